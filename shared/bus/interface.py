@@ -1,0 +1,196 @@
+"""The bus as services see it: typed messages over channels of `shared.messages`.
+
+Two implementations pass one contract suite (tests/shared/bus_contract.py): `shared.bus.nats_bus.NatsBus` on nats-py, and
+`shared.bus.memory_bus.MemoryBus` on a hub with virtual time and fault injection.
+
+Rules every implementation keeps:
+- A call that waits has a deadline and ends by it with a reply or a `BusError`; nothing fails in silence.
+- A served handler that raises `ServiceError` answers with its typed error; any other exception answers `INTERNAL` and is
+  logged. At most `max_concurrency` handlers of one endpoint run at once; a request beyond that is answered `BUSY` at once.
+- `subscribe` handlers are plain functions called in order of arrival on the event loop and must not block; a handler that
+  raises is logged and the next message is still delivered.
+- The current trace context travels in headers of `request` (and of `publish` with `traced=True`); a served handler runs
+  inside it.
+- After a lost connection the bus reconnects by itself for ever, subscribes and declares everything again, and then
+  calls the `on_reconnect` callbacks. Publishing while disconnected is dropped or buffered, never an exception.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable
+from typing import Generic, Protocol, TypeVar
+
+import msgspec
+
+from shared.messages import Bucket, Endpoint, ErrorCode, ErrorInfo, ObjectBucket, Topic
+
+M = TypeVar("M")
+Q = TypeVar("Q")
+R = TypeVar("R")
+
+
+class BusError(Exception):
+    """A bus call failed. `info.code` says how: UNAVAILABLE (nobody serves the subject, or no connection), DEADLINE,
+    BUSY, or what the peer's handler answered."""
+
+    def __init__(self, info: ErrorInfo) -> None:
+        super().__init__(f"{info.code}: {info.message}")
+        self.info = info
+
+    @property
+    def code(self) -> ErrorCode:
+        return self.info.code
+
+
+class ServiceError(BusError):
+    """Raised by a served handler to answer with a typed error, and by `request` where the peer did."""
+
+    @classmethod
+    def of(cls, code: ErrorCode, message: str, param: str = "", retry_after_s: float = 0.0) -> ServiceError:
+        return cls(ErrorInfo(code, message, param, retry_after_s))
+
+
+class RevisionConflict(BusError):
+    """A `create` or `update` found another revision than expected."""
+
+
+class Subscription(Protocol):
+    async def stop(self) -> None:
+        """Take no more messages; running handlers end by themselves. May be called twice."""
+
+
+class KvEntry(msgspec.Struct, Generic[M], frozen=True):
+    value: M
+    revision: int
+
+
+class Watch(Protocol[M]):
+    """A live view of a bucket. Entries of a bucket with a TTL leave it when they were not written for the TTL, measured on
+    this side's monotonic clock and paused while disconnected. After a reconnect a key is held for one grace period
+    (the TTL, or 3 s) to appear again before it counts as deleted."""
+
+    entries: dict[str, M]
+
+    async def stop(self) -> None: ...
+
+
+class KeyValue(ABC, Generic[M]):
+    """One bucket. Every call has a deadline of a few seconds and raises `BusError`."""
+
+    @abstractmethod
+    async def get(self, key: str) -> KvEntry[M] | None: ...
+
+    @abstractmethod
+    async def put(self, key: str, value: M) -> int:
+        """Returns the new revision."""
+
+    @abstractmethod
+    async def create(self, key: str, value: M) -> int:
+        """`RevisionConflict` if the key exists."""
+
+    @abstractmethod
+    async def update(self, key: str, value: M, revision: int) -> int:
+        """`RevisionConflict` if the key's last revision is another."""
+
+    @abstractmethod
+    async def delete(self, key: str) -> None: ...
+
+    @abstractmethod
+    async def entries(self) -> dict[str, KvEntry[M]]: ...
+
+    @abstractmethod
+    async def watch(self, on_change: Callable[[str, M | None], None] | None = None) -> Watch[M]:
+        """Returns when the present entries are in `Watch.entries` (for those `on_change` was called too); afterwards
+        `on_change(key, value)` is called for each change, with None for a deletion or expiry."""
+
+
+class WorkItem(Protocol):
+    """One message taken from a work queue."""
+
+    data: bytes
+    num_deliveries: int
+
+    async def ack(self) -> None: ...
+    async def nak(self, delay_s: float = 0.0) -> None: ...
+    async def in_progress(self) -> None: ...
+
+
+class WorkQueue(ABC):
+    """A durable JetStream work queue (file storage, each item to one consumer until acknowledged)."""
+
+    @abstractmethod
+    async def push(self, key: str, data: bytes, *, deduplicate_as: str | None = None) -> None: ...
+
+    @abstractmethod
+    async def pull(self, key: str, max_items: int, timeout_s: float) -> list[WorkItem]: ...
+
+
+class ObjectStore(ABC):
+    @abstractmethod
+    async def put(self, name: str, data: bytes) -> None: ...
+
+    @abstractmethod
+    async def get(self, name: str) -> bytes | None: ...
+
+    @abstractmethod
+    async def delete(self, name: str) -> None: ...
+
+    @abstractmethod
+    async def names(self) -> list[str]: ...
+
+
+class Bus(ABC):
+    """One connection of one process."""
+
+    @property
+    @abstractmethod
+    def is_connected(self) -> bool: ...
+
+    @property
+    @abstractmethod
+    def max_payload_bytes(self) -> int: ...
+
+    @abstractmethod
+    def now(self) -> float:
+        """Monotonic seconds; virtual time on a memory bus."""
+
+    @abstractmethod
+    def publish(self, topic: Topic[M], message: M, *, traced: bool = False) -> None:
+        """Fire and forget; never blocks, never raises for a lost connection (counted in the metrics instead)."""
+
+    @abstractmethod
+    async def request(self, endpoint: Endpoint[Q, R], query: Q, *, timeout_s: float) -> R:
+        """The peer's reply. Raises `ServiceError` (the peer's typed answer) or `BusError`; `UNAVAILABLE` at once where
+        nobody serves the subject."""
+
+    @abstractmethod
+    async def subscribe(self, topic: Topic[M], handler: Callable[[M], None]) -> Subscription: ...
+
+    @abstractmethod
+    async def serve(
+        self, endpoint: Endpoint[Q, R], handler: Callable[[Q], Awaitable[R]], *, max_concurrency: int = 64
+    ) -> Subscription:
+        """Returns when the server routes requests here (subscribed and flushed)."""
+
+    @abstractmethod
+    async def key_value(self, bucket: Bucket[M]) -> KeyValue[M]:
+        """Declares the bucket if it does not exist."""
+
+    @abstractmethod
+    async def work_queue(self, name: str, *, max_bytes: int, ack_wait_s: float) -> WorkQueue: ...
+
+    @abstractmethod
+    async def object_store(self, bucket: ObjectBucket) -> ObjectStore: ...
+
+    @abstractmethod
+    def on_reconnect(self, callback: Callable[[], None]) -> None:
+        """Called on the event loop after each reconnect, when subscriptions and buckets are in place again."""
+
+    @abstractmethod
+    async def round_trip_s(self) -> float:
+        """Flush to the server and back; for health checks. Raises `BusError` when disconnected."""
+
+    @abstractmethod
+    async def close(self) -> None:
+        """Drains subscriptions within seconds and closes. May be called twice."""

@@ -1,0 +1,69 @@
+"""What the engine hands to an executor, and what comes back: plain data, no torch.
+
+A step is columnar: element i of `rows`, `starts`, `counts` and `samples` describe the i-th sequence of the step. An
+executor mirrors each sequence in a fixed row (its tokens, its block table, its sampling state); the plan sends a sequence
+in full once (`new_sequences`) and afterwards only what changed (`new_blocks`). Steps execute strictly in the order in
+which they were planned, so a row may be given to another sequence in the very next step.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from shared.messages import SamplingParams, TokenLogprob
+
+
+class NewSequence(msgspec.Struct, frozen=True, array_like=True):
+    """A sequence takes a row (again, after a preemption)."""
+
+    row: int
+    tokens: bytes
+    """Packed int32: prompt and the output known so far."""
+    prompt_tokens: int
+    """How many of `tokens` are the prompt; the rest counts as output for penalties and `min_tokens`."""
+    sampling: SamplingParams
+    blocks: list[int]
+    """Its whole block table at this moment: flat slot indices of its model (see kv_blocks)."""
+
+
+class StepPlan(msgspec.Struct, frozen=True, array_like=True):
+    step_id: int
+    model: str
+    rows: list[int]
+    starts: list[int]
+    """Position of the first token computed in this step; equals the number of tokens already in the KV cache."""
+    counts: list[int]
+    """Tokens computed: 1 for a decode, a chunk's length for prefill. The token at a position that the executor sampled in
+    an earlier step (perhaps one that is still in flight) is not sent: the executor has it in the row."""
+    samples: list[bool]
+    """Whether the last computed position's logits are sampled into the next token."""
+    new_sequences: list[NewSequence]
+    new_blocks: list[tuple[int, list[int]]]
+    """(row, slots appended to its block table), applied after `new_sequences`."""
+    interruptible: bool = False
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(self.counts)
+
+
+class StepResult(msgspec.Struct, frozen=True, array_like=True):
+    """The sampled tokens, one for each True in `samples`, in order. `error` set: the step failed; its row changes
+    count (they come first), its computation does not."""
+
+    step_id: int
+    tokens: list[int]
+    logprobs: list[TokenLogprob | None] | None = None
+    """None where no sequence of the step asked for log-probabilities."""
+    error: str = ""
+
+
+class ModelShape(msgspec.Struct, frozen=True, array_like=True):
+    """What the engine must know of a loaded model."""
+
+    name: str
+    page_tokens: int
+    """Tokens in one KV block."""
+    slots_per_merged: int
+    """Blocks of this model in one merged block of the pool."""
+    max_model_len: int

@@ -1,0 +1,178 @@
+"""A recorded run of an engine, and its replay: any incident becomes a test.
+
+A recording is a sequence of length-prefixed msgpack records: first the engine's configuration, then each call with its
+arguments and, for `plan`, the plan that was made. Replaying it on the same code gives the same plans byte for byte.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import msgspec
+
+from shared.engine.engine import Engine
+from shared.engine.plan import ModelShape, StepPlan, StepResult
+from shared.messages import ErrorInfo, GenerationRequest
+from shared.policies.ordering import ORDERING_POLICIES
+from shared.policies.token_budget import FixedTokenBudget
+
+LENGTH_BYTES = 4
+
+
+class Configuration(msgspec.Struct, frozen=True, tag=True):
+    """All that an engine is made of."""
+
+    num_merged: int
+    num_rows: int
+    ordering: str
+    token_budget: int
+    steps_in_flight: int
+    max_waiting: int = 1024
+
+    def build(self) -> Engine:
+        return Engine(
+            self.num_merged,
+            self.num_rows,
+            ORDERING_POLICIES[self.ordering](),
+            FixedTokenBudget(self.token_budget),
+            steps_in_flight=self.steps_in_flight,
+            max_waiting=self.max_waiting,
+        )
+
+
+class AddModel(msgspec.Struct, frozen=True, tag=True):
+    shape: ModelShape
+
+
+class RemoveModel(msgspec.Struct, frozen=True, tag=True):
+    name: str
+    now: float
+
+
+class Submit(msgspec.Struct, frozen=True, tag=True):
+    request: GenerationRequest
+    now: float
+
+
+class Cancel(msgspec.Struct, frozen=True, tag=True):
+    request_id: str
+    now: float
+
+
+class Plan(msgspec.Struct, frozen=True, tag=True):
+    now: float
+    plan: bytes
+    """Encoded `StepPlan`, empty where none was made."""
+
+
+class OnStep(msgspec.Struct, frozen=True, tag=True):
+    result: StepResult
+    now: float
+
+
+class OnTime(msgspec.Struct, frozen=True, tag=True):
+    now: float
+
+
+Record = Configuration | AddModel | RemoveModel | Submit | Cancel | Plan | OnStep | OnTime
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder: msgspec.msgpack.Decoder[Record] = msgspec.msgpack.Decoder(Record)
+
+
+class RecordingEngine(Engine):
+    """An engine that hands each call, encoded, to `write` before (or, for plans, after) carrying it out."""
+
+    def __init__(self, configuration: Configuration, write: Callable[[bytes], object]) -> None:
+        super().__init__(
+            configuration.num_merged,
+            configuration.num_rows,
+            ORDERING_POLICIES[configuration.ordering](),
+            FixedTokenBudget(configuration.token_budget),
+            steps_in_flight=configuration.steps_in_flight,
+            max_waiting=configuration.max_waiting,
+        )
+        self._write = write
+        self._record(configuration)
+
+    def _record(self, record: Record) -> None:
+        encoded = _encoder.encode(record)
+        self._write(len(encoded).to_bytes(LENGTH_BYTES, "little") + encoded)
+
+    def add_model(self, shape: ModelShape) -> ModelShape:
+        self._record(AddModel(shape))
+        return super().add_model(shape)
+
+    def remove_model(self, name: str, now: float) -> bool:
+        self._record(RemoveModel(name, now))
+        return super().remove_model(name, now)
+
+    def submit(self, request: GenerationRequest, now: float) -> ErrorInfo | None:
+        self._record(Submit(request, now))
+        return super().submit(request, now)
+
+    def cancel(self, request_id: str, now: float) -> None:
+        self._record(Cancel(request_id, now))
+        super().cancel(request_id, now)
+
+    def plan(self, now: float) -> StepPlan | None:
+        plan = super().plan(now)
+        self._record(Plan(now, b"" if plan is None else _encoder.encode(plan)))
+        return plan
+
+    def on_step(self, result: StepResult, now: float) -> None:
+        self._record(OnStep(result, now))
+        super().on_step(result, now)
+
+    def on_time(self, now: float) -> None:
+        self._record(OnTime(now))
+        super().on_time(now)
+
+
+def records(recording: bytes) -> Iterator[Record]:
+    """The records in order; a torn last record (the process was killed while writing) ends the iteration."""
+    position = 0
+    while position + LENGTH_BYTES <= len(recording):
+        length = int.from_bytes(recording[position : position + LENGTH_BYTES], "little")
+        position += LENGTH_BYTES
+        if position + length > len(recording):
+            return
+        yield _decoder.decode(recording[position : position + length])
+        position += length
+
+
+class ReplayMismatch(Exception):
+    """The replayed engine planned something else than the recorded one."""
+
+
+def replay(recording: bytes) -> Engine:
+    """Runs a recording again. Returns the engine as it stands at the end; raises `ReplayMismatch` at the first plan that
+    differs."""
+    iterator = records(recording)
+    configuration = next(iterator)
+    assert isinstance(configuration, Configuration), "a recording begins with the engine's configuration"
+    engine = configuration.build()
+    num_plans = 0
+    for record in iterator:
+        match record:
+            case AddModel(shape):
+                engine.add_model(shape)
+            case RemoveModel(name, now):
+                engine.remove_model(name, now)
+            case Submit(request, now):
+                engine.submit(request, now)
+            case Cancel(request_id, now):
+                engine.cancel(request_id, now)
+            case Plan(now, expected):
+                plan = engine.plan(now)
+                actual = b"" if plan is None else _encoder.encode(plan)
+                if actual != expected:
+                    raise ReplayMismatch(f"plan {num_plans} at {now:.6f} s differs from the recorded one")
+                num_plans += 1
+            case OnStep(result, now):
+                engine.on_step(result, now)
+            case OnTime(now):
+                engine.on_time(now)
+            case Configuration():
+                raise ReplayMismatch("a second configuration inside a recording")
+    return engine

@@ -1,0 +1,128 @@
+"""One request as an instance computes it: its tokens, its place in the KV pool, its progress.
+
+Counts of a sequence (all in tokens):
+
+    0 ......... num_prompt ......... len(tokens) ......... total
+    |--prompt--|------known output--|--sampled in flight---|
+    |======== num_computed ========>                          KV written, or being written by a step in flight
+"""
+
+from __future__ import annotations
+
+from array import array
+from enum import IntEnum
+
+from shared.engine.kv_blocks import chain_hash
+from shared.messages import GenerationRequest, Priority, RequestClass, unpack_tokens
+
+
+class State(IntEnum):
+    WAITING = 0
+    RUNNING = 1
+    ENDED = 2
+
+
+class Rank(IntEnum):
+    """Classes in strict order: a lower rank never waits for a higher one."""
+
+    ONLINE_HIGH = 0
+    ONLINE_NORMAL = 1
+    OFFLINE = 2
+
+
+def rank_of(request: GenerationRequest) -> Rank:
+    if request.request_class == RequestClass.OFFLINE:
+        return Rank.OFFLINE
+    return Rank.ONLINE_HIGH if request.priority == Priority.HIGH else Rank.ONLINE_NORMAL
+
+
+class Sequence:
+    """Plain state; all rules are in planner.py and engine.py."""
+
+    __slots__ = (
+        "arrived_s",
+        "blocks",
+        "capacity",
+        "deadline_s",
+        "first_planned_s",
+        "first_token_s",
+        "generation",
+        "hashes",
+        "in_flight",
+        "max_total",
+        "min_total",
+        "model",
+        "next_register",
+        "num_cached_tokens",
+        "num_computed",
+        "num_failures",
+        "num_preemptions",
+        "num_prompt",
+        "number",
+        "rank",
+        "request",
+        "row",
+        "state",
+        "stop_ids",
+        "submitted_s",
+        "tokens",
+        "total",
+    )
+
+    def __init__(self, request: GenerationRequest, number: int, now: float, max_model_len: int) -> None:
+        sampling = request.sampling
+        prompt = unpack_tokens(request.prompt)
+        self.request = request
+        self.model = request.model
+        self.number = number
+        self.rank = rank_of(request)
+        self.submitted_s = now
+        self.arrived_s = now - request.waited_s
+        self.deadline_s = now + request.timeout_s
+        self.num_prompt = len(prompt)
+        self.tokens = prompt + unpack_tokens(request.prior)
+        self.total = len(self.tokens)
+        self.max_total = min(len(prompt) + sampling.max_tokens, max_model_len)
+        self.min_total = len(prompt) + sampling.min_tokens
+        self.stop_ids = frozenset(sampling.stop_token_ids)
+        self.state = State.WAITING
+        self.row = -1
+        self.blocks: list[int] = []
+        self.capacity = 0
+        """Tokens that `blocks` can hold."""
+        self.num_computed = 0
+        self.in_flight = 0
+        """Steps in flight that compute this sequence; its slots stay its own until they return."""
+        self.generation = 0
+        """Grows when planned work is rolled back: results of an older generation are dropped."""
+        self.hashes: list[bytes] = []
+        """Chained hashes of the full blocks of known tokens, as far as they were needed."""
+        self.next_register = 0
+        """Computed tokens at which the next full block can be entered in the prefix cache."""
+        self.num_cached_tokens = 0
+        self.num_preemptions = 0
+        self.num_failures = 0
+        self.first_planned_s: float | None = None
+        self.first_token_s: float | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def num_output(self) -> int:
+        return len(self.tokens) - self.num_prompt
+
+    @property
+    def is_schedulable(self) -> bool:
+        """Something is left to compute that does not wait for a step in flight to end the sequence."""
+        return self.total < self.max_total
+
+    def extend_hashes(self, num_blocks: int, page_tokens: int, root: bytes) -> list[bytes]:
+        """The chained hashes of the first `num_blocks` full blocks of known tokens."""
+        hashes = self.hashes
+        while len(hashes) < num_blocks:
+            first = len(hashes) * page_tokens
+            packed = array("i", self.tokens[first : first + page_tokens]).tobytes()
+            hashes.append(chain_hash(hashes[-1] if hashes else root, packed))
+        return hashes[:num_blocks]

@@ -1,0 +1,544 @@
+"""Every message that crosses the bus, and the one place where a subject is spelled.
+
+A channel names a subject and the types that travel on it. Four kinds exist: `Topic` (publish/subscribe), `Endpoint`
+(request/reply), `Bucket` (JetStream key-value) and, for large things, `ObjectBucket`. Subjects may hold placeholders
+that `at()` fills: `INSTANCE_SUBMIT.at(instance_id="node-a-0")`.
+
+Wire format: msgspec msgpack. Structs on hot paths are `array_like`, so new fields may only be added at their end, with
+a default. Token ids travel as packed little-endian int32 (`pack_tokens`, `unpack_tokens`), never as lists.
+Clocks are never compared across hosts: times in messages are durations, re-based by the receiver.
+"""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from typing import Generic, TypeVar
+
+import msgspec
+
+PREFIX = "tideway.v1"
+MAX_MESSAGE_BYTES = 512 * 1024
+"""Larger things go through an object bucket."""
+
+Message = TypeVar("Message")
+Query = TypeVar("Query")
+Reply = TypeVar("Reply")
+
+
+def pack_tokens(tokens: list[int]) -> bytes:
+    """Token ids as little-endian int32 bytes."""
+    return array("i", tokens).tobytes()
+
+
+def unpack_tokens(packed: bytes) -> list[int]:
+    """The inverse of `pack_tokens`."""
+    tokens = array("i")
+    tokens.frombytes(packed)
+    return tokens.tolist()
+
+
+# --------------------------------------------------------------------------------------------------- channels
+
+
+def _fill(subject: str, ids: dict[str, str]) -> str:
+    for value in ids.values():
+        if not value or any(c in value for c in ". *>\t\r\n"):
+            raise ValueError(f"{value!r} cannot be part of a subject")
+    return subject.format(**ids)
+
+
+@dataclass(frozen=True)
+class Topic(Generic[Message]):
+    """Publish/subscribe: at most once, no reply."""
+
+    subject: str
+    type: type[Message]
+
+    def at(self, **ids: str) -> Topic[Message]:
+        return replace(self, subject=_fill(self.subject, ids))
+
+
+@dataclass(frozen=True)
+class Endpoint(Generic[Query, Reply]):
+    """Request/reply: exactly one typed reply or one typed error within a deadline."""
+
+    subject: str
+    query: type[Query]
+    reply: type[Reply]
+
+    def at(self, **ids: str) -> Endpoint[Query, Reply]:
+        return replace(self, subject=_fill(self.subject, ids))
+
+
+@dataclass(frozen=True)
+class Bucket(Generic[Message]):
+    """JetStream key-value. `ttl_s`: an entry not written again for so long is gone. `durable`: kept on disk."""
+
+    name: str
+    type: type[Message]
+    ttl_s: float | None = None
+    durable: bool = False
+
+
+@dataclass(frozen=True)
+class ObjectBucket:
+    """JetStream object store for byte blobs over `MAX_MESSAGE_BYTES`."""
+
+    name: str
+
+
+# --------------------------------------------------------------------------------------------------- requests
+
+
+class RequestClass(StrEnum):
+    ONLINE = "online"
+    OFFLINE = "offline"
+
+
+class Priority(StrEnum):
+    HIGH = "high"
+    NORMAL = "normal"
+
+
+class FinishReason(StrEnum):
+    """Why a request ended. `STOP` and `LENGTH` are success; `ERROR` comes with an `ErrorInfo`."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    CANCELLED = "cancelled"
+    DEADLINE = "deadline"
+    ERROR = "error"
+
+
+class ErrorCode(StrEnum):
+    """Typed reasons of refusals and failures, on the bus and in `ErrorInfo`."""
+
+    BAD_REQUEST = "bad_request"
+    UNKNOWN_MODEL = "unknown_model"
+    TOO_LONG = "too_long"
+    """The request can never fit (model length or KV pool)."""
+    OVERLOADED = "overloaded"
+    """A bounded queue is full; try again after `retry_after_s`."""
+    BUSY = "busy"
+    """The handler's concurrency bound was reached."""
+    GONE = "gone"
+    """The addressed thing (request, instance, model) is not here any more."""
+    DRAINING = "draining"
+    NOT_LEADER = "not_leader"
+    DEADLINE = "deadline"
+    CONFLICT = "conflict"
+    INTERNAL = "internal"
+    UNAVAILABLE = "unavailable"
+    """The needed peer (scheduler, instance, NATS) cannot be reached."""
+
+
+class ErrorInfo(msgspec.Struct, frozen=True, array_like=True):
+    code: ErrorCode
+    message: str
+    param: str = ""
+    """The field at fault, if one is."""
+    retry_after_s: float = 0.0
+
+
+class SamplingParams(msgspec.Struct, frozen=True, array_like=True):
+    """How tokens are chosen. Field meanings as in OpenAI's and vLLM's APIs."""
+
+    max_tokens: int
+    min_tokens: int = 0
+    temperature: float = 1.0
+    """0 is greedy."""
+    top_k: int = 0
+    """0 is off."""
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    seed: int = 0
+    """Noise is a function of (seed, position), so that any instance continues a request alike. The gateway draws one
+    where the client gave none."""
+    stop_token_ids: tuple[int, ...] = ()
+    """End the output; includes the model's end-of-sequence ids unless `ignore_eos`. Stop strings are the gateway's."""
+    logprobs: int = -1
+    """-1: none; k >= 0: the chosen token's log-probability and the k most likely."""
+    logit_bias: tuple[tuple[int, float], ...] = ()
+
+
+class GenerationRequest(msgspec.Struct, frozen=True, array_like=True):
+    """One sequence to generate, from gateway to scheduler to instance. A client's `n > 1` is n of these."""
+
+    request_id: str
+    gateway_id: str
+    model: str
+    prompt: bytes
+    """Packed token ids."""
+    sampling: SamplingParams
+    request_class: RequestClass = RequestClass.ONLINE
+    priority: Priority = Priority.NORMAL
+    timeout_s: float = 600.0
+    """Time left at the moment of sending. Whoever holds the request past it drops it and says so."""
+    epoch: int = 0
+    """Ownership number: grows by one at each placement. Frames of a lower epoch than the highest seen are dropped."""
+    prior: bytes = b""
+    """Packed output tokens that the client already has (a request placed again continues after them)."""
+    waited_s: float = 0.0
+    """How long the request has waited before this hop."""
+    traceparent: str = ""
+    """W3C trace context of the request's root span."""
+
+
+class Cancel(msgspec.Struct, frozen=True, array_like=True):
+    request_id: str
+
+
+class Accepted(msgspec.Struct, frozen=True, array_like=True):
+    """The request is queued or running here. Sending it again with the same epoch is answered alike, with no effect."""
+
+    request_id: str
+
+
+class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
+    logprob: float
+    """Of the chosen token."""
+    top_ids: tuple[int, ...] = ()
+    top_logprobs: tuple[float, ...] = ()
+    rank: int = 0
+    """1 is the most likely."""
+
+
+class RequestTiming(msgspec.Struct, frozen=True, array_like=True):
+    """Durations of a request on its instance, sent with its last entry."""
+
+    queued_s: float = 0.0
+    """Arrival at the instance to first being planned."""
+    prefill_s: float = 0.0
+    decode_s: float = 0.0
+    num_preemptions: int = 0
+
+
+class TokenEntry(msgspec.Struct, frozen=True, array_like=True):
+    """What one iteration made for one request."""
+
+    request_id: str
+    epoch: int
+    offset: int
+    """Position in the output of the first token here; equals the number of output tokens before it."""
+    tokens: bytes
+    """Packed; may be empty in a last entry."""
+    finish_reason: FinishReason | None = None
+    logprobs: tuple[TokenLogprob, ...] = ()
+    num_cached_tokens: int = 0
+    """Prompt tokens found in the prefix cache."""
+    error: ErrorInfo | None = None
+    timing: RequestTiming | None = None
+
+
+class TokenFrame(msgspec.Struct, frozen=True, array_like=True):
+    """All tokens that one iteration of one instance made for one gateway's requests. `sender` is an instance id, or a
+    scheduler's id where a queued request ended without being dispatched."""
+
+    sender: str
+    entries: list[TokenEntry]
+
+
+class StreamPosition(msgspec.Struct, frozen=True, array_like=True):
+    request_id: str
+    epoch: int
+    next_offset: int
+
+
+class ReplayQuery(msgspec.Struct, frozen=True, array_like=True):
+    """A gateway that may have missed frames asks for everything from `next_offset` on."""
+
+    positions: list[StreamPosition]
+
+
+class ReplayReply(msgspec.Struct, frozen=True, array_like=True):
+    entries: list[TokenEntry]
+    unknown: list[str]
+    """Request ids that this instance does not hold (any more) in the epoch asked for."""
+
+
+class HeldRequest(msgspec.Struct, frozen=True, array_like=True):
+    """A request as an instance holds it; what a new scheduler rebuilds its view from."""
+
+    request_id: str
+    gateway_id: str
+    epoch: int
+    model: str
+    num_tokens: int
+    running: bool
+
+
+class ListHeldRequests(msgspec.Struct, frozen=True, array_like=True):
+    pass
+
+
+class HeldRequests(msgspec.Struct, frozen=True, array_like=True):
+    requests: list[HeldRequest]
+
+
+class LostRequest(msgspec.Struct, frozen=True, array_like=True):
+    request_id: str
+    epoch: int
+
+
+class RequestsLost(msgspec.Struct, frozen=True, array_like=True):
+    """Scheduler to gateway: the instance is gone; place these again with the tokens so far and a higher epoch."""
+
+    instance_id: str
+    requests: list[LostRequest]
+
+
+# ------------------------------------------------------------------------------------------ cluster and load
+
+
+class ModelSpec(msgspec.Struct, frozen=True):
+    """A model as the operator configures it. `source`: a folder in Hugging Face format, or a hub id."""
+
+    name: str
+    source: str
+    dtype: str = "auto"
+    max_model_len: int | None = None
+    replicas: int | None = None
+    """Number of instances that hold it; None: all on which it fits."""
+
+
+class LoadedModel(msgspec.Struct, frozen=True, array_like=True):
+    name: str
+    state: str
+    """loading | ready | unloading | failed"""
+    max_model_len: int = 0
+    page_tokens: int = 0
+    """Tokens in one KV block."""
+    slots_per_merged: int = 0
+    """KV blocks of this model in one merged block of the pool."""
+    num_running: int = 0
+    num_waiting: int = 0
+    error: str = ""
+
+
+class InstanceInfo(msgspec.Struct, frozen=True, array_like=True):
+    """An instance in the registry (bucket with TTL): written each second while it lives."""
+
+    instance_id: str
+    incarnation: str
+    """New at each start of the process."""
+    node_id: str
+    state: str
+    """starting | ready | draining"""
+    models: list[LoadedModel]
+    num_merged: int = 0
+    """Merged blocks in the KV pool."""
+    merged_bytes: int = 0
+    device: str = "cpu"
+    pid: int = 0
+    metrics_port: int = 0
+
+
+class ModelLoad(msgspec.Struct, frozen=True, array_like=True):
+    model: str
+    num_running: int
+    num_waiting: int
+    num_offline: int = 0
+    """Offline requests among both, harvested work rather than load."""
+
+
+class FinishedStats(msgspec.Struct, frozen=True, array_like=True):
+    """One ended request, for the statistics per model."""
+
+    model: str
+    request_class: RequestClass
+    prompt_tokens: int
+    output_tokens: int
+    queued_s: float
+    execution_s: float
+    finish_reason: FinishReason
+
+
+class LoadReport(msgspec.Struct, frozen=True, array_like=True):
+    """Instance to scheduler: coalesced, at most one per 20 ms, at least one per second as heartbeat.
+
+    Freeness and blocks are in merged blocks (fractions allowed), higher is freer (design: scheduling.md section 6).
+    """
+
+    instance_id: str
+    incarnation: str
+    sequence: int
+    dispatch_freeness: float
+    """Counts every waiting request with its whole demand; +inf when idle."""
+    free_merged: float
+    """Merged blocks that could be had now (free or only cached)."""
+    num_running: int
+    models: list[ModelLoad]
+    admitted: list[str]
+    """Ids accepted since the last report: leave the scheduler's in-flight ledger."""
+    ended: list[str]
+    """Ids ended since the last report, for any reason."""
+    finished: list[FinishedStats]
+
+
+class InstanceExited(msgspec.Struct, frozen=True, array_like=True):
+    """Node agent to everyone: the process is gone (faster than a missing heartbeat)."""
+
+    instance_id: str
+    incarnation: str
+    node_id: str
+    exit_code: int
+
+
+class NodeInfo(msgspec.Struct, frozen=True, array_like=True):
+    """A node agent in the registry (bucket with TTL)."""
+
+    node_id: str
+    hostname: str
+    num_instances: int
+    """How many instances this node will run (one a device; on CPU as configured)."""
+    memory_bytes: int
+    """Memory that all its instances together may use for weights and KV pools."""
+    device: str = "cpu"
+    plan_version: int = 0
+    """The last placement plan that was carried out."""
+    problem: str = ""
+    """Why the plan could not be carried out whole, if it could not."""
+
+
+class InstancePlan(msgspec.Struct, frozen=True):
+    """One instance of the plan: the sharing group on it."""
+
+    instance_id: str
+    node_id: str
+    models: list[ModelSpec]
+    pool_bytes: int
+    merged_bytes: int
+
+
+class PlacementPlan(msgspec.Struct, frozen=True):
+    version: int
+    instances: list[InstancePlan]
+    unplaced: dict[str, str] = {}
+    """Models that are on no instance, with the reason."""
+
+
+class ModelStatistics(msgspec.Struct, frozen=True):
+    """Traffic of one model since the last report; the scheduler publishes one per model and second."""
+
+    model: str
+    interval_s: float
+    num_arrived: int
+    num_finished: int
+    prompt_tokens: int
+    output_tokens: int
+    queued_s: float
+    execution_s: float
+    num_queued: int
+
+
+class StatisticsReport(msgspec.Struct, frozen=True):
+    scheduler_id: str
+    models: list[ModelStatistics]
+
+
+class SchedulerInfo(msgspec.Struct, frozen=True, array_like=True):
+    """The lease of the active scheduler or placement (bucket with TTL), and their announcement."""
+
+    scheduler_id: str
+    term: int = 0
+    """Grows with each change of leader."""
+
+
+# ------------------------------------------------------------------------------------------------- admin calls
+
+
+class AddModel(msgspec.Struct, frozen=True):
+    spec: ModelSpec
+
+
+class RemoveModel(msgspec.Struct, frozen=True):
+    name: str
+
+
+class GetPlan(msgspec.Struct, frozen=True):
+    pass
+
+
+class LoadModel(msgspec.Struct, frozen=True):
+    """Node agent to instance. Answered at once; progress shows in the registry."""
+
+    spec: ModelSpec
+
+
+class UnloadModel(msgspec.Struct, frozen=True):
+    """Node agent to instance: take no new request of the model, finish those it has within `grace_s`, free its memory."""
+
+    name: str
+    grace_s: float = 30.0
+
+
+class Drain(msgspec.Struct, frozen=True):
+    """Take no new request; finish those held within `grace_s`; then exit."""
+
+    grace_s: float = 30.0
+
+
+class Done(msgspec.Struct, frozen=True):
+    pass
+
+
+# --------------------------------------------------------------------------------------------------- catalogue
+
+# gateway -> scheduler (only the active scheduler serves these)
+SCHEDULER_SUBMIT = Endpoint(f"{PREFIX}.scheduler.submit", GenerationRequest, Accepted)
+SCHEDULER_CANCEL = Topic(f"{PREFIX}.scheduler.cancel", Cancel)
+
+# scheduler -> everyone: a new leader serves now; gateways submit their unfinished requests again (same epoch)
+SCHEDULER_ANNOUNCE = Topic(f"{PREFIX}.scheduler.announce", SchedulerInfo)
+SCHEDULER_STATISTICS = Topic(f"{PREFIX}.scheduler.statistics", StatisticsReport)
+
+# scheduler (or, in bypass, gateway) -> instance
+INSTANCE_SUBMIT = Endpoint(f"{PREFIX}.instance.{{instance_id}}.submit", GenerationRequest, Accepted)
+INSTANCE_CANCEL = Topic(f"{PREFIX}.instance.{{instance_id}}.cancel", Cancel)
+INSTANCE_REPLAY = Endpoint(f"{PREFIX}.instance.{{instance_id}}.replay", ReplayQuery, ReplayReply)
+INSTANCE_HELD = Endpoint(f"{PREFIX}.instance.{{instance_id}}.held", ListHeldRequests, HeldRequests)
+
+# node agent -> instance
+INSTANCE_LOAD_MODEL = Endpoint(f"{PREFIX}.instance.{{instance_id}}.load_model", LoadModel, Done)
+INSTANCE_UNLOAD_MODEL = Endpoint(f"{PREFIX}.instance.{{instance_id}}.unload_model", UnloadModel, Done)
+INSTANCE_DRAIN = Endpoint(f"{PREFIX}.instance.{{instance_id}}.drain", Drain, Done)
+
+# instance (or scheduler) -> gateway
+GATEWAY_FRAMES = Topic(f"{PREFIX}.gateway.{{gateway_id}}.frames", TokenFrame)
+GATEWAY_LOST = Topic(f"{PREFIX}.gateway.{{gateway_id}}.lost", RequestsLost)
+
+# instance -> scheduler; node agent -> everyone
+LOAD_REPORTS = Topic(f"{PREFIX}.load", LoadReport)
+INSTANCE_EXITED = Topic(f"{PREFIX}.cluster.instance_exited", InstanceExited)
+
+# gateway's admin API -> placement (only the active one serves these)
+PLACEMENT_ADD_MODEL = Endpoint(f"{PREFIX}.placement.add_model", AddModel, PlacementPlan)
+PLACEMENT_REMOVE_MODEL = Endpoint(f"{PREFIX}.placement.remove_model", RemoveModel, PlacementPlan)
+PLACEMENT_PLAN = Endpoint(f"{PREFIX}.placement.plan", GetPlan, PlacementPlan)
+
+# key-value
+INSTANCES = Bucket("tideway_instances", InstanceInfo, ttl_s=3.0)
+"""key: instance id; writer: the instance"""
+NODES = Bucket("tideway_nodes", NodeInfo, ttl_s=3.0)
+"""key: node id; writer: the node agent"""
+LEASES = Bucket("tideway_leases", SchedulerInfo, ttl_s=3.0)
+"""keys "scheduler" and "placement"; writer: the holder"""
+TERMS = Bucket("tideway_terms", SchedulerInfo, durable=True)
+"""the last term of each lease"""
+MODELS = Bucket("tideway_models", ModelSpec, durable=True)
+"""key: `bucket_key(model name)`; writer: placement"""
+PLANS = Bucket("tideway_plans", PlacementPlan, durable=True)
+"""key "current"; writer: placement"""
+STATISTICS = Bucket("tideway_statistics", ModelStatistics, durable=True)
+"""key: `bucket_key(model name)`, totals since the model was added; writer: placement"""
+
+
+def bucket_key(name: str) -> str:
+    """`name` as a JetStream key: characters outside [A-Za-z0-9_/-] become =XX (hexadecimal UTF-8 bytes)."""
+    safe = frozenset(b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789_-/")
+    return "".join(chr(b) if b in safe else f"={b:02X}" for b in name.encode())

@@ -1,0 +1,167 @@
+"""Settings, one frozen class a service, read once at the edge and passed on explicitly.
+
+`load(Class)` reads each field `x` from the environment variable `TIDEWAY_X`, else from the TOML file that
+`TIDEWAY_CONFIG` names (top-level key `x`), else takes the default. Values are converted to the field's type; a value
+that cannot be is a `SettingsError` that names the variable, the value and what was expected.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from shared.messages import ModelSpec
+
+T = TypeVar("T")
+
+
+class SettingsError(Exception):
+    """A setting cannot be used; the message is for the operator."""
+
+
+class BusSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """Common to all services."""
+
+    nats_url: str = "nats://127.0.0.1:4222"
+    nats_user: str = ""
+    nats_password: str = ""
+    metrics_host: str = "127.0.0.1"
+    metrics_port: int = 0
+    """Prometheus and health endpoint; 0: any free port."""
+    otlp_endpoint: str = ""
+    """For example http://jaeger:4318; empty: no export."""
+    trace_sample_ratio: float = 1.0
+    log_level: str = "INFO"
+
+
+class GatewaySettings(BusSettings, frozen=True, kw_only=True):
+    gateway_id: str = ""
+    host: str = "127.0.0.1"
+    port: int = 8000
+    api_keys: str = ""
+    """Comma-separated keys, each `key[:max_in_flight[:tokens_per_minute]]`."""
+    api_keys_file: str = ""
+    """One such entry a line, # for comments."""
+    admin_api_key: str = ""
+    """Needed on /admin when set; with API keys configured and this empty, /admin is closed."""
+    request_timeout_s: float = 600.0
+    max_body_bytes: int = 8 * 1024 * 1024
+    max_in_flight: int = 2048
+    """Requests in flight in this gateway; beyond it 429."""
+    developer_mode: bool = False
+    """Adds /reset_prefix_cache, /start_profile and /stop_profile."""
+
+
+class SchedulerSettings(BusSettings, frozen=True, kw_only=True):
+    scheduler_id: str = ""
+    max_queued: int = 4096
+    """Requests in the global queue over all models; beyond it OVERLOADED."""
+    max_waiting_per_model: int = 2
+    """Requests of one model that an instance may hold without having planned them yet."""
+    cache_affinity_merged: float = 0.0
+    lost_after_s: float = 3.0
+    """An instance that was not heard of for so long is dead."""
+    dispatch_policy: str = "freeness"
+    order_policy: str = "fcfs"
+
+
+class PlacementSettings(BusSettings, frozen=True, kw_only=True):
+    placement_id: str = ""
+    models: str = ""
+    """JSON list of ModelSpec, or comma-separated `name=source` pairs: the models to begin with."""
+    interval_s: float = 10.0
+
+    def model_specs(self) -> list[ModelSpec]:
+        text = self.models.strip()
+        if not text:
+            return []
+        if text.startswith("["):
+            try:
+                return msgspec.json.decode(text, type=list[ModelSpec])
+            except msgspec.MsgspecError as error:
+                raise SettingsError(f"TIDEWAY_MODELS is not a JSON list of models: {error}") from None
+        pairs = [item.strip() for item in text.split(",") if item.strip()]
+        specs = []
+        for pair in pairs:
+            name, equals, source = pair.partition("=")
+            specs.append(ModelSpec(name=name.strip(), source=source.strip() if equals else name.strip()))
+        return specs
+
+
+class WorkerSettings(BusSettings, frozen=True, kw_only=True):
+    node_id: str = ""
+    num_instances: int = 1
+    memory_bytes: int = 0
+    """For weights and KV pools of all instances; 0: half of what is free at the start."""
+    device: str = "auto"
+    """auto | cpu | cuda"""
+    num_threads: int = 0
+    """Torch threads of one instance on CPU; 0: the machine's cores divided over the instances."""
+    cache_dir: str = ""
+
+
+class InstanceSettings(BusSettings, frozen=True, kw_only=True):
+    """Passed by the node agent to the instances it starts."""
+
+    node_id: str = ""
+    instance_id: str = ""
+    plan: str = ""
+    """The InstancePlan as JSON."""
+    device: str = "auto"
+    num_threads: int = 0
+    max_running: int = 256
+    """Sequences in one batch at most."""
+    token_budget: int = 0
+    """Tokens in one step at most; 0: 512 on CPU, 8192 on CUDA."""
+    steps_in_flight: int = 0
+    """0: 1 on CPU, 2 on CUDA."""
+    record_file: str = ""
+    """Where the engine's inputs are recorded for replay; empty: nowhere."""
+
+
+def _convert(kind: Any, text: str, source: str) -> Any:
+    if kind is bool or kind == "bool":
+        lowered = text.strip().lower()
+        if lowered in ("1", "true", "yes", "on"):
+            return True
+        if lowered in ("0", "false", "no", "off", ""):
+            return False
+        raise SettingsError(f"{source}={text!r}: expected true or false")
+    try:
+        return msgspec.convert(text, kind, strict=False)
+    except msgspec.ValidationError:
+        raise SettingsError(f"{source}={text!r}: expected {getattr(kind, '__name__', kind)}") from None
+
+
+def load(kind: type[T], environment: Mapping[str, str] | None = None) -> T:
+    """Settings of `kind` from `environment` (default: the process's) and the file it names."""
+    environment = os.environ if environment is None else environment
+    file_values: dict[str, Any] = {}
+    if path := environment.get("TIDEWAY_CONFIG"):
+        try:
+            file_values = tomllib.loads(Path(path).read_text())
+        except (OSError, tomllib.TOMLDecodeError) as error:
+            raise SettingsError(f"TIDEWAY_CONFIG={path!r} cannot be read: {error}") from None
+    values: dict[str, Any] = {}
+    for field in msgspec.structs.fields(kind):  # type: ignore[arg-type]
+        variable = "TIDEWAY_" + field.name.upper()
+        if variable in environment:
+            values[field.name] = _convert(field.type, environment[variable], variable)
+        elif field.name in file_values:
+            value = file_values[field.name]
+            text = json.dumps(value) if isinstance(value, list | dict) else str(value)
+            values[field.name] = _convert(field.type, text, f"{path}: {field.name}")
+    return kind(**values)
+
+
+def default_id(prefix: str) -> str:
+    """An id for this process on this machine, fit for a subject."""
+    host = "".join(c if c.isalnum() or c in "-_" else "-" for c in socket.gethostname())
+    return f"{prefix}-{host}-{os.getpid()}"

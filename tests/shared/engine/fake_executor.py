@@ -1,0 +1,96 @@
+"""An executor without tensors: the token after a prefix is a hash of that prefix, read back through the block tables.
+
+It keeps what a real KV slab would hold (one cell per token and slot, with merged blocks shared by models), so a slot that
+is handed out too early, a wrong block table or a wrong count shows as a different token or as a failed assertion.
+"""
+
+from __future__ import annotations
+
+from hashlib import blake2b
+
+from shared.engine.plan import ModelShape, StepPlan, StepResult
+from shared.messages import GenerationRequest, SamplingParams, pack_tokens, unpack_tokens
+
+
+def next_token(prefix: list[int]) -> int:
+    return int.from_bytes(blake2b(pack_tokens(prefix), digest_size=4).digest(), "little") % 1000
+
+
+def expected_output(request: GenerationRequest, max_model_len: int) -> list[int]:
+    """What an undisturbed run of the request makes (one request at a time, no paging, no cache)."""
+    tokens = unpack_tokens(request.prompt)
+    limit = min(len(tokens) + request.sampling.max_tokens, max_model_len)
+    output: list[int] = []
+    while len(tokens) < limit:
+        token = next_token(tokens)
+        tokens.append(token)
+        output.append(token)
+        if token in request.sampling.stop_token_ids and len(output) > request.sampling.min_tokens:
+            break
+    return output
+
+
+def request(request_id: str, prompt: list[int], max_tokens: int, **fields) -> GenerationRequest:
+    sampling = {
+        key: fields.pop(key) for key in ("min_tokens", "stop_token_ids", "temperature", "logprobs") if key in fields
+    }
+    fields = {"gateway_id": "gateway", "model": "a", **fields}
+    return GenerationRequest(
+        request_id=request_id, prompt=pack_tokens(prompt), sampling=SamplingParams(max_tokens, **sampling), **fields
+    )
+
+
+class FakeExecutor:
+    def __init__(self, shapes: list[ModelShape]) -> None:
+        self._shapes = {shape.name: shape for shape in shapes}
+        self._cells: dict[tuple[str, int], list[int | None]] = {}
+        self._merged_owner: dict[int, str] = {}
+        self._tokens: dict[int, list[int]] = {}
+        self._blocks: dict[int, list[int]] = {}
+        self._model: dict[int, str] = {}
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        for new in plan.new_sequences:
+            self._tokens[new.row] = unpack_tokens(new.tokens)
+            self._blocks[new.row] = list(new.blocks)
+            self._model[new.row] = plan.model
+        for row, slots in plan.new_blocks:
+            self._blocks[row].extend(slots)
+        assert len(set(plan.rows)) == len(plan.rows), "a sequence twice in one step"
+        for row, start, count in zip(plan.rows, plan.starts, plan.counts, strict=True):
+            assert self._model[row] == plan.model
+            for position in range(start, start + count):
+                self._write(plan.model, row, position)
+        sampled = []
+        for row, start, count, samples in zip(plan.rows, plan.starts, plan.counts, plan.samples, strict=True):
+            if samples:
+                end = start + count
+                token = next_token([self._read(plan.model, row, position) for position in range(end)])
+                del self._tokens[row][end:]
+                self._tokens[row].append(token)
+                sampled.append(token)
+        return StepResult(plan.step_id, sampled)
+
+    def _cell(self, model: str, row: int, position: int) -> tuple[list[int | None], int]:
+        shape = self._shapes[model]
+        slot = self._blocks[row][position // shape.page_tokens]
+        merged = slot // shape.slots_per_merged
+        if self._merged_owner.get(merged) != model:
+            for key in [key for key in self._cells if self._merged_of(key) == merged]:
+                del self._cells[key]
+            self._merged_owner[merged] = model
+        return self._cells.setdefault((model, slot), [None] * shape.page_tokens), position % shape.page_tokens
+
+    def _merged_of(self, key: tuple[str, int]) -> int:
+        return key[1] // self._shapes[key[0]].slots_per_merged
+
+    def _write(self, model: str, row: int, position: int) -> None:
+        cells, index = self._cell(model, row, position)
+        cells[index] = self._tokens[row][position]
+
+    def _read(self, model: str, row: int, position: int) -> int:
+        cells, index = self._cell(model, row, position)
+        token = cells[index]
+        assert token is not None, f"position {position} of row {row} was never computed"
+        assert token == self._tokens[row][position], "the KV cell holds another token than the sequence has there"
+        return token

@@ -1,0 +1,169 @@
+"""The engine under random arrivals, cancels, failures and deadlines, with invariants checked after every call."""
+
+from __future__ import annotations
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, rule
+
+from shared.engine.engine import Ended, Engine, Output
+from shared.engine.plan import ModelShape, StepResult
+from shared.messages import ErrorCode, FinishReason, Priority, RequestClass, pack_tokens, unpack_tokens
+from shared.policies.ordering import FirstComeFirstServed
+from shared.policies.token_budget import FixedTokenBudget
+from tests.shared.engine.fake_executor import FakeExecutor, expected_output, request
+
+SHAPES = [ModelShape("a", 4, 3, 60), ModelShape("b", 2, 2, 24)]
+
+
+class EngineMachine(RuleBasedStateMachine):
+    requests = Bundle("requests")
+
+    @initialize(
+        num_merged=st.integers(2, 8), rows=st.integers(1, 4), budget=st.integers(1, 12), depth=st.integers(1, 2)
+    )
+    def start(self, num_merged, rows, budget, depth):
+        self.engine = Engine(
+            num_merged, rows, FirstComeFirstServed(), FixedTokenBudget(budget), steps_in_flight=depth, max_waiting=50
+        )
+        self.limits = {shape.name: self.engine.add_model(shape).max_model_len for shape in SHAPES}
+        self.executor = FakeExecutor(SHAPES)
+        self.now = 0.0
+        self.sent = {}
+        self.output = {}
+        self.ended = {}
+        self.cancelled = set()
+        self.in_flight = []
+
+    @rule(
+        target=requests,
+        prompt=st.lists(st.integers(0, 3), min_size=1, max_size=20),
+        max_tokens=st.integers(1, 12),
+        min_tokens=st.integers(0, 3),
+        stops=st.lists(st.integers(0, 999), max_size=400, unique=True),
+        model=st.sampled_from(["a", "b"]),
+        offline=st.booleans(),
+        high=st.booleans(),
+        timeout_s=st.sampled_from([5.0, 1000.0]),
+    )
+    def submit(self, prompt, max_tokens, min_tokens, stops, model, offline, high, timeout_s):
+        name = f"r{len(self.sent)}"
+        sent = request(
+            name,
+            prompt,
+            max_tokens,
+            min_tokens=min_tokens,
+            stop_token_ids=tuple(stops),
+            model=model,
+            request_class=RequestClass.OFFLINE if offline else RequestClass.ONLINE,
+            priority=Priority.HIGH if high else Priority.NORMAL,
+            timeout_s=timeout_s,
+        )
+        refused = self.engine.submit(sent, self.now)
+        if refused is None:
+            self.sent[name] = sent
+            self.output[name] = []
+        else:
+            assert refused.code in (ErrorCode.TOO_LONG, ErrorCode.OVERLOADED)
+            if refused.code == ErrorCode.TOO_LONG:
+                assert len(prompt) >= self.limits[model]
+        return name
+
+    @rule(name=requests)
+    def cancel(self, name):
+        self.engine.cancel(name, self.now)
+        self.collect()
+
+    @rule(name=requests)
+    def submit_again(self, name):
+        """The same id and epoch has no effect while the request is held."""
+        if name in self.sent and name not in self.ended:
+            assert self.engine.submit(self.sent[name], self.now) is None
+
+    @rule(name=requests, cut=st.integers(0, 12))
+    def place_again(self, name, cut):
+        """A higher epoch, with part of the output as prior, continues exactly after it."""
+        if name in self.sent and name not in self.ended:
+            import msgspec
+
+            prior = self.output[name][:cut]
+            again = msgspec.structs.replace(self.sent[name], epoch=self.sent[name].epoch + 1, prior=pack_tokens(prior))
+            if self.engine.submit(again, self.now) is None:
+                self.sent[name] = again
+                self.output[name] = prior
+            else:
+                del self.sent[name]
+            self.collect()
+
+    @rule()
+    def plan(self):
+        plan = self.engine.plan(self.now)
+        if plan is not None:
+            self.in_flight.append(plan)
+
+    @rule(fails=st.sampled_from([False] * 9 + [True]))
+    def step_returns(self, fails):
+        if self.in_flight:
+            plan = self.in_flight.pop(0)
+            result = self.executor.execute(plan)
+            self.engine.on_step(StepResult(plan.step_id, [], error="out of memory") if fails else result, self.now)
+            self.engine.on_step(result, self.now)
+            self.collect()
+
+    @rule(seconds=st.sampled_from([0.1, 3.0]))
+    def time_passes(self, seconds):
+        self.now += seconds
+        self.engine.on_time(self.now)
+        wakeup = self.engine.next_wakeup()
+        assert wakeup is None or wakeup > self.now
+        self.collect()
+
+    @rule()
+    def forget_cache(self):
+        self.engine.pool.clear_cache()
+
+    @invariant()
+    def holds(self):
+        if hasattr(self, "engine"):
+            self.engine.check()
+
+    def collect(self):
+        for effect in self.engine.effects():
+            if isinstance(effect, Ended):
+                assert effect.request.request_id not in self.ended, "a request ended twice"
+                self.ended[effect.request.request_id] = effect
+                continue
+            assert isinstance(effect, Output) and effect.gateway_id == "gateway"
+            for entry in effect.entries:
+                output = self.output[entry.request_id]
+                assert entry.offset == len(output), "a repeated or missing token"
+                output.extend(unpack_tokens(entry.tokens))
+
+    def teardown(self):
+        """With no more arrivals everything drains in bounded steps, and every output is the undisturbed one."""
+        if not hasattr(self, "engine"):
+            return
+        for _ in range(5000):
+            while len(self.in_flight) < self.engine.steps_in_flight and (plan := self.engine.plan(self.now)):
+                self.in_flight.append(plan)
+            if not self.in_flight:
+                break
+            self.engine.on_step(self.executor.execute(self.in_flight.pop(0)), self.now)
+            self.engine.check()
+        self.collect()
+        assert set(self.ended) == set(self.sent)
+        assert self.engine.pool.used_merged() == 0
+        for name, ended in self.ended.items():
+            expected = expected_output(self.sent[name], self.limits[self.sent[name].model])
+            if ended.reason in (FinishReason.STOP, FinishReason.LENGTH):
+                assert self.output[name] == expected, name
+                stops = self.sent[name].sampling.stop_token_ids
+                assert ended.reason == (FinishReason.STOP if expected[-1] in stops else FinishReason.LENGTH) or (
+                    ended.reason == FinishReason.LENGTH
+                )
+            else:
+                assert self.output[name] == expected[: len(self.output[name])]
+
+
+EngineMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=60, deadline=None)
+TestEngine = EngineMachine.TestCase

@@ -1,0 +1,243 @@
+"""What runs next: classes, priorities, budget, memory, models, prefix cache, steps in flight."""
+
+from __future__ import annotations
+
+import pytest
+
+from shared.engine.engine import MAX_STEP_FAILURES, Ended, Engine, Output
+from shared.engine.plan import ModelShape, StepResult
+from shared.messages import ErrorCode, FinishReason, Priority, RequestClass, pack_tokens, unpack_tokens
+from shared.policies.ordering import FirstComeFirstServed
+from shared.policies.token_budget import FixedTokenBudget
+from tests.shared.engine.fake_executor import FakeExecutor, expected_output, request
+
+SHAPES = [ModelShape("a", 4, 2, 200), ModelShape("b", 4, 1, 200)]
+OFFLINE = RequestClass.OFFLINE
+
+
+def make(num_merged=32, rows=8, budget=64, depth=1) -> Engine:
+    engine = Engine(num_merged, rows, FirstComeFirstServed(), FixedTokenBudget(budget), steps_in_flight=depth)
+    for shape in SHAPES:
+        engine.add_model(shape)
+    return engine
+
+
+def ids(engine: Engine, plan) -> list[str]:
+    """Request ids of a plan's sequences, in its order."""
+    by_row = {s.row: s.request.request_id for s in engine.all_held() if s.row >= 0}
+    return [by_row[row] for row in plan.rows]
+
+
+def run(engine: Engine, executor: FakeExecutor, steps: int = 1000) -> dict[str, list[int]]:
+    outputs: dict[str, list[int]] = {}
+    for step in range(steps):
+        plan = engine.plan(float(step))
+        if plan is None:
+            break
+        engine.on_step(executor.execute(plan), float(step))
+        engine.check()
+        for effect in engine.effects():
+            if isinstance(effect, Output):
+                for entry in effect.entries:
+                    outputs.setdefault(entry.request_id, []).extend(unpack_tokens(entry.tokens))
+    return outputs
+
+
+def test_a_long_prompt_is_cut_to_the_budget_and_decodes_go_first():
+    engine, executor = make(budget=10), FakeExecutor(SHAPES)
+    engine.submit(request("short", [1, 2], 50), 0.0)
+    engine.on_step(executor.execute(engine.plan(0.0)), 0.0)
+    engine.submit(request("long", list(range(30)), 5), 1.0)
+    plan = engine.plan(1.0)
+    assert ids(engine, plan) == ["short", "long"]
+    assert plan.counts == [1, 9] and plan.samples == [True, False] and plan.num_tokens == 10
+    engine.on_step(executor.execute(plan), 1.0)
+    assert engine.plan(2.0).counts == [1, 9]
+
+
+def test_classes_run_in_strict_order():
+    engine = make(budget=7)
+    engine.submit(request("offline", [1, 2, 3], 5, request_class=OFFLINE), 0.0)
+    engine.submit(request("normal", [4, 5, 6], 5), 1.0)
+    engine.submit(request("high", [7, 8, 9], 5, priority=Priority.HIGH), 2.0)
+    plan = engine.plan(3.0)
+    assert ids(engine, plan) == ["high", "normal", "offline"]
+    assert plan.counts == [3, 3, 1]
+
+
+def test_online_of_another_model_goes_before_offline():
+    engine = make()
+    engine.submit(request("offline", [1], 5, request_class=OFFLINE), 0.0)
+    engine.submit(request("online", [1], 5, model="b"), 1.0)
+    assert engine.plan(1.0).model == "b"
+
+
+def test_models_take_turns():
+    engine, executor = make(), FakeExecutor(SHAPES)
+    for model in "ab":
+        engine.submit(request(model, [1, 2], 50, model=model), 0.0)
+    models = []
+    for _ in range(6):
+        plan = engine.plan(0.0)
+        models.append(plan.model)
+        engine.on_step(executor.execute(plan), 0.0)
+    assert models in (["a", "b"] * 3, ["b", "a"] * 3)
+
+
+def test_offline_gives_its_slots_to_online_never_the_reverse():
+    engine, executor = make(num_merged=4, budget=100), FakeExecutor(SHAPES)
+    offline = request("offline", list(range(20)), 10, request_class=OFFLINE)
+    engine.submit(offline, 0.0)
+    engine.on_step(executor.execute(engine.plan(0.0)), 0.0)
+    online = request("online", list(range(50, 70)), 10)
+    engine.submit(online, 1.0)
+    plan = engine.plan(1.0)
+    assert ids(engine, plan) == ["online"]
+    assert engine.planner.num_preemptions == 1
+    engine.on_step(executor.execute(plan), 1.0)
+    engine.effects()
+    later = request("later", list(range(20)), 10, request_class=OFFLINE)
+    engine.submit(later, 2.0)
+    plan = engine.plan(2.0)
+    assert ids(engine, plan) == ["online"] and engine.planner.num_preemptions == 1
+
+
+def test_preempted_requests_make_the_same_tokens():
+    engine, executor = make(num_merged=6, budget=16), FakeExecutor(SHAPES)
+    sent = [request(f"r{i}", [i, i + 1, i + 2], 25) for i in range(4)]
+    for index, one in enumerate(sent):
+        engine.submit(one, float(index))
+    outputs = run(engine, executor)
+    assert engine.planner.num_preemptions > 0
+    assert outputs == {one.request_id: expected_output(one, 48) for one in sent}
+
+
+def test_a_full_prefix_hit_computes_at_least_one_token():
+    engine, executor = make(), FakeExecutor(SHAPES)
+    prompt = list(range(12))
+    first = request("first", prompt, 4)
+    engine.submit(first, 0.0)
+    run(engine, executor)
+    again = request("again", prompt, 4)
+    engine.submit(again, 1.0)
+    plan = engine.plan(1.0)
+    assert plan.starts == [8] and plan.counts == [4]
+    engine.on_step(executor.execute(plan), 1.0)
+    (output,) = [effect for effect in engine.effects() if isinstance(effect, Output)]
+    assert output.entries[0].num_cached_tokens == 8
+    assert unpack_tokens(output.entries[0].tokens) == expected_output(again, 200)[:1]
+
+
+def test_prefixes_are_not_shared_between_models():
+    engine, executor = make(), FakeExecutor(SHAPES)
+    engine.submit(request("a", list(range(12)), 2), 0.0)
+    run(engine, executor)
+    engine.submit(request("b", list(range(12)), 2, model="b"), 1.0)
+    assert engine.plan(1.0).starts == [0]
+
+
+def test_two_steps_in_flight_drop_the_step_after_a_stop():
+    engine, executor = make(depth=2), FakeExecutor(SHAPES)
+    sent = request("r", [5, 6, 7], 40)
+    stop = expected_output(sent, 200)[3]
+    sent = request("r", [5, 6, 7], 40, stop_token_ids=(stop,))
+    engine.submit(sent, 0.0)
+    in_flight, ended = [], []
+    for _ in range(12):
+        while (plan := engine.plan(0.0)) is not None:
+            in_flight.append(plan)
+        assert len(in_flight) <= 2
+        if in_flight:
+            engine.on_step(executor.execute(in_flight.pop(0)), 0.0)
+        engine.check()
+        ended += [effect for effect in engine.effects() if isinstance(effect, Ended)]
+    assert [(e.reason, e.num_output_tokens) for e in ended] == [(FinishReason.STOP, 4)]
+    assert engine.pool.used_merged() == 0
+
+
+def test_a_failing_step_is_tried_again_and_then_ends_its_requests():
+    engine, executor = make(), FakeExecutor(SHAPES)
+    sent = request("r", [1, 2, 3], 6)
+    engine.submit(sent, 0.0)
+    plan = engine.plan(0.0)
+    executor.execute(plan)
+    engine.on_step(StepResult(plan.step_id, [], error="out of memory"), 0.0)
+    assert run(engine, executor)["r"] == expected_output(sent, 200)
+    engine.submit(request("bad", [9], 6), 0.0)
+    for _ in range(MAX_STEP_FAILURES):
+        plan = engine.plan(0.0)
+        engine.on_step(StepResult(plan.step_id, [], error="device lost"), 0.0)
+    (output, _) = engine.effects()
+    assert output.entries[0].error.code == ErrorCode.INTERNAL and "device lost" in output.entries[0].error.message
+    assert engine.plan(0.0) is None
+
+
+def test_results_of_unknown_steps_change_nothing():
+    engine = make()
+    engine.submit(request("r", [1], 5), 0.0)
+    plan = engine.plan(0.0)
+    engine.on_step(StepResult(plan.step_id + 5, [1]), 0.0)
+    assert engine.effects() == []
+    engine.check()
+
+
+def test_requests_beyond_the_pool_are_refused_up_front():
+    engine = make(num_merged=4)
+    refused = engine.submit(request("r", list(range(33)), 5), 0.0)
+    assert refused.code == ErrorCode.TOO_LONG and "31" in refused.message
+    assert engine.submit(request("s", list(range(31)), 5), 0.0) is None
+
+
+def test_waiting_is_bounded():
+    engine = Engine(8, 4, FirstComeFirstServed(), FixedTokenBudget(8), max_waiting=2)
+    engine.add_model(SHAPES[0])
+    assert [engine.submit(request(f"r{i}", [1], 2), 0.0) is None for i in range(3)] == [True, True, False]
+
+
+def test_the_head_is_not_overtaken():
+    engine, executor = make(num_merged=4, budget=100), FakeExecutor(SHAPES)
+    engine.submit(request("running", list(range(16)), 10), 0.0)
+    engine.on_step(executor.execute(engine.plan(0.0)), 0.0)
+    engine.submit(request("large", list(range(30)), 1), 1.0)
+    engine.submit(request("small", [1], 1), 2.0)
+    assert ids(engine, engine.plan(2.0)) == ["running"]
+
+
+@pytest.mark.parametrize(
+    ("prior_length", "max_tokens", "reason"), [(5, 5, FinishReason.LENGTH), (9, 5, FinishReason.LENGTH)]
+)
+def test_a_request_whose_prior_already_ends_it_ends_at_once(prior_length, max_tokens, reason):
+    engine = make()
+    sent = request("r", [1, 2], max_tokens, prior=pack_tokens(list(range(prior_length))), epoch=1)
+    assert engine.submit(sent, 0.0) is None
+    output, ended = engine.effects()
+    assert output.entries[0].finish_reason == reason and output.entries[0].offset == prior_length
+    assert ended.num_output_tokens == prior_length
+    engine.check()
+
+
+def test_load_counts_waiting_demand_and_leaves_offline_out():
+    engine, executor = make(num_merged=20, rows=1), FakeExecutor(SHAPES)
+    assert engine.load().dispatch_freeness == float("inf")
+    engine.submit(request("running", list(range(8)), 50), 0.0)
+    engine.on_step(executor.execute(engine.plan(0.0)), 0.0)
+    assert engine.load().dispatch_freeness == pytest.approx(20 - 1)
+    engine.submit(request("waiting", list(range(8)), 50), 1.0)
+    assert engine.load().dispatch_freeness == pytest.approx(20 - 2)
+    engine.submit(request("batch", list(range(100)), 50, request_class=OFFLINE), 2.0)
+    assert engine.load().dispatch_freeness == pytest.approx(20 - 2)
+    assert [m.num_offline for m in engine.load().models] == [1, 0]
+
+
+def test_a_model_is_removed_with_its_requests_only():
+    engine, executor = make(), FakeExecutor(SHAPES)
+    engine.submit(request("a", [1, 2], 10), 0.0)
+    kept = request("b", [1, 2], 10, model="b")
+    engine.submit(kept, 0.0)
+    plan = engine.plan(0.0)
+    assert plan.model == "a" and not engine.remove_model("a", 0.0)
+    engine.on_step(executor.execute(plan), 0.0)
+    assert engine.remove_model("a", 0.0)
+    (output, *_) = engine.effects()
+    assert output.entries[0].error.code == ErrorCode.GONE
+    assert run(engine, executor)["b"] == expected_output(kept, 200)
