@@ -1,0 +1,96 @@
+"""Bytes on the wire: message bodies (msgspec msgpack), NATS header blocks, and typed errors in micro's convention."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import msgspec
+
+from shared.bus.interface import BusError, ServiceError
+from shared.messages import ErrorCode, ErrorInfo
+
+TIMEOUT_HEADER = b"Tideway-Timeout"
+"""Seconds that the requester will wait, counted from sending."""
+TRACE_HEADER = b"traceparent"
+ERROR_HEADER = b"Nats-Service-Error"
+ERROR_CODE_HEADER = b"Nats-Service-Error-Code"
+
+_HEADER_LINE = b"NATS/1.0"
+
+encode = msgspec.msgpack.Encoder().encode
+
+
+_decoders: dict[Any, msgspec.msgpack.Decoder[Any]] = {}
+
+
+def decoder(kind: Any) -> msgspec.msgpack.Decoder[Any]:
+    """One a type, made at its first use."""
+    if kind not in _decoders:
+        _decoders[kind] = msgspec.msgpack.Decoder(kind)
+    return _decoders[kind]
+
+
+def request_headers(timeout_s: float, traceparent: str) -> bytes:
+    if traceparent:
+        return b"NATS/1.0\r\nTideway-Timeout: %.3f\r\ntraceparent: %b\r\n\r\n" % (timeout_s, traceparent.encode())
+    return b"NATS/1.0\r\nTideway-Timeout: %.3f\r\n\r\n" % timeout_s
+
+
+def trace_headers(traceparent: str) -> bytes:
+    return b"NATS/1.0\r\ntraceparent: %b\r\n\r\n" % traceparent.encode() if traceparent else b""
+
+
+_HTTP_STATUS = {
+    ErrorCode.BAD_REQUEST: 400,
+    ErrorCode.TOO_LONG: 400,
+    ErrorCode.UNKNOWN_MODEL: 404,
+    ErrorCode.CONFLICT: 409,
+    ErrorCode.GONE: 410,
+    ErrorCode.OVERLOADED: 429,
+    ErrorCode.INTERNAL: 500,
+    ErrorCode.DEADLINE: 504,
+}
+"""micro's error codes are HTTP's by convention; every other code is 503."""
+
+
+def error_headers(info: ErrorInfo) -> bytes:
+    message = " ".join(info.message.split()).encode()
+    status = _HTTP_STATUS.get(info.code, 503)
+    return b"NATS/1.0\r\nNats-Service-Error: %b\r\nNats-Service-Error-Code: %d\r\n\r\n" % (message, status)
+
+
+def parse_headers(block: bytes) -> dict[bytes, bytes]:
+    """The fields of a header block. A status that the server put on the first line is the field `Status`."""
+    first, _, rest = block.partition(b"\r\n")
+    fields = {}
+    if status := first[len(_HEADER_LINE) :].strip():
+        fields[b"Status"] = status[:3]
+    for line in rest.split(b"\r\n"):
+        name, colon, value = line.partition(b":")
+        if colon:
+            fields[name.strip()] = value.strip()
+    return fields
+
+
+def timeout_of(fields: dict[bytes, bytes]) -> float | None:
+    """Seconds that the requester still waits; None if it did not say so in a way that can be read."""
+    try:
+        seconds = float(fields[TIMEOUT_HEADER])
+    except (KeyError, ValueError):
+        return None
+    return seconds if math.isfinite(seconds) else None
+
+
+def decode_reply(kind: type[Any], subject: str, fields: dict[bytes, bytes], data: bytes) -> Any:
+    """A reply's body, or raises: the peer's `ServiceError`, or `INTERNAL` for a reply that cannot be read."""
+    if ERROR_HEADER in fields:
+        try:
+            info = decoder(ErrorInfo).decode(data)
+        except msgspec.MsgspecError:
+            info = ErrorInfo(ErrorCode.INTERNAL, fields[ERROR_HEADER].decode(errors="replace"))
+        raise ServiceError(info)
+    try:
+        return decoder(kind).decode(data)
+    except msgspec.MsgspecError as error:
+        raise BusError(ErrorInfo(ErrorCode.INTERNAL, f"the reply on {subject} cannot be read: {error}")) from None

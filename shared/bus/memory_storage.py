@@ -1,0 +1,294 @@
+"""JetStream's part of the memory bus: what the hub stores, and how a bus reaches it (calls with delays there and back)."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+from shared.bus.codec import decoder, encode
+from shared.bus.entry_view import EntryView
+from shared.bus.interface import BusError, KeyValue, KvEntry, ObjectStore, RevisionConflict, Watch, WorkItem, WorkQueue
+from shared.messages import Bucket, ErrorCode, ErrorInfo, ObjectBucket
+
+if TYPE_CHECKING:
+    from shared.bus.memory_bus import MemoryBus
+
+M = TypeVar("M")
+
+DUPLICATE_WINDOW_S = 120.0
+
+
+# ---------------------------------------------------------------------------------------------- what the hub stores
+
+
+@dataclass
+class _Entry:
+    body: bytes
+    revision: int
+    ends_at_s: float
+
+
+@dataclass
+class _BucketState:
+    durable: bool
+    ttl_s: float | None
+    revision: int = 0
+    entries: dict[str, _Entry] = field(default_factory=dict)
+    watchers: set[Callable[[str, _Entry | None], None]] = field(default_factory=set)
+
+    def live(self, now_s: float) -> dict[str, _Entry]:
+        self.entries = {key: entry for key, entry in self.entries.items() if entry.ends_at_s > now_s}
+        return self.entries
+
+    def write(self, key: str, body: bytes | None, now_s: float, expected: int | None = None) -> int:
+        """`body` None deletes. `expected`: the revision that must be there, 0 for none, None for any."""
+        entries = self.live(now_s)
+        present = entries[key].revision if key in entries else 0
+        if expected is not None and expected != present:
+            raise RevisionConflict(ErrorInfo(ErrorCode.CONFLICT, f"{key} has revision {present}, not {expected}"))
+        self.revision += 1
+        entry = None
+        if body is None:
+            entries.pop(key, None)
+        else:
+            ends_at_s = float("inf") if self.ttl_s is None else now_s + self.ttl_s
+            entry = entries[key] = _Entry(body, self.revision, ends_at_s)
+        for watcher in list(self.watchers):
+            watcher(key, entry)
+        return self.revision
+
+
+@dataclass
+class _Item:
+    data: bytes
+    num_deliveries: int = 0
+    visible_at_s: float = 0.0
+    is_done: bool = False
+
+
+@dataclass
+class _QueueState:
+    max_bytes: int
+    ack_wait_s: float
+    items: dict[str, list[_Item]] = field(default_factory=dict)
+    seen: dict[str, float] = field(default_factory=dict)
+    """Names pushed, with the time until which they are remembered."""
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def push(self, key: str, data: bytes, name: str | None, now_s: float) -> None:
+        if name is not None:
+            if self.seen.get(name, 0.0) > now_s:
+                return
+            self.seen[name] = now_s + DUPLICATE_WINDOW_S
+        if len(data) + sum(len(item.data) for items in self.items.values() for item in items) > self.max_bytes:
+            raise BusError(ErrorInfo(ErrorCode.OVERLOADED, "the work queue is full"))
+        self.items.setdefault(key, []).append(_Item(data))
+        self.notify()
+
+    def take(self, key: str, max_items: int, now_s: float) -> list[_Item]:
+        items = self.items[key] = [item for item in self.items.get(key, []) if not item.is_done]
+        taken = [item for item in items if item.visible_at_s <= now_s][:max_items]
+        for item in taken:
+            item.num_deliveries += 1
+            item.visible_at_s = now_s + self.ack_wait_s
+        return taken
+
+    def next_visible_s(self, key: str) -> float:
+        times = [item.visible_at_s for item in self.items.get(key, []) if not item.is_done]
+        return min(times, default=float("inf"))
+
+    def notify(self) -> None:
+        self.changed.set()
+        self.changed = asyncio.Event()
+
+
+class MemoryStore:
+    """All that a server keeps. Whatever is asked for exists: the first to ask declares it."""
+
+    def __init__(self) -> None:
+        self._buckets: dict[str, _BucketState] = {}
+        self._queues: dict[str, _QueueState] = {}
+        self._objects: dict[str, dict[str, bytes]] = {}
+
+    def bucket(self, bucket: Bucket[Any]) -> _BucketState:
+        return self._buckets.setdefault(bucket.name, _BucketState(bucket.durable, bucket.ttl_s))
+
+    def queue(self, name: str, max_bytes: int, ack_wait_s: float) -> _QueueState:
+        return self._queues.setdefault(name, _QueueState(max_bytes, ack_wait_s))
+
+    def objects(self, bucket: ObjectBucket) -> dict[str, bytes]:
+        return self._objects.setdefault(bucket.name, {})
+
+    def lose_memory(self) -> None:
+        self._buckets = {name: bucket for name, bucket in self._buckets.items() if bucket.durable}
+        for bucket in self._buckets.values():
+            bucket.watchers.clear()
+
+
+# -------------------------------------------------------------------------------------------------- what a bus sees
+
+
+class MemoryKeyValue(KeyValue[M]):
+    def __init__(self, bus: MemoryBus, bucket: Bucket[M]) -> None:
+        self._bus = bus
+        self._bucket = bucket
+        self._decode = decoder(bucket.type).decode
+
+    @property
+    def _state(self) -> _BucketState:
+        return self._bus.hub.store.bucket(self._bucket)
+
+    def _read(self, entry: _Entry) -> KvEntry[M]:
+        return KvEntry(self._decode(entry.body), entry.revision)
+
+    async def get(self, key: str) -> KvEntry[M] | None:
+        entry = await self._bus.call(lambda: self._state.live(self._bus.now()).get(key))
+        return None if entry is None else self._read(entry)
+
+    async def put(self, key: str, value: M) -> int:
+        return await self._write(key, encode(value), None)
+
+    async def create(self, key: str, value: M) -> int:
+        return await self._write(key, encode(value), 0)
+
+    async def update(self, key: str, value: M, revision: int) -> int:
+        return await self._write(key, encode(value), revision)
+
+    async def delete(self, key: str) -> None:
+        await self._write(key, None, None)
+
+    async def _write(self, key: str, body: bytes | None, expected: int | None) -> int:
+        return await self._bus.call(lambda: self._state.write(key, body, self._bus.now(), expected))
+
+    async def entries(self) -> dict[str, KvEntry[M]]:
+        entries = await self._bus.call(lambda: dict(self._state.live(self._bus.now())))
+        return {key: self._read(entry) for key, entry in entries.items()}
+
+    async def watch(self, on_change: Callable[[str, M | None], None] | None = None) -> Watch[M]:
+        view: EntryView[M] = EntryView(self._bucket.ttl_s, self._bus.now, on_change)
+        watch = MemoryWatch(self._bus, self._bucket, view)
+        await watch.open()
+        return watch
+
+
+class MemoryWatch(Generic[M]):
+    def __init__(self, bus: MemoryBus, bucket: Bucket[M], view: EntryView[M]) -> None:
+        self.entries = view.entries
+        self._bus = bus
+        self._bucket = bucket
+        self._view = view
+        self._decode = decoder(bucket.type).decode
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def open(self) -> None:
+        present = await self._bus.call(self._begin)
+        for key, entry in present.items():
+            self._view.put(key, self._decode(entry.body), entry.revision)
+        self._bus.watches.add(self)
+
+    def _begin(self) -> dict[str, _Entry]:
+        state = self._bus.hub.store.bucket(self._bucket)
+        state.watchers.add(self._on_write)
+        return dict(state.live(self._bus.now()))
+
+    def _on_write(self, key: str, entry: _Entry | None) -> None:
+        self._bus.hub.transfer(self._bus, self._bus, lambda: self._apply(key, entry))
+
+    def _apply(self, key: str, entry: _Entry | None) -> None:
+        if self not in self._bus.watches:
+            return
+        if entry is None:
+            self._view.remove(key)
+        else:
+            self._view.put(key, self._decode(entry.body), entry.revision)
+
+    def pause(self) -> None:
+        self._view.pause()
+        self._bus.hub.store.bucket(self._bucket).watchers.discard(self._on_write)
+
+    def reopen(self) -> None:
+        """What is there arrives as on the first opening; what is not leaves the view after its grace period."""
+        self._view.resume()
+        for key, entry in self._begin().items():
+            self._on_write(key, entry)
+
+    async def stop(self) -> None:
+        self._bus.watches.discard(self)
+        self.pause()
+
+
+class MemoryWorkItem:
+    def __init__(self, bus: MemoryBus, queue: _QueueState, item: _Item) -> None:
+        self.data = item.data
+        self.num_deliveries = item.num_deliveries
+        self._bus = bus
+        self._queue = queue
+        self._item = item
+
+    async def ack(self) -> None:
+        def apply() -> None:
+            self._item.is_done = True
+
+        await self._bus.call(apply)
+
+    async def nak(self, delay_s: float = 0.0) -> None:
+        await self._bus.call(lambda: self._hide(delay_s))
+
+    async def in_progress(self) -> None:
+        await self._bus.call(lambda: self._hide(self._queue.ack_wait_s))
+
+    def _hide(self, seconds: float) -> None:
+        self._item.visible_at_s = self._bus.now() + seconds
+        self._queue.notify()
+
+
+class MemoryWorkQueue(WorkQueue):
+    def __init__(self, bus: MemoryBus, name: str, max_bytes: int, ack_wait_s: float) -> None:
+        self._bus = bus
+        self._configuration = name, max_bytes, ack_wait_s
+
+    @property
+    def _state(self) -> _QueueState:
+        return self._bus.hub.store.queue(*self._configuration)
+
+    async def push(self, key: str, data: bytes, *, deduplicate_as: str | None = None) -> None:
+        await self._bus.call(lambda: self._state.push(key, data, deduplicate_as, self._bus.now()))
+
+    async def pull(self, key: str, max_items: int, timeout_s: float) -> list[WorkItem]:
+        ends_at_s = self._bus.now() + timeout_s
+        while True:
+            taken = await self._bus.call(lambda: self._state.take(key, max_items, self._bus.now()))
+            remaining_s = ends_at_s - self._bus.now()
+            if taken or remaining_s <= 0:
+                return [MemoryWorkItem(self._bus, self._state, item) for item in taken]
+            changed = self._state.changed
+            wait_s = min(remaining_s, max(0.0, self._state.next_visible_s(key) - self._bus.now()))
+            try:
+                async with asyncio.timeout(wait_s):
+                    await changed.wait()
+            except TimeoutError:
+                continue
+
+
+class MemoryObjectStore(ObjectStore):
+    def __init__(self, bus: MemoryBus, bucket: ObjectBucket) -> None:
+        self._bus = bus
+        self._bucket = bucket
+
+    @property
+    def _objects(self) -> dict[str, bytes]:
+        return self._bus.hub.store.objects(self._bucket)
+
+    async def put(self, name: str, data: bytes) -> None:
+        await self._bus.call(lambda: self._objects.update({name: bytes(data)}))
+
+    async def get(self, name: str) -> bytes | None:
+        return await self._bus.call(lambda: self._objects.get(name))
+
+    async def delete(self, name: str) -> None:
+        await self._bus.call(lambda: self._objects.pop(name, None))
+
+    async def names(self) -> list[str]:
+        return await self._bus.call(lambda: sorted(self._objects))

@@ -1,0 +1,376 @@
+"""The bus on a NATS server: connection, publish/subscribe and request/reply. JetStream is in `nats_key_value` and
+`nats_storage`.
+
+Deadlines travel as seconds left (`Tideway-Timeout`); a handler that is not done by then is cancelled and answered
+DEADLINE. While disconnected, publications are buffered up to `MAX_PENDING_BYTES` and sent after the reconnect; requests
+end with UNAVAILABLE at once, those in flight too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
+from urllib.parse import urlsplit
+
+import msgspec
+import nats.errors
+from prometheus_client import CollectorRegistry
+
+from shared.bus.codec import (
+    TRACE_HEADER,
+    decode_reply,
+    decoder,
+    encode,
+    error_headers,
+    parse_headers,
+    request_headers,
+    timeout_of,
+    trace_headers,
+)
+from shared.bus.interface import Bus, BusError, KeyValue, ObjectStore, Subscription, WorkQueue
+from shared.bus.metrics import BusMetrics, bus_metrics, subject_pattern
+from shared.bus.micro import QUEUE_GROUP, MicroService
+from shared.bus.nats_client import DirectClient
+from shared.bus.nats_key_value import NatsKeyValue
+from shared.bus.nats_storage import NatsObjectStore, NatsWorkQueue
+from shared.bus.nats_streams import Streams
+from shared.bus.nats_watch import NatsWatch
+from shared.bus.serving import EndpointServer
+from shared.messages import Bucket, Endpoint, ErrorCode, ErrorInfo, ObjectBucket, Topic
+from shared.settings import BusSettings, SettingsError
+from shared.telemetry import current_traceparent
+
+M = TypeVar("M")
+Q = TypeVar("Q")
+R = TypeVar("R")
+
+logger = logging.getLogger(__name__)
+
+PING_INTERVAL_S = 5
+MAX_OUTSTANDING_PINGS = 2
+CONNECT_TIMEOUT_S = 2
+FLUSH_TIMEOUT_S = 5.0
+CLOSE_TIMEOUT_S = 3.0
+"""For running handlers to end at `close`."""
+COMPLAINT_INTERVAL_S = 10.0
+"""Between two lines about the same missing server."""
+RESTORE_RETRY_S = 0.2
+
+
+def unavailable(message: str) -> BusError:
+    return BusError(ErrorInfo(ErrorCode.UNAVAILABLE, message))
+
+
+def _address(url: str) -> str:
+    """Host and port, without the credentials that a URL may hold."""
+    try:
+        parts = urlsplit(url if "://" in url else "nats://" + url)
+        if parts.scheme not in ("nats", "tls") or not parts.hostname:
+            raise ValueError
+        return f"{parts.hostname}:{parts.port or 4222}"
+    except ValueError:
+        raise SettingsError("TIDEWAY_NATS_URL: expected nats://HOST:PORT, or several with commas between") from None
+
+
+class _DirectSubscription:
+    def __init__(self, client: DirectClient, sid: int) -> None:
+        self._client = client
+        self._sid = sid
+
+    async def stop(self) -> None:
+        self._client.unsubscribe_direct(self._sid)
+
+
+class _ServedSubscription:
+    def __init__(self, client: DirectClient, sid: int, server: EndpointServer, service: MicroService) -> None:
+        self._client = client
+        self._sid = sid
+        self._server = server
+        self._service = service
+
+    async def stop(self) -> None:
+        self._service.remove(self._server)
+        await self._client.drain_direct([self._sid], FLUSH_TIMEOUT_S)
+
+
+class NatsBus(Bus):
+    """Made by `connect`."""
+
+    def __init__(self, settings: BusSettings, service: str, service_id: str, metrics: BusMetrics) -> None:
+        self._settings = settings
+        self._name = f"tideway-{service}/{service_id}"
+        self._urls = [url.strip() for url in settings.nats_url.split(",")]
+        self._address = ", ".join(map(_address, self._urls))
+        self._metrics = metrics
+        self._client = DirectClient(self._on_disconnect)
+        self._streams = Streams(self._client)
+        self._watches: set[NatsWatch[Any]] = set()
+        self._service = MicroService(self._client, f"tideway-{service}", service_id)
+        self._servers: dict[int, EndpointServer] = {}
+        """By subscription id."""
+        self._reconnect_callbacks: list[Callable[[], None]] = []
+        self._restoring: asyncio.Task[None] | None = None
+        self._last_complaint_s = -COMPLAINT_INTERVAL_S
+        self._is_ready = False
+        self._is_closing = False
+
+    @classmethod
+    async def connect(
+        cls,
+        settings: BusSettings,
+        service: str,
+        service_id: str,
+        registry: CollectorRegistry | None = None,
+    ) -> NatsBus:
+        """Returns when NATS answers, however long that takes; says so in the log meanwhile. `SettingsError` if the URL
+        cannot be used."""
+        bus = cls(settings, service, service_id, bus_metrics(registry))
+        try:
+            await bus._connect()
+        except BaseException:
+            await bus._client.close()
+            raise
+        return bus
+
+    async def _connect(self) -> None:
+        await self._client.connect(
+            self._urls,
+            name=self._name,
+            user=self._settings.nats_user or None,
+            password=self._settings.nats_password or None,
+            error_cb=self._on_error,
+            disconnected_cb=self._on_disconnected,
+            reconnected_cb=self._on_reconnected,
+            max_reconnect_attempts=-1,
+            # Drawn once a process, so that a cluster does not come back in one instant.
+            reconnect_time_wait=random.uniform(0.2, 0.5),  # type: ignore[arg-type]
+            connect_timeout=CONNECT_TIMEOUT_S,
+            ping_interval=PING_INTERVAL_S,
+            max_outstanding_pings=MAX_OUTSTANDING_PINGS,
+        )
+        self._service.start()
+        await self._flush()
+        self._set_ready(True)
+
+    def _set_ready(self, is_ready: bool) -> None:
+        self._is_ready = is_ready
+        self._metrics.connected.set(is_ready)
+
+    # ---------------------------------------------------------------------------------------------- connection
+
+    @property
+    def is_connected(self) -> bool:
+        """False also while buckets and watches are being restored after a reconnect."""
+        return self._is_ready and self._client.is_connected
+
+    @property
+    def max_payload_bytes(self) -> int:
+        return int(self._client.max_payload)
+
+    def now(self) -> float:
+        # Not the loop's clock: uvloop's stands still within a turn of the loop.
+        return time.monotonic()
+
+    async def _on_error(self, error: Exception) -> None:
+        if isinstance(error, nats.errors.SlowConsumerError):
+            self._metrics.slow_consumer.inc()
+        if self._is_closing or isinstance(error, nats.errors.UnexpectedEOF):  # a loss is logged when it is handled
+            return
+        if self._client.is_connected:
+            logger.warning("NATS: %s", str(error) or type(error).__name__)
+        elif self.now() - self._last_complaint_s >= COMPLAINT_INTERVAL_S:
+            self._last_complaint_s = self.now()
+            logger.warning("waiting for NATS at %s: %s", self._address, str(error) or type(error).__name__)
+
+    async def _on_disconnected(self) -> None:
+        self._client.lost_connection()
+
+    def _on_disconnect(self) -> None:
+        self._set_ready(False)
+        for watch in self._watches:
+            watch.pause()
+        if self._restoring is not None:
+            self._restoring.cancel()
+        if not self._is_closing:
+            logger.warning("lost the connection to NATS at %s", self._address)
+
+    async def _on_reconnected(self) -> None:
+        # In a task of its own: nats-py waits for this callback before it handles the next loss.
+        self._restoring = asyncio.get_running_loop().create_task(self._restore())
+
+    async def _restore(self) -> None:
+        """After a reconnect nats-py has subscribed again; now buckets, queues and watches, then the callbacks."""
+        while True:
+            try:
+                await self._streams.declare_again()
+                for watch in list(self._watches):
+                    await watch.reopen()
+                break
+            except BusError as error:
+                # JetStream starts later than the server's socket. A new loss of connection cancels this task.
+                logger.info("JetStream is not ready: %s", error)
+            except Exception:
+                logger.exception("restoring buckets and watches failed; trying again")
+            await asyncio.sleep(RESTORE_RETRY_S)
+        # Nothing else runs between this and the last callback: whoever sees the bus connected has been told.
+        self._set_ready(True)
+        self._metrics.reconnects.inc()
+        logger.warning("connected to NATS at %s again", self._address)
+        for callback in self._reconnect_callbacks:
+            try:
+                callback()
+            except Exception:
+                logger.exception("a reconnect callback failed")
+
+    def on_reconnect(self, callback: Callable[[], None]) -> None:
+        self._reconnect_callbacks.append(callback)
+
+    async def _flush(self) -> None:
+        try:
+            await self.round_trip_s()
+        except BusError as error:
+            # While disconnected there is nothing to flush: the reconnect subscribes.
+            if error.code != ErrorCode.UNAVAILABLE:
+                raise
+
+    async def round_trip_s(self) -> float:
+        started_s = self.now()
+        try:
+            await self._client.ping(FLUSH_TIMEOUT_S)
+        except nats.errors.TimeoutError:
+            raise BusError(ErrorInfo(ErrorCode.DEADLINE, f"NATS did not answer in {FLUSH_TIMEOUT_S} s")) from None
+        except nats.errors.Error as error:
+            raise unavailable(str(error)) from None
+        return self.now() - started_s
+
+    async def close(self) -> None:
+        if self._is_closing:
+            return
+        self._is_closing = True
+        if self._restoring is not None:
+            self._restoring.cancel()
+        for watch in list(self._watches):
+            watch.close()
+        await self._client.drain_direct(self._servers, CLOSE_TIMEOUT_S)
+        await asyncio.gather(*(server.wait_idle(CLOSE_TIMEOUT_S) for server in self._servers.values()))
+        try:
+            await self._client.ping(CLOSE_TIMEOUT_S)
+            await self._client.close()
+        except (nats.errors.Error, OSError) as error:
+            logger.info("closed without flushing: %s", error)
+            await self._client.close()
+        self._set_ready(False)
+
+    # --------------------------------------------------------------------------------------- publish/subscribe
+
+    def publish(self, topic: Topic[M], message: M, *, traced: bool = False) -> None:
+        body = encode(message)
+        headers = trace_headers(current_traceparent()) if traced else b""
+        if len(headers) + len(body) > self.max_payload_bytes:
+            logger.error("a message of %d bytes on %s exceeds NATS's limit and is dropped", len(body), topic.subject)
+            self._metrics.dropped.labels(subject_pattern(topic.subject), "too_large").inc()
+        elif self._client.send(topic.subject, "", headers, body):
+            self._metrics.published.labels(subject_pattern(topic.subject)).inc()
+        else:
+            self._metrics.dropped.labels(subject_pattern(topic.subject), "no_room").inc()
+
+    async def subscribe(self, topic: Topic[M], handler: Callable[[M], None]) -> Subscription:
+        decode = decoder(topic.type).decode
+        dropped = self._metrics.dropped.labels(subject_pattern(topic.subject), "unreadable")
+
+        def on_message(subject: bytes, reply: bytes, headers: bytes | None, data: bytes) -> None:
+            try:
+                message = decode(data)
+            except msgspec.MsgspecError as error:
+                dropped.inc()
+                logger.error("a message on %s cannot be read: %s", topic.subject, error)
+                return
+            handler(message)
+
+        sid = self._client.subscribe_direct(topic.subject, on_message)
+        await self._flush()
+        return _DirectSubscription(self._client, sid)
+
+    # ------------------------------------------------------------------------------------------- request/reply
+
+    async def request(self, endpoint: Endpoint[Q, R], query: Q, *, timeout_s: float) -> R:
+        pattern = subject_pattern(endpoint.subject)
+        started_s = self.now()
+        outcome = "ok"
+        try:
+            return await self._request(endpoint, query, timeout_s)
+        except BusError as error:
+            outcome = error.code
+            raise
+        finally:
+            self._metrics.requests.labels(pattern, outcome).inc()
+            self._metrics.request_seconds.labels(pattern).observe(self.now() - started_s)
+
+    async def _request(self, endpoint: Endpoint[Q, R], query: Q, timeout_s: float) -> R:
+        subject = endpoint.subject
+        body = encode(query)
+        headers = request_headers(timeout_s, current_traceparent())
+        try:
+            fields, data = await self._client.exchange(subject, headers, body, timeout_s)
+        except nats.errors.NoRespondersError:
+            raise unavailable(f"nobody serves {subject}") from None
+        except nats.errors.MaxPayloadError:
+            limit = self.max_payload_bytes
+            message = f"a request of {len(body)} bytes on {subject} exceeds NATS's limit of {limit} bytes"
+            raise BusError(ErrorInfo(ErrorCode.BAD_REQUEST, message)) from None
+        except nats.errors.TimeoutError:
+            raise BusError(ErrorInfo(ErrorCode.DEADLINE, f"no reply on {subject} within {timeout_s:.3g} s")) from None
+        except nats.errors.Error as error:
+            raise unavailable(f"{subject}: {error}") from None
+        reply: R = decode_reply(endpoint.reply, subject, fields, data)
+        return reply
+
+    async def serve(
+        self, endpoint: Endpoint[Q, R], handler: Callable[[Q], Awaitable[R]], *, max_concurrency: int = 64
+    ) -> Subscription:
+        server = EndpointServer(endpoint, handler, max_concurrency, self._metrics)
+
+        def on_request(subject: bytes, reply: bytes, headers: bytes | None, data: bytes) -> None:
+            reply_subject = reply.decode()
+
+            def answer(body: bytes, error: ErrorInfo | None) -> None:
+                if len(body) > self.max_payload_bytes:
+                    message = f"the reply of {len(body)} bytes exceeds NATS's limit of {self.max_payload_bytes} bytes"
+                    error = ErrorInfo(ErrorCode.INTERNAL, message)
+                    body = encode(error)
+                    logger.error("%s: %s", endpoint.subject, message)
+                self._client.send(reply_subject, "", error_headers(error) if error else b"", body)
+
+            if not reply:
+                logger.warning("a message on %s asks for no reply and is ignored", endpoint.subject)
+                return
+            fields = parse_headers(headers) if headers else {}
+            traceparent = fields.get(TRACE_HEADER, b"").decode(errors="replace")
+            server.accept(data, timeout_of(fields), traceparent, answer)
+
+        sid = self._client.subscribe_direct(endpoint.subject, on_request, QUEUE_GROUP)
+        self._servers[sid] = server
+        self._service.add(server)
+        await self._flush()
+        return _ServedSubscription(self._client, sid, server, self._service)
+
+    # ----------------------------------------------------------------------------------------------- JetStream
+
+    async def key_value(self, bucket: Bucket[M]) -> KeyValue[M]:
+        key_value = NatsKeyValue(self._streams, bucket, self.now, self._watches)
+        await key_value.declare()
+        return key_value
+
+    async def work_queue(self, name: str, *, max_bytes: int, ack_wait_s: float) -> WorkQueue:
+        queue = NatsWorkQueue(self._streams, name, max_bytes, ack_wait_s)
+        await queue.declare()
+        return queue
+
+    async def object_store(self, bucket: ObjectBucket) -> ObjectStore:
+        store = NatsObjectStore(self._streams, bucket)
+        await store.declare()
+        return store

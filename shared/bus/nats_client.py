@@ -1,0 +1,252 @@
+"""nats-py's client with a hot path of its own: synchronous publishing, direct dispatch, one request multiplexer.
+
+nats-py supplies the connection, the protocol parser, reconnecting and JetStream's management calls. Replaced are:
+- sending: commands are collected and written once per event loop turn, with no task or future per message;
+- receiving: handlers are called by the parser, in order of arrival, with no queue or task per subscription (so nothing
+  is ever dropped on this side for slowness; a slow process is pushed back by TCP);
+- requests: those in flight when the connection is lost fail at once instead of waiting for their timeout;
+- errors that the server reports lead to a reconnect, where nats-py would close the client for good.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import builtins
+import logging
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from itertools import count
+from typing import Any
+
+from nats.aio.client import Client
+from nats.aio.msg import Msg
+from nats.aio.subscription import Subscription
+from nats.aio.transport import TcpTransport
+from nats.errors import AuthorizationError, Error, MaxPayloadError, NoRespondersError, TimeoutError
+
+from shared.bus.codec import parse_headers
+
+logger = logging.getLogger(__name__)
+
+MAX_PENDING_BYTES = 16 * 1024 * 1024
+"""Buffered for the server, while disconnected or while it reads too slowly; what exceeds it is dropped."""
+_RETRY_WRITE_S = 0.005
+
+_PING = b"PING\r\n"
+
+Handler = Callable[[bytes, bytes, bytes | None, bytes], None]
+"""(subject, reply subject, header block or None, body). Must not block."""
+
+
+class NotConnectedError(Error):
+    def __str__(self) -> str:
+        return "not connected to NATS"
+
+
+class DirectClient(Client):
+    def __init__(self, on_disconnect: Callable[[], None]) -> None:
+        super().__init__()
+        self._on_disconnect = on_disconnect
+        self._direct: dict[int, Handler] = {}
+        self._is_write_scheduled = False
+        self._inbox = ""
+        self._waiting: dict[bytes, asyncio.Future[Any]] = {}
+        """Requests by the end of their reply subject, and pings."""
+        self._tokens = count()
+
+    # ------------------------------------------------------------------------------------------------- sending
+
+    def send(self, subject: str, reply: str, headers: bytes, body: bytes) -> bool:
+        """Publishes; False if there is no room for it. The caller has checked the subject and the size."""
+        if headers:
+            total = len(headers) + len(body)
+            head = f"HPUB {subject} {reply} {len(headers)} {total}\r\n".encode()
+            command = b"%b%b%b\r\n" % (head, headers, body)
+        else:
+            command = b"%b%b\r\n" % (f"PUB {subject} {reply} {len(body)}\r\n".encode(), body)
+        if self._pending_data_size + len(command) > MAX_PENDING_BYTES or self.is_closed:
+            return False
+        self._enqueue(command)
+        return True
+
+    def _enqueue(self, command: bytes) -> None:
+        self._pending.append(command)
+        self._pending_data_size += len(command)
+        if not self._is_write_scheduled:
+            self._is_write_scheduled = True
+            asyncio.get_running_loop().call_soon(self._write_pending)
+
+    def _write_pending(self) -> None:
+        self._is_write_scheduled = False
+        if not self._pending or not self.is_connected:
+            return
+        assert isinstance(self._transport, TcpTransport) and self._transport._io_writer is not None
+        stream = self._transport._io_writer.transport
+        if stream.get_write_buffer_size() > MAX_PENDING_BYTES:
+            self._is_write_scheduled = True
+            asyncio.get_running_loop().call_later(_RETRY_WRITE_S, self._write_pending)
+            return
+        stream.write(b"".join(self._pending))
+        self._pending = []
+        self._pending_data_size = 0
+
+    async def _send_command(self, cmd: bytes, priority: bool = False) -> None:
+        self._enqueue(cmd)
+
+    async def _flush_pending(self, force_flush: bool = False) -> None:
+        self._write_pending()
+
+    async def _flusher(self) -> None:
+        await asyncio.Event().wait()  # `flush` wants the task to be alive; `_write_pending` does its work
+
+    async def _send_ping(self, future: asyncio.Future[bool] | None = None) -> None:
+        # In order with other commands, so that a pong proves that all before it were processed.
+        if not self.is_connected:
+            raise NotConnectedError
+        self._pongs.append(future or asyncio.get_running_loop().create_future())
+        self._enqueue(_PING)
+
+    # ----------------------------------------------------------------------------------------------- receiving
+
+    def subscribe_direct(self, subject: str, handler: Handler, queue: str = "") -> int:
+        """Returns the id for `unsubscribe_direct`. Holds over reconnects; `flush` afterwards to know it is in place."""
+        self._sid += 1
+        # nats-py subscribes all of `_subs` again after a reconnect.
+        self._subs[self._sid] = Subscription(self, self._sid, subject, queue)
+        self._direct[self._sid] = handler
+        if self.is_connected:
+            self._enqueue(f"SUB {subject} {queue} {self._sid}\r\n".encode())
+        return self._sid
+
+    def unsubscribe_direct(self, sid: int) -> None:
+        if self._direct.pop(sid, None) is not None:
+            self._subs.pop(sid, None)
+            if self.is_connected:
+                self._enqueue(f"UNSUB {sid}\r\n".encode())
+
+    async def drain_direct(self, sids: Collection[int], timeout_s: float) -> None:
+        """As `unsubscribe_direct`, but handles what the server had sent before it knew."""
+        for sid in sids:
+            if self._subs.pop(sid, None) is not None and self.is_connected:
+                self._enqueue(f"UNSUB {sid}\r\n".encode())
+        try:
+            await self.ping(timeout_s)
+        except Error as error:
+            logger.info("unsubscribed without waiting for messages under way: %s", error)
+        for sid in sids:
+            self._direct.pop(sid, None)
+
+    async def _process_msg(self, sid: int, subject: bytes, reply: bytes, data: bytes, headers: bytes | None) -> None:
+        handler = self._direct.get(sid)
+        if handler is None:
+            await super()._process_msg(sid, subject, reply, data, headers or b"")
+            return
+        try:
+            handler(subject, reply, headers, data)
+        except Exception:
+            logger.exception("the handler of %s failed", subject.decode())
+
+    # ------------------------------------------------------------------------------------------------ requests
+
+    async def exchange(
+        self, subject: str, headers: bytes, body: bytes, timeout_s: float
+    ) -> tuple[dict[bytes, bytes], bytes]:
+        """The header fields and the body of the reply. Raises `NotConnectedError` (also when the connection is lost
+        while waiting), `NoRespondersError`, `MaxPayloadError` or `TimeoutError` of nats.errors."""
+        if not self.is_connected:
+            raise NotConnectedError
+        if len(headers) + len(body) > self.max_payload:
+            raise MaxPayloadError
+        if not self._inbox:
+            self._inbox = self.new_inbox() + "."
+            self.subscribe_direct(self._inbox + "*", self._on_reply)
+        token = b"%x" % next(self._tokens)
+        with self.in_flight(token) as future:
+            if not self.send(subject, self._inbox + token.decode(), headers, body):
+                raise NotConnectedError
+            try:
+                async with asyncio.timeout(timeout_s):
+                    reply_headers, reply = await future
+            except builtins.TimeoutError:
+                raise TimeoutError from None
+        fields = parse_headers(reply_headers) if reply_headers else {}
+        if fields.get(b"Status") == b"503" and not reply:
+            raise NoRespondersError
+        return fields, reply
+
+    @contextmanager
+    def in_flight(self, token: bytes) -> Iterator[asyncio.Future[Any]]:
+        """A future that fails when the connection is lost."""
+        future = self._waiting[token] = asyncio.get_running_loop().create_future()
+        try:
+            yield future
+        finally:
+            del self._waiting[token]
+
+    def _on_reply(self, subject: bytes, reply: bytes, headers: bytes | None, data: bytes) -> None:
+        future = self._waiting.get(subject[len(self._inbox) :])
+        if future is not None and not future.done():
+            future.set_result((headers, data))
+
+    async def request(
+        self,
+        subject: str,
+        payload: bytes = b"",
+        timeout: float = 0.5,
+        old_style: bool = False,
+        headers: dict[str, Any] | None = None,
+    ) -> Msg:
+        """As nats-py's; what its JetStream calls are made of."""
+        # `strip` also makes a plain string of nats-py's enumeration of header names.
+        lines = "".join(f"{name.strip()}: {value}\r\n" for name, value in (headers or {}).items())
+        block = f"NATS/1.0\r\n{lines}\r\n".encode() if lines else b""
+        fields, data = await self.exchange(subject, block, payload, timeout)
+        decoded = {name.decode(): value.decode(errors="replace") for name, value in fields.items()}
+        return Msg(self, subject, "", data, decoded or None)
+
+    async def ping(self, timeout_s: float) -> None:
+        """To the server and back; all commands before it have then been processed. Raises as `exchange` does."""
+        with self.in_flight(b"ping %x" % next(self._tokens)) as future:
+            await self._send_ping(future)
+            try:
+                async with asyncio.timeout(timeout_s):
+                    await future
+            except builtins.TimeoutError:
+                raise TimeoutError from None
+
+    # ------------------------------------------------------------------------------------- connection and loss
+
+    def lost_connection(self) -> None:
+        """Called by the disconnected callback: nobody will answer what is in flight."""
+        for future in self._waiting.values():
+            if not future.done():
+                future.set_exception(NotConnectedError())
+        self._on_disconnect()
+
+    async def _close(self, status: int, do_cbs: bool = True) -> None:
+        if not self.is_connected:
+            # nats-py would try to send it.
+            self._pending = []
+            self._pending_data_size = 0
+        await super()._close(status, do_cbs)
+
+    async def _process_connect_init(self) -> None:
+        # Subscriptions are made anew from `_subs`, pings have lost their pongs: only publications are worth keeping.
+        self._pending = [command for command in self._pending if command.startswith((b"PUB", b"HPUB"))]
+        self._pending_data_size = sum(map(len, self._pending))
+        await super()._process_connect_init()
+
+    async def _process_pong(self) -> None:
+        self._pings_outstanding = 0
+        if self._pongs:
+            future = self._pongs.pop(0)
+            if not future.done():
+                future.set_result(True)
+
+    async def _process_err(self, err_msg: str) -> None:
+        if "permissions violation" in err_msg:
+            await self._error_cb(Error(f"nats: {err_msg}"))
+        elif "authorization violation" in err_msg:
+            await self._process_op_err(AuthorizationError())
+        else:
+            await self._process_op_err(Error(f"nats: {err_msg}"))

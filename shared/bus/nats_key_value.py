@@ -1,0 +1,127 @@
+"""Key-value buckets on JetStream."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
+
+import msgspec
+import nats.js.errors
+from nats.js.api import DiscardPolicy, StorageType, StreamConfig
+from nats.js.kv import KeyValue as RawKeyValue
+
+from shared.bus.codec import decoder, encode
+from shared.bus.entry_view import EntryView
+from shared.bus.interface import BusError, KeyValue, KvEntry, Watch
+from shared.bus.nats_streams import DUPLICATE_WINDOW_S, Streams, bus_errors
+from shared.bus.nats_watch import NatsWatch
+from shared.messages import Bucket, ErrorCode, ErrorInfo
+
+M = TypeVar("M")
+
+MEMORY_BUCKET_BYTES = 32 * 1024 * 1024
+DURABLE_BUCKET_BYTES = 256 * 1024 * 1024
+
+
+def _stream_name(bucket: Bucket[Any]) -> str:
+    return f"KV_{bucket.name}"
+
+
+def _stream_of(bucket: Bucket[Any]) -> StreamConfig:
+    """As NATS architecture decision record 8 lays down, so that the `nats kv` tool works."""
+    return StreamConfig(
+        name=_stream_name(bucket),
+        subjects=[f"$KV.{bucket.name}.>"],
+        max_msgs_per_subject=1,
+        max_age=bucket.ttl_s or 0,
+        max_bytes=DURABLE_BUCKET_BYTES if bucket.durable else MEMORY_BUCKET_BYTES,
+        duplicate_window=min(bucket.ttl_s or DUPLICATE_WINDOW_S, DUPLICATE_WINDOW_S),
+        storage=StorageType.FILE if bucket.durable else StorageType.MEMORY,
+        discard=DiscardPolicy.NEW,
+        allow_rollup_hdrs=True,
+        deny_delete=True,
+        allow_direct=True,
+    )
+
+
+class NatsKeyValue(KeyValue[M]):
+    def __init__(
+        self, streams: Streams, bucket: Bucket[M], now: Callable[[], float], watches: set[NatsWatch[Any]]
+    ) -> None:
+        self._streams = streams
+        self._bucket = bucket
+        self._now = now
+        self._watches = watches
+        self._config = _stream_of(bucket)
+        self._decode = decoder(bucket.type).decode
+        prefix = f"$KV.{bucket.name}."
+        self._raw = RawKeyValue(bucket.name, _stream_name(bucket), prefix, streams.context, direct=True)
+
+    async def declare(self) -> None:
+        await self._streams.declare(self._config)
+
+    async def get(self, key: str) -> KvEntry[M] | None:
+        with bus_errors(f"get {self._bucket.name}/{key}"):
+            try:
+                entry = await self._raw.get(key)
+            except nats.js.errors.KeyNotFoundError:
+                return None
+        try:
+            return KvEntry(self._decode(entry.value or b""), entry.revision or 0)
+        except msgspec.MsgspecError as error:
+            message = f"{self._bucket.name}/{key} cannot be read: {error}"
+            raise BusError(ErrorInfo(ErrorCode.INTERNAL, message)) from None
+
+    async def put(self, key: str, value: M) -> int:
+        body = encode(value)
+        return await self._write(f"put {self._bucket.name}/{key}", lambda: self._raw.put(key, body))
+
+    async def create(self, key: str, value: M) -> int:
+        body = encode(value)
+
+        async def create() -> int:
+            try:
+                return int(await self._raw.create(key, body))
+            except nats.js.errors.KeyNotFoundError:
+                # It was there at the first look and had expired by the second.
+                raise nats.js.errors.KeyWrongLastSequenceError from None
+
+        return await self._write(f"create {self._bucket.name}/{key}", create)
+
+    async def update(self, key: str, value: M, revision: int) -> int:
+        body = encode(value)
+        return await self._write(
+            f"update {self._bucket.name}/{key}", lambda: self._raw.update(key, body, last=revision)
+        )
+
+    async def delete(self, key: str) -> None:
+        await self._write(f"delete {self._bucket.name}/{key}", lambda: self._raw.delete(key))
+
+    async def _write(self, what: str, write: Callable[[], Awaitable[int]]) -> int:
+        with bus_errors(what):
+            try:
+                return await write()
+            except nats.js.errors.NoStreamResponseError:
+                # A server without its store is back, and `declare_again` has not come this far.
+                await self.declare()
+                return await write()
+
+    async def entries(self) -> dict[str, KvEntry[M]]:
+        view: EntryView[M] = EntryView(None, self._now, None)
+        watch = NatsWatch(self._streams, self._config, self._decode, view, self._now, set())
+        try:
+            await watch.open()
+        finally:
+            watch.close()
+        return {key: KvEntry(value, view.revisions[key]) for key, value in view.entries.items()}
+
+    async def watch(self, on_change: Callable[[str, M | None], None] | None = None) -> Watch[M]:
+        view: EntryView[M] = EntryView(self._bucket.ttl_s, self._now, on_change)
+        watch = NatsWatch(self._streams, self._config, self._decode, view, self._now, self._watches)
+        try:
+            await watch.open()
+        except BaseException:
+            watch.close()
+            raise
+        self._watches.add(watch)
+        return watch

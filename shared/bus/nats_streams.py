@@ -1,0 +1,101 @@
+"""JetStream streams under the bus: declaring them, restoring them after a loss of the server, and its errors.
+
+A stream is declared by whoever needs it first and never deleted or changed here, because other processes use it. One that
+exists with another configuration is kept as it is. Every stream is bounded in bytes.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import nats.errors
+import nats.js.errors
+from nats.js import JetStreamContext
+from nats.js.api import StreamConfig
+
+from shared.bus.interface import BusError, RevisionConflict
+from shared.bus.nats_client import DirectClient
+from shared.messages import ErrorCode, ErrorInfo
+
+logger = logging.getLogger(__name__)
+
+CALL_TIMEOUT_S = 3.0
+DUPLICATE_WINDOW_S = 120.0
+"""For which a message id is remembered."""
+MIN_STREAM_BYTES = 16 * 1024 * 1024
+
+# JetStream's error codes.
+_INSUFFICIENT_STORAGE = (10023, 10028, 10047)
+_EXISTS_WITH_OTHER_CONFIGURATION = 10058
+_STREAM_IS_FULL = 10077
+
+
+@contextmanager
+def bus_errors(what: str) -> Iterator[None]:
+    """Turns every error of nats-py into a `BusError` that says what failed."""
+    try:
+        yield
+    except nats.js.errors.KeyWrongLastSequenceError:
+        raise RevisionConflict(ErrorInfo(ErrorCode.CONFLICT, f"{what}: another revision is there")) from None
+    except nats.js.errors.InvalidKeyError:
+        raise BusError(ErrorInfo(ErrorCode.BAD_REQUEST, f"{what}: not a valid key")) from None
+    except nats.errors.TimeoutError:
+        raise BusError(ErrorInfo(ErrorCode.DEADLINE, f"{what}: JetStream did not answer in time")) from None
+    except nats.errors.MaxPayloadError:
+        raise BusError(ErrorInfo(ErrorCode.BAD_REQUEST, f"{what}: larger than NATS's limit for a message")) from None
+    except nats.js.errors.APIError as error:
+        code = ErrorCode.INTERNAL
+        if error.err_code == _STREAM_IS_FULL:
+            code = ErrorCode.OVERLOADED
+        elif error.code == 503:
+            code = ErrorCode.UNAVAILABLE
+        raise BusError(ErrorInfo(code, f"{what}: {error.description or 'JetStream is not there'}")) from None
+    except (nats.js.errors.NoStreamResponseError, nats.errors.NoRespondersError):
+        raise BusError(ErrorInfo(ErrorCode.UNAVAILABLE, f"{what}: JetStream is not there")) from None
+    except nats.errors.Error as error:
+        raise BusError(ErrorInfo(ErrorCode.UNAVAILABLE, f"{what}: {error}")) from None
+
+
+def delivery(reply: bytes) -> tuple[int, int, int, int]:
+    """Number of deliveries, stream sequence, consumer sequence and number of pending messages, from the reply subject of a
+    message: `$JS.ACK.<stream>.<consumer>.<deliveries>.<stream seq>.<consumer seq>.<time>.<pending>`, or with domain and
+    account before the stream (NATS architecture decision record 15)."""
+    tokens = reply.split(b".")
+    first = 4 if len(tokens) == 9 else 6
+    return int(tokens[first]), int(tokens[first + 1]), int(tokens[first + 2]), int(tokens[first + 4])
+
+
+class Streams:
+    """The streams that this process declared on its connection."""
+
+    def __init__(self, client: DirectClient) -> None:
+        self.client = client
+        self.context: JetStreamContext = client.jetstream(timeout=CALL_TIMEOUT_S)
+        self._declared: dict[str, StreamConfig] = {}
+
+    async def declare(self, config: StreamConfig) -> None:
+        """Makes the stream if it is not there; may be called by many processes at once. Raises `BusError`."""
+        name = str(config.name)
+        with bus_errors(f"declaring stream {name}"):
+            while True:
+                try:
+                    await self.context.add_stream(config)
+                    break
+                except nats.js.errors.APIError as error:
+                    if error.err_code == _EXISTS_WITH_OTHER_CONFIGURATION:
+                        logger.warning("stream %s exists with another configuration, which is kept", name)
+                        break
+                    # JetStream reserves the whole of max_bytes; on a small machine a smaller stream is better than none.
+                    max_bytes = (config.max_bytes or 0) // 2
+                    if error.err_code not in _INSUFFICIENT_STORAGE or max_bytes < MIN_STREAM_BYTES:
+                        raise
+                    config = config.evolve(max_bytes=max_bytes)
+                    logger.warning("JetStream has no room for stream %s; trying %d bytes", name, max_bytes)
+        self._declared[name] = config
+
+    async def declare_again(self) -> None:
+        """After a reconnect: a server without its store has forgotten the streams, or those in memory."""
+        for config in list(self._declared.values()):
+            await self.declare(config)

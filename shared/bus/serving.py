@@ -1,0 +1,124 @@
+"""One served endpoint, whatever the transport: bounded concurrency, deadline, typed errors, trace context, statistics.
+
+Every request is answered exactly once. There is no queue: beyond `max_concurrency` running handlers the answer is BUSY.
+A handler still running when its requester has given up is cancelled.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import msgspec
+from opentelemetry import context as trace_context
+
+from shared.bus.codec import decoder, encode
+from shared.bus.interface import ServiceError
+from shared.bus.metrics import BusMetrics, subject_pattern
+from shared.messages import Endpoint, ErrorCode, ErrorInfo
+from shared.telemetry import context_of
+
+logger = logging.getLogger(__name__)
+
+CANCEL_TIMEOUT_S = 1.0
+
+Answer = Callable[[bytes, ErrorInfo | None], None]
+"""Called with the encoded reply, or with the encoded `ErrorInfo` and the info itself."""
+
+
+class EndpointServer:
+    def __init__(
+        self,
+        endpoint: Endpoint[Any, Any],
+        handler: Callable[[Any], Awaitable[Any]],
+        max_concurrency: int,
+        metrics: BusMetrics,
+    ) -> None:
+        self.subject = endpoint.subject
+        self.num_requests = 0
+        self.num_errors = 0
+        self.processing_s = 0.0
+        self.last_error = ""
+        self._handler = handler
+        self._decode = decoder(endpoint.query).decode
+        self._max_concurrency = max_concurrency
+        self._running: set[asyncio.Task[None]] = set()
+        pattern = subject_pattern(endpoint.subject)
+        self._outcomes = {"ok": metrics.served.labels(pattern, "ok")}
+        self._outcomes |= {code: metrics.served.labels(pattern, code) for code in ErrorCode}
+        self._seconds = metrics.served_seconds.labels(pattern)
+        self._handlers = metrics.handlers.labels(pattern)
+
+    def accept(self, data: bytes, timeout_s: float | None, traceparent: str, answer: Answer) -> None:
+        """Takes a request that has arrived; `timeout_s`: how long the requester still waits, None if it did not say."""
+        self.num_requests += 1
+        if len(self._running) >= self._max_concurrency:
+            self._answer_error(ErrorInfo(ErrorCode.BUSY, f"{self._max_concurrency} requests run already"), answer)
+            return
+        if timeout_s is not None and timeout_s <= 0:
+            self._answer_error(ErrorInfo(ErrorCode.DEADLINE, f"the request on {self.subject} came too late"), answer)
+            return
+        context = contextvars.copy_context()
+        context.run(trace_context.attach, context_of(traceparent))
+        task = asyncio.get_running_loop().create_task(self._run(data, timeout_s, answer), context=context)
+        self._running.add(task)
+        task.add_done_callback(self._running.discard)
+
+    async def wait_idle(self, timeout_s: float) -> None:
+        """Waits for running handlers, then cancels those still running."""
+        if self._running:
+            _, late = await asyncio.wait(self._running, timeout=timeout_s)
+            for task in late:
+                task.cancel()
+            if late:
+                await asyncio.wait(late, timeout=CANCEL_TIMEOUT_S)
+
+    async def _run(self, data: bytes, timeout_s: float | None, answer: Answer) -> None:
+        try:
+            query = self._decode(data)
+        except msgspec.MsgspecError as raised:
+            message = f"the request on {self.subject} cannot be read: {raised}"
+            self._answer_error(ErrorInfo(ErrorCode.BAD_REQUEST, message), answer)
+            return
+        started_s = time.perf_counter()
+        self._handlers.inc()
+        error = None
+        try:
+            async with asyncio.timeout(timeout_s) as deadline:
+                body = encode(await self._handler(query))
+        except ServiceError as raised:
+            error = raised.info
+        except TimeoutError as raised:
+            if deadline.expired():
+                error = ErrorInfo(ErrorCode.DEADLINE, f"{self.subject} was not done within {timeout_s:.3g} s")
+            else:
+                error = self._internal(raised)
+        except asyncio.CancelledError:
+            self._answer_error(ErrorInfo(ErrorCode.UNAVAILABLE, f"the server of {self.subject} is closing"), answer)
+            raise
+        except Exception as raised:
+            error = self._internal(raised)
+        finally:
+            self._handlers.dec()
+            elapsed_s = time.perf_counter() - started_s
+            self.processing_s += elapsed_s
+            self._seconds.observe(elapsed_s)
+        if error is None:
+            self._outcomes["ok"].inc()
+            answer(body, None)
+        else:
+            self._answer_error(error, answer)
+
+    def _internal(self, error: Exception) -> ErrorInfo:
+        logger.error("the handler of %s failed", self.subject, exc_info=error)
+        return ErrorInfo(ErrorCode.INTERNAL, f"the handler of {self.subject} failed: {type(error).__name__}")
+
+    def _answer_error(self, info: ErrorInfo, answer: Answer) -> None:
+        self.num_errors += 1
+        self.last_error = f"{info.code}: {info.message}"
+        self._outcomes[info.code].inc()
+        answer(encode(info), info)

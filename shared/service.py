@@ -1,0 +1,102 @@
+"""How a service's process runs: logging, event loop, signals, and errors that are the operator's to mend.
+
+def main() -> None:
+    settings = load_or_exit(SchedulerSettings)
+    run_service(serve, settings)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import sys
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+from shared.checkpoint import CheckpointError
+from shared.settings import BusSettings, SettingsError, load
+
+T = TypeVar("T")
+
+OPERATOR_ERRORS = (SettingsError, CheckpointError)
+"""The operator must change something before a restart can help."""
+OPERATOR_ERROR_EXIT_CODE = 2
+
+logger = logging.getLogger(__name__)
+
+
+def set_up_logging(service: str, level: str) -> None:
+    """One readable line a record on stderr: time, service, level, message."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(
+        logging.Formatter(f"%(asctime)s.%(msecs)03d {service} %(levelname)s %(message)s", datefmt="%H:%M:%S")
+    )
+    try:
+        logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
+    except ValueError:
+        raise SettingsError(f"TIDEWAY_LOG_LEVEL={level!r}: expected DEBUG, INFO, WARNING or ERROR") from None
+    # Lines about single HTTP requests and connection attempts of libraries are noise at INFO.
+    for name in ("httpx", "httpcore", "urllib3", "asyncio"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+
+
+def new_event_loop() -> asyncio.AbstractEventLoop:
+    """uvloop's where it is installed; the standard one does the same, slower."""
+    try:
+        import uvloop
+    except ImportError:
+        return asyncio.new_event_loop()
+    loop: asyncio.AbstractEventLoop = uvloop.new_event_loop()
+    return loop
+
+
+def _complain(error: Exception) -> None:
+    print(f"tideway: {error}", file=sys.stderr, flush=True)
+
+
+def load_or_exit(kind: type[T]) -> T:
+    """The settings of a service; settings that cannot be used end the process with one sentence."""
+    try:
+        return load(kind)
+    except SettingsError as error:
+        _complain(error)
+        sys.exit(OPERATOR_ERROR_EXIT_CODE)
+
+
+def run_service(
+    main: Callable[[asyncio.Event], Awaitable[None]],
+    settings: BusSettings,
+) -> None:
+    """Runs `main(stop)` until it returns, then exits the process.
+
+    SIGINT and SIGTERM set `stop`; a second one ends the process at once. `OPERATOR_ERRORS` are printed as
+    one sentence (exit code 2), any other exception with its stack trace (exit code 1).
+    """
+    service = type(settings).__name__.removesuffix("Settings").lower()
+    try:
+        set_up_logging(service, settings.log_level)
+        with asyncio.Runner(loop_factory=new_event_loop) as runner:
+            runner.run(_until_stopped(main))
+    except OPERATOR_ERRORS as error:
+        _complain(error)
+        sys.exit(OPERATOR_ERROR_EXIT_CODE)
+    except Exception:
+        logger.exception("%s failed", service)
+        sys.exit(1)
+
+
+async def _until_stopped(main: Callable[[asyncio.Event], Awaitable[None]]) -> None:
+    loop = asyncio.get_running_loop()
+    stop = asyncio.Event()
+
+    def on_signal(number: signal.Signals) -> None:
+        if stop.is_set():
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)
+        logger.info("stopping (%s)", number.name)
+        stop.set()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, on_signal, number)
+    await main(stop)

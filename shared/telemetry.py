@@ -1,0 +1,180 @@
+"""Tracing (OpenTelemetry, W3C trace context, OTLP over HTTP) and metrics (Prometheus): one call per service.
+
+Nothing here is global: each service of a process has its own tracer and its own metric registry, passed on explicitly.
+Without `otlp_endpoint` spans are not recorded, but their contexts are valid, so `traceparent` flows through unchanged
+in meaning. Export happens on a thread; a collector that is away costs one warning, and spans that find no room are dropped.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import threading
+from collections.abc import Callable, Sequence
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+from opentelemetry import trace
+from opentelemetry.context import Context
+from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
+from opentelemetry.sdk.trace.sampling import ALWAYS_OFF, ParentBased, TraceIdRatioBased
+from opentelemetry.trace import NonRecordingSpan, SpanContext, TraceFlags, Tracer
+from prometheus_client import CollectorRegistry, GCCollector, ProcessCollector
+from prometheus_client.exposition import choose_encoder
+
+from shared.settings import BusSettings, SettingsError
+
+logger = logging.getLogger(__name__)
+
+EXPORT_TIMEOUT_S = 3.0
+EXPORT_INTERVAL_S = 1.0
+SCRAPE_TIMEOUT_S = 10.0
+SHUTDOWN_POLL_S = 0.05
+
+_TRACEPARENT = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
+
+
+def current_traceparent() -> str:
+    """The current span as a W3C `traceparent`; empty where there is none."""
+    context = trace.get_current_span().get_span_context()
+    if not context.is_valid:
+        return ""
+    return f"00-{context.trace_id:032x}-{context.span_id:016x}-{context.trace_flags:02x}"
+
+
+def context_of(traceparent: str) -> Context:
+    """The context that a `traceparent` names, to be the parent of spans; an empty one if it is missing or malformed."""
+    match = _TRACEPARENT.fullmatch(traceparent)
+    # Version ff is forbidden, and version 00 has no further fields (W3C Trace Context, section 3.2).
+    if match is None or match[1] == "ff" or (match[1] == "00" and match[5]):
+        return Context()
+    context = SpanContext(
+        int(match[2], 16), int(match[3], 16), is_remote=True, trace_flags=TraceFlags(int(match[4], 16))
+    )
+    return trace.set_span_in_context(NonRecordingSpan(context), Context())
+
+
+class Telemetry:
+    """What a service needs to be observed; made by `start_telemetry`."""
+
+    def __init__(self, service: str, settings: BusSettings, provider: TracerProvider) -> None:
+        self.provider = provider
+        self.tracer: Tracer = provider.get_tracer("tideway." + service)
+        self.registry = CollectorRegistry()
+        ProcessCollector(registry=self.registry)
+        GCCollector(registry=self.registry)
+        self._settings = settings
+        self._server: ThreadingHTTPServer | None = None
+
+    def serve_metrics(self, problems: Callable[[], list[str]]) -> int:
+        """Serves /metrics and /health on `metrics_host:metrics_port` from a background thread; returns the port.
+
+        `problems` is called on that thread at each /health and must be quick: what is wrong with the service, a
+        sentence each, empty when all is well (200, else 503). Raises `SettingsError` if the port cannot be had.
+        """
+        assert self._server is None, "serve_metrics is called once"
+        address = (self._settings.metrics_host, self._settings.metrics_port)
+        try:
+            self._server = _MetricsServer(address, self.registry, problems)
+        except OSError as error:
+            raise SettingsError(f"metrics cannot be served on {address[0]}:{address[1]}: {error.strerror}") from None
+        serve = self._server.serve_forever
+        threading.Thread(target=serve, args=(SHUTDOWN_POLL_S,), name="metrics", daemon=True).start()
+        return int(self._server.server_address[1])
+
+    def close(self) -> None:
+        """Sends what spans are left (seconds at most) and stops serving metrics. May be called twice."""
+        self.provider.shutdown()
+        if self._server is not None:
+            self._server.shutdown()
+            self._server.server_close()
+            self._server = None
+
+
+def start_telemetry(service: str, service_id: str, settings: BusSettings) -> Telemetry:
+    resource = Resource({"service.name": f"tideway-{service}", "service.instance.id": service_id})
+    if not settings.otlp_endpoint:
+        return Telemetry(service, settings, TracerProvider(ALWAYS_OFF, resource, shutdown_on_exit=False))
+    sampler = ParentBased(TraceIdRatioBased(settings.trace_sample_ratio))
+    provider = TracerProvider(sampler, resource, shutdown_on_exit=False)
+    exporter = _QuietExporter(settings.otlp_endpoint)
+    provider.add_span_processor(BatchSpanProcessor(exporter, schedule_delay_millis=EXPORT_INTERVAL_S * 1000))
+    return Telemetry(service, settings, provider)
+
+
+class _QuietExporter(SpanExporter):
+    """OTLP over HTTP that says once when the collector goes away, and once when it is back."""
+
+    def __init__(self, endpoint: str) -> None:
+        self._endpoint = endpoint
+        self._exporter = OTLPSpanExporter(endpoint.rstrip("/") + "/v1/traces", timeout=EXPORT_TIMEOUT_S)
+        self._is_failing = False
+        # These log every failed batch, some with a stack trace.
+        for name in (OTLPSpanExporter.__module__, "opentelemetry.sdk._shared_internal", "urllib3.connectionpool"):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
+
+    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+        try:
+            result = self._exporter.export(spans)
+            reason = "refused"
+        except Exception as error:
+            result, reason = SpanExportResult.FAILURE, repr(error)
+        failed = result is not SpanExportResult.SUCCESS
+        if failed and not self._is_failing:
+            logger.warning(
+                "traces cannot be sent to %s (%s); they are dropped until it answers", self._endpoint, reason
+            )
+        elif self._is_failing and not failed:
+            logger.info("traces are sent to %s again", self._endpoint)
+        self._is_failing = failed
+        return result
+
+    def shutdown(self) -> None:
+        self._exporter.shutdown()  # type: ignore[no-untyped-call]
+
+    def force_flush(self, timeout_millis: int = 30_000) -> bool:
+        return self._exporter.force_flush(timeout_millis)
+
+
+class _MetricsServer(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def __init__(
+        self, address: tuple[str, int], registry: CollectorRegistry, problems: Callable[[], list[str]]
+    ) -> None:
+        super().__init__(address, _MetricsHandler)
+        self.registry = registry
+        self.problems = problems
+
+
+class _MetricsHandler(BaseHTTPRequestHandler):
+    server: _MetricsServer
+    protocol_version = "HTTP/1.1"
+    timeout = SCRAPE_TIMEOUT_S
+
+    def do_GET(self) -> None:
+        path = self.path.partition("?")[0]
+        if path == "/metrics":
+            encode, content_type = choose_encoder(self.headers.get("Accept", ""))
+            self._answer(200, content_type, encode(self.server.registry))
+        elif path == "/health":
+            problems = self.server.problems()
+            if problems:
+                self._answer(503, "application/json", json.dumps(problems).encode())
+            else:
+                self._answer(200, "text/plain", b"ok")
+        else:
+            self._answer(404, "text/plain", b"not found")
+
+    def _answer(self, status: int, content_type: str, body: bytes) -> None:
+        self.send_response(status)
+        self.send_header("Content-Type", content_type)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: object) -> None:
+        logger.debug(format, *args)

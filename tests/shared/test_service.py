@@ -1,0 +1,102 @@
+"""A service's process: signals, exit codes, and what the operator reads."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PROGRAM = """
+import asyncio, logging, sys
+from shared.checkpoint import CheckpointError
+from shared.service import load_or_exit, run_service
+from shared.settings import SchedulerSettings, SettingsError
+
+async def wait(stop):
+    logging.info("loop %s", type(asyncio.get_running_loop()).__module__)
+    print("ready", flush=True)
+    await stop.wait()
+    print("stopped", flush=True)
+
+async def hang(stop):
+    print("ready", flush=True)
+    await asyncio.Event().wait()
+
+async def misconfigured(stop):
+    raise SettingsError("port 80 is taken")
+
+async def unreadable(stop):
+    raise CheckpointError("no checkpoint at /x")
+
+async def broken(stop):
+    raise ValueError("scripted")
+
+settings = load_or_exit(SchedulerSettings)
+run_service(globals()[sys.argv[1]], settings)
+"""
+
+LOG_LEVEL_SENTENCE = "tideway: TIDEWAY_LOG_LEVEL='loud': expected DEBUG, INFO, WARNING or ERROR\n"
+ROOT = Path(__file__).parents[2]
+
+
+def start(behaviour: str, **environment: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", PROGRAM, behaviour],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={"PYTHONPATH": str(ROOT), **environment},
+    )
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_stops_the_service(number: signal.Signals) -> None:
+    process = start("wait")
+    assert process.stdout is not None and process.stdout.readline() == "ready\n"
+    process.send_signal(number)
+    out, err = process.communicate(timeout=20)
+    assert (process.returncode, out) == (0, "stopped\n")
+    assert "scheduler INFO loop uvloop" in err
+    assert f"scheduler INFO stopping ({number.name})" in err
+
+
+def test_a_second_signal_ends_it_at_once() -> None:
+    process = start("hang")
+    assert process.stdout is not None and process.stderr is not None
+    assert process.stdout.readline() == "ready\n"
+    process.send_signal(signal.SIGTERM)
+    assert "stopping" in process.stderr.readline()
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=20)
+    assert process.returncode == -signal.SIGTERM
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "environment", "sentence"),
+    [
+        ("misconfigured", {}, "tideway: port 80 is taken\n"),
+        ("unreadable", {}, "tideway: no checkpoint at /x\n"),
+        ("wait", {"TIDEWAY_MAX_QUEUED": "many"}, "tideway: TIDEWAY_MAX_QUEUED='many': expected int\n"),
+        (
+            "wait",
+            {"TIDEWAY_LOG_LEVEL": "loud"},
+            "tideway: TIDEWAY_LOG_LEVEL='loud': expected DEBUG, INFO, WARNING or ERROR\n",
+        ),
+    ],
+)
+def test_what_the_operator_must_mend_is_one_sentence(
+    behaviour: str, environment: dict[str, str], sentence: str
+) -> None:
+    process = start(behaviour, **environment)
+    _, err = process.communicate(timeout=20)
+    assert (process.returncode, err) == (2, sentence)
+
+
+def test_what_is_our_fault_comes_with_a_stack_trace() -> None:
+    process = start("broken")
+    _, err = process.communicate(timeout=20)
+    assert process.returncode == 1
+    assert "scheduler ERROR scheduler failed" in err and "ValueError: scripted" in err
