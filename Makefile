@@ -1,0 +1,48 @@
+# Everything is installed into .venv, and everything that runs keeps its files in .tideway.
+#   PYTHON=python3.12   another Python to install with
+#   ARGS="..."          options for the command behind a target, say: make up ARGS="--port 8001"
+PYTHON ?= python3
+ARGS ?=
+BIN := .venv/bin
+
+.DEFAULT_GOAL := help
+.PHONY: help up down status test check bench clean install development
+
+help:
+	@echo "make up       install what is needed, start Tideway on http://127.0.0.1:8000 (Ctrl-C stops it)"
+	@echo "              in the background: make up ARGS=--detach    all options: make up ARGS=--help"
+	@echo "make down     stop a Tideway that runs in the background"
+	@echo "make status   what runs, and how it is"
+	@echo "make test     all tests that need neither a GPU nor a container engine"
+	@echo "make check    formatting, lint, types, and who imports whom"
+	@echo "make bench    the measurements in bench/"
+	@echo "make clean    remove .venv, .tideway and caches"
+
+install:
+	@$(PYTHON) -I tideway/bootstrap.py
+
+development:
+	@$(PYTHON) -I tideway/bootstrap.py --extra development
+
+up: install
+	@exec $(BIN)/tideway up $(ARGS)
+
+down status:
+	@if [ -x $(BIN)/tideway ]; then exec $(BIN)/tideway $@ $(ARGS); else echo "Tideway is not installed here: make up"; fi
+
+test: development
+	$(BIN)/python -m pytest -n 2 -m "not slow and not gpu and not container" $(ARGS)
+
+check: development
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+bench: development
+	@set -e; for script in bench/[a-z]*.py; do echo "== $$script"; $(BIN)/python -m "bench.$$(basename $$script .py)" $(ARGS); done
+
+clean:
+	@if [ -x $(BIN)/tideway ]; then $(BIN)/tideway down; fi
+	rm -rf .venv .tideway .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache *.egg-info build
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

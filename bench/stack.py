@@ -1,0 +1,222 @@
+"""What the services cost over the bare engine: the same requests on the same model with the same torch threads, first on
+the engine in this process, then over HTTP through gateway, scheduler and worker. Both are measured in turn, so that a
+drift of the machine's speed cancels in the ratios.
+
+    python -m bench.stack [--rounds 3] [--threads 2] [--output-len 64]
+
+The model has the shape of SmolLM-135M with random bfloat16 weights.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import platform
+import random
+import statistics
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from bench.load import run_load
+from services.worker.engine_loop import EngineLoop, StepStats
+from services.worker.executor import Executor
+from services.worker.instance import build_engine
+from shared.engine.engine import Ended, Output
+from shared.engine.slab import choose_merged_bytes
+from shared.messages import GenerationRequest, ModelSpec, SamplingParams, pack_tokens
+from shared.settings import InstanceSettings
+from tests.e2e.stack import Stack
+
+VOCABULARY = 49152
+POOL_BYTES = 1 << 30
+
+
+def make_checkpoint(folder: Path) -> Path:
+    """SmolLM-135M's shape with random weights, and a tokenizer of the same vocabulary size."""
+    folder.mkdir(parents=True, exist_ok=True)
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    words = [f"Ġw{index}" for index in range(VOCABULARY - len(alphabet) - 3)]
+    vocabulary = {token: index for index, token in enumerate(["<pad>", "<bos>", "<eos>", *alphabet, *words])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<eos>", "bos_token": "<bos>"})
+    )
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=576,
+        intermediate_size=1536,
+        num_hidden_layers=30,
+        num_attention_heads=9,
+        num_key_value_heads=3,
+        max_position_embeddings=2048,
+        tie_word_embeddings=True,
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=0,
+    )
+    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    return folder
+
+
+class BareEngine:
+    """The engine loop and the executor as an instance has them, without bus or HTTP."""
+
+    def __init__(self, checkpoint: Path, num_threads: int) -> None:
+        torch.set_num_threads(num_threads)
+        settings = InstanceSettings(device="cpu")
+        probe = Executor("cpu", 1, 1 << 30, 1)
+        prepared = probe.prepare_model(ModelSpec("model", str(checkpoint)))
+        merged_bytes = choose_merged_bytes([prepared.model.kv_shape(prepared.page_tokens).slot_bytes])
+        num_merged = POOL_BYTES // merged_bytes
+        executor = Executor("cpu", num_merged, merged_bytes, settings.max_running)
+        engine = build_engine(settings, num_merged, "cpu")
+        engine.add_model(executor.add_model(prepared))
+        self._changed = threading.Condition()
+        self._ended: set[str] = set()
+        self._first_token_s: dict[str, float] = {}
+        self._num_tokens = 0
+        self._loop = EngineLoop(engine, executor, time.perf_counter, self._on_effects)
+        self._loop.start()
+        self._num_sent = 0
+
+    def _on_effects(self, effects: list[Output | Ended], _stats: StepStats | None) -> None:
+        now = time.perf_counter()
+        with self._changed:
+            for effect in effects:
+                if isinstance(effect, Ended):
+                    self._ended.add(effect.request.request_id)
+                    continue
+                for entry in effect.entries:
+                    self._first_token_s.setdefault(entry.request_id, now)
+                    self._num_tokens += len(entry.tokens) // 4
+            self._changed.notify_all()
+
+    def _submit(self, prompt: list[int], output_len: int) -> str:
+        self._num_sent += 1
+        name = f"bare-{self._num_sent}"
+        sampling = SamplingParams(output_len, temperature=0.0)
+        refused = self._loop.submit(GenerationRequest(name, "gateway", "model", pack_tokens(prompt), sampling))
+        assert refused is None, refused
+        return name
+
+    def throughput(self, prompts: list[list[int]], concurrency: int, output_len: int) -> float:
+        """Output tokens per second with `concurrency` requests at once."""
+        waiting = list(prompts)
+        self._num_tokens = 0
+        started = time.perf_counter()
+        with self._changed:
+            running: set[str] = set()
+            while waiting or running:
+                while waiting and len(running) < concurrency:
+                    running.add(self._submit(waiting.pop(), output_len))
+                self._changed.wait(30)
+                running -= self._ended
+        return self._num_tokens / (time.perf_counter() - started)
+
+    def ttft_s(self, prompt: list[int]) -> float:
+        """Time to the first token of one request on the idle engine."""
+        with self._changed:
+            started = time.perf_counter()
+            name = self._submit(prompt, 4)
+            while name not in self._ended:
+                self._changed.wait(30)
+        return self._first_token_s[name] - started
+
+    def close(self) -> None:
+        self._loop.stop(10)
+
+
+def random_prompts(count: int, length: int, seed: int) -> list[list[int]]:
+    chooser = random.Random(seed)
+    return [[chooser.randrange(3, VOCABULARY) for _ in range(length)] for _ in range(count)]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--streams", type=int, default=32)
+    parser.add_argument("--requests", type=int, default=64)
+    parser.add_argument("--input-len", type=int, default=128)
+    parser.add_argument("--output-len", type=int, default=64)
+    parser.add_argument("--ttft-requests", type=int, default=30)
+    parser.add_argument("--result", type=Path, help="where to write the figures as JSON")
+    arguments = parser.parse_args()
+    checkpoint = make_checkpoint(Path(tempfile.mkdtemp(prefix="tideway-135m-")))
+    environment = {
+        "TIDEWAY_NUM_THREADS": str(arguments.threads),
+        "TIDEWAY_MEMORY_BYTES": str(4 << 30),
+        "OMP_NUM_THREADS": str(arguments.threads),
+    }
+    ratios, ttft_differences_ms, rounds = [], [], []
+    bare = BareEngine(checkpoint, arguments.threads)
+    with Stack({"model": str(checkpoint)}, num_instances=1, environment=environment) as stack:
+        stack.wait_ready()
+        for number in range(-1, arguments.rounds):
+            prompts = random_prompts(arguments.requests, arguments.input_len, 2 * number)
+            bare_tokens_per_s = bare.throughput(prompts, arguments.streams, arguments.output_len)
+            load = {
+                "num_requests": arguments.requests,
+                "concurrency": arguments.streams,
+                "input_len": arguments.input_len,
+                "output_len": arguments.output_len,
+                "vocabulary": VOCABULARY,
+                "seed": 2 * number + 1,
+            }
+            figures = asyncio.run(run_load(stack.url, "model", **load))
+            bare_ttfts, stack_ttfts = [], []
+            for index in range(arguments.ttft_requests):
+                (prompt,) = random_prompts(1, arguments.input_len, 1000 * number + index)
+                bare_ttfts.append(bare.ttft_s(prompt))
+                one = {**load, "num_requests": 1, "concurrency": 1, "output_len": 4, "seed": 5000 * number + index}
+                stack_ttfts.append(asyncio.run(run_load(stack.url, "model", **one))["ttft_p50_s"])
+            if number < 0:
+                continue  # the first round warms both up
+            ratio = figures["output_tokens_per_s"] / bare_tokens_per_s
+            difference_ms = 1e3 * (statistics.median(stack_ttfts) - statistics.median(bare_ttfts))
+            ratios.append(ratio)
+            ttft_differences_ms.append(difference_ms)
+            rounds.append(
+                {
+                    "bare_output_tokens_per_s": bare_tokens_per_s,
+                    "stack": figures,
+                    "bare_ttft_s": statistics.median(bare_ttfts),
+                    "stack_ttft_s": statistics.median(stack_ttfts),
+                }
+            )
+            print(
+                f"round {number}: bare {bare_tokens_per_s:.1f} tok/s, stack {figures['output_tokens_per_s']:.1f} tok/s, "
+                f"ratio {ratio:.3f}; idle TTFT bare {1e3 * statistics.median(bare_ttfts):.1f} ms, over HTTP "
+                f"{difference_ms:+.1f} ms; failed {figures['num_failed']}",
+                flush=True,
+            )
+    bare.close()
+    print(
+        f"median ratio {statistics.median(ratios):.3f}, "
+        f"median TTFT difference {statistics.median(ttft_differences_ms):.1f} ms"
+    )
+    if arguments.result:
+        result = {
+            "date": time.strftime("%Y-%m-%d"),
+            "machine": f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} torch threads",
+            "command": "python -m bench.stack",
+            "ratio_median": statistics.median(ratios),
+            "ttft_difference_ms_median": statistics.median(ttft_differences_ms),
+            "rounds": rounds,
+        }
+        arguments.result.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,191 @@
+"""Who may use the gateway, and how much at once: API keys, their limits, and the gateway's own bound.
+
+Decisions take the time as an argument (seconds on any monotonic clock).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import deque
+from pathlib import Path
+
+from services.gateway.errors import ApiError
+from shared.settings import GatewaySettings, SettingsError
+
+WINDOW_S = 60.0
+
+
+class TokenWindow:
+    """Tokens of the last minute, counted in buckets of a second."""
+
+    def __init__(self) -> None:
+        self._buckets: deque[list[float]] = deque()
+        self._total = 0
+
+    def add(self, num_tokens: int, now: float) -> None:
+        self._expire(now)
+        second = float(int(now))
+        if self._buckets and self._buckets[-1][0] == second:
+            self._buckets[-1][1] += num_tokens
+        else:
+            self._buckets.append([second, num_tokens])
+        self._total += num_tokens
+
+    def total(self, now: float) -> int:
+        self._expire(now)
+        return self._total
+
+    def seconds_until_below(self, limit: int, now: float) -> float:
+        """How long until no more than `limit` tokens are left in the window, if none are added."""
+        total, wait_s = self.total(now), 0.0
+        for second, num_tokens in self._buckets:
+            if total <= limit:
+                break
+            total -= int(num_tokens)
+            wait_s = second + WINDOW_S - now
+        return max(0.0, wait_s)
+
+    def _expire(self, now: float) -> None:
+        while self._buckets and self._buckets[0][0] <= now - WINDOW_S:
+            self._total -= int(self._buckets.popleft()[1])
+
+
+class Key:
+    """An API key's limits (None: none) and use."""
+
+    def __init__(self, max_in_flight: int | None = None, tokens_per_minute: int | None = None) -> None:
+        self.max_in_flight = max_in_flight
+        self.tokens_per_minute = tokens_per_minute
+        self.num_in_flight = 0
+        self.window = TokenWindow()
+
+
+def _too_many(message: str, code: str, retry_after_s: float) -> ApiError:
+    return ApiError(429, message, type="rate_limit_error", code=code, retry_after_s=retry_after_s)
+
+
+class Ticket:
+    """The right of one call to be in flight."""
+
+    def __init__(self, admission: Admission, key: Key, num_sequences: int) -> None:
+        self._admission = admission
+        self._key = key
+        self._num_sequences = num_sequences
+        self._released = False
+
+    def charge_prompt(self, num_tokens: int, now: float) -> None:
+        """Raises `ApiError` 429 where the key's tokens per minute are used up, or the prompt would exceed them."""
+        limit = self._key.tokens_per_minute
+        if limit is None:
+            return
+        used = self._key.window.total(now)
+        if used + num_tokens > limit:
+            raise _too_many(
+                f"The limit of this API key is {limit} tokens per minute: {used} were used, the prompt has {num_tokens}.",
+                "rate_limit_exceeded",
+                max(1.0, self._key.window.seconds_until_below(max(0, limit - num_tokens), now)),
+            )
+        self._key.window.add(num_tokens, now)
+
+    def charge_output(self, num_tokens: int, now: float) -> None:
+        if self._key.tokens_per_minute is not None:
+            self._key.window.add(num_tokens, now)
+
+    def release(self) -> None:
+        """May be called twice."""
+        if not self._released:
+            self._released = True
+            self._key.num_in_flight -= 1
+            self._admission.num_in_flight -= self._num_sequences
+
+
+class Admission:
+    def __init__(self, keys: dict[str, Key], admin_key: str, max_in_flight: int) -> None:
+        """`max_in_flight`: sequences over all calls."""
+        self._keys = {_digest(key): limits for key, limits in keys.items()}
+        self._admin_key = _digest(admin_key) if admin_key else None
+        self._anybody = Key()
+        self.max_in_flight = max_in_flight
+        self.num_in_flight = 0
+
+    @property
+    def is_open(self) -> bool:
+        return not self._keys
+
+    def authenticate(self, authorization: str | None) -> Key:
+        """The key in an Authorization header. Raises `ApiError` 401."""
+        if not self._keys:
+            return self._anybody
+        key = self._keys.get(_digest(_bearer(authorization)))
+        if key is None:
+            raise _unauthorized("API key")
+        return key
+
+    def authenticate_admin(self, authorization: str | None) -> None:
+        """Raises `ApiError` 401, or 403 where the admin API is closed."""
+        if self._admin_key is None:
+            if self._keys:
+                raise ApiError(
+                    403,
+                    "The admin API is closed: API keys are configured, but no admin key (TIDEWAY_ADMIN_API_KEY).",
+                    code="admin_closed",
+                )
+        elif _digest(_bearer(authorization)) != self._admin_key:
+            raise _unauthorized("admin API key")
+
+    def enter(self, key: Key, num_sequences: int) -> Ticket:
+        """Raises `ApiError` 429."""
+        if key.max_in_flight is not None and key.num_in_flight >= key.max_in_flight:
+            raise _too_many(
+                f"The limit of this API key is {key.max_in_flight} requests in flight.", "rate_limit_exceeded", 1.0
+            )
+        if self.num_in_flight + num_sequences > self.max_in_flight:
+            raise _too_many(
+                f"The server has {self.num_in_flight} sequences in flight; the limit is {self.max_in_flight}.",
+                "overloaded",
+                1.0,
+            )
+        key.num_in_flight += 1
+        self.num_in_flight += num_sequences
+        return Ticket(self, key, num_sequences)
+
+
+def _digest(key: str) -> bytes:
+    # Looking up digests takes no time that tells how much of a guess was right.
+    return hashlib.sha256(key.encode()).digest()
+
+
+def _bearer(authorization: str | None) -> str:
+    scheme, _, token = (authorization or "").partition(" ")
+    return token.strip() if scheme.lower() == "bearer" else ""
+
+
+def _unauthorized(what: str) -> ApiError:
+    return ApiError(401, f"Missing or incorrect {what} (Authorization: Bearer ...).", code="invalid_api_key")
+
+
+def _parse_key(entry: str, source: str) -> tuple[str, Key]:
+    key, *limits = entry.split(":")
+    try:
+        numbers = [int(limit) if limit else None for limit in limits]
+    except ValueError:
+        numbers = [-1]
+    if not key or len(numbers) > 2 or any(number is not None and number < 1 for number in numbers):
+        # The entry itself is a secret and is not shown.
+        raise SettingsError(f"{source}: expected key[:max_in_flight[:tokens_per_minute]] with limits from 1.")
+    numbers += [None] * (2 - len(numbers))
+    return key, Key(numbers[0], numbers[1])
+
+
+def read_keys(settings: GatewaySettings) -> dict[str, Key]:
+    """Raises `SettingsError`."""
+    entries = [(entry.strip(), "TIDEWAY_API_KEYS") for entry in settings.api_keys.split(",") if entry.strip()]
+    if settings.api_keys_file:
+        try:
+            text = Path(settings.api_keys_file).read_text(encoding="utf-8")
+        except OSError as error:
+            raise SettingsError(f"TIDEWAY_API_KEYS_FILE={settings.api_keys_file!r} cannot be read: {error}") from None
+        for number, line in enumerate(text.splitlines(), 1):
+            if entry := line.partition("#")[0].strip():
+                entries.append((entry, f"{settings.api_keys_file}:{number}"))
+    return dict(_parse_key(entry, source) for entry, source in entries)

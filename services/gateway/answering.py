@@ -1,0 +1,230 @@
+"""The life of a generation request in the gateway, top to bottom: authenticate, read, check, tokenise, place, answer."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+import time
+from typing import Any
+
+import msgspec
+from opentelemetry import trace
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+
+from services.gateway.answers import Collector
+from services.gateway.bodies import read_message
+from services.gateway.context import GatewayContext
+from services.gateway.errors import ApiError, invalid, of_info
+from services.gateway.exchange import CLIENT_GONE_STATUS, ClientGone, EventStream, Exchange
+from services.gateway.generation import Delta, Generation, Prompt
+from services.gateway.parsing import (
+    DEFAULT_COMPLETION_TOKENS,
+    MAX_SEQUENCES,
+    Options,
+    check_num_sequences,
+    check_token_ids,
+    max_tokens_of,
+    options_of,
+    prompts_of,
+    sampling_of,
+)
+from services.gateway.schemas import ChatRequest, CompletionRequest, GenerationFields
+from services.gateway.sse import ChunkWriter, Operation
+from services.gateway.tokenization import ModelTokenizer
+from shared.bus.interface import BusError
+from shared.messages import GenerationRequest, ModelSpec
+from shared.telemetry import current_traceparent
+
+logger = logging.getLogger(__name__)
+
+MIN_KEEP_ALIVE_S = 1.0
+
+_CHAT = msgspec.json.Decoder(ChatRequest)
+_COMPLETION = msgspec.json.Decoder(CompletionRequest)
+
+
+async def answer_chat(context: GatewayContext, request: Request) -> Response:
+    return await _answer(context, request, "chat", _CHAT)
+
+
+async def answer_completion(context: GatewayContext, request: Request) -> Response:
+    return await _answer(context, request, "text_completion", _COMPLETION)
+
+
+async def _answer(
+    context: GatewayContext, request: Request, operation: Operation, decoder: msgspec.json.Decoder[Any]
+) -> Response:
+    exchange = Exchange(context, request, operation)
+    with trace.use_span(exchange.span, end_on_exit=False, record_exception=False, set_status_on_exception=False):
+        try:
+            return await _generate(context, request, exchange, decoder)
+        except (ClientGone, ClientDisconnect) as error:
+            exchange.end(error)
+            return Response(status_code=CLIENT_GONE_STATUS)
+        except BusError as error:
+            exchange.end(error)
+            raise of_info(error.info) from error
+        except BaseException as error:
+            exchange.end(error)
+            raise
+
+
+async def _generate(
+    context: GatewayContext, request: Request, exchange: Exchange, decoder: msgspec.json.Decoder[Any]
+) -> Response:
+    settings, admission = context.settings, context.admission
+    key = admission.authenticate(request.headers.get("authorization"))
+    message = await read_message(request, decoder, settings.max_body_bytes)
+    spec = context.catalog.spec(message.model)
+    options = options_of(message, request.headers, settings.request_timeout_s)
+    keep_alive_s = _keep_alive_s(request)
+    metrics = exchange.identify(spec.name, message, options)
+    texts_or_ids = prompts_of(message.prompt) if isinstance(message, CompletionRequest) else [""]
+    limit = min(MAX_SEQUENCES, settings.max_in_flight)
+    ticket = exchange.ticket = admission.enter(key, check_num_sequences(len(texts_or_ids), options.num_choices, limit))
+    exchange.watch_client()
+
+    try:
+        async with asyncio.timeout(options.timeout_s):
+            tokenizer = await context.tokenizers.get(spec)
+            with context.telemetry.tracer.start_as_current_span("tokenize"):
+                prompts = await _prompts(context, spec, tokenizer, message, options, texts_or_ids)
+    except TimeoutError:
+        message_text = f"The request's time limit of {options.timeout_s:g} s has passed."
+        raise ApiError(408, message_text, type="timeout_error", code="deadline_exceeded") from None
+    ticket.charge_prompt(sum(len(prompt.tokens) for prompt in prompts), context.bus.now())
+
+    generation = exchange.generation = Generation(
+        table=context.table,
+        template=GenerationRequest(
+            request_id=exchange.call_id,
+            gateway_id=context.gateway_id,
+            model=spec.name,
+            prompt=b"",
+            sampling=prompts[0].sampling,
+            request_class=options.request_class,
+            priority=options.priority,
+            timeout_s=options.timeout_s,
+            traceparent=current_traceparent(),
+        ),
+        prompts=prompts,
+        options=options,
+        tokenizer=tokenizer,
+        metrics=metrics,
+        arrived_at=exchange.arrived_at,
+        now=context.bus.now,
+        on_output=ticket.charge_output,
+    )
+    with context.telemetry.tracer.start_as_current_span("place"):
+        await exchange.unless_gone(generation.start())
+
+    headers = {"traceparent": current_traceparent()} if current_traceparent() else {}
+    if options.is_stream:
+        writer = ChunkWriter(exchange.operation, exchange.call_id, int(time.time()), spec.name, options, tokenizer)
+        # The first token decides about the status: until it comes, a failure is still an HTTP error.
+        first: list[Delta] = []
+        while not first:
+            try:
+                first = await exchange.next_deltas(generation, keep_alive_s)
+            except TimeoutError:
+                break
+        return EventStream(exchange, generation, writer, first, headers, keep_alive_s)
+    collector = Collector(len(generation.choices))
+    while not generation.is_done:
+        collector.add(await exchange.next_deltas(generation))
+    body = collector.body(
+        exchange.operation, exchange.call_id, int(time.time()), spec.name, options, tokenizer, generation.usage()
+    )
+    exchange.end(None)
+    return Response(body, media_type="application/json", headers=headers)
+
+
+def _keep_alive_s(request: Request) -> float | None:
+    """Off unless asked for: some clients take any chunk for a token."""
+    text = request.headers.get("x-keep-alive-interval")
+    if text is None:
+        return None
+    try:
+        interval_s = float(text)
+    except ValueError:
+        interval_s = 0.0
+    if not interval_s >= MIN_KEEP_ALIVE_S:
+        raise invalid(
+            "x-keep-alive-interval",
+            f"The header x-keep-alive-interval must be a number of seconds from {MIN_KEEP_ALIVE_S:g}.",
+        )
+    return min(interval_s, 3600.0)
+
+
+async def _prompts(
+    context: GatewayContext,
+    spec: ModelSpec,
+    tokenizer: ModelTokenizer,
+    message: GenerationFields,
+    options: Options,
+    texts_or_ids: list[str] | list[list[int]],
+) -> list[Prompt]:
+    max_model_len = context.catalog.max_model_len(spec, tokenizer)
+    if isinstance(message, ChatRequest):
+        requested = message.max_completion_tokens if message.max_completion_tokens is not None else message.max_tokens
+        default = None
+        all_ids = [await chat_ids(context, tokenizer, message)]
+        echo_texts = [""]
+        param = "messages"
+    else:
+        assert isinstance(message, CompletionRequest)
+        requested, default, param = message.max_tokens, DEFAULT_COMPLETION_TOKENS, "prompt"
+        add_special = message.add_special_tokens is not False
+        num_characters = sum(len(each) for each in texts_or_ids if isinstance(each, str))
+        work = functools.partial(_completion_ids, tokenizer, texts_or_ids, add_special)
+        all_ids = await context.tokenizers.run(num_characters, work)
+        echo_texts = [""] * len(all_ids)
+        if options.echo:
+            echo_texts = [
+                each if isinstance(each, str) else tokenizer.decode(each, options.skips_special_tokens)
+                for each in texts_or_ids
+            ]
+    prompts = []
+    for ids, echo_text in zip(all_ids, echo_texts, strict=True):
+        check_token_ids(ids, tokenizer.vocab_size, param)
+        sampling = sampling_of(
+            message,
+            options,
+            max_tokens=max_tokens_of(requested, default, len(ids), max_model_len),
+            eos_token_ids=tokenizer.eos_token_ids,
+            vocab_size=tokenizer.vocab_size,
+        )
+        prompts.append(Prompt(ids, sampling, echo_text))
+    return prompts
+
+
+def _completion_ids(
+    tokenizer: ModelTokenizer, texts_or_ids: list[str] | list[list[int]], add_special_tokens: bool
+) -> list[list[int]]:
+    return [tokenizer.encode(each, add_special_tokens) if isinstance(each, str) else each for each in texts_or_ids]
+
+
+async def chat_ids(context: GatewayContext, tokenizer: ModelTokenizer, message: Any) -> list[int]:
+    """The prompt that the chat template makes of a message list. `message`: a ChatRequest or TokenizeRequest."""
+    num_characters = 0
+    for each in message.messages:
+        parts = [each.content] if isinstance(each.content, str) else [part.text for part in each.content or ()]
+        num_characters += sum(len(text) for text in parts if text)
+    work = functools.partial(
+        _chat_ids,
+        tokenizer,
+        message.messages,
+        message.add_special_tokens is True,
+        add_generation_prompt=message.add_generation_prompt is not False,
+        continue_final_message=bool(message.continue_final_message),
+        variables=message.chat_template_kwargs,
+    )
+    ids: list[int] = await context.tokenizers.run(num_characters, work)
+    return ids
+
+
+def _chat_ids(tokenizer: ModelTokenizer, messages: list[Any], add_special_tokens: bool, **options: Any) -> list[int]:
+    # Templates write the special tokens themselves.
+    return tokenizer.encode(tokenizer.render_chat(messages, **options), add_special_tokens)

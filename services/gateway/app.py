@@ -1,0 +1,156 @@
+"""The ASGI application: the table of routes, request ids, and errors in OpenAI's shape."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import re
+import uuid
+from collections.abc import Awaitable, Callable
+
+from fastapi import FastAPI
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from services.gateway import admin_routes, other_routes
+from services.gateway.answering import answer_chat, answer_completion
+from services.gateway.bodies import EarlyAnswer
+from services.gateway.context import GatewayContext
+from services.gateway.errors import ApiError, of_info
+from services.gateway.exchange import CLIENT_GONE_STATUS
+from services.gateway.openapi import Route, describe
+from services.gateway.replies import (
+    ChatCompletion,
+    Completion,
+    DetokenizeReply,
+    ModelCard,
+    ModelList,
+    ModelStates,
+    ReadyReply,
+    TokenizeReply,
+    VersionReply,
+)
+from services.gateway.schemas import (
+    AddModelRequest,
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+)
+from shared.bus.interface import BusError
+from shared.messages import PlacementPlan
+
+logger = logging.getLogger(__name__)
+
+_REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
+
+Handler = Callable[[GatewayContext, Request], Awaitable[Response]]
+
+GENERATION_ERRORS = (400, 401, 404, 408, 413, 415, 429, 500, 503)
+TOKENIZER_ERRORS = (400, 401, 404, 413, 415, 503)
+ADMIN_ERRORS = (401, 403, 408, 409, 429, 500, 503)
+PLACEMENT_ERRORS = (400, 404, 413, 415, *ADMIN_ERRORS)
+
+_TOKENIZE = (other_routes.tokenize, TokenizeRequest, TokenizeReply)
+_DETOKENIZE = (other_routes.detokenize, DetokenizeRequest, DetokenizeReply)
+
+ROUTES = (
+    Route("POST", "/v1/chat/completions", answer_chat, ChatRequest, ChatCompletion, GENERATION_ERRORS, True),
+    Route("POST", "/v1/completions", answer_completion, CompletionRequest, Completion, GENERATION_ERRORS, True),
+    Route("GET", "/v1/models", other_routes.list_models, None, ModelList, (401,)),
+    Route("GET", "/v1/models/{model:path}", other_routes.get_model, None, ModelCard, (401, 404)),
+    Route("POST", "/tokenize", *_TOKENIZE, TOKENIZER_ERRORS),
+    Route("POST", "/v1/tokenize", *_TOKENIZE, TOKENIZER_ERRORS),
+    Route("POST", "/detokenize", *_DETOKENIZE, TOKENIZER_ERRORS),
+    Route("POST", "/v1/detokenize", *_DETOKENIZE, TOKENIZER_ERRORS),
+    Route("GET", "/health", other_routes.health, None, None),
+    Route("GET", "/ping", other_routes.health, None, None),
+    Route("GET", "/ready", other_routes.ready, None, ReadyReply, not_ready_reply=ReadyReply),
+    Route("GET", "/version", other_routes.show_version, None, VersionReply),
+    Route("GET", "/metrics", other_routes.show_metrics, None, str),
+    Route("GET", "/admin/models", admin_routes.list_models, None, ModelStates, ADMIN_ERRORS),
+    Route("POST", "/admin/models", admin_routes.add_model, AddModelRequest, PlacementPlan, PLACEMENT_ERRORS),
+    Route("DELETE", "/admin/models/{model:path}", admin_routes.remove_model, None, PlacementPlan, PLACEMENT_ERRORS),
+    Route("GET", "/admin/instances", admin_routes.list_instances, None, dict, ADMIN_ERRORS),
+    Route("GET", "/admin/nodes", admin_routes.list_nodes, None, dict, ADMIN_ERRORS),
+    Route("GET", "/admin/plan", admin_routes.show_plan, None, PlacementPlan, (404, *ADMIN_ERRORS)),
+)
+DEVELOPER_ROUTES = tuple(
+    Route("POST", path, other_routes.developer_control, None, None, (501,))
+    for path in ("/reset_prefix_cache", "/start_profile", "/stop_profile")
+)
+
+
+def make_app(context: GatewayContext) -> FastAPI:
+    app = FastAPI(title="Tideway", docs_url="/docs", redoc_url=None)
+    routes = (*ROUTES, *DEVELOPER_ROUTES) if context.settings.developer_mode else ROUTES
+    for route in routes:
+        app.router.add_route(route.path, functools.partial(route.handler, context), [route.method])
+    app.openapi = functools.partial(describe, routes)  # type: ignore[method-assign]
+    app.add_exception_handler(ApiError, _on_api_error)  # type: ignore[arg-type]
+    app.add_exception_handler(BusError, _on_bus_error)  # type: ignore[arg-type]
+    app.add_exception_handler(HTTPException, _on_http_error)  # type: ignore[arg-type]
+    app.add_exception_handler(ClientDisconnect, _on_client_gone)
+    app.add_exception_handler(Exception, _on_any_error)
+    app.add_middleware(_RequestIds)
+    return app
+
+
+def _response(error: ApiError) -> Response:
+    kind = EarlyAnswer if error.status == 413 else Response
+    return kind(error.body(), error.status, error.headers(), media_type="application/json")
+
+
+def _on_api_error(request: Request, error: ApiError) -> Response:
+    return _response(error)
+
+
+def _on_bus_error(request: Request, error: BusError) -> Response:
+    return _response(of_info(error.info))
+
+
+def _on_http_error(request: Request, error: HTTPException) -> Response:
+    if error.status_code == 404:
+        error_answer = ApiError(404, f"There is no {request.url.path[:200]} here.", code="not_found")
+    elif error.status_code == 405:
+        error_answer = ApiError(405, f"{request.url.path[:200]} does not take {request.method}.", code="bad_method")
+    else:
+        error_answer = ApiError(error.status_code, str(error.detail))
+    answer = _response(error_answer)
+    answer.headers.update(error.headers or {})
+    return answer
+
+
+def _on_client_gone(request: Request, error: Exception) -> Response:
+    return Response(status_code=CLIENT_GONE_STATUS)
+
+
+def _on_any_error(request: Request, error: Exception) -> Response:
+    logger.error("%s %s failed", request.method, request.url.path, exc_info=error)
+    return _response(ApiError(500, "Internal error.", type="server_error", code="internal_error"))
+
+
+class _RequestIds:
+    """Every answer carries the client's X-Request-Id, or one made here."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        request_id = Headers(scope=scope).get("x-request-id", "")
+        if _REQUEST_ID.fullmatch(request_id) is None:
+            request_id = uuid.uuid4().hex
+        scope.setdefault("state", {})["request_id"] = request_id
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message)["x-request-id"] = request_id
+            await send(message)
+
+        await self._app(scope, receive, send_with_id)

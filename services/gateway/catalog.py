@@ -1,0 +1,105 @@
+"""Which models exist, and which instances can serve them: live views of the registry buckets."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+
+from services.gateway.errors import ApiError
+from services.gateway.parsing import MAX_SEQUENCE_TOKENS
+from services.gateway.tokenization import ModelTokenizer, Tokenizers
+from shared.bus.interface import Bus, Watch
+from shared.messages import INSTANCES, MODELS, InstanceInfo, LoadedModel, ModelSpec, bucket_key
+
+logger = logging.getLogger(__name__)
+
+READY = "ready"
+
+
+def loaded_model(instance: InstanceInfo, model: str) -> LoadedModel | None:
+    return next((loaded for loaded in instance.models if loaded.name == model), None)
+
+
+def serves(instance: InstanceInfo, model: str) -> bool:
+    """Whether the instance takes requests of this model now."""
+    loaded = loaded_model(instance, model)
+    return instance.state == READY and loaded is not None and loaded.state == READY
+
+
+class Catalog:
+    """Watches the models (written by placement) and the instances (each writes itself)."""
+
+    def __init__(self, bus: Bus, tokenizers: Tokenizers) -> None:
+        self._bus = bus
+        self._tokenizers = tokenizers
+        self._models: dict[str, tuple[ModelSpec, int]] = {}
+        """By bucket key, with the Unix second in which this gateway learned of the model."""
+        self._model_watch: Watch[ModelSpec] | None = None
+        self._instance_watch: Watch[InstanceInfo] | None = None
+
+    async def start(self, on_instance: Callable[[str, InstanceInfo | None], None]) -> None:
+        """`on_instance(instance_id, info)` is called for each change of an instance; None: it is gone."""
+        self._instance_watch = await (await self._bus.key_value(INSTANCES)).watch(on_instance)
+        self._model_watch = await (await self._bus.key_value(MODELS)).watch(self._on_model)
+
+    async def stop(self) -> None:
+        for watch in (self._model_watch, self._instance_watch):
+            if watch is not None:
+                await watch.stop()
+
+    def _on_model(self, key: str, spec: ModelSpec | None) -> None:
+        if spec is None:
+            self._models.pop(key, None)
+        else:
+            created = self._models[key][1] if key in self._models else int(time.time())
+            self._models[key] = (spec, created)
+            self._tokenizers.preload(spec)
+        self._tokenizers.forget(set(self.models))
+
+    @property
+    def instances(self) -> dict[str, InstanceInfo]:
+        return {} if self._instance_watch is None else self._instance_watch.entries
+
+    @property
+    def models(self) -> list[ModelSpec]:
+        return [spec for spec, _ in self._models.values()]
+
+    def created(self, model: str) -> int:
+        """Unix seconds."""
+        return self._models[bucket_key(model)][1]
+
+    def spec(self, model: str | None) -> ModelSpec:
+        """Raises `ApiError` 404. None stands for the only model, where there is one only."""
+        if model is None and len(self._models) == 1:
+            return self.models[0]
+        if model is None:
+            raise ApiError(400, "'model' is required where a server has several.", param="model", code="missing_field")
+        if (found := self._models.get(bucket_key(model))) is None:
+            known = ", ".join(f"'{spec.name}'" for spec in self.models) or "none yet"
+            raise ApiError(
+                404,
+                f"The model '{model[:200]}' does not exist. Models served here: {known}.",
+                param="model",
+                code="model_not_found",
+            )
+        return found[0]
+
+    def ready_models(self) -> list[str]:
+        """Known models with an instance that serves them now."""
+        instances = self.instances.values()
+        return [spec.name for spec in self.models if any(serves(info, spec.name) for info in instances)]
+
+    def reported_max_model_len(self, model: str) -> int | None:
+        """The least that the instances which have loaded it report; None: none has."""
+        lengths = [
+            loaded.max_model_len
+            for info in self.instances.values()
+            if (loaded := loaded_model(info, model)) is not None and loaded.state == READY and loaded.max_model_len > 0
+        ]
+        return min(lengths, default=None)
+
+    def max_model_len(self, spec: ModelSpec, tokenizer: ModelTokenizer) -> int:
+        """Longest prompt and output together, in tokens."""
+        reported = self.reported_max_model_len(spec.name) or tokenizer.max_model_len
+        return min(reported, tokenizer.max_model_len, MAX_SEQUENCE_TOKENS)

@@ -1,0 +1,159 @@
+"""Chat templates of checkpoints: a list of messages to the text that the model was trained to continue.
+
+Templates are Jinja written against transformers' `apply_chat_template`; this module gives them the same environment
+(sandboxed, immutable) without importing transformers, which would load torch into the gateway.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from services.gateway.errors import invalid
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_TEMPLATE = (
+    "{% for message in messages %}"
+    "{{ message['role'] | capitalize }}: {{ message['content'] | trim }}\n"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}Assistant:{% endif %}"
+)
+"""For a checkpoint that brings no template: one line a message, "Role: text", and "Assistant:" to be continued."""
+
+RESERVED_VARIABLES = frozenset({"messages", "add_generation_prompt", "tools", "documents"})
+_PLACE_OF_FINAL_MESSAGE = "\x00tideway-final-message\x00"
+
+
+class _GenerationBlock(Extension):
+    """`{% generation %}` marks the assistant's words for training; here only its contents count."""
+
+    tags = {"generation"}  # noqa: RUF012 - declared so by jinja2
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def _to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, **options)
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, loopcontrols]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = lambda layout: datetime.now().strftime(layout)
+    return environment
+
+
+class ChatTemplate:
+    """A compiled template with the special tokens that it may use."""
+
+    def __init__(self, source: str, special_tokens: dict[str, str]) -> None:
+        self._template = _environment().from_string(source)
+        self._special_tokens = special_tokens
+
+    def render(
+        self,
+        messages: list[dict[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        variables: dict[str, Any] | None = None,
+    ) -> str:
+        """Raises `ApiError` 400 where the template refuses the messages (for example roles that do not alternate).
+
+        `continue_final_message`: the text ends in the middle of the last message, which the model goes on writing.
+        """
+        for name in variables or ():
+            if name in RESERVED_VARIABLES:
+                raise invalid("chat_template_kwargs", f"chat_template_kwargs must not set '{name}'.")
+        final_text = ""
+        if continue_final_message:
+            final_text = str(messages[-1]["content"] or "")
+            messages = [*messages[:-1], {**messages[-1], "content": _PLACE_OF_FINAL_MESSAGE}]
+        try:
+            text = self._template.render(
+                {
+                    "tools": None,
+                    "documents": None,
+                    **self._special_tokens,
+                    **(variables or {}),
+                    "messages": messages,
+                    "add_generation_prompt": add_generation_prompt and not continue_final_message,
+                }
+            )
+        except jinja2.TemplateError as error:
+            raise invalid("messages", f"The model's chat template refuses these messages: {error}") from None
+        except Exception as error:  # a template is a program: what it raises on odd messages is anything
+            raise invalid("messages", f"The model's chat template fails on these messages: {error!r}") from None
+        if continue_final_message:
+            before, found, _ = text.partition(_PLACE_OF_FINAL_MESSAGE)
+            if not found:
+                raise invalid("continue_final_message", "The model's chat template drops the final message.")
+            text = before + final_text
+        return text
+
+
+def load_template(folder: Path, config: dict[str, Any]) -> ChatTemplate:
+    """The template of the checkpoint in `folder`; `config` is its tokenizer_config.json."""
+    source = _source(folder, config)
+    if source is None:
+        logger.warning("%s has no chat template; the default is used (one line a message, 'Role: text')", folder)
+        source = DEFAULT_TEMPLATE
+    special_tokens = {}
+    for name, value in config.items():
+        if name.endswith("_token"):
+            text = value.get("content") if isinstance(value, dict) else value
+            if isinstance(text, str):
+                special_tokens[name] = text
+    return ChatTemplate(source, special_tokens)
+
+
+def _source(folder: Path, config: dict[str, Any]) -> str | None:
+    file = folder / "chat_template.jinja"
+    if file.is_file():
+        return file.read_text(encoding="utf-8")
+    found = config.get("chat_template")
+    file = folder / "chat_template.json"
+    if found is None and file.is_file():
+        found = json.loads(file.read_text(encoding="utf-8")).get("chat_template")
+    if isinstance(found, list):  # several named templates
+        named = {entry["name"]: entry["template"] for entry in found}
+        found = named.get("default")
+    return found if isinstance(found, str) else None
+
+
+def plain_messages(messages: list[Any]) -> list[dict[str, Any]]:
+    """Messages as templates expect them: text parts joined by a line break (as vLLM does), absent fields left out."""
+    plain: list[dict[str, Any]] = []
+    for i, message in enumerate(messages):
+        content = message.content
+        if isinstance(content, list):
+            content = "\n".join(part.text for part in content)
+        elif content is None:
+            if message.role != "assistant":
+                raise invalid(f"messages[{i}].content", f"Invalid value for 'messages[{i}].content': it is missing.")
+            content = ""
+        fields = {"role": message.role, "content": content}
+        for name in ("name", "tool_calls", "tool_call_id"):
+            if (value := getattr(message, name)) is not None:
+                fields[name] = value
+        plain.append(fields)
+    return plain

@@ -1,0 +1,27 @@
+"""The parts of a running gateway that its HTTP routes need."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from services.gateway.admission import Admission
+from services.gateway.catalog import Catalog
+from services.gateway.metrics import GatewayMetrics
+from services.gateway.stream_table import StreamTable
+from services.gateway.tokenization import Tokenizers
+from shared.bus.interface import Bus
+from shared.settings import GatewaySettings
+from shared.telemetry import Telemetry
+
+
+@dataclass(frozen=True)
+class GatewayContext:
+    gateway_id: str
+    settings: GatewaySettings
+    bus: Bus
+    telemetry: Telemetry
+    metrics: GatewayMetrics
+    admission: Admission
+    tokenizers: Tokenizers
+    catalog: Catalog
+    table: StreamTable

@@ -1,0 +1,98 @@
+"""What a client is told when something fails: OpenAI's error object, with the field at fault and its limit.
+
+The only place that knows how the bus's typed reasons (`ErrorCode`) map to HTTP statuses and OpenAI's codes.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Any
+
+import msgspec
+
+from shared.messages import ErrorCode, ErrorInfo
+
+
+class ApiError(Exception):
+    """A request ends with this answer. `type`, `code` and `param` are OpenAI's fields of those names."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        type: str = "invalid_request_error",
+        param: str | None = None,
+        code: str | None = None,
+        retry_after_s: float | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.type = type
+        self.param = param or None
+        self.code = code
+        self.retry_after_s = retry_after_s
+
+    def body(self) -> bytes:
+        error = {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
+        return msgspec.json.encode({"error": error})
+
+    def headers(self) -> dict[str, str]:
+        headers = {}
+        if self.retry_after_s is not None:
+            headers["retry-after"] = str(max(1, math.ceil(self.retry_after_s)))
+        if self.status == 401:
+            headers["www-authenticate"] = "Bearer"
+        return headers
+
+
+_MEANINGS: dict[ErrorCode, tuple[int, str, str]] = {
+    ErrorCode.BAD_REQUEST: (400, "invalid_request_error", "invalid_value"),
+    ErrorCode.UNKNOWN_MODEL: (404, "invalid_request_error", "model_not_found"),
+    ErrorCode.TOO_LONG: (400, "invalid_request_error", "context_length_exceeded"),
+    ErrorCode.OVERLOADED: (429, "rate_limit_error", "overloaded"),
+    ErrorCode.BUSY: (429, "rate_limit_error", "overloaded"),
+    ErrorCode.DEADLINE: (408, "timeout_error", "deadline_exceeded"),
+    ErrorCode.CONFLICT: (409, "invalid_request_error", "conflict"),
+    ErrorCode.INTERNAL: (500, "server_error", "internal_error"),
+    ErrorCode.GONE: (503, "service_unavailable", "unavailable"),
+    ErrorCode.DRAINING: (503, "service_unavailable", "unavailable"),
+    ErrorCode.NOT_LEADER: (503, "service_unavailable", "unavailable"),
+    ErrorCode.UNAVAILABLE: (503, "service_unavailable", "unavailable"),
+}
+"""A passed deadline is 408, not 504: the limit is the client's own (or the operator's), not a defect of a server."""
+
+DEFAULT_RETRY_AFTER_S = 2.0
+
+
+def of_info(info: ErrorInfo) -> ApiError:
+    """The client's view of a typed refusal or failure from the bus."""
+    status, kind, code = _MEANINGS[info.code]
+    retry_after_s = (info.retry_after_s or DEFAULT_RETRY_AFTER_S) if status in (429, 503) else None
+    return ApiError(status, info.message, type=kind, param=info.param, code=code, retry_after_s=retry_after_s)
+
+
+def invalid(param: str, message: str, code: str = "invalid_value") -> ApiError:
+    return ApiError(400, message, param=param, code=code)
+
+
+_MISSING = re.compile(r"missing required field `([^`]+)`")
+
+
+def decode(decoder: msgspec.json.Decoder[Any], body: bytes) -> Any:
+    """The typed request in `body`; what is wrong with it is a 400 that names the field."""
+    try:
+        return decoder.decode(body)
+    except msgspec.ValidationError as error:
+        sentence, _, path = str(error).partition(" - at `$")
+        param = path.rstrip("`").removeprefix(".")
+        if missing := _MISSING.search(sentence):
+            param = f"{param}.{missing[1]}" if param else missing[1]
+        where = f"Invalid value for '{param}'" if param else "Invalid request body"
+        raise invalid(param, f"{where}: {sentence}.") from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ApiError(400, f"The request body is not valid JSON: {error}.", code="invalid_json") from None
+    except RecursionError:
+        raise ApiError(400, "The request body is nested too deeply.", code="invalid_json") from None

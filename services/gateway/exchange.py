@@ -1,0 +1,243 @@
+"""One generation request over HTTP, from its arrival to its last byte: its span, its ticket, its outcome, and the
+client's presence. Whatever way it ends, `end` runs once and leaves nothing behind."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import uuid
+from collections.abc import Awaitable
+
+from opentelemetry import trace
+from opentelemetry.trace import SpanKind, StatusCode
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.types import Message, Receive, Scope, Send
+
+from services.gateway.admission import Ticket
+from services.gateway.context import GatewayContext
+from services.gateway.errors import ApiError, of_info
+from services.gateway.generation import Delta, Generation
+from services.gateway.metrics import CallMetrics
+from services.gateway.parsing import Options
+from services.gateway.schemas import GenerationFields
+from services.gateway.sse import ChunkWriter, Operation
+from services.gateway.tracing import queue_s, request_attributes, response_attributes
+from shared.bus.interface import BusError
+from shared.messages import RequestClass
+from shared.telemetry import context_of
+
+logger = logging.getLogger(__name__)
+
+CLIENT_GONE_STATUS = 499
+_ID_PREFIXES = {"chat": "chatcmpl-", "text_completion": "cmpl-"}
+
+
+class ClientGone(Exception):
+    """The client closed its connection; nobody reads the answer."""
+
+
+def _outcome(error: BaseException | None) -> tuple[str, int]:
+    """The metric's label and the HTTP status."""
+    if error is None:
+        return "ok", 200
+    if isinstance(error, ClientGone | ClientDisconnect | asyncio.CancelledError):
+        return "disconnected", CLIENT_GONE_STATUS
+    if isinstance(error, BusError):
+        error = of_info(error.info)
+    if not isinstance(error, ApiError):
+        return "failed", 500
+    if error.status >= 500:
+        return "failed", error.status
+    return {401: "refused", 403: "refused", 408: "deadline", 429: "overloaded"}.get(
+        error.status, "invalid"
+    ), error.status
+
+
+class Exchange:
+    def __init__(self, context: GatewayContext, request: Request, operation: Operation) -> None:
+        self.context = context
+        self.operation = operation
+        self.call_id = _ID_PREFIXES[operation] + uuid.uuid4().hex
+        self.arrived_at = context.bus.now()
+        self.ticket: Ticket | None = None
+        self.generation: Generation | None = None
+        self.is_client_gone = False
+        self._request = request
+        self._model = "unknown"
+        self._class = RequestClass.ONLINE
+        self._metrics: CallMetrics | None = None
+        self._has_ended = False
+        self._watch: asyncio.Task[None] | None = None
+        self.span = context.telemetry.tracer.start_span(
+            operation,
+            context_of(request.headers.get("traceparent", "")),
+            SpanKind.SERVER,
+            {
+                "http.request.method": request.method,
+                "url.path": request.url.path,
+                "tideway.http_request_id": request.state.request_id,
+            },
+        )
+
+    def identify(self, model: str, request: GenerationFields, options: Options) -> CallMetrics:
+        """The request is understood: from here on it counts under its model and class."""
+        self._model, self._class = model, options.request_class
+        self._metrics = self.context.metrics.of_call(self.operation, model, options.request_class)
+        self.context.metrics.in_flight.labels(self._class.value).inc()
+        self.span.update_name(f"{self.operation} {model}")
+        if self.span.is_recording():
+            self.span.set_attributes(request_attributes(self.operation, model, request, options))
+        return self._metrics
+
+    def watch_client(self) -> None:
+        """From now on a client that goes away is noticed at once. The body must have been read."""
+        self._watch = asyncio.create_task(self._wait_until_gone())
+
+    async def _wait_until_gone(self) -> None:
+        while (await self._request.receive())["type"] != "http.disconnect":
+            pass
+        self.is_client_gone = True
+        if self.generation is not None:
+            self.generation.wake()
+
+    async def unless_gone(self, work: Awaitable[None]) -> None:
+        """Waits for `work`; cancels it and raises `ClientGone` if the client goes away first."""
+        assert self._watch is not None
+        task = asyncio.ensure_future(work)
+        try:
+            await asyncio.wait({task, self._watch}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            if not task.done():
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
+        if task.cancelled():
+            raise ClientGone
+        task.result()
+
+    async def next_deltas(self, generation: Generation, timeout_s: float | None = None) -> list[Delta]:
+        """Waits for news of the generation. Raises `ClientGone`; `ApiError` where it has failed and nothing is left to
+        show; `TimeoutError`."""
+        if generation.failure is None:
+            await generation.news(timeout_s)
+        if self.is_client_gone:
+            raise ClientGone
+        deltas = generation.advance()
+        if not deltas and generation.failure is not None:
+            raise of_info(generation.failure)
+        return deltas
+
+    def end(self, error: BaseException | None) -> None:
+        """`error` None: the whole answer was made. May be called twice."""
+        if self._has_ended:
+            return
+        self._has_ended = True
+        if self._watch is not None:
+            self._watch.cancel()
+        if self.ticket is not None:
+            self.ticket.release()
+        outcome, status = _outcome(error)
+        metrics = self.context.metrics
+        metrics.requests.labels(self._model, self._class.value, outcome).inc()
+        if outcome == "disconnected":
+            metrics.disconnects.inc()
+        if self._metrics is not None:
+            metrics.in_flight.labels(self._class.value).dec()
+        now = self.context.bus.now()
+        if self.generation is not None:
+            self.generation.close()
+            self._measure(self.generation, now)
+            if self.span.is_recording():
+                self.span.set_attributes(response_attributes(self.generation, self.call_id, self._model, now))
+        self.span.set_attribute("http.response.status_code", status)
+        if error is not None and outcome != "disconnected":
+            self.span.set_attribute("error.type", getattr(error, "code", None) or type(error).__name__)
+            if status >= 500:
+                self.span.set_status(StatusCode.ERROR, str(error))
+        self.span.end()
+
+    def _measure(self, generation: Generation, now: float) -> None:
+        metrics = self._metrics
+        assert metrics is not None
+        duration_s = now - self.arrived_at
+        metrics.prompt_tokens.inc(generation.num_prompt_tokens)
+        if generation.is_done:
+            metrics.duration.observe(duration_s)
+            metrics.gen_ai_duration.observe(duration_s)
+        num_later = generation.num_output_tokens - len(generation.choices)
+        if generation.first_token_at is not None and num_later > 0:
+            decode_s = now - generation.first_token_at
+            metrics.gen_ai_per_token.observe(decode_s * len(generation.choices) / num_later)
+        for choice in generation.choices:
+            if choice.stream is not None and (timing := choice.stream.state.timing) is not None:
+                metrics.queue.observe(queue_s(generation, timing.prefill_s))
+
+
+class EventStream(Response):
+    """A generation's answer as server-sent events, sent straight to the server: one write for all that is new."""
+
+    def __init__(
+        self,
+        exchange: Exchange,
+        generation: Generation,
+        writer: ChunkWriter,
+        first: list[Delta],
+        headers: dict[str, str],
+        keep_alive_s: float | None,
+    ) -> None:
+        """`first`: what was there when the answer was begun; empty after `keep_alive_s` of silence. `keep_alive_s`: a
+        chunk without choices is sent after so much silence; None: never."""
+        super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no", **headers})
+        del self.headers["content-length"]
+        self.headers["content-type"] = "text/event-stream; charset=utf-8"
+        self._exchange = exchange
+        self._generation = generation
+        self._writer = writer
+        self._first = first
+        self._keep_alive_s = keep_alive_s
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        exchange = self._exchange
+        parent = trace.set_span_in_context(exchange.span)
+        failure: BaseException | None = None
+        with exchange.context.telemetry.tracer.start_as_current_span("stream", parent):
+            try:
+                await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+                if not self._first:
+                    await send(self._silence())
+                await self._send_all(send)
+            except ClientGone as error:
+                failure = error
+            except ApiError as error:
+                failure = error
+                await send({"type": "http.response.body", "body": self._writer.error(error)})
+            except Exception as error:
+                failure = error
+                logger.exception("%s failed in its stream", exchange.call_id)
+                internal = ApiError(500, "Internal error.", type="server_error", code="internal_error")
+                await send({"type": "http.response.body", "body": self._writer.error(internal)})
+            except BaseException as error:
+                failure = error
+                raise
+            finally:
+                exchange.end(failure)
+
+    async def _send_all(self, send: Send) -> None:
+        generation, writer = self._generation, self._writer
+        has_continuous_usage = generation.options.has_continuous_usage
+        deltas = self._first
+        while True:
+            body = writer.chunks(deltas, generation.usage() if has_continuous_usage else None)
+            if generation.is_done:
+                await send({"type": "http.response.body", "body": body + writer.end(generation.usage())})
+                return
+            if body:
+                await send({"type": "http.response.body", "body": body, "more_body": True})
+            try:
+                deltas = await self._exchange.next_deltas(generation, self._keep_alive_s)
+            except TimeoutError:
+                await send(self._silence())
+                deltas = []
+
+    def _silence(self) -> Message:
+        return {"type": "http.response.body", "body": self._writer.keep_alive(), "more_body": True}

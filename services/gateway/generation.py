@@ -1,0 +1,261 @@
+"""One client's call as it is generated: its sequences, and the text that may be shown of each so far.
+
+`Choice` turns the tokens of one stream into text pieces, `Generation` runs the choices of a call together. Neither knows
+HTTP: the answer is written by `sse` or `answers` from the `Delta`s that `advance()` gives.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from services.gateway.detokenization import StopStrings
+from services.gateway.logprobs import ShownToken
+from services.gateway.metrics import CallMetrics
+from services.gateway.parsing import SEED_MASK, Options
+from services.gateway.replies import FinishedBy, PromptTokensDetails, Usage
+from services.gateway.stream_table import Stream, StreamTable
+from services.gateway.tokenization import ModelTokenizer
+from shared.messages import ErrorInfo, FinishReason, GenerationRequest, SamplingParams, pack_tokens
+
+
+@dataclass(slots=True)
+class Delta:
+    """What is new of one choice."""
+
+    index: int
+    text: str
+    is_first: bool
+    finish_reason: FinishedBy | None
+    tokens: Sequence[ShownToken] = ()
+    """Those whose text is shown by now, where log-probabilities were asked for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    tokens: list[int]
+    sampling: SamplingParams
+    echo_text: str = ""
+    """Put before the output."""
+
+
+class Choice:
+    def __init__(self, index: int, prompt: Prompt, options: Options, tokenizer: ModelTokenizer) -> None:
+        self.index = index
+        self.prompt = prompt
+        self.stream: Stream | None = None
+        """None: not placed yet, or nothing is to be generated."""
+        self.num_tokens = 0
+        """Output tokens that count: those after a stop string do not."""
+        self.finish_reason: FinishedBy | None = None
+        self.is_dirty = False
+        self.last_news_at: float | None = None
+        self._is_first = True
+        self._stop_token_ids = frozenset(prompt.sampling.stop_token_ids)
+        self._min_tokens = prompt.sampling.min_tokens
+        self._detokenizer = tokenizer.detokenizer(options.skips_special_tokens)
+        self._stops = StopStrings(options.stops, options.shows_stop)
+        self._num_decoded = 0
+        self._hidden: deque[ShownToken] | None = None if options.num_top_logprobs is None else deque()
+
+    def advance(self) -> Delta | None:
+        """What the stream has brought since the last call; None: nothing."""
+        if self.finish_reason is not None:
+            return None
+        if self.stream is None:
+            self.finish_reason = "length"
+            return Delta(self.index, self.prompt.echo_text, True, self.finish_reason)
+        state = self.stream.state
+        has_ended = state.finish_reason in (FinishReason.STOP, FinishReason.LENGTH)
+        if self.num_tokens == len(state.tokens) and not has_ended:
+            return None
+        text = self.prompt.echo_text if self._is_first else ""
+        while self.num_tokens < len(state.tokens):
+            token_id = state.tokens[self.num_tokens]
+            # A token that ends the output is its end and not its text, even where it has one.
+            piece = "" if token_id in self._stop_token_ids else self._detokenizer.push(token_id)
+            if self._hidden is not None:
+                start, end = self._num_decoded, self._num_decoded + len(piece)
+                self._hidden.append(ShownToken(token_id, state.logprobs[self.num_tokens], start, end))
+            self.num_tokens += 1
+            text += self._show(piece, self.num_tokens <= self._min_tokens)
+            if self.finish_reason is not None:
+                break
+        if has_ended and self.finish_reason is None:
+            text += self._show(self._detokenizer.flush(), False)
+            if self.finish_reason is None:
+                text += self._stops.flush()
+                self.finish_reason = "stop" if state.finish_reason is FinishReason.STOP else "length"
+        delta = Delta(self.index, text, self._is_first, self.finish_reason, self._tokens_now_shown())
+        self._is_first = False
+        return delta
+
+    def _show(self, piece: str, is_exempt: bool) -> str:
+        """`is_exempt`: stop strings do not count before `min_tokens`."""
+        self._num_decoded += len(piece)
+        if is_exempt:
+            return self._stops.skip(piece)
+        shown, is_stopped = self._stops.feed(piece)
+        if is_stopped:
+            self.finish_reason = "stop"
+        return shown
+
+    def _tokens_now_shown(self) -> Sequence[ShownToken]:
+        """A token is told of when its text is, so that no part of a stop string shows in the log-probabilities."""
+        hidden = self._hidden
+        if not hidden:
+            return ()
+        shown = []
+        while hidden and hidden[0].end <= self._stops.num_released:
+            shown.append(hidden.popleft())
+        return shown
+
+
+@dataclass
+class Generation:
+    """The sequences of a call. `prompts` times `options.num_choices` choices, those of one prompt together."""
+
+    table: StreamTable
+    template: GenerationRequest
+    """Everything that the requests have in common. `timeout_s` counts from `arrived_at`."""
+    prompts: list[Prompt]
+    options: Options
+    tokenizer: ModelTokenizer
+    metrics: CallMetrics
+    arrived_at: float
+    now: Callable[[], float]
+    on_output: Callable[[int, float], None]
+    """Called with the number of new tokens and the time."""
+
+    def __post_init__(self) -> None:
+        self.failure: ErrorInfo | None = None
+        """Set: the call has failed; deltas before it are good."""
+        self.submitted_at = self.arrived_at
+        self.first_token_at: float | None = None
+        n = self.options.num_choices
+        self.choices = [
+            Choice(p * n + i, prompt, self.options, self.tokenizer)
+            for p, prompt in enumerate(self.prompts)
+            for i in range(n)
+        ]
+        self._num_unfinished = len(self.choices)
+        self._dirty: list[Choice] = []
+        self._news = asyncio.Event()
+
+    @property
+    def is_done(self) -> bool:
+        return self._num_unfinished == 0
+
+    async def start(self) -> None:
+        """Places all sequences. Raises `ServiceError` with the first refusal; then none is left running."""
+        self.submitted_at = self.now()
+        try:
+            if len(self.choices) == 1:
+                await self._open(self.choices[0])
+            else:
+                async with asyncio.TaskGroup() as group:
+                    for choice in self.choices:
+                        group.create_task(self._open(choice))
+        except BaseExceptionGroup as errors:
+            self.close()
+            raise errors.exceptions[0] from None
+        except BaseException:
+            self.close()
+            raise
+
+    async def _open(self, choice: Choice) -> None:
+        if choice.prompt.sampling.max_tokens > 0:
+            request = msgspec.structs.replace(
+                self.template,
+                request_id=f"{self.template.request_id}-{choice.index}",
+                prompt=pack_tokens(choice.prompt.tokens),
+                sampling=self._sampling(choice),
+            )
+            choice.stream = await self.table.open(request, self.arrived_at, lambda: self._on_news(choice))
+        self._on_news(choice)
+
+    def _sampling(self, choice: Choice) -> SamplingParams:
+        sampling = choice.prompt.sampling
+        number = choice.index % self.options.num_choices
+        return msgspec.structs.replace(sampling, seed=(sampling.seed + number) & SEED_MASK) if number else sampling
+
+    def _on_news(self, choice: Choice) -> None:
+        if not choice.is_dirty:
+            choice.is_dirty = True
+            self._dirty.append(choice)
+        self._news.set()
+
+    def wake(self) -> None:
+        """Makes `news` return."""
+        self._news.set()
+
+    async def news(self, timeout_s: float | None = None) -> None:
+        """Returns when `advance` may have something, or `TimeoutError`."""
+        if timeout_s is None:
+            await self._news.wait()
+        else:
+            await asyncio.wait_for(self._news.wait(), timeout_s)
+        self._news.clear()
+
+    def advance(self) -> list[Delta]:
+        """What is new of the choices; sets `failure` where one has failed."""
+        dirty, self._dirty = self._dirty, []
+        now = self.now()
+        deltas = []
+        for choice in dirty:
+            choice.is_dirty = False
+            num_before = choice.num_tokens
+            delta = choice.advance()
+            if delta is not None:
+                deltas.append(delta)
+                self._measure(choice, choice.num_tokens - num_before, now)
+                if delta.finish_reason is not None:
+                    self._finish(choice)
+            if choice.stream is not None and choice.finish_reason is None and choice.stream.failure is not None:
+                self.failure = choice.stream.failure
+        return deltas
+
+    def _measure(self, choice: Choice, num_new: int, now: float) -> None:
+        if num_new == 0:
+            return
+        self.on_output(num_new, now)
+        self.metrics.output_tokens.inc(num_new)
+        if choice.last_news_at is not None:
+            self.metrics.inter_token.observe(now - choice.last_news_at)
+        elif self.first_token_at is None:
+            self.first_token_at = now
+            self.metrics.first_token.observe(now - self.arrived_at)
+            self.metrics.gen_ai_first_token.observe(now - self.arrived_at)
+        choice.last_news_at = now
+
+    def _finish(self, choice: Choice) -> None:
+        self._num_unfinished -= 1
+        if choice.stream is not None:
+            self.table.close(choice.stream)
+
+    def close(self) -> None:
+        """Cancels what has not ended. May be called twice."""
+        for choice in self.choices:
+            if choice.stream is not None:
+                self.table.close(choice.stream)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return sum(len(prompt.tokens) for prompt in self.prompts)
+
+    @property
+    def num_output_tokens(self) -> int:
+        return sum(choice.num_tokens for choice in self.choices)
+
+    def usage(self) -> Usage:
+        """So far. A prompt counts once, however many choices it has and however often it was computed."""
+        num_cached = 0
+        for choice in self.choices[:: self.options.num_choices]:
+            if choice.stream is not None:
+                num_cached += choice.stream.state.num_cached_tokens or 0
+        num_prompt, num_output = self.num_prompt_tokens, self.num_output_tokens
+        return Usage(num_prompt, num_output, num_prompt + num_output, PromptTokensDetails(num_cached))

@@ -1,0 +1,108 @@
+"""Prometheus metrics of the gateway. Labels are bounded: `model` is a served model's name, `class` online or offline,
+`outcome` one of `OUTCOMES`. Durations are seconds from the arrival of the HTTP request unless said otherwise."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+from shared.messages import RequestClass
+
+OUTCOMES = ("ok", "invalid", "refused", "overloaded", "deadline", "disconnected", "failed")
+"""invalid: 4xx for what was asked; refused: 401, 403; overloaded: 429; failed: 5xx or an error in the stream."""
+
+LATENCY_BUCKETS = (0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 30.0, 60.0, 120.0, 600.0)
+TOKEN_BUCKETS = (0.002, 0.005, 0.01, 0.015, 0.02, 0.025, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.5)
+# OpenTelemetry's GenAI conventions advise these for the gen_ai.server.* histograms.
+GEN_AI_DURATION_BUCKETS = tuple(0.01 * 2**k for k in range(14))
+GEN_AI_TOKEN_BUCKETS = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5)
+GEN_AI_FIRST_TOKEN_BUCKETS = (
+    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class CallMetrics:
+    """The children of the latency metrics for one model and class: looked up once a call, not once a token."""
+
+    first_token: Histogram
+    inter_token: Histogram
+    duration: Histogram
+    queue: Histogram
+    prompt_tokens: Counter
+    output_tokens: Counter
+    gen_ai_duration: Histogram
+    gen_ai_first_token: Histogram
+    gen_ai_per_token: Histogram
+
+
+class GatewayMetrics:
+    def __init__(self, registry: CollectorRegistry) -> None:
+        def counter(name: str, text: str, *labels: str) -> Counter:
+            return Counter("tideway_gateway_" + name, text, labels, registry=registry)
+
+        def histogram(name: str, text: str, buckets: tuple[float, ...], labels: tuple[str, ...]) -> Histogram:
+            return Histogram(name, text, labels, buckets=buckets, registry=registry)
+
+        both = ("model", "class")
+        self.requests = counter("requests", "Generation requests ended, by outcome", "model", "class", "outcome")
+        self.in_flight = Gauge(
+            "tideway_gateway_in_flight_requests", "HTTP generation requests in flight", ["class"], registry=registry
+        )
+        self.open_streams = Gauge(
+            "tideway_gateway_open_streams", "Sequences being generated for clients", registry=registry
+        )
+        self.disconnects = counter("disconnected_clients", "Clients that went away before the end")
+        self.replacements = counter("replacements", "Requests placed again after their owner was lost", "reason")
+        self.replays = counter("replays", "Replay queries sent to instances", "reason")
+        self.bypassed = counter("bypass_placements", "Requests placed on an instance without a scheduler")
+        self.dropped_entries = counter("dropped_entries", "Token entries not taken, by reason", "reason")
+        self._prompt_tokens = counter("prompt_tokens", "Prompt tokens of requests", *both)
+        self._output_tokens = counter("output_tokens", "Tokens delivered", *both)
+        prefix = "tideway_gateway_"
+        self._first_token = histogram(
+            prefix + "time_to_first_token_seconds", "Arrival to first token", LATENCY_BUCKETS, both
+        )
+        self._inter_token = histogram(
+            prefix + "inter_token_latency_seconds", "Between tokens of one sequence", TOKEN_BUCKETS, both
+        )
+        self._duration = histogram(prefix + "request_duration_seconds", "Arrival to last token", LATENCY_BUCKETS, both)
+        self._queue = histogram(
+            prefix + "queue_time_seconds", "Submission to the start of prefill", LATENCY_BUCKETS, both
+        )
+        gen_ai = ("gen_ai_operation_name", "gen_ai_provider_name", "gen_ai_request_model", "class")
+        self._gen_ai_duration = histogram(
+            "gen_ai_server_request_duration_seconds", "gen_ai.server.request.duration", GEN_AI_DURATION_BUCKETS, gen_ai
+        )
+        self._gen_ai_first_token = histogram(
+            "gen_ai_server_time_to_first_token_seconds",
+            "gen_ai.server.time_to_first_token",
+            GEN_AI_FIRST_TOKEN_BUCKETS,
+            gen_ai,
+        )
+        self._gen_ai_per_token = histogram(
+            "gen_ai_server_time_per_output_token_seconds",
+            "gen_ai.server.time_per_output_token",
+            GEN_AI_TOKEN_BUCKETS,
+            gen_ai,
+        )
+        self._calls: dict[tuple[str, str, RequestClass], CallMetrics] = {}
+
+    def of_call(self, operation: str, model: str, request_class: RequestClass) -> CallMetrics:
+        key = (operation, model, request_class)
+        if (found := self._calls.get(key)) is None:
+            both = (model, request_class.value)
+            gen_ai = (operation, "tideway", model, request_class.value)
+            found = self._calls[key] = CallMetrics(
+                first_token=self._first_token.labels(*both),
+                inter_token=self._inter_token.labels(*both),
+                duration=self._duration.labels(*both),
+                queue=self._queue.labels(*both),
+                prompt_tokens=self._prompt_tokens.labels(*both),
+                output_tokens=self._output_tokens.labels(*both),
+                gen_ai_duration=self._gen_ai_duration.labels(*gen_ai),
+                gen_ai_first_token=self._gen_ai_first_token.labels(*gen_ai),
+                gen_ai_per_token=self._gen_ai_per_token.labels(*gen_ai),
+            )
+        return found

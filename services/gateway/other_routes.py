@@ -1,0 +1,107 @@
+"""The small endpoints: models, tokenize, detokenize, health, metrics."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import msgspec
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from starlette.requests import Request
+from starlette.responses import Response
+
+from services.gateway.answering import chat_ids
+from services.gateway.bodies import read_message
+from services.gateway.context import GatewayContext
+from services.gateway.errors import ApiError, invalid
+from services.gateway.parsing import check_token_ids
+from services.gateway.replies import (
+    DetokenizeReply,
+    ModelCard,
+    ModelList,
+    ReadyReply,
+    TokenizeReply,
+    VersionReply,
+)
+from services.gateway.schemas import DetokenizeRequest, TokenizeRequest
+from shared.messages import ModelSpec
+
+_TOKENIZE = msgspec.json.Decoder(TokenizeRequest)
+_DETOKENIZE = msgspec.json.Decoder(DetokenizeRequest)
+
+
+def json_response(body: Any, status_code: int = 200) -> Response:
+    return Response(msgspec.json.encode(body), status_code, media_type="application/json")
+
+
+def _card(context: GatewayContext, spec: ModelSpec) -> ModelCard:
+    max_model_len = context.catalog.reported_max_model_len(spec.name) or spec.max_model_len
+    return ModelCard(
+        spec.name, "model", context.catalog.created(spec.name), "tideway", spec.source, None, max_model_len
+    )
+
+
+async def list_models(context: GatewayContext, request: Request) -> Response:
+    context.admission.authenticate(request.headers.get("authorization"))
+    return json_response(ModelList("list", [_card(context, spec) for spec in context.catalog.models]))
+
+
+async def get_model(context: GatewayContext, request: Request) -> Response:
+    context.admission.authenticate(request.headers.get("authorization"))
+    return json_response(_card(context, context.catalog.spec(request.path_params["model"])))
+
+
+async def tokenize(context: GatewayContext, request: Request) -> Response:
+    context.admission.authenticate(request.headers.get("authorization"))
+    message = await read_message(request, _TOKENIZE, context.settings.max_body_bytes)
+    if (message.prompt is None) == (message.messages is None):
+        raise invalid("prompt", "Exactly one of 'prompt' and 'messages' is needed.")
+    spec = context.catalog.spec(message.model)
+    tokenizer = await context.tokenizers.get(spec)
+    if message.prompt is None:
+        ids = await chat_ids(context, tokenizer, message)
+    else:
+        work = functools.partial(tokenizer.encode, message.prompt, message.add_special_tokens is not False)
+        ids = await context.tokenizers.run(len(message.prompt), work)
+    pieces = [tokenizer.token_piece(i) for i in ids] if message.return_token_strs else None
+    return json_response(TokenizeReply(len(ids), context.catalog.max_model_len(spec, tokenizer), ids, pieces))
+
+
+async def detokenize(context: GatewayContext, request: Request) -> Response:
+    context.admission.authenticate(request.headers.get("authorization"))
+    message = await read_message(request, _DETOKENIZE, context.settings.max_body_bytes)
+    tokenizer = await context.tokenizers.get(context.catalog.spec(message.model))
+    if message.tokens:
+        check_token_ids(message.tokens, tokenizer.vocab_size, "tokens")
+    work = functools.partial(tokenizer.decode, message.tokens)
+    return json_response(DetokenizeReply(await context.tokenizers.run(4 * len(message.tokens), work)))
+
+
+async def health(context: GatewayContext, request: Request) -> Response:
+    """The process lives; whether it can serve is /ready."""
+    return Response()
+
+
+async def ready(context: GatewayContext, request: Request) -> Response:
+    models = context.catalog.ready_models() if context.bus.is_connected else []
+    return json_response(ReadyReply(bool(models), models), 200 if models else 503)
+
+
+async def show_version(context: GatewayContext, request: Request) -> Response:
+    try:
+        number = version("tideway")
+    except PackageNotFoundError:  # run from a source tree that is not installed
+        number = "0.0.0"
+    return json_response(VersionReply(number))
+
+
+async def show_metrics(context: GatewayContext, request: Request) -> Response:
+    text = await asyncio.to_thread(generate_latest, context.telemetry.registry)
+    return Response(text, media_type=CONTENT_TYPE_LATEST)
+
+
+async def developer_control(context: GatewayContext, request: Request) -> Response:
+    """Known to benchmark clients; instances have no such control."""
+    raise ApiError(501, "The instances of this version do not support this control.", code="not_supported")

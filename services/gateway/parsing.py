@@ -1,0 +1,196 @@
+"""From a decoded request to what will be generated: the rules that span fields, and the model's limits.
+
+Pure. Each refusal names the field and the limit. Types and ranges of single fields are checked before, by `schemas`.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from services.gateway.errors import ApiError, invalid
+from services.gateway.schemas import ALLOWED_VALUES, ChatRequest, CompletionRequest, GenerationFields
+from shared.messages import MAX_MESSAGE_BYTES, Priority, RequestClass, SamplingParams
+
+MAX_SEQUENCES = 256
+"""Prompts times `n` in one call."""
+DEFAULT_COMPLETION_TOKENS = 16
+MAX_SEQUENCE_TOKENS = (MAX_MESSAGE_BYTES - 16 * 1024) // 4
+"""Prompt and output travel in one message (the output when a request is placed again), 4 bytes a token; the rest of it
+holds the sampling parameters."""
+SEED_MASK = 2**63 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """How the answer is made and shown; the same for all sequences of a call."""
+
+    num_choices: int
+    is_stream: bool
+    includes_usage: bool
+    has_continuous_usage: bool
+    stops: tuple[str, ...]
+    shows_stop: bool
+    skips_special_tokens: bool
+    num_top_logprobs: int | None
+    """None: no log-probabilities."""
+    request_class: RequestClass
+    priority: Priority
+    service_tier: str | None
+    """The tier that is used, where the request named one."""
+    timeout_s: float
+    echo: bool
+
+
+def refuse_unsupported(request: GenerationFields) -> None:
+    for name, allowed in ALLOWED_VALUES.items():
+        if getattr(request, name) not in allowed:
+            values = ", ".join(map(json.dumps, allowed))
+            raise invalid(name, f"'{name}' is not supported by this server; it may be {values}.", "unsupported_value")
+    if request.best_of is not None and request.best_of != (request.n or 1):
+        raise invalid("best_of", f"'best_of' must equal 'n' ({request.n or 1}).", "unsupported_value")
+
+
+def timeout_of(request: GenerationFields, headers: Mapping[str, str], limit_s: float) -> float:
+    """Seconds; the body's value goes before the header's, and neither over the server's limit."""
+    timeout_s = request.request_timeout_s
+    if timeout_s is None and (text := headers.get("x-request-timeout")) is not None:
+        try:
+            timeout_s = float(text)
+        except ValueError:
+            timeout_s = 0.0
+        if not timeout_s > 0.0:
+            raise invalid("x-request-timeout", "The header x-request-timeout must be a number of seconds above 0.")
+    return min(limit_s, timeout_s or limit_s)
+
+
+def options_of(request: ChatRequest | CompletionRequest, headers: Mapping[str, str], limit_s: float) -> Options:
+    refuse_unsupported(request)
+    if isinstance(request, ChatRequest):
+        if request.top_logprobs is not None and not request.logprobs and request.top_logprobs > 0:
+            raise invalid("top_logprobs", "'top_logprobs' needs 'logprobs' to be true.")
+        num_top_logprobs = (request.top_logprobs or 0) if request.logprobs else None
+        echo = False
+    else:
+        num_top_logprobs = request.logprobs
+        echo = bool(request.echo)
+        if echo and num_top_logprobs is not None:
+            raise invalid("logprobs", "'logprobs' cannot be had with 'echo': prompts have no log-probabilities here.")
+        if request.max_tokens == 0 and not echo:
+            raise invalid("max_tokens", "'max_tokens' must be at least 1 (0 is allowed with 'echo').")
+    urgent = request.priority == "high" or (isinstance(request.priority, int) and request.priority < 0)
+    is_offline = request.service_tier == "flex"
+    is_high = not is_offline and (urgent or request.service_tier == "priority")
+    tier = "flex" if is_offline else "priority" if is_high else "default"
+    stream_options = request.stream_options
+    stop = request.stop or ()
+    return Options(
+        num_choices=request.n or 1,
+        is_stream=bool(request.stream),
+        includes_usage=bool(stream_options and (stream_options.include_usage or stream_options.continuous_usage_stats)),
+        has_continuous_usage=bool(stream_options and stream_options.continuous_usage_stats),
+        stops=(stop,) if isinstance(stop, str) else tuple(stop),
+        shows_stop=bool(request.include_stop_str_in_output),
+        skips_special_tokens=request.skip_special_tokens is not False,
+        num_top_logprobs=num_top_logprobs,
+        request_class=RequestClass.OFFLINE if is_offline else RequestClass.ONLINE,
+        priority=Priority.HIGH if is_high else Priority.NORMAL,
+        service_tier=tier if request.service_tier is not None else None,
+        timeout_s=timeout_of(request, headers, limit_s),
+        echo=echo,
+    )
+
+
+def prompts_of(prompt: str | list[Any]) -> list[str] | list[list[int]]:
+    """The prompts of a completion, all texts or all token ids."""
+    if isinstance(prompt, str):
+        return [prompt]
+    if not prompt:
+        raise invalid("prompt", "'prompt' must not be an empty list.")
+    kinds = {type(item) for item in prompt}
+    if kinds == {int}:
+        return [prompt]
+    if kinds == {str} or kinds == {list}:
+        return prompt
+    raise invalid("prompt", "'prompt' must be a text, a list of texts, token ids, or a list of lists of token ids.")
+
+
+def check_num_sequences(num_prompts: int, num_choices: int, limit: int) -> int:
+    num_sequences = num_prompts * num_choices
+    if num_sequences > limit:
+        param = "n" if num_prompts == 1 else "prompt"
+        raise invalid(param, f"{num_prompts} prompts with n={num_choices} are more than the {limit} sequences allowed.")
+    return num_sequences
+
+
+def check_token_ids(ids: list[int], vocab_size: int, param: str) -> None:
+    if not ids:
+        raise invalid(param, f"'{param}' must have at least one token.")
+    if (largest := max(ids)) >= vocab_size:
+        raise invalid(param, f"Invalid value for '{param}': token id {largest} is outside the vocabulary (0 to "
+                             f"{vocab_size - 1}).")  # fmt: skip
+
+
+def max_tokens_of(requested: int | None, default: int | None, num_prompt_tokens: int, max_model_len: int) -> int:
+    """How many tokens may come after the prompt. `default` None: as many as fit."""
+    room = max_model_len - num_prompt_tokens
+    max_tokens = requested if requested is not None else room if default is None else min(default, room)
+    if max(max_tokens, 0 if requested == 0 else 1) <= room:
+        return max_tokens
+    asked = f"{num_prompt_tokens} in the prompt"
+    if requested is not None:
+        asked = f"{num_prompt_tokens + requested} tokens ({asked}, {requested} in the completion)"
+    else:
+        asked += ", which leaves no room for a completion"
+    raise ApiError(
+        400,
+        f"This model's maximum context length is {max_model_len} tokens; you requested {asked}.",
+        param="prompt" if room < 1 else "max_tokens",
+        code="context_length_exceeded",
+    )
+
+
+def _logit_bias(bias: dict[str, float], vocab_size: int) -> tuple[tuple[int, float], ...]:
+    pairs = []
+    for key, value in bias.items():
+        if not (key.isascii() and key.isdigit() and len(key) <= 10 and int(key) < vocab_size):
+            raise invalid(
+                "logit_bias",
+                f"Invalid key '{key[:40]}' in 'logit_bias': expected a token id from 0 to {vocab_size - 1}.",
+            )
+        pairs.append((int(key), value))
+    return tuple(pairs)
+
+
+def sampling_of(
+    request: GenerationFields, options: Options, *, max_tokens: int, eos_token_ids: tuple[int, ...], vocab_size: int
+) -> SamplingParams:
+    """For the first choice; the i-th has `seed + i`."""
+    min_tokens = request.min_tokens or 0
+    if min_tokens > max_tokens:
+        raise invalid("min_tokens", f"'min_tokens' ({min_tokens}) is more than the {max_tokens} tokens that may come.")
+    stop_token_ids = tuple(request.stop_token_ids or ())
+    if not request.ignore_eos:
+        stop_token_ids = tuple(dict.fromkeys((*eos_token_ids, *stop_token_ids)))
+
+    def or_default(value: float | None, default: float) -> float:
+        return default if value is None else value
+
+    return SamplingParams(
+        max_tokens=max_tokens,
+        min_tokens=min_tokens,
+        temperature=or_default(request.temperature, 1.0),
+        top_k=max(0, request.top_k or 0),
+        top_p=or_default(request.top_p, 1.0),
+        min_p=or_default(request.min_p, 0.0),
+        repetition_penalty=or_default(request.repetition_penalty, 1.0),
+        presence_penalty=or_default(request.presence_penalty, 0.0),
+        frequency_penalty=or_default(request.frequency_penalty, 0.0),
+        seed=(secrets.randbits(63) if request.seed is None else request.seed) & SEED_MASK,
+        stop_token_ids=stop_token_ids,
+        logprobs=-1 if options.num_top_logprobs is None else options.num_top_logprobs,
+        logit_bias=_logit_bias(request.logit_bias or {}, vocab_size),
+    )

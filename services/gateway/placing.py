@@ -1,0 +1,161 @@
+"""Where a request goes: to the scheduler, or, where none answers, straight to a live instance (bypass)."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import Protocol
+
+from services.gateway.catalog import Catalog, loaded_model, serves
+from services.gateway.metrics import GatewayMetrics
+from shared.bus.interface import Bus, BusError, ServiceError
+from shared.messages import (
+    INSTANCE_SUBMIT,
+    SCHEDULER_SUBMIT,
+    ErrorCode,
+    GenerationRequest,
+    InstanceInfo,
+)
+
+logger = logging.getLogger(__name__)
+
+SCHEDULER_TIMEOUT_S = 2.0
+INSTANCE_TIMEOUT_S = 2.0
+SCHEDULER_PAUSE_S = 1.0
+"""After a scheduler let a deadline pass, requests go past it for so long, instead of each waiting in turn."""
+PATIENCE_S = 5.0
+"""How long a client waits for anybody to take its request before it is told that nobody does."""
+RECOVERY_PATIENCE_S = 30.0
+"""The same for a request that was running already and lost its instance."""
+RETRY_INTERVAL_S = 0.25
+
+NOBODY_CODES = frozenset(
+    {ErrorCode.UNAVAILABLE, ErrorCode.NOT_LEADER, ErrorCode.DEADLINE, ErrorCode.DRAINING, ErrorCode.GONE}
+)
+"""Answers that say that this peer cannot take the request, not that the request cannot be taken."""
+PASSING_CODES = NOBODY_CODES | {ErrorCode.BUSY}
+"""Worth another attempt soon; a full queue (OVERLOADED) is not, for a client that can be told so."""
+
+
+class Placeable(Protocol):
+    """A stream as placing sees it."""
+
+    model: str
+    deadline: float
+
+    @property
+    def is_open(self) -> bool: ...
+
+    def to_send(self, now: float) -> GenerationRequest:
+        """The request in its present epoch, with the tokens that the client already has."""
+
+    def begin_epoch(self) -> None:
+        """The last attempt may have been accepted unseen; the next one must outrank it."""
+
+    def owned_by(self, instance_id: str | None) -> None:
+        """Who is about to get it; None: the scheduler decides."""
+
+
+def candidates(instances: Iterable[InstanceInfo], model: str, sent: Mapping[str, int]) -> list[str]:
+    """Ids of the instances that serve `model`, fewest requests first. `sent`: requests that this gateway sent since
+    the instance last wrote its numbers."""
+    ranked = []
+    for info in instances:
+        if serves(info, model):
+            load = sum(loaded.num_running + loaded.num_waiting for loaded in info.models)
+            own = loaded_model(info, model)
+            assert own is not None
+            ranked.append((load + sent.get(info.instance_id, 0), own.num_waiting, info.instance_id))
+    return [instance_id for _, _, instance_id in sorted(ranked)]
+
+
+class Placer:
+    def __init__(self, bus: Bus, catalog: Catalog, metrics: GatewayMetrics) -> None:
+        self._bus = bus
+        self._catalog = catalog
+        self._metrics = metrics
+        self._sent: Counter[str] = Counter()
+        self._pause_until = float("-inf")
+
+    def on_instance(self, instance_id: str) -> None:
+        """The instance wrote its numbers, which count what was sent before."""
+        self._sent.pop(instance_id, None)
+
+    async def place(self, stream: Placeable, *, patient: bool) -> None:
+        """Returns when somebody took the request.
+
+        Raises `ServiceError` with the refusal. `patient` (a client is already reading this stream): the wait is longer,
+        and a full queue is tried again too.
+        """
+        give_up = self._bus.now() + (RECOVERY_PATIENCE_S if patient else PATIENCE_S)
+        while True:
+            refusal = await self._attempt(stream)
+            if refusal is None:
+                return
+            if refusal.code not in PASSING_CODES and not (patient and refusal.code is ErrorCode.OVERLOADED):
+                raise refusal
+            now = self._bus.now()
+            if now >= stream.deadline:
+                raise ServiceError.of(ErrorCode.DEADLINE, "The request's time limit has passed.")
+            if now >= give_up or not stream.is_open:
+                raise refusal
+            await asyncio.sleep(min(RETRY_INTERVAL_S, stream.deadline - now))
+
+    async def announce(self, stream: Placeable) -> None:
+        """Tells a new scheduler of a request that it should know; never goes past the scheduler. Raises `BusError`."""
+        await self._submit_to_scheduler(stream)
+
+    async def _attempt(self, stream: Placeable) -> ServiceError | None:
+        """One round over everybody who could take it; None: taken."""
+        if self._bus.now() >= self._pause_until:
+            stream.owned_by(None)
+            try:
+                await self._submit_to_scheduler(stream)
+            except BusError as error:
+                if error.code not in NOBODY_CODES:
+                    return ServiceError(error.info)
+                if error.code is ErrorCode.DEADLINE:
+                    self._pause_until = self._bus.now() + SCHEDULER_PAUSE_S
+                    stream.begin_epoch()
+            else:
+                return None
+        return await self._bypass(stream)
+
+    async def _submit_to_scheduler(self, stream: Placeable) -> None:
+        now = self._bus.now()
+        timeout_s = min(SCHEDULER_TIMEOUT_S, max(0.001, stream.deadline - now))
+        await self._bus.request(SCHEDULER_SUBMIT, stream.to_send(now), timeout_s=timeout_s)
+
+    async def _bypass(self, stream: Placeable) -> ServiceError | None:
+        refusal = ServiceError.of(
+            ErrorCode.UNAVAILABLE,
+            f"No scheduler answers and no instance serves model '{stream.model}' now.",
+            retry_after_s=PATIENCE_S,
+        )
+        for instance_id in candidates(self._catalog.instances.values(), stream.model, self._sent):
+            now = self._bus.now()
+            if now >= stream.deadline or not stream.is_open:
+                break
+            self._sent[instance_id] += 1
+            # Frames may come before the answer does.
+            stream.owned_by(instance_id)
+            try:
+                await self._bus.request(
+                    INSTANCE_SUBMIT.at(instance_id=instance_id),
+                    stream.to_send(now),
+                    timeout_s=min(INSTANCE_TIMEOUT_S, stream.deadline - now),
+                )
+            except BusError as error:
+                logger.info("%s did not take a request in bypass: %s", instance_id, error)
+                stream.owned_by(None)
+                if error.code is ErrorCode.DEADLINE:
+                    stream.begin_epoch()
+                refusal = ServiceError(error.info)
+                if error.code not in PASSING_CODES | {ErrorCode.OVERLOADED, ErrorCode.INTERNAL}:
+                    break
+            else:
+                self._metrics.bypassed.inc()
+                return None
+        return refusal

@@ -1,0 +1,192 @@
+"""The requests of the HTTP API as typed structs, with the range of each field.
+
+msgspec checks types and ranges while it decodes, and the same annotations make the OpenAPI schema, so the description
+is true by construction. Every optional field takes an explicit null; unknown fields are ignored. Rules that span fields
+are in `parsing`.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, get_type_hints
+
+import msgspec
+from msgspec import Meta
+
+MAX_CHOICES = 128
+MAX_STOP_STRINGS = 16
+MAX_STOP_CHARACTERS = 1024
+MAX_STOP_TOKEN_IDS = 256
+MAX_LOGIT_BIASES = 1024
+MAX_TOP_LOGPROBS = 20
+INT64 = Meta(ge=-(2**63), le=2**63 - 1)
+
+TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+StopString = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_CHARACTERS)]
+Penalty = Annotated[float, Meta(ge=-2, le=2)]
+Bias = Annotated[float, Meta(ge=-100, le=100)]
+ModelName = Annotated[str, Meta(min_length=1, max_length=512)]
+
+# Fields that would change the answer in ways that this server cannot: they are accepted where they are without effect
+# and refused otherwise (parsing.refuse_unsupported), because ignoring them would be a wrong answer.
+OnlyNull = Annotated[Any, Meta(extra_json_schema={"enum": [None]})]
+OnlyFalse = Annotated[Any, Meta(extra_json_schema={"enum": [None, False]})]
+OnlyEmptyText = Annotated[Any, Meta(extra_json_schema={"enum": [None, ""]})]
+OnlyEmptyList = Annotated[Any, Meta(extra_json_schema={"enum": [None, []]})]
+OnlyNoTool = Annotated[Any, Meta(extra_json_schema={"enum": [None, "none", "auto"]})]
+OnlyText = Annotated[Any, Meta(extra_json_schema={"enum": [None, ["text"]]})]
+OnlyTextFormat = Annotated[Any, Meta(extra_json_schema={"enum": [None, {"type": "text"}]})]
+
+_TOKEN_IDS = {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0, "maximum": 2**31 - 1}}
+Prompt = Annotated[
+    str | list[str | TokenId | list[TokenId]],
+    Meta(
+        extra_json_schema={
+            "anyOf": [
+                {"type": "string"},
+                {"type": "array", "minItems": 1, "items": {"type": "string"}},
+                _TOKEN_IDS,
+                {"type": "array", "minItems": 1, "items": _TOKEN_IDS},
+            ]
+        }
+    ),
+]
+"""A text, a list of texts, token ids, or a list of lists of token ids."""
+
+
+class StreamOptions(msgspec.Struct, frozen=True):
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+    """Usage so far in every chunk."""
+
+
+class GenerationFields(msgspec.Struct, kw_only=True):
+    """What both generation endpoints take."""
+
+    model: ModelName
+    n: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    stop: StopString | Annotated[list[StopString], Meta(max_length=MAX_STOP_STRINGS)] | None = None
+    stop_token_ids: Annotated[list[TokenId], Meta(max_length=MAX_STOP_TOKEN_IDS)] | None = None
+    include_stop_str_in_output: bool | None = None
+    seed: Annotated[int, INT64] | None = None
+    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
+    """-1 and 0 are off."""
+    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[float, Meta(gt=0, le=100)] | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    logit_bias: Annotated[dict[str, Bias], Meta(max_length=MAX_LOGIT_BIASES)] | None = None
+    """Token id (as a string) to what is added to its logit."""
+    min_tokens: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    priority: Annotated[int, INT64] | Literal["high", "normal"] | None = None
+    """A lower number is more urgent; below 0 is "high"."""
+    service_tier: Literal["auto", "default", "flex", "priority"] | None = None
+    """flex: served as offline work; priority: served as high priority."""
+    request_timeout_s: Annotated[float, Meta(gt=0)] | None = msgspec.field(default=None, name="x-request-timeout")
+    """Seconds; the header of that name does the same. Never more than the server's own limit."""
+    user: str | None = None
+    response_format: OnlyTextFormat = None
+    best_of: int | None = None
+    """Only `n`."""
+    suffix: OnlyEmptyText = None
+    tools: OnlyEmptyList = None
+    tool_choice: OnlyNoTool = None
+    functions: OnlyEmptyList = None
+    function_call: OnlyNoTool = None
+    modalities: OnlyText = None
+    audio: OnlyNull = None
+    prompt_logprobs: OnlyNull = None
+    use_beam_search: OnlyFalse = None
+    truncate_prompt_tokens: OnlyNull = None
+    chat_template: OnlyNull = None
+    documents: OnlyEmptyList = None
+    guided_json: OnlyNull = None
+    guided_regex: OnlyNull = None
+    guided_choice: OnlyNull = None
+    guided_grammar: OnlyNull = None
+    structured_outputs: OnlyNull = None
+
+
+def _allowed_values() -> dict[str, list[Any]]:
+    allowed = {}
+    for name, hint in get_type_hints(GenerationFields, include_extras=True).items():
+        for meta in getattr(hint, "__metadata__", ()):
+            if isinstance(meta, Meta) and meta.extra_json_schema and "enum" in meta.extra_json_schema:
+                allowed[name] = meta.extra_json_schema["enum"]
+    return allowed
+
+
+ALLOWED_VALUES = _allowed_values()
+
+
+class CompletionRequest(GenerationFields, kw_only=True):
+    prompt: Prompt
+    max_tokens: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
+    """Default 16. 0 is allowed with `echo`."""
+    logprobs: Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    echo: bool | None = None
+    add_special_tokens: bool | None = None
+
+
+class ContentPart(msgspec.Struct, frozen=True):
+    type: Literal["text"]
+    text: str
+
+
+class ChatMessage(msgspec.Struct, frozen=True):
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    content: str | list[ContentPart] | None = None
+    name: str | None = None
+    tool_calls: list[dict[str, Any]] | None = None
+    tool_call_id: str | None = None
+
+
+Messages = Annotated[list[ChatMessage], Meta(min_length=1)]
+
+
+class ChatRequest(GenerationFields, kw_only=True):
+    messages: Messages
+    max_tokens: Annotated[int, Meta(ge=1, le=2**31 - 1)] | None = None
+    """Default: what the model's context leaves."""
+    max_completion_tokens: Annotated[int, Meta(ge=1, le=2**31 - 1)] | None = None
+    """Goes before `max_tokens`."""
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    add_special_tokens: bool | None = None
+
+
+class TokenizeRequest(msgspec.Struct, kw_only=True):
+    """Either `prompt` or `messages`."""
+
+    model: ModelName | None = None
+    """May be left out where the server has one model."""
+    prompt: str | None = None
+    messages: Messages | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeRequest(msgspec.Struct, kw_only=True):
+    model: ModelName | None = None
+    tokens: list[TokenId]
+
+
+class AddModelRequest(msgspec.Struct, kw_only=True):
+    """A model to serve. `source`: a folder in Hugging Face format, or a hub id."""
+
+    name: Annotated[str, Meta(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9][A-Za-z0-9._:/-]*$")]
+    source: Annotated[str, Meta(min_length=1, max_length=4096)]
+    dtype: Literal["auto", "float32", "float16", "bfloat16"] | None = None
+    max_model_len: Annotated[int, Meta(ge=1, le=2**31 - 1)] | None = None
+    replicas: Annotated[int, Meta(ge=1, le=10_000)] | None = None

@@ -1,0 +1,136 @@
+"""The output of one request as this gateway has it: which tokens are known, and who may add to them.
+
+Pure: no clock, no I/O. Rules (architecture.md, "Messages"):
+- An entry of a lower epoch than the highest seen is dropped, whoever sent it.
+- Tokens are taken only at the expected position: what is known already is trimmed off, a gap changes nothing and asks
+  for a replay. So no token is ever shown twice, lost, or out of order, whatever the bus does.
+- An ended stream never changes again.
+"""
+
+from __future__ import annotations
+
+from array import array
+from enum import Enum, auto
+
+from shared.messages import (
+    ErrorCode,
+    ErrorInfo,
+    FinishReason,
+    RequestTiming,
+    SamplingParams,
+    StreamPosition,
+    TokenEntry,
+    TokenLogprob,
+)
+
+PLACE_AGAIN_CODES = frozenset({ErrorCode.GONE, ErrorCode.DRAINING, ErrorCode.UNAVAILABLE, ErrorCode.NOT_LEADER})
+"""An owner that ends a request for one of these has only given it up; another can continue it."""
+
+UNKNOWN_LOGPROB = TokenLogprob(-9999.0)
+"""Stands for one that an instance did not send."""
+
+
+class Outcome(Enum):
+    """What an entry did to the stream."""
+
+    NEWS = auto()
+    """New tokens, the end, or both."""
+    NOTHING = auto()
+    """Everything in it was known."""
+    STALE = auto()
+    """Its sender does not own the request any more."""
+    GAP = auto()
+    """Tokens before it are missing: a replay is needed."""
+    GIVEN_UP = auto()
+    """Its owner does not continue the request: it must be placed again."""
+
+
+class StreamState:
+    """Tokens are the output only, in order; `logprobs` runs beside them where the request asked for it, else is empty."""
+
+    __slots__ = (
+        "_has_logprobs",
+        "_max_tokens",
+        "_min_tokens",
+        "_stop_token_ids",
+        "epoch",
+        "error",
+        "finish_reason",
+        "logprobs",
+        "num_cached_tokens",
+        "request_id",
+        "timing",
+        "tokens",
+    )
+
+    def __init__(self, request_id: str, sampling: SamplingParams) -> None:
+        self.request_id = request_id
+        self.epoch = 0
+        self.tokens = array("i")
+        self.logprobs: list[TokenLogprob] = []
+        self.finish_reason: FinishReason | None = None
+        self.error: ErrorInfo | None = None
+        self.timing: RequestTiming | None = None
+        self.num_cached_tokens: int | None = None
+        """As the first owner reported it: a later placement finds its own earlier tokens in a cache, not the client's."""
+        self._has_logprobs = sampling.logprobs >= 0
+        self._max_tokens = sampling.max_tokens
+        self._min_tokens = sampling.min_tokens
+        self._stop_token_ids = frozenset(sampling.stop_token_ids)
+
+    @property
+    def position(self) -> StreamPosition:
+        return StreamPosition(self.request_id, self.epoch, len(self.tokens))
+
+    def accept(self, entry: TokenEntry) -> Outcome:
+        if self.finish_reason is not None:
+            return Outcome.NOTHING
+        if entry.epoch < self.epoch:
+            return Outcome.STALE
+        self.epoch = entry.epoch
+        reason = entry.finish_reason
+        if reason is FinishReason.CANCELLED or (
+            reason is FinishReason.ERROR and entry.error is not None and entry.error.code in PLACE_AGAIN_CODES
+        ):
+            # A stream that this gateway cancels is closed at the same moment, so a cancel seen here was meant for
+            # an earlier owner.
+            return Outcome.GIVEN_UP
+        known = len(self.tokens) - entry.offset
+        if known < 0 and reason is not FinishReason.ERROR and reason is not FinishReason.DEADLINE:
+            return Outcome.GAP
+        num_new = len(entry.tokens) // 4 - known
+        if known >= 0 and num_new > 0:
+            self.tokens.frombytes(entry.tokens[4 * known :])
+            if self._has_logprobs:
+                logprobs = entry.logprobs[known:]
+                missing = num_new - len(logprobs)
+                self.logprobs.extend(logprobs)
+                self.logprobs.extend([UNKNOWN_LOGPROB] * missing)
+            if self.num_cached_tokens is None:
+                self.num_cached_tokens = entry.num_cached_tokens
+        elif reason is None:
+            return Outcome.NOTHING
+        if reason is not None:
+            self.finish_reason = reason
+            self.error = entry.error
+            self.timing = entry.timing
+        return Outcome.NEWS
+
+    def lose(self, epoch: int) -> bool:
+        """The owner in `epoch` is gone. True: the request must be placed again, in the epoch that is now `epoch`'s
+        successor. False: it has ended, or another owner has it already."""
+        if self.finish_reason is not None or epoch < self.epoch:
+            return False
+        self.epoch = epoch
+        if not self._end_if_complete():
+            self.epoch += 1
+            return True
+        return False
+
+    def _end_if_complete(self) -> bool:
+        """All tokens came but the entry that says so was lost with its sender."""
+        if len(self.tokens) >= self._max_tokens:
+            self.finish_reason = FinishReason.LENGTH
+        elif len(self.tokens) > self._min_tokens and self.tokens[-1] in self._stop_token_ids:
+            self.finish_reason = FinishReason.STOP
+        return self.finish_reason is not None

@@ -1,0 +1,217 @@
+"""Tokenizers of the served models: text to token ids and back, chat messages to prompts.
+
+Works on the `tokenizers` library directly. Long texts are tokenised on a thread (the library drops the interpreter's
+lock in `encode_batch` only), short ones inline, where a thread's hand-over would cost more than the work.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import json
+import logging
+import re
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from services.gateway.chat_templates import ChatTemplate, load_template, plain_messages
+from services.gateway.detokenization import Detokenizer
+from services.gateway.errors import ApiError
+from shared.checkpoint import CheckpointError, describe, resolve
+from shared.messages import ModelSpec
+
+logger = logging.getLogger(__name__)
+
+INLINE_CHARACTERS = 2048
+"""Longer texts go to a thread: tokenising takes about a millisecond for 4,000 characters."""
+NUM_THREADS = 2
+RETRY_AFTER_FAILURE_S = 5.0
+
+_BYTE_PIECE = re.compile(r"<0x([0-9A-F]{2})>")
+
+
+@functools.cache
+def _byte_of_character() -> dict[str, int]:
+    """The alphabet of byte-level BPE (GPT-2's `bytes_to_unicode`, inverted): printable bytes stand for themselves, the
+    others for characters from U+0100 on."""
+    printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
+    alphabet = {chr(byte): byte for byte in printable}
+    for n, byte in enumerate(byte for byte in range(256) if byte not in printable):
+        alphabet[chr(256 + n)] = byte
+    return alphabet
+
+
+class ModelTokenizer:
+    """One model's tokenizer, chat template, and what its checkpoint says about lengths and ends."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        template: ChatTemplate,
+        *,
+        config: dict[str, Any],
+        eos_token_ids: tuple[int, ...],
+        max_model_len: int,
+        vocab_size: int,
+    ) -> None:
+        """`vocab_size`: of the model's embedding, which may be more than the tokenizer names. `config`:
+        tokenizer_config.json."""
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        self._tokenizer = tokenizer
+        self._template = template
+        self.eos_token_ids = eos_token_ids
+        self.max_model_len = max_model_len
+        self.vocab_size = vocab_size
+        added = tokenizer.get_added_tokens_decoder()
+        self._special_ids = frozenset(i for i, token in added.items() if token.special)
+        self._is_byte_level = b'"ByteLevel"' in (tokenizer.decoder.__getstate__() if tokenizer.decoder else b"")
+        bos = config.get("bos_token")
+        self._bos_id = tokenizer.token_to_id(bos["content"] if isinstance(bos, dict) else bos) if bos else None
+        self._add_bos: bool | None = config.get("add_bos_token")
+
+    # ------------------------------------------------------------------------------------------- text to ids
+
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        ids: list[int] = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+        if add_special_tokens and self._bos_id is not None and self._add_bos is not None:
+            # The setting goes before what the tokenizer file does by itself, as in transformers.
+            begins = ids[:1] == [self._bos_id]
+            if self._add_bos and not begins:
+                return [self._bos_id, *ids]
+            if not self._add_bos and begins:
+                return ids[1:]
+        return ids
+
+    def render_chat(self, messages: list[Any], **options: Any) -> str:
+        """`messages`: ChatMessage. `options`: see `ChatTemplate.render`."""
+        return self._template.render(plain_messages(messages), **options)
+
+    # ------------------------------------------------------------------------------------------- ids to text
+
+    def decode(self, ids: list[int], skip_special_tokens: bool = False) -> str:
+        text: str = self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
+        return text
+
+    def detokenizer(self, skip_special_tokens: bool = True) -> Detokenizer:
+        decode = functools.partial(self._tokenizer.decode, skip_special_tokens=False)
+        return Detokenizer(decode, self._special_ids if skip_special_tokens else frozenset())
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """What the token stands for; half a character is possible. Empty for an id without a token."""
+        piece = self._tokenizer.id_to_token(token_id)
+        if piece is None:
+            return b""
+        if self._is_byte_level:
+            alphabet = _byte_of_character()
+            if all(c in alphabet for c in piece):
+                return bytes(alphabet[c] for c in piece)
+        elif match := _BYTE_PIECE.fullmatch(piece):
+            return bytes([int(match[1], 16)])
+        else:
+            piece = piece.replace("▁", " ")
+        return str(piece).encode()
+
+    def token_text(self, token_id: int) -> str:
+        """The token alone as text; bytes that are no character become U+FFFD."""
+        return self.token_bytes(token_id).decode(errors="replace")
+
+    def token_piece(self, token_id: int) -> str:
+        """The token as the vocabulary spells it."""
+        return self._tokenizer.id_to_token(token_id) or ""
+
+
+def load_tokenizer(spec: ModelSpec) -> ModelTokenizer:
+    """Blocking; may download. Raises `CheckpointError`."""
+    try:
+        folder = resolve(spec.source)
+        shape = describe(folder)
+        file = folder / "tokenizer_config.json"
+        config = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+        if (folder / "tokenizer.json").is_file():
+            tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        else:
+            tokenizer = _convert(folder)
+        template = load_template(folder, config)
+    except CheckpointError:
+        raise
+    except Exception as error:  # the tokenizers library raises plain Exception
+        raise CheckpointError(f"The tokenizer of {spec.source} cannot be read: {error}") from error
+    max_model_len = min(shape.max_model_len, spec.max_model_len or shape.max_model_len)
+    return ModelTokenizer(
+        tokenizer,
+        template,
+        config=config,
+        eos_token_ids=shape.eos_token_ids,
+        max_model_len=max_model_len,
+        vocab_size=shape.vocab_size,
+    )
+
+
+def _convert(folder: Path) -> Tokenizer:
+    """An older checkpoint (vocab.json and merges.txt, or tokenizer.model): transformers converts it. Its import takes
+    seconds and loads torch, so it happens only here."""
+    logger.info("%s has no tokenizer.json; transformers converts its tokenizer", folder)
+    from transformers import AutoTokenizer
+
+    loaded = AutoTokenizer.from_pretrained(str(folder))
+    tokenizer = getattr(loaded, "backend_tokenizer", None)
+    if not isinstance(tokenizer, Tokenizer):
+        raise CheckpointError(f"{folder} has no tokenizer.json and its tokenizer cannot be converted into one.")
+    return tokenizer
+
+
+class Tokenizers:
+    """The loaded tokenizers, one a source, and the threads that do long work."""
+
+    def __init__(self) -> None:
+        self._threads = ThreadPoolExecutor(NUM_THREADS, "tokenizer")
+        self._loading: dict[ModelSpec, asyncio.Future[ModelTokenizer]] = {}
+
+    def preload(self, spec: ModelSpec) -> asyncio.Future[ModelTokenizer]:
+        """Starts loading unless it is loaded or being loaded. The future fails with `CheckpointError`."""
+        if (future := self._loading.get(spec)) is not None:
+            return future
+        loop = asyncio.get_running_loop()
+        future = loop.run_in_executor(self._threads, load_tokenizer, spec)
+        self._loading[spec] = future
+
+        def on_loaded(done: asyncio.Future[ModelTokenizer]) -> None:
+            if done.cancelled() or (error := done.exception()) is None:
+                return
+            logger.error("the tokenizer of %s cannot be loaded: %s", spec.name, error)
+            loop.call_later(RETRY_AFTER_FAILURE_S, self._loading.pop, spec, None)
+
+        future.add_done_callback(on_loaded)
+        return future
+
+    def forget(self, keep: set[ModelSpec]) -> None:
+        """Drops the tokenizers of models that are not served any more."""
+        for spec in self._loading.keys() - keep:
+            del self._loading[spec]
+
+    async def get(self, spec: ModelSpec) -> ModelTokenizer:
+        """Waits while it loads. Raises `ApiError` 503 where it cannot be had."""
+        try:
+            return await asyncio.shield(self.preload(spec))
+        except CheckpointError as error:
+            raise ApiError(
+                503,
+                f"The tokenizer of model '{spec.name}' cannot be loaded: {error}",
+                type="service_unavailable",
+                param="model",
+                code="unavailable",
+                retry_after_s=RETRY_AFTER_FAILURE_S,
+            ) from None
+
+    async def run(self, num_characters: int, work: functools.partial[Any]) -> Any:
+        """`work` inline if it is about a short text, else on a thread."""
+        if num_characters <= INLINE_CHARACTERS:
+            return work()
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)

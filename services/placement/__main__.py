@@ -1,0 +1,48 @@
+"""`python -m services.placement`: one placement replica, configured by environment (see `PlacementSettings`)."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from functools import partial
+
+import msgspec
+
+from services.placement.service import PlacementService
+from shared.bus.nats_bus import NatsBus
+from shared.service import load_or_exit, run_service
+from shared.settings import PlacementSettings, default_id
+from shared.telemetry import start_telemetry
+
+logger = logging.getLogger(__name__)
+
+
+async def serve(settings: PlacementSettings, stop: asyncio.Event) -> None:
+    telemetry = start_telemetry("placement", settings.placement_id, settings)
+    connecting = asyncio.create_task(NatsBus.connect(settings, "placement", settings.placement_id, telemetry.registry))
+    stopping = asyncio.create_task(stop.wait())
+    await asyncio.wait((connecting, stopping), return_when=asyncio.FIRST_COMPLETED)
+    if not connecting.done():
+        connecting.cancel()
+        return
+    bus = connecting.result()
+    service = PlacementService(bus, settings, telemetry)
+    try:
+        port = telemetry.serve_metrics(service.problems)
+        logger.info("%s: metrics on http://%s:%d/metrics", settings.placement_id, settings.metrics_host, port)
+        await service.start()
+        await stop.wait()
+    finally:
+        await service.stop()
+        await bus.close()
+        telemetry.close()
+
+
+def main() -> None:
+    settings = load_or_exit(PlacementSettings)
+    named = msgspec.structs.replace(settings, placement_id=settings.placement_id or default_id("placement"))
+    run_service(partial(serve, named), named)
+
+
+if __name__ == "__main__":
+    main()

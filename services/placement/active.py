@@ -1,0 +1,369 @@
+"""The placement that leads: owns the configured models, the plan and the statistics while the lease is held.
+
+    MODELS, NODES, checkpoints -> planning.plan -> PLANS "current"
+    SCHEDULER_STATISTICS -> TrafficStatistics -> STATISTICS
+    PLACEMENT_ADD_MODEL, PLACEMENT_REMOVE_MODEL, PLACEMENT_PLAN
+
+What is stored is what counts: a change of the models is written first, then planned. Whoever leads next begins with the
+buckets alone.
+
+Models of the settings ("seeds") are added unless they were added before: a model that has statistics but is not in MODELS
+was removed by the operator, and stays removed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+from opentelemetry.trace import Tracer
+
+from services.placement.checkpoints import Checkpoints
+from services.placement.footprint import ConfiguredModel
+from services.placement.metrics import PlacementMetrics
+from services.placement.nodes import NodePresence
+from services.placement.planning import displaced, plan
+from services.placement.requests import check_length, check_spec, refuse
+from services.placement.statistics import TrafficStatistics
+from shared.bus.interface import Bus, BusError, KeyValue, RevisionConflict, ServiceError, Subscription
+from shared.messages import (
+    MODELS,
+    PLACEMENT_ADD_MODEL,
+    PLACEMENT_PLAN,
+    PLACEMENT_REMOVE_MODEL,
+    PLANS,
+    SCHEDULER_STATISTICS,
+    STATISTICS,
+    AddModel,
+    ErrorCode,
+    ErrorInfo,
+    GetPlan,
+    ModelSpec,
+    ModelStatistics,
+    NodeInfo,
+    PlacementPlan,
+    RemoveModel,
+    StatisticsReport,
+    bucket_key,
+)
+
+T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
+
+PLAN_KEY = "current"
+DEBOUNCE_S = 0.2
+"""Changes that come together make one plan."""
+TICK_S = 1.0
+"""Statistics are stored, and graces of nodes looked at, at least so often."""
+FIRST_READ_S = 5.0
+"""For the checkpoints at the start, so that the first plan has all that are at hand."""
+PUBLISH_ATTEMPTS = 3
+ADD_READ_S = 8.0
+"""For the checkpoint of a new model within the call, less than the caller's patience; a download goes on after it."""
+
+
+@dataclass(frozen=True)
+class _Inputs:
+    """All that a plan follows from."""
+
+    models: list[ConfiguredModel]
+    nodes: list[NodeInfo]
+    held_nodes: frozenset[str]
+    incumbent: PlacementPlan | None
+
+    async def plan(self) -> PlacementPlan:
+        return await asyncio.to_thread(plan, self.models, self.nodes, self.incumbent, held_nodes=self.held_nodes)
+
+
+class ActivePlacement:
+    """Made anew for each time of leadership."""
+
+    def __init__(
+        self,
+        bus: Bus,
+        seeds: list[ModelSpec],
+        retry_s: float,
+        metrics: PlacementMetrics,
+        tracer: Tracer,
+        checkpoints: Checkpoints,
+        registered: Callable[[], Mapping[str, NodeInfo]],
+        is_leader: Callable[[], bool],
+    ) -> None:
+        """`registered`: the nodes at this moment. `retry_s`: after which an unreadable checkpoint is tried again."""
+        self._bus = bus
+        self._seeds = seeds
+        self._retry_s = retry_s
+        self._metrics = metrics
+        self._tracer = tracer
+        self._checkpoints = checkpoints
+        self._registered = registered
+        self._is_leader = is_leader
+        self._presence = NodePresence()
+        self._statistics = TrafficStatistics(bus.now())
+        self._models: dict[str, ModelSpec] = {}
+        self._plan: PlacementPlan | None = None
+        self._plan_revision = 0
+        self._planned: _Inputs | None = None
+        """What the current plan was made from."""
+        self._retry_at = 0.0
+        self._changing = asyncio.Lock()
+        """Held while models or plan change."""
+        self._wake = asyncio.Event()
+        self._subscriptions: list[Subscription] = []
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._model_bucket: KeyValue[ModelSpec]
+        self._plan_bucket: KeyValue[PlacementPlan]
+        self._statistics_bucket: KeyValue[ModelStatistics]
+
+    # ------------------------------------------------------------------------------------------- open and close
+
+    async def open(self) -> None:
+        """Takes over what is stored, then serves. Raises `BusError`."""
+        self._model_bucket = await self._bus.key_value(MODELS)
+        self._plan_bucket = await self._bus.key_value(PLANS)
+        self._statistics_bucket = await self._bus.key_value(STATISTICS)
+        self._models = {e.value.name: e.value for e in (await self._model_bucket.entries()).values()}
+        totals = {e.value.model: e.value for e in (await self._statistics_bucket.entries()).values()}
+        for seed in self._seeds:
+            stored = self._models.get(seed.name)
+            if stored is None and seed.name in totals:
+                logger.warning("model %r of TIDEWAY_MODELS was removed by the operator and stays removed", seed.name)
+            elif stored is None:
+                await self._model_bucket.put(bucket_key(seed.name), seed)
+                self._models[seed.name] = seed
+            elif stored != seed:
+                logger.warning("model %r differs from TIDEWAY_MODELS and stays: %s; to change it, remove it first",
+                               seed.name, stored)  # fmt: skip
+        for name in self._models:
+            self._statistics.add_model(name, totals.get(name))
+        if (entry := await self._plan_bucket.get(PLAN_KEY)) is not None:
+            self._plan, self._plan_revision = entry.value, entry.revision
+        self._retry_checkpoints()
+        # One by one, so that `close` finds those that were made should a later one fail.
+        serve, made = self._bus.serve, self._subscriptions
+        made.append(await serve(PLACEMENT_ADD_MODEL, self._on_add_model))
+        made.append(await serve(PLACEMENT_REMOVE_MODEL, self._on_remove_model))
+        made.append(await serve(PLACEMENT_PLAN, self._on_get_plan))
+        made.append(await self._bus.subscribe(SCHEDULER_STATISTICS, self._on_statistics))
+        self._spawn(self._run())
+        logger.info("placement leads with %d models", len(self._models))
+
+    async def flush(self) -> None:
+        """Stores what was counted; before leadership is given up."""
+        try:
+            await self._store_statistics()
+        except BusError as error:
+            logger.warning("the last statistics could not be stored: %s", error)
+
+    async def close(self) -> None:
+        """Stops serving."""
+        for subscription in self._subscriptions:
+            await subscription.stop()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _spawn(self, coroutine: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        task = asyncio.create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    def wake(self) -> None:
+        """A node or a checkpoint changed."""
+        self._wake.set()
+
+    # ------------------------------------------------------------------------------------------------ planning
+
+    async def _run(self) -> None:
+        await self._checkpoints.wait({spec.source for spec in self._models.values()}, FIRST_READ_S)
+        while True:
+            try:
+                if self._is_leader():
+                    self._retry_checkpoints()
+                    async with self._changing:
+                        await self._replan()
+                    await self._store_statistics()
+            except BusError as error:
+                logger.warning("placement could not write to the bus, trying again: %s", error)
+            except Exception:
+                logger.exception("planning failed, trying again")
+            self._show()
+            try:
+                async with asyncio.timeout(TICK_S):
+                    await self._wake.wait()
+            except TimeoutError:
+                pass
+            self._wake.clear()
+            await asyncio.sleep(DEBOUNCE_S)
+
+    def _retry_checkpoints(self) -> None:
+        if self._bus.now() >= self._retry_at:
+            self._retry_at = self._bus.now() + self._retry_s
+            for spec in self._models.values():
+                self._checkpoints.begin(spec.source)
+
+    def _inputs(self, models: Mapping[str, ModelSpec]) -> _Inputs:
+        planned = {instance.node_id for instance in self._plan.instances} if self._plan is not None else set()
+        nodes, held = self._presence.view(self._registered(), planned, self._bus.now())
+        configured = [
+            ConfiguredModel(spec, self._checkpoints.shape(spec.source), self._checkpoints.problem(spec.source))
+            for spec in models.values()
+        ]
+        return _Inputs(configured, nodes, held, self._plan)
+
+    async def _replan(self) -> None:
+        """Publishes the plan for the models as they are, if it differs. Call it with `_changing` held."""
+        for _ in range(PUBLISH_ATTEMPTS):
+            inputs = self._inputs(self._models)
+            if inputs == self._planned or (self._plan is None and not inputs.nodes):
+                return  # nothing new, or nothing to plan for yet
+            new = await inputs.plan()
+            if new != self._plan and not await self._publish(new):
+                continue
+            self._planned = replace(inputs, incumbent=new)
+            return
+        raise BusError(ErrorInfo(ErrorCode.CONFLICT, "the plan is being changed by somebody else"))
+
+    async def _publish(self, new: PlacementPlan) -> bool:
+        """False: another plan is stored than was thought; `_plan` is that one now."""
+        with self._tracer.start_as_current_span("placement.publish_plan") as span:
+            span.set_attribute("tideway.plan_version", new.version)
+            try:
+                if self._plan_revision:
+                    revision = await self._plan_bucket.update(PLAN_KEY, new, self._plan_revision)
+                else:
+                    revision = await self._plan_bucket.create(PLAN_KEY, new)
+            except RevisionConflict:
+                # A write that was thought lost, or a server that lost its disk.
+                entry = await self._plan_bucket.get(PLAN_KEY)
+                self._plan_revision = entry.revision if entry is not None else 0
+                self._plan = entry.value if entry is not None else self._plan
+                return False
+        self._plan, self._plan_revision = new, revision
+        self._metrics.num_plans.inc()
+        logger.info("plan %d: %d models on %d instances", new.version, len(self._models), len(new.instances))
+        for name, reason in new.unplaced.items():
+            logger.warning("model %r is not placed: %s", name, reason)
+        return True
+
+    # ------------------------------------------------------------------------------------------------ handlers
+
+    async def _on_get_plan(self, _query: GetPlan) -> PlacementPlan:
+        self._check_leader()
+        return self._plan or PlacementPlan(0, [])
+
+    async def _on_add_model(self, query: AddModel) -> PlacementPlan:
+        self._check_leader()
+        check_spec(query.spec)
+        if query.spec.name not in self._models:
+            await self._read_checkpoint(query.spec)
+        return await asyncio.shield(self._spawn(self._add(query.spec)))
+
+    async def _on_remove_model(self, query: RemoveModel) -> PlacementPlan:
+        return await asyncio.shield(self._spawn(self._remove(query.name)))
+
+    # A change that was begun is finished, whether or not the caller still waits: what is stored and what is known here
+    # must stay the same.
+
+    async def _add(self, spec: ModelSpec) -> PlacementPlan:
+        async with self._change():
+            if (known := self._models.get(spec.name)) is not None:
+                if known != spec:
+                    raise refuse(f"model {spec.name!r} is there with another definition", "name", ErrorCode.CONFLICT)
+                return self._plan or PlacementPlan(0, [])
+            await self._check_fits(spec)
+            await self._model_bucket.put(bucket_key(spec.name), spec)
+            self._models[spec.name] = spec
+            self._statistics.add_model(spec.name)
+            logger.info("model %r was added: %s", spec.name, spec)
+            return await self._carry_out()
+
+    async def _remove(self, name: str) -> PlacementPlan:
+        async with self._change():
+            if name not in self._models:
+                raise refuse(f"there is no model {name!r}", "name", ErrorCode.UNKNOWN_MODEL)
+            # Its totals stay: they tell that it was here, should the settings still name it.
+            await self._store_statistics()
+            await self._model_bucket.delete(bucket_key(name))
+            del self._models[name]
+            self._statistics.remove_model(name)
+            self._metrics.forget(name)
+            self._checkpoints.forget_all_but({spec.source for spec in self._models.values()})
+            logger.info("model %r was removed", name)
+            return await self._carry_out()
+
+    async def _read_checkpoint(self, spec: ModelSpec) -> None:
+        is_used = any(known.source == spec.source for known in self._models.values())
+        self._checkpoints.begin(spec.source, again=not is_used)
+        await self._checkpoints.wait([spec.source], ADD_READ_S)
+        if problem := self._checkpoints.problem(spec.source):
+            raise refuse(problem, "source")
+        shape = self._checkpoints.shape(spec.source)
+        if shape is None:
+            message = f"the checkpoint {spec.source!r} is being fetched; add the model again when it is there"
+            raise ServiceError.of(ErrorCode.UNAVAILABLE, message, "source", retry_after_s=10.0)
+        check_length(spec, shape)
+
+    async def _check_fits(self, spec: ModelSpec) -> None:
+        if not self._registered():
+            return  # it is placed when a node comes
+        without = await self._inputs(self._models).plan()
+        tentative = await self._inputs({**self._models, spec.name: spec}).plan()
+        if reason := tentative.unplaced.get(spec.name):
+            raise refuse(f"the model does not fit: {reason}", "source")
+        if lost := displaced(without, tentative):
+            raise refuse(f"the model does not fit beside {lost[0][0]!r} on {lost[0][1]}", "source")
+
+    @asynccontextmanager
+    async def _change(self) -> AsyncIterator[None]:
+        """Alone, as leader; what the bus fails to do is said to be temporary."""
+        async with self._changing:
+            self._check_leader()
+            try:
+                yield
+            except ServiceError:
+                raise
+            except BusError as error:
+                self.wake()
+                raise ServiceError.of(ErrorCode.UNAVAILABLE, str(error), retry_after_s=1.0) from error
+
+    async def _carry_out(self) -> PlacementPlan:
+        """After a change of the models, which is stored: a plan that cannot be published now will be by `_run`."""
+        try:
+            await self._replan()
+        except BusError as error:
+            raise BusError(
+                ErrorInfo(error.code, f"the change is stored, its plan not yet published: {error}")
+            ) from error
+        return self._plan or PlacementPlan(0, [])
+
+    def _check_leader(self) -> None:
+        if not self._is_leader():
+            raise ServiceError.of(ErrorCode.NOT_LEADER, "another placement leads")
+
+    # ---------------------------------------------------------------------------------------------- statistics
+
+    def _on_statistics(self, report: StatisticsReport) -> None:
+        self._statistics.observe(report.models, self._bus.now())
+
+    async def _store_statistics(self) -> None:
+        """A crash loses what was counted since the last call, which is TICK_S or a little more ago. Raises `BusError`."""
+        changed = self._statistics.take_changed()
+        for done, totals in enumerate(changed):
+            try:
+                await self._statistics_bucket.put(bucket_key(totals.model), totals)
+            except BaseException:
+                self._statistics.keep_changed(t.model for t in changed[done:])
+                raise
+
+    def _show(self) -> None:
+        now = self._bus.now()
+        self._metrics.show(self._plan, self._registered(), len(self._models))
+        for name in self._models:
+            self._metrics.show_traffic(name, self._statistics.rates(name, now))

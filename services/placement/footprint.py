@@ -1,0 +1,70 @@
+"""What a model costs on an instance: memory for weights, activations and KV blocks. Pure arithmetic on a checkpoint's
+shape, with the constants and their reasons."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from shared.checkpoint import ITEMSIZES, CheckpointShape
+from shared.engine.slab import slot_bytes
+from shared.messages import ModelSpec
+
+PAGE_TOKENS = {"cpu": 32, "cuda": 128}
+"""Tokens in one KV block, as the worker's attention back ends choose them."""
+
+STEP_TOKENS = {"cpu": 512, "cuda": 8192}
+"""Tokens in one step at most (the instance's default token budget): what activations are sized for."""
+
+STEP_SEQUENCES = 256
+"""Sequences in one step at most: each needs a row of logits."""
+
+LEAST_SEQUENCE_TOKENS = 2048
+"""A model is placed only where the KV pool holds at least one sequence of this length (or of the model's length, if
+that is shorter) beside one such sequence of every other model there: an ordinary chat, and no deadlock between models."""
+
+HIDDEN_VECTORS = 16
+"""Activations alive at once per token, in vectors of hidden_size: residual, normalised input, queries, keys, values and
+attention output (6), gate, up and their product (about 3 to 4 times hidden_size each; 10 with buffers reused)."""
+
+LOGIT_BYTES = 2 * 4
+"""Per vocabulary entry and sampled row: float32 logits and one copy that sampling sorts or masks."""
+
+WEIGHT_MARGIN = 1.02
+"""Rotary tables, allocator rounding and packed layouts on top of the tensors in the files."""
+
+
+@dataclass(frozen=True)
+class ConfiguredModel:
+    """A model of the MODELS bucket. `shape` is None while its checkpoint is not known: `problem` says why it cannot be read,
+    or is empty while it is still being read."""
+
+    spec: ModelSpec
+    shape: CheckpointShape | None
+    problem: str = ""
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """Memory of one model on one kind of device, in bytes; `least_slots` in KV blocks."""
+
+    weight_bytes: int
+    activation_bytes: int
+    """Peak during a step. Only one model of an instance is in a step at a time, so an instance needs the largest."""
+    slot_bytes: int
+    least_slots: int
+
+
+def footprint(spec: ModelSpec, shape: CheckpointShape, device: str) -> Footprint:
+    """`spec.dtype` is "auto" (as stored) or a key of ITEMSIZES. The worker may run a float16 checkpoint in bfloat16, which
+    has the same size."""
+    stored = ITEMSIZES[shape.dtype]
+    itemsize = stored if spec.dtype == "auto" else ITEMSIZES[spec.dtype]
+    page_tokens = PAGE_TOKENS[device]
+    longest = min(spec.max_model_len or shape.max_model_len, LEAST_SEQUENCE_TOKENS)
+    hidden = STEP_TOKENS[device] * HIDDEN_VECTORS * shape.hidden_size * itemsize
+    return Footprint(
+        weight_bytes=int(shape.weight_bytes * itemsize / stored * WEIGHT_MARGIN),
+        activation_bytes=hidden + STEP_SEQUENCES * shape.vocab_size * LOGIT_BYTES,
+        slot_bytes=slot_bytes(shape.num_layers, page_tokens, shape.num_kv_heads, shape.head_dim, itemsize),
+        least_slots=-(-longest // page_tokens),
+    )

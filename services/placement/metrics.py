@@ -1,0 +1,60 @@
+"""What placement shows to Prometheus."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from prometheus_client import CollectorRegistry, Counter, Gauge
+
+from services.placement.statistics import TrafficRates
+from shared.messages import NodeInfo, PlacementPlan
+
+_TRAFFIC = {
+    "arrivals_per_s": "Requests that arrived per second",
+    "output_tokens_per_s": "Output tokens per second of finished requests",
+    "mean_prompt_tokens": "Mean prompt tokens of a finished request",
+    "mean_output_tokens": "Mean output tokens of a finished request",
+    "mean_queued_s": "Mean seconds that a finished request waited",
+    "mean_execution_s": "Mean seconds that a finished request ran",
+    "num_queued": "Requests in the global queue",
+}
+
+
+class PlacementMetrics:
+    def __init__(self, registry: CollectorRegistry) -> None:
+        def gauge(name: str, text: str, labels: tuple[str, ...] = ()) -> Gauge:
+            return Gauge(f"tideway_placement_{name}", text, labels, registry=registry)
+
+        self.is_leader = gauge("is_leader", "1 while this replica leads")
+        self.num_plans = Counter("tideway_placement_plans", "Plans published", registry=registry)
+        self._plan_version = gauge("plan_version", "Version of the current plan")
+        self._models = gauge("models", "Configured models", ("state",))
+        self._nodes = gauge("nodes", "Registered nodes")
+        self._instances = gauge("instances", "Instances of the current plan")
+        self._replicas = gauge("model_replicas", "Instances of the current plan that hold the model", ("model",))
+        self._traffic = {
+            name: gauge(f"model_{name}", f"{text} (last minute)", ("model",)) for name, text in _TRAFFIC.items()
+        }
+
+    def show(self, plan: PlacementPlan | None, nodes: Mapping[str, NodeInfo], num_models: int) -> None:
+        self._nodes.set(len(nodes))
+        replicas: dict[str, int] = {}
+        for instance in plan.instances if plan is not None else ():
+            for spec in instance.models:
+                replicas[spec.name] = replicas.get(spec.name, 0) + 1
+        self._models.labels("placed").set(len(replicas))
+        self._models.labels("unplaced").set(num_models - len(replicas))
+        self._plan_version.set(plan.version if plan is not None else 0)
+        self._instances.set(len(plan.instances) if plan is not None else 0)
+        self._replicas.clear()
+        for name, count in replicas.items():
+            self._replicas.labels(name).set(count)
+
+    def show_traffic(self, model: str, rates: TrafficRates) -> None:
+        for name, gauge in self._traffic.items():
+            gauge.labels(model).set(getattr(rates, name))
+
+    def forget(self, model: str) -> None:
+        for gauge in self._traffic.values():
+            if (model,) in gauge._metrics:
+                gauge.remove(model)

@@ -1,0 +1,284 @@
+"""Which model runs on which instance. Pure: the same arguments give the same plan.
+
+Every configured model goes on every instance (or on `replicas` of them) as memory allows. Memory of a node is divided
+evenly over its instances; an instance holds
+
+    sum(weights) + max(activations) + KV pool + one merged block of scratch  <=  memory of the node / its instances
+
+Stability comes before balance: what the incumbent plan placed stays where it is while it fits, with its KV pool (a pool
+cannot change under a running instance). New models take what is left; nothing is moved or evicted for them.
+
+A room whose contents cannot be judged is *frozen*: it keeps the models that are still configured and takes no others.
+That holds for instances of nodes that are away for a moment, and for those with a model whose checkpoint cannot be read
+just now.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from services.placement.footprint import ConfiguredModel, Footprint, footprint
+from shared.engine import slab
+from shared.messages import InstancePlan, ModelSpec, NodeInfo, PlacementPlan
+
+MAX_CPU_POOL_BYTES = 1 << 30
+"""On CPU the pool is main memory that others can use better: at tens of tokens per second it holds minutes of output."""
+
+LEAST_MERGED_BYTES = {"cpu": 4 << 20, "cuda": 32 << 20}
+"""Merged blocks are at least so large, so that a model that is added later usually fits into them: other merged blocks
+need a restart of the instance."""
+
+slots_per_merged = functools.lru_cache(maxsize=4096)(slab.slots_per_merged)
+"""Asked again and again for the same few pairs."""
+
+
+@dataclass
+class _Room:
+    """One instance as the plan fills it."""
+
+    instance_id: str
+    node_id: str
+    device: str
+    capacity_bytes: int
+    incumbent: InstancePlan | None
+    is_frozen: bool = False
+    merged_bytes: int = 0
+    specs: dict[str, ModelSpec] = field(default_factory=dict)
+    weight_bytes: int = 0
+    activation_bytes: int = 0
+    least_blocks: int = 0
+    """Merged blocks that the least KV pool needs."""
+
+    @property
+    def used_bytes(self) -> int:
+        return self.weight_bytes + self.activation_bytes + self.least_blocks * self.merged_bytes
+
+    def free_bytes(self, added: Footprint | None = None) -> int:
+        """Memory beyond weights, activations, scratch and the least pool, with `added` too; negative: does not fit."""
+        weights, activations, blocks = self.weight_bytes, self.activation_bytes, self.least_blocks
+        if added is not None:
+            weights += added.weight_bytes
+            activations = max(activations, added.activation_bytes)
+            blocks += self._blocks(added)
+        return self.capacity_bytes - weights - activations - (blocks + 1) * self.merged_bytes
+
+    def fits(self, added: Footprint) -> bool:
+        return slots_per_merged(self.merged_bytes, added.slot_bytes) > 0 and self.free_bytes(added) >= 0
+
+    def keeps_pool(self, added: Footprint | None = None) -> bool:
+        """Whether the incumbent's pool can stay as it is."""
+        if self.incumbent is None or self.incumbent.merged_bytes != self.merged_bytes:
+            return False
+        blocks = self.least_blocks + (0 if added is None else self._blocks(added))
+        least_bytes = blocks * self.merged_bytes
+        return least_bytes <= self.incumbent.pool_bytes <= self.free_bytes(added) + least_bytes
+
+    def add(self, spec: ModelSpec, size: Footprint) -> None:
+        self.specs[spec.name] = spec
+        self.weight_bytes += size.weight_bytes
+        self.activation_bytes = max(self.activation_bytes, size.activation_bytes)
+        self.least_blocks += self._blocks(size)
+
+    def plan(self, max_cpu_pool_bytes: int) -> InstancePlan:
+        if self.incumbent is not None and (self.is_frozen or self.keeps_pool()):
+            pool_bytes, merged_bytes = self.incumbent.pool_bytes, self.incumbent.merged_bytes
+        else:
+            merged_bytes = self.merged_bytes
+            least_bytes = self.least_blocks * merged_bytes
+            pool_bytes = self.free_bytes() + least_bytes
+            if self.device == "cpu":
+                pool_bytes = min(pool_bytes, max(max_cpu_pool_bytes, least_bytes))
+            pool_bytes -= pool_bytes % merged_bytes
+        models = [self.specs[name] for name in sorted(self.specs)]
+        return InstancePlan(self.instance_id, self.node_id, models, pool_bytes, merged_bytes)
+
+    def _blocks(self, size: Footprint) -> int:
+        return -(-size.least_slots // slots_per_merged(self.merged_bytes, size.slot_bytes))
+
+
+def plan(
+    models: Sequence[ConfiguredModel],
+    nodes: Sequence[NodeInfo],
+    incumbent: PlacementPlan | None,
+    *,
+    held_nodes: Collection[str] = (),
+    max_cpu_pool_bytes: int = MAX_CPU_POOL_BYTES,
+) -> PlacementPlan:
+    """The next plan; the incumbent itself if nothing changes.
+
+    `held_nodes`: nodes that are not in `nodes` but may be back in a moment; the incumbent's instances there stay.
+    """
+    configured = {model.spec.name: model for model in sorted(models, key=lambda m: m.spec.name)}
+    rooms = _rooms(configured, nodes, incumbent, held_nodes)
+    sizes = {
+        (name, device): footprint(model.spec, model.shape, device)
+        for device in sorted({room.device for room in rooms})
+        for name, model in configured.items()
+        if model.shape is not None
+    }
+    _choose_merged_blocks(rooms, sizes)
+    placement = _Placement(configured, rooms, sizes)
+    placement.keep_incumbents()
+    placement.fill()
+
+    instances = [room.plan(max_cpu_pool_bytes) for room in rooms if room.specs]
+    unplaced = {
+        name: reason
+        for name in configured
+        if not placement.num_replicas[name] and (reason := placement.why_unplaced(name))
+    }
+    if incumbent is not None and incumbent.instances == instances and incumbent.unplaced == unplaced:
+        return incumbent
+    return PlacementPlan(1 if incumbent is None else incumbent.version + 1, instances, unplaced)
+
+
+def displaced(before: PlacementPlan | None, after: PlacementPlan) -> list[tuple[str, str]]:
+    """(model, instance) pairs of `before` that `after` lacks."""
+    kept = {(spec.name, i.instance_id) for i in after.instances for spec in i.models}
+    had = [(spec.name, i.instance_id) for i in before.instances for spec in i.models] if before is not None else []
+    return [pair for pair in had if pair not in kept]
+
+
+def _rooms(
+    configured: dict[str, ConfiguredModel],
+    nodes: Iterable[NodeInfo],
+    incumbent: PlacementPlan | None,
+    held_nodes: Collection[str],
+) -> list[_Room]:
+    before = {} if incumbent is None else {i.instance_id: i for i in incumbent.instances}
+    rooms = []
+    for node in sorted(nodes, key=lambda n: n.node_id):
+        capacity = node.memory_bytes // max(1, node.num_instances)
+        for k in range(node.num_instances):
+            instance_id = f"{node.node_id}-{k}"
+            device = "cuda" if node.device.startswith("cuda") else "cpu"
+            rooms.append(_Room(instance_id, node.node_id, device, capacity, before.get(instance_id)))
+    present = {node.node_id for node in nodes}
+    for instance in before.values():
+        if instance.node_id in held_nodes and instance.node_id not in present:
+            rooms.append(_Room(instance.instance_id, instance.node_id, "cpu", 0, instance, is_frozen=True))
+    for room in rooms:
+        stays = [configured[s.name] for s in room.incumbent.models if _stays(configured, s)] if room.incumbent else []
+        room.is_frozen = room.is_frozen or any(model.shape is None for model in stays)
+    return rooms
+
+
+def _stays(configured: dict[str, ConfiguredModel], spec: ModelSpec) -> bool:
+    return spec.name in configured and configured[spec.name].spec == spec
+
+
+def _choose_merged_blocks(rooms: list[_Room], sizes: dict[tuple[str, str], Footprint]) -> None:
+    """One size for all rooms of a kind of device: the incumbents' (the most frequent) while every model fits into it,
+    else the best for all configured models that can be placed there at all."""
+    for device in {room.device for room in rooms}:
+        alike = [room for room in rooms if room.device == device and not room.is_frozen]
+        largest_room = max((room.capacity_bytes for room in alike), default=0)
+        slots = [
+            size.slot_bytes
+            for (_, kind), size in sizes.items()
+            if kind == device
+            and size.weight_bytes + size.activation_bytes + size.least_slots * size.slot_bytes <= largest_room
+        ]
+        counts = Counter(room.incumbent.merged_bytes for room in alike if room.incumbent is not None)
+        merged_bytes = max(counts, key=lambda m: (counts[m], m), default=0)
+        if not merged_bytes or not all(slots_per_merged(merged_bytes, slot) for slot in slots):
+            merged_bytes = slab.choose_merged_bytes(slots)
+            merged_bytes *= -(-LEAST_MERGED_BYTES[device] // merged_bytes)
+        for room in alike:
+            room.merged_bytes = merged_bytes
+
+
+class _Placement:
+    """Fills the rooms and counts the replicas."""
+
+    def __init__(
+        self, configured: dict[str, ConfiguredModel], rooms: list[_Room], sizes: dict[tuple[str, str], Footprint]
+    ) -> None:
+        self._configured = configured
+        self._rooms = rooms
+        self._sizes = sizes
+        self.num_replicas = dict.fromkeys(configured, 0)
+
+    def keep_incumbents(self) -> None:
+        for room in self._rooms:
+            for spec in room.incumbent.models if room.incumbent is not None else ():
+                if not _stays(self._configured, spec) or not self._wants_more(spec.name):
+                    continue
+                if room.is_frozen:
+                    room.specs[spec.name] = spec
+                    self.num_replicas[spec.name] += 1
+                elif room.fits(self._sizes[spec.name, room.device]):
+                    self._put(spec.name, room)
+
+    def fill(self) -> None:
+        """First one replica of each model, so that none takes the last room of another; then the asked numbers of
+        replicas; then every instance with every model that has no number. Large models first, as they fit in fewest."""
+        names = sorted(
+            (name for name, model in self._configured.items() if model.shape is not None),
+            key=lambda name: (-self._weight(name), name),
+        )
+        for name in names:
+            if not self.num_replicas[name]:
+                self._put_in_best_room(name)
+        for name in names:
+            if self._configured[name].spec.replicas is not None:
+                while self._wants_more(name) and self._put_in_best_room(name):
+                    pass
+        for room in self._rooms:
+            # The rarest model first, so that scarce memory is shared evenly.
+            for name in sorted(names, key=lambda n: self.num_replicas[n]):
+                if self._wants_more(name) and self._has_place(name, room):
+                    self._put(name, room)
+
+    def why_unplaced(self, name: str) -> str:
+        """Empty for a model whose checkpoint is still being read."""
+        model = self._configured[name]
+        if model.shape is None:
+            return model.problem
+        rooms = [room for room in self._rooms if not room.is_frozen]
+        if not rooms:
+            return "no worker node is registered"
+        room = max(rooms, key=lambda r: (r.capacity_bytes - r.used_bytes, r.instance_id))
+        size = self._sizes[name, room.device]
+        least = size.least_slots * size.slot_bytes
+        needed = size.weight_bytes + size.activation_bytes + least
+        return (
+            f"{name!r} needs {_mib(needed)} ({_mib(size.weight_bytes)} weights, {_mib(size.activation_bytes)} activations, "
+            f"{_mib(least)} least KV pool); the instance with the most room, {room.instance_id}, has "
+            f"{_mib(room.capacity_bytes - room.used_bytes)} free of {_mib(room.capacity_bytes)}"
+        )
+
+    def _wants_more(self, name: str) -> bool:
+        replicas = self._configured[name].spec.replicas
+        return replicas is None or self.num_replicas[name] < replicas
+
+    def _weight(self, name: str) -> int:
+        return max((size.weight_bytes for (n, _), size in self._sizes.items() if n == name), default=0)
+
+    def _has_place(self, name: str, room: _Room) -> bool:
+        return not room.is_frozen and name not in room.specs and room.fits(self._sizes[name, room.device])
+
+    def _put_in_best_room(self, name: str) -> bool:
+        """Where no pool must change, if there is such a room; among those, where the most is left."""
+        best = max(
+            (room for room in self._rooms if self._has_place(name, room)),
+            key=lambda room: (
+                room.incumbent is None or room.keeps_pool(self._sizes[name, room.device]),
+                room.free_bytes(self._sizes[name, room.device]),
+            ),
+            default=None,
+        )
+        if best is not None:
+            self._put(name, best)
+        return best is not None
+
+    def _put(self, name: str, room: _Room) -> None:
+        room.add(self._configured[name].spec, self._sizes[name, room.device])
+        self.num_replicas[name] += 1
+
+
+def _mib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**20:,.0f} MiB"

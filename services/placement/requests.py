@@ -1,0 +1,39 @@
+"""Checks of what an operator asks for. Pure; a refusal is a `ServiceError` that names the field."""
+
+from __future__ import annotations
+
+import re
+
+from shared.bus.interface import ServiceError
+from shared.checkpoint import ITEMSIZES, CheckpointShape
+from shared.messages import ErrorCode, ModelSpec
+
+NAME_PATTERN = r"[A-Za-z0-9][A-Za-z0-9._:/-]{0,127}"
+
+
+def refuse(message: str, param: str, code: ErrorCode = ErrorCode.BAD_REQUEST) -> ServiceError:
+    return ServiceError.of(code, message, param)
+
+
+def check_spec(spec: ModelSpec) -> None:
+    """What can be said without the checkpoint."""
+    if not re.fullmatch(NAME_PATTERN, spec.name):
+        raise refuse(
+            f"{spec.name!r} is no model name: 1 to 128 letters, digits and . _ : / -, the first a letter or digit",
+            "name",
+        )
+    if not spec.source.strip():
+        raise refuse("source is empty: a folder in Hugging Face format, or a hub id", "source")
+    if spec.dtype != "auto" and spec.dtype not in ITEMSIZES:
+        raise refuse(f"dtype {spec.dtype!r}: expected auto, {', '.join(ITEMSIZES)}", "dtype")
+    for field, value in (("max_model_len", spec.max_model_len), ("replicas", spec.replicas)):
+        if value is not None and value < 1:
+            raise refuse(f"{field} is {value}: expected 1 or more", field)
+
+
+def check_length(spec: ModelSpec, shape: CheckpointShape) -> None:
+    if spec.max_model_len is not None and spec.max_model_len > shape.max_model_len:
+        raise refuse(
+            f"max_model_len is {spec.max_model_len}, but the checkpoint allows {shape.max_model_len} tokens",
+            "max_model_len",
+        )

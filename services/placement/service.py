@@ -1,0 +1,92 @@
+"""The placement service as a process: contends for the lease, watches the nodes, and plans while it leads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from services.placement.active import ActivePlacement
+from services.placement.checkpoints import Checkpoints, read_shape
+from services.placement.metrics import PlacementMetrics
+from services.placement.requests import check_spec
+from shared.bus.interface import Bus, BusError, Watch
+from shared.checkpoint import CheckpointShape
+from shared.lease import Lease
+from shared.messages import NODES, NodeInfo
+from shared.settings import PlacementSettings, SettingsError, default_id
+from shared.telemetry import Telemetry
+
+
+class PlacementService:
+    """One replica. Any number may run; one of them is active. `read`: how a checkpoint's shape is found (blocking)."""
+
+    def __init__(
+        self,
+        bus: Bus,
+        settings: PlacementSettings,
+        telemetry: Telemetry,
+        read: Callable[[str], CheckpointShape] = read_shape,
+    ) -> None:
+        self.placement_id = settings.placement_id or default_id("placement")
+        self._seeds = settings.model_specs()
+        for seed in self._seeds:
+            try:
+                check_spec(seed)
+            except BusError as error:
+                raise SettingsError(f"TIDEWAY_MODELS: {error.info.message}") from None
+        if settings.interval_s <= 0:
+            raise SettingsError(f"TIDEWAY_INTERVAL_S={settings.interval_s:g}: expected more than 0")
+        self._bus = bus
+        self._settings = settings
+        self._telemetry = telemetry
+        self._metrics = PlacementMetrics(telemetry.registry)
+        self._checkpoints = Checkpoints(self._wake, read)
+        self._lease = Lease(bus, "placement", self.placement_id, self._on_gain, self._on_lose)
+        self._nodes: Watch[NodeInfo] | None = None
+        self._active: ActivePlacement | None = None
+
+    @property
+    def is_active(self) -> bool:
+        return self._active is not None and self._lease.is_held
+
+    def problems(self) -> list[str]:
+        """For /health; a standby is healthy."""
+        return [] if self._bus.is_connected else ["not connected to NATS"]
+
+    async def start(self) -> None:
+        self._nodes = await (await self._bus.key_value(NODES)).watch(lambda *_: self._wake())
+        await self._lease.start()
+
+    async def stop(self) -> None:
+        """Hands over to a standby at once, if there is one. May be called twice."""
+        if self._active is not None and self._lease.is_held:
+            await self._active.flush()
+        await self._lease.stop()
+        if self._nodes is not None:
+            await self._nodes.stop()
+
+    def _registered(self) -> dict[str, NodeInfo]:
+        return dict(self._nodes.entries) if self._nodes is not None else {}
+
+    def _wake(self) -> None:
+        if self._active is not None:
+            self._active.wake()
+
+    async def _on_gain(self, _term: int) -> None:
+        self._active = ActivePlacement(
+            self._bus,
+            self._seeds,
+            self._settings.interval_s,
+            self._metrics,
+            self._telemetry.tracer,
+            self._checkpoints,
+            self._registered,
+            lambda: self._lease.is_held,
+        )
+        await self._active.open()
+        self._metrics.is_leader.set(1)
+
+    async def _on_lose(self) -> None:
+        self._metrics.is_leader.set(0)
+        if self._active is not None:
+            active, self._active = self._active, None
+            await active.close()

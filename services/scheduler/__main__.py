@@ -1,0 +1,48 @@
+"""`python -m services.scheduler`: one scheduler replica, configured by environment (see `SchedulerSettings`)."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from functools import partial
+
+import msgspec
+
+from services.scheduler.service import SchedulerService
+from shared.bus.nats_bus import NatsBus
+from shared.service import load_or_exit, run_service
+from shared.settings import SchedulerSettings, default_id
+from shared.telemetry import start_telemetry
+
+logger = logging.getLogger(__name__)
+
+
+async def serve(settings: SchedulerSettings, stop: asyncio.Event) -> None:
+    telemetry = start_telemetry("scheduler", settings.scheduler_id, settings)
+    connecting = asyncio.create_task(NatsBus.connect(settings, "scheduler", settings.scheduler_id, telemetry.registry))
+    stopping = asyncio.create_task(stop.wait())
+    await asyncio.wait((connecting, stopping), return_when=asyncio.FIRST_COMPLETED)
+    if not connecting.done():
+        connecting.cancel()
+        return
+    bus = connecting.result()
+    service = SchedulerService(bus, settings, telemetry)
+    try:
+        port = telemetry.serve_metrics(service.problems)
+        logger.info("%s: metrics on http://%s:%d/metrics", settings.scheduler_id, settings.metrics_host, port)
+        await service.start()
+        await stop.wait()
+    finally:
+        await service.stop()
+        await bus.close()
+        telemetry.close()
+
+
+def main() -> None:
+    settings = load_or_exit(SchedulerSettings)
+    named = msgspec.structs.replace(settings, scheduler_id=settings.scheduler_id or default_id("scheduler"))
+    run_service(partial(serve, named), named)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,269 @@
+"""One term as the active scheduler: feeds the core with what arrives on the bus, and carries out its actions.
+
+Lives from the gain of the lease to its loss and is then thrown away, queue and all: the next leader learns from the
+instances what they hold, and from the gateways what they still want.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine, Mapping
+from typing import Any
+
+from services.scheduler.actions import (
+    Action,
+    AskHeld,
+    CancelAt,
+    Dispatch,
+    InstanceLost,
+    LeftQueue,
+    NotifyLost,
+    ProbeSilence,
+    SendEntry,
+)
+from services.scheduler.core import SchedulerCore
+from services.scheduler.observer import Observer
+from shared.bus.interface import Bus, BusError, ServiceError, Subscription
+from shared.messages import (
+    GATEWAY_FRAMES,
+    GATEWAY_LOST,
+    INSTANCE_CANCEL,
+    INSTANCE_EXITED,
+    INSTANCE_HELD,
+    INSTANCE_SUBMIT,
+    LOAD_REPORTS,
+    SCHEDULER_ANNOUNCE,
+    SCHEDULER_CANCEL,
+    SCHEDULER_STATISTICS,
+    SCHEDULER_SUBMIT,
+    Accepted,
+    Cancel,
+    ErrorCode,
+    GenerationRequest,
+    InstanceExited,
+    InstanceInfo,
+    ListHeldRequests,
+    LoadReport,
+    SchedulerInfo,
+    StatisticsReport,
+    TokenFrame,
+)
+from shared.settings import SchedulerSettings
+
+logger = logging.getLogger(__name__)
+
+DISPATCH_TIMEOUT_S = 2.0
+HELD_TIMEOUT_S = 1.0
+"""Also what an instance that does not answer may add to a take-over."""
+STATISTICS_INTERVAL_S = 1.0
+MAX_SUBMITS = 4096
+"""Submit handlers at once; they do not wait for anything."""
+
+
+class ActiveScheduler:
+    def __init__(
+        self,
+        bus: Bus,
+        settings: SchedulerSettings,
+        info: SchedulerInfo,
+        observer: Observer,
+        is_leader: Callable[[], bool],
+    ) -> None:
+        """`info`: this scheduler and its term. `is_leader`: whether the lease may be used at this moment."""
+        self._bus = bus
+        self._info = info
+        self._observer = observer
+        self._is_leader = is_leader
+        self._core = SchedulerCore(settings, info.term)
+        self._subscriptions: list[Subscription] = []
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._calls: set[asyncio.Task[None]] = set()
+        """Submit calls under way, of `_tasks`."""
+        self._timer: asyncio.TimerHandle | None = None
+        self._timer_s = 0.0
+        self._is_closed = False
+
+    async def open(self, instances: Mapping[str, InstanceInfo]) -> None:
+        """Rebuilds the view of who holds what, then serves. `instances`: the registry as it stands; changes after this
+        call come by `on_registry`."""
+        for instance_id, info in instances.items():
+            self._core.on_registry(instance_id, info, self._bus.now())
+        self._subscriptions.append(await self._bus.subscribe(LOAD_REPORTS, self._on_report))
+        self._subscriptions.append(await self._bus.subscribe(SCHEDULER_CANCEL, self._on_cancel))
+        self._subscriptions.append(await self._bus.subscribe(INSTANCE_EXITED, self._on_exited))
+        started_s = self._bus.now()
+        self._core.ask_everyone(started_s)
+        self._act()
+        if questions := list(self._tasks):
+            await asyncio.wait(questions, timeout=2 * HELD_TIMEOUT_S)
+        self._core.begin_serving()
+        self._subscriptions.append(await self._bus.serve(SCHEDULER_SUBMIT, self._submit, max_concurrency=MAX_SUBMITS))
+        self._spawn(self._publish_statistics())
+        self._bus.publish(SCHEDULER_ANNOUNCE, self._info)
+        logger.info(
+            "serving: %d requests are held by %d instances (asked in %.0f ms)",
+            len(self._core.requests),
+            len(instances),
+            1000 * (self._bus.now() - started_s),
+        )
+
+    async def close(self, timeout_s: float) -> None:
+        """Takes nothing more; waits so long for submit calls under way. May be called again to wait longer."""
+        self._is_closed = True
+        for subscription in reversed(self._subscriptions):
+            await subscription.stop()
+        self._subscriptions = []
+        if self._timer is not None:
+            self._timer.cancel()
+        for task in self._tasks - self._calls:
+            task.cancel()
+        if self._calls:
+            await asyncio.wait(self._calls, timeout=timeout_s)
+
+    # ------------------------------------------------------------------------------------------------- inputs
+
+    async def _submit(self, request: GenerationRequest) -> Accepted:
+        if not self._is_leader() or self._is_closed:
+            raise ServiceError.of(ErrorCode.NOT_LEADER, f"{self._info.scheduler_id} is not the active scheduler now")
+        try:
+            GATEWAY_FRAMES.at(gateway_id=request.gateway_id)
+        except ValueError as error:
+            raise ServiceError.of(ErrorCode.BAD_REQUEST, str(error), "gateway_id") from None
+        refused = self._core.submit(request, self._bus.now())
+        self._act()
+        if refused is not None:
+            self._observer.refused.labels(refused.code).inc()
+            raise ServiceError(refused)
+        return Accepted(request.request_id)
+
+    def on_registry(self, instance_id: str, info: InstanceInfo | None) -> None:
+        self._core.on_registry(instance_id, info, self._bus.now())
+        self._act()
+
+    def on_reconnect(self) -> None:
+        self._core.grant_grace(self._bus.now())
+        self._act()
+
+    def _on_report(self, report: LoadReport) -> None:
+        self._observer.reports.inc()
+        self._core.on_report(report, self._bus.now())
+        self._act()
+
+    def _on_cancel(self, cancel: Cancel) -> None:
+        self._core.cancel(cancel.request_id, self._bus.now())
+        self._act()
+
+    def _on_exited(self, exited: InstanceExited) -> None:
+        self._core.on_exited(exited, self._bus.now())
+        self._act()
+
+    def _on_timer(self) -> None:
+        self._timer = None
+        self._core.on_time(self._bus.now())
+        self._act()
+
+    # ------------------------------------------------------------------------------------------------ actions
+
+    def _act(self) -> None:
+        for action in self._core.actions(self._bus.now()):
+            # After the end of the term only outcomes of calls that were under way come in, to be counted.
+            if not self._is_closed or isinstance(action, LeftQueue):
+                self._carry_out(action)
+        if not self._is_closed:
+            self._set_timer()
+
+    def _carry_out(self, action: Action) -> None:
+        match action:
+            case Dispatch():
+                task = self._spawn(self._dispatch(action))
+                self._calls.add(task)
+                task.add_done_callback(self._calls.discard)
+            case LeftQueue():
+                self._observer.on_left_queue(action, self._bus.now())
+            case CancelAt(instance_id, request_id):
+                self._bus.publish(INSTANCE_CANCEL.at(instance_id=instance_id), Cancel(request_id))
+            case SendEntry(gateway_id, entry):
+                frame = TokenFrame(self._info.scheduler_id, [entry])
+                self._bus.publish(GATEWAY_FRAMES.at(gateway_id=gateway_id), frame)
+            case NotifyLost(gateway_id, lost):
+                self._bus.publish(GATEWAY_LOST.at(gateway_id=gateway_id), lost)
+            case InstanceLost(instance_id, reason, num_requests):
+                self._observer.on_instance_lost(action)
+                level = logging.WARNING if num_requests or reason == "silent" else logging.INFO
+                logger.log(level, "instance %s is gone (%s); it had %d requests", instance_id, reason, num_requests)
+            case AskHeld():
+                self._spawn(self._ask_held(action))
+            case ProbeSilence(instance_ids):
+                self._spawn(self._probe(instance_ids))
+
+    async def _dispatch(self, dispatch: Dispatch) -> None:
+        started_s = self._bus.now()
+        error = None
+        with self._observer.dispatching(dispatch) as span:
+            endpoint = INSTANCE_SUBMIT.at(instance_id=dispatch.instance_id)
+            try:
+                await self._bus.request(endpoint, dispatch.request, timeout_s=DISPATCH_TIMEOUT_S)
+            except BusError as raised:
+                error = raised.info
+                logger.info("%s did not take %s: %s", dispatch.instance_id, dispatch.request.request_id, raised)
+            self._observer.on_dispatched(span, error, self._bus.now() - started_s)
+        self._core.on_dispatched(dispatch, error, self._bus.now())
+        self._act()
+
+    async def _ask_held(self, ask: AskHeld) -> None:
+        held = None
+        try:
+            endpoint = INSTANCE_HELD.at(instance_id=ask.instance_id)
+            held = (await self._bus.request(endpoint, ListHeldRequests(), timeout_s=HELD_TIMEOUT_S)).requests
+        except BusError as error:
+            logger.info("%s does not say what it holds: %s", ask.instance_id, error)
+        self._core.on_held(ask, held, self._bus.now())
+        self._act()
+
+    async def _probe(self, instance_ids: list[str]) -> None:
+        """Silent instances, or a silent bus? A reply of the server proves that all reports before it were handled."""
+        try:
+            await self._bus.round_trip_s()
+        except BusError as error:
+            logger.warning("NATS does not answer (%s): the instances' silence means nothing", error)
+            self._core.grant_grace(self._bus.now())
+        else:
+            self._core.declare_lost(instance_ids, self._bus.now())
+        self._act()
+
+    async def _publish_statistics(self) -> None:
+        last_s = self._bus.now()
+        while True:
+            await asyncio.sleep(STATISTICS_INTERVAL_S)
+            now = self._bus.now()
+            num_queued: dict[str, int] = {}
+            for lane, length in self._core.queue.lengths().items():
+                num_queued[lane.model] = num_queued.get(lane.model, 0) + length
+            models = self._core.statistics.take(now - last_s, num_queued)
+            self._bus.publish(SCHEDULER_STATISTICS, StatisticsReport(self._info.scheduler_id, models))
+            self._observer.sample(self._core)
+            last_s = now
+
+    # ------------------------------------------------------------------------------------------------ plumbing
+
+    def _set_timer(self) -> None:
+        wakeup_s = self._core.next_wakeup()
+        if wakeup_s is None or (self._timer is not None and self._timer_s <= wakeup_s):
+            return
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer_s = wakeup_s
+        delay_s = max(0.0, wakeup_s - self._bus.now())
+        self._timer = asyncio.get_running_loop().call_later(delay_s, self._on_timer)
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._on_done)
+        return task
+
+    def _on_done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            logger.error("a task of the scheduler failed", exc_info=error)

@@ -1,0 +1,224 @@
+"""The cluster as the scheduler sees it: the registry, the last load report of each instance, and who is alive.
+
+Only instance-level numbers are kept, so the work per report does not depend on how many requests or instances exist.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import NamedTuple
+
+from services.scheduler.timers import Timers
+from shared.messages import ErrorCode, ErrorInfo, GenerationRequest, InstanceInfo, LoadedModel, LoadReport
+from shared.policies.virtual_usage import merged_demand
+
+
+class ServedModel(NamedTuple):
+    """A model as one instance serves it; 0 where the registry does not say."""
+
+    max_model_len: int
+    page_tokens: int
+    slots_per_merged: int
+    num_merged: int
+
+    @classmethod
+    def of(cls, model: LoadedModel, info: InstanceInfo) -> ServedModel:
+        return cls(model.max_model_len, model.page_tokens, model.slots_per_merged, info.num_merged)
+
+    def demand_merged(self, num_tokens: int) -> float:
+        if not (self.page_tokens and self.slots_per_merged):
+            return 0.0
+        return merged_demand(num_tokens, self.page_tokens, self.slots_per_merged)
+
+    def fits(self, num_tokens: int) -> bool:
+        """Whether a sequence can grow to `num_tokens` in an empty pool."""
+        is_short = not self.max_model_len or num_tokens <= self.max_model_len
+        return is_short and (not self.num_merged or self.demand_merged(num_tokens) <= self.num_merged)
+
+
+class Liveness(StrEnum):
+    ALIVE = "alive"
+    SILENT = "silent"
+    """Nothing was heard for too long; the bus is being probed before the instance is declared lost."""
+    LOST = "lost"
+    """Declared dead for its silence; a report brings it back."""
+    EXITED = "exited"
+    """Its process is gone: final for this incarnation."""
+
+
+@dataclass(slots=True, eq=False)
+class InstanceState:
+    """One incarnation of an instance. Times are on the scheduler's clock."""
+
+    info: InstanceInfo
+    heard_s: float
+    """When it was last heard of: a report, its registration, or the end of an outage of the bus."""
+    ready: dict[str, ServedModel] = field(default_factory=dict)
+    """Models that take requests here."""
+    liveness: Liveness = Liveness.ALIVE
+    report: LoadReport | None = None
+    num_waiting: dict[str, int] = field(default_factory=dict)
+    """Waiting requests of each model, as reported."""
+    num_waiting_online: dict[str, int] = field(default_factory=dict)
+    """Likewise, without offline ones. A report counts those over running and waiting requests; as online goes first,
+    they are taken to be the waiting ones."""
+    num_refusals: int = 0
+    """In a row; the back-off grows with it."""
+    is_backing_off: bool = False
+    last_turn: int = 0
+    has_answered: bool = False
+    """Said what it holds since it appeared (or came back)."""
+    num_asks: int = 0
+    """Questions of that kind under way."""
+    next_ask_s: float = 0.0
+    ended_while_asking: set[str] = field(default_factory=set)
+    """Ids whose end was reported while a question was under way: the answer may still name them."""
+
+    @property
+    def is_alive(self) -> bool:
+        """Not known to be dead."""
+        return self.liveness in (Liveness.ALIVE, Liveness.SILENT)
+
+    @property
+    def is_known_alive(self) -> bool:
+        """Was at work until now: reported, and not dead yet."""
+        return self.is_alive and self.report is not None
+
+    @property
+    def is_candidate(self) -> bool:
+        """Whether requests may be sent here at all. The first report must have been heard: load is not guessed."""
+        is_ready = self.info.state == "ready" and self.report is not None
+        return is_ready and self.liveness == Liveness.ALIVE and not self.is_backing_off
+
+    @property
+    def num_requests(self) -> int:
+        return self.report.num_running + sum(self.num_waiting.values()) if self.report else 0
+
+
+class ClusterView:
+    def __init__(self, lost_after_s: float) -> None:
+        self._lost_after_s = lost_after_s
+        self._instances: dict[str, InstanceState] = {}
+        self._silence: Timers[str] = Timers()
+        self._served: dict[str, Counter[ServedModel]] = {}
+        """For each model, in how many ways it is served and by how many instances each."""
+
+    def __iter__(self) -> Iterator[tuple[str, InstanceState]]:
+        return iter(self._instances.items())
+
+    def get(self, instance_id: str) -> InstanceState | None:
+        return self._instances.get(instance_id)
+
+    def next_silence(self) -> float | None:
+        return self._silence.next()
+
+    # ---------------------------------------------------------------------------------------------- registry
+
+    def register(self, info: InstanceInfo, now: float) -> bool:
+        """The instance's entry in the registry was written. False if it is news of a dead incarnation."""
+        state = self._instances.get(info.instance_id)
+        if state is None or state.info.incarnation != info.incarnation:
+            state = self._instances[info.instance_id] = InstanceState(info, now)
+            self._silence.set(info.instance_id, now + self._lost_after_s)
+        elif state.liveness == Liveness.EXITED:
+            return False
+        self._count_served(state, -1)
+        state.info = info
+        state.ready = {m.name: ServedModel.of(m, info) for m in info.models if m.state == "ready"}
+        self._count_served(state, +1)
+        return True
+
+    def remove(self, instance_id: str) -> None:
+        if (state := self._instances.pop(instance_id, None)) is not None:
+            self._count_served(state, -1)
+            state.ready = {}
+            self._silence.discard(instance_id)
+
+    def mark_exited(self, instance_id: str) -> None:
+        state = self._instances[instance_id]
+        self._count_served(state, -1)
+        state.ready = {}
+        state.liveness = Liveness.EXITED
+        self._silence.discard(instance_id)
+
+    def _count_served(self, state: InstanceState, change: int) -> None:
+        for model, served in state.ready.items():
+            counter = self._served.setdefault(model, Counter())
+            counter[served] += change
+            if counter[served] <= 0:
+                del counter[served]
+            if not counter:
+                del self._served[model]
+
+    def refusal(self, request: GenerationRequest) -> ErrorInfo | None:
+        """Why no instance that serves the request's model could ever run it, or None if one could or nobody serves it."""
+        served = self._served.get(request.model)
+        num_prompt = len(request.prompt) // 4
+        num_tokens = num_prompt + request.sampling.max_tokens
+        if not served or any(way.fits(num_tokens) for way in served):
+            return None
+        asked = f"{num_prompt} prompt tokens and up to {request.sampling.max_tokens} output tokens"
+        longest = max(way.max_model_len for way in served)
+        if longest and num_tokens > longest:
+            limit = f"{request.model!r} takes at most {longest} tokens together"
+        else:
+            way = max(served, key=lambda way: way.num_merged * way.page_tokens * way.slots_per_merged)
+            pool_tokens = way.num_merged * way.page_tokens * way.slots_per_merged
+            limit = f"the largest KV pool that serves {request.model!r} holds {pool_tokens} tokens"
+        param = "prompt" if num_prompt >= (longest or num_tokens) else "max_tokens"
+        return ErrorInfo(ErrorCode.TOO_LONG, f"{asked} were asked for; {limit}", param)
+
+    # ------------------------------------------------------------------------------------- reports and silence
+
+    def hear(self, report: LoadReport, now: float) -> tuple[InstanceState, bool] | None:
+        """Takes in a report. None for one of an unknown or dead incarnation, or an old one. Else the instance, and
+        whether reports before this one were missed."""
+        state = self._instances.get(report.instance_id)
+        if state is None or state.info.incarnation != report.incarnation or state.liveness == Liveness.EXITED:
+            return None
+        last = state.report
+        if last is not None and report.sequence <= last.sequence:
+            return None
+        if state.liveness == Liveness.LOST:
+            state.has_answered = False
+        if state.liveness != Liveness.ALIVE:
+            state.liveness = Liveness.ALIVE
+            self._silence.set(report.instance_id, now + self._lost_after_s)
+        state.heard_s = now
+        state.report = report
+        state.num_waiting = {load.model: load.num_waiting for load in report.models}
+        state.num_waiting_online = {load.model: max(0, load.num_waiting - load.num_offline) for load in report.models}
+        return state, last is not None and report.sequence != last.sequence + 1
+
+    def fall_silent(self, now: float) -> list[str]:
+        """Instances that have just become silent. They take no requests until they are heard of again; whether they are
+        dead is for the caller to find out (`mark_lost`, `grant_grace`)."""
+        silent = []
+        for instance_id in self._silence.due(now):
+            state = self._instances[instance_id]
+            if now < state.heard_s + self._lost_after_s:
+                self._silence.set(instance_id, state.heard_s + self._lost_after_s)
+            else:
+                state.liveness = Liveness.SILENT
+                silent.append(instance_id)
+        return silent
+
+    def still_silent(self, instance_ids: list[str]) -> list[str]:
+        """Of the instances that fell silent, those that were not heard of since."""
+        states = ((instance_id, self._instances.get(instance_id)) for instance_id in instance_ids)
+        return [instance_id for instance_id, state in states if state and state.liveness == Liveness.SILENT]
+
+    def mark_lost(self, instance_id: str) -> None:
+        """Dead for its silence. A report would bring it back."""
+        self._instances[instance_id].liveness = Liveness.LOST
+
+    def grant_grace(self, now: float) -> None:
+        """The silence may be the bus's: everyone who was not dead yet counts as heard of now."""
+        for instance_id, state in self._instances.items():
+            if state.is_alive:
+                state.liveness = Liveness.ALIVE
+                state.heard_s = now
+                self._silence.set(instance_id, now + self._lost_after_s)

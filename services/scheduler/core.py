@@ -1,0 +1,339 @@
+"""The scheduler's decisions for one term of leadership: events in, actions out; no clock, no I/O, no randomness.
+
+The service calls, always with its clock's `now`:
+
+    on_registry / on_report / on_exited      what the cluster says
+    submit / cancel                          what gateways want
+    on_dispatched / on_held                  answers to `Dispatch` and `AskHeld`
+    declare_lost / grant_grace               answers to `ProbeSilence`
+    next_wakeup() / on_time                  deadlines
+    actions()                                what to do now, in order; after every call
+"""
+
+from __future__ import annotations
+
+from services.scheduler.actions import Action, AskHeld, CancelAt, Dispatch, InstanceLost, NotifyLost, ProbeSilence
+from services.scheduler.cluster import ClusterView, InstanceState, Liveness
+from services.scheduler.dispatching import Dispatcher
+from services.scheduler.lifecycle import RequestLifecycle
+from services.scheduler.queue import GlobalQueue
+from services.scheduler.recovery import group_by_gateway, reconcile
+from services.scheduler.requests import RequestState, TrackedRequest
+from shared.messages import (
+    ErrorCode,
+    ErrorInfo,
+    FinishReason,
+    GenerationRequest,
+    HeldRequest,
+    InstanceExited,
+    InstanceInfo,
+    LoadReport,
+)
+from shared.policies.ordering import ORDERING_POLICIES
+from shared.settings import SchedulerSettings
+
+LEDGER_EXPIRY_S = 2.0
+"""After its dispatch was acknowledged: a report that names the request is lost, or was never sent."""
+BACKOFF_S = 0.1
+"""Of an instance that refused; doubles with each refusal in a row."""
+MAX_BACKOFF_S = 2.0
+ASK_AGAIN_S = 1.0
+"""Between questions to an instance that does not say what it holds."""
+TERM_EPOCHS = 1000
+"""More than the epochs by which a leader raises one request in its term."""
+MAX_FAILURES = 3
+"""Attempts at a request that failed inside instances, before it is given up."""
+
+FINAL = frozenset({ErrorCode.TOO_LONG, ErrorCode.BAD_REQUEST})
+"""Refusals that every instance would repeat."""
+UNCERTAIN = frozenset({ErrorCode.DEADLINE, ErrorCode.CONFLICT})
+"""The instance may have the request, and can be asked."""
+MAYBE_DELIVERED = UNCERTAIN | {ErrorCode.UNAVAILABLE, ErrorCode.INTERNAL}
+"""The submit call may have had an effect (UNAVAILABLE: the connection may have broken while it was under way)."""
+
+
+class SchedulerCore:
+    def __init__(self, settings: SchedulerSettings, term: int) -> None:
+        if settings.order_policy not in ORDERING_POLICIES:
+            raise ValueError(
+                f"unknown order policy {settings.order_policy!r}; there are {', '.join(ORDERING_POLICIES)}"
+            )
+        self.cluster = ClusterView(settings.lost_after_s)
+        self.queue = GlobalQueue(ORDERING_POLICIES[settings.order_policy](), settings.max_queued)
+        self.dispatcher = Dispatcher(
+            self.cluster,
+            self.queue,
+            policy=settings.dispatch_policy,
+            max_waiting_per_model=settings.max_waiting_per_model,
+            cache_affinity_merged=settings.cache_affinity_merged,
+        )
+        self._life = RequestLifecycle(self.cluster, self.dispatcher)
+        self.requests = self._life.requests
+        self.statistics = self._life.statistics
+        self._term = term
+        self._num_submitted = 0
+        self._unheard: set[str] = set()
+        """Live instances that did not say in time, at take-over, what they hold."""
+
+    def actions(self, now: float) -> list[Action]:
+        """Dispatches what can be dispatched, and returns everything there is to do since the last call."""
+        for tracked, instance_id in self.dispatcher.picks(now):
+            self._life.dispatch(tracked, instance_id, now)
+        actions, self._life.actions = self._life.actions, []
+        return actions
+
+    def next_wakeup(self) -> float | None:
+        """When `on_time` must be called next, if nothing else happens before."""
+        times = [at for at in (self._life.timers.next(), self.cluster.next_silence()) if at is not None]
+        return min(times, default=None)
+
+    # ---------------------------------------------------------------------------------------------- take-over
+
+    def ask_everyone(self, now: float) -> None:
+        """Begins the rebuilding of the view: what do the instances of the registry hold?"""
+        for instance_id, state in self.cluster:
+            self._ask(instance_id, state, now)
+
+    def begin_serving(self) -> None:
+        """Ends the rebuilding. Whoever has not answered may hold any request, in an epoch that the last leader raised;
+        so until it has, what is submitted is placed in an epoch of this term alone."""
+        self._unheard = {name for name, state in self.cluster if state.is_alive and not state.has_answered}
+
+    # ----------------------------------------------------------------------------------------------- gateways
+
+    def submit(self, request: GenerationRequest, now: float) -> ErrorInfo | None:
+        """Queues a request; None is acceptance. One that is known in this epoch or a higher one is accepted with no
+        effect; a lower epoch is replaced."""
+        known = self.requests.get(request.request_id)
+        if known is not None and known.epoch >= request.epoch:
+            # The gateway may have raised it to what it had been raised to here, and hears no lower one from now on.
+            known.gateway_epoch = max(known.gateway_epoch, request.epoch)
+            return None
+        if refused := self.cluster.refusal(request):
+            return refused
+        # The bound is for new work. What ran before already counts as let in.
+        if request.epoch == 0 and (refused := self.queue.refusal(now)):
+            return refused
+        self._num_submitted += 1
+        tracked = TrackedRequest.submitted(request, self._num_submitted, len(self.queue), now)
+        if known is not None:
+            tracked.older_owners = known.older_owners
+            if known.instance_id:
+                tracked.older_owners[known.instance_id] = known.epoch
+            self._life.leave_queue(known, "replaced", now)
+            self._life.forget(known)
+        if self._unheard:
+            tracked.epoch += self._term * TERM_EPOCHS
+        if request.epoch == 0:
+            self.statistics.count_arrival(request.model)
+        self.requests.add(tracked)
+        self._life.enqueue(tracked, now)
+        return None
+
+    def cancel(self, request_id: str, now: float) -> None:
+        tracked = self.requests.get(request_id)
+        if tracked is None:
+            return
+        for instance_id in tracked.older_owners:
+            self._life.actions.append(CancelAt(instance_id, request_id))
+        if tracked.state == RequestState.QUEUED:
+            self._life.leave_queue(tracked, "cancelled", now)
+            self._life.forget(tracked)
+        elif tracked.state == RequestState.ASSIGNED:
+            self._life.actions.append(CancelAt(tracked.instance_id, request_id))
+        else:
+            tracked.is_cancelled = True  # passed on as soon as the instance is known to have it
+
+    # ---------------------------------------------------------------------------------------------- instances
+
+    def on_registry(self, instance_id: str, info: InstanceInfo | None, now: float) -> None:
+        """The instance's entry was written, or has vanished (None)."""
+        state = self.cluster.get(instance_id)
+        before = list(state.ready) if state else []
+        if state is not None and (info is None or info.incarnation != state.info.incarnation):
+            self._lose(instance_id, "vanished" if info is None else "restarted", now)
+        if info is not None:
+            self.cluster.register(info, now)
+        else:
+            self.cluster.remove(instance_id)
+        self._life.touch(instance_id, before)
+
+    def on_exited(self, exited: InstanceExited, now: float) -> None:
+        state = self.cluster.get(exited.instance_id)
+        if state is None or state.info.incarnation != exited.incarnation or state.liveness == Liveness.EXITED:
+            return
+        before = list(state.ready)
+        self._lose(exited.instance_id, "exited", now)
+        self.cluster.mark_exited(exited.instance_id)
+        self._life.touch(exited.instance_id, before)
+
+    def on_report(self, report: LoadReport, now: float) -> None:
+        self.statistics.count_finished(report.finished)
+        heard = self.cluster.hear(report, now)
+        if heard is None:
+            return
+        state, has_gap = heard
+        for request_id in report.admitted:
+            self._life.leave_ledger(request_id, report.instance_id)
+        for request_id in report.ended:
+            self._life.leave_ledger(request_id, report.instance_id)
+            self._on_ended(request_id, report.instance_id, state, now)
+        if has_gap or not state.has_answered:
+            self._ask_if_idle(report.instance_id, state, now)
+        self._life.touch(report.instance_id)
+
+    def _on_ended(self, request_id: str, instance_id: str, state: InstanceState, now: float) -> None:
+        tracked = self.requests.get(request_id)
+        if tracked is not None and tracked.older_owners.pop(instance_id, None) is not None:
+            # The report names no epoch: it may be the older one that ended.
+            if tracked.instance_id == instance_id:
+                self._ask(instance_id, state, now)
+            return
+        if state.num_asks:
+            state.ended_while_asking.add(request_id)
+        if tracked is None or tracked.instance_id != instance_id:
+            return
+        if tracked.state == RequestState.DISPATCHING:
+            tracked.has_ended = True
+        else:
+            self._life.forget(tracked)
+
+    def declare_lost(self, instance_ids: list[str], now: float) -> None:
+        """The bus works, so instances that are silent still are dead."""
+        for instance_id in self.cluster.still_silent(instance_ids):
+            self._lose(instance_id, "silent", now)
+            self.cluster.mark_lost(instance_id)
+
+    def grant_grace(self, now: float) -> None:
+        """The bus did not work: nobody's silence or refusal of that time says anything."""
+        self.cluster.grant_grace(now)
+        for instance_id, state in self.cluster:
+            state.num_refusals, state.is_backing_off = 0, False
+            self._life.touch(instance_id)
+
+    def _lose(self, instance_id: str, reason: str, now: float) -> None:
+        """Nothing on the instance will be finished. Requests that it had accepted go back to their gateways, which know
+        the tokens so far; those on their way to it are placed again from here."""
+        self._unheard.discard(instance_id)
+        there = self.requests.on_instance(instance_id)
+        accepted = [tracked for tracked in there if tracked.state == RequestState.ASSIGNED]
+        for tracked in there:
+            self._life.leave_ledger(tracked.request_id, instance_id)
+            if tracked.state == RequestState.ASSIGNED:
+                self._life.forget(tracked)
+            else:
+                self._life.place_again(tracked, now, raise_epoch=True)
+        state = self.cluster.get(instance_id)
+        if there or (state is not None and state.is_known_alive):
+            self._life.actions.append(InstanceLost(instance_id, reason, len(there)))
+        for gateway_id, lost in group_by_gateway(instance_id, accepted).items():
+            self._life.actions.append(NotifyLost(gateway_id, lost))
+
+    # ------------------------------------------------------------------------------------------------ answers
+
+    def on_dispatched(self, dispatch: Dispatch, error: ErrorInfo | None, now: float) -> None:
+        """The submit call's outcome; None: accepted."""
+        request_id, instance_id = dispatch.request.request_id, dispatch.instance_id
+        tracked = self.requests.get(request_id)
+        state = self.cluster.get(instance_id)
+        if tracked is None or tracked.state != RequestState.DISPATCHING:
+            return
+        if (tracked.instance_id, tracked.epoch) != (instance_id, dispatch.request.epoch):
+            return
+        if error is None:
+            if state is not None:
+                state.num_refusals = 0
+            if request_id in self.dispatcher.ledger:
+                self._life.timers.set(("ledger", request_id), now + LEDGER_EXPIRY_S)
+            self._life.assign(tracked, "dispatched", instance_id, now)
+            if tracked.has_ended:
+                self._life.forget(tracked)
+            return
+        self._life.leave_ledger(request_id, instance_id)
+        if error.code in FINAL:
+            self._life.end(tracked, FinishReason.ERROR, error, now)
+            return
+        if state is not None:
+            self._back_off(instance_id, state, error.retry_after_s, now)
+        if error.code in UNCERTAIN and state is not None:
+            self.requests.move(tracked, RequestState.ASKING, instance_id, now)
+            self._ask(instance_id, state, now)
+            return
+        tracked.num_failures += error.code == ErrorCode.INTERNAL
+        if tracked.num_failures >= MAX_FAILURES:
+            self._life.end(tracked, FinishReason.ERROR, error, now)
+        else:
+            self._life.place_again(tracked, now, raise_epoch=error.code in MAYBE_DELIVERED)
+
+    def on_held(self, ask: AskHeld, held: list[HeldRequest] | None, now: float) -> None:
+        """What the instance holds; None: it did not say in time."""
+        instance_id = ask.instance_id
+        state = self.cluster.get(instance_id)
+        if state is None or state.info.incarnation != ask.incarnation:
+            return
+        if not state.is_alive:
+            held = None  # it was declared dead meanwhile; should it come back, it will be asked again
+        result = reconcile(self.requests, instance_id, ask.asked_s, held or [], state.ended_while_asking)
+        state.num_asks -= 1
+        if state.num_asks == 0:
+            state.ended_while_asking.clear()
+        for tracked in result.place_again:
+            self._life.place_again(tracked, now, raise_epoch=True)
+        if held is None:
+            state.has_answered = False
+            state.next_ask_s = now + ASK_AGAIN_S
+            return
+        state.has_answered = True
+        self._unheard.discard(instance_id)
+        for tracked in result.forget:
+            self._life.forget(tracked)
+        for item in result.adopt:
+            self._num_submitted += 1
+            self._life.adopt(item, instance_id, self._num_submitted, now)
+        for item in result.superseded:
+            self._supersede(item, instance_id)
+
+    def _supersede(self, item: HeldRequest, instance_id: str) -> None:
+        tracked = self.requests.get(item.request_id)
+        if tracked is not None and tracked.instance_id != instance_id:
+            tracked.older_owners[instance_id] = item.epoch
+            if tracked.state == RequestState.ASSIGNED:
+                self._life.cancel_older_owners(tracked)
+
+    # --------------------------------------------------------------------------------------------------- time
+
+    def on_time(self, now: float) -> None:
+        for kind, name in self._life.timers.due(now):
+            tracked, state = self.requests.get(name), self.cluster.get(name)
+            if kind == "ledger":
+                instance_id = self.dispatcher.ledger.remove(name)
+                if instance_id is not None:
+                    self._life.touch(instance_id)
+            elif kind == "backoff" and state is not None:
+                state.is_backing_off = False
+                self._life.touch(name)
+            elif kind == "deadline" and tracked is not None:
+                if tracked.state == RequestState.QUEUED:
+                    waited = f"the request waited {now - tracked.arrived_s:.3g} s in the queue until its deadline"
+                    self._life.end(tracked, FinishReason.DEADLINE, ErrorInfo(ErrorCode.DEADLINE, waited), now)
+                elif tracked.state == RequestState.ASSIGNED:
+                    self._life.forget(tracked)
+        if silent := self.cluster.fall_silent(now):
+            for instance_id in silent:
+                self._life.touch(instance_id)
+            self._life.actions.append(ProbeSilence(silent))
+
+    def _back_off(self, instance_id: str, state: InstanceState, retry_after_s: float, now: float) -> None:
+        delay_s = max(retry_after_s, BACKOFF_S * 2**state.num_refusals)
+        state.num_refusals = min(state.num_refusals + 1, 10)
+        state.is_backing_off = True
+        self._life.timers.set(("backoff", instance_id), now + min(MAX_BACKOFF_S, delay_s))
+        self._life.touch(instance_id)
+
+    def _ask_if_idle(self, instance_id: str, state: InstanceState, now: float) -> None:
+        if state.num_asks == 0 and now >= state.next_ask_s:
+            self._ask(instance_id, state, now)
+
+    def _ask(self, instance_id: str, state: InstanceState, now: float) -> None:
+        state.num_asks += 1
+        self._life.actions.append(AskHeld(instance_id, state.info.incarnation, now))

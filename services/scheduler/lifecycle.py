@@ -1,0 +1,145 @@
+"""The life of a request in the scheduler: every transition of its state, with all that goes with it.
+
+A request is in exactly one place (see `requests`). In one epoch it is accepted by one instance at most: whoever calls
+`place_again` after a submit call that may have arrived has the epoch raised.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from services.scheduler.actions import Action, CancelAt, Dispatch, LeftQueue, SendEntry
+from services.scheduler.cluster import ClusterView
+from services.scheduler.dispatching import Dispatcher
+from services.scheduler.requests import RequestState, RequestTable, TrackedRequest
+from services.scheduler.statistics import StatisticsCounter
+from services.scheduler.timers import Timers
+from shared.messages import ErrorInfo, FinishReason, HeldRequest, TokenEntry
+
+ASSIGNMENT_GRACE_S = 10.0
+"""Past a request's deadline, when its instance must have ended it."""
+
+Timer = tuple[str, str]
+"""(deadline | ledger, id of a request) or (backoff, id of an instance)"""
+
+
+class RequestLifecycle:
+    def __init__(self, cluster: ClusterView, dispatcher: Dispatcher) -> None:
+        self.requests = RequestTable()
+        self.timers: Timers[Timer] = Timers()
+        self.statistics = StatisticsCounter()
+        self.actions: list[Action] = []
+        self._cluster = cluster
+        self._dispatcher = dispatcher
+
+    def enqueue(self, tracked: TrackedRequest, now: float) -> None:
+        self.timers.set(("deadline", tracked.request_id), tracked.deadline_s)
+        self._dispatcher.enqueue(tracked, now)
+
+    def dispatch(self, tracked: TrackedRequest, instance_id: str, now: float) -> None:
+        """After the dispatcher has picked it."""
+        assert tracked.request is not None
+        tracked.attempts += 1
+        self.requests.move(tracked, RequestState.DISPATCHING, instance_id, now)
+        request = msgspec.structs.replace(
+            tracked.request,
+            epoch=tracked.epoch,
+            timeout_s=tracked.deadline_s - now,
+            waited_s=now - tracked.arrived_s,
+        )
+        self.actions.append(Dispatch(instance_id, request))
+
+    def assign(self, tracked: TrackedRequest, outcome: str, instance_id: str, now: float) -> None:
+        """The instance has it. `outcome`: dispatched, or found there."""
+        self.leave_queue(tracked, outcome, now)
+        self.requests.move(tracked, RequestState.ASSIGNED, instance_id, now)
+        self.timers.set(("deadline", tracked.request_id), tracked.deadline_s + ASSIGNMENT_GRACE_S)
+        if tracked.is_cancelled:
+            self.actions.append(CancelAt(instance_id, tracked.request_id))
+        self.cancel_older_owners(tracked)
+
+    def adopt(self, held: HeldRequest, instance_id: str, number: int, now: float) -> None:
+        """An instance turned out to own a request, whatever was believed; `number`: its arrival number if it is new."""
+        tracked = self.requests.get(held.request_id)
+        if tracked is None:
+            tracked = TrackedRequest.held(held, instance_id, number, now)
+            self.requests.add(tracked)
+            self.timers.set(("deadline", held.request_id), tracked.deadline_s)
+            return
+        self.leave_ledger(held.request_id, tracked.instance_id)
+        if tracked.instance_id and tracked.instance_id != instance_id:
+            tracked.older_owners[tracked.instance_id] = tracked.epoch
+        tracked.older_owners.pop(instance_id, None)
+        tracked.epoch = held.epoch
+        self.assign(tracked, "found", instance_id, now)
+
+    def place_again(self, tracked: TrackedRequest, now: float, *, raise_epoch: bool) -> None:
+        """Back to its place in the queue after a dispatch that failed, unless there is nothing left to do for it."""
+        if tracked.is_cancelled or tracked.has_ended:
+            self.actions.append(CancelAt(tracked.instance_id, tracked.request_id))
+            self.leave_queue(tracked, "cancelled" if tracked.is_cancelled else "dispatched", now)
+            self.forget(tracked)
+            return
+        if raise_epoch:
+            tracked.older_owners[tracked.instance_id] = tracked.epoch
+            tracked.epoch += 1
+        self.requests.move(tracked, RequestState.QUEUED, "", now)
+        self.enqueue(tracked, now)
+
+    def end(self, tracked: TrackedRequest, reason: FinishReason, error: ErrorInfo, now: float) -> None:
+        """Ends a request here and tells its gateway."""
+        assert tracked.request is not None
+        offset = len(tracked.request.prior) // 4
+        entry = TokenEntry(tracked.request_id, tracked.epoch, offset, b"", finish_reason=reason, error=error)
+        self.actions.append(SendEntry(tracked.gateway_id, entry))
+        self.leave_queue(tracked, "deadline" if reason == FinishReason.DEADLINE else "refused", now)
+        self.forget(tracked)
+
+    def cancel_older_owners(self, tracked: TrackedRequest) -> None:
+        """Only where the gateway itself chose the newer epoch: it would take the end of the older one, if that came
+        before it has seen the newer, for the end of the request. And never where the new owner is."""
+        for instance_id, epoch in list(tracked.older_owners.items()):
+            if epoch < tracked.gateway_epoch and instance_id != tracked.instance_id:
+                self.actions.append(CancelAt(instance_id, tracked.request_id))
+                del tracked.older_owners[instance_id]
+
+    def leave_queue(self, tracked: TrackedRequest, outcome: str, now: float) -> None:
+        """Takes a request out of the queue if it is there, and notes that it is out of this scheduler's hands; nothing
+        for one that already was."""
+        if tracked.state == RequestState.QUEUED:
+            self._dispatcher.queue.remove(tracked)
+        if tracked.request is None:
+            return
+        left_s = tracked.since_s if outcome == "dispatched" else now
+        self.actions.append(
+            LeftQueue(
+                tracked.request,
+                outcome,
+                tracked.instance_id,
+                tracked.attempts,
+                tracked.num_ahead,
+                tracked.submitted_s,
+                left_s,
+            )
+        )
+        if outcome == "dispatched":
+            self._dispatcher.queue.count_dispatch(now)
+            self.statistics.count_queued(tracked.model, left_s - tracked.submitted_s)
+
+    def forget(self, tracked: TrackedRequest) -> None:
+        """It must have left the queue."""
+        self.leave_ledger(tracked.request_id, tracked.instance_id)
+        self.timers.discard(("deadline", tracked.request_id))
+        self.requests.remove(tracked)
+
+    def leave_ledger(self, request_id: str, instance_id: str) -> None:
+        """Nothing if the request is not in flight to that instance."""
+        if instance_id and self._dispatcher.ledger.where(request_id) == instance_id:
+            self._dispatcher.ledger.remove(request_id)
+            self.timers.discard(("ledger", request_id))
+            self.touch(instance_id)
+
+    def touch(self, instance_id: str, before: list[str] | None = None) -> None:
+        """Has the instance ranked again for the models it serves, and those that it served `before`."""
+        state = self._cluster.get(instance_id)
+        self._dispatcher.touch(instance_id, {*(before or ()), *(state.ready if state else ())})

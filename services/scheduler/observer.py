@@ -1,0 +1,118 @@
+"""Metrics and spans of the scheduler: what it did, and how long requests waited for it."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter as Tally
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from opentelemetry.trace import Span, Status, StatusCode
+from prometheus_client import Counter, Gauge, Histogram
+
+from services.scheduler.actions import Dispatch, InstanceLost, LeftQueue
+from services.scheduler.core import SchedulerCore
+from shared.messages import ErrorInfo, GenerationRequest, RequestClass
+from shared.telemetry import Telemetry, context_of
+
+_SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 120, 300, 600)
+
+
+class Observer:
+    def __init__(self, telemetry: Telemetry) -> None:
+        self._tracer = telemetry.tracer
+        registry = telemetry.registry
+
+        def counter(name: str, text: str, *labels: str) -> Counter:
+            return Counter("tideway_scheduler_" + name, text, labels, registry=registry)
+
+        def gauge(name: str, text: str, *labels: str) -> Gauge:
+            return Gauge("tideway_scheduler_" + name, text, labels, registry=registry)
+
+        def histogram(name: str, text: str, *labels: str) -> Histogram:
+            return Histogram("tideway_scheduler_" + name, text, labels, buckets=_SECONDS, registry=registry)
+
+        self.is_leader = gauge("is_leader", "1 while this replica is the active scheduler")
+        self.reports = counter("reports", "Load reports received")
+        self.refused = counter("refused", "Requests refused at submission, by error code", "code")
+        self._left_queue = counter("requests", "Requests that left the scheduler, by how", "outcome", "class")
+        self._queue_seconds = histogram("queue_seconds", "Submission to dispatch, of dispatched requests", "class")
+        self._dispatches = counter("dispatches", "Submit calls to instances, by outcome", "outcome")
+        self._dispatch_seconds = histogram("dispatch_seconds", "Duration of submit calls to instances")
+        self._lost_instances = counter("lost_instances", "Instances that went away, by how", "reason")
+        self._recovered = counter("recovered_requests", "Requests that were on lost instances and are placed again")
+        self._queue_length = gauge("queue_length", "Requests in the global queue", "model", "class")
+        self._instances = gauge("instances", "Instances in the registry, by state", "state")
+        self._ledger = gauge("ledger_requests", "Requests dispatched that no load report has named yet")
+        self._assigned = gauge("tracked_requests", "Requests queued, being dispatched or on instances")
+
+    def on_left_queue(self, left: LeftQueue, now: float) -> None:
+        """Counts, and records the span `queue`, which is over now: from submission to the dispatch that succeeded."""
+        request = left.request
+        self._left_queue.labels(left.outcome, request.request_class).inc()
+        if left.outcome == "dispatched":
+            self._queue_seconds.labels(request.request_class).observe(left.left_s - left.submitted_s)
+        wall_ns = time.time_ns()
+        span = self._tracer.start_span(
+            "queue",
+            context_of(request.traceparent),
+            start_time=wall_ns - int((now - left.submitted_s) * 1e9),
+            attributes={
+                **_attributes(request),
+                "tideway.instance": left.instance_id,
+                "tideway.attempts": left.attempts,
+                "tideway.queue_depth": left.num_ahead,
+                "tideway.outcome": left.outcome,
+            },
+        )
+        if left.outcome in ("deadline", "refused"):
+            span.set_status(Status(StatusCode.ERROR, left.outcome))
+        span.end(wall_ns - int((now - left.left_s) * 1e9))
+
+    @contextmanager
+    def dispatching(self, dispatch: Dispatch) -> Iterator[Span]:
+        """The span `dispatch` around a submit call."""
+        with self._tracer.start_as_current_span(
+            "dispatch",
+            context_of(dispatch.request.traceparent),
+            attributes={
+                **_attributes(dispatch.request),
+                "tideway.instance": dispatch.instance_id,
+                "tideway.epoch": dispatch.request.epoch,
+            },
+        ) as span:
+            yield span
+
+    def on_dispatched(self, span: Span, error: ErrorInfo | None, seconds: float) -> None:
+        outcome = error.code.value if error else "accepted"
+        self._dispatches.labels(outcome).inc()
+        self._dispatch_seconds.observe(seconds)
+        span.set_attribute("tideway.outcome", outcome)
+        if error is not None:
+            span.set_status(Status(StatusCode.ERROR, error.message))
+
+    def on_instance_lost(self, lost: InstanceLost) -> None:
+        self._lost_instances.labels(lost.reason).inc()
+        self._recovered.inc(lost.num_requests)
+
+    def sample(self, core: SchedulerCore) -> None:
+        """Sets the gauges."""
+        self._queue_length.clear()
+        for lane, length in core.queue.lengths().items():
+            name = RequestClass.ONLINE if lane.is_online else RequestClass.OFFLINE
+            self._queue_length.labels(lane.model, name).set(length)
+        self._instances.clear()
+        states = Tally(state.info.state if state.is_alive else state.liveness.value for _, state in core.cluster)
+        for state, count in states.items():
+            self._instances.labels(state).set(count)
+        self._ledger.set(len(core.dispatcher.ledger))
+        self._assigned.set(len(core.requests))
+
+
+def _attributes(request: GenerationRequest) -> dict[str, str]:
+    return {
+        "gen_ai.request.model": request.model,
+        "tideway.request_id": request.request_id,
+        "tideway.class": request.request_class.value,
+        "tideway.priority": request.priority.value,
+    }

@@ -1,0 +1,87 @@
+"""The scheduler as a process: contends for the lease, keeps the instance registry warm, and serves while it leads."""
+
+from __future__ import annotations
+
+import logging
+
+from services.scheduler.active import ActiveScheduler
+from services.scheduler.observer import Observer
+from shared.bus.interface import Bus, Watch
+from shared.lease import Lease
+from shared.messages import INSTANCES, InstanceInfo, SchedulerInfo
+from shared.policies.dispatch import DISPATCH_POLICIES
+from shared.policies.ordering import ORDERING_POLICIES
+from shared.settings import SchedulerSettings, SettingsError, default_id
+from shared.telemetry import Telemetry
+
+logger = logging.getLogger(__name__)
+
+HANDOVER_WAIT_S = 0.5
+"""How long a lease that is given up waits for submit calls under way, so that the next leader finds their requests where
+they are."""
+LAST_CALLS_WAIT_S = 3.0
+"""And how long the process then waits for those that take longer."""
+
+
+class SchedulerService:
+    """One replica. Any number may run; one of them is active."""
+
+    def __init__(self, bus: Bus, settings: SchedulerSettings, telemetry: Telemetry) -> None:
+        _check_policy("TIDEWAY_DISPATCH_POLICY", settings.dispatch_policy, list(DISPATCH_POLICIES))
+        _check_policy("TIDEWAY_ORDER_POLICY", settings.order_policy, list(ORDERING_POLICIES))
+        self.scheduler_id = settings.scheduler_id or default_id("scheduler")
+        self._bus = bus
+        self._settings = settings
+        self._observer = Observer(telemetry)
+        self._lease = Lease(bus, "scheduler", self.scheduler_id, self._on_gain, self._on_lose)
+        self._registry: Watch[InstanceInfo] | None = None
+        self._active: ActiveScheduler | None = None
+        self._former: ActiveScheduler | None = None
+
+    @property
+    def is_active(self) -> bool:
+        return self._active is not None and self._lease.is_held
+
+    def problems(self) -> list[str]:
+        """For /health; a standby is healthy."""
+        return [] if self._bus.is_connected else ["not connected to NATS"]
+
+    async def start(self) -> None:
+        instances = await self._bus.key_value(INSTANCES)
+        self._registry = await instances.watch(self._on_registry)
+        self._bus.on_reconnect(self._on_reconnect)
+        await self._lease.start()
+
+    async def stop(self) -> None:
+        """Hands over to a standby at once, if there is one. May be called twice."""
+        await self._lease.stop()
+        if self._registry is not None:
+            await self._registry.stop()
+        if self._former is not None:
+            await self._former.close(LAST_CALLS_WAIT_S)
+
+    async def _on_gain(self, term: int) -> None:
+        assert self._registry is not None
+        info = SchedulerInfo(self.scheduler_id, term)
+        self._active = ActiveScheduler(self._bus, self._settings, info, self._observer, lambda: self._lease.is_held)
+        await self._active.open(dict(self._registry.entries))
+        self._observer.is_leader.set(1)
+
+    async def _on_lose(self) -> None:
+        self._observer.is_leader.set(0)
+        if self._active is not None:
+            self._former, self._active = self._active, None
+            await self._former.close(HANDOVER_WAIT_S)
+
+    def _on_registry(self, instance_id: str, info: InstanceInfo | None) -> None:
+        if self._active is not None:
+            self._active.on_registry(instance_id, info)
+
+    def _on_reconnect(self) -> None:
+        if self._active is not None:
+            self._active.on_reconnect()
+
+
+def _check_policy(variable: str, name: str, known: list[str]) -> None:
+    if name not in known:
+        raise SettingsError(f"{variable}={name!r}: expected one of {', '.join(known)}")

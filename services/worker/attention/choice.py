@@ -1,0 +1,26 @@
+"""Which attention back ends an executor has; chosen once at its start."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+
+from services.worker.attention.interface import AttentionBackend
+from services.worker.attention.torch_backend import TorchBackend
+
+logger = logging.getLogger(__name__)
+
+
+def choose_backends(device: torch.device) -> list[AttentionBackend]:
+    """Fastest first. A model takes the first that runs its heads in its dtype; torch, the last, runs all."""
+    fallback: AttentionBackend = TorchBackend(device)
+    if device.type != "cuda":
+        return [fallback]
+    from services.worker.attention.flash_backend import FlashBackend, FlashUnavailable
+
+    try:
+        return [FlashBackend(device), fallback]
+    except FlashUnavailable as error:
+        logger.warning("flash attention is not used: %s", error)
+        return [fallback]

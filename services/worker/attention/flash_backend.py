@@ -1,0 +1,191 @@
+"""Paged attention with flash-attention kernels on CUDA.
+
+Two generations are used, whichever the device and the installed packages offer:
+- flash-attention 4 (package `flash-attn-4`, module `flash_attn.cute`) on Hopper and data-centre Blackwell, pages of 128:
+  a page is then a key tile and loads by TMA. It splits long contexts over processors only on Blackwell.
+- flash-attention 2 (package `flash-attn`) on Ampere and later, pages of 256, the only size its paged kernels take.
+
+Both take the block stride from the tensor, so a layer's strided view of the KV slab is passed as it is.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from services.worker.attention.interface import AttentionBackend, BatchLayout
+from services.worker.kv_store import LayerKv
+
+_HALF = (torch.float16, torch.bfloat16)
+
+
+class FlashUnavailable(Exception):
+    """No flash-attention kernels for this device are installed."""
+
+
+@dataclass
+class _Metadata:
+    """S sequences, T tokens, P pages in the longest table."""
+
+    slots: torch.Tensor
+    """[T] int64"""
+    offsets: torch.Tensor
+    """[T] int64"""
+    query_starts: torch.Tensor
+    """[S + 1] int32"""
+    contexts: torch.Tensor
+    """[S] int32: keys of each sequence, this step's included"""
+    context_starts: torch.Tensor
+    """[S + 1] int32: their cumulative sum"""
+    page_table: torch.Tensor
+    """[S, P] int32"""
+    max_queries: int
+    max_context: int
+    """Bound on `contexts`; of a captured batch, the whole table."""
+
+
+class FlashBackend(AttentionBackend):
+    """Kernels are compiled at their first use with a shape, so models are warmed up before they serve."""
+
+    def __init__(self, device: torch.device) -> None:
+        """Raises `FlashUnavailable`."""
+        major, _ = torch.cuda.get_device_capability(device)
+        self._attend, self._page_tokens, self.name, self._max_head_dim = _choose_kernels(major)
+
+    def supported_page_tokens(self, head_dim: int, dtype: torch.dtype) -> tuple[int, ...]:
+        fits = dtype in _HALF and head_dim % 16 == 0 and head_dim <= self._max_head_dim
+        return (self._page_tokens,) if fits else ()
+
+    def prepare(self, layout: BatchLayout) -> _Metadata:
+        def moved(array: np.ndarray, dtype: type[np.generic]) -> torch.Tensor:
+            tensor = torch.from_numpy(np.ascontiguousarray(array, dtype))
+            return tensor.pin_memory().to(layout.device, non_blocking=True)
+
+        return _Metadata(
+            slots=moved(layout.slots, np.int64),
+            offsets=moved(layout.offsets, np.int64),
+            query_starts=moved(layout.query_starts, np.int32),
+            contexts=moved(layout.contexts, np.int32),
+            context_starts=moved(np.concatenate(([0], np.cumsum(layout.contexts))), np.int32),
+            page_table=moved(layout.block_tables, np.int32),
+            max_queries=int(layout.counts.max()),
+            max_context=int(layout.contexts.max()),
+        )
+
+    def write_kv(self, kv: LayerKv, keys: torch.Tensor, values: torch.Tensor, metadata: _Metadata) -> None:
+        at = (metadata.slots, metadata.offsets)
+        kv.keys.index_put_(at, keys)
+        kv.values.index_put_(at, values)
+
+    def attend(
+        self,
+        queries: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        kv: LayerKv,
+        metadata: _Metadata,
+        window: int | None,
+    ) -> torch.Tensor:
+        return self._attend(queries, kv, metadata, window)
+
+    def allocate_replay(self, layout: BatchLayout, max_pages: int) -> _Metadata:
+        static = self.prepare(layout)
+        table = torch.zeros(len(layout.counts), max_pages, dtype=torch.int32, device=layout.device)
+        table[:, : static.page_table.shape[1]] = static.page_table
+        # a bound of every later replay, not of this layout alone
+        return replace(static, page_table=table, max_context=max_pages * layout.page_tokens)
+
+    def fill_replay(self, static: _Metadata, layout: BatchLayout) -> None:
+        fresh = self.prepare(layout)
+        for name in ("slots", "offsets", "contexts", "context_starts"):
+            getattr(static, name).copy_(getattr(fresh, name))
+        static.page_table[:, : fresh.page_table.shape[1]].copy_(fresh.page_table)
+
+
+_Attend = Callable[[torch.Tensor, LayerKv, _Metadata, "int | None"], torch.Tensor]
+
+
+def _choose_kernels(major: int) -> tuple[_Attend, int, str, int]:
+    """(attend, page size, name, largest head size) for devices of this compute capability."""
+    problems = []
+    if major in (9, 10, 11):  # elsewhere flash-attention 4 has no paging
+        try:
+            return _flash4(major), 128, "flash-attention 4", 256 if major == 9 else 128
+        except ImportError as error:
+            problems.append(f"flash-attn-4 is not installed ({error})")
+    if major >= 8:
+        try:
+            return _flash2(), 256, "flash-attention 2", 256
+        except ImportError as error:
+            problems.append(f"flash-attn is not installed ({error})")
+    raise FlashUnavailable("; ".join(problems) or f"compute capability {major} is too old")
+
+
+def _flash4(major: int) -> _Attend:
+    # kernels are compiled in Python; without its cache on disk every process would compile them again
+    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
+    from flash_attn.cute import flash_attn_varlen_func
+
+    num_splits = 1 if major == 9 else 0  # 0: as many as a heuristic says; Hopper's kernel has no splits
+
+    def attend(queries: torch.Tensor, kv: LayerKv, metadata: _Metadata, window: int | None) -> torch.Tensor:
+        result: Any = flash_attn_varlen_func(
+            queries,
+            kv.keys,
+            kv.values,
+            cu_seqlens_q=metadata.query_starts,
+            max_seqlen_q=metadata.max_queries,
+            max_seqlen_k=metadata.max_context,
+            seqused_k=metadata.contexts,
+            page_table=metadata.page_table,
+            causal=True,
+            window_size=(None, None) if window is None else (window - 1, 0),
+            num_splits=num_splits,
+        )
+        return _only_output(result)
+
+    return attend
+
+
+def _flash2() -> _Attend:
+    from flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
+
+    def attend(queries: torch.Tensor, kv: LayerKv, metadata: _Metadata, window: int | None) -> torch.Tensor:
+        limits = (-1, -1) if window is None else (window - 1, 0)
+        if metadata.max_queries == 1:
+            result: Any = flash_attn_with_kvcache(
+                queries[:, None],
+                kv.keys,
+                kv.values,
+                cache_seqlens=metadata.contexts,
+                block_table=metadata.page_table,
+                causal=True,
+                window_size=limits,
+            )
+            return _only_output(result).flatten(0, 1)
+        result = flash_attn_varlen_func(
+            queries,
+            kv.keys,
+            kv.values,
+            metadata.query_starts,
+            metadata.context_starts,
+            metadata.max_queries,
+            metadata.max_context,
+            causal=True,
+            window_size=limits,
+            block_table=metadata.page_table,
+        )
+        return _only_output(result)
+
+    return attend
+
+
+def _only_output(result: Any) -> torch.Tensor:
+    """Some releases return the log-sum-exp beside the output."""
+    output: torch.Tensor = result[0] if isinstance(result, tuple) else result
+    return output

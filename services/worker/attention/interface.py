@@ -1,0 +1,116 @@
+"""The seam between models and attention kernels: ragged batches over paged KV.
+
+Once per step the executor describes the batch (`BatchLayout`) and the back end turns that into its own metadata
+(`prepare`); then every layer calls `write_kv` and `attend` with it. All back ends pass one parity suite.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+
+from services.worker.kv_store import LayerKv
+
+
+@dataclass(frozen=True)
+class BatchLayout:
+    """One step's sequences, on the host. S sequences, T tokens in all; sequence i's tokens are consecutive."""
+
+    starts: np.ndarray
+    """[S] int64: tokens already in the cache, which is the position of the first token computed now."""
+    counts: np.ndarray
+    """[S] int64: tokens computed now, at least 1."""
+    block_tables: np.ndarray
+    """[S, P] int32: flat slots; entries past a sequence's last page repeat its first slot, so that padding reads memory
+    of the same model."""
+    page_tokens: int
+    dtype: torch.dtype
+    device: torch.device
+    windows: tuple[int, ...] = ()
+    """Sliding windows that layers of the model use; layers without one attend to everything."""
+
+    @cached_property
+    def contexts(self) -> np.ndarray:
+        """[S] int64: tokens in the cache after this step's are written."""
+        result: np.ndarray = self.starts + self.counts
+        return result
+
+    @cached_property
+    def query_starts(self) -> np.ndarray:
+        """[S + 1] int64: where each sequence's tokens begin in the flat batch."""
+        return np.concatenate(([0], np.cumsum(self.counts)))
+
+    @cached_property
+    def all_decode(self) -> bool:
+        return bool((self.counts == 1).all())
+
+    @cached_property
+    def sequence_of_token(self) -> np.ndarray:
+        """[T] int64"""
+        return np.repeat(np.arange(len(self.counts)), self.counts)
+
+    @cached_property
+    def positions(self) -> np.ndarray:
+        """[T] int64"""
+        if self.all_decode:
+            return self.starts
+        shifts = np.repeat(self.starts - self.query_starts[:-1], self.counts)
+        result: np.ndarray = np.arange(self.query_starts[-1]) + shifts
+        return result
+
+    @cached_property
+    def slots(self) -> np.ndarray:
+        """[T] int32: the flat slot that each token's keys and values go to."""
+        taken: np.ndarray = self.block_tables[self.sequence_of_token, self.positions // self.page_tokens]
+        return taken
+
+    @cached_property
+    def offsets(self) -> np.ndarray:
+        """[T] int64: the token's place in its slot."""
+        result: np.ndarray = self.positions % self.page_tokens
+        return result
+
+
+class AttentionBackend(ABC):
+    """One object an executor; used from its thread only."""
+
+    name: str
+
+    @abstractmethod
+    def supported_page_tokens(self, head_dim: int, dtype: torch.dtype) -> tuple[int, ...]:
+        """Tokens per KV block that the kernels take, best first; empty if they cannot run such heads here."""
+
+    @abstractmethod
+    def prepare(self, layout: BatchLayout) -> Any:
+        """Metadata of one step, shared by all its layers; valid until the next `prepare`."""
+
+    @abstractmethod
+    def write_kv(self, kv: LayerKv, keys: torch.Tensor, values: torch.Tensor, metadata: Any) -> None:
+        """Stores this step's keys and values `[T, kv_heads, head_dim]` in their slots."""
+
+    @abstractmethod
+    def attend(
+        self,
+        queries: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        kv: LayerKv,
+        metadata: Any,
+        window: int | None,
+    ) -> torch.Tensor:
+        """Causal attention of `queries [T, heads, head_dim]` over each one's sequence, scaled by head_dim ** -0.5;
+        after `write_kv` of the same keys and values. -> [T, heads, head_dim]"""
+
+    def allocate_replay(self, layout: BatchLayout, max_pages: int) -> Any | None:
+        """Metadata in static memory for a captured graph of as many decode rows as `layout` has, with block tables of up
+        to `max_pages`; None if this back end's work cannot be captured. Called once a batch size."""
+        return None
+
+    def fill_replay(self, static: Any, layout: BatchLayout) -> None:
+        """Copies a decode batch, padded by the caller to the captured size, into what `allocate_replay` gave."""
+        raise NotImplementedError(f"{self.name} has no graphs")

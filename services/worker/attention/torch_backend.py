@@ -1,0 +1,211 @@
+"""Paged attention with torch's own operators: runs on any device, and is the back end of CPUs.
+
+The pages of a group of sequences are gathered into a workspace and one `scaled_dot_product_attention` runs over the
+group; there is no loop over sequences. Groups are chosen so that padding to the longest member stays small, so the cost
+follows the real context lengths. First chunks of prompts need no gather: their keys are all in this step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from services.worker.attention.interface import AttentionBackend, BatchLayout
+from services.worker.kv_store import LayerKv
+
+_CPU_PAGES = (32, 64, 96, 128)
+_CUDA_PAGES = (128, 64, 32, 256)
+_MAX_PADDING = 0.25
+"""Padded work allowed on top of a group's own, as a share."""
+_GROUP_COST_KEYS = 2048
+"""What starting another group costs (gather, attention, scatter), in keys read."""
+
+
+@dataclass
+class _Group:
+    """Sequences that attend together, padded to `num_queries` queries and `num_pages` pages each."""
+
+    num_sequences: int
+    num_queries: int
+    num_pages: int
+    pages: torch.Tensor | None
+    """[num_sequences * num_pages] slots to gather; None: the keys are those of this step alone."""
+    masks: dict[int | None, torch.Tensor | None]
+    """Per window: [num_sequences, 1, num_queries, keys] to add to the scores; None where `is_causal` says it all."""
+    tokens: torch.Tensor | None
+    """[num_sequences * num_queries] flat token of each padded query; None: the flat batch is already that."""
+    valid: torch.Tensor | None
+    """Indices of the real ones among the padded queries; None: all are."""
+
+
+@dataclass
+class _Metadata:
+    slots: torch.Tensor
+    offsets: torch.Tensor
+    groups: list[_Group]
+
+
+class TorchBackend(AttentionBackend):
+    name = "torch"
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._workspace: dict[str, torch.Tensor] = {}
+
+    def supported_page_tokens(self, head_dim: int, dtype: torch.dtype) -> tuple[int, ...]:
+        return _CPU_PAGES if self._device.type == "cpu" else _CUDA_PAGES
+
+    def prepare(self, layout: BatchLayout) -> _Metadata:
+        members = [(0, len(layout.counts))] if len(layout.counts) == 1 else None
+        order, bounds = _grouping(layout) if members is None else (np.arange(1), members)
+        groups = [_group(layout, order[begin:end], len(bounds) == 1) for begin, end in bounds]
+        return _Metadata(_tensor(layout.slots, layout), _tensor(layout.offsets, layout), groups)
+
+    def write_kv(self, kv: LayerKv, keys: torch.Tensor, values: torch.Tensor, metadata: _Metadata) -> None:
+        at = (metadata.slots, metadata.offsets)
+        kv.keys.index_put_(at, keys)
+        kv.values.index_put_(at, values)
+
+    def attend(
+        self,
+        queries: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        kv: LayerKv,
+        metadata: _Metadata,
+        window: int | None,
+    ) -> torch.Tensor:
+        if len(metadata.groups) == 1 and metadata.groups[0].tokens is None:
+            return self._attend_group(queries, keys, values, kv, metadata.groups[0], window)
+        out = torch.empty_like(queries)
+        for group in metadata.groups:
+            assert group.tokens is not None
+            chosen = queries.index_select(0, group.tokens)
+            if group.pages is None:
+                own = keys.index_select(0, group.tokens), values.index_select(0, group.tokens)
+                result = self._attend_group(chosen, *own, kv, group, window)
+            else:
+                result = self._attend_group(chosen, keys, values, kv, group, window)
+            if group.valid is None:
+                out.index_copy_(0, group.tokens, result)
+            else:
+                out.index_copy_(0, group.tokens[group.valid], result.index_select(0, group.valid))
+        return out
+
+    def _attend_group(
+        self,
+        queries: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        kv: LayerKv,
+        group: _Group,
+        window: int | None,
+    ) -> torch.Tensor:
+        """All tensors [num_sequences * num_queries, heads, head_dim]."""
+        num_heads, head_dim = queries.shape[-2:]
+        num_kv_heads = kv.keys.shape[-2]
+        sequences, length = group.num_sequences, group.num_queries
+        if group.pages is not None:
+            keys, values = self._gather("keys", kv.keys, group), self._gather("values", kv.values, group)
+        shape = (sequences, -1, num_kv_heads, head_dim)
+        keys, values = keys.view(shape).transpose(1, 2), values.view(shape).transpose(1, 2)
+        mask = group.masks.get(window, group.masks[None])
+        if length == 1:
+            # the query heads that share a KV head are that head's rows: no expansion of K and V
+            grouped = queries.view(sequences, num_kv_heads, num_heads // num_kv_heads, head_dim)
+            return F.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask).view_as(queries)
+        out = F.scaled_dot_product_attention(
+            queries.view(sequences, length, num_heads, head_dim).transpose(1, 2),
+            keys,
+            values,
+            attn_mask=mask,
+            is_causal=mask is None,
+            enable_gqa=num_heads != num_kv_heads,
+        )
+        return out.transpose(1, 2).reshape(queries.shape)
+
+    def _gather(self, which: str, cache: torch.Tensor, group: _Group) -> torch.Tensor:
+        """The group's pages of `cache`, [sequences, keys, kv_heads, head_dim], in a workspace reused by all layers:
+        fresh memory of this size would cost more in page faults than the copy itself."""
+        assert group.pages is not None
+        rows = cache.flatten(1)
+        needed = group.pages.numel() * rows.shape[1]
+        space = self._workspace.get(which)
+        if space is None or space.numel() < needed or space.dtype != cache.dtype:
+            space = self._workspace[which] = torch.empty(needed, dtype=cache.dtype, device=cache.device)
+        out = space[:needed].view(group.pages.numel(), rows.shape[1])
+        torch.index_select(rows, 0, group.pages, out=out)
+        return out
+
+
+def _tensor(array: np.ndarray, layout: BatchLayout) -> torch.Tensor:
+    return torch.from_numpy(np.ascontiguousarray(array, dtype=np.int64)).to(layout.device)
+
+
+def _grouping(layout: BatchLayout) -> tuple[np.ndarray, list[tuple[int, int]]]:
+    """An order of the sequences and the bounds of the groups in it.
+
+    Sequences are sorted by (chunk or first chunk or decode, queries, pages), all descending; a group is closed when
+    padding its next member to the group's first would waste more than the group's share and a new group's cost.
+    """
+    pages = -(-layout.contexts // layout.page_tokens)
+    fresh = (layout.starts == 0) & (layout.counts > 1)
+    kind = np.where(layout.counts == 1, 0, np.where(fresh, 1, 2))
+    order = np.lexsort((-pages, -layout.counts, -kind))
+    kinds, counts = kind[order], layout.counts[order]
+    work = counts * pages[order] * layout.page_tokens
+    bounds, begin = [], 0
+    while begin < len(order):
+        same = kinds[begin:] == kinds[begin]
+        limit = begin + (len(same) if same.all() else int(np.argmin(same)))
+        longest = np.maximum.accumulate(pages[order][begin:limit]) * layout.page_tokens * counts[begin]
+        real = np.cumsum(work[begin:limit])
+        padded = longest * np.arange(1, limit - begin + 1)
+        too_much = padded - real > real * _MAX_PADDING + _GROUP_COST_KEYS
+        end = begin + int(np.argmax(too_much)) if too_much.any() else limit
+        bounds.append((begin, max(end, begin + 1)))
+        begin = bounds[-1][1]
+    if len(bounds) == 1 and (layout.counts == layout.counts[0]).all():
+        return np.arange(len(order)), bounds
+    return order, bounds
+
+
+def _group(layout: BatchLayout, members: np.ndarray, only: bool) -> _Group:
+    starts, counts, contexts = layout.starts[members], layout.counts[members], layout.contexts[members]
+    num_queries = int(counts.max())
+    uniform = bool((counts == num_queries).all())
+    fresh = num_queries > 1 and not starts.any()
+    query = np.arange(num_queries)
+    # padded queries repeat the sequence's last token; their results are dropped
+    tokens = layout.query_starts[members][:, None] + np.minimum(query, counts[:, None] - 1)
+    flat = only and uniform and bool((members[1:] > members[:-1]).all())
+    valid = None if uniform else _tensor(np.flatnonzero((query < counts[:, None]).ravel()), layout)
+    if fresh:
+        num_pages, num_keys, pages = 0, num_queries, None
+    else:
+        num_pages = int(-(-contexts.max() // layout.page_tokens))
+        num_keys = num_pages * layout.page_tokens
+        pages = _tensor(layout.block_tables[members, :num_pages].ravel(), layout)
+    positions = starts[:, None] + query
+    masks: dict[int | None, torch.Tensor | None] = {}
+    masks[None] = None if fresh else _mask(layout, positions, num_keys, None)
+    for window in layout.windows:
+        if contexts.max() > window:
+            masks[window] = _mask(layout, positions, num_keys, window)
+    return _Group(
+        len(members), num_queries, num_pages, pages, masks, None if flat else _tensor(tokens.ravel(), layout), valid
+    )
+
+
+def _mask(layout: BatchLayout, positions: np.ndarray, num_keys: int, window: int | None) -> torch.Tensor:
+    """[sequences, 1, queries, keys] of 0 and -inf: a query sees the keys up to its own position, and with a window only
+    the last `window` of them."""
+    query = torch.from_numpy(positions).to(layout.device)[:, None, :, None]
+    key = torch.arange(num_keys, device=layout.device)
+    hidden = key > query
+    if window is not None:
+        hidden |= key <= query - window
+    return torch.zeros(hidden.shape, dtype=layout.dtype, device=layout.device).masked_fill_(hidden, float("-inf"))

@@ -1,0 +1,229 @@
+"""The thread that drives one instance: plan, execute, apply, for ever.
+
+Threads and who may touch what:
+- The loop's thread plans and applies under `_lock`, and executes without it. Only it calls the executor's step methods.
+- Any other thread (the event loop) may call `submit`, `cancel` and the reading methods; they take the lock, which is never
+  held longer than one plan or apply (well under a millisecond).
+- `between_steps` hands a function to the loop's thread, which runs it when no step is in flight: loading and unloading of
+  models touch executor and engine together.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, Protocol, TypeVar
+
+import msgspec
+
+from shared.engine.engine import Ended, Engine, InstanceLoad, Output
+from shared.engine.plan import StepPlan, StepResult
+from shared.engine.sequence import State
+from shared.messages import ErrorInfo, GenerationRequest, HeldRequest, pack_tokens
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+class StepExecutor(Protocol):
+    """What the loop needs of an executor: steps run in the order of `launch`; `collect` waits for the oldest one that was
+    launched and not collected."""
+
+    def launch(self, plan: StepPlan) -> None: ...
+
+    def collect(self) -> StepResult: ...
+
+
+class StepStats(msgspec.Struct, frozen=True):
+    """One executed step, for metrics."""
+
+    model: str
+    num_prefill_tokens: int
+    num_decodes: int
+    duration_s: float
+
+
+class HeldOutput(msgspec.Struct, frozen=True):
+    """What a live request has made so far."""
+
+    epoch: int
+    tokens: bytes
+    num_cached_tokens: int
+
+
+class EngineLoop:
+    """Runs `engine` on `executor`. `on_effects(effects, stats)` is called in the loop's thread after each step and after
+    each change from outside; it must not block."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        executor: StepExecutor,
+        clock: Callable[[], float],
+        on_effects: Callable[[list[Output | Ended], StepStats | None], None],
+        *,
+        niceness: int = 0,
+    ) -> None:
+        """`niceness`: scheduling priority of this thread and of the compute threads it starts, relative to the process.
+        On a CPU that the model shares with the services, a few steps of niceness let a frame or a request pass at once
+        instead of waiting for a time slice of the model's threads."""
+        self._niceness = niceness
+        self._engine = engine
+        self._executor = executor
+        self._clock = clock
+        self._on_effects = on_effects
+        self._lock = threading.Lock()
+        self._wake = threading.Event()
+        self._stopping = False
+        self._calls: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
+        self._in_flight: deque[tuple[StepPlan, float]] = deque()
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._step_started_s: float | None = None
+        self.num_steps = 0
+        self.failure: str = ""
+        """Why the thread died, if it did: the instance is then of no more use."""
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self, timeout_s: float) -> None:
+        """Ends the thread after the step that runs now; waits at most `timeout_s`."""
+        self._stopping = True
+        self._wake.set()
+        self._thread.join(timeout_s)
+
+    def now(self) -> float:
+        return self._clock()
+
+    # ------------------------------------------------------------------------------- calls from other threads
+
+    def submit(self, request: GenerationRequest) -> ErrorInfo | None:
+        with self._lock:
+            refused = self._engine.submit(request, self._clock())
+        self._wake.set()
+        return refused
+
+    def cancel(self, request_id: str) -> None:
+        with self._lock:
+            self._engine.cancel(request_id, self._clock())
+        self._wake.set()
+
+    def load(self) -> InstanceLoad:
+        with self._lock:
+            return self._engine.load()
+
+    def num_preemptions(self) -> int:
+        return self._engine.planner.num_preemptions
+
+    def used_share(self) -> float:
+        """Share of the KV pool that sequences hold, 0 to 1."""
+        with self._lock:
+            return self._engine.pool.used_merged() / self._engine.pool.num_merged
+
+    def held_requests(self) -> list[HeldRequest]:
+        with self._lock:
+            return [
+                HeldRequest(
+                    sequence.request.request_id,
+                    sequence.request.gateway_id,
+                    sequence.request.epoch,
+                    sequence.model,
+                    sequence.num_tokens,
+                    sequence.state == State.RUNNING,
+                )
+                for sequence in self._engine.all_held()
+            ]
+
+    def held_output(self, request_id: str) -> HeldOutput | None:
+        with self._lock:
+            sequence = self._engine.held(request_id)
+            if sequence is None:
+                return None
+            output = pack_tokens(sequence.tokens[sequence.num_prompt :])
+            return HeldOutput(sequence.request.epoch, output, sequence.num_cached_tokens)
+
+    def num_held(self, model: str | None = None) -> int:
+        with self._lock:
+            return sum(1 for sequence in self._engine.all_held() if model is None or sequence.model == model)
+
+    def clear_prefix_cache(self) -> None:
+        with self._lock:
+            self._engine.pool.clear_cache()
+
+    def between_steps(self, function: Callable[[Engine], T]) -> Future[T]:
+        """Runs `function(engine)` in the loop's thread while no step is in flight."""
+        future: Future[T] = Future()
+        self._calls.append((lambda: function(self._engine), future))
+        self._wake.set()
+        return future
+
+    def stuck_for_s(self) -> float:
+        """How long the step that runs now has been running; 0 between steps."""
+        started = self._step_started_s
+        return 0.0 if started is None else self._clock() - started
+
+    # ------------------------------------------------------------------------------------- the loop's thread
+
+    def _run(self) -> None:
+        if self._niceness:
+            # On Linux a thread id is a scheduling entity of its own, and the threads it starts inherit its priority.
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), self._niceness)
+        try:
+            while not self._stopping:
+                self._iterate()
+        except Exception as error:
+            log.exception("the engine loop failed")
+            self.failure = f"{type(error).__name__}: {error}"
+
+    def _iterate(self) -> None:
+        in_flight = self._in_flight
+        self._wake.clear()
+        if self._calls and not in_flight:
+            self._run_calls()
+        now = self._clock()
+        with self._lock:
+            self._engine.on_time(now)
+            plan = None if self._calls else self._engine.plan(now)
+            effects = self._engine.effects()
+            wakeup = self._engine.next_wakeup()
+        if effects:
+            self._on_effects(effects, None)
+        if plan is not None:
+            self._step_started_s = self._step_started_s or now
+            in_flight.append((plan, now))
+            self._executor.launch(plan)
+            if len(in_flight) < self._engine.steps_in_flight:
+                return
+        if in_flight:
+            self._collect(*in_flight.popleft())
+            self._step_started_s = in_flight[0][1] if in_flight else None
+        elif not self._calls:
+            self._wake.wait(None if wakeup is None else max(0.0, wakeup - self._clock()))
+
+    def _collect(self, plan: StepPlan, started_s: float) -> None:
+        result = self._executor.collect()
+        now = self._clock()
+        if result.error:
+            log.error("step %d of %s failed: %s", plan.step_id, plan.model, result.error)
+        with self._lock:
+            self._engine.on_step(result, now)
+            effects = self._engine.effects()
+        self.num_steps += 1
+        num_decodes = plan.counts.count(1)
+        self._on_effects(effects, StepStats(plan.model, plan.num_tokens - num_decodes, num_decodes, now - started_s))
+
+    def _run_calls(self) -> None:
+        while self._calls:
+            call, future = self._calls.popleft()
+            try:
+                with self._lock:
+                    result = call()
+            except Exception as error:
+                future.set_exception(error)
+            else:
+                future.set_result(result)

@@ -1,0 +1,383 @@
+"""One instance: the bus side of an engine. Started by the node agent as `python -m services.worker.instance`.
+
+Owns: the instance's registry entry, its subjects, its load reports and token frames, the life of its models. The engine
+runs in a thread of its own (engine_loop.py); this side never waits for a step.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import logging
+import os
+import sys
+import uuid
+
+import msgspec
+
+from services.worker.engine_loop import EngineLoop, StepExecutor, StepStats
+from services.worker.instance_models import InstanceModels
+from services.worker.instance_telemetry import InstanceTelemetry
+from services.worker.output_log import OutputLog
+from shared.bus.interface import Bus, BusError, KeyValue, ServiceError, Subscription
+from shared.engine.engine import Ended, Engine, Output
+from shared.engine.recording import Configuration, RecordingEngine
+from shared.messages import (
+    GATEWAY_FRAMES,
+    INSTANCE_CANCEL,
+    INSTANCE_DRAIN,
+    INSTANCE_HELD,
+    INSTANCE_LOAD_MODEL,
+    INSTANCE_REPLAY,
+    INSTANCE_SUBMIT,
+    INSTANCE_UNLOAD_MODEL,
+    INSTANCES,
+    LOAD_REPORTS,
+    Accepted,
+    Cancel,
+    Done,
+    Drain,
+    ErrorCode,
+    FinishedStats,
+    GenerationRequest,
+    HeldRequests,
+    InstanceInfo,
+    InstancePlan,
+    ListHeldRequests,
+    LoadModel,
+    LoadReport,
+    ReplayQuery,
+    ReplayReply,
+    TokenEntry,
+    UnloadModel,
+)
+from shared.service import load_or_exit, run_service, unless_stopped
+from shared.settings import InstanceSettings, SettingsError
+from shared.telemetry import Telemetry, start_telemetry
+
+log = logging.getLogger(__name__)
+
+REPORT_INTERVAL_S = 0.02
+"""Load reports are at least so far apart."""
+HEARTBEAT_S = 1.0
+"""A load report and a registry entry are at most so far apart."""
+STUCK_STEP_S = 60.0
+"""A step that runs for longer makes the instance unhealthy."""
+DRAIN_POLL_S = 0.05
+COMPUTE_NICENESS = 10
+"""Of the model's threads on CPU."""
+
+
+class InstanceService:
+    """`executor` and `engine` are made by the caller (tests use a fake executor)."""
+
+    def __init__(
+        self, bus: Bus, settings: InstanceSettings, telemetry: Telemetry, engine: Engine, executor: StepExecutor
+    ) -> None:
+        self._bus = bus
+        self._settings = settings
+        self._id = settings.instance_id
+        self.incarnation = uuid.uuid4().hex
+        self.drained = asyncio.Event()
+        self._plan = msgspec.json.decode(settings.plan, type=InstancePlan)
+        self._metrics = InstanceTelemetry(self._id, telemetry.registry, telemetry.tracer)
+        self._telemetry = telemetry
+        niceness = COMPUTE_NICENESS if settings.device == "cpu" else 0
+        self._loop = EngineLoop(engine, executor, bus.now, self._on_effects_in_thread, niceness=niceness)
+        self._models = InstanceModels(self._loop, executor, self._metrics, self._touch)
+        self._outputs = OutputLog()
+        self._draining = False
+        self._admitted: list[str] = []
+        self._ended: list[str] = []
+        self._finished: list[FinishedStats] = []
+        self._report_sequence = 0
+        self._changed = asyncio.Event()
+        self._registry_changed = asyncio.Event()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._subscriptions: list[Subscription] = []
+        self._registry: KeyValue[InstanceInfo] | None = None
+        self._metrics_port = 0
+
+    # ----------------------------------------------------------------------------------------- start and stop
+
+    async def start(self) -> None:
+        """Serves the subjects, then registers; models of the plan load in the background."""
+        self._event_loop = asyncio.get_running_loop()
+        self._loop.start()
+        self._metrics_port = self._telemetry.serve_metrics(self.problems)
+        bus, ids = self._bus, {"instance_id": self._id}
+        self._subscriptions = [
+            await bus.serve(INSTANCE_SUBMIT.at(**ids), self._on_submit, max_concurrency=256),
+            await bus.serve(INSTANCE_REPLAY.at(**ids), self._on_replay),
+            await bus.serve(INSTANCE_HELD.at(**ids), self._on_held),
+            await bus.serve(INSTANCE_LOAD_MODEL.at(**ids), self._on_load_model),
+            await bus.serve(INSTANCE_UNLOAD_MODEL.at(**ids), self._on_unload_model),
+            await bus.serve(INSTANCE_DRAIN.at(**ids), self._on_drain),
+            await bus.subscribe(INSTANCE_CANCEL.at(**ids), self._on_cancel),
+        ]
+        self._registry = await bus.key_value(INSTANCES)
+        bus.on_reconnect(self._touch)
+        for spec in self._plan.models:
+            self._models.begin_load(spec)
+        self._spawn(self._report_loads(), "load reports")
+        self._spawn(self._keep_registered(), "registry")
+        log.info("instance %s serves (pool %d x %d bytes)", self._id, self._num_merged, self._plan.merged_bytes)
+
+    async def stop(self) -> None:
+        """Leaves the registry at once; what is still running here is placed elsewhere by the scheduler."""
+        self._draining = True
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for subscription in self._subscriptions:
+            await subscription.stop()
+        if self._registry is not None:
+            try:
+                await self._registry.delete(self._id)
+            except BusError as error:
+                log.warning("the registry entry was left to expire: %s", error)
+        await self._models.stop()
+        await asyncio.to_thread(self._loop.stop, 5.0)
+
+    def problems(self) -> list[str]:
+        """For /health."""
+        found = []
+        if self._loop.failure:
+            found.append(f"the engine loop failed: {self._loop.failure}")
+        if (stuck_s := self._loop.stuck_for_s()) > STUCK_STEP_S:
+            found.append(f"a step has been running for {stuck_s:.0f} s")
+        if not self._bus.is_connected:
+            found.append("not connected to NATS")
+        return found
+
+    def _spawn(self, coroutine, name: str) -> None:  # type: ignore[no-untyped-def]
+        task = asyncio.create_task(coroutine, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._task_done)
+
+    def _task_done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("task %r failed", task.get_name(), exc_info=error)
+
+    # ------------------------------------------------------------------------------------------------ handlers
+
+    async def _on_submit(self, request: GenerationRequest) -> Accepted:
+        if self._draining:
+            raise ServiceError.of(ErrorCode.DRAINING, f"instance {self._id} is draining")
+        if self._loop.failure:
+            raise ServiceError.of(ErrorCode.UNAVAILABLE, f"instance {self._id} failed: {self._loop.failure}")
+        self._models.check_serves(request.model)
+        refused = self._loop.submit(request)
+        if refused is not None:
+            raise ServiceError(refused)
+        self._admitted.append(request.request_id)
+        self._changed.set()
+        return Accepted(request.request_id)
+
+    def _on_cancel(self, cancel: Cancel) -> None:
+        self._loop.cancel(cancel.request_id)
+
+    async def _on_replay(self, query: ReplayQuery) -> ReplayReply:
+        entries: list[TokenEntry] = []
+        unknown: list[str] = []
+        for position in query.positions:
+            entry = self._outputs.replay(position)
+            if entry is None:
+                held = self._loop.held_output(position.request_id)
+                if held is None or held.epoch != position.epoch:
+                    unknown.append(position.request_id)
+                    continue
+                entry = TokenEntry(position.request_id, position.epoch, position.next_offset, b"")
+            entries.append(entry)
+        return ReplayReply(entries, unknown)
+
+    async def _on_held(self, _query: ListHeldRequests) -> HeldRequests:
+        return HeldRequests(self._loop.held_requests())
+
+    async def _on_load_model(self, query: LoadModel) -> Done:
+        self._models.begin_load(query.spec)
+        return Done()
+
+    async def _on_unload_model(self, query: UnloadModel) -> Done:
+        self._models.begin_unload(query.name, query.grace_s)
+        return Done()
+
+    async def _on_drain(self, query: Drain) -> Done:
+        if not self._draining:
+            self._draining = True
+            self._touch()
+            self._spawn(self._drain(query.grace_s), "drain")
+        return Done()
+
+    async def _drain(self, grace_s: float) -> None:
+        deadline = self._bus.now() + grace_s
+        while self._loop.num_held() and self._bus.now() < deadline:
+            await asyncio.sleep(DRAIN_POLL_S)
+        self.drained.set()
+
+    # ---------------------------------------------------------------------------------- from the engine's thread
+
+    def _on_effects_in_thread(self, effects: list[Output | Ended], stats: StepStats | None) -> None:
+        self._event_loop.call_soon_threadsafe(self._on_effects, effects, stats)
+
+    def _on_effects(self, effects: list[Output | Ended], stats: StepStats | None) -> None:
+        now = self._bus.now()
+        for effect in effects:
+            if isinstance(effect, Output):
+                topic = GATEWAY_FRAMES.at(gateway_id=effect.gateway_id)
+                for frame in self._outputs.frames(self._id, effect.entries, now):
+                    self._bus.publish(topic, frame)
+            else:
+                self._on_ended(effect)
+        if stats is not None:
+            self._metrics.on_step(stats)
+        self._changed.set()
+
+    def _on_ended(self, ended: Ended) -> None:
+        request = ended.request
+        self._ended.append(request.request_id)
+        planned_s = ended.first_planned_s if ended.first_planned_s is not None else ended.ended_s
+        self._finished.append(
+            FinishedStats(
+                request.model,
+                request.request_class,
+                ended.num_prompt_tokens,
+                ended.num_output_tokens,
+                planned_s - ended.submitted_s,
+                ended.ended_s - planned_s,
+                ended.reason,
+            )
+        )
+        self._metrics.on_ended(ended)
+        self._metrics.trace_ended(ended, self._bus.now)
+
+    # ----------------------------------------------------------------------------------------- reports, registry
+
+    async def _report_loads(self) -> None:
+        while True:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._changed.wait(), HEARTBEAT_S)
+            self._changed.clear()
+            self._publish_load()
+            await asyncio.sleep(REPORT_INTERVAL_S)
+
+    def _publish_load(self) -> None:
+        load_now = self._loop.load()
+        self._metrics.on_load(load_now, self._loop.used_share(), self._loop.num_preemptions())
+        self._report_sequence += 1
+        report = LoadReport(
+            self._id,
+            self.incarnation,
+            self._report_sequence,
+            load_now.dispatch_freeness,
+            load_now.free_merged,
+            load_now.num_running,
+            load_now.models,
+            self._admitted,
+            self._ended,
+            self._finished,
+        )
+        self._admitted, self._ended, self._finished = [], [], []
+        self._bus.publish(LOAD_REPORTS, report)
+
+    def _touch(self) -> None:
+        """The registry entry changed: write it now rather than at the next heartbeat."""
+        self._registry_changed.set()
+        self._changed.set()
+
+    async def _keep_registered(self) -> None:
+        assert self._registry is not None
+        while True:
+            self._registry_changed.clear()
+            try:
+                await self._registry.put(self._id, self._info())
+            except BusError as error:
+                log.warning("could not write the registry entry: %s", error)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._registry_changed.wait(), HEARTBEAT_S)
+
+    @property
+    def _num_merged(self) -> int:
+        return max(1, self._plan.pool_bytes // self._plan.merged_bytes)
+
+    def _info(self) -> InstanceInfo:
+        load_now = {model.model: model for model in self._loop.load().models}
+        if self._draining:
+            state = "draining"
+        else:
+            state = "ready" if self._models.any_ready else "starting"
+        return InstanceInfo(
+            self._id,
+            self.incarnation,
+            self._settings.node_id,
+            state,
+            self._models.loaded(load_now),
+            self._num_merged,
+            self._plan.merged_bytes,
+            self._settings.device,
+            os.getpid(),
+            self._metrics_port,
+        )
+
+
+# -------------------------------------------------------------------------------------------------------- main
+
+
+def build_engine(settings: InstanceSettings, num_merged: int, device: str) -> Engine:
+    """The engine as settings say; recorded where they name a file."""
+    on_cuda = device == "cuda"
+    configuration = Configuration(
+        num_merged,
+        settings.max_running,
+        "fcfs",
+        settings.token_budget or (8192 if on_cuda else 512),
+        settings.steps_in_flight or (2 if on_cuda else 1),
+    )
+    if settings.record_file:
+        try:
+            file = open(settings.record_file, "wb")  # noqa: SIM115  (kept open for the life of the process)
+        except OSError as error:
+            raise SettingsError(f"TIDEWAY_RECORD_FILE={settings.record_file!r} cannot be written: {error}") from None
+        return RecordingEngine(configuration, file.write)
+    return configuration.build()
+
+
+async def main(stop: asyncio.Event, settings: InstanceSettings) -> None:
+    import torch
+
+    from services.worker.executor import Executor
+    from shared.bus.nats_bus import NatsBus
+
+    plan = msgspec.json.decode(settings.plan, type=InstancePlan)
+    device = settings.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    if settings.num_threads and device == "cpu":
+        torch.set_num_threads(settings.num_threads)
+    settings = msgspec.structs.replace(settings, device=device)
+    num_merged = max(1, plan.pool_bytes // plan.merged_bytes)
+    executor = Executor(device, num_merged, plan.merged_bytes, settings.max_running)
+    engine = build_engine(settings, num_merged, device)
+    telemetry = start_telemetry("worker", settings.instance_id, settings)
+    bus = await unless_stopped(NatsBus.connect(settings, "instance", settings.instance_id, telemetry.registry), stop)
+    if bus is None:
+        return
+    service = InstanceService(bus, settings, telemetry, engine, executor)
+    await service.start()
+    gc.collect()
+    gc.freeze()
+    waiting = [asyncio.create_task(stop.wait()), asyncio.create_task(service.drained.wait())]
+    await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+    for task in waiting:
+        task.cancel()
+    await service.stop()
+    await bus.close()
+    telemetry.close()
+
+
+if __name__ == "__main__":
+    sys.setswitchinterval(0.001)
+    instance_settings = load_or_exit(InstanceSettings)
+    run_service(lambda stop: main(stop, instance_settings), instance_settings)

@@ -1,0 +1,169 @@
+"""The models of one instance: loading and unloading beside the others' steps.
+
+(absent) --begin_load--> loading --prepared, attached--> ready --begin_unload--> unloading --> (absent)
+                           |                                                      (requests end, then memory goes)
+                           +--error--> failed --begin_load--> loading
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import msgspec
+
+from services.worker.engine_loop import EngineLoop
+from services.worker.instance_telemetry import InstanceTelemetry
+from shared.bus.interface import ServiceError
+from shared.engine.engine import Engine
+from shared.engine.plan import ModelShape
+from shared.messages import ErrorCode, LoadedModel, ModelLoad, ModelSpec
+
+log = logging.getLogger(__name__)
+
+POLL_S = 0.05
+
+
+class ModelExecutor(Protocol):
+    """`prepare_model` is slow and runs beside steps; `add_model` and `remove_model` run between steps."""
+
+    def prepare_model(self, spec: ModelSpec) -> Any: ...
+
+    def add_model(self, prepared: Any) -> ModelShape: ...
+
+    def remove_model(self, name: str) -> None: ...
+
+
+class _Model(msgspec.Struct):
+    spec: ModelSpec
+    state: str
+    shape: ModelShape | None = None
+    num_slots: int = 0
+    error: str = ""
+
+
+class InstanceModels:
+    """`on_change` is called after each change of state."""
+
+    def __init__(
+        self, loop: EngineLoop, executor: Any, metrics: InstanceTelemetry, on_change: Callable[[], None]
+    ) -> None:
+        self._loop = loop
+        self._executor: ModelExecutor = executor
+        self._metrics = metrics
+        self._on_change = on_change
+        self._models: dict[str, _Model] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._loading = asyncio.Lock()
+        """One model is prepared at a time: two at once would double the peak of memory."""
+
+    @property
+    def any_ready(self) -> bool:
+        return any(model.state == "ready" for model in self._models.values())
+
+    def check_serves(self, name: str) -> None:
+        model = self._models.get(name)
+        if model is None or model.state != "ready":
+            state = "not here" if model is None else model.state
+            raise ServiceError.of(ErrorCode.GONE, f"model {name!r} is {state} on this instance", "model")
+
+    def loaded(self, loads: dict[str, ModelLoad]) -> list[LoadedModel]:
+        return [
+            LoadedModel(
+                name,
+                model.state,
+                model.shape.max_model_len if model.shape else 0,
+                model.shape.page_tokens if model.shape else 0,
+                model.shape.slots_per_merged if model.shape else 0,
+                loads[name].num_running if name in loads else 0,
+                loads[name].num_waiting if name in loads else 0,
+                model.error,
+            )
+            for name, model in self._models.items()
+        ]
+
+    def begin_load(self, spec: ModelSpec) -> None:
+        """Starts loading; the same model again has no effect. `CONFLICT` while it is unloading or has another spec."""
+        known = self._models.get(spec.name)
+        if known is not None and known.state in ("loading", "ready"):
+            if known.spec == spec:
+                return
+            raise ServiceError.of(ErrorCode.CONFLICT, f"model {spec.name!r} is here with another source", "spec")
+        if known is not None and known.state == "unloading":
+            raise ServiceError.of(ErrorCode.CONFLICT, f"model {spec.name!r} is being unloaded", "spec")
+        self._models[spec.name] = _Model(spec, "loading")
+        self._spawn(self._load(self._models[spec.name]))
+        self._on_change()
+
+    def begin_unload(self, name: str, grace_s: float) -> None:
+        """Takes no new request, waits for those that run (at most `grace_s`), then frees the memory."""
+        model = self._models.get(name)
+        if model is None:
+            raise ServiceError.of(ErrorCode.GONE, f"model {name!r} is not on this instance", "name")
+        if model.state == "failed":
+            del self._models[name]
+        elif model.state == "loading":
+            raise ServiceError.of(ErrorCode.CONFLICT, f"model {name!r} is still being loaded", "name")
+        elif model.state == "ready":
+            model.state = "unloading"
+            self._spawn(self._unload(model, grace_s))
+        self._on_change()
+
+    async def stop(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _spawn(self, coroutine: Any) -> None:
+        task = asyncio.create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _load(self, model: _Model) -> None:
+        started_s = time.monotonic()
+        spec = model.spec
+        try:
+            async with self._loading:
+                prepared = await asyncio.to_thread(self._executor.prepare_model, spec)
+
+            def attach(engine: Engine) -> tuple[ModelShape, int]:
+                shape = engine.add_model(self._executor.add_model(prepared))
+                return shape, engine.pool.capacity_slots(shape.name)
+
+            shape, num_slots = await asyncio.wrap_future(self._loop.between_steps(attach))
+        except asyncio.CancelledError:
+            raise
+        except Exception as error:
+            log.exception("model %s could not be loaded", spec.name)
+            model.state, model.error = "failed", f"{type(error).__name__}: {error}"
+        else:
+            model.state, model.shape, model.num_slots = "ready", shape, num_slots
+            self._metrics.set_model(spec.name, shape.page_tokens, num_slots)
+            log.info("model %s is ready after %.1f s: %s", spec.name, time.monotonic() - started_s, shape)
+        self._on_change()
+
+    async def _unload(self, model: _Model, grace_s: float) -> None:
+        name = model.spec.name
+        deadline_s = time.monotonic() + grace_s
+        while self._loop.num_held(name) and time.monotonic() < deadline_s:
+            await asyncio.sleep(POLL_S)
+
+        def detach(engine: Engine) -> None:
+            removed = engine.remove_model(name, self._loop.now())
+            assert removed, "no step is in flight between steps"
+            self._executor.remove_model(name)
+
+        try:
+            await asyncio.wrap_future(self._loop.between_steps(detach))
+        except Exception as error:
+            log.exception("model %s could not be unloaded", name)
+            model.state, model.error = "failed", f"{type(error).__name__}: {error}"
+        else:
+            del self._models[name]
+            if model.shape is not None:
+                self._metrics.remove_model(name, model.shape.page_tokens, model.num_slots)
+            log.info("model %s is unloaded", name)
+        self._on_change()

@@ -1,0 +1,111 @@
+"""The KV slab: one flat byte tensor on a device that holds the KV blocks of all models of an instance.
+
+Geometry (see shared/engine/slab.py): merged blocks of `merged_bytes`; of a model, each holds `slots_per_merged` slots at
+a uniform stride. A slot is `[layers, 2 (K, V), page_tokens, kv_heads, head_dim]`, contiguous, so one block of a sequence
+is one run of bytes and a layer's K and V are strided views into the slab.
+
+| memory | written by |
+|---|---|
+| a slot | attention's `write_kv`, for the model that owns the merged block |
+| a merged block, whole | `claim`, when it goes to another model |
+| the scratch merged block behind the last | padding rows of replayed graphs; nobody reads it |
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from shared.engine import slab
+
+NO_OWNER = -1
+
+
+class LayerKv(NamedTuple):
+    """One layer's cache, each `[num_flat_slots, page_tokens, kv_heads, head_dim]` with the slot stride of the slab."""
+
+    keys: torch.Tensor
+    values: torch.Tensor
+
+
+@dataclass(frozen=True)
+class KvShape:
+    """What of a model determines the size of its slots."""
+
+    num_layers: int
+    page_tokens: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+
+    @property
+    def slot_bytes(self) -> int:
+        return slab.slot_bytes(self.num_layers, self.page_tokens, self.num_kv_heads, self.head_dim, self.dtype.itemsize)
+
+
+@dataclass(frozen=True)
+class KvViews:
+    """A model's view of the whole slab."""
+
+    owner: int
+    shape: KvShape
+    slots_per_merged: int
+    stride_bytes: int
+    num_slots: int
+    """Addressable flat slots; slot `num_slots` itself is scratch."""
+    layers: tuple[LayerKv, ...]
+
+
+class KvStore:
+    """Owns the slab tensor; gives models their views."""
+
+    def __init__(self, num_merged: int, merged_bytes: int, device: torch.device) -> None:
+        if num_merged <= 0 or merged_bytes <= 0 or merged_bytes % slab.ALIGNMENT_BYTES:
+            raise ValueError(f"{num_merged} merged blocks of {merged_bytes} bytes make no slab")
+        self.num_merged = num_merged
+        self.merged_bytes = merged_bytes
+        # empty, not zeros: on CPU the pages are committed only when first written
+        self.slab = torch.empty((num_merged + 1) * merged_bytes, dtype=torch.uint8, device=device)
+        self._owners = np.full(num_merged + 1, NO_OWNER, dtype=np.int64)
+        self._next_owner = 0
+
+    def attach(self, shape: KvShape, slots_per_merged: int) -> KvViews:
+        """Views for one more model; costs no memory."""
+        stride_bytes, rest = divmod(self.merged_bytes, slots_per_merged)
+        if rest or stride_bytes % slab.ALIGNMENT_BYTES or stride_bytes < shape.slot_bytes:
+            raise ValueError(f"{slots_per_merged} slots do not divide a merged block of {self.merged_bytes} bytes")
+        elements = self.slab.view(shape.dtype)
+        stride = stride_bytes // shape.dtype.itemsize
+        num_slots = self.num_merged * slots_per_merged
+        size = (num_slots + 1, shape.page_tokens, shape.num_kv_heads, shape.head_dim)
+        token = shape.num_kv_heads * shape.head_dim
+        half = shape.page_tokens * token
+
+        def view(index: int) -> torch.Tensor:
+            return elements.as_strided(size, (stride, token, shape.head_dim, 1), index * half)
+
+        layers = tuple(LayerKv(view(2 * i), view(2 * i + 1)) for i in range(shape.num_layers))
+        owner = self._next_owner
+        self._next_owner += 1
+        return KvViews(owner, shape, slots_per_merged, stride_bytes, num_slots, layers)
+
+    def claim(self, views: KvViews, slots: np.ndarray) -> None:
+        """Makes the merged blocks of these flat slots the model's, before it first writes there. A block that comes from
+        another model is zeroed: masked positions have attention weight 0, but 0 * NaN is NaN, and another model's bytes
+        may read as NaN."""
+        merged = slots // views.slots_per_merged
+        if (self._owners[merged] == views.owner).all():
+            return
+        for index in np.unique(merged[self._owners[merged] != views.owner]).tolist():
+            self.slab[index * self.merged_bytes : (index + 1) * self.merged_bytes].zero_()
+            self._owners[index] = views.owner
+
+    def slot_view(self, views: KvViews, slot: int) -> torch.Tensor:
+        """The bytes of one slot, `[slot_bytes]` uint8: the unit of checkpoint and migration."""
+        if not 0 <= slot < views.num_slots:
+            raise IndexError(f"slot {slot} of {views.num_slots}")
+        begin = slot * views.stride_bytes
+        return self.slab[begin : begin + views.shape.slot_bytes]

@@ -1,0 +1,164 @@
+"""What this machine has for instances: devices, memory, cores. Read from the kernel and from `nvidia-smi`; torch is not
+imported (it takes seconds and hundreds of megabytes), only its files are looked at."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import os
+import re
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from shared.settings import SettingsError, WorkerSettings
+
+logger = logging.getLogger(__name__)
+
+CPU_MEMORY_SHARE = 0.5
+"""Of the memory that is free at the start: the rest is for the processes themselves, page cache and others."""
+GPU_MEMORY_SHARE = 0.9
+"""Of the free memory of a GPU: the rest is for the CUDA context and what libraries allocate."""
+NVIDIA_SMI_TIMEOUT_S = 20.0
+ROOT = Path("/")
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What the node agent offers."""
+
+    device: str
+    """cpu | cuda"""
+    num_instances: int
+    memory_bytes: int
+    """For weights and KV pools of all instances."""
+    num_threads: int
+    """Of one instance on CPU."""
+    gpus: tuple[str, ...] = ()
+    """Instance k runs with CUDA_VISIBLE_DEVICES=gpus[k]."""
+
+
+def survey(settings: WorkerSettings, environment: Mapping[str, str] | None = None, root: Path = ROOT) -> Machine:
+    """Blocking: may run `nvidia-smi`. `SettingsError` if a GPU is asked for and there is none. `root`: where /proc, /sys
+    and /dev are."""
+    environment = os.environ if environment is None else environment
+    if settings.device not in ("auto", "cpu", "cuda"):
+        raise SettingsError(f"TIDEWAY_DEVICE={settings.device!r}: expected auto, cpu or cuda")
+    if settings.num_instances < 1:
+        raise SettingsError(f"TIDEWAY_NUM_INSTANCES={settings.num_instances}: expected 1 or more")
+    gpus = {} if settings.device == "cpu" else _free_gpu_memory(environment, root)
+    if gpus and not _torch_has_cuda():
+        if settings.device == "cuda":
+            raise SettingsError("TIDEWAY_DEVICE=cuda, but the installed torch is built without CUDA")
+        logger.warning("there are GPUs, but the installed torch is built without CUDA: running on the CPU")
+        gpus = {}
+    if settings.device == "cuda" and not gpus:
+        raise SettingsError("TIDEWAY_DEVICE=cuda, but nvidia-smi finds no GPU that may be used")
+    if gpus:
+        # The smallest share of all, as the plan divides memory evenly.
+        free = int(min(gpus.values()) * GPU_MEMORY_SHARE) * len(gpus)
+        return Machine("cuda", len(gpus), settings.memory_bytes or free, settings.num_threads or 1, tuple(gpus))
+    return Machine(
+        "cpu",
+        settings.num_instances,
+        settings.memory_bytes or int(free_memory_bytes(root) * CPU_MEMORY_SHARE),
+        settings.num_threads or max(1, num_cores(root) // settings.num_instances),
+    )
+
+
+def free_memory_bytes(root: Path = ROOT) -> int:
+    """What processes here could still allocate: of the machine, and of each control group that this process is in."""
+    match = re.search(r"^MemAvailable:\s*(\d+) kB", _read(root / "proc/meminfo"), re.MULTILINE)
+    if match is None:
+        raise SettingsError("/proc/meminfo has no MemAvailable; set TIDEWAY_MEMORY_BYTES")
+    free = [int(match[1]) * 1024]
+    for folder in _control_groups(root, "memory"):
+        for limit_file, usage_file in (
+            ("memory.max", "memory.current"),
+            ("memory.limit_in_bytes", "memory.usage_in_bytes"),
+        ):
+            limit, usage = _read(folder / limit_file), _read(folder / usage_file)
+            if limit.isdigit() and usage.isdigit():
+                # Cached file pages count as used, but go when memory is needed.
+                cached = re.search(r"^(?:total_)?inactive_file (\d+)", _read(folder / "memory.stat"), re.MULTILINE)
+                free.append(max(0, int(limit) - int(usage) + (int(cached[1]) if cached else 0)))
+    return min(free)
+
+
+def num_cores(root: Path = ROOT) -> int:
+    """Cores that this process may use: affinity and CPU quota of its control groups; at least 1."""
+    cores = [float(len(os.sched_getaffinity(0)))]
+    for folder in _control_groups(root, "cpu"):
+        quota, _, period = _read(folder / "cpu.max").partition(" ")
+        if not quota:
+            quota, period = _read(folder / "cpu.cfs_quota_us"), _read(folder / "cpu.cfs_period_us")
+        if quota.isdigit() and period.isdigit() and int(period):
+            cores.append(int(quota) / int(period))
+    return max(1, int(min(cores)))
+
+
+def _control_groups(root: Path, controller: str) -> list[Path]:
+    """Folders of this process's control group and its ancestors, versions 2 and 1. In a container the namespace hides the
+    outer ones, and the mount point itself is the container's group."""
+    found = []
+    for line in _read(root / "proc/self/cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers and controller not in controllers.split(","):
+            continue
+        mount = root / "sys/fs/cgroup" / (controller if controllers else "")
+        parts = [part for part in path.split("/") if part not in ("", "..")]
+        found += [mount.joinpath(*parts[:n]) for n in range(len(parts), -1, -1)]
+    return found
+
+
+def _free_gpu_memory(environment: Mapping[str, str], root: Path) -> dict[str, int]:
+    """GPU (as CUDA_VISIBLE_DEVICES names it) -> free bytes, in order; only those that CUDA_VISIBLE_DEVICES allows."""
+    if not list((root / "dev").glob("nvidia[0-9]*")):
+        return {}
+    command = ["nvidia-smi", "--query-gpu=index,uuid,memory.free", "--format=csv,noheader,nounits"]
+    try:
+        output = subprocess.run(
+            command, capture_output=True, text=True, timeout=NVIDIA_SMI_TIMEOUT_S, check=True
+        ).stdout
+    except (OSError, subprocess.SubprocessError) as error:
+        logger.warning("there is a GPU device, but nvidia-smi failed: %s", error)
+        return {}
+    return parse_gpus(output, environment.get("CUDA_VISIBLE_DEVICES"))
+
+
+def parse_gpus(output: str, visible: str | None) -> dict[str, int]:
+    """`output`: lines of "index, uuid, free MiB" (nvidia-smi). `visible`: CUDA_VISIBLE_DEVICES, None where not set: a
+    list of indices or of beginnings of UUIDs, of which the first unknown one ends the list, as CUDA has it."""
+    gpus = []
+    for line in output.strip().splitlines():
+        index, uuid, mebibytes = (field.strip() for field in line.split(","))
+        if mebibytes.isdigit():
+            gpus.append((index, uuid, int(mebibytes) << 20))
+    if visible is None:
+        # By UUID, because CUDA may count in another order.
+        return {uuid: free for _, uuid, free in gpus}
+    chosen: dict[str, int] = {}
+    for name in (part.strip() for part in visible.split(",")):
+        matches = [free for index, uuid, free in gpus if name and (index == name or uuid.startswith(name))]
+        if len(matches) != 1:
+            break
+        chosen[name] = matches[0]
+    return chosen
+
+
+def _torch_has_cuda() -> bool:
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
+        return False
+    return (
+        re.search(r"^cuda\b[^=]*= *['\"]", _read(Path(spec.origin).with_name("version.py")), re.MULTILINE) is not None
+    )
+
+
+def _read(file: Path) -> str:
+    """Contents, stripped; empty if the file cannot be read (there are two versions of control groups)."""
+    try:
+        return file.read_text().strip()
+    except OSError:
+        return ""

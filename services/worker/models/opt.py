@@ -1,0 +1,117 @@
+"""OPT: learned positions, layer norm with bias, ReLU MLP, biases everywhere (Zhang et al. 2022)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from services.worker.linear import Linear
+from services.worker.models.activations import activation
+from services.worker.models.decoder import DecoderModel, ForwardBatch, ForwardState
+from services.worker.models.weights import WeightReader
+from shared.checkpoint import CheckpointShape, positive_int
+
+_POSITION_OFFSET = 2
+"""Row of the position table that position 0 takes; inherited from fairseq's padding rows."""
+_EPS = 1e-5
+
+
+@dataclass
+class _Norm:
+    weight: torch.Tensor | None
+    bias: torch.Tensor | None
+    size: int
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return F.layer_norm(x, (self.size,), self.weight, self.bias, _EPS)
+
+
+@dataclass
+class _Layer:
+    attention_norm: _Norm
+    qkv: Linear
+    out: Linear
+    final_norm: _Norm
+    fc1: Linear
+    fc2: Linear
+
+
+class OptModel(DecoderModel):
+    def __init__(
+        self, reader: WeightReader, config: Mapping[str, Any], shape: CheckpointShape, max_model_len: int
+    ) -> None:
+        self.dtype, self.device = reader.dtype, reader.device
+        self.vocab_size, self.num_layers = shape.vocab_size, shape.num_layers
+        self.num_heads = self.num_kv_heads = shape.num_kv_heads
+        self.head_dim = shape.head_dim
+        self._norm_first = bool(config.get("do_layer_norm_before", True))
+        self._activation = activation(str(config.get("activation_function") or "relu"))
+        hidden, width = shape.hidden_size, int(config.get("word_embed_proj_dim") or shape.hidden_size)
+        prefix = reader.prefix_of("embed_tokens.weight", ("model.decoder.", "decoder.", ""))
+        self._embedding = reader.get(f"{prefix}embed_tokens.weight", shape.vocab_size, width)
+        num_positions = positive_int(config, "max_position_embeddings", reader.config_file) + _POSITION_OFFSET
+        self._positions = reader.get(f"{prefix}embed_positions.weight", num_positions, hidden)
+        self._project_in = self._project_out = None
+        if width != hidden:
+            self._project_in = reader.linear([f"{prefix}project_in"], width, [hidden])
+            self._project_out = reader.linear([f"{prefix}project_out"], hidden, [width])
+        ffn = positive_int(config, "ffn_dim", reader.config_file)
+        self._layers = [self._read_layer(reader, f"{prefix}layers.{i}.", hidden, ffn) for i in range(self.num_layers)]
+        self._final_norm = None
+        if self._norm_first and not config.get("_remove_final_layer_norm"):
+            self._final_norm = _read_norm(reader, f"{prefix}final_layer_norm", hidden)
+        if config.get("tie_word_embeddings", True) or "lm_head.weight" not in reader:
+            self._head = Linear(self._embedding)
+            reader.finish(ignored=("lm_head.weight",))
+        else:
+            self._head = reader.linear(["lm_head"], width, [shape.vocab_size])
+            reader.finish()
+
+    @staticmethod
+    def _read_layer(reader: WeightReader, prefix: str, hidden: int, ffn: int) -> _Layer:
+        attention = f"{prefix}self_attn."
+        return _Layer(
+            attention_norm=_read_norm(reader, f"{prefix}self_attn_layer_norm", hidden),
+            qkv=reader.linear([f"{attention}{x}_proj" for x in "qkv"], hidden, [hidden] * 3),
+            out=reader.linear([f"{attention}out_proj"], hidden, [hidden]),
+            final_norm=_read_norm(reader, f"{prefix}final_layer_norm", hidden),
+            fc1=reader.linear([f"{prefix}fc1"], hidden, [ffn]),
+            fc2=reader.linear([f"{prefix}fc2"], ffn, [hidden]),
+        )
+
+    def begin(self, batch: ForwardBatch) -> ForwardState:
+        hidden = F.embedding(batch.token_ids, self._embedding)
+        if self._project_in is not None:
+            hidden = self._project_in(hidden)
+        return ForwardState(hidden + F.embedding(batch.positions + _POSITION_OFFSET, self._positions))
+
+    def run_layers(self, state: ForwardState, start: int, stop: int, batch: ForwardBatch) -> None:
+        hidden = state.hidden
+        for index in range(start, stop):
+            layer = self._layers[index]
+            x = layer.attention_norm(hidden) if self._norm_first else hidden
+            heads = layer.qkv(x).view(len(x), 3 * self.num_heads, self.head_dim)
+            queries, keys, values = torch.split(heads, self.num_heads, 1)
+            hidden = hidden + layer.out(batch.attend(index, queries, keys, values).flatten(1))
+            hidden = hidden if self._norm_first else layer.attention_norm(hidden)
+            x = layer.final_norm(hidden) if self._norm_first else hidden
+            hidden = hidden + layer.fc2(self._activation(layer.fc1(x)))
+            hidden = hidden if self._norm_first else layer.final_norm(hidden)
+        state.hidden = hidden
+
+    def logits(self, state: ForwardState, tokens: torch.Tensor | None) -> torch.Tensor:
+        hidden = state.hidden if tokens is None else state.hidden.index_select(0, tokens)
+        if self._final_norm is not None:
+            hidden = self._final_norm(hidden)
+        if self._project_out is not None:
+            hidden = self._project_out(hidden)
+        return self._head(hidden)
+
+
+def _read_norm(reader: WeightReader, name: str, size: int) -> _Norm:
+    """Weight and bias are absent where the checkpoint has `layer_norm_elementwise_affine` off."""
+    return _Norm(reader.get_optional(f"{name}.weight", size), reader.get_optional(f"{name}.bias", size), size)

@@ -1,0 +1,373 @@
+"""The node agent: starts, watches and restarts the instances of this machine, as the placement plan says.
+
+Owns: the node's registry entry, the instances' processes. `node_state` decides what to do next, `processes` does it; here
+are the bus, the clock and the loop that ties them.
+
+    PLANS, INSTANCES (watched), exits -> NodeState -> actions -> processes, INSTANCE_LOAD_MODEL/UNLOAD_MODEL/DRAIN
+                                                            -> NODES, INSTANCE_EXITED
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Coroutine, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from opentelemetry import trace
+from opentelemetry.trace import Span, Status, StatusCode
+from prometheus_client import CollectorRegistry, Counter, Gauge
+
+from services.worker.machine import Machine
+from services.worker.node_state import (
+    DRAIN_GRACE_S,
+    Action,
+    Drain,
+    Kill,
+    LoadModel,
+    NodeState,
+    Start,
+    Terminate,
+    UnloadModel,
+)
+from services.worker.processes import InstanceProcess, Processes
+from shared import messages
+from shared.bus.interface import Bus, BusError, KeyValue, Watch
+from shared.messages import (
+    INSTANCE_DRAIN,
+    INSTANCE_EXITED,
+    INSTANCE_LOAD_MODEL,
+    INSTANCE_UNLOAD_MODEL,
+    INSTANCES,
+    NODES,
+    PLANS,
+    InstanceExited,
+    InstanceInfo,
+    InstancePlan,
+    NodeInfo,
+    PlacementPlan,
+)
+from shared.settings import BusSettings, SettingsError, WorkerSettings, default_id
+from shared.telemetry import Telemetry
+
+logger = logging.getLogger(__name__)
+
+INSTANCE_COMMAND = (sys.executable, "-m", "services.worker.instance")
+REGISTER_INTERVAL_S = 1.0
+TICK_S = 0.25
+"""The longest that a due restart or repetition waits."""
+CALL_TIMEOUT_S = 5.0
+"""Instances answer these calls at once and work afterwards."""
+MAX_PROBLEM_CHARACTERS = 1000
+
+
+def instance_environment(
+    settings: WorkerSettings, machine: Machine, node_id: str, plan: InstancePlan, base: Mapping[str, str]
+) -> dict[str, str]:
+    """The environment of an instance's process: the agent's own, its bus settings, and what makes the instance.
+
+    Where the agent's metrics port is fixed, instance k serves metrics on that port + 1 + k, so that a scraper can be
+    told; else on any free port (see the registry).
+    """
+    k = int(plan.instance_id.rpartition("-")[2])
+    values = {name: getattr(settings, name) for name in BusSettings.__struct_fields__}
+    values |= {
+        "metrics_port": settings.metrics_port + 1 + k if settings.metrics_port else 0,
+        "node_id": node_id,
+        "instance_id": plan.instance_id,
+        "plan": msgspec.json.encode(plan).decode(),
+        "device": machine.device,
+        "num_threads": machine.num_threads,
+    }
+    environment = {**base, "PYTHONUNBUFFERED": "1"}
+    environment |= {"TIDEWAY_" + name.upper(): str(value) for name, value in values.items()}
+    if machine.gpus:
+        environment["CUDA_VISIBLE_DEVICES"] = machine.gpus[k]
+    return environment
+
+
+def exit_reason(process: InstanceProcess, exit_code: int) -> str:
+    """Completes "the instance ..."."""
+    if exit_code < 0:
+        return f"was killed by {signal.Signals(-exit_code).name}"
+    said = f": {process.last_line[:300]}" if process.last_line and exit_code else ""
+    return f"exited with code {exit_code}{said}"
+
+
+class _Metrics:
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.instances = Gauge("tideway_node_instances", "Instances by state", ["state"], registry=registry)
+        self.restarts = Counter(
+            "tideway_node_restarts", "Instances that ended without being asked to", ["instance"], registry=registry
+        )
+        self.plan_version = Gauge(
+            "tideway_node_plan_version", "The last placement plan that was carried out whole", registry=registry
+        )
+        self.memory = Gauge("tideway_node_memory_bytes", "For weights and KV pools of all instances", registry=registry)
+
+
+class NodeAgent:
+    """`command`: argument vector of an instance's process."""
+
+    def __init__(
+        self,
+        bus: Bus,
+        settings: WorkerSettings,
+        telemetry: Telemetry,
+        machine: Machine,
+        command: Sequence[str] = INSTANCE_COMMAND,
+    ) -> None:
+        self.node_id = settings.node_id or default_id("node")
+        if not re.fullmatch(r"[A-Za-z0-9_-]+", self.node_id):
+            raise SettingsError(f"TIDEWAY_NODE_ID={self.node_id!r}: expected letters, digits, - and _ only")
+        self._bus = bus
+        self._settings = settings
+        self._telemetry = telemetry
+        self._machine = machine
+        self._state = NodeState(self.node_id)
+        self._processes = Processes(command, self._on_exit)
+        self._metrics = _Metrics(telemetry.registry)
+        self._metrics.memory.set(machine.memory_bytes)
+        self._info = NodeInfo(
+            self.node_id, socket.gethostname(), machine.num_instances, machine.memory_bytes, machine.device
+        )
+        self._reported: dict[str, str] = {}
+        """Instance id -> the last incarnation whose end was published."""
+        self._wake = asyncio.Event()
+        self._info_changed = asyncio.Event()
+        self._plan_span: Span = trace.INVALID_SPAN
+        self._is_stopping = False
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._watches: list[Watch[Any]] = []
+        self._nodes: KeyValue[NodeInfo]
+
+    # ----------------------------------------------------------------------------------------- start and stop
+
+    async def start(self) -> None:
+        """Registers, and begins with the plan there is; returns without waiting for instances."""
+        self._telemetry.serve_metrics(self.problems)
+        self._nodes = await self._bus.key_value(NODES)
+        self._watches.append(await (await self._bus.key_value(INSTANCES)).watch(self._on_registry))
+        self._watches.append(await (await self._bus.key_value(PLANS)).watch(self._on_plan))
+        self._bus.on_reconnect(self._info_changed.set)
+        self._spawn(self._keep_registered(), "registration")
+        self._spawn(self._reconcile_for_ever(), "reconciliation")
+        logger.info(
+            "node %s offers %d instances on %s with %.1f GiB",
+            self.node_id,
+            self._machine.num_instances,
+            self._machine.device,
+            self._machine.memory_bytes / 2**30,
+        )
+
+    async def stop(self) -> None:
+        """Leaves the registry and ends the instances: SIGTERM, after `STOP_TIMEOUT_S` SIGKILL."""
+        self._is_stopping = True
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        try:
+            await self._nodes.delete(self.node_id)
+        except BusError as error:
+            logger.info("the node's registry entry is left to expire: %s", error)
+        await self._processes.stop()
+        for watch in self._watches:
+            await watch.stop()
+        self._end_plan_span()
+
+    def problems(self) -> list[str]:
+        """For /health; called from another thread. That an instance is restarting is no fault of the agent."""
+        return [] if self._bus.is_connected else ["not connected to NATS"]
+
+    def _spawn(self, coroutine: Coroutine[Any, Any, None], name: str) -> None:
+        task = asyncio.create_task(coroutine, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._task_done)
+
+    def _task_done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            logger.error("task %r failed", task.get_name(), exc_info=error)
+
+    # ------------------------------------------------------------------------------------------------- events
+
+    def _on_plan(self, key: str, plan: PlacementPlan | None) -> None:
+        # A plan that vanishes (a server that lost its disk) changes nothing: placement writes it again.
+        if key == "current" and plan is not None:
+            self._end_plan_span()
+            self._plan_span = self._telemetry.tracer.start_span(
+                "node.apply_plan", attributes={"tideway.node": self.node_id, "tideway.plan_version": plan.version}
+            )
+            self._state.on_plan(plan)
+            self._wake.set()
+
+    def _on_registry(self, instance_id: str, info: InstanceInfo | None) -> None:
+        process = self._processes.get(instance_id)
+        if info is None or (process is not None and process.pid == info.pid):
+            if process is not None and info is not None:
+                process.incarnation = info.incarnation
+            self._state.on_registry(instance_id, info, self._bus.now())
+            self._wake.set()
+        elif info.node_id == self.node_id and self._reported.get(instance_id) != info.incarnation:
+            self._on_stranger(info)
+
+    def _on_stranger(self, info: InstanceInfo) -> None:
+        """An entry of this node that no process of this agent wrote: its predecessor's instances died with it."""
+        if _is_alive(info.pid):
+            logger.warning(
+                "process %d serves as %s, but this agent did not start it: is the node id %s used twice?",
+                info.pid,
+                info.instance_id,
+                self.node_id,
+            )
+            self._reported[info.instance_id] = info.incarnation
+        else:
+            self._publish_exit(info.instance_id, info.incarnation, -signal.SIGKILL)
+
+    def _on_exit(self, instance_id: str, process: InstanceProcess, exit_code: int) -> None:
+        self._publish_exit(instance_id, process.incarnation, exit_code)
+        reason = exit_reason(process, exit_code)
+        is_failure = self._state.on_exit(instance_id, reason, self._bus.now())
+        if is_failure and not self._is_stopping:
+            self._metrics.restarts.labels(instance_id).inc()
+            logger.error("%s (process %d) %s", instance_id, process.pid, reason)
+        else:
+            logger.info("%s (process %d) %s, as asked", instance_id, process.pid, reason)
+        self._wake.set()
+
+    def _publish_exit(self, instance_id: str, incarnation: str, exit_code: int) -> None:
+        self._reported[instance_id] = incarnation
+        self._bus.publish(INSTANCE_EXITED, InstanceExited(instance_id, incarnation, self.node_id, exit_code))
+
+    # ----------------------------------------------------------------------------------------- reconciliation
+
+    async def _reconcile_for_ever(self) -> None:
+        while True:
+            try:
+                async with asyncio.timeout(TICK_S):
+                    await self._wake.wait()
+            except TimeoutError:
+                pass
+            self._wake.clear()
+            try:
+                for action in self._state.step(self._bus.now(), is_connected=self._bus.is_connected):
+                    self._begin(action)
+                self._show_state()
+            except Exception:
+                logger.exception("reconciling failed")
+                await asyncio.sleep(REGISTER_INTERVAL_S)
+
+    def _begin(self, action: Action) -> None:
+        """Starts and signals at once; calls to instances run on their own, and are repeated if they fail."""
+        match action:
+            case Start(plan):
+                self._start_instance(plan)
+            case Terminate(instance_id, reason):
+                logger.warning("ending %s: %s", instance_id, reason)
+                self._signal(instance_id, signal.SIGTERM)
+            case Kill(instance_id):
+                logger.warning("%s does not end; killing it", instance_id)
+                self._signal(instance_id, signal.SIGKILL)
+            case _:
+                self._spawn(self._call(action), f"{type(action).__name__} {action.instance_id}")
+
+    def _start_instance(self, plan: InstancePlan) -> None:
+        instance_id = plan.instance_id
+        environment = instance_environment(self._settings, self._machine, self.node_id, plan, os.environ)
+        with self._span("node.start_instance", instance_id) as span:
+            try:
+                process = self._processes.start(instance_id, environment)
+            except (OSError, subprocess.SubprocessError) as error:
+                logger.error("%s could not be started: %s", instance_id, error)
+                span.set_status(Status(StatusCode.ERROR, str(error)))
+                self._state.on_exit(instance_id, f"could not be started: {error}", self._bus.now())
+                return
+        names = ", ".join(spec.name for spec in plan.models)
+        logger.info("started %s as process %d with %s", instance_id, process.pid, names)
+
+    def _signal(self, instance_id: str, number: signal.Signals) -> None:
+        if (process := self._processes.get(instance_id)) is not None:
+            process.signal(number)
+
+    async def _call(self, action: LoadModel | UnloadModel | Drain) -> None:
+        ids = {"instance_id": action.instance_id}
+        logger.info("%s", action)
+        with self._span(f"node.{type(action).__name__}", action.instance_id) as span:
+            try:
+                match action:
+                    case LoadModel(_, spec):
+                        load = messages.LoadModel(spec)
+                        await self._bus.request(INSTANCE_LOAD_MODEL.at(**ids), load, timeout_s=CALL_TIMEOUT_S)
+                    case UnloadModel(_, name):
+                        unload = messages.UnloadModel(name, DRAIN_GRACE_S)
+                        await self._bus.request(INSTANCE_UNLOAD_MODEL.at(**ids), unload, timeout_s=CALL_TIMEOUT_S)
+                    case Drain():
+                        drain = messages.Drain(DRAIN_GRACE_S)
+                        await self._bus.request(INSTANCE_DRAIN.at(**ids), drain, timeout_s=CALL_TIMEOUT_S)
+            except BusError as error:
+                span.set_status(Status(StatusCode.ERROR, str(error)))
+                logger.warning("%s: %s", action, error)
+
+    def _span(self, name: str, instance_id: str) -> Any:
+        return self._telemetry.tracer.start_as_current_span(
+            name,
+            context=trace.set_span_in_context(self._plan_span),
+            attributes={"tideway.node": self.node_id, "tideway.instance": instance_id},
+        )
+
+    def _end_plan_span(self) -> None:
+        """The span of a plan lasts until it is carried out, or another takes its place."""
+        self._plan_span.end()
+        self._plan_span = trace.INVALID_SPAN
+
+    # ------------------------------------------------------------------------------------------- registration
+
+    def _show_state(self) -> None:
+        """Metrics, and the registry entry if it changed."""
+        for phase, count in self._state.num_by_phase().items():
+            self._metrics.instances.labels(phase).set(count)
+        problem = "; ".join(self._state.problems())[:MAX_PROBLEM_CHARACTERS]
+        version = self._state.plan_version or self._info.plan_version
+        if self._state.plan_version:
+            self._end_plan_span()
+        if (version, problem) == (self._info.plan_version, self._info.problem):
+            return
+        if version != self._info.plan_version:
+            logger.info("plan %d is carried out", version)
+        self._info = msgspec.structs.replace(self._info, plan_version=version, problem=problem)
+        self._metrics.plan_version.set(version)
+        self._info_changed.set()
+
+    async def _keep_registered(self) -> None:
+        is_registered = True
+        while True:
+            self._info_changed.clear()
+            try:
+                await self._nodes.put(self.node_id, self._info)
+                is_registered = True
+            except BusError as error:
+                if is_registered:
+                    logger.warning("could not register the node: %s", error)
+                is_registered = False
+            try:
+                async with asyncio.timeout(REGISTER_INTERVAL_S):
+                    await self._info_changed.wait()
+            except TimeoutError:
+                pass
+
+
+def _is_alive(pid: int) -> bool:
+    """Not of a zombie that nobody has waited for."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+    return stat.rpartition(")")[2].split()[0] != "Z"

@@ -1,0 +1,351 @@
+"""What a node agent does next: the difference between the placement plan and what runs here, as small steps. Pure: time
+(seconds, monotonic) is an argument, and whoever drives this carries the actions out and reports what happened.
+
+Life of an instance's process (one row each; anything else is ignored):
+
+| phase    | event                                   | next     | action of `step`                        |
+|----------|-----------------------------------------|----------|-----------------------------------------|
+| absent   | planned, back-off over                  | starting | Start                                   |
+| starting | registered                              | up       |                                         |
+| starting | no longer planned so                    | stopping | Terminate (it serves nobody yet)        |
+| up       | a model more or less in the plan        | up       | LoadModel, UnloadModel                  |
+| up       | pool changed and its turn; not planned  | stopping | Drain                                   |
+| starting, up | not heard of for too long           | stopping | Terminate                               |
+| stopping | too slow                                | stopping | Terminate, then Kill                    |
+| any      | process exited                          | absent   | (back-off, unless it was to stop)       |
+
+Rules: what the plan leaves unchanged is not touched. A pool changes only by a restart, of one instance at a time, and
+only while all others of this node that are planned are up and load nothing. A request to an instance is repeated while
+its effect does not show in the registry. Registry entries of other processes are the caller's to filter out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from shared.messages import InstanceInfo, InstancePlan, LoadedModel, ModelSpec, PlacementPlan
+
+BACK_OFF_FIRST_S = 0.5
+BACK_OFF_MOST_S = 30.0
+HEALTHY_AFTER_S = 60.0
+"""A process that lived so long was healthy: its end starts the back-off anew."""
+
+SETTLE_S = 3.0
+"""A request to an instance shows in the registry (written each second) by then, or it is repeated."""
+
+DRAIN_GRACE_S = 30.0
+"""What requests get to finish before their model or instance goes."""
+
+STOP_MARGIN_S = 10.0
+"""Beyond a drain's grace before SIGTERM; and from SIGTERM to SIGKILL."""
+
+START_TIMEOUT_S = 120.0
+"""From start to the first registration: importing torch on a busy machine takes tens of seconds, never minutes."""
+
+UNHEARD_S = 30.0
+"""A registered instance that is missing from the registry for so long hangs (a lost bus connection is back sooner)."""
+
+
+@dataclass(frozen=True)
+class Start:
+    plan: InstancePlan
+
+
+@dataclass(frozen=True)
+class LoadModel:
+    instance_id: str
+    spec: ModelSpec
+
+
+@dataclass(frozen=True)
+class UnloadModel:
+    instance_id: str
+    name: str
+
+
+@dataclass(frozen=True)
+class Drain:
+    """Finish what is held within DRAIN_GRACE_S, then exit."""
+
+    instance_id: str
+
+
+@dataclass(frozen=True)
+class Terminate:
+    """SIGTERM."""
+
+    instance_id: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Kill:
+    """SIGKILL."""
+
+    instance_id: str
+
+
+Action = Start | LoadModel | UnloadModel | Drain | Terminate | Kill
+
+
+def back_off_s(num_failures: int) -> float:
+    """Wait after that many failures in a row (at least 1)."""
+    return min(BACK_OFF_FIRST_S * 2.0 ** min(num_failures - 1, 30), BACK_OFF_MOST_S)
+
+
+@dataclass
+class _Ask:
+    """A load or unload that was sent to an instance."""
+
+    kind: type
+    at: float
+    num_times: int = 1
+
+    @property
+    def repeat_at(self) -> float:
+        return self.at + max(SETTLE_S, back_off_s(self.num_times))
+
+
+@dataclass
+class _Stop:
+    begun_at: float
+    drain_sent_at: float = 0.0
+    terminated_at: float | None = None
+    is_killed: bool = False
+    failure: str = ""
+    """Set where the process is stopped for a fault of its own."""
+
+
+@dataclass
+class _Process:
+    plan: InstancePlan
+    """As started; its pool is what the process has for life."""
+    started_at: float
+    heard_at: float
+    """When `info` was last known to be right; START_TIMEOUT_S and UNHEARD_S count from here."""
+    specs: dict[str, ModelSpec]
+    """Name -> the spec that this process was given last."""
+    info: InstanceInfo | None = None
+    was_registered: bool = False
+    asks: dict[str, _Ask] = field(default_factory=dict)
+    stop: _Stop | None = None
+
+    def loaded(self) -> dict[str, LoadedModel]:
+        return {} if self.info is None else {model.name: model for model in self.info.models}
+
+    @property
+    def is_up(self) -> bool:
+        """Registered and to stay; it is "ready" only with a model that is."""
+        return self.stop is None and self.info is not None and self.info.state in ("starting", "ready")
+
+    @property
+    def is_ready(self) -> bool:
+        return self.stop is None and self.info is not None and self.info.state == "ready"
+
+    def has_pool_of(self, plan: InstancePlan) -> bool:
+        return (self.plan.pool_bytes, self.plan.merged_bytes) == (plan.pool_bytes, plan.merged_bytes)
+
+    def carries_out(self, plan: InstancePlan) -> bool:
+        wanted = {spec.name: spec for spec in plan.models}
+        return (
+            self.is_ready
+            and self.has_pool_of(plan)
+            and {name: self.specs.get(name) for name in self.loaded()} == wanted
+            and all(model.state == "ready" for model in self.loaded().values())
+        )
+
+
+@dataclass
+class _Instance:
+    process: _Process | None = None
+    num_failures: int = 0
+    """In a row."""
+    failure: str = ""
+    """The last one."""
+    start_at: float = 0.0
+    """Not before."""
+
+    @property
+    def phase(self) -> str:
+        if self.process is None:
+            return "absent"
+        if self.process.stop is not None:
+            return "stopping"
+        return "ready" if self.process.is_ready else "starting"
+
+
+PHASES = ("absent", "starting", "ready", "stopping")
+
+
+class NodeState:
+    """The instances of one node. Call `step` after every event and at least each second."""
+
+    def __init__(self, node_id: str) -> None:
+        self.node_id = node_id
+        self._plan: PlacementPlan | None = None
+        self._desired: dict[str, InstancePlan] = {}
+        self._instances: dict[str, _Instance] = {}
+
+    # ------------------------------------------------------------------------------------------------ events
+
+    def on_plan(self, plan: PlacementPlan) -> None:
+        self._plan = plan
+        self._desired = {i.instance_id: i for i in plan.instances if i.node_id == self.node_id}
+        for instance_id in self._desired:
+            self._instances.setdefault(instance_id, _Instance())
+
+    def on_registry(self, instance_id: str, info: InstanceInfo | None, now: float) -> None:
+        """The registry's entry of the process that runs here now; None: it is gone."""
+        instance = self._instances.get(instance_id)
+        if instance is not None and instance.process is not None:
+            instance.process.info = info
+            instance.process.heard_at = now
+            instance.process.was_registered |= info is not None
+
+    def on_exit(self, instance_id: str, reason: str, now: float) -> bool:
+        """The process ended, or could not be started. `reason`, for the operator, completes "the instance ...". Returns
+        whether that is a failure."""
+        instance = self._instances[instance_id]
+        process, instance.process = instance.process, None
+        instance.start_at = now
+        if process is not None and process.stop is not None:
+            reason = process.stop.failure
+        if not reason:
+            return False
+        if process is not None and now - process.started_at >= HEALTHY_AFTER_S:
+            instance.num_failures = 0
+        instance.num_failures += 1
+        instance.failure = reason
+        instance.start_at += back_off_s(instance.num_failures)
+        return True
+
+    # --------------------------------------------------------------------------------------------- decisions
+
+    def step(self, now: float, *, is_connected: bool = True) -> list[Action]:
+        """What to do now. Each action counts as done: report what comes of it as an event. While the bus is away
+        (`is_connected` False), silence of an instance means nothing."""
+        actions: list[Action] = []
+        for instance_id, instance in sorted(self._instances.items()):
+            process, desired = instance.process, self._desired.get(instance_id)
+            if process is None:
+                if desired is None:
+                    del self._instances[instance_id]
+                elif now >= instance.start_at:
+                    instance.process = _Process(desired, now, now, {spec.name: spec for spec in desired.models})
+                    actions.append(Start(desired))
+                continue
+            if not is_connected:
+                process.heard_at = now
+            if process.stop is not None:
+                actions += self._go_on_stopping(instance_id, process, process.stop, now)
+            else:
+                actions += self._step_running(instance_id, process, desired, now)
+        return actions
+
+    def _step_running(
+        self, instance_id: str, process: _Process, desired: InstancePlan | None, now: float
+    ) -> list[Action]:
+        if process.info is None:
+            silent_s = now - process.heard_at
+            if silent_s >= (UNHEARD_S if process.was_registered else START_TIMEOUT_S):
+                failure = f"was not heard of for {silent_s:.0f} s"
+                process.stop = _Stop(now, terminated_at=now, failure=failure)
+                return [Terminate(instance_id, failure)]
+        is_as_planned = desired is not None and process.has_pool_of(desired)
+        if not is_as_planned and not process.was_registered:
+            process.stop = _Stop(now, terminated_at=now)
+            return [Terminate(instance_id, "the plan changed before it served")]
+        if desired is None or (not is_as_planned and self._others_serve(instance_id)):
+            process.stop = _Stop(now, drain_sent_at=now)
+            return [Drain(instance_id)]
+        return self._step_models(instance_id, process, desired, now) if process.is_up else []
+
+    def _step_models(self, instance_id: str, process: _Process, desired: InstancePlan, now: float) -> list[Action]:
+        actions: list[Action] = []
+        loaded = process.loaded()
+        wanted = {spec.name: spec for spec in desired.models}
+        for name in sorted(wanted.keys() | loaded.keys() | process.asks.keys()):
+            want, entry, have = wanted.get(name), loaded.get(name), process.specs.get(name)
+            action: Action | None = None
+            if entry is not None and entry.state in ("loading", "unloading"):
+                continue
+            if entry is not None and want != have:
+                action = UnloadModel(instance_id, name)
+            elif want is not None and (entry is None or entry.state == "failed"):
+                # What is loaded beside a pool that is still to shrink might not fit.
+                if not process.has_pool_of(desired):
+                    continue
+                action = LoadModel(instance_id, want)
+            if action is None:
+                process.asks.pop(name, None)
+                continue
+            ask = process.asks.get(name)
+            if ask is not None and ask.kind is type(action):
+                if now < ask.repeat_at:
+                    continue
+                process.asks[name] = _Ask(type(action), now, ask.num_times + 1)
+            else:
+                process.asks[name] = _Ask(type(action), now)
+            if isinstance(action, LoadModel):
+                process.specs[name] = action.spec
+            actions.append(action)
+        return actions
+
+    def _go_on_stopping(self, instance_id: str, process: _Process, stop: _Stop, now: float) -> list[Action]:
+        if stop.is_killed:
+            return []
+        if stop.terminated_at is not None:
+            if now - stop.terminated_at < STOP_MARGIN_S:
+                return []
+            stop.is_killed = True
+            return [Kill(instance_id)]
+        if now - stop.begun_at >= DRAIN_GRACE_S + STOP_MARGIN_S:
+            stop.terminated_at = now
+            return [Terminate(instance_id, "draining took too long")]
+        # A draining instance that has left the registry is about to exit.
+        is_deaf = process.info is not None and process.info.state != "draining"
+        if is_deaf and now - stop.drain_sent_at >= SETTLE_S:
+            stop.drain_sent_at = now
+            return [Drain(instance_id)]
+        return []
+
+    def _others_serve(self, instance_id: str) -> bool:
+        """Whether every other planned instance has a process that is up and is not loading anything."""
+        for other in self._desired.keys() - {instance_id}:
+            process = self._instances[other].process
+            if process is None or not process.is_up:
+                return False
+            if any(model.state == "loading" for model in process.loaded().values()):
+                return False
+        return True
+
+    # ------------------------------------------------------------------------------------------------- views
+
+    @property
+    def plan_version(self) -> int:
+        """Of the newest plan, if it is carried out whole; else 0."""
+        if self._plan is None or self._instances.keys() != self._desired.keys():
+            return 0
+        for instance_id, desired in self._desired.items():
+            process = self._instances[instance_id].process
+            if process is None or not process.carries_out(desired):
+                return 0
+        return self._plan.version
+
+    def problems(self) -> list[str]:
+        """Why the plan is not carried out whole, a sentence each."""
+        found = []
+        for instance_id, desired in sorted(self._desired.items()):
+            instance = self._instances[instance_id]
+            if instance.num_failures and instance.phase != "ready":
+                found.append(f"{instance_id} {instance.failure} ({instance.num_failures} times in a row)")
+            planned = {spec.name for spec in desired.models}
+            for model in instance.process.loaded().values() if instance.process is not None else ():
+                if model.state == "failed" and model.name in planned:
+                    found.append(f"{instance_id} could not load {model.name!r}: {model.error}")
+        return found
+
+    def num_by_phase(self) -> dict[str, int]:
+        """Instances in each of PHASES."""
+        phases = [instance.phase for instance in self._instances.values()]
+        return {phase: phases.count(phase) for phase in PHASES}

@@ -1,0 +1,81 @@
+"""The instance's side of token streams: frames for gateways, and everything needed to send a part of them again."""
+
+from __future__ import annotations
+
+import msgspec
+
+from services.worker.ended_requests import EndedRequests
+from shared.messages import StreamPosition, TokenEntry, TokenFrame, TokenLogprob
+
+MAX_FRAME_ENTRIES = 512
+"""Keeps a frame under the bus's message limit even with log-probabilities."""
+
+
+class _Live(msgspec.Struct):
+    """Output of a request that has not ended, as entries showed it."""
+
+    epoch: int
+    tokens: bytearray
+    first_offset: int
+    logprobs: list[TokenLogprob]
+    num_cached_tokens: int
+
+
+class OutputLog:
+    """Not thread-safe: the event loop owns it."""
+
+    def __init__(self) -> None:
+        self._live: dict[str, _Live] = {}
+        self._ended = EndedRequests()
+
+    def frames(self, sender: str, entries: list[TokenEntry], now: float) -> list[TokenFrame]:
+        """Remembers the entries of one gateway and packs them into frames."""
+        for entry in entries:
+            self._remember(entry, now)
+        return [
+            TokenFrame(sender, entries[first : first + MAX_FRAME_ENTRIES])
+            for first in range(0, len(entries), MAX_FRAME_ENTRIES)
+        ]
+
+    def _remember(self, entry: TokenEntry, now: float) -> None:
+        live = self._live.get(entry.request_id)
+        if live is None or live.epoch != entry.epoch:
+            live = _Live(entry.epoch, bytearray(), entry.offset, [], entry.num_cached_tokens)
+            self._live[entry.request_id] = live
+        live.tokens += entry.tokens
+        if entry.logprobs:
+            live.logprobs.extend(entry.logprobs)
+        if entry.finish_reason is not None:
+            del self._live[entry.request_id]
+            whole = msgspec.structs.replace(
+                entry, offset=live.first_offset, tokens=bytes(live.tokens), logprobs=tuple(live.logprobs)
+            )
+            self._ended.add(whole, now)
+
+    def replay(self, position: StreamPosition) -> TokenEntry | None:
+        """Everything from the position on (perhaps nothing new yet); None if the request is not known here in that
+        epoch or was placed here with a prior output that reaches beyond the position."""
+        live = self._live.get(position.request_id)
+        if live is not None and live.epoch == position.epoch:
+            entry = TokenEntry(
+                position.request_id,
+                live.epoch,
+                live.first_offset,
+                bytes(live.tokens),
+                logprobs=tuple(live.logprobs),
+                num_cached_tokens=live.num_cached_tokens,
+            )
+        else:
+            ended = self._ended.get(position.request_id)
+            if ended is None or ended.epoch != position.epoch:
+                return None
+            entry = ended
+        skip = position.next_offset - entry.offset
+        if skip < 0:
+            return None
+        return msgspec.structs.replace(
+            entry,
+            offset=position.next_offset,
+            tokens=entry.tokens[4 * skip :],
+            logprobs=entry.logprobs[skip:] if entry.logprobs else (),
+        )

@@ -1,0 +1,190 @@
+"""Instances as processes of this machine: start, output, signals, exit.
+
+Each is the leader of a session and process group of its own, so that a signal reaches what it started and a Ctrl-C in a
+terminal reaches only the agent. The kernel kills it when the agent dies, however that happens (PR_SET_PDEATHSIG).
+
+Processes are started with plain `subprocess` and without `preexec_fn`, and watched by threads: asyncio's (with it) and
+uvloop's (always) run Python's at-fork handlers in the child, and those of OpenTelemetry's SDK deadlock there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import BinaryIO
+
+logger = logging.getLogger(__name__)
+
+STOP_TIMEOUT_S = 10.0
+"""From SIGTERM to SIGKILL when the agent stops."""
+KILL_TIMEOUT_S = 5.0
+"""From SIGKILL to giving up (a process in an uninterruptible wait)."""
+MAX_LINE_BYTES = 16 * 1024
+MAX_QUEUED_LINES = 4096
+"""Lines of output that wait for a slow reader of the agent's own output; beyond it they are dropped and counted."""
+LAST_OUTPUT_TIMEOUT_S = 1.0
+"""For output after the exit; a descendant may hold the pipe open for ever."""
+
+_LAUNCHER = """
+import ctypes, os, signal, sys
+ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)
+if os.getppid() == int(sys.argv[1]):
+    os.execvp(sys.argv[2], sys.argv[2:])
+"""
+"""Asks the kernel for SIGKILL at the parent's death (1 is PR_SET_PDEATHSIG; it outlives exec), then becomes the command
+unless the parent has died before."""
+
+
+class LineWriter:
+    """Writes lines to a stream from a thread of its own: a reader that does not read stops nobody."""
+
+    def __init__(self, stream: BinaryIO) -> None:
+        self._stream = stream
+        self._lines: queue.Queue[bytes | None] = queue.Queue(MAX_QUEUED_LINES)
+        self._num_dropped = 0
+        self._lock = threading.Lock()
+        self._thread = threading.Thread(target=self._write, name="instance output", daemon=True)
+        self._thread.start()
+
+    def put(self, line: bytes) -> None:
+        """From any thread; never waits."""
+        with self._lock, contextlib.suppress(queue.Full):
+            self._num_dropped += 1  # until it is queued
+            if self._num_dropped > 1:
+                self._lines.put_nowait(b"(%d lines of output were dropped)\n" % (self._num_dropped - 1))
+                self._num_dropped = 1
+            self._lines.put_nowait(line)
+            self._num_dropped = 0
+
+    def close(self, timeout_s: float) -> None:
+        """Writes what is left, for `timeout_s` at most."""
+        with contextlib.suppress(queue.Full):
+            self._lines.put_nowait(None)
+            self._thread.join(timeout_s)
+
+    def _write(self) -> None:
+        while (line := self._lines.get()) is not None:
+            try:
+                self._stream.write(line)
+                if self._lines.empty():
+                    self._stream.flush()
+            except (OSError, ValueError):
+                return  # our own output is closed: nobody is there to be told
+
+
+class InstanceProcess:
+    """A started process; made by `Processes.start`."""
+
+    def __init__(self, popen: subprocess.Popen[bytes]) -> None:
+        self._popen = popen
+        self.pid: int = popen.pid
+        self.last_line = ""
+        """Of its output: for an instance that ends by itself, often the reason."""
+        self.incarnation = ""
+        """As it registered; empty before."""
+
+    def signal(self, number: signal.Signals) -> None:
+        """To the whole process group; no effect once the process was waited for."""
+        if self._popen.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.pid, number)
+
+
+class Processes:
+    """The instances' processes of one agent, by instance id.
+
+    `command`: argument vector of an instance. `on_exit(instance_id, process, exit_code)` is called on the event loop when
+    the process has ended and its output was read; `exit_code` is negative for a signal.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        on_exit: Callable[[str, InstanceProcess, int], None],
+        output: BinaryIO | None = None,
+    ) -> None:
+        self._command = list(command)
+        self._on_exit = on_exit
+        self._writer = LineWriter(output or sys.stderr.buffer)
+        self._running: dict[str, InstanceProcess] = {}
+        self._all_ended = asyncio.Event()
+
+    def get(self, instance_id: str) -> InstanceProcess | None:
+        return self._running.get(instance_id)
+
+    def start(self, instance_id: str, environment: Mapping[str, str]) -> InstanceProcess:
+        """`OSError` or `SubprocessError` if the process cannot be started. Call it on the event loop's thread, as the
+        kernel ties the process to the life of the thread; it takes milliseconds."""
+        assert instance_id not in self._running
+        popen = subprocess.Popen(
+            [sys.executable, "-I", "-S", "-c", _LAUNCHER, str(os.getpid()), *self._command],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        process = InstanceProcess(popen)
+        self._running[instance_id] = process
+        self._all_ended.clear()
+        watch = (asyncio.get_running_loop(), instance_id, process, popen)
+        threading.Thread(target=self._watch, args=watch, name=f"watch {instance_id}", daemon=True).start()
+        return process
+
+    async def stop(self) -> None:
+        """SIGTERM to all, SIGKILL after `STOP_TIMEOUT_S`; returns when they have ended."""
+        for number, timeout_s in ((signal.SIGTERM, STOP_TIMEOUT_S), (signal.SIGKILL, KILL_TIMEOUT_S)):
+            for process in self._running.values():
+                process.signal(number)
+            if self._running:
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(timeout_s):
+                        await self._all_ended.wait()
+            for instance_id in self._running:
+                logger.warning("%s has not ended within %.0f s of %s", instance_id, timeout_s, number.name)
+        await asyncio.to_thread(self._writer.close, 1.0)
+
+    def _ended(self, instance_id: str, process: InstanceProcess, exit_code: int) -> None:
+        del self._running[instance_id]
+        if not self._running:
+            self._all_ended.set()
+        self._on_exit(instance_id, process, exit_code)
+
+    # ----------------------------------------------------------------------------- in threads of their own
+
+    def _watch(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        instance_id: str,
+        process: InstanceProcess,
+        popen: subprocess.Popen[bytes],
+    ) -> None:
+        reader = threading.Thread(
+            target=self._pass_on, args=(instance_id, process, popen), name=f"output of {instance_id}", daemon=True
+        )
+        reader.start()
+        exit_code = popen.wait()
+        # What the instance started and left behind; it still holds the group's id.
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)
+        reader.join(LAST_OUTPUT_TIMEOUT_S)
+        with contextlib.suppress(RuntimeError):  # the loop is closed: the agent gave up waiting
+            loop.call_soon_threadsafe(self._ended, instance_id, process, exit_code)
+
+    def _pass_on(self, instance_id: str, process: InstanceProcess, popen: subprocess.Popen[bytes]) -> None:
+        assert popen.stdout is not None
+        prefix = f"[{instance_id}] ".encode()
+        with popen.stdout as stream:
+            while line := stream.readline(MAX_LINE_BYTES):
+                line = line.rstrip(b"\n")
+                self._writer.put(prefix + line + b"\n")
+                if text := line.decode(errors="replace").strip():
+                    process.last_line = text

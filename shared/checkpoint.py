@@ -1,0 +1,218 @@
+"""What a Hugging Face checkpoint is, read from its JSON files and safetensors headers alone.
+
+Neither torch nor transformers is imported here: placement and gateway need sizes, lengths and end-of-sequence ids, and
+must start fast. Every defect of a checkpoint is a `CheckpointError` whose message names the file and the cause.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+SUPPORTED_ARCHITECTURES = (
+    "LlamaForCausalLM",
+    "MistralForCausalLM",
+    "Qwen2ForCausalLM",
+    "Qwen3ForCausalLM",
+    "OPTForCausalLM",
+)
+
+ITEMSIZES = {"float32": 4, "float16": 2, "bfloat16": 2}
+"""Bytes of an element of each dtype that a model may run in."""
+
+_HEADER_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+_INDEX_FILE = "model.safetensors.index.json"
+_MAX_HEADER_BYTES = 100 * 1024 * 1024
+_HUB_PATTERNS = ["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt"]
+_FIXED_LENGTH_ROPE = ("default", "llama3", "longrope", "su", "mrope")
+"""Rope types whose `max_position_embeddings` already counts the scaling; with the others the factor multiplies it."""
+
+
+class CheckpointError(Exception):
+    """A checkpoint cannot be used; the message is for the operator."""
+
+
+class CheckpointShape(msgspec.Struct, frozen=True):
+    """What placement, gateway and loader must know of a checkpoint before they read its weights."""
+
+    architecture: str
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    hidden_size: int
+    vocab_size: int
+    max_model_len: int
+    """Longest sequence, prompt and output, that the positions of the model allow."""
+    dtype: str
+    """As stored: float32, float16 or bfloat16. A float16 checkpoint runs in bfloat16 on CPU; the size is the same."""
+    weight_bytes: int
+    eos_token_ids: tuple[int, ...]
+
+
+def resolve(source: str) -> Path:
+    """The folder of a checkpoint: `source` itself if it is a folder, else a snapshot of that hub id (blocking: may
+    download)."""
+    path = Path(source).expanduser()
+    if path.is_dir():
+        return path
+    if path.exists():
+        raise CheckpointError(f"{source} is a file; a checkpoint is a folder with config.json and safetensors files.")
+    if source.startswith(("/", ".", "~")) or source.count("/") > 1 or not source.strip():
+        raise CheckpointError(f"{source!r} does not exist.")
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(source, allow_patterns=_HUB_PATTERNS))
+    except Exception as error:  # the hub client raises its own, httpx's and OS errors
+        cause = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise CheckpointError(
+            f"{source!r} is no folder here and could not be fetched from the Hugging Face hub: {cause}"
+        ) from error
+
+
+def describe(path: Path) -> CheckpointShape:
+    """Reads config.json, generation_config.json and the safetensors headers of the checkpoint in `path`."""
+    config = read_config(path)
+    architecture = architecture_of(path, config)
+    file = path / "config.json"
+    hidden_size = positive_int(config, "hidden_size", file)
+    num_heads = positive_int(config, "num_attention_heads", file)
+    if not config.get("head_dim") and hidden_size % num_heads:
+        raise CheckpointError(f"{file}: hidden_size {hidden_size} is no multiple of num_attention_heads {num_heads}.")
+    return CheckpointShape(
+        architecture=architecture,
+        num_layers=positive_int(config, "num_hidden_layers", file),
+        num_kv_heads=int(config.get("num_key_value_heads") or num_heads),
+        head_dim=int(config.get("head_dim") or hidden_size // num_heads),
+        hidden_size=hidden_size,
+        vocab_size=positive_int(config, "vocab_size", file),
+        max_model_len=_max_model_len(config, file),
+        dtype=_dtype(path, config),
+        weight_bytes=sum(_tensor_bytes(f) for f in weight_files(path)),
+        eos_token_ids=_eos_token_ids(path, config),
+    )
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """A JSON object; `CheckpointError` if the file is missing or holds anything else."""
+    try:
+        value = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise CheckpointError(f"{file} is missing.") from None
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{file} cannot be read: {error}") from None
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{file} holds no JSON object.")
+    return value
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """config.json of the checkpoint in `path`."""
+    return read_json(path / "config.json")
+
+
+def architecture_of(path: Path, config: Mapping[str, Any]) -> str:
+    """The first supported entry of `architectures`."""
+    named = config.get("architectures") or []
+    for architecture in named:
+        if architecture in SUPPORTED_ARCHITECTURES:
+            return str(architecture)
+    raise CheckpointError(
+        f"{path / 'config.json'}: architecture {', '.join(map(str, named)) or '(none named)'} is not supported; "
+        f"supported are {', '.join(SUPPORTED_ARCHITECTURES)}."
+    )
+
+
+def weight_files(path: Path) -> list[Path]:
+    """The safetensors files that together hold the weights: those of the index if there is one, else all."""
+    index = path / _INDEX_FILE
+    if index.exists():
+        mapping = read_json(index).get("weight_map")
+        if not isinstance(mapping, dict) or not mapping:
+            raise CheckpointError(f"{index} has no weight_map.")
+        files = [path / name for name in sorted(set(mapping.values()))]
+    else:
+        files = sorted(path.glob("*.safetensors"))
+    if not files:
+        others = sorted(f.name for f in path.glob("*.bin"))
+        hint = f" ({', '.join(others)} would have to be converted)" if others else ""
+        raise CheckpointError(f"{path} has no safetensors files{hint}.")
+    for file in files:
+        if not file.is_file():
+            raise CheckpointError(f"{file} is missing, but {_INDEX_FILE} names it.")
+    return files
+
+
+def rope_parameters(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Rope settings in one form: `rope_type`, `rope_theta` and the scaling's own keys. Newer configs hold them in
+    `rope_parameters`, older ones in `rope_theta` and `rope_scaling` (there with `type` for `rope_type`)."""
+    merged: dict[str, Any] = {"rope_theta": config.get("rope_theta") or 10000.0}
+    merged |= config.get("rope_scaling") or {}
+    merged |= config.get("rope_parameters") or {}
+    merged["rope_type"] = merged.get("rope_type") or merged.get("type") or "default"
+    return merged
+
+
+def _max_model_len(config: Mapping[str, Any], file: Path) -> int:
+    length = positive_int(config, "max_position_embeddings", file)
+    rope = rope_parameters(config)
+    if rope["rope_type"] in _FIXED_LENGTH_ROPE:
+        return length
+    if rope["rope_type"] == "yarn":
+        length = int(rope.get("original_max_position_embeddings") or length)
+    return int(length * float(rope.get("factor") or 1.0))
+
+
+def positive_int(config: Mapping[str, Any], key: str, file: Path) -> int:
+    """`config[key]`, which must be a positive integer; `file` is named where it is not."""
+    value = config.get(key)
+    if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
+        raise CheckpointError(f"{file}: {key} must be a positive integer, but is {value!r}.")
+    return value
+
+
+def _dtype(path: Path, config: Mapping[str, Any]) -> str:
+    named = str(config.get("dtype") or config.get("torch_dtype") or "").removeprefix("torch.")
+    if named in ITEMSIZES:
+        return named
+    if named:
+        raise CheckpointError(f"{path / 'config.json'}: dtype {named!r} is not one of {', '.join(ITEMSIZES)}.")
+    file = weight_files(path)[0]
+    for tensor in read_safetensors_header(file).values():
+        if tensor["dtype"] in _HEADER_DTYPES:
+            return _HEADER_DTYPES[tensor["dtype"]]
+    raise CheckpointError(f"{file} holds no tensor of {', '.join(ITEMSIZES)}.")
+
+
+def read_safetensors_header(file: Path) -> dict[str, dict[str, Any]]:
+    """Tensor name -> {dtype, shape, data_offsets}. The format: 8 bytes little-endian header length, JSON, data."""
+    try:
+        with file.open("rb") as stream:
+            prefix = stream.read(8)
+            length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
+            if not 0 < length <= _MAX_HEADER_BYTES:
+                raise CheckpointError(f"{file} is no safetensors file.")
+            header = json.loads(stream.read(length))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{file} is no readable safetensors file: {error}") from None
+    header.pop("__metadata__", None)
+    return dict(header)
+
+
+def _tensor_bytes(file: Path) -> int:
+    return sum(end - begin for begin, end in (t["data_offsets"] for t in read_safetensors_header(file).values()))
+
+
+def _eos_token_ids(path: Path, config: Mapping[str, Any]) -> tuple[int, ...]:
+    generation = path / "generation_config.json"
+    value = read_json(generation).get("eos_token_id") if generation.exists() else None
+    if value is None:
+        value = config.get("eos_token_id")
+    if value is None:
+        return ()
+    return tuple(int(v) for v in (value if isinstance(value, list) else [value]))

@@ -1,0 +1,218 @@
+"""Where a queued request goes: rank of the candidates, the in-flight ledger, and prefix affinity.
+
+A dispatch policy is a function from a `DispatchView` of an instance to a rank; the smallest rank is chosen. Ranks depend
+on the instance alone, so they are kept ordered and only what changed is ranked again (`CandidateIndex`): a report costs
+the same at 1,000 instances as at 10.
+
+The in-flight ledger holds what was dispatched to an instance and is not in its load reports yet (Llumnix's dispatch-time
+local account). Without it a burst between two reports lands on one instance.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from heapq import heapify, heappop, heappush
+from typing import NamedTuple
+
+Rank = tuple[float, ...]
+
+
+class DispatchView(NamedTuple):
+    """What a policy may know of a candidate. Load that is in flight to it is counted in."""
+
+    freeness: float
+    """Merged blocks per running request; higher is freer."""
+    num_requests: int
+    """Running, waiting and in flight."""
+    last_turn: int
+    """Number of the last dispatch that went there, counted over the cluster; 0 before the first."""
+
+
+DispatchPolicy = Callable[[DispatchView], Rank]
+
+
+def by_freeness(view: DispatchView) -> Rank:
+    """Llumnix: the freest instance; among equals the one with fewer requests. Without migration this is INFaaS++."""
+    return (-view.freeness, view.num_requests)
+
+
+def by_fewest_requests(view: DispatchView) -> Rank:
+    """Baseline: least outstanding requests."""
+    return (view.num_requests,)
+
+
+def by_turn(view: DispatchView) -> Rank:
+    """Baseline: round robin (least recently chosen first, so instances that come and go keep the turn fair)."""
+    return (view.last_turn,)
+
+
+DISPATCH_POLICIES: dict[str, DispatchPolicy] = {
+    "freeness": by_freeness,
+    "round_robin": by_turn,
+    "fewest_requests": by_fewest_requests,
+}
+
+
+def freeness_with_ledger(
+    reported: float, num_running: int, free_merged: float, ledger_merged: float, ledger_requests: int
+) -> float:
+    """Dispatch freeness as if the requests in flight to the instance were already running there.
+
+    `reported` and `num_running` as in the last load report; `free_merged` stands for the numerator where the report says
+    +inf (idle). `ledger_merged`: demand of the requests in flight, in merged blocks.
+    """
+    if math.isnan(reported):
+        return -math.inf
+    if ledger_requests == 0:
+        return reported
+    left = free_merged if reported == math.inf else reported * max(1, num_running)
+    return (left - ledger_merged) / max(1, num_running + ledger_requests)
+
+
+class InFlight(NamedTuple):
+    """One ledger entry."""
+
+    model: str
+    is_online: bool
+    demand_merged: float
+
+
+class InFlightLedger:
+    """Requests dispatched to each instance that no report of it has named yet. A request is in flight to one instance at
+    most. Few entries an instance (the bound on waiting requests), so sums are taken afresh and cannot drift."""
+
+    def __init__(self) -> None:
+        self._entries: dict[str, dict[str, InFlight]] = {}
+        self._instance_of: dict[str, str] = {}
+
+    def __len__(self) -> int:
+        return len(self._instance_of)
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._instance_of
+
+    def add(self, request_id: str, instance_id: str, entry: InFlight) -> None:
+        assert request_id not in self._instance_of, f"{request_id} is in flight already"
+        self._instance_of[request_id] = instance_id
+        self._entries.setdefault(instance_id, {})[request_id] = entry
+
+    def remove(self, request_id: str) -> str | None:
+        """The instance to which it was in flight, or None if it was to none."""
+        instance_id = self._instance_of.pop(request_id, None)
+        if instance_id is not None:
+            entries = self._entries[instance_id]
+            del entries[request_id]
+            if not entries:
+                del self._entries[instance_id]
+        return instance_id
+
+    def where(self, request_id: str) -> str | None:
+        return self._instance_of.get(request_id)
+
+    def num_requests(self, instance_id: str) -> int:
+        return len(self._entries.get(instance_id, ()))
+
+    def num_waiting(self, instance_id: str, model: str, *, online_only: bool) -> int:
+        """Entries of a model that count as waiting there."""
+        entries = self._entries.get(instance_id)
+        if not entries:
+            return 0
+        return sum(1 for e in entries.values() if e.model == model and (e.is_online or not online_only))
+
+    def demand_merged(self, instance_id: str) -> float:
+        """Merged blocks that the online entries will take (offline work is not load)."""
+        entries = self._entries.get(instance_id)
+        return sum(e.demand_merged for e in entries.values() if e.is_online) if entries else 0.0
+
+
+class CandidateIndex:
+    """Candidates in order of rank. `rank_of(instance_id)` is asked again only for ids that `touch` named; None: the
+    instance is no candidate now. A heap with lazy deletion: amortised O(log n) a change."""
+
+    def __init__(self, rank_of: Callable[[str], Rank | None]) -> None:
+        self._rank_of = rank_of
+        self._touched: set[str] = set()
+        self._ranks: dict[str, Rank] = {}
+        self._heap: list[tuple[Rank, str]] = []
+
+    def touch(self, instance_id: str) -> None:
+        """Something about the instance changed."""
+        self._touched.add(instance_id)
+
+    def __len__(self) -> int:
+        self._refresh()
+        return len(self._ranks)
+
+    def __contains__(self, instance_id: str) -> bool:
+        self._refresh()
+        return instance_id in self._ranks
+
+    def best(self, is_fit: Callable[[str], bool]) -> str | None:
+        """The candidate of smallest rank among those that `is_fit`; ties go to the smaller id."""
+        self._refresh()
+        unfit: list[tuple[Rank, str]] = []
+        found = None
+        while self._heap:
+            rank, instance_id = self._heap[0]
+            if self._ranks.get(instance_id) != rank:
+                heappop(self._heap)
+            elif is_fit(instance_id):
+                found = instance_id
+                break
+            else:
+                unfit.append(heappop(self._heap))
+        for item in unfit:
+            heappush(self._heap, item)
+        return found
+
+    def _refresh(self) -> None:
+        for instance_id in self._touched:
+            rank = self._rank_of(instance_id)
+            if rank is None:
+                self._ranks.pop(instance_id, None)
+            elif self._ranks.get(instance_id) != rank:
+                self._ranks[instance_id] = rank
+                heappush(self._heap, (rank, instance_id))
+        self._touched.clear()
+        if len(self._heap) > 2 * len(self._ranks) + 64:
+            self._heap = [(rank, instance_id) for instance_id, rank in self._ranks.items()]
+            heapify(self._heap)
+
+
+class PrefixAffinity:
+    """Guesses which instance has a prompt's prefix in its cache: the one to which a request with that prefix last went.
+
+    Prompts are cut into chunks and chained hashes of the chunks are remembered, least recently used forgotten first.
+    A guess that is wrong (evicted there, or a hash collision) costs the cache hit and nothing else.
+    """
+
+    def __init__(self, *, chunk_tokens: int = 64, max_chunks: int = 32, max_entries: int = 65536) -> None:
+        self._chunk_bytes = 4 * chunk_tokens
+        self._max_chunks = max_chunks
+        self._max_entries = max_entries
+        self._owners: OrderedDict[int, str] = OrderedDict()
+
+    def record(self, model: str, prompt: bytes, instance_id: str) -> None:
+        for key in self._keys(model, prompt):
+            self._owners[key] = instance_id
+            self._owners.move_to_end(key)
+        while len(self._owners) > self._max_entries:
+            self._owners.popitem(last=False)
+
+    def likely_owner(self, model: str, prompt: bytes) -> str | None:
+        """The instance believed to hold the longest prefix of `prompt` (packed token ids)."""
+        owner = None
+        for key in self._keys(model, prompt):
+            known = self._owners.get(key)
+            if known is None:
+                break
+            owner = known
+        return owner
+
+    def _keys(self, model: str, prompt: bytes) -> Iterator[int]:
+        key: int = hash(model)
+        for index in range(min(self._max_chunks, len(prompt) // self._chunk_bytes)):
+            key = hash((key, prompt[index * self._chunk_bytes : (index + 1) * self._chunk_bytes]))
+            yield key

@@ -1,0 +1,195 @@
+"""The files of the container stack, held against the code and against each other. Needs no container engine."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import yaml
+from opentelemetry.trace import NoOpTracer
+from prometheus_client import CollectorRegistry
+
+from services.gateway.metrics import GatewayMetrics
+from services.scheduler.observer import Observer
+from services.worker.instance_telemetry import InstanceTelemetry
+from shared.bus.metrics import bus_metrics
+from shared.settings import BusSettings, GatewaySettings, PlacementSettings, SchedulerSettings, WorkerSettings
+from shared.telemetry import start_telemetry
+from tests.conftest import free_port
+from tideway.preflight import nats_server_binary
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+SERVICES = ("gateway", "scheduler", "placement", "worker")
+SETTINGS = {
+    "gateway": GatewaySettings,
+    "scheduler": SchedulerSettings,
+    "placement": PlacementSettings,
+    "worker": WorkerSettings,
+}
+
+
+def compose(name: str = "docker-compose.yml") -> dict[str, Any]:
+    return yaml.safe_load((REPOSITORY / name).read_text())  # type: ignore[no-any-return]
+
+
+def environment_of(service: dict[str, Any]) -> dict[str, str]:
+    return {key: str(value) for key, value in service.get("environment", {}).items()}
+
+
+# ---------------------------------------------------------------------------------------------------- dashboard
+
+
+def expressions() -> Iterator[str]:
+    dashboard = json.loads((REPOSITORY / "deploy/grafana/dashboards/tideway.json").read_text())
+    for panel in dashboard["panels"]:
+        for target in panel.get("targets", ()):
+            yield target["expr"]
+    for variable in dashboard["templating"]["list"]:
+        yield variable["query"]["query"]
+
+
+@pytest.fixture(scope="module")
+def registry() -> CollectorRegistry:
+    """Every metric that the dashboard may name."""
+    telemetry = start_telemetry("scheduler", "test", BusSettings())
+    Observer(telemetry)
+    GatewayMetrics(telemetry.registry)
+    InstanceTelemetry("test", telemetry.registry, NoOpTracer())
+    bus_metrics(telemetry.registry)
+    return telemetry.registry
+
+
+def test_every_metric_of_the_dashboard_is_one_of_the_code(registry: CollectorRegistry) -> None:
+    suffixes = {"counter": ("_total",), "gauge": ("",), "histogram": ("_bucket", "_sum", "_count")}
+    known = {family.name + suffix for family in registry.collect() for suffix in suffixes.get(family.type, ())}
+    named = {name for text in expressions() for name in re.findall(r"(?:tideway_|vllm:)\w+", text)}
+    assert len(named) > 20
+    assert named - known == set()
+
+
+def test_every_label_of_the_dashboard_is_one_of_its_metric(registry: CollectorRegistry) -> None:
+    given_by_prometheus = {"le", "service", "instance", "job"}
+    labels_of: dict[str, set[str]] = {}
+    for collector, names in registry._collector_to_names.items():
+        labels = set(getattr(collector, "_labelnames", getattr(collector, "_labels", ())))
+        # A collector of one's own that does not describe itself is known by its samples alone; those here are histograms.
+        labels_of.update(dict.fromkeys(names or [getattr(collector, "_name", "") + "_bucket"], labels))
+    num_checked = 0
+    for text in expressions():
+        for metric in re.findall(r"((?:tideway_|vllm:)\w+)", text):
+            by = {label.strip() for group in re.findall(r"by \(([^)]*)\)", text) for label in group.split(",")}
+            by |= set(re.findall(r"(\w+)=~", text))
+            assert by <= labels_of[metric] | given_by_prometheus, text
+            num_checked += len(by)
+    assert num_checked > 20
+
+
+def test_panels_do_not_overlap() -> None:
+    dashboard = json.loads((REPOSITORY / "deploy/grafana/dashboards/tideway.json").read_text())
+    cells = [
+        (x, y)
+        for panel in dashboard["panels"]
+        for x in range(panel["gridPos"]["x"], panel["gridPos"]["x"] + panel["gridPos"]["w"])
+        for y in range(panel["gridPos"]["y"], panel["gridPos"]["y"] + panel["gridPos"]["h"])
+    ]
+    assert len(cells) == len(set(cells)) and max(x for x, _ in cells) < 24
+
+
+# -------------------------------------------------------------------------------------------------- Dockerfiles
+
+
+def test_the_base_stage_is_one() -> None:
+    stages = set()
+    for service in SERVICES:
+        text = (REPOSITORY / "services" / service / "Dockerfile").read_text()
+        base, final = text.split("\nFROM base\n")
+        stages.add(base.split("\n", 1)[1])
+        assert f"COPY services/{service} services/{service}" in final
+        assert f'CMD ["python", "-m", "services.{service}"]' in final
+    assert len(stages) == 1
+    assert "\nUSER tideway" in stages.pop()
+
+
+def test_what_the_images_copy_is_in_the_build_context() -> None:
+    kept = {line[1:] for line in (REPOSITORY / ".dockerignore").read_text().splitlines() if line.startswith("!")}
+    for service in SERVICES:
+        for line in (REPOSITORY / "services" / service / "Dockerfile").read_text().splitlines():
+            if line.startswith("COPY "):
+                for source in line.split()[1:-1]:
+                    assert source.split("/")[0] in kept and (REPOSITORY / source).exists(), line
+
+
+# ------------------------------------------------------------------------------------------------------ compose
+
+
+def test_services_in_compose_are_bounded_private_and_start_after_the_bus() -> None:
+    services = compose()["services"]
+    for name, service in services.items():
+        assert service["restart"] == "unless-stopped", name
+        assert service["mem_limit"], name
+    for name in SERVICES:
+        assert services[name]["depends_on"]["nats"] == {"condition": "service_healthy"}
+        assert services[name]["networks"] == ["default", "bus"]
+        assert services[name]["build"]["dockerfile"] == f"services/{name}/Dockerfile"
+    assert services["nats"]["networks"] == ["bus"] and compose()["networks"]["bus"] == {"internal": True}
+    for name, service in services.items():
+        for port in service.get("ports", ()):
+            assert port.startswith(("127.0.0.1:", "${TIDEWAY_PUBLISH:-127.0.0.1:")), name
+
+
+@pytest.mark.parametrize("file", ["docker-compose.yml", "docker-compose.gpu.yml"])
+def test_every_setting_in_compose_exists(file: str) -> None:
+    num_checked = 0
+    for name, kind in SETTINGS.items():
+        fields = {"TIDEWAY_" + field.name.upper() for field in msgspec.structs.fields(kind)}
+        for variable in environment_of(compose(file)["services"].get(name, {})):
+            if variable.startswith("TIDEWAY_"):
+                assert variable in fields, f"{file}: {name} has no {variable}"
+                num_checked += 1
+    assert num_checked >= 2
+
+
+def test_the_default_models_are_in_the_image() -> None:
+    text = environment_of(compose()["services"]["placement"])["TIDEWAY_MODELS"]
+    default = text.removeprefix("${TIDEWAY_MODELS:-").removesuffix("}")
+    specs = PlacementSettings(models=default).model_specs()
+    assert len(specs) == 2
+    for spec in specs:
+        assert (REPOSITORY / spec.source.removeprefix("/app/") / "config.json").is_file()
+
+
+def test_prometheus_and_grafana_know_their_targets() -> None:
+    services = compose()["services"]
+    jobs = yaml.safe_load((REPOSITORY / "deploy/prometheus/prometheus.yml").read_text())["scrape_configs"]
+    names = {name for job in jobs for target in job["dns_sd_configs"] for name in target["names"]}
+    assert names == set(SERVICES)
+    source = yaml.safe_load((REPOSITORY / "deploy/grafana/provisioning/datasources/prometheus.yml").read_text())
+    assert source["datasources"][0]["url"] == "http://prometheus:9090" and "prometheus" in services
+    for service in services.values():
+        for volume in service.get("volumes", ()):
+            if volume.startswith("./"):
+                assert (REPOSITORY / volume.split(":")[0]).exists(), volume
+
+
+@pytest.mark.parametrize("password", ["tideway", "123", "12e5", "true", "a$b#c"])
+def test_nats_takes_its_configuration_and_any_password(tmp_path: Path, password: str) -> None:
+    nats = compose()["services"]["nats"]
+    quoted = environment_of(nats)["NATS_PASSWORD"].replace("${TIDEWAY_NATS_PASSWORD:-tideway}", password)
+    config = (REPOSITORY / "deploy/nats/nats.conf").read_text()
+    # Only what cannot be had outside a container is changed.
+    config = config.replace("0.0.0.0:4222", f"127.0.0.1:{free_port()}").replace('"/data"', f'"{tmp_path}"')
+    (tmp_path / "nats.conf").write_text(config)
+    result = subprocess.run(
+        [nats_server_binary(), "-t", "-c", str(tmp_path / "nats.conf")],
+        env={**os.environ, "NATS_USER": environment_of(nats)["NATS_USER"], "NATS_PASSWORD": quoted},
+        capture_output=True,
+        text=True,
+    )
+    assert "is valid" in result.stderr, result.stderr

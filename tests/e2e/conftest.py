@@ -1,0 +1,32 @@
+"""One running system for all tests that leave it as they found it; chaos tests start their own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.checkpoints import make_llama, make_opt
+from tests.e2e.otlp_collector import OtlpCollector
+from tests.e2e.stack import Stack
+
+
+@pytest.fixture(scope="session")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    folder: Path = tmp_path_factory.mktemp("checkpoints")
+    return {"llama": str(make_llama(folder / "llama")), "opt": str(make_opt(folder / "opt"))}
+
+
+@pytest.fixture(scope="session")
+def collector() -> Iterator[OtlpCollector]:
+    collector = OtlpCollector()
+    yield collector
+    collector.close()
+
+
+@pytest.fixture(scope="session")
+def stack(checkpoints: dict[str, str], collector: OtlpCollector) -> Iterator[Stack]:
+    with Stack(checkpoints, environment={"TIDEWAY_OTLP_ENDPOINT": collector.endpoint}) as stack:
+        stack.wait_ready()
+        yield stack

@@ -1,0 +1,156 @@
+"""The whole system as separate processes on a real NATS server, for end-to-end tests and benchmarks."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import httpx
+
+from tests.conftest import NatsServer, free_port
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+START_TIMEOUT_S = 90.0
+
+
+class Stack:
+    """NATS, schedulers, placement, workers (node agents with instances) and a gateway.
+
+    Every process can be killed and started again by name: "scheduler-0", "placement", "worker-0", "gateway".
+    """
+
+    def __init__(
+        self,
+        models: dict[str, str],
+        *,
+        num_workers: int = 1,
+        num_instances: int = 2,
+        num_schedulers: int = 1,
+        environment: dict[str, str] | None = None,
+        nats_config: str = "",
+    ) -> None:
+        self.nats = NatsServer(nats_config)
+        self.folder = Path(tempfile.mkdtemp(prefix="tideway-stack-"))
+        self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.models = models
+        self._environment = {
+            **os.environ,
+            "PYTHONPATH": str(REPOSITORY),
+            "TIDEWAY_NATS_URL": self.nats.url,
+            "TIDEWAY_MODELS": json.dumps([{"name": name, "source": source} for name, source in models.items()]),
+            "TIDEWAY_NUM_INSTANCES": str(num_instances),
+            "TIDEWAY_MEMORY_BYTES": str(2 << 30),
+            "TIDEWAY_PORT": str(self.port),
+            "OMP_NUM_THREADS": "1",
+            **(environment or {}),
+        }
+        self._commands: dict[str, tuple[str, dict[str, str]]] = {"placement": ("services.placement", {})}
+        for index in range(num_schedulers):
+            name = f"scheduler-{index}"
+            self._commands[name] = ("services.scheduler", {"TIDEWAY_SCHEDULER_ID": name})
+        for index in range(num_workers):
+            name = f"worker-{index}"
+            self._commands[name] = ("services.worker", {"TIDEWAY_NODE_ID": name})
+        self._commands["gateway"] = ("services.gateway", {"TIDEWAY_GATEWAY_ID": "gateway-0"})
+        self.processes: dict[str, subprocess.Popen[bytes]] = {}
+        for name in self._commands:
+            self.start(name)
+
+    def start(self, name: str) -> None:
+        module, extra = self._commands[name]
+        with open(self.folder / f"{name}.log", "ab") as log:
+            self.processes[name] = subprocess.Popen(
+                [sys.executable, "-m", module],
+                env={**self._environment, **extra},
+                stdout=log,
+                stderr=log,
+                stdin=subprocess.DEVNULL,
+                cwd=REPOSITORY,
+            )
+
+    def kill(self, name: str, signal_number: int = signal.SIGKILL) -> None:
+        process = self.processes[name]
+        process.send_signal(signal_number)
+        process.wait(20)
+
+    def log(self, name: str, num_lines: int = 40) -> str:
+        lines = (self.folder / f"{name}.log").read_text(errors="replace").splitlines()
+        return "\n".join(lines[-num_lines:])
+
+    def logs(self) -> str:
+        return "\n\n".join(f"--- {name}\n{self.log(name)}" for name in self._commands)
+
+    def wait_until(self, condition: Callable[[], object], what: str, timeout_s: float = START_TIMEOUT_S) -> None:
+        deadline = time.monotonic() + timeout_s
+        while True:
+            try:
+                if condition():
+                    return
+            except httpx.HTTPError:
+                pass
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"{what} not within {timeout_s:.0f} s\n{self.logs()}")
+            for name, process in self.processes.items():
+                if process.poll() is not None and process.returncode not in (-signal.SIGKILL, -signal.SIGTERM, 0):
+                    raise RuntimeError(f"{name} exited with {process.returncode}\n{self.logs()}")
+            time.sleep(0.05)
+
+    def wait_ready(self, num_instances: int | None = None) -> None:
+        """Until every model is ready on every instance."""
+        expected = num_instances or self.num_expected_instances
+
+        def ready() -> bool:
+            instances = self.instances()
+            return (
+                len(instances) >= expected
+                and all(
+                    {model["name"] for model in instance["models"] if model["state"] == "ready"} >= set(self.models)
+                    for instance in instances
+                )
+                and httpx.get(f"{self.url}/ready", timeout=5).status_code == 200
+            )
+
+        self.wait_until(ready, "all models ready on all instances")
+
+    @property
+    def num_expected_instances(self) -> int:
+        workers = sum(1 for name in self._commands if name.startswith("worker-"))
+        return workers * int(self._environment["TIDEWAY_NUM_INSTANCES"])
+
+    def instances(self) -> list[dict]:
+        response = httpx.get(f"{self.url}/admin/instances", timeout=5)
+        response.raise_for_status()
+        body = response.json()
+        return body if isinstance(body, list) else body["instances"]
+
+    def kill_instance(self, index: int = 0) -> dict:
+        """kill -9 of an instance's process; returns its registry entry."""
+        instance = sorted(self.instances(), key=lambda one: one["instance_id"])[index]
+        os.kill(instance["pid"], signal.SIGKILL)
+        return instance
+
+    def close(self) -> None:
+        for process in reversed(self.processes.values()):
+            if process.poll() is None:
+                process.terminate()
+        for process in self.processes.values():
+            try:
+                process.wait(15)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait(5)
+        self.nats.close()
+
+    def __enter__(self) -> Stack:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

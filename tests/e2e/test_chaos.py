@@ -1,0 +1,137 @@
+"""kill -9 of a worker instance, the scheduler or NATS while 50 streams run: every stream ends with exactly the tokens of
+the undisturbed run."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from tests.e2e.stack import Stack
+from tests.e2e.streams import Stream, run_streams
+
+NUM_STREAMS = 50
+MAX_TOKENS = 120
+AFTER_CHUNKS = 600
+
+
+@pytest.fixture(scope="module")
+def system(checkpoints: dict[str, str]) -> Iterator[Stack]:
+    with Stack(checkpoints, num_schedulers=2) as system:
+        system.wait_ready()
+        yield system
+
+
+@pytest.fixture(scope="module")
+def undisturbed(system: Stack) -> list[Stream]:
+    streams = asyncio.run(run_streams(system.url, ["llama", "opt"], NUM_STREAMS, MAX_TOKENS))
+    assert all(stream.ended_well for stream in streams), [s.error for s in streams if s.error]
+    assert len({stream.text for stream in streams}) > NUM_STREAMS / 2, "the streams should differ"
+    return streams
+
+
+async def disturbed(system: Stack, disturb) -> list[Stream]:
+    return await run_streams(
+        system.url, ["llama", "opt"], NUM_STREAMS, MAX_TOKENS, after_chunks=AFTER_CHUNKS, disturb=disturb, timeout_s=90
+    )
+
+
+def assert_same(streams: list[Stream], expected: list[Stream]) -> None:
+    assert [s.error for s in streams if s.error] == []
+    for stream, other in zip(streams, expected, strict=True):
+        assert stream.text == other.text
+        assert stream.done and stream.finish_reasons == ["length"]
+        assert stream.usage["completion_tokens"] == MAX_TOKENS
+        assert stream.usage["prompt_tokens"] == len(stream.prompt)
+
+
+async def test_an_instance_dies(system, undisturbed):
+    killed: list[dict] = []
+    streams = await disturbed(system, lambda: killed.append(system.kill_instance(0)))
+    assert_same(streams, undisturbed)
+    pids = {killed[0]["pid"]}
+    system.wait_until(lambda: not pids & {one["pid"] for one in system.instances()}, "the dead instance is forgotten")
+    system.wait_ready()
+
+
+async def test_an_instance_stops_answering(system, undisturbed):
+    """SIGSTOP: no process exit tells anybody; the missing heartbeat does. The instance that wakes up later is stale."""
+    pid = sorted(system.instances(), key=lambda one: one["instance_id"])[0]["pid"]
+    try:
+        streams = await disturbed(system, lambda: os.kill(pid, signal.SIGSTOP))
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    assert_same(streams, undisturbed)
+    system.wait_ready()
+
+
+async def test_the_scheduler_dies(system, undisturbed):
+    """The standby takes over; whatever was queued in the dead one is submitted again."""
+    leader = leading_scheduler(system)
+    streams = await disturbed(system, lambda: system.kill(leader))
+    assert_same(streams, undisturbed)
+    again = await run_streams(system.url, ["llama"], 4, 10)
+    assert all(stream.ended_well for stream in again)
+    system.start(leader)
+
+
+async def test_all_schedulers_die(system, undisturbed):
+    """Without any scheduler the gateway dispatches straight to the instances."""
+
+    def kill_both() -> None:
+        system.kill("scheduler-0")
+        system.kill("scheduler-1")
+
+    try:
+        streams = await disturbed(system, kill_both)
+        assert_same(streams, undisturbed)
+        bypassed = await run_streams(system.url, ["llama", "opt"], NUM_STREAMS, MAX_TOKENS, timeout_s=60)
+        assert_same(bypassed, undisturbed)
+    finally:
+        system.start("scheduler-0")
+        system.start("scheduler-1")
+
+
+@pytest.mark.parametrize("keep_store", [True, False], ids=["store kept", "store lost"])
+async def test_nats_dies_and_comes_back(system, undisturbed, keep_store):
+    def restart() -> None:
+        system.nats.kill()
+        time.sleep(2.0)
+        system.nats.restart(keep_store=keep_store)
+
+    streams = await disturbed(system, restart)
+    assert_same(streams, undisturbed)
+    system.wait_ready()
+
+
+async def test_placement_and_node_agent_may_die_without_harm(system, undisturbed):
+    streams = await disturbed(system, lambda: system.kill("placement"))
+    assert_same(streams, undisturbed)
+    system.start("placement")
+
+
+def leading_scheduler(system: Stack) -> str:
+    """The scheduler that holds the lease, as the bus knows it."""
+    import threading
+
+    from shared.bus.nats_bus import NatsBus
+    from shared.messages import LEASES
+    from shared.settings import BusSettings
+
+    found: list[str] = []
+
+    async def ask() -> None:
+        bus = await NatsBus.connect(BusSettings(nats_url=system.nats.url), service="test", service_id="test")
+        entry = await (await bus.key_value(LEASES)).get("scheduler")
+        assert entry is not None
+        found.append(entry.value.scheduler_id)
+        await bus.close()
+
+    thread = threading.Thread(target=lambda: asyncio.run(ask()))
+    thread.start()
+    thread.join(20)
+    return found[0]

@@ -1,0 +1,263 @@
+"""`ScriptedPeer`: everything on the bus that the gateway talks to, played by a script: the scheduler, instances,
+placement and the registry. It records what it was sent."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Callable
+
+import msgspec
+
+from shared.bus.interface import Bus, KeyValue, ServiceError, Subscription
+from shared.messages import (
+    GATEWAY_FRAMES,
+    GATEWAY_LOST,
+    INSTANCE_CANCEL,
+    INSTANCE_REPLAY,
+    INSTANCE_SUBMIT,
+    INSTANCES,
+    MODELS,
+    PLACEMENT_ADD_MODEL,
+    PLACEMENT_PLAN,
+    PLACEMENT_REMOVE_MODEL,
+    SCHEDULER_CANCEL,
+    SCHEDULER_SUBMIT,
+    Accepted,
+    AddModel,
+    Cancel,
+    ErrorCode,
+    FinishReason,
+    GenerationRequest,
+    GetPlan,
+    InstanceInfo,
+    LoadedModel,
+    LostRequest,
+    ModelSpec,
+    PlacementPlan,
+    RemoveModel,
+    ReplayQuery,
+    ReplayReply,
+    RequestsLost,
+    RequestTiming,
+    TokenEntry,
+    TokenFrame,
+    TokenLogprob,
+    bucket_key,
+    pack_tokens,
+    unpack_tokens,
+)
+
+DEADLINE_S = 10.0
+
+
+async def until(condition: Callable[[], object], what: str = "condition") -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < deadline, f"{what}: not within {DEADLINE_S} s"
+        await asyncio.sleep(0.005)
+
+
+class ScriptedPeer:
+    """By default every request is accepted by the scheduler and answered at once with `script(request)`, one token a
+    frame, by instance "a". `automatic = False`: a test sends the frames itself with `emit`."""
+
+    def __init__(self, bus: Bus) -> None:
+        self.bus = bus
+        self.script: Callable[[GenerationRequest], list[int]] = lambda request: []
+        self.finish = FinishReason.STOP
+        self.automatic = True
+        self.refusal: ServiceError | None = None
+        """What the scheduler answers instead of Accepted."""
+        self.instance_refusal: ServiceError | None = None
+        self.hang = False
+        """The scheduler does not answer at all."""
+        self.num_cached_tokens = 0
+        self.replays: dict[str, ReplayReply] = {}
+        """By instance; "unknown" for all where there is none."""
+        self.submitted: list[GenerationRequest] = []
+        self.submitted_to: dict[str, list[GenerationRequest]] = {}
+        self.cancelled: list[str] = []
+        self.instance_cancelled: list[tuple[str, str]] = []
+        self.replay_queries: list[tuple[str, ReplayQuery]] = []
+        self.plan = PlacementPlan(1, [])
+        self._names: set[str] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._served: dict[str, list[Subscription]] = {}
+        self._infos: dict[str, InstanceInfo] = {}
+        self._instances: KeyValue[InstanceInfo]
+        self._models: KeyValue[ModelSpec]
+
+    async def start(self, *specs: ModelSpec, scheduler: bool = True) -> None:
+        self._instances = await self.bus.key_value(INSTANCES)
+        self._models = await self.bus.key_value(MODELS)
+        for spec in specs:
+            self._names.add(spec.name)
+            await self._models.put(bucket_key(spec.name), spec)
+        if scheduler:
+            await self.start_scheduler()
+        await self.bus.serve(PLACEMENT_ADD_MODEL, self._add_model)
+        await self.bus.serve(PLACEMENT_REMOVE_MODEL, self._remove_model)
+        await self.bus.serve(PLACEMENT_PLAN, self._show_plan)
+        self._spawn(self._heartbeats())
+
+    async def stop(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _spawn(self, work) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    # -------------------------------------------------------------------------------------------------- scheduler
+
+    async def start_scheduler(self) -> None:
+        self._served["scheduler"] = [
+            await self.bus.serve(SCHEDULER_SUBMIT, self._submit, max_concurrency=1000),
+            await self.bus.subscribe(SCHEDULER_CANCEL, lambda cancel: self.cancelled.append(cancel.request_id)),
+        ]
+
+    async def stop_scheduler(self) -> None:
+        for subscription in self._served.pop("scheduler"):
+            await subscription.stop()
+
+    async def _submit(self, request: GenerationRequest) -> Accepted:
+        self.submitted.append(request)
+        if self.hang:
+            await asyncio.Event().wait()
+        if self.refusal is not None:
+            raise self.refusal
+        if self.automatic:
+            self._spawn(self._run("a", request))
+        return Accepted(request.request_id)
+
+    # -------------------------------------------------------------------------------------------------- instances
+
+    async def add_instance(
+        self, instance_id: str, *models: str, incarnation: str = "1", state: str = "ready", num_running: int = 0
+    ) -> None:
+        loaded = [
+            LoadedModel(name, state, max_model_len=256, page_tokens=16, num_running=num_running) for name in models
+        ]
+        info = InstanceInfo(instance_id, incarnation, "node", state, loaded)
+        self._infos[instance_id] = info
+        if instance_id not in self._served:
+            endpoint = INSTANCE_SUBMIT.at(instance_id=instance_id)
+            cancel = INSTANCE_CANCEL.at(instance_id=instance_id)
+
+            async def submit(request: GenerationRequest) -> Accepted:
+                self.submitted_to.setdefault(instance_id, []).append(request)
+                if self.instance_refusal is not None:
+                    raise self.instance_refusal
+                if self.automatic:
+                    self._spawn(self._run(instance_id, request))
+                return Accepted(request.request_id)
+
+            async def replay(query: ReplayQuery) -> ReplayReply:
+                self.replay_queries.append((instance_id, query))
+                unknown = ReplayReply([], [position.request_id for position in query.positions])
+                return self.replays.get(instance_id, unknown)
+
+            def on_cancel(message: Cancel) -> None:
+                self.instance_cancelled.append((instance_id, message.request_id))
+
+            self._served[instance_id] = [
+                await self.bus.serve(endpoint, submit),
+                await self.bus.serve(INSTANCE_REPLAY.at(instance_id=instance_id), replay),
+                await self.bus.subscribe(cancel, on_cancel),
+            ]
+        await self._instances.put(instance_id, info)
+
+    async def remove_instance(self, instance_id: str, *, is_clean: bool = True) -> None:
+        """`is_clean`: it leaves the registry at once instead of when its entry expires."""
+        del self._infos[instance_id]
+        for subscription in self._served.pop(instance_id):
+            await subscription.stop()
+        if is_clean:
+            await self._instances.delete(instance_id)
+
+    async def _heartbeats(self) -> None:
+        while True:
+            await asyncio.sleep(0.5)
+            for instance_id, info in list(self._infos.items()):
+                if self.bus.is_connected:
+                    await self._instances.put(instance_id, info)
+
+    async def _run(self, instance_id: str, request: GenerationRequest) -> None:
+        tokens = self.script(request)
+        limited = tokens[: request.sampling.max_tokens]
+        finish = FinishReason.LENGTH if len(limited) < len(tokens) else self.finish
+        for offset in range(len(request.prior) // 4, len(limited)):
+            is_last = offset == len(limited) - 1
+            self.emit(request, offset, limited[offset : offset + 1], finish if is_last else None, sender=instance_id)
+            await asyncio.sleep(0)
+
+    def emit(
+        self,
+        request: GenerationRequest,
+        offset: int,
+        tokens: list[int],
+        finish: FinishReason | None = None,
+        *,
+        sender: str = "a",
+        epoch: int | None = None,
+        error=None,
+    ) -> None:
+        entry = self.entry(request, offset, tokens, finish, epoch=epoch, error=error)
+        self.send(request.gateway_id, TokenFrame(sender, [entry]))
+
+    def entry(self, request, offset, tokens, finish=None, *, epoch=None, error=None) -> TokenEntry:
+        logprobs: tuple[TokenLogprob, ...] = ()
+        num_top = request.sampling.logprobs
+        if num_top >= 0:
+            logprobs = tuple(
+                TokenLogprob(
+                    -0.5, tuple((t + i) % 300 for i in range(num_top)), tuple(-0.5 - i for i in range(num_top)), 1
+                )
+                for t in tokens
+            )
+        return TokenEntry(
+            request.request_id,
+            request.epoch if epoch is None else epoch,
+            offset,
+            pack_tokens(tokens),
+            finish,
+            logprobs,
+            self.num_cached_tokens,
+            error,
+            RequestTiming(0.001, 0.002, 0.003) if finish else None,
+        )
+
+    def send(self, gateway_id: str, frame: TokenFrame) -> None:
+        self.bus.publish(GATEWAY_FRAMES.at(gateway_id=gateway_id), frame)
+
+    def lose(self, request: GenerationRequest, epoch: int, instance_id: str = "a") -> None:
+        lost = RequestsLost(instance_id, [LostRequest(request.request_id, epoch)])
+        self.bus.publish(GATEWAY_LOST.at(gateway_id=request.gateway_id), lost)
+
+    # -------------------------------------------------------------------------------------------------- placement
+
+    async def _add_model(self, message: AddModel) -> PlacementPlan:
+        if message.spec.name in self._names:
+            raise ServiceError.of(ErrorCode.CONFLICT, f"model {message.spec.name} is there already", "name")
+        if not await asyncio.to_thread(os.path.isdir, message.spec.source):
+            raise ServiceError.of(ErrorCode.BAD_REQUEST, f"{message.spec.source} does not exist", "source")
+        self._names.add(message.spec.name)
+        await self._models.put(bucket_key(message.spec.name), message.spec)
+        return self.plan
+
+    async def _remove_model(self, message: RemoveModel) -> PlacementPlan:
+        self._names.discard(message.name)
+        await self._models.delete(bucket_key(message.name))
+        self.plan = msgspec.structs.replace(self.plan, version=self.plan.version + 1)
+        return self.plan
+
+    async def _show_plan(self, message: GetPlan) -> PlacementPlan:
+        return self.plan
+
+
+def prior_tokens(request: GenerationRequest) -> list[int]:
+    return unpack_tokens(request.prior)

@@ -1,0 +1,299 @@
+"""Every refusal: its status, OpenAI's error object, the field and the limit in it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from services.gateway import bodies
+from shared.bus.interface import ServiceError
+from shared.messages import ErrorCode, ErrorInfo, FinishReason, ModelSpec
+from shared.settings import BusSettings
+from tests.gateway.checkpoints import MAX_MODEL_LEN
+from tests.gateway.conftest import MODEL, Stack, running_stack
+from tests.gateway.peer import until
+
+HI = [{"role": "user", "content": "Hi"}]
+
+
+def error_of(answer: httpx.Response, status: int) -> dict[str, Any]:
+    assert answer.status_code == status, answer.text
+    body = answer.json()
+    assert set(body) == {"error"}
+    assert set(body["error"]) == {"message", "type", "param", "code"}
+    assert answer.headers["x-request-id"]
+    if status in (429, 503):
+        assert int(answer.headers["retry-after"]) >= 1
+    return body["error"]
+
+
+FIELDS_OF_COMPLETIONS: list[tuple[dict[str, Any], str, str]] = [
+    ({"max_tokens": "many"}, "max_tokens", "int"),
+    ({"max_tokens": True}, "max_tokens", "int"),
+    ({"max_tokens": 0}, "max_tokens", "at least 1"),
+    ({"max_tokens": -1}, "max_tokens", ">= 0"),
+    ({"max_tokens": 10**30}, "max_tokens", "2147483647"),
+    ({"temperature": 2.5}, "temperature", "<= 2"),
+    ({"top_p": 0}, "top_p", "> 0"),
+    ({"top_p": 1.5}, "top_p", "<= 1"),
+    ({"top_k": -2}, "top_k", ">= -1"),
+    ({"n": 0}, "n", ">= 1"),
+    ({"n": 129}, "n", "128"),
+    ({"stop": [""]}, "stop[0]", "length >= 1"),
+    ({"stop": ["x"] * 17}, "stop", "16"),
+    ({"logprobs": 21}, "logprobs", "20"),
+    ({"logit_bias": {"5": 101}}, "logit_bias[...]", "100"),
+    ({"logit_bias": {"tide": 1}}, "logit_bias", "token id"),
+    ({"logit_bias": {"99999": 1}}, "logit_bias", "token id"),
+    ({"min_tokens": 20, "max_tokens": 10}, "min_tokens", "10"),
+    ({"prompt": []}, "prompt", "empty"),
+    ({"prompt": ["x", 5]}, "prompt", "list of texts"),
+    ({"prompt": [5, [5]]}, "prompt", "list of"),
+    ({"prompt": [[]]}, "prompt", "at least one token"),
+    ({"prompt": [100000]}, "prompt", "vocabulary"),
+    ({"prompt": [-1]}, "prompt[0]", ">= 0"),
+    ({"prompt": ["x"] * 200, "n": 2}, "prompt", "256 sequences"),
+    ({"echo": True, "logprobs": 1}, "logprobs", "echo"),
+    ({"best_of": 3}, "best_of", "'n'"),
+    ({"suffix": "x"}, "suffix", "not supported"),
+    ({"service_tier": "gold"}, "service_tier", "gold"),
+    ({"priority": "low"}, "priority", "low"),
+    ({"response_format": {"type": "json_object"}}, "response_format", "not supported"),
+    ({"guided_json": {}}, "guided_json", "not supported"),
+    ({"x-request-timeout": 0}, "x-request-timeout", "> 0"),
+    ({"stream": "yes"}, "stream", "bool"),
+    ({"stream_options": []}, "stream_options", "object"),
+]
+
+
+async def test_fields_of_completions(stack: Stack) -> None:
+    for body, param, words in FIELDS_OF_COMPLETIONS:
+        error = error_of(await stack.post("/v1/completions", **{"prompt": "x", **body}), 400)
+        assert error["param"] == param, body
+        assert words in error["message"]
+        assert error["type"] == "invalid_request_error"
+        assert not stack.peer.submitted
+
+
+FIELDS_OF_CHAT: list[tuple[dict[str, Any], str, str]] = [
+    ({"messages": []}, "messages", "length >= 1"),
+    ({"messages": [{"role": "king", "content": "x"}]}, "messages[0].role", "king"),
+    ({"messages": [{"content": "x"}]}, "messages[0].role", "missing"),
+    ({"messages": [{"role": "user"}]}, "messages[0].content", "missing"),
+    ({"messages": [{"role": "tool", "content": "x"}]}, "messages", "no tools here"),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+        "messages[0].content[0].type",
+        "image_url",
+    ),
+    ({"top_logprobs": 2}, "top_logprobs", "logprobs"),
+    ({"max_completion_tokens": 0}, "max_completion_tokens", ">= 1"),
+    ({"tools": [{"type": "function"}]}, "tools", "not supported"),
+    ({"tool_choice": "required"}, "tool_choice", "not supported"),
+    ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format", "not supported"),
+    ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs", "messages"),
+]
+
+
+async def test_fields_of_chat(stack: Stack) -> None:
+    for body, param, words in FIELDS_OF_CHAT:
+        error = error_of(await stack.post("/v1/chat/completions", **{"messages": HI, **body}), 400)
+        assert error["param"] == param, body
+        assert words in error["message"]
+        assert not stack.peer.submitted
+
+
+NO_REQUESTS = [
+    b"",
+    b"{",
+    b"[]",
+    b"null",
+    b'"x"',
+    b"{} {}",
+    b"\xff\xfe",
+    b'{"model": "tide", "prompt": "\xff"}',
+    b'{"model": "tide", "prompt": "\\ud800"}',
+    b'{"model": "tide", "prompt": "x", "temperature": NaN}',
+    b'{"model": "tide", "prompt": "x", "temperature": Infinity}',
+    b'{"model": "tide", "prompt": "x", "temperature": 1e999}',
+    b'{"model": "tide", "prompt": [' + b"9" * 4000 + b"]}",
+    b'{"model": "tide", "prompt": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+    b'{"model": "tide", "prompt": "x", "unknown": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+    b'{"prompt": "x"}',
+]
+
+
+async def test_bodies_that_are_no_request(stack: Stack) -> None:
+    headers = {"content-type": "application/json"}
+    for body in NO_REQUESTS:
+        error_of(await stack.client.post("/v1/completions", content=body, headers=headers), 400)
+
+
+async def test_content_type(stack: Stack) -> None:
+    body = json.dumps({"model": MODEL, "prompt": "x"}).encode()
+    for media_type in ("text/plain", "application/x-www-form-urlencoded", "é"):
+        headers = {"content-type": media_type.encode()}
+        answer = await stack.client.post("/v1/completions", content=body, headers=headers)
+        assert error_of(answer, 415)["param"] == "content-type"
+    for media_type in ("application/json; charset=utf-8", "application/vnd.api+json"):
+        headers = {"content-type": media_type}
+        answer = await stack.client.post("/v1/completions", content=body, headers=headers)
+        assert answer.status_code == 200
+
+
+async def test_unknown_model_path_and_method(stack: Stack) -> None:
+    error = error_of(await stack.post("/v1/completions", prompt="x", model="ocean"), 404)
+    assert error["code"] == "model_not_found"
+    assert "'ocean'" in error["message"]
+    assert f"'{MODEL}'" in error["message"]
+    assert error_of(await stack.client.get("/v1/nothing"), 404)["code"] == "not_found"
+    answer = await stack.client.get("/v1/completions")
+    error_of(answer, 405)
+    assert "POST" in answer.headers["allow"]
+
+
+async def test_prompt_too_long(stack: Stack) -> None:
+    ids = [5] * MAX_MODEL_LEN
+    error = error_of(await stack.post("/v1/completions", prompt=ids), 400)
+    assert error["code"] == "context_length_exceeded"
+    assert error["message"].count(str(MAX_MODEL_LEN)) == 2
+    error = error_of(await stack.post("/v1/completions", prompt=ids[:-10], max_tokens=11), 400)
+    assert error["code"] == "context_length_exceeded"
+    assert f"{MAX_MODEL_LEN + 1} tokens" in error["message"]
+    assert error["param"] == "max_tokens"
+    assert (await stack.post("/v1/completions", prompt=ids[:-10], max_tokens=10)).status_code == 200
+    error_of(await stack.post("/v1/chat/completions", messages=[{"role": "user", "content": "tide " * 500}]), 400)
+    assert len(stack.peer.submitted) == 1
+
+
+async def test_a_large_body_is_refused_before_it_is_read(
+    nats_settings: BusSettings, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bodies, "LINGER_S", 0.3)
+    headers = {"content-type": "application/json"}
+    num_sent = 0
+
+    async def spaces(num_chunks: int) -> AsyncIterator[bytes]:
+        nonlocal num_sent
+        for _ in range(num_chunks):
+            num_sent += 1
+            await asyncio.sleep(0)
+            yield b" " * 500
+
+    async with running_stack(nats_settings, [ModelSpec(MODEL, str(checkpoint))], max_body_bytes=1000) as stack:
+        error = error_of(await stack.post("/v1/completions", prompt="x" * 2000), 413)
+        assert "1000 bytes" in error["message"]
+        answer = await stack.client.post("/v1/completions", content=spaces(100), headers=headers)
+        assert error_of(answer, 413)["code"] == "body_too_large"
+        with pytest.raises((httpx.WriteError, httpx.ReadError)):
+            await stack.client.post("/v1/completions", content=spaces(10_000_000), headers=headers)
+        assert num_sent < 1_000_000
+        assert (await stack.client.get("/health")).status_code == 200
+
+
+async def test_request_ids(stack: Stack) -> None:
+    body = {"model": MODEL, "prompt": "x"}
+    answer = await stack.client.post("/v1/completions", json=body, headers={"x-request-id": "my-id-1"})
+    assert answer.headers["x-request-id"] == "my-id-1"
+    again = await stack.client.post("/v1/completions", json=body, headers={"x-request-id": "my-id-1"})
+    assert again.status_code == 200
+    assert again.json()["id"] != answer.json()["id"]
+    odd = await stack.client.get("/health", headers={"x-request-id": "x" * 500})
+    assert len(odd.headers["x-request-id"]) == 32
+    failed = await stack.client.get("/nowhere", headers={"x-request-id": "my-id-2"})
+    assert failed.headers["x-request-id"] == "my-id-2"
+
+
+async def test_refusals_of_the_scheduler(stack: Stack) -> None:
+    for code, status, error_code in [
+        (ErrorCode.OVERLOADED, 429, "overloaded"),
+        (ErrorCode.UNKNOWN_MODEL, 404, "model_not_found"),
+        (ErrorCode.TOO_LONG, 400, "context_length_exceeded"),
+        (ErrorCode.BAD_REQUEST, 400, "invalid_value"),
+        (ErrorCode.INTERNAL, 500, "internal_error"),
+    ]:
+        stack.peer.refusal = ServiceError.of(code, "because", "prompt", retry_after_s=7)
+        answer = await stack.post("/v1/completions", prompt="x")
+        error = error_of(answer, status)
+        assert (error["message"], error["code"]) == ("because", error_code)
+        if status == 429:
+            assert answer.headers["retry-after"] == "7"
+        error_of(await stack.post("/v1/completions", prompt="x", stream=True), status)
+
+
+async def test_the_openai_client_sees_its_exceptions(stack: Stack) -> None:
+    async with stack.openai() as client:
+        with pytest.raises(openai.NotFoundError, match="does not exist"):
+            await client.completions.create(model="ocean", prompt="x")
+        with pytest.raises(openai.BadRequestError, match="temperature"):
+            await client.completions.create(model=MODEL, prompt="x", temperature=9)
+        stack.peer.refusal = ServiceError.of(ErrorCode.OVERLOADED, "full")
+        with pytest.raises(openai.RateLimitError, match="full"):
+            await client.completions.create(model=MODEL, prompt="x")
+        stack.peer.refusal = None
+        stack.peer.automatic = False
+        stream = await _begun_stream(stack, client)
+        request = stack.peer.submitted[-1]
+        broken = ErrorInfo(ErrorCode.INTERNAL, "it broke")
+        stack.peer.emit(request, 1, [], FinishReason.ERROR, error=broken)
+        with pytest.raises(openai.APIError, match="it broke"):
+            async for _ in stream:
+                pass
+
+
+async def _begun_stream(stack: Stack, client: openai.AsyncOpenAI) -> openai.AsyncStream:
+    number = len(stack.peer.submitted)
+    call = asyncio.create_task(client.completions.create(model=MODEL, prompt="x", stream=True))
+    stack.peer.emit(await stack.next_request(number), 0, stack.ids("x")[:1])
+    return await call
+
+
+async def test_failures_before_and_in_a_stream(stack: Stack) -> None:
+    stack.peer.automatic = False
+    early = stack.read()
+    request = await stack.next_request()
+    stack.peer.emit(request, 0, [], FinishReason.ERROR, error=ErrorInfo(ErrorCode.TOO_LONG, "too long for the pool"))
+    await early.end()
+    assert early.status == 400, "before the first token a failure is an HTTP error"
+    late = stack.read()
+    request = await stack.next_request(1)
+    stack.peer.emit(request, 0, stack.ids("one"))
+    await until(lambda: late.text == "one", "first token")
+    stack.peer.emit(request, len(stack.ids("one")), [], FinishReason.ERROR, error=ErrorInfo(ErrorCode.INTERNAL, "oh"))
+    await late.end()
+    assert late.error == {"message": "oh", "type": "server_error", "param": None, "code": "internal_error"}
+    assert not late.is_complete
+
+
+async def test_deadline(stack: Stack) -> None:
+    stack.peer.automatic = False
+    answer = await stack.post("/v1/completions", prompt="x", **{"x-request-timeout": 0.3})
+    assert error_of(answer, 408)["code"] == "deadline_exceeded"
+    assert stack.peer.submitted[0].timeout_s <= 0.3
+    await until(lambda: stack.peer.cancelled == [stack.peer.submitted[0].request_id], "cancel")
+    reader = stack.read(headers={"x-request-timeout": "0.5"})
+    stack.peer.emit(await stack.next_request(1), 0, stack.ids("one"))
+    await reader.end()
+    assert reader.error is not None
+    assert reader.error["code"] == "deadline_exceeded"
+    for text in ("soon", "-1", "nan"):
+        answer = await stack.client.post(
+            "/v1/completions", json={"model": MODEL, "prompt": "x"}, headers={"x-request-timeout": text}
+        )
+        assert error_of(answer, 400)["param"] == "x-request-timeout"
+
+
+async def test_a_checkpoint_that_cannot_be_read(nats_settings: BusSettings, checkpoint: Path, tmp_path: Path) -> None:
+    broken = ModelSpec("broken", str(tmp_path))
+    async with running_stack(nats_settings, [ModelSpec(MODEL, str(checkpoint)), broken]) as stack:
+        error = error_of(await stack.post("/v1/completions", model="broken", prompt="x"), 503)
+        assert "config.json" in error["message"]
+        stack.say("fine")
+        assert (await stack.post("/v1/completions", prompt="x")).status_code == 200

@@ -1,0 +1,41 @@
+"""schemathesis reads /openapi.json and sends what it allows and what it does not: never a 5xx, always as described."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from pathlib import Path
+
+from tests.gateway.conftest import MODEL, Stack
+
+CHECKS = "not_a_server_error,status_code_conformance,content_type_conformance,response_schema_conformance"
+TIME_LIMIT_S = 60
+
+
+async def test_no_input_makes_a_server_error(stack: Stack, tmp_path: Path) -> None:
+    description = (await stack.client.get("/openapi.json")).json()
+    for schema in description["components"]["schemas"].values():
+        if "model" in schema.get("properties", {}):  # a made-up model is a 404, and nothing behind that is tried
+            schema["properties"]["model"] = {"enum": [MODEL]}
+    file = tmp_path / "openapi.json"
+    file.write_text(json.dumps(description))
+    command = [
+        *(sys.executable, "-m", "schemathesis.cli", "run", str(file), "--url", stack.url, "--checks", CHECKS),
+        *("--max-examples", "8", "--phases", "examples,coverage,fuzzing", "--generation-deterministic"),
+        *("--request-timeout", "10", "--no-color"),
+    ]
+    process = await asyncio.create_subprocess_exec(
+        *command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT, cwd=tmp_path
+    )
+    try:
+        async with asyncio.timeout(TIME_LIMIT_S):
+            output, _ = await process.communicate()
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+    assert process.returncode == 0, output.decode()
+    assert "Tested: 19" in output.decode()
+    answered = (await stack.client.get("/metrics")).text
+    assert 'tideway_gateway_requests_total{class="online",model="tide",outcome="ok"}' in answered, "some are valid"

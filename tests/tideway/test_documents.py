@@ -1,0 +1,135 @@
+"""README and docs say what is so: commands, paths, options, fields and defaults are held against the code."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import subprocess
+from pathlib import Path
+
+import msgspec
+import pytest
+import typer.main
+
+from services.gateway.app import ROUTES
+from services.gateway.schemas import AddModelRequest, ChatRequest, CompletionRequest
+from shared.settings import GatewaySettings, PlacementSettings, SchedulerSettings, WorkerSettings
+from tests.tideway.readme import REPOSITORY, curl_lines, python_examples, shell_lines
+from tideway.command import app
+from tideway.preflight import DEMONSTRATION_MODELS
+
+DOCUMENTS = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
+BODIES = {
+    ("POST", "/v1/chat/completions"): ChatRequest,
+    ("POST", "/v1/completions"): CompletionRequest,
+    ("POST", "/admin/models"): AddModelRequest,
+}
+
+
+def options_of_up() -> set[str]:
+    up = typer.main.get_command(app).commands["up"]  # type: ignore[attr-defined]
+    return {name for parameter in up.params for name in parameter.opts} | {"--help"}
+
+
+def make_targets() -> set[str]:
+    rules = re.findall(r"^([a-z ]+):", (REPOSITORY / "Makefile").read_text(), re.MULTILINE)
+    return {target for rule in rules for target in rule.split()}
+
+
+@pytest.mark.parametrize("line", curl_lines())
+def test_curl_lines_ask_for_something_that_is_there(line: str) -> None:
+    words = shlex.split(line)
+    url = next(word for word in words if word.startswith("http"))
+    body = words[words.index("-d") + 1] if "-d" in words else None
+    method = words[words.index("-X") + 1] if "-X" in words else ("POST" if body else "GET")
+    path = re.sub(r"^http://[^/]+", "", url)
+    patterns = {(route.method, re.sub(r"\{\w+:path\}", ".+", route.path)) for route in ROUTES}
+    assert any(method == known and re.fullmatch(pattern, path) for known, pattern in patterns), line
+    if body is not None:
+        assert "Content-Type: application/json" in words
+        kind = BODIES[method, path]
+        msgspec.convert(json.loads(body), kind)
+        assert set(json.loads(body)) <= {field.encode_name for field in msgspec.structs.fields(kind)}
+        if "model" in json.loads(body):
+            assert json.loads(body)["model"] in DEMONSTRATION_MODELS
+
+
+def test_the_readme_shows_what_was_promised() -> None:
+    assert len(curl_lines()) >= 3
+    assert any('"stream": true' in line for line in curl_lines())
+    assert shell_lines()[0] == "make up"
+    for example in python_examples():
+        compile(example, "README.md", "exec")
+    assert python_examples()
+
+
+@pytest.mark.parametrize("line", [line for line in shell_lines() if not line.startswith("curl ")])
+def test_other_lines_are_ones_that_a_shell_and_the_makefile_take(line: str) -> None:
+    subprocess.run(["/bin/sh", "-n", "-c", line], check=True)
+    words = shlex.split(line)
+    while "=" in words[0]:
+        variable = words.pop(0).partition("=")[0].removeprefix("TIDEWAY_").lower()
+        assert variable in GatewaySettings.__struct_fields__
+    assert words[0] in ("make", "docker")
+    if words[0] == "make":
+        assert words[1] in make_targets()
+        for word in words[2:]:
+            given = {option for option in shlex.split(word.removeprefix("ARGS=")) if option.startswith("--")}
+            assert given <= options_of_up()
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_paths_and_options_in_documents_exist(document: Path) -> None:
+    text = document.read_text()
+    links = re.findall(r"\]\(([^)#:]+)\)", text)
+    paths = re.findall(r"`((?:shared|services|tideway|models|bench|tests|deploy|docs)/[\w./-]*)`", text)
+    for link in links:
+        assert (document.parent / link).exists(), link
+    for path in paths:
+        assert (REPOSITORY / path).exists(), path
+    for target in re.findall(r"`make (\w+)", text):
+        assert target in make_targets()
+
+
+def test_the_table_of_options_is_whole_and_true() -> None:
+    table = (REPOSITORY / "docs" / "operating.md").read_text().split("## Settings")[0]
+    documented = set(re.findall(r"^\| `?(--[\w-]+)", table, re.MULTILINE)) | set(re.findall(r", `(--[\w-]+)", table))
+    assert documented <= options_of_up()
+    # What is left is told in a sentence or is for tests alone.
+    assert options_of_up() - documented <= {"--help", "--nats-port"}
+
+
+def test_the_defaults_of_settings_are_as_documented() -> None:
+    settings = {}
+    for kind in (WorkerSettings, SchedulerSettings, PlacementSettings, GatewaySettings):
+        settings.update({f"TIDEWAY_{name.upper()}": value for name, value in msgspec.to_builtins(kind()).items()})
+    table = (REPOSITORY / "docs" / "operating.md").read_text().split("## Settings")[1].split("## Containers")[0]
+    num_checked = 0
+    for variables, default in re.findall(r"^\| (`TIDEWAY_[^|]*) \| ([^|]*) \|", table, re.MULTILINE):
+        names = re.findall(r"`(\w+)`", variables)
+        values = default.split(", ") if ", " in default else [default] * len(names)
+        for name, value in zip(names, values, strict=True):
+            assert str(settings[name]) == ("" if value == "none" else value), name
+            num_checked += 1
+    assert num_checked >= 12
+
+
+def test_documented_endpoints_and_fields_exist() -> None:
+    text = (REPOSITORY / "docs" / "api.md").read_text()
+    routes = {re.sub(r":path", "", route.path) for route in ROUTES}
+    for path in re.findall(r"(/(?:v1|admin|tokenize|detokenize|health|ready|version|metrics)[\w/{}]*)`", text):
+        assert path in routes or path == "/v1" or path == "/admin", path
+    fields = {field.encode_name for field in msgspec.structs.fields(ChatRequest)}
+    beyond = text.split("**Beyond OpenAI's fields**")[1].split("**Not supported")[0]
+    named = set(re.findall(r"`([a-z_-]+)`", beyond))
+    assert len(named) > 8 and named <= fields, named - fields
+
+
+def test_documented_metrics_exist() -> None:
+    sources = "".join(path.read_text() for path in (REPOSITORY / "services").rglob("*.py"))
+    sources += (REPOSITORY / "shared/bus/metrics.py").read_text()
+    prefixes = ("tideway_gateway_", "tideway_scheduler_", "tideway_bus_", "")
+    for name in re.findall(r"`((?:tideway_|vllm:)\w+)`", (REPOSITORY / "docs" / "operating.md").read_text()):
+        plain = name.removesuffix("_total")
+        assert any(f'"{plain.removeprefix(prefix)}"' in sources for prefix in prefixes), name

@@ -1,0 +1,192 @@
+from __future__ import annotations
+
+import os
+import socket
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tideway.data_folder import DataFolder, OperatorError, State
+from tideway.preflight import (
+    check_memory,
+    check_port,
+    free_memory_bytes,
+    free_ports,
+    is_loopback,
+    local_host,
+    parse_models,
+)
+
+
+def checkpoint(folder: Path) -> Path:
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text("{}")
+    return folder
+
+
+# ------------------------------------------------------------------------------------------------------- models
+
+
+def test_models_from_folders_and_hub_ids(tmp_path: Path) -> None:
+    folder = checkpoint(tmp_path / "small")
+    specs = parse_models([f"mine={folder}", str(folder), "theirs=org/model-1.5", "org/other"])
+    assert [(spec.name, spec.source) for spec in specs] == [
+        ("mine", str(folder)),
+        ("small", str(folder)),
+        ("theirs", "org/model-1.5"),
+        ("org/other", "org/other"),
+    ]
+
+
+def test_a_relative_folder_becomes_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoint(tmp_path / "models" / "small")
+    monkeypatch.chdir(tmp_path)
+    assert parse_models(["models/small"])[0].source == str(tmp_path / "models" / "small")
+
+
+def test_the_demonstration_models_are_the_default() -> None:
+    assert [spec.name for spec in parse_models([])] == ["tideway-demo-llama", "tideway-demo-opt"]
+
+
+@pytest.mark.parametrize(
+    "arguments, sentence",
+    [
+        (["m=./missing"], "neither a folder nor a Hugging Face id"),
+        (["m=/no/such/folder"], "neither a folder nor a Hugging Face id"),
+        (["no-slash"], "neither a folder nor a Hugging Face id"),
+        (["m="], "neither a folder nor a Hugging Face id"),
+        (["m=a/b", "m=c/d"], "Two models are named m"),
+        (["m=/"], "holds no config.json"),
+    ],
+)
+def test_models_that_cannot_be(arguments: list[str], sentence: str) -> None:
+    with pytest.raises(OperatorError, match=sentence):
+        parse_models(arguments)
+
+
+# ------------------------------------------------------------------------------------------------------ network
+
+
+def test_a_taken_port_is_named_with_a_way_out() -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        with pytest.raises(OperatorError, match=rf"Port {port} on 127.0.0.1 is taken.*--port {port + 1}"):
+            check_port("127.0.0.1", port)
+    check_port("127.0.0.1", port)
+
+
+def test_a_host_that_is_none() -> None:
+    with pytest.raises(OperatorError, match="is no address to listen on"):
+        check_port("no.such.host.invalid", 8000)
+    with pytest.raises(OperatorError, match=r"Nothing can listen on 192\.0\.2\.1:8000"):
+        check_port("192.0.2.1", 8000)
+
+
+def test_free_ports_are_in_a_row() -> None:
+    ports = free_ports(20)
+    assert ports == list(range(ports[0], ports[0] + 20))
+    for port in ports:
+        check_port("127.0.0.1", port)
+
+
+def test_hosts() -> None:
+    assert [local_host(host) for host in ("127.0.0.1", "0.0.0.0", "::", "::1", "example")] == [
+        "127.0.0.1", "127.0.0.1", "[::1]", "[::1]", "example"
+    ]  # fmt: skip
+    assert is_loopback("127.0.0.1") and is_loopback("::1") and is_loopback("localhost")
+    assert not is_loopback("0.0.0.0") and not is_loopback("example")
+
+
+# ------------------------------------------------------------------------------------------------------- memory
+
+
+def test_memory_is_the_least_of_machine_and_control_group(tmp_path: Path) -> None:
+    def write(**files: object) -> None:
+        for name, value in files.items():
+            path = tmp_path / name.replace("__", "/").replace("_stat", ".stat").replace("memory_", "memory.")
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(f"{value}\n")
+
+    assert free_memory_bytes(tmp_path) is None
+    write(proc__meminfo="MemTotal:  9 kB\nMemFree:  1 kB\nMemAvailable:    4194304 kB")
+    assert free_memory_bytes(tmp_path) == 4 << 30
+    group = "sys__fs__cgroup__memory_"
+    write(**{group + "max": "max", group + "current": 1000, group + "stat": "anon 5\ninactive_file 0"})
+    assert free_memory_bytes(tmp_path) == 4 << 30
+    write(**{group + "max": 3 << 30, group + "current": 2 << 30})
+    assert free_memory_bytes(tmp_path) == 1 << 30
+    write(**{group + "stat": f"anon 5\ninactive_file {1 << 30}"})
+    assert free_memory_bytes(tmp_path) == 2 << 30
+    write(**{group + "current": 5 << 30})
+    assert free_memory_bytes(tmp_path) == 0
+
+
+def test_too_little_memory() -> None:
+    check_memory(None)
+    check_memory(2 << 30)
+    with pytest.raises(OperatorError, match=r"Only 1\.5 GB of memory are free"):
+        check_memory(3 << 29)
+
+
+# -------------------------------------------------------------------------------------------------- data folder
+
+
+def test_credentials_are_made_once_and_private(tmp_path: Path) -> None:
+    data = DataFolder(tmp_path / "data")
+    data.prepare()
+    credentials = data.credentials()
+    assert len(credentials.nats_password) >= 24
+    assert DataFolder(tmp_path / "data").credentials() == credentials
+    assert stat.S_IMODE((tmp_path / "data" / "credentials.json").stat().st_mode) == 0o600
+    assert stat.S_IMODE((tmp_path / "data").stat().st_mode) == 0o700
+
+
+def test_damaged_credentials(tmp_path: Path) -> None:
+    data = DataFolder(tmp_path)
+    (tmp_path / "credentials.json").write_text('{"nats_user": 3')
+    with pytest.raises(OperatorError, match=r"credentials\.json cannot be read .* Remove it"):
+        data.credentials()
+
+
+def test_a_data_folder_that_is_a_file(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OperatorError, match=r"The data folder .*file cannot be used"):
+        DataFolder(tmp_path / "file").prepare()
+
+
+def test_one_supervisor_at_a_time(tmp_path: Path) -> None:
+    script = f"""
+import os, pathlib, sys
+from tideway.data_folder import DataFolder
+data = DataFolder(pathlib.Path({str(tmp_path)!r}))
+data.acquire()
+print(os.getpid(), flush=True)
+sys.stdin.read()
+"""
+    holder = subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert holder.stdout is not None
+    holder.stdout.readline()
+    data = DataFolder(tmp_path)
+    assert data.holder_pid() == holder.pid
+    with pytest.raises(OperatorError, match=rf"Tideway runs here already \(process {holder.pid}\)"):
+        data.acquire()
+    holder.communicate("")
+    assert data.holder_pid() is None
+    data.acquire()
+    assert data.holder_pid() == os.getpid()
+    data.release()
+
+
+def test_state_is_read_back_and_nonsense_is_none(tmp_path: Path) -> None:
+    data = DataFolder(tmp_path)
+    assert data.read_state() is None
+    state = State(pid=1, phase="ready", address="http://a", nats_url="nats://b", started_unix_s=1.5, processes=[])
+    data.write_state(state)
+    assert data.read_state() == state
+    (tmp_path / "state.json").write_text("[]")
+    assert data.read_state() is None

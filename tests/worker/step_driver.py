@@ -1,0 +1,94 @@
+"""Drives an executor by hand-made step plans: a stand-in for the engine that can be told exactly what to do."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from services.worker.executor import Executor
+from shared.engine.plan import ModelShape, NewSequence, StepPlan
+from shared.messages import SamplingParams, TokenLogprob, pack_tokens
+
+
+@dataclass
+class Row:
+    """A sequence and what the executor knows of it."""
+
+    row: int
+    tokens: list[int]
+    num_prompt: int
+    sampling: SamplingParams
+    blocks: list[int] = field(default_factory=list)
+    computed: int = 0
+    announced: bool = False
+    logprobs: list[TokenLogprob | None] = field(default_factory=list)
+
+    @property
+    def output(self) -> list[int]:
+        return self.tokens[self.num_prompt :]
+
+
+class Driver:
+    """The sequences of one model, with slots handed out in shuffled order from merged blocks it owns."""
+
+    def __init__(self, executor: Executor, shape: ModelShape, merged: Sequence[int], seed: int = 0) -> None:
+        self.executor, self.shape = executor, shape
+        per = shape.slots_per_merged
+        self.free = [m * per + place for m in merged for place in range(per)]
+        random.Random(seed).shuffle(self.free)
+        self.step_id = 0
+
+    def add(self, row: int, prompt: list[int], **sampling: Any) -> Row:
+        """`sampling`: fields of SamplingParams; greedy without any."""
+        return Row(
+            row, list(prompt), len(prompt), SamplingParams(**{"max_tokens": 1 << 20, "temperature": 0.0} | sampling)
+        )
+
+    def step(self, work: Sequence[tuple[Row, int]]) -> None:
+        """Computes the next `count` tokens of each sequence; samples those that reach their end."""
+        self.step_id += 1
+        new: list[NewSequence] = []
+        appended: list[tuple[int, list[int]]] = []
+        for sequence, count in work:
+            needed = -(-(sequence.computed + count) // self.shape.page_tokens) - len(sequence.blocks)
+            slots = [self.free.pop() for _ in range(needed)]
+            sequence.blocks += slots
+            if not sequence.announced:
+                sequence.announced = True
+                packed = pack_tokens(sequence.tokens)
+                new.append(
+                    NewSequence(sequence.row, packed, sequence.num_prompt, sequence.sampling, list(sequence.blocks))
+                )
+            elif slots:
+                appended.append((sequence.row, slots))
+        samples = [s.computed + count == len(s.tokens) for s, count in work]
+        plan = StepPlan(
+            self.step_id,
+            self.shape.name,
+            [s.row for s, _ in work],
+            [s.computed for s, _ in work],
+            [count for _, count in work],
+            samples,
+            new,
+            appended,
+        )
+        result = self.executor.execute(plan)
+        assert result.error == "" and result.step_id == self.step_id
+        assert len(result.tokens) == sum(samples)
+        sampled = [sequence for (sequence, _), sample in zip(work, samples, strict=True) if sample]
+        for sequence, count in work:
+            sequence.computed += count
+        for i, (sequence, token) in enumerate(zip(sampled, result.tokens, strict=True)):
+            sequence.tokens.append(token)
+            sequence.logprobs.append(result.logprobs[i] if result.logprobs else None)
+
+    def decode(self, sequences: Sequence[Row], steps: int) -> None:
+        for _ in range(steps):
+            self.step([(s, 1) for s in sequences])
+
+    def preempt(self, sequence: Row) -> None:
+        """Gives up its slots and row; it will be announced again with prompt and output."""
+        self.free[:0] = sequence.blocks
+        sequence.blocks, sequence.computed, sequence.announced = [], 0, False

@@ -1,0 +1,184 @@
+"""One parity suite for all attention back ends of this machine, against the definition written out."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from services.worker.attention.choice import choose_backends
+from services.worker.attention.interface import AttentionBackend, BatchLayout
+from services.worker.attention.torch_backend import TorchBackend, _grouping
+from services.worker.kv_store import KvShape, KvStore, KvViews
+
+torch.set_num_threads(1)
+
+DEVICES = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
+BACKENDS = [(d, b.name) for d in DEVICES for b in choose_backends(torch.device(d))]
+
+Lengths = list[tuple[int, int]]
+"""(start, count) of each sequence"""
+
+
+@dataclass
+class Case:
+    """A batch over a slab whose past is already cached."""
+
+    layout: BatchLayout
+    views: KvViews
+    queries: torch.Tensor
+    keys: torch.Tensor
+    values: torch.Tensor
+    expected: dict[int | None, torch.Tensor]
+
+
+def backend_of(device: str, name: str) -> AttentionBackend:
+    return next(b for b in choose_backends(torch.device(device)) if b.name == name)
+
+
+def make_case(
+    device: str,
+    lengths: Lengths,
+    page_tokens: int,
+    *,
+    heads: tuple[int, int] = (6, 2),
+    head_dim: int = 32,
+    dtype: torch.dtype = torch.float32,
+    windows: tuple[int, ...] = (),
+    seed: int = 0,
+) -> Case:
+    generator = torch.Generator().manual_seed(seed)
+    num_heads, num_kv_heads = heads
+    shape = KvShape(2, page_tokens, num_kv_heads, head_dim, dtype)
+    pages = [-(-(start + count) // page_tokens) for start, count in lengths]
+    per = 3
+    store = KvStore(-(-sum(pages) // per) + 1, per * (shape.slot_bytes + 64), torch.device(device))
+    store.slab.fill_(0xFF)  # NaN wherever nobody wrote
+    views = store.attach(shape, per)
+    order = torch.randperm(views.num_slots, generator=generator).to(torch.int32).numpy()
+    tables = np.zeros((len(lengths), max(pages)), np.int32)
+    taken = 0
+    for row, count in enumerate(pages):
+        tables[row] = order[taken]
+        tables[row, :count] = order[taken : taken + count]
+        taken += count
+    store.claim(views, order[:taken])
+    starts, counts = (np.array(column, np.int64) for column in zip(*lengths, strict=True))
+    layout = BatchLayout(starts, counts, tables, page_tokens, dtype, torch.device(device), windows)
+
+    kv = views.layers[1]
+    flat: dict[str, list[torch.Tensor]] = {"queries": [], "keys": [], "values": []}
+    expected: dict[int | None, list[torch.Tensor]] = {w: [] for w in (None, *windows)}
+    for row, (start, count) in enumerate(lengths):
+        total = start + count
+        queries = torch.randn(count, num_heads, head_dim, generator=generator).to(dtype)
+        keys, values = (torch.randn(total, num_kv_heads, head_dim, generator=generator).to(dtype) for _ in range(2))
+        for position in range(start):
+            slot, offset = tables[row, position // page_tokens], position % page_tokens
+            kv.keys[slot, offset], kv.values[slot, offset] = keys[position], values[position]
+        for name, tensor in (("queries", queries), ("keys", keys[start:]), ("values", values[start:])):
+            flat[name].append(tensor)
+        for window, outputs in expected.items():
+            outputs.append(definition(queries, keys, values, start, window))
+    moved = {name: torch.cat(tensors).to(device) for name, tensors in flat.items()}
+    return Case(layout, views, **moved, expected={w: torch.cat(o).to(device) for w, o in expected.items()})
+
+
+def definition(
+    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, start: int, window: int | None
+) -> torch.Tensor:
+    """Causal softmax attention of one sequence in float64."""
+    group = queries.shape[1] // keys.shape[1]
+    keys, values = (x.double().repeat_interleave(group, 1) for x in (keys, values))
+    scores = torch.einsum("qhd,khd->hqk", queries.double(), keys) / math.sqrt(queries.shape[-1])
+    query = start + torch.arange(len(queries))[:, None]
+    key = torch.arange(len(keys))
+    hidden = key > query
+    if window is not None:
+        hidden |= key <= query - window
+    return torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, -math.inf).softmax(-1), values)
+
+
+def check(backend: AttentionBackend, case: Case, tolerance: float) -> None:
+    kv = case.views.layers[1]
+    with torch.inference_mode():
+        metadata: Any = backend.prepare(case.layout)
+        backend.write_kv(kv, case.keys, case.values, metadata)
+        for window, expected in case.expected.items():
+            got = backend.attend(case.queries, case.keys, case.values, kv, metadata, window)
+            torch.testing.assert_close(got.double(), expected, rtol=tolerance, atol=tolerance)
+    pages, at = case.layout.slots.astype(np.int64), case.layout.offsets
+    assert torch.equal(kv.keys[pages, at], case.keys) and torch.equal(kv.values[pages, at], case.values)
+
+
+BATCHES: dict[str, Lengths] = {
+    "one token alone": [(0, 1)],
+    "one decode": [(70, 1)],
+    "decodes of equal length": [(40, 1)] * 4,
+    "decodes of very different lengths": [(3, 1), (500, 1), (31, 1), (32, 1), (33, 1), (1000, 1), (64, 1)],
+    "one first chunk": [(0, 45)],
+    "first chunks of different lengths": [(0, 5), (0, 60), (0, 1), (0, 33), (0, 2)],
+    "one later chunk": [(64, 40)],
+    "later chunks": [(64, 40), (10, 7), (96, 32), (33, 64)],
+    "everything at once": [(100, 1), (0, 20), (50, 10), (7, 1), (0, 64), (0, 1), (300, 17), (640, 1)],
+}
+
+
+@pytest.mark.parametrize("name", BATCHES)
+@pytest.mark.parametrize(("device", "backend_name"), BACKENDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_parity(device: str, backend_name: str, name: str, dtype: torch.dtype) -> None:
+    backend = backend_of(device, backend_name)
+    for heads, head_dim in (((6, 2), 32), ((4, 4), 64), ((8, 1), 16)):
+        pages = backend.supported_page_tokens(head_dim, dtype)
+        if not pages:
+            continue
+        case = make_case(device, BATCHES[name], pages[0], heads=heads, head_dim=head_dim, dtype=dtype, windows=(24,))
+        check(backend, case, 2e-5 if dtype == torch.float32 else 2e-2)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(0, 90), st.integers(1, 40)), min_size=1, max_size=7),
+    st.sampled_from([(), (1,), (16, 50)]),
+    st.integers(0, 1 << 16),
+)
+def test_any_ragged_batch(lengths: Lengths, windows: tuple[int, ...], seed: int) -> None:
+    case = make_case("cpu", lengths, 32, heads=(2, 1), head_dim=8, windows=windows, seed=seed)
+    check(TorchBackend(torch.device("cpu")), case, 2e-5)
+
+
+@given(st.lists(st.tuples(st.integers(0, 4000), st.sampled_from([1, 1, 1, 7, 300])), min_size=1, max_size=40))
+def test_grouping_covers_each_sequence_once_with_little_padding(lengths: Lengths) -> None:
+    starts, counts = (np.array(column, np.int64) for column in zip(*lengths, strict=True))
+    layout = BatchLayout(starts, counts, np.zeros((1, 1), np.int32), 32, torch.float32, torch.device("cpu"))
+    order, bounds = _grouping(layout)
+    assert sorted(order.tolist()) == list(range(len(lengths)))
+    assert [b for b, _ in bounds] == [0, *(e for _, e in bounds)][:-1] and bounds[-1][1] == len(lengths)
+    pages = -(-layout.contexts // 32)
+    for begin, end in bounds:
+        members = order[begin:end]
+        assert len({bool(c == 1) for c in counts[members]}) == 1, "decodes are never padded to chunks"
+        work = counts[members] * pages[members] * 32
+        padded = len(members) * counts[members].max() * pages[members].max() * 32
+        assert padded <= 1.25 * work.sum() + 2048
+
+
+def test_many_equal_decodes_are_one_group_in_order() -> None:
+    layout = BatchLayout(
+        np.full(64, 300), np.ones(64, np.int64), np.zeros((64, 10), np.int32), 32, torch.float32, torch.device("cpu")
+    )
+    metadata = TorchBackend(torch.device("cpu")).prepare(layout)
+    assert len(metadata.groups) == 1 and metadata.groups[0].tokens is None
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+def test_cuda_prefers_flash_attention() -> None:
+    assert choose_backends(torch.device("cuda"))[0].name.startswith("flash")

@@ -1,0 +1,270 @@
+"""Step plans, whatever their shape, make the tokens of an undisturbed run."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from services.worker.attention.interface import BatchLayout
+from services.worker.attention.torch_backend import TorchBackend
+from services.worker.executor import Executor
+from services.worker.models.decode_graphs import Replayable
+from services.worker.models.decoder import ForwardState
+from shared.checkpoint import CheckpointError
+from shared.engine.plan import ModelShape, NewSequence, StepPlan
+from shared.messages import ModelSpec, SamplingParams, pack_tokens
+from tests.worker.checkpoints import prompt_of, reference_outputs, write_checkpoint
+from tests.worker.step_driver import Driver, Row
+
+MERGED_BYTES = 1 << 18
+LENGTHS = (5, 40, 60, 33)
+STEPS = 12
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("checkpoints")
+    return {v: write_checkpoint(folder, v) for v in ("llama", "opt", "qwen3", "mistral-window")}
+
+
+@pytest.fixture(scope="module")
+def expected(checkpoints: dict[str, Path]) -> dict[str, list[list[int]]]:
+    return {v: reference_outputs(p, [prompt_of(n) for n in LENGTHS], STEPS) for v, p in checkpoints.items()}
+
+
+def load(executor: Executor, path: Path, name: str | None = None) -> ModelShape:
+    return executor.add_model(executor.prepare_model(ModelSpec(name or path.name, str(path))))
+
+
+def test_two_models_in_one_slab_take_turns_and_blocks(
+    checkpoints: dict[str, Path], expected: dict[str, list[list[int]]]
+) -> None:
+    """Merged blocks change hands between models of different slot sizes."""
+    executor = Executor("cpu", 12, MERGED_BYTES, 8)
+    executor._store.slab.fill_(0xFF)  # NaN in every type
+    names = ["llama", "opt"]
+    shapes = [load(executor, checkpoints[v]) for v in names]
+    assert shapes[0].slots_per_merged != shapes[1].slots_per_merged
+    for turn in range(2):
+        merged = [range(0, 6), range(6, 12)] if turn == 0 else [range(6, 12), range(0, 6)]
+        drivers = [Driver(executor, s, m, seed=turn) for s, m in zip(shapes, merged, strict=True)]
+        rows = [[d.add(4 * i + j, prompt_of(n)) for j, n in enumerate(LENGTHS)] for i, d in enumerate(drivers)]
+        while any(len(r.output) < STEPS for group in rows for r in group):
+            for driver, group in zip(drivers, rows, strict=True):
+                if work := [(r, min(25, len(r.tokens) - r.computed)) for r in group if len(r.output) < STEPS]:
+                    driver.step(work)
+        assert [[r.output for r in group] for group in rows] == [expected[v] for v in names]
+
+
+@pytest.mark.parametrize("variant", ["llama", "mistral-window", "opt"])
+@pytest.mark.parametrize("seed", range(3))
+def test_any_schedule_makes_the_same_tokens(
+    checkpoints: dict[str, Path], expected: dict[str, list[list[int]]], variant: str, seed: int
+) -> None:
+    """Random subsets, random chunks, rows and slots reused, preemption by recompute in the middle."""
+    chance = random.Random(seed)
+    executor = Executor("cpu", 4, MERGED_BYTES, 6)
+    driver = Driver(executor, load(executor, checkpoints[variant]), range(4), seed)
+    rows = [driver.add(i, prompt_of(n)) for i, n in enumerate(LENGTHS)]
+    spare = [4, 5]
+    while unfinished := [r for r in rows if len(r.output) < STEPS]:
+        chosen = chance.sample(unfinished, chance.randint(1, len(unfinished)))
+        driver.step([(r, chance.randint(1, len(r.tokens) - r.computed)) for r in chosen])
+        if chance.random() < 0.3:
+            victim = chance.choice(chosen)
+            driver.preempt(victim)
+            spare.append(victim.row)
+            victim.row = spare.pop(0)
+    assert [r.output for r in rows] == expected[variant]
+
+
+def test_sequences_share_the_blocks_of_a_common_prefix(checkpoints: dict[str, Path]) -> None:
+    path = checkpoints["qwen3"]
+    executor = Executor("cpu", 4, MERGED_BYTES, 3)
+    shape = load(executor, path)
+    driver = Driver(executor, shape, range(4))
+    prefix = prompt_of(2 * shape.page_tokens)
+    prompts = [prefix + prompt_of(n) for n in (9, 21, 40)]
+    first = driver.add(0, prompts[0])
+    driver.step([(first, len(prompts[0]))])
+    others = [driver.add(i, prompts[i]) for i in (1, 2)]
+    for row in others:
+        row.blocks, row.computed = first.blocks[:2], len(prefix)
+    driver.step([(first, 1), *((r, len(r.tokens) - r.computed) for r in others)])
+    rows = [first, *others]
+    driver.decode(rows, 7)
+    assert [r.output[:8] for r in rows] == reference_outputs(path, prompts, 8)
+
+
+def test_a_token_in_flight_is_not_sent_back(checkpoints: dict[str, Path], expected: dict[str, list[list[int]]]) -> None:
+    """Plans of later steps are launched before the first is collected; sampled tokens never leave the device between."""
+    executor = Executor("cpu", 4, MERGED_BYTES, 1)
+    shape = load(executor, checkpoints["llama"])
+    prompt = prompt_of(LENGTHS[0])
+    new = NewSequence(0, pack_tokens(prompt), len(prompt), SamplingParams(max_tokens=99, temperature=0.0), [3])
+    executor.launch(StepPlan(0, shape.name, [0], [0], [len(prompt)], [True], [new], []))
+    for i in range(1, STEPS):
+        executor.launch(StepPlan(i, shape.name, [0], [len(prompt) + i - 1], [1], [True], [], []))
+    assert executor.num_in_flight == STEPS
+    results = [executor.collect() for _ in range(STEPS)]
+    assert [r.step_id for r in results] == list(range(STEPS))
+    assert [r.tokens[0] for r in results] == expected["llama"][0]
+
+
+def step_of(row: Row, shape: ModelShape, **changes: Any) -> StepPlan:
+    new = NewSequence(row.row, pack_tokens(row.tokens), row.num_prompt, row.sampling, [0])
+    plan = StepPlan(9, shape.name, [row.row], [0], [len(row.tokens)], [True], [new], [])
+    return msgspec.structs.replace(plan, **changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"model": "nobody"}, "'nobody' is not loaded"),
+        ({"new_blocks": [(0, [10**6])]}, "slots 1000000..1000000 of"),
+        ({"starts": [40]}, "rows [0] lack KV blocks"),
+        ({"rows": [99]}, "IndexError"),
+    ],
+)
+def test_a_failing_step_is_an_error_result_and_the_next_one_runs(
+    checkpoints: dict[str, Path], expected: dict[str, list[list[int]]], changes: dict[str, Any], words: str
+) -> None:
+    executor = Executor("cpu", 2, MERGED_BYTES, 2)
+    shape = load(executor, checkpoints["llama"])
+    driver = Driver(executor, shape, range(2))
+    result = executor.execute(step_of(driver.add(0, prompt_of(5)), shape, **changes))
+    assert (result.step_id, result.tokens) == (9, []) and words in result.error
+    row = driver.add(0, prompt_of(5))
+    driver.step([(row, 5)])
+    driver.decode([row], STEPS - 1)
+    assert row.output == expected["llama"][0]
+
+
+def test_models_come_and_go(checkpoints: dict[str, Path], expected: dict[str, list[list[int]]]) -> None:
+    executor = Executor("cpu", 4, MERGED_BYTES, 2)
+    for name in ("first", "second"):
+        shape = load(executor, checkpoints["opt"], name)
+        assert (shape.name, shape.page_tokens, shape.max_model_len) == (name, 32, 256)
+        driver = Driver(executor, shape, range(4), seed=1)
+        row = driver.add(1, prompt_of(LENGTHS[1]))
+        driver.step([(row, LENGTHS[1])])
+        driver.decode([row], STEPS - 1)
+        assert row.output == expected["opt"][1]
+        executor.remove_model(name)
+        assert "not loaded" in executor.execute(step_of(row, shape)).error
+    assert executor.free_memory_bytes() > 0
+
+
+def test_a_model_whose_blocks_exceed_the_pools_is_refused(checkpoints: dict[str, Path]) -> None:
+    executor = Executor("cpu", 4, 4096, 2)
+    with pytest.raises(CheckpointError, match="takes 12288 bytes, but the pool is cut into 4096"):
+        load(executor, checkpoints["llama"])
+    with pytest.raises(CheckpointError, match="does not exist"):
+        executor.prepare_model(ModelSpec("x", "/no/such/folder"))
+
+
+def test_a_sequence_may_fill_the_models_whole_length(checkpoints: dict[str, Path]) -> None:
+    executor = Executor("cpu", 4, MERGED_BYTES, 1)
+    shape = executor.add_model(executor.prepare_model(ModelSpec("m", str(checkpoints["llama"]), max_model_len=50)))
+    driver = Driver(executor, shape, range(4))
+    row = driver.add(0, prompt_of(48))
+    driver.step([(row, 48)])
+    driver.decode([row], 2)
+    assert len(row.tokens) == 51
+    result = executor.execute(step_of(driver.add(0, prompt_of(51)), shape))
+    assert "51 tokens exceed the model's 50" in result.error
+
+
+def test_sampling_and_logprobs_do_not_depend_on_the_batch(checkpoints: dict[str, Path]) -> None:
+    """Alone, or among others with chunked prefill and a preemption: same tokens, same log-probabilities."""
+    executor = Executor("cpu", 4, MERGED_BYTES, 6)
+    shape = load(executor, checkpoints["llama"])
+    driver = Driver(executor, shape, range(4))
+    wish: dict[str, Any] = {
+        "temperature": 0.9, "top_p": 0.95, "seed": 7, "logprobs": 2, "repetition_penalty": 1.3,
+        "frequency_penalty": 0.2, "min_tokens": 5, "stop_token_ids": tuple(range(100)),
+    }  # fmt: skip
+    alone = driver.add(0, prompt_of(30), **wish)
+    driver.step([(alone, 30)])
+    driver.decode([alone], 9)
+    assert all(token >= 100 for token in alone.output[:5]), "stop ids are masked until min_tokens"
+    driver.preempt(alone)
+
+    others = [driver.add(i, prompt_of(20 + i), temperature=float(i % 2), seed=i, logprobs=i - 3) for i in range(1, 5)]
+    again = driver.add(5, prompt_of(30), **wish)
+    driver.step([(others[0], 10), (again, 11), (others[1], 22)])
+    driver.step([(others[1], 1), (again, 19), (others[2], 23)])
+    driver.decode([again, others[1]], 4)
+    driver.preempt(again)
+    driver.step([(again, len(again.tokens)), (others[3], 24)])
+    driver.decode([others[3], again], 4)
+    assert again.output == alone.output
+    for a, b in zip(alone.logprobs, again.logprobs, strict=True):
+        assert a is not None and b is not None
+        assert a.top_ids == b.top_ids and a.rank == b.rank
+        assert a.logprob == pytest.approx(b.logprob, abs=1e-4)
+    assert others[1].logprobs == [None] * len(others[1].output) or all(p is None for p in others[1].logprobs)
+
+
+class StaticTorchBackend(TorchBackend):
+    """Gives captured batches what flash attention gives them, static metadata, so that the graphs' padding and buffers
+    are tested without a GPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self.filled: list[int] = []
+
+    def allocate_replay(self, layout: BatchLayout, max_pages: int) -> Any:
+        return self.prepare(layout)
+
+    def fill_replay(self, static: Any, layout: BatchLayout) -> None:
+        static.__dict__.update(self.prepare(layout).__dict__)
+        self.filled.append(len(layout.counts))
+
+
+def eager_capture(forward: Callable[[], ForwardState]) -> tuple[ForwardState, Replayable]:
+    """Runs the function again at each replay and copies what it makes into the memory of the first run."""
+    static = forward()
+
+    class Graph:
+        def replay(self) -> None:
+            fresh = forward()
+            static.hidden.copy_(fresh.hidden)
+            assert static.pending is not None and fresh.pending is not None
+            static.pending.copy_(fresh.pending)
+
+    return static, Graph()
+
+
+def test_decode_graphs_pad_to_their_sizes(checkpoints: dict[str, Path], expected: dict[str, list[list[int]]]) -> None:
+    executor = Executor("cpu", 4, MERGED_BYTES, 12, capture=eager_capture)
+    backend = StaticTorchBackend(torch.device("cpu"))
+    executor._backends = [backend]
+    shape = load(executor, checkpoints["llama"])
+    driver = Driver(executor, shape, range(4))
+    rows = [driver.add(i, prompt_of(n)) for i, n in enumerate(LENGTHS)]
+    driver.step([(r, len(r.tokens)) for r in rows])
+    for _ in range(3):
+        for group in (rows, rows[:3], rows[3:], rows[1:3]):
+            driver.step([(r, 1) for r in group])
+    while unfinished := [r for r in rows if len(r.output) < STEPS]:
+        driver.step([(r, 1) for r in unfinished])
+    assert [r.output[:STEPS] for r in rows] == expected["llama"]
+    assert set(backend.filled) == {1, 2, 4}
+
+
+def test_graphs_of_a_back_end_without_capture_are_not_used(
+    checkpoints: dict[str, Path], expected: dict[str, list[list[int]]]
+) -> None:
+    executor = Executor("cpu", 4, MERGED_BYTES, 12, capture=eager_capture)
+    driver = Driver(executor, load(executor, checkpoints["llama"]), range(4))
+    row = driver.add(3, prompt_of(LENGTHS[2]))
+    driver.step([(row, LENGTHS[2])])
+    driver.decode([row], STEPS - 1)
+    assert row.output == expected["llama"][2]

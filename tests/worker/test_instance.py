@@ -1,0 +1,353 @@
+"""An instance alone on a real NATS: the test plays scheduler, gateway and node agent; the executor is a fake without
+tensors whose tokens are hashes of their prefix (tests/shared/engine/fake_executor.py)."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections import deque
+
+import msgspec
+import pytest
+
+from services.worker.instance import InstanceService, build_engine
+from shared.bus.interface import BusError
+from shared.bus.nats_bus import NatsBus
+from shared.engine.plan import ModelShape, StepPlan, StepResult
+from shared.messages import (
+    GATEWAY_FRAMES,
+    INSTANCE_CANCEL,
+    INSTANCE_DRAIN,
+    INSTANCE_HELD,
+    INSTANCE_LOAD_MODEL,
+    INSTANCE_REPLAY,
+    INSTANCE_SUBMIT,
+    INSTANCE_UNLOAD_MODEL,
+    INSTANCES,
+    LOAD_REPORTS,
+    Accepted,
+    Cancel,
+    Drain,
+    ErrorCode,
+    FinishReason,
+    InstancePlan,
+    ListHeldRequests,
+    LoadModel,
+    LoadReport,
+    ModelSpec,
+    ReplayQuery,
+    StreamPosition,
+    TokenEntry,
+    TokenFrame,
+    UnloadModel,
+    pack_tokens,
+    unpack_tokens,
+)
+from shared.settings import InstanceSettings
+from shared.telemetry import start_telemetry
+from tests.shared.engine.fake_executor import FakeExecutor, expected_output, request
+
+SHAPES = {"a": ModelShape("a", 4, 3, 600), "b": ModelShape("b", 2, 2, 60)}
+IDS = {"instance_id": "node-0"}
+
+
+class SteppedExecutor(FakeExecutor):
+    """Runs freely, or holds steps back while `gate` is closed."""
+
+    def __init__(self) -> None:
+        super().__init__(list(SHAPES.values()))
+        self.gate = threading.Event()
+        self.gate.set()
+        self.removed: list[str] = []
+        self._results: deque[StepResult] = deque()
+
+    def prepare_model(self, spec: ModelSpec) -> ModelSpec:
+        if spec.name not in SHAPES:
+            raise FileNotFoundError(f"{spec.source}: no such checkpoint")
+        return spec
+
+    def add_model(self, prepared: ModelSpec) -> ModelShape:
+        return SHAPES[prepared.name]
+
+    def remove_model(self, name: str) -> None:
+        self.removed.append(name)
+
+    def launch(self, plan: StepPlan) -> None:
+        self.gate.wait(20)
+        time.sleep(0.001)
+        self._results.append(self.execute(plan))
+
+    def collect(self) -> StepResult:
+        return self._results.popleft()
+
+
+class Stage:
+    """The instance under test and the scripted peers' view of it."""
+
+    def __init__(self) -> None:
+        self.entries: list[TokenEntry] = []
+        self.reports: list[LoadReport] = []
+        self.news = asyncio.Event()
+
+    def on_frame(self, frame: TokenFrame) -> None:
+        assert frame.sender == "node-0"
+        self.entries.extend(frame.entries)
+        self.news.set()
+
+    def on_report(self, report: LoadReport) -> None:
+        self.reports.append(report)
+        self.news.set()
+
+    def output(self, request_id: str) -> list[int]:
+        tokens: list[int] = []
+        for entry in self.entries:
+            if entry.request_id == request_id:
+                assert entry.offset == len(tokens)
+                tokens.extend(unpack_tokens(entry.tokens))
+        return tokens
+
+    def end(self, request_id: str) -> TokenEntry | None:
+        return next((e for e in self.entries if e.request_id == request_id and e.finish_reason), None)
+
+    async def until(self, condition, timeout_s: float = 10.0) -> None:
+        async with asyncio.timeout(timeout_s):
+            while not condition():
+                self.news.clear()
+                try:
+                    await asyncio.wait_for(self.news.wait(), 0.05)
+                except TimeoutError:
+                    continue
+
+
+@pytest.fixture
+async def stage(nats_settings):
+    stage = Stage()
+    plan = InstancePlan("node-0", "node", [ModelSpec("a", "/models/a")], pool_bytes=64 * 4096, merged_bytes=4096)
+    settings = InstanceSettings(
+        nats_url=nats_settings.nats_url,
+        node_id="node",
+        instance_id="node-0",
+        plan=msgspec.json.encode(plan).decode(),
+        device="cpu",
+    )
+    telemetry = start_telemetry("worker", "node-0", settings)
+    stage.executor = SteppedExecutor()
+    stage.bus = await NatsBus.connect(nats_settings, service="test", service_id="peer")
+    instance_bus = await NatsBus.connect(settings, service="instance", service_id="node-0", registry=telemetry.registry)
+    stage.service = InstanceService(
+        instance_bus, settings, telemetry, build_engine(settings, 64, "cpu"), stage.executor
+    )
+    await stage.bus.subscribe(GATEWAY_FRAMES.at(gateway_id="gateway"), stage.on_frame)
+    await stage.bus.subscribe(LOAD_REPORTS, stage.on_report)
+    await stage.service.start()
+    stage.instances = await (await stage.bus.key_value(INSTANCES)).watch()
+    stage.telemetry = telemetry
+
+    def is_ready() -> bool:
+        info = stage.instances.entries.get("node-0")
+        return info is not None and info.state == "ready"
+
+    await stage.until(is_ready)
+    yield stage
+    stage.executor.gate.set()
+    await stage.service.stop()
+    await instance_bus.close()
+    await stage.bus.close()
+    telemetry.close()
+
+
+async def submit(stage, sent) -> None:
+    reply = await stage.bus.request(INSTANCE_SUBMIT.at(**IDS), sent, timeout_s=5)
+    assert reply == Accepted(sent.request_id)
+
+
+async def test_a_request_streams_its_tokens_and_ends(stage):
+    sent = request("r1", [1, 2, 3, 4, 5], 20)
+    await submit(stage, sent)
+    await stage.until(lambda: stage.end("r1"))
+    end = stage.end("r1")
+    assert stage.output("r1") == expected_output(sent, 600)
+    assert end.finish_reason == FinishReason.LENGTH and end.timing.decode_s > 0
+    await stage.until(lambda: any("r1" in report.ended for report in stage.reports))
+    assert any("r1" in report.admitted for report in stage.reports)
+    finished = [f for report in stage.reports for f in report.finished]
+    assert [(f.model, f.prompt_tokens, f.output_tokens) for f in finished] == [("a", 5, 20)]
+
+
+async def test_many_requests_share_frames(stage):
+    stage.executor.gate.clear()
+    sent = [request(f"r{i}", [i, 2, 3], 10) for i in range(20)]
+    await asyncio.gather(*(submit(stage, one) for one in sent))
+    stage.executor.gate.set()
+    await stage.until(lambda: all(stage.end(one.request_id) for one in sent))
+    assert all(stage.output(one.request_id) == expected_output(one, 600) for one in sent)
+
+
+async def test_refusals_are_typed(stage):
+    cases = {
+        ErrorCode.GONE: request("x1", [1], 5, model="nobody"),
+        ErrorCode.TOO_LONG: request("x2", [1] * 700, 5),
+        ErrorCode.BAD_REQUEST: request("x3", [], 5),
+    }
+    for code, sent in cases.items():
+        with pytest.raises(BusError) as refused:
+            await stage.bus.request(INSTANCE_SUBMIT.at(**IDS), sent, timeout_s=5)
+        assert refused.value.code == code
+
+
+async def test_cancel_ends_a_request_within_a_step(stage):
+    sent = request("r1", [1, 2], 500)
+    await submit(stage, sent)
+    await stage.until(lambda: len(stage.output("r1")) > 3)
+    stage.bus.publish(INSTANCE_CANCEL.at(**IDS), Cancel("r1"))
+    await stage.until(lambda: stage.end("r1"))
+    assert stage.end("r1").finish_reason == FinishReason.CANCELLED
+    assert stage.output("r1") == expected_output(sent, 600)[: len(stage.output("r1"))]
+    assert len(stage.output("r1")) < 500
+
+
+async def test_deadline_ends_a_request_with_its_reason(stage):
+    stage.executor.gate.clear()
+    await submit(stage, request("r1", [1, 2], 500, timeout_s=0.2))
+    await asyncio.sleep(0.3)
+    stage.executor.gate.set()
+    await stage.until(lambda: stage.end("r1"))
+    assert stage.end("r1").finish_reason == FinishReason.DEADLINE
+    assert stage.end("r1").error.code == ErrorCode.DEADLINE
+
+
+async def test_bus_answers_while_a_step_runs(stage):
+    """Torch work does not stall bus traffic: submit and held are answered while a step is held back."""
+    await submit(stage, request("r1", [1, 2], 50))
+    stage.executor.gate.clear()
+    await asyncio.sleep(0.02)
+    started = time.monotonic()
+    await submit(stage, request("r2", [3], 5))
+    held = await stage.bus.request(INSTANCE_HELD.at(**IDS), ListHeldRequests(), timeout_s=5)
+    assert {one.request_id for one in held.requests} >= {"r2"}
+    assert time.monotonic() - started < 0.5
+
+
+async def test_same_epoch_again_is_accepted_without_effect_and_a_higher_one_replaces(stage):
+    stage.executor.gate.clear()
+    sent = request("r1", [1, 2, 3], 12)
+    await submit(stage, sent)
+    await submit(stage, sent)
+    prior = expected_output(sent, 600)[:5]
+    stage.entries.extend([TokenEntry("r1", 1, 0, pack_tokens(prior))])
+    await submit(stage, msgspec.structs.replace(sent, epoch=1, prior=pack_tokens(prior)))
+    stage.executor.gate.set()
+    await stage.until(lambda: stage.end("r1"))
+    stage.entries = [entry for entry in stage.entries if entry.epoch == 1]
+    assert stage.output("r1") == expected_output(sent, 600)
+
+
+async def test_replay_gives_what_a_gateway_missed(stage):
+    sent = request("r1", [1, 2, 3], 30)
+    await submit(stage, sent)
+    await stage.until(lambda: stage.end("r1"))
+    expected = expected_output(sent, 600)
+    positions = [StreamPosition("r1", 0, 10), StreamPosition("r1", 7, 0), StreamPosition("nobody", 0, 0)]
+    reply = await stage.bus.request(INSTANCE_REPLAY.at(**IDS), ReplayQuery(positions), timeout_s=5)
+    (entry,) = reply.entries
+    assert (entry.offset, unpack_tokens(entry.tokens)) == (10, expected[10:])
+    assert entry.finish_reason == FinishReason.LENGTH
+    assert reply.unknown == ["r1", "nobody"]
+
+
+async def test_replay_of_a_live_request(stage):
+    sent = request("r1", [1, 2, 3], 500)
+    await submit(stage, sent)
+    await stage.until(lambda: len(stage.output("r1")) > 20)
+    reply = await stage.bus.request(INSTANCE_REPLAY.at(**IDS), ReplayQuery([StreamPosition("r1", 0, 4)]), timeout_s=5)
+    (entry,) = reply.entries
+    tokens = unpack_tokens(entry.tokens)
+    assert entry.finish_reason is None and len(tokens) > 10
+    assert tokens == expected_output(sent, 600)[4 : 4 + len(tokens)]
+
+
+async def test_models_come_and_go_beside_running_requests(stage):
+    running = request("r1", [1, 2, 3], 400)
+    await submit(stage, running)
+    await stage.bus.request(INSTANCE_LOAD_MODEL.at(**IDS), LoadModel(ModelSpec("b", "/models/b")), timeout_s=5)
+
+    def state_of(name):
+        info = stage.instances.entries["node-0"]
+        return next((model.state for model in info.models if model.name == name), None)
+
+    await stage.until(lambda: state_of("b") == "ready")
+    sent = request("r2", [4, 5], 10, model="b")
+    await submit(stage, sent)
+    await stage.until(lambda: stage.end("r2"))
+    assert stage.output("r2") == expected_output(sent, 60)
+    await stage.bus.request(INSTANCE_UNLOAD_MODEL.at(**IDS), UnloadModel("b", grace_s=5), timeout_s=5)
+    await stage.until(lambda: state_of("b") is None)
+    assert stage.executor.removed == ["b"]
+    await stage.until(lambda: stage.end("r1"), 20)
+    assert stage.output("r1") == expected_output(running, 600)
+
+
+async def test_a_model_that_cannot_be_loaded_says_why_and_can_be_tried_again(stage):
+    spec = ModelSpec("missing", "/models/missing")
+    await stage.bus.request(INSTANCE_LOAD_MODEL.at(**IDS), LoadModel(spec), timeout_s=5)
+
+    def failed():
+        return [m for m in stage.instances.entries["node-0"].models if m.name == "missing" and m.state == "failed"]
+
+    await stage.until(failed)
+    assert "no such checkpoint" in failed()[0].error
+    await stage.bus.request(INSTANCE_UNLOAD_MODEL.at(**IDS), UnloadModel("missing"), timeout_s=5)
+    await stage.until(lambda: not any(m.name == "missing" for m in stage.instances.entries["node-0"].models))
+
+
+async def test_unload_ends_what_outlives_the_grace_period(stage):
+    await submit(stage, request("r1", [1, 2, 3], 500))
+    stage.executor.gate.clear()
+    await stage.bus.request(INSTANCE_UNLOAD_MODEL.at(**IDS), UnloadModel("a", grace_s=0.1), timeout_s=5)
+    await asyncio.sleep(0.2)
+    stage.executor.gate.set()
+    await stage.until(lambda: stage.end("r1"))
+    assert stage.end("r1").error.code == ErrorCode.GONE
+
+
+async def test_drain_refuses_new_requests_and_finishes_old_ones(stage):
+    sent = request("r1", [1, 2, 3], 100)
+    await submit(stage, sent)
+    await stage.bus.request(INSTANCE_DRAIN.at(**IDS), Drain(grace_s=10), timeout_s=5)
+    with pytest.raises(BusError) as refused:
+        await stage.bus.request(INSTANCE_SUBMIT.at(**IDS), request("r2", [1], 5), timeout_s=5)
+    assert refused.value.code == ErrorCode.DRAINING
+    await stage.until(lambda: stage.instances.entries["node-0"].state == "draining")
+    async with asyncio.timeout(10):
+        await stage.service.drained.wait()
+    await stage.until(lambda: stage.end("r1"))
+    assert stage.output("r1") == expected_output(sent, 600)
+
+
+async def test_heartbeats_come_without_traffic(stage):
+    stage.reports.clear()
+    await stage.until(lambda: len(stage.reports) >= 2, 4)
+    assert stage.reports[-1].sequence > stage.reports[0].sequence
+    assert stage.reports[-1].dispatch_freeness == float("inf")
+
+
+async def test_metrics_have_the_names_that_routers_read(stage):
+    await submit(stage, request("r1", [1, 2, 3], 10))
+    await stage.until(lambda: stage.end("r1"))
+    import urllib.request
+
+    port = stage.instances.entries["node-0"].metrics_port
+    url = f"http://127.0.0.1:{port}/metrics"
+    text = await asyncio.to_thread(lambda: urllib.request.urlopen(url, timeout=5).read().decode())
+    for name in (
+        "vllm:num_requests_running",
+        "vllm:num_requests_waiting",
+        "vllm:kv_cache_usage_perc",
+        "vllm:cache_config_info",
+        "vllm:generation_tokens_total",
+        "vllm:inter_token_latency_seconds_bucket",
+    ):
+        assert name + "{" in text, name
+    assert 'vllm:generation_tokens_total{engine="node-0",model_name="a"} 10.0' in text
+    assert 'request_class="online"' in text

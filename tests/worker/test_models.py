@@ -1,0 +1,177 @@
+"""Every family against transformers: greedy output in float32, token for token."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from services.worker.executor import Executor
+from services.worker.linear import Linear, packing_works
+from services.worker.models.loading import load_model, torch_dtype
+from shared.checkpoint import CheckpointError
+from shared.messages import ModelSpec
+from tests.worker.checkpoints import VARIANTS, prompt_of, reference_outputs, write_checkpoint
+from tests.worker.step_driver import Driver
+
+CPU = torch.device("cpu")
+MERGED_BYTES = 1 << 18
+
+
+def generate(path: Path, prompts: list[list[int]], steps: int, *, max_model_len: int | None = None) -> list[list[int]]:
+    """Prefill in chunks of 13 while the first to finish decode already, then decode together."""
+    executor = Executor("cpu", 16, MERGED_BYTES, len(prompts))
+    spec = ModelSpec("m", str(path), max_model_len=max_model_len)
+    driver = Driver(executor, executor.add_model(executor.prepare_model(spec)), range(16))
+    rows = [driver.add(i, prompt) for i, prompt in enumerate(prompts)]
+    while any(not r.output for r in rows):
+        driver.step([(r, 1 if r.output else min(13, len(r.tokens) - r.computed)) for r in rows])
+    while any(len(r.output) < steps for r in rows):
+        driver.step([(r, 1) for r in rows if len(r.output) < steps])
+    return [r.output[:steps] for r in rows]
+
+
+@pytest.mark.parametrize(
+    ("variant", "shards"),
+    [(v, False) for v in VARIANTS if v != "mistral-longrope"] + [("llama", True), ("opt", True)],
+)
+def test_greedy_output_equals_transformers(tmp_path: Path, variant: str, shards: bool) -> None:
+    path = write_checkpoint(tmp_path, variant, shards=shards)
+    assert len(list(path.glob("*.safetensors"))) > 1 or not shards
+    prompts = [prompt_of(n) for n in (5, 40, 60)]
+    outputs = generate(path, prompts, 16)
+    assert outputs == reference_outputs(path, prompts, 16)
+    assert sum(len(set(output)) for output in outputs) > 8, "the checkpoint is too dull to tell errors"
+
+
+@pytest.mark.parametrize(("max_model_len", "length"), [(64, 20), (256, 70)])
+def test_longrope_takes_short_or_long_factors_by_served_length(tmp_path: Path, max_model_len: int, length: int) -> None:
+    path = write_checkpoint(tmp_path, "mistral-longrope")
+    outputs = generate(path, [prompt_of(length)], 20, max_model_len=max_model_len)
+    assert outputs == reference_outputs(path, [prompt_of(length)], 20)
+
+
+@pytest.mark.parametrize("variant", ["llama", "qwen3", "opt"])
+def test_bfloat16_logits_are_close_to_transformers(tmp_path: Path, variant: str) -> None:
+    path = write_checkpoint(tmp_path, variant, dtype=torch.bfloat16)
+    executor = Executor("cpu", 4, MERGED_BYTES, 1)
+    prepared = executor.prepare_model(ModelSpec("m", str(path)))
+    assert prepared.model.dtype == torch.bfloat16
+    driver = Driver(executor, executor.add_model(prepared), range(4))
+    row = driver.add(0, prompt_of(40), logprobs=5)
+    driver.step([(row, 40)])
+    with torch.no_grad():
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
+        expected = model(torch.tensor([prompt_of(40)])).logits[0, -1].float().log_softmax(-1)
+    logprob = row.logprobs[0]
+    assert logprob is not None
+    got = torch.tensor(logprob.top_logprobs)
+    assert torch.allclose(got, expected[list(logprob.top_ids)], atol=0.05 * expected.abs().max().item())
+
+
+def test_older_config_and_tensor_names(tmp_path: Path) -> None:
+    """rope_theta and rope_scaling at the top level with `type`, torch_dtype, no module prefix, stored inv_freq."""
+    path = write_checkpoint(tmp_path, "llama-linear")
+    expected = reference_outputs(path, [prompt_of(30)], 10)
+    config = json.loads((path / "config.json").read_text())
+    rope = config.pop("rope_parameters")
+    config |= {
+        "rope_theta": rope["rope_theta"],
+        "rope_scaling": {"type": "linear", "factor": rope["factor"]},
+        "torch_dtype": config.pop("dtype"),
+    }
+    (path / "config.json").write_text(json.dumps(config))
+    tensors = {name.removeprefix("model."): t for name, t in load_file(path / "model.safetensors").items()}
+    tensors["layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(4)
+    save_file(tensors, path / "model.safetensors")
+    assert generate(path, [prompt_of(30)], 10) == expected
+
+
+def test_layers_can_be_run_in_ranges(tmp_path: Path) -> None:
+    """A forward pass may pause between layers."""
+    path = write_checkpoint(tmp_path, "llama")
+    executor = Executor("cpu", 4, MERGED_BYTES, 1)
+    prepared = executor.prepare_model(ModelSpec("m", str(path)))
+    driver = Driver(executor, executor.add_model(prepared), range(4))
+    model = prepared.model
+
+    def in_ranges(batch: object) -> object:
+        state = model.begin(batch)  # type: ignore[arg-type]
+        for layer in range(model.num_layers):
+            model.run_layers(state, layer, layer + 1, batch)  # type: ignore[arg-type]
+        return state
+
+    model.forward = in_ranges  # type: ignore[assignment, method-assign]
+    row = driver.add(0, prompt_of(20))
+    driver.step([(row, 20)])
+    driver.decode([row], 5)
+    assert [row.output] == reference_outputs(path, [prompt_of(20)], 6)
+
+
+def change_config(path: Path, **changes: object) -> None:
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"intermediate_size": 96}, ["mlp.gate_proj.weight", "80", "96"]),
+        ({"num_hidden_layers": 4}, ["no tensor model.layers.3"]),
+        ({"num_hidden_layers": 2}, ["does not use", "model.layers.2"]),
+        ({"hidden_act": "tanh"}, ["activation 'tanh'"]),
+        ({"rope_parameters": {"rope_type": "spiral", "rope_theta": 1e4}}, ["rope scaling 'spiral'"]),
+        ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4}}, ["llama3", "'factor'"]),
+        ({"intermediate_size": None}, ["config.json", "intermediate_size"]),
+    ],
+)
+def test_a_checkpoint_that_does_not_fit_its_config_is_refused(
+    tmp_path: Path, changes: dict[str, object], words: list[str]
+) -> None:
+    path = write_checkpoint(tmp_path, "llama")
+    change_config(path, **changes)
+    with pytest.raises(CheckpointError) as caught:
+        load_model(path, CPU)
+    assert all(word in str(caught.value) for word in words), caught.value
+
+
+def test_lengths_and_dtypes(tmp_path: Path) -> None:
+    path = write_checkpoint(tmp_path, "llama", dtype=torch.float16)
+    model, length = load_model(path, CPU, max_model_len=100)
+    assert (model.dtype, length) == (torch.bfloat16, 100)
+    assert load_model(path, CPU, dtype="float32")[0].dtype == torch.float32
+    assert torch_dtype("auto", "float16", torch.device("cuda")) == torch.float16
+    with pytest.raises(CheckpointError, match="exceeds the model's own 256"):
+        load_model(path, CPU, max_model_len=257)
+    with pytest.raises(CheckpointError, match="dtype 'int8'"):
+        load_model(path, CPU, dtype="int8")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows", [1, 3, 32, 257])
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_linear_equals_torch(dtype: torch.dtype, rows: int, with_bias: bool) -> None:
+    torch.manual_seed(0)
+    weight, x = torch.randn(320, 192).to(dtype), torch.randn(rows, 192).to(dtype)
+    bias = torch.randn(320).to(dtype) if with_bias else None
+    with torch.inference_mode():
+        torch.testing.assert_close(Linear(weight.clone(), bias)(x), F.linear(x, weight, bias))
+
+
+def test_linear_falls_back_where_packing_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(weight: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("no such operator")
+
+    monkeypatch.setattr("services.worker.linear._pack", broken)
+    packing_works.cache_clear()
+    try:
+        weight, x = torch.randn(8, 4), torch.randn(2, 4)
+        assert torch.equal(Linear(weight)(x), F.linear(x, weight))
+        assert not packing_works(torch.float32)
+    finally:
+        packing_works.cache_clear()

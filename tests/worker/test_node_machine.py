@@ -1,0 +1,135 @@
+"""What the node agent reads of the machine, from files as Linux has them."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from services.worker import machine
+from services.worker.machine import Machine, free_memory_bytes, num_cores, parse_gpus, survey
+from shared.settings import SettingsError, WorkerSettings
+
+GIB = 1 << 30
+SMI = "0, GPU-aa11, 143000\n1, GPU-bb22, 1000\n2, GPU-bb33, [N/A]\n"
+
+
+def write(root: Path, files: dict[str, str]) -> Path:
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    return root
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    return write(tmp_path, {"proc/meminfo": f"MemTotal: 9 kB\nMemAvailable:   {16 * GIB // 1024} kB\n"})
+
+
+def test_memory_without_control_groups(root: Path) -> None:
+    assert free_memory_bytes(root) == 16 * GIB
+
+
+def test_memory_in_a_container_with_control_groups_version_2(root: Path) -> None:
+    write(
+        root,
+        {
+            "proc/self/cgroup": "0::/\n",
+            "sys/fs/cgroup/memory.max": f"{4 * GIB}\n",
+            "sys/fs/cgroup/memory.current": f"{3 * GIB}\n",
+            "sys/fs/cgroup/memory.stat": f"anon 5\ninactive_file {GIB}\n",
+        },
+    )
+    assert free_memory_bytes(root) == 2 * GIB
+
+
+def test_memory_is_bounded_by_every_ancestor(root: Path) -> None:
+    write(
+        root,
+        {
+            "proc/self/cgroup": "0::/user/service\n",
+            "sys/fs/cgroup/user/service/memory.max": "max\n",
+            "sys/fs/cgroup/user/service/memory.current": "5\n",
+            "sys/fs/cgroup/user/memory.max": f"{GIB}\n",
+            "sys/fs/cgroup/user/memory.current": "0\n",
+        },
+    )
+    assert free_memory_bytes(root) == GIB
+
+
+def test_memory_with_control_groups_version_1(root: Path) -> None:
+    write(
+        root,
+        {
+            "proc/self/cgroup": "5:memory:/docker/x\n3:cpu,cpuacct:/docker/x\n",
+            "sys/fs/cgroup/memory/memory.limit_in_bytes": f"{2 * GIB}\n",
+            "sys/fs/cgroup/memory/memory.usage_in_bytes": f"{GIB}\n",
+            "sys/fs/cgroup/memory/memory.stat": f"total_inactive_file {GIB // 2}\n",
+            "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "100000\n",
+            "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000\n",
+        },
+    )
+    assert free_memory_bytes(root) == 3 * GIB // 2
+    assert num_cores(root) == 1
+
+
+def test_cores_follow_the_quota(root: Path) -> None:
+    available = len(os.sched_getaffinity(0))
+    assert num_cores(root) == available
+    write(root, {"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": "50000 100000\n"})
+    assert num_cores(root) == 1
+    write(root, {"sys/fs/cgroup/cpu.max": "max 100000\n"})
+    assert num_cores(root) == available
+
+
+def test_gpus_and_their_free_memory() -> None:
+    mib = 1 << 20
+    assert parse_gpus(SMI, None) == {"GPU-aa11": 143000 * mib, "GPU-bb22": 1000 * mib}
+    assert parse_gpus(SMI, "1,0") == {"1": 1000 * mib, "0": 143000 * mib}
+    assert parse_gpus(SMI, "GPU-bb2,7,0") == {"GPU-bb2": 1000 * mib}, "an unknown one ends the list"
+    assert parse_gpus(SMI, "") == {}
+
+
+def test_half_of_the_free_memory_and_all_cores_are_for_the_instances(root: Path) -> None:
+    found = survey(WorkerSettings(num_instances=2, device="cpu"), {}, root)
+    assert found == Machine("cpu", 2, 8 * GIB, max(1, num_cores(root) // 2))
+    assert survey(WorkerSettings(memory_bytes=5, num_threads=3), {}, root) == Machine("cpu", 1, 5, 3)
+
+
+@pytest.fixture
+def with_gpus(root: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A machine with `nvidia-smi` and a torch for CUDA."""
+    write(root, {"dev/nvidia0": "", "dev/nvidia1": "", "dev/nvidiactl": ""})
+    program = write(root, {"bin/nvidia-smi": f"#!/bin/sh\ncat <<END\n{SMI}END\n"}) / "bin/nvidia-smi"
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{root / 'bin'}:{os.environ['PATH']}")
+    monkeypatch.setattr(machine, "_torch_has_cuda", lambda: True)
+    return root
+
+
+def test_one_instance_a_gpu(with_gpus: Path) -> None:
+    found = survey(WorkerSettings(num_instances=5), {}, with_gpus)
+    assert (found.device, found.num_instances, found.gpus) == ("cuda", 2, ("GPU-aa11", "GPU-bb22"))
+    assert found.memory_bytes == 2 * int(1000 * (1 << 20) * machine.GPU_MEMORY_SHARE)
+    assert survey(WorkerSettings(device="cpu"), {}, with_gpus).device == "cpu"
+    assert survey(WorkerSettings(), {"CUDA_VISIBLE_DEVICES": ""}, with_gpus).device == "cpu"
+
+
+def test_a_gpu_that_cannot_be_used_is_a_clear_error(with_gpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "_torch_has_cuda", lambda: False)
+    assert survey(WorkerSettings(), {}, with_gpus).device == "cpu"
+    with pytest.raises(SettingsError, match="built without CUDA"):
+        survey(WorkerSettings(device="cuda"), {}, with_gpus)
+    with pytest.raises(SettingsError, match="finds no GPU"):
+        survey(WorkerSettings(device="cuda"), {"CUDA_VISIBLE_DEVICES": ""}, with_gpus)
+    with pytest.raises(SettingsError, match="TIDEWAY_DEVICE='tpu'"):
+        survey(WorkerSettings(device="tpu"), {}, with_gpus)
+    with pytest.raises(SettingsError, match="TIDEWAY_NUM_INSTANCES=0"):
+        survey(WorkerSettings(num_instances=0), {}, with_gpus)
+
+
+def test_whether_torch_has_cuda_is_read_from_its_files() -> None:
+    import torch
+
+    assert machine._torch_has_cuda() == (torch.version.cuda is not None)

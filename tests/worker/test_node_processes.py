@@ -1,0 +1,152 @@
+"""Processes of the node agent: output, signals, exits; with small programs in place of instances."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from services.worker import processes as module
+from services.worker.processes import InstanceProcess, LineWriter, Processes
+
+
+class Exits:
+    def __init__(self) -> None:
+        self.seen: dict[str, int] = {}
+        self._changed = asyncio.Event()
+
+    def __call__(self, instance_id: str, process: InstanceProcess, exit_code: int) -> None:
+        self.seen[instance_id] = exit_code
+        self._changed.set()
+
+    async def of(self, instance_id: str) -> int:
+        async with asyncio.timeout(15.0):
+            while instance_id not in self.seen:
+                self._changed.clear()
+                await self._changed.wait()
+        return self.seen[instance_id]
+
+
+def python(program: str) -> list[str]:
+    return [sys.executable, "-c", program]
+
+
+async def until(condition: Callable[[], Any]) -> Any:
+    """The first truthy result; polls."""
+    async with asyncio.timeout(15.0):
+        while not (result := condition()):
+            await asyncio.sleep(0.005)
+    return result
+
+
+def line_of(path: Path) -> str:
+    """Empty until a whole line was written."""
+    text = path.read_text() if path.exists() else ""
+    return text if text.endswith("\n") else ""
+
+
+def is_gone(pid: int) -> bool:
+    """Or a zombie that nobody has waited for."""
+    try:
+        return ") Z" in Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+
+
+async def test_output_is_passed_on_by_line_with_the_instance_in_front() -> None:
+    output, exits = io.BytesIO(), Exits()
+    program = "import sys; print('one'); print('two', file=sys.stderr, flush=True); print('x' * 40000); sys.exit(7)"
+    processes = Processes(python(program), exits, output)
+    process = processes.start("n-0", {**os.environ, "PYTHONUNBUFFERED": "1"})
+    assert processes.get("n-0") is process
+    assert await exits.of("n-0") == 7
+    assert processes.get("n-0") is None
+    await processes.stop()
+    lines = output.getvalue().decode().splitlines()
+    assert lines[:2] == ["[n-0] one", "[n-0] two"]
+    assert [len(line) - len("[n-0] ") for line in lines[2:]] == [16384, 16384, 40000 - 2 * 16384]
+    assert set(process.last_line) == {"x"}
+
+
+async def test_the_environment_is_the_one_given() -> None:
+    output, exits = io.BytesIO(), Exits()
+    processes = Processes(python("import os; print(os.environ['TIDEWAY_X'], 'HOME' in os.environ)"), exits, output)
+    processes.start("n-0", {"TIDEWAY_X": "42"})
+    await exits.of("n-0")
+    await processes.stop()
+    assert output.getvalue() == b"[n-0] 42 False\n"
+
+
+async def test_stop_kills_what_ignores_sigterm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(module, "STOP_TIMEOUT_S", 0.3)
+    exits = Exits()
+    program = (
+        "import os, signal, sys, time\n"
+        "if os.environ['STUBBORN'] == '1': signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        "open(os.environ['FILE'], 'w').write('ready\\n'); time.sleep(60)"
+    )
+    processes = Processes(python(program), exits, io.BytesIO())
+    for name, stubborn in (("n-0", "0"), ("n-1", "1")):
+        processes.start(name, {"STUBBORN": stubborn, "FILE": str(tmp_path / name)})
+        await until(lambda name=name: line_of(tmp_path / name))  # type: ignore[misc]
+    await processes.stop()
+    assert exits.seen == {"n-0": -signal.SIGTERM, "n-1": -signal.SIGKILL}
+
+
+async def test_what_an_instance_started_ends_with_it(tmp_path: Path) -> None:
+    file, exits = tmp_path / "pid", Exits()
+    program = (
+        "import subprocess, sys, time\n"
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])\n"
+        f"open({str(file)!r}, 'w').write(f'{{child.pid}}\\n'); time.sleep(60)"
+    )
+    processes = Processes(python(program), exits, io.BytesIO())
+    process = processes.start("n-0", os.environ)
+    child = int(await until(lambda: line_of(file)))
+    os.kill(process.pid, signal.SIGKILL)
+    assert await exits.of("n-0") == -signal.SIGKILL
+    await until(lambda: is_gone(child))
+    await processes.stop()
+
+
+async def test_a_command_that_does_not_exist_ends_at_once() -> None:
+    output, exits = io.BytesIO(), Exits()
+    processes = Processes(["/no/such/program"], exits, output)
+    process = processes.start("n-0", os.environ)
+    assert await exits.of("n-0") == 1
+    assert "No such file" in process.last_line
+    await processes.stop()
+
+
+def test_a_reader_that_does_not_read_stops_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_QUEUED_LINES", 10)
+    may_write, written = threading.Event(), []
+
+    class Slow(io.BytesIO):
+        def write(self, line: bytes) -> int:  # type: ignore[override]
+            may_write.wait(10.0)
+            written.append(line)
+            return len(line)
+
+    writer = LineWriter(Slow())
+    begin = time.monotonic()
+    for n in range(1000):
+        writer.put(b"%d\n" % n)
+    assert time.monotonic() - begin < 1.0
+    may_write.set()
+    while len(written) < 10:
+        time.sleep(0.001)
+    writer.put(b"last\n")
+    writer.close(5.0)
+    assert written[:3] == [b"0\n", b"1\n", b"2\n"]
+    assert written[-1] == b"last\n"
+    assert any(b"lines of output were dropped" in line for line in written)

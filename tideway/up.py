@@ -1,0 +1,291 @@
+"""`tideway up`: starts NATS and the services, says how far they are, keeps them running, stops them in order.
+
+Raises `OperatorError` or `SettingsError` where the operator must change something; whatever was started is stopped by then.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import os
+import signal
+import time
+from collections.abc import Callable
+
+import httpx
+import msgspec
+
+from shared.bus.interface import BusError
+from shared.messages import ModelSpec
+from shared.service import OPERATOR_ERROR_EXIT_CODE
+from shared.settings import BusSettings, GatewaySettings, PlacementSettings, SchedulerSettings, WorkerSettings, load
+from tideway import preflight, tree
+from tideway.cluster import ClusterView
+from tideway.console import Reporter
+from tideway.data_folder import DataFolder, OperatorError, ProcessState, State
+from tideway.readiness import ModelChecks, Step, answers, nats_greets
+from tideway.supervisor import Backoff, Child, Crash, Supervisor
+
+POLL_INTERVAL_S = 0.1
+NATS_TIMEOUT_S = 15.0
+MAX_CRASHES_AT_START = 3
+TAIL_LINES = 15
+
+
+class Up:
+    """One run of the command. The last three arguments are for tests."""
+
+    def __init__(
+        self,
+        options: tree.UpOptions,
+        reporter: Reporter,
+        *,
+        make_services: tree.MakeServices = tree.services,
+        free_memory_bytes: Callable[[], int | None] = preflight.free_memory_bytes,
+        backoff: Backoff | None = None,
+    ) -> None:
+        self._options = options
+        self._reporter = reporter
+        self._make_services = make_services
+        self._free_memory_bytes = free_memory_bytes
+        self._data = DataFolder(options.data_dir)
+        self._supervisor = Supervisor(self._data.logs, self, backoff)
+        self._services: list[tree.Service] = []
+        self._nats_url = options.nats_url
+        self._phase = "starting"
+        self._started_unix_s = time.time()
+        self._deadline_s = math.inf
+        self._crashed_at_start: Crash | None = None
+        self._stop = asyncio.Event()
+        # Settings that cannot be used are better said before anything starts.
+        for kind in (SchedulerSettings, PlacementSettings, WorkerSettings):
+            load(kind)
+        self._gateway = load(GatewaySettings)
+        self._has_api_keys = bool(self._gateway.api_keys or self._gateway.api_keys_file)
+
+    async def run(self) -> None:
+        """Returns when a signal (or `request_stop`) ended it and everything is stopped."""
+        self._data.prepare()
+        self._data.acquire()
+        loop = asyncio.get_running_loop()
+        numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        for number in numbers:
+            loop.add_signal_handler(number, self.request_stop)
+        try:
+            await self._run()
+        finally:
+            try:
+                await self._stop_all()
+            finally:
+                for number in numbers:
+                    loop.remove_signal_handler(number)
+                self._data.release()
+
+    def request_stop(self) -> None:
+        """The second time: at once."""
+        if self._stop.is_set():
+            self._supervisor.kill()
+        self._stop.set()
+
+    async def _run(self) -> None:
+        options = self._options
+        preflight.check_port(options.host, options.port)
+        preflight.check_memory(self._free_memory_bytes())
+        self._reporter.say(f"Starting Tideway; logs are in {self._data.logs}")
+        starting = asyncio.create_task(self._bring_up(), name="bring up")
+        stopping = asyncio.create_task(self._stop.wait())
+        await asyncio.wait((starting, stopping), return_when=asyncio.FIRST_COMPLETED)
+        if not starting.done():
+            starting.cancel()
+            await asyncio.gather(starting, return_exceptions=True)
+            return
+        starting.result()
+        self._phase = "ready"
+        self._write_state()
+        await stopping
+
+    async def _stop_all(self) -> None:
+        self._phase = "stopping"
+        if not self._supervisor.children:
+            return
+        if self._stop.is_set():
+            self._reporter.say("Stopping (once more to stop at once)")
+        self._write_state()
+        killed = await self._supervisor.stop()
+        for name in killed:
+            self._reporter.warn(f"{name} did not stop in time and was killed")
+        if self._stop.is_set():
+            self._reporter.say("Stopped")
+
+    # ------------------------------------------------------------------------------------------------- bringing up
+
+    async def _bring_up(self) -> None:
+        self._deadline_s = time.monotonic() + self._options.timeout_s
+        with self._reporter:
+            bus = await self._start_nats()
+            view = await self._connect(load(BusSettings, {**os.environ, **bus}))
+            try:
+                self._services = self._make_services(self._options, {**bus, **self._admin_key()})
+                for service in self._services:
+                    await self._supervisor.start(service.spec)
+                self._write_state()
+                models = ModelChecks(view)
+                async with httpx.AsyncClient(trust_env=False) as http:
+                    await self._wait_for(self._process_steps(http))
+                    names = [spec.name for spec in self._options.models]
+                    await self._wait_for([Step(f"model {name}", models.settled(name), "worker") for name in names])
+                    self._report_failed_models(models)
+                    ready = answers(http, f"{self._options.address}/ready", f"on {self._options.address}")
+                    await self._wait_for([Step("API", ready, "gateway")])
+                self._report_earlier_models(await view.configured())
+            finally:
+                await view.close()
+            self._say_ready([spec.name for spec in self._options.models if spec.name not in models.failed])
+
+    async def _start_nats(self) -> dict[str, str]:
+        """The bus's settings as environment."""
+        options, credentials = self._options, self._data.credentials()
+        if options.nats_url:
+            return tree.bus_environment(options.nats_url, self._gateway.nats_user, self._gateway.nats_password)
+        if options.nats_port:
+            preflight.check_port("127.0.0.1", options.nats_port, "--nats-port")
+        port = options.nats_port or preflight.free_ports(1)[0]
+        self._data.write_private(self._data.nats_config, tree.nats_config(self._data, credentials, port))
+        await self._supervisor.start(tree.nats_spec(preflight.nats_server_binary(), self._data))
+        self._nats_url = f"nats://127.0.0.1:{port}"
+        await self._wait_for([Step("NATS", nats_greets(port), "nats")], NATS_TIMEOUT_S)
+        return tree.bus_environment(self._nats_url, credentials.nats_user, credentials.nats_password)
+
+    async def _connect(self, settings: BusSettings) -> ClusterView:
+        try:
+            return await ClusterView.connect(settings, NATS_TIMEOUT_S)
+        except TimeoutError:
+            raise OperatorError(
+                f"NATS at {settings.nats_url} does not answer, or refuses TIDEWAY_NATS_USER and TIDEWAY_NATS_PASSWORD."
+            ) from None
+        except BusError as error:
+            raise OperatorError(f"NATS at {settings.nats_url} answers, but not its JetStream: {error}.") from None
+
+    def _admin_key(self) -> dict[str, str]:
+        """With API keys configured /admin wants one of its own, else it is closed."""
+        if not self._has_api_keys or self._gateway.admin_api_key:
+            return {}
+        self._reporter.done("key for /admin", f"in {self._data.path / 'credentials.json'}")
+        return {"TIDEWAY_ADMIN_API_KEY": self._data.credentials().admin_api_key}
+
+    def _process_steps(self, http: httpx.AsyncClient) -> list[Step]:
+        host = preflight.local_host(self._gateway.metrics_host)
+        processes = [(service.spec.name, service.metrics_port) for service in self._services]
+        return [Step(name, answers(http, f"http://{host}:{port}/health"), name) for name, port in processes]
+
+    async def _wait_for(self, steps: list[Step], timeout_s: float = math.inf) -> None:
+        deadline_s = min(self._deadline_s, time.monotonic() + timeout_s)
+        pending = list(steps)
+        while pending:
+            if self._crashed_at_start is not None:
+                raise self._start_failure(self._crashed_at_start)
+            for step in list(pending):
+                try:
+                    detail = await step.check()
+                except BusError:
+                    continue  # the bus is away for a moment, or still starting
+                if detail is not None:
+                    pending.remove(step)
+                    if detail or step.label == step.process:
+                        self._reporter.done(step.label, detail)
+            if pending and time.monotonic() >= deadline_s:
+                raise self._timeout(pending)
+            if pending:
+                self._reporter.waiting(", ".join(step.label for step in pending))
+                await asyncio.sleep(POLL_INTERVAL_S)
+
+    def _tail(self, name: str) -> str:
+        child = self._supervisor.children.get(name)
+        return "".join(f"\n  | {line}" for line in (child.log_tail(TAIL_LINES) if child else []))
+
+    def _start_failure(self, crash: Crash) -> OperatorError:
+        child = self._supervisor.children[crash.name]
+        tail = child.log_tail(TAIL_LINES)
+        if crash.exit_code == OPERATOR_ERROR_EXIT_CODE and tail and tail[-1].startswith("tideway: "):
+            return OperatorError(f"{crash.name}: {tail[-1].removeprefix('tideway: ')}")
+        hint = ""
+        if crash.name == "nats":
+            hint = f" If its store is damaged, move {self._data.jetstream} away and start again."
+        return OperatorError(
+            f"{crash.name} does not start ({crash.reason}).{hint} Its log, {child.log_path}, ends:{self._tail(crash.name)}"
+        )
+
+    def _timeout(self, pending: list[Step]) -> OperatorError:
+        what = ", ".join(step.label for step in pending)
+        return OperatorError(
+            f"Not ready in time: {what}. The log of {pending[0].process} ends:{self._tail(pending[0].process)}"
+        )
+
+    def _report_failed_models(self, models: ModelChecks) -> None:
+        for name, model in models.failed.items():
+            self._reporter.failed(f"model {name}", model.reason)
+        if len(models.failed) == len(self._options.models):
+            raise OperatorError("No model can be served; the reasons stand above.")
+
+    def _report_earlier_models(self, configured: dict[str, ModelSpec]) -> None:
+        """What placement remembers goes before what is asked for now, because it may have been changed at run time."""
+        asked = {spec.name: spec for spec in self._options.models}
+        for name, spec in configured.items():
+            if name not in asked:
+                self._reporter.done(
+                    f"model {name}", f"is kept from an earlier start (DELETE /admin/models/{name} drops it)"
+                )
+            elif spec.source != asked[name].source:
+                self._reporter.warn(f"model {name} stays what it was, {spec.source}; remove it first to change it")
+
+    def _say_ready(self, models: list[str]) -> None:
+        options, say = self._options, self._reporter.say
+        if not self._has_api_keys and not preflight.is_loopback(options.host):
+            self._reporter.warn(
+                f"anyone who reaches this machine on port {options.port} may use it: no API keys (TIDEWAY_API_KEYS) are set"
+            )
+        say(f"Ready in {self._reporter.elapsed_s:.0f} s on {options.address}")
+        body = msgspec.json.encode(
+            {"model": models[0], "stream": True, "messages": [{"role": "user", "content": "What is a compiler?"}]}
+        )
+        key = " \\\n    -H 'Authorization: Bearer YOUR_KEY'" if self._has_api_keys else ""
+        say(f"\n  curl -N {options.address}/v1/chat/completions -H 'Content-Type: application/json'{key} \\")
+        say(f"    -d '{body.decode()}'\n")
+
+    # -------------------------------------------------------------------------------------------------- keeping up
+
+    def on_crash(self, crash: Crash) -> None:
+        if self._phase == "starting":
+            if crash.exit_code == OPERATOR_ERROR_EXIT_CODE or crash.num_crashes >= MAX_CRASHES_AT_START:
+                self._crashed_at_start = self._crashed_at_start or crash
+        else:
+            log = self._supervisor.children[crash.name].log_path
+            self._reporter.warn(
+                f"{crash.name} ended ({crash.reason}); it is started again in {crash.restart_in_s:.1f} s. Its log: {log}"
+            )
+        self._write_state()
+
+    def on_restart(self, child: Child) -> None:
+        if self._phase == "ready":
+            self._reporter.done(f"{child.spec.name} was started again", f"process {child.pid}")
+        self._write_state()
+
+    def _write_state(self) -> None:
+        ports = {service.spec.name: service.metrics_port for service in self._services}
+        processes = [
+            ProcessState(name=name, pid=child.pid, num_starts=child.num_starts, metrics_port=ports.get(name, 0))
+            for name, child in self._supervisor.children.items()
+        ]
+        state = State(
+            pid=os.getpid(),
+            phase=self._phase,
+            address=self._options.address,
+            nats_url=self._nats_url,
+            started_unix_s=self._started_unix_s,
+            processes=processes,
+        )
+        try:
+            self._data.write_state(state)
+        except OSError as error:
+            # A full disk must not keep processes from being restarted.
+            self._reporter.warn(f"what `tideway status` shows is out of date: {error}")
