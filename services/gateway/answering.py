@@ -192,7 +192,7 @@ async def _prompts(
         sampling = sampling_of(
             message,
             options,
-            max_tokens=max_tokens_of(requested, default, len(ids), max_model_len),
+            max_tokens=max_tokens_of(requested, default, len(ids), max_model_len, param),
             eos_token_ids=tokenizer.eos_token_ids,
             vocab_size=tokenizer.vocab_size,
         )

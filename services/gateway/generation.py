@@ -18,7 +18,8 @@ from services.gateway.logprobs import ShownToken
 from services.gateway.metrics import CallMetrics
 from services.gateway.parsing import SEED_MASK, Options
 from services.gateway.replies import FinishedBy, PromptTokensDetails, Usage
-from services.gateway.stream_table import Stream, StreamTable
+from services.gateway.stream import Stream
+from services.gateway.stream_table import StreamTable
 from services.gateway.tokenization import ModelTokenizer
 from shared.messages import ErrorInfo, FinishReason, GenerationRequest, SamplingParams, pack_tokens
 
@@ -195,10 +196,8 @@ class Generation:
 
     async def news(self, timeout_s: float | None = None) -> None:
         """Returns when `advance` may have something, or `TimeoutError`."""
-        if timeout_s is None:
+        async with asyncio.timeout(timeout_s):
             await self._news.wait()
-        else:
-            await asyncio.wait_for(self._news.wait(), timeout_s)
         self._news.clear()
 
     def advance(self) -> list[Delta]:

@@ -134,7 +134,9 @@ def check_token_ids(ids: list[int], vocab_size: int, param: str) -> None:
                              f"{vocab_size - 1}).")  # fmt: skip
 
 
-def max_tokens_of(requested: int | None, default: int | None, num_prompt_tokens: int, max_model_len: int) -> int:
+def max_tokens_of(
+    requested: int | None, default: int | None, num_prompt_tokens: int, max_model_len: int, prompt_field: str
+) -> int:
     """How many tokens may come after the prompt. `default` None: as many as fit."""
     room = max_model_len - num_prompt_tokens
     max_tokens = requested if requested is not None else room if default is None else min(default, room)
@@ -148,7 +150,7 @@ def max_tokens_of(requested: int | None, default: int | None, num_prompt_tokens:
     raise ApiError(
         400,
         f"This model's maximum context length is {max_model_len} tokens; you requested {asked}.",
-        param="prompt" if room < 1 else "max_tokens",
+        param=prompt_field if room < 1 else "max_tokens",
         code="context_length_exceeded",
     )
 

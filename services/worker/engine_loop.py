@@ -93,7 +93,7 @@ class EngineLoop:
 
     def stop(self, timeout_s: float) -> None:
         """Ends the thread after the step that runs now; waits at most `timeout_s`."""
-        self._stopping = True
+        self._stopping = True  # before the event: the loop clears the event first and looks at this flag after
         self._wake.set()
         self._thread.join(timeout_s)
 
@@ -202,7 +202,7 @@ class EngineLoop:
         if in_flight:
             self._collect(*in_flight.popleft())
             self._step_started_s = in_flight[0][1] if in_flight else None
-        elif not self._calls:
+        elif not self._calls and not self._stopping:
             self._wake.wait(None if wakeup is None else max(0.0, wakeup - self._clock()))
 
     def _collect(self, plan: StepPlan, started_s: float) -> None:

@@ -257,8 +257,7 @@ class InstanceService:
 
     async def _report_loads(self) -> None:
         while True:
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._changed.wait(), HEARTBEAT_S)
+            await _set_within(self._changed, HEARTBEAT_S)
             self._changed.clear()
             self._publish_load()
             await asyncio.sleep(REPORT_INTERVAL_S)
@@ -295,8 +294,7 @@ class InstanceService:
                 await self._registry.put(self._id, self._info())
             except BusError as error:
                 log.warning("could not write the registry entry: %s", error)
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._registry_changed.wait(), HEARTBEAT_S)
+            await _set_within(self._registry_changed, HEARTBEAT_S)
 
     @property
     def _num_merged(self) -> int:
@@ -320,6 +318,14 @@ class InstanceService:
             os.getpid(),
             self._metrics_port,
         )
+
+
+async def _set_within(event: asyncio.Event, timeout_s: float) -> None:
+    """Returns when the event is set, or after `timeout_s`. (`asyncio.wait_for` may lose a cancellation that comes together
+    with the event; `asyncio.timeout` does not.)"""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(timeout_s):
+            await event.wait()
 
 
 # -------------------------------------------------------------------------------------------------------- main

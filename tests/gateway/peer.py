@@ -83,6 +83,7 @@ class ScriptedPeer:
         self.replay_queries: list[tuple[str, ReplayQuery]] = []
         self.plan = PlacementPlan(1, [])
         self._names: set[str] = set()
+        self._stopped = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
         self._served: dict[str, list[Subscription]] = {}
         self._infos: dict[str, InstanceInfo] = {}
@@ -103,6 +104,7 @@ class ScriptedPeer:
         self._spawn(self._heartbeats())
 
     async def stop(self) -> None:
+        self._stopped.set()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -127,7 +129,7 @@ class ScriptedPeer:
     async def _submit(self, request: GenerationRequest) -> Accepted:
         self.submitted.append(request)
         if self.hang:
-            await asyncio.Event().wait()
+            await self._stopped.wait()
         if self.refusal is not None:
             raise self.refusal
         if self.automatic:

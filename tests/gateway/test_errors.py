@@ -169,7 +169,8 @@ async def test_prompt_too_long(stack: Stack) -> None:
     assert f"{MAX_MODEL_LEN + 1} tokens" in error["message"]
     assert error["param"] == "max_tokens"
     assert (await stack.post("/v1/completions", prompt=ids[:-10], max_tokens=10)).status_code == 200
-    error_of(await stack.post("/v1/chat/completions", messages=[{"role": "user", "content": "tide " * 500}]), 400)
+    long = [{"role": "user", "content": "tide " * 500}]
+    assert error_of(await stack.post("/v1/chat/completions", messages=long), 400)["param"] == "messages"
     assert len(stack.peer.submitted) == 1
 
 

@@ -22,7 +22,7 @@ async def test_no_input_makes_a_server_error(stack: Stack, tmp_path: Path) -> No
     file.write_text(json.dumps(description))
     command = [
         *(sys.executable, "-m", "schemathesis.cli", "run", str(file), "--url", stack.url, "--checks", CHECKS),
-        *("--max-examples", "8", "--phases", "examples,coverage,fuzzing", "--generation-deterministic"),
+        *("--max-examples", "6", "--phases", "examples,coverage,fuzzing", "--generation-deterministic"),
         *("--request-timeout", "10", "--no-color"),
     ]
     process = await asyncio.create_subprocess_exec(

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from services.gateway import placing, stream_table
+from services.gateway import placing, recovery, stream
 from shared.bus.interface import ServiceError
 from shared.messages import (
     INSTANCE_EXITED,
@@ -40,9 +40,10 @@ async def manual(stack: Stack) -> Stack:
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stream_table, "TICK_S", 0.02)
-    monkeypatch.setattr(stream_table, "QUIET_S", 0.2)
-    monkeypatch.setattr(stream_table, "NATS_LOSS_LIMIT_S", 1.0)
+    monkeypatch.setattr(recovery, "TICK_S", 0.02)
+    monkeypatch.setattr(stream, "QUIET_S", 0.2)
+    monkeypatch.setattr(recovery, "QUIET_S", 0.2)
+    monkeypatch.setattr(recovery, "NATS_LOSS_LIMIT_S", 1.0)
     monkeypatch.setattr(placing, "PATIENCE_S", 0.6)
     monkeypatch.setattr(placing, "RECOVERY_PATIENCE_S", 1.0)
     monkeypatch.setattr(placing, "SCHEDULER_TIMEOUT_S", 0.3)
@@ -127,7 +128,7 @@ async def test_the_last_entry_was_lost_with_its_instance(manual: Stack) -> None:
 
 async def test_a_request_that_loses_every_instance_fails(manual: Stack) -> None:
     reader, request, _ = await begun(manual)
-    for epoch in range(stream_table.MAX_FRUITLESS_LOSSES + 1):
+    for epoch in range(recovery.MAX_FRUITLESS_LOSSES + 1):
         manual.peer.lose(request, epoch)
         await until(lambda n=epoch: len(manual.peer.submitted) > n + 1 or reader.error, "placed again")
     await reader.end()

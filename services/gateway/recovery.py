@@ -1,0 +1,274 @@
+"""Finds again what was lost: frames, instances, schedulers, the connection to NATS.
+
+Gaps and silence are answered by a replay query to the owner, a lost owner by placing the request again with the tokens so
+far in a higher epoch, a new scheduler by telling it of every unfinished request, a lost NATS by waiting a while.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections import defaultdict
+from collections.abc import Coroutine, Iterable
+from typing import Any, Protocol
+
+from services.gateway.catalog import Catalog, serves
+from services.gateway.metrics import GatewayMetrics
+from services.gateway.placing import NOBODY_CODES, Placer
+from services.gateway.stream import MAX_QUIET_S, QUIET_S, Stream
+from shared.bus.interface import Bus, BusError, ServiceError, Subscription
+from shared.messages import (
+    GATEWAY_LOST,
+    INSTANCE_EXITED,
+    INSTANCE_REPLAY,
+    SCHEDULER_ANNOUNCE,
+    ErrorCode,
+    InstanceExited,
+    InstanceInfo,
+    ReplayQuery,
+    RequestsLost,
+    SchedulerInfo,
+    TokenEntry,
+)
+
+logger = logging.getLogger(__name__)
+
+TICK_S = 0.25
+REPLAY_TIMEOUT_S = 2.0
+MAX_REPLAY_POSITIONS = 64
+NATS_LOSS_LIMIT_S = 15.0
+"""How long open streams survive without a connection to NATS."""
+ANNOUNCE_JITTER_S = 0.2
+MAX_CONCURRENT_RECOVERIES = 32
+MAX_FRUITLESS_LOSSES = 5
+"""A request that loses its owner so often without one new token in between may be what kills them: it fails."""
+
+
+class Streams(Protocol):
+    """The stream table as recovery sees it."""
+
+    streams: dict[str, Stream]
+
+    def take(self, sender: str, entries: list[TokenEntry]) -> None: ...
+    def end(self, stream: Stream) -> None: ...
+    def fail(self, stream: Stream, code: ErrorCode, message: str) -> None: ...
+
+
+class Recovery:
+    def __init__(self, bus: Bus, catalog: Catalog, placer: Placer, metrics: GatewayMetrics, table: Streams) -> None:
+        self._bus = bus
+        self._catalog = catalog
+        self._placer = placer
+        self._metrics = metrics
+        self._table = table
+        self._incarnations: dict[str, str] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._subscriptions: list[Subscription] = []
+        self._slots = asyncio.Semaphore(MAX_CONCURRENT_RECOVERIES)
+        self._cut_since: float | None = None
+
+    async def start(self, gateway_id: str) -> None:
+        self._subscriptions = [
+            await self._bus.subscribe(GATEWAY_LOST.at(gateway_id=gateway_id), self._on_lost),
+            await self._bus.subscribe(INSTANCE_EXITED, self._on_exited),
+            await self._bus.subscribe(SCHEDULER_ANNOUNCE, self._on_announce),
+        ]
+        self._bus.on_reconnect(self._on_reconnect)
+        self._spawn(self._tick_forever())
+
+    async def stop(self) -> None:
+        for subscription in self._subscriptions:
+            await subscription.stop()
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    # -------------------------------------------------------------------------------------------- lost owners
+
+    def _on_lost(self, message: RequestsLost) -> None:
+        for lost in message.requests:
+            if (stream := self._table.streams.get(lost.request_id)) is not None:
+                self.lose(stream, lost.epoch, "scheduler")
+
+    def _on_exited(self, message: InstanceExited) -> None:
+        for stream in self._owned_by(message.instance_id):
+            if stream.owner_incarnation in (None, message.incarnation):
+                self.lose(stream, stream.state.epoch, "exited")
+
+    def on_instance(self, instance_id: str, info: InstanceInfo | None) -> None:
+        """An instance that is gone from the registry (None), or was restarted, has lost what it held."""
+        if info is None:
+            self._incarnations.pop(instance_id, None)
+        elif self._incarnations.get(instance_id) == info.incarnation:
+            return
+        else:
+            self._incarnations[instance_id] = info.incarnation
+        for stream in self._owned_by(instance_id):
+            if info is None or stream.owner_incarnation not in (None, info.incarnation):
+                self.lose(stream, stream.state.epoch, "vanished")
+
+    def _owned_by(self, instance_id: str) -> list[Stream]:
+        return [stream for stream in self._table.streams.values() if stream.owner == instance_id]
+
+    def lose(self, stream: Stream, epoch: int, reason: str) -> None:
+        """The owner in `epoch` does not continue the stream. Told again of the same loss, this does nothing."""
+        if not stream.is_open:
+            return
+        if not stream.state.lose(epoch):
+            if stream.state.finish_reason is not None:
+                self._table.end(stream)
+            return
+        num_tokens = len(stream.state.tokens)
+        stream.num_losses = stream.num_losses + 1 if num_tokens == stream.num_tokens_at_loss else 1
+        stream.num_tokens_at_loss = num_tokens
+        if stream.num_losses > MAX_FRUITLESS_LOSSES:
+            message = f"{stream.num_losses} instances in turn gave this request up."
+            self._table.fail(stream, ErrorCode.INTERNAL, message)
+            return
+        self._metrics.replacements.labels(reason).inc()
+        logger.info("%s: owner %s lost (%s) at %d tokens", stream.request_id, stream.owner, reason, num_tokens)
+        stream.must_place = True
+        if not stream.is_placing:
+            self.place_again(stream)
+
+    def place_again(self, stream: Stream) -> None:
+        stream.is_placing = True
+        self._spawn(self._place_again(stream))
+
+    async def _place_again(self, stream: Stream) -> None:
+        try:
+            while stream.must_place and stream.is_open:
+                async with self._slots:
+                    await self._placer.place(stream, patient=True)
+        except ServiceError as error:
+            if stream.is_open:
+                self._table.fail(stream, error.code, error.info.message)
+        finally:
+            stream.is_placing = False
+            stream.heard(self._bus.now())
+
+    # ---------------------------------------------------------------------------------------- a new scheduler
+
+    def _on_announce(self, scheduler: SchedulerInfo) -> None:
+        streams = [stream for stream in self._table.streams.values() if not stream.is_placing]
+        logger.info("scheduler %s serves now; %d streams are announced to it", scheduler.scheduler_id, len(streams))
+        for stream in streams:
+            self._spawn(self._announce(stream))
+
+    async def _announce(self, stream: Stream) -> None:
+        await asyncio.sleep(random.random() * ANNOUNCE_JITTER_S)
+        async with self._slots:
+            if stream.is_open:
+                try:
+                    await self._placer.announce(stream)
+                except BusError as error:  # silence is noticed by the next tick that finds the stream quiet
+                    logger.info("%s could not be announced: %s", stream.request_id, error)
+
+    # ------------------------------------------------------------------------------------ silence and deadlines
+
+    def _on_reconnect(self) -> None:
+        """Frames of the time without a connection are lost: everything is asked after at the next tick."""
+        for stream in self._table.streams.values():
+            stream.quiet_s = 0.0
+
+    async def _tick_forever(self) -> None:
+        while True:
+            await asyncio.sleep(TICK_S)
+            try:
+                self._tick(self._bus.now())
+            except Exception:
+                logger.exception("a check of the open streams failed")
+
+    def _tick(self, now: float) -> None:
+        connected = self._bus.is_connected
+        if connected:
+            self._cut_since = None
+        elif self._cut_since is None:
+            self._cut_since = now
+        is_cut_off = self._cut_since is not None and now - self._cut_since > NATS_LOSS_LIMIT_S
+        quiet: dict[str | None, list[Stream]] = defaultdict(list)
+        for stream in list(self._table.streams.values()):
+            if now >= stream.deadline:
+                self._table.fail(stream, ErrorCode.DEADLINE, "The request's time limit has passed.")
+            elif is_cut_off:
+                message = f"The message bus was away for more than {NATS_LOSS_LIMIT_S:g} s."
+                self._table.fail(stream, ErrorCode.UNAVAILABLE, message)
+            elif connected and not stream.is_placing and now - stream.heard_at > stream.quiet_s:
+                stream.heard_at = now
+                stream.quiet_s = min(MAX_QUIET_S, max(QUIET_S, 2 * stream.quiet_s))
+                quiet[stream.owner].append(stream)
+        for owner, streams in quiet.items():
+            if owner is not None:
+                self.replay(owner, streams, "quiet")
+            else:
+                for stream in streams:
+                    self._spawn(self._seek(stream))
+
+    def replay(self, instance_id: str, streams: list[Stream], reason: str) -> None:
+        """Asks an instance for what may be missing of its streams."""
+        waiting = [stream for stream in streams if not stream.is_replaying]
+        for i in range(0, len(waiting), MAX_REPLAY_POSITIONS):
+            self._spawn(self._replay(instance_id, waiting[i : i + MAX_REPLAY_POSITIONS], reason))
+
+    async def _replay(self, instance_id: str, streams: list[Stream], reason: str) -> None:
+        self._metrics.replays.labels(reason).inc()
+        epochs = {stream.request_id: stream.state.epoch for stream in streams}
+        for stream in streams:
+            stream.is_replaying = True
+        try:
+            unknown: Iterable[str] = await self._ask(instance_id, streams)
+        except BusError as error:
+            logger.info("no replay from %s: %s", instance_id, error)
+            # An instance in the registry may only be slow, or reconnecting; its entry expires if it is gone.
+            unknown = () if instance_id in self._catalog.instances else epochs
+        finally:
+            for stream in streams:
+                stream.is_replaying = False
+        for request_id in unknown:
+            known = self._table.streams.get(request_id)
+            if known is not None and known.owner == instance_id and request_id in epochs:
+                self.lose(known, epochs[request_id], "unknown")
+
+    async def _ask(self, instance_id: str, streams: list[Stream]) -> list[str]:
+        """Takes what the instance replays; returns the ids that it does not hold. Raises `BusError`."""
+        query = ReplayQuery([stream.state.position for stream in streams])
+        endpoint = INSTANCE_REPLAY.at(instance_id=instance_id)
+        reply = await self._bus.request(endpoint, query, timeout_s=REPLAY_TIMEOUT_S)
+        self._table.take(instance_id, reply.entries)
+        return reply.unknown
+
+    async def _seek(self, stream: Stream) -> None:
+        """A quiet stream that a scheduler was to place. The scheduler is asked to take it (again: without effect where
+        it has it); if none answers, an instance may have it all the same."""
+        async with self._slots:
+            epoch = stream.state.epoch
+            if not stream.is_open or stream.owner is not None:
+                return
+            try:
+                await self._placer.announce(stream)
+                return
+            except BusError as error:
+                if error.code not in NOBODY_CODES:
+                    logger.info("%s: the scheduler does not know of it: %s", stream.request_id, error)
+                    return
+            for instance_id in [i for i, info in self._catalog.instances.items() if serves(info, stream.model)]:
+                try:
+                    if not await self._ask(instance_id, [stream]):
+                        if stream.owner is None:
+                            stream.owned_by(instance_id)
+                        return
+                except BusError as error:
+                    logger.info("%s cannot be asked for %s: %s", instance_id, stream.request_id, error)
+        if stream.owner is None:
+            self.lose(stream, epoch, "unknown")
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._on_task_done)
+
+    def _on_task_done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            logger.error("a recovery task failed", exc_info=error)

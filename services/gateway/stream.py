@@ -1,0 +1,63 @@
+"""One sequence on its way to a client: its output so far, who makes it, and what placing it again needs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import msgspec
+
+from services.gateway.streams import StreamState
+from shared.messages import ErrorInfo, GenerationRequest
+
+QUIET_S = 2.0
+"""A stream without a frame for so long is asked after; each further time the wait doubles, up to `MAX_QUIET_S`."""
+MAX_QUIET_S = 16.0
+
+
+class Stream:
+    def __init__(self, request: GenerationRequest, arrived_at: float, on_news: Callable[[], None]) -> None:
+        """`on_news` is called after new tokens, the end or a failure; it must not block. `request.timeout_s` counts
+        from `arrived_at` (seconds on the bus's clock), when the client's request came."""
+        self.state = StreamState(request.request_id, request.sampling)
+        self.failure: ErrorInfo | None = None
+        """Set: the stream has ended without success."""
+        self.model = request.model
+        self.deadline = arrived_at + request.timeout_s
+        self.owner: str | None = None
+        self.owner_incarnation: str | None = None
+        self.is_open = True
+        self.is_placing = False
+        self.is_replaying = False
+        self.must_place = False
+        self.heard_at = arrived_at
+        self.quiet_s = QUIET_S
+        self.num_losses = 0
+        self.num_tokens_at_loss = -1
+        self.on_news = on_news
+        self._request = request
+        self._arrived_at = arrived_at
+
+    @property
+    def request_id(self) -> str:
+        return self.state.request_id
+
+    def to_send(self, now: float) -> GenerationRequest:
+        self.must_place = False
+        return msgspec.structs.replace(
+            self._request,
+            epoch=self.state.epoch,
+            prior=self.state.tokens.tobytes(),
+            timeout_s=max(0.001, self.deadline - now),
+            waited_s=max(0.0, now - self._arrived_at),
+        )
+
+    def begin_epoch(self) -> None:
+        self.state.epoch += 1
+
+    def owned_by(self, instance_id: str | None) -> None:
+        self.owner = instance_id
+        self.owner_incarnation = None
+
+    def heard(self, now: float) -> None:
+        self.heard_at = now
+        self.quiet_s = QUIET_S

@@ -1,0 +1,124 @@
+"""Keys, windows and limits as pure decisions: the time is an argument."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.gateway.admission import WINDOW_S, Admission, Key, TokenWindow, read_keys
+from services.gateway.errors import ApiError
+from services.gateway.parsing import MAX_SEQUENCE_TOKENS, max_tokens_of, options_of, timeout_of
+from services.gateway.placing import candidates
+from services.gateway.schemas import CompletionRequest
+from shared.messages import MAX_MESSAGE_BYTES, InstanceInfo, LoadedModel
+from shared.settings import GatewaySettings, SettingsError
+
+
+@given(st.lists(st.tuples(st.floats(0, 30), st.integers(0, 50)), max_size=40), st.integers(0, 200))
+def test_a_window_counts_the_last_minute(steps: list[tuple[float, int]], limit: int) -> None:
+    window, now, added = TokenWindow(), 0.0, []
+    for gap_s, num_tokens in steps:
+        now += gap_s
+        window.add(num_tokens, now)
+        added.append((now, num_tokens))
+    total = window.total(now)
+    # Buckets of a second: a token may leave up to a second early.
+    assert total <= sum(n for at, n in added if at > now - WINDOW_S)
+    assert total >= sum(n for at, n in added if at > now - WINDOW_S + 1)
+    wait_s = window.seconds_until_below(limit, now)
+    assert 0 <= wait_s <= WINDOW_S
+    assert window.total(now + wait_s + 0.001) <= limit
+
+
+def test_tokens_per_minute() -> None:
+    key = Key(tokens_per_minute=100)
+    admission = Admission({"k": key}, "", max_in_flight=10)
+    ticket = admission.enter(key, 1)
+    ticket.charge_prompt(60, 1000.0)
+    ticket.charge_output(30, 1010.0)
+    with pytest.raises(ApiError) as raised:
+        ticket.charge_prompt(20, 1020.0)
+    assert raised.value.status == 429
+    assert raised.value.headers()["retry-after"] == "40", "when the first 60 leave the window"
+    ticket.charge_prompt(20, 1061.0)
+    with pytest.raises(ApiError):
+        ticket.charge_prompt(101, 5000.0)
+
+
+def test_what_is_in_flight_is_given_back_once() -> None:
+    key = Key(max_in_flight=2)
+    admission = Admission({"k": key}, "", max_in_flight=5)
+    tickets = [admission.enter(key, 2), admission.enter(key, 2)]
+    with pytest.raises(ApiError, match="2 requests in flight"):
+        admission.enter(key, 1)
+    with pytest.raises(ApiError, match="4 sequences in flight"):
+        admission.enter(Key(), 2)
+    for ticket in (*tickets, *tickets):
+        ticket.release()
+    assert (key.num_in_flight, admission.num_in_flight) == (0, 0)
+
+
+def test_keys_from_settings(tmp_path) -> None:
+    file = tmp_path / "keys"
+    file.write_text("c:5:600  # a comment\n# none\n\nd::7\n")
+    keys = read_keys(GatewaySettings(api_keys=" a , b:3,", api_keys_file=str(file)))
+    limits = {name: (key.max_in_flight, key.tokens_per_minute) for name, key in keys.items()}
+    assert limits == {"a": (None, None), "b": (3, None), "c": (5, 600), "d": (None, 7)}
+    with pytest.raises(SettingsError, match="cannot be read"):
+        read_keys(GatewaySettings(api_keys_file=str(tmp_path / "missing")))
+    file.write_text("good\nsecret:x\n")
+    with pytest.raises(SettingsError, match=":2") as raised:
+        read_keys(GatewaySettings(api_keys_file=str(file)))
+    assert "secret" not in str(raised.value)
+
+
+def test_time_limits() -> None:
+    request = CompletionRequest(model="m", prompt="x")
+    assert timeout_of(request, {}, 600.0) == 600.0
+    assert timeout_of(request, {"x-request-timeout": "5"}, 600.0) == 5.0
+    assert timeout_of(request, {"x-request-timeout": "inf"}, 600.0) == 600.0
+    request.request_timeout_s = 7.0
+    assert timeout_of(request, {"x-request-timeout": "5"}, 600.0) == 7.0
+    assert timeout_of(request, {}, 6.0) == 6.0
+
+
+def test_a_flex_request_is_not_urgent() -> None:
+    request = CompletionRequest(model="m", prompt="x", service_tier="flex", priority="high")
+    assert options_of(request, {}, 600.0).service_tier == "flex"
+    assert options_of(request, {}, 600.0).priority == "normal"
+
+
+@given(st.integers(1, 300), st.integers(1, 200), st.integers(1, 300) | st.none(), st.sampled_from([None, 16]))
+def test_prompt_and_output_never_exceed_the_model(num_prompt: int, length: int, asked: int | None, default) -> None:
+    try:
+        max_tokens = max_tokens_of(asked, default, num_prompt, length, "prompt")
+    except ApiError as error:
+        assert error.code == "context_length_exceeded"
+        assert str(length) in error.message
+        assert str(num_prompt) in error.message
+        assert num_prompt + (asked or 1) > length
+    else:
+        assert 1 <= max_tokens <= length - num_prompt
+        assert asked is None or max_tokens == asked
+
+
+def test_the_longest_sequence_fits_into_a_message() -> None:
+    assert 4 * MAX_SEQUENCE_TOKENS < MAX_MESSAGE_BYTES
+    assert MAX_SEQUENCE_TOKENS > 100_000
+
+
+def test_bypass_candidates_fewest_requests_first() -> None:
+    def instance(name: str, running: int, waiting: int, model: str = "m", state: str = "ready") -> InstanceInfo:
+        loaded = LoadedModel(model, "ready", num_running=running, num_waiting=waiting)
+        return InstanceInfo(name, "1", "node", state, [loaded, LoadedModel("other", "ready")])
+
+    instances = [
+        instance("busy", 5, 0),
+        instance("idle", 1, 0),
+        instance("queueing", 0, 1),
+        instance("elsewhere", 0, 0, model="x"),
+        instance("leaving", 0, 0, state="draining"),
+    ]
+    assert candidates(instances, "m", {}) == ["idle", "queueing", "busy"]
+    assert candidates(instances, "m", {"idle": 3, "queueing": 5}) == ["idle", "busy", "queueing"]
