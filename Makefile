@@ -4,6 +4,8 @@
 PYTHON ?= python3
 ARGS ?=
 BIN := .venv/bin
+# Those that need no running Tideway; bench/load.py puts load on one.
+BENCHES ?= planning dispatching stack
 
 .DEFAULT_GOAL := help
 .PHONY: help up down status test check bench clean install development
@@ -40,7 +42,7 @@ check: development
 	$(BIN)/lint-imports
 
 bench: development
-	@set -e; for script in bench/[a-z]*.py; do echo "== $$script"; $(BIN)/python -m "bench.$$(basename $$script .py)" $(ARGS); done
+	@set -e; for name in $(BENCHES); do echo "== bench/$$name.py"; $(BIN)/python -m bench.$$name; done
 
 clean:
 	@if [ -x $(BIN)/tideway ]; then $(BIN)/tideway down; fi

@@ -140,7 +140,7 @@ class Up:
                 self._report_earlier_models(await view.configured())
             finally:
                 await view.close()
-            self._say_ready([spec.name for spec in self._options.models if spec.name not in models.failed])
+        self._say_ready([spec.name for spec in self._options.models if spec.name not in models.failed])
 
     async def _start_nats(self) -> dict[str, str]:
         """The bus's settings as environment."""
