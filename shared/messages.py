@@ -261,6 +261,10 @@ class ReplayReply(msgspec.Struct, frozen=True, array_like=True):
     """Request ids that this instance does not hold (any more) in the epoch asked for."""
 
 
+class ClearPrefixCache(msgspec.Struct, frozen=True, array_like=True):
+    """Makes unreferenced KV blocks unfindable, so that a benchmark starts cold."""
+
+
 class HeldRequest(msgspec.Struct, frozen=True, array_like=True):
     """A request as an instance holds it; what a new scheduler rebuilds its view from."""
 
@@ -502,6 +506,9 @@ INSTANCE_SUBMIT = Endpoint(f"{PREFIX}.instance.{{instance_id}}.submit", Generati
 INSTANCE_CANCEL = Topic(f"{PREFIX}.instance.{{instance_id}}.cancel", Cancel)
 INSTANCE_REPLAY = Endpoint(f"{PREFIX}.instance.{{instance_id}}.replay", ReplayQuery, ReplayReply)
 INSTANCE_HELD = Endpoint(f"{PREFIX}.instance.{{instance_id}}.held", ListHeldRequests, HeldRequests)
+
+# gateway's developer mode -> all instances
+CLEAR_PREFIX_CACHE = Topic(f"{PREFIX}.instances.clear_prefix_cache", ClearPrefixCache)
 
 # node agent -> instance
 INSTANCE_LOAD_MODEL = Endpoint(f"{PREFIX}.instance.{{instance_id}}.load_model", LoadModel, Done)

@@ -56,7 +56,7 @@ class GatewaySettings(BusSettings, frozen=True, kw_only=True):
     max_in_flight: int = 2048
     """Requests in flight in this gateway; beyond it 429."""
     developer_mode: bool = False
-    """Adds /reset_prefix_cache, /start_profile and /stop_profile."""
+    """Adds POST /reset_prefix_cache."""
 
 
 class SchedulerSettings(BusSettings, frozen=True, kw_only=True):

@@ -78,10 +78,7 @@ ROUTES = (
     Route("GET", "/admin/nodes", admin_routes.list_nodes, None, dict, ADMIN_ERRORS),
     Route("GET", "/admin/plan", admin_routes.show_plan, None, PlacementPlan, (404, *ADMIN_ERRORS)),
 )
-DEVELOPER_ROUTES = tuple(
-    Route("POST", path, other_routes.developer_control, None, None, (501,))
-    for path in ("/reset_prefix_cache", "/start_profile", "/stop_profile")
-)
+DEVELOPER_ROUTES = (Route("POST", "/reset_prefix_cache", other_routes.reset_prefix_cache, None, None),)
 
 
 def make_app(context: GatewayContext) -> FastAPI:

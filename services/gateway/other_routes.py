@@ -15,7 +15,7 @@ from starlette.responses import Response
 from services.gateway.answering import chat_ids
 from services.gateway.bodies import read_message
 from services.gateway.context import GatewayContext
-from services.gateway.errors import ApiError, invalid
+from services.gateway.errors import invalid
 from services.gateway.parsing import check_token_ids
 from services.gateway.replies import (
     DetokenizeReply,
@@ -26,7 +26,7 @@ from services.gateway.replies import (
     VersionReply,
 )
 from services.gateway.schemas import DetokenizeRequest, TokenizeRequest
-from shared.messages import ModelSpec
+from shared.messages import CLEAR_PREFIX_CACHE, ClearPrefixCache, ModelSpec
 
 _TOKENIZE = msgspec.json.Decoder(TokenizeRequest)
 _DETOKENIZE = msgspec.json.Decoder(DetokenizeRequest)
@@ -102,6 +102,7 @@ async def show_metrics(context: GatewayContext, request: Request) -> Response:
     return Response(text, media_type=CONTENT_TYPE_LATEST)
 
 
-async def developer_control(context: GatewayContext, request: Request) -> Response:
-    """Known to benchmark clients; instances have no such control."""
-    raise ApiError(501, "The instances of this version do not support this control.", code="not_supported")
+async def reset_prefix_cache(context: GatewayContext, request: Request) -> Response:
+    """Asked by benchmark clients before a run; all instances forget the blocks that no request uses."""
+    context.bus.publish(CLEAR_PREFIX_CACHE, ClearPrefixCache())
+    return Response()

@@ -116,6 +116,7 @@ class ActivePlacement:
         self._wake = asyncio.Event()
         self._subscriptions: list[Subscription] = []
         self._tasks: set[asyncio.Task[Any]] = set()
+        self.is_open = False
         self._model_bucket: KeyValue[ModelSpec]
         self._plan_bucket: KeyValue[PlacementPlan]
         self._statistics_bucket: KeyValue[ModelStatistics]
@@ -151,6 +152,7 @@ class ActivePlacement:
         made.append(await serve(PLACEMENT_PLAN, self._on_get_plan))
         made.append(await self._bus.subscribe(SCHEDULER_STATISTICS, self._on_statistics))
         self._spawn(self._run())
+        self.is_open = True
         logger.info("placement leads with %d models", len(self._models))
 
     async def flush(self) -> None:

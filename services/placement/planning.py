@@ -27,6 +27,10 @@ from shared.messages import InstancePlan, ModelSpec, NodeInfo, PlacementPlan
 MAX_CPU_POOL_BYTES = 1 << 30
 """On CPU the pool is main memory that others can use better: at tens of tokens per second it holds minutes of output."""
 
+POOL_SHARE = {"cpu": 0.75, "cuda": 0.9}
+"""Of what weights and activations leave: the rest stays free, so that one more model usually fits without a restart. Less
+of a GPU, where the pool is what limits the batch."""
+
 LEAST_MERGED_BYTES = {"cpu": 4 << 20, "cuda": 32 << 20}
 """Merged blocks are at least so large, so that a model that is added later usually fits into them: other merged blocks
 need a restart of the instance."""
@@ -88,10 +92,10 @@ class _Room:
         else:
             merged_bytes = self.merged_bytes
             least_bytes = self.least_blocks * merged_bytes
-            pool_bytes = self.free_bytes() + least_bytes
+            pool_bytes = int((self.free_bytes() + least_bytes) * POOL_SHARE[self.device])
             if self.device == "cpu":
-                pool_bytes = min(pool_bytes, max(max_cpu_pool_bytes, least_bytes))
-            pool_bytes -= pool_bytes % merged_bytes
+                pool_bytes = min(pool_bytes, max_cpu_pool_bytes)
+            pool_bytes = max(pool_bytes // merged_bytes * merged_bytes, least_bytes)
         models = [self.specs[name] for name in sorted(self.specs)]
         return InstancePlan(self.instance_id, self.node_id, models, pool_bytes, merged_bytes)
 

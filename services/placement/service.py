@@ -46,7 +46,7 @@ class PlacementService:
 
     @property
     def is_active(self) -> bool:
-        return self._active is not None and self._lease.is_held
+        return self._active is not None and self._active.is_open and self._lease.is_held
 
     def problems(self) -> list[str]:
         """For /health; a standby is healthy."""

@@ -1,8 +1,12 @@
-"""`python -m services.worker`: the node agent of this machine."""
+"""`python -m services.worker`: the node agent of this machine, configured by environment (see `WorkerSettings`)."""
 
 from __future__ import annotations
 
 import asyncio
+import logging
+from functools import partial
+
+import msgspec
 
 from services.worker.machine import survey
 from services.worker.node import NodeAgent
@@ -11,13 +15,22 @@ from shared.service import load_or_exit, run_service
 from shared.settings import WorkerSettings, default_id
 from shared.telemetry import start_telemetry
 
+logger = logging.getLogger(__name__)
 
-async def serve(stop: asyncio.Event, settings: WorkerSettings) -> None:
+
+async def serve(settings: WorkerSettings, stop: asyncio.Event) -> None:
     machine = await asyncio.to_thread(survey, settings)
-    service_id = settings.node_id or default_id("node")
-    telemetry = start_telemetry("node", service_id, settings)
-    bus = await NatsBus.connect(settings, service="node", service_id=service_id, registry=telemetry.registry)
+    telemetry = start_telemetry("node", settings.node_id, settings)
+    connecting = asyncio.create_task(NatsBus.connect(settings, "node", settings.node_id, telemetry.registry))
+    stopping = asyncio.create_task(stop.wait())
+    await asyncio.wait((connecting, stopping), return_when=asyncio.FIRST_COMPLETED)
+    if not connecting.done():
+        connecting.cancel()
+        return
+    bus = connecting.result()
     agent = NodeAgent(bus, settings, telemetry, machine)
+    port = telemetry.serve_metrics(agent.problems)
+    logger.info("%s: metrics on http://%s:%d/metrics", settings.node_id, settings.metrics_host, port)
     await agent.start()
     await stop.wait()
     await agent.stop()
@@ -27,7 +40,8 @@ async def serve(stop: asyncio.Event, settings: WorkerSettings) -> None:
 
 def main() -> None:
     settings = load_or_exit(WorkerSettings)
-    run_service(lambda stop: serve(stop, settings), settings)
+    named = msgspec.structs.replace(settings, node_id=settings.node_id or default_id("node"))
+    run_service(partial(serve, named), named)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ everything else belongs to one thread.
 from __future__ import annotations
 
 import logging
-import os
 from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,10 +21,12 @@ import torch
 from services.worker.attention.choice import choose_backends
 from services.worker.attention.interface import AttentionBackend, BatchLayout
 from services.worker.kv_store import KvStore, KvViews
+from services.worker.machine import free_memory_bytes
 from services.worker.models.decode_graphs import Capture, DecodeGraphs, cuda_capture
 from services.worker.models.decoder import DecoderModel, ForwardBatch, ForwardState
 from services.worker.models.loading import load_model
 from services.worker.sampling import SampledTokens, SamplingRows
+from services.worker.transfer import to_device
 from shared import checkpoint
 from shared.checkpoint import CheckpointError
 from shared.engine import slab
@@ -131,7 +132,9 @@ class Executor:
             prepared.name, prepared.model.dtype, slots_per_merged, prepared.page_tokens,
             100 * slab.waste(merged_bytes, shape.slot_bytes), prepared.backend.name,
         )  # fmt: skip
-        return ModelShape(prepared.name, prepared.page_tokens, slots_per_merged, prepared.max_model_len)
+        return ModelShape(
+            prepared.name, prepared.page_tokens, slots_per_merged, prepared.max_model_len, prepared.model.vocab_size
+        )
 
     def remove_model(self, name: str) -> None:
         """Frees the model's weights; no launched step may use it."""
@@ -140,11 +143,11 @@ class Executor:
             torch.cuda.empty_cache()
 
     def free_memory_bytes(self) -> int:
-        """Memory that new weights may take on the device now. On CPU that counts pages of the KV pool that were never
-        written as free."""
+        """Memory that new weights may take on the device now. On CPU the pages of the KV pool that were never written
+        count as free."""
         if self.device.type == "cuda":
             return torch.cuda.mem_get_info(self.device)[0]
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        return free_memory_bytes()
 
     def _widen(self, max_model_len: int, max_blocks: int) -> None:
         """Rows long enough for `max_model_len` tokens and the one sampled after the last."""
@@ -199,8 +202,8 @@ class Executor:
         layout = self._layout(plan, rows, loaded)
         width = self._tokens.shape[1]
         token_rows = rows if layout.all_decode else rows[layout.sequence_of_token]
-        positions = self._to_device(layout.positions)
-        ids = self._tokens.view(-1).index_select(0, self._to_device(token_rows * width + layout.positions))
+        positions = to_device(layout.positions, self.device)
+        ids = self._tokens.view(-1).index_select(0, to_device(token_rows * width + layout.positions, self.device))
 
         sampled_of = np.flatnonzero(np.array(plan.samples, bool))
         state = self._forward(loaded, ids, positions, layout)
@@ -208,10 +211,10 @@ class Executor:
             return self._finish(plan.step_id, SampledTokens(torch.empty(0, dtype=torch.int64, device=self.device)))
         last_tokens = layout.query_starts[1:][sampled_of] - 1
         every_token = len(last_tokens) == len(state.hidden)
-        logits = loaded.model.logits(state, None if every_token else self._to_device(last_tokens))
+        logits = loaded.model.logits(state, None if every_token else to_device(last_tokens, self.device))
         sample_rows, sample_positions = rows[sampled_of], layout.contexts[sampled_of]
         sampled = self._sampling.sample(logits, sample_rows, sample_positions, self._tokens)
-        where = self._to_device(sample_rows * width + sample_positions)
+        where = to_device(sample_rows * width + sample_positions, self.device)
         self._tokens.view(-1).index_copy_(0, where, sampled.tokens.int())
         return self._finish(plan.step_id, sampled)
 
@@ -247,7 +250,10 @@ class Executor:
         tokens = np.frombuffer(new.tokens, np.int32)
         if len(tokens) > loaded.max_model_len:
             raise ValueError(f"{len(tokens)} tokens exceed the model's {loaded.max_model_len}")
-        self._tokens[new.row, : len(tokens)] = self._to_device(tokens.copy())
+        if len(tokens) and not 0 <= tokens.min() <= tokens.max() < loaded.model.vocab_size:
+            # on a GPU it would be more than this step that fails: the whole context is lost
+            raise ValueError(f"token ids {tokens.min()}..{tokens.max()} of a vocabulary of {loaded.model.vocab_size}")
+        self._tokens[new.row, : len(tokens)] = to_device(tokens.copy(), self.device)
         self._sampling.set(new.row, new.sampling, new.prompt_tokens)
         self._num_blocks[new.row] = 0
         self._append_blocks(new.row, new.blocks, loaded)
@@ -273,12 +279,6 @@ class Executor:
         return BatchLayout(
             starts, counts, tables, loaded.page_tokens, loaded.model.dtype, self.device, loaded.model.windows
         )
-
-    def _to_device(self, array: np.ndarray) -> torch.Tensor:
-        tensor = torch.from_numpy(array)
-        if self.device.type == "cpu":
-            return tensor
-        return tensor.pin_memory().to(self.device, non_blocking=True)
 
 
 def _choose(backends: list[AttentionBackend], model: DecoderModel) -> tuple[AttentionBackend, int]:

@@ -24,6 +24,7 @@ from shared.bus.interface import Bus, BusError, KeyValue, ServiceError, Subscrip
 from shared.engine.engine import Ended, Engine, Output
 from shared.engine.recording import Configuration, RecordingEngine
 from shared.messages import (
+    CLEAR_PREFIX_CACHE,
     GATEWAY_FRAMES,
     INSTANCE_CANCEL,
     INSTANCE_DRAIN,
@@ -65,7 +66,7 @@ HEARTBEAT_S = 1.0
 STUCK_STEP_S = 60.0
 """A step that runs for longer makes the instance unhealthy."""
 DRAIN_POLL_S = 0.05
-COMPUTE_NICENESS = 10
+COMPUTE_NICENESS = 5
 """Of the model's threads on CPU."""
 
 
@@ -115,6 +116,7 @@ class InstanceService:
             await bus.serve(INSTANCE_UNLOAD_MODEL.at(**ids), self._on_unload_model),
             await bus.serve(INSTANCE_DRAIN.at(**ids), self._on_drain),
             await bus.subscribe(INSTANCE_CANCEL.at(**ids), self._on_cancel),
+            await bus.subscribe(CLEAR_PREFIX_CACHE, lambda _: self._loop.clear_prefix_cache()),
         ]
         self._registry = await bus.key_value(INSTANCES)
         bus.on_reconnect(self._touch)
@@ -384,6 +386,9 @@ async def main(stop: asyncio.Event, settings: InstanceSettings) -> None:
 
 
 if __name__ == "__main__":
+    # Read by OpenMP when torch is imported: waiting compute threads sleep instead of spinning, so that the services beside
+    # them on the same cores are not held up.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     sys.setswitchinterval(0.001)
     instance_settings = load_or_exit(InstanceSettings)
     run_service(lambda stop: main(stop, instance_settings), instance_settings)

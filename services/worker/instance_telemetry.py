@@ -121,12 +121,13 @@ class InstanceTelemetry:
 
     def set_model(self, model: str, page_tokens: int, num_slots: int) -> None:
         self._cache_config.labels(model, self._engine, str(page_tokens), str(num_slots)).set(1)
+        for gauge in (self._running, self._waiting, self._kv_usage):
+            gauge.labels(model, self._engine).set(0)
 
     def remove_model(self, model: str, page_tokens: int, num_slots: int) -> None:
         self._cache_config.remove(model, self._engine, str(page_tokens), str(num_slots))
         for gauge in (self._running, self._waiting, self._kv_usage):
-            if (model, self._engine) in gauge._metrics:
-                gauge.remove(model, self._engine)
+            gauge.remove(model, self._engine)
 
     def on_step(self, stats: StepStats) -> None:
         model, engine = stats.model, self._engine

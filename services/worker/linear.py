@@ -17,16 +17,20 @@ logger = logging.getLogger(__name__)
 _TYPICAL_ROWS = 32
 """Rows that the packed layout is tuned for: a decode batch. Other row counts work with the same packed weight."""
 
+_MAX_SHARED_COPY_BYTES = 64 * 1024 * 1024
+
 
 class Linear:
-    """`x @ weight.T + bias`. The weight given is not kept when a packed copy replaces it."""
+    """`x @ weight.T + bias`. The weight given is not kept where a packed copy replaces it."""
 
     __slots__ = ("_bias", "_packed", "_weight")
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
-        """`weight`: [out_features, in_features], on its device in its dtype. `bias`: [out_features]."""
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None, *, shared: bool = False) -> None:
+        """`weight`: [out_features, in_features], on its device in its dtype. `bias`: [out_features]. `shared`: the caller
+        keeps the weight (a tied embedding), so that packing it costs memory; done only where it is little."""
         self._bias = bias
-        self._packed = weight.device.type == "cpu" and packing_works(weight.dtype)
+        affordable = not shared or weight.nbytes <= _MAX_SHARED_COPY_BYTES
+        self._packed = weight.device.type == "cpu" and affordable and packing_works(weight.dtype)
         self._weight = _pack(weight) if self._packed else weight
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:

@@ -153,7 +153,6 @@ class NodeAgent:
 
     async def start(self) -> None:
         """Registers, and begins with the plan there is; returns without waiting for instances."""
-        self._telemetry.serve_metrics(self.problems)
         self._nodes = await self._bus.key_value(NODES)
         self._watches.append(await (await self._bus.key_value(INSTANCES)).watch(self._on_registry))
         self._watches.append(await (await self._bus.key_value(PLANS)).watch(self._on_plan))

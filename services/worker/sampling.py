@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from services.worker.transfer import to_device
 from shared.messages import SamplingParams, TokenLogprob
 
 _NEGATIVE_INFINITY = float("-inf")
@@ -251,7 +252,7 @@ def _largest(scores: torch.Tensor, k: int) -> torch.Tensor:
         values = scores.numpy()
         if k < vocab // 4:
             values = np.partition(values, vocab - k, -1)[:, vocab - k :]
-        return torch.from_numpy(np.ascontiguousarray(np.sort(values, -1)[:, : -k - 1 : -1]))
+        return torch.from_numpy(np.sort(values, -1)[:, : -k - 1 : -1].copy())
     return scores.topk(k, -1).values if k < vocab else scores.sort(-1, descending=True).values
 
 
@@ -274,8 +275,4 @@ def _signed64(value: int) -> int:
 
 
 def _to(array: np.ndarray, like: torch.Tensor) -> torch.Tensor:
-    """A small host array on the device of `like`, without waiting for it."""
-    tensor = torch.from_numpy(array)
-    if like.device.type == "cpu":
-        return tensor
-    return tensor.pin_memory().to(like.device, non_blocking=True)
+    return to_device(array, like.device)

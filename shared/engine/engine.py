@@ -34,6 +34,7 @@ from shared.messages import (
     RequestTiming,
     TokenEntry,
     TokenLogprob,
+    unpack_tokens,
 )
 from shared.policies.ordering import OrderingPolicy
 from shared.policies.token_budget import TokenBudgetPolicy
@@ -153,6 +154,11 @@ class Engine:
         num_prompt, limit = len(request.prompt) // 4, queue.shape.max_model_len
         if num_prompt == 0:
             return ErrorInfo(ErrorCode.BAD_REQUEST, "the prompt has no tokens", "prompt")
+        if vocab_size := queue.shape.vocab_size:
+            tokens = unpack_tokens(request.prompt + request.prior)
+            if not 0 <= min(tokens) <= max(tokens) < vocab_size:
+                message = f"a token id is outside of 0 to {vocab_size - 1}, the vocabulary of {queue.name!r}"
+                return ErrorInfo(ErrorCode.BAD_REQUEST, message, "prompt")
         if request.sampling.max_tokens < 1:
             return ErrorInfo(ErrorCode.BAD_REQUEST, "max_tokens must be at least 1", "max_tokens")
         if num_prompt >= limit:

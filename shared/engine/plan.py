@@ -67,3 +67,5 @@ class ModelShape(msgspec.Struct, frozen=True, array_like=True):
     slots_per_merged: int
     """Blocks of this model in one merged block of the pool."""
     max_model_len: int
+    vocab_size: int = 0
+    """Token ids are below it; 0: not checked."""

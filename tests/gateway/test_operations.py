@@ -21,6 +21,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from services.gateway.service import GatewayService
 from shared.bus.nats_bus import NatsBus
 from shared.messages import (
+    CLEAR_PREFIX_CACHE,
     NODES,
     FinishReason,
     InstancePlan,
@@ -214,9 +215,13 @@ async def test_admin_is_closed_with_keys_but_no_admin_key(nats_settings: BusSett
         assert (answer.status_code, answer.json()["error"]["code"]) == (403, "admin_closed")
 
 
-async def test_developer_controls_exist_in_developer_mode_only(nats_settings: BusSettings, checkpoint: Path) -> None:
+async def test_the_prefix_cache_is_reset_in_developer_mode_only(nats_settings: BusSettings, checkpoint: Path) -> None:
     async with running_stack(nats_settings, [ModelSpec(MODEL, str(checkpoint))], developer_mode=True) as stack:
-        assert (await stack.client.post("/reset_prefix_cache")).status_code == 501
+        asked = asyncio.Event()
+        await stack.peer.bus.subscribe(CLEAR_PREFIX_CACHE, lambda _: asked.set())
+        assert (await stack.client.post("/reset_prefix_cache")).status_code == 200
+        async with asyncio.timeout(5):
+            await asked.wait()
     async with running_stack(nats_settings, [ModelSpec(MODEL, str(checkpoint))]) as stack:
         assert (await stack.client.post("/reset_prefix_cache")).status_code == 404
 

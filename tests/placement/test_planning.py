@@ -89,6 +89,15 @@ def test_running_instances_keep_pool_and_merged_blocks() -> None:
     assert where(second, "b") == ["a-0", "a-1"]
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_one_more_model_fits_beside_the_pool_where_memory_is_short(device: str) -> None:
+    nodes = [node(memory=4 * GIB, device=device)]
+    first = plan([model("a")], nodes, None)
+    second = plan([model("a"), model("b")], nodes, first)
+    assert where(second, "b") == ["a-0", "a-1"]
+    assert [i.pool_bytes for i in second.instances] == [i.pool_bytes for i in first.instances]
+
+
 def test_a_slot_that_does_not_fit_changes_the_merged_blocks() -> None:
     first = plan([model("a")], [node()], None)
     wide = model("wide", layers=80, kv_heads=32)

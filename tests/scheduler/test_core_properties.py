@@ -7,7 +7,6 @@ the end, when everything works again, every request has ended.
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
 
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -29,39 +28,13 @@ from shared.messages import (
     RequestClass,
 )
 from shared.settings import SchedulerSettings
+from tests.scheduler.instance_model import Instance
 from tests.scheduler.samples import make_info, make_report, make_request
 
 MODELS = ("m", "n")
 MAX_WAITING = 2
 NAMES = ("i0", "i1", "i2")
 some = st.integers(0, 1000)
-
-
-@dataclass
-class Instance:
-    name: str
-    incarnation: str
-    is_reachable: bool = True
-    sequence: int = 0
-    held: dict[str, GenerationRequest] = field(default_factory=dict)
-    running: set[str] = field(default_factory=set)
-    admitted: list[str] = field(default_factory=list)
-    ended: list[str] = field(default_factory=list)
-
-    def submit(self, request: GenerationRequest) -> ErrorInfo | None:
-        known = self.held.get(request.request_id)
-        if known is not None and known.epoch > request.epoch:
-            return ErrorInfo(ErrorCode.CONFLICT, "a newer epoch is held")
-        if known is None or known.epoch < request.epoch:
-            self.held[request.request_id] = request
-            self.running.discard(request.request_id)
-            self.admitted.append(request.request_id)
-        return None
-
-    def end(self, request_id: str) -> GenerationRequest:
-        self.running.discard(request_id)
-        self.ended.append(request_id)
-        return self.held.pop(request_id)
 
 
 class World(RuleBasedStateMachine):
@@ -384,7 +357,7 @@ class World(RuleBasedStateMachine):
         for instance in self.instances.values():
             instance.is_reachable = True
         for _ in range(300):
-            if not self.wanted:
+            if not self.wanted and not len(self.core.queue):
                 break
             self.start_missing()
             for dispatch in self.calls[:]:
@@ -402,7 +375,7 @@ class World(RuleBasedStateMachine):
 
 
 World.TestCase.settings = settings(
-    max_examples=60,
+    max_examples=150,
     stateful_step_count=50,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import sys
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -13,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.worker.attention.choice import choose_backends
+from services.worker.attention.flash_backend import FlashBackend, FlashUnavailable
 from services.worker.attention.interface import AttentionBackend, BatchLayout
 from services.worker.attention.torch_backend import TorchBackend, _grouping
 from services.worker.kv_store import KvShape, KvStore, KvViews
@@ -176,6 +179,118 @@ def test_many_equal_decodes_are_one_group_in_order() -> None:
     )
     metadata = TorchBackend(torch.device("cpu")).prepare(layout)
     assert len(metadata.groups) == 1 and metadata.groups[0].tokens is None
+
+
+def paged_kernel(
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    query_starts: torch.Tensor,
+    contexts: torch.Tensor,
+    table: torch.Tensor,
+    window: int | None,
+) -> torch.Tensor:
+    """What the flash-attention kernels compute, one sequence at a time."""
+    assert query_starts.dtype == contexts.dtype == table.dtype == torch.int32
+    out = torch.full_like(queries, math.nan)
+    for row, context in enumerate(contexts.tolist()):
+        begin, end = query_starts[row : row + 2].tolist()
+        pages = table[row, : -(-context // keys.shape[1])].long()
+        cached = [x[pages].flatten(0, 1)[:context] for x in (keys, values)]
+        out[begin:end] = definition(queries[begin:end], *cached, context - (end - begin), window).to(out.dtype)
+    return out
+
+
+def fake_flash4(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, cu_seqlens_q: torch.Tensor, max_seqlen_q: int,
+    max_seqlen_k: int, seqused_k: torch.Tensor, page_table: torch.Tensor, causal: bool,
+    window_size: tuple[int | None, int | None], num_splits: int,
+) -> tuple[torch.Tensor, None]:  # fmt: skip
+    assert causal and k.shape[1] == 128 and num_splits == 1
+    assert max_seqlen_q == cu_seqlens_q.diff().max() and max_seqlen_k >= seqused_k.max()
+    assert window_size[1] == (None if window_size[0] is None else 0)
+    window = None if window_size[0] is None else window_size[0] + 1
+    return paged_kernel(q, k, v, cu_seqlens_q, seqused_k, page_table, window), None
+
+
+def fake_flash2(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int, max_seqlen_k: int, *, causal: bool, window_size: tuple[int, int], block_table: torch.Tensor,
+) -> torch.Tensor:  # fmt: skip
+    assert causal and k.shape[1] == 256 and max_seqlen_q == cu_seqlens_q.diff().max() > 1
+    assert max_seqlen_k == cu_seqlens_k.diff().max()
+    window = None if window_size == (-1, -1) else window_size[0] + 1
+    return paged_kernel(q, k, v, cu_seqlens_q, cu_seqlens_k.diff(), block_table, window)
+
+
+def fake_flash2_decode(
+    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, *, cache_seqlens: torch.Tensor,
+    block_table: torch.Tensor, causal: bool, window_size: tuple[int, int],
+) -> torch.Tensor:  # fmt: skip
+    assert causal and q.shape[1] == 1
+    starts = torch.arange(len(q) + 1, dtype=torch.int32)
+    window = None if window_size == (-1, -1) else window_size[0] + 1
+    return paged_kernel(q[:, 0], k_cache, v_cache, starts, cache_seqlens, block_table, window)[:, None]
+
+
+@pytest.fixture(params=[4, 2])
+def flash_without_gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> FlashBackend:
+    """The flash back end with kernels of the same signatures in plain torch: shows that it calls them rightly."""
+    package, cute = ModuleType("flash_attn"), ModuleType("flash_attn.cute")
+    cute.flash_attn_varlen_func = fake_flash4  # type: ignore[attr-defined]
+    package.flash_attn_varlen_func = fake_flash2  # type: ignore[attr-defined]
+    package.flash_attn_with_kvcache = fake_flash2_decode  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "flash_attn", package)
+    monkeypatch.setitem(sys.modules, "flash_attn.cute", cute if request.param == 4 else None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    monkeypatch.setenv("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
+    backend = FlashBackend(torch.device("cpu"))
+    assert backend.name == f"flash-attention {request.param}"
+    return backend
+
+
+@pytest.mark.parametrize("name", BATCHES)
+def test_flash_back_end_calls_its_kernels_rightly(flash_without_gpu: FlashBackend, name: str) -> None:
+    (page_tokens,) = flash_without_gpu.supported_page_tokens(32, torch.bfloat16)
+    case = make_case("cpu", BATCHES[name], page_tokens, dtype=torch.bfloat16, windows=(24,))
+    check(flash_without_gpu, case, 2e-2)
+
+
+def test_flash_back_end_replays_other_batches_from_the_same_memory(flash_without_gpu: FlashBackend) -> None:
+    (page_tokens,) = flash_without_gpu.supported_page_tokens(32, torch.bfloat16)
+    cases = [
+        make_case("cpu", lengths, page_tokens, dtype=torch.bfloat16, seed=i)
+        for i, lengths in enumerate([[(5, 1), (700, 1)], [(300, 1), (0, 1)], [(900, 1), (256, 1)]])
+    ]
+    static: Any = flash_without_gpu.allocate_replay(cases[0].layout, 12)
+    addresses = {k: v.data_ptr() for k, v in vars(static).items() if isinstance(v, torch.Tensor)}
+    for case in cases:
+        flash_without_gpu.fill_replay(static, case.layout)
+        kv = case.views.layers[1]
+        flash_without_gpu.write_kv(kv, case.keys, case.values, static)
+        if flash_without_gpu.name == "flash-attention 4":
+            got = flash_without_gpu.attend(case.queries, case.keys, case.values, kv, static, None)
+            torch.testing.assert_close(got.double(), case.expected[None], rtol=2e-2, atol=2e-2)
+    assert addresses == {k: v.data_ptr() for k, v in vars(static).items() if isinstance(v, torch.Tensor)}
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "dtype", "runs"),
+    [(64, torch.bfloat16, True), (128, torch.float16, True), (64, torch.float32, False), (72, torch.bfloat16, False)],
+)
+def test_flash_back_end_refuses_what_its_kernels_cannot_run(
+    flash_without_gpu: FlashBackend, head_dim: int, dtype: torch.dtype, runs: bool
+) -> None:
+    assert bool(flash_without_gpu.supported_page_tokens(head_dim, dtype)) == runs
+
+
+@pytest.mark.parametrize(("major", "words"), [(7, "too old"), (8, "flash-attn is not"), (9, "flash-attn-4 is not")])
+def test_no_kernels_is_said(monkeypatch: pytest.MonkeyPatch, major: int, words: str) -> None:
+    monkeypatch.setitem(sys.modules, "flash_attn", None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (major, 0))
+    with pytest.raises(FlashUnavailable, match=words):
+        FlashBackend(torch.device("cuda"))
+    assert [b.name for b in choose_backends(torch.device("cuda"))] == ["torch"]
 
 
 @pytest.mark.gpu

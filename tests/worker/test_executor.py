@@ -52,7 +52,7 @@ def test_two_models_in_one_slab_take_turns_and_blocks(
     shapes = [load(executor, checkpoints[v]) for v in names]
     assert shapes[0].slots_per_merged != shapes[1].slots_per_merged
     for turn in range(2):
-        merged = [range(0, 6), range(6, 12)] if turn == 0 else [range(6, 12), range(0, 6)]
+        merged = [range(6), range(6, 12)] if turn == 0 else [range(6, 12), range(6)]
         drivers = [Driver(executor, s, m, seed=turn) for s, m in zip(shapes, merged, strict=True)]
         rows = [[d.add(4 * i + j, prompt_of(n)) for j, n in enumerate(LENGTHS)] for i, d in enumerate(drivers)]
         while any(len(r.output) < STEPS for group in rows for r in group):
@@ -130,6 +130,10 @@ def step_of(row: Row, shape: ModelShape, **changes: Any) -> StepPlan:
         ({"new_blocks": [(0, [10**6])]}, "slots 1000000..1000000 of"),
         ({"starts": [40]}, "rows [0] lack KV blocks"),
         ({"rows": [99]}, "IndexError"),
+        (
+            {"new_sequences": [NewSequence(0, pack_tokens([5, 211]), 2, SamplingParams(1), [0])]},
+            "5..211 of a vocabulary of",
+        ),
     ],
 )
 def test_a_failing_step_is_an_error_result_and_the_next_one_runs(

@@ -163,6 +163,14 @@ def test_linear_equals_torch(dtype: torch.dtype, rows: int, with_bias: bool) -> 
         torch.testing.assert_close(Linear(weight.clone(), bias)(x), F.linear(x, weight, bias))
 
 
+def test_a_shared_weight_is_packed_only_where_the_copy_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight, x = torch.randn(32, 16), torch.randn(2, 16)
+    assert Linear(weight, shared=True)._packed
+    monkeypatch.setattr("services.worker.linear._MAX_SHARED_COPY_BYTES", weight.nbytes - 1)
+    large = Linear(weight, shared=True)
+    assert not large._packed and torch.equal(large(x), F.linear(x, weight))
+
+
 def test_linear_falls_back_where_packing_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(weight: torch.Tensor) -> torch.Tensor:
         raise RuntimeError("no such operator")

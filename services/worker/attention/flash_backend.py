@@ -20,6 +20,7 @@ import torch
 
 from services.worker.attention.interface import AttentionBackend, BatchLayout
 from services.worker.kv_store import LayerKv
+from services.worker.transfer import to_device
 
 _HALF = (torch.float16, torch.bfloat16)
 
@@ -63,8 +64,7 @@ class FlashBackend(AttentionBackend):
 
     def prepare(self, layout: BatchLayout) -> _Metadata:
         def moved(array: np.ndarray, dtype: type[np.generic]) -> torch.Tensor:
-            tensor = torch.from_numpy(np.ascontiguousarray(array, dtype))
-            return tensor.pin_memory().to(layout.device, non_blocking=True)
+            return to_device(array.astype(dtype, copy=False), layout.device)
 
         return _Metadata(
             slots=moved(layout.slots, np.int64),

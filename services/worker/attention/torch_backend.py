@@ -15,6 +15,7 @@ import torch.nn.functional as F
 
 from services.worker.attention.interface import AttentionBackend, BatchLayout
 from services.worker.kv_store import LayerKv
+from services.worker.transfer import to_device
 
 _CPU_PAGES = (32, 64, 96, 128)
 _CUDA_PAGES = (128, 64, 32, 256)
@@ -59,8 +60,7 @@ class TorchBackend(AttentionBackend):
         return _CPU_PAGES if self._device.type == "cpu" else _CUDA_PAGES
 
     def prepare(self, layout: BatchLayout) -> _Metadata:
-        members = [(0, len(layout.counts))] if len(layout.counts) == 1 else None
-        order, bounds = _grouping(layout) if members is None else (np.arange(1), members)
+        order, bounds = _grouping(layout)
         groups = [_group(layout, order[begin:end], len(bounds) == 1) for begin, end in bounds]
         return _Metadata(_tensor(layout.slots, layout), _tensor(layout.offsets, layout), groups)
 
@@ -116,7 +116,7 @@ class TorchBackend(AttentionBackend):
         if length == 1:
             # the query heads that share a KV head are that head's rows: no expansion of K and V
             grouped = queries.view(sequences, num_kv_heads, num_heads // num_kv_heads, head_dim)
-            return F.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask).view_as(queries)
+            return F.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask).reshape(queries.shape)
         out = F.scaled_dot_product_attention(
             queries.view(sequences, length, num_heads, head_dim).transpose(1, 2),
             keys,
@@ -142,7 +142,7 @@ class TorchBackend(AttentionBackend):
 
 
 def _tensor(array: np.ndarray, layout: BatchLayout) -> torch.Tensor:
-    return torch.from_numpy(np.ascontiguousarray(array, dtype=np.int64)).to(layout.device)
+    return to_device(array.astype(np.int64, copy=False), layout.device)
 
 
 def _grouping(layout: BatchLayout) -> tuple[np.ndarray, list[tuple[int, int]]]:
@@ -203,7 +203,7 @@ def _group(layout: BatchLayout, members: np.ndarray, only: bool) -> _Group:
 def _mask(layout: BatchLayout, positions: np.ndarray, num_keys: int, window: int | None) -> torch.Tensor:
     """[sequences, 1, queries, keys] of 0 and -inf: a query sees the keys up to its own position, and with a window only
     the last `window` of them."""
-    query = torch.from_numpy(positions).to(layout.device)[:, None, :, None]
+    query = to_device(positions, layout.device)[:, None, :, None]
     key = torch.arange(num_keys, device=layout.device)
     hidden = key > query
     if window is not None:

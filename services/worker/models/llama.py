@@ -65,7 +65,7 @@ class LlamaModel(DecoderModel):
         ]
         self._norm = reader.get(f"{prefix}norm.weight", shape.hidden_size)
         if config.get("tie_word_embeddings") or "lm_head.weight" not in reader:
-            self._head = Linear(self._embedding)
+            self._head = Linear(self._embedding, shared=True)
             reader.finish(ignored=("lm_head.weight",))
         else:
             self._head = reader.linear(["lm_head"], shape.hidden_size, [shape.vocab_size])

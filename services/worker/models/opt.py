@@ -65,7 +65,7 @@ class OptModel(DecoderModel):
         if self._norm_first and not config.get("_remove_final_layer_norm"):
             self._final_norm = _read_norm(reader, f"{prefix}final_layer_norm", hidden)
         if config.get("tie_word_embeddings", True) or "lm_head.weight" not in reader:
-            self._head = Linear(self._embedding)
+            self._head = Linear(self._embedding, shared=True)
             reader.finish(ignored=("lm_head.weight",))
         else:
             self._head = reader.linear(["lm_head"], width, [shape.vocab_size])

@@ -57,7 +57,8 @@ class WeightReader:
                 f"{file}: tensor {name} has shape {list(tensor.shape)}, but config.json asks for {list(shape)}."
             )
         self._unread.discard(name)
-        return tensor.to(device=self.device, dtype=self.dtype)
+        # copied even if nothing changes: a tensor in mapped memory would keep the whole file mapped
+        return tensor.to(device=self.device, dtype=self.dtype, copy=True)
 
     def get_optional(self, name: str, *shape: int) -> torch.Tensor | None:
         return self.get(name, *shape) if name in self else None

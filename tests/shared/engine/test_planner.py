@@ -241,3 +241,11 @@ def test_a_model_is_removed_with_its_requests_only():
     (output, *_) = engine.effects()
     assert output.entries[0].error.code == ErrorCode.GONE
     assert run(engine, executor)["b"] == expected_output(kept, 200)
+
+
+@pytest.mark.parametrize("token", [-1, 10, 2**31 - 1])
+def test_token_ids_outside_the_vocabulary_are_refused(token):
+    engine = Engine(8, 4, FirstComeFirstServed(), FixedTokenBudget(8))
+    engine.add_model(ModelShape("a", 4, 2, 200, vocab_size=10))
+    assert engine.submit(request("good", [0, 9], 2), 0.0) is None
+    assert engine.submit(request("bad", [0, token], 2), 0.0).code == ErrorCode.BAD_REQUEST

@@ -1,0 +1,145 @@
+"""What the scheduler's decisions cost: dispatches per second and time per load report, at 16 to 1024 instances.
+
+No bus and no model: the core is driven directly with synthetic reports, so the figures are its share of one CPU core.
+
+    python -m bench.dispatching [--instances 16 1024] [--seconds 1.0]
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import platform
+import time
+from collections.abc import Callable
+from random import Random
+
+import msgspec
+
+from services.scheduler.actions import Dispatch
+from services.scheduler.core import SchedulerCore
+from shared.messages import (
+    GenerationRequest,
+    InstanceInfo,
+    LoadedModel,
+    LoadReport,
+    ModelLoad,
+    SamplingParams,
+    pack_tokens,
+)
+from shared.settings import SchedulerSettings
+
+MODELS = ("llama", "opt")
+PROMPT = pack_tokens(list(range(512)))
+QUEUED = 2000
+"""Requests that wait while reports of full instances come in."""
+
+
+class Cluster:
+    """A core and the instances that report to it; each holds at most `capacity` requests of a model."""
+
+    def __init__(self, num_instances: int, policy: str, seed: int = 0) -> None:
+        settings = SchedulerSettings(dispatch_policy=policy, max_queued=10**9, lost_after_s=1e9)
+        self.core = SchedulerCore(settings, term=1)
+        self.now = 0.0
+        self.random = Random(seed)
+        self.names = [f"node-{number:04}" for number in range(num_instances)]
+        self.sequences = dict.fromkeys(self.names, 0)
+        self.num_requests = 0
+        for name in self.names:
+            models = [LoadedModel(model, "ready", 4096, 16, 16) for model in MODELS]
+            self.core.on_registry(name, InstanceInfo(name, "1", "node", "ready", models, num_merged=1000), self.now)
+            self.core.on_report(self.report(name), self.now)
+            state = self.core.cluster.get(name)
+            assert state is not None
+            state.has_answered = True
+        self.core.actions(self.now)
+
+    def report(self, name: str, *, num_waiting: int = 0, ids: tuple[str, ...] = ()) -> LoadReport:
+        """As after `ids` were admitted and ended."""
+        self.sequences[name] += 1
+        freeness = self.random.uniform(0.0, 60.0)
+        loads = [ModelLoad(model, 8, num_waiting) for model in MODELS]
+        return LoadReport(name, "1", self.sequences[name], freeness, 500.0, 16, loads, list(ids), list(ids), [])
+
+    def request(self) -> GenerationRequest:
+        self.num_requests += 1
+        model = MODELS[self.num_requests % len(MODELS)]
+        return GenerationRequest(
+            f"request-{self.num_requests}", "gateway", model, PROMPT, SamplingParams(max_tokens=256)
+        )
+
+    def step(self) -> list[Dispatch]:
+        self.now += 1e-5
+        return [action for action in self.core.actions(self.now) if isinstance(action, Dispatch)]
+
+
+def rate(operation: Callable[[], int], seconds: float) -> float:
+    """Events per second of `operation`, which returns how many it made."""
+    count, started = 0, time.perf_counter()
+    while (elapsed := time.perf_counter() - started) < seconds:
+        count += operation()
+    return count / elapsed
+
+
+def dispatch_rate(cluster: Cluster, seconds: float) -> float:
+    """Whole lives per second: submitted, dispatched, accepted, and its end reported."""
+
+    def one() -> int:
+        cluster.core.submit(cluster.request(), cluster.now)
+        dispatches = cluster.step()
+        for dispatch in dispatches:
+            cluster.core.on_dispatched(dispatch, None, cluster.now)
+            report = cluster.report(dispatch.instance_id, ids=(dispatch.request.request_id,))
+            cluster.core.on_report(report, cluster.now)
+        return len(dispatches)
+
+    return rate(one, seconds)
+
+
+def report_seconds(cluster: Cluster, seconds: float, *, num_waiting: int) -> float:
+    """Decoding and taking in one report, from all instances in turn."""
+    encoder, decoder = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(LoadReport)
+    spent = 0.0
+    count = 0
+    while spent < seconds:
+        batch = [encoder.encode(cluster.report(name, num_waiting=num_waiting)) for name in cluster.names]
+        started = time.perf_counter()
+        for body in batch:
+            cluster.core.on_report(decoder.decode(body), cluster.now)
+            cluster.step()
+        spent += time.perf_counter() - started
+        count += len(batch)
+    return spent / count
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--instances", type=int, nargs="+", default=[16, 64, 256, 1024])
+    parser.add_argument("--policy", default="freeness")
+    parser.add_argument("--seconds", type=float, default=1.0, help="of each measurement")
+    arguments = parser.parse_args()
+    print(
+        f"Python {platform.python_version()}, {platform.processor() or platform.machine()}, policy {arguments.policy}"
+    )
+    print("| instances | requests/s | report, nothing queued | report, 2000 queued, full | reports/s at most |")
+    print("|---:|---:|---:|---:|---:|")
+    for num_instances in arguments.instances:
+        lives = dispatch_rate(Cluster(num_instances, arguments.policy), arguments.seconds)
+        idle_s = report_seconds(Cluster(num_instances, arguments.policy), arguments.seconds, num_waiting=0)
+        full = Cluster(num_instances, arguments.policy)
+        for name in full.names:
+            full.core.on_report(full.report(name, num_waiting=9), full.now)
+        for _ in range(QUEUED):
+            full.core.submit(full.request(), full.now)
+        assert not full.step(), "every instance is full"
+        full_s = report_seconds(full, arguments.seconds, num_waiting=9)
+        worst = max(idle_s, full_s)
+        print(
+            f"| {num_instances} | {lives:,.0f} | {idle_s * 1e6:.1f} µs | {full_s * 1e6:.1f} µs "
+            f"| {math.floor(1 / worst):,} |"
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,166 @@
+"""The Kubernetes manifests, held against the code, the images and each other. Needs no cluster."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from shared.settings import GatewaySettings, PlacementSettings, SchedulerSettings, WorkerSettings, load
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+FOLDER = REPOSITORY / "deploy/kubernetes"
+BASE = FOLDER / "base"
+SETTINGS: dict[str, Any] = {
+    "gateway": GatewaySettings,
+    "scheduler": SchedulerSettings,
+    "placement": PlacementSettings,
+    "worker": WorkerSettings,
+}
+ALL_FIELDS = {"TIDEWAY_" + name.upper() for kind in SETTINGS.values() for name in kind.__struct_fields__}
+FIELD_PATHS = {"metadata.name": "worker-0"}
+SECRET = {"nats-password": "p", "api-keys": "k", "admin-api-key": "a"}
+
+
+def documents() -> list[dict[str, Any]]:
+    kustomization = yaml.safe_load((BASE / "kustomization.yaml").read_text())
+    assert {f"{p.name}" for p in BASE.glob("*.yaml")} - {"kustomization.yaml"} == set(kustomization["resources"])
+    return [d for name in kustomization["resources"] for d in yaml.safe_load_all((BASE / name).read_text())]
+
+
+def find(kind: str, name: str) -> dict[str, Any]:
+    (found,) = [d for d in documents() if d["kind"] == kind and d["metadata"]["name"] == name]
+    return found
+
+
+WORKLOADS = {d["metadata"]["name"]: d for d in documents() if d["kind"] in ("Deployment", "StatefulSet")}
+
+
+def pod(name: str) -> dict[str, Any]:
+    return WORKLOADS[name]["spec"]["template"]["spec"]  # type: ignore[no-any-return]
+
+
+def container(name: str) -> dict[str, Any]:
+    (only,) = pod(name)["containers"]
+    return only  # type: ignore[no-any-return]
+
+
+def environment(name: str) -> dict[str, str]:
+    """As the kubelet would make it; fails for a reference to something that is not there."""
+    values: dict[str, str] = {}
+    for source in container(name).get("envFrom", ()):
+        values |= find("ConfigMap", source["configMapRef"]["name"])["data"]
+    for variable in container(name)["env"]:
+        origin = variable.get("valueFrom", {})
+        if "secretKeyRef" in origin:
+            assert origin["secretKeyRef"]["name"] == "tideway"
+            values[variable["name"]] = SECRET[origin["secretKeyRef"]["key"]]
+        elif "fieldRef" in origin:
+            values[variable["name"]] = FIELD_PATHS[origin["fieldRef"]["fieldPath"]]
+        else:
+            values[variable["name"]] = re.sub(r"\$\((\w+)\)", lambda m: values[m[1]], variable["value"])
+    assert all(isinstance(value, str) for value in values.values())
+    return values
+
+
+def test_every_service_has_a_workload() -> None:
+    assert WORKLOADS.keys() == {"nats", *SETTINGS}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_the_environment_is_what_the_service_reads(name: str) -> None:
+    values = environment(name)
+    assert {key for key in values if key.startswith("TIDEWAY_")} <= ALL_FIELDS
+    own = {variable["name"] for variable in container(name)["env"]}
+    assert own <= {"TIDEWAY_" + field.upper() for field in SETTINGS[name].__struct_fields__}
+    settings = load(SETTINGS[name], values)
+    assert (settings.nats_url, settings.nats_password) == ("nats://nats:4222", "p")
+    assert (settings.metrics_host, settings.metrics_port) == ("0.0.0.0", 9100)
+    if name == "placement":
+        assert [spec.source for spec in settings.model_specs()] == [
+            f"/app/{folder.relative_to(REPOSITORY)}"
+            for folder in sorted((REPOSITORY / "models").glob("tideway-demo-*"))
+        ]
+
+
+def test_kubernetes_sets_no_variables_of_its_own() -> None:
+    """Its links to a service named tideway would set TIDEWAY_PORT."""
+    assert all(pod(name)["enableServiceLinks"] is False for name in WORKLOADS)
+
+
+@pytest.mark.parametrize("name", WORKLOADS)
+def test_probes_ask_ports_and_paths_that_are_served(name: str) -> None:
+    ports = {port["name"]: port["containerPort"] for port in container(name)["ports"]}
+    paths = {"http": {"/health", "/ready"}, "metrics": {"/health", "/metrics"}, "monitor": {"/healthz"}}
+    probes = {key: value for key, value in container(name).items() if key.endswith("Probe")}
+    assert {"readinessProbe", "livenessProbe"} <= probes.keys()
+    for probe in probes.values():
+        asked = probe.get("httpGet") or probe["tcpSocket"]
+        assert asked["port"] in ports
+        if "path" in asked:
+            assert asked["path"].partition("?")[0] in paths[asked["port"]]
+    if name != "nats":
+        asked = probes["livenessProbe"].get("httpGet", {})
+        assert (asked.get("port"), asked.get("path")) != ("metrics", "/health"), "an outage of NATS restarts no pod"
+        assert ports["metrics"] == int(environment(name)["TIDEWAY_METRICS_PORT"])
+
+
+@pytest.mark.parametrize("name", WORKLOADS)
+def test_pods_run_without_privileges_and_within_limits(name: str) -> None:
+    assert pod(name)["securityContext"]["runAsNonRoot"] is True
+    assert container(name)["securityContext"] == {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
+    assert "memory" in container(name)["resources"]["limits"]
+    mounts = {mount["name"] for mount in container(name).get("volumeMounts", ())}
+    volumes = {volume["name"] for volume in pod(name).get("volumes", ())}
+    volumes |= {claim["metadata"]["name"] for claim in WORKLOADS[name]["spec"].get("volumeClaimTemplates", ())}
+    assert mounts == volumes
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_images_are_those_of_the_dockerfiles(name: str) -> None:
+    text = (REPOSITORY / f"services/{name}/Dockerfile").read_text()
+    (uid,) = re.findall(r"useradd --uid (\d+)", text)
+    assert pod(name)["securityContext"]["runAsUser"] == int(uid)
+    compose = yaml.safe_load((REPOSITORY / "docker-compose.yml").read_text())
+    assert container(name)["image"] == compose["services"][name]["image"]
+
+
+def test_selectors_labels_and_services_agree() -> None:
+    for name, workload in WORKLOADS.items():
+        labels = workload["spec"]["template"]["metadata"]["labels"]
+        assert workload["spec"]["selector"]["matchLabels"].items() <= labels.items()
+        assert workload["spec"].get("serviceName", name) == name
+    for service in (d for d in documents() if d["kind"] == "Service"):
+        name = service["spec"]["selector"]["app"]
+        ports = {port["name"]: port["containerPort"] for port in container(name)["ports"]}
+        for port in service["spec"]["ports"]:
+            assert port.get("targetPort", port["port"]) in {*ports, *ports.values()}
+
+
+def test_nats_is_configured_as_in_the_container_stack() -> None:
+    def settings(text: str) -> list[str]:
+        return [line for line in text.splitlines() if not line.startswith("#")]
+
+    inline = find("ConfigMap", "nats")["data"]["nats.conf"]
+    assert settings(inline) == settings((REPOSITORY / "deploy/nats/nats.conf").read_text())
+    assert environment("nats")["NATS_PASSWORD"] == '"p"'
+    assert environment("nats")["NATS_USER"] == '"' + find("ConfigMap", "tideway")["data"]["TIDEWAY_NATS_USER"] + '"'
+
+
+def test_the_gpu_overlay_changes_the_worker_only() -> None:
+    overlay = yaml.safe_load((FOLDER / "gpu/kustomization.yaml").read_text())
+    assert overlay["resources"] == ["../base"]
+    (patch,) = [yaml.safe_load(item["patch"]) for item in overlay["patches"]]
+    assert (patch["kind"], patch["metadata"]["name"]) == ("StatefulSet", "worker")
+    (changed,) = patch["spec"]["template"]["spec"]["containers"]
+    assert changed["name"] == container("worker")["name"]
+    assert {variable["name"] for variable in changed["env"]} <= ALL_FIELDS
+    assert overlay["images"][0]["name"] == container("worker")["image"]
+
+
+def test_the_secret_of_the_readme_has_every_key() -> None:
+    keys = set(re.findall(r"--from-literal=([\w-]+)=", (FOLDER / "README.md").read_text()))
+    assert keys == SECRET.keys()

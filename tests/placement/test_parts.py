@@ -1,0 +1,183 @@
+"""The pure parts around the planner: presence of nodes, traffic statistics, checks of requests."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.placement.checkpoints import Checkpoints
+from services.placement.nodes import GRACE_S, NodePresence
+from services.placement.requests import check_length, check_spec
+from services.placement.statistics import WINDOW_S, TrafficStatistics
+from shared.bus.interface import ServiceError
+from shared.checkpoint import CheckpointError, CheckpointShape
+from shared.messages import ErrorCode, ModelSpec, ModelStatistics, NodeInfo
+
+SHAPE = CheckpointShape("LlamaForCausalLM", 4, 2, 64, 256, 1000, 512, "float32", 1 << 20, (2,))
+
+
+def node(node_id: str, **progress: object) -> NodeInfo:
+    return NodeInfo(node_id, "host", 2, 1 << 30, **progress)  # type: ignore[arg-type]
+
+
+class TestNodePresence:
+    def test_a_missing_node_is_held_for_its_grace(self) -> None:
+        presence = NodePresence()
+        both, one = {"a": node("a"), "b": node("b")}, {"b": node("b")}
+        assert presence.view(both, {"a", "b"}, 0.0) == ([node("a"), node("b")], frozenset())
+        assert presence.view(one, {"a", "b"}, 5.0) == ([node("b")], {"a"})
+        assert presence.view(one, {"a", "b"}, 5.0 + GRACE_S - 0.1)[1] == {"a"}
+        assert presence.view(one, {"a", "b"}, 5.0 + GRACE_S)[1] == frozenset()
+
+    def test_a_node_that_comes_back_has_a_new_grace(self) -> None:
+        presence = NodePresence()
+        one = {"b": node("b")}
+        presence.view(one, {"a"}, 0.0)
+        presence.view({"a": node("a"), **one}, {"a"}, 9.0)
+        assert presence.view(one, {"a"}, GRACE_S + 5.0)[1] == {"a"}
+
+    def test_while_no_node_is_there_none_is_given_up(self) -> None:
+        presence = NodePresence()
+        assert presence.view({}, {"a", "b"}, 0.0)[1] == {"a", "b"}
+        assert presence.view({}, {"a", "b"}, 1000.0)[1] == {"a", "b"}
+        assert presence.view({"b": node("b")}, {"a", "b"}, 1001.0)[1] == {"a"}
+        assert presence.view({"b": node("b")}, {"a", "b"}, 1001.0 + GRACE_S)[1] == frozenset()
+
+    def test_progress_of_a_node_changes_nothing(self) -> None:
+        presence = NodePresence()
+        first = presence.view({"a": node("a")}, set(), 0.0)
+        assert presence.view({"a": node("a", plan_version=7, problem="broken")}, set(), 1.0) == first
+
+
+def report(model: str = "m", arrived: int = 2, finished: int = 1, tokens: int = 10, queued: int = 0) -> ModelStatistics:
+    return ModelStatistics(model, 1.0, arrived, finished, 3 * tokens, tokens, 0.5 * finished, 2.0 * finished, queued)
+
+
+class TestTrafficStatistics:
+    def test_totals_and_rates(self) -> None:
+        statistics = TrafficStatistics(0.0)
+        statistics.add_model("m", report(arrived=100, finished=90, tokens=1000))
+        assert statistics.take_changed() == []
+        for second in range(1, 11):
+            statistics.observe([report(queued=second), report("unknown")], float(second))
+        totals = statistics.totals("m")
+        assert (totals.num_arrived, totals.num_finished, totals.output_tokens) == (120, 100, 1100)
+        assert totals.interval_s == 11.0
+        assert statistics.take_changed() == [totals]
+        rates = statistics.rates("m", 10.0)
+        assert rates.arrivals_per_s == pytest.approx(2.0)
+        assert rates.output_tokens_per_s == pytest.approx(10.0)
+        assert (rates.mean_prompt_tokens, rates.mean_output_tokens) == (30.0, 10.0)
+        assert (rates.mean_queued_s, rates.mean_execution_s, rates.num_queued) == (0.5, 2.0, 10)
+
+    def test_rates_slide_and_totals_stay(self) -> None:
+        statistics = TrafficStatistics(0.0)
+        statistics.add_model("m")
+        statistics.observe([report(arrived=60)], 10.0)
+        assert statistics.rates("m", 10.0 + WINDOW_S - 0.1).arrivals_per_s == pytest.approx(1.0)
+        assert statistics.rates("m", 10.0 + WINDOW_S).arrivals_per_s == 0.0
+        assert statistics.totals("m").num_arrived == 60
+
+    def test_a_new_model_is_stored_at_once_and_a_removed_one_is_not(self) -> None:
+        statistics = TrafficStatistics(0.0)
+        statistics.add_model("m")
+        statistics.add_model("n")
+        statistics.remove_model("n")
+        statistics.observe([report("n")], 1.0)
+        assert [totals.model for totals in statistics.take_changed()] == ["m"]
+
+    def test_what_could_not_be_stored_is_due_again(self) -> None:
+        statistics = TrafficStatistics(0.0)
+        statistics.add_model("m")
+        (totals,) = statistics.take_changed()
+        statistics.keep_changed([totals.model, "gone"])
+        assert statistics.take_changed() == [totals]
+        assert statistics.take_changed() == []
+
+    @given(st.lists(st.tuples(st.floats(0.01, 30.0), st.integers(0, 9), st.integers(0, 9)), max_size=30))
+    def test_nothing_is_lost_or_counted_twice(self, history: list[tuple[float, int, int]]) -> None:
+        statistics = TrafficStatistics(0.0)
+        statistics.add_model("m")
+        now, times = 0.0, []
+        for gap_s, arrived, finished in history:
+            now += gap_s
+            times.append((now, arrived))
+            statistics.observe([report(arrived=arrived, finished=finished)], now)
+        assert statistics.totals("m").num_arrived == sum(arrived for _, arrived, _ in history)
+        recent = sum(arrived for at, arrived in times if at > now - WINDOW_S)
+        window_s = max(1.0, min(WINDOW_S, now))
+        assert statistics.rates("m", now).arrivals_per_s == pytest.approx(recent / window_s)
+
+
+class TestRequests:
+    def test_sound_specs(self) -> None:
+        check_spec(ModelSpec("org/Model-7b_v1.5:chat", "org/model"))
+        check_spec(ModelSpec("m", "/m", dtype="bfloat16", max_model_len=512, replicas=1))
+        check_length(ModelSpec("m", "/m", max_model_len=512), SHAPE)
+
+    @pytest.mark.parametrize(
+        ("spec", "param"),
+        [
+            (ModelSpec("", "/m"), "name"),
+            (ModelSpec("a b", "/m"), "name"),
+            (ModelSpec("-a", "/m"), "name"),
+            (ModelSpec("a" * 129, "/m"), "name"),
+            (ModelSpec("m", " "), "source"),
+            (ModelSpec("m", "/m", dtype="int8"), "dtype"),
+            (ModelSpec("m", "/m", max_model_len=0), "max_model_len"),
+            (ModelSpec("m", "/m", replicas=-1), "replicas"),
+        ],
+    )
+    def test_the_field_at_fault_is_named(self, spec: ModelSpec, param: str) -> None:
+        with pytest.raises(ServiceError) as caught:
+            check_spec(spec)
+        assert (caught.value.code, caught.value.info.param) == (ErrorCode.BAD_REQUEST, param)
+
+    def test_a_length_beyond_the_checkpoint(self) -> None:
+        with pytest.raises(ServiceError, match="max_model_len is 513, but the checkpoint allows 512 tokens"):
+            check_length(ModelSpec("m", "/m", max_model_len=513), SHAPE)
+
+
+class TestCheckpoints:
+    async def test_a_failure_is_remembered_while_it_is_tried_again(self) -> None:
+        answers: list[CheckpointShape | Exception] = [CheckpointError("no such folder"), SHAPE]
+        may_read, changes = threading.Event(), []
+        may_read.set()
+
+        def read(_source: str) -> CheckpointShape:
+            may_read.wait(10.0)
+            answer = answers.pop(0)
+            if isinstance(answer, Exception):
+                raise answer
+            return answer
+
+        checkpoints = Checkpoints(lambda: changes.append(1), read)
+        assert (checkpoints.shape("/m"), checkpoints.problem("/m")) == (None, "")
+        checkpoints.begin("/m")
+        await checkpoints.wait(["/m"], 10.0)
+        assert (checkpoints.shape("/m"), checkpoints.problem("/m")) == (None, "no such folder")
+        may_read.clear()
+        checkpoints.begin("/m")
+        await checkpoints.wait(["/m"], 0.01)
+        assert (checkpoints.shape("/m"), checkpoints.problem("/m")) == (None, "no such folder")
+        may_read.set()
+        await checkpoints.wait(["/m"], 10.0)
+        assert (checkpoints.shape("/m"), checkpoints.problem("/m")) == (SHAPE, "")
+        checkpoints.begin("/m")
+        assert len(changes) == 2, "what is known is not read again"
+        checkpoints.forget_all_but([])
+        assert checkpoints.shape("/m") is None
+
+    async def test_an_unexpected_error_is_a_problem_too(self) -> None:
+        def read(_source: str) -> CheckpointShape:
+            raise PermissionError("not yours")
+
+        changed = asyncio.Event()
+        checkpoints = Checkpoints(changed.set, read)
+        checkpoints.begin("/m")
+        await asyncio.wait_for(changed.wait(), 10.0)
+        assert checkpoints.problem("/m") == "'/m' cannot be read: PermissionError('not yours')"

@@ -1,0 +1,367 @@
+"""The placement service on a real NATS server; nodes, scheduler and the gateway's admin API are scripted."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from services.placement import active as active_module
+from services.placement import nodes as nodes_module
+from services.placement.checkpoints import read_shape
+from services.placement.service import PlacementService
+from shared.bus.interface import Bus, KeyValue, ServiceError
+from shared.bus.nats_bus import NatsBus
+from shared.checkpoint import CheckpointShape
+from shared.messages import (
+    MODELS,
+    NODES,
+    PLACEMENT_ADD_MODEL,
+    PLACEMENT_PLAN,
+    PLACEMENT_REMOVE_MODEL,
+    PLANS,
+    SCHEDULER_STATISTICS,
+    STATISTICS,
+    AddModel,
+    ErrorCode,
+    GetPlan,
+    ModelSpec,
+    ModelStatistics,
+    NodeInfo,
+    PlacementPlan,
+    RemoveModel,
+    StatisticsReport,
+)
+from shared.settings import BusSettings, PlacementSettings, SettingsError
+from shared.telemetry import Telemetry, start_telemetry
+from tests.conftest import NatsServer
+from tests.placement.checkpoints import write_checkpoint
+
+GIB = 1 << 30
+
+
+async def until(condition: Callable[[], Any], timeout_s: float = 20.0) -> Any:
+    """The first truthy result; polls."""
+    deadline = time.monotonic() + timeout_s
+    while not (result := condition()):
+        assert time.monotonic() < deadline, "waited in vain"
+        await asyncio.sleep(0.01)
+    return result
+
+
+class Cluster:
+    """Scripted peers on one connection: nodes that register each second, an operator, an onlooker of the plan."""
+
+    def __init__(self, bus: Bus) -> None:
+        self.bus = bus
+        self.plans: list[PlacementPlan] = []
+        self._nodes: dict[str, asyncio.Task[None]] = {}
+        self._node_bucket: KeyValue[NodeInfo]
+
+    async def start(self) -> None:
+        self._node_bucket = await self.bus.key_value(NODES)
+        await (await self.bus.key_value(PLANS)).watch(lambda _, plan: self.plans.append(plan) if plan else None)
+        self.models = await (await self.bus.key_value(MODELS)).watch()
+        self.statistics = await (await self.bus.key_value(STATISTICS)).watch()
+
+    async def stop(self) -> None:
+        for task in self._nodes.values():
+            task.cancel()
+        await asyncio.gather(*self._nodes.values(), return_exceptions=True)
+
+    def start_node(self, node_id: str, *, num_instances: int = 2, memory_bytes: int = 4 * GIB) -> None:
+        async def register() -> None:
+            while True:
+                await self._node_bucket.put(node_id, NodeInfo(node_id, "host", num_instances, memory_bytes))
+                await asyncio.sleep(1.0)
+
+        self._nodes[node_id] = asyncio.create_task(register())
+
+    async def stop_node(self, node_id: str) -> None:
+        self._nodes.pop(node_id).cancel()
+        await self._node_bucket.delete(node_id)
+
+    async def add(self, spec: ModelSpec, timeout_s: float = 10.0) -> PlacementPlan:
+        return await self.bus.request(PLACEMENT_ADD_MODEL, AddModel(spec), timeout_s=timeout_s)
+
+    async def remove(self, name: str) -> PlacementPlan:
+        return await self.bus.request(PLACEMENT_REMOVE_MODEL, RemoveModel(name), timeout_s=10.0)
+
+    async def refusal(self, spec: ModelSpec) -> tuple[ErrorCode, str, str]:
+        with pytest.raises(ServiceError) as caught:
+            await self.add(spec)
+        info = caught.value.info
+        return info.code, info.param, info.message
+
+    async def placed(self, models: str, instances: str) -> PlacementPlan:
+        """Waits for a plan with exactly these models on each of exactly these instances (ids apart by blanks)."""
+        wanted = {instance_id: set(models.split()) for instance_id in instances.split()}
+        await until(lambda: self.plans and where(self.plans[-1]) == wanted)
+        return self.plans[-1]
+
+
+def where(plan: PlacementPlan) -> dict[str, set[str]]:
+    return {i.instance_id: {s.name for s in i.models} for i in plan.instances}
+
+
+@pytest.fixture
+async def cluster(nats_settings: BusSettings) -> AsyncIterator[Cluster]:
+    bus = await NatsBus.connect(nats_settings, service="test", service_id="cluster")
+    cluster = Cluster(bus)
+    await cluster.start()
+    yield cluster
+    await cluster.stop()
+    await bus.close()
+
+
+@asynccontextmanager
+async def placement(
+    nats: BusSettings,
+    models: dict[str, str] | None = None,
+    *,
+    name: str = "placement-1",
+    telemetry: Telemetry | None = None,
+    read: Callable[[str], CheckpointShape] = read_shape,
+) -> AsyncIterator[PlacementService]:
+    pairs = ",".join(f"{model}={source}" for model, source in (models or {}).items())
+    settings = PlacementSettings(nats_url=nats.nats_url, placement_id=name, models=pairs, interval_s=0.5)
+    bus = await NatsBus.connect(settings, service="placement", service_id=name)
+    telemetry = telemetry or start_telemetry("placement", name, settings)
+    service = PlacementService(bus, settings, telemetry, read)
+    await service.start()
+    try:
+        yield service
+    finally:
+        await service.stop()
+        await bus.close()
+        telemetry.close()
+
+
+@pytest.fixture
+def sources(tmp_path: Path) -> dict[str, str]:
+    return {name: write_checkpoint(tmp_path / name) for name in ("a", "b", "c")}
+
+
+async def test_seeds_are_placed_on_every_instance(
+    nats_settings: BusSettings, cluster: Cluster, sources: dict[str, str]
+) -> None:
+    async with placement(nats_settings, {"a": sources["a"], "b": sources["b"]}) as service:
+        await until(lambda: set(cluster.models.entries) == {"a", "b"})
+        cluster.start_node("n")
+        plan = await cluster.placed("a b", "n-0 n-1")
+        assert service.is_active
+        assert service.problems() == []
+        assert await cluster.bus.request(PLACEMENT_PLAN, GetPlan(), timeout_s=5.0) == plan
+        cluster.start_node("m", num_instances=1)
+        grown = await cluster.placed("a b", "m-0 n-0 n-1")
+        assert [i for i in grown.instances if i.node_id == "n"] == plan.instances
+
+
+async def test_models_are_added_and_removed_without_moving_others(
+    nats_settings: BusSettings, cluster: Cluster, sources: dict[str, str]
+) -> None:
+    async with placement(nats_settings, {"a": sources["a"]}):
+        cluster.start_node("n")
+        first = await cluster.placed("a", "n-0 n-1")
+        added = await cluster.add(ModelSpec("b", sources["b"], replicas=1))
+        assert await until(lambda: cluster.plans[-1].version == added.version and cluster.plans[-1]) == added
+        assert sorted(where(added).values(), key=len) == [{"a"}, {"a", "b"}]
+        pools = [(i.instance_id, i.pool_bytes, i.merged_bytes) for i in first.instances]
+        assert [(i.instance_id, i.pool_bytes, i.merged_bytes) for i in added.instances] == pools
+        assert cluster.models.entries["b"] == ModelSpec("b", sources["b"], replicas=1)
+        assert await cluster.add(ModelSpec("b", sources["b"], replicas=1)) == added, "again: no effect"
+
+        removed = await cluster.remove("b")
+        assert where(removed) == where(first)
+        assert removed.version > added.version
+        await until(lambda: set(cluster.models.entries) == {"a"})
+        assert where(await cluster.remove("a")) == {}
+
+
+async def test_refusals_name_the_field_and_the_numbers(
+    nats_settings: BusSettings, cluster: Cluster, sources: dict[str, str], tmp_path: Path
+) -> None:
+    async with placement(nats_settings, {"a": sources["a"]}):
+        cluster.start_node("n")
+        first = await cluster.placed("a", "n-0 n-1")
+        code, param, message = await cluster.refusal(ModelSpec("a", sources["b"]))
+        assert (code, param) == (ErrorCode.CONFLICT, "name")
+        code, param, message = await cluster.refusal(ModelSpec("x", "/no/such/folder"))
+        assert (code, param, message) == (ErrorCode.BAD_REQUEST, "source", "'/no/such/folder' does not exist.")
+        code, param, _ = await cluster.refusal(ModelSpec("x y", sources["b"]))
+        assert (code, param) == (ErrorCode.BAD_REQUEST, "name")
+        code, param, message = await cluster.refusal(ModelSpec("x", sources["b"], max_model_len=2000))
+        assert (code, param) == (ErrorCode.BAD_REQUEST, "max_model_len")
+        assert "allows 1024 tokens" in message
+        huge = write_checkpoint(tmp_path / "huge", weight_mib=9000)
+        code, param, message = await cluster.refusal(ModelSpec("x", huge))
+        assert (code, param) == (ErrorCode.BAD_REQUEST, "source")
+        assert "9,180 MiB weights" in message
+        assert "of 2,048 MiB" in message
+        with pytest.raises(ServiceError) as caught:
+            await cluster.remove("x")
+        assert caught.value.code == ErrorCode.UNKNOWN_MODEL
+        assert set(cluster.models.entries) == {"a"}
+        assert cluster.plans[-1] == first
+
+
+async def test_a_slow_download_is_said_to_be_one_and_goes_on(
+    nats_settings: BusSettings, cluster: Cluster, sources: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(active_module, "ADD_READ_S", 0.2)
+    may_finish, reads = threading.Event(), []
+
+    def read(source: str) -> CheckpointShape:
+        if source == "org/slow":
+            reads.append(source)
+            may_finish.wait(20.0)
+            return read_shape(sources["b"])
+        return read_shape(source)
+
+    async with placement(nats_settings, {"a": sources["a"]}, read=read):
+        cluster.start_node("n")
+        await cluster.placed("a", "n-0 n-1")
+        for _ in range(2):
+            code, param, message = await cluster.refusal(ModelSpec("b", "org/slow"))
+            assert (code, param) == (ErrorCode.UNAVAILABLE, "source")
+            assert "is being fetched" in message
+        assert len(reads) == 1
+        may_finish.set()
+        monkeypatch.setattr(active_module, "ADD_READ_S", 8.0)
+        await cluster.add(ModelSpec("b", "org/slow"))
+        await cluster.placed("a b", "n-0 n-1")
+
+
+async def test_an_unreadable_seed_is_explained_and_tried_again(
+    nats_settings: BusSettings, cluster: Cluster, sources: dict[str, str], tmp_path: Path
+) -> None:
+    late = tmp_path / "late"
+    async with placement(nats_settings, {"a": sources["a"], "late": str(late)}):
+        cluster.start_node("n")
+        plan = await cluster.placed("a", "n-0 n-1")
+        assert plan.unplaced == {"late": f"{str(late)!r} does not exist."}
+        write_checkpoint(late)
+        assert (await cluster.placed("a late", "n-0 n-1")).unplaced == {}
+
+
+async def test_a_restart_changes_nothing_and_removed_seeds_stay_removed(
+    nats_settings: BusSettings, cluster: Cluster, sources: dict[str, str]
+) -> None:
+    seeds = {"a": sources["a"], "b": sources["b"]}
+    cluster.start_node("n")
+    async with placement(nats_settings, seeds):
+        await cluster.placed("a b", "n-0 n-1")
+        await cluster.add(ModelSpec("c", sources["c"]))
+        await cluster.remove("b")
+        before = await cluster.placed("a c", "n-0 n-1")
+    async with placement(nats_settings, seeds, name="placement-2") as service:
+        await until(lambda: service.is_active)
+        assert await cluster.bus.request(PLACEMENT_PLAN, GetPlan(), timeout_s=5.0) == before
+        assert set(cluster.models.entries) == {"a", "c"}
+        await cluster.add(ModelSpec("b", sources["b"]))
+        await cluster.placed("a b c", "n-0 n-1")
+    new = {**seeds, "d": sources["c"]}
+    async with placement(nats_settings, new, name="placement-3"):
+        await cluster.placed("a b c d", "n-0 n-1")
+    assert all(
+        earlier.version < later.version for earlier, later in zip(cluster.plans, cluster.plans[1:], strict=False)
+    )
+
+
+async def test_a_node_that_is_away_for_a_moment_keeps_its_plan_and_a_dead_one_does_not(
+    nats_settings: BusSettings, cluster: Cluster, sources: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nodes_module, "GRACE_S", 2.0)
+    async with placement(nats_settings, {"a": sources["a"]}):
+        cluster.start_node("m", num_instances=1)
+        cluster.start_node("n", num_instances=1)
+        plan = await cluster.placed("a", "m-0 n-0")
+        await cluster.stop_node("n")
+        await asyncio.sleep(1.0)
+        cluster.start_node("n", num_instances=1)
+        await asyncio.sleep(2.0)
+        assert cluster.plans[-1] == plan
+        await cluster.stop_node("n")
+        await cluster.placed("a", "m-0")
+
+
+async def test_a_standby_takes_over_with_the_same_plan(
+    nats_settings: BusSettings, cluster: Cluster, sources: dict[str, str]
+) -> None:
+    cluster.start_node("n")
+    async with placement(nats_settings, {"a": sources["a"]}, name="standby") as standby:
+        await until(lambda: standby.is_active)
+        async with placement(nats_settings, {"a": sources["a"]}, name="second") as second:
+            before = await cluster.placed("a", "n-0 n-1")
+            assert not second.is_active
+            await standby.stop()
+            await until(lambda: second.is_active)
+            added = await cluster.add(ModelSpec("b", sources["b"]))
+            assert added.version == before.version + 1
+            assert where(added) == {"n-0": {"a", "b"}, "n-1": {"a", "b"}}
+
+
+async def test_statistics_are_kept_over_a_restart(
+    nats_settings: BusSettings, cluster: Cluster, sources: dict[str, str]
+) -> None:
+    traffic = ModelStatistics("a", 1.0, 5, 4, 400, 40, 0.4, 8.0, 2)
+    report = StatisticsReport("scheduler-1", [traffic, msgspec.structs.replace(traffic, model="unknown")])
+    telemetry = start_telemetry("placement", "placement-1", nats_settings)
+    async with placement(nats_settings, {"a": sources["a"]}, telemetry=telemetry) as service:
+        await until(lambda: service.is_active and "a" in cluster.statistics.entries)
+        cluster.bus.publish(SCHEDULER_STATISTICS, report)
+        cluster.bus.publish(SCHEDULER_STATISTICS, report)
+        await until(lambda: cluster.statistics.entries["a"].num_arrived == 10)
+        value = telemetry.registry.get_sample_value
+        await until(lambda: (value("tideway_placement_model_num_queued", {"model": "a"}) or 0) == 2)
+        assert (value("tideway_placement_model_mean_execution_s", {"model": "a"}) or 0) == 2.0
+        assert value("tideway_placement_is_leader") == 1
+        assert value("tideway_placement_models", {"state": "unplaced"}) == 1
+        cluster.bus.publish(SCHEDULER_STATISTICS, report)
+        await cluster.bus.round_trip_s()
+        await until(lambda: service._active._statistics.totals("a").num_arrived == 15)  # type: ignore[union-attr]
+    assert cluster.statistics.entries["a"].num_arrived == 15, "the last ones are stored at the stop"
+    async with placement(nats_settings, {"a": sources["a"]}, name="placement-2") as service:
+        await until(lambda: service.is_active)
+        cluster.bus.publish(SCHEDULER_STATISTICS, report)
+        await until(lambda: cluster.statistics.entries["a"].num_arrived == 20)
+        assert "unknown" not in cluster.statistics.entries
+
+
+async def test_losing_nats_moves_nothing(fresh_nats: NatsServer, sources: dict[str, str]) -> None:
+    settings = BusSettings(nats_url=fresh_nats.url)
+    bus = await NatsBus.connect(settings, service="test", service_id="cluster")
+    cluster = Cluster(bus)
+    await cluster.start()
+    cluster.start_node("n")
+    async with placement(settings, {"a": sources["a"]}) as service:
+        before = await cluster.placed("a", "n-0 n-1")
+        await cluster.stop()
+        fresh_nats.kill()
+        await until(lambda: service.problems() == ["not connected to NATS"])
+        fresh_nats.restart()
+        await until(lambda: service.problems() == [] and bus.is_connected)
+        cluster.start_node("n")
+        await until(lambda: service.is_active)
+        added = await cluster.add(ModelSpec("b", sources["b"]))
+        assert added.version == before.version + 1
+        assert where(added) == {"n-0": {"a", "b"}, "n-1": {"a", "b"}}
+    await cluster.stop()
+    await bus.close()
+
+
+async def test_settings_that_cannot_be_used_are_said_so(nats_settings: BusSettings) -> None:
+    bus = await NatsBus.connect(nats_settings, service="placement", service_id="p")
+    telemetry = start_telemetry("placement", "p", nats_settings)
+    with pytest.raises(SettingsError, match="TIDEWAY_MODELS: 'a b' is no model name"):
+        PlacementService(bus, PlacementSettings(models="a b=/m"), telemetry)
+    with pytest.raises(SettingsError, match="TIDEWAY_INTERVAL_S=0"):
+        PlacementService(bus, PlacementSettings(interval_s=0.0), telemetry)
+    await bus.close()

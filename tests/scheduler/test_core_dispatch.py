@@ -1,0 +1,283 @@
+"""Who goes where and when, and what is refused: the core, one situation at a time."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from services.scheduler.actions import (
+    Dispatch,
+    SendEntry,
+)
+from services.scheduler.core import LEDGER_EXPIRY_S
+from services.scheduler.requests import RequestState
+from shared.messages import (
+    ErrorCode,
+    FinishedStats,
+    FinishReason,
+    RequestClass,
+)
+from tests.scheduler.driver import Driver
+from tests.scheduler.samples import make_info, make_request
+
+# ------------------------------------------------------------------------------------------------ dispatching
+
+
+def test_a_request_goes_to_the_freest_instance_that_serves_its_model() -> None:
+    driver = Driver()
+    driver.up("a")
+    driver.up("b")
+    driver.up("c", "other")
+    driver.report("a", freeness=5.0, num_running=3)
+    driver.report("b", freeness=9.0, num_running=3)
+    driver.submit(make_request("r", timeout_s=30, waited_s=2.0))
+    driver.now += 1.0
+    (dispatch,) = driver.take(Dispatch)
+    assert dispatch.instance_id == "b"
+    assert dispatch.request.timeout_s == pytest.approx(29)
+    assert dispatch.request.waited_s == pytest.approx(3)
+    assert dispatch.request.epoch == 0
+
+
+def test_a_request_waits_for_a_model_that_nobody_serves_yet() -> None:
+    driver = Driver()
+    driver.up("a", "other")
+    assert driver.submit(make_request("r")) is None
+    assert driver.dispatches() == {}
+    driver.core.on_registry("a", make_info("a", "other", "m"), driver.now)
+    assert driver.dispatches() == {"r": "a"}
+
+
+@pytest.mark.parametrize("info", [{"state": "draining"}, {"state": "starting"}, {"model_state": "loading"}])
+def test_instances_that_are_not_ready_get_nothing(info: dict[str, str]) -> None:
+    driver = Driver()
+    driver.up("a")
+    driver.core.on_registry("a", make_info("a", **info), driver.now)  # type: ignore[arg-type]
+    driver.submit(make_request("r"))
+    assert driver.dispatches() == {}
+
+
+def test_an_instance_is_used_only_after_its_first_report() -> None:
+    driver = Driver()
+    driver.up("a", heard=False)
+    driver.submit(make_request("r"))
+    assert driver.dispatches() == {}
+    driver.report("a")
+    assert driver.dispatches() == {"r": "a"}
+
+
+def test_a_burst_between_two_reports_spreads_over_instances() -> None:
+    driver = Driver(max_waiting_per_model=4)
+    for name in "abc":
+        driver.up(name)
+    for number in range(9):
+        driver.submit(make_request(f"r{number}"))
+    placed = list(driver.dispatches().values())
+    assert sorted(placed) == ["a"] * 3 + ["b"] * 3 + ["c"] * 3
+
+
+def test_each_instance_holds_few_waiting_requests_of_a_model() -> None:
+    driver = Driver(max_waiting_per_model=2)
+    driver.up("a", "m", "n")
+    driver.report("a", waiting={"m": 1})
+    for number in range(4):
+        driver.submit(make_request(f"m{number}"))
+        driver.submit(make_request(f"n{number}", model="n"))
+    assert driver.dispatches() == {"m0": "a", "n0": "a", "n1": "a"}
+    driver.report("a", waiting={"m": 2}, admitted=["m0", "n0", "n1"])
+    assert driver.dispatches() == {"n2": "a", "n3": "a"}
+
+
+def test_online_goes_before_offline_high_before_normal_then_first_come() -> None:
+    driver = Driver(max_waiting_per_model=10)
+    driver.submit(make_request("offline", online=False, high=True))
+    driver.submit(make_request("late"))
+    driver.submit(make_request("early", waited_s=5.0))
+    driver.submit(make_request("high", high=True))
+    driver.up("a")
+    assert list(driver.dispatches()) == ["high", "early", "late", "offline"]
+
+
+def test_order_holds_over_models_too() -> None:
+    driver = Driver(max_waiting_per_model=10)
+    driver.submit(make_request("n-offline", model="n", online=False))
+    for number in range(3):
+        driver.submit(make_request(f"m{number}", model="m"))
+        driver.now += 0.1
+        driver.submit(make_request(f"n{number}", model="n"))
+        driver.now += 0.1
+    driver.up("a", "m", "n")
+    assert list(driver.dispatches()) == ["m0", "n0", "m1", "n1", "m2", "n2", "n-offline"]
+
+
+def test_waiting_offline_requests_do_not_keep_online_ones_away() -> None:
+    driver = Driver(max_waiting_per_model=2)
+    driver.up("a")
+    driver.report("a", waiting={"m": 2}, offline={"m": 2})
+    driver.submit(make_request("offline", online=False))
+    driver.submit(make_request("online"))
+    assert driver.dispatches() == {"online": "a"}
+
+
+@pytest.mark.parametrize(("policy", "expected"), [("fewest_requests", "b"), ("round_robin", "a"), ("freeness", "c")])
+def test_baselines_are_chosen_by_name(policy: str, expected: str) -> None:
+    driver = Driver(dispatch_policy=policy)
+    for name in "abc":
+        driver.up(name)
+    driver.report("a", freeness=1.0, num_running=5)
+    driver.report("b", freeness=2.0, num_running=1)
+    driver.report("c", freeness=3.0, num_running=9)
+    driver.submit(make_request("r"))
+    assert driver.dispatches() == {"r": expected}
+
+
+def test_unknown_policies_are_refused_by_name() -> None:
+    with pytest.raises(ValueError, match=r"fastest.*freeness"):
+        Driver(dispatch_policy="fastest")
+    with pytest.raises(ValueError, match=r"lifo.*fcfs"):
+        Driver(order_policy="lifo")
+
+
+def test_equals_are_chosen_by_cached_prefix_and_affinity_outweighs_some_freeness() -> None:
+    long_prompt = {"num_prompt": 200}
+    driver = Driver()
+    driver.up("b")
+    driver.submit(make_request("r0", **long_prompt))  # type: ignore[arg-type]
+    assert driver.dispatches() == {"r0": "b"}
+    driver.up("a")
+    driver.report("b", admitted=["r0"], ended=["r0"])
+    driver.submit(make_request("r1", **long_prompt))  # type: ignore[arg-type]
+    assert driver.dispatches() == {"r1": "b"}, "both idle, and b has the prefix"
+    driver.report("a", freeness=10.0, num_running=1)
+    driver.report("b", freeness=9.0, num_running=1, admitted=["r1"])
+    driver.submit(make_request("r2", **long_prompt))  # type: ignore[arg-type]
+    assert driver.dispatches() == {"r2": "a"}, "without affinity, freeness decides"
+
+    driver = Driver(cache_affinity_merged=2.0)
+    driver.up("b")
+    driver.submit(make_request("r0", **long_prompt))  # type: ignore[arg-type]
+    assert driver.dispatches() == {"r0": "b"}
+    driver.up("a")
+    driver.report("a", freeness=10.0, num_running=1)
+    driver.report("b", freeness=9.0, num_running=1, admitted=["r0"])
+    driver.submit(make_request("r1", **long_prompt))  # type: ignore[arg-type]
+    assert driver.dispatches() == {"r1": "b"}
+    driver.report("b", freeness=7.0, num_running=1, admitted=["r1"])
+    driver.submit(make_request("r2", **long_prompt))  # type: ignore[arg-type]
+    assert driver.dispatches() == {"r2": "a"}, "more than the affinity behind"
+
+
+def test_ledger_entries_leave_by_report_and_by_expiry() -> None:
+    driver = Driver(max_waiting_per_model=1)
+    driver.up("a")
+    driver.submit(make_request("r0"))
+    driver.submit(make_request("r1"))
+    assert driver.dispatches() == {"r0": "a"}
+    driver.report("a")  # names nobody
+    assert driver.dispatches() == {}
+    driver.report("a", admitted=["r0"])
+    assert driver.dispatches() == {"r1": "a"}
+    driver.submit(make_request("r2"))
+    driver.pass_time(LEDGER_EXPIRY_S - 0.1)
+    assert driver.dispatches() == {}
+    driver.pass_time(0.2)
+    assert driver.dispatches() == {"r2": "a"}
+
+
+def test_a_request_for_the_larger_pool_does_not_hold_up_the_others() -> None:
+    driver = Driver()
+    driver.up("big", num_merged=100)
+    driver.up("small", num_merged=2)
+    driver.report("big", waiting={"m": 2})
+    driver.submit(make_request("long", num_prompt=500, max_tokens=100))
+    driver.submit(make_request("short"))
+    assert driver.dispatches() == {"short": "small"}
+    driver.report("big", freeness=1.0, waiting={"m": 1})
+    assert driver.dispatches() == {"long": "big"}
+
+
+# ------------------------------------------------------------------------------------------- refusals, deadlines
+
+
+def test_what_can_never_fit_is_refused_with_the_numbers() -> None:
+    driver = Driver()
+    assert driver.submit(make_request("r", num_prompt=5000)) is None, "nobody serves the model: nothing is known"
+    driver.up("a", max_model_len=1024, num_merged=8)
+    refused = driver.submit(make_request("s", num_prompt=1000, max_tokens=100))
+    assert refused is not None and refused.code == ErrorCode.TOO_LONG
+    assert "1000 prompt tokens" in refused.message and "100 output" in refused.message and "1024" in refused.message
+    assert refused.param == "max_tokens"
+    refused = driver.submit(make_request("t", num_prompt=2000))
+    assert refused is not None and refused.param == "prompt"
+    # 8 merged blocks of 4 slots of 16 tokens.
+    refused = driver.submit(make_request("u", num_prompt=500, max_tokens=100))
+    assert refused is not None and refused.code == ErrorCode.TOO_LONG and "512" in refused.message
+    driver.up("b", max_model_len=1024, num_merged=80)
+    assert driver.submit(make_request("u", num_prompt=500, max_tokens=100)) is None
+    assert driver.dispatches() == {"u": "b"}
+
+
+def test_a_full_queue_refuses_with_an_estimate_but_lets_back_in_what_ran_before() -> None:
+    driver = Driver(max_queued=3)
+    for number in range(3):
+        assert driver.submit(make_request(f"r{number}")) is None
+    refused = driver.submit(make_request("r3"))
+    assert refused is not None and refused.code == ErrorCode.OVERLOADED and refused.retry_after_s >= 1
+    assert driver.submit(make_request("lost", epoch=1, num_prior=4)) is None
+    assert driver.submit(make_request("r0")) is None, "sending again changes nothing"
+    assert len(driver.core.queue) == 4
+
+
+def test_a_request_past_its_deadline_leaves_the_queue_with_a_typed_entry() -> None:
+    driver = Driver()
+    driver.submit(make_request("r", timeout_s=2.0, epoch=3, num_prior=7))
+    driver.submit(make_request("s", timeout_s=60.0))
+    driver.pass_time(1.9)
+    assert driver.take(SendEntry) == []
+    driver.pass_time(0.2)
+    (sent,) = driver.take(SendEntry)
+    assert sent.gateway_id == "g0"
+    assert (sent.entry.request_id, sent.entry.epoch, sent.entry.offset) == ("r", 3, 7)
+    assert sent.entry.finish_reason == FinishReason.DEADLINE
+    assert sent.entry.error is not None and sent.entry.error.code == ErrorCode.DEADLINE
+    assert driver.state("r") is None and driver.state("s") == RequestState.QUEUED
+    driver.up("a")
+    assert driver.dispatches() == {"s": "a"}
+
+
+def test_a_request_whose_time_is_over_is_not_dispatched_even_if_the_timer_is_late() -> None:
+    driver = Driver()
+    driver.submit(make_request("r", timeout_s=2.0))
+    driver.now += 3.0
+    driver.up("a")
+    assert driver.dispatches() == {}
+    driver.pass_time(0)
+    assert len(driver.take(SendEntry)) == 1
+
+
+def test_traffic_is_counted_per_model() -> None:
+    driver = Driver()
+    driver.submit(make_request("r0"))
+    driver.submit(make_request("r0", epoch=1))
+    driver.submit(make_request("s0", model="n"))
+    driver.now += 2.0
+    driver.up("a")
+    driver.dispatches()
+    stats = FinishedStats("m", RequestClass.ONLINE, 10, 20, 0.5, 1.5, FinishReason.STOP)
+    driver.report("a", finished=[stats, stats])
+    m, n = driver.core.statistics.take(1.0, {"n": 1})
+    assert (m.model, m.num_arrived, m.num_finished, m.prompt_tokens, m.output_tokens) == ("m", 1, 2, 20, 40)
+    assert m.queued_s == pytest.approx(3.0) and m.execution_s == pytest.approx(3.0)
+    assert (n.model, n.num_arrived, n.num_queued) == ("n", 1, 1)
+    assert driver.core.statistics.take(1.0, {}) == []
+
+
+def test_nan_freeness_does_not_break_the_order() -> None:
+    driver = Driver()
+    driver.up("a")
+    driver.up("b")
+    driver.report("a", freeness=math.nan)
+    driver.report("b", freeness=-5.0)
+    driver.submit(make_request("r"))
+    assert driver.dispatches() == {"r": "b"}

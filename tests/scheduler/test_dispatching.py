@@ -1,0 +1,168 @@
+"""The parts of the core one by one, against plain oracles: timers, the queue's order, and the choice of instances."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.scheduler.actions import Dispatch
+from services.scheduler.core import SchedulerCore
+from services.scheduler.queue import GlobalQueue, Lane, Outflow
+from services.scheduler.requests import TrackedRequest
+from services.scheduler.timers import Timers
+from shared.messages import Priority
+from shared.policies.dispatch import freeness_with_ledger
+from shared.policies.ordering import FirstComeFirstServed
+from shared.settings import SchedulerSettings
+from tests.scheduler.samples import make_info, make_report, make_request
+
+
+@given(st.lists(st.tuples(st.integers(0, 5), st.none() | st.integers(0, 20)), max_size=80), st.integers(0, 20))
+def test_timers_fire_in_order_and_once(changes: list[tuple[int, int | None]], now: int) -> None:
+    timers: Timers[int] = Timers()
+    expected: dict[int, int] = {}
+    for key, at in changes:
+        if at is None:
+            timers.discard(key)
+            expected.pop(key, None)
+        else:
+            timers.set(key, at)
+            expected[key] = at
+        assert timers.next() == min(expected.values(), default=None)
+    fired = list(timers.due(now))
+    assert sorted(fired) == sorted(key for key, at in expected.items() if at <= now)
+    assert [expected[key] for key in fired] == sorted(expected[key] for key in fired)
+    assert timers.next() == min((at for at in expected.values() if at > now), default=None)
+
+
+def test_timers_that_are_moved_for_ever_take_no_memory() -> None:
+    timers: Timers[str] = Timers()
+    for at in range(10_000):
+        timers.set("a", at)
+    assert len(timers._heap) < 100 and timers.next() == 9999
+
+
+def test_a_timer_set_while_firing_is_seen() -> None:
+    timers: Timers[str] = Timers()
+    timers.set("a", 1.0)
+    fired = []
+    for key in timers.due(5.0):
+        fired.append(key)
+        if len(fired) < 3:
+            timers.set("b", 2.0)
+    assert fired == ["a", "b", "b"]
+
+
+arrivals = st.lists(st.tuples(st.booleans(), st.booleans(), st.floats(0, 100)), min_size=1, max_size=40)
+
+
+@given(arrivals, st.data())
+def test_the_queue_is_sorted_by_class_priority_and_arrival(
+    entries: list[tuple[bool, bool, float]], data: st.DataObject
+) -> None:
+    queue = GlobalQueue(FirstComeFirstServed(), max_queued=10)
+    all_tracked = []
+    for number, (online, high, waited_s) in enumerate(entries):
+        request = make_request(f"r{number}", online=online, high=high, waited_s=waited_s)
+        tracked = TrackedRequest.submitted(request, number, len(queue), now=200.0)
+        queue.push(tracked, 200.0)
+        all_tracked.append(tracked)
+    for tracked in data.draw(st.lists(st.sampled_from(all_tracked), unique=True)):
+        queue.remove(tracked)
+        if data.draw(st.booleans()):
+            queue.push(tracked, 300.0)
+        else:
+            all_tracked.remove(tracked)
+    for lane in (Lane("m", True), Lane("m", False)):
+        of_lane = [tracked for tracked in all_tracked if tracked.is_online == lane.is_online]
+        of_lane.sort(
+            key=lambda t: (
+                t.request is not None and t.request.priority == Priority.NORMAL,
+                t.arrived_s,
+                t.number,
+            )
+        )
+        assert queue.first(lane, 100) == of_lane
+    assert len(queue) == len(all_tracked)
+
+
+def test_the_outflow_estimate_follows_the_rate() -> None:
+    outflow = Outflow(window_s=10.0)
+    for tick in range(1000):
+        outflow.count(tick * 0.1)
+    assert 9.0 < outflow.per_second(100.0) < 11.0
+    assert outflow.per_second(200.0) < 0.01
+
+
+def make_core(freeness: list[float], num_running: list[int], max_waiting: int) -> SchedulerCore:
+    core = SchedulerCore(SchedulerSettings(max_waiting_per_model=max_waiting), term=1)
+    for number, (free, running) in enumerate(zip(freeness, num_running, strict=True)):
+        core.on_registry(f"i{number}", make_info(f"i{number}"), 0.0)
+        core.on_report(make_report(f"i{number}", 1, freeness=free, num_running=running), 0.0)
+    return core
+
+
+loads = st.lists(st.tuples(st.floats(-50, 100), st.integers(0, 20)), min_size=1, max_size=6)
+
+
+@given(loads, st.integers(1, 30), st.integers(1, 5))
+def test_each_dispatch_goes_to_the_freest_after_all_before_it(
+    load: list[tuple[float, int]], num_requests: int, max_waiting: int
+) -> None:
+    core = make_core([free for free, _ in load], [running for _, running in load], max_waiting)
+    sent = [0] * len(load)
+
+    def freeness(index: int) -> float:
+        free, running = load[index]
+        return freeness_with_ledger(free, running, 100.0, 0.25 * sent[index], sent[index])
+
+    for number in range(num_requests):
+        core.submit(make_request(f"r{number}", num_prompt=16), 0.0)
+    dispatches = [action for action in core.actions(0.0) if isinstance(action, Dispatch)]
+    assert len(dispatches) == min(num_requests, max_waiting * len(load))
+    for dispatch in dispatches:
+        index = int(dispatch.instance_id[1:])
+        room = [i for i in range(len(load)) if sent[i] < max_waiting]
+        assert index in room and freeness(index) == max(freeness(i) for i in room)
+        sent[index] += 1
+
+
+@given(st.integers(1, 8), st.integers(1, 40))
+def test_a_burst_is_shared_equally_among_equals(num_instances: int, num_requests: int) -> None:
+    core = make_core([float("inf")] * num_instances, [0] * num_instances, max_waiting=100)
+    for number in range(num_requests):
+        core.submit(make_request(f"r{number}"), 0.0)
+    counts = dict.fromkeys((f"i{number}" for number in range(num_instances)), 0)
+    for action in core.actions(0.0):
+        if isinstance(action, Dispatch):
+            counts[action.instance_id] += 1
+    assert sum(counts.values()) == num_requests
+    assert max(counts.values()) - min(counts.values()) <= 1
+
+
+@given(st.lists(st.sampled_from(["online", "offline", "room"]), max_size=80))
+def test_each_room_goes_to_the_oldest_of_the_first_class(events: list[str]) -> None:
+    """So the wait is bounded by what stood ahead: nobody is passed within a class, however work arrives."""
+    core = make_core([10.0], [1], max_waiting=1)
+    waiting: dict[str, list[str]] = {"online": [], "offline": []}
+    in_flight: list[str] = []
+    sequence = 1
+    for number, event in enumerate(events):
+        if event == "room":
+            sequence += 1
+            core.on_report(make_report("i0", sequence, freeness=10.0, num_running=1, admitted=in_flight), 0.0)
+            in_flight = []
+        else:
+            name = f"{event}-{number}"
+            waiting[event].append(name)
+            core.submit(make_request(name, online=event == "online"), 0.0)
+        expected = []
+        if waiting["online"] and not any(name.startswith("online") for name in in_flight):
+            expected.append(waiting["online"].pop(0))
+        if waiting["offline"] and not in_flight and not expected:
+            expected.append(waiting["offline"].pop(0))
+        in_flight += expected
+        dispatches = [action for action in core.actions(0.0) if isinstance(action, Dispatch)]
+        assert [dispatch.request.request_id for dispatch in dispatches] == expected
+        for dispatch in dispatches:
+            core.on_dispatched(dispatch, None, 0.0)
