@@ -99,7 +99,7 @@ class WorkerSettings(BusSettings, frozen=True, kw_only=True):
     node_id: str = ""
     num_instances: int = 1
     memory_bytes: int = 0
-    """For weights and KV pools of all instances; 0: half of what is free at the start."""
+    """For weights and KV pools of all instances; 0: half of what is free at the start, 90 % of a GPU."""
     device: str = "auto"
     """auto | cpu | cuda"""
     num_threads: int = 0

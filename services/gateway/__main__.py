@@ -8,7 +8,7 @@ import msgspec
 
 from services.gateway.service import GatewayService
 from shared.bus.nats_bus import NatsBus
-from shared.service import load_or_exit, run_service
+from shared.service import load_or_exit, run_service, unless_stopped
 from shared.settings import GatewaySettings, default_id
 from shared.telemetry import start_telemetry
 
@@ -20,9 +20,9 @@ def main() -> None:
 
     async def serve(stop: asyncio.Event) -> None:
         telemetry = start_telemetry("gateway", settings.gateway_id, settings)
-        bus = await NatsBus.connect(
-            settings, service="gateway", service_id=settings.gateway_id, registry=telemetry.registry
-        )
+        bus = await unless_stopped(NatsBus.connect(settings, "gateway", settings.gateway_id, telemetry.registry), stop)
+        if bus is None:
+            return
         gateway = GatewayService(bus, settings, telemetry)
         try:
             await gateway.start()

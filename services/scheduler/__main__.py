@@ -10,7 +10,7 @@ import msgspec
 
 from services.scheduler.service import SchedulerService
 from shared.bus.nats_bus import NatsBus
-from shared.service import load_or_exit, run_service
+from shared.service import load_or_exit, run_service, unless_stopped
 from shared.settings import SchedulerSettings, default_id
 from shared.telemetry import start_telemetry
 
@@ -19,13 +19,9 @@ logger = logging.getLogger(__name__)
 
 async def serve(settings: SchedulerSettings, stop: asyncio.Event) -> None:
     telemetry = start_telemetry("scheduler", settings.scheduler_id, settings)
-    connecting = asyncio.create_task(NatsBus.connect(settings, "scheduler", settings.scheduler_id, telemetry.registry))
-    stopping = asyncio.create_task(stop.wait())
-    await asyncio.wait((connecting, stopping), return_when=asyncio.FIRST_COMPLETED)
-    if not connecting.done():
-        connecting.cancel()
+    bus = await unless_stopped(NatsBus.connect(settings, "scheduler", settings.scheduler_id, telemetry.registry), stop)
+    if bus is None:
         return
-    bus = connecting.result()
     service = SchedulerService(bus, settings, telemetry)
     try:
         port = telemetry.serve_metrics(service.problems)

@@ -11,7 +11,7 @@ import msgspec
 from services.worker.machine import survey
 from services.worker.node import NodeAgent
 from shared.bus.nats_bus import NatsBus
-from shared.service import load_or_exit, run_service
+from shared.service import load_or_exit, run_service, unless_stopped
 from shared.settings import WorkerSettings, default_id
 from shared.telemetry import start_telemetry
 
@@ -21,13 +21,9 @@ logger = logging.getLogger(__name__)
 async def serve(settings: WorkerSettings, stop: asyncio.Event) -> None:
     machine = await asyncio.to_thread(survey, settings)
     telemetry = start_telemetry("node", settings.node_id, settings)
-    connecting = asyncio.create_task(NatsBus.connect(settings, "node", settings.node_id, telemetry.registry))
-    stopping = asyncio.create_task(stop.wait())
-    await asyncio.wait((connecting, stopping), return_when=asyncio.FIRST_COMPLETED)
-    if not connecting.done():
-        connecting.cancel()
+    bus = await unless_stopped(NatsBus.connect(settings, "node", settings.node_id, telemetry.registry), stop)
+    if bus is None:
         return
-    bus = connecting.result()
     agent = NodeAgent(bus, settings, telemetry, machine)
     port = telemetry.serve_metrics(agent.problems)
     logger.info("%s: metrics on http://%s:%d/metrics", settings.node_id, settings.metrics_host, port)

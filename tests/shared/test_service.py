@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from shared.service import unless_stopped
 
 PROGRAM = """
 import asyncio, logging, sys
@@ -100,3 +103,13 @@ def test_what_is_our_fault_comes_with_a_stack_trace() -> None:
     _, err = process.communicate(timeout=20)
     assert process.returncode == 1
     assert "scheduler ERROR scheduler failed" in err and "ValueError: scripted" in err
+
+
+async def test_waiting_ends_when_the_service_is_told_to_stop() -> None:
+    stop = asyncio.Event()
+    assert await unless_stopped(asyncio.sleep(0, "connected"), stop) == "connected"
+    waiting = asyncio.create_task(unless_stopped(asyncio.sleep(60, "never"), stop))
+    await asyncio.sleep(0)
+    stop.set()
+    async with asyncio.timeout(5):
+        assert await waiting is None
