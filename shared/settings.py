@@ -123,7 +123,8 @@ class InstanceSettings(BusSettings, frozen=True, kw_only=True):
     steps_in_flight: int = 0
     """0: 1 on CPU, 2 on CUDA."""
     record_file: str = ""
-    """Where the engine's inputs are recorded for replay; empty: nowhere."""
+    """Where the engine's inputs are recorded for `tideway replay`, a file an instance: this name and the instance's id;
+    empty: nowhere."""
 
 
 def _convert(kind: Any, text: str, source: str) -> Any:

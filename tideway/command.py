@@ -16,6 +16,7 @@ from typing import Annotated, NoReturn
 import typer
 from rich.console import Console
 
+from shared.engine import recording
 from shared.service import OPERATOR_ERROR_EXIT_CODE
 from shared.settings import SettingsError
 from tideway.console import Reporter
@@ -144,6 +145,17 @@ def down(data_dir: DataDir = DEFAULT_DATA_DIR) -> None:
 def status(data_dir: DataDir = DEFAULT_DATA_DIR) -> None:
     """Show processes, instances, models and queues."""
     asyncio.run(show_status(DataFolder(data_dir), Console()))
+
+
+@app.command()
+def replay(file: Annotated[Path, typer.Argument(help="What TIDEWAY_RECORD_FILE made an instance write.")]) -> None:
+    """Run a recorded engine again and check that it plans the same."""
+    try:
+        engine, num_plans = recording.replay(file.read_bytes())
+    except (OSError, recording.ReplayMismatch) as error:
+        raise OperatorError(f"{file}: {error}") from None
+    engine.check()
+    print(f"{num_plans} plans, all as recorded; {len(engine.all_held())} requests were open at the end.")
 
 
 @app.command("version")

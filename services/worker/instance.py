@@ -344,10 +344,11 @@ def build_engine(settings: InstanceSettings, num_merged: int, device: str) -> En
         settings.steps_in_flight or (2 if on_cuda else 1),
     )
     if settings.record_file:
+        path = f"{settings.record_file}.{settings.instance_id}"
         try:
-            file = open(settings.record_file, "wb")  # noqa: SIM115  (kept open for the life of the process)
+            file = open(path, "wb")  # noqa: SIM115  (kept open for the life of the process)
         except OSError as error:
-            raise SettingsError(f"TIDEWAY_RECORD_FILE={settings.record_file!r} cannot be written: {error}") from None
+            raise SettingsError(f"TIDEWAY_RECORD_FILE: {path!r} cannot be written: {error}") from None
         return RecordingEngine(configuration, file.write)
     return configuration.build()
 

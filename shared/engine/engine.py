@@ -38,6 +38,7 @@ from shared.messages import (
 )
 from shared.policies.ordering import OrderingPolicy
 from shared.policies.token_budget import TokenBudgetPolicy
+from shared.policies.virtual_usage import dispatch_virtual_usage, freeness, merged_demand
 
 MAX_STEP_FAILURES = 3
 """A request whose steps failed so many times ends with an error instead of being tried again."""
@@ -358,22 +359,19 @@ class Engine:
     # --------------------------------------------------------------------------------------------------- load
 
     def load(self) -> InstanceLoad:
-        """Counts and freeness of this moment (Llumnix section 4.4.3; every waiting request counts whole)."""
-        usage, num_running, models = 0.0, 0, []
+        """Counts and freeness of this moment (Llumnix section 4.4.3; every waiting request counts whole, offline work
+        not at all)."""
+        running, waiting, num_running, models = 0.0, 0.0, 0, []
         for queue in self.planner.queues.values():
             page, per_merged = queue.shape.page_tokens, queue.shape.slots_per_merged
-            online_blocks = sum(
-                len(s.blocks) for rank in Rank if rank != Rank.OFFLINE for s in queue.running[rank].values()
-            )
-            waiting = [s for rank in Rank if rank != Rank.OFFLINE for s in queue.waiting[rank]]
-            demand = sum(-(-sequence.total // page) for sequence in waiting)
-            usage += (online_blocks + demand) / per_merged
+            for rank in (Rank.ONLINE_HIGH, Rank.ONLINE_NORMAL):
+                running += sum(len(sequence.blocks) for sequence in queue.running[rank].values()) / per_merged
+                waiting += sum(merged_demand(sequence.total, page, per_merged) for sequence in queue.waiting[rank])
             num_running += queue.num_running
             num_offline = len(queue.running[Rank.OFFLINE]) + len(queue.waiting[Rank.OFFLINE])
             models.append(ModelLoad(queue.name, queue.num_running, queue.num_waiting, num_offline))
-        idle = num_running == 0 and all(model.num_waiting == 0 for model in models)
-        freeness = float("inf") if idle else (self.pool.num_merged - usage) / max(1, num_running)
-        return InstanceLoad(freeness, self.pool.num_merged - self.pool.used_merged(), num_running, models)
+        free = freeness(self.pool.num_merged, dispatch_virtual_usage(running, waiting), num_running)
+        return InstanceLoad(free, self.pool.num_merged - self.pool.used_merged(), num_running, models)
 
     def check(self) -> None:
         """Asserts every invariant; for tests and idle time, not the hot path."""

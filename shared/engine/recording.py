@@ -129,6 +129,10 @@ class RecordingEngine(Engine):
         super().on_time(now)
 
 
+class ReplayMismatch(Exception):
+    """The replayed engine planned something else than the recorded one, or there is nothing to replay."""
+
+
 def records(recording: bytes) -> Iterator[Record]:
     """The records in order; a torn last record (the process was killed while writing) ends the iteration."""
     position = 0
@@ -137,20 +141,21 @@ def records(recording: bytes) -> Iterator[Record]:
         position += LENGTH_BYTES
         if position + length > len(recording):
             return
-        yield _decoder.decode(recording[position : position + length])
+        try:
+            record = _decoder.decode(recording[position : position + length])
+        except msgspec.DecodeError as error:
+            raise ReplayMismatch(f"not a recording: {error}") from None
+        yield record
         position += length
 
 
-class ReplayMismatch(Exception):
-    """The replayed engine planned something else than the recorded one."""
-
-
-def replay(recording: bytes) -> Engine:
-    """Runs a recording again. Returns the engine as it stands at the end; raises `ReplayMismatch` at the first plan that
-    differs."""
+def replay(recording: bytes) -> tuple[Engine, int]:
+    """Runs a recording again. Returns the engine as it stands at the end and the number of calls to `plan`; raises
+    `ReplayMismatch` at the first plan that differs, and where the bytes are not a recording."""
     iterator = records(recording)
-    configuration = next(iterator)
-    assert isinstance(configuration, Configuration), "a recording begins with the engine's configuration"
+    configuration = next(iterator, None)
+    if not isinstance(configuration, Configuration):
+        raise ReplayMismatch("not a recording: it does not begin with an engine's configuration")
     engine = configuration.build()
     num_plans = 0
     for record in iterator:
@@ -175,4 +180,4 @@ def replay(recording: bytes) -> Engine:
                 engine.on_time(now)
             case Configuration():
                 raise ReplayMismatch("a second configuration inside a recording")
-    return engine
+    return engine, num_plans

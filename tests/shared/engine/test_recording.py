@@ -52,8 +52,9 @@ def record_random_run(seed: int) -> bytes:
 @pytest.mark.parametrize("seed", range(5))
 def test_replay_makes_the_same_plans(seed):
     run = record_random_run(seed)
-    engine = recording.replay(run)
+    engine, num_plans = recording.replay(run)
     engine.check()
+    assert num_plans == 400
 
 
 def test_a_torn_end_is_ignored():
@@ -71,3 +72,9 @@ def test_a_different_input_is_noticed():
         changed.append(len(encoded).to_bytes(recording.LENGTH_BYTES, "little") + encoded)
     with pytest.raises(recording.ReplayMismatch):
         recording.replay(b"".join(changed))
+
+
+@pytest.mark.parametrize("noise", [b"", b"not a recording at all", b"\x03\x00\x00\x00abc"])
+def test_other_bytes_are_refused_with_a_sentence(noise):
+    with pytest.raises(recording.ReplayMismatch, match="not a recording"):
+        recording.replay(noise)
