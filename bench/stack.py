@@ -166,7 +166,11 @@ def main() -> None:
     parser.add_argument("--ttft-requests", type=int, default=30)
     parser.add_argument("--result", type=Path, help="where to write the figures as JSON")
     arguments = parser.parse_args()
-    checkpoint = make_checkpoint(Path(tempfile.mkdtemp(prefix="tideway-135m-")))
+    with tempfile.TemporaryDirectory(prefix="tideway-135m-") as folder:
+        measure(make_checkpoint(Path(folder)), arguments)
+
+
+def measure(checkpoint: Path, arguments: argparse.Namespace) -> None:
     environment = {
         "TIDEWAY_NUM_THREADS": str(arguments.threads),
         "TIDEWAY_MEMORY_BYTES": str(4 << 30),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -148,6 +149,7 @@ class Stack:
                 process.kill()
                 process.wait(5)
         self.nats.close()
+        shutil.rmtree(self.folder, ignore_errors=True)
 
     def __enter__(self) -> Stack:
         return self

