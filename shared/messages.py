@@ -28,7 +28,7 @@ Reply = TypeVar("Reply")
 
 
 def pack_tokens(tokens: list[int]) -> bytes:
-    """Token ids as little-endian int32 bytes."""
+    """Token ids as int32 bytes in the machine's order, which is little-endian on all that torch runs on."""
     return array("i", tokens).tobytes()
 
 

@@ -13,13 +13,17 @@ import socket
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar, get_args, get_origin
 
 import msgspec
 
 from shared.messages import ModelSpec
 
 T = TypeVar("T")
+
+
+SubjectPart = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9_-]*$")]
+"""An id that becomes part of a subject."""
 
 
 class SettingsError(Exception):
@@ -37,12 +41,12 @@ class BusSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Prometheus and health endpoint; 0: any free port."""
     otlp_endpoint: str = ""
     """For example http://jaeger:4318; empty: no export."""
-    trace_sample_ratio: float = 1.0
+    trace_sample_ratio: Annotated[float, msgspec.Meta(ge=0, le=1)] = 1.0
     log_level: str = "INFO"
 
 
 class GatewaySettings(BusSettings, frozen=True, kw_only=True):
-    gateway_id: str = ""
+    gateway_id: SubjectPart = ""
     host: str = "127.0.0.1"
     port: int = 8000
     api_keys: str = ""
@@ -54,16 +58,16 @@ class GatewaySettings(BusSettings, frozen=True, kw_only=True):
     request_timeout_s: float = 600.0
     max_body_bytes: int = 8 * 1024 * 1024
     max_in_flight: int = 2048
-    """Requests in flight in this gateway; beyond it 429."""
+    """Sequences (prompts times `n`) in flight in this gateway; beyond it 429."""
     developer_mode: bool = False
     """Adds POST /reset_prefix_cache."""
 
 
 class SchedulerSettings(BusSettings, frozen=True, kw_only=True):
-    scheduler_id: str = ""
+    scheduler_id: SubjectPart = ""
     max_queued: int = 4096
     """Requests in the global queue over all models; beyond it OVERLOADED."""
-    max_waiting_per_model: int = 2
+    max_waiting_per_model: Annotated[int, msgspec.Meta(ge=1)] = 2
     """Requests of one model that an instance may hold without having planned them yet."""
     cache_affinity_merged: float = 0.0
     lost_after_s: float = 3.0
@@ -104,7 +108,6 @@ class WorkerSettings(BusSettings, frozen=True, kw_only=True):
     """auto | cpu | cuda"""
     num_threads: int = 0
     """Torch threads of one instance on CPU; 0: the machine's cores divided over the instances."""
-    cache_dir: str = ""
 
 
 class InstanceSettings(BusSettings, frozen=True, kw_only=True):
@@ -137,8 +140,12 @@ def _convert(kind: Any, text: str, source: str) -> Any:
         raise SettingsError(f"{source}={text!r}: expected true or false")
     try:
         return msgspec.convert(text, kind, strict=False)
-    except msgspec.ValidationError:
-        raise SettingsError(f"{source}={text!r}: expected {getattr(kind, '__name__', kind)}") from None
+    except msgspec.ValidationError as error:
+        plain = get_args(kind)[0] if get_origin(kind) is Annotated else kind
+        expected = str(error).replace("Expected", "expected")
+        if "got `str`" in expected:
+            expected = f"expected {getattr(plain, '__name__', plain)}"
+        raise SettingsError(f"{source}={text!r}: {expected}") from None
 
 
 def load(kind: type[T], environment: Mapping[str, str] | None = None) -> T:

@@ -61,6 +61,9 @@ class Catalog:
     def instances(self) -> dict[str, InstanceInfo]:
         return {} if self._instance_watch is None else self._instance_watch.entries
 
+    def has(self, model: str) -> bool:
+        return bucket_key(model) in self._models
+
     @property
     def models(self) -> list[ModelSpec]:
         return [spec for spec, _ in self._models.values()]

@@ -119,6 +119,9 @@ class Recovery:
             if stream.state.finish_reason is not None:
                 self._table.end(stream)
             return
+        if not self._catalog.has(stream.model):
+            self._table.fail(stream, ErrorCode.UNKNOWN_MODEL, f"The model '{stream.model}' was removed.")
+            return
         num_tokens = len(stream.state.tokens)
         stream.num_losses = stream.num_losses + 1 if num_tokens == stream.num_tokens_at_loss else 1
         stream.num_tokens_at_loss = num_tokens

@@ -14,8 +14,9 @@ import logging
 import os
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from typing import Any, Protocol, TypeVar
 
 import msgspec
@@ -23,11 +24,14 @@ import msgspec
 from shared.engine.engine import Ended, Engine, InstanceLoad, Output
 from shared.engine.plan import StepPlan, StepResult
 from shared.engine.sequence import State
-from shared.messages import ErrorInfo, GenerationRequest, HeldRequest, pack_tokens
+from shared.messages import ErrorInfo, GenerationRequest, HeldRequest
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+MAX_FAILED_STEPS = 8
+"""In a row: the device is lost, and every request that still comes here would fail too."""
 
 
 class StepExecutor(Protocol):
@@ -43,17 +47,10 @@ class StepStats(msgspec.Struct, frozen=True):
     """One executed step, for metrics."""
 
     model: str
-    num_prefill_tokens: int
-    num_decodes: int
+    num_tokens: int
+    num_decodes: tuple[int, int]
+    """Online, offline."""
     duration_s: float
-
-
-class HeldOutput(msgspec.Struct, frozen=True):
-    """What a live request has made so far."""
-
-    epoch: int
-    tokens: bytes
-    num_cached_tokens: int
 
 
 class EngineLoop:
@@ -67,12 +64,18 @@ class EngineLoop:
         clock: Callable[[], float],
         on_effects: Callable[[list[Output | Ended], StepStats | None], None],
         *,
+        on_failure: Callable[[], None] = lambda: None,
         niceness: int = 0,
     ) -> None:
-        """`niceness`: scheduling priority of this thread and of the compute threads it starts, relative to the process.
-        On a CPU that the model shares with the services, a few steps of niceness let a frame or a request pass at once
-        instead of waiting for a time slice of the model's threads."""
+        """`on_failure` is called in the loop's thread when it dies: the instance is then of no more use.
+
+        `niceness`: scheduling priority of this thread and of the compute threads it starts, relative to the process. On a
+        CPU that the model shares with the services, a few steps of niceness let a frame or a request pass at once instead
+        of waiting for a time slice of the model's threads."""
         self._niceness = niceness
+        self._on_failure = on_failure
+        self._num_failed_in_a_row = 0
+        self._collected_s = 0.0
         self._engine = engine
         self._executor = executor
         self._clock = clock
@@ -139,13 +142,11 @@ class EngineLoop:
                 for sequence in self._engine.all_held()
             ]
 
-    def held_output(self, request_id: str) -> HeldOutput | None:
+    def held_epoch(self, request_id: str) -> int | None:
+        """The epoch in which a request is held; None if it is not."""
         with self._lock:
             sequence = self._engine.held(request_id)
-            if sequence is None:
-                return None
-            output = pack_tokens(sequence.tokens[sequence.num_prompt :])
-            return HeldOutput(sequence.request.epoch, output, sequence.num_cached_tokens)
+            return None if sequence is None else sequence.request.epoch
 
     def num_held(self, model: str | None = None) -> int:
         with self._lock:
@@ -155,12 +156,18 @@ class EngineLoop:
         with self._lock:
             self._engine.pool.clear_cache()
 
-    def between_steps(self, function: Callable[[Engine], T]) -> Future[T]:
-        """Runs `function(engine)` in the loop's thread while no step is in flight."""
+    def between_steps(self, function: Callable[[], T]) -> Future[T]:
+        """Runs `function` in the loop's thread while no step is in flight. It reaches the engine through `locked`."""
         future: Future[T] = Future()
-        self._calls.append((lambda: function(self._engine), future))
+        self._calls.append((function, future))
         self._wake.set()
         return future
+
+    @contextmanager
+    def locked(self) -> Iterator[Engine]:
+        """The engine, for as long as nobody else may touch it: be quick."""
+        with self._lock:
+            yield self._engine
 
     def stuck_for_s(self) -> float:
         """How long the step that runs now has been running; 0 between steps."""
@@ -179,6 +186,7 @@ class EngineLoop:
         except Exception as error:
             log.exception("the engine loop failed")
             self.failure = f"{type(error).__name__}: {error}"
+            self._on_failure()
 
     def _iterate(self) -> None:
         in_flight = self._in_flight
@@ -208,21 +216,25 @@ class EngineLoop:
     def _collect(self, plan: StepPlan, started_s: float) -> None:
         result = self._executor.collect()
         now = self._clock()
+        self._num_failed_in_a_row = self._num_failed_in_a_row + 1 if result.error else 0
         if result.error:
             log.error("step %d of %s failed: %s", plan.step_id, plan.model, result.error)
+            if self._num_failed_in_a_row >= MAX_FAILED_STEPS:
+                raise RuntimeError(f"{MAX_FAILED_STEPS} steps in a row failed; the last one: {result.error}")
         with self._lock:
             self._engine.on_step(result, now)
             effects = self._engine.effects()
         self.num_steps += 1
-        num_decodes = plan.counts.count(1)
-        self._on_effects(effects, StepStats(plan.model, plan.num_tokens - num_decodes, num_decodes, now - started_s))
+        # With two steps in flight the second waits for the first: its own time begins when that one was done.
+        duration_s = now - max(started_s, self._collected_s)
+        self._collected_s = now
+        self._on_effects(effects, StepStats(plan.model, plan.num_tokens, plan.num_decodes, duration_s))
 
     def _run_calls(self) -> None:
         while self._calls:
             call, future = self._calls.popleft()
             try:
-                with self._lock:
-                    result = call()
+                result = call()
             except Exception as error:
                 future.set_exception(error)
             else:

@@ -19,7 +19,7 @@ import msgspec
 from services.worker.engine_loop import EngineLoop, StepExecutor, StepStats
 from services.worker.instance_models import InstanceModels
 from services.worker.instance_telemetry import InstanceTelemetry
-from services.worker.output_log import OutputLog
+from services.worker.output_log import OutputLog, cut
 from shared.bus.interface import Bus, BusError, KeyValue, ServiceError, Subscription
 from shared.engine.engine import Ended, Engine, Output
 from shared.engine.recording import Configuration, RecordingEngine
@@ -35,6 +35,7 @@ from shared.messages import (
     INSTANCE_UNLOAD_MODEL,
     INSTANCES,
     LOAD_REPORTS,
+    MAX_MESSAGE_BYTES,
     Accepted,
     Cancel,
     Done,
@@ -63,8 +64,8 @@ REPORT_INTERVAL_S = 0.02
 """Load reports are at least so far apart."""
 HEARTBEAT_S = 1.0
 """A load report and a registry entry are at most so far apart."""
-STUCK_STEP_S = 60.0
-"""A step that runs for longer makes the instance unhealthy."""
+STUCK_STEP_S = 120.0
+"""A step that runs for longer will not end: the instance gives up and is started again."""
 DRAIN_POLL_S = 0.05
 COMPUTE_NICENESS = 5
 """Of the model's threads on CPU."""
@@ -81,11 +82,20 @@ class InstanceService:
         self._id = settings.instance_id
         self.incarnation = uuid.uuid4().hex
         self.drained = asyncio.Event()
+        self.failed = asyncio.Event()
+        """The engine is of no more use: the process should end, so that its requests go on elsewhere."""
         self._plan = msgspec.json.decode(settings.plan, type=InstancePlan)
         self._metrics = InstanceTelemetry(self._id, telemetry.registry, telemetry.tracer)
         self._telemetry = telemetry
         niceness = COMPUTE_NICENESS if settings.device == "cpu" else 0
-        self._loop = EngineLoop(engine, executor, bus.now, self._on_effects_in_thread, niceness=niceness)
+        self._loop = EngineLoop(
+            engine,
+            executor,
+            bus.now,
+            self._on_effects_in_thread,
+            on_failure=self._on_failure_in_thread,
+            niceness=niceness,
+        )
         self._models = InstanceModels(self._loop, executor, self._metrics, self._touch)
         self._outputs = OutputLog()
         self._draining = False
@@ -184,14 +194,16 @@ class InstanceService:
     async def _on_replay(self, query: ReplayQuery) -> ReplayReply:
         entries: list[TokenEntry] = []
         unknown: list[str] = []
+        room_bytes = MAX_MESSAGE_BYTES - 1024 * len(query.positions)
         for position in query.positions:
             entry = self._outputs.replay(position)
             if entry is None:
-                held = self._loop.held_output(position.request_id)
-                if held is None or held.epoch != position.epoch:
+                if self._loop.held_epoch(position.request_id) != position.epoch:
                     unknown.append(position.request_id)
                     continue
                 entry = TokenEntry(position.request_id, position.epoch, position.next_offset, b"")
+            entry, num_bytes = cut(entry, room_bytes)
+            room_bytes -= num_bytes
             entries.append(entry)
         return ReplayReply(entries, unknown)
 
@@ -223,6 +235,9 @@ class InstanceService:
 
     def _on_effects_in_thread(self, effects: list[Output | Ended], stats: StepStats | None) -> None:
         self._event_loop.call_soon_threadsafe(self._on_effects, effects, stats)
+
+    def _on_failure_in_thread(self) -> None:
+        self._event_loop.call_soon_threadsafe(self.failed.set)
 
     def _on_effects(self, effects: list[Output | Ended], stats: StepStats | None) -> None:
         now = self._bus.now()
@@ -262,6 +277,9 @@ class InstanceService:
             await _set_within(self._changed, HEARTBEAT_S)
             self._changed.clear()
             self._publish_load()
+            if self._loop.stuck_for_s() > STUCK_STEP_S:
+                log.error("a step has been running for over %.0f s", STUCK_STEP_S)
+                self.failed.set()
             await asyncio.sleep(REPORT_INTERVAL_S)
 
     def _publish_load(self) -> None:
@@ -377,13 +395,17 @@ async def main(stop: asyncio.Event, settings: InstanceSettings) -> None:
     await service.start()
     gc.collect()
     gc.freeze()
-    waiting = [asyncio.create_task(stop.wait()), asyncio.create_task(service.drained.wait())]
+    ends = (stop, service.drained, service.failed)
+    waiting = [asyncio.create_task(end.wait()) for end in ends]
     await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
     for task in waiting:
         task.cancel()
     await service.stop()
     await bus.close()
     telemetry.close()
+    if service.failed.is_set():
+        # Not a stack trace: it is in the log already. The node agent starts the instance again.
+        os._exit(1)
 
 
 if __name__ == "__main__":

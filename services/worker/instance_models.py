@@ -18,7 +18,6 @@ import msgspec
 from services.worker.engine_loop import EngineLoop
 from services.worker.instance_telemetry import InstanceTelemetry
 from shared.bus.interface import ServiceError
-from shared.engine.engine import Engine
 from shared.engine.plan import ModelShape
 from shared.messages import ErrorCode, LoadedModel, ModelLoad, ModelSpec
 
@@ -129,9 +128,11 @@ class InstanceModels:
             async with self._loading:
                 prepared = await asyncio.to_thread(self._executor.prepare_model, spec)
 
-            def attach(engine: Engine) -> tuple[ModelShape, int]:
-                shape = engine.add_model(self._executor.add_model(prepared))
-                return shape, engine.pool.capacity_slots(shape.name)
+            def attach() -> tuple[ModelShape, int]:
+                attached = self._executor.add_model(prepared)
+                with self._loop.locked() as engine:
+                    shape = engine.add_model(attached)
+                    return shape, engine.pool.capacity_slots(shape.name)
 
             shape, num_slots = await asyncio.wrap_future(self._loop.between_steps(attach))
         except asyncio.CancelledError:
@@ -151,8 +152,9 @@ class InstanceModels:
         while self._loop.num_held(name) and time.monotonic() < deadline_s:
             await asyncio.sleep(POLL_S)
 
-        def detach(engine: Engine) -> None:
-            removed = engine.remove_model(name, self._loop.now())
+        def detach() -> None:
+            with self._loop.locked() as engine:
+                removed = engine.remove_model(name, self._loop.now())
             assert removed, "no step is in flight between steps"
             self._executor.remove_model(name)
 

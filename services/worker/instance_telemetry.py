@@ -12,7 +12,7 @@ from prometheus_client.core import HistogramMetricFamily
 
 from services.worker.engine_loop import StepStats
 from shared.engine.engine import Ended, InstanceLoad
-from shared.messages import FinishReason
+from shared.messages import FinishReason, RequestClass
 from shared.telemetry import context_of
 
 LATENCY_BUCKETS = (
@@ -36,7 +36,7 @@ LATENCY_BUCKETS = (
 )
 TOKEN_BUCKETS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 50000, 100000)
 LABELS = ("model_name", "engine")
-CLASS_LABELS = (*LABELS, "request_class")
+CLASS_LABELS = (*LABELS, "class")
 
 
 class WeightedHistogram:
@@ -96,7 +96,7 @@ class InstanceTelemetry:
         self._success = Counter(
             "vllm:request_success",
             "Requests ended, by reason",
-            (*LABELS, "finished_reason", "request_class"),
+            (*LABELS, "finished_reason", "class"),
             registry=registry,
         )
 
@@ -110,7 +110,7 @@ class InstanceTelemetry:
         self._e2e = latency("vllm:e2e_request_latency_seconds", "Arrival on the instance to the end")
         self._tpot = latency("vllm:request_time_per_output_token_seconds", "Mean over a request's decode")
         self._itl = WeightedHistogram(
-            "vllm:inter_token_latency_seconds", "Duration of a step, once per decoding sequence", LABELS, registry
+            "vllm:inter_token_latency_seconds", "Duration of a step, once per decoding sequence", CLASS_LABELS, registry
         )
         self._iteration_tokens = Histogram(
             "vllm:iteration_tokens_total", "Tokens in a step", LABELS, registry=registry, buckets=TOKEN_BUCKETS
@@ -131,10 +131,11 @@ class InstanceTelemetry:
 
     def on_step(self, stats: StepStats) -> None:
         model, engine = stats.model, self._engine
-        self._iteration_tokens.labels(model, engine).observe(stats.num_prefill_tokens + stats.num_decodes)
+        self._iteration_tokens.labels(model, engine).observe(stats.num_tokens)
         self._step_seconds.labels(model, engine).observe(stats.duration_s)
-        if stats.num_decodes:
-            self._itl.observe((model, engine), stats.duration_s, stats.num_decodes)
+        for request_class, count in zip(RequestClass, stats.num_decodes, strict=True):
+            if count:
+                self._itl.observe((model, engine, str(request_class)), stats.duration_s, count)
 
     def on_load(self, load: InstanceLoad, used_share: float, num_preemptions: int) -> None:
         for model in load.models:

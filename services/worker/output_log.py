@@ -11,6 +11,29 @@ MAX_FRAME_ENTRIES = 512
 """Keeps a frame under the bus's message limit even with log-probabilities."""
 
 
+def cut(entry: TokenEntry, room_bytes: int) -> tuple[TokenEntry, int]:
+    """The entry with as many of its tokens as fit into `room_bytes`, and the bytes that they take. One that was cut has no
+    end yet; whoever asked asks again from there."""
+    num_tokens = len(entry.tokens) // 4
+    if not num_tokens:
+        return entry, 0
+    token_bytes = 4
+    if entry.logprobs:
+        token_bytes += 16 + 15 * max(len(logprob.top_ids) for logprob in entry.logprobs)
+    fitting = max(0, room_bytes) // token_bytes
+    if fitting >= num_tokens:
+        return entry, num_tokens * token_bytes
+    part = msgspec.structs.replace(
+        entry,
+        tokens=entry.tokens[: 4 * fitting],
+        logprobs=entry.logprobs[:fitting],
+        finish_reason=None,
+        error=None,
+        timing=None,
+    )
+    return part, fitting * token_bytes
+
+
 class _Live(msgspec.Struct):
     """Output of a request that has not ended, as entries showed it."""
 

@@ -10,13 +10,14 @@ The driver (the instance service, the simulator, a test) calls
     load(now)                      for load reports
 
 Computed-token counts advance when a step is planned, so that the next step can be planned while it runs. A failed step is
-rolled back: its sequences return to where they stood, and results that steps in flight still bring for them are dropped
-by generation number. Results for unknown steps or ended requests change nothing.
+rolled back: its sequences are preempted, because the executor's copy of them cannot be trusted any more, and results that
+steps in flight still bring for them are dropped by generation number. Results for unknown steps or ended requests change
+nothing.
 """
 
 from __future__ import annotations
 
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 from struct import Struct
 
 import msgspec
@@ -133,20 +134,24 @@ class Engine:
         """Takes a request, or says why not. The same id and epoch again changes nothing; a higher epoch replaces what is
         held under that id (its output so far is in the new request's `prior`)."""
         held = self._sequences.get(request.request_id)
-        if held is not None:
-            if request.epoch <= held.request.epoch:
-                return None
-            self._drop(held)
+        if held is not None and request.epoch <= held.request.epoch:
+            return None
         queue = self.planner.queues.get(request.model)
         if queue is None:
             return ErrorInfo(ErrorCode.GONE, f"model {request.model!r} is not loaded on this instance", "model")
         if refused := self._refusal(request, queue):
             return refused
+        if held is not None:
+            self._drop(held)
         self._num_submitted += 1
         sequence = Sequence(request, self._num_submitted, now, queue.shape.max_model_len)
         self._sequences[request.request_id] = sequence
         self.planner.enqueue(sequence, now)
         heappush(self._deadlines, (sequence.deadline_s, sequence.number, sequence))
+        if len(self._deadlines) > 2 * len(self._sequences) + 64:
+            # Ended sequences leave the heap only at its head; this bounds how many it keeps alive.
+            self._deadlines = [entry for entry in self._deadlines if entry[2].state != State.ENDED]
+            heapify(self._deadlines)
         if sequence.num_output and (reason := self._finish_reason(sequence, sequence.tokens[-1])):
             self._end(sequence, reason, now)
         return None
@@ -205,8 +210,12 @@ class Engine:
         else:
             self._apply(step, result, now)
         for sequence in step.sequences:
-            if sequence.state == State.ENDED and not sequence.in_flight:
+            if sequence.in_flight:
+                continue
+            if sequence.state == State.ENDED:
                 self.planner.free(sequence)
+            elif sequence.is_spoilt:
+                self.planner.preempt(sequence, now)
 
     def _apply(self, step: PlannedStep, result: StepResult, now: float) -> None:
         plan, tokens, logprobs = step.plan, result.tokens, result.logprobs
@@ -270,11 +279,12 @@ class Engine:
         sequence.next_register = (num_full + 1) * page
 
     def _roll_back(self, step: PlannedStep, error: str, now: float) -> None:
-        for sequence, generation, start in zip(step.sequences, step.generations, step.plan.starts, strict=True):
+        for sequence, generation in zip(step.sequences, step.generations, strict=True):
             if sequence.generation != generation or sequence.state == State.ENDED:
                 continue
-            sequence.num_computed = start
-            sequence.total = len(sequence.tokens)
+            # Nothing is left to compute of it, so it is not planned again before it is preempted (on_step).
+            sequence.is_spoilt = True
+            sequence.total = sequence.num_computed = len(sequence.tokens)
             sequence.generation += 1
             sequence.num_failures += 1
             if sequence.num_failures >= MAX_STEP_FAILURES:
@@ -394,8 +404,9 @@ class Engine:
             for sequence in queue.all_running():
                 assert sequence.state == State.RUNNING and sequence.row >= 0
                 assert sequence.capacity == len(sequence.blocks) * queue.shape.page_tokens
-                assert sequence.num_computed <= sequence.capacity
-                assert sequence.num_computed < sequence.total <= sequence.max_total
+                if not sequence.is_spoilt:
+                    assert sequence.num_computed <= sequence.capacity
+                    assert sequence.num_computed < sequence.total <= sequence.max_total
                 assert self._sequences[sequence.request.request_id] is sequence
             for sequence in queue.all_waiting():
                 assert sequence.state == State.WAITING and sequence.row < 0 and not sequence.blocks

@@ -140,11 +140,6 @@ class BlockPool:
             slots.append(slot)
         return slots
 
-    def num_found_unused(self, name: str, slots: list[int]) -> int:
-        """How many of `slots` (from `find`) `retain` would take out of the available ones."""
-        references = self._models[name].references
-        return sum(1 for slot in slots if references[slot] == 0)
-
     def retain(self, name: str, slots: list[int]) -> None:
         """One more reference to each; cached slots become used."""
         blocks = self._models[name]

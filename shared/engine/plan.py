@@ -40,6 +40,8 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     new_sequences: list[NewSequence]
     new_blocks: list[tuple[int, list[int]]]
     """(row, slots appended to its block table), applied after `new_sequences`."""
+    num_decodes: tuple[int, int] = (0, 0)
+    """Decoding sequences among the rows: online, offline."""
     interruptible: bool = False
 
     @property

@@ -76,6 +76,8 @@ class _Batch:
         self.samples: list[bool] = []
         self.new_sequences: list[NewSequence] = []
         self.new_blocks: list[tuple[int, list[int]]] = []
+        self.num_online_decodes = 0
+        self.num_offline_decodes = 0
 
 
 class Planner:
@@ -89,8 +91,8 @@ class Planner:
         self.num_preemptions = 0
         self._ordering = ordering
         self._token_budget = token_budget
-        self._stuck_rank = Rank.OFFLINE
-        """No sequence after this rank is admitted in this plan: a head of this rank already lacks room."""
+        self._stuck: Sequence | None = None
+        """A waiting sequence that lacked room: nobody after it in the order, of any model, is admitted before it."""
         self._free_rows = list(range(num_rows - 1, -1, -1))
 
     # ---------------------------------------------------------------------------------------------- queues
@@ -131,6 +133,7 @@ class Planner:
         del self.queues[sequence.model].running[sequence.rank][sequence.number]
         self.free(sequence)
         sequence.num_computed = 0
+        sequence.is_spoilt = False
         sequence.next_register = 0
         sequence.total = len(sequence.tokens)
         sequence.generation += 1
@@ -142,7 +145,6 @@ class Planner:
 
     def plan(self, step_id: int, now: float) -> PlannedStep | None:
         """The next step, or None where nothing can run before a step in flight returns or a request arrives."""
-        self._stuck_rank = Rank.OFFLINE
         for rank in Rank:
             candidates = [queue for queue in self.queues.values() if queue.has_work(rank)]
             while candidates:
@@ -183,6 +185,7 @@ class Planner:
             batch.samples,
             batch.new_sequences,
             batch.new_blocks,
+            (batch.num_online_decodes, batch.num_offline_decodes),
         )
         return PlannedStep(plan, sequences, [sequence.generation for sequence in sequences])
 
@@ -213,6 +216,10 @@ class Planner:
             add_start(start)
             planned += 1
         batch.budget_tokens = budget - planned
+        if rank == Rank.OFFLINE:
+            batch.num_offline_decodes += planned
+        else:
+            batch.num_online_decodes += planned
         batch.counts.extend([1] * planned)
         batch.samples.extend([True] * planned)
 
@@ -249,15 +256,18 @@ class Planner:
             sequence.total += 1
 
     def _admit(self, queue: ModelQueue, rank: Rank, batch: _Batch, now: float) -> None:
-        """Waiting sequences of the rank, in order, until one does not fit: nobody overtakes the head."""
+        """Waiting sequences of the rank, in order, until one does not fit: nobody overtakes a head that lacks
+        room, of whatever model."""
         waiting = queue.waiting[rank]
         if waiting and not self._ordering.is_static:
             waiting.sort(key=lambda sequence: self.order_key(sequence, now))
-        while waiting and batch.budget_tokens > 0 and rank <= self._stuck_rank:
+        while waiting and batch.budget_tokens > 0:
             sequence = waiting[0]
+            if self._is_behind_stuck(sequence, now):
+                return
             has_row = bool(self._free_rows) or self._make_row(sequence, now)
             if not has_row or not self._allocate_prompt(queue, sequence, now):
-                self._stuck_rank = rank
+                self._stuck = sequence
                 return
             waiting.remove(sequence)
             sequence.state = State.RUNNING
@@ -275,6 +285,12 @@ class Planner:
                 )
             )
             self._add_prefill(sequence, batch)
+
+    def _is_behind_stuck(self, sequence: Sequence, now: float) -> bool:
+        stuck = self._stuck
+        if stuck is None or stuck is sequence or stuck.state != State.WAITING:
+            return False
+        return self.order_key(sequence, now) > self.order_key(stuck, now)
 
     def _allocate_prompt(self, queue: ModelQueue, sequence: Sequence, now: float) -> bool:
         """Slots for all known tokens, from the prefix cache where it has them. At least one token is computed."""

@@ -49,6 +49,7 @@ class Sequence:
         "generation",
         "hashes",
         "in_flight",
+        "is_spoilt",
         "max_total",
         "min_total",
         "model",
@@ -95,6 +96,8 @@ class Sequence:
         """Steps in flight that compute this sequence; its slots stay its own until they return."""
         self.generation = 0
         """Grows when planned work is rolled back: results of an older generation are dropped."""
+        self.is_spoilt = False
+        """A step of it failed: its row and slots may not hold what they should, so it is to be preempted."""
         self.hashes: list[bytes] = []
         """Chained hashes of the full blocks of known tokens, as far as they were needed."""
         self.next_register = 0

@@ -85,7 +85,7 @@ async def run_streams(
 ) -> list[Stream]:
     """`num_streams` completions at once with fixed prompts, over the models in turn. When they have received
     `after_chunks` chunks in sum, `disturb` is called once, in a thread."""
-    num_chunks = 0
+    num_chunks = num_ended = 0
     reached = asyncio.Event()
 
     def on_chunk() -> None:
@@ -97,21 +97,28 @@ async def run_streams(
     async def disturbance() -> None:
         await reached.wait()
         if disturb is not None:
+            assert num_ended < num_streams, "the disturbance must come while streams run"
             await asyncio.to_thread(disturb)
 
     limits = httpx.Limits(max_connections=None)
     async with httpx.AsyncClient(timeout=timeout_s, limits=limits) as client, asyncio.timeout(timeout_s):
         disturbing = asyncio.create_task(disturbance())
+
+        async def one(*arguments) -> Stream:
+            nonlocal num_ended
+            stream = await stream_completion(*arguments, **fields)
+            num_ended += 1
+            return stream
+
         streams = await asyncio.gather(
             *(
-                stream_completion(
+                one(
                     client,
                     url,
                     models[index % len(models)],
                     [3 + (index * 31 + position * 7) % 200 for position in range(5 + index % 40)],
                     max_tokens,
                     on_chunk,
-                    **fields,
                 )
                 for index in range(num_streams)
             )

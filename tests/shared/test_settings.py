@@ -88,3 +88,16 @@ def test_models_as_pairs_as_json_and_from_a_file(tmp_path: Path) -> None:
 
 def test_default_ids_fit_into_subjects() -> None:
     assert not set(default_id("gateway")) & set(". *>\t\r\n")
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "value"),
+    [
+        (SchedulerSettings, "TIDEWAY_MAX_WAITING_PER_MODEL", "0"),
+        (SchedulerSettings, "TIDEWAY_TRACE_SAMPLE_RATIO", "2"),
+        (GatewaySettings, "TIDEWAY_GATEWAY_ID", "gw.1"),
+    ],
+)
+def test_values_out_of_range_are_refused_by_name(kind: type, name: str, value: str) -> None:
+    with pytest.raises(SettingsError, match=f"{name}='{value}': expected"):
+        load(kind, {name: value})

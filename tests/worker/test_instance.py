@@ -350,4 +350,29 @@ async def test_metrics_have_the_names_that_routers_read(stage):
     ):
         assert name + "{" in text, name
     assert 'vllm:generation_tokens_total{engine="node-0",model_name="a"} 10.0' in text
-    assert 'request_class="online"' in text
+    latencies = [line for line in text.splitlines() if line.startswith("vllm:") and "_seconds_count{" in line]
+    assert latencies and all('class="online"' in line for line in latencies)
+
+
+async def test_an_engine_that_fails_makes_the_instance_give_up(stage):
+    def fail(plan):
+        raise RuntimeError("device lost")
+
+    stage.executor.launch = fail
+    await submit(stage, request("r1", [1, 2, 3], 10))
+    async with asyncio.timeout(10):
+        await stage.service.failed.wait()
+    assert "device lost" in stage.service.problems()[0]
+
+
+async def test_a_replay_larger_than_a_message_is_cut_and_continues():
+    from services.worker.output_log import cut
+    from shared.messages import TokenLogprob
+
+    logprob = TokenLogprob(-1.0, tuple(range(10**6, 10**6 + 20)), (-1.5,) * 20, 1)
+    whole = TokenEntry("r1", 0, 5, pack_tokens(list(range(500))), FinishReason.LENGTH, (logprob,) * 500)
+    part, num_bytes = cut(whole, 50_000)
+    assert part.finish_reason is None and part.offset == 5
+    assert 0 < len(part.tokens) // 4 == len(part.logprobs) < 500
+    assert len(msgspec.msgpack.encode(part)) <= num_bytes + 100 <= 50_100
+    assert cut(whole, 10**7)[0] is whole

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -146,6 +147,16 @@ def test_a_draw_depends_on_seed_and_position_alone() -> None:
     ]
     assert sample(logits, wishes, [p + 1 for p in positions]).tokens.tolist() != together
     assert sample(logits, [params(seed=s + 1) for s in range(40)], positions).tokens.tolist() != together
+
+
+def test_a_draw_does_not_depend_on_how_the_others_are_restricted() -> None:
+    torch.manual_seed(3)
+    logits = torch.randn(6, VOCAB)
+    kinds = [params(), params(top_p=0.9), params(top_k=3), params(min_p=0.2), params(top_p=0.5, min_p=0.1), params()]
+    wishes = [msgspec.structs.replace(kind, seed=seed) for seed, kind in enumerate(kinds)]
+    for position in range(20):
+        together = sample(logits, wishes, [position] * 6).tokens.tolist()
+        assert together == [sample(logits[i : i + 1], [wishes[i]], [position]).tokens.item() for i in range(6)]
 
 
 @pytest.mark.parametrize("seed", [0, -1, 2**63 - 1, 2**63, 2**64 - 1, 2**80 + 5])

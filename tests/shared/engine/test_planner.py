@@ -249,3 +249,47 @@ def test_token_ids_outside_the_vocabulary_are_refused(token):
     engine.add_model(ModelShape("a", 4, 2, 200, vocab_size=10))
     assert engine.submit(request("good", [0, 9], 2), 0.0) is None
     assert engine.submit(request("bad", [0, token], 2), 0.0).code == ErrorCode.BAD_REQUEST
+
+
+def test_a_head_that_lacks_room_is_not_overtaken_by_another_model():
+    """Without this rule a steady stream of small requests of one model starves a large one of another."""
+    engine, executor = make(num_merged=4, budget=100), FakeExecutor(SHAPES)
+    engine.submit(request("b0", [1] * 6, 20, model="b"), 0.0)
+    engine.on_step(executor.execute(engine.plan(0.0)), 0.0)
+    engine.submit(request("large", list(range(30)), 1), 1.0)
+    for step in range(2, 200):
+        if step % 7 == 0:
+            engine.submit(request(f"b{step}", [1] * 6, 20, model="b"), float(step))
+        plan = engine.plan(float(step))
+        engine.on_step(executor.execute(plan), float(step))
+        if any(isinstance(e, Ended) and e.request.request_id == "large" for e in engine.effects()):
+            break
+    assert step < 60
+
+
+def test_a_failed_step_sends_its_sequences_anew():
+    engine = make(depth=2)
+    engine.submit(request("r", [1, 2, 3, 4, 5], 9), 0.0)
+    first, second = engine.plan(0.0), engine.plan(0.0)
+    engine.on_step(StepResult(first.step_id, [], error="row lost"), 0.0)
+    assert engine.plan(0.0) is None, "nothing of it is planned while the step after still flies"
+    engine.on_step(StepResult(second.step_id, [], error="row lost"), 0.0)
+    assert len(engine.plan(0.0).new_sequences) == 1
+    engine.check()
+
+
+def test_a_refused_higher_epoch_leaves_what_is_held():
+    engine = Engine(8, 4, FirstComeFirstServed(), FixedTokenBudget(8), max_waiting=1)
+    engine.add_model(SHAPES[0])
+    assert engine.submit(request("r", [1], 2), 0.0) is None
+    assert engine.submit(request("r", [1], 2, epoch=1), 0.0).code == ErrorCode.OVERLOADED
+    assert engine.held("r").request.epoch == 0
+
+
+def test_ended_requests_are_not_kept_alive_by_an_old_deadline():
+    engine = make()
+    for index in range(500):
+        engine.submit(request(f"r{index}", [1], 2), 0.0)
+        if index:
+            engine.cancel(f"r{index}", 0.0)
+    assert len(engine._deadlines) < 100
