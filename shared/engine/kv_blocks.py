@@ -17,7 +17,9 @@ nothing is used goes back to all models: at once if nothing in it is cached, els
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from hashlib import blake2b
+from itertools import islice
 
 
 def chain_hash(previous: bytes, packed_tokens: bytes) -> bytes:
@@ -38,7 +40,7 @@ class ModelBlocks:
         "cached",
         "free",
         "hash_of",
-        "num_idle",
+        "idle",
         "num_used",
         "page_tokens",
         "references",
@@ -54,10 +56,10 @@ class ModelBlocks:
         self.hash_of: dict[int, bytes] = {}
         self.by_hash: dict[bytes, int] = {}
         self.free: dict[int, None] = {}
-        self.cached: dict[int, int] = {}
+        self.cached: OrderedDict[int, int] = OrderedDict()
         """Unreferenced slots with a hash -> the tick at which they were freed; oldest first."""
-        self.num_idle = 0
-        """Merged blocks of this model in which no slot is used (all cached or free)."""
+        self.idle: OrderedDict[int, int] = OrderedDict()
+        """Merged blocks of this model in which no slot is used (all cached or free) -> tick; oldest first."""
         self.num_used = 0
         """Slots with at least one reference."""
 
@@ -74,8 +76,8 @@ class BlockPool:
         self._owner: list[str | None] = [None] * num_merged
         self._num_used = [0] * num_merged
         """Used slots in each merged block."""
-        self._idle: dict[int, int] = {}
-        """Owned merged blocks without a used slot but with cached ones -> tick; oldest first."""
+        self._num_idle = 0
+        """Owned merged blocks without a used slot, over all models."""
         self._tick = 0
 
     def add_model(self, name: str, page_tokens: int, slots_per_merged: int) -> None:
@@ -91,8 +93,8 @@ class BlockPool:
             raise ValueError(f"model {name!r} still has used slots")
         for slot in list(blocks.cached):
             self._forget(blocks, slot)
+        self._num_idle -= len(blocks.idle)
         for merged in owned:
-            self._idle.pop(merged, None)
             self._owner[merged] = None
             self._pool_free.append(merged)
         del self._models[name]
@@ -104,12 +106,12 @@ class BlockPool:
     def num_available(self, name: str) -> int:
         """Slots that `allocate` could hand out now, by evicting cached blocks if need be."""
         blocks = self._models[name]
-        from_others = len(self._pool_free) + len(self._idle) - blocks.num_idle
+        from_others = len(self._pool_free) + self._num_idle - len(blocks.idle)
         return len(blocks.free) + len(blocks.cached) + from_others * blocks.slots_per_merged
 
     def num_free_merged(self) -> int:
         """Merged blocks in which nothing is used."""
-        return len(self._pool_free) + len(self._idle)
+        return len(self._pool_free) + self._num_idle
 
     def used_merged(self) -> float:
         """Merged blocks' worth of slots that sequences hold."""
@@ -167,8 +169,8 @@ class BlockPool:
             blocks.num_used -= 1
             self._num_used[merged] -= 1
             if self._num_used[merged] == 0:
-                blocks.num_idle += 1
-                self._idle[merged] = self._tick
+                self._num_idle += 1
+                blocks.idle[merged] = self._tick
                 self._return_if_empty(blocks, merged)
 
     def register(self, name: str, slot: int, block_hash: bytes) -> None:
@@ -188,9 +190,9 @@ class BlockPool:
     def _use(self, blocks: ModelBlocks, slot: int) -> None:
         blocks.references[slot] = 1
         merged = slot // blocks.slots_per_merged
-        if self._num_used[merged] == 0 and merged in self._idle:
-            del self._idle[merged]
-            blocks.num_idle -= 1
+        if self._num_used[merged] == 0:
+            del blocks.idle[merged]
+            self._num_idle -= 1
         self._num_used[merged] += 1
         blocks.num_used += 1
 
@@ -202,7 +204,7 @@ class BlockPool:
         self._forget(blocks, slot)
         blocks.free[slot] = None
         merged = slot // blocks.slots_per_merged
-        if merged in self._idle:
+        if merged in blocks.idle:
             self._return_if_empty(blocks, merged)
 
     def _return_if_empty(self, blocks: ModelBlocks, merged: int) -> None:
@@ -211,8 +213,8 @@ class BlockPool:
         if all(slot in blocks.free for slot in places):
             for slot in places:
                 del blocks.free[slot]
-            del self._idle[merged]
-            blocks.num_idle -= 1
+            del blocks.idle[merged]
+            self._num_idle -= 1
             self._owner[merged] = None
             self._pool_free.append(merged)
 
@@ -221,14 +223,21 @@ class BlockPool:
         longest time: an own cached block, or another model's idle merged block."""
         if not self._pool_free:
             own_tick = next(iter(blocks.cached.values()), None)
-            other = next(((m, t) for m, t in self._idle.items() if self._owner[m] != name), None)
-            if own_tick is not None and (other is None or own_tick <= other[1]):
+            # The oldest idle merged block of each other model: (tick, merged block).
+            others = [
+                (tick, merged)
+                for other in self._models.values()
+                if other is not blocks
+                for merged, tick in islice(other.idle.items(), 1)
+            ]
+            oldest = min(others, default=None)
+            if own_tick is not None and (oldest is None or own_tick <= oldest[0]):
                 slot = next(iter(blocks.cached))
                 self._forget(blocks, slot)
                 blocks.free[slot] = None
                 return
-            assert other is not None, "allocate() checked that a slot can be had"
-            merged = other[0]
+            assert oldest is not None, "allocate() checked that a slot can be had"
+            merged = oldest[1]
             owner = self._models[self._owner[merged]]  # type: ignore[index]
             first = merged * owner.slots_per_merged
             for slot in range(first, first + owner.slots_per_merged):
@@ -238,8 +247,8 @@ class BlockPool:
         self._owner[merged] = name
         first = merged * blocks.slots_per_merged
         blocks.free.update(dict.fromkeys(range(first + blocks.slots_per_merged - 1, first - 1, -1)))
-        self._idle[merged] = self._tick
-        blocks.num_idle += 1
+        blocks.idle[merged] = self._tick
+        self._num_idle += 1
 
     def check(self) -> None:
         """Asserts every invariant; for tests and idle time."""
@@ -255,7 +264,7 @@ class BlockPool:
                 slots = range(first, first + blocks.slots_per_merged)
                 in_use = sum(1 for slot in slots if blocks.references[slot] > 0)
                 assert in_use == self._num_used[merged], (name, merged)
-                assert (merged in self._idle) == (in_use == 0)
+                assert (merged in blocks.idle) == (in_use == 0)
                 used += in_use
             assert used == blocks.num_used
             assert used + len(blocks.free) + len(blocks.cached) == len(mine) * blocks.slots_per_merged
@@ -264,4 +273,4 @@ class BlockPool:
             assert all(count >= 0 for count in blocks.references)
             assert set(blocks.cached) <= set(blocks.hash_of) and not set(blocks.free) & set(blocks.hash_of)
             assert {h: s for s, h in blocks.hash_of.items()} == blocks.by_hash
-            assert blocks.num_idle == sum(1 for merged in mine if merged in self._idle)
+        assert self._num_idle == sum(len(blocks.idle) for blocks in self._models.values())
