@@ -9,7 +9,7 @@ import hashlib
 from collections import deque
 from pathlib import Path
 
-from services.gateway.errors import ApiError
+from services.gateway.errors import ApiError, invalid
 from shared.settings import GatewaySettings, SettingsError
 
 WINDOW_S = 60.0
@@ -78,6 +78,10 @@ class Ticket:
         limit = self._key.tokens_per_minute
         if limit is None:
             return
+        if num_tokens > limit:
+            raise invalid(
+                "prompt", f"The prompt has {num_tokens} tokens; this API key may use {limit} tokens per minute at most."
+            )
         used = self._key.window.total(now)
         if used + num_tokens > limit:
             raise _too_many(

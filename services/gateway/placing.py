@@ -35,6 +35,8 @@ NOBODY_CODES = frozenset(
     {ErrorCode.UNAVAILABLE, ErrorCode.NOT_LEADER, ErrorCode.DEADLINE, ErrorCode.DRAINING, ErrorCode.GONE}
 )
 """Answers that say that this peer cannot take the request, not that the request cannot be taken."""
+MAYBE_DELIVERED_CODES = frozenset({ErrorCode.UNAVAILABLE, ErrorCode.DEADLINE, ErrorCode.INTERNAL})
+"""The peer may have taken the request all the same (a connection that broke after sending also says UNAVAILABLE)."""
 PASSING_CODES = NOBODY_CODES | {ErrorCode.BUSY}
 """Worth another attempt soon; a full queue (OVERLOADED) is not, for a client that can be told so."""
 
@@ -118,6 +120,7 @@ class Placer:
                     return ServiceError(error.info)
                 if error.code is ErrorCode.DEADLINE:
                     self._pause_until = self._bus.now() + SCHEDULER_PAUSE_S
+                if error.code in MAYBE_DELIVERED_CODES:
                     stream.begin_epoch()
             else:
                 return None
@@ -150,7 +153,7 @@ class Placer:
             except BusError as error:
                 logger.info("%s did not take a request in bypass: %s", instance_id, error)
                 stream.owned_by(None)
-                if error.code is ErrorCode.DEADLINE:
+                if error.code in MAYBE_DELIVERED_CODES:
                     stream.begin_epoch()
                 refusal = ServiceError(error.info)
                 if error.code not in PASSING_CODES | {ErrorCode.OVERLOADED, ErrorCode.INTERNAL}:

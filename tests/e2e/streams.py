@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import httpx
@@ -86,23 +87,19 @@ async def run_streams(
     """`num_streams` completions at once with fixed prompts, over the models in turn. When they have received
     `after_chunks` chunks in sum, `disturb` is called once, in a thread."""
     num_chunks = num_ended = 0
-    reached = asyncio.Event()
+    disturbing: list[Future[None]] = []
+    pool = ThreadPoolExecutor(1)
 
     def on_chunk() -> None:
+        # Not a task: this loop may have so much to read that a task would run only when all streams have ended.
         nonlocal num_chunks
         num_chunks += 1
-        if num_chunks >= after_chunks:
-            reached.set()
-
-    async def disturbance() -> None:
-        await reached.wait()
-        if disturb is not None:
+        if num_chunks == after_chunks and disturb is not None:
             assert num_ended < num_streams, "the disturbance must come while streams run"
-            await asyncio.to_thread(disturb)
+            disturbing.append(pool.submit(disturb))
 
     limits = httpx.Limits(max_connections=None)
     async with httpx.AsyncClient(timeout=timeout_s, limits=limits) as client, asyncio.timeout(timeout_s):
-        disturbing = asyncio.create_task(disturbance())
 
         async def one(*arguments) -> Stream:
             nonlocal num_ended
@@ -123,6 +120,7 @@ async def run_streams(
                 for index in range(num_streams)
             )
         )
-        reached.set()
-        await disturbing
+        for future in disturbing:
+            await asyncio.wrap_future(future)
+        assert disturb is None or disturbing, "the streams ended before they were disturbed"
         return list(streams)

@@ -15,7 +15,7 @@ from tests.e2e.stack import Stack
 from tests.e2e.streams import Stream, run_streams
 
 NUM_STREAMS = 50
-MAX_TOKENS = 120
+MAX_TOKENS = 240
 AFTER_CHUNKS = 600
 
 

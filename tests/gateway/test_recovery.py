@@ -239,7 +239,7 @@ async def test_without_a_scheduler_requests_go_straight_to_instances(
         await stack.peer.remove_instance("idle")
         await until(lambda: "busy" in stack.peer.submitted_to, "placed again")
         [again] = stack.peer.submitted_to["busy"]
-        assert again.epoch == 1, "its owner was known though no frame had come"
+        assert again.epoch > 0, "its owner was known though no frame had come"
         stack.peer.emit(again, 0, [*stack.ids(TEXT), stack.eos], FinishReason.STOP, sender="busy")
         await reader.end()
         assert reader.text == TEXT
