@@ -100,7 +100,7 @@ async def test_all_schedulers_die(system, undisturbed):
 async def test_nats_dies_and_comes_back(system, undisturbed, keep_store):
     def restart() -> None:
         system.nats.kill()
-        time.sleep(2.0)
+        time.sleep(8.0 if keep_store else 2.0)
         system.nats.restart(keep_store=keep_store)
 
     streams = await disturbed(system, restart)
