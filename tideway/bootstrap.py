@@ -100,8 +100,7 @@ def make_venv(venv: Path) -> list[str]:
         wheel = fetch_pip(venv)
     except (OSError, ValueError) as error:
         raise SetupError(
-            f"this Python has no pip, and none could be fetched ({error}). "
-            "Install it: apt install python3-venv"
+            f"this Python has no pip, and none could be fetched ({error}). Install it: apt install python3-venv"
         ) from None
     # A wheel is a zip file, and Python runs what lies in one.
     return [python, str(wheel / "pip")]
