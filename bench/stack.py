@@ -29,7 +29,7 @@ from bench.load import run_load
 from services.worker.engine_loop import EngineLoop, StepStats
 from services.worker.executor import Executor
 from services.worker.instance import build_engine
-from shared.engine.engine import Ended, Output
+from shared.engine.requests import Ended, Output
 from shared.engine.slab import choose_merged_bytes
 from shared.messages import GenerationRequest, ModelSpec, SamplingParams, pack_tokens
 from shared.settings import InstanceSettings

@@ -187,6 +187,10 @@ class GenerationRequest(msgspec.Struct, frozen=True, array_like=True):
     """How long the request has waited before this hop."""
     traceparent: str = ""
     """W3C trace context of the request's root span."""
+    ttft_objective_s: float = 0.0
+    """Time to first token that the client wants, from its arrival; 0: the model's."""
+    tpot_objective_s: float = 0.0
+    """Time per output token after the first; 0: the model's."""
 
 
 class Cancel(msgspec.Struct, frozen=True, array_like=True):
@@ -308,6 +312,10 @@ class ModelSpec(msgspec.Struct, frozen=True):
     max_model_len: int | None = None
     replicas: int | None = None
     """Number of instances that hold it; None: all on which it fits."""
+    ttft_ms: float = 0.0
+    """Objective for the time to first token of online requests that name none; 0: the instance's default."""
+    tpot_ms: float = 0.0
+    """Likewise for the time per output token after the first."""
 
 
 class LoadedModel(msgspec.Struct, frozen=True, array_like=True):
@@ -348,6 +356,13 @@ class ModelLoad(msgspec.Struct, frozen=True, array_like=True):
     num_waiting: int
     num_offline: int = 0
     """Offline requests among both, harvested work rather than load."""
+    num_waiting_online: int = 0
+    """Online requests among the waiting ones."""
+    offline_room_tokens: int = 0
+    """Offline tokens (prompt and output) beyond those held that the instance could keep busy with now: from its spare
+    budget, its KV pool and its host memory."""
+    budgets: tuple[float, float] = (0.0, 0.0)
+    """Doubling budget of this model here: remaining seconds summed over its unfinished requests, and the smallest."""
 
 
 class FinishedStats(msgspec.Struct, frozen=True, array_like=True):
@@ -359,7 +374,10 @@ class FinishedStats(msgspec.Struct, frozen=True, array_like=True):
     output_tokens: int
     queued_s: float
     execution_s: float
+    """Admission to end on the instance, by the wall clock."""
     finish_reason: FinishReason
+    device_s: float = 0.0
+    """Execution time on the device charged to the request, queueing and preempted time not counted."""
 
 
 class LoadReport(msgspec.Struct, frozen=True, array_like=True):
@@ -426,6 +444,16 @@ class PlacementPlan(msgspec.Struct, frozen=True):
     """Models that are on no instance, with the reason."""
 
 
+class StoredCostModel(msgspec.Struct, frozen=True):
+    """A fitted cost model (`shared.cost_model.CostModel`, encoded) and what it was measured on."""
+
+    key: str
+    """Fingerprint of the model's shape and dtype, the device and the tensor-parallel size."""
+    cost_model: bytes
+    profiled_s: float
+    """Unix time."""
+
+
 class ModelStatistics(msgspec.Struct, frozen=True):
     """Traffic of one model since the last report; the scheduler publishes one per model and second."""
 
@@ -451,6 +479,123 @@ class SchedulerInfo(msgspec.Struct, frozen=True, array_like=True):
     scheduler_id: str
     term: int = 0
     """Grows with each change of leader."""
+
+
+class ExecutionStatistics(msgspec.Struct, frozen=True, array_like=True):
+    """Execution time on the device of a model's finished requests (SeaLLM section 4.2), over the whole cluster."""
+
+    model: str
+    mean_s: float
+    std_s: float
+    num_finished: int = 0
+    """In the window; 0: a prediction, nothing has finished yet."""
+
+
+class ExecutionStatisticsReport(msgspec.Struct, frozen=True, array_like=True):
+    """Scheduler to instances, on change: what the doubling budgets start from."""
+
+    scheduler_id: str
+    models: list[ExecutionStatistics]
+
+
+# ----------------------------------------------------------------------------------------- batches and harvest
+
+
+class OfflineDemand(msgspec.Struct, frozen=True, array_like=True):
+    """What one batch could submit now."""
+
+    batch_id: str
+    tenant: str
+    model: str
+    wanted_tokens: int
+    """Prompt and output tokens of lines that are ready to be submitted."""
+    unfinished_tokens: int
+    """Estimate for all lines that are not finished."""
+    slack_s: float
+    """Time left to the batch's deadline."""
+    weight: float = 1.0
+    """Share of its tenant against others."""
+
+
+class GrantQuery(msgspec.Struct, frozen=True, array_like=True):
+    """A gateway asks how many offline tokens it may submit. All its batches at once."""
+
+    gateway_id: str
+    demands: list[OfflineDemand]
+
+
+class OfflineGrant(msgspec.Struct, frozen=True, array_like=True):
+    batch_id: str
+    tokens: int
+    model: str = ""
+
+
+class GrantReply(msgspec.Struct, frozen=True, array_like=True):
+    grants: list[OfflineGrant]
+    ask_again_s: float
+    """When asking again is worth while."""
+    tokens_per_s: dict[str, float] = {}
+    """Recent offline throughput of each model over the cluster, for the predicted finish time."""
+
+
+class StoredFile(msgspec.Struct, frozen=True):
+    """A file of the Files API; its bytes lie in the object bucket under its id."""
+
+    file_id: str
+    filename: str
+    purpose: str
+    num_bytes: int
+    created_s: float
+    """Unix time."""
+    expires_s: float | None = None
+    tenant: str = ""
+    is_deleted: bool = False
+
+
+class BatchProblem(msgspec.Struct, frozen=True):
+    code: str
+    message: str
+    line: int | None = None
+    param: str | None = None
+
+
+class BatchRecord(msgspec.Struct, frozen=True):
+    """A batch as the Batch API shows it; written by the gateway that owns it. Times are Unix seconds."""
+
+    batch_id: str
+    tenant: str
+    endpoint: str
+    input_file_id: str
+    completion_window: str
+    deadline_s: float
+    status: str
+    created_s: float
+    metadata: dict[str, str] = {}
+    model: str = ""
+    errors: list[BatchProblem] = []
+    num_total: int = 0
+    num_completed: int = 0
+    num_failed: int = 0
+    input_tokens: int = 0
+    cached_tokens: int = 0
+    output_tokens: int = 0
+    output_file_id: str = ""
+    error_file_id: str = ""
+    status_s: dict[str, float] = {}
+    """When each status was entered."""
+    predicted_finish_s: float | None = None
+    output_expires_after_s: int | None = None
+
+
+class BatchLineResult(msgspec.Struct, frozen=True):
+    """The answer to one line, written once (`create`): a line whose key exists is done."""
+
+    is_success: bool
+    line: bytes
+    """The JSON line of the output or error file."""
+    input_tokens: int = 0
+    cached_tokens: int = 0
+    output_tokens: int = 0
 
 
 # ------------------------------------------------------------------------------------------------- admin calls
@@ -501,6 +646,12 @@ SCHEDULER_CANCEL = Topic(f"{PREFIX}.scheduler.cancel", Cancel)
 SCHEDULER_ANNOUNCE = Topic(f"{PREFIX}.scheduler.announce", SchedulerInfo)
 SCHEDULER_STATISTICS = Topic(f"{PREFIX}.scheduler.statistics", StatisticsReport)
 
+# scheduler -> instances
+EXECUTION_STATISTICS = Topic(f"{PREFIX}.scheduler.execution_statistics", ExecutionStatisticsReport)
+
+# gateway's batches -> scheduler
+SCHEDULER_GRANT = Endpoint(f"{PREFIX}.scheduler.grant", GrantQuery, GrantReply)
+
 # scheduler (or, in bypass, gateway) -> instance
 INSTANCE_SUBMIT = Endpoint(f"{PREFIX}.instance.{{instance_id}}.submit", GenerationRequest, Accepted)
 INSTANCE_CANCEL = Topic(f"{PREFIX}.instance.{{instance_id}}.cancel", Cancel)
@@ -543,6 +694,16 @@ PLANS = Bucket("tideway_plans", PlacementPlan, durable=True)
 """key "current"; writer: placement"""
 STATISTICS = Bucket("tideway_statistics", ModelStatistics, durable=True)
 """key: `bucket_key(model name)`, totals since the model was added; writer: placement"""
+
+COST_MODELS = Bucket("tideway_cost_models", StoredCostModel, durable=True)
+"""key: `bucket_key` of the stored model's `key`; writer: the instance that profiled"""
+FILES = Bucket("tideway_files", StoredFile, durable=True)
+"""key: file id; writer: gateway"""
+FILE_CONTENTS = ObjectBucket("tideway_file_contents")
+BATCHES = Bucket("tideway_batches", BatchRecord, durable=True)
+"""key: batch id; writer: the gateway that holds the batch's lease"""
+BATCH_RESULTS = Bucket("tideway_batch_results", BatchLineResult, durable=True)
+"""key: `<batch id>/<line index>`; created once, never changed; purged when the batch's files are written"""
 
 
 def bucket_key(name: str) -> str:

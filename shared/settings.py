@@ -61,6 +61,11 @@ class GatewaySettings(BusSettings, frozen=True, kw_only=True):
     """Sequences (prompts times `n`) in flight in this gateway; beyond it 429."""
     developer_mode: bool = False
     """Adds POST /reset_prefix_cache."""
+    max_file_bytes: Annotated[int, msgspec.Meta(ge=1)] = 200 * 1024 * 1024
+    """Of one uploaded file."""
+    max_batch_lines: Annotated[int, msgspec.Meta(ge=1)] = 50_000
+    batch_lines_in_flight: Annotated[int, msgspec.Meta(ge=1)] = 128
+    """Of one batch and model."""
 
 
 class SchedulerSettings(BusSettings, frozen=True, kw_only=True):
@@ -73,7 +78,8 @@ class SchedulerSettings(BusSettings, frozen=True, kw_only=True):
     lost_after_s: float = 3.0
     """An instance that was not heard of for so long is dead."""
     dispatch_policy: str = "freeness"
-    order_policy: str = "fcfs"
+    order_policy: str = "doubling_budget"
+    """doubling_budget | fcfs | round_robin | mlfq"""
 
 
 class PlacementSettings(BusSettings, frozen=True, kw_only=True):
@@ -125,9 +131,32 @@ class InstanceSettings(BusSettings, frozen=True, kw_only=True):
     """Tokens in one step at most; 0: 512 on CPU, 8192 on CUDA."""
     steps_in_flight: int = 0
     """0: 1 on CPU, 2 on CUDA."""
+    order_policy: str = "doubling_budget"
+    """Of the sequences of one class: doubling_budget | fcfs | round_robin | mlfq"""
+    mix_phases: bool = True
+    """Whether a step may hold prefill chunks and decodes together."""
+    co_serving: str = "slo"
+    """slo: offline tokens fill what the objectives leave | priority_only: the token budget is all that bounds them |
+    online_only: offline requests wait for ever"""
+    interruption: str = "suspend"
+    """Of an offline step by an online arrival: suspend | discard | off"""
+    host_memory_bytes: int = -1
+    """For checkpoints of KV blocks; 0: none are made; -1: as much as the KV pool."""
+    prefetch: bool = True
+    """Restore checkpoints beside other work; false: the steps of the model wait for them."""
+    checkpoint_start: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.5
+    """Used share of the KV pool at which checkpointing begins."""
+    ttft_ms: Annotated[float, msgspec.Meta(gt=0)] = 1500.0
+    """Objective of online requests and models that name none: time to first token."""
+    tpot_ms: Annotated[float, msgspec.Meta(gt=0)] = 110.0
+    """Likewise per output token after the first."""
+    profile: str = "auto"
+    """auto: load the model's cost model, or measure it briefly | off: no cost model, so no SLO budget"""
     record_file: str = ""
     """Where the engine's inputs are recorded for `tideway replay`, a file an instance: this name and the instance's id;
     empty: nowhere."""
+    cost_models_dir: str = ""
+    """Where cost models are kept as files, beside the key-value store; empty: nowhere."""
 
 
 def _convert(kind: Any, text: str, source: str) -> Any:

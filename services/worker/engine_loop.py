@@ -1,16 +1,18 @@
 """The thread that drives one instance: plan, execute, apply, for ever.
 
 Threads and who may touch what:
-- The loop's thread plans and applies under `_lock`, and executes without it. Only it calls the executor's step methods.
+- The loop's thread plans and applies under `_lock`, and executes without it. Only it calls the executor, but for
+  `interrupt`, which the thread that brings a request may call while a step runs.
 - Any other thread (the event loop) may call `submit`, `cancel` and the reading methods; they take the lock, which is never
   held longer than one plan or apply (well under a millisecond).
-- `between_steps` hands a function to the loop's thread, which runs it when no step is in flight: loading and unloading of
-  models touch executor and engine together.
+- `between_steps` hands a function to the loop's thread, which runs it when neither a step nor a copy of KV slots is in
+  flight: loading and unloading of models touch executor and engine together.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import os
 import threading
 from collections import deque
@@ -21,10 +23,13 @@ from typing import Any, Protocol, TypeVar
 
 import msgspec
 
-from shared.engine.engine import Ended, Engine, InstanceLoad, Output
-from shared.engine.plan import StepPlan, StepResult
+from shared.engine.counters import EngineCounters
+from shared.engine.engine import Engine
+from shared.engine.load import InstanceLoad
+from shared.engine.plan import KvCopy, StepPlan, StepResult
+from shared.engine.requests import Ended, Output
 from shared.engine.sequence import State
-from shared.messages import ErrorInfo, GenerationRequest, HeldRequest
+from shared.messages import ErrorInfo, ExecutionStatistics, GenerationRequest, HeldRequest
 
 log = logging.getLogger(__name__)
 
@@ -36,11 +41,22 @@ MAX_FAILED_STEPS = 8
 
 class StepExecutor(Protocol):
     """What the loop needs of an executor: steps run in the order of `launch`; `collect` waits for the oldest one that was
-    launched and not collected."""
+    launched and not collected. Copies run beside them."""
 
     def launch(self, plan: StepPlan) -> None: ...
 
     def collect(self) -> StepResult: ...
+
+    def interrupt(self, step_id: int) -> None:
+        """From any thread; does not block. The step's result says whether it came in time."""
+
+    def start_copy(self, copy: KvCopy) -> None: ...
+
+    def finished_copies(self) -> list[tuple[int, bool]]:
+        """(copy id, whether it succeeded) of those that ended since the last call."""
+
+    def on_copy_finished(self, callback: Callable[[], None]) -> None:
+        """`callback` is called in any thread when `finished_copies` has something new."""
 
 
 class StepStats(msgspec.Struct, frozen=True):
@@ -51,6 +67,10 @@ class StepStats(msgspec.Struct, frozen=True):
     num_decodes: tuple[int, int]
     """Online, offline."""
     duration_s: float
+    limit_s: float = math.inf
+    """What the objectives allowed it."""
+    is_suspended: bool = False
+    """It stopped at a safepoint; the rest of it will be a step of its own here."""
 
 
 class EngineLoop:
@@ -84,7 +104,11 @@ class EngineLoop:
         self._wake = threading.Event()
         self._stopping = False
         self._calls: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
-        self._in_flight: deque[tuple[StepPlan, float]] = deque()
+        self._in_flight: deque[tuple[StepPlan, float, float]] = deque()
+        """With the time of planning and the duration allowed."""
+        self._num_copies = 0
+        """In flight."""
+        executor.on_copy_finished(self._wake.set)
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._step_started_s: float | None = None
         self.num_steps = 0
@@ -107,7 +131,9 @@ class EngineLoop:
 
     def submit(self, request: GenerationRequest) -> ErrorInfo | None:
         with self._lock:
-            refused = self._engine.submit(request, self._clock())
+            now = self._clock()
+            refused = self._engine.submit(request, now)
+            self._interrupt(now)
         self._wake.set()
         return refused
 
@@ -120,13 +146,21 @@ class EngineLoop:
         with self._lock:
             return self._engine.load()
 
-    def num_preemptions(self) -> int:
-        return self._engine.planner.num_preemptions
+    @property
+    def counters(self) -> EngineCounters:
+        """They go on growing; to be read only."""
+        return self._engine.counters
 
     def used_share(self) -> float:
         """Share of the KV pool that sequences hold, 0 to 1."""
         with self._lock:
             return self._engine.pool.used_merged() / self._engine.pool.num_merged
+
+    def host_used_share(self) -> float:
+        """Share of the host memory that checkpoints hold, 0 to 1."""
+        with self._lock:
+            pool = self._engine.planner.host.pool
+            return 0.0 if pool is None else pool.used_merged() / pool.num_merged
 
     def held_requests(self) -> list[HeldRequest]:
         with self._lock:
@@ -152,12 +186,18 @@ class EngineLoop:
         with self._lock:
             return sum(1 for sequence in self._engine.all_held() if model is None or sequence.model == model)
 
+    def set_statistics(self, statistics: list[ExecutionStatistics]) -> None:
+        with self._lock:
+            for of_model in statistics:
+                self._engine.set_statistics(of_model)
+
     def clear_prefix_cache(self) -> None:
         with self._lock:
             self._engine.pool.clear_cache()
 
     def between_steps(self, function: Callable[[], T]) -> Future[T]:
-        """Runs `function` in the loop's thread while no step is in flight. It reaches the engine through `locked`."""
+        """Runs `function` in the loop's thread while no step and no copy is in flight. It reaches the engine through
+        `locked`."""
         future: Future[T] = Future()
         self._calls.append((function, future))
         self._wake.set()
@@ -173,6 +213,12 @@ class EngineLoop:
         """How long the step that runs now has been running; 0 between steps."""
         started = self._step_started_s
         return 0.0 if started is None else self._clock() - started
+
+    def _interrupt(self, now: float) -> None:
+        """Under the lock, so that no later step is planned before the executor knows."""
+        step_id = self._engine.take_interrupt(now)
+        if step_id is not None:
+            self._executor.interrupt(step_id)
 
     # ------------------------------------------------------------------------------------- the loop's thread
 
@@ -191,29 +237,37 @@ class EngineLoop:
     def _iterate(self) -> None:
         in_flight = self._in_flight
         self._wake.clear()
-        if self._calls and not in_flight:
+        if finished := self._executor.finished_copies():
+            self._apply_copies(finished)
+        if self._calls and not in_flight and not self._num_copies:
             self._run_calls()
         now = self._clock()
         with self._lock:
             self._engine.on_time(now)
+            # while calls wait, nothing is begun: what is in flight comes to its end
             plan = None if self._calls else self._engine.plan(now)
+            copies = self._engine.next_copies()
+            limit_s = self._engine.planner.last_limits.limit_s
+            self._interrupt(now)
             effects = self._engine.effects()
             wakeup = self._engine.next_wakeup()
         if effects:
             self._on_effects(effects, None)
+        self._start_copies(copies)
         if plan is not None:
             self._step_started_s = self._step_started_s or now
-            in_flight.append((plan, now))
+            # one that is resumed was filled under other limits, or none
+            in_flight.append((plan, now, math.inf if plan.resumes else limit_s))
             self._executor.launch(plan)
             if len(in_flight) < self._engine.steps_in_flight:
                 return
         if in_flight:
             self._collect(*in_flight.popleft())
             self._step_started_s = in_flight[0][1] if in_flight else None
-        elif not self._calls and not self._stopping:
+        elif not self._stopping and (self._num_copies or not self._calls):
             self._wake.wait(None if wakeup is None else max(0.0, wakeup - self._clock()))
 
-    def _collect(self, plan: StepPlan, started_s: float) -> None:
+    def _collect(self, plan: StepPlan, started_s: float, limit_s: float) -> None:
         result = self._executor.collect()
         now = self._clock()
         self._num_failed_in_a_row = self._num_failed_in_a_row + 1 if result.error else 0
@@ -223,12 +277,30 @@ class EngineLoop:
                 raise RuntimeError(f"{MAX_FAILED_STEPS} steps in a row failed; the last one: {result.error}")
         with self._lock:
             self._engine.on_step(result, now)
+            copies = self._engine.next_copies()
             effects = self._engine.effects()
+        self._start_copies(copies)
         self.num_steps += 1
         # With two steps in flight the second waits for the first: its own time begins when that one was done.
         duration_s = now - max(started_s, self._collected_s)
         self._collected_s = now
-        self._on_effects(effects, StepStats(plan.model, plan.num_tokens, plan.num_decodes, duration_s))
+        is_suspended = result.suspended_share >= 0
+        stats = StepStats(plan.model, plan.num_tokens, plan.num_decodes, duration_s, limit_s, is_suspended)
+        self._on_effects(effects, stats)
+
+    def _apply_copies(self, finished: list[tuple[int, bool]]) -> None:
+        self._num_copies -= len(finished)
+        now = self._clock()
+        with self._lock:
+            for copy_id, ok in finished:
+                self._engine.on_copy(copy_id, ok, now)
+            copies = self._engine.next_copies()
+        self._start_copies(copies)
+
+    def _start_copies(self, copies: list[KvCopy]) -> None:
+        self._num_copies += len(copies)
+        for copy in copies:
+            self._executor.start_copy(copy)
 
     def _run_calls(self) -> None:
         while self._calls:

@@ -1,17 +1,20 @@
 """Runs step plans on a device: the only place of a worker where tensors are computed.
 
-Each sequence has a row: its tokens (on the device, so that a sampled token feeds the next step without a round trip),
-its block table and its sampling parameters (on the host). A plan changes rows and names those to run.
+Each sequence has a row (sequence_rows.py): its tokens, its block table, its sampling parameters. A plan changes rows and
+names those to run.
 
 `launch` puts a step on the device and `collect` waits for the oldest one launched; two steps may be in flight on CUDA.
-On CPU `launch` has computed the step when it returns. `prepare_model` may be called from another thread while steps run;
-everything else belongs to one thread.
+On CPU `launch` has computed the step when it returns. An interruptible step may be suspended between two layers
+(suspension.py); other steps run before it is resumed. Beside the steps, KV slots are copied to host memory and back
+(kv_copies.py). `prepare_model` and `interrupt` may be called from other threads while steps run; everything else belongs
+to one thread.
 """
 
 from __future__ import annotations
 
 import logging
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,20 +23,26 @@ import torch
 
 from services.worker.attention.choice import choose_backends
 from services.worker.attention.interface import AttentionBackend, BatchLayout
+from services.worker.kv_copies import KvCopies
 from services.worker.kv_store import KvStore, KvViews
 from services.worker.machine import free_memory_bytes
 from services.worker.models.decode_graphs import Capture, DecodeGraphs, cuda_capture
 from services.worker.models.decoder import DecoderModel, ForwardBatch, ForwardState
 from services.worker.models.loading import load_model
-from services.worker.sampling import SampledTokens, SamplingRows
+from services.worker.sampling import SampledTokens
+from services.worker.sequence_rows import SequenceRows
+from services.worker.suspension import PartialForward, Safepoints, cuda_event
 from services.worker.transfer import to_device
 from shared import checkpoint
 from shared.checkpoint import CheckpointError
 from shared.engine import slab
-from shared.engine.plan import ModelShape, NewSequence, StepPlan, StepResult
+from shared.engine.plan import CopyKind, KvCopy, ModelShape, StepPlan, StepResult
 from shared.messages import ModelSpec
 
 logger = logging.getLogger(__name__)
+
+LAYERS_PER_SAFEPOINT = {"cpu": 1, "cuda": 4}
+"""Until the profiler says otherwise. A check costs nothing on CPU; on CUDA the launching thread waits at each."""
 
 
 @dataclass(frozen=True)
@@ -55,17 +64,19 @@ class _Loaded:
     page_tokens: int
     max_model_len: int
     graphs: DecodeGraphs | None
+    layers_per_safepoint: int
 
 
 @dataclass
 class _Launched:
-    """A step on the device, or the error that kept it off."""
+    """A step on the device, or the error that kept it off. `sampled` is None if it has failed or is suspended."""
 
     step_id: int
     sampled: SampledTokens | None = None
     host_tokens: torch.Tensor | None = None
     done: torch.cuda.Event | None = None
     error: str = ""
+    suspended_share: float = -1.0
 
 
 class Executor:
@@ -77,22 +88,26 @@ class Executor:
         num_rows: int,
         *,
         capture: Capture | None = None,
+        layers_per_safepoint: int = 0,
+        num_host_merged: int = 0,
     ) -> None:
         """`num_rows`: sequences held at once at most. `capture`: records decode graphs; None: CUDA's on CUDA, else none
-        are used."""
+        are used. `layers_per_safepoint`: of interruptible steps; 0: the device's default. `num_host_merged`: merged blocks
+        of host memory for checkpoints."""
         self.device = torch.device(device)
         self.num_rows = num_rows
         self._store = KvStore(num_merged, merged_bytes, self.device)
+        self.copies = KvCopies(self._store, num_host_merged)
         self._backends = choose_backends(self.device)
         if capture is None and self.device.type == "cuda":
             capture = cuda_capture(self.device)
         self._capture = capture
         self._models: dict[str, _Loaded] = {}
-        self._tokens = torch.zeros(num_rows, 1, dtype=torch.int32, device=self.device)
-        self._tables = np.zeros((num_rows, 1), np.int32)
-        self._num_blocks = np.zeros(num_rows, np.int64)
-        self._sampling = SamplingRows(num_rows)
+        self._rows = SequenceRows(num_rows, self.device)
         self._launched: deque[_Launched] = deque()
+        self._layers_per_safepoint = layers_per_safepoint or LAYERS_PER_SAFEPOINT[self.device.type]
+        self._safepoints = Safepoints(cuda_event if self.device.type == "cuda" else None)
+        self._suspended: dict[int, PartialForward] = {}
 
     # ------------------------------------------------------------------------------------------------ models
 
@@ -124,9 +139,10 @@ class Executor:
         if self._capture is not None:
             graphs = DecodeGraphs(prepared.model, views, prepared.backend, self.num_rows, max_blocks, self._capture)
         self._models[prepared.name] = _Loaded(
-            prepared.model, views, prepared.backend, prepared.page_tokens, prepared.max_model_len, graphs
-        )
-        self._widen(prepared.max_model_len, max_blocks)
+            prepared.model, views, prepared.backend, prepared.page_tokens, prepared.max_model_len, graphs,
+            self._layers_per_safepoint,
+        )  # fmt: skip
+        self._rows.widen(prepared.max_model_len, max_blocks)
         logger.info(
             "model %s: %s, %d KV blocks of %d tokens per merged block, %.1f %% of it wasted, attention by %s",
             prepared.name, prepared.model.dtype, slots_per_merged, prepared.page_tokens,
@@ -137,10 +153,21 @@ class Executor:
         )
 
     def remove_model(self, name: str) -> None:
-        """Frees the model's weights; no launched step may use it."""
-        del self._models[name]
+        """Frees the model's weights and drops its suspended steps; no launched step may use it."""
+        model = self._models.pop(name).model
+        self._suspended = {i: forward for i, forward in self._suspended.items() if forward.model is not model}
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
+
+    def set_layers_per_safepoint(self, name: str, num_layers: int) -> None:
+        """Between two checks of an interruptible step of the model."""
+        if num_layers < 1:
+            raise ValueError(f"{num_layers} layers per safepoint")
+        self._models[name].layers_per_safepoint = num_layers
+
+    def close(self) -> None:
+        """Ends the thread that copies; copies not yet done fail."""
+        self.copies.close()
 
     def free_memory_bytes(self) -> int:
         """Memory that new weights may take on the device now. On CPU the pages of the KV pool that were never written
@@ -148,15 +175,6 @@ class Executor:
         if self.device.type == "cuda":
             return torch.cuda.mem_get_info(self.device)[0]
         return free_memory_bytes()
-
-    def _widen(self, max_model_len: int, max_blocks: int) -> None:
-        """Rows long enough for `max_model_len` tokens and the one sampled after the last."""
-        missing = max_model_len + 1 - self._tokens.shape[1]
-        if missing > 0:
-            self._tokens = torch.nn.functional.pad(self._tokens, (0, missing))
-        missing = max_blocks - self._tables.shape[1]
-        if missing > 0:
-            self._tables = np.pad(self._tables, ((0, 0), (0, missing)))
 
     # ------------------------------------------------------------------------------------------------- steps
 
@@ -177,108 +195,149 @@ class Executor:
             logger.exception("step %d of %s failed", plan.step_id, plan.model)
             self._launched.append(_Launched(plan.step_id, error=f"{type(error).__name__}: {error}"))
 
+    def interrupt(self, step_id: int) -> None:
+        """Lets an interruptible step, running or about to, be suspended at its next safepoint. From any thread."""
+        self._safepoints.interrupt(step_id)
+
     def collect(self) -> StepResult:
-        """Waits for the oldest step in flight (blocking)."""
+        """Waits for the oldest step in flight (blocking). One that is suspended has left the device."""
         launched = self._launched.popleft()
-        if launched.error or launched.sampled is None:
-            return StepResult(launched.step_id, [], error=launched.error)
+        step_id, sampled = launched.step_id, launched.sampled
+        if launched.error:
+            return StepResult(step_id, [], error=launched.error)
         try:
             if launched.done is not None:
                 launched.done.synchronize()
-            tokens = (launched.sampled.tokens if launched.host_tokens is None else launched.host_tokens).tolist()
-            logprobs = launched.sampled.logprobs
-            return StepResult(launched.step_id, tokens, logprobs.to_messages(len(tokens)) if logprobs else None)
+            if sampled is None:
+                return StepResult(step_id, [], suspended_share=launched.suspended_share)
+            tokens = (sampled.tokens if launched.host_tokens is None else launched.host_tokens).tolist()
+            logprobs = sampled.logprobs
+            return StepResult(step_id, tokens, logprobs.to_messages(len(tokens)) if logprobs else None)
         except Exception as error:
-            logger.exception("step %d failed on the device", launched.step_id)
-            return StepResult(launched.step_id, [], error=f"{type(error).__name__}: {error}")
+            logger.exception("step %d failed on the device", step_id)
+            return StepResult(step_id, [], error=f"{type(error).__name__}: {error}")
 
     @torch.inference_mode()
     def _launch(self, plan: StepPlan) -> _Launched:
+        for step_id in plan.discards:
+            self._suspended.pop(step_id, None)
         loaded = self._models.get(plan.model)
         if loaded is None:
             raise KeyError(f"model {plan.model!r} is not loaded")
-        self._update_rows(plan, loaded)
-        rows = np.array(plan.rows, np.int64)
-        layout = self._layout(plan, rows, loaded)
-        width = self._tokens.shape[1]
-        token_rows = rows if layout.all_decode else rows[layout.sequence_of_token]
+        if plan.resumes:
+            forward = self._resumed(plan, loaded)
+            rows, layout = forward.rows, forward.layout
+            state = self._advance(plan, loaded, forward)
+        else:
+            self._update_rows(plan, loaded)
+            rows = np.array(plan.rows, np.int64)
+            layout = self._rows.layout(plan, rows, loaded.page_tokens, loaded.model)
+            state = self._forward(plan, loaded, rows, layout)
+        if state is None:
+            share = self._suspended[plan.step_id].share
+            return _Launched(plan.step_id, done=self._mark(), suspended_share=share)
+        return self._sample(plan, loaded, rows, layout, state)
+
+    def _forward(self, plan: StepPlan, loaded: _Loaded, rows: np.ndarray, layout: BatchLayout) -> ForwardState | None:
+        """The state after all layers, whose first T tokens are those of the step; None: it was suspended."""
+        token_ids = self._rows.token_ids(rows, layout)
         positions = to_device(layout.positions, self.device)
-        ids = self._tokens.view(-1).index_select(0, to_device(token_rows * width + layout.positions, self.device))
-
-        sampled_of = np.flatnonzero(np.array(plan.samples, bool))
-        state = self._forward(loaded, ids, positions, layout)
-        if not len(sampled_of):
-            return self._finish(plan.step_id, SampledTokens(torch.empty(0, dtype=torch.int64, device=self.device)))
-        last_tokens = layout.query_starts[1:][sampled_of] - 1
-        every_token = len(last_tokens) == len(state.hidden)
-        logits = loaded.model.logits(state, None if every_token else to_device(last_tokens, self.device))
-        sample_rows, sample_positions = rows[sampled_of], layout.contexts[sampled_of]
-        sampled = self._sampling.sample(logits, sample_rows, sample_positions, self._tokens)
-        where = to_device(sample_rows * width + sample_positions, self.device)
-        self._tokens.view(-1).index_copy_(0, where, sampled.tokens.int())
-        return self._finish(plan.step_id, sampled)
-
-    def _forward(
-        self, loaded: _Loaded, token_ids: torch.Tensor, positions: torch.Tensor, layout: BatchLayout
-    ) -> ForwardState:
-        """The state after all layers; its first T tokens are those of the step."""
-        if loaded.graphs is not None and layout.all_decode:
+        if loaded.graphs is not None and layout.all_decode and not plan.is_interruptible:
             state = loaded.graphs.run(token_ids, positions, layout)
             if state is not None:
                 return state
         backend = loaded.backend
         batch = ForwardBatch(token_ids, positions, loaded.views, backend, backend.prepare(layout))
-        return loaded.model.forward(batch)
+        if not plan.is_interruptible:
+            return loaded.model.forward(batch)
+        begun = loaded.model.begin(batch)
+        versions = self._rows.versions[rows]
+        return self._advance(plan, loaded, PartialForward(loaded.model, rows, versions, layout, batch, begun))
+
+    def _advance(self, plan: StepPlan, loaded: _Loaded, forward: PartialForward) -> ForwardState | None:
+        """Runs the layers that are left, with safepoints if the plan is interruptible; None: it was suspended."""
+        if not plan.is_interruptible:
+            loaded.model.run_layers(forward.state, forward.num_layers_done, loaded.model.num_layers, forward.batch)
+            return forward.state
+        if self._safepoints.run(forward, plan.step_id, loaded.layers_per_safepoint, plan.stop_share):
+            return forward.state
+        self._suspended[plan.step_id] = forward
+        return None
+
+    def _resumed(self, plan: StepPlan, loaded: _Loaded) -> PartialForward:
+        forward = self._suspended.pop(plan.step_id, None)
+        if forward is None or forward.model is not loaded.model or forward.rows.tolist() != plan.rows:
+            raise ValueError(f"no such step of {plan.model!r} is suspended")
+        if (self._rows.versions[forward.rows] != forward.row_versions).any():
+            raise ValueError("a row of the suspended step was given to another sequence")
+        # other steps were prepared meanwhile, and metadata is valid until the next one is
+        forward.batch.metadata = loaded.backend.prepare(forward.layout)
+        return forward
+
+    def _sample(
+        self, plan: StepPlan, loaded: _Loaded, rows: np.ndarray, layout: BatchLayout, state: ForwardState
+    ) -> _Launched:
+        sampled_of = np.flatnonzero(np.array(plan.samples, bool))
+        if not len(sampled_of):
+            return self._finish(plan.step_id, SampledTokens(torch.empty(0, dtype=torch.int64, device=self.device)))
+        last_tokens = layout.query_starts[1:][sampled_of] - 1
+        every_token = len(last_tokens) == len(state.hidden)
+        logits = loaded.model.logits(state, None if every_token else to_device(last_tokens, self.device))
+        return self._finish(plan.step_id, self._rows.sample(logits, rows[sampled_of], layout.contexts[sampled_of]))
 
     def _finish(self, step_id: int, sampled: SampledTokens) -> _Launched:
         if self.device.type == "cpu":
             return _Launched(step_id, sampled)
         host = torch.empty(sampled.tokens.shape, dtype=torch.int64, pin_memory=True)
         host.copy_(sampled.tokens, non_blocking=True)
-        # a blocking event sleeps in the driver instead of spinning on its lock
-        done = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-        done.record()
-        return _Launched(step_id, sampled, host, done)
+        return _Launched(step_id, sampled, host, self._mark())
+
+    def _mark(self) -> torch.cuda.Event | None:
+        """An event behind all that was launched; None where launching computes."""
+        if self.device.type == "cpu":
+            return None
+        event: torch.cuda.Event = cuda_event()
+        event.record()
+        return event
 
     def _update_rows(self, plan: StepPlan, loaded: _Loaded) -> None:
         for new in plan.new_sequences:
-            self._take_row(new, loaded)
+            self._rows.take(new, loaded.max_model_len, loaded.model.vocab_size)
+            self._append_blocks(new.row, new.blocks, loaded)
         for row, slots in plan.new_blocks:
             self._append_blocks(row, slots, loaded)
-
-    def _take_row(self, new: NewSequence, loaded: _Loaded) -> None:
-        tokens = np.frombuffer(new.tokens, np.int32)
-        if len(tokens) > loaded.max_model_len:
-            raise ValueError(f"{len(tokens)} tokens exceed the model's {loaded.max_model_len}")
-        if len(tokens) and not 0 <= tokens.min() <= tokens.max() < loaded.model.vocab_size:
-            # on a GPU it would be more than this step that fails: the whole context is lost
-            raise ValueError(f"token ids {tokens.min()}..{tokens.max()} of a vocabulary of {loaded.model.vocab_size}")
-        self._tokens[new.row, : len(tokens)] = to_device(tokens.copy(), self.device)
-        self._sampling.set(new.row, new.sampling, new.prompt_tokens)
-        self._num_blocks[new.row] = 0
-        self._append_blocks(new.row, new.blocks, loaded)
 
     def _append_blocks(self, row: int, slots: list[int], loaded: _Loaded) -> None:
         array = np.array(slots, np.int32)
         if len(array) and not 0 <= array.min() <= array.max() < loaded.views.num_slots:
             raise IndexError(f"slots {array.min()}..{array.max()} of {loaded.views.num_slots}")
         self._store.claim(loaded.views, array)
-        begin = self._num_blocks[row]
-        self._tables[row, begin : begin + len(array)] = array
-        self._num_blocks[row] = begin + len(array)
+        self._rows.append_blocks(row, array)
 
-    def _layout(self, plan: StepPlan, rows: np.ndarray, loaded: _Loaded) -> BatchLayout:
-        starts, counts = np.array(plan.starts, np.int64), np.array(plan.counts, np.int64)
-        pages = -(-(starts + counts) // loaded.page_tokens)
-        if (pages > self._num_blocks[rows]).any():
-            short = rows[pages > self._num_blocks[rows]].tolist()
-            raise ValueError(f"rows {short} lack KV blocks for the tokens planned")
-        num_pages = int(pages.max())
-        tables = self._tables[rows, :num_pages]
-        tables = np.where(np.arange(num_pages) < pages[:, None], tables, tables[:, :1])
-        return BatchLayout(
-            starts, counts, tables, loaded.page_tokens, loaded.model.dtype, self.device, loaded.model.windows
-        )
+    # ------------------------------------------------------------------------------------------------ copies
+
+    def start_copy(self, copy: KvCopy) -> None:
+        """Copies slots beside the steps; how it went is in `finished_copies`. A checkpoint sees what steps have written
+        that were collected."""
+        loaded, after = self._models.get(copy.model), None
+        views = None if loaded is None else loaded.views
+        # a restore may be the first to write to a merged block: a later step of the model must find it claimed
+        if (
+            views is not None
+            and copy.kind == CopyKind.RESTORE
+            and self.copies.is_valid(copy, views)
+            and self._store.claim(views, np.array(copy.device_slots, np.int64))
+        ):
+            after = self._mark()
+        self.copies.start(copy, views, after=after)
+
+    def finished_copies(self) -> list[tuple[int, bool]]:
+        """(copy id, whether it succeeded) of those that ended since the last call."""
+        return self.copies.finished()
+
+    def on_copy_finished(self, callback: Callable[[], None]) -> None:
+        """`callback` is called in the thread that copies, after each copy; it must not block."""
+        self.copies.on_finished = callback
 
 
 def _choose(backends: list[AttentionBackend], model: DecoderModel) -> tuple[AttentionBackend, int]:

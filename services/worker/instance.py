@@ -16,15 +16,17 @@ import uuid
 
 import msgspec
 
+from services.worker.engine_building import build_engine, host_pool_merged
 from services.worker.engine_loop import EngineLoop, StepExecutor, StepStats
 from services.worker.instance_models import InstanceModels
 from services.worker.instance_telemetry import InstanceTelemetry
 from services.worker.output_log import OutputLog, cut
 from shared.bus.interface import Bus, BusError, KeyValue, ServiceError, Subscription
-from shared.engine.engine import Ended, Engine, Output
-from shared.engine.recording import Configuration, RecordingEngine
+from shared.engine.engine import Engine
+from shared.engine.requests import Ended, Output
 from shared.messages import (
     CLEAR_PREFIX_CACHE,
+    EXECUTION_STATISTICS,
     GATEWAY_FRAMES,
     INSTANCE_CANCEL,
     INSTANCE_DRAIN,
@@ -55,7 +57,7 @@ from shared.messages import (
     UnloadModel,
 )
 from shared.service import load_or_exit, run_service, unless_stopped
-from shared.settings import InstanceSettings, SettingsError
+from shared.settings import InstanceSettings
 from shared.telemetry import Telemetry, start_telemetry
 
 log = logging.getLogger(__name__)
@@ -69,6 +71,8 @@ STUCK_STEP_S = 120.0
 DRAIN_POLL_S = 0.05
 COMPUTE_NICENESS = 5
 """Of the model's threads on CPU."""
+NUM_PROFILING_ROWS = 4
+"""Of the executor beyond the engine's: the profiler measures with them."""
 
 
 class InstanceService:
@@ -127,6 +131,7 @@ class InstanceService:
             await bus.serve(INSTANCE_DRAIN.at(**ids), self._on_drain),
             await bus.subscribe(INSTANCE_CANCEL.at(**ids), self._on_cancel),
             await bus.subscribe(CLEAR_PREFIX_CACHE, lambda _: self._loop.clear_prefix_cache()),
+            await bus.subscribe(EXECUTION_STATISTICS, lambda report: self._loop.set_statistics(report.models)),
         ]
         self._registry = await bus.key_value(INSTANCES)
         bus.on_reconnect(self._touch)
@@ -265,6 +270,7 @@ class InstanceService:
                 planned_s - ended.submitted_s,
                 ended.ended_s - planned_s,
                 ended.reason,
+                ended.device_s,
             )
         )
         self._metrics.on_ended(ended)
@@ -284,7 +290,9 @@ class InstanceService:
 
     def _publish_load(self) -> None:
         load_now = self._loop.load()
-        self._metrics.on_load(load_now, self._loop.used_share(), self._loop.num_preemptions())
+        counters = self._loop.counters
+        self._metrics.on_load(load_now, self._loop.used_share(), counters.num_preemptions)
+        self._metrics.coserving.on_counters(counters, self._slot_bytes(), self._loop.host_used_share())
         self._report_sequence += 1
         report = LoadReport(
             self._id,
@@ -300,6 +308,14 @@ class InstanceService:
         )
         self._admitted, self._ended, self._finished = [], [], []
         self._bus.publish(LOAD_REPORTS, report)
+
+    def _slot_bytes(self) -> dict[str, int]:
+        """A KV block's share of a merged block, of each model."""
+        return {
+            model.name: self._plan.merged_bytes // model.slots_per_merged
+            for model in self._models.loaded({})
+            if model.slots_per_merged
+        }
 
     def _touch(self) -> None:
         """The registry entry changed: write it now rather than at the next heartbeat."""
@@ -351,26 +367,6 @@ async def _set_within(event: asyncio.Event, timeout_s: float) -> None:
 # -------------------------------------------------------------------------------------------------------- main
 
 
-def build_engine(settings: InstanceSettings, num_merged: int, device: str) -> Engine:
-    """The engine as settings say; recorded where they name a file."""
-    on_cuda = device == "cuda"
-    configuration = Configuration(
-        num_merged,
-        settings.max_running,
-        "fcfs",
-        settings.token_budget or (8192 if on_cuda else 512),
-        settings.steps_in_flight or (2 if on_cuda else 1),
-    )
-    if settings.record_file:
-        path = f"{settings.record_file}.{settings.instance_id}"
-        try:
-            file = open(path, "wb")  # noqa: SIM115  (kept open for the life of the process)
-        except OSError as error:
-            raise SettingsError(f"TIDEWAY_RECORD_FILE: {path!r} cannot be written: {error}") from None
-        return RecordingEngine(configuration, file.write)
-    return configuration.build()
-
-
 async def main(stop: asyncio.Event, settings: InstanceSettings) -> None:
     import torch
 
@@ -385,8 +381,16 @@ async def main(stop: asyncio.Event, settings: InstanceSettings) -> None:
         torch.set_num_threads(settings.num_threads)
     settings = msgspec.structs.replace(settings, device=device)
     num_merged = max(1, plan.pool_bytes // plan.merged_bytes)
-    executor = Executor(device, num_merged, plan.merged_bytes, settings.max_running)
-    engine = build_engine(settings, num_merged, device)
+    num_host_merged = host_pool_merged(settings, plan, device)
+    log.info("host memory for checkpoints: %d merged blocks of the %d of the KV pool", num_host_merged, num_merged)
+    engine = build_engine(settings, num_merged, device, num_host_merged)
+    executor = Executor(
+        device,
+        num_merged,
+        plan.merged_bytes,
+        settings.max_running + NUM_PROFILING_ROWS,
+        num_host_merged=num_host_merged,
+    )
     telemetry = start_telemetry("worker", settings.instance_id, settings)
     bus = await unless_stopped(NatsBus.connect(settings, "instance", settings.instance_id, telemetry.registry), stop)
     if bus is None:
@@ -402,6 +406,7 @@ async def main(stop: asyncio.Event, settings: InstanceSettings) -> None:
         task.cancel()
     await service.stop()
     await bus.close()
+    await asyncio.to_thread(executor.close)
     telemetry.close()
     if service.failed.is_set():
         # Not a stack trace: it is in the log already. The node agent starts the instance again.

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any, Protocol
 
 import msgspec
@@ -45,15 +45,22 @@ class _Model(msgspec.Struct):
 
 
 class InstanceModels:
-    """`on_change` is called after each change of state."""
+    """`on_change` is called after each change of state. `on_ready(spec, shape, is_quiet)` is awaited beside everything else
+    when a model has become ready; `is_quiet()`, from any thread: no model is being prepared."""
 
     def __init__(
-        self, loop: EngineLoop, executor: Any, metrics: InstanceTelemetry, on_change: Callable[[], None]
+        self,
+        loop: EngineLoop,
+        executor: Any,
+        metrics: InstanceTelemetry,
+        on_change: Callable[[], None],
+        on_ready: Callable[[ModelSpec, ModelShape, Callable[[], bool]], Awaitable[Any]] | None = None,
     ) -> None:
         self._loop = loop
         self._executor: ModelExecutor = executor
         self._metrics = metrics
         self._on_change = on_change
+        self._on_ready = on_ready
         self._models: dict[str, _Model] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._loading = asyncio.Lock()
@@ -132,6 +139,7 @@ class InstanceModels:
                 attached = self._executor.add_model(prepared)
                 with self._loop.locked() as engine:
                     shape = engine.add_model(attached)
+                    engine.set_objectives(shape.name, spec.ttft_ms / 1000, spec.tpot_ms / 1000)
                     return shape, engine.pool.capacity_slots(shape.name)
 
             shape, num_slots = await asyncio.wrap_future(self._loop.between_steps(attach))
@@ -144,7 +152,16 @@ class InstanceModels:
             model.state, model.shape, model.num_slots = "ready", shape, num_slots
             self._metrics.set_model(spec.name, shape.page_tokens, num_slots)
             log.info("model %s is ready after %.1f s: %s", spec.name, time.monotonic() - started_s, shape)
+            self._spawn(self._tell_ready(spec, shape))
         self._on_change()
+
+    async def _tell_ready(self, spec: ModelSpec, shape: ModelShape) -> None:
+        if self._on_ready is None:
+            return
+        try:
+            await self._on_ready(spec, shape, lambda: not self._loading.locked())
+        except Exception:
+            log.exception("what follows on model %s being ready has failed", spec.name)
 
     async def _unload(self, model: _Model, grace_s: float) -> None:
         name = model.spec.name

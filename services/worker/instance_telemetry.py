@@ -10,8 +10,10 @@ from opentelemetry import trace
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import HistogramMetricFamily
 
+from services.worker.coserving_telemetry import CoServingTelemetry
 from services.worker.engine_loop import StepStats
-from shared.engine.engine import Ended, InstanceLoad
+from shared.engine.load import InstanceLoad
+from shared.engine.requests import Ended
 from shared.messages import FinishReason, RequestClass
 from shared.telemetry import context_of
 
@@ -70,6 +72,7 @@ class InstanceTelemetry:
     def __init__(self, instance_id: str, registry: CollectorRegistry, tracer: trace.Tracer) -> None:
         self._engine = instance_id
         self._tracer = tracer
+        self.coserving = CoServingTelemetry(instance_id, registry)
         self._running = Gauge("vllm:num_requests_running", "Sequences in the batch", LABELS, registry=registry)
         self._waiting = Gauge(
             "vllm:num_requests_waiting", "Sequences waiting on the instance", LABELS, registry=registry
@@ -91,7 +94,7 @@ class InstanceTelemetry:
         self._queried_tokens = Counter(
             "vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache", LABELS, registry=registry
         )
-        self._preemptions = Counter("vllm:num_preemptions", "Preemptions by recompute", ("engine",), registry=registry)
+        self._preemptions = Counter("vllm:num_preemptions", "Preemptions", ("engine",), registry=registry)
         self._num_preemptions = 0
         self._success = Counter(
             "vllm:request_success",
@@ -131,6 +134,9 @@ class InstanceTelemetry:
 
     def on_step(self, stats: StepStats) -> None:
         model, engine = stats.model, self._engine
+        if stats.is_suspended:
+            return
+        self.coserving.on_step(model, stats.duration_s, stats.limit_s)
         self._iteration_tokens.labels(model, engine).observe(stats.num_tokens)
         self._step_seconds.labels(model, engine).observe(stats.duration_s)
         for request_class, count in zip(RequestClass, stats.num_decodes, strict=True):
@@ -146,6 +152,7 @@ class InstanceTelemetry:
         self._num_preemptions = num_preemptions
 
     def on_ended(self, ended: Ended) -> None:
+        self.coserving.on_ended(ended)
         request = ended.request
         model, engine, klass = request.model, self._engine, str(request.request_class)
         num_new = ended.num_output_tokens - len(request.prior) // 4
@@ -189,7 +196,12 @@ class InstanceTelemetry:
                 "gen_ai.usage.output_tokens": ended.num_output_tokens,
                 "gen_ai.usage.cache_read.input_tokens": ended.num_cached_tokens,
                 "gen_ai.response.finish_reasons": [str(ended.reason)],
+                "tideway.request_class": str(request.request_class),
                 "tideway.num_preemptions": ended.num_preemptions,
+                "tideway.num_suspended_steps": ended.num_suspensions,
+                "tideway.num_recomputed_tokens": ended.recomputed_tokens,
+                "tideway.num_restored_blocks": ended.restored_blocks,
+                "tideway.device_s": ended.device_s,
             },
         )
         if ended.reason == FinishReason.ERROR:

@@ -92,20 +92,26 @@ class KvStore:
         self._next_owner += 1
         return KvViews(owner, shape, slots_per_merged, stride_bytes, num_slots, layers)
 
-    def claim(self, views: KvViews, slots: np.ndarray) -> None:
+    def claim(self, views: KvViews, slots: np.ndarray) -> bool:
         """Makes the merged blocks of these flat slots the model's, before it first writes there. A block that comes from
         another model is zeroed: masked positions have attention weight 0, but 0 * NaN is NaN, and another model's bytes
-        may read as NaN."""
+        may read as NaN. Returns whether any was zeroed."""
         merged = slots // views.slots_per_merged
         if (self._owners[merged] == views.owner).all():
-            return
+            return False
         for index in np.unique(merged[self._owners[merged] != views.owner]).tolist():
             self.slab[index * self.merged_bytes : (index + 1) * self.merged_bytes].zero_()
             self._owners[index] = views.owner
+        return True
+
+    def slot_rows(self, views: KvViews, pool: torch.Tensor | None = None) -> torch.Tensor:
+        """`[slots, slot_bytes]` uint8: the bytes of each slot, the unit of checkpoint and migration. `pool`: another flat
+        byte tensor of merged blocks of this size; None: the slab without its scratch block."""
+        pool = self.slab[: self.num_merged * self.merged_bytes] if pool is None else pool
+        return pool.view(-1, views.stride_bytes)[:, : views.shape.slot_bytes]
 
     def slot_view(self, views: KvViews, slot: int) -> torch.Tensor:
-        """The bytes of one slot, `[slot_bytes]` uint8: the unit of checkpoint and migration."""
+        """The bytes of one slot, `[slot_bytes]` uint8."""
         if not 0 <= slot < views.num_slots:
             raise IndexError(f"slot {slot} of {views.num_slots}")
-        begin = slot * views.stride_bytes
-        return self.slab[begin : begin + views.shape.slot_bytes]
+        return self.slot_rows(views)[slot]

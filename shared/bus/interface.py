@@ -18,7 +18,7 @@ Rules every implementation keeps:
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Set
 from typing import Generic, Protocol, TypeVar
 
 import msgspec
@@ -97,6 +97,11 @@ class KeyValue(ABC, Generic[M]):
     async def delete(self, key: str) -> None: ...
 
     @abstractmethod
+    async def purge(self, prefix: str) -> None:
+        """Removes the entry `prefix` and all whose key begins with `prefix` and a dot, without leaving markers. Watches
+        are not told."""
+
+    @abstractmethod
     async def entries(self) -> dict[str, KvEntry[M]]: ...
 
     @abstractmethod
@@ -126,6 +131,18 @@ class WorkQueue(ABC):
     async def pull(self, key: str, max_items: int, timeout_s: float) -> list[WorkItem]: ...
 
 
+class ObjectWriter(Protocol):
+    """An object that is written piece by piece. Nobody sees it before `commit`."""
+
+    async def write(self, data: bytes) -> None: ...
+
+    async def commit(self) -> None:
+        """The object is there, whole; one that had its name is gone."""
+
+    async def abort(self) -> None:
+        """What was written is removed. Without effect after `commit`."""
+
+
 class ObjectStore(ABC):
     @abstractmethod
     async def put(self, name: str, data: bytes) -> None: ...
@@ -134,10 +151,24 @@ class ObjectStore(ABC):
     async def get(self, name: str) -> bytes | None: ...
 
     @abstractmethod
+    async def writer(self, name: str) -> ObjectWriter: ...
+
+    @abstractmethod
+    async def read(self, name: str) -> AsyncIterator[bytes] | None:
+        """The object's chunks in order, each fetched when it is asked for; None if there is no such object. The iterator
+        raises `BusError` where the object is deleted meanwhile, or is damaged (known at its end)."""
+
+    @abstractmethod
     async def delete(self, name: str) -> None: ...
 
     @abstractmethod
     async def names(self) -> list[str]: ...
+
+    @abstractmethod
+    async def purge_unfinished(self, seen: Set[str]) -> set[str]:
+        """Removes what writers left behind that were neither committed nor aborted, as far as it is in `seen`. Returns
+        marks of what is being written now or was left behind: the `seen` of the next call, when no writer that works
+        now can be at it still."""
 
 
 class Bus(ABC):
@@ -174,8 +205,9 @@ class Bus(ABC):
         """Returns when the server routes requests here (subscribed and flushed)."""
 
     @abstractmethod
-    async def key_value(self, bucket: Bucket[M]) -> KeyValue[M]:
-        """Declares the bucket if it does not exist."""
+    async def key_value(self, bucket: Bucket[M], *, max_bytes: int | None = None) -> KeyValue[M]:
+        """Declares the bucket if it does not exist. `max_bytes`: all its entries together; None: some hundred MiB. A
+        full bucket answers OVERLOADED."""
 
     @abstractmethod
     async def work_queue(self, name: str, *, max_bytes: int, ack_wait_s: float) -> WorkQueue: ...

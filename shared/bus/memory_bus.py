@@ -372,7 +372,7 @@ class MemoryBus(Bus):
 
     # ----------------------------------------------------------------------------------------------- JetStream
 
-    async def key_value(self, bucket: Bucket[M]) -> KeyValue[M]:
+    async def key_value(self, bucket: Bucket[M], *, max_bytes: int | None = None) -> KeyValue[M]:
         await self.call(lambda: self.hub.store.bucket(bucket))
         return MemoryKeyValue(self, bucket)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable, Set
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 M = TypeVar("M")
 
 DUPLICATE_WINDOW_S = 120.0
+CHUNK_BYTES = 128 * 1024
 
 
 # ---------------------------------------------------------------------------------------------- what the hub stores
@@ -159,6 +160,14 @@ class MemoryKeyValue(KeyValue[M]):
     async def delete(self, key: str) -> None:
         await self._write(key, None, None)
 
+    async def purge(self, prefix: str) -> None:
+        def apply() -> None:
+            entries = self._state.entries
+            for key in [key for key in entries if key == prefix or key.startswith(prefix + ".")]:
+                del entries[key]
+
+        await self._bus.call(apply)
+
     async def _write(self, key: str, body: bytes | None, expected: int | None) -> int:
         return await self._bus.call(lambda: self._state.write(key, body, self._bus.now(), expected))
 
@@ -272,6 +281,22 @@ class MemoryWorkQueue(WorkQueue):
                 continue
 
 
+class MemoryObjectWriter:
+    def __init__(self, store: MemoryObjectStore, name: str) -> None:
+        self._store = store
+        self._name = name
+        self._data = bytearray()
+
+    async def write(self, data: bytes) -> None:
+        self._data += data
+
+    async def commit(self) -> None:
+        await self._store.put(self._name, bytes(self._data))
+
+    async def abort(self) -> None:
+        self._data.clear()
+
+
 class MemoryObjectStore(ObjectStore):
     def __init__(self, bus: MemoryBus, bucket: ObjectBucket) -> None:
         self._bus = bus
@@ -287,8 +312,24 @@ class MemoryObjectStore(ObjectStore):
     async def get(self, name: str) -> bytes | None:
         return await self._bus.call(lambda: self._objects.get(name))
 
+    async def writer(self, name: str) -> MemoryObjectWriter:
+        return MemoryObjectWriter(self, name)
+
+    async def read(self, name: str) -> AsyncIterator[bytes] | None:
+        data = await self.get(name)
+        return None if data is None else self._chunks(name, data)
+
+    async def _chunks(self, name: str, data: bytes) -> AsyncIterator[bytes]:
+        for start in range(0, len(data), CHUNK_BYTES):
+            if await self.get(name) is not data:
+                raise BusError(ErrorInfo(ErrorCode.GONE, f"object {name} was deleted while it was read"))
+            yield data[start : start + CHUNK_BYTES]
+
     async def delete(self, name: str) -> None:
         await self._bus.call(lambda: self._objects.pop(name, None))
+
+    async def purge_unfinished(self, seen: Set[str]) -> set[str]:
+        return set()
 
     async def names(self) -> list[str]:
         return await self._bus.call(lambda: sorted(self._objects))

@@ -1,5 +1,5 @@
-"""The bus on a NATS server: connection, publish/subscribe and request/reply. JetStream is in `nats_key_value` and
-`nats_storage`.
+"""The bus on a NATS server: connection, publish/subscribe and request/reply. JetStream is in `nats_key_value`,
+`nats_storage` and `nats_objects`.
 
 Deadlines travel as seconds left (`Tideway-Timeout`); a handler that is not done by then is cancelled and answered
 DEADLINE. While disconnected, publications are buffered up to `MAX_PENDING_BYTES` and sent after the reconnect; requests
@@ -36,7 +36,8 @@ from shared.bus.metrics import BusMetrics, bus_metrics, subject_pattern
 from shared.bus.micro import QUEUE_GROUP, MicroService
 from shared.bus.nats_client import DirectClient
 from shared.bus.nats_key_value import NatsKeyValue
-from shared.bus.nats_storage import NatsObjectStore, NatsWorkQueue
+from shared.bus.nats_objects import NatsObjectStore
+from shared.bus.nats_storage import NatsWorkQueue
 from shared.bus.nats_streams import Streams
 from shared.bus.nats_watch import NatsWatch
 from shared.bus.serving import EndpointServer
@@ -360,8 +361,8 @@ class NatsBus(Bus):
 
     # ----------------------------------------------------------------------------------------------- JetStream
 
-    async def key_value(self, bucket: Bucket[M]) -> KeyValue[M]:
-        key_value = NatsKeyValue(self._streams, bucket, self.now, self._watches)
+    async def key_value(self, bucket: Bucket[M], *, max_bytes: int | None = None) -> KeyValue[M]:
+        key_value = NatsKeyValue(self._streams, bucket, self.now, self._watches, max_bytes)
         await key_value.declare()
         return key_value
 

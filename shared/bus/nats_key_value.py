@@ -27,14 +27,14 @@ def _stream_name(bucket: Bucket[Any]) -> str:
     return f"KV_{bucket.name}"
 
 
-def _stream_of(bucket: Bucket[Any]) -> StreamConfig:
+def _stream_of(bucket: Bucket[Any], max_bytes: int | None) -> StreamConfig:
     """As NATS architecture decision record 8 lays down, so that the `nats kv` tool works."""
     return StreamConfig(
         name=_stream_name(bucket),
         subjects=[f"$KV.{bucket.name}.>"],
         max_msgs_per_subject=1,
         max_age=bucket.ttl_s or 0,
-        max_bytes=DURABLE_BUCKET_BYTES if bucket.durable else MEMORY_BUCKET_BYTES,
+        max_bytes=max_bytes or (DURABLE_BUCKET_BYTES if bucket.durable else MEMORY_BUCKET_BYTES),
         duplicate_window=min(bucket.ttl_s or DUPLICATE_WINDOW_S, DUPLICATE_WINDOW_S),
         storage=StorageType.FILE if bucket.durable else StorageType.MEMORY,
         discard=DiscardPolicy.NEW,
@@ -46,13 +46,18 @@ def _stream_of(bucket: Bucket[Any]) -> StreamConfig:
 
 class NatsKeyValue(KeyValue[M]):
     def __init__(
-        self, streams: Streams, bucket: Bucket[M], now: Callable[[], float], watches: set[NatsWatch[Any]]
+        self,
+        streams: Streams,
+        bucket: Bucket[M],
+        now: Callable[[], float],
+        watches: set[NatsWatch[Any]],
+        max_bytes: int | None = None,
     ) -> None:
         self._streams = streams
         self._bucket = bucket
         self._now = now
         self._watches = watches
-        self._config = _stream_of(bucket)
+        self._config = _stream_of(bucket, max_bytes)
         self._decode = decoder(bucket.type).decode
         prefix = f"$KV.{bucket.name}."
         self._raw = RawKeyValue(bucket.name, _stream_name(bucket), prefix, streams.context, direct=True)
@@ -96,6 +101,12 @@ class NatsKeyValue(KeyValue[M]):
 
     async def delete(self, key: str) -> None:
         await self._write(f"delete {self._bucket.name}/{key}", lambda: self._raw.delete(key))
+
+    async def purge(self, prefix: str) -> None:
+        subject = f"$KV.{self._bucket.name}.{prefix}"
+        with bus_errors(f"purge {self._bucket.name}/{prefix}"):
+            for each in (subject, f"{subject}.>"):
+                await self._streams.context.purge_stream(_stream_name(self._bucket), subject=each)
 
     async def _write(self, what: str, write: Callable[[], Awaitable[int]]) -> int:
         with bus_errors(what):

@@ -1,10 +1,8 @@
-"""Work queues and object stores on JetStream."""
+"""Work queues on JetStream."""
 
 from __future__ import annotations
 
 import asyncio
-import base64
-import hashlib
 import json
 from typing import Any
 
@@ -14,25 +12,19 @@ from nats.js.api import (
     AckPolicy,
     ConsumerConfig,
     DiscardPolicy,
-    ObjectInfo,
     RetentionPolicy,
     StorageType,
     StreamConfig,
 )
-from nats.js.object_store import ObjectStore as RawObjectStore
 
 from shared.bus.codec import parse_headers
-from shared.bus.interface import BusError, ObjectStore, WorkItem, WorkQueue
+from shared.bus.interface import WorkItem, WorkQueue
 from shared.bus.nats_client import DirectClient, NotConnectedError
 from shared.bus.nats_streams import CALL_TIMEOUT_S, DUPLICATE_WINDOW_S, Streams, bus_errors, delivery
-from shared.messages import PREFIX, ErrorCode, ErrorInfo, ObjectBucket
+from shared.messages import PREFIX
 
 MAX_ACK_PENDING = 4096
 """Items of one key that may be out with consumers at once."""
-OBJECT_STORE_BYTES = 4 * 1024 * 1024 * 1024
-OBJECT_TIMEOUT_S = 120.0
-"""For putting one object; each of its chunks has `CALL_TIMEOUT_S`."""
-READ_ATTEMPTS = 3
 
 
 class NatsWorkItem:
@@ -151,86 +143,3 @@ class NatsWorkQueue(WorkQueue):
         if not items and fields.get(b"Status") == b"503":
             raise nats.errors.NoRespondersError
         return items
-
-
-class NatsObjectStore(ObjectStore):
-    """In the layout of NATS architecture decision record 20, so that the `nats object` tool works. Deleting leaves no
-    marker."""
-
-    def __init__(self, streams: Streams, bucket: ObjectBucket) -> None:
-        self._streams = streams
-        self._bucket = bucket
-        self._config = StreamConfig(
-            name=f"OBJ_{bucket.name}",
-            subjects=[f"$O.{bucket.name}.C.>", f"$O.{bucket.name}.M.>"],
-            storage=StorageType.FILE,
-            discard=DiscardPolicy.NEW,
-            max_bytes=OBJECT_STORE_BYTES,
-            allow_rollup_hdrs=True,
-            allow_direct=True,
-        )
-        self._raw = RawObjectStore(bucket.name, f"OBJ_{bucket.name}", streams.context)
-        self._meta_prefix = f"$O.{bucket.name}.M."
-
-    async def declare(self) -> None:
-        await self._streams.declare(self._config)
-
-    async def put(self, name: str, data: bytes) -> None:
-        what = f"put object {self._bucket.name}/{name}"
-        with bus_errors(what):
-            try:
-                async with asyncio.timeout(OBJECT_TIMEOUT_S):
-                    await self._raw.put(name, data)
-            except TimeoutError:
-                raise nats.errors.TimeoutError from None
-
-    async def get(self, name: str) -> bytes | None:
-        with bus_errors(f"get object {self._bucket.name}/{name}"):
-            for _ in range(READ_ATTEMPTS):
-                try:
-                    info = await self._raw.get_info(name)
-                except nats.js.errors.NotFoundError:
-                    return None
-                try:
-                    return await self._read(info)
-                except nats.js.errors.NotFoundError:
-                    continue  # replaced or deleted while it was read
-        raise self._damaged(name)
-
-    async def _read(self, info: ObjectInfo) -> bytes:
-        """Chunk by chunk, so that a large object leaves the connection free for other messages in between."""
-        chunks: list[bytes] = []
-        digest = hashlib.sha256()
-        sequence = 0
-        subject = f"$O.{self._bucket.name}.C.{info.nuid}"
-        for _ in range(info.chunks or 0):
-            chunk = await self._streams.context.get_msg(
-                str(self._config.name), sequence + 1, subject, direct=True, next=True
-            )
-            sequence = int(chunk.seq or 0)
-            chunks.append(chunk.data or b"")
-            digest.update(chunks[-1])
-        if info.digest and info.digest.partition("=")[2] != base64.urlsafe_b64encode(digest.digest()).decode():
-            raise self._damaged(info.name)
-        return b"".join(chunks)
-
-    def _damaged(self, name: str | None) -> BusError:
-        return BusError(ErrorInfo(ErrorCode.INTERNAL, f"object {self._bucket.name}/{name} is damaged"))
-
-    async def delete(self, name: str) -> None:
-        with bus_errors(f"delete object {self._bucket.name}/{name}"):
-            try:
-                info = await self._raw.get_info(name)
-            except nats.js.errors.NotFoundError:
-                return
-            for subject in (self._meta_subject(name), f"$O.{self._bucket.name}.C.{info.nuid}"):
-                await self._streams.context.purge_stream(str(self._config.name), subject=subject)
-
-    async def names(self) -> list[str]:
-        with bus_errors(f"list objects of {self._bucket.name}"):
-            info = await self._streams.context.stream_info(str(self._config.name), self._meta_prefix + ">")
-        subjects = info.state.subjects or {}
-        return sorted(base64.urlsafe_b64decode(subject[len(self._meta_prefix) :]).decode() for subject in subjects)
-
-    def _meta_subject(self, name: str) -> str:
-        return self._meta_prefix + base64.urlsafe_b64encode(name.encode()).decode()

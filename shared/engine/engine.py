@@ -4,82 +4,63 @@ The driver (the instance service, the simulator, a test) calls
 
     submit / cancel                what clients want
     plan(now) -> StepPlan | None   the next step, to be executed strictly in order; at most `steps_in_flight` at once
-    on_step(result, now)           what a step made (or that it failed)
+    take_interrupt(now)            after an arrival: the step in flight that is to suspend itself, if any
+    on_step(result, now)           what a step made (or that it failed, or was suspended)
+    next_copies()                  KV copies to start beside the steps
+    on_copy(copy_id, ok, now)      one of them has ended
     effects() -> list              what happened since the last call: `Output`, `Ended`
     next_wakeup() / on_time(now)   deadlines
-    load(now)                      for load reports
+    load()                         for load reports
 
 Computed-token counts advance when a step is planned, so that the next step can be planned while it runs. A failed step is
 rolled back: its sequences are preempted, because the executor's copy of them cannot be trusted any more, and results that
 steps in flight still bring for them are dropped by generation number. Results for unknown steps or ended requests change
-nothing.
+nothing. A step that may be interrupted is never followed by a second one in flight, so a suspended step is rolled back
+exactly if it is given up.
 """
 
 from __future__ import annotations
 
-from heapq import heapify, heappop, heappush
+import math
 from struct import Struct
 
 import msgspec
 
-from shared.engine.kv_blocks import BlockPool
-from shared.engine.plan import ModelShape, StepPlan, StepResult
-from shared.engine.planner import ModelQueue, PlannedStep, Planner
-from shared.engine.sequence import Rank, Sequence, State
+from shared.cost_model import CostModel, LiveScale
+from shared.engine.batch import PlannedStep
+from shared.engine.checks import check_engine
+from shared.engine.copying import Copying
+from shared.engine.counters import EngineCounters
+from shared.engine.load import InstanceLoad, instance_load
+from shared.engine.model_queue import ModelQueue
+from shared.engine.plan import KvCopy, ModelShape, StepPlan, StepResult
+from shared.engine.planner import Planner
+from shared.engine.requests import Requests
+from shared.engine.sequence import Sequence, State
 from shared.messages import (
     ErrorCode,
     ErrorInfo,
+    ExecutionStatistics,
     FinishReason,
-    GenerationRequest,
-    ModelLoad,
-    RequestTiming,
     TokenEntry,
     TokenLogprob,
-    unpack_tokens,
 )
+from shared.policies.checkpointing import AdaptiveCheckpoint, CheckpointPolicy, SmoothedRate
+from shared.policies.interruption import Next, SuspendedStep, should_interrupt, what_next
 from shared.policies.ordering import OrderingPolicy
+from shared.policies.predicted_statistics import predicted_statistics
 from shared.policies.token_budget import TokenBudgetPolicy
-from shared.policies.virtual_usage import dispatch_virtual_usage, freeness, merged_demand
 
 MAX_STEP_FAILURES = 3
 """A request whose steps failed so many times ends with an error instead of being tried again."""
 
+SCALE_STEP = 0.01
+"""Relative change of the live correction from which on it is applied."""
+
 _pack_token = Struct("<i").pack
 
 
-class Output(msgspec.Struct, frozen=True):
-    """Effect: entries for one gateway."""
-
-    gateway_id: str
-    entries: list[TokenEntry]
-
-
-class Ended(msgspec.Struct, frozen=True):
-    """Effect: a request is over. Times are on the clock of the `now` arguments; None for what never happened."""
-
-    request: GenerationRequest
-    reason: FinishReason
-    num_prompt_tokens: int
-    num_output_tokens: int
-    """Including those that came with the request as `prior`."""
-    num_cached_tokens: int
-    num_preemptions: int
-    submitted_s: float
-    first_planned_s: float | None
-    first_token_s: float | None
-    ended_s: float
-
-
-class InstanceLoad(msgspec.Struct, frozen=True):
-    """Numbers of one moment, in merged blocks where blocks are meant."""
-
-    dispatch_freeness: float
-    free_merged: float
-    num_running: int
-    models: list[ModelLoad]
-
-
-class Engine:
+class Engine(Requests):
     """See the module's docstring. Not thread-safe: one thread drives it."""
 
     def __init__(
@@ -91,18 +72,46 @@ class Engine:
         *,
         steps_in_flight: int = 2,
         max_waiting: int = 1024,
+        serves_offline: bool = True,
+        interruption: str = "suspend",
+        mix_phases: bool = True,
+        num_host_merged: int = 0,
+        checkpoint: CheckpointPolicy | None = None,
+        prefetch: bool = True,
+        ttft_s: float = 1.5,
+        tpot_s: float = 0.11,
     ) -> None:
-        self.pool = BlockPool(num_merged)
-        self.planner = Planner(self.pool, num_rows, ordering, token_budget)
+        """`interruption` of offline steps by online arrivals: suspend | discard | off. `num_host_merged`: merged blocks of
+        host memory for checkpoints. `prefetch`: restore beside other steps of the model, not before them. `ttft_s`,
+        `tpot_s`: objectives where model and request name none."""
+        planner = Planner(
+            num_merged,
+            num_rows,
+            num_host_merged,
+            ordering,
+            token_budget,
+            serves_offline=serves_offline,
+            may_interrupt=interruption != "off",
+            mix_phases=mix_phases,
+            prefetch=prefetch,
+        )
+        super().__init__(planner, max_waiting)
+        self.pool = planner.pool
+        self.counters: EngineCounters = planner.counters
         self.steps_in_flight = steps_in_flight
-        self._max_waiting = max_waiting
-        self._sequences: dict[str, Sequence] = {}
+        self.serves_offline = serves_offline
+        self._copying = Copying(self.planner, checkpoint or AdaptiveCheckpoint())
+        self._keeps_suspended = interruption == "suspend"
+        self._objectives = (ttft_s, tpot_s)
+        self._scales: dict[str, tuple[CostModel, LiveScale]] = {}
+        self._told_statistics: set[str] = set()
         self._in_flight: dict[int, PlannedStep] = {}
-        self._outputs: dict[str, list[TokenEntry]] = {}
-        self._ended: list[Ended] = []
-        self._deadlines: list[tuple[float, int, Sequence]] = []
-        self._num_submitted = 0
         self._num_steps = 0
+        self._last_end_s = 0.0
+        """When the last step returned: one planned behind it began then."""
+        self._last_plan_s = 0.0
+        self.offline_rate = SmoothedRate()
+        """Offline tokens computed per second."""
 
     # ------------------------------------------------------------------------------------------------ models
 
@@ -110,104 +119,142 @@ class Engine:
         """Makes a model known. Returns its shape with `max_model_len` bounded by what the pool can hold, so that every
         request within it can run to its end."""
         self.pool.add_model(shape.name, shape.page_tokens, shape.slots_per_merged)
+        self.planner.host.add_model(shape.name, shape.page_tokens, shape.slots_per_merged)
         limit = min(shape.max_model_len, self.pool.capacity_slots(shape.name) * shape.page_tokens)
         bounded = msgspec.structs.replace(shape, max_model_len=limit)
-        self.planner.queues[shape.name] = ModelQueue(bounded)
+        queue = self.planner.queues[shape.name] = ModelQueue(bounded)
+        queue.ttft_objective_s, queue.tpot_objective_s = self._objectives
         return bounded
 
     def remove_model(self, name: str, now: float) -> bool:
         """Ends what is left of the model's requests with GONE and forgets the model; False (call again later) while a
-        step in flight still uses its slots."""
+        step or a copy in flight still uses its slots."""
         queue = self.planner.queues[name]
-        for sequence in [*queue.all_running(), *queue.all_waiting()]:
+        for sequence in list(queue.all_held()):
             error = ErrorInfo(ErrorCode.GONE, f"model {name!r} was unloaded from this instance")
             self._end(sequence, FinishReason.ERROR, now, error)
-        if any(step.plan.model == name for step in self._in_flight.values()):
+        self._discard_if_empty()
+        in_use = any(step.plan.model == name for step in self._in_flight.values())
+        if in_use or self.planner.host.has_copies(name):
             return False
         self.pool.remove_model(name)
+        self.planner.host.remove_model(name)
         del self.planner.queues[name]
+        self._scales.pop(name, None)
         return True
 
-    # ---------------------------------------------------------------------------------------------- requests
+    def set_objectives(self, name: str, ttft_s: float, tpot_s: float) -> None:
+        """For the model's requests that come from now on and name none; 0: the instance's default."""
+        queue = self.planner.queues[name]
+        queue.ttft_objective_s = ttft_s or self._objectives[0]
+        queue.tpot_objective_s = tpot_s or self._objectives[1]
 
-    def submit(self, request: GenerationRequest, now: float) -> ErrorInfo | None:
-        """Takes a request, or says why not. The same id and epoch again changes nothing; a higher epoch replaces what is
-        held under that id (its output so far is in the new request's `prior`)."""
-        held = self._sequences.get(request.request_id)
-        if held is not None and request.epoch <= held.request.epoch:
-            return None
-        queue = self.planner.queues.get(request.model)
-        if queue is None:
-            return ErrorInfo(ErrorCode.GONE, f"model {request.model!r} is not loaded on this instance", "model")
-        if refused := self._refusal(request, queue):
-            return refused
-        if held is not None:
-            self._drop(held)
-        self._num_submitted += 1
-        sequence = Sequence(request, self._num_submitted, now, queue.shape.max_model_len)
-        self._sequences[request.request_id] = sequence
-        self.planner.enqueue(sequence, now)
-        heappush(self._deadlines, (sequence.deadline_s, sequence.number, sequence))
-        if len(self._deadlines) > 2 * len(self._sequences) + 64:
-            # Ended sequences leave the heap only at its head; this bounds how many it keeps alive.
-            self._deadlines = [entry for entry in self._deadlines if entry[2].state != State.ENDED]
-            heapify(self._deadlines)
-        if sequence.num_output and (reason := self._finish_reason(sequence, sequence.tokens[-1])):
-            self._end(sequence, reason, now)
-        return None
+    def set_cost_model(self, name: str, cost_model: CostModel) -> None:
+        """Step times of the model; corrected from now on by those that are seen."""
+        self._scales[name] = (cost_model, LiveScale())
+        self.planner.queues[name].cost_model = cost_model
+        if name not in self._told_statistics:
+            self.planner.ordering.set_statistics(predicted_statistics(name, cost_model))
 
-    def _refusal(self, request: GenerationRequest, queue: ModelQueue) -> ErrorInfo | None:
-        num_prompt, limit = len(request.prompt) // 4, queue.shape.max_model_len
-        if num_prompt == 0:
-            return ErrorInfo(ErrorCode.BAD_REQUEST, "the prompt has no tokens", "prompt")
-        if vocab_size := queue.shape.vocab_size:
-            tokens = unpack_tokens(request.prompt + request.prior)
-            if not 0 <= min(tokens) <= max(tokens) < vocab_size:
-                message = f"a token id is outside of 0 to {vocab_size - 1}, the vocabulary of {queue.name!r}"
-                return ErrorInfo(ErrorCode.BAD_REQUEST, message, "prompt")
-        if request.sampling.max_tokens < 1:
-            return ErrorInfo(ErrorCode.BAD_REQUEST, "max_tokens must be at least 1", "max_tokens")
-        if num_prompt >= limit:
-            message = f"the prompt has {num_prompt} tokens; {queue.name!r} takes at most {limit - 1} and needs one more"
-            return ErrorInfo(ErrorCode.TOO_LONG, message, "prompt")
-        if sum(queue.num_waiting for queue in self.planner.queues.values()) >= self._max_waiting:
-            message = f"{self._max_waiting} requests already wait on this instance"
-            return ErrorInfo(ErrorCode.OVERLOADED, message, retry_after_s=1.0)
-        return None
-
-    def cancel(self, request_id: str, now: float) -> None:
-        if (sequence := self._sequences.get(request_id)) is not None:
-            self._end(sequence, FinishReason.CANCELLED, now)
-
-    def held(self, request_id: str) -> Sequence | None:
-        """A request that has not ended; read only."""
-        return self._sequences.get(request_id)
-
-    def all_held(self) -> list[Sequence]:
-        return list(self._sequences.values())
+    def set_statistics(self, statistics: ExecutionStatistics) -> None:
+        """Execution times of the model's requests over the cluster; a mere default gives way to a prediction of here."""
+        if statistics.num_finished:
+            self._told_statistics.add(statistics.model)
+        elif statistics.model in self._scales:
+            return
+        self.planner.ordering.set_statistics(statistics)
 
     # ------------------------------------------------------------------------------------------------- steps
 
     def plan(self, now: float) -> StepPlan | None:
         """The next step to execute, or None where none can be planned now."""
-        if len(self._in_flight) >= self.steps_in_flight:
+        self._copying.on_time(now)
+        in_flight = self._in_flight.values()
+        planned = None
+        if len(in_flight) < self.steps_in_flight and not any(step.plan.is_interruptible for step in in_flight):
+            planned = self._resume(now) or self.planner.plan(self._num_steps, now)
+            if planned is None and not self._in_flight and self.planner.suspended is not None:
+                # Online requests wait for what only others can give them.
+                planned = self._go_on(1.0, now)
+        if planned is not None:
+            if not planned.plan.resumes:
+                self._num_steps += 1
+            self._in_flight[planned.plan.step_id] = planned
+        running = planned or next(iter(in_flight), None)
+        self._copying.start(None if running is None else running.predicted_s)
+        self._last_plan_s = now
+        return None if planned is None else planned.plan
+
+    def _resume(self, now: float) -> PlannedStep | None:
+        """The suspended step, if it is to go on now; gives it up if that is cheaper."""
+        self._discard_if_empty()
+        step = self.planner.suspended
+        if step is None:
             return None
-        planned = self.planner.plan(self._num_steps, now)
-        if planned is None:
+        has_online = self.planner.has_online_work()
+        if step.is_part and has_online:
+            # Parts and online steps take turns.
+            step.is_part = False
             return None
-        self._in_flight[self._num_steps] = planned
-        self._num_steps += 1
-        return planned.plan
+        left_s = step.predicted_s * (1 - step.done_share) or step.ran_s
+        safepoint_s = step.predicted_s * self._safepoint_share(step) or math.inf
+        spare_s = self.planner.spare_s(now) if has_online else 0.0
+        state = SuspendedStep(step.ran_s, left_s, step.lost_s)
+        match what_next(state, has_online=has_online, spare_s=spare_s, safepoint_s=safepoint_s):
+            case Next.RESUME:
+                return self._go_on(1.0, now)
+            case Next.PART:
+                return self._go_on(min(1.0, step.done_share + spare_s / step.predicted_s), now)
+            case Next.DISCARD:
+                self.planner.discard_suspended()
+            case Next.WAIT:
+                step.lost_s += spare_s if step.predicted_s else now - max(step.suspended_s, self._last_plan_s)
+        return None
+
+    def _go_on(self, stop_share: float, now: float) -> PlannedStep:
+        step = self.planner.resume(now, stop_share)
+        step.is_part = stop_share < 1.0
+        if not step.is_part:
+            self.counters.steps_resumed += 1
+        return step
+
+    def _safepoint_share(self, step: PlannedStep) -> float:
+        """Of a step's layers, those between two safepoints."""
+        cost_model = self.planner.queues[step.plan.model].cost_model
+        return 1.0 if cost_model is None else cost_model.layers_per_safepoint / cost_model.num_layers
+
+    def take_interrupt(self, now: float) -> int | None:
+        """The step in flight that is to stop at its next safepoint, for the sake of an online request that would miss its
+        objective; named once."""
+        step = next(iter(self._in_flight.values()), None)
+        if step is None or not step.plan.is_interruptible or step.is_interrupted or not self.planner.has_online_work():
+            return None
+        if step.predicted_s:
+            online_s, objective_s = self.planner.online_need(now)
+            left_s = step.predicted_s * (1 - step.done_share)
+            elapsed_s = now - max(step.planned_s, self._last_end_s)
+            safepoint_s = step.predicted_s * self._safepoint_share(step)
+            if not should_interrupt(elapsed_s, left_s, 0.0, objective_s, online_s, safepoint_s):
+                return None
+        step.is_interrupted = True
+        return step.plan.step_id
 
     def on_step(self, result: StepResult, now: float) -> None:
         step = self._in_flight.pop(result.step_id, None)
         if step is None:
+            return
+        step.ran_s += now - max(step.planned_s, self._last_end_s)
+        self._last_end_s = now
+        if result.suspended_share >= 0 and not result.error:
+            self.planner.suspend(step, result.suspended_share, now)
+            self._discard_if_empty(always=not self._keeps_suspended)
             return
         for sequence in step.sequences:
             sequence.in_flight -= 1
         if result.error:
             self._roll_back(step, result.error, now)
         else:
+            self._charge(step, now)
             self._apply(step, result, now)
         for sequence in step.sequences:
             if sequence.in_flight:
@@ -215,7 +262,46 @@ class Engine:
             if sequence.state == State.ENDED:
                 self.planner.free(sequence)
             elif sequence.is_spoilt:
-                self.planner.preempt(sequence, now)
+                self.planner.preempt(sequence, now, "failure")
+
+    def _discard_if_empty(self, always: bool = False) -> None:
+        """Gives the suspended step up if nobody waits for it any more."""
+        step = self.planner.suspended
+        if step is not None and (always or not self.planner.queues[step.plan.model].suspended):
+            self.planner.discard_suspended()
+
+    def _charge(self, step: PlannedStep, now: float) -> None:
+        """Execution time, divided by tokens, to the sequences; real against predicted time to the cost model."""
+        plan, num_tokens = step.plan, step.plan.num_tokens
+        token_s = step.ran_s / num_tokens
+        charge = self.planner.ordering.charge
+        for sequence, count in zip(step.sequences, plan.counts, strict=True):
+            sequence.device_s += token_s * count
+            sequence.last_ran_s = now
+            charge(sequence, token_s * count, now)
+        offline = sum(
+            count for sequence, count in zip(step.sequences, plan.counts, strict=True) if not sequence.is_online
+        )
+        self.counters.harvested_tokens += offline
+        self.counters.online_tokens += num_tokens - offline
+        self.offline_rate.add(offline, step.ran_s)
+        if step.predicted_s and (scale := self._scales.get(plan.model)) is not None:
+            base, live = scale
+            queue = self.planner.queues[plan.model]
+            assert queue.cost_model is not None
+            live.observe(step.predicted_s / step.scale, step.ran_s)
+            if abs(live.factor / step.scale - 1) > SCALE_STEP:
+                queue.cost_model = base.scaled(live.factor)
+                queue.cost_scale = live.factor
+
+    def next_copies(self) -> list[KvCopy]:
+        """The copies to start, in this order: those of one sequence must end in it."""
+        return self.planner.host.started_copies()
+
+    def on_copy(self, copy_id: int, ok: bool, now: float) -> None:
+        """A copy has ended; one that failed leaves things as if it had not been begun."""
+        if (ended := self.planner.host.on_copy(copy_id, ok)) is not None:
+            self.planner.end_restore(*ended, now)
 
     def _apply(self, step: PlannedStep, result: StepResult, now: float) -> None:
         plan, tokens, logprobs = step.plan, result.tokens, result.logprobs
@@ -263,12 +349,6 @@ class Engine:
             else:
                 entries.append(entry)
 
-    @staticmethod
-    def _finish_reason(sequence: Sequence, last_token: int) -> FinishReason | None:
-        if last_token in sequence.stop_ids and len(sequence.tokens) > sequence.min_total:
-            return FinishReason.STOP
-        return FinishReason.LENGTH if len(sequence.tokens) >= sequence.max_total else None
-
     def _register_blocks(self, sequence: Sequence, queue: ModelQueue, num_computed: int) -> None:
         """Enters the blocks that this step filled in the prefix cache."""
         page = queue.shape.page_tokens
@@ -291,126 +371,13 @@ class Engine:
                 message = f"{MAX_STEP_FAILURES} steps of this request failed; the last one: {error}"
                 self._end(sequence, FinishReason.ERROR, now, ErrorInfo(ErrorCode.INTERNAL, message))
 
-    # --------------------------------------------------------------------------------------------------- ends
-
-    def _end(
-        self,
-        sequence: Sequence,
-        reason: FinishReason,
-        now: float,
-        error: ErrorInfo | None = None,
-        *,
-        tokens: bytes = b"",
-        logprobs: tuple[TokenLogprob, ...] = (),
-    ) -> None:
-        """`tokens`: the last token, already in `sequence.tokens`, that goes out with the end."""
-        request = sequence.request
-        planned, first = sequence.first_planned_s, sequence.first_token_s
-        timing = RequestTiming(
-            queued_s=(planned if planned is not None else now) - sequence.submitted_s,
-            prefill_s=(first if first is not None else now) - planned if planned is not None else 0.0,
-            decode_s=now - first if first is not None else 0.0,
-            num_preemptions=sequence.num_preemptions,
-        )
-        entry = TokenEntry(
-            request.request_id,
-            request.epoch,
-            sequence.num_output - len(tokens) // 4,
-            tokens,
-            reason,
-            logprobs,
-            sequence.num_cached_tokens,
-            error,
-            timing,
-        )
-        self._outputs.setdefault(request.gateway_id, []).append(entry)
-        self._ended.append(
-            Ended(
-                request,
-                reason,
-                sequence.num_prompt,
-                sequence.num_output,
-                sequence.num_cached_tokens,
-                sequence.num_preemptions,
-                sequence.submitted_s,
-                planned,
-                first,
-                now,
-            )
-        )
-        self._drop(sequence)
-
-    def _drop(self, sequence: Sequence) -> None:
-        del self._sequences[sequence.request.request_id]
-        self.planner.remove(sequence)
-
-    def effects(self) -> list[Output | Ended]:
-        """What happened since the last call, outputs first."""
-        effects: list[Output | Ended] = [Output(gateway, entries) for gateway, entries in self._outputs.items()]
-        effects.extend(self._ended)
-        self._outputs, self._ended = {}, []
-        return effects
-
-    # --------------------------------------------------------------------------------------------------- time
-
-    def next_wakeup(self) -> float | None:
-        """When `on_time` must be called next, if nothing else happens before."""
-        while self._deadlines and self._deadlines[0][2].state == State.ENDED:
-            heappop(self._deadlines)
-        return self._deadlines[0][0] if self._deadlines else None
-
-    def on_time(self, now: float) -> None:
-        """Ends requests past their deadline."""
-        while (wakeup := self.next_wakeup()) is not None and wakeup <= now:
-            sequence = heappop(self._deadlines)[2]
-            error = ErrorInfo(ErrorCode.DEADLINE, f"the request's time of {sequence.request.timeout_s:.3g} s is over")
-            self._end(sequence, FinishReason.DEADLINE, now, error)
-
     # --------------------------------------------------------------------------------------------------- load
 
     def load(self) -> InstanceLoad:
-        """Counts and freeness of this moment (Llumnix section 4.4.3; every waiting request counts whole, offline work
-        not at all)."""
-        running, waiting, num_running, models = 0.0, 0.0, 0, []
-        for queue in self.planner.queues.values():
-            page, per_merged = queue.shape.page_tokens, queue.shape.slots_per_merged
-            for rank in (Rank.ONLINE_HIGH, Rank.ONLINE_NORMAL):
-                running += sum(len(sequence.blocks) for sequence in queue.running[rank].values()) / per_merged
-                waiting += sum(merged_demand(sequence.total, page, per_merged) for sequence in queue.waiting[rank])
-            num_running += queue.num_running
-            num_offline = len(queue.running[Rank.OFFLINE]) + len(queue.waiting[Rank.OFFLINE])
-            models.append(ModelLoad(queue.name, queue.num_running, queue.num_waiting, num_offline))
-        free = freeness(self.pool.num_merged, dispatch_virtual_usage(running, waiting), num_running)
-        return InstanceLoad(free, self.pool.num_merged - self.pool.used_merged(), num_running, models)
+        """Counts and freeness of this moment."""
+        return instance_load(self.planner, self.offline_rate.per_s if self.serves_offline else None)
 
     def check(self) -> None:
         """Asserts every invariant; for tests and idle time, not the hot path."""
-        self.pool.check()
-        rows: set[int] = set()
-        slots_held: dict[tuple[str, int], int] = {}
-        held = list(self._sequences.values())
-        flying = {id(s): s for step in self._in_flight.values() for s in step.sequences if s.state == State.ENDED}
-        for sequence in [*held, *flying.values()]:
-            for slot in sequence.blocks:
-                slots_held[sequence.model, slot] = slots_held.get((sequence.model, slot), 0) + 1
-            if sequence.row >= 0:
-                assert sequence.row not in rows
-                rows.add(sequence.row)
-        for name, queue in self.planner.queues.items():
-            references = self.pool._models[name].references
-            assert all(references[slot] == slots_held.get((name, slot), 0) for slot in range(len(references))), (
-                f"references of {name}"
-            )
-            for sequence in queue.all_running():
-                assert sequence.state == State.RUNNING and sequence.row >= 0
-                assert sequence.capacity == len(sequence.blocks) * queue.shape.page_tokens
-                if not sequence.is_spoilt:
-                    assert sequence.num_computed <= sequence.capacity
-                    assert sequence.num_computed < sequence.total <= sequence.max_total
-                assert self._sequences[sequence.request.request_id] is sequence
-            for sequence in queue.all_waiting():
-                assert sequence.state == State.WAITING and sequence.row < 0 and not sequence.blocks
-        for sequence in held:
-            flights = sum(s is sequence for step in self._in_flight.values() for s in step.sequences)
-            assert sequence.in_flight == flights
+        check_engine(self.planner, self._sequences, self._in_flight)
         assert len(self._in_flight) <= self.steps_in_flight

@@ -8,6 +8,8 @@ which they were planned, so a row may be given to another sequence in the very n
 
 from __future__ import annotations
 
+from enum import StrEnum
+
 import msgspec
 
 from shared.messages import SamplingParams, TokenLogprob
@@ -42,7 +44,16 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     """(row, slots appended to its block table), applied after `new_sequences`."""
     num_decodes: tuple[int, int] = (0, 0)
     """Decoding sequences among the rows: online, offline."""
-    interruptible: bool = False
+    is_interruptible: bool = False
+    """The executor passes safepoints, and at one of them may suspend the step (`StepResult.suspended_share`)."""
+    resumes: bool = False
+    """Goes on with the suspended step of this id; the other columns are those it was first launched with, but
+    `new_sequences` and `new_blocks` are empty."""
+    stop_share: float = 1.0
+    """An interruptible step suspends itself at the last safepoint within this share of the model's layers (counted from the
+    first, also where it resumes), but not before the next one."""
+    discards: tuple[int, ...] = ()
+    """Suspended steps that will not be resumed: what is kept of them can be dropped."""
 
     @property
     def num_tokens(self) -> int:
@@ -58,6 +69,29 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True):
     logprobs: list[TokenLogprob | None] | None = None
     """None where no sequence of the step asked for log-probabilities."""
     error: str = ""
+    suspended_share: float = -1.0
+    """At least 0: the step was interrupted at a safepoint after this share of its layers and is kept to be resumed;
+    nothing was sampled."""
+
+
+class CopyKind(StrEnum):
+    CHECKPOINT = "checkpoint"
+    """Device to host."""
+    RESTORE = "restore"
+    """Host to device."""
+
+
+class KvCopy(msgspec.Struct, frozen=True, array_like=True):
+    """Effect: copy whole slots between the device's pool and the host's, beside the steps. The engine hands none of these
+    slots to anybody else before `on_copy(copy_id, ...)`; those of a restore are in no step planned before it, and those of
+    a checkpoint were filled by steps that have returned."""
+
+    copy_id: int
+    kind: CopyKind
+    model: str
+    device_slots: list[int]
+    host_slots: list[int]
+    """Same length; flat slot indices of the model in the host pool, which has merged blocks of the same size."""
 
 
 class ModelShape(msgspec.Struct, frozen=True, array_like=True):

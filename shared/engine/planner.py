@@ -1,180 +1,150 @@
-"""The next step of one instance: continuous batching with chunked prefill under one token budget.
+"""The next step of one instance: continuous batching with chunked prefill, online first, offline in what is left.
 
 Order of authority: online before offline and high before normal, always; then the ordering policy picks the model and
-the order within a class; then, of that model, decodes first and prefill chunks after, until the token budget, the rows or
-the KV pool are used up. Where slots are short, lower ranks and later arrivals are preempted by recompute: their slots are
-freed (full blocks stay findable in the prefix cache) and they wait again. A sequence that a step in flight computes is
-never a victim, because that step still writes its slots.
+the order within a class; then, of that model, decodes first and prefill chunks after, until the step's limits (tokens, and
+predicted time where an objective is to be kept), the rows or the KV pool are used up. Memory: room.py.
 """
 
 from __future__ import annotations
 
-from bisect import insort
-from collections.abc import Iterator
+import math
 
-from shared.engine.kv_blocks import BlockPool, root_hash
-from shared.engine.plan import ModelShape, NewSequence, StepPlan
+from shared.engine.batch import Batch, PlannedStep
+from shared.engine.model_queue import ONLINE_RANKS, Candidate, ModelQueue
+from shared.engine.plan import NewSequence, StepPlan
+from shared.engine.room import Room
 from shared.engine.sequence import Rank, Sequence, State
 from shared.messages import pack_tokens
 from shared.policies.ordering import OrderingPolicy
-from shared.policies.token_budget import TokenBudgetPolicy
+from shared.policies.token_budget import Limits, StepBudget, StepView, TokenBudgetPolicy
+
+MIN_ONLINE_CHUNK = 16
+"""Tokens."""
+
+PART_SHARE = 0.9
+"""Of the TPOT objective, that an online step and a part of a suspended one take together."""
 
 
-class ModelQueue:
-    """The sequences of one model, by rank: waiting ones in order, running ones by arrival number."""
-
-    def __init__(self, shape: ModelShape) -> None:
-        self.shape = shape
-        self.name = shape.name
-        self.root = root_hash(shape.name)
-        self.waiting: tuple[list[Sequence], ...] = tuple([] for _ in Rank)
-        self.running: tuple[dict[int, Sequence], ...] = tuple({} for _ in Rank)
-        self.last_planned_step = -1
-
-    def all_running(self) -> Iterator[Sequence]:
-        for of_rank in self.running:
-            yield from of_rank.values()
-
-    def all_waiting(self) -> Iterator[Sequence]:
-        for of_rank in self.waiting:
-            yield from of_rank
-
-    @property
-    def num_running(self) -> int:
-        return sum(len(of_rank) for of_rank in self.running)
-
-    @property
-    def num_waiting(self) -> int:
-        return sum(len(of_rank) for of_rank in self.waiting)
-
-    def has_work(self, rank: Rank) -> bool:
-        """Whether a sequence of the rank waits, or runs and has something to compute now."""
-        if self.waiting[rank]:
-            return True
-        return any(sequence.total < sequence.max_total for sequence in self.running[rank].values())
-
-
-class PlannedStep:
-    """A step in flight: the plan and the sequences behind its columns."""
-
-    __slots__ = ("generations", "plan", "sequences")
-
-    def __init__(self, plan: StepPlan, sequences: list[Sequence], generations: list[int]) -> None:
-        self.plan = plan
-        self.sequences = sequences
-        self.generations = generations
-
-
-class _Batch:
-    """The columns of a step while it is being filled."""
-
-    def __init__(self, budget_tokens: int) -> None:
-        self.budget_tokens = budget_tokens
-        self.sequences: list[Sequence] = []
-        self.starts: list[int] = []
-        self.counts: list[int] = []
-        self.samples: list[bool] = []
-        self.new_sequences: list[NewSequence] = []
-        self.new_blocks: list[tuple[int, list[int]]] = []
-        self.num_online_decodes = 0
-        self.num_offline_decodes = 0
-
-
-class Planner:
-    """Queues, rows and KV slots of one instance, and the choice of the next step."""
+class Planner(Room):
+    """The choice of the next step."""
 
     def __init__(
-        self, pool: BlockPool, num_rows: int, ordering: OrderingPolicy, token_budget: TokenBudgetPolicy
+        self,
+        num_merged: int,
+        num_rows: int,
+        num_host_merged: int,
+        ordering: OrderingPolicy,
+        token_budget: TokenBudgetPolicy,
+        *,
+        serves_offline: bool,
+        may_interrupt: bool,
+        mix_phases: bool,
+        prefetch: bool,
     ) -> None:
-        self.pool = pool
-        self.queues: dict[str, ModelQueue] = {}
-        self.num_preemptions = 0
-        self._ordering = ordering
+        super().__init__(num_merged, num_rows, num_host_merged, ordering)
+        self.last_limits = Limits(1)
+        """Of the step planned last, for metrics."""
         self._token_budget = token_budget
+        self._ranks = tuple(Rank) if serves_offline else ONLINE_RANKS
+        self._may_interrupt = may_interrupt
+        self._mix_phases = mix_phases and ordering.mixes_phases
+        self._prefetch = prefetch
         self._stuck: Sequence | None = None
         """A waiting sequence that lacked room: nobody after it in the order, of any model, is admitted before it."""
-        self._free_rows = list(range(num_rows - 1, -1, -1))
 
-    # ---------------------------------------------------------------------------------------------- queues
+    def has_online_work(self) -> bool:
+        return any(queue.has_online_work() for queue in self.queues.values())
 
-    def order_key(self, sequence: Sequence, now: float) -> tuple[float, ...]:
-        """Total order over all sequences of the instance: smaller runs first and is preempted last."""
-        return (sequence.rank, *self._ordering.key(sequence, now), sequence.number)
+    def online_need(self, now: float) -> tuple[float, float]:
+        """Of the runnable online sequences: the predicted time of their next steps, and the tightest objective."""
+        step_s, objective_s = 0.0, math.inf
+        for queue in self.queues.values():
+            if not queue.has_online_work():
+                continue
+            objective_s = min(objective_s, *queue.objectives(now))
+            if queue.cost_model is not None:
+                step_s += queue.cost_model.predict(queue.online_shape(self.last_limits.max_tokens))
+        return step_s, objective_s
 
-    def enqueue(self, sequence: Sequence, now: float) -> None:
-        sequence.state = State.WAITING
-        waiting = self.queues[sequence.model].waiting[sequence.rank]
-        insort(waiting, sequence, key=lambda other: self.order_key(other, now))
+    def spare_s(self, now: float) -> float:
+        """What the TPOT objectives leave beside an online step; nothing while somebody waits for a first token."""
+        objectives = [queue.objectives(now) for queue in self.queues.values()]
+        if any(ttft_left_s < math.inf for _, ttft_left_s in objectives):
+            return 0.0
+        step_s, objective_s = self.online_need(now)
+        return max(0.0, PART_SHARE * objective_s - step_s)
 
-    def remove(self, sequence: Sequence) -> None:
-        """Takes a sequence out of its queue for good; slots that a step in flight uses are freed when it returns."""
-        queue = self.queues[sequence.model]
-        if sequence.state == State.WAITING:
-            queue.waiting[sequence.rank].remove(sequence)
-        else:
-            del queue.running[sequence.rank][sequence.number]
-        sequence.state = State.ENDED
-        if not sequence.in_flight:
-            self.free(sequence)
-
-    def free(self, sequence: Sequence) -> None:
-        """Gives row and slots back. Only without a step in flight that computes the sequence."""
-        assert not sequence.in_flight
-        if sequence.row >= 0:
-            self._free_rows.append(sequence.row)
-            sequence.row = -1
-        if sequence.blocks:
-            self.pool.release(sequence.model, sequence.blocks)
-            sequence.blocks = []
-            sequence.capacity = 0
-
-    def preempt(self, sequence: Sequence, now: float) -> None:
-        """Takes slots and row from a running sequence; it waits again and recomputes what the cache has lost."""
-        del self.queues[sequence.model].running[sequence.rank][sequence.number]
-        self.free(sequence)
-        sequence.num_computed = 0
-        sequence.is_spoilt = False
-        sequence.next_register = 0
-        sequence.total = len(sequence.tokens)
-        sequence.generation += 1
-        sequence.num_preemptions += 1
-        self.num_preemptions += 1
-        self.enqueue(sequence, now)
-
-    # ------------------------------------------------------------------------------------------------ plan
+    # -------------------------------------------------------------------------------------------------- plan
 
     def plan(self, step_id: int, now: float) -> PlannedStep | None:
-        """The next step, or None where nothing can run before a step in flight returns or a request arrives."""
-        for rank in Rank:
-            candidates = [queue for queue in self.queues.values() if queue.has_work(rank)]
+        """The next step, or None where nothing can run before a step in flight returns, a copy ends or a request
+        arrives."""
+        for rank in self._ranks:
+            if rank == Rank.OFFLINE and self.suspended is not None:
+                # What the objectives leave beside online steps goes to the suspended step first.
+                break
+            candidates = [
+                queue
+                for queue in self.queues.values()
+                if queue.has_work(rank) and (self._prefetch or not queue.restoring)
+            ]
             while candidates:
                 queue = candidates[0]
                 if len(candidates) > 1:
-                    queue = self.queues[self._ordering.pick_model(list(candidates), now).name]
+                    views = [Candidate(queue, rank) for queue in candidates]
+                    queue = self.queues[self.ordering.pick_model(views, now).name]  # type: ignore[arg-type]
                 candidates.remove(queue)
-                batch = self._fill(queue, rank, now)
+                limits = self._limits(queue, rank, now)
+                batch = self._fill(queue, rank, limits, now)
                 if batch.sequences:
                     queue.last_planned_step = step_id
-                    return self._close(step_id, queue, batch)
+                    is_interruptible = limits.is_interruptible and self._may_interrupt and rank == Rank.OFFLINE
+                    return self._close(step_id, queue, batch, is_interruptible, now)
         return None
 
-    def _fill(self, queue: ModelQueue, leading: Rank, now: float) -> _Batch:
+    def _limits(self, queue: ModelQueue, leading: Rank, now: float) -> Limits:
+        if leading == Rank.OFFLINE:
+            # Online sequences of the model cannot run now, or this step would be led by them.
+            tpot_s = ttft_left_s = math.inf
+            others = self.has_online_work()
+        else:
+            tpot_s, ttft_left_s = queue.objectives(now)
+            others = any(other.has_online_work() for other in self.queues.values() if other is not queue)
+        view = StepView(queue.name, now, queue.cost_model, tpot_s, ttft_left_s, others)
+        self.last_limits = self._token_budget.limits(view)
+        return self.last_limits
+
+    def _fill(self, queue: ModelQueue, leading: Rank, limits: Limits, now: float) -> Batch:
         """The batch of a model, rank by rank; empty if nothing of the leading rank can run."""
-        num_decodes = len(queue.running[Rank.ONLINE_HIGH]) + len(queue.running[Rank.ONLINE_NORMAL])
-        batch = _Batch(self._token_budget.budget_tokens(queue.name, num_decodes, now))
-        for rank in Rank:
+        if self._mix_phases:
+            return self._fill_phases(queue, leading, limits, now, True, True)
+        # SeaLLM section 4.2: the phase of the sequence that is first in the order; the other one only if it cannot run.
+        head = min(queue.runnable(leading), key=lambda sequence: self.order_key(sequence, now))
+        decodes = head.state == State.RUNNING and head.total - head.num_computed == 1
+        batch = self._fill_phases(queue, leading, limits, now, decodes, not decodes)
+        return batch if batch.sequences else self._fill_phases(queue, leading, limits, now, not decodes, decodes)
+
+    def _fill_phases(
+        self, queue: ModelQueue, leading: Rank, limits: Limits, now: float, decodes: bool, prefills: bool
+    ) -> Batch:
+        batch = Batch(StepBudget(limits, queue.cost_model))
+        for rank in self._ranks:
             if rank > leading and not batch.sequences:
                 break
-            prefills: list[Sequence] = []
-            self._add_decodes(queue, rank, batch, prefills, now)
-            for sequence in prefills:
+            if rank == Rank.OFFLINE:
+                if self.suspended is not None:
+                    break
+                batch.budget.begin_offline()
+            chunks = self._add_decodes(queue, rank, batch, now, decodes)
+            if not prefills:
+                continue
+            for sequence in chunks:
                 if sequence.state == State.RUNNING:
-                    self._add_prefill(sequence, batch)
+                    self._add_prefill(sequence, batch, self._least_chunk(rank, batch))
             self._admit(queue, rank, batch, now)
         return batch
 
-    @staticmethod
-    def _close(step_id: int, queue: ModelQueue, batch: _Batch) -> PlannedStep:
+    def _close(self, step_id: int, queue: ModelQueue, batch: Batch, is_interruptible: bool, now: float) -> PlannedStep:
         sequences = batch.sequences
         plan = StepPlan(
             step_id,
@@ -186,18 +156,57 @@ class Planner:
             batch.new_sequences,
             batch.new_blocks,
             (batch.num_online_decodes, batch.num_offline_decodes),
+            is_interruptible,
+            discards=self._take_discards(),
         )
-        return PlannedStep(plan, sequences, [sequence.generation for sequence in sequences])
+        predicted_s = 0.0 if queue.cost_model is None else queue.cost_model.predict(batch.budget.shape)
+        return PlannedStep(plan, sequences, now, predicted_s, queue.cost_scale)
 
-    def _add_decodes(self, queue: ModelQueue, rank: Rank, batch: _Batch, prefills: list[Sequence], now: float) -> None:
-        """One token for each decoding sequence of the rank; those with more than one left to compute are returned in
-        `prefills`. This loop is the planner's hot path."""
+    def _take_discards(self) -> tuple[int, ...]:
+        discards = tuple(self._discards)
+        self._discards.clear()
+        return discards
+
+    def resume(self, now: float, stop_share: float) -> PlannedStep:
+        """The suspended step, to be gone on with, up to a share of its layers."""
+        step = self.take_suspended()
+        plan = step.plan
+        step.plan = StepPlan(
+            plan.step_id,
+            plan.model,
+            plan.rows,
+            plan.starts,
+            plan.counts,
+            plan.samples,
+            [],
+            [],
+            plan.num_decodes,
+            is_interruptible=stop_share < 1.0 or not self.has_online_work(),
+            resumes=True,
+            stop_share=stop_share,
+            discards=self._take_discards(),
+        )
+        step.planned_s = now
+        step.is_interrupted = False
+        return step
+
+    # ------------------------------------------------------------------------------------------------ filling
+
+    def _add_decodes(self, queue: ModelQueue, rank: Rank, batch: Batch, now: float, decodes: bool) -> list[Sequence]:
+        """One token for each decoding sequence of the rank; returns those with more than one left to compute. This loop is
+        the planner's hot path."""
         running = list(queue.running[rank].values())
-        if not self._ordering.is_static:
+        if not self.ordering.is_static:
             running.sort(key=lambda sequence: self.order_key(sequence, now))
+        prefills: list[Sequence] = []
         add_sequence, add_start = batch.sequences.append, batch.starts.append
-        budget = batch.budget_tokens
-        planned = 0
+        budget = batch.budget
+        left = budget.tokens_left if decodes else 0
+        is_offline = rank == Rank.OFFLINE
+        # Online decodes are never left out for the sake of time: an objective that online alone breaks is broken.
+        cost = queue.cost_model if is_offline and budget.left_s < math.inf else None
+        left_s = budget.left_s
+        planned = context = 0
         for sequence in running:
             start, total = sequence.num_computed, sequence.total
             if total >= sequence.max_total:
@@ -205,8 +214,13 @@ class Planner:
             if total - start != 1:
                 prefills.append(sequence)
                 continue
-            if planned == budget:
-                break
+            if planned == left:
+                continue
+            if cost is not None:
+                left_s -= cost.decode_cost_s(start)
+                if left_s < 0:
+                    left = planned
+                    continue
             if start >= sequence.capacity and not self._grow(sequence, batch, now):
                 continue
             sequence.num_computed = total
@@ -215,76 +229,91 @@ class Planner:
             add_sequence(sequence)
             add_start(start)
             planned += 1
-        batch.budget_tokens = budget - planned
-        if rank == Rank.OFFLINE:
+            context += start
+        budget.take_decodes(planned, context)
+        if is_offline:
             batch.num_offline_decodes += planned
         else:
             batch.num_online_decodes += planned
         batch.counts.extend([1] * planned)
         batch.samples.extend([True] * planned)
+        return prefills
 
-    def _grow(self, sequence: Sequence, batch: _Batch, now: float) -> bool:
+    def _grow(self, sequence: Sequence, batch: Batch, now: float) -> bool:
         """One more block for a decoding sequence, at the cost of later or lower ones if need be."""
         if sequence.state != State.RUNNING:
             return False
         slots = self.pool.allocate(sequence.model, 1)
-        if slots is None and self._make_room(sequence, 1, now):
+        if slots is None and self.make_room(sequence, 1, now):
             slots = self.pool.allocate(sequence.model, 1)
         if slots is None:
             # It keeps what it has and waits; a sequence before it in the order may take that as a victim's.
             return False
         sequence.blocks.extend(slots)
-        sequence.capacity += self.queues[sequence.model].shape.page_tokens
+        sequence.capacity += sequence.page_tokens
         batch.new_blocks.append((sequence.row, slots))
         return True
 
-    def _add_prefill(self, sequence: Sequence, batch: _Batch) -> None:
-        count = min(sequence.total - sequence.num_computed, batch.budget_tokens)
+    @staticmethod
+    def _least_chunk(rank: Rank, batch: Batch) -> int:
+        """Online prompts go on even where the decodes alone break their objective: one chunk a step."""
+        return MIN_ONLINE_CHUNK if rank != Rank.OFFLINE and not batch.has_chunk else 0
+
+    @staticmethod
+    def _add_prefill(sequence: Sequence, batch: Batch, at_least: int) -> None:
+        wanted = sequence.total - sequence.num_computed
+        fitting = batch.budget.fits_prefill(wanted, sequence.num_computed)
+        count = min(wanted, batch.budget.tokens_left, max(fitting, at_least))
         if count > 0:
-            self._add(sequence, count, batch)
+            batch.add_chunk(sequence, count)
 
-    def _add(self, sequence: Sequence, count: int, batch: _Batch) -> None:
-        batch.budget_tokens -= count
-        batch.sequences.append(sequence)
-        batch.starts.append(sequence.num_computed)
-        batch.counts.append(count)
-        sequence.num_computed += count
-        sequence.in_flight += 1
-        samples = sequence.num_computed == sequence.total
-        batch.samples.append(samples)
-        if samples:
-            sequence.total += 1
-
-    def _admit(self, queue: ModelQueue, rank: Rank, batch: _Batch, now: float) -> None:
+    def _admit(self, queue: ModelQueue, rank: Rank, batch: Batch, now: float) -> None:
         """Waiting sequences of the rank, in order, until one does not fit: nobody overtakes a head that lacks
         room, of whatever model."""
+        for sequence in [restored for restored in queue.restored.values() if restored.rank == rank]:
+            if not self._has_budget(rank, batch):
+                return
+            del queue.restored[sequence.number]
+            self._run(queue, sequence, batch, now)
         waiting = queue.waiting[rank]
-        if waiting and not self._ordering.is_static:
+        if waiting and not self.ordering.is_static:
             waiting.sort(key=lambda sequence: self.order_key(sequence, now))
-        while waiting and batch.budget_tokens > 0:
+        while waiting and self._has_budget(rank, batch):
             sequence = waiting[0]
             if self._is_behind_stuck(sequence, now):
                 return
-            has_row = bool(self._free_rows) or self._make_row(sequence, now)
+            has_row = bool(self._free_rows) or self.make_row(sequence, now)
             if not has_row or not self._allocate_prompt(queue, sequence, now):
                 self._stuck = sequence
                 return
             waiting.remove(sequence)
-            sequence.state = State.RUNNING
             sequence.row = self._free_rows.pop()
-            queue.running[rank][sequence.number] = sequence
-            if sequence.first_planned_s is None:
-                sequence.first_planned_s = now
-            batch.new_sequences.append(
-                NewSequence(
-                    sequence.row,
-                    pack_tokens(sequence.tokens),
-                    sequence.num_prompt,
-                    sequence.request.sampling,
-                    list(sequence.blocks),
-                )
+            if sequence.state == State.RESTORING:
+                queue.restoring[sequence.number] = sequence
+            else:
+                self._run(queue, sequence, batch, now)
+
+    def _has_budget(self, rank: Rank, batch: Batch) -> bool:
+        """Whether a sequence of the rank could compute at least a token."""
+        if batch.budget.tokens_left < 1:
+            return False
+        return self._least_chunk(rank, batch) > 0 or batch.budget.fits_prefill(1, 0) > 0
+
+    def _run(self, queue: ModelQueue, sequence: Sequence, batch: Batch, now: float) -> None:
+        """A sequence that has row and slots begins to run, with a chunk of at least a token: what its row is to hold travels
+        with a step that computes it."""
+        self._count_recomputed(sequence)
+        sequence.state = State.RUNNING
+        queue.running[sequence.rank][sequence.number] = sequence
+        if sequence.first_planned_s is None:
+            sequence.first_planned_s = now
+        request = sequence.request
+        batch.new_sequences.append(
+            NewSequence(
+                sequence.row, pack_tokens(sequence.tokens), sequence.num_prompt, request.sampling, list(sequence.blocks)
             )
-            self._add_prefill(sequence, batch)
+        )
+        self._add_prefill(sequence, batch, max(1, self._least_chunk(Rank(sequence.rank), batch)))
 
     def _is_behind_stuck(self, sequence: Sequence, now: float) -> bool:
         stuck = self._stuck
@@ -292,68 +321,59 @@ class Planner:
             return False
         return self.order_key(sequence, now) > self.order_key(stuck, now)
 
+    def _count_recomputed(self, sequence: Sequence) -> None:
+        lost = sequence.peak_computed - sequence.num_computed
+        if lost > 0:
+            sequence.num_recomputed += lost
+            self.counters.recomputed_tokens += lost
+            full = sequence.peak_computed // sequence.page_tokens * sequence.page_tokens
+            self.counters.recomputed_partial_tokens += sequence.peak_computed - max(full, sequence.num_computed)
+        sequence.peak_computed = 0
+
     def _allocate_prompt(self, queue: ModelQueue, sequence: Sequence, now: float) -> bool:
-        """Slots for all known tokens, from the prefix cache where it has them. At least one token is computed."""
-        page = queue.shape.page_tokens
+        """Slots for all known tokens, from the prefix cache where it has them; what host memory has begins to be copied
+        back (the sequence is then RESTORING). At least one token is computed."""
+        page = sequence.page_tokens
         num_blocks = -(-sequence.total // page)
-        cached = self.pool.find(queue.name, sequence.extend_hashes((sequence.total - 1) // page, page, queue.root))
+        num_full = (sequence.total - 1) // page
+        cached = self.pool.find(queue.name, sequence.extend_hashes(num_full, page, queue.root))
         missing = num_blocks - len(cached)
         needed = missing + self._reserve_slots(queue)
         self.pool.retain(queue.name, cached)
-        if self.pool.num_available(queue.name) < needed and not self._make_room(sequence, needed, now):
+        if self.pool.num_available(queue.name) < needed and not self.make_room(sequence, needed, now):
             self.pool.release(queue.name, cached)
             return False
         slots = self.pool.allocate(queue.name, missing)
         assert slots is not None
         sequence.blocks = cached + slots
         sequence.capacity = num_blocks * page
-        sequence.num_computed = len(cached) * page
-        sequence.next_register = sequence.num_computed + page
+        stored = [] if sequence.num_failures else self.host.find(sequence, len(cached), num_full)
+        if stored:
+            self.host.begin_restore(sequence, len(cached), stored)
+        self._set_computed(sequence, len(cached))
+        return True
+
+    @staticmethod
+    def _set_computed(sequence: Sequence, num_blocks: int) -> None:
+        """The first blocks hold what they should."""
+        sequence.num_computed = num_blocks * sequence.page_tokens
+        sequence.next_register = sequence.num_computed + sequence.page_tokens
         if sequence.num_preemptions == 0:
             sequence.num_cached_tokens = min(sequence.num_computed, sequence.num_prompt)
-        return True
+
+    def end_restore(self, sequence: Sequence, ok: bool, now: float) -> None:
+        """The last copy of a restore has ended. After a failure the sequence holds nothing and waits again."""
+        queue = self.queues[sequence.model]
+        if ok:
+            del queue.restoring[sequence.number]
+            queue.restored[sequence.number] = sequence
+            self._set_computed(sequence, sequence.restore[0])
+        else:
+            sequence.num_failures += 1
+            self.preempt(sequence, now, "failure")
 
     def _reserve_slots(self, queue: ModelQueue) -> int:
         """Slots left free at an admission, so that running sequences can grow a while before somebody is preempted."""
         if not any(other.num_running for other in self.queues.values()):
             return 0
         return max(1, self.pool.capacity_slots(queue.name) // 100)
-
-    # ---------------------------------------------------------------------------------------------- victims
-
-    def _make_room(self, sequence: Sequence, num_slots: int, now: float) -> bool:
-        """Preempts, last in order first, until `num_slots` are available to the sequence's model. A running sequence may
-        take from anybody after it; a waiting one only from lower ranks (online gives way to online only by priority).
-        Nobody is preempted where all victims together would not do."""
-        first_victim_rank = sequence.rank + 1 if sequence.state == State.WAITING else sequence.rank
-        key = self.order_key(sequence, now)
-        per_merged = self.queues[sequence.model].shape.slots_per_merged
-        within_reach = float(self.pool.num_available(sequence.model))
-        victims: list[tuple[tuple[float, ...], Sequence]] = []
-        for queue in self.queues.values():
-            for rank in range(first_victim_rank, len(Rank)):
-                for victim in queue.running[rank].values():
-                    victim_key = self.order_key(victim, now)
-                    if not victim.in_flight and victim_key > key:
-                        victims.append((victim_key, victim))
-                        within_reach += len(victim.blocks) * per_merged / queue.shape.slots_per_merged
-        if within_reach < num_slots:
-            return False
-        victims.sort(key=lambda entry: entry[0])
-        while victims and self.pool.num_available(sequence.model) < num_slots:
-            self.preempt(victims.pop()[1], now)
-        return self.pool.num_available(sequence.model) >= num_slots
-
-    def _make_row(self, sequence: Sequence, now: float) -> bool:
-        """A row for a sequence of higher rank than some running one."""
-        victims = [
-            victim
-            for queue in self.queues.values()
-            for rank in range(sequence.rank + 1, len(Rank))
-            for victim in queue.running[rank].values()
-            if not victim.in_flight
-        ]
-        if not victims:
-            return False
-        self.preempt(max(victims, key=lambda victim: self.order_key(victim, now)), now)
-        return True

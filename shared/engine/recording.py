@@ -7,37 +7,62 @@ arguments and, for `plan`, the plan that was made. Replaying it on the same code
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import msgspec
 
+from shared.cost_model import CostModel
 from shared.engine.engine import Engine
 from shared.engine.plan import ModelShape, StepPlan, StepResult
-from shared.messages import ErrorInfo, GenerationRequest
-from shared.policies.ordering import ORDERING_POLICIES
-from shared.policies.token_budget import FixedTokenBudget
+from shared.messages import ErrorInfo, ExecutionStatistics, GenerationRequest
+from shared.policies.catalogue import ordering_policy, token_budget_policy
+from shared.policies.checkpointing import AdaptiveCheckpoint
 
 LENGTH_BYTES = 4
 
 
 class Configuration(msgspec.Struct, frozen=True, tag=True):
-    """All that an engine is made of."""
+    """All that an engine is made of. Names of policies: `shared.policies.catalogue`; the rest: `Engine`."""
 
     num_merged: int
     num_rows: int
     ordering: str
     token_budget: int
+    """Tokens of a step at most."""
     steps_in_flight: int
     max_waiting: int = 1024
+    co_serving: str = "slo"
+    """slo | priority_only | online_only"""
+    interruption: str = "suspend"
+    mix_phases: bool = True
+    num_host_merged: int = 0
+    checkpoint_start: float = 0.5
+    """Used share of the KV pool."""
+    prefetch: bool = True
+    ttft_s: float = 1.5
+    tpot_s: float = 0.11
+
+    def arguments(self) -> dict[str, Any]:
+        """Of `Engine`; policy objects are new ones."""
+        return {
+            "num_merged": self.num_merged,
+            "num_rows": self.num_rows,
+            "ordering": ordering_policy(self.ordering, mix_phases=self.mix_phases),
+            "token_budget": token_budget_policy(self.co_serving, self.token_budget),
+            "steps_in_flight": self.steps_in_flight,
+            "max_waiting": self.max_waiting,
+            "serves_offline": self.co_serving != "online_only",
+            "interruption": self.interruption,
+            "mix_phases": self.mix_phases,
+            "num_host_merged": self.num_host_merged,
+            "checkpoint": AdaptiveCheckpoint(self.checkpoint_start),
+            "prefetch": self.prefetch,
+            "ttft_s": self.ttft_s,
+            "tpot_s": self.tpot_s,
+        }
 
     def build(self) -> Engine:
-        return Engine(
-            self.num_merged,
-            self.num_rows,
-            ORDERING_POLICIES[self.ordering](),
-            FixedTokenBudget(self.token_budget),
-            steps_in_flight=self.steps_in_flight,
-            max_waiting=self.max_waiting,
-        )
+        return Engine(**self.arguments())
 
 
 class AddModel(msgspec.Struct, frozen=True, tag=True):
@@ -70,11 +95,45 @@ class OnStep(msgspec.Struct, frozen=True, tag=True):
     now: float
 
 
+class OnCopy(msgspec.Struct, frozen=True, tag=True):
+    copy_id: int
+    ok: bool
+    now: float
+
+
+class SetObjectives(msgspec.Struct, frozen=True, tag=True):
+    name: str
+    ttft_s: float
+    tpot_s: float
+
+
+class SetCostModel(msgspec.Struct, frozen=True, tag=True):
+    name: str
+    cost_model: CostModel
+
+
+class SetStatistics(msgspec.Struct, frozen=True, tag=True):
+    statistics: ExecutionStatistics
+
+
 class OnTime(msgspec.Struct, frozen=True, tag=True):
     now: float
 
 
-Record = Configuration | AddModel | RemoveModel | Submit | Cancel | Plan | OnStep | OnTime
+Record = (
+    Configuration
+    | AddModel
+    | RemoveModel
+    | Submit
+    | Cancel
+    | Plan
+    | OnStep
+    | OnCopy
+    | SetObjectives
+    | SetCostModel
+    | SetStatistics
+    | OnTime
+)
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Record] = msgspec.msgpack.Decoder(Record)
@@ -84,14 +143,7 @@ class RecordingEngine(Engine):
     """An engine that hands each call, encoded, to `write` before (or, for plans, after) carrying it out."""
 
     def __init__(self, configuration: Configuration, write: Callable[[bytes], object]) -> None:
-        super().__init__(
-            configuration.num_merged,
-            configuration.num_rows,
-            ORDERING_POLICIES[configuration.ordering](),
-            FixedTokenBudget(configuration.token_budget),
-            steps_in_flight=configuration.steps_in_flight,
-            max_waiting=configuration.max_waiting,
-        )
+        super().__init__(**configuration.arguments())
         self._write = write
         self._record(configuration)
 
@@ -123,6 +175,22 @@ class RecordingEngine(Engine):
     def on_step(self, result: StepResult, now: float) -> None:
         self._record(OnStep(result, now))
         super().on_step(result, now)
+
+    def on_copy(self, copy_id: int, ok: bool, now: float) -> None:
+        self._record(OnCopy(copy_id, ok, now))
+        super().on_copy(copy_id, ok, now)
+
+    def set_objectives(self, name: str, ttft_s: float, tpot_s: float) -> None:
+        self._record(SetObjectives(name, ttft_s, tpot_s))
+        super().set_objectives(name, ttft_s, tpot_s)
+
+    def set_cost_model(self, name: str, cost_model: CostModel) -> None:
+        self._record(SetCostModel(name, cost_model))
+        super().set_cost_model(name, cost_model)
+
+    def set_statistics(self, statistics: ExecutionStatistics) -> None:
+        self._record(SetStatistics(statistics))
+        super().set_statistics(statistics)
 
     def on_time(self, now: float) -> None:
         self._record(OnTime(now))
@@ -176,6 +244,14 @@ def replay(recording: bytes) -> tuple[Engine, int]:
                 num_plans += 1
             case OnStep(result, now):
                 engine.on_step(result, now)
+            case OnCopy(copy_id, ok, now):
+                engine.on_copy(copy_id, ok, now)
+            case SetObjectives(name, ttft_s, tpot_s):
+                engine.set_objectives(name, ttft_s, tpot_s)
+            case SetCostModel(name, cost_model):
+                engine.set_cost_model(name, cost_model)
+            case SetStatistics(statistics):
+                engine.set_statistics(statistics)
             case OnTime(now):
                 engine.on_time(now)
             case Configuration():

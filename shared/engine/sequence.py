@@ -5,12 +5,15 @@ Counts of a sequence (all in tokens):
     0 ......... num_prompt ......... len(tokens) ......... total
     |--prompt--|------known output--|--sampled in flight---|
     |======== num_computed ========>                          KV written, or being written by a step in flight
+    |== filled blocks ==>                                     KV written by steps that have returned
+    |== host_blocks ==>                                       copied to host memory
 """
 
 from __future__ import annotations
 
 from array import array
 from enum import IntEnum
+from typing import Any
 
 from shared.engine.kv_blocks import chain_hash
 from shared.messages import GenerationRequest, Priority, RequestClass, unpack_tokens
@@ -18,8 +21,11 @@ from shared.messages import GenerationRequest, Priority, RequestClass, unpack_to
 
 class State(IntEnum):
     WAITING = 0
+    """Without row and slots."""
     RUNNING = 1
-    ENDED = 2
+    RESTORING = 2
+    """Has its row and slots; host copies of its blocks are, or have been, copied into them."""
+    ENDED = 3
 
 
 class Rank(IntEnum):
@@ -44,33 +50,48 @@ class Sequence:
         "blocks",
         "capacity",
         "deadline_s",
+        "device_s",
         "first_planned_s",
         "first_token_s",
         "generation",
         "hashes",
+        "host_blocks",
         "in_flight",
         "is_spoilt",
+        "last_ran_s",
         "max_total",
         "min_total",
         "model",
         "next_register",
         "num_cached_tokens",
+        "num_checkpointing",
         "num_computed",
         "num_failures",
         "num_preemptions",
         "num_prompt",
+        "num_recomputed",
+        "num_restored_blocks",
+        "num_suspensions",
         "number",
+        "order_state",
+        "page_tokens",
+        "peak_computed",
         "rank",
         "request",
+        "restore",
         "row",
         "state",
         "stop_ids",
         "submitted_s",
         "tokens",
         "total",
+        "tpot_objective_s",
+        "ttft_due_s",
     )
 
-    def __init__(self, request: GenerationRequest, number: int, now: float, max_model_len: int) -> None:
+    def __init__(
+        self, request: GenerationRequest, number: int, now: float, max_model_len: int, page_tokens: int
+    ) -> None:
         sampling = request.sampling
         prompt = unpack_tokens(request.prompt)
         self.request = request
@@ -80,6 +101,7 @@ class Sequence:
         self.submitted_s = now
         self.arrived_s = now - request.waited_s
         self.deadline_s = now + request.timeout_s
+        self.page_tokens = page_tokens
         self.num_prompt = len(prompt)
         self.tokens = prompt + unpack_tokens(request.prior)
         self.total = len(self.tokens)
@@ -107,6 +129,43 @@ class Sequence:
         self.num_failures = 0
         self.first_planned_s: float | None = None
         self.first_token_s: float | None = None
+        self.ttft_due_s = self.deadline_s
+        """Until when the objective wants the first token."""
+        self.tpot_objective_s = float("inf")
+        self.order_state: Any = None
+        """The ordering policy's."""
+        self.last_ran_s = self.arrived_s
+        self.device_s = 0.0
+        """Execution time charged so far: each step's, divided by tokens."""
+        self.host_blocks: list[int] = []
+        """Host slots with the contents of the first blocks; each holds a reference."""
+        self.num_checkpointing = 0
+        """Blocks after those that are being copied to host memory."""
+        self.restore: tuple[int, list[int]] = (0, [])
+        """(index of the first block, host slots) still to be copied back; each holds a reference."""
+        self.peak_computed = 0
+        """Tokens that had been computed when it was last preempted."""
+        self.num_recomputed = 0
+        self.num_restored_blocks = 0
+        self.num_suspensions = 0
+
+    @property
+    def num_filled(self) -> int:
+        """Blocks whose contents are final: filled by steps that have returned."""
+        return self.next_register // self.page_tokens - 1 if self.blocks else 0
+
+    @property
+    def num_uncheckpointed(self) -> int:
+        """Filled blocks of which no host copy exists or is being made."""
+        return max(0, self.num_filled - len(self.host_blocks) - self.num_checkpointing)
+
+    @property
+    def num_checkpointed_blocks(self) -> int:
+        return len(self.host_blocks)
+
+    @property
+    def is_online(self) -> bool:
+        return self.rank != Rank.OFFLINE
 
     @property
     def num_tokens(self) -> int:

@@ -1,28 +1,46 @@
 """Who runs next inside one instance: the order of sequences within a class, and the model of the next iteration.
 
 The planner decides between classes (online before offline, high before normal); a policy only orders within one. A
-policy is a function of read-only views and `now`; it keeps no reference to them.
+policy is a function of views, statistics it was told, and `now`. What it remembers of a sequence stands in the sequence's
+`order_state`, which nobody else reads.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Protocol
+from collections.abc import Iterable
+from typing import Any, Protocol
+
+from shared.messages import ExecutionStatistics
 
 
 class SequenceView(Protocol):
-    """What a policy may read of a sequence."""
+    """What a policy may read of a sequence; `order_state` it may also write."""
+
+    order_state: Any
+    """None until the policy sets it (`on_arrival`)."""
 
     @property
     def number(self) -> int:
         """Arrival number on this instance."""
 
     @property
+    def model(self) -> str: ...
+
+    @property
     def arrived_s(self) -> float:
         """Arrival at the system, on this instance's clock."""
 
     @property
-    def num_tokens(self) -> int: ...
+    def last_ran_s(self) -> float:
+        """End of the last step that computed it; `arrived_s` before the first."""
+
+    @property
+    def num_prompt(self) -> int: ...
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and output known so far."""
 
 
 class ModelView(Protocol):
@@ -35,10 +53,16 @@ class ModelView(Protocol):
     def last_planned_step(self) -> int:
         """Id of the last step planned for the model; -1 before the first."""
 
+    def runnable(self) -> Iterable[SequenceView]:
+        """Its runnable sequences of that class; O(n)."""
+
 
 class OrderingPolicy(ABC):
     is_static: bool
     """True if a sequence's key never changes; the planner then sorts only on arrival."""
+    mixes_phases: bool = True
+    """Whether a step may hold decodes and prefill chunks of one model together (SeaLLM batches one phase; with chunked
+    prefill both may be mixed)."""
 
     @abstractmethod
     def key(self, sequence: SequenceView, now: float) -> tuple[float, ...]:
@@ -48,9 +72,32 @@ class OrderingPolicy(ABC):
     def pick_model(self, candidates: list[ModelView], now: float) -> ModelView:
         """The model of the next iteration; `candidates` is not empty and in the order in which models were added."""
 
+    def on_arrival(self, sequence: SequenceView, now: float) -> None:  # noqa: B027
+        """Before the first `key` of a sequence."""
+
+    def charge(self, sequence: SequenceView, execution_s: float, now: float) -> None:  # noqa: B027
+        """The sequence has received so much execution time in a step that ended now."""
+
+    def set_statistics(self, statistics: ExecutionStatistics) -> None:  # noqa: B027
+        """New execution-time statistics of a model."""
+
+    def budgets(self, sequences: Iterable[SequenceView]) -> tuple[float, float]:
+        """Remaining budget of the sequences, seconds: sum and smallest; zeros where the policy has none."""
+        return 0.0, 0.0
+
+
+def model_of_first(policy: OrderingPolicy, candidates: list[ModelView], now: float) -> ModelView:
+    """The model whose first sequence comes first of all; O(n) keys. A model without a runnable sequence comes last."""
+
+    def head(model: ModelView) -> tuple[bool, tuple[float, ...], int]:
+        keys = ((False, policy.key(sequence, now), sequence.number) for sequence in model.runnable())
+        return min(keys, default=(True, (), 0))
+
+    return min(candidates, key=head)
+
 
 class FirstComeFirstServed(OrderingPolicy):
-    """By arrival; models take turns, so that one model's long outputs do not shut out the others."""
+    """By arrival, over all models."""
 
     is_static = True
 
@@ -58,8 +105,4 @@ class FirstComeFirstServed(OrderingPolicy):
         return (sequence.arrived_s,)
 
     def pick_model(self, candidates: list[ModelView], now: float) -> ModelView:
-        return min(candidates, key=lambda model: model.last_planned_step)
-
-
-ORDERING_POLICIES: dict[str, type[OrderingPolicy]] = {"fcfs": FirstComeFirstServed}
-"""By the name that settings use."""
+        return model_of_first(self, candidates, now)

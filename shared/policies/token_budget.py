@@ -1,14 +1,50 @@
-"""How many tokens one iteration may compute (prefill chunks and decodes together)."""
+"""How much one step may compute: the limits that a policy sets, and the arithmetic of one planning pass under them.
+
+ConServe sections 4.2 (Algorithm 1) and 4.5: online sequences are admitted first against the whole budget; offline ones
+get what is left of it.
+"""
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
+from typing import NamedTuple
+
+from shared.cost_model import CostModel, StepShape
+
+
+class StepView(NamedTuple):
+    """What a policy may know when a step of `model` is about to be filled."""
+
+    model: str
+    now: float
+    cost_model: CostModel | None
+    """Live-corrected; None: nothing was measured yet."""
+    tpot_objective_s: float
+    """Tightest over the model's decoding online sequences; inf: none decodes."""
+    ttft_left_s: float
+    """Tightest time left to the first token over the model's online sequences in or before prefill; inf: there is none;
+    may be negative."""
+    other_online: bool
+    """Whether another model has a runnable online sequence."""
+
+
+class Limits(NamedTuple):
+    """Of one step."""
+
+    max_tokens: int
+    limit_s: float = math.inf
+    """Predicted duration at most."""
+    offline_limit_s: float = math.inf
+    """Predicted duration at most of a step to which offline tokens are added."""
+    is_interruptible: bool = False
+    """Offline batching mode: no online request is runnable, and one that arrives may interrupt the step."""
 
 
 class TokenBudgetPolicy(ABC):
     @abstractmethod
-    def budget_tokens(self, model: str, num_decodes: int, now: float) -> int:
-        """Tokens of the next iteration of `model`, at least 1; `num_decodes` online sequences are decoding."""
+    def limits(self, view: StepView) -> Limits:
+        """For the next step of a model; `max_tokens` at least 1."""
 
 
 class FixedTokenBudget(TokenBudgetPolicy):
@@ -17,7 +53,75 @@ class FixedTokenBudget(TokenBudgetPolicy):
     def __init__(self, num_tokens: int) -> None:
         if num_tokens < 1:
             raise ValueError(f"token budget {num_tokens} must be at least 1")
-        self._num_tokens = num_tokens
+        self._limits = Limits(num_tokens)
 
-    def budget_tokens(self, model: str, num_decodes: int, now: float) -> int:
-        return self._num_tokens
+    def limits(self, view: StepView) -> Limits:
+        return self._limits
+
+
+class StepBudget:
+    """What is left of a step's limits while it is being filled. `shape` is what has been added."""
+
+    __slots__ = ("_cost", "_limit_s", "_limits", "shape", "tokens_left", "used_s")
+
+    def __init__(self, limits: Limits, cost_model: CostModel | None) -> None:
+        self.tokens_left = limits.max_tokens
+        self.shape = StepShape()
+        is_bounded = min(limits.limit_s, limits.offline_limit_s) < math.inf
+        self._cost = cost_model if is_bounded else None
+        self._limits = limits
+        self._limit_s = limits.limit_s
+        self.used_s = 0.0 if self._cost is None else self._cost.predict(self.shape)
+        """Predicted duration of what has been added; not kept up where no limit needs it."""
+
+    def begin_offline(self) -> None:
+        """What is added from now on is offline."""
+        self._limit_s = min(self._limits.limit_s, self._limits.offline_limit_s)
+
+    @property
+    def left_s(self) -> float:
+        """Predicted time left under the limit; negative when over it; inf without one."""
+        return self._limit_s - self.used_s
+
+    def fits_decode(self, context_tokens: int) -> bool:
+        """Whether one more decoding sequence may be added."""
+        if self.tokens_left < 1:
+            return False
+        if self._cost is None:
+            return True
+        before = self.shape
+        after = before._replace(
+            num_decodes=before.num_decodes + 1, decode_context_tokens=before.decode_context_tokens + context_tokens
+        )
+        return self._cost.predict(after) - self._cost.predict(before) <= self.left_s
+
+    def fits_prefill(self, wanted: int, context_tokens: int) -> int:
+        """The longest chunk up to `wanted` tokens that may be added."""
+        count = min(wanted, self.tokens_left)
+        if self._cost is None or count <= 0 or self._limit_s == math.inf:
+            return count
+        return min(count, self._cost.max_prefill_tokens(self.left_s, self.shape, context_tokens))
+
+    def take_decodes(self, num_sequences: int, context_tokens: int) -> None:
+        """Adds decoding sequences with `context_tokens` together."""
+        if not num_sequences:
+            return
+        before = self.shape
+        self.shape = before._replace(
+            num_decodes=before.num_decodes + num_sequences,
+            decode_context_tokens=before.decode_context_tokens + context_tokens,
+        )
+        self._charge(num_sequences)
+
+    def take_prefill(self, num_tokens: int, context_tokens: int) -> None:
+        before = self.shape
+        self.shape = before._replace(
+            prefill_tokens=before.prefill_tokens + num_tokens,
+            prefill_attention=before.prefill_attention + num_tokens * (context_tokens + num_tokens / 2),
+        )
+        self._charge(num_tokens)
+
+    def _charge(self, num_tokens: int) -> None:
+        self.tokens_left -= num_tokens
+        if self._cost is not None:
+            self.used_s = self._cost.predict(self.shape)

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from services.worker.executor import Executor
-from shared.engine.engine import Ended, Engine, Output
+from shared.engine.engine import Engine
+from shared.engine.requests import Ended, Output
 from shared.messages import GenerationRequest, ModelSpec, SamplingParams, pack_tokens, unpack_tokens
 from shared.policies.ordering import FirstComeFirstServed
 from shared.policies.token_budget import FixedTokenBudget
@@ -65,7 +66,7 @@ def test_greedy_output_equals_transformers_under_pressure(tmp_path: Path, varian
                 for entry in effect.entries:
                     outputs.setdefault(entry.request_id, []).extend(unpack_tokens(entry.tokens))
     engine.check()
-    assert num_ended == len(requests) and engine.planner.num_preemptions > 0 and num_cached > 0
+    assert num_ended == len(requests) and engine.counters.num_preemptions > 0 and num_cached > 0
     for variant, path in paths.items():
         expected = reference_outputs(path, PROMPTS, NUM_TOKENS)
         for round_number in range(2):

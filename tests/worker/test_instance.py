@@ -7,15 +7,18 @@ import asyncio
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 
 import msgspec
 import pytest
 
-from services.worker.instance import InstanceService, build_engine
+from services.worker.engine_building import build_engine
+from services.worker.instance import InstanceService
 from shared.bus.interface import BusError
 from shared.bus.nats_bus import NatsBus
-from shared.engine.plan import ModelShape, StepPlan, StepResult
+from shared.engine.plan import KvCopy, ModelShape, StepPlan, StepResult
 from shared.messages import (
+    EXECUTION_STATISTICS,
     GATEWAY_FRAMES,
     INSTANCE_CANCEL,
     INSTANCE_DRAIN,
@@ -30,6 +33,8 @@ from shared.messages import (
     Cancel,
     Drain,
     ErrorCode,
+    ExecutionStatistics,
+    ExecutionStatisticsReport,
     FinishReason,
     InstancePlan,
     ListHeldRequests,
@@ -37,6 +42,7 @@ from shared.messages import (
     LoadReport,
     ModelSpec,
     ReplayQuery,
+    RequestClass,
     StreamPosition,
     TokenEntry,
     TokenFrame,
@@ -80,6 +86,18 @@ class SteppedExecutor(FakeExecutor):
 
     def collect(self) -> StepResult:
         return self._results.popleft()
+
+    def interrupt(self, step_id: int) -> None:
+        """Too late: steps here are over at once."""
+
+    def start_copy(self, copy: KvCopy) -> None:
+        raise AssertionError("there is no host memory")
+
+    def finished_copies(self) -> list[tuple[int, bool]]:
+        return []
+
+    def on_copy_finished(self, callback: Callable[[], None]) -> None:
+        """Never."""
 
 
 class Stage:
@@ -347,11 +365,41 @@ async def test_metrics_have_the_names_that_routers_read(stage):
         "vllm:cache_config_info",
         "vllm:generation_tokens_total",
         "vllm:inter_token_latency_seconds_bucket",
+        "tideway_instance_slo_total",
+        "tideway_instance_computed_tokens_total",
+        "tideway_instance_interrupted_steps_total",
+        "tideway_instance_host_pool_use",
     ):
         assert name + "{" in text, name
     assert 'vllm:generation_tokens_total{engine="node-0",model_name="a"} 10.0' in text
     latencies = [line for line in text.splitlines() if line.startswith("vllm:") and "_seconds_count{" in line]
     assert latencies and all('class="online"' in line for line in latencies)
+
+
+async def test_statistics_and_objectives_reach_the_engine(stage):
+    spec = ModelSpec("b", "/models/b", ttft_ms=250, tpot_ms=0)
+    await stage.bus.request(INSTANCE_LOAD_MODEL.at(**IDS), LoadModel(spec), timeout_s=5)
+    told = []
+    with stage.service._loop.locked() as engine:
+        engine.set_statistics = told.append
+    statistics = [ExecutionStatistics("a", 2.0, 0.5, 9), ExecutionStatistics("b", 1.0, 0.1, 3)]
+    stage.bus.publish(EXECUTION_STATISTICS, ExecutionStatisticsReport("s", statistics))
+    await stage.until(lambda: told == statistics)
+
+    def is_ready():
+        return any(m.name == "b" and m.state == "ready" for m in stage.instances.entries["node-0"].models)
+
+    await stage.until(is_ready)
+    queues = engine.planner.queues
+    assert (queues["b"].ttft_objective_s, queues["b"].tpot_objective_s) == (0.25, 0.11)
+    assert (queues["a"].ttft_objective_s, queues["a"].tpot_objective_s) == (1.5, 0.11)
+
+
+async def test_finished_requests_report_their_time_on_the_device(stage):
+    await submit(stage, request("r1", [1, 2, 3], 10, request_class=RequestClass.OFFLINE))
+    await stage.until(lambda: any(report.finished for report in stage.reports))
+    (finished,) = [f for report in stage.reports for f in report.finished]
+    assert 0 < finished.device_s <= finished.execution_s
 
 
 async def test_an_engine_that_fails_makes_the_instance_give_up(stage):

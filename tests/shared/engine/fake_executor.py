@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from hashlib import blake2b
 
-from shared.engine.plan import ModelShape, StepPlan, StepResult
+from shared.engine.plan import CopyKind, KvCopy, ModelShape, StepPlan, StepResult
 from shared.messages import GenerationRequest, SamplingParams, pack_tokens, unpack_tokens
 
 
@@ -48,19 +48,59 @@ class FakeExecutor:
         self._tokens: dict[int, list[int]] = {}
         self._blocks: dict[int, list[int]] = {}
         self._model: dict[int, str] = {}
+        self._suspended: dict[int, StepPlan] = {}
+        self._host: dict[tuple[str, int], list[int | None]] = {}
+
+    def suspend(self, plan: StepPlan, share: float = 0.5) -> StepResult:
+        """The step stops half-way: its row changes count, some of its cells hold garbage."""
+        assert plan.is_interruptible and (plan.step_id in self._suspended) is plan.resumes
+        if not plan.resumes:
+            self._apply_rows(plan)
+        for row, start, count in zip(plan.rows, plan.starts, plan.counts, strict=True):
+            for position in range(start, start + count):
+                cells, index = self._cell(plan.model, row, position)
+                cells[index] = -1
+        self._suspended[plan.step_id] = plan
+        return StepResult(plan.step_id, [], suspended_share=share)
+
+    def copy(self, copy: KvCopy) -> None:
+        for device, host in zip(copy.device_slots, copy.host_slots, strict=True):
+            if copy.kind == CopyKind.CHECKPOINT:
+                cells = self._slot(copy.model, device)
+                assert -1 not in cells and None not in cells, "a block was checkpointed before it was filled"
+                self._host[copy.model, host] = list(cells)
+            else:
+                self._slot(copy.model, device)[:] = self._host[copy.model, host]
 
     def execute(self, plan: StepPlan) -> StepResult:
+        for step_id in plan.discards:
+            del self._suspended[step_id]
+        if plan.stop_share < 1.0:
+            return self.suspend(plan, plan.stop_share)
+        if plan.resumes:
+            first = self._suspended.pop(plan.step_id)
+            assert (plan.rows, plan.starts, plan.counts) == (first.rows, first.starts, first.counts)
+            assert not plan.new_sequences and not plan.new_blocks
+        return self._compute(plan)
+
+    def _compute(self, plan: StepPlan) -> StepResult:
+        self._apply_rows(plan)
+        assert len(set(plan.rows)) == len(plan.rows), "a sequence twice in one step"
+        for row, start, count in zip(plan.rows, plan.starts, plan.counts, strict=True):
+            assert self._model[row] == plan.model
+            for position in range(start, start + count):
+                self._write(plan.model, row, position)
+        return StepResult(plan.step_id, self._sample(plan))
+
+    def _apply_rows(self, plan: StepPlan) -> None:
         for new in plan.new_sequences:
             self._tokens[new.row] = unpack_tokens(new.tokens)
             self._blocks[new.row] = list(new.blocks)
             self._model[new.row] = plan.model
         for row, slots in plan.new_blocks:
             self._blocks[row].extend(slots)
-        assert len(set(plan.rows)) == len(plan.rows), "a sequence twice in one step"
-        for row, start, count in zip(plan.rows, plan.starts, plan.counts, strict=True):
-            assert self._model[row] == plan.model
-            for position in range(start, start + count):
-                self._write(plan.model, row, position)
+
+    def _sample(self, plan: StepPlan) -> list[int]:
         sampled = []
         for row, start, count, samples in zip(plan.rows, plan.starts, plan.counts, plan.samples, strict=True):
             if samples:
@@ -69,17 +109,20 @@ class FakeExecutor:
                 del self._tokens[row][end:]
                 self._tokens[row].append(token)
                 sampled.append(token)
-        return StepResult(plan.step_id, sampled)
+        return sampled
 
     def _cell(self, model: str, row: int, position: int) -> tuple[list[int | None], int]:
         shape = self._shapes[model]
-        slot = self._blocks[row][position // shape.page_tokens]
+        return self._slot(model, self._blocks[row][position // shape.page_tokens]), position % shape.page_tokens
+
+    def _slot(self, model: str, slot: int) -> list[int | None]:
+        shape = self._shapes[model]
         merged = slot // shape.slots_per_merged
         if self._merged_owner.get(merged) != model:
             for key in [key for key in self._cells if self._merged_of(key) == merged]:
                 del self._cells[key]
             self._merged_owner[merged] = model
-        return self._cells.setdefault((model, slot), [None] * shape.page_tokens), position % shape.page_tokens
+        return self._cells.setdefault((model, slot), [None] * shape.page_tokens)
 
     def _merged_of(self, key: tuple[str, int]) -> int:
         return key[1] // self._shapes[key[0]].slots_per_merged

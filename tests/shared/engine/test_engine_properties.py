@@ -6,25 +6,67 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, rule
 
-from shared.engine.engine import Ended, Engine, Output
+from shared.cost_model import CostModel
+from shared.engine.engine import Engine
 from shared.engine.plan import ModelShape, StepResult
+from shared.engine.requests import Ended, Output
 from shared.messages import ErrorCode, FinishReason, Priority, RequestClass, pack_tokens, unpack_tokens
-from shared.policies.ordering import FirstComeFirstServed
+from shared.policies.catalogue import ORDERING_POLICIES, ordering_policy
+from shared.policies.checkpointing import AdaptiveCheckpoint
+from shared.policies.slo_budget import SloTokenBudget
 from shared.policies.token_budget import FixedTokenBudget
 from tests.shared.engine.fake_executor import FakeExecutor, expected_output, request
 
 SHAPES = [ModelShape("a", 4, 3, 60), ModelShape("b", 2, 2, 24)]
+COST_MODEL = CostModel(0.01, 0.002, 0.00001, 0.003, 0.0001, num_layers=4)
 
 
 class EngineMachine(RuleBasedStateMachine):
     requests = Bundle("requests")
 
     @initialize(
-        num_merged=st.integers(2, 8), rows=st.integers(1, 4), budget=st.integers(1, 12), depth=st.integers(1, 2)
+        num_merged=st.integers(2, 8),
+        rows=st.integers(1, 4),
+        budget=st.integers(1, 12),
+        depth=st.integers(1, 2),
+        ordering=st.sampled_from(sorted(ORDERING_POLICIES)),
+        slo=st.booleans(),
+        host=st.integers(0, 6),
+        start_share=st.sampled_from([0.0, 0.5]),
+        interruption=st.sampled_from(["suspend", "discard", "off"]),
+        mix_phases=st.booleans(),
+        prefetch=st.booleans(),
+        has_cost_model=st.booleans(),
     )
-    def start(self, num_merged, rows, budget, depth):
+    def start(
+        self,
+        num_merged,
+        rows,
+        budget,
+        depth,
+        ordering,
+        slo,
+        host,
+        start_share,
+        interruption,
+        mix_phases,
+        prefetch,
+        has_cost_model,
+    ):
         self.engine = Engine(
-            num_merged, rows, FirstComeFirstServed(), FixedTokenBudget(budget), steps_in_flight=depth, max_waiting=50
+            num_merged,
+            rows,
+            ordering_policy(ordering, mix_phases=mix_phases),
+            SloTokenBudget(budget, 1) if slo else FixedTokenBudget(budget),
+            steps_in_flight=depth,
+            max_waiting=50,
+            interruption=interruption,
+            mix_phases=mix_phases,
+            num_host_merged=host,
+            checkpoint=AdaptiveCheckpoint(start_share),
+            prefetch=prefetch,
+            ttft_s=1.0,
+            tpot_s=0.05,
         )
         self.limits = {shape.name: self.engine.add_model(shape).max_model_len for shape in SHAPES}
         self.executor = FakeExecutor(SHAPES)
@@ -34,6 +76,10 @@ class EngineMachine(RuleBasedStateMachine):
         self.ended = {}
         self.cancelled = set()
         self.in_flight = []
+        self.copies = []
+        if has_cost_model:
+            for shape in SHAPES:
+                self.engine.set_cost_model(shape.name, COST_MODEL)
 
     @rule(
         target=requests,
@@ -101,14 +147,31 @@ class EngineMachine(RuleBasedStateMachine):
         if plan is not None:
             self.in_flight.append(plan)
 
-    @rule(fails=st.sampled_from([False] * 9 + [True]))
-    def step_returns(self, fails):
+    @rule(fails=st.sampled_from([False] * 9 + [True]), share=st.floats(0, 0.99))
+    def step_returns(self, fails, share):
         if self.in_flight:
             plan = self.in_flight.pop(0)
+            if self.engine.take_interrupt(self.now) == plan.step_id:
+                assert self.engine.take_interrupt(self.now) is None
+                self.engine.on_step(self.executor.suspend(plan, share), self.now)
+                return
             result = self.executor.execute(plan)
             self.engine.on_step(StepResult(plan.step_id, [], error="out of memory") if fails else result, self.now)
             self.engine.on_step(result, self.now)
             self.collect()
+
+    @rule()
+    def copies_start(self):
+        self.copies.extend(self.engine.next_copies())
+
+    @rule(ok=st.sampled_from([True] * 5 + [False]))
+    def copy_ends(self, ok):
+        if self.copies:
+            copy = self.copies.pop(0)
+            if ok:
+                self.executor.copy(copy)
+            self.engine.on_copy(copy.copy_id, ok, self.now)
+            self.engine.on_copy(copy.copy_id, True, self.now)
 
     @rule(seconds=st.sampled_from([0.1, 3.0]))
     def time_passes(self, seconds):
@@ -144,15 +207,22 @@ class EngineMachine(RuleBasedStateMachine):
         if not hasattr(self, "engine"):
             return
         for _ in range(5000):
+            self.now += 0.01
             while len(self.in_flight) < self.engine.steps_in_flight and (plan := self.engine.plan(self.now)):
                 self.in_flight.append(plan)
-            if not self.in_flight:
+            self.copies.extend(self.engine.next_copies())
+            if not self.in_flight and not self.copies:
                 break
-            self.engine.on_step(self.executor.execute(self.in_flight.pop(0)), self.now)
+            if self.in_flight:
+                self.engine.on_step(self.executor.execute(self.in_flight.pop(0)), self.now)
+            while self.copies:
+                self.copy_ends(True)
             self.engine.check()
         self.collect()
         assert set(self.ended) == set(self.sent)
         assert self.engine.pool.used_merged() == 0
+        assert self.engine.planner.host.pool is None or self.engine.planner.host.pool.used_merged() == 0
+        assert self.engine.planner.suspended is None
         for name, ended in self.ended.items():
             expected = expected_output(self.sent[name], self.limits[self.sent[name].model])
             if ended.reason in (FinishReason.STOP, FinishReason.LENGTH):

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from shared.engine.engine import MAX_STEP_FAILURES, Ended, Engine, Output
+from shared.engine.engine import MAX_STEP_FAILURES, Engine
 from shared.engine.plan import ModelShape, StepResult
+from shared.engine.requests import Ended, Output
 from shared.messages import ErrorCode, FinishReason, Priority, RequestClass, pack_tokens, unpack_tokens
-from shared.policies.ordering import FirstComeFirstServed
+from shared.policies.catalogue import ordering_policy
 from shared.policies.token_budget import FixedTokenBudget
 from tests.shared.engine.fake_executor import FakeExecutor, expected_output, request
 
@@ -15,8 +16,8 @@ SHAPES = [ModelShape("a", 4, 2, 200), ModelShape("b", 4, 1, 200)]
 OFFLINE = RequestClass.OFFLINE
 
 
-def make(num_merged=32, rows=8, budget=64, depth=1) -> Engine:
-    engine = Engine(num_merged, rows, FirstComeFirstServed(), FixedTokenBudget(budget), steps_in_flight=depth)
+def make(num_merged=32, rows=8, budget=64, depth=1, ordering="fcfs") -> Engine:
+    engine = Engine(num_merged, rows, ordering_policy(ordering), FixedTokenBudget(budget), steps_in_flight=depth)
     for shape in SHAPES:
         engine.add_model(shape)
     return engine
@@ -72,15 +73,15 @@ def test_online_of_another_model_goes_before_offline():
     assert engine.plan(1.0).model == "b"
 
 
-def test_models_take_turns():
-    engine, executor = make(), FakeExecutor(SHAPES)
+def test_models_take_turns_in_round_robin():
+    engine, executor = make(ordering="round_robin"), FakeExecutor(SHAPES)
     for model in "ab":
         engine.submit(request(model, [1, 2], 50, model=model), 0.0)
     models = []
-    for _ in range(6):
-        plan = engine.plan(0.0)
+    for step in range(6):
+        plan = engine.plan(float(step))
         models.append(plan.model)
-        engine.on_step(executor.execute(plan), 0.0)
+        engine.on_step(executor.execute(plan), float(step))
     assert models in (["a", "b"] * 3, ["b", "a"] * 3)
 
 
@@ -93,13 +94,13 @@ def test_offline_gives_its_slots_to_online_never_the_reverse():
     engine.submit(online, 1.0)
     plan = engine.plan(1.0)
     assert ids(engine, plan) == ["online"]
-    assert engine.planner.num_preemptions == 1
+    assert engine.counters.num_preemptions == 1
     engine.on_step(executor.execute(plan), 1.0)
     engine.effects()
     later = request("later", list(range(20)), 10, request_class=OFFLINE)
     engine.submit(later, 2.0)
     plan = engine.plan(2.0)
-    assert ids(engine, plan) == ["online"] and engine.planner.num_preemptions == 1
+    assert ids(engine, plan) == ["online"] and engine.counters.num_preemptions == 1
 
 
 def test_preempted_requests_make_the_same_tokens():
@@ -108,7 +109,7 @@ def test_preempted_requests_make_the_same_tokens():
     for index, one in enumerate(sent):
         engine.submit(one, float(index))
     outputs = run(engine, executor)
-    assert engine.planner.num_preemptions > 0
+    assert engine.counters.num_preemptions > 0
     assert outputs == {one.request_id: expected_output(one, 48) for one in sent}
 
 
@@ -189,7 +190,7 @@ def test_requests_beyond_the_pool_are_refused_up_front():
 
 
 def test_waiting_is_bounded():
-    engine = Engine(8, 4, FirstComeFirstServed(), FixedTokenBudget(8), max_waiting=2)
+    engine = Engine(8, 4, ordering_policy("fcfs"), FixedTokenBudget(8), max_waiting=2)
     engine.add_model(SHAPES[0])
     assert [engine.submit(request(f"r{i}", [1], 2), 0.0) is None for i in range(3)] == [True, True, False]
 
@@ -245,7 +246,7 @@ def test_a_model_is_removed_with_its_requests_only():
 
 @pytest.mark.parametrize("token", [-1, 10, 2**31 - 1])
 def test_token_ids_outside_the_vocabulary_are_refused(token):
-    engine = Engine(8, 4, FirstComeFirstServed(), FixedTokenBudget(8))
+    engine = Engine(8, 4, ordering_policy("fcfs"), FixedTokenBudget(8))
     engine.add_model(ModelShape("a", 4, 2, 200, vocab_size=10))
     assert engine.submit(request("good", [0, 9], 2), 0.0) is None
     assert engine.submit(request("bad", [0, token], 2), 0.0).code == ErrorCode.BAD_REQUEST
@@ -279,7 +280,7 @@ def test_a_failed_step_sends_its_sequences_anew():
 
 
 def test_a_refused_higher_epoch_leaves_what_is_held():
-    engine = Engine(8, 4, FirstComeFirstServed(), FixedTokenBudget(8), max_waiting=1)
+    engine = Engine(8, 4, ordering_policy("fcfs"), FixedTokenBudget(8), max_waiting=1)
     engine.add_model(SHAPES[0])
     assert engine.submit(request("r", [1], 2), 0.0) is None
     assert engine.submit(request("r", [1], 2, epoch=1), 0.0).code == ErrorCode.OVERLOADED

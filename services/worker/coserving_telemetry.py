@@ -1,0 +1,102 @@
+"""Metrics of offline work beside online work on one instance: preemptions and interruptions, checkpoints, harvest, and
+whether objectives were met."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+from shared.engine.counters import EngineCounters
+from shared.engine.requests import Ended
+from shared.messages import RequestClass
+
+BUDGET_BUCKETS = (0.1, 0.25, 0.5, 0.75, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0, 4.0)
+
+
+class CoServingTelemetry:
+    def __init__(self, instance_id: str, registry: CollectorRegistry) -> None:
+        self._engine = instance_id
+        self._seen: dict[tuple[str, ...], int] = {}
+
+        def counter(name: str, text: str, *labels: str) -> Counter:
+            return Counter(f"tideway_instance_{name}", text, ("engine", *labels), registry=registry)
+
+        self._preemptions = counter("preemptions", "Sequences that lost their KV blocks", "cause", "mode")
+        self._interrupted_steps = counter(
+            "interrupted_steps", "Steps stopped at a safepoint, by what came of it", "event"
+        )
+        self._bytes = {
+            kind: counter(f"{kind}_bytes", text, "model_name")
+            for kind, text in (
+                ("checkpointed", "KV blocks copied to host memory"),
+                ("restored", "KV blocks copied back from host memory"),
+                ("dropped_checkpoint", "Checkpoints given up because host memory was full"),
+            )
+        }
+        self._recomputed = counter("recomputed_tokens", "Computed again after a preemption or a discarded step", "part")
+        self._computed = counter(
+            "computed_tokens", "Prompt and output tokens computed; offline ones are harvest", "class"
+        )
+        self._slo = counter(
+            "slo", "Requests by whether they met their objective", "model_name", "class", "objective", "outcome"
+        )
+        self._host_use = Gauge(
+            "tideway_instance_host_pool_use", "Share of the host memory for checkpoints in use, 0 to 1", ("engine",),
+            registry=registry,
+        )  # fmt: skip
+        self._budget_use = Histogram(
+            "tideway_instance_budget_use", "Duration of a step over what the objectives allowed it",
+            ("model_name", "engine"), registry=registry, buckets=BUDGET_BUCKETS,
+        )  # fmt: skip
+
+    def on_step(self, model: str, duration_s: float, limit_s: float) -> None:
+        """`limit_s`: predicted duration that the step was allowed; inf: any."""
+        if math.isfinite(limit_s) and limit_s > 0:
+            self._budget_use.labels(model, self._engine).observe(duration_s / limit_s)
+
+    def on_counters(self, counters: EngineCounters, slot_bytes: Mapping[str, int], host_used_share: float) -> None:
+        """`counters` may grow meanwhile. `slot_bytes`: of the models that are loaded."""
+        for cause_and_mode, count in list(counters.preemptions.items()):
+            self._advance(self._preemptions, cause_and_mode, count)
+        self._advance(self._interrupted_steps, ("suspended",), counters.steps_suspended)
+        self._advance(self._interrupted_steps, ("resumed",), counters.steps_resumed)
+        self._advance(self._interrupted_steps, ("discarded",), counters.steps_discarded)
+        for kind, blocks in (
+            ("checkpointed", counters.checkpointed_blocks),
+            ("restored", counters.restored_blocks),
+            ("dropped_checkpoint", counters.dropped_checkpoint_blocks),
+        ):
+            for model, count in list(blocks.items()):
+                self._advance(self._bytes[kind], (model,), count, slot_bytes.get(model, 0))
+        partial = counters.recomputed_partial_tokens
+        self._advance(self._recomputed, ("partial_block",), partial)
+        self._advance(self._recomputed, ("whole_block",), counters.recomputed_tokens - partial)
+        self._advance(self._computed, (str(RequestClass.ONLINE),), counters.online_tokens)
+        self._advance(self._computed, (str(RequestClass.OFFLINE),), counters.harvested_tokens)
+        self._host_use.labels(self._engine).set(host_used_share)
+
+    def _advance(self, counter: Counter, labels: tuple[str, ...], count: int, unit: int = 1) -> None:
+        key = (counter._name, *labels)
+        counter.labels(self._engine, *labels).inc(max(0, count - self._seen.get(key, 0)) * unit)
+        self._seen[key] = count
+
+    def on_ended(self, ended: Ended) -> None:
+        """Offline requests count only where they name an objective themselves."""
+        request = ended.request
+        is_online = request.request_class == RequestClass.ONLINE
+        # a request that was placed again had its first token elsewhere
+        if ended.first_token_s is None or request.prior:
+            return
+        num_later = ended.num_output_tokens - 1
+        found: list[tuple[str, float, float]] = []
+        if is_online or request.ttft_objective_s:
+            ttft_s = ended.first_token_s - ended.submitted_s + request.waited_s
+            found.append(("ttft", ttft_s, ended.ttft_objective_s))
+        if num_later > 0 and (is_online or request.tpot_objective_s):
+            found.append(("tpot", (ended.ended_s - ended.first_token_s) / num_later, ended.tpot_objective_s))
+        for objective, value_s, objective_s in found:
+            if objective_s > 0:
+                outcome = "met" if value_s <= objective_s else "missed"
+                self._slo.labels(self._engine, request.model, str(request.request_class), objective, outcome).inc()

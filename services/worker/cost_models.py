@@ -1,0 +1,243 @@
+"""Gives the engine a cost model of each model that becomes ready: the stored one, or a brief profile made while the engine
+is idle and then stored.
+
+The model serves from the start. A profile runs in the engine's thread between steps, for as long as no request is held
+and no model is being loaded; a request waits for the step that is being measured at most, and the rest is measured later.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+import platform
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+import torch
+
+from services.worker.engine_loop import EngineLoop
+from services.worker.models.loading import torch_dtype
+from services.worker.profiler import BRIEF, Extent, ProfiledExecutor, ProfiledModel, ProfileError, Profiling
+from shared import checkpoint
+from shared.bus.interface import Bus, BusError
+from shared.checkpoint import CheckpointError
+from shared.cost_model import CostModel
+from shared.engine import slab
+from shared.engine.plan import ModelShape
+from shared.messages import COST_MODELS, ModelSpec, StoredCostModel, bucket_key
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+IDLE_POLL_S = 0.5
+MAX_POOL_SHARE = 0.5
+"""Of the slots that are to be had; a profile lets fewer cached blocks go."""
+MAX_CPU_BYTES = 512 * 1024 * 1024
+"""Of slots; on CPU they take memory once they are written to."""
+
+
+class CostModelStore:
+    """In the key-value store, so that all instances find it, and as a readable file, so that it outlives the store.
+    Either may be missing. What cannot be reached is logged and treated as empty: a cost model can be measured again."""
+
+    def __init__(self, bus: Bus | None, folder: Path | None = None) -> None:
+        self._bus = bus
+        self._folder = folder
+
+    async def get(self, key: str) -> CostModel | None:
+        stored = None
+        if self._bus is not None:
+            try:
+                entry = await (await self._bus.key_value(COST_MODELS)).get(bucket_key(key))
+                stored = None if entry is None else entry.value.cost_model
+            except BusError as error:
+                log.warning("no cost model can be read from the bus: %s", error)
+        if stored is None and self._folder is not None:
+            stored = await asyncio.to_thread(_read, self._file(self._folder, key))
+        if stored is None:
+            return None
+        try:
+            return msgspec.json.decode(stored, type=CostModel)
+        except msgspec.MsgspecError as error:
+            log.warning("the stored cost model of %s cannot be used: %s", key, error)
+            return None
+
+    async def put(self, key: str, cost_model: CostModel) -> list[str]:
+        """Where it went; empty: nowhere."""
+        encoded = msgspec.json.encode(cost_model)
+        places = []
+        if self._folder is not None:
+            file = self._file(self._folder, key)
+            try:
+                await asyncio.to_thread(_write, file, msgspec.json.format(encoded, indent=1))
+                places.append(str(file))
+            except OSError as error:
+                log.warning("the cost model of %s could not be written: %s", key, error)
+        if self._bus is not None:
+            try:
+                bucket = await self._bus.key_value(COST_MODELS)
+                await bucket.put(bucket_key(key), StoredCostModel(key, encoded, time.time()))
+                places.append("NATS")
+            except BusError as error:
+                log.warning("the cost model of %s could not be stored: %s", key, error)
+        return places
+
+    @staticmethod
+    def _file(folder: Path, key: str) -> Path:
+        return folder / (bucket_key(key) + ".json")
+
+
+def _read(file: Path) -> bytes | None:
+    return file.read_bytes() if file.is_file() else None
+
+
+def _write(file: Path, content: bytes) -> None:
+    """Whole or not at all."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    temporary = file.with_name(f"{file.name}.{threading.get_native_id()}.new")
+    temporary.write_bytes(content)
+    temporary.replace(file)
+
+
+# ------------------------------------------------------------------------------------------------------------ key
+
+
+def profiled_model(
+    spec: ModelSpec, shape: ModelShape, device: torch.device, *, tensor_parallel_size: int = 1
+) -> ProfiledModel:
+    """Reads the checkpoint's headers (blocking). The key says all that step times depend on. Raises `CheckpointError`."""
+    stored = checkpoint.describe(checkpoint.resolve(spec.source))
+    dtype = torch_dtype(spec.dtype, stored.dtype, device)
+    size = slab.slot_bytes(
+        stored.num_layers, shape.page_tokens, stored.num_kv_heads, stored.head_dim, dtype.itemsize
+    )  # fmt: skip
+    parts = (
+        stored.architecture, f"{stored.num_layers}-layers", f"{stored.hidden_size}-hidden",
+        f"{stored.num_kv_heads}x{stored.head_dim}-kv", f"{stored.vocab_size}-vocabulary", f"{stored.weight_bytes}-bytes",
+        str(dtype).removeprefix("torch."), f"{shape.page_tokens}-page",
+    )  # fmt: skip
+    key = f"{'_'.join(parts)}/{device_name(device)}/tp{tensor_parallel_size}"
+    return ProfiledModel(shape, stored.num_layers, size, key)
+
+
+def device_name(device: torch.device) -> str:
+    """What is computed on; on CPU with the number of torch's threads."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{_cpu_name()}-{torch.get_num_threads()}-threads"
+
+
+@functools.cache
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return next(iter(names), "") or platform.processor() or platform.machine()
+
+
+# ------------------------------------------------------------------------------------------------------- the task
+
+
+class CostModels:
+    """Those of one instance. `provide` is a task of its own for each model that has become ready."""
+
+    def __init__(
+        self,
+        loop: EngineLoop,
+        executor: ProfiledExecutor,
+        store: CostModelStore,
+        max_step_tokens: int,
+        *,
+        extent: Extent = BRIEF,
+    ) -> None:
+        self._loop = loop
+        self._executor = executor
+        self._store = store
+        self._max_step_tokens = max_step_tokens
+        self._extent = extent
+
+    async def provide(
+        self, spec: ModelSpec, shape: ModelShape, is_quiet: Callable[[], bool] = lambda: True
+    ) -> CostModel | None:
+        """Returns when the engine has the model's cost model; None: it will have none, because the model is gone or cannot
+        be profiled (logged). `is_quiet`: whether nothing else on this instance would disturb a measurement; called from
+        any thread."""
+        try:
+            model = await asyncio.to_thread(profiled_model, spec, shape, self._executor.device)
+            cost_model = await self._store.get(model.key)
+            if cost_model is None:
+                cost_model = await self._profile(model, is_quiet)
+                if cost_model is None:
+                    return None
+                await self._store.put(model.key, cost_model)
+        except (ProfileError, CheckpointError) as error:
+            log.error("model %s has no cost model: %s", spec.name, error)
+            return None
+        log.info(
+            "cost model of %s: median error %.1f %%, p99 %.1f %%: %s",
+            spec.name, 100 * cost_model.median_error, 100 * cost_model.p99_error, cost_model,
+        )  # fmt: skip
+
+        def install() -> bool:
+            with self._loop.locked() as engine:
+                if shape.name not in engine.planner.queues:
+                    return False
+                engine.set_cost_model(shape.name, cost_model)
+            self._executor.set_layers_per_safepoint(shape.name, cost_model.layers_per_safepoint)
+            return True
+
+        return cost_model if await self._between_steps(install) else None
+
+    async def _profile(self, model: ProfiledModel, is_quiet: Callable[[], bool]) -> CostModel | None:
+        """None: the model was unloaded meanwhile."""
+        name, loop, cancelled = model.shape.name, self._loop, threading.Event()
+        profiling: Profiling | None = None
+
+        def may_go_on() -> bool:
+            return not cancelled.is_set() and is_quiet() and not loop.num_held()
+
+        def run() -> bool | None:
+            """Whether the profile is complete; None: the model is gone."""
+            nonlocal profiling
+            with loop.locked() as engine:
+                if name not in engine.planner.queues:
+                    return None
+                num_slots = int(engine.pool.num_available(name) * MAX_POOL_SHARE)
+            if self._executor.device.type == "cpu":
+                num_slots = min(num_slots, MAX_CPU_BYTES // model.slot_bytes)
+            if profiling is None:
+                profiling = Profiling(self._executor, model, num_slots, self._max_step_tokens, self._extent)
+            with loop.locked() as engine:
+                if engine.all_held() or (slots := engine.pool.allocate(name, profiling.num_slots)) is None:
+                    return False
+            try:
+                return profiling.run(slots, may_go_on)
+            finally:
+                with loop.locked() as engine:
+                    engine.pool.release(name, slots)
+
+        try:
+            while True:
+                while not may_go_on():
+                    await asyncio.sleep(IDLE_POLL_S)
+                is_complete = await self._between_steps(run)
+                if is_complete is None:
+                    return None
+                if is_complete:
+                    assert profiling is not None
+                    return (await asyncio.to_thread(profiling.result)).cost_model
+                await asyncio.sleep(IDLE_POLL_S)
+        finally:
+            cancelled.set()
+
+    async def _between_steps(self, function: Callable[[], T]) -> T:
+        # a call that waits must not be cancelled: the engine's thread would fail to set its result
+        return await asyncio.shield(asyncio.wrap_future(self._loop.between_steps(function)))

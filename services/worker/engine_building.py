@@ -1,0 +1,55 @@
+"""An instance's engine, as its settings say."""
+
+from __future__ import annotations
+
+from services.worker.machine import free_memory_bytes
+from shared.engine.engine import Engine
+from shared.engine.recording import Configuration, RecordingEngine
+from shared.messages import InstancePlan
+from shared.policies.catalogue import ORDERING_POLICIES, TOKEN_BUDGET_POLICIES
+from shared.settings import InstanceSettings, SettingsError
+
+
+def host_pool_merged(settings: InstanceSettings, plan: InstancePlan, device: str) -> int:
+    """Merged blocks of host memory for checkpoints. Left to us: as many as the KV pool has, within half of the memory
+    that is free (on CPU: when the pool will be full)."""
+    wanted = settings.host_memory_bytes
+    if wanted < 0:
+        free = free_memory_bytes() - (plan.pool_bytes if device == "cpu" else 0)
+        wanted = min(plan.pool_bytes, max(0, free) // 2)
+    return wanted // plan.merged_bytes
+
+
+def build_engine(settings: InstanceSettings, num_merged: int, device: str, num_host_merged: int = 0) -> Engine:
+    """The engine as settings say; recorded where they name a file. Raises `SettingsError`."""
+    on_cuda = device == "cuda"
+    for name, value, known in (
+        ("ORDER_POLICY", settings.order_policy, ORDERING_POLICIES),
+        ("CO_SERVING", settings.co_serving, TOKEN_BUDGET_POLICIES),
+        ("INTERRUPTION", settings.interruption, ("suspend", "discard", "off")),
+    ):
+        if value not in known:
+            raise SettingsError(f"TIDEWAY_{name}={value!r}: expected one of {', '.join(known)}")
+    configuration = Configuration(
+        num_merged,
+        settings.max_running,
+        settings.order_policy,
+        settings.token_budget or (8192 if on_cuda else 512),
+        settings.steps_in_flight or (2 if on_cuda else 1),
+        co_serving=settings.co_serving,
+        interruption=settings.interruption,
+        mix_phases=settings.mix_phases,
+        num_host_merged=num_host_merged,
+        checkpoint_start=settings.checkpoint_start,
+        prefetch=settings.prefetch,
+        ttft_s=settings.ttft_ms / 1000,
+        tpot_s=settings.tpot_ms / 1000,
+    )
+    if settings.record_file:
+        path = f"{settings.record_file}.{settings.instance_id}"
+        try:
+            file = open(path, "wb")  # noqa: SIM115  (kept open for the life of the process)
+        except OSError as error:
+            raise SettingsError(f"TIDEWAY_RECORD_FILE: {path!r} cannot be written: {error}") from None
+        return RecordingEngine(configuration, file.write)
+    return configuration.build()

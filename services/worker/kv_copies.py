@@ -1,0 +1,163 @@
+"""Checkpoints of KV slots in host memory: copies out and back, beside the steps (ConServe section 4.4).
+
+The host pool is cut into merged blocks as the slab is, so a model's flat slot indices address it in the same way. One
+thread copies whole slots, each one run of bytes:
+
+- On CPU by memcpy without the interpreter's lock, and with less priority than the model's threads.
+- On CUDA by the copy engines on a stream of their own, from and to page-locked memory; unlike gather kernels they leave
+  the multiprocessors to the steps, and a slot is long enough for full bandwidth.
+
+A copy is reported when it is complete in memory. `start`, `finished` and `close` belong to the thread of the steps.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from services.worker.kv_store import KvStore, KvViews
+from services.worker.suspension import cuda_event
+from shared.engine.plan import CopyKind, KvCopy
+
+logger = logging.getLogger(__name__)
+
+MAX_PENDING = 4096
+"""Copies that wait; more fail at once."""
+NICENESS = 15
+"""Of the copying thread on CPU: cycles that steps leave, and a share of theirs that is lost in noise."""
+CLOSE_TIMEOUT_S = 10.0
+
+
+@dataclass(frozen=True)
+class _Job:
+    copy: KvCopy
+    views: KvViews
+    after: torch.cuda.Event | None
+
+
+class KvCopies:
+    def __init__(self, store: KvStore, num_host_merged: int, *, max_pending: int = MAX_PENDING) -> None:
+        """`num_host_merged`: merged blocks in the host pool; 0: there is none and every copy fails. Raises `RuntimeError`
+        if so much memory cannot be had (page-locked, on CUDA)."""
+        self._store = store
+        # on CPU the pages are committed only when first written
+        self.pool = torch.empty(num_host_merged * store.merged_bytes, dtype=torch.uint8)
+        self._stream: Any = None
+        if store.slab.is_cuda and num_host_merged:
+            # torch's own pinned allocator rounds up to a power of two
+            _check(_runtime().cudaHostRegister(self.pool.data_ptr(), self.pool.numel(), 0))
+            self._stream = torch.cuda.Stream(store.slab.device)  # type: ignore[no-untyped-call]
+        self.on_finished: Callable[[], None] = lambda: None
+        self._jobs: queue.Queue[_Job | None] = queue.Queue(max_pending)
+        self._finished: deque[tuple[int, bool]] = deque()
+        self._closing = False
+        self._thread: threading.Thread | None = None
+
+    def is_valid(self, copy: KvCopy, views: KvViews) -> bool:
+        """Whether the slots it names exist."""
+        num_host_slots = self.pool.numel() // views.stride_bytes
+        return (
+            len(copy.device_slots) == len(copy.host_slots)
+            and all(0 <= slot < views.num_slots for slot in copy.device_slots)
+            and all(0 <= slot < num_host_slots for slot in copy.host_slots)
+        )
+
+    def start(self, copy: KvCopy, views: KvViews | None, *, after: torch.cuda.Event | None = None) -> None:
+        """`views`: of the copy's model; None: it is not here, and the copy fails. `after`: on the device the copy waits
+        for it."""
+        if views is None or not self.is_valid(copy, views) or self._closing:
+            logger.error("%s %d of %s cannot be: no such slots", copy.kind, copy.copy_id, copy.model)
+            self._report(copy, False)
+            return
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="kv-copies", daemon=True)
+            self._thread.start()
+        try:
+            self._jobs.put_nowait(_Job(copy, views, after))
+        except queue.Full:
+            logger.error("%s %d fails: %d copies wait already", copy.kind, copy.copy_id, self._jobs.maxsize)
+            self._report(copy, False)
+
+    def finished(self) -> list[tuple[int, bool]]:
+        """(copy id, whether it succeeded) of those that ended since the last call."""
+        finished = self._finished
+        return [finished.popleft() for _ in range(len(finished))]
+
+    def close(self) -> None:
+        """Ends the thread after the copy that it is at; those that wait fail. The pool must not be used any more."""
+        self._closing = True
+        if self._thread is not None:
+            # a full queue needs no wake-up
+            if not self._jobs.full():
+                self._jobs.put_nowait(None)
+            self._thread.join(CLOSE_TIMEOUT_S)
+            if self._thread.is_alive():
+                logger.error("the copying thread did not end within %.0f s", CLOSE_TIMEOUT_S)
+                return
+        if self._stream is not None:
+            _check(_runtime().cudaHostUnregister(self.pool.data_ptr()))
+            self._stream = None
+
+    def _report(self, copy: KvCopy, ok: bool) -> None:
+        self._finished.append((copy.copy_id, ok))
+        self.on_finished()
+
+    # ------------------------------------------------------------------------------------ the copying thread
+
+    def _run(self) -> None:
+        if self._stream is None:
+            thread_id = threading.get_native_id()
+            niceness = max(NICENESS, os.getpriority(os.PRIO_PROCESS, thread_id))  # less of it is not ours to take
+            os.setpriority(os.PRIO_PROCESS, thread_id, niceness)
+        while (job := self._jobs.get()) is not None:
+            copy, ok = job.copy, False
+            if not self._closing:
+                try:
+                    self._carry_out(job)
+                    ok = True
+                except Exception:
+                    logger.exception("%s %d of %s failed", copy.kind, copy.copy_id, copy.model)
+            self._report(copy, ok)
+            if self._closing and self._jobs.empty():
+                return
+
+    def _carry_out(self, job: _Job) -> None:
+        copy = job.copy
+        device, host = self._store.slot_rows(job.views), self._store.slot_rows(job.views, self.pool)
+        if copy.kind == CopyKind.CHECKPOINT:
+            source, target, pairs = device, host, zip(copy.device_slots, copy.host_slots, strict=True)
+        else:
+            source, target, pairs = host, device, zip(copy.host_slots, copy.device_slots, strict=True)
+        if self._stream is None:
+            # numpy copies in this thread alone, where torch would start a team of threads beside the model's
+            source_bytes, target_bytes = source.numpy(), target.numpy()
+            for from_slot, to_slot in pairs:
+                np.copyto(target_bytes[to_slot], source_bytes[from_slot])
+            return
+        with torch.cuda.stream(self._stream):
+            if job.after is not None:
+                self._stream.wait_event(job.after)
+            for from_slot, to_slot in pairs:
+                target[to_slot].copy_(source[from_slot], non_blocking=True)
+            done = cuda_event()
+            done.record()
+        done.synchronize()
+
+
+def _runtime() -> Any:
+    return torch.cuda.cudart()  # type: ignore[no-untyped-call]
+
+
+def _check(code: Any) -> None:
+    """Raises `RuntimeError` for an error of the CUDA runtime."""
+    if int(code):
+        raise RuntimeError(f"{_runtime().cudaGetErrorString(code)} (CUDA error {int(code)})")

@@ -1,0 +1,77 @@
+"""An executor's copy of the sequences that the engine runs, a row each: tokens on the device, so that a sampled one feeds
+the next step without a round trip; block tables and sampling parameters on the host."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from services.worker.attention.interface import BatchLayout
+from services.worker.models.decoder import DecoderModel
+from services.worker.sampling import SampledTokens, SamplingRows
+from services.worker.transfer import to_device
+from shared.engine.plan import NewSequence, StepPlan
+
+
+class SequenceRows:
+    def __init__(self, num_rows: int, device: torch.device) -> None:
+        self._device = device
+        self._tokens = torch.zeros(num_rows, 1, dtype=torch.int32, device=device)
+        self._tables = np.zeros((num_rows, 1), np.int32)
+        self._num_blocks = np.zeros(num_rows, np.int64)
+        self._sampling = SamplingRows(num_rows)
+        self.versions = np.zeros(num_rows, np.int64)
+        """Of each row: how many sequences have taken it."""
+
+    def widen(self, max_model_len: int, max_blocks: int) -> None:
+        """Rows long enough for `max_model_len` tokens and the one sampled after the last."""
+        missing = max_model_len + 1 - self._tokens.shape[1]
+        if missing > 0:
+            self._tokens = torch.nn.functional.pad(self._tokens, (0, missing))
+        missing = max_blocks - self._tables.shape[1]
+        if missing > 0:
+            self._tables = np.pad(self._tables, ((0, 0), (0, missing)))
+
+    def take(self, new: NewSequence, max_model_len: int, vocab_size: int) -> None:
+        """A sequence takes a row, without blocks yet."""
+        tokens = np.frombuffer(new.tokens, np.int32)
+        if len(tokens) > max_model_len:
+            raise ValueError(f"{len(tokens)} tokens exceed the model's {max_model_len}")
+        if len(tokens) and not 0 <= tokens.min() <= tokens.max() < vocab_size:
+            # on a GPU it would be more than this step that fails: the whole context is lost
+            raise ValueError(f"token ids {tokens.min()}..{tokens.max()} of a vocabulary of {vocab_size}")
+        self._tokens[new.row, : len(tokens)] = to_device(tokens.copy(), self._device)
+        self._sampling.set(new.row, new.sampling, new.prompt_tokens)
+        self._num_blocks[new.row] = 0
+        self.versions[new.row] += 1
+
+    def append_blocks(self, row: int, slots: np.ndarray) -> None:
+        begin = self._num_blocks[row]
+        self._tables[row, begin : begin + len(slots)] = slots
+        self._num_blocks[row] = begin + len(slots)
+
+    def layout(self, plan: StepPlan, rows: np.ndarray, page_tokens: int, model: DecoderModel) -> BatchLayout:
+        """`rows`: those of the plan. Raises if they lack blocks for what is planned."""
+        starts, counts = np.array(plan.starts, np.int64), np.array(plan.counts, np.int64)
+        pages = -(-(starts + counts) // page_tokens)
+        if (pages > self._num_blocks[rows]).any():
+            short = rows[pages > self._num_blocks[rows]].tolist()
+            raise ValueError(f"rows {short} lack KV blocks for the tokens planned")
+        num_pages = int(pages.max())
+        tables = self._tables[rows, :num_pages]
+        tables = np.where(np.arange(num_pages) < pages[:, None], tables, tables[:, :1])
+        return BatchLayout(starts, counts, tables, page_tokens, model.dtype, self._device, model.windows)
+
+    def token_ids(self, rows: np.ndarray, layout: BatchLayout) -> torch.Tensor:
+        """[T] int32 on the device: the tokens that a step computes."""
+        token_rows = rows if layout.all_decode else rows[layout.sequence_of_token]
+        return self._tokens.view(-1).index_select(0, self._places(token_rows, layout.positions))
+
+    def sample(self, logits: torch.Tensor, rows: np.ndarray, positions: np.ndarray) -> SampledTokens:
+        """Chooses the tokens at these positions and enters them. `logits`: [S, vocab]; `rows`, `positions`: [S] int64."""
+        sampled = self._sampling.sample(logits, rows, positions, self._tokens)
+        self._tokens.view(-1).index_copy_(0, self._places(rows, positions), sampled.tokens.int())
+        return sampled
+
+    def _places(self, rows: np.ndarray, positions: np.ndarray) -> torch.Tensor:
+        return to_device(rows * self._tokens.shape[1] + positions, self._device)

@@ -1,0 +1,91 @@
+"""A step: while it is being filled, and while it runs."""
+
+from __future__ import annotations
+
+from shared.engine.plan import NewSequence, StepPlan
+from shared.engine.sequence import Sequence
+from shared.policies.token_budget import StepBudget
+
+
+class Batch:
+    """The columns of a step while it is being filled."""
+
+    def __init__(self, budget: StepBudget) -> None:
+        self.budget = budget
+        self.sequences: list[Sequence] = []
+        self.starts: list[int] = []
+        self.counts: list[int] = []
+        self.samples: list[bool] = []
+        self.new_sequences: list[NewSequence] = []
+        self.new_blocks: list[tuple[int, list[int]]] = []
+        self.num_online_decodes = 0
+        self.num_offline_decodes = 0
+        self.has_chunk = False
+        """Whether it holds part of a prompt."""
+
+    def add_chunk(self, sequence: Sequence, count: int) -> None:
+        """The next `count` uncomputed tokens of a sequence."""
+        self.has_chunk = True
+        self.budget.take_prefill(count, sequence.num_computed)
+        self.sequences.append(sequence)
+        self.starts.append(sequence.num_computed)
+        self.counts.append(count)
+        sequence.num_computed += count
+        sequence.in_flight += 1
+        samples = sequence.num_computed == sequence.total
+        self.samples.append(samples)
+        if samples:
+            sequence.total += 1
+
+
+class PlannedStep:
+    """A step in flight or suspended: the plan and the sequences behind its columns."""
+
+    __slots__ = (
+        "done_share",
+        "generations",
+        "is_interrupted",
+        "is_part",
+        "lost_s",
+        "plan",
+        "planned_s",
+        "predicted_s",
+        "ran_s",
+        "scale",
+        "sequences",
+        "suspended_s",
+    )
+
+    def __init__(self, plan: StepPlan, sequences: list[Sequence], now: float, predicted_s: float, scale: float) -> None:
+        self.plan = plan
+        self.sequences = sequences
+        self.generations = [sequence.generation for sequence in sequences]
+        self.planned_s = now
+        """When it was planned, or its resumption."""
+        self.predicted_s = predicted_s
+        """Of the whole step; 0: unknown."""
+        self.scale = scale
+        """The live correction in the prediction."""
+        self.is_interrupted = False
+        """It was asked to suspend itself at the next safepoint."""
+        self.is_part = False
+        """Of the suspended step, only some layers are being run, or were run last, between online steps."""
+        self.lost_s = 0.0
+        """Spare time beside online steps that was not used while it was suspended."""
+        self.ran_s = 0.0
+        """Execution time before the suspension."""
+        self.done_share = 0.0
+        """Of its layers, when it was suspended."""
+        self.suspended_s = 0.0
+        """When it was suspended."""
+
+    def roll_back(self) -> None:
+        """Takes back what was counted as computed when it was planned; as no later step was planned upon it, the counts are
+        exact, and rows and slots are as they were before (their content at these positions is computed again)."""
+        for sequence, generation, start, samples in zip(
+            self.sequences, self.generations, self.plan.starts, self.plan.samples, strict=True
+        ):
+            sequence.in_flight -= 1
+            if sequence.generation == generation:
+                sequence.num_computed = start
+                sequence.total -= samples

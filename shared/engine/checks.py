@@ -1,0 +1,70 @@
+"""Every invariant of an engine, as assertions."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+
+from shared.engine.batch import PlannedStep
+from shared.engine.kv_blocks import BlockPool
+from shared.engine.model_queue import ModelQueue
+from shared.engine.planner import Planner
+from shared.engine.sequence import Sequence, State
+
+
+def check_engine(planner: Planner, held: Mapping[str, Sequence], in_flight: Mapping[int, PlannedStep]) -> None:
+    """AssertionError if anything is not as it should be."""
+    steps = [*in_flight.values(), *([planner.suspended] if planner.suspended else [])]
+    flying = {id(s): s for step in steps for s in step.sequences if s.state == State.ENDED}
+    rows = [sequence.row for sequence in [*held.values(), *flying.values()] if sequence.row >= 0]
+    assert len(rows) == len(set(rows))
+    _check_references(planner, [*held.values(), *flying.values()])
+    for queue in planner.queues.values():
+        _check_queue(queue, held)
+    for sequence in held.values():
+        assert sequence.in_flight == sum(s is sequence for step in steps for s in step.sequences)
+        assert sequence.num_checkpointing >= 0
+    if planner.suspended is not None:
+        live = [sequence for sequence in planner.suspended.sequences if sequence.state != State.ENDED]
+        assert live == list(planner.queues[planner.suspended.plan.model].suspended.values())
+    interruptible = [step for step in in_flight.values() if step.plan.is_interruptible]
+    assert not interruptible or len(in_flight) == 1 or interruptible == list(in_flight.values())[-1:]
+
+
+def _check_references(planner: Planner, sequences: list[Sequence]) -> None:
+    device, host = Counter[tuple[str, int]](), Counter[tuple[str, int]]()
+    for sequence in sequences:
+        device.update((sequence.model, slot) for slot in sequence.blocks)
+        host.update((sequence.model, slot) for slot in sequence.restore[1])
+    for is_device, model, slot in planner.host.references():
+        (device if is_device else host)[model, slot] += 1
+    for pool, expected in ((planner.pool, device), (planner.host.pool, host)):
+        if pool is not None:
+            _check_pool(pool, planner.queues, expected)
+        else:
+            assert not expected
+
+
+def _check_pool(pool: BlockPool, names: Mapping[str, object], expected: Counter[tuple[str, int]]) -> None:
+    pool.check()
+    for name in names:
+        for slot, count in enumerate(pool._models[name].references):
+            assert count == expected[name, slot], f"references of slot {slot} of {name}"
+
+
+def _check_queue(queue: ModelQueue, held: Mapping[str, Sequence]) -> None:
+    running = [sequence for of_rank in queue.running for sequence in of_rank.values()]
+    waiting = [sequence for of_rank in queue.waiting for sequence in of_rank]
+    for sequence in [*running, *queue.suspended.values()]:
+        assert sequence.state == State.RUNNING and sequence.row >= 0
+        assert sequence.capacity == len(sequence.blocks) * queue.shape.page_tokens
+        assert len(sequence.host_blocks) <= len(sequence.hashes)
+        if not sequence.is_spoilt:
+            assert sequence.num_computed <= sequence.capacity
+            assert sequence.num_computed < sequence.total <= sequence.max_total
+    for sequence in waiting:
+        assert sequence.state == State.WAITING and sequence.row < 0 and not sequence.blocks
+    for sequence in (*queue.restoring.values(), *queue.restored.values()):
+        assert sequence.state == State.RESTORING and sequence.row >= 0 and sequence.blocks
+    for sequence in queue.all_held():
+        assert held[sequence.request.request_id] is sequence

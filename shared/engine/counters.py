@@ -1,0 +1,37 @@
+"""What one engine has done since it was made; all only grow. Metrics are made of these."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+PREEMPTION_CAUSES = ("memory", "rows", "failure")
+PREEMPTION_MODES = ("checkpointed", "recompute")
+
+
+class EngineCounters:
+    """Blocks are counted per model, because a block's bytes are the model's."""
+
+    def __init__(self) -> None:
+        self.preemptions: Counter[tuple[str, str]] = Counter()
+        """By (cause, mode). Mode `checkpointed`: all filled blocks had host copies, so at most the partly filled last block
+        is computed again."""
+        self.steps_suspended = 0
+        self.steps_resumed = 0
+        self.steps_discarded = 0
+        """Suspended steps that were given up; their tokens are computed again."""
+        self.checkpointed_blocks: Counter[str] = Counter()
+        self.restored_blocks: Counter[str] = Counter()
+        self.dropped_checkpoint_blocks: Counter[str] = Counter()
+        """Given up because host memory was full."""
+        self.recomputed_tokens = 0
+        """Computed once more after a preemption, or lost with a discarded step."""
+        self.recomputed_partial_tokens = 0
+        """Of these: tokens of partly filled last blocks, which are never checkpointed."""
+        self.online_tokens = 0
+        """Computed (prompt and output) for online requests."""
+        self.harvested_tokens = 0
+        """Computed for offline requests."""
+
+    @property
+    def num_preemptions(self) -> int:
+        return self.preemptions.total()

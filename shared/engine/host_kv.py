@@ -1,0 +1,230 @@
+"""Host memory as the second tier of the KV pool: incremental checkpoints and their way back (ConServe section 4.4).
+
+A checkpoint is a host slot registered under the chained hash of its block, as in the device's prefix cache; a sequence
+holds references to those of its own blocks, so that they outlive its preemption. When it has ended they stay findable
+until their slots are needed: a prefix cache of the second tier.
+
+Copies run beside the steps. Each holds a reference to every slot it reads or writes until `on_copy`, so nothing that
+happens to a sequence meanwhile can hand these slots to anybody else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from shared.engine.counters import EngineCounters
+from shared.engine.kv_blocks import BlockPool
+from shared.engine.plan import CopyKind, KvCopy
+from shared.engine.sequence import Sequence, State
+
+
+class _Copy:
+    """A copy under way, and for whom."""
+
+    __slots__ = ("effect", "first_block", "hashes", "restore", "sequence")
+
+    def __init__(self, effect: KvCopy, sequence: Sequence, first_block: int) -> None:
+        self.effect = effect
+        self.sequence = sequence
+        self.first_block = first_block
+        self.hashes = sequence.hashes[first_block : first_block + len(effect.device_slots)]
+        self.restore = sequence.restore[1]
+        """Identifies the restore it is part of: a sequence that is preempted meanwhile begins another."""
+
+
+class HostKv:
+    """The host pool of one instance (merged blocks of the device's size) and the copies under way."""
+
+    def __init__(self, device: BlockPool, num_merged: int, counters: EngineCounters) -> None:
+        self.device = device
+        self.pool = BlockPool(num_merged) if num_merged > 0 else None
+        """None: there is no host memory, and nothing is ever checkpointed."""
+        self.num_restoring_blocks = 0
+        """Being copied back."""
+        self.num_checkpointing_blocks = 0
+        self._counters = counters
+        self._copies: dict[int, _Copy] = {}
+        self._started: list[KvCopy] = []
+        self._num_copies = 0
+        self._holders: dict[int, Sequence] = {}
+        """Sequences with checkpoints."""
+
+    def add_model(self, name: str, page_tokens: int, slots_per_merged: int) -> None:
+        if self.pool is not None:
+            self.pool.add_model(name, page_tokens, slots_per_merged)
+
+    def has_copies(self, model: str) -> bool:
+        return any(copy.effect.model == model for copy in self._copies.values())
+
+    def remove_model(self, name: str) -> None:
+        if self.pool is not None:
+            self.pool.remove_model(name)
+
+    def started_copies(self) -> list[KvCopy]:
+        """Those begun since the last call."""
+        started, self._started = self._started, []
+        return started
+
+    def num_free_slots(self, model: str) -> int:
+        return 0 if self.pool is None else self.pool.num_available(model)
+
+    # ------------------------------------------------------------------------------------------- checkpoints
+
+    def checkpoint(self, sequence: Sequence, max_blocks: int) -> int:
+        """Begins to copy up to `max_blocks` filled blocks that have no host copy. Returns how many it begins with."""
+        pool, name = self.pool, sequence.model
+        if pool is None:
+            return 0
+        first = len(sequence.host_blocks) + sequence.num_checkpointing
+        if not sequence.num_checkpointing:
+            known = pool.find(name, sequence.hashes[first : sequence.num_filled])
+            pool.retain(name, known)
+            self._hold(sequence, known)
+            first += len(known)
+        count = min(max_blocks, sequence.num_filled - first)
+        if count > pool.num_available(name):
+            self._make_room(sequence, count)
+            count = min(count, pool.num_available(name))
+        if count <= 0:
+            return 0
+        host = pool.allocate(name, count)
+        assert host is not None
+        self._start(CopyKind.CHECKPOINT, sequence, first, sequence.blocks[first : first + count], host)
+        self.device.retain(name, sequence.blocks[first : first + count])
+        sequence.num_checkpointing += count
+        self.num_checkpointing_blocks += count
+        return count
+
+    def _hold(self, sequence: Sequence, host_slots: list[int]) -> None:
+        if host_slots:
+            sequence.host_blocks.extend(host_slots)
+            self._holders[sequence.number] = sequence
+
+    def _make_room(self, sequence: Sequence, num_slots: int) -> None:
+        """Gives up the checkpoints that are the cheapest to recompute for their size: those of the shortest sequences,
+        if shorter than this one, since a token costs the more the longer its context."""
+        assert self.pool is not None
+        shorter = [
+            other
+            for other in self._holders.values()
+            if other.num_tokens < sequence.num_tokens and not other.num_checkpointing
+        ]
+        shorter.sort(key=lambda other: (other.num_tokens, other.number))
+        for other in shorter:
+            if self.pool.num_available(sequence.model) >= num_slots:
+                return
+            self._counters.dropped_checkpoint_blocks[other.model] += len(other.host_blocks)
+            self.release(other)
+
+    def release(self, sequence: Sequence) -> None:
+        """Drops the sequence's hold on its checkpoints and on what it was to restore from."""
+        if self.pool is not None:
+            self._holders.pop(sequence.number, None)
+            self.pool.release(sequence.model, sequence.host_blocks)
+            sequence.host_blocks = []
+
+    # ---------------------------------------------------------------------------------------------- restores
+
+    def find(self, sequence: Sequence, first_block: int, num_blocks: int) -> list[int]:
+        """Host slots of the longest run of the sequence's blocks from `first_block` on, of the first `num_blocks`."""
+        if self.pool is None:
+            return []
+        own = sequence.host_blocks[first_block:num_blocks]
+        return own + self.pool.find(sequence.model, sequence.hashes[first_block + len(own) : num_blocks])
+
+    def begin_restore(self, sequence: Sequence, first_block: int, host_slots: list[int]) -> None:
+        """`sequence.blocks` are allocated; those from `first_block` on are to be filled from the host slots."""
+        assert self.pool is not None
+        self.pool.retain(sequence.model, host_slots)
+        sequence.restore = (first_block, host_slots)
+        sequence.state = State.RESTORING
+
+    def abandon_restore(self, sequence: Sequence) -> None:
+        """Copies under way still arrive, in slots that are theirs, and end up in the prefix cache."""
+        assert self.pool is not None
+        self.pool.release(sequence.model, sequence.restore[1])
+        sequence.restore = (0, [])
+
+    def copy_back(self, restoring: Iterable[Sequence], max_blocks: int) -> None:
+        """Begins to copy up to `max_blocks` blocks for sequences that are being restored, first come first served."""
+        for sequence in restoring:
+            first, host = sequence.restore
+            part = host[:max_blocks]
+            if not part:
+                continue
+            blocks = sequence.blocks[first : first + len(part)]
+            del host[: len(part)]
+            self._start(CopyKind.RESTORE, sequence, first, blocks, part)
+            sequence.restore = (first + len(part), host)
+            self.device.retain(sequence.model, blocks)
+            self.num_restoring_blocks += len(part)
+            max_blocks -= len(part)
+            if max_blocks <= 0:
+                return
+
+    # ------------------------------------------------------------------------------------------------- copies
+
+    def _start(self, kind: CopyKind, sequence: Sequence, first: int, device: list[int], host: list[int]) -> None:
+        effect = KvCopy(self._num_copies, kind, sequence.model, device, host)
+        self._copies[self._num_copies] = _Copy(effect, sequence, first)
+        self._num_copies += 1
+        self._started.append(effect)
+
+    def on_copy(self, copy_id: int, ok: bool) -> tuple[Sequence, bool] | None:
+        """A copy has ended. Returns a sequence whose restore is over by that, and whether it succeeded."""
+        copy = self._copies.pop(copy_id, None)
+        if copy is None:
+            return None
+        if copy.effect.kind == CopyKind.CHECKPOINT:
+            self._on_checkpoint(copy, ok)
+            return None
+        return self._on_restore(copy, ok)
+
+    def _on_checkpoint(self, copy: _Copy, ok: bool) -> None:
+        effect, sequence = copy.effect, copy.sequence
+        pool, count = self.pool, len(copy.effect.host_slots)
+        assert pool is not None
+        self.device.release(effect.model, effect.device_slots)
+        self.num_checkpointing_blocks -= count
+        sequence.num_checkpointing -= count
+        if ok:
+            self._counters.checkpointed_blocks[effect.model] += count
+            for slot, block_hash in zip(effect.host_slots, copy.hashes, strict=True):
+                pool.register(effect.model, slot, block_hash)
+        if ok and sequence.state != State.ENDED and len(sequence.host_blocks) == copy.first_block:
+            self._hold(sequence, effect.host_slots)
+        else:
+            pool.release(effect.model, effect.host_slots)
+
+    def _on_restore(self, copy: _Copy, ok: bool) -> tuple[Sequence, bool] | None:
+        effect, sequence = copy.effect, copy.sequence
+        count = len(effect.host_slots)
+        assert self.pool is not None
+        self.pool.release(effect.model, effect.host_slots)
+        self.num_restoring_blocks -= count
+        if ok:
+            self._counters.restored_blocks[effect.model] += count
+            for slot, block_hash in zip(effect.device_slots, copy.hashes, strict=True):
+                self.device.register(effect.model, slot, block_hash)
+        self.device.release(effect.model, effect.device_slots)
+        if sequence.state != State.RESTORING or sequence.restore[1] is not copy.restore:
+            return None
+        if not ok:
+            return sequence, False
+        sequence.num_restored_blocks += count
+        if sequence.restore[1] or any(other.restore is copy.restore for other in self._copies.values()):
+            return None
+        return sequence, True
+
+    # -------------------------------------------------------------------------------------------------- checks
+
+    def references(self) -> Iterator[tuple[bool, str, int]]:
+        """(whether on the device, model, slot) of every reference held by copies and checkpoints; for tests."""
+        for copy in self._copies.values():
+            for slot in copy.effect.device_slots:
+                yield True, copy.effect.model, slot
+            for slot in copy.effect.host_slots:
+                yield False, copy.effect.model, slot
+        for sequence in self._holders.values():
+            for slot in sequence.host_blocks:
+                yield False, sequence.model, slot

@@ -1,0 +1,121 @@
+"""The sequences of one model on an instance, by state and rank."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+
+from shared.cost_model import CostModel, StepShape
+from shared.engine.kv_blocks import root_hash
+from shared.engine.plan import ModelShape
+from shared.engine.sequence import Rank, Sequence
+
+ONLINE_RANKS = (Rank.ONLINE_HIGH, Rank.ONLINE_NORMAL)
+
+
+class ModelQueue:
+    """Waiting sequences in order, the others by arrival number."""
+
+    def __init__(self, shape: ModelShape) -> None:
+        self.shape = shape
+        self.name = shape.name
+        self.root = root_hash(shape.name)
+        self.waiting: tuple[list[Sequence], ...] = tuple([] for _ in Rank)
+        self.running: tuple[dict[int, Sequence], ...] = tuple({} for _ in Rank)
+        self.restoring: dict[int, Sequence] = {}
+        """Their blocks are being copied back from host memory."""
+        self.restored: dict[int, Sequence] = {}
+        """Their blocks have come back; they need nothing but a place in a step."""
+        self.suspended: dict[int, Sequence] = {}
+        """Running ones that a suspended step holds: not planned, nobody's victims."""
+        self.last_planned_step = -1
+        self.cost_model: CostModel | None = None
+        """With the live correction."""
+        self.cost_scale = 1.0
+        """That correction."""
+        self.ttft_objective_s = math.inf
+        self.tpot_objective_s = math.inf
+
+    def all_held(self) -> Iterator[Sequence]:
+        """All that have a place in it."""
+        for running in self.running:
+            yield from running.values()
+        for waiting in self.waiting:
+            yield from waiting
+        yield from self.restoring.values()
+        yield from self.restored.values()
+        yield from self.suspended.values()
+
+    @property
+    def num_running(self) -> int:
+        return sum(len(of_rank) for of_rank in self.running) + len(self.suspended)
+
+    @property
+    def num_waiting(self) -> int:
+        return sum(len(of_rank) for of_rank in self.waiting) + len(self.restoring) + len(self.restored)
+
+    def has_work(self, rank: Rank) -> bool:
+        """Whether a sequence of the rank waits, or runs and has something to compute now."""
+        if self.waiting[rank] or any(sequence.rank == rank for sequence in self.restored.values()):
+            return True
+        return any(sequence.total < sequence.max_total for sequence in self.running[rank].values())
+
+    def has_online_work(self) -> bool:
+        return any(self.has_work(rank) for rank in ONLINE_RANKS)
+
+    def runnable(self, rank: Rank) -> Iterator[Sequence]:
+        yield from self.waiting[rank]
+        yield from (s for s in self.restored.values() if s.rank == rank)
+        yield from (s for s in self.running[rank].values() if s.total < s.max_total)
+
+    def objectives(self, now: float) -> tuple[float, float]:
+        """Over its online sequences: the tightest TPOT objective of those that decode, and the shortest time left to the
+        first token of those that have none yet. `inf` where there are none."""
+        tpot_s = due_s = math.inf
+        for rank in ONLINE_RANKS:
+            for sequence in self.running[rank].values():
+                if sequence.first_token_s is None:
+                    due_s = min(due_s, sequence.ttft_due_s)
+                elif sequence.tpot_objective_s < tpot_s:
+                    tpot_s = sequence.tpot_objective_s
+            for sequence in self.waiting[rank]:
+                if sequence.first_token_s is None:
+                    due_s = min(due_s, sequence.ttft_due_s)
+        return tpot_s, due_s - now
+
+    def online_shape(self, max_tokens: int) -> StepShape:
+        """Of a step with all that its online sequences could run now, at most `max_tokens` prefill tokens."""
+        prefill = decodes = context = 0
+        attention = 0.0
+        for rank in ONLINE_RANKS:
+            for sequence in self.runnable(rank):
+                start, count = sequence.num_computed, sequence.total - sequence.num_computed
+                if count == 1:
+                    decodes += 1
+                    context += start
+                elif prefill < max_tokens:
+                    count = min(count, max_tokens - prefill)
+                    prefill += count
+                    attention += count * (start + count / 2)
+        return StepShape(prefill, attention, decodes, context)
+
+
+class Candidate:
+    """A model with runnable sequences of one rank, as the ordering policy sees it."""
+
+    __slots__ = ("_queue", "_rank")
+
+    def __init__(self, queue: ModelQueue, rank: Rank) -> None:
+        self._queue = queue
+        self._rank = rank
+
+    @property
+    def name(self) -> str:
+        return self._queue.name
+
+    @property
+    def last_planned_step(self) -> int:
+        return self._queue.last_planned_step
+
+    def runnable(self) -> Iterable[Sequence]:
+        return self._queue.runnable(self._rank)

@@ -1,0 +1,216 @@
+"""The requests that an instance holds: how they come, how they end, and what of them goes out.
+
+The lower half of the engine (see engine.py); steps are the upper one.
+"""
+
+from __future__ import annotations
+
+from heapq import heapify, heappop, heappush
+
+import msgspec
+
+from shared.engine.model_queue import ModelQueue
+from shared.engine.planner import Planner
+from shared.engine.sequence import Sequence, State
+from shared.messages import (
+    ErrorCode,
+    ErrorInfo,
+    FinishReason,
+    GenerationRequest,
+    RequestTiming,
+    TokenEntry,
+    TokenLogprob,
+    unpack_tokens,
+)
+
+
+class Output(msgspec.Struct, frozen=True):
+    """Effect: entries for one gateway."""
+
+    gateway_id: str
+    entries: list[TokenEntry]
+
+
+class Ended(msgspec.Struct, frozen=True):
+    """Effect: a request is over. Times are on the clock of the `now` arguments; None for what never happened."""
+
+    request: GenerationRequest
+    reason: FinishReason
+    num_prompt_tokens: int
+    num_output_tokens: int
+    """Including those that came with the request as `prior`."""
+    num_cached_tokens: int
+    num_preemptions: int
+    submitted_s: float
+    first_planned_s: float | None
+    first_token_s: float | None
+    ended_s: float
+    device_s: float = 0.0
+    """Execution time charged: each step's, divided by tokens."""
+    recomputed_tokens: int = 0
+    restored_blocks: int = 0
+    num_suspensions: int = 0
+    """Steps of it that were suspended."""
+    ttft_objective_s: float = 0.0
+    tpot_objective_s: float = 0.0
+
+
+class Requests:
+    """Those of one instance, in the queues of its planner."""
+
+    def __init__(self, planner: Planner, max_waiting: int) -> None:
+        self.planner = planner
+        self._max_waiting = max_waiting
+        self._sequences: dict[str, Sequence] = {}
+        self._outputs: dict[str, list[TokenEntry]] = {}
+        self._ended: list[Ended] = []
+        self._deadlines: list[tuple[float, int, Sequence]] = []
+        self._num_submitted = 0
+
+    # ---------------------------------------------------------------------------------------------- requests
+
+    def submit(self, request: GenerationRequest, now: float) -> ErrorInfo | None:
+        """Takes a request, or says why not. The same id and epoch again changes nothing; a higher epoch replaces what is
+        held under that id (its output so far is in the new request's `prior`)."""
+        held = self._sequences.get(request.request_id)
+        if held is not None and request.epoch <= held.request.epoch:
+            return None
+        queue = self.planner.queues.get(request.model)
+        if queue is None:
+            return ErrorInfo(ErrorCode.GONE, f"model {request.model!r} is not loaded on this instance", "model")
+        if refused := self._refusal(request, queue):
+            return refused
+        if held is not None:
+            self._drop(held)
+        self._num_submitted += 1
+        sequence = Sequence(request, self._num_submitted, now, queue.shape.max_model_len, queue.shape.page_tokens)
+        sequence.ttft_due_s = sequence.arrived_s + (request.ttft_objective_s or queue.ttft_objective_s)
+        sequence.tpot_objective_s = request.tpot_objective_s or queue.tpot_objective_s
+        self._sequences[request.request_id] = sequence
+        self.planner.ordering.on_arrival(sequence, now)
+        self.planner.enqueue(sequence, now)
+        heappush(self._deadlines, (sequence.deadline_s, sequence.number, sequence))
+        if len(self._deadlines) > 2 * len(self._sequences) + 64:
+            # Ended sequences leave the heap only at its head; this bounds how many it keeps alive.
+            self._deadlines = [entry for entry in self._deadlines if entry[2].state != State.ENDED]
+            heapify(self._deadlines)
+        if sequence.num_output and (reason := self._finish_reason(sequence, sequence.tokens[-1])):
+            self._end(sequence, reason, now)
+        return None
+
+    def _refusal(self, request: GenerationRequest, queue: ModelQueue) -> ErrorInfo | None:
+        num_prompt, limit = len(request.prompt) // 4, queue.shape.max_model_len
+        if num_prompt == 0:
+            return ErrorInfo(ErrorCode.BAD_REQUEST, "the prompt has no tokens", "prompt")
+        if vocab_size := queue.shape.vocab_size:
+            tokens = unpack_tokens(request.prompt + request.prior)
+            if not 0 <= min(tokens) <= max(tokens) < vocab_size:
+                message = f"a token id is outside of 0 to {vocab_size - 1}, the vocabulary of {queue.name!r}"
+                return ErrorInfo(ErrorCode.BAD_REQUEST, message, "prompt")
+        if request.sampling.max_tokens < 1:
+            return ErrorInfo(ErrorCode.BAD_REQUEST, "max_tokens must be at least 1", "max_tokens")
+        if num_prompt >= limit:
+            message = f"the prompt has {num_prompt} tokens; {queue.name!r} takes at most {limit - 1} and needs one more"
+            return ErrorInfo(ErrorCode.TOO_LONG, message, "prompt")
+        if sum(queue.num_waiting for queue in self.planner.queues.values()) >= self._max_waiting:
+            message = f"{self._max_waiting} requests already wait on this instance"
+            return ErrorInfo(ErrorCode.OVERLOADED, message, retry_after_s=1.0)
+        return None
+
+    def cancel(self, request_id: str, now: float) -> None:
+        if (sequence := self._sequences.get(request_id)) is not None:
+            self._end(sequence, FinishReason.CANCELLED, now)
+
+    def held(self, request_id: str) -> Sequence | None:
+        """A request that has not ended; read only."""
+        return self._sequences.get(request_id)
+
+    def all_held(self) -> list[Sequence]:
+        return list(self._sequences.values())
+
+    @staticmethod
+    def _finish_reason(sequence: Sequence, last_token: int) -> FinishReason | None:
+        if last_token in sequence.stop_ids and len(sequence.tokens) > sequence.min_total:
+            return FinishReason.STOP
+        return FinishReason.LENGTH if len(sequence.tokens) >= sequence.max_total else None
+
+    # --------------------------------------------------------------------------------------------------- ends
+
+    def _end(
+        self,
+        sequence: Sequence,
+        reason: FinishReason,
+        now: float,
+        error: ErrorInfo | None = None,
+        *,
+        tokens: bytes = b"",
+        logprobs: tuple[TokenLogprob, ...] = (),
+    ) -> None:
+        """`tokens`: the last token, already in `sequence.tokens`, that goes out with the end."""
+        request = sequence.request
+        planned, first = sequence.first_planned_s, sequence.first_token_s
+        timing = RequestTiming(
+            queued_s=(planned if planned is not None else now) - sequence.submitted_s,
+            prefill_s=(first if first is not None else now) - planned if planned is not None else 0.0,
+            decode_s=now - first if first is not None else 0.0,
+            num_preemptions=sequence.num_preemptions,
+        )
+        entry = TokenEntry(
+            request.request_id,
+            request.epoch,
+            sequence.num_output - len(tokens) // 4,
+            tokens,
+            reason,
+            logprobs,
+            sequence.num_cached_tokens,
+            error,
+            timing,
+        )
+        self._outputs.setdefault(request.gateway_id, []).append(entry)
+        self._ended.append(
+            Ended(
+                request,
+                reason,
+                sequence.num_prompt,
+                sequence.num_output,
+                sequence.num_cached_tokens,
+                sequence.num_preemptions,
+                sequence.submitted_s,
+                planned,
+                first,
+                now,
+                sequence.device_s,
+                sequence.num_recomputed,
+                sequence.num_restored_blocks,
+                sequence.num_suspensions,
+                sequence.ttft_due_s - sequence.arrived_s,
+                sequence.tpot_objective_s,
+            )
+        )
+        self._drop(sequence)
+
+    def _drop(self, sequence: Sequence) -> None:
+        del self._sequences[sequence.request.request_id]
+        self.planner.remove(sequence)
+
+    def effects(self) -> list[Output | Ended]:
+        """What happened since the last call, outputs first."""
+        effects: list[Output | Ended] = [Output(gateway, entries) for gateway, entries in self._outputs.items()]
+        effects.extend(self._ended)
+        self._outputs, self._ended = {}, []
+        return effects
+
+    # --------------------------------------------------------------------------------------------------- time
+
+    def next_wakeup(self) -> float | None:
+        """When `on_time` must be called next, if nothing else happens before."""
+        while self._deadlines and self._deadlines[0][2].state == State.ENDED:
+            heappop(self._deadlines)
+        return self._deadlines[0][0] if self._deadlines else None
+
+    def on_time(self, now: float) -> None:
+        """Ends requests past their deadline."""
+        while (wakeup := self.next_wakeup()) is not None and wakeup <= now:
+            sequence = heappop(self._deadlines)[2]
+            error = ErrorInfo(ErrorCode.DEADLINE, f"the request's time of {sequence.request.timeout_s:.3g} s is over")
+            self._end(sequence, FinishReason.DEADLINE, now, error)

@@ -1,0 +1,150 @@
+"""How many KV blocks are copied to host memory and back beside each step, and in which order: ConServe sections 4.4, 4.5.
+
+A block is one KV slot. Only full, computed blocks are copied: the tokens of a partly filled last block are recomputed.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from math import ceil, exp, inf
+from typing import NamedTuple, Protocol
+
+
+class PoolView(NamedTuple):
+    """The device's KV pool before a step is planned."""
+
+    used_share: float
+    """Of the pool, blocks that are only cached not counted."""
+    free_blocks: int
+    """That could be allocated now."""
+    growth_blocks_per_s: float
+    """Blocks newly in use, net of those freed; moving average (`SmoothedRate`)."""
+    saved_blocks: int
+    """Full blocks of running offline sequences that have a copy in host memory or are being copied."""
+    unsaved_blocks: int
+    """Those that have none."""
+    host_room_blocks: int
+    """Free in host memory, or taken by checkpoints that may be dropped for better ones."""
+    copy_block_s: float
+    """Of one block to the host; 0: not measured."""
+    step_s: float
+    """Predicted time of the step beside which the copies run."""
+    saved_online_blocks: int = 0
+    unsaved_online_blocks: int = 0
+
+
+class CheckpointPolicy(ABC):
+    @abstractmethod
+    def blocks_now(self, view: PoolView) -> int:
+        """How many blocks to start copying beside the next step, in the order of `victim_key`."""
+
+
+class NoCheckpoint(CheckpointPolicy):
+    """Who is preempted computes again."""
+
+    def blocks_now(self, view: PoolView) -> int:
+        return 0
+
+
+class AdaptiveCheckpoint(CheckpointPolicy):
+    """With u = used share of the pool, and s = `start_share` for offline sequences, `online_start_share` for online ones:
+
+        u < s      nothing
+        level      (u - s) / (1 - s) of their blocks are to be saved: few at first, all when the pool is full
+        speed      at least (unsaved + free) * step / (time until the pool is full): what is unsaved and what is still to be
+                   filled, spread evenly over the time left, so that copying keeps up with consumption
+
+    never more than host memory takes, nor than fits in `copy_share` of the step's time (but one block), which hides behind
+    the step: where copying cannot keep up, objectives go first and the rest is recomputed.
+    """
+
+    def __init__(self, start_share: float = 0.5, *, online_start_share: float = 0.9, copy_share: float = 0.5) -> None:
+        self._start_share = start_share
+        self._online_start_share = max(start_share, online_start_share)
+        self._copy_share = copy_share
+
+    def blocks_now(self, view: PoolView) -> int:
+        wanted = _wanted(view, self._start_share, view.saved_blocks, view.unsaved_blocks)
+        wanted += _wanted(view, self._online_start_share, view.saved_online_blocks, view.unsaved_online_blocks)
+        return max(
+            0, min(wanted, _affordable(self._copy_share * view.step_s, view.copy_block_s), view.host_room_blocks)
+        )
+
+
+def _wanted(view: PoolView, start_share: float, saved: int, unsaved: int) -> int:
+    if view.used_share < start_share or not unsaved:
+        return 0
+    level = 1.0 if start_share >= 1 else min(1.0, (view.used_share - start_share) / (1 - start_share))
+    by_level = ceil(level * (saved + unsaved)) - saved
+    full_in_s = view.free_blocks / view.growth_blocks_per_s if view.growth_blocks_per_s > 0 else inf
+    by_speed = unsaved if full_in_s <= view.step_s else ceil((unsaved + view.free_blocks) * view.step_s / full_in_s)
+    return max(0, min(unsaved, max(by_level, by_speed)))
+
+
+def blocks_to_restore(budget_s: float, block_s: float, num_missing: int, num_free: int) -> int:
+    """How many of a sequence's `num_missing` blocks come back beside the next step. `budget_s`: copy time that hides behind
+    the step (a share of its predicted time, less this step's checkpoints); `num_free`: device blocks that online sequences
+    can spare."""
+    return max(0, min(num_missing, num_free, _affordable(budget_s, block_s)))
+
+
+def _affordable(budget_s: float, block_s: float) -> int:
+    """Blocks copied in `budget_s`; at least one, so that blocks larger than any budget move too."""
+    return max(1, int(min(budget_s / block_s, 1e9))) if block_s > 0 else 10**9
+
+
+class HeldSequence(Protocol):
+    """What the orders below read of a sequence."""
+
+    @property
+    def number(self) -> int:
+        """Arrival number on this instance."""
+
+    @property
+    def rank(self) -> int:
+        """Its class: 0 runs first, the highest is offline."""
+
+    @property
+    def num_computed(self) -> int:
+        """Tokens in the KV cache."""
+
+    @property
+    def num_checkpointed_blocks(self) -> int:
+        """Of its first blocks, those in host memory without a gap."""
+
+    @property
+    def deadline_s(self) -> float: ...
+
+    @property
+    def last_ran_s(self) -> float: ...
+
+
+def unsaved_blocks(sequence: HeldSequence, page_tokens: int) -> int:
+    """Full blocks that preemption would lose."""
+    return max(0, sequence.num_computed // page_tokens - sequence.num_checkpointed_blocks)
+
+
+def victim_key(sequence: HeldSequence, page_tokens: int) -> tuple[float, ...]:
+    """Smallest is preempted first: offline, then what loses the fewest blocks (none if checkpointed), the latest deadline,
+    the last arrival. Also the order in which blocks are checkpointed: likeliest victims first, and those nearly saved are
+    saved whole before others are begun."""
+    return (-sequence.rank, unsaved_blocks(sequence, page_tokens), -sequence.deadline_s, -sequence.number)
+
+
+def restore_key(sequence: HeldSequence) -> tuple[float, ...]:
+    """Smallest comes back first: higher classes, then the nearest deadline, then the longest waiting."""
+    return (sequence.rank, sequence.deadline_s, sequence.last_ran_s, sequence.number)
+
+
+class SmoothedRate:
+    """Events per second, exponentially weighted over about `window_s`."""
+
+    def __init__(self, window_s: float = 2.0) -> None:
+        self._window_s = window_s
+        self.per_s = 0.0
+
+    def add(self, amount: float, interval_s: float) -> None:
+        """`amount` happened during the last `interval_s`; may be negative."""
+        if interval_s > 0:
+            weight = exp(-interval_s / self._window_s)
+            self.per_s = weight * self.per_s + (1 - weight) * amount / interval_s

@@ -1,0 +1,98 @@
+"""SeaLLM's doubling budget (section 4.2, Algorithm 2 of its appendix): shortest expected remaining time first, weighted for
+normalised latency, and mended for requests that run longer than expected.
+
+    L, D       mean and standard deviation of the execution time of the model's finished requests (the paper's "Var")
+    Q = L + D  a request's budget at the start; falls by the execution time it receives
+    O = Q * L  its priority, smallest first
+    Q <= 0     the k-th time: Q = 2^k * (L + D)
+    starving   not run for longer than theta = max(1 s, 5 L): before all others, the longest waiting first
+
+Q * L minimises the sum of (latency / L) where all requests of a model take L (the paper's theorem 1): of two requests with
+T_j, T_k left, j first costs T_j / L_k more for k, and k first T_k / L_j more for j.
+
+The paper batches one phase of one model; a step with chunked prefill may hold both phases. `mixes_phases` chooses, the
+planner obeys: budgets and order are the same in both modes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from math import ldexp
+from typing import NamedTuple
+
+from shared.messages import ExecutionStatistics
+from shared.policies.ordering import ModelView, OrderingPolicy, SequenceView, model_of_first
+
+LEAST_TIME_S = 1e-6
+"""A mean below it counts as this: budgets must not be zero."""
+
+
+class _Service(NamedTuple):
+    mean_s: float
+    budget_s: float
+    starvation_s: float
+
+
+class _Budget:
+    """`order_state` of a sequence."""
+
+    __slots__ = ("left_s", "num_exhausted")
+
+    def __init__(self, left_s: float) -> None:
+        self.left_s = left_s
+        self.num_exhausted = 0
+
+
+class DoublingBudget(OrderingPolicy):
+    """`default_s`: the mean of models of which no statistics, not even a prediction, were told."""
+
+    is_static = False
+
+    def __init__(
+        self,
+        *,
+        mixes_phases: bool = True,
+        default_s: float = 1.0,
+        starvation_means: float = 5.0,
+        min_starvation_s: float = 1.0,
+    ) -> None:
+        self.mixes_phases = mixes_phases
+        self._starvation_means = starvation_means
+        self._min_starvation_s = min_starvation_s
+        self._default = self._service(default_s, 0.0)
+        self._services: dict[str, _Service] = {}
+
+    def set_statistics(self, statistics: ExecutionStatistics) -> None:
+        """Holds for priorities and for budgets given from now on; what is left of those given before stays."""
+        self._services[statistics.model] = self._service(statistics.mean_s, statistics.std_s)
+
+    def on_arrival(self, sequence: SequenceView, now: float) -> None:
+        sequence.order_state = _Budget(self._of(sequence).budget_s)
+
+    def charge(self, sequence: SequenceView, execution_s: float, now: float) -> None:
+        budget: _Budget = sequence.order_state
+        budget.left_s -= execution_s
+        if budget.left_s <= 0:
+            budget.num_exhausted += 1
+            budget.left_s = ldexp(self._of(sequence).budget_s, budget.num_exhausted)
+
+    def key(self, sequence: SequenceView, now: float) -> tuple[float, ...]:
+        service = self._of(sequence)
+        last_ran_s = sequence.last_ran_s
+        if now - last_ran_s > service.starvation_s:
+            return (0, last_ran_s)
+        return (1, sequence.order_state.left_s * service.mean_s)
+
+    def pick_model(self, candidates: list[ModelView], now: float) -> ModelView:
+        return model_of_first(self, candidates, now)
+
+    def budgets(self, sequences: Iterable[SequenceView]) -> tuple[float, float]:
+        left = [sequence.order_state.left_s for sequence in sequences]
+        return (sum(left), min(left)) if left else (0.0, 0.0)
+
+    def _of(self, sequence: SequenceView) -> _Service:
+        return self._services.get(sequence.model, self._default)
+
+    def _service(self, mean_s: float, std_s: float) -> _Service:
+        mean_s = max(mean_s, LEAST_TIME_S)
+        return _Service(mean_s, mean_s + std_s, max(self._min_starvation_s, self._starvation_means * mean_s))

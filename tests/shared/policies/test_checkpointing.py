@@ -1,0 +1,160 @@
+from __future__ import annotations
+
+from math import ceil
+from typing import NamedTuple
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shared.policies.checkpointing import (
+    AdaptiveCheckpoint,
+    NoCheckpoint,
+    PoolView,
+    SmoothedRate,
+    blocks_to_restore,
+    restore_key,
+    unsaved_blocks,
+    victim_key,
+)
+
+VIEW = PoolView(
+    used_share=0.75,
+    free_blocks=250,
+    growth_blocks_per_s=0.0,
+    saved_blocks=0,
+    unsaved_blocks=600,
+    host_room_blocks=10_000,
+    copy_block_s=0.0,
+    step_s=0.1,
+)
+
+
+def test_nothing_is_copied_below_the_start() -> None:
+    policy = AdaptiveCheckpoint(0.5)
+    assert policy.blocks_now(VIEW._replace(used_share=0.49, growth_blocks_per_s=1e6)) == 0
+    assert NoCheckpoint().blocks_now(VIEW._replace(used_share=1.0)) == 0
+
+
+def test_the_saved_share_follows_the_pool() -> None:
+    policy = AdaptiveCheckpoint(0.5)
+    assert policy.blocks_now(VIEW._replace(used_share=0.5)) == 0
+    assert policy.blocks_now(VIEW) == 300
+    assert policy.blocks_now(VIEW._replace(saved_blocks=300, unsaved_blocks=300)) == 0
+    assert policy.blocks_now(VIEW._replace(used_share=1.0, free_blocks=0)) == 600
+
+
+def test_the_speed_follows_consumption() -> None:
+    policy = AdaptiveCheckpoint(0.5)
+    low = VIEW._replace(used_share=0.51, saved_blocks=100, unsaved_blocks=500)
+    assert policy.blocks_now(low) == 0
+    assert policy.blocks_now(low._replace(growth_blocks_per_s=50.0)) == 15  # 750 in 5 s
+    assert policy.blocks_now(low._replace(growth_blocks_per_s=2500.0)) == 500
+    assert policy.blocks_now(low._replace(growth_blocks_per_s=-50.0)) == 0
+
+
+def test_copies_hide_behind_the_step_and_fit_the_host() -> None:
+    policy = AdaptiveCheckpoint(0.5, copy_share=0.5)
+    full = VIEW._replace(used_share=1.0, free_blocks=0)
+    assert policy.blocks_now(full._replace(copy_block_s=1e-3)) == 50
+    assert policy.blocks_now(full._replace(copy_block_s=10.0)) == 1
+    assert policy.blocks_now(full._replace(host_room_blocks=7)) == 7
+    assert policy.blocks_now(full._replace(host_room_blocks=0)) == 0
+
+
+def test_online_blocks_are_saved_only_under_pressure() -> None:
+    policy = AdaptiveCheckpoint(0.5, online_start_share=0.9)
+    online = VIEW._replace(unsaved_blocks=0, unsaved_online_blocks=100)
+    assert policy.blocks_now(online._replace(used_share=0.89)) == 0
+    assert policy.blocks_now(online._replace(used_share=0.95)) == 50
+
+
+views = st.builds(
+    PoolView,
+    st.floats(0, 1),
+    st.integers(0, 1000),
+    st.floats(-1e3, 1e5),
+    st.integers(0, 500),
+    st.integers(0, 500),
+    st.integers(0, 500),
+    st.floats(0, 0.1),
+    st.floats(0, 1),
+    st.integers(0, 500),
+    st.integers(0, 500),
+)
+
+
+@settings(deadline=None)
+@given(views, st.floats(0, 1), st.floats(0, 1))
+def test_never_more_than_there_is_nor_than_the_host_takes(view: PoolView, start: float, copy_share: float) -> None:
+    num = AdaptiveCheckpoint(start, copy_share=copy_share).blocks_now(view)
+    assert 0 <= num <= min(view.unsaved_blocks + view.unsaved_online_blocks, view.host_room_blocks)
+    assert num <= 1 or num * view.copy_block_s <= copy_share * view.step_s * (1 + 1e-9)
+
+
+@settings(deadline=None)
+@given(st.integers(10, 400), st.floats(0.01, 0.2))
+def test_all_is_saved_when_the_pool_is_full(growth_blocks_per_s: int, step_s: float) -> None:
+    """Offline sequences fill a pool of 1,000 blocks; copying is at least twice as fast as that."""
+    policy = AdaptiveCheckpoint(0.5, copy_share=0.5)
+    copy_block_s = 0.49 * step_s / ceil(2 * growth_blocks_per_s * step_s)
+    used, saved = 0.0, 0
+    while used < 1000:
+        num_used = int(used)
+        saved += policy.blocks_now(
+            PoolView(
+                used / 1000, 1000 - num_used, growth_blocks_per_s, saved, num_used - saved, 10_000, copy_block_s, step_s
+            )
+        )
+        used += growth_blocks_per_s * step_s
+    assert saved >= 1000 - 2 * growth_blocks_per_s * step_s - 2, "all but what the last step filled"
+
+
+class Held(NamedTuple):
+    number: int
+    rank: int = 2
+    num_computed: int = 0
+    num_checkpointed_blocks: int = 0
+    deadline_s: float = 100.0
+    last_ran_s: float = 0.0
+
+
+def test_victims_lose_the_least_work() -> None:
+    online = Held(0, rank=1)
+    saved_long = Held(1, num_computed=330, num_checkpointed_blocks=20)  # all but the partly filled last block
+    saved_late = Held(2, num_computed=32, num_checkpointed_blocks=2, deadline_s=200.0)
+    unsaved_short = Held(3, num_computed=40)
+    unsaved_long = Held(4, num_computed=400)
+    newest = Held(5, num_computed=400)
+    sequences = [online, unsaved_long, saved_long, newest, unsaved_short, saved_late]
+    order = sorted(sequences, key=lambda sequence: victim_key(sequence, 16))
+    assert order == [saved_late, saved_long, unsaved_short, newest, unsaved_long, online]
+    assert [unsaved_blocks(sequence, 16) for sequence in order] == [0, 0, 2, 25, 25, 0]
+
+
+def test_restores_by_class_then_deadline_then_wait() -> None:
+    online = Held(0, rank=0, deadline_s=1e9)
+    near = Held(1, deadline_s=50.0, last_ran_s=9.0)
+    waited = Held(2, last_ran_s=1.0)
+    recent = Held(3, last_ran_s=8.0)
+    assert sorted([recent, waited, near, online], key=restore_key) == [online, near, waited, recent]
+
+
+def test_restores_are_spread_over_steps() -> None:
+    assert blocks_to_restore(0.05, 0.001, 200, 1000) == 50
+    assert blocks_to_restore(0.05, 0.001, 20, 1000) == 20
+    assert blocks_to_restore(0.05, 0.001, 200, 10) == 10
+    assert blocks_to_restore(0.0, 0.001, 200, 1000) == 1, "a long sequence comes back under any budget"
+    assert blocks_to_restore(0.0, 0.001, 200, 0) == 0
+    assert blocks_to_restore(0.0, 0.0, 200, 1000) == 200
+
+
+def test_the_smoothed_rate_follows_and_forgets() -> None:
+    rate = SmoothedRate(window_s=1.0)
+    for _ in range(100):
+        rate.add(5, 0.1)
+    assert rate.per_s == pytest.approx(50, rel=1e-3)
+    rate.add(0, 10.0)
+    assert rate.per_s == pytest.approx(0, abs=0.01)
+    rate.add(7, 0.0)
+    assert rate.per_s == pytest.approx(0, abs=0.01)

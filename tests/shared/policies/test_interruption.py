@@ -1,0 +1,63 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shared.policies.interruption import Next, SuspendedStep, should_interrupt, what_next
+
+times = st.floats(0, 10)
+
+
+@pytest.mark.parametrize(
+    ("elapsed_s", "predicted_s", "waited_s", "safepoint_s", "interrupts"),
+    [
+        (0.95, 1.0, 0.0, 0.0, False),  # it ends within a twentieth of the 1.5 s left
+        (0.90, 1.0, 0.0, 0.0, True),  # later than that
+        (0.95, 1.0, 1.2, 0.0, True),  # 0.05 + 0.3 does not fit into 0.3
+        (0.95, 1.0, 1.4, 0.1, False),  # it ends before the next safepoint
+        (0.0, 1.0, 9.0, 0.1, True),  # late already: less late is better
+        (2.0, 1.0, 0.3, 0.1, True),  # over its prediction by as much as it took
+    ],
+)
+def test_interrupts_where_waiting_shows(
+    elapsed_s: float, predicted_s: float, waited_s: float, safepoint_s: float, interrupts: bool
+) -> None:
+    assert should_interrupt(elapsed_s, predicted_s, waited_s, 1.5, 0.3, safepoint_s) is interrupts
+
+
+@settings(deadline=None)
+@given(times, times, times, times, times, times, times)
+def test_a_longer_wait_never_speaks_against_interrupting(
+    elapsed: float, predicted: float, waited: float, more: float, objective: float, step: float, safepoint: float
+) -> None:
+    if should_interrupt(elapsed, predicted, waited, objective, step, safepoint):
+        assert should_interrupt(elapsed, predicted, waited + more, objective, step, safepoint)
+        assert should_interrupt(elapsed, predicted, waited, objective, step + more, safepoint)
+
+
+def test_what_becomes_of_a_suspended_step() -> None:
+    step = SuspendedStep(done_s=0.5, remaining_s=0.2, lost_s=0.1)
+    assert what_next(step, has_online=False) == Next.RESUME
+    assert what_next(step, has_online=True, spare_s=0.25, safepoint_s=0.01) == Next.RESUME
+    assert what_next(step, has_online=True, spare_s=0.05, safepoint_s=0.01) == Next.PART
+    assert what_next(step, has_online=True, spare_s=0.005, safepoint_s=0.01) == Next.WAIT
+    late = step._replace(lost_s=0.6)
+    assert what_next(late, has_online=True, spare_s=0.005, safepoint_s=0.01) == Next.DISCARD
+    assert what_next(late, has_online=True, spare_s=0.05, safepoint_s=0.01) == Next.PART
+    assert what_next(late, has_online=False) == Next.RESUME
+
+
+@settings(deadline=None)
+@given(st.floats(0.01, 5), st.floats(0, 20))
+def test_waiting_then_discarding_costs_at_most_twice_the_better_choice(done_s: float, online_for_s: float) -> None:
+    """Online work goes on for `online_for_s`: waiting costs that, discarding at once the work done."""
+    tick_s = 0.01
+    waited_s = 0.0
+    cost_s = online_for_s
+    while waited_s < online_for_s:
+        if what_next(SuspendedStep(done_s, 1.0, waited_s), has_online=True, safepoint_s=0.1) == Next.DISCARD:
+            cost_s = waited_s + done_s
+            break
+        waited_s += tick_s
+    assert cost_s <= 2 * min(done_s, online_for_s) + 2 * tick_s

@@ -1,0 +1,118 @@
+"""Engine counters and ended requests as Prometheus shows them."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from services.worker.coserving_telemetry import CoServingTelemetry
+from services.worker.engine_building import build_engine, host_pool_merged
+from services.worker.machine import free_memory_bytes
+from shared.engine.counters import EngineCounters
+from shared.engine.requests import Ended
+from shared.messages import FinishReason, InstancePlan, RequestClass
+from shared.settings import InstanceSettings, SettingsError
+from tests.shared.engine.fake_executor import request
+
+
+class Shown:
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self.telemetry = CoServingTelemetry("i", self.registry)
+
+    def __call__(self, name: str, **labels: str) -> float | None:
+        """The value of `tideway_instance_<name>`."""
+        if "klass" in labels:
+            labels["class"] = labels.pop("klass")
+        return self.registry.get_sample_value(f"tideway_instance_{name}", {"engine": "i", **labels})
+
+
+def test_counters_advance_by_what_was_added_since() -> None:
+    shown, counters = Shown(), EngineCounters()
+    sizes = {"m": 100, "n": 10}
+    shown.telemetry.on_counters(counters, sizes, 0.0)
+    for times in (1, 2):
+        counters.preemptions["memory", "checkpointed"] += 2
+        counters.steps_suspended += 3
+        counters.checkpointed_blocks["m"] += 4
+        counters.restored_blocks["n"] += 5
+        counters.recomputed_tokens += 7
+        counters.recomputed_partial_tokens += 6
+        counters.harvested_tokens += 8
+        for _ in range(2):
+            shown.telemetry.on_counters(counters, sizes, 0.25)
+        assert shown("preemptions_total", cause="memory", mode="checkpointed") == 2 * times
+        assert shown("interrupted_steps_total", event="suspended") == 3 * times
+        assert shown("interrupted_steps_total", event="discarded") == 0
+        assert shown("checkpointed_bytes_total", model_name="m") == 400 * times
+        assert shown("restored_bytes_total", model_name="n") == 50 * times
+        assert shown("recomputed_tokens_total", part="partial_block") == 6 * times
+        assert shown("recomputed_tokens_total", part="whole_block") == 1 * times
+        assert shown("computed_tokens_total", klass="offline") == 8 * times
+        assert shown("computed_tokens_total", klass="online") == 0
+        assert shown("host_pool_use") == 0.25
+    counters.checkpointed_blocks["gone"] += 1
+    shown.telemetry.on_counters(counters, sizes, 0.0)
+    assert shown("checkpointed_bytes_total", model_name="gone") == 0
+
+
+def ended(klass: RequestClass = RequestClass.ONLINE, **fields: Any) -> Ended:
+    """First token after 1.0 s on the instance, 0.1 s per token after it; objectives 1.5 s and 0.11 s."""
+    of_request = {name: fields.pop(name) for name in ("waited_s", "prior", "ttft_objective_s") if name in fields}
+    sent = request("r", [1, 2], 11, request_class=klass, **of_request)
+    values = {
+        "reason": FinishReason.LENGTH, "num_prompt_tokens": 2, "num_output_tokens": 11, "num_cached_tokens": 0,
+        "num_preemptions": 0, "submitted_s": 10.0, "first_planned_s": 10.5, "first_token_s": 11.0, "ended_s": 12.0,
+        "ttft_objective_s": 1.5, "tpot_objective_s": 0.11,
+    }  # fmt: skip
+    return Ended(request=sent, **values | fields)
+
+
+@pytest.mark.parametrize(
+    ("one", "ttft", "tpot"),
+    [
+        (ended(), "met", "met"),
+        (ended(waited_s=0.6), "missed", "met"),
+        (ended(ended_s=12.2), "met", "missed"),
+        (ended(num_output_tokens=1), "met", None),
+        (ended(first_token_s=None), None, None),
+        (ended(prior=b"\0\0\0\0"), None, None),
+        (ended(RequestClass.OFFLINE), None, None),
+        (ended(RequestClass.OFFLINE, ttft_objective_s=1.2), "met", None),
+    ],
+)
+def test_objectives_met_and_missed(one: Ended, ttft: str | None, tpot: str | None) -> None:
+    shown = Shown()
+    shown.telemetry.on_ended(one)
+    klass = str(one.request.request_class)
+    for objective, expected in (("ttft", ttft), ("tpot", tpot)):
+        for outcome in ("met", "missed"):
+            value = shown("slo_total", model_name="a", klass=klass, objective=objective, outcome=outcome)
+            assert value == (1 if outcome == expected else None), (objective, outcome)
+
+
+def test_budget_use_counts_steps_that_were_limited() -> None:
+    shown = Shown()
+    shown.telemetry.on_step("m", 0.5, math.inf)
+    shown.telemetry.on_step("m", 0.08, 0.1)
+    assert shown("budget_use_sum", model_name="m") == pytest.approx(0.8)
+    assert shown("budget_use_count", model_name="m") == 1
+
+
+def test_host_memory_follows_the_pool_within_what_is_free() -> None:
+    plan = InstancePlan("i", "n", [], pool_bytes=64 << 20, merged_bytes=1 << 20)
+    assert host_pool_merged(InstanceSettings(), plan, "cpu") == 64
+    assert host_pool_merged(InstanceSettings(host_memory_bytes=0), plan, "cpu") == 0
+    assert host_pool_merged(InstanceSettings(host_memory_bytes=(5 << 20) + 1), plan, "cuda") == 5
+    vast = InstancePlan("i", "n", [], pool_bytes=1 << 50, merged_bytes=1 << 20)
+    assert host_pool_merged(InstanceSettings(), vast, "cpu") == 0
+    assert 0 < host_pool_merged(InstanceSettings(), vast, "cuda") <= free_memory_bytes() >> 20
+
+
+@pytest.mark.parametrize("name", ["order_policy", "co_serving", "interruption"])
+def test_unknown_policies_are_refused_with_what_is_known(name: str) -> None:
+    with pytest.raises(SettingsError, match=f"TIDEWAY_{name.upper()}='nonsense': expected one of "):
+        build_engine(InstanceSettings(**{name: "nonsense"}), 4, "cpu")

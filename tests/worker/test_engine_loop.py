@@ -1,0 +1,178 @@
+"""The loop passes everything on between an engine and an executor; both are scripted."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from services.worker.engine_loop import EngineLoop, StepStats
+from shared.engine.plan import CopyKind, KvCopy, StepPlan, StepResult
+from shared.policies.token_budget import Limits
+from tests.shared.engine.fake_executor import request
+
+INTERRUPTIBLE = StepPlan(7, "m", [0], [0], [5], [True], [], [], is_interruptible=True)
+COPY = KvCopy(3, CopyKind.CHECKPOINT, "m", [1], [2])
+
+
+class ScriptedEngine:
+    """Plans what is in `plans`, gives out what is in `copies`; remembers what it was told."""
+
+    steps_in_flight = 1
+    planner = SimpleNamespace(last_limits=Limits(512, 0.25))
+
+    def __init__(self) -> None:
+        self.plans: deque[StepPlan] = deque()
+        self.copies: deque[KvCopy] = deque()
+        self.copies_after_step: deque[KvCopy] = deque()
+        self.interrupts: deque[int] = deque()
+        self.told: list[Any] = []
+
+    def plan(self, _now: float) -> StepPlan | None:
+        return self.plans.popleft() if self.plans else None
+
+    def next_copies(self) -> list[KvCopy]:
+        copies = list(self.copies)
+        self.copies.clear()
+        return copies
+
+    def take_interrupt(self, _now: float) -> int | None:
+        return self.interrupts.popleft() if self.interrupts else None
+
+    def on_step(self, result: StepResult, _now: float) -> None:
+        self.told.append(result)
+        self.copies.extend(self.copies_after_step)
+        self.copies_after_step.clear()
+
+    def on_copy(self, copy_id: int, ok: bool, _now: float) -> None:
+        self.told.append((copy_id, ok))
+
+    def submit(self, _request: Any, _now: float) -> None:
+        self.told.append("submit")
+
+    def on_time(self, _now: float) -> None: ...
+
+    def effects(self) -> list[Any]:
+        return []
+
+    def next_wakeup(self) -> None: ...
+
+
+class ScriptedExecutor:
+    """A step runs until `go` is set, or until it is interrupted; copies end when the test says so."""
+
+    def __init__(self) -> None:
+        self.go = threading.Event()
+        self.launched: list[StepPlan] = []
+        self.started: list[KvCopy] = []
+        self.ended: deque[tuple[int, bool]] = deque()
+        self._interrupted: set[int] = set()
+        self._callback: Callable[[], None] = lambda: None
+
+    def launch(self, plan: StepPlan) -> None:
+        self.launched.append(plan)
+
+    def collect(self) -> StepResult:
+        plan = self.launched[-1]
+        self.go.wait(10)
+        if plan.step_id in self._interrupted:
+            self._interrupted.discard(plan.step_id)
+            return StepResult(plan.step_id, [], suspended_share=0.5)
+        return StepResult(plan.step_id, [1])
+
+    def interrupt(self, step_id: int) -> None:
+        self._interrupted.add(step_id)
+        self.go.set()
+
+    def start_copy(self, copy: KvCopy) -> None:
+        self.started.append(copy)
+
+    def end_copy(self, copy_id: int, ok: bool) -> None:
+        self.ended.append((copy_id, ok))
+        self._callback()
+
+    def finished_copies(self) -> list[tuple[int, bool]]:
+        return [self.ended.popleft() for _ in range(len(self.ended))]
+
+    def on_copy_finished(self, callback: Callable[[], None]) -> None:
+        self._callback = callback
+
+
+@pytest.fixture
+def scene() -> Iterator[SimpleNamespace]:
+    engine, executor, stats = ScriptedEngine(), ScriptedExecutor(), []
+    loop = EngineLoop(engine, executor, time.monotonic, lambda _effects, one: stats.append(one))  # type: ignore[arg-type]
+    loop.start()
+    yield SimpleNamespace(engine=engine, executor=executor, stats=stats, loop=loop)
+    executor.go.set()
+    loop.stop(5)
+    assert not loop.failure
+
+
+def until(condition: Callable[[], Any]) -> None:
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+def nudge(scene: SimpleNamespace) -> None:
+    """Lets an idle loop look again."""
+    scene.loop.submit(request("r", [1], 1))
+
+
+def test_a_request_that_arrives_while_a_step_runs_interrupts_it(scene: SimpleNamespace) -> None:
+    scene.engine.plans.append(INTERRUPTIBLE)
+    nudge(scene)
+    until(lambda: scene.executor.launched)
+    nudge(scene)
+    assert scene.engine.told == ["submit", "submit"], "the engine had no wish to interrupt it"
+    scene.engine.interrupts.append(7)
+    nudge(scene)
+    until(lambda: StepResult(7, [], suspended_share=0.5) in scene.engine.told)
+    until(lambda: len(scene.stats) == 1)
+    assert scene.stats[0] == StepStats("m", 5, (0, 0), scene.stats[0].duration_s, 0.25, is_suspended=True)
+
+
+def test_an_interrupt_decided_with_the_plan_reaches_the_executor(scene: SimpleNamespace) -> None:
+    """The engine may find at planning that the step it planned before should stop."""
+    with scene.loop.locked() as engine:
+        engine.plans.append(INTERRUPTIBLE)
+        scene.loop._wake.set()
+        engine.interrupts.append(7)
+    until(lambda: StepResult(7, [], suspended_share=0.5) in scene.engine.told)
+
+
+def test_copies_start_after_plans_and_after_steps_and_their_end_wakes_an_idle_loop(scene: SimpleNamespace) -> None:
+    after = KvCopy(4, CopyKind.RESTORE, "m", [1], [2])
+    with scene.loop.locked() as engine:
+        engine.copies.append(COPY)
+        engine.copies_after_step.append(after)
+        engine.plans.append(INTERRUPTIBLE)
+    nudge(scene)
+    until(lambda: scene.executor.launched)
+    assert scene.executor.started == [COPY], "before the step has run"
+    scene.executor.go.set()
+    until(lambda: scene.executor.started == [COPY, after])
+    scene.executor.end_copy(4, True)
+    until(lambda: (4, True) in scene.engine.told)
+    scene.executor.end_copy(3, False)
+    until(lambda: (3, False) in scene.engine.told)
+
+
+def test_calls_between_steps_wait_for_copies_too_and_nothing_is_planned_meanwhile(scene: SimpleNamespace) -> None:
+    scene.engine.copies.append(COPY)
+    nudge(scene)
+    until(lambda: scene.executor.started)
+    future = scene.loop.between_steps(lambda: list(scene.engine.told))
+    scene.engine.plans.append(INTERRUPTIBLE)
+    nudge(scene)
+    assert not future.done() and not scene.executor.launched
+    scene.executor.end_copy(3, True)
+    assert future.result(10)[-1] == (3, True)
+    until(lambda: scene.executor.launched)
