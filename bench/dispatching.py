@@ -38,8 +38,8 @@ QUEUED = 2000
 class Cluster:
     """A core and the instances that report to it; each holds at most `capacity` requests of a model."""
 
-    def __init__(self, num_instances: int, policy: str, seed: int = 0) -> None:
-        settings = SchedulerSettings(dispatch_policy=policy, max_queued=10**9, lost_after_s=1e9)
+    def __init__(self, num_instances: int, policy: str, order: str, seed: int = 0) -> None:
+        settings = SchedulerSettings(dispatch_policy=policy, order_policy=order, max_queued=10**9, lost_after_s=1e9)
         self.core = SchedulerCore(settings, term=1)
         self.now = 0.0
         self.random = Random(seed)
@@ -59,7 +59,7 @@ class Cluster:
         """As after `ids` were admitted and ended."""
         self.sequences[name] += 1
         freeness = self.random.uniform(0.0, 60.0)
-        loads = [ModelLoad(model, 8, num_waiting) for model in MODELS]
+        loads = [ModelLoad(model, 8, num_waiting, 0, num_waiting) for model in MODELS]
         return LoadReport(name, "1", self.sequences[name], freeness, 500.0, 16, loads, list(ids), list(ids), [])
 
     def request(self) -> GenerationRequest:
@@ -70,7 +70,7 @@ class Cluster:
         )
 
     def step(self) -> list[Dispatch]:
-        self.now += 1e-5
+        self.now += 5e-5
         return [action for action in self.core.actions(self.now) if isinstance(action, Dispatch)]
 
 
@@ -97,6 +97,34 @@ def dispatch_rate(cluster: Cluster, seconds: float) -> float:
     return rate(one, seconds)
 
 
+def full_cluster(cluster: Cluster) -> Cluster:
+    """With requests that wait."""
+    for name in cluster.names:
+        cluster.core.on_report(cluster.report(name, num_waiting=9), cluster.now)
+    for _ in range(QUEUED):
+        cluster.core.submit(cluster.request(), cluster.now)
+    assert not cluster.step(), "every instance is full"
+    return cluster
+
+
+def queued_rate(cluster: Cluster, seconds: float) -> float:
+    """Likewise in a queue of constant length: a request is submitted, an instance has room for one more of a model, and is
+    full again."""
+
+    def one() -> int:
+        cluster.core.submit(cluster.request(), cluster.now)
+        name = cluster.names[cluster.num_requests % len(cluster.names)]
+        cluster.core.on_report(cluster.report(name, num_waiting=1), cluster.now)
+        dispatches = cluster.step()
+        for dispatch in dispatches:
+            cluster.core.on_dispatched(dispatch, None, cluster.now)
+        ids = tuple(dispatch.request.request_id for dispatch in dispatches)
+        cluster.core.on_report(cluster.report(name, num_waiting=9, ids=ids), cluster.now)
+        return len(dispatches)
+
+    return rate(one, seconds)
+
+
 def report_seconds(cluster: Cluster, seconds: float, *, num_waiting: int) -> float:
     """Decoding and taking in one report, from all instances in turn."""
     encoder, decoder = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(LoadReport)
@@ -117,26 +145,29 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--instances", type=int, nargs="+", default=[16, 64, 256, 1024])
     parser.add_argument("--policy", default="freeness")
+    parser.add_argument("--order", default="doubling_budget")
     parser.add_argument("--seconds", type=float, default=1.0, help="of each measurement")
     arguments = parser.parse_args()
     print(
-        f"Python {platform.python_version()}, {platform.processor() or platform.machine()}, policy {arguments.policy}"
+        f"Python {platform.python_version()}, {platform.processor() or platform.machine()}, "
+        f"policy {arguments.policy}, order {arguments.order}"
     )
-    print("| instances | requests/s | report, nothing queued | report, 2000 queued, full | reports/s at most |")
-    print("|---:|---:|---:|---:|---:|")
+    print(
+        "| instances | requests/s | 2000 queued | report, nothing queued | report, 2000 queued, full | reports/s at most |"
+    )
+    print("|---:|---:|---:|---:|---:|---:|")
     for num_instances in arguments.instances:
-        lives = dispatch_rate(Cluster(num_instances, arguments.policy), arguments.seconds)
-        idle_s = report_seconds(Cluster(num_instances, arguments.policy), arguments.seconds, num_waiting=0)
-        full = Cluster(num_instances, arguments.policy)
-        for name in full.names:
-            full.core.on_report(full.report(name, num_waiting=9), full.now)
-        for _ in range(QUEUED):
-            full.core.submit(full.request(), full.now)
-        assert not full.step(), "every instance is full"
+        lives = dispatch_rate(Cluster(num_instances, arguments.policy, arguments.order), arguments.seconds)
+        idle_s = report_seconds(
+            Cluster(num_instances, arguments.policy, arguments.order), arguments.seconds, num_waiting=0
+        )
+        full = full_cluster(Cluster(num_instances, arguments.policy, arguments.order))
+        queued = queued_rate(full, arguments.seconds)
+        full = full_cluster(Cluster(num_instances, arguments.policy, arguments.order))
         full_s = report_seconds(full, arguments.seconds, num_waiting=9)
         worst = max(idle_s, full_s)
         print(
-            f"| {num_instances} | {lives:,.0f} | {idle_s * 1e6:.1f} µs | {full_s * 1e6:.1f} µs "
+            f"| {num_instances} | {lives:,.0f} | {queued:,.0f} | {idle_s * 1e6:.1f} µs | {full_s * 1e6:.1f} µs "
             f"| {math.floor(1 / worst):,} |"
         )
 

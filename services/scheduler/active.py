@@ -26,6 +26,7 @@ from services.scheduler.core import SchedulerCore
 from services.scheduler.observer import Observer
 from shared.bus.interface import Bus, BusError, ServiceError, Subscription
 from shared.messages import (
+    EXECUTION_STATISTICS,
     GATEWAY_FRAMES,
     GATEWAY_LOST,
     INSTANCE_CANCEL,
@@ -35,12 +36,17 @@ from shared.messages import (
     LOAD_REPORTS,
     SCHEDULER_ANNOUNCE,
     SCHEDULER_CANCEL,
+    SCHEDULER_GRANT,
     SCHEDULER_STATISTICS,
     SCHEDULER_SUBMIT,
     Accepted,
     Cancel,
     ErrorCode,
+    ExecutionStatistics,
+    ExecutionStatisticsReport,
     GenerationRequest,
+    GrantQuery,
+    GrantReply,
     InstanceExited,
     InstanceInfo,
     ListHeldRequests,
@@ -69,13 +75,15 @@ class ActiveScheduler:
         info: SchedulerInfo,
         observer: Observer,
         is_leader: Callable[[], bool],
+        inherited: Mapping[str, ExecutionStatistics],
     ) -> None:
-        """`info`: this scheduler and its term. `is_leader`: whether the lease may be used at this moment."""
+        """`info`: this scheduler and its term. `is_leader`: whether the lease may be used at this moment. `inherited`: the
+        last leader's execution statistics."""
         self._bus = bus
         self._info = info
         self._observer = observer
         self._is_leader = is_leader
-        self._core = SchedulerCore(settings, info.term)
+        self._core = SchedulerCore(settings, info.term, inherited)
         self._subscriptions: list[Subscription] = []
         self._tasks: set[asyncio.Task[None]] = set()
         self._calls: set[asyncio.Task[None]] = set()
@@ -99,6 +107,7 @@ class ActiveScheduler:
             await asyncio.wait(questions, timeout=2 * HELD_TIMEOUT_S)
         self._core.begin_serving()
         self._subscriptions.append(await self._bus.serve(SCHEDULER_SUBMIT, self._submit, max_concurrency=MAX_SUBMITS))
+        self._subscriptions.append(await self._bus.serve(SCHEDULER_GRANT, self._grant))
         self._spawn(self._publish_statistics())
         self._bus.publish(SCHEDULER_ANNOUNCE, self._info)
         logger.info(
@@ -124,8 +133,7 @@ class ActiveScheduler:
     # ------------------------------------------------------------------------------------------------- inputs
 
     async def _submit(self, request: GenerationRequest) -> Accepted:
-        if not self._is_leader() or self._is_closed:
-            raise ServiceError.of(ErrorCode.NOT_LEADER, f"{self._info.scheduler_id} is not the active scheduler now")
+        self._check_leader()
         try:
             GATEWAY_FRAMES.at(gateway_id=request.gateway_id)
         except ValueError as error:
@@ -136,6 +144,20 @@ class ActiveScheduler:
             self._observer.refused.labels(refused.code).inc()
             raise ServiceError(refused)
         return Accepted(request.request_id)
+
+    async def _grant(self, query: GrantQuery) -> GrantReply:
+        self._check_leader()
+        reply = self._core.grant(query, self._bus.now())
+        self._observer.on_granted(reply)
+        return reply
+
+    def _check_leader(self) -> None:
+        if not self._is_leader() or self._is_closed:
+            raise ServiceError.of(ErrorCode.NOT_LEADER, f"{self._info.scheduler_id} is not the active scheduler now")
+
+    def on_model(self, model: str, is_known: bool) -> None:
+        self._core.on_model(model, is_known, self._bus.now())
+        self._act()
 
     def on_registry(self, instance_id: str, info: InstanceInfo | None) -> None:
         self._core.on_registry(instance_id, info, self._bus.now())
@@ -207,7 +229,7 @@ class ActiveScheduler:
             except BusError as raised:
                 error = raised.info
                 logger.info("%s did not take %s: %s", dispatch.instance_id, dispatch.request.request_id, raised)
-            self._observer.on_dispatched(span, error, self._bus.now() - started_s)
+            self._observer.on_dispatched(dispatch, span, error, self._bus.now() - started_s)
         self._core.on_dispatched(dispatch, error, self._bus.now())
         self._act()
 
@@ -242,7 +264,10 @@ class ActiveScheduler:
                 num_queued[lane.model] = num_queued.get(lane.model, 0) + length
             models = self._core.statistics.take(now - last_s, num_queued)
             self._bus.publish(SCHEDULER_STATISTICS, StatisticsReport(self._info.scheduler_id, models))
-            self._observer.sample(self._core)
+            if changed := self._core.take_execution_statistics():
+                report = ExecutionStatisticsReport(self._info.scheduler_id, changed)
+                self._bus.publish(EXECUTION_STATISTICS, report)
+            self._observer.sample(self._core, now)
             last_s = now
 
     # ------------------------------------------------------------------------------------------------ plumbing

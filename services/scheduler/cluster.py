@@ -60,11 +60,12 @@ class InstanceState:
     """Models that take requests here."""
     liveness: Liveness = Liveness.ALIVE
     report: LoadReport | None = None
-    num_waiting: dict[str, int] = field(default_factory=dict)
-    """Waiting requests of each model, as reported."""
+    num_requests: int = 0
+    """Online requests that it has, as reported."""
     num_waiting_online: dict[str, int] = field(default_factory=dict)
-    """Likewise, without offline ones. A report counts those over running and waiting requests; as online goes first,
-    they are taken to be the waiting ones."""
+    """Of those, the waiting ones of each model."""
+    offline_room: dict[str, int] = field(default_factory=dict)
+    """Offline tokens of each model that it could take, as reported."""
     num_refusals: int = 0
     """In a row; the back-off grows with it."""
     is_backing_off: bool = False
@@ -93,10 +94,6 @@ class InstanceState:
         is_ready = self.info.state == "ready" and self.report is not None
         return is_ready and self.liveness == Liveness.ALIVE and not self.is_backing_off
 
-    @property
-    def num_requests(self) -> int:
-        return self.report.num_running + sum(self.num_waiting.values()) if self.report else 0
-
 
 class ClusterView:
     def __init__(self, lost_after_s: float) -> None:
@@ -111,6 +108,10 @@ class ClusterView:
 
     def get(self, instance_id: str) -> InstanceState | None:
         return self._instances.get(instance_id)
+
+    def models(self) -> list[str]:
+        """Those that some instance serves."""
+        return list(self._served)
 
     def next_silence(self) -> float | None:
         return self._silence.next()
@@ -189,8 +190,9 @@ class ClusterView:
             self._silence.set(report.instance_id, now + self._lost_after_s)
         state.heard_s = now
         state.report = report
-        state.num_waiting = {load.model: load.num_waiting for load in report.models}
-        state.num_waiting_online = {load.model: max(0, load.num_waiting - load.num_offline) for load in report.models}
+        state.num_requests = report.num_running + sum(load.num_waiting - load.num_offline for load in report.models)
+        state.num_waiting_online = {load.model: load.num_waiting_online for load in report.models}
+        state.offline_room = {load.model: load.offline_room_tokens for load in report.models}
         return state, last is not None and report.sequence != last.sequence + 1
 
     def fall_silent(self, now: float) -> list[str]:

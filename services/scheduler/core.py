@@ -3,33 +3,43 @@
 The service calls, always with its clock's `now`:
 
     on_registry / on_report / on_exited      what the cluster says
-    submit / cancel                          what gateways want
+    on_model                                 what the operator added and removed
+    submit / cancel / grant                  what gateways want
     on_dispatched / on_held                  answers to `Dispatch` and `AskHeld`
     declare_lost / grant_grace               answers to `ProbeSilence`
     next_wakeup() / on_time                  deadlines
     actions()                                what to do now, in order; after every call
+    take_execution_statistics()              what to publish, at most once a second
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from services.scheduler.actions import Action, AskHeld, CancelAt, Dispatch, InstanceLost, NotifyLost, ProbeSilence
 from services.scheduler.cluster import ClusterView, InstanceState, Liveness
 from services.scheduler.dispatching import Dispatcher
-from services.scheduler.lifecycle import RequestLifecycle
+from services.scheduler.harvest import GrantBook
+from services.scheduler.lifecycle import RequestLifecycle, removed_error
+from services.scheduler.monitor import ServiceMonitor
 from services.scheduler.queue import GlobalQueue
 from services.scheduler.recovery import group_by_gateway, reconcile
 from services.scheduler.requests import RequestState, TrackedRequest
 from shared.messages import (
     ErrorCode,
     ErrorInfo,
+    ExecutionStatistics,
     FinishReason,
     GenerationRequest,
+    GrantQuery,
+    GrantReply,
     HeldRequest,
     InstanceExited,
     InstanceInfo,
     LoadReport,
+    RequestClass,
 )
-from shared.policies.ordering import ORDERING_POLICIES
+from shared.policies.catalogue import ordering_policy
 from shared.settings import SchedulerSettings
 
 LEDGER_EXPIRY_S = 2.0
@@ -53,13 +63,12 @@ MAYBE_DELIVERED = UNCERTAIN | {ErrorCode.UNAVAILABLE, ErrorCode.INTERNAL}
 
 
 class SchedulerCore:
-    def __init__(self, settings: SchedulerSettings, term: int) -> None:
-        if settings.order_policy not in ORDERING_POLICIES:
-            raise ValueError(
-                f"unknown order policy {settings.order_policy!r}; there are {', '.join(ORDERING_POLICIES)}"
-            )
+    def __init__(
+        self, settings: SchedulerSettings, term: int, inherited: Mapping[str, ExecutionStatistics] | None = None
+    ) -> None:
+        """`inherited`: execution statistics as the leader before published them."""
         self.cluster = ClusterView(settings.lost_after_s)
-        self.queue = GlobalQueue(ORDERING_POLICIES[settings.order_policy](), settings.max_queued)
+        self.queue = GlobalQueue(ordering_policy(settings.order_policy), settings.max_queued)
         self.dispatcher = Dispatcher(
             self.cluster,
             self.queue,
@@ -70,6 +79,10 @@ class SchedulerCore:
         self._life = RequestLifecycle(self.cluster, self.dispatcher)
         self.requests = self._life.requests
         self.statistics = self._life.statistics
+        self.grants = GrantBook()
+        self._monitor = ServiceMonitor(inherited or {})
+        for statistics in (inherited or {}).values():
+            self.queue.set_statistics(statistics)
         self._term = term
         self._num_submitted = 0
         self._unheard: set[str] = set()
@@ -111,6 +124,8 @@ class SchedulerCore:
             return None
         if refused := self.cluster.refusal(request):
             return refused
+        if request.model in self._life.removed_models:
+            return removed_error(request.model)
         # The bound is for new work. What ran before already counts as let in.
         if request.epoch == 0 and (refused := self.queue.refusal(now)):
             return refused
@@ -126,6 +141,8 @@ class SchedulerCore:
             tracked.epoch += self._term * TERM_EPOCHS
         if request.epoch == 0:
             self.statistics.count_arrival(request.model)
+            if request.request_class == RequestClass.OFFLINE:
+                self.grants.on_submitted(request.gateway_id, request.model, tracked.num_tokens_at_most)
         self.requests.add(tracked)
         self._life.enqueue(tracked, now)
         return None
@@ -143,6 +160,30 @@ class SchedulerCore:
             self._life.actions.append(CancelAt(tracked.instance_id, request_id))
         else:
             tracked.is_cancelled = True  # passed on as soon as the instance is known to have it
+
+    def grant(self, query: GrantQuery, now: float) -> GrantReply:
+        """How many offline tokens a gateway may submit."""
+        room = self.dispatcher.offline_room(demand.model for demand in query.demands)
+        return self.grants.answer(query, room, now)
+
+    # ------------------------------------------------------------------------------------ models and statistics
+
+    def on_model(self, model: str, is_known: bool, now: float) -> None:
+        """The operator added (or changed) a model, or removed it: what waits for it ends."""
+        if is_known:
+            self._life.removed_models.discard(model)
+            return
+        self._life.removed_models.add(model)
+        self._monitor.forget(model)
+        for tracked in self.queue.of_model(model):
+            self._life.end(tracked, FinishReason.ERROR, removed_error(model), now)
+
+    def take_execution_statistics(self) -> list[ExecutionStatistics]:
+        """Those that changed since the last call; all for an instance that is new. From now on the queue goes by them."""
+        changed = self._monitor.take()
+        for statistics in changed:
+            self.queue.set_statistics(statistics)
+        return changed
 
     # ---------------------------------------------------------------------------------------------- instances
 
@@ -169,10 +210,16 @@ class SchedulerCore:
 
     def on_report(self, report: LoadReport, now: float) -> None:
         self.statistics.count_finished(report.finished)
+        self._monitor.count_finished(report.finished)
+        self.grants.count_finished(report.finished, now)
+        known = self.cluster.get(report.instance_id)
+        is_first = known is not None and known.report is None
         heard = self.cluster.hear(report, now)
         if heard is None:
             return
         state, has_gap = heard
+        if is_first:
+            self._monitor.on_new_instance()
         for request_id in report.admitted:
             self._life.leave_ledger(request_id, report.instance_id)
         for request_id in report.ended:
@@ -306,7 +353,7 @@ class SchedulerCore:
         for kind, name in self._life.timers.due(now):
             tracked, state = self.requests.get(name), self.cluster.get(name)
             if kind == "ledger":
-                instance_id = self.dispatcher.ledger.remove(name)
+                instance_id = self.dispatcher.settle(name)
                 if instance_id is not None:
                     self._life.touch(instance_id)
             elif kind == "backoff" and state is not None:

@@ -14,7 +14,7 @@ from services.scheduler.dispatching import Dispatcher
 from services.scheduler.requests import RequestState, RequestTable, TrackedRequest
 from services.scheduler.statistics import StatisticsCounter
 from services.scheduler.timers import Timers
-from shared.messages import ErrorInfo, FinishReason, HeldRequest, TokenEntry
+from shared.messages import ErrorCode, ErrorInfo, FinishReason, HeldRequest, TokenEntry
 
 ASSIGNMENT_GRACE_S = 10.0
 """Past a request's deadline, when its instance must have ended it."""
@@ -29,6 +29,8 @@ class RequestLifecycle:
         self.timers: Timers[Timer] = Timers()
         self.statistics = StatisticsCounter()
         self.actions: list[Action] = []
+        self.removed_models: set[str] = set()
+        """Nobody will serve them again."""
         self._cluster = cluster
         self._dispatcher = dispatcher
 
@@ -79,6 +81,11 @@ class RequestLifecycle:
             self.actions.append(CancelAt(tracked.instance_id, tracked.request_id))
             self.leave_queue(tracked, "cancelled" if tracked.is_cancelled else "dispatched", now)
             self.forget(tracked)
+            return
+        if tracked.model in self.removed_models:
+            if raise_epoch:
+                self.actions.append(CancelAt(tracked.instance_id, tracked.request_id))
+            self.end(tracked, FinishReason.ERROR, removed_error(tracked.model), now)
             return
         if raise_epoch:
             tracked.older_owners[tracked.instance_id] = tracked.epoch
@@ -135,7 +142,7 @@ class RequestLifecycle:
     def leave_ledger(self, request_id: str, instance_id: str) -> None:
         """Nothing if the request is not in flight to that instance."""
         if instance_id and self._dispatcher.ledger.where(request_id) == instance_id:
-            self._dispatcher.ledger.remove(request_id)
+            self._dispatcher.settle(request_id)
             self.timers.discard(("ledger", request_id))
             self.touch(instance_id)
 
@@ -143,3 +150,7 @@ class RequestLifecycle:
         """Has the instance ranked again for the models it serves, and those that it served `before`."""
         state = self._cluster.get(instance_id)
         self._dispatcher.touch(instance_id, {*(before or ()), *(state.ready if state else ())})
+
+
+def removed_error(model: str) -> ErrorInfo:
+    return ErrorInfo(ErrorCode.UNKNOWN_MODEL, f"the model {model!r} was removed", "model")

@@ -12,7 +12,7 @@ from prometheus_client import Counter, Gauge, Histogram
 
 from services.scheduler.actions import Dispatch, InstanceLost, LeftQueue
 from services.scheduler.core import SchedulerCore
-from shared.messages import ErrorInfo, GenerationRequest, RequestClass
+from shared.messages import ErrorInfo, GenerationRequest, GrantReply, RequestClass
 from shared.telemetry import Telemetry, context_of
 
 _SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 120, 300, 600)
@@ -37,11 +37,15 @@ class Observer:
         self.refused = counter("refused", "Requests refused at submission, by error code", "code")
         self._left_queue = counter("requests", "Requests that left the scheduler, by how", "outcome", "class")
         self._queue_seconds = histogram("queue_seconds", "Submission to dispatch, of dispatched requests", "class")
-        self._dispatches = counter("dispatches", "Submit calls to instances, by outcome", "outcome")
-        self._dispatch_seconds = histogram("dispatch_seconds", "Duration of submit calls to instances")
+        self._dispatches = counter("dispatches", "Submit calls to instances, by outcome", "outcome", "class")
+        self._dispatch_seconds = histogram("dispatch_seconds", "Duration of submit calls to instances", "class")
         self._lost_instances = counter("lost_instances", "Instances that went away, by how", "reason")
         self._recovered = counter("recovered_requests", "Requests that were on lost instances and are placed again")
         self._queue_length = gauge("queue_length", "Requests in the global queue", "model", "class")
+        self._granted = counter("granted_tokens", "Offline tokens that gateways were allowed to submit", "model")
+        self._room = gauge("offline_room_tokens", "Offline tokens that instances could take and do not have", "model")
+        self._unmet = gauge("offline_unmet_tokens", "Offline tokens that gateways wait to submit", "model")
+        self._throughput = gauge("offline_tokens_per_second", "Of offline requests that finished", "model")
         self._instances = gauge("instances", "Instances in the registry, by state", "state")
         self._ledger = gauge("ledger_requests", "Requests dispatched that no load report has named yet")
         self._assigned = gauge("tracked_requests", "Requests queued, being dispatched or on instances")
@@ -59,9 +63,9 @@ class Observer:
             start_time=wall_ns - int((now - left.submitted_s) * 1e9),
             attributes={
                 **_attributes(request),
-                "tideway.instance": left.instance_id,
-                "tideway.attempts": left.attempts,
-                "tideway.queue_depth": left.num_ahead,
+                "tideway.instance_id": left.instance_id,
+                "tideway.num_attempts": left.attempts,
+                "tideway.num_ahead": left.num_ahead,
                 "tideway.outcome": left.outcome,
             },
         )
@@ -77,16 +81,17 @@ class Observer:
             context_of(dispatch.request.traceparent),
             attributes={
                 **_attributes(dispatch.request),
-                "tideway.instance": dispatch.instance_id,
+                "tideway.instance_id": dispatch.instance_id,
                 "tideway.epoch": dispatch.request.epoch,
             },
         ) as span:
             yield span
 
-    def on_dispatched(self, span: Span, error: ErrorInfo | None, seconds: float) -> None:
+    def on_dispatched(self, dispatch: Dispatch, span: Span, error: ErrorInfo | None, seconds: float) -> None:
         outcome = error.code.value if error else "accepted"
-        self._dispatches.labels(outcome).inc()
-        self._dispatch_seconds.observe(seconds)
+        request_class = dispatch.request.request_class.value
+        self._dispatches.labels(outcome, request_class).inc()
+        self._dispatch_seconds.labels(request_class).observe(seconds)
         span.set_attribute("tideway.outcome", outcome)
         if error is not None:
             span.set_status(Status(StatusCode.ERROR, error.message))
@@ -95,7 +100,11 @@ class Observer:
         self._lost_instances.labels(lost.reason).inc()
         self._recovered.inc(lost.num_requests)
 
-    def sample(self, core: SchedulerCore) -> None:
+    def on_granted(self, reply: GrantReply) -> None:
+        for grant in reply.grants:
+            self._granted.labels(grant.model).inc(grant.tokens)
+
+    def sample(self, core: SchedulerCore, now: float) -> None:
         """Sets the gauges."""
         self._queue_length.clear()
         for lane, length in core.queue.lengths().items():
@@ -105,6 +114,16 @@ class Observer:
         states = Tally(state.info.state if state.is_alive else state.liveness.value for _, state in core.cluster)
         for state, count in states.items():
             self._instances.labels(state).set(count)
+        unmet = core.grants.unmet_tokens(now)
+        room = core.dispatcher.offline_room(core.cluster.models())
+        for gauge, values in (
+            (self._room, room),
+            (self._unmet, unmet),
+            (self._throughput, core.grants.tokens_per_s(now)),
+        ):
+            gauge.clear()
+            for model, value in values.items():
+                gauge.labels(model).set(max(0, value or 0))
         self._ledger.set(len(core.dispatcher.ledger))
         self._assigned.set(len(core.requests))
 
@@ -113,6 +132,6 @@ def _attributes(request: GenerationRequest) -> dict[str, str]:
     return {
         "gen_ai.request.model": request.model,
         "tideway.request_id": request.request_id,
-        "tideway.class": request.request_class.value,
+        "tideway.request_class": request.request_class.value,
         "tideway.priority": request.priority.value,
     }

@@ -1,19 +1,25 @@
 """The global queue: requests that no instance has taken yet.
 
-Order: online before offline, high priority before normal, then the order policy (first come, first served: a request that
-was submitted again keeps its place, because the time it has waited is counted), then arrival here. The queue is kept in
-lanes of one model and class, because those are what an instance has room for or not.
+Order: online before offline, high priority before normal, then the order policy, then arrival at the system (a request that
+was submitted again keeps its place, because the time it has waited is counted). The queue is kept in lanes of one model and
+class, because those are what an instance has room for or not.
+
+A request in the queue does not run, so all that its policy may go by is its model's statistics and how long it has waited.
+Lanes of a policy whose keys change are therefore sorted again when the statistics change, and else every `REFRESH_S`: what
+waiting changes (starvation, after a second or more) takes effect so much later, and a dispatch costs no sort.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from math import exp
+from math import exp, inf
 from typing import NamedTuple
 
 from services.scheduler.requests import TrackedRequest
-from shared.messages import ErrorCode, ErrorInfo, Priority
+from shared.messages import ErrorCode, ErrorInfo, ExecutionStatistics, Priority
 from shared.policies.ordering import OrderingPolicy
+
+REFRESH_S = 0.25
 
 
 class Lane(NamedTuple):
@@ -21,23 +27,47 @@ class Lane(NamedTuple):
     is_online: bool
 
 
+Entry = tuple[tuple[float, ...], TrackedRequest]
+
+
+class _Waiting:
+    """A lane's requests in order, as of `sorted_s`."""
+
+    __slots__ = ("entries", "num_tokens", "sorted_s")
+
+    def __init__(self, now: float) -> None:
+        self.entries: list[Entry] = []
+        self.num_tokens = 0
+        self.sorted_s = now
+
+
 class GlobalQueue:
-    """Bounded over all lanes. A place in the queue is `TrackedRequest.key`, given once, at the first `push`."""
+    """Bounded over all lanes. `TrackedRequest.key` is a request's place in its lane."""
 
     def __init__(self, order: OrderingPolicy, max_queued: int) -> None:
-        if not order.is_static:
-            raise ValueError("the global queue needs an order policy whose keys do not change")
-        self._order = order
+        self.order = order
+        self._starts_anew = type(order).set_statistics is not OrderingPolicy.set_statistics
+        """Whether what the policy gives a request at its arrival depends on statistics. A request that waits has used
+        none of it, so new statistics count for it as for those that arrive after it."""
         self._max_queued = max_queued
-        self._lanes: dict[Lane, list[tuple[tuple[float, ...], TrackedRequest]]] = {}
+        self._lanes: dict[Lane, _Waiting] = {}
         self._length = 0
         self._outflow = Outflow()
 
     def __len__(self) -> int:
         return self._length
 
+    def __contains__(self, lane: Lane) -> bool:
+        """Whether anything waits in the lane."""
+        return lane in self._lanes
+
     def lengths(self) -> dict[Lane, int]:
-        return {lane: len(entries) for lane, entries in self._lanes.items()}
+        return {lane: len(waiting.entries) for lane, waiting in self._lanes.items()}
+
+    def num_tokens(self, lane: Lane) -> int:
+        """Tokens of a lane's requests at their longest."""
+        waiting = self._lanes.get(lane)
+        return waiting.num_tokens if waiting else 0
 
     def refusal(self, now: float) -> ErrorInfo | None:
         """Why one more request cannot be queued, with an estimate of when it could be."""
@@ -48,48 +78,99 @@ class GlobalQueue:
         return ErrorInfo(ErrorCode.OVERLOADED, message, retry_after_s=round(retry_after_s, 1))
 
     def push(self, tracked: TrackedRequest, now: float) -> None:
-        """Queues a request, at its old place if it was here before. Does not look at the bound: what was once let in is
-        not turned away later."""
-        if not tracked.key:
-            assert tracked.request is not None
-            is_normal = tracked.request.priority != Priority.HIGH
-            tracked.key = (not tracked.is_online, is_normal, *self._order.key(tracked, now), tracked.number)
-        insort(self._lanes.setdefault(lane_of(tracked), []), (tracked.key, tracked), key=_key)
+        """Queues a request; one that was here before keeps what the policy remembers of it. Does not look at the bound:
+        what was once let in is not turned away later."""
+        if tracked.order_state is None or self._starts_anew:
+            self.order.on_arrival(tracked, tracked.submitted_s)
+        tracked.key = self._key(tracked, now)
+        lane = lane_of(tracked)
+        waiting = self._lanes.get(lane)
+        if waiting is None:
+            waiting = self._lanes[lane] = _Waiting(now)
+        insort(waiting.entries, (tracked.key, tracked), key=_key_of)
+        waiting.num_tokens += tracked.num_tokens_at_most
         self._length += 1
 
     def remove(self, tracked: TrackedRequest) -> None:
         lane = lane_of(tracked)
-        entries = self._lanes[lane]
-        index = bisect_left(entries, tracked.key, key=_key)
-        assert entries[index][1] is tracked
-        del entries[index]
-        if not entries:
+        waiting = self._lanes[lane]
+        index = bisect_left(waiting.entries, tracked.key, key=_key_of)
+        assert waiting.entries[index][1] is tracked
+        del waiting.entries[index]
+        waiting.num_tokens -= tracked.num_tokens_at_most
+        if not waiting.entries:
             del self._lanes[lane]
         self._length -= 1
 
-    def first(self, lane: Lane, limit: int = 1) -> list[TrackedRequest]:
+    def first(self, lane: Lane, now: float, limit: int = 1) -> list[TrackedRequest]:
         """The first `limit` requests of a lane, in order."""
-        return [tracked for _, tracked in self._lanes.get(lane, ())[:limit]]
+        waiting = self._lanes.get(lane)
+        if waiting is None:
+            return []
+        if not self.order.is_static and now - waiting.sorted_s >= REFRESH_S:
+            self._sort(waiting, now)
+        return [tracked for _, tracked in waiting.entries[:limit]]
+
+    def of_model(self, model: str) -> list[TrackedRequest]:
+        """All that wait for a model."""
+        lanes = (self._lanes.get(Lane(model, is_online)) for is_online in (True, False))
+        return [tracked for waiting in lanes if waiting for _, tracked in waiting.entries]
+
+    def set_statistics(self, statistics: ExecutionStatistics) -> None:
+        """New execution times of a model."""
+        self.order.set_statistics(statistics)
+        if self._starts_anew:
+            for is_online in (True, False):
+                waiting = self._lanes.get(Lane(statistics.model, is_online))
+                if waiting is not None:
+                    for _, tracked in waiting.entries:
+                        self.order.on_arrival(tracked, tracked.submitted_s)
+                    waiting.sorted_s = -inf
 
     def count_dispatch(self, now: float) -> None:
         """A request left for an instance; feeds the estimate of how fast the queue drains."""
         self._outflow.count(now)
 
+    def _sort(self, waiting: _Waiting, now: float) -> None:
+        for _, tracked in waiting.entries:
+            tracked.key = self._key(tracked, now)
+        waiting.entries = sorted(((tracked.key, tracked) for _, tracked in waiting.entries), key=_key_of)
+        waiting.sorted_s = now
+
+    def _key(self, tracked: TrackedRequest, now: float) -> tuple[float, ...]:
+        assert tracked.request is not None
+        return (
+            tracked.request.priority != Priority.HIGH,
+            *self.order.key(tracked, now),
+            tracked.arrived_s,
+            tracked.number,
+        )
+
 
 class Outflow:
-    """Events per second, exponentially weighted over about `window_s`."""
+    """Events (or amounts) per second, exponentially weighted over about `window_s`; unbiased from the first one on."""
 
     def __init__(self, window_s: float = 10.0) -> None:
         self._window_s = window_s
         self._weight = 0.0
         self._at_s = 0.0
+        self._began_s: float | None = None
 
-    def count(self, now: float) -> None:
-        self._weight = self._decayed(now) + 1.0
+    def count(self, now: float, amount: float = 1.0) -> None:
+        if self._began_s is None:
+            self._began_s = now
+        self._weight = self._decayed(now) + amount
         self._at_s = now
 
     def per_second(self, now: float) -> float:
-        return self._decayed(now) / self._window_s
+        if self._began_s is None:
+            return 0.0
+        seen_s = max(1.0, now - self._began_s)
+        return self._decayed(now) / (self._window_s * (1.0 - exp(-seen_s / self._window_s)))
+
+    def silent_s(self, now: float) -> float:
+        """Since the last event."""
+        return now - self._at_s
 
     def _decayed(self, now: float) -> float:
         return self._weight * exp(-max(0.0, now - self._at_s) / self._window_s)
@@ -99,5 +180,5 @@ def lane_of(tracked: TrackedRequest) -> Lane:
     return Lane(tracked.model, tracked.is_online)
 
 
-def _key(entry: tuple[tuple[float, ...], TrackedRequest]) -> tuple[float, ...]:
+def _key_of(entry: Entry) -> tuple[float, ...]:
     return entry[0]

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from typing import Any
 
 from shared.messages import GenerationRequest, HeldRequest, RequestClass
 
@@ -51,8 +52,10 @@ class TrackedRequest:
     """When it entered `state`."""
     request: GenerationRequest | None = None
     """Kept until an instance has accepted it."""
+    order_state: Any = None
+    """The order policy's."""
     key: tuple[float, ...] = ()
-    """Place in the queue."""
+    """Place in its lane of the queue."""
     num_ahead: int = 0
     """Length of the queue at its arrival."""
     instance_id: str = ""
@@ -65,6 +68,15 @@ class TrackedRequest:
     is_cancelled: bool = False
     has_ended: bool = False
     """A report named its end before the submit call returned."""
+
+    @property
+    def last_ran_s(self) -> float:
+        """A request in the queue has not run as far as its order goes."""
+        return self.arrived_s
+
+    @property
+    def num_prompt(self) -> int:
+        return len(self.request.prompt) // 4 if self.request else 0
 
     @property
     def num_tokens(self) -> int:

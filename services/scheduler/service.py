@@ -6,11 +6,20 @@ import logging
 
 from services.scheduler.active import ActiveScheduler
 from services.scheduler.observer import Observer
-from shared.bus.interface import Bus, Watch
+from shared.bus.interface import Bus, Subscription, Watch
 from shared.lease import Lease
-from shared.messages import INSTANCES, InstanceInfo, SchedulerInfo
+from shared.messages import (
+    EXECUTION_STATISTICS,
+    INSTANCES,
+    MODELS,
+    ExecutionStatistics,
+    ExecutionStatisticsReport,
+    InstanceInfo,
+    ModelSpec,
+    SchedulerInfo,
+)
+from shared.policies.catalogue import ORDERING_POLICIES
 from shared.policies.dispatch import DISPATCH_POLICIES
-from shared.policies.ordering import ORDERING_POLICIES
 from shared.settings import SchedulerSettings, SettingsError, default_id
 from shared.telemetry import Telemetry
 
@@ -35,6 +44,12 @@ class SchedulerService:
         self._observer = Observer(telemetry)
         self._lease = Lease(bus, "scheduler", self.scheduler_id, self._on_gain, self._on_lose)
         self._registry: Watch[InstanceInfo] | None = None
+        self._models: Watch[ModelSpec] | None = None
+        self._model_names: dict[str, str] = {}
+        """By their key in the bucket: a deletion names the key alone."""
+        self._statistics_heard: Subscription | None = None
+        self._statistics: dict[str, ExecutionStatistics] = {}
+        """As last published by whoever leads: a standby must not begin with nothing."""
         self._active: ActiveScheduler | None = None
         self._former: ActiveScheduler | None = None
 
@@ -49,21 +64,26 @@ class SchedulerService:
     async def start(self) -> None:
         instances = await self._bus.key_value(INSTANCES)
         self._registry = await instances.watch(self._on_registry)
+        self._models = await (await self._bus.key_value(MODELS)).watch(self._on_model)
+        self._statistics_heard = await self._bus.subscribe(EXECUTION_STATISTICS, self._on_statistics)
         self._bus.on_reconnect(self._on_reconnect)
         await self._lease.start()
 
     async def stop(self) -> None:
         """Hands over to a standby at once, if there is one. May be called twice."""
         await self._lease.stop()
-        if self._registry is not None:
-            await self._registry.stop()
+        for subscription in (self._registry, self._models, self._statistics_heard):
+            if subscription is not None:
+                await subscription.stop()
         if self._former is not None:
             await self._former.close(LAST_CALLS_WAIT_S)
 
     async def _on_gain(self, term: int) -> None:
         assert self._registry is not None
         info = SchedulerInfo(self.scheduler_id, term)
-        self._active = ActiveScheduler(self._bus, self._settings, info, self._observer, lambda: self._lease.is_held)
+        self._active = ActiveScheduler(
+            self._bus, self._settings, info, self._observer, lambda: self._lease.is_held, self._statistics
+        )
         await self._active.open(dict(self._registry.entries))
         self._observer.is_leader.set(1)
 
@@ -76,6 +96,18 @@ class SchedulerService:
     def _on_registry(self, instance_id: str, info: InstanceInfo | None) -> None:
         if self._active is not None:
             self._active.on_registry(instance_id, info)
+
+    def _on_model(self, key: str, spec: ModelSpec | None) -> None:
+        name = self._model_names.pop(key, "") if spec is None else spec.name
+        if spec is not None:
+            self._model_names[key] = name
+        else:
+            self._statistics.pop(name, None)
+        if self._active is not None and name:
+            self._active.on_model(name, spec is not None)
+
+    def _on_statistics(self, report: ExecutionStatisticsReport) -> None:
+        self._statistics.update({statistics.model: statistics for statistics in report.models})
 
     def _on_reconnect(self) -> None:
         if self._active is not None:

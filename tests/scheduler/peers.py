@@ -80,6 +80,7 @@ class ScriptedInstance:
         self.on_submit: Callable[[GenerationRequest], Awaitable[None]] | None = None
         """Runs first; may raise or never return."""
         self.is_answering_held = True
+        self.offline_room = 100_000
         self._seconds_per_token = seconds_per_token
         self._max_running = max_running
         self._outputs: dict[str, list[int]] = {}
@@ -137,6 +138,7 @@ class ScriptedInstance:
             admitted=self._admitted,
             ended=self._ended,
             finished=self._finished,
+            room=self.offline_room,
         )
         self._admitted, self._ended, self._finished = [], [], []
         self.bus.publish(LOAD_REPORTS, report)
@@ -191,7 +193,7 @@ class ScriptedInstance:
         request, output = self.held.pop(request_id), self._outputs.pop(request_id)
         num_prompt = len(request.prompt) // 4
         self._finished.append(
-            FinishedStats(request.model, request.request_class, num_prompt, len(output), 0.0, 0.1, reason)
+            FinishedStats(request.model, request.request_class, num_prompt, len(output), 0.0, 0.1, reason, 0.05)
         )
         self._ended.append(request_id)
         self._report_soon()

@@ -75,11 +75,17 @@ def make_report(
     num_running: int = 0,
     waiting: dict[str, int] | None = None,
     offline: dict[str, int] | None = None,
+    room: int | dict[str, int] = 100_000,
     admitted: list[str] | None = None,
     ended: list[str] | None = None,
     finished: list[FinishedStats] | None = None,
 ) -> LoadReport:
-    loads = [ModelLoad(m, 0, n, (offline or {}).get(m, 0)) for m, n in (waiting or {}).items()]
+    """`waiting`: all that wait, of which `offline` are offline; `room` for offline tokens, per model or of each alike."""
+    loads = []
+    for model, num in ({"m": 0, "n": 0} | (waiting or {})).items():
+        num_offline = (offline or {}).get(model, 0)
+        tokens = room if isinstance(room, int) else room.get(model, 0)
+        loads.append(ModelLoad(model, 0, num, num_offline, num - num_offline, tokens))
     return LoadReport(
         instance_id,
         incarnation,

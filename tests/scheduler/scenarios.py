@@ -9,10 +9,18 @@ import pytest
 
 from shared.bus.interface import ServiceError
 from shared.messages import (
+    EXECUTION_STATISTICS,
+    MODELS,
+    SCHEDULER_GRANT,
     SCHEDULER_STATISTICS,
     ErrorCode,
+    ExecutionStatistics,
+    ExecutionStatisticsReport,
     FinishReason,
     GenerationRequest,
+    GrantQuery,
+    ModelSpec,
+    OfflineDemand,
     StatisticsReport,
 )
 from tests.scheduler.conftest import Stage
@@ -278,7 +286,7 @@ async def statistics_metrics_and_spans(stage: Stage) -> None:
 
     assert stage.metric("queue_length", model="later", **{"class": "offline"}) == 1
     assert stage.metric("queue_seconds_count", **{"class": "online"}) == 1
-    assert stage.metric("dispatches_total", outcome="accepted") == 1
+    assert stage.metric("dispatches_total", outcome="accepted", **{"class": "online"}) == 1
     assert stage.metric("instances", state="ready") == 1
     assert stage.metric("reports_total") > 2
     assert stage.metric("ledger_requests") == 0
@@ -288,10 +296,99 @@ async def statistics_metrics_and_spans(stage: Stage) -> None:
         span = spans[name]
         assert span.attributes is not None and span.parent is not None
         assert f"{span.context.trace_id:032x}" in TRACE and f"{span.parent.span_id:016x}" in TRACE
-        assert span.attributes["gen_ai.request.model"] == "m" and span.attributes["tideway.class"] == "online"
-        assert span.attributes["tideway.instance"] == "a"
-    assert spans["queue"].attributes["tideway.attempts"] == 1  # type: ignore[index]
+        assert span.attributes["gen_ai.request.model"] == "m" and span.attributes["tideway.request_class"] == "online"
+        assert span.attributes["tideway.instance_id"] == "a"
+    assert spans["queue"].attributes["tideway.num_attempts"] == 1  # type: ignore[index]
     assert spans["queue"].start_time <= spans["queue"].end_time <= spans["dispatch"].end_time  # type: ignore[operator]
+
+
+@scenario
+async def execution_times_are_told_on_change_and_to_new_instances(stage: Stage) -> None:
+    await stage.scheduler()
+    gateway, instance = await stage.gateway(), await stage.instance("a")
+    reports: list[ExecutionStatisticsReport] = []
+    await gateway.bus.subscribe(EXECUTION_STATISTICS, reports.append)
+    for name in ("r", "cancelled"):
+        await gateway.submit(make_request(name))
+    await eventually(lambda: len(instance.held) == 2)
+    instance.finish("cancelled", FinishReason.CANCELLED)
+    instance.finish("r", num_tokens=3)
+    await eventually(lambda: reports)
+    expected = [ExecutionStatistics("m", 0.05, 0.0, 1)]
+    assert [(report.scheduler_id, report.models) for report in reports] == [("scheduler-1", expected)]
+    await gateway.submit(make_request("same"))
+    await eventually(lambda: "same" in instance.held)
+    instance.finish("same", num_tokens=3)
+    await asyncio.sleep(1.2)
+    assert len(reports) == 1, "nothing changed"
+    await stage.instance("b")
+    await eventually(lambda: len(reports) == 2)
+    assert reports[1].models == expected
+
+    # A standby has heard them, and takes over with them.
+    standby = await stage.scheduler("scheduler-2")
+    await stage.instance("c")
+    await eventually(lambda: len(reports) == 3)
+    await stage.schedulers[0].stop()
+    await eventually(lambda: standby.is_active and len(reports) == 4)
+    assert reports[3] == ExecutionStatisticsReport("scheduler-2", expected)
+
+
+@scenario
+async def offline_requests_are_granted_and_go_where_there_is_room(stage: Stage) -> None:
+    await stage.scheduler()
+    gateway, instance = await stage.gateway(), await stage.instance("a")
+    instance.offline_room = 100
+    query = GrantQuery("g0", [OfflineDemand("batch", "tenant", "m", 500, 5000, 3600.0)])
+
+    async def granted() -> int:
+        reply = await gateway.bus.request(SCHEDULER_GRANT, query, timeout_s=2.0)
+        assert 0 < reply.ask_again_s <= 1
+        return reply.grants[0].tokens
+
+    async with asyncio.timeout(10):
+        while await granted() != 100:
+            await asyncio.sleep(0.01)
+    await eventually(lambda: stage.metric("offline_room_tokens", model="m") == 100)
+    assert stage.metric("offline_unmet_tokens", model="m") == 400
+    assert stage.metric("granted_tokens_total", model="m") >= 100
+    instance.offline_room = 45
+    async with asyncio.timeout(10):
+        while await granted() != 45:
+            await asyncio.sleep(0.01)
+    for number in range(3):
+        await gateway.submit(make_request(f"r{number}", online=False))
+    await eventually(lambda: len(instance.held) == 2)
+    instance.offline_room = 0
+    instance.report()
+    await gateway.submit(make_request("online"))
+    await eventually(lambda: "online" in instance.held)
+    assert set(instance.held) == {"r0", "r1", "online"} and await granted() == 0
+    instance.offline_room = 50
+    await eventually(lambda: "r2" in instance.held)
+    instance.finish("r0", num_tokens=20)
+    await eventually(lambda: stage.metric("offline_tokens_per_second", model="m") > 0)
+    assert (await gateway.bus.request(SCHEDULER_GRANT, query, timeout_s=2.0)).tokens_per_s["m"] > 0
+
+
+@scenario
+async def requests_of_a_removed_model_end_at_once(stage: Stage) -> None:
+    gateway = await stage.gateway()
+    models = await gateway.bus.key_value(MODELS)
+    await models.put("later", ModelSpec("later", "x"))
+    await stage.scheduler()
+    await gateway.submit(make_request("r", model="later"))
+    await models.delete("later")
+    await eventually(lambda: gateway.end_of("r"))
+    error = gateway.ends["r"].error
+    assert error is not None and error.code == ErrorCode.UNKNOWN_MODEL
+    with pytest.raises(ServiceError) as refused:
+        await gateway.submit(make_request("new", model="later"))
+    assert refused.value.code == ErrorCode.UNKNOWN_MODEL
+    await models.put("later", ModelSpec("later", "x"))
+    gateway.want(make_request("again", model="later"))
+    instance = await stage.instance("a", "later")
+    await eventually(lambda: "again" in instance.held)
 
 
 async def a_server_restart_kills_nobody(stage: Stage) -> None:

@@ -114,7 +114,7 @@ def test_order_holds_over_models_too() -> None:
 def test_waiting_offline_requests_do_not_keep_online_ones_away() -> None:
     driver = Driver(max_waiting_per_model=2)
     driver.up("a")
-    driver.report("a", waiting={"m": 2}, offline={"m": 2})
+    driver.report("a", waiting={"m": 2}, offline={"m": 2}, room=0)
     driver.submit(make_request("offline", online=False))
     driver.submit(make_request("online"))
     assert driver.dispatches() == {"online": "a"}

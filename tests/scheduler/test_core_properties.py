@@ -19,6 +19,7 @@ from services.scheduler.requests import RequestState
 from shared.messages import (
     ErrorCode,
     ErrorInfo,
+    ExecutionStatistics,
     FinishReason,
     GenerationRequest,
     HeldRequest,
@@ -27,26 +28,32 @@ from shared.messages import (
     Priority,
     RequestClass,
 )
+from shared.policies.catalogue import ORDERING_POLICIES
 from shared.settings import SchedulerSettings
 from tests.scheduler.instance_model import Instance
 from tests.scheduler.samples import make_info, make_report, make_request
 
 MODELS = ("m", "n")
 MAX_WAITING = 2
+TOKENS = 30
+"""Of every request at its longest."""
+ROOM = 50
+"""Offline tokens of a model that an instance without any would take."""
 NAMES = ("i0", "i1", "i2")
 some = st.integers(0, 1000)
 
 
 class World(RuleBasedStateMachine):
-    @initialize(num_instances=st.integers(1, 3))
-    def start(self, num_instances: int) -> None:
+    @initialize(num_instances=st.integers(1, 3), order=st.sampled_from(sorted(ORDERING_POLICIES)))
+    def start(self, num_instances: int, order: str) -> None:
         self.now = 0.0
-        self.settings = SchedulerSettings(max_queued=12, max_waiting_per_model=MAX_WAITING)
+        self.settings = SchedulerSettings(max_queued=12, max_waiting_per_model=MAX_WAITING, order_policy=order)
         self.core = SchedulerCore(self.settings, 1)
         self.instances: dict[str, Instance] = {}
         self.num_incarnations = 0
         self.num_requests = 0
         self.term = 1
+        self.removed: set[str] = set()
         self.wanted: dict[str, GenerationRequest] = {}
         """What gateways still wait for, with the epoch they know."""
         self.over: Counter[str] = Counter()
@@ -68,10 +75,12 @@ class World(RuleBasedStateMachine):
         instance.sequence += 1
         waiting = [r for name, r in instance.held.items() if name not in instance.running]
         loads = []
+        room: dict[str, int] = {}
         for model in MODELS:
             of_model = [r for r in waiting if r.model == model]
             offline = [r for r in of_model if r.request_class == RequestClass.OFFLINE]
             loads.append(ModelLoad(model, 0, len(of_model), len(offline)))
+            room[model] = max(0, ROOM - TOKENS * len(offline))
         report = make_report(
             instance.name,
             instance.sequence,
@@ -80,6 +89,7 @@ class World(RuleBasedStateMachine):
             num_running=len(instance.running),
             waiting={load.model: load.num_waiting for load in loads},
             offline={load.model: load.num_offline for load in loads},
+            room=room,
             admitted=instance.admitted,
             ended=instance.ended,
         )
@@ -138,7 +148,10 @@ class World(RuleBasedStateMachine):
                 high=wanted.priority == Priority.HIGH,
             )
             self.wanted[request_id] = again
-            assert self.core.submit(again, self.now) is None
+            refused = self.core.submit(again, self.now)
+            if refused is not None:
+                assert refused.code == ErrorCode.UNKNOWN_MODEL and again.model in self.removed
+                self.finish(request_id)
 
     def check_dispatch(self, dispatch: Dispatch) -> None:
         request, name = dispatch.request, dispatch.instance_id
@@ -146,8 +159,13 @@ class World(RuleBasedStateMachine):
         assert state is not None and state.is_candidate
         for instance in self.instances.values():
             self.check_single_owner(instance, request)
-        lane = Lane(request.model, request.request_class == RequestClass.ONLINE)
-        assert self.core.dispatcher.num_waiting(lane, name, state) <= MAX_WAITING
+        ledger = self.core.dispatcher.ledger
+        if request.request_class == RequestClass.ONLINE:
+            in_flight = ledger.num_waiting(name, request.model, online_only=True)
+            assert state.num_waiting_online[request.model] + in_flight <= MAX_WAITING
+        else:
+            in_flight = ledger.num_waiting(name, request.model, online_only=False)
+            assert state.offline_room[request.model] > TOKENS * (in_flight - MAX_WAITING - 1)
 
     def check_single_owner(self, instance: Instance, request: GenerationRequest) -> None:
         """In one epoch a request runs on one instance at most."""
@@ -160,7 +178,7 @@ class World(RuleBasedStateMachine):
             tracked = self.core.requests.get(dispatch.request.request_id)
             if tracked is None or tracked.state != RequestState.DISPATCHING:
                 continue
-            for other in self.core.queue.first(Lane(tracked.model, tracked.is_online), 100):
+            for other in self.core.queue.first(Lane(tracked.model, tracked.is_online), self.now, 100):
                 assert tracked.key < other.key or other.deadline_s <= self.now
 
     # ---------------------------------------------------------------------------------------------------- rules
@@ -175,7 +193,8 @@ class World(RuleBasedStateMachine):
         if refused is None:
             self.wanted[request.request_id] = request
         else:
-            assert refused.code == ErrorCode.OVERLOADED and len(self.core.queue) >= self.settings.max_queued
+            is_full = refused.code == ErrorCode.OVERLOADED and len(self.core.queue) >= self.settings.max_queued
+            assert is_full or (refused.code == ErrorCode.UNKNOWN_MODEL and model in self.removed)
         self.act()
 
     @precondition(lambda self: self.wanted)
@@ -291,6 +310,18 @@ class World(RuleBasedStateMachine):
         self.core.grant_grace(self.now)
         self.act()
 
+    @rule()
+    def remove_or_add_a_model(self) -> None:
+        model = MODELS[1]
+        self.removed ^= {model}
+        self.core.on_model(model, model not in self.removed, self.now)
+        self.act()
+
+    @rule(mean_s=st.floats(0.01, 10))
+    def statistics_change(self, mean_s: float) -> None:
+        self.core.queue.set_statistics(ExecutionStatistics(MODELS[0], mean_s, 0.0, 1))
+        self.act()
+
     @rule(answers=st.booleans())
     def another_leader(self, answers: bool) -> None:
         """The leader is gone with its queue; calls under way arrive, their replies reach nobody."""
@@ -301,6 +332,7 @@ class World(RuleBasedStateMachine):
         self.calls, self.asks = [], []
         self.term += 1
         self.core = SchedulerCore(self.settings, self.term)
+        self.removed = set()
         for instance in self.instances.values():
             info = make_info(instance.name, *MODELS, incarnation=instance.incarnation)
             self.core.on_registry(instance.name, info, self.now)
@@ -320,9 +352,10 @@ class World(RuleBasedStateMachine):
     @invariant()
     def everything_is_in_its_place(self) -> None:
         core, ledger = self.core, self.core.dispatcher.ledger
-        queued = {id(t) for lane in core.queue.lengths() for t in core.queue.first(lane, 10_000)}
+        queued = {id(t) for lane in core.queue.lengths() for t in core.queue.first(lane, self.now, 10_000)}
         assert queued == {id(t) for t in core.requests if t.state == RequestState.QUEUED}
         assert len(core.queue) == len(queued)
+        assert not any(lane.model in self.removed for lane in core.queue.lengths())
         num_in_flight = 0
         for tracked in core.requests:
             if tracked.state == RequestState.QUEUED:
@@ -340,11 +373,11 @@ class World(RuleBasedStateMachine):
     def nobody_waits_while_an_instance_has_room(self) -> None:
         assert self.core.actions(self.now) == []
         for lane in self.core.queue.lengths():
-            if all(tracked.deadline_s <= self.now for tracked in self.core.queue.first(lane, 100)):
+            if all(tracked.deadline_s <= self.now for tracked in self.core.queue.first(lane, self.now, 100)):
                 continue
             for name, state in self.core.cluster:
                 if state.is_candidate and lane.model in state.ready:
-                    assert self.core.dispatcher.num_waiting(lane, name, state) >= MAX_WAITING
+                    assert not self.core.dispatcher.has_room(lane, name, state)
 
     @invariant()
     def nothing_ends_twice(self) -> None:

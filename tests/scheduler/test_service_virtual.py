@@ -130,6 +130,7 @@ def test_streams_survive_deaths_delays_and_duplicates(seed: int) -> None:
                 )
             if number % 20 == 15:
                 await stage.scheduler(f"scheduler-{number}", lost_after_s=1.0)
+                await eventually(lambda: any(service.is_active for service in stage.schedulers))
                 leader = next(service for service in stage.schedulers if service.is_active)
                 if random.random() < 0.5:
                     await leader.stop()
