@@ -19,9 +19,11 @@ from rich.console import Console
 from shared.engine import recording
 from shared.service import OPERATOR_ERROR_EXIT_CODE
 from shared.settings import SettingsError
+from tideway.bench.command import bench
 from tideway.console import Reporter
 from tideway.data_folder import DataFolder, OperatorError
 from tideway.preflight import parse_models
+from tideway.profile import profile
 from tideway.status import show_status
 from tideway.tree import UpOptions
 from tideway.up import Up
@@ -156,6 +158,10 @@ def replay(file: Annotated[Path, typer.Argument(help="What TIDEWAY_RECORD_FILE m
         raise OperatorError(f"{file}: {error}") from None
     engine.check()
     print(f"{num_plans} plans, all as recorded; {len(engine.all_held())} requests were open at the end.")
+
+
+app.command()(bench)
+app.command()(profile)
 
 
 @app.command("version")

@@ -1,0 +1,84 @@
+"""`tideway profile` measures a checkpoint, prints what it found and stores it where instances look."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+
+from shared.bus.nats_bus import NatsBus
+from shared.cost_model import CostModel
+from shared.messages import COST_MODELS, bucket_key
+from shared.settings import BusSettings
+from tests.worker.checkpoints import write_checkpoint
+from tideway import profile
+from tideway.data_folder import OperatorError
+
+
+@pytest.fixture(autouse=True)
+def threads():
+    """The command takes as many as an instance would."""
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def run(*models: str, data_dir: Path) -> None:
+    profile.profile(list(models), brief=True, instances=2, data_dir=data_dir)
+
+
+def test_a_model_is_measured_and_stored(
+    tmp_path: Path,
+    nats_settings: BusSettings,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("TIDEWAY_NATS_URL", nats_settings.nats_url)
+    monkeypatch.setenv("TIDEWAY_NATS_USER", nats_settings.nats_user)
+    monkeypatch.setenv("TIDEWAY_NATS_PASSWORD", nats_settings.nats_password)
+    monkeypatch.setenv("TIDEWAY_TOKEN_BUDGET", "100")
+    path = write_checkpoint(tmp_path, "llama")
+    run(f"small={path}", data_dir=tmp_path / "data")
+    said = capsys.readouterr().out
+    assert "Steps of small" in said and "held out" in said and "median error" in said and "and NATS." in said
+
+    folder = tmp_path / "data" / profile.FOLDER
+    (file,) = folder.rglob("*.json")
+    stored = msgspec.json.decode(file.read_bytes(), type=CostModel)
+    assert stored.num_layers == 3 and stored.fixed_s > 0 and 0 < stored.median_error < 1
+
+    async def entries() -> dict[str, CostModel]:
+        bus = await NatsBus.connect(nats_settings, "test", "test")
+        bucket = await bus.key_value(COST_MODELS)
+        found = {
+            key: msgspec.json.decode(entry.value.cost_model, type=CostModel)
+            for key, entry in (await bucket.entries()).items()
+            if entry.value.key.startswith("LlamaForCausalLM_3-layers")
+        }
+        await bus.close()
+        return found
+
+    key = str(file.relative_to(folder)).removesuffix(".json")
+    assert asyncio.run(entries()) == {key: stored}
+    assert bucket_key("LlamaForCausalLM_3-layers") in key
+
+
+def test_without_nats_the_folder_has_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("TIDEWAY_NATS_URL", raising=False)
+    run(str(write_checkpoint(tmp_path, "opt")), data_dir=tmp_path / "data")
+    (file,) = (tmp_path / "data" / profile.FOLDER).rglob("*.json")
+    assert f"Stored in {file}." in capsys.readouterr().out
+
+
+def test_what_is_no_checkpoint_is_refused_with_a_sentence(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(OperatorError, match=r"config\.json"):
+        run(str(tmp_path / "empty"), data_dir=tmp_path / "data")
+    (tmp_path / "empty" / "config.json").write_text("{}")
+    with pytest.raises(OperatorError, match="supported"):
+        run(str(tmp_path / "empty"), data_dir=tmp_path / "data")

@@ -1,0 +1,176 @@
+"""`tideway profile`: measures models on this machine as an instance of it would run them, and stores their cost models.
+
+Into the data folder always, and into the key-value store of a Tideway that runs on it or that TIDEWAY_NATS_URL names.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import msgspec
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from shared.bus.interface import Bus
+from shared.bus.nats_bus import NatsBus
+from shared.checkpoint import CheckpointError
+from shared.cost_model import CostModel
+from shared.engine import slab
+from shared.messages import ModelSpec
+from shared.settings import BusSettings, InstanceSettings, WorkerSettings, load
+from tideway.data_folder import DataFolder, OperatorError
+from tideway.preflight import parse_models
+from tideway.tree import bus_environment
+
+if TYPE_CHECKING:
+    from services.worker.profiler import Extent, Profile, ProfiledModel, Work
+
+log = logging.getLogger(__name__)
+
+FOLDER = "cost_models"
+"""In the data folder."""
+CONNECT_TIMEOUT_S = 5.0
+DEFAULT_STEP_TOKENS = {"cpu": 512, "cuda": 8192}
+"""As an instance's where TIDEWAY_TOKEN_BUDGET says nothing."""
+MAX_POOL_BYTES = 2 * 1024**3
+POOL_SHARE = 0.25
+"""Of the memory that is free once the weights are there."""
+
+
+def profile(
+    model: Annotated[
+        list[str] | None,
+        typer.Option(help="NAME=FOLDER or NAME=HUB_ID; repeatable. Without any, the two demonstration models."),
+    ] = None,
+    brief: Annotated[bool, typer.Option("--brief", help="Seconds instead of minutes, as an instance does it.")] = False,
+    instances: Annotated[
+        int, typer.Option(envvar="TIDEWAY_NUM_INSTANCES", min=1, help="That will share this machine's cores.")
+    ] = 2,
+    data_dir: Annotated[
+        Path, typer.Option("--data-dir", envvar="TIDEWAY_DATA_DIR", help="Cost models go to its folder cost_models.")
+    ] = Path(".tideway"),
+) -> None:
+    """Measure how long steps take, and store the cost models that instances plan with."""
+    # Before torch is imported, as in an instance.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    from services.worker.profiler import BRIEF, FULL, ProfileError
+
+    specs = parse_models(model or [])
+    data = DataFolder(data_dir)
+    data.prepare()
+    try:
+        for spec in specs:
+            asyncio.run(run(spec, data, instances, BRIEF if brief else FULL, Console()))
+    except (CheckpointError, ProfileError) as error:
+        raise OperatorError(str(error)) from None
+
+
+async def run(spec: ModelSpec, data: DataFolder, num_instances: int, extent: Extent, console: Console) -> CostModel:
+    """Measures one model, prints the table, stores the result. Raises `CheckpointError` and `ProfileError`."""
+    from services.worker.cost_models import CostModelStore
+
+    with console.status(f"{spec.name}: measuring, {extent.time_s:.0f} s at most") as status:
+        model, measured = await asyncio.to_thread(
+            measure, spec, num_instances, extent, lambda text: status.update(f"{spec.name}: {text}")
+        )
+    console.print(table(spec.name, measured))
+    cost_model = measured.cost_model
+    console.print(
+        f"{spec.name} on {model.key}: median error {cost_model.median_error:.1%}, p99 {cost_model.p99_error:.1%} "
+        f"over {len(measured.held_out)} held-out steps",
+        soft_wrap=True,
+    )
+    bus = await _connect(data)
+    try:
+        places = await CostModelStore(bus, data.path / FOLDER).put(model.key, cost_model)
+    finally:
+        if bus is not None:
+            await bus.close()
+    if not places:
+        raise OperatorError("The cost model could be stored nowhere.")
+    console.print(f"Stored in {' and '.join(places)}.", soft_wrap=True)
+    return cost_model
+
+
+def measure(
+    spec: ModelSpec, num_instances: int, extent: Extent, tell: Callable[[str], None]
+) -> tuple[ProfiledModel, Profile]:
+    """Blocking. Raises `CheckpointError` and `ProfileError`."""
+    import torch
+
+    from services.worker import profiler
+    from services.worker.cost_models import profiled_model
+    from services.worker.executor import Executor
+    from services.worker.machine import survey
+
+    machine = survey(msgspec.structs.replace(load(WorkerSettings), num_instances=num_instances))
+    settings = load(InstanceSettings)
+    device = torch.device(machine.device)
+    if device.type == "cpu":
+        torch.set_num_threads(machine.num_threads)
+    loader = Executor(device, 1, slab.ALIGNMENT_BYTES, 1)
+    tell("loading")
+    prepared = loader.prepare_model(spec)
+    slot_bytes = prepared.model.kv_shape(prepared.page_tokens).slot_bytes
+    merged_bytes = slab.choose_merged_bytes([slot_bytes])
+    pool_bytes = min(MAX_POOL_BYTES, int(POOL_SHARE * loader.free_memory_bytes()))
+    num_merged = max(1, pool_bytes // merged_bytes)
+    executor = Executor(device, num_merged, merged_bytes, settings.max_running)
+    model = profiled_model(spec, executor.add_model(prepared), device)
+    num_done = 0
+
+    def on_step() -> None:
+        nonlocal num_done
+        num_done += 1
+        tell(f"{num_done} steps measured, {extent.time_s:.0f} s at most")
+
+    slots = range(num_merged * model.shape.slots_per_merged)
+    max_step_tokens = settings.token_budget or DEFAULT_STEP_TOKENS[device.type]
+    return model, profiler.profile(executor, model, slots, max_step_tokens, extent, on_step=on_step)
+
+
+def table(name: str, measured: Profile) -> Table:
+    """Measured against predicted, held-out steps last."""
+    result = Table("step", "measured ms", "predicted ms", "error", title=f"Steps of {name}")
+    for title, works in (("fitted", measured.fitted), ("held out", measured.held_out)):
+        result.add_section()
+        result.add_row(f"[bold]{title}")
+        for work, seconds in works:
+            predicted_s = measured.cost_model.predict(work.shape)
+            error = predicted_s / seconds - 1
+            result.add_row(describe(work), f"{1e3 * seconds:.2f}", f"{1e3 * predicted_s:.2f}", f"{error:+.1%}")
+    return result
+
+
+def describe(work: Work) -> str:
+    shape = work.shape
+    chunks = [f"{count} after {start}" for start, count in zip(work.starts, work.counts, strict=True) if count > 1]
+    parts = [f"chunks {', '.join(chunks)}"] if chunks else []
+    if shape.num_decodes:
+        mean = shape.decode_context_tokens / shape.num_decodes
+        parts.insert(0, f"{shape.num_decodes} decodes after {mean:.0f}")
+    return "; ".join(parts)
+
+
+async def _connect(data: DataFolder) -> Bus | None:
+    """The bus of the Tideway that runs on `data`, else that of the environment; None without one that answers."""
+    environment = dict(os.environ)
+    state = data.read_state() if data.holder_pid() else None
+    if not environment.get("TIDEWAY_NATS_URL"):
+        if state is None:
+            return None
+        credentials = data.credentials()
+        environment |= bus_environment(state.nats_url, credentials.nats_user, credentials.nats_password)
+    settings = load(BusSettings, environment)
+    try:
+        async with asyncio.timeout(CONNECT_TIMEOUT_S):
+            return await NatsBus.connect(settings, "tideway", "profile")
+    except TimeoutError:
+        log.error("NATS at %s does not answer: the cost model is stored in %s alone.", settings.nats_url, data.path)
+        return None
