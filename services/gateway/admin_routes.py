@@ -69,6 +69,8 @@ async def list_models(context: GatewayContext, request: Request) -> Response:
                 spec.dtype,
                 spec.max_model_len,
                 spec.replicas,
+                spec.ttft_ms,
+                spec.tpot_ms,
                 instances,
                 unplaced.get(spec.name),
             )
@@ -79,7 +81,15 @@ async def list_models(context: GatewayContext, request: Request) -> Response:
 async def add_model(context: GatewayContext, request: Request) -> Response:
     _authenticate(context, request)
     message = await read_message(request, _ADD_MODEL, context.settings.max_body_bytes)
-    spec = ModelSpec(message.name, message.source, message.dtype or "auto", message.max_model_len, message.replicas)
+    spec = ModelSpec(
+        message.name,
+        message.source,
+        message.dtype or "auto",
+        message.max_model_len,
+        message.replicas,
+        message.ttft_ms or 0.0,
+        message.tpot_ms or 0.0,
+    )
     call = context.bus.request(PLACEMENT_ADD_MODEL, AddModel(spec), timeout_s=PLACEMENT_TIMEOUT_S)
     return json_response(await _api_errors(call))
 

@@ -54,6 +54,8 @@ class Key:
     """An API key's limits (None: none) and use."""
 
     def __init__(self, max_in_flight: int | None = None, tokens_per_minute: int | None = None) -> None:
+        self.tenant = ""
+        """Whose files and batches this key sees; empty where no keys are configured."""
         self.max_in_flight = max_in_flight
         self.tokens_per_minute = tokens_per_minute
         self.num_in_flight = 0
@@ -107,6 +109,8 @@ class Admission:
     def __init__(self, keys: dict[str, Key], admin_key: str, max_in_flight: int) -> None:
         """`max_in_flight`: sequences over all calls."""
         self._keys = {_digest(key): limits for key, limits in keys.items()}
+        for digest, limits in self._keys.items():
+            limits.tenant = digest.hex()[:32]
         self._admin_key = _digest(admin_key) if admin_key else None
         self._anybody = Key()
         self.max_in_flight = max_in_flight

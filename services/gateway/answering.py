@@ -6,6 +6,7 @@ import asyncio
 import functools
 import logging
 import time
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -19,6 +20,7 @@ from services.gateway.context import GatewayContext
 from services.gateway.errors import ApiError, invalid, of_info
 from services.gateway.exchange import CLIENT_GONE_STATUS, ClientGone, EventStream, Exchange
 from services.gateway.generation import Delta, Generation, Prompt
+from services.gateway.metrics import CallMetrics
 from services.gateway.parsing import (
     DEFAULT_COMPLETION_TOKENS,
     MAX_SEQUENCES,
@@ -90,32 +92,22 @@ async def _generate(
         async with asyncio.timeout(options.timeout_s):
             tokenizer = await context.tokenizers.get(spec)
             with context.telemetry.tracer.start_as_current_span("tokenize"):
-                prompts = await _prompts(context, spec, tokenizer, message, options, texts_or_ids)
+                prompts = await make_prompts(context, spec, tokenizer, message, options, texts_or_ids)
     except TimeoutError:
         message_text = f"The request's time limit of {options.timeout_s:g} s has passed."
         raise ApiError(408, message_text, type="timeout_error", code="deadline_exceeded") from None
     ticket.charge_prompt(sum(len(prompt.tokens) for prompt in prompts), context.bus.now())
 
-    generation = exchange.generation = Generation(
-        table=context.table,
-        template=GenerationRequest(
-            request_id=exchange.call_id,
-            gateway_id=context.gateway_id,
-            model=spec.name,
-            prompt=b"",
-            sampling=prompts[0].sampling,
-            request_class=options.request_class,
-            priority=options.priority,
-            timeout_s=options.timeout_s,
-            traceparent=current_traceparent(),
-        ),
-        prompts=prompts,
-        options=options,
-        tokenizer=tokenizer,
-        metrics=metrics,
-        arrived_at=exchange.arrived_at,
-        now=context.bus.now,
-        on_output=ticket.charge_output,
+    generation = exchange.generation = new_generation(
+        context,
+        exchange.call_id,
+        message,
+        options,
+        prompts,
+        tokenizer,
+        metrics,
+        exchange.arrived_at,
+        ticket.charge_output,
     )
     with context.telemetry.tracer.start_as_current_span("place"):
         await exchange.unless_gone(generation.start())
@@ -158,7 +150,44 @@ def _keep_alive_s(request: Request) -> float | None:
     return min(interval_s, 3600.0)
 
 
-async def _prompts(
+def new_generation(
+    context: GatewayContext,
+    call_id: str,
+    message: GenerationFields,
+    options: Options,
+    prompts: list[Prompt],
+    tokenizer: ModelTokenizer,
+    metrics: CallMetrics,
+    arrived_at: float,
+    on_output: Callable[[int, float], None],
+) -> Generation:
+    template = GenerationRequest(
+        request_id=call_id,
+        gateway_id=context.gateway_id,
+        model=message.model,
+        prompt=b"",
+        sampling=prompts[0].sampling,
+        request_class=options.request_class,
+        priority=options.priority,
+        timeout_s=options.timeout_s,
+        traceparent=current_traceparent(),
+        ttft_objective_s=(message.ttft_ms or 0.0) / 1000,
+        tpot_objective_s=(message.tpot_ms or 0.0) / 1000,
+    )
+    return Generation(
+        table=context.table,
+        template=template,
+        prompts=prompts,
+        options=options,
+        tokenizer=tokenizer,
+        metrics=metrics,
+        arrived_at=arrived_at,
+        now=context.bus.now,
+        on_output=on_output,
+    )
+
+
+async def make_prompts(
     context: GatewayContext,
     spec: ModelSpec,
     tokenizer: ModelTokenizer,

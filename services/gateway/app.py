@@ -15,7 +15,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from services.gateway import admin_routes, other_routes
+from services.gateway import admin_routes, batch_routes, file_routes, other_routes
 from services.gateway.answering import answer_chat, answer_completion
 from services.gateway.bodies import EarlyAnswer
 from services.gateway.context import GatewayContext
@@ -23,9 +23,14 @@ from services.gateway.errors import ApiError, of_info
 from services.gateway.exchange import CLIENT_GONE_STATUS
 from services.gateway.openapi import Route, describe
 from services.gateway.replies import (
+    BatchList,
+    BatchObject,
     ChatCompletion,
     Completion,
+    DeletedFile,
     DetokenizeReply,
+    FileList,
+    FileObject,
     ModelCard,
     ModelList,
     ModelStates,
@@ -37,6 +42,7 @@ from services.gateway.schemas import (
     AddModelRequest,
     ChatRequest,
     CompletionRequest,
+    CreateBatchRequest,
     DetokenizeRequest,
     TokenizeRequest,
 )
@@ -54,12 +60,46 @@ TOKENIZER_ERRORS = (400, 401, 404, 413, 415, 503)
 ADMIN_ERRORS = (401, 403, 408, 409, 429, 500, 503)
 PLACEMENT_ERRORS = (400, 404, 413, 415, *ADMIN_ERRORS)
 
+FILE_ERRORS = (401, 404, 408, 429, 500, 503)
+BATCH_ERRORS = (400, 409, *FILE_ERRORS)
+
+_LIMITS = {"type": "integer", "minimum": 1}
+_LIST_QUERY = (("after", {"type": "string"}), ("limit", {**_LIMITS, "maximum": batch_routes.MAX_BATCHES_LISTED}))
+_FILE_LIST_QUERY = (
+    ("after", {"type": "string"}),
+    ("limit", {**_LIMITS, "maximum": file_routes.MAX_FILES_LISTED}),
+    ("order", {"type": "string", "enum": ["asc", "desc"]}),
+    ("purpose", {"type": "string"}),
+)
+_UPLOAD = {
+    "type": "object",
+    "required": ["file", "purpose"],
+    "properties": {
+        "file": {"type": "string", "format": "binary"},
+        "purpose": {"type": "string", "enum": list(file_routes.PURPOSES)},
+        "expires_after[anchor]": {"type": "string", "enum": ["created_at"]},
+        "expires_after[seconds]": {
+            "type": "integer",
+            "minimum": file_routes.MIN_EXPIRY_S,
+            "maximum": file_routes.MAX_EXPIRY_S,
+        },
+    },
+}
 _TOKENIZE = (other_routes.tokenize, TokenizeRequest, TokenizeReply)
 _DETOKENIZE = (other_routes.detokenize, DetokenizeRequest, DetokenizeReply)
 
 ROUTES = (
     Route("POST", "/v1/chat/completions", answer_chat, ChatRequest, ChatCompletion, GENERATION_ERRORS, True),
     Route("POST", "/v1/completions", answer_completion, CompletionRequest, Completion, GENERATION_ERRORS, True),
+    Route("POST", "/v1/files", file_routes.upload_file, None, FileObject, (400, 413, 415, *FILE_ERRORS), form=_UPLOAD),
+    Route("GET", "/v1/files", file_routes.list_files, None, FileList, (400, *FILE_ERRORS), query=_FILE_LIST_QUERY),
+    Route("GET", "/v1/files/{file_id}", file_routes.get_file, None, FileObject, FILE_ERRORS),
+    Route("GET", "/v1/files/{file_id}/content", file_routes.get_content, None, bytes, FILE_ERRORS),
+    Route("DELETE", "/v1/files/{file_id}", file_routes.delete_file, None, DeletedFile, FILE_ERRORS),
+    Route("POST", "/v1/batches", batch_routes.create_batch, CreateBatchRequest, BatchObject, (413, 415, *BATCH_ERRORS)),
+    Route("GET", "/v1/batches", batch_routes.list_batches, None, BatchList, BATCH_ERRORS, query=_LIST_QUERY),
+    Route("GET", "/v1/batches/{batch_id}", batch_routes.get_batch, None, BatchObject, BATCH_ERRORS),
+    Route("POST", "/v1/batches/{batch_id}/cancel", batch_routes.cancel_batch, None, BatchObject, BATCH_ERRORS),
     Route("GET", "/v1/models", other_routes.list_models, None, ModelList, (401,)),
     Route("GET", "/v1/models/{model:path}", other_routes.get_model, None, ModelCard, (401, 404)),
     Route("POST", "/tokenize", *_TOKENIZE, TOKENIZER_ERRORS),

@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from services.gateway.admission import Admission
+from services.gateway.batches import Batches
 from services.gateway.catalog import Catalog
+from services.gateway.files import Files
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.stream_table import StreamTable
 from services.gateway.tokenization import Tokenizers
@@ -25,3 +27,5 @@ class GatewayContext:
     tokenizers: Tokenizers
     catalog: Catalog
     table: StreamTable
+    files: Files
+    batches: Batches

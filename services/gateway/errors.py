@@ -86,8 +86,9 @@ def decode(decoder: msgspec.json.Decoder[Any], body: bytes) -> Any:
     try:
         return decoder.decode(body)
     except msgspec.ValidationError as error:
-        sentence, _, path = str(error).partition(" - at `$")
-        param = path.rstrip("`").removeprefix(".")
+        # "Expected `int` - at `$.field`" or "... - at `key` in `$.field`"
+        sentence, _, place = str(error).partition(" - at ")
+        param = place.rpartition("`$")[2].rstrip("`").removeprefix(".")
         if missing := _MISSING.search(sentence):
             param = f"{param}.{missing[1]}" if param else missing[1]
         where = f"Invalid value for '{param}'" if param else "Invalid request body"

@@ -30,14 +30,14 @@ from shared.telemetry import context_of
 logger = logging.getLogger(__name__)
 
 CLIENT_GONE_STATUS = 499
-_ID_PREFIXES = {"chat": "chatcmpl-", "text_completion": "cmpl-"}
+ID_PREFIXES = {"chat": "chatcmpl-", "text_completion": "cmpl-"}
 
 
 class ClientGone(Exception):
     """The client closed its connection; nobody reads the answer."""
 
 
-def _outcome(error: BaseException | None) -> tuple[str, int]:
+def outcome_of(error: BaseException | None) -> tuple[str, int]:
     """The metric's label and the HTTP status."""
     if error is None:
         return "ok", 200
@@ -58,7 +58,7 @@ class Exchange:
     def __init__(self, context: GatewayContext, request: Request, operation: Operation) -> None:
         self.context = context
         self.operation = operation
-        self.call_id = _ID_PREFIXES[operation] + uuid.uuid4().hex
+        self.call_id = ID_PREFIXES[operation] + uuid.uuid4().hex
         self.arrived_at = context.bus.now()
         self.ticket: Ticket | None = None
         self.generation: Generation | None = None
@@ -136,7 +136,7 @@ class Exchange:
             self._watch.cancel()
         if self.ticket is not None:
             self.ticket.release()
-        outcome, status = _outcome(error)
+        outcome, status = outcome_of(error)
         metrics = self.context.metrics
         metrics.requests.labels(self._model, self._class.value, outcome).inc()
         if outcome == "disconnected":
@@ -146,7 +146,8 @@ class Exchange:
         now = self.context.bus.now()
         if self.generation is not None:
             self.generation.close()
-            self._measure(self.generation, now)
+            assert self._metrics is not None
+            measure(self._metrics, self.generation, now)
             if self.span.is_recording():
                 self.span.set_attributes(response_attributes(self.generation, self.call_id, self._model, now))
         self.span.set_attribute("http.response.status_code", status)
@@ -156,21 +157,21 @@ class Exchange:
                 self.span.set_status(StatusCode.ERROR, str(error))
         self.span.end()
 
-    def _measure(self, generation: Generation, now: float) -> None:
-        metrics = self._metrics
-        assert metrics is not None
-        duration_s = now - self.arrived_at
-        metrics.prompt_tokens.inc(generation.num_prompt_tokens)
-        if generation.is_done:
-            metrics.duration.observe(duration_s)
-            metrics.gen_ai_duration.observe(duration_s)
-        num_later = generation.num_output_tokens - len(generation.choices)
-        if generation.first_token_at is not None and num_later > 0:
-            decode_s = now - generation.first_token_at
-            metrics.gen_ai_per_token.observe(decode_s * len(generation.choices) / num_later)
-        for choice in generation.choices:
-            if choice.stream is not None and (timing := choice.stream.state.timing) is not None:
-                metrics.queue.observe(queue_s(generation, timing.prefill_s))
+
+def measure(metrics: CallMetrics, generation: Generation, now: float) -> None:
+    """At the end of a call, whatever its outcome."""
+    duration_s = now - generation.arrived_at
+    metrics.prompt_tokens.inc(generation.num_prompt_tokens)
+    if generation.is_done:
+        metrics.duration.observe(duration_s)
+        metrics.gen_ai_duration.observe(duration_s)
+    num_later = generation.num_output_tokens - len(generation.choices)
+    if generation.first_token_at is not None and num_later > 0:
+        decode_s = now - generation.first_token_at
+        metrics.gen_ai_per_token.observe(decode_s * len(generation.choices) / num_later)
+    for choice in generation.choices:
+        if choice.stream is not None and (timing := choice.stream.state.timing) is not None:
+            metrics.queue.observe(queue_s(generation, timing.prefill_s))
 
 
 class EventStream(Response):

@@ -58,6 +58,17 @@ class GatewayMetrics:
         self.replays = counter("replays", "Replay queries sent to instances", "reason")
         self.bypassed = counter("bypass_placements", "Requests placed on an instance without a scheduler")
         self.dropped_entries = counter("dropped_entries", "Token entries not taken, by reason", "reason")
+        self.batches = Gauge(
+            "tideway_gateway_batches",
+            "Batches of the cluster by status (every gateway shows all)",
+            ["status"],
+            registry=registry,
+        )
+        self.batch_lines = counter("batch_lines", "Batch lines ended here, by result", "result")
+        self.batch_retries = counter("batch_line_retries", "Failures of batch lines that were tried again", "reason")
+        self.batch_lines_in_flight = Gauge(
+            "tideway_gateway_batch_lines_in_flight", "Batch lines being generated for this gateway", registry=registry
+        )
         self._prompt_tokens = counter("prompt_tokens", "Prompt tokens of requests", *both)
         self._output_tokens = counter("output_tokens", "Tokens delivered", *both)
         prefix = "tideway_gateway_"

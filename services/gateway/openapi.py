@@ -21,7 +21,7 @@ _ERROR_TEXTS = {
     408: "The request's time limit passed",
     409: "In conflict with the present state",
     413: "The body is too large",
-    415: "The content type is not JSON",
+    415: "The content type is another than the endpoint takes",
     429: "Too much at once; see Retry-After",
     500: "A defect of the server",
     501: "Not supported",
@@ -55,19 +55,25 @@ _RULES_OVER_FIELDS: dict[str, dict[str, Any]] = {
 class Route:
     method: str
     path: str
-    """With Starlette's parameters; the only one is `{model:path}`."""
+    """With Starlette's parameters."""
     handler: Callable[..., Awaitable[Response]]
     request: type[Any] | None
     reply: type[Any] | None
-    """str: plain text; dict: any object; None: no body."""
+    """str: plain text; bytes: any bytes; dict: any object; None: no body."""
     errors: tuple[int, ...] = ()
     is_generation: bool = False
     not_ready_reply: type[Any] | None = None
     """What a 503 has instead of an error."""
+    query: tuple[tuple[str, dict[str, Any]], ...] = ()
+    """Names and schemas of query parameters."""
+    form: dict[str, Any] | None = None
+    """Schema of a multipart body."""
 
 
 def describe(routes: Sequence[Route]) -> dict[str, Any]:
-    types = {t for route in routes for t in (route.request, route.reply) if t not in (None, str, dict)} | {ErrorReply}
+    types = {t for route in routes for t in (route.request, route.reply) if t not in (None, str, bytes, dict)} | {
+        ErrorReply
+    }
     ordered = sorted(types, key=lambda t: str(t.__name__))
     schemas, components = msgspec.json.schema_components(ordered, ref_template=_REF)
     for name, schema in components.items():
@@ -95,9 +101,12 @@ def _operation(route: Route, schema_of: dict[Any, Any]) -> dict[str, Any]:
         {"name": name, "in": "header", "required": False, "description": text, "schema": schema}
         for name, text, schema in headers
     ]
-    if "{model:path}" in route.path:
-        schema = {"type": "string", "minLength": 1}
-        parameters.append({"name": "model", "in": "path", "required": True, "schema": schema})
+    in_path = re.findall(r"\{(\w+)", route.path)
+    for name in in_path:
+        text_schema = {"type": "string", "minLength": 1}
+        parameters.append({"name": name, "in": "path", "required": True, "schema": text_schema})
+    for name, query_schema in route.query:
+        parameters.append({"name": name, "in": "query", "required": False, "schema": query_schema})
     responses: dict[str, Any] = {"200": {"description": "Success", "content": _content(route, schema_of)}}
     for status in route.errors:
         error = {"application/json": {"schema": schema_of[ErrorReply]}}
@@ -105,14 +114,16 @@ def _operation(route: Route, schema_of: dict[Any, Any]) -> dict[str, Any]:
     if route.not_ready_reply is not None:
         content = {"application/json": {"schema": schema_of[route.not_ready_reply]}}
         responses["503"] = {"description": "Nothing can be served now", "content": content}
-    words = re.sub(r"\{.*|\W", " ", route.path).split()
+    words = re.sub(r"\{\w+(:path)?\}|\W", " ", route.path).split()
     operation: dict[str, Any] = {
-        "operationId": "_".join([route.method.lower(), *words, *(["model"] if "{" in route.path else [])]),
+        "operationId": "_".join([route.method.lower(), *words, *in_path]),
         "parameters": parameters,
         "responses": responses,
     }
     if route.handler.__doc__:
         operation["description"] = route.handler.__doc__
+    if route.form is not None:
+        operation["requestBody"] = {"required": True, "content": {"multipart/form-data": {"schema": route.form}}}
     if route.request is not None:
         content = {"application/json": {"schema": schema_of[route.request]}}
         operation["requestBody"] = {"required": True, "content": content}
@@ -124,6 +135,8 @@ def _content(route: Route, schema_of: dict[Any, Any]) -> dict[str, Any]:
         return {}
     if route.reply is str:
         return {"text/plain": {"schema": {"type": "string"}}}
+    if route.reply is bytes:
+        return {"application/octet-stream": {}}
     if route.reply is dict:
         return {"application/json": {"schema": {"type": "object"}}}
     content = {"application/json": {"schema": schema_of[route.reply]}}

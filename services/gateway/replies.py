@@ -148,6 +148,9 @@ class ModelState(msgspec.Struct):
     dtype: str
     max_model_len: int | None
     replicas: int | None
+    ttft_ms: float
+    """Objective of online requests that name none; 0: the instance's default. Likewise `tpot_ms`."""
+    tpot_ms: float
     instances: dict[str, str]
     """Instance id to the model's state there: loading, ready, unloading, failed."""
     unplaced: str | None
@@ -156,3 +159,103 @@ class ModelState(msgspec.Struct):
 
 class ModelStates(msgspec.Struct):
     models: list[ModelState]
+
+
+class FileObject(msgspec.Struct):
+    id: str
+    object: Literal["file"]
+    bytes: int
+    created_at: int
+    expires_at: int | None
+    filename: str
+    purpose: str
+    status: Literal["processed"]
+    """Deprecated upstream, and required by its clients."""
+
+
+class FileList(msgspec.Struct):
+    object: Literal["list"]
+    data: list[FileObject]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
+class DeletedFile(msgspec.Struct):
+    id: str
+    object: Literal["file"]
+    deleted: bool
+
+
+class BatchError(msgspec.Struct):
+    code: str
+    message: str
+    line: int | None
+    param: str | None
+
+
+class BatchErrors(msgspec.Struct):
+    object: Literal["list"]
+    data: list[BatchError]
+
+
+class BatchRequestCounts(msgspec.Struct):
+    total: int
+    completed: int
+    failed: int
+    """Lines in the error file: refused, failed, expired, cancelled."""
+
+
+class BatchInputDetails(msgspec.Struct):
+    cached_tokens: int
+
+
+class BatchOutputDetails(msgspec.Struct):
+    reasoning_tokens: int
+
+
+class BatchUsage(msgspec.Struct):
+    input_tokens: int
+    input_tokens_details: BatchInputDetails
+    output_tokens: int
+    output_tokens_details: BatchOutputDetails
+    total_tokens: int
+
+
+class BatchObject(msgspec.Struct):
+    """Times are Unix seconds."""
+
+    id: str
+    object: Literal["batch"]
+    endpoint: str
+    model: str | None
+    errors: BatchErrors | None
+    input_file_id: str
+    completion_window: str
+    status: Literal[
+        "validating", "failed", "in_progress", "finalizing", "completed", "expired", "cancelling", "cancelled"
+    ]
+    output_file_id: str | None
+    error_file_id: str | None
+    created_at: int
+    in_progress_at: int | None
+    expires_at: int
+    finalizing_at: int | None
+    completed_at: int | None
+    failed_at: int | None
+    expired_at: int | None
+    cancelling_at: int | None
+    cancelled_at: int | None
+    request_counts: BatchRequestCounts
+    usage: BatchUsage
+    metadata: dict[str, str] | None
+    predicted_finish_at: int | None
+    """Not OpenAI's: when the batch will probably be done, at the present throughput."""
+
+
+class BatchList(msgspec.Struct):
+    object: Literal["list"]
+    data: list[BatchObject]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool

@@ -24,6 +24,7 @@ TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 StopString = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_CHARACTERS)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 Bias = Annotated[float, Meta(ge=-100, le=100)]
+Milliseconds = Annotated[float, Meta(gt=0, le=3_600_000)]
 ModelName = Annotated[str, Meta(min_length=1, max_length=512)]
 
 # Fields that would change the answer in ways that this server cannot: they are accepted where they are without effect
@@ -87,6 +88,10 @@ class GenerationFields(msgspec.Struct, kw_only=True):
     """A lower number is more urgent; below 0 is "high"."""
     service_tier: Literal["auto", "default", "flex", "priority"] | None = None
     """flex: served as offline work; priority: served as high priority."""
+    ttft_ms: Milliseconds | None = None
+    """Objective for the time to first token; the model's where it is not given."""
+    tpot_ms: Milliseconds | None = None
+    """Objective for the time per output token after the first; likewise."""
     request_timeout_s: Annotated[float, Meta(gt=0)] | None = msgspec.field(default=None, name="x-request-timeout")
     """Seconds; the header of that name does the same. Never more than the server's own limit."""
     user: str | None = None
@@ -190,3 +195,27 @@ class AddModelRequest(msgspec.Struct, kw_only=True):
     dtype: Literal["auto", "float32", "float16", "bfloat16"] | None = None
     max_model_len: Annotated[int, Meta(ge=1, le=2**31 - 1)] | None = None
     replicas: Annotated[int, Meta(ge=1, le=10_000)] | None = None
+    ttft_ms: Milliseconds | None = None
+    """Objective of online requests that name none: time to first token."""
+    tpot_ms: Milliseconds | None = None
+    """Likewise per output token after the first."""
+
+
+class OutputExpiry(msgspec.Struct, frozen=True):
+    anchor: Literal["created_at"]
+    seconds: Annotated[int, Meta(ge=3600, le=2_592_000)]
+
+
+MetadataKey = Annotated[str, Meta(max_length=64)]
+MetadataValue = Annotated[str, Meta(max_length=512)]
+
+
+class CreateBatchRequest(msgspec.Struct, kw_only=True):
+    input_file_id: Annotated[str, Meta(min_length=1, max_length=128)]
+    endpoint: Literal["/v1/chat/completions", "/v1/completions"]
+    completion_window: Annotated[
+        str, Meta(min_length=2, max_length=32, pattern=r"^([0-9]{1,5}d)?([0-9]{1,5}h)?([0-9]{1,5}m)?([0-9]{1,7}s)?$")
+    ]
+    """Such as 24h, 10m or 1h30m; at most 30 days."""
+    metadata: Annotated[dict[MetadataKey, MetadataValue], Meta(max_length=16)] | None = None
+    output_expires_after: OutputExpiry | None = None

@@ -14,8 +14,11 @@ import uvicorn
 
 from services.gateway.admission import Admission, read_keys
 from services.gateway.app import make_app
+from services.gateway.batch_service import BatchService
+from services.gateway.batches import Batches
 from services.gateway.catalog import Catalog
 from services.gateway.context import GatewayContext
+from services.gateway.files import Files
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.placing import Placer
 from services.gateway.stream_table import StreamTable
@@ -50,8 +53,19 @@ class GatewayService:
         table = StreamTable(bus, gateway_id, catalog, self._placer, metrics)
         admission = Admission(read_keys(settings), settings.admin_api_key, settings.max_in_flight)
         self.context = GatewayContext(
-            gateway_id, settings, bus, telemetry, metrics, admission, tokenizers, catalog, table
+            gateway_id,
+            settings,
+            bus,
+            telemetry,
+            metrics,
+            admission,
+            tokenizers,
+            catalog,
+            table,
+            Files(bus),
+            Batches(bus),
         )
+        self._batch_service = BatchService(self.context)
         self.port = 0
         self._server: _Server | None = None
         self._serving: asyncio.Task[None] | None = None
@@ -63,6 +77,9 @@ class GatewayService:
         self.port = listener.getsockname()[1]
         await context.catalog.start(self._on_instance)
         await context.table.start()
+        await context.files.start()
+        await context.batches.start()
+        await self._batch_service.start()
         config = uvicorn.Config(
             make_app(context),
             http="httptools",
@@ -91,6 +108,7 @@ class GatewayService:
         if self._server is not None and self._serving is not None:
             self._server.should_exit = True
             await asyncio.wait({self._serving}, timeout=GRACE_S)
+        await self._batch_service.stop()
         await self.context.table.stop()
         if self._serving is not None:
             await self._serving

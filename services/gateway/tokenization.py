@@ -169,6 +169,8 @@ class Tokenizers:
 
     def __init__(self) -> None:
         self._threads = ThreadPoolExecutor(NUM_THREADS, "tokenizer")
+        # Loading takes seconds, which no prompt should wait.
+        self._loaders = ThreadPoolExecutor(NUM_THREADS, "tokenizer-loading")
         self._loading: dict[ModelSpec, asyncio.Future[ModelTokenizer]] = {}
 
     def preload(self, spec: ModelSpec) -> asyncio.Future[ModelTokenizer]:
@@ -176,7 +178,7 @@ class Tokenizers:
         if (future := self._loading.get(spec)) is not None:
             return future
         loop = asyncio.get_running_loop()
-        future = loop.run_in_executor(self._threads, load_tokenizer, spec)
+        future = loop.run_in_executor(self._loaders, load_tokenizer, spec)
         self._loading[spec] = future
 
         def on_loaded(done: asyncio.Future[ModelTokenizer]) -> None:
@@ -214,4 +216,5 @@ class Tokenizers:
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
     def close(self) -> None:
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        for threads in (self._threads, self._loaders):
+            threads.shutdown(wait=False, cancel_futures=True)

@@ -23,6 +23,7 @@ from shared.messages import (
     PLACEMENT_PLAN,
     PLACEMENT_REMOVE_MODEL,
     SCHEDULER_CANCEL,
+    SCHEDULER_GRANT,
     SCHEDULER_SUBMIT,
     Accepted,
     AddModel,
@@ -31,10 +32,13 @@ from shared.messages import (
     FinishReason,
     GenerationRequest,
     GetPlan,
+    GrantQuery,
+    GrantReply,
     InstanceInfo,
     LoadedModel,
     LostRequest,
     ModelSpec,
+    OfflineGrant,
     PlacementPlan,
     RemoveModel,
     ReplayQuery,
@@ -74,6 +78,10 @@ class ScriptedPeer:
         self.hang = False
         """The scheduler does not answer at all."""
         self.num_cached_tokens = 0
+        self.grant_tokens = 1_000_000
+        """Granted to each batch at each question."""
+        self.grant_queries: list[GrantQuery] = []
+        self.tokens_per_s: dict[str, float] = {}
         self.replays: dict[str, ReplayReply] = {}
         """By instance; "unknown" for all where there is none."""
         self.submitted: list[GenerationRequest] = []
@@ -119,8 +127,14 @@ class ScriptedPeer:
     async def start_scheduler(self) -> None:
         self._served["scheduler"] = [
             await self.bus.serve(SCHEDULER_SUBMIT, self._submit, max_concurrency=1000),
+            await self.bus.serve(SCHEDULER_GRANT, self._grant),
             await self.bus.subscribe(SCHEDULER_CANCEL, lambda cancel: self.cancelled.append(cancel.request_id)),
         ]
+
+    async def _grant(self, query: GrantQuery) -> GrantReply:
+        self.grant_queries.append(query)
+        grants = [OfflineGrant(demand.batch_id, self.grant_tokens, demand.model) for demand in query.demands]
+        return GrantReply(grants, 0.05, self.tokens_per_s)
 
     async def stop_scheduler(self) -> None:
         for subscription in self._served.pop("scheduler"):

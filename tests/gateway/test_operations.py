@@ -117,7 +117,7 @@ async def test_health_and_readiness(nats_settings: BusSettings, checkpoint: Path
 
 async def test_admin(stack: Stack, checkpoint: Path, plain_checkpoint: Path) -> None:
     client, peer = stack.client, stack.peer
-    body = {"name": "org/second", "source": str(plain_checkpoint), "replicas": 1}
+    body = {"name": "org/second", "source": str(plain_checkpoint), "replicas": 1, "ttft_ms": 300, "tpot_ms": 25.5}
     plan = PlacementPlan(7, [InstancePlan("a", "node", [], 1, 1)], {"org/second": "no memory"})
     peer.plan = plan
     added = await client.post("/admin/models", json=body)
@@ -135,6 +135,8 @@ async def test_admin(stack: Stack, checkpoint: Path, plain_checkpoint: Path) -> 
     states = {state["name"]: state for state in (await client.get("/admin/models")).json()["models"]}
     assert states[MODEL]["instances"] == {"a": "ready"}
     assert (states["org/second"]["instances"], states["org/second"]["replicas"]) == ({}, 1)
+    assert (states["org/second"]["ttft_ms"], states["org/second"]["tpot_ms"]) == (300, 25.5)
+    assert (states[MODEL]["ttft_ms"], states[MODEL]["tpot_ms"]) == (0, 0)
     assert (await client.get("/admin/plan")).json()["version"] == 7
     removed = await client.delete("/admin/models/org/second")
     assert removed.json()["version"] == 8

@@ -1,0 +1,125 @@
+"""The files of the Files API: their records in a key-value bucket, their bytes in an object bucket.
+
+A file is there for its tenant from the moment its record is written, which is after its bytes; it is gone for its tenant
+when it is deleted or has expired. Its bytes stay while an unfinished batch reads them; `sweep` removes them.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+import uuid
+from collections.abc import AsyncIterator, Set
+
+import msgspec
+
+from services.gateway.errors import ApiError
+from shared.bus.interface import Bus, KeyValue, ObjectStore, ObjectWriter, RevisionConflict
+from shared.messages import FILE_CONTENTS, FILES, StoredFile
+
+logger = logging.getLogger(__name__)
+
+MAX_UPLOAD_S = 3600.0
+DEFAULT_EXPIRY_S = 30 * 86400
+"""Of files for batches, and of their output."""
+
+
+def new_file_id() -> str:
+    return f"file-{uuid.uuid4().hex}"
+
+
+class Files:
+    def __init__(self, bus: Bus) -> None:
+        self._bus = bus
+        self._orphans: set[str] = set()
+        self._unfinished: set[str] = set()
+        self._looked_s = 0.0
+        self._records: KeyValue[StoredFile]
+        self._contents: ObjectStore
+
+    async def start(self) -> None:
+        self._records = await self._bus.key_value(FILES)
+        self._contents = await self._bus.object_store(FILE_CONTENTS)
+
+    async def writer(self, file_id: str) -> ObjectWriter:
+        return await self._contents.writer(file_id)
+
+    async def register(self, file: StoredFile) -> None:
+        """Its bytes are there. Without effect for a file that is known."""
+        try:
+            await self._records.create(file.file_id, file)
+        except RevisionConflict:
+            logger.info("%s is registered already", file.file_id)
+
+    async def get(self, file_id: str, tenant: str) -> StoredFile:
+        """Raises `ApiError` 404."""
+        file = await self.record(file_id)
+        if file is None or not _is_visible(file, tenant, time.time()):
+            raise ApiError(404, f"There is no file '{file_id[:100]}'.", param="id", code="file_not_found")
+        return file
+
+    async def record(self, file_id: str) -> StoredFile | None:
+        """Whosever it is, deleted or not."""
+        if not is_id(file_id, "file-"):
+            return None
+        entry = await self._records.get(file_id)
+        return None if entry is None else entry.value
+
+    async def all_of(self, tenant: str) -> list[StoredFile]:
+        """The newest first."""
+        now_s = time.time()
+        files = [entry.value for entry in (await self._records.entries()).values()]
+        visible = [file for file in files if _is_visible(file, tenant, now_s)]
+        return sorted(visible, key=lambda file: (file.created_s, file.file_id), reverse=True)
+
+    async def read(self, file_id: str) -> AsyncIterator[bytes] | None:
+        return await self._contents.read(file_id)
+
+    async def delete(self, file: StoredFile) -> None:
+        await self._records.put(file.file_id, msgspec.structs.replace(file, is_deleted=True))
+
+    # ------------------------------------------------------------------------- answers too large for a message
+
+    async def put_part(self, name: str, data: bytes) -> None:
+        await self._contents.put(name, data)
+
+    async def get_part(self, name: str) -> bytes | None:
+        return await self._contents.get(name)
+
+    async def delete_part(self, name: str) -> None:
+        await self._contents.delete(name)
+
+    # ------------------------------------------------------------------------------------------------ sweeping
+
+    async def sweep(self, in_use: Set[str], now_s: float) -> int:
+        """Removes what is deleted or expired, and bytes that belong to no file. `in_use`: prefixes of the names that
+        unfinished batches need. Returns how many objects went."""
+        entries = await self._records.entries()
+        removed = 0
+        for file_id, entry in entries.items():
+            if file_id not in in_use and not _is_visible(entry.value, entry.value.tenant, now_s):
+                await self._contents.delete(file_id)
+                await self._records.purge(file_id)
+                removed += 1
+        names = {name for name in await self._contents.names() if name.partition(".")[0] not in in_use}
+        orphans = names - entries.keys()
+        # An upload writes its record after its bytes: what has none is removed when it had none the last time either.
+        for name in orphans & self._orphans:
+            await self._contents.delete(name)
+            removed += 1
+        self._orphans = orphans
+        if now_s - self._looked_s >= 2 * MAX_UPLOAD_S:
+            self._looked_s = now_s
+            self._unfinished = await self._contents.purge_unfinished(self._unfinished)
+        return removed
+
+
+def is_id(text: str, prefix: str) -> bool:
+    """Whether it can be one of our ids, which are keys of buckets."""
+    rest = text.removeprefix(prefix)
+    return text.startswith(prefix) and 0 < len(rest) <= 64 and rest.isascii() and rest.replace("-", "").isalnum()
+
+
+def _is_visible(file: StoredFile, tenant: str, now_s: float) -> bool:
+    is_expired = file.expires_s is not None and file.expires_s <= now_s
+    return file.tenant == tenant and not file.is_deleted and not is_expired

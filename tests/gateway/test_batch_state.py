@@ -1,0 +1,226 @@
+"""The pure parts of batches: states, windows, books, lines, retries, grants."""
+
+from __future__ import annotations
+
+import asyncio
+from array import array
+
+import msgspec
+import openai.types
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.gateway.batch_input import InputError, _split
+from services.gateway.batch_state import (
+    MAX_WINDOW_S,
+    TERMINAL,
+    Attempts,
+    LineBook,
+    LinePlan,
+    advance,
+    conclude,
+    expire,
+    failed,
+    is_terminal,
+    predicted_finish_s,
+    window_s,
+)
+from services.gateway.batch_validation import LineChecker, estimated_tokens
+from services.gateway.grants import Account
+from services.gateway.replies import BatchObject, FileObject
+from services.gateway.schemas import ChatMessage, ChatRequest, CompletionRequest
+from shared.messages import BatchLineResult, BatchProblem, BatchRecord, ErrorCode, OfflineDemand
+
+RECORD = BatchRecord("batch_1", "", "/v1/completions", "file-1", "24h", 100.0, "validating", 0.0)
+STATUSES = ("validating", "in_progress", "finalizing", "cancelling", *sorted(TERMINAL))
+
+
+def test_the_objects_have_the_fields_of_the_openai_package() -> None:
+    batch = {field.name for field in msgspec.structs.fields(BatchObject)}
+    assert batch - {"predicted_finish_at"} == set(openai.types.Batch.model_fields)
+    file = {field.name for field in msgspec.structs.fields(FileObject)}
+    assert file == set(openai.types.FileObject.model_fields) - {"status_details"}
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [
+        ("24h", 86400),
+        ("10m", 600),
+        ("30s", 30),
+        ("1h30m", 5400),
+        ("1d2h3m4s", 93784),
+        ("30d", MAX_WINDOW_S),
+        ("", None),
+        ("0s", None),
+        ("31d", None),
+        ("24", None),
+        ("h", None),
+        ("1m1h", None),
+        ("-1h", None),
+        ("１h", None),
+    ],
+)
+def test_windows(text: str, seconds: int | None) -> None:
+    assert window_s(text) == seconds
+
+
+@given(st.lists(st.tuples(st.sampled_from(("advance", "expire", "conclude", "failed")), st.sampled_from(STATUSES))))
+def test_no_state_is_left_that_has_ended(events: list[tuple[str, str]]) -> None:
+    record, seen = RECORD, ["validating"]
+    for now_s, (event, status) in enumerate(events, 1):
+        before = record
+        if event == "advance":
+            record = advance(record, status, now_s)
+        elif event == "expire":
+            record = expire(record, now_s)
+        elif event == "conclude":
+            record = conclude(record, "out", "err", now_s)
+        else:
+            record = failed(record, [BatchProblem("x", "y")], now_s)
+        if is_terminal(before):
+            assert record is before
+        if record.status != before.status:
+            seen.append(record.status)
+            assert record.status_s[record.status] == now_s
+    assert len(seen) == len(set(seen)), "no state is entered twice"
+    if record.status == "completed":
+        assert seen == ["validating", "in_progress", "finalizing", "completed"]
+    if record.status == "cancelled":
+        assert seen[-2] == "cancelling"
+
+
+def test_what_has_expired_does_not_complete() -> None:
+    record = expire(advance(RECORD, "in_progress", 1), 2)
+    assert record.status == "finalizing"
+    record = conclude(record, "a", "", 3)
+    assert (record.status, record.output_file_id, record.error_file_id) == ("expired", "a", "")
+
+
+def plan(tokens: list[int], models: list[int] | None = None) -> LinePlan:
+    models = models or [0] * len(tokens)
+    return LinePlan([f"m{i}" for i in range(max(models) + 1)], array("H", models), array("i", tokens))
+
+
+@given(st.lists(st.tuples(st.integers(0, 19), st.booleans(), st.integers(0, 100)), max_size=60))
+def test_a_book_counts_each_line_once(results: list[tuple[int, bool, int]]) -> None:
+    book = LineBook(plan([50] * 20))
+    first: dict[int, tuple[bool, int]] = {}
+    for index, is_success, tokens in results:
+        assert book.note(index, BatchLineResult(is_success, b"", tokens, 0, 1)) == (index not in first)
+        first.setdefault(index, (is_success, tokens))
+    assert book.num_completed == sum(ok for ok, _ in first.values())
+    assert book.num_completed + book.num_failed == len(first) == len(book) - book.num_open
+    assert book.input_tokens == sum(tokens for _, tokens in first.values())
+    assert (book.unfinished_tokens(0) == 0) == (book.num_open == 0)
+    behind = LineBook(plan([50] * 20)).counted(book.counted(RECORD))
+    assert behind.num_completed == book.num_completed, "an owner that knows less takes nothing back"
+
+
+def test_estimates_learn_from_what_came_out() -> None:
+    book = LineBook(plan([1000] * 100))
+    assert book.unfinished_tokens(0) == 100_000
+    for index in range(50):
+        book.note(index, BatchLineResult(True, b"", 50, 0, 50))
+    assert 5_000 < book.unfinished_tokens(0) < 9_000
+
+
+def test_the_slowest_model_decides_when_a_batch_is_done() -> None:
+    book = LineBook(plan([100, 300], [0, 1]))
+    assert predicted_finish_s(book, {"m0": 10.0}, 5.0) is None
+    assert predicted_finish_s(book, {"m0": 10.0, "m1": 10.0}, 5.0) == 35.0
+    book.note(1, BatchLineResult(False, b""))
+    assert predicted_finish_s(book, {"m0": 10.0}, 5.0) == 15.0
+
+
+def test_what_is_not_the_lines_fault_is_tried_for_ever() -> None:
+    attempts = Attempts()
+    waits = [attempts.backoff_s(ErrorCode.OVERLOADED, 1.0) for _ in range(30)]
+    assert waits[:4] == [0.5, 1.0, 2.0, 4.0] and waits[-1] == 15.0
+    assert Attempts().backoff_s(ErrorCode.OVERLOADED, 0.0) == 0.25
+    assert attempts.backoff_s(ErrorCode.INTERNAL, 1.0) is not None
+    assert attempts.backoff_s(ErrorCode.DEADLINE, 1.0) is not None
+    assert attempts.backoff_s(ErrorCode.INTERNAL, 1.0) is None
+    assert Attempts().backoff_s(ErrorCode.TOO_LONG, 1.0) is None
+
+
+@given(st.lists(st.binary(max_size=12), max_size=20), st.integers(1, 9), st.booleans())
+def test_lines_do_not_depend_on_chunks(lines: list[bytes], chunk_bytes: int, has_last_end: bool) -> None:
+    lines = [line.replace(b"\n", b"") for line in lines]
+    data = b"\n".join(lines) + (b"\n" if has_last_end else b"")
+
+    async def chunks():
+        for start in range(0, len(data), chunk_bytes):
+            yield data[start : start + chunk_bytes]
+
+    async def collect():
+        return [line async for line in _split(chunks(), 100)]
+
+    expected = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
+    found = asyncio.run(collect())
+    assert [(line.number, line.raw) for line in found] == expected
+    assert [line.index for line in found] == list(range(len(expected)))
+
+
+async def test_an_endless_line_is_not_collected() -> None:
+    taken = 0
+
+    async def chunks():
+        nonlocal taken
+        yield b"short\n"
+        while True:
+            taken += 1
+            yield b"x" * 10
+
+    with pytest.raises(InputError) as raised:
+        async for _ in _split(chunks(), 100):
+            pass
+    assert (raised.value.code, raised.value.line, taken) == ("line_too_long", 2, 11)
+
+
+def test_a_hopeless_file_is_not_read_to_its_end() -> None:
+    checker = LineChecker("/v1/completions", 50_000, lambda model: True)
+    number = 0
+    while not checker.is_hopeless:
+        number += 1
+        checker.take(number, b"{")
+    assert number == len(checker.problems) == 100
+
+
+@pytest.mark.parametrize(
+    ("body", "tokens"),
+    [
+        (CompletionRequest(model="m", prompt=[1, 2, 3], max_tokens=10), 13),
+        (CompletionRequest(model="m", prompt=[[1, 2], [3]], max_tokens=10, n=2), 43),
+        (CompletionRequest(model="m", prompt="x" * 40), 27),
+        (ChatRequest(model="m", messages=[ChatMessage("user", "x" * 24)], max_completion_tokens=5), 16),
+    ],
+)
+def test_estimates(body: CompletionRequest | ChatRequest, tokens: int) -> None:
+    assert estimated_tokens(body) == tokens
+
+
+async def test_grants_are_spent_in_order_and_do_not_add_up() -> None:
+    account = Account(lambda wanted: OfflineDemand("b", "", "m", wanted, 0, 0))
+    gone: list[int] = []
+
+    async def take(tokens: int) -> None:
+        await account.take(tokens)
+        gone.append(tokens)
+
+    tasks = [asyncio.create_task(take(tokens)) for tokens in (60, 50, 40, 30)]
+    await asyncio.sleep(0)
+    assert account.wanted_tokens == 180
+    account.grant(100)
+    await asyncio.sleep(0)
+    assert gone == [60, 50] and account.wanted_tokens == 70, "the last one overdraws"
+    tasks[2].cancel()
+    await asyncio.sleep(0)
+    assert account.wanted_tokens == 30
+    account.grant(0)
+    await asyncio.sleep(0)
+    assert gone == [60, 50]
+    account.grant(1)
+    await asyncio.gather(*tasks, return_exceptions=True)
+    assert gone == [60, 50, 30]
