@@ -278,6 +278,7 @@ class HeldRequest(msgspec.Struct, frozen=True, array_like=True):
     model: str
     num_tokens: int
     running: bool
+    is_online: bool = True
 
 
 class ListHeldRequests(msgspec.Struct, frozen=True, array_like=True):
@@ -703,7 +704,7 @@ FILE_CONTENTS = ObjectBucket("tideway_file_contents")
 BATCHES = Bucket("tideway_batches", BatchRecord, durable=True)
 """key: batch id; writer: the gateway that holds the batch's lease"""
 BATCH_RESULTS = Bucket("tideway_batch_results", BatchLineResult, durable=True)
-"""key: `<batch id>/<line index>`; created once, never changed; purged when the batch's files are written"""
+"""key: `<batch id>.<line index>`; created once, never changed; purged when the batch's files are written"""
 
 
 def bucket_key(name: str) -> str:

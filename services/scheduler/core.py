@@ -56,6 +56,7 @@ MAX_FAILURES = 3
 
 FINAL = frozenset({ErrorCode.TOO_LONG, ErrorCode.BAD_REQUEST})
 """Refusals that every instance would repeat."""
+FULL = frozenset({ErrorCode.OVERLOADED, ErrorCode.BUSY})
 UNCERTAIN = frozenset({ErrorCode.DEADLINE, ErrorCode.CONFLICT})
 """The instance may have the request, and can be asked."""
 MAYBE_DELIVERED = UNCERTAIN | {ErrorCode.UNAVAILABLE, ErrorCode.INTERNAL}
@@ -300,7 +301,11 @@ class SchedulerCore:
         if error.code in FINAL:
             self._life.end(tracked, FinishReason.ERROR, error, now)
             return
-        if state is not None:
+        if state is not None and error.code in FULL and not tracked.is_online:
+            # Online requests may go there all the same; offline ones when the next report shows room.
+            state.offline_room.clear()
+            self._life.touch(instance_id)
+        elif state is not None:
             self._back_off(instance_id, state, error.retry_after_s, now)
         if error.code in UNCERTAIN and state is not None:
             self.requests.move(tracked, RequestState.ASKING, instance_id, now)

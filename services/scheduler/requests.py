@@ -114,7 +114,7 @@ class TrackedRequest:
             request_id=held.request_id,
             gateway_id=held.gateway_id,
             model=held.model,
-            is_online=True,
+            is_online=held.is_online,
             epoch=held.epoch,
             gateway_epoch=held.epoch,
             number=number,

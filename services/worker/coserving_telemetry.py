@@ -28,11 +28,11 @@ class CoServingTelemetry:
             "interrupted_steps", "Steps stopped at a safepoint, by what came of it", "event"
         )
         self._bytes = {
-            kind: counter(f"{kind}_bytes", text, "model_name")
+            kind: counter(kind, text, "model_name")
             for kind, text in (
-                ("checkpointed", "KV blocks copied to host memory"),
-                ("restored", "KV blocks copied back from host memory"),
-                ("dropped_checkpoint", "Checkpoints given up because host memory was full"),
+                ("checkpointed_bytes", "KV blocks copied to host memory"),
+                ("restored_bytes", "KV blocks copied back from host memory"),
+                ("dropped_checkpoint_bytes", "Checkpoints given up because host memory was full"),
             )
         }
         self._recomputed = counter("recomputed_tokens", "Computed again after a preemption or a discarded step", "part")
@@ -64,9 +64,9 @@ class CoServingTelemetry:
         self._advance(self._interrupted_steps, ("resumed",), counters.steps_resumed)
         self._advance(self._interrupted_steps, ("discarded",), counters.steps_discarded)
         for kind, blocks in (
-            ("checkpointed", counters.checkpointed_blocks),
-            ("restored", counters.restored_blocks),
-            ("dropped_checkpoint", counters.dropped_checkpoint_blocks),
+            ("checkpointed_bytes", counters.checkpointed_blocks),
+            ("restored_bytes", counters.restored_blocks),
+            ("dropped_checkpoint_bytes", counters.dropped_checkpoint_blocks),
         ):
             for model, count in list(blocks.items()):
                 self._advance(self._bytes[kind], (model,), count, slot_bytes.get(model, 0))

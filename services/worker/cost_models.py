@@ -22,7 +22,8 @@ import torch
 
 from services.worker.engine_loop import EngineLoop
 from services.worker.models.loading import torch_dtype
-from services.worker.profiler import BRIEF, Extent, ProfiledExecutor, ProfiledModel, ProfileError, Profiling
+from services.worker.profiled_steps import BRIEF, Extent
+from services.worker.profiler import ProfiledExecutor, ProfiledModel, ProfileError, Profiling
 from shared import checkpoint
 from shared.bus.interface import Bus, BusError
 from shared.checkpoint import CheckpointError

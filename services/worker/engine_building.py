@@ -11,12 +11,12 @@ from shared.settings import InstanceSettings, SettingsError
 
 
 def host_pool_merged(settings: InstanceSettings, plan: InstancePlan, device: str) -> int:
-    """Merged blocks of host memory for checkpoints. Left to us: as many as the KV pool has, within half of the memory
+    """Merged blocks of host memory for checkpoints. Left to us: as many as the KV pool has, within a quarter of the memory
     that is free (on CPU: when the pool will be full)."""
     wanted = settings.host_memory_bytes
     if wanted < 0:
         free = free_memory_bytes() - (plan.pool_bytes if device == "cpu" else 0)
-        wanted = min(plan.pool_bytes, max(0, free) // 2)
+        wanted = min(plan.pool_bytes, max(0, free) // 4)
     return wanted // plan.merged_bytes
 
 

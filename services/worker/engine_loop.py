@@ -172,6 +172,7 @@ class EngineLoop:
                     sequence.model,
                     sequence.num_tokens,
                     sequence.state == State.RUNNING,
+                    sequence.is_online,
                 )
                 for sequence in self._engine.all_held()
             ]

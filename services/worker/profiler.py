@@ -4,26 +4,26 @@ A profile is a sequence of steps that can be left after each and gone on with la
 requests. It uses the executor's rows and KV slots as sequences would, and leaves nothing in them that anybody reads.
 
 First each step runs once: kernels are compiled, memory is committed, and what would take too long is left out. Then all run
-in random order, again and again, and the lower quartile counts: other work on the machine comes and goes, and only ever
-makes a step longer.
+in random order, again and again, and the median counts: other work on the machine comes and goes.
 Contexts within a batch differ as they do in service, so that the cost of ragged batches is in the coefficients.
 """
 
 from __future__ import annotations
 
 import random
+import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from itertools import islice, zip_longest
-from typing import NamedTuple, Protocol
+from itertools import islice
+from typing import Protocol
 
 import msgspec
 import numpy as np
 import torch
 
+from services.worker.profiled_steps import BRIEF, ESSENTIAL, FULL, Extent, Rows, Work, grid, random_works
 from shared import cost_fit
-from shared.cost_model import CostModel, StepShape, shape_of
+from shared.cost_model import CostModel
 from shared.engine.plan import ModelShape, NewSequence, StepPlan, StepResult
 from shared.messages import SamplingParams, pack_tokens
 
@@ -61,89 +61,10 @@ class ProfiledModel(msgspec.Struct, frozen=True):
     key: str
 
 
-class Work(NamedTuple):
-    """What a step computes: of each sequence the tokens in its cache and those computed. One token is a decode."""
-
-    starts: tuple[int, ...]
-    counts: tuple[int, ...]
-
-    @property
-    def shape(self) -> StepShape:
-        return shape_of(list(self.starts), list(self.counts))
-
-    @property
-    def lengths(self) -> list[int]:
-        """Of the sequences after the step."""
-        return [start + count for start, count in zip(self.starts, self.counts, strict=True)]
-
-
-def work_of(sequences: list[tuple[int, int]]) -> Work:
-    """Of (tokens in the cache, tokens computed) of each sequence; the longest comes first, so that works share rows."""
-    starts, counts = zip(*sorted(sequences, key=lambda sequence: (-sum(sequence), sequence)), strict=True)
-    return Work(starts, counts)
-
-
-@dataclass(frozen=True)
-class Extent:
-    """How much is measured. Works beyond the executor's room are left out."""
-
-    decodes: tuple[int, ...]
-    decode_contexts: tuple[int, ...]
-    chunks: tuple[int, ...]
-    chunk_contexts: tuple[int, ...]
-    num_mixed: int
-    """Random works among the fitted ones."""
-    num_held_out: int
-    """Other random works, for the error."""
-    time_s: float
-    """For all; what is left of the works by then is left out."""
-    max_step_s: float
-    """Works that take longer are left out."""
-    num_repeats: int
-
-
-BRIEF = Extent((1, 4, 16, 64), (64, 512), (16, 64, 256), (0, 512), 6, 8, time_s=5.0, max_step_s=0.25, num_repeats=7)
-FULL = Extent(
-    (1, 2, 4, 8, 16, 32, 64, 128, 256), (32, 256, 1024, 4096), (8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192),
-    (0, 256, 1024, 4096), 40, 40, time_s=180.0, max_step_s=10.0, num_repeats=15,
-)  # fmt: skip
-ESSENTIAL = Extent((1, 4), (64, 256), (8, 32), (0, 128), 0, 0, 0.0, 0.0, 0)
-"""Measured however long it takes: without these the coefficients are not determined."""
-
-
-class _Rows:
-    """How long the sequence of each row must be for all works admitted; within what the executor has."""
-
-    def __init__(self, num_rows: int, num_slots: int, shape: ModelShape, max_step_tokens: int) -> None:
-        self.num_rows, self._max_slots, self._shape = num_rows, num_slots, shape
-        self._max_step_tokens = max_step_tokens
-        self.lengths: list[int] = []
-
-    def num_blocks(self, lengths: list[int]) -> list[int]:
-        return [-(-length // self._shape.page_tokens) for length in lengths]
-
-    @property
-    def num_slots(self) -> int:
-        return sum(self.num_blocks(self.lengths))
-
-    def admit(self, work: Work) -> bool:
-        """Whether there is room for the work, which is then kept for it."""
-        lengths = [max(pair) for pair in zip_longest(self.lengths, work.lengths, fillvalue=0)]
-        admitted = (
-            len(lengths) <= self.num_rows
-            and max(lengths) <= self._shape.max_model_len
-            and sum(work.counts) <= self._max_step_tokens
-            and sum(self.num_blocks(lengths)) <= self._max_slots
-        )
-        if admitted:
-            self.lengths = lengths
-        return admitted
-
-
 class Profile(msgspec.Struct, frozen=True):
     cost_model: CostModel
     fitted: list[tuple[Work, float]]
-    """With the lower quartile of its times in seconds."""
+    """With the median of its times in seconds."""
     held_out: list[tuple[Work, float]]
 
 
@@ -166,11 +87,13 @@ class Profiling:
         self._executor, self._model, self._extent = executor, model, extent
         self._clock = clock or step_clock(executor.device)
         self._random = random.Random(seed)
-        self._rows = _Rows(executor.num_rows, num_slots, shape, max_step_tokens)
+        self._rows = Rows(executor.num_rows, num_slots, shape, max_step_tokens)
         self._essential = [work for work in grid(ESSENTIAL, self._random) if self._rows.admit(work)]
         fitted = [work for work in grid(extent, self._random) if self._rows.admit(work)]
-        self._fitted = set(self._essential + fitted) | set(self._draw(extent.num_mixed))
-        self._held_out = set(self._draw(extent.num_held_out)) - self._fitted
+        self._fitted = set(self._essential + fitted) | set(
+            random_works(extent, self._random, self._rows, extent.num_mixed)
+        )
+        self._held_out = set(random_works(extent, self._random, self._rows, extent.num_held_out)) - self._fitted
         self.num_slots = self._rows.num_slots
         """That `run` needs."""
         self._tokens = pack_tokens([self._random.randrange(shape.vocab_size or 1) for _ in range(shape.max_model_len)])
@@ -189,7 +112,7 @@ class Profiling:
 
     def result(self) -> Profile:
         """After `run` has returned True. Raises `ProfileError` if the room was too small to measure anything."""
-        seconds_of = {work: _lower_quartile(times) for work, times in self._times.items() if times}
+        seconds_of = {work: statistics.median(times) for work, times in self._times.items() if times}
         fitted = [(work, seconds) for work, seconds in seconds_of.items() if work in self._fitted]
         held_out = [(work, seconds) for work, seconds in seconds_of.items() if work in self._held_out]
         if not fitted:
@@ -207,27 +130,6 @@ class Profiling:
             p99_error=errors[1],
         )
         return Profile(cost_model, sorted(fitted), sorted(held_out))
-
-    # ------------------------------------------------------------------------------------------------- what
-
-    def _draw(self, count: int) -> list[Work]:
-        """Random works, sizes spread over orders of magnitude, most of them mixed."""
-        draw, extent, max_length = self._random, self._extent, self._model.shape.max_model_len
-        works: list[Work] = []
-        for _ in range(50 * count):
-            if len(works) == count:
-                break
-            most = min(self._rows.num_rows, max(extent.decodes))
-            num_decodes = _spread(draw, 1, most) if draw.random() < 0.8 else 0
-            mean = _spread(draw, 16, min(max_length // 2, max(extent.decode_contexts)))
-            sequences = [(min(round(mean * draw.uniform(0.25, 1.75)), max_length - 1), 1) for _ in range(num_decodes)]
-            for _ in range(draw.choice((0, 1, 1, 2)) if num_decodes else 1):
-                start = draw.choice((0, draw.randrange(1 + max(extent.chunk_contexts))))
-                sequences.append((start, _spread(draw, 4, max(extent.chunks))))
-            work = work_of(sequences)
-            if self._rows.admit(work):
-                works.append(work)
-        return works
 
     # -------------------------------------------------------------------------------------------------- how
 
@@ -290,10 +192,10 @@ class Profiling:
             plain.append(self._time(work))
             differences.append(self._time(work, is_interruptible=True) - plain[-1])
             yield
-        cost_s = max(0.0, _lower_quartile(differences)) / num_layers
+        cost_s = max(0.0, float(np.quantile(differences, 0.25))) / num_layers
         num_safepoints = num_layers
         if cost_s:
-            num_safepoints = max(1, int(SAFEPOINT_SHARE * _lower_quartile(plain) / cost_s))
+            num_safepoints = max(1, int(SAFEPOINT_SHARE * statistics.median(plain) / cost_s))
         layers = min(num_layers, max(1, -(-num_layers // num_safepoints)))
         self._executor.set_layers_per_safepoint(name, layers)
         self._safepoint = (cost_s, layers)
@@ -359,33 +261,6 @@ def profile(
     return profiling.result()
 
 
-def grid(extent: Extent, draw: random.Random) -> list[Work]:
-    """Decodes alone, chunks alone, and each chunk with decodes; contexts of a batch spread evenly around their mean."""
-    works = []
-
-    def decodes(num: int, mean: int) -> list[tuple[int, int]]:
-        return [(round(start), 1) for start in np.linspace(0.25 * mean, 1.75 * mean, num)] if num > 1 else [(mean, 1)]
-
-    for num in extent.decodes:
-        for mean in extent.decode_contexts:
-            works.append(work_of(decodes(num, mean)))
-    for chunk in extent.chunks:
-        for context in extent.chunk_contexts:
-            works.append(work_of([(context, chunk)]))
-        beside = decodes(draw.choice(extent.decodes), draw.choice(extent.decode_contexts))
-        works.append(work_of([*beside, (draw.choice(extent.chunk_contexts), chunk)]))
-    return works
-
-
-def _spread(draw: random.Random, least: int, most: int) -> int:
-    """From `least` to `most`, each order of magnitude alike."""
-    return int(least * max(1.0, most / least) ** draw.random() + 0.5)
-
-
-def _lower_quartile(values: Sequence[float]) -> float:
-    return float(np.quantile(values, 0.25))
-
-
 def _slot_copy_s(device: torch.device, slot_bytes: int, clock: Callable[[], float]) -> tuple[float, float]:
     """Seconds of one slot's copy to host memory and back."""
     num = max(1, min(64, NUM_COPIED_BYTES // slot_bytes))
@@ -405,6 +280,6 @@ def _slot_copy_s(device: torch.device, slot_bytes: int, clock: Callable[[], floa
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
             times.append((clock() - started_s) / num)
-        return _lower_quartile(times)
+        return statistics.median(times)
 
     return seconds(on_host, on_device), seconds(on_device, on_host)

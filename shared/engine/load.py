@@ -28,13 +28,14 @@ class InstanceLoad(msgspec.Struct, frozen=True):
 def instance_load(planner: Planner, offline_tokens_per_s: float | None) -> InstanceLoad:
     """Counts and freeness (Llumnix section 4.4.3; every waiting request counts whole, offline work not at all).
     `offline_tokens_per_s`: lately computed; None: offline requests are not served."""
-    running, waiting, num_running, models = 0.0, 0.0, 0, []
+    running, waiting, num_running, num_online, models = 0.0, 0.0, 0, 0, []
     for queue in planner.queues.values():
         page, per_merged = queue.shape.page_tokens, queue.shape.slots_per_merged
         for rank in ONLINE_RANKS:
             running += sum(len(sequence.blocks) for sequence in queue.running[rank].values()) / per_merged
             waiting += sum(merged_demand(sequence.total, page, per_merged) for sequence in queue.waiting[rank])
         num_running += queue.num_running
+        num_online += sum(len(queue.running[rank]) for rank in ONLINE_RANKS)
         num_offline = sum(1 for sequence in queue.all_held() if not sequence.is_online)
         num_waiting_online = sum(len(queue.waiting[rank]) for rank in ONLINE_RANKS)
         room = 0 if offline_tokens_per_s is None else _offline_room(planner, queue, offline_tokens_per_s)
@@ -42,7 +43,7 @@ def instance_load(planner: Planner, offline_tokens_per_s: float | None) -> Insta
         models.append(
             ModelLoad(queue.name, queue.num_running, queue.num_waiting, num_offline, num_waiting_online, room, budgets)
         )
-    free = freeness(planner.pool.num_merged, dispatch_virtual_usage(running, waiting), num_running)
+    free = freeness(planner.pool.num_merged, dispatch_virtual_usage(running, waiting), num_online)
     return InstanceLoad(free, planner.pool.num_merged - planner.pool.used_merged(), num_running, models)
 
 

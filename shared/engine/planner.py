@@ -15,6 +15,7 @@ from shared.engine.plan import NewSequence, StepPlan
 from shared.engine.room import Room
 from shared.engine.sequence import Rank, Sequence, State
 from shared.messages import pack_tokens
+from shared.policies.interruption import PATIENCE_SHARE
 from shared.policies.ordering import OrderingPolicy
 from shared.policies.token_budget import Limits, StepBudget, StepView, TokenBudgetPolicy
 
@@ -98,8 +99,7 @@ class Planner(Room):
                 batch = self._fill(queue, rank, limits, now)
                 if batch.sequences:
                     queue.last_planned_step = step_id
-                    is_interruptible = limits.is_interruptible and self._may_interrupt and rank == Rank.OFFLINE
-                    return self._close(step_id, queue, batch, is_interruptible, now)
+                    return self._close(step_id, queue, batch, limits.is_interruptible and rank == Rank.OFFLINE, now)
         return None
 
     def _limits(self, queue: ModelQueue, leading: Rank, now: float) -> Limits:
@@ -146,6 +146,10 @@ class Planner(Room):
 
     def _close(self, step_id: int, queue: ModelQueue, batch: Batch, is_interruptible: bool, now: float) -> PlannedStep:
         sequences = batch.sequences
+        predicted_s = 0.0 if queue.cost_model is None else queue.cost_model.predict(batch.budget.shape)
+        if 0.0 < predicted_s <= self._patience_s():
+            # Nobody would stop it, so it needs no safepoints, and a second step may be planned behind it.
+            is_interruptible = False
         plan = StepPlan(
             step_id,
             queue.name,
@@ -156,11 +160,15 @@ class Planner(Room):
             batch.new_sequences,
             batch.new_blocks,
             (batch.num_online_decodes, batch.num_offline_decodes),
-            is_interruptible,
+            is_interruptible and self._may_interrupt,
             discards=self._take_discards(),
         )
-        predicted_s = 0.0 if queue.cost_model is None else queue.cost_model.predict(batch.budget.shape)
         return PlannedStep(plan, sequences, now, predicted_s, queue.cost_scale)
+
+    def _patience_s(self) -> float:
+        """For which any online request would wait, for all the steps that may be before it."""
+        ttft_s = min(queue.ttft_objective_s for queue in self.queues.values())
+        return PATIENCE_SHARE * ttft_s / 2
 
     def _take_discards(self) -> tuple[int, ...]:
         discards = tuple(self._discards)

@@ -84,7 +84,9 @@ def test_an_offline_dispatch_without_effect_gives_its_room_back() -> None:
     driver.submit(make_request("r0", online=False))
     driver.submit(make_request("r1", online=False))
     driver.refuse(ErrorCode.OVERLOADED)
-    driver.pass_time(0.2)
+    driver.submit(make_request("online"))
+    assert driver.dispatches() == {"online": "a"}, "the refusal was meant for offline requests"
+    driver.report("a", room=10, admitted=["online"])
     assert driver.dispatches() == {"r0": "a"}
     driver.pass_time(2.1)  # the ledger's entry is as old as it may get
     assert driver.dispatches() == {"r1": "a"}

@@ -14,7 +14,7 @@ import typer.main
 
 from services.gateway.app import ROUTES
 from services.gateway.schemas import AddModelRequest, ChatRequest, CompletionRequest
-from shared.settings import GatewaySettings, PlacementSettings, SchedulerSettings, WorkerSettings
+from shared.settings import GatewaySettings, InstanceSettings, PlacementSettings, SchedulerSettings, WorkerSettings
 from tests.tideway.readme import REPOSITORY, curl_lines, python_examples, shell_lines
 from tideway.command import app
 from tideway.preflight import DEMONSTRATION_MODELS
@@ -102,7 +102,7 @@ def test_the_table_of_options_is_whole_and_true() -> None:
 
 def test_the_defaults_of_settings_are_as_documented() -> None:
     settings = {}
-    for kind in (WorkerSettings, SchedulerSettings, PlacementSettings, GatewaySettings):
+    for kind in (InstanceSettings, WorkerSettings, SchedulerSettings, PlacementSettings, GatewaySettings):
         settings.update({f"TIDEWAY_{name.upper()}": value for name, value in msgspec.to_builtins(kind()).items()})
     table = (REPOSITORY / "docs" / "operating.md").read_text().split("## Settings")[1].split("## Containers")[0]
     num_checked = 0
@@ -129,7 +129,7 @@ def test_documented_endpoints_and_fields_exist() -> None:
 def test_documented_metrics_exist() -> None:
     sources = "".join(path.read_text() for path in (REPOSITORY / "services").rglob("*.py"))
     sources += (REPOSITORY / "shared/bus/metrics.py").read_text()
-    prefixes = ("tideway_gateway_", "tideway_scheduler_", "tideway_bus_", "")
+    prefixes = ("tideway_gateway_", "tideway_scheduler_", "tideway_instance_", "tideway_bus_", "")
     for name in re.findall(r"`((?:tideway_|vllm:)\w+)`", (REPOSITORY / "docs" / "operating.md").read_text()):
         plain = name.removesuffix("_total")
         assert any(f'"{plain.removeprefix(prefix)}"' in sources for prefix in prefixes), name

@@ -18,7 +18,8 @@ import torch
 from services.worker.cost_models import CostModels, CostModelStore, profiled_model
 from services.worker.engine_loop import EngineLoop
 from services.worker.executor import Executor
-from services.worker.profiler import BRIEF, FULL, Extent, ProfiledModel, ProfileError, Profiling, profile
+from services.worker.profiled_steps import BRIEF, FULL, Extent
+from services.worker.profiler import ProfiledModel, ProfileError, Profiling, profile
 from shared.bus.memory_bus import MemoryHub
 from shared.cost_model import CostModel, shape_of
 from shared.engine import recording
