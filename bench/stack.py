@@ -26,9 +26,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from bench.load import run_load
+from services.worker.engine_building import build_engine
 from services.worker.engine_loop import EngineLoop, StepStats
 from services.worker.executor import Executor
-from services.worker.instance import build_engine
 from shared.engine.requests import Ended, Output
 from shared.engine.slab import choose_merged_bytes
 from shared.messages import GenerationRequest, ModelSpec, SamplingParams, pack_tokens

@@ -29,7 +29,8 @@ from tideway.preflight import parse_models
 from tideway.tree import bus_environment
 
 if TYPE_CHECKING:
-    from services.worker.profiler import Extent, Profile, ProfiledModel, Work
+    from services.worker.profiled_steps import Extent, Work
+    from services.worker.profiler import Profile, ProfiledModel
 
 log = logging.getLogger(__name__)
 
@@ -59,7 +60,8 @@ def profile(
     """Measure how long steps take, and store the cost models that instances plan with."""
     # Before torch is imported, as in an instance.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-    from services.worker.profiler import BRIEF, FULL, ProfileError
+    from services.worker.profiled_steps import BRIEF, FULL
+    from services.worker.profiler import ProfileError
 
     specs = parse_models(model or [])
     data = DataFolder(data_dir)

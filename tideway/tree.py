@@ -104,7 +104,15 @@ def services(options: UpOptions, bus: dict[str, str]) -> list[Service]:
     replicas += [
         ("placement", "placement", {"TIDEWAY_MODELS": models}),
         ("gateway", "gateway", {"TIDEWAY_HOST": options.host, "TIDEWAY_PORT": str(options.port)}),
-        ("worker", "worker", {"TIDEWAY_NUM_INSTANCES": str(options.num_instances), "TIDEWAY_NODE_ID": _node_id()}),
+        (
+            "worker",
+            "worker",
+            {
+                "TIDEWAY_NUM_INSTANCES": str(options.num_instances),
+                "TIDEWAY_NODE_ID": _node_id(),
+                "TIDEWAY_COST_MODELS_DIR": str(options.data_dir.absolute() / "cost_models"),
+            },
+        ),
     ]
     # The worker is last because its instances, one a GPU where there are any, take the ports after its own for metrics.
     ports = free_ports(len(replicas) + max(options.num_instances, MAX_GPUS))

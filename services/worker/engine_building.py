@@ -20,6 +20,11 @@ def host_pool_merged(settings: InstanceSettings, plan: InstancePlan, device: str
     return wanted // plan.merged_bytes
 
 
+def max_step_tokens(settings: InstanceSettings) -> int:
+    """`settings.device` is a device, not "auto"."""
+    return settings.token_budget or (8192 if settings.device == "cuda" else 512)
+
+
 def build_engine(settings: InstanceSettings, num_merged: int, device: str, num_host_merged: int = 0) -> Engine:
     """The engine as settings say; recorded where they name a file. Raises `SettingsError`."""
     on_cuda = device == "cuda"
@@ -34,7 +39,7 @@ def build_engine(settings: InstanceSettings, num_merged: int, device: str, num_h
         num_merged,
         settings.max_running,
         settings.order_policy,
-        settings.token_budget or (8192 if on_cuda else 512),
+        max_step_tokens(settings),
         settings.steps_in_flight or (2 if on_cuda else 1),
         co_serving=settings.co_serving,
         interruption=settings.interruption,

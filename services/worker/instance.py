@@ -13,12 +13,14 @@ import logging
 import os
 import sys
 import uuid
+from collections.abc import Callable
+from pathlib import Path
 
 import msgspec
 
-from services.worker.engine_building import build_engine, host_pool_merged
+from services.worker.engine_building import build_engine, host_pool_merged, max_step_tokens
 from services.worker.engine_loop import EngineLoop, StepExecutor, StepStats
-from services.worker.instance_models import InstanceModels
+from services.worker.instance_models import InstanceModels, OnReady
 from services.worker.instance_telemetry import InstanceTelemetry
 from services.worker.output_log import OutputLog, cut
 from shared.bus.interface import Bus, BusError, KeyValue, ServiceError, Subscription
@@ -71,15 +73,19 @@ STUCK_STEP_S = 120.0
 DRAIN_POLL_S = 0.05
 COMPUTE_NICENESS = 5
 """Of the model's threads on CPU."""
-NUM_PROFILING_ROWS = 4
-"""Of the executor beyond the engine's: the profiler measures with them."""
 
 
 class InstanceService:
     """`executor` and `engine` are made by the caller (tests use a fake executor)."""
 
     def __init__(
-        self, bus: Bus, settings: InstanceSettings, telemetry: Telemetry, engine: Engine, executor: StepExecutor
+        self,
+        bus: Bus,
+        settings: InstanceSettings,
+        telemetry: Telemetry,
+        engine: Engine,
+        executor: StepExecutor,
+        provide_cost_models: Callable[[EngineLoop], OnReady] | None = None,
     ) -> None:
         self._bus = bus
         self._settings = settings
@@ -100,7 +106,8 @@ class InstanceService:
             on_failure=self._on_failure_in_thread,
             niceness=niceness,
         )
-        self._models = InstanceModels(self._loop, executor, self._metrics, self._touch)
+        on_ready = None if provide_cost_models is None else provide_cost_models(self._loop)
+        self._models = InstanceModels(self._loop, executor, self._metrics, self._touch, on_ready)
         self._outputs = OutputLog()
         self._draining = False
         self._admitted: list[str] = []
@@ -370,6 +377,7 @@ async def _set_within(event: asyncio.Event, timeout_s: float) -> None:
 async def main(stop: asyncio.Event, settings: InstanceSettings) -> None:
     import torch
 
+    from services.worker.cost_models import CostModels, CostModelStore
     from services.worker.executor import Executor
     from shared.bus.nats_bus import NatsBus
 
@@ -384,18 +392,20 @@ async def main(stop: asyncio.Event, settings: InstanceSettings) -> None:
     num_host_merged = host_pool_merged(settings, plan, device)
     log.info("host memory for checkpoints: %d merged blocks of the %d of the KV pool", num_host_merged, num_merged)
     engine = build_engine(settings, num_merged, device, num_host_merged)
-    executor = Executor(
-        device,
-        num_merged,
-        plan.merged_bytes,
-        settings.max_running + NUM_PROFILING_ROWS,
-        num_host_merged=num_host_merged,
-    )
+    executor = Executor(device, num_merged, plan.merged_bytes, settings.max_running, num_host_merged=num_host_merged)
     telemetry = start_telemetry("worker", settings.instance_id, settings)
     bus = await unless_stopped(NatsBus.connect(settings, "instance", settings.instance_id, telemetry.registry), stop)
     if bus is None:
         return
-    service = InstanceService(bus, settings, telemetry, engine, executor)
+
+    def provide_cost_models(loop: EngineLoop) -> OnReady:
+        folder = Path(settings.cost_models_dir) if settings.cost_models_dir else None
+        return CostModels(loop, executor, CostModelStore(bus, folder), max_step_tokens(settings)).provide
+
+    wants_cost_models = settings.profile == "auto"
+    service = InstanceService(
+        bus, settings, telemetry, engine, executor, provide_cost_models if wants_cost_models else None
+    )
     await service.start()
     gc.collect()
     gc.freeze()

@@ -26,6 +26,10 @@ log = logging.getLogger(__name__)
 POLL_S = 0.05
 
 
+OnReady = Callable[[ModelSpec, ModelShape, Callable[[], bool]], Awaitable[Any]]
+"""(model, its shape on the engine, whether nothing else is being loaded)"""
+
+
 class ModelExecutor(Protocol):
     """`prepare_model` is slow and runs beside steps; `add_model` and `remove_model` run between steps."""
 
@@ -54,7 +58,7 @@ class InstanceModels:
         executor: Any,
         metrics: InstanceTelemetry,
         on_change: Callable[[], None],
-        on_ready: Callable[[ModelSpec, ModelShape, Callable[[], bool]], Awaitable[Any]] | None = None,
+        on_ready: OnReady | None = None,
     ) -> None:
         self._loop = loop
         self._executor: ModelExecutor = executor
@@ -142,7 +146,7 @@ class InstanceModels:
                     engine.set_objectives(shape.name, spec.ttft_ms / 1000, spec.tpot_ms / 1000)
                     return shape, engine.pool.capacity_slots(shape.name)
 
-            shape, num_slots = await asyncio.wrap_future(self._loop.between_steps(attach))
+            shape, num_slots = await asyncio.shield(asyncio.wrap_future(self._loop.between_steps(attach)))
         except asyncio.CancelledError:
             raise
         except Exception as error:
@@ -176,7 +180,7 @@ class InstanceModels:
             self._executor.remove_model(name)
 
         try:
-            await asyncio.wrap_future(self._loop.between_steps(detach))
+            await asyncio.shield(asyncio.wrap_future(self._loop.between_steps(detach)))
         except Exception as error:
             log.exception("model %s could not be unloaded", name)
             model.state, model.error = "failed", f"{type(error).__name__}: {error}"

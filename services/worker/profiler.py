@@ -4,14 +4,15 @@ A profile is a sequence of steps that can be left after each and gone on with la
 requests. It uses the executor's rows and KV slots as sequences would, and leaves nothing in them that anybody reads.
 
 First each step runs once: kernels are compiled, memory is committed, and what would take too long is left out. Then all run
-in random order, again and again, and the median counts: other work on the machine comes and goes.
+in random order, again and again, and a low quantile counts: other work on the machine comes and goes, and only ever makes a
+step longer. How much longer steps are in service, the engine learns from them.
+
 Contexts within a batch differ as they do in service, so that the cost of ragged batches is in the coefficients.
 """
 
 from __future__ import annotations
 
 import random
-import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
@@ -31,6 +32,8 @@ SAFEPOINT_SHARE = 0.01
 """Of an interruptible step's time, for all its safepoints."""
 WARM_UP_SHARE = 0.5
 """Of the time of a profile, for the first run of each step."""
+UNDISTURBED_QUANTILE = 0.1
+"""Of a step's times."""
 NUM_COPIED_BYTES = 64 * 1024 * 1024
 """More than caches hold."""
 FIRST_STEP_ID = -2
@@ -64,7 +67,7 @@ class ProfiledModel(msgspec.Struct, frozen=True):
 class Profile(msgspec.Struct, frozen=True):
     cost_model: CostModel
     fitted: list[tuple[Work, float]]
-    """With the median of its times in seconds."""
+    """With its undisturbed time in seconds."""
     held_out: list[tuple[Work, float]]
 
 
@@ -112,7 +115,7 @@ class Profiling:
 
     def result(self) -> Profile:
         """After `run` has returned True. Raises `ProfileError` if the room was too small to measure anything."""
-        seconds_of = {work: statistics.median(times) for work, times in self._times.items() if times}
+        seconds_of = {work: _undisturbed_s(times) for work, times in self._times.items() if times}
         fitted = [(work, seconds) for work, seconds in seconds_of.items() if work in self._fitted]
         held_out = [(work, seconds) for work, seconds in seconds_of.items() if work in self._held_out]
         if not fitted:
@@ -195,7 +198,7 @@ class Profiling:
         cost_s = max(0.0, float(np.quantile(differences, 0.25))) / num_layers
         num_safepoints = num_layers
         if cost_s:
-            num_safepoints = max(1, int(SAFEPOINT_SHARE * statistics.median(plain) / cost_s))
+            num_safepoints = max(1, int(SAFEPOINT_SHARE * _undisturbed_s(plain) / cost_s))
         layers = min(num_layers, max(1, -(-num_layers // num_safepoints)))
         self._executor.set_layers_per_safepoint(name, layers)
         self._safepoint = (cost_s, layers)
@@ -261,6 +264,10 @@ def profile(
     return profiling.result()
 
 
+def _undisturbed_s(times: Sequence[float]) -> float:
+    return float(np.quantile(times, UNDISTURBED_QUANTILE))
+
+
 def _slot_copy_s(device: torch.device, slot_bytes: int, clock: Callable[[], float]) -> tuple[float, float]:
     """Seconds of one slot's copy to host memory and back."""
     num = max(1, min(64, NUM_COPIED_BYTES // slot_bytes))
@@ -280,6 +287,6 @@ def _slot_copy_s(device: torch.device, slot_bytes: int, clock: Callable[[], floa
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
             times.append((clock() - started_s) / num)
-        return statistics.median(times)
+        return _undisturbed_s(times)
 
     return seconds(on_host, on_device), seconds(on_device, on_host)

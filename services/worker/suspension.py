@@ -64,9 +64,7 @@ class Safepoints:
         passed its last one. From any thread; the latest call counts."""
         self._interrupted = step_id
 
-    def run(
-        self, forward: PartialForward, step_id: int, layers_per_safepoint: int, stop_share: float = 1.0
-    ) -> bool:
+    def run(self, forward: PartialForward, step_id: int, layers_per_safepoint: int, stop_share: float = 1.0) -> bool:
         """Computes the layers that are left, or those within a share of all of them (at least to the next safepoint). False:
         the step was interrupted, or stopped there, before the last of them."""
         model, num_intervals = forward.model, 0

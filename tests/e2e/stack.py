@@ -50,6 +50,8 @@ class Stack:
             "TIDEWAY_NUM_INSTANCES": str(num_instances),
             "TIDEWAY_MEMORY_BYTES": str(2 << 30),
             "TIDEWAY_PORT": str(self.port),
+            # Measured once for all stacks on the same checkpoints.
+            "TIDEWAY_COST_MODELS_DIR": str(Path(next(iter(models.values()))).parent / "cost_models"),
             "OMP_NUM_THREADS": "1",
             **(environment or {}),
         }

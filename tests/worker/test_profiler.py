@@ -18,6 +18,7 @@ import torch
 from services.worker.cost_models import CostModels, CostModelStore, profiled_model
 from services.worker.engine_loop import EngineLoop
 from services.worker.executor import Executor
+from services.worker.instance_models import InstanceModels
 from services.worker.profiled_steps import BRIEF, FULL, Extent
 from services.worker.profiler import ProfiledModel, ProfileError, Profiling, profile
 from shared.bus.memory_bus import MemoryHub
@@ -302,6 +303,24 @@ async def test_a_profile_that_fails_leaves_the_model_serving(scene: SimpleNamesp
     assert scene.engine.pool.num_free_merged() == 24
     scene.loop.submit(request("r", [5, 6, 7], 5, model="m"))
     await until(lambda: scene.ended)
+
+
+async def test_a_model_that_becomes_ready_gets_its_cost_model(scene: SimpleNamespace) -> None:
+    """While another is being prepared nothing is measured."""
+    provided = cost_models(scene, CostModelStore(None))
+    quiet: list[bool] = []
+
+    async def on_ready(spec: ModelSpec, shape: ModelShape, is_quiet: Callable[[], bool]) -> None:
+        quiet.append(is_quiet())
+        assert await provided.provide(spec, shape, is_quiet) is not None
+
+    metrics: Any = SimpleNamespace(set_model=lambda *_: None)
+    models = InstanceModels(scene.loop, scene.executor, metrics, lambda: None, on_ready)
+    models.begin_load(ModelSpec("second", scene.spec.source))
+    await until(lambda: models.any_ready)
+    await until(lambda: scene.engine.planner.queues["second"].cost_model is not None)
+    assert quiet == [True]
+    await models.stop()
 
 
 async def test_what_cannot_be_read_is_measured_again(tmp_path: Path) -> None:
