@@ -60,7 +60,7 @@ from shared.telemetry import Telemetry
 
 logger = logging.getLogger(__name__)
 
-INSTANCE_COMMAND = (sys.executable, "-m", "services.worker.instance")
+INSTANCE_COMMAND = (sys.executable, "-m", "services.worker.instance_main")
 REGISTER_INTERVAL_S = 1.0
 TICK_S = 0.25
 """The longest that a due restart or repetition waits."""

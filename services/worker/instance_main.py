@@ -1,0 +1,85 @@
+"""The process of one instance: `python -m services.worker.instance_main`, started by the node agent.
+
+Makes engine and executor as the settings say, and runs the service until it is told to stop, is drained, or its engine
+fails.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import os
+import sys
+from pathlib import Path
+
+import msgspec
+
+from services.worker.engine_building import build_engine, host_pool_merged, max_step_tokens
+from services.worker.engine_loop import EngineLoop
+from services.worker.instance import InstanceService
+from services.worker.instance_models import OnReady
+from shared.messages import InstancePlan
+from shared.service import load_or_exit, run_service, unless_stopped
+from shared.settings import InstanceSettings
+from shared.telemetry import start_telemetry
+
+log = logging.getLogger(__name__)
+
+
+async def main(stop: asyncio.Event, settings: InstanceSettings) -> None:
+    import torch
+
+    from services.worker.cost_models import CostModels, CostModelStore
+    from services.worker.executor import Executor
+    from shared.bus.nats_bus import NatsBus
+
+    plan = msgspec.json.decode(settings.plan, type=InstancePlan)
+    device = settings.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    if settings.num_threads and device == "cpu":
+        torch.set_num_threads(settings.num_threads)
+    settings = msgspec.structs.replace(settings, device=device)
+    num_merged = max(1, plan.pool_bytes // plan.merged_bytes)
+    num_host_merged = host_pool_merged(settings, plan, device)
+    log.info("host memory for checkpoints: %d merged blocks of the %d of the KV pool", num_host_merged, num_merged)
+    engine = build_engine(settings, num_merged, device, num_host_merged)
+    executor = Executor(device, num_merged, plan.merged_bytes, settings.max_running, num_host_merged=num_host_merged)
+    telemetry = start_telemetry("worker", settings.instance_id, settings)
+    bus = await unless_stopped(NatsBus.connect(settings, "instance", settings.instance_id, telemetry.registry), stop)
+    if bus is None:
+        return
+
+    def provide_cost_models(loop: EngineLoop) -> OnReady:
+        folder = Path(settings.cost_models_dir) if settings.cost_models_dir else None
+        return CostModels(loop, executor, CostModelStore(bus, folder), max_step_tokens(settings)).provide
+
+    wants_cost_models = settings.profile == "auto"
+    service = InstanceService(
+        bus, settings, telemetry, engine, executor, provide_cost_models if wants_cost_models else None
+    )
+    await service.start()
+    gc.collect()
+    gc.freeze()
+    ends = (stop, service.drained, service.failed)
+    waiting = [asyncio.create_task(end.wait()) for end in ends]
+    await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+    for task in waiting:
+        task.cancel()
+    await service.stop()
+    await bus.close()
+    await asyncio.to_thread(executor.close)
+    telemetry.close()
+    if service.failed.is_set():
+        # Not a stack trace: it is in the log already. The node agent starts the instance again.
+        os._exit(1)
+
+
+if __name__ == "__main__":
+    # Read by OpenMP when torch is imported: waiting compute threads sleep instead of spinning, so that the services beside
+    # them on the same cores are not held up.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    sys.setswitchinterval(0.001)
+    instance_settings = load_or_exit(InstanceSettings)
+    run_service(lambda stop: main(stop, instance_settings), instance_settings)
