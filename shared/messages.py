@@ -360,8 +360,8 @@ class ModelLoad(msgspec.Struct, frozen=True, array_like=True):
     num_waiting_online: int = 0
     """Online requests among the waiting ones."""
     offline_room_tokens: int = 0
-    """Offline tokens (prompt and output) beyond those held that the instance could keep busy with now: from its spare
-    budget, its KV pool and its host memory."""
+    """Offline tokens (prompt and output) beyond those held that could be given to the instance now: from what it computes of
+    them lately and its free KV slots."""
     budgets: tuple[float, float] = (0.0, 0.0)
     """Doubling budget of this model here: remaining seconds summed over its unfinished requests, and the smallest."""
 

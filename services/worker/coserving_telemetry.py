@@ -8,9 +8,10 @@ from collections.abc import Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
+from shared.cost_model import CostModel
 from shared.engine.counters import EngineCounters
 from shared.engine.requests import Ended
-from shared.messages import RequestClass
+from shared.messages import FinishReason, GenerationRequest, RequestClass
 
 BUDGET_BUCKETS = (0.1, 0.25, 0.5, 0.75, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0, 4.0)
 
@@ -35,7 +36,7 @@ class CoServingTelemetry:
                 ("dropped_checkpoint_bytes", "Checkpoints given up because host memory was full"),
             )
         }
-        self._recomputed = counter("recomputed_tokens", "Computed again after a preemption or a discarded step", "part")
+        self._recomputed = counter("recomputed_tokens", "Computed again, by what of them was lost", "part")
         self._computed = counter(
             "computed_tokens", "Prompt and output tokens computed; offline ones are harvest", "class"
         )
@@ -46,6 +47,14 @@ class CoServingTelemetry:
             "tideway_instance_host_pool_use", "Share of the host memory for checkpoints in use, 0 to 1", ("engine",),
             registry=registry,
         )  # fmt: skip
+        self._cost_scale = Gauge(
+            "tideway_instance_cost_model_scale", "Real over predicted step times, lately", ("model_name", "engine"),
+            registry=registry,
+        )  # fmt: skip
+        self._cost_error = Gauge(
+            "tideway_instance_cost_model_error", "Relative error of the cost model on steps it was not fitted to",
+            ("model_name", "engine", "quantile"), registry=registry,
+        )  # fmt: skip
         self._budget_use = Histogram(
             "tideway_instance_budget_use", "Duration of a step over what the objectives allowed it",
             ("model_name", "engine"), registry=registry, buckets=BUDGET_BUCKETS,
@@ -55,6 +64,11 @@ class CoServingTelemetry:
         """`limit_s`: predicted duration that the step was allowed; inf: any."""
         if math.isfinite(limit_s) and limit_s > 0:
             self._budget_use.labels(model, self._engine).observe(duration_s / limit_s)
+
+    def on_cost_model(self, model: str, cost_model: CostModel, scale: float) -> None:
+        self._cost_scale.labels(model, self._engine).set(scale)
+        self._cost_error.labels(model, self._engine, "0.5").set(cost_model.median_error)
+        self._cost_error.labels(model, self._engine, "0.99").set(cost_model.p99_error)
 
     def on_counters(self, counters: EngineCounters, slot_bytes: Mapping[str, int], host_used_share: float) -> None:
         """`counters` may grow meanwhile. `slot_bytes`: of the models that are loaded."""
@@ -73,6 +87,7 @@ class CoServingTelemetry:
         partial = counters.recomputed_partial_tokens
         self._advance(self._recomputed, ("partial_block",), partial)
         self._advance(self._recomputed, ("whole_block",), counters.recomputed_tokens - partial)
+        self._advance(self._recomputed, ("discarded_step",), counters.discarded_tokens)
         self._advance(self._computed, (str(RequestClass.ONLINE),), counters.online_tokens)
         self._advance(self._computed, (str(RequestClass.OFFLINE),), counters.harvested_tokens)
         self._host_use.labels(self._engine).set(host_used_share)
@@ -86,8 +101,11 @@ class CoServingTelemetry:
         """Offline requests count only where they name an objective themselves."""
         request = ended.request
         is_online = request.request_class == RequestClass.ONLINE
-        # a request that was placed again had its first token elsewhere
-        if ended.first_token_s is None or request.prior:
+        if request.prior:
+            # placed again: its first token came from elsewhere
+            return
+        if ended.first_token_s is None:
+            self._on_ended_without_token(ended, is_online)
             return
         num_later = ended.num_output_tokens - 1
         found: list[tuple[str, float, float]] = []
@@ -98,5 +116,17 @@ class CoServingTelemetry:
             found.append(("tpot", (ended.ended_s - ended.first_token_s) / num_later, ended.tpot_objective_s))
         for objective, value_s, objective_s in found:
             if objective_s > 0:
-                outcome = "met" if value_s <= objective_s else "missed"
-                self._slo.labels(self._engine, request.model, str(request.request_class), objective, outcome).inc()
+                self._count_slo(request, objective, value_s <= objective_s)
+
+    def _on_ended_without_token(self, ended: Ended, is_online: bool) -> None:
+        """One that was cancelled in time, or moved, says nothing of how it would have been served."""
+        request, objective_s = ended.request, ended.ttft_objective_s
+        if not objective_s > 0 or not (is_online or request.ttft_objective_s):
+            return
+        waited_s = ended.ended_s - ended.submitted_s + request.waited_s
+        if ended.reason in (FinishReason.DEADLINE, FinishReason.ERROR) or waited_s > objective_s:
+            self._count_slo(request, "ttft", False)
+
+    def _count_slo(self, request: GenerationRequest, objective: str, is_met: bool) -> None:
+        outcome = "met" if is_met else "missed"
+        self._slo.labels(self._engine, request.model, str(request.request_class), objective, outcome).inc()

@@ -217,13 +217,13 @@ class CostModels:
             if profiling is None:
                 profiling = Profiling(self._executor, model, num_slots, self._max_step_tokens, self._extent)
             with loop.locked() as engine:
-                if engine.all_held() or (slots := engine.pool.allocate(name, profiling.num_slots)) is None:
+                if engine.all_held() or not (slots := engine.borrow_slots(name, profiling.num_slots)):
                     return False
             try:
                 return profiling.run(slots, may_go_on)
             finally:
                 with loop.locked() as engine:
-                    engine.pool.release(name, slots)
+                    engine.return_slots(name, slots)
 
         try:
             while True:

@@ -23,6 +23,7 @@ from typing import Any, Protocol, TypeVar
 
 import msgspec
 
+from shared.cost_model import CostModel
 from shared.engine.counters import EngineCounters
 from shared.engine.engine import Engine
 from shared.engine.load import InstanceLoad
@@ -146,6 +147,11 @@ class EngineLoop:
         with self._lock:
             return self._engine.load()
 
+    def cost_models(self) -> dict[str, tuple[CostModel, float]]:
+        """Of each model that has one, as it was measured, and the live correction."""
+        with self._lock:
+            return self._engine.cost_models()
+
     @property
     def counters(self) -> EngineCounters:
         """They go on growing; to be read only."""
@@ -194,7 +200,7 @@ class EngineLoop:
 
     def clear_prefix_cache(self) -> None:
         with self._lock:
-            self._engine.pool.clear_cache()
+            self._engine.clear_prefix_cache()
 
     def between_steps(self, function: Callable[[], T]) -> Future[T]:
         """Runs `function` in the loop's thread while no step and no copy is in flight. It reaches the engine through

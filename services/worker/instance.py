@@ -295,6 +295,8 @@ class InstanceService:
         counters = self._loop.counters
         self._metrics.on_load(load_now, self._loop.used_share(), counters.num_preemptions)
         self._metrics.coserving.on_counters(counters, self._slot_bytes(), self._loop.host_used_share())
+        for model, (cost_model, scale) in self._loop.cost_models().items():
+            self._metrics.coserving.on_cost_model(model, cost_model, scale)
         self._report_sequence += 1
         report = LoadReport(
             self._id,

@@ -130,7 +130,12 @@ class InstanceModels:
     def _spawn(self, coroutine: Any) -> None:
         task = asyncio.create_task(coroutine)
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._task_done)
+
+    def _task_done(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("a change of models failed", exc_info=error)
 
     async def _load(self, model: _Model) -> None:
         started_s = time.monotonic()

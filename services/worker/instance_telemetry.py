@@ -202,6 +202,8 @@ class InstanceTelemetry:
                 "tideway.num_recomputed_tokens": ended.recomputed_tokens,
                 "tideway.num_restored_blocks": ended.restored_blocks,
                 "tideway.device_s": ended.device_s,
+                "tideway.ttft_objective_s": ended.ttft_objective_s,
+                "tideway.tpot_objective_s": ended.tpot_objective_s,
             },
         )
         if ended.reason == FinishReason.ERROR:

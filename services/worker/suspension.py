@@ -67,13 +67,20 @@ class Safepoints:
     def run(self, forward: PartialForward, step_id: int, layers_per_safepoint: int, stop_share: float = 1.0) -> bool:
         """Computes the layers that are left, or those within a share of all of them (at least to the next safepoint). False:
         the step was interrupted, or stopped there, before the last of them."""
+        try:
+            return self._run(forward, step_id, layers_per_safepoint, stop_share)
+        finally:
+            # One that came too late is not meant for the step's next part.
+            if self._interrupted == step_id:
+                self._interrupted = NO_STEP
+
+    def _run(self, forward: PartialForward, step_id: int, layers_per_safepoint: int, stop_share: float) -> bool:
         model, num_intervals = forward.model, 0
         last_start = stop_share * model.num_layers - layers_per_safepoint
         while forward.num_layers_done < model.num_layers:
             if stop_share < 1.0 and num_intervals and forward.num_layers_done > last_start:
                 return False
             if self._interrupted == step_id:
-                self._interrupted = NO_STEP
                 return False
             stop = min(forward.num_layers_done + layers_per_safepoint, model.num_layers)
             model.run_layers(forward.state, forward.num_layers_done, stop, forward.batch)

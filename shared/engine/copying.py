@@ -16,8 +16,8 @@ from shared.policies.checkpointing import (
 IDLE_STEP_S = 1.0
 """What counts as the step beside which copies run where none runs."""
 
-RESTORE_SHARE = 0.5
-"""Of a step's time that copies back to the device may take beside it."""
+COPY_SHARE = 0.5
+"""Of a step's time that copies in both directions may take beside it."""
 
 
 class Copying:
@@ -37,12 +37,20 @@ class Copying:
 
     def start(self, step_s: float | None) -> None:
         """Begins the copies that run beside a step of so many predicted seconds (0: unknown; None: no step runs)."""
-        if self._room.host.pool is None:
+        room, host = self._room, self._room.host
+        if host.pool is None:
             return
-        self._restore(step_s or IDLE_STEP_S)
-        self._checkpoint(step_s or IDLE_STEP_S)
+        step_s = step_s or IDLE_STEP_S
+        models = [queue.cost_model for queue in room.queues.values() if queue.cost_model is not None]
+        save_s = max((model.checkpoint_slot_s for model in models), default=0.0)
+        restore_s = max((model.restore_slot_s for model in models), default=0.0)
+        # What is under way takes its part of this step's time too.
+        budget_s = COPY_SHARE * step_s - host.num_checkpointing_blocks * save_s - host.num_restoring_blocks * restore_s
+        budget_s -= self._restore(budget_s, restore_s) * restore_s
+        self._checkpoint(step_s, budget_s, save_s)
 
-    def _restore(self, step_s: float) -> None:
+    def _restore(self, budget_s: float, block_s: float) -> int:
+        """Returns the number of blocks."""
         host = self._room.host
         restoring = [
             sequence
@@ -50,17 +58,14 @@ class Copying:
             for sequence in queue.restoring.values()
             if sequence.restore[1]
         ]
-        if not restoring:
-            return
+        if not restoring or (budget_s <= 0 and host.num_restoring_blocks):
+            return 0
         restoring.sort(key=restore_key)
-        models = [queue.cost_model for queue in self._room.queues.values() if queue.cost_model is not None]
-        block_s = max((model.restore_slot_s for model in models), default=0.0)
-        missing = sum(len(sequence.restore[1]) for sequence in restoring)
-        allowed = blocks_to_restore(RESTORE_SHARE * step_s, block_s, missing, missing) - host.num_restoring_blocks
-        if allowed > 0:
-            host.copy_back(restoring, allowed)
+        count = blocks_to_restore(budget_s, block_s, sum(len(sequence.restore[1]) for sequence in restoring))
+        host.copy_back(restoring, count)
+        return count
 
-    def _checkpoint(self, step_s: float) -> None:
+    def _checkpoint(self, step_s: float, budget_s: float, block_s: float) -> None:
         room, host = self._room, self._room.host
         assert host.pool is not None
         running: list[Sequence] = [
@@ -71,12 +76,11 @@ class Copying:
         saved = [0, 0]
         unsaved = [0, 0]
         for sequence in running:
-            saved[sequence.is_online] += len(sequence.host_blocks) + sequence.num_checkpointing
+            saved[sequence.is_online] += sequence.num_checkpointed_blocks
             unsaved[sequence.is_online] += sequence.num_uncheckpointed
         if not any(unsaved):
             return
         used_share = room.pool.used_merged() / room.pool.num_merged
-        models = [queue.cost_model for queue in room.queues.values() if queue.cost_model is not None]
         per_merged = max(queue.shape.slots_per_merged for queue in room.queues.values())
         view = PoolView(
             used_share,
@@ -84,18 +88,20 @@ class Copying:
             self._growth.per_s * per_merged,
             saved[0],
             unsaved[0],
-            sum(unsaved),
-            max((model.checkpoint_slot_s for model in models), default=0.0),
             step_s,
             saved[1],
             unsaved[1],
         )
         blocks = self._policy.blocks_now(view)
+        if block_s > 0:
+            blocks = min(blocks, int(budget_s / block_s))
         if blocks <= 0:
             return
         running.sort(key=lambda sequence: victim_key(sequence, sequence.page_tokens))
         for sequence in running:
             if sequence.num_uncheckpointed:
-                blocks -= host.checkpoint(sequence, blocks)
-                if blocks <= 0:
+                begun = host.checkpoint(sequence, blocks)
+                blocks -= begun
+                if blocks <= 0 or not begun:
+                    # Enough, or host memory holds nothing that is worth less.
                     return

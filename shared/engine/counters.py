@@ -23,8 +23,10 @@ class EngineCounters:
         self.restored_blocks: Counter[str] = Counter()
         self.dropped_checkpoint_blocks: Counter[str] = Counter()
         """Given up because host memory was full."""
+        self.discarded_tokens = 0
+        """Lost with them: tokens of the step times the share of its layers that were done."""
         self.recomputed_tokens = 0
-        """Computed once more after a preemption, or lost with a discarded step."""
+        """Computed once more after a preemption."""
         self.recomputed_partial_tokens = 0
         """Of these: tokens of partly filled last blocks, which are never checkpointed."""
         self.online_tokens = 0

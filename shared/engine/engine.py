@@ -94,6 +94,7 @@ class Engine(Requests):
             may_interrupt=interruption != "off",
             mix_phases=mix_phases,
             prefetch=prefetch,
+            plans_ahead=steps_in_flight > 1,
         )
         super().__init__(planner, max_waiting)
         self.pool = planner.pool
@@ -133,7 +134,7 @@ class Engine(Requests):
         for sequence in list(queue.all_held()):
             error = ErrorInfo(ErrorCode.GONE, f"model {name!r} was unloaded from this instance")
             self._end(sequence, FinishReason.ERROR, now, error)
-        self._discard_if_empty()
+        self._discard_if_empty(now)
         in_use = any(step.plan.model == name for step in self._in_flight.values())
         if in_use or self.planner.host.has_copies(name):
             return False
@@ -171,9 +172,11 @@ class Engine(Requests):
         self._copying.on_time(now)
         in_flight = self._in_flight.values()
         planned = None
-        if len(in_flight) < self.steps_in_flight and not any(step.plan.is_interruptible for step in in_flight):
-            planned = self._resume(now) or self.planner.plan(self._num_steps, now)
-            if planned is None and not self._in_flight and self.planner.suspended is not None:
+        # Parts of a suspended step and online steps take turns, so nothing is planned ahead while there is one.
+        depth = self.steps_in_flight if self.planner.suspended is None else 1
+        if len(in_flight) < depth and not any(step.plan.is_interruptible for step in in_flight):
+            planned = self._resume(now) or self.planner.plan(self._num_steps, now, is_alone=not in_flight)
+            if planned is None and not in_flight and self.planner.suspended is not None:
                 # Online requests wait for what only others can give them.
                 planned = self._go_on(1.0, now)
         if planned is not None:
@@ -187,7 +190,7 @@ class Engine(Requests):
 
     def _resume(self, now: float) -> PlannedStep | None:
         """The suspended step, if it is to go on now; gives it up if that is cheaper."""
-        self._discard_if_empty()
+        self._discard_if_empty(now)
         step = self.planner.suspended
         if step is None:
             return None
@@ -206,7 +209,7 @@ class Engine(Requests):
             case Next.PART:
                 return self._go_on(min(1.0, step.done_share + spare_s / step.predicted_s), now)
             case Next.DISCARD:
-                self.planner.discard_suspended()
+                self.planner.discard_suspended(now)
             case Next.WAIT:
                 step.lost_s += spare_s if step.predicted_s else now - max(step.suspended_s, self._last_plan_s)
         return None
@@ -229,12 +232,18 @@ class Engine(Requests):
         step = next(iter(self._in_flight.values()), None)
         if step is None or not step.plan.is_interruptible or step.is_interrupted or not self.planner.has_online_work():
             return None
+        if step.is_part:
+            # It stops by itself, within what the objectives leave.
+            return None
+        if step.is_part and self.planner.spare_s(now) > 0:
+            # It was given what those who decode leave; only somebody who waits for a first token takes that back.
+            return None
         if step.predicted_s:
             online_s, objective_s = self.planner.online_need(now)
             left_s = step.predicted_s * (1 - step.done_share)
             elapsed_s = now - max(step.planned_s, self._last_end_s)
             safepoint_s = step.predicted_s * self._safepoint_share(step)
-            if not should_interrupt(elapsed_s, left_s, 0.0, objective_s, online_s, safepoint_s):
+            if not should_interrupt(elapsed_s, left_s, objective_s, online_s, safepoint_s):
                 return None
         step.is_interrupted = True
         return step.plan.step_id
@@ -247,7 +256,7 @@ class Engine(Requests):
         self._last_end_s = now
         if result.suspended_share >= 0 and not result.error:
             self.planner.suspend(step, result.suspended_share, now)
-            self._discard_if_empty(always=not self._keeps_suspended)
+            self._discard_if_empty(now, always=not self._keeps_suspended)
             return
         for sequence in step.sequences:
             sequence.in_flight -= 1
@@ -256,19 +265,13 @@ class Engine(Requests):
         else:
             self._charge(step, now)
             self._apply(step, result, now)
-        for sequence in step.sequences:
-            if sequence.in_flight:
-                continue
-            if sequence.state == State.ENDED:
-                self.planner.free(sequence)
-            elif sequence.is_spoilt:
-                self.planner.preempt(sequence, now, "failure")
+        self.planner.settle(step, now)
 
-    def _discard_if_empty(self, always: bool = False) -> None:
+    def _discard_if_empty(self, now: float, always: bool = False) -> None:
         """Gives the suspended step up if nobody waits for it any more."""
         step = self.planner.suspended
         if step is not None and (always or not self.planner.queues[step.plan.model].suspended):
-            self.planner.discard_suspended()
+            self.planner.discard_suspended(now)
 
     def _charge(self, step: PlannedStep, now: float) -> None:
         """Execution time, divided by tokens, to the sequences; real against predicted time to the cost model."""
@@ -293,6 +296,21 @@ class Engine(Requests):
             if abs(live.factor / step.scale - 1) > SCALE_STEP:
                 queue.cost_model = base.scaled(live.factor)
                 queue.cost_scale = live.factor
+
+    def borrow_slots(self, name: str, num_slots: int) -> list[int]:
+        """Slots of a model, for measurements; to be given back soon. Empty where there are not so many."""
+        return self.pool.allocate(name, num_slots) or []
+
+    def return_slots(self, name: str, slots: list[int]) -> None:
+        self.pool.release(name, slots)
+
+    def clear_prefix_cache(self) -> None:
+        """Makes every unreferenced block unfindable."""
+        self.pool.clear_cache()
+
+    def cost_models(self) -> dict[str, tuple[CostModel, float]]:
+        """Of each model that has one, as it was set, and how real step times compare to it lately."""
+        return {name: (cost_model, live.factor) for name, (cost_model, live) in self._scales.items()}
 
     def next_copies(self) -> list[KvCopy]:
         """The copies to start, in this order: those of one sequence must end in it."""

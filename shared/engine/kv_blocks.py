@@ -181,6 +181,9 @@ class BlockPool:
             blocks.by_hash[block_hash] = slot
             blocks.hash_of[slot] = block_hash
 
+    def num_references(self, name: str, slot: int) -> int:
+        return self._models[name].references[slot]
+
     def clear_cache(self) -> None:
         """Makes every unreferenced block unfindable."""
         for blocks in self._models.values():

@@ -33,6 +33,8 @@ def instance_load(planner: Planner, offline_tokens_per_s: float | None) -> Insta
         page, per_merged = queue.shape.page_tokens, queue.shape.slots_per_merged
         for rank in ONLINE_RANKS:
             running += sum(len(sequence.blocks) for sequence in queue.running[rank].values()) / per_merged
+            returning = (*queue.restoring.values(), *queue.restored.values())
+            running += sum(len(sequence.blocks) for sequence in returning if sequence.rank == rank) / per_merged
             waiting += sum(merged_demand(sequence.total, page, per_merged) for sequence in queue.waiting[rank])
         num_running += queue.num_running
         num_online += sum(len(queue.running[rank]) for rank in ONLINE_RANKS)

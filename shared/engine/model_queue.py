@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
+from itertools import chain
 
 from shared.cost_model import CostModel, StepShape
 from shared.engine.kv_blocks import root_hash
@@ -54,6 +55,11 @@ class ModelQueue:
     def num_waiting(self) -> int:
         return sum(len(of_rank) for of_rank in self.waiting) + len(self.restoring) + len(self.restored)
 
+    def num_waiting_of(self, is_online: bool) -> int:
+        """Waiting for their first or next admission."""
+        ranks = ONLINE_RANKS if is_online else (Rank.OFFLINE,)
+        return sum(len(self.waiting[rank]) for rank in ranks)
+
     def has_work(self, rank: Rank) -> bool:
         """Whether a sequence of the rank waits, or runs and has something to compute now."""
         if self.waiting[rank] or any(sequence.rank == rank for sequence in self.restored.values()):
@@ -68,19 +74,26 @@ class ModelQueue:
         yield from (s for s in self.restored.values() if s.rank == rank)
         yield from (s for s in self.running[rank].values() if s.total < s.max_total)
 
+    def restores_online(self) -> bool:
+        """Whether online sequences come back from host memory: they will run soon."""
+        return any(sequence.is_online for sequence in self.restoring.values())
+
     def objectives(self, now: float) -> tuple[float, float]:
-        """Over its online sequences: the tightest TPOT objective of those that decode, and the shortest time left to the
-        first token of those that have none yet. `inf` where there are none."""
+        """Over its online sequences: the tightest TPOT objective of those that have their first token, and the shortest
+        time left to it of the others. `inf` where there are none."""
         tpot_s = due_s = math.inf
-        for rank in ONLINE_RANKS:
-            for sequence in self.running[rank].values():
-                if sequence.first_token_s is None:
-                    due_s = min(due_s, sequence.ttft_due_s)
-                elif sequence.tpot_objective_s < tpot_s:
-                    tpot_s = sequence.tpot_objective_s
-            for sequence in self.waiting[rank]:
-                if sequence.first_token_s is None:
-                    due_s = min(due_s, sequence.ttft_due_s)
+        online = [
+            *(of_rank.values() for of_rank in self.running[: Rank.OFFLINE]),
+            *self.waiting[: Rank.OFFLINE],
+            self.restoring.values(),
+            self.restored.values(),
+        ]
+        for sequence in chain.from_iterable(online):
+            if sequence.first_token_s is None:
+                if sequence.ttft_due_s < due_s and sequence.is_online:
+                    due_s = sequence.ttft_due_s
+            elif sequence.tpot_objective_s < tpot_s and sequence.is_online:
+                tpot_s = sequence.tpot_objective_s
         return tpot_s, due_s - now
 
     def online_shape(self, max_tokens: int) -> StepShape:

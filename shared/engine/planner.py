@@ -15,12 +15,14 @@ from shared.engine.plan import NewSequence, StepPlan
 from shared.engine.room import Room
 from shared.engine.sequence import Rank, Sequence, State
 from shared.messages import pack_tokens
-from shared.policies.interruption import PATIENCE_SHARE
 from shared.policies.ordering import OrderingPolicy
 from shared.policies.token_budget import Limits, StepBudget, StepView, TokenBudgetPolicy
 
 MIN_ONLINE_CHUNK = 16
 """Tokens."""
+
+SHORT_STEP_SHARE = 0.02
+"""Of the TTFT objective: a step that is shorter is not worth being interruptible where steps are planned ahead."""
 
 PART_SHARE = 0.9
 """Of the TPOT objective, that an online step and a part of a suspended one take together."""
@@ -41,6 +43,7 @@ class Planner(Room):
         may_interrupt: bool,
         mix_phases: bool,
         prefetch: bool,
+        plans_ahead: bool,
     ) -> None:
         super().__init__(num_merged, num_rows, num_host_merged, ordering)
         self.last_limits = Limits(1)
@@ -50,6 +53,7 @@ class Planner(Room):
         self._may_interrupt = may_interrupt
         self._mix_phases = mix_phases and ordering.mixes_phases
         self._prefetch = prefetch
+        self._plans_ahead = plans_ahead
         self._stuck: Sequence | None = None
         """A waiting sequence that lacked room: nobody after it in the order, of any model, is admitted before it."""
 
@@ -77,9 +81,9 @@ class Planner(Room):
 
     # -------------------------------------------------------------------------------------------------- plan
 
-    def plan(self, step_id: int, now: float) -> PlannedStep | None:
+    def plan(self, step_id: int, now: float, is_alone: bool) -> PlannedStep | None:
         """The next step, or None where nothing can run before a step in flight returns, a copy ends or a request
-        arrives."""
+        arrives. `is_alone`: no other step is in flight."""
         for rank in self._ranks:
             if rank == Rank.OFFLINE and self.suspended is not None:
                 # What the objectives leave beside online steps goes to the suspended step first.
@@ -96,6 +100,11 @@ class Planner(Room):
                     queue = self.queues[self.ordering.pick_model(views, now).name]  # type: ignore[arg-type]
                 candidates.remove(queue)
                 limits = self._limits(queue, rank, now)
+                if limits.is_interruptible and not is_alone:
+                    # It would keep the results of the step before it waiting; a short one does not.
+                    if queue.cost_model is None:
+                        continue
+                    limits = limits._replace(limit_s=self._short_step_s(), is_interruptible=False)
                 batch = self._fill(queue, rank, limits, now)
                 if batch.sequences:
                     queue.last_planned_step = step_id
@@ -106,10 +115,10 @@ class Planner(Room):
         if leading == Rank.OFFLINE:
             # Online sequences of the model cannot run now, or this step would be led by them.
             tpot_s = ttft_left_s = math.inf
-            others = self.has_online_work()
+            others = sum(other.has_online_work() or other.restores_online() for other in self.queues.values())
         else:
             tpot_s, ttft_left_s = queue.objectives(now)
-            others = any(other.has_online_work() for other in self.queues.values() if other is not queue)
+            others = sum(other.has_online_work() for other in self.queues.values() if other is not queue)
         view = StepView(queue.name, now, queue.cost_model, tpot_s, ttft_left_s, others)
         self.last_limits = self._token_budget.limits(view)
         return self.last_limits
@@ -147,8 +156,8 @@ class Planner(Room):
     def _close(self, step_id: int, queue: ModelQueue, batch: Batch, is_interruptible: bool, now: float) -> PlannedStep:
         sequences = batch.sequences
         predicted_s = 0.0 if queue.cost_model is None else queue.cost_model.predict(batch.budget.shape)
-        if 0.0 < predicted_s <= self._patience_s():
-            # Nobody would stop it, so it needs no safepoints, and a second step may be planned behind it.
+        if self._plans_ahead and 0.0 < predicted_s <= self._short_step_s():
+            # Better replayed as a graph, and with a second step planned behind it, than with safepoints.
             is_interruptible = False
         plan = StepPlan(
             step_id,
@@ -165,10 +174,9 @@ class Planner(Room):
         )
         return PlannedStep(plan, sequences, now, predicted_s, queue.cost_scale)
 
-    def _patience_s(self) -> float:
-        """For which any online request would wait, for all the steps that may be before it."""
-        ttft_s = min(queue.ttft_objective_s for queue in self.queues.values())
-        return PATIENCE_SHARE * ttft_s / 2
+    def _short_step_s(self) -> float:
+        """For which any online request can wait, though two such steps may be before it."""
+        return SHORT_STEP_SHARE * min(queue.ttft_objective_s for queue in self.queues.values())
 
     def _take_discards(self) -> tuple[int, ...]:
         discards = tuple(self._discards)
@@ -211,9 +219,9 @@ class Planner(Room):
         budget = batch.budget
         left = budget.tokens_left if decodes else 0
         is_offline = rank == Rank.OFFLINE
-        # Online decodes are never left out for the sake of time: an objective that online alone breaks is broken.
-        cost = queue.cost_model if is_offline and budget.left_s < math.inf else None
-        left_s = budget.left_s
+        if is_offline:
+            # Online decodes are never left out for the sake of time: an objective that online alone breaks is broken.
+            left = min(left, budget.fits_decodes([s.num_computed for s in running if s.total - s.num_computed == 1]))
         planned = context = 0
         for sequence in running:
             start, total = sequence.num_computed, sequence.total
@@ -224,11 +232,6 @@ class Planner(Room):
                 continue
             if planned == left:
                 continue
-            if cost is not None:
-                left_s -= cost.decode_cost_s(start)
-                if left_s < 0:
-                    left = planned
-                    continue
             if start >= sequence.capacity and not self._grow(sequence, batch, now):
                 continue
             sequence.num_computed = total
@@ -346,7 +349,7 @@ class Planner(Room):
         num_full = (sequence.total - 1) // page
         cached = self.pool.find(queue.name, sequence.extend_hashes(num_full, page, queue.root))
         missing = num_blocks - len(cached)
-        needed = missing + self._reserve_slots(queue)
+        needed = missing + self._reserve_slots(queue, sequence.rank)
         self.pool.retain(queue.name, cached)
         if self.pool.num_available(queue.name) < needed and not self.make_room(sequence, needed, now):
             self.pool.release(queue.name, cached)
@@ -380,8 +383,9 @@ class Planner(Room):
             sequence.num_failures += 1
             self.preempt(sequence, now, "failure")
 
-    def _reserve_slots(self, queue: ModelQueue) -> int:
-        """Slots left free at an admission, so that running sequences can grow a while before somebody is preempted."""
-        if not any(other.num_running for other in self.queues.values()):
+    def _reserve_slots(self, queue: ModelQueue, rank: Rank) -> int:
+        """Slots left free at an admission, so that running sequences of its rank or before can grow a while before somebody
+        is preempted."""
+        if not any(of_rank for other in self.queues.values() for of_rank in other.running[: rank + 1]):
             return 0
         return max(1, self.pool.capacity_slots(queue.name) // 100)

@@ -116,6 +116,20 @@ class SetStatistics(msgspec.Struct, frozen=True, tag=True):
     statistics: ExecutionStatistics
 
 
+class BorrowSlots(msgspec.Struct, frozen=True, tag=True):
+    name: str
+    num_slots: int
+
+
+class ReturnSlots(msgspec.Struct, frozen=True, tag=True):
+    name: str
+    slots: list[int]
+
+
+class ClearPrefixCache(msgspec.Struct, frozen=True, tag=True):
+    pass
+
+
 class OnTime(msgspec.Struct, frozen=True, tag=True):
     now: float
 
@@ -132,6 +146,9 @@ Record = (
     | SetObjectives
     | SetCostModel
     | SetStatistics
+    | BorrowSlots
+    | ReturnSlots
+    | ClearPrefixCache
     | OnTime
 )
 
@@ -191,6 +208,18 @@ class RecordingEngine(Engine):
     def set_statistics(self, statistics: ExecutionStatistics) -> None:
         self._record(SetStatistics(statistics))
         super().set_statistics(statistics)
+
+    def borrow_slots(self, name: str, num_slots: int) -> list[int]:
+        self._record(BorrowSlots(name, num_slots))
+        return super().borrow_slots(name, num_slots)
+
+    def return_slots(self, name: str, slots: list[int]) -> None:
+        self._record(ReturnSlots(name, slots))
+        super().return_slots(name, slots)
+
+    def clear_prefix_cache(self) -> None:
+        self._record(ClearPrefixCache())
+        super().clear_prefix_cache()
 
     def on_time(self, now: float) -> None:
         self._record(OnTime(now))
@@ -252,6 +281,12 @@ def replay(recording: bytes) -> tuple[Engine, int]:
                 engine.set_cost_model(name, cost_model)
             case SetStatistics(statistics):
                 engine.set_statistics(statistics)
+            case BorrowSlots(name, num_slots):
+                engine.borrow_slots(name, num_slots)
+            case ReturnSlots(name, slots):
+                engine.return_slots(name, slots)
+            case ClearPrefixCache():
+                engine.clear_prefix_cache()
             case OnTime(now):
                 engine.on_time(now)
             case Configuration():

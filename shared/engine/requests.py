@@ -11,7 +11,7 @@ import msgspec
 
 from shared.engine.model_queue import ModelQueue
 from shared.engine.planner import Planner
-from shared.engine.sequence import Sequence, State
+from shared.engine.sequence import Rank, Sequence, State, rank_of
 from shared.messages import (
     ErrorCode,
     ErrorInfo,
@@ -112,8 +112,9 @@ class Requests:
         if num_prompt >= limit:
             message = f"the prompt has {num_prompt} tokens; {queue.name!r} takes at most {limit - 1} and needs one more"
             return ErrorInfo(ErrorCode.TOO_LONG, message, "prompt")
-        if sum(queue.num_waiting for queue in self.planner.queues.values()) >= self._max_waiting:
-            message = f"{self._max_waiting} requests already wait on this instance"
+        is_online = rank_of(request) != Rank.OFFLINE
+        if sum(other.num_waiting_of(is_online) for other in self.planner.queues.values()) >= self._max_waiting:
+            message = f"{self._max_waiting} {request.request_class} requests already wait on this instance"
             return ErrorInfo(ErrorCode.OVERLOADED, message, retry_after_s=1.0)
         return None
 

@@ -9,6 +9,7 @@ still writes its slots; one of a suspended step only when nothing else will do, 
 from __future__ import annotations
 
 from bisect import insort
+from collections import Counter
 from collections.abc import Iterator
 
 from shared.engine.batch import PlannedStep
@@ -83,7 +84,7 @@ class Room:
     def preempt(self, sequence: Sequence, now: float, cause: str) -> None:
         """Takes slots and row from a sequence; it waits again and recomputes what neither cache nor host memory has."""
         if sequence.num_computed:
-            is_checkpointed = len(sequence.host_blocks) >= sequence.num_filled > 0
+            is_checkpointed = sequence.num_checkpointed_blocks >= sequence.num_filled > 0
             self.counters.preemptions[cause, "checkpointed" if is_checkpointed else "recompute"] += 1
             sequence.peak_computed = max(sequence.peak_computed, min(sequence.num_computed, sequence.num_tokens))
             sequence.num_preemptions += 1
@@ -119,17 +120,24 @@ class Room:
         queue.suspended.clear()
         return step
 
-    def discard_suspended(self) -> None:
+    def discard_suspended(self, now: float) -> None:
         """Gives the suspended step up: its planned tokens are computed again."""
         step = self.take_suspended()
         self.counters.steps_discarded += 1
-        lost = step.plan.num_tokens * step.done_share
-        self.counters.recomputed_tokens += int(lost)
+        self.counters.discarded_tokens += int(step.plan.num_tokens * step.done_share)
         self._discards.append(step.plan.step_id)
         step.roll_back()
+        self.settle(step, now)
+
+    def settle(self, step: PlannedStep, now: float) -> None:
+        """The step is over; sequences that waited for that are freed, or preempted."""
         for sequence in step.sequences:
-            if sequence.state == State.ENDED and not sequence.in_flight:
+            if sequence.in_flight:
+                continue
+            if sequence.state == State.ENDED:
                 self.free(sequence)
+            elif sequence.is_spoilt:
+                self.preempt(sequence, now, "failure")
 
     # ------------------------------------------------------------------------------------------------ victims
 
@@ -150,15 +158,14 @@ class Room:
         """Preempts until `num_slots` are available to the sequence's model. Nobody is preempted where all victims together
         would not do."""
         key = self.order_key(sequence, now)
-        per_merged = self.queues[sequence.model].shape.slots_per_merged
-        within_reach = float(self.pool.num_available(sequence.model))
         victims = list(self._victims(sequence, key, now))
-        for victim in victims:
-            within_reach += len(victim.blocks) * per_merged / self.queues[victim.model].shape.slots_per_merged
-        if within_reach < num_slots:
+        if self._within_reach(sequence.model, victims) < num_slots:
             if self.suspended is None or sequence.rank == Rank.OFFLINE:
                 return False
-            self.discard_suspended()
+            suspended = [held for queue in self.queues.values() for held in queue.suspended.values()]
+            if self._within_reach(sequence.model, [*victims, *suspended]) < num_slots:
+                return False
+            self.discard_suspended(now)
             return self.make_room(sequence, num_slots, now)
         victims.sort(key=lambda victim: victim_key(victim, victim.page_tokens))
         for victim in victims:
@@ -166,6 +173,18 @@ class Room:
                 break
             self.preempt(victim, now, "memory")
         return self.pool.num_available(sequence.model) >= num_slots
+
+    def _within_reach(self, model: str, victims: list[Sequence]) -> float:
+        """Slots that the model could have if all of them were preempted: not those that copies, or others with the same
+        prefix, hold too."""
+        held = Counter((victim.model, slot) for victim in victims for slot in victim.blocks)
+        per_merged = self.queues[model].shape.slots_per_merged
+        merged = sum(
+            1 / self.queues[name].shape.slots_per_merged
+            for (name, slot), count in held.items()
+            if self.pool.num_references(name, slot) == count
+        )
+        return self.pool.num_available(model) + merged * per_merged
 
     def make_row(self, sequence: Sequence, now: float) -> bool:
         """A row for a sequence of higher rank than some running one."""
@@ -181,5 +200,5 @@ class Room:
             return True
         if self.suspended is None or sequence.rank == Rank.OFFLINE:
             return False
-        self.discard_suspended()
+        self.discard_suspended(now)
         return self.make_row(sequence, now)

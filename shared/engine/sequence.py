@@ -161,7 +161,8 @@ class Sequence:
 
     @property
     def num_checkpointed_blocks(self) -> int:
-        return len(self.host_blocks)
+        """Of its first blocks, those that are in host memory or on the way there."""
+        return len(self.host_blocks) + self.num_checkpointing
 
     @property
     def is_online(self) -> bool:
@@ -174,11 +175,6 @@ class Sequence:
     @property
     def num_output(self) -> int:
         return len(self.tokens) - self.num_prompt
-
-    @property
-    def is_schedulable(self) -> bool:
-        """Something is left to compute that does not wait for a step in flight to end the sequence."""
-        return self.total < self.max_total
 
     def extend_hashes(self, num_blocks: int, page_tokens: int, root: bytes) -> list[bytes]:
         """The chained hashes of the first `num_blocks` full blocks of known tokens."""

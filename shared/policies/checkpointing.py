@@ -23,10 +23,6 @@ class PoolView(NamedTuple):
     """Full blocks of running offline sequences that have a copy in host memory or are being copied."""
     unsaved_blocks: int
     """Those that have none."""
-    host_room_blocks: int
-    """Free in host memory, or taken by checkpoints that may be dropped for better ones."""
-    copy_block_s: float
-    """Of one block to the host; 0: not measured."""
     step_s: float
     """Predicted time of the step beside which the copies run."""
     saved_online_blocks: int = 0
@@ -39,13 +35,6 @@ class CheckpointPolicy(ABC):
         """How many blocks to start copying beside the next step, in the order of `victim_key`."""
 
 
-class NoCheckpoint(CheckpointPolicy):
-    """Who is preempted computes again."""
-
-    def blocks_now(self, view: PoolView) -> int:
-        return 0
-
-
 class AdaptiveCheckpoint(CheckpointPolicy):
     """With u = used share of the pool, and s = `start_share` for offline sequences, `online_start_share` for online ones:
 
@@ -54,21 +43,16 @@ class AdaptiveCheckpoint(CheckpointPolicy):
         speed      at least (unsaved + free) * step / (time until the pool is full): what is unsaved and what is still to be
                    filled, spread evenly over the time left, so that copying keeps up with consumption
 
-    never more than host memory takes, nor than fits in `copy_share` of the step's time (but one block), which hides behind
-    the step: where copying cannot keep up, objectives go first and the rest is recomputed.
+    How much of that hides behind the step, and what host memory takes, is not the policy's matter.
     """
 
-    def __init__(self, start_share: float = 0.5, *, online_start_share: float = 0.9, copy_share: float = 0.5) -> None:
+    def __init__(self, start_share: float = 0.5, *, online_start_share: float = 0.9) -> None:
         self._start_share = start_share
         self._online_start_share = max(start_share, online_start_share)
-        self._copy_share = copy_share
 
     def blocks_now(self, view: PoolView) -> int:
         wanted = _wanted(view, self._start_share, view.saved_blocks, view.unsaved_blocks)
-        wanted += _wanted(view, self._online_start_share, view.saved_online_blocks, view.unsaved_online_blocks)
-        return max(
-            0, min(wanted, _affordable(self._copy_share * view.step_s, view.copy_block_s), view.host_room_blocks)
-        )
+        return wanted + _wanted(view, self._online_start_share, view.saved_online_blocks, view.unsaved_online_blocks)
 
 
 def _wanted(view: PoolView, start_share: float, saved: int, unsaved: int) -> int:
@@ -81,16 +65,11 @@ def _wanted(view: PoolView, start_share: float, saved: int, unsaved: int) -> int
     return max(0, min(unsaved, max(by_level, by_speed)))
 
 
-def blocks_to_restore(budget_s: float, block_s: float, num_missing: int, num_free: int) -> int:
-    """How many of a sequence's `num_missing` blocks come back beside the next step. `budget_s`: copy time that hides behind
-    the step (a share of its predicted time, less this step's checkpoints); `num_free`: device blocks that online sequences
-    can spare."""
-    return max(0, min(num_missing, num_free, _affordable(budget_s, block_s)))
-
-
-def _affordable(budget_s: float, block_s: float) -> int:
-    """Blocks copied in `budget_s`; at least one, so that blocks larger than any budget move too."""
-    return max(1, int(min(budget_s / block_s, 1e9))) if block_s > 0 else 10**9
+def blocks_to_restore(budget_s: float, block_s: float, num_missing: int) -> int:
+    """How many of `num_missing` blocks come back beside the next step. `budget_s`: copy time that hides behind the step. At
+    least one, so that a long sequence comes back under any budget."""
+    affordable = int(budget_s / block_s) if block_s > 0 else num_missing
+    return max(0, min(num_missing, max(1, affordable)))
 
 
 class HeldSequence(Protocol):

@@ -14,24 +14,22 @@ from typing import NamedTuple
 def should_interrupt(
     elapsed_s: float,
     predicted_s: float,
-    waited_s: float,
-    ttft_objective_s: float,
+    left_s: float,
     online_step_s: float,
     safepoint_s: float = 0.0,
 ) -> bool:
-    """Whether to raise the flag in an interruptible step that was started `elapsed_s` ago, for the online request with the
-    least time to its objective, whose prefill (with all online prompts before it) takes `online_step_s`.
+    """Whether to raise the flag in an interruptible step that was started `elapsed_s` ago, for an online request with
+    `left_s` to its objective, whose prefill (with all online prompts before it) takes `online_step_s`.
 
     A step over its prediction is expected to go on for as long as it has been over. `safepoint_s`: time between two
     safepoints; a step that ends before the next is left alone, and as much is kept as margin."""
     remaining_s = abs(predicted_s - elapsed_s)
     if remaining_s <= safepoint_s:
         return False
-    left_s = ttft_objective_s - waited_s
     return remaining_s > PATIENCE_SHARE * left_s or remaining_s + online_step_s + safepoint_s > left_s
 
 
-PATIENCE_SHARE = 0.05
+PATIENCE_SHARE = 0.01
 """Of the time left to a first token, that an offline step may go on for. ConServe waits for as long as the objective allows
 at all, because what it stops is lost; a suspended step is not, so there is little to be gained by making somebody wait."""
 

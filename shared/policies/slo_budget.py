@@ -3,8 +3,8 @@
     limit          = max(least, safety * share * objective)
     offline limit  = limit where something decodes, else filler_share of the time left to a first token
 
-`objective` is the tightest TPOT of the decoding online sequences; where none decodes, the tightest TTFT left. `share` is 1,
-or 1/2 where another model has online work too: their steps take turns, so a token waits for both. `least` is the time of
+`objective` is the tightest TPOT of the decoding online sequences; where none decodes, the tightest TTFT left. `share` is 1/n
+where n models have online work: their steps take turns, so a token waits for all. `least` is the time of
 the smallest step worth its fixed cost: objectives that cannot be met must not stop the prompts behind them.
 
 A step with a decode is bounded by the TPOT alone: a shorter one would only lower the prompts' share of it, a longer one is
@@ -53,14 +53,14 @@ class SloTokenBudget(TokenBudgetPolicy):
     def limits(self, view: StepView) -> Limits:
         decodes = view.tpot_objective_s < math.inf
         has_online = decodes or view.ttft_left_s < math.inf
-        if not has_online and not view.other_online:
+        if not has_online and not view.num_other_online:
             return Limits(self._max_tokens, is_interruptible=True)
         if view.cost_model is None:
             return Limits(self._max_tokens)
         if not has_online:
             return Limits(self._max_tokens, max(self._other_step_s, self._least_s(view.cost_model, True)))
         objective_s = view.tpot_objective_s if decodes else view.ttft_left_s
-        share = 0.5 if view.other_online else 1.0
+        share = 1 / (1 + view.num_other_online)
         limit_s = max(self._least_s(view.cost_model, decodes), self._safety * share * objective_s)
         if decodes:
             return Limits(self._max_tokens, limit_s)

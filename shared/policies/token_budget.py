@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from bisect import bisect_right
+from itertools import accumulate
 from typing import NamedTuple
 
 from shared.cost_model import CostModel, StepShape
@@ -25,8 +27,8 @@ class StepView(NamedTuple):
     ttft_left_s: float
     """Tightest time left to the first token over the model's online sequences in or before prefill; inf: there is none;
     may be negative."""
-    other_online: bool
-    """Whether another model has a runnable online sequence."""
+    num_other_online: int
+    """Other models that have runnable online sequences."""
 
 
 class Limits(NamedTuple):
@@ -83,17 +85,20 @@ class StepBudget:
         """Predicted time left under the limit; negative when over it; inf without one."""
         return self._limit_s - self.used_s
 
-    def fits_decode(self, context_tokens: int) -> bool:
-        """Whether one more decoding sequence may be added."""
-        if self.tokens_left < 1:
-            return False
-        if self._cost is None:
-            return True
-        before = self.shape
-        after = before._replace(
-            num_decodes=before.num_decodes + 1, decode_context_tokens=before.decode_context_tokens + context_tokens
-        )
-        return self._cost.predict(after) - self._cost.predict(before) <= self.left_s
+    def fits_decodes(self, contexts: list[int]) -> int:
+        """How many decoding sequences, of those with so many tokens in their caches, may be added in this order."""
+        most = min(len(contexts), max(0, self.tokens_left))
+        if self._cost is None or self._limit_s == math.inf:
+            return most
+        cost, shape, sums = self._cost, self.shape, [0, *accumulate(contexts[:most])]
+
+        def predicted_s(count: int) -> float:
+            context_tokens = shape.decode_context_tokens + sums[count]
+            return cost.predict(
+                shape._replace(num_decodes=shape.num_decodes + count, decode_context_tokens=context_tokens)
+            )
+
+        return max(0, bisect_right(range(1, most + 1), self._limit_s, key=predicted_s))
 
     def fits_prefill(self, wanted: int, context_tokens: int) -> int:
         """The longest chunk up to `wanted` tokens that may be added."""

@@ -212,3 +212,18 @@ def test_metrics_of_gateway_and_workers(stack: Stack):
     for instance in stack.instances():
         text = httpx.get(f"http://127.0.0.1:{instance['metrics_port']}/metrics", timeout=10).text
         assert "vllm:num_requests_running{" in text and "vllm:kv_cache_usage_perc{" in text
+        assert "tideway_instance_computed_tokens_total{" in text
+
+
+def test_instances_measure_their_models_when_idle(stack: Stack):
+    """And from then on plan with what was measured."""
+    deadline = time.monotonic() + 60
+    for instance in stack.instances():
+        url = f"http://127.0.0.1:{instance['metrics_port']}/metrics"
+        while not all(
+            f'tideway_instance_cost_model_error{{engine="{instance["instance_id"]}",model_name="{model}"' in text
+            for text in [httpx.get(url, timeout=10).text]
+            for model in stack.models
+        ):
+            assert time.monotonic() < deadline
+            time.sleep(0.2)

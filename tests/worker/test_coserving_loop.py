@@ -14,6 +14,7 @@ from services.worker.engine_building import build_engine
 from services.worker.engine_loop import EngineLoop, StepStats
 from services.worker.executor import Executor
 from services.worker.models.decoder import DecoderModel, ForwardBatch, ForwardState
+from shared.cost_model import CostModel
 from shared.engine.requests import Ended, Output
 from shared.messages import GenerationRequest, ModelSpec, RequestClass, SamplingParams, pack_tokens, unpack_tokens
 from shared.settings import InstanceSettings
@@ -24,24 +25,36 @@ OFFLINE_TOKENS, ONLINE_TOKENS = 60, 5
 VARIANTS = ("llama3", "opt")
 
 
+SLOW = CostModel(0.05, 0.01, 0.0, 0.005, 0.0, num_layers=3, checkpoint_slot_s=0.001, restore_slot_s=0.001)
+"""Predicts steps long enough to be interrupted, and to be gone on with in parts."""
+
+
 def prompt_length(number: int) -> int:
     return 40 + 9 * number
 
 
 class Scene:
-    def __init__(self, paths: list[Path], interruption: str, host_share: float) -> None:
+    def __init__(self, paths: list[Path], interruption: str, host_share: float, cost_model: CostModel | None) -> None:
         probe = Executor("cpu", 1, 1 << 20, 1)
         prepared = [probe.prepare_model(ModelSpec(path.name, str(path))) for path in paths]
         slot_sizes = [model.model.kv_shape(model.page_tokens).slot_bytes for model in prepared]
         merged_bytes = math.lcm(*slot_sizes)
         num_merged = 12 * max(slot_sizes) // merged_bytes
         num_host_merged = int(num_merged * host_share)
-        settings = InstanceSettings(max_running=8, token_budget=64, interruption=interruption, checkpoint_start=0.2)
+        settings = InstanceSettings(
+            max_running=8,
+            token_budget=64,
+            interruption=interruption,
+            checkpoint_start=0.2,
+            steps_in_flight=1 if cost_model is None else 2,
+        )
         self.executor = Executor("cpu", num_merged, merged_bytes, 12, num_host_merged=num_host_merged)
         self.engine = build_engine(settings, num_merged, "cpu", num_host_merged)
         for model in prepared:
             self.engine.add_model(self.executor.add_model(model))
             self._interfere(model.model)
+            if cost_model is not None:
+                self.engine.set_cost_model(model.name, cost_model)
         self.outputs: dict[str, list[int]] = {}
         self.ended: dict[str, Ended] = {}
         self.num_suspended_steps = 0
@@ -95,11 +108,20 @@ class Scene:
 
 
 @pytest.mark.parametrize(
-    ("interruption", "host_share"), [("suspend", 2.0), ("suspend", 0.3), ("discard", 2.0), ("off", 0)]
+    ("interruption", "host_share", "cost_model"),
+    [
+        ("suspend", 2.0, None),
+        ("suspend", 0.3, None),
+        ("discard", 2.0, None),
+        ("off", 0, None),
+        ("suspend", 2.0, SLOW),
+    ],
 )
-def test_every_request_makes_its_tokens(tmp_path: Path, interruption: str, host_share: float) -> None:
+def test_every_request_makes_its_tokens(
+    tmp_path: Path, interruption: str, host_share: float, cost_model: CostModel | None
+) -> None:
     paths = [write_checkpoint(tmp_path, variant) for variant in VARIANTS]
-    scene = Scene(paths, interruption, host_share)
+    scene = Scene(paths, interruption, host_share, cost_model)
     scene.run()
     assert not scene.loop.failure
     counters = scene.engine.counters

@@ -71,6 +71,7 @@ class Run:
         while len(self.in_flight) < engine.steps_in_flight and (plan := engine.plan(self.now)):
             self.in_flight.append(plan)
             engine.check()
+            assert engine.take_interrupt(self.now) is None, "interrupted by what was there when it was planned"
         self.copies.extend(engine.next_copies())
         if self.random.random() < self.arrivals:
             for _ in range(self.random.randint(1, 3)):
@@ -121,6 +122,7 @@ class Run:
         counters = self.engine.counters
         for key in ("steps_suspended", "steps_resumed", "steps_discarded", "recomputed_tokens", "harvested_tokens"):
             self.used[key] += getattr(counters, key)
+        self.used["discarded_tokens"] += counters.discarded_tokens
         for key in ("checkpointed_blocks", "restored_blocks", "dropped_checkpoint_blocks"):
             self.used[key] += getattr(counters, key).total()
         self.used["recomputed_partial_tokens"] += counters.recomputed_partial_tokens

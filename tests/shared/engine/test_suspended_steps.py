@@ -8,10 +8,11 @@ import pytest
 
 from shared.cost_model import CostModel, shape_of
 from shared.engine.engine import Engine
-from shared.engine.plan import ModelShape
+from shared.engine.plan import ModelShape, StepResult
 from shared.engine.requests import Output
 from shared.messages import RequestClass, unpack_tokens
 from shared.policies.catalogue import ordering_policy
+from shared.policies.checkpointing import AdaptiveCheckpoint
 from shared.policies.slo_budget import SloTokenBudget
 from tests.shared.engine.fake_executor import FakeExecutor, expected_output, request
 
@@ -43,6 +44,7 @@ class Clocked:
         """Plans and runs a step; with `stop_share` it is interrupted there."""
         plan = self.engine.plan(self.now)
         assert plan is not None
+        assert stop_share is not None or self.engine.take_interrupt(self.now) is None
         total = COST_MODEL.predict(shape_of(plan.starts, plan.counts))
         began = self.done_share.get(plan.step_id, 0.0)
         end = plan.stop_share if stop_share is None else stop_share
@@ -136,7 +138,7 @@ def test_discard_mode_computes_it_again():
     plan = run.step()
     assert plan.discards == (suspended.step_id,)
     run.finish()
-    assert run.engine.counters.recomputed_tokens == 250
+    assert run.engine.counters.discarded_tokens == 250
 
 
 def test_without_interruption_no_step_can_be_stopped():
@@ -165,3 +167,73 @@ def test_a_step_that_ends_soon_is_left_alone():
     plan = run.engine.plan(0.0)
     run.submit("online", [1], 3)
     assert plan.is_interruptible and run.engine.take_interrupt(0.49) is None
+
+
+def test_behind_a_step_in_flight_only_short_steps_are_planned():
+    """A long one would keep the results of the step before it waiting, and could not be interrupted."""
+    run = Clocked(steps_in_flight=2)
+    run.submit("online", [1, 2, 3], 1)
+    first = run.engine.plan(0.0)
+    run.submit("offline", list(range(500)), 3, offline=True)
+    second = run.engine.plan(0.0)
+    assert not first.is_interruptible and not second.is_interruptible
+    assert COST_MODEL.predict(shape_of(second.starts, second.counts)) <= 0.02 + 1e-9
+    run = Clocked(steps_in_flight=2)
+    run.submit("offline", list(range(500)), 3, offline=True)
+    assert run.engine.plan(0.0).is_interruptible and run.engine.plan(0.0) is None
+
+
+def test_a_sequence_whose_step_failed_comes_back_when_the_next_one_is_given_up():
+    """Two steps in flight: the first fails, the second is suspended and discarded."""
+    run = Clocked(steps_in_flight=2)
+    run.sent = [run.submit("offline", list(range(8)), 40, offline=True)]
+    first = run.step()
+    first = run.engine.plan(run.now)
+    second = run.engine.plan(run.now)
+    assert len(first.rows) == len(second.rows) == 1
+    run.engine.on_step(StepResult(first.step_id, [], error="out of memory"), run.now)
+    step = run.engine._in_flight[second.step_id]
+    run.engine.on_step(StepResult(second.step_id, [], suspended_share=0.5), run.now)
+    assert run.engine.planner.suspended is step
+    run.engine.planner.discard_suspended(run.now)
+    run.engine.check()
+    run.executor = FakeExecutor([SHAPE])
+    run.engine.planner._discards.clear()
+    run.engine.pool.clear_cache()
+    run.finish()
+
+
+def test_a_preempted_online_sequence_keeps_its_objective():
+    run = Clocked(num_merged=40)
+    run.submit("online", list(range(100)), 50)
+    run.step()
+    run.submit("offline", list(range(300, 800)), 3, offline=True)
+    run.engine.planner.preempt(run.engine.held("online"), run.now, "memory")
+    plan = run.engine.plan(run.now)
+    assert run.engine.planner.last_limits.limit_s == pytest.approx(0.9 * TPOT_S)
+    assert COST_MODEL.predict(shape_of(plan.starts, plan.counts)) <= TPOT_S
+
+
+def test_nobody_is_preempted_for_blocks_that_a_copy_still_reads():
+    run = Clocked(num_merged=16, num_host_merged=16, checkpoint=AdaptiveCheckpoint(0.0))
+    for index in range(4):
+        run.submit(f"offline{index}", [index] * 100, 30, offline=True)
+    for _ in range(4):
+        run.step()
+    copies = run.engine.next_copies()
+    assert sum(len(copy.device_slots) for copy in copies) > 20
+    run.submit("online", list(range(450)), 3)
+    run.engine.plan(run.now)
+    run.engine.check()
+    assert run.engine.counters.num_preemptions == 0
+    for copy in copies:
+        run.executor.copy(copy)
+        run.engine.on_copy(copy.copy_id, True, run.now)
+    for copy in run.engine.next_copies():
+        run.executor.copy(copy)
+        run.engine.on_copy(copy.copy_id, True, run.now)
+    for step in list(run.engine._in_flight.values()):
+        run.engine.on_step(run.executor.execute(step.plan), run.now)
+    run.engine.plan(run.now)
+    assert run.engine.held("online").row >= 0
+    assert run.engine.counters.num_preemptions == 4

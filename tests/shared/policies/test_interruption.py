@@ -10,30 +10,30 @@ times = st.floats(0, 10)
 
 
 @pytest.mark.parametrize(
-    ("elapsed_s", "predicted_s", "waited_s", "safepoint_s", "interrupts"),
+    ("elapsed_s", "predicted_s", "left_s", "safepoint_s", "interrupts"),
     [
-        (0.95, 1.0, 0.0, 0.0, False),  # it ends within a twentieth of the 1.5 s left
-        (0.90, 1.0, 0.0, 0.0, True),  # later than that
-        (0.95, 1.0, 1.2, 0.0, True),  # 0.05 + 0.3 does not fit into 0.3
-        (0.95, 1.0, 1.4, 0.1, False),  # it ends before the next safepoint
-        (0.0, 1.0, 9.0, 0.1, True),  # late already: less late is better
-        (2.0, 1.0, 0.3, 0.1, True),  # over its prediction by as much as it took
+        (0.99, 1.0, 1.5, 0.0, False),  # it ends within a hundredth of the time left
+        (0.95, 1.0, 1.5, 0.0, True),  # later than that
+        (0.997, 1.0, 0.3, 0.0, True),  # 0.003 + 0.3 does not fit
+        (0.95, 1.0, 0.1, 0.1, False),  # it ends before the next safepoint
+        (0.0, 1.0, -9.0, 0.1, True),  # late already: less late is better
+        (2.0, 1.0, 1.2, 0.1, True),  # over its prediction by as much as it took
     ],
 )
 def test_interrupts_where_waiting_shows(
-    elapsed_s: float, predicted_s: float, waited_s: float, safepoint_s: float, interrupts: bool
+    elapsed_s: float, predicted_s: float, left_s: float, safepoint_s: float, interrupts: bool
 ) -> None:
-    assert should_interrupt(elapsed_s, predicted_s, waited_s, 1.5, 0.3, safepoint_s) is interrupts
+    assert should_interrupt(elapsed_s, predicted_s, left_s, 0.3, safepoint_s) is interrupts
 
 
 @settings(deadline=None)
-@given(times, times, times, times, times, times, times)
+@given(times, times, st.floats(-10, 10), times, times, times)
 def test_a_longer_wait_never_speaks_against_interrupting(
-    elapsed: float, predicted: float, waited: float, more: float, objective: float, step: float, safepoint: float
+    elapsed: float, predicted: float, left: float, more: float, step: float, safepoint: float
 ) -> None:
-    if should_interrupt(elapsed, predicted, waited, objective, step, safepoint):
-        assert should_interrupt(elapsed, predicted, waited + more, objective, step, safepoint)
-        assert should_interrupt(elapsed, predicted, waited, objective, step + more, safepoint)
+    if should_interrupt(elapsed, predicted, left, step, safepoint):
+        assert should_interrupt(elapsed, predicted, left - more, step, safepoint)
+        assert should_interrupt(elapsed, predicted, left, step + more, safepoint)
 
 
 def test_what_becomes_of_a_suspended_step() -> None:

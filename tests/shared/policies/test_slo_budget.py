@@ -120,9 +120,8 @@ def test_offline_tokens_never_break_the_tpot_objective(
         budget.take_prefill(count, 0)
     online_s = cost.predict(budget.shape)
     budget.begin_offline()
-    for context in (10, 1000):
-        if budget.fits_decode(context):
-            budget.take_decodes(1, context)
+    count = budget.fits_decodes([10, 1000, 30])
+    budget.take_decodes(count, sum([10, 1000, 30][:count]))
     if count := budget.fits_prefill(offline, 100):
         budget.take_prefill(count, 100)
     assert cost.predict(budget.shape) <= max(tpot_s, online_s, least_s) * (1 + 1e-9) + 1e-9
