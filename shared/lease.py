@@ -40,7 +40,11 @@ class Lease:
         holder_id: str,
         on_gain: Callable[[int], Coroutine[Any, Any, None]],
         on_lose: Callable[[], Awaitable[None]],
+        *,
+        watches: bool = True,
     ) -> None:
+        """`watches` False: the caller watches `LEASES`, for many leases at once, and passes on what it sees of this one to
+        `on_change`."""
         self.term = 0
         """Drawn last: the term of the role while it is held."""
         self._bus = bus
@@ -56,6 +60,8 @@ class Lease:
         self._has_role = False
         self._must_verify = False
         """The connection was lost and made again since the last renewal."""
+        self._watches = watches
+        self._stop_listening: Callable[[], None] | None = None
         self._is_stopping = False
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
@@ -77,8 +83,9 @@ class Lease:
         """Begins to contend; returns at once. Raises `BusError` if the buckets cannot be declared."""
         self._leases = await self._bus.key_value(LEASES)
         self._terms = await self._bus.key_value(TERMS)
-        self._watch = await self._leases.watch(self._on_change)
-        self._bus.on_reconnect(self._on_reconnect)
+        if self._watches:
+            self._watch = await self._leases.watch(self.on_change)
+        self._stop_listening = self._bus.on_reconnect(self._on_reconnect)
         self._task = asyncio.get_running_loop().create_task(self._run())
 
     async def stop(self) -> None:
@@ -89,8 +96,12 @@ class Lease:
             await self._task
         if self._watch is not None:
             await self._watch.stop()
+        if self._stop_listening is not None:
+            self._stop_listening()
+            self._stop_listening = None
 
-    def _on_change(self, key: str, value: SchedulerInfo | None) -> None:
+    def on_change(self, key: str, value: SchedulerInfo | None) -> None:
+        """An entry of the bucket was written, or is gone (None)."""
         if key == self._key and value is None:
             self._wake.set()
         elif key == self._key and value is not None:

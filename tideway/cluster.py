@@ -89,11 +89,15 @@ class ClusterView:
 
     @classmethod
     async def connect(cls, settings: BusSettings, timeout_s: float) -> ClusterView:
-        """Raises TimeoutError if NATS does not answer in time."""
+        """Raises TimeoutError if NATS does not answer in time, `BusError` if its JetStream does not work."""
         bus = await asyncio.wait_for(NatsBus.connect(settings, "operator", "command"), timeout_s)
-        instances = await (await bus.key_value(INSTANCES)).watch()
-        nodes = await (await bus.key_value(NODES)).watch()
-        return cls(bus, instances, nodes, await bus.key_value(PLANS), await bus.key_value(MODELS))
+        try:
+            instances = await (await bus.key_value(INSTANCES)).watch()
+            nodes = await (await bus.key_value(NODES)).watch()
+            return cls(bus, instances, nodes, await bus.key_value(PLANS), await bus.key_value(MODELS))
+        except BaseException:
+            await bus.close()
+            raise
 
     @property
     def instances(self) -> Mapping[str, InstanceInfo]:

@@ -44,6 +44,8 @@ async def show_status(data: DataFolder, console: Console) -> None:
         view = await ClusterView.connect(settings, CONNECT_TIMEOUT_S)
     except TimeoutError:
         raise OperatorError(f"NATS at {settings.nats_url} does not answer.") from None
+    except BusError as error:
+        raise OperatorError(f"NATS at {settings.nats_url} answers, but not its JetStream: {error}.") from None
     try:
         leases = await (await view.bus.key_value(LEASES)).entries()
         for role in ("scheduler", "placement"):

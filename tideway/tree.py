@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,7 +19,9 @@ from tideway.preflight import REPOSITORY, free_ports, local_host
 from tideway.supervisor import ProcessSpec
 
 MAX_GPUS = 16
-NATS_FILE_BYTES = 4 * 1024**3
+NATS_FILE_BYTES, NATS_LARGE_FILE_BYTES = 4 * 1024**3, 8 * 1024**3
+"""What JetStream may set aside: the streams' sizes together, and as much again where the disk has twice that free, so that
+streams of an earlier version, which may be larger, find room beside new ones until they are resized."""
 NATS_MEMORY_BYTES = 256 * 1024**2
 GATEWAY_PHASE, SERVICES_PHASE, NATS_PHASE = 0, 1, 2
 """The order of stopping: no new requests, then those who answer, then the bus they answer on."""
@@ -62,6 +65,7 @@ def nats_config(data: DataFolder, credentials: Credentials, port: int) -> str:
 
     Reachable from this machine only, with credentials; no monitoring port.
     """
+    has_space = shutil.disk_usage(data.path).free >= 2 * NATS_LARGE_FILE_BYTES
     config = {
         "server_name": "tideway",
         "listen": f"127.0.0.1:{port}",
@@ -69,7 +73,7 @@ def nats_config(data: DataFolder, credentials: Credentials, port: int) -> str:
         "authorization": {"user": credentials.nats_user, "password": credentials.nats_password},
         "jetstream": {
             "store_dir": str(data.jetstream),
-            "max_file_store": NATS_FILE_BYTES,
+            "max_file_store": NATS_LARGE_FILE_BYTES if has_space else NATS_FILE_BYTES,
             "max_memory_store": NATS_MEMORY_BYTES,
         },
     }

@@ -10,6 +10,7 @@ from collections import deque
 from pathlib import Path
 
 from services.gateway.errors import ApiError, invalid
+from shared.messages import RequestClass
 from shared.settings import GatewaySettings, SettingsError
 
 WINDOW_S = 60.0
@@ -58,7 +59,8 @@ class Key:
         """Whose files and batches this key sees; empty where no keys are configured."""
         self.max_in_flight = max_in_flight
         self.tokens_per_minute = tokens_per_minute
-        self.num_in_flight = 0
+        self.num_in_flight = dict.fromkeys(RequestClass, 0)
+        """Calls of each class; the limit is for each."""
         self.window = TokenWindow()
 
 
@@ -69,10 +71,11 @@ def _too_many(message: str, code: str, retry_after_s: float) -> ApiError:
 class Ticket:
     """The right of one call to be in flight."""
 
-    def __init__(self, admission: Admission, key: Key, num_sequences: int) -> None:
+    def __init__(self, admission: Admission, key: Key, num_sequences: int, request_class: RequestClass) -> None:
         self._admission = admission
         self._key = key
         self._num_sequences = num_sequences
+        self._class = request_class
         self._released = False
 
     def charge_prompt(self, num_tokens: int, now: float) -> None:
@@ -101,20 +104,21 @@ class Ticket:
         """May be called twice."""
         if not self._released:
             self._released = True
-            self._key.num_in_flight -= 1
-            self._admission.num_in_flight -= self._num_sequences
+            self._key.num_in_flight[self._class] -= 1
+            self._admission.num_in_flight[self._class] -= self._num_sequences
 
 
 class Admission:
     def __init__(self, keys: dict[str, Key], admin_key: str, max_in_flight: int) -> None:
-        """`max_in_flight`: sequences over all calls."""
+        """`max_in_flight`: sequences over all calls of a class, so that work that may wait turns nobody away who may
+        not."""
         self._keys = {_digest(key): limits for key, limits in keys.items()}
         for digest, limits in self._keys.items():
             limits.tenant = digest.hex()[:32]
         self._admin_key = _digest(admin_key) if admin_key else None
         self._anybody = Key()
         self.max_in_flight = max_in_flight
-        self.num_in_flight = 0
+        self.num_in_flight = dict.fromkeys(RequestClass, 0)
 
     @property
     def is_open(self) -> bool:
@@ -141,21 +145,23 @@ class Admission:
         elif _digest(_bearer(authorization)) != self._admin_key:
             raise _unauthorized("admin API key")
 
-    def enter(self, key: Key, num_sequences: int) -> Ticket:
+    def enter(self, key: Key, num_sequences: int, request_class: RequestClass) -> Ticket:
         """Raises `ApiError` 429."""
-        if key.max_in_flight is not None and key.num_in_flight >= key.max_in_flight:
+        if key.max_in_flight is not None and key.num_in_flight[request_class] >= key.max_in_flight:
             raise _too_many(
                 f"The limit of this API key is {key.max_in_flight} requests in flight.", "rate_limit_exceeded", 1.0
             )
-        if self.num_in_flight + num_sequences > self.max_in_flight:
+        num_in_flight = self.num_in_flight[request_class]
+        if num_in_flight + num_sequences > self.max_in_flight:
             raise _too_many(
-                f"The server has {self.num_in_flight} sequences in flight; the limit is {self.max_in_flight}.",
+                f"The server has {num_in_flight} {request_class.value} sequences in flight; the limit is "
+                f"{self.max_in_flight}.",
                 "overloaded",
                 1.0,
             )
-        key.num_in_flight += 1
-        self.num_in_flight += num_sequences
-        return Ticket(self, key, num_sequences)
+        key.num_in_flight[request_class] += 1
+        self.num_in_flight[request_class] += num_sequences
+        return Ticket(self, key, num_sequences, request_class)
 
 
 def _digest(key: str) -> bytes:

@@ -85,7 +85,8 @@ async def _generate(
     metrics = exchange.identify(spec.name, message, options)
     texts_or_ids = prompts_of(message.prompt) if isinstance(message, CompletionRequest) else [""]
     limit = min(MAX_SEQUENCES, settings.max_in_flight)
-    ticket = exchange.ticket = admission.enter(key, check_num_sequences(len(texts_or_ids), options.num_choices, limit))
+    num_sequences = check_num_sequences(len(texts_or_ids), options.num_choices, limit)
+    ticket = exchange.ticket = admission.enter(key, num_sequences, options.request_class)
     exchange.watch_client()
 
     try:

@@ -17,6 +17,11 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 RETRY_INTERVAL_S = 0.5
+PASSING_CODES = frozenset({ErrorCode.UNAVAILABLE, ErrorCode.DEADLINE, ErrorCode.OVERLOADED, ErrorCode.BUSY})
+"""NATS is away, or a store is full."""
+MAX_FAILURES = 5
+"""In a row, of other kinds: they do not pass by themselves."""
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
 class InputError(Exception):
@@ -38,15 +43,19 @@ class InputLine:
 
 
 async def insist(call: Callable[[], Awaitable[T]]) -> T:
-    """The outcome of `call`, tried again for as long as the bus fails it; its deadline is the caller's cancellation, when
-    the batch's lease is lost. Raises `RevisionConflict`."""
-    complained = False
+    """The outcome of `call`, tried again for as long as NATS is away or a store full; its deadline is the caller's
+    cancellation, when the batch's lease is lost, the batch is cancelled or its window over. Raises `RevisionConflict`, and
+    other `BusError`s after a few attempts."""
+    complained, num_failures = False, 0
     while True:
         try:
             return await call()
         except RevisionConflict:
             raise
         except BusError as error:
+            num_failures += error.code not in PASSING_CODES
+            if num_failures >= MAX_FAILURES:
+                raise
             if not complained:
                 logger.warning("a batch waits: %s", error)
             complained = True
@@ -55,7 +64,7 @@ async def insist(call: Callable[[], Awaitable[T]]) -> T:
 
 async def read_lines(files: Files, file_id: str, max_line_bytes: int) -> AsyncIterator[InputLine]:
     """Each line once, in order. Raises `InputError`."""
-    last = -1
+    last, num_broken = -1, 0
     while True:
         chunks = await insist(lambda: files.read(file_id))
         if chunks is None:
@@ -63,11 +72,13 @@ async def read_lines(files: Files, file_id: str, max_line_bytes: int) -> AsyncIt
         try:
             async for line in _split(chunks, max_line_bytes):
                 if line.index > last:
-                    last = line.index
+                    last, num_broken = line.index, 0
                     yield line
             return
         except BusError as error:
-            if error.code is ErrorCode.INTERNAL:
+            # A chunk that is missing each time was not just replaced.
+            num_broken += error.code not in PASSING_CODES
+            if error.code is ErrorCode.INTERNAL or num_broken >= MAX_FAILURES:
                 raise InputError("input_file_damaged", error.info.message) from None
             logger.info("input of a batch is read again from line %d on: %s", last + 1, error)
             await asyncio.sleep(RETRY_INTERVAL_S)
@@ -79,10 +90,14 @@ async def _split(chunks: AsyncIterator[bytes], max_line_bytes: int) -> AsyncIter
         *lines, rest = (rest + chunk).split(b"\n")
         for raw in lines:
             number += 1
+            if number == 1:
+                raw = raw.removeprefix(BYTE_ORDER_MARK)
             if raw.strip():
                 yield InputLine(index, number, raw)
                 index += 1
         if len(rest) > max_line_bytes:
             raise InputError("line_too_long", f"A line has more than {max_line_bytes} bytes.", number + 1)
+    if number == 0:
+        rest = rest.removeprefix(BYTE_ORDER_MARK)
     if rest.strip():
         yield InputLine(index, number + 1, rest)

@@ -1,26 +1,37 @@
 """The results of a batch's lines: kept one by one, read back, and put together into its output and error files.
 
 Each is created once under its own key, so a line has one answer whoever else may have answered it too. The files are a
-function of these results alone, hence may be made again, by anybody, until the batch is concluded.
+function of these results alone, hence may be made again, by anybody, until the batch is concluded. That a line was not run
+is no result: when a batch ends early, its lines without one get their place in the error file here, so that a batch can end
+where no more results can be stored.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import AsyncIterator
 
 import msgspec
 
+from services.gateway.batch_input import InputError, InputLine
+from services.gateway.batch_state import BatchFiles, is_terminal
+from services.gateway.batch_validation import custom_id_of
 from services.gateway.batches import Batches, result_key
 from services.gateway.files import DEFAULT_EXPIRY_S, Files
-from shared.bus.interface import BusError, RevisionConflict
+from services.gateway.line_answering import LineFailure, encode_line
+from shared.bus.interface import BusError, ObjectWriter, RevisionConflict
 from shared.messages import MAX_MESSAGE_BYTES, BatchLineResult, BatchRecord, ErrorCode, ErrorInfo, StoredFile
+
+logger = logging.getLogger(__name__)
 
 READ_WINDOW = 64
 """Results asked for at once."""
 MAX_RESULT_BYTES = MAX_MESSAGE_BYTES - 1024
 """A larger line lies in the object store, under the key of its result."""
+
+_LOST = LineFailure("result_lost", "The answer to this line was stored and is lost.")
 
 
 class BatchOutput:
@@ -41,7 +52,7 @@ class BatchOutput:
         except RevisionConflict:
             entry = await self._batches.results.get(key)
             if entry is None:
-                raise BusError(ErrorInfo(ErrorCode.CONFLICT, f"result {key} was purged")) from None
+                raise self._conflict(f"result {index} was purged") from None
             return entry.value
 
     async def read(self, num_lines: int) -> AsyncIterator[tuple[int, BatchLineResult | None]]:
@@ -52,37 +63,116 @@ class BatchOutput:
             for index, entry in zip(window, entries, strict=True):
                 yield index, None if entry is None else entry.value
 
-    async def assemble(self, record: BatchRecord, num_lines: int) -> tuple[str, str]:
-        """Writes the files in the order of the input; returns their ids, empty for one without lines. Raises `BusError`:
-        CONFLICT where a line has no result, because somebody else has concluded the batch."""
+    async def assemble(
+        self, record: BatchRecord, num_lines: int, lines: AsyncIterator[InputLine], not_run: LineFailure | None
+    ) -> BatchFiles:
+        """Writes the files in the order of the input. `lines`: the input, read as far as it is needed. `not_run`: why lines
+        without a result have none; None: all should have one. Raises `BusError`: CONFLICT where somebody else has concluded
+        the batch."""
         stem = self._batch_id.removeprefix("batch_")
         output = _Part(f"file-{stem}-output", f"{self._batch_id}_output.jsonl")
         error = _Part(f"file-{stem}-error", f"{self._batch_id}_error.jsonl")
-        writers = {part.file_id: await self._files.writer(part.file_id) for part in (output, error)}
+        custom_ids = _CustomIds(lines)
         try:
-            async for index, result in self.read(num_lines):
-                if result is None:
-                    raise BusError(ErrorInfo(ErrorCode.CONFLICT, f"line {index} of {self._batch_id} has no result"))
-                line = result.line or await self._files.get_part(result_key(self._batch_id, index)) or b""
-                part = output if result.is_success else error
-                await writers[part.file_id].write(line + b"\n")
-                part.num_bytes += len(line) + 1
             for part in (output, error):
-                if part.num_bytes:
-                    await writers[part.file_id].commit()
+                part.writer = await self._files.writer(part.file_id)
+            async for index, result in self.read(num_lines):
+                if result is None and not_run is None:
+                    raise self._conflict(f"line {index} has no result")
+                line, failure = b"", not_run or _LOST
+                if result is not None:
+                    line, failure = result.line or await self._part_of(index), _LOST
+                if line:
+                    part = output if result is not None and result.is_success else error
+                else:
+                    part, line = error, await custom_ids.failed_line(index, failure)
+                await part.write(line + b"\n")
+            # Results are purged when the batch is concluded: where they were not there for that, it shows here.
+            current = await self._batches.record(self._batch_id)
+            if current is None or is_terminal(current):
+                raise self._conflict("it is concluded")
+            for part in (output, error):
+                if part.num_lines:
+                    await part.commit()
                     await self._files.register(part.stored(record, time.time()))
         finally:
-            for writer in writers.values():
-                await writer.abort()
-        return output.file_id if output.num_bytes else "", error.file_id if error.num_bytes else ""
+            for part in (output, error):
+                await part.abort()
+        return BatchFiles(output.stored_id, error.stored_id, output.num_lines, error.num_lines)
+
+    async def _part_of(self, index: int) -> bytes:
+        """Empty where it is not there any more."""
+        try:
+            return await self._files.get_part(result_key(self._batch_id, index)) or b""
+        except BusError as error:
+            if error.code is not ErrorCode.INTERNAL:
+                raise
+            logger.error("%s, line %d: %s", self._batch_id, index, error)
+            return b""
+
+    def _conflict(self, message: str) -> BusError:
+        return BusError(ErrorInfo(ErrorCode.CONFLICT, f"{self._batch_id}: {message}"))
+
+
+class _CustomIds:
+    """Reads along in the input, for lines of which nothing else is kept."""
+
+    def __init__(self, lines: AsyncIterator[InputLine]) -> None:
+        self._lines = lines
+        self._is_lost = False
+
+    async def failed_line(self, index: int, failure: LineFailure) -> bytes:
+        """The error file's line; called with growing indices."""
+        custom_id = None if self._is_lost else await self._find(index)
+        if custom_id is None:
+            message = f"{failure.message} Its custom_id is lost with the input file, in which it was line {index + 1}."
+            return encode_line("", None, LineFailure(failure.code, message)).line
+        return encode_line(custom_id, None, failure).line
+
+    async def _find(self, index: int) -> str | None:
+        try:
+            async for line in self._lines:
+                if line.index == index:
+                    return custom_id_of(line.raw)
+        except InputError as error:
+            logger.warning("the rest of an input is lost: %s", error)
+        self._is_lost = True
+        return None
 
 
 class _Part:
+    """One of the two files in the making."""
+
     def __init__(self, file_id: str, filename: str) -> None:
         self.file_id = file_id
         self.filename = filename
-        self.num_bytes = 0
+        self.num_lines = 0
+        self._num_bytes = 0
+        self.writer: ObjectWriter | None = None
+
+    @property
+    def stored_id(self) -> str:
+        """Empty for a file without lines, which is not stored."""
+        return self.file_id if self.num_lines else ""
+
+    async def write(self, line: bytes) -> None:
+        assert self.writer is not None
+        await self.writer.write(line)
+        self._num_bytes += len(line)
+        self.num_lines += 1
+
+    async def commit(self) -> None:
+        assert self.writer is not None
+        await self.writer.commit()
+
+    async def abort(self) -> None:
+        """Never raises a `BusError`, which would take the place of the cancellation that brought it here."""
+        if self.writer is not None:
+            try:
+                await self.writer.abort()
+            except BusError as error:
+                logger.info("chunks of an unfinished file stay: %s", error)
 
     def stored(self, record: BatchRecord, now_s: float) -> StoredFile:
         expires_s = now_s + (record.output_expires_after_s or DEFAULT_EXPIRY_S)
-        return StoredFile(self.file_id, self.filename, "batch_output", self.num_bytes, now_s, expires_s, record.tenant)
+        return StoredFile(self.file_id, self.filename, "batch_output", self._num_bytes, now_s, expires_s, record.tenant)

@@ -116,7 +116,7 @@ def batch_object(record: BatchRecord) -> BatchObject:
         finalizing_at=at("finalizing"),
         completed_at=at("completed"),
         failed_at=at("failed"),
-        expired_at=at("expired"),
+        expired_at=at("expired") if record.status == "expired" else None,
         cancelling_at=at("cancelling"),
         cancelled_at=at("cancelled"),
         request_counts=BatchRequestCounts(record.num_total, record.num_completed, record.num_failed),

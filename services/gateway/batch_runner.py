@@ -20,9 +20,12 @@ from opentelemetry.trace import Span
 from services.gateway.batch_input import InputError, InputLine, insist, read_lines
 from services.gateway.batch_output import BatchOutput
 from services.gateway.batch_state import (
+    MAX_LOAD_FAILURES,
     Attempts,
+    BatchFiles,
     LineBook,
     LinePlan,
+    Pace,
     advance,
     conclude,
     expire,
@@ -34,25 +37,24 @@ from services.gateway.batch_state import (
 from services.gateway.batch_validation import ENDPOINTS, LineChecker, custom_id_of, read_line
 from services.gateway.context import GatewayContext
 from services.gateway.errors import ApiError, of_info
-from services.gateway.grants import Account, Grants
-from services.gateway.line_answering import LineFailure, answer_line, encode_line, refused_line
+from services.gateway.grants import Account, Grants, Taken
+from services.gateway.line_answering import LineFailure, answer_line, refused_line
 from shared.bus.interface import BusError
 from shared.messages import BatchLineResult, BatchProblem, BatchRecord, ErrorCode, OfflineDemand
 
 logger = logging.getLogger(__name__)
 
 PROGRESS_INTERVAL_S = 1.0
-LINE_TIMEOUT_S = 3600.0
-"""For one attempt at one line, which may be preempted for long."""
-MAX_CONCURRENT_WRITES = 64
+LINE_TIMEOUT_S = 6 * 3600.0
+"""For one attempt at one line, which may be preempted for long; after it the line starts over."""
+ROOM_INTERVAL_S = 1.0
 LINES_BETWEEN_TURNS = 200
 """Of validation, which leaves the event loop to others in between."""
 
 _CODE_OF_STATUS = {408: ErrorCode.DEADLINE, 429: ErrorCode.OVERLOADED, 503: ErrorCode.UNAVAILABLE}
-_NOT_RUN = {
-    "batch_expired": "This line could not be run before the batch's completion window was over.",
-    "batch_cancelled": "This line was not run because the batch was cancelled.",
-}
+_EXPIRED = LineFailure("batch_expired", "This line could not be run before the batch's completion window was over.")
+_CANCELLED = LineFailure("batch_cancelled", "This line was not run because the batch was cancelled.")
+_INPUT_LOST = LineFailure("input_lost", "This line was not run because the batch's input file is lost.")
 
 
 class BatchRun:
@@ -62,8 +64,18 @@ class BatchRun:
         self._record = record
         self._output = BatchOutput(context.batches, context.files, record.batch_id)
         self._is_cancelled = asyncio.Event()
+        self._lost: BatchProblem | None = None
+        """What happened to the input of a batch that was begun."""
+        self._pace = Pace()
+        self._accounts: dict[str, Account] = {}
+        """By model."""
+        self._progress_at = context.bus.now()
         self._book: LineBook
         self._span: Span
+
+    def idle_s(self) -> float:
+        """How long no line was finished."""
+        return self._context.bus.now() - self._progress_at
 
     def on_record(self, record: BatchRecord) -> None:
         """Somebody wrote the record."""
@@ -83,7 +95,7 @@ class BatchRun:
                 if plan is not None:
                     await self._run(plan)
             except InputError as error:
-                problem = BatchProblem(error.code, str(error), error.line, "input_file_id")
+                problem = _problem(error)
                 await self._change(lambda r: failed(r, [problem], time.time()))
             self._span.set_attribute("tideway.batch_status", self._record.status)
         logger.info(
@@ -104,30 +116,61 @@ class BatchRun:
     # ----------------------------------------------------------------------------------------------- validating
 
     async def _plan(self) -> LinePlan | None:
-        """What the lines are; None: the batch has ended in here."""
-        is_new = self._record.status == "validating"
-        # Of a batch that was begun all lines are good; those of a model that was removed since fail one by one.
-        has_model = self._context.catalog.has if is_new else lambda model: True
-        checker = LineChecker(self._record.endpoint, self._context.settings.max_batch_lines, has_model)
-        if is_new or "in_progress" in self._record.status_s:
-            async for line in self._lines():
-                checker.take(line.number, line.raw)
-                if is_new and (checker.is_hopeless or self._is_cancelled.is_set()):
-                    break
-                if line.index % LINES_BETWEEN_TURNS == 0:
-                    await asyncio.sleep(0)
-            plan = checker.finish()
-            if not is_new:
+        """What the lines are; None: the batch has ended in here. Raises `InputError` for a batch that was not begun."""
+        if self._record.status == "validating":
+            return await self._validate()
+        if "in_progress" not in self._record.status_s:  # cancelled before it was begun
+            await self._change(lambda r: conclude(r, BatchFiles(), time.time()))
+            return None
+        try:
+            # All its lines were found good; those of a model that was removed since fail one by one.
+            return (await self._check(lambda model: True)).finish()
+        except InputError as error:
+            if not self._record.num_total:
+                raise
+            self._lost = _problem(error)
+            return LinePlan.of_lost_input(self._record)
+
+    async def _validate(self) -> LinePlan | None:
+        checker = await self._check(self._context.catalog.has)
+        plan = checker.finish()
+        if checker.problems and not self._is_cancelled.is_set():
+            await self._change(lambda r: failed(r, checker.problems, time.time()))
+            return None
+        await self._wait_for_room(plan)
+        if not self._is_cancelled.is_set():
+            await self._change(lambda r: _begun(r, plan, time.time()))
+            if self._record.status == "in_progress":
                 return plan
-            if checker.problems and not self._is_cancelled.is_set():
-                await self._change(lambda r: failed(r, checker.problems, time.time()))
-            elif not self._is_cancelled.is_set():
-                await self._change(lambda r: _begun(r, plan, time.time()))
-                if self._record.status == "in_progress":
-                    return plan
-        # Cancelled before it was begun.
-        await self._change(lambda r: conclude(r, "", "", time.time()))
+        await self._change(lambda r: conclude(r, BatchFiles(), time.time()))
         return None
+
+    async def _check(self, has_model: Callable[[str], bool]) -> LineChecker:
+        """Reads the lines, to their end unless the batch is hopeless or was cancelled before it was begun."""
+        checker = LineChecker(self._record.endpoint, self._context.settings.max_batch_lines, has_model)
+        is_new = self._record.status == "validating"
+        async for line in self._lines():
+            checker.take(line.number, line.raw)
+            if is_new and (checker.is_hopeless or self._is_cancelled.is_set()):
+                break
+            if line.index % LINES_BETWEEN_TURNS == 0:
+                await asyncio.sleep(0)
+        return checker
+
+    async def _wait_for_room(self, plan: LinePlan) -> None:
+        """Returns when the results may be stored, the batch is cancelled or its window over."""
+        is_told = False
+        while not self._is_cancelled.is_set() and time.time() < self._record.deadline_s:
+            if await insist(lambda: self._context.batches.has_room(len(plan.tokens), sum(plan.tokens))):
+                return
+            if not is_told:
+                logger.warning("%s waits until there is room for its results", self._record.batch_id)
+            is_told = True
+            try:
+                async with asyncio.timeout(ROOM_INTERVAL_S):
+                    await self._is_cancelled.wait()
+            except TimeoutError:
+                pass
 
     def _lines(self) -> AsyncIterator[InputLine]:
         return read_lines(self._context.files, self._record.input_file_id, self._context.settings.max_body_bytes)
@@ -137,19 +180,33 @@ class BatchRun:
     async def _run(self, plan: LinePlan) -> None:
         self._book = book = LineBook(plan)
         await self._recall()
-        if self._record.status == "in_progress" or (
-            self._record.status == "finalizing" and not has_expired(self._record)
-        ):
-            await self._answer_all()
+        if self._lost is None and self._must_answer:
+            try:
+                await self._answer_all()
+            except InputError as error:
+                self._lost = _problem(error)
+        if self._must_answer and (self._lost is None or not book.num_open):
             step = expire if book.num_open else _finalize
             if not (book.num_open and self._is_cancelled.is_set()):
                 await self._change(lambda r: book.counted(step(r, time.time())))
+        not_run = None
         if book.num_open:
-            await self._fill("batch_cancelled" if self._is_cancelled.is_set() else "batch_expired")
-        files = await self._assemble()
+            not_run = _INPUT_LOST if self._must_answer else _EXPIRED
+            if self._is_cancelled.is_set():
+                not_run = _CANCELLED
+        files = await self._assemble(not_run)
         if files is not None:
-            await self._change(lambda r: book.counted(conclude(r, *files, time.time())))
+            problem = self._lost if not_run is _INPUT_LOST else None
+            await self._change(lambda r: book.counted(_ended(r, files, problem, time.time())))
+            if not_run is not None:
+                self._context.metrics.batch_lines.labels(not_run.code.removeprefix("batch_")).inc(book.num_open)
         await insist(lambda: self._context.batches.results.purge(self._record.batch_id))
+
+    @property
+    def _must_answer(self) -> bool:
+        """Whether lines without an answer should still get one."""
+        status = self._record.status
+        return status == "in_progress" or (status == "finalizing" and not has_expired(self._record))
 
     async def _recall(self) -> None:
         """Which lines are done, from their results."""
@@ -161,12 +218,12 @@ class BatchRun:
 
         await insist(read)
 
-    async def _assemble(self) -> tuple[str, str] | None:
-        """Ids of the output and error file; None: another gateway has concluded the batch."""
+    async def _assemble(self, not_run: LineFailure | None) -> BatchFiles | None:
+        """None: another gateway has concluded the batch."""
 
-        async def assemble() -> tuple[str, str] | None:
+        async def assemble() -> BatchFiles | None:
             try:
-                return await self._output.assemble(self._record, len(self._book))
+                return await self._output.assemble(self._record, len(self._book), self._lines(), not_run)
             except BusError as error:
                 current = await self._context.batches.record(self._record.batch_id)
                 if error.code is ErrorCode.CONFLICT and (current is None or is_terminal(current)):
@@ -197,6 +254,8 @@ class BatchRun:
         """The open lines of one model, a bounded number at once."""
         book, name = self._book, self._book.plan.models[model]
         account = self._grants.open(self._record.batch_id, name, lambda wanted: self._demand(model, wanted))
+        account.set_free(not self._context.catalog.has(name))
+        self._accounts[name] = account
         slots = asyncio.Semaphore(self._context.settings.batch_lines_in_flight)
         try:
             async with asyncio.TaskGroup() as group:
@@ -209,6 +268,7 @@ class BatchRun:
             raise errors.exceptions[0] from None
         finally:
             self._grants.close(self._record.batch_id, name)
+            del self._accounts[name]
 
     def _demand(self, model: int, wanted_tokens: int) -> OfflineDemand:
         record = self._record
@@ -224,54 +284,49 @@ class BatchRun:
     async def _answer(self, line: InputLine, account: Account) -> None:
         custom_id, attempts = custom_id_of(line.raw), Attempts()
         while True:
-            await account.take(self._book.plan.tokens[line.index])
+            taken = await account.take(self._book.plan.tokens[line.index])
+            limit = None
             try:
-                result = await self._attempt(custom_id, line.raw)
+                result = await self._attempt(custom_id, line.raw, taken)
                 break
             except ApiError as error:
                 failure, code = error, _CODE_OF_STATUS.get(error.status, ErrorCode.BAD_REQUEST)
+                if code is ErrorCode.UNAVAILABLE:  # on the way to the scheduler only the tokenizer says so
+                    limit = MAX_LOAD_FAILURES
             except BusError as error:
                 failure, code = of_info(error.info), error.code
             except Exception:
                 logger.exception("%s: line %d", self._record.batch_id, line.number)
                 failure = ApiError(500, "Internal error.", type="server_error", code="internal_error")
                 code = ErrorCode.INTERNAL
-            backoff_s = attempts.backoff_s(code, random.random())
+            finally:
+                taken.settle()
+            backoff_s = attempts.backoff_s(code, random.random(), limit)
             if backoff_s is None:
                 result = refused_line(custom_id, failure)
                 break
             self._context.metrics.batch_retries.labels(code.value).inc()
             logger.info("%s: line %d again in %.1f s: %s", self._record.batch_id, line.number, backoff_s, failure)
             await asyncio.sleep(backoff_s)
-        await self._keep(line.index, result, "completed" if result.is_success else "failed")
+        kept = await insist(lambda: self._output.keep(line.index, result))
+        if self._book.note(line.index, kept):
+            self._progress_at = self._context.bus.now()
+            self._context.metrics.batch_lines.labels("completed" if result.is_success else "failed").inc()
 
-    async def _attempt(self, custom_id: str, raw: bytes) -> BatchLineResult:
+    async def _attempt(self, custom_id: str, raw: bytes, taken: Taken) -> BatchLineResult:
         endpoint = self._record.endpoint
         _, body = read_line(raw, endpoint)
         timeout_s = min(LINE_TIMEOUT_S, max(0.001, self._record.deadline_s - time.time()))
         span = self._span.get_span_context()
-        return await answer_line(self._context, custom_id, body, ENDPOINTS[endpoint][0], timeout_s, span)
-
-    async def _keep(self, index: int, result: BatchLineResult, label: str) -> None:
-        kept = await insist(lambda: self._output.keep(index, result))
-        if self._book.note(index, kept):
-            self._context.metrics.batch_lines.labels(label).inc()
-
-    async def _fill(self, code: str) -> None:
-        """Gives every open line the result that it was not run."""
-        slots = asyncio.Semaphore(MAX_CONCURRENT_WRITES)
-        async with asyncio.TaskGroup() as group:
-            async for line in self._lines():
-                if not self._book.is_done(line.index):
-                    failure = LineFailure(code, _NOT_RUN[code])
-                    result = encode_line(custom_id_of(line.raw), None, failure)
-                    await slots.acquire()
-                    task = group.create_task(self._keep(line.index, result, code.removeprefix("batch_")))
-                    task.add_done_callback(lambda _: slots.release())
+        operation = ENDPOINTS[endpoint][0]
+        return await answer_line(self._context, custom_id, body, operation, timeout_s, span, taken.settle)
 
     async def _show_progress(self) -> None:
         while True:
             await asyncio.sleep(PROGRESS_INTERVAL_S)
+            self._pace.sample(self._book, time.time())
+            for model, account in self._accounts.items():
+                account.set_free(not self._context.catalog.has(model))
             try:
                 record = await self._context.batches.change(self._record.batch_id, self._with_progress)
             except BusError as error:
@@ -282,8 +337,17 @@ class BatchRun:
                 self.on_record(record)
 
     def _with_progress(self, record: BatchRecord) -> BatchRecord:
-        finish_s = predicted_finish_s(self._book, self._grants.tokens_per_s, time.time())
+        shares = {model: self._grants.share_per_s(model) for model in self._book.plan.models}
+        finish_s = predicted_finish_s(self._book, self._pace, shares, time.time())
         return msgspec.structs.replace(self._book.counted(record), predicted_finish_s=finish_s)
+
+
+def _problem(error: InputError) -> BatchProblem:
+    return BatchProblem(error.code, str(error), error.line, "input_file_id")
+
+
+def _ended(record: BatchRecord, files: BatchFiles, problem: BatchProblem | None, now_s: float) -> BatchRecord:
+    return conclude(record, files, now_s) if problem is None else failed(record, [problem], now_s, files)
 
 
 def _begun(record: BatchRecord, plan: LinePlan, now_s: float) -> BatchRecord:

@@ -9,18 +9,24 @@ import time
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
+from services.gateway.batch_input import insist
 from services.gateway.batch_runner import BatchRun
-from services.gateway.batch_state import is_terminal
+from services.gateway.batch_state import failed, is_terminal
 from services.gateway.context import GatewayContext
 from services.gateway.grants import Grants
 from shared.bus.interface import BusError, Watch
 from shared.lease import Lease
-from shared.messages import LEASES, TERMS, BatchRecord, SchedulerInfo
+from shared.messages import LEASES, TERMS, BatchProblem, BatchRecord, SchedulerInfo
 
 logger = logging.getLogger(__name__)
 
-MAX_OWNED = 16
+MAX_OWNED = 32
 """Batches that one gateway runs at once; the others wait for it or for another gateway."""
+MAX_IDLE_S = 120.0
+"""Without a finished line, after which a batch makes room for one that waits; doubles each time."""
+MAX_RUNS = 5
+"""Runs of one batch that may break off here before it is given up."""
+RUN_AGAIN_S = 2.0
 CHECK_INTERVAL_S = 1.0
 HEAD_START_S = 0.02
 """That a gateway gives the others for each batch that it has already."""
@@ -37,6 +43,7 @@ class _Claim:
         self.lease: Lease
         self.run: BatchRun | None = None
         self.is_done = False
+        """To be given up."""
 
 
 class BatchService:
@@ -49,6 +56,8 @@ class BatchService:
         self._tasks: set[asyncio.Task[None]] = set()
         self._records: Watch[BatchRecord] | None = None
         self._leases: Watch[SchedulerInfo] | None = None
+        self._times_passed: dict[str, int] = {}
+        """How often each unfinished batch made room for others here."""
         self._has_swept = False
 
     async def start(self) -> None:
@@ -104,6 +113,9 @@ class BatchService:
                 pass
 
     def _on_lease(self, key: str, info: SchedulerInfo | None) -> None:
+        claim = self._claims.get(key.removeprefix(_LEASE_PREFIX))
+        if claim is not None:
+            claim.lease.on_change(key, info)
         if info is None:
             self._wake.set()
 
@@ -119,36 +131,68 @@ class BatchService:
             if claim.is_done or is_lost:
                 await claim.lease.stop()
                 del self._claims[batch_id]
-        records = [record for record in self._records.entries.values() if not is_terminal(record)]
-        for record in sorted(records, key=lambda r: r.deadline_s):
-            if record.batch_id in self._claims or self._holder(record.batch_id) is not None:
-                continue
+        unfinished = {r.batch_id: r for r in self._records.entries.values() if not is_terminal(r)}
+        self._times_passed = {name: times for name, times in self._times_passed.items() if name in unfinished}
+        waiting = [
+            r for r in unfinished.values() if r.batch_id not in self._claims and self._holder(r.batch_id) is None
+        ]
+        # Those that made room for others are last.
+        for record in sorted(waiting, key=lambda r: (self._times_passed.get(r.batch_id, 0), r.deadline_s)):
             if len(self._claims) >= MAX_OWNED:
+                self._make_room()
                 break
             await asyncio.sleep(HEAD_START_S * len(self._claims))
             if self._holder(record.batch_id) is None:
                 await self._claim(record.batch_id)
 
+    def _make_room(self) -> None:
+        """Gives up the batch that is idle for longest, such as one of a model that nobody serves."""
+        idle = {}
+        for batch_id, claim in self._claims.items():
+            if claim.run is not None and not claim.is_done:
+                patience_s = MAX_IDLE_S * 2 ** min(10, self._times_passed.get(batch_id, 0))
+                if claim.run.idle_s() > patience_s:
+                    idle[batch_id] = claim.run.idle_s()
+        if idle:
+            batch_id = max(idle, key=lambda name: idle[name])
+            logger.info("%s: makes room for a batch that waits", batch_id)
+            self._times_passed[batch_id] = self._times_passed.get(batch_id, 0) + 1
+            self._claims[batch_id].is_done = True
+            self._wake.set()
+
     async def _claim(self, batch_id: str) -> None:
         claim = _Claim()
 
         async def on_gain(term: int) -> None:
-            record = await self._context.batches.record(batch_id)
-            if record is not None and not is_terminal(record):
-                claim.run = BatchRun(self._context, self._grants, record)
-                try:
-                    await claim.run.run()
-                finally:
-                    claim.run = None
+            await self._run(batch_id, claim)
             claim.is_done = True
             self._wake.set()
 
         async def on_lose() -> None:
             logger.info("%s: not run here any more", batch_id)
 
-        claim.lease = Lease(self._context.bus, _lease_key(batch_id), self._context.gateway_id, on_gain, on_lose)
+        claim.lease = Lease(
+            self._context.bus, _lease_key(batch_id), self._context.gateway_id, on_gain, on_lose, watches=False
+        )
         await claim.lease.start()
         self._claims[batch_id] = claim
+
+    async def _run(self, batch_id: str, claim: _Claim) -> None:
+        """Returns when the batch is in a terminal state."""
+        for number in range(1, MAX_RUNS + 1):
+            try:
+                record = await insist(lambda: self._context.batches.record(batch_id))
+                if record is not None and not is_terminal(record):
+                    claim.run = BatchRun(self._context, self._grants, record)
+                    await claim.run.run()
+                return
+            except Exception:
+                logger.exception("%s: run %d of %d broke off", batch_id, number, MAX_RUNS)
+                await asyncio.sleep(RUN_AGAIN_S)
+            finally:
+                claim.run = None
+        problem = BatchProblem("internal_error", "The batch broke off again and again.", None, None)
+        await insist(lambda: self._context.batches.change(batch_id, lambda r: failed(r, [problem], time.time())))
 
     # ------------------------------------------------------------------------------------------------ sweeping
 
@@ -160,25 +204,32 @@ class BatchService:
     async def _sweep(self) -> None:
         assert self._records is not None
         now_s = time.time()
-        in_use: set[str] = set()
         terms = await self._context.bus.key_value(TERMS)
         for batch_id, record in list(self._records.entries.items()):
             if not is_terminal(record):
-                in_use |= {batch_id, record.input_file_id}
-            elif record.deadline_s + RETENTION_S < now_s:
+                continue
+            if record.deadline_s + RETENTION_S < now_s:
                 await self._context.batches.forget(batch_id)
                 await terms.purge(_lease_key(batch_id))
             elif not self._has_swept or record.status_s[record.status] + RECENT_S > now_s:
                 # Its owner may have died, or been late, between the end and this.
                 await self._context.batches.results.purge(batch_id)
-        num_removed = await self._context.files.sweep(in_use, now_s)
+        num_removed = await self._context.files.sweep(self._names_in_use, now_s)
         self._has_swept = True
         if num_removed:
             logger.info("%d files and leftovers were removed", num_removed)
 
+    def _names_in_use(self) -> set[str]:
+        assert self._records is not None
+        unfinished = (record for record in self._records.entries.values() if not is_terminal(record))
+        return {name for record in unfinished for name in (record.batch_id, record.input_file_id)}
+
+
+_LEASE_PREFIX = "batch-"
+
 
 def _lease_key(batch_id: str) -> str:
-    return f"batch-{batch_id}"
+    return _LEASE_PREFIX + batch_id
 
 
 async def _attempt(what: str, work: Callable[[], Awaitable[None]]) -> None:

@@ -1,11 +1,11 @@
 """What a batch is and how far it has come: its states, its lines, and when it will be done. Pure: time is an argument.
 
     validating --> in_progress --> finalizing --> completed, or expired where the window was over
-        |  |           |  `--> failed (its input is lost)
-        |  `--> failed |
+        |              |
         `--------------+--> cancelling --> cancelled
 
-What is finished when a batch expires or is cancelled is kept.
+and from each of these `failed`: a wrong line, a lost input, or a run that breaks off again and again. What is finished when
+a batch expires, is cancelled or loses its input is kept.
 
 A batch is written by the gateway that owns it, and by whoever cancels it; both through `advance`, by compare-and-set.
 """
@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import re
 from array import array
+from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import msgspec
@@ -24,8 +26,8 @@ TERMINAL = frozenset({"completed", "failed", "expired", "cancelled"})
 _NEXT = {
     "validating": {"in_progress", "failed", "cancelling"},
     "in_progress": {"finalizing", "failed", "cancelling"},
-    "finalizing": {"completed", "expired"},
-    "cancelling": {"cancelled"},
+    "finalizing": {"completed", "expired", "failed"},
+    "cancelling": {"cancelled", "failed"},
 }
 
 MAX_WINDOW_S = 30 * 86400
@@ -56,30 +58,50 @@ def advance(record: BatchRecord, status: str, now_s: float) -> BatchRecord:
 def expire(record: BatchRecord, now_s: float) -> BatchRecord:
     """The window is over: `record` is finalized, and will then be expired."""
     changed = advance(record, "finalizing", now_s)
-    if changed is record:
+    if changed.status != "finalizing" or has_expired(changed):
         return record
     return msgspec.structs.replace(changed, status_s={**changed.status_s, "expired": now_s})
 
 
-def conclude(record: BatchRecord, output_file_id: str, error_file_id: str, now_s: float) -> BatchRecord:
-    """All that there will be of the batch is in these files (empty: there is none)."""
+@dataclass(frozen=True)
+class BatchFiles:
+    """What a batch leaves: the ids of its files (empty: there is none), and how many lines they have."""
+
+    output_file_id: str = ""
+    error_file_id: str = ""
+    num_completed: int = 0
+    num_failed: int = 0
+
+    def of(self, record: BatchRecord) -> BatchRecord:
+        return msgspec.structs.replace(
+            record,
+            output_file_id=self.output_file_id,
+            error_file_id=self.error_file_id,
+            num_completed=self.num_completed,
+            num_failed=self.num_failed,
+            predicted_finish_s=None,
+        )
+
+
+def conclude(record: BatchRecord, files: BatchFiles, now_s: float) -> BatchRecord:
+    """All that there will be of the batch is in these files."""
     status = "cancelled" if record.status == "cancelling" else "expired" if has_expired(record) else "completed"
     changed = advance(record, status, now_s)
-    if changed is record:
-        return record
-    return msgspec.structs.replace(
-        changed, output_file_id=output_file_id, error_file_id=error_file_id, predicted_finish_s=None
-    )
+    return changed if changed is record else files.of(changed)
 
 
 def has_expired(record: BatchRecord) -> bool:
     return "expired" in record.status_s
 
 
-def failed(record: BatchRecord, problems: list[BatchProblem], now_s: float) -> BatchRecord:
-    """Nothing of it was run, because of these."""
+def failed(
+    record: BatchRecord, problems: list[BatchProblem], now_s: float, files: BatchFiles | None = None
+) -> BatchRecord:
+    """It does not go on, because of these. `files`: what was done before, if anything."""
     changed = advance(record, "failed", now_s)
-    return changed if changed is record else msgspec.structs.replace(changed, errors=problems)
+    if changed is record:
+        return record
+    return msgspec.structs.replace((files or BatchFiles()).of(changed), errors=problems)
 
 
 # ------------------------------------------------------------------------------------------------------- lines
@@ -94,6 +116,11 @@ class LinePlan:
     """Index into `models`."""
     tokens: array[int]
     """Estimate of prompt and output together."""
+
+    @classmethod
+    def of_lost_input(cls, record: BatchRecord) -> LinePlan:
+        """What the record still says."""
+        return cls([record.model], array("H", [0]) * record.num_total, array("i", [0]) * record.num_total)
 
 
 class LineBook:
@@ -139,6 +166,10 @@ class LineBook:
         self.output_tokens += result.output_tokens
         return True
 
+    def remaining(self, model: int) -> int:
+        """Estimate for the open lines of a model, as it was before any ran."""
+        return self._remaining[model]
+
     def unfinished_tokens(self, model: int) -> int:
         """Estimate for the open lines of a model, corrected by what the finished ones came to (weighted as if a few
         thousand tokens had come out as estimated, so that the first lines do not decide alone)."""
@@ -159,14 +190,41 @@ class LineBook:
         )
 
 
-def predicted_finish_s(book: LineBook, tokens_per_s: dict[str, float], now_s: float) -> float | None:
-    """Unix seconds, at the offline throughput of each model; the slowest model decides. None: a throughput is unknown."""
+PACE_WINDOW_S = 120.0
+
+
+class Pace:
+    """How fast a batch's lines get done, from what remained of them in the last minutes."""
+
+    def __init__(self) -> None:
+        self._samples: deque[tuple[float, list[int]]] = deque()
+
+    def sample(self, book: LineBook, now_s: float) -> None:
+        self._samples.append((now_s, [book.remaining(model) for model in range(len(book.plan.models))]))
+        while now_s - self._samples[0][0] > PACE_WINDOW_S:
+            self._samples.popleft()
+
+    def seconds_left(self, model: int) -> float | None:
+        """None: nothing was done lately."""
+        if not self._samples:
+            return None
+        (first_s, first), (last_s, last) = self._samples[0], self._samples[-1]
+        num_done = first[model] - last[model]
+        return last[model] * (last_s - first_s) / num_done if num_done > 0 else None
+
+
+def predicted_finish_s(book: LineBook, pace: Pace, tokens_per_s: Mapping[str, float], now_s: float) -> float | None:
+    """Unix seconds; the slowest model decides. `tokens_per_s`: what the batch may hope for of each model, where it has no
+    pace of its own yet. None: neither is known."""
     latest_s = now_s
     for index, model in enumerate(book.plan.models):
         if (tokens := book.unfinished_tokens(index)) > 0:
-            if not (rate := tokens_per_s.get(model, 0.0)) > 0:
-                return None
-            latest_s = max(latest_s, now_s + tokens / rate)
+            seconds = pace.seconds_left(index)
+            if seconds is None:
+                if not (rate := tokens_per_s.get(model, 0.0)) > 0:
+                    return None
+                seconds = tokens / rate
+            latest_s = max(latest_s, now_s + seconds)
     return latest_s
 
 
@@ -180,12 +238,14 @@ NOBODY_CODES = frozenset(
         ErrorCode.NOT_LEADER,
         ErrorCode.OVERLOADED,
         ErrorCode.BUSY,
+        ErrorCode.DEADLINE,
     }
 )
 """Nobody could take the line, which says nothing about it: it is tried until the batch's window is over."""
-COUNTED_CODES = frozenset({ErrorCode.DEADLINE, ErrorCode.INTERNAL})
-"""The line itself may be the cause."""
 MAX_COUNTED_FAILURES = 3
+"""Of kinds that the line itself may cause."""
+MAX_LOAD_FAILURES = 30
+"""Of attempts that could not load the model's tokenizer: several minutes."""
 FIRST_BACKOFF_S = 0.5
 MAX_BACKOFF_S = 15.0
 
@@ -197,11 +257,14 @@ class Attempts:
     num_failures: int = 0
     num_counted: int = 0
 
-    def backoff_s(self, code: ErrorCode, jitter: float) -> float | None:
-        """How long to wait after another failure; None: it is final. `jitter`: 0 to 1."""
-        if code in COUNTED_CODES:
+    def backoff_s(self, code: ErrorCode, jitter: float, limit: int | None = None) -> float | None:
+        """How long to wait after another failure; None: it is final. `jitter`: 0 to 1. `limit`: of failures that count;
+        None: by the code."""
+        if limit is None and code is ErrorCode.INTERNAL:
+            limit = MAX_COUNTED_FAILURES
+        if limit is not None:
             self.num_counted += 1
-            if self.num_counted >= MAX_COUNTED_FAILURES:
+            if self.num_counted >= limit:
                 return None
         elif code not in NOBODY_CODES:
             return None

@@ -5,12 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from services.gateway.errors import ApiError
-from services.gateway.files import is_id
+from services.gateway.files import is_id, storage_full
 from shared.bus.interface import Bus, KeyValue, RevisionConflict, Watch
 from shared.messages import BATCH_RESULTS, BATCHES, BatchLineResult, BatchRecord
 
+RECORDS_BYTES = 64 << 20
+RECORDS_RESERVE_BYTES = RECORDS_BYTES // 4
+"""In which no batch is created: those that are there must be able to go on."""
 RESULTS_BYTES = 1 << 30
 """For the answers of all batches that are not finished."""
+RESULTS_RESERVED_SHARE = 0.25
+"""Of that, in which no batch is begun: those that are begun must be able to go on."""
+LINE_BYTES, TOKEN_BYTES = 600, 5
+"""Of a stored answer, typically, without log-probabilities."""
 
 
 def result_key(batch_id: str, index: int) -> str:
@@ -24,11 +31,21 @@ class Batches:
         self.results: KeyValue[BatchLineResult]
 
     async def start(self) -> None:
-        self._records = await self._bus.key_value(BATCHES)
+        self._records = await self._bus.key_value(BATCHES, max_bytes=RECORDS_BYTES)
         self.results = await self._bus.key_value(BATCH_RESULTS, max_bytes=RESULTS_BYTES)
 
     async def create(self, record: BatchRecord) -> None:
+        """Raises `ApiError` 429 where the store of records is nearly full."""
+        if (await self._records.room()).free_bytes < RECORDS_RESERVE_BYTES:
+            raise storage_full("batches")
         await self._records.create(record.batch_id, record)
+
+    async def has_room(self, num_lines: int, num_tokens: int) -> bool:
+        """Whether a batch of that size may begin; one that is larger than the store can only have it for itself."""
+        room = await self.results.room()
+        needed = num_lines * LINE_BYTES + num_tokens * TOKEN_BYTES
+        reserved = RESULTS_RESERVED_SHARE * room.max_bytes
+        return room.free_bytes - reserved >= min(needed, room.max_bytes - 2 * reserved)
 
     async def get(self, batch_id: str, tenant: str) -> BatchRecord:
         """Raises `ApiError` 404."""

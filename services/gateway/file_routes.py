@@ -28,6 +28,10 @@ MAX_FILES_LISTED = 10_000
 async def upload_file(context: GatewayContext, request: Request) -> Response:
     """Streamed to storage; with purpose=batch, a file of one request a line (JSON)."""
     tenant = context.admission.authenticate(request.headers.get("authorization")).tenant
+    length = request.headers.get("content-length", "")
+    # One without a length counts as the largest there may be.
+    num_bytes = int(length) if re.fullmatch("[0-9]{1,15}", length) else context.settings.max_file_bytes
+    await context.files.check_room(min(num_bytes, context.settings.max_file_bytes))
     file_id = new_file_id()
     writer = await context.files.writer(file_id)
     upload = await receive_upload(request, writer, context.settings.max_file_bytes, _check)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 import uuid
-from collections.abc import AsyncIterator, Set
+from collections.abc import AsyncIterator, Callable, Set
 
 import msgspec
 
@@ -22,6 +22,15 @@ logger = logging.getLogger(__name__)
 MAX_UPLOAD_S = 3600.0
 DEFAULT_EXPIRY_S = 30 * 86400
 """Of files for batches, and of their output."""
+RECORDS_BYTES = 64 << 20
+RESERVED_SHARE = 0.25
+"""Of the stores of records and contents, in which uploads do not go: it is for the output of batches."""
+FULL_RETRY_AFTER_S = 60.0
+
+
+def storage_full(what: str) -> ApiError:
+    message = f"The server's storage for {what} is full; there will be room when others are deleted or expire."
+    return ApiError(429, message, type="server_error", code="storage_full", retry_after_s=FULL_RETRY_AFTER_S)
 
 
 def new_file_id() -> str:
@@ -32,24 +41,35 @@ class Files:
     def __init__(self, bus: Bus) -> None:
         self._bus = bus
         self._orphans: set[str] = set()
+        self._gone: set[str] = set()
+        """Deleted and expired files that the last sweep saw."""
         self._unfinished: set[str] = set()
         self._looked_s = 0.0
         self._records: KeyValue[StoredFile]
         self._contents: ObjectStore
 
     async def start(self) -> None:
-        self._records = await self._bus.key_value(FILES)
+        self._records = await self._bus.key_value(FILES, max_bytes=RECORDS_BYTES)
         self._contents = await self._bus.object_store(FILE_CONTENTS)
 
     async def writer(self, file_id: str) -> ObjectWriter:
         return await self._contents.writer(file_id)
 
+    async def check_room(self, num_bytes: int) -> None:
+        """For an upload of so many bytes. Raises `ApiError` 429."""
+        for room, needed in ((await self._contents.room(), num_bytes), (await self._records.room(), 0)):
+            if room.free_bytes - needed < RESERVED_SHARE * room.max_bytes:
+                raise storage_full("files")
+
     async def register(self, file: StoredFile) -> None:
-        """Its bytes are there. Without effect for a file that is known."""
+        """Its bytes are there. Of a file that is known, only the size changes."""
         try:
             await self._records.create(file.file_id, file)
         except RevisionConflict:
-            logger.info("%s is registered already", file.file_id)
+            entry = await self._records.get(file.file_id)
+            if entry is not None and entry.value.num_bytes != file.num_bytes:
+                changed = msgspec.structs.replace(entry.value, num_bytes=file.num_bytes)
+                await self._records.update(file.file_id, changed, entry.revision)
 
     async def get(self, file_id: str, tenant: str) -> StoredFile:
         """Raises `ApiError` 404."""
@@ -86,28 +106,23 @@ class Files:
     async def get_part(self, name: str) -> bytes | None:
         return await self._contents.get(name)
 
-    async def delete_part(self, name: str) -> None:
-        await self._contents.delete(name)
-
     # ------------------------------------------------------------------------------------------------ sweeping
 
-    async def sweep(self, in_use: Set[str], now_s: float) -> int:
-        """Removes what is deleted or expired, and bytes that belong to no file. `in_use`: prefixes of the names that
-        unfinished batches need. Returns how many objects went."""
+    async def sweep(self, in_use: Callable[[], Set[str]], now_s: float) -> int:
+        """Removes what is deleted or expired, and bytes that belong to no file, where the last sweep found them so too: an
+        upload writes its record after its bytes, a batch its record after a look at its input. `in_use()`: prefixes of the
+        names that unfinished batches need at this moment. Returns how many objects went."""
         entries = await self._records.entries()
+        gone = {file_id for file_id, each in entries.items() if not _is_visible(each.value, each.value.tenant, now_s)}
+        orphans = set(await self._contents.names()) - entries.keys()
         removed = 0
-        for file_id, entry in entries.items():
-            if file_id not in in_use and not _is_visible(entry.value, entry.value.tenant, now_s):
-                await self._contents.delete(file_id)
-                await self._records.purge(file_id)
+        for name in sorted((gone & self._gone) | (orphans & self._orphans)):
+            if name.partition(".")[0] not in in_use():
+                await self._contents.delete(name)
+                if name in gone:
+                    await self._records.purge(name)
                 removed += 1
-        names = {name for name in await self._contents.names() if name.partition(".")[0] not in in_use}
-        orphans = names - entries.keys()
-        # An upload writes its record after its bytes: what has none is removed when it had none the last time either.
-        for name in orphans & self._orphans:
-            await self._contents.delete(name)
-            removed += 1
-        self._orphans = orphans
+        self._gone, self._orphans = gone, orphans
         if now_s - self._looked_s >= 2 * MAX_UPLOAD_S:
             self._looked_s = now_s
             self._unfinished = await self._contents.purge_unfinished(self._unfinished)

@@ -1,7 +1,9 @@
 """How fast batches may submit: the scheduler grants tokens, for all of a gateway's batches at once.
 
 A grant is room that exists now, so each reply replaces what is left of the last one, and none is good for longer than
-`MAX_INTERVAL_S`; a line may overdraw it. While nobody grants, nothing is submitted.
+`MAX_INTERVAL_S`; a line may overdraw it. What was taken of a grant and has not reached the scheduler yet is asked for again
+with each question, because the reply replaces that too, and is subtracted from the reply. While nobody grants, nothing is
+submitted.
 """
 
 from __future__ import annotations
@@ -22,35 +24,79 @@ MAX_INTERVAL_S = 1.0
 RETRY_INTERVAL_S = 0.5
 
 
+class Taken:
+    """Tokens on their way to the scheduler."""
+
+    def __init__(self, account: Account, tokens: int) -> None:
+        self._account = account
+        self._tokens = tokens
+
+    def settle(self) -> None:
+        """The scheduler knows of the request, or there will be none. May be called twice."""
+        self._account.on_way -= self._tokens
+        self._tokens = 0
+
+
 class Account:
     """What one batch may submit for one model."""
 
     def __init__(self, demand: Callable[[int], OfflineDemand]) -> None:
         """`demand(wanted_tokens)`: what the scheduler should know."""
-        self.demand = demand
         self.credit = 0
+        self.on_way = 0
+        """Tokens taken that are not settled."""
+        self._demand = demand
+        self._is_free = False
+        self._covered = 0
+        """Tokens that the next reply stands for and that are gone already: on their way when it was asked for, or taken
+        since."""
         self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
 
     @property
     def wanted_tokens(self) -> int:
         return sum(tokens for tokens, future in self._waiting if not future.done())
 
+    def ask(self) -> OfflineDemand | None:
+        """For the question that is sent now; None: nothing to ask for."""
+        self._covered = self.on_way
+        wanted = self.wanted_tokens + self.on_way
+        return self._demand(wanted) if wanted else None
+
     def grant(self, tokens: int) -> None:
-        self.credit = tokens
-        while self._waiting and self.credit > 0:
-            wanted, future = self._waiting.popleft()
+        self.credit = tokens - self._covered
+        self._release()
+
+    def set_free(self, is_free: bool) -> None:
+        """Free: whatever is asked for may be taken, because it will cost nothing."""
+        self._is_free = is_free
+        self._release()
+
+    def _release(self) -> None:
+        while self._waiting and (self._is_free or self.credit > 0):
+            tokens, future = self._waiting.popleft()
             if not future.done():
-                self.credit -= wanted
+                self._spend(tokens)
                 future.set_result(None)
 
-    async def take(self, tokens: int) -> None:
+    def _spend(self, tokens: int) -> None:
+        self.credit -= tokens
+        self.on_way += tokens
+        self._covered += tokens
+
+    async def take(self, tokens: int) -> Taken:
         """Returns when so much may be submitted; first come, first served."""
-        if self.credit > 0:  # then nobody waits
-            self.credit -= tokens
-            return
+        if self._is_free or self.credit > 0:  # then nobody waits
+            self._spend(tokens)
+            return Taken(self, tokens)
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.append((tokens, future))
-        await future
+        try:
+            await future
+        except asyncio.CancelledError:
+            if future.done() and not future.cancelled():
+                Taken(self, tokens).settle()
+            raise
+        return Taken(self, tokens)
 
 
 class Grants:
@@ -72,6 +118,11 @@ class Grants:
     def close(self, batch_id: str, model: str) -> None:
         self._accounts.pop((batch_id, model), None)
 
+    def share_per_s(self, model: str) -> float:
+        """Tokens per second that each of this gateway's batches may hope for."""
+        num_batches = sum(1 for _, name in self._accounts if name == model)
+        return self.tokens_per_s.get(model, 0.0) / max(1, num_batches)
+
     async def run(self) -> None:
         """Asks for ever."""
         while True:
@@ -82,12 +133,11 @@ class Grants:
 
     async def _ask(self) -> float:
         """Seconds until the next question."""
-        wanted = [(account, account.wanted_tokens) for account in self._accounts.values()]
-        demands = [account.demand(tokens) for account, tokens in wanted if tokens > 0]
-        if not demands:
+        if not any(account.wanted_tokens for account in self._accounts.values()):
             if self._bus.now() - self._granted_at > MAX_INTERVAL_S:
                 self._apply(GrantReply([], 0.0, self.tokens_per_s))
             return MIN_INTERVAL_S
+        demands = [demand for account in self._accounts.values() if (demand := account.ask()) is not None]
         try:
             query = GrantQuery(self._gateway_id, demands)
             reply = await self._bus.request(SCHEDULER_GRANT, query, timeout_s=GRANT_TIMEOUT_S)

@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import time
 import uuid
+from collections.abc import Callable
 
 import msgspec
 from opentelemetry import trace
@@ -64,9 +65,16 @@ def refused_line(custom_id: str, error: ApiError) -> BatchLineResult:
 
 
 async def answer_line(
-    context: GatewayContext, custom_id: str, message: Body, operation: Operation, timeout_s: float, batch: SpanContext
+    context: GatewayContext,
+    custom_id: str,
+    message: Body,
+    operation: Operation,
+    timeout_s: float,
+    batch: SpanContext,
+    on_submitted: Callable[[], None],
 ) -> BatchLineResult:
-    """Raises `ApiError` or `BusError` where it cannot be answered now or at all."""
+    """`on_submitted` is called when somebody has taken its request. Raises `ApiError` or `BusError` where it cannot be
+    answered now or at all."""
     asked = options_of(message, {}, timeout_s)
     options = dataclasses.replace(
         asked,
@@ -78,7 +86,7 @@ async def answer_line(
     error: BaseException | None = None
     try:
         with trace.use_span(call.span, end_on_exit=False, record_exception=False, set_status_on_exception=False):
-            body, usage = await call.run()
+            body, usage = await call.run(on_submitted)
     except BaseException as raised:
         error = raised
         raise
@@ -106,7 +114,7 @@ class _Call:
             self.span.set_attributes(request_attributes(operation, self._spec.name, message, options))
         context.metrics.batch_lines_in_flight.inc()
 
-    async def run(self) -> tuple[bytes, Usage]:
+    async def run(self, on_submitted: Callable[[], None]) -> tuple[bytes, Usage]:
         context, message, options = self._context, self._message, self._options
         try:
             async with asyncio.timeout(options.timeout_s):
@@ -129,6 +137,7 @@ class _Call:
             lambda num_tokens, now: None,
         )
         await generation.start()
+        on_submitted()
         collector = Collector(len(generation.choices))
         while not generation.is_done:
             # The stream table ends every stream by its deadline.

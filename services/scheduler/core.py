@@ -128,7 +128,8 @@ class SchedulerCore:
         if request.model in self._life.removed_models:
             return removed_error(request.model)
         # The bound is for new work. What ran before already counts as let in.
-        if request.epoch == 0 and (refused := self.queue.refusal(now)):
+        is_online = request.request_class != RequestClass.OFFLINE
+        if request.epoch == 0 and (refused := self.queue.refusal(is_online, now)):
             return refused
         self._num_submitted += 1
         tracked = TrackedRequest.submitted(request, self._num_submitted, len(self.queue), now)
@@ -142,7 +143,7 @@ class SchedulerCore:
             tracked.epoch += self._term * TERM_EPOCHS
         if request.epoch == 0:
             self.statistics.count_arrival(request.model)
-            if request.request_class == RequestClass.OFFLINE:
+            if not is_online:
                 self.grants.on_submitted(request.gateway_id, request.model, tracked.num_tokens_at_most)
         self.requests.add(tracked)
         self._life.enqueue(tracked, now)

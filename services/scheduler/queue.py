@@ -42,7 +42,8 @@ class _Waiting:
 
 
 class GlobalQueue:
-    """Bounded over all lanes. `TrackedRequest.key` is a request's place in its lane."""
+    """Bounded over all lanes of a class, so that work that may wait turns nobody away who may not. `TrackedRequest.key` is a
+    request's place in its lane."""
 
     def __init__(self, order: OrderingPolicy, max_queued: int) -> None:
         self.order = order
@@ -52,6 +53,8 @@ class GlobalQueue:
         self._max_queued = max_queued
         self._lanes: dict[Lane, _Waiting] = {}
         self._length = 0
+        self._length_by_class = {True: 0, False: 0}
+        """Key: online."""
         self._outflow = Outflow()
 
     def __len__(self) -> int:
@@ -69,12 +72,14 @@ class GlobalQueue:
         waiting = self._lanes.get(lane)
         return waiting.num_tokens if waiting else 0
 
-    def refusal(self, now: float) -> ErrorInfo | None:
+    def refusal(self, is_online: bool, now: float) -> ErrorInfo | None:
         """Why one more request cannot be queued, with an estimate of when it could be."""
-        if self._length < self._max_queued:
+        length = self._length_by_class[is_online]
+        if length < self._max_queued:
             return None
-        retry_after_s = min(60.0, max(1.0, self._length / max(1e-3, self._outflow.per_second(now))))
-        message = f"{self._length} requests wait in the queue already (at most {self._max_queued})"
+        retry_after_s = min(60.0, max(1.0, length / max(1e-3, self._outflow.per_second(now))))
+        name = "online" if is_online else "offline"
+        message = f"{length} {name} requests wait in the queue already (at most {self._max_queued})"
         return ErrorInfo(ErrorCode.OVERLOADED, message, retry_after_s=round(retry_after_s, 1))
 
     def push(self, tracked: TrackedRequest, now: float) -> None:
@@ -90,6 +95,7 @@ class GlobalQueue:
         insort(waiting.entries, (tracked.key, tracked), key=_key_of)
         waiting.num_tokens += tracked.num_tokens_at_most
         self._length += 1
+        self._length_by_class[lane.is_online] += 1
 
     def remove(self, tracked: TrackedRequest) -> None:
         lane = lane_of(tracked)
@@ -101,6 +107,7 @@ class GlobalQueue:
         if not waiting.entries:
             del self._lanes[lane]
         self._length -= 1
+        self._length_by_class[lane.is_online] -= 1
 
     def first(self, lane: Lane, now: float, limit: int = 1) -> list[TrackedRequest]:
         """The first `limit` requests of a lane, in order."""

@@ -47,6 +47,7 @@ class SchedulerService:
         self._models: Watch[ModelSpec] | None = None
         self._model_names: dict[str, str] = {}
         """By their key in the bucket: a deletion names the key alone."""
+        self._removed_models: set[str] = set()
         self._statistics_heard: Subscription | None = None
         self._statistics: dict[str, ExecutionStatistics] = {}
         """As last published by whoever leads: a standby must not begin with nothing."""
@@ -84,6 +85,8 @@ class SchedulerService:
         self._active = ActiveScheduler(
             self._bus, self._settings, info, self._observer, lambda: self._lease.is_held, self._statistics
         )
+        for model in self._removed_models:
+            self._active.on_model(model, False)
         await self._active.open(dict(self._registry.entries))
         self._observer.is_leader.set(1)
 
@@ -101,7 +104,9 @@ class SchedulerService:
         name = self._model_names.pop(key, "") if spec is None else spec.name
         if spec is not None:
             self._model_names[key] = name
-        else:
+            self._removed_models.discard(name)
+        elif name:
+            self._removed_models.add(name)
             self._statistics.pop(name, None)
         if self._active is not None and name:
             self._active.on_model(name, spec is not None)

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable, Set
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import msgspec
 
@@ -65,6 +65,17 @@ class KvEntry(msgspec.Struct, Generic[M], frozen=True):
     revision: int
 
 
+class Room(NamedTuple):
+    """What a bucket holds and may hold, in bytes with the server's own overhead. A full one answers OVERLOADED."""
+
+    used_bytes: int
+    max_bytes: int
+
+    @property
+    def free_bytes(self) -> int:
+        return max(0, self.max_bytes - self.used_bytes)
+
+
 class Watch(Protocol[M]):
     """A live view of a bucket. Entries of a bucket with a TTL leave it when they were not written for the TTL, measured on
     this side's monotonic clock and paused while disconnected. After a reconnect a key is held for one grace period
@@ -103,6 +114,9 @@ class KeyValue(ABC, Generic[M]):
 
     @abstractmethod
     async def entries(self) -> dict[str, KvEntry[M]]: ...
+
+    @abstractmethod
+    async def room(self) -> Room: ...
 
     @abstractmethod
     async def watch(self, on_change: Callable[[str, M | None], None] | None = None) -> Watch[M]:
@@ -165,6 +179,9 @@ class ObjectStore(ABC):
     async def names(self) -> list[str]: ...
 
     @abstractmethod
+    async def room(self) -> Room: ...
+
+    @abstractmethod
     async def purge_unfinished(self, seen: Set[str]) -> set[str]:
         """Removes what writers left behind that were neither committed nor aborted, as far as it is in `seen`. Returns
         marks of what is being written now or was left behind: the `seen` of the next call, when no writer that works
@@ -206,7 +223,7 @@ class Bus(ABC):
 
     @abstractmethod
     async def key_value(self, bucket: Bucket[M], *, max_bytes: int | None = None) -> KeyValue[M]:
-        """Declares the bucket if it does not exist. `max_bytes`: all its entries together; None: some hundred MiB. A
+        """Declares the bucket if it does not exist. `max_bytes`: all its entries together; None: some ten MiB. A
         full bucket answers OVERLOADED."""
 
     @abstractmethod
@@ -216,8 +233,9 @@ class Bus(ABC):
     async def object_store(self, bucket: ObjectBucket) -> ObjectStore: ...
 
     @abstractmethod
-    def on_reconnect(self, callback: Callable[[], None]) -> None:
-        """Called on the event loop after each reconnect, when subscriptions and buckets are in place again."""
+    def on_reconnect(self, callback: Callable[[], None]) -> Callable[[], None]:
+        """Called on the event loop after each reconnect, when subscriptions and buckets are in place again, until what
+        this returns is called."""
 
     @abstractmethod
     async def round_trip_s(self) -> float:

@@ -218,14 +218,15 @@ class MemoryBus(Bus):
         buffered, self._buffered = self._buffered, []
         for subject, body in buffered:
             self._send(subject, body)
-        for callback in self._reconnect_callbacks:
+        for callback in list(self._reconnect_callbacks):
             try:
                 callback()
             except Exception:
                 logger.exception("a reconnect callback failed")
 
-    def on_reconnect(self, callback: Callable[[], None]) -> None:
+    def on_reconnect(self, callback: Callable[[], None]) -> Callable[[], None]:
         self._reconnect_callbacks.append(callback)
+        return lambda: self._reconnect_callbacks.remove(callback)
 
     async def call(self, operation: Callable[[], T]) -> T:
         """Runs `operation` at the hub, as a JetStream call: there and back with delays."""

@@ -9,7 +9,17 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from shared.bus.codec import decoder, encode
 from shared.bus.entry_view import EntryView
-from shared.bus.interface import BusError, KeyValue, KvEntry, ObjectStore, RevisionConflict, Watch, WorkItem, WorkQueue
+from shared.bus.interface import (
+    BusError,
+    KeyValue,
+    KvEntry,
+    ObjectStore,
+    RevisionConflict,
+    Room,
+    Watch,
+    WorkItem,
+    WorkQueue,
+)
 from shared.messages import Bucket, ErrorCode, ErrorInfo, ObjectBucket
 
 if TYPE_CHECKING:
@@ -19,6 +29,8 @@ M = TypeVar("M")
 
 DUPLICATE_WINDOW_S = 120.0
 CHUNK_BYTES = 128 * 1024
+MAX_BYTES = 1 << 40
+"""What every bucket here has room for, as far as `room` says; nothing is ever full."""
 
 
 # ---------------------------------------------------------------------------------------------- what the hub stores
@@ -175,6 +187,10 @@ class MemoryKeyValue(KeyValue[M]):
         entries = await self._bus.call(lambda: dict(self._state.live(self._bus.now())))
         return {key: self._read(entry) for key, entry in entries.items()}
 
+    async def room(self) -> Room:
+        entries = await self._bus.call(lambda: self._state.live(self._bus.now()))
+        return Room(sum(len(entry.body) for entry in entries.values()), MAX_BYTES)
+
     async def watch(self, on_change: Callable[[str, M | None], None] | None = None) -> Watch[M]:
         view: EntryView[M] = EntryView(self._bucket.ttl_s, self._bus.now, on_change)
         watch = MemoryWatch(self._bus, self._bucket, view)
@@ -327,6 +343,9 @@ class MemoryObjectStore(ObjectStore):
 
     async def delete(self, name: str) -> None:
         await self._bus.call(lambda: self._objects.pop(name, None))
+
+    async def room(self) -> Room:
+        return Room(await self._bus.call(lambda: sum(map(len, self._objects.values()))), MAX_BYTES)
 
     async def purge_unfinished(self, seen: Set[str]) -> set[str]:
         return set()

@@ -221,14 +221,15 @@ class NatsBus(Bus):
         self._set_ready(True)
         self._metrics.reconnects.inc()
         logger.warning("connected to NATS at %s again", self._address)
-        for callback in self._reconnect_callbacks:
+        for callback in list(self._reconnect_callbacks):
             try:
                 callback()
             except Exception:
                 logger.exception("a reconnect callback failed")
 
-    def on_reconnect(self, callback: Callable[[], None]) -> None:
+    def on_reconnect(self, callback: Callable[[], None]) -> Callable[[], None]:
         self._reconnect_callbacks.append(callback)
+        return lambda: self._reconnect_callbacks.remove(callback)
 
     async def _flush(self) -> None:
         try:

@@ -12,7 +12,7 @@ from nats.js.kv import KeyValue as RawKeyValue
 
 from shared.bus.codec import decoder, encode
 from shared.bus.entry_view import EntryView
-from shared.bus.interface import BusError, KeyValue, KvEntry, Watch
+from shared.bus.interface import BusError, KeyValue, KvEntry, Room, Watch
 from shared.bus.nats_streams import DUPLICATE_WINDOW_S, Streams, bus_errors
 from shared.bus.nats_watch import NatsWatch
 from shared.messages import Bucket, ErrorCode, ErrorInfo
@@ -20,7 +20,8 @@ from shared.messages import Bucket, ErrorCode, ErrorInfo
 M = TypeVar("M")
 
 MEMORY_BUCKET_BYTES = 32 * 1024 * 1024
-DURABLE_BUCKET_BYTES = 256 * 1024 * 1024
+DURABLE_BUCKET_BYTES = 32 * 1024 * 1024
+"""JetStream sets the whole of it aside, for each bucket."""
 
 
 def _stream_name(bucket: Bucket[Any]) -> str:
@@ -125,6 +126,9 @@ class NatsKeyValue(KeyValue[M]):
         finally:
             watch.close()
         return {key: KvEntry(value, view.revisions[key]) for key, value in view.entries.items()}
+
+    async def room(self) -> Room:
+        return await self._streams.room(_stream_name(self._bucket))
 
     async def watch(self, on_change: Callable[[str, M | None], None] | None = None) -> Watch[M]:
         view: EntryView[M] = EntryView(self._bucket.ttl_s, self._now, on_change)

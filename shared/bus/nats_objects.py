@@ -17,13 +17,13 @@ import nats.js.errors
 from nats.js.api import DiscardPolicy, ObjectInfo, ObjectMetaOptions, StorageType, StreamConfig
 from nats.js.object_store import ObjectStore as RawObjectStore
 
-from shared.bus.interface import BusError, ObjectStore
+from shared.bus.interface import BusError, ObjectStore, Room
 from shared.bus.nats_streams import Streams, bus_errors
 from shared.messages import ErrorCode, ErrorInfo, ObjectBucket
 
 logger = logging.getLogger(__name__)
 
-OBJECT_STORE_BYTES = 4 * 1024 * 1024 * 1024
+OBJECT_STORE_BYTES = 2 * 1024 * 1024 * 1024
 OBJECT_TIMEOUT_S = 120.0
 """For putting one object in one piece; each chunk has `CALL_TIMEOUT_S`."""
 CHUNK_BYTES = 128 * 1024
@@ -188,6 +188,9 @@ class NatsObjectStore(ObjectStore):
 
     async def names(self) -> list[str]:
         return sorted(base64.urlsafe_b64decode(each).decode() for each in await self._subjects(self._meta_prefix))
+
+    async def room(self) -> Room:
+        return await self._streams.room(str(self._config.name))
 
     async def purge_unfinished(self, seen: Set[str]) -> set[str]:
         prefix = self.chunk_subject("")

@@ -1,7 +1,8 @@
 """JetStream streams under the bus: declaring them, restoring them after a loss of the server, and its errors.
 
-A stream is declared by whoever needs it first and never deleted or changed here, because other processes use it. One that
-exists with another configuration is kept as it is. Every stream is bounded in bytes.
+A stream is declared by whoever needs it first and never deleted here, because other processes use it. Every stream is
+bounded in bytes, all of which JetStream sets aside; one that exists with another bound (of an earlier version, or because
+there was less room) gets the one that is declared, and one that differs in anything else is kept as it is.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import nats.js.errors
 from nats.js import JetStreamContext
 from nats.js.api import StreamConfig
 
-from shared.bus.interface import BusError, RevisionConflict
+from shared.bus.interface import BusError, RevisionConflict, Room
 from shared.bus.nats_client import DirectClient
 from shared.messages import ErrorCode, ErrorInfo
 
@@ -85,7 +86,7 @@ class Streams:
                     break
                 except nats.js.errors.APIError as error:
                     if error.err_code == _EXISTS_WITH_OTHER_CONFIGURATION:
-                        logger.warning("stream %s exists with another configuration, which is kept", name)
+                        await self._resize(config)
                         break
                     # JetStream reserves the whole of max_bytes; on a small machine a smaller stream is better than none.
                     max_bytes = (config.max_bytes or 0) // 2
@@ -94,6 +95,24 @@ class Streams:
                     config = config.evolve(max_bytes=max_bytes)
                     logger.warning("JetStream has no room for stream %s; trying %d bytes", name, max_bytes)
         self._declared[name] = config
+
+    async def _resize(self, config: StreamConfig) -> None:
+        """Gives a stream that exists the size of `config`, if that can be done."""
+        name = str(config.name)
+        try:
+            present = (await self.context.stream_info(name)).config
+            if present.max_bytes != config.max_bytes:
+                await self.context.update_stream(present.evolve(max_bytes=config.max_bytes))
+                logger.info("stream %s has room for %s bytes now, had %s", name, config.max_bytes, present.max_bytes)
+                return
+        except nats.js.errors.APIError as error:
+            logger.warning("stream %s: %s", name, error.description)
+        logger.warning("stream %s exists with another configuration, which is kept", name)
+
+    async def room(self, name: str) -> Room:
+        with bus_errors(f"look at stream {name}"):
+            info = await self.context.stream_info(name)
+        return Room(info.state.bytes, info.config.max_bytes or 0)
 
     async def declare_again(self) -> None:
         """After a reconnect: a server without its store has forgotten the streams, or those in memory."""

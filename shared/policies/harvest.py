@@ -1,7 +1,8 @@
 """How many offline tokens each batch may submit (ConServe's harvest, across a cluster).
 
-Room is divided per model: first to batches that would miss their deadline, earliest deadline first; what is left by weighted
-max-min fairness over the tenants, and within a tenant over its batches (what one does not want goes to the others).
+Room is divided per model: at most half of it first to batches that would miss their deadline and still can make it,
+earliest deadline first; what is left by weighted max-min fairness over the tenants, and within a tenant over its batches
+(what one does not want goes to the others).
 """
 
 from __future__ import annotations
@@ -9,8 +10,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
 
+import msgspec
+
 from shared.messages import OfflineDemand, OfflineGrant
 
+MAX_PRESSED_SHARE = 0.5
+"""Of the room, that batches under pressure have to themselves: whoever sets a short window does not stop all others."""
+HOPELESS = 2.0
+"""A batch that needs so many times the time it has left, with the whole throughput, gains nothing from going first. (Not 1:
+the throughput may grow.)"""
 MIN_WEIGHT = 1e-3
 """A tenant's least: weights must be positive."""
 
@@ -32,10 +40,14 @@ def allocate(
         room = max(0, room_tokens.get(model, 0))
         rate = tokens_per_s.get(model, 0.0)
         urgent = [index for index in own if is_under_pressure(own[index], rate, pressure_share)]
+        pressed = room - int(room * (1.0 - MAX_PRESSED_SHARE))
         for index in sorted(urgent, key=lambda index: (own[index].slack_s, own[index].batch_id)):
-            granted[index] = min(room, _wanted(own.pop(index)))
+            granted[index] = min(pressed, _wanted(own[index]))
+            own[index] = msgspec.structs.replace(own[index], wanted_tokens=_wanted(own[index]) - granted[index])
+            pressed -= granted[index]
             room -= granted[index]
-        granted.update(_fair(own, room))
+        for index, tokens in _fair(own, room).items():
+            granted[index] += tokens
     return [OfflineGrant(demand.batch_id, granted[index], demand.model) for index, demand in enumerate(demands)]
 
 
@@ -58,9 +70,11 @@ def _wanted(demand: OfflineDemand) -> int:
 
 
 def is_under_pressure(demand: OfflineDemand, tokens_per_s: float, pressure_share: float = 0.5) -> bool:
-    """Whether the batch, were it alone, would need more than that share of the time it has left. Without a known throughput
-    nothing is: time alone says little."""
-    return tokens_per_s > 0 and demand.unfinished_tokens / tokens_per_s > pressure_share * demand.slack_s
+    """Whether the batch, were it alone, would need more than that share of the time it has left, but not hopelessly more.
+    Without a known throughput nothing is: time alone says little."""
+    if tokens_per_s <= 0 or demand.slack_s <= 0:
+        return False
+    return pressure_share < demand.unfinished_tokens / tokens_per_s / demand.slack_s <= HOPELESS
 
 
 def max_min(room: int, wanted: Sequence[int], weights: Sequence[float]) -> list[int]:
@@ -74,10 +88,3 @@ def max_min(room: int, wanted: Sequence[int], weights: Sequence[float]) -> list[
         shares[index] = min(wanted[index], share)
         room -= shares[index]
     return shares
-
-
-def predicted_finish_s(now_s: float, unfinished_tokens: int, tokens_per_s: float) -> float | None:
-    """When a batch would be finished at this throughput (its own, or its model's if it is alone); None: not known."""
-    if unfinished_tokens <= 0:
-        return now_s
-    return now_s + unfinished_tokens / tokens_per_s if tokens_per_s > 0 else None

@@ -13,6 +13,8 @@ import openai.types
 
 from shared.messages import (
     BATCH_RESULTS,
+    BatchLineResult,
+    BatchRecord,
     unpack_tokens,
 )
 from tests.gateway.conftest import MODEL, Stack
@@ -69,3 +71,33 @@ def echo(stack: Stack) -> None:
 
 async def leftovers(stack: Stack) -> list[str]:
     return sorted(await (await stack.peer.bus.key_value(BATCH_RESULTS)).entries())
+
+
+async def begun_elsewhere(
+    stack: Stack, status: str, num_results: int, answer: bytes | None = None, **times: float
+) -> str:
+    """A batch of three lines as a gateway left it that died in this status. `answer`: of each line that has a result."""
+    client = stack.openai()
+    file = await client.files.create(file=("x", jsonl([line(i) for i in range(3)])), purpose="batch")
+    batches = stack.gateway.context.batches
+    batch_id = "batch_" + status.replace("_", "")
+    for index in range(num_results):
+        own = json.dumps({"custom_id": f"id-{index}"}).encode()
+        stored = BatchLineResult(True, own if answer is None else answer, 5, 0, 2)
+        await batches.results.create(f"{batch_id}.{index}", stored)
+    now_s = time.time()
+    record = BatchRecord(
+        batch_id,
+        "",
+        ENDPOINT,
+        file.id,
+        "24h",
+        now_s + 600,
+        status,
+        now_s,
+        status_s={"in_progress": 1, **times},
+        num_total=3,
+        model=MODEL,
+    )
+    await batches.create(record)
+    return batch_id

@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -20,6 +19,7 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
+from services.gateway.batch_input import read_lines
 from services.gateway.batch_output import BatchOutput
 from shared.bus.interface import BusError, ServiceError
 from shared.messages import (
@@ -27,7 +27,6 @@ from shared.messages import (
     BATCHES,
     FILE_CONTENTS,
     BatchLineResult,
-    BatchRecord,
     ErrorCode,
     FinishReason,
     GenerationRequest,
@@ -36,7 +35,7 @@ from shared.messages import (
 )
 from shared.settings import BusSettings
 from tests.conftest import NatsServer, free_port
-from tests.gateway.batching import ENDPOINT, echo, ended, jsonl, leftovers, line, reach, read, start
+from tests.gateway.batching import begun_elsewhere, echo, ended, leftovers, line, reach, read, start
 from tests.gateway.conftest import MODEL, Stack, running_gateway, running_stack
 from tests.gateway.peer import until
 
@@ -238,31 +237,6 @@ async def test_a_finished_batch_leaves_only_its_files(stack: Stack) -> None:
     assert record.status == "completed"
 
 
-async def begun_elsewhere(stack: Stack, status: str, num_results: int, **times: float) -> str:
-    """A batch of three lines as a gateway left it that died in this status."""
-    client = stack.openai()
-    file = await client.files.create(file=("x", jsonl([line(i) for i in range(3)])), purpose="batch")
-    batches = stack.gateway.context.batches
-    batch_id = "batch_" + status.replace("_", "")
-    for index in range(num_results):
-        stored = BatchLineResult(True, json.dumps({"custom_id": f"id-{index}"}).encode(), 5, 0, 2)
-        await batches.results.create(f"{batch_id}.{index}", stored)
-    now_s = time.time()
-    record = BatchRecord(
-        batch_id,
-        "",
-        ENDPOINT,
-        file.id,
-        "24h",
-        now_s + 600,
-        status,
-        now_s,
-        status_s={"in_progress": 1, **times},
-    )
-    await batches.create(record)
-    return batch_id
-
-
 @pytest.mark.parametrize(
     ("status", "times", "num_results", "end", "num_completed"),
     [
@@ -293,7 +267,8 @@ async def test_an_owner_that_comes_late_overwrites_nothing(stack: Stack) -> None
     record = await context.batches.record(batch.id)
     assert record is not None
     with pytest.raises(BusError) as raised:
-        await BatchOutput(context.batches, context.files, batch.id).assemble(record, 3)
+        lines = read_lines(context.files, batch.input_file_id, 1000)
+        await BatchOutput(context.batches, context.files, batch.id).assemble(record, 3, lines, None)
     assert raised.value.code is ErrorCode.CONFLICT
     assert (await client.files.content(batch.output_file_id)).content == before
 

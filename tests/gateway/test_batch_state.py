@@ -16,8 +16,10 @@ from services.gateway.batch_state import (
     MAX_WINDOW_S,
     TERMINAL,
     Attempts,
+    BatchFiles,
     LineBook,
     LinePlan,
+    Pace,
     advance,
     conclude,
     expire,
@@ -27,7 +29,7 @@ from services.gateway.batch_state import (
     window_s,
 )
 from services.gateway.batch_validation import LineChecker, estimated_tokens
-from services.gateway.grants import Account
+from services.gateway.grants import Account, Taken
 from services.gateway.replies import BatchObject, FileObject
 from services.gateway.schemas import ChatMessage, ChatRequest, CompletionRequest
 from shared.messages import BatchLineResult, BatchProblem, BatchRecord, ErrorCode, OfflineDemand
@@ -76,7 +78,7 @@ def test_no_state_is_left_that_has_ended(events: list[tuple[str, str]]) -> None:
         elif event == "expire":
             record = expire(record, now_s)
         elif event == "conclude":
-            record = conclude(record, "out", "err", now_s)
+            record = conclude(record, BatchFiles("out", "err"), now_s)
         else:
             record = failed(record, [BatchProblem("x", "y")], now_s)
         if is_terminal(before):
@@ -94,7 +96,7 @@ def test_no_state_is_left_that_has_ended(events: list[tuple[str, str]]) -> None:
 def test_what_has_expired_does_not_complete() -> None:
     record = expire(advance(RECORD, "in_progress", 1), 2)
     assert record.status == "finalizing"
-    record = conclude(record, "a", "", 3)
+    record = conclude(record, BatchFiles("a"), 3)
     assert (record.status, record.output_file_id, record.error_file_id) == ("expired", "a", "")
 
 
@@ -128,10 +130,23 @@ def test_estimates_learn_from_what_came_out() -> None:
 
 def test_the_slowest_model_decides_when_a_batch_is_done() -> None:
     book = LineBook(plan([100, 300], [0, 1]))
-    assert predicted_finish_s(book, {"m0": 10.0}, 5.0) is None
-    assert predicted_finish_s(book, {"m0": 10.0, "m1": 10.0}, 5.0) == 35.0
+    assert predicted_finish_s(book, Pace(), {"m0": 10.0}, 5.0) is None
+    assert predicted_finish_s(book, Pace(), {"m0": 10.0, "m1": 10.0}, 5.0) == 35.0
     book.note(1, BatchLineResult(False, b""))
-    assert predicted_finish_s(book, {"m0": 10.0}, 5.0) == 15.0
+    assert predicted_finish_s(book, Pace(), {"m0": 10.0}, 5.0) == 15.0
+
+
+def test_a_batchs_own_pace_decides_as_soon_as_it_has_one() -> None:
+    book, pace = LineBook(plan([100] * 10)), Pace()
+    pace.sample(book, 0.0)
+    pace.sample(book, 10.0)
+    assert predicted_finish_s(book, pace, {"m0": 1000.0}, 10.0) == 11.0, "nothing is done yet"
+    for index in range(5):
+        book.note(index, BatchLineResult(True, b"", 50, 0, 50))
+    pace.sample(book, 20.0)
+    assert predicted_finish_s(book, pace, {"m0": 1000.0}, 20.0) == 40.0, "500 tokens in 20 s"
+    pace.sample(book, 200.0)
+    assert pace.seconds_left(0) is None, "that was long ago"
 
 
 def test_what_is_not_the_lines_fault_is_tried_for_ever() -> None:
@@ -139,10 +154,13 @@ def test_what_is_not_the_lines_fault_is_tried_for_ever() -> None:
     waits = [attempts.backoff_s(ErrorCode.OVERLOADED, 1.0) for _ in range(30)]
     assert waits[:4] == [0.5, 1.0, 2.0, 4.0] and waits[-1] == 15.0
     assert Attempts().backoff_s(ErrorCode.OVERLOADED, 0.0) == 0.25
+    assert attempts.backoff_s(ErrorCode.DEADLINE, 1.0) is not None, "preempted for long"
     assert attempts.backoff_s(ErrorCode.INTERNAL, 1.0) is not None
-    assert attempts.backoff_s(ErrorCode.DEADLINE, 1.0) is not None
+    assert attempts.backoff_s(ErrorCode.INTERNAL, 1.0) is not None
     assert attempts.backoff_s(ErrorCode.INTERNAL, 1.0) is None
     assert Attempts().backoff_s(ErrorCode.TOO_LONG, 1.0) is None
+    attempts = Attempts()
+    assert [attempts.backoff_s(ErrorCode.UNAVAILABLE, 1.0, 3) is None for _ in range(3)] == [False, False, True]
 
 
 @given(st.lists(st.binary(max_size=12), max_size=20), st.integers(1, 9), st.booleans())
@@ -161,6 +179,16 @@ def test_lines_do_not_depend_on_chunks(lines: list[bytes], chunk_bytes: int, has
     found = asyncio.run(collect())
     assert [(line.number, line.raw) for line in found] == expected
     assert [line.index for line in found] == list(range(len(expected)))
+
+
+async def test_a_byte_order_mark_is_no_part_of_the_first_line() -> None:
+    async def chunks(data: bytes):
+        yield data
+
+    for end in (b"", b"\n"):
+        found = [line.raw async for line in _split(chunks(b"\xef\xbb\xbf{}" + end), 100)]
+        assert found == [b"{}"]
+    assert [line async for line in _split(chunks(b"\xef\xbb\xbf\n"), 100)] == []
 
 
 async def test_an_endless_line_is_not_collected() -> None:
@@ -202,25 +230,63 @@ def test_estimates(body: CompletionRequest | ChatRequest, tokens: int) -> None:
 
 
 async def test_grants_are_spent_in_order_and_do_not_add_up() -> None:
-    account = Account(lambda wanted: OfflineDemand("b", "", "m", wanted, 0, 0))
-    gone: list[int] = []
+    asked: list[int] = []
+
+    def demand(wanted: int) -> OfflineDemand:
+        asked.append(wanted)
+        return OfflineDemand("b", "", "m", wanted, 0, 0)
+
+    account = Account(demand)
+    gone: list[tuple[int, Taken]] = []
 
     async def take(tokens: int) -> None:
-        await account.take(tokens)
-        gone.append(tokens)
+        gone.append((tokens, await account.take(tokens)))
+
+    def sizes() -> list[int]:
+        return [tokens for tokens, _ in gone]
 
     tasks = [asyncio.create_task(take(tokens)) for tokens in (60, 50, 40, 30)]
     await asyncio.sleep(0)
-    assert account.wanted_tokens == 180
+    account.ask()
     account.grant(100)
     await asyncio.sleep(0)
-    assert gone == [60, 50] and account.wanted_tokens == 70, "the last one overdraws"
+    assert sizes() == [60, 50] and account.wanted_tokens == 70, "the last one overdraws"
     tasks[2].cancel()
     await asyncio.sleep(0)
-    assert account.wanted_tokens == 30
-    account.grant(0)
+    account.ask()
+    assert asked == [180, 140], "what is on its way is asked for again, because the reply replaces it"
+    account.grant(110)
     await asyncio.sleep(0)
-    assert gone == [60, 50]
+    assert sizes() == [60, 50], "it was spent before"
+    for _, taken in gone:
+        taken.settle()
+        taken.settle()
+    account.ask()
     account.grant(1)
     await asyncio.gather(*tasks, return_exceptions=True)
-    assert gone == [60, 50, 30]
+    assert sizes() == [60, 50, 30] and asked[-1] == 30 and account.on_way == 30
+
+
+async def test_what_is_taken_while_the_question_is_under_way_is_not_granted_twice() -> None:
+    account = Account(lambda wanted: OfflineDemand("b", "", "m", wanted, 0, 0))
+    account.grant(100)
+    account.ask()
+    taken = await account.take(80)
+    account.grant(100)
+    assert account.credit == 20
+    taken.settle()
+    assert account.on_way == 0
+
+
+async def test_nobody_waits_for_a_grant_that_will_cost_nothing() -> None:
+    account = Account(lambda wanted: OfflineDemand("b", "", "m", wanted, 0, 0))
+    waiting = asyncio.create_task(account.take(80))
+    await asyncio.sleep(0)
+    account.set_free(True)
+    (await waiting).settle()
+    (await account.take(80)).settle()
+    account.set_free(False)
+    later = asyncio.create_task(account.take(80))
+    await asyncio.sleep(0)
+    assert not later.done()
+    later.cancel()

@@ -11,7 +11,7 @@ from services.gateway.errors import ApiError
 from services.gateway.parsing import MAX_SEQUENCE_TOKENS, max_tokens_of, options_of, timeout_of
 from services.gateway.placing import candidates
 from services.gateway.schemas import CompletionRequest
-from shared.messages import MAX_MESSAGE_BYTES, InstanceInfo, LoadedModel
+from shared.messages import MAX_MESSAGE_BYTES, InstanceInfo, LoadedModel, RequestClass
 from shared.settings import GatewaySettings, SettingsError
 
 
@@ -31,10 +31,13 @@ def test_a_window_counts_the_last_minute(steps: list[tuple[float, int]], limit: 
     assert window.total(now + wait_s + 0.001) <= limit
 
 
+ONLINE, OFFLINE = RequestClass.ONLINE, RequestClass.OFFLINE
+
+
 def test_tokens_per_minute() -> None:
     key = Key(tokens_per_minute=100)
     admission = Admission({"k": key}, "", max_in_flight=10)
-    ticket = admission.enter(key, 1)
+    ticket = admission.enter(key, 1, ONLINE)
     ticket.charge_prompt(60, 1000.0)
     ticket.charge_output(30, 1010.0)
     with pytest.raises(ApiError) as raised:
@@ -49,14 +52,16 @@ def test_tokens_per_minute() -> None:
 def test_what_is_in_flight_is_given_back_once() -> None:
     key = Key(max_in_flight=2)
     admission = Admission({"k": key}, "", max_in_flight=5)
-    tickets = [admission.enter(key, 2), admission.enter(key, 2)]
+    tickets = [admission.enter(key, 2, ONLINE), admission.enter(key, 2, ONLINE)]
     with pytest.raises(ApiError, match="2 requests in flight"):
-        admission.enter(key, 1)
-    with pytest.raises(ApiError, match="4 sequences in flight"):
-        admission.enter(Key(), 2)
+        admission.enter(key, 1, ONLINE)
+    with pytest.raises(ApiError, match="4 online sequences in flight"):
+        admission.enter(Key(), 2, ONLINE)
+    tickets.append(admission.enter(key, 5, OFFLINE))
     for ticket in (*tickets, *tickets):
         ticket.release()
-    assert (key.num_in_flight, admission.num_in_flight) == (0, 0)
+    for request_class in (ONLINE, OFFLINE):
+        assert (key.num_in_flight[request_class], admission.num_in_flight[request_class]) == (0, 0)
 
 
 def test_keys_from_settings(tmp_path) -> None:

@@ -21,6 +21,7 @@ from shared.messages import (
     InstanceExited,
     ModelSpec,
     ReplayReply,
+    RequestClass,
     SchedulerInfo,
     TokenFrame,
 )
@@ -289,7 +290,7 @@ async def test_a_client_that_hangs_up_before_the_first_token(manual: Stack, is_s
     request = await manual.next_request()
     call.cancel()
     await until(lambda: manual.peer.cancelled == [request.request_id], "cancel")
-    await until(lambda: manual.gateway.context.admission.num_in_flight == 0, "ticket")
+    await until(lambda: manual.gateway.context.admission.num_in_flight[RequestClass.ONLINE] == 0, "ticket")
     assert "tideway_gateway_disconnected_clients_total 1.0" in (await manual.client.get("/metrics")).text
 
 

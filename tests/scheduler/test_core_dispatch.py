@@ -224,9 +224,10 @@ def test_a_full_queue_refuses_with_an_estimate_but_lets_back_in_what_ran_before(
         assert driver.submit(make_request(f"r{number}")) is None
     refused = driver.submit(make_request("r3"))
     assert refused is not None and refused.code == ErrorCode.OVERLOADED and refused.retry_after_s >= 1
+    assert driver.submit(make_request("flex", online=False)) is None, "each class has a bound of its own"
     assert driver.submit(make_request("lost", epoch=1, num_prior=4)) is None
     assert driver.submit(make_request("r0")) is None, "sending again changes nothing"
-    assert len(driver.core.queue) == 4
+    assert len(driver.core.queue) == 5
 
 
 def test_a_request_past_its_deadline_leaves_the_queue_with_a_typed_entry() -> None:

@@ -193,7 +193,9 @@ class World(RuleBasedStateMachine):
         if refused is None:
             self.wanted[request.request_id] = request
         else:
-            is_full = refused.code == ErrorCode.OVERLOADED and len(self.core.queue) >= self.settings.max_queued
+            lanes = self.core.queue.lengths().items()
+            num_queued = sum(length for lane, length in lanes if lane.is_online == online)
+            is_full = refused.code == ErrorCode.OVERLOADED and num_queued >= self.settings.max_queued
             assert is_full or (refused.code == ErrorCode.UNKNOWN_MODEL and model in self.removed)
         self.act()
 

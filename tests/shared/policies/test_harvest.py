@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shared.messages import OfflineDemand, OfflineGrant
-from shared.policies.harvest import allocate, is_under_pressure, max_min, predicted_finish_s
+from shared.policies.harvest import allocate, is_under_pressure, max_min
 
 DAY_S = 86400.0
 
@@ -50,10 +50,16 @@ def test_batches_that_would_miss_their_deadline_go_first_earliest_first() -> Non
         demand("near", "b", 300, unfinished=90_000, slack_s=1000.0),
         demand("nearest", "b", 200, unfinished=50_000, slack_s=500.0),
     ]
-    assert granted(demands, 400, rate=100.0) == {"calm": 0, "near": 200, "nearest": 200}
+    assert granted(demands, 300, rate=100.0) == {"calm": 75, "near": 38, "nearest": 187}, "half of it goes by need"
     assert granted(demands, 900, rate=100.0) == {"calm": 400, "near": 300, "nearest": 200}
     assert granted(demands, 400, rate=1e6) == {"calm": 200, "near": 100, "nearest": 100}
     assert granted(demands, 400) == {"calm": 200, "near": 100, "nearest": 100}, "no throughput is known"
+
+
+def test_batches_that_cannot_make_it_anyway_do_not_go_first() -> None:
+    late = demand("late", "b", unfinished=90_000, slack_s=100.0)
+    over = demand("over", "c", unfinished=90_000, slack_s=-1.0)
+    assert granted([demand("calm", "a"), late, over], 300, rate=100.0) == {"calm": 100, "late": 100, "over": 100}
 
 
 def test_models_have_room_of_their_own() -> None:
@@ -67,12 +73,6 @@ def test_models_have_room_of_their_own() -> None:
     ]
     assert allocate([demand("a")], {}, {}) == [OfflineGrant("a", 0, "m")]
     assert allocate([], {"m": 5}, {}) == []
-
-
-def test_predicted_finish() -> None:
-    assert predicted_finish_s(100.0, 500, 50.0) == 110.0
-    assert predicted_finish_s(100.0, 0, 0.0) == 100.0
-    assert predicted_finish_s(100.0, 500, 0.0) is None
 
 
 demand_lists = st.lists(
@@ -119,9 +119,9 @@ def test_pressure_only_raises_a_batchs_share(
     before = allocate(calm, room, rate)
     for index, pressed in enumerate(demands):
         after = allocate([*calm[:index], pressed, *calm[index + 1 :]], room, rate)[index]
-        assert after.tokens >= before[index].tokens
+        assert after.tokens >= before[index].tokens - len(demands), "but for rounding"
         if is_under_pressure(pressed, rate[pressed.model]):
-            assert after.tokens == min(room[pressed.model], pressed.wanted_tokens)
+            assert after.tokens >= min(room[pressed.model] // 2, pressed.wanted_tokens)
 
 
 @settings(deadline=None)
