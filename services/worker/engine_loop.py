@@ -254,7 +254,7 @@ class EngineLoop:
             # while calls wait, nothing is begun: what is in flight comes to its end
             plan = None if self._calls else self._engine.plan(now)
             copies = self._engine.next_copies()
-            limit_s = self._engine.planner.last_limits.limit_s
+            limit_s = self._engine.planner.last_limit_s
             self._interrupt(now)
             effects = self._engine.effects()
             wakeup = self._engine.next_wakeup()

@@ -175,7 +175,8 @@ class Engine(Requests):
         # Parts of a suspended step and online steps take turns, so nothing is planned ahead while there is one.
         depth = self.steps_in_flight if self.planner.suspended is None else 1
         if len(in_flight) < depth and not any(step.plan.is_interruptible for step in in_flight):
-            planned = self._resume(now) or self.planner.plan(self._num_steps, now, is_alone=not in_flight)
+            begins_s = max((now, *(self._predicted_end_s(step) for step in in_flight)))
+            planned = self._resume(now) or self.planner.plan(self._num_steps, now, begins_s, is_alone=not in_flight)
             if planned is None and not in_flight and self.planner.suspended is not None:
                 # Online requests wait for what only others can give them.
                 planned = self._go_on(1.0, now)
@@ -187,6 +188,9 @@ class Engine(Requests):
         self._copying.start(None if running is None else running.predicted_s)
         self._last_plan_s = now
         return None if planned is None else planned.plan
+
+    def _predicted_end_s(self, step: PlannedStep) -> float:
+        return max(step.planned_s, self._last_end_s) + step.predicted_s
 
     def _resume(self, now: float) -> PlannedStep | None:
         """The suspended step, if it is to go on now; gives it up if that is cheaper."""
@@ -211,7 +215,7 @@ class Engine(Requests):
             case Next.DISCARD:
                 self.planner.discard_suspended(now)
             case Next.WAIT:
-                step.lost_s += spare_s if step.predicted_s else now - max(step.suspended_s, self._last_plan_s)
+                step.lost_s += min(spare_s, now - max(step.suspended_s, self._last_plan_s))
         return None
 
     def _go_on(self, stop_share: float, now: float) -> PlannedStep:
@@ -234,9 +238,6 @@ class Engine(Requests):
             return None
         if step.is_part:
             # It stops by itself, within what the objectives leave.
-            return None
-        if step.is_part and self.planner.spare_s(now) > 0:
-            # It was given what those who decode leave; only somebody who waits for a first token takes that back.
             return None
         if step.predicted_s:
             online_s, objective_s = self.planner.online_need(now)
@@ -343,6 +344,7 @@ class Engine(Requests):
             known.append(token)
             if sequence.first_token_s is None:
                 sequence.first_token_s = now
+                sequence.first_total = len(known)
             entry_logprobs: tuple[TokenLogprob, ...] = none
             if logprobs is not None and (logprob := logprobs[position]) is not None:
                 entry_logprobs = (logprob,)

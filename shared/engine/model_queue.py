@@ -5,13 +5,26 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from itertools import chain
+from typing import NamedTuple
 
 from shared.cost_model import CostModel, StepShape
 from shared.engine.kv_blocks import root_hash
 from shared.engine.plan import ModelShape
 from shared.engine.sequence import Rank, Sequence
+from shared.policies.slo_budget import HEAD_START_TOKENS, MAX_SLACK, PACE
 
 ONLINE_RANKS = (Rank.ONLINE_HIGH, Rank.ONLINE_NORMAL)
+
+
+class Objectives(NamedTuple):
+    """Of a model's online sequences at some moment, whether or not they can run. All `inf` where there are none."""
+
+    tpot_s: float
+    """The tightest TPOT objective of those that have their first token."""
+    slack_s: float
+    """Until the earliest of their next tokens is due."""
+    ttft_left_s: float
+    """The shortest time left to a first token."""
 
 
 class ModelQueue:
@@ -78,10 +91,9 @@ class ModelQueue:
         """Whether online sequences come back from host memory: they will run soon."""
         return any(sequence.is_online for sequence in self.restoring.values())
 
-    def objectives(self, now: float) -> tuple[float, float]:
-        """Over its online sequences: the tightest TPOT objective of those that have their first token, and the shortest
-        time left to it of the others. `inf` where there are none."""
-        tpot_s = due_s = math.inf
+    def objectives(self, now: float) -> Objectives:
+        """See slo_budget.py for when a token is due."""
+        tpot_s = token_due_s = first_due_s = math.inf
         online = [
             *(of_rank.values() for of_rank in self.running[: Rank.OFFLINE]),
             *self.waiting[: Rank.OFFLINE],
@@ -89,12 +101,19 @@ class ModelQueue:
             self.restored.values(),
         ]
         for sequence in chain.from_iterable(online):
+            if not sequence.is_online:
+                continue
             if sequence.first_token_s is None:
-                if sequence.ttft_due_s < due_s and sequence.is_online:
-                    due_s = sequence.ttft_due_s
-            elif sequence.tpot_objective_s < tpot_s and sequence.is_online:
-                tpot_s = sequence.tpot_objective_s
-        return tpot_s, due_s - now
+                first_due_s = min(first_due_s, sequence.ttft_due_s)
+                continue
+            objective_s = sequence.tpot_objective_s
+            num_later = sequence.total - sequence.first_total + 1
+            due_s = sequence.first_token_s + PACE * objective_s * (num_later - HEAD_START_TOKENS)
+            if due_s < token_due_s:
+                token_due_s = due_s
+            if objective_s < tpot_s:
+                tpot_s = objective_s
+        return Objectives(tpot_s, min(token_due_s - now, MAX_SLACK * tpot_s), first_due_s - now)
 
     def online_shape(self, max_tokens: int) -> StepShape:
         """Of a step with all that its online sequences could run now, at most `max_tokens` prefill tokens."""

@@ -8,6 +8,7 @@ predicted time where an objective is to be kept), the rows or the KV pool are us
 from __future__ import annotations
 
 import math
+import sys
 
 from shared.engine.batch import Batch, PlannedStep
 from shared.engine.model_queue import ONLINE_RANKS, Candidate, ModelQueue
@@ -23,9 +24,6 @@ MIN_ONLINE_CHUNK = 16
 
 SHORT_STEP_SHARE = 0.02
 """Of the TTFT objective: a step that is shorter is not worth being interruptible where steps are planned ahead."""
-
-PART_SHARE = 0.9
-"""Of the TPOT objective, that an online step and a part of a suspended one take together."""
 
 
 class Planner(Room):
@@ -47,7 +45,9 @@ class Planner(Room):
     ) -> None:
         super().__init__(num_merged, num_rows, num_host_merged, ordering)
         self.last_limits = Limits(1)
-        """Of the step planned last, for metrics."""
+        """Of the step planned last."""
+        self.last_limit_s = math.inf
+        """What bounded that step's time."""
         self._token_budget = token_budget
         self._ranks = tuple(Rank) if serves_offline else ONLINE_RANKS
         self._may_interrupt = may_interrupt
@@ -61,29 +61,30 @@ class Planner(Room):
         return any(queue.has_online_work() for queue in self.queues.values())
 
     def online_need(self, now: float) -> tuple[float, float]:
-        """Of the runnable online sequences: the predicted time of their next steps, and the tightest objective."""
+        """Of the runnable online sequences: the predicted time of their next steps, and how soon the first of them is due
+        a token."""
         step_s, objective_s = 0.0, math.inf
         for queue in self.queues.values():
             if not queue.has_online_work():
                 continue
-            objective_s = min(objective_s, *queue.objectives(now))
+            objectives = queue.objectives(now)
+            objective_s = min(objective_s, objectives.slack_s, objectives.ttft_left_s)
             if queue.cost_model is not None:
                 step_s += queue.cost_model.predict(queue.online_shape(self.last_limits.max_tokens))
         return step_s, objective_s
 
     def spare_s(self, now: float) -> float:
-        """What the TPOT objectives leave beside an online step; nothing while somebody waits for a first token."""
-        objectives = [queue.objectives(now) for queue in self.queues.values()]
-        if any(ttft_left_s < math.inf for _, ttft_left_s in objectives):
+        """What the slack leaves beside an online step; nothing while somebody waits for a first token."""
+        if any(queue.objectives(now).ttft_left_s < math.inf for queue in self.queues.values()):
             return 0.0
-        step_s, objective_s = self.online_need(now)
-        return max(0.0, PART_SHARE * objective_s - step_s)
+        step_s, slack_s = self.online_need(now)
+        return max(0.0, slack_s - step_s)
 
     # -------------------------------------------------------------------------------------------------- plan
 
-    def plan(self, step_id: int, now: float, is_alone: bool) -> PlannedStep | None:
+    def plan(self, step_id: int, now: float, begins_s: float, is_alone: bool) -> PlannedStep | None:
         """The next step, or None where nothing can run before a step in flight returns, a copy ends or a request
-        arrives. `is_alone`: no other step is in flight."""
+        arrives. `begins_s`: when it will begin, as far as is known; `is_alone`: no other step is in flight."""
         for rank in self._ranks:
             if rank == Rank.OFFLINE and self.suspended is not None:
                 # What the objectives leave beside online steps goes to the suspended step first.
@@ -99,7 +100,7 @@ class Planner(Room):
                     views = [Candidate(queue, rank) for queue in candidates]
                     queue = self.queues[self.ordering.pick_model(views, now).name]  # type: ignore[arg-type]
                 candidates.remove(queue)
-                limits = self._limits(queue, rank, now)
+                limits = self._limits(queue, rank, begins_s)
                 if limits.is_interruptible and not is_alone:
                     # It would keep the results of the step before it waiting; a short one does not.
                     if queue.cost_model is None:
@@ -108,18 +109,25 @@ class Planner(Room):
                 batch = self._fill(queue, rank, limits, now)
                 if batch.sequences:
                     queue.last_planned_step = step_id
+                    self.last_limit_s = min(
+                        limits.limit_s, math.inf if batch.sequences[-1].is_online else limits.offline_limit_s
+                    )
                     return self._close(step_id, queue, batch, limits.is_interruptible and rank == Rank.OFFLINE, now)
         return None
 
-    def _limits(self, queue: ModelQueue, leading: Rank, now: float) -> Limits:
+    def _limits(self, queue: ModelQueue, leading: Rank, begins_s: float) -> Limits:
+        others = [other for other in self.queues.values() if other is not queue]
         if leading == Rank.OFFLINE:
             # Online sequences of the model cannot run now, or this step would be led by them.
-            tpot_s = ttft_left_s = math.inf
-            others = sum(other.has_online_work() or other.restores_online() for other in self.queues.values())
+            num_online = sum(other.has_online_work() or other.restores_online() for other in self.queues.values())
+            view = StepView(queue.name, begins_s, queue.cost_model, math.inf, math.inf, math.inf, num_online)
         else:
-            tpot_s, ttft_left_s = queue.objectives(now)
-            others = sum(other.has_online_work() for other in self.queues.values() if other is not queue)
-        view = StepView(queue.name, now, queue.cost_model, tpot_s, ttft_left_s, others)
+            own = queue.objectives(begins_s)
+            slack_s = min((own.slack_s, *(other.objectives(begins_s).slack_s for other in others)))
+            num_online = sum(other.has_online_work() for other in others)
+            view = StepView(queue.name, begins_s, queue.cost_model, own.tpot_s, slack_s, own.ttft_left_s, num_online)
+            if max(own.tpot_s, own.ttft_left_s) < math.inf:
+                view = view._replace(online=queue.online_shape(sys.maxsize))
         self.last_limits = self._token_budget.limits(view)
         return self.last_limits
 

@@ -53,6 +53,7 @@ class Sequence:
         "device_s",
         "first_planned_s",
         "first_token_s",
+        "first_total",
         "generation",
         "hashes",
         "host_blocks",
@@ -129,6 +130,8 @@ class Sequence:
         self.num_failures = 0
         self.first_planned_s: float | None = None
         self.first_token_s: float | None = None
+        self.first_total = 0
+        """`total` with that token."""
         self.ttft_due_s = self.deadline_s
         """Until when the objective wants the first token."""
         self.tpot_objective_s = float("inf")

@@ -18,7 +18,7 @@ ORDERING_POLICIES: dict[str, Callable[[], OrderingPolicy]] = {
 }
 
 TOKEN_BUDGET_POLICIES: dict[str, Callable[[int], TokenBudgetPolicy]] = {
-    "slo": lambda max_tokens: SloTokenBudget(max_tokens, min(32, max_tokens)),
+    "slo": SloTokenBudget,
     "priority_only": FixedTokenBudget,
     "online_only": FixedTokenBudget,
 }

@@ -24,11 +24,16 @@ class StepView(NamedTuple):
     """Live-corrected; None: nothing was measured yet."""
     tpot_objective_s: float
     """Tightest over the model's decoding online sequences; inf: none decodes."""
+    slack_s: float
+    """From the step's start to the earliest time at which a decoding online sequence, of any model, is due its next token;
+    may be negative; inf: none decodes."""
     ttft_left_s: float
     """Tightest time left to the first token over the model's online sequences in or before prefill; inf: there is none;
     may be negative."""
     num_other_online: int
     """Other models that have runnable online sequences."""
+    online: StepShape = StepShape()
+    """All that the model's online sequences have to run now; only where some decode and others wait for a first token."""
 
 
 class Limits(NamedTuple):

@@ -21,7 +21,7 @@ from shared.settings import InstanceSettings
 from tests.worker.checkpoints import prompt_of, reference_outputs, write_checkpoint
 
 NUM_OFFLINE, NUM_ONLINE = 8, 8
-OFFLINE_TOKENS, ONLINE_TOKENS = 60, 5
+OFFLINE_TOKENS, ONLINE_TOKENS = 60, 8
 VARIANTS = ("llama3", "opt")
 
 

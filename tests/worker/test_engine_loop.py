@@ -13,7 +13,6 @@ import pytest
 
 from services.worker.engine_loop import EngineLoop, StepStats
 from shared.engine.plan import CopyKind, KvCopy, StepPlan, StepResult
-from shared.policies.token_budget import Limits
 from tests.shared.engine.fake_executor import request
 
 INTERRUPTIBLE = StepPlan(7, "m", [0], [0], [5], [True], [], [], is_interruptible=True)
@@ -24,7 +23,7 @@ class ScriptedEngine:
     """Plans what is in `plans`, gives out what is in `copies`; remembers what it was told."""
 
     steps_in_flight = 1
-    planner = SimpleNamespace(last_limits=Limits(512, 0.25))
+    planner = SimpleNamespace(last_limit_s=0.25)
 
     def __init__(self) -> None:
         self.plans: deque[StepPlan] = deque()

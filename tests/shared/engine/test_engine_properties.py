@@ -57,7 +57,7 @@ class EngineMachine(RuleBasedStateMachine):
             num_merged,
             rows,
             ordering_policy(ordering, mix_phases=mix_phases),
-            SloTokenBudget(budget, 1) if slo else FixedTokenBudget(budget),
+            SloTokenBudget(budget) if slo else FixedTokenBudget(budget),
             steps_in_flight=depth,
             max_waiting=50,
             interruption=interruption,

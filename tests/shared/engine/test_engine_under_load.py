@@ -39,7 +39,7 @@ class Run:
             "tpot_s": 0.08,
             **options,
         }
-        self.engine = Engine(14, 8, ordering, SloTokenBudget(64, 4), max_waiting=500, **options)
+        self.engine = Engine(14, 8, ordering, SloTokenBudget(64), max_waiting=500, **options)
         self.limits = {shape.name: self.engine.add_model(shape).max_model_len for shape in SHAPES}
         for shape in SHAPES:
             self.engine.set_cost_model(shape.name, COST_MODEL)
@@ -176,7 +176,7 @@ def test_each_mechanism_can_be_left_out(options):
 
 
 def test_online_only_holds_offline_requests_back():
-    engine = Engine(14, 8, ordering_policy("fcfs"), SloTokenBudget(64, 4), serves_offline=False)
+    engine = Engine(14, 8, ordering_policy("fcfs"), SloTokenBudget(64), serves_offline=False)
     engine.add_model(SHAPES[0])
     engine.submit(request("offline", [1, 2], 3, request_class=RequestClass.OFFLINE), 0.0)
     assert engine.plan(0.0) is None
@@ -189,7 +189,7 @@ def test_online_only_holds_offline_requests_back():
 def test_a_checkpointed_sequence_loses_only_its_partly_filled_block():
     """Offline work fills the pool, one online request takes all of it; nothing but partial blocks is computed again."""
     engine = Engine(
-        8, 8, ordering_policy("fcfs"), SloTokenBudget(64, 4), num_host_merged=8, checkpoint=AdaptiveCheckpoint(0.0)
+        8, 8, ordering_policy("fcfs"), SloTokenBudget(64), num_host_merged=8, checkpoint=AdaptiveCheckpoint(0.0)
     )
     engine.add_model(SHAPES[0])
     executor = FakeExecutor(SHAPES)

@@ -9,17 +9,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shared.cost_model import CostModel, StepShape
-from shared.policies.slo_budget import SloTokenBudget
+from shared.policies.slo_budget import PACE, SloTokenBudget
 from shared.policies.token_budget import Limits, StepBudget, StepView
 from tests.shared.policies.views import COST
 
 INF = math.inf
+NOTHING = StepShape()
 
 
 def view(
-    tpot_s: float = INF, ttft_left_s: float = INF, *, other: bool = False, cost: CostModel | None = COST
+    tpot_s: float = INF,
+    slack_s: float = INF,
+    ttft_left_s: float = INF,
+    *,
+    others: int = 0,
+    cost: CostModel | None = COST,
+    online: StepShape = NOTHING,
 ) -> StepView:
-    return StepView("m", 0.0, cost, tpot_s, ttft_left_s, other)
+    return StepView("m", 0.0, cost, tpot_s, slack_s, ttft_left_s, others, online)
 
 
 def test_without_online_work_only_the_tokens_bound_the_step() -> None:
@@ -30,54 +37,60 @@ def test_without_online_work_only_the_tokens_bound_the_step() -> None:
 
 def test_without_a_cost_model_online_steps_are_bounded_by_tokens() -> None:
     policy = SloTokenBudget(512)
-    assert policy.limits(view(0.1, cost=None)) == Limits(512)
-    assert policy.limits(view(other=True, cost=None)) == Limits(512)
+    assert policy.limits(view(0.1, 0.1, cost=None)) == Limits(512)
+    assert policy.limits(view(others=1, cost=None)) == Limits(512)
 
 
-def test_a_decode_bounds_the_step_by_its_objective_whatever_ttft_is_left() -> None:
-    policy = SloTokenBudget(512, safety=0.9)
-    for ttft_left_s in (INF, 10.0, 0.01, -5.0):
-        assert policy.limits(view(0.1, ttft_left_s)) == Limits(512, 0.9 * 0.1)
+def test_beside_decodes_offline_tokens_fill_the_slack() -> None:
+    assert SloTokenBudget(512).limits(view(0.1, 0.07)) == Limits(512, INF, 0.07)
 
 
-def test_prompts_alone_may_use_the_time_left_and_offline_tokens_a_small_share_of_it() -> None:
-    policy = SloTokenBudget(512, safety=0.9, filler_share=0.05)
-    limits = policy.limits(view(ttft_left_s=1.5))
-    assert limits.limit_s == pytest.approx(1.35) and limits.offline_limit_s == pytest.approx(0.075)
+def test_who_is_behind_the_pace_gets_online_steps_alone() -> None:
+    limits = SloTokenBudget(512).limits(view(0.1, -0.03))
+    assert limits == Limits(512, INF, 0.0)
     budget = StepBudget(limits, COST)
-    budget.take_prefill(100, 0)
-    online_s = budget.used_s
-    assert budget.left_s == pytest.approx(1.35 - online_s)
+    budget.take_decodes(4, 100)
     budget.begin_offline()
-    assert budget.left_s == pytest.approx(0.075 - online_s)
+    assert budget.fits_decodes([10, 10]) == 0 and budget.fits_prefill(100, 0) == 0
 
 
-def test_models_that_both_have_online_work_share_the_objective() -> None:
+def test_beside_prompts_offline_tokens_fill_a_small_share_of_the_time_left() -> None:
+    policy = SloTokenBudget(512, filler_share=0.05)
+    assert policy.limits(view(ttft_left_s=1.5)) == Limits(512, INF, pytest.approx(0.075))
+    assert policy.limits(view(0.1, 0.03, 1.5)).offline_limit_s == pytest.approx(0.03)
+    assert policy.limits(view(ttft_left_s=-2.0)).offline_limit_s == 0
+
+
+def test_prompts_are_chunked_for_the_decodes_while_their_first_tokens_are_in_time() -> None:
+    # Steps of 95 ms, 20 ms of them decodes, leave 75 ms for prompts: the prompts' 150 ms take two of them.
+    policy = SloTokenBudget(4096, chunking_share=0.25)
+    online = StepShape(1500, 0.0, 50, 0)
+    assert COST.predict(online._replace(prefill_tokens=0)) == pytest.approx(0.02)
+    needed_s = 2 * PACE * 0.1 / 0.25
+    assert policy.limits(view(0.1, 0.08, needed_s + 0.01, online=online)).limit_s == pytest.approx(0.08)
+    assert policy.limits(view(0.1, 0.08, needed_s - 0.01, online=online)).limit_s == INF
+    assert policy.limits(view(0.1, 0.08, -1.0, online=online)).limit_s == INF
+
+
+def test_an_objective_that_the_decodes_alone_break_does_not_hold_prompts_up() -> None:
+    online = StepShape(100, 0.0, 50, 0)
+    assert SloTokenBudget(4096).limits(view(0.015, 0.01, 100.0, online=online)).limit_s == INF
+
+
+def test_models_that_have_online_work_share_the_time() -> None:
     policy = SloTokenBudget(512)
-    assert policy.limits(view(0.1, other=True)).limit_s == pytest.approx(policy.limits(view(0.1)).limit_s / 2)
+    assert policy.limits(view(0.1, 0.06, others=1)).offline_limit_s == pytest.approx(0.03)
+    assert policy.limits(view(0.1, 0.06, others=2)).offline_limit_s == pytest.approx(0.02)
 
 
 def test_offline_work_beside_another_models_online_work_is_short() -> None:
-    limits = SloTokenBudget(512, other_step_s=0.05).limits(view(other=True))
-    assert limits == Limits(512, 0.05)
-
-
-def test_late_prompts_are_computed_in_chunks_worth_their_fixed_cost() -> None:
-    policy = SloTokenBudget(4096, min_fixed_costs=4.0)
-    limit_s = policy.limits(view(ttft_left_s=-3.0)).limit_s
-    assert limit_s == pytest.approx(4 * COST.predict(StepShape()))
-    assert StepBudget(policy.limits(view(ttft_left_s=-3.0)), COST).fits_prefill(4096, 0) > 250
+    assert SloTokenBudget(512, other_step_s=0.05).limits(view(others=1)) == Limits(512, 0.05)
 
 
 def test_settings_out_of_range_are_refused() -> None:
-    for max_tokens, chunk, safety, filler_share in (
-        (0, 32, 0.9, 0.2),
-        (8, 0, 0.9, 0.2),
-        (8, 8, 0.0, 0.2),
-        (8, 8, 0.9, 1.5),
-    ):
+    for max_tokens, filler_share, chunking_share in ((0, 0.2, 0.2), (8, 0.0, 0.2), (8, 1.5, 0.2), (8, 0.2, -0.1)):
         with pytest.raises(ValueError):
-            SloTokenBudget(max_tokens, chunk, safety=safety, filler_share=filler_share)
+            SloTokenBudget(max_tokens, filler_share=filler_share, chunking_share=chunking_share)
 
 
 costs = st.builds(
@@ -93,27 +106,21 @@ costs = st.builds(
 
 
 @settings(deadline=None)
-@given(costs, st.floats(-10, 10), st.integers(0, 8192), st.integers(1, 64), st.booleans())
-def test_a_prompt_always_advances_where_nothing_decodes(
-    cost: CostModel, ttft_left_s: float, context: int, chunk: int, other: bool
-) -> None:
-    limits = SloTokenBudget(512, chunk).limits(view(ttft_left_s=ttft_left_s, other=other, cost=cost))
-    budget = StepBudget(limits, cost)
-    assert budget.fits_prefill(chunk, context) >= chunk - 1  # the inverse may round one token off
-    assert budget.fits_prefill(1, context) == 1
-
-
-@settings(deadline=None)
 @given(
-    costs, st.floats(0.001, 1), st.lists(st.integers(1, 4000), max_size=30), st.integers(0, 2000), st.integers(0, 4000)
+    costs,
+    st.floats(0.001, 1),
+    st.floats(-1, 1),
+    st.floats(-1, 10),
+    st.lists(st.integers(1, 4000), max_size=30),
+    st.integers(0, 2000),
+    st.integers(0, 4000),
 )
-def test_offline_tokens_never_break_the_tpot_objective(
-    cost: CostModel, tpot_s: float, online: list[int], prompt: int, offline: int
+def test_offline_tokens_never_make_a_step_longer_than_the_slack(
+    cost: CostModel, tpot_s: float, slack_s: float, left_s: float, online: list[int], prompt: int, offline: int
 ) -> None:
-    """Filled as a planner does; only online sequences may exceed it, or an objective below the least step."""
-    policy = SloTokenBudget(4096)
-    limits = policy.limits(view(tpot_s, cost=cost))
-    least_s = policy.limits(view(1e-12, cost=cost)).limit_s
+    """Filled as a planner does; only online sequences may exceed it."""
+    shape = StepShape(prompt, prompt * prompt / 2, len(online), sum(online))
+    limits = SloTokenBudget(4096).limits(view(tpot_s, slack_s, left_s if prompt else INF, cost=cost, online=shape))
     budget = StepBudget(limits, cost)
     budget.take_decodes(len(online), sum(online))
     if count := budget.fits_prefill(prompt, 0):
@@ -124,4 +131,4 @@ def test_offline_tokens_never_break_the_tpot_objective(
     budget.take_decodes(count, sum([10, 1000, 30][:count]))
     if count := budget.fits_prefill(offline, 100):
         budget.take_prefill(count, 100)
-    assert cost.predict(budget.shape) <= max(tpot_s, online_s, least_s) * (1 + 1e-9) + 1e-9
+    assert cost.predict(budget.shape) <= max(slack_s, online_s) * (1 + 1e-9) + 1e-9
