@@ -197,7 +197,7 @@ class BatchRun:
         files = await self._assemble(not_run)
         if files is not None:
             problem = self._lost if not_run is _INPUT_LOST else None
-            await self._change(lambda r: book.counted(_ended(r, files, problem, time.time())))
+            await self._change(lambda r: _ended(book.counted(r), files, problem, time.time()))
             if not_run is not None:
                 self._context.metrics.batch_lines.labels(not_run.code.removeprefix("batch_")).inc(book.num_open)
         await insist(lambda: self._context.batches.results.purge(self._record.batch_id))

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 from collections.abc import Callable
 from typing import Any
+from urllib.parse import unquote
 
 from python_multipart import MultipartParser
 from python_multipart.exceptions import FormParserError
@@ -22,6 +24,10 @@ MAX_FIELD_BYTES = 4096
 MAX_FIELDS = 32
 FORM_BYTES = 64 * 1024
 """For boundaries, headers and fields beside the file."""
+
+
+# RFC 5987: filename*=UTF-8''na%C3%AFve.txt
+_EXTENDED_FILENAME = re.compile(rb";\s*filename\*\s*=\s*(utf-8|iso-8859-1)'[^']*'([^;\s]+)", re.IGNORECASE)
 
 
 def file_too_large(limit: int) -> ApiError:
@@ -71,13 +77,17 @@ class _Form:
         self._name = self._content = b""
 
     def _headers_finished(self) -> None:
-        _, options = parse_options_header(self._headers.get(b"content-disposition", b""))
+        disposition = self._headers.get(b"content-disposition", b"")
+        _, options = parse_options_header(disposition)
+        if extended := _EXTENDED_FILENAME.search(disposition):
+            options[b"filename"] = unquote(extended[2].decode("ascii", "replace"), extended[1].decode()).encode()
         name = options.get(b"name", b"").decode(errors="replace")
         if name == "file" and b"filename" in options:
             if self.upload.filename is not None:
                 raise invalid("file", "The form has more than one file.")
             self._in_file = True
-            self.upload.filename = options[b"filename"].decode(errors="replace")[:512]
+            filename = options[b"filename"].decode(errors="replace")[:512]
+            self.upload.filename = "".join(c if c.isprintable() else "\ufffd" for c in filename)
         else:
             self._field = name
             if len(self.upload.fields) >= MAX_FIELDS:

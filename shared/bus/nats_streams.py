@@ -27,6 +27,8 @@ DUPLICATE_WINDOW_S = 120.0
 """For which a message id is remembered."""
 MIN_STREAM_BYTES = 16 * 1024 * 1024
 
+_OWN_STREAMS = ("KV_tideway_", "OBJ_tideway_")
+
 # JetStream's error codes.
 _INSUFFICIENT_STORAGE = (10023, 10028, 10047)
 _EXISTS_WITH_OTHER_CONFIGURATION = 10058
@@ -79,6 +81,7 @@ class Streams:
     async def declare(self, config: StreamConfig) -> None:
         """Makes the stream if it is not there; may be called by many processes at once. Raises `BusError`."""
         name = str(config.name)
+        has_taken = False
         with bus_errors(f"declaring stream {name}"):
             while True:
                 try:
@@ -86,28 +89,61 @@ class Streams:
                     break
                 except nats.js.errors.APIError as error:
                     if error.err_code == _EXISTS_WITH_OTHER_CONFIGURATION:
+                        if not await self._resize(config):
+                            logger.warning("stream %s exists with another configuration, which is kept", name)
+                        break
+                    if error.err_code in _INSUFFICIENT_STORAGE and await self._exists(name):
+                        # The server looks for room for the whole of it before it looks for the stream.
                         await self._resize(config)
                         break
                     # JetStream reserves the whole of max_bytes; on a small machine a smaller stream is better than none.
                     max_bytes = (config.max_bytes or 0) // 2
-                    if error.err_code not in _INSUFFICIENT_STORAGE or max_bytes < MIN_STREAM_BYTES:
+                    if error.err_code not in _INSUFFICIENT_STORAGE:
                         raise
+                    if max_bytes < MIN_STREAM_BYTES:
+                        if has_taken or not await self._take_room(config):
+                            raise
+                        has_taken = True
+                        continue
                     config = config.evolve(max_bytes=max_bytes)
                     logger.warning("JetStream has no room for stream %s; trying %d bytes", name, max_bytes)
         self._declared[name] = config
 
-    async def _resize(self, config: StreamConfig) -> None:
-        """Gives a stream that exists the size of `config`, if that can be done."""
-        name = str(config.name)
+    async def _take_room(self, config: StreamConfig) -> bool:
+        """Takes what a stream needs at least from another of ours in the same storage: the one with the most room that it
+        does not use, if it keeps half of that."""
+        needed = config.max_bytes or 0
+        unused = {}
+        for info in await self.context.streams_info():
+            present, name = info.config, str(info.config.name)
+            if name.startswith(_OWN_STREAMS) and present.storage == config.storage:
+                unused[name] = ((present.max_bytes or 0) - info.state.bytes, present)
+        free, largest = max(unused.values(), key=lambda each: each[0], default=(0, config))
+        if needed <= 0 or free < 2 * needed:
+            return False
+        await self.context.update_stream(largest.evolve(max_bytes=(largest.max_bytes or 0) - needed))
+        logger.warning("stream %s gives %d bytes to stream %s", largest.name, needed, config.name)
+        return True
+
+    async def _exists(self, name: str) -> bool:
         try:
-            present = (await self.context.stream_info(name)).config
-            if present.max_bytes != config.max_bytes:
-                await self.context.update_stream(present.evolve(max_bytes=config.max_bytes))
-                logger.info("stream %s has room for %s bytes now, had %s", name, config.max_bytes, present.max_bytes)
-                return
+            await self.context.stream_info(name)
+            return True
+        except nats.js.errors.NotFoundError:
+            return False
+
+    async def _resize(self, config: StreamConfig) -> bool:
+        """Gives a stream that exists the size of `config`, if there is room; False: it has that size already."""
+        name = str(config.name)
+        present = (await self.context.stream_info(name)).config
+        if present.max_bytes == config.max_bytes:
+            return False
+        try:
+            await self.context.update_stream(present.evolve(max_bytes=config.max_bytes))
+            logger.info("stream %s has room for %s bytes now, had %s", name, config.max_bytes, present.max_bytes)
         except nats.js.errors.APIError as error:
-            logger.warning("stream %s: %s", name, error.description)
-        logger.warning("stream %s exists with another configuration, which is kept", name)
+            logger.warning("stream %s keeps room for %s bytes: %s", name, present.max_bytes, error.description)
+        return True
 
     async def room(self, name: str) -> Room:
         with bus_errors(f"look at stream {name}"):

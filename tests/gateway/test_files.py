@@ -57,6 +57,23 @@ async def test_listing_in_pages(stack: Stack) -> None:
         assert answer.status_code == 400 and answer.json()["error"]["param"] == query.partition("=")[0]
 
 
+@pytest.mark.parametrize(
+    ("written", "filename"),
+    [(b"filename*=UTF-8''na%C3%AFve%0A.txt", "naïve\ufffd.txt"), (b'filename="a\x07b"', "a\ufffdb")],
+)
+async def test_names_in_any_alphabet_but_without_control_characters(
+    stack: Stack, written: bytes, filename: str
+) -> None:
+    body = (
+        b'--x\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nbatch\r\n'
+        b'--x\r\nContent-Disposition: form-data; name="file"; ' + written + b"\r\n\r\ncontent\r\n--x--\r\n"
+    )
+    headers = {"content-type": "multipart/form-data; boundary=x"}
+    answer = await stack.client.post("/v1/files", content=body, headers=headers)
+    assert answer.status_code == 200, answer.text
+    assert (answer.json()["filename"], answer.json()["bytes"]) == (filename, 7)
+
+
 async def test_expiry_is_the_uploaders(stack: Stack) -> None:
     client = stack.openai()
     file = await upload(client, expires_after={"anchor": "created_at", "seconds": 3600})

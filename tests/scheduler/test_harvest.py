@@ -162,7 +162,7 @@ def test_a_batch_near_its_deadline_comes_first_at_any_gateway() -> None:
     driver.report("a", room=0, finished=[finished(1000)])
     granted(driver, "g0", demand(80, "late", slack_s=0.1))
     driver.report("a", room=100)
-    assert granted(driver, "g1", demand(500, "idle")) == [25], "half of the room is for the late one, then 30 of 50 shared"
+    assert granted(driver, "g1", demand(500, "idle")) == [25], "half of it went by need"
     driver.now += GRANT_EXPIRY_S + 0.1
     granted(driver, "g1", demand(500, "idle", tenant="other"))
     driver.report("a", room=1000)

@@ -24,7 +24,16 @@ from shared.bus.interface import Bus, BusError, RevisionConflict, ServiceError
 from shared.bus.nats_bus import NatsBus
 from shared.bus.nats_client import MAX_PENDING_BYTES
 from shared.bus.nats_streams import delivery
-from shared.messages import INSTANCE_SUBMIT, PREFIX, Accepted, ErrorCode, GenerationRequest, SamplingParams, Topic
+from shared.messages import (
+    INSTANCE_SUBMIT,
+    PREFIX,
+    Accepted,
+    Bucket,
+    ErrorCode,
+    GenerationRequest,
+    SamplingParams,
+    Topic,
+)
 from shared.settings import BusSettings, SettingsError
 from shared.telemetry import context_of
 from tests.conftest import NatsServer, free_port
@@ -493,6 +502,35 @@ async def test_a_stream_for_which_there_is_no_room_is_made_smaller(connect_to: C
         with pytest.raises(BusError):
             await bus.work_queue("jobs", max_bytes=1 << 40, ack_wait_s=1)
             await bus.work_queue("more", max_bytes=1 << 40, ack_wait_s=1)
+    finally:
+        server.close()
+
+
+async def test_a_stream_gets_the_size_that_is_declared_whatever_it_had(connect: Connect) -> None:
+    for size in (64 << 20, 16 << 20, 32 << 20):
+        store = await (await connect(f"n{size}")).key_value(LEDGER, max_bytes=size)
+        assert (await store.room()).max_bytes == size
+        await store.put(f"k{size}", Ping("x"))
+    assert len(await store.entries()) == 3
+    assert 0 < (await store.room()).used_bytes < 10_000
+
+
+async def test_a_stream_gets_room_from_one_that_does_not_use_it(connect_to: ConnectTo) -> None:
+    server = NatsServer(max_storage_bytes=128 << 20)
+    own = Bucket("tideway_test_small", Ping, durable=True)
+    try:
+        bus = await connect_to(server)
+        large = await bus.key_value(Bucket("tideway_test_large", Ping, durable=True), max_bytes=128 << 20)
+        await large.put("a", Ping("x"))
+        small = await bus.key_value(own, max_bytes=32 << 20)
+        await small.put("a", Ping("y"))
+        assert await large.get("a") is not None
+        sizes = [(await store.room()).max_bytes for store in (large, small)]
+        assert sum(sizes) <= 128 << 20
+        for store, size in ((large, sizes[0]), (small, sizes[1])):
+            again = Bucket(store._bucket.name, Ping, durable=True)
+            other = await (await connect_to(server)).key_value(again, max_bytes=size)
+            assert (await other.room()).max_bytes == size, "a start over changes nothing, however little room is left"
     finally:
         server.close()
 

@@ -187,6 +187,51 @@ def test_losing_the_role_interrupts_gaining_it() -> None:
     run_virtual(main())
 
 
+def test_nothing_is_left_of_a_lease_that_was_stopped() -> None:
+    """A process may contend for thousands, one after the other."""
+
+    async def scenario() -> None:
+        bus = MemoryHub().connect("a")
+        callbacks: list[Any] = []
+        register = bus.on_reconnect
+
+        def note(callback: Any) -> Any:
+            stop = register(callback)
+            callbacks.append(callback)
+            return lambda: (stop(), callbacks.remove(callback))
+
+        bus.on_reconnect = note  # type: ignore[method-assign]
+        lease = Candidate(bus, "a", []).lease
+        await lease.start()
+        assert len(callbacks) == 1
+        await lease.stop()
+        await lease.stop()
+        assert callbacks == []
+
+    run_virtual(scenario())
+
+
+def test_a_watch_may_be_shared_by_many_leases() -> None:
+    async def scenario() -> None:
+        hub, log = MemoryHub(), []
+        candidates = [Candidate(hub.connect(name), name, log) for name in "ab"]
+        for candidate in candidates:
+            shared = Lease(candidate.bus, "test", candidate.name, candidate._gain, candidate._lose, watches=False)
+            candidate.lease = shared
+            watch = await (await candidate.bus.key_value(LEASES)).watch(shared.on_change)
+            await shared.start()
+            await asyncio.sleep(0.1)
+            assert watch.entries["test"].scheduler_id == "a"
+        began = asyncio.get_running_loop().time()
+        await candidates[0].lease.stop()
+        while not candidates[1].lease.is_held:
+            await asyncio.sleep(0.01)
+        assert asyncio.get_running_loop().time() - began < 0.3, "it was told, and did not wait for its next attempt"
+        await candidates[1].lease.stop()
+
+    run_virtual(scenario())
+
+
 def test_failing_to_gain_gives_the_role_back() -> None:
     async def main() -> None:
         async with Cluster(1, fail_gains=2) as cluster:
