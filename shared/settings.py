@@ -58,7 +58,7 @@ class GatewaySettings(BusSettings, frozen=True, kw_only=True):
     request_timeout_s: float = 600.0
     max_body_bytes: int = 8 * 1024 * 1024
     max_in_flight: int = 2048
-    """Sequences (prompts times `n`) in flight in this gateway; beyond it 429."""
+    """Sequences (prompts times `n`) of one class, online or offline, in flight in this gateway; beyond it 429."""
     developer_mode: bool = False
     """Adds POST /reset_prefix_cache."""
     max_file_bytes: Annotated[int, msgspec.Meta(ge=1)] = 200 * 1024 * 1024
@@ -71,7 +71,7 @@ class GatewaySettings(BusSettings, frozen=True, kw_only=True):
 class SchedulerSettings(BusSettings, frozen=True, kw_only=True):
     scheduler_id: SubjectPart = ""
     max_queued: int = 4096
-    """Requests in the global queue over all models; beyond it OVERLOADED."""
+    """Requests of one class, online or offline, in the global queue over all models; beyond it OVERLOADED."""
     max_waiting_per_model: Annotated[int, msgspec.Meta(ge=1)] = 2
     """Requests of one model that an instance may hold without having planned them yet."""
     cache_affinity_merged: float = 0.0

@@ -140,7 +140,7 @@ def wait_idle(stack: Stack) -> None:
 
 
 def test_live_requests_are_answered_while_a_batch_runs(stack: Stack, client: openai.OpenAI) -> None:
-    batch_id = submit(client, COMPLETIONS, [completion(i, 200) for i in range(200)])
+    batch_id = submit(client, COMPLETIONS, [completion(i, 400) for i in range(600)])
     reach(stack, batch_id, lambda batch: batch.request_counts.completed >= 1)
     for number in range(5):
         answer = client.completions.create(model="llama", prompt=f"Hello {number}", max_tokens=10)

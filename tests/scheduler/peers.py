@@ -34,6 +34,7 @@ from shared.messages import (
     InstanceExited,
     ListHeldRequests,
     LostRequest,
+    RequestClass,
     RequestsLost,
     SchedulerInfo,
     TokenEntry,
@@ -81,6 +82,7 @@ class ScriptedInstance:
         """Runs first; may raise or never return."""
         self.is_answering_held = True
         self.offline_room = 100_000
+        """Tokens, with those that it holds."""
         self._seconds_per_token = seconds_per_token
         self._max_running = max_running
         self._outputs: dict[str, list[int]] = {}
@@ -138,10 +140,14 @@ class ScriptedInstance:
             admitted=self._admitted,
             ended=self._ended,
             finished=self._finished,
-            room=self.offline_room,
+            room=max(0, self.offline_room - self._held_offline_tokens()),
         )
         self._admitted, self._ended, self._finished = [], [], []
         self.bus.publish(LOAD_REPORTS, report)
+
+    def _held_offline_tokens(self) -> int:
+        offline = [request for request in self.held.values() if request.request_class == RequestClass.OFFLINE]
+        return sum(len(request.prompt) // 4 + request.sampling.max_tokens for request in offline)
 
     def _report_soon(self) -> None:
         if not self._is_report_due:

@@ -364,7 +364,7 @@ async def offline_requests_are_granted_and_go_where_there_is_room(stage: Stage) 
     await gateway.submit(make_request("online"))
     await eventually(lambda: "online" in instance.held)
     assert set(instance.held) == {"r0", "r1", "online"} and await granted() == 0
-    instance.offline_room = 50
+    instance.offline_room = 110
     await eventually(lambda: "r2" in instance.held)
     instance.finish("r0", num_tokens=20)
     await eventually(lambda: stage.metric("offline_tokens_per_second", model="m") > 0)
