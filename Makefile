@@ -8,7 +8,7 @@ BIN := .venv/bin
 BENCHES ?= planning dispatching stack
 
 .DEFAULT_GOAL := help
-.PHONY: help up down status test check bench clean install development
+.PHONY: help up down status test check bench bench-coserving bench-coserving-short bench-ordering clean install development
 
 help:
 	@echo "make up       install what is needed, start Tideway on http://127.0.0.1:8000 (Ctrl-C stops it)"
@@ -18,6 +18,8 @@ help:
 	@echo "make test     all tests that need neither a GPU nor a container engine"
 	@echo "make check    formatting, lint, types, and who imports whom"
 	@echo "make bench    the measurements in bench/"
+	@echo "make bench-coserving        online and offline work together, 27 minutes; bench-coserving-short: 4 minutes"
+	@echo "make bench-ordering         the order of requests of two models, in virtual time, 3.5 minutes"
 	@echo "make clean    remove .venv, .tideway and caches"
 
 install:
@@ -43,6 +45,15 @@ check: development
 
 bench: development
 	@set -e; for name in $(BENCHES); do echo "== bench/$$name.py"; $(BIN)/python -m bench.$$name; done
+
+bench-coserving: development
+	$(BIN)/python -m bench.coserving $(ARGS)
+
+bench-coserving-short: development
+	$(BIN)/python -m bench.coserving --short --model 30m --output .tideway/bench $(ARGS)
+
+bench-ordering: development
+	$(BIN)/python -m bench.ordering $(ARGS)
 
 clean:
 	@if [ -x $(BIN)/tideway ]; then $(BIN)/tideway down; fi

@@ -26,7 +26,7 @@ from struct import Struct
 
 import msgspec
 
-from shared.cost_model import CostModel, LiveScale
+from shared.cost_model import CostModel, LiveScale, StepShape
 from shared.engine.batch import PlannedStep
 from shared.engine.checks import check_engine
 from shared.engine.copying import Copying
@@ -275,14 +275,25 @@ class Engine(Requests):
             self.planner.discard_suspended(now)
 
     def _charge(self, step: PlannedStep, now: float) -> None:
-        """Execution time, divided by tokens, to the sequences; real against predicted time to the cost model."""
+        """Execution time to the sequences: what their part of the step would have taken alone, so that it says how much work
+        a request is and not how full the batches were; without a cost model the step's time, divided by tokens. Real
+        against predicted time to the cost model."""
         plan, num_tokens = step.plan, step.plan.num_tokens
         token_s = step.ran_s / num_tokens
+        cost = self.planner.queues[plan.model].cost_model
+        decode_s = token_s if cost is None else cost.fixed_s + cost.decode_s
+        context_s = 0.0 if cost is None else cost.decode_context_s
         charge = self.planner.ordering.charge
-        for sequence, count in zip(step.sequences, plan.counts, strict=True):
-            sequence.device_s += token_s * count
+        for sequence, start, count in zip(step.sequences, plan.starts, plan.counts, strict=True):
+            if count == 1:
+                execution_s = decode_s + context_s * start
+            elif cost is None:
+                execution_s = token_s * count
+            else:
+                execution_s = cost.predict(StepShape(count, count * (start + count / 2)))
+            sequence.device_s += execution_s
             sequence.last_ran_s = now
-            charge(sequence, token_s * count, now)
+            charge(sequence, execution_s, now)
         offline = sum(
             count for sequence, count in zip(step.sequences, plan.counts, strict=True) if not sequence.is_online
         )

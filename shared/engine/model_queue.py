@@ -94,15 +94,12 @@ class ModelQueue:
     def objectives(self, now: float) -> Objectives:
         """See slo_budget.py for when a token is due."""
         tpot_s = token_due_s = first_due_s = math.inf
-        online = [
+        coming_back = [*self.restoring.values(), *self.restored.values()]
+        for sequence in chain(
             *(of_rank.values() for of_rank in self.running[: Rank.OFFLINE]),
             *self.waiting[: Rank.OFFLINE],
-            self.restoring.values(),
-            self.restored.values(),
-        ]
-        for sequence in chain.from_iterable(online):
-            if not sequence.is_online:
-                continue
+            (sequence for sequence in coming_back if sequence.is_online),
+        ):
             if sequence.first_token_s is None:
                 first_due_s = min(first_due_s, sequence.ttft_due_s)
                 continue

@@ -135,11 +135,9 @@ class Planner(Room):
         """The batch of a model, rank by rank; empty if nothing of the leading rank can run."""
         if self._mix_phases:
             return self._fill_phases(queue, leading, limits, now, True, True)
-        # SeaLLM section 4.2: the phase of the sequence that is first in the order; the other one only if it cannot run.
-        head = min(queue.runnable(leading), key=lambda sequence: self.order_key(sequence, now))
-        decodes = head.state == State.RUNNING and head.total - head.num_computed == 1
-        batch = self._fill_phases(queue, leading, limits, now, decodes, not decodes)
-        return batch if batch.sequences else self._fill_phases(queue, leading, limits, now, not decodes, decodes)
+        # Prompts first: who has been prefilled shares the steps of those who decode (Orca, vLLM before chunked prefill).
+        batch = self._fill_phases(queue, leading, limits, now, False, True)
+        return batch if batch.sequences else self._fill_phases(queue, leading, limits, now, True, False)
 
     def _fill_phases(
         self, queue: ModelQueue, leading: Rank, limits: Limits, now: float, decodes: bool, prefills: bool

@@ -46,7 +46,7 @@ class Ended(msgspec.Struct, frozen=True):
     first_token_s: float | None
     ended_s: float
     device_s: float = 0.0
-    """Execution time charged: each step's, divided by tokens."""
+    """Execution time charged: what its part of each step takes alone."""
     recomputed_tokens: int = 0
     restored_blocks: int = 0
     num_suspensions: int = 0

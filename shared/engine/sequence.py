@@ -139,7 +139,7 @@ class Sequence:
         """The ordering policy's."""
         self.last_ran_s = self.arrived_s
         self.device_s = 0.0
-        """Execution time charged so far: each step's, divided by tokens."""
+        """Execution time charged so far: what its part of each step takes alone."""
         self.host_blocks: list[int] = []
         """Host slots with the contents of the first blocks; each holds a reference."""
         self.num_checkpointing = 0

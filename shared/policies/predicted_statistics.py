@@ -8,13 +8,10 @@ from shared.messages import ExecutionStatistics
 
 PROMPT_TOKENS = 512
 OUTPUT_TOKENS = 128
-BATCH_SEQUENCES = 8
-"""Among which the time of a decode step is divided."""
 
 
 def predicted_statistics(model: str, cost_model: CostModel) -> ExecutionStatistics:
-    """Mean execution time of a request of ordinary lengths; `num_finished` 0 marks it as a prediction."""
+    """Mean time of a request of ordinary lengths alone on the instance; `num_finished` 0 marks it as a prediction."""
     prefill_s = cost_model.predict(StepShape(PROMPT_TOKENS, PROMPT_TOKENS * PROMPT_TOKENS / 2))
-    context = BATCH_SEQUENCES * (PROMPT_TOKENS + OUTPUT_TOKENS // 2)
-    decode_s = cost_model.predict(StepShape(0, 0.0, BATCH_SEQUENCES, context)) / BATCH_SEQUENCES
+    decode_s = cost_model.predict(StepShape(0, 0.0, 1, PROMPT_TOKENS + OUTPUT_TOKENS // 2))
     return ExecutionStatistics(model, prefill_s + OUTPUT_TOKENS * decode_s, 0.0)

@@ -15,7 +15,9 @@ from shared.policies.ordering import ModelView
 from tests.shared.policies.views import FakeModel, FakeSequence
 
 
-def policy_with(means: dict[str, float], stds: dict[str, float] | None = None, **settings: float) -> DoublingBudget:
+def policy_with(
+    means: dict[str, float], stds: dict[str, float] | None = None, **settings: float | bool
+) -> DoublingBudget:
     policy = DoublingBudget(**settings)  # type: ignore[arg-type]
     for model, mean_s in means.items():
         policy.set_statistics(ExecutionStatistics(model, mean_s, (stds or {}).get(model, 0.0), 1))
@@ -78,7 +80,7 @@ def test_starving_sequences_go_first_longest_waiting_first() -> None:
 
 
 def test_the_model_is_that_of_the_first_sequence() -> None:
-    policy = policy_with({"a": 1.0, "b": 3.0})
+    policy = policy_with({"a": 1.0, "b": 3.0}, weighs_batches=False)
     a, b = FakeModel("a"), FakeModel("b")
     a.sequences = [arrive(policy, 0, "a")]
     b.sequences = [arrive(policy, 1, "b"), arrive(policy, 2, "b")]
@@ -87,9 +89,40 @@ def test_the_model_is_that_of_the_first_sequence() -> None:
     assert policy.pick_model([a, b], 0.0) is b
     b.sequences = []
     assert policy.pick_model([b, a], 0.0) is a
-    same = policy_with({"a": 1.0, "b": 1.0})
+    same = policy_with({"a": 1.0, "b": 1.0}, weighs_batches=False)
     a.sequences, b.sequences = [arrive(same, 5, "a")], [arrive(same, 4, "b")]
     assert same.pick_model([a, b], 0.0) is b, "ties go to the earlier arrival"
+
+
+def test_a_batch_weighs_more_than_a_request_and_less_than_its_size() -> None:
+    policy = policy_with({"a": 1.0, "b": 2.0})
+    a, b = FakeModel("a"), FakeModel("b")
+    a.sequences = [arrive(policy, 0, "a")]
+    b.sequences = [arrive(policy, number, "b") for number in range(1, 16)]
+    assert policy.pick_model([b, a], 0.0) is a, "15 requests of a quarter of the gain each count as 15 / sqrt(15)"
+    b.sequences += [arrive(policy, number, "b") for number in range(16, 19)]
+    assert policy.pick_model([a, b], 0.0) is b
+    assert policy.pick_model([FakeModel("b"), a], 0.0) is a, "nothing is runnable of the other"
+
+
+def test_a_nearly_used_budget_counts_as_half_of_what_it_was() -> None:
+    policy = policy_with({"a": 1.0, "b": 1.5})
+    a, b = FakeModel("a"), FakeModel("b")
+    a.sequences, b.sequences = [arrive(policy, 0, "a")], [arrive(policy, 1, "b")]
+    policy.charge(b.sequences[0], 1.49, 0.0)  # 0.75 s count: 1.125 > 1
+    assert policy.pick_model([a, b], 0.0) is a
+    policy.charge(a.sequences[0], 1.0, 0.0)  # doubled
+    assert policy.pick_model([a, b], 0.0) is b
+
+
+def test_the_model_of_who_starves_longest_goes_first() -> None:
+    policy = policy_with({"a": 0.1, "b": 0.1})
+    a, b = FakeModel("a"), FakeModel("b")
+    a.sequences = [arrive(policy, number, "a", 1.0) for number in range(9)]
+    b.sequences = [arrive(policy, 9, "b", 0.5)]
+    assert policy.pick_model([a, b], 1.2) is a
+    assert policy.pick_model([a, b], 1.6) is b
+    assert policy.pick_model([a, b], 2.6) is b
 
 
 # ------------------------------------------------------------------------------------------------- the paper's text
@@ -126,6 +159,7 @@ def test_picks_what_the_papers_algorithm_picks(
         {name: mean for name, (mean, _) in services.items()},
         {name: std for name, (_, std) in services.items()},
         min_starvation_s=math.inf,
+        weighs_batches=False,
     )
     models = {name: FakeModel(name) for name in services}
     paper: list[PaperRequest] = []

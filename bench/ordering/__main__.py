@@ -1,0 +1,87 @@
+"""Doubling budget, FCFS, round robin and skip-join MLFQ on two models that share one instance, in virtual time.
+
+python -m bench.ordering [--short] [--output DIR] [--trace MODEL=PATH ...]
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import sys
+import time
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from bench.ordering.comparing import compare, plans
+from bench.ordering.results import draw
+from bench.ordering.workloads import SEALLM, Lengths, read_lengths
+from tideway.bench.plots import PlotsUnavailable
+from tideway.bench.traces import TraceError
+
+
+def _machine() -> dict[str, str | int]:
+    return {"machine": platform.machine(), "cores": len(os.sched_getaffinity(0)), "python": platform.python_version()}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m bench.ordering", description=__doc__)
+    parser.add_argument("--short", action="store_true", help="one load, one mode, few requests")
+    parser.add_argument("--output", type=Path, default=Path(".tideway/bench"), help="folder of JSON, table and plot")
+    parser.add_argument("--seed", type=int, default=7, help="the first one")
+    parser.add_argument("--num-seeds", type=int, default=0, help="default: 3, short 1")
+    parser.add_argument("--requests", type=int, default=0, help="of one run; default: 300, short 80")
+    parser.add_argument("--trace", action="append", default=[], metavar="MODEL=PATH",
+                        help="lengths of chat or summaries from a trace (any that `tideway bench` reads)")  # fmt: skip
+    options = parser.parse_args(arguments)
+    num = options.requests or (80 if options.short else 300)
+    seeds = range(options.seed, options.seed + (options.num_seeds or (1 if options.short else 3)))
+    traces: dict[str, Lengths] = {}
+    for item in options.trace:
+        model, _, path = item.partition("=")
+        try:
+            traces[model] = read_lengths(Path(path), SEALLM.pool_tokens // 2)
+        except (TraceError, OSError) as error:
+            parser.error(f"--trace {item}: {error}")
+    started = time.monotonic()
+    # the parent holds threads of numpy's, so children are not forked from it
+    with ProcessPoolExecutor(min(4, len(os.sched_getaffinity(0))), mp_context=get_context("spawn")) as pool:
+        comparisons = []
+        for plan in plans(options.short):
+            comparisons.append(compare(plan, num, seeds, traces, pool))
+            print(comparisons[-1].markdown() + "\n", flush=True)
+    verdicts = [line for comparison in comparisons for line in comparison.verdicts()]
+    print("\n".join(verdicts))
+    date, took_s = time.strftime("%Y-%m-%d"), time.monotonic() - started
+    result = {
+        "date": date, "machine": _machine(), "command": " ".join(sys.argv[1:]), "took_s": round(took_s, 1),
+        "seeds": list(seeds), "requests": num, "traces": options.trace, "plans": plans(options.short),
+        "comparisons": comparisons, "verdicts": verdicts,
+    }  # fmt: skip
+    options.output.mkdir(parents=True, exist_ok=True)
+    stem = options.output / f"{date}-ordering{'-short' if options.short else ''}"
+    stem.with_suffix(".json").write_bytes(msgspec.json.format(msgspec.json.encode(result, enc_hook=_plain), indent=1))
+    head = f"# Order of requests, {date}\n\n{_machine()}, seeds {list(seeds)}, {num} requests a run, {took_s:.0f} s\n\n"
+    tables = "\n\n".join(comparison.markdown() for comparison in comparisons)
+    stem.with_suffix(".md").write_text(head + tables + "\n\n    " + "\n    ".join(verdicts) + "\n")
+    try:
+        draw(comparisons, f"Order of requests, {date}").savefig(stem.with_suffix(".png"), dpi=110)
+    except PlotsUnavailable as error:
+        print(error, file=sys.stderr)
+    print(f"{took_s:.0f} s; written: {stem}.json, .md, .png")
+    return 0
+
+
+def _plain(value: object) -> object:
+    if isinstance(value, np.generic):
+        return value.item()
+    raise TypeError(f"{type(value).__name__} cannot be written")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,132 @@
+"""Figures of runs, and what they are held against."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import msgspec
+import numpy as np
+
+from bench.ordering.simulation import Run
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+OURS = "doubling_budget"
+LEAST_GAIN = 2.0
+"""Over FCFS at `GAIN_LOAD`."""
+GAIN_LOAD = 0.9
+
+
+class Figures(msgspec.Struct, frozen=True, kw_only=True):
+    """Of one order at one load: all seeds' requests together. Latencies are over the model's mean time alone."""
+
+    order: str
+    load: float
+    num_requests: int
+    mean: float
+    p99: float
+    token_mean_s: float
+    token_p99_s: float
+    by_model: dict[str, float]
+    seed_means: list[float]
+    ratio: float = 1.0
+    """Mean over that of the doubling budget."""
+    num_switches: int = 0
+    num_steps: int = 0
+    num_preemptions: int = 0
+    recomputed_tokens: int = 0
+
+
+def figures_of(order: str, load: float, runs: Sequence[tuple[Run, dict[str, np.ndarray]]]) -> Figures:
+    latencies = {name: np.concatenate([values[name] for _, values in runs]) for name in runs[0][1]}
+    alone, token = latencies.pop("alone"), latencies.pop("token")
+    return Figures(
+        order=order,
+        load=load,
+        num_requests=alone.size,
+        mean=float(alone.mean()),
+        p99=float(np.percentile(alone, 99)),
+        token_mean_s=float(token.mean()),
+        token_p99_s=float(np.percentile(token, 99)),
+        by_model={model: float(values.mean()) for model, values in latencies.items()},
+        seed_means=[float(values["alone"].mean()) for _, values in runs],
+        num_switches=sum(run.num_switches for run, _ in runs),
+        num_steps=sum(run.num_steps for run, _ in runs),
+        num_preemptions=sum(run.num_preemptions for run, _ in runs),
+        recomputed_tokens=sum(run.recomputed_tokens for run, _ in runs),
+    )
+
+
+class Comparison(msgspec.Struct, frozen=True, kw_only=True):
+    """All orders at all loads, in one setting and mode."""
+
+    name: str
+    device: str
+    mix_phases: bool
+    capacity_rps: float
+    """Requests a second of a backlog under FCFS."""
+    alone_s: dict[str, float]
+    figures: list[Figures]
+
+    def with_ratios(self) -> Comparison:
+        ours = {one.load: one.mean for one in self.figures if one.order == OURS}
+        figures = [msgspec.structs.replace(one, ratio=one.mean / ours[one.load]) for one in self.figures]
+        return msgspec.structs.replace(self, figures=figures)
+
+    def verdicts(self) -> list[str]:
+        """What is aimed at, met or missed."""
+        others = [one for one in self.figures if not one.order.startswith(OURS)]
+        worst = min(others, key=lambda one: one.ratio)
+        lines = [
+            f"{_met(worst.ratio > 1)} {self.name}: lower mean than each other order at every load; "
+            f"least against {worst.order} at {worst.load:g}: {worst.ratio:.2f}"
+        ]
+        lines += [
+            f"{_met(one.ratio >= LEAST_GAIN)} {self.name}: FCFS at least {LEAST_GAIN:g} times as high at load {one.load:g}: "
+            f"{one.ratio:.2f}"
+            for one in others
+            if one.order == "fcfs" and one.load == GAIN_LOAD
+        ]
+        return lines
+
+    def markdown(self) -> str:
+        alone = ", ".join(f"{model} {seconds:.2f} s" for model, seconds in self.alone_s.items())
+        models = list(self.alone_s)
+        lines = [
+            f"**{self.name}: {self.device}; capacity {self.capacity_rps:.2f} requests/s; mean time alone {alone}**",
+            "",
+            f"| load | order | mean | ratio | P99 | {' | '.join(models)} | s/token mean | P99 | switches | preemptions |",
+            "|---" * (9 + len(models)) + "|",
+        ]
+        for one in self.figures:
+            parts = " | ".join(f"{one.by_model[model]:.2f}" for model in models)
+            lines.append(
+                f"| {one.load:g} | {one.order} | {one.mean:.2f} | {one.ratio:.2f} | {one.p99:.2f} | {parts} | "
+                f"{one.token_mean_s:.3f} | {one.token_p99_s:.3f} | {one.num_switches} | {one.num_preemptions} |"
+            )
+        return "\n".join(lines)
+
+
+def _met(is_met: bool) -> str:
+    return "met    " if is_met else "MISSED "
+
+
+def draw(comparisons: Sequence[Comparison], title: str) -> Figure:
+    """Mean and P99 over the load, a row for each comparison. Raises `PlotsUnavailable`."""
+    from tideway.bench.plots import new_figure
+
+    figure, axes = new_figure(len(comparisons), title)
+    for axis, comparison in zip(axes, comparisons, strict=True):
+        for index, order in enumerate(dict.fromkeys(one.order for one in comparison.figures)):
+            points = [one for one in comparison.figures if one.order == order]
+            loads = [one.load for one in points]
+            axis.plot(loads, [one.mean for one in points], "o-", color=f"C{index}", label=order)
+            axis.plot(loads, [one.p99 for one in points], "--", color=f"C{index}", linewidth=0.8)
+        axis.set_yscale("log")
+        axis.set_title(f"{comparison.name} (dashed: P99)", fontsize="small")
+        axis.set_ylabel("latency / time alone")
+        axis.legend(fontsize="small")
+    axes[-1].set_xlabel("load, share of the capacity under FCFS")
+    return figure
