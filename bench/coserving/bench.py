@@ -1,0 +1,158 @@
+"""What the experiments have in common: the testbed, measured capacities, and runs in an order that averages drift."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+
+from bench.coserving.journal import RunResult
+from bench.coserving.results import ExperimentResult, figures_of, online_records
+from bench.coserving.running import Run
+from bench.coserving.setup import Objectives
+from bench.coserving.systems import ONLINE_ONLY, VLLM_PP, System
+from bench.coserving.testbed import Testbed
+from bench.coserving.virtual import VirtualRun, VirtualTestbed
+from bench.coserving.workloads import Workloads
+from tideway.bench.summary import Distribution
+from tideway.bench.workload import PlannedRequest
+
+CAPACITY_CONCURRENCY = 16
+"""Requests at once, at which the capacity is measured."""
+
+
+class Durations(msgspec.Struct, frozen=True, kw_only=True):
+    """Seconds."""
+
+    capacity_s: float = 12.0
+    trace_s: float = 90.0
+    on_s: float = 8.0
+    off_s: float = 7.0
+    num_cycles: int = 2
+    point_s: float = 12.0
+    """Of one run of a sweep."""
+    ablation_s: float = 20.0
+    warm_up_s: float = 4.0
+    """At the start of every run, in which requests come and do not count."""
+    grace_s: float = 15.0
+    """After the last arrival, for online requests to end."""
+    cvs: tuple[float, ...] = (0.5, 1.0, 2.0, 4.0, 8.0)
+    loads: tuple[float, ...] = (0.25, 0.5, 0.75)
+    """Shares of the capacity."""
+    num_step_pairs: int = 80
+    num_reactions: int = 40
+    is_mirrored: bool = True
+    """Whether the systems run a second time in reverse order, so that a drift of the machine averages out."""
+
+
+SHORT = Durations(
+    capacity_s=4.0, trace_s=6.0, on_s=3.0, off_s=3.0, num_cycles=1, point_s=4.0, ablation_s=5.0, warm_up_s=1.0,
+    grace_s=5.0, cvs=(1.0, 8.0), loads=(0.5,), num_step_pairs=12, num_reactions=10, is_mirrored=False,
+)  # fmt: skip
+
+VIRTUAL = Durations(
+    capacity_s=60.0, trace_s=400.0, on_s=20.0, off_s=20.0, num_cycles=8, point_s=200.0, ablation_s=300.0, warm_up_s=10.0,
+    grace_s=60.0, num_reactions=200, is_mirrored=False,
+)  # fmt: skip
+"""In virtual time nothing drifts, so nothing is mirrored."""
+
+
+class Options(msgspec.Struct, frozen=True, kw_only=True):
+    load: float = 0.5
+    """Online load over the capacity, where it is not varied."""
+    on_load: float = 0.75
+    """In ON phases."""
+    ttft_ms: float = 0.0
+    """0: the P99 of Online-Only, measured first (ConServe 6.2)."""
+    tpot_ms: float = 0.0
+    ablation_pool_share: float = 0.4
+    """Of the pool that the others have."""
+
+
+class Bench:
+    def __init__(
+        self,
+        testbed: Testbed | VirtualTestbed,
+        workloads: Workloads,
+        durations: Durations,
+        options: Options,
+        command: str,
+        say: Callable[[str], None] = lambda _text: None,
+    ) -> None:
+        self.testbed, self.workloads = testbed, workloads
+        self.durations, self.options, self.say = durations, options, say
+        self.offline = workloads.offline()
+        self._command = command
+        self._capacities: dict[str, float] = {}
+
+    def result(self, experiment: str, **parameters: Any) -> ExperimentResult:
+        return ExperimentResult(
+            experiment=experiment,
+            date=time.strftime("%Y-%m-%d"),
+            command=self._command,
+            virtual_noise=self.testbed.noise if isinstance(self.testbed, VirtualTestbed) else None,
+            machine=self.testbed.machine(),
+            setup=msgspec.to_builtins(self.testbed.setup) | msgspec.to_builtins(self.workloads.scale),
+            cost_model=msgspec.to_builtins(self.testbed.cost_model),
+            parameters={"options": self.options, "durations": self.durations, **parameters},
+        )
+
+    def mirrored(self, systems: Sequence[System]) -> list[System]:
+        """A B C, or A B C C B A."""
+        return [*systems, *reversed(systems)] if self.durations.is_mirrored else list(systems)
+
+    def new_run(
+        self, system: System, objectives: Objectives, *, pool_tokens: int = 0, backlog: int = 0
+    ) -> Run | VirtualRun:
+        if isinstance(self.testbed, VirtualTestbed):
+            return VirtualRun(self.testbed, system, objectives, pool_tokens=pool_tokens, backlog=backlog)
+        return Run(self.testbed, system, objectives, pool_tokens=pool_tokens, backlog=backlog)
+
+    def run(
+        self,
+        system: System,
+        online: Sequence[PlannedRequest],
+        duration_s: float,
+        objectives: Objectives,
+        *,
+        pool_tokens: int = 0,
+        label: str = "",
+    ) -> RunResult:
+        """`duration_s` with the warm-up."""
+        run = self.new_run(system, objectives, pool_tokens=pool_tokens)
+        result = run.run(online, self.offline, duration_s, grace_s=self.durations.grace_s)
+        one = figures_of([result], self.durations.warm_up_s)
+        self.say(
+            f"{label}{' ' if label else ''}{system.name}: TTFT P99 {one.ttft_s.p99 * 1000:.0f} ms, TPOT P99 "
+            f"{one.tpot_s.p99 * 1000:.0f} ms over {one.num_online} online requests; {one.tokens_per_s:.0f} tokens/s, "
+            f"{one.offline_tokens_per_s:.0f} of them offline"
+        )
+        return result
+
+    def capacity(self, kind: str) -> float:
+        """Online requests per second (kind: trace or synthetic) that the engine completes when it never waits for any."""
+        if kind not in self._capacities:
+            requests = self.workloads.trace_as_backlog() if kind == "trace" else self.workloads.synthetic_as_backlog()
+            run = self.new_run(VLLM_PP, Objectives(1.5, 0.11), backlog=CAPACITY_CONCURRENCY)
+            duration_s = self.durations.capacity_s
+            result = run.run([], requests, duration_s)
+            tokens_per_s = figures_of([result], 0.3 * duration_s).tokens_per_s
+            tokens = sum(request.prompt_tokens + request.output_tokens for request in requests) / len(requests)
+            self._capacities[kind] = tokens_per_s / tokens
+            self.say(f"capacity for {kind} requests: {self._capacities[kind]:.3f} per s, {tokens_per_s:.0f} tokens/s")
+        return self._capacities[kind]
+
+    def objectives(self, online: Sequence[PlannedRequest], duration_s: float, scale: float = 1.0) -> Objectives:
+        """As the options say; else `scale` times the P99 of a run of Online-Only with the same requests."""
+        options = self.options
+        if options.ttft_ms and options.tpot_ms:
+            return Objectives(options.ttft_ms / 1000, options.tpot_ms / 1000)
+        run = self.run(ONLINE_ONLY, online, duration_s, Objectives(1.5, 0.11), label="objectives:")
+        records = online_records(run, self.durations.warm_up_s)
+        ttft = Distribution.of(record.ttft_s for record in records).p99 or 1.5
+        tpot = Distribution.of(record.tpot_s for record in records).p99 or 0.11
+        found = Objectives(options.ttft_ms / 1000 or scale * ttft, options.tpot_ms / 1000 or scale * tpot)
+        self.say(f"objectives: TTFT {found.ttft_s * 1000:.0f} ms, TPOT {found.tpot_s * 1000:.0f} ms")
+        return found
