@@ -27,7 +27,9 @@ class Durations(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds."""
 
     capacity_s: float = 12.0
-    trace_s: float = 90.0
+    trace_s: float = 75.0
+    num_samples: int = 2
+    """Of the trace; their requests count together."""
     on_s: float = 8.0
     off_s: float = 7.0
     num_cycles: int = 2
@@ -48,13 +50,13 @@ class Durations(msgspec.Struct, frozen=True, kw_only=True):
 
 
 SHORT = Durations(
-    capacity_s=4.0, trace_s=6.0, on_s=3.0, off_s=3.0, num_cycles=1, point_s=4.0, ablation_s=5.0, warm_up_s=1.0,
-    grace_s=5.0, cvs=(1.0, 8.0), loads=(0.5,), num_step_pairs=12, num_reactions=10, is_mirrored=False,
+    capacity_s=4.0, trace_s=6.0, num_samples=1, on_s=3.0, off_s=3.0, num_cycles=1, point_s=4.0, ablation_s=5.0,
+    warm_up_s=1.0, grace_s=5.0, cvs=(1.0, 8.0), loads=(0.5,), num_step_pairs=12, num_reactions=10, is_mirrored=False,
 )  # fmt: skip
 
 VIRTUAL = Durations(
-    capacity_s=60.0, trace_s=400.0, on_s=20.0, off_s=20.0, num_cycles=8, point_s=200.0, ablation_s=300.0, warm_up_s=10.0,
-    grace_s=60.0, num_reactions=200, is_mirrored=False,
+    capacity_s=60.0, trace_s=300.0, num_samples=8, on_s=20.0, off_s=20.0, num_cycles=8, point_s=200.0,
+    ablation_s=300.0, warm_up_s=10.0, grace_s=60.0, num_reactions=200, is_mirrored=False,
 )  # fmt: skip
 """In virtual time nothing drifts, so nothing is mirrored."""
 
@@ -144,13 +146,15 @@ class Bench:
             self.say(f"capacity for {kind} requests: {self._capacities[kind]:.3f} per s, {tokens_per_s:.0f} tokens/s")
         return self._capacities[kind]
 
-    def objectives(self, online: Sequence[PlannedRequest], duration_s: float, scale: float = 1.0) -> Objectives:
-        """As the options say; else `scale` times the P99 of a run of Online-Only with the same requests."""
+    def objectives(self, *online: Sequence[PlannedRequest], duration_s: float, scale: float = 1.0) -> Objectives:
+        """As the options say; else `scale` times the P99 of runs of Online-Only with the same requests."""
         options = self.options
         if options.ttft_ms and options.tpot_ms:
             return Objectives(options.ttft_ms / 1000, options.tpot_ms / 1000)
-        run = self.run(ONLINE_ONLY, online, duration_s, Objectives(1.5, 0.11), label="objectives:")
-        records = online_records(run, self.durations.warm_up_s)
+        runs = [
+            self.run(ONLINE_ONLY, sample, duration_s, Objectives(1.5, 0.11), label="objectives:") for sample in online
+        ]
+        records = [record for run in runs for record in online_records(run, self.durations.warm_up_s)]
         ttft = Distribution.of(record.ttft_s for record in records).p99 or 1.5
         tpot = Distribution.of(record.tpot_s for record in records).p99 or 0.11
         found = Objectives(options.ttft_ms / 1000 or scale * ttft, options.tpot_ms / 1000 or scale * tpot)

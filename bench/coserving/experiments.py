@@ -58,17 +58,22 @@ def trace(bench: Bench) -> ExperimentResult:
     warm_up_s = bench.durations.warm_up_s
     duration_s = warm_up_s + bench.durations.trace_s
     rate = bench.options.load * bench.capacity("trace")
-    online = bench.workloads.trace(rate, duration_s)
-    objectives = bench.objectives(online, duration_s)
-    order = bench.mirrored((ONLINE_ONLY, VLLM_PP, TIDEWAY))
-    runs = [bench.run(system, online, duration_s, objectives, label="trace:") for system in order]
+    samples = [bench.workloads.trace(rate, duration_s, seed) for seed in range(bench.durations.num_samples)]
+    objectives = bench.objectives(*samples, duration_s=duration_s)
+    systems = (ONLINE_ONLY, VLLM_PP, TIDEWAY)
+    order = [
+        (system, sample)
+        for number, sample in enumerate(samples)
+        for system in (systems[::-1] if number % 2 else systems)
+    ]
+    runs = [bench.run(system, online, duration_s, objectives, label="trace:") for system, online in order]
     figures = _figures(runs, warm_up_s)
     result = bench.result(
         "trace",
         rate_rps=rate,
         capacity_rps=bench.capacity("trace"),
         objectives=_objectives_ms(objectives),
-        order=[system.name for system in order],
+        order=[system.name for system, _ in order],
     )
     result.figures[ALL_LOADS] = figures
     result.tables = [system_table(_title("Trace", rate, objectives), figures)]
@@ -91,7 +96,7 @@ def on_off(bench: Bench) -> ExperimentResult:
     duration_s = durations.num_cycles * cycle_s + durations.off_s
     rate = bench.options.on_load * bench.capacity("synthetic")
     online = bench.workloads.on_off(rate, durations.off_s, durations.on_s, duration_s)
-    objectives = bench.objectives(online, duration_s, SWITCH_OBJECTIVE_SCALE)
+    objectives = bench.objectives(online, duration_s=duration_s, scale=SWITCH_OBJECTIVE_SCALE)
     order = (ONLINE_ONLY, TIDEWAY, VLLM_PP, TIDEWAY) if durations.is_mirrored else (ONLINE_ONLY, TIDEWAY, VLLM_PP)
     runs = [bench.run(system, online, duration_s, objectives, label="onoff:") for system in order]
     figures = _figures(runs, 0.0)
@@ -214,7 +219,7 @@ def _sweep(bench: Bench, name: str, label: str, points: Sequence[tuple[float, fl
     warm_up_s = bench.durations.warm_up_s
     duration_s = warm_up_s + bench.durations.point_s
     base_rate = bench.options.load * bench.capacity("synthetic")
-    objectives = bench.objectives(bench.workloads.gamma(base_rate, 1.0, duration_s), duration_s)
+    objectives = bench.objectives(bench.workloads.gamma(base_rate, 1.0, duration_s), duration_s=duration_s)
     result = bench.result(
         name,
         varied=label,
@@ -248,7 +253,7 @@ def ablation(bench: Bench) -> ExperimentResult:
     rate = bench.options.load * bench.capacity("synthetic")
     pool_tokens = int(bench.options.ablation_pool_share * bench.testbed.setup.pool_tokens)
     online = bench.workloads.gamma(rate, 1.0, duration_s)
-    objectives = bench.objectives(online, duration_s)
+    objectives = bench.objectives(online, duration_s=duration_s)
     order = [ONLINE_ONLY, *bench.mirrored(ABLATION)]
     runs = [
         bench.run(system, online, duration_s, objectives, pool_tokens=pool_tokens, label="ablation:")

@@ -20,9 +20,9 @@ import math
 
 from shared.policies.token_budget import Limits, StepView, TokenBudgetPolicy
 
-PACE = 0.95
+PACE = 0.9
 """Of the TPOT objective."""
-HEAD_START_TOKENS = 4
+HEAD_START_TOKENS = 5
 MAX_SLACK = 2.0
 """Of the TPOT objective: an online arrival waits for the end of a step."""
 

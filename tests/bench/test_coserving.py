@@ -230,13 +230,12 @@ def virtual(tmp_path_factory: pytest.TempPathFactory) -> Bench:
 
 
 def test_users_cannot_tell_co_serving_from_serving_alone(virtual: Bench, tmp_path: Path) -> None:
-    # Of one seed: a P99 over some 500 requests hangs on five, and with other seeds its ratios are other ones.
-    result = experiments.trace(virtual)
+    few = msgspec.structs.replace(VIRTUAL, num_samples=3)
+    result = experiments.trace(Bench(virtual.testbed, virtual.workloads, few, Options(), "test"))
     alone, plain, tideway = result.figures["all"]
     assert [alone.system, plain.system, tideway.system] == ["online_only", "vllm++", "tideway"]
-    assert tideway.num_online == alone.num_online > 400 and tideway.num_unfinished == 0
-    assert tideway.ratios["ttft_p99"] <= 1.25
-    assert tideway.ratios["tpot_p99"] <= 1.15
+    assert tideway.num_online == alone.num_online > 900 and tideway.num_unfinished == 0
+    assert max(tideway.ratios["ttft_p99"], tideway.ratios["tpot_p99"]) <= 1.25
     assert tideway.tokens_per_s >= 1.4 * alone.tokens_per_s
     assert tideway.lost_tokens[0] == 0
     assert plain.ratios["tpot_p99"] > 1.5 and plain.lost_tokens[0] > 0, "the load says nothing"

@@ -62,9 +62,9 @@ def test_beside_prompts_offline_tokens_fill_a_small_share_of_the_time_left() -> 
 
 
 def test_prompts_are_chunked_for_the_decodes_while_their_first_tokens_are_in_time() -> None:
-    # Steps of 95 ms, 20 ms of them decodes, leave 75 ms for prompts: the prompts' 150 ms take two of them.
+    # Steps of 90 ms, 20 ms of them decodes, leave 70 ms for prompts: the prompts' 140 ms take two of them.
     policy = SloTokenBudget(4096, chunking_share=0.25)
-    online = StepShape(1500, 0.0, 50, 0)
+    online = StepShape(1400, 0.0, 50, 0)
     assert COST.predict(online._replace(prefill_tokens=0)) == pytest.approx(0.02)
     needed_s = 2 * PACE * 0.1 / 0.25
     assert policy.limits(view(0.1, 0.08, needed_s + 0.01, online=online)).limit_s == pytest.approx(0.08)
