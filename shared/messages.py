@@ -378,7 +378,7 @@ class FinishedStats(msgspec.Struct, frozen=True, array_like=True):
     """Admission to end on the instance, by the wall clock."""
     finish_reason: FinishReason
     device_s: float = 0.0
-    """Execution time on the device charged to the request, queueing and preempted time not counted."""
+    """Execution time charged to the request: what its part of each step takes alone on the instance."""
 
 
 class LoadReport(msgspec.Struct, frozen=True, array_like=True):
@@ -586,6 +586,8 @@ class BatchRecord(msgspec.Struct, frozen=True):
     """When each status was entered."""
     predicted_finish_s: float | None = None
     output_expires_after_s: int | None = None
+    reserved_bytes: int = 0
+    """Set aside for all its results, in the store of results, before it begins."""
 
 
 class BatchLineResult(msgspec.Struct, frozen=True):

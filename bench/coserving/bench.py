@@ -26,7 +26,7 @@ CAPACITY_CONCURRENCY = 16
 class Durations(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds."""
 
-    capacity_s: float = 12.0
+    capacity_s: float = 20.0
     trace_s: float = 75.0
     num_samples: int = 2
     """Of the trace; their requests count together."""
@@ -38,12 +38,12 @@ class Durations(msgspec.Struct, frozen=True, kw_only=True):
     ablation_s: float = 20.0
     warm_up_s: float = 4.0
     """At the start of every run, in which requests come and do not count."""
-    grace_s: float = 15.0
+    grace_s: float = 45.0
     """After the last arrival, for online requests to end."""
     cvs: tuple[float, ...] = (0.5, 1.0, 2.0, 4.0, 8.0)
     loads: tuple[float, ...] = (0.25, 0.5, 0.75)
     """Shares of the capacity."""
-    num_step_pairs: int = 80
+    num_step_pairs: int = 160
     num_reactions: int = 40
     is_mirrored: bool = True
     """Whether the systems run a second time in reverse order, so that a drift of the machine averages out."""
@@ -140,7 +140,8 @@ class Bench:
             run = self.new_run(VLLM_PP, Objectives(1.5, 0.11), backlog=CAPACITY_CONCURRENCY)
             duration_s = self.durations.capacity_s
             result = run.run([], requests, duration_s)
-            tokens_per_s = figures_of([result], 0.3 * duration_s).tokens_per_s
+            computed = sum(sum(step.num_tokens) for step in result.steps)
+            tokens_per_s = computed / sum(step.end_s - step.start_s for step in result.steps)
             tokens = sum(request.prompt_tokens + request.output_tokens for request in requests) / len(requests)
             self._capacities[kind] = tokens_per_s / tokens
             self.say(f"capacity for {kind} requests: {self._capacities[kind]:.3f} per s, {tokens_per_s:.0f} tokens/s")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from typing import Any
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import msgspec
 
@@ -81,6 +81,14 @@ def invalid(param: str, message: str, code: str = "invalid_value") -> ApiError:
 _MISSING = re.compile(r"missing required field `([^`]+)`")
 
 
+def _choices(struct: Any, field: str) -> str:
+    """What a field of the struct that takes only certain values may be; empty for other fields."""
+    annotation = get_type_hints(struct).get(field)
+    forms = (annotation, *get_args(annotation))
+    values = [value for form in forms if get_origin(form) is Literal for value in get_args(form)]
+    return ", ".join(map(repr, values))
+
+
 def decode(decoder: msgspec.json.Decoder[Any], body: bytes) -> Any:
     """The typed request in `body`; what is wrong with it is a 400 that names the field."""
     try:
@@ -91,9 +99,12 @@ def decode(decoder: msgspec.json.Decoder[Any], body: bytes) -> Any:
         param = place.rpartition("`$")[2].rstrip("`").removeprefix(".")
         if missing := _MISSING.search(sentence):
             param = f"{param}.{missing[1]}" if param else missing[1]
+            raise invalid(param, f"Missing required parameter: '{param}'.") from None
+        if sentence.startswith("Invalid enum value") and (choices := _choices(decoder.type, param)):
+            sentence = f"{sentence.rstrip('.')}; it is one of {choices}"
         where = f"Invalid value for '{param}'" if param else "Invalid request body"
         raise invalid(param, f"{where}: {sentence}.") from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise ApiError(400, f"The request body is not valid JSON: {error}.", code="invalid_json") from None
+        raise ApiError(400, f"Invalid JSON: {error}.", code="invalid_json") from None
     except RecursionError:
         raise ApiError(400, "The request body is nested too deeply.", code="invalid_json") from None

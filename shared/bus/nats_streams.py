@@ -133,14 +133,20 @@ class Streams:
             return False
 
     async def _resize(self, config: StreamConfig) -> bool:
-        """Gives a stream that exists the size of `config`, if there is room; False: it has that size already."""
+        """Gives a stream that exists the size of `config`, if there is room, but never less than what it holds and a third
+        more; False: it has that size already."""
         name = str(config.name)
-        present = (await self.context.stream_info(name)).config
-        if present.max_bytes == config.max_bytes:
+        info = await self.context.stream_info(name)
+        present, max_bytes = info.config, config.max_bytes or 0
+        if present.max_bytes == max_bytes:
             return False
+        if (present.max_bytes or 0) > max_bytes > 0:
+            max_bytes = min(present.max_bytes or 0, max(max_bytes, info.state.bytes + info.state.bytes // 3))
+        if present.max_bytes == max_bytes:
+            return True
         try:
-            await self.context.update_stream(present.evolve(max_bytes=config.max_bytes))
-            logger.info("stream %s has room for %s bytes now, had %s", name, config.max_bytes, present.max_bytes)
+            await self.context.update_stream(present.evolve(max_bytes=max_bytes))
+            logger.info("stream %s has room for %d bytes now, had %s", name, max_bytes, present.max_bytes)
         except nats.js.errors.APIError as error:
             logger.warning("stream %s keeps room for %s bytes: %s", name, present.max_bytes, error.description)
         return True

@@ -26,7 +26,7 @@ from struct import Struct
 
 import msgspec
 
-from shared.cost_model import CostModel, LiveScale, StepShape
+from shared.cost_model import CostModel, LiveScale
 from shared.engine.batch import PlannedStep
 from shared.engine.checks import check_engine
 from shared.engine.copying import Copying
@@ -190,7 +190,7 @@ class Engine(Requests):
         return None if planned is None else planned.plan
 
     def _predicted_end_s(self, step: PlannedStep) -> float:
-        return max(step.planned_s, self._last_end_s) + step.predicted_s
+        return max(step.planned_s, self._last_end_s) + step.predicted_s * (1 - step.done_share)
 
     def _resume(self, now: float) -> PlannedStep | None:
         """The suspended step, if it is to go on now; gives it up if that is cheaper."""
@@ -257,6 +257,8 @@ class Engine(Requests):
         self._last_end_s = now
         if result.suspended_share >= 0 and not result.error:
             self.planner.suspend(step, result.suspended_share, now)
+            # The turn is that of whoever interrupted it.
+            step.is_part = step.is_part or step.is_interrupted
             self._discard_if_empty(now, always=not self._keeps_suspended)
             return
         for sequence in step.sequences:
@@ -275,14 +277,16 @@ class Engine(Requests):
             self.planner.discard_suspended(now)
 
     def _charge(self, step: PlannedStep, now: float) -> None:
-        """Execution time to the sequences: what their part of the step would have taken alone, so that it says how much work
-        a request is and not how full the batches were; without a cost model the step's time, divided by tokens. Real
-        against predicted time to the cost model."""
+        """Execution time to the sequences: what their part of the step takes alone, however the prompt is chunked, so that
+        it says how much work a request is and not how full the batches were. Real against predicted time to the cost
+        model."""
         plan, num_tokens = step.plan, step.plan.num_tokens
-        token_s = step.ran_s / num_tokens
         cost = self.planner.queues[plan.model].cost_model
-        decode_s = token_s if cost is None else cost.fixed_s + cost.decode_s
-        context_s = 0.0 if cost is None else cost.decode_context_s
+        token_s = step.ran_s / num_tokens
+        if cost is None:
+            decode_s, context_s = step.ran_s if num_tokens == len(plan.counts) else token_s, 0.0
+        else:
+            decode_s, context_s = cost.fixed_s + cost.decode_s, cost.decode_context_s
         charge = self.planner.ordering.charge
         for sequence, start, count in zip(step.sequences, plan.starts, plan.counts, strict=True):
             if count == 1:
@@ -290,7 +294,8 @@ class Engine(Requests):
             elif cost is None:
                 execution_s = token_s * count
             else:
-                execution_s = cost.predict(StepShape(count, count * (start + count / 2)))
+                step_share = min(1.0, count / sequence.num_prompt)
+                execution_s = cost.prefill_cost_s(count, start) + step_share * (cost.fixed_s + cost.prefill_s)
             sequence.device_s += execution_s
             sequence.last_ran_s = now
             charge(sequence, execution_s, now)

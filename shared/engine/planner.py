@@ -10,8 +10,9 @@ from __future__ import annotations
 import math
 import sys
 
+from shared.cost_model import StepShape
 from shared.engine.batch import Batch, PlannedStep
-from shared.engine.model_queue import ONLINE_RANKS, Candidate, ModelQueue
+from shared.engine.model_queue import ONLINE_RANKS, Candidate, ModelQueue, Objectives
 from shared.engine.plan import NewSequence, StepPlan
 from shared.engine.room import Room
 from shared.engine.sequence import Rank, Sequence, State
@@ -61,24 +62,26 @@ class Planner(Room):
         return any(queue.has_online_work() for queue in self.queues.values())
 
     def online_need(self, now: float) -> tuple[float, float]:
-        """Of the runnable online sequences: the predicted time of their next steps, and how soon the first of them is due
-        a token."""
-        step_s, objective_s = 0.0, math.inf
-        for queue in self.queues.values():
-            if not queue.has_online_work():
-                continue
-            objectives = queue.objectives(now)
-            objective_s = min(objective_s, objectives.slack_s, objectives.ttft_left_s)
-            if queue.cost_model is not None:
-                step_s += queue.cost_model.predict(queue.online_shape(self.last_limits.max_tokens))
-        return step_s, objective_s
+        """The predicted time of the next steps of all runnable online sequences, and how soon the first of all that are
+        online is due a token."""
+        step_s = sum(
+            queue.cost_model.predict(queue.online_shape(self.last_limits.max_tokens))
+            for queue in self.queues.values()
+            if queue.cost_model is not None and queue.has_online_work()
+        )
+        objectives = self._objectives(now)
+        return step_s, min(objectives.slack_s, objectives.ttft_left_s)
 
     def spare_s(self, now: float) -> float:
-        """What the slack leaves beside an online step; nothing while somebody waits for a first token."""
-        if any(queue.objectives(now).ttft_left_s < math.inf for queue in self.queues.values()):
-            return 0.0
-        step_s, slack_s = self.online_need(now)
-        return max(0.0, slack_s - step_s)
+        """What the objectives leave beside an online step."""
+        objectives = self._objectives(now)
+        limit_s = self._token_budget.offline_limit_s(objectives.slack_s, objectives.ttft_left_s)
+        return max(0.0, limit_s - self.online_need(now)[0])
+
+    def _objectives(self, now: float) -> Objectives:
+        """Over all models."""
+        found = [queue.objectives(now) for queue in self.queues.values()]
+        return found[0] if len(found) == 1 else Objectives(*map(min, zip(*found, strict=True)))
 
     # -------------------------------------------------------------------------------------------------- plan
 
@@ -116,18 +119,27 @@ class Planner(Room):
         return None
 
     def _limits(self, queue: ModelQueue, leading: Rank, begins_s: float) -> Limits:
-        others = [other for other in self.queues.values() if other is not queue]
         if leading == Rank.OFFLINE:
             # Online sequences of the model cannot run now, or this step would be led by them.
             num_online = sum(other.has_online_work() or other.restores_online() for other in self.queues.values())
-            view = StepView(queue.name, begins_s, queue.cost_model, math.inf, math.inf, math.inf, num_online)
+            view = StepView(queue.name, begins_s, queue.cost_model, False, num_online)
         else:
+            num_others = sum(other.has_online_work() for other in self.queues.values() if other is not queue)
             own = queue.objectives(begins_s)
-            slack_s = min((own.slack_s, *(other.objectives(begins_s).slack_s for other in others)))
-            num_online = sum(other.has_online_work() for other in others)
-            view = StepView(queue.name, begins_s, queue.cost_model, own.tpot_s, slack_s, own.ttft_left_s, num_online)
-            if max(own.tpot_s, own.ttft_left_s) < math.inf:
-                view = view._replace(online=queue.online_shape(sys.maxsize))
+            tpot_s, slack_s, ttft_left_s = own if len(self.queues) == 1 else self._objectives(begins_s)
+            has_both = max(tpot_s, own.ttft_left_s) < math.inf
+            view = StepView(
+                queue.name,
+                begins_s,
+                queue.cost_model,
+                True,
+                num_others,
+                tpot_s,
+                slack_s,
+                ttft_left_s,
+                own.ttft_left_s,
+                queue.online_shape(sys.maxsize) if has_both else StepShape(),
+            )
         self.last_limits = self._token_budget.limits(view)
         return self.last_limits
 

@@ -10,8 +10,8 @@ within the slack, so a user who was delayed by others' prompts gets nothing but 
 and one who is ahead leaves more to offline work. The head start is what a user is ahead before any offline work: it pays for
 prompts that come later, which nobody knows of.
 
-Online prompts are chunked within the slack only for as long as their first tokens are in time even so; else a step takes of
-them what it can, as if there were no decodes.
+Online prompts are chunked so that decodes keep the pace only for as long as their first tokens are in time even so; else a
+step takes of them what it can, as if there were no decodes.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ import math
 
 from shared.policies.token_budget import Limits, StepView, TokenBudgetPolicy
 
-PACE = 0.9
+PACE = 0.85
 """Of the TPOT objective."""
-HEAD_START_TOKENS = 5
+HEAD_START_TOKENS = 6
 MAX_SLACK = 2.0
 """Of the TPOT objective: an online arrival waits for the end of a step."""
 
@@ -54,19 +54,21 @@ class SloTokenBudget(TokenBudgetPolicy):
         self._other_step_s = other_step_s
 
     def limits(self, view: StepView) -> Limits:
-        has_online = min(view.tpot_objective_s, view.ttft_left_s) < math.inf
-        if not has_online and not view.num_other_online:
+        if not view.is_online and not view.num_other_online:
             return Limits(self._max_tokens, is_interruptible=True)
         if view.cost_model is None:
             return Limits(self._max_tokens)
-        if not has_online:
+        if not view.is_online:
             return Limits(self._max_tokens, self._other_step_s)
         share = 1 / (1 + view.num_other_online)
-        offline_s = share * min(view.slack_s, self._filler_share * view.ttft_left_s)
-        return Limits(self._max_tokens, self._prompts_limit_s(view, share), max(0.0, offline_s))
+        offline_s = share * self.offline_limit_s(view.slack_s, view.ttft_left_s)
+        return Limits(self._max_tokens, self._prompts_limit_s(view, share), offline_s)
+
+    def offline_limit_s(self, slack_s: float, ttft_left_s: float) -> float:
+        return max(0.0, min(slack_s, self._filler_share * ttft_left_s))
 
     def _prompts_limit_s(self, view: StepView, share: float) -> float:
-        if max(view.tpot_objective_s, view.ttft_left_s) == math.inf:
+        if max(view.tpot_objective_s, view.own_ttft_left_s) == math.inf:
             return math.inf
         assert view.cost_model is not None
         all_s = view.cost_model.predict(view.online)
@@ -74,6 +76,6 @@ class SloTokenBudget(TokenBudgetPolicy):
         step_s = share * PACE * view.tpot_objective_s
         # Each step of that length gives the prompts what its decodes leave.
         num_steps = (all_s - decodes_s) / (step_s - decodes_s) if step_s > decodes_s else math.inf
-        if num_steps * step_s > share * self._chunking_share * view.ttft_left_s:
+        if num_steps * step_s > share * self._chunking_share * view.own_ttft_left_s:
             return math.inf
-        return max(0.0, share * view.slack_s)
+        return max(step_s, share * view.slack_s)

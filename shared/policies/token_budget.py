@@ -22,18 +22,21 @@ class StepView(NamedTuple):
     now: float
     cost_model: CostModel | None
     """Live-corrected; None: nothing was measured yet."""
-    tpot_objective_s: float
-    """Tightest over the model's decoding online sequences; inf: none decodes."""
-    slack_s: float
-    """From the step's start to the earliest time at which a decoding online sequence, of any model, is due its next token;
-    may be negative; inf: none decodes."""
-    ttft_left_s: float
-    """Tightest time left to the first token over the model's online sequences in or before prefill; inf: there is none;
-    may be negative."""
+    is_online: bool
+    """Whether online sequences of the model lead the step; else those that it has cannot run now."""
     num_other_online: int
     """Other models that have runnable online sequences."""
+    tpot_objective_s: float = math.inf
+    """Tightest over the decoding online sequences of all models; inf: none decodes."""
+    slack_s: float = math.inf
+    """From the step's start to the earliest time at which one of them is due its next token; may be negative."""
+    ttft_left_s: float = math.inf
+    """Tightest time left to the first token over the online sequences of all models in or before prefill; inf: there is
+    none; may be negative."""
+    own_ttft_left_s: float = math.inf
+    """The same over those of the model."""
     online: StepShape = StepShape()
-    """All that the model's online sequences have to run now; only where some decode and others wait for a first token."""
+    """All that the model's online sequences have to run now; only where it has prompts and some model decodes."""
 
 
 class Limits(NamedTuple):
@@ -52,6 +55,10 @@ class TokenBudgetPolicy(ABC):
     @abstractmethod
     def limits(self, view: StepView) -> Limits:
         """For the next step of a model; `max_tokens` at least 1."""
+
+    def offline_limit_s(self, slack_s: float, ttft_left_s: float) -> float:
+        """Of an online step with offline work beside it: its predicted duration at most."""
+        return math.inf
 
 
 class FixedTokenBudget(TokenBudgetPolicy):

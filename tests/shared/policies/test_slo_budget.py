@@ -26,7 +26,8 @@ def view(
     cost: CostModel | None = COST,
     online: StepShape = NOTHING,
 ) -> StepView:
-    return StepView("m", 0.0, cost, tpot_s, slack_s, ttft_left_s, others, online)
+    is_online = min(tpot_s, ttft_left_s) < INF
+    return StepView("m", 0.0, cost, is_online, others, tpot_s, slack_s, ttft_left_s, ttft_left_s, online)
 
 
 def test_without_online_work_only_the_tokens_bound_the_step() -> None:
@@ -62,12 +63,13 @@ def test_beside_prompts_offline_tokens_fill_a_small_share_of_the_time_left() -> 
 
 
 def test_prompts_are_chunked_for_the_decodes_while_their_first_tokens_are_in_time() -> None:
-    # Steps of 90 ms, 20 ms of them decodes, leave 70 ms for prompts: the prompts' 140 ms take two of them.
+    # Steps of 85 ms, 20 ms of them decodes, leave 65 ms for prompts: the prompts' 130 ms take two of them.
     policy = SloTokenBudget(4096, chunking_share=0.25)
-    online = StepShape(1400, 0.0, 50, 0)
+    online = StepShape(1300, 0.0, 50, 0)
     assert COST.predict(online._replace(prefill_tokens=0)) == pytest.approx(0.02)
     needed_s = 2 * PACE * 0.1 / 0.25
-    assert policy.limits(view(0.1, 0.08, needed_s + 0.01, online=online)).limit_s == pytest.approx(0.08)
+    assert policy.limits(view(0.1, 0.08, needed_s + 0.01, online=online)).limit_s == pytest.approx(PACE * 0.1)
+    assert policy.limits(view(0.1, 0.15, needed_s + 0.01, online=online)).limit_s == pytest.approx(0.15)
     assert policy.limits(view(0.1, 0.08, needed_s - 0.01, online=online)).limit_s == INF
     assert policy.limits(view(0.1, 0.08, -1.0, online=online)).limit_s == INF
 
@@ -75,6 +77,18 @@ def test_prompts_are_chunked_for_the_decodes_while_their_first_tokens_are_in_tim
 def test_an_objective_that_the_decodes_alone_break_does_not_hold_prompts_up() -> None:
     online = StepShape(100, 0.0, 50, 0)
     assert SloTokenBudget(4096).limits(view(0.015, 0.01, 100.0, online=online)).limit_s == INF
+
+
+def test_prompts_of_one_model_are_chunked_for_the_decodes_of_another() -> None:
+    policy, online = SloTokenBudget(4096), StepShape(1400)
+    crowded = view(0.1, 0.02, 100.0, others=1, online=online)
+    assert policy.limits(crowded).limit_s == pytest.approx(PACE * 0.1 / 2)
+    assert policy.limits(crowded._replace(own_ttft_left_s=0.1)).limit_s == INF
+
+
+def test_a_first_token_of_another_model_bounds_offline_tokens_too() -> None:
+    mine = view(0.1, 0.09, others=1)._replace(ttft_left_s=0.4)
+    assert SloTokenBudget(512, filler_share=0.05).limits(mine) == Limits(512, INF, pytest.approx(0.01))
 
 
 def test_models_that_have_online_work_share_the_time() -> None:
