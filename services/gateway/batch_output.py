@@ -41,13 +41,14 @@ class BatchOutput:
         self._batch_id = batch_id
 
     async def keep(self, index: int, result: BatchLineResult) -> BatchLineResult:
-        """The result that the line now has: this one, or the one it had already. Raises `BusError`."""
+        """The result that the line now has: this one, or the one it had already. Raises `BusError`, `ResultsFull`."""
         key = result_key(self._batch_id, index)
+        await self._batches.take_room(self._batch_id, min(len(result.line), MAX_RESULT_BYTES))
         if len(result.line) > MAX_RESULT_BYTES:
             await self._files.put_part(key, result.line)
             result = msgspec.structs.replace(result, line=b"")
         try:
-            await self._batches.results.create(key, result)
+            await self._batches.create_result(self._batch_id, index, result)
             return result
         except RevisionConflict:
             entry = await self._batches.results.get(key)

@@ -35,6 +35,7 @@ from services.gateway.batch_state import (
     predicted_finish_s,
 )
 from services.gateway.batch_validation import ENDPOINTS, LineChecker, custom_id_of, read_line
+from services.gateway.batches import ResultsFull
 from services.gateway.context import GatewayContext
 from services.gateway.errors import ApiError, of_info
 from services.gateway.grants import Account, Grants, Taken
@@ -48,13 +49,22 @@ PROGRESS_INTERVAL_S = 1.0
 LINE_TIMEOUT_S = 6 * 3600.0
 """For one attempt at one line, which may be preempted for long; after it the line starts over."""
 ROOM_INTERVAL_S = 1.0
+FULL_PATIENCE_S = 900.0
+"""For the batch that was begun first, in which no result of it could be stored: longer than what others leave stays."""
+FIRST_ASSEMBLY_BACKOFF_S, MAX_ASSEMBLY_BACKOFF_S = 0.5, 30.0
 LINES_BETWEEN_TURNS = 200
 """Of validation, which leaves the event loop to others in between."""
 
 _CODE_OF_STATUS = {408: ErrorCode.DEADLINE, 429: ErrorCode.OVERLOADED, 503: ErrorCode.UNAVAILABLE}
 _EXPIRED = LineFailure("batch_expired", "This line could not be run before the batch's completion window was over.")
-_CANCELLED = LineFailure("batch_cancelled", "This line was not run because the batch was cancelled.")
+_CANCELLED = LineFailure("batch_cancelled", "This line was not finished before the batch was cancelled.")
 _INPUT_LOST = LineFailure("input_lost", "This line was not run because the batch's input file is lost.")
+_STORE_FULL = "The server's storage for answers is full; what could be stored is in the output."
+_FULL = LineFailure("storage_full", "This line has no answer because the server's storage for answers is full.")
+
+
+class _StoreFull(Exception):
+    """This batch cannot go on, nor make room by waiting."""
 
 
 class BatchRun:
@@ -64,17 +74,19 @@ class BatchRun:
         self._record = record
         self._output = BatchOutput(context.batches, context.files, record.batch_id)
         self._is_cancelled = asyncio.Event()
-        self._lost: BatchProblem | None = None
-        """What happened to the input of a batch that was begun."""
+        self._stopped: tuple[BatchProblem, LineFailure] | None = None
+        """Why a batch that was begun cannot go on, and what that means for its open lines."""
         self._pace = Pace()
         self._accounts: dict[str, Account] = {}
         """By model."""
         self._progress_at = context.bus.now()
+        self._full_at: float | None = None
+        """Since when nothing could be stored."""
         self._book: LineBook
         self._span: Span
 
     def idle_s(self) -> float:
-        """How long no line was finished."""
+        """How long no line was finished, and no token of one came."""
         return self._context.bus.now() - self._progress_at
 
     def on_record(self, record: BatchRecord) -> None:
@@ -128,7 +140,7 @@ class BatchRun:
         except InputError as error:
             if not self._record.num_total:
                 raise
-            self._lost = _problem(error)
+            self._stopped = _problem(error), _INPUT_LOST
             return LinePlan.of_lost_input(self._record)
 
     async def _validate(self) -> LinePlan | None:
@@ -158,16 +170,16 @@ class BatchRun:
         return checker
 
     async def _wait_for_room(self, plan: LinePlan) -> None:
-        """Returns when the results may be stored, the batch is cancelled or its window over."""
-        is_told = False
+        """Returns when there is room for the results, the batch is cancelled or its window over. Raises `InputError`."""
+        is_told, reserve = False, self._context.batches.reserve
         while not self._is_cancelled.is_set() and time.time() < self._record.deadline_s:
-            if await insist(lambda: self._context.batches.has_room(len(plan.tokens), sum(plan.tokens))):
+            if await insist(lambda: reserve(self._record.batch_id, len(plan.tokens), sum(plan.tokens))):
                 return
             if not is_told:
                 logger.warning("%s waits until there is room for its results", self._record.batch_id)
             is_told = True
             try:
-                async with asyncio.timeout(ROOM_INTERVAL_S):
+                async with asyncio.timeout(ROOM_INTERVAL_S * (0.5 + random.random())):
                     await self._is_cancelled.wait()
             except TimeoutError:
                 pass
@@ -180,23 +192,24 @@ class BatchRun:
     async def _run(self, plan: LinePlan) -> None:
         self._book = book = LineBook(plan)
         await self._recall()
-        if self._lost is None and self._must_answer:
+        if self._stopped is None and self._must_answer:
             try:
                 await self._answer_all()
             except InputError as error:
-                self._lost = _problem(error)
-        if self._must_answer and (self._lost is None or not book.num_open):
+                self._stopped = _problem(error), _INPUT_LOST
+            except _StoreFull:
+                self._stopped = BatchProblem("storage_full", _STORE_FULL, None, None), _FULL
+        if self._must_answer and (self._stopped is None or not book.num_open):
             step = expire if book.num_open else _finalize
             if not (book.num_open and self._is_cancelled.is_set()):
                 await self._change(lambda r: book.counted(step(r, time.time())))
-        not_run = None
+        not_run, problem = None, None
         if book.num_open:
-            not_run = _INPUT_LOST if self._must_answer else _EXPIRED
-            if self._is_cancelled.is_set():
-                not_run = _CANCELLED
+            not_run = _CANCELLED if self._is_cancelled.is_set() else _EXPIRED
+            if self._must_answer and not self._is_cancelled.is_set() and self._stopped is not None:
+                problem, not_run = self._stopped
         files = await self._assemble(not_run)
         if files is not None:
-            problem = self._lost if not_run is _INPUT_LOST else None
             await self._change(lambda r: _ended(book.counted(r), files, problem, time.time()))
             if not_run is not None:
                 self._context.metrics.batch_lines.labels(not_run.code.removeprefix("batch_")).inc(book.num_open)
@@ -220,6 +233,7 @@ class BatchRun:
 
     async def _assemble(self, not_run: LineFailure | None) -> BatchFiles | None:
         """None: another gateway has concluded the batch."""
+        backoff_s = FIRST_ASSEMBLY_BACKOFF_S
 
         async def assemble() -> BatchFiles | None:
             try:
@@ -228,6 +242,10 @@ class BatchRun:
                 current = await self._context.batches.record(self._record.batch_id)
                 if error.code is ErrorCode.CONFLICT and (current is None or is_terminal(current)):
                     return None
+                if error.code is ErrorCode.OVERLOADED:  # all that was written is written again
+                    nonlocal backoff_s
+                    await asyncio.sleep(backoff_s)
+                    backoff_s = min(MAX_ASSEMBLY_BACKOFF_S, 2 * backoff_s)
                 raise
 
         return await insist(assemble)
@@ -308,10 +326,29 @@ class BatchRun:
             self._context.metrics.batch_retries.labels(code.value).inc()
             logger.info("%s: line %d again in %.1f s: %s", self._record.batch_id, line.number, backoff_s, failure)
             await asyncio.sleep(backoff_s)
-        kept = await insist(lambda: self._output.keep(line.index, result))
+        kept = await insist(lambda: self._keep(line.index, result))
         if self._book.note(line.index, kept):
             self._progress_at = self._context.bus.now()
             self._context.metrics.batch_lines.labels("completed" if result.is_success else "failed").inc()
+
+    async def _keep(self, index: int, result: BatchLineResult) -> BatchLineResult:
+        """Raises `BusError`; `_StoreFull` where it is of no use to try again."""
+        try:
+            kept = await self._output.keep(index, result)
+        except BusError as error:
+            now = self._context.bus.now()
+            if not isinstance(error, ResultsFull):
+                self._full_at = None
+            elif self._full_at is None:
+                self._full_at = now
+            elif now - self._full_at > FULL_PATIENCE_S:
+                raise _StoreFull from error
+            raise
+        self._full_at = None
+        return kept
+
+    def _on_output(self, num_tokens: int, now: float) -> None:
+        self._progress_at = self._context.bus.now()
 
     async def _attempt(self, custom_id: str, raw: bytes, taken: Taken) -> BatchLineResult:
         endpoint = self._record.endpoint
@@ -319,22 +356,24 @@ class BatchRun:
         timeout_s = min(LINE_TIMEOUT_S, max(0.001, self._record.deadline_s - time.time()))
         span = self._span.get_span_context()
         operation = ENDPOINTS[endpoint][0]
-        return await answer_line(self._context, custom_id, body, operation, timeout_s, span, taken.settle)
+        on_submitted, on_output = taken.settle, self._on_output
+        return await answer_line(self._context, custom_id, body, operation, timeout_s, span, on_submitted, on_output)
 
     async def _show_progress(self) -> None:
         while True:
             await asyncio.sleep(PROGRESS_INTERVAL_S)
-            self._pace.sample(self._book, time.time())
-            for model, account in self._accounts.items():
-                account.set_free(not self._context.catalog.has(model))
             try:
+                self._pace.sample(self._book, time.time())
+                for model, account in self._accounts.items():
+                    account.set_free(not self._context.catalog.has(model))
                 record = await self._context.batches.change(self._record.batch_id, self._with_progress)
+                if record is not None:
+                    self._record = record
+                    self.on_record(record)
             except BusError as error:
                 logger.info("%s: progress is not shown: %s", self._record.batch_id, error)
-                continue
-            if record is not None:
-                self._record = record
-                self.on_record(record)
+            except Exception:
+                logger.exception("%s: progress is not shown", self._record.batch_id)
 
     def _with_progress(self, record: BatchRecord) -> BatchRecord:
         shares = {model: self._grants.share_per_s(model) for model in self._book.plan.models}

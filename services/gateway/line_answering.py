@@ -72,9 +72,10 @@ async def answer_line(
     timeout_s: float,
     batch: SpanContext,
     on_submitted: Callable[[], None],
+    on_output: Callable[[int, float], None],
 ) -> BatchLineResult:
-    """`on_submitted` is called when somebody has taken its request. Raises `ApiError` or `BusError` where it cannot be
-    answered now or at all."""
+    """`on_submitted` is called when somebody has taken its request, `on_output` for new tokens (their number, the time).
+    Raises `ApiError` or `BusError` where it cannot be answered now or at all."""
     asked = options_of(message, {}, timeout_s)
     options = dataclasses.replace(
         asked,
@@ -86,7 +87,7 @@ async def answer_line(
     error: BaseException | None = None
     try:
         with trace.use_span(call.span, end_on_exit=False, record_exception=False, set_status_on_exception=False):
-            body, usage = await call.run(on_submitted)
+            body, usage = await call.run(on_submitted, on_output)
     except BaseException as raised:
         error = raised
         raise
@@ -114,7 +115,9 @@ class _Call:
             self.span.set_attributes(request_attributes(operation, self._spec.name, message, options))
         context.metrics.batch_lines_in_flight.inc()
 
-    async def run(self, on_submitted: Callable[[], None]) -> tuple[bytes, Usage]:
+    async def run(
+        self, on_submitted: Callable[[], None], on_output: Callable[[int, float], None]
+    ) -> tuple[bytes, Usage]:
         context, message, options = self._context, self._message, self._options
         try:
             async with asyncio.timeout(options.timeout_s):
@@ -134,7 +137,7 @@ class _Call:
             tokenizer,
             self._metrics,
             self._arrived_at,
-            lambda num_tokens, now: None,
+            on_output,
         )
         await generation.start()
         on_submitted()

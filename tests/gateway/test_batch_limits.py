@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
 import openai
 import pytest
@@ -29,7 +30,7 @@ from tests.gateway.peer import until
 
 @pytest.fixture
 async def small(nats_settings: BusSettings, checkpoint: Path, monkeypatch: pytest.MonkeyPatch):
-    """With room for the results of about 150 lines."""
+    """With room for the results of about 150 lines, or 90 of `long_lines`."""
     monkeypatch.setattr(batches, "RESULTS_BYTES", 100_000)
     async with running_stack(nats_settings, [ModelSpec(MODEL, str(checkpoint))]) as stack:
         echo(stack)
@@ -39,24 +40,28 @@ async def small(nats_settings: BusSettings, checkpoint: Path, monkeypatch: pytes
 async def wait_until_full(stack: Stack) -> None:
     results = stack.gateway.context.batches.results
     async with asyncio.timeout(10):
-        while (await results.room()).free_bytes > 1000:
+        while (await results.room()).free_bytes > 5000:
             await asyncio.sleep(0.02)
+
+
+def long_lines(count: int) -> list[dict[str, Any]]:
+    return [line(i, logprobs=3) for i in range(count)]
 
 
 @pytest.mark.parametrize(("window", "status"), [("24h", "cancelled"), ("3s", "expired")])
 async def test_a_batch_ends_where_no_more_results_can_be_stored(small: Stack, window: str, status: str) -> None:
     client = small.openai()
-    batch = await start(client, [line(i) for i in range(400)], window=window)
+    batch = await start(client, long_lines(160), window=window)
     await wait_until_full(small)
     if status == "cancelled":
         await client.batches.cancel(batch.id)
     batch = await reach(client, batch.id, ended, 10)
     assert batch.status == status
     counts = batch.request_counts
-    assert 50 < counts.completed < 400 and counts.completed + counts.failed == counts.total == 400
+    assert 20 < counts.completed < 160 and counts.completed + counts.failed == counts.total == 160
     output, errors = await read(client, batch.output_file_id), await read(client, batch.error_file_id)
     assert (len(output), len(errors)) == (counts.completed, counts.failed)
-    assert {each["custom_id"] for each in output + errors} == {f"id-{i}" for i in range(400)}
+    assert {each["custom_id"] for each in output + errors} == {f"id-{i}" for i in range(160)}
     assert {each["error"]["code"] for each in errors} == {f"batch_{status}"}
     assert await leftovers(small) == []
 

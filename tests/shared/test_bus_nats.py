@@ -515,6 +515,18 @@ async def test_a_stream_gets_the_size_that_is_declared_whatever_it_had(connect: 
     assert 0 < (await store.room()).used_bytes < 10_000
 
 
+async def test_a_stream_is_never_made_smaller_than_what_it_holds(connect: Connect) -> None:
+    store = await (await connect("large")).key_value(LEDGER, max_bytes=64 << 20)
+    for n in range(6):
+        await store.put(f"k{n}", Ping("x" * 500_000))
+    used = (await store.room()).used_bytes
+    again = await (await connect("small")).key_value(LEDGER, max_bytes=1 << 20)
+    assert (await again.room()).max_bytes == used + used // 3
+    assert len(await again.entries()) == 6
+    third = await (await connect("third")).key_value(LEDGER, max_bytes=32 << 20)
+    assert (await third.room()).max_bytes == 32 << 20
+
+
 async def test_a_stream_gets_room_from_one_that_does_not_use_it(connect_to: ConnectTo) -> None:
     server = NatsServer(max_storage_bytes=128 << 20)
     own = Bucket("tideway_test_small", Ping, durable=True)
