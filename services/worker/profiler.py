@@ -181,21 +181,22 @@ class Profiling:
                 self._times[work] = []
 
     def _measure_safepoints(self) -> Iterator[None]:
-        """What they cost, from pairs of a step without and with one at each layer, and how many layers apart they may be.
-        The lower quartile of the differences counts, so that noise does not pass for a cost."""
+        """What they cost, from pairs of a step without and with one at each layer, and how many layers apart they may
+        be. Rare ones make online requests wait, so noise must not pass for a cost: two estimates have to show it."""
         name, num_layers = self._model.shape.name, self._model.num_layers
         work = max((work for work in self._essential if not work.shape.num_decodes), default=None)
         if work is None:
             return
         self._executor.set_layers_per_safepoint(name, 1)
-        plain, differences = [], []
-        for repeat in range(max(3, self._extent.num_repeats)):
-            if repeat >= 3 and self._spent_s > self._extent.time_s:
+        plain, interruptible = [], []
+        for repeat in range(max(5, self._extent.num_repeats)):
+            if repeat >= 5 and self._spent_s > self._extent.time_s:
                 break
             plain.append(self._time(work))
-            differences.append(self._time(work, is_interruptible=True) - plain[-1])
+            interruptible.append(self._time(work, is_interruptible=True))
             yield
-        cost_s = max(0.0, float(np.quantile(differences, 0.25))) / num_layers
+        of_pairs_s = float(np.quantile(np.subtract(interruptible, plain), 0.25))
+        cost_s = max(0.0, min(of_pairs_s, min(interruptible) - min(plain))) / num_layers
         num_safepoints = num_layers
         if cost_s:
             num_safepoints = max(1, int(SAFEPOINT_SHARE * _undisturbed_s(plain) / cost_s))

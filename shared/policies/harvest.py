@@ -1,7 +1,7 @@
 """How many offline tokens each batch may submit (ConServe's harvest, across a cluster).
 
 Room is divided per model: at most half of it first to batches that would miss their deadline and still can make it,
-earliest deadline first; what is left by weighted max-min fairness over the tenants, and within a tenant over its batches
+earliest deadline first; what is left by max-min fairness over the tenants, and within a tenant over its batches
 (what one does not want goes to the others).
 """
 
