@@ -159,6 +159,11 @@ class Executor:
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
+    @property
+    def launching_computes(self) -> bool:
+        """Whether a step has been computed when `launch` returns."""
+        return self.device.type == "cpu"
+
     def set_layers_per_safepoint(self, name: str, num_layers: int) -> None:
         """Between two checks of an interruptible step of the model."""
         if num_layers < 1:

@@ -52,6 +52,9 @@ class ProfiledExecutor(Protocol):
 
     def execute(self, plan: StepPlan) -> StepResult: ...
 
+    @property
+    def launching_computes(self) -> bool: ...
+
     def set_layers_per_safepoint(self, name: str, num_layers: int) -> None: ...
 
 
@@ -184,6 +187,10 @@ class Profiling:
         """What they cost, from pairs of a step without and with one at each layer, and how many layers apart they may
         be. Rare ones make online requests wait, so noise must not pass for a cost: two estimates have to show it."""
         name, num_layers = self._model.shape.name, self._model.num_layers
+        if self._executor.launching_computes:
+            # There a safepoint is a comparison.
+            self._executor.set_layers_per_safepoint(name, 1)
+            return
         work = max((work for work in self._essential if not work.shape.num_decodes), default=None)
         if work is None:
             return

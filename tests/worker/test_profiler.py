@@ -42,6 +42,7 @@ class SimulatedDevice:
     """Takes the time that `TRUE` says, now and then much longer; checks what it is given."""
 
     device = torch.device("cpu")
+    launching_computes = False
 
     def __init__(self, num_rows: int, slots: range, safepoint_s: float = 0.0, speed: float = 1.0) -> None:
         self.num_rows, self.slots, self.safepoint_s, self.speed = num_rows, slots, safepoint_s, speed
