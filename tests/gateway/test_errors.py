@@ -85,7 +85,7 @@ async def test_fields_of_completions(stack: Stack) -> None:
 FIELDS_OF_CHAT: list[tuple[dict[str, Any], str, str]] = [
     ({"messages": []}, "messages", "length >= 1"),
     ({"messages": [{"role": "king", "content": "x"}]}, "messages[0].role", "king"),
-    ({"messages": [{"content": "x"}]}, "messages[0].role", "missing"),
+    ({"messages": [{"content": "x"}]}, "messages[0].role", "Missing"),
     ({"messages": [{"role": "user"}]}, "messages[0].content", "missing"),
     ({"messages": [{"role": "tool", "content": "x"}]}, "messages", "no tools here"),
     (

@@ -125,7 +125,9 @@ def test_every_request_makes_its_tokens(
     scene.run()
     assert not scene.loop.failure
     counters = scene.engine.counters
-    assert counters.num_preemptions > 0
+    # With objectives to keep, offline sequences come so late that the pool may do for all.
+    is_crowded = cost_model is None
+    assert counters.num_preemptions > 0 or not is_crowded
     if interruption == "off":
         assert scene.num_suspended_steps == counters.steps_suspended == 0
     else:
@@ -133,7 +135,7 @@ def test_every_request_makes_its_tokens(
         assert (counters.steps_resumed > 0) == (interruption == "suspend")
         assert not scene.executor._suspended
     assert bool(counters.checkpointed_blocks) == bool(host_share)
-    if host_share >= 1:
+    if host_share >= 1 and is_crowded:
         assert counters.restored_blocks, "what does not fit on the device comes back from host memory"
     for index, path in enumerate(paths):
         lengths = [prompt_length(number) for number in range(index, NUM_OFFLINE, 2)]
