@@ -18,7 +18,7 @@ help:
 	@echo "make test     all tests that need neither a GPU nor a container engine"
 	@echo "make check    formatting, lint, types, and who imports whom"
 	@echo "make bench    the measurements in bench/"
-	@echo "make bench-coserving        online and offline work together, 33 minutes; bench-coserving-short: 4 minutes"
+	@echo "make bench-coserving        online and offline work together, 40 minutes; bench-coserving-short: 4 minutes"
 	@echo "make bench-ordering         the order of requests of two models, in virtual time, 3.5 minutes"
 	@echo "make clean    remove .venv, .tideway and caches"
 

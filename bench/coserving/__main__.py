@@ -1,6 +1,6 @@
 """python -m bench.coserving [EXPERIMENT ...]: runs the experiments, prints their tables and targets, writes the results.
 
-Each leaves coserving-NAME-DATE.json (everything), .md (the tables) and .*.png under --output. All take about 33 minutes on
+Each leaves coserving-NAME-DATE.json (everything), .md (the tables) and .*.png under --output. All take about 40 minutes on
 two cores with the 135M-parameter shape, --short about 4. The figures are ratios within one run; still, let nothing else
 use the machine. With --virtual no model runs: steps take as long as a cost model says, and hundreds of seconds take a few.
 Exit status: 0, also where a target is missed (the tool says so); 1 for a run that failed.
