@@ -89,6 +89,16 @@ class ObjectBucket:
     name: str
 
 
+PLACEMENT_EPOCHS = 64
+"""Epochs of one placement: it begins at a multiple, and each move from instance to instance inside it takes one or two, so
+that a request placed again never shares an epoch with wherever the last placement has moved to."""
+
+
+def next_placement(epoch: int) -> int:
+    """The first epoch of the placement after that of `epoch`."""
+    return (epoch // PLACEMENT_EPOCHS + 1) * PLACEMENT_EPOCHS
+
+
 # --------------------------------------------------------------------------------------------------- requests
 
 
@@ -180,7 +190,8 @@ class GenerationRequest(msgspec.Struct, frozen=True, array_like=True):
     timeout_s: float = 600.0
     """Time left at the moment of sending. Whoever holds the request past it drops it and says so."""
     epoch: int = 0
-    """Ownership number: grows by one at each placement. Frames of a lower epoch than the highest seen are dropped."""
+    """Ownership number: each placement begins at the next multiple of `PLACEMENT_EPOCHS`, each move to another instance
+    adds to it. Frames of a lower epoch than the highest seen are dropped."""
     prior: bytes = b""
     """Packed output tokens that the client already has (a request placed again continues after them)."""
     waited_s: float = 0.0
@@ -259,10 +270,20 @@ class ReplayQuery(msgspec.Struct, frozen=True, array_like=True):
     positions: list[StreamPosition]
 
 
+class MovedRequest(msgspec.Struct, frozen=True, array_like=True):
+    """A request that was handed over: who owns it now, as far as the teller knows."""
+
+    request_id: str
+    instance_id: str
+    epoch: int
+
+
 class ReplayReply(msgspec.Struct, frozen=True, array_like=True):
     entries: list[TokenEntry]
     unknown: list[str]
     """Request ids that this instance does not hold (any more) in the epoch asked for."""
+    moved: list[MovedRequest] = []
+    """Those that it handed over lately: ask there."""
 
 
 class ClearPrefixCache(msgspec.Struct, frozen=True, array_like=True):
@@ -349,6 +370,8 @@ class InstanceInfo(msgspec.Struct, frozen=True, array_like=True):
     device: str = "cpu"
     pid: int = 0
     metrics_port: int = 0
+    kv_address: str = ""
+    """Where peers reach its KV transport; empty: it takes and gives no requests with KV."""
 
 
 class ModelLoad(msgspec.Struct, frozen=True, array_like=True):
@@ -381,6 +404,18 @@ class FinishedStats(msgspec.Struct, frozen=True, array_like=True):
     """Execution time charged to the request: what its part of each step takes alone on the instance."""
 
 
+class MoveOutcome(msgspec.Struct, frozen=True, array_like=True):
+    """How a migration ended, told by its source."""
+
+    request_id: str
+    destination_id: str
+    epoch: int
+    """Of the owner now."""
+    is_moved: bool
+    reason: str = ""
+    """An `AbortReason` if it did not move."""
+
+
 class LoadReport(msgspec.Struct, frozen=True, array_like=True):
     """Instance to scheduler: coalesced, at most one per 20 ms, at least one per second as heartbeat.
 
@@ -401,6 +436,19 @@ class LoadReport(msgspec.Struct, frozen=True, array_like=True):
     ended: list[str]
     """Ids ended since the last report, for any reason."""
     finished: list[FinishedStats]
+    dispatch_freeness_high: float = 0.0
+    """As a request of high priority sees it: charged with the headroom where no such request is yet."""
+    migration_freeness: float = 0.0
+    """Decode steps until the KV pool is full: tokens that fit beside the virtual usage for each running request, of the
+    waiting ones only the head counting; +inf when idle. Whether it drains stands in the registry."""
+    scaling_freeness: float = 0.0
+    """Likewise as a normal request sees it, every waiting one counting."""
+    num_high: int = 0
+    """Online requests of high priority."""
+    moves: list[MoveOutcome] = []
+    """Migrations out of here that ended since the last report."""
+    moved_in: list[HeldRequest] = []
+    """Requests taken over from other instances since the last report."""
 
 
 class InstanceExited(msgspec.Struct, frozen=True, array_like=True):
@@ -426,6 +474,8 @@ class NodeInfo(msgspec.Struct, frozen=True, array_like=True):
     """The last placement plan that was carried out."""
     problem: str = ""
     """Why the plan could not be carried out whole, if it could not."""
+    max_instances: int = 0
+    """How many it could run; 0: `num_instances`."""
 
 
 class InstancePlan(msgspec.Struct, frozen=True):
@@ -443,6 +493,8 @@ class PlacementPlan(msgspec.Struct, frozen=True):
     instances: list[InstancePlan]
     unplaced: dict[str, str] = {}
     """Models that are on no instance, with the reason."""
+    draining: list[str] = []
+    """Instances that the operator or the scheduler wants empty: in no plan until that is undone."""
 
 
 class StoredCostModel(msgspec.Struct, frozen=True):
@@ -497,6 +549,150 @@ class ExecutionStatisticsReport(msgspec.Struct, frozen=True, array_like=True):
 
     scheduler_id: str
     models: list[ExecutionStatistics]
+
+
+# -------------------------------------------------------------------------------------------------- migration
+
+
+class MoveReason(StrEnum):
+    BALANCE = "balance"
+    DRAIN = "drain"
+
+
+class AbortReason(StrEnum):
+    """Why a migration did not happen. The request goes on at the source, unless it ended there."""
+
+    ENDED = "ended"
+    """It finished, was cancelled or ran into its deadline."""
+    PREEMPTED = "preempted"
+    """It lost its KV at the source meanwhile."""
+    REFUSED = "refused"
+    """The destination has no room, is draining, does not serve the model, or takes enough already."""
+    MISMATCH = "mismatch"
+    """KV blocks of the two ends differ: page size, slot bytes, tensor-parallel size."""
+    TRANSFER_FAILED = "transfer_failed"
+    DEADLINE = "deadline"
+    UNREACHABLE = "unreachable"
+    """The destination does not answer."""
+    DESTINATION_LOST = "destination_lost"
+    NOT_WORTH = "not_worth"
+    """The transfer would cost more than it gains, or never catches up with the decode."""
+    STOPPED = "stopped"
+    """The source is shutting down, or its pairing was withdrawn."""
+
+
+class Rebalance(msgspec.Struct, frozen=True, array_like=True):
+    """Scheduler to source: give requests away, to the first of these that can take them. Repeated while it holds; it ends
+    `lease_s` after the last one, or at once with no destinations."""
+
+    destinations: list[str]
+    """Instance ids, freest first."""
+    reason: MoveReason
+    lease_s: float
+    max_concurrent: int = 1
+    """Migrations out of the instance at once."""
+
+
+class PreAllocate(msgspec.Struct, frozen=True, array_like=True):
+    """Source to destination: make room for the KV blocks of one stage, and expect them. Repeated with the same stage it is
+    answered alike."""
+
+    migration_id: str
+    source_id: str
+    request_id: str
+    model: str
+    request_class: RequestClass
+    priority: Priority
+    stage: int
+    """From 0; each stage's blocks follow those of the one before."""
+    first_block: int
+    num_blocks: int
+    """Blocks `first_block .. first_block + num_blocks` of the sequence."""
+    hashes: bytes
+    """Chained hashes, 16 bytes each, of those of the blocks that are full."""
+    page_tokens: int
+    slot_bytes: int
+    tensor_parallel: int = 1
+    on_host: bool = False
+    """The blocks are a checkpoint in host memory and stay one."""
+    max_tokens: int = 0
+    """Tokens of the sequence at its longest."""
+    deadline_s: float = 5.0
+    """Time that the source gives the stage."""
+    traceparent: str = ""
+
+
+class Reserved(msgspec.Struct, frozen=True, array_like=True):
+    """The destination's answer; a refusal is a typed error."""
+
+    migration_id: str
+    num_held: int
+    """Of the stage's blocks, leading ones that the destination has already: they are not sent."""
+    address: str = ""
+    """Of its KV transport."""
+    ticket: bytes = b""
+    """Presented with the blocks; single use. Empty where nothing is to be sent."""
+
+
+class SequenceProgress(msgspec.Struct, frozen=True, array_like=True):
+    """What of a sequence's life travels with it. Durations are up to the moment at which it left its source's batch."""
+
+    num_computed: int = 0
+    """Tokens whose KV moves with it; 0: it waits and brings none."""
+    first_token_age_s: float = -1.0
+    """Since its first token; below 0: it has none yet."""
+    first_total: int = 0
+    first_planned_age_s: float = -1.0
+    submitted_age_s: float = 0.0
+    """Since its arrival at the first instance of this placement."""
+    device_s: float = 0.0
+    num_cached_tokens: int = 0
+    num_preemptions: int = 0
+    num_recomputed: int = 0
+    num_restored_blocks: int = 0
+    num_suspensions: int = 0
+    order_state: tuple[float, ...] = ()
+    """The ordering policy's, as it exports it."""
+    num_moves: int = 0
+
+
+class Commit(msgspec.Struct, frozen=True, array_like=True):
+    """Source to destination: the request is yours. The only hand-over of ownership."""
+
+    migration_id: str
+    source_id: str
+    request: GenerationRequest
+    """In its new epoch, with all output so far as `prior`; times re-based to the sending."""
+    progress: SequenceProgress
+    num_blocks: int = 0
+    """All that were announced and sent; on the host where `on_host`."""
+    on_host: bool = False
+
+
+class Committed(msgspec.Struct, frozen=True, array_like=True):
+    request_id: str
+    epoch: int
+
+
+class AbortMigration(msgspec.Struct, frozen=True, array_like=True):
+    """Source to destination: free what was reserved. If it is lost, the reservation ends by itself."""
+
+    migration_id: str
+    reason: AbortReason
+
+
+class OwnsQuery(msgspec.Struct, frozen=True, array_like=True):
+    """Source to destination after a Commit without an answer. A "no" is final: that migration's Commit will be refused if
+    it still comes."""
+
+    migration_id: str
+    request_id: str
+    epoch: int
+
+
+class OwnsReply(msgspec.Struct, frozen=True, array_like=True):
+    owns: bool
+    """It took the request over in that epoch (and may have ended it, or handed it on, since)."""
 
 
 # ----------------------------------------------------------------------------------------- batches and harvest
@@ -630,9 +826,36 @@ class UnloadModel(msgspec.Struct, frozen=True):
 
 
 class Drain(msgspec.Struct, frozen=True):
-    """Take no new request; finish those held within `grace_s`; then exit."""
+    """Take no new request; move away or finish those held within `grace_s`; then exit."""
 
     grace_s: float = 30.0
+
+
+class DrainInstance(msgspec.Struct, frozen=True):
+    """Operator (or scheduler) to placement: leave the instance out of the plan, so that it moves its requests away and
+    exits; `is_undone`: back into the plan."""
+
+    instance_id: str
+    is_undone: bool = False
+
+
+class ScaleModel(msgspec.Struct, frozen=True):
+    """To placement: on how many instances the model is to be; None: on all."""
+
+    name: str
+    replicas: int | None
+
+
+class ScaleInstances(msgspec.Struct, frozen=True):
+    """To placement: how many instances there should be, over all nodes; carried out by its back end."""
+
+    num_instances: int
+
+
+class ScaleNode(msgspec.Struct, frozen=True):
+    """Placement to a node agent: run so many instances, at most its `max_instances`."""
+
+    num_instances: int
 
 
 class Done(msgspec.Struct, frozen=True):
@@ -661,6 +884,13 @@ INSTANCE_CANCEL = Topic(f"{PREFIX}.instance.{{instance_id}}.cancel", Cancel)
 INSTANCE_REPLAY = Endpoint(f"{PREFIX}.instance.{{instance_id}}.replay", ReplayQuery, ReplayReply)
 INSTANCE_HELD = Endpoint(f"{PREFIX}.instance.{{instance_id}}.held", ListHeldRequests, HeldRequests)
 
+# migration: scheduler -> source instance; source -> destination instance
+INSTANCE_REBALANCE = Topic(f"{PREFIX}.instance.{{instance_id}}.rebalance", Rebalance)
+INSTANCE_PRE_ALLOCATE = Endpoint(f"{PREFIX}.instance.{{instance_id}}.pre_allocate", PreAllocate, Reserved)
+INSTANCE_COMMIT = Endpoint(f"{PREFIX}.instance.{{instance_id}}.commit", Commit, Committed)
+INSTANCE_ABORT = Topic(f"{PREFIX}.instance.{{instance_id}}.abort", AbortMigration)
+INSTANCE_OWNS = Endpoint(f"{PREFIX}.instance.{{instance_id}}.owns", OwnsQuery, OwnsReply)
+
 # gateway's developer mode -> all instances
 CLEAR_PREFIX_CACHE = Topic(f"{PREFIX}.instances.clear_prefix_cache", ClearPrefixCache)
 
@@ -680,7 +910,13 @@ INSTANCE_EXITED = Topic(f"{PREFIX}.cluster.instance_exited", InstanceExited)
 # gateway's admin API -> placement (only the active one serves these)
 PLACEMENT_ADD_MODEL = Endpoint(f"{PREFIX}.placement.add_model", AddModel, PlacementPlan)
 PLACEMENT_REMOVE_MODEL = Endpoint(f"{PREFIX}.placement.remove_model", RemoveModel, PlacementPlan)
+PLACEMENT_DRAIN_INSTANCE = Endpoint(f"{PREFIX}.placement.drain_instance", DrainInstance, PlacementPlan)
+PLACEMENT_SCALE_MODEL = Endpoint(f"{PREFIX}.placement.scale_model", ScaleModel, PlacementPlan)
+PLACEMENT_SCALE_INSTANCES = Endpoint(f"{PREFIX}.placement.scale_instances", ScaleInstances, PlacementPlan)
 PLACEMENT_PLAN = Endpoint(f"{PREFIX}.placement.plan", GetPlan, PlacementPlan)
+
+# placement -> node agent
+NODE_SCALE = Endpoint(f"{PREFIX}.node.{{node_id}}.scale", ScaleNode, Done)
 
 # key-value
 INSTANCES = Bucket("tideway_instances", InstanceInfo, ttl_s=3.0)

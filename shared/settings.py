@@ -80,6 +80,26 @@ class SchedulerSettings(BusSettings, frozen=True, kw_only=True):
     dispatch_policy: str = "freeness"
     order_policy: str = "doubling_budget"
     """doubling_budget | fcfs | round_robin | mlfq"""
+    migration: str = "auto"
+    """auto: requests move between instances | off"""
+    rebalance_interval_s: Annotated[float, msgspec.Meta(gt=0)] = 0.1
+    rebalance_low: float = 64.0
+    """An instance of lower migration freeness (decode steps until its KV pool is full) gives requests away."""
+    rebalance_high: float = 256.0
+    """One of higher migration freeness takes them."""
+    max_migrations_per_s: Annotated[float, msgspec.Meta(gt=0)] = 50.0
+    """Pairings begun over the whole cluster."""
+    autoscale: bool = False
+    """Whether instances are started and drained to keep the cluster's freeness within bounds."""
+    scale_low: float = 160.0
+    """Mean scaling freeness (decode steps) below which one more instance is asked for."""
+    scale_high: float = 960.0
+    """Above it, even with one instance less, one is drained."""
+    scale_period_s: Annotated[float, msgspec.Meta(gt=0)] = 10.0
+    """For so long the freeness must be out of bounds."""
+    min_instances: Annotated[int, msgspec.Meta(ge=1)] = 1
+    max_instances: int = 0
+    """0: as many as the nodes can run."""
 
 
 class PlacementSettings(BusSettings, frozen=True, kw_only=True):
@@ -87,6 +107,10 @@ class PlacementSettings(BusSettings, frozen=True, kw_only=True):
     models: str = ""
     """JSON list of ModelSpec, or comma-separated `name=source` pairs: the models to begin with."""
     interval_s: float = 10.0
+    scaling_backend: str = "local"
+    """Who starts and ends instances: local (node agents, up to their `max_instances`) | kubernetes"""
+    kubernetes_workload: str = "statefulset/tideway-worker"
+    """Whose replicas are set: (deployment | statefulset)/name, in the pod's namespace."""
 
     def model_specs(self) -> list[ModelSpec]:
         text = self.models.strip()
@@ -108,6 +132,8 @@ class PlacementSettings(BusSettings, frozen=True, kw_only=True):
 class WorkerSettings(BusSettings, frozen=True, kw_only=True):
     node_id: str = ""
     num_instances: int = 1
+    max_instances: int = 0
+    """How many this node may run when the cluster grows; its memory is divided over so many. 0: `num_instances`."""
     memory_bytes: int = 0
     """For weights and KV pools of all instances; 0: half of what is free at the start, 90 % of a GPU."""
     device: str = "auto"
@@ -155,6 +181,21 @@ class InstanceSettings(BusSettings, frozen=True, kw_only=True):
     record_file: str = ""
     """Where the engine's inputs are recorded for `tideway replay`, a file an instance: this name and the instance's id;
     empty: nowhere."""
+    migration: str = "auto"
+    """auto: KV moves to other instances over UCX, where that can be used | off"""
+    migration_rate_share: Annotated[float, msgspec.Meta(gt=0, le=1)] = 0.5
+    """Of the measured bandwidth, for all migrations out of the instance together."""
+    max_migrations: Annotated[int, msgspec.Meta(ge=1)] = 1
+    """Out of the instance at once, and into it."""
+    migration_cooldown_s: float = 1.0
+    """A request that moved stays for so long."""
+    drain_grace_s: float = 15.0
+    """After SIGTERM, for moving requests away."""
+    high_priority_load: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.0
+    """Share of the KV pool up to which an instance with requests of high priority is loaded; 0: from the cost model, up to
+    where a decode step is still near its ideal speed."""
+    fault_points: str = ""
+    """For tests: `name:action[:seconds]`, comma-separated, at which a migration fails (docs/migration.md)."""
     cost_models_dir: str = ""
     """Where cost models are kept as files, beside the key-value store; empty: nowhere."""
 

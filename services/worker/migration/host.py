@@ -1,0 +1,32 @@
+"""What migration needs of the instance around it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+from shared.messages import Commit, InstanceInfo, MoveOutcome
+
+
+class MigrationHost(Protocol):
+    """Called in the event loop; nothing here blocks."""
+
+    @property
+    def instance_id(self) -> str: ...
+
+    @property
+    def is_draining(self) -> bool:
+        """It takes no requests, and gives all away."""
+
+    def peers(self) -> Mapping[str, InstanceInfo]:
+        """The registry as it stands, this instance included."""
+
+    def serves(self, model: str) -> bool:
+        """Whether the model takes requests here."""
+
+    def on_adopted(self, commit: Commit, num_output: int) -> None:
+        """A request is this instance's from now on: its earlier output can be replayed, its gateway hears of the new owner,
+        the next load report names it."""
+
+    def on_move_ended(self, outcome: MoveOutcome, gateway_id: str) -> None:
+        """A migration out of here is over; where the request has moved, cancels and replays for it are passed on."""

@@ -1,0 +1,58 @@
+"""A request on its way to another instance, as the engines at both ends see it.
+
+Source: a candidate is chosen; its filled blocks are pinned stage by stage while it goes on decoding; then it is taken out
+of the batch (`take_out`, effect `TakenOut`), sealed, and in the end dropped (`drop_moved`) or put back.
+Destination: slots are reserved stage by stage, filled by the transport, and become a sequence's own (`adopt`) or are freed.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from shared.messages import GenerationRequest, HeldRequest, Priority, RequestClass, SequenceProgress
+
+
+class MoveCandidate(msgspec.Struct, frozen=True):
+    """A request that could leave, in the order in which they should."""
+
+    request: HeldRequest
+    request_class: RequestClass
+    priority: Priority
+    is_running: bool
+    """In decode (or between chunks of its prefill), with KV on the device; else it waits."""
+    num_blocks: int
+    """KV blocks that would move: on the device, or checkpointed in host memory for one that waits."""
+    tokens_left: int
+    """Until its longest output."""
+
+
+class PinnedBlocks(msgspec.Struct, frozen=True):
+    """Blocks `first_block ..` of a sequence whose contents are final. Each slot has one more reference, so that it stays as
+    it is whatever becomes of the sequence, until `unpin`."""
+
+    model: str
+    on_host: bool
+    first_block: int
+    slots: list[int]
+    hashes: bytes
+    """Chained, 16 bytes each; one for each slot that is a full block."""
+
+
+class TakenOut(msgspec.Struct, frozen=True):
+    """Effect: the sequence has left the batch (after all its output so far went out as effects). It keeps its slots."""
+
+    request_id: str
+    request: GenerationRequest
+    """As it is to travel, in its old epoch: all output as `prior`, times re-based to `taken_s`."""
+    progress: SequenceProgress
+    taken_s: float
+
+
+class Reservation(msgspec.Struct, frozen=True):
+    """Slots for one stage of a sequence that comes; those of `held` need not be sent."""
+
+    migration_id: str
+    num_held: int
+    """Leading blocks of the stage that were found in the prefix cache."""
+    slots: list[int]
+    """For the others, in order."""
