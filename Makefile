@@ -8,7 +8,7 @@ BIN := .venv/bin
 BENCHES ?= planning dispatching stack
 
 .DEFAULT_GOAL := help
-.PHONY: help up down status test check bench bench-coserving bench-coserving-short bench-ordering clean install development
+.PHONY: help up down status test check bench bench-coserving bench-coserving-short bench-ordering bench-rebalance clean install development
 
 help:
 	@echo "make up       install what is needed, start Tideway on http://127.0.0.1:8000 (Ctrl-C stops it)"
@@ -20,6 +20,7 @@ help:
 	@echo "make bench    the measurements in bench/"
 	@echo "make bench-coserving        online and offline work together, 40 minutes; bench-coserving-short: 4 minutes"
 	@echo "make bench-ordering         the order of requests of two models, in virtual time, 3.5 minutes"
+	@echo "make bench-rebalance        requests that move, four instances in virtual time, about 2 hours"
 	@echo "make clean    remove .venv, .tideway and caches"
 
 install:
@@ -54,6 +55,9 @@ bench-coserving-short: development
 
 bench-ordering: development
 	$(BIN)/python -m bench.ordering $(ARGS)
+
+bench-rebalance: development
+	$(BIN)/python -m bench.rebalance $(ARGS)
 
 clean:
 	@if [ -x $(BIN)/tideway ]; then $(BIN)/tideway down; fi

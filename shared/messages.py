@@ -206,6 +206,8 @@ class GenerationRequest(msgspec.Struct, frozen=True, array_like=True):
 
 class Cancel(msgspec.Struct, frozen=True, array_like=True):
     request_id: str
+    epoch: int | None = None
+    """Only where it is held in this epoch or a lower one, and not to be forwarded; None: wherever it is."""
 
 
 class Accepted(msgspec.Struct, frozen=True, array_like=True):
@@ -449,6 +451,12 @@ class LoadReport(msgspec.Struct, frozen=True, array_like=True):
     """Migrations out of here that ended since the last report."""
     moved_in: list[HeldRequest] = []
     """Requests taken over from other instances since the last report."""
+    num_moving_out: int = 0
+    """Migrations under way, for whoever looks on; likewise those into here."""
+    num_moving_in: int = 0
+    num_moved_out: int = 0
+    """Requests that moved away since the instance started; likewise those that came."""
+    num_moved_in: int = 0
 
 
 class InstanceExited(msgspec.Struct, frozen=True, array_like=True):
@@ -495,6 +503,8 @@ class PlacementPlan(msgspec.Struct, frozen=True):
     """Models that are on no instance, with the reason."""
     draining: list[str] = []
     """Instances that the operator or the scheduler wants empty: in no plan until that is undone."""
+    released: list[str] = []
+    """Of those, the ones that scaling took out: the first to come back when there should be more."""
 
 
 class StoredCostModel(msgspec.Struct, frozen=True):
@@ -654,6 +664,11 @@ class SequenceProgress(msgspec.Struct, frozen=True, array_like=True):
     order_state: tuple[float, ...] = ()
     """The ordering policy's, as it exports it."""
     num_moves: int = 0
+    """This one included."""
+    last_ran_age_s: float = 0.0
+    """Since the last step that computed it; its arrival before the first."""
+    peak_computed: int = 0
+    """Tokens that had been computed when it was last preempted, if it has not run since."""
 
 
 class Commit(msgspec.Struct, frozen=True, array_like=True):
@@ -837,6 +852,9 @@ class DrainInstance(msgspec.Struct, frozen=True):
 
     instance_id: str
     is_undone: bool = False
+    is_for_scaling: bool = False
+    """One instance less is wanted, best this one: it is brought back when more are. (An operator's drain stays until it is
+    undone.)"""
 
 
 class ScaleModel(msgspec.Struct, frozen=True):

@@ -50,7 +50,8 @@ class GatewaySettings(BusSettings, frozen=True, kw_only=True):
     host: str = "127.0.0.1"
     port: int = 8000
     api_keys: str = ""
-    """Comma-separated keys, each `key[:max_in_flight[:tokens_per_minute]]`."""
+    """Comma-separated keys, each `key[:max_in_flight[:tokens_per_minute[:priority]]]`; the priority `normal` keeps its
+    requests from asking for a high one."""
     api_keys_file: str = ""
     """One such entry a line, # for comments."""
     admin_api_key: str = ""
@@ -187,6 +188,9 @@ class InstanceSettings(BusSettings, frozen=True, kw_only=True):
     """Of the measured bandwidth, for all migrations out of the instance together."""
     max_migrations: Annotated[int, msgspec.Meta(ge=1)] = 1
     """Out of the instance at once, and into it."""
+    migration_max_stages: Annotated[int, msgspec.Meta(ge=1)] = 8
+    """In which the KV of a request that goes on decoding is copied; 1: all of it while the request is paused (the blocking
+    copy of bench/migration)."""
     migration_cooldown_s: float = 1.0
     """A request that moved stays for so long."""
     drain_grace_s: float = 15.0
@@ -198,6 +202,9 @@ class InstanceSettings(BusSettings, frozen=True, kw_only=True):
     """For tests: `name:action[:seconds]`, comma-separated, at which a migration fails (docs/migration.md)."""
     cost_models_dir: str = ""
     """Where cost models are kept as files, beside the key-value store; empty: nowhere."""
+    kv_host: str = ""
+    """Name or address under which other instances reach this one's KV transport; empty: this machine's on the network of the
+    NATS server."""
 
 
 def _convert(kind: Any, text: str, source: str) -> Any:

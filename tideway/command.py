@@ -19,12 +19,15 @@ from rich.console import Console
 from shared.engine import recording
 from shared.service import OPERATOR_ERROR_EXIT_CODE
 from shared.settings import SettingsError
+from tideway import operations
 from tideway.bench.command import bench
 from tideway.console import Reporter
 from tideway.data_folder import DataFolder, OperatorError
+from tideway.operations import AdminClient
 from tideway.preflight import parse_models
 from tideway.profile import profile
 from tideway.status import show_status
+from tideway.top import show_top
 from tideway.tree import UpOptions
 from tideway.up import Up
 
@@ -56,6 +59,12 @@ def up(
     host: Annotated[str, typer.Option(envvar="TIDEWAY_HOST", help="Address the gateway listens on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(envvar="TIDEWAY_PORT", min=1, max=65535, help="Port of the gateway.")] = 8000,
     instances: Annotated[int, typer.Option(envvar="TIDEWAY_NUM_INSTANCES", min=1, help="Engines on this machine.")] = 2,
+    max_instances: Annotated[
+        int,
+        typer.Option(
+            envvar="TIDEWAY_MAX_INSTANCES", min=0, help="Up to how many it may grow (`tideway scale`); 0: not at all."
+        ),
+    ] = 0,
     schedulers: Annotated[int, typer.Option(min=1, help="One is active, the others stand by.")] = 1,
     nats_url: Annotated[
         str, typer.Option(envvar="TIDEWAY_NATS_URL", help="Use this NATS server instead of starting one.")
@@ -80,6 +89,7 @@ def up(
         host=host,
         port=port,
         num_instances=instances,
+        max_instances=max_instances,
         num_schedulers=schedulers,
         nats_url=nats_url,
         nats_port=nats_port,
@@ -147,6 +157,66 @@ def down(data_dir: DataDir = DEFAULT_DATA_DIR) -> None:
 def status(data_dir: DataDir = DEFAULT_DATA_DIR) -> None:
     """Show processes, instances, models and queues."""
     asyncio.run(show_status(DataFolder(data_dir), Console()))
+
+
+GatewayUrl = Annotated[
+    str,
+    typer.Option("--url", envvar="TIDEWAY_URL", help="Of a gateway; default: the one that runs on the data folder."),
+]
+AdminKey = Annotated[
+    str, typer.Option("--api-key", envvar="TIDEWAY_ADMIN_API_KEY", help="For /admin; default: the data folder's.")
+]
+
+
+@app.command()
+def drain(
+    instance: Annotated[str, typer.Argument(help="As `tideway status` and `tideway top` name it.")],
+    undo: Annotated[bool, typer.Option("--undo", help="Put it back into the plan.")] = False,
+    wait: Annotated[bool, typer.Option("--wait", help="Until it is gone; with --undo, until it is ready.")] = False,
+    timeout: Annotated[float, typer.Option(min=1.0, help="Seconds to wait at most.")] = 600.0,
+    url: GatewayUrl = "",
+    api_key: AdminKey = "",
+    data_dir: DataDir = DEFAULT_DATA_DIR,
+) -> None:
+    """Empty an instance: its requests move away or finish, then it exits."""
+    with AdminClient.of(DataFolder(data_dir), url, api_key) as client:
+        operations.drain(client, instance, is_undone=undo, wait_s=timeout if wait else None, say=print)
+
+
+@app.command()
+def scale(
+    model: Annotated[str, typer.Argument(metavar="[MODEL]", help="A model, with N.", show_default=False)] = "",
+    number: Annotated[
+        str, typer.Argument(metavar="[N]", help="On how many instances it is to be, or all.", show_default=False)
+    ] = "",
+    instances: Annotated[
+        int | None, typer.Option(min=1, help="Instead: how many instances there are to be, over all nodes.")
+    ] = None,
+    url: GatewayUrl = "",
+    api_key: AdminKey = "",
+    data_dir: DataDir = DEFAULT_DATA_DIR,
+) -> None:
+    """Set the number of a model's instances, or of all."""
+    is_number = number == "all" or (number.isdecimal() and int(number) > 0)
+    if bool(model) == (instances is not None) or bool(model) != bool(number) or (model and not is_number):
+        raise OperatorError("Say MODEL and N (a number, or all), or --instances N.")
+    with AdminClient.of(DataFolder(data_dir), url, api_key) as client:
+        if instances is not None:
+            operations.scale_instances(client, instances, print)
+        else:
+            operations.scale_model(client, model, None if number == "all" else int(number), print)
+
+
+@app.command()
+def top(
+    once: Annotated[bool, typer.Option("--once", help="One view, then end.")] = False,
+    url: GatewayUrl = "",
+    api_key: AdminKey = "",
+    data_dir: DataDir = DEFAULT_DATA_DIR,
+) -> None:
+    """Watch instances, KV pools, queues and moves; Ctrl-C ends it."""
+    with AdminClient.of(DataFolder(data_dir), url, api_key) as client:
+        show_top(client, Console(highlight=False), once=once)
 
 
 @app.command()

@@ -81,17 +81,19 @@ def _processes(state: State) -> Table:
 
 
 def _instances(instances: Mapping[str, InstanceInfo], nodes: Mapping[str, NodeInfo]) -> Table:
-    table = Table("instance", "state", "device", "KV pool", "models (running+waiting)", title="Instances")
+    columns = ("instance", "state", "device", "KV pool", "KV moves", "metrics", "models (running+waiting)")
+    table = Table(*columns, title="Instances")
     for instance_id, info in sorted(instances.items()):
         models = ", ".join(
             f"{m.name} ({m.num_running}+{m.num_waiting})" if m.state == "ready" else f"{m.name} ({m.state})"
             for m in info.models
         )
         pool = f"{info.num_merged * info.merged_bytes / 2**20:,.0f} MiB"
-        table.add_row(instance_id, info.state, info.device, pool, models)
+        port = f":{info.metrics_port}" if info.metrics_port else ""
+        table.add_row(instance_id, info.state, info.device, pool, "yes" if info.kv_address else "no", port, models)
     for node_id, node in sorted(nodes.items()):
         if node.problem:
-            table.add_row(node_id, "problem", node.device, "", node.problem)
+            table.add_row(node_id, "problem", node.device, "", "", "", node.problem)
     return table
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 
 from shared.messages import ModelSpec
-from shared.settings import default_id
+from shared.settings import InstanceSettings, default_id, load
 from tideway.data_folder import Credentials, DataFolder
 from tideway.preflight import REPOSITORY, free_ports, local_host
 from tideway.supervisor import ProcessSpec
@@ -23,6 +23,9 @@ NATS_FILE_BYTES, NATS_LARGE_FILE_BYTES = 4 * 1024**3, 8 * 1024**3
 """What JetStream may set aside: the streams' sizes together, and as much again where the disk has twice that free, so that
 streams of an earlier version, which may be larger, find room beside new ones until they are resized."""
 NATS_MEMORY_BYTES = 256 * 1024**2
+SERVICE_STOP_S = 8.0
+WORKER_STOP_MARGIN_S = 10.0
+"""Longer than the node agent waits, beyond the instances' grace, before it kills them."""
 GATEWAY_PHASE, SERVICES_PHASE, NATS_PHASE = 0, 1, 2
 """The order of stopping: no new requests, then those who answer, then the bus they answer on."""
 
@@ -34,6 +37,8 @@ class UpOptions:
     host: str = "127.0.0.1"
     port: int = 8000
     num_instances: int = 2
+    max_instances: int = 0
+    """To which it may grow, by hand or by itself (TIDEWAY_AUTOSCALE); memory is divided over so many. 0: not at all."""
     num_schedulers: int = 1
     nats_url: str = ""
     """A NATS server that runs already; empty: start one."""
@@ -113,17 +118,24 @@ def services(options: UpOptions, bus: dict[str, str]) -> list[Service]:
             "worker",
             {
                 "TIDEWAY_NUM_INSTANCES": str(options.num_instances),
+                "TIDEWAY_MAX_INSTANCES": str(options.max_instances),
                 "TIDEWAY_NODE_ID": _node_id(),
                 "TIDEWAY_COST_MODELS_DIR": str(options.data_dir.absolute() / "cost_models"),
             },
         ),
     ]
     # The worker is last because its instances, one a GPU where there are any, take the ports after its own for metrics.
-    ports = free_ports(len(replicas) + max(options.num_instances, MAX_GPUS))
+    ports = free_ports(len(replicas) + max(options.num_instances, options.max_instances, MAX_GPUS))
     result = []
     for (name, service, own), port in zip(replicas, ports, strict=False):
         environment = {**common, **own, "TIDEWAY_METRICS_PORT": str(port)}
         command = [sys.executable, "-m", f"services.{service}"]
         phase = GATEWAY_PHASE if service == "gateway" else SERVICES_PHASE
-        result.append(Service(ProcessSpec(name, command, environment, stop_phase=phase, stop_grace_s=8.0), port))
+        grace_s = worker_stop_s() if service == "worker" else SERVICE_STOP_S
+        result.append(Service(ProcessSpec(name, command, environment, stop_phase=phase, stop_grace_s=grace_s), port))
     return result
+
+
+def worker_stop_s() -> float:
+    """Instances that hold requests may take all of their grace; without any the worker ends in a second."""
+    return load(InstanceSettings).drain_grace_s + WORKER_STOP_MARGIN_S

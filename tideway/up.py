@@ -18,7 +18,15 @@ import msgspec
 from shared.bus.interface import BusError
 from shared.messages import ModelSpec
 from shared.service import OPERATOR_ERROR_EXIT_CODE
-from shared.settings import BusSettings, GatewaySettings, PlacementSettings, SchedulerSettings, WorkerSettings, load
+from shared.settings import (
+    BusSettings,
+    GatewaySettings,
+    InstanceSettings,
+    PlacementSettings,
+    SchedulerSettings,
+    WorkerSettings,
+    load,
+)
 from tideway import preflight, tree
 from tideway.cluster import ClusterView
 from tideway.console import Reporter
@@ -58,7 +66,7 @@ class Up:
         self._crashed_at_start: Crash | None = None
         self._stop = asyncio.Event()
         # Settings that cannot be used are better said before anything starts.
-        for kind in (SchedulerSettings, PlacementSettings, WorkerSettings):
+        for kind in (SchedulerSettings, PlacementSettings, WorkerSettings, InstanceSettings):
             load(kind)
         self._gateway = load(GatewaySettings)
         self._has_api_keys = bool(self._gateway.api_keys or self._gateway.api_keys_file)

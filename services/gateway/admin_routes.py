@@ -1,7 +1,8 @@
-"""The operator's API: models are added and removed through placement; the rest shows the registry."""
+"""The operator's API: models and instances are changed through placement; the rest shows the registry and the load."""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import msgspec
@@ -9,29 +10,49 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from services.gateway.bodies import read_message
+from services.gateway.catalog import loaded_model
+from services.gateway.cluster_loads import HeardLoad
 from services.gateway.context import GatewayContext
 from services.gateway.errors import ApiError, of_info
 from services.gateway.other_routes import json_response
-from services.gateway.replies import ModelState, ModelStates
-from services.gateway.schemas import AddModelRequest
+from services.gateway.replies import (
+    InstanceLoad,
+    InstanceModel,
+    InstanceState,
+    InstanceStates,
+    ModelState,
+    ModelStates,
+)
+from services.gateway.schemas import AddModelRequest, ScaleModelRequest, ScaleRequest
 from shared.bus.interface import BusError
 from shared.messages import (
     NODES,
     PLACEMENT_ADD_MODEL,
+    PLACEMENT_DRAIN_INSTANCE,
     PLACEMENT_PLAN,
     PLACEMENT_REMOVE_MODEL,
+    PLACEMENT_SCALE_INSTANCES,
+    PLACEMENT_SCALE_MODEL,
     PLANS,
     AddModel,
+    DrainInstance,
+    ErrorCode,
     GetPlan,
+    InstanceInfo,
+    ModelLoad,
     ModelSpec,
     PlacementPlan,
     RemoveModel,
+    ScaleInstances,
+    ScaleModel,
 )
 
 PLACEMENT_TIMEOUT_S = 10.0
 PLAN_TIMEOUT_S = 2.0
 
 _ADD_MODEL = msgspec.json.Decoder(AddModelRequest)
+_SCALE_MODEL = msgspec.json.Decoder(ScaleModelRequest)
+_SCALE = msgspec.json.Decoder(ScaleRequest)
 
 
 def _authenticate(context: GatewayContext, request: Request) -> None:
@@ -53,14 +74,14 @@ async def _api_errors(work: Any) -> Any:
 async def list_models(context: GatewayContext, request: Request) -> Response:
     _authenticate(context, request)
     plan = await _api_errors(_stored_plan(context))
+    num_queued = context.loads.num_queued()
     unplaced = {} if plan is None else plan.unplaced
     states = []
     for spec in context.catalog.models:
-        instances = {
-            info.instance_id: loaded.state
+        on_instances = {
+            info.instance_id: loaded
             for info in context.catalog.instances.values()
-            for loaded in info.models
-            if loaded.name == spec.name
+            if (loaded := loaded_model(info, spec.name)) is not None
         }
         states.append(
             ModelState(
@@ -71,8 +92,11 @@ async def list_models(context: GatewayContext, request: Request) -> Response:
                 spec.replicas,
                 spec.ttft_ms,
                 spec.tpot_ms,
-                instances,
+                {instance_id: model.state for instance_id, model in on_instances.items()},
                 unplaced.get(spec.name),
+                sum(model.num_running for model in on_instances.values()),
+                sum(model.num_waiting for model in on_instances.values()),
+                None if num_queued is None else num_queued.get(spec.name, 0),
             )
         )
     return json_response(ModelStates(states))
@@ -101,6 +125,48 @@ async def remove_model(context: GatewayContext, request: Request) -> Response:
     return json_response(await _api_errors(call))
 
 
+async def scale_model(context: GatewayContext, request: Request) -> Response:
+    """Sets on how many instances the model is; the answer is the new plan."""
+    _authenticate(context, request)
+    name = context.catalog.spec(request.path_params["model"]).name
+    message = await read_message(request, _SCALE_MODEL, context.settings.max_body_bytes)
+    call = context.bus.request(PLACEMENT_SCALE_MODEL, ScaleModel(name, message.replicas), timeout_s=PLACEMENT_TIMEOUT_S)
+    return json_response(await _api_errors(call))
+
+
+async def scale_instances(context: GatewayContext, request: Request) -> Response:
+    """Sets how many instances there are: started by the nodes or by Kubernetes, drained before they end."""
+    _authenticate(context, request)
+    message = await read_message(request, _SCALE, context.settings.max_body_bytes)
+    call = context.bus.request(
+        PLACEMENT_SCALE_INSTANCES, ScaleInstances(message.instances), timeout_s=PLACEMENT_TIMEOUT_S
+    )
+    return json_response(await _api_errors(call))
+
+
+async def drain_instance(context: GatewayContext, request: Request) -> Response:
+    """Leaves the instance out of the plan until that is undone: its requests move away or finish, then it exits. Answered
+    at once, with the new plan."""
+    return await _set_draining(context, request, is_undone=False)
+
+
+async def undrain_instance(context: GatewayContext, request: Request) -> Response:
+    """Puts a drained instance back into the plan, which the answer is; it starts if it had exited."""
+    return await _set_draining(context, request, is_undone=True)
+
+
+async def _set_draining(context: GatewayContext, request: Request, *, is_undone: bool) -> Response:
+    _authenticate(context, request)
+    message = DrainInstance(request.path_params["instance_id"], is_undone)
+    try:
+        plan = await context.bus.request(PLACEMENT_DRAIN_INSTANCE, message, timeout_s=PLACEMENT_TIMEOUT_S)
+    except BusError as error:
+        if error.code is ErrorCode.GONE:
+            raise ApiError(404, error.info.message, param="instance_id", code="instance_not_found") from error
+        raise of_info(error.info) from error
+    return json_response(plan)
+
+
 async def show_plan(context: GatewayContext, request: Request) -> Response:
     """Placement's plan; its stored copy where placement is away."""
     _authenticate(context, request)
@@ -114,13 +180,76 @@ async def show_plan(context: GatewayContext, request: Request) -> Response:
 
 
 async def list_instances(context: GatewayContext, request: Request) -> Response:
+    """Those in the registry, with what they reported of their load; also while the bus is away, as they were known then."""
     _authenticate(context, request)
-    as_dict = msgspec.structs.asdict
+    draining: list[str] | None = []
+    try:
+        if (plan := await _stored_plan(context)) is not None:
+            draining = plan.draining
+    except BusError:
+        draining = None
+    loads = await context.loads.loads()
+    now = context.bus.now()
     instances = [
-        {**as_dict(info), "models": [as_dict(model) for model in info.models]}
-        for info in context.catalog.instances.values()
+        _instance(info, loads.get(instance_id), now) for instance_id, info in sorted(context.catalog.instances.items())
     ]
-    return json_response({"instances": instances})
+    return json_response(InstanceStates(instances, draining))
+
+
+def _instance(info: InstanceInfo, heard: HeardLoad | None, now: float) -> InstanceState:
+    return InstanceState(
+        info.instance_id,
+        info.incarnation,
+        info.node_id,
+        info.state,
+        info.device,
+        info.pid,
+        _models(info, heard),
+        info.num_merged,
+        info.merged_bytes,
+        info.metrics_port,
+        info.kv_address,
+        bool(info.kv_address),
+        None if heard is None else _load(info, heard, now),
+    )
+
+
+def _models(info: InstanceInfo, heard: HeardLoad | None) -> list[InstanceModel]:
+    """Counts are those of the last report, else of the registry."""
+    reported: dict[str, ModelLoad] = {} if heard is None else {load.model: load for load in heard.report.models}
+    return [
+        InstanceModel(
+            loaded.name,
+            loaded.state,
+            loaded.max_model_len,
+            loaded.page_tokens,
+            loaded.slots_per_merged,
+            counts.num_running,
+            counts.num_waiting,
+            loaded.error,
+        )
+        for loaded in info.models
+        for counts in [reported.get(loaded.name, loaded)]
+    ]
+
+
+def _load(info: InstanceInfo, heard: HeardLoad, now: float) -> InstanceLoad:
+    report = heard.report
+    used = 1.0 - report.free_merged / info.num_merged if info.num_merged else None
+    return InstanceLoad(
+        now - heard.heard_s,
+        None if used is None else min(1.0, max(0.0, used)),
+        report.num_running,
+        sum(load.num_waiting for load in report.models),
+        sum(load.num_offline for load in report.models),
+        report.num_high,
+        report.dispatch_freeness if math.isfinite(report.dispatch_freeness) else None,
+        report.migration_freeness if math.isfinite(report.migration_freeness) else None,
+        report.num_moving_out,
+        report.num_moving_in,
+        report.num_moved_out,
+        report.num_moved_in,
+    )
 
 
 async def list_nodes(context: GatewayContext, request: Request) -> Response:

@@ -10,7 +10,7 @@ from collections import deque
 from pathlib import Path
 
 from services.gateway.errors import ApiError, invalid
-from shared.messages import RequestClass
+from shared.messages import Priority, RequestClass
 from shared.settings import GatewaySettings, SettingsError
 
 WINDOW_S = 60.0
@@ -54,11 +54,15 @@ class TokenWindow:
 class Key:
     """An API key's limits (None: none) and use."""
 
-    def __init__(self, max_in_flight: int | None = None, tokens_per_minute: int | None = None) -> None:
+    def __init__(
+        self, max_in_flight: int | None = None, tokens_per_minute: int | None = None, may_be_high: bool = True
+    ) -> None:
         self.tenant = ""
         """Whose files and batches this key sees; empty where no keys are configured."""
         self.max_in_flight = max_in_flight
         self.tokens_per_minute = tokens_per_minute
+        self.may_be_high = may_be_high
+        """Whether its requests may ask for high priority."""
         self.num_in_flight = dict.fromkeys(RequestClass, 0)
         """Calls of each class; the limit is for each."""
         self.window = TokenWindow()
@@ -145,8 +149,14 @@ class Admission:
         elif _digest(_bearer(authorization)) != self._admin_key:
             raise _unauthorized("admin API key")
 
-    def enter(self, key: Key, num_sequences: int, request_class: RequestClass) -> Ticket:
-        """Raises `ApiError` 429."""
+    def enter(
+        self, key: Key, num_sequences: int, request_class: RequestClass, priority: Priority = Priority.NORMAL
+    ) -> Ticket:
+        """Raises `ApiError` 429, or 403 where the key is not for that priority."""
+        if priority is Priority.HIGH and not key.may_be_high:
+            raise ApiError(
+                403, "This API key may not ask for high priority.", param="priority", code="priority_not_allowed"
+            )
         if key.max_in_flight is not None and key.num_in_flight[request_class] >= key.max_in_flight:
             raise _too_many(
                 f"The limit of this API key is {key.max_in_flight} requests in flight.", "rate_limit_exceeded", 1.0
@@ -180,15 +190,20 @@ def _unauthorized(what: str) -> ApiError:
 
 def _parse_key(entry: str, source: str) -> tuple[str, Key]:
     key, *limits = entry.split(":")
+    priority = limits.pop() if len(limits) == 3 else ""
     try:
         numbers = [int(limit) if limit else None for limit in limits]
     except ValueError:
         numbers = [-1]
-    if not key or len(numbers) > 2 or any(number is not None and number < 1 for number in numbers):
+    is_wrong = len(numbers) > 2 or any(number is not None and number < 1 for number in numbers)
+    if not key or is_wrong or priority not in ("", *Priority):
         # The entry itself is a secret and is not shown.
-        raise SettingsError(f"{source}: expected key[:max_in_flight[:tokens_per_minute]] with limits from 1.")
+        raise SettingsError(
+            f"{source}: expected key[:max_in_flight[:tokens_per_minute[:priority]]] with limits from 1 and the priority "
+            "high or normal."
+        )
     numbers += [None] * (2 - len(numbers))
-    return key, Key(numbers[0], numbers[1])
+    return key, Key(numbers[0], numbers[1], priority != Priority.NORMAL)
 
 
 def read_keys(settings: GatewaySettings) -> dict[str, Key]:

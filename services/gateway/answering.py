@@ -86,7 +86,7 @@ async def _generate(
     texts_or_ids = prompts_of(message.prompt) if isinstance(message, CompletionRequest) else [""]
     limit = min(MAX_SEQUENCES, settings.max_in_flight)
     num_sequences = check_num_sequences(len(texts_or_ids), options.num_choices, limit)
-    ticket = exchange.ticket = admission.enter(key, num_sequences, options.request_class)
+    ticket = exchange.ticket = admission.enter(key, num_sequences, options.request_class, options.priority)
     exchange.watch_client()
 
     try:

@@ -31,6 +31,7 @@ from services.gateway.replies import (
     DetokenizeReply,
     FileList,
     FileObject,
+    InstanceStates,
     ModelCard,
     ModelList,
     ModelStates,
@@ -44,6 +45,8 @@ from services.gateway.schemas import (
     CompletionRequest,
     CreateBatchRequest,
     DetokenizeRequest,
+    ScaleModelRequest,
+    ScaleRequest,
     TokenizeRequest,
 )
 from shared.bus.interface import BusError
@@ -55,7 +58,7 @@ _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 Handler = Callable[[GatewayContext, Request], Awaitable[Response]]
 
-GENERATION_ERRORS = (400, 401, 404, 408, 413, 415, 429, 500, 503)
+GENERATION_ERRORS = (400, 401, 403, 404, 408, 413, 415, 429, 500, 503)
 TOKENIZER_ERRORS = (400, 401, 404, 413, 415, 503)
 ADMIN_ERRORS = (401, 403, 408, 409, 429, 500, 503)
 PLACEMENT_ERRORS = (400, 404, 413, 415, *ADMIN_ERRORS)
@@ -87,6 +90,7 @@ _UPLOAD = {
 }
 _TOKENIZE = (other_routes.tokenize, TokenizeRequest, TokenizeReply)
 _DETOKENIZE = (other_routes.detokenize, DetokenizeRequest, DetokenizeReply)
+_PLANNED = (None, PlacementPlan, (400, 404, *ADMIN_ERRORS))
 
 ROUTES = (
     Route("POST", "/v1/chat/completions", answer_chat, ChatRequest, ChatCompletion, GENERATION_ERRORS, True),
@@ -114,7 +118,18 @@ ROUTES = (
     Route("GET", "/admin/models", admin_routes.list_models, None, ModelStates, ADMIN_ERRORS),
     Route("POST", "/admin/models", admin_routes.add_model, AddModelRequest, PlacementPlan, PLACEMENT_ERRORS),
     Route("DELETE", "/admin/models/{model:path}", admin_routes.remove_model, None, PlacementPlan, PLACEMENT_ERRORS),
-    Route("GET", "/admin/instances", admin_routes.list_instances, None, dict, ADMIN_ERRORS),
+    Route(
+        "POST",
+        "/admin/models/{model:path}/scale",
+        admin_routes.scale_model,
+        ScaleModelRequest,
+        PlacementPlan,
+        PLACEMENT_ERRORS,
+    ),
+    Route("POST", "/admin/scale", admin_routes.scale_instances, ScaleRequest, PlacementPlan, PLACEMENT_ERRORS),
+    Route("GET", "/admin/instances", admin_routes.list_instances, None, InstanceStates, ADMIN_ERRORS),
+    Route("POST", "/admin/instances/{instance_id}/drain", admin_routes.drain_instance, *_PLANNED),
+    Route("POST", "/admin/instances/{instance_id}/undrain", admin_routes.undrain_instance, *_PLANNED),
     Route("GET", "/admin/nodes", admin_routes.list_nodes, None, dict, ADMIN_ERRORS),
     Route("GET", "/admin/plan", admin_routes.show_plan, None, PlacementPlan, (404, *ADMIN_ERRORS)),
 )

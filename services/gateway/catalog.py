@@ -15,6 +15,7 @@ from shared.messages import INSTANCES, MODELS, InstanceInfo, LoadedModel, ModelS
 logger = logging.getLogger(__name__)
 
 READY = "ready"
+DRAINING = "draining"
 
 
 def loaded_model(instance: InstanceInfo, model: str) -> LoadedModel | None:

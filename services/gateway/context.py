@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from services.gateway.admission import Admission
 from services.gateway.batches import Batches
 from services.gateway.catalog import Catalog
+from services.gateway.cluster_loads import ClusterLoads
 from services.gateway.files import Files
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.stream_table import StreamTable
@@ -26,6 +27,7 @@ class GatewayContext:
     admission: Admission
     tokenizers: Tokenizers
     catalog: Catalog
+    loads: ClusterLoads
     table: StreamTable
     files: Files
     batches: Batches

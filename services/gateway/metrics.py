@@ -55,6 +55,7 @@ class GatewayMetrics:
         )
         self.disconnects = counter("disconnected_clients", "Clients that went away before the end")
         self.replacements = counter("replacements", "Requests placed again after their owner was lost", "reason")
+        self.moved_streams = counter("moved_streams", "Times that a sequence was handed from instance to instance")
         self.replays = counter("replays", "Replay queries sent to instances", "reason")
         self.bypassed = counter("bypass_placements", "Requests placed on an instance without a scheduler")
         self.dropped_entries = counter("dropped_entries", "Token entries not taken, by reason", "reason")

@@ -16,7 +16,7 @@ _REF = "#/components/schemas/{name}"
 _ERROR_TEXTS = {
     400: "The request is malformed or outside a limit; the error names the field",
     401: "Missing or incorrect API key",
-    403: "The admin API is closed",
+    403: "Not with this API key, or the admin API is closed",
     404: "No such thing",
     408: "The request's time limit passed",
     409: "In conflict with the present state",

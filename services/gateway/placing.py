@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -53,7 +54,7 @@ class Placeable(Protocol):
     def to_send(self, now: float) -> GenerationRequest:
         """The request in its present epoch, with the tokens that the client already has."""
 
-    def begin_epoch(self) -> None:
+    def begin_placement(self) -> None:
         """The last attempt may have been accepted unseen; the next one must outrank it."""
 
     def owned_by(self, instance_id: str | None) -> None:
@@ -85,15 +86,16 @@ class Placer:
         """The instance wrote its numbers, which count what was sent before."""
         self._sent.pop(instance_id, None)
 
-    async def place(self, stream: Placeable, *, patient: bool) -> None:
+    async def place(self, stream: Placeable, *, patient: bool, slots: asyncio.Semaphore | None = None) -> None:
         """Returns when somebody took the request.
 
         Raises `ServiceError` with the refusal. `patient` (a client is already reading this stream): the wait is longer,
-        and a full queue is tried again too.
+        and a full queue is tried again too. `slots` bounds how many attempts run at once.
         """
         give_up = self._bus.now() + (RECOVERY_PATIENCE_S if patient else PATIENCE_S)
         while True:
-            refusal = await self._attempt(stream)
+            async with slots or contextlib.nullcontext():
+                refusal = await self._attempt(stream)
             if refusal is None:
                 return
             if refusal.code not in PASSING_CODES and not (patient and refusal.code is ErrorCode.OVERLOADED):
@@ -121,7 +123,7 @@ class Placer:
                 if error.code is ErrorCode.DEADLINE:
                     self._pause_until = self._bus.now() + SCHEDULER_PAUSE_S
                 if error.code in MAYBE_DELIVERED_CODES:
-                    stream.begin_epoch()
+                    stream.begin_placement()
             else:
                 return None
         return await self._bypass(stream)
@@ -154,7 +156,7 @@ class Placer:
                 logger.info("%s did not take a request in bypass: %s", instance_id, error)
                 stream.owned_by(None)
                 if error.code in MAYBE_DELIVERED_CODES:
-                    stream.begin_epoch()
+                    stream.begin_placement()
                 refusal = ServiceError(error.info)
                 if error.code not in PASSING_CODES | {ErrorCode.OVERLOADED, ErrorCode.INTERNAL}:
                     break

@@ -1,7 +1,8 @@
 """Finds again what was lost: frames, instances, schedulers, the connection to NATS.
 
-Gaps and silence are answered by a replay query to the owner, a lost owner by placing the request again with the tokens so
-far in a higher epoch, a new scheduler by telling it of every unfinished request, a lost NATS by waiting a while.
+Gaps and silence are answered by a replay query to the owner (who may know that the request moved), a lost owner by placing
+the request again with the tokens so far in a higher epoch, a new scheduler by telling it of every unfinished request, a lost
+NATS by waiting a while.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from collections import defaultdict
 from collections.abc import Coroutine, Iterable
 from typing import Any, Protocol
 
-from services.gateway.catalog import Catalog, serves
+from services.gateway.catalog import DRAINING, Catalog, serves
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.placing import NOBODY_CODES, Placer
 from services.gateway.stream import MAX_QUIET_S, QUIET_S, Stream
@@ -26,7 +27,9 @@ from shared.messages import (
     ErrorCode,
     InstanceExited,
     InstanceInfo,
+    MovedRequest,
     ReplayQuery,
+    ReplayReply,
     RequestsLost,
     SchedulerInfo,
     TokenEntry,
@@ -40,6 +43,8 @@ MAX_REPLAY_POSITIONS = 64
 NATS_LOSS_LIMIT_S = 15.0
 """How long open streams survive without a connection to NATS."""
 ANNOUNCE_JITTER_S = 0.2
+FAREWELL_S = 0.25
+"""An owner that left in order has handed its requests over; the first word of who has one now may come so much later."""
 MAX_CONCURRENT_RECOVERIES = 32
 MAX_FRUITLESS_LOSSES = 5
 """A request that loses its owner so often without one new token in between may be what kills them: it fails."""
@@ -51,6 +56,7 @@ class Streams(Protocol):
     streams: dict[str, Stream]
 
     def take(self, sender: str, entries: list[TokenEntry]) -> None: ...
+    def follow(self, stream: Stream, earlier: str | None, epoch: int) -> None: ...
     def end(self, stream: Stream) -> None: ...
     def fail(self, stream: Stream, code: ErrorCode, message: str) -> None: ...
 
@@ -62,7 +68,8 @@ class Recovery:
         self._placer = placer
         self._metrics = metrics
         self._table = table
-        self._incarnations: dict[str, str] = {}
+        self._known: dict[str, tuple[str, bool]] = {}
+        """By instance: its incarnation, and whether it was draining, when last heard of."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._subscriptions: list[Subscription] = []
         self._slots = asyncio.Semaphore(MAX_CONCURRENT_RECOVERIES)
@@ -94,27 +101,41 @@ class Recovery:
     def _on_exited(self, message: InstanceExited) -> None:
         for stream in self._owned_by(message.instance_id):
             if stream.owner_incarnation in (None, message.incarnation):
-                self.lose(stream, stream.state.epoch, "exited")
+                self._left(stream, "exited", message.exit_code == 0)
 
     def on_instance(self, instance_id: str, info: InstanceInfo | None) -> None:
         """An instance that is gone from the registry (None), or was restarted, has lost what it held."""
-        if info is None:
-            self._incarnations.pop(instance_id, None)
-        elif self._incarnations.get(instance_id) == info.incarnation:
-            return
-        else:
-            self._incarnations[instance_id] = info.incarnation
+        incarnation, was_draining = self._known.pop(instance_id, ("", False))
+        if info is not None:
+            self._known[instance_id] = (info.incarnation, info.state == DRAINING)
+            if info.incarnation == incarnation:
+                return
         for stream in self._owned_by(instance_id):
             if info is None or stream.owner_incarnation not in (None, info.incarnation):
-                self.lose(stream, stream.state.epoch, "vanished")
+                self._left(stream, "vanished", was_draining)
 
     def _owned_by(self, instance_id: str) -> list[Stream]:
         return [stream for stream in self._table.streams.values() if stream.owner == instance_id]
+
+    def _left(self, stream: Stream, reason: str, in_order: bool) -> None:
+        if in_order:
+            self._spawn(self._await_next_owner(stream, stream.owner, stream.state.epoch))
+        else:
+            self.lose(stream, stream.state.epoch, reason)
+
+    async def _await_next_owner(self, stream: Stream, owner: str | None, epoch: int) -> None:
+        await asyncio.sleep(FAREWELL_S)
+        is_same = stream.owner == owner and stream.state.epoch == epoch
+        if stream.is_open and is_same and not stream.is_placing:
+            stream.owned_by(None)
+            stream.heard(self._bus.now())
+            await self._seek(stream)
 
     def lose(self, stream: Stream, epoch: int, reason: str) -> None:
         """The owner in `epoch` does not continue the stream. Told again of the same loss, this does nothing."""
         if not stream.is_open:
             return
+        owner = stream.owner
         if not stream.state.lose(epoch):
             if stream.state.finish_reason is not None:
                 self._table.end(stream)
@@ -130,7 +151,7 @@ class Recovery:
             self._table.fail(stream, ErrorCode.INTERNAL, message)
             return
         self._metrics.replacements.labels(reason).inc()
-        logger.info("%s: owner %s lost (%s) at %d tokens", stream.request_id, stream.owner, reason, num_tokens)
+        logger.info("%s: owner %s lost (%s) at %d tokens", stream.request_id, owner, reason, num_tokens)
         stream.must_place = True
         if not stream.is_placing:
             self.place_again(stream)
@@ -142,8 +163,7 @@ class Recovery:
     async def _place_again(self, stream: Stream) -> None:
         try:
             while stream.must_place and stream.is_open:
-                async with self._slots:
-                    await self._placer.place(stream, patient=True)
+                await self._placer.place(stream, patient=True, slots=self._slots)
         except ServiceError as error:
             if stream.is_open:
                 self._table.fail(stream, error.code, error.info.message)
@@ -219,8 +239,11 @@ class Recovery:
         epochs = {stream.request_id: stream.state.epoch for stream in streams}
         for stream in streams:
             stream.is_replaying = True
+        moved: list[MovedRequest] = []
         try:
-            unknown: Iterable[str] = await self._ask(instance_id, streams)
+            reply = await self._ask(instance_id, streams)
+            unknown: Iterable[str] = reply.unknown
+            moved = reply.moved
         except BusError as error:
             logger.info("no replay from %s: %s", instance_id, error)
             # An instance in the registry may only be slow, or reconnecting; its entry expires if it is gone.
@@ -228,18 +251,33 @@ class Recovery:
         finally:
             for stream in streams:
                 stream.is_replaying = False
+        self._follow(moved)
         for request_id in unknown:
             known = self._table.streams.get(request_id)
             if known is not None and known.owner == instance_id and request_id in epochs:
                 self.lose(known, epochs[request_id], "unknown")
 
-    async def _ask(self, instance_id: str, streams: list[Stream]) -> list[str]:
-        """Takes what the instance replays; returns the ids that it does not hold. Raises `BusError`."""
+    def _follow(self, moved: list[MovedRequest]) -> None:
+        """Asks those that have the requests now. Each answer "moved" is of a higher epoch, so this ends."""
+        streams: dict[str, list[Stream]] = defaultdict(list)
+        for told in moved:
+            stream = self._table.streams.get(told.request_id)
+            if stream is None:
+                continue
+            owner, epoch = stream.owner, stream.state.epoch
+            if stream.state.follow(told.instance_id, told.epoch):
+                self._table.follow(stream, owner, epoch)
+                streams[told.instance_id].append(stream)
+        for instance_id, theirs in streams.items():
+            self.replay(instance_id, theirs, "moved")
+
+    async def _ask(self, instance_id: str, streams: list[Stream]) -> ReplayReply:
+        """Takes what the instance replays. Raises `BusError`."""
         query = ReplayQuery([stream.state.position for stream in streams])
         endpoint = INSTANCE_REPLAY.at(instance_id=instance_id)
         reply = await self._bus.request(endpoint, query, timeout_s=REPLAY_TIMEOUT_S)
         self._table.take(instance_id, reply.entries)
-        return reply.unknown
+        return reply
 
     async def _seek(self, stream: Stream) -> None:
         """A quiet stream that a scheduler was to place. The scheduler is asked to take it (again: without effect where
@@ -257,9 +295,11 @@ class Recovery:
                     return
             for instance_id in [i for i, info in self._catalog.instances.items() if serves(info, stream.model)]:
                 try:
-                    if not await self._ask(instance_id, [stream]):
-                        if stream.owner is None:
-                            stream.owned_by(instance_id)
+                    reply = await self._ask(instance_id, [stream])
+                    self._follow(reply.moved)
+                    if not reply.unknown and stream.owner is None:
+                        stream.owned_by(instance_id)
+                    if stream.owner is not None:
                         return
                 except BusError as error:
                     logger.info("%s cannot be asked for %s: %s", instance_id, stream.request_id, error)

@@ -201,6 +201,16 @@ class AddModelRequest(msgspec.Struct, kw_only=True):
     """Likewise per output token after the first."""
 
 
+class ScaleModelRequest(msgspec.Struct, kw_only=True):
+    replicas: Annotated[int, Meta(ge=1, le=10_000)] | None
+    """On how many instances the model is to be; null: on all where it fits."""
+
+
+class ScaleRequest(msgspec.Struct, kw_only=True):
+    instances: Annotated[int, Meta(ge=1, le=10_000)]
+    """How many there are to be, over all nodes."""
+
+
 class OutputExpiry(msgspec.Struct, frozen=True):
     anchor: Literal["created_at"]
     seconds: Annotated[int, Meta(ge=3600, le=2_592_000)]

@@ -17,6 +17,7 @@ from services.gateway.app import make_app
 from services.gateway.batch_service import BatchService
 from services.gateway.batches import Batches
 from services.gateway.catalog import Catalog
+from services.gateway.cluster_loads import ClusterLoads
 from services.gateway.context import GatewayContext
 from services.gateway.files import Files
 from services.gateway.metrics import GatewayMetrics
@@ -61,6 +62,7 @@ class GatewayService:
             admission,
             tokenizers,
             catalog,
+            ClusterLoads(bus, catalog),
             table,
             Files(bus),
             Batches(bus),
@@ -76,6 +78,7 @@ class GatewayService:
         listener = _listen(context.settings.host, context.settings.port)
         self.port = listener.getsockname()[1]
         await context.catalog.start(self._on_instance)
+        await context.loads.start()
         await context.table.start()
         await context.files.start()
         await context.batches.start()
@@ -112,6 +115,7 @@ class GatewayService:
         await self.context.table.stop()
         if self._serving is not None:
             await self._serving
+        await self.context.loads.stop()
         await self.context.catalog.stop()
         self.context.tokenizers.close()
 

@@ -23,7 +23,6 @@ class Stream:
         """Set: the stream has ended without success."""
         self.model = request.model
         self.deadline = arrived_at + request.timeout_s
-        self.owner: str | None = None
         self.owner_incarnation: str | None = None
         self.is_open = True
         self.is_placing = False
@@ -51,12 +50,18 @@ class Stream:
             waited_s=max(0.0, now - self._arrived_at),
         )
 
-    def begin_epoch(self) -> None:
-        self.state.epoch += 1
+    @property
+    def owner(self) -> str | None:
+        return self.state.owner
 
-    def owned_by(self, instance_id: str | None) -> None:
-        self.owner = instance_id
+    def begin_placement(self) -> None:
+        self.state.begin_placement()
         self.owner_incarnation = None
+
+    def owned_by(self, instance_id: str | None, incarnation: str | None = None) -> None:
+        """`incarnation`: None where it is not known."""
+        self.state.owner = instance_id
+        self.owner_incarnation = incarnation
 
     def heard(self, now: float) -> None:
         self.heard_at = now

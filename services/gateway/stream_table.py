@@ -27,6 +27,7 @@ from shared.messages import (
     InstanceInfo,
     TokenEntry,
     TokenFrame,
+    next_placement,
 )
 
 
@@ -109,15 +110,16 @@ class StreamTable:
                     self._metrics.dropped_entries.labels("unknown").inc()
                     self._cancel_at(sender, entry.request_id)
                 continue
-            outcome = stream.state.accept(entry)
+            owner, epoch = stream.owner, stream.state.epoch
+            is_instance = entry.finish_reason is None or entry.tokens or sender in self._catalog.instances
+            outcome = stream.state.accept(entry, sender if is_instance else None)
             if outcome is Outcome.STALE:
                 self._metrics.dropped_entries.labels("stale").inc()
-                if entry.finish_reason is None and stream.owner not in (None, sender):
-                    self._cancel_at(sender, entry.request_id)
+                if entry.finish_reason is None and owner not in (None, sender) and not _was_moved(entry.epoch, epoch):
+                    self._cancel_at(sender, entry.request_id, entry.epoch)
                 continue
-            if stream.owner != sender:
-                info = self._catalog.instances.get(sender)
-                stream.owner, stream.owner_incarnation = sender, info.incarnation if info else None
+            if stream.owner != owner:
+                self.follow(stream, owner, epoch)
             if outcome is Outcome.NEWS:
                 stream.heard(now)
                 if stream.state.finish_reason is not None:
@@ -128,10 +130,18 @@ class StreamTable:
                 self._recovery.lose(stream, stream.state.epoch, "given_up")
             elif outcome is Outcome.GAP:
                 behind.append(stream)
-            else:
+            elif stream.owner == owner:
                 self._metrics.dropped_entries.labels("known").inc()
         if behind:
             self._recovery.replay(sender, behind, "gap")
+
+    def follow(self, stream: Stream, earlier: str | None, epoch: int) -> None:
+        """The stream's owner has changed; `earlier` had it, in `epoch`."""
+        info = self._catalog.instances.get(stream.owner or "")
+        stream.owned_by(stream.owner, info.incarnation if info else None)
+        if earlier and stream.owner and _was_moved(epoch, stream.state.epoch):
+            stream.heard(self._bus.now())
+            self._metrics.moved_streams.inc()
 
     def on_instance(self, instance_id: str, info: InstanceInfo | None) -> None:
         """A change in the registry."""
@@ -141,9 +151,15 @@ class StreamTable:
     def _on_frame(self, frame: TokenFrame) -> None:
         self.take(frame.sender, frame.entries)
 
-    def _cancel_at(self, instance_id: str, request_id: str) -> None:
-        self._bus.publish(INSTANCE_CANCEL.at(instance_id=instance_id), Cancel(request_id))
+    def _cancel_at(self, instance_id: str, request_id: str, epoch: int | None = None) -> None:
+        self._bus.publish(INSTANCE_CANCEL.at(instance_id=instance_id), Cancel(request_id, epoch))
 
     def _forget(self, stream: Stream) -> None:
         stream.is_open = False
         self.streams.pop(stream.request_id, None)
+
+
+def _was_moved(earlier: int, later: int) -> bool:
+    """Whether the owner in the `later` epoch has the request from the one in the `earlier`, which so holds it no more, and
+    would forward a cancel."""
+    return earlier < later < next_placement(earlier)

@@ -1,7 +1,8 @@
 """The output of one request as this gateway has it: which tokens are known, and who may add to them.
 
 Pure: no clock, no I/O. Rules (architecture.md, "Messages"):
-- An entry of a lower epoch than the highest seen is dropped, whoever sent it.
+- An entry of a lower epoch than the highest seen is dropped, whoever sent it. A higher epoch takes over.
+- An epoch belongs to the instance that spoke first in it; what another one says in it is dropped.
 - Tokens are taken only at the expected position: what is known already is trimmed off, a gap changes nothing and asks
   for a replay. So no token is ever shown twice, lost, or out of order, whatever the bus does.
 - An ended stream never changes again.
@@ -21,6 +22,7 @@ from shared.messages import (
     StreamPosition,
     TokenEntry,
     TokenLogprob,
+    next_placement,
 )
 
 PLACE_AGAIN_CODES = frozenset({ErrorCode.GONE, ErrorCode.DRAINING, ErrorCode.UNAVAILABLE, ErrorCode.NOT_LEADER})
@@ -58,6 +60,7 @@ class StreamState:
         "finish_reason",
         "logprobs",
         "num_cached_tokens",
+        "owner",
         "request_id",
         "timing",
         "tokens",
@@ -66,6 +69,8 @@ class StreamState:
     def __init__(self, request_id: str, sampling: SamplingParams) -> None:
         self.request_id = request_id
         self.epoch = 0
+        self.owner: str | None = None
+        """The instance that has the request in this epoch, as far as is known."""
         self.tokens = array("i")
         self.logprobs: list[TokenLogprob] = []
         self.finish_reason: FinishReason | None = None
@@ -82,12 +87,19 @@ class StreamState:
     def position(self) -> StreamPosition:
         return StreamPosition(self.request_id, self.epoch, len(self.tokens))
 
-    def accept(self, entry: TokenEntry) -> Outcome:
+    def accept(self, entry: TokenEntry, sender: str | None) -> Outcome:
+        """`sender`: the instance that speaks; None: a scheduler, which owns nothing and may end any request."""
         if self.finish_reason is not None:
             return Outcome.NOTHING
         if entry.epoch < self.epoch:
             return Outcome.STALE
-        self.epoch = entry.epoch
+        if entry.epoch > self.epoch:
+            self.epoch, self.owner = entry.epoch, None
+        if sender is not None and sender != self.owner:
+            if self.owner is None:
+                self.owner = sender
+            else:
+                return Outcome.STALE
         reason = entry.finish_reason
         if reason is FinishReason.CANCELLED or (
             reason is FinishReason.ERROR and entry.error is not None and entry.error.code in PLACE_AGAIN_CODES
@@ -116,16 +128,27 @@ class StreamState:
             self.timing = entry.timing
         return Outcome.NEWS
 
+    def follow(self, owner: str, epoch: int) -> bool:
+        """The request was handed over to `owner`, in `epoch`. False: that is no news."""
+        if self.finish_reason is not None or epoch <= self.epoch:
+            return False
+        self.epoch, self.owner = epoch, owner
+        return True
+
     def lose(self, epoch: int) -> bool:
-        """The owner in `epoch` is gone. True: the request must be placed again, in the epoch that is now `epoch`'s
-        successor. False: it has ended, or another owner has it already."""
+        """The owner in `epoch` is gone. True: the request must be placed again, in the epoch that is the state's now.
+        False: it has ended, or another owner has it already."""
         if self.finish_reason is not None or epoch < self.epoch:
             return False
         self.epoch = epoch
-        if not self._end_if_complete():
-            self.epoch += 1
-            return True
-        return False
+        if self._end_if_complete():
+            return False
+        self.begin_placement()
+        return True
+
+    def begin_placement(self) -> None:
+        """The next owner outranks everybody whom the last placement may have reached."""
+        self.epoch, self.owner = next_placement(self.epoch), None
 
     def _end_if_complete(self) -> bool:
         """All tokens came but the entry that says so was lost with its sender."""

@@ -2,10 +2,11 @@
 
     MODELS, NODES, checkpoints -> planning.plan -> PLANS "current"
     SCHEDULER_STATISTICS -> TrafficStatistics -> STATISTICS
-    PLACEMENT_ADD_MODEL, PLACEMENT_REMOVE_MODEL, PLACEMENT_PLAN
+    PLACEMENT_ADD_MODEL, PLACEMENT_REMOVE_MODEL, PLACEMENT_SCALE_MODEL, PLACEMENT_PLAN
+    PLACEMENT_DRAIN_INSTANCE, PLACEMENT_SCALE_INSTANCES -> scaling.FleetKeeper
 
 What is stored is what counts: a change of the models is written first, then planned. Whoever leads next begins with the
-buckets alone.
+buckets alone. Which instances are drained is part of the plan.
 
 Models of the settings ("seeds") are added unless they were added before: a model that has statistics but is not in MODELS
 was removed by the operator, and stays removed.
@@ -20,22 +21,30 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
+import msgspec
 from opentelemetry.trace import Tracer
 
+from services.placement.backends.interface import ScalingBackend
 from services.placement.checkpoints import Checkpoints
+from services.placement.fleet import Fleet, node_of
 from services.placement.footprint import ConfiguredModel
 from services.placement.metrics import PlacementMetrics
 from services.placement.nodes import NodePresence
+from services.placement.plan_store import PlanStore
 from services.placement.planning import displaced, plan
 from services.placement.requests import check_length, check_spec, refuse
+from services.placement.scaling import Cluster, FleetKeeper
 from services.placement.statistics import TrafficStatistics
-from shared.bus.interface import Bus, BusError, KeyValue, RevisionConflict, ServiceError, Subscription
+from shared.bus.interface import Bus, BusError, KeyValue, ServiceError, Subscription
 from shared.messages import (
+    INSTANCES,
     MODELS,
     PLACEMENT_ADD_MODEL,
+    PLACEMENT_DRAIN_INSTANCE,
     PLACEMENT_PLAN,
     PLACEMENT_REMOVE_MODEL,
-    PLANS,
+    PLACEMENT_SCALE_INSTANCES,
+    PLACEMENT_SCALE_MODEL,
     SCHEDULER_STATISTICS,
     STATISTICS,
     AddModel,
@@ -47,15 +56,16 @@ from shared.messages import (
     NodeInfo,
     PlacementPlan,
     RemoveModel,
+    ScaleModel,
     StatisticsReport,
     bucket_key,
 )
 
 T = TypeVar("T")
+Q = TypeVar("Q")
 
 logger = logging.getLogger(__name__)
 
-PLAN_KEY = "current"
 DEBOUNCE_S = 0.2
 """Changes that come together make one plan."""
 TICK_S = 1.0
@@ -75,9 +85,12 @@ class _Inputs:
     nodes: list[NodeInfo]
     held_nodes: frozenset[str]
     incumbent: PlacementPlan | None
+    fleet: Fleet
 
     async def plan(self) -> PlacementPlan:
-        return await asyncio.to_thread(plan, self.models, self.nodes, self.incumbent, held_nodes=self.held_nodes)
+        return await asyncio.to_thread(
+            plan, self.models, self.nodes, self.incumbent, held_nodes=self.held_nodes, fleet=self.fleet
+        )
 
 
 class ActivePlacement:
@@ -91,6 +104,7 @@ class ActivePlacement:
         metrics: PlacementMetrics,
         tracer: Tracer,
         checkpoints: Checkpoints,
+        backend: ScalingBackend,
         registered: Callable[[], Mapping[str, NodeInfo]],
         is_leader: Callable[[], bool],
     ) -> None:
@@ -99,15 +113,15 @@ class ActivePlacement:
         self._seeds = seeds
         self._retry_s = retry_s
         self._metrics = metrics
-        self._tracer = tracer
         self._checkpoints = checkpoints
+        self._backend = backend
         self._registered = registered
         self._is_leader = is_leader
         self._presence = NodePresence()
         self._statistics = TrafficStatistics(bus.now())
         self._models: dict[str, ModelSpec] = {}
-        self._plan: PlacementPlan | None = None
-        self._plan_revision = 0
+        self._plans = PlanStore(metrics, tracer)
+        self._fleet = Fleet()
         self._planned: _Inputs | None = None
         """What the current plan was made from."""
         self._retry_at = 0.0
@@ -118,7 +132,6 @@ class ActivePlacement:
         self._tasks: set[asyncio.Task[Any]] = set()
         self.is_open = False
         self._model_bucket: KeyValue[ModelSpec]
-        self._plan_bucket: KeyValue[PlacementPlan]
         self._statistics_bucket: KeyValue[ModelStatistics]
 
     # ------------------------------------------------------------------------------------------- open and close
@@ -126,7 +139,7 @@ class ActivePlacement:
     async def open(self) -> None:
         """Takes over what is stored, then serves. Raises `BusError`."""
         self._model_bucket = await self._bus.key_value(MODELS)
-        self._plan_bucket = await self._bus.key_value(PLANS)
+        await self._plans.open(self._bus)
         self._statistics_bucket = await self._bus.key_value(STATISTICS)
         self._models = {e.value.name: e.value for e in (await self._model_bucket.entries()).values()}
         totals = {e.value.model: e.value for e in (await self._statistics_bucket.entries()).values()}
@@ -142,16 +155,22 @@ class ActivePlacement:
                                seed.name, stored)  # fmt: skip
         for name in self._models:
             self._statistics.add_model(name, totals.get(name))
-        if (entry := await self._plan_bucket.get(PLAN_KEY)) is not None:
-            self._plan, self._plan_revision = entry.value, entry.revision
+        if (last := self._plans.plan) is not None:
+            self._fleet = Fleet(tuple(last.draining), tuple(last.released))
+        instances = await self._bus.key_value(INSTANCES)
+        keeper = FleetKeeper(self._backend, self._fleet, self._cluster, self._set_fleet, instances)
         self._retry_checkpoints()
         # One by one, so that `close` finds those that were made should a later one fail.
         serve, made = self._bus.serve, self._subscriptions
         made.append(await serve(PLACEMENT_ADD_MODEL, self._on_add_model))
-        made.append(await serve(PLACEMENT_REMOVE_MODEL, self._on_remove_model))
+        made.append(await serve(PLACEMENT_REMOVE_MODEL, self._to_the_end(self._remove)))
+        made.append(await serve(PLACEMENT_SCALE_MODEL, self._to_the_end(self._scale_model)))
+        made.append(await serve(PLACEMENT_DRAIN_INSTANCE, self._to_the_end(keeper.drain)))
+        made.append(await serve(PLACEMENT_SCALE_INSTANCES, self._to_the_end(keeper.scale)))
         made.append(await serve(PLACEMENT_PLAN, self._on_get_plan))
         made.append(await self._bus.subscribe(SCHEDULER_STATISTICS, self._on_statistics))
         self._spawn(self._run())
+        self._spawn(keeper.tend_for_ever(self._is_leader))
         self.is_open = True
         logger.info("placement leads with %d models", len(self._models))
 
@@ -210,55 +229,37 @@ class ActivePlacement:
             for spec in self._models.values():
                 self._checkpoints.begin(spec.source)
 
-    def _inputs(self, models: Mapping[str, ModelSpec]) -> _Inputs:
-        planned = {instance.node_id for instance in self._plan.instances} if self._plan is not None else set()
+    def _cluster(self) -> Cluster:
+        planned = self._plans.node_ids() | {node_of(instance_id)[0] for instance_id in self._fleet.released}
         nodes, held = self._presence.view(self._registered(), planned, self._bus.now())
+        return Cluster(nodes, held, self._plans.plan)
+
+    def _inputs(self, models: Mapping[str, ModelSpec]) -> _Inputs:
+        cluster = self._cluster()
         configured = [
             ConfiguredModel(spec, self._checkpoints.shape(spec.source), self._checkpoints.problem(spec.source))
             for spec in models.values()
         ]
-        return _Inputs(configured, nodes, held, self._plan)
+        return _Inputs(configured, cluster.nodes, cluster.held, self._plans.plan, self._fleet)
 
     async def _replan(self) -> None:
         """Publishes the plan for the models as they are, if it differs. Call it with `_changing` held."""
         for _ in range(PUBLISH_ATTEMPTS):
             inputs = self._inputs(self._models)
-            if inputs == self._planned or (self._plan is None and not inputs.nodes):
+            if inputs == self._planned or (self._plans.plan is None and not inputs.nodes):
                 return  # nothing new, or nothing to plan for yet
             new = await inputs.plan()
-            if new != self._plan and not await self._publish(new):
+            if new != self._plans.plan and not await self._plans.publish(new):
                 continue
             self._planned = replace(inputs, incumbent=new)
             return
         raise BusError(ErrorInfo(ErrorCode.CONFLICT, "the plan is being changed by somebody else"))
 
-    async def _publish(self, new: PlacementPlan) -> bool:
-        """False: another plan is stored than was thought; `_plan` is that one now."""
-        with self._tracer.start_as_current_span("placement.publish_plan") as span:
-            span.set_attribute("tideway.plan_version", new.version)
-            try:
-                if self._plan_revision:
-                    revision = await self._plan_bucket.update(PLAN_KEY, new, self._plan_revision)
-                else:
-                    revision = await self._plan_bucket.create(PLAN_KEY, new)
-            except RevisionConflict:
-                # A write that was thought lost, or a server that lost its disk.
-                entry = await self._plan_bucket.get(PLAN_KEY)
-                self._plan_revision = entry.revision if entry is not None else 0
-                self._plan = entry.value if entry is not None else self._plan
-                return False
-        self._plan, self._plan_revision = new, revision
-        self._metrics.num_plans.inc()
-        logger.info("plan %d: %d models on %d instances", new.version, len(self._models), len(new.instances))
-        for name, reason in new.unplaced.items():
-            logger.warning("model %r is not placed: %s", name, reason)
-        return True
-
     # ------------------------------------------------------------------------------------------------ handlers
 
     async def _on_get_plan(self, _query: GetPlan) -> PlacementPlan:
         self._check_leader()
-        return self._plan or PlacementPlan(0, [])
+        return self._plans.plan or PlacementPlan(0, [])
 
     async def _on_add_model(self, query: AddModel) -> PlacementPlan:
         self._check_leader()
@@ -267,8 +268,12 @@ class ActivePlacement:
             await self._read_checkpoint(query.spec)
         return await asyncio.shield(self._spawn(self._add(query.spec)))
 
-    async def _on_remove_model(self, query: RemoveModel) -> PlacementPlan:
-        return await asyncio.shield(self._spawn(self._remove(query.name)))
+    def _to_the_end(self, change: Callable[[Q], Coroutine[Any, Any, PlacementPlan]]) -> Callable[[Q], Any]:
+        async def handle(query: Q) -> PlacementPlan:
+            self._check_leader()
+            return await asyncio.shield(self._spawn(change(query)))
+
+        return handle
 
     # A change that was begun is finished, whether or not the caller still waits: what is stored and what is known here
     # must stay the same.
@@ -278,7 +283,7 @@ class ActivePlacement:
             if (known := self._models.get(spec.name)) is not None:
                 if known != spec:
                     raise refuse(f"model {spec.name!r} is there with another definition", "name", ErrorCode.CONFLICT)
-                return self._plan or PlacementPlan(0, [])
+                return self._plans.plan or PlacementPlan(0, [])
             await self._check_fits(spec)
             await self._model_bucket.put(bucket_key(spec.name), spec)
             self._models[spec.name] = spec
@@ -286,7 +291,8 @@ class ActivePlacement:
             logger.info("model %r was added: %s", spec.name, spec)
             return await self._carry_out()
 
-    async def _remove(self, name: str) -> PlacementPlan:
+    async def _remove(self, query: RemoveModel) -> PlacementPlan:
+        name = query.name
         async with self._change():
             if name not in self._models:
                 raise refuse(f"there is no model {name!r}", "name", ErrorCode.UNKNOWN_MODEL)
@@ -299,6 +305,29 @@ class ActivePlacement:
             self._checkpoints.forget_all_but({spec.source for spec in self._models.values()})
             logger.info("model %r was removed", name)
             return await self._carry_out()
+
+    async def _scale_model(self, query: ScaleModel) -> PlacementPlan:
+        async with self._change():
+            if (known := self._models.get(query.name)) is None:
+                raise refuse(f"there is no model {query.name!r}", "name", ErrorCode.UNKNOWN_MODEL)
+            spec = msgspec.structs.replace(known, replicas=query.replicas)
+            check_spec(spec)
+            if spec != known:
+                await self._model_bucket.put(bucket_key(spec.name), spec)
+                self._models[spec.name] = spec
+                logger.info("model %r is to be on %s instances", spec.name, spec.replicas or "all")
+            return await self._carry_out()
+
+    async def _set_fleet(self, fleet: Fleet) -> PlacementPlan:
+        """Another fleet is stored with its plan, or not at all."""
+        async with self._change():
+            before, self._fleet = self._fleet, fleet
+            try:
+                await self._replan()
+            except BaseException:
+                self._fleet = before
+                raise
+            return self._plans.plan or PlacementPlan(0, [])
 
     async def _read_checkpoint(self, spec: ModelSpec) -> None:
         is_used = any(known.source == spec.source for known in self._models.values())
@@ -343,7 +372,7 @@ class ActivePlacement:
             raise BusError(
                 ErrorInfo(error.code, f"the change is stored, its plan not yet published: {error}")
             ) from error
-        return self._plan or PlacementPlan(0, [])
+        return self._plans.plan or PlacementPlan(0, [])
 
     def _check_leader(self) -> None:
         if not self._is_leader():
@@ -366,6 +395,6 @@ class ActivePlacement:
 
     def _show(self) -> None:
         now = self._bus.now()
-        self._metrics.show(self._plan, self._registered(), len(self._models))
+        self._metrics.show(self._plans.plan, self._registered(), len(self._models))
         for name in self._models:
             self._metrics.show_traffic(name, self._statistics.rates(name, now))

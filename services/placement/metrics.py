@@ -31,6 +31,7 @@ class PlacementMetrics:
         self._models = gauge("models", "Configured models", ("state",))
         self._nodes = gauge("nodes", "Registered nodes")
         self._instances = gauge("instances", "Instances of the current plan")
+        self._draining = gauge("draining", "Instances that were drained on purpose", ("by",))
         self._replicas = gauge("model_replicas", "Instances of the current plan that hold the model", ("model",))
         self._traffic = {
             name: gauge(f"model_{name}", f"{text} (last minute)", ("model",)) for name, text in _TRAFFIC.items()
@@ -46,6 +47,9 @@ class PlacementMetrics:
         self._models.labels("unplaced").set(num_models - len(replicas))
         self._plan_version.set(plan.version if plan is not None else 0)
         self._instances.set(len(plan.instances) if plan is not None else 0)
+        num_draining, num_released = (len(plan.draining), len(plan.released)) if plan is not None else (0, 0)
+        self._draining.labels("operator").set(num_draining - num_released)
+        self._draining.labels("scaling").set(num_released)
         self._replicas.clear()
         for name, count in replicas.items():
             self._replicas.labels(name).set(count)

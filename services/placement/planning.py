@@ -1,9 +1,9 @@
 """Which model runs on which instance. Pure: the same arguments give the same plan.
 
 Every configured model goes on every instance (or on `replicas` of them) as memory allows. Memory of a node is divided
-evenly over its instances; an instance holds
+evenly over the instances that it could run at most; an instance holds
 
-    sum(weights) + max(activations) + KV pool + one merged block of scratch  <=  memory of the node / its instances
+    sum(weights) + max(activations) + KV pool + one merged block of scratch  <=  memory of the node / its most instances
 
 Stability comes before balance: what the incumbent plan placed stays where it is while it fits, with its KV pool (a pool
 cannot change under a running instance). New models take what is left; nothing is moved or evicted for them.
@@ -11,6 +11,8 @@ cannot change under a running instance). New models take what is left; nothing i
 A room whose contents cannot be judged is *frozen*: it keeps the models that are still configured and takes no others.
 That holds for instances of nodes that are away for a moment, and for those with a model whose checkpoint cannot be read
 just now.
+
+An instance that is draining is no room at all: what was there goes where there is room, if it is not there already.
 """
 
 from __future__ import annotations
@@ -20,6 +22,9 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
+import msgspec
+
+from services.placement.fleet import Fleet, instance_ids
 from services.placement.footprint import ConfiguredModel, Footprint, footprint
 from shared.engine import slab
 from shared.messages import InstancePlan, ModelSpec, NodeInfo, PlacementPlan
@@ -34,6 +39,8 @@ of a GPU, where the pool is what limits the batch."""
 LEAST_MERGED_BYTES = {"cpu": 4 << 20, "cuda": 32 << 20}
 """Merged blocks are at least so large, so that a model that is added later usually fits into them: other merged blocks
 need a restart of the instance."""
+
+NOBODY_OUT = Fleet()
 
 slots_per_merged = functools.lru_cache(maxsize=4096)(slab.slots_per_merged)
 """Asked again and again for the same few pairs."""
@@ -96,7 +103,7 @@ class _Room:
             if self.device == "cpu":
                 pool_bytes = min(pool_bytes, max_cpu_pool_bytes)
             pool_bytes = max(pool_bytes // merged_bytes * merged_bytes, least_bytes)
-        models = [self.specs[name] for name in sorted(self.specs)]
+        models = [_for_instance(self.specs[name]) for name in sorted(self.specs)]
         return InstancePlan(self.instance_id, self.node_id, models, pool_bytes, merged_bytes)
 
     def _blocks(self, size: Footprint) -> int:
@@ -109,14 +116,17 @@ def plan(
     incumbent: PlacementPlan | None,
     *,
     held_nodes: Collection[str] = (),
+    fleet: Fleet = NOBODY_OUT,
     max_cpu_pool_bytes: int = MAX_CPU_POOL_BYTES,
 ) -> PlacementPlan:
     """The next plan; the incumbent itself if nothing changes.
 
     `held_nodes`: nodes that are not in `nodes` but may be back in a moment; the incumbent's instances there stay.
+    `fleet`: the instances that are to be left out.
     """
     configured = {model.spec.name: model for model in sorted(models, key=lambda m: m.spec.name)}
-    rooms = _rooms(configured, nodes, incumbent, held_nodes)
+    draining = frozenset(fleet.draining)
+    rooms = _rooms(configured, nodes, incumbent, held_nodes, draining)
     sizes = {
         (name, device): footprint(model.spec, model.shape, device)
         for device in sorted({room.device for room in rooms})
@@ -124,19 +134,22 @@ def plan(
         if model.shape is not None
     }
     _choose_merged_blocks(rooms, sizes)
-    placement = _Placement(configured, rooms, sizes)
+    placement = _Placement(configured, rooms, sizes, has_nodes=bool(nodes))
     placement.keep_incumbents()
     placement.fill()
 
     instances = [room.plan(max_cpu_pool_bytes) for room in rooms if room.specs]
+    out = sorted(draining.intersection(instance_ids(nodes)))
     unplaced = {
-        name: reason
+        name: f"{reason}; {', '.join(out)} drained" if out and configured[name].shape is not None else reason
         for name in configured
         if not placement.num_replicas[name] and (reason := placement.why_unplaced(name))
     }
-    if incumbent is not None and incumbent.instances == instances and incumbent.unplaced == unplaced:
+    version = 1 if incumbent is None else incumbent.version + 1
+    new = PlacementPlan(version, instances, unplaced, list(fleet.draining), list(fleet.released))
+    if incumbent is not None and msgspec.structs.replace(new, version=incumbent.version) == incumbent:
         return incumbent
-    return PlacementPlan(1 if incumbent is None else incumbent.version + 1, instances, unplaced)
+    return new
 
 
 def displaced(before: PlacementPlan | None, after: PlacementPlan) -> list[tuple[str, str]]:
@@ -151,15 +164,17 @@ def _rooms(
     nodes: Iterable[NodeInfo],
     incumbent: PlacementPlan | None,
     held_nodes: Collection[str],
+    draining: Collection[str],
 ) -> list[_Room]:
     before = {} if incumbent is None else {i.instance_id: i for i in incumbent.instances}
+    before = {instance_id: i for instance_id, i in before.items() if instance_id not in draining}
     rooms = []
     for node in sorted(nodes, key=lambda n: n.node_id):
-        capacity = node.memory_bytes // max(1, node.num_instances)
-        for k in range(node.num_instances):
-            instance_id = f"{node.node_id}-{k}"
-            device = "cuda" if node.device.startswith("cuda") else "cpu"
-            rooms.append(_Room(instance_id, node.node_id, device, capacity, before.get(instance_id)))
+        capacity = node.memory_bytes // max(1, node.num_instances, node.max_instances)
+        device = "cuda" if node.device.startswith("cuda") else "cpu"
+        for instance_id in instance_ids([node]):
+            if instance_id not in draining:
+                rooms.append(_Room(instance_id, node.node_id, device, capacity, before.get(instance_id)))
     present = {node.node_id for node in nodes}
     for instance in before.values():
         if instance.node_id in held_nodes and instance.node_id not in present:
@@ -171,7 +186,13 @@ def _rooms(
 
 
 def _stays(configured: dict[str, ConfiguredModel], spec: ModelSpec) -> bool:
-    return spec.name in configured and configured[spec.name].spec == spec
+    return spec.name in configured and _for_instance(configured[spec.name].spec) == _for_instance(spec)
+
+
+@functools.lru_cache(maxsize=4096)
+def _for_instance(spec: ModelSpec) -> ModelSpec:
+    """What an instance is told of a model: on how many others it is, is not its business, and may change under it."""
+    return msgspec.structs.replace(spec, replicas=None)
 
 
 def _choose_merged_blocks(rooms: list[_Room], sizes: dict[tuple[str, str], Footprint]) -> None:
@@ -199,9 +220,15 @@ class _Placement:
     """Fills the rooms and counts the replicas."""
 
     def __init__(
-        self, configured: dict[str, ConfiguredModel], rooms: list[_Room], sizes: dict[tuple[str, str], Footprint]
+        self,
+        configured: dict[str, ConfiguredModel],
+        rooms: list[_Room],
+        sizes: dict[tuple[str, str], Footprint],
+        *,
+        has_nodes: bool,
     ) -> None:
         self._configured = configured
+        self._has_nodes = has_nodes
         self._rooms = rooms
         self._sizes = sizes
         self.num_replicas = dict.fromkeys(configured, 0)
@@ -244,7 +271,7 @@ class _Placement:
             return model.problem
         rooms = [room for room in self._rooms if not room.is_frozen]
         if not rooms:
-            return "no worker node is registered"
+            return "no instance is there to hold it" if self._has_nodes else "no worker node is registered"
         room = max(rooms, key=lambda r: (r.capacity_bytes - r.used_bytes, r.instance_id))
         size = self._sizes[name, room.device]
         least = size.least_slots * size.slot_bytes

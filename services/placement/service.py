@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from services.placement.active import ActivePlacement
+from services.placement.backends.interface import ScalingBackend
+from services.placement.backends.local import LocalBackend
 from services.placement.checkpoints import Checkpoints, read_shape
 from services.placement.metrics import PlacementMetrics
 from services.placement.requests import check_spec
@@ -16,8 +18,22 @@ from shared.settings import PlacementSettings, SettingsError, default_id
 from shared.telemetry import Telemetry
 
 
+def scaling_backend(bus: Bus, settings: PlacementSettings) -> ScalingBackend:
+    """`SettingsError` if the settings' cannot be used here."""
+    match settings.scaling_backend:
+        case "local":
+            return LocalBackend(bus)
+        case "kubernetes":
+            from services.placement.backends.api_server import ApiServer
+            from services.placement.backends.kubernetes import KubernetesBackend
+
+            return KubernetesBackend(ApiServer.in_cluster(), settings.kubernetes_workload)
+    raise SettingsError(f"TIDEWAY_SCALING_BACKEND={settings.scaling_backend!r}: expected local or kubernetes")
+
+
 class PlacementService:
-    """One replica. Any number may run; one of them is active. `read`: how a checkpoint's shape is found (blocking)."""
+    """One replica. Any number may run; one of them is active. `read`: how a checkpoint's shape is found (blocking).
+    `backend`: in place of the settings'."""
 
     def __init__(
         self,
@@ -25,6 +41,7 @@ class PlacementService:
         settings: PlacementSettings,
         telemetry: Telemetry,
         read: Callable[[str], CheckpointShape] = read_shape,
+        backend: ScalingBackend | None = None,
     ) -> None:
         self.placement_id = settings.placement_id or default_id("placement")
         self._seeds = settings.model_specs()
@@ -35,6 +52,7 @@ class PlacementService:
                 raise SettingsError(f"TIDEWAY_MODELS: {error.info.message}") from None
         if settings.interval_s <= 0:
             raise SettingsError(f"TIDEWAY_INTERVAL_S={settings.interval_s:g}: expected more than 0")
+        self._backend = backend or scaling_backend(bus, settings)
         self._bus = bus
         self._settings = settings
         self._telemetry = telemetry
@@ -63,6 +81,7 @@ class PlacementService:
         await self._lease.stop()
         if self._nodes is not None:
             await self._nodes.stop()
+        await self._backend.close()
 
     def _registered(self) -> dict[str, NodeInfo]:
         return dict(self._nodes.entries) if self._nodes is not None else {}
@@ -79,6 +98,7 @@ class PlacementService:
             self._metrics,
             self._telemetry.tracer,
             self._checkpoints,
+            self._backend,
             self._registered,
             lambda: self._lease.is_held,
         )

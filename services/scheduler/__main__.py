@@ -8,6 +8,7 @@ from functools import partial
 
 import msgspec
 
+from services.scheduler.garbage import collect_rarely
 from services.scheduler.service import SchedulerService
 from shared.bus.nats_bus import NatsBus
 from shared.service import load_or_exit, run_service, unless_stopped
@@ -37,6 +38,7 @@ async def serve(settings: SchedulerSettings, stop: asyncio.Event) -> None:
 def main() -> None:
     settings = load_or_exit(SchedulerSettings)
     named = msgspec.structs.replace(settings, scheduler_id=settings.scheduler_id or default_id("scheduler"))
+    collect_rarely()
     run_service(partial(serve, named), named)
 
 

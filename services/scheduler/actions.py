@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from shared.messages import GenerationRequest, RequestsLost, TokenEntry
+from shared.messages import GenerationRequest, Rebalance, RequestsLost, TokenEntry
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +28,8 @@ class AskHeld:
 class CancelAt:
     instance_id: str
     request_id: str
+    epoch: int | None = None
+    """Only in this epoch or a lower one; None: wherever it has moved to, in any epoch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,4 +81,43 @@ class LeftQueue:
     """For dispatched ones: when the submit call that succeeded began."""
 
 
-Action = Dispatch | AskHeld | CancelAt | SendEntry | NotifyLost | InstanceLost | ProbeSilence | LeftQueue
+@dataclass(frozen=True, slots=True)
+class SendRebalance:
+    """Tell an instance whom to give requests to; nobody: no one any more."""
+
+    instance_id: str
+    rebalance: Rebalance
+
+
+@dataclass(frozen=True, slots=True)
+class Paired:
+    """For the log and metrics: an instance gives requests away from now on."""
+
+    instance_id: str
+    rebalance: Rebalance
+    freeness: float
+
+
+@dataclass(frozen=True, slots=True)
+class MoveEnded:
+    """For metrics: a migration ended."""
+
+    source_id: str
+    destination_id: str
+    reason: str
+    """Why it failed, an `AbortReason`; empty: it did not."""
+
+
+Action = (
+    Dispatch
+    | AskHeld
+    | CancelAt
+    | SendEntry
+    | NotifyLost
+    | InstanceLost
+    | ProbeSilence
+    | LeftQueue
+    | SendRebalance
+    | Paired
+    | MoveEnded
+)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping
 from typing import Any
 
@@ -18,12 +19,16 @@ from services.scheduler.actions import (
     Dispatch,
     InstanceLost,
     LeftQueue,
+    MoveEnded,
     NotifyLost,
+    Paired,
     ProbeSilence,
     SendEntry,
+    SendRebalance,
 )
 from services.scheduler.core import SchedulerCore
 from services.scheduler.observer import Observer
+from services.scheduler.scaling import CALL_TIMEOUT_S, Scaler, ScalingAction, call_of
 from shared.bus.interface import Bus, BusError, ServiceError, Subscription
 from shared.messages import (
     EXECUTION_STATISTICS,
@@ -32,6 +37,7 @@ from shared.messages import (
     INSTANCE_CANCEL,
     INSTANCE_EXITED,
     INSTANCE_HELD,
+    INSTANCE_REBALANCE,
     INSTANCE_SUBMIT,
     LOAD_REPORTS,
     SCHEDULER_ANNOUNCE,
@@ -42,6 +48,7 @@ from shared.messages import (
     Accepted,
     Cancel,
     ErrorCode,
+    ErrorInfo,
     ExecutionStatistics,
     ExecutionStatisticsReport,
     GenerationRequest,
@@ -51,6 +58,7 @@ from shared.messages import (
     InstanceInfo,
     ListHeldRequests,
     LoadReport,
+    PlacementPlan,
     SchedulerInfo,
     StatisticsReport,
     TokenFrame,
@@ -90,7 +98,12 @@ class ActiveScheduler:
         """Submit calls under way, of `_tasks`."""
         self._timer: asyncio.TimerHandle | None = None
         self._timer_s = 0.0
+        self._is_turn_due = False
+        self._num_reports = 0
+        """Since the turn began."""
+        self._scaler = Scaler(settings)
         self._is_closed = False
+        self.is_serving = False
 
     async def open(self, instances: Mapping[str, InstanceInfo]) -> None:
         """Rebuilds the view of who holds what, then serves. `instances`: the registry as it stands; changes after this
@@ -109,6 +122,7 @@ class ActiveScheduler:
         self._subscriptions.append(await self._bus.serve(SCHEDULER_SUBMIT, self._submit, max_concurrency=MAX_SUBMITS))
         self._subscriptions.append(await self._bus.serve(SCHEDULER_GRANT, self._grant))
         self._spawn(self._publish_statistics())
+        self.is_serving = True
         self._bus.publish(SCHEDULER_ANNOUNCE, self._info)
         logger.info(
             "serving: %d requests are held by %d instances (asked in %.0f ms)",
@@ -139,7 +153,7 @@ class ActiveScheduler:
         except ValueError as error:
             raise ServiceError.of(ErrorCode.BAD_REQUEST, str(error), "gateway_id") from None
         refused = self._core.submit(request, self._bus.now())
-        self._act()
+        self._act_soon()
         if refused is not None:
             self._observer.refused.labels(refused.code).inc()
             raise ServiceError(refused)
@@ -168,9 +182,9 @@ class ActiveScheduler:
         self._act()
 
     def _on_report(self, report: LoadReport) -> None:
-        self._observer.reports.inc()
         self._core.on_report(report, self._bus.now())
-        self._act()
+        self._num_reports += 1
+        self._act_soon()
 
     def _on_cancel(self, cancel: Cancel) -> None:
         self._core.cancel(cancel.request_id, self._bus.now())
@@ -186,6 +200,18 @@ class ActiveScheduler:
         self._act()
 
     # ------------------------------------------------------------------------------------------------ actions
+
+    def _act_soon(self) -> None:
+        """Reports come by the ten thousand a second: what they lead to is done once for all that came in together."""
+        if not self._is_turn_due:
+            self._is_turn_due = True
+            asyncio.get_running_loop().call_soon(self._end_turn)
+
+    def _end_turn(self) -> None:
+        self._is_turn_due = False
+        self._observer.reports.inc(self._num_reports)
+        self._num_reports = 0
+        self._act()
 
     def _act(self) -> None:
         for action in self._core.actions(self._bus.now()):
@@ -203,8 +229,14 @@ class ActiveScheduler:
                 task.add_done_callback(self._calls.discard)
             case LeftQueue():
                 self._observer.on_left_queue(action, self._bus.now())
-            case CancelAt(instance_id, request_id):
-                self._bus.publish(INSTANCE_CANCEL.at(instance_id=instance_id), Cancel(request_id))
+            case CancelAt(instance_id, request_id, epoch):
+                self._bus.publish(INSTANCE_CANCEL.at(instance_id=instance_id), Cancel(request_id, epoch))
+            case SendRebalance(instance_id, rebalance):
+                self._bus.publish(INSTANCE_REBALANCE.at(instance_id=instance_id), rebalance)
+            case Paired():
+                self._observer.on_paired(action)
+            case MoveEnded():
+                self._observer.on_move(action)
             case SendEntry(gateway_id, entry):
                 frame = TokenFrame(self._info.scheduler_id, [entry])
                 self._bus.publish(GATEWAY_FRAMES.at(gateway_id=gateway_id), frame)
@@ -259,16 +291,31 @@ class ActiveScheduler:
         while True:
             await asyncio.sleep(STATISTICS_INTERVAL_S)
             now = self._bus.now()
-            num_queued: dict[str, int] = {}
+            num_queued: Counter[str] = Counter()
+            num_online: Counter[str] = Counter()
             for lane, length in self._core.queue.lengths().items():
-                num_queued[lane.model] = num_queued.get(lane.model, 0) + length
+                num_queued[lane.model] += length
+                num_online[lane.model] += length if lane.is_online else 0
             models = self._core.statistics.take(now - last_s, num_queued)
             self._bus.publish(SCHEDULER_STATISTICS, StatisticsReport(self._info.scheduler_id, models))
             if changed := self._core.take_execution_statistics():
                 report = ExecutionStatisticsReport(self._info.scheduler_id, changed)
                 self._bus.publish(EXECUTION_STATISTICS, report)
+            for action in self._scaler.due(self._core.cluster, num_online, now):
+                self._spawn(self._scale(action))
             self._observer.sample(self._core, now)
             last_s = now
+
+    async def _scale(self, action: ScalingAction) -> None:
+        endpoint, query = call_of(action)
+        logger.info("scaling: %s", action)
+        reply: PlacementPlan | ErrorInfo
+        try:
+            reply = await self._bus.request(endpoint, query, timeout_s=CALL_TIMEOUT_S)
+        except BusError as error:
+            logger.warning("placement did not carry out %s: %s", action, error)
+            reply = error.info
+        self._scaler.answered(reply, self._bus.now())
 
     # ------------------------------------------------------------------------------------------------ plumbing
 

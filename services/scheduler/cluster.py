@@ -1,6 +1,7 @@
 """The cluster as the scheduler sees it: the registry, the last load report of each instance, and who is alive.
 
-Only instance-level numbers are kept, so the work per report does not depend on how many requests or instances exist.
+Only instance-level numbers are kept, so the work per report does not depend on how many requests or instances exist; and
+what is derived from a report is derived when somebody asks, because most reports are followed by another one first.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from typing import NamedTuple
 
 from services.scheduler.timers import Timers
 from shared.messages import ErrorCode, ErrorInfo, GenerationRequest, InstanceInfo, LoadedModel, LoadReport
+from shared.policies.dispatch import ReportedFreeness
+from shared.policies.rebalancing import InstanceView
 from shared.policies.virtual_usage import merged_demand
 
 
@@ -27,6 +30,10 @@ class ServedModel(NamedTuple):
     @classmethod
     def of(cls, model: LoadedModel, info: InstanceInfo) -> ServedModel:
         return cls(model.max_model_len, model.page_tokens, model.slots_per_merged, info.num_merged)
+
+    @property
+    def tokens_per_merged(self) -> int:
+        return self.page_tokens * self.slots_per_merged
 
     def demand_merged(self, num_tokens: int) -> float:
         if not (self.page_tokens and self.slots_per_merged):
@@ -50,6 +57,36 @@ class Liveness(StrEnum):
 
 
 @dataclass(slots=True, eq=False)
+class Load:
+    """What a load report says, added up over models."""
+
+    num_requests: int
+    """Online requests: running and waiting."""
+    num_running: int
+    """Of those, the running ones."""
+    num_held: int
+    """Requests of both classes."""
+    num_waiting_online: dict[str, int]
+    """Online requests that wait, of each model."""
+    offline_room: dict[str, int]
+    """Offline tokens of each model that it could take."""
+
+    @classmethod
+    def of(cls, report: LoadReport) -> Load:
+        num_waiting = num_offline = num_waiting_online = 0
+        waiting, room = {}, {}
+        for load in report.models:
+            num_waiting += load.num_waiting
+            num_offline += load.num_offline
+            num_waiting_online += load.num_waiting_online
+            waiting[load.model] = load.num_waiting_online
+            room[load.model] = load.offline_room_tokens
+        num_held = report.num_running + num_waiting
+        num_requests = max(0, num_held - num_offline)
+        return cls(num_requests, max(0, num_requests - num_waiting_online), num_held, waiting, room)
+
+
+@dataclass(slots=True, eq=False)
 class InstanceState:
     """One incarnation of an instance. Times are on the scheduler's clock."""
 
@@ -60,12 +97,11 @@ class InstanceState:
     """Models that take requests here."""
     liveness: Liveness = Liveness.ALIVE
     report: LoadReport | None = None
-    num_requests: int = 0
-    """Online requests that it has, as reported."""
-    num_waiting_online: dict[str, int] = field(default_factory=dict)
-    """Of those, the waiting ones of each model."""
-    offline_room: dict[str, int] = field(default_factory=dict)
-    """Offline tokens of each model that it could take, as reported."""
+    _load: Load | None = None
+    names: frozenset[str] = frozenset()
+    """Of the models in `ready`."""
+    leaving: frozenset[str] = frozenset()
+    """Models whose requests have to go elsewhere: all of a draining instance, or those being unloaded."""
     num_refusals: int = 0
     """In a row; the back-off grows with it."""
     is_backing_off: bool = False
@@ -89,10 +125,82 @@ class InstanceState:
         return self.is_alive and self.report is not None
 
     @property
+    def load(self) -> Load:
+        """By the last report, which must have been heard."""
+        if self._load is None:
+            assert self.report is not None
+            self._load = Load.of(self.report)
+        return self._load
+
+    def freeness(self, is_charged: bool) -> ReportedFreeness:
+        """For dispatch; `is_charged`: with the headroom of high priority."""
+        report = self.report
+        assert report is not None
+        # A normal request is charged where high ones are, a high one where none is.
+        is_normal_charged = report.num_high > 0
+        value = report.dispatch_freeness if is_normal_charged == is_charged else report.dispatch_freeness_high
+        return ReportedFreeness(value, self.load.num_running, report.free_merged)
+
+    def hear(self, report: LoadReport, now: float) -> None:
+        self.heard_s = now
+        self.report = report
+        self._load = None
+
+    def enter(self, info: InstanceInfo) -> None:
+        """Its entry in the registry."""
+        self.info = info
+        self.ready = {m.name: ServedModel.of(m, info) for m in info.models if m.state == "ready"}
+        self.names = frozenset(self.ready)
+        is_draining = info.state == "draining"
+        self.leaving = frozenset(m.name for m in info.models if is_draining or m.state == "unloading")
+
+    def leave(self) -> None:
+        """It serves nothing any more."""
+        self.ready = {}
+        self.names = self.leaving = frozenset()
+
+    @property
+    def can_take(self) -> bool:
+        """Requests that move."""
+        return self.info.kv_address != "" and self.is_candidate
+
+    def rebalancing_view(self) -> InstanceView | None:
+        """None before its first report, and when it is dead."""
+        report = self.report
+        if report is None or not self.is_alive:
+            return None
+        load = self.load
+        num_waiting = load.num_requests - load.num_running
+        can_move = bool(self.info.kv_address)
+        return InstanceView(
+            self.info.instance_id,
+            report.migration_freeness,
+            load.num_running,
+            load.num_running + (num_waiting > 0),
+            self._pool_tokens(report),
+            self.names,
+            self.leaving,
+            can_give=load.num_held > 0 and (can_move or bool(self.leaving)),
+            can_take=self.can_take,
+        )
+
+    def _pool_tokens(self, report: LoadReport) -> float:
+        """Tokens that the KV pool holds, by the models of the running requests; by all served ones while none runs."""
+        tokens = num_running = 0
+        for load in report.models:
+            served = self.ready.get(load.model)
+            if served is not None and load.num_running:
+                tokens += load.num_running * served.tokens_per_merged
+                num_running += load.num_running
+        if not num_running:
+            tokens, num_running = sum(served.tokens_per_merged for served in self.ready.values()), len(self.ready)
+        return self.info.num_merged * tokens / num_running if num_running else 0.0
+
+    @property
     def is_candidate(self) -> bool:
         """Whether requests may be sent here at all. The first report must have been heard: load is not guessed."""
-        is_ready = self.info.state == "ready" and self.report is not None
-        return is_ready and self.liveness == Liveness.ALIVE and not self.is_backing_off
+        is_alive = self.liveness is Liveness.ALIVE and self.report is not None
+        return is_alive and not self.is_backing_off and self.info.state == "ready"
 
 
 class ClusterView:
@@ -127,21 +235,20 @@ class ClusterView:
         elif state.liveness == Liveness.EXITED:
             return False
         self._count_served(state, -1)
-        state.info = info
-        state.ready = {m.name: ServedModel.of(m, info) for m in info.models if m.state == "ready"}
+        state.enter(info)
         self._count_served(state, +1)
         return True
 
     def remove(self, instance_id: str) -> None:
         if (state := self._instances.pop(instance_id, None)) is not None:
             self._count_served(state, -1)
-            state.ready = {}
+            state.leave()
             self._silence.discard(instance_id)
 
     def mark_exited(self, instance_id: str) -> None:
         state = self._instances[instance_id]
         self._count_served(state, -1)
-        state.ready = {}
+        state.leave()
         state.liveness = Liveness.EXITED
         self._silence.discard(instance_id)
 
@@ -174,9 +281,9 @@ class ClusterView:
 
     # ------------------------------------------------------------------------------------- reports and silence
 
-    def hear(self, report: LoadReport, now: float) -> tuple[InstanceState, bool] | None:
-        """Takes in a report. None for one of an unknown or dead incarnation, or an old one. Else the instance, and
-        whether reports before this one were missed."""
+    def hear(self, report: LoadReport, now: float) -> tuple[InstanceState, LoadReport | None] | None:
+        """Takes in a report. None for one of an unknown or dead incarnation, or an old one. Else the instance, and the
+        report before this one, if there was any."""
         state = self._instances.get(report.instance_id)
         if state is None or state.info.incarnation != report.incarnation or state.liveness == Liveness.EXITED:
             return None
@@ -188,12 +295,8 @@ class ClusterView:
         if state.liveness != Liveness.ALIVE:
             state.liveness = Liveness.ALIVE
             self._silence.set(report.instance_id, now + self._lost_after_s)
-        state.heard_s = now
-        state.report = report
-        state.num_requests = report.num_running + sum(load.num_waiting - load.num_offline for load in report.models)
-        state.num_waiting_online = {load.model: load.num_waiting_online for load in report.models}
-        state.offline_room = {load.model: load.offline_room_tokens for load in report.models}
-        return state, last is not None and report.sequence != last.sequence + 1
+        state.hear(report, now)
+        return state, last
 
     def fall_silent(self, now: float) -> list[str]:
         """Instances that have just become silent. They take no requests until they are heard of again; whether they are

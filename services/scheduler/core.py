@@ -16,16 +16,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from services.scheduler.actions import Action, AskHeld, CancelAt, Dispatch, InstanceLost, NotifyLost, ProbeSilence
+from services.scheduler.actions import Action, AskHeld, CancelAt, Dispatch, InstanceLost, ProbeSilence
 from services.scheduler.cluster import ClusterView, InstanceState, Liveness
 from services.scheduler.dispatching import Dispatcher
 from services.scheduler.harvest import GrantBook
 from services.scheduler.lifecycle import RequestLifecycle, removed_error
 from services.scheduler.monitor import ServiceMonitor
+from services.scheduler.moves import MoveBook
 from services.scheduler.queue import GlobalQueue
-from services.scheduler.recovery import group_by_gateway, reconcile
+from services.scheduler.recovery import FINAL, FULL, MAYBE_DELIVERED, UNCERTAIN, reconcile
 from services.scheduler.requests import RequestState, TrackedRequest
+from services.scheduler.rescheduling import Rescheduler
 from shared.messages import (
+    PLACEMENT_EPOCHS,
     ErrorCode,
     ErrorInfo,
     ExecutionStatistics,
@@ -38,6 +41,7 @@ from shared.messages import (
     InstanceInfo,
     LoadReport,
     RequestClass,
+    next_placement,
 )
 from shared.policies.catalogue import ordering_policy
 from shared.settings import SchedulerSettings
@@ -49,18 +53,10 @@ BACKOFF_S = 0.1
 MAX_BACKOFF_S = 2.0
 ASK_AGAIN_S = 1.0
 """Between questions to an instance that does not say what it holds."""
-TERM_EPOCHS = 1000
-"""More than the epochs by which a leader raises one request in its term."""
+TERM_EPOCHS = 1024 * PLACEMENT_EPOCHS
+"""More than the placements that a leader makes of one request in its term."""
 MAX_FAILURES = 3
 """Attempts at a request that failed inside instances, before it is given up."""
-
-FINAL = frozenset({ErrorCode.TOO_LONG, ErrorCode.BAD_REQUEST})
-"""Refusals that every instance would repeat."""
-FULL = frozenset({ErrorCode.OVERLOADED, ErrorCode.BUSY})
-UNCERTAIN = frozenset({ErrorCode.DEADLINE, ErrorCode.CONFLICT})
-"""The instance may have the request, and can be asked."""
-MAYBE_DELIVERED = UNCERTAIN | {ErrorCode.UNAVAILABLE, ErrorCode.INTERNAL}
-"""The submit call may have had an effect (UNAVAILABLE: the connection may have broken while it was under way)."""
 
 
 class SchedulerCore:
@@ -81,6 +77,8 @@ class SchedulerCore:
         self.requests = self._life.requests
         self.statistics = self._life.statistics
         self.grants = GrantBook()
+        self.rescheduler = Rescheduler(settings, self.cluster)
+        self._moves = MoveBook(self._life, self.cluster)
         self._monitor = ServiceMonitor(inherited or {})
         for statistics in (inherited or {}).values():
             self.queue.set_statistics(statistics)
@@ -94,12 +92,12 @@ class SchedulerCore:
         for tracked, instance_id in self.dispatcher.picks(now):
             self._life.dispatch(tracked, instance_id, now)
         actions, self._life.actions = self._life.actions, []
-        return actions
+        return actions + self.rescheduler.due(now)
 
     def next_wakeup(self) -> float | None:
         """When `on_time` must be called next, if nothing else happens before."""
-        times = [at for at in (self._life.timers.next(), self.cluster.next_silence()) if at is not None]
-        return min(times, default=None)
+        times = (self._life.timers.next(), self.cluster.next_silence(), self.rescheduler.next_wakeup())
+        return min((at for at in times if at is not None), default=None)
 
     # ---------------------------------------------------------------------------------------------- take-over
 
@@ -139,6 +137,9 @@ class SchedulerCore:
                 tracked.older_owners[known.instance_id] = known.epoch
             self._life.leave_queue(known, "replaced", now)
             self._life.forget(known)
+        if request.epoch % PLACEMENT_EPOCHS:
+            # It has moved within its placement. From here it begins another one: no epoch is used twice.
+            tracked.epoch = next_placement(request.epoch)
         if self._unheard:
             tracked.epoch += self._term * TERM_EPOCHS
         if request.epoch == 0:
@@ -200,6 +201,7 @@ class SchedulerCore:
         else:
             self.cluster.remove(instance_id)
         self._life.touch(instance_id, before)
+        self.rescheduler.on_registry(instance_id, self.cluster.get(instance_id), now)
 
     def on_exited(self, exited: InstanceExited, now: float) -> None:
         state = self.cluster.get(exited.instance_id)
@@ -211,25 +213,32 @@ class SchedulerCore:
         self._life.touch(exited.instance_id, before)
 
     def on_report(self, report: LoadReport, now: float) -> None:
-        self.statistics.count_finished(report.finished)
-        self._monitor.count_finished(report.finished)
-        self.grants.count_finished(report.finished, now)
-        known = self.cluster.get(report.instance_id)
-        is_first = known is not None and known.report is None
+        instance_id = report.instance_id
+        if report.finished:
+            self.statistics.count_finished(report.finished)
+            self._monitor.count_finished(report.finished)
+            self.grants.count_finished(report.finished, now)
         heard = self.cluster.hear(report, now)
         if heard is None:
             return
-        state, has_gap = heard
-        if is_first:
+        state, last = heard
+        if last is None:
             self._monitor.on_new_instance()
         for request_id in report.admitted:
-            self._life.leave_ledger(request_id, report.instance_id)
+            self._life.leave_ledger(request_id, instance_id)
+        for held in report.moved_in:
+            self._num_submitted += 1
+            self._moves.moved_in(held, instance_id, self._num_submitted, now)
+        for outcome in report.moves:
+            self._moves.ended(outcome, instance_id, now)
         for request_id in report.ended:
-            self._life.leave_ledger(request_id, report.instance_id)
-            self._on_ended(request_id, report.instance_id, state, now)
+            self._life.leave_ledger(request_id, instance_id)
+            self._on_ended(request_id, instance_id, state, now)
+        has_gap = last is not None and report.sequence != last.sequence + 1
         if has_gap or not state.has_answered:
-            self._ask_if_idle(report.instance_id, state, now)
-        self._life.touch(report.instance_id)
+            self._ask_if_idle(instance_id, state, now)
+        self.dispatcher.on_report(report)
+        self.rescheduler.on_report(report, state, now)
 
     def _on_ended(self, request_id: str, instance_id: str, state: InstanceState, now: float) -> None:
         tracked = self.requests.get(request_id)
@@ -265,18 +274,15 @@ class SchedulerCore:
         the tokens so far; those on their way to it are placed again from here."""
         self._unheard.discard(instance_id)
         there = self.requests.on_instance(instance_id)
-        accepted = [tracked for tracked in there if tracked.state == RequestState.ASSIGNED]
-        for tracked in there:
-            self._life.leave_ledger(tracked.request_id, instance_id)
-            if tracked.state == RequestState.ASSIGNED:
-                self._life.forget(tracked)
-            else:
-                self._life.place_again(tracked, now, raise_epoch=True)
         state = self.cluster.get(instance_id)
         if there or (state is not None and state.is_known_alive):
             self._life.actions.append(InstanceLost(instance_id, reason, len(there)))
-        for gateway_id, lost in group_by_gateway(instance_id, accepted).items():
-            self._life.actions.append(NotifyLost(gateway_id, lost))
+        for tracked in there:
+            self._life.leave_ledger(tracked.request_id, instance_id)
+        self._moves.lose([tracked for tracked in there if tracked.state == RequestState.ASSIGNED], instance_id)
+        for tracked in there:
+            if tracked.state != RequestState.ASSIGNED:
+                self._life.place_again(tracked, now, raise_epoch=True)
 
     # ------------------------------------------------------------------------------------------------ answers
 
@@ -304,7 +310,7 @@ class SchedulerCore:
             return
         if state is not None and error.code in FULL and not tracked.is_online:
             # Online requests may go there all the same; offline ones when the next report shows room.
-            state.offline_room.clear()
+            state.load.offline_room.clear()
             self._life.touch(instance_id)
         elif state is not None:
             self._back_off(instance_id, state, error.retry_after_s, now)
@@ -339,19 +345,16 @@ class SchedulerCore:
         state.has_answered = True
         self._unheard.discard(instance_id)
         for tracked in result.forget:
-            self._life.forget(tracked)
+            # Whether it ended there, or went down with where it has moved to, its gateway knows.
+            if not tracked.is_confirmed or self.rescheduler.has_given(instance_id, now):
+                self._moves.lose([tracked], instance_id)
+            else:
+                self._life.forget(tracked)
         for item in result.adopt:
             self._num_submitted += 1
             self._life.adopt(item, instance_id, self._num_submitted, now)
         for item in result.superseded:
-            self._supersede(item, instance_id)
-
-    def _supersede(self, item: HeldRequest, instance_id: str) -> None:
-        tracked = self.requests.get(item.request_id)
-        if tracked is not None and tracked.instance_id != instance_id:
-            tracked.older_owners[instance_id] = item.epoch
-            if tracked.state == RequestState.ASSIGNED:
-                self._life.cancel_older_owners(tracked)
+            self._life.supersede(item, instance_id)
 
     # --------------------------------------------------------------------------------------------------- time
 
@@ -362,6 +365,8 @@ class SchedulerCore:
                 instance_id = self.dispatcher.settle(name)
                 if instance_id is not None:
                     self._life.touch(instance_id)
+            elif kind == "confirm" and tracked is not None and (owner := self.cluster.get(tracked.instance_id)):
+                self._ask(tracked.instance_id, owner, now)
             elif kind == "backoff" and state is not None:
                 state.is_backing_off = False
                 self._life.touch(name)

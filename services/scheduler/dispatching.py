@@ -2,11 +2,17 @@
 
 A request waits here until an instance that serves its model is free enough, so that order stays a decision over the whole
 cluster; an instance holds few waiting requests of a model, just so many that it never runs dry. Work is done only for what
-changed: `enqueue` wakes one lane, `touch` re-ranks one instance in its own lanes, `picks` looks at woken lanes only.
+changed, and only while something waits: `touch` and `on_report` note an instance, and `picks` ranks those that were noted
+again in the lanes of their models, if they may have come first, and looks at woken lanes only.
 
-Online requests go by the dispatch policy, as if no offline request were there: those yield. Offline requests go where the
-most room for them is reported, minus what was sent there since, and nowhere without any; the last one may overdraw it, so
-that a long request is not passed by for ever.
+Online requests go by the dispatch policy, as if no offline request were there: those yield. By freeness, a request goes to
+the freest instance that has the memory for it now. One that fits nowhere now goes where least is missing and waits at the
+head of that instance's queue: its demand makes the instance give requests away (`rebalancing`), so that pieces of free
+memory come together. One of high priority sees an instance as if the headroom that it needs were made; and an instance with
+as many waiting requests as it may have takes as many again of high priority, which it lets in first.
+
+Offline requests go where the most room for them is reported, minus what was sent there since, and nowhere without any; the
+last one may overdraw it, so that a long request is not passed by for ever.
 """
 
 from __future__ import annotations
@@ -20,6 +26,7 @@ from services.scheduler.cluster import ClusterView, InstanceState
 from services.scheduler.harvest import OfflineLedger
 from services.scheduler.queue import GlobalQueue, Lane, lane_of
 from services.scheduler.requests import TrackedRequest
+from shared.messages import LoadReport
 from shared.policies.dispatch import (
     DISPATCH_POLICIES,
     CandidateIndex,
@@ -36,6 +43,8 @@ from shared.policies.ordering import ModelView
 LOOKAHEAD = 16
 """How many requests of a lane are tried where the first ones fit on no instance that is free: with pools of different
 sizes the head may need the largest, and must not hold up those that do not."""
+NUM_FREEST = 64
+"""How many of the freest instances are looked at for one that a long request fits into."""
 
 
 class _Head(NamedTuple):
@@ -59,6 +68,17 @@ class _Head(NamedTuple):
         return (not self.lane.is_online, self.first.key[0])
 
 
+class _Indexes(NamedTuple):
+    """The candidates of a lane, as requests of normal and of high priority see them."""
+
+    normal: CandidateIndex
+    high: CandidateIndex
+
+    def touch(self, instance_id: str) -> None:
+        self.normal.touch(instance_id)
+        self.high.touch(instance_id)
+
+
 class Dispatcher:
     def __init__(
         self,
@@ -79,7 +99,14 @@ class Dispatcher:
         self._max_waiting = max_waiting_per_model
         self._affinity = PrefixAffinity() if self._policy is by_freeness else None
         self._affinity_merged = cache_affinity_merged
-        self._lanes_of_model: dict[str, dict[Lane, CandidateIndex]] = {}
+        self._lanes_of_model: dict[str, dict[Lane, _Indexes]] = {}
+        self._touched: set[str] = set()
+        self._reported: set[str] = set()
+        self._bounds: dict[str, float] = {}
+        self._bounds_high: dict[str, float] = {}
+        """Of instances that became better than was told: how an online request ranks them at best."""
+        self._told: dict[str, tuple[float, float]] = {}
+        """The bounds that the indexes were told since they last ranked the instance."""
         self._woken: dict[Lane, None] = {}
         """In the order in which they were woken."""
         self._num_picked = 0
@@ -91,18 +118,34 @@ class Dispatcher:
         lane = lane_of(tracked)
         lanes = self._lanes_of_model.setdefault(lane.model, {})
         if lane not in lanes:
-            index = lanes[lane] = CandidateIndex(partial(self._rank, lane))
+            indexes = lanes[lane] = _Indexes(self._new_index(lane, False), self._new_index(lane, True))
             for instance_id, state in self._cluster:
                 if lane.model in state.ready:
-                    index.touch(instance_id)
+                    indexes.touch(instance_id)
         self._woken[lane] = None
 
-    def touch(self, instance_id: str, models: Iterable[str]) -> None:
-        """Something changed about an instance, as far as it concerns `models`."""
-        for model in models:
-            for lane, index in self._lanes_of_model.get(model, {}).items():
-                index.touch(instance_id)
-                self._woken[lane] = None
+    def touch(self, instance_id: str, before: Iterable[str] = ()) -> None:
+        """Something changed about an instance. `before`: the models that it served until now, where that changed."""
+        self._touched.add(instance_id)
+        for model in before:
+            self._touch_lanes(model, instance_id)
+
+    def on_report(self, report: LoadReport) -> None:
+        """Likewise, where all that changed is the instance's load."""
+        instance_id = report.instance_id
+        self._reported.add(instance_id)
+        if self._policy is not by_freeness:
+            self._touched.add(instance_id)
+            return
+        normal, high = -report.dispatch_freeness, -report.dispatch_freeness_high
+        told = self._told.get(instance_id)
+        if told is not None and normal >= told[0] and high >= told[1]:
+            return
+        if normal == normal and high == high:
+            self._told[instance_id] = (normal, high)
+            self._bounds[instance_id], self._bounds_high[instance_id] = normal, high
+        else:  # not a number
+            self._touched.add(instance_id)
 
     def settle(self, request_id: str) -> str | None:
         """Out of the in-flight ledger; where it was in flight to, or None."""
@@ -123,7 +166,10 @@ class Dispatcher:
     def picks(self, now: float) -> Iterator[tuple[TrackedRequest, str]]:
         """Decides on every dispatch that is possible now, best place in the queue first over all woken lanes. A request
         leaves the queue and enters the ledger before it is yielded. One whose time is over is left in the queue."""
-        lanes = [lane for lane in self._woken if lane in self.queue and len(self._index(lane))]
+        if not len(self.queue):
+            return
+        self._note_changes()
+        lanes = [lane for lane in self._woken if lane in self.queue and self._has_candidates(lane)]
         self._woken.clear()
         while lanes:
             lane = lanes[0] if len(lanes) == 1 else self._next(lanes, now)
@@ -143,11 +189,12 @@ class Dispatcher:
         return Lane(self.queue.order.pick_model(candidates, now).name, not best[0])
 
     def _pick(self, lane: Lane, now: float) -> tuple[TrackedRequest, str] | None:
-        index = self._index(lane)
+        indexes = self._indexes(lane)
         for limit in (1, LOOKAHEAD):
             for tracked in self.queue.first(lane, now, limit)[limit > 1 :]:
-                if not len(index):
-                    return None
+                index = indexes.high if tracked.is_high else indexes.normal
+                if index.is_empty():
+                    return None  # whoever has no room for this one has none for those after it
                 if tracked.deadline_s > now and (instance_id := self._choose(tracked, index)) is not None:
                     self._take(tracked, instance_id)
                     return tracked, instance_id
@@ -158,11 +205,25 @@ class Dispatcher:
         best = index.best(is_fit)
         if best is None or self._affinity is None or tracked.request is None or not tracked.is_online:
             return best
+        if self._missing(tracked, best) > 0:
+            freest = index.first(NUM_FREEST, is_fit)
+            missing = {instance_id: self._missing(tracked, instance_id) for instance_id in freest}
+            best = next((name for name in freest if missing[name] <= 0), None) or min(freest, key=missing.__getitem__)
         owner = self._affinity.likely_owner(tracked.model, tracked.request.prompt)
         if owner is None or owner == best or owner not in index or not is_fit(owner):
             return best
-        lag = self._view(self._state(best), best).freeness - self._affinity_merged
-        return owner if self._view(self._state(owner), owner).freeness >= lag else best
+        if self._missing(tracked, owner) > max(0.0, self._missing(tracked, best)):
+            return best
+        is_high = tracked.is_high
+        lag = self._view(self._state(best), best, is_high).freeness - self._affinity_merged
+        return owner if self._view(self._state(owner), owner, is_high).freeness >= lag else best
+
+    def _missing(self, tracked: TrackedRequest, instance_id: str) -> float:
+        """Merged blocks that the instance would have to get free before the request could run; at most 0: none. The
+        headroom of high priority is memory too, if need be."""
+        state = self._state(instance_id)
+        demand = state.ready[tracked.model].demand_merged(tracked.num_tokens)
+        return demand + self.ledger.demand_merged(instance_id) - state.freeness(is_charged=False).left_merged
 
     def _fits(self, tracked: TrackedRequest) -> Callable[[str], bool]:
         model, num_tokens = tracked.model, tracked.num_tokens_at_most
@@ -174,20 +235,63 @@ class Dispatcher:
         state = self._state(instance_id)
         state.last_turn = self._last_pick[tracked.model] = self._num_picked
         demand = state.ready[tracked.model].demand_merged(tracked.num_tokens)
-        self.ledger.add(tracked.request_id, instance_id, InFlight(tracked.model, tracked.is_online, demand))
+        self.ledger.add(
+            tracked.request_id, instance_id, InFlight(tracked.model, tracked.is_online, demand, tracked.is_high)
+        )
         if not tracked.is_online:
             self._offline.add(tracked.request_id, instance_id, tracked.model, tracked.num_tokens_at_most)
         if self._affinity is not None and tracked.request is not None:
             self._affinity.record(tracked.model, tracked.request.prompt, instance_id)
-        self._touch_index(instance_id, state)
+        for model in state.ready:
+            for indexes in self._lanes_of_model.get(model, {}).values():
+                indexes.touch(instance_id)
 
-    def _index(self, lane: Lane) -> CandidateIndex:
+    def _indexes(self, lane: Lane) -> _Indexes:
         return self._lanes_of_model[lane.model][lane]
 
-    def _touch_index(self, instance_id: str, state: InstanceState) -> None:
-        for model in state.ready:
-            for index in self._lanes_of_model.get(model, {}).values():
-                index.touch(instance_id)
+    def _touch_lanes(self, model: str, instance_id: str) -> None:
+        for lane, indexes in self._lanes_of_model.get(model, {}).items():
+            indexes.touch(instance_id)
+            self._woken[lane] = None
+
+    def _has_candidates(self, lane: Lane) -> bool:
+        indexes = self._indexes(lane)
+        return not indexes.normal.is_empty() or (self.queue.has_high(lane) and not indexes.high.is_empty())
+
+    def _note_changes(self) -> None:
+        """Of all lanes: which models an instance serves is looked at when it is ranked."""
+        if not self._touched and not self._reported:
+            return
+        # One of high priority that no report has named yet may make an instance better for the next one.
+        unbounded = [instance_id for instance_id in self.ledger.with_high() if instance_id in self._reported]
+        for lanes in self._lanes_of_model.values():
+            for lane, indexes in lanes.items():
+                indexes.normal.touch_all(self._touched)
+                indexes.high.touch_all(self._touched)
+                indexes.high.touch_all(unbounded)
+                if lane.is_online:
+                    indexes.normal.hint(self._bounds)
+                    indexes.high.hint(self._bounds_high)
+                else:
+                    indexes.normal.touch_all(self._reported)
+                self._woken[lane] = None
+        self._touched.clear()
+        self._reported.clear()
+        self._bounds.clear()
+        self._bounds_high.clear()
+
+    def _new_index(self, lane: Lane, is_high: bool) -> CandidateIndex:
+        rank_of = partial(self._rank, lane, is_high)
+        if self._policy is not by_freeness or not lane.is_online:
+            return CandidateIndex(rank_of)
+        return CandidateIndex(rank_of, self._version_of, self._on_ranked)
+
+    def _version_of(self, instance_id: str) -> object:
+        state = self._cluster.get(instance_id)
+        return state.report if state is not None else None
+
+    def _on_ranked(self, instance_id: str) -> None:
+        self._told.pop(instance_id, None)
 
     # ---------------------------------------------------------------------------------------------------- rank
 
@@ -196,36 +300,33 @@ class Dispatcher:
         assert state is not None, f"{instance_id} is ranked but not in the registry"
         return state
 
-    def _rank(self, lane: Lane, instance_id: str) -> Rank | None:
+    def _rank(self, lane: Lane, is_high: bool, instance_id: str) -> Rank | None:
         state = self._cluster.get(instance_id)
         if state is None or not state.is_candidate or lane.model not in state.ready:
             return None
         if lane.is_online:
-            return self._policy(self._view(state, instance_id)) if self.has_room(lane, instance_id, state) else None
+            has_room = self.has_room(lane, instance_id, state, is_high=is_high)
+            return self._policy(self._view(state, instance_id, is_high)) if has_room else None
         room = self._offline_room(lane.model, instance_id, state)
         return (-room, state.last_turn) if room > 0 else None
 
-    def has_room(self, lane: Lane, instance_id: str, state: InstanceState) -> bool:
+    def has_room(self, lane: Lane, instance_id: str, state: InstanceState, *, is_high: bool = False) -> bool:
         """Whether one more request of the lane may go there; what is in flight counts as waiting there. Offline requests
         do not stand in the way of online ones, which go first on the instance too."""
         if not lane.is_online:
             return self._offline_room(lane.model, instance_id, state) > 0
         in_flight = self.ledger.num_waiting(instance_id, lane.model, online_only=True)
-        return state.num_waiting_online.get(lane.model, 0) + in_flight < self._max_waiting
+        limit = 2 * self._max_waiting if is_high else self._max_waiting
+        return state.load.num_waiting_online.get(lane.model, 0) + in_flight < limit
 
     def _offline_room(self, model: str, instance_id: str, state: InstanceState) -> int:
         """Offline tokens that could be sent there; at most 0: none."""
-        return state.offline_room.get(model, 0) - self._offline.num_tokens(instance_id, model)
+        return state.load.offline_room.get(model, 0) - self._offline.num_tokens(instance_id, model)
 
-    def _view(self, state: InstanceState, instance_id: str) -> DispatchView:
+    def _view(self, state: InstanceState, instance_id: str, is_high: bool) -> DispatchView:
         report = state.report
         assert report is not None
         in_flight = self.ledger.num_requests(instance_id) - self._offline.num_requests(instance_id)
-        freeness = freeness_with_ledger(
-            report.dispatch_freeness,
-            report.num_running,
-            report.free_merged,
-            self.ledger.demand_merged(instance_id),
-            in_flight,
-        )
-        return DispatchView(freeness, state.num_requests + in_flight, state.last_turn)
+        is_charged = (report.num_high > 0 or self.ledger.has_high(instance_id)) != is_high
+        freeness = freeness_with_ledger(state.freeness(is_charged), self.ledger.demand_merged(instance_id), in_flight)
+        return DispatchView(freeness, state.load.num_requests + in_flight, state.last_turn)

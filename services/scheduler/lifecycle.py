@@ -1,10 +1,13 @@
 """The life of a request in the scheduler: every transition of its state, with all that goes with it.
 
 A request is in exactly one place (see `requests`). In one epoch it is accepted by one instance at most: whoever calls
-`place_again` after a submit call that may have arrived has the epoch raised.
+`place_again` after a submit call that may have arrived has the epoch raised, to the beginning of the next placement. Inside
+a placement the request moves between instances, each of which has a higher epoch than the one before.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterable
 
 import msgspec
 
@@ -14,13 +17,21 @@ from services.scheduler.dispatching import Dispatcher
 from services.scheduler.requests import RequestState, RequestTable, TrackedRequest
 from services.scheduler.statistics import StatisticsCounter
 from services.scheduler.timers import Timers
-from shared.messages import ErrorCode, ErrorInfo, FinishReason, HeldRequest, TokenEntry
+from shared.messages import (
+    PLACEMENT_EPOCHS,
+    ErrorCode,
+    ErrorInfo,
+    FinishReason,
+    HeldRequest,
+    TokenEntry,
+    next_placement,
+)
 
 ASSIGNMENT_GRACE_S = 10.0
 """Past a request's deadline, when its instance must have ended it."""
 
 Timer = tuple[str, str]
-"""(deadline | ledger, id of a request) or (backoff, id of an instance)"""
+"""(deadline | ledger | confirm, id of a request) or (backoff, id of an instance)"""
 
 
 class RequestLifecycle:
@@ -67,13 +78,31 @@ class RequestLifecycle:
             tracked = TrackedRequest.held(held, instance_id, number, now)
             self.requests.add(tracked)
             self.timers.set(("deadline", held.request_id), tracked.deadline_s)
-            return
-        self.leave_ledger(held.request_id, tracked.instance_id)
-        if tracked.instance_id and tracked.instance_id != instance_id:
-            tracked.older_owners[tracked.instance_id] = tracked.epoch
+        else:
+            self.change_owner(tracked, instance_id, held.epoch, now)
+
+    def change_owner(
+        self, tracked: TrackedRequest, instance_id: str, epoch: int, now: float, *, is_hand_over: bool = True
+    ) -> None:
+        """`is_hand_over`: the owner before gave it away, if that was in the same placement, and does not run it any more."""
+        before = tracked.instance_id
+        self.leave_ledger(tracked.request_id, before)
+        is_same_placement = tracked.epoch // PLACEMENT_EPOCHS == epoch // PLACEMENT_EPOCHS
+        if before and before != instance_id and not (is_hand_over and is_same_placement):
+            tracked.older_owners[before] = tracked.epoch
         tracked.older_owners.pop(instance_id, None)
-        tracked.epoch = held.epoch
+        tracked.is_confirmed = True
+        self.timers.discard(("confirm", tracked.request_id))
+        tracked.epoch = epoch
         self.assign(tracked, "found", instance_id, now)
+
+    def supersede(self, held: HeldRequest, instance_id: str) -> None:
+        """An instance holds an older epoch of a request that has, or will have, another owner."""
+        tracked = self.requests.get(held.request_id)
+        if tracked is not None and tracked.instance_id != instance_id:
+            tracked.older_owners[instance_id] = held.epoch
+            if tracked.state == RequestState.ASSIGNED:
+                self.cancel_older_owners(tracked)
 
     def place_again(self, tracked: TrackedRequest, now: float, *, raise_epoch: bool) -> None:
         """Back to its place in the queue after a dispatch that failed, unless there is nothing left to do for it."""
@@ -89,7 +118,7 @@ class RequestLifecycle:
             return
         if raise_epoch:
             tracked.older_owners[tracked.instance_id] = tracked.epoch
-            tracked.epoch += 1
+            tracked.epoch = next_placement(tracked.epoch)
         self.requests.move(tracked, RequestState.QUEUED, "", now)
         self.enqueue(tracked, now)
 
@@ -107,7 +136,7 @@ class RequestLifecycle:
         before it has seen the newer, for the end of the request. And never where the new owner is."""
         for instance_id, epoch in list(tracked.older_owners.items()):
             if epoch < tracked.gateway_epoch and instance_id != tracked.instance_id:
-                self.actions.append(CancelAt(instance_id, tracked.request_id))
+                self.actions.append(CancelAt(instance_id, tracked.request_id, epoch))
                 del tracked.older_owners[instance_id]
 
     def leave_queue(self, tracked: TrackedRequest, outcome: str, now: float) -> None:
@@ -137,6 +166,7 @@ class RequestLifecycle:
         """It must have left the queue."""
         self.leave_ledger(tracked.request_id, tracked.instance_id)
         self.timers.discard(("deadline", tracked.request_id))
+        self.timers.discard(("confirm", tracked.request_id))
         self.requests.remove(tracked)
 
     def leave_ledger(self, request_id: str, instance_id: str) -> None:
@@ -146,10 +176,9 @@ class RequestLifecycle:
             self.timers.discard(("ledger", request_id))
             self.touch(instance_id)
 
-    def touch(self, instance_id: str, before: list[str] | None = None) -> None:
-        """Has the instance ranked again for the models it serves, and those that it served `before`."""
-        state = self._cluster.get(instance_id)
-        self._dispatcher.touch(instance_id, {*(before or ()), *(state.ready if state else ())})
+    def touch(self, instance_id: str, before: Iterable[str] = ()) -> None:
+        """Has the instance ranked again, also for the models that it served `before`."""
+        self._dispatcher.touch(instance_id, before)
 
 
 def removed_error(model: str) -> ErrorInfo:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import Counter as Tally
 from collections.abc import Iterator
@@ -10,10 +11,12 @@ from contextlib import contextmanager
 from opentelemetry.trace import Span, Status, StatusCode
 from prometheus_client import Counter, Gauge, Histogram
 
-from services.scheduler.actions import Dispatch, InstanceLost, LeftQueue
+from services.scheduler.actions import Dispatch, InstanceLost, LeftQueue, MoveEnded, Paired
 from services.scheduler.core import SchedulerCore
-from shared.messages import ErrorInfo, GenerationRequest, GrantReply, RequestClass
+from shared.messages import ErrorInfo, GenerationRequest, GrantReply, MoveReason, RequestClass
 from shared.telemetry import Telemetry, context_of
+
+logger = logging.getLogger(__name__)
 
 _SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 120, 300, 600)
 
@@ -48,6 +51,10 @@ class Observer:
         self._throughput = gauge("offline_tokens_per_second", "Of offline requests that finished", "model")
         self._instances = gauge("instances", "Instances in the registry, by state", "state")
         self._ledger = gauge("ledger_requests", "Requests dispatched that no load report has named yet")
+        self._pairings = counter("pairings", "Times that an instance was told to give requests away, by why", "reason")
+        self._pairs = gauge("pairs", "Instances that are to give requests away now, by why", "reason")
+        self._moves = counter("moves", "Migrations that ended, by how and by why they failed", "outcome", "reason")
+        self._backoffs = gauge("move_backoffs", "Instances left out of pairings for a while after failed migrations")
         self._assigned = gauge("tracked_requests", "Requests queued, being dispatched or on instances")
 
     def on_left_queue(self, left: LeftQueue, now: float) -> None:
@@ -100,6 +107,16 @@ class Observer:
         self._lost_instances.labels(lost.reason).inc()
         self._recovered.inc(lost.num_requests)
 
+    def on_paired(self, paired: Paired) -> None:
+        reason, names = paired.rebalance.reason, paired.rebalance.destinations
+        self._pairings.labels(reason).inc()
+        logger.debug(
+            "%s (freeness %.1f) gives to %s: %s", paired.instance_id, paired.freeness, ", ".join(names), reason
+        )
+
+    def on_move(self, ended: MoveEnded) -> None:
+        self._moves.labels("aborted" if ended.reason else "moved", ended.reason).inc()
+
     def on_granted(self, reply: GrantReply) -> None:
         for grant in reply.grants:
             self._granted.labels(grant.model).inc(grant.tokens)
@@ -124,6 +141,10 @@ class Observer:
             gauge.clear()
             for model, value in values.items():
                 gauge.labels(model).set(max(0, value or 0))
+        reasons = Tally(pair.reason for pair in core.rescheduler.policy.pairs.values())
+        for reason in MoveReason:
+            self._pairs.labels(reason).set(reasons[reason])
+        self._backoffs.set(core.rescheduler.policy.num_backing_off(now))
         self._ledger.set(len(core.dispatcher.ledger))
         self._assigned.set(len(core.requests))
 

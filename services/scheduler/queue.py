@@ -33,10 +33,11 @@ Entry = tuple[tuple[float, ...], TrackedRequest]
 class _Waiting:
     """A lane's requests in order, as of `sorted_s`."""
 
-    __slots__ = ("entries", "num_tokens", "sorted_s")
+    __slots__ = ("entries", "num_high", "num_tokens", "sorted_s")
 
     def __init__(self, now: float) -> None:
         self.entries: list[Entry] = []
+        self.num_high = 0
         self.num_tokens = 0
         self.sorted_s = now
 
@@ -72,6 +73,11 @@ class GlobalQueue:
         waiting = self._lanes.get(lane)
         return waiting.num_tokens if waiting else 0
 
+    def has_high(self, lane: Lane) -> bool:
+        """Whether an online request of high priority waits in the lane."""
+        waiting = self._lanes.get(lane)
+        return waiting is not None and waiting.num_high > 0
+
     def refusal(self, is_online: bool, now: float) -> ErrorInfo | None:
         """Why one more request cannot be queued, with an estimate of when it could be."""
         length = self._length_by_class[is_online]
@@ -94,6 +100,7 @@ class GlobalQueue:
             waiting = self._lanes[lane] = _Waiting(now)
         insort(waiting.entries, (tracked.key, tracked), key=_key_of)
         waiting.num_tokens += tracked.num_tokens_at_most
+        waiting.num_high += tracked.is_high
         self._length += 1
         self._length_by_class[lane.is_online] += 1
 
@@ -104,6 +111,7 @@ class GlobalQueue:
         assert waiting.entries[index][1] is tracked
         del waiting.entries[index]
         waiting.num_tokens -= tracked.num_tokens_at_most
+        waiting.num_high -= tracked.is_high
         if not waiting.entries:
             del self._lanes[lane]
         self._length -= 1

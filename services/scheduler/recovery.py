@@ -10,7 +10,15 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from services.scheduler.requests import RequestState, RequestTable, TrackedRequest
-from shared.messages import HeldRequest, LostRequest, RequestsLost
+from shared.messages import ErrorCode, HeldRequest, LostRequest, RequestsLost
+
+FINAL = frozenset({ErrorCode.TOO_LONG, ErrorCode.BAD_REQUEST})
+"""Refusals that every instance would repeat."""
+FULL = frozenset({ErrorCode.OVERLOADED, ErrorCode.BUSY})
+UNCERTAIN = frozenset({ErrorCode.DEADLINE, ErrorCode.CONFLICT})
+"""The instance may have the request, and can be asked."""
+MAYBE_DELIVERED = UNCERTAIN | {ErrorCode.UNAVAILABLE, ErrorCode.INTERNAL}
+"""The submit call may have had an effect (UNAVAILABLE: the connection may have broken while it was under way)."""
 
 
 @dataclass(slots=True)
@@ -36,8 +44,10 @@ def reconcile(
         known = table.get(item.request_id)
         if item.request_id in ended:
             continue
-        if known is None or _is_owner(item, known, instance_id):
+        if known is None or is_owner(item.epoch, known, instance_id):
             result.adopt.append(item)
+        elif item.epoch == known.epoch and known.instance_id == instance_id:
+            known.is_confirmed = True
         elif item.epoch < known.epoch:
             present.discard(item.request_id)
             if known.instance_id != instance_id:
@@ -52,14 +62,15 @@ def reconcile(
     return result
 
 
-def _is_owner(item: HeldRequest, known: TrackedRequest, instance_id: str) -> bool:
-    """Whether what an instance holds makes it the owner of a known request."""
+def is_owner(epoch: int, known: TrackedRequest, instance_id: str) -> bool:
+    """Whether a known request that an instance holds in `epoch` is that instance's, other than was believed. Where it moves,
+    each owner's epoch is higher than that of the one before, so whoever tells of it first is right."""
     if known.state == RequestState.QUEUED:
         # The epoch in the queue is for a dispatch that has not happened; no other instance may have a newer one.
-        return item.epoch >= max([known.gateway_epoch, *known.older_owners.values()])
+        return epoch >= max([known.gateway_epoch, *known.older_owners.values()])
     if known.state == RequestState.ASKING and known.instance_id == instance_id:
-        return item.epoch >= known.epoch
-    return item.epoch > known.epoch
+        return epoch >= known.epoch
+    return epoch > known.epoch
 
 
 def group_by_gateway(instance_id: str, lost: list[TrackedRequest]) -> dict[str, RequestsLost]:

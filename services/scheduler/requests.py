@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any
 
-from shared.messages import GenerationRequest, HeldRequest, RequestClass
+from shared.messages import GenerationRequest, HeldRequest, Priority, RequestClass
 
 FOUND_EXPIRY_S = 3600.0
 """After which a request that was found on an instance is forgotten: only the instance knows its deadline."""
@@ -66,6 +66,8 @@ class TrackedRequest:
     older_owners: dict[str, int] = field(default_factory=dict)
     """Instances that may still run it in an older epoch, with that epoch."""
     is_cancelled: bool = False
+    is_confirmed: bool = True
+    """False: the instance is its owner by what another one said, and has not said so itself."""
     has_ended: bool = False
     """A report named its end before the submit call returned."""
 
@@ -73,6 +75,11 @@ class TrackedRequest:
     def last_ran_s(self) -> float:
         """A request in the queue has not run as far as its order goes."""
         return self.arrived_s
+
+    @property
+    def is_high(self) -> bool:
+        """An online request of high priority that is in the queue or on its way."""
+        return self.is_online and self.request is not None and self.request.priority == Priority.HIGH
 
     @property
     def num_prompt(self) -> int:

@@ -6,6 +6,7 @@ import logging
 
 from services.scheduler.active import ActiveScheduler
 from services.scheduler.observer import Observer
+from services.scheduler.scaling import check_settings
 from shared.bus.interface import Bus, Subscription, Watch
 from shared.lease import Lease
 from shared.messages import (
@@ -38,6 +39,13 @@ class SchedulerService:
     def __init__(self, bus: Bus, settings: SchedulerSettings, telemetry: Telemetry) -> None:
         _check_policy("TIDEWAY_DISPATCH_POLICY", settings.dispatch_policy, list(DISPATCH_POLICIES))
         _check_policy("TIDEWAY_ORDER_POLICY", settings.order_policy, list(ORDERING_POLICIES))
+        check_settings(settings)
+        if settings.migration not in ("auto", "off"):
+            raise SettingsError(f"TIDEWAY_MIGRATION={settings.migration!r}: expected auto or off")
+        if settings.rebalance_low >= settings.rebalance_high:
+            raise SettingsError(
+                f"TIDEWAY_REBALANCE_LOW={settings.rebalance_low:g}: expected less than TIDEWAY_REBALANCE_HIGH"
+            )
         self.scheduler_id = settings.scheduler_id or default_id("scheduler")
         self._bus = bus
         self._settings = settings
@@ -56,7 +64,7 @@ class SchedulerService:
 
     @property
     def is_active(self) -> bool:
-        return self._active is not None and self._lease.is_held
+        return self._active is not None and self._active.is_serving and self._lease.is_held
 
     def problems(self) -> list[str]:
         """For /health; a standby is healthy."""

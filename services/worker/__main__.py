@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import signal
 from functools import partial
 
 import msgspec
@@ -12,23 +13,27 @@ from services.worker.machine import survey
 from services.worker.node import NodeAgent
 from shared.bus.nats_bus import NatsBus
 from shared.service import load_or_exit, run_service, unless_stopped
-from shared.settings import WorkerSettings, default_id
+from shared.settings import InstanceSettings, WorkerSettings, default_id, load
 from shared.telemetry import start_telemetry
 
 logger = logging.getLogger(__name__)
 
 
 async def serve(settings: WorkerSettings, stop: asyncio.Event) -> None:
+    # Instances have their settings from the same environment.
+    drain_grace_s = load(InstanceSettings).drain_grace_s
     machine = await asyncio.to_thread(survey, settings)
     telemetry = start_telemetry("node", settings.node_id, settings)
     bus = await unless_stopped(NatsBus.connect(settings, "node", settings.node_id, telemetry.registry), stop)
     if bus is None:
         return
-    agent = NodeAgent(bus, settings, telemetry, machine)
+    agent = NodeAgent(bus, settings, telemetry, machine, drain_grace_s=drain_grace_s)
     port = telemetry.serve_metrics(agent.problems)
     logger.info("%s: metrics on http://%s:%d/metrics", settings.node_id, settings.metrics_host, port)
     await agent.start()
     await stop.wait()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, agent.hurry)
     await agent.stop()
     await bus.close()
     telemetry.close()

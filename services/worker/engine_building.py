@@ -49,6 +49,8 @@ def build_engine(settings: InstanceSettings, num_merged: int, device: str, num_h
         prefetch=settings.prefetch,
         ttft_s=settings.ttft_ms / 1000,
         tpot_s=settings.tpot_ms / 1000,
+        move_cooldown_s=settings.migration_cooldown_s,
+        high_priority_load=settings.high_priority_load,
     )
     if settings.record_file:
         path = f"{settings.record_file}.{settings.instance_id}"

@@ -3,38 +3,39 @@
 Threads and who may touch what:
 - The loop's thread plans and applies under `_lock`, and executes without it. Only it calls the executor, but for
   `interrupt`, which the thread that brings a request may call while a step runs.
-- Any other thread (the event loop) may call `submit`, `cancel` and the reading methods; they take the lock, which is never
-  held longer than one plan or apply (well under a millisecond).
+- Any other thread (the event loop) may call what engine_calls.py has: it takes the lock.
+- `claim_slots` is a call of the executor too, so the loop's thread makes it, at its next turn: steps in flight go on.
 - `between_steps` hands a function to the loop's thread, which runs it when neither a step nor a copy of KV slots is in
   flight: loading and unloading of models touch executor and engine together.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import contextmanager
 from typing import Any, Protocol, TypeVar
 
 import msgspec
 
-from shared.cost_model import CostModel
-from shared.engine.counters import EngineCounters
+from services.worker.engine_calls import EngineCalls
 from shared.engine.engine import Engine
-from shared.engine.load import InstanceLoad
+from shared.engine.moving import TakenOut
 from shared.engine.plan import KvCopy, StepPlan, StepResult
 from shared.engine.requests import Ended, Output
-from shared.engine.sequence import State
-from shared.messages import ErrorInfo, ExecutionStatistics, GenerationRequest, HeldRequest
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+Effect = Output | Ended | TakenOut
+
+_Calls = deque[tuple[Callable[[], Any], "Future[Any]"]]
 
 MAX_FAILED_STEPS = 8
 """In a row: the device is lost, and every request that still comes here would fail too."""
@@ -56,6 +57,10 @@ class StepExecutor(Protocol):
     def finished_copies(self) -> list[tuple[int, bool]]:
         """(copy id, whether it succeeded) of those that ended since the last call."""
 
+    def claim_slots(self, model: str, slots: list[int]) -> Any:
+        """They will be written to by something beside the steps: such writes on the device wait for the CUDA event that
+        this returns, if it returns one. `KeyError` where the model is not here."""
+
     def on_copy_finished(self, callback: Callable[[], None]) -> None:
         """`callback` is called in any thread when `finished_copies` has something new."""
 
@@ -74,7 +79,7 @@ class StepStats(msgspec.Struct, frozen=True):
     """It stopped at a safepoint; the rest of it will be a step of its own here."""
 
 
-class EngineLoop:
+class EngineLoop(EngineCalls):
     """Runs `engine` on `executor`. `on_effects(effects, stats)` is called in the loop's thread after each step and after
     each change from outside; it must not block."""
 
@@ -83,7 +88,7 @@ class EngineLoop:
         engine: Engine,
         executor: StepExecutor,
         clock: Callable[[], float],
-        on_effects: Callable[[list[Output | Ended], StepStats | None], None],
+        on_effects: Callable[[list[Effect], StepStats | None], None],
         *,
         on_failure: Callable[[], None] = lambda: None,
         niceness: int = 0,
@@ -93,18 +98,18 @@ class EngineLoop:
         `niceness`: scheduling priority of this thread and of the compute threads it starts, relative to the process. On a
         CPU that the model shares with the services, a few steps of niceness let a frame or a request pass at once instead
         of waiting for a time slice of the model's threads."""
+        super().__init__(engine, clock, executor.interrupt)
         self._niceness = niceness
         self._on_failure = on_failure
         self._num_failed_in_a_row = 0
         self._collected_s = 0.0
-        self._engine = engine
         self._executor = executor
-        self._clock = clock
         self._on_effects = on_effects
-        self._lock = threading.Lock()
-        self._wake = threading.Event()
         self._stopping = False
-        self._calls: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
+        self._is_over = False
+        """The thread has ended: nobody runs calls any more."""
+        self._calls: _Calls = deque()
+        self._quick_calls: _Calls = deque()
         self._in_flight: deque[tuple[StepPlan, float, float]] = deque()
         """With the time of planning and the duration allowed."""
         self._num_copies = 0
@@ -125,107 +130,30 @@ class EngineLoop:
         self._wake.set()
         self._thread.join(timeout_s)
 
-    def now(self) -> float:
-        return self._clock()
-
     # ------------------------------------------------------------------------------- calls from other threads
-
-    def submit(self, request: GenerationRequest) -> ErrorInfo | None:
-        with self._lock:
-            now = self._clock()
-            refused = self._engine.submit(request, now)
-            self._interrupt(now)
-        self._wake.set()
-        return refused
-
-    def cancel(self, request_id: str) -> None:
-        with self._lock:
-            self._engine.cancel(request_id, self._clock())
-        self._wake.set()
-
-    def load(self) -> InstanceLoad:
-        with self._lock:
-            return self._engine.load()
-
-    def cost_models(self) -> dict[str, tuple[CostModel, float]]:
-        """Of each model that has one, as it was measured, and the live correction."""
-        with self._lock:
-            return self._engine.cost_models()
-
-    @property
-    def counters(self) -> EngineCounters:
-        """They go on growing; to be read only."""
-        return self._engine.counters
-
-    def used_share(self) -> float:
-        """Share of the KV pool that sequences hold, 0 to 1."""
-        with self._lock:
-            return self._engine.pool.used_merged() / self._engine.pool.num_merged
-
-    def host_used_share(self) -> float:
-        """Share of the host memory that checkpoints hold, 0 to 1."""
-        with self._lock:
-            pool = self._engine.planner.host.pool
-            return 0.0 if pool is None else pool.used_merged() / pool.num_merged
-
-    def held_requests(self) -> list[HeldRequest]:
-        with self._lock:
-            return [
-                HeldRequest(
-                    sequence.request.request_id,
-                    sequence.request.gateway_id,
-                    sequence.request.epoch,
-                    sequence.model,
-                    sequence.num_tokens,
-                    sequence.state == State.RUNNING,
-                    sequence.is_online,
-                )
-                for sequence in self._engine.all_held()
-            ]
-
-    def held_epoch(self, request_id: str) -> int | None:
-        """The epoch in which a request is held; None if it is not."""
-        with self._lock:
-            sequence = self._engine.held(request_id)
-            return None if sequence is None else sequence.request.epoch
-
-    def num_held(self, model: str | None = None) -> int:
-        with self._lock:
-            return sum(1 for sequence in self._engine.all_held() if model is None or sequence.model == model)
-
-    def set_statistics(self, statistics: list[ExecutionStatistics]) -> None:
-        with self._lock:
-            for of_model in statistics:
-                self._engine.set_statistics(of_model)
-
-    def clear_prefix_cache(self) -> None:
-        with self._lock:
-            self._engine.clear_prefix_cache()
 
     def between_steps(self, function: Callable[[], T]) -> Future[T]:
         """Runs `function` in the loop's thread while no step and no copy is in flight. It reaches the engine through
         `locked`."""
-        future: Future[T] = Future()
-        self._calls.append((function, future))
-        self._wake.set()
-        return future
+        return self._post(self._calls, function)
 
-    @contextmanager
-    def locked(self) -> Iterator[Engine]:
-        """The engine, for as long as nobody else may touch it: be quick."""
-        with self._lock:
-            yield self._engine
+    def claim_slots(self, model: str, slots: list[int]) -> Future[Any]:
+        """Before something beside the steps writes to slots of a model, in the loop's thread beside the steps; its result is
+        the executor's (StepExecutor.claim_slots), or `KeyError`."""
+        return self._post(self._quick_calls, lambda: self._executor.claim_slots(model, slots))
+
+    def _post(self, calls: _Calls, function: Callable[[], T]) -> Future[T]:
+        future: Future[T] = Future()
+        calls.append((function, future))
+        self._wake.set()
+        if self._is_over:
+            _give_up(calls)
+        return future
 
     def stuck_for_s(self) -> float:
         """How long the step that runs now has been running; 0 between steps."""
         started = self._step_started_s
         return 0.0 if started is None else self._clock() - started
-
-    def _interrupt(self, now: float) -> None:
-        """Under the lock, so that no later step is planned before the executor knows."""
-        step_id = self._engine.take_interrupt(now)
-        if step_id is not None:
-            self._executor.interrupt(step_id)
 
     # ------------------------------------------------------------------------------------- the loop's thread
 
@@ -240,14 +168,19 @@ class EngineLoop:
             log.exception("the engine loop failed")
             self.failure = f"{type(error).__name__}: {error}"
             self._on_failure()
+        finally:
+            self._is_over = True
+            for calls in (self._quick_calls, self._calls):
+                _give_up(calls)
 
     def _iterate(self) -> None:
         in_flight = self._in_flight
         self._wake.clear()
+        _run(self._quick_calls)
         if finished := self._executor.finished_copies():
             self._apply_copies(finished)
         if self._calls and not in_flight and not self._num_copies:
-            self._run_calls()
+            _run(self._calls)
         now = self._clock()
         with self._lock:
             self._engine.on_time(now)
@@ -309,12 +242,23 @@ class EngineLoop:
         for copy in copies:
             self._executor.start_copy(copy)
 
-    def _run_calls(self) -> None:
-        while self._calls:
-            call, future = self._calls.popleft()
-            try:
-                result = call()
-            except Exception as error:
-                future.set_exception(error)
-            else:
-                future.set_result(result)
+
+def _run(calls: _Calls) -> None:
+    while calls:
+        call, future = calls.popleft()
+        if not future.set_running_or_notify_cancel():
+            continue
+        try:
+            result = call()
+        except Exception as error:
+            future.set_exception(error)
+        else:
+            future.set_result(result)
+
+
+def _give_up(calls: _Calls) -> None:
+    with contextlib.suppress(IndexError):
+        while True:
+            future = calls.popleft()[1]
+            if future.set_running_or_notify_cancel():
+                future.set_exception(RuntimeError("the engine loop has ended"))

@@ -6,8 +6,8 @@ names those to run.
 `launch` puts a step on the device and `collect` waits for the oldest one launched; two steps may be in flight on CUDA.
 On CPU `launch` has computed the step when it returns. An interruptible step may be suspended between two layers
 (suspension.py); other steps run before it is resumed. Beside the steps, KV slots are copied to host memory and back
-(kv_copies.py). `prepare_model` and `interrupt` may be called from other threads while steps run; everything else belongs
-to one thread.
+(kv_copies.py). `prepare_model`, `interrupt` and `slot_rows` may be called from other threads while
+steps run; everything else belongs to one thread.
 """
 
 from __future__ import annotations
@@ -108,6 +108,8 @@ class Executor:
         self._layers_per_safepoint = layers_per_safepoint or LAYERS_PER_SAFEPOINT[self.device.type]
         self._safepoints = Safepoints(cuda_event if self.device.type == "cuda" else None)
         self._suspended: dict[int, PartialForward] = {}
+        self._zeroed: torch.cuda.Event | None = None
+        """On the device, behind the last merged block that was zeroed for another model."""
 
     # ------------------------------------------------------------------------------------------------ models
 
@@ -316,8 +318,12 @@ class Executor:
         array = np.array(slots, np.int32)
         if len(array) and not 0 <= array.min() <= array.max() < loaded.views.num_slots:
             raise IndexError(f"slots {array.min()}..{array.max()} of {loaded.views.num_slots}")
-        self._store.claim(loaded.views, array)
+        self._claim(loaded.views, array)
         self._rows.append_blocks(row, array)
+
+    def _claim(self, views: KvViews, slots: np.ndarray) -> None:
+        if self._store.claim(views, slots):
+            self._zeroed = self._mark()
 
     # ------------------------------------------------------------------------------------------------ copies
 
@@ -326,15 +332,21 @@ class Executor:
         that were collected."""
         loaded, after = self._models.get(copy.model), None
         views = None if loaded is None else loaded.views
-        # a restore may be the first to write to a merged block: a later step of the model must find it claimed
-        if (
-            views is not None
-            and copy.kind == CopyKind.RESTORE
-            and self.copies.is_valid(copy, views)
-            and self._store.claim(views, np.array(copy.device_slots, np.int64))
-        ):
-            after = self._mark()
+        if views is not None and copy.kind == CopyKind.RESTORE and self.copies.is_valid(copy, views):
+            after = self.claim_slots(copy.model, copy.device_slots)
         self.copies.start(copy, views, after=after)
+
+    def claim_slots(self, model: str, slots: list[int]) -> torch.cuda.Event | None:
+        """Before anything but a step writes to slots of the model: it may be the first to write to their merged blocks, and
+        a later step of the model must find them claimed. On the device such writes wait for the event, if there is one.
+        Raises `KeyError` where the model is not here."""
+        self._claim(self._models[model].views, np.array(slots, np.int64))
+        return self._zeroed
+
+    def slot_rows(self, model: str, on_host: bool) -> torch.Tensor:
+        """`[num_slots, slot_bytes]` uint8: the bytes of a model's slots, on the device or in the pool of checkpoints (no
+        rows where there is none). They stay where they are for as long as the executor lives."""
+        return self._store.slot_rows(self._models[model].views, self.copies.pool if on_host else None)
 
     def finished_copies(self) -> list[tuple[int, bool]]:
         """(copy id, whether it succeeded) of those that ended since the last call."""

@@ -1,7 +1,7 @@
 """One instance: the bus side of an engine.
 
 Owns: the instance's registry entry, its subjects, its load reports and token frames, the life of its models. The engine
-runs in a thread of its own (engine_loop.py); this side never waits for a step.
+runs in a thread of its own (engine_loop.py); this side never waits for a step. Requests that move are instance_moves.py's.
 """
 
 from __future__ import annotations
@@ -15,9 +15,12 @@ from collections.abc import Callable
 
 import msgspec
 
-from services.worker.engine_loop import EngineLoop, StepExecutor, StepStats
+from services.worker.draining import Draining, can_take
+from services.worker.engine_loop import Effect, EngineLoop, StepExecutor, StepStats
 from services.worker.instance_models import InstanceModels, OnReady
+from services.worker.instance_moves import InstanceMoves, OpenTransport
 from services.worker.instance_telemetry import InstanceTelemetry
+from services.worker.load_reports import LoadReports
 from services.worker.output_log import OutputLog, cut
 from shared.bus.interface import Bus, BusError, KeyValue, ServiceError, Subscription
 from shared.engine.engine import Engine
@@ -34,21 +37,17 @@ from shared.messages import (
     INSTANCE_SUBMIT,
     INSTANCE_UNLOAD_MODEL,
     INSTANCES,
-    LOAD_REPORTS,
     MAX_MESSAGE_BYTES,
     Accepted,
-    Cancel,
     Done,
     Drain,
     ErrorCode,
-    FinishedStats,
     GenerationRequest,
     HeldRequests,
     InstanceInfo,
     InstancePlan,
     ListHeldRequests,
     LoadModel,
-    LoadReport,
     ReplayQuery,
     ReplayReply,
     TokenEntry,
@@ -65,13 +64,13 @@ HEARTBEAT_S = 1.0
 """A load report and a registry entry are at most so far apart."""
 STUCK_STEP_S = 120.0
 """A step that runs for longer will not end: the instance gives up and is started again."""
-DRAIN_POLL_S = 0.05
 COMPUTE_NICENESS = 5
 """Of the model's threads on CPU."""
 
 
 class InstanceService:
-    """`executor` and `engine` are made by the caller (tests use a fake executor)."""
+    """`executor` and `engine` are made by the caller (tests use a fake executor). `open_transport`: for the KV of requests
+    that move; None: they move without."""
 
     def __init__(
         self,
@@ -81,6 +80,7 @@ class InstanceService:
         engine: Engine,
         executor: StepExecutor,
         provide_cost_models: Callable[[EngineLoop], OnReady] | None = None,
+        open_transport: OpenTransport | None = None,
     ) -> None:
         self._bus = bus
         self._settings = settings
@@ -102,13 +102,23 @@ class InstanceService:
             niceness=niceness,
         )
         on_ready = None if provide_cost_models is None else provide_cost_models(self._loop)
-        self._models = InstanceModels(self._loop, executor, self._metrics, self._touch, on_ready)
         self._outputs = OutputLog()
-        self._draining = False
-        self._admitted: list[str] = []
-        self._ended: list[str] = []
-        self._finished: list[FinishedStats] = []
-        self._report_sequence = 0
+        self._reports = LoadReports(bus, self._id, self.incarnation)
+        self._moves = InstanceMoves(
+            bus,
+            settings,
+            self._loop,
+            executor,
+            self._outputs,
+            self._reports,
+            self._metrics,
+            self,
+            telemetry,
+            open_transport,
+        )
+        self._models = InstanceModels(self._loop, executor, self._metrics, self.touch, on_ready, self._moves)
+        self._draining = Draining(bus, self._id, self._num_held, self._any_destination)
+        self.is_draining = False
         self._changed = asyncio.Event()
         self._registry_changed = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -131,21 +141,30 @@ class InstanceService:
             await bus.serve(INSTANCE_LOAD_MODEL.at(**ids), self._on_load_model),
             await bus.serve(INSTANCE_UNLOAD_MODEL.at(**ids), self._on_unload_model),
             await bus.serve(INSTANCE_DRAIN.at(**ids), self._on_drain),
-            await bus.subscribe(INSTANCE_CANCEL.at(**ids), self._on_cancel),
+            await bus.subscribe(INSTANCE_CANCEL.at(**ids), self._moves.on_cancel),
             await bus.subscribe(CLEAR_PREFIX_CACHE, lambda _: self._loop.clear_prefix_cache()),
             await bus.subscribe(EXECUTION_STATISTICS, lambda report: self._loop.set_statistics(report.models)),
         ]
         self._registry = await bus.key_value(INSTANCES)
-        bus.on_reconnect(self._touch)
+        bus.on_reconnect(self.touch)
         for spec in self._plan.models:
             self._models.begin_load(spec)
+        await self._moves.start()
         self._spawn(self._report_loads(), "load reports")
         self._spawn(self._keep_registered(), "registry")
         log.info("instance %s serves (pool %d x %d bytes)", self._id, self._num_merged, self._plan.merged_bytes)
 
+    async def drain_before_exit(self) -> None:
+        """Takes no more requests and lets those that are here move away, as far and as long as they can."""
+        self.is_draining = True
+        self.touch()
+        await self._draining.before_exit(self._settings.drain_grace_s)
+
     async def stop(self) -> None:
-        """Leaves the registry at once; what is still running here is placed elsewhere by the scheduler."""
-        self._draining = True
+        """Ends migrations, then leaves the registry; what is still running here is placed elsewhere by the scheduler."""
+        self.is_draining = True
+        await self._moves.stop()
+        self._publish_load()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -183,36 +202,39 @@ class InstanceService:
     # ------------------------------------------------------------------------------------------------ handlers
 
     async def _on_submit(self, request: GenerationRequest) -> Accepted:
-        if self._draining:
+        if self.is_draining:
             raise ServiceError.of(ErrorCode.DRAINING, f"instance {self._id} is draining")
         if self._loop.failure:
             raise ServiceError.of(ErrorCode.UNAVAILABLE, f"instance {self._id} failed: {self._loop.failure}")
+        moved = self._moves.handed_over(request.request_id)
+        if moved is not None and request.epoch <= moved.epoch:
+            # sent again by someone who does not know yet; its owner has it
+            return Accepted(request.request_id)
         self._models.check_serves(request.model)
         refused = self._loop.submit(request)
         if refused is not None:
             raise ServiceError(refused)
-        self._admitted.append(request.request_id)
+        self._reports.admitted.append(request.request_id)
         self._changed.set()
         return Accepted(request.request_id)
 
-    def _on_cancel(self, cancel: Cancel) -> None:
-        self._loop.cancel(cancel.request_id)
-
     async def _on_replay(self, query: ReplayQuery) -> ReplayReply:
-        entries: list[TokenEntry] = []
-        unknown: list[str] = []
+        reply = ReplayReply([], [], [])
         room_bytes = MAX_MESSAGE_BYTES - 1024 * len(query.positions)
         for position in query.positions:
+            request_id = position.request_id
             entry = self._outputs.replay(position)
-            if entry is None:
-                if self._loop.held_epoch(position.request_id) != position.epoch:
-                    unknown.append(position.request_id)
-                    continue
-                entry = TokenEntry(position.request_id, position.epoch, position.next_offset, b"")
-            entry, num_bytes = cut(entry, room_bytes)
-            room_bytes -= num_bytes
-            entries.append(entry)
-        return ReplayReply(entries, unknown)
+            if entry is None and self._loop.held_epoch(request_id) == position.epoch:
+                entry = TokenEntry(request_id, position.epoch, position.next_offset, b"")
+            if entry is not None:
+                entry, num_bytes = cut(entry, room_bytes)
+                room_bytes -= num_bytes
+                reply.entries.append(entry)
+            elif (owner := self._moves.owner(request_id, position.epoch)) is not None:
+                reply.moved.append(owner)
+            else:
+                reply.unknown.append(request_id)
+        return reply
 
     async def _on_held(self, _query: ListHeldRequests) -> HeldRequests:
         return HeldRequests(self._loop.held_requests())
@@ -226,55 +248,48 @@ class InstanceService:
         return Done()
 
     async def _on_drain(self, query: Drain) -> Done:
-        if not self._draining:
-            self._draining = True
-            self._touch()
+        if not self.is_draining:
+            self.is_draining = True
+            self.touch()
             self._spawn(self._drain(query.grace_s), "drain")
         return Done()
 
     async def _drain(self, grace_s: float) -> None:
-        deadline = self._bus.now() + grace_s
-        while self._loop.num_held() and self._bus.now() < deadline:
-            await asyncio.sleep(DRAIN_POLL_S)
+        await self._draining.until_empty(grace_s)
         self.drained.set()
+
+    def _num_held(self) -> int:
+        return self._loop.num_held() + self._moves.has_work
+
+    def _any_destination(self) -> bool:
+        held = {request.model for request in self._loop.held_requests()}
+        others = (info for name, info in self._moves.peers().items() if name != self._id)
+        return bool(self._moves.kv_address) and any(can_take(info, held) for info in others)
 
     # ---------------------------------------------------------------------------------- from the engine's thread
 
-    def _on_effects_in_thread(self, effects: list[Output | Ended], stats: StepStats | None) -> None:
+    def _on_effects_in_thread(self, effects: list[Effect], stats: StepStats | None) -> None:
         self._event_loop.call_soon_threadsafe(self._on_effects, effects, stats)
 
     def _on_failure_in_thread(self) -> None:
         self._event_loop.call_soon_threadsafe(self.failed.set)
 
-    def _on_effects(self, effects: list[Output | Ended], stats: StepStats | None) -> None:
+    def _on_effects(self, effects: list[Effect], stats: StepStats | None) -> None:
         now = self._bus.now()
         for effect in effects:
             if isinstance(effect, Output):
                 topic = GATEWAY_FRAMES.at(gateway_id=effect.gateway_id)
                 for frame in self._outputs.frames(self._id, effect.entries, now):
                     self._bus.publish(topic, frame)
-            else:
+            elif isinstance(effect, Ended):
                 self._on_ended(effect)
+        self._moves.on_effects(effects, stats)
         if stats is not None:
             self._metrics.on_step(stats)
         self._changed.set()
 
     def _on_ended(self, ended: Ended) -> None:
-        request = ended.request
-        self._ended.append(request.request_id)
-        planned_s = ended.first_planned_s if ended.first_planned_s is not None else ended.ended_s
-        self._finished.append(
-            FinishedStats(
-                request.model,
-                request.request_class,
-                ended.num_prompt_tokens,
-                ended.num_output_tokens,
-                planned_s - ended.submitted_s,
-                ended.ended_s - planned_s,
-                ended.reason,
-                ended.device_s,
-            )
-        )
+        self._reports.on_ended(ended)
         self._metrics.on_ended(ended)
         self._metrics.trace_ended(ended, self._bus.now)
 
@@ -297,21 +312,7 @@ class InstanceService:
         self._metrics.coserving.on_counters(counters, self._slot_bytes(), self._loop.host_used_share())
         for model, (cost_model, scale) in self._loop.cost_models().items():
             self._metrics.coserving.on_cost_model(model, cost_model, scale)
-        self._report_sequence += 1
-        report = LoadReport(
-            self._id,
-            self.incarnation,
-            self._report_sequence,
-            load_now.dispatch_freeness,
-            load_now.free_merged,
-            load_now.num_running,
-            load_now.models,
-            self._admitted,
-            self._ended,
-            self._finished,
-        )
-        self._admitted, self._ended, self._finished = [], [], []
-        self._bus.publish(LOAD_REPORTS, report)
+        self._reports.publish(load_now, *self._moves.num_moving)
 
     def _slot_bytes(self) -> dict[str, int]:
         """A KV block's share of a merged block, of each model."""
@@ -321,10 +322,20 @@ class InstanceService:
             if model.slots_per_merged
         }
 
-    def _touch(self) -> None:
+    # ----------------------------------------------------------------- what those that work for the instance ask
+
+    def touch(self) -> None:
         """The registry entry changed: write it now rather than at the next heartbeat."""
         self._registry_changed.set()
         self._changed.set()
+
+    def report_load(self) -> None:
+        """Soon, rather than at the next heartbeat."""
+        self._changed.set()
+
+    def serves(self, model: str) -> bool:
+        """Whether the model takes requests here."""
+        return self._models.serves(model)
 
     async def _keep_registered(self) -> None:
         assert self._registry is not None
@@ -342,7 +353,7 @@ class InstanceService:
 
     def _info(self) -> InstanceInfo:
         load_now = {model.model: model for model in self._loop.load().models}
-        if self._draining:
+        if self.is_draining:
             state = "draining"
         else:
             state = "ready" if self._models.any_ready else "starting"
@@ -357,6 +368,7 @@ class InstanceService:
             self._settings.device,
             os.getpid(),
             self._metrics_port,
+            self._moves.kv_address,
         )
 
 

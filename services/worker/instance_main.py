@@ -1,7 +1,7 @@
 """The process of one instance: `python -m services.worker.instance_main`, started by the node agent.
 
-Makes engine and executor as the settings say, and runs the service until it is told to stop, is drained, or its engine
-fails.
+Makes engine and executor as the settings say, and runs the service until it is told to stop (it gives its requests away
+first; a second signal ends it at once), is drained, or its engine fails.
 """
 
 from __future__ import annotations
@@ -10,19 +10,27 @@ import asyncio
 import gc
 import logging
 import os
+import socket
 import sys
+from collections.abc import Coroutine
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 import msgspec
 
 from services.worker.engine_building import build_engine, host_pool_merged, max_step_tokens
-from services.worker.engine_loop import EngineLoop
-from services.worker.instance import InstanceService
-from services.worker.instance_models import OnReady
 from shared.messages import InstancePlan
 from shared.service import load_or_exit, run_service, unless_stopped
 from shared.settings import InstanceSettings
 from shared.telemetry import start_telemetry
+
+if TYPE_CHECKING:
+    from prometheus_client import CollectorRegistry
+
+    from services.worker.engine_loop import EngineLoop
+    from services.worker.instance_models import OnReady
+    from services.worker.kv_transport.transport import KvTransport
 
 log = logging.getLogger(__name__)
 
@@ -32,6 +40,7 @@ async def main(stop: asyncio.Event, settings: InstanceSettings) -> None:
 
     from services.worker.cost_models import CostModels, CostModelStore
     from services.worker.executor import Executor
+    from services.worker.instance import InstanceService
     from shared.bus.nats_bus import NatsBus
 
     plan = msgspec.json.decode(settings.plan, type=InstancePlan)
@@ -57,16 +66,20 @@ async def main(stop: asyncio.Event, settings: InstanceSettings) -> None:
 
     wants_cost_models = settings.profile == "auto"
     service = InstanceService(
-        bus, settings, telemetry, engine, executor, provide_cost_models if wants_cost_models else None
+        bus,
+        settings,
+        telemetry,
+        engine,
+        executor,
+        provide_cost_models if wants_cost_models else None,
+        lambda: open_transport(settings, telemetry.registry),
     )
     await service.start()
     gc.collect()
     gc.freeze()
-    ends = (stop, service.drained, service.failed)
-    waiting = [asyncio.create_task(end.wait()) for end in ends]
-    await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-    for task in waiting:
-        task.cancel()
+    await first_of(stop.wait(), service.drained.wait(), service.failed.wait())
+    if stop.is_set():
+        await first_of(service.drain_before_exit(), service.failed.wait())
     await service.stop()
     await bus.close()
     await asyncio.to_thread(executor.close)
@@ -74,6 +87,40 @@ async def main(stop: asyncio.Event, settings: InstanceSettings) -> None:
     if service.failed.is_set():
         # Not a stack trace: it is in the log already. The node agent starts the instance again.
         os._exit(1)
+
+
+async def open_transport(settings: InstanceSettings, registry: CollectorRegistry) -> KvTransport:
+    """Raises whatever keeps UCX from being used here."""
+    from services.worker.kv_transport.telemetry import TransferMetrics
+    from services.worker.kv_transport.transport import KvTransport, TransportLimits
+    from services.worker.kv_transport.ucx import UcxNetwork
+
+    host = settings.kv_host or local_address(settings.nats_url)
+    limits = TransportLimits(rate_fraction=settings.migration_rate_share)
+    transport = KvTransport(UcxNetwork(host), limits, metrics=TransferMetrics(registry))
+    await transport.open()
+    return transport
+
+
+def local_address(nats_url: str) -> str:
+    """This machine's address on the network in which the NATS server is: there its peers are too. Raises `OSError`."""
+    url = nats_url.split(",")[0].strip()
+    server = urlsplit(url if "//" in url else f"//{url}")
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((server.hostname or "127.0.0.1", server.port or 4222))  # sends nothing
+        return str(probe.getsockname()[0])
+
+
+async def first_of(*waits: Coroutine[Any, Any, object]) -> None:
+    """Ends with the first of them, with its exception if it has one; the others are cancelled."""
+    tasks = [asyncio.ensure_future(wait) for wait in waits]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
+    finally:
+        for task in tasks:
+            task.cancel()
 
 
 if __name__ == "__main__":

@@ -26,6 +26,10 @@ log = logging.getLogger(__name__)
 POLL_S = 0.05
 
 
+DETACH_TIMEOUT_S = 30.0
+"""For transfers of a model's KV and reservations for it, which end by their own deadlines."""
+
+
 OnReady = Callable[[ModelSpec, ModelShape, Callable[[], bool]], Awaitable[Any]]
 """(model, its shape on the engine, whether nothing else is being loaded)"""
 
@@ -40,6 +44,19 @@ class ModelExecutor(Protocol):
     def remove_model(self, name: str) -> None: ...
 
 
+class KvUsers:
+    """Who else uses the KV slots of models; called in the event loop. This one is nobody."""
+
+    def add_model(self, model: str) -> None:
+        """Its slots are there."""
+
+    def give_away(self, model: str) -> None:
+        """The model is being unloaded: its requests should go elsewhere. Called again and again."""
+
+    def remove_model(self, model: str) -> None:
+        """Nobody holds or reserves slots of the model any more."""
+
+
 class _Model(msgspec.Struct):
     spec: ModelSpec
     state: str
@@ -49,8 +66,9 @@ class _Model(msgspec.Struct):
 
 
 class InstanceModels:
-    """`on_change` is called after each change of state. `on_ready(spec, shape, is_quiet)` is awaited beside everything else
-    when a model has become ready; `is_quiet()`, from any thread: no model is being prepared."""
+    """`on_change` is called after each change of state; `users` are told where KV slots come and go. `on_ready(spec, shape,
+    is_quiet)` is awaited beside everything else when a model has become ready; `is_quiet()`, from any thread: no model is
+    being prepared."""
 
     def __init__(
         self,
@@ -59,8 +77,10 @@ class InstanceModels:
         metrics: InstanceTelemetry,
         on_change: Callable[[], None],
         on_ready: OnReady | None = None,
+        users: KvUsers | None = None,
     ) -> None:
         self._loop = loop
+        self._users = users or KvUsers()
         self._executor: ModelExecutor = executor
         self._metrics = metrics
         self._on_change = on_change
@@ -74,10 +94,13 @@ class InstanceModels:
     def any_ready(self) -> bool:
         return any(model.state == "ready" for model in self._models.values())
 
-    def check_serves(self, name: str) -> None:
+    def serves(self, name: str) -> bool:
         model = self._models.get(name)
-        if model is None or model.state != "ready":
-            state = "not here" if model is None else model.state
+        return model is not None and model.state == "ready"
+
+    def check_serves(self, name: str) -> None:
+        if not self.serves(name):
+            state = self._models[name].state if name in self._models else "not here"
             raise ServiceError.of(ErrorCode.GONE, f"model {name!r} is {state} on this instance", "model")
 
     def loaded(self, loads: dict[str, ModelLoad]) -> list[LoadedModel]:
@@ -109,7 +132,7 @@ class InstanceModels:
         self._on_change()
 
     def begin_unload(self, name: str, grace_s: float) -> None:
-        """Takes no new request, waits for those that run (at most `grace_s`), then frees the memory."""
+        """Takes no new request, waits until those it has moved away or ended (at most `grace_s`), then frees the memory."""
         model = self._models.get(name)
         if model is None:
             raise ServiceError.of(ErrorCode.GONE, f"model {name!r} is not on this instance", "name")
@@ -160,6 +183,7 @@ class InstanceModels:
         else:
             model.state, model.shape, model.num_slots = "ready", shape, num_slots
             self._metrics.set_model(spec.name, shape.page_tokens, num_slots)
+            self._users.add_model(spec.name)
             log.info("model %s is ready after %.1f s: %s", spec.name, time.monotonic() - started_s, shape)
             self._spawn(self._tell_ready(spec, shape))
         self._on_change()
@@ -176,21 +200,29 @@ class InstanceModels:
         name = model.spec.name
         deadline_s = time.monotonic() + grace_s
         while self._loop.num_held(name) and time.monotonic() < deadline_s:
+            self._users.give_away(name)
             await asyncio.sleep(POLL_S)
 
-        def detach() -> None:
+        def detach() -> bool:
             with self._loop.locked() as engine:
                 removed = engine.remove_model(name, self._loop.now())
-            assert removed, "no step is in flight between steps"
-            self._executor.remove_model(name)
+            if removed:
+                self._executor.remove_model(name)
+            return removed
 
+        deadline_s = time.monotonic() + DETACH_TIMEOUT_S
         try:
-            await asyncio.shield(asyncio.wrap_future(self._loop.between_steps(detach)))
+            # Requests are over now; migrations of the model still have to see that they are.
+            while not await asyncio.shield(asyncio.wrap_future(self._loop.between_steps(detach))):
+                if time.monotonic() > deadline_s:
+                    raise TimeoutError(f"its KV slots are still in use after {DETACH_TIMEOUT_S:g} s")
+                await asyncio.sleep(POLL_S)
         except Exception as error:
             log.exception("model %s could not be unloaded", name)
             model.state, model.error = "failed", f"{type(error).__name__}: {error}"
         else:
             del self._models[name]
+            self._users.remove_model(name)
             if model.shape is not None:
                 self._metrics.remove_model(name, model.shape.page_tokens, model.num_slots)
             log.info("model %s is unloaded", name)

@@ -173,6 +173,10 @@ class InstanceTelemetry:
             if num_new > 1:
                 self._tpot.labels(*labels).observe(decode_s / (num_new - 1))
 
+    def on_moved_away(self, model: str, num_new: int) -> None:
+        """A request left for another instance after `num_new` tokens of here; all else is counted where it ends."""
+        self._generation_tokens.labels(model, self._engine).inc(num_new)
+
     def trace_ended(self, ended: Ended, clock: Callable[[], float]) -> None:
         """Spans of a request's time on the instance, made when it has ended: never one per token."""
         request = ended.request

@@ -108,7 +108,8 @@ class KvStore:
         """`[slots, slot_bytes]` uint8: the bytes of each slot, the unit of checkpoint and migration. `pool`: another flat
         byte tensor of merged blocks of this size; None: the slab without its scratch block."""
         pool = self.slab[: self.num_merged * self.merged_bytes] if pool is None else pool
-        return pool.view(-1, views.stride_bytes)[:, : views.shape.slot_bytes]
+        num_slots = pool.numel() // views.stride_bytes
+        return pool.view(num_slots, views.stride_bytes)[:, : views.shape.slot_bytes]
 
     def slot_view(self, views: KvViews, slot: int) -> torch.Tensor:
         """The bytes of one slot, `[slot_bytes]` uint8."""

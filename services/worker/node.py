@@ -5,6 +5,10 @@ are the bus, the clock and the loop that ties them.
 
     PLANS, INSTANCES (watched), exits -> NodeState -> actions -> processes, INSTANCE_LOAD_MODEL/UNLOAD_MODEL/DRAIN
                                                             -> NODES, INSTANCE_EXITED
+    NODE_SCALE -> NODES (how many instances there may be) -> placement -> PLANS
+
+How many instances the node offers is kept nowhere but in the plan: an agent that is started again begins with as many as
+the plan has for it, within what its settings allow.
 """
 
 from __future__ import annotations
@@ -17,7 +21,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Sequence, Set
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +30,7 @@ from opentelemetry import trace
 from opentelemetry.trace import Span, Status, StatusCode
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
+from services.worker.instance_environment import instance_environment
 from services.worker.machine import Machine
 from services.worker.node_state import (
     DRAIN_GRACE_S,
@@ -37,25 +42,30 @@ from services.worker.node_state import (
     Start,
     Terminate,
     UnloadModel,
+    num_planned,
 )
 from services.worker.processes import InstanceProcess, Processes
 from shared import messages
-from shared.bus.interface import Bus, BusError, KeyValue, Watch
+from shared.bus.interface import Bus, BusError, KeyValue, ServiceError, Subscription, Watch
 from shared.messages import (
     INSTANCE_DRAIN,
     INSTANCE_EXITED,
     INSTANCE_LOAD_MODEL,
     INSTANCE_UNLOAD_MODEL,
     INSTANCES,
+    NODE_SCALE,
     NODES,
     PLANS,
+    Done,
+    ErrorCode,
     InstanceExited,
     InstanceInfo,
     InstancePlan,
     NodeInfo,
     PlacementPlan,
+    ScaleNode,
 )
-from shared.settings import BusSettings, SettingsError, WorkerSettings, default_id
+from shared.settings import SettingsError, WorkerSettings, default_id
 from shared.telemetry import Telemetry
 
 logger = logging.getLogger(__name__)
@@ -67,39 +77,6 @@ TICK_S = 0.25
 CALL_TIMEOUT_S = 5.0
 """Instances answer these calls at once and work afterwards."""
 MAX_PROBLEM_CHARACTERS = 1000
-
-
-def instance_environment(
-    settings: WorkerSettings, machine: Machine, node_id: str, plan: InstancePlan, base: Mapping[str, str]
-) -> dict[str, str]:
-    """The environment of an instance's process: the agent's own, its bus settings, and what makes the instance.
-
-    Where the agent's metrics port is fixed, instance k serves metrics on that port + 1 + k, so that a scraper can be
-    told; else on any free port (see the registry).
-    """
-    k = int(plan.instance_id.rpartition("-")[2])
-    values = {name: getattr(settings, name) for name in BusSettings.__struct_fields__}
-    values |= {
-        "metrics_port": settings.metrics_port + 1 + k if settings.metrics_port else 0,
-        "node_id": node_id,
-        "instance_id": plan.instance_id,
-        "plan": msgspec.json.encode(plan).decode(),
-        "device": machine.device,
-        "num_threads": machine.num_threads,
-    }
-    environment = {**base, "PYTHONUNBUFFERED": "1"}
-    environment |= {"TIDEWAY_" + name.upper(): str(value) for name, value in values.items()}
-    if machine.gpus:
-        environment["CUDA_VISIBLE_DEVICES"] = machine.gpus[k]
-    return environment
-
-
-def exit_reason(process: InstanceProcess, exit_code: int) -> str:
-    """Completes "the instance ..."."""
-    if exit_code < 0:
-        return f"was killed by {signal.Signals(-exit_code).name}"
-    said = f": {process.last_line[:300]}" if process.last_line and exit_code else ""
-    return f"exited with code {exit_code}{said}"
 
 
 class _Metrics:
@@ -115,7 +92,8 @@ class _Metrics:
 
 
 class NodeAgent:
-    """`command`: argument vector of an instance's process."""
+    """`command`: argument vector of an instance's process. `drain_grace_s`: what instances get to give their requests away
+    after SIGTERM."""
 
     def __init__(
         self,
@@ -124,6 +102,7 @@ class NodeAgent:
         telemetry: Telemetry,
         machine: Machine,
         command: Sequence[str] = INSTANCE_COMMAND,
+        drain_grace_s: float = 0.0,
     ) -> None:
         self.node_id = settings.node_id or default_id("node")
         if not re.fullmatch(r"[A-Za-z0-9_-]+", self.node_id):
@@ -132,13 +111,20 @@ class NodeAgent:
         self._settings = settings
         self._telemetry = telemetry
         self._machine = machine
+        self._drain_grace_s = drain_grace_s
         self._state = NodeState(self.node_id)
         self._processes = Processes(command, self._on_exit)
         self._metrics = _Metrics(telemetry.registry)
         self._metrics.memory.set(machine.memory_bytes)
         self._info = NodeInfo(
-            self.node_id, socket.gethostname(), machine.num_instances, machine.memory_bytes, machine.device
+            self.node_id,
+            socket.gethostname(),
+            machine.num_instances,
+            machine.memory_bytes,
+            machine.device,
+            max_instances=machine.most_instances,
         )
+        self._has_seen_plan = False
         self._reported: dict[str, str] = {}
         """Instance id -> the last incarnation whose end was published."""
         self._wake = asyncio.Event()
@@ -147,6 +133,8 @@ class NodeAgent:
         self._is_stopping = False
         self._tasks: set[asyncio.Task[None]] = set()
         self._watches: list[Watch[Any]] = []
+        self._subscriptions: list[Subscription] = []
+        self._registration: asyncio.Task[None] | None = None
         self._nodes: KeyValue[NodeInfo]
 
     # ----------------------------------------------------------------------------------------- start and stop
@@ -156,40 +144,56 @@ class NodeAgent:
         self._nodes = await self._bus.key_value(NODES)
         self._watches.append(await (await self._bus.key_value(INSTANCES)).watch(self._on_registry))
         self._watches.append(await (await self._bus.key_value(PLANS)).watch(self._on_plan))
+        self._subscriptions.append(await self._bus.serve(NODE_SCALE.at(node_id=self.node_id), self._on_scale))
         self._bus.on_reconnect(self._info_changed.set)
-        self._spawn(self._keep_registered(), "registration")
+        self._registration = self._spawn(self._keep_registered(), "registration")
         self._spawn(self._reconcile_for_ever(), "reconciliation")
         logger.info(
-            "node %s offers %d instances on %s with %.1f GiB",
+            "node %s offers %d instances (at most %d) on %s with %.1f GiB",
             self.node_id,
-            self._machine.num_instances,
+            self._info.num_instances,
+            self._info.max_instances,
             self._machine.device,
             self._machine.memory_bytes / 2**30,
         )
 
     async def stop(self) -> None:
-        """Leaves the registry and ends the instances: SIGTERM, after `STOP_TIMEOUT_S` SIGKILL."""
+        """Ends the instances (SIGTERM, at which they give their requests away; SIGKILL if that takes too long) and leaves
+        the registry. While they drain the node stays registered, so that a plan that counts on it stays as it is for a
+        restart."""
         self._is_stopping = True
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for subscription in self._subscriptions:
+            await subscription.stop()
+        await self._cancel(self._tasks - {self._registration})
+        await self._processes.stop(self._drain_grace_s)
+        await self._cancel(self._tasks)
         try:
             await self._nodes.delete(self.node_id)
         except BusError as error:
             logger.info("the node's registry entry is left to expire: %s", error)
-        await self._processes.stop()
         for watch in self._watches:
             await watch.stop()
         self._end_plan_span()
+
+    def hurry(self) -> None:
+        """While `stop` waits: the instances give their requests up; the second time they are killed."""
+        logger.warning("stopping at once")
+        self._processes.hurry()
+
+    async def _cancel(self, tasks: Set[asyncio.Task[None]]) -> None:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     def problems(self) -> list[str]:
         """For /health; called from another thread. That an instance is restarting is no fault of the agent."""
         return [] if self._bus.is_connected else ["not connected to NATS"]
 
-    def _spawn(self, coroutine: Coroutine[Any, Any, None], name: str) -> None:
+    def _spawn(self, coroutine: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
         task = asyncio.create_task(coroutine, name=name)
         self._tasks.add(task)
         task.add_done_callback(self._task_done)
+        return task
 
     def _task_done(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
@@ -205,8 +209,25 @@ class NodeAgent:
             self._plan_span = self._telemetry.tracer.start_span(
                 "node.apply_plan", attributes={"tideway.node": self.node_id, "tideway.plan_version": plan.version}
             )
+            if not self._has_seen_plan:
+                self._has_seen_plan = True
+                self._offer(max(self._info.num_instances, num_planned(plan, self.node_id)))
             self._state.on_plan(plan)
             self._wake.set()
+
+    async def _on_scale(self, query: ScaleNode) -> Done:
+        """Fewer take effect with the plan that follows: it drains the instances that are over."""
+        most = self._info.max_instances
+        if not 1 <= query.num_instances <= most:
+            message = f"{self.node_id} runs 1 to {most} instances (TIDEWAY_MAX_INSTANCES), not {query.num_instances}"
+            raise ServiceError.of(ErrorCode.OVERLOADED, message, "num_instances")
+        logger.info("%d instances are asked for instead of %d", query.num_instances, self._info.num_instances)
+        self._offer(query.num_instances)
+        return Done()
+
+    def _offer(self, num_instances: int) -> None:
+        self._info = msgspec.structs.replace(self._info, num_instances=min(num_instances, self._info.max_instances))
+        self._info_changed.set()
 
     def _on_registry(self, instance_id: str, info: InstanceInfo | None) -> None:
         process = self._processes.get(instance_id)
@@ -233,7 +254,7 @@ class NodeAgent:
 
     def _on_exit(self, instance_id: str, process: InstanceProcess, exit_code: int) -> None:
         self._publish_exit(instance_id, process.incarnation, exit_code)
-        reason = exit_reason(process, exit_code)
+        reason = process.exit_reason(exit_code)
         is_failure = self._state.on_exit(instance_id, reason, self._bus.now())
         if is_failure and not self._is_stopping:
             self._metrics.restarts.labels(instance_id).inc()

@@ -21,6 +21,7 @@ its effect does not show in the registry. Registry entries of other processes ar
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 
 from shared.messages import InstanceInfo, InstancePlan, LoadedModel, ModelSpec, PlacementPlan
@@ -91,6 +92,13 @@ Action = Start | LoadModel | UnloadModel | Drain | Terminate | Kill
 def back_off_s(num_failures: int) -> float:
     """Wait after that many failures in a row (at least 1)."""
     return min(BACK_OFF_FIRST_S * 2.0 ** min(num_failures - 1, 30), BACK_OFF_MOST_S)
+
+
+def num_planned(plan: PlacementPlan, node_id: str) -> int:
+    """Instances that the plan knows of the node, those that are drained included."""
+    ids = [i.instance_id for i in plan.instances] + plan.draining
+    pattern = re.compile(re.escape(node_id) + r"-(\d+)")
+    return max((int(match[1]) + 1 for i in ids if (match := pattern.fullmatch(i))), default=0)
 
 
 @dataclass

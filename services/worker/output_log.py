@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from services.worker.ended_requests import EndedRequests
-from shared.messages import StreamPosition, TokenEntry, TokenFrame, TokenLogprob
+from shared.messages import GenerationRequest, StreamPosition, TokenEntry, TokenFrame, TokenLogprob, next_placement
 
 MAX_FRAME_ENTRIES = 512
 """Keeps a frame under the bus's message limit even with log-probabilities."""
@@ -42,6 +42,19 @@ class _Live(msgspec.Struct):
     first_offset: int
     logprobs: list[TokenLogprob]
     num_cached_tokens: int
+    num_brought: int = 0
+    """Tokens among them that another instance made."""
+
+    @property
+    def next_offset(self) -> int:
+        return self.first_offset + len(self.tokens) // 4
+
+    def is_continued_by(self, entry: TokenEntry) -> bool:
+        """In the same epoch, or in a higher one of the same placement where a move did not come to pass."""
+        if entry.epoch == self.epoch:
+            return True
+        same_placement = next_placement(entry.epoch) == next_placement(self.epoch)
+        return same_placement and entry.epoch > self.epoch and entry.offset == self.next_offset
 
 
 class OutputLog:
@@ -60,9 +73,45 @@ class OutputLog:
             for first in range(0, len(entries), MAX_FRAME_ENTRIES)
         ]
 
+    def adopt(self, request: GenerationRequest, num_cached_tokens: int) -> TokenEntry:
+        """The request goes on here with all its output so far as `prior`. Returns the entry without tokens from which its
+        gateway knows the new owner. Log-probabilities do not travel: where they are asked for, what was before is not
+        replayed."""
+        num_output = len(request.prior) // 4
+        if request.sampling.logprobs >= 0:
+            live = _Live(request.epoch, bytearray(), num_output, [], num_cached_tokens)
+        else:
+            live = _Live(request.epoch, bytearray(request.prior), 0, [], num_cached_tokens, num_brought=num_output)
+        self._live[request.request_id] = live
+        return TokenEntry(request.request_id, request.epoch, num_output, b"", num_cached_tokens=num_cached_tokens)
+
+    def give_up(self, request_id: str, epoch: int) -> int:
+        """The request belongs to another instance from `epoch` on. Returns the number of tokens that were made here."""
+        live = self._live.get(request_id)
+        if live is None or live.epoch >= epoch:
+            return 0
+        del self._live[request_id]
+        return len(live.tokens) // 4 - live.num_brought
+
+    def raise_epoch(self, request_id: str, epoch: int) -> TokenEntry | None:
+        """The request goes on here in a higher epoch. Returns the entry that says so to its gateway; None where that is
+        known, or nothing of it went out yet."""
+        live = self._live.get(request_id)
+        if live is None or live.epoch >= epoch:
+            return None
+        live.epoch = epoch
+        return TokenEntry(request_id, epoch, live.next_offset, b"", num_cached_tokens=live.num_cached_tokens)
+
+    def epoch(self, request_id: str) -> int:
+        """The highest in which output of the request is known here; -1: none is."""
+        live, ended = self._live.get(request_id), self._ended.get(request_id)
+        return max(-1 if live is None else live.epoch, -1 if ended is None else ended.epoch)
+
     def _remember(self, entry: TokenEntry, now: float) -> None:
         live = self._live.get(entry.request_id)
-        if live is None or live.epoch != entry.epoch:
+        if live is not None and live.is_continued_by(entry):
+            live.epoch = entry.epoch
+        else:
             live = _Live(entry.epoch, bytearray(), entry.offset, [], entry.num_cached_tokens)
             self._live[entry.request_id] = live
         live.tokens += entry.tokens

@@ -23,8 +23,8 @@ from typing import BinaryIO
 
 logger = logging.getLogger(__name__)
 
-STOP_TIMEOUT_S = 10.0
-"""From SIGTERM to SIGKILL when the agent stops."""
+STOP_MARGIN_S = 7.0
+"""What an instance takes to end that has given its requests away, or has none."""
 KILL_TIMEOUT_S = 5.0
 """From SIGKILL to giving up (a process in an uninterruptible wait)."""
 MAX_LINE_BYTES = 16 * 1024
@@ -91,6 +91,13 @@ class InstanceProcess:
         self.incarnation = ""
         """As it registered; empty before."""
 
+    def exit_reason(self, exit_code: int) -> str:
+        """Completes "the instance ..."."""
+        if exit_code < 0:
+            return f"was killed by {signal.Signals(-exit_code).name}"
+        said = f": {self.last_line[:300]}" if self.last_line and exit_code else ""
+        return f"exited with code {exit_code}{said}"
+
     def signal(self, number: signal.Signals) -> None:
         """To the whole process group; no effect once the process was waited for."""
         if self._popen.returncode is None:
@@ -116,6 +123,7 @@ class Processes:
         self._writer = LineWriter(output or sys.stderr.buffer)
         self._running: dict[str, InstanceProcess] = {}
         self._all_ended = asyncio.Event()
+        self._num_hurries = 0
 
     def get(self, instance_id: str) -> InstanceProcess | None:
         return self._running.get(instance_id)
@@ -139,9 +147,9 @@ class Processes:
         threading.Thread(target=self._watch, args=watch, name=f"watch {instance_id}", daemon=True).start()
         return process
 
-    async def stop(self) -> None:
-        """SIGTERM to all, SIGKILL after `STOP_TIMEOUT_S`; returns when they have ended."""
-        for number, timeout_s in ((signal.SIGTERM, STOP_TIMEOUT_S), (signal.SIGKILL, KILL_TIMEOUT_S)):
+    async def stop(self, grace_s: float = 0.0) -> None:
+        """SIGTERM to all, SIGKILL after `grace_s` and STOP_MARGIN_S; returns when they have ended."""
+        for number, timeout_s in ((signal.SIGTERM, grace_s + STOP_MARGIN_S), (signal.SIGKILL, KILL_TIMEOUT_S)):
             for process in self._running.values():
                 process.signal(number)
             if self._running:
@@ -151,6 +159,12 @@ class Processes:
             for instance_id in self._running:
                 logger.warning("%s has not ended within %.0f s of %s", instance_id, timeout_s, number.name)
         await asyncio.to_thread(self._writer.close, 1.0)
+
+    def hurry(self) -> None:
+        """While `stop` waits: SIGTERM once more, at which an instance gives up its requests; then SIGKILL."""
+        self._num_hurries += 1
+        for process in self._running.values():
+            process.signal(signal.SIGTERM if self._num_hurries == 1 else signal.SIGKILL)
 
     def _ended(self, instance_id: str, process: InstanceProcess, exit_code: int) -> None:
         del self._running[instance_id]

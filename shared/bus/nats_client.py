@@ -82,6 +82,8 @@ class DirectClient(Client):
             return
         assert isinstance(self._transport, TcpTransport) and self._transport._io_writer is not None
         stream = self._transport._io_writer.transport
+        if stream.is_closing():
+            return  # the loss will be noticed; what is pending goes after the reconnect
         if stream.get_write_buffer_size() > MAX_PENDING_BYTES:
             self._is_write_scheduled = True
             asyncio.get_running_loop().call_later(_RETRY_WRITE_S, self._write_pending)

@@ -3,22 +3,32 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
+from shared.engine.arrivals import Arrival
 from shared.engine.batch import PlannedStep
 from shared.engine.kv_blocks import BlockPool
 from shared.engine.model_queue import ModelQueue
+from shared.engine.moving import PinnedBlocks
 from shared.engine.planner import Planner
-from shared.engine.sequence import Sequence, State
+from shared.engine.sequence import Move, Sequence, State
 
 
-def check_engine(planner: Planner, held: Mapping[str, Sequence], in_flight: Mapping[int, PlannedStep]) -> None:
+def check_engine(
+    planner: Planner,
+    held: Mapping[str, Sequence],
+    in_flight: Mapping[int, PlannedStep],
+    pinned: Iterable[PinnedBlocks] = (),
+    arrivals: Iterable[Arrival] = (),
+) -> None:
     """AssertionError if anything is not as it should be."""
     steps = [*in_flight.values(), *([planner.suspended] if planner.suspended else [])]
     flying = {id(s): s for step in steps for s in step.sequences if s.state == State.ENDED}
-    rows = [sequence.row for sequence in [*held.values(), *flying.values()] if sequence.row >= 0]
+    rows = [owner.row for owner in (*held.values(), *flying.values()) if owner.row >= 0]
+    rows += [arrival.row for arrival in arrivals if arrival.row >= 0]
     assert len(rows) == len(set(rows))
-    _check_references(planner, [*held.values(), *flying.values()])
+    assert sorted([*rows, *planner._free_rows]) == list(range(len(rows) + planner.num_free_rows))
+    _check_references(planner, [*held.values(), *flying.values()], pinned, arrivals)
     for queue in planner.queues.values():
         _check_queue(queue, held)
     for sequence in held.values():
@@ -31,11 +41,17 @@ def check_engine(planner: Planner, held: Mapping[str, Sequence], in_flight: Mapp
     assert not interruptible or len(in_flight) == 1 or interruptible == list(in_flight.values())[-1:]
 
 
-def _check_references(planner: Planner, sequences: list[Sequence]) -> None:
+def _check_references(
+    planner: Planner, sequences: list[Sequence], pinned: Iterable[PinnedBlocks], arrivals: Iterable[Arrival]
+) -> None:
     device, host = Counter[tuple[str, int]](), Counter[tuple[str, int]]()
     for sequence in sequences:
         device.update((sequence.model, slot) for slot in sequence.blocks)
         host.update((sequence.model, slot) for slot in sequence.restore[1])
+    moving = [(owner.on_host, owner.model, owner.slots) for owner in pinned]
+    moving += [(owner.on_host, owner.model, owner.slots) for owner in arrivals]
+    for on_host, model, slots in moving:
+        (host if on_host else device).update((model, slot) for slot in slots)
     for is_device, model, slot in planner.host.references():
         (device if is_device else host)[model, slot] += 1
     for pool, expected in ((planner.pool, device), (planner.host.pool, host)):
@@ -66,5 +82,11 @@ def _check_queue(queue: ModelQueue, held: Mapping[str, Sequence]) -> None:
         assert sequence.state == State.WAITING and sequence.row < 0 and not sequence.blocks
     for sequence in (*queue.restoring.values(), *queue.restored.values()):
         assert sequence.state == State.RESTORING and sequence.row >= 0 and sequence.blocks
+    for sequence in queue.leaving.values():
+        assert sequence.state == State.LEAVING and (sequence.row >= 0) == bool(sequence.blocks)
+        assert sequence.is_spoilt or sequence.num_computed < sequence.total
+        assert sequence.move != Move.SEALED or not sequence.in_flight
     for sequence in queue.all_held():
+        assert (sequence.state == State.LEAVING) == (sequence.number in queue.leaving)
+        assert sequence.move != Move.SEALED or sequence.state == State.LEAVING
         assert held[sequence.request.request_id] is sequence

@@ -26,17 +26,18 @@ from struct import Struct
 
 import msgspec
 
-from shared.cost_model import CostModel, LiveScale
+from shared.cost_model import CostModel
 from shared.engine.batch import PlannedStep
+from shared.engine.charging import Charging
 from shared.engine.checks import check_engine
 from shared.engine.copying import Copying
 from shared.engine.counters import EngineCounters
 from shared.engine.load import InstanceLoad, instance_load
 from shared.engine.model_queue import ModelQueue
+from shared.engine.moves import Moves
 from shared.engine.plan import KvCopy, ModelShape, StepPlan, StepResult
 from shared.engine.planner import Planner
-from shared.engine.requests import Requests
-from shared.engine.sequence import Sequence, State
+from shared.engine.sequence import Move, Sequence, State
 from shared.messages import (
     ErrorCode,
     ErrorInfo,
@@ -45,22 +46,18 @@ from shared.messages import (
     TokenEntry,
     TokenLogprob,
 )
-from shared.policies.checkpointing import AdaptiveCheckpoint, CheckpointPolicy, SmoothedRate
+from shared.policies.checkpointing import AdaptiveCheckpoint, CheckpointPolicy
 from shared.policies.interruption import Next, SuspendedStep, should_interrupt, what_next
 from shared.policies.ordering import OrderingPolicy
-from shared.policies.predicted_statistics import predicted_statistics
 from shared.policies.token_budget import TokenBudgetPolicy
 
 MAX_STEP_FAILURES = 3
 """A request whose steps failed so many times ends with an error instead of being tried again."""
 
-SCALE_STEP = 0.01
-"""Relative change of the live correction from which on it is applied."""
-
 _pack_token = Struct("<i").pack
 
 
-class Engine(Requests):
+class Engine(Moves):
     """See the module's docstring. Not thread-safe: one thread drives it."""
 
     def __init__(
@@ -80,10 +77,14 @@ class Engine(Requests):
         prefetch: bool = True,
         ttft_s: float = 1.5,
         tpot_s: float = 0.11,
+        move_cooldown_s: float = 1.0,
+        high_priority_load: float = 0.0,
     ) -> None:
         """`interruption` of offline steps by online arrivals: suspend | discard | off. `num_host_merged`: merged blocks of
         host memory for checkpoints. `prefetch`: restore beside other steps of the model, not before them. `ttft_s`,
-        `tpot_s`: objectives where model and request name none."""
+        `tpot_s`: objectives where model and request name none. `move_cooldown_s`: a request that moved, or was to, stays
+        for so long. `high_priority_load`: share of the pool that is used beside requests of high priority; 0: from the
+        cost model."""
         planner = Planner(
             num_merged,
             num_rows,
@@ -96,7 +97,7 @@ class Engine(Requests):
             prefetch=prefetch,
             plans_ahead=steps_in_flight > 1,
         )
-        super().__init__(planner, max_waiting)
+        super().__init__(planner, max_waiting, move_cooldown_s)
         self.pool = planner.pool
         self.counters: EngineCounters = planner.counters
         self.steps_in_flight = steps_in_flight
@@ -104,15 +105,13 @@ class Engine(Requests):
         self._copying = Copying(self.planner, checkpoint or AdaptiveCheckpoint())
         self._keeps_suspended = interruption == "suspend"
         self._objectives = (ttft_s, tpot_s)
-        self._scales: dict[str, tuple[CostModel, LiveScale]] = {}
-        self._told_statistics: set[str] = set()
+        self._charging = Charging(planner)
         self._in_flight: dict[int, PlannedStep] = {}
         self._num_steps = 0
         self._last_end_s = 0.0
         """When the last step returned: one planned behind it began then."""
         self._last_plan_s = 0.0
-        self.offline_rate = SmoothedRate()
-        """Offline tokens computed per second."""
+        self._high_priority_load = high_priority_load
 
     # ------------------------------------------------------------------------------------------------ models
 
@@ -129,19 +128,21 @@ class Engine(Requests):
 
     def remove_model(self, name: str, now: float) -> bool:
         """Ends what is left of the model's requests with GONE and forgets the model; False (call again later) while a
-        step or a copy in flight still uses its slots."""
+        step, a copy or a migration in flight still uses its slots."""
         queue = self.planner.queues[name]
-        for sequence in list(queue.all_held()):
+        for sequence in [held for held in queue.all_held() if held.move != Move.SEALED]:
             error = ErrorInfo(ErrorCode.GONE, f"model {name!r} was unloaded from this instance")
             self._end(sequence, FinishReason.ERROR, now, error)
         self._discard_if_empty(now)
         in_use = any(step.plan.model == name for step in self._in_flight.values())
-        if in_use or self.planner.host.has_copies(name):
+        if in_use or self.planner.host.has_copies(name) or self._has_moves(name):
             return False
+        if self.planner.demand is not None and self.planner.demand.model == name:
+            self.planner.demand = None
         self.pool.remove_model(name)
         self.planner.host.remove_model(name)
         del self.planner.queues[name]
-        self._scales.pop(name, None)
+        self._charging.remove_model(name)
         return True
 
     def set_objectives(self, name: str, ttft_s: float, tpot_s: float) -> None:
@@ -152,24 +153,23 @@ class Engine(Requests):
 
     def set_cost_model(self, name: str, cost_model: CostModel) -> None:
         """Step times of the model; corrected from now on by those that are seen."""
-        self._scales[name] = (cost_model, LiveScale())
-        self.planner.queues[name].cost_model = cost_model
-        if name not in self._told_statistics:
-            self.planner.ordering.set_statistics(predicted_statistics(name, cost_model))
+        self._charging.set_cost_model(name, cost_model)
 
     def set_statistics(self, statistics: ExecutionStatistics) -> None:
         """Execution times of the model's requests over the cluster; a mere default gives way to a prediction of here."""
-        if statistics.num_finished:
-            self._told_statistics.add(statistics.model)
-        elif statistics.model in self._scales:
-            return
-        self.planner.ordering.set_statistics(statistics)
+        self._charging.set_statistics(statistics)
+
+    def cost_models(self) -> dict[str, tuple[CostModel, float]]:
+        """Of each model that has one, as it was set, and how real step times compare to it lately."""
+        return self._charging.cost_models()
 
     # ------------------------------------------------------------------------------------------------- steps
 
     def plan(self, now: float) -> StepPlan | None:
         """The next step to execute, or None where none can be planned now."""
         self._copying.on_time(now)
+        if self.planner.demand is not None:
+            self.planner.serve_demand(now)
         in_flight = self._in_flight.values()
         planned = None
         # Parts of a suspended step and online steps take turns, so nothing is planned ahead while there is one.
@@ -259,60 +259,26 @@ class Engine(Requests):
             self.planner.suspend(step, result.suspended_share, now)
             # The turn is that of whoever interrupted it.
             step.is_part = step.is_part or step.is_interrupted
-            self._discard_if_empty(now, always=not self._keeps_suspended)
+            leaves = bool(self._awaited) and any(sequence.state == State.LEAVING for sequence in step.sequences)
+            self._discard_if_empty(now, always=leaves or not self._keeps_suspended)
+            self._finish_leaving(now)
             return
         for sequence in step.sequences:
             sequence.in_flight -= 1
         if result.error:
             self._roll_back(step, result.error, now)
         else:
-            self._charge(step, now)
+            self._charging.charge(step, now)
             self._apply(step, result, now)
         self.planner.settle(step, now)
+        if self._awaited:
+            self._finish_leaving(now)
 
     def _discard_if_empty(self, now: float, always: bool = False) -> None:
         """Gives the suspended step up if nobody waits for it any more."""
         step = self.planner.suspended
         if step is not None and (always or not self.planner.queues[step.plan.model].suspended):
             self.planner.discard_suspended(now)
-
-    def _charge(self, step: PlannedStep, now: float) -> None:
-        """Execution time to the sequences: what their part of the step takes alone, however the prompt is chunked, so that
-        it says how much work a request is and not how full the batches were. Real against predicted time to the cost
-        model."""
-        plan, num_tokens = step.plan, step.plan.num_tokens
-        cost = self.planner.queues[plan.model].cost_model
-        token_s = step.ran_s / num_tokens
-        if cost is None:
-            decode_s, context_s = step.ran_s if num_tokens == len(plan.counts) else token_s, 0.0
-        else:
-            decode_s, context_s = cost.fixed_s + cost.decode_s, cost.decode_context_s
-        charge = self.planner.ordering.charge
-        for sequence, start, count in zip(step.sequences, plan.starts, plan.counts, strict=True):
-            if count == 1:
-                execution_s = decode_s + context_s * start
-            elif cost is None:
-                execution_s = token_s * count
-            else:
-                step_share = min(1.0, count / sequence.num_prompt)
-                execution_s = cost.prefill_cost_s(count, start) + step_share * (cost.fixed_s + cost.prefill_s)
-            sequence.device_s += execution_s
-            sequence.last_ran_s = now
-            charge(sequence, execution_s, now)
-        offline = sum(
-            count for sequence, count in zip(step.sequences, plan.counts, strict=True) if not sequence.is_online
-        )
-        self.counters.harvested_tokens += offline
-        self.counters.online_tokens += num_tokens - offline
-        self.offline_rate.add(offline, step.ran_s)
-        if step.predicted_s and (scale := self._scales.get(plan.model)) is not None:
-            base, live = scale
-            queue = self.planner.queues[plan.model]
-            assert queue.cost_model is not None
-            live.observe(step.predicted_s / step.scale, step.ran_s)
-            if abs(live.factor / step.scale - 1) > SCALE_STEP:
-                queue.cost_model = base.scaled(live.factor)
-                queue.cost_scale = live.factor
 
     def borrow_slots(self, name: str, num_slots: int) -> list[int]:
         """Slots of a model, for measurements; to be given back soon. Empty where there are not so many."""
@@ -324,10 +290,6 @@ class Engine(Requests):
     def clear_prefix_cache(self) -> None:
         """Makes every unreferenced block unfindable."""
         self.pool.clear_cache()
-
-    def cost_models(self) -> dict[str, tuple[CostModel, float]]:
-        """Of each model that has one, as it was set, and how real step times compare to it lately."""
-        return {name: (cost_model, live.factor) for name, (cost_model, live) in self._scales.items()}
 
     def next_copies(self) -> list[KvCopy]:
         """The copies to start, in this order: those of one sequence must end in it."""
@@ -411,9 +373,10 @@ class Engine(Requests):
 
     def load(self) -> InstanceLoad:
         """Counts and freeness of this moment."""
-        return instance_load(self.planner, self.offline_rate.per_s if self.serves_offline else None)
+        offline_tokens_per_s = self._charging.offline_rate.per_s if self.serves_offline else None
+        return instance_load(self.planner, self._arrivals, offline_tokens_per_s, self._high_priority_load)
 
     def check(self) -> None:
         """Asserts every invariant; for tests and idle time, not the hot path."""
-        check_engine(self.planner, self._sequences, self._in_flight)
+        check_engine(self.planner, self._sequences, self._in_flight, self._pinned, self._arrivals)
         assert len(self._in_flight) <= self.steps_in_flight

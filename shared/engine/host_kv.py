@@ -79,11 +79,11 @@ class HostKv:
         if not sequence.num_checkpointing:
             known = pool.find(name, sequence.hashes[first : sequence.num_filled])
             pool.retain(name, known)
-            self._hold(sequence, known)
+            self.hold(sequence, known)
             first += len(known)
         count = min(max_blocks, sequence.num_filled - first)
         if count > pool.num_available(name):
-            self._make_room(sequence, count)
+            self.make_room(name, sequence.num_tokens, count)
             count = min(count, pool.num_available(name))
         if count <= 0:
             return 0
@@ -95,23 +95,22 @@ class HostKv:
         self.num_checkpointing_blocks += count
         return count
 
-    def _hold(self, sequence: Sequence, host_slots: list[int]) -> None:
+    def hold(self, sequence: Sequence, host_slots: list[int]) -> None:
+        """The slots, each with a reference, hold its next blocks."""
         if host_slots:
             sequence.host_blocks.extend(host_slots)
             self._holders[sequence.number] = sequence
 
-    def _make_room(self, sequence: Sequence, num_slots: int) -> None:
+    def make_room(self, model: str, num_tokens: int, num_slots: int) -> None:
         """Gives up the checkpoints that are the cheapest to recompute for their size: those of the shortest sequences,
-        if shorter than this one, since a token costs the more the longer its context."""
+        if shorter than `num_tokens`, since a token costs the more the longer its context."""
         assert self.pool is not None
         shorter = [
-            other
-            for other in self._holders.values()
-            if other.num_tokens < sequence.num_tokens and not other.num_checkpointing
+            other for other in self._holders.values() if other.num_tokens < num_tokens and not other.num_checkpointing
         ]
         shorter.sort(key=lambda other: (other.num_tokens, other.number))
         for other in shorter:
-            if self.pool.num_available(sequence.model) >= num_slots:
+            if self.pool.num_available(model) >= num_slots:
                 return
             self._counters.dropped_checkpoint_blocks[other.model] += len(other.host_blocks)
             self.release(other)
@@ -141,9 +140,9 @@ class HostKv:
 
     def abandon_restore(self, sequence: Sequence) -> None:
         """Copies under way still arrive, in slots that are theirs, and end up in the prefix cache."""
-        assert self.pool is not None
-        self.pool.release(sequence.model, sequence.restore[1])
-        sequence.restore = (0, [])
+        if self.pool is not None:
+            self.pool.release(sequence.model, sequence.restore[1])
+            sequence.restore = (0, [])
 
     def copy_back(self, restoring: Iterable[Sequence], max_blocks: int) -> None:
         """Begins to copy up to `max_blocks` blocks for sequences that are being restored, first come first served."""
@@ -192,7 +191,7 @@ class HostKv:
             for slot, block_hash in zip(effect.host_slots, copy.hashes, strict=True):
                 pool.register(effect.model, slot, block_hash)
         if ok and sequence.state != State.ENDED and len(sequence.host_blocks) == copy.first_block:
-            self._hold(sequence, effect.host_slots)
+            self.hold(sequence, effect.host_slots)
         else:
             pool.release(effect.model, effect.host_slots)
 

@@ -1,19 +1,41 @@
-"""What an instance reports of its load."""
+"""What an instance reports of its load.
+
+Freeness is Llumnix's (section 4.4; formulas: virtual_usage.py). Online requests count; offline work yields at once and is
+no load. What is on its way counts at both ends until it is handed over: a sequence that is leaving still has its slots and
+may come back; slots reserved for one that comes are taken from whoever else could have had them.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Iterable
 
 import msgspec
 
 from shared.cost_model import StepShape
+from shared.engine.arrivals import Arrival
 from shared.engine.model_queue import ONLINE_RANKS, ModelQueue
 from shared.engine.planner import Planner
-from shared.engine.sequence import Rank
+from shared.engine.sequence import Rank, Sequence, State
 from shared.messages import ModelLoad
-from shared.policies.virtual_usage import dispatch_virtual_usage, freeness, merged_demand
+from shared.policies.virtual_usage import (
+    decode_steps,
+    dispatch_virtual_usage,
+    freeness,
+    headroom,
+    ideal_load_tokens,
+    merged_demand,
+    migration_virtual_usage,
+)
 
 HOARD_S = 4.0
 """An instance holds at most so many seconds of offline work that it has not begun, so that none idles while another has too
 much of it."""
+
+LEAST_IDEAL_SHARE = 0.125
+"""Of the pool, that may be used beside requests of high priority, whatever the cost model says."""
+
+UNKNOWN_IDEAL_SHARE = 0.25
+"""Where there is no cost model."""
 
 
 class InstanceLoad(msgspec.Struct, frozen=True):
@@ -23,30 +45,122 @@ class InstanceLoad(msgspec.Struct, frozen=True):
     free_merged: float
     num_running: int
     models: list[ModelLoad]
+    dispatch_freeness_high: float = 0.0
+    """As a request of high priority sees it."""
+    migration_freeness: float = 0.0
+    """Decode steps."""
+    scaling_freeness: float = 0.0
+    """Decode steps."""
+    num_high: int = 0
 
 
-def instance_load(planner: Planner, offline_tokens_per_s: float | None) -> InstanceLoad:
-    """Counts and freeness (Llumnix section 4.4.3; every waiting request counts whole, offline work not at all).
-    `offline_tokens_per_s`: lately computed; None: offline requests are not served."""
-    running, waiting, num_running, num_online, models = 0.0, 0.0, 0, 0, []
+class _Totals:
+    """Online work, in merged blocks."""
+
+    def __init__(self) -> None:
+        self.running = self.waiting = self.head = 0.0
+        self.step = self.waiting_step = 0.0
+        """What one token for each that runs, or waits, takes."""
+        self.num_running = self.num_high = 0
+
+    def run(self, num_sequences: int, num_blocks: int, rank: Rank, queue: ModelQueue) -> None:
+        shape = queue.shape
+        self.running += num_blocks / shape.slots_per_merged
+        self.step += num_sequences / (shape.slots_per_merged * shape.page_tokens)
+        self.num_running += num_sequences
+        if rank == Rank.ONLINE_HIGH:
+            self.num_high += num_sequences
+
+    def wait(self, sequence: Sequence, queue: ModelQueue) -> None:
+        shape = queue.shape
+        self.waiting += merged_demand(sequence.total, shape.page_tokens, shape.slots_per_merged)
+        self.waiting_step = 1 / (shape.slots_per_merged * shape.page_tokens)
+        self.num_high += sequence.rank == Rank.ONLINE_HIGH
+
+
+def instance_load(
+    planner: Planner, arrivals: Iterable[Arrival], offline_tokens_per_s: float | None, high_priority_load: float
+) -> InstanceLoad:
+    """`offline_tokens_per_s`: lately computed; None: offline requests are not served. `high_priority_load`: share of the
+    pool that is used beside requests of high priority; 0: from the cost models."""
+    totals, pool = _Totals(), planner.pool
+    models = []
     for queue in planner.queues.values():
-        page, per_merged = queue.shape.page_tokens, queue.shape.slots_per_merged
         for rank in ONLINE_RANKS:
-            running += sum(len(sequence.blocks) for sequence in queue.running[rank].values()) / per_merged
-            returning = (*queue.restoring.values(), *queue.restored.values())
-            running += sum(len(sequence.blocks) for sequence in returning if sequence.rank == rank) / per_merged
-            waiting += sum(merged_demand(sequence.total, page, per_merged) for sequence in queue.waiting[rank])
-        num_running += queue.num_running
-        num_online += sum(len(queue.running[rank]) for rank in ONLINE_RANKS)
-        num_offline = sum(1 for sequence in queue.all_held() if not sequence.is_online)
-        num_waiting_online = sum(len(queue.waiting[rank]) for rank in ONLINE_RANKS)
-        room = 0 if offline_tokens_per_s is None else _offline_room(planner, queue, offline_tokens_per_s)
-        budgets = planner.ordering.budgets(queue.all_held())
-        models.append(
-            ModelLoad(queue.name, queue.num_running, queue.num_waiting, num_offline, num_waiting_online, room, budgets)
-        )
-    free = freeness(planner.pool.num_merged, dispatch_virtual_usage(running, waiting), num_online)
-    return InstanceLoad(free, planner.pool.num_merged - planner.pool.used_merged(), num_running, models)
+            held = _with_slots(queue, rank)
+            totals.run(len(held), sum(len(sequence.blocks) for sequence in held), rank, queue)
+            for sequence in queue.waiting[rank]:
+                totals.wait(sequence, queue)
+        models.append(_model_load(planner, queue, offline_tokens_per_s))
+    for arrival in arrivals:
+        if arrival.is_load:
+            totals.run(1, len(arrival.slots), arrival.rank, planner.queues[arrival.model])
+    if (head := _head(planner)) is not None:
+        shape = planner.queues[head.model].shape
+        totals.head = merged_demand(head.total, shape.page_tokens, shape.slots_per_merged)
+    num_merged, num_high, step = pool.num_merged, totals.num_high, totals.step or totals.waiting_step
+    kept = headroom(num_merged, _ideal_merged(planner, high_priority_load))
+    usage = dispatch_virtual_usage(totals.running, totals.waiting, high_headroom=kept, num_high=num_high)
+    for_high = dispatch_virtual_usage(
+        totals.running, totals.waiting, high_headroom=kept, num_high=num_high, for_high=True
+    )
+    moving = migration_virtual_usage(totals.running, totals.head, high_headroom=kept, num_high=num_high)
+    return InstanceLoad(
+        freeness(num_merged, usage, totals.num_running),
+        num_merged - pool.used_merged(),
+        sum(queue.num_running for queue in planner.queues.values()),
+        models,
+        freeness(num_merged, for_high, totals.num_running),
+        decode_steps(num_merged - moving, step),
+        decode_steps(num_merged - usage, step),
+        num_high,
+    )
+
+
+def _with_slots(queue: ModelQueue, rank: Rank) -> list[Sequence]:
+    """Those of the rank that run, are about to, or are leaving."""
+    others = (queue.restoring, queue.restored, queue.leaving)
+    return [
+        *queue.running[rank].values(),
+        *(sequence for of_state in others for sequence in of_state.values() if sequence.rank == rank),
+    ]
+
+
+def _head(planner: Planner) -> Sequence | None:
+    """The online sequence that is to be admitted next."""
+    stuck = planner.stuck
+    if stuck is not None and stuck.is_online and stuck.state == State.WAITING:
+        return stuck
+    for rank in ONLINE_RANKS:
+        heads = [queue.waiting[rank][0] for queue in planner.queues.values() if queue.waiting[rank]]
+        if heads:
+            return min(heads, key=lambda sequence: sequence.arrived_s)
+    return None
+
+
+def _ideal_merged(planner: Planner, high_priority_load: float) -> float:
+    """Merged blocks in use up to which decode runs near its ideal speed, for the model that slows down first."""
+    total = planner.pool.num_merged
+    if high_priority_load:
+        return high_priority_load * total
+    ideal = [
+        ideal_load_tokens(queue.cost_model) / (queue.shape.slots_per_merged * queue.shape.page_tokens)
+        for queue in planner.queues.values()
+        if queue.cost_model is not None
+    ]
+    return max(LEAST_IDEAL_SHARE * total, min(ideal)) if ideal else UNKNOWN_IDEAL_SHARE * total
+
+
+def _model_load(planner: Planner, queue: ModelQueue, offline_tokens_per_s: float | None) -> ModelLoad:
+    return ModelLoad(
+        queue.name,
+        queue.num_running,
+        queue.num_waiting,
+        sum(1 for sequence in queue.all_held() if not sequence.is_online),
+        queue.num_waiting_of(True),
+        0 if offline_tokens_per_s is None else _offline_room(planner, queue, offline_tokens_per_s),
+        planner.ordering.budgets(queue.all_held()),
+    )
 
 
 def _offline_room(planner: Planner, queue: ModelQueue, tokens_per_s: float) -> int:

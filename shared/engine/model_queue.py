@@ -42,6 +42,8 @@ class ModelQueue:
         """Their blocks have come back; they need nothing but a place in a step."""
         self.suspended: dict[int, Sequence] = {}
         """Running ones that a suspended step holds: not planned, nobody's victims."""
+        self.leaving: dict[int, Sequence] = {}
+        """On their way to another instance: not planned, nobody's victims."""
         self.last_planned_step = -1
         self.cost_model: CostModel | None = None
         """With the live correction."""
@@ -59,14 +61,17 @@ class ModelQueue:
         yield from self.restoring.values()
         yield from self.restored.values()
         yield from self.suspended.values()
+        yield from self.leaving.values()
 
     @property
     def num_running(self) -> int:
-        return sum(len(of_rank) for of_rank in self.running) + len(self.suspended)
+        leaving = sum(sequence.row >= 0 for sequence in self.leaving.values())
+        return sum(len(of_rank) for of_rank in self.running) + len(self.suspended) + leaving
 
     @property
     def num_waiting(self) -> int:
-        return sum(len(of_rank) for of_rank in self.waiting) + len(self.restoring) + len(self.restored)
+        leaving = sum(sequence.row < 0 for sequence in self.leaving.values())
+        return sum(len(of_rank) for of_rank in self.waiting) + len(self.restoring) + len(self.restored) + leaving
 
     def num_waiting_of(self, is_online: bool) -> int:
         """Waiting for their first or next admission."""

@@ -55,7 +55,9 @@ class Planner(Room):
         self._mix_phases = mix_phases and ordering.mixes_phases
         self._prefetch = prefetch
         self._plans_ahead = plans_ahead
-        self._stuck: Sequence | None = None
+        self._holds_offline = False
+        """No offline sequence joins the step that is being planned."""
+        self.stuck: Sequence | None = None
         """A waiting sequence that lacked room: nobody after it in the order, of any model, is admitted before it."""
 
     def has_online_work(self) -> bool:
@@ -88,8 +90,10 @@ class Planner(Room):
     def plan(self, step_id: int, now: float, begins_s: float, is_alone: bool) -> PlannedStep | None:
         """The next step, or None where nothing can run before a step in flight returns, a copy ends or a request
         arrives. `begins_s`: when it will begin, as far as is known; `is_alone`: no other step is in flight."""
+        # With steps always in flight, offline sequences would never be free to give their room up.
+        self._holds_offline = not is_alone and (self.lacks_demanded() or self._waits_for_offline())
         for rank in self._ranks:
-            if rank == Rank.OFFLINE and self.suspended is not None:
+            if rank == Rank.OFFLINE and (self.suspended is not None or self._holds_offline):
                 # What the objectives leave beside online steps goes to the suspended step first.
                 break
             candidates = [
@@ -159,7 +163,7 @@ class Planner(Room):
             if rank > leading and not batch.sequences:
                 break
             if rank == Rank.OFFLINE:
-                if self.suspended is not None:
+                if self.suspended is not None or self._holds_offline:
                     break
                 batch.budget.begin_offline()
             chunks = self._add_decodes(queue, rank, batch, now, decodes)
@@ -311,9 +315,10 @@ class Planner(Room):
             sequence = waiting[0]
             if self._is_behind_stuck(sequence, now):
                 return
-            has_row = bool(self._free_rows) or self.make_row(sequence, now)
-            if not has_row or not self._allocate_prompt(queue, sequence, now):
-                self._stuck = sequence
+            num_kept = self.demand.num_rows if self.demand is not None and rank == Rank.OFFLINE else 0
+            has_row = self.num_free_rows > num_kept or self.make_row(sequence, now)
+            if not has_row or not self.allocate_prompt(queue, sequence, now):
+                self.stuck = sequence
                 return
             waiting.remove(sequence)
             sequence.row = self._free_rows.pop()
@@ -331,7 +336,7 @@ class Planner(Room):
     def _run(self, queue: ModelQueue, sequence: Sequence, batch: Batch, now: float) -> None:
         """A sequence that has row and slots begins to run, with a chunk of at least a token: what its row is to hold travels
         with a step that computes it."""
-        self._count_recomputed(sequence)
+        self.count_recomputed(sequence)
         sequence.state = State.RUNNING
         queue.running[sequence.rank][sequence.number] = sequence
         if sequence.first_planned_s is None:
@@ -344,66 +349,18 @@ class Planner(Room):
         )
         self._add_prefill(sequence, batch, max(1, self._least_chunk(Rank(sequence.rank), batch)))
 
+    def _waits_for_offline(self) -> bool:
+        """Whether an online sequence waits for what offline ones hold."""
+        stuck = self.stuck
+        if stuck is None or not stuck.is_online or stuck.state != State.WAITING:
+            return False
+        if not self._free_rows:
+            return self.num_offline_rows() > 0
+        needed = self.num_wanted_slots(stuck)
+        return self.pool.num_available(stuck.model) < needed and self.could_have(stuck.model, needed)
+
     def _is_behind_stuck(self, sequence: Sequence, now: float) -> bool:
-        stuck = self._stuck
+        stuck = self.stuck
         if stuck is None or stuck is sequence or stuck.state != State.WAITING:
             return False
         return self.order_key(sequence, now) > self.order_key(stuck, now)
-
-    def _count_recomputed(self, sequence: Sequence) -> None:
-        lost = sequence.peak_computed - sequence.num_computed
-        if lost > 0:
-            sequence.num_recomputed += lost
-            self.counters.recomputed_tokens += lost
-            full = sequence.peak_computed // sequence.page_tokens * sequence.page_tokens
-            self.counters.recomputed_partial_tokens += sequence.peak_computed - max(full, sequence.num_computed)
-        sequence.peak_computed = 0
-
-    def _allocate_prompt(self, queue: ModelQueue, sequence: Sequence, now: float) -> bool:
-        """Slots for all known tokens, from the prefix cache where it has them; what host memory has begins to be copied
-        back (the sequence is then RESTORING). At least one token is computed."""
-        page = sequence.page_tokens
-        num_blocks = -(-sequence.total // page)
-        num_full = (sequence.total - 1) // page
-        cached = self.pool.find(queue.name, sequence.extend_hashes(num_full, page, queue.root))
-        missing = num_blocks - len(cached)
-        needed = missing + self._reserve_slots(queue, sequence.rank)
-        self.pool.retain(queue.name, cached)
-        if self.pool.num_available(queue.name) < needed and not self.make_room(sequence, needed, now):
-            self.pool.release(queue.name, cached)
-            return False
-        slots = self.pool.allocate(queue.name, missing)
-        assert slots is not None
-        sequence.blocks = cached + slots
-        sequence.capacity = num_blocks * page
-        stored = [] if sequence.num_failures else self.host.find(sequence, len(cached), num_full)
-        if stored:
-            self.host.begin_restore(sequence, len(cached), stored)
-        self._set_computed(sequence, len(cached))
-        return True
-
-    @staticmethod
-    def _set_computed(sequence: Sequence, num_blocks: int) -> None:
-        """The first blocks hold what they should."""
-        sequence.num_computed = num_blocks * sequence.page_tokens
-        sequence.next_register = sequence.num_computed + sequence.page_tokens
-        if sequence.num_preemptions == 0:
-            sequence.num_cached_tokens = min(sequence.num_computed, sequence.num_prompt)
-
-    def end_restore(self, sequence: Sequence, ok: bool, now: float) -> None:
-        """The last copy of a restore has ended. After a failure the sequence holds nothing and waits again."""
-        queue = self.queues[sequence.model]
-        if ok:
-            del queue.restoring[sequence.number]
-            queue.restored[sequence.number] = sequence
-            self._set_computed(sequence, sequence.restore[0])
-        else:
-            sequence.num_failures += 1
-            self.preempt(sequence, now, "failure")
-
-    def _reserve_slots(self, queue: ModelQueue, rank: Rank) -> int:
-        """Slots left free at an admission, so that running sequences of its rank or before can grow a while before somebody
-        is preempted."""
-        if not any(of_rank for other in self.queues.values() for of_rank in other.running[: rank + 1]):
-            return 0
-        return max(1, self.pool.capacity_slots(queue.name) // 100)

@@ -12,9 +12,11 @@ from typing import Any
 import msgspec
 
 from shared.cost_model import CostModel
+from shared.engine import calls
 from shared.engine.engine import Engine
+from shared.engine.moving import PinnedBlocks, Reservation
 from shared.engine.plan import ModelShape, StepPlan, StepResult
-from shared.messages import ErrorInfo, ExecutionStatistics, GenerationRequest
+from shared.messages import Commit, ErrorInfo, ExecutionStatistics, GenerationRequest, PreAllocate
 from shared.policies.catalogue import ordering_policy, token_budget_policy
 from shared.policies.checkpointing import AdaptiveCheckpoint
 
@@ -41,6 +43,8 @@ class Configuration(msgspec.Struct, frozen=True, tag=True):
     prefetch: bool = True
     ttft_s: float = 1.5
     tpot_s: float = 0.11
+    move_cooldown_s: float = 1.0
+    high_priority_load: float = 0.0
 
     def arguments(self) -> dict[str, Any]:
         """Of `Engine`; policy objects are new ones."""
@@ -59,29 +63,12 @@ class Configuration(msgspec.Struct, frozen=True, tag=True):
             "prefetch": self.prefetch,
             "ttft_s": self.ttft_s,
             "tpot_s": self.tpot_s,
+            "move_cooldown_s": self.move_cooldown_s,
+            "high_priority_load": self.high_priority_load,
         }
 
     def build(self) -> Engine:
         return Engine(**self.arguments())
-
-
-class AddModel(msgspec.Struct, frozen=True, tag=True):
-    shape: ModelShape
-
-
-class RemoveModel(msgspec.Struct, frozen=True, tag=True):
-    name: str
-    now: float
-
-
-class Submit(msgspec.Struct, frozen=True, tag=True):
-    request: GenerationRequest
-    now: float
-
-
-class Cancel(msgspec.Struct, frozen=True, tag=True):
-    request_id: str
-    now: float
 
 
 class Plan(msgspec.Struct, frozen=True, tag=True):
@@ -90,74 +77,15 @@ class Plan(msgspec.Struct, frozen=True, tag=True):
     """Encoded `StepPlan`, empty where none was made."""
 
 
-class OnStep(msgspec.Struct, frozen=True, tag=True):
-    result: StepResult
-    now: float
-
-
-class OnCopy(msgspec.Struct, frozen=True, tag=True):
-    copy_id: int
-    ok: bool
-    now: float
-
-
-class SetObjectives(msgspec.Struct, frozen=True, tag=True):
-    name: str
-    ttft_s: float
-    tpot_s: float
-
-
-class SetCostModel(msgspec.Struct, frozen=True, tag=True):
-    name: str
-    cost_model: CostModel
-
-
-class SetStatistics(msgspec.Struct, frozen=True, tag=True):
-    statistics: ExecutionStatistics
-
-
-class BorrowSlots(msgspec.Struct, frozen=True, tag=True):
-    name: str
-    num_slots: int
-
-
-class ReturnSlots(msgspec.Struct, frozen=True, tag=True):
-    name: str
-    slots: list[int]
-
-
-class ClearPrefixCache(msgspec.Struct, frozen=True, tag=True):
-    pass
-
-
-class OnTime(msgspec.Struct, frozen=True, tag=True):
-    now: float
-
-
-Record = (
-    Configuration
-    | AddModel
-    | RemoveModel
-    | Submit
-    | Cancel
-    | Plan
-    | OnStep
-    | OnCopy
-    | SetObjectives
-    | SetCostModel
-    | SetStatistics
-    | BorrowSlots
-    | ReturnSlots
-    | ClearPrefixCache
-    | OnTime
-)
+Record = Configuration | Plan | calls.Call
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Record] = msgspec.msgpack.Decoder(Record)
 
 
 class RecordingEngine(Engine):
-    """An engine that hands each call, encoded, to `write` before (or, for plans, after) carrying it out."""
+    """An engine that hands each call, encoded, to `write` before (or, for what is only known then, after) carrying
+    it out."""
 
     def __init__(self, configuration: Configuration, write: Callable[[bytes], object]) -> None:
         super().__init__(**configuration.arguments())
@@ -169,19 +97,19 @@ class RecordingEngine(Engine):
         self._write(len(encoded).to_bytes(LENGTH_BYTES, "little") + encoded)
 
     def add_model(self, shape: ModelShape) -> ModelShape:
-        self._record(AddModel(shape))
+        self._record(calls.AddModel(shape))
         return super().add_model(shape)
 
     def remove_model(self, name: str, now: float) -> bool:
-        self._record(RemoveModel(name, now))
+        self._record(calls.RemoveModel(name, now))
         return super().remove_model(name, now)
 
     def submit(self, request: GenerationRequest, now: float) -> ErrorInfo | None:
-        self._record(Submit(request, now))
+        self._record(calls.Submit(request, now))
         return super().submit(request, now)
 
     def cancel(self, request_id: str, now: float) -> None:
-        self._record(Cancel(request_id, now))
+        self._record(calls.Cancel(request_id, now))
         super().cancel(request_id, now)
 
     def plan(self, now: float) -> StepPlan | None:
@@ -189,41 +117,91 @@ class RecordingEngine(Engine):
         self._record(Plan(now, b"" if plan is None else _encoder.encode(plan)))
         return plan
 
+    def take_interrupt(self, now: float) -> int | None:
+        step_id = super().take_interrupt(now)
+        if step_id is not None:
+            self._record(calls.TakeInterrupt(now))
+        return step_id
+
     def on_step(self, result: StepResult, now: float) -> None:
-        self._record(OnStep(result, now))
+        self._record(calls.OnStep(result, now))
         super().on_step(result, now)
 
     def on_copy(self, copy_id: int, ok: bool, now: float) -> None:
-        self._record(OnCopy(copy_id, ok, now))
+        self._record(calls.OnCopy(copy_id, ok, now))
         super().on_copy(copy_id, ok, now)
 
     def set_objectives(self, name: str, ttft_s: float, tpot_s: float) -> None:
-        self._record(SetObjectives(name, ttft_s, tpot_s))
+        self._record(calls.SetObjectives(name, ttft_s, tpot_s))
         super().set_objectives(name, ttft_s, tpot_s)
 
     def set_cost_model(self, name: str, cost_model: CostModel) -> None:
-        self._record(SetCostModel(name, cost_model))
+        self._record(calls.SetCostModel(name, cost_model))
         super().set_cost_model(name, cost_model)
 
     def set_statistics(self, statistics: ExecutionStatistics) -> None:
-        self._record(SetStatistics(statistics))
+        self._record(calls.SetStatistics(statistics))
         super().set_statistics(statistics)
 
     def borrow_slots(self, name: str, num_slots: int) -> list[int]:
-        self._record(BorrowSlots(name, num_slots))
+        self._record(calls.BorrowSlots(name, num_slots))
         return super().borrow_slots(name, num_slots)
 
     def return_slots(self, name: str, slots: list[int]) -> None:
-        self._record(ReturnSlots(name, slots))
+        self._record(calls.ReturnSlots(name, slots))
         super().return_slots(name, slots)
 
     def clear_prefix_cache(self) -> None:
-        self._record(ClearPrefixCache())
+        self._record(calls.ClearPrefixCache())
         super().clear_prefix_cache()
 
     def on_time(self, now: float) -> None:
-        self._record(OnTime(now))
+        self._record(calls.OnTime(now))
         super().on_time(now)
+
+    def pin(self, request_id: str, first_block: int) -> PinnedBlocks | None:
+        self._record(calls.Pin(request_id, first_block))
+        return super().pin(request_id, first_block)
+
+    def unpin(self, pinned: PinnedBlocks) -> None:
+        self._record(calls.Unpin(pinned))
+        super().unpin(pinned)
+
+    def take_out(self, request_id: str, now: float) -> bool:
+        self._record(calls.TakeOut(request_id, now))
+        return super().take_out(request_id, now)
+
+    def pin_rest(self, request_id: str, first_block: int) -> PinnedBlocks | None:
+        self._record(calls.PinRest(request_id, first_block))
+        return super().pin_rest(request_id, first_block)
+
+    def seal(self, request_id: str) -> bool:
+        self._record(calls.Seal(request_id))
+        return super().seal(request_id)
+
+    def put_back(self, request_id: str, now: float, epoch: int | None = None) -> None:
+        self._record(calls.PutBack(request_id, now, epoch))
+        super().put_back(request_id, now, epoch)
+
+    def drop_moved(self, request_id: str, now: float) -> bool:
+        self._record(calls.DropMoved(request_id, now))
+        return super().drop_moved(request_id, now)
+
+    def end_move(self, request_id: str, now: float) -> None:
+        self._record(calls.EndMove(request_id, now))
+        super().end_move(request_id, now)
+
+    def reserve(self, query: PreAllocate, now: float) -> Reservation | ErrorInfo:
+        self._record(calls.Reserve(query, now))
+        return super().reserve(query, now)
+
+    def adopt(self, commit: Commit, now: float) -> ErrorInfo | None:
+        self._record(calls.Adopt(commit, now))
+        return super().adopt(commit, now)
+
+    def release(self, migration_id: str) -> None:
+        self._record(calls.Release(migration_id))
+        super().release(migration_id)
 
 
 class ReplayMismatch(Exception):
@@ -256,39 +234,13 @@ def replay(recording: bytes) -> tuple[Engine, int]:
     engine = configuration.build()
     num_plans = 0
     for record in iterator:
-        match record:
-            case AddModel(shape):
-                engine.add_model(shape)
-            case RemoveModel(name, now):
-                engine.remove_model(name, now)
-            case Submit(request, now):
-                engine.submit(request, now)
-            case Cancel(request_id, now):
-                engine.cancel(request_id, now)
-            case Plan(now, expected):
-                plan = engine.plan(now)
-                actual = b"" if plan is None else _encoder.encode(plan)
-                if actual != expected:
-                    raise ReplayMismatch(f"plan {num_plans} at {now:.6f} s differs from the recorded one")
-                num_plans += 1
-            case OnStep(result, now):
-                engine.on_step(result, now)
-            case OnCopy(copy_id, ok, now):
-                engine.on_copy(copy_id, ok, now)
-            case SetObjectives(name, ttft_s, tpot_s):
-                engine.set_objectives(name, ttft_s, tpot_s)
-            case SetCostModel(name, cost_model):
-                engine.set_cost_model(name, cost_model)
-            case SetStatistics(statistics):
-                engine.set_statistics(statistics)
-            case BorrowSlots(name, num_slots):
-                engine.borrow_slots(name, num_slots)
-            case ReturnSlots(name, slots):
-                engine.return_slots(name, slots)
-            case ClearPrefixCache():
-                engine.clear_prefix_cache()
-            case OnTime(now):
-                engine.on_time(now)
-            case Configuration():
-                raise ReplayMismatch("a second configuration inside a recording")
+        if isinstance(record, Configuration):
+            raise ReplayMismatch("a second configuration inside a recording")
+        if not isinstance(record, Plan):
+            getattr(engine, calls.CALLS[type(record)])(*msgspec.structs.astuple(record))
+            continue
+        plan = engine.plan(record.now)
+        if (b"" if plan is None else _encoder.encode(plan)) != record.plan:
+            raise ReplayMismatch(f"plan {num_plans} at {record.now:.6f} s differs from the recorded one")
+        num_plans += 1
     return engine, num_plans

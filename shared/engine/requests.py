@@ -10,13 +10,15 @@ from heapq import heapify, heappop, heappush
 import msgspec
 
 from shared.engine.model_queue import ModelQueue
+from shared.engine.moving import TakenOut
 from shared.engine.planner import Planner
-from shared.engine.sequence import Rank, Sequence, State, rank_of
+from shared.engine.sequence import Move, Rank, Sequence, State, rank_of
 from shared.messages import (
     ErrorCode,
     ErrorInfo,
     FinishReason,
     GenerationRequest,
+    RequestClass,
     RequestTiming,
     TokenEntry,
     TokenLogprob,
@@ -53,6 +55,11 @@ class Ended(msgspec.Struct, frozen=True):
     """Steps of it that were suspended."""
     ttft_objective_s: float = 0.0
     tpot_objective_s: float = 0.0
+    num_moves: int = 0
+    """From instance to instance."""
+
+
+Effect = Output | Ended | TakenOut
 
 
 class Requests:
@@ -78,27 +85,37 @@ class Requests:
         queue = self.planner.queues.get(request.model)
         if queue is None:
             return ErrorInfo(ErrorCode.GONE, f"model {request.model!r} is not loaded on this instance", "model")
-        if refused := self._refusal(request, queue):
+        refused = self._misfit(request, queue) or self._queue_full(rank_of(request) != Rank.OFFLINE)
+        if refused:
             return refused
         if held is not None:
             self._drop(held)
+        sequence = self._new_sequence(request, queue, now)
+        self._hold(sequence, now)
+        self.planner.enqueue(sequence, now)
+        if sequence.num_output and (reason := self._finish_reason(sequence, sequence.tokens[-1])):
+            self._end(sequence, reason, now)
+        return None
+
+    def _new_sequence(self, request: GenerationRequest, queue: ModelQueue, now: float) -> Sequence:
         self._num_submitted += 1
         sequence = Sequence(request, self._num_submitted, now, queue.shape.max_model_len, queue.shape.page_tokens)
         sequence.ttft_due_s = sequence.arrived_s + (request.ttft_objective_s or queue.ttft_objective_s)
         sequence.tpot_objective_s = request.tpot_objective_s or queue.tpot_objective_s
-        self._sequences[request.request_id] = sequence
+        return sequence
+
+    def _hold(self, sequence: Sequence, now: float) -> None:
+        """Held from now on; its place in a queue is the caller's matter."""
+        self._sequences[sequence.request.request_id] = sequence
         self.planner.ordering.on_arrival(sequence, now)
-        self.planner.enqueue(sequence, now)
         heappush(self._deadlines, (sequence.deadline_s, sequence.number, sequence))
         if len(self._deadlines) > 2 * len(self._sequences) + 64:
             # Ended sequences leave the heap only at its head; this bounds how many it keeps alive.
             self._deadlines = [entry for entry in self._deadlines if entry[2].state != State.ENDED]
             heapify(self._deadlines)
-        if sequence.num_output and (reason := self._finish_reason(sequence, sequence.tokens[-1])):
-            self._end(sequence, reason, now)
-        return None
 
-    def _refusal(self, request: GenerationRequest, queue: ModelQueue) -> ErrorInfo | None:
+    def _misfit(self, request: GenerationRequest, queue: ModelQueue) -> ErrorInfo | None:
+        """Why the request can never be served here."""
         num_prompt, limit = len(request.prompt) // 4, queue.shape.max_model_len
         if num_prompt == 0:
             return ErrorInfo(ErrorCode.BAD_REQUEST, "the prompt has no tokens", "prompt")
@@ -112,14 +129,22 @@ class Requests:
         if num_prompt >= limit:
             message = f"the prompt has {num_prompt} tokens; {queue.name!r} takes at most {limit - 1} and needs one more"
             return ErrorInfo(ErrorCode.TOO_LONG, message, "prompt")
-        is_online = rank_of(request) != Rank.OFFLINE
+        return None
+
+    def _queue_full(self, is_online: bool) -> ErrorInfo | None:
         if sum(other.num_waiting_of(is_online) for other in self.planner.queues.values()) >= self._max_waiting:
-            message = f"{self._max_waiting} {request.request_class} requests already wait on this instance"
+            kind = RequestClass.ONLINE if is_online else RequestClass.OFFLINE
+            message = f"{self._max_waiting} {kind} requests already wait on this instance"
             return ErrorInfo(ErrorCode.OVERLOADED, message, retry_after_s=1.0)
         return None
 
     def cancel(self, request_id: str, now: float) -> None:
-        if (sequence := self._sequences.get(request_id)) is not None:
+        sequence = self._sequences.get(request_id)
+        if sequence is None:
+            return
+        if sequence.move == Move.SEALED:
+            sequence.is_cancelled = True
+        else:
             self._end(sequence, FinishReason.CANCELLED, now)
 
     def held(self, request_id: str) -> Sequence | None:
@@ -186,6 +211,7 @@ class Requests:
                 sequence.num_suspensions,
                 sequence.ttft_due_s - sequence.arrived_s,
                 sequence.tpot_objective_s,
+                sequence.num_moves,
             )
         )
         self._drop(sequence)
@@ -194,9 +220,9 @@ class Requests:
         del self._sequences[sequence.request.request_id]
         self.planner.remove(sequence)
 
-    def effects(self) -> list[Output | Ended]:
+    def effects(self) -> list[Effect]:
         """What happened since the last call, outputs first."""
-        effects: list[Output | Ended] = [Output(gateway, entries) for gateway, entries in self._outputs.items()]
+        effects: list[Effect] = [Output(gateway, entries) for gateway, entries in self._outputs.items()]
         effects.extend(self._ended)
         self._outputs, self._ended = {}, []
         return effects
@@ -205,13 +231,21 @@ class Requests:
 
     def next_wakeup(self) -> float | None:
         """When `on_time` must be called next, if nothing else happens before."""
+        return self._next_deadline()
+
+    def _next_deadline(self) -> float | None:
         while self._deadlines and self._deadlines[0][2].state == State.ENDED:
             heappop(self._deadlines)
         return self._deadlines[0][0] if self._deadlines else None
 
     def on_time(self, now: float) -> None:
         """Ends requests past their deadline."""
-        while (wakeup := self.next_wakeup()) is not None and wakeup <= now:
+        while (deadline := self._next_deadline()) is not None and deadline <= now:
             sequence = heappop(self._deadlines)[2]
-            error = ErrorInfo(ErrorCode.DEADLINE, f"the request's time of {sequence.request.timeout_s:.3g} s is over")
-            self._end(sequence, FinishReason.DEADLINE, now, error)
+            # One that is sealed ends when it is put back.
+            if sequence.move != Move.SEALED:
+                self._end_late(sequence, now)
+
+    def _end_late(self, sequence: Sequence, now: float) -> None:
+        error = ErrorInfo(ErrorCode.DEADLINE, f"the request's time of {sequence.request.timeout_s:.3g} s is over")
+        self._end(sequence, FinishReason.DEADLINE, now, error)

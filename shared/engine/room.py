@@ -11,15 +11,25 @@ from __future__ import annotations
 from bisect import insort
 from collections import Counter
 from collections.abc import Iterator
+from typing import NamedTuple
 
 from shared.engine.batch import PlannedStep
 from shared.engine.counters import EngineCounters
 from shared.engine.host_kv import HostKv
 from shared.engine.kv_blocks import BlockPool
 from shared.engine.model_queue import ModelQueue
-from shared.engine.sequence import Rank, Sequence, State
+from shared.engine.sequence import Move, Rank, Sequence, State
 from shared.policies.checkpointing import victim_key
 from shared.policies.ordering import OrderingPolicy
+
+
+class Demand(NamedTuple):
+    """What a sequence from another instance could not have because offline work in flight holds it."""
+
+    model: str
+    num_slots: int
+    num_rows: int
+    until_s: float
 
 
 class Room:
@@ -35,6 +45,8 @@ class Room:
         self._discards: list[int] = []
         """Suspended steps given up since the last plan."""
         self._free_rows = list(range(num_rows - 1, -1, -1))
+        self.demand: Demand | None = None
+        """Kept free of offline work until it is asked for again."""
 
     @property
     def num_free_rows(self) -> int:
@@ -67,6 +79,8 @@ class Room:
             self.host.abandon_restore(sequence)
             if queue.restored.pop(sequence.number, None) is None:
                 del queue.restoring[sequence.number]
+        elif sequence.state == State.LEAVING:
+            del queue.leaving[sequence.number]
         elif queue.suspended.pop(sequence.number, None) is None:
             del queue.running[sequence.rank][sequence.number]
 
@@ -82,18 +96,171 @@ class Room:
             sequence.capacity = 0
 
     def preempt(self, sequence: Sequence, now: float, cause: str) -> None:
-        """Takes slots and row from a sequence; it waits again and recomputes what neither cache nor host memory has."""
+        """Takes slots and row from a sequence; it waits again (or goes on leaving) and what neither cache nor host memory
+        has is computed again."""
         if sequence.num_computed:
             is_checkpointed = sequence.num_checkpointed_blocks >= sequence.num_filled > 0
             self.counters.preemptions[cause, "checkpointed" if is_checkpointed else "recompute"] += 1
             sequence.peak_computed = max(sequence.peak_computed, min(sequence.num_computed, sequence.num_tokens))
             sequence.num_preemptions += 1
-        self._take_out(sequence)
+        if sequence.move == Move.PINNED:
+            sequence.move = Move.LOST
+        if sequence.state != State.LEAVING:
+            self._take_out(sequence)
         self.free(sequence)
         sequence.num_computed = 0
         sequence.total = sequence.num_tokens
         sequence.is_spoilt = False
-        self.enqueue(sequence, now)
+        if sequence.state != State.LEAVING:
+            self.enqueue(sequence, now)
+
+    # --------------------------------------------------------------------------------------------------- moves
+
+    def leave(self, sequence: Sequence, now: float) -> None:
+        """A running or waiting sequence is not planned any more; row, slots and checkpoints stay its own. A suspended step
+        that holds it is given up."""
+        queue = self.queues[sequence.model]
+        if sequence.number in queue.suspended:
+            self.discard_suspended(now)
+        self._take_out(sequence)
+        sequence.state = State.LEAVING
+        queue.leaving[sequence.number] = sequence
+
+    def come_back(self, sequence: Sequence, now: float) -> None:
+        """One that was leaving goes on where it was."""
+        self._take_out(sequence)
+        if sequence.row < 0:
+            self.enqueue(sequence, now)
+        else:
+            sequence.state = State.RUNNING
+            self.queues[sequence.model].running[sequence.rank][sequence.number] = sequence
+
+    def take_row(self) -> int:
+        return self._free_rows.pop()
+
+    def return_row(self, row: int) -> None:
+        self._free_rows.append(row)
+
+    def _offline(self) -> list[Sequence]:
+        """Offline sequences that hold slots."""
+        return [
+            sequence
+            for queue in self.queues.values()
+            for sequence in (
+                *queue.running[Rank.OFFLINE].values(),
+                *queue.restoring.values(),
+                *queue.restored.values(),
+                *queue.suspended.values(),
+            )
+            if not sequence.is_online
+        ]
+
+    def serve_demand(self, now: float) -> None:
+        """Offline work that no step in flight computes gives way to what is demanded; in vain for too long, it is over."""
+        demand = self.demand
+        if demand is None:
+            return
+        if now >= demand.until_s or demand.model not in self.queues:
+            self.demand = None
+            return
+        if self.num_free_rows < demand.num_rows:
+            self.make_row_for_arrival(now)
+        if self.pool.num_available(demand.model) < demand.num_slots:
+            self.make_room_for_arrival(demand.model, demand.num_slots, now)
+
+    def lacks_demanded(self) -> bool:
+        demand = self.demand
+        if demand is None:
+            return False
+        return self.num_free_rows < demand.num_rows or self.pool.num_available(demand.model) < demand.num_slots
+
+    def make_room_for_arrival(self, model: str, num_slots: int, now: float) -> bool:
+        """As `make_room`, for what comes from another instance: only offline sequences give way to it."""
+        victims = [sequence for sequence in self._offline() if not sequence.in_flight]
+        return self._give_way(model, victims, num_slots, True, now)
+
+    def make_row_for_arrival(self, now: float) -> bool:
+        victims = [sequence for sequence in self._offline() if not sequence.in_flight]
+        if not victims:
+            return False
+        self.preempt(max(victims, key=lambda victim: self.order_key(victim, now)), now, "rows")
+        return True
+
+    def num_offline_rows(self) -> int:
+        return len(self._offline())
+
+    def could_have(self, model: str, num_slots: int) -> bool:
+        """Whether so many slots are available or held by offline work, perhaps of a step in flight."""
+        return self._within_reach(model, self._offline()) >= num_slots
+
+    # ---------------------------------------------------------------------------------------- admission
+
+    def count_recomputed(self, sequence: Sequence) -> None:
+        lost = sequence.peak_computed - sequence.num_computed
+        if lost > 0:
+            sequence.num_recomputed += lost
+            self.counters.recomputed_tokens += lost
+            full = sequence.peak_computed // sequence.page_tokens * sequence.page_tokens
+            self.counters.recomputed_partial_tokens += sequence.peak_computed - max(full, sequence.num_computed)
+        sequence.peak_computed = 0
+
+    def allocate_prompt(self, queue: ModelQueue, sequence: Sequence, now: float) -> bool:
+        """Slots for all known tokens, from the prefix cache where it has them; what host memory has begins to be copied
+        back (the sequence is then RESTORING). At least one token is computed."""
+        page = sequence.page_tokens
+        num_blocks = -(-sequence.total // page)
+        num_full = (sequence.total - 1) // page
+        cached = self.pool.find(queue.name, sequence.extend_hashes(num_full, page, queue.root))
+        missing = num_blocks - len(cached)
+        needed = missing + self.reserve_slots(queue, sequence.rank)
+        self.pool.retain(queue.name, cached)
+        if self.pool.num_available(queue.name) < needed and not self.make_room(sequence, needed, now):
+            self.pool.release(queue.name, cached)
+            return False
+        slots = self.pool.allocate(queue.name, missing)
+        assert slots is not None
+        sequence.blocks = cached + slots
+        sequence.capacity = num_blocks * page
+        stored = [] if sequence.num_failures else self.host.find(sequence, len(cached), num_full)
+        if stored:
+            self.host.begin_restore(sequence, len(cached), stored)
+        self.set_computed(sequence, len(cached))
+        return True
+
+    @staticmethod
+    def set_computed(sequence: Sequence, num_blocks: int) -> None:
+        """The first blocks hold what they should."""
+        sequence.num_computed = num_blocks * sequence.page_tokens
+        sequence.next_register = sequence.num_computed + sequence.page_tokens
+        if sequence.num_preemptions == 0:
+            sequence.num_cached_tokens = min(sequence.num_computed, sequence.num_prompt)
+
+    def end_restore(self, sequence: Sequence, ok: bool, now: float) -> None:
+        """The last copy of a restore has ended. After a failure the sequence holds nothing and waits again."""
+        queue = self.queues[sequence.model]
+        if ok:
+            del queue.restoring[sequence.number]
+            queue.restored[sequence.number] = sequence
+            self.set_computed(sequence, sequence.restore[0])
+        else:
+            sequence.num_failures += 1
+            self.preempt(sequence, now, "failure")
+
+    def num_wanted_slots(self, sequence: Sequence) -> int:
+        """To admit a waiting sequence of which nothing is cached."""
+        queue = self.queues[sequence.model]
+        return -(-sequence.total // sequence.page_tokens) + self.reserve_slots(queue, sequence.rank)
+
+    def reserve_slots(self, queue: ModelQueue, rank: Rank) -> int:
+        """Slots left free at an admission, so that running sequences of its rank or before can grow a while before somebody
+        is preempted."""
+        demanded = 0
+        if self.demand is not None and rank == Rank.OFFLINE:
+            per_merged = self.queues[self.demand.model].shape.slots_per_merged
+            demanded = -(-self.demand.num_slots * queue.shape.slots_per_merged // per_merged)
+        if not any(of_rank for other in self.queues.values() for of_rank in other.running[: rank + 1]):
+            return demanded
+        return demanded + max(1, self.pool.capacity_slots(queue.name) // 100)
 
     # ----------------------------------------------------------------------------------------- suspended steps
 
@@ -106,7 +273,7 @@ class Room:
         queue = self.queues[step.plan.model]
         for sequence in step.sequences:
             sequence.num_suspensions += not step.is_part
-            if sequence.state != State.ENDED:
+            if sequence.state == State.RUNNING:
                 queue.suspended[sequence.number] = sequence
                 del queue.running[sequence.rank][sequence.number]
 
@@ -159,20 +326,24 @@ class Room:
         would not do."""
         key = self.order_key(sequence, now)
         victims = list(self._victims(sequence, key, now))
-        if self._within_reach(sequence.model, victims) < num_slots:
-            if self.suspended is None or sequence.rank == Rank.OFFLINE:
+        return self._give_way(sequence.model, victims, num_slots, sequence.is_online, now)
+
+    def _give_way(self, model: str, victims: list[Sequence], num_slots: int, may_discard: bool, now: float) -> bool:
+        """`may_discard`: the suspended step, if its sequences are needed too."""
+        if self._within_reach(model, victims) < num_slots:
+            if self.suspended is None or not may_discard:
                 return False
             suspended = [held for queue in self.queues.values() for held in queue.suspended.values()]
-            if self._within_reach(sequence.model, [*victims, *suspended]) < num_slots:
+            if self._within_reach(model, [*victims, *suspended]) < num_slots:
                 return False
             self.discard_suspended(now)
-            return self.make_room(sequence, num_slots, now)
+            victims += [held for held in suspended if held.state == State.RUNNING]
         victims.sort(key=lambda victim: victim_key(victim, victim.page_tokens))
         for victim in victims:
-            if self.pool.num_available(sequence.model) >= num_slots:
+            if self.pool.num_available(model) >= num_slots:
                 break
             self.preempt(victim, now, "memory")
-        return self.pool.num_available(sequence.model) >= num_slots
+        return self.pool.num_available(model) >= num_slots
 
     def _within_reach(self, model: str, victims: list[Sequence]) -> float:
         """Slots that the model could have if all of them were preempted: not those that copies, or others with the same

@@ -26,6 +26,20 @@ class State(IntEnum):
     RESTORING = 2
     """Has its row and slots; host copies of its blocks are, or have been, copied into them."""
     ENDED = 3
+    LEAVING = 4
+    """Out of the batch (or the queue), on its way to another instance: keeps row and slots, is nobody's victim."""
+
+
+class Move(IntEnum):
+    """How far a sequence's move to another instance has come."""
+
+    NONE = 0
+    PINNED = 1
+    """Its filled blocks are being sent while it goes on."""
+    LOST = 2
+    """It was preempted since: whoever moves it is told so at the next call."""
+    SEALED = 3
+    """It may be another's by now: neither cancel nor deadline ends it here."""
 
 
 class Rank(IntEnum):
@@ -36,10 +50,14 @@ class Rank(IntEnum):
     OFFLINE = 2
 
 
-def rank_of(request: GenerationRequest) -> Rank:
-    if request.request_class == RequestClass.OFFLINE:
+def rank_of_class(request_class: RequestClass, priority: Priority) -> Rank:
+    if request_class == RequestClass.OFFLINE:
         return Rank.OFFLINE
-    return Rank.ONLINE_HIGH if request.priority == Priority.HIGH else Rank.ONLINE_NORMAL
+    return Rank.ONLINE_HIGH if priority == Priority.HIGH else Rank.ONLINE_NORMAL
+
+
+def rank_of(request: GenerationRequest) -> Rank:
+    return rank_of_class(request.request_class, request.priority)
 
 
 class Sequence:
@@ -58,16 +76,20 @@ class Sequence:
         "hashes",
         "host_blocks",
         "in_flight",
+        "is_cancelled",
         "is_spoilt",
         "last_ran_s",
         "max_total",
         "min_total",
         "model",
+        "move",
+        "moved_s",
         "next_register",
         "num_cached_tokens",
         "num_checkpointing",
         "num_computed",
         "num_failures",
+        "num_moves",
         "num_preemptions",
         "num_prompt",
         "num_recomputed",
@@ -151,6 +173,12 @@ class Sequence:
         self.num_recomputed = 0
         self.num_restored_blocks = 0
         self.num_suspensions = 0
+        self.move = Move.NONE
+        self.is_cancelled = False
+        """A cancel came while it was sealed."""
+        self.moved_s = float("-inf")
+        """When its last move ended, here or not."""
+        self.num_moves = 0
 
     @property
     def num_filled(self) -> int:

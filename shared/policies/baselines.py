@@ -69,6 +69,14 @@ class SkipJoinMlfq(OrderingPolicy):
             place.move(level, now)
         place.used_s = used_s
 
+    def export_state(self, sequence: SequenceView) -> tuple[float, ...]:
+        """The level; what it used of its quantum is forgotten."""
+        return (float(sequence.order_state.level),)
+
+    def import_state(self, sequence: SequenceView, state: tuple[float, ...], now: float) -> None:
+        if len(state) == 1:
+            sequence.order_state.move(min(int(state[0]), len(self._quanta_s) - 1), now)
+
     def key(self, sequence: SequenceView, now: float) -> tuple[float, ...]:
         place: _Place = sequence.order_state
         if place.level and now - max(place.entered_s, sequence.last_ran_s) > self._starvation_s:

@@ -11,8 +11,8 @@ local account). Without it a burst between two reports lands on one instance.
 from __future__ import annotations
 
 import math
-from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Collection, Iterator, Mapping
 from heapq import heapify, heappop, heappush
 from typing import NamedTuple
 
@@ -55,20 +55,31 @@ DISPATCH_POLICIES: dict[str, DispatchPolicy] = {
 }
 
 
-def freeness_with_ledger(
-    reported: float, num_running: int, free_merged: float, ledger_merged: float, ledger_requests: int
-) -> float:
-    """Dispatch freeness as if the requests in flight to the instance were already running there.
+class ReportedFreeness(NamedTuple):
+    """Of a load report."""
 
-    `reported` and `num_running` as in the last load report; `free_merged` stands for the numerator where the report says
-    +inf (idle). `ledger_merged`: demand of the requests in flight, in merged blocks.
-    """
-    if math.isnan(reported):
+    freeness: float
+    num_running: int
+    """Online requests that run: what the freeness is divided by."""
+    free_merged: float
+    """Stands for the numerator where the report says +inf (idle)."""
+
+    @property
+    def left_merged(self) -> float:
+        """Merged blocks beside the virtual usage; below 0 where more is asked for than there is."""
+        if math.isnan(self.freeness):
+            return -math.inf
+        return self.free_merged if self.freeness == math.inf else self.freeness * max(1, self.num_running)
+
+
+def freeness_with_ledger(reported: ReportedFreeness, ledger_merged: float, ledger_requests: int) -> float:
+    """Dispatch freeness as if the requests in flight to the instance were already running there. `ledger_merged`: their
+    demand, in merged blocks."""
+    if math.isnan(reported.freeness):
         return -math.inf
     if ledger_requests == 0:
-        return reported
-    left = free_merged if reported == math.inf else reported * max(1, num_running)
-    return (left - ledger_merged) / max(1, num_running + ledger_requests)
+        return reported.freeness
+    return (reported.left_merged - ledger_merged) / max(1, reported.num_running + ledger_requests)
 
 
 class InFlight(NamedTuple):
@@ -77,6 +88,8 @@ class InFlight(NamedTuple):
     model: str
     is_online: bool
     demand_merged: float
+    is_high: bool = False
+    """Online, and of high priority."""
 
 
 class InFlightLedger:
@@ -86,6 +99,7 @@ class InFlightLedger:
     def __init__(self) -> None:
         self._entries: dict[str, dict[str, InFlight]] = {}
         self._instance_of: dict[str, str] = {}
+        self._num_high: Counter[str] = Counter()
 
     def __len__(self) -> int:
         return len(self._instance_of)
@@ -97,15 +111,16 @@ class InFlightLedger:
         assert request_id not in self._instance_of, f"{request_id} is in flight already"
         self._instance_of[request_id] = instance_id
         self._entries.setdefault(instance_id, {})[request_id] = entry
+        self._num_high[instance_id] += entry.is_high
 
     def remove(self, request_id: str) -> str | None:
         """The instance to which it was in flight, or None if it was to none."""
         instance_id = self._instance_of.pop(request_id, None)
         if instance_id is not None:
             entries = self._entries[instance_id]
-            del entries[request_id]
+            self._num_high[instance_id] -= entries.pop(request_id).is_high
             if not entries:
-                del self._entries[instance_id]
+                del self._entries[instance_id], self._num_high[instance_id]
         return instance_id
 
     def where(self, request_id: str) -> str | None:
@@ -121,6 +136,13 @@ class InFlightLedger:
             return 0
         return sum(1 for e in entries.values() if e.model == model and (e.is_online or not online_only))
 
+    def has_high(self, instance_id: str) -> bool:
+        """Whether a request of high priority is in flight there."""
+        return self._num_high[instance_id] > 0
+
+    def with_high(self) -> list[str]:
+        return [instance_id for instance_id, number in self._num_high.items() if number]
+
     def demand_merged(self, instance_id: str) -> float:
         """Merged blocks that the online entries will take (offline work is not load)."""
         entries = self._entries.get(instance_id)
@@ -128,12 +150,26 @@ class InFlightLedger:
 
 
 class CandidateIndex:
-    """Candidates in order of rank. `rank_of(instance_id)` is asked again only for ids that `touch` named; None: the
-    instance is no candidate now. A heap with lazy deletion: amortised O(log n) a change."""
+    """Candidates in order of rank. `rank_of(instance_id)` is asked again only for ids that were named since; None: the
+    instance is no candidate now. A heap with lazy deletion: amortised O(log n) a change, and nothing until somebody asks.
 
-    def __init__(self, rank_of: Callable[[str], Rank | None]) -> None:
+    Most changes of load make no instance the best one, and are not even named. An instance stands where it would at best
+    (`hint`), and is ranked when it comes first, if `version_of` it is not what it was when it was ranked. `on_ranked` says
+    that it stands where it belongs: whatever would be better than that has to be named from now on.
+    """
+
+    def __init__(
+        self,
+        rank_of: Callable[[str], Rank | None],
+        version_of: Callable[[str], object] | None = None,
+        on_ranked: Callable[[str], None] | None = None,
+    ) -> None:
         self._rank_of = rank_of
+        self._version_of = version_of
+        self._on_ranked = on_ranked
         self._touched: set[str] = set()
+        self._hinted: dict[str, float] = {}
+        self._versions: dict[str, object] = {}
         self._ranks: dict[str, Rank] = {}
         self._heap: list[tuple[Rank, str]] = []
 
@@ -141,44 +177,87 @@ class CandidateIndex:
         """Something about the instance changed."""
         self._touched.add(instance_id)
 
-    def __len__(self) -> int:
-        self._refresh()
-        return len(self._ranks)
+    def touch_all(self, instance_ids: Collection[str]) -> None:
+        self._touched.update(instance_ids)
+
+    def hint(self, bounds: Mapping[str, float]) -> None:
+        """The least that the first number of each one's rank can be now."""
+        self._hinted.update(bounds)
+
+    def is_empty(self) -> bool:
+        return self.best(_everyone) is None
 
     def __contains__(self, instance_id: str) -> bool:
         self._refresh()
+        if self._is_stale(instance_id):
+            self._rank(instance_id)
         return instance_id in self._ranks
 
     def best(self, is_fit: Callable[[str], bool]) -> str | None:
         """The candidate of smallest rank among those that `is_fit`; ties go to the smaller id."""
+        return next(iter(self.first(1, is_fit)), None)
+
+    def first(self, limit: int, is_fit: Callable[[str], bool]) -> list[str]:
+        """The `limit` candidates of smallest rank, in order, among those that `is_fit`."""
         self._refresh()
-        unfit: list[tuple[Rank, str]] = []
-        found = None
+        taken: list[tuple[Rank, str]] = []
+        found: list[str] = []
         while self._heap:
-            rank, instance_id = self._heap[0]
-            if self._ranks.get(instance_id) != rank:
-                heappop(self._heap)
-            elif is_fit(instance_id):
-                found = instance_id
-                break
-            else:
-                unfit.append(heappop(self._heap))
-        for item in unfit:
+            item = self._heap[0]
+            rank, instance_id = item
+            if self._ranks.get(instance_id) == rank and self._is_stale(instance_id):
+                self._rank(instance_id)
+                continue
+            is_twice = bool(taken) and taken[-1] == item
+            if self._ranks.get(instance_id) == rank and not is_twice:
+                if is_fit(instance_id):
+                    found.append(instance_id)
+                    if len(found) == limit:
+                        break
+                taken.append(item)
+            heappop(self._heap)
+        for item in taken:
             heappush(self._heap, item)
         return found
 
     def _refresh(self) -> None:
+        if self._hinted:
+            ranks, heap = self._ranks, self._heap
+            for instance_id, bound in self._hinted.items():
+                known = ranks.get(instance_id)
+                if known is None or not bound >= known[0]:
+                    rank = ranks[instance_id] = (bound,)
+                    heappush(heap, (rank, instance_id))
+                    self._versions.pop(instance_id, None)
+            self._hinted.clear()
         for instance_id in self._touched:
-            rank = self._rank_of(instance_id)
-            if rank is None:
-                self._ranks.pop(instance_id, None)
-            elif self._ranks.get(instance_id) != rank:
-                self._ranks[instance_id] = rank
-                heappush(self._heap, (rank, instance_id))
+            self._rank(instance_id)
         self._touched.clear()
         if len(self._heap) > 2 * len(self._ranks) + 64:
             self._heap = [(rank, instance_id) for instance_id, rank in self._ranks.items()]
             heapify(self._heap)
+
+    def _is_stale(self, instance_id: str) -> bool:
+        if self._version_of is None or instance_id not in self._ranks:
+            return False
+        return self._versions.get(instance_id) is not self._version_of(instance_id)
+
+    def _rank(self, instance_id: str) -> None:
+        rank = self._rank_of(instance_id)
+        if self._version_of is not None:
+            self._versions[instance_id] = self._version_of(instance_id)
+        if self._on_ranked is not None:
+            self._on_ranked(instance_id)
+        if rank is None:
+            self._ranks.pop(instance_id, None)
+            self._versions.pop(instance_id, None)
+        elif self._ranks.get(instance_id) != rank:
+            self._ranks[instance_id] = rank
+            heappush(self._heap, (rank, instance_id))
+
+
+def _everyone(_: str) -> bool:
+    return True
 
 
 class PrefixAffinity:

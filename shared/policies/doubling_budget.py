@@ -91,6 +91,16 @@ class DoublingBudget(OrderingPolicy):
             budget.num_exhausted += 1
             budget.left_s = ldexp(self._of(sequence).budget_s, budget.num_exhausted)
 
+    def export_state(self, sequence: SequenceView) -> tuple[float, ...]:
+        """Seconds left and number of exhaustions."""
+        budget: _Budget = sequence.order_state
+        return (budget.left_s, float(budget.num_exhausted))
+
+    def import_state(self, sequence: SequenceView, state: tuple[float, ...], now: float) -> None:
+        if len(state) == 2:
+            budget: _Budget = sequence.order_state
+            budget.left_s, budget.num_exhausted = state[0], int(state[1])
+
     def key(self, sequence: SequenceView, now: float) -> tuple[float, ...]:
         service = self._of(sequence)
         last_ran_s = sequence.last_ran_s

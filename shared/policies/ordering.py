@@ -78,6 +78,14 @@ class OrderingPolicy(ABC):
     def charge(self, sequence: SequenceView, execution_s: float, now: float) -> None:  # noqa: B027
         """The sequence has received so much execution time in a step that ended now."""
 
+    def export_state(self, sequence: SequenceView) -> tuple[float, ...]:
+        """What it remembers of a sequence, for the instance to which that one moves."""
+        return ()
+
+    def import_state(self, sequence: SequenceView, state: tuple[float, ...], now: float) -> None:  # noqa: B027
+        """After `on_arrival`: goes on with what the same policy exported elsewhere; another's state, which is of another
+        length, changes nothing."""
+
     def set_statistics(self, statistics: ExecutionStatistics) -> None:  # noqa: B027
         """New execution-time statistics of a model."""
 

@@ -10,11 +10,22 @@ at once and is therefore not load. Higher freeness is freer, everywhere.
     freeness                 = (total - sum of V) / running requests
 
 The headroom of a priority is divided by its requests, so an instance is charged for it once, however many it hosts.
+
+Where requests of several models run, a step of one token for each uses up sum(1 / tokens that a merged block holds) merged
+blocks; freeness over that is in decode steps, so that one threshold fits models of any slot size.
 """
 
 from __future__ import annotations
 
 import math
+
+from shared.cost_model import CostModel, StepShape
+
+IDEAL_SLOWDOWN = 1.5
+"""A decode step that takes so many times that of a single sequence is still near its ideal speed."""
+
+TYPICAL_CONTEXT_TOKENS = 256
+"""Of one sequence, where a load in tokens is turned into a number of sequences."""
 
 
 def merged_demand(num_tokens: int, page_tokens: int, slots_per_merged: int) -> float:
@@ -26,6 +37,25 @@ def headroom(total: float, ideal_load: float) -> float:
     """Blocks to be kept unused for a high-priority request: what lies above `ideal_load`, the load up to which decode
     still runs near its ideal speed. Normal requests have none."""
     return max(0.0, total - ideal_load)
+
+
+def ideal_load_tokens(cost_model: CostModel) -> float:
+    """Tokens in the caches of decoding sequences up to which a step takes at most `IDEAL_SLOWDOWN` times that of one alone;
+    `inf` if no load slows it."""
+    seconds = (IDEAL_SLOWDOWN - 1) * cost_model.predict(StepShape(0, 0, 1, TYPICAL_CONTEXT_TOKENS))
+    sequence_s = cost_model.decode_cost_s(TYPICAL_CONTEXT_TOKENS)
+    below_knee = max(0, cost_model.knee_tokens - 1) if cost_model.over_knee_s else math.inf
+    if sequence_s * below_knee < seconds:
+        more = below_knee + (seconds - sequence_s * below_knee) / (sequence_s + cost_model.over_knee_s)
+    else:
+        more = seconds / sequence_s if sequence_s else math.inf
+    return (1 + more) * TYPICAL_CONTEXT_TOKENS
+
+
+def decode_steps(free: float, step_merged: float) -> float:
+    """How many steps can run until `free` merged blocks are used up, at `step_merged` a step; +inf where nothing runs or
+    waits (0). Negative where more is asked for than there is."""
+    return free / step_merged if step_merged else math.inf
 
 
 def dispatch_virtual_usage(

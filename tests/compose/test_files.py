@@ -19,6 +19,7 @@ from prometheus_client import CollectorRegistry
 from services.gateway.metrics import GatewayMetrics
 from services.scheduler.observer import Observer
 from services.worker.instance_telemetry import InstanceTelemetry
+from services.worker.migration.telemetry import MigrationTelemetry
 from shared.bus.metrics import bus_metrics
 from shared.settings import BusSettings, GatewaySettings, PlacementSettings, SchedulerSettings, WorkerSettings
 from shared.telemetry import start_telemetry
@@ -62,6 +63,7 @@ def registry() -> CollectorRegistry:
     Observer(telemetry)
     GatewayMetrics(telemetry.registry)
     InstanceTelemetry("test", telemetry.registry, NoOpTracer())
+    MigrationTelemetry(telemetry)
     bus_metrics(telemetry.registry)
     return telemetry.registry
 

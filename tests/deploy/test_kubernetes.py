@@ -9,7 +9,15 @@ from typing import Any
 import pytest
 import yaml
 
-from shared.settings import GatewaySettings, PlacementSettings, SchedulerSettings, WorkerSettings, load
+from services.worker.processes import KILL_TIMEOUT_S, STOP_MARGIN_S
+from shared.settings import (
+    GatewaySettings,
+    InstanceSettings,
+    PlacementSettings,
+    SchedulerSettings,
+    WorkerSettings,
+    load,
+)
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 FOLDER = REPOSITORY / "deploy/kubernetes"
@@ -148,6 +156,37 @@ def test_nats_is_configured_as_in_the_container_stack() -> None:
     assert settings(inline) == settings((REPOSITORY / "deploy/nats/nats.conf").read_text())
     assert environment("nats")["NATS_PASSWORD"] == '"p"'
     assert environment("nats")["NATS_USER"] == '"' + find("ConfigMap", "tideway")["data"]["TIDEWAY_NATS_USER"] + '"'
+
+
+def test_only_placement_may_use_the_api_server_and_only_for_the_workers() -> None:
+    assert all(pod(name).get("automountServiceAccountToken") is False for name in WORKLOADS if name != "placement")
+    account = pod("placement")["serviceAccountName"]
+    binding = find("RoleBinding", "placement")
+    assert binding["subjects"] == [
+        {"kind": "ServiceAccount", "name": find("ServiceAccount", account)["metadata"]["name"]}
+    ]
+    assert binding["roleRef"]["name"] == find("Role", "placement")["metadata"]["name"]
+    (rule,) = find("Role", "placement")["rules"]
+    kind, _, workload = environment("placement")["TIDEWAY_KUBERNETES_WORKLOAD"].partition("/")
+    assert kind == WORKLOADS[workload]["kind"].lower()
+    assert (rule["apiGroups"], rule["resources"]) == (["apps"], [f"{kind}s/scale"])
+    assert (rule["resourceNames"], rule["verbs"]) == ([workload], ["get", "patch"]), "as the back end calls it"
+    assert environment("placement")["TIDEWAY_SCALING_BACKEND"] == "kubernetes"
+
+
+def test_bounds_of_the_number_of_workers() -> None:
+    settings = load(SchedulerSettings, environment("scheduler"))
+    assert not settings.autoscale, "asked for, not the rule"
+    assert settings.min_instances <= WORKLOADS["worker"]["spec"]["replicas"] <= settings.max_instances
+    budget = find("PodDisruptionBudget", "worker")["spec"]
+    assert budget["selector"] == WORKLOADS["worker"]["spec"]["selector"]
+
+
+def test_workers_are_left_the_time_to_give_their_requests_away() -> None:
+    needed_s = InstanceSettings().drain_grace_s + STOP_MARGIN_S + KILL_TIMEOUT_S
+    assert pod("worker")["terminationGracePeriodSeconds"] > needed_s
+    compose = yaml.safe_load((REPOSITORY / "docker-compose.yml").read_text())
+    assert float(compose["services"]["worker"]["stop_grace_period"].removesuffix("s")) > needed_s
 
 
 def test_the_gpu_overlay_changes_the_worker_only() -> None:

@@ -19,6 +19,8 @@ from tests.conftest import NatsServer, free_port
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 START_TIMEOUT_S = 90.0
+STOP_TIMEOUT_S = 40.0
+"""More than a worker that drains takes."""
 
 
 class Stack:
@@ -67,12 +69,13 @@ class Stack:
         for name in self._commands:
             self.start(name)
 
-    def start(self, name: str) -> None:
+    def start(self, name: str, environment: dict[str, str] | None = None) -> None:
+        """`environment`: this time only."""
         module, extra = self._commands[name]
         with open(self.folder / f"{name}.log", "ab") as log:
             self.processes[name] = subprocess.Popen(
                 [sys.executable, "-m", module],
-                env={**self._environment, **extra},
+                env={**self._environment, **extra, **(environment or {})},
                 stdout=log,
                 stderr=log,
                 stdin=subprocess.DEVNULL,
@@ -82,7 +85,12 @@ class Stack:
     def kill(self, name: str, signal_number: int = signal.SIGKILL) -> None:
         process = self.processes[name]
         process.send_signal(signal_number)
-        process.wait(20)
+        process.wait(STOP_TIMEOUT_S)
+
+    def tideway(self, *arguments: str) -> str:
+        """What the operator's command prints."""
+        command = [sys.executable, "-m", "tideway", *arguments, "--url", self.url]
+        return subprocess.run(command, cwd=REPOSITORY, check=True, capture_output=True, text=True, timeout=60).stdout
 
     def log(self, name: str, num_lines: int = 40) -> str:
         lines = (self.folder / f"{name}.log").read_text(errors="replace").splitlines()
@@ -128,11 +136,20 @@ class Stack:
         workers = sum(1 for name in self._commands if name.startswith("worker-"))
         return workers * int(self._environment["TIDEWAY_NUM_INSTANCES"])
 
+    def instance(self, instance_id: str) -> dict | None:
+        return next((one for one in self.instances() if one["instance_id"] == instance_id), None)
+
     def instances(self) -> list[dict]:
+        return self._registry()["instances"]
+
+    def draining(self) -> list[str]:
+        """Those that the plan leaves out."""
+        return self._registry()["draining"]
+
+    def _registry(self) -> dict:
         response = httpx.get(f"{self.url}/admin/instances", timeout=5)
         response.raise_for_status()
-        body = response.json()
-        return body if isinstance(body, list) else body["instances"]
+        return response.json()
 
     def kill_instance(self, index: int = 0) -> dict:
         """kill -9 of an instance's process; returns its registry entry."""

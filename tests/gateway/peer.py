@@ -18,16 +18,22 @@ from shared.messages import (
     INSTANCE_REPLAY,
     INSTANCE_SUBMIT,
     INSTANCES,
+    LOAD_REPORTS,
     MODELS,
     PLACEMENT_ADD_MODEL,
+    PLACEMENT_DRAIN_INSTANCE,
     PLACEMENT_PLAN,
     PLACEMENT_REMOVE_MODEL,
+    PLACEMENT_SCALE_INSTANCES,
+    PLACEMENT_SCALE_MODEL,
+    PLANS,
     SCHEDULER_CANCEL,
     SCHEDULER_GRANT,
     SCHEDULER_SUBMIT,
     Accepted,
     AddModel,
     Cancel,
+    DrainInstance,
     ErrorCode,
     FinishReason,
     GenerationRequest,
@@ -36,6 +42,7 @@ from shared.messages import (
     GrantReply,
     InstanceInfo,
     LoadedModel,
+    LoadReport,
     LostRequest,
     ModelSpec,
     OfflineGrant,
@@ -45,6 +52,8 @@ from shared.messages import (
     ReplayReply,
     RequestsLost,
     RequestTiming,
+    ScaleInstances,
+    ScaleModel,
     TokenEntry,
     TokenFrame,
     TokenLogprob,
@@ -88,8 +97,14 @@ class ScriptedPeer:
         self.submitted_to: dict[str, list[GenerationRequest]] = {}
         self.cancelled: list[str] = []
         self.instance_cancelled: list[tuple[str, str]] = []
+        self.cancelled_epochs: list[int | None] = []
+        """Of those."""
         self.replay_queries: list[tuple[str, ReplayQuery]] = []
         self.plan = PlacementPlan(1, [])
+        self.loads: dict[str, dict[str, object]] = {}
+        """Fields of the load reports of an instance; one that has none here says nothing."""
+        self.num_reports = 0
+        self.scaled: list[ScaleModel | ScaleInstances] = []
         self._names: set[str] = set()
         self._stopped = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -109,6 +124,9 @@ class ScriptedPeer:
         await self.bus.serve(PLACEMENT_ADD_MODEL, self._add_model)
         await self.bus.serve(PLACEMENT_REMOVE_MODEL, self._remove_model)
         await self.bus.serve(PLACEMENT_PLAN, self._show_plan)
+        await self.bus.serve(PLACEMENT_DRAIN_INSTANCE, self._drain)
+        await self.bus.serve(PLACEMENT_SCALE_MODEL, self._scale)
+        await self.bus.serve(PLACEMENT_SCALE_INSTANCES, self._scale)
         self._spawn(self._heartbeats())
 
     async def stop(self) -> None:
@@ -153,12 +171,18 @@ class ScriptedPeer:
     # -------------------------------------------------------------------------------------------------- instances
 
     async def add_instance(
-        self, instance_id: str, *models: str, incarnation: str = "1", state: str = "ready", num_running: int = 0
+        self,
+        instance_id: str,
+        *models: str,
+        incarnation: str = "1",
+        state: str = "ready",
+        num_running: int = 0,
+        kv_address: str = "",
     ) -> None:
         loaded = [
             LoadedModel(name, state, max_model_len=256, page_tokens=16, num_running=num_running) for name in models
         ]
-        info = InstanceInfo(instance_id, incarnation, "node", state, loaded)
+        info = InstanceInfo(instance_id, incarnation, "node", state, loaded, 100, 2**20, kv_address=kv_address)
         self._infos[instance_id] = info
         if instance_id not in self._served:
             endpoint = INSTANCE_SUBMIT.at(instance_id=instance_id)
@@ -179,6 +203,7 @@ class ScriptedPeer:
 
             def on_cancel(message: Cancel) -> None:
                 self.instance_cancelled.append((instance_id, message.request_id))
+                self.cancelled_epochs.append(message.epoch)
 
             self._served[instance_id] = [
                 await self.bus.serve(endpoint, submit),
@@ -186,6 +211,14 @@ class ScriptedPeer:
                 await self.bus.subscribe(cancel, on_cancel),
             ]
         await self._instances.put(instance_id, info)
+
+    def report(self, instance_id: str) -> None:
+        """A load report; but for `loads` of an instance that idles."""
+        self.num_reports += 1
+        idle = {"dispatch_freeness": float("inf"), "migration_freeness": float("inf"), "free_merged": 100.0}
+        empty = {"num_running": 0, "models": [], "admitted": [], "ended": [], "finished": []}
+        fields = {"incarnation": self._infos[instance_id].incarnation, **idle, **empty, **self.loads[instance_id]}
+        self.bus.publish(LOAD_REPORTS, LoadReport(instance_id, sequence=self.num_reports, **fields))
 
     async def remove_instance(self, instance_id: str, *, is_clean: bool = True) -> None:
         """`is_clean`: it leaves the registry at once instead of when its entry expires."""
@@ -201,6 +234,8 @@ class ScriptedPeer:
             for instance_id, info in list(self._infos.items()):
                 if self.bus.is_connected:
                     await self._instances.put(instance_id, info)
+                    if instance_id in self.loads:
+                        self.report(instance_id)
 
     async def _run(self, instance_id: str, request: GenerationRequest) -> None:
         tokens = self.script(request)
@@ -269,6 +304,20 @@ class ScriptedPeer:
         self._names.discard(message.name)
         await self._models.delete(bucket_key(message.name))
         self.plan = msgspec.structs.replace(self.plan, version=self.plan.version + 1)
+        return self.plan
+
+    async def _drain(self, message: DrainInstance) -> PlacementPlan:
+        draining = [i for i in self.plan.draining if i != message.instance_id]
+        if message.instance_id not in {*self._infos, *self.plan.draining}:
+            raise ServiceError.of(ErrorCode.GONE, f"there is no instance {message.instance_id!r}", "instance_id")
+        if not message.is_undone:
+            draining.append(message.instance_id)
+        self.plan = msgspec.structs.replace(self.plan, version=self.plan.version + 1, draining=draining)
+        await (await self.bus.key_value(PLANS)).put("current", self.plan)
+        return self.plan
+
+    async def _scale(self, message: ScaleModel | ScaleInstances) -> PlacementPlan:
+        self.scaled.append(message)
         return self.plan
 
     async def _show_plan(self, message: GetPlan) -> PlacementPlan:

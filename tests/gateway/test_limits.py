@@ -11,7 +11,7 @@ from services.gateway.errors import ApiError
 from services.gateway.parsing import MAX_SEQUENCE_TOKENS, max_tokens_of, options_of, timeout_of
 from services.gateway.placing import candidates
 from services.gateway.schemas import CompletionRequest
-from shared.messages import MAX_MESSAGE_BYTES, InstanceInfo, LoadedModel, RequestClass
+from shared.messages import MAX_MESSAGE_BYTES, InstanceInfo, LoadedModel, Priority, RequestClass
 from shared.settings import GatewaySettings, SettingsError
 
 
@@ -76,6 +76,19 @@ def test_keys_from_settings(tmp_path) -> None:
     with pytest.raises(SettingsError, match=":2") as raised:
         read_keys(GatewaySettings(api_keys_file=str(file)))
     assert "secret" not in str(raised.value)
+    keys = read_keys(GatewaySettings(api_keys="a:::normal,b:1:2:high,c:1:2:"))
+    assert [key.may_be_high for key in keys.values()] == [False, True, True]
+    assert (keys["a"].max_in_flight, keys["b"].tokens_per_minute) == (None, 2)
+
+
+def test_a_key_that_is_not_for_high_priority() -> None:
+    key = Key(may_be_high=False)
+    admission = Admission({"k": key}, "", max_in_flight=10)
+    with pytest.raises(ApiError, match="high priority") as raised:
+        admission.enter(key, 1, ONLINE, Priority.HIGH)
+    assert (raised.value.status, raised.value.code) == (403, "priority_not_allowed")
+    admission.enter(key, 1, ONLINE, Priority.NORMAL).release()
+    assert admission.num_in_flight[ONLINE] == 0
 
 
 def test_time_limits() -> None:

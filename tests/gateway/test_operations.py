@@ -167,7 +167,7 @@ async def test_admin_without_placement(nats_settings: BusSettings) -> None:
 async def test_api_keys(nats_settings: BusSettings, checkpoint: Path, tmp_path: Path) -> None:
     file = tmp_path / "keys"
     file.write_text("# the team\nfrom-file:1\n\nmetered::40 # tokens a minute\n")
-    settings = {"api_keys": "free,one:1", "api_keys_file": str(file), "admin_api_key": "root"}
+    settings = {"api_keys": "free,one:1,calm:::normal", "api_keys_file": str(file), "admin_api_key": "root"}
     async with running_stack(nats_settings, [ModelSpec(MODEL, str(checkpoint))], **settings) as stack:
         stack.say("Hello world")
 
@@ -193,6 +193,13 @@ async def test_api_keys(nats_settings: BusSettings, checkpoint: Path, tmp_path: 
         admin = {"authorization": "Bearer root"}
         assert (await stack.client.get("/admin/models", headers=admin)).status_code == 200
         assert (await stack.client.get("/admin/models", headers={"authorization": "Bearer free"})).status_code == 401
+
+        refused = await ask("calm", priority="high")
+        assert (refused.status_code, refused.json()["error"]["code"]) == (403, "priority_not_allowed")
+        assert (await ask("calm", service_tier="priority")).status_code == 403
+        assert (await ask("calm", priority=0)).status_code == 200
+        assert (await ask("free", priority=-1)).status_code == 200
+        assert stack.peer.submitted[-1].priority == "high"
 
         stack.peer.automatic = False
         number = len(stack.peer.submitted)
@@ -256,7 +263,7 @@ async def test_settings_that_cannot_be_used(nats_settings: BusSettings) -> None:
         with pytest.raises(SettingsError, match=r"cannot listen on 127\.0\.0\.1:\d+: Address already in use"):
             await GatewayService(bus, settings, telemetry).start()
         await bus.close()
-        for keys in ("a:b", "a:0", ":5", "a:1:2:3"):
+        for keys in ("a:b", "a:0", ":5", "a:1:2:3", "a:1:2:low", "a:1:2:high:4"):
             bad = GatewaySettings(api_keys=keys)
             with pytest.raises(SettingsError, match="TIDEWAY_API_KEYS: expected key"):
                 GatewayService(bus, bad, start_telemetry("gateway", "x", bad))

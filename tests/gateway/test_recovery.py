@@ -13,6 +13,7 @@ from services.gateway import placing, recovery, stream
 from shared.bus.interface import ServiceError
 from shared.messages import (
     INSTANCE_EXITED,
+    PLACEMENT_EPOCHS,
     SCHEDULER_ANNOUNCE,
     ErrorCode,
     ErrorInfo,
@@ -81,7 +82,7 @@ async def test_a_lost_instance_is_replaced_without_a_repeated_or_missing_token(m
     manual.peer.lose(request, request.epoch)
     manual.peer.lose(request, request.epoch)
     again = await manual.next_request(1)
-    assert (again.request_id, again.epoch, prior_tokens(again)) == (request.request_id, 1, tokens[:3])
+    assert (again.request_id, again.epoch, prior_tokens(again)) == (request.request_id, PLACEMENT_EPOCHS, tokens[:3])
     assert again.sampling == request.sampling
     assert again.waited_s > 0
     assert again.timeout_s < 600
@@ -103,7 +104,7 @@ async def test_an_instance_that_disappears_loses_its_streams(manual: Stack, how:
     else:
         await manual.peer.add_instance("a", MODEL, incarnation="2")
     again = await manual.next_request(1)
-    assert again.epoch == 1
+    assert again.epoch == PLACEMENT_EPOCHS
     continue_from_prior(manual, again, tokens)
     await finished_whole(reader, tokens)
 
@@ -129,9 +130,9 @@ async def test_the_last_entry_was_lost_with_its_instance(manual: Stack) -> None:
 
 async def test_a_request_that_loses_every_instance_fails(manual: Stack) -> None:
     reader, request, _ = await begun(manual)
-    for epoch in range(recovery.MAX_FRUITLESS_LOSSES + 1):
-        manual.peer.lose(request, epoch)
-        await until(lambda n=epoch: len(manual.peer.submitted) > n + 1 or reader.error, "placed again")
+    for number in range(recovery.MAX_FRUITLESS_LOSSES + 1):
+        manual.peer.lose(request, number * PLACEMENT_EPOCHS)
+        await until(lambda n=number: len(manual.peer.submitted) > n + 1 or reader.error, "placed again")
     await reader.end()
     assert reader.error is not None
     assert reader.error["code"] == "internal_error"
@@ -153,12 +154,13 @@ async def test_duplicates_gaps_and_old_epochs(manual: Stack) -> None:
 
 async def test_an_owner_of_an_old_epoch_is_told_to_stop(manual: Stack) -> None:
     reader, request, tokens = await begun(manual)
-    manual.peer.emit(request, 3, tokens[3:5], sender="b", epoch=1)
+    manual.peer.emit(request, 3, tokens[3:5], sender="b", epoch=PLACEMENT_EPOCHS)
     await until(lambda: reader.text == manual.tokenizer.decode(tokens[:5]), "the new owner's tokens")
     manual.peer.emit(request, 3, tokens[3:4], sender="a", epoch=0)
     await until(lambda: manual.peer.instance_cancelled, "cancel")
     assert manual.peer.instance_cancelled == [("a", request.request_id)]
-    manual.peer.emit(request, 5, tokens[5:], FinishReason.STOP, sender="b", epoch=1)
+    assert manual.peer.cancelled_epochs == [0], "and not what it may get in another epoch"
+    manual.peer.emit(request, 5, tokens[5:], FinishReason.STOP, sender="b", epoch=PLACEMENT_EPOCHS)
     await finished_whole(reader, tokens)
 
 
@@ -173,7 +175,7 @@ async def test_a_silent_stream_is_asked_after(impatient: None, manual: Stack) ->
 async def test_a_silent_stream_that_its_instance_does_not_know_is_placed_again(impatient: None, manual: Stack) -> None:
     reader, _, tokens = await begun(manual)
     again = await manual.next_request(1)
-    assert again.epoch == 1
+    assert again.epoch == PLACEMENT_EPOCHS
     continue_from_prior(manual, again, tokens)
     await finished_whole(reader, tokens)
 
@@ -254,7 +256,7 @@ async def test_a_hung_scheduler_is_passed_by(impatient: None, stack: Stack) -> N
     answer = await stack.post("/v1/completions", prompt="x", max_tokens=100)
     assert answer.json()["choices"][0]["text"] == TEXT
     [request] = stack.peer.submitted_to["a"]
-    assert request.epoch == 1, "it outranks what the scheduler may have dispatched unseen"
+    assert request.epoch == PLACEMENT_EPOCHS, "it outranks what the scheduler may have dispatched unseen"
     started = time.monotonic()
     await stack.post("/v1/completions", prompt="x", max_tokens=100)
     assert time.monotonic() - started < 0.3, "the next request does not wait for it"

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from services.gateway.streams import Outcome, StreamState
 from shared.messages import (
+    PLACEMENT_EPOCHS,
     ErrorCode,
     ErrorInfo,
     FinishReason,
@@ -17,6 +18,9 @@ from shared.messages import (
 )
 
 EOS = 2
+
+
+A, B, C = "a", "b", "c"
 
 
 def entry(offset: int, tokens: list[int], finish: FinishReason | None = None, epoch: int = 0, **fields) -> TokenEntry:
@@ -30,51 +34,85 @@ def state(max_tokens: int = 100, min_tokens: int = 0, logprobs: int = -1) -> Str
 
 def test_takes_tokens_in_order_and_trims_what_it_knows() -> None:
     stream = state()
-    assert stream.accept(entry(0, [5, 6], num_cached_tokens=4)) is Outcome.NEWS
-    assert stream.accept(entry(0, [5, 6])) is Outcome.NOTHING
-    assert stream.accept(entry(1, [6, 7, 8])) is Outcome.NEWS
+    assert stream.accept(entry(0, [5, 6], num_cached_tokens=4), A) is Outcome.NEWS
+    assert stream.accept(entry(0, [5, 6]), A) is Outcome.NOTHING
+    assert stream.accept(entry(1, [6, 7, 8]), A) is Outcome.NEWS
     assert stream.tokens.tolist() == [5, 6, 7, 8]
-    assert stream.accept(entry(5, [10])) is Outcome.GAP
+    assert stream.accept(entry(5, [10]), A) is Outcome.GAP
     assert stream.tokens.tolist() == [5, 6, 7, 8]
-    assert stream.accept(entry(4, [9, 10, EOS], FinishReason.STOP)) is Outcome.NEWS
+    assert stream.accept(entry(4, [9, 10, EOS], FinishReason.STOP), A) is Outcome.NEWS
     assert stream.finish_reason is FinishReason.STOP
-    assert stream.accept(entry(7, [1])) is Outcome.NOTHING
+    assert stream.accept(entry(7, [1]), A) is Outcome.NOTHING
     assert stream.tokens.tolist() == [5, 6, 7, 8, 9, 10, EOS]
     assert stream.num_cached_tokens == 4
 
 
 def test_a_lower_epoch_is_stale_and_a_higher_one_takes_over() -> None:
     stream = state()
-    stream.accept(entry(0, [5]))
-    assert stream.accept(entry(1, [6], epoch=2, num_cached_tokens=7)) is Outcome.NEWS
-    assert stream.accept(entry(2, [7], epoch=1)) is Outcome.STALE
+    stream.accept(entry(0, [5]), A)
+    assert stream.accept(entry(1, [6], epoch=2, num_cached_tokens=7), A) is Outcome.NEWS
+    assert stream.accept(entry(2, [7], epoch=1), A) is Outcome.STALE
     assert stream.tokens.tolist() == [5, 6]
     assert stream.num_cached_tokens == 0, "what a later owner finds in its cache is not the client's"
-    assert stream.accept(entry(5, [7], epoch=3)) is Outcome.GAP
+    assert stream.accept(entry(5, [7], epoch=3), A) is Outcome.GAP
     assert stream.epoch == 3
+
+
+def test_an_epoch_belongs_to_the_instance_that_spoke_first_in_it() -> None:
+    stream = state()
+    assert stream.accept(entry(0, [5]), A) is Outcome.NEWS
+    assert stream.accept(entry(1, [99]), B) is Outcome.STALE
+    assert stream.accept(entry(1, [], FinishReason.CANCELLED), B) is Outcome.STALE, "its end is not the request's"
+    assert stream.accept(entry(1, [6]), A) is Outcome.NEWS
+    assert stream.owner == A
+    assert stream.accept(entry(2, [], epoch=1), B) is Outcome.NOTHING
+    assert (stream.owner, stream.epoch) == (B, 1), "an entry without tokens tells who has it now"
+    assert stream.accept(entry(2, [7], epoch=0), A) is Outcome.STALE
+    assert stream.accept(entry(2, [7], epoch=1), C) is Outcome.STALE
+    assert stream.accept(entry(2, [8], epoch=1), B) is Outcome.NEWS
+    assert stream.tokens.tolist() == [5, 6, 8]
+    error = ErrorInfo(ErrorCode.DEADLINE, "too late")
+    assert stream.accept(entry(3, [], FinishReason.DEADLINE, epoch=1, error=error), None) is Outcome.NEWS
+    assert stream.finish_reason is FinishReason.DEADLINE, "a scheduler's word counts whoever owns the request"
+
+
+def test_a_hand_over_that_was_told_of() -> None:
+    stream = state()
+    stream.accept(entry(0, [5]), A)
+    assert stream.follow(B, 1)
+    assert (stream.owner, stream.epoch) == (B, 1)
+    assert not stream.follow(C, 1), "no news"
+    assert stream.accept(entry(1, [6], epoch=0), A) is Outcome.STALE
+    assert stream.accept(entry(0, [5, 6], epoch=1), B) is Outcome.NEWS
+    assert stream.follow(A, 2), "and back"
+    assert stream.lose(2)
+    assert not stream.follow(C, 3), "it is placed again already"
+    stream.accept(entry(2, [EOS], FinishReason.STOP, epoch=PLACEMENT_EPOCHS), C)
+    assert not stream.follow(A, 2 * PLACEMENT_EPOCHS), "it has ended"
 
 
 def test_losing_an_owner_counts_once() -> None:
     stream = state()
-    stream.accept(entry(0, [5]))
+    stream.accept(entry(0, [5]), A)
     assert stream.lose(0)
-    assert stream.epoch == 1
+    assert (stream.epoch, stream.owner) == (PLACEMENT_EPOCHS, None)
     assert not stream.lose(0), "told of the same loss again"
-    assert stream.lose(4), "a later owner, of which no frame came"
-    assert stream.epoch == 5
+    assert not stream.lose(3), "wherever the last placement had moved"
+    assert stream.lose(2 * PLACEMENT_EPOCHS + 4), "a later owner, of which no frame came"
+    assert stream.epoch == 3 * PLACEMENT_EPOCHS
 
 
 def test_an_owner_lost_after_its_last_token_ends_the_stream() -> None:
     limited = state(max_tokens=2)
-    limited.accept(entry(0, [5, 6]))
+    limited.accept(entry(0, [5, 6]), A)
     assert not limited.lose(0)
     assert limited.finish_reason is FinishReason.LENGTH
     stopped = state()
-    stopped.accept(entry(0, [5, EOS]))
+    stopped.accept(entry(0, [5, EOS]), A)
     assert not stopped.lose(0)
     assert stopped.finish_reason is FinishReason.STOP
     early = state(min_tokens=2)
-    early.accept(entry(0, [5, EOS]))
+    early.accept(entry(0, [5, EOS]), A)
     assert early.lose(0), "an end before min_tokens is none"
 
 
@@ -86,19 +124,19 @@ def test_refusals_that_another_owner_can_make_good() -> None:
     ]:
         stream = state()
         error = None if code is None else ErrorInfo(code, "x")
-        assert stream.accept(entry(0, [], finish, error=error)) is Outcome.GIVEN_UP
+        assert stream.accept(entry(0, [], finish, error=error), A) is Outcome.GIVEN_UP
         assert stream.finish_reason is None
     stream = state()
     error = ErrorInfo(ErrorCode.TOO_LONG, "x")
-    assert stream.accept(entry(3, [], FinishReason.ERROR, error=error)) is Outcome.NEWS, "an error needs no replay"
+    assert stream.accept(entry(3, [], FinishReason.ERROR, error=error), A) is Outcome.NEWS, "an error needs no replay"
     assert stream.error == error
 
 
 def test_logprobs_run_beside_the_tokens() -> None:
     stream = state(logprobs=0)
-    stream.accept(entry(0, [5, 6], logprobs=(TokenLogprob(-1.0), TokenLogprob(-2.0))))
-    stream.accept(entry(1, [6, 7], logprobs=(TokenLogprob(-2.0), TokenLogprob(-3.0))))
-    stream.accept(entry(3, [8]))
+    stream.accept(entry(0, [5, 6], logprobs=(TokenLogprob(-1.0), TokenLogprob(-2.0))), A)
+    stream.accept(entry(1, [6, 7], logprobs=(TokenLogprob(-2.0), TokenLogprob(-3.0))), A)
+    stream.accept(entry(3, [8]), A)
     assert [each.logprob for each in stream.logprobs] == [-1.0, -2.0, -3.0, -9999.0]
 
 
@@ -133,7 +171,7 @@ def test_any_loss_duplication_and_reordering_with_replay_gives_the_true_tokens(d
     seen: list[int] = []
     for each in delivered:
         before, epoch_before = stream.tokens.tolist(), stream.epoch
-        outcome = stream.accept(each)
+        outcome = stream.accept(each, f"owner {each.epoch}")
         after = stream.tokens.tolist()
         assert after[: len(before)] == before, "tokens are only ever added"
         assert stream.epoch >= epoch_before
@@ -141,9 +179,88 @@ def test_any_loss_duplication_and_reordering_with_replay_gives_the_true_tokens(d
         seen = after
         assert seen == TRUTH[: len(seen)]
     last_epoch = max(each.epoch for each in sent)
+    last_owner = f"owner {last_epoch}"
     for _ in range(2):  # what the owner answers to a replay query, which may itself come twice
         position = stream.position
         assert position.next_offset == len(stream.tokens)
-        stream.accept(entry(position.next_offset, TRUTH[position.next_offset :], FinishReason.STOP, last_epoch))
+        stream.accept(
+            entry(position.next_offset, TRUTH[position.next_offset :], FinishReason.STOP, last_epoch), last_owner
+        )
     assert stream.tokens.tolist() == TRUTH
+    assert stream.finish_reason is FinishReason.STOP
+
+
+class Cluster:
+    """Owners of one request, as they hand it on or lose it. Each makes other tokens than the others would (numerics differ),
+    so what a client was shown fits together only if it comes from one line of owners.
+
+    `sent`: (sender, entry) that may reach the gateway, in any order, any number of times.
+    """
+
+    def __init__(self) -> None:
+        self.output: list[int] = []
+        """Of the owner that counts."""
+        self.epoch, self.owner = 0, A
+        self.sent: list[tuple[str, TokenEntry]] = []
+        self._num_made = 0
+
+    def make(self, count: int) -> None:
+        offset = len(self.output)
+        for _ in range(count):
+            self._num_made += 1
+            self.output.append(10 + self._num_made)
+        self.sent.append((self.owner, entry(offset, self.output[offset:], epoch=self.epoch)))
+
+    def intrude(self, instance: str, count: int) -> None:
+        """Another instance runs the request in the owner's epoch, after the owner has begun."""
+        if instance != self.owner:
+            wrong = [1000 + i for i in range(count)]
+            self.sent.append((instance, entry(len(self.output), wrong, FinishReason.STOP, self.epoch)))
+
+    def move(self, instance: str, steps: int) -> None:
+        """To another instance, or (after a hand-over of unknown outcome) back to itself."""
+        self.epoch, self.owner = self.epoch + steps, instance
+        self.sent.append((instance, entry(len(self.output), [], epoch=self.epoch)))
+
+    def replay(self, offset: int) -> TokenEntry:
+        return entry(offset, self.output[offset:], epoch=self.epoch)
+
+
+INSTANCES = st.sampled_from([A, B, C])
+
+
+@given(st.data())
+def test_any_interleaving_of_owners_and_epochs_shows_one_line_of_tokens(data: st.DataObject) -> None:
+    cluster, stream = Cluster(), state()
+    cluster.make(1)
+    stream.accept(cluster.sent[0][1], A)
+    for _ in range(data.draw(st.integers(0, 30))):
+        event = data.draw(st.sampled_from(["make", "move", "intrude", "deliver", "deliver", "replay", "told", "lose"]))
+        before, epoch_before = stream.tokens.tolist(), stream.epoch
+        if event == "make":
+            cluster.make(data.draw(st.integers(1, 3)))
+        elif event == "move":
+            cluster.move(data.draw(INSTANCES), data.draw(st.integers(1, 2)))
+        elif event == "intrude" and stream.epoch == cluster.epoch and stream.owner == cluster.owner:
+            cluster.intrude(data.draw(INSTANCES), data.draw(st.integers(0, 3)))
+        elif event == "deliver":
+            sender, sent = data.draw(st.sampled_from(cluster.sent))
+            stream.accept(sent, sender)
+        elif event == "replay":
+            stream.accept(cluster.replay(len(stream.tokens)), cluster.owner)
+        elif event == "told":
+            stream.follow(cluster.owner, cluster.epoch)
+        elif event == "lose" and stream.lose(data.draw(st.integers(stream.epoch, cluster.epoch))):
+            # The next owner goes on after what the client has; what the last one made beyond that is gone.
+            cluster.output = stream.tokens.tolist()
+            cluster.epoch, cluster.owner = stream.epoch, data.draw(INSTANCES)
+            cluster.move(cluster.owner, 0)
+        shown = stream.tokens.tolist()
+        assert shown[: len(before)] == before, "tokens are only ever added"
+        assert shown == cluster.output[: len(shown)], "and are those of the line of owners"
+        assert stream.epoch >= epoch_before
+        assert stream.finish_reason is None
+    rest = [*cluster.output[len(stream.tokens) :], EOS]
+    stream.accept(entry(len(stream.tokens), rest, FinishReason.STOP, cluster.epoch), cluster.owner)
+    assert stream.tokens.tolist() == [*cluster.output, EOS]
     assert stream.finish_reason is FinishReason.STOP

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from services.placement.fleet import Fleet
 from services.placement.footprint import ConfiguredModel, footprint
 from services.placement.planning import LEAST_MERGED_BYTES, MAX_CPU_POOL_BYTES, displaced, plan
 from shared.checkpoint import CheckpointShape
@@ -154,6 +155,59 @@ def test_a_changed_dtype_changes_the_cost() -> None:
     assert math.isclose(half_size.weight_bytes * 2, full_size.weight_bytes, abs_tol=2)
 
 
+def test_a_drained_instance_is_left_out_and_comes_back() -> None:
+    models = [model("a"), model("one", replicas=1)]
+    first = plan(models, [node()], None)
+    (home,) = where(first, "one")
+    (other,) = {"a-0", "a-1"} - {home}
+    drained = plan(models, [node()], first, fleet=Fleet((home,), (home,)))
+    assert where(drained, "a") == where(drained, "one") == [other], "what was there only goes where there is room"
+    assert (drained.draining, drained.released, drained.version) == ([home], [home], 2)
+    assert plan(models, [node()], drained, fleet=Fleet((home,), (home,))) is drained
+    assert plan(models, [node()], drained, fleet=Fleet((home,))).released == []
+    back = plan(models, [node()], drained)
+    assert where(back, "a") == ["a-0", "a-1"]
+    assert where(back, "one") == [other], "and nothing is moved for it"
+    assert back.draining == []
+
+
+def test_the_last_instance_that_serves_a_model_may_be_drained_and_that_is_said() -> None:
+    first = plan([model("a")], [node(num_instances=1)], None)
+    none = plan([model("a")], [node(num_instances=1)], first, fleet=Fleet(("a-0",)))
+    assert none.instances == []
+    assert none.unplaced == {"a": "no instance is there to hold it; a-0 drained"}
+    small, large = node("s", 200 * MIB, 1), node("l", 8 * GIB, 1)
+    elsewhere = plan([model("a", 1000)], [small, large], None, fleet=Fleet(("l-0", "x-0")))
+    assert elsewhere.unplaced["a"].endswith("free of 200 MiB; l-0 drained")
+    assert elsewhere.draining == ["l-0", "x-0"], "x may be back some day"
+
+
+def test_a_drained_instance_of_a_node_that_is_away_stays_drained() -> None:
+    first = plan([model("a")], [node("x"), node("y")], None)
+    away = plan([model("a")], [node("x")], first, held_nodes={"y"}, fleet=Fleet(("y-1",)))
+    assert where(away, "a") == ["x-0", "x-1", "y-0"]
+
+
+def test_more_replicas_change_nothing_for_the_instances_that_have_the_model() -> None:
+    first = plan([model("a", replicas=1), model("b")], [node()], None)
+    (home,) = where(first, "a")
+    second = plan([model("a", replicas=2), model("b")], [node()], first)
+    assert where(second, "a") == ["a-0", "a-1"]
+    kept = {i.instance_id: i for i in second.instances}[home]
+    assert kept in first.instances
+    assert len(where(plan([model("a", replicas=1), model("b")], [node()], second), "a")) == 1
+    assert plan([model("a", replicas=5), model("b")], [node()], second) is second
+
+
+def test_memory_is_divided_over_the_instances_that_a_node_could_run() -> None:
+    few = NodeInfo("a", "host", 1, 8 * GIB, "cuda", max_instances=4)
+    first = plan([model("a")], [few], None)
+    grown = plan([model("a")], [msgspec.structs.replace(few, num_instances=4)], first)
+    assert where(grown, "a") == ["a-0", "a-1", "a-2", "a-3"]
+    assert grown.instances[0] == first.instances[0], "what runs keeps its pool"
+    assert len({i.pool_bytes for i in grown.instances}) == 1
+
+
 models_strategy = st.dictionaries(
     st.sampled_from([f"m{i}" for i in range(8)]),
     st.tuples(
@@ -255,6 +309,22 @@ def test_any_incumbent_gives_a_sound_plan(
     third = plan(models, others, second)
     fourth = plan(models, others, third)
     assert plan(models, others, fourth) is fourth, "plans settle"
+
+
+@settings(max_examples=100, deadline=None)
+@given(models_strategy, nodes_strategy, st.data())
+def test_draining_moves_nothing_of_what_stays(
+    models: list[ConfiguredModel], nodes: list[NodeInfo], data: st.DataObject
+) -> None:
+    first = plan(models, nodes, None)
+    ids = [i.instance_id for i in first.instances]
+    out = data.draw(st.sets(st.sampled_from(ids))) if ids else set()
+    second = plan(models, nodes, first, fleet=Fleet(tuple(sorted(out))))
+    check(second, models, nodes)
+    assert not out & {i.instance_id for i in second.instances}
+    same_blocks = {i.instance_id: i.merged_bytes for i in first.instances}
+    if all(same_blocks.get(i.instance_id, i.merged_bytes) == i.merged_bytes for i in second.instances):
+        assert all(instance_id in out for _, instance_id in displaced(first, second))
 
 
 @pytest.mark.parametrize("num_nodes", [128])

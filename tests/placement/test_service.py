@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 import time
 from collections.abc import AsyncIterator, Callable
@@ -15,6 +16,7 @@ import pytest
 
 from services.placement import active as active_module
 from services.placement import nodes as nodes_module
+from services.placement.backends.interface import ScalingBackend
 from services.placement.checkpoints import read_shape
 from services.placement.service import PlacementService
 from shared.bus.interface import Bus, KeyValue, ServiceError
@@ -22,6 +24,7 @@ from shared.bus.nats_bus import NatsBus
 from shared.checkpoint import CheckpointShape
 from shared.messages import (
     MODELS,
+    NODE_SCALE,
     NODES,
     PLACEMENT_ADD_MODEL,
     PLACEMENT_PLAN,
@@ -30,6 +33,7 @@ from shared.messages import (
     SCHEDULER_STATISTICS,
     STATISTICS,
     AddModel,
+    Done,
     ErrorCode,
     GetPlan,
     ModelSpec,
@@ -37,6 +41,7 @@ from shared.messages import (
     NodeInfo,
     PlacementPlan,
     RemoveModel,
+    ScaleNode,
     StatisticsReport,
 )
 from shared.settings import BusSettings, PlacementSettings, SettingsError
@@ -76,11 +81,32 @@ class Cluster:
             task.cancel()
         await asyncio.gather(*self._nodes.values(), return_exceptions=True)
 
-    def start_node(self, node_id: str, *, num_instances: int = 2, memory_bytes: int = 4 * GIB) -> None:
+    def start_node(
+        self, node_id: str, *, num_instances: int = 2, memory_bytes: int = 4 * GIB, max_instances: int = 0
+    ) -> None:
+        """One with `max_instances` can be made larger."""
+        info = NodeInfo(node_id, "host", num_instances, memory_bytes, max_instances=max_instances)
+
         async def register() -> None:
-            while True:
-                await self._node_bucket.put(node_id, NodeInfo(node_id, "host", num_instances, memory_bytes))
-                await asyncio.sleep(1.0)
+            nonlocal info
+            changed = asyncio.Event()
+
+            async def scale(query: ScaleNode) -> Done:
+                nonlocal info
+                info = msgspec.structs.replace(info, num_instances=query.num_instances)
+                changed.set()
+                return Done()
+
+            subscription = await self.bus.serve(NODE_SCALE.at(node_id=node_id), scale)
+            try:
+                while True:
+                    changed.clear()
+                    await self._node_bucket.put(node_id, info)
+                    with contextlib.suppress(TimeoutError):
+                        async with asyncio.timeout(1.0):
+                            await changed.wait()
+            finally:
+                await subscription.stop()
 
         self._nodes[node_id] = asyncio.create_task(register())
 
@@ -129,12 +155,13 @@ async def placement(
     name: str = "placement-1",
     telemetry: Telemetry | None = None,
     read: Callable[[str], CheckpointShape] = read_shape,
+    backend: ScalingBackend | None = None,
 ) -> AsyncIterator[PlacementService]:
     pairs = ",".join(f"{model}={source}" for model, source in (models or {}).items())
     settings = PlacementSettings(nats_url=nats.nats_url, placement_id=name, models=pairs, interval_s=0.5)
     bus = await NatsBus.connect(settings, service="placement", service_id=name)
     telemetry = telemetry or start_telemetry("placement", name, settings)
-    service = PlacementService(bus, settings, telemetry, read)
+    service = PlacementService(bus, settings, telemetry, read, backend)
     await service.start()
     try:
         yield service

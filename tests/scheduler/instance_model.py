@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from shared.messages import ErrorCode, ErrorInfo, GenerationRequest
+import msgspec
+
+from shared.messages import ErrorCode, ErrorInfo, GenerationRequest, HeldRequest, MoveOutcome
 
 
 @dataclass
@@ -17,6 +19,10 @@ class Instance:
     running: set[str] = field(default_factory=set)
     admitted: list[str] = field(default_factory=list)
     ended: list[str] = field(default_factory=list)
+    moves: list[MoveOutcome] = field(default_factory=list)
+    moved_in: list[HeldRequest] = field(default_factory=list)
+    moved_to: dict[str, str] = field(default_factory=dict)
+    """Where cancels are forwarded."""
 
     def submit(self, request: GenerationRequest) -> ErrorInfo | None:
         known = self.held.get(request.request_id)
@@ -32,3 +38,28 @@ class Instance:
         self.running.discard(request_id)
         self.ended.append(request_id)
         return self.held.pop(request_id)
+
+    def hand_over(self, request_id: str, destination: Instance) -> None:
+        """A migration that succeeds. A destination that holds the request already refuses."""
+        request = self.held[request_id]
+        if request_id in destination.held:
+            self.moves.append(MoveOutcome(request_id, destination.name, request.epoch, False, "refused"))
+            return
+        moved = msgspec.structs.replace(request, epoch=request.epoch + 1)
+        del self.held[request_id]
+        self.running.discard(request_id)
+        self.moved_to[request_id] = destination.name
+        self.moves.append(MoveOutcome(request_id, destination.name, moved.epoch, True))
+        destination.held[request_id] = moved
+        destination.running.add(request_id)
+        destination.moved_in.append(held_as(moved, is_running=True))
+
+    def resume(self, request_id: str, destination_name: str) -> None:
+        """A migration to an instance that is gone, and may have taken the request over before."""
+        request = self.held[request_id]
+        self.held[request_id] = msgspec.structs.replace(request, epoch=request.epoch + 2)
+        self.moves.append(MoveOutcome(request_id, destination_name, request.epoch + 2, False, "destination_lost"))
+
+
+def held_as(request: GenerationRequest, *, is_running: bool) -> HeldRequest:
+    return HeldRequest(request.request_id, request.gateway_id, request.epoch, request.model, 1, is_running)

@@ -39,6 +39,7 @@ from shared.messages import (
     SchedulerInfo,
     TokenEntry,
     TokenFrame,
+    next_placement,
     pack_tokens,
     unpack_tokens,
 )
@@ -183,7 +184,8 @@ class ScriptedInstance:
         )
 
     def _cancel(self, cancel: Cancel) -> None:
-        if cancel.request_id in self.held:
+        held = self.held.get(cancel.request_id)
+        if held is not None and (cancel.epoch is None or held.epoch <= cancel.epoch):
             self.finish(cancel.request_id, FinishReason.CANCELLED)
 
     def emit(self, request_id: str, num_tokens: int, reason: FinishReason | None = None) -> None:
@@ -287,7 +289,7 @@ class ScriptedGateway:
     def _place_again(self, item: LostRequest) -> None:
         request = self._unfinished.get(item.request_id)
         if request is not None and item.epoch >= request.epoch:
-            self.want(msgspec.structs.replace(request, epoch=item.epoch + 1))
+            self.want(msgspec.structs.replace(request, epoch=next_placement(item.epoch)))
 
     def _on_announce(self, info: SchedulerInfo) -> None:
         self.announced.append(info)

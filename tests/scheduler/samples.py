@@ -7,10 +7,12 @@ import math
 from shared.messages import (
     FinishedStats,
     GenerationRequest,
+    HeldRequest,
     InstanceInfo,
     LoadedModel,
     LoadReport,
     ModelLoad,
+    MoveOutcome,
     Priority,
     RequestClass,
     SamplingParams,
@@ -60,9 +62,10 @@ def make_info(
     model_state: str = "ready",
     num_merged: int = 100,
     max_model_len: int = 1024,
+    kv_address: str = "here",
 ) -> InstanceInfo:
     loaded = [LoadedModel(name, model_state, max_model_len, PAGE_TOKENS, SLOTS_PER_MERGED) for name in models or ("m",)]
-    return InstanceInfo(instance_id, incarnation, "node", state, loaded, num_merged=num_merged)
+    return InstanceInfo(instance_id, incarnation, "node", state, loaded, num_merged=num_merged, kv_address=kv_address)
 
 
 def make_report(
@@ -79,6 +82,11 @@ def make_report(
     admitted: list[str] | None = None,
     ended: list[str] | None = None,
     finished: list[FinishedStats] | None = None,
+    freeness_high: float | None = None,
+    migration_freeness: float = math.inf,
+    num_high: int = 0,
+    moves: list[MoveOutcome] | None = None,
+    moved_in: list[HeldRequest] | None = None,
 ) -> LoadReport:
     """`waiting`: all that wait, of which `offline` are offline; `room` for offline tokens, per model or of each alike."""
     loads = []
@@ -97,4 +105,9 @@ def make_report(
         admitted or [],
         ended or [],
         finished or [],
+        dispatch_freeness_high=freeness if freeness_high is None else freeness_high,
+        migration_freeness=migration_freeness,
+        num_high=num_high,
+        moves=moves or [],
+        moved_in=moved_in or [],
     )

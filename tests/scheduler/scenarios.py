@@ -91,11 +91,11 @@ async def a_cancel_reaches_the_queue_and_the_instance(stage: Stage) -> None:
 async def a_deadline_ends_a_queued_request(stage: Stage) -> None:
     await stage.scheduler()
     gateway = await stage.gateway()
-    await gateway.submit(make_request("r", timeout_s=0.3, epoch=2, num_prior=3))
+    await gateway.submit(make_request("r", timeout_s=0.3, epoch=128, num_prior=3))
     await eventually(lambda: gateway.frames)
     (entry,) = gateway.frames[0].entries
     assert gateway.frames[0].sender == "scheduler-1"
-    assert (entry.request_id, entry.epoch, entry.offset) == ("r", 2, 3)
+    assert (entry.request_id, entry.epoch, entry.offset) == ("r", 128, 3)
     assert entry.finish_reason == FinishReason.DEADLINE
     assert entry.error is not None and entry.error.code == ErrorCode.DEADLINE
     assert stage.metric("requests_total", outcome="deadline", **{"class": "online"}) == 1
@@ -181,7 +181,7 @@ async def an_exited_instance_hands_its_streams_on(stage: Stage) -> None:
     for request in requests:
         assert_whole(gateway, request)
     assert [len(lost.requests) for lost in gateway.lost] == [3], "one message"
-    assert {(request.epoch, len(request.prior)) for request in second.received} == {(1, 8)}
+    assert {(request.epoch, len(request.prior)) for request in second.received} == {(64, 8)}
     assert stage.metric("lost_instances_total", reason="exited") == 1
     assert stage.metric("recovered_requests_total") == 3
 
@@ -234,13 +234,13 @@ async def submit_calls_of_unknown_outcome_are_settled(stage: Stage) -> None:
     await eventually(lambda: len(slow.received) == 2)
     other = await stage.instance("b")
     await eventually(lambda: "dropped" in other.held)
-    assert other.held["dropped"].epoch == 1
+    assert other.held["dropped"].epoch == 64
     assert list(slow.held) == ["kept"] and slow.held["kept"].epoch == 0
     assert [request.request_id for request in other.received] == ["dropped"]
     # Known to be there: its owner's death is noticed.
     await slow.die(exit_code=1)
     await eventually(lambda: "kept" in other.held)
-    assert other.held["kept"].epoch == 1
+    assert other.held["kept"].epoch == 64
 
 
 @scenario

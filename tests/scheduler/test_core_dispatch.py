@@ -225,21 +225,21 @@ def test_a_full_queue_refuses_with_an_estimate_but_lets_back_in_what_ran_before(
     refused = driver.submit(make_request("r3"))
     assert refused is not None and refused.code == ErrorCode.OVERLOADED and refused.retry_after_s >= 1
     assert driver.submit(make_request("flex", online=False)) is None, "each class has a bound of its own"
-    assert driver.submit(make_request("lost", epoch=1, num_prior=4)) is None
+    assert driver.submit(make_request("lost", epoch=64, num_prior=4)) is None
     assert driver.submit(make_request("r0")) is None, "sending again changes nothing"
     assert len(driver.core.queue) == 5
 
 
 def test_a_request_past_its_deadline_leaves_the_queue_with_a_typed_entry() -> None:
     driver = Driver()
-    driver.submit(make_request("r", timeout_s=2.0, epoch=3, num_prior=7))
+    driver.submit(make_request("r", timeout_s=2.0, epoch=192, num_prior=7))
     driver.submit(make_request("s", timeout_s=60.0))
     driver.pass_time(1.9)
     assert driver.take(SendEntry) == []
     driver.pass_time(0.2)
     (sent,) = driver.take(SendEntry)
     assert sent.gateway_id == "g0"
-    assert (sent.entry.request_id, sent.entry.epoch, sent.entry.offset) == ("r", 3, 7)
+    assert (sent.entry.request_id, sent.entry.epoch, sent.entry.offset) == ("r", 192, 7)
     assert sent.entry.finish_reason == FinishReason.DEADLINE
     assert sent.entry.error is not None and sent.entry.error.code == ErrorCode.DEADLINE
     assert driver.state("r") is None and driver.state("s") == RequestState.QUEUED
@@ -260,7 +260,7 @@ def test_a_request_whose_time_is_over_is_not_dispatched_even_if_the_timer_is_lat
 def test_traffic_is_counted_per_model() -> None:
     driver = Driver()
     driver.submit(make_request("r0"))
-    driver.submit(make_request("r0", epoch=1))
+    driver.submit(make_request("r0", epoch=64))
     driver.submit(make_request("s0", model="n"))
     driver.now += 2.0
     driver.up("a")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 
+import msgspec
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -17,20 +18,21 @@ from services.scheduler.core import SchedulerCore
 from services.scheduler.queue import Lane
 from services.scheduler.requests import RequestState
 from shared.messages import (
+    PLACEMENT_EPOCHS,
     ErrorCode,
     ErrorInfo,
     ExecutionStatistics,
     FinishReason,
     GenerationRequest,
-    HeldRequest,
     InstanceExited,
     ModelLoad,
     Priority,
     RequestClass,
+    next_placement,
 )
 from shared.policies.catalogue import ORDERING_POLICIES
 from shared.settings import SchedulerSettings
-from tests.scheduler.instance_model import Instance
+from tests.scheduler.instance_model import Instance, held_as
 from tests.scheduler.samples import make_info, make_report, make_request
 
 MODELS = ("m", "n")
@@ -48,7 +50,7 @@ class World(RuleBasedStateMachine):
     def start(self, num_instances: int, order: str) -> None:
         self.now = 0.0
         self.settings = SchedulerSettings(max_queued=12, max_waiting_per_model=MAX_WAITING, order_policy=order)
-        self.core = SchedulerCore(self.settings, 1)
+        self.core = self.new_core(1)
         self.instances: dict[str, Instance] = {}
         self.num_incarnations = 0
         self.num_requests = 0
@@ -64,6 +66,12 @@ class World(RuleBasedStateMachine):
         self.act()
 
     # ------------------------------------------------------------------------------------------------- plumbing
+
+    def new_core(self, term: int) -> SchedulerCore:
+        core = SchedulerCore(self.settings, term)
+        # Requests move here without having been told to.
+        core.rescheduler.has_given = lambda instance_id, now: True  # type: ignore[method-assign]
+        return core
 
     def start_instance(self, name: str) -> None:
         self.num_incarnations += 1
@@ -92,8 +100,10 @@ class World(RuleBasedStateMachine):
             room=room,
             admitted=instance.admitted,
             ended=instance.ended,
+            moves=instance.moves,
+            moved_in=instance.moved_in,
         )
-        instance.admitted, instance.ended = [], []
+        instance.admitted, instance.ended, instance.moves, instance.moved_in = [], [], [], []
         if not is_lost and instance.is_reachable:
             self.core.on_report(report, self.now)
 
@@ -111,19 +121,28 @@ class World(RuleBasedStateMachine):
                     self.calls.append(action)
                 case AskHeld():
                     self.asks.append(action)
-                case CancelAt(name, request_id):
-                    if name in self.instances and request_id in self.instances[name].held:
-                        request = self.instances[name].end(request_id)
-                        self.deliver_end(request)
+                case CancelAt(name, request_id, epoch):
+                    self.cancel_at(name, request_id, epoch)
                 case SendEntry(_, entry):
                     if entry.request_id in self.wanted:
                         assert entry.finish_reason in (FinishReason.DEADLINE, FinishReason.ERROR)
                         self.finish(entry.request_id)
                 case NotifyLost(_, lost):
                     for item in lost.requests:
-                        self.submit_again(item.request_id, item.epoch)
+                        if item.request_id in self.wanted and item.epoch >= self.wanted[item.request_id].epoch:
+                            self.submit_again(item.request_id, item.epoch)
                 case ProbeSilence(names):
                     self.core.declare_lost(names, self.now)
+
+    def cancel_at(self, name: str, request_id: str, epoch: int | None) -> None:
+        instance = self.instances.get(name)
+        if instance is None:
+            return
+        held = instance.held.get(request_id)
+        if held is not None and (epoch is None or held.epoch <= epoch):
+            self.deliver_end(instance.end(request_id))
+        elif held is None and epoch is None and request_id in instance.moved_to:
+            self.cancel_at(instance.moved_to.pop(request_id), request_id, None)
 
     def deliver_end(self, request: GenerationRequest) -> None:
         """A last frame: counts unless the gateway has seen a newer epoch."""
@@ -138,7 +157,7 @@ class World(RuleBasedStateMachine):
     def submit_again(self, request_id: str, lost_epoch: int) -> None:
         wanted = self.wanted.get(request_id)
         if wanted is not None:
-            epoch = max(wanted.epoch, lost_epoch) + 1
+            epoch = next_placement(max(wanted.epoch, lost_epoch))
             again = make_request(
                 request_id,
                 model=wanted.model,
@@ -162,10 +181,11 @@ class World(RuleBasedStateMachine):
         ledger = self.core.dispatcher.ledger
         if request.request_class == RequestClass.ONLINE:
             in_flight = ledger.num_waiting(name, request.model, online_only=True)
-            assert state.num_waiting_online[request.model] + in_flight <= MAX_WAITING
+            limit = 2 * MAX_WAITING if request.priority == Priority.HIGH else MAX_WAITING
+            assert state.load.num_waiting_online[request.model] + in_flight <= limit
         else:
             in_flight = ledger.num_waiting(name, request.model, online_only=False)
-            assert state.offline_room[request.model] > TOKENS * (in_flight - MAX_WAITING - 1)
+            assert state.load.offline_room[request.model] > TOKENS * (in_flight - 2 * MAX_WAITING - 1)
 
     def check_single_owner(self, instance: Instance, request: GenerationRequest) -> None:
         """In one epoch a request runs on one instance at most."""
@@ -249,10 +269,7 @@ class World(RuleBasedStateMachine):
         instance = self.instances.get(ask.instance_id)
         held = None
         if instance is not None and instance.is_reachable and not is_lost:
-            held = [
-                HeldRequest(r.request_id, r.gateway_id, r.epoch, r.model, 1, r.request_id in instance.running)
-                for r in instance.held.values()
-            ]
+            held = [held_as(r, is_running=r.request_id in instance.running) for r in instance.held.values()]
         self.core.on_held(ask, held, self.now)
         self.act()
 
@@ -272,6 +289,28 @@ class World(RuleBasedStateMachine):
         instance.running = set(instance.held)
         self.send_report(instance)
         self.act()
+
+    @precondition(lambda self: any(instance.held for instance in self.instances.values()))
+    @rule(pick=some, to=some, is_heard=st.booleans(), is_destination_lost=st.booleans())
+    def move(self, pick: int, to: int, is_heard: bool, is_destination_lost: bool) -> None:
+        """`is_heard`: the gateway hears the first frame of the new owner before anything else."""
+        held = [(source, name) for source in self.instances.values() for name in source.held]
+        source, request_id = held[pick % len(held)]
+        if source.held[request_id].epoch % PLACEMENT_EPOCHS >= PLACEMENT_EPOCHS - 2:
+            return
+        if is_destination_lost:
+            gone = [name for name in NAMES if name not in self.instances]
+            if gone:
+                source.resume(request_id, gone[to % len(gone)])
+            return
+        others = [instance for instance in self.instances.values() if instance is not source]
+        if others:
+            destination = others[to % len(others)]
+            source.hand_over(request_id, destination)
+            wanted = self.wanted.get(request_id)
+            if is_heard and wanted is not None and destination.held[request_id].epoch > wanted.epoch:
+                epoch = destination.held[request_id].epoch
+                self.wanted[request_id] = msgspec.structs.replace(wanted, epoch=epoch)
 
     @precondition(lambda self: self.instances)
     @rule(pick=some, how=st.sampled_from(["exited", "vanished", "restarted", "silent"]))
@@ -333,7 +372,7 @@ class World(RuleBasedStateMachine):
                 instance.submit(dispatch.request)
         self.calls, self.asks = [], []
         self.term += 1
-        self.core = SchedulerCore(self.settings, self.term)
+        self.core = self.new_core(self.term)
         self.removed = set()
         for instance in self.instances.values():
             info = make_info(instance.name, *MODELS, incarnation=instance.incarnation)

@@ -16,6 +16,7 @@ from services.scheduler.actions import (
 from services.scheduler.core import TERM_EPOCHS
 from services.scheduler.requests import RequestState
 from shared.messages import (
+    PLACEMENT_EPOCHS,
     ErrorCode,
     InstanceExited,
     LostRequest,
@@ -39,7 +40,7 @@ def test_an_exit_is_told_to_every_gateway_in_one_message_each() -> None:
     # The registry still shows it, and a late report arrives.
     driver.core.on_registry("a", make_info("a"), driver.now)
     driver.report("a")
-    driver.submit(make_request("r0", epoch=1))
+    driver.submit(make_request("r0", epoch=64))
     assert driver.dispatches() == {}
     driver.core.on_registry("a", None, driver.now)
     assert driver.take(NotifyLost) == []
@@ -109,12 +110,12 @@ def test_an_instance_that_comes_back_is_asked_and_its_leftovers_are_cancelled() 
     driver.pass_time(3.5)
     driver.core.declare_lost(["a"], driver.now)
     driver.up("b")
-    driver.submit(make_request("r", epoch=1))
+    driver.submit(make_request("r", epoch=64))
     assert driver.dispatches() == {"r": "b"}
     driver.report("a")
     (ask,) = driver.take(AskHeld)
     driver.core.on_held(ask, [held("r", 0)], driver.now)
-    assert driver.take(CancelAt) == [CancelAt("a", "r")]
+    assert driver.take(CancelAt) == [CancelAt("a", "r", 0)]
     driver.report("a", ended=["r"])
     assert driver.core.requests.get("r") is not None, "the end of the older epoch is not the end of the request"
 
@@ -127,7 +128,7 @@ def test_death_during_the_submit_call_places_again_from_here() -> None:
     driver.core.on_exited(InstanceExited("a", "1", "node", 1), driver.now)
     driver.up("b")
     (second,) = driver.take(Dispatch)
-    assert (second.instance_id, second.request.epoch) == ("b", 1)
+    assert (second.instance_id, second.request.epoch) == ("b", PLACEMENT_EPOCHS)
     driver.core.on_dispatched(first, None, driver.now)
     assert driver.state("r") == RequestState.DISPATCHING, "an outcome of the dead does not count"
     driver.core.on_dispatched(second, None, driver.now)
@@ -138,32 +139,32 @@ def test_death_during_the_submit_call_places_again_from_here() -> None:
 def test_a_higher_epoch_replaces_the_request_wherever_it_is() -> None:
     driver = Driver(max_waiting_per_model=1)
     driver.submit(make_request("r"))
-    driver.submit(make_request("r", epoch=2, num_prior=5))
+    driver.submit(make_request("r", epoch=128, num_prior=5))
     assert len(driver.core.queue) == 1
     driver.up("a")
     (dispatch,) = driver.take(Dispatch)
-    assert dispatch.request.epoch == 2 and len(dispatch.request.prior) == 20
+    assert dispatch.request.epoch == 128 and len(dispatch.request.prior) == 20
     driver.core.on_dispatched(dispatch, None, driver.now)
     driver.report("a", freeness=0.0, admitted=["r"])
     driver.up("b")
-    assert driver.submit(make_request("r", epoch=1)) is None
+    assert driver.submit(make_request("r", epoch=64)) is None
     assert driver.dispatches() == {}, "an old epoch changes nothing"
-    driver.submit(make_request("r", epoch=3))
+    driver.submit(make_request("r", epoch=192))
     assert driver.dispatches() == {"r": "b"}
-    assert driver.take(CancelAt) == [CancelAt("a", "r")]
+    assert driver.take(CancelAt) == [CancelAt("a", "r", 128)]
 
 
 def test_no_cancel_reaches_the_new_owner_if_it_is_the_old_one() -> None:
     driver = Driver()
     driver.up("a")
     running(driver, "a", "r")
-    driver.submit(make_request("r", epoch=1))
+    driver.submit(make_request("r", epoch=64))
     assert driver.dispatches() == {"r": "a"}
     assert driver.take(CancelAt) == []
     # "r ended": the old epoch or the new one? The instance is asked.
     driver.report("a", ended=["r"])
     (ask,) = driver.take(AskHeld)
-    driver.core.on_held(ask, [held("r", 1)], driver.now)
+    driver.core.on_held(ask, [held("r", 64)], driver.now)
     assert driver.state("r") == RequestState.ASSIGNED
     driver.report("a", ended=["r"])
     assert driver.state("r") is None
@@ -199,12 +200,12 @@ def test_a_new_leader_rebuilds_from_what_instances_hold() -> None:
         driver.core.on_registry(name, make_info(name), driver.now)
     driver.core.ask_everyone(driver.now)
     asks = {ask.instance_id: ask for ask in driver.take(AskHeld)}
-    driver.core.on_held(asks["a"], [held("r", 2), held("old", 0)], driver.now)
+    driver.core.on_held(asks["a"], [held("r", 128), held("old", 0)], driver.now)
     driver.core.on_held(asks["b"], [held("old", 1)], driver.now)
     driver.core.begin_serving()
     driver.report("a")
     driver.report("b")
-    for request in (make_request("r", epoch=2), make_request("r", epoch=1), make_request("old")):
+    for request in (make_request("r", epoch=128), make_request("r", epoch=64), make_request("old")):
         assert driver.submit(request) is None
     assert driver.dispatches() == {}
     driver.submit(make_request("queued-before", waited_s=4.0))
@@ -292,7 +293,7 @@ def test_an_owner_whose_epoch_the_gateway_no_longer_hears_is_none() -> None:
     driver.refuse(ErrorCode.DEADLINE)
     (ask,) = driver.take(AskHeld)
     driver.core.on_held(ask, None, driver.now)  # back in the queue, for epoch 1
-    assert driver.submit(make_request("r", epoch=1)) is None
+    assert driver.submit(make_request("r", epoch=64)) is None
     driver.report("a", waiting={"m": 2})
     driver.pass_time(1.1)
     driver.report("a", waiting={"m": 2})

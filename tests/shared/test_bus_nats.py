@@ -484,6 +484,21 @@ async def test_metrics_name_patterns_and_outcomes(nats_settings: BusSettings) ->
     assert value("connected") == 0
 
 
+async def test_what_is_published_on_a_dying_connection_goes_over_the_next_one(
+    fresh_nats: NatsServer, connect_to: ConnectTo
+) -> None:
+    """Before anybody has noticed that it dies."""
+    bus, listener = await connect_to(fresh_nats), await connect_to(fresh_nats)
+    received: list[int] = []
+    await listener.subscribe(NEWS.at(place="here"), lambda message: received.append(message.number))
+    transport = bus._client._transport
+    assert isinstance(transport, TcpTransport) and transport._io_writer is not None
+    transport._io_writer.transport.abort()
+    assert bus.is_connected
+    bus.publish(NEWS.at(place="here"), Ping("x", 7))
+    await eventually(lambda: received == [7], RESTART_TIMEOUT_S)
+
+
 async def test_small_messages_are_sent_without_delay(connect: Connect) -> None:
     bus = await connect("one")
     assert isinstance(bus, NatsBus)

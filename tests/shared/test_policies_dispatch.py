@@ -17,6 +17,7 @@ from shared.policies.dispatch import (
     InFlightLedger,
     PrefixAffinity,
     Rank,
+    ReportedFreeness,
     freeness_with_ledger,
 )
 
@@ -51,27 +52,27 @@ class TestPolicies:
 
 class TestFreenessWithLedger:
     def test_nothing_in_flight_changes_nothing(self) -> None:
-        assert freeness_with_ledger(3.5, 4, 20, 0, 0) == 3.5
-        assert freeness_with_ledger(math.inf, 0, 20, 0, 0) == math.inf
+        assert freeness_with_ledger(ReportedFreeness(3.5, 4, 20), 0, 0) == 3.5
+        assert freeness_with_ledger(ReportedFreeness(math.inf, 0, 20), 0, 0) == math.inf
 
     def test_what_is_in_flight_counts_as_running(self) -> None:
         # 4 running with 5 blocks each to spare; one more of 2 blocks: (20 - 2) / 5.
-        assert freeness_with_ledger(5.0, 4, 99, 2.0, 1) == pytest.approx(3.6)
+        assert freeness_with_ledger(ReportedFreeness(5.0, 4, 99), 2.0, 1) == pytest.approx(3.6)
 
     def test_an_idle_instance_has_its_free_blocks(self) -> None:
-        assert freeness_with_ledger(math.inf, 0, 20, 2.0, 1) == 18
+        assert freeness_with_ledger(ReportedFreeness(math.inf, 0, 20), 2.0, 1) == 18
 
     def test_draining_stays_last_and_nonsense_counts_as_draining(self) -> None:
-        assert freeness_with_ledger(-math.inf, 3, 20, 2.0, 1) == -math.inf
-        assert freeness_with_ledger(math.nan, 3, 20, 0, 0) == -math.inf
+        assert freeness_with_ledger(ReportedFreeness(-math.inf, 3, 20), 2.0, 1) == -math.inf
+        assert freeness_with_ledger(ReportedFreeness(math.nan, 3, 20), 0, 0) == -math.inf
+        assert ReportedFreeness(math.nan, 3, 20).left_merged == -math.inf
 
     @given(st.floats(0, 1e4), st.integers(0, 100), st.floats(0, 1e4), st.floats(0, 10), st.integers(1, 10))
     def test_work_in_flight_never_makes_an_instance_freer(
-        self, reported: float, num_running: int, free: float, demand: float, count: int
+        self, freeness: float, num_running: int, free: float, demand: float, count: int
     ) -> None:
-        before = freeness_with_ledger(reported, num_running, free, 0, 0)
-        after = freeness_with_ledger(reported, num_running, free, demand, count)
-        assert after <= before + 1e-9
+        reported = ReportedFreeness(freeness, num_running, free)
+        assert freeness_with_ledger(reported, demand, count) <= freeness_with_ledger(reported, 0, 0) + 1e-9
 
 
 class TestLedger:
@@ -80,12 +81,13 @@ class TestLedger:
         ledger.add("r1", "a", InFlight("m", True, 1.5))
         ledger.add("r2", "a", InFlight("n", True, 0.5))
         ledger.add("r3", "a", InFlight("m", False, 4.0))
-        ledger.add("r4", "b", InFlight("m", True, 1.0))
+        ledger.add("r4", "b", InFlight("m", True, 1.0, is_high=True))
         assert ledger.num_requests("a") == 3
         assert ledger.demand_merged("a") == 2.0, "offline work is not load"
         assert ledger.num_waiting("a", "m", online_only=False) == 2
         assert ledger.num_waiting("a", "m", online_only=True) == 1
         assert ledger.where("r4") == "b" and "r4" in ledger
+        assert ledger.has_high("b") and not ledger.has_high("a") and not ledger.has_high("c")
 
     def test_removing_twice_does_nothing(self) -> None:
         ledger = InFlightLedger()
@@ -121,7 +123,9 @@ class TestCandidateIndex:
 
             expected = min(((rank, name) for name, rank in ranks.items() if is_fit(name)), default=(None, None))[1]
             assert index.best(is_fit) == expected
-            assert len(index) == len(ranks)
+            in_order = [name for _, name in sorted((rank, name) for name, rank in ranks.items() if is_fit(name))]
+            assert index.first(3, is_fit) == in_order[:3]
+            assert index.is_empty() == (not ranks)
             assert (name in index) == (name in ranks)
 
     def test_only_touched_instances_are_ranked_again(self) -> None:

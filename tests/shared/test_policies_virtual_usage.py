@@ -8,10 +8,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shared.cost_model import CostModel, StepShape
 from shared.policies.virtual_usage import (
+    IDEAL_SLOWDOWN,
+    TYPICAL_CONTEXT_TOKENS,
+    decode_steps,
     dispatch_virtual_usage,
     freeness,
     headroom,
+    ideal_load_tokens,
     merged_demand,
     migration_virtual_usage,
 )
@@ -85,3 +90,32 @@ def test_freeness_falls_with_usage_and_migration_never_sees_more_than_dispatch(
 ) -> None:
     assert freeness(total, usage + more, num_running) <= freeness(total, usage, num_running)
     assert migration_virtual_usage(usage, 0) <= dispatch_virtual_usage(usage, more)
+
+
+def test_decode_steps_until_the_pool_is_full() -> None:
+    assert decode_steps(30, 2 / 16) == 240
+    assert decode_steps(-3, 0.5) == -6
+    assert decode_steps(100, 0) == math.inf
+
+
+@given(
+    st.floats(1e-4, 1),
+    st.floats(0, 1e-2),
+    st.floats(0, 1e-5),
+    st.floats(0, 1e-3),
+    st.integers(0, 300),
+)
+def test_the_ideal_load_slows_a_step_by_no_more_than_that(
+    fixed_s: float, decode_s: float, context_s: float, over_knee_s: float, knee: int
+) -> None:
+    cost = CostModel(fixed_s, 0.0, 0.0, decode_s, context_s, over_knee_s=over_knee_s, knee_tokens=max(1, knee))
+    tokens = ideal_load_tokens(cost)
+    if tokens == math.inf:
+        assert not decode_s and not context_s and not over_knee_s
+        return
+    num = tokens / TYPICAL_CONTEXT_TOKENS
+    alone_s = cost.predict(StepShape(0, 0, 1, TYPICAL_CONTEXT_TOKENS))
+    over = max(0.0, num - cost.knee_tokens)
+    real_s = fixed_s + num * cost.decode_cost_s(TYPICAL_CONTEXT_TOKENS) + over * over_knee_s
+    assert num >= 1
+    assert real_s == pytest.approx(IDEAL_SLOWDOWN * alone_s, rel=1e-6)

@@ -129,7 +129,8 @@ def test_documented_endpoints_and_fields_exist() -> None:
 def test_documented_metrics_exist() -> None:
     sources = "".join(path.read_text() for path in (REPOSITORY / "services").rglob("*.py"))
     sources += (REPOSITORY / "shared/bus/metrics.py").read_text()
-    prefixes = ("tideway_gateway_", "tideway_scheduler_", "tideway_instance_", "tideway_bus_", "")
+    names = ("gateway", "scheduler", "placement", "instance", "bus")
+    prefixes = (*(f"tideway_{name}_" for name in names), "")
     for name in re.findall(r"`((?:tideway_|vllm:)\w+)`", (REPOSITORY / "docs" / "operating.md").read_text()):
         plain = name.removesuffix("_total")
         assert any(f'"{plain.removeprefix(prefix)}"' in sources for prefix in prefixes), name

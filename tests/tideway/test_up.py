@@ -22,16 +22,18 @@ import nats.errors
 import pytest
 from rich.console import Console
 
+from services.worker.processes import STOP_MARGIN_S
 from shared.messages import ModelSpec
-from shared.settings import SettingsError
+from shared.settings import InstanceSettings, SettingsError
 from tests.conftest import NatsServer
 from tests.tideway.test_supervisor import is_alive, until
-from tideway import readiness
+from tideway import readiness, tree
 from tideway import up as up_module
+from tideway.command import DOWN_TIMEOUT_S
 from tideway.console import Reporter
-from tideway.data_folder import OperatorError
+from tideway.data_folder import DataFolder, OperatorError
 from tideway.preflight import REPOSITORY, free_ports
-from tideway.supervisor import Backoff, ProcessSpec
+from tideway.supervisor import KILL_WAIT_S, Backoff, ProcessSpec
 from tideway.tree import Service, UpOptions
 from tideway.up import Up
 
@@ -289,3 +291,22 @@ def test_api_keys_get_a_key_for_admin(tmp_path: Path, monkeypatch: pytest.Monkey
     assert run.up._admin_key() == {"TIDEWAY_ADMIN_API_KEY": run.up._data.credentials().admin_api_key}
     monkeypatch.setenv("TIDEWAY_ADMIN_API_KEY", "mine")
     assert Run(tmp_path).up._admin_key() == {}
+
+
+def test_the_services_get_the_time_and_the_room_that_they_need(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def made(**options: int) -> dict[str, ProcessSpec]:
+        up = UpOptions(models=MODELS, data_dir=tmp_path, **options)  # type: ignore[arg-type]
+        return {service.spec.name: service.spec for service in tree.services(up, {})}
+
+    specs = made(num_instances=2, max_instances=6)
+    assert specs["worker"].environment["TIDEWAY_NUM_INSTANCES"] == "2"
+    assert specs["worker"].environment["TIDEWAY_MAX_INSTANCES"] == "6"
+    assert all("TIDEWAY_MAX_INSTANCES" not in spec.environment for name, spec in specs.items() if name != "worker")
+    assert specs["worker"].stop_grace_s > InstanceSettings().drain_grace_s + STOP_MARGIN_S
+    nats = tree.nats_spec("nats-server", DataFolder(tmp_path))
+    by_phase: dict[int, float] = {}
+    for spec in (*specs.values(), nats):
+        by_phase[spec.stop_phase] = max(by_phase.get(spec.stop_phase, 0.0), spec.stop_grace_s + KILL_WAIT_S)
+    assert sum(by_phase.values()) < DOWN_TIMEOUT_S, "`tideway down` waits for all of it"
+    monkeypatch.setenv("TIDEWAY_DRAIN_GRACE_S", "60")
+    assert made()["worker"].stop_grace_s > 60 + STOP_MARGIN_S

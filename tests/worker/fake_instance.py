@@ -1,6 +1,6 @@
 """A scripted instance on the real bus, started by the node agent under test: registers each second, and plays loading and
 unloading of models without torch. What a model's source says decides how it behaves: `fail` cannot be loaded, `exit` ends
-the process."""
+the process, `held` has requests that take HELD_S to move away after SIGTERM."""
 
 from __future__ import annotations
 
@@ -30,6 +30,7 @@ from shared.service import run_service
 from shared.settings import InstanceSettings, load
 
 TAKES_S = 0.1
+HELD_S = 1.5
 
 
 class FakeInstance:
@@ -61,6 +62,10 @@ class FakeInstance:
         registry = await bus.key_value(INSTANCES)
         registering = asyncio.create_task(self._keep_registered(registry))
         await stop.wait()
+        if self._state != "draining" and any(spec.source == "held" for spec in self._plan.models):
+            self._state = "draining"
+            self._changed.set()
+            await asyncio.sleep(HELD_S)
         registering.cancel()
         await registry.delete(self._settings.instance_id)
         await bus.close()

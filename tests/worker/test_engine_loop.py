@@ -54,6 +54,15 @@ class ScriptedEngine:
     def submit(self, _request: Any, _now: float) -> None:
         self.told.append("submit")
 
+    def adopt(self, _commit: Any, _now: float) -> None:
+        self.told.append("adopt")
+
+    def put_back(self, request_id: str, _now: float, epoch: int | None) -> None:
+        self.told.append(("put_back", request_id, epoch))
+
+    def release(self, migration_id: str) -> None:
+        self.told.append(("release", migration_id))
+
     def on_time(self, _now: float) -> None: ...
 
     def effects(self) -> list[Any]:
@@ -70,6 +79,7 @@ class ScriptedExecutor:
         self.launched: list[StepPlan] = []
         self.started: list[KvCopy] = []
         self.ended: deque[tuple[int, bool]] = deque()
+        self.claimed: list[tuple[str, list[int], str]] = []
         self._interrupted: set[int] = set()
         self._callback: Callable[[], None] = lambda: None
 
@@ -90,6 +100,12 @@ class ScriptedExecutor:
 
     def start_copy(self, copy: KvCopy) -> None:
         self.started.append(copy)
+
+    def claim_slots(self, model: str, slots: list[int]) -> str:
+        if model == "unknown":
+            raise KeyError(model)
+        self.claimed.append((model, slots, threading.current_thread().name))
+        return "event"
 
     def end_copy(self, copy_id: int, ok: bool) -> None:
         self.ended.append((copy_id, ok))
@@ -175,3 +191,67 @@ def test_calls_between_steps_wait_for_copies_too_and_nothing_is_planned_meanwhil
     scene.executor.end_copy(3, True)
     assert future.result(10)[-1] == (3, True)
     until(lambda: scene.executor.launched)
+
+
+def test_slots_are_claimed_in_the_loops_thread_while_a_step_is_in_flight(scene: SimpleNamespace) -> None:
+    scene.engine.steps_in_flight = 2
+    scene.engine.plans.append(INTERRUPTIBLE)
+    nudge(scene)
+    until(lambda: scene.executor.launched)
+    future = scene.loop.claim_slots("m", [1, 2])
+    scene.executor.go.set()
+    assert future.result(10) == "event"
+    assert scene.executor.claimed == [("m", [1, 2], "engine")]
+
+
+def test_a_claim_wakes_an_idle_loop_and_does_not_wait_for_calls_between_steps(scene: SimpleNamespace) -> None:
+    assert scene.loop.claim_slots("m", [1]).result(10) == "event"
+    scene.engine.copies.append(COPY)
+    nudge(scene)
+    until(lambda: scene.executor.started)
+    between = scene.loop.between_steps(lambda: len(scene.executor.claimed))
+    assert scene.loop.claim_slots("m", [2]).result(10) == "event"
+    assert not between.done()
+    scene.executor.end_copy(3, True)
+    assert between.result(10) == 2
+
+
+def test_a_claim_that_fails_or_is_given_up_does_not_stop_the_loop(scene: SimpleNamespace) -> None:
+    with pytest.raises(KeyError):
+        scene.loop.claim_slots("unknown", [1]).result(10)
+    with scene.loop.locked():
+        futures = [scene.loop.claim_slots("m", [n]) for n in range(8)]
+        given_up = [future.cancel() for future in futures]
+    assert scene.loop.claim_slots("m", [9]).result(10) == "event"
+    assert [slots[0] for _, slots, _ in scene.executor.claimed] == [
+        *(n for n, is_given_up in enumerate(given_up) if not is_given_up),
+        9,
+    ]
+
+
+def test_calls_to_a_loop_that_has_ended_fail_at_once(scene: SimpleNamespace) -> None:
+    scene.loop.stop(5)
+    for future in (scene.loop.claim_slots("m", [1]), scene.loop.between_steps(int)):
+        with pytest.raises(RuntimeError, match="has ended"):
+            future.result(1)
+
+
+def test_a_request_that_moves_in_or_is_put_back_interrupts_a_step_like_a_new_one(scene: SimpleNamespace) -> None:
+    for number, come in enumerate((lambda: scene.loop.adopt(None), lambda: scene.loop.put_back("r", 2)), 1):
+        scene.executor.go.clear()
+        scene.engine.plans.append(INTERRUPTIBLE)
+        nudge(scene)
+        until(lambda: len(scene.executor.launched) == number)  # noqa: B023
+        scene.engine.interrupts.append(7)
+        come()
+        until(lambda: len(scene.stats) == number)  # noqa: B023
+        assert scene.stats[-1].is_suspended
+    assert "adopt" in scene.engine.told and ("put_back", "r", 2) in scene.engine.told
+
+
+def test_room_that_becomes_free_wakes_the_loop(scene: SimpleNamespace) -> None:
+    scene.engine.plans.append(INTERRUPTIBLE)
+    scene.executor.go.set()
+    scene.loop.release("m1")
+    until(lambda: scene.executor.launched)
+    assert ("release", "m1") in scene.engine.told

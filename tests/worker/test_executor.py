@@ -272,3 +272,65 @@ def test_graphs_of_a_back_end_without_capture_are_not_used(
     driver.step([(row, LENGTHS[2])])
     driver.decode([row], STEPS - 1)
     assert row.output == expected["llama"][2]
+
+
+def test_a_sequence_goes_on_where_its_slots_were_copied_to(
+    checkpoints: dict[str, Path], expected: dict[str, list[list[int]]]
+) -> None:
+    """Slots that are claimed before they are written keep what was written, where the model computes in their merged block
+    for the first time after it."""
+    source, target = Executor("cpu", 6, MERGED_BYTES, 4), Executor("cpu", 6, MERGED_BYTES, 4, num_host_merged=1)
+    target._store.slab.fill_(0xFF)
+    drivers = [Driver(executor, load(executor, checkpoints["llama"]), range(6)) for executor in (source, target)]
+    moved = drivers[0].add(0, prompt_of(LENGTHS[1]))
+    drivers[0].step([(moved, LENGTHS[1])])
+    drivers[0].decode([moved], 4)
+    free = drivers[1].free
+    slots = [free.pop() for _ in moved.blocks]
+    assert target.claim_slots("llama", slots) is None, "there is no device to wait for"
+    from_rows, to_rows = source.slot_rows("llama", on_host=False), target.slot_rows("llama", on_host=False)
+    assert from_rows.shape == to_rows.shape and from_rows.dtype == torch.uint8
+    assert len(to_rows) == 6 * drivers[1].shape.slots_per_merged
+    for mine, theirs in zip(moved.blocks, slots, strict=True):
+        to_rows[theirs] = from_rows[mine]
+    moved.blocks, moved.announced, moved.row = slots, False, 3
+    drivers[1].decode([moved], STEPS - len(moved.output))
+    assert moved.output == expected["llama"][1]
+    assert len(source.slot_rows("llama", on_host=True)) == 0
+    assert len(target.slot_rows("llama", on_host=True)) == drivers[1].shape.slots_per_merged
+    with pytest.raises(KeyError):
+        target.claim_slots("opt", [0])
+
+
+class _Queue:
+    """A device's queue: an event recorded is known by what was queued before it."""
+
+    def __init__(self, executor: Executor, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.num_zeroed = 0
+        claim = executor._store.claim
+
+        def counted(*arguments: Any) -> bool:
+            zeroed = claim(*arguments)
+            self.num_zeroed += zeroed
+            return zeroed
+
+        monkeypatch.setattr(executor._store, "claim", counted)
+        monkeypatch.setattr(executor, "_mark", lambda: ("after zeroing", self.num_zeroed))
+
+
+def test_writes_to_claimed_slots_wait_for_zeroing_by_an_earlier_step(
+    checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The step that first used the merged block may still be in the device's queue."""
+    executor = Executor("cpu", 6, MERGED_BYTES, 4)
+    driver = Driver(executor, load(executor, checkpoints["llama"]), range(6))
+    _Queue(executor, monkeypatch)
+    assert executor.claim_slots("llama", []) is None
+    row = driver.add(0, prompt_of(5))
+    driver.step([(row, 5)])
+    per_merged = driver.shape.slots_per_merged
+    first = row.blocks[0] // per_merged * per_merged
+    others = [slot for slot in range(first, first + per_merged) if slot not in row.blocks]
+    assert executor.claim_slots("llama", others) == ("after zeroing", 1)
+    elsewhere = (first + per_merged) % (6 * per_merged)
+    assert executor.claim_slots("llama", [elsewhere]) == ("after zeroing", 2)

@@ -1,25 +1,16 @@
-"""An instance alone on a real NATS: the test plays scheduler, gateway and node agent; the executor is a fake without
-tensors whose tokens are hashes of their prefix (tests/shared/engine/fake_executor.py)."""
+"""An instance alone on a real NATS: the test plays scheduler, gateway and node agent (instance_stage.py)."""
 
 from __future__ import annotations
 
 import asyncio
-import threading
 import time
-from collections import deque
-from collections.abc import Callable
 
 import msgspec
 import pytest
 
-from services.worker.engine_building import build_engine
-from services.worker.instance import InstanceService
 from shared.bus.interface import BusError
-from shared.bus.nats_bus import NatsBus
-from shared.engine.plan import KvCopy, ModelShape, StepPlan, StepResult
 from shared.messages import (
     EXECUTION_STATISTICS,
-    GATEWAY_FRAMES,
     INSTANCE_CANCEL,
     INSTANCE_DRAIN,
     INSTANCE_HELD,
@@ -27,162 +18,36 @@ from shared.messages import (
     INSTANCE_REPLAY,
     INSTANCE_SUBMIT,
     INSTANCE_UNLOAD_MODEL,
-    INSTANCES,
-    LOAD_REPORTS,
-    Accepted,
     Cancel,
     Drain,
     ErrorCode,
     ExecutionStatistics,
     ExecutionStatisticsReport,
     FinishReason,
-    InstancePlan,
     ListHeldRequests,
     LoadModel,
-    LoadReport,
     ModelSpec,
     ReplayQuery,
     RequestClass,
     StreamPosition,
     TokenEntry,
-    TokenFrame,
     UnloadModel,
     pack_tokens,
     unpack_tokens,
 )
-from shared.settings import InstanceSettings
-from shared.telemetry import start_telemetry
-from tests.shared.engine.fake_executor import FakeExecutor, expected_output, request
-
-SHAPES = {"a": ModelShape("a", 4, 3, 600), "b": ModelShape("b", 2, 2, 60)}
-IDS = {"instance_id": "node-0"}
-
-
-class SteppedExecutor(FakeExecutor):
-    """Runs freely, or holds steps back while `gate` is closed."""
-
-    def __init__(self) -> None:
-        super().__init__(list(SHAPES.values()))
-        self.gate = threading.Event()
-        self.gate.set()
-        self.removed: list[str] = []
-        self._results: deque[StepResult] = deque()
-
-    def prepare_model(self, spec: ModelSpec) -> ModelSpec:
-        if spec.name not in SHAPES:
-            raise FileNotFoundError(f"{spec.source}: no such checkpoint")
-        return spec
-
-    def add_model(self, prepared: ModelSpec) -> ModelShape:
-        return SHAPES[prepared.name]
-
-    def remove_model(self, name: str) -> None:
-        self.removed.append(name)
-
-    def launch(self, plan: StepPlan) -> None:
-        self.gate.wait(20)
-        time.sleep(0.001)
-        self._results.append(self.execute(plan))
-
-    def collect(self) -> StepResult:
-        return self._results.popleft()
-
-    def interrupt(self, step_id: int) -> None:
-        """Too late: steps here are over at once."""
-
-    def start_copy(self, copy: KvCopy) -> None:
-        raise AssertionError("there is no host memory")
-
-    def finished_copies(self) -> list[tuple[int, bool]]:
-        return []
-
-    def on_copy_finished(self, callback: Callable[[], None]) -> None:
-        """Never."""
-
-
-class Stage:
-    """The instance under test and the scripted peers' view of it."""
-
-    def __init__(self) -> None:
-        self.entries: list[TokenEntry] = []
-        self.reports: list[LoadReport] = []
-        self.news = asyncio.Event()
-
-    def on_frame(self, frame: TokenFrame) -> None:
-        assert frame.sender == "node-0"
-        self.entries.extend(frame.entries)
-        self.news.set()
-
-    def on_report(self, report: LoadReport) -> None:
-        self.reports.append(report)
-        self.news.set()
-
-    def output(self, request_id: str) -> list[int]:
-        tokens: list[int] = []
-        for entry in self.entries:
-            if entry.request_id == request_id:
-                assert entry.offset == len(tokens)
-                tokens.extend(unpack_tokens(entry.tokens))
-        return tokens
-
-    def end(self, request_id: str) -> TokenEntry | None:
-        return next((e for e in self.entries if e.request_id == request_id and e.finish_reason), None)
-
-    async def until(self, condition, timeout_s: float = 10.0) -> None:
-        async with asyncio.timeout(timeout_s):
-            while not condition():
-                self.news.clear()
-                try:
-                    await asyncio.wait_for(self.news.wait(), 0.05)
-                except TimeoutError:
-                    continue
+from tests.shared.engine.fake_executor import expected_output, request
+from tests.worker.instance_stage import IDS, instance_on
 
 
 @pytest.fixture
 async def stage(nats_settings):
-    stage = Stage()
-    plan = InstancePlan("node-0", "node", [ModelSpec("a", "/models/a")], pool_bytes=64 * 4096, merged_bytes=4096)
-    settings = InstanceSettings(
-        nats_url=nats_settings.nats_url,
-        node_id="node",
-        instance_id="node-0",
-        plan=msgspec.json.encode(plan).decode(),
-        device="cpu",
-    )
-    telemetry = start_telemetry("worker", "node-0", settings)
-    stage.executor = SteppedExecutor()
-    stage.bus = await NatsBus.connect(nats_settings, service="test", service_id="peer")
-    instance_bus = await NatsBus.connect(settings, service="instance", service_id="node-0", registry=telemetry.registry)
-    stage.service = InstanceService(
-        instance_bus, settings, telemetry, build_engine(settings, 64, "cpu"), stage.executor
-    )
-    await stage.bus.subscribe(GATEWAY_FRAMES.at(gateway_id="gateway"), stage.on_frame)
-    await stage.bus.subscribe(LOAD_REPORTS, stage.on_report)
-    await stage.service.start()
-    stage.instances = await (await stage.bus.key_value(INSTANCES)).watch()
-    stage.telemetry = telemetry
-
-    def is_ready() -> bool:
-        info = stage.instances.entries.get("node-0")
-        return info is not None and info.state == "ready"
-
-    await stage.until(is_ready)
-    yield stage
-    stage.executor.gate.set()
-    await stage.service.stop()
-    await instance_bus.close()
-    await stage.bus.close()
-    telemetry.close()
-
-
-async def submit(stage, sent) -> None:
-    reply = await stage.bus.request(INSTANCE_SUBMIT.at(**IDS), sent, timeout_s=5)
-    assert reply == Accepted(sent.request_id)
+    async with instance_on(nats_settings) as stage:
+        yield stage
 
 
 async def test_a_request_streams_its_tokens_and_ends(stage):
     sent = request("r1", [1, 2, 3, 4, 5], 20)
-    await submit(stage, sent)
+    await stage.submit(sent)
     await stage.until(lambda: stage.end("r1"))
     end = stage.end("r1")
     assert stage.output("r1") == expected_output(sent, 600)
@@ -196,7 +61,7 @@ async def test_a_request_streams_its_tokens_and_ends(stage):
 async def test_many_requests_share_frames(stage):
     stage.executor.gate.clear()
     sent = [request(f"r{i}", [i, 2, 3], 10) for i in range(20)]
-    await asyncio.gather(*(submit(stage, one) for one in sent))
+    await asyncio.gather(*(stage.submit(one) for one in sent))
     stage.executor.gate.set()
     await stage.until(lambda: all(stage.end(one.request_id) for one in sent))
     assert all(stage.output(one.request_id) == expected_output(one, 600) for one in sent)
@@ -216,7 +81,7 @@ async def test_refusals_are_typed(stage):
 
 async def test_cancel_ends_a_request_within_a_step(stage):
     sent = request("r1", [1, 2], 500)
-    await submit(stage, sent)
+    await stage.submit(sent)
     await stage.until(lambda: len(stage.output("r1")) > 3)
     stage.bus.publish(INSTANCE_CANCEL.at(**IDS), Cancel("r1"))
     await stage.until(lambda: stage.end("r1"))
@@ -227,7 +92,7 @@ async def test_cancel_ends_a_request_within_a_step(stage):
 
 async def test_deadline_ends_a_request_with_its_reason(stage):
     stage.executor.gate.clear()
-    await submit(stage, request("r1", [1, 2], 500, timeout_s=0.2))
+    await stage.submit(request("r1", [1, 2], 500, timeout_s=0.2))
     await asyncio.sleep(0.3)
     stage.executor.gate.set()
     await stage.until(lambda: stage.end("r1"))
@@ -237,11 +102,11 @@ async def test_deadline_ends_a_request_with_its_reason(stage):
 
 async def test_bus_answers_while_a_step_runs(stage):
     """Torch work does not stall bus traffic: submit and held are answered while a step is held back."""
-    await submit(stage, request("r1", [1, 2], 50))
+    await stage.submit(request("r1", [1, 2], 50))
     stage.executor.gate.clear()
     await asyncio.sleep(0.02)
     started = time.monotonic()
-    await submit(stage, request("r2", [3], 5))
+    await stage.submit(request("r2", [3], 5))
     held = await stage.bus.request(INSTANCE_HELD.at(**IDS), ListHeldRequests(), timeout_s=5)
     assert {one.request_id for one in held.requests} >= {"r2"}
     assert time.monotonic() - started < 0.5
@@ -250,11 +115,11 @@ async def test_bus_answers_while_a_step_runs(stage):
 async def test_same_epoch_again_is_accepted_without_effect_and_a_higher_one_replaces(stage):
     stage.executor.gate.clear()
     sent = request("r1", [1, 2, 3], 12)
-    await submit(stage, sent)
-    await submit(stage, sent)
+    await stage.submit(sent)
+    await stage.submit(sent)
     prior = expected_output(sent, 600)[:5]
     stage.entries.extend([TokenEntry("r1", 1, 0, pack_tokens(prior))])
-    await submit(stage, msgspec.structs.replace(sent, epoch=1, prior=pack_tokens(prior)))
+    await stage.submit(msgspec.structs.replace(sent, epoch=1, prior=pack_tokens(prior)))
     stage.executor.gate.set()
     await stage.until(lambda: stage.end("r1"))
     stage.entries = [entry for entry in stage.entries if entry.epoch == 1]
@@ -263,7 +128,7 @@ async def test_same_epoch_again_is_accepted_without_effect_and_a_higher_one_repl
 
 async def test_replay_gives_what_a_gateway_missed(stage):
     sent = request("r1", [1, 2, 3], 30)
-    await submit(stage, sent)
+    await stage.submit(sent)
     await stage.until(lambda: stage.end("r1"))
     expected = expected_output(sent, 600)
     positions = [StreamPosition("r1", 0, 10), StreamPosition("r1", 7, 0), StreamPosition("nobody", 0, 0)]
@@ -276,7 +141,7 @@ async def test_replay_gives_what_a_gateway_missed(stage):
 
 async def test_replay_of_a_live_request(stage):
     sent = request("r1", [1, 2, 3], 500)
-    await submit(stage, sent)
+    await stage.submit(sent)
     await stage.until(lambda: len(stage.output("r1")) > 20)
     reply = await stage.bus.request(INSTANCE_REPLAY.at(**IDS), ReplayQuery([StreamPosition("r1", 0, 4)]), timeout_s=5)
     (entry,) = reply.entries
@@ -287,7 +152,7 @@ async def test_replay_of_a_live_request(stage):
 
 async def test_models_come_and_go_beside_running_requests(stage):
     running = request("r1", [1, 2, 3], 400)
-    await submit(stage, running)
+    await stage.submit(running)
     await stage.bus.request(INSTANCE_LOAD_MODEL.at(**IDS), LoadModel(ModelSpec("b", "/models/b")), timeout_s=5)
 
     def state_of(name):
@@ -296,7 +161,7 @@ async def test_models_come_and_go_beside_running_requests(stage):
 
     await stage.until(lambda: state_of("b") == "ready")
     sent = request("r2", [4, 5], 10, model="b")
-    await submit(stage, sent)
+    await stage.submit(sent)
     await stage.until(lambda: stage.end("r2"))
     assert stage.output("r2") == expected_output(sent, 60)
     await stage.bus.request(INSTANCE_UNLOAD_MODEL.at(**IDS), UnloadModel("b", grace_s=5), timeout_s=5)
@@ -320,7 +185,7 @@ async def test_a_model_that_cannot_be_loaded_says_why_and_can_be_tried_again(sta
 
 
 async def test_unload_ends_what_outlives_the_grace_period(stage):
-    await submit(stage, request("r1", [1, 2, 3], 500))
+    await stage.submit(request("r1", [1, 2, 3], 500))
     stage.executor.gate.clear()
     await stage.bus.request(INSTANCE_UNLOAD_MODEL.at(**IDS), UnloadModel("a", grace_s=0.1), timeout_s=5)
     await asyncio.sleep(0.2)
@@ -331,7 +196,7 @@ async def test_unload_ends_what_outlives_the_grace_period(stage):
 
 async def test_drain_refuses_new_requests_and_finishes_old_ones(stage):
     sent = request("r1", [1, 2, 3], 100)
-    await submit(stage, sent)
+    await stage.submit(sent)
     await stage.bus.request(INSTANCE_DRAIN.at(**IDS), Drain(grace_s=10), timeout_s=5)
     with pytest.raises(BusError) as refused:
         await stage.bus.request(INSTANCE_SUBMIT.at(**IDS), request("r2", [1], 5), timeout_s=5)
@@ -351,7 +216,7 @@ async def test_heartbeats_come_without_traffic(stage):
 
 
 async def test_metrics_have_the_names_that_routers_read(stage):
-    await submit(stage, request("r1", [1, 2, 3], 10))
+    await stage.submit(request("r1", [1, 2, 3], 10))
     await stage.until(lambda: stage.end("r1"))
     import urllib.request
 
@@ -396,7 +261,7 @@ async def test_statistics_and_objectives_reach_the_engine(stage):
 
 
 async def test_finished_requests_report_their_time_on_the_device(stage):
-    await submit(stage, request("r1", [1, 2, 3], 10, request_class=RequestClass.OFFLINE))
+    await stage.submit(request("r1", [1, 2, 3], 10, request_class=RequestClass.OFFLINE))
     await stage.until(lambda: any(report.finished for report in stage.reports))
     (finished,) = [f for report in stage.reports for f in report.finished]
     assert 0 < finished.device_s <= finished.execution_s
@@ -407,7 +272,7 @@ async def test_an_engine_that_fails_makes_the_instance_give_up(stage):
         raise RuntimeError("device lost")
 
     stage.executor.launch = fail
-    await submit(stage, request("r1", [1, 2, 3], 10))
+    await stage.submit(request("r1", [1, 2, 3], 10))
     async with asyncio.timeout(10):
         await stage.service.failed.wait()
     assert "device lost" in stage.service.problems()[0]

@@ -15,24 +15,30 @@ import pytest
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
+from services.worker.instance_environment import instance_environment
 from services.worker.machine import Machine
-from services.worker.node import NodeAgent, instance_environment
-from shared.bus.interface import Bus, Watch
+from services.worker.node import NodeAgent
+from shared.bus.interface import Bus, ServiceError, Watch
 from shared.bus.nats_bus import NatsBus
 from shared.messages import (
     INSTANCE_EXITED,
     INSTANCES,
+    NODE_SCALE,
     NODES,
     PLANS,
+    Done,
+    ErrorCode,
     InstanceExited,
     InstanceInfo,
     InstancePlan,
     ModelSpec,
     NodeInfo,
     PlacementPlan,
+    ScaleNode,
 )
 from shared.settings import BusSettings, SettingsError, WorkerSettings
 from shared.telemetry import Telemetry, start_telemetry
+from tests.worker.fake_instance import HELD_S
 
 REPOSITORY = Path(__file__).parents[2]
 FAKE = (sys.executable, "-m", "tests.worker.fake_instance")
@@ -103,14 +109,25 @@ async def agent(nats_settings: BusSettings) -> AsyncIterator[NodeAgent]:
 
 
 class running_agent:
-    def __init__(self, nats_url: str, telemetry: Telemetry, command: tuple[str, ...] = FAKE) -> None:
+    def __init__(
+        self,
+        nats_url: str,
+        telemetry: Telemetry,
+        command: tuple[str, ...] = FAKE,
+        machine: Machine = MACHINE,
+        drain_grace_s: float = 0.0,
+    ) -> None:
         self._settings = WorkerSettings(nats_url=nats_url, node_id="n")
         self._telemetry = telemetry
         self._command = command
+        self._machine = machine
+        self._drain_grace_s = drain_grace_s
 
     async def __aenter__(self) -> NodeAgent:
         self._bus = await NatsBus.connect(self._settings, service="node", service_id="n")
-        self._agent = NodeAgent(self._bus, self._settings, self._telemetry, MACHINE, self._command)
+        self._agent = NodeAgent(
+            self._bus, self._settings, self._telemetry, self._machine, self._command, self._drain_grace_s
+        )
         await self._agent.start()
         return self._agent
 
@@ -242,6 +259,114 @@ async def test_the_instances_of_a_killed_agent_die_and_its_successor_says_so(
         await until(lambda: len(peers.exits) == 2, 2.5)
         assert {(e.instance_id, e.incarnation) for e in peers.exits} == incarnations
         await until(lambda: peers.pids().keys() == pids.keys() and not set(peers.pids().values()) & set(pids.values()))
+
+
+async def test_a_drained_instance_stays_away_until_the_plan_has_it_again(peers: Peers, agent: NodeAgent) -> None:
+    both = plan(1, "a")
+    pids = await peers.carried_out(both)
+    drained = PlacementPlan(2, both.instances[:1], draining=["n-1"])
+    assert await peers.carried_out(drained) == {"n-0": pids["n-0"]}
+    await until(lambda: peers.exits)
+    assert (peers.exits[0].instance_id, peers.exits[0].exit_code) == ("n-1", 0)
+    await asyncio.sleep(1.0)
+    assert peers.pids() == {"n-0": pids["n-0"]}
+    again = await peers.carried_out(PlacementPlan(3, both.instances))
+    assert again["n-0"] == pids["n-0"] and again["n-1"] != pids["n-1"]
+
+
+async def test_a_drain_that_is_undone_while_it_goes_on_ends_with_a_new_process(peers: Peers, agent: NodeAgent) -> None:
+    both = plan(1, "a")
+    pids = await peers.carried_out(both)
+    plans = await peers.bus.key_value(PLANS)
+    await plans.put("current", PlacementPlan(2, both.instances[:1], draining=["n-1"]))
+    await until(lambda: "n-1" not in peers.instances.entries or peers.instances.entries["n-1"].state == "draining")
+    await plans.put("current", PlacementPlan(3, both.instances))
+    await peers.at_version(3)
+    assert peers.pids()["n-0"] == pids["n-0"] and peers.pids()["n-1"] != pids["n-1"]
+
+
+async def test_the_number_of_instances_is_changed_within_bounds_and_outlives_the_agent(
+    nats_settings: BusSettings, peers: Peers
+) -> None:
+    async def scale(number: int) -> Done:
+        return await peers.bus.request(NODE_SCALE.at(node_id="n"), ScaleNode(number), timeout_s=5.0)
+
+    def shown() -> tuple[int, int]:
+        info = peers.nodes.entries.get("n")
+        return (info.num_instances, info.max_instances) if info is not None else (0, 0)
+
+    machine = Machine("cpu", 1, 1 << 30, 1, max_instances=4)
+    async with running_agent(nats_settings.nats_url, start_telemetry("node", "n", nats_settings), machine=machine):
+        await until(lambda: shown() == (1, 4))
+        assert await scale(3) == Done()
+        await until(lambda: shown() == (3, 4), 2.0)
+        for number in (0, 5):
+            with pytest.raises(ServiceError, match="runs 1 to 4 instances") as caught:
+                await scale(number)
+            assert caught.value.code == ErrorCode.OVERLOADED
+        await peers.carried_out(PlacementPlan(1, plan(1, "a").instances, draining=["n-2", "other-n-7"]))
+    await until(lambda: not peers.nodes.entries)
+    async with running_agent(nats_settings.nats_url, start_telemetry("node", "n", nats_settings), machine=machine):
+        await until(lambda: shown() == (3, 4))
+        await scale(2)
+        await until(lambda: shown() == (2, 4))
+        await peers.carried_out(plan(2, "a", num_instances=2))
+        assert shown() == (2, 4), "only the first plan is looked at for it"
+    smaller = Machine("cpu", 1, 1 << 30, 1)
+    async with running_agent(nats_settings.nats_url, start_telemetry("node", "n", nats_settings), machine=smaller):
+        await until(lambda: shown() == (1, 1))
+
+
+async def test_instances_that_hold_requests_get_their_grace_and_the_node_stays_registered_for_it(
+    nats_settings: BusSettings, peers: Peers
+) -> None:
+    telemetry = start_telemetry("node", "n", nats_settings)
+    async with running_agent(nats_settings.nats_url, telemetry, drain_grace_s=15.0):
+        pids = await peers.carried_out(plan(1, "a", source="held"))
+        was_registered: list[bool] = []
+        watch = await (await peers.bus.key_value(INSTANCES)).watch(
+            lambda *_: was_registered.append("n" in peers.nodes.entries)
+        )
+        begin = time.monotonic()
+    assert HELD_S <= time.monotonic() - begin < HELD_S + 5.0, "as long as needed, not as long as allowed"
+    await watch.stop()
+    assert all(was_registered)
+    await until(lambda: len(peers.exits) == 2 and not peers.nodes.entries)
+    assert {e.exit_code for e in peers.exits} == {0}
+    assert not any(is_alive(pid) for pid in pids.values())
+
+
+async def test_a_second_signal_ends_the_worker_at_once(nats_settings: BusSettings, peers: Peers) -> None:
+    """The process as it is started by operators, except for its instances."""
+    program = (
+        "import services.worker.node as node\n"
+        "from services.worker import __main__ as worker\n"
+        "from tests.worker.test_node_agent import FAKE\n"
+        "worker.NodeAgent.__init__.__defaults__ = (FAKE, *worker.NodeAgent.__init__.__defaults__[1:])\n"
+        "worker.main()\n"
+    )
+    environment = {
+        **os.environ,
+        "TIDEWAY_NATS_URL": nats_settings.nats_url,
+        "TIDEWAY_NODE_ID": "n",
+        "TIDEWAY_DEVICE": "cpu",
+        "TIDEWAY_DRAIN_GRACE_S": "30",
+    }
+    process = await asyncio.create_subprocess_exec(sys.executable, "-c", program, cwd=REPOSITORY, env=environment)
+    try:
+        await peers.carried_out(plan(1, "a", source="held", num_instances=1))
+        begin = time.monotonic()
+        process.terminate()
+        await until(lambda: peers.instances.entries["n-0"].state == "draining")
+        process.terminate()
+        assert await process.wait() == 0
+        assert time.monotonic() - begin < HELD_S
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+    await until(lambda: peers.exits and not peers.nodes.entries)
+    assert [e.exit_code for e in peers.exits] == [-signal.SIGTERM]
 
 
 async def test_losing_nats_stops_no_instance(fresh_nats: Any) -> None:

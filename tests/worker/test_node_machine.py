@@ -97,6 +97,15 @@ def test_half_of_the_free_memory_and_all_cores_are_for_the_instances(root: Path)
     assert survey(WorkerSettings(memory_bytes=5, num_threads=3), {}, root) == Machine("cpu", 1, 5, 3)
 
 
+def test_room_for_more_instances_is_set_aside_from_the_start(root: Path) -> None:
+    found = survey(WorkerSettings(num_instances=1, max_instances=3, device="cpu"), {}, root)
+    assert found == Machine("cpu", 1, 8 * GIB, max(1, num_cores(root) // 3), max_instances=3)
+    assert found.most_instances == 3
+    assert survey(WorkerSettings(num_instances=2, max_instances=1, device="cpu"), {}, root).most_instances == 2
+    with pytest.raises(SettingsError, match="TIDEWAY_MAX_INSTANCES=-1"):
+        survey(WorkerSettings(max_instances=-1), {}, root)
+
+
 @pytest.fixture
 def with_gpus(root: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A machine with `nvidia-smi` and a torch for CUDA."""

@@ -87,7 +87,7 @@ async def test_the_environment_is_the_one_given() -> None:
 
 
 async def test_stop_kills_what_ignores_sigterm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(module, "STOP_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(module, "STOP_MARGIN_S", 0.2)
     exits = Exits()
     program = (
         "import os, signal, sys, time\n"
@@ -98,8 +98,39 @@ async def test_stop_kills_what_ignores_sigterm(monkeypatch: pytest.MonkeyPatch, 
     for name, stubborn in (("n-0", "0"), ("n-1", "1")):
         processes.start(name, {"STUBBORN": stubborn, "FILE": str(tmp_path / name)})
         await until(lambda name=name: line_of(tmp_path / name))  # type: ignore[misc]
-    await processes.stop()
+    await processes.stop(0.1)
     assert exits.seen == {"n-0": -signal.SIGTERM, "n-1": -signal.SIGKILL}
+
+
+async def test_the_grace_is_used_only_as_far_as_needed_and_can_be_cut_short(tmp_path: Path) -> None:
+    exits = Exits()
+    program = (
+        "import os, signal, sys, threading, time\n"
+        "terms, needed = [], int(os.environ['TERMS'])\n"
+        "def on_term(*_):\n"
+        "    terms.append(1)\n"
+        "    open(os.environ['FILE'], 'w').write(f'{len(terms)}\\n')\n"
+        "    if len(terms) == needed: sys.exit(5)\n"
+        "signal.signal(signal.SIGTERM, on_term)\n"
+        "open(os.environ['FILE'], 'w').write('ready\\n')\n"
+        "while True: time.sleep(60)"
+    )
+    processes = Processes(python(program), exits, io.BytesIO())
+    for name, terms in (("n-1", "1"), ("n-2", "2"), ("n-9", "9")):
+        processes.start(name, {"TERMS": terms, "FILE": str(tmp_path / name)})
+        await until(lambda name=name: line_of(tmp_path / name))  # type: ignore[misc]
+    begin = time.monotonic()
+    stopping = asyncio.create_task(processes.stop(60.0))
+    assert await exits.of("n-1") == 5
+    await until(lambda: line_of(tmp_path / "n-2") == line_of(tmp_path / "n-9") == "1\n")
+    assert not stopping.done()
+    processes.hurry()
+    assert await exits.of("n-2") == 5
+    assert not stopping.done()
+    processes.hurry()
+    await stopping
+    assert exits.seen == {"n-1": 5, "n-2": 5, "n-9": -signal.SIGKILL}
+    assert time.monotonic() - begin < 10.0
 
 
 async def test_what_an_instance_started_ends_with_it(tmp_path: Path) -> None:

@@ -30,3 +30,17 @@ class MigrationHost(Protocol):
 
     def on_move_ended(self, outcome: MoveOutcome, gateway_id: str) -> None:
         """A migration out of here is over; where the request has moved, cancels and replays for it are passed on."""
+
+
+def device_pool(model: str) -> str:
+    """The transport's name of the model's KV slots on the device."""
+    return f"device/{model}"
+
+
+def host_pool(model: str) -> str:
+    """Likewise of its checkpoints in host memory."""
+    return f"host/{model}"
+
+
+def pool_of(model: str, on_host: bool) -> str:
+    return host_pool(model) if on_host else device_pool(model)

@@ -294,3 +294,25 @@ def test_ended_requests_are_not_kept_alive_by_an_old_deadline():
         if index:
             engine.cancel(f"r{index}", 0.0)
     assert len(engine._deadlines) < 100
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_offline_decodes_that_are_always_in_flight_give_way_to_an_online_request(depth):
+    engine = Engine(10, 8, ordering_policy("fcfs"), FixedTokenBudget(64), steps_in_flight=depth)
+    shape = ModelShape("a", 32, 1, 300)
+    engine.add_model(shape)
+    executor = FakeExecutor([shape])
+    for first in (0, 1):
+        prompt = list(range(first, first + 100))
+        engine.submit(request(f"offline{first}", prompt, 27, request_class=OFFLINE), 0.0)
+    in_flight, num_steps = [], 0
+    while num_steps < 20:
+        if num_steps == 8:
+            engine.submit(request("online", list(range(500, 600)), 5), 0.1)
+        while len(in_flight) < depth and (plan := engine.plan(0.1)):
+            in_flight.append(plan)
+        engine.on_step(executor.execute(in_flight.pop(0)), 0.1)
+        num_steps += 1
+        engine.check()
+    assert engine.held("online") is None, "it has ended long before the offline ones would have"
+    assert engine.counters.num_preemptions == 1

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import inspect
 import random
 
 import pytest
 
-from shared.engine import recording
+from shared.engine import calls, recording
 from shared.engine.plan import ModelShape
 from shared.messages import Priority, RequestClass
+from tests.shared.engine.cluster import Node
 from tests.shared.engine.fake_executor import FakeExecutor, request
+from tests.shared.engine.test_moves_properties import CHANCES, Events
 
 SHAPES = [ModelShape("a", 4, 3, 60), ModelShape("b", 2, 2, 24)]
 
@@ -57,6 +60,46 @@ def test_replay_makes_the_same_plans(seed):
     assert num_plans == 400
 
 
+class RecordedEvents(Events):
+    """Random moves between engines that are recorded."""
+
+    def __init__(self, chooser: random.Random) -> None:
+        self.written: list[list[bytes]] = []
+        super().__init__(chooser)
+
+    def _node(self) -> Node:
+        self.written.append([])
+        configuration = recording.Configuration(
+            8, 4, "doubling_budget", 12, 2, num_host_merged=4, checkpoint_start=0.0, move_cooldown_s=0.1
+        )
+        return Node(recording.RecordingEngine(configuration, self.written[-1].append), SHAPES)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_moves_are_replayed_at_both_ends(seed):
+    events = RecordedEvents(random.Random(seed))
+    names, weights = list(CHANCES), list(CHANCES.values())
+    for _ in range(700):
+        getattr(events, events.chooser.choices(names, weights)[0])()
+    events.cluster.finish()
+    seen = set()
+    for written in events.written:
+        run = b"".join(written)
+        seen |= {type(record) for record in recording.records(run)}
+        engine, num_plans = recording.replay(run)
+        engine.check()
+        assert num_plans > 50 and not engine.all_held()
+    assert seen >= {calls.Pin, calls.Unpin, calls.TakeOut, calls.PinRest, calls.Seal, calls.PutBack, calls.DropMoved}
+    assert seen >= {calls.EndMove, calls.Reserve, calls.Adopt, calls.Release}
+
+
+def test_every_call_has_its_method():
+    for record, method in calls.CALLS.items():
+        arguments = inspect.signature(getattr(recording.RecordingEngine, method)).parameters
+        assert list(arguments)[1:] == list(record.__struct_fields__)
+        assert method in vars(recording.RecordingEngine)
+
+
 def test_a_torn_end_is_ignored():
     run = record_random_run(1)
     recording.replay(run[:-3])
@@ -65,7 +108,7 @@ def test_a_torn_end_is_ignored():
 def test_a_different_input_is_noticed():
     changed, done = [], False
     for record in recording.records(record_random_run(2)):
-        if isinstance(record, recording.Submit) and not done:
+        if isinstance(record, calls.Submit) and not done:
             done = True
             continue
         encoded = recording._encoder.encode(record)

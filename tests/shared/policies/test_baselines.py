@@ -60,3 +60,20 @@ def test_mlfq_picks_the_model_of_the_first_sequence() -> None:
     a.sequences = [arrive(policy, 0, 4000)]
     b.sequences = [arrive(policy, 1, 10)]
     assert policy.pick_model([a, b], 0.0) is b
+
+
+def test_the_level_travels_and_the_state_of_another_order_does_not() -> None:
+    policy = SkipJoinMlfq(quantum_s=0.1, num_levels=4, prefill_token_s=0.0)
+    sequence, moved = arrive(policy, 0, 10), arrive(policy, 1, 10, 5.0)
+    policy.charge(sequence, 0.35, 1.0)
+    assert policy.export_state(sequence) == (2.0,)
+    policy.import_state(moved, (2.0,), 6.0)
+    assert policy.key(moved, 6.0) == (2, 6.0)
+    for state in ((), (1.0, 0.0)):
+        policy.import_state(moved, state, 7.0)
+    assert policy.key(moved, 7.0) == (2, 6.0)
+    policy.import_state(moved, (9.0,), 8.0)
+    assert policy.key(moved, 8.0) == (3, 8.0), "the last level there is"
+    round_robin = RoundRobin()
+    assert round_robin.export_state(moved) == ()
+    round_robin.import_state(moved, (1.0,), 0.0)

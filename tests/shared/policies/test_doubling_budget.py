@@ -278,3 +278,24 @@ def test_the_wait_is_bounded_under_any_load(step_s: float, num_long: int, load: 
 
 def test_long_requests_go_on_under_an_overload_of_short_ones() -> None:
     assert num_rescued(0.25, 3, 4.0) >= 6
+
+
+def test_what_is_left_of_a_budget_travels_with_its_exhaustions() -> None:
+    here, there = policy_with({"m": 2.0}), policy_with({"m": 50.0})
+    sequence = arrive(here, 0, "m")
+    for execution_s in (2.5, 1.0):
+        here.charge(sequence, execution_s, 0.0)
+    state = here.export_state(sequence)
+    moved = arrive(there, 7, "m")
+    there.import_state(moved, state, 9.0)
+    assert there.budgets([moved]) == here.budgets([sequence]) == (3.0, 3.0)
+    there.charge(moved, 3.0, 9.0)
+    assert there.budgets([moved]) == (200.0, 200.0), "the second exhaustion, in the statistics of there"
+
+
+def test_a_state_of_another_order_is_ignored() -> None:
+    policy = policy_with({"m": 2.0})
+    sequence = arrive(policy, 0, "m")
+    for state in ((), (3.0,), (1.0, 2.0, 3.0)):
+        policy.import_state(sequence, state, 0.0)
+    assert policy.budgets([sequence]) == (2.0, 2.0)

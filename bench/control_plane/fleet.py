@@ -1,0 +1,126 @@
+"""Instances that exist as their load reports alone: what they would say, encoded as on the bus.
+
+Their freeness wanders, so that at any time some are short of memory and some have plenty, and requests that they are given
+show in their reports as accepted and, later, as ended. Reports are put together from prepared pieces of bytes, because
+making them is not what is measured, and should not fill the processor's caches either.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from random import Random
+from typing import NamedTuple
+
+import msgspec
+
+from shared.messages import (
+    FinishedStats,
+    FinishReason,
+    GenerationRequest,
+    InstanceInfo,
+    LoadedModel,
+    ModelLoad,
+    Priority,
+    RequestClass,
+    SamplingParams,
+    pack_tokens,
+)
+
+MODELS = ("llama", "opt")
+REPORTS_PER_S = 50
+"""Of one instance: the most that it makes."""
+NUM_MERGED = 1000
+PAGE_TOKENS, SLOTS_PER_MERGED = 16, 1
+SECONDS_OF_A_REQUEST = 2.0
+NUM_STEPS = 64
+"""Reports until the walk of an instance's freeness begins anew."""
+NUM_WALKS = 20
+"""Different ones; each instance begins somewhere in one of them."""
+PROMPT = pack_tokens(list(range(512)))
+
+encode = msgspec.msgpack.Encoder().encode
+
+NUM_FIELDS = 3 + 4 + 3 + 6
+"""Of a `LoadReport`: those made here; the rest have defaults."""
+HEADER = b"\xdc" + NUM_FIELDS.to_bytes(2, "big")
+"""Of an array."""
+UINT32 = b"\xce"
+FIRST_SEQUENCE = 1 << 16
+"""So that each number takes four bytes."""
+NO_LISTS = encode([]) * 3
+FINISHED = FinishedStats(MODELS[0], RequestClass.ONLINE, 512, 100, 0.01, 2.0, FinishReason.STOP, 0.2)
+
+
+class _Load(NamedTuple):
+    """A load report without its first three fields and the lists of requests, in bytes."""
+
+    before: bytes
+    after: bytes
+
+
+class Fleet:
+    def __init__(self, num_instances: int, seed: int = 0) -> None:
+        self.names = [f"node-{number:04}-0" for number in range(num_instances)]
+        self.num_requests = 0
+        random = Random(seed)
+        walks = [_walk(random, is_short=number % 10 == 0) for number in range(NUM_WALKS)]
+        self._walks = [random.choice(walks) for _ in self.names]
+        self._sequences = [random.randrange(FIRST_SEQUENCE, FIRST_SEQUENCE + NUM_STEPS) for _ in self.names]
+        self._heads = [HEADER + encode(name) + encode("1") + UINT32 for name in self.names]
+        self._accepted: list[list[str]] = [[] for _ in self.names]
+        self._running: list[deque[tuple[float, str]]] = [deque() for _ in self.names]
+
+    def info(self, index: int) -> InstanceInfo:
+        models = [LoadedModel(model, "ready", 8192, PAGE_TOKENS, SLOTS_PER_MERGED) for model in MODELS]
+        name = self.names[index]
+        return InstanceInfo(name, "1", name[:-2], "ready", models, num_merged=NUM_MERGED, kv_address="10.0.0.1:7000")
+
+    def report(self, index: int, now: float) -> bytes:
+        """The instance's next one."""
+        self._sequences[index] += 1
+        sequence = self._sequences[index]
+        load = self._walks[index][sequence % NUM_STEPS]
+        accepted, running = self._accepted[index], self._running[index]
+        lists = NO_LISTS
+        if accepted or (running and running[0][0] <= now):
+            ended: list[str] = []
+            while running and running[0][0] <= now:
+                ended.append(running.popleft()[1])
+            running.extend((now + SECONDS_OF_A_REQUEST, request_id) for request_id in accepted)
+            self._accepted[index] = []
+            lists = encode(accepted) + encode(ended) + encode([FINISHED] * len(ended))
+        return b"%b%b%b%b%b" % (self._heads[index], sequence.to_bytes(4, "big"), load.before, lists, load.after)
+
+    def accept(self, index: int, request_id: str) -> None:
+        self._accepted[index].append(request_id)
+
+    def request(self) -> GenerationRequest:
+        """Every tenth of high priority."""
+        self.num_requests += 1
+        number = self.num_requests
+        priority = Priority.HIGH if number % 10 == 0 else Priority.NORMAL
+        model = MODELS[number % len(MODELS)]
+        return GenerationRequest(
+            f"request-{number}", "gateway", model, PROMPT, SamplingParams(max_tokens=256), priority=priority
+        )
+
+
+def _walk(random: Random, *, is_short: bool) -> list[_Load]:
+    """The last one is near to the first. `is_short`: of an instance that has too little memory most of the time."""
+    centre = 30.0 if is_short else random.uniform(100.0, 500.0)
+    left, there = 0.0, []
+    for _ in range(NUM_STEPS // 2):
+        left += random.gauss(0.0, 8.0)
+        there.append(left)
+    walk = []
+    for offset in there + there[::-1]:
+        num_running = random.randint(14, 18)
+        freeness = centre + offset
+        merged = freeness / (PAGE_TOKENS * SLOTS_PER_MERGED)
+        loads = [
+            ModelLoad(model, num_running // 2, int(random.random() < 0.1), 0, 0, 1000, (3.5, 0.2)) for model in MODELS
+        ]
+        before = [merged, merged * num_running, num_running, loads]
+        after = [merged - 20.0, freeness, freeness, 0, [], []]
+        walk.append(_Load(b"".join(map(encode, before)), b"".join(map(encode, after))))
+    return walk

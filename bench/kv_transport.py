@@ -1,0 +1,276 @@
+"""How fast KV blocks move between two processes: the KV transport, against `ucx_perftest`, raw ucxx messages and memcpy.
+
+The second process is this file again. All three send messages of the transport's size, in UCX's error handling mode (the
+one in which a peer's death is reported; `ucx_perftest -e`) and with the transport's settings of UCX. Raw keeps as many
+messages posted at both ends as the transport, in memory that it allocated before, and waits for one answer; the transport
+adds tickets, gather, checksums and scatter. `ucx_perftest` polls without pause and sends one buffer again and again; it is
+shown with UCX's defaults too. Repetitions of all alternate, medians are reported; `cpu` is processor time of both processes
+per byte, which does not depend on what else the machine does.
+
+    python -m bench.kv_transport [--mib 1 8 64] [--slot-kib 512] [--repeats 9] [--pin] [--no-perftest]
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import platform
+import socket
+import statistics
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from services.worker.kv_transport import KvTransport, TransportLimits, UcxNetwork
+from services.worker.kv_transport.links import Link
+from services.worker.kv_transport.ucx import ENVIRONMENT
+from services.worker.kv_transport.wire import WINDOW
+
+MIB = 1 << 20
+DEADLINE_S = 60.0
+PERFTEST_TIMEOUT_S = 10.0
+
+
+def message_bytes(arguments: argparse.Namespace) -> int:
+    """As the transport chooses it."""
+    slot_bytes: int = arguments.slot_kib << 10
+    if slot_bytes >= TransportLimits().lone_slot_bytes:
+        return slot_bytes
+    chunk_bytes: int = arguments.chunk_mib * MIB
+    return max(1, chunk_bytes // slot_bytes) * slot_bytes
+
+
+async def transport_with_pool(slot_bytes: int, num_slots: int, chunk_bytes: int, scattered: bool) -> KvTransport:
+    transport = KvTransport(UcxNetwork("127.0.0.1"), TransportLimits(chunk_bytes=chunk_bytes, rate_fraction=None))
+    await transport.open()
+    gap = 64 if scattered else 0
+    transport.register("m", torch.ones(num_slots, slot_bytes + gap, dtype=torch.uint8)[:, :slot_bytes])
+    return transport
+
+
+async def receive_raw(link: Link, message_bytes: int) -> None:
+    buffers = [np.zeros(message_bytes, dtype=np.uint8) for _ in range(WINDOW)]
+    answer = np.zeros(8, dtype=np.uint8)
+    try:
+        while True:
+            sizes = await receive_sizes(link)
+            await pipelined(link.receive, [buffers[index % WINDOW][:size] for index, size in enumerate(sizes)])
+            await link.send(2, answer)
+    except ConnectionError:
+        await link.abort()
+
+
+async def receive_sizes(link: Link) -> list[int]:
+    """Of the messages that come next: how many bytes, and how many at most in one."""
+    announced = np.zeros(2, dtype=np.int64)
+    await link.receive(3, announced.view(np.uint8))
+    return message_sizes(*announced.tolist())
+
+
+def message_sizes(num_bytes: int, message_bytes: int) -> list[int]:
+    return [min(message_bytes, num_bytes - start) for start in range(0, num_bytes, message_bytes)]
+
+
+async def pipelined(call: Callable[[int, np.ndarray], Awaitable[None]], buffers: Sequence[np.ndarray]) -> None:
+    posted: deque[asyncio.Future[None]] = deque()
+    for buffer in buffers:
+        if len(posted) == WINDOW:
+            await posted.popleft()
+        posted.append(asyncio.ensure_future(call(1, buffer)))
+    while posted:
+        await posted.popleft()
+
+
+def perftest(message_bytes: int, num_bytes: int, pin: bool, environment: dict[str, str]) -> float | None:
+    """Bytes per second of `ucx_perftest -t tag_bw -e`; None where there is none, or it does not end."""
+    try:
+        import libucx
+    except ImportError:
+        return None
+    folder = Path(libucx.__file__).parent
+    cores = sorted(os.sched_getaffinity(0)) if pin else []
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    count = max(4, num_bytes // message_bytes)
+    arguments = [
+        "-p",
+        str(port),
+        "-t",
+        "tag_bw",
+        "-e",
+        "-s",
+        str(message_bytes),
+        "-n",
+        str(count),
+        "-w",
+        "2",
+        "-f",
+        "-v",
+    ]
+
+    def start(peer: list[str], core: int) -> subprocess.Popen[str]:
+        place = ["taskset", "-c", str(cores[core])] if pin else []
+        return subprocess.Popen(
+            [*place, str(folder / "bin" / "ucx_perftest"), *peer, *arguments],
+            env={name: value for name, value in os.environ.items() if name not in ENVIRONMENT}
+            | {"LD_LIBRARY_PATH": str(folder / "lib"), "UCX_WARN_UNUSED_ENV_VARS": "n"}
+            | environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+
+    with start([], -1) as server:
+        time.sleep(0.5)  # it says nothing when it listens
+        with start(["127.0.0.1"], 0) as client:
+            try:
+                output, _ = client.communicate(timeout=PERFTEST_TIMEOUT_S)
+            except subprocess.TimeoutExpired:  # its ends lose each other now and then
+                output = ""
+            finally:
+                client.kill()
+                server.kill()
+    numbers = [line.split(",") for line in output.splitlines() if line.count(",") >= 6 and line.strip()[0].isdigit()]
+    return float(numbers[-1][5]) * MIB if numbers else None
+
+
+async def destination(arguments: argparse.Namespace) -> None:
+    slot_bytes = arguments.slot_kib << 10
+    largest = max(arguments.mib) * MIB
+    transport = await transport_with_pool(
+        slot_bytes, largest // slot_bytes, arguments.chunk_mib * MIB, arguments.scattered
+    )
+    raw, serving = UcxNetwork("127.0.0.1"), set()
+
+    def serve(link: Link) -> None:
+        serving.add(asyncio.create_task(receive_raw(link, message_bytes(arguments))))
+
+    address = await raw.open(serve)
+    print(json.dumps({"transport": transport.address, "raw": address}), flush=True)
+    while line := await asyncio.to_thread(sys.stdin.readline):
+        incoming = transport.expect("m", range(int(line)), deadline_s=DEADLINE_S)
+        print(json.dumps({"ticket": incoming.ticket.hex()}), flush=True)
+        await incoming.wait()
+        print(json.dumps({"cpu_s": time.process_time()}), flush=True)
+        await asyncio.to_thread(sys.stdin.readline)
+        print(json.dumps({"cpu_s": time.process_time()}), flush=True)
+    await transport.close()
+    await raw.close()
+
+
+async def source(arguments: argparse.Namespace, peer: subprocess.Popen[str]) -> dict[str, object]:
+    slot_bytes = arguments.slot_kib << 10
+    largest = max(arguments.mib) * MIB
+    assert peer.stdin and peer.stdout
+    addresses = json.loads(peer.stdout.readline())
+    transport = await transport_with_pool(
+        slot_bytes, largest // slot_bytes, arguments.chunk_mib * MIB, arguments.scattered
+    )
+    network = UcxNetwork("127.0.0.1")
+    await network.open(lambda link: None)
+    link = await network.connect(addresses["raw"])
+    size_of_message = message_bytes(arguments)
+    messages, answer = [np.ones(size_of_message, dtype=np.uint8) for _ in range(WINDOW)], np.zeros(8, dtype=np.uint8)
+    original, copy = np.ones(largest, dtype=np.uint8), np.zeros(largest, dtype=np.uint8)
+    rows = []
+
+    async def ask(line: str) -> dict[str, Any]:
+        assert peer.stdin and peer.stdout
+        peer.stdin.write(line + "\n")
+        peer.stdin.flush()
+        answer: dict[str, Any] = json.loads(await asyncio.to_thread(peer.stdout.readline))
+        return answer
+
+    for mib in arguments.mib:
+        size, num_slots = mib * MIB, mib * MIB // slot_bytes
+        times: dict[str, list[float]] = {name: [] for name in ("transport", "raw", "memcpy", "perftest", "default")}
+        cpu: dict[str, list[float]] = {"transport": [], "raw": []}
+        far = 0.0
+        for repeat in range(arguments.repeats + 1):
+            ticket = bytes.fromhex((await ask(str(num_slots)))["ticket"])
+            started, used = time.perf_counter(), time.process_time()
+            await transport.send(addresses["transport"], ticket, "m", range(num_slots), deadline_s=DEADLINE_S)
+            took = {"transport": time.perf_counter() - started}
+            between = json.loads(await asyncio.to_thread(peer.stdout.readline))["cpu_s"]
+            spent = {"transport": time.process_time() - used + between - far}
+            started, used = time.perf_counter(), time.process_time()
+            await link.send(3, np.array([size, size_of_message], dtype=np.int64).view(np.uint8))
+            sizes = message_sizes(size, size_of_message)
+            await pipelined(link.send, [messages[index % WINDOW][:part] for index, part in enumerate(sizes)])
+            await link.receive(2, answer)
+            took["raw"] = time.perf_counter() - started
+            used = time.process_time() - used
+            far = (await ask(""))["cpu_s"]
+            spent["raw"] = used + far - between
+            started = time.perf_counter()
+            np.copyto(copy[:size], original[:size])
+            took["memcpy"] = time.perf_counter() - started
+            if arguments.perftest and repeat % 3 == 1:
+                for name, environment in (("perftest", ENVIRONMENT), ("default", {})):
+                    message = min(size, size_of_message)
+                    speed = await asyncio.to_thread(perftest, message, 20 * size, arguments.pin, environment)
+                    if speed:
+                        took[name] = size / speed
+            if repeat:  # the first touches memory and makes connections
+                for name, seconds in took.items():
+                    times[name].append(seconds)
+                for name, seconds in spent.items():
+                    cpu[name].append(seconds)
+        row: dict[str, Any] = {"mib": mib, "message_mib": min(size, size_of_message) / MIB}
+        row |= {f"{name}_gb_s": size / statistics.median(values) / 1e9 for name, values in times.items() if values}
+        row |= {f"{name}_cpu_ns_byte": statistics.median(values) / size * 1e9 for name, values in cpu.items()}
+        row |= {
+            f"of_{name}": row["transport_gb_s"] / row[f"{name}_gb_s"]
+            for name in ("raw", "perftest", "default")
+            if times[name]
+        }
+        rows.append(row)
+        print("  ".join(f"{name} {value:.2f}" for name, value in row.items()), flush=True)
+    await link.abort()
+    await transport.close()
+    await network.close()
+    peer.stdin.close()
+    return {"machine": platform.processor() or platform.machine(), "cores": os.cpu_count(), "rows": rows}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
+    parser.add_argument("--mib", type=int, nargs="+", default=[1, 8, 64])
+    parser.add_argument("--slot-kib", type=int, default=512)
+    parser.add_argument("--chunk-mib", type=int, default=TransportLimits().chunk_bytes // MIB)
+    parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--pin", action="store_true", help="one core for each of the two processes")
+    parser.add_argument("--scattered", action="store_true", help="slots with gaps, so that they have to be fused")
+    parser.add_argument("--perftest", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--json", action="store_true", help="print the result as JSON at the end")
+    parser.add_argument("--destination", action="store_true", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.pin:
+        cores = sorted(os.sched_getaffinity(0))
+        os.sched_setaffinity(0, {cores[-1 if arguments.destination else 0]})
+    if arguments.destination:
+        asyncio.run(destination(arguments))
+        return
+    command = [sys.executable, "-m", "bench.kv_transport", "--destination", *sys.argv[1:]]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as peer:
+        try:
+            result = asyncio.run(source(arguments, peer))
+        except BaseException:
+            peer.kill()
+            raise
+    if arguments.json:
+        print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

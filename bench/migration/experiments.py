@@ -1,0 +1,228 @@
+"""The experiments. Each returns its rows, and targets as (name, value, limit, whether at most)."""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from bench.migration.affinity import Affinity
+from bench.migration.pair import Figures, Pair, Stream, pause_s, percentile
+from shared.messages import Priority
+
+BETWEEN_MOVES = 24
+"""Tokens that a request decodes between two moves, so that its step time is known."""
+
+
+class Setup(msgspec.Struct, frozen=True, kw_only=True):
+    checkpoint: Path
+    vocab_size: int
+    merged_bytes: int
+    pool_bytes: int
+    lengths: tuple[int, ...] = (256, 1024, 2048, 4096, 8192)
+    num_moves: int = 12
+    num_neighbours: int = 4
+    seed: int = 1
+    is_pinned: bool = True
+
+    def prompt(self, num_tokens: int, number: int = 0) -> list[int]:
+        chooser = random.Random(f"{self.seed}/{num_tokens}/{number}")
+        return [chooser.randrange(3, self.vocab_size) for _ in range(num_tokens)]
+
+
+class Target(NamedTuple):
+    name: str
+    value: float
+    limit: float
+    is_upper: bool = True
+
+    @property
+    def is_met(self) -> bool:
+        return self.value <= self.limit if self.is_upper else self.value >= self.limit
+
+
+class Result(NamedTuple):
+    title: str
+    rows: list[Figures]
+    targets: list[Target]
+
+
+@asynccontextmanager
+async def pair_of(setup: Setup, **environment: str) -> AsyncIterator[tuple[Pair, Affinity]]:
+    """Two instances, warm, with their engines' threads pinned."""
+    affinity = Affinity(setup.is_pinned)
+    affinity_of_services = affinity.services if affinity.is_on else None
+    async with Pair(
+        setup.checkpoint,
+        pool_bytes=setup.pool_bytes,
+        merged_bytes=setup.merged_bytes,
+        environment=environment,
+        affinity=affinity,
+    ) as pair:
+        if affinity_of_services:
+            affinity.pin_service(_own_pid())
+        for name in ("a", "b"):
+            stream = await pair.submit(name, setup.prompt(64), 4096)
+            await pair.decoded(stream, 8)
+            affinity.pin_busiest(pair.pid(name))
+            await pair.cancel(stream)
+        # The first transfer makes the connection and measures the bandwidth.
+        stream = await pair.submit("a", setup.prompt(512), 4096)
+        for _ in range(2):
+            await pair.decoded(stream, 8)
+            await pair.move(stream)
+        await pair.cancel(stream)
+        yield pair, affinity
+
+
+def _own_pid() -> int:
+    import os
+
+    return os.getpid()
+
+
+async def _moves(pair: Pair, stream: Stream, num_moves: int) -> list[tuple[float, float, float]]:
+    """(pause, decode step beside it, seconds from the order to the first token at the destination) of each move."""
+    figures = []
+    for _ in range(num_moves):
+        await pair.decoded(stream, BETWEEN_MOVES)
+        started_s = time.perf_counter()
+        outcome = await pair.move(stream)
+        if not outcome.is_moved:
+            raise RuntimeError(f"the request did not move: {outcome}")
+        figures.append((*pause_s(stream), time.perf_counter() - started_s))
+    return figures
+
+
+def _row(length: int, figures: list[tuple[float, float, float]]) -> Figures:
+    pauses, steps, totals = (sorted(values) for values in zip(*figures, strict=True))
+    ratios = sorted(pause / step for pause, step, _ in figures)
+    return {
+        "tokens": length,
+        "moves": len(figures),
+        "decode step ms": 1e3 * statistics.median(steps),
+        "pause ms": 1e3 * statistics.median(pauses),
+        "pause P90 ms": 1e3 * percentile(pauses, 0.9),
+        "pause / step": statistics.median(ratios),
+        "pause / step P90": percentile(ratios, 0.9),
+        "whole move ms": 1e3 * statistics.median(totals),
+    }
+
+
+async def pause(setup: Setup) -> Result:
+    """One request of each length, moved to and fro while it decodes."""
+    rows = []
+    async with pair_of(setup) as (pair, _):
+        for length in setup.lengths:
+            stream = await pair.submit("a", setup.prompt(length - BETWEEN_MOVES), setup.num_moves * 64)
+            figures = await _moves(pair, stream, setup.num_moves)
+            rows.append(_row(length, figures))
+            await pair.cancel(stream)
+    ratios = [row["pause / step"] for row in rows]
+    return Result(
+        "Pause of the moved request",
+        rows,
+        [
+            Target("largest pause over decode step, median at each length", max(ratios), 1.5),
+            Target("longest over shortest pause, in decode steps of its length", max(ratios) / min(ratios), 1.2),
+        ],
+    )
+
+
+async def neighbours(setup: Setup) -> Result:
+    """Inter-token time of other requests on source and destination, during moves against just before them."""
+    length = setup.lengths[-2] if len(setup.lengths) > 1 else setup.lengths[0]
+    rows = []
+    async with pair_of(setup) as (pair, _):
+        for crowded in ("a", "b"):
+            others = [
+                await pair.submit(crowded, setup.prompt(128, number), 8192, priority=Priority.HIGH)
+                for number in range(setup.num_neighbours)
+            ]
+            stream = await pair.submit("a", setup.prompt(length), setup.num_moves * 4 * BETWEEN_MOVES)
+            windows: dict[bool, list[tuple[float, float]]] = {True: [], False: []}
+            for number in range(2 * setup.num_moves):
+                await pair.decoded(stream, BETWEEN_MOVES)
+                started_s = time.perf_counter()
+                is_away = stream.owner != crowded
+                await pair.move(stream)
+                took_s = time.perf_counter() - started_s
+                during = _gaps(others, started_s, started_s + took_s)
+                before = _gaps(others, started_s - took_s, started_s)
+                if number >= 2 and during and before:
+                    # Beside it the moved request itself decodes on one of the two: only alike times compare.
+                    windows[is_away].append((statistics.mean(during), statistics.mean(before)))
+            for is_away, pairs in windows.items():
+                during_s = statistics.median(d for d, _ in pairs)
+                before_s = statistics.median(b for _, b in pairs)
+                rows.append(
+                    {
+                        "others on": "destination" if is_away else "source",
+                        "instance": crowded,
+                        "moves": len(pairs),
+                        "moved tokens": length,
+                        "step before ms": 1e3 * before_s,
+                        "step during ms": 1e3 * during_s,
+                        "during / before": statistics.median(d / b for d, b in pairs),
+                    }
+                )
+            for other in [*others, stream]:
+                await pair.cancel(other)
+    targets = [
+        Target(
+            f"decode time of others on the {end} during a move",
+            statistics.mean(row["during / before"] for row in rows if row["others on"] == end),
+            1.02,
+        )
+        for end in ("source", "destination")
+    ]
+    return Result("Other requests during a move", rows, targets)
+
+
+def _gaps(streams: list[Stream], begin_s: float, end_s: float) -> list[float]:
+    """Inter-token times that lie wholly within the window."""
+    return [
+        later - earlier
+        for stream in streams
+        for earlier, later in zip(stream.times_s, stream.times_s[1:], strict=False)
+        if begin_s <= earlier and later <= end_s
+    ]
+
+
+async def baselines(setup: Setup) -> Result:
+    """The longest request: live migration, blocking copy, and computing again at the destination."""
+    length = setup.lengths[-1]
+    rows = []
+    for name, environment in (("live migration", {}), ("blocking copy", {"TIDEWAY_MIGRATION_MAX_STAGES": "1"})):
+        async with pair_of(setup, **environment) as (pair, _):
+            stream = await pair.submit("a", setup.prompt(length - BETWEEN_MOVES), 4096)
+            figures = await _moves(pair, stream, max(2, setup.num_moves // 2))
+            rows.append({"way": name, **_row(length, figures)})
+            if name == "live migration":
+                figures = []
+                for _ in range(2):
+                    await pair.decoded(stream, BETWEEN_MOVES)
+                    started_s = time.perf_counter()
+                    await pair.place_again(stream)
+                    figures.append((*pause_s(stream), time.perf_counter() - started_s))
+                recompute = {"way": "recompute", **_row(length, figures)}
+            await pair.cancel(stream)
+    rows.append(recompute)
+    live = rows[0]["pause ms"]
+    return Result(
+        "Against other ways",
+        rows,
+        [
+            Target(f"pause of {row['way']} over live migration's, {length} tokens", row["pause ms"] / live, 10.0, False)
+            for row in rows[1:]
+        ],
+    )
+
+
+EXPERIMENTS = {"pause": pause, "neighbours": neighbours, "baselines": baselines}

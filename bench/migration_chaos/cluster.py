@@ -1,0 +1,341 @@
+"""The processes of the chaos run, as a node agent and an operator see them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import multiprocessing
+import os
+import signal
+import tempfile
+import time
+from collections.abc import Callable
+from functools import partial
+from multiprocessing.connection import Connection
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import httpx
+import msgspec
+
+from bench.migration_chaos.executor import MERGED_BYTES, SHAPES
+from bench.migration_chaos.instance import Options
+from bench.migration_chaos.instance import run as run_instance
+from bench.migration_chaos.network import NatsProxy
+from shared.bus.interface import Bus, BusError
+from shared.bus.nats_bus import NatsBus
+from shared.messages import (
+    INSTANCE_EXITED,
+    INSTANCES,
+    MODELS,
+    InstanceExited,
+    InstanceInfo,
+    InstancePlan,
+    ModelSpec,
+    bucket_key,
+)
+from shared.service import run_service
+from shared.settings import BusSettings, InstanceSettings, SchedulerSettings
+from tests.conftest import NatsServer, free_port
+
+log = logging.getLogger(__name__)
+
+PRELOAD = ["bench.migration_chaos.instance", "services.scheduler.__main__", "ucxx"]
+NUM_MERGED = 160
+NUM_HOST_MERGED = 64
+START_TIMEOUT_S = 60.0
+SPECS = [ModelSpec(name, f"/models/{name}") for name in SHAPES]
+
+
+def _run_scheduler(settings: SchedulerSettings, log_path: str) -> None:
+    from services.scheduler.__main__ import serve
+
+    file = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    run_service(partial(serve, settings), settings)
+
+
+class Process:
+    """One that is started again when it ends, until `stop`."""
+
+    def __init__(self, name: str, folder: Path) -> None:
+        self.name = name
+        self.log_path = folder / f"{name}.log"
+        self.process: Any = None
+        self.is_stopped = False
+        """By SIGSTOP."""
+
+    def kill(self) -> None:
+        self._signal(signal.SIGKILL)
+
+    def stop(self) -> None:
+        self.is_stopped = True
+        self._signal(signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        self.is_stopped = False
+        self._signal(signal.SIGCONT)
+
+    def terminate(self) -> None:
+        self._signal(signal.SIGTERM)
+
+    @property
+    def pid(self) -> int:
+        return int(self.process.pid)
+
+    def _signal(self, number: int) -> None:
+        try:
+            os.kill(self.pid, number)
+        except ProcessLookupError:
+            log.info("%s is gone already", self.name)
+
+
+class Instance(Process):
+    """`on_event(instance, event)`: what its process tells."""
+
+    def __init__(self, index: int, cluster: Cluster, on_event: Callable[[Instance, tuple[Any, ...]], None]) -> None:
+        super().__init__(f"node-{index}", cluster.folder)
+        self.index = index
+        self.proxy = NatsProxy(cluster.nats.port)
+        self.incarnation = ""
+        self.num_starts = 0
+        self.is_up = False
+        """It has registered with its models, and nobody has said that it should end."""
+        self.is_ending = False
+        """It was told to."""
+        self.died = asyncio.Event()
+        self._cluster = cluster
+        self._on_event = on_event
+        self._connection: Connection | None = None
+
+    def tell(self, *order: Any) -> None:
+        assert self._connection is not None
+        try:
+            self._connection.send(order)
+        except OSError:
+            log.info("%s is gone already", self.name)
+
+    def start(self) -> None:
+        cluster = self._cluster
+        random = Random(f"{cluster.seed} {self.name} {self.num_starts}")
+        self.num_starts += 1
+        self.is_ending = self.is_stopped = False
+        self.died = asyncio.Event()
+        plan = InstancePlan(self.name, "node", SPECS, NUM_MERGED * MERGED_BYTES, MERGED_BYTES)
+        settings = InstanceSettings(
+            nats_url=self.proxy.url,
+            instance_id=self.name,
+            node_id="node",
+            plan=msgspec.json.encode(plan).decode(),
+            device="cpu",
+            profile="off",
+            max_running=random.choice((24, 64)),
+            token_budget=96,
+            steps_in_flight=random.choice((1, 2)),
+            checkpoint_start=0.3,
+            migration_rate_share=random.choice((4e-4, 0.5)),
+            max_migrations=4,
+            migration_cooldown_s=0.05,
+            drain_grace_s=8.0,
+            log_level=cluster.log_level,
+        )
+        options = Options(cluster.step_s, NUM_HOST_MERGED, str(self.log_path))
+        near, far = cluster.context.Pipe()
+        self._connection = near
+        self.process = cluster.context.Process(target=run_instance, args=(settings, options, far), daemon=True)
+        self.process.start()
+        far.close()
+        asyncio.get_running_loop().add_reader(near.fileno(), self._read, near)
+
+    def _read(self, connection: Connection) -> None:
+        try:
+            while connection.poll():
+                event = connection.recv()
+                if event[0] == "started":
+                    self.incarnation = event[1]
+                self._on_event(self, event)
+        except (EOFError, OSError):
+            asyncio.get_running_loop().remove_reader(connection.fileno())
+            connection.close()
+            self.is_up = False
+            self.died.set()
+            self._on_event(self, ("died",))
+            self._cluster.spawn(self._end())
+
+    async def _end(self) -> None:
+        """What a node agent does: it tells everybody, if it lives, and starts the instance again."""
+        cluster = self._cluster
+        process, incarnation = self.process, self.incarnation
+        await asyncio.to_thread(process.join, 10)
+        random = cluster.random
+        tells, lingers = random.random() < 0.7, random.random() < 0.2
+        if tells:
+            exited = InstanceExited(self.name, incarnation, "node", process.exitcode or 0)
+            cluster.bus.publish(INSTANCE_EXITED, exited)
+        if cluster.is_closing:
+            return
+        if lingers and not tells:
+            await asyncio.sleep(4.0)  # the registry forgets it
+        self.proxy.mend()
+        self.start()
+
+    def can_serve(self) -> bool:
+        """As its registry entry says."""
+        info = self._cluster.registry.get(self.name)
+        return (
+            info is not None
+            and info.incarnation == self.incarnation
+            and info.state == "ready"
+            and bool(info.kv_address)
+            and len(info.models) == len(SHAPES)
+            and all(model.state == "ready" for model in info.models)
+        )
+
+
+class Scheduler(Process):
+    def __init__(self, index: int, cluster: Cluster) -> None:
+        super().__init__(f"scheduler-{index}", cluster.folder)
+        self._cluster = cluster
+        self.metrics_port = free_port()
+
+    def start(self) -> None:
+        cluster = self._cluster
+        settings = SchedulerSettings(
+            nats_url=cluster.nats.url,
+            scheduler_id=self.name,
+            metrics_port=self.metrics_port,
+            # Only drains move requests by themselves.
+            rebalance_low=-2e9,
+            rebalance_high=-1e9,
+            max_waiting_per_model=8,
+            log_level=cluster.log_level,
+        )
+        self.is_stopped = False
+        self.process = cluster.context.Process(target=_run_scheduler, args=(settings, str(self.log_path)), daemon=True)
+        self.process.start()
+
+    async def killed(self, down_s: float) -> None:
+        self.kill()
+        await asyncio.to_thread(self.process.join, 10)
+        await asyncio.sleep(down_s)
+        if not self._cluster.is_closing:
+            self.start()
+
+    async def held(self) -> dict[str, float]:
+        """Of the leader: requests that it thinks of; {} of any other."""
+        names = ("is_leader", "tracked_requests", "ledger_requests")
+        try:
+            async with httpx.AsyncClient(timeout=2.0) as client:
+                text = (await client.get(f"http://127.0.0.1:{self.metrics_port}/metrics")).text
+        except httpx.HTTPError:
+            return {}
+        found = {}
+        for line in text.splitlines():
+            name, _, value = line.rpartition(" ")
+            if name.removeprefix("tideway_scheduler_") in names:
+                found[name.removeprefix("tideway_scheduler_")] = float(value)
+        return found if found.pop("is_leader", 0.0) else {}
+
+
+class Cluster:
+    bus: Bus
+
+    def __init__(
+        self,
+        seed: int,
+        num_instances: int,
+        on_event: Callable[[Instance, tuple[Any, ...]], None],
+        *,
+        step_s: float = 0.005,
+        num_schedulers: int = 2,
+        log_level: str = "INFO",
+    ) -> None:
+        self.seed = seed
+        self.random = Random(f"{seed} cluster")
+        self.step_s = step_s
+        self.log_level = log_level
+        self.folder = Path(tempfile.mkdtemp(prefix="tideway-chaos-"))
+        self.context = multiprocessing.get_context("forkserver")
+        self.context.set_forkserver_preload(PRELOAD)
+        self.nats = NatsServer()
+        self.is_nats_up = True
+        self.is_closing = False
+        self.instances = [Instance(index, self, on_event) for index in range(num_instances)]
+        self.schedulers = [Scheduler(index, self) for index in range(num_schedulers)]
+        self.registry: dict[str, InstanceInfo] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def __getitem__(self, instance_id: str) -> Instance:
+        return next(instance for instance in self.instances if instance.name == instance_id)
+
+    async def start(self) -> None:
+        # The server that processes are forked from imports everything first, which takes a while.
+        first = self.context.Process(target=int)
+        await asyncio.to_thread(first.start)
+        await asyncio.to_thread(first.join)
+        self.bus = await NatsBus.connect(BusSettings(nats_url=self.nats.url), "gateway", "chaos")
+        await self._write_models()
+        self._watch = await (await self.bus.key_value(INSTANCES)).watch(self._on_instance)
+        for instance in self.instances:
+            await instance.proxy.start()
+            instance.start()
+        for scheduler in self.schedulers:
+            scheduler.start()
+        async with asyncio.timeout(START_TIMEOUT_S):
+            while not all(instance.is_up for instance in self.instances):
+                await asyncio.sleep(0.05)
+
+    async def stop(self) -> None:
+        self.is_closing = True
+        for process in [*self.instances, *self.schedulers]:
+            process.go_on()
+            process.kill()
+            await asyncio.to_thread(process.process.join, 10)
+        for instance in self.instances:
+            await instance.proxy.stop()
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self.bus.close()
+        self.nats.close()
+
+    def spawn(self, work: Any) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._done)
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("a task of the driver failed", exc_info=error)
+
+    def _on_instance(self, instance_id: str, info: InstanceInfo | None) -> None:
+        if info is None:
+            self.registry.pop(instance_id, None)
+        else:
+            self.registry[instance_id] = info
+        for instance in self.instances:
+            if instance.name == instance_id:
+                instance.is_up = instance.can_serve() and not instance.is_ending
+
+    async def _write_models(self) -> None:
+        """As placement does."""
+        bucket = await self.bus.key_value(MODELS)
+        for spec in SPECS:
+            await bucket.put(bucket_key(spec.name), spec)
+
+    async def restart_nats(self, down_s: float, keep_store: bool) -> None:
+        self.is_nats_up = False
+        await asyncio.to_thread(self.nats.kill)
+        await asyncio.sleep(down_s)
+        await asyncio.to_thread(partial(self.nats.restart, keep_store=keep_store))
+        deadline_s = time.monotonic() + 30
+        while time.monotonic() < deadline_s:
+            try:
+                await self._write_models()
+                break
+            except BusError:
+                await asyncio.sleep(0.1)
+        self.is_nats_up = True

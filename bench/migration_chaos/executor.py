@@ -1,0 +1,179 @@
+"""An executor without a model, with real KV: bytes in one slab that all models share, as `KvStore` lays them out."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from bench.migration_chaos.chains import WORDS, cells, extend, next_token, root
+from shared.engine.plan import CopyKind, KvCopy, ModelShape, StepPlan, StepResult
+from shared.messages import ModelSpec, unpack_tokens
+
+CELL_BYTES = 8 * WORDS
+MERGED_BYTES = 2048
+SHAPES = {"a": ModelShape("a", 8, 4, 640), "b": ModelShape("b", 4, 8, 640)}
+assert all(s.page_tokens * s.slots_per_merged * CELL_BYTES == MERGED_BYTES for s in SHAPES.values())
+NO_OWNER = ""
+PREFILL_TOKENS_S = 8000.0
+"""A step takes so much longer for each token beyond one a sequence."""
+
+
+class _Row:
+    def __init__(self, model: str, tokens: list[int], blocks: list[int]) -> None:
+        self.model = model
+        self.tokens = tokens
+        self.blocks = blocks
+        self.links = np.array(extend(root(model), tokens), np.uint64)
+        """Of `tokens`."""
+
+    def put(self, position: int, token: int) -> None:
+        """What was there and after it was never true."""
+        before = int(self.links[position - 1]) if position else root(self.model)
+        self.tokens[position:] = [token]
+        self.links = np.append(self.links[:position], np.uint64(extend(before, [token])[0]))
+
+
+class ChaosExecutor:
+    def __init__(self, num_merged: int, num_host_merged: int, step_s: float, on_wrong: Callable[[str], None]) -> None:
+        """`on_wrong` is told, in the loop's thread, of each KV cell that holds something else than it should."""
+        self._step_s = step_s
+        self._on_wrong = on_wrong
+        self._slab = np.zeros(num_merged * MERGED_BYTES, np.uint8)
+        self._host_slab = np.zeros(num_host_merged * MERGED_BYTES, np.uint8)
+        self._owners = [NO_OWNER] * num_merged
+        self._rows: dict[int, _Row] = {}
+        self._suspended: dict[int, StepPlan] = {}
+        self._results: deque[StepResult] = deque()
+        self._copied: deque[tuple[int, bool]] = deque()
+        self._on_copied: Callable[[], None] = lambda: None
+        self._interrupted = threading.Event()
+        self._running = -1
+
+    # ------------------------------------------------------------------------------------------------- models
+
+    def prepare_model(self, spec: ModelSpec) -> ModelSpec:
+        return spec
+
+    def add_model(self, prepared: ModelSpec) -> ModelShape:
+        return SHAPES[prepared.name]
+
+    def remove_model(self, name: str) -> None:
+        self._owners = [NO_OWNER if owner == name else owner for owner in self._owners]
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+    # ------------------------------------------------------------------------------------------------- slots
+
+    def slot_rows(self, model: str, on_host: bool) -> torch.Tensor:
+        slab = self._host_slab if on_host else self._slab
+        return torch.from_numpy(slab.reshape(-1, SHAPES[model].page_tokens * CELL_BYTES))
+
+    def claim_slots(self, model: str, slots: list[int]) -> None:
+        for merged in {slot // SHAPES[model].slots_per_merged for slot in slots}:
+            if self._owners[merged] != model:
+                self._owners[merged] = model
+                self._slab[merged * MERGED_BYTES : (merged + 1) * MERGED_BYTES] = 0
+
+    def _blocks(self, model: str, on_host: bool = False) -> np.ndarray:
+        """`[num_slots, page_tokens, WORDS]` uint64."""
+        slab = self._host_slab if on_host else self._slab
+        return slab.view(np.uint64).reshape(-1, SHAPES[model].page_tokens, WORDS)
+
+    # ------------------------------------------------------------------------------------------------- steps
+
+    def launch(self, plan: StepPlan) -> None:
+        for step_id in plan.discards:
+            self._suspended.pop(step_id, None)
+        self._interrupted.clear()
+        self._running = plan.step_id
+        seconds = self._step_s + max(0, plan.num_tokens - len(plan.rows)) / PREFILL_TOKENS_S
+        is_interrupted = self._interrupted.wait(seconds) and plan.is_interruptible
+        self._running = -1
+        share = 0.5 if is_interrupted and plan.stop_share >= 1.0 else plan.stop_share
+        result = self._suspend(plan, share) if share < 1.0 else self._compute(plan)
+        self._results.append(result)
+
+    def collect(self) -> StepResult:
+        return self._results.popleft()
+
+    def interrupt(self, step_id: int) -> None:
+        if step_id == self._running:
+            self._interrupted.set()
+
+    def _suspend(self, plan: StepPlan, share: float) -> StepResult:
+        """Half of the layers have written."""
+        self._change_rows(plan)
+        for number, start, count in zip(plan.rows, plan.starts, plan.counts, strict=True):
+            self._write(self._rows[number], start, np.zeros((count, WORDS), np.uint64))
+        self._suspended[plan.step_id] = plan
+        return StepResult(plan.step_id, [], suspended_share=share)
+
+    def _compute(self, plan: StepPlan) -> StepResult:
+        self._suspended.pop(plan.step_id, None)
+        self._change_rows(plan)
+        for number, start, count in zip(plan.rows, plan.starts, plan.counts, strict=True):
+            row = self._rows[number]
+            assert row.model == plan.model and len(row.tokens) >= start + count
+            self._write(row, start, cells(row.links[start : start + count]))
+        sampled = []
+        for number, start, count, samples in zip(plan.rows, plan.starts, plan.counts, plan.samples, strict=True):
+            row, end = self._rows[number], start + count
+            differences = self._differences(row, end)
+            if samples:
+                row.put(end, next_token(int(row.links[end - 1]) ^ differences))
+                sampled.append(row.tokens[end])
+        return StepResult(plan.step_id, sampled)
+
+    def _change_rows(self, plan: StepPlan) -> None:
+        for new in plan.new_sequences:
+            self.claim_slots(plan.model, new.blocks)
+            self._rows[new.row] = _Row(plan.model, unpack_tokens(new.tokens), list(new.blocks))
+        for number, slots in plan.new_blocks:
+            self.claim_slots(plan.model, slots)
+            self._rows[number].blocks.extend(slots)
+
+    def _gather(self, row: _Row, end: int) -> np.ndarray:
+        """Cells of the first `end` positions; `[at least end, WORDS]`."""
+        num_blocks = -(-end // SHAPES[row.model].page_tokens)
+        return self._blocks(row.model)[row.blocks[:num_blocks]].reshape(-1, WORDS)
+
+    def _write(self, row: _Row, start: int, new: np.ndarray) -> None:
+        page, blocks = SHAPES[row.model].page_tokens, self._blocks(row.model)
+        positions = np.arange(start, start + len(new))
+        blocks[np.array(row.blocks)[positions // page], positions % page] = new
+
+    def _differences(self, row: _Row, end: int) -> int:
+        """Attention reads all of these: 0 where they are what they should be, else something of what they are."""
+        found = self._gather(row, end)[:end] ^ cells(row.links[:end])
+        wrong = np.flatnonzero(found.any(axis=1))
+        owners = {self._owners[slot // SHAPES[row.model].slots_per_merged] for slot in row.blocks}
+        if len(wrong) or owners != {row.model}:
+            shown = ", ".join(map(str, wrong[:8]))
+            self._on_wrong(f"{len(wrong)} of {end} cells ({shown}..) of model {row.model}; owners {owners}")
+        return int(np.bitwise_or.reduce(found, axis=None))
+
+    # ------------------------------------------------------------------------------------------------- copies
+
+    def start_copy(self, copy: KvCopy) -> None:
+        device, host = self._blocks(copy.model), self._blocks(copy.model, True)
+        if copy.kind == CopyKind.CHECKPOINT:
+            host[copy.host_slots] = device[copy.device_slots]
+        else:
+            self.claim_slots(copy.model, copy.device_slots)
+            device[copy.device_slots] = host[copy.host_slots]
+        self._copied.append((copy.copy_id, True))
+        self._on_copied()
+
+    def finished_copies(self) -> list[tuple[int, bool]]:
+        done = []
+        while self._copied:
+            done.append(self._copied.popleft())
+        return done
+
+    def on_copy_finished(self, callback: Callable[[], None]) -> None:
+        self._on_copied = callback

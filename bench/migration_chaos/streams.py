@@ -1,0 +1,219 @@
+"""The clients: streams over the gateway's own parts, each held against what an undisturbed run would have made."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections import Counter
+from collections.abc import Callable
+from random import Random
+from typing import Any
+
+from prometheus_client import CollectorRegistry
+
+from bench.migration_chaos.chains import VOCABULARY, output
+from services.gateway.catalog import Catalog
+from services.gateway.metrics import GatewayMetrics
+from services.gateway.placing import Placer
+from services.gateway.stream import Stream
+from services.gateway.stream_table import StreamTable
+from shared.bus.interface import Bus, ServiceError
+from shared.messages import (
+    FinishReason,
+    GenerationRequest,
+    InstanceInfo,
+    ModelSpec,
+    Priority,
+    RequestClass,
+    SamplingParams,
+    TokenEntry,
+    pack_tokens,
+)
+
+GATEWAY_ID = "chaos"
+LIMIT_S = 60.0
+"""A stream that has not ended by then hangs."""
+NUM_PREFIXES = 4
+
+
+class _NoTokenizers:
+    """The catalog's; nobody reads text here."""
+
+    def preload(self, spec: ModelSpec) -> None:
+        """Nothing to load."""
+
+    def forget(self, keep: set[str]) -> None:
+        """Nothing was loaded."""
+
+
+class Streams:
+    """Keeps `target` of them under way. `on_failure(text)` is told of everything that is wrong."""
+
+    def __init__(self, bus: Bus, seed: int, on_failure: Callable[[str], None]) -> None:
+        self.counts: Counter[str] = Counter()
+        self.target = 0
+        self._bus = bus
+        self._seed = seed
+        self._on_failure = on_failure
+        self.metrics = GatewayMetrics(CollectorRegistry())
+        catalog = Catalog(bus, _NoTokenizers())  # type: ignore[arg-type]
+        placer = Placer(bus, catalog, self.metrics)
+        self.table = StreamTable(bus, GATEWAY_ID, catalog, placer, self.metrics)
+        self._catalog = catalog
+        self._expected: dict[str, list[int]] = {}
+        self._numbers = itertools.count()
+        self._clients: set[asyncio.Task[None]] = set()
+        self._wake = asyncio.Event()
+        random = Random(f"{seed} prefixes")
+        self._prefixes = [_tokens(random, random.randrange(40, 160)) for _ in range(NUM_PREFIXES)]
+
+    async def start(self) -> None:
+        await self._catalog.start(self._on_instance)
+        take = self.table.take
+
+        def checked(sender: str, entries: list[TokenEntry]) -> None:
+            for entry in entries:
+                self._check(sender, entry)
+            take(sender, entries)
+
+        self.table.take = checked  # type: ignore[method-assign]
+        await self.table.start()
+        self._feeding = asyncio.create_task(self._feed())
+
+    async def stop(self) -> None:
+        self._feeding.cancel()
+        for client in self._clients:
+            client.cancel()
+        await asyncio.gather(self._feeding, *self._clients, return_exceptions=True)
+        await self.table.stop()
+        await self._catalog.stop()
+
+    @property
+    def num_open(self) -> int:
+        return len(self._clients)
+
+    def retarget(self, target: int) -> None:
+        self.target = target
+        self._wake.set()
+
+    def cancel(self, request_id: str) -> None:
+        """The client goes away."""
+        if (stream := self.table.streams.get(request_id)) is not None:
+            self.table.close(stream)
+            stream.on_news()
+
+    def _on_instance(self, instance_id: str, info: InstanceInfo | None) -> None:
+        self.table.on_instance(instance_id, info)
+
+    async def _feed(self) -> None:
+        while True:
+            self._wake.clear()
+            while len(self._clients) < self.target:
+                client = asyncio.create_task(self._client(next(self._numbers)))
+                self._clients.add(client)
+                client.add_done_callback(self._left)
+            await self._wake.wait()
+
+    def _left(self, client: asyncio.Task[None]) -> None:
+        self._clients.discard(client)
+        self._wake.set()
+        if not client.cancelled() and (error := client.exception()) is not None:
+            self._on_failure(f"a client failed: {error!r}")
+
+    def _request(self, number: int) -> GenerationRequest:
+        random = Random(f"{self._seed} request {number}")
+        model = "a" if random.random() < 0.7 else "b"
+        prompt = _tokens(random, random.choice((3, 20, 60, 150, 300)) + random.randrange(20))
+        if random.random() < 0.3:
+            prompt = self._prefixes[random.randrange(NUM_PREFIXES)] + prompt[:100]
+        sampling = SamplingParams(random.choice((30, 100, 180, 280)) + random.randrange(20))
+        if random.random() < 0.1:
+            stops = tuple(random.sample(range(VOCABULARY), 4))
+            sampling = SamplingParams(sampling.max_tokens, stop_token_ids=stops)
+        request_class = RequestClass.OFFLINE if random.random() < 0.2 else RequestClass.ONLINE
+        priority = Priority.HIGH if random.random() < 0.1 else Priority.NORMAL
+        return GenerationRequest(
+            f"r{number}", GATEWAY_ID, model, pack_tokens(prompt), sampling, request_class, priority
+        )
+
+    def _check(self, sender: str, entry: TokenEntry) -> None:
+        """Whoever says it and whether or not the stream takes it: no entry may be wrong."""
+        expected = self._expected.get(entry.request_id)
+        if expected is None:
+            return
+        told = memoryview(entry.tokens).cast("i").tolist()
+        if told != expected[entry.offset : entry.offset + len(told)]:
+            self._on_failure(
+                f"{sender} said other tokens of {entry.request_id} in epoch {entry.epoch} at {entry.offset}"
+            )
+
+    async def _client(self, number: int) -> None:
+        request = self._request(number)
+        request_id, sampling = request.request_id, request.sampling
+        prompt = memoryview(request.prompt).cast("i").tolist()
+        expected = output(request.model, prompt, sampling.max_tokens, sampling.stop_token_ids)
+        self._expected[request_id] = expected
+        try:
+            await self._follow(request, expected)
+        finally:
+            # What comes later is of a stream that has ended.
+            asyncio.get_running_loop().call_later(30.0, self._expected.pop, request_id, None)
+
+    async def _follow(self, request: GenerationRequest, expected: list[int]) -> None:
+        news = asyncio.Event()
+        try:
+            stream = await self.table.open(request, self._bus.now(), news.set)
+        except ServiceError as error:
+            self.counts[f"not taken: {error.code}"] += 1  # the client is told before it reads anything
+            await asyncio.sleep(0.1)
+            return
+        try:
+            async with asyncio.timeout(LIMIT_S):
+                while stream.is_open:
+                    await news.wait()
+                    news.clear()
+        except TimeoutError:
+            self._on_failure(f"{_describe(stream)} hangs at {len(stream.state.tokens)} of {len(expected)} tokens")
+            self.table.close(stream)
+            self.counts["hung"] += 1
+            return
+        self._judge(stream, expected)
+
+    def _judge(self, stream: Stream, expected: list[int]) -> None:
+        state = stream.state
+        tokens = state.tokens.tolist()
+        if tokens != expected[: len(tokens)]:
+            self.counts["differing"] += 1
+            self._on_failure(f"{_describe(stream)} differs")
+        elif stream.failure is not None:
+            self.counts["failed"] += 1
+            self._on_failure(f"{_describe(stream)} failed: {stream.failure}")
+        elif state.finish_reason is None:
+            self.counts["cancelled"] += 1
+        elif len(tokens) != len(expected) or state.finish_reason not in (FinishReason.LENGTH, FinishReason.STOP):
+            self.counts["short"] += 1
+            self._on_failure(f"{_describe(stream)} has {len(tokens)} of {len(expected)} tokens: {state.finish_reason}")
+        else:
+            self.counts["complete"] += 1
+            self.counts["tokens"] += len(tokens)
+
+
+def _tokens(random: Random, count: int) -> list[int]:
+    return [random.randrange(VOCABULARY) for _ in range(count)]
+
+
+def _describe(stream: Stream) -> str:
+    return f"{stream.request_id} (owner {stream.owner}, epoch {stream.state.epoch})"
+
+
+def counters(metrics: GatewayMetrics) -> dict[str, Any]:
+    """What the gateway had to do, for the report."""
+    found = {}
+    for metric in (metrics.moved_streams, metrics.replacements, metrics.replays, metrics.dropped_entries):
+        for family in metric.collect():
+            for sample in family.samples:
+                if sample.name.endswith("_total") and sample.value:
+                    label = ",".join(sample.labels.values())
+                    name = sample.name.removeprefix("tideway_gateway_").removesuffix("_total")
+                    found[f"{name} {label}".strip()] = int(sample.value)
+    return found

@@ -1,0 +1,97 @@
+"""Rebalancing, priorities, de-fragmentation and drain with four instances, in virtual time.
+
+python -m bench.rebalance [EXPERIMENT ...] [--device a10|cpu] [--output DIR] [--short]
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from bench.rebalance.devices import DEVICES
+from bench.rebalance.experiments import EXPERIMENTS, NUM_INSTANCES, Plan
+from bench.rebalance.results import draw_balance
+from bench.rebalance.workloads import MIXES
+from tideway.bench.plots import PlotsUnavailable
+
+TRACE = "azure_llm_2023_conv.csv"
+
+
+def _machine() -> dict[str, str | int]:
+    return {"machine": platform.machine(), "cores": len(os.sched_getaffinity(0)), "python": platform.python_version()}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m bench.rebalance", description=__doc__)
+    parser.add_argument(
+        "experiments", nargs="*", metavar="EXPERIMENT", help=f"of {', '.join(EXPERIMENTS)}; default: all"
+    )
+    parser.add_argument("--device", choices=DEVICES, default="a10")
+    parser.add_argument("--output", type=Path, default=Path(".tideway/bench"), help="folder of JSON, table and plot")
+    parser.add_argument("--short", action="store_true", help="one load, few requests")
+    parser.add_argument("--seed", type=int, default=101, help="the first one")
+    parser.add_argument("--num-seeds", type=int, default=0, help="default: 3, short 1")
+    parser.add_argument("--requests", type=int, default=0, help="of one run; default: 600 s of arrivals, short 150")
+    parser.add_argument("--loads", default="", help="shares of the capacity, comma-separated")
+    parser.add_argument("--mixes", default="", help=f"of {', '.join(MIXES)}, comma-separated")
+    parser.add_argument("--order", default="fcfs", help="order policy of scheduler and instances, of all systems")
+    parser.add_argument(
+        "--traces", type=Path, default=Path("../shared/traces"), help=f"folder of {TRACE}, if there is one"
+    )
+    parser.add_argument("--set", action="append", default=[], metavar="NAME=NUMBER", help="a setting of the scheduler")
+    options = parser.parse_args(arguments)
+    names = options.experiments or list(EXPERIMENTS)
+    if unknown := set(names) - EXPERIMENTS.keys():
+        parser.error(f"unknown experiments: {', '.join(sorted(unknown))}")
+    trace = options.traces / TRACE
+    plan = Plan(
+        device=DEVICES[options.device],
+        seeds=tuple(range(options.seed, options.seed + (options.num_seeds or (1 if options.short else 3)))),
+        num_requests=options.requests or (150 if options.short else 0),
+        loads=tuple(map(float, options.loads.split(",")))
+        if options.loads
+        else ((0.7,) if options.short else (0.6, 0.7, 0.8)),
+        mixes=tuple(options.mixes.split(",")) if options.mixes else (("M-M",) if options.short else MIXES),
+        trace=trace if trace.exists() and not options.short else None,
+        order=options.order,
+        scheduler={name: float(value) for name, _, value in (item.partition("=") for item in options.set)},
+        is_short=options.short,
+    )
+    options.output.mkdir(parents=True, exist_ok=True)
+    for name in names:
+        started = time.monotonic()
+        result = EXPERIMENTS[name](plan, lambda line: print(line, file=sys.stderr, flush=True))
+        print(result.markdown() + "\n", flush=True)
+        date, took_s = time.strftime("%Y-%m-%d"), time.monotonic() - started
+        stem = options.output / f"rebalance-{name}-{plan.device.name}{'-short' if options.short else ''}-{date}"
+        document = {
+            "date": date, "machine": _machine(), "command": " ".join(sys.argv[1:]), "took_s": round(took_s, 1),
+            "plan": msgspec.structs.replace(plan, trace=None), "trace": plan.trace and plan.trace.name, "result": result,
+        }  # fmt: skip
+        stem.with_suffix(".json").write_bytes(msgspec.json.format(msgspec.json.encode(document), indent=1))
+        head = (
+            f"# Requests that move, in virtual time, {date}\n\n{NUM_INSTANCES} instances, device {plan.device.name}, seeds "
+            f"{list(plan.seeds)}, {plan.num_requests or 'all'} requests of a run, order {plan.order}; "
+            f"{_machine()}, {took_s:.0f} s\n\n"
+        )
+        stem.with_suffix(".md").write_text(head + result.markdown() + "\n")
+        if result.figures:
+            try:
+                draw_balance(result.figures, f"{name}, {plan.device.name}, {date}").savefig(
+                    stem.with_suffix(".png"), dpi=110
+                )
+            except PlotsUnavailable as error:
+                print(error, file=sys.stderr)
+        print(f"{took_s:.0f} s; written: {stem}.json, .md", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,78 @@
+"""What the instances run on: step times, KV pool, link. None of it is measured by this benchmark."""
+
+from __future__ import annotations
+
+import msgspec
+
+from shared.cost_model import CostModel
+
+MODEL = "model"
+
+
+class Device(msgspec.Struct, frozen=True, kw_only=True):
+    name: str
+    cost_model: CostModel
+    page_tokens: int
+    num_blocks: int
+    """KV blocks in the pool of one instance; a merged block holds one."""
+    num_rows: int
+    max_step_tokens: int
+    block_bytes: int
+    bandwidth_bytes_s: float
+    """Of the link between two instances; migrations use `rate_share` of it."""
+    rate_share: float = 0.5
+    max_length: int
+    """Tokens of a prompt, and of an output, at most."""
+    high_load: float
+    """Share of the pool up to which an instance with requests of high priority is loaded."""
+    ttft_s: float
+    tpot_s: float
+
+    @property
+    def pool_tokens(self) -> int:
+        return self.num_blocks * self.page_tokens
+
+
+A10 = Device(
+    name="a10",
+    cost_model=CostModel(
+        fixed_s=0.020, prefill_token_s=2e-5, prefill_attention_s=9e-9, decode_s=2e-4, decode_context_s=1e-6,
+        over_knee_s=2e-4, knee_tokens=100, checkpoint_slot_s=4e-4, restore_slot_s=4e-4,
+    ),
+    page_tokens=16,
+    num_blocks=851,
+    num_rows=256,
+    max_step_tokens=8192,
+    block_bytes=16 * 32 * 2 * 4096 * 2,
+    bandwidth_bytes_s=8e9,
+    max_length=6000,
+    high_load=1600 / 13616,
+    ttft_s=1.5,
+    tpot_s=0.11,
+)  # fmt: skip
+"""LLaMA-7B on one A10, made to fit Llumnix's figures, not measured: a pool of 851 blocks of 16 tokens (13,616 tokens of
+0.5 MB), decode steps of 20 ms alone and about 2.3 times that with a pool full of short sequences, 8k prompt tokens in 2.1 s
+(13.5 GFLOP a token at some 65 TFLOP/s), 64 Gb/s between instances, at most 1,600 tokens beside a request of high
+priority."""
+
+CPU = Device(
+    name="cpu",
+    cost_model=CostModel(
+        fixed_s=0.025, prefill_token_s=3.5e-4, prefill_attention_s=1e-6, decode_s=2.5e-3, decode_context_s=1e-6,
+        mixed_s=0.006, checkpoint_slot_s=1.7e-4, restore_slot_s=1.7e-4,
+    ),
+    page_tokens=32,
+    num_blocks=256,
+    num_rows=64,
+    max_step_tokens=512,
+    block_bytes=32 * 30 * 2 * 192 * 2,
+    bandwidth_bytes_s=1.5e9,
+    max_length=3600,
+    high_load=0.25,
+    ttft_s=1.5,
+    tpot_s=0.11,
+)  # fmt: skip
+"""A 135M-parameter Llama shape in bfloat16 on two x86 cores, rounded from profiles of a quiet machine; the link is
+shared memory. A pool of 8,192 tokens. Decodes are a tenth of a step's fixed cost each, so arithmetic runs out first."""
+
+DEVICES = {device.name: device for device in (A10, CPU)}

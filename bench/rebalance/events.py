@@ -1,0 +1,30 @@
+"""Virtual time: what happens when, in order; things of one moment in the order in which they were asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from heapq import heappop, heappush
+from typing import Any
+
+
+class Events:
+    def __init__(self) -> None:
+        self.now = 0.0
+        self._heap: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
+        self._num = 0
+
+    def at(self, time_s: float, call: Callable[..., None], *arguments: Any) -> None:
+        self._num += 1
+        heappush(self._heap, (max(time_s, self.now), self._num, call, arguments))
+
+    def after(self, delay_s: float, call: Callable[..., None], *arguments: Any) -> None:
+        self.at(self.now + delay_s, call, *arguments)
+
+    def run(self, is_over: Callable[[], bool], limit_s: float) -> bool:
+        """Until `is_over`; False where nothing is left to happen, or `limit_s` has come, before that."""
+        while not is_over():
+            if not self._heap or self._heap[0][0] > limit_s:
+                return False
+            self.now, _, call, arguments = heappop(self._heap)
+            call(*arguments)
+        return True

@@ -1,0 +1,284 @@
+"""What is compared. Each experiment draws its requests from seeds, gives all systems the same ones, and states what it aims
+at as met or missed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from bench.rebalance.cluster import Cluster, System
+from bench.rebalance.devices import Device
+from bench.rebalance.results import (
+    LEAST_HIGH_GAIN,
+    MOST_NORMAL_LOSS,
+    MOST_START_S,
+    Experiment,
+    Figures,
+    balance_verdicts,
+    figures_of,
+    met,
+)
+from bench.rebalance.scaling import Fleet
+from bench.rebalance.workloads import MIXES, Job, Workload, draw_jobs
+from shared.cost_model import StepShape
+
+PROFILE_SEED, PROFILE_REQUESTS = 1_000_003, 50_000
+"""Of the requests by which the capacity is reckoned: others than those that are compared."""
+NUM_INSTANCES = 4
+DURATION_S = 600.0
+"""Of arrivals, in virtual time."""
+START_S = 15.0
+"""Of an instance: weights from local storage."""
+FILLED_S = 8.0
+"""When the long prompt comes."""
+
+SYSTEMS = {
+    "round_robin": System(name="round_robin", dispatch="round_robin", is_late=False, migrates=False),
+    "infaas++": System(name="infaas++", is_late=False, migrates=False),
+    "late": System(name="late", migrates=False),
+    "tideway": System(name="tideway"),
+}
+"""round_robin and infaas++ (freeness dispatch) as in Llumnix: dispatched at once, never moved. late: Tideway's dispatch,
+which keeps requests in the scheduler's queue until an instance has room, without migration."""
+
+
+class Plan(msgspec.Struct, frozen=True, kw_only=True):
+    device: Device
+    seeds: tuple[int, ...]
+    num_requests: int = 0
+    """Of one run; 0: as many as come in `DURATION_S`."""
+    loads: tuple[float, ...] = (0.6, 0.7, 0.8)
+    """Of the capacity, for each mix."""
+    mixes: tuple[str, ...] = MIXES
+    trace: Path | None = None
+    order: str = "fcfs"
+    scheduler: dict[str, float] = {}
+    """Settings of Tideway's scheduler that differ from its defaults."""
+    is_short: bool = False
+
+    def workload(self, mix: str, rate_rps: float, **more: float) -> Workload:
+        num = self.num_requests or int(rate_rps * DURATION_S)
+        return Workload(mix=mix, rate_rps=rate_rps, num_requests=num, **more)
+
+    def system(self, name: str, /, **changes: object) -> System:
+        known = SYSTEMS[name]
+        if known.migrates:
+            changes["scheduler"] = self.scheduler
+        return msgspec.structs.replace(known, order=self.order, **changes)
+
+
+def run_one(plan: Plan, system: System, jobs: Sequence[Job], seed: int) -> Cluster:
+    cluster = Cluster(plan.device, system, jobs, num_instances=NUM_INSTANCES, seed=seed)
+    cluster.run()
+    return cluster
+
+
+def capacity_rps(plan: Plan, mix: str) -> float:
+    """Requests per second of the cluster if every pool were always full and nothing were ever preempted: of each instance
+
+    1 / (mean outputs * step / N + mean prefill)        N: requests that fill a pool, by their mean size over their steps
+    """
+    device, cost = plan.device, plan.device.cost_model
+    workload = Workload(mix=mix, rate_rps=1.0, num_requests=PROFILE_REQUESTS)
+    jobs = draw_jobs(workload, device, PROFILE_SEED)
+    prompts = np.array([job.prompt_tokens for job in jobs], float)
+    outputs = np.array([job.output_tokens for job in jobs], float)
+    size = float((outputs * (prompts + outputs / 2)).sum() / outputs.sum())
+    num = min(device.num_rows, int(device.pool_tokens / size))
+    step_s = cost.predict(StepShape(0, 0.0, num, int(num * size)))
+    idle_s = cost.predict(StepShape())
+    prefill_s = float(np.mean([cost.predict(StepShape(int(p), p * p / 2)) - idle_s for p in prompts[:2000]]))
+    return NUM_INSTANCES / (float(outputs.mean()) * step_s / num + prefill_s)
+
+
+def _compare(
+    plan: Plan, case: str, workload: Workload, systems: Sequence[System], show: Callable[[str], None]
+) -> list[Figures]:
+    figures = []
+    for system in systems:
+        clusters = [run_one(plan, system, draw_jobs(workload, plan.device, seed), seed) for seed in plan.seeds]
+        figures.append(figures_of(case, system.name, clusters))
+        one = figures[-1]
+        show(
+            f"{case} {system.name}: TTFT mean {one.ttft.mean:.3f} P99 {one.ttft.p99:.2f} s, TPOT P99 "
+            f"{1000 * one.tpot.p99:.0f} ms, preemptions {one.num_preemptions}, {one.moves}"
+        )
+    return figures
+
+
+def balance(plan: Plan, show: Callable[[str], None]) -> Experiment:
+    result = Experiment(
+        name="balance",
+        about="Llumnix's mixes of long-tailed lengths (prompts - outputs), Poisson arrivals at shares of the mix's "
+        "capacity; a trace's requests at its own times, stretched.",
+    )
+    systems = [plan.system(name) for name in SYSTEMS]
+    for mix in [*plan.mixes, *([str(plan.trace)] if plan.trace else [])]:
+        capacity, name = capacity_rps(plan, mix), mix if mix in MIXES else Path(mix).stem
+        for load in plan.loads:
+            rate_rps = load * capacity
+            workload = plan.workload(mix, rate_rps)
+            result.figures += _compare(plan, f"{name} {load:g} ({rate_rps:.2f}/s)", workload, systems, show)
+    result.verdicts = balance_verdicts(result.figures)
+    return result
+
+
+def bursts(plan: Plan, show: Callable[[str], None]) -> Experiment:
+    result = Experiment(
+        name="bursts", about="M-M with gamma distributed intervals of growing coefficient of variation."
+    )
+    rate_rps = 0.55 * capacity_rps(plan, "M-M")
+    for cv in (2.0,) if plan.is_short else (2.0, 4.0, 8.0):
+        workload = plan.workload("M-M", rate_rps, cv=cv)
+        systems = [plan.system(name) for name in SYSTEMS]
+        result.figures += _compare(plan, f"M-M CV {cv:g} ({rate_rps:.2f}/s)", workload, systems, show)
+    result.verdicts = balance_verdicts(result.figures)
+    return result
+
+
+def priorities(plan: Plan, show: Callable[[str], None]) -> Experiment:
+    result = Experiment(
+        name="priorities",
+        about="S-S in bursts, as Llumnix has it, a tenth of the requests of high priority: Tideway that knows which, "
+        "against Tideway that takes all for normal.",
+    )
+    rate_rps = 0.6 * capacity_rps(plan, "S-S")
+    knowing, unknowing = plan.system("tideway"), plan.system("tideway", name="no priorities", has_priorities=False)
+    for cv in (2.0,) if plan.is_short else (1.0, 2.0, 4.0):
+        workload = plan.workload("S-S", rate_rps, cv=cv, high_share=0.1)
+        case = f"S-S CV {cv:g} ({rate_rps:.2f}/s)"
+        found = _compare(plan, case, workload, [unknowing, knowing], show)
+        result.figures += found
+        before, after = found
+        gain = before.high_latency.mean / after.high_latency.mean
+        loss = after.normal_latency.mean / before.normal_latency.mean
+        result.verdicts += [
+            f"{met(gain >= LEAST_HIGH_GAIN)} {case}: mean latency of high priority {gain:.2f} times lower (TTFT P99 "
+            f"{before.high_ttft.p99 / after.high_ttft.p99:.1f} times)",
+            f"{met(loss <= MOST_NORMAL_LOSS)} {case}: mean latency of normal priority times {loss:.3f}",
+        ]
+    return result
+
+
+def fragmentation(plan: Plan, show: Callable[[str], None]) -> Experiment:
+    """Each instance is filled by requests that decode for long, so far that three quarters of the long prompt would fit."""
+    result = Experiment(
+        name="fragmentation",
+        about="Time from its arrival until a prompt starts that fits into no instance's free memory (three quarters of it "
+        "would), but three times into the cluster's.",
+    )
+    device = plan.device
+    systems = ("late", "infaas++", "tideway")
+    for num_each in (8,) if plan.is_short else (4, 8):
+        for share in (0.3,) if plan.is_short else (0.3, 0.4):
+            starts: list[list[float]] = []
+            for seed in plan.seeds:
+                jobs = _fragmented(device, num_each, share, seed)
+                start_s = [run_one(plan, plan.system(name), jobs, seed).journal.records[-1].start_s for name in systems]
+                if start_s[0] > MOST_START_S:  # else chance had left room on some instance
+                    starts.append(start_s)
+            for name, values in zip(systems, zip(*starts, strict=True), strict=False):
+                row = {"requests each": num_each, "prompt, of a pool": share, "seeds": len(values), "system": name,
+                       "median start, s": float(np.median(values)), "worst, s": max(values)}  # fmt: skip
+                result.rows.append(row)
+                show(str(row))
+    worst = max((row["worst, s"] for row in result.rows if row["system"] == "tideway"), default=math.inf)
+    before = min((row["median start, s"] for row in result.rows if row["system"] == "late"), default=0.0)
+    result.verdicts = [
+        f"{met(worst <= MOST_START_S)} the long prompt starts within {MOST_START_S:g} s: {worst:.2f} s at worst; without "
+        f"migration {before:.1f} s at least"
+    ]
+    return result
+
+
+def _fragmented(device: Device, num_each: int, share: float, seed: int) -> list[Job]:
+    """`num_each` requests for each instance, all in decode and far from their ends when the last job comes."""
+    draw = np.random.default_rng(seed)
+    prompt = int(share * device.pool_tokens)
+    fillers = draw.uniform(0.7, 1.3, num_each)
+    fillers *= (device.pool_tokens - 0.75 * prompt) / fillers.sum()
+    grown = _growth(device, fillers)
+    lengths = [max(8, int(fillers[number // NUM_INSTANCES] - grown)) for number in range(NUM_INSTANCES * num_each)]
+    jobs = [Job(0.01 * number, length, min(device.max_length, 1000)) for number, length in enumerate(lengths)]
+    return [*jobs, Job(FILLED_S, prompt, 10)]
+
+
+def _growth(device: Device, tokens: np.ndarray) -> float:
+    """About the tokens that each of an instance's requests decodes until `FILLED_S`."""
+    cost = device.cost_model
+    prefill_s = cost.predict(StepShape(int(tokens.sum()), float((tokens**2).sum() / 2)))
+    return (FILLED_S - prefill_s) / cost.predict(StepShape(0, 0.0, tokens.size, int(tokens.sum())))
+
+
+def drain(plan: Plan, show: Callable[[str], None]) -> Experiment:
+    result = Experiment(
+        name="drain",
+        about="Time from the word to drain until an instance holds nothing; the others have as many requests.",
+    )
+    output = min(plan.device.max_length, 1500)
+    for num in (4,) if plan.is_short else (4, 8, 16):
+        for name in ("late", "tideway"):
+            times = []
+            for seed in plan.seeds:
+                draw = np.random.default_rng(seed)
+                most = int(0.4 * plan.device.pool_tokens / num)
+                jobs = [Job(0.01 * i, int(draw.uniform(0.5, 1.0) * most), output) for i in range(NUM_INSTANCES * num)]
+                cluster = Cluster(plan.device, plan.system(name), jobs, num_instances=NUM_INSTANCES, seed=seed)
+                cluster.drain_at(10.0, "instance-0")
+                cluster.run()
+                times.append(cluster.emptied_s["instance-0"] - 10.0)
+            row = {"running": num, "system": name, "median, s": float(np.median(times)), "worst, s": max(times)}
+            result.rows.append(row)
+            show(str(row))
+    ratios = [
+        slow["median, s"] / fast["median, s"] for slow, fast in zip(result.rows[::2], result.rows[1::2], strict=True)
+    ]
+    result.verdicts = [f"        emptied {min(ratios):.1f} to {max(ratios):.1f} times sooner than without migration"]
+    return result
+
+
+def scaling(plan: Plan, show: Callable[[str], None]) -> Experiment:
+    result = Experiment(
+        name="scaling",
+        about=f"The fleet begins with two instances and grows and shrinks by its freeness, {START_S:g} s for an instance to "
+        "start; M-M with intervals of CV 2, growing thresholds.",
+    )
+    rate_rps = 0.6 * capacity_rps(plan, "M-M")
+    workload = plan.workload("M-M", rate_rps, cv=2.0)
+    for scale_low in (160.0,) if plan.is_short else (80.0, 160.0, 320.0):
+        for name in ("infaas++", "tideway"):
+            system = plan.system(name)
+            bounds = {"scale_low": scale_low, "scale_high": 6 * scale_low, "max_instances": 8}
+            system = msgspec.structs.replace(system, scheduler={**system.scheduler, **bounds})
+            fleets = []
+            for seed in plan.seeds:
+                jobs = draw_jobs(workload, plan.device, seed)
+                fleets.append(Fleet(plan.device, system, jobs, num_instances=2, seed=seed, start_s=START_S))
+                fleets[-1].run()
+            one = figures_of(f"M-M, below {scale_low:g} grows ({rate_rps:.2f}/s)", name, fleets)
+            result.figures.append(one)
+            result.rows.append(
+                {"threshold": scale_low, "system": name, "mean instances": one.mean_instances,
+                 "TTFT P99, s": one.ttft.p99, "latency mean, s": one.latency.mean, "latency P99, s": one.latency.p99}
+            )  # fmt: skip
+            show(str(result.rows[-1]))
+    result.verdicts = [
+        f"        below {theirs['threshold']:g}: instances {theirs['mean instances']:.2f} -> {mine['mean instances']:.2f}, "
+        f"P99 TTFT {theirs['TTFT P99, s']:.2f} -> {mine['TTFT P99, s']:.2f} s"
+        for theirs, mine in zip(result.rows[::2], result.rows[1::2], strict=True)
+    ]
+    return result
+
+
+EXPERIMENTS: dict[str, Callable[[Plan, Callable[[str], None]], Experiment]] = {
+    "balance": balance,
+    "bursts": bursts,
+    "priorities": priorities,
+    "fragmentation": fragmentation,
+    "drain": drain,
+    "scaling": scaling,
+}

@@ -1,0 +1,197 @@
+"""Figures of runs, and what they are held against."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import numpy as np
+
+from bench.rebalance.cluster import Cluster
+from bench.rebalance.journal import Record
+from tideway.bench.summary import Distribution
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+LEAST_FEWER_PREEMPTIONS = 0.70
+LEAST_HIGH_GAIN = 1.3
+MOST_NORMAL_LOSS = 1.05
+MOST_START_S = 1.0
+OURS = "tideway"
+BASELINES = ("round_robin", "infaas++")
+
+
+class Figures(msgspec.Struct, frozen=True, kw_only=True):
+    """Of one system in one case: the requests of all seeds together. Seconds."""
+
+    case: str
+    """Workload and load."""
+    system: str
+    num_requests: int
+    ttft: Distribution
+    tpot: Distribution
+    latency: Distribution
+    high_latency: Distribution
+    """Of the tenth that is of high priority, whether or not the system knows."""
+    normal_latency: Distribution
+    high_ttft: Distribution
+    num_preemptions: int
+    num_preempted: int
+    """Requests."""
+    preemption_loss_s: float
+    """From each preemption to the request's next token, summed over requests."""
+    recomputed_tokens: int
+    moves: dict[str, int]
+    """How migrations ended -> how many."""
+    pause_steps: Distribution
+    """From a moved request's last token at the source to the next one, in decode steps of the source."""
+    moved_gigabytes: float
+    mean_instances: float
+    ttft_p99_by_seed: list[float]
+    num_preemptions_by_seed: list[int]
+
+
+def figures_of(case: str, system: str, clusters: Sequence[Cluster]) -> Figures:
+    records = [record for cluster in clusters for record in cluster.journal.records]
+    high = [record for record in records if record.is_high]
+    normal = [record for record in records if not record.is_high]
+    moves: Counter[str] = Counter()
+    for cluster in clusters:
+        moves.update(cluster.movers.outcomes)
+    pauses = [pause / step_s for cluster in clusters for _, pause, step_s in cluster.journal.pauses]
+    return Figures(
+        case=case,
+        system=system,
+        num_requests=len(records),
+        ttft=Distribution.of(record.ttft_s for record in records),
+        tpot=Distribution.of(record.tpot_s for record in records),
+        latency=Distribution.of(record.latency_s for record in records),
+        high_latency=Distribution.of(record.latency_s for record in high),
+        normal_latency=Distribution.of(record.latency_s for record in normal),
+        high_ttft=Distribution.of(record.ttft_s for record in high),
+        num_preemptions=sum(record.num_preemptions for record in records),
+        num_preempted=sum(record.num_preemptions > 0 for record in records),
+        preemption_loss_s=sum(record.loss_s for record in records),
+        recomputed_tokens=sum(record.recomputed_tokens for record in records),
+        moves=dict(moves),
+        pause_steps=Distribution.of(pauses),
+        moved_gigabytes=sum(cluster.movers.num_bytes for cluster in clusters) / 1e9,
+        mean_instances=float(np.mean([cluster.mean_instances() for cluster in clusters])),
+        ttft_p99_by_seed=[_p99(cluster.journal.records) for cluster in clusters],
+        num_preemptions_by_seed=[sum(r.num_preemptions for r in cluster.journal.records) for cluster in clusters],
+    )
+
+
+def _p99(records: Sequence[Record]) -> float:
+    return float(np.percentile([record.ttft_s for record in records], 99))
+
+
+class Experiment(msgspec.Struct, kw_only=True):
+    """What one experiment found."""
+
+    name: str
+    about: str
+    figures: list[Figures] = []
+    rows: list[dict[str, Any]] = []
+    """Of experiments that measure something else."""
+    verdicts: list[str] = []
+
+    def markdown(self) -> str:
+        lines = [f"## {self.name}", "", self.about, ""]
+        if self.figures:
+            lines += _figures_table(self.figures)
+        if self.rows:
+            columns = list(self.rows[0])
+            lines += [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
+            lines += [f"| {' | '.join(_cell(row[column]) for column in columns)} |" for row in self.rows]
+        return "\n".join([*lines, "", *(f"    {verdict}" for verdict in self.verdicts)])
+
+
+def _cell(value: Any) -> str:
+    return f"{value:.3g}" if isinstance(value, float) else str(value)
+
+
+def _figures_table(figures: Sequence[Figures]) -> list[str]:
+    has_high = any(one.high_latency.num for one in figures)
+    head = ["case", "system", "TTFT mean", "P99", "by seed", "TPOT mean, ms", "P99", "preemptions", "requests", "loss, s",
+            "moved", "pause P50, steps", "P99"]  # fmt: skip
+    if has_high:
+        head += ["latency high, s", "normal", "TTFT P99 high"]
+    lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
+    for one in figures:
+        cells = [
+            one.case, one.system, f"{one.ttft.mean:.3f}", f"{one.ttft.p99:.2f}",
+            ", ".join(f"{value:.3g}" for value in one.ttft_p99_by_seed),
+            f"{1000 * one.tpot.mean:.1f}", f"{1000 * one.tpot.p99:.1f}", one.num_preemptions, one.num_preempted,
+            f"{one.preemption_loss_s:.0f}", sum(n for how, n in one.moves.items() if how.startswith("moved")),
+            f"{one.pause_steps.p50:.2f}", f"{one.pause_steps.p99:.2f}",
+        ]  # fmt: skip
+        if has_high:
+            cells += [f"{one.high_latency.mean:.2f}", f"{one.normal_latency.mean:.2f}", f"{one.high_ttft.p99:.2f}"]
+        lines.append(f"| {' | '.join(map(str, cells))} |")
+    return lines
+
+
+def met(is_met: bool) -> str:
+    return "met    " if is_met else "MISSED "
+
+
+def balance_verdicts(figures: Sequence[Figures]) -> list[str]:
+    """Lower P99 TTFT than both baselines in every case; fewer preemptions, over all cases and in each."""
+    lines, ours = [], {one.case: one for one in figures if one.system == OURS}
+    for name in BASELINES:
+        pairs = [(one, ours[one.case]) for one in figures if one.system == name]
+        ratios = {mine.case: theirs.ttft.p99 / mine.ttft.p99 for theirs, mine in pairs}
+        worst, best = min(ratios, key=ratios.__getitem__), max(ratios, key=ratios.__getitem__)
+        lines.append(
+            f"{met(ratios[worst] > 1)} P99 TTFT against {name}: {ratios[worst]:.2f} times lower in the worst case "
+            f"({worst}), {ratios[best]:.1f} times in the best ({best}); geometric mean "
+            f"{_geometric(list(ratios.values())):.2f}"
+        )
+        for theirs, mine in pairs:
+            lines.append(
+                f"        {mine.case} against {name}: P99 TTFT {theirs.ttft.p99:.2f} -> {mine.ttft.p99:.2f} s "
+                f"({ratios[mine.case]:.2f} times), mean {theirs.ttft.mean / mine.ttft.mean:.2f} times, P99 TPOT "
+                f"{theirs.tpot.p99 / mine.tpot.p99:.2f} times; preemptions {theirs.num_preemptions} -> "
+                f"{mine.num_preemptions}, loss {theirs.preemption_loss_s:.0f} -> {mine.preemption_loss_s:.0f} s"
+            )
+        before = sum(theirs.num_preemptions for theirs, _ in pairs)
+        after = sum(mine.num_preemptions for _, mine in pairs)
+        fewer = 1 - after / before if before else float(after == 0)
+        lines.append(
+            f"{met(fewer >= LEAST_FEWER_PREEMPTIONS)} preemptions against {name}, all cases: {before} -> {after} "
+            f"({100 * fewer:.0f} % fewer)"
+        )
+    return lines
+
+
+def _geometric(values: Sequence[float]) -> float:
+    return float(np.exp(np.mean(np.log(values))))
+
+
+def draw_balance(figures: Sequence[Figures], title: str) -> Figure:
+    """P99 TTFT and preemptions of each case and system. Raises `PlotsUnavailable`."""
+    from tideway.bench.plots import new_figure
+
+    figure, axes = new_figure(3, title)
+    cases = list(dict.fromkeys(one.case for one in figures))
+    for index, system in enumerate(dict.fromkeys(one.system for one in figures)):
+        found = {one.case: one for one in figures if one.system == system}
+        at = [number for number, case in enumerate(cases) if case in found]
+        chosen = [found[case] for case in cases if case in found]
+        for axis, values in (
+            (axes[0], [one.ttft.p99 for one in chosen]),
+            (axes[1], [1000 * one.tpot.p99 for one in chosen]),
+            (axes[2], [one.num_preemptions for one in chosen]),
+        ):
+            axis.plot(at, values, "o", color=f"C{index}", label=system)
+    for axis, label in zip(axes, ("P99 TTFT, s", "P99 TPOT, ms", "preemptions"), strict=True):
+        axis.set_ylabel(label)
+        axis.set_yscale("symlog" if label == "preemptions" else "log")
+        axis.legend(fontsize="small")
+    axes[-1].set_xticks(range(len(cases)), cases, rotation=60, ha="right", fontsize="x-small")
+    axes[-1].set_xlabel("")
+    return figure

@@ -1,0 +1,123 @@
+"""How loaded instances and queues are, for operators who look.
+
+Instances report up to 50 times a second each. Reading all of that in every gateway would cost a large cluster more than it
+is worth, so reports are subscribed to only while somebody asks, for long enough to hear those that are busy; for those that
+idle, and report once a second, what they said lately will do. The scheduler's statistics are one message a second.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from services.gateway.catalog import Catalog
+from shared.bus.interface import Bus, BusError, Subscription
+from shared.messages import LOAD_REPORTS, SCHEDULER_STATISTICS, LoadReport, StatisticsReport
+
+logger = logging.getLogger(__name__)
+
+FRESH_S = 0.5
+"""Nobody is heard again for a question that comes so soon after another."""
+LISTEN_S = 0.1
+LONG_LISTEN_S = 1.2
+"""Where instances were not heard lately: longer than the second between reports of one that idles."""
+LATELY_S = 3.0
+KEPT_S = 10.0
+MAX_TRIES = 3
+"""Times that one which says nothing is listened for so long; then it may be stuck."""
+QUEUES_LAST_S = 3.0
+"""After that the scheduler is gone."""
+
+
+@dataclass(frozen=True)
+class HeardLoad:
+    report: LoadReport
+    heard_s: float
+    """On the bus's clock."""
+
+
+class ClusterLoads:
+    def __init__(self, bus: Bus, catalog: Catalog) -> None:
+        self._bus = bus
+        self._catalog = catalog
+        self._loads: dict[str, HeardLoad] = {}
+        self._num_tries: dict[tuple[str, str], int] = {}
+        """In vain, by id and incarnation."""
+        self._listened_s = float("-inf")
+        self._listening: asyncio.Task[None] | None = None
+        self._statistics: tuple[StatisticsReport, float] | None = None
+        self._subscription: Subscription | None = None
+
+    async def start(self) -> None:
+        self._subscription = await self._bus.subscribe(SCHEDULER_STATISTICS, self._on_statistics)
+
+    async def stop(self) -> None:
+        if self._listening is not None:
+            self._listening.cancel()
+            await asyncio.gather(self._listening, return_exceptions=True)
+        if self._subscription is not None:
+            await self._subscription.stop()
+
+    async def loads(self) -> Mapping[str, HeardLoad]:
+        """By instance, of those in the registry; as far as they were heard. Takes up to `LONG_LISTEN_S`."""
+        if self._bus.now() - self._listened_s >= FRESH_S or self._is_any_awaited():
+            if self._listening is None or self._listening.done():
+                self._listening = asyncio.create_task(self._listen(), name="load reports")
+            await asyncio.shield(self._listening)
+        return self._loads
+
+    def num_queued(self) -> Mapping[str, int] | None:
+        """Requests in the scheduler's queue, by model (none for a model without traffic); None: no scheduler says so."""
+        if self._statistics is None or self._bus.now() - self._statistics[1] > QUEUES_LAST_S:
+            return None
+        return {model.model: model.num_queued for model in self._statistics[0].models}
+
+    def _present(self) -> set[tuple[str, str]]:
+        """Ids and incarnations."""
+        return {(instance_id, info.incarnation) for instance_id, info in self._catalog.instances.items()}
+
+    def _is_any_awaited(self) -> bool:
+        since_s = self._bus.now() - LATELY_S
+        lately = {(i, heard.report.incarnation) for i, heard in self._loads.items() if heard.heard_s >= since_s}
+        return any(self._num_tries.get(key, 0) < MAX_TRIES for key in self._present() - lately)
+
+    async def _listen(self) -> None:
+        present = self._present()
+        waiting = set(present)
+        all_heard = asyncio.Event()
+
+        def on_report(report: LoadReport) -> None:
+            key = (report.instance_id, report.incarnation)
+            if key in waiting:
+                self._loads[report.instance_id] = HeardLoad(report, self._bus.now())
+                waiting.discard(key)
+                if not waiting:
+                    all_heard.set()
+
+        if waiting:
+            is_long = self._is_any_awaited()
+            try:
+                subscription = await self._bus.subscribe(LOAD_REPORTS, on_report)
+            except BusError as error:
+                logger.info("load reports cannot be heard: %s", error)
+                return
+            try:
+                # Those that say nothing are known from before, or not at all.
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(LONG_LISTEN_S if is_long else LISTEN_S):
+                        await all_heard.wait()
+            finally:
+                await subscription.stop()
+            self._num_tries = {key: self._num_tries.get(key, 0) + is_long for key in waiting}
+        self._loads = {
+            instance_id: heard
+            for instance_id, heard in self._loads.items()
+            if (instance_id, heard.report.incarnation) in present and self._bus.now() - heard.heard_s < KEPT_S
+        }
+        self._listened_s = self._bus.now()
+
+    def _on_statistics(self, report: StatisticsReport) -> None:
+        self._statistics = (report, self._bus.now())

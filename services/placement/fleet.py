@@ -1,0 +1,51 @@
+"""Which instances are out of the plan on purpose. Pure.
+
+Two kinds: those that somebody drained, which stay out until that is undone, and those that scaling took out ("released"),
+which come back when there should be more, and are forgotten when they do not exist any more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from typing import NamedTuple
+
+from shared.messages import NodeInfo
+
+
+class Fleet(NamedTuple):
+    draining: tuple[str, ...] = ()
+    """In the order in which they were drained."""
+    released: tuple[str, ...] = ()
+    """Of those."""
+
+    def drain(self, instance_ids: Iterable[str], *, is_for_scaling: bool = False) -> Fleet:
+        """What an operator drains is his, also if scaling had taken it out before; never the other way."""
+        added = tuple(instance_ids)
+        new = tuple(i for i in added if i not in self.draining)
+        if is_for_scaling:
+            return Fleet(self.draining + new, self.released + new)
+        return Fleet(self.draining + new, _without(self.released, added))
+
+    def undo(self, instance_ids: Iterable[str]) -> Fleet:
+        gone = set(instance_ids)
+        return Fleet(_without(self.draining, gone), _without(self.released, gone))
+
+
+def _without(instance_ids: tuple[str, ...], gone: Collection[str]) -> tuple[str, ...]:
+    return tuple(i for i in instance_ids if i not in gone)
+
+
+def instance_ids(nodes: Iterable[NodeInfo]) -> list[str]:
+    """All that the nodes have room for."""
+    return [f"{node.node_id}-{k}" for node in nodes for k in range(node.num_instances)]
+
+
+def node_of(instance_id: str) -> tuple[str, int]:
+    """(node id, index); the index is -1 for what is no instance id."""
+    node_id, _, index = instance_id.rpartition("-")
+    return node_id, int(index) if index.isdecimal() else -1
+
+
+def active_by_node(nodes: Sequence[NodeInfo], draining: Collection[str]) -> dict[str, list[str]]:
+    """Instances that are to run, per node, in order of their index."""
+    return {node.node_id: [i for i in instance_ids([node]) if i not in draining] for node in nodes}

@@ -1,0 +1,58 @@
+"""The plan as it is stored: written only over the version that was read last."""
+
+from __future__ import annotations
+
+import logging
+
+from opentelemetry.trace import Tracer
+
+from services.placement.metrics import PlacementMetrics
+from shared.bus.interface import Bus, KeyValue, RevisionConflict
+from shared.messages import PLANS, PlacementPlan
+
+logger = logging.getLogger(__name__)
+
+PLAN_KEY = "current"
+
+
+class PlanStore:
+    def __init__(self, metrics: PlacementMetrics, tracer: Tracer) -> None:
+        self.plan: PlacementPlan | None = None
+        """As stored last, as far as is known here."""
+        self._revision = 0
+        self._metrics = metrics
+        self._tracer = tracer
+        self._bucket: KeyValue[PlacementPlan]
+
+    async def open(self, bus: Bus) -> None:
+        """Reads what is stored. Raises `BusError`."""
+        self._bucket = await bus.key_value(PLANS)
+        if (entry := await self._bucket.get(PLAN_KEY)) is not None:
+            self.plan, self._revision = entry.value, entry.revision
+
+    def node_ids(self) -> set[str]:
+        """Those with a part of the plan."""
+        return {instance.node_id for instance in self.plan.instances} if self.plan is not None else set()
+
+    async def publish(self, new: PlacementPlan) -> bool:
+        """False: another plan is stored than was thought; `plan` is that one now. Raises `BusError`."""
+        with self._tracer.start_as_current_span("placement.publish_plan") as span:
+            span.set_attribute("tideway.plan_version", new.version)
+            try:
+                if self._revision:
+                    revision = await self._bucket.update(PLAN_KEY, new, self._revision)
+                else:
+                    revision = await self._bucket.create(PLAN_KEY, new)
+            except RevisionConflict:
+                # A write that was thought lost, or a server that lost its disk.
+                entry = await self._bucket.get(PLAN_KEY)
+                self._revision = entry.revision if entry is not None else 0
+                self.plan = entry.value if entry is not None else self.plan
+                return False
+        self.plan, self._revision = new, revision
+        self._metrics.num_plans.inc()
+        num_models = len({spec.name for instance in new.instances for spec in instance.models})
+        logger.info("plan %d: %d models on %d instances", new.version, num_models, len(new.instances))
+        for name, reason in new.unplaced.items():
+            logger.warning("model %r is not placed: %s", name, reason)
+        return True

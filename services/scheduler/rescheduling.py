@@ -1,0 +1,108 @@
+"""Turns pairs of instances (`shared.policies.rebalancing`) into messages: who gives requests to whom, and for how long.
+
+A source is told at once when its pair begins, again while it lives, each time with a lease of a few intervals, and once
+more when it ends. A leader that vanishes leaves leases behind that run out by themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from services.scheduler.actions import Action, Paired, SendRebalance
+from services.scheduler.cluster import ClusterView, InstanceState
+from shared.messages import LoadReport, MoveReason, Rebalance
+from shared.policies.rebalancing import InstanceView, Pair, Rebalancer, Taker
+from shared.settings import SchedulerSettings
+
+LEASE_INTERVALS = 3
+MIN_LEASE_S = 0.5
+SOON_S = 0.05
+"""Between two looks, where reports cross a threshold."""
+DRAIN_CONCURRENCY = 4
+"""Migrations out of a draining instance at once."""
+
+
+GIVEN_S = 10.0
+"""After an instance was last told to give requests away, word of where they went may still be missing."""
+
+
+class Rescheduler:
+    def __init__(self, settings: SchedulerSettings, cluster: ClusterView) -> None:
+        self.is_on = settings.migration != "off"
+        self.policy = Rebalancer(settings.rebalance_low, settings.rebalance_high, settings.max_migrations_per_s)
+        self._cluster = cluster
+        self._interval_s = settings.rebalance_interval_s
+        self._lease_s = max(MIN_LEASE_S, LEASE_INTERVALS * settings.rebalance_interval_s)
+        self._told_s: dict[str, float] = {}
+        """When each source was told of its pair."""
+        self._gave_s: dict[str, float] = {}
+        """When each instance that was ever a source was last told to be one."""
+        self._next_s: float | None = None
+        self._last_s = -self._interval_s
+
+    def next_wakeup(self) -> float | None:
+        return self._next_s
+
+    def has_given(self, instance_id: str, now: float) -> bool:
+        """Whether requests may have moved away from the instance lately."""
+        return now - self._gave_s.get(instance_id, -GIVEN_S) < GIVEN_S
+
+    def on_report(self, report: LoadReport, state: InstanceState, now: float) -> None:
+        """Constant work: most reports change no pair."""
+        if not self.is_on:
+            return
+        if state.leaving:
+            self.on_registry(report.instance_id, state, now)
+        if self.policy.touch(report.instance_id, report.migration_freeness):
+            self._wake(now)
+        for outcome in report.moves:
+            reason = None if outcome.is_moved else outcome.reason
+            self.policy.on_move(report.instance_id, outcome.destination_id, reason, now)
+
+    def on_registry(self, instance_id: str, state: InstanceState | None, now: float) -> None:
+        if state is None:
+            self.policy.forget(instance_id)
+            self._gave_s.pop(instance_id, None)
+        elif state.leaving and self.is_on and self.policy.drain(instance_id):
+            self._wake(now)
+
+    def due(self, now: float) -> list[Action]:
+        """What to tell whom, if it is time to look."""
+        if self._next_s is None or now < self._next_s:
+            return []
+        changes = self.policy.step(now, self._view_of, self._takers_above)
+        self._last_s = now
+        self._next_s = None if self.policy.is_idle else now + self._interval_s
+        actions: list[Action] = []
+        for pair in changes.ended:
+            self._told_s.pop(pair.source, None)
+            if pair.source not in self.policy.pairs:
+                actions.append(SendRebalance(pair.source, Rebalance([], pair.reason, 0.0)))
+        for pair in changes.begun:
+            view = self._view_of(pair.source)
+            actions.append(Paired(pair.source, self._message(pair), view.freeness if view else 0.0))
+            self._told_s.pop(pair.source, None)
+        for pair in self.policy.pairs.values():
+            if now - self._told_s.get(pair.source, -self._lease_s) >= self._lease_s / LEASE_INTERVALS:
+                self._told_s[pair.source] = self._gave_s[pair.source] = now
+                actions.append(SendRebalance(pair.source, self._message(pair)))
+        return actions
+
+    def _message(self, pair: Pair) -> Rebalance:
+        at_once = DRAIN_CONCURRENCY if pair.reason == MoveReason.DRAIN else 1
+        return Rebalance(list(pair.takers), pair.reason, self._lease_s, at_once)
+
+    def _wake(self, now: float) -> None:
+        """A look is due soon, and at most so often."""
+        at = max(now, self._last_s + SOON_S)
+        self._next_s = at if self._next_s is None else min(self._next_s, at)
+
+    def _view_of(self, instance_id: str) -> InstanceView | None:
+        state = self._cluster.get(instance_id)
+        return state.rebalancing_view() if state is not None else None
+
+    def _takers_above(self, freeness: float) -> Iterator[Taker]:
+        for instance_id, state in self._cluster:
+            report = state.report
+            if report is not None and report.migration_freeness >= freeness and state.can_take:
+                yield Taker(instance_id, report.migration_freeness, state.names)

@@ -1,0 +1,148 @@
+"""Autoscaling in the scheduler: the cluster's view in, calls to placement out. Pure; off unless `settings.autoscale`.
+
+    check_settings(settings)                                         at the start of the process; SettingsError
+    scaler = Scaler(settings)                                        for one term of leadership
+    for action in scaler.due(cluster, queued, now):                  about once a second
+        endpoint, query = call_of(action)                            a PLACEMENT_... endpoint
+        reply = await bus.request(endpoint, query, timeout_s=CALL_TIMEOUT_S)        in a task of its own
+        scaler.answered(reply, now)                                  or the ErrorInfo of the BusError
+
+`cluster`: the ClusterView. `queued`: online requests in the global queue, per model. What comes of an action is seen in
+the registry. A new leader does not know what the one before has begun: it measures for a period before it does anything.
+Placement remembers which instances it drained for scaling, and brings those back first when there should be more.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from services.scheduler.cluster import ClusterView, InstanceState
+from shared.messages import (
+    PLACEMENT_DRAIN_INSTANCE,
+    PLACEMENT_SCALE_INSTANCES,
+    DrainInstance,
+    Endpoint,
+    ErrorInfo,
+    PlacementPlan,
+    ScaleInstances,
+)
+from shared.policies.autoscaling import Autoscaling, Fleet, Grow, Keep, Member, ScalingBounds, Shrink
+from shared.settings import SchedulerSettings, SettingsError
+
+CALL_TIMEOUT_S = 15.0
+"""Placement may have to ask node agents, or the API server of Kubernetes."""
+
+
+class ScaleUp(NamedTuple):
+    num_instances: int
+
+
+class DrainAction(NamedTuple):
+    instance_id: str
+
+
+class CancelDrain(NamedTuple):
+    instance_id: str
+
+
+ScalingAction = ScaleUp | DrainAction | CancelDrain
+
+
+def call_of(action: ScalingAction) -> tuple[Endpoint[Any, PlacementPlan], ScaleInstances | DrainInstance]:
+    """How placement is asked for it."""
+    match action:
+        case ScaleUp(num_instances):
+            return PLACEMENT_SCALE_INSTANCES, ScaleInstances(num_instances)
+        case DrainAction(instance_id):
+            return PLACEMENT_DRAIN_INSTANCE, DrainInstance(instance_id, is_for_scaling=True)
+        case CancelDrain(instance_id):
+            return PLACEMENT_DRAIN_INSTANCE, DrainInstance(instance_id, is_undone=True, is_for_scaling=True)
+
+
+def check_settings(settings: SchedulerSettings) -> None:
+    if settings.scale_low >= settings.scale_high:
+        raise SettingsError(f"TIDEWAY_SCALE_LOW={settings.scale_low:g}: expected less than TIDEWAY_SCALE_HIGH")
+    if settings.max_instances < 0 or 0 < settings.max_instances < settings.min_instances:
+        raise SettingsError(
+            f"TIDEWAY_MAX_INSTANCES={settings.max_instances}: expected 0 or TIDEWAY_MIN_INSTANCES or more"
+        )
+
+
+class Scaler:
+    def __init__(self, settings: SchedulerSettings) -> None:
+        self._policy: Autoscaling | None = None
+        if settings.autoscale:
+            bounds = ScalingBounds(
+                settings.scale_low,
+                settings.scale_high,
+                settings.scale_period_s,
+                settings.min_instances,
+                settings.max_instances,
+                settle_s=settings.scale_period_s,
+            )
+            self._policy = Autoscaling(bounds)
+        self._own_drains: set[str] = set()
+
+    def due(self, cluster: ClusterView, queued: Mapping[str, int], now: float) -> list[ScalingAction]:
+        if self._policy is None:
+            return []
+        match self._policy.decide(self._fleet(cluster, queued), now):
+            case Grow(num_instances):
+                return [ScaleUp(num_instances)]
+            case Shrink(instance_id):
+                self._own_drains.add(instance_id)
+                return [DrainAction(instance_id)]
+            case Keep(instance_id):
+                return [CancelDrain(instance_id)]
+        return []
+
+    def answered(self, reply: PlacementPlan | ErrorInfo, now: float) -> None:
+        """What placement said. Without an answer in time the effect may still come, and is seen then."""
+        if isinstance(reply, PlacementPlan):
+            # Not always the instance that was asked for: Kubernetes takes the last pod of a StatefulSet.
+            self._own_drains.update(reply.released)
+        elif self._policy is not None:
+            self._policy.refused(now)
+
+    def _fleet(self, cluster: ClusterView, queued: Mapping[str, int]) -> Fleet:
+        members: list[Member] = []
+        starting, leaving, known = [], [], set()
+        named: set[str] = set()
+        for instance_id, state in cluster:
+            if not state.is_alive:
+                continue
+            known.add(instance_id)
+            if state.info.state == "draining":
+                if instance_id in self._own_drains:
+                    leaving.append(instance_id)
+                continue
+            named |= {model.name for model in state.info.models}
+            if state.report is not None and state.ready:
+                members.append(_member(instance_id, state))
+            else:
+                starting.append(instance_id)
+        # Until its drain shows in the registry an instance is a member, whose drain must not be forgotten.
+        self._own_drains &= known
+        served = {model for member in members for model in member.models}
+        waiting = {model for model, number in queued.items() if number}
+        return Fleet(members, starting, leaving, (named | waiting) - served, waiting)
+
+
+def _member(instance_id: str, state: InstanceState) -> Member:
+    assert state.report is not None
+    report = state.report
+    num_waiting = sum(load.num_waiting_online for load in report.models)
+    num_online = sum(load.num_running + load.num_waiting - load.num_offline for load in report.models)
+    # Models differ in the tokens of a merged block: the pool counts as what it holds of the largest blocks.
+    per_merged = min(served.page_tokens * served.slots_per_merged for served in state.ready.values())
+    freeness = -math.inf if math.isnan(report.scaling_freeness) else report.scaling_freeness
+    return Member(
+        instance_id,
+        frozenset(state.ready),
+        freeness,
+        max(0, num_online - num_waiting),
+        num_online,
+        float(per_merged * state.info.num_merged),
+    )

@@ -1,0 +1,83 @@
+"""How an instance empties itself before it ends. That its requests move away is the scheduler's doing: it sees the state
+"draining" in the registry and names destinations (`Rebalance`), until nothing is left."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+from shared.bus.interface import Bus, BusError
+from shared.messages import INSTANCE_REBALANCE, InstanceInfo, Rebalance
+
+log = logging.getLogger(__name__)
+
+POLL_S = 0.05
+REBALANCE_TIMEOUT_S = 1.5
+"""Where the scheduler names no destination for so long there is none, or no scheduler."""
+
+
+def can_take(peer: InstanceInfo, models: set[str]) -> bool:
+    """Whether requests of one of the models could go to the instance."""
+    if peer.state != "ready" or not peer.kv_address:
+        return False
+    return any(model.name in models and model.state == "ready" for model in peer.models)
+
+
+class Draining:
+    """`num_held()`: requests that are here, and migrations under way. `any_destination()`: whether another instance could
+    take one of them."""
+
+    def __init__(
+        self, bus: Bus, instance_id: str, num_held: Callable[[], int], any_destination: Callable[[], bool]
+    ) -> None:
+        self._bus = bus
+        self._instance_id = instance_id
+        self._num_held = num_held
+        self._any_destination = any_destination
+        self._rebalanced_s = 0.0
+
+    async def until_empty(self, grace_s: float) -> None:
+        """Waits until nothing is held, for `grace_s` at most."""
+        deadline_s = self._bus.now() + grace_s
+        while self._num_held() and self._bus.now() < deadline_s:
+            await asyncio.sleep(POLL_S)
+
+    async def before_exit(self, grace_s: float) -> None:
+        """Likewise, but only for as long as requests can move away: what stays is placed elsewhere when this instance is
+        gone."""
+        started_s = self._rebalanced_s = self._bus.now()
+        if not (num_held := self._num_held()):
+            return
+        if why := self._why_stop(started_s + grace_s):
+            log.info("%d requests are left to be placed elsewhere: %s", num_held, why)
+            return
+        try:
+            topic = INSTANCE_REBALANCE.at(instance_id=self._instance_id)
+            subscription = await self._bus.subscribe(topic, self._on_rebalance)
+        except BusError as error:
+            log.warning("cannot hear where requests could move: %s", error)
+            return
+        log.info("%d requests are to move away, within %g s", num_held, grace_s)
+        while (why := self._why_stop(started_s + grace_s)) is None:
+            await asyncio.sleep(POLL_S)
+        await subscription.stop()
+        log.info("%d of %d requests are left: %s", self._num_held(), num_held, why)
+
+    def _why_stop(self, deadline_s: float) -> str | None:
+        now = self._bus.now()
+        if not self._num_held():
+            return "done"
+        if now >= deadline_s:
+            return "the time for it is over"
+        if not self._bus.is_connected:
+            return "not connected to NATS"
+        if not self._any_destination():
+            return "no other instance can take them"
+        if now - self._rebalanced_s >= REBALANCE_TIMEOUT_S:
+            return "the scheduler names no destination"
+        return None
+
+    def _on_rebalance(self, rebalance: Rebalance) -> None:
+        if rebalance.destinations:
+            self._rebalanced_s = self._bus.now()

@@ -1,0 +1,36 @@
+"""With which environment the node agent starts an instance. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import msgspec
+
+from services.worker.machine import Machine
+from shared.messages import InstancePlan
+from shared.settings import BusSettings, WorkerSettings
+
+
+def instance_environment(
+    settings: WorkerSettings, machine: Machine, node_id: str, plan: InstancePlan, base: Mapping[str, str]
+) -> dict[str, str]:
+    """The environment of an instance's process: the agent's own, its bus settings, and what makes the instance.
+
+    Where the agent's metrics port is fixed, instance k serves metrics on that port + 1 + k, so that a scraper can be
+    told; else on any free port (see the registry).
+    """
+    k = int(plan.instance_id.rpartition("-")[2])
+    values = {name: getattr(settings, name) for name in BusSettings.__struct_fields__}
+    values |= {
+        "metrics_port": settings.metrics_port + 1 + k if settings.metrics_port else 0,
+        "node_id": node_id,
+        "instance_id": plan.instance_id,
+        "plan": msgspec.json.encode(plan).decode(),
+        "device": machine.device,
+        "num_threads": machine.num_threads,
+    }
+    environment = {**base, "PYTHONUNBUFFERED": "1"}
+    environment |= {"TIDEWAY_" + name.upper(): str(value) for name, value in values.items()}
+    if machine.gpus:
+        environment["CUDA_VISIBLE_DEVICES"] = machine.gpus[k]
+    return environment

@@ -1,0 +1,306 @@
+"""What an instance has to do with requests that move: the transport of their KV, the migration service, and the
+instance's side of both (migration/host.py).
+
+The transport opens beside everything else; an instance where it cannot be used serves requests all the same, and says so.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+from prometheus_client import Gauge
+
+from services.worker.draining import can_take
+from services.worker.engine_loop import Effect, EngineLoop, StepStats
+from services.worker.instance_models import KvUsers
+from services.worker.instance_telemetry import InstanceTelemetry
+from services.worker.load_reports import LoadReports
+from services.worker.migration.host import pool_of
+from services.worker.migration.service import MigrationService
+from services.worker.output_log import OutputLog
+from shared.bus.interface import Bus, Watch
+from shared.engine.moving import TakenOut
+from shared.messages import (
+    GATEWAY_FRAMES,
+    INSTANCE_REBALANCE,
+    INSTANCES,
+    Cancel,
+    Commit,
+    HeldRequest,
+    InstanceInfo,
+    MovedRequest,
+    MoveOutcome,
+    MoveReason,
+    Rebalance,
+    RequestClass,
+    TokenEntry,
+    TokenFrame,
+)
+from shared.settings import InstanceSettings
+from shared.telemetry import Telemetry
+
+if TYPE_CHECKING:
+    from services.worker.kv_transport.transport import KvTransport
+
+log = logging.getLogger(__name__)
+
+OpenTransport = Callable[[], Awaitable["KvTransport"]]
+"""Opens the transport, or raises for whatever reason it cannot be used."""
+
+OPEN_TIMEOUT_S = 10.0
+OWN_LEASE_S = 1.0
+"""Of a model's requests that leave because it is unloaded; renewed at half of it."""
+
+
+class InstanceState(Protocol):
+    """What is asked of the instance itself; called in the event loop."""
+
+    @property
+    def is_draining(self) -> bool: ...
+
+    def serves(self, model: str) -> bool: ...
+
+    def touch(self) -> None:
+        """The registry entry changed."""
+
+    def report_load(self) -> None:
+        """There is something for the next load report."""
+
+
+class InstanceMoves(KvUsers):
+    """A `MigrationHost`. `open_transport` None: KV does not move, as where the settings say so."""
+
+    def __init__(
+        self,
+        bus: Bus,
+        settings: InstanceSettings,
+        loop: EngineLoop,
+        executor: Any,
+        outputs: OutputLog,
+        reports: LoadReports,
+        metrics: InstanceTelemetry,
+        state: InstanceState,
+        telemetry: Telemetry,
+        open_transport: OpenTransport | None,
+    ) -> None:
+        self._bus = bus
+        self._settings = settings
+        self._loop = loop
+        self._executor = executor
+        self._outputs = outputs
+        self._state = state
+        self._reports = reports
+        self._metrics = metrics
+        self._available = Gauge(
+            "tideway_migration_available",
+            "Whether requests move with their KV, 0 or 1",
+            ("engine",),
+            registry=telemetry.registry,
+        ).labels(settings.instance_id)
+        self._telemetry = telemetry
+        self._open_transport = open_transport
+        self._transport: KvTransport | None = None
+        self._service: MigrationService | None = None
+        self._leaving: dict[str, str] = {}
+        """Models of requests that are out of their batch."""
+        self._models: set[str] = set()
+        self._gave_away_s: dict[str, float] = {}
+        """When models that are being unloaded were last offered to others."""
+        self._registry: Watch[InstanceInfo] | None = None
+        self._starting: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Returns before requests can move."""
+        self._registry = await (await self._bus.key_value(INSTANCES)).watch(self._on_instance)
+        self._starting = asyncio.create_task(self._start_service(), name="migration")
+        self._starting.add_done_callback(_log_failure)
+
+    async def stop(self) -> None:
+        """Ends migrations under way (those that are being committed first), then the transport."""
+        if self._starting is not None:
+            self._starting.cancel()
+            await asyncio.gather(self._starting, return_exceptions=True)
+        if self._service is not None:
+            await self._service.stop()
+        if self._transport is not None:
+            await self._transport.close()
+        if self._registry is not None:
+            await self._registry.stop()
+
+    async def _start_service(self) -> None:
+        self._transport = await self._opened()
+        for model in self._models:
+            self._register(model)
+        service = MigrationService(self._bus, self._settings, self._loop, self._transport, self, self._telemetry)
+        await service.start()
+        self._service = service
+        self._available.set(self._transport is not None)
+        self._state.touch()
+
+    async def _opened(self) -> KvTransport | None:
+        reason = "the settings say so"
+        if self._open_transport is not None and self._settings.migration != "off":
+            try:
+                async with asyncio.timeout(OPEN_TIMEOUT_S):
+                    return await self._open_transport()
+            except TimeoutError:
+                reason = f"the KV transport did not open within {OPEN_TIMEOUT_S:g} s"
+            # A library that cannot be used has many ways to say so, and none of them may end the instance.
+            except Exception as error:
+                reason = f"the KV transport cannot be used: {type(error).__name__}: {error}"
+        log.warning("requests do not move to or from %s with their KV: %s", self._settings.instance_id, reason)
+        return None
+
+    # ------------------------------------------------------------------------------------------------- models
+
+    def add_model(self, model: str) -> None:
+        self._models.add(model)
+        self._register(model)
+
+    def give_away(self, model: str) -> None:
+        """Its requests leave for other instances that serve it, the ones with the fewest of them first."""
+        now = self._bus.now()
+        if now - self._gave_away_s.get(model, -OWN_LEASE_S) < OWN_LEASE_S / 2:
+            return
+        self._gave_away_s[model] = now
+        self._loop.leaving_models = frozenset(self._gave_away_s)
+        destinations = sorted(
+            (loaded.num_running + loaded.num_waiting, info.instance_id)
+            for info in self.peers().values()
+            if info.instance_id != self.instance_id and can_take(info, {model})
+            for loaded in info.models
+            if loaded.name == model
+        )
+        if destinations:
+            names = [name for _, name in destinations]
+            order = Rebalance(names, MoveReason.DRAIN, OWN_LEASE_S, self._settings.max_migrations)
+            self._bus.publish(INSTANCE_REBALANCE.at(instance_id=self.instance_id), order)
+
+    def remove_model(self, model: str) -> None:
+        self._models.discard(model)
+        self._gave_away_s.pop(model, None)
+        self._loop.leaving_models = frozenset(self._gave_away_s)
+        if self._transport is not None:
+            for on_host in (False, True):
+                self._transport.unregister(pool_of(model, on_host))
+
+    def _register(self, model: str) -> None:
+        if self._transport is None:
+            return
+        for on_host in (False, True):
+            rows = self._executor.slot_rows(model, on_host)
+            if len(rows):
+                self._transport.register(pool_of(model, on_host), rows)
+
+    # ------------------------------------------------------------------------------------------- the instance
+
+    @property
+    def kv_address(self) -> str:
+        """Of the transport, for the registry; empty where requests do not move with their KV."""
+        return "" if self._transport is None or self._service is None else self._transport.address
+
+    @property
+    def has_work(self) -> bool:
+        """Whether migrations into or out of here are under way."""
+        return self._service is not None and self._service.has_work
+
+    @property
+    def num_moving(self) -> tuple[int, int]:
+        """Migrations out of here and into here that are under way."""
+        return (0, 0) if self._service is None else (self._service.num_moving_out, self._service.num_moving_in)
+
+    def on_effects(self, effects: Sequence[Effect], stats: StepStats | None) -> None:
+        for effect in effects:
+            if isinstance(effect, TakenOut):
+                self._leaving[effect.request_id] = effect.request.model
+        if self._service is not None:
+            self._service.on_effects(effects)
+            if stats is not None and not stats.is_suspended:
+                self._service.on_step_time(stats.model, stats.duration_s)
+
+    def on_cancel(self, cancel: Cancel) -> None:
+        """To the engine, or to whoever has the request now."""
+        held_epoch = self._loop.held_epoch(cancel.request_id)
+        if held_epoch is not None:
+            if cancel.epoch is None or held_epoch <= cancel.epoch:
+                self._loop.cancel(cancel.request_id)
+        elif cancel.epoch is None and self.handed_over(cancel.request_id) is not None:
+            assert self._service is not None
+            self._service.forward_cancel(cancel.request_id)
+
+    def handed_over(self, request_id: str) -> MovedRequest | None:
+        """Who took a request over from here lately, if it has not come back since."""
+        moved = None if self._service is None else self._service.moved(request_id)
+        return moved if moved is not None and moved.epoch > self._known_epoch(request_id) else None
+
+    def owner(self, request_id: str, epoch: int) -> MovedRequest | None:
+        """Who has a request that is not here in `epoch` (any more): another, or this instance in a higher one."""
+        moved = self.handed_over(request_id)
+        if moved is None:
+            moved = MovedRequest(request_id, self.instance_id, self._known_epoch(request_id))
+        return (
+            moved if moved.epoch > epoch or (moved.epoch == epoch and moved.instance_id != self.instance_id) else None
+        )
+
+    def _known_epoch(self, request_id: str) -> int:
+        held_epoch = self._loop.held_epoch(request_id)
+        return max(self._outputs.epoch(request_id), -1 if held_epoch is None else held_epoch)
+
+    def _on_instance(self, instance_id: str, info: InstanceInfo | None) -> None:
+        if self._service is not None:
+            self._service.on_instance(instance_id, info)
+
+    # ----------------------------------------------------------------------------------------- MigrationHost
+
+    @property
+    def instance_id(self) -> str:
+        return self._settings.instance_id
+
+    @property
+    def is_draining(self) -> bool:
+        return self._state.is_draining
+
+    def peers(self) -> Mapping[str, InstanceInfo]:
+        return {} if self._registry is None else self._registry.entries
+
+    def serves(self, model: str) -> bool:
+        return self._state.serves(model)
+
+    def on_adopted(self, commit: Commit, num_output: int) -> None:
+        request, progress = commit.request, commit.progress
+        self._tell(request.gateway_id, self._outputs.adopt(request, progress.num_cached_tokens))
+        num_tokens = len(request.prompt) // 4 + num_output
+        is_online = request.request_class == RequestClass.ONLINE
+        held = HeldRequest(
+            request.request_id,
+            request.gateway_id,
+            request.epoch,
+            request.model,
+            num_tokens,
+            progress.num_computed > 0 and not commit.on_host,
+            is_online,
+        )
+        self._reports.moved_in.append(held)
+        self._state.report_load()
+
+    def on_move_ended(self, outcome: MoveOutcome, gateway_id: str) -> None:
+        self._reports.moves.append(outcome)
+        model = self._leaving.pop(outcome.request_id, None)
+        if outcome.is_moved:
+            num_new = self._outputs.give_up(outcome.request_id, outcome.epoch)
+            if model is not None:
+                self._metrics.on_moved_away(model, num_new)
+        elif (entry := self._outputs.raise_epoch(outcome.request_id, outcome.epoch)) is not None:
+            self._tell(gateway_id, entry)
+        self._state.report_load()
+
+    def _tell(self, gateway_id: str, entry: TokenEntry) -> None:
+        self._bus.publish(GATEWAY_FRAMES.at(gateway_id=gateway_id), TokenFrame(self.instance_id, [entry]))
+
+
+def _log_failure(task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and (error := task.exception()) is not None:
+        log.error("requests do not move to or from here: migration could not start", exc_info=error)

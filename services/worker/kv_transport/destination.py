@@ -1,0 +1,152 @@
+"""The transfers that this end has agreed to receive: from the grant of a ticket to the acknowledgement."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass
+
+from services.worker.kv_transport.connections import Connection, TaskSet
+from services.worker.kv_transport.errors import LinkError, TransferError, TransferReason
+from services.worker.kv_transport.faults import FaultPoint, Faults
+from services.worker.kv_transport.leases import Leases
+from services.worker.kv_transport.receiving import Incoming, Receipt, Receiver
+from services.worker.kv_transport.staging import SlotPool, StagingPairs
+from services.worker.kv_transport.wire import LINE_BYTES, VERSION, Accept, Cancel, Ended, Open
+
+MAX_CHUNK_BYTES = 256 << 20
+"""What a peer may ask for."""
+
+
+@dataclass(frozen=True)
+class _Running:
+    connection: Connection
+    transfer: int
+    task: asyncio.Task[None]
+
+
+class Destination:
+    """`drain_s`: how long a source may take to wind up a transfer that was stopped here."""
+
+    def __init__(
+        self, staging: StagingPairs, executor: Executor, tasks: TaskSet, faults: Faults, *, drain_s: float
+    ) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._staging = staging
+        self._executor = executor
+        self._tasks = tasks
+        self._faults = faults
+        self._drain_s = drain_s
+        self._leases = Leases()
+        self._waiting: dict[bytes, Incoming] = {}
+        self._running: dict[bytes, _Running] = {}
+
+    @property
+    def num_active(self) -> int:
+        return len(self._waiting) + len(self._running)
+
+    def expect(self, pool: SlotPool, slots: Sequence[int], deadline_s: float) -> Incoming:
+        ticket = secrets.token_bytes(16)
+        self._leases.grant(ticket, self._loop.time() + deadline_s)
+        incoming = self._waiting[ticket] = Incoming(ticket, pool, slots, self._stop)
+        timer = self._loop.call_later(deadline_s, self._expire, ticket)
+
+        def forget(_: Incoming) -> None:
+            timer.cancel()
+            self._leases.release(ticket)
+            self._waiting.pop(ticket, None)
+
+        incoming.on_end(forget)
+        return incoming
+
+    def accept(self, connection: Connection, message: Open) -> None:
+        """Starts a transfer, or refuses it."""
+        incoming = None
+        try:
+            self._leases.redeem(message.ticket, self._loop.time())
+            incoming = self._waiting[message.ticket]
+            if (message.version, message.slot_bytes) != (VERSION, incoming.pool.slot_bytes):
+                raise TransferError(TransferReason.MISMATCH, f"slots of {message.slot_bytes} bytes")
+            if message.num_slots != len(incoming.slots) or message.chunk_slots < 1:
+                raise TransferError(TransferReason.MISMATCH, f"{message.num_slots} slots, not {len(incoming.slots)}")
+            if message.chunk_slots > max(1, MAX_CHUNK_BYTES // message.slot_bytes):
+                raise TransferError(TransferReason.MISMATCH, f"{message.chunk_slots} slots in a chunk are too many")
+            if message.checked_bytes % 8 or not 0 < message.checked_bytes <= LINE_BYTES:
+                raise TransferError(TransferReason.MISMATCH, f"{message.checked_bytes} checked bytes")
+        except TransferError as error:
+            if incoming is not None:
+                incoming.fail(error)
+            self._tasks.start(self._refuse(connection, message, error))
+            return
+        connection.incoming[message.transfer] = incoming
+        task = self._tasks.start(self._receive(connection, message, incoming))
+        self._running[message.ticket] = _Running(connection, message.transfer, task)
+
+    def fail_all(self, error: TransferError) -> None:
+        for incoming in list(self._waiting.values()):
+            incoming.fail(error)
+
+    def cancel_all(self, pool: SlotPool) -> None:
+        for incoming in [*self._waiting.values()]:
+            if incoming.pool is pool:
+                incoming.cancel()
+
+    async def _refuse(self, connection: Connection, message: Open, error: TransferError) -> None:
+        """Whoever shows no good ticket and has no transfer under way is cut off; the answer gets time to arrive."""
+        try:
+            await connection.say(Ended(message.transfer, error.reason, 0, 0, str(error)[:200]))
+        except LinkError as broken:
+            await connection.lose(str(broken))
+        await asyncio.sleep(self._drain_s)
+        if connection.is_idle:
+            await connection.lose("it showed no good ticket")
+
+    async def _receive(self, connection: Connection, message: Open, incoming: Incoming) -> None:
+        started = self._loop.time()
+        pair = None
+        try:
+            pair = await self._staging.take(message.chunk_slots * message.slot_bytes, incoming.pool)
+            await connection.say(Accept(message.transfer))
+            await self._faults.at(FaultPoint.OPENED)
+            ended = await Receiver(
+                connection.link, message, incoming, self._staging, pair, self._executor, self._faults
+            ).run()
+            if ended.reason is None:
+                await self._faults.at(FaultPoint.BEFORE_END)
+                incoming.succeed(Receipt(ended.num_bytes, ended.checksum, self._loop.time() - started))
+                if incoming.failure is not None:  # stopped in between
+                    ended.reason = incoming.failure.reason
+            await connection.say(ended)
+        except LinkError as error:
+            incoming.fail(TransferError(TransferReason.PEER_LOST, str(error)))
+            await connection.lose(str(error))
+        except Exception as error:
+            incoming.fail(TransferError(TransferReason.FAILED, f"{type(error).__name__}: {error}"))
+            await connection.lose("a transfer failed here")
+            raise
+        finally:
+            incoming.fail(TransferError(TransferReason.CLOSED))  # of no effect unless this task was cancelled
+            connection.incoming.pop(message.transfer, None)
+            self._running.pop(message.ticket, None)
+            if pair is not None:
+                self._staging.give_back(pair, reusable=not connection.is_lost)
+
+    def _expire(self, ticket: bytes) -> None:
+        self._leases.expire(self._loop.time())
+        incoming = self._waiting[ticket]
+        incoming.fail(TransferError(TransferReason.DEADLINE))
+        self._stop(incoming)
+
+    def _stop(self, incoming: Incoming) -> None:
+        if (running := self._running.get(incoming.ticket)) is not None:
+            self._tasks.start(self._wind_up(running))
+
+    async def _wind_up(self, running: _Running) -> None:
+        try:
+            async with asyncio.timeout(self._drain_s):
+                await running.connection.say(Cancel(running.transfer))
+                await asyncio.wait([running.task])
+        except (TimeoutError, LinkError):
+            await running.connection.lose("the source does not wind up")

@@ -1,0 +1,158 @@
+"""The source's half of a transfer."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from services.worker.kv_transport.errors import TransferError, TransferReason
+from services.worker.kv_transport.faults import FaultPoint, Faults
+from services.worker.kv_transport.links import Buffer, Link
+from services.worker.kv_transport.rates import TokenBucket
+from services.worker.kv_transport.staging import SlotPool, StagingPair, StagingPairs, buffer_of, to_end
+from services.worker.kv_transport.wire import CONTROL_TAG, WINDOW, Accept, Ended, Sent, combined, encode_control
+
+_FILLER = np.zeros(1, dtype=np.uint8)
+
+
+@dataclass
+class Outgoing:
+    """A transfer under way at its source."""
+
+    transfer: int
+    ticket: bytes
+    pool: SlotPool
+    slots: Sequence[int]
+    chunk_slots: int
+    checked_bytes: int
+    after: torch.cuda.Event | None
+    accepted: asyncio.Future[Accept] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    ended: asyncio.Future[Ended] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    stopped: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set: send no more than the chunks under way, and fillers for the rest."""
+
+    def __post_init__(self) -> None:
+        for future in (self.accepted, self.ended):
+            future.add_done_callback(lambda done: done.cancelled() or done.exception())
+
+    def fail(self, error: TransferError) -> None:
+        self.stopped.set()
+        for future in (self.accepted, self.ended):
+            if not future.done():
+                future.set_exception(error)
+
+    def end(self, message: Ended) -> None:
+        self.stopped.set()
+        if message.reason is not None and not self.accepted.done():
+            self.accepted.set_exception(TransferError(message.reason, message.detail or "said the destination"))
+        if not self.ended.done():
+            self.ended.set_result(message)
+
+
+async def send_chunks(
+    link: Link,
+    outgoing: Outgoing,
+    staging: StagingPairs,
+    pair: StagingPair,
+    executor: Executor,
+    bucket: TokenBucket,
+    on_sent: Callable[[int, float], None],
+    faults: Faults,
+    clock: Callable[[], float] = time.monotonic,
+) -> tuple[int, int]:
+    """Sends the slots, or fillers once it was stopped. A chunk is gathered, or the one that needs no gathering is summed,
+    while those before are under way. Returns (bytes, checksum) of what was sent; `on_sent` hears the bytes and seconds of
+    each chunk. Raises `LinkError`, and `TransferError` with reason FAILED when slots could not be read."""
+    pool, chunk_slots = outgoing.pool, outgoing.chunk_slots
+    num_bytes, index, checked = 0, 0, outgoing.checked_bytes
+    digests: list[asyncio.Future[int]] = []
+    sending: deque[asyncio.Task[None]] = deque()  # at most `WINDOW`, so the pair's buffer that is next is free
+    failure: TransferError | None = None
+    last_done = clock()
+    loop = asyncio.get_running_loop()
+
+    async def deliver(payload: Buffer) -> None:
+        nonlocal last_done
+        started = clock()
+        await link.send(outgoing.transfer, payload)
+        done = clock()
+        on_sent(len(payload), done - max(started, last_done))
+        last_done = done
+
+    try:
+        if outgoing.after is not None:
+            await to_end(loop.run_in_executor(executor, pool.wait_for, outgoing.after))
+        for start in range(0, len(outgoing.slots), chunk_slots):
+            if len(sending) == WINDOW:
+                await sending.popleft()
+            if outgoing.stopped.is_set():
+                break
+            slots = outgoing.slots[start : start + chunk_slots]
+            size = len(slots) * pool.slot_bytes
+            run = staging.run_of(pool, slots)
+            try:
+                if run is None:
+                    digests.append(loop.run_in_executor(executor, pool.gather, slots, pair[index][:size], checked))
+                    await to_end(digests[-1])
+            except Exception as error:
+                failure = TransferError(TransferReason.FAILED, f"gather: {error}")
+                break
+            payload = buffer_of(pair[index][:size]) if run is None else run
+            await _pause(outgoing.stopped, bucket.take(size, clock()))
+            await faults.at(FaultPoint.CHUNK_READY, payload if isinstance(payload, np.ndarray) else None)
+            if outgoing.stopped.is_set():
+                break
+            sending.append(asyncio.create_task(deliver(payload)))
+            if run is not None:
+                digests.append(loop.run_in_executor(executor, pool.checksum, run, checked))
+            num_bytes, index = num_bytes + size, index + 1
+        num_fillers = -(-len(outgoing.slots) // chunk_slots) - index
+        total = 0
+        if not num_fillers:
+            try:
+                total = combined(await asyncio.gather(*digests))
+            except Exception as error:
+                failure = TransferError(TransferReason.FAILED, f"checksum: {error}")
+        sent = Sent(outgoing.transfer, index, total, aborted=num_fillers > 0 or failure is not None)
+        await link.send(CONTROL_TAG, encode_control(sent))
+        for _ in range(num_fillers):
+            if len(sending) == WINDOW:
+                await sending.popleft()
+            sending.append(asyncio.create_task(link.send(outgoing.transfer, _FILLER)))
+        while sending:
+            await sending.popleft()
+        if failure is not None:
+            raise failure
+        return num_bytes, total
+    finally:
+        for task in sending:
+            task.cancel()
+        for digest in digests:
+            digest.cancel()
+        await asyncio.gather(*sending, *digests, return_exceptions=True)
+
+
+async def _pause(stopped: asyncio.Event, seconds: float) -> None:
+    if seconds <= 0:
+        return
+    try:
+        async with asyncio.timeout(seconds):
+            await stopped.wait()
+    except TimeoutError:
+        return
+
+
+def verdict(message: Ended, num_bytes: int, total: int) -> TransferError | None:
+    """Whether the destination acknowledged what was sent."""
+    if message.reason is not None:
+        return TransferError(message.reason, message.detail or "said the destination")
+    if (message.num_bytes, message.checksum) != (num_bytes, total):
+        return TransferError(TransferReason.CORRUPTED, f"{message.num_bytes} of {num_bytes} bytes acknowledged")
+    return None

@@ -1,0 +1,186 @@
+"""Slots of a pool to and from the messages of a link, by a thread beside the event loop.
+
+A chunk whose slots are one run of memory is sent from the pool and received into it. Otherwise its slots are fused in a
+staging buffer. A link that cannot read device memory always gets staging, page-locked.
+
+| memory | owner |
+|---|---|
+| a staging pair | the transfer that took it, until it gives it back; never given back after its link broke within a call |
+| a slot of the source | the caller of `send`; only read |
+| a slot of the destination | the transfer, from `expect` until it is ended; never written afterwards |
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+
+from services.worker.kv_transport.links import Buffer
+from services.worker.kv_transport.wire import LINE_BYTES, PIECE_BYTES, checksum, device_checksum
+
+T = TypeVar("T")
+
+
+class SlotPool:
+    """The slots of one model: `rows` is `[num_slots, slot_bytes]` uint8, of any row stride, on the CPU or a CUDA device."""
+
+    def __init__(self, rows: torch.Tensor) -> None:
+        if rows.dim() != 2 or rows.dtype != torch.uint8 or rows.stride(1) != 1:
+            raise ValueError(f"a pool is [slots, bytes] uint8 with contiguous slots, not {rows.shape} {rows.dtype}")
+        self.num_slots, self.slot_bytes = rows.shape
+        self.on_device = rows.is_cuda
+        self.device = rows.device
+        self._rows = rows
+        self._stream: Any = torch.cuda.Stream(rows.device) if rows.is_cuda else None  # type: ignore[no-untyped-call]
+        self._step = max(1, PIECE_BYTES // max(1, self.slot_bytes))
+
+    def has(self, slots: Sequence[int]) -> bool:
+        return all(0 <= slot < self.num_slots for slot in slots)
+
+    def run_of(self, slots: Sequence[int]) -> Buffer | None:
+        """`[len(slots) * slot_bytes]` uint8: the memory of the slots, if they are one run of it in this order."""
+        first = slots[0]
+        if len(slots) > 1 and (
+            self._rows.stride(0) != self.slot_bytes or any(slot != first + i for i, slot in enumerate(slots))
+        ):
+            return None
+        run = self._rows[first] if len(slots) == 1 else self._rows[first : first + len(slots)].view(-1)
+        return run if self.on_device else run.numpy()
+
+    def checksum(self, payload: Buffer, checked_bytes: int) -> int:
+        """Of a chunk that needs no copy; as `gather` and `scatter` sum it. Blocks."""
+        if isinstance(payload, torch.Tensor):
+            with torch.cuda.stream(self._stream):
+                return device_checksum(payload, checked_bytes)
+        step, seed = self._step * self.slot_bytes, 0
+        if step % LINE_BYTES == 0:  # in one call, which needs the interpreter's lock only once; the sums are the same
+            step = len(payload)
+        for start in range(0, len(payload), step):
+            seed = checksum(payload[start : start + step], checked_bytes, seed)
+        return seed
+
+    def wait_for(self, after: torch.cuda.Event | None) -> None:
+        """Until what the event was recorded behind is done, on the pool's stream and for this thread."""
+        if after is not None and self._stream is not None:
+            self._stream.wait_event(after)
+            after.synchronize()
+
+    def gather(self, slots: Sequence[int], staging: torch.Tensor, checked_bytes: int) -> int:
+        """Copies slots one after the other into `staging`; returns their checksum."""
+        return self._copy(slots, staging, checked_bytes, True)
+
+    def scatter(self, slots: Sequence[int], staging: torch.Tensor, checked_bytes: int) -> int:
+        return self._copy(slots, staging, checked_bytes, False)
+
+    def zero(self, slots: Sequence[int]) -> None:
+        if self._stream is None:
+            rows = self._rows.numpy()
+            for slot in slots:
+                rows[slot] = 0
+            return
+        with torch.cuda.stream(self._stream):
+            for slot in slots:
+                self._rows[slot].zero_()
+        self._stream.synchronize()
+
+    def _copy(self, slots: Sequence[int], staging: torch.Tensor, checked_bytes: int, outward: bool) -> int:
+        blocks = staging[: len(slots) * self.slot_bytes].view(len(slots), self.slot_bytes)
+        if self._stream is not None:
+            return self._copy_on_device(slots, blocks, checked_bytes, outward)
+        # numpy copies in this thread alone, where torch would start a team of threads beside the model's
+        rows, host, seed = self._rows.numpy(), blocks.numpy(), 0
+        for start in range(0, len(slots), self._step):
+            piece = host[start : start + self._step]
+            if not outward:
+                seed = checksum(piece.reshape(-1), checked_bytes, seed)
+            for block, slot in zip(piece, slots[start : start + self._step], strict=True):
+                np.copyto(*((block, rows[slot]) if outward else (rows[slot], block)))
+            if outward:
+                seed = checksum(piece.reshape(-1), checked_bytes, seed)
+        return seed
+
+    def _copy_on_device(self, slots: Sequence[int], blocks: torch.Tensor, checked_bytes: int, outward: bool) -> int:
+        with torch.cuda.stream(self._stream):
+            if blocks.is_cuda:
+                index = torch.tensor(slots, device=self.device)
+                if outward:
+                    torch.index_select(self._rows, 0, index, out=blocks)
+                else:
+                    self._rows.index_copy_(0, index, blocks)
+                digest = device_checksum(blocks.view(-1), checked_bytes)
+                self._stream.synchronize()
+                return digest
+            for block, slot in zip(blocks, slots, strict=True):
+                target, source = (block, self._rows[slot]) if outward else (self._rows[slot], block)
+                target.copy_(source, non_blocking=True)
+        if outward:
+            self._stream.synchronize()
+        digest = self.checksum(blocks.view(-1).numpy(), checked_bytes)
+        self._stream.synchronize()
+        return digest
+
+
+class StagingPair:
+    """Two buffers `[num_bytes]` uint8, made when first asked for."""
+
+    def __init__(self, num_bytes: int, device: torch.device, pinned: bool) -> None:
+        self.kind = (num_bytes, device, pinned)
+        self._buffers: list[torch.Tensor | None] = [None, None]
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        buffer = self._buffers[index % 2]
+        if buffer is None:
+            num_bytes, device, pinned = self.kind
+            buffer = torch.empty(num_bytes, dtype=torch.uint8, device=device, pin_memory=pinned)
+            self._buffers[index % 2] = buffer
+        return buffer
+
+
+class StagingPairs:
+    """One for each transfer under way, at most `max_pairs`. `reads_device`: of the links they are for."""
+
+    def __init__(self, max_pairs: int, reads_device: bool) -> None:
+        self._permits = asyncio.Semaphore(max_pairs)
+        self._reads_device = reads_device
+        self._free: list[StagingPair] = []
+        self.num_taken = 0
+
+    async def take(self, num_bytes: int, pool: SlotPool) -> StagingPair:
+        """Waits for one to be given back."""
+        await self._permits.acquire()
+        self.num_taken += 1
+        on_device = pool.on_device and self._reads_device
+        kind = (num_bytes, pool.device if on_device else torch.device("cpu"), pool.on_device and not on_device)
+        for index, pair in enumerate(self._free):
+            if pair.kind == kind:
+                return self._free.pop(index)
+        self._free = self._free[-1:]  # of other pools: one is kept
+        return StagingPair(*kind)
+
+    def run_of(self, pool: SlotPool, slots: Sequence[int]) -> Buffer | None:
+        """The memory of these slots, if a link can read and write it as one message."""
+        return None if pool.on_device and not self._reads_device else pool.run_of(slots)
+
+    def give_back(self, pair: StagingPair, *, reusable: bool) -> None:
+        """Not `reusable`: a broken link may still refer to them, so they are left to it."""
+        if reusable:
+            self._free.append(pair)
+        self.num_taken -= 1
+        self._permits.release()
+
+
+def buffer_of(staging: torch.Tensor) -> Buffer:
+    return staging if staging.is_cuda else staging.numpy()
+
+
+async def to_end(work: asyncio.Future[T]) -> T:
+    """Awaits the work of a thread; a cancelled caller waits until the thread is done with the memory."""
+    try:
+        return await asyncio.shield(work)
+    except asyncio.CancelledError:
+        await asyncio.wait([work])
+        raise

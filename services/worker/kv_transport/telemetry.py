@@ -1,0 +1,56 @@
+"""Metrics of the KV transport."""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+SECONDS_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
+DONE = "done"
+
+
+class TransferMetrics:
+    """`direction`: out | in. `reason`: done, or a `TransferReason`."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._bytes = Counter(
+            "tideway_kv_transfer_bytes", "KV bytes of transfers that succeeded", ("direction",), registry=registry
+        )
+        self._transfers = Counter(
+            "tideway_kv_transfer_transfers",
+            "Transfers ended, by direction and reason (done, or why they failed)",
+            ("direction", "reason"),
+            registry=registry,
+        )
+        self._seconds = Histogram(
+            "tideway_kv_transfer_seconds",
+            "Duration of transfers that succeeded",
+            ("direction",),
+            registry=registry,
+            buckets=SECONDS_BUCKETS,
+        )
+        self._bandwidth = Gauge(
+            "tideway_kv_transfer_bandwidth_bytes_per_second",
+            "Measured to a peer, without the rate limit's waits",
+            ("peer",),
+            registry=registry,
+        )
+        self._connections = Gauge("tideway_kv_transfer_connections", "Open connections with peers", registry=registry)
+
+    def on_done(self, direction: str, num_bytes: int, seconds: float) -> None:
+        self._transfers.labels(direction, DONE).inc()
+        self._bytes.labels(direction).inc(num_bytes)
+        self._seconds.labels(direction).observe(seconds)
+
+    def on_failed(self, direction: str, reason: str) -> None:
+        self._transfers.labels(direction, reason).inc()
+
+    def on_bandwidth(self, peer: str, bytes_s: float | None) -> None:
+        if bytes_s is not None:
+            self._bandwidth.labels(peer).set(bytes_s)
+
+    def forget_peer(self, peer: str) -> None:
+        """Peers come and go; a gauge of one that went would stay for ever."""
+        self._bandwidth.remove(peer)
+
+    def on_connections(self, count: int) -> None:
+        self._connections.set(count)

@@ -1,0 +1,345 @@
+"""KV blocks from instance to instance: the transport, in terms of slots.
+
+    destination                                           source
+    incoming = transport.expect(pool, slots, ...)
+    (incoming.ticket and transport.address travel in a control message)
+                                                          receipt = await transport.send(address, ticket, pool, slots, ...)
+    receipt = await incoming.wait()
+
+One connection per direction of a pair, made on first use, kept, and made again after an error. It carries any number of
+transfers at once. A transfer that is cancelled or past its deadline is wound up in order (wire.py), so that the others on
+the connection go on; only a peer that does not play along within `drain_s` costs the connection.
+All methods belong to the thread of one event loop; gather, scatter and checksums run in threads of the transport's own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import torch
+from prometheus_client import CollectorRegistry
+
+from services.worker.kv_transport.connections import Connection, TaskSet
+from services.worker.kv_transport.destination import Destination
+from services.worker.kv_transport.errors import LinkError, TransferError, TransferReason
+from services.worker.kv_transport.faults import NO_FAULTS, Faults
+from services.worker.kv_transport.links import Link, Network
+from services.worker.kv_transport.rates import Bandwidth, TokenBucket
+from services.worker.kv_transport.receiving import Incoming, Receipt
+from services.worker.kv_transport.sending import Outgoing, send_chunks, verdict
+from services.worker.kv_transport.staging import SlotPool, StagingPairs
+from services.worker.kv_transport.telemetry import TransferMetrics
+from services.worker.kv_transport.wire import Open
+
+logger = logging.getLogger(__name__)
+
+_REFUSALS = (TransferReason.TICKET_UNKNOWN, TransferReason.TICKET_USED, TransferReason.TICKET_EXPIRED)
+
+
+@dataclass(frozen=True)
+class TransportLimits:
+    chunk_bytes: int = 8 << 20
+    """Bytes of a message, at least one slot; a transfer holds two such buffers at each end where slots must be fused."""
+    lone_slot_bytes: int = 2 << 20
+    """Slots at least this large are messages of their own: a message's fixed cost is less than that of copying twice."""
+    checked_bytes: int = 64
+    """Of each 4 KiB of a message, how many the checksum covers; a multiple of 8."""
+    max_transfers: int = 4
+    """In each direction; more wait for staging, within their deadline."""
+    rate_fraction: float | None = 0.5
+    """Share of the measured bandwidth that all transfers out of here may use together; None: all of it."""
+    drain_s: float = 0.5
+    """How long a peer may take to wind up a transfer that was stopped."""
+    first_ticket_s: float = 5.0
+    """A connection without a transfer in this time from its begin is closed."""
+
+
+class KvTransport:
+    def __init__(
+        self,
+        network: Network,
+        limits: TransportLimits = TransportLimits(),
+        *,
+        faults: Faults = NO_FAULTS,
+        metrics: TransferMetrics | None = None,
+    ) -> None:
+        """`metrics`: None where nobody looks at them."""
+        self.address = ""
+        """Where peers reach this transport; empty before `open`."""
+        self._network = network
+        self._limits = limits
+        self._faults = faults
+        self._metrics = metrics or TransferMetrics(CollectorRegistry())
+        self._pools: dict[str, SlotPool] = {}
+        self._connections: set[Connection] = set()
+        self._dialled: dict[str, asyncio.Task[Connection]] = {}
+        self._bandwidth: dict[str, Bandwidth] = {}
+        self._bucket = TokenBucket(None, limits.chunk_bytes)
+        self._tasks = TaskSet()
+        self._executor = ThreadPoolExecutor(2, thread_name_prefix="kv-transport")
+        self._open = False
+
+    async def open(self) -> None:
+        """Raises `TransferError` with reason UNUSABLE: the caller says so and runs without migration."""
+        self._loop = asyncio.get_running_loop()
+        self.address = await self._network.open(self._on_link)
+        reads_device = self._network.reads_device
+        self._send_staging = StagingPairs(self._limits.max_transfers, reads_device)
+        self._receive_staging = StagingPairs(self._limits.max_transfers, reads_device)
+        self._destination = Destination(
+            self._receive_staging, self._executor, self._tasks, self._faults, drain_s=self._limits.drain_s
+        )
+        self._open = True
+
+    def register(self, pool: str, rows: torch.Tensor) -> None:
+        """`rows`: `[num_slots, slot_bytes]` uint8 (`KvStore.slot_rows`), which stays valid until `unregister` or `close`.
+        A name that is registered again means the new rows from then on."""
+        self.unregister(pool)
+        self._pools[pool] = SlotPool(rows)
+
+    def unregister(self, pool: str) -> None:
+        """No new transfer finds the pool, and those under way on it are cancelled; who must know when the last byte was
+        written awaits `Incoming.wait`. Of no effect for a name that is not registered."""
+        if (known := self._pools.pop(pool, None)) is None or not self._open:
+            return
+        self._destination.cancel_all(known)
+        for connection in self._connections:
+            for outgoing in connection.outgoing.values():
+                if outgoing.pool is known:
+                    outgoing.stopped.set()
+
+    def slot_bytes(self, pool: str) -> int | None:
+        """Of a registered pool."""
+        known = self._pools.get(pool)
+        return None if known is None else known.slot_bytes
+
+    def expect(self, pool: str, slots: Sequence[int], *, deadline_s: float) -> Incoming:
+        """Slots that a peer may fill until the deadline; they are the transport's until `Incoming.wait` ends. Raises
+        `TransferError` (MISMATCH, CLOSED)."""
+        incoming = self._destination.expect(self._checked(pool, slots), slots, deadline_s)
+        incoming.on_end(self._on_received)
+        return incoming
+
+    async def connect(self, address: str, *, deadline_s: float) -> None:
+        """Makes the connection to a peer, if there is none, so that the next `send` need not. Raises `TransferError`."""
+        if not self._open:
+            raise TransferError(TransferReason.CLOSED)
+        try:
+            async with asyncio.timeout(deadline_s):
+                await self._connected(address)
+        except TimeoutError:
+            raise TransferError(TransferReason.DEADLINE, f"{deadline_s:g} s") from None
+
+    async def send(
+        self,
+        address: str,
+        ticket: bytes,
+        pool: str,
+        slots: Sequence[int],
+        *,
+        deadline_s: float,
+        after: torch.cuda.Event | None = None,
+    ) -> Receipt:
+        """Fills the slots that `ticket` stands for. Returns when the destination has acknowledged that all of it lies in
+        its pool. `after`: on the device, the copies wait for it. Cancelling the call ends the transfer. Raises
+        `TransferError`."""
+        source = self._checked(pool, slots)
+        outgoing = Outgoing(
+            0, ticket, source, tuple(slots), self._chunk_slots(source), self._limits.checked_bytes, after
+        )
+        try:
+            receipt = await self._sent(address, outgoing, deadline_s)
+        except TransferError as error:
+            self._metrics.on_failed("out", error.reason)
+            raise
+        except asyncio.CancelledError:
+            self._metrics.on_failed("out", TransferReason.CANCELLED)
+            raise
+        self._metrics.on_done("out", receipt.num_bytes, receipt.seconds)
+        self._metrics.on_bandwidth(address, self.bandwidth_bytes_s(address))
+        return receipt
+
+    async def _sent(self, address: str, outgoing: Outgoing, deadline_s: float) -> Receipt:
+        started = self._loop.time()
+        task = self._tasks.start(self._send(address, outgoing))
+        try:
+            async with asyncio.timeout(deadline_s):
+                num_bytes, checksum = await asyncio.shield(task)
+        except TimeoutError:
+            self._tasks.start(self._wind_up(task, outgoing))
+            raise TransferError(TransferReason.DEADLINE, f"{deadline_s:g} s") from None
+        except asyncio.CancelledError:
+            if not task.done():
+                self._tasks.start(self._wind_up(task, outgoing))
+                raise
+            raise TransferError(TransferReason.CLOSED) from None
+        return Receipt(num_bytes, checksum, self._loop.time() - started)
+
+    def _on_received(self, incoming: Incoming) -> None:
+        if (receipt := incoming.receipt) is not None:
+            self._metrics.on_done("in", receipt.num_bytes, receipt.seconds)
+        elif incoming.failure is not None:
+            self._metrics.on_failed("in", incoming.failure.reason)
+
+    def bandwidth_bytes_s(self, address: str) -> float | None:
+        """Measured on transfers to this peer, without the rate limit's waits; None: none yet."""
+        measured = self._bandwidth.get(address)
+        return measured.bytes_s if measured else None
+
+    def limit_rate(self, bytes_s: float | None) -> None:
+        """Of all transfers out of here together; the next measurement sets it anew unless `rate_fraction` is None."""
+        self._bucket.set_rate(bytes_s, self._loop.time())
+
+    @property
+    def num_connections(self) -> int:
+        return len(self._connections)
+
+    @property
+    def num_active(self) -> int:
+        """Transfers that hold staging memory or wait for their source."""
+        return self._send_staging.num_taken + self._receive_staging.num_taken + self._destination.num_active
+
+    async def close(self) -> None:
+        """Fails what is under way with CLOSED. May be called again."""
+        if not self._open:
+            return
+        self._open = False
+        error = TransferError(TransferReason.CLOSED)
+        self._destination.fail_all(error)
+        for connection in list(self._connections):
+            await connection.lose("closed here", TransferReason.CLOSED)
+        await self._tasks.end_all()
+        await self._network.close()
+        self._executor.shutdown()
+
+    # ------------------------------------------------------------------------------------------------- source
+
+    async def _send(self, address: str, outgoing: Outgoing) -> tuple[int, int]:
+        pair = await self._send_staging.take(outgoing.chunk_slots * outgoing.pool.slot_bytes, outgoing.pool)
+        connection: Connection | None = None
+        try:
+            connection = await self._connected(address)
+            if outgoing.stopped.is_set():
+                raise TransferError(TransferReason.CANCELLED)
+            connection.new_transfer(outgoing)
+            pool = outgoing.pool
+            await connection.say(
+                Open(
+                    outgoing.transfer,
+                    outgoing.ticket,
+                    len(outgoing.slots),
+                    pool.slot_bytes,
+                    outgoing.chunk_slots,
+                    outgoing.checked_bytes,
+                )
+            )
+            await outgoing.accepted
+            on_sent = self._measure(address)
+            sent = await send_chunks(
+                connection.link,
+                outgoing,
+                self._send_staging,
+                pair,
+                self._executor,
+                self._bucket,
+                on_sent,
+                self._faults,
+                self._loop.time,
+            )
+            if error := verdict(await outgoing.ended, *sent):
+                raise error
+            return sent
+        except LinkError as error:
+            reason = TransferReason.PEER_LOST if connection else TransferReason.UNREACHABLE
+            if connection is not None:
+                await connection.lose(str(error))
+            raise TransferError(reason if self._open else TransferReason.CLOSED, str(error)) from error
+        except TransferError as error:
+            if connection is not None and error.reason in _REFUSALS and len(connection.outgoing) == 1:
+                await connection.lose("the destination refused a ticket")
+            raise
+        finally:
+            if connection is not None:
+                connection.outgoing.pop(outgoing.transfer, None)
+            self._send_staging.give_back(pair, reusable=connection is None or not connection.is_lost)
+
+    async def _connected(self, address: str) -> Connection:
+        task = self._dialled.get(address)
+        if task is None:
+            task = self._dialled[address] = self._tasks.start(self._dial(address))
+        return await asyncio.shield(task)
+
+    async def _dial(self, address: str) -> Connection:
+        try:
+            connection = self._add(await self._network.connect(address))
+        except LinkError as error:
+            del self._dialled[address]
+            raise TransferError(TransferReason.UNREACHABLE, str(error)) from error
+        return connection
+
+    async def _wind_up(self, task: asyncio.Task[object], outgoing: Outgoing) -> None:
+        outgoing.stopped.set()
+        await asyncio.wait([task], timeout=self._limits.drain_s)
+        if task.done():
+            return
+        for connection in list(self._connections):
+            if connection.outgoing.get(outgoing.transfer) is outgoing:
+                await connection.lose("the peer does not answer")
+        task.cancel()
+        await asyncio.wait([task])
+
+    def _measure(self, address: str) -> Callable[[int, float], None]:
+        bandwidth = self._bandwidth.setdefault(address, Bandwidth())
+
+        def add(num_bytes: int, seconds: float) -> None:
+            bandwidth.add(num_bytes, seconds)
+            if self._limits.rate_fraction is not None:
+                fastest = max(peer.bytes_s or 0.0 for peer in self._bandwidth.values())
+                if fastest:
+                    self._bucket.set_rate(self._limits.rate_fraction * fastest, self._loop.time())
+
+        return add
+
+    # -------------------------------------------------------------------------------------------- connections
+
+    def _on_link(self, link: Link) -> None:
+        connection = self._add(link)
+        self._tasks.start(self._cut_off_if_silent(connection))
+
+    async def _cut_off_if_silent(self, connection: Connection) -> None:
+        await asyncio.sleep(self._limits.first_ticket_s)
+        if not connection.has_opened:
+            await connection.lose("it showed no ticket")
+
+    def _add(self, link: Link) -> Connection:
+        connection = Connection(link, self._tasks, self._destination.accept, self._on_lost)
+        self._connections.add(connection)
+        self._metrics.on_connections(len(self._connections))
+        return connection
+
+    def _on_lost(self, connection: Connection) -> None:
+        self._connections.discard(connection)
+        self._metrics.on_connections(len(self._connections))
+        for address, task in list(self._dialled.items()):
+            if task.done() and task.result() is connection:
+                del self._dialled[address]
+                self._metrics.forget_peer(address)
+
+    # ------------------------------------------------------------------------------------------------ helpers
+
+    def _checked(self, pool: str, slots: Sequence[int]) -> SlotPool:
+        if not self._open:
+            raise TransferError(TransferReason.CLOSED)
+        known = self._pools.get(pool)
+        if known is None or not slots or not known.has(slots):
+            raise TransferError(TransferReason.MISMATCH, f"no such slots of {pool}")
+        return known
+
+    def _chunk_slots(self, pool: SlotPool) -> int:
+        if pool.slot_bytes >= self._limits.lone_slot_bytes:
+            return 1
+        return max(1, self._limits.chunk_bytes // pool.slot_bytes)

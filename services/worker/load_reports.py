@@ -1,0 +1,75 @@
+"""What an instance tells the scheduler: each thing that happened in exactly one load report."""
+
+from __future__ import annotations
+
+from shared.bus.interface import Bus
+from shared.engine.load import InstanceLoad
+from shared.engine.requests import Ended
+from shared.messages import LOAD_REPORTS, FinishedStats, HeldRequest, LoadReport, MoveOutcome
+
+
+class LoadReports:
+    """Collects between two reports; when to report is the caller's matter."""
+
+    def __init__(self, bus: Bus, instance_id: str, incarnation: str) -> None:
+        self._bus = bus
+        self._instance_id = instance_id
+        self._incarnation = incarnation
+        self._sequence = 0
+        self._num_moved_out = 0
+        self._num_moved_in = 0
+        self._begin()
+
+    def _begin(self) -> None:
+        self.admitted: list[str] = []
+        self.ended: list[str] = []
+        self.finished: list[FinishedStats] = []
+        self.moves: list[MoveOutcome] = []
+        self.moved_in: list[HeldRequest] = []
+
+    def on_ended(self, ended: Ended) -> None:
+        request = ended.request
+        self.ended.append(request.request_id)
+        planned_s = ended.first_planned_s if ended.first_planned_s is not None else ended.ended_s
+        self.finished.append(
+            FinishedStats(
+                request.model,
+                request.request_class,
+                ended.num_prompt_tokens,
+                ended.num_output_tokens,
+                planned_s - ended.submitted_s,
+                ended.ended_s - planned_s,
+                ended.reason,
+                ended.device_s,
+            )
+        )
+
+    def publish(self, load: InstanceLoad, num_moving_out: int, num_moving_in: int) -> None:
+        """`num_moving_out`, `num_moving_in`: migrations under way."""
+        self._sequence += 1
+        self._num_moved_out += sum(outcome.is_moved for outcome in self.moves)
+        self._num_moved_in += len(self.moved_in)
+        report = LoadReport(
+            self._instance_id,
+            self._incarnation,
+            self._sequence,
+            load.dispatch_freeness,
+            load.free_merged,
+            load.num_running,
+            load.models,
+            self.admitted,
+            self.ended,
+            self.finished,
+            load.dispatch_freeness_high,
+            load.migration_freeness,
+            load.scaling_freeness,
+            load.num_high,
+            self.moves,
+            self.moved_in,
+            num_moving_out,
+            num_moving_in,
+            self._num_moved_out,
+            self._num_moved_in,
+        )
+        self._begin()
+        self._bus.publish(LOAD_REPORTS, report)

@@ -1,0 +1,353 @@
+"""One migration out of this instance: carries out what `shared.migration.source` decides.
+
+From the moment at which the request has left its batch, nothing here waits for anything but the destination: room for the
+last blocks was announced before, the connection has carried the stages before, and Commit travels beside the last blocks,
+to be answered when both are there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import uuid
+from collections import deque
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from services.worker.migration.faults import FaultError, FaultPoint
+from services.worker.migration.peer import Answer, Peer, Site, Stage
+from services.worker.migration.telemetry import MOVED
+from shared.engine.moving import MoveCandidate, PinnedBlocks, TakenOut
+from shared.messages import AbortReason, GenerationRequest, InstanceInfo, MoveOutcome, MoveReason
+from shared.migration.estimates import MARGIN_BLOCKS, Next, is_worth, next_stage
+from shared.migration.source import Action, Event, SourceMove, State
+
+log = logging.getLogger(__name__)
+
+ACKNOWLEDGE_S = 0.5
+"""For the transport's acknowledgement of blocks that the destination has confirmed by taking the request over."""
+
+
+class OutgoingMigration:
+    """`feed` and `on_taken_out` may be called at any time; `run` ends when the migration has."""
+
+    def __init__(
+        self,
+        site: Site,
+        candidate: MoveCandidate,
+        request: GenerationRequest,
+        page_tokens: int,
+        destination: InstanceInfo,
+        reason: MoveReason,
+        on_over: Callable[[OutgoingMigration, MoveOutcome], None],
+    ) -> None:
+        """`request`: as it is held; `page_tokens`: of its model. `on_over`: called once, as soon as it is known who owns the
+        request, before anything else can happen to it here."""
+        self.migration_id = uuid.uuid4().hex
+        self.request_id = request.request_id
+        self.gateway_id = request.gateway_id
+        self.destination = destination
+        self.machine = SourceMove(request.epoch, site.loop.now())
+        self.is_given_up = False
+        """The process ends before it is known what became of the request."""
+        self.is_disowned = False
+        """The destination was lost after Commit had been sent to it."""
+        self._site = site
+        self._candidate = candidate
+        self._model = request.model
+        self._page_tokens = page_tokens
+        self._reason = reason
+        self._on_over = on_over
+        self._outcome: MoveOutcome | None = None
+        attributes = {
+            "tideway.migration_id": self.migration_id,
+            "tideway.request_id": self.request_id,
+            "tideway.instance_id": site.instance_id,
+            "tideway.destination_id": destination.instance_id,
+            "tideway.migration.reason": str(reason),
+        }
+        self._span = site.telemetry.span("migration", request.traceparent, attributes)
+        max_tokens = candidate.request.num_tokens + candidate.tokens_left
+        self._peer = Peer(site, self.migration_id, request, page_tokens, max_tokens, destination, self._span)
+        self._events: deque[Answer] = deque()
+        self._is_feeding = False
+        self._changed = asyncio.Event()
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._copies: set[asyncio.Task[Any]] = set()
+        self._stages: list[Stage] = []
+        self._num_copied = 0
+        """Of the stages, those whose blocks are at the destination."""
+        self._previous_left_s: float | None = None
+        self._pinned: PinnedBlocks | None = None
+        """Of the stage under way."""
+        self._some_slot: list[int] = []
+        """One of the request's, if it has any."""
+        self._taken: TakenOut | None = None
+        self._took_out_s: float | None = None
+
+    @property
+    def _next_block(self) -> int:
+        """Blocks before it are at the destination."""
+        return sum(stage.num_blocks for stage in self._stages[: self._num_copied])
+
+    # -------------------------------------------------------------------------------------------------- life
+
+    async def run(self) -> MoveOutcome:
+        """Until all of it has come to rest. Never raises for a failure of the migration."""
+        self._site.telemetry.begin("out")
+        self._decide()
+        while not self.machine.is_over:
+            self._changed.clear()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(max(0.0, self.machine.deadline_s() - self._site.loop.now())):
+                    await self._changed.wait()
+                continue
+            self.feed(Event.TIMEOUT)
+        is_moved = self.machine.state is State.MOVED
+        if is_moved and self._copies:
+            await asyncio.wait(self._copies, timeout=ACKNOWLEDGE_S)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._unpin()
+        assert self._outcome is not None
+        self._report(self._outcome)
+        return self._outcome
+
+    def _report(self, moved: MoveOutcome) -> None:
+        machine, telemetry, num_bytes = self.machine, self._site.telemetry, self._peer.num_bytes
+        outcome = moved.reason or MOVED
+        telemetry.end("out", str(self._reason), outcome)
+        telemetry.on_bytes("out", num_bytes)
+        if moved.is_moved:
+            telemetry.on_moved(machine.num_stages)
+        self._span.end(
+            {
+                "tideway.migration.outcome": outcome,
+                "tideway.migration.stages": machine.num_stages,
+                "tideway.migration.bytes": num_bytes,
+                "tideway.epoch": machine.epoch,
+            }
+        )
+
+    def feed(self, event: Event, reason: AbortReason | None = None) -> None:
+        """Acts on the event at once; one that comes out of acting on another follows it."""
+        self._events.append(Answer(event, reason))
+        if self._is_feeding:
+            return
+        self._is_feeding = True
+        try:
+            while self._events:
+                event, reason = self._events.popleft()
+                copy_s = self._peer.copy_deadline_s(self._stages[-1] if self._stages else None)
+                for action in self.machine.on(event, self._site.loop.now(), reason, copy_s=copy_s):
+                    self._do(action)
+                if self.machine.is_over and self._outcome is None:
+                    self._outcome = self._make_outcome()
+                    self._on_over(self, self._outcome)
+        finally:
+            self._is_feeding = False
+            self._changed.set()
+
+    def _make_outcome(self) -> MoveOutcome:
+        machine, is_moved = self.machine, self.machine.state is State.MOVED
+        reason = "" if is_moved else str(machine.reason)
+        return MoveOutcome(self.request_id, self.destination.instance_id, machine.epoch, is_moved, reason)
+
+    def _do(self, action: Action) -> None:
+        loop = self._site.loop
+        match action:
+            case Action.DECIDE:
+                self._decide()
+            case Action.RESERVE:
+                self._spawn(self._fed(self._peer.reserve(self._stages[-1])))
+            case Action.COPY:
+                self._copy()
+            case Action.TAKE_OUT:
+                self._took_out_s = loop.now()
+                if not loop.take_out(self.request_id):
+                    self._gone()
+            case Action.COMMIT:
+                self._commit()
+            case Action.ASK:
+                self._spawn(self._fed(self._peer.ask(self.machine.epoch + 1)))
+            case Action.ABORT:
+                for task in self._copies:
+                    task.cancel()
+                if self._stages or self._taken is not None:
+                    self._peer.abort(self.machine.reason or AbortReason.UNREACHABLE)
+            case Action.END_MOVE:
+                loop.end_move(self.request_id)
+            case Action.PUT_BACK:
+                loop.put_back(self.request_id)
+                loop.end_move(self.request_id)  # where it could not be taken out
+                self._end_pause()
+            case Action.PUT_BACK_RAISED:
+                loop.put_back(self.request_id, self.machine.epoch)
+                self._end_pause()
+            case Action.DISOWN:
+                self.is_disowned = True
+            case Action.DROP:
+                self._drop()
+
+    # --------------------------------------------------------------------------------- while it is in its batch
+
+    def _decide(self) -> None:
+        """Pins what is filled and says how to go on."""
+        if not self._candidate.is_running:
+            self.feed(Event.OUT)
+            return
+        self._unpin()
+        first_block = self._next_block
+        pinned = self._pinned = self._site.loop.pin(self.request_id, first_block)
+        if pinned is None:
+            self._gone()
+            return
+        slot_bytes = self._peer.slot_bytes(False)
+        if slot_bytes is None or not self._peer.takes_kv:
+            self.feed(Event.FAILED, AbortReason.UNREACHABLE)
+            return
+        num_filled = len(pinned.slots)
+        self._some_slot = pinned.slots[-1:] or self._some_slot
+        left_s, step_s = self._peer.copy_s((num_filled + 1) * slot_bytes), self._site.step_s(self._model)
+        if not self._num_copied and not is_worth(left_s, self._candidate.tokens_left, step_s):
+            self.feed(Event.FAILED, AbortReason.NOT_WORTH)
+            return
+        choice = next_stage(num_filled, left_s, self._previous_left_s, step_s, self._num_copied, self._site.max_stages)
+        self._previous_left_s = left_s
+        if choice is Next.NOT_WORTH:
+            self.feed(Event.FAILED, AbortReason.NOT_WORTH)
+        elif choice is Next.STAGE:
+            self._announce(num_filled, pinned.hashes)
+            self.feed(Event.STAGE)
+        elif self._is_in_prefill(first_block + num_filled):
+            # How much the next chunk fills shows when it has left.
+            self.feed(Event.OUT)
+        else:
+            self._announce(num_filled + MARGIN_BLOCKS, pinned.hashes)
+            self.feed(Event.LAST)
+
+    def _is_in_prefill(self, num_filled: int) -> bool:
+        return self._candidate.request.num_tokens >= (num_filled + 2) * self._page_tokens
+
+    def _announce(self, num_blocks: int, hashes: bytes, on_host: bool = False) -> None:
+        first_block = sum(stage.num_blocks for stage in self._stages)
+        self._stages.append(Stage(len(self._stages), first_block, num_blocks, hashes, on_host))
+
+    def _copy(self) -> None:
+        stage, pinned = self._stages[-1], self._pinned
+        assert pinned is not None
+
+        async def copy() -> None:
+            answer = await self._peer.send(stage, pinned.slots)
+            self._num_copied += answer.event is Event.COPIED
+            self.feed(*answer)
+
+        self._spawn(copy(), self._copies)
+
+    # ------------------------------------------------------------------------------------------------ the pause
+
+    def on_taken_out(self, taken: TakenOut) -> None:
+        """The request has left its batch."""
+        if self.machine.state is not State.LEAVING or self._taken is not None:
+            return
+        if self._took_out_s is None or taken.taken_s < self._took_out_s:
+            return
+        self._taken = taken
+        if self._site.faults.has(FaultPoint.SOURCE_TAKEN_OUT):
+            self._spawn(self._after_fault(FaultPoint.SOURCE_TAKEN_OUT, self._pin_rest))
+        else:
+            self._pin_rest()
+
+    def _pin_rest(self) -> None:
+        """What is left, now that it does not grow any more."""
+        taken = self._taken
+        if self.machine.state is not State.LEAVING or taken is None:
+            return
+        self._unpin()
+        rest = self._pinned = self._site.loop.pin_rest(self.request_id, self._next_block)
+        if rest is None and taken.progress.num_computed:
+            self._gone()
+            return
+        announced = sum(stage.num_blocks for stage in self._stages[self._num_copied :])
+        if rest is None or len(rest.slots) <= announced:
+            self.feed(Event.TAKEN_OUT)
+        elif not self._candidate.is_running and not rest.on_host:
+            # It got its turn meanwhile: to copy all of it now would be a long pause.
+            self.feed(Event.FAILED, AbortReason.NOT_WORTH)
+        elif not self._peer.takes_kv:
+            self.feed(Event.FAILED, AbortReason.UNREACHABLE)
+        else:
+            # Hashes of those that were announced went with them.
+            self._announce(len(rest.slots) - announced, rest.hashes[16 * announced :], rest.on_host)
+            self.feed(Event.TAKEN_OUT_SHORT)
+
+    def _commit(self) -> None:
+        taken = self._taken
+        assert taken is not None
+        if not self._site.loop.seal(self.request_id):
+            self._gone()
+            return
+        slots = [] if self._pinned is None else self._pinned.slots
+        for stage in self._stages[self._num_copied :]:
+            part, slots = slots[: stage.num_blocks], slots[stage.num_blocks :]
+            # More was announced than is filled: what lies behind is never read before it is written.
+            filler = part[-1:] or self._some_slot
+            part = part + filler * (stage.num_blocks - len(part))
+            self._spawn(self._send_last(stage, part), self._copies)
+        self._spawn(self._fed(self._peer.commit(taken, self.machine.epoch + 1, self._stages)))
+
+    async def _send_last(self, stage: Stage, slots: list[int]) -> None:
+        """That they are there shows in the answer to Commit."""
+        answer = await self._peer.send(stage, slots)
+        if answer.event is not Event.COPIED:
+            self.feed(*answer)
+
+    # ------------------------------------------------------------------------------------------------ how it ends
+
+    def _drop(self) -> None:
+        was_cancelled = self._site.loop.drop_moved(self.request_id)
+        self._end_pause()
+        self.is_given_up = self.machine.state is not State.MOVED
+        if was_cancelled and not self.is_given_up:
+            self._peer.cancel()
+
+    def _gone(self) -> None:
+        """The engine says that the request cannot move any more."""
+        is_held = self._site.loop.held_epoch(self.request_id) is not None
+        self.feed(Event.GONE, AbortReason.PREEMPTED if is_held else AbortReason.ENDED)
+
+    def _end_pause(self) -> None:
+        if self._taken is not None:
+            self._site.telemetry.on_pause("source", self._site.loop.now() - self._taken.taken_s)
+
+    # ------------------------------------------------------------------------------------------------ helpers
+
+    def _unpin(self) -> None:
+        if self._pinned is not None:
+            self._site.loop.unpin(self._pinned)
+            self._pinned = None
+
+    async def _fed(self, work: Coroutine[Any, Any, Answer]) -> None:
+        self.feed(*await work)
+
+    async def _after_fault(self, point: FaultPoint, then: Callable[[], None]) -> None:
+        try:
+            await self._site.faults.at(point)
+        except FaultError:
+            self.feed(Event.FAILED, AbortReason.UNREACHABLE)
+        else:
+            then()
+
+    def _spawn(self, work: Coroutine[Any, Any, Any], *others: set[asyncio.Task[Any]]) -> None:
+        task = asyncio.create_task(work)
+        for tasks in (self._tasks, *others):
+            tasks.add(task)
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        self._copies.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("a task of a migration failed", exc_info=error)

@@ -1,0 +1,256 @@
+"""What a source says to the destination of one migration, and what comes of it as events."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import msgspec
+
+from services.worker.engine_loop import EngineLoop
+from services.worker.kv_transport import KvTransport, TransferError, TransferReason
+from services.worker.migration.faults import FaultError, FaultPoint, FaultPoints
+from services.worker.migration.host import pool_of
+from services.worker.migration.telemetry import MigrationSpan, MigrationTelemetry
+from shared.bus.interface import Bus, BusError, ServiceError
+from shared.engine.moves import rebased
+from shared.engine.moving import TakenOut
+from shared.messages import (
+    INSTANCE_ABORT,
+    INSTANCE_CANCEL,
+    INSTANCE_COMMIT,
+    INSTANCE_OWNS,
+    INSTANCE_PRE_ALLOCATE,
+    AbortMigration,
+    AbortReason,
+    Cancel,
+    Commit,
+    ErrorCode,
+    GenerationRequest,
+    InstanceInfo,
+    OwnsQuery,
+    PreAllocate,
+    Reserved,
+)
+from shared.migration.destination import IDLE_S
+from shared.migration.estimates import copy_deadline_s, copy_s
+from shared.migration.source import ASK_PAUSE_S, ASK_S, COMMIT_S, CONNECT_S, RESERVE_S, Event
+
+log = logging.getLogger(__name__)
+
+MAX_TRIES = 5
+"""To get room at a destination that says that it will have some soon."""
+MAX_RETRY_S = 0.1
+"""What counts as soon."""
+
+_UNDECIDED = (ErrorCode.DEADLINE, ErrorCode.UNAVAILABLE, ErrorCode.INTERNAL)
+"""Errors that do not say whether a Commit took effect."""
+_REASONS = {
+    ErrorCode.BAD_REQUEST: AbortReason.MISMATCH,
+    ErrorCode.DEADLINE: AbortReason.DEADLINE,
+    ErrorCode.UNAVAILABLE: AbortReason.UNREACHABLE,
+    ErrorCode.INTERNAL: AbortReason.UNREACHABLE,
+}
+"""What an error of the destination means; REFUSED where it is none of these."""
+
+
+@dataclass(frozen=True)
+class Site:
+    """What migrations out of an instance have in common."""
+
+    instance_id: str
+    bus: Bus
+    loop: EngineLoop
+    transport: KvTransport | None
+    telemetry: MigrationTelemetry
+    faults: FaultPoints
+    rate_share: float
+    max_stages: int
+    step_s: Callable[[str], float]
+    """Of a model's decode steps lately."""
+
+
+@dataclass
+class Stage:
+    """Blocks `first_block ..` of the request, for which room is asked."""
+
+    number: int
+    first_block: int
+    num_blocks: int
+    hashes: bytes
+    on_host: bool = False
+    reserved: Reserved | None = None
+
+    def attributes(self) -> dict[str, int]:
+        return {
+            "tideway.migration.stage": self.number,
+            "tideway.migration.first_block": self.first_block,
+            "tideway.migration.blocks": self.num_blocks,
+            "tideway.migration.held": self.reserved.num_held if self.reserved else 0,
+        }
+
+
+class Answer(NamedTuple):
+    event: Event
+    reason: AbortReason | None = None
+
+
+class Peer:
+    """The destination of one migration. Nothing here raises for a failure of the other side."""
+
+    def __init__(
+        self,
+        site: Site,
+        migration_id: str,
+        request: GenerationRequest,
+        page_tokens: int,
+        max_tokens: int,
+        info: InstanceInfo,
+        span: MigrationSpan,
+    ) -> None:
+        """`max_tokens`: of the request's sequence at its longest."""
+        self._site = site
+        self._migration_id = migration_id
+        self._request = request
+        self._page_tokens = page_tokens
+        self._max_tokens = max_tokens
+        self._ids = {"instance_id": info.instance_id}
+        self._address = info.kv_address
+        self._span = span
+        self.num_bytes = 0
+        """That it has acknowledged."""
+
+    @property
+    def takes_kv(self) -> bool:
+        return self._site.transport is not None and bool(self._address)
+
+    def slot_bytes(self, on_host: bool) -> int | None:
+        transport = self._site.transport
+        return None if transport is None else transport.slot_bytes(pool_of(self._request.model, on_host))
+
+    def copy_s(self, num_bytes: int) -> float:
+        transport = self._site.transport
+        bandwidth = None if transport is None else transport.bandwidth_bytes_s(self._address)
+        return copy_s(num_bytes, bandwidth, self._site.rate_share)
+
+    def copy_deadline_s(self, stage: Stage | None) -> float:
+        if stage is None:
+            return copy_deadline_s(0.0)
+        return copy_deadline_s(self.copy_s(stage.num_blocks * (self.slot_bytes(stage.on_host) or 0)))
+
+    async def reserve(self, stage: Stage) -> Answer:
+        """Asks for room, and makes the connection that the blocks will need."""
+        request = self._request
+        query = PreAllocate(
+            self._migration_id,
+            self._site.instance_id,
+            request.request_id,
+            request.model,
+            request.request_class,
+            request.priority,
+            stage.number,
+            stage.first_block,
+            stage.num_blocks,
+            stage.hashes,
+            self._page_tokens,
+            self.slot_bytes(stage.on_host) or 0,
+            on_host=stage.on_host,
+            max_tokens=self._max_tokens,
+            deadline_s=max(IDLE_S, self.copy_deadline_s(stage)),
+            traceparent=self._span.traceparent,
+        )
+        try:
+            with self._span.stage("migration.reserve", stage.attributes()):
+                await self._site.faults.at(FaultPoint.SOURCE_RESERVE)
+                stage.reserved = await self._ask_for_room(query)
+                if stage.reserved.ticket and self._site.transport is not None:
+                    await self._site.transport.connect(stage.reserved.address, deadline_s=CONNECT_S)
+        except BusError as error:
+            log.debug("migration %s: stage %d: %s", self._migration_id, stage.number, error)
+            return Answer(Event.FAILED, _REASONS.get(error.code, AbortReason.REFUSED))
+        except TimeoutError:
+            return Answer(Event.FAILED, AbortReason.DEADLINE)
+        except (TransferError, FaultError) as error:
+            log.info("migration %s: no way to %s: %s", self._migration_id, self._address, error)
+            return Answer(Event.FAILED, AbortReason.UNREACHABLE)
+        return Answer(Event.RESERVED)
+
+    async def _ask_for_room(self, query: PreAllocate) -> Reserved:
+        endpoint = INSTANCE_PRE_ALLOCATE.at(**self._ids)
+        async with asyncio.timeout(RESERVE_S):
+            for _ in range(MAX_TRIES - 1):
+                try:
+                    return await self._site.bus.request(endpoint, query, timeout_s=RESERVE_S)
+                except ServiceError as error:
+                    if error.code is not ErrorCode.OVERLOADED or not 0 < error.info.retry_after_s <= MAX_RETRY_S:
+                        raise
+                    await asyncio.sleep(error.info.retry_after_s)
+            return await self._site.bus.request(endpoint, query, timeout_s=RESERVE_S)
+
+    async def send(self, stage: Stage, slots: list[int]) -> Answer:
+        """`slots`: one for each block of the stage; those that the destination holds are left out."""
+        reserved, transport = stage.reserved, self._site.transport
+        assert reserved is not None and len(slots) == stage.num_blocks
+        missing = slots[reserved.num_held :]
+        if not missing:
+            return Answer(Event.COPIED)
+        attributes = {**stage.attributes(), "tideway.migration.sent": len(missing)}
+        try:
+            if transport is None or not reserved.ticket:
+                raise TransferError(TransferReason.MISMATCH, "the destination named no place for the blocks")
+            with self._span.stage("migration.copy", attributes):
+                await self._site.faults.at(FaultPoint.SOURCE_COPY)
+                receipt = await transport.send(
+                    reserved.address,
+                    reserved.ticket,
+                    pool_of(self._request.model, stage.on_host),
+                    missing,
+                    deadline_s=self.copy_deadline_s(stage),
+                )
+        except (TransferError, FaultError) as error:
+            log.info("migration %s: blocks of stage %d did not go: %s", self._migration_id, stage.number, error)
+            return Answer(Event.COPY_FAILED, AbortReason.TRANSFER_FAILED)
+        self.num_bytes += receipt.num_bytes
+        return Answer(Event.COPIED)
+
+    async def commit(self, taken: TakenOut, epoch: int, stages: list[Stage]) -> Answer:
+        site = self._site
+        request, progress = rebased(taken, site.loop.now())
+        request = msgspec.structs.replace(request, epoch=epoch)
+        num_blocks = sum(stage.num_blocks for stage in stages)
+        on_host = any(stage.on_host for stage in stages)
+        commit = Commit(self._migration_id, site.instance_id, request, progress, num_blocks, on_host)
+        timeout_s = COMMIT_S + self.copy_deadline_s(stages[-1] if stages else None)
+        try:
+            with self._span.stage("migration.commit", {"tideway.migration.blocks": num_blocks}):
+                await site.faults.at(FaultPoint.SOURCE_COMMIT)
+                await site.bus.request(INSTANCE_COMMIT.at(**self._ids), commit, timeout_s=timeout_s)
+                await site.faults.at(FaultPoint.SOURCE_ANSWER)
+        except ServiceError as error:
+            if error.code in _UNDECIDED:
+                return Answer(Event.NO_ANSWER)
+            return Answer(Event.COMMIT_REFUSED, _REASONS.get(error.code, AbortReason.REFUSED))
+        except (BusError, FaultError):
+            return Answer(Event.NO_ANSWER)
+        return Answer(Event.COMMITTED)
+
+    async def ask(self, epoch: int) -> Answer:
+        """Whether it took the request over."""
+        query = OwnsQuery(self._migration_id, self._request.request_id, epoch)
+        try:
+            await self._site.faults.at(FaultPoint.SOURCE_OWNS)
+            reply = await self._site.bus.request(INSTANCE_OWNS.at(**self._ids), query, timeout_s=ASK_S)
+        except (BusError, FaultError):
+            await asyncio.sleep(ASK_PAUSE_S)
+            return Answer(Event.NO_ANSWER)
+        return Answer(Event.OWNS_YES if reply.owns else Event.OWNS_NO)
+
+    def abort(self, reason: AbortReason) -> None:
+        self._site.bus.publish(INSTANCE_ABORT.at(**self._ids), AbortMigration(self._migration_id, reason))
+
+    def cancel(self) -> None:
+        """The client does not want the request any more."""
+        self._site.bus.publish(INSTANCE_CANCEL.at(**self._ids), Cancel(self._request.request_id))

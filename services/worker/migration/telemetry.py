@@ -1,0 +1,95 @@
+"""Metrics and spans of migrations, in both directions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+from opentelemetry import trace
+from prometheus_client import Counter, Gauge, Histogram
+
+from shared.telemetry import Telemetry, context_of
+
+PAUSE_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 5.0)
+MOVED = "moved"
+
+Attributes = Mapping[str, str | int | float | bool]
+
+
+class MigrationTelemetry:
+    def __init__(self, telemetry: Telemetry) -> None:
+        registry = telemetry.registry
+        self._tracer = telemetry.tracer
+        self._migrations = Counter(
+            "tideway_migrations",
+            "Migrations ended, by direction (out | in), why they were begun, and outcome (moved, or why not)",
+            ("direction", "reason", "outcome"),
+            registry=registry,
+        )
+        self._pause = Histogram(
+            "tideway_migration_pause_seconds",
+            "What a request waits: at the source from leaving its batch to the answer to Commit, at the destination from "
+            "there to the end of its first step",
+            ("end",),
+            registry=registry,
+            buckets=PAUSE_BUCKETS,
+        )
+        self._bytes = Counter("tideway_migration_bytes", "KV bytes moved", ("direction",), registry=registry)
+        self._stages = Histogram(
+            "tideway_migration_stages",
+            "Stages of a migration that moved its request",
+            registry=registry,
+            buckets=(0, 1, 2, 3, 4, 5, 6, 7, 8, 16),
+        )
+        self._in_progress = Gauge(
+            "tideway_migrations_in_progress", "Migrations under way", ("direction",), registry=registry
+        )
+
+    def begin(self, direction: str) -> None:
+        self._in_progress.labels(direction).inc()
+
+    def end(self, direction: str, reason: str, outcome: str) -> None:
+        self._in_progress.labels(direction).dec()
+        self.refused(direction, reason, outcome)
+
+    def refused(self, direction: str, reason: str, outcome: str) -> None:
+        """One that was over before it began."""
+        self._migrations.labels(direction, reason, outcome).inc()
+
+    def on_moved(self, num_stages: int) -> None:
+        self._stages.observe(num_stages)
+
+    def on_pause(self, end: str, seconds: float) -> None:
+        self._pause.labels(end).observe(seconds)
+
+    def on_bytes(self, direction: str, num_bytes: int) -> None:
+        self._bytes.labels(direction).inc(num_bytes)
+
+    def span(self, name: str, traceparent: str, attributes: Attributes) -> MigrationSpan:
+        """`traceparent`: of the request, or of the migration's other end."""
+        span = self._tracer.start_span(name, context=context_of(traceparent), attributes=dict(attributes))
+        return MigrationSpan(self._tracer, span)
+
+
+class MigrationSpan:
+    """Of one migration at one of its ends, with a child for each stage."""
+
+    def __init__(self, tracer: trace.Tracer, span: trace.Span) -> None:
+        self._tracer = tracer
+        self._span = span
+
+    @property
+    def traceparent(self) -> str:
+        context = self._span.get_span_context()
+        return f"00-{context.trace_id:032x}-{context.span_id:016x}-{context.trace_flags:02x}"
+
+    @contextmanager
+    def stage(self, name: str, attributes: Attributes) -> Iterator[None]:
+        """A child span for as long as the block runs, current in it, so that messages sent there carry it."""
+        context = trace.set_span_in_context(self._span)
+        with self._tracer.start_as_current_span(name, context=context, attributes=dict(attributes)):
+            yield
+
+    def end(self, attributes: Attributes) -> None:
+        self._span.set_attributes(dict(attributes))
+        self._span.end()

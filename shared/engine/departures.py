@@ -1,0 +1,264 @@
+"""Requests on their way to other instances: what the source of a migration calls.
+
+    move_candidates
+    pin .. unpin                   each stage, while the request goes on
+    take_out -> effect TakenOut    then pin_rest, seal
+    drop_moved | put_back          at the end; end_move where it was never taken out
+
+A sequence that was taken out is LEAVING: nobody plans it or takes its slots, but a cancel or its deadline ends it, until
+`seal`. Names of requests that are not held, or that were replaced by a later placement meanwhile, change nothing.
+"""
+
+from __future__ import annotations
+
+from math import inf
+
+import msgspec
+
+from shared.engine.kv_blocks import BlockPool
+from shared.engine.model_queue import ONLINE_RANKS
+from shared.engine.moving import MoveCandidate, PinnedBlocks, TakenOut
+from shared.engine.planner import Planner
+from shared.engine.requests import Effect, Requests
+from shared.engine.sequence import Move, Sequence, State
+from shared.messages import PLACEMENT_EPOCHS, FinishReason, HeldRequest, SequenceProgress, pack_tokens
+
+LAST_EPOCHS = 2
+"""Of a placement, in which a request is not moved any more: a move may take two."""
+
+
+class Departures(Requests):
+    def __init__(self, planner: Planner, max_waiting: int, move_cooldown_s: float) -> None:
+        super().__init__(planner, max_waiting)
+        self._move_cooldown_s = move_cooldown_s
+        self._pinned: list[PinnedBlocks] = []
+        self._awaited: list[Sequence] = []
+        """Taken out, but a step in flight computes them."""
+        self._taken: list[tuple[Sequence, TakenOut]] = []
+
+    def _has_departures(self, model: str) -> bool:
+        """Whether slots of the model are pinned, or one of its sequences is perhaps another instance's."""
+        if any(pinned.model == model for pinned in self._pinned):
+            return True
+        return any(sequence.move == Move.SEALED for sequence in self.planner.queues[model].leaving.values())
+
+    def move_candidates(self, now: float, include_offline: bool = False) -> list[MoveCandidate]:
+        """Requests that could leave now, in the order in which they should: an online one that waits because there is no
+        room for it, then those that run: lower priority first, then fewer blocks. `include_offline` (to drain): all that
+        wait as well, and offline ones after the online ones, those of a suspended step last (`take_out` gives it up)."""
+        found: list[tuple[tuple[int, ...], Sequence]] = []
+        stuck = self.planner.stuck
+        for queue in self.planner.queues.values():
+            for rank in ONLINE_RANKS:
+                found += [((1, -rank), s) for s in queue.running[rank].values() if s.total < s.max_total]
+                found += [((0, rank), s) for s in queue.waiting[rank] if include_offline or s is stuck]
+            if include_offline:
+                found += [((2,), s) for of_rank in queue.waiting[len(ONLINE_RANKS) :] for s in of_rank]
+                found += [((3,), s) for of_rank in queue.running[len(ONLINE_RANKS) :] for s in of_rank.values()]
+                found += [((4,), s) for s in queue.suspended.values()]
+        candidates = [
+            ((*order, candidate.num_blocks, sequence.number), candidate)
+            for order, sequence in found
+            if self._may_move(sequence, now)
+            for candidate in (self._candidate(sequence),)
+        ]
+        candidates.sort(key=lambda pair: pair[0])
+        return [candidate for _, candidate in candidates]
+
+    def _may_move(self, sequence: Sequence, now: float) -> bool:
+        return (
+            sequence.move == Move.NONE
+            and now - sequence.moved_s >= self._move_cooldown_s
+            and not sequence.is_spoilt
+            and sequence.request.epoch % PLACEMENT_EPOCHS < PLACEMENT_EPOCHS - LAST_EPOCHS
+        )
+
+    @staticmethod
+    def _candidate(sequence: Sequence) -> MoveCandidate:
+        request, is_running = sequence.request, sequence.state == State.RUNNING
+        if is_running:
+            num_blocks = min(len(sequence.blocks), -(-sequence.num_tokens // sequence.page_tokens))
+        else:
+            num_blocks = len(sequence.host_blocks)
+        held = HeldRequest(
+            request.request_id,
+            request.gateway_id,
+            request.epoch,
+            request.model,
+            sequence.num_tokens,
+            is_running,
+            sequence.is_online,
+        )
+        tokens_left = sequence.max_total - sequence.num_tokens
+        return MoveCandidate(held, request.request_class, request.priority, is_running, num_blocks, tokens_left)
+
+    def pin(self, request_id: str, first_block: int) -> PinnedBlocks | None:
+        """The filled blocks of a running sequence from `first_block` on, perhaps none; the first call (with 0) marks it as
+        moving. None: it does not run, or was preempted since the first call."""
+        sequence = self._sequences.get(request_id)
+        if sequence is None or self._has_lost(sequence):
+            return None
+        if sequence.state not in (State.RUNNING, State.LEAVING) or sequence.is_spoilt or sequence.move == Move.SEALED:
+            return None
+        if first_block and sequence.move != Move.PINNED:
+            return None
+        sequence.move = Move.PINNED
+        return self._pin(sequence, sequence.blocks, first_block, sequence.num_filled, False)
+
+    @staticmethod
+    def _has_lost(sequence: Sequence) -> bool:
+        """Tells once that a sequence was preempted while it was moving."""
+        if sequence.move != Move.LOST:
+            return False
+        sequence.move = Move.NONE
+        return True
+
+    def _pin(self, sequence: Sequence, blocks: list[int], first: int, end: int, on_host: bool) -> PinnedBlocks:
+        root = self.planner.queues[sequence.model].root
+        num_full = min(end, sequence.num_tokens // sequence.page_tokens)
+        hashes = sequence.extend_hashes(num_full, sequence.page_tokens, root)[first:]
+        pinned = PinnedBlocks(sequence.model, on_host, first, blocks[first:end], b"".join(hashes))
+        if pinned.slots:
+            self._pool(on_host).retain(sequence.model, pinned.slots)
+            self._pinned.append(pinned)
+        return pinned
+
+    def _pool(self, on_host: bool) -> BlockPool:
+        pool = self.planner.host.pool if on_host else self.planner.pool
+        assert pool is not None
+        return pool
+
+    def unpin(self, pinned: PinnedBlocks) -> None:
+        if pinned in self._pinned:
+            self._pinned.remove(pinned)
+            self._pool(pinned.on_host).release(pinned.model, pinned.slots)
+
+    def take_out(self, request_id: str, now: float) -> bool:
+        """Out of the batch (or the queue) when the steps in flight that compute it have returned: the effect `TakenOut`
+        says so, unless it ends in them. False: it is not here any more, was preempted since it was pinned, or is coming
+        back from host memory."""
+        sequence = self._sequences.get(request_id)
+        if sequence is None or self._has_lost(sequence) or sequence.is_spoilt:
+            return False
+        if sequence.state not in (State.RUNNING, State.WAITING):
+            return False
+        self.planner.leave(sequence, now)
+        self._awaited.append(sequence)
+        self._finish_leaving(now)
+        return True
+
+    def _finish_leaving(self, now: float) -> None:
+        """Effects for those that no step in flight computes any more."""
+        awaited, self._awaited = self._awaited, []
+        for sequence in awaited:
+            if sequence.state != State.LEAVING:
+                continue
+            if sequence.in_flight:
+                self._awaited.append(sequence)
+            else:
+                self._taken.append((sequence, self._taken_out(sequence, now)))
+
+    def _taken_out(self, sequence: Sequence, now: float) -> TakenOut:
+        request, sampling = sequence.request, sequence.request.sampling
+        # Where the model takes fewer tokens here than there, it ends as it would have here.
+        max_tokens = sequence.max_total - sequence.num_prompt
+        if max_tokens != sampling.max_tokens:
+            sampling = msgspec.structs.replace(sampling, max_tokens=max_tokens)
+        travelling = msgspec.structs.replace(
+            request,
+            sampling=sampling,
+            prior=pack_tokens(sequence.tokens[sequence.num_prompt :]),
+            timeout_s=sequence.deadline_s - now,
+            waited_s=now - sequence.arrived_s,
+            ttft_objective_s=sequence.ttft_due_s - sequence.arrived_s,
+            tpot_objective_s=sequence.tpot_objective_s if sequence.tpot_objective_s < inf else 0.0,
+        )
+        first_token_s, first_planned_s = sequence.first_token_s, sequence.first_planned_s
+        progress = SequenceProgress(
+            num_computed=sequence.num_computed,
+            first_token_age_s=-1.0 if first_token_s is None else now - first_token_s,
+            first_total=sequence.first_total,
+            first_planned_age_s=-1.0 if first_planned_s is None else now - first_planned_s,
+            submitted_age_s=now - sequence.submitted_s,
+            device_s=sequence.device_s,
+            num_cached_tokens=sequence.num_cached_tokens,
+            num_preemptions=sequence.num_preemptions,
+            num_recomputed=sequence.num_recomputed,
+            num_restored_blocks=sequence.num_restored_blocks,
+            num_suspensions=sequence.num_suspensions,
+            order_state=self.planner.ordering.export_state(sequence),
+            num_moves=sequence.num_moves + 1,
+            last_ran_age_s=now - sequence.last_ran_s,
+            peak_computed=sequence.peak_computed,
+        )
+        return TakenOut(request.request_id, travelling, progress, now)
+
+    def effects(self) -> list[Effect]:
+        effects = super().effects()
+        if self._taken:
+            effects += [taken for sequence, taken in self._taken if sequence.state == State.LEAVING]
+            self._taken = []
+        return effects
+
+    def _left(self, request_id: str) -> Sequence | None:
+        """The sequence, if it has left the batch."""
+        sequence = self._sequences.get(request_id)
+        if sequence is None or sequence.state != State.LEAVING or sequence.in_flight:
+            return None
+        return sequence
+
+    def pin_rest(self, request_id: str, first_block: int) -> PinnedBlocks | None:
+        """After `TakenOut`: all blocks from `first_block` on that hold computed tokens, the last one perhaps partly filled;
+        of one that waits those in host memory, if there are. None: it has ended, or lost its KV since it was pinned."""
+        sequence = self._left(request_id)
+        if sequence is None or sequence.move == Move.LOST or (first_block and sequence.move != Move.PINNED):
+            return None
+        if sequence.row < 0 and sequence.host_blocks:
+            return self._pin(sequence, sequence.host_blocks, first_block, len(sequence.host_blocks), True)
+        num_blocks = -(-sequence.num_computed // sequence.page_tokens)
+        return self._pin(sequence, sequence.blocks, first_block, num_blocks, False)
+
+    def seal(self, request_id: str) -> bool:
+        """After `TakenOut`: neither cancel nor deadline end it any more. False: it has ended."""
+        sequence = self._left(request_id)
+        if sequence is None:
+            return False
+        sequence.move = Move.SEALED
+        return True
+
+    def put_back(self, request_id: str, now: float, epoch: int | None = None) -> None:
+        """It goes on here, where it was, in `epoch` if given; what was to end it while it was sealed does so now."""
+        sequence = self._sequences.get(request_id)
+        if sequence is not None and sequence.state == State.LEAVING:
+            self._put_back(sequence, now, epoch)
+
+    def _put_back(self, sequence: Sequence, now: float, epoch: int | None = None) -> None:
+        if epoch is not None:
+            sequence.request = msgspec.structs.replace(sequence.request, epoch=epoch)
+        sequence.move = Move.NONE
+        sequence.moved_s = now
+        self._awaited = [other for other in self._awaited if other is not sequence]
+        self._taken = [(other, taken) for other, taken in self._taken if other is not sequence]
+        self.planner.come_back(sequence, now)
+        if sequence.is_cancelled:
+            self._end(sequence, FinishReason.CANCELLED, now)
+        elif sequence.deadline_s <= now:
+            self._end_late(sequence, now)
+
+    def drop_moved(self, request_id: str, now: float) -> bool:
+        """Another instance's now: forgets it without an entry or an effect. True: a cancel came while it was sealed."""
+        sequence = self._left(request_id)
+        if sequence is None:
+            return False
+        self._drop(sequence)
+        return sequence.is_cancelled
+
+    def end_move(self, request_id: str, now: float) -> None:
+        """The move is off: it may move again after the cooldown. One that was taken out, but not sealed, is put back."""
+        sequence = self._sequences.get(request_id)
+        if sequence is None or sequence.move == Move.SEALED:
+            return
+        if sequence.state == State.LEAVING:
+            self._put_back(sequence, now)
+        sequence.move = Move.NONE
+        sequence.moved_s = now

@@ -1,0 +1,331 @@
+"""Who gives requests away, and who takes them (Llumnix, OSDI'24, section 4.4.3, with hysteresis and bounds).
+
+An instance whose migration freeness falls below `low` is a source until it rises to `release`; one above `high` may take.
+The least free source is paired with the freest taker, one pair out of an instance and one into it, and a pair lives while
+the source is one and the taker can take. Which request moves is the source's choice.
+
+A pair must be a gain for a typical request of the source, of virtual usage v (as shares of the two pools' sizes):
+
+    (u_source - v)^2 + (u_taker + v)^2  <  u_source^2 + u_taker^2        and the taker stays above `low`
+
+so that at constant load each move lowers the sum of squares, nothing moves for ever, and a move never makes its taker a
+source. A source below 0 has a request that waits for memory: for it a taker above `release` will do, or a cluster whose
+free memory is in pieces would have no taker at all.
+
+An instance that is draining gives away to everyone who can take, whatever the load. Numbers of instances alone are looked
+at. `touch` is constant work and is called for every report; `step` looks at sources, pairs and, only if a source has no
+taker, at all instances.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from heapq import nlargest
+from typing import NamedTuple
+
+from shared.messages import AbortReason, MoveReason
+
+BACKOFF_S = 0.5
+"""After a failed move; doubles with each further failure."""
+MAX_BACKOFF_S = 30.0
+BURST_S = 0.2
+"""The bound on pairings is a token bucket that holds as many as come in this time."""
+MAX_DRAIN_TAKERS = 32
+"""Told to a draining instance."""
+
+LINK_FAILURES = frozenset({AbortReason.TRANSFER_FAILED, AbortReason.UNREACHABLE, AbortReason.DEADLINE})
+"""Either end may be at fault."""
+TAKER_FAILURES = frozenset({AbortReason.REFUSED, AbortReason.MISMATCH, AbortReason.DESTINATION_LOST})
+
+
+class InstanceView(NamedTuple):
+    """An instance as rebalancing sees it, by its last report and its entry in the registry."""
+
+    instance_id: str
+    freeness: float
+    """Migration freeness, in decode steps; +inf where nothing runs or waits."""
+    num_running: int
+    """Online requests that run."""
+    num_counted: int
+    """Requests in its virtual usage: the running ones, and the first that waits."""
+    total_tokens: float
+    """Of its KV pool."""
+    models: frozenset[str]
+    """Those it serves."""
+    leaving: frozenset[str] = frozenset()
+    """Models whose requests have to go, whatever the load: of a draining instance all, else those being unloaded."""
+    can_give: bool = True
+    """It has requests, and its KV can be moved."""
+    can_take: bool = True
+
+    @property
+    def spare_tokens(self) -> float:
+        """Beside the virtual usage; below 0 if more is asked for than there is."""
+        return self.total_tokens if self.freeness == math.inf else self.freeness * max(1, self.num_running)
+
+    @property
+    def usage_tokens(self) -> float:
+        return max(0.0, self.total_tokens - self.spare_tokens)
+
+    @property
+    def typical_tokens(self) -> float:
+        """Virtual usage of a typical request here."""
+        return self.usage_tokens / max(1, self.num_counted)
+
+
+class Taker(NamedTuple):
+    """An instance that may be given requests: alive, ready and reachable."""
+
+    instance_id: str
+    freeness: float
+    models: frozenset[str]
+
+
+def is_gain(source: InstanceView, taker: InstanceView, low: float) -> bool:
+    """Whether moving a typical request of the source lowers the sum of squared usage and leaves the taker above `low`."""
+    if not (source.total_tokens > 0 and taker.total_tokens > 0):
+        return False
+    v = source.typical_tokens
+    mine, theirs = source.usage_tokens, taker.usage_tokens
+    lowered = (mine**2 - (mine - v) ** 2) / source.total_tokens**2
+    raised = ((theirs + v) ** 2 - theirs**2) / taker.total_tokens**2
+    return lowered > raised and taker.spare_tokens - v >= low * (taker.num_running + 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    source: str
+    takers: tuple[str, ...]
+    """One; of a draining source all that can take, freest first."""
+    reason: MoveReason
+
+
+class Changes(NamedTuple):
+    begun: list[Pair]
+    ended: list[Pair]
+
+
+class _Backoff(NamedTuple):
+    until_s: float
+    num_failures: int
+
+
+class _TokenBucket:
+    def __init__(self, per_s: float) -> None:
+        self._per_s = per_s
+        self.capacity = max(1, int(per_s * BURST_S))
+        self._level = float(self.capacity)
+        self._at_s = -math.inf
+
+    def has_one(self, now: float) -> bool:
+        if self._at_s > -math.inf:
+            self._level = min(self.capacity, self._level + self._per_s * max(0.0, now - self._at_s))
+        self._at_s = now
+        return self._level >= 1.0
+
+    def take(self) -> None:
+        self._level -= 1.0
+
+
+def _freeness_of(taker: Taker) -> float:
+    return taker.freeness
+
+
+class Rebalancer:
+    """`max_in`: pairs into one instance at once (draining sources not counted)."""
+
+    def __init__(self, low: float, high: float, pairings_per_s: float, *, max_in: int = 1) -> None:
+        if not low < high:
+            raise ValueError(f"the lower threshold must be below the higher one: {low} and {high}")
+        self.low = low
+        self.high = high
+        self.release = low + (high - low) / 4
+        self.pairs: dict[str, Pair] = {}
+        """By source."""
+        self._max_in = max_in
+        self._sources: dict[str, float] = {}
+        """With their freeness."""
+        self._draining: set[str] = set()
+        self._taking: Counter[str] = Counter()
+        """Pairs into each instance, of those that are not for a drain."""
+        self._backoffs: dict[str, _Backoff] = {}
+        self._bucket = _TokenBucket(pairings_per_s)
+
+    @property
+    def is_idle(self) -> bool:
+        """No step is needed until `touch` says so."""
+        return not self._sources and not self._draining and not self.pairs
+
+    def touch(self, instance_id: str, freeness: float) -> bool:
+        """A report came. True if a step should come soon: it may begin or end a pair."""
+        if freeness < self.low:
+            is_known = instance_id in self._sources
+            self._sources[instance_id] = freeness
+            return not is_known
+        if instance_id in self._sources:
+            if freeness < self.release:
+                self._sources[instance_id] = freeness
+                return False
+            del self._sources[instance_id]
+            return instance_id in self.pairs
+        return instance_id in self._taking and not freeness >= self.release
+
+    def drain(self, instance_id: str) -> bool:
+        """Requests have to leave the instance. True if that is news: a step should come soon."""
+        is_known = instance_id in self._draining
+        self._draining.add(instance_id)
+        return not is_known
+
+    def forget(self, instance_id: str) -> None:
+        """The instance is gone; its pairs end with the next step."""
+        self._backoffs.pop(instance_id, None)
+        self._sources.pop(instance_id, None)
+        self._draining.discard(instance_id)
+
+    def on_move(self, source: str, taker: str, reason: str | None, now: float) -> None:
+        """A move ended; `reason`: why it failed, None if it did not."""
+        if reason is None:
+            self._backoffs.pop(source, None)
+            self._backoffs.pop(taker, None)
+            return
+        if reason in LINK_FAILURES or reason in TAKER_FAILURES:
+            self._fail(taker, now)
+        if reason in LINK_FAILURES:
+            self._fail(source, now)
+
+    def num_backing_off(self, now: float) -> int:
+        return sum(backoff.until_s > now for backoff in self._backoffs.values())
+
+    def step(
+        self,
+        now: float,
+        view_of: Callable[[str], InstanceView | None],
+        takers_above: Callable[[float], Iterable[Taker]],
+    ) -> Changes:
+        """Ends pairs that are over and begins new ones. `view_of`: None for an instance that is gone or never reported;
+        `takers_above`: those that are at least so free."""
+        changes = Changes([], [])
+        draining: list[InstanceView] = []
+        for name in list(self._draining):
+            view = view_of(name)
+            if view is not None and view.can_give and view.leaving:
+                draining.append(view)
+            else:
+                self._draining.discard(name)
+        for pair in list(self.pairs.values()):
+            is_drain = pair.source in self._draining
+            is_kept = (
+                is_drain if pair.reason == MoveReason.DRAIN else not is_drain and self._is_kept(pair, view_of, now)
+            )
+            if not is_kept:
+                self._end(pair, changes)
+        unpaired = [
+            (freeness, name)
+            for name, freeness in self._sources.items()
+            if name not in self.pairs and name not in self._draining and not self._is_backing_off(name, now)
+        ]
+        if draining:
+            takers = sorted(takers_above(-math.inf), key=lambda taker: -taker.freeness)
+            self._pair_draining(draining, takers, changes, now)
+        if unpaired and self._bucket.has_one(now):
+            self._pair_sources(sorted(unpaired), takers_above(self.release), view_of, changes, now)
+        return changes
+
+    # ------------------------------------------------------------------------------------------------ the parts
+
+    def _is_kept(self, pair: Pair, view_of: Callable[[str], InstanceView | None], now: float) -> bool:
+        if pair.source not in self._sources:
+            return False
+        source, taker = view_of(pair.source), view_of(pair.takers[0])
+        if source is None or taker is None or not source.can_give or not taker.can_take:
+            return False
+        if self._is_backing_off(pair.source, now) or self._is_backing_off(taker.instance_id, now):
+            return False
+        is_able = taker.freeness >= self.release and not source.models.isdisjoint(taker.models)
+        return is_able and is_gain(source, taker, self.low)
+
+    def _pair_draining(self, draining: list[InstanceView], takers: list[Taker], changes: Changes, now: float) -> None:
+        """Those that back off come last: they are better than nobody."""
+        ordered = sorted(takers, key=lambda taker: self._is_backing_off(taker.instance_id, now))
+        for number, source in enumerate(sorted(draining)):
+            able = [t.instance_id for t in ordered if t.instance_id != source.instance_id and source.leaving & t.models]
+            # Several that drain at once begin with different ones.
+            shift = number % len(able) if able else 0
+            names = tuple((able[shift:] + able[:shift])[:MAX_DRAIN_TAKERS])
+            known = self.pairs.get(source.instance_id)
+            if known is not None and not names:
+                self._end(known, changes)
+            elif names:
+                pair = Pair(source.instance_id, names, MoveReason.DRAIN)
+                if known is None or set(known.takers) != set(names):
+                    changes.begun.append(pair)
+                self.pairs[source.instance_id] = pair
+
+    def _pair_sources(
+        self,
+        unpaired: list[tuple[float, str]],
+        takers: Iterable[Taker],
+        view_of: Callable[[str], InstanceView | None],
+        changes: Changes,
+        now: float,
+    ) -> None:
+        groups: dict[frozenset[str], list[Taker]] = {}
+        """By the models served, the freest last: more of them than can be paired now are not needed."""
+        for taker in takers:
+            name = taker.instance_id
+            if name not in self.pairs and (name not in self._taking or self._taking[name] < self._max_in):
+                groups.setdefault(taker.models, []).append(taker)
+        for models, group in groups.items():
+            if self._backoffs:
+                group = [taker for taker in group if not self._is_backing_off(taker.instance_id, now)]
+            groups[models] = nlargest(self._bucket.capacity, group, key=_freeness_of)[::-1]
+        groups = {models: group for models, group in groups.items() if group}
+        for _, name in unpaired:
+            if not groups or not self._bucket.has_one(now):
+                return
+            source = view_of(name)
+            if source is None or not source.can_give:
+                self._sources.pop(name)
+                continue
+            bar = self.release if source.freeness < 0 else self.high
+            able = [group[-1] for models, group in groups.items() if not source.models.isdisjoint(models)]
+            for taker in sorted(able, key=lambda taker: -taker.freeness):
+                view = view_of(taker.instance_id)
+                if taker.freeness >= bar and view is not None and is_gain(source, view, self.low):
+                    self._bucket.take()
+                    self._begin(Pair(source.instance_id, (taker.instance_id,), MoveReason.BALANCE), changes)
+                    if self._taking[taker.instance_id] >= self._max_in:
+                        groups[taker.models].pop()
+                        if not groups[taker.models]:
+                            del groups[taker.models]
+                    break
+
+    def _begin(self, pair: Pair, changes: Changes) -> None:
+        self.pairs[pair.source] = pair
+        self._taking[pair.takers[0]] += 1
+        changes.begun.append(pair)
+
+    def _end(self, pair: Pair, changes: Changes) -> None:
+        del self.pairs[pair.source]
+        changes.ended.append(pair)
+        if pair.reason == MoveReason.BALANCE:
+            self._taking[pair.takers[0]] -= 1
+            if not self._taking[pair.takers[0]]:
+                del self._taking[pair.takers[0]]
+
+    def _is_backing_off(self, instance_id: str, now: float) -> bool:
+        backoff = self._backoffs.get(instance_id)
+        return backoff is not None and backoff.until_s > now
+
+    def _fail(self, instance_id: str, now: float) -> None:
+        """Several moves that fail of one cause count once."""
+        backoff = self._backoffs.get(instance_id)
+        if backoff is not None and backoff.until_s > now:
+            return
+        is_recent = backoff is not None and now - backoff.until_s < MAX_BACKOFF_S
+        num_failures = backoff.num_failures if backoff is not None and is_recent else 0
+        until_s = now + min(MAX_BACKOFF_S, BACKOFF_S * 2**num_failures)
+        self._backoffs[instance_id] = _Backoff(until_s, min(num_failures + 1, 10))

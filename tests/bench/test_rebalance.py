@@ -1,0 +1,159 @@
+"""The cluster in virtual time, small: real engines and the real scheduler's core, moves keep every token, runs repeat."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+
+from bench.rebalance.__main__ import main
+from bench.rebalance.cluster import Cluster, System
+from bench.rebalance.devices import A10, CPU, Device
+from bench.rebalance.events import Events
+from bench.rebalance.experiments import SYSTEMS
+from bench.rebalance.results import Experiment, Figures, balance_verdicts, figures_of
+from bench.rebalance.scaling import Fleet
+from bench.rebalance.workloads import LENGTHS, MIXES, Job, Workload, draw_jobs, power_law
+from shared.cost_model import StepShape
+
+
+def small(**changes: object) -> Device:
+    """A pool that few requests fill."""
+    return msgspec.structs.replace(A10, num_blocks=128, max_length=900, **changes)
+
+
+def test_events_come_in_order_and_stop_at_the_limit() -> None:
+    events, seen = Events(), list[str]()
+    events.at(2.0, seen.append, "c")
+    events.at(1.0, seen.append, "a")
+    events.at(1.0, lambda: (seen.append("b"), events.after(0.5, seen.append, "b2")))
+    assert not events.run(lambda: False, 1.7)
+    assert (seen, events.now) == (["a", "b", "b2"], 1.5)
+    assert events.run(lambda: len(seen) == 4, 10.0)
+    assert seen[-1] == "c"
+
+
+@pytest.mark.parametrize("kind", LENGTHS)
+def test_lengths_have_the_quantiles_of_the_paper(kind: str) -> None:
+    drawn = power_law(kind, 200_000, np.random.default_rng(0), 6000)
+    np.testing.assert_allclose(np.percentile(drawn, (50, 80, 95, 99)), LENGTHS[kind], rtol=0.05)
+    assert drawn.min() >= 1 and drawn.max() <= 6000
+
+
+@pytest.mark.parametrize("mix", MIXES)
+def test_jobs_are_seeded_and_rates_and_priorities_change_nothing_else(mix: str) -> None:
+    workload = Workload(mix=mix, rate_rps=4.0, num_requests=300)
+    jobs = draw_jobs(workload, A10, 1)
+    assert jobs == draw_jobs(workload, A10, 1) != draw_jobs(workload, A10, 2)
+    assert jobs[-1].at_s == pytest.approx(75.0, rel=0.3)
+    faster = draw_jobs(msgspec.structs.replace(workload, rate_rps=8.0, high_share=0.1), A10, 1)
+    assert [(j.prompt_tokens, j.output_tokens) for j in faster] == [(j.prompt_tokens, j.output_tokens) for j in jobs]
+    assert 10 <= sum(job.is_high for job in faster) <= 60
+
+
+def test_a_trace_gives_its_requests_and_its_times(tmp_path: Path) -> None:
+    trace = tmp_path / "trace.csv"
+    rows = "".join(f"{at},{100 + at},{9000 + at}\n" for at in range(40))
+    trace.write_text("arrived_at,num_prefill_tokens,num_decode_tokens\n" + rows)
+    jobs = draw_jobs(Workload(mix=str(trace), rate_rps=2.0, num_requests=10), A10, 3)
+    assert all(job.output_tokens == A10.max_length for job in jobs)
+    assert np.diff([job.prompt_tokens for job in jobs]).tolist() == [1] * 9
+    assert jobs[-1].at_s == pytest.approx(5.0)
+    np.testing.assert_allclose(np.diff([job.at_s for job in jobs]), 5.0 / 9)
+
+
+@pytest.mark.parametrize("device", [A10, CPU], ids=lambda device: device.name)
+def test_the_devices_are_what_they_say(device: Device) -> None:
+    cost = device.cost_model
+    alone_s = cost.predict(StepShape(0, 0.0, 1, 100))
+    full_s = cost.predict(StepShape(0, 0.0, 64, device.pool_tokens - 64))
+    assert 0.015 < alone_s < 0.04 and 1.5 < full_s / alone_s < 8
+    assert device.max_length * 2 < device.pool_tokens
+
+
+@pytest.mark.parametrize("system", SYSTEMS.values(), ids=lambda system: system.name)
+def test_a_request_alone_takes_its_steps(system: System) -> None:
+    cluster = Cluster(A10, system, [Job(0.5, 300, 5)], noise=0.0)
+    (record,) = cluster.run().records
+    steps = [StepShape(300, 300 * 150.0), *(StepShape(0, 0.0, 1, 300 + n) for n in range(4))]
+    assert record.latency_s == pytest.approx(sum(A10.cost_model.predict(step) for step in steps) + 0.001)
+    assert (record.num_tokens, record.num_preemptions, record.start_s) == (5, 0, pytest.approx(0.001))
+
+
+@pytest.mark.parametrize("system", SYSTEMS.values(), ids=lambda system: system.name)
+def test_every_request_gets_every_token_once_and_runs_repeat(system: System) -> None:
+    """The journal fails a run in which an offset is repeated or left out, or an answer ends early or late."""
+    device = small()
+    jobs = draw_jobs(Workload(mix="L-L", rate_rps=40.0, num_requests=80), device, 4)
+
+    def run() -> tuple[list[float], int, dict[str, int]]:
+        cluster = Cluster(device, system, jobs, seed=4)
+        records = cluster.run().records
+        for instance in cluster.instances.values():
+            instance.engine.check()
+            assert not instance.engine.all_held() and instance.num_transfers == 0
+            assert instance.engine.pool.num_available("model") == device.num_blocks
+        return [record.latency_s for record in records], sum(r.num_moves for r in records), cluster.movers.outcomes
+
+    first = run()
+    assert not system.migrates or first == run()
+    assert (first[1] > 0) == system.migrates
+    assert first[1] == sum(number for how, number in first[2].items() if how.startswith("moved"))
+
+
+def test_a_drained_instance_is_emptied_by_moving_what_it_has() -> None:
+    jobs = [Job(0.01 * number, 200, 300) for number in range(16)]
+    cluster = Cluster(A10, SYSTEMS["tideway"], jobs)
+    cluster.drain_at(3.0, "instance-0")
+    records = cluster.run().records
+    assert 3.0 < cluster.emptied_s["instance-0"] < 5.0
+    assert sum(record.num_moves for record in records) == 4
+    assert len(cluster.journal.pauses) == 4
+    assert all(0 < pause < 5 * step_s for _, pause, step_s in cluster.journal.pauses)
+
+
+def test_a_fleet_grows_under_load_and_shrinks_after_it() -> None:
+    device = small()
+    jobs = [Job(0.1 * number, 100, 700) for number in range(40)] + [Job(60.0 + number, 100, 20) for number in range(40)]
+    bounds = {"scale_low": 100.0, "scale_high": 400.0, "scale_period_s": 5.0, "max_instances": 4}
+    system = msgspec.structs.replace(SYSTEMS["tideway"], scheduler=bounds)
+    fleet = Fleet(device, system, jobs, num_instances=1, seed=0, start_s=2.0)
+    fleet.run()
+    assert fleet.num_started >= 2
+    assert len(fleet.instances) < 1 + fleet.num_started
+    assert 1.0 < fleet.mean_instances() < 1 + fleet.num_started
+
+
+def test_a_miss_is_called_a_miss() -> None:
+    cluster = Cluster(A10, SYSTEMS["tideway"], [Job(0.0, 10, 2)])
+    cluster.run()
+    base = figures_of("case", "tideway", [cluster])
+
+    def figures(system: str, p99: float, num_preemptions: int) -> Figures:
+        ttft = msgspec.structs.replace(base.ttft, p99=p99)
+        return msgspec.structs.replace(base, system=system, ttft=ttft, num_preemptions=num_preemptions)
+
+    def verdicts(mine: tuple[float, int]) -> list[bool]:
+        lines = balance_verdicts(
+            [figures("round_robin", 2.0, 10), figures("infaas++", 2.0, 10), figures("tideway", *mine)]
+        )
+        return [line.startswith("met") for line in lines if not line.startswith(" ")]
+
+    assert verdicts((1.0, 3)) == [True] * 4
+    assert verdicts((2.5, 4)) == [False] * 4
+
+
+def test_the_short_form_writes_its_result(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    names = ["balance", "drain"]
+    assert main([*names, "--short", "--mixes", "S-S", "--requests", "20", "--output", str(tmp_path)]) == 0
+    for name in names:
+        (file,) = tmp_path.glob(f"rebalance-{name}-a10-short-*.json")
+        document = json.loads(file.read_text())
+        result = msgspec.convert(document["result"], Experiment)
+        assert result.markdown() in file.with_suffix(".md").read_text()
+        assert result.verdicts and document["plan"]["seeds"] == [101] and document["machine"]["cores"]
+        assert result.figures or result.rows
+    assert "emptied" in capsys.readouterr().out

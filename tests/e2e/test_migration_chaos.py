@@ -1,0 +1,61 @@
+"""Requests that move between real instance processes over UCX while faults meet their migrations (bench.migration_chaos, in
+a short form): no stream differs, and nothing is left behind."""
+
+from __future__ import annotations
+
+import asyncio
+from random import Random
+
+import pytest
+
+from bench.migration_chaos.chains import output
+from bench.migration_chaos.executor import ChaosExecutor
+from bench.migration_chaos.faults import POINTS, draw
+from bench.migration_chaos.trials import Trials
+from shared.engine.plan import NewSequence, StepPlan
+from shared.messages import SamplingParams, pack_tokens
+from shared.service import new_event_loop
+
+NUM_MIGRATIONS = 40
+
+
+def test_faults_at_random_points_lose_nothing() -> None:
+    said: list[str] = []
+    trials = Trials(5, num_streams=14, num_at_once=5, rest_every=NUM_MIGRATIONS // 2, brief=True, say=said.append)
+    with asyncio.Runner(loop_factory=new_event_loop) as runner:
+        result = runner.run(trials.run(NUM_MIGRATIONS))
+    assert result.failures == [], said
+    assert result.num_rests == 2 and result.num_migrations >= 0.9 * NUM_MIGRATIONS
+    assert result.streams["complete"] > 20
+    assert sum(counts["moved"] for counts in result.outcomes.values()) >= 5
+
+
+def test_every_point_and_way_to_fail_is_drawn() -> None:
+    drawn = [draw(Random(number)) for number in range(3000)]
+    assert {fault.steps[-1].point for fault in drawn} >= set(POINTS)
+    names = {fault.name for fault in drawn}
+    assert names >= {f"{action} {point}" for action in ("fail", "delay", "exit", "stop") for point in POINTS}
+    assert names >= {"kill_source", "nats_restart", "cut_kv_hole", "cut_nats_destination_reset", "refuse"}
+    assert draw(Random("same")) == draw(Random("same"))
+
+
+@pytest.mark.parametrize("slot", [0, 1, 2])
+def test_a_changed_block_makes_other_tokens(slot: int) -> None:
+    """So the chaos run would see it."""
+    wrongs: list[str] = []
+    executor = ChaosExecutor(4, 0, 0.0, wrongs.append)
+    prompt = list(range(20))
+    first = NewSequence(0, pack_tokens(prompt), len(prompt), SamplingParams(4), [0, 1, 2])
+    made: list[int] = []
+
+    def step(start: int, count: int, *new: NewSequence) -> None:
+        executor.launch(StepPlan(start, "a", [0], [start], [count], [True], list(new), []))
+        made.extend(executor.collect().tokens)
+
+    step(0, 20, first)
+    step(20, 1)
+    assert made == output("a", prompt, 2) and not wrongs
+    executor.slot_rows("a", False)[slot, 3] ^= 1
+    step(21, 1)
+    assert len(wrongs) == 1 and "1 of 22 cells" in wrongs[0]
+    assert made[:2] == output("a", prompt, 2) and made != output("a", prompt, 3)

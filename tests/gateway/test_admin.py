@@ -1,0 +1,218 @@
+"""The operator's API: what is shown of instances and their load, draining, scaling."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from services.gateway import cluster_loads
+from shared.messages import (
+    LOAD_REPORTS,
+    SCHEDULER_STATISTICS,
+    ModelLoad,
+    ModelSpec,
+    ModelStatistics,
+    ScaleInstances,
+    ScaleModel,
+    StatisticsReport,
+    Topic,
+)
+from shared.settings import BusSettings
+from tests.gateway.conftest import MODEL, Stack, running_gateway, running_stack
+from tests.gateway.peer import until
+
+BUSY: dict[str, object] = {
+    "dispatch_freeness": -3.5,
+    "migration_freeness": 40.0,
+    "free_merged": 25.0,
+    "num_running": 7,
+    "models": [ModelLoad(MODEL, 7, 2, num_offline=3)],
+    "num_high": 1,
+    "num_moving_out": 1,
+    "num_moved_out": 12,
+    "num_moved_in": 4,
+}
+
+
+async def instances_of(client: httpx.AsyncClient) -> dict[str, dict[str, Any]]:
+    answer = await client.get("/admin/instances")
+    assert answer.status_code == 200, answer.text
+    return {instance["instance_id"]: instance for instance in answer.json()["instances"]}
+
+
+@pytest.fixture
+async def pair(stack: Stack) -> AsyncIterator[Stack]:
+    await stack.peer.add_instance("b", MODEL, state="draining", kv_address="10.0.0.7:4711")
+    await until(lambda: len(stack.gateway.context.catalog.instances) == 2, "instances")
+    yield stack
+
+
+async def test_instances_and_their_load(pair: Stack) -> None:
+    pair.peer.loads = {"a": {}, "b": BUSY}
+    shown = await instances_of(pair.client)
+    assert list(shown) == ["a", "b"]
+    load = shown["b"]["load"]
+    assert load.pop("age_s") < 5
+    assert load == {
+        "pool_use": 0.75,
+        "num_running": 7,
+        "num_waiting": 2,
+        "num_offline": 3,
+        "num_high": 1,
+        "dispatch_freeness": -3.5,
+        "migration_freeness": 40.0,
+        "num_moving_out": 1,
+        "num_moving_in": 0,
+        "num_moved_out": 12,
+        "num_moved_in": 4,
+    }
+    [model] = shown["b"]["models"]
+    assert (model["name"], model["num_running"], model["num_waiting"]) == (MODEL, 7, 2), "the report is the newer"
+    assert (shown["b"]["state"], shown["b"]["migration"], shown["b"]["kv_address"]) == (
+        "draining",
+        True,
+        "10.0.0.7:4711",
+    )
+    assert (shown["a"]["load"]["pool_use"], shown["a"]["load"]["dispatch_freeness"]) == (0, None)
+    assert (shown["a"]["migration"], shown["a"]["num_merged"]) == (False, 100)
+
+
+async def test_an_instance_that_says_nothing_is_not_waited_for_for_ever(
+    pair: Stack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cluster_loads, "FRESH_S", 0.0)
+    monkeypatch.setattr(cluster_loads, "MAX_TRIES", 1)
+    pair.peer.loads = {"a": {"free_merged": 30.0}, "b": {"incarnation": "of an earlier process"}}
+    shown = await instances_of(pair.client)
+    assert shown["a"]["load"]["pool_use"] == pytest.approx(0.7)
+    assert shown["b"]["load"] is None
+    started_s = time.monotonic()
+    shown = await instances_of(pair.client)
+    assert time.monotonic() - started_s < 0.8, "it is known to say nothing"
+    assert shown["a"]["load"] is not None, "what it said lately will do"
+    monkeypatch.setattr(cluster_loads, "LATELY_S", 0.0)
+    monkeypatch.setattr(cluster_loads, "MAX_TRIES", 2)
+    pair.peer.loads["a"] = {"free_merged": 20.0}
+    shown = await instances_of(pair.client)
+    assert shown["a"]["load"]["pool_use"] == pytest.approx(0.8), "what it said long ago will not"
+
+
+async def test_reports_are_heard_only_while_somebody_asks(pair: Stack, monkeypatch: pytest.MonkeyPatch) -> None:
+    bus, subscribed = pair.gateway.context.bus, 0
+    subscribe = bus.subscribe
+
+    async def counting(topic: Topic[Any], handler: Callable[[Any], None]) -> Any:
+        nonlocal subscribed
+        assert topic is LOAD_REPORTS
+        subscribed += 1
+        subscription = await subscribe(topic, handler)
+        stop = subscription.stop
+
+        async def stopped() -> None:
+            nonlocal subscribed
+            subscribed -= 1
+            await stop()
+
+        subscription.stop = stopped  # type: ignore[method-assign]
+        return subscription
+
+    monkeypatch.setattr(bus, "subscribe", counting)
+    asking = [asyncio.create_task(instances_of(pair.client)) for _ in range(3)]
+    await until(lambda: subscribed, "listening")
+    assert subscribed == 1, "once for all who ask"
+    pair.peer.loads = {"a": {}, "b": BUSY}
+    started_s = time.monotonic()
+    pair.peer.report("a")
+    pair.peer.report("b")
+    shown = await asyncio.gather(*asking)
+    assert time.monotonic() - started_s < 0.8, "until all were heard"
+    assert subscribed == 0
+    assert all(each["b"]["load"]["num_running"] == 7 for each in shown)
+    pair.peer.loads["b"] = {**BUSY, "num_running": 8}
+    pair.peer.report("b")
+    assert (await instances_of(pair.client))["b"]["load"]["num_running"] == 7, "asked again too soon"
+
+
+async def test_models_with_their_queues(stack: Stack) -> None:
+    await stack.peer.add_instance("b", MODEL, num_running=5)
+    await until(lambda: len(stack.gateway.context.catalog.instances) == 2, "instances")
+
+    async def only_model() -> dict[str, Any]:
+        [model] = (await stack.client.get("/admin/models")).json()["models"]
+        return model
+
+    assert (await only_model())["num_queued"] is None, "no scheduler has said anything"
+    queued = ModelStatistics(MODEL, 1.0, 0, 0, 0, 0, 0.0, 0.0, num_queued=17)
+    stack.peer.bus.publish(SCHEDULER_STATISTICS, StatisticsReport("scheduler", [queued]))
+    await until(lambda: stack.gateway.context.loads.num_queued(), "statistics")
+    model = await only_model()
+    assert (model["num_queued"], model["num_running"], model["num_waiting"]) == (17, 5, 0)
+
+
+async def test_draining(pair: Stack) -> None:
+    answer = await pair.client.post("/admin/instances/b/drain")
+    assert (answer.status_code, answer.json()["draining"]) == (200, ["b"])
+    assert (await pair.client.get("/admin/instances")).json()["draining"] == ["b"]
+    await pair.peer.remove_instance("b")
+    answer = await pair.client.post("/admin/instances/b/undrain")
+    assert (answer.status_code, answer.json()["draining"]) == (200, [])
+    assert (await pair.client.get("/admin/instances")).json()["draining"] == []
+    for how in ("drain", "undrain"):
+        answer = await pair.client.post(f"/admin/instances/nobody/{how}")
+        error = answer.json()["error"]
+        assert (answer.status_code, error["code"], error["param"]) == (404, "instance_not_found", "instance_id")
+        assert "nobody" in error["message"]
+        assert (await pair.client.get(f"/admin/instances/b/{how}")).status_code == 405
+
+
+async def test_scaling(nats_settings: BusSettings, checkpoint: Path) -> None:
+    name = "org/tide"
+    async with running_stack(nats_settings, [ModelSpec(name, str(checkpoint))]) as stack:
+        for replicas in (3, None):
+            answer = await stack.client.post(f"/admin/models/{name}/scale", json={"replicas": replicas})
+            assert (answer.status_code, answer.json()["version"]) == (200, 1)
+        assert (await stack.client.post("/admin/scale", json={"instances": 5})).status_code == 200
+        assert stack.peer.scaled == [ScaleModel(name, 3), ScaleModel(name, None), ScaleInstances(5)]
+        for path, body, param in [
+            (f"/admin/models/{name}/scale", {}, "replicas"),
+            (f"/admin/models/{name}/scale", {"replicas": 0}, "replicas"),
+            (f"/admin/models/{name}/scale", {"replicas": "all"}, "replicas"),
+            ("/admin/scale", {"instances": 0}, "instances"),
+            ("/admin/scale", {}, "instances"),
+        ]:
+            answer = await stack.client.post(path, json=body)
+            assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+        answer = await stack.client.post("/admin/models/ocean/scale", json={"replicas": 1})
+        assert (answer.status_code, answer.json()["error"]["code"]) == (404, "model_not_found")
+        assert len(stack.peer.scaled) == 3
+
+
+CHANGES = [
+    ("/admin/instances/a/drain", None),
+    ("/admin/instances/a/undrain", None),
+    ("/admin/models/tide/scale", {"replicas": 1}),
+    ("/admin/scale", {"instances": 1}),
+]
+
+
+async def test_changes_need_the_admin_key_and_a_placement(nats_settings: BusSettings) -> None:
+    async with (
+        running_gateway(nats_settings, api_keys="user", admin_api_key="root") as gateway,
+        httpx.AsyncClient(base_url=f"http://127.0.0.1:{gateway.port}") as client,
+    ):
+        for path, body in CHANGES:
+            answer = await client.post(path, json=body, headers={"authorization": "Bearer user"})
+            assert answer.status_code == 401
+            answer = await client.post(path, json=body, headers={"authorization": "Bearer root"})
+            if "models" in path:
+                assert answer.status_code == 404, "there is no model at all"
+            else:
+                assert (answer.status_code, answer.json()["error"]["code"]) == (503, "unavailable")
+        answer = await client.get("/admin/instances", headers={"authorization": "Bearer root"})
+        assert answer.json() == {"instances": [], "draining": []}

@@ -1,0 +1,168 @@
+"""Pairs as messages: begun at once, repeated while they live, ended with one more."""
+
+from __future__ import annotations
+
+import math
+
+from services.scheduler.actions import Paired, SendRebalance
+from services.scheduler.rescheduling import DRAIN_CONCURRENCY
+from shared.messages import MoveOutcome, MoveReason, Rebalance
+from tests.scheduler.driver import Driver
+from tests.scheduler.samples import make_info, make_request
+
+LEASE_S = 0.5
+
+
+def cluster(*names: str, **settings: object) -> Driver:
+    driver = Driver(**settings)
+    for name in names:
+        driver.up(name)
+    return driver
+
+
+def sent(driver: Driver) -> list[tuple[str, list[str]]]:
+    return [(action.instance_id, action.rebalance.destinations) for action in driver.take(SendRebalance)]
+
+
+def test_a_source_is_told_at_once_again_and_at_the_end() -> None:
+    driver = cluster("a", "b", "c")
+    driver.report("a", migration_freeness=5.0, num_running=10)
+    driver.report("b", migration_freeness=300.0, num_running=10)
+    driver.pass_time(0.03)
+    (first,) = driver.take(SendRebalance)
+    assert first == SendRebalance("a", Rebalance(["c"], MoveReason.BALANCE, LEASE_S, 1)), "the idle one is freest"
+    assert [(paired.instance_id, paired.freeness) for paired in driver.take(Paired)] == [("a", 5.0)]
+    driver.pass_time(1.0)
+    again = sent(driver)
+    assert 4 <= len(again) <= 10 and set(map(str, again)) == {str(("a", ["c"]))}
+    assert driver.take(Paired) == []
+    driver.report("a", migration_freeness=200.0, num_running=8)
+    driver.pass_time(0.03)
+    assert sent(driver) == [("a", [])]
+    driver.pass_time(1.0)
+    assert sent(driver) == [] and driver.core.rescheduler.next_wakeup() is None, "no work where nothing is wrong"
+
+
+def test_an_instance_without_a_transport_neither_gives_nor_takes() -> None:
+    driver = Driver()
+    driver.up("a")
+    driver.up("b", kv_address="")
+    driver.report("a", migration_freeness=5.0, num_running=10)
+    driver.pass_time(0.5)
+    assert sent(driver) == []
+    driver.up("c")
+    driver.report("b", migration_freeness=5.0, num_running=10)
+    driver.report("a", migration_freeness=math.inf)
+    driver.pass_time(0.5)
+    assert sent(driver) == []
+
+
+def test_a_draining_instance_gives_to_all_that_can_take() -> None:
+    driver = cluster("a", "b", "c", "other")
+    driver.core.on_registry("other", make_info("other", "x"), driver.now)
+    driver.report("a", migration_freeness=500.0, num_running=3)
+    driver.report("b", migration_freeness=90.0, num_running=20)
+    driver.core.on_registry("a", make_info("a", state="draining"), driver.now)
+    driver.pass_time(0.03)
+    (message,) = driver.take(SendRebalance)
+    assert message == SendRebalance("a", Rebalance(["c", "b"], MoveReason.DRAIN, LEASE_S, DRAIN_CONCURRENCY))
+    driver.core.on_registry("c", None, driver.now)
+    driver.pass_time(0.11)
+    assert sent(driver) == [("a", ["b"])], "at once when the list changes"
+    driver.report("a")
+    driver.pass_time(0.2)
+    assert sent(driver) == [("a", [])], "it is empty"
+
+
+def test_offline_requests_leave_a_draining_instance_too() -> None:
+    driver = cluster("a", "b")
+    driver.report("a", waiting={"m": 3}, offline={"m": 3})
+    driver.core.on_registry("a", make_info("a", state="draining", kv_address=""), driver.now)
+    driver.pass_time(0.03)
+    assert sent(driver) == [("a", ["b"])]
+
+
+def test_requests_of_a_model_that_is_unloaded_go_where_it_is_served() -> None:
+    driver = cluster("a", "b")
+    driver.up("n", "n")
+    driver.report("a", num_running=2, migration_freeness=900.0)
+    driver.core.on_registry("a", make_info("a", model_state="unloading"), driver.now)
+    driver.pass_time(0.03)
+    assert sent(driver) == [("a", ["b"])]
+
+
+def test_failed_moves_leave_a_destination_out_for_a_while() -> None:
+    driver = cluster("a", "b")
+    driver.report("a", migration_freeness=5.0, num_running=10)
+    driver.pass_time(0.03)
+    assert sent(driver) == [("a", ["b"])]
+    driver.report("a", migration_freeness=5.0, num_running=10, moves=[MoveOutcome("r", "b", 0, False, "refused")])
+    driver.pass_time(0.12)
+    assert sent(driver) == [("a", [])]
+    driver.pass_time(0.6)
+    assert ("a", ["b"]) in sent(driver)
+
+
+def test_nothing_moves_where_that_is_off() -> None:
+    driver = cluster("a", "b", migration="off")
+    driver.report("a", migration_freeness=5.0, num_running=10)
+    driver.core.on_registry("a", make_info("a", state="draining"), driver.now)
+    driver.pass_time(1.0)
+    assert driver.take(SendRebalance) == []
+
+
+def test_a_long_prompt_goes_where_it_fits_or_will_fit_soonest_and_makes_room_come() -> None:
+    """Pools of 100 merged blocks of 64 tokens. No instance is idle, so that freeness alone would say: always a."""
+    driver = Driver()
+    for name in "abc":
+        driver.up(name, max_model_len=6400)
+    driver.report("a", freeness=10.0, num_running=2, migration_freeness=640.0)
+    driver.report("b", freeness=3.0, num_running=10, migration_freeness=190.0)
+    driver.report("c", freeness=1.9, num_running=10, migration_freeness=120.0)
+    driver.submit(make_request("short", num_prompt=64))
+    assert driver.dispatches() == {"short": "a"}
+    driver.report("a", freeness=9.5, num_running=2, migration_freeness=600.0, admitted=["short"])
+    driver.submit(make_request("long", num_prompt=64 * 24, max_tokens=1))
+    assert driver.dispatches() == {"long": "b"}, "the only one with 24 blocks to spare"
+    driver.report("b", freeness=0.5, num_running=11, migration_freeness=180.0, admitted=["long"])
+    driver.report("a", freeness=5.0, num_running=2, migration_freeness=320.0)
+    driver.submit(make_request("longest", num_prompt=64 * 40, max_tokens=1))
+    assert driver.dispatches() == {"longest": "c"}, "where least is missing, and not never"
+    # The head of its queue does not fit: below 0, it is a source, and even those between the thresholds take from it.
+    driver.report("c", freeness=-1.0, num_running=10, waiting={"m": 1}, migration_freeness=-130.0, admitted=["longest"])
+    driver.report("a", freeness=0.5, num_running=2, migration_freeness=100.0)
+    driver.pass_time(0.1)
+    assert ("c", ["b"]) in sent(driver)
+
+
+def test_a_high_request_sees_the_headroom_that_would_have_to_be_made() -> None:
+    """Headroom is 50 of 100 blocks. a has a request of high priority already, and is charged with it for normal ones."""
+    driver = cluster("a", "b", max_waiting_per_model=4)
+    driver.report("a", freeness=0.5, freeness_high=3.0, num_running=20, num_high=1)
+    driver.report("b", freeness=6.0, freeness_high=1.0, num_running=10)
+    driver.submit(make_request("high", high=True))
+    driver.submit(make_request("normal"))
+    assert driver.dispatches() == {"high": "a", "normal": "b"}
+
+
+def test_a_burst_of_high_requests_makes_one_headroom() -> None:
+    """Once one is on its way, its instance has to make the headroom in any case."""
+    driver = cluster("a", "b", max_waiting_per_model=8)
+    for name in "ab":
+        driver.report(name, freeness=8.0, freeness_high=3.0, num_running=10)
+    for number in range(3):
+        driver.submit(make_request(f"high{number}", high=True))
+    assert len(set(driver.dispatches().values())) == 1
+    driver.submit(make_request("normal"))
+    placed = driver.dispatches()["normal"]
+    assert placed != driver.core.requests.get("high0").instance_id  # type: ignore[union-attr]
+
+
+def test_waiting_normal_requests_do_not_keep_high_ones_away() -> None:
+    driver = cluster("a", max_waiting_per_model=1)
+    driver.report("a", freeness=1.0, num_running=4, waiting={"m": 1})
+    driver.submit(make_request("normal"))
+    driver.submit(make_request("high", high=True))
+    assert driver.dispatches() == {"high": "a"}
+    driver.submit(make_request("another", high=True))
+    assert driver.dispatches() == {}, "the number is bounded all the same"

@@ -1,0 +1,132 @@
+"""The scaler on the scheduler's view of the cluster."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from services.scheduler.cluster import ClusterView
+from services.scheduler.scaling import CancelDrain, DrainAction, Scaler, ScaleUp, call_of, check_settings
+from shared.messages import (
+    PLACEMENT_DRAIN_INSTANCE,
+    PLACEMENT_SCALE_INSTANCES,
+    DrainInstance,
+    ErrorCode,
+    ErrorInfo,
+    InstanceInfo,
+    LoadedModel,
+    LoadReport,
+    ModelLoad,
+    PlacementPlan,
+    ScaleInstances,
+)
+from shared.settings import SchedulerSettings, SettingsError
+
+SETTINGS = SchedulerSettings(autoscale=True, scale_low=100.0, scale_high=500.0, scale_period_s=5.0, max_instances=3)
+
+
+class Cluster:
+    """A view of 1,000-token instances that serve one model."""
+
+    def __init__(self) -> None:
+        self.view = ClusterView(3.0)
+        self._sequence = 0
+
+    def show(self, instance_id: str, state: str = "ready", *, model_state: str = "ready") -> None:
+        model = LoadedModel("m", model_state, 2048, page_tokens=10, slots_per_merged=2)
+        info = InstanceInfo(instance_id, "1", "node", state, [model], num_merged=50, merged_bytes=1)
+        self.view.register(info, 0.0)
+
+    def report(self, instance_id: str, freeness: float, num_running: int = 0, num_waiting: int = 0) -> None:
+        self._sequence += 1
+        load = ModelLoad("m", num_running + 3, num_waiting, num_offline=3, num_waiting_online=num_waiting)
+        report = LoadReport(instance_id, "1", self._sequence, 0.0, 0.0, num_running + 3, [load], [], [], [],
+                            scaling_freeness=freeness)  # fmt: skip
+        assert self.view.hear(report, 0.0) is not None
+
+    def serving(self, **freeness: float) -> Cluster:
+        for instance_id, value in freeness.items():
+            self.show(instance_id)
+            self.report(instance_id, value, 0 if math.isinf(value) else 4)
+        return self
+
+
+def run(scaler: Scaler, cluster: Cluster, begin: int, end: int, **queued: int) -> list[tuple[int, object]]:
+    found = []
+    for now in range(begin, end):
+        found += [(now, action) for action in scaler.due(cluster.view, queued, float(now))]
+    return found
+
+
+def test_off_unless_asked_for() -> None:
+    scaler = Scaler(SchedulerSettings())
+    assert run(scaler, Cluster().serving(a=0.0), 0, 100) == []
+    scaler.answered(ErrorInfo(ErrorCode.OVERLOADED, "full"), 1.0)
+
+
+def test_more_instances_are_asked_for_and_a_refusal_is_remembered() -> None:
+    scaler, cluster = Scaler(SETTINGS), Cluster().serving(a=20.0, b=50.0)
+    assert run(scaler, cluster, 0, 6) == [(5, ScaleUp(3))]
+    scaler.answered(ErrorInfo(ErrorCode.OVERLOADED, "no node has room"), 6.0)
+    assert run(scaler, cluster, 6, 60) == [(41, ScaleUp(3))]
+    scaler.answered(PlacementPlan(2, []), 42.0)
+    assert run(scaler, cluster, 60, 200) == []
+
+
+def test_starting_silent_and_draining_instances_serve_nobody() -> None:
+    cluster = Cluster().serving(a=20.0)
+    cluster.show("starting", "starting", model_state="loading")
+    assert run(Scaler(SETTINGS), cluster, 0, 60) == [], "one comes already"
+    cluster.show("starting", "draining")
+    assert run(Scaler(SETTINGS), cluster, 0, 6) == [(5, ScaleUp(2))]
+    cluster.serving(dead=math.inf)
+    cluster.view.mark_lost("dead")
+    assert run(Scaler(SETTINGS), cluster, 0, 6) == [(5, ScaleUp(2))]
+
+
+def test_the_least_loaded_is_drained_and_a_demand_brings_it_back() -> None:
+    scaler, cluster = Scaler(SETTINGS), Cluster().serving(a=math.inf, b=math.inf)
+    assert run(scaler, cluster, 0, 6) == [(5, DrainAction("b"))]
+    scaler.answered(PlacementPlan(2, [], draining=["b"], released=["b"]), 6.0)
+    cluster.show("b", "draining")
+    cluster.report("a", 10.0, 4)
+    assert run(scaler, cluster, 6, 30) == [(11, CancelDrain("b"))]
+
+
+def test_the_drain_of_another_instance_than_asked_for_is_known_from_the_answer() -> None:
+    scaler, cluster = Scaler(SETTINGS), Cluster().serving(a=math.inf, b=math.inf)
+    assert run(scaler, cluster, 0, 6) == [(5, DrainAction("b"))]
+    scaler.answered(PlacementPlan(2, [], draining=["a"], released=["a"]), 6.0)
+    cluster.show("a", "draining")
+    cluster.report("b", 10.0, 4)
+    assert run(scaler, cluster, 6, 30) == [(11, CancelDrain("a"))]
+
+
+def test_offline_work_is_no_load_and_a_queue_is_a_demand() -> None:
+    cluster = Cluster().serving(a=math.inf)
+    assert run(Scaler(SETTINGS), cluster, 0, 60) == []
+    assert run(Scaler(SETTINGS), cluster, 0, 6, m=1) == [(5, ScaleUp(2))]
+    assert run(Scaler(SETTINGS), cluster, 0, 60, m=0) == []
+
+
+def test_an_unserved_model_keeps_instances_from_being_drained() -> None:
+    cluster = Cluster().serving(a=math.inf, b=math.inf)
+    assert run(Scaler(SETTINGS), cluster, 0, 60, other=1) == []
+
+
+def test_the_calls() -> None:
+    assert call_of(ScaleUp(3)) == (PLACEMENT_SCALE_INSTANCES, ScaleInstances(3))
+    drain = DrainInstance("a", is_for_scaling=True)
+    assert call_of(DrainAction("a")) == (PLACEMENT_DRAIN_INSTANCE, drain)
+    undo = DrainInstance("a", is_undone=True, is_for_scaling=True)
+    assert call_of(CancelDrain("a")) == (PLACEMENT_DRAIN_INSTANCE, undo)
+
+
+@pytest.mark.parametrize(
+    "values", [{"scale_low": 960.0}, {"max_instances": -1}, {"min_instances": 3, "max_instances": 2}]
+)
+def test_settings_that_contradict_each_other(values: dict[str, float]) -> None:
+    check_settings(SchedulerSettings())
+    with pytest.raises(SettingsError, match="expected"):
+        check_settings(SchedulerSettings(**values))  # type: ignore[arg-type]

@@ -1,0 +1,380 @@
+"""Several engines with fake executors and a fake transport: requests move between them, one event at a time.
+
+Every event may be the last of a move: it is given up there and the request goes on, at one of the two ends. What clients
+see is collected as a gateway would: only from the owner, without a gap or a repetition.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from shared.engine.engine import Engine
+from shared.engine.moves import rebased
+from shared.engine.moving import PinnedBlocks, Reservation, TakenOut
+from shared.engine.plan import ModelShape, StepPlan, StepResult
+from shared.engine.requests import Ended, Output
+from shared.messages import (
+    Commit,
+    ErrorCode,
+    FinishReason,
+    GenerationRequest,
+    PreAllocate,
+    Priority,
+    RequestClass,
+    next_placement,
+    pack_tokens,
+    unpack_tokens,
+)
+from tests.shared.engine.fake_executor import FakeExecutor, expected_output
+
+REFUSALS = (ErrorCode.OVERLOADED, ErrorCode.TOO_LONG, ErrorCode.CONFLICT)
+
+
+class Node:
+    def __init__(self, engine: Engine, shapes: list[ModelShape]) -> None:
+        self.engine = engine
+        self.limits = {shape.name: engine.add_model(shape).max_model_len for shape in shapes}
+        self.num_rows = engine.planner.num_free_rows
+        self.executor = FakeExecutor(shapes)
+        self.in_flight: list[StepPlan] = []
+        self.copies: list = []
+
+    def plan(self, now: float) -> bool:
+        plan = self.engine.plan(now)
+        if plan is not None:
+            self.in_flight.append(plan)
+        return plan is not None
+
+    def step_returns(self, now: float, fails: bool = False, share: float = 0.5) -> None:
+        plan = self.in_flight.pop(0)
+        if self.engine.take_interrupt(now) == plan.step_id:
+            self.engine.on_step(self.executor.suspend(plan, share), now)
+            return
+        result = self.executor.execute(plan)
+        self.engine.on_step(StepResult(plan.step_id, [], error="out of memory") if fails else result, now)
+
+    def copy_ends(self, now: float, ok: bool = True) -> None:
+        copy = self.copies.pop(0)
+        if ok:
+            self.executor.copy(copy)
+        self.engine.on_copy(copy.copy_id, ok, now)
+
+
+class Moving:
+    """One migration as its source drives it."""
+
+    def __init__(self, number: int, request_id: str, source: Node, destination: Node) -> None:
+        self.migration_id = f"m{number}"
+        self.request_id = request_id
+        self.source, self.destination = source, destination
+        self.stage = 0
+        self.num_sent = 0
+        self.transfers: list[tuple[PinnedBlocks, Reservation]] = []
+        """Under way."""
+        self.ahead: list[int] | None = None
+        """Slots there for blocks that are not filled yet; the stage that announced them is the last."""
+        self.is_leaving = False
+        self.taken: TakenOut | None = None
+        self.on_host = False
+        self.has_all = False
+        self.is_sealed = False
+        self.is_committed = False
+
+
+class Cluster:
+    def __init__(self, nodes: list[Node]) -> None:
+        self.nodes = nodes
+        self.now = 0.0
+        self.sent: dict[str, GenerationRequest] = {}
+        self.limit: dict[str, int] = {}
+        """Model length where it was submitted."""
+        self.owner: dict[str, tuple[Node, int]] = {}
+        """With the epoch."""
+        self.output: dict[str, list[int]] = {}
+        self.ended: dict[str, Ended] = {}
+        self.moving: list[Moving] = []
+        self.num_moves = 0
+        self.num_moved = 0
+
+    # ------------------------------------------------------------------------------------------- what clients do
+
+    def submit(self, node: Node, sent: GenerationRequest) -> bool:
+        refused = node.engine.submit(sent, self.now)
+        if refused is not None:
+            assert refused.code in REFUSALS
+            return False
+        name = sent.request_id
+        self.sent[name], self.limit[name] = sent, node.limits[sent.model]
+        self.owner[name] = (node, sent.epoch)
+        self.output[name] = unpack_tokens(sent.prior)
+        return True
+
+    def cancel(self, name: str) -> None:
+        self.owner[name][0].engine.cancel(name, self.now)
+        self.collect()
+
+    def replace(self, name: str, cut: int) -> None:
+        """Placed again where it is, after part of its output, whatever it is in the middle of there (but a hand-over)."""
+        node, epoch = self.owner[name]
+        sent = self.sent[name]
+        fits = len(sent.prompt) // 4 + sent.sampling.max_tokens <= node.limits[sent.model]
+        if not fits or any(m.request_id == name and m.is_sealed for m in self.moving):
+            return
+        prior = self.output[name][:cut]
+        again = msgspec.structs.replace(sent, epoch=next_placement(epoch), prior=pack_tokens(prior))
+        if node.engine.submit(again, self.now) is None:
+            self.sent[name], self.output[name] = again, prior
+            self.owner[name], self.limit[name] = (node, again.epoch), node.limits[sent.model]
+        self.collect()
+
+    # ----------------------------------------------------------------------------------------------------- moves
+
+    def begin_move(self, source: Node, destination: Node, index: int, include_offline: bool = True) -> Moving | None:
+        candidates = source.engine.move_candidates(self.now, include_offline)
+        if source is destination or not candidates:
+            return None
+        candidate = candidates[index % len(candidates)]
+        if any(m.request_id == candidate.request.request_id for m in self.moving):
+            return None
+        self.num_moves += 1
+        moving = Moving(self.num_moves, candidate.request.request_id, source, destination)
+        self.moving.append(moving)
+        if candidate.is_running:
+            self.send_filled(moving)
+        else:
+            self.take_out(moving)
+        return moving
+
+    def _pre_allocate(self, moving: Moving, pinned: PinnedBlocks, num_ahead: int = 0) -> None:
+        sent = self.sent[moving.request_id]
+        query = PreAllocate(
+            moving.migration_id,
+            "source",
+            moving.request_id,
+            pinned.model,
+            sent.request_class,
+            sent.priority,
+            moving.stage,
+            moving.num_sent,
+            len(pinned.slots) + num_ahead,
+            pinned.hashes,
+            moving.source.engine.planner.queues[pinned.model].shape.page_tokens,
+            1,
+            on_host=pinned.on_host,
+            max_tokens=len(sent.prompt) // 4 + 1,
+        )
+        answer = moving.destination.engine.reserve(query, self.now)
+        if not isinstance(answer, Reservation):
+            assert answer.code in REFUSALS, answer
+            moving.source.engine.unpin(pinned)
+            self.give_up(moving)
+            return
+        assert moving.destination.engine.reserve(query, self.now) == answer
+        assert len(answer.slots) + answer.num_held == len(pinned.slots) + num_ahead
+        num_slots = len(answer.slots) - num_ahead
+        if num_ahead:
+            moving.ahead = answer.slots[num_slots:]
+        moving.stage += 1
+        self._send(moving, pinned, msgspec.structs.replace(answer, slots=answer.slots[:num_slots]))
+
+    def _send(self, moving: Moving, pinned: PinnedBlocks, reservation: Reservation) -> None:
+        moving.transfers.append((pinned, reservation))
+        moving.num_sent += len(pinned.slots)
+
+    def announce_last(self, moving: Moving) -> None:
+        """A stage with room for the blocks that will be filled, or begun, until it has left the batch."""
+        if moving.is_leaving or moving.ahead is not None:
+            return
+        pinned = moving.source.engine.pin(moving.request_id, moving.num_sent)
+        if pinned is None:
+            self.give_up(moving)
+        else:
+            self._pre_allocate(moving, pinned, num_ahead=2)
+
+    def send_filled(self, moving: Moving) -> None:
+        """A stage while it goes on."""
+        if moving.is_leaving or moving.ahead is not None:
+            return
+        pinned = moving.source.engine.pin(moving.request_id, moving.num_sent)
+        if pinned is None:
+            self.give_up(moving)
+        elif pinned.slots:
+            self._pre_allocate(moving, pinned)
+
+    def deliver(self, moving: Moving) -> None:
+        """The oldest transfer under way arrives."""
+        if not moving.transfers:
+            return
+        pinned, reservation = moving.transfers.pop(0)
+        source, destination = moving.source.executor, moving.destination.executor
+        for slot, other in zip(pinned.slots[reservation.num_held :], reservation.slots, strict=True):
+            if pinned.on_host:
+                destination._host[pinned.model, other] = list(source._host[pinned.model, slot])
+            else:
+                destination._slot(pinned.model, other)[:] = source._slot(pinned.model, slot)
+        moving.source.engine.unpin(pinned)
+
+    def take_out(self, moving: Moving) -> None:
+        if moving.is_leaving:
+            return
+        if moving.source.engine.take_out(moving.request_id, self.now):
+            moving.is_leaving = True
+            self.collect()
+        else:
+            self.give_up(moving)
+
+    def send_rest(self, moving: Moving) -> None:
+        if moving.taken is None or moving.has_all:
+            return
+        pinned = moving.source.engine.pin_rest(moving.request_id, moving.num_sent)
+        if pinned is None:
+            self.give_up(moving)
+            return
+        moving.on_host = pinned.on_host
+        moving.has_all = True
+        if pinned.slots and moving.ahead is None:
+            self._pre_allocate(moving, pinned)
+        elif len(pinned.slots) > len(moving.ahead or []):
+            moving.source.engine.unpin(pinned)
+            self.give_up(moving)
+        elif pinned.slots:
+            self._send(moving, pinned, Reservation(moving.migration_id, 0, moving.ahead[: len(pinned.slots)]))
+
+    def seal(self, moving: Moving) -> None:
+        if not moving.has_all or moving.transfers or moving.is_sealed:
+            return
+        if moving.source.engine.seal(moving.request_id):
+            moving.is_sealed = True
+        else:
+            self.give_up(moving)
+
+    def commit(self, moving: Moving) -> None:
+        if not moving.is_sealed or moving.is_committed:
+            return
+        assert moving.taken is not None
+        request, progress = rebased(moving.taken, self.now)
+        request = msgspec.structs.replace(request, epoch=request.epoch + 1)
+        commit = Commit(moving.migration_id, "source", request, progress, moving.num_sent, moving.on_host)
+        assert unpack_tokens(request.prior) == self.output[moving.request_id]
+        refused = moving.destination.engine.adopt(commit, self.now)
+        if refused is not None:
+            assert refused.code in REFUSALS, refused
+            self.give_up(moving)
+            return
+        moving.is_committed = True
+        self.owner[moving.request_id] = (moving.destination, request.epoch)
+        again = moving.destination.engine.adopt(commit, self.now)
+        assert again is not None and again.code == ErrorCode.CONFLICT
+        self.num_moved += 1
+
+    def forget(self, moving: Moving) -> None:
+        """The source hears of the commit."""
+        if not moving.is_committed:
+            return
+        self.moving.remove(moving)
+        if moving.source.engine.drop_moved(moving.request_id, self.now):
+            moving.destination.engine.cancel(moving.request_id, self.now)
+        self.collect()
+
+    def give_up(self, moving: Moving, raise_epoch: bool = False) -> None:
+        """At any point before the commit."""
+        if moving.is_committed:
+            return
+        self.moving.remove(moving)
+        for pinned, _ in moving.transfers:
+            moving.source.engine.unpin(pinned)
+        moving.destination.engine.release(moving.migration_id)
+        node, epoch = self.owner[moving.request_id]
+        if moving.is_leaving:
+            raised = epoch + 2 if raise_epoch and moving.is_sealed and node is moving.source else None
+            moving.source.engine.put_back(moving.request_id, self.now, raised)
+            if raised is not None and moving.request_id not in self.ended:
+                self.owner[moving.request_id] = (node, raised)
+        else:
+            moving.source.engine.end_move(moving.request_id, self.now)
+        self.collect()
+
+    # ------------------------------------------------------------------------------------------- what is seen of it
+
+    def collect(self) -> None:
+        for node in self.nodes:
+            for effect in node.engine.effects():
+                if isinstance(effect, TakenOut):
+                    (moving,) = [m for m in self.moving if m.request_id == effect.request_id and m.source is node]
+                    assert moving.is_leaving or moving.taken is None
+                    moving.taken = effect
+                elif isinstance(effect, Ended):
+                    name = effect.request.request_id
+                    if effect.request.epoch == self.owner[name][1]:
+                        assert name not in self.ended, "a request ended twice"
+                        assert self.owner[name][0] is node
+                        self.ended[name] = effect
+                else:
+                    assert isinstance(effect, Output)
+                    self._collect_output(node, effect)
+
+    def _collect_output(self, node: Node, effect: Output) -> None:
+        for entry in effect.entries:
+            owner, epoch = self.owner[entry.request_id]
+            assert owner is node, "two speak for a request"
+            assert entry.epoch == epoch
+            output = self.output[entry.request_id]
+            assert entry.offset == len(output), "a repeated or missing token"
+            output.extend(unpack_tokens(entry.tokens))
+
+    def check(self) -> None:
+        for node in self.nodes:
+            node.engine.check()
+            node.engine.load()
+        for name in self.sent:
+            # The source of a move that is committed has it too, but does nothing with it.
+            holders = [node for node in self.nodes if node.engine.held(name) is not None]
+            forgetting = [m.source for m in self.moving if m.request_id == name and m.is_committed]
+            holders = [node for node in holders if node not in forgetting]
+            assert holders == ([] if name in self.ended else [self.owner[name][0]])
+
+    def finish(self) -> None:
+        """With no more arrivals everything ends in bounded steps, nothing is left behind, and every output is that of a run
+        without moves."""
+        for _ in range(8000):
+            self.now += 0.01
+            for moving in list(self.moving):
+                if moving.is_committed:
+                    self.forget(moving)
+                else:
+                    self.give_up(moving)
+            is_idle = True
+            for node in self.nodes:
+                while len(node.in_flight) < node.engine.steps_in_flight and node.plan(self.now):
+                    pass
+                node.copies.extend(node.engine.next_copies())
+                node.engine.on_time(self.now)
+                is_idle = is_idle and not node.in_flight and not node.copies and node.engine.planner.demand is None
+                if node.in_flight:
+                    node.step_returns(self.now)
+                while node.copies:
+                    node.copy_ends(self.now)
+            self.collect()
+            if is_idle:
+                break
+        self.check()
+        assert set(self.ended) == set(self.sent)
+        for node in self.nodes:
+            engine = node.engine
+            assert not engine.all_held() and engine.planner.num_free_rows == node.num_rows
+            assert engine.pool.used_merged() == 0
+            assert engine.planner.host.pool is None or engine.planner.host.pool.used_merged() == 0
+        for name, ended in self.ended.items():
+            expected = expected_output(self.sent[name], self.limit[name])
+            if ended.reason in (FinishReason.STOP, FinishReason.LENGTH):
+                assert self.output[name] == expected, name
+                assert ended.num_output_tokens == len(expected)
+            else:
+                assert self.output[name] == expected[: len(self.output[name])], name
+
+
+def classes(offline: bool, high: bool) -> dict[str, object]:
+    return {
+        "request_class": RequestClass.OFFLINE if offline else RequestClass.ONLINE,
+        "priority": Priority.HIGH if high else Priority.NORMAL,
+    }

@@ -1,0 +1,119 @@
+"""What the destination of a migration reserves, refuses and frees."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from shared.engine.moving import Reservation
+from shared.engine.sequence import State
+from shared.messages import (
+    ErrorCode,
+    RequestClass,
+)
+from tests.shared.engine.fake_executor import request
+from tests.shared.engine.moves_setup import OFFLINE, make, run, stage
+
+
+def announced(prompt_tokens=10, steps=1):
+    """A source whose request `r` has made some tokens, and its pinned blocks."""
+    node = make()
+    node.engine.submit(request("r", list(range(prompt_tokens)), 20), 0.0)
+    run(node, steps)
+    return node, node.engine.pin("r", 0)
+
+
+def test_reserve_finds_the_prefix_extends_and_is_answered_alike():
+    _, pinned = announced()
+    node = make()
+    node.engine.submit(request("other", list(range(7)), 1), 0.0)
+    run(node, 1)
+    assert node.engine.pool.used_merged() == 0
+    answer = node.engine.reserve(stage(node, pinned), 0.0)
+    assert answer.num_held == 1 and len(answer.slots) == 1
+    assert node.engine.reserve(stage(node, pinned), 0.0) == answer
+    later = node.engine.reserve(stage(node, None, number=1, first_block=2, num_blocks=2), 0.0)
+    assert later.num_held == 0 and len(later.slots) == 2
+    assert node.engine.pool.used_merged() == pytest.approx(4 / 3) and node.engine.planner.num_free_rows == 7
+    assert not node.engine.remove_model("a", 0.0)
+    node.engine.check()
+    node.engine.release("m")
+    node.engine.release("m")
+    assert node.engine.pool.used_merged() == 0 and node.engine.planner.num_free_rows == 8
+    assert node.engine.pool.find("a", [pinned.hashes[:16]]), "what was held is cached as before"
+    node.engine.check()
+
+
+@pytest.mark.parametrize(
+    ("fields", "code"),
+    [
+        ({"page_tokens": 8}, ErrorCode.BAD_REQUEST),
+        ({"max_tokens": 61}, ErrorCode.TOO_LONG),
+        ({"first_block": 1}, ErrorCode.GONE),
+        ({"num_blocks": 1}, ErrorCode.BAD_REQUEST),
+        ({"on_host": True}, ErrorCode.OVERLOADED),
+        ({"num_blocks": 61}, ErrorCode.OVERLOADED),
+    ],
+)
+def test_reserve_refuses(fields, code):
+    _, pinned = announced()
+    node = make()
+    assert node.engine.reserve(stage(node, pinned, **fields), 0.0).code == code
+    assert node.engine.pool.used_merged() == 0 and node.engine.planner.num_free_rows == 8
+    node.engine.check()
+
+
+def test_reserve_refuses_an_unknown_model_and_a_gap():
+    _, pinned = announced()
+    node = make()
+    unknown = msgspec.structs.replace(stage(node, pinned), model="b")
+    assert node.engine.reserve(unknown, 0.0).code == ErrorCode.GONE
+    assert isinstance(node.engine.reserve(stage(node, pinned), 0.0), Reservation)
+    gap = stage(node, None, number=1, first_block=3, num_blocks=1)
+    assert node.engine.reserve(gap, 0.0).code == ErrorCode.BAD_REQUEST
+
+
+def test_only_offline_work_gives_way_to_a_reservation():
+    for offline in (True, False):
+        node = make(num_merged=4, rows=2)
+        kind = OFFLINE if offline else RequestClass.ONLINE
+        node.engine.submit(request("here", list(range(40)), 5, request_class=kind), 0.0)
+        run(node, 1)
+        answer = node.engine.reserve(stage(node, None, num_blocks=5), 0.0)
+        assert isinstance(answer, Reservation) == offline
+        assert node.engine.held("here").state == (State.WAITING if offline else State.RUNNING)
+        node.engine.check()
+    offline_query = stage(node, None, num_blocks=5, request_class=OFFLINE)
+    assert node.engine.reserve(offline_query, 0.0).code == ErrorCode.OVERLOADED
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_what_offline_work_in_flight_holds_can_be_had_at_the_next_try(depth):
+    node = make(num_merged=4, rows=1, depth=depth)
+    node.engine.submit(request("offline", list(range(40)), 12, request_class=OFFLINE), 0.0)
+    run(node, 1)
+    for _ in range(depth):
+        assert node.plan(0.0)
+    query = stage(node, None, num_blocks=5)
+    refused = node.engine.reserve(query, 0.0)
+    assert refused.code == ErrorCode.OVERLOADED and refused.retry_after_s > 0
+    for _ in range(depth):
+        node.step_returns(0.1)
+        node.plan(0.1)
+    assert isinstance(node.engine.reserve(query, 0.1), Reservation)
+    node.engine.check()
+    node.engine.release("m")
+    assert node.plan(0.2), "offline work goes on"
+
+
+def test_what_was_demanded_in_vain_is_given_back_to_offline_work_in_time():
+    node = make(num_merged=4, rows=1)
+    node.engine.submit(request("offline", list(range(40)), 8, request_class=OFFLINE), 0.0)
+    run(node, 1)
+    assert node.plan(0.0)
+    assert node.engine.reserve(stage(node, None, num_blocks=5), 0.0).retry_after_s > 0
+    node.step_returns(0.1)
+    assert not node.plan(0.1)
+    assert node.engine.next_wakeup() == pytest.approx(1.0)
+    node.engine.on_time(1.0)
+    assert node.plan(1.0)

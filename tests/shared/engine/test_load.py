@@ -1,0 +1,166 @@
+"""What an engine reports of its load, in merged blocks and in decode steps."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from shared.cost_model import CostModel
+from shared.engine.engine import Engine
+from shared.engine.plan import ModelShape
+from shared.engine.sequence import State
+from shared.messages import PreAllocate, Priority, RequestClass
+from shared.policies.baselines import RoundRobin
+from shared.policies.token_budget import FixedTokenBudget
+from tests.shared.engine.cluster import Node
+from tests.shared.engine.fake_executor import request
+
+WIDE, NARROW = ModelShape("a", 8, 2, 400), ModelShape("b", 4, 1, 200)
+"""16 and 4 tokens in a merged block."""
+HIGH = Priority.HIGH
+
+
+def make(num_merged=40, rows=8, **fields) -> Node:
+    engine = Engine(num_merged, rows, RoundRobin(), FixedTokenBudget(512), steps_in_flight=1, **fields)
+    return Node(engine, [WIDE, NARROW])
+
+
+def run(node: Node, *requests) -> None:
+    for sent in requests:
+        assert node.engine.submit(sent, 0.0) is None
+    for _ in range(2 * len(requests) or 1):
+        if node.plan(0.0):
+            node.step_returns(0.0)
+
+
+def reserve(node: Node, num_blocks: int, **fields) -> None:
+    fields = {"request_class": RequestClass.ONLINE, "priority": Priority.NORMAL, **fields}
+    classes = fields.pop("request_class"), fields.pop("priority")
+    query = PreAllocate("m", "s", "r", "a", *classes, 0, 0, num_blocks, b"", 8, 1, **fields)
+    assert node.engine.reserve(query, 0.0).slots
+
+
+def test_idle_is_infinitely_free():
+    load = make().engine.load()
+    assert load.dispatch_freeness == load.migration_freeness == load.scaling_freeness == math.inf
+    assert load.dispatch_freeness_high == pytest.approx(10), "without a cost model a quarter of the pool"
+    assert load.num_high == 0
+
+
+def test_freeness_in_steps_is_until_the_pool_is_full():
+    node = make()
+    run(node, request("r", list(range(30)), 50))
+    load = node.engine.load()
+    assert load.dispatch_freeness == pytest.approx(38)
+    assert load.migration_freeness == load.scaling_freeness == pytest.approx(38 * 16)
+
+
+def test_models_of_different_slots_are_weighted_by_what_a_step_takes():
+    node = make()
+    run(node, request("wide", list(range(30)), 50), request("narrow", list(range(30)), 50, model="b"))
+    load = node.engine.load()
+    num_slots = sum(len(s.blocks) for s in node.engine.all_held() if s.model == "b")
+    assert load.migration_freeness == pytest.approx((40 - 2 - num_slots) / (1 / 16 + 1 / 4))
+
+
+def test_of_those_that_wait_the_head_counts_for_moving_and_all_for_scaling():
+    node = make(rows=1)
+    run(node, request("runs", list(range(30)), 50))
+    for index in range(3):
+        node.engine.submit(request(f"w{index}", list(range(16 + index)), 50), 0.1)
+    load = node.engine.load()
+    assert load.migration_freeness == pytest.approx((40 - 2 - 1) * 16)
+    assert load.scaling_freeness == pytest.approx((40 - 2 - 1 - 1.5 - 1.5) * 16)
+    assert load.dispatch_freeness == pytest.approx(34)
+
+
+def test_a_long_head_that_fits_nowhere_makes_its_instance_give_away():
+    node = make(num_merged=40)
+    run(node, request("runs", list(range(300)), 50))
+    before = node.engine.load().migration_freeness
+    run(node, request("head", list(range(500, 880)), 5))
+    assert node.engine.held("head").state == State.WAITING
+    assert node.engine.load().migration_freeness < 0 < before
+
+
+def test_only_waiting_ones_are_load_too():
+    node = make()
+    node.engine.submit(request("w", list(range(16)), 50), 0.0)
+    load = node.engine.load()
+    assert load.migration_freeness == pytest.approx(39 * 16) and load.dispatch_freeness == pytest.approx(39)
+
+
+def test_offline_work_is_no_load():
+    node = make()
+    run(node, request("r", list(range(30)), 50, request_class=RequestClass.OFFLINE, priority=HIGH))
+    reserve(node, 4, request_class=RequestClass.OFFLINE)
+    load = node.engine.load()
+    assert load.dispatch_freeness == load.migration_freeness == math.inf and load.num_high == 0
+    assert load.free_merged == pytest.approx(40 - 2 - 2)
+
+
+def test_what_comes_and_what_leaves_is_load():
+    node = make()
+    run(node, request("r", list(range(30)), 50, priority=HIGH))
+    alone = node.engine.load()
+    assert node.engine.take_out("r", 0.0)
+    assert node.engine.load() == alone
+    reserve(node, 6)
+    both = node.engine.load()
+    assert both.dispatch_freeness == pytest.approx(both.migration_freeness / 16)
+    assert both.num_high == 1
+    node.engine.drop_moved("r", 0.0)
+    coming = node.engine.load()
+    assert coming.migration_freeness == pytest.approx((40 - 3) * 16) and coming.num_high == 0
+    node.engine.release("m")
+    assert node.engine.load().migration_freeness == math.inf
+
+
+def test_headroom_is_charged_once_to_others_and_to_the_first_of_high_priority():
+    node = make(high_priority_load=0.3)
+    run(node, request("normal", list(range(16)), 50))
+    normal = node.engine.load()
+    assert normal.dispatch_freeness == pytest.approx(40 - 1.5)
+    assert normal.dispatch_freeness_high == pytest.approx(40 - 1.5 - 28)
+    run(node, *(request(name, list(range(16)), 50, priority=HIGH) for name in ("high", "higher")))
+    high = node.engine.load()
+    assert high.num_high == 2
+    used = sum(len(s.blocks) for s in node.engine.all_held()) / 2
+    assert high.dispatch_freeness == pytest.approx((40 - used - 28) / 3)
+    assert high.dispatch_freeness_high == pytest.approx((40 - used) / 3)
+    assert high.migration_freeness == pytest.approx((40 - used - 28) * 16 / 3)
+
+
+def test_a_waiting_request_of_high_priority_counts():
+    node = make(high_priority_load=0.3)
+    node.engine.submit(request("w", list(range(16)), 50, priority=HIGH), 0.0)
+    assert node.engine.load().num_high == 1
+    assert node.engine.load().dispatch_freeness == pytest.approx(40 - 1 - 28)
+
+
+@pytest.mark.parametrize(
+    ("cost_model", "ideal"),
+    [
+        # 1.5 times 20 ms: 100 sequences of 256 tokens more, 1,616 merged blocks in all.
+        (CostModel(0.02, 0.0, 0.0, 0.0001, 0.0), (1 + 100.5) * 16),
+        # The context counts as the number of sequences does.
+        (CostModel(0.02, 0.0, 0.0, 0.0, 0.0001 / 256), (1 + 100.5) * 16),
+        # Beyond the knee each of them takes twice as long.
+        (CostModel(0.02, 0.0, 0.0, 0.0001, 0.0, over_knee_s=0.0001, knee_tokens=51), (1 + 50 + 25.25) * 16),
+        # Even two are too many; an eighth of the pool is allowed all the same.
+        (CostModel(0.001, 0.0, 0.0, 1.0, 0.0), 4000 / 8),
+    ],
+)
+def test_the_ideal_load_is_where_decode_takes_half_as_long_again(cost_model, ideal):
+    node = make(num_merged=4000)
+    node.engine.set_cost_model("a", cost_model)
+    assert node.engine.load().dispatch_freeness_high == pytest.approx(ideal)
+
+
+def test_where_no_load_slows_decode_there_is_no_headroom():
+    node = make(num_merged=40)
+    node.engine.set_cost_model("a", CostModel(0.02, 0.001, 0.0, 0.0, 0.0))
+    assert node.engine.load().dispatch_freeness_high == math.inf
+    node.engine.set_cost_model("b", CostModel(0.0001, 0.0, 0.0, 0.001, 0.0))
+    assert node.engine.load().dispatch_freeness_high == math.inf, "the smaller pool of `b` holds less than that"

@@ -1,0 +1,346 @@
+"""Who is paired with whom, what each move does to the cluster, and that nothing moves for ever."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from shared.messages import AbortReason, MoveReason
+from shared.policies.rebalancing import (
+    BACKOFF_S,
+    BURST_S,
+    MAX_BACKOFF_S,
+    InstanceView,
+    Pair,
+    Rebalancer,
+    Taker,
+)
+
+LOW, HIGH = 64.0, 256.0
+M = frozenset({"m"})
+
+
+@dataclass
+class Instance:
+    """A KV pool with requests in it, by their tokens; those that wait come first and only their first one counts."""
+
+    name: str
+    total: int = 8000
+    running: list[int] = field(default_factory=list)
+    waiting: list[int] = field(default_factory=list)
+    models: frozenset[str] = M
+    is_draining: bool = False
+    can_take: bool = True
+
+    def usage(self) -> float:
+        return sum(self.running) + (self.waiting[0] if self.waiting else 0)
+
+    def view(self) -> InstanceView:
+        is_idle = not self.running and not self.waiting
+        freeness = math.inf if is_idle else (self.total - self.usage()) / max(1, len(self.running))
+        return InstanceView(
+            self.name,
+            freeness,
+            len(self.running),
+            len(self.running) + bool(self.waiting),
+            self.total,
+            self.models,
+            self.models if self.is_draining else frozenset(),
+            can_give=not is_idle,
+            can_take=self.can_take and not self.is_draining,
+        )
+
+    def admit(self) -> None:
+        while self.waiting and self.waiting[0] <= self.total - sum(self.running):
+            self.running.append(self.waiting.pop(0))
+
+
+class Cluster:
+    def __init__(self, *instances: Instance, per_s: float = 1e6, max_in: int = 1) -> None:
+        self.instances = {instance.name: instance for instance in instances}
+        self.policy = Rebalancer(LOW, HIGH, per_s, max_in=max_in)
+        self.now = 0.0
+        self.begun: list[Pair] = []
+
+    def step(self, seconds: float = 0.1) -> list[Pair]:
+        self.now += seconds
+        for instance in self.instances.values():
+            view = instance.view()
+            self.policy.touch(view.instance_id, view.freeness)
+            if view.leaving:
+                self.policy.drain(view.instance_id)
+        changes = self.policy.step(self.now, self.view, self.takers_above)
+        self.begun += changes.begun
+        return changes.begun
+
+    def view(self, name: str) -> InstanceView | None:
+        return self.instances[name].view() if name in self.instances else None
+
+    def takers_above(self, freeness: float) -> list[Taker]:
+        views = [instance.view() for instance in self.instances.values()]
+        able = [view for view in views if view.can_take and view.freeness >= freeness]
+        return [Taker(view.instance_id, view.freeness, view.models) for view in able]
+
+    def pairs(self) -> dict[str, tuple[str, ...]]:
+        return {pair.source: pair.takers for pair in self.policy.pairs.values()}
+
+    def move(self) -> int:
+        """Each source gives its smallest request to its first taker that has room for it."""
+        moved = 0
+        for pair in list(self.policy.pairs.values()):
+            source = self.instances[pair.source]
+            for taker in (self.instances[name] for name in pair.takers):
+                mine = source.running or source.waiting
+                if mine and min(mine) <= taker.total - sum(taker.running):
+                    size = min(mine)
+                    mine.remove(size)
+                    taker.running.append(size)
+                    moved += 1
+                    break
+            source.admit()
+        return moved
+
+
+def spread(name: str, *sizes: int, **options: object) -> Instance:
+    return Instance(name, running=list(sizes), **options)  # type: ignore[arg-type]
+
+
+FULL = [400] * 19
+"""400 of 8,000 tokens are left: 21 steps."""
+HALF = [400] * 10
+"""400 steps."""
+
+
+def test_the_least_free_gives_to_the_freest_one_to_one() -> None:
+    cluster = Cluster(
+        spread("full", *FULL),
+        spread("fuller", *FULL, 200),
+        spread("half", *HALF),
+        spread("idle"),
+        spread("between", *[400] * 16),
+    )
+    cluster.step()
+    assert cluster.pairs() == {"fuller": ("idle",), "full": ("half",)}
+    assert [pair.reason for pair in cluster.begun] == [MoveReason.BALANCE] * 2
+
+
+def test_two_may_come_in_at_once_if_that_is_set() -> None:
+    cluster = Cluster(spread("a", *FULL), spread("b", *FULL), spread("idle"), max_in=2)
+    cluster.step()
+    assert cluster.pairs() == {"a": ("idle",), "b": ("idle",)}
+
+
+def test_a_pair_needs_a_model_in_common_and_a_taker_that_can_take() -> None:
+    cluster = Cluster(spread("full", *FULL), spread("other", models=frozenset({"n"})), spread("mute", can_take=False))
+    cluster.step()
+    assert cluster.pairs() == {}
+    cluster.instances["both"] = spread("both", *HALF, models=frozenset({"m", "n"}))
+    cluster.step()
+    assert cluster.pairs() == {"full": ("both",)}
+
+
+def test_a_pair_lives_until_the_source_is_none_any_more() -> None:
+    cluster = Cluster(spread("full", *FULL), spread("idle"))
+    cluster.step()
+    assert cluster.pairs() == {"full": ("idle",)}
+    cluster.instances["full"].running = [400] * 17
+    cluster.step()
+    assert cluster.pairs() == {"full": ("idle",)}, "above the lower threshold, not yet where it is released"
+    cluster.instances["full"].running = [400] * 15
+    assert cluster.policy.touch("full", cluster.instances["full"].view().freeness), "worth a look at once"
+    cluster.step()
+    assert cluster.pairs() == {} and cluster.policy.is_idle
+    cluster.instances["full"].running = [400] * 17
+    cluster.step()
+    assert cluster.pairs() == {}, "it is below the threshold of release, but was not below the lower one again"
+
+
+def test_a_taker_that_fills_up_is_replaced() -> None:
+    cluster = Cluster(spread("full", *FULL), spread("idle"))
+    cluster.step()
+    cluster.instances["idle"].running = [400] * 18
+    cluster.instances["new"] = spread("new")
+    cluster.step()
+    assert cluster.pairs() == {"full": ("new",)}
+
+
+def test_one_long_request_alone_is_not_sent_round() -> None:
+    """It would leave an idle instance behind, and make its taker the next source."""
+    cluster = Cluster(spread("full", 7900), spread("idle"))
+    cluster.step()
+    assert cluster.pairs() == {}
+
+
+def test_memory_in_pieces_comes_together_for_a_long_prompt() -> None:
+    """6,000 tokens fit nowhere, and nobody is above the upper threshold; together there is room for three of them."""
+    cluster = Cluster(*(spread(name, *[250] * 20) for name in "abcdefgh"))
+    assert all(LOW < instance.view().freeness < HIGH for instance in cluster.instances.values())
+    cluster.step()
+    assert cluster.pairs() == {}
+    long = cluster.instances["a"]
+    long.waiting = [5000]
+    assert long.view().freeness < 0
+    for _ in range(20):
+        cluster.step(0.05)
+        cluster.move()
+        if not long.waiting:
+            break
+    assert not long.waiting and cluster.now <= 1.0
+    assert all(instance.view().freeness >= LOW for name, instance in cluster.instances.items() if name != "a")
+
+
+def test_a_draining_instance_gives_to_everyone_freest_first_whatever_the_load() -> None:
+    leaving = spread("leaving", 100, is_draining=True)
+    cluster = Cluster(leaving, spread("full", *[400] * 16), spread("half", *HALF), spread("also", 10, is_draining=True))
+    cluster.step()
+    assert cluster.pairs() == {"also": ("half", "full"), "leaving": ("full", "half")}, "not all to the same one first"
+    assert {pair.reason for pair in cluster.begun} == {MoveReason.DRAIN}
+    leaving.running = []
+    cluster.step()
+    assert list(cluster.pairs()) == ["also"]
+    cluster.instances["also"].is_draining = False
+    cluster.step()
+    assert cluster.pairs() == {}
+
+
+def test_a_source_that_begins_to_drain_is_paired_anew() -> None:
+    cluster = Cluster(spread("full", *FULL), spread("idle"), spread("half", *HALF))
+    cluster.step()
+    cluster.instances["full"].is_draining = True
+    assert cluster.policy.drain("full")
+    begun = cluster.step()
+    assert [(pair.reason, pair.takers) for pair in begun] == [(MoveReason.DRAIN, ("idle", "half"))]
+
+
+def test_a_taker_of_failed_moves_is_left_out_for_longer_each_time() -> None:
+    cluster = Cluster(spread("full", *FULL), spread("idle"))
+    times = []
+    for _ in range(9):
+        while not cluster.step(0.05):
+            assert cluster.now < 200
+        times.append(cluster.now)
+        cluster.policy.on_move("full", "idle", AbortReason.REFUSED, cluster.now)
+        cluster.policy.on_move("full", "idle", AbortReason.REFUSED, cluster.now)
+    gaps = [later - earlier for earlier, later in pairwise(times)]
+    expected = [min(MAX_BACKOFF_S, BACKOFF_S * 2**n) for n in range(8)]
+    assert gaps == pytest.approx(expected, abs=0.11), "two moves that fail together count once"
+    cluster.policy.on_move("full", "idle", None, cluster.now)
+    cluster.policy.on_move("full", "idle", AbortReason.UNREACHABLE, cluster.now)
+    assert cluster.policy.num_backing_off(cluster.now) == 2, "the fault may be the source's as well"
+    cluster.now += 1.1 * BACKOFF_S
+    assert cluster.policy.num_backing_off(cluster.now) == 0, "a success makes it begin anew"
+    cluster.policy.on_move("full", "idle", AbortReason.ENDED, cluster.now)
+    assert cluster.policy.num_backing_off(cluster.now) == 0, "nobody's fault"
+
+
+def test_a_drain_goes_on_over_takers_that_refuse() -> None:
+    cluster = Cluster(spread("leaving", 100, is_draining=True), spread("idle"), spread("half", *HALF))
+    cluster.policy.on_move("leaving", "idle", AbortReason.REFUSED, cluster.now)
+    cluster.step()
+    assert cluster.pairs() == {"leaving": ("half", "idle")}
+
+
+def test_thresholds_must_be_in_order() -> None:
+    with pytest.raises(ValueError, match="below"):
+        Rebalancer(10.0, 10.0, 1.0)
+
+
+def test_numbers_that_are_none_pair_nobody() -> None:
+    cluster = Cluster(spread("full", *FULL))
+    policy = cluster.policy
+    policy.touch("full", 1.0)
+    changes = policy.step(1.0, cluster.view, lambda _: [Taker("nan", math.nan, M)])
+    assert changes.begun == [] and not policy.touch("nan", math.nan)
+
+
+def test_a_thousand_sources_are_paired_at_a_bounded_rate() -> None:
+    per_s = 50.0
+    sources = [spread(f"s{n}", *FULL) for n in range(300)]
+    takers = [spread(f"t{n}") for n in range(300)]
+    cluster = Cluster(*sources, *takers, per_s=per_s)
+    for step in range(1, 21):
+        cluster.step(0.1)
+        assert len(cluster.begun) <= per_s * BURST_S + per_s * 0.1 * step
+    assert len(cluster.begun) >= per_s * 1.5
+
+
+sizes = st.lists(st.integers(16, 3000), max_size=12)
+clusters = st.lists(
+    st.tuples(sizes, st.booleans(), st.sampled_from([frozenset("m"), frozenset("n"), frozenset("mn")])),
+    min_size=1,
+    max_size=7,
+)
+
+
+def build(parts: list[tuple[list[int], bool, frozenset[str]]], **options: float) -> Cluster:
+    instances = []
+    for number, (requests, is_draining, models) in enumerate(parts):
+        instance = Instance(f"i{number}", models=models, is_draining=is_draining, waiting=list(requests))
+        instance.admit()
+        instances.append(instance)
+    return Cluster(*instances, **options)  # type: ignore[arg-type]
+
+
+@given(clusters)
+def test_each_pair_is_a_gain_and_each_end_is_in_one(parts: list[tuple[list[int], bool, frozenset[str]]]) -> None:
+    cluster = build(parts)
+    cluster.step()
+    given_to: list[str] = []
+    for pair in cluster.policy.pairs.values():
+        source = cluster.instances[pair.source]
+        assert pair.source not in pair.takers
+        assert all(not source.models.isdisjoint(cluster.instances[name].models) for name in pair.takers)
+        assert all(cluster.instances[name].view().can_take for name in pair.takers)
+        if pair.reason == MoveReason.BALANCE:
+            (name,) = pair.takers
+            given_to.append(name)
+            a, b = source.view(), cluster.instances[name].view()
+            assert a.freeness < LOW and b.freeness >= (cluster.policy.release if a.freeness < 0 else HIGH)
+            v = a.typical_tokens
+            before = a.usage_tokens**2 + b.usage_tokens**2
+            assert (a.usage_tokens - v) ** 2 + (b.usage_tokens + v) ** 2 < before
+            assert (b.spare_tokens - v) / (b.num_running + 1) >= LOW, "the taker does not become a source"
+    assert len(set(given_to)) == len(given_to)
+    assert not set(given_to) & set(cluster.policy.pairs)
+
+
+@given(clusters)
+def test_who_drains_is_paired_while_anybody_can_take(parts: list[tuple[list[int], bool, frozenset[str]]]) -> None:
+    cluster = build(parts, per_s=0.001)
+    cluster.step()
+    for instance in cluster.instances.values():
+        able = {
+            other.name
+            for other in cluster.instances.values()
+            if not other.is_draining and not other.models.isdisjoint(instance.models)
+        }
+        if instance.is_draining and instance.view().can_give and able:
+            assert set(cluster.pairs()[instance.name]) == able
+
+
+@settings(max_examples=60, deadline=None)
+@given(clusters)
+def test_a_constant_load_comes_to_rest_and_nothing_returns(
+    parts: list[tuple[list[int], bool, frozenset[str]]],
+) -> None:
+    """Requests neither grow nor end. Whatever moves, the sum of squares falls, so it must stop."""
+    assume(not any(is_draining for _, is_draining, _ in parts))
+    cluster = build([(requests, False, M) for requests, _, _ in parts])
+    squares = [sum(i.usage() ** 2 for i in cluster.instances.values())]
+    num_requests = sum(len(i.running) + len(i.waiting) for i in cluster.instances.values())
+    quiet = 0
+    for _ in range(40 * (num_requests + 1)):
+        heads = [i.waiting[:1] for i in cluster.instances.values()]
+        cluster.step()
+        quiet = 0 if cluster.move() else quiet + 1
+        squares.append(sum(i.usage() ** 2 for i in cluster.instances.values()))
+        if heads == [i.waiting[:1] for i in cluster.instances.values()]:
+            assert squares[-1] <= squares[-2] + 1e-6, "but for a new head of a queue, it only falls"
+        if quiet == 10:
+            break
+    assert quiet == 10, "still moving"

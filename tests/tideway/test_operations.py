@@ -1,0 +1,245 @@
+"""`tideway drain`, `scale` and `top` against a real gateway, with a scripted placement and scripted instances behind it."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from shared.messages import (
+    SCHEDULER_STATISTICS,
+    InstancePlan,
+    ModelLoad,
+    ModelSpec,
+    ModelStatistics,
+    PlacementPlan,
+    ScaleInstances,
+    ScaleModel,
+    StatisticsReport,
+)
+from shared.settings import BusSettings
+from tests.gateway.checkpoints import byte_level_tokenizer, write_checkpoint
+from tests.gateway.conftest import MODEL, Stack, running_stack
+from tests.gateway.peer import until
+from tideway import command, operations, top
+from tideway.data_folder import DataFolder, OperatorError, State
+from tideway.operations import AdminClient, Instance, Instances, Load, Models
+from tideway.top import Snapshot, moves_per_s, show_top
+
+
+@pytest.fixture
+async def stack(nats_settings: BusSettings, tmp_path: Path) -> AsyncIterator[Stack]:
+    """Gateway with the admin key "root"; instances a and b."""
+    source = str(write_checkpoint(tmp_path / "model", byte_level_tokenizer()))
+    specs = [ModelSpec(MODEL, source)]
+    async with running_stack(nats_settings, specs, api_keys="user", admin_api_key="root") as stack:
+        stack.peer.loads = {"a": {}}
+        await stack.peer.add_instance("b", MODEL, kv_address="here")
+        stack.peer.loads["b"] = {
+            "free_merged": 25.0,
+            "num_running": 7,
+            "models": [ModelLoad(MODEL, 7, 2)],
+            "migration_freeness": 1234.5,
+            "num_moving_out": 1,
+            "num_moved_in": 5,
+        }
+        await until(lambda: len(stack.gateway.context.catalog.instances) == 2, "instances")
+        yield stack
+
+
+async def on_a_thread(stack: Stack, work: Callable[..., None], *arguments: Any, **options: Any) -> list[str]:
+    """What an operation says, one line each."""
+    said: list[str] = []
+    with AdminClient(stack.url, "root") as client:
+        await asyncio.to_thread(work, client, *arguments, say=said.append, **options)
+    return said
+
+
+async def test_draining_and_waiting_for_it(stack: Stack, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(operations, "POLL_INTERVAL_S", 0.02)
+    said: list[str] = []
+    with AdminClient(stack.url, "root") as client:
+        work = asyncio.to_thread(operations.drain, client, "b", is_undone=False, wait_s=20, say=said.append)
+        draining = asyncio.create_task(work)
+        await until(lambda: "  9 requests left" in said, "requests left")
+        assert stack.peer.plan.draining == ["b"]
+        await stack.peer.remove_instance("b")
+        await draining
+    assert said == ["b is left out of the plan and drains.", "  9 requests left", "  gone"]
+
+    said = []
+    with AdminClient(stack.url, "root") as client:
+        work = asyncio.to_thread(operations.drain, client, "b", is_undone=True, wait_s=20, say=said.append)
+        returning = asyncio.create_task(work)
+        await until(lambda: "  not there yet" in said, "absence")
+        await stack.peer.add_instance("b", MODEL, incarnation="2", state="ready")
+        await returning
+    assert stack.peer.plan.draining == []
+    assert (said[0], said[-1]) == ("b is to come back.", "  ready")
+
+
+async def test_draining_that_takes_too_long(stack: Stack, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(operations, "POLL_INTERVAL_S", 0.02)
+    stack.peer.plan = PlacementPlan(1, [], unplaced={MODEL: "no instance is left"})
+    with pytest.raises(OperatorError, match=r"^b: 9 requests left after 0.1 s. It goes on by itself.$"):
+        await on_a_thread(stack, operations.drain, "b", is_undone=False, wait_s=0.1)
+    said = await on_a_thread(stack, operations.drain, "b", is_undone=False, wait_s=None)
+    assert said[1:] == [f"  {MODEL} is on no instance: no instance is left"]
+    with pytest.raises(OperatorError, match="there is no instance 'nobody'"):
+        await on_a_thread(stack, operations.drain, "nobody", is_undone=False, wait_s=None)
+
+
+async def test_scaling(stack: Stack) -> None:
+    spec = ModelSpec(MODEL, "source")
+    stack.peer.plan = PlacementPlan(1, [InstancePlan(name, "node", [spec], 0, 0) for name in "ab"])
+    assert await on_a_thread(stack, operations.scale_model, MODEL, 3) == [
+        f"{MODEL} is to be on 3 instances; planned: a, b.",
+        "  No more than 2 can hold it now.",
+    ]
+    [line] = await on_a_thread(stack, operations.scale_model, MODEL, None)
+    assert "all instances where it fits" in line
+    assert await on_a_thread(stack, operations.scale_instances, 4) == ["There are to be 4 instances; planned now: 2."]
+    assert stack.peer.scaled == [ScaleModel(MODEL, 3), ScaleModel(MODEL, None), ScaleInstances(4)]
+    with pytest.raises(OperatorError, match="'ocean' does not exist"):
+        await on_a_thread(stack, operations.scale_model, "ocean", 1)
+
+
+async def test_what_an_operator_must_change_is_one_sentence(stack: Stack, tmp_path: Path) -> None:
+    for key in ("", "user"):
+        with AdminClient(stack.url, key) as client, pytest.raises(OperatorError, match="--api-key"):
+            await asyncio.to_thread(client.instances)
+    for url in ("http://127.0.0.1:1", "nonsense", "http://[::"):
+        with pytest.raises(OperatorError, match=r"does not answer|no address"):
+            AdminClient(url).models()
+
+
+async def test_the_gateway_of_the_data_folder(stack: Stack, tmp_path: Path) -> None:
+    data = DataFolder(tmp_path / "data")
+    data.prepare()
+    with AdminClient.of(data, "", "") as client:
+        assert client.url == operations.DEFAULT_URL, "nothing runs there"
+    data.acquire()
+    data.write_state(State(pid=1, phase="ready", address=stack.url, nats_url="", started_unix_s=0.0, processes=[]))
+    with AdminClient.of(data, "", "root") as client:
+        assert len((await asyncio.to_thread(client.instances)).instances) == 2
+    with AdminClient.of(data, "", "") as client:
+        assert client._http.headers["authorization"] == f"Bearer {data.credentials().admin_api_key}"
+    with AdminClient.of(data, "http://elsewhere", "") as client:
+        assert "authorization" not in client._http.headers, "the folder's key is for its own gateway"
+    data.release()
+
+
+async def test_one_view_of_top(stack: Stack) -> None:
+    queued = ModelStatistics(MODEL, 1.0, 0, 0, 0, 0, 0.0, 0.0, num_queued=17)
+    stack.peer.bus.publish(SCHEDULER_STATISTICS, StatisticsReport("scheduler", [queued]))
+    await until(lambda: stack.gateway.context.loads.num_queued(), "statistics")
+    with AdminClient(stack.url, "root") as client:
+        await asyncio.to_thread(client.drain, "a", is_undone=False)
+        await stack.peer.remove_instance("a")
+        await until(lambda: len(stack.gateway.context.catalog.instances) == 1, "removal")
+        output = io.StringIO()
+        await asyncio.to_thread(show_top, client, Console(file=output, width=160), once=True)
+    text = output.getvalue()
+    heading, *rows = [line for line in text.splitlines() if line.strip()]
+    assert "  1 instance  " in heading and "17 queued" in heading and "1 moving" in heading and "5 moved" in heading
+    [row] = [line for line in rows if line.split()[0] == "b"]
+    assert row.split() == ["b", "ready", "████░", "75%", "7+2", "0", "0", "1234", "1/0", "0/5", "1/1"]
+    assert any(MODEL in line and " 17 " in line for line in rows)
+    assert "Drained and gone: a" in text
+
+
+def test_top_where_the_terminal_has_ascii_alone() -> None:
+    output = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    shown = snapshot(1.0, instance("a", "1", 0))
+    Console(file=output, width=160).print(top.render(shown, 0.5, "http://gateway", "a problem", is_ascii=True))
+    output.seek(0)
+    text = output.read()
+    assert "##...  50%" in text and "idle" in text and "a problem" in text
+
+
+def instance(name: str, incarnation: str, num_moved_in: int) -> Instance:
+    load = Load(0.5, 0, 0, 0, 0, None, 0, 0, 0, num_moved_in)
+    return Instance(name, incarnation, "node", "ready", "cpu", [], 10, 1, True, load)
+
+
+def snapshot(taken_s: float, *instances: Instance) -> Snapshot:
+    return Snapshot(Instances(list(instances), []), Models([]), taken_s)
+
+
+def test_moves_per_second() -> None:
+    first = snapshot(10.0, instance("a", "1", 5), instance("b", "1", 7))
+    assert moves_per_s(None, first) is None
+    second = snapshot(12.0, instance("a", "1", 9), instance("b", "2", 100), instance("c", "1", 50))
+    assert moves_per_s(first, second) == 2.0, "those that are new tell of an earlier time"
+    assert moves_per_s(first, first) is None
+
+
+def test_the_live_view_outlasts_a_gateway_that_is_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(top, "INTERVAL_S", 0.0)
+    answers: list[Instances | BaseException] = [
+        Instances([instance("a", "1", 5)], []),
+        OperatorError("The gateway does not answer."),
+        Instances([instance("a", "1", 8)], None),
+        KeyboardInterrupt(),
+    ]
+
+    class Client(AdminClient):
+        def instances(self) -> Instances:
+            answer = answers.pop(0)
+            if isinstance(answer, BaseException):
+                raise answer
+            return answer
+
+        def models(self) -> Models:
+            return Models([])
+
+    times = iter(range(100))
+    output = io.StringIO()
+    console = Console(file=output, width=120, height=40, force_terminal=True, color_system=None)
+    with Client("http://gateway") as client:
+        show_top(client, console, once=False, clock=lambda: float(next(times)))
+    text = output.getvalue()
+    assert not answers
+    assert text.count("http://gateway  ") == 3
+    assert text.count("The gateway does not answer.") == 1
+    assert "8 moved (3.0/s)" in text
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["scale"],
+        ["scale", "tide"],
+        ["scale", "tide", "some"],
+        ["scale", "tide", "0"],
+        ["scale", "tide", "1", "--instances", "2"],
+    ],
+)
+def test_scale_wants_one_thing(arguments: list[str]) -> None:
+    result = CliRunner().invoke(command.app, arguments)
+    assert isinstance(result.exception, OperatorError)
+    assert "--instances N" in str(result.exception)
+
+
+def test_commands_reach_the_gateway(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[object] = []
+    monkeypatch.setattr(operations, "drain", lambda client, name, **options: asked.append((client.url, name, options)))
+    monkeypatch.setattr(operations, "scale_model", lambda client, name, replicas, say: asked.append((name, replicas)))
+    monkeypatch.setattr(operations, "scale_instances", lambda client, number, say: asked.append(number))
+    common = ["--url", "http://gateway/v1", "--data-dir", str(tmp_path)]
+    for arguments in (
+        ["drain", "a", "--undo", "--wait", "--timeout", "9"],
+        ["scale", "tide", "3"],
+        ["scale", "tide", "all"],
+        ["scale", "--instances", "4"],
+    ):
+        result = CliRunner().invoke(command.app, [*arguments, *common])
+        assert result.exit_code == 0, result.output
+    options = {"is_undone": True, "wait_s": 9.0, "say": print}
+    assert asked == [("http://gateway", "a", options), ("tide", 3), ("tide", None), 4]

@@ -1,0 +1,269 @@
+"""Requests that move between instances of one process, over a real NATS and in-process links."""
+
+from __future__ import annotations
+
+import asyncio
+
+from shared.messages import (
+    INSTANCE_CANCEL,
+    Cancel,
+    FinishReason,
+    MovedRequest,
+    MoveReason,
+    RequestClass,
+)
+from tests.shared.engine.fake_executor import expected_output, request
+
+PROMPT = list(range(50))
+
+
+def metric(party, name: str, **labels: str) -> float:
+    return party.telemetry.registry.get_sample_value(name, labels) or 0.0
+
+
+async def test_a_running_request_moves_and_its_stream_goes_on(make) -> None:
+    group = await make()
+    sent = request("r1", PROMPT, 200)
+    group.source.submit(sent)
+    await group.until(lambda: group.progress(sent) > 20)
+    group.source.rebalance("b")
+    await group.until(lambda: group.source.outcomes)
+    outcome = group.source.outcomes[0]
+    assert outcome.is_moved and (outcome.epoch, outcome.destination_id) == (1, "b")
+    assert group.source.service.moved("r1") == MovedRequest("r1", "b", 1)
+    await group.ended(sent, owner="b")
+    commit, num_output = group.destination.adopted[0]
+    assert num_output > 20 and commit.request.epoch == 1 and commit.progress.num_computed >= 70
+    assert len(group.destination.ended) == 1 and not group.source.ended
+
+
+async def test_counts_and_pause_are_measured(make) -> None:
+    group = await make()
+    sent = request("r1", PROMPT, 200)
+    group.source.submit(sent)
+    await group.until(lambda: group.progress(sent) > 20)
+    group.source.rebalance("b")
+    await group.ended(sent, owner="b")
+    source, destination = group.source, group.destination
+    assert metric(source, "tideway_migrations_total", direction="out", reason="balance", outcome="moved") == 1
+    assert metric(destination, "tideway_migrations_total", direction="in", reason="", outcome="moved") == 1
+    assert metric(source, "tideway_migration_pause_seconds_count", end="source") == 1
+    assert metric(destination, "tideway_migration_pause_seconds_count", end="destination") == 1
+    for party, direction in ((source, "out"), (destination, "in")):
+        assert metric(party, "tideway_migration_bytes_total", direction=direction) >= 70 * 4
+        assert metric(party, "tideway_migrations_in_progress", direction=direction) == 0
+    assert metric(source, "tideway_migration_stages_sum") >= 2
+
+
+async def test_a_waiting_request_moves_by_commit_alone(make) -> None:
+    group = await make(source={"num_merged": 20})
+    long, waiting = request("long", [7] * 150, 60), request("waiting", [9] * 120, 40)
+    group.source.submit(long)
+    await group.until(lambda: group.progress(long) > 2)
+    group.source.submit(waiting)
+    await asyncio.sleep(0.02)
+    group.source.rebalance("b")
+    await group.until(lambda: group.destination.adopted)
+    assert group.destination.adopted[0][0].request.request_id == "waiting"
+    assert group.destination.adopted[0][0].num_blocks == 0
+    group.source.rebalance()
+    await group.ended(long, waiting)
+    assert group.gateway.owners["waiting"][1] == "b"
+
+
+async def test_a_checkpoint_moves_from_host_memory_to_host_memory(make) -> None:
+    group = await make(source={"num_merged": 20}, host_memory_bytes=1, checkpoint_start=0.0)
+    offline = request("offline", [5] * 120, 80, request_class=RequestClass.OFFLINE)
+    # One that may not move keeps the pool full.
+    online = request("online", [6] * 180, 55, epoch=62)
+    group.source.submit(offline)
+    await group.until(lambda: group.progress(offline) > 8)
+    group.source.submit(online)
+    await group.until(lambda: group.progress(online) > 0)
+    group.source.draining = True
+    group.source.rebalance("b", reason=MoveReason.DRAIN, lease_s=2.0)
+    await group.until(lambda: any(commit.on_host for commit, _ in group.destination.adopted))
+    commit = next(commit for commit, _ in group.destination.adopted if commit.on_host)
+    assert commit.request.request_id == "offline" and commit.num_blocks > 10
+    await group.ended(offline, online)
+    assert group.gateway.owners["offline"][1] == "b"
+    ended = next(one for one in group.destination.ended if one.request.request_id == "offline")
+    assert ended.restored_blocks >= commit.num_blocks - 1
+
+
+async def test_a_refusal_leaves_the_request_where_it_is(make) -> None:
+    group = await make()
+    group.destination.models.clear()
+    sent = request("r1", PROMPT, 100)
+    group.source.submit(sent)
+    await group.until(lambda: group.progress(sent) > 5)
+    group.source.rebalance("b")
+    await group.until(lambda: group.source.outcomes)
+    assert (group.source.outcomes[0].is_moved, group.source.outcomes[0].reason) == (False, "refused")
+    await group.ended(sent, owner="a")
+    assert group.gateway.owners["r1"] == (0, "a")
+
+
+async def test_the_next_destination_is_asked_where_one_refuses(make) -> None:
+    group = await make(names="abc")
+    group.destination.models.clear()
+    sent = request("r1", PROMPT, 200)
+    group.source.submit(sent)
+    await group.until(lambda: group.progress(sent) > 5)
+    group.source.rebalance("b", "c")
+    await group.ended(sent, owner="c")
+    assert [outcome.is_moved for outcome in group.source.outcomes] == [False, True]
+
+
+async def test_a_destination_without_the_model_is_passed_over(make) -> None:
+    group = await make(names="abc")
+    group.destination.register(models=[])
+    sent = request("r1", PROMPT, 200)
+    group.source.submit(sent)
+    await group.until(lambda: group.progress(sent) > 5)
+    group.source.rebalance("b", "c", "nobody", "a")
+    await group.ended(sent, owner="c")
+    assert [outcome.destination_id for outcome in group.source.outcomes] == ["c"]
+
+
+async def test_a_full_destination_refuses(make) -> None:
+    group = await make(destination={"num_merged": 10})
+    sent = request("r1", [3] * 200, 100)
+    group.source.submit(sent)
+    await group.until(lambda: group.progress(sent) > 5)
+    group.source.rebalance("b")
+    await group.until(lambda: group.source.outcomes)
+    assert group.source.outcomes[0].reason == "refused"
+    group.source.rebalance()
+    await group.ended(sent, owner="a")
+
+
+async def test_blocks_that_the_destination_has_are_not_sent(make) -> None:
+    group = await make()
+    first = request("first", PROMPT * 4, 2)
+    group.destination.submit(first)
+    await group.ended(first)
+    sent = request("r1", PROMPT * 4, 100)
+    group.source.submit(sent)
+    await group.until(lambda: group.progress(sent) > 5)
+    group.source.rebalance("b")
+    await group.ended(first, sent)
+    assert group.gateway.owners["r1"][1] == "b"
+    assert metric(group.source, "tideway_migration_bytes_total", direction="out") < 150 * 4
+
+
+async def test_a_request_between_chunks_of_its_prompt_moves(make) -> None:
+    group = await make(token_budget=16, step_s=0.01)
+    sent = request("r1", list(range(400)), 20)
+    group.source.submit(sent)
+    await group.until(lambda: group.source.executor.num_steps > 5)
+    group.source.rebalance("b")
+    await group.until(lambda: group.destination.adopted)
+    commit, num_output = group.destination.adopted[0]
+    assert num_output == 0 and 0 < commit.progress.num_computed < 400
+    await group.ended(sent, owner="b")
+
+
+async def test_a_drain_moves_everything(make) -> None:
+    group = await make(source={"num_merged": 60}, max_migrations=3)
+    online = [request(f"on{i}", [i] * 60, 150) for i in range(6)]
+    offline = [request(f"off{i}", [50 + i] * 40, 100, request_class=RequestClass.OFFLINE) for i in range(3)]
+    for one in (*online, *offline):
+        group.source.submit(one)
+    await group.until(lambda: any(group.progress(one) > 3 for one in online))
+    group.source.draining = True
+    group.source.rebalance("b", reason=MoveReason.DRAIN, lease_s=8.0)
+    await group.until(lambda: not group.source.loop.num_held())
+    assert not any(one.request_id in group.gateway.ends for one in online)
+    await group.ended(*online, *offline, owner="b")
+
+
+async def test_a_pairing_ends_with_its_lease_or_at_once(make) -> None:
+    group = await make(step_s=0.005)
+    sent = [request(f"r{i}", [i] * 30, 60) for i in range(3)]
+    group.source.rebalance("b", lease_s=0.05)
+    await asyncio.sleep(0.15)
+    for one in sent:
+        group.source.submit(one)
+    await group.until(lambda: all(group.progress(one) for one in sent))
+    group.source.rebalance("b", lease_s=30.0)
+    group.source.rebalance()
+    await asyncio.sleep(0.05)
+    assert group.source.service.last_rebalance_s is None
+    await group.ended(*sent, owner="a")
+
+
+async def test_without_a_transport_only_requests_without_kv_move(make) -> None:
+    group = await make(with_transport=False, source={"num_merged": 20})
+    long, waiting = request("long", [7] * 150, 60), request("waiting", [9] * 120, 40)
+    group.source.submit(long)
+    await group.until(lambda: group.progress(long) > 2)
+    group.source.submit(waiting)
+    group.source.rebalance("b", lease_s=5.0)
+    await group.ended(long, waiting)
+    assert group.gateway.owners["long"][1] == "a" and group.gateway.owners["waiting"][1] == "b"
+
+
+async def test_a_cancel_follows_the_request(make) -> None:
+    group = await make()
+    sent = request("r1", PROMPT, 500)
+    group.source.submit(sent)
+    await group.until(lambda: group.progress(sent) > 5)
+    group.source.rebalance("b")
+    await group.until(lambda: group.source.outcomes)
+    assert not group.source.service.forward_cancel("somebody")
+    group.source.bus.publish(INSTANCE_CANCEL.at(instance_id="a"), Cancel("r1"))
+    await group.until(lambda: "r1" in group.gateway.ends)
+    assert group.gateway.ends["r1"].finish_reason == FinishReason.CANCELLED
+    assert group.gateway.owners["r1"][1] == "b"
+    known = group.gateway.tokens["r1"]
+    assert known == expected_output(sent, 600)[: len(known)]
+    await group.settled()
+
+
+async def test_a_request_goes_to_and_fro(make) -> None:
+    group = await make(migration_cooldown_s=0.0)
+    sent = request("r1", PROMPT, 400)
+    group.source.submit(sent)
+    await group.until(lambda: group.progress(sent) > 5)
+    here, there = group.parties
+    for number in range(8):
+        here.rebalance(there.name, lease_s=30.0)
+        await group.until(lambda here=here: here.outcomes and here.outcomes[-1].is_moved)
+        here.rebalance()
+        assert here.outcomes[-1].epoch == number + 1
+        here.outcomes.clear()
+        here, there = there, here
+    await group.ended(sent, owner="a")
+    assert here.ended[0].request.epoch == 8
+
+
+async def test_many_move_at_once_and_lose_nothing(make) -> None:
+    group = await make(migration_cooldown_s=0.02, max_migrations=4, names="abc")
+    sent = [request(f"r{i}", [i, *range(i * 3 % 40)], 40 + i * 5) for i in range(24)]
+    for number, one in enumerate(sent):
+        group.parties[number % 3].submit(one)
+
+    async def stir() -> None:
+        for number in range(60):
+            party = group.parties[number % 3]
+            others = [other.name for other in group.parties if other is not party]
+            party.rebalance(*others, lease_s=0.05)
+            await asyncio.sleep(0.02)
+
+    stirring = asyncio.create_task(stir())
+    await group.until(lambda: all(one.request_id in group.gateway.ends for one in sent))
+    stirring.cancel()
+    await group.ended(*sent)
+    moved = sum(outcome.is_moved for party in group.parties for outcome in party.outcomes)
+    assert moved > 20
+
+
+async def test_an_epoch_at_the_end_of_its_placement_stays(make) -> None:
+    group = await make()
+    sent = request("r1", PROMPT, 80, epoch=62)
+    group.source.submit(sent)
+    await group.until(lambda: group.progress(sent) > 2)
+    group.source.rebalance("b", lease_s=5.0)
+    await group.ended(sent, owner="a")
+    assert not group.source.outcomes

@@ -1,0 +1,132 @@
+"""How an instance empties itself before its process ends."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+
+import msgspec
+import pytest
+
+from services.worker.instance_main import first_of, local_address
+from shared.bus.interface import ServiceError
+from shared.messages import ErrorCode, LoadedModel, MoveReason, RequestClass
+from shared.settings import BusSettings
+from tests.conftest import NatsServer
+from tests.shared.engine.fake_executor import request
+from tests.worker.instance_peer import LONG_PROMPT, OTHER_PROMPT, Peer, held, local_transport, rebalance
+from tests.worker.instance_stage import SlabExecutor, Stage, instance_on
+
+
+@pytest.fixture
+async def mobile(nats_settings: BusSettings) -> AsyncIterator[Stage]:
+    """With a KV transport. A request runs there."""
+    async with instance_on(nats_settings, executor=SlabExecutor(), open_transport=local_transport) as stage:
+        await stage.until(lambda: stage.info.kv_address)
+        stage.executor.gate.clear()
+        await stage.submit(request("r0", LONG_PROMPT, 100))
+        yield stage
+
+
+async def drained_after(stage: Stage) -> float:
+    started = time.monotonic()
+    async with asyncio.timeout(10):
+        await stage.service.drain_before_exit()
+    return time.monotonic() - started
+
+
+async def test_before_its_end_an_instance_does_not_wait_where_nobody_can_take_over(mobile: Stage) -> None:
+    assert await drained_after(mobile) < 0.5
+    await mobile.until(lambda: mobile.info.state == "draining")
+
+
+@pytest.mark.parametrize("unfit", ["draining", "no transport", "another model", "loading"])
+async def test_nor_for_an_instance_that_cannot_take_over(mobile: Stage, nats_settings: BusSettings, unfit: str) -> None:
+    changes = {
+        "draining": {"state": "draining"},
+        "no transport": {"kv_address": ""},
+        "another model": {"models": [LoadedModel("b", "ready")]},
+        "loading": {"models": [LoadedModel("a", "loading")]},
+    }
+    info = msgspec.structs.replace(Peer(mobile.bus).info, **changes[unfit])
+    await Peer(mobile.bus).register(info)
+    await mobile.until(lambda: "node-1" in mobile.service._moves.peers())
+    assert await drained_after(mobile) < 0.5
+
+
+async def test_without_a_word_from_the_scheduler_it_waits_briefly(mobile: Stage) -> None:
+    await Peer(mobile.bus).start()
+    await mobile.until(lambda: "node-1" in mobile.service._moves.peers())
+    assert 1.4 < await drained_after(mobile) < 2.5
+    assert await held(mobile) == {"r0"}
+
+
+async def test_it_ends_at_once_when_nothing_is_held_and_when_everybody_else_drains_too(mobile: Stage) -> None:
+    peer = Peer(mobile.bus)
+    await peer.start()
+    await mobile.until(lambda: "node-1" in mobile.service._moves.peers())
+    drain = asyncio.create_task(drained_after(mobile))
+    await mobile.until(lambda: mobile.info.state == "draining")
+    await peer.register(msgspec.structs.replace(peer.info, state="draining"))
+    assert await drain < 1.0
+    mobile.executor.gate.set()
+    await mobile.until(lambda: not mobile.service._loop.num_held(), 20)
+    await peer.register(peer.info)
+    assert await drained_after(mobile) < 0.2
+
+
+async def test_as_long_as_there_are_destinations_it_waits_until_its_requests_have_left(mobile: Stage) -> None:
+    peer = Peer(mobile.bus)
+    await peer.start()
+    await mobile.submit(request("r1", OTHER_PROMPT, 100))
+    await mobile.submit(request("r2", [1, 2], 100, request_class=RequestClass.OFFLINE))
+    await mobile.until(lambda: "node-1" in mobile.service._moves.peers())
+    drain = asyncio.create_task(drained_after(mobile))
+    await mobile.until(lambda: mobile.info.state == "draining")
+    for _ in range(5):
+        rebalance(mobile, MoveReason.DRAIN)
+        await asyncio.sleep(0.4)
+    assert not drain.done(), "the scheduler still names a destination"
+    with pytest.raises(ServiceError) as refused:
+        await mobile.submit(request("r3", [1], 5))
+    assert refused.value.code == ErrorCode.DRAINING
+    mobile.executor.gate.set()
+    await drain
+    assert await held(mobile) == set()
+    moved = {commit.request.request_id for commit in peer.commits}
+    assert "r1" in moved and mobile.end("r0")
+
+
+async def test_without_nats_there_is_nothing_to_wait_for(fresh_nats: NatsServer) -> None:
+    settings = BusSettings(nats_url=fresh_nats.url)
+    async with instance_on(settings, executor=SlabExecutor(), open_transport=local_transport) as stage:
+        await Peer(stage.bus).start()
+        stage.executor.gate.clear()
+        await stage.submit(request("r0", LONG_PROMPT, 100))
+        await stage.until(lambda: "node-1" in stage.service._moves.peers())
+        fresh_nats.kill()
+        assert await drained_after(stage) < 1.0
+
+
+async def test_waiting_for_the_first_of_several_cancels_the_others_and_passes_on_its_error() -> None:
+    cancelled = asyncio.Event()
+
+    async def forever() -> None:
+        try:
+            await asyncio.sleep(3600)
+        finally:
+            cancelled.set()
+
+    async def fail() -> None:
+        await asyncio.sleep(0)
+        raise ValueError("no")
+
+    with pytest.raises(ValueError, match="no"):
+        await first_of(forever(), fail())
+    await asyncio.wait_for(cancelled.wait(), 5)
+
+
+def test_peers_reach_a_machine_where_it_reaches_nats() -> None:
+    for url in ("nats://127.0.0.1:4222", "127.0.0.1:4222", "nats://user:secret@127.0.0.1:4222,nats://10.0.0.9:4222"):
+        assert local_address(url) == "127.0.0.1"

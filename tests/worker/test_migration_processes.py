@@ -1,0 +1,143 @@
+"""Processes of instances, as the node agent starts and ends them: their requests move over UCX before they end."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from shared.messages import (
+    INSTANCES,
+    MoveReason,
+)
+from shared.settings import BusSettings
+from tests.worker.neighbours import (
+    Neighbours,
+    generation,
+    neighbours_on,
+    plan_of,
+    write_long_checkpoint,
+)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_long_checkpoint(tmp_path_factory.mktemp("checkpoints"))
+
+
+class Processes:
+    """Instances as the node agent starts them."""
+
+    def __init__(self, nats_settings: BusSettings, checkpoint: Path, folder: Path) -> None:
+        self._nats_url = nats_settings.nats_url
+        self._checkpoint = checkpoint
+        self._folder = folder
+        self.running: list[subprocess.Popen[bytes]] = []
+
+    def start(self, instance_id: str, **environment: str) -> subprocess.Popen[bytes]:
+        settings = {
+            "TIDEWAY_NATS_URL": self._nats_url,
+            "TIDEWAY_INSTANCE_ID": instance_id,
+            "TIDEWAY_NODE_ID": "node",
+            "TIDEWAY_PLAN": plan_of(instance_id, self._checkpoint),
+            "TIDEWAY_DEVICE": "cpu",
+            "TIDEWAY_NUM_THREADS": "1",
+            "TIDEWAY_PROFILE": "off",
+            "TIDEWAY_HOST_MEMORY_BYTES": "0",
+            **environment,
+        }
+        command = [sys.executable, "-m", "services.worker.instance_main"]
+        with (self._folder / f"{instance_id}.log").open("wb") as output:
+            process = subprocess.Popen(command, env=os.environ | settings, stdout=output, stderr=output)
+        self.running.append(process)
+        return process
+
+    def log(self, instance_id: str) -> str:
+        return (self._folder / f"{instance_id}.log").read_text()
+
+
+@pytest.fixture
+def processes(nats_settings: BusSettings, checkpoint: Path, tmp_path: Path) -> Iterator[Processes]:
+    found = Processes(nats_settings, checkpoint, tmp_path)
+    yield found
+    for process in found.running:
+        if process.poll() is None:
+            process.kill()
+            process.wait()
+
+
+@pytest.fixture
+async def neighbours(nats_settings: BusSettings) -> AsyncIterator[Neighbours]:
+    async with neighbours_on(nats_settings) as neighbours:
+        yield neighbours
+
+
+def is_ready(neighbours: Neighbours, instance_id: str, *, with_kv: bool = True) -> bool:
+    info = neighbours.instances.entries.get(instance_id)
+    return info is not None and info.state == "ready" and bool(info.kv_address) is with_kv
+
+
+async def exit_code(process: subprocess.Popen[bytes], timeout_s: float) -> int:
+    return await asyncio.to_thread(process.wait, timeout_s)
+
+
+async def test_sigterm_moves_what_runs_to_another_process_over_ucx(
+    processes: Processes, neighbours: Neighbours
+) -> None:
+    source, _ = processes.start("node-0"), processes.start("node-1")
+    await neighbours.until(lambda: is_ready(neighbours, "node-0") and is_ready(neighbours, "node-1"), 60)
+    request = generation("r", 200, 500, "sampled")
+    expected = await neighbours.undisturbed("node-1", request)
+    await neighbours.submit("node-0", request)
+    await neighbours.until(lambda: neighbours.progress("r") > 20)
+    source.send_signal(signal.SIGTERM)
+    while neighbours.owner("r") != "node-1":
+        info = neighbours.instances.entries.get("node-0")
+        assert info is not None and source.poll() is None, processes.log("node-0")
+        if info.state == "draining":
+            neighbours.rebalance("node-0", "node-1", reason=MoveReason.DRAIN)
+        await asyncio.sleep(0.02)
+    assert "r" not in neighbours.gateway.ends, "it moved while it ran"
+    assert await exit_code(source, 10) == 0
+    await neighbours.ended(request)
+    assert neighbours.gateway.tokens["r"] == expected["r"]
+    assert any(move.is_moved for report in neighbours.reports for move in report.moves), "its last report says so"
+
+
+async def test_a_process_without_a_usable_ucx_says_so_serves_and_ends_at_once(
+    processes: Processes, neighbours: Neighbours
+) -> None:
+    process = processes.start("node-0", UCX_TLS="nothing")
+    await neighbours.until(lambda: is_ready(neighbours, "node-0", with_kv=False), 60)
+    await neighbours.submit("node-0", generation("r0", 20, 10), generation("r1", 200, 1800))
+    await neighbours.until(lambda: "r0" in neighbours.gateway.ends)
+    assert "requests do not move to or from node-0 with their KV" in processes.log("node-0")
+    started = time.monotonic()
+    process.send_signal(signal.SIGTERM)
+    assert await exit_code(process, 10) == 0
+    assert time.monotonic() - started < 3.0
+    assert "no other instance can take them" in processes.log("node-0")
+
+
+async def test_a_second_sigterm_ends_a_process_that_drains(processes: Processes, neighbours: Neighbours) -> None:
+    process = processes.start("node-0")
+    await neighbours.until(lambda: is_ready(neighbours, "node-0"), 60)
+    info = neighbours.instances.entries["node-0"]
+    registry = await neighbours.bus.key_value(INSTANCES)
+    await registry.put("node-1", msgspec.structs.replace(info, instance_id="node-1"))
+    await neighbours.submit("node-0", generation("r", 200, 1800))
+    await neighbours.until(lambda: neighbours.progress("r") > 5)
+    process.send_signal(signal.SIGTERM)
+    await neighbours.until(lambda: neighbours.instances.entries["node-0"].state == "draining")
+    process.send_signal(signal.SIGTERM)
+    started = time.monotonic()
+    assert await exit_code(process, 10) == -signal.SIGTERM
+    assert time.monotonic() - started < 1.0

@@ -1,0 +1,92 @@
+"""What can be replayed, through moves in either direction."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from services.worker.output_log import OutputLog
+from shared.messages import FinishReason, StreamPosition, TokenEntry, TokenLogprob, pack_tokens, unpack_tokens
+from tests.shared.engine.fake_executor import request
+
+
+@pytest.fixture
+def outputs() -> OutputLog:
+    return OutputLog()
+
+
+def emit(outputs: OutputLog, epoch: int, offset: int, tokens: list[int], end: bool = False) -> None:
+    reason = FinishReason.LENGTH if end else None
+    outputs.frames("here", [TokenEntry("r", epoch, offset, pack_tokens(tokens), reason)], now=1.0)
+
+
+def replayed(outputs: OutputLog, epoch: int, offset: int) -> tuple[int, list[int]] | None:
+    entry = outputs.replay(StreamPosition("r", epoch, offset))
+    if entry is None:
+        return None
+    assert entry.epoch == epoch
+    return entry.offset, unpack_tokens(entry.tokens)
+
+
+def test_an_adopted_request_is_replayed_from_its_beginning(outputs: OutputLog) -> None:
+    adopted = request("r", [7, 8], 10, epoch=1, prior=pack_tokens([1, 2, 3]))
+    entry = outputs.adopt(adopted, num_cached_tokens=2)
+    assert (entry.request_id, entry.epoch, entry.offset, entry.tokens) == ("r", 1, 3, b"")
+    assert entry.num_cached_tokens == 2
+    assert replayed(outputs, 1, 0) == (0, [1, 2, 3])
+    emit(outputs, 1, 3, [4])
+    assert replayed(outputs, 1, 1) == (1, [2, 3, 4])
+    emit(outputs, 1, 4, [5], end=True)
+    assert replayed(outputs, 1, 0) == (0, [1, 2, 3, 4, 5])
+    assert replayed(outputs, 0, 0) is None, "the source's epoch is not this instance's to answer"
+
+
+def test_where_logprobs_are_wanted_what_was_before_is_not_replayed(outputs: OutputLog) -> None:
+    outputs.adopt(request("r", [7], 10, epoch=1, prior=pack_tokens([1, 2]), logprobs=2), 0)
+    assert replayed(outputs, 1, 1) is None
+    assert replayed(outputs, 1, 2) == (2, [])
+    entry = TokenEntry("r", 1, 2, pack_tokens([3]), logprobs=(TokenLogprob(-0.5),))
+    outputs.frames("here", [entry], 1.0)
+    answer = outputs.replay(StreamPosition("r", 1, 2))
+    assert answer == entry
+
+
+def test_a_request_that_moved_away_is_given_up_unless_it_is_back(outputs: OutputLog) -> None:
+    emit(outputs, 0, 0, [1, 2])
+    assert outputs.give_up("r", 1) == 2
+    assert outputs.epoch("r") == -1 and replayed(outputs, 0, 0) is None
+    outputs.adopt(request("r", [7], 10, epoch=2, prior=pack_tokens([1, 2, 3])), 0)
+    assert outputs.give_up("r", 1) == 0
+    assert outputs.epoch("r") == 2 and replayed(outputs, 2, 0) == (0, [1, 2, 3])
+    emit(outputs, 2, 3, [4, 5])
+    assert outputs.give_up("r", 3) == 2, "made here since it came"
+
+
+@pytest.mark.parametrize("told_first", [True, False])
+def test_a_request_that_stays_in_a_higher_epoch_keeps_its_earlier_output(outputs: OutputLog, told_first: bool) -> None:
+    emit(outputs, 0, 0, [1, 2])
+    if told_first:
+        entry = outputs.raise_epoch("r", 2)
+        assert entry is not None and (entry.epoch, entry.offset, entry.tokens) == (2, 2, b"")
+        emit(outputs, 2, 2, [3])
+    else:
+        emit(outputs, 2, 2, [3])
+        assert outputs.raise_epoch("r", 2) is None, "its tokens have told it"
+    assert replayed(outputs, 2, 0) == (0, [1, 2, 3])
+    assert outputs.epoch("r") == 2
+    assert outputs.raise_epoch("nobody", 2) is None
+
+
+def test_another_placement_begins_anew(outputs: OutputLog) -> None:
+    emit(outputs, 0, 0, [1, 2])
+    emit(outputs, 64, 2, [3])
+    assert replayed(outputs, 64, 2) == (2, [3])
+    assert replayed(outputs, 64, 0) is None
+
+
+def test_the_end_is_remembered_with_its_epoch(outputs: OutputLog) -> None:
+    emit(outputs, 2, 0, [1], end=True)
+    assert outputs.epoch("r") == 2
+    again = msgspec.structs.replace(request("r", [7], 10), epoch=3)
+    outputs.adopt(again, 0)
+    assert outputs.epoch("r") == 3
