@@ -8,7 +8,8 @@ BIN := .venv/bin
 BENCHES ?= planning dispatching stack
 
 .DEFAULT_GOAL := help
-.PHONY: help up down status test check bench bench-coserving bench-coserving-short bench-ordering bench-rebalance clean install development
+.PHONY: help up down status test check bench bench-coserving bench-coserving-short bench-ordering bench-rebalance \
+	bench-migration bench-migration-chaos bench-control-plane clean install development
 
 help:
 	@echo "make up       install what is needed, start Tideway on http://127.0.0.1:8000 (Ctrl-C stops it)"
@@ -21,6 +22,9 @@ help:
 	@echo "make bench-coserving        online and offline work together, 40 minutes; bench-coserving-short: 4 minutes"
 	@echo "make bench-ordering         the order of requests of two models, in virtual time, 3.5 minutes"
 	@echo "make bench-rebalance        requests that move, four instances in virtual time, about 2 hours"
+	@echo "make bench-migration        pause of a request that moves, 256 to 8192 tokens; ARGS=pause: that alone"
+	@echo "make bench-migration-chaos  2,000 moves with a fault each, about 20 minutes"
+	@echo "make bench-control-plane    load reports of up to 1,024 instances to one scheduler, about 2 minutes"
 	@echo "make clean    remove .venv, .tideway and caches"
 
 install:
@@ -58,6 +62,15 @@ bench-ordering: development
 
 bench-rebalance: development
 	$(BIN)/python -m bench.rebalance $(ARGS)
+
+bench-migration: development
+	$(BIN)/python -m bench.migration $(ARGS)
+
+bench-migration-chaos: development
+	$(BIN)/python -m bench.migration_chaos $(ARGS)
+
+bench-control-plane: development
+	$(BIN)/python -m bench.control_plane $(ARGS)
 
 clean:
 	@if [ -x $(BIN)/tideway ]; then $(BIN)/tideway down; fi

@@ -841,9 +841,11 @@ class UnloadModel(msgspec.Struct, frozen=True):
 
 
 class Drain(msgspec.Struct, frozen=True):
-    """Take no new request; move away or finish those held within `grace_s`; then exit."""
+    """Take no new request; move away or finish those held within `grace_s`; then exit. `is_undone`: do not, but serve as
+    before; CONFLICT where it is too late for that."""
 
     grace_s: float = 30.0
+    is_undone: bool = False
 
 
 class DrainInstance(msgspec.Struct, frozen=True):
@@ -868,6 +870,8 @@ class ScaleInstances(msgspec.Struct, frozen=True):
     """To placement: how many instances there should be, over all nodes; carried out by its back end."""
 
     num_instances: int
+    is_for_scaling: bool = False
+    """From the scheduler: more are wanted, never fewer. It counts those that it sees, and others may be starting."""
 
 
 class ScaleNode(msgspec.Struct, frozen=True):

@@ -28,11 +28,9 @@ from tideway.preflight import parse_models
 from tideway.profile import profile
 from tideway.status import show_status
 from tideway.top import show_top
-from tideway.tree import UpOptions
+from tideway.tree import UpOptions, down_timeout_s
 from tideway.up import Up
 
-DOWN_TIMEOUT_S = 45.0
-"""More than the supervisor takes to stop everything, with force where needed."""
 POLL_INTERVAL_S = 0.1
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
@@ -129,7 +127,7 @@ def _up_in_background(data: DataFolder) -> None:
                 time.sleep(POLL_INTERVAL_S)
         except KeyboardInterrupt:
             process.terminate()
-            process.wait(DOWN_TIMEOUT_S)
+            process.wait(down_timeout_s())
             raise
 
 
@@ -142,12 +140,13 @@ def down(data_dir: DataDir = DEFAULT_DATA_DIR) -> None:
         print(f"Nothing runs on {data.path}.")
         return
     os.kill(pid, signal.SIGTERM)
-    deadline_s = time.monotonic() + DOWN_TIMEOUT_S
+    timeout_s = down_timeout_s()
+    deadline_s = time.monotonic() + timeout_s
     while data.holder_pid() == pid:
         if time.monotonic() >= deadline_s:
             # Its children die with it.
             os.kill(pid, signal.SIGKILL)
-            print(f"Process {pid} did not stop within {DOWN_TIMEOUT_S:.0f} s and was killed.")
+            print(f"Process {pid} did not stop within {timeout_s:.0f} s and was killed.")
             return
         time.sleep(POLL_INTERVAL_S)
     print("Stopped.")

@@ -232,7 +232,8 @@ def scale_model(client: AdminClient, name: str, replicas: int | None, say: Calla
 
 def scale_instances(client: AdminClient, num_instances: int, say: Callable[[str], None]) -> None:
     plan = client.scale_instances(num_instances)
-    say(f"There are to be {num_instances} instances; planned now: {len(plan.instances)}.")
+    wanted = "is to be 1 instance" if num_instances == 1 else f"are to be {num_instances} instances"
+    say(f"There {wanted}; planned now: {len(plan.instances)}.")
     _say_unplaced(plan, say)
 
 

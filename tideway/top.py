@@ -134,10 +134,6 @@ def _bar(use: float | None, cells: str) -> Text:
     return bar.append(cells[1] * (BAR_CELLS - num_full), "dim").append(f" {use:4.0%}", "default")
 
 
-def _names(instance: Instance) -> str:
-    return ", ".join(escape(m.name if m.state == "ready" else f"{m.name} ({m.state})") for m in instance.models)
-
-
 def _models(snapshot: Snapshot) -> Table:
     table = Table(title="\nModels", **LOOK)
     table.add_column("model")

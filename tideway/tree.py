@@ -16,7 +16,7 @@ from shared.messages import ModelSpec
 from shared.settings import InstanceSettings, default_id, load
 from tideway.data_folder import Credentials, DataFolder
 from tideway.preflight import REPOSITORY, free_ports, local_host
-from tideway.supervisor import ProcessSpec
+from tideway.supervisor import KILL_WAIT_S, ProcessSpec
 
 MAX_GPUS = 16
 NATS_FILE_BYTES, NATS_LARGE_FILE_BYTES = 4 * 1024**3, 8 * 1024**3
@@ -24,6 +24,8 @@ NATS_FILE_BYTES, NATS_LARGE_FILE_BYTES = 4 * 1024**3, 8 * 1024**3
 streams of an earlier version, which may be larger, find room beside new ones until they are resized."""
 NATS_MEMORY_BYTES = 256 * 1024**2
 SERVICE_STOP_S = 8.0
+NATS_STOP_S = 5.0
+DOWN_MARGIN_S = 5.0
 WORKER_STOP_MARGIN_S = 10.0
 """Longer than the node agent waits, beyond the instances' grace, before it kills them."""
 GATEWAY_PHASE, SERVICES_PHASE, NATS_PHASE = 0, 1, 2
@@ -86,7 +88,7 @@ def nats_config(data: DataFolder, credentials: Credentials, port: int) -> str:
 
 
 def nats_spec(binary: str, data: DataFolder) -> ProcessSpec:
-    return ProcessSpec("nats", [binary, "-c", str(data.nats_config)], stop_phase=NATS_PHASE, stop_grace_s=5.0)
+    return ProcessSpec("nats", [binary, "-c", str(data.nats_config)], stop_phase=NATS_PHASE, stop_grace_s=NATS_STOP_S)
 
 
 def bus_environment(nats_url: str, user: str, password: str) -> dict[str, str]:
@@ -134,6 +136,12 @@ def services(options: UpOptions, bus: dict[str, str]) -> list[Service]:
         grace_s = worker_stop_s() if service == "worker" else SERVICE_STOP_S
         result.append(Service(ProcessSpec(name, command, environment, stop_phase=phase, stop_grace_s=grace_s), port))
     return result
+
+
+def down_timeout_s() -> float:
+    """More than the supervisor takes to stop everything, with force where needed."""
+    graces_s = (SERVICE_STOP_S, max(SERVICE_STOP_S, worker_stop_s()), NATS_STOP_S)
+    return sum(grace_s + KILL_WAIT_S for grace_s in graces_s) + DOWN_MARGIN_S
 
 
 def worker_stop_s() -> float:

@@ -108,6 +108,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "machine": platform.machine(),
         "cores": len(os.sched_getaffinity(0)),
         "python": platform.python_version(),
+        "load average": f"{os.getloadavg()[0]:.1f}",
     }
     report = Report(machine, options.request_seconds, inside, behind)
     text = f"{report.markdown()}\n\n{report.verdict()}\n"

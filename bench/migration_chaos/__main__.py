@@ -11,6 +11,7 @@ import argparse
 import asyncio
 import logging
 import shutil
+import signal
 import sys
 import time
 from collections import Counter
@@ -33,7 +34,12 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--streams", type=int, default=18)
     parser.add_argument("--at-once", type=int, default=6)
     parser.add_argument("--rest-every", type=int, default=100)
-    parser.add_argument("--brief", action="store_true", help="only faults that cost little time")
+    parser.add_argument(
+        "--faults",
+        choices=("all", "brief", "gentle"),
+        default="all",
+        help="brief: those that cost little time; gentle: those that end no process",
+    )
     parser.add_argument("--log-level", default="INFO")
     parser.add_argument("--keep-logs", action="store_true")
     parser.add_argument("--output", type=Path)
@@ -50,18 +56,22 @@ def main(arguments: list[str] | None = None) -> int:
         num_streams=parsed.streams,
         num_at_once=parsed.at_once,
         rest_every=parsed.rest_every,
-        brief=parsed.brief,
+        faults=parsed.faults,
         log_level=parsed.log_level,
         say=say,
     )
     say(f"logs are in {trials.cluster.folder}")
     with asyncio.Runner(loop_factory=new_event_loop) as runner:
-        result = runner.run(trials.run(parsed.migrations, parsed.first))
+        # Processes that run must not outlive this one.
+        running = runner.get_loop().create_task(trials.run(parsed.migrations, parsed.first))
+        runner.get_loop().add_signal_handler(signal.SIGTERM, running.cancel)
+        result = runner.get_loop().run_until_complete(running)
     text = markdown(result)
     print(text)
     if parsed.output is not None:
         parsed.output.mkdir(parents=True, exist_ok=True)
-        name = f"migration-chaos-{time.strftime('%Y-%m-%d')}"
+        kind = "" if parsed.faults == "all" else f"-{parsed.faults}"
+        name = f"migration-chaos{kind}-{time.strftime('%Y-%m-%d')}"
         content = msgspec.json.format(msgspec.json.encode(result), indent=1)
         (parsed.output / f"{name}.json").write_bytes(content + b"\n")
         (parsed.output / f"{name}.md").write_text(text)
@@ -77,8 +87,9 @@ def markdown(result: Result) -> str:
     outcomes = [name for name, _ in total.most_common()]
     differing = sum(result.streams.get(name, 0) for name in ("differing", "short", "failed", "hung"))
     lines = [
-        f"# Chaos: {result.num_migrations} migrations that met a fault, seed {result.seed}",
+        f"# Chaos: {total.total()} migrations, seed {result.seed}",
         "",
+        f"{result.num_migrations} met a fault of their own, the others at most those of their neighbours. "
         f"{differing} of {result.streams.get('complete', 0) + differing} streams differed, were short, failed or hung; "
         f"{result.streams.get('cancelled', 0)} were cancelled by their clients, and what they had was right. "
         f"{len(result.failures)} failures in all; {result.num_rests} times everything was at rest and nothing was held. "

@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import signal
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from functools import partial
@@ -48,9 +49,16 @@ START_TIMEOUT_S = 60.0
 SPECS = [ModelSpec(name, f"/models/{name}") for name in SHAPES]
 
 
-def _run_scheduler(settings: SchedulerSettings, log_path: str) -> None:
+def _run_scheduler(settings: SchedulerSettings, log_path: str, driver: Connection) -> None:
     from services.scheduler.__main__ import serve
 
+    def end_with_driver() -> None:
+        try:
+            driver.recv()
+        except (EOFError, OSError):
+            os._exit(0)
+
+    threading.Thread(target=end_with_driver, daemon=True).start()
     file = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(file, 1)
     os.dup2(file, 2)
@@ -64,19 +72,33 @@ class Process:
         self.name = name
         self.log_path = folder / f"{name}.log"
         self.process: Any = None
-        self.is_stopped = False
-        """By SIGSTOP."""
+        self.num_stops = 0
+        """By SIGSTOP, under way."""
 
     def kill(self) -> None:
         self._signal(signal.SIGKILL)
 
+    @property
+    def is_stopped(self) -> bool:
+        return self.num_stops > 0
+
     def stop(self) -> None:
-        self.is_stopped = True
+        self.num_stops += 1
         self._signal(signal.SIGSTOP)
 
     def go_on(self) -> None:
-        self.is_stopped = False
-        self._signal(signal.SIGCONT)
+        self.num_stops = max(0, self.num_stops - 1)
+        if not self.num_stops:
+            self._signal(signal.SIGCONT)
+
+    def go_on_if_forgotten(self) -> None:
+        """One that stops itself may do so only after it was to go on."""
+        try:
+            state = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except OSError:
+            return
+        if state == "T" and not self.num_stops:
+            self._signal(signal.SIGCONT)
 
     def terminate(self) -> None:
         self._signal(signal.SIGTERM)
@@ -121,7 +143,7 @@ class Instance(Process):
         cluster = self._cluster
         random = Random(f"{cluster.seed} {self.name} {self.num_starts}")
         self.num_starts += 1
-        self.is_ending = self.is_stopped = False
+        self.is_ending, self.num_stops = False, 0
         self.died = asyncio.Event()
         plan = InstancePlan(self.name, "node", SPECS, NUM_MERGED * MERGED_BYTES, MERGED_BYTES)
         settings = InstanceSettings(
@@ -212,9 +234,13 @@ class Scheduler(Process):
             max_waiting_per_model=8,
             log_level=cluster.log_level,
         )
-        self.is_stopped = False
-        self.process = cluster.context.Process(target=_run_scheduler, args=(settings, str(self.log_path)), daemon=True)
+        self.num_stops = 0
+        self._pipe, far = cluster.context.Pipe()
+        self.process = cluster.context.Process(
+            target=_run_scheduler, args=(settings, str(self.log_path), far), daemon=True
+        )
         self.process.start()
+        far.close()
 
     async def killed(self, down_s: float) -> None:
         self.kill()
@@ -283,6 +309,7 @@ class Cluster:
             instance.start()
         for scheduler in self.schedulers:
             scheduler.start()
+        self.spawn(self._wake_forgotten())
         async with asyncio.timeout(START_TIMEOUT_S):
             while not all(instance.is_up for instance in self.instances):
                 await asyncio.sleep(0.05)
@@ -290,7 +317,6 @@ class Cluster:
     async def stop(self) -> None:
         self.is_closing = True
         for process in [*self.instances, *self.schedulers]:
-            process.go_on()
             process.kill()
             await asyncio.to_thread(process.process.join, 10)
         for instance in self.instances:
@@ -300,6 +326,12 @@ class Cluster:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self.bus.close()
         self.nats.close()
+
+    async def _wake_forgotten(self) -> None:
+        while True:
+            await asyncio.sleep(1.0)
+            for process in [*self.instances, *self.schedulers]:
+                process.go_on_if_forgotten()
 
     def spawn(self, work: Any) -> None:
         task = asyncio.create_task(work)

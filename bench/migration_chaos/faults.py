@@ -48,6 +48,9 @@ BRIEF_ENVIRONMENT = ("cancel", "kill_source", "kill_destination", "stop_destinat
 BRIEF_ACTIONS = (FaultAction.FAIL, FaultAction.DELAY, FaultAction.EXIT)
 BRIEF_S = 0.6
 """At most for anything that lasts, in a brief run."""
+GENTLE_ENVIRONMENT = ("cancel", *(name for name in ENVIRONMENT if name.startswith("cut")))
+GENTLE_ACTIONS = (FaultAction.FAIL, FaultAction.DELAY)
+"""No process ends, so that what instances gather over time shows."""
 
 DELAYS_S = (0.01, 0.05, 0.2, 0.8, 2.0, 3.5)
 STOPS_S = (0.2, 0.6, 1.5, 2.5, 4.0, 5.5)
@@ -73,10 +76,16 @@ class Fault(msgspec.Struct, frozen=True):
 NO_FAULT = Fault("none", [])
 
 
-def draw(random: Random, *, brief: bool = False) -> Fault:
-    """`brief`: of the faults that cost little time only."""
-    environment = {name: weight for name, weight in ENVIRONMENT.items() if not brief or name in BRIEF_ENVIRONMENT}
-    actions = {action: weight for action, weight in ACTIONS.items() if not brief or action in BRIEF_ACTIONS}
+def draw(random: Random, kind_of_run: str = "all") -> Fault:
+    """`kind_of_run`: all | brief (of the faults that cost little time) | gentle (of those that end no process)."""
+    brief = kind_of_run == "brief"
+    names, ways = {
+        "all": (tuple(ENVIRONMENT), tuple(ACTIONS)),
+        "brief": (BRIEF_ENVIRONMENT, BRIEF_ACTIONS),
+        "gentle": (GENTLE_ENVIRONMENT, GENTLE_ACTIONS),
+    }[kind_of_run]
+    environment = {name: ENVIRONMENT[name] for name in names}
+    actions = {action: ACTIONS[action] for action in ways}
     weights = {**actions, REFUSE: REFUSE_WEIGHT, **environment}
     kind = random.choices(list(weights), list(weights.values()))[0]
     if kind == REFUSE:

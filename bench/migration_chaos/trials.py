@@ -85,18 +85,18 @@ class Trials:
         num_streams: int = 18,
         num_at_once: int = 6,
         rest_every: int = 100,
-        brief: bool = False,
+        faults: str = "all",
         log_level: str = "INFO",
         say: Callable[[str], None] = lambda text: None,
     ) -> None:
-        """`brief`: only faults that cost little time."""
+        """`faults`: that are drawn, see `draw`."""
         self.result = Result(seed)
         self.cluster = Cluster(seed, num_instances, self._on_event, log_level=log_level)
         self._seed = seed
         self._num_streams = num_streams
         self._num_at_once = num_at_once
         self._rest_every = rest_every
-        self._brief = brief
+        self._faults = faults
         self._say = say
         self._migrations: dict[str, Migration] = {}
         self._began: dict[str, asyncio.Future[Migration]] = {}
@@ -115,14 +115,15 @@ class Trials:
         return self.cluster.bus
 
     async def run(self, num_migrations: int, first: int = 0) -> Result:
-        """Trials `first ..`."""
+        """Trials `first ..`, until so many migrations have met their faults."""
         started_s = time.monotonic()
         try:
             await self.cluster.start()
             self._streams = Streams(self.bus, self._seed, self._fail)
             await self._streams.start()
-            for begin in range(first, first + num_migrations, self._rest_every):
-                await self._some(range(begin, min(begin + self._rest_every, first + num_migrations)))
+            while (missing := num_migrations - self.result.num_migrations) > 0:
+                first, begin = first + min(missing, self._rest_every), first
+                await self._some(range(begin, first))
                 await self._rest()
                 self._say(self._progress())
         finally:
@@ -196,7 +197,7 @@ class Trials:
         if action == NOTE:
             self._react(self._disturb(migration))
         elif action == FaultAction.STOP:
-            instance.is_stopped = True
+            instance.num_stops += 1
             self._react(self._wake(instance, migration.fault.then_s))
 
     def _react(self, work: Any) -> None:
@@ -281,7 +282,6 @@ class Trials:
         except TimeoutError:
             if not instance.is_stopped:
                 self._fail(f"{instance.name} did not end within {DRAIN_S:g} s of SIGTERM")
-            instance.go_on()
             instance.kill()
 
     async def _restart_nats(self, down_s: float, keep_store: bool) -> None:
@@ -307,7 +307,7 @@ class Trials:
     async def _trial(self, number: int) -> None:
         """One migration, begun and ended, with its fault met."""
         random = Random(f"{self._seed} trial {number}")
-        fault = draw(random, brief=self._brief)
+        fault = draw(random, self._faults)
         num_tries = 0
         for attempt in itertools.count():
             migration = await self._begin(f"{number}.{attempt}", fault, random)

@@ -35,6 +35,8 @@ START_S = 15.0
 """Of an instance: weights from local storage."""
 FILLED_S = 8.0
 """When the long prompt comes."""
+DRAIN_S = 5.0
+"""When the word to drain comes."""
 
 SYSTEMS = {
     "round_robin": System(name="round_robin", dispatch="round_robin", is_late=False, migrates=False),
@@ -219,7 +221,7 @@ def drain(plan: Plan, show: Callable[[str], None]) -> Experiment:
         name="drain",
         about="Time from the word to drain until an instance holds nothing; the others have as many requests.",
     )
-    output = min(plan.device.max_length, 1500)
+    output = 400 if plan.is_short else min(plan.device.max_length, 1500)
     for num in (4,) if plan.is_short else (4, 8, 16):
         for name in ("late", "tideway"):
             times = []
@@ -228,9 +230,9 @@ def drain(plan: Plan, show: Callable[[str], None]) -> Experiment:
                 most = int(0.4 * plan.device.pool_tokens / num)
                 jobs = [Job(0.01 * i, int(draw.uniform(0.5, 1.0) * most), output) for i in range(NUM_INSTANCES * num)]
                 cluster = Cluster(plan.device, plan.system(name), jobs, num_instances=NUM_INSTANCES, seed=seed)
-                cluster.drain_at(10.0, "instance-0")
+                cluster.drain_at(DRAIN_S, "instance-0")
                 cluster.run()
-                times.append(cluster.emptied_s["instance-0"] - 10.0)
+                times.append(cluster.emptied_s["instance-0"] - DRAIN_S)
             row = {"running": num, "system": name, "median, s": float(np.median(times)), "worst, s": max(times)}
             result.rows.append(row)
             show(str(row))

@@ -44,8 +44,9 @@ class Fleet(Cluster):
 
     def _look(self) -> None:
         queued = {lane.model: number for lane, number in self.core.queue.lengths().items()}
-        for action in self._scaler.due(self.core.cluster, queued, self.events.now):
+        for action in self._scaler.due(self.core.cluster, queued, self.events.now, {}):
             self._count()
+            released = []
             match action:
                 case ScaleUp():
                     self.num_started += 1
@@ -53,10 +54,11 @@ class Fleet(Cluster):
                     self.events.after(self._start_s, self._set_state, instance, "ready")
                 case DrainAction(instance_id):
                     self._drain(self.instances[instance_id])
+                    released = [instance_id]
                 case CancelDrain(instance_id):
                     if instance_id in self.instances:
                         self._set_state(self.instances[instance_id], "ready")
-            self._scaler.answered(PlacementPlan(0, []), self.events.now)
+            self._scaler.answered(PlacementPlan(0, [], released=released), self.events.now)
         for instance_id in list(self.emptied_s):
             del self.emptied_s[instance_id]
             instance = self.instances[instance_id]

@@ -252,7 +252,9 @@ class Recovery:
             for stream in streams:
                 stream.is_replaying = False
         self._follow(moved)
-        for request_id in unknown:
+        # One that is said to have gone where nobody is, by somebody who is still taken for its owner, is nowhere.
+        nowhere = [told.request_id for told in moved if told.instance_id not in self._catalog.instances]
+        for request_id in (*unknown, *nowhere):
             known = self._table.streams.get(request_id)
             if known is not None and known.owner == instance_id and request_id in epochs:
                 self.lose(known, epochs[request_id], "unknown")
@@ -297,7 +299,7 @@ class Recovery:
                 try:
                     reply = await self._ask(instance_id, [stream])
                     self._follow(reply.moved)
-                    if not reply.unknown and stream.owner is None:
+                    if not reply.unknown and not reply.moved and stream.owner is None:
                         stream.owned_by(instance_id)
                     if stream.owner is not None:
                         return

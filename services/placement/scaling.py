@@ -85,6 +85,8 @@ class FleetKeeper:
             existing = instance_ids(nodes)
             num_active = len([i for i in existing if i not in self.fleet.draining])
             num_more = query.num_instances - num_active
+            if num_more < 0 and query.is_for_scaling:
+                return await self._change(self.fleet)
             if num_more < 0:
                 chosen = self._backend.to_drain(-num_more, nodes, self.fleet.draining)
                 if len(chosen) < -num_more:

@@ -58,6 +58,7 @@ from shared.messages import (
     InstanceInfo,
     ListHeldRequests,
     LoadReport,
+    ModelSpec,
     PlacementPlan,
     SchedulerInfo,
     StatisticsReport,
@@ -84,9 +85,10 @@ class ActiveScheduler:
         observer: Observer,
         is_leader: Callable[[], bool],
         inherited: Mapping[str, ExecutionStatistics],
+        models: Mapping[str, ModelSpec],
     ) -> None:
         """`info`: this scheduler and its term. `is_leader`: whether the lease may be used at this moment. `inherited`: the
-        last leader's execution statistics."""
+        last leader's execution statistics. `models`: the MODELS bucket, as it is at each moment."""
         self._bus = bus
         self._info = info
         self._observer = observer
@@ -102,6 +104,7 @@ class ActiveScheduler:
         self._num_reports = 0
         """Since the turn began."""
         self._scaler = Scaler(settings)
+        self._models = models
         self._is_closed = False
         self.is_serving = False
 
@@ -291,20 +294,31 @@ class ActiveScheduler:
         while True:
             await asyncio.sleep(STATISTICS_INTERVAL_S)
             now = self._bus.now()
-            num_queued: Counter[str] = Counter()
-            num_online: Counter[str] = Counter()
-            for lane, length in self._core.queue.lengths().items():
-                num_queued[lane.model] += length
-                num_online[lane.model] += length if lane.is_online else 0
-            models = self._core.statistics.take(now - last_s, num_queued)
-            self._bus.publish(SCHEDULER_STATISTICS, StatisticsReport(self._info.scheduler_id, models))
-            if changed := self._core.take_execution_statistics():
-                report = ExecutionStatisticsReport(self._info.scheduler_id, changed)
-                self._bus.publish(EXECUTION_STATISTICS, report)
-            for action in self._scaler.due(self._core.cluster, num_online, now):
-                self._spawn(self._scale(action))
-            self._observer.sample(self._core, now)
+            for work in (self._tell_statistics, self._scale_if_due, self._sample):
+                try:
+                    work(now, now - last_s)
+                except Exception:
+                    logger.exception("%s failed this time", work.__name__)
             last_s = now
+
+    def _tell_statistics(self, _now: float, period_s: float) -> None:
+        num_queued: Counter[str] = Counter()
+        for lane, length in self._core.queue.lengths().items():
+            num_queued[lane.model] += length
+        models = self._core.statistics.take(period_s, num_queued)
+        self._bus.publish(SCHEDULER_STATISTICS, StatisticsReport(self._info.scheduler_id, models))
+        if changed := self._core.take_execution_statistics():
+            report = ExecutionStatisticsReport(self._info.scheduler_id, changed)
+            self._bus.publish(EXECUTION_STATISTICS, report)
+
+    def _scale_if_due(self, now: float, _period_s: float) -> None:
+        num_online = {lane.model: n for lane, n in self._core.queue.lengths().items() if lane.is_online}
+        replicas = {spec.name: spec.replicas for spec in self._models.values() if spec.replicas is not None}
+        for action in self._scaler.due(self._core.cluster, num_online, now, replicas):
+            self._spawn(self._scale(action))
+
+    def _sample(self, now: float, _period_s: float) -> None:
+        self._observer.sample(self._core, now)
 
     async def _scale(self, action: ScalingAction) -> None:
         endpoint, query = call_of(action)

@@ -6,6 +6,7 @@ what is derived from a report is derived when somebody asks, because most report
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -139,7 +140,9 @@ class InstanceState:
         # A normal request is charged where high ones are, a high one where none is.
         is_normal_charged = report.num_high > 0
         value = report.dispatch_freeness if is_normal_charged == is_charged else report.dispatch_freeness_high
-        return ReportedFreeness(value, self.load.num_running, report.free_merged)
+        # Where nothing online runs or waits, all that is held is offline work's, which yields.
+        free_merged = float(self.info.num_merged) if value == math.inf else report.free_merged
+        return ReportedFreeness(value, self.load.num_running, free_merged)
 
     def hear(self, report: LoadReport, now: float) -> None:
         self.heard_s = now

@@ -2,19 +2,20 @@
 
     check_settings(settings)                                         at the start of the process; SettingsError
     scaler = Scaler(settings)                                        for one term of leadership
-    for action in scaler.due(cluster, queued, now):                  about once a second
+    for action in scaler.due(cluster, queued, now, replicas):        about once a second
         endpoint, query = call_of(action)                            a PLACEMENT_... endpoint
         reply = await bus.request(endpoint, query, timeout_s=CALL_TIMEOUT_S)        in a task of its own
         scaler.answered(reply, now)                                  or the ErrorInfo of the BusError
 
-`cluster`: the ClusterView. `queued`: online requests in the global queue, per model. What comes of an action is seen in
-the registry. A new leader does not know what the one before has begun: it measures for a period before it does anything.
+`cluster`: the ClusterView. `queued`: online requests in the global queue, per model. `replicas`: of the models that are to
+be on so many instances. What comes of an action is seen in the registry. A new leader does not know what the one before has begun: it measures for a period before it does anything.
 Placement remembers which instances it drained for scaling, and brings those back first when there should be more.
 """
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -54,7 +55,7 @@ def call_of(action: ScalingAction) -> tuple[Endpoint[Any, PlacementPlan], ScaleI
     """How placement is asked for it."""
     match action:
         case ScaleUp(num_instances):
-            return PLACEMENT_SCALE_INSTANCES, ScaleInstances(num_instances)
+            return PLACEMENT_SCALE_INSTANCES, ScaleInstances(num_instances, is_for_scaling=True)
         case DrainAction(instance_id):
             return PLACEMENT_DRAIN_INSTANCE, DrainInstance(instance_id, is_for_scaling=True)
         case CancelDrain(instance_id):
@@ -85,14 +86,15 @@ class Scaler:
             self._policy = Autoscaling(bounds)
         self._own_drains: set[str] = set()
 
-    def due(self, cluster: ClusterView, queued: Mapping[str, int], now: float) -> list[ScalingAction]:
+    def due(
+        self, cluster: ClusterView, queued: Mapping[str, int], now: float, replicas: Mapping[str, int]
+    ) -> list[ScalingAction]:
         if self._policy is None:
             return []
-        match self._policy.decide(self._fleet(cluster, queued), now):
+        match self._policy.decide(self._fleet(cluster, queued, replicas), now):
             case Grow(num_instances):
                 return [ScaleUp(num_instances)]
             case Shrink(instance_id):
-                self._own_drains.add(instance_id)
                 return [DrainAction(instance_id)]
             case Keep(instance_id):
                 return [CancelDrain(instance_id)]
@@ -106,10 +108,11 @@ class Scaler:
         elif self._policy is not None:
             self._policy.refused(now)
 
-    def _fleet(self, cluster: ClusterView, queued: Mapping[str, int]) -> Fleet:
+    def _fleet(self, cluster: ClusterView, queued: Mapping[str, int], replicas: Mapping[str, int]) -> Fleet:
         members: list[Member] = []
-        starting, leaving, known = [], [], set()
+        starting, failed, leaving, known = [], [], [], set()
         named: set[str] = set()
+        num_placed: Counter[str] = Counter()
         for instance_id, state in cluster:
             if not state.is_alive:
                 continue
@@ -119,15 +122,19 @@ class Scaler:
                     leaving.append(instance_id)
                 continue
             named |= {model.name for model in state.info.models}
+            num_placed.update(model.name for model in state.info.models if model.state in ("loading", "ready"))
             if state.report is not None and state.ready:
                 members.append(_member(instance_id, state))
-            else:
+            elif state.ready or any(model.state == "loading" for model in state.info.models):
                 starting.append(instance_id)
+            else:
+                failed.append(instance_id)
         # Until its drain shows in the registry an instance is a member, whose drain must not be forgotten.
         self._own_drains &= known
         served = {model for member in members for model in member.models}
         waiting = {model for model, number in queued.items() if number}
-        return Fleet(members, starting, leaving, (named | waiting) - served, waiting)
+        settled = {model for model, number in replicas.items() if num_placed[model] >= number}
+        return Fleet(members, starting, leaving, (named | waiting) - served, waiting, settled, failed)
 
 
 def _member(instance_id: str, state: InstanceState) -> Member:

@@ -88,10 +88,16 @@ class SchedulerService:
             await self._former.close(LAST_CALLS_WAIT_S)
 
     async def _on_gain(self, term: int) -> None:
-        assert self._registry is not None
+        assert self._registry is not None and self._models is not None
         info = SchedulerInfo(self.scheduler_id, term)
         self._active = ActiveScheduler(
-            self._bus, self._settings, info, self._observer, lambda: self._lease.is_held, self._statistics
+            self._bus,
+            self._settings,
+            info,
+            self._observer,
+            lambda: self._lease.is_held,
+            self._statistics,
+            self._models.entries,
         )
         for model in self._removed_models:
             self._active.on_model(model, False)

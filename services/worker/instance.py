@@ -119,6 +119,9 @@ class InstanceService:
         self._models = InstanceModels(self._loop, executor, self._metrics, self.touch, on_ready, self._moves)
         self._draining = Draining(bus, self._id, self._num_held, self._any_destination)
         self.is_draining = False
+        self._drain_task: asyncio.Task[None] | None = None
+        self._is_ending = False
+        """No drain is undone any more."""
         self._changed = asyncio.Event()
         self._registry_changed = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -156,13 +159,13 @@ class InstanceService:
 
     async def drain_before_exit(self) -> None:
         """Takes no more requests and lets those that are here move away, as far and as long as they can."""
-        self.is_draining = True
+        self.is_draining = self._is_ending = True
         self.touch()
         await self._draining.before_exit(self._settings.drain_grace_s)
 
     async def stop(self) -> None:
         """Ends migrations, then leaves the registry; what is still running here is placed elsewhere by the scheduler."""
-        self.is_draining = True
+        self.is_draining = self._is_ending = True
         await self._moves.stop()
         self._publish_load()
         for task in self._tasks:
@@ -189,10 +192,11 @@ class InstanceService:
             found.append("not connected to NATS")
         return found
 
-    def _spawn(self, coroutine, name: str) -> None:  # type: ignore[no-untyped-def]
+    def _spawn(self, coroutine, name: str) -> asyncio.Task[None]:  # type: ignore[no-untyped-def]
         task = asyncio.create_task(coroutine, name=name)
         self._tasks.add(task)
         task.add_done_callback(self._task_done)
+        return task
 
     def _task_done(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
@@ -248,14 +252,23 @@ class InstanceService:
         return Done()
 
     async def _on_drain(self, query: Drain) -> Done:
-        if not self.is_draining:
+        if query.is_undone:
+            if self._is_ending:
+                raise ServiceError.of(ErrorCode.CONFLICT, f"instance {self._id} is about to end")
+            if self._drain_task is not None:
+                self._drain_task.cancel()
+                self._moves.end_lease()
+            self.is_draining = False
+            self.touch()
+        elif not self.is_draining:
             self.is_draining = True
             self.touch()
-            self._spawn(self._drain(query.grace_s), "drain")
+            self._drain_task = self._spawn(self._drain(query.grace_s), "drain")
         return Done()
 
     async def _drain(self, grace_s: float) -> None:
         await self._draining.until_empty(grace_s)
+        self._is_ending = True
         self.drained.set()
 
     def _num_held(self) -> int:

@@ -53,6 +53,9 @@ class KvUsers:
     def give_away(self, model: str) -> None:
         """The model is being unloaded: its requests should go elsewhere. Called again and again."""
 
+    def stop_giving(self, model: str) -> None:
+        """They are over, or it stays here after all."""
+
     def remove_model(self, model: str) -> None:
         """Nobody holds or reserves slots of the model any more."""
 
@@ -198,25 +201,9 @@ class InstanceModels:
 
     async def _unload(self, model: _Model, grace_s: float) -> None:
         name = model.spec.name
-        deadline_s = time.monotonic() + grace_s
-        while self._loop.num_held(name) and time.monotonic() < deadline_s:
-            self._users.give_away(name)
-            await asyncio.sleep(POLL_S)
-
-        def detach() -> bool:
-            with self._loop.locked() as engine:
-                removed = engine.remove_model(name, self._loop.now())
-            if removed:
-                self._executor.remove_model(name)
-            return removed
-
-        deadline_s = time.monotonic() + DETACH_TIMEOUT_S
         try:
-            # Requests are over now; migrations of the model still have to see that they are.
-            while not await asyncio.shield(asyncio.wrap_future(self._loop.between_steps(detach))):
-                if time.monotonic() > deadline_s:
-                    raise TimeoutError(f"its KV slots are still in use after {DETACH_TIMEOUT_S:g} s")
-                await asyncio.sleep(POLL_S)
+            await self._empty(name, grace_s)
+            await self._detach(name)
         except Exception as error:
             log.exception("model %s could not be unloaded", name)
             model.state, model.error = "failed", f"{type(error).__name__}: {error}"
@@ -226,4 +213,28 @@ class InstanceModels:
             if model.shape is not None:
                 self._metrics.remove_model(name, model.shape.page_tokens, model.num_slots)
             log.info("model %s is unloaded", name)
+        finally:
+            self._users.stop_giving(name)
         self._on_change()
+
+    async def _empty(self, name: str, grace_s: float) -> None:
+        deadline_s = time.monotonic() + grace_s
+        while self._loop.num_held(name) and time.monotonic() < deadline_s:
+            self._users.give_away(name)
+            await asyncio.sleep(POLL_S)
+
+    async def _detach(self, name: str) -> None:
+        """Requests are over now; migrations of the model still have to see that they are."""
+
+        def detach() -> bool:
+            with self._loop.locked() as engine:
+                removed = engine.remove_model(name, self._loop.now())
+            if removed:
+                self._executor.remove_model(name)
+            return removed
+
+        deadline_s = time.monotonic() + DETACH_TIMEOUT_S
+        while not await asyncio.shield(asyncio.wrap_future(self._loop.between_steps(detach))):
+            if time.monotonic() > deadline_s:
+                raise TimeoutError(f"its KV slots are still in use after {DETACH_TIMEOUT_S:g} s")
+            await asyncio.sleep(POLL_S)

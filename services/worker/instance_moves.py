@@ -179,10 +179,20 @@ class InstanceMoves(KvUsers):
             order = Rebalance(names, MoveReason.DRAIN, OWN_LEASE_S, self._settings.max_migrations)
             self._bus.publish(INSTANCE_REBALANCE.at(instance_id=self.instance_id), order)
 
+    def stop_giving(self, model: str) -> None:
+        if self._gave_away_s.pop(model, None) is None:
+            return
+        self._loop.leaving_models = frozenset(self._gave_away_s)
+        if not self._gave_away_s:
+            self.end_lease()
+
+    def end_lease(self) -> None:
+        """Nothing leaves any more, until somebody says so again: what a lease holds for is over before it ends."""
+        over = Rebalance([], MoveReason.DRAIN, 0.0)
+        self._bus.publish(INSTANCE_REBALANCE.at(instance_id=self.instance_id), over)
+
     def remove_model(self, model: str) -> None:
         self._models.discard(model)
-        self._gave_away_s.pop(model, None)
-        self._loop.leaving_models = frozenset(self._gave_away_s)
         if self._transport is not None:
             for on_host in (False, True):
                 self._transport.unregister(pool_of(model, on_host))

@@ -33,7 +33,6 @@ from prometheus_client import CollectorRegistry, Counter, Gauge
 from services.worker.instance_environment import instance_environment
 from services.worker.machine import Machine
 from services.worker.node_state import (
-    DRAIN_GRACE_S,
     Action,
     Drain,
     Kill,
@@ -41,6 +40,7 @@ from services.worker.node_state import (
     NodeState,
     Start,
     Terminate,
+    Undrain,
     UnloadModel,
     num_planned,
 )
@@ -93,7 +93,7 @@ class _Metrics:
 
 class NodeAgent:
     """`command`: argument vector of an instance's process. `drain_grace_s`: what instances get to give their requests away
-    after SIGTERM."""
+    when they or models of theirs are to go."""
 
     def __init__(
         self,
@@ -112,7 +112,7 @@ class NodeAgent:
         self._telemetry = telemetry
         self._machine = machine
         self._drain_grace_s = drain_grace_s
-        self._state = NodeState(self.node_id)
+        self._state = NodeState(self.node_id, drain_grace_s)
         self._processes = Processes(command, self._on_exit)
         self._metrics = _Metrics(telemetry.registry)
         self._metrics.memory.set(machine.memory_bytes)
@@ -317,7 +317,7 @@ class NodeAgent:
         if (process := self._processes.get(instance_id)) is not None:
             process.signal(number)
 
-    async def _call(self, action: LoadModel | UnloadModel | Drain) -> None:
+    async def _call(self, action: LoadModel | UnloadModel | Drain | Undrain) -> None:
         ids = {"instance_id": action.instance_id}
         logger.info("%s", action)
         with self._span(f"node.{type(action).__name__}", action.instance_id) as span:
@@ -327,10 +327,10 @@ class NodeAgent:
                         load = messages.LoadModel(spec)
                         await self._bus.request(INSTANCE_LOAD_MODEL.at(**ids), load, timeout_s=CALL_TIMEOUT_S)
                     case UnloadModel(_, name):
-                        unload = messages.UnloadModel(name, DRAIN_GRACE_S)
+                        unload = messages.UnloadModel(name, self._drain_grace_s)
                         await self._bus.request(INSTANCE_UNLOAD_MODEL.at(**ids), unload, timeout_s=CALL_TIMEOUT_S)
-                    case Drain():
-                        drain = messages.Drain(DRAIN_GRACE_S)
+                    case Drain() | Undrain():
+                        drain = messages.Drain(self._drain_grace_s, is_undone=isinstance(action, Undrain))
                         await self._bus.request(INSTANCE_DRAIN.at(**ids), drain, timeout_s=CALL_TIMEOUT_S)
             except BusError as error:
                 span.set_status(Status(StatusCode.ERROR, str(error)))

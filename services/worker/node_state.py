@@ -11,6 +11,7 @@ Life of an instance's process (one row each; anything else is ignored):
 | up       | a model more or less in the plan        | up       | LoadModel, UnloadModel                  |
 | up       | pool changed and its turn; not planned  | stopping | Drain                                   |
 | starting, up | not heard of for too long           | stopping | Terminate                               |
+| stopping | planned again, and only drains        | up       | Undrain                                 |
 | stopping | too slow                                | stopping | Terminate, then Kill                    |
 | any      | process exited                          | absent   | (back-off, unless it was to stop)       |
 
@@ -33,9 +34,6 @@ HEALTHY_AFTER_S = 60.0
 
 SETTLE_S = 3.0
 """A request to an instance shows in the registry (written each second) by then, or it is repeated."""
-
-DRAIN_GRACE_S = 30.0
-"""What requests get to finish before their model or instance goes."""
 
 STOP_MARGIN_S = 10.0
 """Beyond a drain's grace before SIGTERM; and from SIGTERM to SIGKILL."""
@@ -66,7 +64,14 @@ class UnloadModel:
 
 @dataclass(frozen=True)
 class Drain:
-    """Finish what is held within DRAIN_GRACE_S, then exit."""
+    """Finish what is held within the grace, then exit."""
+
+    instance_id: str
+
+
+@dataclass(frozen=True)
+class Undrain:
+    """Do not, unless it is too late."""
 
     instance_id: str
 
@@ -86,7 +91,7 @@ class Kill:
     instance_id: str
 
 
-Action = Start | LoadModel | UnloadModel | Drain | Terminate | Kill
+Action = Start | LoadModel | UnloadModel | Drain | Undrain | Terminate | Kill
 
 
 def back_off_s(num_failures: int) -> float:
@@ -117,7 +122,10 @@ class _Ask:
 @dataclass
 class _Stop:
     begun_at: float
-    drain_sent_at: float = 0.0
+    sent_at: float = 0.0
+    """Of the last Drain or Undrain."""
+    is_undone: bool = False
+    """It is to serve again, and does not show that it does yet."""
     terminated_at: float | None = None
     is_killed: bool = False
     failure: str = ""
@@ -149,6 +157,11 @@ class _Process:
     @property
     def is_ready(self) -> bool:
         return self.stop is None and self.info is not None and self.info.state == "ready"
+
+    @property
+    def is_draining(self) -> bool:
+        """As the registry shows it."""
+        return self.info is not None and self.info.state == "draining"
 
     def has_pool_of(self, plan: InstancePlan) -> bool:
         return (self.plan.pool_bytes, self.plan.merged_bytes) == (plan.pool_bytes, plan.merged_bytes)
@@ -186,10 +199,12 @@ PHASES = ("absent", "starting", "ready", "stopping")
 
 
 class NodeState:
-    """The instances of one node. Call `step` after every event and at least each second."""
+    """The instances of one node. Call `step` after every event and at least each second. `drain_grace_s`: what requests get
+    to leave or finish before their instance goes."""
 
-    def __init__(self, node_id: str) -> None:
+    def __init__(self, node_id: str, drain_grace_s: float) -> None:
         self.node_id = node_id
+        self._drain_grace_s = drain_grace_s
         self._plan: PlacementPlan | None = None
         self._desired: dict[str, InstancePlan] = {}
         self._instances: dict[str, _Instance] = {}
@@ -245,7 +260,7 @@ class NodeState:
             if not is_connected:
                 process.heard_at = now
             if process.stop is not None:
-                actions += self._go_on_stopping(instance_id, process, process.stop, now)
+                actions += self._go_on_stopping(instance_id, process, process.stop, desired, now)
             else:
                 actions += self._step_running(instance_id, process, desired, now)
         return actions
@@ -264,7 +279,7 @@ class NodeState:
             process.stop = _Stop(now, terminated_at=now)
             return [Terminate(instance_id, "the plan changed before it served")]
         if desired is None or (not is_as_planned and self._others_serve(instance_id)):
-            process.stop = _Stop(now, drain_sent_at=now)
+            process.stop = _Stop(now, sent_at=now)
             return [Drain(instance_id)]
         return self._step_models(instance_id, process, desired, now) if process.is_up else []
 
@@ -299,7 +314,9 @@ class NodeState:
             actions.append(action)
         return actions
 
-    def _go_on_stopping(self, instance_id: str, process: _Process, stop: _Stop, now: float) -> list[Action]:
+    def _go_on_stopping(
+        self, instance_id: str, process: _Process, stop: _Stop, desired: InstancePlan | None, now: float
+    ) -> list[Action]:
         if stop.is_killed:
             return []
         if stop.terminated_at is not None:
@@ -307,14 +324,23 @@ class NodeState:
                 return []
             stop.is_killed = True
             return [Kill(instance_id)]
-        if now - stop.begun_at >= DRAIN_GRACE_S + STOP_MARGIN_S:
+        is_wanted = desired is not None and process.has_pool_of(desired)
+        request = Undrain(instance_id) if is_wanted else Drain(instance_id)
+        if is_wanted != stop.is_undone:
+            stop.is_undone, stop.begun_at, stop.sent_at = is_wanted, now, now
+            return [request]
+        # The registry may be older than what was sent last.
+        is_settled = process.info is not None and now - stop.sent_at >= SETTLE_S
+        if is_settled and stop.is_undone and not process.is_draining:
+            process.stop = None
+            return []
+        if now - stop.begun_at >= self._drain_grace_s + STOP_MARGIN_S:
             stop.terminated_at = now
             return [Terminate(instance_id, "draining took too long")]
         # A draining instance that has left the registry is about to exit.
-        is_deaf = process.info is not None and process.info.state != "draining"
-        if is_deaf and now - stop.drain_sent_at >= SETTLE_S:
-            stop.drain_sent_at = now
-            return [Drain(instance_id)]
+        if is_settled and process.is_draining == stop.is_undone:
+            stop.sent_at = now
+            return [request]
         return []
 
     def _others_serve(self, instance_id: str) -> bool:

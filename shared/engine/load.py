@@ -60,7 +60,7 @@ class _Totals:
     def __init__(self) -> None:
         self.running = self.waiting = self.head = 0.0
         self.step = self.waiting_step = 0.0
-        """What one token for each that runs, or waits, takes."""
+        """What one token for each that runs takes; for one that waits or arrives."""
         self.num_running = self.num_high = 0
 
     def run(self, num_sequences: int, num_blocks: int, rank: Rank, queue: ModelQueue) -> None:
@@ -70,6 +70,14 @@ class _Totals:
         self.num_running += num_sequences
         if rank == Rank.ONLINE_HIGH:
             self.num_high += num_sequences
+
+    def arrive(self, num_blocks: int, rank: Rank, queue: ModelQueue) -> None:
+        """No step makes a token for it yet, and it is not among the running requests of the report: its blocks count, but
+        nothing is divided by it."""
+        shape = queue.shape
+        self.running += num_blocks / shape.slots_per_merged
+        self.waiting_step = 1 / (shape.slots_per_merged * shape.page_tokens)
+        self.num_high += rank == Rank.ONLINE_HIGH
 
     def wait(self, sequence: Sequence, queue: ModelQueue) -> None:
         shape = queue.shape
@@ -94,7 +102,7 @@ def instance_load(
         models.append(_model_load(planner, queue, offline_tokens_per_s))
     for arrival in arrivals:
         if arrival.is_load:
-            totals.run(1, len(arrival.slots), arrival.rank, planner.queues[arrival.model])
+            totals.arrive(len(arrival.slots), arrival.rank, planner.queues[arrival.model])
     if (head := _head(planner)) is not None:
         shape = planner.queues[head.model].shape
         totals.head = merged_demand(head.total, shape.page_tokens, shape.slots_per_merged)

@@ -10,7 +10,7 @@ is freer: enough that idle ones let others go, not so much that one of them hide
 
 Where requests of a model wait before they reach any instance, its freeness does not matter: the instances are short of
 something other than memory. A model that nobody serves is not free: nothing is drained beside it. (It asks for nothing
-either: why nobody serves it, one more instance rarely mends.)
+either: why nobody serves it, one more instance rarely mends. Nor does a model that is to be on so many instances and is.)
 
 One thing at a time: nothing is decided while an instance comes or goes, and for a settling time after, so that what is
 measured is the effect of what was done. At a constant load that cannot go to and fro, because an instance leaves only
@@ -71,13 +71,17 @@ class Fleet:
 
     members: Sequence[Member]
     starting: Collection[str] = ()
-    """Instances that serve nothing yet."""
+    """Instances that serve nothing yet, and are about to."""
     leaving: Collection[str] = ()
     """Instances that drain because of a `Shrink`: the one that was named, or another that had to be taken for it."""
     unserved: Collection[str] = ()
     """Models that should be served and are not."""
     queued: Collection[str] = ()
     """Models of which online requests wait for an instance to take them."""
+    settled: Collection[str] = ()
+    """Models that are on as many instances as they are to be: they would not be on one more."""
+    failed: Collection[str] = ()
+    """Instances that serve nothing and are not about to: their models cannot be loaded."""
 
 
 class Grow(NamedTuple):
@@ -120,7 +124,7 @@ def mean_without(members: Collection[Member], leaving: Member, cap: float) -> fl
 
 
 def _free_tokens(member: Member) -> float:
-    return member.pool_tokens if math.isinf(member.freeness) else member.freeness * max(1, member.num_running)
+    return member.pool_tokens if member.freeness == math.inf else member.freeness * max(1, member.num_running)
 
 
 def _mean(values: list[float]) -> float:
@@ -143,7 +147,8 @@ class Autoscaling:
         self._short_since: dict[str, float] = {}
         """Models that need more, "" for the least number of instances."""
         self._spare_since: float | None = None
-        self._starting_since: dict[str, float] = {}
+        self._starting: dict[str, tuple[float, float]] = {}
+        """When instances that serve nothing yet were first and last seen so."""
         self._attempt: _Attempt | None = None
         self._quiet_until_s = -math.inf
 
@@ -173,9 +178,10 @@ class Autoscaling:
                 return self._begin(Keep(min(fleet.leaving)), len(fleet.members) + 1, now)
             return None
         if is_short:
-            wanted = max(num_active + 1, self.bounds.min_instances)
+            num_useless = len(fleet.starting) + len(fleet.failed)
+            wanted = max(len(fleet.members) + num_useless + 1, self.bounds.min_instances)
             if not self.bounds.max_instances or wanted <= self.bounds.max_instances:
-                return self._begin(Grow(wanted), wanted, now)
+                return self._begin(Grow(wanted), wanted - num_useless, now)
             return None
         if (spare := self._spare(fleet, num_active, now)) is not None:
             return self._begin(Shrink(spare), len(fleet.members) - 1, now)
@@ -212,9 +218,11 @@ class Autoscaling:
         self._spare_since = None
 
     def _recent(self, starting: Collection[str], now: float) -> list[str]:
-        """Without those that will not get to serve."""
-        self._starting_since = {i: self._starting_since.get(i, now) for i in starting}
-        return [i for i, since in self._starting_since.items() if now < since + CARRY_OUT_S]
+        """Without those that will not get to serve. One that comes back soon, as its process crashes again and again, has
+        been starting since it first did."""
+        self._starting |= {i: (self._starting.get(i, (now, now))[0], now) for i in starting}
+        self._starting = {i: times for i, times in self._starting.items() if now < times[1] + CARRY_OUT_S}
+        return [i for i in starting if now < self._starting[i][0] + CARRY_OUT_S]
 
     # ------------------------------------------------------------------------------------------ measurements
 
@@ -223,6 +231,7 @@ class Autoscaling:
         serving = _by_model(fleet.members)
         short = {m for m, members in serving.items() if mean_freeness(members, self._cap) < self.bounds.low}
         short |= serving.keys() & set(fleet.queued)
+        short -= set(fleet.settled)
         if num_active < self.bounds.min_instances:
             short.add("")
         self._short_since = {model: self._short_since.get(model, now) for model in short}

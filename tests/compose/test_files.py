@@ -17,8 +17,10 @@ from opentelemetry.trace import NoOpTracer
 from prometheus_client import CollectorRegistry
 
 from services.gateway.metrics import GatewayMetrics
+from services.placement.metrics import PlacementMetrics
 from services.scheduler.observer import Observer
 from services.worker.instance_telemetry import InstanceTelemetry
+from services.worker.kv_transport.telemetry import TransferMetrics
 from services.worker.migration.telemetry import MigrationTelemetry
 from shared.bus.metrics import bus_metrics
 from shared.settings import BusSettings, GatewaySettings, PlacementSettings, SchedulerSettings, WorkerSettings
@@ -64,6 +66,8 @@ def registry() -> CollectorRegistry:
     GatewayMetrics(telemetry.registry)
     InstanceTelemetry("test", telemetry.registry, NoOpTracer())
     MigrationTelemetry(telemetry)
+    TransferMetrics(telemetry.registry)
+    PlacementMetrics(telemetry.registry)
     bus_metrics(telemetry.registry)
     return telemetry.registry
 

@@ -33,7 +33,11 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 @pytest.fixture(scope="module")
 def machine(checkpoints: dict[str, str], collector: OtlpCollector) -> Iterator[Stack]:
     """One worker that may grow."""
-    environment = {"TIDEWAY_MAX_INSTANCES": "3", "TIDEWAY_OTLP_ENDPOINT": collector.endpoint}
+    environment = {
+        "TIDEWAY_MAX_INSTANCES": "3",
+        "TIDEWAY_PROFILE": "off",
+        "TIDEWAY_OTLP_ENDPOINT": collector.endpoint,
+    }
     with Stack(checkpoints, environment=environment) as machine:
         machine.wait_ready()
         yield machine
@@ -44,6 +48,7 @@ def workers(checkpoints: dict[str, str], collector: OtlpCollector) -> Iterator[S
     """Two, of one instance each. Few requests run at once, so that some wait; requests move to whoever idles."""
     environment = {
         "TIDEWAY_MAX_RUNNING": "16",
+        "TIDEWAY_PROFILE": "off",
         "TIDEWAY_REBALANCE_LOW": "30000",
         "TIDEWAY_REBALANCE_HIGH": "100000",
         "TIDEWAY_OTLP_ENDPOINT": collector.endpoint,

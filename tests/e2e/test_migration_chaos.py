@@ -4,6 +4,7 @@ a short form): no stream differs, and nothing is left behind."""
 from __future__ import annotations
 
 import asyncio
+import shutil
 from random import Random
 
 import pytest
@@ -21,13 +22,14 @@ NUM_MIGRATIONS = 40
 
 def test_faults_at_random_points_lose_nothing() -> None:
     said: list[str] = []
-    trials = Trials(5, num_streams=14, num_at_once=5, rest_every=NUM_MIGRATIONS // 2, brief=True, say=said.append)
+    trials = Trials(5, num_streams=14, num_at_once=5, rest_every=NUM_MIGRATIONS // 2, faults="brief", say=said.append)
     with asyncio.Runner(loop_factory=new_event_loop) as runner:
         result = runner.run(trials.run(NUM_MIGRATIONS))
     assert result.failures == [], said
-    assert result.num_rests == 2 and result.num_migrations >= 0.9 * NUM_MIGRATIONS
+    assert result.num_rests >= 2 and result.num_migrations >= NUM_MIGRATIONS
     assert result.streams["complete"] > 20
     assert sum(counts["moved"] for counts in result.outcomes.values()) >= 5
+    shutil.rmtree(trials.cluster.folder, ignore_errors=True)  # kept, with the logs, where something failed
 
 
 def test_every_point_and_way_to_fail_is_drawn() -> None:

@@ -48,7 +48,7 @@ class Site:
 
 
 steps = st.one_of(
-    st.tuples(st.just("scale"), st.integers(1, 9)),
+    st.tuples(st.sampled_from(["scale", "grow"]), st.integers(1, 9)),
     st.tuples(st.sampled_from(["drain", "undo", "shrink", "keep"]), st.tuples(st.integers(0, 2), st.integers(0, 3))),
 )
 
@@ -69,9 +69,9 @@ async def _run(site: Site, asked: list[tuple[str, Any]]) -> None:
     for kind, argument in asked:
         before, number = site.stored, len(site.active)
         try:
-            if kind == "scale":
-                await site.keeper.scale(ScaleInstances(argument))
-                assert len(site.active) == argument
+            if kind in ("scale", "grow"):
+                await site.keeper.scale(ScaleInstances(argument, is_for_scaling=kind == "grow"))
+                assert len(site.active) == (argument if kind == "scale" else max(argument, number))
                 if argument > number:
                     assert set(site.stored.draining) <= set(before.draining), "more: nothing is drained for it"
             else:

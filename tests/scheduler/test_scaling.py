@@ -116,7 +116,7 @@ def test_an_unserved_model_keeps_instances_from_being_drained() -> None:
 
 
 def test_the_calls() -> None:
-    assert call_of(ScaleUp(3)) == (PLACEMENT_SCALE_INSTANCES, ScaleInstances(3))
+    assert call_of(ScaleUp(3)) == (PLACEMENT_SCALE_INSTANCES, ScaleInstances(3, is_for_scaling=True))
     drain = DrainInstance("a", is_for_scaling=True)
     assert call_of(DrainAction("a")) == (PLACEMENT_DRAIN_INSTANCE, drain)
     undo = DrainInstance("a", is_undone=True, is_for_scaling=True)

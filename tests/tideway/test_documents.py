@@ -27,9 +27,13 @@ BODIES = {
 }
 
 
+def options_of(command: str) -> set[str]:
+    params = typer.main.get_command(app).commands[command].params  # type: ignore[attr-defined]
+    return {name for parameter in params for name in parameter.opts} | {"--help"}
+
+
 def options_of_up() -> set[str]:
-    up = typer.main.get_command(app).commands["up"]  # type: ignore[attr-defined]
-    return {name for parameter in up.params for name in parameter.opts} | {"--help"}
+    return options_of("up")
 
 
 def make_targets() -> set[str]:
@@ -71,7 +75,10 @@ def test_other_lines_are_ones_that_a_shell_and_the_makefile_take(line: str) -> N
     while "=" in words[0]:
         variable = words.pop(0).partition("=")[0].removeprefix("TIDEWAY_").lower()
         assert variable in GatewaySettings.__struct_fields__
-    assert words[0] in ("make", "docker")
+    assert words[0] in ("make", "docker", ".venv/bin/tideway")
+    if words[0] == ".venv/bin/tideway":
+        for command in map(shlex.split, line.splitlines()):
+            assert {word for word in command if word.startswith("--")} <= options_of(command[1])
     if words[0] == "make":
         assert words[1] in make_targets()
         for word in words[2:]:

@@ -169,6 +169,8 @@ async def test_a_request_that_moved_is_reported_and_answered_for(stage: Stage, p
     assert stage.output("r0") == expected_output(request("r0", LONG_PROMPT, 150), 600)
     ended = [name for report in stage.reports for name in report.ended]
     assert "r1" not in ended and not any(entry.request_id == "r1" for entry in stage.entries)
+    last = stage.reports[-1]
+    assert (last.num_moving_out, last.num_moved_out, last.num_moved_in) == (0, 1, 0)
 
 
 async def test_a_request_is_held_until_its_new_owner_has_said_so(stage: Stage, peer: Peer) -> None:
@@ -178,6 +180,7 @@ async def test_a_request_is_held_until_its_new_owner_has_said_so(stage: Stage, p
     reply = await stage.bus.request(INSTANCE_HELD.at(**IDS), ListHeldRequests(), timeout_s=5)
     (leaving,) = [one for one in reply.requests if one.request_id == "r1"]
     assert (leaving.epoch, leaving.running) == (64, False)
+    await stage.until(lambda: stage.reports[-1].num_moving_out == 1)
     peer.may_answer.set()
     await giving
     assert "r1" not in await held(stage)

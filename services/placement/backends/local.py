@@ -3,6 +3,7 @@ run `max_instances`; an instance that was drained leaves its place free, so a no
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Collection, Sequence
 
@@ -29,7 +30,7 @@ def spread(num_more: int, nodes: Sequence[NodeInfo]) -> dict[str, int]:
             most = sum(max(node.num_instances, node.max_instances) for node in nodes)
             raise ServiceError.of(
                 ErrorCode.OVERLOADED,
-                f"the {len(nodes)} registered nodes run at most {most} instances (TIDEWAY_MAX_INSTANCES of a worker)",
+                f"the registered nodes run at most {most} instances in all (TIDEWAY_MAX_INSTANCES of each worker)",
                 "num_instances",
             )
         chosen = min(free, key=lambda node_id: sizes[node_id])
@@ -47,16 +48,10 @@ class LocalBackend(ScalingBackend):
     async def grow(self, num_more: int, nodes: Sequence[NodeInfo]) -> None:
         """What a node that does not answer should have got, others get. If that does not suffice, its error is raised."""
         sizes = spread(num_more, nodes)
-        refused: BusError | None = None
         while sizes:
-            failed = set()
-            for node_id, number in sizes.items():
-                try:
-                    await self._bus.request(NODE_SCALE.at(node_id=node_id), ScaleNode(number), timeout_s=CALL_TIMEOUT_S)
-                except BusError as error:
-                    logger.warning("node %s was not made larger: %s", node_id, error)
-                    failed.add(node_id)
-                    refused = error
+            answers = await asyncio.gather(*(self._ask(node_id, number) for node_id, number in sizes.items()))
+            failed = {node_id for node_id, error in zip(sizes, answers, strict=True) if error is not None}
+            refused = next((error for error in answers if error is not None), None)
             missing = sum(sizes[node.node_id] - node.num_instances for node in nodes if node.node_id in failed)
             nodes = [
                 msgspec.structs.replace(node, num_instances=sizes.get(node.node_id, node.num_instances))
@@ -68,6 +63,15 @@ class LocalBackend(ScalingBackend):
             except ServiceError:
                 assert refused is not None
                 raise ServiceError(refused.info) from None
+
+    async def _ask(self, node_id: str, num_instances: int) -> BusError | None:
+        """Why the node will not run so many."""
+        try:
+            await self._bus.request(NODE_SCALE.at(node_id=node_id), ScaleNode(num_instances), timeout_s=CALL_TIMEOUT_S)
+        except BusError as error:
+            logger.warning("node %s was not made larger: %s", node_id, error)
+            return error
+        return None
 
     def to_drain(
         self, number: int, nodes: Sequence[NodeInfo], draining: Collection[str], preferred: str = ""
