@@ -225,6 +225,10 @@ class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
     """1 is the most likely."""
 
 
+UNKNOWN_LOGPROB = TokenLogprob(-9999.0)
+"""Stands for one that an instance did not send."""
+
+
 class RequestTiming(msgspec.Struct, frozen=True, array_like=True):
     """Durations of a request on its instance, sent with its last entry."""
 
@@ -457,6 +461,8 @@ class LoadReport(msgspec.Struct, frozen=True, array_like=True):
     num_moved_out: int = 0
     """Requests that moved away since the instance started; likewise those that came."""
     num_moved_in: int = 0
+    next_move_tokens: int = 0
+    """Of the running online request that would move away first; 0: none runs."""
 
 
 class InstanceExited(msgspec.Struct, frozen=True, array_like=True):

@@ -84,12 +84,17 @@ class SchedulerSettings(BusSettings, frozen=True, kw_only=True):
     migration: str = "auto"
     """auto: requests move between instances | off"""
     rebalance_interval_s: Annotated[float, msgspec.Meta(gt=0)] = 0.1
-    rebalance_low: float = 64.0
+    rebalance_low: float = 128.0
     """An instance of lower migration freeness (decode steps until its KV pool is full) gives requests away."""
-    rebalance_high: float = 256.0
-    """One of higher migration freeness takes them."""
+    rebalance_high: float = 160.0
+    """Over `rebalance_low`: how much freer than it has to be one is that begins to take them."""
     max_migrations_per_s: Annotated[float, msgspec.Meta(gt=0)] = 50.0
     """Pairings begun over the whole cluster."""
+    dispatch_growth_steps: Annotated[float, msgspec.Meta(ge=0)] = 64.0
+    """Decode steps for which the requests of an instance have room to grow when one more is dispatched to it."""
+    max_gathering_share: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.25
+    """Of the instances of a model: so many at once (at least one) get free memory together for a request that fits into
+    none; other such requests stay in the queue for a while, and those that fit pass them."""
     autoscale: bool = False
     """Whether instances are started and drained to keep the cluster's freeness within bounds."""
     scale_low: float = 160.0
@@ -194,7 +199,7 @@ class InstanceSettings(BusSettings, frozen=True, kw_only=True):
     migration_cooldown_s: float = 1.0
     """A request that moved stays for so long."""
     drain_grace_s: float = 15.0
-    """After SIGTERM, for moving requests away."""
+    """What requests get to move away or finish when their instance or model is to go."""
     high_priority_load: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.0
     """Share of the KV pool up to which an instance with requests of high priority is loaded; 0: from the cost model, up to
     where a decode step is still near its ideal speed."""

@@ -177,7 +177,8 @@ def drain(
     api_key: AdminKey = "",
     data_dir: DataDir = DEFAULT_DATA_DIR,
 ) -> None:
-    """Empty an instance: its requests move away or finish, then it exits."""
+    """Empty an instance: its requests move away or finish, then it exits. What is left after TIDEWAY_DRAIN_GRACE_S (of the
+    worker; 15 s) is placed again elsewhere."""
     with AdminClient.of(DataFolder(data_dir), url, api_key) as client:
         operations.drain(client, instance, is_undone=undo, wait_s=timeout if wait else None, say=print)
 

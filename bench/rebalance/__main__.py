@@ -16,7 +16,7 @@ from pathlib import Path
 import msgspec
 
 from bench.rebalance.devices import DEVICES
-from bench.rebalance.experiments import EXPERIMENTS, NUM_INSTANCES, Plan
+from bench.rebalance.experiments import DURATION_S, EXPERIMENTS, NUM_INSTANCES, Plan
 from bench.rebalance.results import draw_balance
 from bench.rebalance.workloads import MIXES
 from tideway.bench.plots import PlotsUnavailable
@@ -38,7 +38,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--short", action="store_true", help="one load, few requests")
     parser.add_argument("--seed", type=int, default=101, help="the first one")
     parser.add_argument("--num-seeds", type=int, default=0, help="default: 3, short 1")
-    parser.add_argument("--requests", type=int, default=0, help="of one run; default: 600 s of arrivals, short 150")
+    parser.add_argument("--requests", type=int, default=0, help="of one run; default: by the duration, short 150")
+    parser.add_argument("--duration", type=float, default=DURATION_S, help="of arrivals, in seconds of virtual time")
     parser.add_argument("--loads", default="", help="shares of the capacity, comma-separated")
     parser.add_argument("--mixes", default="", help=f"of {', '.join(MIXES)}, comma-separated")
     parser.add_argument("--order", default="fcfs", help="order policy of scheduler and instances, of all systems")
@@ -55,6 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         device=DEVICES[options.device],
         seeds=tuple(range(options.seed, options.seed + (options.num_seeds or (1 if options.short else 3)))),
         num_requests=options.requests or (150 if options.short else 0),
+        duration_s=options.duration,
         loads=tuple(map(float, options.loads.split(",")))
         if options.loads
         else ((0.7,) if options.short else (0.6, 0.7, 0.8)),
@@ -78,7 +80,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         stem.with_suffix(".json").write_bytes(msgspec.json.format(msgspec.json.encode(document), indent=1))
         head = (
             f"# Requests that move, in virtual time, {date}\n\n{NUM_INSTANCES} instances, device {plan.device.name}, seeds "
-            f"{list(plan.seeds)}, {plan.num_requests or 'all'} requests of a run, order {plan.order}; "
+            f"{list(plan.seeds)}, {plan.num_requests or f'{plan.duration_s:g} s of'} requests a run, order {plan.order}; "
             f"{_machine()}, {took_s:.0f} s\n\n"
         )
         stem.with_suffix(".md").write_text(head + result.markdown() + "\n")

@@ -56,7 +56,9 @@ class System(msgspec.Struct, frozen=True, kw_only=True):
             max_queued=1 << 20,
         )
         if not self.is_late:
-            settings = msgspec.structs.replace(settings, max_waiting_per_model=1 << 20)
+            settings = msgspec.structs.replace(
+                settings, max_waiting_per_model=1 << 20, dispatch_growth_steps=0.0, max_gathering_share=1.0
+            )
         return msgspec.structs.replace(settings, **self.scheduler)
 
 

@@ -52,7 +52,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     device: Device
     seeds: tuple[int, ...]
     num_requests: int = 0
-    """Of one run; 0: as many as come in `DURATION_S`."""
+    """Of one run; 0: as many as come in `duration_s`."""
+    duration_s: float = DURATION_S
     loads: tuple[float, ...] = (0.6, 0.7, 0.8)
     """Of the capacity, for each mix."""
     mixes: tuple[str, ...] = MIXES
@@ -63,7 +64,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     is_short: bool = False
 
     def workload(self, mix: str, rate_rps: float, **more: float) -> Workload:
-        num = self.num_requests or int(rate_rps * DURATION_S)
+        num = self.num_requests or int(rate_rps * self.duration_s)
         return Workload(mix=mix, rate_rps=rate_rps, num_requests=num, **more)
 
     def system(self, name: str, /, **changes: object) -> System:
@@ -232,7 +233,7 @@ def drain(plan: Plan, show: Callable[[str], None]) -> Experiment:
                 cluster = Cluster(plan.device, plan.system(name), jobs, num_instances=NUM_INSTANCES, seed=seed)
                 cluster.drain_at(DRAIN_S, "instance-0")
                 cluster.run()
-                times.append(cluster.emptied_s["instance-0"] - DRAIN_S)
+                times.append(cluster.emptied_s.get("instance-0", cluster.events.now) - DRAIN_S)
             row = {"running": num, "system": name, "median, s": float(np.median(times)), "worst, s": max(times)}
             result.rows.append(row)
             show(str(row))

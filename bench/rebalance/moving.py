@@ -293,7 +293,8 @@ class Move:
         taker = self.taker
         refused = taker.engine.adopt(commit, self._events.now) if taker.state == "ready" else True
         if refused is not None:
-            self._events.after(CONTROL_S, self._stay, AbortReason.REFUSED)
+            reason = AbortReason.REFUSED if self._candidate.is_running else AbortReason.NOT_WORTH
+            self._events.after(CONTROL_S, self._stay, reason)
             return
         self._let_go()
         held = commit.request

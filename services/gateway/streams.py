@@ -14,6 +14,7 @@ from array import array
 from enum import Enum, auto
 
 from shared.messages import (
+    UNKNOWN_LOGPROB,
     ErrorCode,
     ErrorInfo,
     FinishReason,
@@ -27,9 +28,6 @@ from shared.messages import (
 
 PLACE_AGAIN_CODES = frozenset({ErrorCode.GONE, ErrorCode.DRAINING, ErrorCode.UNAVAILABLE, ErrorCode.NOT_LEADER})
 """An owner that ends a request for one of these has only given it up; another can continue it."""
-
-UNKNOWN_LOGPROB = TokenLogprob(-9999.0)
-"""Stands for one that an instance did not send."""
 
 
 class Outcome(Enum):

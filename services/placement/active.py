@@ -19,6 +19,7 @@ import logging
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, TypeVar
 
 import msgspec
@@ -26,7 +27,7 @@ from opentelemetry.trace import Tracer
 
 from services.placement.backends.interface import ScalingBackend
 from services.placement.checkpoints import Checkpoints
-from services.placement.fleet import Fleet, node_of
+from services.placement.fleet import Fleet, node_of, serving
 from services.placement.footprint import ConfiguredModel
 from services.placement.metrics import PlacementMetrics
 from services.placement.nodes import NodePresence
@@ -51,6 +52,7 @@ from shared.messages import (
     ErrorCode,
     ErrorInfo,
     GetPlan,
+    InstanceInfo,
     ModelSpec,
     ModelStatistics,
     NodeInfo,
@@ -86,11 +88,11 @@ class _Inputs:
     held_nodes: frozenset[str]
     incumbent: PlacementPlan | None
     fleet: Fleet
+    ready: frozenset[tuple[str, str]]
 
     async def plan(self) -> PlacementPlan:
-        return await asyncio.to_thread(
-            plan, self.models, self.nodes, self.incumbent, held_nodes=self.held_nodes, fleet=self.fleet
-        )
+        planned = partial(plan, held_nodes=self.held_nodes, fleet=self.fleet, ready=self.ready)
+        return await asyncio.to_thread(planned, self.models, self.nodes, self.incumbent)
 
 
 class ActivePlacement:
@@ -122,6 +124,8 @@ class ActivePlacement:
         self._models: dict[str, ModelSpec] = {}
         self._plans = PlanStore(metrics, tracer)
         self._fleet = Fleet()
+        self._ready: frozenset[tuple[str, str]] = frozenset()
+        """Models that served when the replicas of one were last changed, and on which instances."""
         self._planned: _Inputs | None = None
         """What the current plan was made from."""
         self._retry_at = 0.0
@@ -133,6 +137,7 @@ class ActivePlacement:
         self.is_open = False
         self._model_bucket: KeyValue[ModelSpec]
         self._statistics_bucket: KeyValue[ModelStatistics]
+        self._registry: KeyValue[InstanceInfo]
 
     # ------------------------------------------------------------------------------------------- open and close
 
@@ -157,8 +162,8 @@ class ActivePlacement:
             self._statistics.add_model(name, totals.get(name))
         if (last := self._plans.plan) is not None:
             self._fleet = Fleet(tuple(last.draining), tuple(last.released))
-        instances = await self._bus.key_value(INSTANCES)
-        keeper = FleetKeeper(self._backend, self._fleet, self._cluster, self._set_fleet, instances)
+        self._registry = await self._bus.key_value(INSTANCES)
+        keeper = FleetKeeper(self._backend, self._fleet, self._cluster, self._set_fleet, self._registry)
         self._retry_checkpoints()
         # One by one, so that `close` finds those that were made should a later one fail.
         serve, made = self._bus.serve, self._subscriptions
@@ -240,7 +245,7 @@ class ActivePlacement:
             ConfiguredModel(spec, self._checkpoints.shape(spec.source), self._checkpoints.problem(spec.source))
             for spec in models.values()
         ]
-        return _Inputs(configured, cluster.nodes, cluster.held, self._plans.plan, self._fleet)
+        return _Inputs(configured, cluster.nodes, cluster.held, self._plans.plan, self._fleet, self._ready)
 
     async def _replan(self) -> None:
         """Publishes the plan for the models as they are, if it differs. Call it with `_changing` held."""
@@ -313,6 +318,7 @@ class ActivePlacement:
             spec = msgspec.structs.replace(known, replicas=query.replicas)
             check_spec(spec)
             if spec != known:
+                self._ready = serving(entry.value for entry in (await self._registry.entries()).values())
                 await self._model_bucket.put(bucket_key(spec.name), spec)
                 self._models[spec.name] = spec
                 logger.info("model %r is to be on %s instances", spec.name, spec.replicas or "all")

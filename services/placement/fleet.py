@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple
 
-from shared.messages import NodeInfo
+from shared.messages import InstanceInfo, NodeInfo
 
 
 class Fleet(NamedTuple):
@@ -49,3 +49,8 @@ def node_of(instance_id: str) -> tuple[str, int]:
 def active_by_node(nodes: Sequence[NodeInfo], draining: Collection[str]) -> dict[str, list[str]]:
     """Instances that are to run, per node, in order of their index."""
     return {node.node_id: [i for i in instance_ids([node]) if i not in draining] for node in nodes}
+
+
+def serving(instances: Iterable[InstanceInfo]) -> frozenset[tuple[str, str]]:
+    """(model, instance) pairs that take requests."""
+    return frozenset((m.name, info.instance_id) for info in instances for m in info.models if m.state == "ready")

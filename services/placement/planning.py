@@ -117,12 +117,14 @@ def plan(
     *,
     held_nodes: Collection[str] = (),
     fleet: Fleet = NOBODY_OUT,
+    ready: Collection[tuple[str, str]] = (),
     max_cpu_pool_bytes: int = MAX_CPU_POOL_BYTES,
 ) -> PlacementPlan:
     """The next plan; the incumbent itself if nothing changes.
 
     `held_nodes`: nodes that are not in `nodes` but may be back in a moment; the incumbent's instances there stay.
-    `fleet`: the instances that are to be left out.
+    `fleet`: the instances that are to be left out. `ready`: (model, instance) pairs that serve now: a model that is to be on
+    fewer instances stays there.
     """
     configured = {model.spec.name: model for model in sorted(models, key=lambda m: m.spec.name)}
     draining = frozenset(fleet.draining)
@@ -135,7 +137,7 @@ def plan(
     }
     _choose_merged_blocks(rooms, sizes)
     placement = _Placement(configured, rooms, sizes, has_nodes=bool(nodes))
-    placement.keep_incumbents()
+    placement.keep_incumbents(ready)
     placement.fill()
 
     instances = [room.plan(max_cpu_pool_bytes) for room in rooms if room.specs]
@@ -233,16 +235,16 @@ class _Placement:
         self._sizes = sizes
         self.num_replicas = dict.fromkeys(configured, 0)
 
-    def keep_incumbents(self) -> None:
-        for room in self._rooms:
-            for spec in room.incumbent.models if room.incumbent is not None else ():
-                if not _stays(self._configured, spec) or not self._wants_more(spec.name):
-                    continue
-                if room.is_frozen:
-                    room.specs[spec.name] = spec
-                    self.num_replicas[spec.name] += 1
-                elif room.fits(self._sizes[spec.name, room.device]):
-                    self._put(spec.name, room)
+    def keep_incumbents(self, ready: Collection[tuple[str, str]]) -> None:
+        placed = [(spec, room) for room in self._rooms if room.incumbent for spec in room.incumbent.models]
+        for spec, room in sorted(placed, key=lambda pair: (pair[0].name, pair[1].instance_id) not in ready):
+            if not _stays(self._configured, spec) or not self._wants_more(spec.name):
+                continue
+            if room.is_frozen:
+                room.specs[spec.name] = spec
+                self.num_replicas[spec.name] += 1
+            elif room.fits(self._sizes[spec.name, room.device]):
+                self._put(spec.name, room)
 
     def fill(self) -> None:
         """First one replica of each model, so that none takes the last room of another; then the asked numbers of

@@ -185,6 +185,7 @@ class InstanceState:
             self.leaving,
             can_give=load.num_held > 0 and (can_move or bool(self.leaving)),
             can_take=self.can_take,
+            next_tokens=float(report.next_move_tokens),
         )
 
     def _pool_tokens(self, report: LoadReport) -> float:
@@ -223,6 +224,10 @@ class ClusterView:
     def models(self) -> list[str]:
         """Those that some instance serves."""
         return list(self._served)
+
+    def num_serving(self, model: str) -> int:
+        """Instances that serve the model."""
+        return self._served[model].total() if model in self._served else 0
 
     def next_silence(self) -> float | None:
         return self._silence.next()

@@ -72,6 +72,8 @@ class SchedulerCore:
             policy=settings.dispatch_policy,
             max_waiting_per_model=settings.max_waiting_per_model,
             cache_affinity_merged=settings.cache_affinity_merged,
+            growth_steps=settings.dispatch_growth_steps,
+            max_gathering_share=settings.max_gathering_share,
         )
         self._life = RequestLifecycle(self.cluster, self.dispatcher)
         self.requests = self._life.requests

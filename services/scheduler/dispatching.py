@@ -5,11 +5,14 @@ cluster; an instance holds few waiting requests of a model, just so many that it
 changed, and only while something waits: `touch` and `on_report` note an instance, and `picks` ranks those that were noted
 again in the lanes of their models, if they may have come first, and looks at woken lanes only.
 
-Online requests go by the dispatch policy, as if no offline request were there: those yield. By freeness, a request goes to
-the freest instance that has the memory for it now. One that fits nowhere now goes where least is missing and waits at the
-head of that instance's queue: its demand makes the instance give requests away (`rebalancing`), so that pieces of free
-memory come together. One of high priority sees an instance as if the headroom that it needs were made; and an instance with
-as many waiting requests as it may have takes as many again of high priority, which it lets in first.
+Online requests go by the dispatch policy, as if no offline request were there: those yield. By freeness, a request
+goes to the freest instance that has the memory for it now, and for those that run there to grow a while. One that
+fits nowhere now goes where least is missing and waits at the head of that instance's queue: its demand makes the
+instance give requests away (`rebalancing`), so that pieces of free memory come together. Meanwhile nobody else is let
+in there, so this is for few instances at once; other requests that fit nowhere wait in the queue, and those that fit
+pass them, but not for long: one that has waited `OVERDUE_S` goes to an instance in any case. One of high priority
+sees an instance as if the headroom that it needs were made; and an instance with as many waiting requests as it may
+have takes as many again of high priority, which it lets in first.
 
 Offline requests go where the most room for them is reported, minus what was sent there since, and nowhere without any; the
 last one may overdraw it, so that a long request is not passed by for ever.
@@ -43,6 +46,8 @@ from shared.policies.ordering import ModelView
 LOOKAHEAD = 16
 """How many requests of a lane are tried where the first ones fit on no instance that is free: with pools of different
 sizes the head may need the largest, and must not hold up those that do not."""
+OVERDUE_S = 20.0
+"""A request that fits nowhere is passed by others for so long at most."""
 NUM_FREEST = 64
 """How many of the freest instances are looked at for one that a long request fits into."""
 
@@ -88,6 +93,8 @@ class Dispatcher:
         policy: str,
         max_waiting_per_model: int,
         cache_affinity_merged: float,
+        growth_steps: float = 0.0,
+        max_gathering_share: float = 1.0,
     ) -> None:
         if policy not in DISPATCH_POLICIES:
             raise ValueError(f"unknown dispatch policy {policy!r}; there are {', '.join(DISPATCH_POLICIES)}")
@@ -99,6 +106,12 @@ class Dispatcher:
         self._max_waiting = max_waiting_per_model
         self._affinity = PrefixAffinity() if self._policy is by_freeness else None
         self._affinity_merged = cache_affinity_merged
+        self._growth_steps = growth_steps
+        self._max_gathering_share = max_gathering_share
+        self._gathering: set[str] = set()
+        """Instances where a request waits for memory."""
+        self._held_back: dict[Lane, tuple[int, int]] = {}
+        """Since `picks` began: of the lane's last request that found no room and stays, its tokens, now and at most."""
         self._lanes_of_model: dict[str, dict[Lane, _Indexes]] = {}
         self._touched: set[str] = set()
         self._reported: set[str] = set()
@@ -134,6 +147,10 @@ class Dispatcher:
         """Likewise, where all that changed is the instance's load."""
         instance_id = report.instance_id
         self._reported.add(instance_id)
+        if report.dispatch_freeness < 0 and any(load.num_waiting_online for load in report.models):
+            self._gathering.add(instance_id)
+        elif instance_id in self._gathering and not self.ledger.num_requests(instance_id):
+            self._gathering.remove(instance_id)
         if self._policy is not by_freeness:
             self._touched.add(instance_id)
             return
@@ -171,6 +188,7 @@ class Dispatcher:
         self._note_changes()
         lanes = [lane for lane in self._woken if lane in self.queue and self._has_candidates(lane)]
         self._woken.clear()
+        self._held_back.clear()
         while lanes:
             lane = lanes[0] if len(lanes) == 1 else self._next(lanes, now)
             pick = self._pick(lane, now)
@@ -195,12 +213,15 @@ class Dispatcher:
                 index = indexes.high if tracked.is_high else indexes.normal
                 if index.is_empty():
                     return None  # whoever has no room for this one has none for those after it
-                if tracked.deadline_s > now and (instance_id := self._choose(tracked, index)) is not None:
+                if tracked.deadline_s > now and (instance_id := self._choose(tracked, index, now)) is not None:
                     self._take(tracked, instance_id)
                     return tracked, instance_id
         return None
 
-    def _choose(self, tracked: TrackedRequest, index: CandidateIndex) -> str | None:
+    def _choose(self, tracked: TrackedRequest, index: CandidateIndex, now: float) -> str | None:
+        may_wait = now - tracked.submitted_s <= OVERDUE_S
+        if may_wait and self._is_held_back(tracked):
+            return None
         is_fit = self._fits(tracked)
         best = index.best(is_fit)
         if best is None or self._affinity is None or tracked.request is None or not tracked.is_online:
@@ -208,7 +229,10 @@ class Dispatcher:
         if self._missing(tracked, best) > 0:
             freest = index.first(NUM_FREEST, is_fit)
             missing = {instance_id: self._missing(tracked, instance_id) for instance_id in freest}
-            best = next((name for name in freest if missing[name] <= 0), None) or min(freest, key=missing.__getitem__)
+            fitting = next((name for name in freest if missing[name] <= 0), None)
+            if fitting is None and may_wait and not self._may_gather(tracked):
+                return None
+            best = fitting or min(freest, key=missing.__getitem__)
         owner = self._affinity.likely_owner(tracked.model, tracked.request.prompt)
         if owner is None or owner == best or owner not in index or not is_fit(owner):
             return best
@@ -218,11 +242,32 @@ class Dispatcher:
         lag = self._view(self._state(best), best, is_high).freeness - self._affinity_merged
         return owner if self._view(self._state(owner), owner, is_high).freeness >= lag else best
 
+    def _may_gather(self, tracked: TrackedRequest) -> bool:
+        """Whether one more instance may get memory together, for a request that fits nowhere; else it is held back."""
+        limit = max(1, int(self._max_gathering_share * self._cluster.num_serving(tracked.model)))
+        if self._max_gathering_share >= 1.0 or len(self._gathering) < limit:
+            return True
+        self._gathering = {name for name in self._gathering if self._cluster.get(name) is not None}
+        if len(self._gathering) < limit:
+            return True
+        self._held_back[lane_of(tracked)] = (tracked.num_tokens, tracked.num_tokens_at_most)
+        return False
+
+    def _is_held_back(self, tracked: TrackedRequest) -> bool:
+        """Room only gets less while requests are picked: who needs no less than another that found none finds none."""
+        least = self._held_back.get(lane_of(tracked))
+        return least is not None and tracked.num_tokens >= least[0] and tracked.num_tokens_at_most >= least[1]
+
     def _missing(self, tracked: TrackedRequest, instance_id: str) -> float:
-        """Merged blocks that the instance would have to get free before the request could run; at most 0: none. The
-        headroom of high priority is memory too, if need be."""
+        """Merged blocks that the instance would have to get free before the request could run, and all that run there
+        could grow; at most 0: none. The headroom of high priority is memory too, if need be."""
         state = self._state(instance_id)
-        demand = state.ready[tracked.model].demand_merged(tracked.num_tokens)
+        served = state.ready[tracked.model]
+        demand = served.demand_merged(tracked.num_tokens)
+        num_others = state.load.num_running + self.ledger.num_requests(instance_id)
+        if num_others and served.tokens_per_merged:
+            growth = self._growth_steps * (num_others + 1) / served.tokens_per_merged
+            demand += min(growth, max(0.0, served.num_merged - demand))
         return demand + self.ledger.demand_merged(instance_id) - state.freeness(is_charged=False).left_merged
 
     def _fits(self, tracked: TrackedRequest) -> Callable[[str], bool]:
@@ -230,6 +275,8 @@ class Dispatcher:
         return lambda instance_id: self._state(instance_id).ready[model].fits(num_tokens)
 
     def _take(self, tracked: TrackedRequest, instance_id: str) -> None:
+        if tracked.is_online and self._policy is by_freeness and self._missing(tracked, instance_id) > 0:
+            self._gathering.add(instance_id)
         self.queue.remove(tracked)
         self._num_picked += 1
         state = self._state(instance_id)

@@ -8,8 +8,9 @@
         scaler.answered(reply, now)                                  or the ErrorInfo of the BusError
 
 `cluster`: the ClusterView. `queued`: online requests in the global queue, per model. `replicas`: of the models that are to
-be on so many instances. What comes of an action is seen in the registry. A new leader does not know what the one before has begun: it measures for a period before it does anything.
-Placement remembers which instances it drained for scaling, and brings those back first when there should be more.
+be on so many instances. What comes of an action is seen in the registry. A new leader does not know what the one before has
+begun: it measures for a period before it does anything. Placement remembers which instances it drained for scaling, and
+brings those back first when there should be more.
 """
 
 from __future__ import annotations

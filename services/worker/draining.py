@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 from shared.bus.interface import Bus, BusError
 from shared.messages import INSTANCE_REBALANCE, InstanceInfo, Rebalance
@@ -14,28 +14,38 @@ log = logging.getLogger(__name__)
 
 POLL_S = 0.05
 REBALANCE_TIMEOUT_S = 1.5
-"""Where the scheduler names no destination for so long there is none, or no scheduler."""
+"""Where the scheduler names no destination for so long there is none, or no scheduler; and for so long nobody that could
+take over, or no connection, may be a moment's matter."""
 
 
-def can_take(peer: InstanceInfo, models: set[str]) -> bool:
+def can_take(peer: InstanceInfo, models: set[str], with_kv: bool = True) -> bool:
     """Whether requests of one of the models could go to the instance."""
-    if peer.state != "ready" or not peer.kv_address:
+    if peer.state != "ready" or (with_kv and not peer.kv_address):
         return False
     return any(model.name in models and model.state == "ready" for model in peer.models)
 
 
 class Draining:
     """`num_held()`: requests that are here, and migrations under way. `any_destination()`: whether another instance could
-    take one of them."""
+    take one of them, once `peers_known` has been awaited."""
 
     def __init__(
-        self, bus: Bus, instance_id: str, num_held: Callable[[], int], any_destination: Callable[[], bool]
+        self,
+        bus: Bus,
+        instance_id: str,
+        num_held: Callable[[], int],
+        any_destination: Callable[[], bool],
+        peers_known: Callable[[], Awaitable[None]],
     ) -> None:
         self._bus = bus
         self._instance_id = instance_id
         self._num_held = num_held
         self._any_destination = any_destination
-        self._rebalanced_s = 0.0
+        self._peers_known = peers_known
+        self._hopeful_s = 0.0
+        """When a scheduler last named destinations, or what kept it from doing so was over."""
+        self._blocked_s: float | None = None
+        """Since when they cannot move."""
 
     async def until_empty(self, grace_s: float) -> None:
         """Waits until nothing is held, for `grace_s` at most."""
@@ -46,12 +56,11 @@ class Draining:
     async def before_exit(self, grace_s: float) -> None:
         """Likewise, but only for as long as requests can move away: what stays is placed elsewhere when this instance is
         gone."""
-        started_s = self._rebalanced_s = self._bus.now()
+        started_s = self._bus.now()
         if not (num_held := self._num_held()):
             return
-        if why := self._why_stop(started_s + grace_s):
-            log.info("%d requests are left to be placed elsewhere: %s", num_held, why)
-            return
+        await self._peers_known()
+        self._hopeful_s, self._blocked_s = self._bus.now(), None
         try:
             topic = INSTANCE_REBALANCE.at(instance_id=self._instance_id)
             subscription = await self._bus.subscribe(topic, self._on_rebalance)
@@ -70,14 +79,19 @@ class Draining:
             return "done"
         if now >= deadline_s:
             return "the time for it is over"
+        if (why := self._why_blocked()) is None:
+            self._blocked_s = None
+            return None if now - self._hopeful_s < REBALANCE_TIMEOUT_S else "the scheduler names no destination"
+        if self._blocked_s is None:
+            self._blocked_s = now
+        self._hopeful_s = now
+        return None if now - self._blocked_s < REBALANCE_TIMEOUT_S else why
+
+    def _why_blocked(self) -> str | None:
         if not self._bus.is_connected:
             return "not connected to NATS"
-        if not self._any_destination():
-            return "no other instance can take them"
-        if now - self._rebalanced_s >= REBALANCE_TIMEOUT_S:
-            return "the scheduler names no destination"
-        return None
+        return None if self._any_destination() else "no other instance can take them"
 
     def _on_rebalance(self, rebalance: Rebalance) -> None:
         if rebalance.destinations:
-            self._rebalanced_s = self._bus.now()
+            self._hopeful_s = self._bus.now()

@@ -117,7 +117,7 @@ class InstanceService:
             open_transport,
         )
         self._models = InstanceModels(self._loop, executor, self._metrics, self.touch, on_ready, self._moves)
-        self._draining = Draining(bus, self._id, self._num_held, self._any_destination)
+        self._draining = Draining(bus, self._id, self._num_held, self._any_destination, self._moves.peers_known)
         self.is_draining = False
         self._drain_task: asyncio.Task[None] | None = None
         self._is_ending = False
@@ -228,7 +228,9 @@ class InstanceService:
         for position in query.positions:
             request_id = position.request_id
             entry = self._outputs.replay(position)
-            if entry is None and self._loop.held_epoch(request_id) == position.epoch:
+            is_new = self._outputs.epoch(request_id) != position.epoch
+            if entry is None and is_new and self._loop.held_epoch(request_id) == position.epoch:
+                # nothing of it went out yet
                 entry = TokenEntry(request_id, position.epoch, position.next_offset, b"")
             if entry is not None:
                 entry, num_bytes = cut(entry, room_bytes)
@@ -275,9 +277,11 @@ class InstanceService:
         return self._loop.num_held() + self._moves.has_work
 
     def _any_destination(self) -> bool:
-        held = {request.model for request in self._loop.held_requests()}
+        held, moves_kv = self._loop.held_requests(), bool(self._moves.kv_address)
+        with_kv = {request.model for request in held if request.running and moves_kv}
+        waiting = {request.model for request in held if not request.running}
         others = (info for name, info in self._moves.peers().items() if name != self._id)
-        return bool(self._moves.kv_address) and any(can_take(info, held) for info in others)
+        return any(can_take(info, with_kv) or can_take(info, waiting, with_kv=False) for info in others)
 
     # ---------------------------------------------------------------------------------- from the engine's thread
 

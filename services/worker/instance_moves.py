@@ -21,14 +21,14 @@ from services.worker.load_reports import LoadReports
 from services.worker.migration.host import pool_of
 from services.worker.migration.service import MigrationService
 from services.worker.output_log import OutputLog
-from shared.bus.interface import Bus, Watch
-from shared.engine.moving import TakenOut
+from services.worker.peers import Peers
+from shared.bus.interface import Bus
 from shared.messages import (
     GATEWAY_FRAMES,
     INSTANCE_REBALANCE,
-    INSTANCES,
     Cancel,
     Commit,
+    GenerationRequest,
     HeldRequest,
     InstanceInfo,
     MovedRequest,
@@ -51,6 +51,7 @@ OpenTransport = Callable[[], Awaitable["KvTransport"]]
 """Opens the transport, or raises for whatever reason it cannot be used."""
 
 OPEN_TIMEOUT_S = 10.0
+PEERS_TIMEOUT_S = 2.0
 OWN_LEASE_S = 1.0
 """Of a model's requests that leave because it is unloaded; renewed at half of it."""
 
@@ -104,17 +105,14 @@ class InstanceMoves(KvUsers):
         self._open_transport = open_transport
         self._transport: KvTransport | None = None
         self._service: MigrationService | None = None
-        self._leaving: dict[str, str] = {}
-        """Models of requests that are out of their batch."""
         self._models: set[str] = set()
         self._gave_away_s: dict[str, float] = {}
         """When models that are being unloaded were last offered to others."""
-        self._registry: Watch[InstanceInfo] | None = None
+        self._peers = Peers(bus, self._on_instance, self._needs_peers)
         self._starting: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         """Returns before requests can move."""
-        self._registry = await (await self._bus.key_value(INSTANCES)).watch(self._on_instance)
         self._starting = asyncio.create_task(self._start_service(), name="migration")
         self._starting.add_done_callback(_log_failure)
 
@@ -127,8 +125,7 @@ class InstanceMoves(KvUsers):
             await self._service.stop()
         if self._transport is not None:
             await self._transport.close()
-        if self._registry is not None:
-            await self._registry.stop()
+        await self._peers.stop()
 
     async def _start_service(self) -> None:
         self._transport = await self._opened()
@@ -223,13 +220,10 @@ class InstanceMoves(KvUsers):
         return (0, 0) if self._service is None else (self._service.num_moving_out, self._service.num_moving_in)
 
     def on_effects(self, effects: Sequence[Effect], stats: StepStats | None) -> None:
-        for effect in effects:
-            if isinstance(effect, TakenOut):
-                self._leaving[effect.request_id] = effect.request.model
         if self._service is not None:
             self._service.on_effects(effects)
             if stats is not None and not stats.is_suspended:
-                self._service.on_step_time(stats.model, stats.duration_s)
+                self._service.on_step(stats)
 
     def on_cancel(self, cancel: Cancel) -> None:
         """To the engine, or to whoever has the request now."""
@@ -259,6 +253,9 @@ class InstanceMoves(KvUsers):
         held_epoch = self._loop.held_epoch(request_id)
         return max(self._outputs.epoch(request_id), -1 if held_epoch is None else held_epoch)
 
+    def _needs_peers(self) -> bool:
+        return self._service is not None and self._service.needs_peers
+
     def _on_instance(self, instance_id: str, info: InstanceInfo | None) -> None:
         if self._service is not None:
             self._service.on_instance(instance_id, info)
@@ -274,7 +271,11 @@ class InstanceMoves(KvUsers):
         return self._state.is_draining
 
     def peers(self) -> Mapping[str, InstanceInfo]:
-        return {} if self._registry is None else self._registry.entries
+        return self._peers.entries()
+
+    async def peers_known(self) -> None:
+        """Until `peers` tells of all, if it can be known soon."""
+        await self._peers.known(PEERS_TIMEOUT_S)
 
     def serves(self, model: str) -> bool:
         return self._state.serves(model)
@@ -296,15 +297,13 @@ class InstanceMoves(KvUsers):
         self._reports.moved_in.append(held)
         self._state.report_load()
 
-    def on_move_ended(self, outcome: MoveOutcome, gateway_id: str) -> None:
+    def on_move_ended(self, outcome: MoveOutcome, request: GenerationRequest) -> None:
         self._reports.moves.append(outcome)
-        model = self._leaving.pop(outcome.request_id, None)
         if outcome.is_moved:
             num_new = self._outputs.give_up(outcome.request_id, outcome.epoch)
-            if model is not None:
-                self._metrics.on_moved_away(model, num_new)
+            self._metrics.on_moved_away(request.model, num_new)
         elif (entry := self._outputs.raise_epoch(outcome.request_id, outcome.epoch)) is not None:
-            self._tell(gateway_id, entry)
+            self._tell(request.gateway_id, entry)
         self._state.report_load()
 
     def _tell(self, gateway_id: str, entry: TokenEntry) -> None:

@@ -70,6 +70,7 @@ class LoadReports:
             num_moving_in,
             self._num_moved_out,
             self._num_moved_in,
+            load.next_move_tokens,
         )
         self._begin()
         self._bus.publish(LOAD_REPORTS, report)

@@ -11,7 +11,7 @@ Life of an instance's process (one row each; anything else is ignored):
 | up       | a model more or less in the plan        | up       | LoadModel, UnloadModel                  |
 | up       | pool changed and its turn; not planned  | stopping | Drain                                   |
 | starting, up | not heard of for too long           | stopping | Terminate                               |
-| stopping | planned again, and only drains        | up       | Undrain                                 |
+| stopping | planned again while it drains           | up       | Undrain                                 |
 | stopping | too slow                                | stopping | Terminate, then Kill                    |
 | any      | process exited                          | absent   | (back-off, unless it was to stop)       |
 

@@ -5,7 +5,15 @@ from __future__ import annotations
 import msgspec
 
 from services.worker.ended_requests import EndedRequests
-from shared.messages import GenerationRequest, StreamPosition, TokenEntry, TokenFrame, TokenLogprob, next_placement
+from shared.messages import (
+    UNKNOWN_LOGPROB,
+    GenerationRequest,
+    StreamPosition,
+    TokenEntry,
+    TokenFrame,
+    TokenLogprob,
+    next_placement,
+)
 
 MAX_FRAME_ENTRIES = 512
 """Keeps a frame under the bus's message limit even with log-probabilities."""
@@ -75,13 +83,10 @@ class OutputLog:
 
     def adopt(self, request: GenerationRequest, num_cached_tokens: int) -> TokenEntry:
         """The request goes on here with all its output so far as `prior`. Returns the entry without tokens from which its
-        gateway knows the new owner. Log-probabilities do not travel: where they are asked for, what was before is not
-        replayed."""
+        gateway knows the new owner. Log-probabilities do not travel: a replay of what was before has none."""
         num_output = len(request.prior) // 4
-        if request.sampling.logprobs >= 0:
-            live = _Live(request.epoch, bytearray(), num_output, [], num_cached_tokens)
-        else:
-            live = _Live(request.epoch, bytearray(request.prior), 0, [], num_cached_tokens, num_brought=num_output)
+        logprobs = [UNKNOWN_LOGPROB] * num_output if request.sampling.logprobs >= 0 else []
+        live = _Live(request.epoch, bytearray(request.prior), 0, logprobs, num_cached_tokens, num_brought=num_output)
         self._live[request.request_id] = live
         return TokenEntry(request.request_id, request.epoch, num_output, b"", num_cached_tokens=num_cached_tokens)
 

@@ -43,15 +43,17 @@ class Departures(Requests):
         return any(sequence.move == Move.SEALED for sequence in self.planner.queues[model].leaving.values())
 
     def move_candidates(self, now: float, include_offline: bool = False) -> list[MoveCandidate]:
-        """Requests that could leave now, in the order in which they should: an online one that waits because there is no
-        room for it, then those that run: lower priority first, then fewer blocks. `include_offline` (to drain): all that
+        """Requests that could leave now, in the order in which they should: online ones that wait, if the first has no room,
+        then those that run: lower priority first, then fewer blocks. `include_offline` (to drain): all that
         wait as well, and offline ones after the online ones, those of a suspended step last (`take_out` gives it up)."""
         found: list[tuple[tuple[int, ...], Sequence]] = []
         stuck = self.planner.stuck
+        gives_waiting = include_offline or (stuck is not None and stuck.is_online and stuck.state == State.WAITING)
         for queue in self.planner.queues.values():
             for rank in ONLINE_RANKS:
                 found += [((1, -rank), s) for s in queue.running[rank].values() if s.total < s.max_total]
-                found += [((0, rank), s) for s in queue.waiting[rank] if include_offline or s is stuck]
+                if gives_waiting:
+                    found += [((0, rank), s) for s in queue.waiting[rank]]
             if include_offline:
                 found += [((2,), s) for of_rank in queue.waiting[len(ONLINE_RANKS) :] for s in of_rank]
                 found += [((3,), s) for of_rank in queue.running[len(ONLINE_RANKS) :] for s in of_rank.values()]

@@ -52,6 +52,8 @@ class InstanceLoad(msgspec.Struct, frozen=True):
     scaling_freeness: float = 0.0
     """Decode steps."""
     num_high: int = 0
+    next_move_tokens: int = 0
+    """Of the running online request that would move away first, cooldowns aside; 0: none runs."""
 
 
 class _Totals:
@@ -60,7 +62,7 @@ class _Totals:
     def __init__(self) -> None:
         self.running = self.waiting = self.head = 0.0
         self.step = self.waiting_step = 0.0
-        """What one token for each that runs takes; for one that waits or arrives."""
+        """What one token for each that runs takes; for one that waits or arrives, of the model where that is most."""
         self.num_running = self.num_high = 0
 
     def run(self, num_sequences: int, num_blocks: int, rank: Rank, queue: ModelQueue) -> None:
@@ -76,13 +78,13 @@ class _Totals:
         nothing is divided by it."""
         shape = queue.shape
         self.running += num_blocks / shape.slots_per_merged
-        self.waiting_step = 1 / (shape.slots_per_merged * shape.page_tokens)
+        self.waiting_step = max(self.waiting_step, 1 / (shape.slots_per_merged * shape.page_tokens))
         self.num_high += rank == Rank.ONLINE_HIGH
 
     def wait(self, sequence: Sequence, queue: ModelQueue) -> None:
         shape = queue.shape
         self.waiting += merged_demand(sequence.total, shape.page_tokens, shape.slots_per_merged)
-        self.waiting_step = 1 / (shape.slots_per_merged * shape.page_tokens)
+        self.waiting_step = max(self.waiting_step, 1 / (shape.slots_per_merged * shape.page_tokens))
         self.num_high += sequence.rank == Rank.ONLINE_HIGH
 
 
@@ -122,7 +124,16 @@ def instance_load(
         decode_steps(num_merged - moving, step),
         decode_steps(num_merged - usage, step),
         num_high,
+        _next_move_tokens(planner),
     )
+
+
+def _next_move_tokens(planner: Planner) -> int:
+    """In the order of `Departures.move_candidates`: lower priority first, then fewer blocks."""
+    for rank in reversed(ONLINE_RANKS):
+        if sizes := [s.num_tokens for queue in planner.queues.values() for s in queue.running[rank].values()]:
+            return min(sizes)
+    return 0
 
 
 def _with_slots(queue: ModelQueue, rank: Rank) -> list[Sequence]:

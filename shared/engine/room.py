@@ -22,6 +22,9 @@ from shared.engine.sequence import Move, Rank, Sequence, State
 from shared.policies.checkpointing import victim_key
 from shared.policies.ordering import OrderingPolicy
 
+GROWTH_STEPS = 32
+"""For which the running sequences can grow when one more is admitted."""
+
 
 class Demand(NamedTuple):
     """What a sequence from another instance could not have because offline work in flight holds it."""
@@ -258,9 +261,11 @@ class Room:
         if self.demand is not None and rank == Rank.OFFLINE:
             per_merged = self.queues[self.demand.model].shape.slots_per_merged
             demanded = -(-self.demand.num_slots * queue.shape.slots_per_merged // per_merged)
-        if not any(of_rank for other in self.queues.values() for of_rank in other.running[: rank + 1]):
+        num_running = sum(len(of_rank) for other in self.queues.values() for of_rank in other.running[: rank + 1])
+        if not num_running:
             return demanded
-        return demanded + max(1, self.pool.capacity_slots(queue.name) // 100)
+        growth = num_running * GROWTH_STEPS // queue.shape.page_tokens
+        return demanded + max(1, self.pool.capacity_slots(queue.name) // 100, growth)
 
     # ----------------------------------------------------------------------------------------- suspended steps
 

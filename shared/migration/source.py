@@ -232,6 +232,9 @@ class SourceMove:
                 self.epoch += EPOCHS_OF_A_MOVE
         if self.state is State.MOVED:
             self.epoch += 1
+        elif event is Event.DESTINATION_LOST:
+            # Whatever else failed before: the destination is to know that it was taken for dead.
+            self.reason = AbortReason.DESTINATION_LOST
         elif self.state is State.STAYED:
             self.reason = self.reason or reason or _REASONS.get(event, AbortReason.UNREACHABLE)
         elif event is Event.COPY_FAILED:

@@ -1,16 +1,16 @@
 """Who gives requests away, and who takes them (Llumnix, OSDI'24, section 4.4.3, with hysteresis and bounds).
 
-An instance whose migration freeness falls below `low` is a source until it rises to `release`; one above `high` may take.
-The least free source is paired with the freest taker, one pair out of an instance and one into it, and a pair lives while
-the source is one and the taker can take. Which request moves is the source's choice.
+An instance whose migration freeness falls below `low` is a source until it rises to `release`. The least free source is
+paired with the freest taker, one pair out of an instance and one into it, and a pair lives while the source is one and the
+taker can take. Which request moves is the source's choice.
 
-A pair must be a gain for a typical request of the source, of virtual usage v (as shares of the two pools' sizes):
+A pair must be a gain for the request that would move next, of virtual usage v (as shares of the two pools' sizes):
 
-    (u_source - v)^2 + (u_taker + v)^2  <  u_source^2 + u_taker^2        and the taker stays above `low`
+    (u_source - v)^2 + (u_taker + v)^2  <  u_source^2 + u_taker^2        and the taker keeps `least_left` decode steps
 
-so that at constant load each move lowers the sum of squares, nothing moves for ever, and a move never makes its taker a
-source. A source below 0 has a request that waits for memory: for it a taker above `release` will do, or a cluster whose
-free memory is in pieces would have no taker at all.
+so that at constant load each move lowers the sum of squares, and nothing moves for ever. How much a taker must keep falls
+with the source's need, from `low` to half of it: a request that waits, or is about to be preempted, is worth more than the
+reserve of others. To begin, a taker must be freer than that, by `high` to `low`.
 
 An instance that is draining gives away to everyone who can take, whatever the load. Numbers of instances alone are looked
 at. `touch` is constant work and is called for every report; `step` looks at sources, pairs and, only if a source has no
@@ -60,6 +60,8 @@ class InstanceView(NamedTuple):
     can_give: bool = True
     """It has requests, and its KV can be moved."""
     can_take: bool = True
+    next_tokens: float = 0.0
+    """Of the running request that it would give away first; 0: unknown."""
 
     @property
     def spare_tokens(self) -> float:
@@ -85,14 +87,20 @@ class Taker(NamedTuple):
 
 
 def is_gain(source: InstanceView, taker: InstanceView, low: float) -> bool:
-    """Whether moving a typical request of the source lowers the sum of squared usage and leaves the taker above `low`."""
+    """Whether moving the next request of the source, or else a typical one, lowers the sum of squared usage and leaves
+    the taker what it must keep."""
     if not (source.total_tokens > 0 and taker.total_tokens > 0):
         return False
-    v = source.typical_tokens
+    v = source.next_tokens or source.typical_tokens
     mine, theirs = source.usage_tokens, taker.usage_tokens
     lowered = (mine**2 - (mine - v) ** 2) / source.total_tokens**2
     raised = ((theirs + v) ** 2 - theirs**2) / taker.total_tokens**2
-    return lowered > raised and taker.spare_tokens - v >= low * (taker.num_running + 1)
+    return lowered > raised and taker.spare_tokens - v >= least_left(source.freeness, low) * (taker.num_running + 1)
+
+
+def least_left(freeness: float, low: float) -> float:
+    """Decode steps that a taker keeps beside a request from a source of that freeness."""
+    return low / 2 if not freeness > 0 else min(low, (low + freeness) / 2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +179,7 @@ class Rebalancer:
                 return False
             del self._sources[instance_id]
             return instance_id in self.pairs
-        return instance_id in self._taking and not freeness >= self.release
+        return instance_id in self._taking and not freeness >= self.low / 2
 
     def drain(self, instance_id: str) -> bool:
         """Requests have to leave the instance. True if that is news: a step should come soon."""
@@ -192,7 +200,8 @@ class Rebalancer:
             self._backoffs.pop(taker, None)
             return
         if reason in LINK_FAILURES or reason in TAKER_FAILURES:
-            self._fail(taker, now)
+            # A want of room is news of its load, and no fault.
+            self._fail(taker, now, may_double=reason != AbortReason.REFUSED)
         if reason in LINK_FAILURES:
             self._fail(source, now)
 
@@ -231,7 +240,7 @@ class Rebalancer:
             takers = sorted(takers_above(-math.inf), key=lambda taker: -taker.freeness)
             self._pair_draining(draining, takers, changes, now)
         if unpaired and self._bucket.has_one(now):
-            self._pair_sources(sorted(unpaired), takers_above(self.release), view_of, changes, now)
+            self._pair_sources(sorted(unpaired), takers_above(self.low / 2), view_of, changes, now)
         return changes
 
     # ------------------------------------------------------------------------------------------------ the parts
@@ -244,8 +253,7 @@ class Rebalancer:
             return False
         if self._is_backing_off(pair.source, now) or self._is_backing_off(taker.instance_id, now):
             return False
-        is_able = taker.freeness >= self.release and not source.models.isdisjoint(taker.models)
-        return is_able and is_gain(source, taker, self.low)
+        return not source.models.isdisjoint(taker.models) and is_gain(source, taker, self.low)
 
     def _pair_draining(self, draining: list[InstanceView], takers: list[Taker], changes: Changes, now: float) -> None:
         """Those that back off come last: they are better than nobody."""
@@ -290,7 +298,7 @@ class Rebalancer:
             if source is None or not source.can_give:
                 self._sources.pop(name)
                 continue
-            bar = self.release if source.freeness < 0 else self.high
+            bar = least_left(source.freeness, self.low) * self.high / self.low
             able = [group[-1] for models, group in groups.items() if not source.models.isdisjoint(models)]
             for taker in sorted(able, key=lambda taker: -taker.freeness):
                 view = view_of(taker.instance_id)
@@ -320,12 +328,12 @@ class Rebalancer:
         backoff = self._backoffs.get(instance_id)
         return backoff is not None and backoff.until_s > now
 
-    def _fail(self, instance_id: str, now: float) -> None:
+    def _fail(self, instance_id: str, now: float, may_double: bool = True) -> None:
         """Several moves that fail of one cause count once."""
         backoff = self._backoffs.get(instance_id)
         if backoff is not None and backoff.until_s > now:
             return
         is_recent = backoff is not None and now - backoff.until_s < MAX_BACKOFF_S
-        num_failures = backoff.num_failures if backoff is not None and is_recent else 0
+        num_failures = backoff.num_failures if backoff is not None and is_recent and may_double else 0
         until_s = now + min(MAX_BACKOFF_S, BACKOFF_S * 2**num_failures)
         self._backoffs[instance_id] = _Backoff(until_s, min(num_failures + 1, 10))

@@ -16,7 +16,7 @@ from tests.e2e.streams import Stream, run_streams
 
 NUM_STREAMS = 50
 MAX_TOKENS = 240
-AFTER_CHUNKS = 600
+AFTER_CHUNKS = 300
 
 
 @pytest.fixture(scope="module")

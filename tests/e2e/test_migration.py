@@ -256,6 +256,7 @@ async def test_a_rolling_restart_under_load_loses_nothing(workers, undisturbed):
             ("worker-1", "worker-0", {"UCX_TLS": "bogus"}),
         ):
             workers.wait_until(lambda name=name: load(workers, f"{name}-0")["num_running"] > 0, "load")
+            workers.wait_until(lambda other=other: workers.instance(f"{other}-0")["migration"], "the other's transport")
             workers.kill(name, signal.SIGTERM)
             assert workers.processes[name].returncode == 0
             moved.append(num_moved(workers, f"{other}-0"))

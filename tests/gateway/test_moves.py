@@ -116,6 +116,31 @@ async def test_a_request_whose_new_owner_is_none_is_placed_again(
     await finished_whole(reader, tokens)
 
 
+async def test_an_owner_that_names_nobody_who_is_there_and_says_nothing_new_has_lost_the_request(
+    impatient: None, manual: Stack
+) -> None:
+    reader, request, tokens = await begun(manual)
+    manual.peer.replays["a"] = ReplayReply([], [], [MovedRequest(request.request_id, "nobody", 0)])
+    again = await manual.next_request(1)
+    assert again.epoch == PLACEMENT_EPOCHS
+    continue_from_prior(manual, again, tokens)
+    await finished_whole(reader, tokens)
+
+
+async def test_who_handed_a_request_over_is_not_taken_for_its_owner(impatient: None, manual: Stack) -> None:
+    """No scheduler answers; of those that are then asked for the stream, one says whither it has moved, which is no news."""
+    reader, request, tokens = await begun(manual)
+    await manual.peer.stop_scheduler()
+    rest = manual.peer.entry(request, 3, tokens[3:], FinishReason.STOP, epoch=1)
+    manual.peer.replays = {
+        "a": ReplayReply([], [], [MovedRequest(request.request_id, "b", 0)]),
+        "b": ReplayReply([rest], []),
+    }
+    manual.gateway.context.table.streams[request.request_id].owned_by(None)
+    await finished_whole(reader, tokens)
+    assert len(manual.peer.submitted) == 1
+
+
 @pytest.mark.parametrize("how", ["exited", "vanished"])
 async def test_an_owner_leaves_in_order_before_its_successor_has_spoken(manual: Stack, how: str) -> None:
     reader, request, tokens = await begun(manual)

@@ -99,6 +99,20 @@ async def test_what_a_node_that_does_not_answer_should_get_others_get() -> None:
     assert bus.sizes == {}
 
 
+async def test_nodes_are_asked_side_by_side() -> None:
+    class SlowBus(ScriptedBus):
+        meeting = asyncio.Barrier(3)
+
+        async def request(self, endpoint: Endpoint[ScaleNode, Done], query: ScaleNode, *, timeout_s: float) -> Done:
+            async with asyncio.timeout(2):
+                await self.meeting.wait()
+            return await super().request(endpoint, query, timeout_s=timeout_s)
+
+    bus = SlowBus()
+    await LocalBackend(bus).grow(3, [node(name, 1, 2) for name in "abc"])  # type: ignore[arg-type]
+    assert bus.sizes == dict.fromkeys("abc", 2)
+
+
 # -------------------------------------------------------------------------------------------- Kubernetes
 
 

@@ -199,6 +199,14 @@ def test_more_replicas_change_nothing_for_the_instances_that_have_the_model() ->
     assert plan([model("a", replicas=5), model("b")], [node()], second) is second
 
 
+def test_fewer_replicas_stay_where_the_model_serves() -> None:
+    first = plan([model("m"), model("other")], [node()], None)
+    fewer = [model("m", replicas=1), model("other")]
+    assert where(plan(fewer, [node()], first, ready={("m", "a-1"), ("other", "a-0")}), "m") == ["a-1"]
+    assert where(plan(fewer, [node()], first, ready={("other", "a-1")}), "m") == ["a-0"]
+    assert where(plan(fewer, [node()], first, ready={("m", "a-1")}), "other") == ["a-0", "a-1"]
+
+
 def test_memory_is_divided_over_the_instances_that_a_node_could_run() -> None:
     few = NodeInfo("a", "host", 1, 8 * GIB, "cuda", max_instances=4)
     first = plan([model("a")], [few], None)

@@ -22,6 +22,7 @@ from shared.messages import (
     DrainInstance,
     ErrorCode,
     InstanceInfo,
+    LoadedModel,
     ModelSpec,
     PlacementPlan,
     ScaleInstances,
@@ -250,3 +251,16 @@ def test_the_fleet() -> None:
     assert node_of("worker-3-12") == ("worker-3", 12)
     assert node_of("worker") == ("", -1)
     assert node_of("worker-x") == ("worker", -1)
+
+
+async def test_a_model_on_fewer_instances_stays_where_it_serves(
+    nats_settings: BusSettings, cluster: Cluster, sources: dict[str, str]
+) -> None:
+    cluster.start_node("n")
+    async with placement(nats_settings, {"a": sources["a"]}):
+        await cluster.placed("a", "n-0 n-1")
+        registry = await cluster.bus.key_value(INSTANCES)
+        for name, state in (("n-0", "loading"), ("n-1", "ready")):
+            await registry.put(name, InstanceInfo(name, "1", "n", "ready", [LoadedModel("a", state)]))
+        one = await cluster.bus.request(PLACEMENT_SCALE_MODEL, ScaleModel("a", 1), timeout_s=10.0)
+        assert where(one) == {"n-1": {"a"}}

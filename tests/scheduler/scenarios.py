@@ -299,7 +299,8 @@ async def statistics_metrics_and_spans(stage: Stage) -> None:
         assert span.attributes["gen_ai.request.model"] == "m" and span.attributes["tideway.request_class"] == "online"
         assert span.attributes["tideway.instance_id"] == "a"
     assert spans["queue"].attributes["tideway.num_attempts"] == 1  # type: ignore[index]
-    assert spans["queue"].start_time <= spans["queue"].end_time <= spans["dispatch"].end_time  # type: ignore[operator]
+    # The two spans cannot be compared: one of them ends by the bus's clock, which may be virtual.
+    assert spans["queue"].start_time <= spans["queue"].end_time  # type: ignore[operator]
 
 
 @scenario

@@ -282,3 +282,14 @@ def test_nan_freeness_does_not_break_the_order() -> None:
     driver.report("b", freeness=-5.0)
     driver.submit(make_request("r"))
     assert driver.dispatches() == {"r": "b"}
+
+
+def test_an_instance_full_of_offline_work_is_as_free_as_an_empty_one() -> None:
+    """Offline work yields: a long online request goes there rather than where online requests hold most of the pool."""
+    driver = Driver()
+    for name in ("a", "b"):
+        driver.up(name, max_model_len=100_000)
+    driver.report("a", freeness=math.inf, free_merged=0.0, num_running=8, offline={"m": 8})
+    driver.report("b", freeness=2.5, free_merged=50.0, num_running=20)
+    driver.submit(make_request("r", num_prompt=640))
+    assert driver.dispatches() == {"r": "a"}

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from services.scheduler.actions import Dispatch
 from services.scheduler.core import SchedulerCore
+from services.scheduler.dispatching import OVERDUE_S
 from services.scheduler.queue import GlobalQueue, Lane, Outflow
 from services.scheduler.requests import TrackedRequest
 from services.scheduler.timers import Timers
@@ -97,10 +98,14 @@ def test_the_outflow_estimate_follows_the_rate() -> None:
 
 DEMAND = 0.25
 """Merged blocks of 16 tokens."""
+GROWTH_STEPS = 8.0
 
 
-def make_core(freeness: list[float], num_running: list[int], max_waiting: int) -> SchedulerCore:
-    core = SchedulerCore(SchedulerSettings(max_waiting_per_model=max_waiting), term=1)
+def make_core(freeness: list[float], num_running: list[int], max_waiting: int, share: float = 1.0) -> SchedulerCore:
+    settings = SchedulerSettings(
+        max_waiting_per_model=max_waiting, dispatch_growth_steps=GROWTH_STEPS, max_gathering_share=share
+    )
+    core = SchedulerCore(settings, term=1)
     for number, (free, running) in enumerate(zip(freeness, num_running, strict=True)):
         core.on_registry(f"i{number}", make_info(f"i{number}"), 0.0)
         core.on_report(make_report(f"i{number}", 1, freeness=free, num_running=running), 0.0)
@@ -124,7 +129,10 @@ def test_each_dispatch_goes_to_the_freest_with_memory_after_all_before_it(
         return freeness_with_ledger(reported(index), DEMAND * sent[index], sent[index])
 
     def left(index: int) -> float:
-        return reported(index).left_merged - DEMAND * sent[index]
+        """Beside what all that run there may grow."""
+        num_others = load[index][1] + sent[index]
+        growth = GROWTH_STEPS * (num_others + 1) / 64 if num_others else 0.0
+        return reported(index).left_merged - DEMAND * sent[index] - growth
 
     for number in range(num_requests):
         core.submit(make_request(f"r{number}", num_prompt=16), 0.0)
@@ -182,3 +190,53 @@ def test_each_room_goes_to_the_oldest_of_the_first_class(events: list[str]) -> N
         assert [dispatch.request.request_id for dispatch in dispatches] == expected
         for dispatch in dispatches:
             core.on_dispatched(dispatch, None, 0.0)
+
+
+LONG, SHORT = 960, 16
+"""Tokens of 15 merged blocks, and of a quarter of one."""
+
+
+def report_left(
+    core: SchedulerCore, name: str, sequence: int, now: float, *, left: float, num_waiting: int = 0
+) -> None:
+    """Ten requests run there."""
+    core.on_report(make_report(name, sequence, freeness=left / 10, num_running=10, waiting={"m": num_waiting}), now)
+
+
+def placed(core: SchedulerCore, now: float) -> list[tuple[str, str]]:
+    return [(a.request.request_id, a.instance_id) for a in core.actions(now) if isinstance(a, Dispatch)]
+
+
+def test_few_instances_gather_memory_and_what_fits_passes_what_does_not() -> None:
+    core = make_core([1.0, 0.9, 0.8, 0.7, 0.6], [10] * 5, max_waiting=2, share=0.25)
+    for name, tokens in (("long 1", LONG), ("long 2", LONG), ("longer", LONG + 10), ("short", SHORT)):
+        core.submit(make_request(name, num_prompt=tokens), 0.0)
+    assert placed(core, 0.0) == [("long 1", "i0"), ("short", "i1")]
+    report_left(core, "i0", 2, 1.0, left=-5.0, num_waiting=1)
+    core.submit(make_request("also short", num_prompt=SHORT), 1.0)
+    assert placed(core, 1.0) == [("also short", "i2")]
+    report_left(core, "i1", 2, 2.0, left=40.0)
+    assert placed(core, 2.0) == [("long 2", "i1")], "it fits now, whoever gathers"
+
+
+def test_the_next_one_gathers_when_the_first_has_its_memory() -> None:
+    core = make_core([1.0, 0.9], [10] * 2, max_waiting=2, share=0.25)
+    core.submit(make_request("long 1", num_prompt=LONG), 0.0)
+    core.submit(make_request("long 2", num_prompt=LONG), 0.0)
+    ((first, where),) = placed(core, 0.0)
+    assert (first, where) == ("long 1", "i0")
+    core.on_report(make_report("i0", 2, freeness=0.2, num_running=11, admitted=["long 1"]), 1.0)
+    assert placed(core, 1.0) == [("long 2", "i1")]
+
+
+def test_one_that_has_been_passed_for_long_goes_where_least_is_missing() -> None:
+    core = make_core([1.0, 0.9, 0.8], [10] * 3, max_waiting=2, share=0.25)
+    core.submit(make_request("long 1", num_prompt=LONG), 0.0)
+    core.submit(make_request("long 2", num_prompt=LONG), 0.0)
+    assert placed(core, 0.0) == [("long 1", "i0")]
+    for second in range(1, int(OVERDUE_S)):
+        report_left(core, "i1", 1 + second, float(second), left=9.0)
+        assert placed(core, float(second)) == []
+    for number in (1, 2):
+        report_left(core, f"i{number}", 100, OVERDUE_S + 0.1, left=9.0 + number)
+    assert placed(core, OVERDUE_S + 0.1) == [("long 2", "i2")]

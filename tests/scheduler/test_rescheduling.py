@@ -61,7 +61,7 @@ def test_a_draining_instance_gives_to_all_that_can_take() -> None:
     driver = cluster("a", "b", "c", "other")
     driver.core.on_registry("other", make_info("other", "x"), driver.now)
     driver.report("a", migration_freeness=500.0, num_running=3)
-    driver.report("b", migration_freeness=90.0, num_running=20)
+    driver.report("b", migration_freeness=150.0, num_running=20)
     driver.core.on_registry("a", make_info("a", state="draining"), driver.now)
     driver.pass_time(0.03)
     (message,) = driver.take(SendRebalance)

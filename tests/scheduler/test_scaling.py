@@ -7,7 +7,7 @@ import math
 import pytest
 
 from services.scheduler.cluster import ClusterView
-from services.scheduler.scaling import CancelDrain, DrainAction, Scaler, ScaleUp, call_of, check_settings
+from services.scheduler.scaling import CancelDrain, DrainAction, Scaler, ScaleUp, ScalingAction, call_of, check_settings
 from shared.messages import (
     PLACEMENT_DRAIN_INSTANCE,
     PLACEMENT_SCALE_INSTANCES,
@@ -22,6 +22,7 @@ from shared.messages import (
     ScaleInstances,
 )
 from shared.settings import SchedulerSettings, SettingsError
+from tests.placement.test_fleet import Site
 
 SETTINGS = SchedulerSettings(autoscale=True, scale_low=100.0, scale_high=500.0, scale_period_s=5.0, max_instances=3)
 
@@ -52,10 +53,14 @@ class Cluster:
         return self
 
 
-def run(scaler: Scaler, cluster: Cluster, begin: int, end: int, **queued: int) -> list[tuple[int, object]]:
+def run(
+    scaler: Scaler, cluster: Cluster, begin: int, end: int, replicas: int | None = None, **queued: int
+) -> list[tuple[int, ScalingAction]]:
+    """`replicas`: of the model."""
+    fixed = {} if replicas is None else {"m": replicas}
     found = []
     for now in range(begin, end):
-        found += [(now, action) for action in scaler.due(cluster.view, queued, float(now))]
+        found += [(now, action) for action in scaler.due(cluster.view, queued, float(now), fixed)]
     return found
 
 
@@ -94,6 +99,19 @@ def test_the_least_loaded_is_drained_and_a_demand_brings_it_back() -> None:
     assert run(scaler, cluster, 6, 30) == [(11, CancelDrain("b"))]
 
 
+def test_whose_drain_it_is_only_placement_knows() -> None:
+    """Scaling asks for a; placement drains c instead, and then an operator drains a."""
+    scaler, cluster = Scaler(SETTINGS), Cluster().serving(a=math.inf, b=math.inf, c=math.inf)
+    cluster.report("b", 990.0, 1)
+    cluster.report("c", 990.0, 1)
+    assert run(scaler, cluster, 0, 6) == [(5, DrainAction("a"))]
+    scaler.answered(PlacementPlan(2, [], draining=["c"], released=["c"]), 6.0)
+    cluster.show("a", "draining")
+    cluster.show("c", "draining")
+    cluster.report("b", 10.0, 4)
+    assert run(scaler, cluster, 6, 30) == [(11, CancelDrain("c"))]
+
+
 def test_the_drain_of_another_instance_than_asked_for_is_known_from_the_answer() -> None:
     scaler, cluster = Scaler(SETTINGS), Cluster().serving(a=math.inf, b=math.inf)
     assert run(scaler, cluster, 0, 6) == [(5, DrainAction("b"))]
@@ -130,3 +148,40 @@ def test_settings_that_contradict_each_other(values: dict[str, float]) -> None:
     check_settings(SchedulerSettings())
     with pytest.raises(SettingsError, match="expected"):
         check_settings(SchedulerSettings(**values))  # type: ignore[arg-type]
+
+
+def test_a_model_that_is_where_it_is_to_be_asks_for_no_more_instances() -> None:
+    cluster = Cluster().serving(a=20.0, b=20.0)
+    assert run(Scaler(SETTINGS), cluster, 0, 60, replicas=2, m=5) == []
+    assert run(Scaler(SETTINGS), cluster, 0, 6, replicas=3) == [(5, ScaleUp(3))]
+    cluster.show("c", model_state="failed")
+    assert run(Scaler(SETTINGS), cluster, 0, 60, replicas=3)[:1] == [], "more than four there may not be"
+    cluster.show("c", model_state="loading")
+    assert run(Scaler(SETTINGS), cluster, 0, 700, replicas=3) == []
+
+
+@pytest.mark.parametrize("models", ["failed", "none"])
+def test_an_instance_that_cannot_serve_is_not_waited_for(models: str) -> None:
+    cluster = Cluster().serving(a=20.0)
+    cluster.show("b", "starting", model_state="failed")
+    if models == "none":
+        cluster.view.register(InstanceInfo("b", "1", "node", "starting", [], num_merged=50, merged_bytes=1), 0.0)
+    assert run(Scaler(SETTINGS), cluster, 0, 6) == [(5, ScaleUp(3))], "one that serves, beside the one that does not"
+
+
+def test_an_instance_that_has_not_reported_yet_is_waited_for() -> None:
+    cluster = Cluster().serving(a=20.0)
+    cluster.show("b")
+    assert run(Scaler(SETTINGS), cluster, 0, 60) == []
+
+
+async def test_a_demand_drains_nothing_that_placement_counts_and_the_scheduler_does_not_see() -> None:
+    """Of four instances two have crashed, or are without a model."""
+    site, scaler = Site([(2, 2), (2, 2)]), Scaler(SETTINGS)
+    cluster = Cluster().serving(**{"n0-0": 20.0, "n0-1": 30.0})
+    [(_, action)] = run(scaler, cluster, 0, 6)
+    assert action == ScaleUp(3)
+    _, query = call_of(action)
+    assert isinstance(query, ScaleInstances)
+    scaler.answered(await site.keeper.scale(query), 6.0)
+    assert len(site.active) == 4 and not site.stored.draining

@@ -7,8 +7,9 @@ from random import Random
 
 import pytest
 
+from services.scheduler.scaling import Scaler
 from shared.bus.memory_bus import Faults
-from shared.messages import FinishReason
+from shared.messages import SCHEDULER_STATISTICS, FinishReason, StatisticsReport
 from shared.virtual_time import run_virtual
 from tests.scheduler.conftest import VirtualStage
 from tests.scheduler.peers import ScriptedInstance, eventually, token_at
@@ -74,6 +75,27 @@ def test_an_instance_that_says_nothing_at_take_over_does_not_lead_to_two_owners_
         await eventually(lambda: "r" in other.held or ("r" in mute.held and len(mute.received) == 2))
         owners = [instance.held["r"].epoch for instance in (mute, other) if "r" in instance.held]
         assert len(set(owners)) == len(owners)
+
+    play(scenario)  # type: ignore[arg-type]
+
+
+def test_a_fault_in_one_periodic_duty_stops_neither_it_nor_the_others(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("out of step")
+
+    async def scenario(stage: VirtualStage) -> None:
+        await stage.scheduler()
+        gateway = await stage.gateway()
+        reports: list[StatisticsReport] = []
+        await gateway.bus.subscribe(SCHEDULER_STATISTICS, reports.append)
+        with monkeypatch.context() as broken:
+            broken.setattr(Scaler, "due", fail)
+            await eventually(lambda: len(reports) >= 3)
+            await gateway.submit(make_request("waits"))
+            await eventually(lambda: stage.metric("queue_length", model="m", **{"class": "online"}) == 1)
+        assert caplog.text.count("out of step") >= 3
 
     play(scenario)  # type: ignore[arg-type]
 

@@ -100,9 +100,9 @@ def test_decode_steps_until_the_pool_is_full() -> None:
 
 @given(
     st.floats(1e-4, 1),
-    st.floats(0, 1e-2),
-    st.floats(0, 1e-5),
-    st.floats(0, 1e-3),
+    st.just(0.0) | st.floats(1e-9, 1e-2),
+    st.just(0.0) | st.floats(1e-12, 1e-5),
+    st.just(0.0) | st.floats(1e-9, 1e-3),
     st.integers(0, 300),
 )
 def test_the_ideal_load_slows_a_step_by_no_more_than_that(

@@ -14,6 +14,7 @@ import typer.main
 
 from services.gateway.app import ROUTES
 from services.gateway.schemas import AddModelRequest, ChatRequest, CompletionRequest
+from services.scheduler.rescheduling import SOON_S
 from shared.settings import GatewaySettings, InstanceSettings, PlacementSettings, SchedulerSettings, WorkerSettings
 from tests.tideway.readme import REPOSITORY, curl_lines, python_examples, shell_lines
 from tideway.command import app
@@ -141,3 +142,8 @@ def test_documented_metrics_exist() -> None:
     for name in re.findall(r"`((?:tideway_|vllm:)\w+)`", (REPOSITORY / "docs" / "operating.md").read_text()):
         plain = name.removesuffix("_total")
         assert any(f'"{plain.removeprefix(prefix)}"' in sources for prefix in prefixes), name
+
+
+def test_how_soon_rebalancing_looks_again_is_as_documented() -> None:
+    text = " ".join((REPOSITORY / "docs" / "policies.md").read_text().split())
+    assert f"and {1000 * SOON_S:.0f} ms after a report that crosses a threshold" in text

@@ -1,6 +1,6 @@
 """A scripted instance on the real bus, started by the node agent under test: registers each second, and plays loading and
 unloading of models without torch. What a model's source says decides how it behaves: `fail` cannot be loaded, `exit` ends
-the process, `held` has requests that take HELD_S to move away after SIGTERM."""
+the process, `held` has requests that take HELD_S to move away."""
 
 from __future__ import annotations
 
@@ -48,10 +48,16 @@ class FakeInstance:
         bus = await NatsBus.connect(self._settings, service="instance", service_id=self._settings.instance_id)
         ids = {"instance_id": self._settings.instance_id}
 
-        async def drain(_query: Drain) -> Done:
-            self._state = "draining"
+        ending: list[asyncio.TimerHandle] = []
+
+        async def drain(query: Drain) -> Done:
+            while ending:
+                ending.pop().cancel()
+            if not query.is_undone:
+                is_held = any(spec.source == "held" for spec in self._plan.models)
+                ending.append(asyncio.get_running_loop().call_later(HELD_S if is_held else TAKES_S, stop.set))
+            self._state = "ready" if query.is_undone else "draining"
             self._changed.set()
-            asyncio.get_running_loop().call_later(TAKES_S, stop.set)
             return Done()
 
         await bus.serve(INSTANCE_LOAD_MODEL.at(**ids), self._on_load)

@@ -208,6 +208,39 @@ async def test_drain_refuses_new_requests_and_finishes_old_ones(stage):
     assert stage.output("r1") == expected_output(sent, 600)
 
 
+async def test_a_drain_that_is_undone_in_time_changes_nothing(stage):
+    stage.executor.gate.clear()
+    sent = request("r1", [1, 2, 3], 20)
+    await stage.submit(sent)
+    await stage.bus.request(INSTANCE_DRAIN.at(**IDS), Drain(grace_s=10), timeout_s=5)
+    await stage.until(lambda: stage.info.state == "draining")
+    await stage.bus.request(INSTANCE_DRAIN.at(**IDS), Drain(is_undone=True), timeout_s=5)
+    await stage.until(lambda: stage.info.state == "ready")
+    await stage.submit(request("r2", [1], 5))
+    stage.executor.gate.set()
+    await stage.until(lambda: stage.end("r1") and stage.end("r2"))
+    assert stage.output("r1") == expected_output(sent, 600)
+    await asyncio.sleep(0.2)
+    assert not stage.service.drained.is_set() and stage.info.state == "ready"
+    await stage.bus.request(INSTANCE_DRAIN.at(**IDS), Drain(), timeout_s=5)
+    async with asyncio.timeout(5):
+        await stage.service.drained.wait()
+
+
+@pytest.mark.parametrize("why", ["drained", "SIGTERM"])
+async def test_a_drain_that_is_over_cannot_be_undone(stage, why):
+    if why == "drained":
+        await stage.bus.request(INSTANCE_DRAIN.at(**IDS), Drain(), timeout_s=5)
+        async with asyncio.timeout(5):
+            await stage.service.drained.wait()
+    else:
+        await stage.service.drain_before_exit()
+    with pytest.raises(BusError) as refused:
+        await stage.bus.request(INSTANCE_DRAIN.at(**IDS), Drain(is_undone=True), timeout_s=5)
+    assert refused.value.code == ErrorCode.CONFLICT
+    await stage.until(lambda: stage.info.state == "draining")
+
+
 async def test_heartbeats_come_without_traffic(stage):
     stage.reports.clear()
     await stage.until(lambda: len(stage.reports) >= 2, 4)

@@ -10,14 +10,17 @@ from collections.abc import AsyncIterator
 import msgspec
 import pytest
 
+from services.worker import instance_models
 from services.worker.kv_transport import KvTransport, TransferError, TransferReason
 from shared.bus.interface import ServiceError
 from shared.bus.nats_bus import NatsBus
+from shared.engine.engine import Engine
 from shared.messages import (
     INSTANCE_CANCEL,
     INSTANCE_COMMIT,
     INSTANCE_HELD,
     INSTANCE_OWNS,
+    INSTANCE_REBALANCE,
     INSTANCE_REPLAY,
     INSTANCE_UNLOAD_MODEL,
     Cancel,
@@ -31,6 +34,7 @@ from shared.messages import (
     MoveOutcome,
     OwnsQuery,
     Priority,
+    Rebalance,
     ReplayQuery,
     ReplayReply,
     RequestClass,
@@ -132,6 +136,21 @@ async def test_the_new_owner_replays_the_whole_output(stage: Stage) -> None:
     assert reply.entries[0].finish_reason == FinishReason.LENGTH
     reply = await replay(stage, StreamPosition("r1", 0, 0))
     assert reply.moved == [MovedRequest("r1", "node-0", 1)], "whoever asks in an older epoch hears of the newer one"
+
+
+async def test_a_replay_from_before_what_is_known_here_is_not_answered_with_nothing(stage: Stage) -> None:
+    """Its gateway would ask for ever; where nobody knows the request it is placed again."""
+    placed, expected = as_moved(request("r1", [1, 2, 3], 400), 12, epoch=64)
+    stage.executor.gate.clear()
+    await stage.submit(placed)
+    reply = await replay(stage, StreamPosition("r1", 64, 12))
+    assert reply.entries[0].tokens == b"", "it has not begun yet"
+    stage.executor.gate.set()
+    await stage.until(lambda: stage.entries)
+    stage.executor.gate.clear()
+    reply = await replay(stage, StreamPosition("r1", 64, 12), StreamPosition("r1", 64, 5))
+    assert unpack_tokens(reply.entries[0].tokens)[0] == expected[12]
+    assert (len(reply.entries), reply.unknown) == (1, ["r1"])
 
 
 async def test_a_commit_again_has_no_effect_and_owns_is_yes(stage: Stage) -> None:
@@ -260,6 +279,27 @@ async def test_a_model_that_is_unloaded_gives_its_requests_away(stage: Stage, pe
     await stage.until(lambda: not stage.info.models)
     assert stage.end("r0") and stage.executor.removed == ["a"]
     assert stage.service._loop.leaving_models == frozenset()
+
+
+async def test_after_an_unload_in_vain_others_may_be_given_away_again(
+    stage: Stage, peer: Peer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(instance_models, "DETACH_TIMEOUT_S", 0.1)
+    orders: list[Rebalance] = []
+    await stage.bus.subscribe(INSTANCE_REBALANCE.at(**IDS), orders.append)
+    peer.refuses = True
+    stage.executor.gate.clear()
+    await stage.submit(request("r0", LONG_PROMPT, 20))
+    await stage.submit(request("r1", OTHER_PROMPT, 20))
+    with monkeypatch.context() as broken:
+        broken.setattr(Engine, "remove_model", lambda *_: False)
+        await stage.bus.request(INSTANCE_UNLOAD_MODEL.at(**IDS), UnloadModel("a", grace_s=0.5), timeout_s=5)
+        await stage.until(lambda: stage.service._loop.leaving_models)
+        stage.executor.gate.set()
+        await stage.until(lambda: stage.info.models and stage.info.models[0].state == "failed")
+    assert stage.service._loop.leaving_models == frozenset()
+    await stage.until(lambda: orders and not orders[-1].destinations)
+    assert orders[0].destinations == ["node-1"], "its own, until then"
 
 
 # ----------------------------------------------------------------------------------------- reports, transport

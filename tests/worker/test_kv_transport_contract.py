@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace
@@ -22,8 +23,11 @@ from services.worker.kv_transport import (
     TransferReason,
     TransportLimits,
     UcxNetwork,
+    ucx,
 )
 from services.worker.kv_transport.faults import NO_FAULTS, FaultPoint, Faults
+from services.worker.kv_transport.local import LocalLink
+from services.worker.kv_transport.staging import StagingPair
 from services.worker.kv_transport.telemetry import TransferMetrics
 
 SLOT_BYTES, STRIDE_BYTES, NUM_SLOTS = 24_640, 24_704, 64
@@ -250,6 +254,117 @@ async def test_a_changed_byte_is_noticed_and_the_slots_are_zeroed(make: Make, la
     retry = destination.expect("m", range(12), deadline_s=3)
     await source.send(destination.address, retry.ticket, "m", range(12), deadline_s=3)
     assert torch.equal(theirs[:12], mine[:12])
+
+
+DAMAGES = {
+    "lost": lambda payload, segment: payload[segment].fill(0),
+    "repeated": lambda payload, segment: np.copyto(payload[segment], payload[: segment.stop - segment.start].copy()),
+    "misplaced": lambda payload, segment: np.copyto(payload[segment], np.roll(payload[segment], 4096)),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("start", [8192, 9001])
+async def test_the_sums_of_the_default_notice_what_wires_do(make: Make, layout: str, damage: str, start: int) -> None:
+    """A lost, repeated or misplaced segment of 8 KiB, which is the least that UCX sends over tcp."""
+
+    async def harm(payload: np.ndarray | None) -> None:
+        assert payload is not None
+        DAMAGES[damage](payload, slice(start, start + 8192))
+
+    checked_bytes = TransportLimits().checked_bytes
+    mine, theirs = laid_out(layout, 5), laid_out(layout, 6)
+    source = await make(mine, limits=replace(limits_of(layout), checked_bytes=checked_bytes))
+    destination = await make(theirs, faults=At(FaultPoint.CHUNK_ARRIVED, harm))
+    incoming = destination.expect("m", range(12), deadline_s=3)
+    sent = source.send(destination.address, incoming.ticket, "m", range(12), deadline_s=3)
+    assert await refusal(sent) is TransferReason.CORRUPTED
+    assert await refusal(incoming.wait()) is TransferReason.CORRUPTED
+    assert not theirs[:12].any()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+async def test_a_transfer_that_its_source_aborts_leaves_zeros(make: Make, layout: str) -> None:
+    stall = Stall(FaultPoint.CHUNK_READY)
+    theirs = laid_out(layout, 7)
+    source = await make(laid_out(layout, 8), limits=limits_of(layout), faults=stall)
+    destination = await make(theirs)
+    incoming = destination.expect("m", range(40), deadline_s=5)
+    sending = asyncio.create_task(source.send(destination.address, incoming.ticket, "m", range(40), deadline_s=5))
+    await stall.reached.wait()
+    sending.cancel()
+    stall.go.set()
+    assert await refusal(incoming.wait()) is TransferReason.CANCELLED
+    assert not theirs[:40].any() and theirs[40:].any()
+
+
+async def test_staging_is_made_beside_the_event_loop(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory of a device takes milliseconds to get."""
+    threads: list[threading.Thread] = []
+    make_buffer = StagingPair._make
+
+    def noting(self: StagingPair) -> torch.Tensor:
+        threads.append(threading.current_thread())
+        return make_buffer(self)
+
+    monkeypatch.setattr(StagingPair, "_make", noting)
+    source, destination = await make(), await make()
+    incoming = destination.expect("m", range(20), deadline_s=5)
+    await source.send(destination.address, incoming.ticket, "m", range(20), deadline_s=5)
+    assert len(threads) == 4 and threading.main_thread() not in threads
+
+
+async def test_what_is_known_of_a_peer_goes_with_its_connection(make: Make) -> None:
+    """Else the rate would for ever be that of the fastest that ever was."""
+    source, destination = await make(), await make()
+    incoming = destination.expect("m", range(20), deadline_s=5)
+    await source.send(destination.address, incoming.ticket, "m", range(20), deadline_s=5)
+    assert source.bandwidth_bytes_s(destination.address)
+    await destination.close()
+    await until(lambda: not source.num_connections)
+    assert source.bandwidth_bytes_s(destination.address) is None and not source._bandwidth
+
+
+async def test_connections_are_closed_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
+    hub = LocalHub()
+    ends = [KvTransport(LocalNetwork(hub), LIMITS) for _ in range(6)]
+    for transport in ends:
+        await transport.open()
+    for other in ends[1:]:
+        await ends[0].connect(other.address, deadline_s=3)
+    abort = LocalLink.abort
+
+    async def slowly(self: LocalLink) -> None:
+        await asyncio.sleep(0.1)
+        await abort(self)
+
+    monkeypatch.setattr(LocalLink, "abort", slowly)
+    started = time.monotonic()
+    ends[0]._network.close = lambda: asyncio.sleep(0)  # type: ignore[method-assign]
+    await ends[0].close()
+    assert time.monotonic() - started < 0.35
+    monkeypatch.undo()
+    for other in ends[1:]:
+        await other.close()
+
+
+async def test_ucx_is_loaded_beside_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("ucxx")
+    threads: list[threading.Thread] = []
+    new_context = ucx._new_context
+
+    def noting() -> object:
+        threads.append(threading.current_thread())
+        return new_context()
+
+    monkeypatch.setattr(ucx, "_new_context", noting)
+    networks = [UcxNetwork("127.0.0.1") for _ in range(3)]
+    await asyncio.gather(*(network.open(lambda link: None) for network in networks))
+    for network in networks:
+        await network.close()
+    assert len(threads) == 1 and threads[0] is not threading.main_thread(), "one context, made in another thread"
+    assert not ucx._Runtime._by_loop
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

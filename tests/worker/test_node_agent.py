@@ -274,15 +274,16 @@ async def test_a_drained_instance_stays_away_until_the_plan_has_it_again(peers: 
     assert again["n-0"] == pids["n-0"] and again["n-1"] != pids["n-1"]
 
 
-async def test_a_drain_that_is_undone_while_it_goes_on_ends_with_a_new_process(peers: Peers, agent: NodeAgent) -> None:
-    both = plan(1, "a")
+async def test_an_instance_whose_drain_is_undone_in_time_goes_on(peers: Peers, agent: NodeAgent) -> None:
+    both = plan(1, "a", source="held")
     pids = await peers.carried_out(both)
     plans = await peers.bus.key_value(PLANS)
     await plans.put("current", PlacementPlan(2, both.instances[:1], draining=["n-1"]))
-    await until(lambda: "n-1" not in peers.instances.entries or peers.instances.entries["n-1"].state == "draining")
+    await until(lambda: peers.instances.entries["n-1"].state == "draining")
     await plans.put("current", PlacementPlan(3, both.instances))
     await peers.at_version(3)
-    assert peers.pids()["n-0"] == pids["n-0"] and peers.pids()["n-1"] != pids["n-1"]
+    assert peers.pids() == pids and peers.instances.entries["n-1"].state == "ready"
+    assert not peers.exits
 
 
 async def test_the_number_of_instances_is_changed_within_bounds_and_outlives_the_agent(

@@ -18,12 +18,14 @@ from services.worker.node_state import (
     NodeState,
     Start,
     Terminate,
+    Undrain,
     UnloadModel,
     back_off_s,
 )
 from shared.messages import InstanceInfo, InstancePlan, LoadedModel, ModelSpec, PlacementPlan
 
 MIB = 1 << 20
+GRACE_S = 30.0
 
 
 def spec(name: str, version: int = 1) -> ModelSpec:
@@ -47,7 +49,7 @@ def info(of: InstancePlan, *, state: str = "ready", models: dict[str, str] | Non
 
 def started(*instances: InstancePlan) -> NodeState:
     """A node that has carried out plan 1 at time 1."""
-    state = NodeState("n")
+    state = NodeState("n", GRACE_S)
     state.on_plan(plan(1, *instances))
     assert state.step(0.0) == [Start(instance) for instance in instances]
     for instance in instances:
@@ -59,7 +61,7 @@ def started(*instances: InstancePlan) -> NodeState:
 
 def test_only_the_instances_of_this_node_are_started() -> None:
     elsewhere = InstancePlan("other-0", "other", [spec("a")], 8 * MIB, 2 * MIB)
-    state = NodeState("n")
+    state = NodeState("n", GRACE_S)
     assert state.step(0.0) == []
     state.on_plan(plan(3, instance_plan(0), elsewhere))
     assert state.step(0.0) == [Start(instance_plan(0))]
@@ -159,7 +161,7 @@ def test_an_instance_that_leaves_the_plan_is_drained_and_forgotten() -> None:
     assert state.step(5.0) == [Drain("n-1")], "it does not show that it drains"
     state.on_registry("n-1", info(instance_plan(1), state="draining"), 5.5)
     assert state.plan_version == 0
-    late = 2.0 + node_state.DRAIN_GRACE_S + node_state.STOP_MARGIN_S
+    late = 2.0 + GRACE_S + node_state.STOP_MARGIN_S
     assert state.step(late - 0.1) == []
     assert state.step(late) == [Terminate("n-1", "draining took too long")]
     assert state.step(late + node_state.STOP_MARGIN_S) == [Kill("n-1")]
@@ -169,8 +171,53 @@ def test_an_instance_that_leaves_the_plan_is_drained_and_forgotten() -> None:
     assert state.plan_version == 2
 
 
+def test_an_instance_that_is_wanted_again_while_it_drains_goes_on() -> None:
+    state = started(instance_plan(0), instance_plan(1))
+    state.on_plan(plan(2, instance_plan(0)))
+    assert state.step(2.0) == [Drain("n-1")]
+    state.on_plan(plan(3, instance_plan(0), instance_plan(1, "ab")))
+    assert state.step(3.0) == [Undrain("n-1")]
+    assert state.step(3.5) == [], "what the registry shows is older"
+    state.on_registry("n-1", info(instance_plan(1), state="draining"), 4.0)
+    assert state.step(5.0) == []
+    assert state.step(3.0 + node_state.SETTLE_S) == [Undrain("n-1")], "it was lost"
+    state.on_registry("n-1", info(instance_plan(1)), 7.0)
+    assert state.step(8.0) == []
+    assert state.step(9.0) == []
+    assert state.step(9.1) == [LoadModel("n-1", spec("b"))], "up again, with a model to load"
+    state.on_registry("n-1", info(instance_plan(1, "ab")), 9.5)
+    assert (state.step(9.5), state.plan_version) == ([], 3)
+
+
+def test_a_drain_that_cannot_be_undone_ends_in_a_start() -> None:
+    state = started(instance_plan(0))
+    state.on_plan(plan(2))
+    assert state.step(2.0) == [Drain("n-0")]
+    state.on_plan(plan(3, instance_plan(0)))
+    assert state.step(2.1) == [Undrain("n-0")]
+    assert state.on_exit("n-0", "exited with code 0", 2.2) is False, "it was asked to"
+    assert state.step(2.2) == [Start(instance_plan(0))]
+
+
+def test_a_drain_is_not_undone_for_another_pool_nor_after_sigterm_and_may_be_asked_for_again() -> None:
+    state = started(instance_plan(0), instance_plan(1))
+    state.on_plan(plan(2, instance_plan(1)))
+    assert state.step(2.0) == [Drain("n-0")]
+    state.on_registry("n-0", info(instance_plan(0), state="draining"), 2.1)
+    state.on_plan(plan(3, instance_plan(0, pool=4), instance_plan(1)))
+    assert state.step(2.2) == []
+    state.on_plan(plan(4, instance_plan(0), instance_plan(1)))
+    assert state.step(2.3) == [Undrain("n-0")]
+    state.on_plan(plan(5, instance_plan(1)))
+    assert state.step(2.4) == [Drain("n-0")]
+    late = 2.4 + GRACE_S + node_state.STOP_MARGIN_S
+    assert state.step(late) == [Terminate("n-0", "draining took too long")]
+    state.on_plan(plan(6, instance_plan(0), instance_plan(1)))
+    assert state.step(late + 1) == []
+
+
 def test_a_plan_that_changes_before_the_instance_serves_ends_it() -> None:
-    state = NodeState("n")
+    state = NodeState("n", GRACE_S)
     state.on_plan(plan(1, instance_plan(0)))
     state.step(0.0)
     state.on_plan(plan(2, instance_plan(0, pool=4)))
@@ -223,13 +270,14 @@ class SimulatedProcess:
     up_at: float
     exits_at: float | None = None
     draining: bool = False
+    is_terminated: bool = False
 
 
 class SimulatedNode:
     """Carries actions out as instances do, with delays; counts them."""
 
     def __init__(self, *, loses_requests: bool) -> None:
-        self.state = NodeState("n")
+        self.state = NodeState("n", GRACE_S)
         self.processes: dict[str, SimulatedProcess] = {}
         self.counts: Counter[tuple[str, type, str]] = Counter()
         self.now = 0.0
@@ -281,12 +329,15 @@ class SimulatedNode:
         self.counts[action.instance_id, type(action), getattr(action, "name", "")] += 1
         total = sum(self.counts.values())
         if isinstance(action, Terminate | Kill):
-            process.exits_at = self.now + 0.5
+            process.exits_at, process.is_terminated = self.now + 0.5, True
         elif self._loses and total % 3 == 0:
             return
         elif isinstance(action, Drain):
             process.draining = True
             process.exits_at = self.now + 4.0
+        elif isinstance(action, Undrain):
+            if process.draining and not process.is_terminated:
+                process.draining, process.exits_at = False, None
         elif isinstance(action, UnloadModel) and process.models.get(action.name) == "ready":
             process.models[action.name] = "unloading"
             process.busy[action.name] = self.now + 1.5

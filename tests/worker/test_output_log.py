@@ -6,7 +6,15 @@ import msgspec
 import pytest
 
 from services.worker.output_log import OutputLog
-from shared.messages import FinishReason, StreamPosition, TokenEntry, TokenLogprob, pack_tokens, unpack_tokens
+from shared.messages import (
+    UNKNOWN_LOGPROB,
+    FinishReason,
+    StreamPosition,
+    TokenEntry,
+    TokenLogprob,
+    pack_tokens,
+    unpack_tokens,
+)
 from tests.shared.engine.fake_executor import request
 
 
@@ -41,14 +49,18 @@ def test_an_adopted_request_is_replayed_from_its_beginning(outputs: OutputLog) -
     assert replayed(outputs, 0, 0) is None, "the source's epoch is not this instance's to answer"
 
 
-def test_where_logprobs_are_wanted_what_was_before_is_not_replayed(outputs: OutputLog) -> None:
+@pytest.mark.parametrize("is_ended", [False, True])
+def test_where_logprobs_are_wanted_those_of_before_are_unknown(outputs: OutputLog, is_ended: bool) -> None:
     outputs.adopt(request("r", [7], 10, epoch=1, prior=pack_tokens([1, 2]), logprobs=2), 0)
-    assert replayed(outputs, 1, 1) is None
+    assert replayed(outputs, 1, 1) == (1, [2])
     assert replayed(outputs, 1, 2) == (2, [])
-    entry = TokenEntry("r", 1, 2, pack_tokens([3]), logprobs=(TokenLogprob(-0.5),))
+    reason = FinishReason.LENGTH if is_ended else None
+    entry = TokenEntry("r", 1, 2, pack_tokens([3]), reason, logprobs=(TokenLogprob(-0.5),))
     outputs.frames("here", [entry], 1.0)
-    answer = outputs.replay(StreamPosition("r", 1, 2))
-    assert answer == entry
+    assert outputs.replay(StreamPosition("r", 1, 2)) == entry
+    assert replayed(outputs, 1, 1) == (1, [2, 3])
+    answer = outputs.replay(StreamPosition("r", 1, 1))
+    assert answer is not None and answer.logprobs == (UNKNOWN_LOGPROB, TokenLogprob(-0.5))
 
 
 def test_a_request_that_moved_away_is_given_up_unless_it_is_back(outputs: OutputLog) -> None:

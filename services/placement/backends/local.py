@@ -51,7 +51,7 @@ class LocalBackend(ScalingBackend):
         while sizes:
             answers = await asyncio.gather(*(self._ask(node_id, number) for node_id, number in sizes.items()))
             failed = {node_id for node_id, error in zip(sizes, answers, strict=True) if error is not None}
-            refused = next((error for error in answers if error is not None), None)
+            refused = next((error for error in reversed(answers) if error is not None), None)
             missing = sum(sizes[node.node_id] - node.num_instances for node in nodes if node.node_id in failed)
             nodes = [
                 msgspec.structs.replace(node, num_instances=sizes.get(node.node_id, node.num_instances))

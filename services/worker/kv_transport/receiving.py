@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import secrets
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
@@ -32,9 +31,6 @@ class Receipt:
     """From the call of `send`, or from the accepted ticket, to the end."""
 
 
-_UNTOUCHED = torch.frombuffer(bytearray(secrets.token_bytes(8)), dtype=torch.uint8)
-"""The last bytes of staging before a message arrives; one that leaves them as they are is a filler. A chunk that happened to
-end in them would not pass unnoticed: it would be missing in the sum."""
 WITHDRAW_TIMEOUT_S = 5.0
 
 
@@ -45,9 +41,6 @@ class _Posted:
     buffer: Buffer
     staged: torch.Tensor | None
     """None: it arrives in its slots, or is dropped."""
-
-    def is_filler(self) -> bool:
-        return self.staged is not None and torch.equal(self.staged[-len(_UNTOUCHED) :].cpu(), _UNTOUCHED)
 
 
 class Incoming:
@@ -72,6 +65,12 @@ class Incoming:
     @property
     def is_live(self) -> bool:
         return self._failure is None and not self._result.done()
+
+    @property
+    def is_aborted(self) -> bool:
+        """The source has said that it will not send all."""
+        said = self.sent.done() and not self.sent.cancelled() and self.sent.exception() is None
+        return said and self.sent.result().aborted
 
     @property
     def receipt(self) -> Receipt | None:
@@ -154,14 +153,15 @@ class Receiver:
         incoming = self._incoming
         try:
             for index in range(self._num_chunks):
-                self._post_up_to(index + WINDOW)
+                await self._post_up_to(index + WINDOW)
                 chunk = self._posted[0]
                 await asyncio.wait([chunk.task])  # a cancelled wait must not cancel the receive
                 chunk.task.result()
                 self._posted.popleft()
                 if chunk.staged is None:
-                    self._post_up_to(index + 1 + WINDOW)  # before the sum: nothing else needs this chunk's memory
-                if incoming.is_live and not chunk.is_filler():
+                    await self._post_up_to(index + 1 + WINDOW)  # before the sum: nothing else needs this chunk's memory
+                # Once it is aborted they are fillers, or of no use: one that was taken before that is known is zeroed.
+                if incoming.is_live and not incoming.is_aborted:
                     await self._take(chunk)
             total = await self._judge(await incoming.sent)
         finally:
@@ -173,22 +173,21 @@ class Receiver:
         reason, detail = (failure.reason, str(failure)[:200]) if failure else (None, "")
         return Ended(self._message.transfer, reason, self._num_bytes, total, detail)
 
-    def _post_up_to(self, count: int) -> None:
+    async def _post_up_to(self, count: int) -> None:
         while self._num_posted < min(count, self._num_chunks):
             start = self._num_posted * self._message.chunk_slots
             slots = self._incoming.slots[start : start + self._message.chunk_slots]
-            self._posted.append(self._post(slots))
+            self._posted.append(await self._post(slots))
             self._num_posted += 1
 
-    def _post(self, slots: Sequence[int]) -> _Posted:
+    async def _post(self, slots: Sequence[int]) -> _Posted:
         incoming, size = self._incoming, len(slots) * self._message.slot_bytes
         staged = None
         run = self._staging.run_of(incoming.pool, slots) if incoming.is_live else None
         if run is not None:
             buffer = run
         elif incoming.is_live:
-            staged = self._pair[self._num_posted][:size]
-            staged[-len(_UNTOUCHED) :] = _UNTOUCHED
+            staged = (await self._pair.buffer(self._num_posted, self._executor))[:size]
             buffer = buffer_of(staged)
         else:
             if self._drain is None:
@@ -227,16 +226,18 @@ class Receiver:
         incoming = self._incoming
         if not incoming.is_live:
             return 0
-        if sent.aborted:
-            incoming.fail(TransferError(TransferReason.CANCELLED, "by the source"))
-            return 0
         total = combined(await asyncio.gather(*self._digests))
-        if incoming.is_live and (sent.num_chunks, sent.checksum) != (self._num_chunks, total):
+        failure = None
+        if sent.aborted:
+            failure = TransferError(TransferReason.CANCELLED, "by the source")
+        elif (sent.num_chunks, sent.checksum) != (self._num_chunks, total):
+            failure = TransferError(TransferReason.CORRUPTED, "checksum")
+        if incoming.is_live and failure is not None:
             incoming.begin_write()
             try:  # attention may read what it masks, and must not find NaN there
                 await to_end(self._loop.run_in_executor(self._executor, incoming.pool.zero, incoming.slots))
             finally:
-                incoming.fail(TransferError(TransferReason.CORRUPTED, "checksum"))
+                incoming.fail(failure)
                 incoming.end_write()
         return total
 

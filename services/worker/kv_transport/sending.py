@@ -99,12 +99,13 @@ async def send_chunks(
             run = staging.run_of(pool, slots)
             try:
                 if run is None:
-                    digests.append(loop.run_in_executor(executor, pool.gather, slots, pair[index][:size], checked))
+                    staged = (await pair.buffer(index, executor))[:size]
+                    digests.append(loop.run_in_executor(executor, pool.gather, slots, staged, checked))
                     await to_end(digests[-1])
             except Exception as error:
                 failure = TransferError(TransferReason.FAILED, f"gather: {error}")
                 break
-            payload = buffer_of(pair[index][:size]) if run is None else run
+            payload = buffer_of(staged) if run is None else run
             await _pause(outgoing.stopped, bucket.take(size, clock()))
             await faults.at(FaultPoint.CHUNK_READY, payload if isinstance(payload, np.ndarray) else None)
             if outgoing.stopped.is_set():

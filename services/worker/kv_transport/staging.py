@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from concurrent.futures import Executor
 from typing import Any, TypeVar
 
 import numpy as np
@@ -125,19 +126,23 @@ class SlotPool:
 
 
 class StagingPair:
-    """Two buffers `[num_bytes]` uint8, made when first asked for."""
+    """Two buffers `[num_bytes]` uint8, made when first asked for: in a thread, since memory of a device, or that is
+    page-locked for one, takes long to get."""
 
     def __init__(self, num_bytes: int, device: torch.device, pinned: bool) -> None:
         self.kind = (num_bytes, device, pinned)
         self._buffers: list[torch.Tensor | None] = [None, None]
 
-    def __getitem__(self, index: int) -> torch.Tensor:
-        buffer = self._buffers[index % 2]
-        if buffer is None:
-            num_bytes, device, pinned = self.kind
-            buffer = torch.empty(num_bytes, dtype=torch.uint8, device=device, pin_memory=pinned)
-            self._buffers[index % 2] = buffer
-        return buffer
+    async def buffer(self, index: int, executor: Executor) -> torch.Tensor:
+        if (known := self._buffers[index % 2]) is not None:
+            return known
+        made = await to_end(asyncio.get_running_loop().run_in_executor(executor, self._make))
+        self._buffers[index % 2] = made
+        return made
+
+    def _make(self) -> torch.Tensor:
+        num_bytes, device, pinned = self.kind
+        return torch.empty(num_bytes, dtype=torch.uint8, device=device, pin_memory=pinned)
 
 
 class StagingPairs:

@@ -186,7 +186,7 @@ class KvTransport:
             self._metrics.on_failed("in", incoming.failure.reason)
 
     def bandwidth_bytes_s(self, address: str) -> float | None:
-        """Measured on transfers to this peer, without the rate limit's waits; None: none yet."""
+        """Measured on transfers over the connection to this peer, without the rate limit's waits; None: none yet."""
         measured = self._bandwidth.get(address)
         return measured.bytes_s if measured else None
 
@@ -210,8 +210,8 @@ class KvTransport:
         self._open = False
         error = TransferError(TransferReason.CLOSED)
         self._destination.fail_all(error)
-        for connection in list(self._connections):
-            await connection.lose("closed here", TransferReason.CLOSED)
+        losing = [connection.lose("closed here", TransferReason.CLOSED) for connection in self._connections]
+        await asyncio.gather(*losing)
         await self._tasks.end_all()
         await self._network.close()
         self._executor.shutdown()
@@ -298,7 +298,7 @@ class KvTransport:
         def add(num_bytes: int, seconds: float) -> None:
             bandwidth.add(num_bytes, seconds)
             if self._limits.rate_fraction is not None:
-                fastest = max(peer.bytes_s or 0.0 for peer in self._bandwidth.values())
+                fastest = max((peer.bytes_s or 0.0 for peer in self._bandwidth.values()), default=0.0)
                 if fastest:
                     self._bucket.set_rate(self._limits.rate_fraction * fastest, self._loop.time())
 
@@ -327,6 +327,7 @@ class KvTransport:
         for address, task in list(self._dialled.items()):
             if task.done() and task.result() is connection:
                 del self._dialled[address]
+                self._bandwidth.pop(address, None)
                 self._metrics.forget_peer(address)
 
     # ------------------------------------------------------------------------------------------------ helpers

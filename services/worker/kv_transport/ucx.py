@@ -8,7 +8,8 @@ What of ucxx this file works around:
 - A cancelled send can return as if it had worked; so every completion is checked against the endpoint's state, and the
   protocol above believes the peer's acknowledgement only.
 - A request does not keep its buffer alive when the task that waits for it is cancelled; the link keeps it until `abort`.
-- Closing an endpoint and stopping the threads block; both are done off the event loop.
+- Loading the library, looking for devices, closing an endpoint and stopping the threads block; all are done off the event
+  loop. What the context starts belongs to the loop that runs where it is started, so that is done on it.
 - Endpoints report a peer's death only in the error handling mode that is ucxx's default. In it UCX does without shared
   memory and without zero copies over tcp, and sends tcp segments of 8 KiB, which costs half of the bandwidth.
 """
@@ -50,26 +51,26 @@ class _Runtime:
     _by_loop: dict[asyncio.AbstractEventLoop, _Runtime] = {}  # noqa: RUF012
 
     def __init__(self) -> None:
-        for name, value in ENVIRONMENT.items():
-            os.environ.setdefault(name, value)
-        from ucxx.core import ApplicationContext
-
-        self.context: Any = ApplicationContext(
-            progress_mode="thread", enable_python_future=True, connect_timeout=CONNECT_TIMEOUT_S
-        )
+        self.context: Any = None
         self._users = 0
+        self._opening = asyncio.Lock()
 
     @classmethod
-    def acquire(cls) -> _Runtime:
-        loop = asyncio.get_running_loop()
-        runtime = cls._by_loop.get(loop)
-        if runtime is None:
-            try:
-                runtime = cls._by_loop[loop] = cls()
-            # a missing or unloadable library, a transport that does not exist, no memory: all mean the same here
-            except Exception as error:
-                raise _unusable(error) from error
+    async def acquire(cls) -> _Runtime:
+        runtime = cls._by_loop.setdefault(asyncio.get_running_loop(), cls())
         runtime._users += 1
+        try:
+            async with runtime._opening:
+                if runtime.context is None:
+                    context = await asyncio.to_thread(_new_context)
+                    context.begin()
+                    runtime.context = context
+        except BaseException as error:
+            await runtime.release()
+            if not isinstance(error, Exception):
+                raise
+            # a missing or unloadable library, a transport that does not exist, no memory: all mean the same here
+            raise _unusable(error) from error
         return runtime
 
     @property
@@ -77,20 +78,47 @@ class _Runtime:
         return bool(self.context.context.cuda_support)
 
     async def release(self) -> None:
-        from ucxx._lib_async import application_context
-
         self._users -= 1
         if self._users:
             return
         loop = asyncio.get_running_loop()
         del self._by_loop[loop]
         context, self.context = self.context, None
+        if context is None:
+            return
+        from ucxx._lib_async import application_context
+
         await asyncio.to_thread(context.worker.stop_request_notifier_thread)  # or it waits for a second
         await asyncio.to_thread(context.notifier_thread.join, STOP_TIMEOUT_S)
         if context.notifier_thread.is_alive():
             logger.error("the notifier thread of UCX did not end within %.0f s", STOP_TIMEOUT_S)
         application_context.ProgressTasks.pop(loop, None)
         await asyncio.to_thread(context.worker.stop_progress_thread)
+
+
+def _new_context() -> Any:
+    """Blocks; `begin` is to be called on the event loop."""
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    from ucxx.core import ApplicationContext
+
+    class Context(ApplicationContext):  # type: ignore[misc]
+        _has_begun = False
+
+        def begin(self) -> None:
+            self._has_begun = True
+            self.start_notifier_thread()
+            self.continuous_ucx_progress()
+
+        def start_notifier_thread(self) -> None:
+            if self._has_begun:
+                super().start_notifier_thread()
+
+        def continuous_ucx_progress(self, event_loop: asyncio.AbstractEventLoop | None = None) -> None:
+            if self._has_begun:
+                super().continuous_ucx_progress(event_loop)
+
+    return Context(progress_mode="thread", enable_python_future=True, connect_timeout=CONNECT_TIMEOUT_S)
 
 
 def _unusable(error: BaseException) -> TransferError:
@@ -156,7 +184,7 @@ class UcxNetwork(Network):
             else:
                 on_link(link)
 
-        self._runtime = _Runtime.acquire()
+        self._runtime = await _Runtime.acquire()
         try:
             self._listener = self._runtime.context.create_listener(accept, port=self._port)
             address = f"{self._host}:{self._listener.port}"

@@ -99,8 +99,8 @@ def decode_control(frame: np.ndarray) -> Control:
 
 def checksum(payload: np.ndarray, checked_bytes: int, seed: int = 0) -> int:
     """32 bits over `[n]` uint8: the CRC of 64-bit sums of the first `checked_bytes` of each line of 4 KiB, and of what is
-    left over. Whatever was lost, repeated or put elsewhere by the segment is seen; a changed word where it is among those
-    summed. With all of them this runs at the speed of memory, which a fast wire has none to spare of."""
+    left over. Whatever was lost, repeated or put elsewhere by 4 KiB or more is seen; less, or a changed word, only where it
+    is among those summed. With all of them this runs at the speed of memory, which a fast wire has none to spare of."""
     whole = len(payload) // LINE_BYTES * LINE_BYTES
     if whole:
         lines = payload[:whole].view(np.uint64).reshape(-1, LINE_BYTES // 8)

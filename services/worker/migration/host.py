@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Protocol
 
-from shared.messages import Commit, InstanceInfo, MoveOutcome
+from shared.messages import Commit, GenerationRequest, InstanceInfo, MoveOutcome
 
 
 class MigrationHost(Protocol):
@@ -19,7 +19,8 @@ class MigrationHost(Protocol):
         """It takes no requests, and gives all away."""
 
     def peers(self) -> Mapping[str, InstanceInfo]:
-        """The registry as it stands, this instance included."""
+        """The registry as it stands, this instance included; nothing where it has not been asked for of late: ask again
+        soon. Changes are told (`MigrationService.on_instance`) while the service `needs_peers`."""
 
     def serves(self, model: str) -> bool:
         """Whether the model takes requests here."""
@@ -28,7 +29,7 @@ class MigrationHost(Protocol):
         """A request is this instance's from now on: its earlier output can be replayed, its gateway hears of the new owner,
         the next load report names it."""
 
-    def on_move_ended(self, outcome: MoveOutcome, gateway_id: str) -> None:
+    def on_move_ended(self, outcome: MoveOutcome, request: GenerationRequest) -> None:
         """A migration out of here is over; where the request has moved, cancels and replays for it are passed on."""
 
 

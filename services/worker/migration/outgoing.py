@@ -21,7 +21,7 @@ from services.worker.migration.telemetry import MOVED
 from shared.engine.moving import MoveCandidate, PinnedBlocks, TakenOut
 from shared.messages import AbortReason, GenerationRequest, InstanceInfo, MoveOutcome, MoveReason
 from shared.migration.estimates import MARGIN_BLOCKS, Next, is_worth, next_stage
-from shared.migration.source import Action, Event, SourceMove, State
+from shared.migration.source import LEAVE_S, Action, Event, SourceMove, State
 
 log = logging.getLogger(__name__)
 
@@ -46,7 +46,7 @@ class OutgoingMigration:
         request, before anything else can happen to it here."""
         self.migration_id = uuid.uuid4().hex
         self.request_id = request.request_id
-        self.gateway_id = request.gateway_id
+        self.request = request
         self.destination = destination
         self.machine = SourceMove(request.epoch, site.loop.now())
         self.is_given_up = False
@@ -78,6 +78,8 @@ class OutgoingMigration:
         self._stages: list[Stage] = []
         self._num_copied = 0
         """Of the stages, those whose blocks are at the destination."""
+        self._num_left = 0
+        """Blocks that are not copied yet, the one being filled too."""
         self._previous_left_s: float | None = None
         self._pinned: PinnedBlocks | None = None
         """Of the stage under way."""
@@ -96,31 +98,38 @@ class OutgoingMigration:
     async def run(self) -> MoveOutcome:
         """Until all of it has come to rest. Never raises for a failure of the migration."""
         self._site.telemetry.begin("out")
-        self._decide()
-        while not self.machine.is_over:
-            self._changed.clear()
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(max(0.0, self.machine.deadline_s() - self._site.loop.now())):
-                    await self._changed.wait()
-                continue
-            self.feed(Event.TIMEOUT)
-        is_moved = self.machine.state is State.MOVED
-        if is_moved and self._copies:
-            await asyncio.wait(self._copies, timeout=ACKNOWLEDGE_S)
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        self._unpin()
+        try:
+            self._decide()
+            while not self.machine.is_over:
+                self._changed.clear()
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(max(0.0, self.machine.deadline_s() - self._site.loop.now())):
+                        await self._changed.wait()
+                    continue
+                self.feed(Event.TIMEOUT)
+            is_moved = self.machine.state is State.MOVED
+            if is_moved and self._copies:
+                await asyncio.wait(self._copies, timeout=ACKNOWLEDGE_S)
+        except Exception:
+            log.exception("migration %s of request %s failed here", self.migration_id, self.request_id)
+            # As if the destination were lost: at any point this leaves the request to one owner, here.
+            self.feed(Event.DESTINATION_LOST)
+        finally:
+            for task in self._tasks:
+                task.cancel()
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+            self._unpin()
+            self._report()
         assert self._outcome is not None
-        self._report(self._outcome)
         return self._outcome
 
-    def _report(self, moved: MoveOutcome) -> None:
+    def _report(self) -> None:
         machine, telemetry, num_bytes = self.machine, self._site.telemetry, self._peer.num_bytes
-        outcome = moved.reason or MOVED
+        is_moved = machine.state is State.MOVED
+        outcome = MOVED if is_moved else str(machine.reason or AbortReason.STOPPED)
         telemetry.end("out", str(self._reason), outcome)
         telemetry.on_bytes("out", num_bytes)
-        if moved.is_moved:
+        if is_moved:
             telemetry.on_moved(machine.num_stages)
         self._span.end(
             {
@@ -162,6 +171,8 @@ class OutgoingMigration:
                 self._decide()
             case Action.RESERVE:
                 self._spawn(self._fed(self._peer.reserve(self._stages[-1])))
+            case Action.COPY | Action.TAKE_OUT if not self._is_still_worth():
+                self.feed(Event.FAILED, AbortReason.NOT_WORTH)
             case Action.COPY:
                 self._copy()
             case Action.TAKE_OUT:
@@ -171,7 +182,10 @@ class OutgoingMigration:
             case Action.COMMIT:
                 self._commit()
             case Action.ASK:
-                self._spawn(self._fed(self._peer.ask(self.machine.epoch + 1)))
+                if self._site.is_there(self.destination):
+                    self._spawn(self._fed(self._peer.ask(self.machine.epoch + 1)))
+                else:
+                    self.feed(Event.DESTINATION_LOST)
             case Action.ABORT:
                 for task in self._copies:
                     task.cancel()
@@ -210,8 +224,10 @@ class OutgoingMigration:
             return
         num_filled = len(pinned.slots)
         self._some_slot = pinned.slots[-1:] or self._some_slot
-        left_s, step_s = self._peer.copy_s((num_filled + 1) * slot_bytes), self._site.step_s(self._model)
-        if not self._num_copied and not is_worth(left_s, self._candidate.tokens_left, step_s):
+        self._num_left = num_filled + 1
+        left_s, step_s = self._peer.copy_s(self._num_left * slot_bytes), self._site.step_s(self._model)
+        # Full blocks may be at the destination already; the one being filled is not.
+        if not self._num_copied and not self._is_worth(1):
             self.feed(Event.FAILED, AbortReason.NOT_WORTH)
             return
         choice = next_stage(num_filled, left_s, self._previous_left_s, step_s, self._num_copied, self._site.max_stages)
@@ -225,15 +241,26 @@ class OutgoingMigration:
             # How much the next chunk fills shows when it has left.
             self.feed(Event.OUT)
         else:
-            self._announce(num_filled + MARGIN_BLOCKS, pinned.hashes)
+            self._announce(num_filled + MARGIN_BLOCKS, pinned.hashes, begins_s=LEAVE_S)
             self.feed(Event.LAST)
 
     def _is_in_prefill(self, num_filled: int) -> bool:
         return self._candidate.request.num_tokens >= (num_filled + 2) * self._page_tokens
 
-    def _announce(self, num_blocks: int, hashes: bytes, on_host: bool = False) -> None:
+    def _is_worth(self, num_blocks: int) -> bool:
+        """To copy so many."""
+        cost_s = self._peer.copy_s(num_blocks * (self._peer.slot_bytes(False) or 0))
+        return is_worth(cost_s, self._candidate.tokens_left, self._site.step_s(self._model))
+
+    def _is_still_worth(self) -> bool:
+        """To copy all, now that the answer to the first stage says what of it the destination has."""
+        if len(self._stages) != 1 or (reserved := self._stages[0].reserved) is None:
+            return True
+        return self._is_worth(self._num_left - reserved.num_held)
+
+    def _announce(self, num_blocks: int, hashes: bytes, on_host: bool = False, begins_s: float = 0.0) -> None:
         first_block = sum(stage.num_blocks for stage in self._stages)
-        self._stages.append(Stage(len(self._stages), first_block, num_blocks, hashes, on_host))
+        self._stages.append(Stage(len(self._stages), first_block, num_blocks, hashes, on_host, begins_s))
 
     def _copy(self) -> None:
         stage, pinned = self._stages[-1], self._pinned
@@ -255,6 +282,10 @@ class OutgoingMigration:
         if self._took_out_s is None or taken.taken_s < self._took_out_s:
             return
         self._taken = taken
+        if taken.request.epoch != self.machine.epoch:
+            # Placed here anew meanwhile: what runs now is not what this migration may hand over.
+            self.feed(Event.GONE, AbortReason.ENDED)
+            return
         if self._site.faults.has(FaultPoint.SOURCE_TAKEN_OUT):
             self._spawn(self._after_fault(FaultPoint.SOURCE_TAKEN_OUT, self._pin_rest))
         else:
@@ -267,11 +298,11 @@ class OutgoingMigration:
             return
         self._unpin()
         rest = self._pinned = self._site.loop.pin_rest(self.request_id, self._next_block)
-        if rest is None and taken.progress.num_computed:
+        if rest is None:
             self._gone()
             return
         announced = sum(stage.num_blocks for stage in self._stages[self._num_copied :])
-        if rest is None or len(rest.slots) <= announced:
+        if len(rest.slots) <= announced:
             self.feed(Event.TAKEN_OUT)
         elif not self._candidate.is_running and not rest.on_host:
             # It got its turn meanwhile: to copy all of it now would be a long pause.
@@ -296,7 +327,14 @@ class OutgoingMigration:
             filler = part[-1:] or self._some_slot
             part = part + filler * (stage.num_blocks - len(part))
             self._spawn(self._send_last(stage, part), self._copies)
-        self._spawn(self._fed(self._peer.commit(taken, self.machine.epoch + 1, self._stages)))
+        self._spawn(self._hand_over(taken))
+
+    async def _hand_over(self, taken: TakenOut) -> None:
+        answer = await self._peer.commit(taken, self.machine.epoch + 1, self._stages)
+        if answer == Answer(Event.COMMIT_REFUSED, AbortReason.REFUSED) and not self._candidate.is_running:
+            # It would wait there as well; others may find room there.
+            answer = answer._replace(reason=AbortReason.NOT_WORTH)
+        self.feed(*answer)
 
     async def _send_last(self, stage: Stage, slots: list[int]) -> None:
         """That they are there shows in the answer to Commit."""
@@ -311,7 +349,7 @@ class OutgoingMigration:
         self._end_pause()
         self.is_given_up = self.machine.state is not State.MOVED
         if was_cancelled and not self.is_given_up:
-            self._peer.cancel()
+            self._peer.cancel(self.machine.epoch)
 
     def _gone(self) -> None:
         """The engine says that the request cannot move any more."""

@@ -71,6 +71,8 @@ class Site:
     max_stages: int
     step_s: Callable[[str], float]
     """Of a model's decode steps lately."""
+    is_there: Callable[[InstanceInfo], bool]
+    """Whether the registry still has that process."""
 
 
 @dataclass
@@ -82,6 +84,8 @@ class Stage:
     num_blocks: int
     hashes: bytes
     on_host: bool = False
+    begins_s: float = 0.0
+    """So long after the answer its blocks may begin to come."""
     reserved: Reserved | None = None
 
     def attributes(self) -> dict[str, int]:
@@ -159,7 +163,7 @@ class Peer:
             self.slot_bytes(stage.on_host) or 0,
             on_host=stage.on_host,
             max_tokens=self._max_tokens,
-            deadline_s=max(IDLE_S, self.copy_deadline_s(stage)),
+            deadline_s=stage.begins_s + max(IDLE_S, self.copy_deadline_s(stage)),
             traceparent=self._span.traceparent,
         )
         try:
@@ -251,6 +255,7 @@ class Peer:
     def abort(self, reason: AbortReason) -> None:
         self._site.bus.publish(INSTANCE_ABORT.at(**self._ids), AbortMigration(self._migration_id, reason))
 
-    def cancel(self) -> None:
-        """The client does not want the request any more."""
-        self._site.bus.publish(INSTANCE_CANCEL.at(**self._ids), Cancel(self._request.request_id))
+    def cancel(self, epoch: int) -> None:
+        """The client does not want the request any more; `epoch`: in which it was handed over. One that was placed anew
+        is not meant."""
+        self._site.bus.publish(INSTANCE_CANCEL.at(**self._ids), Cancel(self._request.request_id, epoch))

@@ -12,7 +12,7 @@ import contextlib
 import logging
 from collections.abc import Iterable
 
-from services.worker.engine_loop import EngineLoop
+from services.worker.engine_loop import EngineLoop, StepStats
 from services.worker.kv_transport import KvTransport
 from services.worker.migration.faults import FaultPoints
 from services.worker.migration.host import MigrationHost
@@ -105,6 +105,7 @@ class MigrationService:
             settings.migration_rate_share,
             settings.migration_max_stages,
             lambda model: self._step_s.get(model, DEFAULT_STEP_S),
+            self._is_there,
         )
         self._lease: Rebalance | None = None
         self._lease_until_s = 0.0
@@ -165,6 +166,12 @@ class MigrationService:
         return self.num_moving_out + self.num_moving_in > 0
 
     @property
+    def needs_peers(self) -> bool:
+        """Whether it has to hear of changes in the registry."""
+        self._forget()
+        return self._lease is not None or bool(self._moves or self._disowned)
+
+    @property
     def num_moving_out(self) -> int:
         """Migrations under way."""
         return len(self._moves)
@@ -190,10 +197,12 @@ class MigrationService:
             elif isinstance(effect, Ended) and (ending := self._outgoing.get(effect.request.request_id)) is not None:
                 ending.feed(Event.GONE, AbortReason.ENDED)
 
-    def on_step_time(self, model: str, seconds: float) -> None:
-        """A step of the model has ended; `seconds`: what it took."""
-        known = self._step_s.get(model)
-        self._step_s[model] = seconds if known is None else known + STEP_WEIGHT * (seconds - known)
+    def on_step(self, stats: StepStats) -> None:
+        """A step has ended. The mean is of those that only decode: what a request waits for each token."""
+        model, seconds = stats.model, stats.duration_s
+        if stats.num_tokens == sum(stats.num_decodes):
+            known = self._step_s.get(model)
+            self._step_s[model] = seconds if known is None else known + STEP_WEIGHT * (seconds - known)
         self._incoming.on_step(model, self._loop.now() - seconds)
 
     def on_instance(self, instance_id: str, info: InstanceInfo | None) -> None:
@@ -222,10 +231,11 @@ class MigrationService:
         return None if entry is None else entry[1]
 
     def forward_cancel(self, request_id: str) -> bool:
-        """Passes a cancel on to the new owner; False where the request has not moved lately."""
+        """Passes a cancel on to the new owner; False where the request has not moved lately. With the epoch it goes no
+        further than there, and not for ever to and fro between two that each believe the other."""
         if (moved := self.moved(request_id)) is None:
             return False
-        self._bus.publish(INSTANCE_CANCEL.at(instance_id=moved.instance_id), Cancel(request_id))
+        self._bus.publish(INSTANCE_CANCEL.at(instance_id=moved.instance_id), Cancel(request_id, moved.epoch))
         return True
 
     # --------------------------------------------------------------------------------------------- giving away
@@ -269,13 +279,19 @@ class MigrationService:
             fitting = [destination for destination in destinations if self._fits(candidate, destination)]
             if not fitting:
                 continue
-            if (request := self._held_request(request_id)) is None:
+            request = self._held_request(request_id)
+            if request is None or request.epoch != candidate.request.epoch:
                 continue
             task = asyncio.create_task(self._move(candidate, request, fitting, lease.reason), name="migration")
             self._moves[request_id] = task
             task.add_done_callback(_log_failure)
             return True
         return False
+
+    def _is_there(self, destination: InstanceInfo) -> bool:
+        """Whether that process is in the registry still."""
+        info = self._host.peers().get(destination.instance_id)
+        return info is not None and info.incarnation == destination.incarnation
 
     def _may_take(self, destination: InstanceInfo) -> bool:
         failed_until_s = self._failed_until_s.get(destination.instance_id, 0.0)
@@ -310,6 +326,8 @@ class MigrationService:
         try:
             page_tokens = self._page_tokens(request.model)
             for destination in destinations:
+                if not self._is_there(destination):
+                    continue
                 migration = OutgoingMigration(
                     self._site, candidate, request, page_tokens, destination, reason, self._on_over
                 )
@@ -341,7 +359,7 @@ class MigrationService:
                 self._failed_until_s[outcome.destination_id] = now + RETRY_S
             if migration.is_disowned:
                 self._disowned[migration.migration_id] = (now + DISOWN_S, migration.destination)
-        self._host.on_move_ended(outcome, migration.gateway_id)
+        self._host.on_move_ended(outcome, migration.request)
 
     def _forget(self) -> None:
         now = self._loop.now()

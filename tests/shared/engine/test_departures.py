@@ -28,7 +28,7 @@ def test_candidates_come_by_priority_then_by_blocks():
     assert found[0].tokens_left == 18 and found[2].priority == Priority.HIGH
 
 
-def test_an_online_request_without_room_comes_first_and_offline_ones_only_to_drain():
+def test_online_requests_without_room_come_first_and_offline_ones_only_to_drain():
     node = make(num_merged=4, rows=4)
     node.engine.submit(request("runs", list(range(30)), 10), 0.0)
     node.engine.submit(request("harvest", list(range(9)), 10, request_class=OFFLINE), 0.0)
@@ -36,7 +36,7 @@ def test_an_online_request_without_room_comes_first_and_offline_ones_only_to_dra
     for name in ("head", "later"):
         node.engine.submit(request(name, list(range(100, 140)), 10), 0.0)
     run(node, 1)
-    assert [c.request.request_id for c in node.engine.move_candidates(1.0)] == ["head", "runs"]
+    assert [c.request.request_id for c in node.engine.move_candidates(1.0)] == ["head", "later", "runs"]
     assert node.engine.move_candidates(1.0)[0].num_blocks == 0
     drained = [c.request.request_id for c in node.engine.move_candidates(1.0, include_offline=True)]
     assert drained == ["head", "later", "runs", "harvest"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import msgspec
 import pytest
 
 from shared.cost_model import CostModel
@@ -64,6 +65,16 @@ def test_models_of_different_slots_are_weighted_by_what_a_step_takes():
     assert load.migration_freeness == pytest.approx((40 - 2 - num_slots) / (1 / 16 + 1 / 4))
 
 
+@pytest.mark.parametrize("shapes", [[WIDE, NARROW], [NARROW, WIDE]])
+def test_of_several_models_that_wait_the_one_whose_step_takes_most_counts(shapes: list[ModelShape]):
+    engine = Engine(40, 8, RoundRobin(), FixedTokenBudget(512), steps_in_flight=1)
+    Node(engine, shapes)
+    for model in "ab":
+        engine.submit(request(model, [1, 2, 3], 50, model=model), 0.0)
+    load = engine.load()
+    assert load.scaling_freeness == pytest.approx((40 - 0.5 - 1) * 4)
+
+
 def test_of_those_that_wait_the_head_counts_for_moving_and_all_for_scaling():
     node = make(rows=1)
     run(node, request("runs", list(range(30)), 50))
@@ -105,10 +116,12 @@ def test_what_comes_and_what_leaves_is_load():
     run(node, request("r", list(range(30)), 50, priority=HIGH))
     alone = node.engine.load()
     assert node.engine.take_out("r", 0.0)
-    assert node.engine.load() == alone
+    assert alone.next_move_tokens == 32
+    assert node.engine.load() == msgspec.structs.replace(alone, next_move_tokens=0), "nobody else could move"
     reserve(node, 6)
     both = node.engine.load()
     assert both.dispatch_freeness == pytest.approx(both.migration_freeness / 16)
+    assert both.dispatch_freeness == pytest.approx(alone.dispatch_freeness - 3), "still divided by the one that runs"
     assert both.num_high == 1
     node.engine.drop_moved("r", 0.0)
     coming = node.engine.load()

@@ -1,5 +1,5 @@
-"""Both ends of a migration against each other: messages are lost, late or doubled, either end dies, and the request may end
-or be preempted at any moment."""
+"""Both ends of a migration against each other: messages are lost, late or doubled, either end dies, and the request may end,
+be preempted or be placed anew at its source at any moment."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shared.messages import PLACEMENT_EPOCHS, AbortReason
+from shared.messages import PLACEMENT_EPOCHS, AbortReason, next_placement
 from shared.migration import destination as dst
 from shared.migration import source as src
 from shared.migration.destination import DestinationMove
@@ -35,6 +35,8 @@ class World:
         self.place = "batch"
         """batch | leaving | out | sealed | gone (moved away, or dropped) | ended"""
         self.waits = waits
+        self.was_replaced = False
+        """A later placement of the request came to the source."""
         self.asked: dict[str, float] = {}
         """Requests without a reply -> when they time out."""
         self.disowned = False
@@ -74,10 +76,12 @@ class World:
         elif action is A.TAKE_OUT:
             self.place = "leaving"
         elif action is A.COMMIT:
-            if self.place == "ended":
+            if self.place != "out":
+                # sealing fails
+                assert self.place == "ended" or self.was_replaced
                 self.feed(src.Event.GONE)
                 return
-            assert self.place == "out"
+            assert self.epoch == self.source.epoch, "what is not this migration's is handed over"
             self.place = "sealed"
             self.ask("commit", self.blocks, self.epoch + 1)
         elif action is A.ASK:
@@ -88,17 +92,19 @@ class World:
         elif action is A.END_MOVE:
             assert self.place in ("batch", "ended")
         elif action is A.PUT_BACK:
-            assert self.place in ("leaving", "out", "sealed", "ended")
+            assert self.place in ("leaving", "out", "sealed", "ended") or self.was_replaced
             if self.place != "ended":
                 self.place = "batch"
         elif action is A.PUT_BACK_RAISED:
-            assert self.place == "sealed"
-            self.place, self.epoch = "batch", self.source.epoch
+            assert self.place == "sealed" or self.was_replaced
+            if self.place == "sealed":
+                self.place, self.epoch = "batch", self.source.epoch
         elif action is A.DISOWN:
             self.disowned = True
         elif action is A.DROP:
-            assert self.place == "sealed"
-            self.place = "gone"
+            assert self.place == "sealed" or self.was_replaced
+            if self.place == "sealed":
+                self.place = "gone"
 
     def reply(self, name: str, answer: str) -> None:
         """A reply has reached the source."""
@@ -193,6 +199,8 @@ class World:
             found.append(("ends",))
         if self.place == "batch":
             found.append(("preempted",))
+        if self.place not in ("gone", "ended") and not self.was_replaced:
+            found.append(("replaced",))
         if not self.destination_lives and not self.is_lost_known:
             found.append(("lost",))
         return found
@@ -239,10 +247,13 @@ class World:
             self.feed(what[1], AbortReason.NOT_WORTH if what[1] is src.Event.FAILED else None)
         elif kind == "left":
             self.place = "out"
-            self.feed(what[1])
+            # It may be the later placement that has left: the driver looks.
+            self.feed(what[1] if self.epoch == self.source.epoch else src.Event.GONE)
         elif kind == "ends":
             self.place = "ended"
             self.feed(src.Event.GONE)
+        elif kind == "replaced":
+            self.was_replaced, self.place, self.epoch = True, "batch", next_placement(self.epoch)
         elif kind == "preempted" and self.source.state is src.State.DECIDING:
             self.feed(src.Event.GONE, AbortReason.PREEMPTED)
         self.check()
@@ -319,7 +330,7 @@ class World:
 
 
 GOOD = ("deliver", "copied", "decide", "left")
-FATAL = ("source_dies", "destination_dies", "partition", "withdraw", "ends")
+FATAL = ("source_dies", "destination_dies", "partition", "withdraw", "ends", "replaced")
 
 
 def walk(waits: bool, num_events: int, draw: Callable[[int], int]) -> None:
@@ -361,12 +372,14 @@ def finish(world: World) -> None:
     world.check()
     assert world.now - began_s < 60
     owners = [world.runs_at_source, world.owned is not None]
-    if world.source_lives and world.destination_lives:
+    if world.was_replaced:
+        assert not world.source_lives or world.runs_at_source or world.place == "ended"
+    elif world.source_lives and world.destination_lives:
         assert sum(owners) == (0 if world.place == "ended" else 1), (world.place, world.owned)
     if world.source_lives and not world.destination_lives:
         # Known to have been handed over before it died: the scheduler places it again.
         assert world.runs_at_source or world.place in ("ended", "gone")
-    if world.place == "gone":
+    if world.place == "gone" and not world.was_replaced:
         assert world.source.state is src.State.MOVED and world.source.epoch == world.epoch + 1
     if world.destination_lives:
         assert not world.reserved and not world.writing
@@ -392,6 +405,19 @@ def test_each_state_of_the_source_has_a_way_out_by_time(state: src.State) -> Non
     assert (state, src.Event.TIMEOUT) in src.TABLE
     assert (state, src.Event.DESTINATION_LOST) in src.TABLE
     assert (state, src.Event.GIVEN_UP) in src.TABLE
+
+
+@pytest.mark.parametrize("sealed", [src.State.COMMITTING, src.State.ASKING])
+def test_a_destination_that_is_lost_after_a_copy_has_failed_hears_why(sealed: src.State) -> None:
+    """Else it would take the abort for one from before Commit, and keep what it may have taken over."""
+    move = SourceMove(0, 0.0)
+    for event in (src.Event.OUT, src.Event.TAKEN_OUT, src.Event.COPY_FAILED):
+        move.on(event, 0.0)
+    if sealed is src.State.ASKING:
+        move.on(src.Event.NO_ANSWER, 0.0)
+    assert (move.state, move.reason) == (sealed, AbortReason.TRANSFER_FAILED)
+    move.on(src.Event.DESTINATION_LOST, 0.0)
+    assert (move.state, move.reason) == (src.State.STAYED, AbortReason.DESTINATION_LOST)
 
 
 def test_terminal_states_stay() -> None:

@@ -253,3 +253,29 @@ def test_one_less_is_never_freer_than_all_were(instances: list[tuple[float, int]
     freeness, num_running = instances[0]
     members = [member(f"i{k}", freeness, num_running=max(1, num_running)) for k in range(len(instances))]
     assert mean_without(members, members[0], 1000.0) <= mean_freeness(members, 1000.0) + 1e-9
+
+
+def test_one_that_crashes_again_and_again_is_not_waited_for_for_ever() -> None:
+    policy, found = Autoscaling(BOUNDS), []
+    for now in range(2 * int(CARRY_OUT_S)):
+        starting = ["b"] if now % 30 < 20 else []
+        if (decision := policy.decide(Fleet([member("a", 10.0)], starting=starting), float(now))) is not None:
+            found.append((now, decision))
+    assert [decision for _, decision in found] == [Grow(2) if found[0][0] % 30 >= 20 else Grow(3)]
+    assert CARRY_OUT_S - 30 < found[0][0] < CARRY_OUT_S + 30
+
+
+def test_a_settled_model_needs_no_more_and_a_failed_instance_is_no_help() -> None:
+    low = Fleet([member("a", 50.0)], settled={"m"}, queued={"m"})
+    assert decisions(Autoscaling(BOUNDS), low, 0, 100) == []
+    beside = Fleet([member("a", 50.0)], failed=["b"])
+    policy = Autoscaling(BOUNDS)
+    assert decisions(policy, beside, 0, 11) == [(10, Grow(3))]
+    grown = Fleet([member("a", 300.0), member("c", 300.0)], failed=["b"])
+    assert decisions(policy, grown, 11, 12) == [] and policy.attempt is None, "that is all that was to come"
+
+
+def test_a_model_without_any_room_is_short_of_all_of_it() -> None:
+    members = [member("a", -math.inf), member("b", 900.0, num_requests=1), member("c", 900.0)]
+    assert decisions(Autoscaling(BOUNDS), Fleet(members), 0, 100)[0][1] == Grow(4)
+    assert mean_without(members, members[1], 1000.0) == -math.inf

@@ -19,6 +19,7 @@ from shared.policies.rebalancing import (
     Pair,
     Rebalancer,
     Taker,
+    least_left,
 )
 
 LOW, HIGH = 64.0, 256.0
@@ -53,6 +54,7 @@ class Instance:
             self.models if self.is_draining else frozenset(),
             can_give=not is_idle,
             can_take=self.can_take and not self.is_draining,
+            next_tokens=min(self.running, default=0),
         )
 
     def admit(self) -> None:
@@ -177,7 +179,7 @@ def test_one_long_request_alone_is_not_sent_round() -> None:
 
 
 def test_memory_in_pieces_comes_together_for_a_long_prompt() -> None:
-    """6,000 tokens fit nowhere, and nobody is above the upper threshold; together there is room for three of them."""
+    """5,000 tokens fit nowhere, and nobody is above the upper threshold; together there is room for four of them."""
     cluster = Cluster(*(spread(name, *[250] * 20) for name in "abcdefgh"))
     assert all(LOW < instance.view().freeness < HIGH for instance in cluster.instances.values())
     cluster.step()
@@ -191,7 +193,7 @@ def test_memory_in_pieces_comes_together_for_a_long_prompt() -> None:
         if not long.waiting:
             break
     assert not long.waiting and cluster.now <= 1.0
-    assert all(instance.view().freeness >= LOW for name, instance in cluster.instances.items() if name != "a")
+    assert all(instance.view().freeness >= LOW / 2 for name, instance in cluster.instances.items() if name != "a")
 
 
 def test_a_draining_instance_gives_to_everyone_freest_first_whatever_the_load() -> None:
@@ -224,8 +226,8 @@ def test_a_taker_of_failed_moves_is_left_out_for_longer_each_time() -> None:
         while not cluster.step(0.05):
             assert cluster.now < 200
         times.append(cluster.now)
-        cluster.policy.on_move("full", "idle", AbortReason.REFUSED, cluster.now)
-        cluster.policy.on_move("full", "idle", AbortReason.REFUSED, cluster.now)
+        cluster.policy.on_move("full", "idle", AbortReason.MISMATCH, cluster.now)
+        cluster.policy.on_move("full", "idle", AbortReason.MISMATCH, cluster.now)
     gaps = [later - earlier for earlier, later in pairwise(times)]
     expected = [min(MAX_BACKOFF_S, BACKOFF_S * 2**n) for n in range(8)]
     assert gaps == pytest.approx(expected, abs=0.11), "two moves that fail together count once"
@@ -236,6 +238,15 @@ def test_a_taker_of_failed_moves_is_left_out_for_longer_each_time() -> None:
     assert cluster.policy.num_backing_off(cluster.now) == 0, "a success makes it begin anew"
     cluster.policy.on_move("full", "idle", AbortReason.ENDED, cluster.now)
     assert cluster.policy.num_backing_off(cluster.now) == 0, "nobody's fault"
+
+
+def test_a_taker_without_room_is_left_out_for_a_moment_only() -> None:
+    cluster = Cluster(spread("full", *FULL), spread("idle"))
+    for _ in range(5):
+        cluster.policy.on_move("full", "idle", AbortReason.REFUSED, cluster.now)
+        assert cluster.policy.num_backing_off(cluster.now) == 1
+        cluster.now += 1.1 * BACKOFF_S
+        assert cluster.policy.num_backing_off(cluster.now) == 0
 
 
 def test_a_drain_goes_on_over_takers_that_refuse() -> None:
@@ -300,11 +311,12 @@ def test_each_pair_is_a_gain_and_each_end_is_in_one(parts: list[tuple[list[int],
             (name,) = pair.takers
             given_to.append(name)
             a, b = source.view(), cluster.instances[name].view()
-            assert a.freeness < LOW and b.freeness >= (cluster.policy.release if a.freeness < 0 else HIGH)
-            v = a.typical_tokens
+            kept = least_left(a.freeness, LOW)
+            assert LOW / 2 <= kept <= LOW and a.freeness < LOW and b.freeness >= kept * HIGH / LOW
+            v = a.next_tokens or a.typical_tokens
             before = a.usage_tokens**2 + b.usage_tokens**2
             assert (a.usage_tokens - v) ** 2 + (b.usage_tokens + v) ** 2 < before
-            assert (b.spare_tokens - v) / (b.num_running + 1) >= LOW, "the taker does not become a source"
+            assert (b.spare_tokens - v) / (b.num_running + 1) >= kept
     assert len(set(given_to)) == len(given_to)
     assert not set(given_to) & set(cluster.policy.pairs)
 
@@ -335,11 +347,11 @@ def test_a_constant_load_comes_to_rest_and_nothing_returns(
     num_requests = sum(len(i.running) + len(i.waiting) for i in cluster.instances.values())
     quiet = 0
     for _ in range(40 * (num_requests + 1)):
-        heads = [i.waiting[:1] for i in cluster.instances.values()]
+        num_waiting = [len(i.waiting) for i in cluster.instances.values()]
         cluster.step()
         quiet = 0 if cluster.move() else quiet + 1
         squares.append(sum(i.usage() ** 2 for i in cluster.instances.values()))
-        if heads == [i.waiting[:1] for i in cluster.instances.values()]:
+        if num_waiting == [len(i.waiting) for i in cluster.instances.values()]:
             assert squares[-1] <= squares[-2] + 1e-6, "but for a new head of a queue, it only falls"
         if quiet == 10:
             break

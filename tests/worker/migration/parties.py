@@ -179,6 +179,7 @@ class Party:
         self.adopted: list[tuple[Commit, int]] = []
         self.outcomes: list[MoveOutcome] = []
         self.ended: list[Ended] = []
+        self.cancels: list[Cancel] = []
         self.engine = build_engine(settings, num_merged, "cpu", num_merged if settings.host_memory_bytes else 0)
         self.loop = EngineLoop(self.engine, executor, bus.now, self._in_thread)
         self.service = MigrationService(bus, settings, self.loop, transport, self, telemetry)
@@ -233,8 +234,8 @@ class Party:
         request = commit.request
         self.gateway.on_entry(self.name, TokenEntry(request.request_id, request.epoch, num_output, b""))
 
-    def on_move_ended(self, outcome: MoveOutcome, gateway_id: str) -> None:
-        assert gateway_id == "gateway"
+    def on_move_ended(self, outcome: MoveOutcome, request: GenerationRequest) -> None:
+        assert request.gateway_id == "gateway" and request.request_id == outcome.request_id
         self.outcomes.append(outcome)
         self.gateway.news.set()
 
@@ -253,13 +254,16 @@ class Party:
                 self.ended.append(effect)
         self.service.on_effects(effects)
         if stats is not None:
-            self.service.on_step_time(stats.model, stats.duration_s)
+            self.service.on_step(stats)
 
     def _on_cancel(self, cancel: Cancel) -> None:
-        if self.loop.held_epoch(cancel.request_id) is not None:
+        self.cancels.append(cancel)
+        held_epoch = self.loop.held_epoch(cancel.request_id)
+        if held_epoch is None:
+            if cancel.epoch is None:
+                self.service.forward_cancel(cancel.request_id)
+        elif cancel.epoch is None or held_epoch <= cancel.epoch:
             self.loop.cancel(cancel.request_id)
-        else:
-            self.service.forward_cancel(cancel.request_id)
 
     # what tests do
     def submit(self, request: GenerationRequest) -> None:

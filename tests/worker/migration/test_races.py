@@ -1,0 +1,184 @@
+"""Things that change while a migration is under way: the registry, the request itself, what the driver relies on."""
+
+from __future__ import annotations
+
+import asyncio
+
+import msgspec
+import pytest
+
+import services.worker.migration.peer as peer
+from services.worker.engine_loop import StepStats
+from services.worker.migration.outgoing import OutgoingMigration
+from services.worker.migration.service import DEFAULT_STEP_S
+from shared.engine.moving import TakenOut
+from shared.messages import INSTANCE_CANCEL, Cancel, FinishReason, MovedRequest, PreAllocate, pack_tokens
+from shared.migration.source import LEAVE_S
+from tests.shared.engine.fake_executor import request
+from tests.worker.migration.conftest import Group
+from tests.worker.migration.test_moves import PROMPT, metric
+
+
+async def running(group: Group, num_tokens: int = 200):
+    sent = request("r1", PROMPT, num_tokens)
+    group.source.submit(sent)
+    await group.until(lambda: group.progress(sent) > 5)
+    return sent
+
+
+# ----------------------------------------------------------------------------------------------- the registry
+
+
+async def test_a_destination_that_left_while_another_was_asked_is_not_tried(make) -> None:
+    group = await make(names="abc", destination={"fault_points": "destination.commit:delay:0.2"}, step_s=0.01)
+    sent = await running(group)
+    group.destination.draining = True
+    third = group.parties[2]
+    group.source.rebalance("b", "c")
+    await group.until(lambda: "r1" in group.source.service._outgoing)
+    del group.source.registry["c"]
+    group.source.service.on_instance("c", None)
+    await group.until(lambda: group.source.outcomes)
+    await group.ended(sent, owner="a")
+    assert {outcome.destination_id for outcome in group.source.outcomes} == {"b"}
+    assert not third.adopted
+
+
+async def test_a_sealed_request_goes_on_where_the_loss_of_its_destination_was_not_heard(make, monkeypatch) -> None:
+    monkeypatch.setattr(peer, "COMMIT_S", 0.2)
+    monkeypatch.setattr(peer, "copy_deadline_s", lambda expected_s: 0.3)
+    group = await make(destination={"fault_points": "destination.commit:delay:30"}, step_s=0.005)
+    sent = await running(group)
+    group.source.rebalance("b", lease_s=0.1)
+    await group.until(lambda: any(not m.machine.may_be_withdrawn for m in group.source.service._outgoing.values()))
+    destination = group.destination
+    destination.is_dead = True
+    del group.source.registry["b"]
+    await destination.bus.close()
+    await group.until(lambda: group.source.outcomes)
+    outcome = group.source.outcomes[0]
+    assert (outcome.is_moved, outcome.epoch, outcome.reason) == (False, 2, "destination_lost")
+    await group.ended(sent, owner="a")
+    await destination.transport.close()
+    await asyncio.to_thread(destination.loop.stop, 5.0)
+
+
+# ------------------------------------------------------------------------------------------------ the request
+
+
+async def test_a_request_that_is_placed_anew_here_is_not_handed_over_in_its_old_epoch(make) -> None:
+    group = await make(destination={"fault_points": "destination.reserved:delay:0.3"}, step_s=0.01)
+    sent = await running(group)
+    group.source.rebalance("b", lease_s=0.1)
+    await group.until(lambda: "r1" in group.source.service._outgoing)
+    again = msgspec.structs.replace(sent, epoch=64, prior=pack_tokens(group.gateway.tokens["r1"]))
+    group.gateway.owners["r1"] = (64, "a")
+    group.source.submit(again)
+    await group.until(lambda: group.source.outcomes)
+    outcome = group.source.outcomes[0]
+    assert not outcome.is_moved and outcome.epoch == 0
+    assert group.source.loop.held_epoch("r1") == 64 and not group.destination.adopted
+    await group.ended(sent, owner="a")
+
+
+async def test_a_running_request_without_its_kv_is_not_handed_over(make, monkeypatch) -> None:
+    """It was preempted after it had left its batch: what the destination has of it is no use without the rest."""
+    group = await make(step_s=0.005)
+    sent = await running(group)
+    on_taken_out = OutgoingMigration.on_taken_out
+
+    def without_kv(self: OutgoingMigration, taken: TakenOut) -> None:
+        progress = msgspec.structs.replace(taken.progress, num_computed=0)
+        on_taken_out(self, msgspec.structs.replace(taken, progress=progress))
+
+    monkeypatch.setattr(OutgoingMigration, "on_taken_out", without_kv)
+    monkeypatch.setattr(group.source.loop, "pin_rest", lambda request_id, first_block: None)
+    group.source.rebalance("b", lease_s=0.1)
+    await group.until(lambda: group.source.outcomes)
+    assert (group.source.outcomes[0].is_moved, group.source.outcomes[0].reason) == (False, "preempted")
+    assert not group.destination.adopted
+    await group.ended(sent, owner="a")
+
+
+async def test_a_cancel_of_what_was_handed_over_names_its_epoch(make) -> None:
+    """So that it spares a later placement of the request there."""
+    group = await make(source={"fault_points": "source.answer:delay:0.2"}, step_s=0.005)
+    sent = await running(group)
+    group.source.rebalance("b", lease_s=0.1)
+    await group.until(lambda: group.destination.adopted)
+    group.source.bus.publish(INSTANCE_CANCEL.at(instance_id="a"), Cancel("r1"))
+    await group.until(lambda: "r1" in group.gateway.ends)
+    assert group.gateway.ends["r1"].finish_reason == FinishReason.CANCELLED
+    assert group.destination.cancels == [Cancel("r1", 1)]
+    assert group.progress(sent) < 200
+    await group.settled()
+
+
+async def test_a_cancel_does_not_go_to_and_fro(make) -> None:
+    group = await make()
+    far = group.source.loop.now() + 60
+    for party, other, epoch in ((group.source, "b", 1), (group.destination, "a", 2)):
+        party.service._moved["r1"] = (far, MovedRequest("r1", other, epoch))
+    group.source.bus.publish(INSTANCE_CANCEL.at(instance_id="a"), Cancel("r1"))
+    await group.until(lambda: group.destination.cancels)
+    await asyncio.sleep(0.05)
+    assert [len(party.cancels) for party in group.parties] == [1, 1]
+
+
+# ------------------------------------------------------------------------------------------------- the driver
+
+
+async def test_room_for_the_last_blocks_is_kept_until_the_request_has_left_its_batch(make, monkeypatch) -> None:
+    group = await make()
+    asked: list[PreAllocate] = []
+    reserve = group.destination.loop.reserve
+
+    def noting(query: PreAllocate):
+        asked.append(query)
+        return reserve(query)
+
+    monkeypatch.setattr(group.destination.loop, "reserve", noting)
+    sent = await running(group)
+    group.source.rebalance("b")
+    await group.ended(sent, owner="b")
+    assert len(asked) > 1 and asked[-1].deadline_s == asked[0].deadline_s + LEAVE_S
+
+
+@pytest.mark.parametrize("is_there", [True, False], ids=["prefix at the destination", "nothing there"])
+async def test_whether_a_move_is_worth_it_counts_what_the_destination_has(make, is_there: bool) -> None:
+    group = await make(step_s=0.005, migration_rate_share=1e-6)  # 16 ms for a block
+    first = request("first", PROMPT * 4, 2)
+    if is_there:
+        group.destination.submit(first)
+        await group.ended(first)
+    sent = request("r1", PROMPT * 4, 60)
+    group.source.submit(sent)
+    await group.until(lambda: group.progress(sent) > 5)
+    group.source.rebalance("b", lease_s=0.1)
+    await group.until(lambda: group.source.outcomes)
+    assert group.source.outcomes[0].reason == ("" if is_there else "not_worth")
+    await group.ended(sent, owner="b" if is_there else "a")
+
+
+async def test_an_error_in_the_driver_leaves_nothing_behind(make, monkeypatch) -> None:
+    group = await make(step_s=0.005)
+    sent = await running(group)
+
+    def fail(request_id: str, first_block: int):
+        raise RuntimeError("a fault of the program")
+
+    monkeypatch.setattr(group.source.loop, "pin", fail)
+    group.source.rebalance("b", lease_s=0.05)
+    await group.until(lambda: group.source.outcomes)
+    assert not group.source.outcomes[0].is_moved
+    assert metric(group.source, "tideway_migrations_in_progress", direction="out") == 0
+    await group.ended(sent, owner="a")
+
+
+async def test_the_mean_step_is_of_steps_that_only_decode(make) -> None:
+    service = (await make()).source.service
+    service.on_step(StepStats("a", 512, (3, 0), 0.9))
+    assert service._site.step_s("a") == DEFAULT_STEP_S
+    service.on_step(StepStats("a", 4, (3, 1), 0.01))
+    service.on_step(StepStats("a", 512, (3, 0), 0.9))
+    assert service._site.step_s("a") == 0.01
