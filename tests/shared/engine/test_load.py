@@ -10,6 +10,7 @@ import pytest
 from shared.cost_model import CostModel
 from shared.engine.engine import Engine
 from shared.engine.plan import ModelShape
+from shared.engine.room import GROWTH_STEPS
 from shared.engine.sequence import State
 from shared.messages import PreAllocate, Priority, RequestClass
 from shared.policies.baselines import RoundRobin
@@ -177,3 +178,14 @@ def test_where_no_load_slows_decode_there_is_no_headroom():
     assert node.engine.load().dispatch_freeness_high == math.inf
     node.engine.set_cost_model("b", CostModel(0.0001, 0.0, 0.0, 0.001, 0.0))
     assert node.engine.load().dispatch_freeness_high == math.inf, "the smaller pool of `b` holds less than that"
+
+
+@pytest.mark.parametrize("more", [0, 1])
+def test_who_runs_has_room_to_grow_when_one_more_is_admitted(more: int):
+    node = make(num_merged=30)
+    run(node, *(request(f"r{number}", [number] * 35, 50) for number in range(4)))
+    num_left = node.engine.pool.num_available("a") - 4 * GROWTH_STEPS // WIDE.page_tokens
+    assert num_left > 0 and node.engine.load().num_running == 4
+    assert node.engine.submit(request("new", [99] * (WIDE.page_tokens * (num_left + more)), 50), 0.0) is None
+    node.plan(0.0)
+    assert (node.engine.load().num_running == 5) == (not more)

@@ -6,6 +6,7 @@ import asyncio
 
 from shared.messages import (
     INSTANCE_CANCEL,
+    AbortReason,
     Cancel,
     FinishReason,
     MovedRequest,
@@ -267,3 +268,17 @@ async def test_an_epoch_at_the_end_of_its_placement_stays(make) -> None:
     group.source.rebalance("b", lease_s=5.0)
     await group.ended(sent, owner="a")
     assert not group.source.outcomes
+
+
+async def test_one_that_would_wait_there_too_stays_and_the_destination_is_no_worse_for_it(make) -> None:
+    group = await make(source={"num_merged": 20}, destination={"num_merged": 20})
+    long, waiting, other = (request(name, [number] * 150, 60) for number, name in enumerate(("long", "waits", "other")))
+    group.source.submit(long)
+    group.destination.submit(other)
+    await group.until(lambda: group.progress(long) > 2 and group.progress(other) > 2)
+    group.source.submit(waiting)
+    group.source.rebalance("b", lease_s=5.0)
+    await group.until(lambda: group.source.outcomes)
+    first = group.source.outcomes[0]
+    assert (first.request_id, first.is_moved, first.reason) == ("waits", False, AbortReason.NOT_WORTH)
+    await group.ended(long, waiting, other)

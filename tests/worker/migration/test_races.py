@@ -67,7 +67,8 @@ async def test_a_sealed_request_goes_on_where_the_loss_of_its_destination_was_no
 
 
 async def test_a_request_that_is_placed_anew_here_is_not_handed_over_in_its_old_epoch(make) -> None:
-    group = await make(destination={"fault_points": "destination.reserved:delay:0.3"}, step_s=0.01)
+    late = {"fault_points": "destination.reserved:delay:0.3"}
+    group = await make(destination=late, step_s=0.01, migration_max_stages=1)
     sent = await running(group)
     group.source.rebalance("b", lease_s=0.1)
     await group.until(lambda: "r1" in group.source.service._outgoing)
