@@ -95,7 +95,7 @@ async def test_streams_are_whole_whatever_fails(make, monkeypatch: pytest.Monkey
         assert known == (whole[: len(known)] if is_cancelled else whole)
     assert sum(len(party.ended) for party in group.parties) == len(sent)
     assert faults.num_failed > 3
-    assert sum(outcome.is_moved for party in group.parties for outcome in party.outcomes) > 2
+    assert any(outcome.is_moved for party in group.parties for outcome in party.outcomes)
 
 
 @pytest.mark.parametrize("point", ["source.commit", "source.answer", "destination.committed"])

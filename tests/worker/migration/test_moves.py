@@ -277,6 +277,9 @@ async def test_one_that_would_wait_there_too_stays_and_the_destination_is_no_wor
     group.destination.submit(other)
     await group.until(lambda: group.progress(long) > 2 and group.progress(other) > 2)
     group.source.submit(waiting)
+    # Only a step that was planned with it shows that it does not fit.
+    known = group.progress(long)
+    await group.until(lambda: group.progress(long) > known + 2)
     group.source.rebalance("b", lease_s=5.0)
     await group.until(lambda: group.source.outcomes)
     first = group.source.outcomes[0]
