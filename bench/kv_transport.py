@@ -16,7 +16,6 @@ import argparse
 import asyncio
 import json
 import os
-import platform
 import socket
 import statistics
 import subprocess
@@ -30,6 +29,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from bench.reporting import machine
 from services.worker.kv_transport import KvTransport, TransportLimits, UcxNetwork
 from services.worker.kv_transport.links import Link
 from services.worker.kv_transport.ucx import ENVIRONMENT
@@ -240,7 +240,7 @@ async def source(arguments: argparse.Namespace, peer: subprocess.Popen[str]) -> 
     await transport.close()
     await network.close()
     peer.stdin.close()
-    return {"machine": platform.processor() or platform.machine(), "cores": os.cpu_count(), "rows": rows}
+    return {"machine": machine(), "rows": rows}
 
 
 def main() -> None:

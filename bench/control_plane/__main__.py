@@ -11,59 +11,69 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import os
-import platform
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from bench.control_plane.fleet import REPORTS_PER_S
 from bench.control_plane.in_process import Paced, most_reports_per_s, paced
 from bench.control_plane.over_nats import OverNats, over_nats
+from bench.reporting import machine, met, table, write
 
 TARGET_P99_MS = 5.0
 TARGET_INSTANCES = 1000
+IN_PROCESS = [
+    "instances",
+    "reports/s",
+    "of one core",
+    "reports/s at most",
+    "dispatch P50",
+    "P99",
+    "max",
+    "pairings",
+    "rebalances",
+]
+OVER_NATS = ["instances", "sent/s", "handled/s", "of one core", "dispatch P50", "P99", "rebalances", "load average"]
 
 
 class Report(msgspec.Struct, frozen=True):
-    machine: dict[str, str | int]
+    machine: dict[str, Any]
     request_seconds: float
     in_process: list[Paced]
     over_nats: list[OverNats]
 
     def markdown(self) -> str:
+        inside = [
+            [run.num_instances, f"{run.reports_per_s:,.0f}", f"{run.cpu_share:.0%}", f"{run.most_reports_per_s:,.0f}",
+             f"{run.wait_p50_ms:.2f} ms", f"{run.wait_p99_ms:.2f} ms", f"{run.wait_max_ms:.2f} ms",
+             run.num_pairings, run.num_rebalance_messages]
+            for run in self.in_process
+        ]  # fmt: skip
+        behind = [
+            [run.num_instances, f"{run.sent_per_s:,.0f}", f"{run.handled_per_s:,.0f}", f"{run.cpu_share:.0%}",
+             f"{run.wait_p50_ms:.2f} ms", f"{run.wait_p99_ms:.2f} ms", run.num_rebalance_messages,
+             f"{run.load_average:.1f}"]
+            for run in self.over_nats
+        ]  # fmt: skip
         lines = [
             f"Each instance reports {REPORTS_PER_S} times a second and is given a request every "
             f"{self.request_seconds:g} s. {self.machine}",
             "",
             "The core in one process, encoded messages in and out, by processor time:",
             "",
-            "| instances | reports/s | of one core | reports/s at most | dispatch P50 | P99 | max | pairings | rebalances |",
-            "|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
+            *table(IN_PROCESS, inside),
         ]
-        for run in self.in_process:
-            lines.append(
-                f"| {run.num_instances} | {run.reports_per_s:,.0f} | {run.cpu_share:.0%} | {run.most_reports_per_s:,.0f} "
-                f"| {run.wait_p50_ms:.2f} ms | {run.wait_p99_ms:.2f} ms | {run.wait_max_ms:.2f} ms "
-                f"| {run.num_pairings} | {run.num_rebalance_messages} |"
-            )
-        if self.over_nats:
+        if behind:
             lines += [
                 "",
                 "The scheduler's process behind a NATS server, by the wall clock (submission to arrival at the instance):",
                 "",
-                "| instances | sent/s | handled/s | of one core | dispatch P50 | P99 | rebalances | load average |",
-                "|---:|---:|---:|---:|---:|---:|---:|---:|",
+                *table(OVER_NATS, behind),
             ]
-        for way in self.over_nats:
-            lines.append(
-                f"| {way.num_instances} | {way.sent_per_s:,.0f} | {way.handled_per_s:,.0f} | {way.cpu_share:.0%} "
-                f"| {way.wait_p50_ms:.2f} ms | {way.wait_p99_ms:.2f} ms | {way.num_rebalance_messages} "
-                f"| {way.load_average:.1f} |"
-            )
         return "\n".join(lines)
 
     def verdict(self) -> str:
@@ -74,8 +84,8 @@ class Report(msgspec.Struct, frozen=True):
             and largest.reports_per_s >= 0.99 * REPORTS_PER_S * largest.num_instances
         )
         return (
-            f"{TARGET_INSTANCES} instances at {REPORTS_PER_S} reports a second on one core, dispatch P99 under "
-            f"{TARGET_P99_MS:g} ms: {'reached' if is_kept else 'not reached'} ({largest.num_instances} instances, "
+            f"{met(is_kept)} {TARGET_INSTANCES} instances at {REPORTS_PER_S} reports a second on one core, "
+            f"dispatch P99 under {TARGET_P99_MS:g} ms ({largest.num_instances} instances, "
             f"{largest.cpu_share:.0%} of a core, P99 {largest.wait_p99_ms:.2f} ms)"
         )
 
@@ -104,19 +114,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for count in counts:
             behind.append(asyncio.run(over_nats(count, seconds, count / options.request_seconds)))
             print(behind[-1], flush=True)
-    machine: dict[str, str | int] = {
-        "machine": platform.machine(),
-        "cores": len(os.sched_getaffinity(0)),
-        "python": platform.python_version(),
-        "load average": f"{os.getloadavg()[0]:.1f}",
-    }
-    report = Report(machine, options.request_seconds, inside, behind)
+    report = Report(machine(), options.request_seconds, inside, behind)
     text = f"{report.markdown()}\n\n{report.verdict()}\n"
     print("\n" + text)
-    options.output.mkdir(parents=True, exist_ok=True)
-    stem = options.output / f"control-plane-{time.strftime('%Y-%m-%d')}"
-    stem.with_suffix(".md").write_text("# The scheduler's capacity\n\n" + text)
-    stem.with_suffix(".json").write_bytes(msgspec.json.encode(report))
+    name = f"control-plane-{time.strftime('%Y-%m-%d')}"
+    write(options.output, name, report, "# The scheduler's capacity\n\n" + text)
     return 0
 
 

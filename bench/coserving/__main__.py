@@ -14,10 +14,8 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import msgspec
-import numpy as np
 
 from bench.coserving import experiments
 from bench.coserving.bench import SHORT, VIRTUAL, Bench, Durations, Options
@@ -29,6 +27,7 @@ from bench.coserving.setup import Setup
 from bench.coserving.testbed import SHAPES, Testbed
 from bench.coserving.virtual import VirtualTestbed
 from bench.coserving.workloads import OFFLINE_TRACE, ONLINE_TRACE, Scale, Workloads
+from bench.reporting import judged, write
 from shared.cost_model import CostModel
 from tideway.bench.plots import PlotsUnavailable
 
@@ -105,7 +104,7 @@ def main(arguments: list[str] | None = None) -> int:
             for line in report(result):
                 print(line)
             missed += [f"{name}: {target}" for target in result.targets if not target.is_met]
-            for path in write(result, parsed.output):
+            for path in save(result, parsed.output):
                 say(f"wrote {path}")
     except RunFailed as error:
         print(f"a run failed: {error}", file=sys.stderr)
@@ -132,27 +131,16 @@ def report(result: ExperimentResult) -> list[str]:
     return [*lines, *(f"- {target}" for target in result.targets), ""]
 
 
-def write(result: ExperimentResult, folder: Path) -> list[Path]:
-    folder.mkdir(parents=True, exist_ok=True)
-    stem = folder / f"coserving-{result.name}-{result.date}"
-    data = msgspec.to_builtins(result, enc_hook=_encode)
-    for target, described in zip(result.targets, data["targets"], strict=True):
-        described["is_met"] = target.is_met
-    (json_path := Path(f"{stem}.json")).write_bytes(msgspec.json.encode(data) + b"\n")
-    (md_path := Path(f"{stem}.md")).write_text("\n".join([f"`{result.command}`", *report(result)]) + "\n")
+def save(result: ExperimentResult, folder: Path) -> list[Path]:
+    document = {**msgspec.structs.asdict(result), "targets": judged(result.targets)}
+    text = "\n".join([f"`{result.command}`", *report(result)])
+    stem = write(folder, f"coserving-{result.name}-{result.date}", document, text, indent=-1)
+    paths = [stem.with_suffix(".json"), stem.with_suffix(".md")]
     try:
-        return [json_path, md_path, *write_figures(result, stem)]
+        return [*paths, *write_figures(result, stem)]
     except PlotsUnavailable as error:
         print(error)
-        return [json_path, md_path]
-
-
-def _encode(value: Any) -> Any:
-    if isinstance(value, np.ndarray):
-        return value.tolist()
-    if isinstance(value, np.generic):
-        return value.item()
-    raise NotImplementedError(type(value))
+        return paths
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -13,7 +13,6 @@ from bench.coserving.results import (
     ExperimentResult,
     SystemFigures,
     Table,
-    Target,
     figures_of,
     online_records,
     ratio,
@@ -23,6 +22,7 @@ from bench.coserving.results import (
 )
 from bench.coserving.setup import Objectives
 from bench.coserving.systems import ABLATION, ONLINE_ONLY, TIDEWAY, VLLM_PP, System
+from bench.reporting import Target
 from tideway.bench.workload import PlannedRequest
 
 SWITCH_WINDOW_S = 5.0

@@ -9,6 +9,7 @@ import msgspec
 import numpy as np
 
 from bench.coserving.journal import Counts, RunResult, Step
+from bench.reporting import Target, table
 from shared.messages import RequestClass
 from tideway.bench.records import RequestRecord
 from tideway.bench.summary import ALL, Attainment, Distribution, summarize
@@ -46,46 +47,13 @@ class SystemFigures(msgspec.Struct, kw_only=True):
         return sum(counts.recomputed_tokens for counts in self.counts) - partial, partial
 
 
-class Target(msgspec.Struct, kw_only=True):
-    """A figure that must be at most (or at least) `limit`."""
-
-    name: str
-    value: float
-    limit: float
-    is_least: bool = False
-    unit: str = ""
-    note: str = ""
-
-    @property
-    def is_met(self) -> bool:
-        return self.value >= self.limit if self.is_least else self.value <= self.limit
-
-    def __str__(self) -> str:
-        bound = f"{'at least' if self.is_least else 'at most'} {self.limit:g}{self.unit}"
-        text = f"{self.name}: {self.value:.4g}{self.unit} ({bound})"
-        note = f"; {self.note}" if self.note else ""
-        if self.is_met:
-            return f"met     {text}{note}"
-        if not np.isfinite(self.value):
-            return f"MISSED  {text}, not measured{note}"
-        worse, better = (self.limit, self.value) if self.is_least else (self.value, self.limit)
-        factor = f"by a factor of {worse / better:.3g}" if better > 0 else f"by {worse - better:.4g}{self.unit}"
-        return f"MISSED  {text}, {factor}{note}"
-
-
 class Table(msgspec.Struct, kw_only=True):
     title: str
     header: list[str]
     rows: list[list[str]]
 
     def markdown(self, remark: str = "") -> str:
-        widths = [max(len(row[i]) for row in (self.header, *self.rows)) for i in range(len(self.header))]
-
-        def line(cells: Sequence[str]) -> str:
-            return "| " + " | ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)) + " |"
-
-        rule = "|" + "|".join("-" * (width + 2) for width in widths) + "|"
-        return "\n".join([f"**{self.title}{remark}**", "", line(self.header), rule, *(line(row) for row in self.rows)])
+        return "\n".join([f"**{self.title}{remark}**", "", *table(self.header, self.rows)])
 
 
 class ExperimentResult(msgspec.Struct, kw_only=True):

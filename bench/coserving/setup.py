@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import platform
-from pathlib import Path
-from typing import Any
-
 import msgspec
 
 from bench.coserving.systems import System
@@ -67,19 +62,3 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
 def num_merged(pool_tokens: int, page_tokens: int, slots_per_merged: int) -> int:
     """Merged blocks of a pool for so many tokens."""
     return max(1, -(-pool_tokens // page_tokens) // slots_per_merged)
-
-
-def machine() -> dict[str, Any]:
-    cpu = platform.processor() or platform.machine()
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        cpu = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), cpu)
-    except OSError:
-        pass
-    return {
-        "cpu": cpu,
-        "cores": len(os.sched_getaffinity(0)),
-        "gpu": "",
-        "load_average": [round(value, 2) for value in os.getloadavg()],
-        "python": platform.python_version(),
-    }

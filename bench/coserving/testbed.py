@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from bench.coserving.setup import MODEL, Objectives, Setup, machine, num_merged
+from bench.coserving.setup import MODEL, Objectives, Setup, num_merged
 from bench.coserving.systems import System
+from bench.reporting import machine
 from services.worker.cost_models import profiled_model
 from services.worker.executor import Executor, PreparedModel
 from services.worker.profiled_steps import BRIEF, FULL
@@ -51,7 +52,7 @@ class Testbed:
         self.setup = setup
         torch.set_num_threads(setup.num_threads)
         self._folder = tempfile.TemporaryDirectory(prefix="tideway-coserving-")
-        self._spec = ModelSpec(MODEL, str(_make_checkpoint(Path(self._folder.name), setup)))
+        self._spec = ModelSpec(MODEL, str(make_checkpoint(Path(self._folder.name), SHAPES[setup.model], setup.dtype)))
         self._prepared = Executor(setup.device, 1, 1 << 30, 1).prepare_model(self._spec)
         self.vocab_size = self._prepared.model.vocab_size
         slot_bytes = self._prepared.model.kv_shape(self._prepared.page_tokens).slot_bytes
@@ -104,13 +105,11 @@ class Testbed:
             executor.close()
 
 
-def _make_checkpoint(folder: Path, setup: Setup) -> Path:
+def make_checkpoint(folder: Path, shape: dict[str, int], dtype: str = "bfloat16") -> Path:
     """A Llama with random weights; no tokenizer, as prompts are token ids."""
-    config = LlamaConfig(
-        **SHAPES[setup.model], tie_word_embeddings=True, bos_token_id=1, eos_token_id=2, pad_token_id=0
-    )
+    config = LlamaConfig(**shape, tie_word_embeddings=True, bos_token_id=1, eos_token_id=2, pad_token_id=0)
     torch.manual_seed(0)
-    torch.set_default_dtype(getattr(torch, setup.dtype))
+    torch.set_default_dtype(getattr(torch, dtype))
     try:
         LlamaForCausalLM(config).save_pretrained(folder)
     finally:

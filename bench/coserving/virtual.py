@@ -13,8 +13,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from bench.coserving.journal import Journal, Requests, RunFailed, RunResult, Step
-from bench.coserving.setup import MODEL, Objectives, Setup, machine, num_merged
+from bench.coserving.setup import MODEL, Objectives, Setup, num_merged
 from bench.coserving.systems import System
+from bench.reporting import machine
 from shared.cost_model import CostModel, shape_of
 from shared.engine.plan import CopyKind, ModelShape, StepPlan, StepResult
 from shared.messages import GenerationRequest, RequestClass

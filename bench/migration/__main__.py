@@ -4,19 +4,14 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
 
-import torch
-from transformers import LlamaConfig, LlamaForCausalLM
-
-from bench.coserving.setup import machine
-from bench.coserving.testbed import SHAPES
+from bench.coserving.testbed import SHAPES, make_checkpoint
 from bench.migration.affinity import Affinity
 from bench.migration.experiments import EXPERIMENTS, Result, Setup
+from bench.reporting import judged, machine, table, write
 from services.worker.executor import Executor
 from shared.engine.slab import choose_merged_bytes
 from shared.messages import ModelSpec
@@ -26,13 +21,7 @@ def make_setup(folder: Path, arguments: argparse.Namespace) -> Setup:
     """A Llama of the shape, with random weights and room for the longest request."""
     longest = max(arguments.lengths)
     shape = {**SHAPES[arguments.model], "max_position_embeddings": longest + 8192}
-    torch.manual_seed(0)
-    torch.set_default_dtype(torch.bfloat16)
-    try:
-        config = LlamaConfig(**shape, tie_word_embeddings=True, bos_token_id=1, eos_token_id=2, pad_token_id=0)
-        LlamaForCausalLM(config).save_pretrained(folder)
-    finally:
-        torch.set_default_dtype(torch.float32)
+    make_checkpoint(folder, shape)
     prepared = Executor("cpu", 1, 1 << 30, 1).prepare_model(ModelSpec("model", str(folder)))
     slot_bytes = prepared.model.kv_shape(prepared.page_tokens).slot_bytes
     merged_bytes = choose_merged_bytes([slot_bytes])
@@ -50,19 +39,9 @@ def make_setup(folder: Path, arguments: argparse.Namespace) -> Setup:
     )
 
 
-def table(rows: list[dict[str, Any]]) -> list[str]:
-    names = list(rows[0])
-    cells = [[f"{v:.3g}" if isinstance(v, float) else str(v) for v in row.values()] for row in rows]
-    lines = [f"| {' | '.join(names)} |", "|" + "---|" * len(names)]
-    return lines + [f"| {' | '.join(row)} |" for row in cells]
-
-
 def report(name: str, result: Result) -> list[str]:
-    lines = [f"**{result.title}**", "", *table(result.rows), ""]
-    for target in result.targets:
-        sign = "at most" if target.is_upper else "at least"
-        verdict = "met   " if target.is_met else "MISSED"
-        lines.append(f"- {verdict}  {target.name}: {target.value:.3f} ({sign} {target.limit:g})")
+    rows = table(list(result.rows[0]), [list(row.values()) for row in result.rows])
+    lines = [f"**{result.title}**", "", *rows, "", *(f"- {target}" for target in result.targets)]
     return [f"## {name}, {time.strftime('%Y-%m-%d')}", "", *lines, ""]
 
 
@@ -90,8 +69,6 @@ def main() -> None:
 
 
 def save(arguments: argparse.Namespace, name: str, result: Result, lines: list[str], took_s: float) -> None:
-    arguments.output.mkdir(parents=True, exist_ok=True)
-    path = arguments.output / f"migration-{name}-{time.strftime('%Y-%m-%d')}"
     content = {
         "date": time.strftime("%Y-%m-%d"),
         "machine": machine(),
@@ -101,10 +78,9 @@ def save(arguments: argparse.Namespace, name: str, result: Result, lines: list[s
         "seed": arguments.seed,
         "took_s": round(took_s, 1),
         "rows": result.rows,
-        "targets": [{**target._asdict(), "is_met": target.is_met} for target in result.targets],
+        "targets": judged(result.targets),
     }
-    path.with_suffix(".json").write_text(json.dumps(content, indent=1) + "\n")
-    path.with_suffix(".md").write_text("\n".join(lines))
+    write(arguments.output, f"migration-{name}-{content['date']}", content, "\n".join(lines))
 
 
 if __name__ == "__main__":

@@ -1,20 +1,23 @@
-"""The experiments. Each returns its rows, and targets as (name, value, limit, whether at most)."""
+"""The experiments."""
 
 from __future__ import annotations
 
+import os
 import random
 import statistics
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
 from bench.migration.affinity import Affinity
-from bench.migration.pair import Figures, Pair, Stream, pause_s, percentile
+from bench.migration.pair import Pair, Stream, pause_s
+from bench.reporting import Target
 from shared.messages import Priority
+from tideway.bench.summary import Distribution
 
 BETWEEN_MOVES = 24
 """Tokens that a request decodes between two moves, so that its step time is known."""
@@ -36,20 +39,9 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
         return [chooser.randrange(3, self.vocab_size) for _ in range(num_tokens)]
 
 
-class Target(NamedTuple):
-    name: str
-    value: float
-    limit: float
-    is_upper: bool = True
-
-    @property
-    def is_met(self) -> bool:
-        return self.value <= self.limit if self.is_upper else self.value >= self.limit
-
-
 class Result(NamedTuple):
     title: str
-    rows: list[Figures]
+    rows: list[dict[str, Any]]
     targets: list[Target]
 
 
@@ -57,7 +49,6 @@ class Result(NamedTuple):
 async def pair_of(setup: Setup, **environment: str) -> AsyncIterator[tuple[Pair, Affinity]]:
     """Two instances, warm, with their engines' threads pinned."""
     affinity = Affinity(setup.is_pinned)
-    affinity_of_services = affinity.services if affinity.is_on else None
     async with Pair(
         setup.checkpoint,
         pool_bytes=setup.pool_bytes,
@@ -65,8 +56,7 @@ async def pair_of(setup: Setup, **environment: str) -> AsyncIterator[tuple[Pair,
         environment=environment,
         affinity=affinity,
     ) as pair:
-        if affinity_of_services:
-            affinity.pin_service(_own_pid())
+        affinity.pin_service(os.getpid())
         for name in ("a", "b"):
             stream = await pair.submit(name, setup.prompt(64), 4096)
             await pair.decoded(stream, 8)
@@ -79,12 +69,6 @@ async def pair_of(setup: Setup, **environment: str) -> AsyncIterator[tuple[Pair,
             await pair.move(stream)
         await pair.cancel(stream)
         yield pair, affinity
-
-
-def _own_pid() -> int:
-    import os
-
-    return os.getpid()
 
 
 async def _moves(pair: Pair, stream: Stream, num_moves: int) -> list[tuple[float, float, float]]:
@@ -100,18 +84,18 @@ async def _moves(pair: Pair, stream: Stream, num_moves: int) -> list[tuple[float
     return figures
 
 
-def _row(length: int, figures: list[tuple[float, float, float]]) -> Figures:
-    pauses, steps, totals = (sorted(values) for values in zip(*figures, strict=True))
-    ratios = sorted(pause / step for pause, step, _ in figures)
+def _row(length: int, figures: list[tuple[float, float, float]]) -> dict[str, Any]:
+    pauses, steps, totals = (Distribution.of(values) for values in zip(*figures, strict=True))
+    ratios = Distribution.of(pause / step for pause, step, _ in figures)
     return {
         "tokens": length,
         "moves": len(figures),
-        "decode step ms": 1e3 * statistics.median(steps),
-        "pause ms": 1e3 * statistics.median(pauses),
-        "pause P90 ms": 1e3 * percentile(pauses, 0.9),
-        "pause / step": statistics.median(ratios),
-        "pause / step P90": percentile(ratios, 0.9),
-        "whole move ms": 1e3 * statistics.median(totals),
+        "decode step ms": 1e3 * steps.p50,
+        "pause ms": 1e3 * pauses.p50,
+        "pause P90 ms": 1e3 * pauses.p90,
+        "pause / step": ratios.p50,
+        "pause / step P90": ratios.p90,
+        "whole move ms": 1e3 * totals.p50,
     }
 
 
@@ -129,8 +113,12 @@ async def pause(setup: Setup) -> Result:
         "Pause of the moved request",
         rows,
         [
-            Target("largest pause over decode step, median at each length", max(ratios), 1.5),
-            Target("longest over shortest pause, in decode steps of its length", max(ratios) / min(ratios), 1.2),
+            Target(name="largest pause over decode step, median at each length", value=max(ratios), limit=1.5),
+            Target(
+                name="longest over shortest pause, in decode steps of its length",
+                value=max(ratios) / min(ratios),
+                limit=1.2,
+            ),
         ],
     )
 
@@ -176,9 +164,9 @@ async def neighbours(setup: Setup) -> Result:
                 await pair.cancel(other)
     targets = [
         Target(
-            f"decode time of others on the {end} during a move",
-            statistics.mean(row["during / before"] for row in rows if row["others on"] == end),
-            1.02,
+            name=f"decode time of others on the {end} during a move",
+            value=statistics.mean(row["during / before"] for row in rows if row["others on"] == end),
+            limit=1.02,
         )
         for end in ("source", "destination")
     ]
@@ -219,7 +207,12 @@ async def baselines(setup: Setup) -> Result:
         "Against other ways",
         rows,
         [
-            Target(f"pause of {row['way']} over live migration's, {length} tokens", row["pause ms"] / live, 10.0, False)
+            Target(
+                name=f"pause of {row['way']} over live migration's, {length} tokens",
+                value=row["pause ms"] / live,
+                limit=10.0,
+                is_least=True,
+            )
             for row in rows[1:]
         ],
     )

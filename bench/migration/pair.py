@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -266,11 +265,3 @@ def pause_s(stream: Stream) -> tuple[float, float]:
     first = max(1, hand_over - 40)
     steps = sorted(stream.times_s[i] - stream.times_s[i - 1] for i in range(first, hand_over))
     return gap_s, steps[len(steps) // 2]
-
-
-def percentile(values: list[float], share: float) -> float:
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
-
-
-Figures = dict[str, Any]

@@ -17,9 +17,8 @@ import time
 from collections import Counter
 from pathlib import Path
 
-import msgspec
-
 from bench.migration_chaos.trials import UNFAULTED, Result, Trials
+from bench.reporting import machine, table, write
 from shared.service import new_event_loop
 
 
@@ -69,12 +68,9 @@ def main(arguments: list[str] | None = None) -> int:
     text = markdown(result)
     print(text)
     if parsed.output is not None:
-        parsed.output.mkdir(parents=True, exist_ok=True)
         kind = "" if parsed.faults == "all" else f"-{parsed.faults}"
-        name = f"migration-chaos{kind}-{time.strftime('%Y-%m-%d')}"
-        content = msgspec.json.format(msgspec.json.encode(result), indent=1)
-        (parsed.output / f"{name}.json").write_bytes(content + b"\n")
-        (parsed.output / f"{name}.md").write_text(text)
+        document = {"machine": machine(), **vars(result)}
+        write(parsed.output, f"migration-chaos{kind}-{time.strftime('%Y-%m-%d')}", document, text)
     if not result.failures and not parsed.keep_logs:
         shutil.rmtree(trials.cluster.folder, ignore_errors=True)
     return 1 if result.failures else 0
@@ -95,14 +91,13 @@ def markdown(result: Result) -> str:
         f"{len(result.failures)} failures in all; {result.num_rests} times everything was at rest and nothing was held. "
         f"{result.seconds:.0f} s, {result.num_starts} starts of instances.",
         "",
-        "| fault | migrations | " + " | ".join(outcomes) + " |",
-        "|---|" + "---:|" * (len(outcomes) + 1),
     ]
+    rows: list[list[object]] = []
     for fault in sorted(result.outcomes, key=lambda name: (name == UNFAULTED, name)):
         counts = result.outcomes[fault]
-        cells = [str(counts[name] or "") for name in outcomes]
-        lines.append(f"| {fault} | {counts.total()} | " + " | ".join(cells) + " |")
-    lines.append(f"| all | {total.total()} | " + " | ".join(str(total[n]) for n in outcomes) + " |")
+        rows.append([fault, counts.total(), *(counts[name] or "" for name in outcomes)])
+    rows.append(["all", total.total(), *(total[name] for name in outcomes)])
+    lines += table(["fault", "migrations", *outcomes], rows)
     sums: list[tuple[str, dict[str, int]]] = [
         ("Streams", result.streams),
         ("Gateway", result.gateway),

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import platform
 import sys
 import time
 from collections.abc import Sequence
@@ -15,18 +14,12 @@ from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
 
-import msgspec
-import numpy as np
-
 from bench.ordering.comparing import compare, plans
 from bench.ordering.results import draw
 from bench.ordering.workloads import SEALLM, Lengths, read_lengths
+from bench.reporting import machine, write
 from tideway.bench.plots import PlotsUnavailable
 from tideway.bench.traces import TraceError
-
-
-def _machine() -> dict[str, str | int]:
-    return {"machine": platform.machine(), "cores": len(os.sched_getaffinity(0)), "python": platform.python_version()}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -59,28 +52,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print("\n".join(verdicts))
     date, took_s = time.strftime("%Y-%m-%d"), time.monotonic() - started
     result = {
-        "date": date, "machine": _machine(), "command": " ".join(sys.argv[1:]), "took_s": round(took_s, 1),
+        "date": date, "machine": machine(), "command": " ".join(sys.argv[1:]), "took_s": round(took_s, 1),
         "seeds": list(seeds), "requests": num, "traces": options.trace, "plans": plans(options.short),
         "comparisons": comparisons, "verdicts": verdicts,
     }  # fmt: skip
-    options.output.mkdir(parents=True, exist_ok=True)
-    stem = options.output / f"{date}-ordering{'-short' if options.short else ''}"
-    stem.with_suffix(".json").write_bytes(msgspec.json.format(msgspec.json.encode(result, enc_hook=_plain), indent=1))
-    head = f"# Order of requests, {date}\n\n{_machine()}, seeds {list(seeds)}, {num} requests a run, {took_s:.0f} s\n\n"
+    head = f"# Order of requests, {date}\n\n{machine()}, seeds {list(seeds)}, {num} requests a run, {took_s:.0f} s\n\n"
     tables = "\n\n".join(comparison.markdown() for comparison in comparisons)
-    stem.with_suffix(".md").write_text(head + tables + "\n\n    " + "\n    ".join(verdicts) + "\n")
+    text = head + tables + "\n\n    " + "\n    ".join(verdicts)
+    stem = write(options.output, f"{date}-ordering{'-short' if options.short else ''}", result, text)
     try:
         draw(comparisons, f"Order of requests, {date}").savefig(stem.with_suffix(".png"), dpi=110)
     except PlotsUnavailable as error:
         print(error, file=sys.stderr)
     print(f"{took_s:.0f} s; written: {stem}.json, .md, .png")
     return 0
-
-
-def _plain(value: object) -> object:
-    if isinstance(value, np.generic):
-        return value.item()
-    raise TypeError(f"{type(value).__name__} cannot be written")
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ import msgspec
 import numpy as np
 
 from bench.ordering.simulation import Run
+from bench.reporting import met, table
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -80,11 +81,11 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
         others = [one for one in self.figures if not one.order.startswith(OURS)]
         worst = min(others, key=lambda one: one.ratio)
         lines = [
-            f"{_met(worst.ratio > 1)} {self.name}: lower mean than each other order at every load; "
+            f"{met(worst.ratio > 1)} {self.name}: lower mean than each other order at every load; "
             f"least against {worst.order} at {worst.load:g}: {worst.ratio:.2f}"
         ]
         lines += [
-            f"{_met(one.ratio >= LEAST_GAIN)} {self.name}: FCFS at least {LEAST_GAIN:g} times as high at load {one.load:g}: "
+            f"{met(one.ratio >= LEAST_GAIN)} {self.name}: FCFS at least {LEAST_GAIN:g} times as high at load {one.load:g}: "
             f"{one.ratio:.2f}"
             for one in others
             if one.order == "fcfs" and one.load == GAIN_LOAD
@@ -94,23 +95,17 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
     def markdown(self) -> str:
         alone = ", ".join(f"{model} {seconds:.2f} s" for model, seconds in self.alone_s.items())
         models = list(self.alone_s)
-        lines = [
-            f"**{self.name}: {self.device}; capacity {self.capacity_rps:.2f} requests/s; mean time alone {alone}**",
-            "",
-            f"| load | order | mean | ratio | P99 | {' | '.join(models)} | s/token mean | P99 | switches | preemptions |",
-            "|---" * (9 + len(models)) + "|",
-        ]
-        for one in self.figures:
-            parts = " | ".join(f"{one.by_model[model]:.2f}" for model in models)
-            lines.append(
-                f"| {one.load:g} | {one.order} | {one.mean:.2f} | {one.ratio:.2f} | {one.p99:.2f} | {parts} | "
-                f"{one.token_mean_s:.3f} | {one.token_p99_s:.3f} | {one.num_switches} | {one.num_preemptions} |"
-            )
-        return "\n".join(lines)
-
-
-def _met(is_met: bool) -> str:
-    return "met    " if is_met else "MISSED "
+        head = ["load", "order", "mean", "ratio", "P99", *models, "s/token mean", "P99", "switches", "preemptions"]
+        rows = [
+            [
+                f"{one.load:g}", one.order, f"{one.mean:.2f}", f"{one.ratio:.2f}", f"{one.p99:.2f}",
+                *(f"{one.by_model[model]:.2f}" for model in models), f"{one.token_mean_s:.3f}", f"{one.token_p99_s:.3f}",
+                one.num_switches, one.num_preemptions,
+            ]
+            for one in self.figures
+        ]  # fmt: skip
+        title = f"**{self.name}: {self.device}; capacity {self.capacity_rps:.2f} requests/s; mean time alone {alone}**"
+        return "\n".join([title, "", *table(head, rows)])
 
 
 def draw(comparisons: Sequence[Comparison], title: str) -> Figure:

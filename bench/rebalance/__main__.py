@@ -6,8 +6,6 @@ python -m bench.rebalance [EXPERIMENT ...] [--device a10|cpu] [--output DIR] [--
 from __future__ import annotations
 
 import argparse
-import os
-import platform
 import sys
 import time
 from collections.abc import Sequence
@@ -19,13 +17,10 @@ from bench.rebalance.devices import DEVICES
 from bench.rebalance.experiments import DURATION_S, EXPERIMENTS, NUM_INSTANCES, Plan
 from bench.rebalance.results import draw_balance
 from bench.rebalance.workloads import MIXES
+from bench.reporting import machine, write
 from tideway.bench.plots import PlotsUnavailable
 
 TRACE = "azure_llm_2023_conv.csv"
-
-
-def _machine() -> dict[str, str | int]:
-    return {"machine": platform.machine(), "cores": len(os.sched_getaffinity(0)), "python": platform.python_version()}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -66,24 +61,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
         scheduler={name: float(value) for name, _, value in (item.partition("=") for item in options.set)},
         is_short=options.short,
     )
-    options.output.mkdir(parents=True, exist_ok=True)
     for name in names:
         started = time.monotonic()
         result = EXPERIMENTS[name](plan, lambda line: print(line, file=sys.stderr, flush=True))
         print(result.markdown() + "\n", flush=True)
         date, took_s = time.strftime("%Y-%m-%d"), time.monotonic() - started
-        stem = options.output / f"rebalance-{name}-{plan.device.name}{'-short' if options.short else ''}-{date}"
         document = {
-            "date": date, "machine": _machine(), "command": " ".join(sys.argv[1:]), "took_s": round(took_s, 1),
+            "date": date, "machine": machine(), "command": " ".join(sys.argv[1:]), "took_s": round(took_s, 1),
             "plan": msgspec.structs.replace(plan, trace=None), "trace": plan.trace and plan.trace.name, "result": result,
         }  # fmt: skip
-        stem.with_suffix(".json").write_bytes(msgspec.json.format(msgspec.json.encode(document), indent=1))
         head = (
             f"# Requests that move, in virtual time, {date}\n\n{NUM_INSTANCES} instances, device {plan.device.name}, seeds "
             f"{list(plan.seeds)}, {plan.num_requests or f'{plan.duration_s:g} s of'} requests a run, order {plan.order}; "
-            f"{_machine()}, {took_s:.0f} s\n\n"
+            f"{machine()}, {took_s:.0f} s\n\n"
         )
-        stem.with_suffix(".md").write_text(head + result.markdown() + "\n")
+        name = f"rebalance-{name}-{plan.device.name}{'-short' if options.short else ''}-{date}"
+        stem = write(options.output, name, document, head + result.markdown())
         if result.figures:
             try:
                 draw_balance(result.figures, f"{name}, {plan.device.name}, {date}").savefig(

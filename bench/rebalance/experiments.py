@@ -20,10 +20,10 @@ from bench.rebalance.results import (
     Figures,
     balance_verdicts,
     figures_of,
-    met,
 )
 from bench.rebalance.scaling import Fleet
 from bench.rebalance.workloads import MIXES, Job, Workload, draw_jobs
+from bench.reporting import met
 from shared.cost_model import StepShape
 
 PROFILE_SEED, PROFILE_REQUESTS = 1_000_003, 50_000

@@ -11,6 +11,7 @@ import numpy as np
 
 from bench.rebalance.cluster import Cluster
 from bench.rebalance.journal import Record
+from bench.reporting import met, table
 from tideway.bench.summary import Distribution
 
 if TYPE_CHECKING:
@@ -104,14 +105,8 @@ class Experiment(msgspec.Struct, kw_only=True):
         if self.figures:
             lines += _figures_table(self.figures)
         if self.rows:
-            columns = list(self.rows[0])
-            lines += [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
-            lines += [f"| {' | '.join(_cell(row[column]) for column in columns)} |" for row in self.rows]
+            lines += table(list(self.rows[0]), [list(row.values()) for row in self.rows])
         return "\n".join([*lines, "", *(f"    {verdict}" for verdict in self.verdicts)])
-
-
-def _cell(value: Any) -> str:
-    return f"{value:.3g}" if isinstance(value, float) else str(value)
 
 
 def _figures_table(figures: Sequence[Figures]) -> list[str]:
@@ -120,7 +115,7 @@ def _figures_table(figures: Sequence[Figures]) -> list[str]:
             "moved", "pause P50, steps", "P99"]  # fmt: skip
     if has_high:
         head += ["latency high, s", "normal", "TTFT P99 high"]
-    lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
+    rows = []
     for one in figures:
         cells = [
             one.case, one.system, f"{one.ttft.mean:.3f}", f"{one.ttft.p99:.2f}",
@@ -131,12 +126,8 @@ def _figures_table(figures: Sequence[Figures]) -> list[str]:
         ]  # fmt: skip
         if has_high:
             cells += [f"{one.high_latency.mean:.2f}", f"{one.normal_latency.mean:.2f}", f"{one.high_ttft.p99:.2f}"]
-        lines.append(f"| {' | '.join(map(str, cells))} |")
-    return lines
-
-
-def met(is_met: bool) -> str:
-    return "met    " if is_met else "MISSED "
+        rows.append(cells)
+    return table(head, rows)
 
 
 def balance_verdicts(figures: Sequence[Figures]) -> list[str]:

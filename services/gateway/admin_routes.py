@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 from starlette.requests import Request
@@ -36,6 +36,7 @@ from shared.messages import (
     PLANS,
     AddModel,
     DrainInstance,
+    Endpoint,
     ErrorCode,
     GetPlan,
     InstanceInfo,
@@ -49,6 +50,8 @@ from shared.messages import (
 
 PLACEMENT_TIMEOUT_S = 10.0
 PLAN_TIMEOUT_S = 2.0
+
+Q = TypeVar("Q")
 
 _ADD_MODEL = msgspec.json.Decoder(AddModelRequest)
 _SCALE_MODEL = msgspec.json.Decoder(ScaleModelRequest)
@@ -69,6 +72,11 @@ async def _api_errors(work: Any) -> Any:
         return await work
     except BusError as error:
         raise of_info(error.info) from error
+
+
+async def _ask_placement(context: GatewayContext, endpoint: Endpoint[Q, PlacementPlan], query: Q) -> Response:
+    """Answers with the new plan."""
+    return json_response(await _api_errors(context.bus.request(endpoint, query, timeout_s=PLACEMENT_TIMEOUT_S)))
 
 
 async def list_models(context: GatewayContext, request: Request) -> Response:
@@ -114,15 +122,13 @@ async def add_model(context: GatewayContext, request: Request) -> Response:
         message.ttft_ms or 0.0,
         message.tpot_ms or 0.0,
     )
-    call = context.bus.request(PLACEMENT_ADD_MODEL, AddModel(spec), timeout_s=PLACEMENT_TIMEOUT_S)
-    return json_response(await _api_errors(call))
+    return await _ask_placement(context, PLACEMENT_ADD_MODEL, AddModel(spec))
 
 
 async def remove_model(context: GatewayContext, request: Request) -> Response:
     _authenticate(context, request)
     name = context.catalog.spec(request.path_params["model"]).name
-    call = context.bus.request(PLACEMENT_REMOVE_MODEL, RemoveModel(name), timeout_s=PLACEMENT_TIMEOUT_S)
-    return json_response(await _api_errors(call))
+    return await _ask_placement(context, PLACEMENT_REMOVE_MODEL, RemoveModel(name))
 
 
 async def scale_model(context: GatewayContext, request: Request) -> Response:
@@ -130,18 +136,14 @@ async def scale_model(context: GatewayContext, request: Request) -> Response:
     _authenticate(context, request)
     name = context.catalog.spec(request.path_params["model"]).name
     message = await read_message(request, _SCALE_MODEL, context.settings.max_body_bytes)
-    call = context.bus.request(PLACEMENT_SCALE_MODEL, ScaleModel(name, message.replicas), timeout_s=PLACEMENT_TIMEOUT_S)
-    return json_response(await _api_errors(call))
+    return await _ask_placement(context, PLACEMENT_SCALE_MODEL, ScaleModel(name, message.replicas))
 
 
 async def scale_instances(context: GatewayContext, request: Request) -> Response:
     """Sets how many instances there are: started by the nodes or by Kubernetes, drained before they end."""
     _authenticate(context, request)
     message = await read_message(request, _SCALE, context.settings.max_body_bytes)
-    call = context.bus.request(
-        PLACEMENT_SCALE_INSTANCES, ScaleInstances(message.instances), timeout_s=PLACEMENT_TIMEOUT_S
-    )
-    return json_response(await _api_errors(call))
+    return await _ask_placement(context, PLACEMENT_SCALE_INSTANCES, ScaleInstances(message.instances))
 
 
 async def drain_instance(context: GatewayContext, request: Request) -> Response:

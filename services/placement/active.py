@@ -123,7 +123,6 @@ class ActivePlacement:
         self._statistics = TrafficStatistics(bus.now())
         self._models: dict[str, ModelSpec] = {}
         self._plans = PlanStore(metrics, tracer)
-        self._fleet = Fleet()
         self._ready: frozenset[tuple[str, str]] = frozenset()
         """Models that served when the replicas of one were last changed, and on which instances."""
         self._planned: _Inputs | None = None
@@ -160,10 +159,8 @@ class ActivePlacement:
                                seed.name, stored)  # fmt: skip
         for name in self._models:
             self._statistics.add_model(name, totals.get(name))
-        if (last := self._plans.plan) is not None:
-            self._fleet = Fleet(tuple(last.draining), tuple(last.released))
         self._registry = await self._bus.key_value(INSTANCES)
-        keeper = FleetKeeper(self._backend, self._fleet, self._cluster, self._set_fleet, self._registry)
+        keeper = FleetKeeper(self._backend, self._cluster, self._set_fleet, self._registry)
         self._retry_checkpoints()
         # One by one, so that `close` finds those that were made should a later one fail.
         serve, made = self._bus.serve, self._subscriptions
@@ -235,22 +232,26 @@ class ActivePlacement:
                 self._checkpoints.begin(spec.source)
 
     def _cluster(self) -> Cluster:
-        planned = self._plans.node_ids() | {node_of(instance_id)[0] for instance_id in self._fleet.released}
+        planned = self._plans.node_ids() | {
+            node_of(instance_id)[0] for instance_id in Fleet.of(self._plans.plan).released
+        }
         nodes, held = self._presence.view(self._registered(), planned, self._bus.now())
         return Cluster(nodes, held, self._plans.plan)
 
-    def _inputs(self, models: Mapping[str, ModelSpec]) -> _Inputs:
+    def _inputs(self, models: Mapping[str, ModelSpec], fleet: Fleet | None = None) -> _Inputs:
         cluster = self._cluster()
         configured = [
             ConfiguredModel(spec, self._checkpoints.shape(spec.source), self._checkpoints.problem(spec.source))
             for spec in models.values()
         ]
-        return _Inputs(configured, cluster.nodes, cluster.held, self._plans.plan, self._fleet, self._ready)
+        return _Inputs(configured, cluster.nodes, cluster.held, cluster.plan, fleet or cluster.fleet, self._ready)
 
-    async def _replan(self) -> None:
-        """Publishes the plan for the models as they are, if it differs. Call it with `_changing` held."""
+    async def _replan(self, fleet: Fleet | None = None) -> None:
+        """Publishes the plan for the models as they are, if it differs. `fleet`: in place of the stored one. Call it with
+        `_changing` held."""
+        await self._plans.refresh()
         for _ in range(PUBLISH_ATTEMPTS):
-            inputs = self._inputs(self._models)
+            inputs = self._inputs(self._models, fleet)
             if inputs == self._planned or (self._plans.plan is None and not inputs.nodes):
                 return  # nothing new, or nothing to plan for yet
             new = await inputs.plan()
@@ -264,7 +265,7 @@ class ActivePlacement:
 
     async def _on_get_plan(self, _query: GetPlan) -> PlacementPlan:
         self._check_leader()
-        return self._plans.plan or PlacementPlan(0, [])
+        return self._plans.current
 
     async def _on_add_model(self, query: AddModel) -> PlacementPlan:
         self._check_leader()
@@ -288,7 +289,7 @@ class ActivePlacement:
             if (known := self._models.get(spec.name)) is not None:
                 if known != spec:
                     raise refuse(f"model {spec.name!r} is there with another definition", "name", ErrorCode.CONFLICT)
-                return self._plans.plan or PlacementPlan(0, [])
+                return self._plans.current
             await self._check_fits(spec)
             await self._model_bucket.put(bucket_key(spec.name), spec)
             self._models[spec.name] = spec
@@ -325,15 +326,10 @@ class ActivePlacement:
             return await self._carry_out()
 
     async def _set_fleet(self, fleet: Fleet) -> PlacementPlan:
-        """Another fleet is stored with its plan, or not at all."""
+        """Stored with its plan, or not at all: what a failed write did is read before the next one."""
         async with self._change():
-            before, self._fleet = self._fleet, fleet
-            try:
-                await self._replan()
-            except BaseException:
-                self._fleet = before
-                raise
-            return self._plans.plan or PlacementPlan(0, [])
+            await self._replan(fleet)
+            return self._plans.current
 
     async def _read_checkpoint(self, spec: ModelSpec) -> None:
         is_used = any(known.source == spec.source for known in self._models.values())
@@ -378,7 +374,7 @@ class ActivePlacement:
             raise BusError(
                 ErrorInfo(error.code, f"the change is stored, its plan not yet published: {error}")
             ) from error
-        return self._plans.plan or PlacementPlan(0, [])
+        return self._plans.current
 
     def _check_leader(self) -> None:
         if not self._is_leader():

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple
 
-from shared.messages import InstanceInfo, NodeInfo
+from shared.messages import InstanceInfo, NodeInfo, PlacementPlan
 
 
 class Fleet(NamedTuple):
@@ -17,6 +17,11 @@ class Fleet(NamedTuple):
     """In the order in which they were drained."""
     released: tuple[str, ...] = ()
     """Of those."""
+
+    @classmethod
+    def of(cls, plan: PlacementPlan | None) -> Fleet:
+        """The one that a plan was made for; a plan that is stored is what remembers it."""
+        return cls() if plan is None else cls(tuple(plan.draining), tuple(plan.released))
 
     def drain(self, instance_ids: Iterable[str], *, is_for_scaling: bool = False) -> Fleet:
         """What an operator drains is his, also if scaling had taken it out before; never the other way."""

@@ -20,6 +20,8 @@ class PlanStore:
         self.plan: PlacementPlan | None = None
         """As stored last, as far as is known here."""
         self._revision = 0
+        self._is_certain = False
+        """Whether what is stored is known: a write that failed may have had its effect."""
         self._metrics = metrics
         self._tracer = tracer
         self._bucket: KeyValue[PlacementPlan]
@@ -27,8 +29,20 @@ class PlanStore:
     async def open(self, bus: Bus) -> None:
         """Reads what is stored. Raises `BusError`."""
         self._bucket = await bus.key_value(PLANS)
-        if (entry := await self._bucket.get(PLAN_KEY)) is not None:
-            self.plan, self._revision = entry.value, entry.revision
+        await self.refresh()
+
+    async def refresh(self) -> None:
+        """Reads what is stored where that is not certain. Raises `BusError`."""
+        if not self._is_certain:
+            entry = await self._bucket.get(PLAN_KEY)
+            self._revision = entry.revision if entry is not None else 0
+            self.plan = entry.value if entry is not None else self.plan
+            self._is_certain = True
+
+    @property
+    def current(self) -> PlacementPlan:
+        """An empty one while there is none."""
+        return self.plan or PlacementPlan(0, [])
 
     def node_ids(self) -> set[str]:
         """Those with a part of the plan."""
@@ -38,6 +52,7 @@ class PlanStore:
         """False: another plan is stored than was thought; `plan` is that one now. Raises `BusError`."""
         with self._tracer.start_as_current_span("placement.publish_plan") as span:
             span.set_attribute("tideway.plan_version", new.version)
+            self._is_certain = False
             try:
                 if self._revision:
                     revision = await self._bucket.update(PLAN_KEY, new, self._revision)
@@ -45,11 +60,9 @@ class PlanStore:
                     revision = await self._bucket.create(PLAN_KEY, new)
             except RevisionConflict:
                 # A write that was thought lost, or a server that lost its disk.
-                entry = await self._bucket.get(PLAN_KEY)
-                self._revision = entry.revision if entry is not None else 0
-                self.plan = entry.value if entry is not None else self.plan
+                await self.refresh()
                 return False
-        self.plan, self._revision = new, revision
+        self.plan, self._revision, self._is_certain = new, revision, True
         self._metrics.num_plans.inc()
         num_models = len({spec.name for instance in new.instances for spec in instance.models})
         logger.info("plan %d: %d models on %d instances", new.version, num_models, len(new.instances))

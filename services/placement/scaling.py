@@ -33,23 +33,24 @@ class Cluster(NamedTuple):
     """Those that are away, but may be back in a moment."""
     plan: PlacementPlan | None
 
-    def knows(self, instance_id: str, fleet: Fleet) -> bool:
+    @property
+    def fleet(self) -> Fleet:
+        return Fleet.of(self.plan)
+
+    def knows(self, instance_id: str) -> bool:
         planned = {i.instance_id for i in self.plan.instances} if self.plan is not None else set()
-        return instance_id in planned or instance_id in instance_ids(self.nodes) or instance_id in fleet.draining
+        return instance_id in planned or instance_id in instance_ids(self.nodes) or instance_id in self.fleet.draining
 
 
 class FleetKeeper:
     def __init__(
         self,
         backend: ScalingBackend,
-        fleet: Fleet,
         cluster: Callable[[], Cluster],
         store: Callable[[Fleet], Awaitable[PlacementPlan]],
         registry: KeyValue[InstanceInfo],
     ) -> None:
-        """`store`: makes the fleet the one of the plan, and publishes that, or leaves everything as it was and raises."""
-        self.fleet = fleet
-        """As stored."""
+        """`store`: publishes a plan for the fleet, or raises."""
         self._backend = backend
         self._cluster = cluster
         self._store = store
@@ -59,47 +60,48 @@ class FleetKeeper:
     async def drain(self, query: DrainInstance) -> PlacementPlan:
         async with self._alone:
             cluster, instance_id = self._cluster(), query.instance_id
-            if not cluster.knows(instance_id, self.fleet):
+            if not cluster.knows(instance_id):
                 raise refuse(f"there is no instance {instance_id!r}", "instance_id", ErrorCode.GONE)
-            changed = self.fleet
+            changed = fleet = cluster.fleet
             if query.is_undone:
                 # Scaling does not undo what an operator did.
-                if not query.is_for_scaling or instance_id in self.fleet.released:
-                    changed = self.fleet.undo([instance_id])
+                if not query.is_for_scaling or instance_id in fleet.released:
+                    changed = fleet.undo([instance_id])
             elif not query.is_for_scaling:
-                changed = self.fleet.drain([instance_id])
-            elif instance_id not in self.fleet.draining:
-                chosen = self._backend.to_drain(1, cluster.nodes, self.fleet.draining, instance_id)
+                changed = fleet.drain([instance_id])
+            elif instance_id not in fleet.draining:
+                chosen = self._backend.to_drain(1, cluster.nodes, fleet.draining, instance_id)
                 if not chosen:
                     raise refuse(
                         f"nothing can be drained in place of {instance_id!r}", "instance_id", ErrorCode.CONFLICT
                     )
-                changed = self.fleet.drain(chosen, is_for_scaling=True)
-            return await self._change(changed)
+                changed = fleet.drain(chosen, is_for_scaling=True)
+            return await self._change(fleet, changed)
 
     async def scale(self, query: ScaleInstances) -> PlacementPlan:
         if query.num_instances < 1:
             raise refuse(f"num_instances is {query.num_instances}: expected 1 or more", "num_instances")
         async with self._alone:
-            nodes = self._cluster().nodes
+            cluster = self._cluster()
+            nodes, fleet = cluster.nodes, cluster.fleet
             existing = instance_ids(nodes)
-            num_active = len([i for i in existing if i not in self.fleet.draining])
+            num_active = len([i for i in existing if i not in fleet.draining])
             num_more = query.num_instances - num_active
             if num_more < 0 and query.is_for_scaling:
-                return await self._change(self.fleet)
+                return await self._change(fleet, fleet)
             if num_more < 0:
-                chosen = self._backend.to_drain(-num_more, nodes, self.fleet.draining)
+                chosen = self._backend.to_drain(-num_more, nodes, fleet.draining)
                 if len(chosen) < -num_more:
                     raise refuse(f"only {len(chosen)} of {num_active} instances can be taken out", "num_instances",
                                  ErrorCode.CONFLICT)  # fmt: skip
-                return await self._change(self.fleet.drain(chosen, is_for_scaling=True))
+                return await self._change(fleet, fleet.drain(chosen, is_for_scaling=True))
             revived: list[str] = []
             if num_more:
-                released = [i for i in self.fleet.released if i in existing]
+                released = [i for i in fleet.released if i in existing]
                 revived = (await self._backend.revivable(released, nodes))[-num_more:]
             if num_more > len(revived):
                 await self._backend.grow(num_more - len(revived), nodes)
-            return await self._change(self.fleet.undo(revived))
+            return await self._change(fleet, fleet.undo(revived))
 
     async def tend_for_ever(self, is_leader: Callable[[], bool]) -> None:
         while True:
@@ -115,24 +117,24 @@ class FleetKeeper:
     async def tend(self) -> None:
         async with self._alone:
             cluster = self._cluster()
-            if self._backend.removes_nodes and self.fleet.released:
-                ended = [i for i in self.fleet.released if await self._registry.get(i) is None]
+            fleet = cluster.fleet
+            if self._backend.removes_nodes and fleet.released:
+                ended = [i for i in fleet.released if await self._registry.get(i) is None]
                 if ended:
                     await self._backend.release(ended, cluster.nodes)
             if gone := self._vanished(cluster):
-                await self._change(self.fleet.undo(gone))
+                await self._change(fleet, fleet.undo(gone))
 
     def _vanished(self, cluster: Cluster) -> Collection[str]:
         """Released instances for which no node has room any more. (While no node is there at all, nothing is known.)"""
         if not cluster.nodes:
             return []
         existing = set(instance_ids(cluster.nodes))
-        return [i for i in self.fleet.released if i not in existing and node_of(i)[0] not in cluster.held]
+        return [i for i in cluster.fleet.released if i not in existing and node_of(i)[0] not in cluster.held]
 
-    async def _change(self, fleet: Fleet) -> PlacementPlan:
+    async def _change(self, before: Fleet, fleet: Fleet) -> PlacementPlan:
         new = await self._store(fleet)
-        if fleet != self.fleet:
+        if fleet != before:
             logger.info("draining: %s; of these for scaling: %s", ", ".join(fleet.draining) or "none",
                         ", ".join(fleet.released) or "none")  # fmt: skip
-        self.fleet = fleet
         return new

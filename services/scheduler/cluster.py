@@ -281,8 +281,7 @@ class ClusterView:
         if longest and num_tokens > longest:
             limit = f"{request.model!r} takes at most {longest} tokens together"
         else:
-            way = max(served, key=lambda way: way.num_merged * way.page_tokens * way.slots_per_merged)
-            pool_tokens = way.num_merged * way.page_tokens * way.slots_per_merged
+            pool_tokens = max(way.num_merged * way.tokens_per_merged for way in served)
             limit = f"the largest KV pool that serves {request.model!r} holds {pool_tokens} tokens"
         param = "prompt" if num_prompt >= (longest or num_tokens) else "max_tokens"
         return ErrorInfo(ErrorCode.TOO_LONG, f"{asked} were asked for; {limit}", param)

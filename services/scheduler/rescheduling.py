@@ -20,8 +20,6 @@ SOON_S = 0.05
 """Between two looks, where reports cross a threshold."""
 DRAIN_CONCURRENCY = 4
 """Migrations out of a draining instance at once."""
-
-
 GIVEN_S = 10.0
 """After an instance was last told to give requests away, word of where they went may still be missing."""
 

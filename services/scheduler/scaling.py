@@ -140,17 +140,15 @@ class Scaler:
 
 def _member(instance_id: str, state: InstanceState) -> Member:
     assert state.report is not None
-    report = state.report
-    num_waiting = sum(load.num_waiting_online for load in report.models)
-    num_online = sum(load.num_running + load.num_waiting - load.num_offline for load in report.models)
+    load, scaling_freeness = state.load, state.report.scaling_freeness
     # Models differ in the tokens of a merged block: the pool counts as what it holds of the largest blocks.
-    per_merged = min(served.page_tokens * served.slots_per_merged for served in state.ready.values())
-    freeness = -math.inf if math.isnan(report.scaling_freeness) else report.scaling_freeness
+    per_merged = min(served.tokens_per_merged for served in state.ready.values())
+    freeness = -math.inf if math.isnan(scaling_freeness) else scaling_freeness
     return Member(
         instance_id,
         frozenset(state.ready),
         freeness,
-        max(0, num_online - num_waiting),
-        num_online,
+        load.num_running,
+        load.num_requests,
         float(per_merged * state.info.num_merged),
     )

@@ -8,7 +8,7 @@ import logging
 from collections.abc import Awaitable, Callable
 
 from shared.bus.interface import Bus, BusError
-from shared.messages import INSTANCE_REBALANCE, InstanceInfo, Rebalance
+from shared.messages import INSTANCE_REBALANCE, Rebalance
 
 log = logging.getLogger(__name__)
 
@@ -16,13 +16,6 @@ POLL_S = 0.05
 REBALANCE_TIMEOUT_S = 1.5
 """Where the scheduler names no destination for so long there is none, or no scheduler; and for so long nobody that could
 take over, or no connection, may be a moment's matter."""
-
-
-def can_take(peer: InstanceInfo, models: set[str], with_kv: bool = True) -> bool:
-    """Whether requests of one of the models could go to the instance."""
-    if peer.state != "ready" or (with_kv and not peer.kv_address):
-        return False
-    return any(model.name in models and model.state == "ready" for model in peer.models)
 
 
 class Draining:

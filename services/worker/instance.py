@@ -15,13 +15,14 @@ from collections.abc import Callable
 
 import msgspec
 
-from services.worker.draining import Draining, can_take
+from services.worker.draining import Draining
 from services.worker.engine_loop import Effect, EngineLoop, StepExecutor, StepStats
 from services.worker.instance_models import InstanceModels, OnReady
 from services.worker.instance_moves import InstanceMoves, OpenTransport
 from services.worker.instance_telemetry import InstanceTelemetry
 from services.worker.load_reports import LoadReports
 from services.worker.output_log import OutputLog, cut
+from services.worker.peers import can_take
 from shared.bus.interface import Bus, BusError, KeyValue, ServiceError, Subscription
 from shared.engine.engine import Engine
 from shared.engine.requests import Ended, Output

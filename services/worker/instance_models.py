@@ -17,6 +17,7 @@ import msgspec
 
 from services.worker.engine_loop import EngineLoop
 from services.worker.instance_telemetry import InstanceTelemetry
+from services.worker.tasks import TaskSet
 from shared.bus.interface import ServiceError
 from shared.engine.plan import ModelShape
 from shared.messages import ErrorCode, LoadedModel, ModelLoad, ModelSpec
@@ -24,8 +25,6 @@ from shared.messages import ErrorCode, LoadedModel, ModelLoad, ModelSpec
 log = logging.getLogger(__name__)
 
 POLL_S = 0.05
-
-
 DETACH_TIMEOUT_S = 30.0
 """For transfers of a model's KV and reservations for it, which end by their own deadlines."""
 
@@ -89,7 +88,7 @@ class InstanceModels:
         self._on_change = on_change
         self._on_ready = on_ready
         self._models: dict[str, _Model] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = TaskSet()
         self._loading = asyncio.Lock()
         """One model is prepared at a time: two at once would double the peak of memory."""
 
@@ -131,7 +130,7 @@ class InstanceModels:
         if known is not None and known.state == "unloading":
             raise ServiceError.of(ErrorCode.CONFLICT, f"model {spec.name!r} is being unloaded", "spec")
         self._models[spec.name] = _Model(spec, "loading")
-        self._spawn(self._load(self._models[spec.name]))
+        self._tasks.start(self._load(self._models[spec.name]))
         self._on_change()
 
     def begin_unload(self, name: str, grace_s: float) -> None:
@@ -145,23 +144,11 @@ class InstanceModels:
             raise ServiceError.of(ErrorCode.CONFLICT, f"model {name!r} is still being loaded", "name")
         elif model.state == "ready":
             model.state = "unloading"
-            self._spawn(self._unload(model, grace_s))
+            self._tasks.start(self._unload(model, grace_s))
         self._on_change()
 
     async def stop(self) -> None:
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-
-    def _spawn(self, coroutine: Any) -> None:
-        task = asyncio.create_task(coroutine)
-        self._tasks.add(task)
-        task.add_done_callback(self._task_done)
-
-    def _task_done(self, task: asyncio.Task[Any]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            log.error("a change of models failed", exc_info=error)
+        await self._tasks.end_all()
 
     async def _load(self, model: _Model) -> None:
         started_s = time.monotonic()
@@ -188,7 +175,7 @@ class InstanceModels:
             self._metrics.set_model(spec.name, shape.page_tokens, num_slots)
             self._users.add_model(spec.name)
             log.info("model %s is ready after %.1f s: %s", spec.name, time.monotonic() - started_s, shape)
-            self._spawn(self._tell_ready(spec, shape))
+            self._tasks.start(self._tell_ready(spec, shape))
         self._on_change()
 
     async def _tell_ready(self, spec: ModelSpec, shape: ModelShape) -> None:

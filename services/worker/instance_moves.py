@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from prometheus_client import Gauge
 
-from services.worker.draining import can_take
 from services.worker.engine_loop import Effect, EngineLoop, StepStats
 from services.worker.instance_models import KvUsers
 from services.worker.instance_telemetry import InstanceTelemetry
@@ -21,7 +20,8 @@ from services.worker.load_reports import LoadReports
 from services.worker.migration.host import pool_of
 from services.worker.migration.service import MigrationService
 from services.worker.output_log import OutputLog
-from services.worker.peers import Peers
+from services.worker.peers import Peers, can_take
+from services.worker.tasks import TaskSet
 from shared.bus.interface import Bus
 from shared.messages import (
     GATEWAY_FRAMES,
@@ -109,18 +109,15 @@ class InstanceMoves(KvUsers):
         self._gave_away_s: dict[str, float] = {}
         """When models that are being unloaded were last offered to others."""
         self._peers = Peers(bus, self._on_instance, self._needs_peers)
-        self._starting: asyncio.Task[None] | None = None
+        self._starting = TaskSet()
 
     async def start(self) -> None:
         """Returns before requests can move."""
-        self._starting = asyncio.create_task(self._start_service(), name="migration")
-        self._starting.add_done_callback(_log_failure)
+        self._starting.start(self._start_service(), "start of migrations")
 
     async def stop(self) -> None:
         """Ends migrations under way (those that are being committed first), then the transport."""
-        if self._starting is not None:
-            self._starting.cancel()
-            await asyncio.gather(self._starting, return_exceptions=True)
+        await self._starting.end_all()
         if self._service is not None:
             await self._service.stop()
         if self._transport is not None:
@@ -308,8 +305,3 @@ class InstanceMoves(KvUsers):
 
     def _tell(self, gateway_id: str, entry: TokenEntry) -> None:
         self._bus.publish(GATEWAY_FRAMES.at(gateway_id=gateway_id), TokenFrame(self.instance_id, [entry]))
-
-
-def _log_failure(task: asyncio.Task[None]) -> None:
-    if not task.cancelled() and (error := task.exception()) is not None:
-        log.error("requests do not move to or from here: migration could not start", exc_info=error)

@@ -7,10 +7,10 @@ would send each other a million messages a second. So the registry is watched on
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 from collections.abc import Callable, Mapping
 
+from services.worker.tasks import set_within
 from shared.bus.interface import Bus, BusError, Watch
 from shared.messages import INSTANCES, InstanceInfo
 
@@ -21,6 +21,13 @@ IDLE_S = 10.0
 
 RETRY_S = 1.0
 """After the watch could not begin."""
+
+
+def can_take(peer: InstanceInfo, models: set[str], with_kv: bool = True) -> bool:
+    """Whether requests of one of the models could go to the instance."""
+    if peer.state != "ready" or (with_kv and not peer.kv_address):
+        return False
+    return any(model.name in models and model.state == "ready" for model in peer.models)
 
 
 class Peers:
@@ -53,9 +60,7 @@ class Peers:
     async def known(self, timeout_s: float) -> None:
         """Until `entries` tells of all, for `timeout_s` at most."""
         self.entries()
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(timeout_s):
-                await self._opened.wait()
+        await set_within(self._opened, timeout_s)
 
     async def stop(self) -> None:
         if self._task is not None:

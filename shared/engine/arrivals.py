@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from shared.engine.kv_blocks import BlockPool
 from shared.engine.moving import Reservation
 from shared.engine.room import Demand, Room
 from shared.engine.sequence import Rank, rank_of_class
@@ -29,15 +28,19 @@ class Arrival:
 
     __slots__ = ("hashes", "model", "on_host", "rank", "row", "slots", "stages")
 
-    def __init__(self, model: str, on_host: bool, rank: Rank, row: int) -> None:
+    def __init__(self, model: str, on_host: bool, rank: Rank) -> None:
         self.model = model
         self.on_host = on_host
         self.rank = rank
-        self.row = row
+        self.row = -1
         self.slots: list[int] = []
         self.hashes = b""
         """Of its full blocks, as far as they were announced without a gap."""
         self.stages: dict[int, Reservation] = {}
+
+    @property
+    def needs_row(self) -> bool:
+        return self.row < 0 and not self.on_host
 
     @property
     def is_load(self) -> bool:
@@ -59,11 +62,6 @@ class Arrivals:
     def has_model(self, model: str) -> bool:
         return any(arrival.model == model for arrival in self._arrivals.values())
 
-    def pool(self, arrival: Arrival) -> BlockPool:
-        pool = self._room.host.pool if arrival.on_host else self._room.pool
-        assert pool is not None
-        return pool
-
     def reserve(self, query: PreAllocate, now: float) -> Reservation | ErrorInfo:
         """See `Engine.reserve`."""
         arrival = self._arrivals.get(query.migration_id)
@@ -71,18 +69,16 @@ class Arrivals:
             return answered
         if refused := self._refusal(query, arrival):
             return refused
-        rank = rank_of_class(query.request_class, query.priority)
-        is_new = arrival is None
         if arrival is None:
-            arrival = Arrival(query.model, query.on_host, rank, -1)
-        pool = self.pool(arrival)
+            arrival = Arrival(query.model, query.on_host, rank_of_class(query.request_class, query.priority))
+        pool = self._room.pool_of(arrival.on_host)
         hashes = [query.hashes[at : at + HASH_BYTES] for at in range(0, len(query.hashes), HASH_BYTES)]
         held = pool.find(query.model, hashes)
         pool.retain(query.model, held)
-        slots = self._allocate(arrival, query.num_blocks - len(held), is_new and not query.on_host, now)
+        slots = self._allocate(arrival, query.num_blocks - len(held), now)
         if slots is None:
             pool.release(query.model, held)
-            return self._overloaded(arrival, query.num_blocks - len(held), is_new and not query.on_host, now)
+            return self._overloaded(arrival, query.num_blocks - len(held), now)
         if len(arrival.hashes) == HASH_BYTES * len(arrival.slots):
             arrival.hashes += query.hashes
         arrival.slots += held + slots
@@ -115,7 +111,7 @@ class Arrivals:
             return ErrorInfo(ErrorCode.OVERLOADED, "this instance has no host memory for checkpoints")
         return None
 
-    def _allocate(self, arrival: Arrival, count: int, needs_row: bool, now: float) -> list[int] | None:
+    def _allocate(self, arrival: Arrival, count: int, now: float) -> list[int] | None:
         room, model = self._room, arrival.model
         if arrival.on_host:
             assert room.host.pool is not None
@@ -128,7 +124,7 @@ class Arrivals:
             is_online and room.make_room_for_arrival(model, needed, now)
         ):
             return None
-        if needs_row:
+        if arrival.needs_row:
             if not room.num_free_rows and not (is_online and room.make_row_for_arrival(now)):
                 return None
             arrival.row = room.take_row()
@@ -138,11 +134,11 @@ class Arrivals:
         """With what is left free for those that run; nothing for a stage of blocks that all are here."""
         return count + self._room.reserve_slots(self._room.queues[arrival.model], arrival.rank) if count else 0
 
-    def _overloaded(self, arrival: Arrival, count: int, needs_row: bool, now: float) -> ErrorInfo:
+    def _overloaded(self, arrival: Arrival, count: int, now: float) -> ErrorInfo:
         """Refused for now; what offline work in flight holds is freed for the next time."""
         room, retry_after_s = self._room, 0.0
         if arrival.is_load and room.could_have(arrival.model, needed := self._needed(arrival, count)):
-            room.demand = Demand(arrival.model, needed, int(needs_row), now + DEMAND_S)
+            room.demand = Demand(arrival.model, needed, int(arrival.needs_row), now + DEMAND_S)
             retry_after_s = RETRY_S
         message = f"no room for {count} KV blocks of {arrival.model!r}"
         return ErrorInfo(ErrorCode.OVERLOADED, message, retry_after_s=retry_after_s)
@@ -152,7 +148,7 @@ class Arrivals:
         arrival = self._arrivals.pop(migration_id, None)
         if arrival is None:
             return
-        self.pool(arrival).release(arrival.model, arrival.slots)
+        self._room.pool_of(arrival.on_host).release(arrival.model, arrival.slots)
         if arrival.row >= 0:
             self._room.return_row(arrival.row)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import msgspec
 
 from shared.cost_model import CostModel
@@ -10,181 +12,135 @@ from shared.engine.plan import ModelShape, StepResult
 from shared.messages import Commit, ExecutionStatistics, GenerationRequest, PreAllocate
 
 
-class AddModel(msgspec.Struct, frozen=True, tag=True):
+def _method(name: str) -> str:
+    return re.sub("(?<!^)(?=[A-Z])", "_", name).lower()
+
+
+class Call(msgspec.Struct, frozen=True, tag=_method):
+    """Its tag is a method of `Engine`, which takes the record's fields, in order."""
+
+    @property
+    def method(self) -> str:
+        return str(self.__struct_config__.tag)
+
+
+class AddModel(Call, frozen=True):
     shape: ModelShape
 
 
-class RemoveModel(msgspec.Struct, frozen=True, tag=True):
+class RemoveModel(Call, frozen=True):
     name: str
     now: float
 
 
-class Submit(msgspec.Struct, frozen=True, tag=True):
+class Submit(Call, frozen=True):
     request: GenerationRequest
     now: float
 
 
-class Cancel(msgspec.Struct, frozen=True, tag=True):
+class Cancel(Call, frozen=True):
     request_id: str
     now: float
 
 
-class TakeInterrupt(msgspec.Struct, frozen=True, tag=True):
+class TakeInterrupt(Call, frozen=True):
     """One that named a step; others change nothing."""
 
     now: float
 
 
-class OnStep(msgspec.Struct, frozen=True, tag=True):
+class OnStep(Call, frozen=True):
     result: StepResult
     now: float
 
 
-class OnCopy(msgspec.Struct, frozen=True, tag=True):
+class OnCopy(Call, frozen=True):
     copy_id: int
     ok: bool
     now: float
 
 
-class SetObjectives(msgspec.Struct, frozen=True, tag=True):
+class SetObjectives(Call, frozen=True):
     name: str
     ttft_s: float
     tpot_s: float
 
 
-class SetCostModel(msgspec.Struct, frozen=True, tag=True):
+class SetCostModel(Call, frozen=True):
     name: str
     cost_model: CostModel
 
 
-class SetStatistics(msgspec.Struct, frozen=True, tag=True):
+class SetStatistics(Call, frozen=True):
     statistics: ExecutionStatistics
 
 
-class BorrowSlots(msgspec.Struct, frozen=True, tag=True):
+class BorrowSlots(Call, frozen=True):
     name: str
     num_slots: int
 
 
-class ReturnSlots(msgspec.Struct, frozen=True, tag=True):
+class ReturnSlots(Call, frozen=True):
     name: str
     slots: list[int]
 
 
-class ClearPrefixCache(msgspec.Struct, frozen=True, tag=True):
+class ClearPrefixCache(Call, frozen=True):
     pass
 
 
-class OnTime(msgspec.Struct, frozen=True, tag=True):
+class OnTime(Call, frozen=True):
     now: float
 
 
-class Pin(msgspec.Struct, frozen=True, tag=True):
+class Pin(Call, frozen=True):
     request_id: str
     first_block: int
 
 
-class Unpin(msgspec.Struct, frozen=True, tag=True):
+class Unpin(Call, frozen=True):
     pinned: PinnedBlocks
 
 
-class TakeOut(msgspec.Struct, frozen=True, tag=True):
+class TakeOut(Call, frozen=True):
     request_id: str
     now: float
 
 
-class PinRest(msgspec.Struct, frozen=True, tag=True):
+class PinRest(Call, frozen=True):
     request_id: str
     first_block: int
 
 
-class Seal(msgspec.Struct, frozen=True, tag=True):
+class Seal(Call, frozen=True):
     request_id: str
 
 
-class PutBack(msgspec.Struct, frozen=True, tag=True):
+class PutBack(Call, frozen=True):
     request_id: str
     now: float
     epoch: int | None
 
 
-class DropMoved(msgspec.Struct, frozen=True, tag=True):
+class DropMoved(Call, frozen=True):
     request_id: str
     now: float
 
 
-class EndMove(msgspec.Struct, frozen=True, tag=True):
+class EndMove(Call, frozen=True):
     request_id: str
     now: float
 
 
-class Reserve(msgspec.Struct, frozen=True, tag=True):
+class Reserve(Call, frozen=True):
     query: PreAllocate
     now: float
 
 
-class Adopt(msgspec.Struct, frozen=True, tag=True):
+class Adopt(Call, frozen=True):
     commit: Commit
     now: float
 
 
-class Release(msgspec.Struct, frozen=True, tag=True):
+class Release(Call, frozen=True):
     migration_id: str
-
-
-CALLS: dict[type[msgspec.Struct], str] = {
-    AddModel: "add_model",
-    RemoveModel: "remove_model",
-    Submit: "submit",
-    Cancel: "cancel",
-    TakeInterrupt: "take_interrupt",
-    OnStep: "on_step",
-    OnCopy: "on_copy",
-    SetObjectives: "set_objectives",
-    SetCostModel: "set_cost_model",
-    SetStatistics: "set_statistics",
-    BorrowSlots: "borrow_slots",
-    ReturnSlots: "return_slots",
-    ClearPrefixCache: "clear_prefix_cache",
-    OnTime: "on_time",
-    Pin: "pin",
-    Unpin: "unpin",
-    TakeOut: "take_out",
-    PinRest: "pin_rest",
-    Seal: "seal",
-    PutBack: "put_back",
-    DropMoved: "drop_moved",
-    EndMove: "end_move",
-    Reserve: "reserve",
-    Adopt: "adopt",
-    Release: "release",
-}
-"""Method of `Engine` -> its arguments are the record's fields, in order."""
-
-Call = (
-    AddModel
-    | RemoveModel
-    | Submit
-    | Cancel
-    | TakeInterrupt
-    | OnStep
-    | OnCopy
-    | SetObjectives
-    | SetCostModel
-    | SetStatistics
-    | BorrowSlots
-    | ReturnSlots
-    | ClearPrefixCache
-    | OnTime
-    | Pin
-    | Unpin
-    | TakeOut
-    | PinRest
-    | Seal
-    | PutBack
-    | DropMoved
-    | EndMove
-    | Reserve
-    | Adopt
-    | Release
-)

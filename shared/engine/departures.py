@@ -15,16 +15,13 @@ from math import inf
 
 import msgspec
 
-from shared.engine.kv_blocks import BlockPool
 from shared.engine.model_queue import ONLINE_RANKS
 from shared.engine.moving import MoveCandidate, PinnedBlocks, TakenOut
 from shared.engine.planner import Planner
 from shared.engine.requests import Effect, Requests
 from shared.engine.sequence import Move, Sequence, State
-from shared.messages import PLACEMENT_EPOCHS, FinishReason, HeldRequest, SequenceProgress, pack_tokens
-
-LAST_EPOCHS = 2
-"""Of a placement, in which a request is not moved any more: a move may take two."""
+from shared.messages import FinishReason, HeldRequest, SequenceProgress, pack_tokens
+from shared.migration.source import may_move
 
 
 class Departures(Requests):
@@ -47,8 +44,7 @@ class Departures(Requests):
         then those that run: lower priority first, then fewer blocks. `include_offline` (to drain): all that
         wait as well, and offline ones after the online ones, those of a suspended step last (`take_out` gives it up)."""
         found: list[tuple[tuple[int, ...], Sequence]] = []
-        stuck = self.planner.stuck
-        gives_waiting = include_offline or (stuck is not None and stuck.is_online and stuck.state == State.WAITING)
+        gives_waiting = include_offline or self.planner.stuck_online is not None
         for queue in self.planner.queues.values():
             for rank in ONLINE_RANKS:
                 found += [((1, -rank), s) for s in queue.running[rank].values() if s.total < s.max_total]
@@ -72,7 +68,7 @@ class Departures(Requests):
             sequence.move == Move.NONE
             and now - sequence.moved_s >= self._move_cooldown_s
             and not sequence.is_spoilt
-            and sequence.request.epoch % PLACEMENT_EPOCHS < PLACEMENT_EPOCHS - LAST_EPOCHS
+            and may_move(sequence.request.epoch)
         )
 
     @staticmethod
@@ -121,19 +117,14 @@ class Departures(Requests):
         hashes = sequence.extend_hashes(num_full, sequence.page_tokens, root)[first:]
         pinned = PinnedBlocks(sequence.model, on_host, first, blocks[first:end], b"".join(hashes))
         if pinned.slots:
-            self._pool(on_host).retain(sequence.model, pinned.slots)
+            self.planner.pool_of(on_host).retain(sequence.model, pinned.slots)
             self._pinned.append(pinned)
         return pinned
-
-    def _pool(self, on_host: bool) -> BlockPool:
-        pool = self.planner.host.pool if on_host else self.planner.pool
-        assert pool is not None
-        return pool
 
     def unpin(self, pinned: PinnedBlocks) -> None:
         if pinned in self._pinned:
             self._pinned.remove(pinned)
-            self._pool(pinned.on_host).release(pinned.model, pinned.slots)
+            self.planner.pool_of(pinned.on_host).release(pinned.model, pinned.slots)
 
     def take_out(self, request_id: str, now: float) -> bool:
         """Out of the batch (or the queue) when the steps in flight that compute it have returned: the effect `TakenOut`

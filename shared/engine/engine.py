@@ -168,8 +168,7 @@ class Engine(Moves):
     def plan(self, now: float) -> StepPlan | None:
         """The next step to execute, or None where none can be planned now."""
         self._copying.on_time(now)
-        if self.planner.demand is not None:
-            self.planner.serve_demand(now)
+        self.planner.serve_demand(now)
         in_flight = self._in_flight.values()
         planned = None
         # Parts of a suspended step and online steps take turns, so nothing is planned ahead while there is one.

@@ -15,7 +15,7 @@ from shared.cost_model import StepShape
 from shared.engine.arrivals import Arrival
 from shared.engine.model_queue import ONLINE_RANKS, ModelQueue
 from shared.engine.planner import Planner
-from shared.engine.sequence import Rank, Sequence, State
+from shared.engine.sequence import Rank, Sequence
 from shared.messages import ModelLoad
 from shared.policies.virtual_usage import (
     decode_steps,
@@ -68,7 +68,7 @@ class _Totals:
     def run(self, num_sequences: int, num_blocks: int, rank: Rank, queue: ModelQueue) -> None:
         shape = queue.shape
         self.running += num_blocks / shape.slots_per_merged
-        self.step += num_sequences / (shape.slots_per_merged * shape.page_tokens)
+        self.step += num_sequences / shape.tokens_per_merged
         self.num_running += num_sequences
         if rank == Rank.ONLINE_HIGH:
             self.num_high += num_sequences
@@ -78,13 +78,13 @@ class _Totals:
         nothing is divided by it."""
         shape = queue.shape
         self.running += num_blocks / shape.slots_per_merged
-        self.waiting_step = max(self.waiting_step, 1 / (shape.slots_per_merged * shape.page_tokens))
+        self.waiting_step = max(self.waiting_step, 1 / shape.tokens_per_merged)
         self.num_high += rank == Rank.ONLINE_HIGH
 
     def wait(self, sequence: Sequence, queue: ModelQueue) -> None:
         shape = queue.shape
         self.waiting += merged_demand(sequence.total, shape.page_tokens, shape.slots_per_merged)
-        self.waiting_step = max(self.waiting_step, 1 / (shape.slots_per_merged * shape.page_tokens))
+        self.waiting_step = max(self.waiting_step, 1 / shape.tokens_per_merged)
         self.num_high += sequence.rank == Rank.ONLINE_HIGH
 
 
@@ -147,8 +147,7 @@ def _with_slots(queue: ModelQueue, rank: Rank) -> list[Sequence]:
 
 def _head(planner: Planner) -> Sequence | None:
     """The online sequence that is to be admitted next."""
-    stuck = planner.stuck
-    if stuck is not None and stuck.is_online and stuck.state == State.WAITING:
+    if (stuck := planner.stuck_online) is not None:
         return stuck
     for rank in ONLINE_RANKS:
         heads = [queue.waiting[rank][0] for queue in planner.queues.values() if queue.waiting[rank]]
@@ -163,7 +162,7 @@ def _ideal_merged(planner: Planner, high_priority_load: float) -> float:
     if high_priority_load:
         return high_priority_load * total
     ideal = [
-        ideal_load_tokens(queue.cost_model) / (queue.shape.slots_per_merged * queue.shape.page_tokens)
+        ideal_load_tokens(queue.cost_model) / queue.shape.tokens_per_merged
         for queue in planner.queues.values()
         if queue.cost_model is not None
     ]

@@ -145,7 +145,7 @@ class Moves(Departures):
         return ErrorInfo(ErrorCode.OVERLOADED, "it would wait here too")
 
     def _take_checkpoint(self, sequence: Sequence, arrival: Arrival, num_blocks: int, queue: ModelQueue) -> None:
-        pool, slots = self._pool(True), arrival.slots[:num_blocks]
+        pool, slots = self.planner.pool_of(True), arrival.slots[:num_blocks]
         pool.release(queue.name, arrival.slots[num_blocks:])
         hashes = sequence.extend_hashes(num_blocks, sequence.page_tokens, queue.root)
         for slot, block_hash in zip(slots, hashes, strict=True):

@@ -105,3 +105,7 @@ class ModelShape(msgspec.Struct, frozen=True, array_like=True):
     max_model_len: int
     vocab_size: int = 0
     """Token ids are below it; 0: not checked."""
+
+    @property
+    def tokens_per_merged(self) -> int:
+        return self.page_tokens * self.slots_per_merged

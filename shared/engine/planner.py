@@ -60,6 +60,12 @@ class Planner(Room):
         self.stuck: Sequence | None = None
         """A waiting sequence that lacked room: nobody after it in the order, of any model, is admitted before it."""
 
+    @property
+    def stuck_online(self) -> Sequence | None:
+        """That one, if it is online and still waits."""
+        stuck = self.stuck
+        return stuck if stuck is not None and stuck.is_online and stuck.state == State.WAITING else None
+
     def has_online_work(self) -> bool:
         return any(queue.has_online_work() for queue in self.queues.values())
 
@@ -351,8 +357,8 @@ class Planner(Room):
 
     def _waits_for_offline(self) -> bool:
         """Whether an online sequence waits for what offline ones hold."""
-        stuck = self.stuck
-        if stuck is None or not stuck.is_online or stuck.state != State.WAITING:
+        stuck = self.stuck_online
+        if stuck is None:
             return False
         if not self._free_rows:
             return self.num_offline_rows() > 0

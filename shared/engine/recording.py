@@ -7,6 +7,8 @@ arguments and, for `plan`, the plan that was made. Replaying it on the same code
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import reduce
+from operator import or_
 from typing import Any
 
 import msgspec
@@ -78,9 +80,10 @@ class Plan(msgspec.Struct, frozen=True, tag=True):
 
 
 Record = Configuration | Plan | calls.Call
+_RECORDS = reduce(or_, calls.Call.__subclasses__(), Configuration | Plan)
 
 _encoder = msgspec.msgpack.Encoder()
-_decoder: msgspec.msgpack.Decoder[Record] = msgspec.msgpack.Decoder(Record)
+_decoder: msgspec.msgpack.Decoder[Record] = msgspec.msgpack.Decoder(_RECORDS)
 
 
 class RecordingEngine(Engine):
@@ -237,7 +240,7 @@ def replay(recording: bytes) -> tuple[Engine, int]:
         if isinstance(record, Configuration):
             raise ReplayMismatch("a second configuration inside a recording")
         if not isinstance(record, Plan):
-            getattr(engine, calls.CALLS[type(record)])(*msgspec.structs.astuple(record))
+            getattr(engine, record.method)(*msgspec.structs.astuple(record))
             continue
         plan = engine.plan(record.now)
         if (b"" if plan is None else _encoder.encode(plan)) != record.plan:

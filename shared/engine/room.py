@@ -55,6 +55,11 @@ class Room:
     def num_free_rows(self) -> int:
         return len(self._free_rows)
 
+    def pool_of(self, on_host: bool) -> BlockPool:
+        pool = self.host.pool if on_host else self.pool
+        assert pool is not None
+        return pool
+
     def order_key(self, sequence: Sequence, now: float) -> tuple[float, ...]:
         """Total order over all sequences of the instance: smaller runs first and is preempted last."""
         return (sequence.rank, *self.ordering.key(sequence, now), sequence.number)
@@ -163,7 +168,7 @@ class Room:
         demand = self.demand
         if demand is None:
             return
-        if now >= demand.until_s or demand.model not in self.queues:
+        if now >= demand.until_s:
             self.demand = None
             return
         if self.num_free_rows < demand.num_rows:
@@ -183,11 +188,7 @@ class Room:
         return self._give_way(model, victims, num_slots, True, now)
 
     def make_row_for_arrival(self, now: float) -> bool:
-        victims = [sequence for sequence in self._offline() if not sequence.in_flight]
-        if not victims:
-            return False
-        self.preempt(max(victims, key=lambda victim: self.order_key(victim, now)), now, "rows")
-        return True
+        return self._give_row([sequence for sequence in self._offline() if not sequence.in_flight], now)
 
     def num_offline_rows(self) -> int:
         return len(self._offline())
@@ -371,10 +372,15 @@ class Room:
             for victim in of_rank.values()
             if not victim.in_flight and victim.rank > sequence.rank
         ]
-        if victims:
-            self.preempt(max(victims, key=lambda victim: self.order_key(victim, now)), now, "rows")
+        if self._give_row(victims, now):
             return True
         if self.suspended is None or sequence.rank == Rank.OFFLINE:
             return False
         self.discard_suspended(now)
         return self.make_row(sequence, now)
+
+    def _give_row(self, victims: list[Sequence], now: float) -> bool:
+        """The last of them in the order waits again."""
+        if victims:
+            self.preempt(max(victims, key=lambda victim: self.order_key(victim, now)), now, "rows")
+        return bool(victims)

@@ -55,4 +55,4 @@ def next_stage(
     has_shrunk = previous_left_s is None or left_s < previous_left_s
     if num_stages < max_stages - 1 and has_shrunk:
         return Next.STAGE
-    return Next.LAST if left_s <= step_s or (has_shrunk and num_stages >= max_stages - 1) else Next.NOT_WORTH
+    return Next.LAST if has_shrunk or left_s <= step_s else Next.NOT_WORTH

@@ -24,6 +24,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from shared.policies.virtual_usage import left_of
+
 IDLE_BOUNDS = 2.0
 CARRY_OUT_S = 600.0
 """For an instance to start and load its models, the largest of which take minutes, or to drain. After it the attempt counts
@@ -124,7 +126,7 @@ def mean_without(members: Collection[Member], leaving: Member, cap: float) -> fl
 
 
 def _free_tokens(member: Member) -> float:
-    return member.pool_tokens if member.freeness == math.inf else member.freeness * max(1, member.num_running)
+    return left_of(member.pool_tokens, member.freeness, member.num_running)
 
 
 def _mean(values: list[float]) -> float:

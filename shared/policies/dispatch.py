@@ -16,6 +16,8 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from heapq import heapify, heappop, heappush
 from typing import NamedTuple
 
+from shared.policies.virtual_usage import left_of
+
 Rank = tuple[float, ...]
 
 
@@ -69,7 +71,7 @@ class ReportedFreeness(NamedTuple):
         """Merged blocks beside the virtual usage; below 0 where more is asked for than there is."""
         if math.isnan(self.freeness):
             return -math.inf
-        return self.free_merged if self.freeness == math.inf else self.freeness * max(1, self.num_running)
+        return left_of(self.free_merged, self.freeness, self.num_running)
 
 
 def freeness_with_ledger(reported: ReportedFreeness, ledger_merged: float, ledger_requests: int) -> float:

@@ -27,6 +27,7 @@ from heapq import nlargest
 from typing import NamedTuple
 
 from shared.messages import AbortReason, MoveReason
+from shared.policies.virtual_usage import left_of
 
 BACKOFF_S = 0.5
 """After a failed move; doubles with each further failure."""
@@ -66,7 +67,7 @@ class InstanceView(NamedTuple):
     @property
     def spare_tokens(self) -> float:
         """Beside the virtual usage; below 0 if more is asked for than there is."""
-        return self.total_tokens if self.freeness == math.inf else self.freeness * max(1, self.num_running)
+        return left_of(self.total_tokens, self.freeness, self.num_running)
 
     @property
     def usage_tokens(self) -> float:

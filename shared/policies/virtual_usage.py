@@ -6,7 +6,6 @@ at once and is therefore not load. Higher freeness is freer, everywhere.
 
     V(running request)       = its blocks + headroom(its priority) / number of requests of that priority
     V(waiting request)       = blocks that its known tokens need: all of them for dispatch, only the head for migration
-    V(a draining instance)   = infinity (the paper's fake request)
     freeness                 = (total - sum of V) / running requests
 
 The headroom of a priority is divided by its requests, so an instance is charged for it once, however many it hosts.
@@ -65,7 +64,6 @@ def dispatch_virtual_usage(
     high_headroom: float = 0.0,
     num_high: int = 0,
     for_high: bool = False,
-    is_draining: bool = False,
 ) -> float:
     """The usage that decides where a new request goes: every waiting request counts with its whole demand.
 
@@ -74,7 +72,7 @@ def dispatch_virtual_usage(
     there would it have to be made (`for_high`).
     """
     charged = high_headroom if (num_high > 0) != for_high else 0.0
-    return math.inf if is_draining else running + waiting + charged
+    return running + waiting + charged
 
 
 def migration_virtual_usage(
@@ -83,19 +81,24 @@ def migration_virtual_usage(
     *,
     high_headroom: float = 0.0,
     num_high: int = 0,
-    is_draining: bool = False,
 ) -> float:
     """The usage that decides who gives requests away: of the waiting ones only the head counts, because only it can be
     let in by moving a running one."""
     charged = high_headroom if num_high > 0 else 0.0
-    return math.inf if is_draining else running + first_waiting + charged
+    return running + first_waiting + charged
 
 
 def freeness(total: float, virtual_usage: float, num_running: int) -> float:
     """Blocks left for each running request, so about the decode steps (times page size) until memory runs out.
 
-    Negative when more is asked for than there is; -inf while draining; +inf where nothing runs or waits.
+    Negative when more is asked for than there is; +inf where nothing runs or waits.
     """
     if virtual_usage == 0 and num_running == 0:
         return math.inf
     return (total - virtual_usage) / max(1, num_running)
+
+
+def left_of(total: float, freeness: float, num_running: int) -> float:
+    """What lies beside the virtual usage: the numerator of a freeness, in the unit of `total` (all, where nothing runs or
+    waits)."""
+    return total if freeness == math.inf else freeness * max(1, num_running)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import msgspec
@@ -35,5 +36,5 @@ def test_a_short_run_writes_table_and_figures(tmp_path: Path) -> None:
     assert main(["--short", "--output", str(tmp_path)]) == 0
     (table,) = tmp_path.glob("*.md")
     (figures,) = tmp_path.glob("*.json")
-    assert "| 64 | 3,2" in table.read_text() or "| 64 | 3,1" in table.read_text()
+    assert re.search(r"\| 64 +\| 3,[12]", table.read_text())
     assert [run["num_instances"] for run in msgspec.json.decode(figures.read_bytes())["in_process"]] == [16, 64]

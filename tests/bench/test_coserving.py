@@ -14,13 +14,14 @@ from bench.coserving import __main__ as command
 from bench.coserving import experiments
 from bench.coserving.bench import SHORT, VIRTUAL, Bench, Durations, Options
 from bench.coserving.journal import Counts, RunResult, Sample, Step
-from bench.coserving.results import Target, figures_of, online_records, series_of, set_ratios
+from bench.coserving.results import figures_of, online_records, series_of, set_ratios
 from bench.coserving.safepoints import met_step_s, safepoints
 from bench.coserving.setup import Objectives, Setup
 from bench.coserving.systems import ABLATION, ONLINE_ONLY, TIDEWAY, VLLM_PP, System
 from bench.coserving.testbed import Testbed
 from bench.coserving.virtual import SMOLLM_135M_ON_TWO_CORES, VirtualRun, VirtualTestbed
 from bench.coserving.workloads import OFFLINE_TRACE, ONLINE_TRACE, Scale, Workloads
+from bench.reporting import Target
 from shared.engine.recording import Configuration
 from shared.messages import RequestClass
 from tideway.bench.records import UNFINISHED, RequestRecord
@@ -201,7 +202,7 @@ def test_experiments_end_to_end(bench: Bench, tmp_path: Path) -> None:
     found = [run(bench) for run in (experiments.trace, experiments.ablation, safepoints)]
     for result in found:
         assert result.tables and result.targets
-        paths = command.write(result, tmp_path)
+        paths = command.save(result, tmp_path)
         stored = msgspec.json.decode(paths[0].read_bytes())
         assert stored["experiment"] == result.experiment and stored["machine"]["cores"] >= 1
         assert all("is_met" in target for target in stored["targets"])
@@ -219,7 +220,7 @@ def test_an_experiment_end_to_end_in_virtual_time(name: str, virtual: Bench, tmp
     result = command.EXPERIMENTS[name](bench)
     assert list(result.figures) == (["all"] if name == "onoff" else ["CV 1", "CV 8"])
     assert result.tables and result.targets
-    assert {path.suffix for path in command.write(result, tmp_path)} == {".json", ".md", ".png"}
+    assert {path.suffix for path in command.save(result, tmp_path)} == {".json", ".md", ".png"}
 
 
 @pytest.fixture(scope="module")
@@ -239,7 +240,7 @@ def test_users_cannot_tell_co_serving_from_serving_alone(virtual: Bench, tmp_pat
     assert tideway.tokens_per_s >= 1.4 * alone.tokens_per_s
     assert tideway.lost_tokens[0] == 0
     assert plain.ratios["tpot_p99"] > 1.5 and plain.lost_tokens[0] > 0, "the load says nothing"
-    names = [path.name for path in command.write(result, tmp_path)]
+    names = [path.name for path in command.save(result, tmp_path)]
     assert all(name.startswith("coserving-trace-virtual-") for name in names)
     assert "(virtual time)**" in (tmp_path / names[1]).read_text()
 

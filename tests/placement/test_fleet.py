@@ -24,15 +24,19 @@ class Site:
         self.nodes = {
             f"n{k}": NodeInfo(f"n{k}", "h", size, 1, max_instances=most) for k, (size, most) in enumerate(sizes)
         }
-        self.stored = Fleet()
-        self.keeper = FleetKeeper(LocalBackend(self), Fleet(), self.cluster, self.store, None)  # type: ignore[arg-type]
+        self.plan = PlacementPlan(0, [])
+        self.keeper = FleetKeeper(LocalBackend(self), self.cluster, self.store, None)  # type: ignore[arg-type]
 
     def cluster(self) -> Cluster:
-        return Cluster(list(self.nodes.values()), frozenset(), None)
+        return Cluster(list(self.nodes.values()), frozenset(), self.plan)
 
     async def store(self, fleet: Fleet) -> PlacementPlan:
-        self.stored = fleet
-        return PlacementPlan(1, [], {}, list(fleet.draining), list(fleet.released))
+        self.plan = PlacementPlan(1, [], {}, list(fleet.draining), list(fleet.released))
+        return self.plan
+
+    @property
+    def stored(self) -> Fleet:
+        return Fleet.of(self.plan)
 
     async def request(self, endpoint: Endpoint[ScaleNode, Done], query: ScaleNode, *, timeout_s: float) -> Done:
         match = re.search(r"node\.(\w+)\.scale", endpoint.subject)
@@ -91,4 +95,3 @@ async def _run(site: Site, asked: list[tuple[str, Any]]) -> None:
         assert set(site.stored.draining) - set(site.stored.released) == by_hand
         assert set(site.stored.released) <= set(site.stored.draining)
         assert len(set(site.stored.draining)) == len(site.stored.draining)
-        assert site.keeper.fleet == site.stored

@@ -17,6 +17,7 @@ from shared.policies.virtual_usage import (
     freeness,
     headroom,
     ideal_load_tokens,
+    left_of,
     merged_demand,
     migration_virtual_usage,
 )
@@ -31,10 +32,14 @@ def test_merged_demand_counts_whole_slots() -> None:
     assert merged_demand(0, 16, 4) == 0
 
 
-def test_idle_is_freest_and_draining_least_free() -> None:
+def test_idle_is_freest() -> None:
     assert freeness(100, dispatch_virtual_usage(0, 0), 0) == math.inf
-    assert freeness(100, dispatch_virtual_usage(0, 0, is_draining=True), 0) == -math.inf
-    assert freeness(100, migration_virtual_usage(50, 0, is_draining=True), 5) == -math.inf
+    assert left_of(100, math.inf, 0) == 100
+
+
+@given(blocks, blocks, st.integers(0, 500))
+def test_what_is_left_can_be_had_from_the_freeness(total: float, usage: float, num_running: int) -> None:
+    assert left_of(total, freeness(total, usage, num_running), num_running) == pytest.approx(total - usage)
 
 
 def test_waiting_requests_alone_are_load() -> None:

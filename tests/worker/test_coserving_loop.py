@@ -39,7 +39,7 @@ class Scene:
         prepared = [probe.prepare_model(ModelSpec(path.name, str(path))) for path in paths]
         slot_sizes = [model.model.kv_shape(model.page_tokens).slot_bytes for model in prepared]
         merged_bytes = math.lcm(*slot_sizes)
-        num_merged = 12 * max(slot_sizes) // merged_bytes
+        num_merged = 7 * max(slot_sizes) // merged_bytes
         num_host_merged = int(num_merged * host_share)
         settings = InstanceSettings(
             max_running=8,
@@ -94,9 +94,9 @@ class Scene:
         assert self.loop.submit(request) is None
 
     def run(self) -> None:
-        self.loop.start()
         for number in range(NUM_OFFLINE):
             self.submit("offline", number)
+        self.loop.start()
         deadline = time.monotonic() + 20
         while len(self.ended) < NUM_OFFLINE + NUM_ONLINE and not self.loop.failure:
             assert self._changed.wait(deadline - time.monotonic()), (sorted(self.ended), self._num_layers)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import Callable, Coroutine
-from typing import Any
+from collections.abc import Callable
 
 import numpy as np
 
@@ -26,35 +25,9 @@ from services.worker.kv_transport.wire import (
     decode_control,
     encode_control,
 )
+from services.worker.tasks import TaskSet
 
 logger = logging.getLogger(__name__)
-
-
-class TaskSet:
-    """Background tasks: kept until they end, their errors logged."""
-
-    def __init__(self) -> None:
-        self._tasks: set[asyncio.Task[Any]] = set()
-
-    def start(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._ended)
-        return task
-
-    def _ended(self, task: asyncio.Task[Any]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) and not isinstance(error, TransferError):
-            logger.error("a task of the KV transport failed", exc_info=error)
-
-    def __len__(self) -> int:
-        return len(self._tasks)
-
-    async def end_all(self) -> None:
-        while tasks := [task for task in self._tasks if task is not asyncio.current_task()]:
-            for task in tasks:
-                task.cancel()
-            await asyncio.wait(tasks)
 
 
 class Connection:

@@ -8,13 +8,14 @@ from collections.abc import Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 
-from services.worker.kv_transport.connections import Connection, TaskSet
+from services.worker.kv_transport.connections import Connection
 from services.worker.kv_transport.errors import LinkError, TransferError, TransferReason
 from services.worker.kv_transport.faults import FaultPoint, Faults
 from services.worker.kv_transport.leases import Leases
 from services.worker.kv_transport.receiving import Incoming, Receipt, Receiver
 from services.worker.kv_transport.staging import SlotPool, StagingPairs
 from services.worker.kv_transport.wire import LINE_BYTES, VERSION, Accept, Cancel, Ended, Open
+from services.worker.tasks import TaskSet
 
 MAX_CHUNK_BYTES = 256 << 20
 """What a peer may ask for."""

@@ -10,7 +10,6 @@ from concurrent.futures import Executor
 from dataclasses import dataclass, field
 
 import numpy as np
-import torch
 
 from services.worker.kv_transport.errors import TransferError, TransferReason
 from services.worker.kv_transport.faults import FaultPoint, Faults
@@ -18,6 +17,7 @@ from services.worker.kv_transport.links import Buffer, Link
 from services.worker.kv_transport.rates import TokenBucket
 from services.worker.kv_transport.staging import SlotPool, StagingPair, StagingPairs, buffer_of, to_end
 from services.worker.kv_transport.wire import CONTROL_TAG, WINDOW, Accept, Ended, Sent, combined, encode_control
+from services.worker.tasks import set_within
 
 _FILLER = np.zeros(1, dtype=np.uint8)
 
@@ -32,7 +32,6 @@ class Outgoing:
     slots: Sequence[int]
     chunk_slots: int
     checked_bytes: int
-    after: torch.cuda.Event | None
     accepted: asyncio.Future[Accept] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     ended: asyncio.Future[Ended] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     stopped: asyncio.Event = field(default_factory=asyncio.Event)
@@ -87,8 +86,6 @@ async def send_chunks(
         last_done = done
 
     try:
-        if outgoing.after is not None:
-            await to_end(loop.run_in_executor(executor, pool.wait_for, outgoing.after))
         for start in range(0, len(outgoing.slots), chunk_slots):
             if len(sending) == WINDOW:
                 await sending.popleft()
@@ -106,7 +103,8 @@ async def send_chunks(
                 failure = TransferError(TransferReason.FAILED, f"gather: {error}")
                 break
             payload = buffer_of(staged) if run is None else run
-            await _pause(outgoing.stopped, bucket.take(size, clock()))
+            if (pause_s := bucket.take(size, clock())) > 0:
+                await set_within(outgoing.stopped, pause_s)
             await faults.at(FaultPoint.CHUNK_READY, payload if isinstance(payload, np.ndarray) else None)
             if outgoing.stopped.is_set():
                 break
@@ -138,16 +136,6 @@ async def send_chunks(
         for digest in digests:
             digest.cancel()
         await asyncio.gather(*sending, *digests, return_exceptions=True)
-
-
-async def _pause(stopped: asyncio.Event, seconds: float) -> None:
-    if seconds <= 0:
-        return
-    try:
-        async with asyncio.timeout(seconds):
-            await stopped.wait()
-    except TimeoutError:
-        return
 
 
 def verdict(message: Ended, num_bytes: int, total: int) -> TransferError | None:

@@ -64,12 +64,6 @@ class SlotPool:
             seed = checksum(payload[start : start + step], checked_bytes, seed)
         return seed
 
-    def wait_for(self, after: torch.cuda.Event | None) -> None:
-        """Until what the event was recorded behind is done, on the pool's stream and for this thread."""
-        if after is not None and self._stream is not None:
-            self._stream.wait_event(after)
-            after.synchronize()
-
     def gather(self, slots: Sequence[int], staging: torch.Tensor, checked_bytes: int) -> int:
         """Copies slots one after the other into `staging`; returns their checksum."""
         return self._copy(slots, staging, checked_bytes, True)

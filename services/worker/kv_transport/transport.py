@@ -15,7 +15,6 @@ All methods belong to the thread of one event loop; gather, scatter and checksum
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -23,7 +22,7 @@ from dataclasses import dataclass
 import torch
 from prometheus_client import CollectorRegistry
 
-from services.worker.kv_transport.connections import Connection, TaskSet
+from services.worker.kv_transport.connections import Connection
 from services.worker.kv_transport.destination import Destination
 from services.worker.kv_transport.errors import LinkError, TransferError, TransferReason
 from services.worker.kv_transport.faults import NO_FAULTS, Faults
@@ -34,8 +33,7 @@ from services.worker.kv_transport.sending import Outgoing, send_chunks, verdict
 from services.worker.kv_transport.staging import SlotPool, StagingPairs
 from services.worker.kv_transport.telemetry import TransferMetrics
 from services.worker.kv_transport.wire import Open
-
-logger = logging.getLogger(__name__)
+from services.worker.tasks import TaskSet
 
 _REFUSALS = (TransferReason.TICKET_UNKNOWN, TransferReason.TICKET_USED, TransferReason.TICKET_EXPIRED)
 
@@ -79,7 +77,7 @@ class KvTransport:
         self._dialled: dict[str, asyncio.Task[Connection]] = {}
         self._bandwidth: dict[str, Bandwidth] = {}
         self._bucket = TokenBucket(None, limits.chunk_bytes)
-        self._tasks = TaskSet()
+        self._tasks = TaskSet(told=TransferError)
         self._executor = ThreadPoolExecutor(2, thread_name_prefix="kv-transport")
         self._open = False
 
@@ -142,15 +140,12 @@ class KvTransport:
         slots: Sequence[int],
         *,
         deadline_s: float,
-        after: torch.cuda.Event | None = None,
     ) -> Receipt:
         """Fills the slots that `ticket` stands for. Returns when the destination has acknowledged that all of it lies in
-        its pool. `after`: on the device, the copies wait for it. Cancelling the call ends the transfer. Raises
+        its pool. Cancelling the call ends the transfer. Raises
         `TransferError`."""
         source = self._checked(pool, slots)
-        outgoing = Outgoing(
-            0, ticket, source, tuple(slots), self._chunk_slots(source), self._limits.checked_bytes, after
-        )
+        outgoing = Outgoing(0, ticket, source, tuple(slots), self._chunk_slots(source), self._limits.checked_bytes)
         try:
             receipt = await self._sent(address, outgoing, deadline_s)
         except TransferError as error:

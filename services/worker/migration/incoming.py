@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -22,6 +22,7 @@ from services.worker.migration.disowned import DisownedRequests
 from services.worker.migration.faults import FaultError, FaultPoint, FaultPoints
 from services.worker.migration.host import MigrationHost, pool_of
 from services.worker.migration.telemetry import MOVED, MigrationSpan, MigrationTelemetry
+from services.worker.tasks import TaskSet
 from shared.bus.interface import ServiceError
 from shared.messages import (
     AbortMigration,
@@ -89,7 +90,7 @@ class IncomingMigrations:
         self._faults = faults
         self._max_migrations = max_migrations
         self._moves: dict[str, _Move] = {}
-        self._tasks: set[asyncio.Task[Any]] = set()
+        self._tasks = TaskSet(told=ServiceError)
         self._wake = asyncio.Event()
         self._stopped = asyncio.Event()
         self._first_steps: dict[str, list[float]] = {}
@@ -98,7 +99,7 @@ class IncomingMigrations:
         self._is_stopping = False
 
     def start(self) -> None:
-        self._sweeper = asyncio.create_task(self._sweep())
+        self._sweeper = self._tasks.start(self._sweep())
 
     async def stop(self) -> None:
         """Frees what is reserved. Bounded by the transport's time to wind up."""
@@ -107,12 +108,8 @@ class IncomingMigrations:
         for move in self._moves.values():
             self._on(move, Event.STOP)
         self._sweeper.cancel()
-        if self._tasks:
-            await asyncio.wait(self._tasks, timeout=STOP_S)
-        left = [self._sweeper, *self._tasks]
-        for task in left:
-            task.cancel()
-        await asyncio.gather(*left, return_exceptions=True)
+        await self._tasks.wait_all(STOP_S)
+        await self._tasks.end_all()
 
     @property
     def num_in_progress(self) -> int:
@@ -137,7 +134,7 @@ class IncomingMigrations:
             move.span = self._telemetry.span("migration.receive", query.traceparent, attributes)
         actions = move.machine.on_pre_allocate(query.stage, query.num_blocks, self._loop.now())
         if Action.RESERVE in actions:
-            move.answers[query.stage] = self._spawn(self._reserve(move, query))
+            move.answers[query.stage] = self._tasks.start(self._reserve(move, query))
         elif Action.REFUSE_STAGE in actions or query.stage not in move.answers:
             raise ServiceError.of(ErrorCode.GONE, f"migration {query.migration_id} is over")
         # The work goes on when the source gives up waiting: asked again, it gets the same answer.
@@ -242,7 +239,7 @@ class IncomingMigrations:
                 case Action.STOP_WRITING:
                     for transfer in move.transfers:
                         transfer.cancel()
-                    self._spawn(self._wait_quiet(move))
+                    self._tasks.start(self._wait_quiet(move))
                 case Action.RELEASE:
                     if move.has_reserved:
                         self._loop.release(move.migration_id)
@@ -299,7 +296,7 @@ class IncomingMigrations:
         now = self._loop.now()
         move.transfers.append(incoming)
         move.machine.on_expected(query.stage, now + query.deadline_s, now)
-        self._spawn(self._receive(move, query.stage, incoming))
+        self._tasks.start(self._receive(move, query.stage, incoming))
         return Reserved(query.migration_id, reservation.num_held, self._transport.address, incoming.ticket)
 
     async def _claim(self, move: _Move, model: str, slots: list[int]) -> None:
@@ -388,14 +385,3 @@ class IncomingMigrations:
                     self._on(move, Event.TIMEOUT)
                 elif move.machine.is_forgotten(now):
                     del self._moves[migration_id]
-
-    def _spawn(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._ended)
-        return task
-
-    def _ended(self, task: asyncio.Task[Any]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) and not isinstance(error, ServiceError):
-            log.error("a task of an incoming migration failed", exc_info=error)

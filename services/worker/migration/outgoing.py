@@ -8,7 +8,6 @@ to be answered when both are there.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import uuid
 from collections import deque
@@ -18,6 +17,7 @@ from typing import Any
 from services.worker.migration.faults import FaultError, FaultPoint
 from services.worker.migration.peer import Answer, Peer, Site, Stage
 from services.worker.migration.telemetry import MOVED
+from services.worker.tasks import TaskSet, set_within
 from shared.engine.moving import MoveCandidate, PinnedBlocks, TakenOut
 from shared.messages import AbortReason, GenerationRequest, InstanceInfo, MoveOutcome, MoveReason
 from shared.migration.estimates import MARGIN_BLOCKS, Next, is_worth, next_stage
@@ -73,8 +73,8 @@ class OutgoingMigration:
         self._events: deque[Answer] = deque()
         self._is_feeding = False
         self._changed = asyncio.Event()
-        self._tasks: set[asyncio.Task[Any]] = set()
-        self._copies: set[asyncio.Task[Any]] = set()
+        self._tasks = TaskSet()
+        self._copies = TaskSet()
         self._stages: list[Stage] = []
         self._num_copied = 0
         """Of the stages, those whose blocks are at the destination."""
@@ -102,22 +102,18 @@ class OutgoingMigration:
             self._decide()
             while not self.machine.is_over:
                 self._changed.clear()
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(max(0.0, self.machine.deadline_s() - self._site.loop.now())):
-                        await self._changed.wait()
-                    continue
-                self.feed(Event.TIMEOUT)
-            is_moved = self.machine.state is State.MOVED
-            if is_moved and self._copies:
-                await asyncio.wait(self._copies, timeout=ACKNOWLEDGE_S)
+                left_s = max(0.0, self.machine.deadline_s() - self._site.loop.now())
+                if not await set_within(self._changed, left_s):
+                    self.feed(Event.TIMEOUT)
+            if self.machine.state is State.MOVED:
+                await self._copies.wait_all(ACKNOWLEDGE_S)
         except Exception:
             log.exception("migration %s of request %s failed here", self.migration_id, self.request_id)
             # As if the destination were lost: at any point this leaves the request to one owner, here.
             self.feed(Event.DESTINATION_LOST)
         finally:
-            for task in self._tasks:
-                task.cancel()
-            await asyncio.gather(*self._tasks, return_exceptions=True)
+            await self._tasks.end_all()
+            await self._copies.end_all()
             self._unpin()
             self._report()
         assert self._outcome is not None
@@ -170,7 +166,7 @@ class OutgoingMigration:
             case Action.DECIDE:
                 self._decide()
             case Action.RESERVE:
-                self._spawn(self._fed(self._peer.reserve(self._stages[-1])))
+                self._tasks.start(self._fed(self._peer.reserve(self._stages[-1])))
             case Action.COPY | Action.TAKE_OUT if not self._is_still_worth():
                 self.feed(Event.FAILED, AbortReason.NOT_WORTH)
             case Action.COPY:
@@ -183,12 +179,11 @@ class OutgoingMigration:
                 self._commit()
             case Action.ASK:
                 if self._site.is_there(self.destination):
-                    self._spawn(self._fed(self._peer.ask(self.machine.epoch + 1)))
+                    self._tasks.start(self._fed(self._peer.ask(self.machine.epoch + 1)))
                 else:
                     self.feed(Event.DESTINATION_LOST)
             case Action.ABORT:
-                for task in self._copies:
-                    task.cancel()
+                self._copies.cancel_all()
                 if self._stages or self._taken is not None:
                     self._peer.abort(self.machine.reason or AbortReason.UNREACHABLE)
             case Action.END_MOVE:
@@ -271,7 +266,7 @@ class OutgoingMigration:
             self._num_copied += answer.event is Event.COPIED
             self.feed(*answer)
 
-        self._spawn(copy(), self._copies)
+        self._copies.start(copy())
 
     # ------------------------------------------------------------------------------------------------ the pause
 
@@ -287,7 +282,7 @@ class OutgoingMigration:
             self.feed(Event.GONE, AbortReason.ENDED)
             return
         if self._site.faults.has(FaultPoint.SOURCE_TAKEN_OUT):
-            self._spawn(self._after_fault(FaultPoint.SOURCE_TAKEN_OUT, self._pin_rest))
+            self._tasks.start(self._after_fault(FaultPoint.SOURCE_TAKEN_OUT, self._pin_rest))
         else:
             self._pin_rest()
 
@@ -326,8 +321,8 @@ class OutgoingMigration:
             # More was announced than is filled: what lies behind is never read before it is written.
             filler = part[-1:] or self._some_slot
             part = part + filler * (stage.num_blocks - len(part))
-            self._spawn(self._send_last(stage, part), self._copies)
-        self._spawn(self._hand_over(taken))
+            self._copies.start(self._send_last(stage, part))
+        self._tasks.start(self._hand_over(taken))
 
     async def _hand_over(self, taken: TakenOut) -> None:
         answer = await self._peer.commit(taken, self.machine.epoch + 1, self._stages)
@@ -377,15 +372,3 @@ class OutgoingMigration:
             self.feed(Event.FAILED, AbortReason.UNREACHABLE)
         else:
             then()
-
-    def _spawn(self, work: Coroutine[Any, Any, Any], *others: set[asyncio.Task[Any]]) -> None:
-        task = asyncio.create_task(work)
-        for tasks in (self._tasks, *others):
-            tasks.add(task)
-        task.add_done_callback(self._ended)
-
-    def _ended(self, task: asyncio.Task[Any]) -> None:
-        self._tasks.discard(task)
-        self._copies.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            log.error("a task of a migration failed", exc_info=error)

@@ -8,7 +8,6 @@ taken in. Each migration is outgoing.py's or incoming.py's; who may leave and in
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 from collections.abc import Iterable
 
@@ -20,6 +19,8 @@ from services.worker.migration.incoming import IncomingMigrations
 from services.worker.migration.outgoing import OutgoingMigration
 from services.worker.migration.peer import Site
 from services.worker.migration.telemetry import MigrationTelemetry
+from services.worker.peers import can_take
+from services.worker.tasks import TaskSet, set_within
 from shared.bus.interface import Bus, Subscription
 from shared.engine.moving import MoveCandidate, TakenOut
 from shared.engine.requests import Ended, Output
@@ -113,6 +114,7 @@ class MigrationService:
         """By request id."""
         self._moves: dict[str, asyncio.Task[None]] = {}
         """Likewise; one that tries several destinations is one."""
+        self._tasks = TaskSet()
         self._moved: dict[str, tuple[float, MovedRequest]] = {}
         self._disowned: dict[str, tuple[float, InstanceInfo]] = {}
         """By migration id: destinations that were lost after Commit had been sent to them."""
@@ -120,7 +122,7 @@ class MigrationService:
         """By destination."""
         self._wake = asyncio.Event()
         self._subscriptions: list[Subscription] = []
-        self._giving: asyncio.Task[None] | None = None
+        self._giving = TaskSet()
         self._is_stopping = False
 
     # ----------------------------------------------------------------------------------------- start and stop
@@ -136,15 +138,12 @@ class MigrationService:
             await bus.subscribe(INSTANCE_REBALANCE.at(**ids), self._on_rebalance),
         ]
         incoming.start()
-        self._giving = asyncio.create_task(self._give_away(), name="migrations")
-        self._giving.add_done_callback(_log_failure)
+        self._giving.start(self._give_away())
 
     async def stop(self) -> None:
         """Aborts what can be aborted, waits a bounded time for Commits under way, and frees what is reserved here."""
         self._is_stopping = True
-        if self._giving is not None:
-            self._giving.cancel()
-            await asyncio.gather(self._giving, return_exceptions=True)
+        await self._giving.end_all()
         for migration in list(self._outgoing.values()):
             if migration.machine.may_be_withdrawn:
                 migration.feed(Event.WITHDRAWN)
@@ -179,11 +178,6 @@ class MigrationService:
     @property
     def num_moving_in(self) -> int:
         return self._incoming.num_in_progress
-
-    @property
-    def last_rebalance_s(self) -> float | None:
-        """When a scheduler last named destinations; None: never."""
-        return None if self._lease is None else self._lease_until_s - self._lease.lease_s
 
     # ------------------------------------------------------------------------------------- from the instance
 
@@ -226,9 +220,8 @@ class MigrationService:
 
     def moved(self, request_id: str) -> MovedRequest | None:
         """To whom a request was handed over lately."""
-        self._forget()
-        entry = self._moved.get(request_id)
-        return None if entry is None else entry[1]
+        until_s, moved = self._moved.get(request_id, (0.0, None))
+        return moved if until_s > self._loop.now() else None
 
     def forward_cancel(self, request_id: str) -> bool:
         """Passes a cancel on to the new owner; False where the request has not moved lately. With the epoch it goes no
@@ -255,9 +248,7 @@ class MigrationService:
                 await self._wake.wait()
                 continue
             if not self._begin_one(lease):
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(POLL_S):
-                        await self._wake.wait()
+                await set_within(self._wake, POLL_S)
 
     def _begin_one(self, lease: Rebalance) -> bool:
         """Begins a migration, if one may begin and some request can leave."""
@@ -282,9 +273,7 @@ class MigrationService:
             request = self._held_request(request_id)
             if request is None or request.epoch != candidate.request.epoch:
                 continue
-            task = asyncio.create_task(self._move(candidate, request, fitting, lease.reason), name="migration")
-            self._moves[request_id] = task
-            task.add_done_callback(_log_failure)
+            self._moves[request_id] = self._tasks.start(self._move(candidate, request, fitting, lease.reason))
             return True
         return False
 
@@ -298,12 +287,10 @@ class MigrationService:
         return destination.state == "ready" and failed_until_s <= self._loop.now()
 
     def _fits(self, candidate: MoveCandidate, destination: InstanceInfo) -> bool:
-        if not self._may_take(destination):
+        with_kv = bool(candidate.num_blocks)
+        if not self._may_take(destination) or (with_kv and not self._has_transport):
             return False
-        if candidate.num_blocks and not (self._has_transport and destination.kv_address):
-            return False
-        model = candidate.request.model
-        return any(loaded.name == model and loaded.state == "ready" for loaded in destination.models)
+        return can_take(destination, {candidate.request.model}, with_kv)
 
     def _held_request(self, request_id: str) -> GenerationRequest | None:
         with self._loop.locked() as engine:
@@ -345,9 +332,10 @@ class MigrationService:
             self._wake.set()
 
     def _on_over(self, migration: OutgoingMigration, outcome: MoveOutcome) -> None:
-        now = self._loop.now()
         if migration.is_given_up:
             return
+        self._forget()
+        now = self._loop.now()
         if outcome.is_moved:
             self._moved[outcome.request_id] = (
                 now + FORWARD_S,
@@ -366,8 +354,3 @@ class MigrationService:
         self._failed_until_s = {key: value for key, value in self._failed_until_s.items() if value > now}
         self._moved = {key: value for key, value in self._moved.items() if value[0] > now}
         self._disowned = {key: value for key, value in self._disowned.items() if value[0] > now}
-
-
-def _log_failure(task: asyncio.Task[None]) -> None:
-    if not task.cancelled() and (error := task.exception()) is not None:
-        log.error("task %r failed", task.get_name(), exc_info=error)
