@@ -18,15 +18,13 @@ import msgspec
 
 from services.scheduler.actions import Dispatch
 from services.scheduler.core import SchedulerCore
-from shared.messages import (
-    GenerationRequest,
+from shared.messages.cluster import (
     InstanceInfo,
     LoadedModel,
     LoadReport,
     ModelLoad,
-    SamplingParams,
-    pack_tokens,
 )
+from shared.messages.requests import GenerationRequest, SamplingParams, pack_tokens
 from shared.settings import SchedulerSettings
 
 MODELS = ("llama", "opt")

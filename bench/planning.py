@@ -12,7 +12,7 @@ import time
 
 from shared.engine.engine import Engine
 from shared.engine.plan import ModelShape, StepResult
-from shared.messages import GenerationRequest, SamplingParams, pack_tokens
+from shared.messages.requests import GenerationRequest, SamplingParams, pack_tokens
 from shared.policies.ordering import FirstComeFirstServed
 from shared.policies.token_budget import FixedTokenBudget
 

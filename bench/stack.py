@@ -31,7 +31,8 @@ from services.worker.engine_loop import EngineLoop, StepStats
 from services.worker.executor import Executor
 from shared.engine.requests import Ended, Output
 from shared.engine.slab import choose_merged_bytes
-from shared.messages import GenerationRequest, ModelSpec, SamplingParams, pack_tokens
+from shared.messages.cluster import ModelSpec
+from shared.messages.requests import GenerationRequest, SamplingParams, pack_tokens
 from shared.settings import InstanceSettings
 from tests.e2e.stack import Stack
 

@@ -17,7 +17,9 @@ from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
 from shared.bus.interface import Bus, BusError, KeyValue, RevisionConflict, Watch
-from shared.messages import LEASES, TERMS, ErrorCode, ErrorInfo, SchedulerInfo
+from shared.messages.catalogue import LEASES, TERMS
+from shared.messages.cluster import SchedulerInfo
+from shared.messages.requests import ErrorCode, ErrorInfo
 
 logger = logging.getLogger(__name__)
 

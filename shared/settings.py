@@ -17,7 +17,7 @@ from typing import Annotated, Any, TypeVar, get_args, get_origin
 
 import msgspec
 
-from shared.messages import ModelSpec
+from shared.messages.cluster import ModelSpec
 
 T = TypeVar("T")
 

@@ -9,7 +9,18 @@ from enum import StrEnum
 
 from shared.bus.interface import Bus, KeyValue, Watch
 from shared.bus.nats_bus import NatsBus
-from shared.messages import INSTANCES, MODELS, NODES, PLANS, InstanceInfo, ModelSpec, NodeInfo, PlacementPlan
+from shared.messages.catalogue import (
+    INSTANCES,
+    MODELS,
+    NODES,
+    PLANS,
+)
+from shared.messages.cluster import (
+    InstanceInfo,
+    ModelSpec,
+    NodeInfo,
+    PlacementPlan,
+)
 from shared.settings import BusSettings
 
 

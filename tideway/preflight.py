@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-from shared.messages import ModelSpec
+from shared.messages.cluster import ModelSpec
 from tideway.data_folder import OperatorError
 
 MINIMUM_MEMORY_BYTES = 2 * 1024**3

@@ -22,7 +22,7 @@ from shared.bus.nats_bus import NatsBus
 from shared.checkpoint import CheckpointError
 from shared.cost_model import CostModel
 from shared.engine import slab
-from shared.messages import ModelSpec
+from shared.messages.cluster import ModelSpec
 from shared.settings import BusSettings, InstanceSettings, WorkerSettings, load
 from tideway.data_folder import DataFolder, OperatorError
 from tideway.preflight import parse_models

@@ -10,9 +10,8 @@ from rich.console import Console
 from rich.table import Table
 
 from shared.bus.interface import BusError
-from shared.messages import (
-    LEASES,
-    SCHEDULER_STATISTICS,
+from shared.messages.catalogue import LEASES, SCHEDULER_STATISTICS
+from shared.messages.cluster import (
     InstanceInfo,
     NodeInfo,
     PlacementPlan,

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 
-from shared.messages import ModelSpec
+from shared.messages.cluster import ModelSpec
 from shared.settings import InstanceSettings, default_id, load
 from tideway.data_folder import Credentials, DataFolder
 from tideway.preflight import REPOSITORY, free_ports, local_host

@@ -16,7 +16,7 @@ import httpx
 import msgspec
 
 from shared.bus.interface import BusError
-from shared.messages import ModelSpec
+from shared.messages.cluster import ModelSpec
 from shared.service import OPERATOR_ERROR_EXIT_CODE
 from shared.settings import (
     BusSettings,

@@ -13,13 +13,15 @@ from typing import NamedTuple
 
 import msgspec
 
-from shared.messages import (
+from shared.messages.cluster import (
     FinishedStats,
-    FinishReason,
-    GenerationRequest,
     InstanceInfo,
     LoadedModel,
     ModelLoad,
+)
+from shared.messages.requests import (
+    FinishReason,
+    GenerationRequest,
     Priority,
     RequestClass,
     SamplingParams,

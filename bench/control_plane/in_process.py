@@ -19,7 +19,8 @@ from services.scheduler.actions import Dispatch, Paired, SendRebalance
 from services.scheduler.core import SchedulerCore
 from services.scheduler.garbage import collect_rarely
 from shared.bus.codec import decoder
-from shared.messages import GenerationRequest, LoadReport
+from shared.messages.cluster import LoadReport
+from shared.messages.requests import GenerationRequest
 from shared.settings import SchedulerSettings
 
 WARM_UP_S = 1.0

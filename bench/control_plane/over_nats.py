@@ -23,17 +23,15 @@ from nats.aio.msg import Msg
 from bench.control_plane.fleet import REPORTS_PER_S, Fleet, encode
 from shared.bus.interface import BusError
 from shared.bus.nats_bus import NatsBus
-from shared.messages import (
+from shared.messages.catalogue import (
     INSTANCES,
     LOAD_REPORTS,
     PREFIX,
     SCHEDULER_ANNOUNCE,
     SCHEDULER_SUBMIT,
-    Accepted,
-    GenerationRequest,
-    HeldRequests,
-    SchedulerInfo,
 )
+from shared.messages.cluster import SchedulerInfo
+from shared.messages.requests import Accepted, GenerationRequest, HeldRequests
 from shared.settings import BusSettings
 from tests.conftest import NatsServer, free_port
 

@@ -14,7 +14,13 @@ from bench.coserving.setup import MODEL, Objectives
 from bench.coserving.systems import System
 from shared.engine.engine import Engine
 from shared.engine.requests import Ended, Output
-from shared.messages import FinishReason, GenerationRequest, RequestClass, SamplingParams, pack_tokens
+from shared.messages.requests import (
+    FinishReason,
+    GenerationRequest,
+    RequestClass,
+    SamplingParams,
+    pack_tokens,
+)
 from tideway.bench.records import UNFINISHED, RequestRecord
 from tideway.bench.workload import PlannedRequest, generator
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from bench.coserving.journal import Counts, RunResult, Step
 from bench.reporting import Target, table
-from shared.messages import RequestClass
+from shared.messages.requests import RequestClass
 from tideway.bench.records import RequestRecord
 from tideway.bench.summary import ALL, Attainment, Distribution, summarize
 

@@ -20,7 +20,7 @@ from services.worker.engine_loop import EngineLoop, StepExecutor, StepStats
 from services.worker.executor import Executor
 from shared.engine.plan import KvCopy, StepPlan, StepResult
 from shared.engine.requests import Ended, Output
-from shared.messages import GenerationRequest, RequestClass
+from shared.messages.requests import GenerationRequest, RequestClass
 from tideway.bench.records import RequestRecord
 from tideway.bench.workload import PlannedRequest
 

@@ -20,7 +20,7 @@ from bench.coserving.virtual import VirtualTestbed
 from bench.reporting import Target
 from shared.cost_model import StepShape
 from shared.engine.plan import NewSequence, StepPlan
-from shared.messages import RequestClass, SamplingParams, pack_tokens
+from shared.messages.requests import RequestClass, SamplingParams, pack_tokens
 from tideway.bench.summary import Distribution
 from tideway.bench.workload import PlannedRequest, generator
 

@@ -21,7 +21,7 @@ from services.worker.profiler import profile
 from shared.cost_model import CostModel
 from shared.engine.engine import Engine
 from shared.engine.slab import choose_merged_bytes
-from shared.messages import ModelSpec
+from shared.messages.cluster import ModelSpec
 
 SHAPES: dict[str, dict[str, Any]] = {
     "135m": {  # SmolLM-135M

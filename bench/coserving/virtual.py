@@ -18,7 +18,7 @@ from bench.coserving.systems import System
 from bench.reporting import machine
 from shared.cost_model import CostModel, shape_of
 from shared.engine.plan import CopyKind, ModelShape, StepPlan, StepResult
-from shared.messages import GenerationRequest, RequestClass
+from shared.messages.requests import GenerationRequest, RequestClass
 from tideway.bench.workload import PlannedRequest, generator
 
 SMOLLM_135M_ON_TWO_CORES = CostModel(

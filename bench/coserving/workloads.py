@@ -6,7 +6,7 @@ from pathlib import Path
 
 import msgspec
 
-from shared.messages import RequestClass
+from shared.messages.requests import RequestClass
 from tideway.bench.arrivals import Arrivals, Closed, Gamma, Phase, Phases, Replay
 from tideway.bench.lengths import Fixed, LogNormal
 from tideway.bench.traces import Trace, TraceSource, read_trace

@@ -14,7 +14,7 @@ from bench.migration.experiments import EXPERIMENTS, Result, Setup
 from bench.reporting import judged, machine, table, write
 from services.worker.executor import Executor
 from shared.engine.slab import choose_merged_bytes
-from shared.messages import ModelSpec
+from shared.messages.cluster import ModelSpec
 
 
 def make_setup(folder: Path, arguments: argparse.Namespace) -> Setup:

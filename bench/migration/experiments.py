@@ -16,7 +16,7 @@ import msgspec
 from bench.migration.affinity import Affinity
 from bench.migration.pair import Pair, Stream, pause_s
 from bench.reporting import Target
-from shared.messages import Priority
+from shared.messages.requests import Priority
 from tideway.bench.summary import Distribution
 
 BETWEEN_MOVES = 24

@@ -17,7 +17,7 @@ import msgspec
 
 from bench.migration.affinity import Affinity
 from shared.bus.nats_bus import NatsBus
-from shared.messages import (
+from shared.messages.catalogue import (
     CLEAR_PREFIX_CACHE,
     GATEWAY_FRAMES,
     INSTANCE_CANCEL,
@@ -25,17 +25,20 @@ from shared.messages import (
     INSTANCE_SUBMIT,
     INSTANCES,
     LOAD_REPORTS,
-    Cancel,
-    ClearPrefixCache,
-    GenerationRequest,
+)
+from shared.messages.cluster import (
     InstanceInfo,
     InstancePlan,
     LoadReport,
     ModelSpec,
     MoveOutcome,
-    MoveReason,
+)
+from shared.messages.migration import MoveReason, Rebalance
+from shared.messages.requests import (
+    Cancel,
+    ClearPrefixCache,
+    GenerationRequest,
     Priority,
-    Rebalance,
     SamplingParams,
     TokenFrame,
     next_placement,

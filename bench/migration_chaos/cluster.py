@@ -26,15 +26,13 @@ from bench.migration_chaos.instance import run as run_instance
 from bench.migration_chaos.network import NatsProxy
 from shared.bus.interface import Bus, BusError
 from shared.bus.nats_bus import NatsBus
-from shared.messages import (
-    INSTANCE_EXITED,
-    INSTANCES,
-    MODELS,
+from shared.messages.catalogue import INSTANCE_EXITED, INSTANCES, MODELS
+from shared.messages.channels import bucket_key
+from shared.messages.cluster import (
     InstanceExited,
     InstanceInfo,
     InstancePlan,
     ModelSpec,
-    bucket_key,
 )
 from shared.service import run_service
 from shared.settings import BusSettings, InstanceSettings, SchedulerSettings

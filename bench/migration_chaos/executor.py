@@ -11,7 +11,8 @@ import torch
 
 from bench.migration_chaos.chains import WORDS, cells, extend, next_token, root
 from shared.engine.plan import CopyKind, KvCopy, ModelShape, StepPlan, StepResult
-from shared.messages import ModelSpec, unpack_tokens
+from shared.messages.cluster import ModelSpec
+from shared.messages.requests import unpack_tokens
 
 CELL_BYTES = 8 * WORDS
 MERGED_BYTES = 2048

@@ -41,7 +41,16 @@ from services.worker.migration.incoming import IncomingMigrations
 from services.worker.migration.outgoing import OutgoingMigration
 from services.worker.migration.service import MigrationService
 from shared.bus.interface import ServiceError
-from shared.messages import Commit, Committed, ErrorCode, MoveOutcome, MoveReason, PreAllocate, Rebalance, Reserved
+from shared.messages.cluster import MoveOutcome
+from shared.messages.migration import (
+    Commit,
+    Committed,
+    MoveReason,
+    PreAllocate,
+    Rebalance,
+    Reserved,
+)
+from shared.messages.requests import ErrorCode
 from shared.service import run_service
 from shared.settings import InstanceSettings
 

@@ -18,11 +18,10 @@ from services.gateway.placing import Placer
 from services.gateway.stream import Stream
 from services.gateway.stream_table import StreamTable
 from shared.bus.interface import Bus, ServiceError
-from shared.messages import (
+from shared.messages.cluster import InstanceInfo, ModelSpec
+from shared.messages.requests import (
     FinishReason,
     GenerationRequest,
-    InstanceInfo,
-    ModelSpec,
     Priority,
     RequestClass,
     SamplingParams,

@@ -17,7 +17,8 @@ from bench.migration_chaos.instance import read_tag
 from bench.migration_chaos.streams import Streams, counters
 from services.worker.migration.faults import FaultAction
 from shared.bus.interface import Bus
-from shared.messages import INSTANCE_REBALANCE, MoveReason, Rebalance
+from shared.messages.catalogue import INSTANCE_REBALANCE
+from shared.messages.migration import MoveReason, Rebalance
 
 BEGIN_S = 0.6
 """A migration that was asked for begins within this time, or is asked for again elsewhere."""

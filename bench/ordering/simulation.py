@@ -11,7 +11,7 @@ from shared.engine.engine import Engine
 from shared.engine.plan import ModelShape, StepResult
 from shared.engine.recording import Configuration
 from shared.engine.requests import Ended
-from shared.messages import GenerationRequest, SamplingParams, pack_tokens
+from shared.messages.requests import GenerationRequest, SamplingParams, pack_tokens
 from shared.policies.baselines import SkipJoinMlfq
 from shared.policies.execution_statistics import ExecutionTimeWindow
 

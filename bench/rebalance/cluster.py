@@ -25,7 +25,8 @@ from services.scheduler.actions import (
     SendRebalance,
 )
 from services.scheduler.core import SchedulerCore
-from shared.messages import GenerationRequest, LoadReport, Priority, SamplingParams
+from shared.messages.cluster import LoadReport
+from shared.messages.requests import GenerationRequest, Priority, SamplingParams
 from shared.settings import InstanceSettings, SchedulerSettings
 
 STATISTICS_S = 1.0

@@ -17,16 +17,14 @@ from shared.engine.moving import TakenOut
 from shared.engine.plan import CopyKind, ModelShape, StepPlan, StepResult
 from shared.engine.recording import Configuration
 from shared.engine.requests import Ended, Output
-from shared.messages import (
-    ErrorInfo,
+from shared.messages.cluster import (
     FinishedStats,
-    GenerationRequest,
-    HeldRequest,
     InstanceInfo,
     LoadedModel,
     LoadReport,
     MoveOutcome,
 )
+from shared.messages.requests import ErrorInfo, GenerationRequest, HeldRequest
 
 REPORT_INTERVAL_S = 0.02
 HEARTBEAT_S = 1.0

@@ -8,7 +8,7 @@ import msgspec
 
 from bench.rebalance.workloads import Job
 from shared.engine.requests import Ended
-from shared.messages import FinishReason, TokenEntry
+from shared.messages.requests import FinishReason, TokenEntry
 
 if TYPE_CHECKING:
     from bench.rebalance.instance import Instance

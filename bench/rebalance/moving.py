@@ -14,16 +14,15 @@ from bench.rebalance.instance import Instance
 from bench.rebalance.journal import Journal
 from shared.engine.moves import rebased
 from shared.engine.moving import MoveCandidate, PinnedBlocks, TakenOut
-from shared.messages import (
+from shared.messages.cluster import MoveOutcome
+from shared.messages.migration import (
     AbortReason,
     Commit,
-    ErrorInfo,
-    HeldRequest,
-    MoveOutcome,
     MoveReason,
     PreAllocate,
     Rebalance,
 )
+from shared.messages.requests import ErrorInfo, HeldRequest
 from shared.migration.estimates import MARGIN_BLOCKS, Next, copy_s, is_worth, next_stage
 from shared.migration.source import may_move
 from shared.settings import InstanceSettings

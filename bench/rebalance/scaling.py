@@ -13,7 +13,7 @@ from bench.rebalance.instance import Instance
 from bench.rebalance.moving import CONTROL_S
 from bench.rebalance.workloads import Job
 from services.scheduler.scaling import CancelDrain, DrainAction, Scaler, ScaleUp
-from shared.messages import PlacementPlan
+from shared.messages.cluster import PlacementPlan
 
 INTERVAL_S = 1.0
 """Between two looks of the scaler."""

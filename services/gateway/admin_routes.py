@@ -25,7 +25,15 @@ from services.gateway.replies import (
 )
 from services.gateway.schemas import AddModelRequest, ScaleModelRequest, ScaleRequest
 from shared.bus.interface import BusError
-from shared.messages import (
+from shared.messages.admin import (
+    AddModel,
+    DrainInstance,
+    GetPlan,
+    RemoveModel,
+    ScaleInstances,
+    ScaleModel,
+)
+from shared.messages.catalogue import (
     NODES,
     PLACEMENT_ADD_MODEL,
     PLACEMENT_DRAIN_INSTANCE,
@@ -34,19 +42,15 @@ from shared.messages import (
     PLACEMENT_SCALE_INSTANCES,
     PLACEMENT_SCALE_MODEL,
     PLANS,
-    AddModel,
-    DrainInstance,
-    Endpoint,
-    ErrorCode,
-    GetPlan,
+)
+from shared.messages.channels import Endpoint
+from shared.messages.cluster import (
     InstanceInfo,
     ModelLoad,
     ModelSpec,
     PlacementPlan,
-    RemoveModel,
-    ScaleInstances,
-    ScaleModel,
 )
+from shared.messages.requests import ErrorCode
 
 PLACEMENT_TIMEOUT_S = 10.0
 PLAN_TIMEOUT_S = 2.0

@@ -10,7 +10,7 @@ from collections import deque
 from pathlib import Path
 
 from services.gateway.errors import ApiError, invalid
-from shared.messages import Priority, RequestClass
+from shared.messages.requests import Priority, RequestClass
 from shared.settings import GatewaySettings, SettingsError
 
 WINDOW_S = 60.0

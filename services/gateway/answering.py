@@ -36,7 +36,8 @@ from services.gateway.schemas import ChatRequest, CompletionRequest, GenerationF
 from services.gateway.sse import ChunkWriter, Operation
 from services.gateway.tokenization import ModelTokenizer
 from shared.bus.interface import BusError
-from shared.messages import GenerationRequest, ModelSpec
+from shared.messages.cluster import ModelSpec
+from shared.messages.requests import GenerationRequest
 from shared.telemetry import current_traceparent
 
 logger = logging.getLogger(__name__)

@@ -50,7 +50,7 @@ from services.gateway.schemas import (
     TokenizeRequest,
 )
 from shared.bus.interface import BusError
-from shared.messages import PlacementPlan
+from shared.messages.cluster import PlacementPlan
 
 logger = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from services.gateway.files import Files
 from shared.bus.interface import BusError, RevisionConflict
-from shared.messages import ErrorCode
+from shared.messages.requests import ErrorCode
 
 logger = logging.getLogger(__name__)
 

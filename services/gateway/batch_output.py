@@ -22,7 +22,9 @@ from services.gateway.batches import Batches, result_key
 from services.gateway.files import DEFAULT_EXPIRY_S, Files
 from services.gateway.line_answering import LineFailure, encode_line
 from shared.bus.interface import BusError, ObjectWriter, RevisionConflict
-from shared.messages import MAX_MESSAGE_BYTES, BatchLineResult, BatchRecord, ErrorCode, ErrorInfo, StoredFile
+from shared.messages.batches import BatchLineResult, BatchRecord, StoredFile
+from shared.messages.channels import MAX_MESSAGE_BYTES
+from shared.messages.requests import ErrorCode, ErrorInfo
 
 logger = logging.getLogger(__name__)
 

@@ -26,7 +26,7 @@ from services.gateway.replies import (
     BatchUsage,
 )
 from services.gateway.schemas import CreateBatchRequest
-from shared.messages import BatchRecord
+from shared.messages.batches import BatchRecord
 
 DEFAULT_BATCHES_LISTED, MAX_BATCHES_LISTED = 20, 100
 

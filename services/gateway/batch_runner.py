@@ -41,7 +41,13 @@ from services.gateway.errors import ApiError, of_info
 from services.gateway.grants import Account, Grants, Taken
 from services.gateway.line_answering import LineFailure, answer_line, refused_line
 from shared.bus.interface import BusError
-from shared.messages import BatchLineResult, BatchProblem, BatchRecord, ErrorCode, OfflineDemand
+from shared.messages.batches import (
+    BatchLineResult,
+    BatchProblem,
+    BatchRecord,
+    OfflineDemand,
+)
+from shared.messages.requests import ErrorCode
 
 logger = logging.getLogger(__name__)
 

@@ -16,7 +16,9 @@ from services.gateway.context import GatewayContext
 from services.gateway.grants import Grants
 from shared.bus.interface import BusError, Watch
 from shared.lease import Lease
-from shared.messages import LEASES, TERMS, BatchProblem, BatchRecord, SchedulerInfo
+from shared.messages.batches import BatchProblem, BatchRecord
+from shared.messages.catalogue import LEASES, TERMS
+from shared.messages.cluster import SchedulerInfo
 
 logger = logging.getLogger(__name__)
 

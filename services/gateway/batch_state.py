@@ -20,7 +20,8 @@ from dataclasses import dataclass
 
 import msgspec
 
-from shared.messages import BatchLineResult, BatchProblem, BatchRecord, ErrorCode
+from shared.messages.batches import BatchLineResult, BatchProblem, BatchRecord
+from shared.messages.requests import ErrorCode
 
 TERMINAL = frozenset({"completed", "failed", "expired", "cancelled"})
 _NEXT = {

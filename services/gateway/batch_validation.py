@@ -20,7 +20,7 @@ from services.gateway.parsing import (
 )
 from services.gateway.schemas import ChatRequest, CompletionRequest
 from services.gateway.sse import Operation
-from shared.messages import BatchProblem
+from shared.messages.batches import BatchProblem
 
 MAX_PROBLEMS = 100
 """Reported of one file."""

@@ -16,7 +16,9 @@ from services.gateway.batch_state import is_terminal
 from services.gateway.errors import ApiError
 from services.gateway.files import is_id, storage_full
 from shared.bus.interface import Bus, BusError, KeyValue, RevisionConflict, Room, Watch
-from shared.messages import BATCH_RESULTS, BATCHES, BatchLineResult, BatchRecord, ErrorCode, ErrorInfo
+from shared.messages.batches import BatchLineResult, BatchRecord
+from shared.messages.catalogue import BATCH_RESULTS, BATCHES
+from shared.messages.requests import ErrorCode, ErrorInfo
 
 RECORDS_BYTES = 64 << 20
 RECORDS_RESERVE_BYTES = RECORDS_BYTES // 4

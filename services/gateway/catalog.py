@@ -10,7 +10,9 @@ from services.gateway.errors import ApiError
 from services.gateway.parsing import MAX_SEQUENCE_TOKENS
 from services.gateway.tokenization import ModelTokenizer, Tokenizers
 from shared.bus.interface import Bus, Watch
-from shared.messages import INSTANCES, MODELS, InstanceInfo, LoadedModel, ModelSpec, bucket_key
+from shared.messages.catalogue import INSTANCES, MODELS
+from shared.messages.channels import bucket_key
+from shared.messages.cluster import InstanceInfo, LoadedModel, ModelSpec
 
 logger = logging.getLogger(__name__)
 

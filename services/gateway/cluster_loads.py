@@ -15,7 +15,8 @@ from dataclasses import dataclass
 
 from services.gateway.catalog import Catalog
 from shared.bus.interface import Bus, BusError, Subscription
-from shared.messages import LOAD_REPORTS, SCHEDULER_STATISTICS, LoadReport, StatisticsReport
+from shared.messages.catalogue import LOAD_REPORTS, SCHEDULER_STATISTICS
+from shared.messages.cluster import LoadReport, StatisticsReport
 
 logger = logging.getLogger(__name__)
 

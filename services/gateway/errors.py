@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import msgspec
 
-from shared.messages import ErrorCode, ErrorInfo
+from shared.messages.requests import ErrorCode, ErrorInfo
 
 
 class ApiError(Exception):

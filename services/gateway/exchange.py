@@ -24,7 +24,7 @@ from services.gateway.schemas import GenerationFields
 from services.gateway.sse import ChunkWriter, Operation
 from services.gateway.tracing import queue_s, request_attributes, response_attributes
 from shared.bus.interface import BusError
-from shared.messages import RequestClass
+from shared.messages.requests import RequestClass
 from shared.telemetry import context_of
 
 logger = logging.getLogger(__name__)

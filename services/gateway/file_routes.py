@@ -16,7 +16,7 @@ from services.gateway.files import DEFAULT_EXPIRY_S, new_file_id
 from services.gateway.other_routes import json_response
 from services.gateway.replies import DeletedFile, FileList, FileObject
 from services.gateway.uploads import Upload, receive_upload
-from shared.messages import StoredFile
+from shared.messages.batches import StoredFile
 
 T = TypeVar("T")
 

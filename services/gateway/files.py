@@ -15,7 +15,8 @@ import msgspec
 
 from services.gateway.errors import ApiError
 from shared.bus.interface import Bus, KeyValue, ObjectStore, ObjectWriter, RevisionConflict
-from shared.messages import FILE_CONTENTS, FILES, StoredFile
+from shared.messages.batches import StoredFile
+from shared.messages.catalogue import FILE_CONTENTS, FILES
 
 logger = logging.getLogger(__name__)
 

@@ -21,7 +21,13 @@ from services.gateway.replies import FinishedBy, PromptTokensDetails, Usage
 from services.gateway.stream import Stream
 from services.gateway.stream_table import StreamTable
 from services.gateway.tokenization import ModelTokenizer
-from shared.messages import ErrorInfo, FinishReason, GenerationRequest, SamplingParams, pack_tokens
+from shared.messages.requests import (
+    ErrorInfo,
+    FinishReason,
+    GenerationRequest,
+    SamplingParams,
+    pack_tokens,
+)
 
 
 @dataclass(slots=True)

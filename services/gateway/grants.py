@@ -14,7 +14,8 @@ from collections import deque
 from collections.abc import Callable
 
 from shared.bus.interface import Bus, BusError
-from shared.messages import SCHEDULER_GRANT, GrantQuery, GrantReply, OfflineDemand
+from shared.messages.batches import GrantQuery, GrantReply, OfflineDemand
+from shared.messages.catalogue import SCHEDULER_GRANT
 
 logger = logging.getLogger(__name__)
 

@@ -26,7 +26,8 @@ from services.gateway.schemas import CompletionRequest
 from services.gateway.sse import Operation
 from services.gateway.tracing import request_attributes, response_attributes
 from shared.bus.interface import BusError, ServiceError
-from shared.messages import BatchLineResult, Priority, RequestClass
+from shared.messages.batches import BatchLineResult
+from shared.messages.requests import Priority, RequestClass
 
 
 class LineFailure(msgspec.Struct):

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from services.gateway.replies import ChatLogprobs, ChatTokenLogprob, CompletionLogprobs, TopLogprob
 from services.gateway.tokenization import ModelTokenizer
-from shared.messages import TokenLogprob
+from shared.messages.requests import TokenLogprob
 
 LEAST_LOGPROB = -9999.0
 """JSON has no infinity."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from shared.messages import RequestClass
+from shared.messages.requests import RequestClass
 
 OUTCOMES = ("ok", "invalid", "refused", "overloaded", "deadline", "disconnected", "failed")
 """invalid: 4xx for what was asked; refused: 401, 403; overloaded: 429; failed: 5xx or an error in the stream."""

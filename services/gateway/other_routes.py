@@ -26,7 +26,9 @@ from services.gateway.replies import (
     VersionReply,
 )
 from services.gateway.schemas import DetokenizeRequest, TokenizeRequest
-from shared.messages import CLEAR_PREFIX_CACHE, ClearPrefixCache, ModelSpec
+from shared.messages.catalogue import CLEAR_PREFIX_CACHE
+from shared.messages.cluster import ModelSpec
+from shared.messages.requests import ClearPrefixCache
 
 _TOKENIZE = msgspec.json.Decoder(TokenizeRequest)
 _DETOKENIZE = msgspec.json.Decoder(DetokenizeRequest)

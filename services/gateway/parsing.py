@@ -13,7 +13,8 @@ from typing import Any
 
 from services.gateway.errors import ApiError, invalid
 from services.gateway.schemas import ALLOWED_VALUES, ChatRequest, CompletionRequest, GenerationFields
-from shared.messages import MAX_MESSAGE_BYTES, Priority, RequestClass, SamplingParams
+from shared.messages.channels import MAX_MESSAGE_BYTES
+from shared.messages.requests import Priority, RequestClass, SamplingParams
 
 MAX_SEQUENCES = 256
 """Prompts times `n` in one call."""

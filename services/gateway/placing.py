@@ -12,13 +12,9 @@ from typing import Protocol
 from services.gateway.catalog import Catalog, loaded_model, serves
 from services.gateway.metrics import GatewayMetrics
 from shared.bus.interface import Bus, BusError, ServiceError
-from shared.messages import (
-    INSTANCE_SUBMIT,
-    SCHEDULER_SUBMIT,
-    ErrorCode,
-    GenerationRequest,
-    InstanceInfo,
-)
+from shared.messages.catalogue import INSTANCE_SUBMIT, SCHEDULER_SUBMIT
+from shared.messages.cluster import InstanceInfo
+from shared.messages.requests import ErrorCode, GenerationRequest
 
 logger = logging.getLogger(__name__)
 

@@ -19,19 +19,19 @@ from services.gateway.metrics import GatewayMetrics
 from services.gateway.placing import NOBODY_CODES, Placer
 from services.gateway.stream import MAX_QUIET_S, QUIET_S, Stream
 from shared.bus.interface import Bus, BusError, ServiceError, Subscription
-from shared.messages import (
+from shared.messages.catalogue import (
     GATEWAY_LOST,
     INSTANCE_EXITED,
     INSTANCE_REPLAY,
     SCHEDULER_ANNOUNCE,
+)
+from shared.messages.cluster import InstanceExited, InstanceInfo, SchedulerInfo
+from shared.messages.requests import (
     ErrorCode,
-    InstanceExited,
-    InstanceInfo,
     MovedRequest,
     ReplayQuery,
     ReplayReply,
     RequestsLost,
-    SchedulerInfo,
     TokenEntry,
 )
 

@@ -25,7 +25,7 @@ from services.gateway.placing import Placer
 from services.gateway.stream_table import StreamTable
 from services.gateway.tokenization import Tokenizers
 from shared.bus.interface import Bus
-from shared.messages import InstanceInfo
+from shared.messages.cluster import InstanceInfo
 from shared.settings import GatewaySettings, SettingsError, default_id
 from shared.telemetry import Telemetry
 

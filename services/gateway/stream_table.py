@@ -15,16 +15,14 @@ from services.gateway.recovery import Recovery
 from services.gateway.stream import Stream
 from services.gateway.streams import Outcome
 from shared.bus.interface import Bus, Subscription
-from shared.messages import (
-    GATEWAY_FRAMES,
-    INSTANCE_CANCEL,
-    SCHEDULER_CANCEL,
+from shared.messages.catalogue import GATEWAY_FRAMES, INSTANCE_CANCEL, SCHEDULER_CANCEL
+from shared.messages.cluster import InstanceInfo
+from shared.messages.requests import (
     Cancel,
     ErrorCode,
     ErrorInfo,
     FinishReason,
     GenerationRequest,
-    InstanceInfo,
     TokenEntry,
     TokenFrame,
     next_placement,

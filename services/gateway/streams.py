@@ -13,7 +13,7 @@ from __future__ import annotations
 from array import array
 from enum import Enum, auto
 
-from shared.messages import (
+from shared.messages.requests import (
     UNKNOWN_LOGPROB,
     ErrorCode,
     ErrorInfo,

@@ -21,7 +21,7 @@ from services.gateway.chat_templates import ChatTemplate, load_template, plain_m
 from services.gateway.detokenization import Detokenizer
 from services.gateway.errors import ApiError
 from shared.checkpoint import CheckpointError, describe, resolve
-from shared.messages import ModelSpec
+from shared.messages.cluster import ModelSpec
 
 logger = logging.getLogger(__name__)
 

@@ -37,7 +37,13 @@ from services.placement.requests import check_length, check_spec, refuse
 from services.placement.scaling import Cluster, FleetKeeper
 from services.placement.statistics import TrafficStatistics
 from shared.bus.interface import Bus, BusError, KeyValue, ServiceError, Subscription
-from shared.messages import (
+from shared.messages.admin import (
+    AddModel,
+    GetPlan,
+    RemoveModel,
+    ScaleModel,
+)
+from shared.messages.catalogue import (
     INSTANCES,
     MODELS,
     PLACEMENT_ADD_MODEL,
@@ -48,20 +54,17 @@ from shared.messages import (
     PLACEMENT_SCALE_MODEL,
     SCHEDULER_STATISTICS,
     STATISTICS,
-    AddModel,
-    ErrorCode,
-    ErrorInfo,
-    GetPlan,
+)
+from shared.messages.channels import bucket_key
+from shared.messages.cluster import (
     InstanceInfo,
     ModelSpec,
     ModelStatistics,
     NodeInfo,
     PlacementPlan,
-    RemoveModel,
-    ScaleModel,
     StatisticsReport,
-    bucket_key,
 )
+from shared.messages.requests import ErrorCode, ErrorInfo
 
 T = TypeVar("T")
 Q = TypeVar("Q")

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple
 
-from shared.messages import InstanceInfo, NodeInfo, PlacementPlan
+from shared.messages.cluster import InstanceInfo, NodeInfo, PlacementPlan
 
 
 class Fleet(NamedTuple):

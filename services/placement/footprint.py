@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from shared.checkpoint import ITEMSIZES, CheckpointShape
 from shared.engine.slab import slot_bytes
-from shared.messages import ModelSpec
+from shared.messages.cluster import ModelSpec
 
 PAGE_TOKENS = {"cpu": 32, "cuda": 128}
 """Tokens in one KV block, as the worker's attention back ends choose them."""

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
 from services.placement.statistics import TrafficRates
-from shared.messages import NodeInfo, PlacementPlan
+from shared.messages.cluster import NodeInfo, PlacementPlan
 
 _TRAFFIC = {
     "arrivals_per_s": "Requests that arrived per second",

@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 
 import msgspec
 
-from shared.messages import NodeInfo
+from shared.messages.cluster import NodeInfo
 
 GRACE_S = 10.0
 """A node that is missing for less keeps its part of the plan: long enough for a restart of its agent or of NATS, short

@@ -8,7 +8,8 @@ from opentelemetry.trace import Tracer
 
 from services.placement.metrics import PlacementMetrics
 from shared.bus.interface import Bus, KeyValue, RevisionConflict
-from shared.messages import PLANS, PlacementPlan
+from shared.messages.catalogue import PLANS
+from shared.messages.cluster import PlacementPlan
 
 logger = logging.getLogger(__name__)
 

@@ -27,7 +27,12 @@ import msgspec
 from services.placement.fleet import Fleet, instance_ids
 from services.placement.footprint import ConfiguredModel, Footprint, footprint
 from shared.engine import slab
-from shared.messages import InstancePlan, ModelSpec, NodeInfo, PlacementPlan
+from shared.messages.cluster import (
+    InstancePlan,
+    ModelSpec,
+    NodeInfo,
+    PlacementPlan,
+)
 
 MAX_CPU_POOL_BYTES = 1 << 30
 """On CPU the pool is main memory that others can use better: at tens of tokens per second it holds minutes of output."""

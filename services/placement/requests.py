@@ -6,7 +6,8 @@ import re
 
 from shared.bus.interface import ServiceError
 from shared.checkpoint import ITEMSIZES, CheckpointShape
-from shared.messages import ErrorCode, ModelSpec
+from shared.messages.cluster import ModelSpec
+from shared.messages.requests import ErrorCode
 
 NAME_PATTERN = r"[A-Za-z0-9][A-Za-z0-9._:/-]{0,127}"
 

@@ -18,7 +18,9 @@ from services.placement.backends.interface import ScalingBackend
 from services.placement.fleet import Fleet, instance_ids, node_of
 from services.placement.requests import refuse
 from shared.bus.interface import BusError, KeyValue
-from shared.messages import DrainInstance, ErrorCode, InstanceInfo, NodeInfo, PlacementPlan, ScaleInstances
+from shared.messages.admin import DrainInstance, ScaleInstances
+from shared.messages.cluster import InstanceInfo, NodeInfo, PlacementPlan
+from shared.messages.requests import ErrorCode
 
 logger = logging.getLogger(__name__)
 

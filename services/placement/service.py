@@ -13,7 +13,8 @@ from services.placement.requests import check_spec
 from shared.bus.interface import Bus, BusError, Watch
 from shared.checkpoint import CheckpointShape
 from shared.lease import Lease
-from shared.messages import NODES, NodeInfo
+from shared.messages.catalogue import NODES
+from shared.messages.cluster import NodeInfo
 from shared.settings import PlacementSettings, SettingsError, default_id
 from shared.telemetry import Telemetry
 

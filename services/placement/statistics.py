@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from shared.messages import ModelStatistics
+from shared.messages.cluster import ModelStatistics
 
 WINDOW_S = 60.0
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from shared.messages import GenerationRequest, Rebalance, RequestsLost, TokenEntry
+from shared.messages.migration import Rebalance
+from shared.messages.requests import GenerationRequest, RequestsLost, TokenEntry
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,7 +30,8 @@ from services.scheduler.core import SchedulerCore
 from services.scheduler.observer import Observer
 from services.scheduler.scaling import CALL_TIMEOUT_S, Scaler, ScalingAction, call_of
 from shared.bus.interface import Bus, BusError, ServiceError, Subscription
-from shared.messages import (
+from shared.messages.batches import GrantQuery, GrantReply
+from shared.messages.catalogue import (
     EXECUTION_STATISTICS,
     GATEWAY_FRAMES,
     GATEWAY_LOST,
@@ -45,23 +46,25 @@ from shared.messages import (
     SCHEDULER_GRANT,
     SCHEDULER_STATISTICS,
     SCHEDULER_SUBMIT,
-    Accepted,
-    Cancel,
-    ErrorCode,
-    ErrorInfo,
+)
+from shared.messages.cluster import (
     ExecutionStatistics,
     ExecutionStatisticsReport,
-    GenerationRequest,
-    GrantQuery,
-    GrantReply,
     InstanceExited,
     InstanceInfo,
-    ListHeldRequests,
     LoadReport,
     ModelSpec,
     PlacementPlan,
     SchedulerInfo,
     StatisticsReport,
+)
+from shared.messages.requests import (
+    Accepted,
+    Cancel,
+    ErrorCode,
+    ErrorInfo,
+    GenerationRequest,
+    ListHeldRequests,
     TokenFrame,
 )
 from shared.settings import SchedulerSettings

@@ -27,19 +27,20 @@ from services.scheduler.queue import GlobalQueue
 from services.scheduler.recovery import FINAL, FULL, MAYBE_DELIVERED, UNCERTAIN, reconcile
 from services.scheduler.requests import RequestState, TrackedRequest
 from services.scheduler.rescheduling import Rescheduler
-from shared.messages import (
-    PLACEMENT_EPOCHS,
-    ErrorCode,
-    ErrorInfo,
+from shared.messages.batches import GrantQuery, GrantReply
+from shared.messages.cluster import (
     ExecutionStatistics,
-    FinishReason,
-    GenerationRequest,
-    GrantQuery,
-    GrantReply,
-    HeldRequest,
     InstanceExited,
     InstanceInfo,
     LoadReport,
+)
+from shared.messages.requests import (
+    PLACEMENT_EPOCHS,
+    ErrorCode,
+    ErrorInfo,
+    FinishReason,
+    GenerationRequest,
+    HeldRequest,
     RequestClass,
     next_placement,
 )

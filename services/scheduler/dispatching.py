@@ -29,7 +29,7 @@ from services.scheduler.cluster import ClusterView, InstanceState
 from services.scheduler.harvest import OfflineLedger
 from services.scheduler.queue import GlobalQueue, Lane, lane_of
 from services.scheduler.requests import TrackedRequest
-from shared.messages import LoadReport
+from shared.messages.cluster import LoadReport
 from shared.policies.dispatch import (
     DISPATCH_POLICIES,
     CandidateIndex,

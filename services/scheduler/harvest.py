@@ -17,7 +17,9 @@ from dataclasses import dataclass, field
 import msgspec
 
 from services.scheduler.queue import Outflow
-from shared.messages import FinishedStats, GrantQuery, GrantReply, OfflineDemand, RequestClass
+from shared.messages.batches import GrantQuery, GrantReply, OfflineDemand
+from shared.messages.cluster import FinishedStats
+from shared.messages.requests import RequestClass
 from shared.policies.harvest import allocate
 
 GRANT_EXPIRY_S = 2.0

@@ -17,7 +17,7 @@ from services.scheduler.dispatching import Dispatcher
 from services.scheduler.requests import RequestState, RequestTable, TrackedRequest
 from services.scheduler.statistics import StatisticsCounter
 from services.scheduler.timers import Timers
-from shared.messages import (
+from shared.messages.requests import (
     PLACEMENT_EPOCHS,
     ErrorCode,
     ErrorInfo,

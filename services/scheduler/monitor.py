@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from shared.messages import ExecutionStatistics, FinishedStats, FinishReason
+from shared.messages.cluster import ExecutionStatistics, FinishedStats
+from shared.messages.requests import FinishReason
 from shared.policies.execution_statistics import ExecutionTimeWindow
 
 LEAST_CHANGE = 0.01

@@ -13,7 +13,9 @@ from services.scheduler.cluster import ClusterView
 from services.scheduler.lifecycle import RequestLifecycle
 from services.scheduler.recovery import group_by_gateway, is_owner
 from services.scheduler.requests import RequestState, TrackedRequest
-from shared.messages import AbortReason, HeldRequest, MoveOutcome
+from shared.messages.cluster import MoveOutcome
+from shared.messages.migration import AbortReason
+from shared.messages.requests import HeldRequest
 
 CONFIRM_S = 2.0
 """From the word of the source to that of the destination, whose reports are at most a second apart."""

@@ -13,7 +13,9 @@ from prometheus_client import Counter, Gauge, Histogram
 
 from services.scheduler.actions import Dispatch, InstanceLost, LeftQueue, MoveEnded, Paired
 from services.scheduler.core import SchedulerCore
-from shared.messages import ErrorInfo, GenerationRequest, GrantReply, MoveReason, RequestClass
+from shared.messages.batches import GrantReply
+from shared.messages.migration import MoveReason
+from shared.messages.requests import ErrorInfo, GenerationRequest, RequestClass
 from shared.telemetry import Telemetry, context_of
 
 logger = logging.getLogger(__name__)

@@ -16,7 +16,8 @@ from math import exp, inf
 from typing import NamedTuple
 
 from services.scheduler.requests import TrackedRequest
-from shared.messages import ErrorCode, ErrorInfo, ExecutionStatistics, Priority
+from shared.messages.cluster import ExecutionStatistics
+from shared.messages.requests import ErrorCode, ErrorInfo, Priority
 from shared.policies.ordering import OrderingPolicy
 
 REFRESH_S = 0.25

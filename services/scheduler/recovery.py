@@ -10,7 +10,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from services.scheduler.requests import RequestState, RequestTable, TrackedRequest
-from shared.messages import ErrorCode, HeldRequest, LostRequest, RequestsLost
+from shared.messages.requests import (
+    ErrorCode,
+    HeldRequest,
+    LostRequest,
+    RequestsLost,
+)
 
 FINAL = frozenset({ErrorCode.TOO_LONG, ErrorCode.BAD_REQUEST})
 """Refusals that every instance would repeat."""

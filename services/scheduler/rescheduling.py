@@ -10,7 +10,8 @@ from collections.abc import Iterator
 
 from services.scheduler.actions import Action, Paired, SendRebalance
 from services.scheduler.cluster import ClusterView, InstanceState
-from shared.messages import LoadReport, MoveReason, Rebalance
+from shared.messages.cluster import LoadReport
+from shared.messages.migration import MoveReason, Rebalance
 from shared.policies.rebalancing import InstanceView, Pair, Rebalancer, Taker
 from shared.settings import SchedulerSettings
 

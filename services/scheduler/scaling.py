@@ -21,15 +21,11 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from services.scheduler.cluster import ClusterView, InstanceState
-from shared.messages import (
-    PLACEMENT_DRAIN_INSTANCE,
-    PLACEMENT_SCALE_INSTANCES,
-    DrainInstance,
-    Endpoint,
-    ErrorInfo,
-    PlacementPlan,
-    ScaleInstances,
-)
+from shared.messages.admin import DrainInstance, ScaleInstances
+from shared.messages.catalogue import PLACEMENT_DRAIN_INSTANCE, PLACEMENT_SCALE_INSTANCES
+from shared.messages.channels import Endpoint
+from shared.messages.cluster import PlacementPlan
+from shared.messages.requests import ErrorInfo
 from shared.policies.autoscaling import Autoscaling, Fleet, Grow, Keep, Member, ScalingBounds, Shrink
 from shared.settings import SchedulerSettings, SettingsError
 

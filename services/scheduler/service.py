@@ -9,10 +9,8 @@ from services.scheduler.observer import Observer
 from services.scheduler.scaling import check_settings
 from shared.bus.interface import Bus, Subscription, Watch
 from shared.lease import Lease
-from shared.messages import (
-    EXECUTION_STATISTICS,
-    INSTANCES,
-    MODELS,
+from shared.messages.catalogue import EXECUTION_STATISTICS, INSTANCES, MODELS
+from shared.messages.cluster import (
     ExecutionStatistics,
     ExecutionStatisticsReport,
     InstanceInfo,

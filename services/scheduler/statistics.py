@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from shared.messages import FinishedStats, ModelStatistics
+from shared.messages.cluster import FinishedStats, ModelStatistics
 
 
 @dataclass(slots=True)

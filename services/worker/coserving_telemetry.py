@@ -11,7 +11,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from shared.cost_model import CostModel
 from shared.engine.counters import EngineCounters
 from shared.engine.requests import Ended
-from shared.messages import FinishReason, GenerationRequest, RequestClass
+from shared.messages.requests import FinishReason, GenerationRequest, RequestClass
 
 BUDGET_BUCKETS = (0.1, 0.25, 0.5, 0.75, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0, 4.0)
 

@@ -30,7 +30,9 @@ from shared.checkpoint import CheckpointError
 from shared.cost_model import CostModel
 from shared.engine import slab
 from shared.engine.plan import ModelShape
-from shared.messages import COST_MODELS, ModelSpec, StoredCostModel, bucket_key
+from shared.messages.catalogue import COST_MODELS
+from shared.messages.channels import bucket_key
+from shared.messages.cluster import ModelSpec, StoredCostModel
 
 log = logging.getLogger(__name__)
 

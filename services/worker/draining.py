@@ -8,7 +8,8 @@ import logging
 from collections.abc import Awaitable, Callable
 
 from shared.bus.interface import Bus, BusError
-from shared.messages import INSTANCE_REBALANCE, Rebalance
+from shared.messages.catalogue import INSTANCE_REBALANCE
+from shared.messages.migration import Rebalance
 
 log = logging.getLogger(__name__)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 
-from shared.messages import TokenEntry
+from shared.messages.requests import TokenEntry
 
 
 class EndedRequests:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from services.worker.machine import free_memory_bytes
 from shared.engine.engine import Engine
 from shared.engine.recording import Configuration, RecordingEngine
-from shared.messages import InstancePlan
+from shared.messages.cluster import InstancePlan
 from shared.policies.catalogue import ORDERING_POLICIES, TOKEN_BUDGET_POLICIES
 from shared.settings import InstanceSettings, SettingsError
 

@@ -16,7 +16,9 @@ from shared.engine.engine import Engine
 from shared.engine.load import InstanceLoad
 from shared.engine.moving import MoveCandidate, PinnedBlocks, Reservation
 from shared.engine.sequence import State
-from shared.messages import Commit, ErrorInfo, ExecutionStatistics, GenerationRequest, HeldRequest, PreAllocate
+from shared.messages.cluster import ExecutionStatistics
+from shared.messages.migration import Commit, PreAllocate
+from shared.messages.requests import ErrorInfo, GenerationRequest, HeldRequest
 
 
 class EngineCalls:

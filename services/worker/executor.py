@@ -37,7 +37,7 @@ from shared import checkpoint
 from shared.checkpoint import CheckpointError
 from shared.engine import slab
 from shared.engine.plan import CopyKind, KvCopy, ModelShape, StepPlan, StepResult
-from shared.messages import ModelSpec
+from shared.messages.cluster import ModelSpec
 
 logger = logging.getLogger(__name__)
 

@@ -26,7 +26,13 @@ from services.worker.peers import can_take
 from shared.bus.interface import Bus, BusError, KeyValue, ServiceError, Subscription
 from shared.engine.engine import Engine
 from shared.engine.requests import Ended, Output
-from shared.messages import (
+from shared.messages.admin import (
+    Done,
+    Drain,
+    LoadModel,
+    UnloadModel,
+)
+from shared.messages.catalogue import (
     CLEAR_PREFIX_CACHE,
     EXECUTION_STATISTICS,
     GATEWAY_FRAMES,
@@ -38,21 +44,18 @@ from shared.messages import (
     INSTANCE_SUBMIT,
     INSTANCE_UNLOAD_MODEL,
     INSTANCES,
-    MAX_MESSAGE_BYTES,
+)
+from shared.messages.channels import MAX_MESSAGE_BYTES
+from shared.messages.cluster import InstanceInfo, InstancePlan
+from shared.messages.requests import (
     Accepted,
-    Done,
-    Drain,
     ErrorCode,
     GenerationRequest,
     HeldRequests,
-    InstanceInfo,
-    InstancePlan,
     ListHeldRequests,
-    LoadModel,
     ReplayQuery,
     ReplayReply,
     TokenEntry,
-    UnloadModel,
 )
 from shared.settings import InstanceSettings
 from shared.telemetry import Telemetry

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import msgspec
 
 from services.worker.machine import Machine
-from shared.messages import InstancePlan
+from shared.messages.cluster import InstancePlan
 from shared.settings import BusSettings, WorkerSettings
 
 

@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from services.worker.engine_building import build_engine, host_pool_merged, max_step_tokens
-from shared.messages import InstancePlan
+from shared.messages.cluster import InstancePlan
 from shared.service import load_or_exit, run_service, unless_stopped
 from shared.settings import InstanceSettings
 from shared.telemetry import start_telemetry

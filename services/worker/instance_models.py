@@ -20,7 +20,8 @@ from services.worker.instance_telemetry import InstanceTelemetry
 from services.worker.tasks import TaskSet
 from shared.bus.interface import ServiceError
 from shared.engine.plan import ModelShape
-from shared.messages import ErrorCode, LoadedModel, ModelLoad, ModelSpec
+from shared.messages.cluster import LoadedModel, ModelLoad, ModelSpec
+from shared.messages.requests import ErrorCode
 
 log = logging.getLogger(__name__)
 

@@ -23,18 +23,14 @@ from services.worker.output_log import OutputLog
 from services.worker.peers import Peers, can_take
 from services.worker.tasks import TaskSet
 from shared.bus.interface import Bus
-from shared.messages import (
-    GATEWAY_FRAMES,
-    INSTANCE_REBALANCE,
+from shared.messages.catalogue import GATEWAY_FRAMES, INSTANCE_REBALANCE
+from shared.messages.cluster import InstanceInfo, MoveOutcome
+from shared.messages.migration import Commit, MoveReason, Rebalance
+from shared.messages.requests import (
     Cancel,
-    Commit,
     GenerationRequest,
     HeldRequest,
-    InstanceInfo,
     MovedRequest,
-    MoveOutcome,
-    MoveReason,
-    Rebalance,
     RequestClass,
     TokenEntry,
     TokenFrame,

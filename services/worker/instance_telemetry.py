@@ -14,7 +14,7 @@ from services.worker.coserving_telemetry import CoServingTelemetry
 from services.worker.engine_loop import StepStats
 from shared.engine.load import InstanceLoad
 from shared.engine.requests import Ended
-from shared.messages import FinishReason, RequestClass
+from shared.messages.requests import FinishReason, RequestClass
 from shared.telemetry import context_of
 
 LATENCY_BUCKETS = (

@@ -5,7 +5,9 @@ from __future__ import annotations
 from shared.bus.interface import Bus
 from shared.engine.load import InstanceLoad
 from shared.engine.requests import Ended
-from shared.messages import LOAD_REPORTS, FinishedStats, HeldRequest, LoadReport, MoveOutcome
+from shared.messages.catalogue import LOAD_REPORTS
+from shared.messages.cluster import FinishedStats, LoadReport, MoveOutcome
+from shared.messages.requests import HeldRequest
 
 
 class LoadReports:

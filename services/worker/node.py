@@ -45,9 +45,10 @@ from services.worker.node_state import (
     num_planned,
 )
 from services.worker.processes import InstanceProcess, Processes
-from shared import messages
 from shared.bus.interface import Bus, BusError, KeyValue, ServiceError, Subscription, Watch
-from shared.messages import (
+from shared.messages import admin
+from shared.messages.admin import Done, ScaleNode
+from shared.messages.catalogue import (
     INSTANCE_DRAIN,
     INSTANCE_EXITED,
     INSTANCE_LOAD_MODEL,
@@ -56,15 +57,15 @@ from shared.messages import (
     NODE_SCALE,
     NODES,
     PLANS,
-    Done,
-    ErrorCode,
+)
+from shared.messages.cluster import (
     InstanceExited,
     InstanceInfo,
     InstancePlan,
     NodeInfo,
     PlacementPlan,
-    ScaleNode,
 )
+from shared.messages.requests import ErrorCode
 from shared.settings import SettingsError, WorkerSettings, default_id
 from shared.telemetry import Telemetry
 
@@ -324,13 +325,13 @@ class NodeAgent:
             try:
                 match action:
                     case LoadModel(_, spec):
-                        load = messages.LoadModel(spec)
+                        load = admin.LoadModel(spec)
                         await self._bus.request(INSTANCE_LOAD_MODEL.at(**ids), load, timeout_s=CALL_TIMEOUT_S)
                     case UnloadModel(_, name):
-                        unload = messages.UnloadModel(name, self._drain_grace_s)
+                        unload = admin.UnloadModel(name, self._drain_grace_s)
                         await self._bus.request(INSTANCE_UNLOAD_MODEL.at(**ids), unload, timeout_s=CALL_TIMEOUT_S)
                     case Drain() | Undrain():
-                        drain = messages.Drain(self._drain_grace_s, is_undone=isinstance(action, Undrain))
+                        drain = admin.Drain(self._drain_grace_s, is_undone=isinstance(action, Undrain))
                         await self._bus.request(INSTANCE_DRAIN.at(**ids), drain, timeout_s=CALL_TIMEOUT_S)
             except BusError as error:
                 span.set_status(Status(StatusCode.ERROR, str(error)))

@@ -25,7 +25,13 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 
-from shared.messages import InstanceInfo, InstancePlan, LoadedModel, ModelSpec, PlacementPlan
+from shared.messages.cluster import (
+    InstanceInfo,
+    InstancePlan,
+    LoadedModel,
+    ModelSpec,
+    PlacementPlan,
+)
 
 BACK_OFF_FIRST_S = 0.5
 BACK_OFF_MOST_S = 30.0

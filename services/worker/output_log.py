@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from services.worker.ended_requests import EndedRequests
-from shared.messages import (
+from shared.messages.requests import (
     UNKNOWN_LOGPROB,
     GenerationRequest,
     StreamPosition,

@@ -12,7 +12,8 @@ from collections.abc import Callable, Mapping
 
 from services.worker.tasks import set_within
 from shared.bus.interface import Bus, BusError, Watch
-from shared.messages import INSTANCES, InstanceInfo
+from shared.messages.catalogue import INSTANCES
+from shared.messages.cluster import InstanceInfo
 
 log = logging.getLogger(__name__)
 

@@ -26,7 +26,7 @@ from services.worker.profiled_steps import BRIEF, ESSENTIAL, FULL, Extent, Rows,
 from shared import cost_fit
 from shared.cost_model import CostModel
 from shared.engine.plan import ModelShape, NewSequence, StepPlan, StepResult
-from shared.messages import SamplingParams, pack_tokens
+from shared.messages.requests import SamplingParams, pack_tokens
 
 SAFEPOINT_SHARE = 0.01
 """Of an interruptible step's time, for all its safepoints."""

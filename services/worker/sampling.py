@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from services.worker.transfer import to_device
-from shared.messages import SamplingParams, TokenLogprob
+from shared.messages.requests import SamplingParams, TokenLogprob
 
 _NEGATIVE_INFINITY = float("-inf")
 

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from shared.bus.interface import BusError, ServiceError
-from shared.messages import ErrorCode, ErrorInfo
+from shared.messages.requests import ErrorCode, ErrorInfo
 
 TIMEOUT_HEADER = b"Tideway-Timeout"
 """Seconds that the requester will wait, counted from sending."""

@@ -23,7 +23,13 @@ from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import msgspec
 
-from shared.messages import Bucket, Endpoint, ErrorCode, ErrorInfo, ObjectBucket, Topic
+from shared.messages.channels import (
+    Bucket,
+    Endpoint,
+    ObjectBucket,
+    Topic,
+)
+from shared.messages.requests import ErrorCode, ErrorInfo
 
 M = TypeVar("M")
 Q = TypeVar("Q")

@@ -26,7 +26,13 @@ from shared.bus.interface import Bus, BusError, KeyValue, ObjectStore, Subscript
 from shared.bus.memory_storage import MemoryKeyValue, MemoryObjectStore, MemoryStore, MemoryWatch, MemoryWorkQueue
 from shared.bus.metrics import bus_metrics, subject_pattern
 from shared.bus.serving import EndpointServer
-from shared.messages import Bucket, Endpoint, ErrorCode, ErrorInfo, ObjectBucket, Topic
+from shared.messages.channels import (
+    Bucket,
+    Endpoint,
+    ObjectBucket,
+    Topic,
+)
+from shared.messages.requests import ErrorCode, ErrorInfo
 from shared.telemetry import current_traceparent
 
 M = TypeVar("M")

@@ -20,7 +20,8 @@ from shared.bus.interface import (
     WorkItem,
     WorkQueue,
 )
-from shared.messages import Bucket, ErrorCode, ErrorInfo, ObjectBucket
+from shared.messages.channels import Bucket, ObjectBucket
+from shared.messages.requests import ErrorCode, ErrorInfo
 
 if TYPE_CHECKING:
     from shared.bus.memory_bus import MemoryBus

@@ -8,12 +8,13 @@ from weakref import WeakKeyDictionary
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from shared import messages
-from shared.messages import PREFIX, Endpoint, Topic
+from shared.messages import catalogue
+from shared.messages.catalogue import PREFIX
+from shared.messages.channels import Endpoint, Topic
 
 _SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30)
 
-_CATALOGUE = [channel.subject for channel in vars(messages).values() if isinstance(channel, Topic | Endpoint)]
+_CATALOGUE = [channel.subject for channel in vars(catalogue).values() if isinstance(channel, Topic | Endpoint)]
 _PATTERNS = [
     (re.compile(r"[^.]+".join(re.escape(part) for part in re.split(r"\{\w+\}", subject))), subject)
     for subject in _CATALOGUE

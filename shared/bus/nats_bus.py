@@ -41,7 +41,13 @@ from shared.bus.nats_storage import NatsWorkQueue
 from shared.bus.nats_streams import Streams
 from shared.bus.nats_watch import NatsWatch
 from shared.bus.serving import EndpointServer
-from shared.messages import Bucket, Endpoint, ErrorCode, ErrorInfo, ObjectBucket, Topic
+from shared.messages.channels import (
+    Bucket,
+    Endpoint,
+    ObjectBucket,
+    Topic,
+)
+from shared.messages.requests import ErrorCode, ErrorInfo
 from shared.settings import BusSettings, SettingsError
 from shared.telemetry import current_traceparent
 

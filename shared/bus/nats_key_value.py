@@ -15,7 +15,8 @@ from shared.bus.entry_view import EntryView
 from shared.bus.interface import BusError, KeyValue, KvEntry, Room, Watch
 from shared.bus.nats_streams import DUPLICATE_WINDOW_S, Streams, bus_errors
 from shared.bus.nats_watch import NatsWatch
-from shared.messages import Bucket, ErrorCode, ErrorInfo
+from shared.messages.channels import Bucket
+from shared.messages.requests import ErrorCode, ErrorInfo
 
 M = TypeVar("M")
 

@@ -19,7 +19,8 @@ from nats.js.object_store import ObjectStore as RawObjectStore
 
 from shared.bus.interface import BusError, ObjectStore, Room
 from shared.bus.nats_streams import Streams, bus_errors
-from shared.messages import ErrorCode, ErrorInfo, ObjectBucket
+from shared.messages.channels import ObjectBucket
+from shared.messages.requests import ErrorCode, ErrorInfo
 
 logger = logging.getLogger(__name__)
 

@@ -21,7 +21,7 @@ from shared.bus.codec import parse_headers
 from shared.bus.interface import WorkItem, WorkQueue
 from shared.bus.nats_client import DirectClient, NotConnectedError
 from shared.bus.nats_streams import CALL_TIMEOUT_S, DUPLICATE_WINDOW_S, Streams, bus_errors, delivery
-from shared.messages import PREFIX
+from shared.messages.catalogue import PREFIX
 
 MAX_ACK_PENDING = 4096
 """Items of one key that may be out with consumers at once."""

@@ -18,7 +18,7 @@ from nats.js.api import StreamConfig
 
 from shared.bus.interface import BusError, RevisionConflict, Room
 from shared.bus.nats_client import DirectClient
-from shared.messages import ErrorCode, ErrorInfo
+from shared.messages.requests import ErrorCode, ErrorInfo
 
 logger = logging.getLogger(__name__)
 

@@ -20,7 +20,7 @@ from shared.bus.codec import parse_headers
 from shared.bus.entry_view import EntryView
 from shared.bus.interface import BusError
 from shared.bus.nats_streams import CALL_TIMEOUT_S, Streams, bus_errors, delivery
-from shared.messages import ErrorCode, ErrorInfo
+from shared.messages.requests import ErrorCode, ErrorInfo
 
 M = TypeVar("M")
 

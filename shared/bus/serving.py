@@ -19,7 +19,8 @@ from opentelemetry import context as trace_context
 from shared.bus.codec import decoder, encode
 from shared.bus.interface import ServiceError
 from shared.bus.metrics import BusMetrics, subject_pattern
-from shared.messages import Endpoint, ErrorCode, ErrorInfo
+from shared.messages.channels import Endpoint
+from shared.messages.requests import ErrorCode, ErrorInfo
 from shared.telemetry import context_of
 
 logger = logging.getLogger(__name__)

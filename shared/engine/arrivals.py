@@ -12,7 +12,8 @@ from collections.abc import Iterator
 from shared.engine.moving import Reservation
 from shared.engine.room import Demand, Room
 from shared.engine.sequence import Rank, rank_of_class
-from shared.messages import ErrorCode, ErrorInfo, PreAllocate
+from shared.messages.migration import PreAllocate
+from shared.messages.requests import ErrorCode, ErrorInfo
 
 HASH_BYTES = 16
 

@@ -9,7 +9,9 @@ import msgspec
 from shared.cost_model import CostModel
 from shared.engine.moving import PinnedBlocks
 from shared.engine.plan import ModelShape, StepResult
-from shared.messages import Commit, ExecutionStatistics, GenerationRequest, PreAllocate
+from shared.messages.cluster import ExecutionStatistics
+from shared.messages.migration import Commit, PreAllocate
+from shared.messages.requests import GenerationRequest
 
 
 def _method(name: str) -> str:

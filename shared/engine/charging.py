@@ -5,7 +5,7 @@ from __future__ import annotations
 from shared.cost_model import CostModel, LiveScale
 from shared.engine.batch import PlannedStep
 from shared.engine.planner import Planner
-from shared.messages import ExecutionStatistics
+from shared.messages.cluster import ExecutionStatistics
 from shared.policies.checkpointing import SmoothedRate
 from shared.policies.predicted_statistics import predicted_statistics
 

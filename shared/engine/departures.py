@@ -20,7 +20,8 @@ from shared.engine.moving import MoveCandidate, PinnedBlocks, TakenOut
 from shared.engine.planner import Planner
 from shared.engine.requests import Effect, Requests
 from shared.engine.sequence import Move, Sequence, State
-from shared.messages import FinishReason, HeldRequest, SequenceProgress, pack_tokens
+from shared.messages.migration import SequenceProgress
+from shared.messages.requests import FinishReason, HeldRequest, pack_tokens
 from shared.migration.source import may_move
 
 

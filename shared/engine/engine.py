@@ -38,10 +38,10 @@ from shared.engine.moves import Moves
 from shared.engine.plan import KvCopy, ModelShape, StepPlan, StepResult
 from shared.engine.planner import Planner
 from shared.engine.sequence import Move, Sequence, State
-from shared.messages import (
+from shared.messages.cluster import ExecutionStatistics
+from shared.messages.requests import (
     ErrorCode,
     ErrorInfo,
-    ExecutionStatistics,
     FinishReason,
     TokenEntry,
     TokenLogprob,

@@ -16,7 +16,7 @@ from shared.engine.arrivals import Arrival
 from shared.engine.model_queue import ONLINE_RANKS, ModelQueue
 from shared.engine.planner import Planner
 from shared.engine.sequence import Rank, Sequence
-from shared.messages import ModelLoad
+from shared.messages.cluster import ModelLoad
 from shared.policies.virtual_usage import (
     decode_steps,
     dispatch_virtual_usage,

@@ -17,7 +17,8 @@ from shared.engine.model_queue import ModelQueue
 from shared.engine.moving import Reservation, TakenOut
 from shared.engine.planner import Planner
 from shared.engine.sequence import Sequence, State
-from shared.messages import Commit, ErrorCode, ErrorInfo, GenerationRequest, PreAllocate, SequenceProgress
+from shared.messages.migration import Commit, PreAllocate, SequenceProgress
+from shared.messages.requests import ErrorCode, ErrorInfo, GenerationRequest
 
 
 def rebased(taken: TakenOut, now: float) -> tuple[GenerationRequest, SequenceProgress]:

@@ -9,7 +9,13 @@ from __future__ import annotations
 
 import msgspec
 
-from shared.messages import GenerationRequest, HeldRequest, Priority, RequestClass, SequenceProgress
+from shared.messages.migration import SequenceProgress
+from shared.messages.requests import (
+    GenerationRequest,
+    HeldRequest,
+    Priority,
+    RequestClass,
+)
 
 
 class MoveCandidate(msgspec.Struct, frozen=True):

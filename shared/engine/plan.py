@@ -12,7 +12,7 @@ from enum import StrEnum
 
 import msgspec
 
-from shared.messages import SamplingParams, TokenLogprob
+from shared.messages.requests import SamplingParams, TokenLogprob
 
 
 class NewSequence(msgspec.Struct, frozen=True, array_like=True):

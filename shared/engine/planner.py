@@ -16,7 +16,7 @@ from shared.engine.model_queue import ONLINE_RANKS, Candidate, ModelQueue, Objec
 from shared.engine.plan import NewSequence, StepPlan
 from shared.engine.room import Room
 from shared.engine.sequence import Rank, Sequence, State
-from shared.messages import pack_tokens
+from shared.messages.requests import pack_tokens
 from shared.policies.ordering import OrderingPolicy
 from shared.policies.token_budget import Limits, StepBudget, StepView, TokenBudgetPolicy
 

@@ -18,7 +18,9 @@ from shared.engine import calls
 from shared.engine.engine import Engine
 from shared.engine.moving import PinnedBlocks, Reservation
 from shared.engine.plan import ModelShape, StepPlan, StepResult
-from shared.messages import Commit, ErrorInfo, ExecutionStatistics, GenerationRequest, PreAllocate
+from shared.messages.cluster import ExecutionStatistics
+from shared.messages.migration import Commit, PreAllocate
+from shared.messages.requests import ErrorInfo, GenerationRequest
 from shared.policies.catalogue import ordering_policy, token_budget_policy
 from shared.policies.checkpointing import AdaptiveCheckpoint
 

@@ -13,7 +13,7 @@ from shared.engine.model_queue import ModelQueue
 from shared.engine.moving import TakenOut
 from shared.engine.planner import Planner
 from shared.engine.sequence import Move, Rank, Sequence, State, rank_of
-from shared.messages import (
+from shared.messages.requests import (
     ErrorCode,
     ErrorInfo,
     FinishReason,

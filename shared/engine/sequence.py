@@ -16,7 +16,12 @@ from enum import IntEnum
 from typing import Any
 
 from shared.engine.kv_blocks import chain_hash
-from shared.messages import GenerationRequest, Priority, RequestClass, unpack_tokens
+from shared.messages.requests import (
+    GenerationRequest,
+    Priority,
+    RequestClass,
+    unpack_tokens,
+)
 
 
 class State(IntEnum):

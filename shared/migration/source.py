@@ -17,7 +17,8 @@ from __future__ import annotations
 
 from enum import StrEnum
 
-from shared.messages import PLACEMENT_EPOCHS, AbortReason
+from shared.messages.migration import AbortReason
+from shared.messages.requests import PLACEMENT_EPOCHS
 
 EPOCHS_OF_A_MOVE = 2
 """The destination's is one higher; a source that goes on after a Commit of unknown outcome takes two."""

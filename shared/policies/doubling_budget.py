@@ -29,7 +29,7 @@ from collections.abc import Iterable
 from math import inf, ldexp, sqrt
 from typing import NamedTuple
 
-from shared.messages import ExecutionStatistics
+from shared.messages.cluster import ExecutionStatistics
 from shared.policies.ordering import ModelView, OrderingPolicy, SequenceView, model_of_first
 
 LEAST_TIME_S = 1e-6

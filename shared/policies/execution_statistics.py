@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from math import fsum, isfinite, sqrt
 
-from shared.messages import ExecutionStatistics
+from shared.messages.cluster import ExecutionStatistics
 
 
 class ExecutionTimeWindow:

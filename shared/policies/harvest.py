@@ -12,7 +12,7 @@ from itertools import accumulate
 
 import msgspec
 
-from shared.messages import OfflineDemand, OfflineGrant
+from shared.messages.batches import OfflineDemand, OfflineGrant
 
 MAX_PRESSED_SHARE = 0.5
 """Of the room, that batches under pressure have to themselves: whoever sets a short window does not stop all others."""

@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from typing import Any, Protocol
 
-from shared.messages import ExecutionStatistics
+from shared.messages.cluster import ExecutionStatistics
 
 
 class SequenceView(Protocol):

@@ -4,7 +4,7 @@ order of magnitude between models, not accuracy)."""
 from __future__ import annotations
 
 from shared.cost_model import CostModel, StepShape
-from shared.messages import ExecutionStatistics
+from shared.messages.cluster import ExecutionStatistics
 
 PROMPT_TOKENS = 512
 OUTPUT_TOKENS = 128

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from heapq import nlargest
 from typing import NamedTuple
 
-from shared.messages import AbortReason, MoveReason
+from shared.messages.migration import AbortReason, MoveReason
 from shared.policies.virtual_usage import left_of
 
 BACKOFF_S = 0.5

@@ -11,7 +11,7 @@ import pytest
 from bench.control_plane.__main__ import main
 from bench.control_plane.fleet import REPORTS_PER_S, SECONDS_OF_A_REQUEST, Fleet
 from bench.control_plane.in_process import paced
-from shared.messages import LoadReport
+from shared.messages.cluster import LoadReport
 
 
 def test_requests_show_in_the_reports_of_their_instance_once_each() -> None:

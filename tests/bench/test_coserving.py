@@ -23,7 +23,7 @@ from bench.coserving.virtual import SMOLLM_135M_ON_TWO_CORES, VirtualRun, Virtua
 from bench.coserving.workloads import OFFLINE_TRACE, ONLINE_TRACE, Scale, Workloads
 from bench.reporting import Target
 from shared.engine.recording import Configuration
-from shared.messages import RequestClass
+from shared.messages.requests import RequestClass
 from tideway.bench.records import UNFINISHED, RequestRecord
 
 QUICK = Durations(

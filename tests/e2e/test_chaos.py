@@ -119,7 +119,7 @@ def leading_scheduler(system: Stack) -> str:
     import threading
 
     from shared.bus.nats_bus import NatsBus
-    from shared.messages import LEASES
+    from shared.messages.catalogue import LEASES
     from shared.settings import BusSettings
 
     found: list[str] = []

@@ -14,7 +14,7 @@ from bench.migration_chaos.executor import ChaosExecutor
 from bench.migration_chaos.faults import POINTS, draw
 from bench.migration_chaos.trials import Trials
 from shared.engine.plan import NewSequence, StepPlan
-from shared.messages import SamplingParams, pack_tokens
+from shared.messages.requests import SamplingParams, pack_tokens
 from shared.service import new_event_loop
 
 NUM_MIGRATIONS = 40

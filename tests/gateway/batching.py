@@ -11,12 +11,9 @@ from typing import Any
 import openai
 import openai.types
 
-from shared.messages import (
-    BATCH_RESULTS,
-    BatchLineResult,
-    BatchRecord,
-    unpack_tokens,
-)
+from shared.messages.batches import BatchLineResult, BatchRecord
+from shared.messages.catalogue import BATCH_RESULTS
+from shared.messages.requests import unpack_tokens
 from tests.gateway.conftest import MODEL, Stack
 
 ENDPOINT = "/v1/completions"

@@ -11,7 +11,16 @@ from collections.abc import Callable
 import msgspec
 
 from shared.bus.interface import Bus, KeyValue, ServiceError, Subscription
-from shared.messages import (
+from shared.messages.admin import (
+    AddModel,
+    DrainInstance,
+    GetPlan,
+    RemoveModel,
+    ScaleInstances,
+    ScaleModel,
+)
+from shared.messages.batches import GrantQuery, GrantReply, OfflineGrant
+from shared.messages.catalogue import (
     GATEWAY_FRAMES,
     GATEWAY_LOST,
     INSTANCE_CANCEL,
@@ -30,34 +39,29 @@ from shared.messages import (
     SCHEDULER_CANCEL,
     SCHEDULER_GRANT,
     SCHEDULER_SUBMIT,
-    Accepted,
-    AddModel,
-    Cancel,
-    DrainInstance,
-    ErrorCode,
-    FinishReason,
-    GenerationRequest,
-    GetPlan,
-    GrantQuery,
-    GrantReply,
+)
+from shared.messages.channels import bucket_key
+from shared.messages.cluster import (
     InstanceInfo,
     LoadedModel,
     LoadReport,
-    LostRequest,
     ModelSpec,
-    OfflineGrant,
     PlacementPlan,
-    RemoveModel,
+)
+from shared.messages.requests import (
+    Accepted,
+    Cancel,
+    ErrorCode,
+    FinishReason,
+    GenerationRequest,
+    LostRequest,
     ReplayQuery,
     ReplayReply,
     RequestsLost,
     RequestTiming,
-    ScaleInstances,
-    ScaleModel,
     TokenEntry,
     TokenFrame,
     TokenLogprob,
-    bucket_key,
     pack_tokens,
     unpack_tokens,
 )

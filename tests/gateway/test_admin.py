@@ -12,16 +12,14 @@ import httpx
 import pytest
 
 from services.gateway import cluster_loads
-from shared.messages import (
-    LOAD_REPORTS,
-    SCHEDULER_STATISTICS,
+from shared.messages.admin import ScaleInstances, ScaleModel
+from shared.messages.catalogue import LOAD_REPORTS, SCHEDULER_STATISTICS
+from shared.messages.channels import Topic
+from shared.messages.cluster import (
     ModelLoad,
     ModelSpec,
     ModelStatistics,
-    ScaleInstances,
-    ScaleModel,
     StatisticsReport,
-    Topic,
 )
 from shared.settings import BusSettings
 from tests.gateway.conftest import MODEL, Stack, running_gateway, running_stack

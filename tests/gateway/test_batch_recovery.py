@@ -22,15 +22,13 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from services.gateway.batch_input import read_lines
 from services.gateway.batch_output import BatchOutput
 from shared.bus.interface import BusError, ServiceError
-from shared.messages import (
-    BATCH_RESULTS,
-    BATCHES,
-    FILE_CONTENTS,
-    BatchLineResult,
+from shared.messages.batches import BatchLineResult
+from shared.messages.catalogue import BATCH_RESULTS, BATCHES, FILE_CONTENTS
+from shared.messages.cluster import ModelSpec
+from shared.messages.requests import (
     ErrorCode,
     FinishReason,
     GenerationRequest,
-    ModelSpec,
     unpack_tokens,
 )
 from shared.settings import BusSettings

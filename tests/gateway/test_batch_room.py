@@ -16,7 +16,9 @@ from services.gateway.batch_runner import BatchRun
 from services.gateway.batches import Batches, first_begun, fits, outstanding_bytes
 from shared.bus.interface import BusError, Room
 from shared.bus.nats_bus import NatsBus
-from shared.messages import BatchLineResult, BatchRecord, ErrorCode, ErrorInfo, ModelSpec, StoredFile
+from shared.messages.batches import BatchLineResult, BatchRecord, StoredFile
+from shared.messages.cluster import ModelSpec
+from shared.messages.requests import ErrorCode, ErrorInfo
 from shared.settings import BusSettings
 from tests.gateway.batching import echo, ended, leftovers, line, reach, read, start
 from tests.gateway.conftest import MODEL, Stack, running_stack

@@ -32,7 +32,13 @@ from services.gateway.batch_validation import LineChecker, estimated_tokens
 from services.gateway.grants import Account, Taken
 from services.gateway.replies import BatchObject, FileObject
 from services.gateway.schemas import ChatMessage, ChatRequest, CompletionRequest
-from shared.messages import BatchLineResult, BatchProblem, BatchRecord, ErrorCode, OfflineDemand
+from shared.messages.batches import (
+    BatchLineResult,
+    BatchProblem,
+    BatchRecord,
+    OfflineDemand,
+)
+from shared.messages.requests import ErrorCode
 
 RECORD = BatchRecord("batch_1", "", "/v1/completions", "file-1", "24h", 100.0, "validating", 0.0)
 STATUSES = ("validating", "in_progress", "finalizing", "cancelling", *sorted(TERMINAL))

@@ -14,7 +14,8 @@ import pytest
 
 from services.gateway import bodies
 from shared.bus.interface import ServiceError
-from shared.messages import ErrorCode, ErrorInfo, FinishReason, ModelSpec
+from shared.messages.cluster import ModelSpec
+from shared.messages.requests import ErrorCode, ErrorInfo, FinishReason
 from shared.settings import BusSettings
 from tests.gateway.checkpoints import MAX_MODEL_LEN
 from tests.gateway.conftest import MODEL, Stack, running_stack

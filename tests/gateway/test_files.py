@@ -10,7 +10,8 @@ import msgspec
 import openai
 import pytest
 
-from shared.messages import FILE_CONTENTS, FILES, ModelSpec
+from shared.messages.catalogue import FILE_CONTENTS, FILES
+from shared.messages.cluster import ModelSpec
 from shared.settings import BusSettings
 from tests.gateway.conftest import MODEL, Stack, running_stack
 

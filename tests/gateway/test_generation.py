@@ -10,7 +10,12 @@ import msgspec
 
 from services.gateway.replies import ChatCompletion, Completion
 from services.gateway.schemas import ChatRequest, CompletionRequest
-from shared.messages import FinishReason, Priority, RequestClass, unpack_tokens
+from shared.messages.requests import (
+    FinishReason,
+    Priority,
+    RequestClass,
+    unpack_tokens,
+)
 from tests.gateway.conftest import MODEL, Stack
 from tests.gateway.peer import until
 

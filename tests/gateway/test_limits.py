@@ -11,7 +11,9 @@ from services.gateway.errors import ApiError
 from services.gateway.parsing import MAX_SEQUENCE_TOKENS, max_tokens_of, options_of, timeout_of
 from services.gateway.placing import candidates
 from services.gateway.schemas import CompletionRequest
-from shared.messages import MAX_MESSAGE_BYTES, InstanceInfo, LoadedModel, Priority, RequestClass
+from shared.messages.channels import MAX_MESSAGE_BYTES
+from shared.messages.cluster import InstanceInfo, LoadedModel
+from shared.messages.requests import Priority, RequestClass
 from shared.settings import GatewaySettings, SettingsError
 
 

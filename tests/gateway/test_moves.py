@@ -8,13 +8,12 @@ from pathlib import Path
 import pytest
 
 from services.gateway import recovery
-from shared.messages import (
-    INSTANCE_EXITED,
+from shared.messages.catalogue import INSTANCE_EXITED
+from shared.messages.cluster import InstanceExited, ModelSpec
+from shared.messages.requests import (
     PLACEMENT_EPOCHS,
     FinishReason,
     GenerationRequest,
-    InstanceExited,
-    ModelSpec,
     MovedRequest,
     ReplayReply,
 )

@@ -20,15 +20,14 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from services.gateway.service import GatewayService
 from shared.bus.nats_bus import NatsBus
-from shared.messages import (
-    CLEAR_PREFIX_CACHE,
-    NODES,
-    FinishReason,
+from shared.messages.catalogue import CLEAR_PREFIX_CACHE, NODES
+from shared.messages.cluster import (
     InstancePlan,
     ModelSpec,
     NodeInfo,
     PlacementPlan,
 )
+from shared.messages.requests import FinishReason
 from shared.settings import BusSettings, GatewaySettings, SettingsError
 from shared.telemetry import start_telemetry
 from tests.conftest import free_port

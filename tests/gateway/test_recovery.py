@@ -11,19 +11,16 @@ import pytest
 
 from services.gateway import placing, recovery, stream
 from shared.bus.interface import ServiceError
-from shared.messages import (
-    INSTANCE_EXITED,
+from shared.messages.catalogue import INSTANCE_EXITED, SCHEDULER_ANNOUNCE
+from shared.messages.cluster import InstanceExited, ModelSpec, SchedulerInfo
+from shared.messages.requests import (
     PLACEMENT_EPOCHS,
-    SCHEDULER_ANNOUNCE,
     ErrorCode,
     ErrorInfo,
     FinishReason,
     GenerationRequest,
-    InstanceExited,
-    ModelSpec,
     ReplayReply,
     RequestClass,
-    SchedulerInfo,
     TokenFrame,
 )
 from shared.settings import BusSettings

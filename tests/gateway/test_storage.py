@@ -10,7 +10,8 @@ import pytest
 from shared.bus.interface import Bus, BusError
 from shared.bus.memory_bus import MemoryHub
 from shared.bus.nats_bus import NatsBus
-from shared.messages import Bucket, ErrorCode, ObjectBucket
+from shared.messages.channels import Bucket, ObjectBucket
+from shared.messages.requests import ErrorCode
 from shared.settings import BusSettings
 
 BLOBS = ObjectBucket("test_blobs")

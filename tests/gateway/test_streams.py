@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.gateway.streams import Outcome, StreamState
-from shared.messages import (
+from shared.messages.requests import (
     PLACEMENT_EPOCHS,
     ErrorCode,
     ErrorInfo,

@@ -16,7 +16,7 @@ from services.gateway.errors import ApiError
 from services.gateway.schemas import ChatMessage, ContentPart
 from services.gateway.tokenization import Tokenizers, load_tokenizer
 from shared.checkpoint import CheckpointError
-from shared.messages import ModelSpec
+from shared.messages.cluster import ModelSpec
 from tests.gateway.checkpoints import byte_level_tokenizer, write_checkpoint
 
 REPOSITORY = Path(__file__).parents[2]

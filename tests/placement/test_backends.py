@@ -19,7 +19,10 @@ from services.placement.backends.api_server import ApiServer
 from services.placement.backends.kubernetes import KubernetesBackend
 from services.placement.backends.local import LocalBackend, spread
 from shared.bus.interface import BusError, ServiceError
-from shared.messages import Done, Endpoint, ErrorCode, ErrorInfo, NodeInfo, ScaleNode
+from shared.messages.admin import Done, ScaleNode
+from shared.messages.channels import Endpoint
+from shared.messages.cluster import NodeInfo
+from shared.messages.requests import ErrorCode, ErrorInfo
 from shared.settings import SettingsError
 from tests.placement.api_server import COST, ScriptedApiServer
 

@@ -14,7 +14,15 @@ from services.placement.backends.local import LocalBackend
 from services.placement.fleet import Fleet, instance_ids
 from services.placement.scaling import Cluster, FleetKeeper
 from shared.bus.interface import ServiceError
-from shared.messages import Done, DrainInstance, Endpoint, ErrorCode, NodeInfo, PlacementPlan, ScaleInstances, ScaleNode
+from shared.messages.admin import (
+    Done,
+    DrainInstance,
+    ScaleInstances,
+    ScaleNode,
+)
+from shared.messages.channels import Endpoint
+from shared.messages.cluster import NodeInfo, PlacementPlan
+from shared.messages.requests import ErrorCode
 
 
 class Site:

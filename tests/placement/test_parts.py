@@ -15,7 +15,8 @@ from services.placement.requests import check_length, check_spec
 from services.placement.statistics import WINDOW_S, TrafficStatistics
 from shared.bus.interface import ServiceError
 from shared.checkpoint import CheckpointError, CheckpointShape
-from shared.messages import ErrorCode, ModelSpec, ModelStatistics, NodeInfo
+from shared.messages.cluster import ModelSpec, ModelStatistics, NodeInfo
+from shared.messages.requests import ErrorCode
 
 SHAPE = CheckpointShape("LlamaForCausalLM", 4, 2, 64, 256, 1000, 512, "float32", 1 << 20, (2,))
 

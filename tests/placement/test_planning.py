@@ -15,7 +15,7 @@ from services.placement.footprint import ConfiguredModel, footprint
 from services.placement.planning import LEAST_MERGED_BYTES, MAX_CPU_POOL_BYTES, displaced, plan
 from shared.checkpoint import CheckpointShape
 from shared.engine.slab import slots_per_merged
-from shared.messages import ModelSpec, NodeInfo, PlacementPlan
+from shared.messages.cluster import ModelSpec, NodeInfo, PlacementPlan
 
 MIB = 1 << 20
 GIB = 1 << 30

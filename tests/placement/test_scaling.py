@@ -14,20 +14,20 @@ from services.placement.fleet import Fleet, node_of
 from services.placement.service import PlacementService
 from shared.bus.interface import ServiceError
 from shared.bus.nats_bus import NatsBus
-from shared.messages import (
+from shared.messages.admin import DrainInstance, ScaleInstances, ScaleModel
+from shared.messages.catalogue import (
     INSTANCES,
     PLACEMENT_DRAIN_INSTANCE,
     PLACEMENT_SCALE_INSTANCES,
     PLACEMENT_SCALE_MODEL,
-    DrainInstance,
-    ErrorCode,
+)
+from shared.messages.cluster import (
     InstanceInfo,
     LoadedModel,
     ModelSpec,
     PlacementPlan,
-    ScaleInstances,
-    ScaleModel,
 )
+from shared.messages.requests import ErrorCode
 from shared.settings import BusSettings, PlacementSettings, SettingsError
 from shared.telemetry import start_telemetry
 from tests.placement.api_server import ScriptedApiServer

@@ -22,7 +22,14 @@ from services.placement.service import PlacementService
 from shared.bus.interface import Bus, KeyValue, ServiceError
 from shared.bus.nats_bus import NatsBus
 from shared.checkpoint import CheckpointShape
-from shared.messages import (
+from shared.messages.admin import (
+    AddModel,
+    Done,
+    GetPlan,
+    RemoveModel,
+    ScaleNode,
+)
+from shared.messages.catalogue import (
     MODELS,
     NODE_SCALE,
     NODES,
@@ -32,18 +39,15 @@ from shared.messages import (
     PLANS,
     SCHEDULER_STATISTICS,
     STATISTICS,
-    AddModel,
-    Done,
-    ErrorCode,
-    GetPlan,
+)
+from shared.messages.cluster import (
     ModelSpec,
     ModelStatistics,
     NodeInfo,
     PlacementPlan,
-    RemoveModel,
-    ScaleNode,
     StatisticsReport,
 )
+from shared.messages.requests import ErrorCode
 from shared.settings import BusSettings, PlacementSettings, SettingsError
 from shared.telemetry import Telemetry, start_telemetry
 from tests.conftest import NatsServer

@@ -11,7 +11,7 @@ from services.scheduler.actions import (
 )
 from services.scheduler.core import SchedulerCore
 from services.scheduler.requests import RequestState
-from shared.messages import (
+from shared.messages.requests import (
     ErrorCode,
     ErrorInfo,
     GenerationRequest,

@@ -1,4 +1,4 @@
-"""An instance as its contract in shared/messages.py has it, without a bus."""
+"""An instance as its contract in shared/messages has it, without a bus."""
 
 from __future__ import annotations
 
@@ -6,7 +6,13 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from shared.messages import ErrorCode, ErrorInfo, GenerationRequest, HeldRequest, MoveOutcome
+from shared.messages.cluster import MoveOutcome
+from shared.messages.requests import (
+    ErrorCode,
+    ErrorInfo,
+    GenerationRequest,
+    HeldRequest,
+)
 
 
 @dataclass

@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable
 import msgspec
 
 from shared.bus.interface import Bus, BusError, ServiceError, Subscription
-from shared.messages import (
+from shared.messages.catalogue import (
     GATEWAY_FRAMES,
     GATEWAY_LOST,
     INSTANCE_CANCEL,
@@ -23,20 +23,20 @@ from shared.messages import (
     SCHEDULER_ANNOUNCE,
     SCHEDULER_CANCEL,
     SCHEDULER_SUBMIT,
+)
+from shared.messages.cluster import FinishedStats, InstanceExited, SchedulerInfo
+from shared.messages.requests import (
     Accepted,
     Cancel,
     ErrorCode,
-    FinishedStats,
     FinishReason,
     GenerationRequest,
     HeldRequest,
     HeldRequests,
-    InstanceExited,
     ListHeldRequests,
     LostRequest,
     RequestClass,
     RequestsLost,
-    SchedulerInfo,
     TokenEntry,
     TokenFrame,
     next_placement,

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import math
 
-from shared.messages import (
+from shared.messages.cluster import (
     FinishedStats,
-    GenerationRequest,
-    HeldRequest,
     InstanceInfo,
     LoadedModel,
     LoadReport,
     ModelLoad,
     MoveOutcome,
+)
+from shared.messages.requests import (
+    GenerationRequest,
+    HeldRequest,
     Priority,
     RequestClass,
     SamplingParams,

@@ -8,21 +8,20 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from shared.bus.interface import ServiceError
-from shared.messages import (
+from shared.messages.batches import GrantQuery, OfflineDemand
+from shared.messages.catalogue import (
     EXECUTION_STATISTICS,
     MODELS,
     SCHEDULER_GRANT,
     SCHEDULER_STATISTICS,
-    ErrorCode,
+)
+from shared.messages.cluster import (
     ExecutionStatistics,
     ExecutionStatisticsReport,
-    FinishReason,
-    GenerationRequest,
-    GrantQuery,
     ModelSpec,
-    OfflineDemand,
     StatisticsReport,
 )
+from shared.messages.requests import ErrorCode, FinishReason, GenerationRequest
 from tests.scheduler.conftest import Stage
 from tests.scheduler.peers import ScriptedGateway, eventually, token_at
 from tests.scheduler.samples import make_request

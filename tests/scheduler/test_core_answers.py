@@ -12,7 +12,7 @@ from services.scheduler.actions import (
     SendEntry,
 )
 from services.scheduler.requests import RequestState
-from shared.messages import (
+from shared.messages.requests import (
     ErrorCode,
     ErrorInfo,
     FinishReason,

@@ -12,12 +12,8 @@ from services.scheduler.actions import (
 )
 from services.scheduler.core import LEDGER_EXPIRY_S
 from services.scheduler.requests import RequestState
-from shared.messages import (
-    ErrorCode,
-    FinishedStats,
-    FinishReason,
-    RequestClass,
-)
+from shared.messages.cluster import FinishedStats
+from shared.messages.requests import ErrorCode, FinishReason, RequestClass
 from tests.scheduler.driver import Driver
 from tests.scheduler.samples import make_info, make_request
 

@@ -7,7 +7,14 @@ import pytest
 from services.scheduler.actions import AskHeld, CancelAt, Dispatch, LeftQueue, MoveEnded, NotifyLost
 from services.scheduler.moves import CONFIRM_S
 from services.scheduler.requests import RequestState
-from shared.messages import ErrorCode, ErrorInfo, HeldRequest, InstanceExited, LostRequest, MoveOutcome, RequestsLost
+from shared.messages.cluster import InstanceExited, MoveOutcome
+from shared.messages.requests import (
+    ErrorCode,
+    ErrorInfo,
+    HeldRequest,
+    LostRequest,
+    RequestsLost,
+)
 from tests.scheduler.driver import Driver, held, lost, running
 from tests.scheduler.samples import make_request
 

@@ -1,6 +1,6 @@
 """A random world around the scheduler's core: lost messages, refusals, deaths, take-overs, in any order.
 
-Gateways and instances are played as their contracts say (shared/messages.py). After every step the invariants hold; at
+Gateways and instances are played as their contracts say (shared/messages). After every step the invariants hold; at
 the end, when everything works again, every request has ended.
 """
 
@@ -17,15 +17,13 @@ from services.scheduler.actions import Action, AskHeld, CancelAt, Dispatch, Noti
 from services.scheduler.core import SchedulerCore
 from services.scheduler.queue import Lane
 from services.scheduler.requests import RequestState
-from shared.messages import (
+from shared.messages.cluster import ExecutionStatistics, InstanceExited, ModelLoad
+from shared.messages.requests import (
     PLACEMENT_EPOCHS,
     ErrorCode,
     ErrorInfo,
-    ExecutionStatistics,
     FinishReason,
     GenerationRequest,
-    InstanceExited,
-    ModelLoad,
     Priority,
     RequestClass,
     next_placement,

@@ -15,12 +15,8 @@ from services.scheduler.actions import (
 )
 from services.scheduler.core import TERM_EPOCHS
 from services.scheduler.requests import RequestState
-from shared.messages import (
-    PLACEMENT_EPOCHS,
-    ErrorCode,
-    InstanceExited,
-    LostRequest,
-)
+from shared.messages.cluster import InstanceExited
+from shared.messages.requests import PLACEMENT_EPOCHS, ErrorCode, LostRequest
 from tests.scheduler.driver import Driver, held, lost, running
 from tests.scheduler.samples import make_info, make_request
 

@@ -12,7 +12,7 @@ from services.scheduler.dispatching import OVERDUE_S
 from services.scheduler.queue import GlobalQueue, Lane, Outflow
 from services.scheduler.requests import TrackedRequest
 from services.scheduler.timers import Timers
-from shared.messages import Priority
+from shared.messages.requests import Priority
 from shared.policies.dispatch import ReportedFreeness, freeness_with_ledger
 from shared.policies.ordering import FirstComeFirstServed
 from shared.settings import SchedulerSettings

@@ -15,7 +15,9 @@ from services.scheduler.harvest import (
     GrantBook,
     OfflineLedger,
 )
-from shared.messages import ErrorCode, FinishedStats, FinishReason, GrantQuery, OfflineDemand, RequestClass
+from shared.messages.batches import GrantQuery, OfflineDemand
+from shared.messages.cluster import FinishedStats
+from shared.messages.requests import ErrorCode, FinishReason, RequestClass
 from shared.settings import SchedulerSettings
 from tests.scheduler.driver import Driver
 from tests.scheduler.samples import make_info, make_report, make_request

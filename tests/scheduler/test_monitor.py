@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from services.scheduler.monitor import NUM_TO_REPLACE, ServiceMonitor
-from shared.messages import ExecutionStatistics, FinishedStats, FinishReason, RequestClass
+from shared.messages.cluster import ExecutionStatistics, FinishedStats
+from shared.messages.requests import FinishReason, RequestClass
 
 
 def finished(

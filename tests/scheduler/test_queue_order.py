@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from services.scheduler.queue import REFRESH_S, GlobalQueue, Lane
 from services.scheduler.requests import TrackedRequest
-from shared.messages import ExecutionStatistics, Priority
+from shared.messages.cluster import ExecutionStatistics
+from shared.messages.requests import Priority
 from shared.policies.catalogue import ORDERING_POLICIES, ordering_policy
 from tests.scheduler.driver import Driver
 from tests.scheduler.samples import make_report, make_request

@@ -6,7 +6,8 @@ import math
 
 from services.scheduler.actions import Paired, SendRebalance
 from services.scheduler.rescheduling import DRAIN_CONCURRENCY
-from shared.messages import MoveOutcome, MoveReason, Rebalance
+from shared.messages.cluster import MoveOutcome
+from shared.messages.migration import MoveReason, Rebalance
 from tests.scheduler.driver import Driver
 from tests.scheduler.samples import make_info, make_request
 

@@ -8,19 +8,16 @@ import pytest
 
 from services.scheduler.cluster import ClusterView
 from services.scheduler.scaling import CancelDrain, DrainAction, Scaler, ScaleUp, ScalingAction, call_of, check_settings
-from shared.messages import (
-    PLACEMENT_DRAIN_INSTANCE,
-    PLACEMENT_SCALE_INSTANCES,
-    DrainInstance,
-    ErrorCode,
-    ErrorInfo,
+from shared.messages.admin import DrainInstance, ScaleInstances
+from shared.messages.catalogue import PLACEMENT_DRAIN_INSTANCE, PLACEMENT_SCALE_INSTANCES
+from shared.messages.cluster import (
     InstanceInfo,
     LoadedModel,
     LoadReport,
     ModelLoad,
     PlacementPlan,
-    ScaleInstances,
 )
+from shared.messages.requests import ErrorCode, ErrorInfo
 from shared.settings import SchedulerSettings, SettingsError
 from tests.placement.test_fleet import Site
 

@@ -8,7 +8,8 @@ import sys
 
 import pytest
 
-from shared.messages import SCHEDULER_ANNOUNCE, SchedulerInfo
+from shared.messages.catalogue import SCHEDULER_ANNOUNCE
+from shared.messages.cluster import SchedulerInfo
 from shared.settings import BusSettings
 from tests.conftest import NatsServer
 from tests.scheduler.conftest import NatsStage

@@ -9,7 +9,9 @@ import pytest
 
 from services.scheduler.scaling import Scaler
 from shared.bus.memory_bus import Faults
-from shared.messages import SCHEDULER_STATISTICS, FinishReason, StatisticsReport
+from shared.messages.catalogue import SCHEDULER_STATISTICS
+from shared.messages.cluster import StatisticsReport
+from shared.messages.requests import FinishReason
 from shared.virtual_time import run_virtual
 from tests.scheduler.conftest import VirtualStage
 from tests.scheduler.peers import ScriptedInstance, eventually, token_at

@@ -11,7 +11,14 @@ import pytest
 from opentelemetry import context as trace_context
 
 from shared.bus.interface import Bus, BusError, RevisionConflict, ServiceError
-from shared.messages import PREFIX, Bucket, Endpoint, ErrorCode, ObjectBucket, Topic
+from shared.messages.catalogue import PREFIX
+from shared.messages.channels import (
+    Bucket,
+    Endpoint,
+    ObjectBucket,
+    Topic,
+)
+from shared.messages.requests import ErrorCode
 from shared.telemetry import context_of, current_traceparent
 
 

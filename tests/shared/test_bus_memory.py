@@ -9,7 +9,7 @@ import pytest
 
 from shared.bus.interface import BusError
 from shared.bus.memory_bus import Faults, MemoryBus, MemoryHub
-from shared.messages import ErrorCode
+from shared.messages.requests import ErrorCode
 from shared.virtual_time import run_virtual
 from tests.shared.bus_contract import LEDGER, LIVE, NEWS, PING, BusContract, Connect, Ping, Pong
 

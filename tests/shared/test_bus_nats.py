@@ -24,15 +24,13 @@ from shared.bus.interface import Bus, BusError, RevisionConflict, ServiceError
 from shared.bus.nats_bus import NatsBus
 from shared.bus.nats_client import MAX_PENDING_BYTES
 from shared.bus.nats_streams import delivery
-from shared.messages import (
-    INSTANCE_SUBMIT,
-    PREFIX,
+from shared.messages.catalogue import INSTANCE_SUBMIT, PREFIX
+from shared.messages.channels import Bucket, Topic
+from shared.messages.requests import (
     Accepted,
-    Bucket,
     ErrorCode,
     GenerationRequest,
     SamplingParams,
-    Topic,
 )
 from shared.settings import BusSettings, SettingsError
 from shared.telemetry import context_of

@@ -15,7 +15,7 @@ from shared.bus.interface import Bus
 from shared.bus.memory_bus import MemoryHub
 from shared.bus.nats_bus import NatsBus
 from shared.lease import SAFETY_S, TTL_S, Lease
-from shared.messages import LEASES, TERMS
+from shared.messages.catalogue import LEASES, TERMS
 from shared.settings import BusSettings
 from shared.virtual_time import run_virtual
 from tests.conftest import NatsServer

@@ -12,18 +12,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shared import messages
 from shared.bus.codec import decode_reply, decoder, encode, error_headers, parse_headers, request_headers
 from shared.bus.interface import BusError, ServiceError
 from shared.bus.metrics import subject_pattern
-from shared.messages import Bucket, Endpoint, ErrorCode, ErrorInfo, Topic
+from shared.messages import admin, batches, catalogue, channels, cluster, migration, requests
+from shared.messages.channels import Bucket, Endpoint, Topic
+from shared.messages.requests import ErrorCode, ErrorInfo
 
-CHANNELS = {name: value for name, value in vars(messages).items() if isinstance(value, Topic | Endpoint)}
-BUCKETS = {name: value for name, value in vars(messages).items() if isinstance(value, Bucket)}
+CHANNELS = {name: value for name, value in vars(catalogue).items() if isinstance(value, Topic | Endpoint)}
+BUCKETS = {name: value for name, value in vars(catalogue).items() if isinstance(value, Bucket)}
 STRUCTS = [
     value
-    for value in vars(messages).values()
-    if isinstance(value, type) and issubclass(value, msgspec.Struct) and value.__module__ == messages.__name__
+    for module in (admin, batches, cluster, migration, requests)
+    for value in vars(module).values()
+    if isinstance(value, type) and issubclass(value, msgspec.Struct) and value.__module__ == module.__name__
 ]
 
 
@@ -61,40 +63,40 @@ def test_a_newer_peer_may_add_fields_at_the_end(kind: type[msgspec.Struct]) -> N
 
 
 def test_hot_path_messages_are_arrays() -> None:
-    for kind in (messages.TokenFrame, messages.TokenEntry, messages.GenerationRequest, messages.LoadReport):
+    for kind in (requests.TokenFrame, requests.TokenEntry, requests.GenerationRequest, cluster.LoadReport):
         assert kind.__struct_config__.array_like
 
 
 def test_subjects_are_distinct_and_prefixed() -> None:
     subjects = [channel.subject for channel in CHANNELS.values()]
     assert len(set(subjects)) == len(subjects)
-    assert all(subject.startswith(messages.PREFIX + ".") for subject in subjects)
+    assert all(subject.startswith(catalogue.PREFIX + ".") for subject in subjects)
     assert len({bucket.name for bucket in BUCKETS.values()}) == len(BUCKETS)
 
 
 def test_subjects_are_filled_and_recognised() -> None:
-    channel = messages.INSTANCE_SUBMIT.at(instance_id="node-a-0")
+    channel = catalogue.INSTANCE_SUBMIT.at(instance_id="node-a-0")
     assert channel.subject == "tideway.v1.instance.node-a-0.submit"
     assert subject_pattern(channel.subject) == "instance.{instance_id}.submit"
-    assert subject_pattern(messages.LOAD_REPORTS.subject) == "load"
+    assert subject_pattern(catalogue.LOAD_REPORTS.subject) == "load"
     assert subject_pattern("tideway.v1.instance.a.b.submit") == "other"
     for bad in ("", "a.b", "a b", "*", ">", "a\r\nPUB x"):
         with pytest.raises(ValueError, match="cannot be part of a subject"):
-            messages.INSTANCE_SUBMIT.at(instance_id=bad)
+            catalogue.INSTANCE_SUBMIT.at(instance_id=bad)
 
 
 @given(st.lists(st.integers(0, 2**31 - 1)))
 def test_tokens_are_packed_as_little_endian_int32(tokens: list[int]) -> None:
-    packed = messages.pack_tokens(tokens)
+    packed = requests.pack_tokens(tokens)
     assert packed == b"".join(token.to_bytes(4, "little") for token in tokens)
-    assert messages.unpack_tokens(packed) == tokens
+    assert requests.unpack_tokens(packed) == tokens
 
 
 @given(st.text(min_size=1), st.text(min_size=1))
 def test_bucket_keys_are_valid_and_distinct(one: str, other: str) -> None:
-    key = messages.bucket_key(one)
+    key = channels.bucket_key(one)
     assert all(c.isascii() and (c.isalnum() or c in "_/-=") for c in key)
-    assert (key == messages.bucket_key(other)) == (one == other)
+    assert (key == channels.bucket_key(other)) == (one == other)
 
 
 # ------------------------------------------------------------------------------------------------------ header blocks

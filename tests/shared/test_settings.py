@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from shared.messages import ModelSpec
+from shared.messages.cluster import ModelSpec
 from shared.settings import (
     BusSettings,
     GatewaySettings,

@@ -36,18 +36,20 @@ def _serve_http(port: int) -> None:
 
 async def _register(role: str) -> None:
     from shared.bus.nats_bus import NatsBus
-    from shared.messages import (
+    from shared.messages.catalogue import (
         INSTANCES,
         MODELS,
         NODES,
         PLANS,
+    )
+    from shared.messages.channels import bucket_key
+    from shared.messages.cluster import (
         InstanceInfo,
         InstancePlan,
         LoadedModel,
         ModelSpec,
         NodeInfo,
         PlacementPlan,
-        bucket_key,
     )
     from shared.settings import BusSettings, load
 

@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from shared.messages import RequestClass
+from shared.messages.requests import RequestClass
 from tests.conftest import free_port
 from tests.tideway.bench_server import FIRST_TOKEN_S, TOKEN_INTERVAL_S, BenchServer, serving
 from tideway.bench.arrivals import Arrivals, Closed, Constant, Gamma, Poisson

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from shared.messages import RequestClass
+from shared.messages.requests import RequestClass
 from tideway.bench import server_metrics
 from tideway.bench.plots import PlotsUnavailable, draw_latency, new_figure, write_plots
 from tideway.bench.records import INTERRUPTED, UNFINISHED, RequestRecord

@@ -14,7 +14,7 @@ import typer.main
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shared.messages import RequestClass
+from shared.messages.requests import RequestClass
 from tideway.bench.arrivals import (
     Arrivals,
     Closed,

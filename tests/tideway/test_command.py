@@ -10,7 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from shared.messages import InstanceInfo, InstancePlan, LoadedModel, ModelSpec, PlacementPlan
+from shared.messages.cluster import (
+    InstanceInfo,
+    InstancePlan,
+    LoadedModel,
+    ModelSpec,
+    PlacementPlan,
+)
 from tideway.cluster import ModelState, view_model
 from tideway.preflight import REPOSITORY
 

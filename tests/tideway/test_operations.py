@@ -12,15 +12,14 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from shared.messages import (
-    SCHEDULER_STATISTICS,
+from shared.messages.admin import ScaleInstances, ScaleModel
+from shared.messages.catalogue import SCHEDULER_STATISTICS
+from shared.messages.cluster import (
     InstancePlan,
     ModelLoad,
     ModelSpec,
     ModelStatistics,
     PlacementPlan,
-    ScaleInstances,
-    ScaleModel,
     StatisticsReport,
 )
 from shared.settings import BusSettings

@@ -11,7 +11,8 @@ import torch
 
 from shared.bus.nats_bus import NatsBus
 from shared.cost_model import CostModel
-from shared.messages import COST_MODELS, bucket_key
+from shared.messages.catalogue import COST_MODELS
+from shared.messages.channels import bucket_key
 from shared.settings import BusSettings
 from tests.worker.checkpoints import write_checkpoint
 from tideway import profile

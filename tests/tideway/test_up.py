@@ -23,7 +23,7 @@ import pytest
 from rich.console import Console
 
 from services.worker.processes import STOP_MARGIN_S
-from shared.messages import ModelSpec
+from shared.messages.cluster import ModelSpec
 from shared.settings import InstanceSettings, SettingsError
 from tests.conftest import NatsServer
 from tests.tideway.test_supervisor import is_alive, until

@@ -12,19 +12,23 @@ import uuid
 import msgspec
 
 from shared.bus.nats_bus import NatsBus
-from shared.messages import (
+from shared.messages.admin import (
+    Done,
+    Drain,
+    LoadModel,
+    UnloadModel,
+)
+from shared.messages.catalogue import (
     INSTANCE_DRAIN,
     INSTANCE_LOAD_MODEL,
     INSTANCE_UNLOAD_MODEL,
     INSTANCES,
-    Done,
-    Drain,
+)
+from shared.messages.cluster import (
     InstanceInfo,
     InstancePlan,
     LoadedModel,
-    LoadModel,
     ModelSpec,
-    UnloadModel,
 )
 from shared.service import run_service
 from shared.settings import InstanceSettings, load

@@ -7,7 +7,7 @@ import asyncio
 from services.worker.kv_transport import KvTransport, LocalHub, LocalNetwork
 from shared.bus.interface import ServiceError
 from shared.bus.nats_bus import NatsBus
-from shared.messages import (
+from shared.messages.catalogue import (
     INSTANCE_CANCEL,
     INSTANCE_COMMIT,
     INSTANCE_HELD,
@@ -15,13 +15,11 @@ from shared.messages import (
     INSTANCE_PRE_ALLOCATE,
     INSTANCE_REBALANCE,
     INSTANCES,
-    Cancel,
+)
+from shared.messages.cluster import InstanceInfo, LoadedModel
+from shared.messages.migration import (
     Commit,
     Committed,
-    ErrorCode,
-    InstanceInfo,
-    ListHeldRequests,
-    LoadedModel,
     MoveReason,
     OwnsQuery,
     OwnsReply,
@@ -29,6 +27,7 @@ from shared.messages import (
     Rebalance,
     Reserved,
 )
+from shared.messages.requests import Cancel, ErrorCode, ListHeldRequests
 from tests.worker.instance_stage import IDS, Stage
 
 LONG_PROMPT, OTHER_PROMPT = list(range(400)), list(range(400, 800))

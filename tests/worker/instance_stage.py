@@ -19,17 +19,21 @@ from services.worker.engine_building import build_engine
 from services.worker.instance import InstanceService
 from shared.bus.nats_bus import NatsBus
 from shared.engine.plan import KvCopy, ModelShape, StepPlan, StepResult
-from shared.messages import (
+from shared.messages.catalogue import (
     GATEWAY_FRAMES,
     INSTANCE_SUBMIT,
     INSTANCES,
     LOAD_REPORTS,
-    Accepted,
-    GenerationRequest,
+)
+from shared.messages.cluster import (
     InstanceInfo,
     InstancePlan,
     LoadReport,
     ModelSpec,
+)
+from shared.messages.requests import (
+    Accepted,
+    GenerationRequest,
     TokenEntry,
     TokenFrame,
     unpack_tokens,

@@ -12,21 +12,24 @@ import msgspec
 
 from shared.bus.interface import Watch
 from shared.bus.nats_bus import NatsBus
-from shared.messages import (
+from shared.messages.catalogue import (
     GATEWAY_FRAMES,
     INSTANCE_REBALANCE,
     INSTANCE_REPLAY,
     INSTANCE_SUBMIT,
     INSTANCES,
     LOAD_REPORTS,
-    FinishReason,
-    GenerationRequest,
+)
+from shared.messages.cluster import (
     InstanceInfo,
     InstancePlan,
     LoadReport,
     ModelSpec,
-    MoveReason,
-    Rebalance,
+)
+from shared.messages.migration import MoveReason, Rebalance
+from shared.messages.requests import (
+    FinishReason,
+    GenerationRequest,
     ReplayQuery,
     SamplingParams,
     StreamPosition,

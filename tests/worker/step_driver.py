@@ -9,7 +9,7 @@ from typing import Any
 
 from services.worker.executor import Executor
 from shared.engine.plan import ModelShape, NewSequence, StepPlan
-from shared.messages import SamplingParams, TokenLogprob, pack_tokens
+from shared.messages.requests import SamplingParams, TokenLogprob, pack_tokens
 
 
 @dataclass

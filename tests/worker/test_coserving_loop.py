@@ -16,7 +16,14 @@ from services.worker.executor import Executor
 from services.worker.models.decoder import DecoderModel, ForwardBatch, ForwardState
 from shared.cost_model import CostModel
 from shared.engine.requests import Ended, Output
-from shared.messages import GenerationRequest, ModelSpec, RequestClass, SamplingParams, pack_tokens, unpack_tokens
+from shared.messages.cluster import ModelSpec
+from shared.messages.requests import (
+    GenerationRequest,
+    RequestClass,
+    SamplingParams,
+    pack_tokens,
+    unpack_tokens,
+)
 from shared.settings import InstanceSettings
 from tests.worker.checkpoints import prompt_of, reference_outputs, write_checkpoint
 

@@ -13,7 +13,8 @@ from services.worker.engine_building import build_engine, host_pool_merged
 from services.worker.machine import free_memory_bytes
 from shared.engine.counters import EngineCounters
 from shared.engine.requests import Ended
-from shared.messages import FinishReason, InstancePlan, RequestClass
+from shared.messages.cluster import InstancePlan
+from shared.messages.requests import FinishReason, RequestClass
 from shared.settings import InstanceSettings, SettingsError
 from tests.shared.engine.fake_executor import request
 

@@ -11,7 +11,13 @@ import pytest
 from services.worker.executor import Executor
 from shared.engine.engine import Engine
 from shared.engine.requests import Ended, Output
-from shared.messages import GenerationRequest, ModelSpec, SamplingParams, pack_tokens, unpack_tokens
+from shared.messages.cluster import ModelSpec
+from shared.messages.requests import (
+    GenerationRequest,
+    SamplingParams,
+    pack_tokens,
+    unpack_tokens,
+)
 from shared.policies.ordering import FirstComeFirstServed
 from shared.policies.token_budget import FixedTokenBudget
 from tests.worker.checkpoints import prompt_of, reference_outputs, write_checkpoint

@@ -18,7 +18,8 @@ from services.worker.models.decode_graphs import Replayable
 from services.worker.models.decoder import ForwardState
 from shared.checkpoint import CheckpointError
 from shared.engine.plan import ModelShape, NewSequence, StepPlan
-from shared.messages import ModelSpec, SamplingParams, pack_tokens
+from shared.messages.cluster import ModelSpec
+from shared.messages.requests import SamplingParams, pack_tokens
 from tests.worker.checkpoints import prompt_of, reference_outputs, write_checkpoint
 from tests.worker.step_driver import Driver, Row
 

@@ -9,7 +9,8 @@ import msgspec
 import pytest
 
 from shared.bus.interface import BusError
-from shared.messages import (
+from shared.messages.admin import Drain, LoadModel, UnloadModel
+from shared.messages.catalogue import (
     EXECUTION_STATISTICS,
     INSTANCE_CANCEL,
     INSTANCE_DRAIN,
@@ -18,20 +19,17 @@ from shared.messages import (
     INSTANCE_REPLAY,
     INSTANCE_SUBMIT,
     INSTANCE_UNLOAD_MODEL,
+)
+from shared.messages.cluster import ExecutionStatistics, ExecutionStatisticsReport, ModelSpec
+from shared.messages.requests import (
     Cancel,
-    Drain,
     ErrorCode,
-    ExecutionStatistics,
-    ExecutionStatisticsReport,
     FinishReason,
     ListHeldRequests,
-    LoadModel,
-    ModelSpec,
     ReplayQuery,
     RequestClass,
     StreamPosition,
     TokenEntry,
-    UnloadModel,
     pack_tokens,
     unpack_tokens,
 )
@@ -313,7 +311,7 @@ async def test_an_engine_that_fails_makes_the_instance_give_up(stage):
 
 async def test_a_replay_larger_than_a_message_is_cut_and_continues():
     from services.worker.output_log import cut
-    from shared.messages import TokenLogprob
+    from shared.messages.requests import TokenLogprob
 
     logprob = TokenLogprob(-1.0, tuple(range(10**6, 10**6 + 20)), (-1.5,) * 20, 1)
     whole = TokenEntry("r1", 0, 5, pack_tokens(list(range(500))), FinishReason.LENGTH, (logprob,) * 500)

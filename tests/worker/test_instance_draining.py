@@ -13,7 +13,9 @@ import pytest
 from services.worker.draining import Draining
 from services.worker.instance_main import first_of, local_address
 from shared.bus.interface import ServiceError
-from shared.messages import ErrorCode, LoadedModel, MoveReason, RequestClass
+from shared.messages.cluster import LoadedModel
+from shared.messages.migration import MoveReason
+from shared.messages.requests import ErrorCode, RequestClass
 from shared.settings import BusSettings
 from tests.conftest import NatsServer
 from tests.shared.engine.fake_executor import request

@@ -15,7 +15,8 @@ from services.worker.kv_transport import KvTransport, TransferError, TransferRea
 from shared.bus.interface import ServiceError
 from shared.bus.nats_bus import NatsBus
 from shared.engine.engine import Engine
-from shared.messages import (
+from shared.messages.admin import UnloadModel
+from shared.messages.catalogue import (
     INSTANCE_CANCEL,
     INSTANCE_COMMIT,
     INSTANCE_HELD,
@@ -23,24 +24,27 @@ from shared.messages import (
     INSTANCE_REBALANCE,
     INSTANCE_REPLAY,
     INSTANCE_UNLOAD_MODEL,
-    Cancel,
+)
+from shared.messages.cluster import MoveOutcome
+from shared.messages.migration import (
     Commit,
     Committed,
+    OwnsQuery,
+    Rebalance,
+    SequenceProgress,
+)
+from shared.messages.requests import (
+    Cancel,
     ErrorCode,
     FinishReason,
     GenerationRequest,
     ListHeldRequests,
     MovedRequest,
-    MoveOutcome,
-    OwnsQuery,
     Priority,
-    Rebalance,
     ReplayQuery,
     ReplayReply,
     RequestClass,
-    SequenceProgress,
     StreamPosition,
-    UnloadModel,
     pack_tokens,
     unpack_tokens,
 )

@@ -19,7 +19,7 @@ from services.worker.kv_copies import KvCopies
 from services.worker.kv_store import KvShape, KvStore, KvViews
 from shared.engine import slab
 from shared.engine.plan import CopyKind, KvCopy
-from shared.messages import ModelSpec
+from shared.messages.cluster import ModelSpec
 from tests.worker.checkpoints import prompt_of, write_checkpoint
 from tests.worker.step_driver import Driver
 

@@ -12,15 +12,10 @@ import pytest
 from services.worker.executor import Executor
 from services.worker.kv_transport import KvTransport, LocalHub, LocalNetwork
 from shared.bus.nats_bus import NatsBus
-from shared.messages import (
-    INSTANCE_CANCEL,
-    INSTANCE_UNLOAD_MODEL,
-    Cancel,
-    FinishReason,
-    MoveReason,
-    RequestClass,
-    UnloadModel,
-)
+from shared.messages.admin import UnloadModel
+from shared.messages.catalogue import INSTANCE_CANCEL, INSTANCE_UNLOAD_MODEL
+from shared.messages.migration import MoveReason
+from shared.messages.requests import Cancel, FinishReason, RequestClass
 from shared.settings import BusSettings
 from tests.worker.instance_stage import Stage, instance_on
 from tests.worker.neighbours import (

@@ -14,10 +14,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from shared.messages import (
-    INSTANCES,
-    MoveReason,
-)
+from shared.messages.catalogue import INSTANCES
+from shared.messages.migration import MoveReason
 from shared.settings import BusSettings
 from tests.worker.neighbours import (
     Neighbours,

@@ -15,7 +15,7 @@ from services.worker.executor import Executor
 from services.worker.linear import Linear, packing_works
 from services.worker.models.loading import load_model, torch_dtype
 from shared.checkpoint import CheckpointError
-from shared.messages import ModelSpec
+from shared.messages.cluster import ModelSpec
 from tests.worker.checkpoints import VARIANTS, prompt_of, reference_outputs, write_checkpoint
 from tests.worker.step_driver import Driver
 

@@ -20,22 +20,23 @@ from services.worker.machine import Machine
 from services.worker.node import NodeAgent
 from shared.bus.interface import Bus, ServiceError, Watch
 from shared.bus.nats_bus import NatsBus
-from shared.messages import (
+from shared.messages.admin import Done, ScaleNode
+from shared.messages.catalogue import (
     INSTANCE_EXITED,
     INSTANCES,
     NODE_SCALE,
     NODES,
     PLANS,
-    Done,
-    ErrorCode,
+)
+from shared.messages.cluster import (
     InstanceExited,
     InstanceInfo,
     InstancePlan,
     ModelSpec,
     NodeInfo,
     PlacementPlan,
-    ScaleNode,
 )
+from shared.messages.requests import ErrorCode
 from shared.settings import BusSettings, SettingsError, WorkerSettings
 from shared.telemetry import Telemetry, start_telemetry
 from tests.worker.fake_instance import HELD_S

@@ -10,13 +10,9 @@ import pytest
 
 from services.worker.machine import Machine
 from shared.bus.nats_bus import NatsBus
-from shared.messages import (
-    PLACEMENT_DRAIN_INSTANCE,
-    PLACEMENT_SCALE_INSTANCES,
-    DrainInstance,
-    PlacementPlan,
-    ScaleInstances,
-)
+from shared.messages.admin import DrainInstance, ScaleInstances
+from shared.messages.catalogue import PLACEMENT_DRAIN_INSTANCE, PLACEMENT_SCALE_INSTANCES
+from shared.messages.cluster import PlacementPlan
 from shared.settings import BusSettings
 from shared.telemetry import start_telemetry
 from tests.placement.checkpoints import write_checkpoint

@@ -22,7 +22,13 @@ from services.worker.node_state import (
     UnloadModel,
     back_off_s,
 )
-from shared.messages import InstanceInfo, InstancePlan, LoadedModel, ModelSpec, PlacementPlan
+from shared.messages.cluster import (
+    InstanceInfo,
+    InstancePlan,
+    LoadedModel,
+    ModelSpec,
+    PlacementPlan,
+)
 
 MIB = 1 << 20
 GRACE_S = 30.0

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from services.worker.output_log import OutputLog
-from shared.messages import (
+from shared.messages.requests import (
     UNKNOWN_LOGPROB,
     FinishReason,
     StreamPosition,

@@ -26,7 +26,9 @@ from shared.cost_model import CostModel, shape_of
 from shared.engine import recording
 from shared.engine.plan import ModelShape, StepPlan, StepResult
 from shared.engine.requests import Ended
-from shared.messages import COST_MODELS, ModelSpec, bucket_key
+from shared.messages.catalogue import COST_MODELS
+from shared.messages.channels import bucket_key
+from shared.messages.cluster import ModelSpec
 from tests.shared.engine.fake_executor import request
 from tests.worker.checkpoints import write_checkpoint
 

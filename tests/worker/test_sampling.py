@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.worker.sampling import SampledTokens, SamplingRows, gumbel_noise
-from shared.messages import SamplingParams
+from shared.messages.requests import SamplingParams
 
 torch.set_num_threads(1)
 

@@ -15,7 +15,8 @@ from services.worker.executor import Executor
 from services.worker.models.decoder import ForwardBatch, ForwardState
 from services.worker.suspension import PartialForward, Safepoints
 from shared.engine.plan import ModelShape, NewSequence, StepPlan, StepResult
-from shared.messages import ModelSpec, SamplingParams, pack_tokens
+from shared.messages.cluster import ModelSpec
+from shared.messages.requests import SamplingParams, pack_tokens
 from tests.worker.checkpoints import VARIANTS, prompt_of, write_checkpoint
 
 MERGED_BYTES = 1 << 18

@@ -12,7 +12,7 @@ import httpx
 import msgspec
 from msgspec import Meta
 
-from shared.messages import RequestClass
+from shared.messages.requests import RequestClass
 from tideway.bench.connections import Connections
 from tideway.bench.prompts import (
     CALIBRATION_WORDS,

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from shared.messages import RequestClass
+from shared.messages.requests import RequestClass
 from tideway.bench.arrivals import Arrivals, Closed, Constant, Gamma, Phase, Phases, Poisson, Replay
 from tideway.bench.command import ARRIVALS, LENGTHS
 from tideway.bench.lengths import Fixed, Lengths, LogNormal, Uniform, Zipf

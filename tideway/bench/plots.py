@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from shared.messages import RequestClass
+from shared.messages.requests import RequestClass
 from tideway.bench.records import RequestRecord
 from tideway.bench.server_metrics import Series
 from tideway.bench.summary import in_flight, throughput

@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import msgspec
 
-from shared.messages import RequestClass
+from shared.messages.requests import RequestClass
 
 UNFINISHED = "unfinished"
 """The run ended before the request did: neither a success nor a failure."""

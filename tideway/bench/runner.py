@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable, Sequence
 import msgspec
 import numpy as np
 
-from shared.messages import RequestClass
+from shared.messages.requests import RequestClass
 from tideway.bench.records import INTERRUPTED, UNFINISHED, RequestRecord
 from tideway.bench.workload import PlannedRequest
 

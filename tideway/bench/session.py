@@ -14,7 +14,7 @@ from typing import Any, TextIO
 
 import msgspec
 
-from shared.messages import RequestClass
+from shared.messages.requests import RequestClass
 from tideway.bench import server_metrics
 from tideway.bench.arrivals import Closed
 from tideway.bench.client import BenchError, Body, Target, calibrate, list_models, make_body, send

@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 from msgspec import Meta
 
-from shared.messages import RequestClass
+from shared.messages.requests import RequestClass
 from tideway.bench.arrivals import Arrivals, Closed, Phases, RateSteps, Replay, renewal_times, steps_of
 from tideway.bench.lengths import Lengths, Tokens, sample_lengths
 from tideway.bench.traces import Trace, TraceSource, read_trace, spread

@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 
 from shared.bus.interface import ServiceError
-from shared.messages import ErrorCode
+from shared.messages.requests import ErrorCode
 from shared.settings import SettingsError
 
 SERVICE_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")

@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
 
-from shared.messages import NodeInfo
+from shared.messages.cluster import NodeInfo
 
 
 class ScalingBackend(ABC):

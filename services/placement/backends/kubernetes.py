@@ -19,7 +19,8 @@ from services.placement.backends.api_server import ApiServer
 from services.placement.backends.interface import ScalingBackend
 from services.placement.fleet import active_by_node, instance_ids, node_of
 from shared.bus.interface import ServiceError
-from shared.messages import ErrorCode, NodeInfo
+from shared.messages.cluster import NodeInfo
+from shared.messages.requests import ErrorCode
 from shared.settings import SettingsError
 
 logger = logging.getLogger(__name__)

@@ -12,7 +12,10 @@ import msgspec
 from services.placement.backends.interface import ScalingBackend
 from services.placement.fleet import active_by_node
 from shared.bus.interface import Bus, BusError, ServiceError
-from shared.messages import NODE_SCALE, ErrorCode, NodeInfo, ScaleNode
+from shared.messages.admin import ScaleNode
+from shared.messages.catalogue import NODE_SCALE
+from shared.messages.cluster import NodeInfo
+from shared.messages.requests import ErrorCode
 
 logger = logging.getLogger(__name__)
 

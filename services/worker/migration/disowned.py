@@ -12,7 +12,7 @@ from typing import NamedTuple
 from services.worker.engine_loop import EngineLoop
 from services.worker.migration.host import MigrationHost
 from shared.engine.moving import TakenOut
-from shared.messages import MoveOutcome
+from shared.messages.cluster import MoveOutcome
 from shared.migration.source import EPOCHS_OF_A_MOVE
 
 

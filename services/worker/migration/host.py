@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Protocol
 
-from shared.messages import Commit, GenerationRequest, InstanceInfo, MoveOutcome
+from shared.messages.cluster import InstanceInfo, MoveOutcome
+from shared.messages.migration import Commit
+from shared.messages.requests import GenerationRequest
 
 
 class MigrationHost(Protocol):

@@ -24,18 +24,17 @@ from services.worker.migration.host import MigrationHost, pool_of
 from services.worker.migration.telemetry import MOVED, MigrationSpan, MigrationTelemetry
 from services.worker.tasks import TaskSet
 from shared.bus.interface import ServiceError
-from shared.messages import (
+from shared.messages.migration import (
     AbortMigration,
     AbortReason,
     Commit,
     Committed,
-    ErrorCode,
-    ErrorInfo,
     OwnsQuery,
     OwnsReply,
     PreAllocate,
     Reserved,
 )
+from shared.messages.requests import ErrorCode, ErrorInfo
 from shared.migration.destination import Action, DestinationMove, Event, State
 
 log = logging.getLogger(__name__)

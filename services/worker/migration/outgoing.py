@@ -19,7 +19,9 @@ from services.worker.migration.peer import Answer, Peer, Site, Stage
 from services.worker.migration.telemetry import MOVED
 from services.worker.tasks import TaskSet, set_within
 from shared.engine.moving import MoveCandidate, PinnedBlocks, TakenOut
-from shared.messages import AbortReason, GenerationRequest, InstanceInfo, MoveOutcome, MoveReason
+from shared.messages.cluster import InstanceInfo, MoveOutcome
+from shared.messages.migration import AbortReason, MoveReason
+from shared.messages.requests import GenerationRequest
 from shared.migration.estimates import MARGIN_BLOCKS, Next, is_worth, next_stage
 from shared.migration.source import LEAVE_S, Action, Event, SourceMove, State
 

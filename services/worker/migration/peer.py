@@ -18,23 +18,23 @@ from services.worker.migration.telemetry import MigrationSpan, MigrationTelemetr
 from shared.bus.interface import Bus, BusError, ServiceError
 from shared.engine.moves import rebased
 from shared.engine.moving import TakenOut
-from shared.messages import (
+from shared.messages.catalogue import (
     INSTANCE_ABORT,
     INSTANCE_CANCEL,
     INSTANCE_COMMIT,
     INSTANCE_OWNS,
     INSTANCE_PRE_ALLOCATE,
+)
+from shared.messages.cluster import InstanceInfo
+from shared.messages.migration import (
     AbortMigration,
     AbortReason,
-    Cancel,
     Commit,
-    ErrorCode,
-    GenerationRequest,
-    InstanceInfo,
     OwnsQuery,
     PreAllocate,
     Reserved,
 )
+from shared.messages.requests import Cancel, ErrorCode, GenerationRequest
 from shared.migration.destination import IDLE_S
 from shared.migration.estimates import copy_deadline_s, copy_s
 from shared.migration.source import ASK_PAUSE_S, ASK_S, COMMIT_S, CONNECT_S, RESERVE_S, Event

@@ -24,24 +24,23 @@ from services.worker.tasks import TaskSet, set_within
 from shared.bus.interface import Bus, Subscription
 from shared.engine.moving import MoveCandidate, TakenOut
 from shared.engine.requests import Ended, Output
-from shared.messages import (
+from shared.messages.catalogue import (
     INSTANCE_ABORT,
     INSTANCE_CANCEL,
     INSTANCE_COMMIT,
     INSTANCE_OWNS,
     INSTANCE_PRE_ALLOCATE,
     INSTANCE_REBALANCE,
-    MAX_MESSAGE_BYTES,
+)
+from shared.messages.channels import MAX_MESSAGE_BYTES
+from shared.messages.cluster import InstanceInfo, MoveOutcome
+from shared.messages.migration import (
     AbortMigration,
     AbortReason,
-    Cancel,
-    GenerationRequest,
-    InstanceInfo,
-    MovedRequest,
-    MoveOutcome,
     MoveReason,
     Rebalance,
 )
+from shared.messages.requests import Cancel, GenerationRequest, MovedRequest
 from shared.migration.source import Event, may_move
 from shared.settings import InstanceSettings
 from shared.telemetry import Telemetry

@@ -13,12 +13,11 @@ from shared.engine.moves import rebased
 from shared.engine.moving import PinnedBlocks, Reservation, TakenOut
 from shared.engine.plan import ModelShape, StepPlan, StepResult
 from shared.engine.requests import Ended, Output
-from shared.messages import (
-    Commit,
+from shared.messages.migration import Commit, PreAllocate
+from shared.messages.requests import (
     ErrorCode,
     FinishReason,
     GenerationRequest,
-    PreAllocate,
     Priority,
     RequestClass,
     next_placement,

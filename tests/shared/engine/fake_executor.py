@@ -9,7 +9,12 @@ from __future__ import annotations
 from hashlib import blake2b
 
 from shared.engine.plan import CopyKind, KvCopy, ModelShape, StepPlan, StepResult
-from shared.messages import GenerationRequest, SamplingParams, pack_tokens, unpack_tokens
+from shared.messages.requests import (
+    GenerationRequest,
+    SamplingParams,
+    pack_tokens,
+    unpack_tokens,
+)
 
 
 def next_token(prefix: list[int]) -> int:

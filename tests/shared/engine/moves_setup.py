@@ -5,11 +5,8 @@ from __future__ import annotations
 from shared.engine.engine import Engine
 from shared.engine.moving import TakenOut
 from shared.engine.plan import ModelShape
-from shared.messages import (
-    PreAllocate,
-    Priority,
-    RequestClass,
-)
+from shared.messages.migration import PreAllocate
+from shared.messages.requests import Priority, RequestClass
 from shared.policies.catalogue import ordering_policy
 from shared.policies.checkpointing import AdaptiveCheckpoint
 from shared.policies.slo_budget import SloTokenBudget

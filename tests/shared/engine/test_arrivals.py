@@ -7,10 +7,7 @@ import pytest
 
 from shared.engine.moving import Reservation
 from shared.engine.sequence import State
-from shared.messages import (
-    ErrorCode,
-    RequestClass,
-)
+from shared.messages.requests import ErrorCode, RequestClass
 from tests.shared.engine.fake_executor import request
 from tests.shared.engine.moves_setup import OFFLINE, make, run, stage
 

@@ -6,11 +6,7 @@ from shared.cost_model import CostModel
 from shared.engine.moving import TakenOut
 from shared.engine.requests import Ended, Output
 from shared.engine.sequence import State
-from shared.messages import (
-    FinishReason,
-    Priority,
-    unpack_tokens,
-)
+from shared.messages.requests import FinishReason, Priority, unpack_tokens
 from tests.shared.engine.fake_executor import expected_output, request
 from tests.shared.engine.moves_setup import OFFLINE, effects, make, run, taken
 

@@ -10,7 +10,14 @@ from shared.cost_model import CostModel
 from shared.engine.engine import Engine
 from shared.engine.plan import ModelShape, StepResult
 from shared.engine.requests import Ended, Output
-from shared.messages import ErrorCode, FinishReason, Priority, RequestClass, pack_tokens, unpack_tokens
+from shared.messages.requests import (
+    ErrorCode,
+    FinishReason,
+    Priority,
+    RequestClass,
+    pack_tokens,
+    unpack_tokens,
+)
 from shared.policies.catalogue import ORDERING_POLICIES, ordering_policy
 from shared.policies.checkpointing import AdaptiveCheckpoint
 from shared.policies.slo_budget import SloTokenBudget

@@ -13,7 +13,7 @@ from shared.cost_model import CostModel, shape_of
 from shared.engine.engine import Engine
 from shared.engine.plan import ModelShape
 from shared.engine.requests import Ended, Output
-from shared.messages import FinishReason, RequestClass, unpack_tokens
+from shared.messages.requests import FinishReason, RequestClass, unpack_tokens
 from shared.policies.catalogue import ORDERING_POLICIES, ordering_policy
 from shared.policies.checkpointing import AdaptiveCheckpoint
 from shared.policies.slo_budget import SloTokenBudget

@@ -12,7 +12,8 @@ from shared.engine.engine import Engine
 from shared.engine.plan import ModelShape
 from shared.engine.room import GROWTH_STEPS
 from shared.engine.sequence import State
-from shared.messages import PreAllocate, Priority, RequestClass
+from shared.messages.migration import PreAllocate
+from shared.messages.requests import Priority, RequestClass
 from shared.policies.baselines import RoundRobin
 from shared.policies.token_budget import FixedTokenBudget
 from tests.shared.engine.cluster import Node

@@ -10,12 +10,8 @@ from shared.engine.moves import rebased
 from shared.engine.moving import TakenOut
 from shared.engine.plan import StepResult
 from shared.engine.sequence import State
-from shared.messages import (
-    Commit,
-    ErrorCode,
-    SequenceProgress,
-    pack_tokens,
-)
+from shared.messages.migration import Commit, SequenceProgress
+from shared.messages.requests import ErrorCode, pack_tokens
 from tests.shared.engine.cluster import Cluster, Node
 from tests.shared.engine.fake_executor import request
 from tests.shared.engine.moves_setup import OFFLINE, make, pair, run

@@ -7,7 +7,14 @@ import pytest
 from shared.engine.engine import MAX_STEP_FAILURES, Engine
 from shared.engine.plan import ModelShape, StepResult
 from shared.engine.requests import Ended, Output
-from shared.messages import ErrorCode, FinishReason, Priority, RequestClass, pack_tokens, unpack_tokens
+from shared.messages.requests import (
+    ErrorCode,
+    FinishReason,
+    Priority,
+    RequestClass,
+    pack_tokens,
+    unpack_tokens,
+)
 from shared.policies.catalogue import ordering_policy
 from shared.policies.token_budget import FixedTokenBudget
 from tests.shared.engine.fake_executor import FakeExecutor, expected_output, request

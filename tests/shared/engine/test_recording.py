@@ -9,7 +9,7 @@ import pytest
 
 from shared.engine import calls, recording
 from shared.engine.plan import ModelShape
-from shared.messages import Priority, RequestClass
+from shared.messages.requests import Priority, RequestClass
 from tests.shared.engine.cluster import Node
 from tests.shared.engine.fake_executor import FakeExecutor, request
 from tests.shared.engine.test_moves_properties import CHANCES, Events

@@ -6,7 +6,7 @@ from shared.cost_model import CostModel, shape_of
 from shared.engine.engine import Engine
 from shared.engine.plan import ModelShape, StepResult
 from shared.engine.requests import Output
-from shared.messages import RequestClass, unpack_tokens
+from shared.messages.requests import RequestClass, unpack_tokens
 from shared.policies.catalogue import ordering_policy
 from shared.policies.checkpointing import AdaptiveCheckpoint
 from shared.policies.slo_budget import HEAD_START_TOKENS, PACE, SloTokenBudget

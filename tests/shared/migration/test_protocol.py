@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shared.messages import PLACEMENT_EPOCHS, AbortReason, next_placement
+from shared.messages.migration import AbortReason
+from shared.messages.requests import PLACEMENT_EPOCHS, next_placement
 from shared.migration import destination as dst
 from shared.migration import source as src
 from shared.migration.destination import DestinationMove

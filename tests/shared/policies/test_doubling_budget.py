@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shared.messages import ExecutionStatistics
+from shared.messages.cluster import ExecutionStatistics
 from shared.policies.doubling_budget import DoublingBudget
 from shared.policies.ordering import ModelView
 from tests.shared.policies.views import FakeModel, FakeSequence

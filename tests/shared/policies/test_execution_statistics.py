@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shared.messages import ExecutionStatistics
+from shared.messages.cluster import ExecutionStatistics
 from shared.policies.execution_statistics import ExecutionTimeWindow
 
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shared.messages import OfflineDemand, OfflineGrant
+from shared.messages.batches import OfflineDemand, OfflineGrant
 from shared.policies.harvest import allocate, is_under_pressure, max_min
 
 DAY_S = 86400.0

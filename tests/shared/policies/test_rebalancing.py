@@ -10,7 +10,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from shared.messages import AbortReason, MoveReason
+from shared.messages.migration import AbortReason, MoveReason
 from shared.policies.rebalancing import (
     BACKOFF_S,
     BURST_S,

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 import pytest
 
 from services.worker.kv_transport import LocalHub, LocalNetwork
-from shared.messages import GenerationRequest
+from shared.messages.requests import GenerationRequest
 from tests.shared.engine.fake_executor import expected_output
 from tests.worker.migration.parties import Gateway, Party, make_party, until
 

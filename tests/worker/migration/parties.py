@@ -24,17 +24,12 @@ from shared.bus.nats_bus import NatsBus
 from shared.engine.moving import TakenOut
 from shared.engine.plan import CopyKind, KvCopy, ModelShape, StepPlan, StepResult
 from shared.engine.requests import Ended, Output
-from shared.messages import (
-    INSTANCE_CANCEL,
-    INSTANCE_REBALANCE,
+from shared.messages.catalogue import INSTANCE_CANCEL, INSTANCE_REBALANCE
+from shared.messages.cluster import InstanceInfo, LoadedModel, MoveOutcome
+from shared.messages.migration import Commit, MoveReason, Rebalance
+from shared.messages.requests import (
     Cancel,
-    Commit,
     GenerationRequest,
-    InstanceInfo,
-    LoadedModel,
-    MoveOutcome,
-    MoveReason,
-    Rebalance,
     TokenEntry,
     unpack_tokens,
 )

@@ -9,7 +9,8 @@ import pytest
 import services.worker.migration.peer as peer
 import shared.migration.destination as destination_rules
 from services.worker.migration.faults import FaultError, FaultPoint, FaultPoints
-from shared.messages import INSTANCE_CANCEL, Cancel, FinishReason
+from shared.messages.catalogue import INSTANCE_CANCEL
+from shared.messages.requests import Cancel, FinishReason
 from shared.settings import SettingsError
 from tests.shared.engine.fake_executor import expected_output, request
 from tests.worker.migration.conftest import Group

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 
-from shared.messages import (
-    INSTANCE_CANCEL,
-    AbortReason,
+from shared.messages.catalogue import INSTANCE_CANCEL
+from shared.messages.migration import AbortReason, MoveReason
+from shared.messages.requests import (
     Cancel,
     FinishReason,
     MovedRequest,
-    MoveReason,
     RequestClass,
 )
 from tests.shared.engine.fake_executor import expected_output, request

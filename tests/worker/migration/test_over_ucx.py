@@ -10,7 +10,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 import pytest
 
 from services.worker.kv_transport import UcxNetwork
-from shared.messages import GATEWAY_FRAMES, TokenFrame
+from shared.messages.catalogue import GATEWAY_FRAMES
+from shared.messages.requests import TokenFrame
 from tests.shared.engine.fake_executor import request
 from tests.worker.migration.conftest import Group
 from tests.worker.migration.parties import Gateway, make_party

@@ -12,7 +12,14 @@ from services.worker.engine_loop import StepStats
 from services.worker.migration.outgoing import OutgoingMigration
 from services.worker.migration.service import DEFAULT_STEP_S
 from shared.engine.moving import TakenOut
-from shared.messages import INSTANCE_CANCEL, Cancel, FinishReason, MovedRequest, PreAllocate, pack_tokens
+from shared.messages.catalogue import INSTANCE_CANCEL
+from shared.messages.migration import PreAllocate
+from shared.messages.requests import (
+    Cancel,
+    FinishReason,
+    MovedRequest,
+    pack_tokens,
+)
 from shared.migration.source import LEAVE_S
 from tests.shared.engine.fake_executor import request
 from tests.worker.migration.conftest import Group

@@ -11,7 +11,8 @@ import sys
 
 from services.worker.kv_transport import UcxNetwork
 from shared.bus.nats_bus import NatsBus
-from shared.messages import GATEWAY_FRAMES, TokenEntry, TokenFrame
+from shared.messages.catalogue import GATEWAY_FRAMES
+from shared.messages.requests import TokenEntry, TokenFrame
 from shared.settings import BusSettings
 from tests.worker.migration.parties import make_party
 

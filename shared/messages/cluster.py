@@ -1,0 +1,243 @@
+"""What instances, nodes and services tell of themselves: registry, load, plan, statistics."""
+
+from __future__ import annotations
+
+import msgspec
+
+from shared.messages.requests import FinishReason, HeldRequest, RequestClass
+
+
+class ModelSpec(msgspec.Struct, frozen=True):
+    """A model as the operator configures it. `source`: a folder in Hugging Face format, or a hub id."""
+
+    name: str
+    source: str
+    dtype: str = "auto"
+    max_model_len: int | None = None
+    replicas: int | None = None
+    """Number of instances that hold it; None: all on which it fits."""
+    ttft_ms: float = 0.0
+    """Objective for the time to first token of online requests that name none; 0: the instance's default."""
+    tpot_ms: float = 0.0
+    """Likewise for the time per output token after the first."""
+
+
+class LoadedModel(msgspec.Struct, frozen=True, array_like=True):
+    name: str
+    state: str
+    """loading | ready | unloading | failed"""
+    max_model_len: int = 0
+    page_tokens: int = 0
+    """Tokens in one KV block."""
+    slots_per_merged: int = 0
+    """KV blocks of this model in one merged block of the pool."""
+    num_running: int = 0
+    num_waiting: int = 0
+    error: str = ""
+
+
+class InstanceInfo(msgspec.Struct, frozen=True, array_like=True):
+    """An instance in the registry (bucket with TTL): written each second while it lives."""
+
+    instance_id: str
+    incarnation: str
+    """New at each start of the process."""
+    node_id: str
+    state: str
+    """starting | ready | draining"""
+    models: list[LoadedModel]
+    num_merged: int = 0
+    """Merged blocks in the KV pool."""
+    merged_bytes: int = 0
+    device: str = "cpu"
+    pid: int = 0
+    metrics_port: int = 0
+    kv_address: str = ""
+    """Where peers reach its KV transport; empty: it takes and gives no requests with KV."""
+
+
+class ModelLoad(msgspec.Struct, frozen=True, array_like=True):
+    model: str
+    num_running: int
+    num_waiting: int
+    num_offline: int = 0
+    """Offline requests among both, harvested work rather than load."""
+    num_waiting_online: int = 0
+    """Online requests among the waiting ones."""
+    offline_room_tokens: int = 0
+    """Offline tokens (prompt and output) beyond those held that could be given to the instance now: from what it computes of
+    them lately and its free KV slots."""
+    budgets: tuple[float, float] = (0.0, 0.0)
+    """Doubling budget of this model here: remaining seconds summed over its unfinished requests, and the smallest."""
+
+
+class FinishedStats(msgspec.Struct, frozen=True, array_like=True):
+    """One ended request, for the statistics per model."""
+
+    model: str
+    request_class: RequestClass
+    prompt_tokens: int
+    output_tokens: int
+    queued_s: float
+    execution_s: float
+    """Admission to end on the instance, by the wall clock."""
+    finish_reason: FinishReason
+    device_s: float = 0.0
+    """Execution time charged to the request: what its part of each step takes alone on the instance."""
+
+
+class MoveOutcome(msgspec.Struct, frozen=True, array_like=True):
+    """How a migration ended, told by its source."""
+
+    request_id: str
+    destination_id: str
+    epoch: int
+    """Of the owner now."""
+    is_moved: bool
+    reason: str = ""
+    """An `AbortReason` if it did not move."""
+
+
+class LoadReport(msgspec.Struct, frozen=True, array_like=True):
+    """Instance to scheduler: coalesced, at most one per 20 ms, at least one per second as heartbeat.
+
+    Freeness and blocks are in merged blocks (fractions allowed), higher is freer (design: scheduling.md section 6).
+    """
+
+    instance_id: str
+    incarnation: str
+    sequence: int
+    dispatch_freeness: float
+    """Counts every waiting request with its whole demand; +inf when idle."""
+    free_merged: float
+    """Merged blocks that could be had now (free or only cached)."""
+    num_running: int
+    models: list[ModelLoad]
+    admitted: list[str]
+    """Ids accepted since the last report: leave the scheduler's in-flight ledger."""
+    ended: list[str]
+    """Ids ended since the last report, for any reason."""
+    finished: list[FinishedStats]
+    dispatch_freeness_high: float = 0.0
+    """As a request of high priority sees it: charged with the headroom where no such request is yet."""
+    migration_freeness: float = 0.0
+    """Decode steps until the KV pool is full: tokens that fit beside the virtual usage for each running request, of the
+    waiting ones only the head counting; +inf when idle. Whether it drains stands in the registry."""
+    scaling_freeness: float = 0.0
+    """Likewise as a normal request sees it, every waiting one counting."""
+    num_high: int = 0
+    """Online requests of high priority."""
+    moves: list[MoveOutcome] = []
+    """Migrations out of here that ended since the last report."""
+    moved_in: list[HeldRequest] = []
+    """Requests taken over from other instances since the last report."""
+    num_moving_out: int = 0
+    """Migrations under way, for whoever looks on; likewise those into here."""
+    num_moving_in: int = 0
+    num_moved_out: int = 0
+    """Requests that moved away since the instance started; likewise those that came."""
+    num_moved_in: int = 0
+    next_move_tokens: int = 0
+    """Of the running online request that would move away first; 0: none runs."""
+
+
+class InstanceExited(msgspec.Struct, frozen=True, array_like=True):
+    """Node agent to everyone: the process is gone (faster than a missing heartbeat)."""
+
+    instance_id: str
+    incarnation: str
+    node_id: str
+    exit_code: int
+
+
+class NodeInfo(msgspec.Struct, frozen=True, array_like=True):
+    """A node agent in the registry (bucket with TTL)."""
+
+    node_id: str
+    hostname: str
+    num_instances: int
+    """How many instances this node will run (one a device; on CPU as configured)."""
+    memory_bytes: int
+    """Memory that all its instances together may use for weights and KV pools."""
+    device: str = "cpu"
+    plan_version: int = 0
+    """The last placement plan that was carried out."""
+    problem: str = ""
+    """Why the plan could not be carried out whole, if it could not."""
+    max_instances: int = 0
+    """How many it could run; 0: `num_instances`."""
+
+
+class InstancePlan(msgspec.Struct, frozen=True):
+    """One instance of the plan: the sharing group on it."""
+
+    instance_id: str
+    node_id: str
+    models: list[ModelSpec]
+    pool_bytes: int
+    merged_bytes: int
+
+
+class PlacementPlan(msgspec.Struct, frozen=True):
+    version: int
+    instances: list[InstancePlan]
+    unplaced: dict[str, str] = {}
+    """Models that are on no instance, with the reason."""
+    draining: list[str] = []
+    """Instances that the operator or the scheduler wants empty: in no plan until that is undone."""
+    released: list[str] = []
+    """Of those, the ones that scaling took out: the first to come back when there should be more."""
+
+
+class StoredCostModel(msgspec.Struct, frozen=True):
+    """A fitted cost model (`shared.cost_model.CostModel`, encoded) and what it was measured on."""
+
+    key: str
+    """Fingerprint of the model's shape and dtype, the device and the tensor-parallel size."""
+    cost_model: bytes
+    profiled_s: float
+    """Unix time."""
+
+
+class ModelStatistics(msgspec.Struct, frozen=True):
+    """Traffic of one model since the last report; the scheduler publishes one per model and second."""
+
+    model: str
+    interval_s: float
+    num_arrived: int
+    num_finished: int
+    prompt_tokens: int
+    output_tokens: int
+    queued_s: float
+    execution_s: float
+    num_queued: int
+
+
+class StatisticsReport(msgspec.Struct, frozen=True):
+    scheduler_id: str
+    models: list[ModelStatistics]
+
+
+class SchedulerInfo(msgspec.Struct, frozen=True, array_like=True):
+    """The lease of the active scheduler or placement (bucket with TTL), and their announcement."""
+
+    scheduler_id: str
+    term: int = 0
+    """Grows with each change of leader."""
+
+
+class ExecutionStatistics(msgspec.Struct, frozen=True, array_like=True):
+    """Execution time on the device of a model's finished requests (SeaLLM section 4.2), over the whole cluster."""
+
+    model: str
+    mean_s: float
+    std_s: float
+    num_finished: int = 0
+    """In the window; 0: a prediction, nothing has finished yet."""
+
+
+class ExecutionStatisticsReport(msgspec.Struct, frozen=True, array_like=True):
+    """Scheduler to instances, on change: what the doubling budgets start from."""
+
+    scheduler_id: str
+    models: list[ExecutionStatistics]

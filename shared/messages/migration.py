@@ -1,0 +1,155 @@
+"""Requests that move between instances (docs/migration.md)."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+import msgspec
+
+from shared.messages.requests import GenerationRequest, Priority, RequestClass
+
+
+class MoveReason(StrEnum):
+    BALANCE = "balance"
+    DRAIN = "drain"
+
+
+class AbortReason(StrEnum):
+    """Why a migration did not happen. The request goes on at the source, unless it ended there."""
+
+    ENDED = "ended"
+    """It finished, was cancelled or ran into its deadline."""
+    PREEMPTED = "preempted"
+    """It lost its KV at the source meanwhile."""
+    REFUSED = "refused"
+    """The destination has no room, is draining, does not serve the model, or takes enough already."""
+    MISMATCH = "mismatch"
+    """KV blocks of the two ends differ: page size, slot bytes, tensor-parallel size."""
+    TRANSFER_FAILED = "transfer_failed"
+    DEADLINE = "deadline"
+    UNREACHABLE = "unreachable"
+    """The destination does not answer."""
+    DESTINATION_LOST = "destination_lost"
+    NOT_WORTH = "not_worth"
+    """The transfer would cost more than it gains, or never catches up with the decode."""
+    STOPPED = "stopped"
+    """The source is shutting down, or its pairing was withdrawn."""
+
+
+class Rebalance(msgspec.Struct, frozen=True, array_like=True):
+    """Scheduler to source: give requests away, to the first of these that can take them. Repeated while it holds; it ends
+    `lease_s` after the last one, or at once with no destinations."""
+
+    destinations: list[str]
+    """Instance ids, freest first."""
+    reason: MoveReason
+    lease_s: float
+    max_concurrent: int = 1
+    """Migrations out of the instance at once."""
+
+
+class PreAllocate(msgspec.Struct, frozen=True, array_like=True):
+    """Source to destination: make room for the KV blocks of one stage, and expect them. Repeated with the same stage it is
+    answered alike."""
+
+    migration_id: str
+    source_id: str
+    request_id: str
+    model: str
+    request_class: RequestClass
+    priority: Priority
+    stage: int
+    """From 0; each stage's blocks follow those of the one before."""
+    first_block: int
+    num_blocks: int
+    """Blocks `first_block .. first_block + num_blocks` of the sequence."""
+    hashes: bytes
+    """Chained hashes, 16 bytes each, of those of the blocks that are full."""
+    page_tokens: int
+    slot_bytes: int
+    tensor_parallel: int = 1
+    on_host: bool = False
+    """The blocks are a checkpoint in host memory and stay one."""
+    max_tokens: int = 0
+    """Tokens of the sequence at its longest."""
+    deadline_s: float = 5.0
+    """Time that the source gives the stage."""
+    traceparent: str = ""
+
+
+class Reserved(msgspec.Struct, frozen=True, array_like=True):
+    """The destination's answer; a refusal is a typed error."""
+
+    migration_id: str
+    num_held: int
+    """Of the stage's blocks, leading ones that the destination has already: they are not sent."""
+    address: str = ""
+    """Of its KV transport."""
+    ticket: bytes = b""
+    """Presented with the blocks; single use. Empty where nothing is to be sent."""
+
+
+class SequenceProgress(msgspec.Struct, frozen=True, array_like=True):
+    """What of a sequence's life travels with it. Durations are up to the moment at which it left its source's batch."""
+
+    num_computed: int = 0
+    """Tokens whose KV moves with it; 0: it waits and brings none."""
+    first_token_age_s: float = -1.0
+    """Since its first token; below 0: it has none yet."""
+    first_total: int = 0
+    first_planned_age_s: float = -1.0
+    submitted_age_s: float = 0.0
+    """Since its arrival at the first instance of this placement."""
+    device_s: float = 0.0
+    num_cached_tokens: int = 0
+    num_preemptions: int = 0
+    num_recomputed: int = 0
+    num_restored_blocks: int = 0
+    num_suspensions: int = 0
+    order_state: tuple[float, ...] = ()
+    """The ordering policy's, as it exports it."""
+    num_moves: int = 0
+    """This one included."""
+    last_ran_age_s: float = 0.0
+    """Since the last step that computed it; its arrival before the first."""
+    peak_computed: int = 0
+    """Tokens that had been computed when it was last preempted, if it has not run since."""
+
+
+class Commit(msgspec.Struct, frozen=True, array_like=True):
+    """Source to destination: the request is yours. The only hand-over of ownership."""
+
+    migration_id: str
+    source_id: str
+    request: GenerationRequest
+    """In its new epoch, with all output so far as `prior`; times re-based to the sending."""
+    progress: SequenceProgress
+    num_blocks: int = 0
+    """All that were announced and sent; on the host where `on_host`."""
+    on_host: bool = False
+
+
+class Committed(msgspec.Struct, frozen=True, array_like=True):
+    request_id: str
+    epoch: int
+
+
+class AbortMigration(msgspec.Struct, frozen=True, array_like=True):
+    """Source to destination: free what was reserved. If it is lost, the reservation ends by itself."""
+
+    migration_id: str
+    reason: AbortReason
+
+
+class OwnsQuery(msgspec.Struct, frozen=True, array_like=True):
+    """Source to destination after a Commit without an answer. A "no" is final: that migration's Commit will be refused if
+    it still comes."""
+
+    migration_id: str
+    request_id: str
+    epoch: int
+
+
+class OwnsReply(msgspec.Struct, frozen=True, array_like=True):
+    owns: bool
+    """It took the request over in that epoch (and may have ended it, or handed it on, since)."""

@@ -1,0 +1,256 @@
+"""A request and its tokens, on their way between gateway, scheduler and instance."""
+
+from __future__ import annotations
+
+from array import array
+from enum import StrEnum
+
+import msgspec
+
+
+def pack_tokens(tokens: list[int]) -> bytes:
+    """Token ids as int32 bytes in the machine's order, which is little-endian on all that torch runs on."""
+    return array("i", tokens).tobytes()
+
+
+def unpack_tokens(packed: bytes) -> list[int]:
+    """The inverse of `pack_tokens`."""
+    tokens = array("i")
+    tokens.frombytes(packed)
+    return tokens.tolist()
+
+
+PLACEMENT_EPOCHS = 64
+"""Epochs of one placement: it begins at a multiple, and each move from instance to instance inside it takes one or two, so
+that a request placed again never shares an epoch with wherever the last placement has moved to."""
+
+
+def next_placement(epoch: int) -> int:
+    """The first epoch of the placement after that of `epoch`."""
+    return (epoch // PLACEMENT_EPOCHS + 1) * PLACEMENT_EPOCHS
+
+
+class RequestClass(StrEnum):
+    ONLINE = "online"
+    OFFLINE = "offline"
+
+
+class Priority(StrEnum):
+    HIGH = "high"
+    NORMAL = "normal"
+
+
+class FinishReason(StrEnum):
+    """Why a request ended. `STOP` and `LENGTH` are success; `ERROR` comes with an `ErrorInfo`."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    CANCELLED = "cancelled"
+    DEADLINE = "deadline"
+    ERROR = "error"
+
+
+class ErrorCode(StrEnum):
+    """Typed reasons of refusals and failures, on the bus and in `ErrorInfo`."""
+
+    BAD_REQUEST = "bad_request"
+    UNKNOWN_MODEL = "unknown_model"
+    TOO_LONG = "too_long"
+    """The request can never fit (model length or KV pool)."""
+    OVERLOADED = "overloaded"
+    """A bounded queue is full; try again after `retry_after_s`."""
+    BUSY = "busy"
+    """The handler's concurrency bound was reached."""
+    GONE = "gone"
+    """The addressed thing (request, instance, model) is not here any more."""
+    DRAINING = "draining"
+    NOT_LEADER = "not_leader"
+    DEADLINE = "deadline"
+    CONFLICT = "conflict"
+    INTERNAL = "internal"
+    UNAVAILABLE = "unavailable"
+    """The needed peer (scheduler, instance, NATS) cannot be reached."""
+
+
+class ErrorInfo(msgspec.Struct, frozen=True, array_like=True):
+    code: ErrorCode
+    message: str
+    param: str = ""
+    """The field at fault, if one is."""
+    retry_after_s: float = 0.0
+
+
+class SamplingParams(msgspec.Struct, frozen=True, array_like=True):
+    """How tokens are chosen. Field meanings as in OpenAI's and vLLM's APIs."""
+
+    max_tokens: int
+    min_tokens: int = 0
+    temperature: float = 1.0
+    """0 is greedy."""
+    top_k: int = 0
+    """0 is off."""
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    seed: int = 0
+    """Noise is a function of (seed, position), so that any instance continues a request alike. The gateway draws one
+    where the client gave none."""
+    stop_token_ids: tuple[int, ...] = ()
+    """End the output; includes the model's end-of-sequence ids unless `ignore_eos`. Stop strings are the gateway's."""
+    logprobs: int = -1
+    """-1: none; k >= 0: the chosen token's log-probability and the k most likely."""
+    logit_bias: tuple[tuple[int, float], ...] = ()
+
+
+class GenerationRequest(msgspec.Struct, frozen=True, array_like=True):
+    """One sequence to generate, from gateway to scheduler to instance. A client's `n > 1` is n of these."""
+
+    request_id: str
+    gateway_id: str
+    model: str
+    prompt: bytes
+    """Packed token ids."""
+    sampling: SamplingParams
+    request_class: RequestClass = RequestClass.ONLINE
+    priority: Priority = Priority.NORMAL
+    timeout_s: float = 600.0
+    """Time left at the moment of sending. Whoever holds the request past it drops it and says so."""
+    epoch: int = 0
+    """Ownership number: each placement begins at the next multiple of `PLACEMENT_EPOCHS`, each move to another instance
+    adds to it. Frames of a lower epoch than the highest seen are dropped."""
+    prior: bytes = b""
+    """Packed output tokens that the client already has (a request placed again continues after them)."""
+    waited_s: float = 0.0
+    """How long the request has waited before this hop."""
+    traceparent: str = ""
+    """W3C trace context of the request's root span."""
+    ttft_objective_s: float = 0.0
+    """Time to first token that the client wants, from its arrival; 0: the model's."""
+    tpot_objective_s: float = 0.0
+    """Time per output token after the first; 0: the model's."""
+
+
+class Cancel(msgspec.Struct, frozen=True, array_like=True):
+    request_id: str
+    epoch: int | None = None
+    """Only where it is held in this epoch or a lower one, and not to be forwarded; None: wherever it is."""
+
+
+class Accepted(msgspec.Struct, frozen=True, array_like=True):
+    """The request is queued or running here. Sending it again with the same epoch is answered alike, with no effect."""
+
+    request_id: str
+
+
+class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
+    logprob: float
+    """Of the chosen token."""
+    top_ids: tuple[int, ...] = ()
+    top_logprobs: tuple[float, ...] = ()
+    rank: int = 0
+    """1 is the most likely."""
+
+
+UNKNOWN_LOGPROB = TokenLogprob(-9999.0)
+"""Stands for one that an instance did not send."""
+
+
+class RequestTiming(msgspec.Struct, frozen=True, array_like=True):
+    """Durations of a request on its instance, sent with its last entry."""
+
+    queued_s: float = 0.0
+    """Arrival at the instance to first being planned."""
+    prefill_s: float = 0.0
+    decode_s: float = 0.0
+    num_preemptions: int = 0
+
+
+class TokenEntry(msgspec.Struct, frozen=True, array_like=True):
+    """What one iteration made for one request."""
+
+    request_id: str
+    epoch: int
+    offset: int
+    """Position in the output of the first token here; equals the number of output tokens before it."""
+    tokens: bytes
+    """Packed; may be empty in a last entry."""
+    finish_reason: FinishReason | None = None
+    logprobs: tuple[TokenLogprob, ...] = ()
+    num_cached_tokens: int = 0
+    """Prompt tokens found in the prefix cache."""
+    error: ErrorInfo | None = None
+    timing: RequestTiming | None = None
+
+
+class TokenFrame(msgspec.Struct, frozen=True, array_like=True):
+    """All tokens that one iteration of one instance made for one gateway's requests. `sender` is an instance id, or a
+    scheduler's id where a queued request ended without being dispatched."""
+
+    sender: str
+    entries: list[TokenEntry]
+
+
+class StreamPosition(msgspec.Struct, frozen=True, array_like=True):
+    request_id: str
+    epoch: int
+    next_offset: int
+
+
+class ReplayQuery(msgspec.Struct, frozen=True, array_like=True):
+    """A gateway that may have missed frames asks for everything from `next_offset` on."""
+
+    positions: list[StreamPosition]
+
+
+class MovedRequest(msgspec.Struct, frozen=True, array_like=True):
+    """A request that was handed over: who owns it now, as far as the teller knows."""
+
+    request_id: str
+    instance_id: str
+    epoch: int
+
+
+class ReplayReply(msgspec.Struct, frozen=True, array_like=True):
+    entries: list[TokenEntry]
+    unknown: list[str]
+    """Request ids that this instance does not hold (any more) in the epoch asked for."""
+    moved: list[MovedRequest] = []
+    """Those that it handed over lately: ask there."""
+
+
+class ClearPrefixCache(msgspec.Struct, frozen=True, array_like=True):
+    """Makes unreferenced KV blocks unfindable, so that a benchmark starts cold."""
+
+
+class HeldRequest(msgspec.Struct, frozen=True, array_like=True):
+    """A request as an instance holds it; what a new scheduler rebuilds its view from."""
+
+    request_id: str
+    gateway_id: str
+    epoch: int
+    model: str
+    num_tokens: int
+    running: bool
+    is_online: bool = True
+
+
+class ListHeldRequests(msgspec.Struct, frozen=True, array_like=True):
+    pass
+
+
+class HeldRequests(msgspec.Struct, frozen=True, array_like=True):
+    requests: list[HeldRequest]
+
+
+class LostRequest(msgspec.Struct, frozen=True, array_like=True):
+    request_id: str
+    epoch: int
+
+
+class RequestsLost(msgspec.Struct, frozen=True, array_like=True):
+    """Scheduler to gateway: the instance is gone; place these again with the tokens so far and a higher epoch."""
+
+    instance_id: str
+    requests: list[LostRequest]
