@@ -189,8 +189,8 @@ class InstanceSettings(BusSettings, frozen=True, kw_only=True):
     empty: nowhere."""
     migration: str = "auto"
     """auto: KV moves to other instances over UCX, where that can be used | off"""
-    migration_rate_share: Annotated[float, msgspec.Meta(gt=0, le=1)] = 0.5
-    """Of the measured bandwidth, for all migrations out of the instance together."""
+    migration_rate_share: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.0
+    """Of the measured bandwidth, for all copies out of the instance that nobody waits for; 0: by the device."""
     max_migrations: Annotated[int, msgspec.Meta(ge=1)] = 1
     """Out of the instance at once, and into it."""
     migration_max_stages: Annotated[int, msgspec.Meta(ge=1)] = 8
@@ -210,6 +210,12 @@ class InstanceSettings(BusSettings, frozen=True, kw_only=True):
     kv_host: str = ""
     """Name or address under which other instances reach this one's KV transport; empty: this machine's on the network of the
     NATS server."""
+
+    @property
+    def copy_rate_share(self) -> float:
+        """Where the CPU computes, copies take cores from the steps of other requests: about as much of one as they take of the
+        bandwidth."""
+        return self.migration_rate_share or (0.03 if self.device == "cpu" else 0.5)
 
 
 def _convert(kind: Any, text: str, source: str) -> Any:

@@ -172,7 +172,7 @@ class Move:
         if pinned is None:
             self._gone()
             return
-        left_s = self._copy_s(len(pinned.slots) + 1)
+        left_s = self._copy_s(len(pinned.slots) + 1, self._rate_share)
         step_s = self._source.step_s
         if not self._num_copied_stages and not is_worth(left_s, self._candidate.tokens_left, step_s):
             self._stay(AbortReason.NOT_WORTH)
@@ -225,7 +225,7 @@ class Move:
     def _copy(self) -> None:
         if not self._is_over:
             assert self._pinned is not None
-            self._begin_transfer(len(self._pinned.slots), self._on_copied)
+            self._begin_transfer(len(self._pinned.slots), self._rate_share, self._on_copied)
 
     def _on_copied(self) -> None:
         self._end_transfer()
@@ -279,7 +279,7 @@ class Move:
         # Commit travels beside the last blocks, and is answered when both are there.
         if num_left:
             num_sent = self._announced - self._next_block
-            self._begin_transfer(num_sent, lambda: self._on_last_copied(commit), CONTROL_S)
+            self._begin_transfer(num_sent, 1.0, lambda: self._on_last_copied(commit), CONTROL_S)
         else:
             self._events.after(CONTROL_S, self._on_commit, commit)
 
@@ -351,16 +351,23 @@ class Move:
 
     # ------------------------------------------------------------------------------------------------- helpers
 
-    def _copy_s(self, num_blocks: int) -> float:
-        device = self._device
-        return copy_s(num_blocks * device.block_bytes, device.bandwidth_bytes_s, device.rate_share)
+    @property
+    def _rate_share(self) -> float:
+        """Of copies beside the decode."""
+        return 1.0 if self._source.state == "draining" else self._device.rate_share
 
-    def _begin_transfer(self, num_blocks: int, then: Callable[[], None], at_least_s: float = 0.0) -> None:
+    def _copy_s(self, num_blocks: int, rate_share: float) -> float:
+        device = self._device
+        return copy_s(num_blocks * device.block_bytes, device.bandwidth_bytes_s, rate_share)
+
+    def _begin_transfer(
+        self, num_blocks: int, rate_share: float, then: Callable[[], None], at_least_s: float = 0.0
+    ) -> None:
         """Migrations out of the instance share its rate."""
         self._source.num_transfers += 1
         self.taker.num_transfers += 1
         self._movers.num_bytes += num_blocks * self._device.block_bytes
-        seconds = self._copy_s(num_blocks) * max(1, self._source.num_out)
+        seconds = self._copy_s(num_blocks, rate_share) * max(1, self._source.num_out)
         self._source.num_out += 1
         self._events.after(max(at_least_s, seconds), then)
 

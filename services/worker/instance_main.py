@@ -96,7 +96,7 @@ async def open_transport(settings: InstanceSettings, registry: CollectorRegistry
     from services.worker.kv_transport.ucx import UcxNetwork
 
     host = settings.kv_host or local_address(settings.nats_url)
-    limits = TransportLimits(rate_fraction=settings.migration_rate_share)
+    limits = TransportLimits(rate_fraction=settings.copy_rate_share)
     transport = KvTransport(UcxNetwork(host), limits, metrics=TransferMetrics(registry))
     await transport.open()
     return transport

@@ -32,6 +32,7 @@ class Outgoing:
     slots: Sequence[int]
     chunk_slots: int
     checked_bytes: int
+    is_limited: bool
     accepted: asyncio.Future[Accept] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     ended: asyncio.Future[Ended] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     stopped: asyncio.Event = field(default_factory=asyncio.Event)
@@ -103,7 +104,7 @@ async def send_chunks(
                 failure = TransferError(TransferReason.FAILED, f"gather: {error}")
                 break
             payload = buffer_of(staged) if run is None else run
-            if (pause_s := bucket.take(size, clock())) > 0:
+            if outgoing.is_limited and (pause_s := bucket.take(size, clock())) > 0:
                 await set_within(outgoing.stopped, pause_s)
             await faults.at(FaultPoint.CHUNK_READY, payload if isinstance(payload, np.ndarray) else None)
             if outgoing.stopped.is_set():

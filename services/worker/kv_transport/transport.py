@@ -140,12 +140,14 @@ class KvTransport:
         slots: Sequence[int],
         *,
         deadline_s: float,
+        is_limited: bool = True,
     ) -> Receipt:
         """Fills the slots that `ticket` stands for. Returns when the destination has acknowledged that all of it lies in
-        its pool. Cancelling the call ends the transfer. Raises
-        `TransferError`."""
+        its pool. `is_limited`: by the rate limit. Cancelling the call ends the transfer. Raises `TransferError`."""
         source = self._checked(pool, slots)
-        outgoing = Outgoing(0, ticket, source, tuple(slots), self._chunk_slots(source), self._limits.checked_bytes)
+        outgoing = Outgoing(
+            0, ticket, source, tuple(slots), self._chunk_slots(source), self._limits.checked_bytes, is_limited
+        )
         try:
             receipt = await self._sent(address, outgoing, deadline_s)
         except TransferError as error:

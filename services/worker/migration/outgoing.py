@@ -60,6 +60,8 @@ class OutgoingMigration:
         self._model = request.model
         self._page_tokens = page_tokens
         self._reason = reason
+        self._is_leaving = reason is MoveReason.DRAIN
+        """An instance whose requests all go, so none of them has to be spared the work of copies."""
         self._on_over = on_over
         self._outcome: MoveOutcome | None = None
         attributes = {
@@ -222,7 +224,7 @@ class OutgoingMigration:
         num_filled = len(pinned.slots)
         self._some_slot = pinned.slots[-1:] or self._some_slot
         self._num_left = num_filled + 1
-        left_s, step_s = self._peer.copy_s(self._num_left * slot_bytes), self._site.step_s(self._model)
+        left_s, step_s = self._copy_s(self._num_left), self._site.step_s(self._model)
         # Full blocks may be at the destination already; the one being filled is not.
         if not self._num_copied and not self._is_worth(1):
             self.feed(Event.FAILED, AbortReason.NOT_WORTH)
@@ -238,7 +240,7 @@ class OutgoingMigration:
             # How much the next chunk fills shows when it has left.
             self.feed(Event.OUT)
         else:
-            self._announce(num_filled + MARGIN_BLOCKS, pinned.hashes, begins_s=LEAVE_S)
+            self._announce(num_filled + MARGIN_BLOCKS, pinned.hashes, begins_s=LEAVE_S, is_last=True)
             self.feed(Event.LAST)
 
     def _is_in_prefill(self, num_filled: int) -> bool:
@@ -246,8 +248,11 @@ class OutgoingMigration:
 
     def _is_worth(self, num_blocks: int) -> bool:
         """To copy so many."""
-        cost_s = self._peer.copy_s(num_blocks * (self._peer.slot_bytes(False) or 0))
-        return is_worth(cost_s, self._candidate.tokens_left, self._site.step_s(self._model))
+        return is_worth(self._copy_s(num_blocks), self._candidate.tokens_left, self._site.step_s(self._model))
+
+    def _copy_s(self, num_blocks: int) -> float:
+        """Beside the decode. The last copy is not limited, so it takes less, if anything."""
+        return self._peer.copy_s(num_blocks * (self._peer.slot_bytes(False) or 0), self._is_leaving)
 
     def _is_still_worth(self) -> bool:
         """To copy all, now that the answer to the first stage says what of it the destination has."""
@@ -255,9 +260,12 @@ class OutgoingMigration:
             return True
         return self._is_worth(self._num_left - reserved.num_held)
 
-    def _announce(self, num_blocks: int, hashes: bytes, on_host: bool = False, begins_s: float = 0.0) -> None:
+    def _announce(
+        self, num_blocks: int, hashes: bytes, on_host: bool = False, begins_s: float = 0.0, is_last: bool = False
+    ) -> None:
         first_block = sum(stage.num_blocks for stage in self._stages)
-        self._stages.append(Stage(len(self._stages), first_block, num_blocks, hashes, on_host, begins_s))
+        is_urgent = is_last or self._is_leaving
+        self._stages.append(Stage(len(self._stages), first_block, num_blocks, hashes, on_host, begins_s, is_urgent))
 
     def _copy(self) -> None:
         stage, pinned = self._stages[-1], self._pinned
@@ -308,7 +316,7 @@ class OutgoingMigration:
             self.feed(Event.FAILED, AbortReason.UNREACHABLE)
         else:
             # Hashes of those that were announced went with them.
-            self._announce(len(rest.slots) - announced, rest.hashes[16 * announced :], rest.on_host)
+            self._announce(len(rest.slots) - announced, rest.hashes[16 * announced :], rest.on_host, is_last=True)
             self.feed(Event.TAKEN_OUT_SHORT)
 
     def _commit(self) -> None:

@@ -86,6 +86,8 @@ class Stage:
     on_host: bool = False
     begins_s: float = 0.0
     """So long after the answer its blocks may begin to come."""
+    is_urgent: bool = False
+    """It is waited for: its copy goes as fast as it can."""
     reserved: Reserved | None = None
 
     def attributes(self) -> dict[str, int]:
@@ -135,10 +137,10 @@ class Peer:
         transport = self._site.transport
         return None if transport is None else transport.slot_bytes(pool_of(self._request.model, on_host))
 
-    def copy_s(self, num_bytes: int) -> float:
+    def copy_s(self, num_bytes: int, is_urgent: bool = False) -> float:
         transport = self._site.transport
         bandwidth = None if transport is None else transport.bandwidth_bytes_s(self._address)
-        return copy_s(num_bytes, bandwidth, self._site.rate_share)
+        return copy_s(num_bytes, bandwidth, 1.0 if is_urgent else self._site.rate_share)
 
     def copy_deadline_s(self, stage: Stage | None) -> float:
         if stage is None:
@@ -213,6 +215,7 @@ class Peer:
                     pool_of(self._request.model, stage.on_host),
                     missing,
                     deadline_s=self.copy_deadline_s(stage),
+                    is_limited=not stage.is_urgent,
                 )
         except (TransferError, FaultError) as error:
             log.info("migration %s: blocks of stage %d did not go: %s", self._migration_id, stage.number, error)

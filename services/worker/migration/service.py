@@ -102,7 +102,7 @@ class MigrationService:
             transport,
             self._telemetry,
             faults,
-            settings.migration_rate_share,
+            settings.copy_rate_share,
             settings.migration_max_stages,
             lambda model: self._step_s.get(model, DEFAULT_STEP_S),
             self._is_there,
