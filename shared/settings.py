@@ -213,7 +213,7 @@ class InstanceSettings(BusSettings, frozen=True, kw_only=True):
 
     @property
     def copy_rate_share(self) -> float:
-        """Where the CPU computes, copies take cores from the steps of other requests: about as much of one as they take of the
+        """Where the CPU computes, copies take cores from the steps of other requests: about as much of one as of the
         bandwidth."""
         return self.migration_rate_share or (0.03 if self.device == "cpu" else 0.5)
 
