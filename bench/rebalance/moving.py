@@ -178,8 +178,9 @@ class Move:
             self._stay(AbortReason.NOT_WORTH)
             return
         choice = next_stage(
-            len(pinned.slots), left_s, self._previous_left_s, step_s, self._num_copied_stages, MAX_STAGES
-        )
+            len(pinned.slots), left_s, self._previous_left_s, self._copy_s(len(pinned.slots) + 1, 1.0), step_s,
+            self._num_copied_stages, MAX_STAGES,
+        )  # fmt: skip
         self._previous_left_s = left_s
         num_filled = (pinned.first_block + len(pinned.slots)) * self._device.page_tokens
         is_in_prefill = self._candidate.request.num_tokens >= num_filled + 2 * self._device.page_tokens

@@ -45,14 +45,21 @@ def is_worth(cost_s: float, tokens_left: int, step_s: float) -> bool:
 
 
 def next_stage(
-    num_filled: int, left_s: float, previous_left_s: float | None, step_s: float, num_stages: int, max_stages: int
+    num_filled: int,
+    left_s: float,
+    previous_left_s: float | None,
+    last_s: float,
+    step_s: float,
+    num_stages: int,
+    max_stages: int,
 ) -> Next:
     """What to do about blocks that are not copied yet. `num_filled`: of them, those whose contents are final; `left_s`: to
-    copy all of them, the one being filled too; `previous_left_s`: what this was before the stage that has ended, None
-    before the first; `num_stages`: that have ended."""
+    copy all of them, the one being filled too, as a stage; `previous_left_s`: what this was before the stage that has ended,
+    None before the first; `last_s`: to copy them while they are waited for, without a limit of the rate; `num_stages`: that
+    have ended."""
     if not num_filled or left_s <= GOAL_SHARE * step_s:
         return Next.LAST
     has_shrunk = previous_left_s is None or left_s < previous_left_s
     if num_stages < max_stages - 1 and has_shrunk:
         return Next.STAGE
-    return Next.LAST if has_shrunk or left_s <= step_s else Next.NOT_WORTH
+    return Next.LAST if has_shrunk or last_s <= step_s else Next.NOT_WORTH

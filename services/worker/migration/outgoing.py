@@ -225,11 +225,14 @@ class OutgoingMigration:
         self._some_slot = pinned.slots[-1:] or self._some_slot
         self._num_left = num_filled + 1
         left_s, step_s = self._copy_s(self._num_left), self._site.step_s(self._model)
+        last_s = self._peer.copy_s(self._num_left * slot_bytes, is_urgent=True)
         # Full blocks may be at the destination already; the one being filled is not.
         if not self._num_copied and not self._is_worth(1):
             self.feed(Event.FAILED, AbortReason.NOT_WORTH)
             return
-        choice = next_stage(num_filled, left_s, self._previous_left_s, step_s, self._num_copied, self._site.max_stages)
+        choice = next_stage(
+            num_filled, left_s, self._previous_left_s, last_s, step_s, self._num_copied, self._site.max_stages
+        )
         self._previous_left_s = left_s
         if choice is Next.NOT_WORTH:
             self.feed(Event.FAILED, AbortReason.NOT_WORTH)
@@ -251,7 +254,7 @@ class OutgoingMigration:
         return is_worth(self._copy_s(num_blocks), self._candidate.tokens_left, self._site.step_s(self._model))
 
     def _copy_s(self, num_blocks: int) -> float:
-        """Beside the decode. The last copy is not limited, so it takes less, if anything."""
+        """Beside the decode."""
         return self._peer.copy_s(num_blocks * (self._peer.slot_bytes(False) or 0), self._is_leaving)
 
     def _is_still_worth(self) -> bool:

@@ -17,31 +17,32 @@ def test_a_move_is_worth_less_than_the_decode_that_is_left() -> None:
 
 
 def test_stages_until_the_rest_is_little() -> None:
-    assert next_stage(100, 0.5, None, 0.05, 0, 8) is Next.STAGE
-    assert next_stage(5, 0.04, 0.5, 0.05, 1, 8) is Next.STAGE
-    assert next_stage(1, 0.004, 0.04, 0.05, 2, 8) is Next.LAST
-    assert next_stage(0, 0.06, 0.05, 0.05, 1, 8) is Next.LAST
+    assert next_stage(100, 0.5, None, 0.5, 0.05, 0, 8) is Next.STAGE
+    assert next_stage(5, 0.04, 0.5, 0.04, 0.05, 1, 8) is Next.STAGE
+    assert next_stage(1, 0.004, 0.04, 0.004, 0.05, 2, 8) is Next.LAST
+    assert next_stage(0, 0.06, 0.05, 0.06, 0.05, 1, 8) is Next.LAST
 
 
 def test_what_does_not_shrink_is_the_last_if_it_fits_into_a_step() -> None:
-    assert next_stage(5, 0.04, 0.04, 0.05, 2, 8) is Next.LAST
-    assert next_stage(5, 0.06, 0.05, 0.05, 2, 8) is Next.NOT_WORTH
+    assert next_stage(5, 0.04, 0.04, 0.04, 0.05, 2, 8) is Next.LAST
+    assert next_stage(5, 0.06, 0.05, 0.06, 0.05, 2, 8) is Next.NOT_WORTH
+    assert next_stage(5, 0.06, 0.05, 0.003, 0.05, 2, 8) is Next.LAST, "without the limit it takes less"
 
 
 def test_a_copy_that_does_not_catch_up_is_given_up() -> None:
-    assert next_stage(100, 0.5, 0.5, 0.05, 1, 8) is Next.NOT_WORTH
-    assert next_stage(100, 0.5, 0.5, 0.05, 7, 8) is Next.NOT_WORTH
-    assert next_stage(100, 0.5, 0.6, 0.05, 7, 8) is Next.LAST
+    assert next_stage(100, 0.5, 0.5, 0.5, 0.05, 1, 8) is Next.NOT_WORTH
+    assert next_stage(100, 0.5, 0.5, 0.5, 0.05, 7, 8) is Next.NOT_WORTH
+    assert next_stage(100, 0.5, 0.6, 0.5, 0.05, 7, 8) is Next.LAST
 
 
 def test_one_stage_is_a_blocking_copy() -> None:
-    assert next_stage(1000, 9.0, None, 0.05, 0, 1) is Next.LAST
+    assert next_stage(1000, 9.0, None, 9.0, 0.05, 0, 1) is Next.LAST
 
 
 @given(st.floats(0.01, 100), st.floats(0.001, 1), st.floats(0.1, 3), st.integers(1, 12))
 def test_pre_copy_ends(total_s: float, step_s: float, growth: float, max_stages: int) -> None:
     """`growth`: what is filled while a second is copied takes so long to copy."""
     left_s, previous_s, num_stages = total_s, None, 0
-    while next_stage(100, left_s, previous_s, step_s, num_stages, max_stages) is Next.STAGE:
+    while next_stage(100, left_s, previous_s, left_s, step_s, num_stages, max_stages) is Next.STAGE:
         left_s, previous_s, num_stages = left_s * growth, left_s, num_stages + 1
     assert num_stages < max_stages
