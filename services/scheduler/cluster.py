@@ -187,6 +187,7 @@ class InstanceState:
             can_give=load.num_held > 0 and (can_move or bool(self.leaving)),
             can_take=self.can_take,
             next_tokens=float(report.next_move_tokens),
+            running_freeness=report.running_freeness,
         )
 
     def _pool_tokens(self, report: LoadReport) -> float:

@@ -7,12 +7,12 @@ again in the lanes of their models, if they may have come first, and looks at wo
 
 Online requests go by the dispatch policy, as if no offline request were there: those yield. By freeness, a request
 goes to the freest instance that has the memory for it now, and for those that run there to grow a while. One that
-fits nowhere now goes where least is missing and waits at the head of that instance's queue: its demand makes the
-instance give requests away (`rebalancing`), so that pieces of free memory come together. Meanwhile nobody else is let
-in there, so this is for few instances at once; other requests that fit nowhere wait in the queue, and those that fit
-pass them, but not for long: one that has waited `OVERDUE_S` goes to an instance in any case. One of high priority
-sees an instance as if the headroom that it needs were made; and an instance with as many waiting requests as it may
-have takes as many again of high priority, which it lets in first.
+fits nowhere now, but into what instances have in pieces, goes where least is missing and waits at the head of that
+instance's queue: its demand makes the instance give requests away (`rebalancing`), so that the pieces come together.
+Meanwhile nobody else is let in there, so this is for few instances at once; other requests that fit nowhere wait in the
+queue, and those that fit pass them, but not for long: one that has waited `OVERDUE_S` goes to an instance in any case.
+One of high priority sees an instance as if the headroom that it needs were made; and an instance with as many waiting
+requests as it may have takes as many again of high priority, which it lets in first.
 
 Offline requests go where the most room for them is reported, minus what was sent there since, and nowhere without any; the
 last one may overdraw it, so that a long request is not passed by for ever.
@@ -23,6 +23,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
+from math import inf
 from typing import NamedTuple
 
 from services.scheduler.cluster import ClusterView, InstanceState
@@ -230,7 +231,7 @@ class Dispatcher:
             freest = index.first(NUM_FREEST, is_fit)
             missing = {instance_id: self._missing(tracked, instance_id) for instance_id in freest}
             fitting = next((name for name in freest if missing[name] <= 0), None)
-            if fitting is None and may_wait and not self._may_gather(tracked):
+            if fitting is None and may_wait and not self._may_gather(tracked, freest):
                 return None
             best = fitting or min(freest, key=missing.__getitem__)
         owner = self._affinity.likely_owner(tracked.model, tracked.request.prompt)
@@ -242,16 +243,25 @@ class Dispatcher:
         lag = self._view(self._state(best), best, is_high).freeness - self._affinity_merged
         return owner if self._view(self._state(owner), owner, is_high).freeness >= lag else best
 
-    def _may_gather(self, tracked: TrackedRequest) -> bool:
+    def _may_gather(self, tracked: TrackedRequest, freest: list[str]) -> bool:
         """Whether one more instance may get memory together, for a request that fits nowhere; else it is held back."""
-        limit = max(1, int(self._max_gathering_share * self._cluster.num_serving(tracked.model)))
-        if self._max_gathering_share >= 1.0 or len(self._gathering) < limit:
+        if self._max_gathering_share >= 1.0:
             return True
-        self._gathering = {name for name in self._gathering if self._cluster.get(name) is not None}
-        if len(self._gathering) < limit:
+        limit = max(1, int(self._max_gathering_share * self._cluster.num_serving(tracked.model)))
+        if len(self._gathering) >= limit:
+            self._gathering = {name for name in self._gathering if self._cluster.get(name) is not None}
+        if len(self._gathering) < limit and self._is_there_in_pieces(tracked, freest):
             return True
         self._held_back[lane_of(tracked)] = (tracked.num_tokens, tracked.num_tokens_at_most)
         return False
+
+    def _is_there_in_pieces(self, tracked: TrackedRequest, freest: list[str]) -> bool:
+        """Whether the instances have together what it needs, beside all that waits for them: else one would keep memory
+        idle for it until enough requests end."""
+        demand = self._state(freest[0]).ready[tracked.model].demand_merged(tracked.num_tokens)
+        left = [self._state(name).freeness(is_charged=False).left_merged for name in freest]
+        in_flight = sum(self.ledger.demand_merged(name) for name in freest)
+        return sum(merged for merged in left if merged > -inf) - in_flight >= demand
 
     def _is_held_back(self, tracked: TrackedRequest) -> bool:
         """Room only gets less while requests are picked: who needs no less than another that found none finds none."""

@@ -103,5 +103,5 @@ class Rescheduler:
     def _takers_above(self, freeness: float) -> Iterator[Taker]:
         for instance_id, state in self._cluster:
             report = state.report
-            if report is not None and report.migration_freeness >= freeness and state.can_take:
-                yield Taker(instance_id, report.migration_freeness, state.names)
+            if report is not None and report.running_freeness >= freeness and state.can_take:
+                yield Taker(instance_id, report.migration_freeness, state.names, report.running_freeness)

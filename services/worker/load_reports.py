@@ -73,6 +73,7 @@ class LoadReports:
             self._num_moved_out,
             self._num_moved_in,
             load.next_move_tokens,
+            load.running_freeness,
         )
         self._begin()
         self._bus.publish(LOAD_REPORTS, report)

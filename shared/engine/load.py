@@ -8,6 +8,7 @@ may come back; slots reserved for one that comes are taken from whoever else cou
 from __future__ import annotations
 
 from collections.abc import Iterable
+from math import inf
 
 import msgspec
 
@@ -54,6 +55,8 @@ class InstanceLoad(msgspec.Struct, frozen=True):
     num_high: int = 0
     next_move_tokens: int = 0
     """Of the running online request that would move away first, cooldowns aside; 0: none runs."""
+    running_freeness: float = inf
+    """Decode steps."""
 
 
 class _Totals:
@@ -125,6 +128,7 @@ def instance_load(
         decode_steps(num_merged - usage, step),
         num_high,
         _next_move_tokens(planner),
+        decode_steps(num_merged - totals.running, step),
     )
 
 

@@ -2,8 +2,9 @@
 
 Where slots are short, lower ranks and later ones in the order are preempted: their slots are freed (full blocks stay
 findable in the prefix cache, checkpointed ones in host memory) and they wait again. Among those that may be preempted, the
-one that loses the least work goes first. A sequence that a step in flight computes is never a victim, because that step
-still writes its slots; one of a suspended step only when nothing else will do, because then that step is lost.
+one that loses the least work goes first, of online ones that of those that free enough for a while. A sequence that a step
+in flight computes is never a victim, because that step still writes its slots; one of a suspended step only when nothing
+else will do, because then that step is lost.
 """
 
 from __future__ import annotations
@@ -17,13 +18,15 @@ from shared.engine.batch import PlannedStep
 from shared.engine.counters import EngineCounters
 from shared.engine.host_kv import HostKv
 from shared.engine.kv_blocks import BlockPool
-from shared.engine.model_queue import ModelQueue
+from shared.engine.model_queue import ONLINE_RANKS, ModelQueue
 from shared.engine.sequence import Move, Rank, Sequence, State
 from shared.policies.checkpointing import victim_key
 from shared.policies.ordering import OrderingPolicy
 
 GROWTH_STEPS = 32
 """For which the running sequences can grow when one more is admitted."""
+RELIEF_STEPS = 64
+"""For which they can grow when an online one is preempted, if one alone frees so much."""
 
 
 class Demand(NamedTuple):
@@ -344,12 +347,23 @@ class Room:
                 return False
             self.discard_suspended(now)
             victims += [held for held in suspended if held.state == State.RUNNING]
-        victims.sort(key=lambda victim: victim_key(victim, victim.page_tokens))
+        enough = max(num_slots / self.queues[model].shape.slots_per_merged, self._growth_merged(RELIEF_STEPS))
+        victims.sort(key=lambda victim: self._victim_key(victim, enough))
         for victim in victims:
             if self.pool.num_available(model) >= num_slots:
                 break
             self.preempt(victim, now, "memory")
         return self.pool.num_available(model) >= num_slots
+
+    def _growth_merged(self, num_steps: int) -> float:
+        """Merged blocks that the running online sequences fill in so many steps."""
+        queues = self.queues.values()
+        steps = sum(len(q.running[rank]) / q.shape.tokens_per_merged for q in queues for rank in ONLINE_RANKS)
+        return num_steps * steps
+
+    def _victim_key(self, victim: Sequence, enough_merged: float) -> tuple[float, ...]:
+        per_merged = self.queues[victim.model].shape.slots_per_merged
+        return victim_key(victim, victim.page_tokens, enough_merged * per_merged if victim.is_online else 0.0)
 
     def _within_reach(self, model: str, victims: list[Sequence]) -> float:
         """Slots that the model could have if all of them were preempted: not those that copies, or others with the same

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import msgspec
 
 from shared.messages.requests import FinishReason, HeldRequest, RequestClass
@@ -139,6 +141,8 @@ class LoadReport(msgspec.Struct, frozen=True, array_like=True):
     num_moved_in: int = 0
     next_move_tokens: int = 0
     """Of the running online request that would move away first; 0: none runs."""
+    running_freeness: float = math.inf
+    """Decode steps until the requests that run have filled the KV pool, as if nobody waited; +inf when idle."""
 
 
 class InstanceExited(msgspec.Struct, frozen=True, array_like=True):

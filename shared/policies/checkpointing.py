@@ -103,11 +103,17 @@ def unsaved_blocks(sequence: HeldSequence, page_tokens: int) -> int:
     return max(0, sequence.num_computed // page_tokens - sequence.num_checkpointed_blocks)
 
 
-def victim_key(sequence: HeldSequence, page_tokens: int) -> tuple[float, ...]:
+def victim_key(sequence: HeldSequence, page_tokens: int, enough_blocks: float = 0.0) -> tuple[float, ...]:
     """Smallest is preempted first: offline, then what loses the fewest blocks (none if checkpointed), the latest deadline,
     the last arrival. Also the order in which blocks are checkpointed: likeliest victims first, and those nearly saved are
-    saved whole before others are begun."""
-    return (-sequence.rank, unsaved_blocks(sequence, page_tokens), -sequence.deadline_s, -sequence.number)
+    saved whole before others are begun.
+
+    Those that hold `enough_blocks` alone come before smaller ones, and of these the largest first: many small victims, one
+    after another, would each see a pause for a need that one can meet."""
+    num_blocks = -(-sequence.num_computed // page_tokens)
+    if num_blocks < enough_blocks:
+        return (-sequence.rank, True, -num_blocks, -sequence.deadline_s, -sequence.number)
+    return (-sequence.rank, False, unsaved_blocks(sequence, page_tokens), -sequence.deadline_s, -sequence.number)
 
 
 def restore_key(sequence: HeldSequence) -> tuple[float, ...]:

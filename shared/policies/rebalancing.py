@@ -12,6 +12,10 @@ so that at constant load each move lowers the sum of squares, and nothing moves 
 with the source's need, from `low` to half of it: a request that waits, or is about to be preempted, is worth more than the
 reserve of others. To begin, a taker must be freer than that, by `high` to `low`.
 
+Who runs comes before who waits, on whatever instance. Where the requests that run will have filled the pool within `low / 2`
+steps and no taker is found so, those that wait count for nothing at either end: else memory that an instance gets together
+for a long one lies idle while requests of others are preempted for want of it.
+
 An instance that is draining gives away to everyone who can take, whatever the load. Numbers of instances alone are looked
 at. `touch` is constant work and is called for every report; `step` looks at sources, pairs and, only if a source has no
 taker, at all instances.
@@ -63,11 +67,18 @@ class InstanceView(NamedTuple):
     can_take: bool = True
     next_tokens: float = 0.0
     """Of the running request that it would give away first; 0: unknown."""
+    running_freeness: float = math.inf
+    """Decode steps, as if nobody waited."""
 
     @property
     def spare_tokens(self) -> float:
         """Beside the virtual usage; below 0 if more is asked for than there is."""
         return left_of(self.total_tokens, self.freeness, self.num_running)
+
+    @property
+    def room_tokens(self) -> float:
+        """Beside the requests that run."""
+        return left_of(self.total_tokens, self.running_freeness, self.num_running)
 
     @property
     def usage_tokens(self) -> float:
@@ -85,18 +96,31 @@ class Taker(NamedTuple):
     instance_id: str
     freeness: float
     models: frozenset[str]
+    running_freeness: float = math.inf
+    """As if nobody waited there."""
+
+
+def is_pressed(source: InstanceView, low: float) -> bool:
+    """Whether requests that run are soon to be preempted there."""
+    return source.running_freeness < low / 2
 
 
 def is_gain(source: InstanceView, taker: InstanceView, low: float) -> bool:
     """Whether moving the next request of the source, or else a typical one, lowers the sum of squared usage and leaves
     the taker what it must keep."""
+    if _is_better(source, taker, source.spare_tokens, taker.spare_tokens, least_left(source.freeness, low)):
+        return True
+    return is_pressed(source, low) and _is_better(source, taker, source.room_tokens, taker.room_tokens, low / 2)
+
+
+def _is_better(source: InstanceView, taker: InstanceView, spare: float, taker_spare: float, kept_steps: float) -> bool:
     if not (source.total_tokens > 0 and taker.total_tokens > 0):
         return False
     v = source.next_tokens or source.typical_tokens
-    mine, theirs = source.usage_tokens, taker.usage_tokens
+    mine, theirs = max(0.0, source.total_tokens - spare), max(0.0, taker.total_tokens - taker_spare)
     lowered = (mine**2 - (mine - v) ** 2) / source.total_tokens**2
     raised = ((theirs + v) ** 2 - theirs**2) / taker.total_tokens**2
-    return lowered > raised and taker.spare_tokens - v >= least_left(source.freeness, low) * (taker.num_running + 1)
+    return lowered > raised and taker_spare - v >= kept_steps * (taker.num_running + 1)
 
 
 def least_left(freeness: float, low: float) -> float:
@@ -141,6 +165,10 @@ class _TokenBucket:
 
 def _freeness_of(taker: Taker) -> float:
     return taker.freeness
+
+
+def _running_freeness_of(taker: Taker) -> float:
+    return taker.running_freeness
 
 
 class Rebalancer:
@@ -216,7 +244,7 @@ class Rebalancer:
         takers_above: Callable[[float], Iterable[Taker]],
     ) -> Changes:
         """Ends pairs that are over and begins new ones. `view_of`: None for an instance that is gone or never reported;
-        `takers_above`: those that are at least so free."""
+        `takers_above`: those that are at least so free, if nobody waited there."""
         changes = Changes([], [])
         draining: list[InstanceView] = []
         for name in list(self._draining):
@@ -281,36 +309,59 @@ class Rebalancer:
         changes: Changes,
         now: float,
     ) -> None:
-        groups: dict[frozenset[str], list[Taker]] = {}
-        """By the models served, the freest last: more of them than can be paired now are not needed."""
-        for taker in takers:
-            name = taker.instance_id
-            if name not in self.pairs and (name not in self._taking or self._taking[name] < self._max_in):
-                groups.setdefault(taker.models, []).append(taker)
-        for models, group in groups.items():
-            if self._backoffs:
-                group = [taker for taker in group if not self._is_backing_off(taker.instance_id, now)]
-            groups[models] = nlargest(self._bucket.capacity, group, key=_freeness_of)[::-1]
-        groups = {models: group for models, group in groups.items() if group}
+        able = [taker for taker in takers if self._may_take(taker.instance_id)]
+        if self._backoffs:
+            able = [taker for taker in able if not self._is_backing_off(taker.instance_id, now)]
+        free = self._freest([taker for taker in able if taker.freeness >= self.low / 2], _freeness_of)
+        roomy: list[list[Taker]] | None = None
         for _, name in unpaired:
-            if not groups or not self._bucket.has_one(now):
+            if not able or not self._bucket.has_one(now):
                 return
             source = view_of(name)
             if source is None or not source.can_give:
                 self._sources.pop(name)
                 continue
             bar = least_left(source.freeness, self.low) * self.high / self.low
-            able = [group[-1] for models, group in groups.items() if not source.models.isdisjoint(models)]
-            for taker in sorted(able, key=lambda taker: -taker.freeness):
-                view = view_of(taker.instance_id)
-                if taker.freeness >= bar and view is not None and is_gain(source, view, self.low):
-                    self._bucket.take()
-                    self._begin(Pair(source.instance_id, (taker.instance_id,), MoveReason.BALANCE), changes)
-                    if self._taking[taker.instance_id] >= self._max_in:
-                        groups[taker.models].pop()
-                        if not groups[taker.models]:
-                            del groups[taker.models]
-                    break
+            taker = self._taker_for(source, free, _freeness_of, bar, view_of)
+            if taker is None and is_pressed(source, self.low):
+                roomy = self._freest(able, _running_freeness_of) if roomy is None else roomy
+                taker = self._taker_for(source, roomy, _running_freeness_of, self.low / 2, view_of)
+            if taker is not None:
+                self._bucket.take()
+                self._begin(Pair(source.instance_id, (taker,), MoveReason.BALANCE), changes)
+
+    def _freest(self, takers: list[Taker], key: Callable[[Taker], float]) -> list[list[Taker]]:
+        """By the models served, the freest last: more of them than can be paired now are not needed."""
+        groups: dict[frozenset[str], list[Taker]] = {}
+        for taker in takers:
+            groups.setdefault(taker.models, []).append(taker)
+        return [nlargest(self._bucket.capacity, group, key=key)[::-1] for group in groups.values()]
+
+    def _taker_for(
+        self,
+        source: InstanceView,
+        groups: list[list[Taker]],
+        key: Callable[[Taker], float],
+        bar: float,
+        view_of: Callable[[str], InstanceView | None],
+    ) -> str | None:
+        """The freest of all groups that serve a model of the source, if a move there is a gain."""
+        if source.instance_id in self._taking:
+            return None
+        freest = []
+        for group in groups:
+            while group and not self._may_take(group[-1].instance_id):
+                group.pop()
+            if group and not source.models.isdisjoint(group[-1].models):
+                freest.append(group[-1])
+        for taker in sorted(freest, key=key, reverse=True):
+            view = view_of(taker.instance_id)
+            if key(taker) >= bar and view is not None and is_gain(source, view, self.low):
+                return taker.instance_id
+        return None
+
+    def _may_take(self, instance_id: str) -> bool:
+        return instance_id not in self.pairs and self._taking[instance_id] < self._max_in
 
     def _begin(self, pair: Pair, changes: Changes) -> None:
         self.pairs[pair.source] = pair

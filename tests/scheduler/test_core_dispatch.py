@@ -189,7 +189,7 @@ def test_a_request_for_the_larger_pool_does_not_hold_up_the_others() -> None:
     driver.submit(make_request("long", num_prompt=500, max_tokens=100))
     driver.submit(make_request("short"))
     assert driver.dispatches() == {"short": "small"}
-    driver.report("big", freeness=1.0, waiting={"m": 1})
+    driver.report("big", freeness=50.0, waiting={"m": 1})
     assert driver.dispatches() == {"long": "big"}
 
 
@@ -275,7 +275,7 @@ def test_nan_freeness_does_not_break_the_order() -> None:
     driver.up("a")
     driver.up("b")
     driver.report("a", freeness=math.nan)
-    driver.report("b", freeness=-5.0)
+    driver.report("b", freeness=5.0)
     driver.submit(make_request("r"))
     assert driver.dispatches() == {"r": "b"}
 

@@ -225,8 +225,19 @@ def test_the_next_one_gathers_when_the_first_has_its_memory() -> None:
     core.submit(make_request("long 2", num_prompt=LONG), 0.0)
     ((first, where),) = placed(core, 0.0)
     assert (first, where) == ("long 1", "i0")
-    core.on_report(make_report("i0", 2, freeness=0.2, num_running=11, admitted=["long 1"]), 1.0)
+    core.on_report(make_report("i0", 2, freeness=0.8, num_running=11, admitted=["long 1"]), 1.0)
     assert placed(core, 1.0) == [("long 2", "i1")]
+
+
+def test_nobody_gathers_what_the_cluster_does_not_have() -> None:
+    core = make_core([0.7, 0.6], [10] * 2, max_waiting=2, share=0.25)
+    core.submit(make_request("long", num_prompt=LONG), 0.0)
+    core.submit(make_request("short", num_prompt=SHORT), 0.0)
+    assert placed(core, 0.0) == [("short", "i0")]
+    report_left(core, "i1", 2, 1.0, left=8.0)
+    assert placed(core, 1.0) == []
+    report_left(core, "i1", 3, 2.0, left=10.0)
+    assert placed(core, 2.0) == [("long", "i1")], "in pieces"
 
 
 def test_one_that_has_been_passed_for_long_goes_where_least_is_missing() -> None:

@@ -127,7 +127,7 @@ def test_a_long_prompt_goes_where_it_fits_or_will_fit_soonest_and_makes_room_com
     assert driver.dispatches() == {"long": "b"}, "the only one with 24 blocks to spare"
     driver.report("b", freeness=0.5, num_running=11, migration_freeness=180.0, admitted=["long"])
     driver.report("a", freeness=5.0, num_running=2, migration_freeness=320.0)
-    driver.submit(make_request("longest", num_prompt=64 * 40, max_tokens=1))
+    driver.submit(make_request("longest", num_prompt=64 * 30, max_tokens=1))
     assert driver.dispatches() == {"longest": "c"}, "where least is missing, and not never"
     # The head of its queue does not fit: below 0, it is a source, and even those between the thresholds take from it.
     driver.report("c", freeness=-1.0, num_running=10, waiting={"m": 1}, migration_freeness=-130.0, admitted=["longest"])

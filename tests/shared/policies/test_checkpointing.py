@@ -112,6 +112,17 @@ def test_victims_lose_the_least_work() -> None:
     assert [unsaved_blocks(sequence, 16) for sequence in order] == [0, 0, 2, 25, 25, 0]
 
 
+def test_one_victim_that_frees_enough_comes_before_many_small_ones() -> None:
+    small, middle, large = Held(0, num_computed=40), Held(1, num_computed=400), Held(2, num_computed=800)
+
+    def order(enough_blocks: float) -> list[Held]:
+        return sorted([large, middle, small], key=lambda sequence: victim_key(sequence, 16, enough_blocks))
+
+    assert order(0) == [small, middle, large]
+    assert order(20) == [middle, large, small]
+    assert order(100) == [large, middle, small], "none alone: as few as will do"
+
+
 def test_restores_by_class_then_deadline_then_wait() -> None:
     online = Held(0, rank=0, deadline_s=1e9)
     near = Held(1, deadline_s=50.0, last_ran_s=9.0)

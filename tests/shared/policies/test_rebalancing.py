@@ -19,6 +19,7 @@ from shared.policies.rebalancing import (
     Pair,
     Rebalancer,
     Taker,
+    is_pressed,
     least_left,
 )
 
@@ -55,7 +56,11 @@ class Instance:
             can_give=not is_idle,
             can_take=self.can_take and not self.is_draining,
             next_tokens=min(self.running, default=0),
+            running_freeness=self.running_freeness(),
         )
+
+    def running_freeness(self) -> float:
+        return (self.total - sum(self.running)) / max(1, len(self.running)) if self.running else math.inf
 
     def admit(self) -> None:
         while self.waiting and self.waiting[0] <= self.total - sum(self.running):
@@ -85,8 +90,8 @@ class Cluster:
 
     def takers_above(self, freeness: float) -> list[Taker]:
         views = [instance.view() for instance in self.instances.values()]
-        able = [view for view in views if view.can_take and view.freeness >= freeness]
-        return [Taker(view.instance_id, view.freeness, view.models) for view in able]
+        able = [view for view in views if view.can_take and view.running_freeness >= freeness]
+        return [Taker(view.instance_id, view.freeness, view.models, view.running_freeness) for view in able]
 
     def pairs(self) -> dict[str, tuple[str, ...]]:
         return {pair.source: pair.takers for pair in self.policy.pairs.values()}
@@ -311,12 +316,14 @@ def test_each_pair_is_a_gain_and_each_end_is_in_one(parts: list[tuple[list[int],
             (name,) = pair.takers
             given_to.append(name)
             a, b = source.view(), cluster.instances[name].view()
-            kept = least_left(a.freeness, LOW)
-            assert LOW / 2 <= kept <= LOW and a.freeness < LOW and b.freeness >= kept * HIGH / LOW
-            v = a.next_tokens or a.typical_tokens
-            before = a.usage_tokens**2 + b.usage_tokens**2
-            assert (a.usage_tokens - v) ** 2 + (b.usage_tokens + v) ** 2 < before
-            assert (b.spare_tokens - v) / (b.num_running + 1) >= kept
+            kept, v = least_left(a.freeness, LOW), a.next_tokens or a.typical_tokens
+            assert LOW / 2 <= kept <= LOW and a.freeness < LOW
+            if b.freeness >= kept * HIGH / LOW and (b.spare_tokens - v) / (b.num_running + 1) >= kept:
+                mine, theirs = a.usage_tokens, b.usage_tokens
+            else:
+                assert is_pressed(a, LOW) and (b.room_tokens - v) / (b.num_running + 1) >= LOW / 2
+                mine, theirs = a.total_tokens - a.room_tokens, b.total_tokens - b.room_tokens
+            assert (mine - v) ** 2 + (theirs + v) ** 2 < mine**2 + theirs**2
     assert len(set(given_to)) == len(given_to)
     assert not set(given_to) & set(cluster.policy.pairs)
 
@@ -335,12 +342,24 @@ def test_who_drains_is_paired_while_anybody_can_take(parts: list[tuple[list[int]
             assert set(cluster.pairs()[instance.name]) == able
 
 
+def test_who_runs_comes_before_who_waits_elsewhere() -> None:
+    """The gatherer keeps 5,600 tokens for one that needs 7,000, and is itself in want of a taker."""
+    gatherer = spread("gatherer", *[400] * 6, waiting=[7000])
+    cluster = Cluster(spread("full", *FULL), gatherer)
+    cluster.step()
+    assert cluster.pairs() == {"full": ("gatherer",)}
+    calm = Cluster(spread("calm", *[360] * 19), spread("gatherer", *[400] * 6, waiting=[7000]))
+    calm.step()
+    assert calm.pairs() == {}, "nobody is about to be preempted"
+
+
 @settings(max_examples=60, deadline=None)
 @given(clusters)
 def test_a_constant_load_comes_to_rest_and_nothing_returns(
     parts: list[tuple[list[int], bool, frozenset[str]]],
 ) -> None:
-    """Requests neither grow nor end. Whatever moves, the sum of squares falls, so it must stop."""
+    """Requests neither grow nor end. What moves away from an instance that is pressed leaves none pressed that was not; all
+    other moves lower the sum of squares; so it must stop."""
     assume(not any(is_draining for _, is_draining, _ in parts))
     cluster = build([(requests, False, M) for requests, _, _ in parts])
     squares = [sum(i.usage() ** 2 for i in cluster.instances.values())]
@@ -348,10 +367,13 @@ def test_a_constant_load_comes_to_rest_and_nothing_returns(
     quiet = 0
     for _ in range(40 * (num_requests + 1)):
         num_waiting = [len(i.waiting) for i in cluster.instances.values()]
+        num_pressed = sum(is_pressed(i.view(), LOW) for i in cluster.instances.values())
         cluster.step()
         quiet = 0 if cluster.move() else quiet + 1
         squares.append(sum(i.usage() ** 2 for i in cluster.instances.values()))
         if num_waiting == [len(i.waiting) for i in cluster.instances.values()]:
+            assert sum(is_pressed(i.view(), LOW) for i in cluster.instances.values()) <= num_pressed
+        if not num_pressed and num_waiting == [len(i.waiting) for i in cluster.instances.values()]:
             assert squares[-1] <= squares[-2] + 1e-6, "but for a new head of a queue, it only falls"
         if quiet == 10:
             break
