@@ -90,7 +90,7 @@ class SchedulerSettings(BusSettings, frozen=True, kw_only=True):
     """Over `rebalance_low`: how much freer than it has to be one is that begins to take them."""
     max_migrations_per_s: Annotated[float, msgspec.Meta(gt=0)] = 50.0
     """Pairings begun over the whole cluster."""
-    dispatch_growth_steps: Annotated[float, msgspec.Meta(ge=0)] = 64.0
+    dispatch_growth_steps: Annotated[float, msgspec.Meta(ge=0)] = 32.0
     """Decode steps for which the requests of an instance have room to grow when one more is dispatched to it."""
     max_gathering_share: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.25
     """Of the instances of a model: so many at once (at least one) get free memory together for a request that fits into
