@@ -19,7 +19,7 @@ from shared.engine.model_queue import ONLINE_RANKS
 from shared.engine.moving import MoveCandidate, PinnedBlocks, TakenOut
 from shared.engine.planner import Planner
 from shared.engine.requests import Effect, Requests
-from shared.engine.sequence import Move, Sequence, State
+from shared.engine.sequence import Move, Rank, Sequence, State
 from shared.messages.migration import SequenceProgress
 from shared.messages.requests import FinishReason, HeldRequest, pack_tokens
 from shared.migration.source import may_move
@@ -46,9 +46,13 @@ class Departures(Requests):
         wait as well, and offline ones after the online ones, those of a suspended step last (`take_out` gives it up)."""
         found: list[tuple[tuple[int, ...], Sequence]] = []
         gives_waiting = include_offline or self.planner.stuck_online is not None
-        for queue in self.planner.queues.values():
+        queues = self.planner.queues.values()
+        # Normal ones leave for the sake of those of high priority, which do not follow while the last of them cool down.
+        keeps_high = not include_offline and any(queue.running[Rank.ONLINE_NORMAL] for queue in queues)
+        for queue in queues:
             for rank in ONLINE_RANKS:
-                found += [((1, -rank), s) for s in queue.running[rank].values() if s.total < s.max_total]
+                if rank != Rank.ONLINE_HIGH or not keeps_high:
+                    found += [((1, -rank), s) for s in queue.running[rank].values() if s.total < s.max_total]
                 if gives_waiting:
                     found += [((0, rank), s) for s in queue.waiting[rank]]
             if include_offline:

@@ -47,7 +47,7 @@ class InstanceLoad(msgspec.Struct, frozen=True):
     num_running: int
     models: list[ModelLoad]
     dispatch_freeness_high: float = 0.0
-    """As a request of high priority sees it."""
+    """As a request of high priority sees it: without headroom."""
     migration_freeness: float = 0.0
     """Decode steps."""
     scaling_freeness: float = 0.0
@@ -64,17 +64,20 @@ class _Totals:
 
     def __init__(self) -> None:
         self.running = self.waiting = self.head = 0.0
+        self.high = 0.0
+        """Of all, what those of high priority hold or need."""
         self.step = self.waiting_step = 0.0
         """What one token for each that runs takes; for one that waits or arrives, of the model where that is most."""
         self.num_running = self.num_high = 0
+        self.runs_normal = False
 
     def run(self, num_sequences: int, num_blocks: int, rank: Rank, queue: ModelQueue) -> None:
         shape = queue.shape
         self.running += num_blocks / shape.slots_per_merged
         self.step += num_sequences / shape.tokens_per_merged
         self.num_running += num_sequences
-        if rank == Rank.ONLINE_HIGH:
-            self.num_high += num_sequences
+        self._note_priority(rank, num_blocks / shape.slots_per_merged, num_sequences)
+        self.runs_normal |= rank == Rank.ONLINE_NORMAL and num_sequences > 0
 
     def arrive(self, num_blocks: int, rank: Rank, queue: ModelQueue) -> None:
         """No step makes a token for it yet, and it is not among the running requests of the report: its blocks count, but
@@ -82,13 +85,19 @@ class _Totals:
         shape = queue.shape
         self.running += num_blocks / shape.slots_per_merged
         self.waiting_step = max(self.waiting_step, 1 / shape.tokens_per_merged)
-        self.num_high += rank == Rank.ONLINE_HIGH
+        self._note_priority(rank, num_blocks / shape.slots_per_merged)
 
     def wait(self, sequence: Sequence, queue: ModelQueue) -> None:
         shape = queue.shape
-        self.waiting += merged_demand(sequence.total, shape.page_tokens, shape.slots_per_merged)
+        demand = merged_demand(sequence.total, shape.page_tokens, shape.slots_per_merged)
+        self.waiting += demand
         self.waiting_step = max(self.waiting_step, 1 / shape.tokens_per_merged)
-        self.num_high += sequence.rank == Rank.ONLINE_HIGH
+        self._note_priority(sequence.rank, demand)
+
+    def _note_priority(self, rank: int, usage: float, num_sequences: int = 1) -> None:
+        if rank == Rank.ONLINE_HIGH:
+            self.num_high += num_sequences
+            self.high += usage
 
 
 def instance_load(
@@ -111,13 +120,11 @@ def instance_load(
     if (head := _head(planner)) is not None:
         shape = planner.queues[head.model].shape
         totals.head = merged_demand(head.total, shape.page_tokens, shape.slots_per_merged)
-    num_merged, num_high, step = pool.num_merged, totals.num_high, totals.step or totals.waiting_step
-    kept = headroom(num_merged, _ideal_merged(planner, high_priority_load))
-    usage = dispatch_virtual_usage(totals.running, totals.waiting, high_headroom=kept, num_high=num_high)
-    for_high = dispatch_virtual_usage(
-        totals.running, totals.waiting, high_headroom=kept, num_high=num_high, for_high=True
-    )
-    moving = migration_virtual_usage(totals.running, totals.head, high_headroom=kept, num_high=num_high)
+    num_merged, step = pool.num_merged, totals.step or totals.waiting_step
+    kept = headroom(num_merged, _ideal_merged(planner, high_priority_load), totals.high)
+    usage = dispatch_virtual_usage(totals.running, totals.waiting, high_headroom=kept)
+    for_high = dispatch_virtual_usage(totals.running, totals.waiting)
+    moving = migration_virtual_usage(totals.running, totals.head, high_headroom=kept, runs_normal=totals.runs_normal)
     return InstanceLoad(
         freeness(num_merged, usage, totals.num_running),
         num_merged - pool.used_merged(),
@@ -126,7 +133,7 @@ def instance_load(
         freeness(num_merged, for_high, totals.num_running),
         decode_steps(num_merged - moving, step),
         decode_steps(num_merged - usage, step),
-        num_high,
+        totals.num_high,
         _next_move_tokens(planner),
         decode_steps(num_merged - totals.running, step),
     )

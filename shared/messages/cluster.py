@@ -121,7 +121,7 @@ class LoadReport(msgspec.Struct, frozen=True, array_like=True):
     """Ids ended since the last report, for any reason."""
     finished: list[FinishedStats]
     dispatch_freeness_high: float = 0.0
-    """As a request of high priority sees it: charged with the headroom where no such request is yet."""
+    """As a request of high priority sees it: without the headroom that those already there keep normal ones away by."""
     migration_freeness: float = 0.0
     """Decode steps until the KV pool is full: tokens that fit beside the virtual usage for each running request, of the
     waiting ones only the head counting; +inf when idle. Whether it drains stands in the registry."""

@@ -4,11 +4,15 @@ Plain arithmetic over sums that the instance keeps anyway. All amounts are in me
 allowed, because a merged block holds several slots of one model). Only online requests are given in: offline work yields
 at once and is therefore not load. Higher freeness is freer, everywhere.
 
-    V(running request)       = its blocks + headroom(its priority) / number of requests of that priority
+    V(running request)       = its blocks, and as headroom HIGH_WEIGHT times as many if it is of high priority
     V(waiting request)       = blocks that its known tokens need: all of them for dispatch, only the head for migration
     freeness                 = (total - sum of V) / running requests
 
-The headroom of a priority is divided by its requests, so an instance is charged for it once, however many it hosts.
+Headroom keeps normal requests away from those of high priority, of which each is slowed by all that run beside it. It grows
+with what these hold: a short one is soon over, and one that has grown long will likely stay. It is nothing to a request of
+high priority, which goes where least runs, and at most what lies above the load at which decode is near its ideal speed.
+To move those away that run already costs more than to send new ones elsewhere: half of it counts for migration, and none
+where no normal request runs that could leave.
 
 Where requests of several models run, a step of one token for each uses up sum(1 / tokens that a merged block holds) merged
 blocks; freeness over that is in decode steps, so that one threshold fits models of any slot size.
@@ -19,6 +23,12 @@ from __future__ import annotations
 import math
 
 from shared.cost_model import CostModel, StepShape
+
+HIGH_WEIGHT = 16.0
+"""Chosen by simulation (bench/rebalance, priorities): more gains the high requests less than it costs the others."""
+
+MOVING_SHARE = 0.5
+"""Of the headroom that counts for migration."""
 
 IDEAL_SLOWDOWN = 1.5
 """A decode step that takes so many times that of a single sequence is still near its ideal speed."""
@@ -32,10 +42,10 @@ def merged_demand(num_tokens: int, page_tokens: int, slots_per_merged: int) -> f
     return -(-num_tokens // page_tokens) / slots_per_merged
 
 
-def headroom(total: float, ideal_load: float) -> float:
-    """Blocks to be kept unused for a high-priority request: what lies above `ideal_load`, the load up to which decode
-    still runs near its ideal speed. Normal requests have none."""
-    return max(0.0, total - ideal_load)
+def headroom(total: float, ideal_load: float, high_usage: float) -> float:
+    """Blocks to be kept unused for requests of high priority that hold or need `high_usage`. `ideal_load`: up to which
+    decode still runs near its ideal speed."""
+    return min(max(0.0, total - ideal_load), HIGH_WEIGHT * high_usage)
 
 
 def ideal_load_tokens(cost_model: CostModel) -> float:
@@ -57,35 +67,21 @@ def decode_steps(free: float, step_merged: float) -> float:
     return free / step_merged if step_merged else math.inf
 
 
-def dispatch_virtual_usage(
-    running: float,
-    waiting: float,
-    *,
-    high_headroom: float = 0.0,
-    num_high: int = 0,
-    for_high: bool = False,
-) -> float:
+def dispatch_virtual_usage(running: float, waiting: float, *, high_headroom: float = 0.0) -> float:
     """The usage that decides where a new request goes: every waiting request counts with its whole demand.
 
-    `running`, `waiting`: blocks held by running and needed by waiting requests. `num_high`: high-priority requests among
-    both. A normal request sees the headroom where high ones are; a high request sees it where none is yet, because only
-    there would it have to be made (`for_high`).
+    `running`, `waiting`: blocks held by running and needed by waiting requests. `high_headroom`: none for a request of high
+    priority.
     """
-    charged = high_headroom if (num_high > 0) != for_high else 0.0
-    return running + waiting + charged
+    return running + waiting + high_headroom
 
 
 def migration_virtual_usage(
-    running: float,
-    first_waiting: float,
-    *,
-    high_headroom: float = 0.0,
-    num_high: int = 0,
+    running: float, first_waiting: float, *, high_headroom: float = 0.0, runs_normal: bool = True
 ) -> float:
     """The usage that decides who gives requests away: of the waiting ones only the head counts, because only it can be
     let in by moving a running one."""
-    charged = high_headroom if num_high > 0 else 0.0
-    return running + first_waiting + charged
+    return running + first_waiting + (MOVING_SHARE * high_headroom if runs_normal else 0.0)
 
 
 def freeness(total: float, virtual_usage: float, num_running: int) -> float:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from bench.rebalance.__main__ import main
+from bench.rebalance.bounds import alone_s, curve, ideal
 from bench.rebalance.cluster import Cluster, System
 from bench.rebalance.devices import A10, CPU, Device
 from bench.rebalance.events import Events
@@ -157,3 +158,21 @@ def test_the_short_form_writes_its_result(tmp_path: Path, capsys: pytest.Capture
         assert result.verdicts and document["plan"]["seeds"] == [101] and document["machine"]["cores"]
         assert result.figures or result.rows
     assert "emptied" in capsys.readouterr().out
+
+
+def test_an_ideal_cluster_trades_normal_for_high_latency_by_the_weight() -> None:
+    workload = Workload(mix="S-S", rate_rps=8.0, num_requests=120, high_share=0.1)
+    runs = [draw_jobs(workload, A10, 1)]
+    found = curve(A10, 4, runs)
+    assert 1.0 < found.gains[0] < found.gains[-1] and 1.0 <= found.losses[0] < found.losses[-1]
+    high = [job for job in runs[0] if job.is_high]
+    alone = np.mean([alone_s(A10, job) for job in high])
+    assert ideal(A10, 4, runs[0], 1000.0).high_s > 0.99 * alone
+    assert found.gain_at(1.0) == pytest.approx(1.0, abs=0.05) and found.loss_at(100.0) == np.inf
+
+
+def test_a_request_alone_takes_what_the_bound_says() -> None:
+    job = Job(0.5, 300, 40)
+    cluster = Cluster(A10, SYSTEMS["tideway"], [job], noise=0.0)
+    (record,) = cluster.run().records
+    assert record.latency_s == pytest.approx(alone_s(A10, job), rel=0.02)

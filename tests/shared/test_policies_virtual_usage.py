@@ -10,7 +10,9 @@ from hypothesis import strategies as st
 
 from shared.cost_model import CostModel, StepShape
 from shared.policies.virtual_usage import (
+    HIGH_WEIGHT,
     IDEAL_SLOWDOWN,
+    MOVING_SHARE,
     TYPICAL_CONTEXT_TOKENS,
     decode_steps,
     dispatch_virtual_usage,
@@ -55,38 +57,35 @@ def test_dispatch_counts_all_waiting_and_migration_the_head() -> None:
     assert migration_virtual_usage(40, 10) == 50
 
 
-def test_high_priority_headroom_is_charged_once() -> None:
-    room = headroom(100, 25)
-    assert room == 75
-    assert headroom(100, 200) == 0
-    for num_high in (1, 2, 7):
-        assert dispatch_virtual_usage(10, 0, high_headroom=room, num_high=num_high) == 85
-        assert migration_virtual_usage(10, 0, high_headroom=room, num_high=num_high) == 85
-    assert dispatch_virtual_usage(10, 0, high_headroom=room, num_high=0) == 10
+def test_headroom_grows_with_what_high_requests_hold_up_to_what_lies_above_the_ideal_load() -> None:
+    assert headroom(100, 25, 0) == 0
+    assert headroom(100, 25, 2) == 2 * HIGH_WEIGHT
+    assert headroom(100, 25, 50) == 75
+    assert headroom(100, 200, 2) == 0
 
 
-def test_a_high_request_sees_the_headroom_only_where_it_is_new() -> None:
-    assert dispatch_virtual_usage(10, 0, high_headroom=75, num_high=2, for_high=True) == 10
-    assert dispatch_virtual_usage(10, 0, high_headroom=75, num_high=0, for_high=True) == 85
+def test_headroom_counts_less_for_moves_and_not_where_nobody_could_leave() -> None:
+    assert dispatch_virtual_usage(10, 0, high_headroom=40) == 50
+    assert migration_virtual_usage(10, 0, high_headroom=40) == 10 + 40 * MOVING_SHARE
+    assert migration_virtual_usage(10, 0, high_headroom=40, runs_normal=False) == 10
 
 
 @given(
     st.lists(st.tuples(st.integers(1, 50), st.booleans()), min_size=1, max_size=20),
     st.lists(st.integers(1, 50), max_size=10),
-    st.floats(0, 200),
 )
-def test_the_sums_are_those_over_single_requests(
-    running: list[tuple[int, bool]], waiting: list[int], room: float
-) -> None:
-    """The instance-level formulas equal the sum of V(r) as the paper defines it per request."""
-    num_high = sum(is_high for _, is_high in running)
-    per_request = [size + (room / num_high if is_high else 0.0) for size, is_high in running]
+def test_the_sums_are_those_over_single_requests(running: list[tuple[int, bool]], waiting: list[int]) -> None:
+    """The instance-level formulas equal the sum of V(r) over single requests."""
     held = sum(size for size, _ in running)
-    dispatch = dispatch_virtual_usage(held, sum(waiting), high_headroom=room, num_high=num_high)
-    assert dispatch == pytest.approx(sum(per_request) + sum(waiting))
+    room = headroom(1e9, 0, sum(size for size, is_high in running if is_high))
+    dispatch = dispatch_virtual_usage(held, sum(waiting), high_headroom=room)
+    assert dispatch == pytest.approx(
+        sum(size * (1 + HIGH_WEIGHT * is_high) for size, is_high in running) + sum(waiting)
+    )
     head = waiting[0] if waiting else 0
-    migration = migration_virtual_usage(held, head, high_headroom=room, num_high=num_high)
-    assert migration == pytest.approx(sum(per_request) + head)
+    migration = migration_virtual_usage(held, head, high_headroom=room)
+    weight = MOVING_SHARE * HIGH_WEIGHT
+    assert migration == pytest.approx(sum(size * (1 + weight * is_high) for size, is_high in running) + head)
 
 
 @given(blocks, blocks, blocks, st.integers(1, 500))

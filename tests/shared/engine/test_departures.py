@@ -17,7 +17,8 @@ def test_candidates_come_by_priority_then_by_blocks():
         priority = Priority.HIGH if high else Priority.NORMAL
         node.engine.submit(request(name, list(range(prompt)), 20, priority=priority), 0.0)
     run(node, 2)
-    found = node.engine.move_candidates(1.0)
+    assert [c.request.request_id for c in node.engine.move_candidates(1.0)] == ["short", "long"]
+    found = node.engine.move_candidates(1.0, include_offline=True)
     assert [c.request.request_id for c in found] == ["short", "long", "high"]
     assert [c.num_blocks for c in found] == [3, 6, 2]
     assert all(c.is_running and c.request.running for c in found)

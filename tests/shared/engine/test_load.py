@@ -11,11 +11,12 @@ from shared.cost_model import CostModel
 from shared.engine.engine import Engine
 from shared.engine.plan import ModelShape
 from shared.engine.room import GROWTH_STEPS
-from shared.engine.sequence import State
+from shared.engine.sequence import Rank, State
 from shared.messages.migration import PreAllocate
 from shared.messages.requests import Priority, RequestClass
 from shared.policies.baselines import RoundRobin
 from shared.policies.token_budget import FixedTokenBudget
+from shared.policies.virtual_usage import HIGH_WEIGHT, MOVING_SHARE
 from tests.shared.engine.cluster import Node
 from tests.shared.engine.fake_executor import request
 
@@ -47,7 +48,7 @@ def reserve(node: Node, num_blocks: int, **fields) -> None:
 def test_idle_is_infinitely_free():
     load = make().engine.load()
     assert load.dispatch_freeness == load.migration_freeness == load.scaling_freeness == math.inf
-    assert load.dispatch_freeness_high == pytest.approx(10), "without a cost model a quarter of the pool"
+    assert load.dispatch_freeness_high == math.inf
     assert load.num_high == 0
 
 
@@ -122,7 +123,7 @@ def test_what_comes_and_what_leaves_is_load():
     assert node.engine.load() == msgspec.structs.replace(alone, next_move_tokens=0), "nobody else could move"
     reserve(node, 6)
     both = node.engine.load()
-    assert both.dispatch_freeness == pytest.approx(both.migration_freeness / 16)
+    assert both.dispatch_freeness_high == pytest.approx(both.migration_freeness / 16)
     assert both.dispatch_freeness == pytest.approx(alone.dispatch_freeness - 3), "still divided by the one that runs"
     assert both.num_high == 1
     node.engine.drop_moved("r", 0.0)
@@ -132,26 +133,34 @@ def test_what_comes_and_what_leaves_is_load():
     assert node.engine.load().migration_freeness == math.inf
 
 
-def test_headroom_is_charged_once_to_others_and_to_the_first_of_high_priority():
-    node = make(high_priority_load=0.3)
+def test_headroom_grows_with_what_high_requests_hold_and_only_normal_ones_see_it():
+    node = make(num_merged=400)
     run(node, request("normal", list(range(16)), 50))
     normal = node.engine.load()
-    assert normal.dispatch_freeness == pytest.approx(40 - 1.5)
-    assert normal.dispatch_freeness_high == pytest.approx(40 - 1.5 - 28)
+    assert normal.dispatch_freeness == normal.dispatch_freeness_high == pytest.approx(400 - 1.5)
     run(node, *(request(name, list(range(16)), 50, priority=HIGH) for name in ("high", "higher")))
     high = node.engine.load()
     assert high.num_high == 2
-    used = sum(len(s.blocks) for s in node.engine.all_held()) / 2
-    assert high.dispatch_freeness == pytest.approx((40 - used - 28) / 3)
-    assert high.dispatch_freeness_high == pytest.approx((40 - used) / 3)
-    assert high.migration_freeness == pytest.approx((40 - used - 28) * 16 / 3)
+    held = node.engine.all_held()
+    used = sum(len(s.blocks) for s in held) / 2
+    kept = HIGH_WEIGHT * sum(len(s.blocks) for s in held if s.rank == Rank.ONLINE_HIGH) / 2
+    assert high.dispatch_freeness == pytest.approx((400 - used - kept) / 3)
+    assert high.dispatch_freeness_high == pytest.approx((400 - used) / 3)
+    assert high.migration_freeness == pytest.approx((400 - used - MOVING_SHARE * kept) * 16 / 3)
+
+
+def test_where_no_normal_request_runs_headroom_makes_no_source():
+    node = make()
+    run(node, request("high", list(range(16)), 50, priority=HIGH))
+    load = node.engine.load()
+    assert load.dispatch_freeness < 40 - 1.5 and load.migration_freeness == pytest.approx((40 - 1.5) * 16)
 
 
 def test_a_waiting_request_of_high_priority_counts():
-    node = make(high_priority_load=0.3)
+    node = make(num_merged=400)
     node.engine.submit(request("w", list(range(16)), 50, priority=HIGH), 0.0)
     assert node.engine.load().num_high == 1
-    assert node.engine.load().dispatch_freeness == pytest.approx(40 - 1 - 28)
+    assert node.engine.load().dispatch_freeness == pytest.approx(400 - 1 - HIGH_WEIGHT)
 
 
 @pytest.mark.parametrize(
@@ -170,15 +179,18 @@ def test_a_waiting_request_of_high_priority_counts():
 def test_the_ideal_load_is_where_decode_takes_half_as_long_again(cost_model, ideal):
     node = make(num_merged=4000)
     node.engine.set_cost_model("a", cost_model)
-    assert node.engine.load().dispatch_freeness_high == pytest.approx(ideal)
+    for number in range(12):
+        node.engine.submit(request(str(number), list(range(384)), 16, priority=HIGH), 0.0)
+    usage = 12 * 24
+    assert usage * HIGH_WEIGHT > 4000 - ideal
+    assert node.engine.load().dispatch_freeness == pytest.approx(ideal - usage)
 
 
 def test_where_no_load_slows_decode_there_is_no_headroom():
     node = make(num_merged=40)
+    node.engine.submit(request("w", list(range(16)), 50, priority=HIGH), 0.0)
     node.engine.set_cost_model("a", CostModel(0.02, 0.001, 0.0, 0.0, 0.0))
-    assert node.engine.load().dispatch_freeness_high == math.inf
-    node.engine.set_cost_model("b", CostModel(0.0001, 0.0, 0.0, 0.001, 0.0))
-    assert node.engine.load().dispatch_freeness_high == math.inf, "the smaller pool of `b` holds less than that"
+    assert node.engine.load().dispatch_freeness == 39
 
 
 @pytest.mark.parametrize("more", [0, 1])
