@@ -102,6 +102,7 @@ class InFlightLedger:
         self._entries: dict[str, dict[str, InFlight]] = {}
         self._instance_of: dict[str, str] = {}
         self._num_high: Counter[str] = Counter()
+        """Of instances with any."""
 
     def __len__(self) -> int:
         return len(self._instance_of)
@@ -113,16 +114,20 @@ class InFlightLedger:
         assert request_id not in self._instance_of, f"{request_id} is in flight already"
         self._instance_of[request_id] = instance_id
         self._entries.setdefault(instance_id, {})[request_id] = entry
-        self._num_high[instance_id] += entry.is_high
+        if entry.is_high:
+            self._num_high[instance_id] += 1
 
     def remove(self, request_id: str) -> str | None:
         """The instance to which it was in flight, or None if it was to none."""
         instance_id = self._instance_of.pop(request_id, None)
         if instance_id is not None:
             entries = self._entries[instance_id]
-            self._num_high[instance_id] -= entries.pop(request_id).is_high
+            if entries.pop(request_id).is_high:
+                self._num_high[instance_id] -= 1
+                if not self._num_high[instance_id]:
+                    del self._num_high[instance_id]
             if not entries:
-                del self._entries[instance_id], self._num_high[instance_id]
+                del self._entries[instance_id]
         return instance_id
 
     def where(self, request_id: str) -> str | None:
@@ -140,10 +145,10 @@ class InFlightLedger:
 
     def has_high(self, instance_id: str) -> bool:
         """Whether a request of high priority is in flight there."""
-        return self._num_high[instance_id] > 0
+        return instance_id in self._num_high
 
-    def with_high(self) -> list[str]:
-        return [instance_id for instance_id, number in self._num_high.items() if number]
+    def with_high(self) -> Collection[str]:
+        return self._num_high.keys()
 
     def demand_merged(self, instance_id: str) -> float:
         """Merged blocks that the online entries will take (offline work is not load)."""

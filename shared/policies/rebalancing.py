@@ -92,11 +92,12 @@ def is_gain(source: InstanceView, taker: InstanceView, low: float) -> bool:
     the taker what it must keep."""
     if not (source.total_tokens > 0 and taker.total_tokens > 0):
         return False
-    v = source.next_tokens or source.typical_tokens
-    mine, theirs = source.usage_tokens, taker.usage_tokens
+    mine, spare = source.usage_tokens, taker.spare_tokens
+    theirs = max(0.0, taker.total_tokens - spare)
+    v = source.next_tokens or mine / max(1, source.num_counted)
     lowered = (mine**2 - (mine - v) ** 2) / source.total_tokens**2
     raised = ((theirs + v) ** 2 - theirs**2) / taker.total_tokens**2
-    return lowered > raised and taker.spare_tokens - v >= least_left(source.freeness, low) * (taker.num_running + 1)
+    return lowered > raised and spare - v >= least_left(source.freeness, low) * (taker.num_running + 1)
 
 
 def least_left(freeness: float, low: float) -> float:
