@@ -83,6 +83,14 @@ class _Indexes(NamedTuple):
         self.normal.touch(instance_id)
         self.high.touch(instance_id)
 
+    def worsen(self, instance_id: str, is_high: bool) -> None:
+        """A request was sent there. The first of high priority makes an instance better for the next one."""
+        self.normal.worsen(instance_id)
+        if is_high:
+            self.high.touch(instance_id)
+        else:
+            self.high.worsen(instance_id)
+
 
 class Dispatcher:
     def __init__(
@@ -153,7 +161,24 @@ class Dispatcher:
             self._gathering.remove(instance_id)
         if self._policy is not by_freeness:
             self._touched.add(instance_id)
-            return
+        else:
+            self._bound(report)
+
+    def relieve(self, instance_id: str) -> None:
+        """Something is not in flight to the instance any more: it is as free as its report says, at best."""
+        state = self._cluster.get(instance_id)
+        report = state.report if state is not None else None
+        # Of one that is overloaded each request in flight takes a share of what is missing; so it may even look better.
+        is_free = report is not None and report.dispatch_freeness >= 0 and report.dispatch_freeness_high >= 0
+        if report is not None and is_free and self._policy is by_freeness:
+            self._reported.add(instance_id)
+            self._bound(report)
+        else:
+            self._touched.add(instance_id)
+
+    def _bound(self, report: LoadReport) -> None:
+        """Notes an instance that may have become better, and by how much at most."""
+        instance_id = report.instance_id
         normal, high = -report.dispatch_freeness, -report.dispatch_freeness_high
         told = self._told.get(instance_id)
         if told is not None and normal >= told[0] and high >= told[1]:
@@ -211,11 +236,11 @@ class Dispatcher:
         for limit in (1, LOOKAHEAD):
             for tracked in self.queue.first(lane, now, limit)[limit > 1 :]:
                 index = indexes.high if tracked.is_high else indexes.normal
-                if index.is_empty():
-                    return None  # whoever has no room for this one has none for those after it
                 if tracked.deadline_s > now and (instance_id := self._choose(tracked, index, now)) is not None:
                     self._take(tracked, instance_id)
                     return tracked, instance_id
+                if index.is_empty():
+                    return None  # whoever has no room for this one has none for those after it
         return None
 
     def _choose(self, tracked: TrackedRequest, index: CandidateIndex, now: float) -> str | None:
@@ -227,12 +252,18 @@ class Dispatcher:
         if best is None or self._affinity is None or tracked.request is None or not tracked.is_online:
             return best
         if self._missing(tracked, best) > 0:
-            freest = index.first(NUM_FREEST, is_fit)
-            missing = {instance_id: self._missing(tracked, instance_id) for instance_id in freest}
-            fitting = next((name for name in freest if missing[name] <= 0), None)
-            if fitting is None and may_wait and not self._may_gather(tracked):
+            missing: dict[str, float] = {}
+
+            def is_enough(instance_id: str) -> bool:
+                if not is_fit(instance_id):
+                    return False
+                missing[instance_id] = self._missing(tracked, instance_id)
+                return missing[instance_id] <= 0 or len(missing) == NUM_FREEST
+
+            index.best(is_enough)
+            best = min(missing, key=missing.__getitem__)
+            if missing[best] > 0 and may_wait and not self._may_gather(tracked):
                 return None
-            best = fitting or min(freest, key=missing.__getitem__)
         owner = self._affinity.likely_owner(tracked.model, tracked.request.prompt)
         if owner is None or owner == best or owner not in index or not is_fit(owner):
             return best
@@ -291,7 +322,7 @@ class Dispatcher:
             self._affinity.record(tracked.model, tracked.request.prompt, instance_id)
         for model in state.ready:
             for indexes in self._lanes_of_model.get(model, {}).values():
-                indexes.touch(instance_id)
+                indexes.worsen(instance_id, tracked.is_high)
 
     def _indexes(self, lane: Lane) -> _Indexes:
         return self._lanes_of_model[lane.model][lane]
