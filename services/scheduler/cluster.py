@@ -111,6 +111,9 @@ class InstanceState:
     num_refusals: int = 0
     """In a row; the back-off grows with it."""
     is_backing_off: bool = False
+    is_ready: bool = False
+    """By the registry; and whether its KV transport can be reached."""
+    is_reachable: bool = False
     last_turn: int = 0
     has_answered: bool = False
     """Said what it holds since it appeared (or came back)."""
@@ -152,6 +155,8 @@ class InstanceState:
     def enter(self, info: InstanceInfo) -> None:
         """Its entry in the registry."""
         self.info = info
+        self.is_ready = info.state == "ready"
+        self.is_reachable = info.kv_address != ""
         self.ready = {m.name: ServedModel.of(m, info) for m in info.models if m.state == "ready"}
         self.names = frozenset(self.ready)
         is_draining = info.state == "draining"
@@ -169,7 +174,7 @@ class InstanceState:
             return None
         load = self.load
         num_running, has_waiting = load.num_running, load.num_requests > load.num_running
-        can_give = load.num_held > 0 and (self.info.kv_address != "" or bool(self.leaving))
+        can_give = load.num_held > 0 and (self.is_reachable or bool(self.leaving))
         # By position, because hundreds are made at once and names cost as much as all the rest.
         return InstanceView(
             self.info.instance_id,
@@ -199,12 +204,12 @@ class InstanceState:
     def is_candidate(self) -> bool:
         """Whether requests may be sent here at all. The first report must have been heard: load is not guessed."""
         is_heard = self.liveness is _ALIVE and self.report is not None
-        return is_heard and not self.is_backing_off and self.info.state == "ready"
+        return is_heard and not self.is_backing_off and self.is_ready
 
     @property
     def can_take(self) -> bool:
         """Requests that move."""
-        return self.info.kv_address != "" and self.is_candidate
+        return self.is_reachable and self.is_candidate
 
 
 class ClusterView:

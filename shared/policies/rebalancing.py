@@ -24,6 +24,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from heapq import nlargest
+from operator import attrgetter
 from typing import NamedTuple
 
 from shared.messages.migration import AbortReason, MoveReason
@@ -140,8 +141,7 @@ class _TokenBucket:
         self._level -= 1.0
 
 
-def _freeness_of(taker: Taker) -> float:
-    return taker.freeness
+_freeness_of: Callable[[Taker], float] = attrgetter("freeness")
 
 
 class Rebalancer:
@@ -284,9 +284,9 @@ class Rebalancer:
     ) -> None:
         groups: dict[frozenset[str], list[Taker]] = {}
         """By the models served, the freest last: more of them than can be paired now are not needed."""
+        excluded = self.pairs.keys() | {name for name, number in self._taking.items() if number >= self._max_in}
         for taker in takers:
-            name = taker.instance_id
-            if name not in self.pairs and (name not in self._taking or self._taking[name] < self._max_in):
+            if taker.instance_id not in excluded:
                 groups.setdefault(taker.models, []).append(taker)
         for models, group in groups.items():
             if self._backoffs:
