@@ -27,7 +27,7 @@ from typing import NamedTuple
 
 from services.scheduler.cluster import ClusterView, InstanceState
 from services.scheduler.harvest import OfflineLedger
-from services.scheduler.queue import GlobalQueue, Lane, lane_of
+from services.scheduler.queue import GlobalQueue, Head, Lane, lane_of
 from services.scheduler.requests import TrackedRequest
 from shared.messages.cluster import LoadReport
 from shared.policies.dispatch import (
@@ -50,27 +50,6 @@ OVERDUE_S = 20.0
 """A request that fits nowhere is passed by others for so long at most."""
 NUM_FREEST = 64
 """How many of the freest instances are looked at for one that a long request fits into."""
-
-
-class _Head(NamedTuple):
-    """The first request of a lane, as the order policy sees a model that could run next (`ModelView`)."""
-
-    lane: Lane
-    first: TrackedRequest
-    last_planned_step: int
-    """Number of the last pick of the model."""
-
-    @property
-    def name(self) -> str:
-        return self.lane.model
-
-    def runnable(self) -> tuple[TrackedRequest]:
-        """Its first alone: the rest of the lane comes after it in any case."""
-        return (self.first,)
-
-    def rank(self) -> tuple[bool, float]:
-        """Online first, then high priority."""
-        return (not self.lane.is_online, self.first.key[0])
 
 
 class _Indexes(NamedTuple):
@@ -226,7 +205,7 @@ class Dispatcher:
 
     def _next(self, lanes: list[Lane], now: float) -> Lane:
         """Of lanes in which something waits, the one whose first request comes first of all."""
-        heads = [_Head(lane, self.queue.first(lane, now)[0], self._last_pick.get(lane.model, -1)) for lane in lanes]
+        heads = [Head(lane, self.queue.first(lane, now)[0], self._last_pick.get(lane.model, -1)) for lane in lanes]
         best = min(head.rank() for head in heads)
         candidates: list[ModelView] = [head for head in heads if head.rank() == best]
         return Lane(self.queue.order.pick_model(candidates, now).name, not best[0])
@@ -251,7 +230,8 @@ class Dispatcher:
         best = index.best(is_fit)
         if best is None or self._affinity is None or tracked.request is None or not tracked.is_online:
             return best
-        if self._missing(tracked, best) > 0:
+        least = self._missing(tracked, best)
+        if least > 0:
             missing: dict[str, float] = {}
 
             def is_enough(instance_id: str) -> bool:
@@ -262,16 +242,23 @@ class Dispatcher:
 
             index.best(is_enough)
             best = min(missing, key=missing.__getitem__)
-            if missing[best] > 0 and may_wait and not self._may_gather(tracked):
+            least = missing[best]
+            if least > 0 and may_wait and not self._may_gather(tracked):
                 return None
         owner = self._affinity.likely_owner(tracked.model, tracked.request.prompt)
-        if owner is None or owner == best or owner not in index or not is_fit(owner):
-            return best
-        if self._missing(tracked, owner) > max(0.0, self._missing(tracked, best)):
-            return best
+        if owner is not None and owner != best and owner in index and is_fit(owner):
+            missing_there = self._missing(tracked, owner)
+            if missing_there <= max(0.0, least) and self._is_worth_it(tracked, owner, best):
+                best, least = owner, missing_there
+        if least > 0:
+            self._gathering.add(best)
+        return best
+
+    def _is_worth_it(self, tracked: TrackedRequest, owner: str, best: str) -> bool:
+        """Whether the cache of the prompt's likely owner outweighs that it is less free."""
         is_high = tracked.is_high
         lag = self._view(self._state(best), best, is_high).freeness - self._affinity_merged
-        return owner if self._view(self._state(owner), owner, is_high).freeness >= lag else best
+        return self._view(self._state(owner), owner, is_high).freeness >= lag
 
     def _may_gather(self, tracked: TrackedRequest) -> bool:
         """Whether one more instance may get memory together, for a request that fits nowhere; else it is held back."""
@@ -306,8 +293,6 @@ class Dispatcher:
         return lambda instance_id: self._state(instance_id).ready[model].fits(num_tokens)
 
     def _take(self, tracked: TrackedRequest, instance_id: str) -> None:
-        if tracked.is_online and self._policy is by_freeness and self._missing(tracked, instance_id) > 0:
-            self._gathering.add(instance_id)
         self.queue.remove(tracked)
         self._num_picked += 1
         state = self._state(instance_id)
