@@ -144,7 +144,7 @@ class DirectClient(Client):
         if not self._deliver(sid, subject, reply, data, headers):
             await super()._process_msg(sid, subject, reply, data, headers or b"")
 
-    def _deliver(self, sid: int, subject: bytes, reply: bytes, data: bytes, headers: bytes | None = None) -> bool:
+    def _deliver(self, sid: int, subject: bytes, reply: bytes, data: bytes, headers: bytes | None) -> bool:
         handler = self._direct.get(sid)
         if handler is None:
             return False

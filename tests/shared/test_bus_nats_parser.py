@@ -23,9 +23,9 @@ class Peer:
         self.got: list[tuple[Any, ...]] = []
         self.parser = DirectParser(self, self._deliver)
 
-    def _deliver(self, sid: int, subject: bytes, reply: bytes, data: bytes) -> bool:
+    def _deliver(self, sid: int, subject: bytes, reply: bytes, data: bytes, headers: bytes | None) -> bool:
         if sid == DIRECT:
-            self.got.append((sid, subject, reply, None, data))
+            self.got.append((sid, subject, reply, headers, data))
         return sid == DIRECT
 
     async def _process_msg(self, sid: int, subject: bytes, reply: bytes, data: bytes, headers: bytes | None) -> None:
@@ -89,6 +89,6 @@ def test_a_long_message_in_many_pieces_is_not_copied_with_each() -> None:
 
 
 def test_a_message_whose_line_cannot_be_read_is_an_error() -> None:
-    for line in (b"MSG a.b 7 x\r\n", b"MSG a.b x 3\r\n", b"MSG \r\n"):
+    for line in (b"MSG a.b 7 x\r\n", b"MSG a.b x 3\r\n", b"MSG \r\n", b"HMSG a.b 7 x 3\r\n"):
         with pytest.raises(ProtocolError):
             Peer().feed(line + b"abc\r\n")
