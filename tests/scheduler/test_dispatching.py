@@ -170,8 +170,9 @@ def test_whoever_is_ranked_late_is_in_the_place_of_its_true_rank(events: list[tu
             core.submit(make_request(f"r{number}", num_prompt=16, high=flag), 0.0)
         else:
             name = names[int(kind)]
-            admitted, in_flight[name] = (in_flight[name], []) if flag else ([], in_flight[name])
-            core.on_report(make_report(name, sequence, freeness=freeness, num_running=3, admitted=admitted), 0.0)
+            admitted, in_flight[name] = in_flight[name][:flag], in_flight[name][flag:]
+            free = {"freeness": freeness, "freeness_high": freeness - 5}
+            core.on_report(make_report(name, sequence, num_running=3, admitted=admitted, **free), 0.0)
         for action in core.actions(0.0):
             if isinstance(action, Dispatch):
                 in_flight[action.instance_id].append(action.request.request_id)
