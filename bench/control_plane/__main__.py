@@ -37,7 +37,17 @@ IN_PROCESS = [
     "pairings",
     "rebalances",
 ]
-OVER_NATS = ["instances", "sent/s", "handled/s", "of one core", "dispatch P50", "P99", "rebalances", "load average"]
+OVER_NATS = [
+    "instances",
+    "sent/s",
+    "handled/s",
+    "of one core",
+    "dispatch P50",
+    "P99",
+    "rebalances",
+    "stalls P99",
+    "max",
+]
 
 
 class Report(msgspec.Struct, frozen=True):
@@ -56,7 +66,7 @@ class Report(msgspec.Struct, frozen=True):
         behind = [
             [run.num_instances, f"{run.sent_per_s:,.0f}", f"{run.handled_per_s:,.0f}", f"{run.cpu_share:.0%}",
              f"{run.wait_p50_ms:.2f} ms", f"{run.wait_p99_ms:.2f} ms", run.num_rebalance_messages,
-             f"{run.load_average:.1f}"]
+             f"{run.stall_p99_ms:.1f} ms", f"{run.stall_max_ms:.1f} ms"]
             for run in self.over_nats
         ]  # fmt: skip
         lines = [
@@ -70,7 +80,8 @@ class Report(msgspec.Struct, frozen=True):
         if behind:
             lines += [
                 "",
-                "The scheduler's process behind a NATS server, by the wall clock (submission to arrival at the instance):",
+                "The scheduler's process behind a NATS server, by the wall clock (submission to arrival at the instance). "
+                "Stalls: how long a process that only sleeps waited for the scheduler's core:",
                 "",
                 *table(OVER_NATS, behind),
             ]

@@ -54,6 +54,9 @@ class OverNats(msgspec.Struct, frozen=True, kw_only=True):
     wait_p50_ms: float
     wait_p99_ms: float
     num_rebalance_messages: int
+    stall_p99_ms: float
+    stall_max_ms: float
+    """How long a process that only sleeps waited for the scheduler's core meanwhile (`witness`)."""
     load_average: float
     """Of the machine at the end: what else ran."""
 
@@ -171,6 +174,19 @@ async def _reports_handled(url: str, client: httpx.AsyncClient) -> float:
     )
 
 
+async def _stalls_ms(core: int, seconds: float) -> tuple[float, float]:
+    """Waits so long, and returns what the witness of that time says."""
+    command = (sys.executable, "-m", "bench.control_plane.witness", str(core), str(seconds))
+    witness = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
+    try:
+        output, _ = await witness.communicate()
+    finally:
+        if witness.returncode is None:
+            witness.kill()
+    p99_ms, max_ms = map(float, output.split())
+    return p99_ms, max_ms
+
+
 async def over_nats(num_instances: int, seconds: float, requests_per_s: float, seed: int = 0) -> OverNats:
     server = NatsServer()
     cores = sorted(os.sched_getaffinity(0))
@@ -216,7 +232,7 @@ async def over_nats(num_instances: int, seconds: float, requests_per_s: float, s
             began_s, cpu_s = time.monotonic(), processor_seconds(scheduler.pid)
             sent, messages = crowd.num_sent, crowd.num_rebalances
             crowd.waits_s.clear()
-            await asyncio.sleep(seconds)
+            stall_p99_ms, stall_max_ms = await _stalls_ms(cores[0], seconds)
             took_s = time.monotonic() - began_s
             cpu_s = processor_seconds(scheduler.pid) - cpu_s
             sent, waits_ms = crowd.num_sent - sent, 1000 * np.array(crowd.waits_s)
@@ -235,6 +251,8 @@ async def over_nats(num_instances: int, seconds: float, requests_per_s: float, s
             wait_p50_ms=float(np.percentile(waits_ms, 50)) if len(waits_ms) else float("inf"),
             wait_p99_ms=float(np.percentile(waits_ms, 99)) if len(waits_ms) else float("inf"),
             num_rebalance_messages=crowd.num_rebalances - messages,
+            stall_p99_ms=stall_p99_ms,
+            stall_max_ms=stall_max_ms,
             load_average=os.getloadavg()[0],
         )
     finally:

@@ -269,7 +269,7 @@ class ActiveScheduler:
                 logger.info("%s did not take %s: %s", dispatch.instance_id, dispatch.request.request_id, raised)
             self._observer.on_dispatched(dispatch, span, error, self._bus.now() - started_s)
         self._core.on_dispatched(dispatch, error, self._bus.now())
-        self._act()
+        self._act_soon()
 
     async def _ask_held(self, ask: AskHeld) -> None:
         held = None

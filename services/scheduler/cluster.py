@@ -58,6 +58,10 @@ class Liveness(StrEnum):
     """Its process is gone: final for this incarnation."""
 
 
+_ALIVE = Liveness.ALIVE
+"""Asked for with every report; a member looked up in its class costs ten times as much."""
+
+
 @dataclass(slots=True, eq=False)
 class Load:
     """What a load report says, added up over models."""
@@ -107,6 +111,9 @@ class InstanceState:
     num_refusals: int = 0
     """In a row; the back-off grows with it."""
     is_backing_off: bool = False
+    is_ready: bool = False
+    """By the registry; and whether its KV transport can be reached."""
+    is_reachable: bool = False
     last_turn: int = 0
     has_answered: bool = False
     """Said what it holds since it appeared (or came back)."""
@@ -119,7 +126,7 @@ class InstanceState:
     @property
     def is_alive(self) -> bool:
         """Not known to be dead."""
-        return self.liveness in (Liveness.ALIVE, Liveness.SILENT)
+        return self.liveness is _ALIVE or self.liveness is Liveness.SILENT
 
     @property
     def is_known_alive(self) -> bool:
@@ -145,14 +152,11 @@ class InstanceState:
         free_merged = float(self.info.num_merged) if value == math.inf else report.free_merged
         return ReportedFreeness(value, self.load.num_running, free_merged)
 
-    def hear(self, report: LoadReport, now: float) -> None:
-        self.heard_s = now
-        self.report = report
-        self._load = None
-
     def enter(self, info: InstanceInfo) -> None:
         """Its entry in the registry."""
         self.info = info
+        self.is_ready = info.state == "ready"
+        self.is_reachable = info.kv_address != ""
         self.ready = {m.name: ServedModel.of(m, info) for m in info.models if m.state == "ready"}
         self.names = frozenset(self.ready)
         is_draining = info.state == "draining"
@@ -163,40 +167,35 @@ class InstanceState:
         self.ready = {}
         self.names = self.leaving = frozenset()
 
-    @property
-    def can_take(self) -> bool:
-        """Requests that move."""
-        return self.info.kv_address != "" and self.is_candidate
-
     def rebalancing_view(self) -> InstanceView | None:
         """None before its first report, and when it is dead."""
         report = self.report
         if report is None or not self.is_alive:
             return None
         load = self.load
-        num_waiting = load.num_requests - load.num_running
-        can_move = bool(self.info.kv_address)
+        num_running, has_waiting = load.num_running, load.num_requests > load.num_running
+        can_give = load.num_held > 0 and (self.is_reachable or bool(self.leaving))
+        # By position, because hundreds are made at once and names cost as much as all the rest.
         return InstanceView(
             self.info.instance_id,
             report.migration_freeness,
-            load.num_running,
-            load.num_running + (num_waiting > 0),
+            num_running,
+            num_running + has_waiting,
             self._pool_tokens(report),
             self.names,
             self.leaving,
-            can_give=load.num_held > 0 and (can_move or bool(self.leaving)),
-            can_take=self.can_take,
-            next_tokens=float(report.next_move_tokens),
-            running_freeness=report.running_freeness,
+            can_give,
+            self.can_take,
+            report.next_move_tokens,
+            report.running_freeness,
         )
 
     def _pool_tokens(self, report: LoadReport) -> float:
         """Tokens that the KV pool holds, by the models of the running requests; by all served ones while none runs."""
         tokens = num_running = 0
         for load in report.models:
-            served = self.ready.get(load.model)
-            if served is not None and load.num_running:
-                tokens += load.num_running * served.tokens_per_merged
+            if load.num_running and (served := self.ready.get(load.model)) is not None:
+                tokens += load.num_running * served.page_tokens * served.slots_per_merged
                 num_running += load.num_running
         if not num_running:
             tokens, num_running = sum(served.tokens_per_merged for served in self.ready.values()), len(self.ready)
@@ -205,8 +204,13 @@ class InstanceState:
     @property
     def is_candidate(self) -> bool:
         """Whether requests may be sent here at all. The first report must have been heard: load is not guessed."""
-        is_alive = self.liveness is Liveness.ALIVE and self.report is not None
-        return is_alive and not self.is_backing_off and self.info.state == "ready"
+        is_heard = self.liveness is _ALIVE and self.report is not None
+        return is_heard and not self.is_backing_off and self.is_ready
+
+    @property
+    def can_take(self) -> bool:
+        """Requests that move."""
+        return self.is_reachable and self.is_candidate
 
 
 class ClusterView:
@@ -294,17 +298,21 @@ class ClusterView:
         """Takes in a report. None for one of an unknown or dead incarnation, or an old one. Else the instance, and the
         report before this one, if there was any."""
         state = self._instances.get(report.instance_id)
-        if state is None or state.info.incarnation != report.incarnation or state.liveness == Liveness.EXITED:
+        if state is None or state.info.incarnation != report.incarnation:
             return None
         last = state.report
         if last is not None and report.sequence <= last.sequence:
             return None
-        if state.liveness == Liveness.LOST:
-            state.has_answered = False
-        if state.liveness != Liveness.ALIVE:
-            state.liveness = Liveness.ALIVE
+        if state.liveness is not _ALIVE:
+            if state.liveness == Liveness.EXITED:
+                return None
+            if state.liveness == Liveness.LOST:
+                state.has_answered = False
+            state.liveness = _ALIVE
             self._silence.set(report.instance_id, now + self._lost_after_s)
-        state.hear(report, now)
+        state.heard_s = now
+        state.report = report
+        state._load = None
         return state, last
 
     def fall_silent(self, now: float) -> list[str]:

@@ -28,7 +28,7 @@ from typing import NamedTuple
 
 from services.scheduler.cluster import ClusterView, InstanceState
 from services.scheduler.harvest import OfflineLedger
-from services.scheduler.queue import GlobalQueue, Lane, lane_of
+from services.scheduler.queue import GlobalQueue, Head, Lane, lane_of
 from services.scheduler.requests import TrackedRequest
 from shared.messages.cluster import LoadReport
 from shared.policies.dispatch import (
@@ -53,27 +53,6 @@ NUM_FREEST = 64
 """How many of the freest instances are looked at for one that a long request fits into."""
 
 
-class _Head(NamedTuple):
-    """The first request of a lane, as the order policy sees a model that could run next (`ModelView`)."""
-
-    lane: Lane
-    first: TrackedRequest
-    last_planned_step: int
-    """Number of the last pick of the model."""
-
-    @property
-    def name(self) -> str:
-        return self.lane.model
-
-    def runnable(self) -> tuple[TrackedRequest]:
-        """Its first alone: the rest of the lane comes after it in any case."""
-        return (self.first,)
-
-    def rank(self) -> tuple[bool, float]:
-        """Online first, then high priority."""
-        return (not self.lane.is_online, self.first.key[0])
-
-
 class _Indexes(NamedTuple):
     """The candidates of a lane, as requests of normal and of high priority see them."""
 
@@ -83,6 +62,14 @@ class _Indexes(NamedTuple):
     def touch(self, instance_id: str) -> None:
         self.normal.touch(instance_id)
         self.high.touch(instance_id)
+
+    def worsen(self, instance_id: str, is_high: bool) -> None:
+        """A request was sent there. The first of high priority makes an instance better for the next one."""
+        self.normal.worsen(instance_id)
+        if is_high:
+            self.high.touch(instance_id)
+        else:
+            self.high.worsen(instance_id)
 
 
 class Dispatcher:
@@ -154,7 +141,24 @@ class Dispatcher:
             self._gathering.remove(instance_id)
         if self._policy is not by_freeness:
             self._touched.add(instance_id)
-            return
+        else:
+            self._bound(report)
+
+    def relieve(self, instance_id: str) -> None:
+        """Something is not in flight to the instance any more: it is as free as its report says, at best."""
+        state = self._cluster.get(instance_id)
+        report = state.report if state is not None else None
+        # Of one that is overloaded each request in flight takes a share of what is missing; so it may even look better.
+        is_free = report is not None and report.dispatch_freeness >= 0 and report.dispatch_freeness_high >= 0
+        if report is not None and is_free and self._policy is by_freeness:
+            self._reported.add(instance_id)
+            self._bound(report)
+        else:
+            self._touched.add(instance_id)
+
+    def _bound(self, report: LoadReport) -> None:
+        """Notes an instance that may have become better, and by how much at most."""
+        instance_id = report.instance_id
         normal, high = -report.dispatch_freeness, -report.dispatch_freeness_high
         told = self._told.get(instance_id)
         if told is not None and normal >= told[0] and high >= told[1]:
@@ -202,7 +206,7 @@ class Dispatcher:
 
     def _next(self, lanes: list[Lane], now: float) -> Lane:
         """Of lanes in which something waits, the one whose first request comes first of all."""
-        heads = [_Head(lane, self.queue.first(lane, now)[0], self._last_pick.get(lane.model, -1)) for lane in lanes]
+        heads = [Head(lane, self.queue.first(lane, now)[0], self._last_pick.get(lane.model, -1)) for lane in lanes]
         best = min(head.rank() for head in heads)
         candidates: list[ModelView] = [head for head in heads if head.rank() == best]
         return Lane(self.queue.order.pick_model(candidates, now).name, not best[0])
@@ -212,11 +216,11 @@ class Dispatcher:
         for limit in (1, LOOKAHEAD):
             for tracked in self.queue.first(lane, now, limit)[limit > 1 :]:
                 index = indexes.high if tracked.is_high else indexes.normal
-                if index.is_empty():
-                    return None  # whoever has no room for this one has none for those after it
                 if tracked.deadline_s > now and (instance_id := self._choose(tracked, index, now)) is not None:
                     self._take(tracked, instance_id)
                     return tracked, instance_id
+                if index.is_empty():
+                    return None  # whoever has no room for this one has none for those after it
         return None
 
     def _choose(self, tracked: TrackedRequest, index: CandidateIndex, now: float) -> str | None:
@@ -227,21 +231,35 @@ class Dispatcher:
         best = index.best(is_fit)
         if best is None or self._affinity is None or tracked.request is None or not tracked.is_online:
             return best
-        if self._missing(tracked, best) > 0:
-            freest = index.first(NUM_FREEST, is_fit)
-            missing = {instance_id: self._missing(tracked, instance_id) for instance_id in freest}
-            fitting = next((name for name in freest if missing[name] <= 0), None)
-            if fitting is None and may_wait and not self._may_gather(tracked, freest):
+        least = self._missing(tracked, best)
+        if least > 0:
+            missing: dict[str, float] = {}
+
+            def is_enough(instance_id: str) -> bool:
+                if not is_fit(instance_id):
+                    return False
+                missing[instance_id] = self._missing(tracked, instance_id)
+                return missing[instance_id] <= 0 or len(missing) == NUM_FREEST
+
+            index.best(is_enough)
+            best = min(missing, key=missing.__getitem__)
+            least = missing[best]
+            if least > 0 and may_wait and not self._may_gather(tracked, list(missing)):
                 return None
-            best = fitting or min(freest, key=missing.__getitem__)
         owner = self._affinity.likely_owner(tracked.model, tracked.request.prompt)
-        if owner is None or owner == best or owner not in index or not is_fit(owner):
-            return best
-        if self._missing(tracked, owner) > max(0.0, self._missing(tracked, best)):
-            return best
+        if owner is not None and owner != best and owner in index and is_fit(owner):
+            missing_there = self._missing(tracked, owner)
+            if missing_there <= max(0.0, least) and self._is_worth_it(tracked, owner, best):
+                best, least = owner, missing_there
+        if least > 0:
+            self._gathering.add(best)
+        return best
+
+    def _is_worth_it(self, tracked: TrackedRequest, owner: str, best: str) -> bool:
+        """Whether the cache of the prompt's likely owner outweighs that it is less free."""
         is_high = tracked.is_high
         lag = self._view(self._state(best), best, is_high).freeness - self._affinity_merged
-        return owner if self._view(self._state(owner), owner, is_high).freeness >= lag else best
+        return self._view(self._state(owner), owner, is_high).freeness >= lag
 
     def _may_gather(self, tracked: TrackedRequest, freest: list[str]) -> bool:
         """Whether one more instance may get memory together, for a request that fits nowhere; else it is held back."""
@@ -285,8 +303,6 @@ class Dispatcher:
         return lambda instance_id: self._state(instance_id).ready[model].fits(num_tokens)
 
     def _take(self, tracked: TrackedRequest, instance_id: str) -> None:
-        if tracked.is_online and self._policy is by_freeness and self._missing(tracked, instance_id) > 0:
-            self._gathering.add(instance_id)
         self.queue.remove(tracked)
         self._num_picked += 1
         state = self._state(instance_id)
@@ -301,7 +317,7 @@ class Dispatcher:
             self._affinity.record(tracked.model, tracked.request.prompt, instance_id)
         for model in state.ready:
             for indexes in self._lanes_of_model.get(model, {}).values():
-                indexes.touch(instance_id)
+                indexes.worsen(instance_id, tracked.is_high)
 
     def _indexes(self, lane: Lane) -> _Indexes:
         return self._lanes_of_model[lane.model][lane]

@@ -174,7 +174,7 @@ class RequestLifecycle:
         if instance_id and self._dispatcher.ledger.where(request_id) == instance_id:
             self._dispatcher.settle(request_id)
             self.timers.discard(("ledger", request_id))
-            self.touch(instance_id)
+            self._dispatcher.relieve(instance_id)
 
     def touch(self, instance_id: str, before: Iterable[str] = ()) -> None:
         """Has the instance ranked again, also for the models that it served `before`."""

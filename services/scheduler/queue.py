@@ -28,6 +28,27 @@ class Lane(NamedTuple):
     is_online: bool
 
 
+class Head(NamedTuple):
+    """The first request of a lane, as the order policy sees a model that could run next (`ModelView`)."""
+
+    lane: Lane
+    first: TrackedRequest
+    last_planned_step: int
+    """Number of the last pick of the model."""
+
+    @property
+    def name(self) -> str:
+        return self.lane.model
+
+    def runnable(self) -> tuple[TrackedRequest]:
+        """Its first alone: the rest of the lane comes after it in any case."""
+        return (self.first,)
+
+    def rank(self) -> tuple[bool, float]:
+        """Online first, then high priority."""
+        return (not self.lane.is_online, self.first.key[0])
+
+
 Entry = tuple[tuple[float, ...], TrackedRequest]
 
 

@@ -6,8 +6,6 @@ more when it ends. A leader that vanishes leaves leases behind that run out by t
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from services.scheduler.actions import Action, Paired, SendRebalance
 from services.scheduler.cluster import ClusterView, InstanceState
 from shared.messages.cluster import LoadReport
@@ -100,8 +98,9 @@ class Rescheduler:
         state = self._cluster.get(instance_id)
         return state.rebalancing_view() if state is not None else None
 
-    def _takers_above(self, freeness: float) -> Iterator[Taker]:
-        for instance_id, state in self._cluster:
-            report = state.report
-            if report is not None and report.running_freeness >= freeness and state.can_take:
-                yield Taker(instance_id, report.migration_freeness, state.names, report.running_freeness)
+    def _takers_above(self, freeness: float) -> list[Taker]:
+        return [
+            Taker(instance_id, report.migration_freeness, state.names, report.running_freeness)
+            for instance_id, state in self._cluster
+            if (report := state.report) is not None and report.running_freeness >= freeness and state.can_take
+        ]

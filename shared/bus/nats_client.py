@@ -1,6 +1,6 @@
 """nats-py's client with a hot path of its own: synchronous publishing, direct dispatch, one request multiplexer.
 
-nats-py supplies the connection, the protocol parser, reconnecting and JetStream's management calls. Replaced are:
+nats-py supplies the connection, most of the protocol parser, reconnecting and JetStream's management calls. Replaced are:
 - sending: commands are collected and written once per event loop turn, with no task or future per message;
 - receiving: handlers are called by the parser, in order of arrival, with no queue or task per subscription (so nothing
   is ever dropped on this side for slowness; a slow process is pushed back by TCP);
@@ -25,6 +25,7 @@ from nats.aio.transport import TcpTransport
 from nats.errors import AuthorizationError, Error, MaxPayloadError, NoRespondersError, TimeoutError
 
 from shared.bus.codec import parse_headers
+from shared.bus.nats_parser import DirectParser
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +47,7 @@ class NotConnectedError(Error):
 class DirectClient(Client):
     def __init__(self, on_disconnect: Callable[[], None]) -> None:
         super().__init__()
+        self._ps = DirectParser(self, self._deliver)
         self._on_disconnect = on_disconnect
         self._direct: dict[int, Handler] = {}
         self._is_write_scheduled = False
@@ -139,14 +141,18 @@ class DirectClient(Client):
             self._direct.pop(sid, None)
 
     async def _process_msg(self, sid: int, subject: bytes, reply: bytes, data: bytes, headers: bytes | None) -> None:
+        if not self._deliver(sid, subject, reply, data, headers):
+            await super()._process_msg(sid, subject, reply, data, headers or b"")
+
+    def _deliver(self, sid: int, subject: bytes, reply: bytes, data: bytes, headers: bytes | None) -> bool:
         handler = self._direct.get(sid)
         if handler is None:
-            await super()._process_msg(sid, subject, reply, data, headers or b"")
-            return
+            return False
         try:
             handler(subject, reply, headers, data)
         except Exception:
             logger.exception("the handler of %s failed", subject.decode())
+        return True
 
     # ------------------------------------------------------------------------------------------------ requests
 

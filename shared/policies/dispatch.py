@@ -69,7 +69,7 @@ class ReportedFreeness(NamedTuple):
     @property
     def left_merged(self) -> float:
         """Merged blocks beside the virtual usage; below 0 where more is asked for than there is."""
-        if math.isnan(self.freeness):
+        if self.freeness != self.freeness:  # not a number
             return -math.inf
         return left_of(self.free_merged, self.freeness, self.num_running)
 
@@ -77,7 +77,7 @@ class ReportedFreeness(NamedTuple):
 def freeness_with_ledger(reported: ReportedFreeness, ledger_merged: float, ledger_requests: int) -> float:
     """Dispatch freeness as if the requests in flight to the instance were already running there. `ledger_merged`: their
     demand, in merged blocks."""
-    if math.isnan(reported.freeness):
+    if reported.freeness != reported.freeness:  # not a number
         return -math.inf
     if ledger_requests == 0:
         return reported.freeness
@@ -102,6 +102,7 @@ class InFlightLedger:
         self._entries: dict[str, dict[str, InFlight]] = {}
         self._instance_of: dict[str, str] = {}
         self._num_high: Counter[str] = Counter()
+        """Of instances with any."""
 
     def __len__(self) -> int:
         return len(self._instance_of)
@@ -113,16 +114,20 @@ class InFlightLedger:
         assert request_id not in self._instance_of, f"{request_id} is in flight already"
         self._instance_of[request_id] = instance_id
         self._entries.setdefault(instance_id, {})[request_id] = entry
-        self._num_high[instance_id] += entry.is_high
+        if entry.is_high:
+            self._num_high[instance_id] += 1
 
     def remove(self, request_id: str) -> str | None:
         """The instance to which it was in flight, or None if it was to none."""
         instance_id = self._instance_of.pop(request_id, None)
         if instance_id is not None:
             entries = self._entries[instance_id]
-            self._num_high[instance_id] -= entries.pop(request_id).is_high
+            if entries.pop(request_id).is_high:
+                self._num_high[instance_id] -= 1
+                if not self._num_high[instance_id]:
+                    del self._num_high[instance_id]
             if not entries:
-                del self._entries[instance_id], self._num_high[instance_id]
+                del self._entries[instance_id]
         return instance_id
 
     def where(self, request_id: str) -> str | None:
@@ -136,19 +141,21 @@ class InFlightLedger:
         entries = self._entries.get(instance_id)
         if not entries:
             return 0
-        return sum(1 for e in entries.values() if e.model == model and (e.is_online or not online_only))
+        return len([e for e in entries.values() if e.model == model and (e.is_online or not online_only)])
 
     def has_high(self, instance_id: str) -> bool:
         """Whether a request of high priority is in flight there."""
-        return self._num_high[instance_id] > 0
+        return instance_id in self._num_high
 
-    def with_high(self) -> list[str]:
-        return [instance_id for instance_id, number in self._num_high.items() if number]
+    def with_high(self) -> Collection[str]:
+        return self._num_high.keys()
 
     def demand_merged(self, instance_id: str) -> float:
         """Merged blocks that the online entries will take (offline work is not load)."""
         entries = self._entries.get(instance_id)
-        return sum(e.demand_merged for e in entries.values() if e.is_online) if entries else 0.0
+        if not entries:
+            return 0.0
+        return sum([entry.demand_merged for entry in entries.values() if entry.is_online])
 
 
 class CandidateIndex:
@@ -181,6 +188,14 @@ class CandidateIndex:
 
     def touch_all(self, instance_ids: Collection[str]) -> None:
         self._touched.update(instance_ids)
+
+    def worsen(self, instance_id: str) -> None:
+        """Likewise, for the worse if the first number of its rank is not above 0: then it is ranked when it comes first."""
+        known = self._ranks.get(instance_id)
+        if self._version_of is not None and known is not None and known[0] <= 0:
+            self._versions.pop(instance_id, None)
+        else:
+            self._touched.add(instance_id)
 
     def hint(self, bounds: Mapping[str, float]) -> None:
         """The least that the first number of each one's rank can be now."""
@@ -224,13 +239,13 @@ class CandidateIndex:
 
     def _refresh(self) -> None:
         if self._hinted:
-            ranks, heap = self._ranks, self._heap
+            ranks, heap, versions = self._ranks, self._heap, self._versions
             for instance_id, bound in self._hinted.items():
+                versions.pop(instance_id, None)
                 known = ranks.get(instance_id)
                 if known is None or not bound >= known[0]:
                     rank = ranks[instance_id] = (bound,)
                     heappush(heap, (rank, instance_id))
-                    self._versions.pop(instance_id, None)
             self._hinted.clear()
         for instance_id in self._touched:
             self._rank(instance_id)

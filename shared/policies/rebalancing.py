@@ -28,6 +28,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from heapq import nlargest
+from operator import attrgetter
 from typing import NamedTuple
 
 from shared.messages.migration import AbortReason, MoveReason
@@ -163,12 +164,8 @@ class _TokenBucket:
         self._level -= 1.0
 
 
-def _freeness_of(taker: Taker) -> float:
-    return taker.freeness
-
-
-def _running_freeness_of(taker: Taker) -> float:
-    return taker.running_freeness
+_freeness_of: Callable[[Taker], float] = attrgetter("freeness")
+_running_freeness_of: Callable[[Taker], float] = attrgetter("running_freeness")
 
 
 class Rebalancer:
@@ -309,7 +306,8 @@ class Rebalancer:
         changes: Changes,
         now: float,
     ) -> None:
-        able = [taker for taker in takers if self._may_take(taker.instance_id)]
+        excluded = self.pairs.keys() | {name for name, number in self._taking.items() if number >= self._max_in}
+        able = [taker for taker in takers if taker.instance_id not in excluded]
         if self._backoffs:
             able = [taker for taker in able if not self._is_backing_off(taker.instance_id, now)]
         free = self._freest([taker for taker in able if taker.freeness >= self.low / 2], _freeness_of)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 from bench.control_plane.__main__ import main
 from bench.control_plane.fleet import REPORTS_PER_S, SECONDS_OF_A_REQUEST, Fleet
 from bench.control_plane.in_process import paced
+from bench.control_plane.witness import main as witness
 from shared.messages.cluster import LoadReport
 
 
@@ -38,3 +40,13 @@ def test_a_short_run_writes_table_and_figures(tmp_path: Path) -> None:
     (figures,) = tmp_path.glob("*.json")
     assert re.search(r"\| 64 +\| 3,[12]", table.read_text())
     assert [run["num_instances"] for run in msgspec.json.decode(figures.read_bytes())["in_process"]] == [16, 64]
+
+
+def test_the_witness_says_how_late_it_was(capsys: pytest.CaptureFixture[str]) -> None:
+    cores = os.sched_getaffinity(0)
+    try:
+        witness(min(cores), 0.1)
+    finally:
+        os.sched_setaffinity(0, cores)
+    p99_ms, max_ms = map(float, capsys.readouterr().out.split())
+    assert 0 < p99_ms <= max_ms

@@ -149,6 +149,40 @@ def test_each_dispatch_goes_to_the_freest_with_memory_after_all_before_it(
         sent[index] += 1
 
 
+events = st.one_of(
+    st.tuples(st.just("request"), st.booleans(), st.just(0.0)),
+    st.tuples(st.sampled_from([0, 1, 2]), st.booleans(), st.floats(-40, 40)),
+)
+
+
+@given(st.lists(events, max_size=40))
+def test_whoever_is_ranked_late_is_in_the_place_of_its_true_rank(events: list[tuple[str | int, bool, float]]) -> None:
+    """Reports, with or without word of what was sent there, and dispatches; against ranking everybody each time."""
+    core = make_core([10.0, 20.0, -5.0], [2, 3, 1], max_waiting=3)
+    core.submit(make_request("first"), 0.0)
+    core.actions(0.0)
+    lane, names, sequence = Lane("m", True), ["i0", "i1", "i2"], 1
+    dispatcher = core.dispatcher
+    in_flight: dict[str, list[str]] = {name: [] for name in names}
+    for number, (kind, flag, freeness) in enumerate(events):
+        sequence += 1
+        if kind == "request":
+            core.submit(make_request(f"r{number}", num_prompt=16, high=flag), 0.0)
+        else:
+            name = names[int(kind)]
+            admitted, in_flight[name] = in_flight[name][:flag], in_flight[name][flag:]
+            free = {"freeness": freeness, "freeness_high": freeness - 5}
+            core.on_report(make_report(name, sequence, num_running=3, admitted=admitted, **free), 0.0)
+        for action in core.actions(0.0):
+            if isinstance(action, Dispatch):
+                in_flight[action.instance_id].append(action.request.request_id)
+        dispatcher._note_changes()
+        for index, is_high in zip(dispatcher._indexes(lane), (False, True), strict=True):
+            ranks = {name: dispatcher._rank(lane, is_high, name) for name in names}
+            able = [(rank, name) for name, rank in ranks.items() if rank is not None]
+            assert index.best(lambda _: True) == min(able, default=(None, None))[1]
+
+
 @given(st.integers(1, 8), st.integers(1, 40))
 def test_a_burst_is_shared_equally_among_equals(num_instances: int, num_requests: int) -> None:
     core = make_core([float("inf")] * num_instances, [0] * num_instances, max_waiting=100)

@@ -1,0 +1,94 @@
+"""The parser of the NATS protocol: what comes in is delivered in order, however the bytes were cut into pieces."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from nats.errors import ProtocolError
+
+from shared.bus.nats_parser import MAX_KEPT_BYTES, DirectParser
+
+DIRECT, OTHER = 7, 8
+
+
+class Peer:
+    """In the place of nats-py's client."""
+
+    def __init__(self) -> None:
+        self.got: list[tuple[Any, ...]] = []
+        self.parser = DirectParser(self, self._deliver)
+
+    def _deliver(self, sid: int, subject: bytes, reply: bytes, data: bytes, headers: bytes | None) -> bool:
+        if sid == DIRECT:
+            self.got.append((sid, subject, reply, headers, data))
+        return sid == DIRECT
+
+    async def _process_msg(self, sid: int, subject: bytes, reply: bytes, data: bytes, headers: bytes | None) -> None:
+        self.got.append((sid, subject, reply, headers, data))
+
+    async def _process_ping(self) -> None:
+        self.got.append(("ping",))
+
+    def feed(self, *pieces: bytes) -> None:
+        async def parse() -> None:
+            for piece in pieces:
+                await self.parser.parse(piece)
+
+        asyncio.run(parse())
+
+
+def message(sid: int, body: bytes, reply: bytes = b"", headers: bytes = b"") -> tuple[bytes, tuple[Any, ...]]:
+    words = [b"a.b", b"%d" % sid] + ([reply] if reply else [])
+    words += [b"%d" % len(headers)] if headers else []
+    words.append(b"%d" % (len(headers) + len(body)))
+    command = b"HMSG " if headers else b"MSG "
+    wire = command + b" ".join(words) + b"\r\n" + headers + body + b"\r\n"
+    return wire, (sid, b"a.b", reply, headers or None, body)
+
+
+bodies = st.one_of(st.binary(max_size=40), st.just(b"MSG a 7 3\r\nabc\r\n"), st.just(b"\r\nPING\r\n"))
+messages = st.builds(
+    message,
+    st.sampled_from([DIRECT, OTHER]),
+    bodies,
+    st.sampled_from([b"", b"in.box"]),
+    st.sampled_from([b"", b"NATS/1.0"]),
+)
+commands = st.one_of(messages, st.just((b"PING\r\n", ("ping",))))
+
+
+@given(st.lists(commands, max_size=8), st.lists(st.integers(1, 30), max_size=20))
+def test_everything_is_delivered_in_order_in_whatever_pieces_it_comes(
+    sent: list[tuple[bytes, tuple[Any, ...]]], sizes: list[int]
+) -> None:
+    wire, pieces = b"".join(one for one, _ in sent), []
+    for size in sizes:
+        pieces.append(wire[:size])
+        wire = wire[size:]
+    peer = Peer()
+    peer.feed(*pieces, wire)
+    assert peer.got == [expected for _, expected in sent]
+
+
+def test_a_long_message_in_many_pieces_is_not_copied_with_each() -> None:
+    body = bytes(64 * MAX_KEPT_BYTES)
+    wire, expected = message(DIRECT, body)
+    short, expected_short = message(DIRECT, b"short")
+    wire += short
+    pieces = [wire[at : at + 512] for at in range(0, len(wire), 512)]
+    peer = Peer()
+    began_s = time.thread_time()
+    peer.feed(*pieces)
+    assert peer.got == [expected, expected_short]
+    assert time.thread_time() - began_s < 2.0
+
+
+def test_a_message_whose_line_cannot_be_read_is_an_error() -> None:
+    for line in (b"MSG a.b 7 x\r\n", b"MSG a.b x 3\r\n", b"MSG \r\n", b"HMSG a.b 7 x 3\r\n"):
+        with pytest.raises(ProtocolError):
+            Peer().feed(line + b"abc\r\n")
