@@ -141,13 +141,11 @@ class InstanceState:
             self._load = Load.of(self.report)
         return self._load
 
-    def freeness(self, is_charged: bool) -> ReportedFreeness:
-        """For dispatch; `is_charged`: with the headroom of high priority."""
+    def freeness(self, for_high: bool) -> ReportedFreeness:
+        """For dispatch; `for_high`: as a request of high priority sees it, beside which no headroom is kept."""
         report = self.report
         assert report is not None
-        # A normal request is charged where high ones are, a high one where none is.
-        is_normal_charged = report.num_high > 0
-        value = report.dispatch_freeness if is_normal_charged == is_charged else report.dispatch_freeness_high
+        value = report.dispatch_freeness_high if for_high else report.dispatch_freeness
         # Where nothing online runs or waits, all that is held is offline work's, which yields.
         free_merged = float(self.info.num_merged) if value == math.inf else report.free_merged
         return ReportedFreeness(value, self.load.num_running, free_merged)

@@ -11,8 +11,8 @@ fits nowhere now, but into what instances have in pieces, goes where least is mi
 instance's queue: its demand makes the instance give requests away (`rebalancing`), so that the pieces come together.
 Meanwhile nobody else is let in there, so this is for few instances at once; other requests that fit nowhere wait in the
 queue, and those that fit pass them, but not for long: one that has waited `OVERDUE_S` goes to an instance in any case.
-One of high priority sees an instance as if the headroom that it needs were made; and an instance with as many waiting
-requests as it may have takes as many again of high priority, which it lets in first.
+One of high priority sees an instance as if no headroom were kept there; and an instance with as many waiting requests as
+it may have takes as many again of high priority, which it lets in first.
 
 Offline requests go where the most room for them is reported, minus what was sent there since, and nowhere without any; the
 last one may overdraw it, so that a long request is not passed by for ever.
@@ -63,13 +63,10 @@ class _Indexes(NamedTuple):
         self.normal.touch(instance_id)
         self.high.touch(instance_id)
 
-    def worsen(self, instance_id: str, is_high: bool) -> None:
-        """A request was sent there. The first of high priority makes an instance better for the next one."""
+    def worsen(self, instance_id: str) -> None:
+        """A request was sent there."""
         self.normal.worsen(instance_id)
-        if is_high:
-            self.high.touch(instance_id)
-        else:
-            self.high.worsen(instance_id)
+        self.high.worsen(instance_id)
 
 
 class Dispatcher:
@@ -147,12 +144,9 @@ class Dispatcher:
     def relieve(self, instance_id: str) -> None:
         """Something is not in flight to the instance any more: it is as free as its report says, at best."""
         state = self._cluster.get(instance_id)
-        report = state.report if state is not None else None
-        # Of one that is overloaded each request in flight takes a share of what is missing; so it may even look better.
-        is_free = report is not None and report.dispatch_freeness >= 0 and report.dispatch_freeness_high >= 0
-        if report is not None and is_free and self._policy is by_freeness:
+        if state is not None and state.report is not None and self._policy is by_freeness:
             self._reported.add(instance_id)
-            self._bound(report)
+            self._bound(state.report)
         else:
             self._touched.add(instance_id)
 
@@ -160,6 +154,10 @@ class Dispatcher:
         """Notes an instance that may have become better, and by how much at most."""
         instance_id = report.instance_id
         normal, high = -report.dispatch_freeness, -report.dispatch_freeness_high
+        if not (normal <= 0 and high <= 0) and self.ledger.num_requests(instance_id):
+            # Each request in flight takes a share of what is missing, so it may even look better than it says.
+            self._touched.add(instance_id)
+            return
         told = self._told.get(instance_id)
         if told is not None and normal >= told[0] and high >= told[1]:
             return
@@ -277,7 +275,7 @@ class Dispatcher:
         """Whether the instances have together what it needs, beside all that waits for them: else one would keep memory
         idle for it until enough requests end."""
         demand = self._state(freest[0]).ready[tracked.model].demand_merged(tracked.num_tokens)
-        left = [self._state(name).freeness(is_charged=False).left_merged for name in freest]
+        left = [self._state(name).freeness(for_high=True).left_merged for name in freest]
         in_flight = sum(self.ledger.demand_merged(name) for name in freest)
         return sum(merged for merged in left if merged > -inf) - in_flight >= demand
 
@@ -296,7 +294,7 @@ class Dispatcher:
         if num_others and served.tokens_per_merged:
             growth = self._growth_steps * (num_others + 1) / served.tokens_per_merged
             demand += min(growth, max(0.0, served.num_merged - demand))
-        return demand + self.ledger.demand_merged(instance_id) - state.freeness(is_charged=False).left_merged
+        return demand + self.ledger.demand_merged(instance_id) - state.freeness(for_high=True).left_merged
 
     def _fits(self, tracked: TrackedRequest) -> Callable[[str], bool]:
         model, num_tokens = tracked.model, tracked.num_tokens_at_most
@@ -308,16 +306,14 @@ class Dispatcher:
         state = self._state(instance_id)
         state.last_turn = self._last_pick[tracked.model] = self._num_picked
         demand = state.ready[tracked.model].demand_merged(tracked.num_tokens)
-        self.ledger.add(
-            tracked.request_id, instance_id, InFlight(tracked.model, tracked.is_online, demand, tracked.is_high)
-        )
+        self.ledger.add(tracked.request_id, instance_id, InFlight(tracked.model, tracked.is_online, demand))
         if not tracked.is_online:
             self._offline.add(tracked.request_id, instance_id, tracked.model, tracked.num_tokens_at_most)
         if self._affinity is not None and tracked.request is not None:
             self._affinity.record(tracked.model, tracked.request.prompt, instance_id)
         for model in state.ready:
             for indexes in self._lanes_of_model.get(model, {}).values():
-                indexes.worsen(instance_id, tracked.is_high)
+                indexes.worsen(instance_id)
 
     def _indexes(self, lane: Lane) -> _Indexes:
         return self._lanes_of_model[lane.model][lane]
@@ -335,13 +331,10 @@ class Dispatcher:
         """Of all lanes: which models an instance serves is looked at when it is ranked."""
         if not self._touched and not self._reported:
             return
-        # One of high priority that no report has named yet may make an instance better for the next one.
-        unbounded = [instance_id for instance_id in self.ledger.with_high() if instance_id in self._reported]
         for lanes in self._lanes_of_model.values():
             for lane, indexes in lanes.items():
                 indexes.normal.touch_all(self._touched)
                 indexes.high.touch_all(self._touched)
-                indexes.high.touch_all(unbounded)
                 if lane.is_online:
                     indexes.normal.hint(self._bounds)
                     indexes.high.hint(self._bounds_high)
@@ -400,6 +393,5 @@ class Dispatcher:
         report = state.report
         assert report is not None
         in_flight = self.ledger.num_requests(instance_id) - self._offline.num_requests(instance_id)
-        is_charged = (report.num_high > 0 or self.ledger.has_high(instance_id)) != is_high
-        freeness = freeness_with_ledger(state.freeness(is_charged), self.ledger.demand_merged(instance_id), in_flight)
+        freeness = freeness_with_ledger(state.freeness(is_high), self.ledger.demand_merged(instance_id), in_flight)
         return DispatchView(freeness, state.load.num_requests + in_flight, state.last_turn)

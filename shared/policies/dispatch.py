@@ -11,7 +11,7 @@ local account). Without it a burst between two reports lands on one instance.
 from __future__ import annotations
 
 import math
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping
 from heapq import heapify, heappop, heappush
 from typing import NamedTuple
@@ -90,8 +90,6 @@ class InFlight(NamedTuple):
     model: str
     is_online: bool
     demand_merged: float
-    is_high: bool = False
-    """Online, and of high priority."""
 
 
 class InFlightLedger:
@@ -101,8 +99,6 @@ class InFlightLedger:
     def __init__(self) -> None:
         self._entries: dict[str, dict[str, InFlight]] = {}
         self._instance_of: dict[str, str] = {}
-        self._num_high: Counter[str] = Counter()
-        """Of instances with any."""
 
     def __len__(self) -> int:
         return len(self._instance_of)
@@ -114,18 +110,13 @@ class InFlightLedger:
         assert request_id not in self._instance_of, f"{request_id} is in flight already"
         self._instance_of[request_id] = instance_id
         self._entries.setdefault(instance_id, {})[request_id] = entry
-        if entry.is_high:
-            self._num_high[instance_id] += 1
 
     def remove(self, request_id: str) -> str | None:
         """The instance to which it was in flight, or None if it was to none."""
         instance_id = self._instance_of.pop(request_id, None)
         if instance_id is not None:
             entries = self._entries[instance_id]
-            if entries.pop(request_id).is_high:
-                self._num_high[instance_id] -= 1
-                if not self._num_high[instance_id]:
-                    del self._num_high[instance_id]
+            del entries[request_id]
             if not entries:
                 del self._entries[instance_id]
         return instance_id
@@ -142,13 +133,6 @@ class InFlightLedger:
         if not entries:
             return 0
         return len([e for e in entries.values() if e.model == model and (e.is_online or not online_only)])
-
-    def has_high(self, instance_id: str) -> bool:
-        """Whether a request of high priority is in flight there."""
-        return instance_id in self._num_high
-
-    def with_high(self) -> Collection[str]:
-        return self._num_high.keys()
 
     def demand_merged(self, instance_id: str) -> float:
         """Merged blocks that the online entries will take (offline work is not load)."""

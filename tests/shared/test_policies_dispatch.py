@@ -81,13 +81,12 @@ class TestLedger:
         ledger.add("r1", "a", InFlight("m", True, 1.5))
         ledger.add("r2", "a", InFlight("n", True, 0.5))
         ledger.add("r3", "a", InFlight("m", False, 4.0))
-        ledger.add("r4", "b", InFlight("m", True, 1.0, is_high=True))
+        ledger.add("r4", "b", InFlight("m", True, 1.0))
         assert ledger.num_requests("a") == 3
         assert ledger.demand_merged("a") == 2.0, "offline work is not load"
         assert ledger.num_waiting("a", "m", online_only=False) == 2
         assert ledger.num_waiting("a", "m", online_only=True) == 1
         assert ledger.where("r4") == "b" and "r4" in ledger
-        assert ledger.has_high("b") and not ledger.has_high("a") and not ledger.has_high("c")
 
     def test_removing_twice_does_nothing(self) -> None:
         ledger = InFlightLedger()
