@@ -147,7 +147,13 @@ async def scale_instances(context: GatewayContext, request: Request) -> Response
     """Sets how many instances there are: started by the nodes or by Kubernetes, drained before they end."""
     _authenticate(context, request)
     message = await read_message(request, _SCALE, context.settings.max_body_bytes)
-    return await _ask_placement(context, PLACEMENT_SCALE_INSTANCES, ScaleInstances(message.instances))
+    query = ScaleInstances(message.instances)
+    try:
+        return json_response(await context.bus.request(PLACEMENT_SCALE_INSTANCES, query, timeout_s=PLACEMENT_TIMEOUT_S))
+    except BusError as error:
+        # What is `instances` in the request has another name on the bus.
+        param = "instances" if error.info.param == "num_instances" else error.info.param
+        raise of_info(msgspec.structs.replace(error.info, param=param)) from error
 
 
 async def drain_instance(context: GatewayContext, request: Request) -> Response:

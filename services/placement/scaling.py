@@ -102,7 +102,8 @@ class FleetKeeper:
                 released = [i for i in fleet.released if i in existing]
                 revived = (await self._backend.revivable(released, nodes))[-num_more:]
             if num_more > len(revived):
-                await self._backend.grow(num_more - len(revived), nodes)
+                by_hand = [i for i in existing if i in fleet.draining and i not in fleet.released]
+                await self._backend.grow(num_more - len(revived), nodes, by_hand)
             return await self._change(fleet, fleet.undo(revived))
 
     async def tend_for_ever(self, is_leader: Callable[[], bool]) -> None:

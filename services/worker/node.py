@@ -221,7 +221,7 @@ class NodeAgent:
         most = self._info.max_instances
         if not 1 <= query.num_instances <= most:
             message = f"{self.node_id} runs 1 to {most} instances (TIDEWAY_MAX_INSTANCES), not {query.num_instances}"
-            raise ServiceError.of(ErrorCode.OVERLOADED, message, "num_instances")
+            raise ServiceError.of(ErrorCode.CONFLICT, message, "num_instances")
         logger.info("%d instances are asked for instead of %d", query.num_instances, self._info.num_instances)
         self._offer(query.num_instances)
         return Done()

@@ -109,6 +109,7 @@ class ScriptedPeer:
         """Fields of the load reports of an instance; one that has none here says nothing."""
         self.num_reports = 0
         self.scaled: list[ScaleModel | ScaleInstances] = []
+        self.scaling_refusal: ServiceError | None = None
         self._names: set[str] = set()
         self._stopped = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -187,7 +188,6 @@ class ScriptedPeer:
             LoadedModel(name, state, max_model_len=256, page_tokens=16, num_running=num_running) for name in models
         ]
         info = InstanceInfo(instance_id, incarnation, "node", state, loaded, 100, 2**20, kv_address=kv_address)
-        self._infos[instance_id] = info
         if instance_id not in self._served:
             endpoint = INSTANCE_SUBMIT.at(instance_id=instance_id)
             cancel = INSTANCE_CANCEL.at(instance_id=instance_id)
@@ -214,7 +214,11 @@ class ScriptedPeer:
                 await self.bus.serve(INSTANCE_REPLAY.at(instance_id=instance_id), replay),
                 await self.bus.subscribe(cancel, on_cancel),
             ]
-        await self._instances.put(instance_id, info)
+        await self.put_instance(info)
+
+    async def put_instance(self, info: InstanceInfo) -> None:
+        self._infos[info.instance_id] = info
+        await self._instances.put(info.instance_id, info)
 
     def report(self, instance_id: str) -> None:
         """A load report; but for `loads` of an instance that idles."""
@@ -321,6 +325,8 @@ class ScriptedPeer:
         return self.plan
 
     async def _scale(self, message: ScaleModel | ScaleInstances) -> PlacementPlan:
+        if self.scaling_refusal is not None:
+            raise self.scaling_refusal
         self.scaled.append(message)
         return self.plan
 

@@ -12,6 +12,7 @@ import httpx
 import pytest
 
 from services.gateway import cluster_loads
+from shared.bus.interface import ServiceError
 from shared.messages.admin import ScaleInstances, ScaleModel
 from shared.messages.catalogue import LOAD_REPORTS, SCHEDULER_STATISTICS
 from shared.messages.channels import Topic
@@ -21,6 +22,7 @@ from shared.messages.cluster import (
     ModelStatistics,
     StatisticsReport,
 )
+from shared.messages.requests import ErrorCode
 from shared.settings import BusSettings
 from tests.gateway.conftest import MODEL, Stack, running_gateway, running_stack
 from tests.gateway.peer import until
@@ -189,6 +191,10 @@ async def test_scaling(nats_settings: BusSettings, checkpoint: Path) -> None:
         answer = await stack.client.post("/admin/models/ocean/scale", json={"replicas": 1})
         assert (answer.status_code, answer.json()["error"]["code"]) == (404, "model_not_found")
         assert len(stack.peer.scaled) == 3
+
+        stack.peer.scaling_refusal = ServiceError.of(ErrorCode.CONFLICT, "at most 2", "num_instances")
+        answer = await stack.client.post("/admin/scale", json={"instances": 3})
+        assert (answer.status_code, answer.json()["error"]["param"]) == (409, "instances")
 
 
 CHANGES = [

@@ -42,7 +42,9 @@ def test_more_instances_go_where_the_fewest_are() -> None:
     assert spread(0, nodes) == {}
     with pytest.raises(ServiceError, match="run at most 9 instances") as caught:
         spread(6, nodes)
-    assert (caught.value.code, caught.value.info.param) == (ErrorCode.OVERLOADED, "num_instances")
+    assert (caught.value.code, caught.value.info.param) == (ErrorCode.CONFLICT, "num_instances")
+    with pytest.raises(ServiceError, match=r"at most 9 .* b-0, c-0 drained by hand .*`tideway drain b-0 --undo`"):
+        spread(6, nodes, ["b-0", "c-0"])
 
 
 def test_the_fullest_node_gives_its_last_instance() -> None:

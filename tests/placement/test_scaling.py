@@ -122,7 +122,8 @@ async def test_more_and_fewer_instances_on_nodes_with_room(
         await cluster.placed("a", "m-0 m-1 n-0 n-1")
         with pytest.raises(ServiceError, match="run at most 5 instances") as caught:
             await scale(cluster, 6)
-        assert caught.value.code == ErrorCode.OVERLOADED
+        assert caught.value.code == ErrorCode.CONFLICT
+        assert "by hand" not in caught.value.info.message
         with pytest.raises(ServiceError, match="expected 1 or more"):
             await scale(cluster, 0)
 
@@ -136,6 +137,8 @@ async def test_more_and_fewer_instances_on_nodes_with_room(
         await scale(cluster, 4)
         plan = await cluster.placed("a", "m-1 n-0 n-1 n-2")
         assert (plan.draining, plan.released) == (["m-0"], [])
+        with pytest.raises(ServiceError, match="m-0 drained by hand"):
+            await scale(cluster, 5)
 
 
 async def test_what_scaling_drains_is_apart_from_what_an_operator_drains(

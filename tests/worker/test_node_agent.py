@@ -305,7 +305,7 @@ async def test_the_number_of_instances_is_changed_within_bounds_and_outlives_the
         for number in (0, 5):
             with pytest.raises(ServiceError, match="runs 1 to 4 instances") as caught:
                 await scale(number)
-            assert caught.value.code == ErrorCode.OVERLOADED
+            assert caught.value.code == ErrorCode.CONFLICT
         await peers.carried_out(PlacementPlan(1, plan(1, "a").instances, draining=["n-2", "other-n-7"]))
     await until(lambda: not peers.nodes.entries)
     async with running_agent(nats_settings.nats_url, start_telemetry("node", "n", nats_settings), machine=machine):

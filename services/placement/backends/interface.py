@@ -18,8 +18,9 @@ class ScalingBackend(ABC):
     """Whether `release` has anything to do."""
 
     @abstractmethod
-    async def grow(self, num_more: int, nodes: Sequence[NodeInfo]) -> None:
-        """So many instances more than the nodes have room for. OVERLOADED, with nothing done, if there cannot be so many."""
+    async def grow(self, num_more: int, nodes: Sequence[NodeInfo], drained: Sequence[str] = ()) -> None:
+        """So many instances more than the nodes have room for. CONFLICT, with nothing done, if there cannot be so many.
+        `drained`: those that operators took out, which keep their places."""
 
     @abstractmethod
     def to_drain(

@@ -63,7 +63,7 @@ class KubernetesBackend(ScalingBackend):
 
     # ----------------------------------------------------------------------------------------------- decisions
 
-    async def grow(self, num_more: int, nodes: Sequence[NodeInfo]) -> None:
+    async def grow(self, num_more: int, nodes: Sequence[NodeInfo], drained: Sequence[str] = ()) -> None:
         per_pod = max((node.num_instances for node in nodes if self._is_own(node.node_id)), default=1)
         num_pods = -(-num_more // max(1, per_pod))
 

@@ -22,20 +22,20 @@ logger = logging.getLogger(__name__)
 CALL_TIMEOUT_S = 3.0
 
 
-def spread(num_more: int, nodes: Sequence[NodeInfo]) -> dict[str, int]:
+def spread(num_more: int, nodes: Sequence[NodeInfo], drained: Sequence[str] = ()) -> dict[str, int]:
     """Node id -> instances that it should have, for the nodes that get more: one after the other where the fewest are.
-    OVERLOADED if the nodes cannot run so many."""
+    CONFLICT if the nodes cannot run so many, those that are drained by hand (`drained`) among them."""
     sizes = {node.node_id: node.num_instances for node in nodes}
     room = {node.node_id: node.max_instances - node.num_instances for node in nodes}
     for _ in range(num_more):
         free = sorted(node_id for node_id in sizes if room[node_id] > 0)
         if not free:
             most = sum(max(node.num_instances, node.max_instances) for node in nodes)
-            raise ServiceError.of(
-                ErrorCode.OVERLOADED,
-                f"the registered nodes run at most {most} instances in all (TIDEWAY_MAX_INSTANCES of each worker)",
-                "num_instances",
-            )
+            message = f"the registered nodes run at most {most} instances in all (TIDEWAY_MAX_INSTANCES of each worker)"
+            if drained:
+                message += f", and {', '.join(drained)} drained by hand count among them"
+                message += f": `tideway drain {drained[0]} --undo` brings {drained[0]} back"
+            raise ServiceError.of(ErrorCode.CONFLICT, message, "num_instances")
         chosen = min(free, key=lambda node_id: sizes[node_id])
         sizes[chosen] += 1
         room[chosen] -= 1
@@ -48,9 +48,9 @@ class LocalBackend(ScalingBackend):
     def __init__(self, bus: Bus) -> None:
         self._bus = bus
 
-    async def grow(self, num_more: int, nodes: Sequence[NodeInfo]) -> None:
+    async def grow(self, num_more: int, nodes: Sequence[NodeInfo], drained: Sequence[str] = ()) -> None:
         """What a node that does not answer should have got, others get. If that does not suffice, its error is raised."""
-        sizes = spread(num_more, nodes)
+        sizes = spread(num_more, nodes, drained)
         while sizes:
             answers = await asyncio.gather(*(self._ask(node_id, number) for node_id, number in sizes.items()))
             failed = {node_id for node_id, error in zip(sizes, answers, strict=True) if error is not None}
