@@ -10,6 +10,7 @@ from functools import partial
 import msgspec
 
 from services.worker.machine import survey
+from services.worker.migration.faults import FaultPoints
 from services.worker.node import NodeAgent
 from shared.bus.nats_bus import NatsBus
 from shared.service import load_or_exit, run_service, unless_stopped
@@ -21,13 +22,14 @@ logger = logging.getLogger(__name__)
 
 async def serve(settings: WorkerSettings, stop: asyncio.Event) -> None:
     # Instances have their settings from the same environment.
-    drain_grace_s = load(InstanceSettings).drain_grace_s
+    of_instances = load(InstanceSettings)
+    FaultPoints(of_instances.fault_points)  # which they would first look at when they are about to move requests
     machine = await asyncio.to_thread(survey, settings)
     telemetry = start_telemetry("node", settings.node_id, settings)
     bus = await unless_stopped(NatsBus.connect(settings, "node", settings.node_id, telemetry.registry), stop)
     if bus is None:
         return
-    agent = NodeAgent(bus, settings, telemetry, machine, drain_grace_s=drain_grace_s)
+    agent = NodeAgent(bus, settings, telemetry, machine, drain_grace_s=of_instances.drain_grace_s)
     port = telemetry.serve_metrics(agent.problems)
     logger.info("%s: metrics on http://%s:%d/metrics", settings.node_id, settings.metrics_host, port)
     await agent.start()

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import subprocess
+import sys
 
 import pytest
 
@@ -183,6 +186,16 @@ def test_fault_points_are_read_from_settings() -> None:
     for text in ("nowhere:fail", "source.copy:burn", "source.copy", "source.copy:delay:soon"):
         with pytest.raises(SettingsError):
             FaultPoints(text)
+
+
+def test_a_worker_refuses_fault_points_that_are_none() -> None:
+    environment = {**os.environ, "TIDEWAY_FAULT_POINTS": "source.cpy:fail", "TIDEWAY_NATS_URL": "nats://127.0.0.1:1"}
+    command = [sys.executable, "-m", "services.worker"]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    assert result.returncode == 2
+    assert result.stderr.splitlines()[-1].startswith(
+        "tideway: TIDEWAY_FAULT_POINTS: 'source.cpy:fail' is not name:action"
+    )
 
 
 async def test_a_fault_point_fails_where_it_is_asked_to() -> None:
