@@ -30,6 +30,8 @@ class ModelState(StrEnum):
     LOADING = "loading"
     READY = "ready"
     FAILED = "failed"
+    DRAINED = "drained"
+    """On no instance, because all are drained."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,7 @@ class ModelView:
     """Instances that serve it."""
     num_planned: int = 0
     reason: str = ""
-    """Why it failed."""
+    """Why it failed, or is on none."""
 
 
 def view_model(
@@ -62,6 +64,8 @@ def view_model(
         reason = plan.unplaced.get(name, "") if plan else ""
         if configured is not None and name not in configured:
             reason = "it was removed while Tideway ran, and stays so until it is added again (POST /admin/models)"
+        elif reason and plan and plan.draining and not plan.instances:
+            return ModelView(name, ModelState.DRAINED, reason=reason)
         return ModelView(name, ModelState.FAILED if reason else ModelState.WAITING, reason=reason)
     loaded = [
         (info.state, model)

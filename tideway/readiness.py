@@ -55,10 +55,11 @@ def answers(http: httpx.AsyncClient, url: str, detail: str = "") -> Check:
 
 @dataclass
 class ModelChecks:
-    """Whether each model is served, or has failed for good; `failed` holds the latter."""
+    """Whether each model is served, or is not for good; `failed` and `drained` hold the latter."""
 
     view: ClusterView
     failed: dict[str, ModelView] = field(default_factory=dict)
+    drained: dict[str, ModelView] = field(default_factory=dict)
     _failing_since_s: dict[str, float] = field(default_factory=dict)
 
     def settled(self, name: str) -> Check:
@@ -67,13 +68,13 @@ class ModelChecks:
             model = view_model(name, await view.plan(), view.instances, await view.configured())
             if model.state is ModelState.READY:
                 return f"on {model.num_ready} instance{'s' * (model.num_ready != 1)}"
-            if model.state is not ModelState.FAILED:
+            if model.state not in (ModelState.FAILED, ModelState.DRAINED):
                 self._failing_since_s.pop(name, None)
                 return None
             since_s = self._failing_since_s.setdefault(name, time.monotonic())
             if not view.nodes or time.monotonic() - since_s < FAILURE_STANDS_AFTER_S:
                 return None
-            self.failed[name] = model
+            (self.failed if model.state is ModelState.FAILED else self.drained)[name] = model
             return ""
 
         return check

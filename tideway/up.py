@@ -16,7 +16,7 @@ import httpx
 import msgspec
 
 from shared.bus.interface import BusError
-from shared.messages.cluster import ModelSpec
+from shared.messages.cluster import ModelSpec, PlacementPlan
 from shared.service import OPERATOR_ERROR_EXIT_CODE
 from shared.settings import (
     BusSettings,
@@ -143,12 +143,16 @@ class Up:
                     names = [spec.name for spec in self._options.models]
                     await self._wait_for([Step(f"model {name}", models.settled(name), "worker") for name in names])
                     self._report_failed_models(models)
-                    ready = answers(http, f"{self._options.address}/ready", f"on {self._options.address}")
+                    served = [name for name in names if name not in models.failed and name not in models.drained]
+                    # Where all is drained it must come up nevertheless: how else could that be undone?
+                    path = "/ready" if served else "/health"
+                    ready = answers(http, f"{self._options.address}{path}", f"on {self._options.address}")
                     await self._wait_for([Step("API", ready, "gateway")])
                 self._report_earlier_models(await view.configured())
+                self._report_drained(await view.plan())
             finally:
                 await view.close()
-        self._say_ready([spec.name for spec in self._options.models if spec.name not in models.failed])
+        self._say_ready(served)
 
     async def _start_nats(self) -> dict[str, str]:
         """The bus's settings as environment."""
@@ -232,8 +236,17 @@ class Up:
     def _report_failed_models(self, models: ModelChecks) -> None:
         for name, model in models.failed.items():
             self._reporter.failed(f"model {name}", model.reason)
+        for name, model in models.drained.items():
+            self._reporter.warn(f"model {name} is on no instance: {model.reason}")
         if len(models.failed) == len(self._options.models):
             raise OperatorError("No model can be served; the reasons stand above.")
+
+    def _report_drained(self, plan: PlacementPlan | None) -> None:
+        """What an operator drained stays so over restarts; what scaling took out comes back by itself."""
+        if plan is not None and (by_hand := [i for i in plan.draining if i not in plan.released]):
+            self._reporter.warn(
+                f"drained earlier, and left out: {', '.join(by_hand)} (tideway drain INSTANCE --undo brings one back)"
+            )
 
     def _report_earlier_models(self, configured: dict[str, ModelSpec]) -> None:
         """What placement remembers goes before what is asked for now, because it may have been changed at run time."""
@@ -253,6 +266,8 @@ class Up:
                 f"anyone who reaches this machine on port {options.port} may use it: no API keys (TIDEWAY_API_KEYS) are set"
             )
         say(f"Ready in {self._reporter.elapsed_s:.0f} s on {options.address}")
+        if not models:
+            return
         body = msgspec.json.encode(
             {"model": models[0], "stream": True, "messages": [{"role": "user", "content": "What is a compiler?"}]}
         )

@@ -59,7 +59,8 @@ async def _register(role: str) -> None:
     if role == "placement":
         instance = InstancePlan(instance_id="one", node_id="node", models=placed, pool_bytes=0, merged_bytes=0)
         unplaced = {model.name: "it is too large" for model in models if model.source.startswith("none/")}
-        plan = PlacementPlan(1, [instance] if placed else [], unplaced)
+        draining, released = json.loads(os.environ.get("FAKE_DRAINING", "[[], []]"))
+        plan = PlacementPlan(1, [instance] if placed else [], unplaced, draining, released)
         for model in models:
             if not model.source.startswith("removed/"):
                 await (await bus.key_value(MODELS)).put(bucket_key(model.name), model)

@@ -221,6 +221,22 @@ async def test_models_of_an_earlier_start_are_named(tmp_path: Path) -> None:
     assert "model ebb is kept from an earlier start (DELETE /admin/models/ebb drops it)" in run.text
 
 
+async def test_what_was_drained_is_named_and_may_be_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(readiness, "FAILURE_STANDS_AFTER_S", 0.2)
+    monkeypatch.setenv("FAKE_DRAINING", '[["two", "three"], ["three"]]')
+    run = Run(tmp_path)
+    await run.until_ready()
+    await run.stop()
+    line = "drained earlier, and left out: two (tideway drain INSTANCE --undo brings one back)"
+    assert line in run.text
+    assert "  curl " in run.text
+    run = Run(tmp_path, models=[ModelSpec(name="held", source="none/held")])
+    await run.until_ready()
+    await run.stop()
+    assert line in run.text and "model held is on no instance: it is too large" in run.text
+    assert "Ready in" in run.text and "  curl " not in run.text
+
+
 async def test_no_model_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(readiness, "FAILURE_STANDS_AFTER_S", 0.2)
     run = Run(tmp_path, models=[ModelSpec(name="huge", source="none/huge")])
