@@ -14,14 +14,13 @@ from pathlib import Path
 from typing import Annotated, NoReturn
 
 import typer
-from rich.console import Console
 
 from shared.engine import recording
 from shared.service import OPERATOR_ERROR_EXIT_CODE
 from shared.settings import SettingsError
 from tideway import operations
 from tideway.bench.command import bench
-from tideway.console import Reporter
+from tideway.console import Reporter, TableConsole
 from tideway.data_folder import DataFolder, OperatorError
 from tideway.operations import AdminClient
 from tideway.preflight import parse_models
@@ -155,12 +154,14 @@ def down(data_dir: DataDir = DEFAULT_DATA_DIR) -> None:
 @app.command()
 def status(data_dir: DataDir = DEFAULT_DATA_DIR) -> None:
     """Show processes, instances, models and queues."""
-    asyncio.run(show_status(DataFolder(data_dir), Console()))
+    asyncio.run(show_status(DataFolder(data_dir), TableConsole()))
 
 
 GatewayUrl = Annotated[
     str,
-    typer.Option("--url", envvar="TIDEWAY_URL", help="Of a gateway; default: the one that runs on the data folder."),
+    typer.Option(
+        "--url", envvar="TIDEWAY_URL", help="Of a gateway; default: the one that runs on the data folder, with its key."
+    ),
 ]
 AdminKey = Annotated[
     str, typer.Option("--api-key", envvar="TIDEWAY_ADMIN_API_KEY", help="For /admin; default: the data folder's.")
@@ -197,9 +198,14 @@ def scale(
     data_dir: DataDir = DEFAULT_DATA_DIR,
 ) -> None:
     """Set the number of a model's instances, or of all."""
-    is_number = number == "all" or (number.isdecimal() and int(number) > 0)
-    if bool(model) == (instances is not None) or bool(model) != bool(number) or (model and not is_number):
-        raise OperatorError("Say MODEL and N (a number, or all), or --instances N.")
+    if model and instances is not None:
+        raise OperatorError("MODEL N and --instances N exclude each other: say one of them.")
+    if not number and instances is None:
+        raise OperatorError("Say MODEL and N (1 or more, or all), or --instances N.")
+    if number and number != "all" and not (number.isdecimal() and int(number) > 0):
+        raise OperatorError(
+            f"{number!r} is no number of instances: say 1 or more, or all (or, for those of all models, --instances N)."
+        )
     with AdminClient.of(DataFolder(data_dir), url, api_key) as client:
         if instances is not None:
             operations.scale_instances(client, instances, print)
@@ -209,14 +215,24 @@ def scale(
 
 @app.command()
 def top(
-    once: Annotated[bool, typer.Option("--once", help="One view, then end.")] = False,
+    context: typer.Context,
+    once: Annotated[bool, typer.Option("--once", help="One view, then end; so it is without a terminal, too.")] = False,
     url: GatewayUrl = "",
     api_key: AdminKey = "",
     data_dir: DataDir = DEFAULT_DATA_DIR,
 ) -> None:
-    """Watch instances, KV pools, queues and moves; Ctrl-C ends it."""
-    with AdminClient.of(DataFolder(data_dir), url, api_key) as client:
-        show_top(client, Console(highlight=False), once=once)
+    """Watch instances, KV pools, queues and moves; Ctrl-C ends it. With nothing on the default data folder, and no --url, it
+    looks at http://127.0.0.1:8000."""
+    signal.signal(signal.SIGTERM, _leave)
+    source = context.get_parameter_source("data_dir")
+    is_default = source is not None and source.name == "DEFAULT"
+    with AdminClient.of(DataFolder(data_dir), url, api_key, may_guess=is_default) as client:
+        show_top(client, TableConsole(), once=once)
+
+
+def _leave(number: int, _: object) -> NoReturn:
+    """Through all that puts the terminal in order again."""
+    sys.exit(128 + number)
 
 
 @app.command()

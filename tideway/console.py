@@ -1,17 +1,71 @@
-"""What the operator reads: one line a thing that is done, a spinner on a terminal, plain lines elsewhere."""
+"""What the operator reads: one line a thing that is done, a spinner on a terminal, plain lines elsewhere; and tables, from
+which names can be copied."""
 
 from __future__ import annotations
 
 import contextlib
+import os
 import time
+from collections.abc import Iterable
 from types import TracebackType
+from typing import Any
 
-from rich.console import Console
+from rich.console import Console, ConsoleDimensions
 from rich.markup import escape
+from rich.measure import Measurement
 from rich.status import Status
+from rich.table import Table
 from rich.text import Text
 
+from tideway.data_folder import OperatorError
+
 WAIT_LINE_INTERVAL_S = 10.0
+UNBOUNDED_CELLS = 10_000
+LEAST_NOTE_CELLS = 16
+"""To which the last column of a table may shrink, in more lines, before another column is left out for it."""
+LEAST_NAME_CELLS = 8
+
+
+class TableConsole(Console):
+    """For stdout: as wide as its tables are where no terminal bounds them."""
+
+    def __init__(self) -> None:
+        super().__init__(highlight=False)
+        if not self.file.isatty() and "COLUMNS" not in os.environ:
+            # A width without a height does not hold where TERM is dumb.
+            self.size = ConsoleDimensions(UNBOUNDED_CELLS, self.height)
+
+    def print(self, *objects: Any, **options: Any) -> None:
+        """Raises `OperatorError` where stdout does not take it."""
+        try:
+            super().print(*objects, **options)
+        except BrokenPipeError:
+            raise  # typer ends quietly with it
+        except OSError as error:
+            # What is left in its buffer must not be tried once more when the interpreter ends.
+            with contextlib.suppress(OSError):
+                self.file.close()
+            raise OperatorError(f"What was to be shown cannot be written: {error.strerror}.") from None
+
+
+def fit(table: Table, console: Console, least_wanted: Iterable[str]) -> Table:
+    """Leaves out the columns of these headers, in their order, until the rest fits beside the names in the first one, which
+    are folded only where nothing else can give way. The last column may take more lines."""
+    name, *others, note = table.columns
+    unbounded = console.options.update(max_width=UNBOUNDED_CELLS)
+    for column in others:
+        column.no_wrap = True
+    note.max_width = LEAST_NOTE_CELLS
+    too_wide = 0
+    for header in (None, *least_wanted):
+        table.columns[:] = [column for column in table.columns if column.header != header]
+        too_wide = Measurement.get(console, unbounded, table).maximum - console.width
+        if too_wide <= 0:
+            break
+    note.max_width = None
+    longest = max(Measurement.get(console, unbounded, cell).maximum for cell in (name.header, *name.cells))
+    name.width, name.overflow = max(LEAST_NAME_CELLS, longest - max(0, too_wide)), "fold"
+    return table
 
 
 class Reporter:

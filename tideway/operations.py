@@ -5,8 +5,9 @@ All goes over HTTP, so that an operator needs the gateway's address and the admi
 
 from __future__ import annotations
 
+import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any, TypeVar
 from urllib.parse import quote
 
@@ -20,6 +21,7 @@ REQUEST_TIMEOUT_S = 15.0
 """Longer than the gateway gives placement."""
 POLL_INTERVAL_S = 0.5
 GONE, READY = "gone", "ready"
+INSTANCE_ID = r"[A-Za-z0-9_-]+"
 
 T = TypeVar("T")
 
@@ -102,11 +104,16 @@ class Plan(msgspec.Struct, frozen=True):
     unplaced: dict[str, str]
     draining: list[str] = []
 
+    def models_on(self, instance_id: str) -> list[str]:
+        return [model.name for i in self.instances if i.instance_id == instance_id for model in i.models]
+
 
 class AdminClient:
     """Every failure is an `OperatorError` that says what to do."""
 
-    def __init__(self, url: str, api_key: str = "") -> None:
+    def __init__(self, url: str, api_key: str = "", *, doubt: str = "") -> None:
+        """`doubt`: what to say first if nothing answers there."""
+        self._doubt = doubt
         self.url = url.rstrip("/").removesuffix("/v1")
         headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
         try:
@@ -115,12 +122,17 @@ class AdminClient:
             raise OperatorError(f"{url} is no address of a gateway: {error}.") from None
 
     @classmethod
-    def of(cls, data: DataFolder, url: str, api_key: str) -> AdminClient:
-        """For the gateway at `url`; where that is empty, for the one that runs on the data folder, with its key."""
-        state = data.read_state() if not url and data.holder_pid() else None
-        if state is None:
-            return cls(url or DEFAULT_URL, api_key)
-        return cls(state.address, api_key or data.credentials().admin_api_key)
+    def of(cls, data: DataFolder, url: str, api_key: str, *, may_guess: bool = False) -> AdminClient:
+        """For the gateway at `url`; where that is empty, for the one that runs on the data folder, with its key; where none
+        does, for the one at `DEFAULT_URL` if `may_guess`."""
+        if url:
+            return cls(url, api_key)
+        state = data.read_state() if data.holder_pid() else None
+        if state is not None:
+            return cls(state.address, api_key or data.credentials().admin_api_key)
+        if not may_guess:
+            raise OperatorError(f"Nothing runs on {data.path}; give --url (TIDEWAY_URL) or another --data-dir.")
+        return cls(DEFAULT_URL, api_key, doubt=f"Nothing runs on {data.path}. ")
 
     def close(self) -> None:
         self._http.close()
@@ -137,7 +149,12 @@ class AdminClient:
     def models(self) -> Models:
         return self._call("GET", "/admin/models", Models)
 
+    def plan(self) -> Plan:
+        return self._call("GET", "/admin/plan", Plan)
+
     def drain(self, instance_id: str, *, is_undone: bool) -> Plan:
+        if not re.fullmatch(INSTANCE_ID, instance_id):
+            raise OperatorError(f"There is no instance {instance_id!r}.")  # and no path for it
         action = "undrain" if is_undone else "drain"
         return self._call("POST", f"/admin/instances/{quote(instance_id, safe='')}/{action}", Plan)
 
@@ -153,7 +170,7 @@ class AdminClient:
         except httpx.HTTPError as error:
             reason = str(error) or type(error).__name__
             raise OperatorError(
-                f"The gateway at {self.url} does not answer ({reason}). Another one: --url or TIDEWAY_URL."
+                f"{self._doubt}The gateway at {self.url} does not answer ({reason}). Another one: --url or TIDEWAY_URL."
             ) from None
         if answer.status_code in (401, 403):
             raise OperatorError(f"{_message(answer)} Give the admin key in --api-key or TIDEWAY_ADMIN_API_KEY.")
@@ -182,7 +199,7 @@ def drain(
     wait_s: float | None,
     say: Callable[[str], None],
 ) -> None:
-    """`wait_s`: until the instance is gone (undone: ready), for so long; None: do not wait."""
+    """`wait_s`: until the instance is gone (undone: serves all that is planned for it), for so long; None: do not wait."""
     plan = client.drain(instance_id, is_undone=is_undone)
     say(f"{instance_id} is to come back." if is_undone else f"{instance_id} is left out of the plan and drains.")
     _say_unplaced(plan, say)
@@ -212,11 +229,29 @@ def _left(client: AdminClient, instance_id: str) -> str:
 
 
 def _back(client: AdminClient, instance_id: str) -> str:
+    """Raises `OperatorError` where a model cannot be loaded there."""
+    planned = client.plan().models_on(instance_id)
     instance = client.instances().find(instance_id)
     if instance is None:
         return "not there yet"
-    loading = [model.name for model in instance.models if model.state == "loading"]
-    return f"loading {', '.join(loading)}" if loading else instance.state
+    if not planned:
+        return "there, and no model is planned for it"
+    models = {model.name: model for model in instance.models if model.name in planned}
+    failed = [
+        f"{name}: {model.error or 'no reason given'}" for name, model in models.items() if model.state == "failed"
+    ]
+    if failed:
+        raise OperatorError(f"{instance_id} is back, but could not load {'; '.join(failed).rstrip('.')}.")
+    loading = [name for name in planned if name not in models or models[name].state != "ready"]
+    if instance.state == READY and loading:
+        return f"loading {', '.join(loading)}"
+    return instance.state
+
+
+def drained_and_gone(draining: Iterable[str], there: Collection[str]) -> str:
+    """A line for the operator; empty if all of those that are left out of the plan are still there."""
+    gone = sorted(set(draining).difference(there))
+    return f"Drained and gone: {', '.join(gone)} (tideway drain INSTANCE --undo brings one back)" if gone else ""
 
 
 def scale_model(client: AdminClient, name: str, replicas: int | None, say: Callable[[str], None]) -> None:

@@ -7,6 +7,7 @@ import os
 from collections.abc import Mapping
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from shared.bus.interface import BusError
@@ -19,7 +20,9 @@ from shared.messages.cluster import (
 )
 from shared.settings import BusSettings, load
 from tideway.cluster import ClusterView, view_model
+from tideway.console import fit
 from tideway.data_folder import DataFolder, OperatorError, State
+from tideway.operations import drained_and_gone
 from tideway.tree import bus_environment
 
 CONNECT_TIMEOUT_S = 5.0
@@ -35,7 +38,7 @@ async def show_status(data: DataFolder, console: Console) -> None:
         if not os.environ.get("TIDEWAY_NATS_URL"):
             credentials = data.credentials()
             environment |= bus_environment(state.nats_url, credentials.nats_user, credentials.nats_password)
-        console.print(_processes(state))
+        console.print(fit(_processes(state), console, ("starts",)))
     elif not os.environ.get("TIDEWAY_NATS_URL"):
         raise OperatorError(f"Nothing runs on {data.path}. Start it with `tideway up` (make up).")
     settings = load(BusSettings, environment)
@@ -49,8 +52,12 @@ async def show_status(data: DataFolder, console: Console) -> None:
         leases = await (await view.bus.key_value(LEASES)).entries()
         for role in ("scheduler", "placement"):
             console.print(f"{role}: {leases[role].value.scheduler_id if role in leases else 'none is active'}")
-        console.print(_instances(view.instances, view.nodes))
-        console.print(_models(await view.plan(), view.instances, await _num_queued(view)))
+        plan = await view.plan()
+        instances = _instances(view.instances, view.nodes)
+        console.print(fit(instances, console, ("device", "KV moves", "metrics", "KV pool")))
+        console.print(fit(_models(plan, view.instances, await _num_queued(view)), console, ("queued", "instances")))
+        if gone := drained_and_gone(plan.draining if plan else (), view.instances):
+            console.print(gone)
     except BusError as error:
         raise OperatorError(f"NATS at {settings.nats_url} answers, but not its JetStream: {error}.") from None
     finally:
@@ -92,7 +99,7 @@ def _instances(instances: Mapping[str, InstanceInfo], nodes: Mapping[str, NodeIn
         table.add_row(instance_id, info.state, info.device, pool, "yes" if info.kv_address else "no", port, models)
     for node_id, node in sorted(nodes.items()):
         if node.problem:
-            table.add_row(node_id, "problem", node.device, "", "", "", node.problem)
+            table.add_row(node_id, "problem", node.device, "", "", "", escape(node.problem))
     return table
 
 
@@ -104,5 +111,5 @@ def _models(
     for name in sorted(names | set(plan.unplaced if plan else ())):
         model = view_model(name, plan, instances)
         queued = "?" if num_queued is None else str(num_queued.get(name, 0))
-        table.add_row(name, model.state, f"{model.num_ready} of {model.num_planned}", queued, model.reason)
+        table.add_row(name, model.state, f"{model.num_ready} of {model.num_planned}", queued, escape(model.reason))
     return table

@@ -13,12 +13,24 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
+from tideway.console import fit
 from tideway.data_folder import OperatorError
-from tideway.operations import AdminClient, Instance, Instances, Models
+from tideway.operations import AdminClient, Instance, Instances, Models, drained_and_gone
 
 INTERVAL_S = 1.0
 LOOK: dict[str, Any] = {"title_justify": "left", "title_style": "bold", "box": None, "padding": (0, 2, 0, 0)}
-"""Of tables; narrow enough for 80 columns."""
+"""Of tables."""
+LEAST_WANTED = (
+    "high",
+    "off-\nline",
+    "models\nready",
+    "moved\nout/in",
+    "steps\nleft",
+    "KV pool",
+    "moving\nout/in",
+    "run+\nwait",
+)
+"""Columns that give way to long names of instances."""
 BAR_CELLS = 5
 BARS = ("█░", "#.")
 """A used and an unused part of the pool; the second where the terminal has ASCII alone."""
@@ -35,11 +47,6 @@ class Snapshot:
     def take(cls, client: AdminClient, clock: Callable[[], float]) -> Snapshot:
         """Raises `OperatorError`."""
         return cls(client.instances(), client.models(), clock())
-
-    @property
-    def num_moved(self) -> int:
-        """Moves that the instances here have taken in since they started."""
-        return sum(instance.load.num_moved_in for instance in self.instances.instances if instance.load)
 
     @property
     def num_moving(self) -> int:
@@ -60,42 +67,43 @@ def moves_per_s(last: Snapshot | None, now: Snapshot) -> float | None:
     return max(0, num_new) / (now.taken_s - last.taken_s)
 
 
-def render(snapshot: Snapshot, rate: float | None, url: str, problem: str = "", *, is_ascii: bool) -> RenderableType:
-    """`rate`: of moves, per second; `problem`: why there is nothing newer; `is_ascii`: the terminal shows nothing else."""
-    instances = _instances(snapshot.instances, BARS[is_ascii])
-    lines: list[RenderableType] = [_heading(snapshot, rate, url), instances, _models(snapshot)]
-    gone = sorted(set(snapshot.instances.draining or ()) - {i.instance_id for i in snapshot.instances.instances})
-    if gone:
-        lines.append(Text(f"\nDrained and gone: {', '.join(gone)} (tideway drain --undo brings one back)", "dim"))
+def render(snapshot: Snapshot, rate: float | None, url: str, console: Console, problem: str = "") -> RenderableType:
+    """`rate`: of moves, per second; `problem`: why there is nothing newer."""
+    bar = BARS[console.options.ascii_only]
+    instances = fit(_instances(snapshot.instances, bar), console, LEAST_WANTED)
+    models = fit(_models(snapshot), console, ("running", "waiting", "queued"))
+    lines: list[RenderableType] = [Text(url, "bold", overflow="fold"), _counts(snapshot, rate), instances, models]
+    there = {instance.instance_id for instance in snapshot.instances.instances}
+    if gone := drained_and_gone(snapshot.instances.draining or (), there):
+        lines.append(Text(f"\n{gone}", "dim"))
     if problem:
         lines.append(Text(f"\n{problem}", "red"))
     return Group(*lines)
 
 
-def _heading(snapshot: Snapshot, rate: float | None, url: str) -> Text:
+def _counts(snapshot: Snapshot, rate: float | None) -> Text:
     models, instances = snapshot.models.models, snapshot.instances.instances
     queued = [model.num_queued for model in models]
     num_queued = "?" if None in queued else str(sum(filter(None, queued)))
-    moved = f"{snapshot.num_moved} moved" + (f" ({rate:.1f}/s)" if rate is not None else "")
     parts = [
-        url,
         f"{len(instances)} instance{'s' * (len(instances) != 1)}",
         f"{sum(model.num_running for model in models)} running",
         f"{sum(model.num_waiting for model in models)} waiting",
         f"{num_queued} queued",
         f"{snapshot.num_moving} moving",
-        moved,
     ]
+    if rate is not None:
+        parts.append(f"{rate:.1f} moves/s")
     return Text("  ".join(parts), "bold")
 
 
 def _instances(instances: Instances, bar: str) -> Table:
     table = Table(title="\nInstances", **LOOK)
-    table.add_column("instance", overflow="fold", min_width=8)
-    table.add_column("state", no_wrap=True)
-    table.add_column("KV pool", no_wrap=True)
+    table.add_column("instance")
+    table.add_column("state")
+    table.add_column("KV pool")
     for name in ("run+\nwait", "off-\nline", "high", "steps\nleft", "moving\nout/in", "moved\nout/in", "models\nready"):
-        table.add_column(name, justify="right", no_wrap=True)
+        table.add_column(name, justify="right")
     for instance in instances.instances:
         drains = instance.instance_id in (instances.draining or ())
         state = "draining" if drains else instance.state
@@ -138,30 +146,39 @@ def _models(snapshot: Snapshot) -> Table:
     table = Table(title="\nModels", **LOOK)
     table.add_column("model")
     for name in ("instances", "running", "waiting", "queued"):
-        table.add_column(name, justify="right", no_wrap=True)
+        table.add_column(name, justify="right")
     table.add_column("note", overflow="fold")
     for model in snapshot.models.models:
         num_ready = sum(state == "ready" for state in model.instances.values())
         wanted = "" if model.replicas is None else f" of {model.replicas}"
         queued = "?" if model.num_queued is None else str(model.num_queued)
         row = (f"{num_ready}{wanted}", str(model.num_running), str(model.num_waiting), queued)
-        table.add_row(escape(model.name), *row, escape(model.unplaced or ""))
+        table.add_row(escape(model.name), *row, escape(model.unplaced or _load_errors(model.name, snapshot.instances)))
     return table
+
+
+def _load_errors(name: str, instances: Instances) -> str:
+    """Each with the instances where it came up."""
+    places: dict[str, list[str]] = {}
+    for instance in instances.instances:
+        for model in instance.models:
+            if model.name == name and model.state == "failed":
+                places.setdefault(model.error or "no reason given", []).append(instance.instance_id)
+    return "; ".join(f"not loaded on {', '.join(ids)}: {error}" for error, ids in places.items())
 
 
 def show_top(client: AdminClient, console: Console, *, once: bool, clock: Callable[[], float] = time.monotonic) -> None:
     """Until Ctrl-C; `once`, or where nobody looks on (no terminal): one view. Raises `OperatorError` where the first
     cannot be had; later ones that fail are said and tried again."""
     last = Snapshot.take(client, clock)
-    is_ascii = console.options.ascii_only
     if once or not console.is_terminal:
-        console.print(render(last, None, client.url, is_ascii=is_ascii))
+        console.print(render(last, None, client.url, console))
         return
     rate, problem = None, ""
     with Live(console=console, screen=True, auto_refresh=False) as live:
         try:
             while True:
-                live.update(render(last, rate, client.url, problem, is_ascii=is_ascii), refresh=True)
+                live.update(render(last, rate, client.url, console, problem), refresh=True)
                 time.sleep(INTERVAL_S)
                 try:
                     snapshot = Snapshot.take(client, clock)

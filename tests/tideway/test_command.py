@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import pty
+import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from shared.messages.cluster import (
@@ -22,7 +27,7 @@ from tideway.preflight import REPOSITORY
 
 
 def tideway(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    clean = {name: value for name, value in os.environ.items() if not name.startswith("TIDEWAY_")}
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(("TIDEWAY_", "COLUMNS"))}
     return subprocess.run(
         [sys.executable, "-m", "tideway", *arguments],
         cwd=REPOSITORY,
@@ -60,6 +65,9 @@ def test_nothing_to_stop_and_nothing_to_show(tmp_path: Path) -> None:
     assert (result.returncode, result.stdout) == (0, f"Nothing runs on {tmp_path}.\n")
     result = tideway("status", "--data-dir", str(tmp_path))
     assert result.returncode == 2 and result.stderr.startswith(f"tideway: Nothing runs on {tmp_path}.")
+    for arguments in (("drain", "a"), ("scale", "tide", "1"), ("top",)):
+        result = tideway(*arguments, "--data-dir", str(tmp_path))
+        assert result.returncode == 2 and result.stderr.startswith(f"tideway: Nothing runs on {tmp_path}; give --url")
 
 
 def test_down_stops_the_holder_of_the_lock(tmp_path: Path) -> None:
@@ -77,6 +85,68 @@ signal.pause()
     assert (result.returncode, result.stdout) == (0, "Stopped.\n")
     assert holder.wait(5) == -15
     holder.stdout.close()
+
+
+ADMIN_API = """
+import json, http.server
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        body = {"instances": [], "draining": ["n-" + "x" * 100 + "-0"], "models": []}
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(json.dumps(body).encode())
+    def log_message(self, *_):
+        pass
+server = http.server.HTTPServer(("127.0.0.1", 0), Handler)
+print(server.server_port, flush=True)
+server.serve_forever()
+"""
+
+
+@pytest.fixture
+def admin_url() -> Iterator[str]:
+    server = subprocess.Popen([sys.executable, "-c", ADMIN_API], stdout=subprocess.PIPE, text=True)
+    assert server.stdout is not None
+    yield f"http://127.0.0.1:{int(server.stdout.readline())}"
+    server.kill()
+    server.wait()
+    server.stdout.close()
+
+
+def test_a_view_in_a_pipe_is_as_wide_as_it_is(admin_url: str) -> None:
+    result = tideway("top", "--url", admin_url)
+    assert (result.returncode, result.stderr) == (0, "")
+    assert f"Drained and gone: n-{'x' * 100}-0 (tideway drain INSTANCE --undo" in result.stdout
+
+
+def test_a_view_that_cannot_be_written_is_one_sentence(admin_url: str) -> None:
+    with Path("/dev/full").open("w") as full:
+        result = subprocess.run(
+            [sys.executable, "-m", "tideway", "top", "--once", "--url", admin_url],
+            cwd=REPOSITORY, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60,
+        )  # fmt: skip
+    assert result.returncode == 2
+    assert result.stderr == "tideway: What was to be shown cannot be written: No space left on device.\n"
+
+
+def test_sigterm_leaves_the_terminal_as_it_was(admin_url: str) -> None:
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tideway", "top", "--url", admin_url],
+        cwd=REPOSITORY, stdin=theirs, stdout=theirs, stderr=theirs, env={**os.environ, "TERM": "xterm"},
+    )  # fmt: skip
+    os.close(theirs)
+    shown = b""
+    while b"Models" not in shown:
+        shown += os.read(ours, 65536)
+    assert b"\x1b[?1049h" in shown
+    process.terminate()
+    with contextlib.suppress(OSError):  # the other end was closed
+        while part := os.read(ours, 65536):
+            shown += part
+    assert process.wait(10) == 128 + signal.SIGTERM
+    assert b"\x1b[?1049l" in shown and b"Traceback" not in shown
+    os.close(ours)
 
 
 def test_help_names_every_subcommand() -> None:
@@ -126,3 +196,11 @@ def test_why_a_model_failed() -> None:
     assert (failed.state, failed.reason) == (ModelState.FAILED, "no such weights")
     unplaced = view_model("tide", plan(unplaced={"tide": "too large"}), {})
     assert (unplaced.state, unplaced.reason) == (ModelState.FAILED, "too large")
+
+
+def test_a_model_whose_instances_are_drained_has_not_failed() -> None:
+    unplaced = {"tide": "no instance is there to hold it; a drained"}
+    drained = view_model("tide", msgspec.structs.replace(plan(unplaced=unplaced), draining=["a"]), {})
+    assert (drained.state, drained.reason) == (ModelState.DRAINED, unplaced["tide"])
+    elsewhere = msgspec.structs.replace(plan("b", unplaced={"ebb": "too large; a drained"}), draining=["a"])
+    assert view_model("ebb", elsewhere, {}).state is ModelState.FAILED

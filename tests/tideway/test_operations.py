@@ -8,6 +8,8 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
+import httpx
+import msgspec
 import pytest
 from rich.console import Console
 from typer.testing import CliRunner
@@ -15,7 +17,9 @@ from typer.testing import CliRunner
 from shared.messages.admin import ScaleInstances, ScaleModel
 from shared.messages.catalogue import SCHEDULER_STATISTICS
 from shared.messages.cluster import (
+    InstanceInfo,
     InstancePlan,
+    LoadedModel,
     ModelLoad,
     ModelSpec,
     ModelStatistics,
@@ -28,7 +32,7 @@ from tests.gateway.conftest import MODEL, Stack, running_stack
 from tests.gateway.peer import until
 from tideway import command, operations, top
 from tideway.data_folder import DataFolder, OperatorError, State
-from tideway.operations import AdminClient, Instance, Instances, Load, Models
+from tideway.operations import AdminClient, Instance, Instances, Load, Model, ModelOnInstance, Models
 from tideway.top import Snapshot, moves_per_s, show_top
 
 
@@ -72,15 +76,32 @@ async def test_draining_and_waiting_for_it(stack: Stack, monkeypatch: pytest.Mon
         await draining
     assert said == ["b is left out of the plan and drains.", "  9 requests left", "  gone"]
 
+    plan_both_models_on_b(stack)
     said = []
     with AdminClient(stack.url, "root") as client:
         work = asyncio.to_thread(operations.drain, client, "b", is_undone=True, wait_s=20, say=said.append)
         returning = asyncio.create_task(work)
         await until(lambda: "  not there yet" in said, "absence")
         await stack.peer.add_instance("b", MODEL, incarnation="2", state="ready")
+        await until(lambda: "  loading ebb" in said, "the model that is not there yet")
+        await stack.peer.add_instance("b", MODEL, "ebb", incarnation="2", state="ready")
         await returning
     assert stack.peer.plan.draining == []
     assert (said[0], said[-1]) == ("b is to come back.", "  ready")
+
+
+def plan_both_models_on_b(stack: Stack) -> None:
+    specs = [ModelSpec(MODEL, "source"), ModelSpec("ebb", "source")]
+    stack.peer.plan = msgspec.structs.replace(stack.peer.plan, instances=[InstancePlan("b", "node", specs, 0, 0)])
+
+
+async def test_an_instance_that_cannot_load_a_model_is_not_back(stack: Stack) -> None:
+    plan_both_models_on_b(stack)
+    models = [LoadedModel(MODEL, "ready"), LoadedModel("ebb", "failed", error="no such weights")]
+    await stack.peer.put_instance(InstanceInfo("b", "2", "node", "ready", models, 100, 2**20))
+    await until(lambda: stack.gateway.context.catalog.instances["b"].incarnation == "2", "the registry")
+    with pytest.raises(OperatorError, match=r"^b is back, but could not load ebb: no such weights.$"):
+        await on_a_thread(stack, operations.drain, "b", is_undone=True, wait_s=20)
 
 
 async def test_draining_that_takes_too_long(stack: Stack, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,8 +111,9 @@ async def test_draining_that_takes_too_long(stack: Stack, monkeypatch: pytest.Mo
         await on_a_thread(stack, operations.drain, "b", is_undone=False, wait_s=0.1)
     said = await on_a_thread(stack, operations.drain, "b", is_undone=False, wait_s=None)
     assert said[1:] == [f"  {MODEL} is on no instance: no instance is left"]
-    with pytest.raises(OperatorError, match="there is no instance 'nobody'"):
-        await on_a_thread(stack, operations.drain, "nobody", is_undone=False, wait_s=None)
+    for name in ("nobody", "", "a/b", ".."):
+        with pytest.raises(OperatorError, match=f"(?i)there is no instance '{name}'"):
+            await on_a_thread(stack, operations.drain, name, is_undone=False, wait_s=None)
 
 
 async def test_scaling(stack: Stack) -> None:
@@ -121,8 +143,13 @@ async def test_what_an_operator_must_change_is_one_sentence(stack: Stack, tmp_pa
 async def test_the_gateway_of_the_data_folder(stack: Stack, tmp_path: Path) -> None:
     data = DataFolder(tmp_path / "data")
     data.prepare()
-    with AdminClient.of(data, "", "") as client:
-        assert client.url == operations.DEFAULT_URL, "nothing runs there"
+    with pytest.raises(OperatorError, match=f"Nothing runs on {data.path}; give --url"):
+        AdminClient.of(data, "", "")
+    with AdminClient.of(data, "", "", may_guess=True) as client:
+        assert client.url == operations.DEFAULT_URL
+        client._http.base_url = httpx.URL("http://127.0.0.1:1")
+        with pytest.raises(OperatorError, match=f"^Nothing runs on {data.path}. The gateway at .* does not answer"):
+            await asyncio.to_thread(client.models)
     data.acquire()
     data.write_state(State(pid=1, phase="ready", address=stack.url, nats_url="", started_unix_s=0.0, processes=[]))
     with AdminClient.of(data, "", "root") as client:
@@ -145,8 +172,9 @@ async def test_one_view_of_top(stack: Stack) -> None:
         output = io.StringIO()
         await asyncio.to_thread(show_top, client, Console(file=output, width=160), once=True)
     text = output.getvalue()
-    heading, *rows = [line for line in text.splitlines() if line.strip()]
-    assert "  1 instance  " in heading and "17 queued" in heading and "1 moving" in heading and "5 moved" in heading
+    url, counts, *rows = [line for line in text.splitlines() if line.strip()]
+    assert url == stack.url
+    assert "1 instance  " in counts and "17 queued" in counts and "1 moving" in counts
     [row] = [line for line in rows if line.split()[0] == "b"]
     assert row.split() == ["b", "ready", "████░", "75%", "7+2", "0", "0", "1234", "1/0", "0/5", "1/1"]
     assert any(MODEL in line and " 17 " in line for line in rows)
@@ -156,10 +184,42 @@ async def test_one_view_of_top(stack: Stack) -> None:
 def test_top_where_the_terminal_has_ascii_alone() -> None:
     output = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
     shown = snapshot(1.0, instance("a", "1", 0))
-    Console(file=output, width=160).print(top.render(shown, 0.5, "http://gateway", "a problem", is_ascii=True))
+    console = Console(file=output, width=160)
+    console.print(top.render(shown, 0.5, "http://gateway", console, "a problem"))
     output.seek(0)
     text = output.read()
     assert "##...  50%" in text and "idle" in text and "a problem" in text
+
+
+def shown_at(width: int, shown: Snapshot) -> list[str]:
+    console = Console(file=(output := io.StringIO()), width=width)
+    console.print(top.render(shown, 0.5, "http://127.0.0.1:8000", console))
+    lines = output.getvalue().splitlines()
+    assert all(len(line) <= width for line in lines)
+    return [line.rstrip() for line in lines]
+
+
+@pytest.mark.parametrize("num_characters", [9, 20, 40, 68])
+def test_names_of_instances_are_whole_where_a_line_has_room_for_them(num_characters: int) -> None:
+    name = "n" * (num_characters - 2) + "-0"
+    lines = shown_at(80, snapshot(1.0, instance(name, "1", 0)))
+    assert any(line.split()[0:2] == [name, "ready"] for line in lines if line)
+    assert lines[1] == "1 instance  0 running  0 waiting  0 queued  0 moving  0.5 moves/s"
+    assert ("50%" in "".join(lines)) == (num_characters < 60), "other columns give way"
+
+
+def test_longer_ones_are_folded_and_not_cut() -> None:
+    name = "node-" + "x" * 100 + "-7"
+    lines = shown_at(80, snapshot(1.0, instance(name, "1", 0)))
+    assert name in "".join(line.split()[0] for line in lines if line).replace("ready", "")
+
+
+def test_why_a_model_is_not_loaded_is_said() -> None:
+    broken = [ModelOnInstance("tide", "failed", 0, 0, "no such weights")]
+    instances = [msgspec.structs.replace(instance(name, "1", 0), models=broken) for name in "ab"]
+    model = Model("tide", None, {"a": "failed", "b": "failed"}, None, 0, 0, 0)
+    lines = shown_at(120, Snapshot(Instances(instances, []), Models([model]), 1.0))
+    assert any("not loaded on a, b: no such weights" in line for line in lines)
 
 
 def instance(name: str, incarnation: str, num_moved_in: int) -> Instance:
@@ -205,25 +265,25 @@ def test_the_live_view_outlasts_a_gateway_that_is_away(monkeypatch: pytest.Monke
         show_top(client, console, once=False, clock=lambda: float(next(times)))
     text = output.getvalue()
     assert not answers
-    assert text.count("http://gateway  ") == 3
+    assert text.count("http://gateway") == 3
     assert text.count("The gateway does not answer.") == 1
-    assert "8 moved (3.0/s)" in text
+    assert "3.0 moves/s" in text
 
 
 @pytest.mark.parametrize(
-    "arguments",
+    ("arguments", "expected"),
     [
-        ["scale"],
-        ["scale", "tide"],
-        ["scale", "tide", "some"],
-        ["scale", "tide", "0"],
-        ["scale", "tide", "1", "--instances", "2"],
+        (["scale"], "Say MODEL and N"),
+        (["scale", "tide"], "Say MODEL and N"),
+        (["scale", "tide", "some"], "1 or more, or all"),
+        (["scale", "tide", "0"], "1 or more, or all"),
+        (["scale", "tide", "1", "--instances", "2"], "exclude each other"),
     ],
 )
-def test_scale_wants_one_thing(arguments: list[str]) -> None:
+def test_scale_wants_one_thing(arguments: list[str], expected: str) -> None:
     result = CliRunner().invoke(command.app, arguments)
     assert isinstance(result.exception, OperatorError)
-    assert "--instances N" in str(result.exception)
+    assert "--instances N" in str(result.exception) and expected in str(result.exception)
 
 
 def test_commands_reach_the_gateway(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
