@@ -43,7 +43,7 @@ def test_more_instances_go_where_the_fewest_are() -> None:
     with pytest.raises(ServiceError, match="run at most 9 instances") as caught:
         spread(6, nodes)
     assert (caught.value.code, caught.value.info.param) == (ErrorCode.CONFLICT, "num_instances")
-    with pytest.raises(ServiceError, match=r"at most 9 .* b-0, c-0 drained by hand .*`tideway drain b-0 --undo`"):
+    with pytest.raises(ServiceError, match=r"at most 9 .* b-0, c-0, drained by hand: `tideway drain b-0 --undo`"):
         spread(6, nodes, ["b-0", "c-0"])
 
 

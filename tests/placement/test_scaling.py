@@ -137,7 +137,7 @@ async def test_more_and_fewer_instances_on_nodes_with_room(
         await scale(cluster, 4)
         plan = await cluster.placed("a", "m-1 n-0 n-1 n-2")
         assert (plan.draining, plan.released) == (["m-0"], [])
-        with pytest.raises(ServiceError, match="m-0 drained by hand"):
+        with pytest.raises(ServiceError, match="m-0, drained by hand"):
             await scale(cluster, 5)
 
 

@@ -33,7 +33,7 @@ def spread(num_more: int, nodes: Sequence[NodeInfo], drained: Sequence[str] = ()
             most = sum(max(node.num_instances, node.max_instances) for node in nodes)
             message = f"the registered nodes run at most {most} instances in all (TIDEWAY_MAX_INSTANCES of each worker)"
             if drained:
-                message += f", and {', '.join(drained)} drained by hand count among them"
+                message += f", among them {', '.join(drained)}, drained by hand"
                 message += f": `tideway drain {drained[0]} --undo` brings {drained[0]} back"
             raise ServiceError.of(ErrorCode.CONFLICT, message, "num_instances")
         chosen = min(free, key=lambda node_id: sizes[node_id])
