@@ -103,7 +103,7 @@ class Experiment(msgspec.Struct, kw_only=True):
     def markdown(self) -> str:
         lines = [f"## {self.name}", "", self.about, ""]
         if self.figures:
-            lines += _figures_table(self.figures)
+            lines += [*_figures_table(self.figures), ""]
         if self.rows:
             lines += table(list(self.rows[0]), [list(row.values()) for row in self.rows])
         return "\n".join([*lines, "", *(f"    {verdict}" for verdict in self.verdicts)])
