@@ -21,6 +21,8 @@ from tideway.bench.summary import Distribution
 
 BETWEEN_MOVES = 24
 """Tokens that a request decodes between two moves, so that its step time is known."""
+MAX_TOKENS = 4096
+"""Of an answer: far more than is waited for, because a request that is about to end is not worth its move."""
 NUM_ROUNDS = 3
 """Over the lengths: the machine's speed changes within minutes."""
 
@@ -113,7 +115,7 @@ async def pause(setup: Setup) -> Result:
     async with pair_of(setup) as (pair, _):
         for _ in range(NUM_ROUNDS):
             for length in setup.lengths:
-                stream = await pair.submit("a", setup.prompt(length - BETWEEN_MOVES), num_moves * 64)
+                stream = await pair.submit("a", setup.prompt(length - BETWEEN_MOVES), MAX_TOKENS)
                 figures[length] += await _moves(pair, stream, num_moves)
                 await pair.cancel(stream)
     rows = [_row(length, found) for length, found in figures.items()]
@@ -142,7 +144,7 @@ async def neighbours(setup: Setup) -> Result:
                 await pair.submit(crowded, setup.prompt(128, number), 8192, priority=Priority.HIGH)
                 for number in range(setup.num_neighbours)
             ]
-            stream = await pair.submit("a", setup.prompt(length), setup.num_moves * 8 * BETWEEN_MOVES)
+            stream = await pair.submit("a", setup.prompt(length), MAX_TOKENS)
             windows: dict[bool, list[tuple[float, float, float]]] = {True: [], False: []}
             took_s = ended_s = 0.0
             for number in range(2 * setup.num_moves):
@@ -203,7 +205,7 @@ async def baselines(setup: Setup) -> Result:
     rows = []
     for name, environment in (("live migration", {}), ("blocking copy", {"TIDEWAY_MIGRATION_MAX_STAGES": "1"})):
         async with pair_of(setup, **environment) as (pair, _):
-            stream = await pair.submit("a", setup.prompt(length - BETWEEN_MOVES), 4096)
+            stream = await pair.submit("a", setup.prompt(length - BETWEEN_MOVES), MAX_TOKENS)
             figures = await _moves(pair, stream, max(2, setup.num_moves // 2))
             rows.append({"way": name, **_row(length, figures)})
             if name == "live migration":

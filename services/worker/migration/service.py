@@ -119,6 +119,8 @@ class MigrationService:
         """By migration id: destinations that were lost after Commit had been sent to them."""
         self._failed_until_s: dict[str, float] = {}
         """By destination."""
+        self._stays_until_s: dict[str, float] = {}
+        """By request id: one that did not move for a reason of its own, so that others get their turn."""
         self._wake = asyncio.Event()
         self._subscriptions: list[Subscription] = []
         self._giving = TaskSet()
@@ -264,6 +266,8 @@ class MigrationService:
             request_id = candidate.request.request_id
             if request_id in self._moves or not may_move(candidate.request.epoch):
                 continue
+            if self._stays_until_s.get(request_id, 0.0) > self._loop.now():
+                continue
             if 4 * candidate.request.num_tokens > MAX_COMMIT_BYTES:
                 continue
             fitting = [destination for destination in destinations if self._fits(candidate, destination)]
@@ -344,6 +348,8 @@ class MigrationService:
             log.info("request %s did not move to %s: %s", outcome.request_id, outcome.destination_id, outcome.reason)
             if outcome.reason in _DESTINATION_FAULTS:
                 self._failed_until_s[outcome.destination_id] = now + RETRY_S
+            else:
+                self._stays_until_s[outcome.request_id] = now + RETRY_S
             if migration.is_disowned:
                 self._disowned[migration.migration_id] = (now + DISOWN_S, migration.destination)
         self._host.on_move_ended(outcome, migration.request)
@@ -351,5 +357,6 @@ class MigrationService:
     def _forget(self) -> None:
         now = self._loop.now()
         self._failed_until_s = {key: value for key, value in self._failed_until_s.items() if value > now}
+        self._stays_until_s = {key: value for key, value in self._stays_until_s.items() if value > now}
         self._moved = {key: value for key, value in self._moved.items() if value[0] > now}
         self._disowned = {key: value for key, value in self._disowned.items() if value[0] > now}

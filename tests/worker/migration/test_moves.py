@@ -11,6 +11,7 @@ from shared.messages.requests import (
     Cancel,
     FinishReason,
     MovedRequest,
+    Priority,
     RequestClass,
 )
 from tests.shared.engine.fake_executor import expected_output, request
@@ -283,3 +284,19 @@ async def test_one_that_would_wait_there_too_stays_and_the_destination_is_no_wor
     first = group.source.outcomes[0]
     assert (first.request_id, first.is_moved, first.reason) == ("waits", False, AbortReason.NOT_WORTH)
     await group.ended(long, waiting, other)
+
+
+async def test_one_that_is_not_worth_its_move_does_not_stop_others(make) -> None:
+    group = await make(step_s=0.05, migration_rate_share=2e-7)  # 80 ms for a block
+    ending = request("ending", [7] * 150, 40)
+    lasting = request("lasting", [9] * 20, 120, priority=Priority.HIGH)
+    group.source.submit(ending)
+    group.source.submit(lasting)
+    await group.until(lambda: group.progress(ending) and group.progress(lasting))
+    group.source.rebalance("b", lease_s=8.0)
+    await group.until(lambda: any(one.is_moved for one in group.source.outcomes))
+    stayed = [one.reason for one in group.source.outcomes if one.request_id == "ending"]
+    assert stayed and set(stayed) <= {"not_worth", "ended"} and len(stayed) < 10
+    group.source.rebalance()
+    await group.ended(ending, owner="a")
+    await group.ended(lasting, owner="b")
