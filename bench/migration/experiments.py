@@ -25,7 +25,6 @@ MAX_TOKENS = 4096
 """Of an answer: far more than is waited for, because a request that is about to end is not worth its move."""
 NUM_ROUNDS = 3
 """Over the lengths: the machine's speed changes within minutes."""
-
 SETTLE_S = 2.0
 """After a move, before what comes is compared with the next one."""
 

@@ -70,6 +70,7 @@ class Giver:
         self._until_s = 0.0
         self._moves: dict[str, Move] = {}
         self._failed_until_s: dict[str, float] = {}
+        self._stays_until_s: dict[str, float] = {}
         self._is_polling = False
         instance.on_taken_out = self._on_taken_out
         instance.on_ended = self._on_ended
@@ -106,7 +107,8 @@ class Giver:
         include_offline = lease.reason is MoveReason.DRAIN
         for candidate in self._instance.engine.move_candidates(now, include_offline):
             request_id = candidate.request.request_id
-            if request_id not in self._moves and may_move(candidate.request.epoch):
+            stays = self._stays_until_s.get(request_id, 0.0) > now
+            if request_id not in self._moves and not stays and may_move(candidate.request.epoch):
                 move = self._moves[request_id] = Move(movers, self._instance, candidate, takers[0], self._on_over)
                 move.decide()
                 return True
@@ -116,6 +118,8 @@ class Giver:
         del self._moves[move.request_id]
         if reason in (AbortReason.REFUSED, AbortReason.MISMATCH):
             self._failed_until_s[move.taker.instance_id] = self._events.now + RETRY_S
+        elif reason is not None:
+            self._stays_until_s[move.request_id] = self._events.now + RETRY_S
         self._events.after(0.0, self.look)
 
     def _on_taken_out(self, taken: TakenOut) -> None:

@@ -78,9 +78,15 @@ async def _api_errors(work: Any) -> Any:
         raise of_info(error.info) from error
 
 
-async def _ask_placement(context: GatewayContext, endpoint: Endpoint[Q, PlacementPlan], query: Q) -> Response:
-    """Answers with the new plan."""
-    return json_response(await _api_errors(context.bus.request(endpoint, query, timeout_s=PLACEMENT_TIMEOUT_S)))
+async def _ask_placement(
+    context: GatewayContext, endpoint: Endpoint[Q, PlacementPlan], query: Q, **names: str
+) -> Response:
+    """Answers with the new plan. `names`: of fields of the query, as the HTTP request calls them."""
+    try:
+        return json_response(await context.bus.request(endpoint, query, timeout_s=PLACEMENT_TIMEOUT_S))
+    except BusError as error:
+        param = names.get(error.info.param, error.info.param)
+        raise of_info(msgspec.structs.replace(error.info, param=param)) from error
 
 
 async def list_models(context: GatewayContext, request: Request) -> Response:
@@ -148,12 +154,7 @@ async def scale_instances(context: GatewayContext, request: Request) -> Response
     _authenticate(context, request)
     message = await read_message(request, _SCALE, context.settings.max_body_bytes)
     query = ScaleInstances(message.instances)
-    try:
-        return json_response(await context.bus.request(PLACEMENT_SCALE_INSTANCES, query, timeout_s=PLACEMENT_TIMEOUT_S))
-    except BusError as error:
-        # What is `instances` in the request has another name on the bus.
-        param = "instances" if error.info.param == "num_instances" else error.info.param
-        raise of_info(msgspec.structs.replace(error.info, param=param)) from error
+    return await _ask_placement(context, PLACEMENT_SCALE_INSTANCES, query, num_instances="instances")
 
 
 async def drain_instance(context: GatewayContext, request: Request) -> Response:

@@ -50,9 +50,8 @@ class DirectParser(Parser):
             end = data.find(_END_OF_LINE, at)
             if end < 0:
                 return at, len(data) - at < MAX_KEPT_BYTES
-            words = data[
-                at:end
-            ].split()  # the command, subject, id, perhaps where to reply, perhaps one size, the other
+            # The command, subject, id, perhaps where to reply, with headers their size, and the whole one.
+            words = data[at:end].split()
             begin = end + 2
             after = begin + int(words[-1])
             if after + 2 > len(data):

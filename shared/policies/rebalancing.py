@@ -306,8 +306,7 @@ class Rebalancer:
         changes: Changes,
         now: float,
     ) -> None:
-        excluded = self.pairs.keys() | {name for name, number in self._taking.items() if number >= self._max_in}
-        able = [taker for taker in takers if taker.instance_id not in excluded]
+        able = [taker for taker in takers if self._may_take(taker.instance_id)]
         if self._backoffs:
             able = [taker for taker in able if not self._is_backing_off(taker.instance_id, now)]
         free = self._freest([taker for taker in able if taker.freeness >= self.low / 2], _freeness_of)

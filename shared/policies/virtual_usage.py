@@ -25,7 +25,8 @@ import math
 from shared.cost_model import CostModel, StepShape
 
 HIGH_WEIGHT = 16.0
-"""Of 12, 16 and 20 in simulation (bench/rebalance, priorities): with 20 normal requests took more than 5 % longer."""
+"""Of 12, 16 and 20 in simulation (bench/rebalance, priorities): with 20 normal requests took 6 % longer at one of three
+points."""
 
 MOVING_SHARE = 0.5
 """Of the headroom that counts for migration."""
