@@ -7,9 +7,12 @@ BIN := .venv/bin
 # Those that need no running Tideway; bench/load.py puts load on one.
 BENCHES ?= planning dispatching stack
 
+# Else each process that a test starts compiles its sources again.
+export PYTHONDONTWRITEBYTECODE :=
+
 .DEFAULT_GOAL := help
 .PHONY: help up down status test check bench bench-coserving bench-coserving-short bench-ordering bench-rebalance \
-	bench-migration bench-migration-chaos bench-control-plane clean install development
+	bench-migration bench-migration-gpu bench-migration-chaos bench-control-plane clean install development
 
 help:
 	@echo "make up       install what is needed, start Tideway on http://127.0.0.1:8000 (Ctrl-C stops it)"
@@ -23,6 +26,7 @@ help:
 	@echo "make bench-ordering         the order of requests of two models, in virtual time, 3.5 minutes"
 	@echo "make bench-rebalance        requests that move, four instances in virtual time, about 2 hours"
 	@echo "make bench-migration        pause of a request that moves, 256 to 8192 tokens; ARGS=pause: that alone"
+	@echo "make bench-migration-gpu    the same and the transfer, on a GPU with the shape of Llama-2-7B"
 	@echo "make bench-migration-chaos  2,000 moves with a fault each, about 20 minutes"
 	@echo "make bench-control-plane    load reports of up to 1,024 instances to one scheduler, about 2 minutes"
 	@echo "make clean    remove .venv, .tideway and caches"
@@ -65,6 +69,9 @@ bench-rebalance: development
 
 bench-migration: development
 	$(BIN)/python -m bench.migration $(ARGS)
+
+bench-migration-gpu: development
+	$(BIN)/python -m bench.migration --device cuda --model llama-2-7b --output bench/results $(ARGS)
 
 bench-migration-chaos: development
 	$(BIN)/python -m bench.migration_chaos $(ARGS)

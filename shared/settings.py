@@ -114,7 +114,7 @@ class PlacementSettings(BusSettings, frozen=True, kw_only=True):
     """JSON list of ModelSpec, or comma-separated `name=source` pairs: the models to begin with."""
     interval_s: float = 10.0
     scaling_backend: str = "local"
-    """Who starts and ends instances: local (node agents, up to their `max_instances`) | kubernetes"""
+    """Who starts and ends instances: local (node agents, up to their `max_node_instances`) | kubernetes"""
     kubernetes_workload: str = "statefulset/tideway-worker"
     """Whose replicas are set: (deployment | statefulset)/name, in the pod's namespace."""
 
@@ -138,7 +138,7 @@ class PlacementSettings(BusSettings, frozen=True, kw_only=True):
 class WorkerSettings(BusSettings, frozen=True, kw_only=True):
     node_id: str = ""
     num_instances: int = 1
-    max_instances: int = 0
+    max_node_instances: int = 0
     """How many this node may run when the cluster grows; its memory is divided over so many. 0: `num_instances`."""
     memory_bytes: int = 0
     """For weights and KV pools of all instances; 0: half of what is free at the start, 90 % of a GPU."""

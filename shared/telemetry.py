@@ -1,8 +1,8 @@
 """Tracing (OpenTelemetry, W3C trace context, OTLP over HTTP) and metrics (Prometheus): one call per service.
 
 Nothing here is global: each service of a process has its own tracer and its own metric registry, passed on explicitly.
-Without `otlp_endpoint` spans are not recorded, but their contexts are valid, so `traceparent` flows through unchanged
-in meaning. Export happens on a thread; a collector that is away costs one warning, and spans that find no room are dropped.
+Without `otlp_endpoint` spans are not recorded, and the `traceparent` that a service is given is what it passes on. Export
+happens on a thread; a collector that is away costs one warning, and spans that find no room are dropped.
 """
 
 from __future__ import annotations
@@ -11,8 +11,11 @@ import json
 import logging
 import re
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import lru_cache
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
 
 from opentelemetry import trace
 from opentelemetry.context import Context
@@ -21,7 +24,7 @@ from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
 from opentelemetry.sdk.trace.sampling import ALWAYS_OFF, ParentBased, TraceIdRatioBased
-from opentelemetry.trace import NonRecordingSpan, SpanContext, TraceFlags, Tracer
+from opentelemetry.trace import NonRecordingSpan, Span, SpanContext, TraceFlags, Tracer
 from prometheus_client import CollectorRegistry, GCCollector, ProcessCollector
 from prometheus_client.exposition import choose_encoder
 
@@ -35,6 +38,8 @@ SCRAPE_TIMEOUT_S = 10.0
 SHUTDOWN_POLL_S = 0.05
 
 _TRACEPARENT = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
+MEANINGFUL_CHARACTERS = len(f"00-{0:032}-{0:016}-00-")
+"""Of a `traceparent`: behind them stands what later versions may add."""
 
 
 def current_traceparent() -> str:
@@ -47,6 +52,12 @@ def current_traceparent() -> str:
 
 def context_of(traceparent: str) -> Context:
     """The context that a `traceparent` names, to be the parent of spans; an empty one if it is missing or malformed."""
+    # A client may send megabytes, which are not worth keeping.
+    return _context_of(traceparent[:MEANINGFUL_CHARACTERS])
+
+
+@lru_cache(maxsize=1024)
+def _context_of(traceparent: str) -> Context:
     match = _TRACEPARENT.fullmatch(traceparent)
     # Version ff is forbidden, and version 00 has no further fields (W3C Trace Context, section 3.2).
     if match is None or match[1] == "ff" or (match[1] == "00" and match[5]):
@@ -97,12 +108,33 @@ class Telemetry:
 def start_telemetry(service: str, service_id: str, settings: BusSettings) -> Telemetry:
     resource = Resource({"service.name": f"tideway-{service}", "service.instance.id": service_id})
     if not settings.otlp_endpoint:
-        return Telemetry(service, settings, TracerProvider(ALWAYS_OFF, resource, shutdown_on_exit=False))
+        telemetry = Telemetry(service, settings, TracerProvider(ALWAYS_OFF, resource, shutdown_on_exit=False))
+        telemetry.tracer = _PassingTracer(telemetry.tracer)
+        return telemetry
     sampler = ParentBased(TraceIdRatioBased(settings.trace_sample_ratio))
     provider = TracerProvider(sampler, resource, shutdown_on_exit=False)
     exporter = _QuietExporter(settings.otlp_endpoint)
     provider.add_span_processor(BatchSpanProcessor(exporter, schedule_delay_millis=EXPORT_INTERVAL_S * 1000))
     return Telemetry(service, settings, provider)
+
+
+class _PassingTracer(Tracer):
+    """Records nothing. A span stands for its parent, so whether the trace is sampled reaches those who do record."""
+
+    def __init__(self, roots: Tracer) -> None:
+        """`roots`: makes those that have no parent."""
+        self._roots = roots
+
+    def start_span(self, name: str, context: Context | None = None, *args: Any, **options: Any) -> Span:
+        parent = trace.get_current_span(context).get_span_context()
+        return NonRecordingSpan(parent) if parent.is_valid else self._roots.start_span(name, context)
+
+    @contextmanager
+    def start_as_current_span(  # type: ignore[override]  # OpenTelemetry's can also be a decorator
+        self, name: str, context: Context | None = None, *args: Any, **options: Any
+    ) -> Iterator[Span]:
+        with trace.use_span(self.start_span(name, context)) as span:
+            yield span
 
 
 class _QuietExporter(SpanExporter):

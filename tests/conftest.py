@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import shutil
 import socket
 import subprocess
@@ -21,8 +22,17 @@ from pathlib import Path
 
 import nats
 import pytest
+from hypothesis import HealthCheck, settings
 
 from shared.settings import BusSettings
+
+# Read when torch is imported, here and in processes that tests start: the models of tests are so small, and tests so many
+# at once, that more threads only wait for each other.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# How long an example takes says more about what else the machine does than about the code.
+settings.register_profile("tideway", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("tideway")
 
 
 def free_port() -> int:
@@ -95,6 +105,7 @@ class NatsServer:
 
     def delete_streams(self) -> None:
         """Forget all JetStream state (buckets, queues, object stores)."""
+        names: list[str] = []
 
         async def delete() -> None:
             client = await nats.connect(self.url)
@@ -103,12 +114,20 @@ class NatsServer:
                 # A service that is still stopping may delete or declare at the same time.
                 with contextlib.suppress(nats.js.errors.NotFoundError):
                     await streams.delete_stream(str(info.config.name))
+                names.append(str(info.config.name))
             await client.close()
 
         # In a thread of its own: the test's event loop must not see this one.
         thread = threading.Thread(target=lambda: asyncio.run(delete()))
         thread.start()
         thread.join()
+        # The server answers before it has renamed a stream's folder to ".NAME" and removed that. A stream that is made
+        # meanwhile with that name may find what is left there, or fail. (One that exists already is that of a service.)
+        deadline = time.monotonic() + 1
+        folder = self.folder / "store" / "jetstream" / "$G" / "streams"
+        left = [folder / f"{prefix}{name}" for name in names for prefix in ("", ".")]
+        while any(path.exists() for path in left) and time.monotonic() < deadline:
+            time.sleep(0.002)
 
     def close(self) -> None:
         self.kill()

@@ -42,7 +42,7 @@ class ModelView:
     """Instances that serve it."""
     num_planned: int = 0
     reason: str = ""
-    """Why it failed, or is on none."""
+    """Why it failed, on some instances or all, or is on none."""
 
 
 def view_model(
@@ -82,7 +82,8 @@ def view_model(
         return ModelView(name, ModelState.FAILED, 0, len(planned), errors[0])
     else:
         state = ModelState.LOADING if loaded else ModelState.WAITING
-    return ModelView(name, state, num_ready, len(planned))
+    reason = f"failed on {len(errors)} of {len(planned)}: {errors[0]}" if errors else ""
+    return ModelView(name, state, num_ready, len(planned), reason)
 
 
 class ClusterView:

@@ -59,7 +59,9 @@ def up(
     max_instances: Annotated[
         int,
         typer.Option(
-            envvar="TIDEWAY_MAX_INSTANCES", min=0, help="Up to how many it may grow (`tideway scale`); 0: not at all."
+            envvar="TIDEWAY_MAX_NODE_INSTANCES",
+            min=0,
+            help="Up to how many it may grow (`tideway scale`); 0: not at all.",
         ),
     ] = 0,
     schedulers: Annotated[int, typer.Option(min=1, help="One is active, the others stand by.")] = 1,
@@ -80,6 +82,8 @@ def up(
     if detach:
         _up_in_background(DataFolder(data_dir))
         return
+    if 0 < max_instances < instances:
+        raise OperatorError(f"--max-instances {max_instances} is fewer than --instances {instances}.")
     options = UpOptions(
         models=parse_models(model or []),
         data_dir=data_dir,
@@ -166,6 +170,7 @@ GatewayUrl = Annotated[
 AdminKey = Annotated[
     str, typer.Option("--api-key", envvar="TIDEWAY_ADMIN_API_KEY", help="For /admin; default: the data folder's.")
 ]
+Timeout = Annotated[float, typer.Option(min=1.0, help="Seconds to wait at most.")]
 
 
 @app.command()
@@ -173,7 +178,7 @@ def drain(
     instance: Annotated[str, typer.Argument(help="As `tideway status` and `tideway top` name it.")],
     undo: Annotated[bool, typer.Option("--undo", help="Put it back into the plan.")] = False,
     wait: Annotated[bool, typer.Option("--wait", help="Until it is gone; with --undo, until it is ready.")] = False,
-    timeout: Annotated[float, typer.Option(min=1.0, help="Seconds to wait at most.")] = 600.0,
+    timeout: Timeout = 600.0,
     url: GatewayUrl = "",
     api_key: AdminKey = "",
     data_dir: DataDir = DEFAULT_DATA_DIR,
@@ -193,6 +198,11 @@ def scale(
     instances: Annotated[
         int | None, typer.Option(min=1, help="Instead: how many instances there are to be, over all nodes.")
     ] = None,
+    wait: Annotated[
+        bool,
+        typer.Option("--wait", help="Until all that is planned is ready, and the rest has given its requests away."),
+    ] = False,
+    timeout: Timeout = 600.0,
     url: GatewayUrl = "",
     api_key: AdminKey = "",
     data_dir: DataDir = DEFAULT_DATA_DIR,
@@ -207,10 +217,12 @@ def scale(
             f"{number!r} is no number of instances: say 1 or more, or all (or, for those of all models, --instances N)."
         )
     with AdminClient.of(DataFolder(data_dir), url, api_key) as client:
+        wait_s = timeout if wait else None
         if instances is not None:
-            operations.scale_instances(client, instances, print)
+            operations.scale_instances(client, instances, wait_s=wait_s, say=print)
         else:
-            operations.scale_model(client, model, None if number == "all" else int(number), print)
+            replicas = None if number == "all" else int(number)
+            operations.scale_model(client, model, replicas, wait_s=wait_s, say=print)
 
 
 @app.command()
@@ -243,7 +255,7 @@ def replay(file: Annotated[Path, typer.Argument(help="What TIDEWAY_RECORD_FILE m
     except (OSError, recording.ReplayMismatch) as error:
         raise OperatorError(f"{file}: {error}") from None
     engine.check()
-    print(f"{num_plans} plans, all as recorded; {len(engine.all_held())} requests were open at the end.")
+    print(f"{num_plans} plans, all as recorded; requests open at the end: {len(engine.all_held())}.")
 
 
 app.command()(bench)

@@ -33,6 +33,11 @@ class ModelOnInstance(msgspec.Struct, frozen=True):
     num_waiting: int
     error: str = ""
 
+    @property
+    def num_held(self) -> int:
+        """Requests that run or wait there."""
+        return self.num_running + self.num_waiting
+
 
 class Load(msgspec.Struct, frozen=True):
     """As `GET /admin/instances` says; freeness None: unbounded."""
@@ -60,11 +65,6 @@ class Instance(msgspec.Struct, frozen=True):
     merged_bytes: int
     migration: bool
     load: Load | None
-
-    @property
-    def num_held(self) -> int:
-        """Requests that run or wait there."""
-        return sum(model.num_running + model.num_waiting for model in self.models)
 
 
 class Instances(msgspec.Struct, frozen=True):
@@ -98,14 +98,24 @@ class PlannedInstance(msgspec.Struct, frozen=True):
     instance_id: str
     models: list[PlannedModel]
 
+    def has(self, name: str) -> bool:
+        return any(model.name == name for model in self.models)
+
 
 class Plan(msgspec.Struct, frozen=True):
     instances: list[PlannedInstance]
     unplaced: dict[str, str]
     draining: list[str] = []
 
-    def models_on(self, instance_id: str) -> list[str]:
-        return [model.name for i in self.instances if i.instance_id == instance_id for model in i.models]
+    def find(self, instance_id: str) -> PlannedInstance | None:
+        return next((planned for planned in self.instances if planned.instance_id == instance_id), None)
+
+    def of(self, name: str) -> list[PlannedInstance]:
+        return [planned for planned in self.instances if planned.has(name)]
+
+
+class UnavailableError(OperatorError):
+    """It may pass: nobody answers at the moment, or the services are not all there."""
 
 
 class AdminClient:
@@ -169,13 +179,13 @@ class AdminClient:
             answer = self._http.request(method, path, json=body)
         except httpx.HTTPError as error:
             reason = str(error) or type(error).__name__
-            raise OperatorError(
+            raise UnavailableError(
                 f"{self._doubt}The gateway at {self.url} does not answer ({reason}). Another one: --url or TIDEWAY_URL."
             ) from None
         if answer.status_code in (401, 403):
             raise OperatorError(f"{_message(answer)} Give the admin key in --api-key or TIDEWAY_ADMIN_API_KEY.")
         if not answer.is_success:
-            raise OperatorError(_message(answer))
+            raise (UnavailableError if answer.is_server_error else OperatorError)(_message(answer))
         try:
             return msgspec.json.decode(answer.content, type=kind)
         except msgspec.MsgspecError as error:
@@ -200,49 +210,66 @@ def drain(
     say: Callable[[str], None],
 ) -> None:
     """`wait_s`: until the instance is gone (undone: serves all that is planned for it), for so long; None: do not wait."""
+    was_drained = is_undone and instance_id in client.plan().draining
     plan = client.drain(instance_id, is_undone=is_undone)
-    say(f"{instance_id} is to come back." if is_undone else f"{instance_id} is left out of the plan and drains.")
+    if not is_undone:
+        say(f"{instance_id} is left out of the plan and drains.")
+    else:
+        say(f"{instance_id} is to come back." if was_drained else f"{instance_id} was not drained; nothing changed.")
     _say_unplaced(plan, say)
+
+    def status() -> str:
+        if not is_undone:
+            return _left(client.instances().find(instance_id))
+        place = client.plan().find(instance_id)
+        return _back(instance_id, place, client.instances().find(instance_id))
+
+    _wait(status, wait_s, say, f"{instance_id}: ")
+
+
+def _wait(status: Callable[[], str], wait_s: float | None, say: Callable[[str], None], subject: str = "") -> None:
+    """Until it is `GONE` or `READY`, whoever is away for a while; None: not at all."""
     if wait_s is None:
         return
     deadline_s = time.monotonic() + wait_s
     said = ""
     while True:
-        status = _back(client, instance_id) if is_undone else _left(client, instance_id)
-        if status != said:
-            say(f"  {status}")
-            said = status
-        if status in (GONE, READY):
+        try:
+            reached = status()
+        except UnavailableError as error:
+            reached = str(error).rstrip(".")
+        if reached != said:
+            say(f"  {reached}")
+            said = reached
+        if reached in (GONE, READY):
             return
         if time.monotonic() >= deadline_s:
-            raise OperatorError(f"{instance_id}: {status} after {wait_s:g} s. It goes on by itself.")
+            raise OperatorError(f"{subject}{reached} after {wait_s:g} s. It goes on by itself.")
         time.sleep(POLL_INTERVAL_S)
 
 
-def _left(client: AdminClient, instance_id: str) -> str:
-    instance = client.instances().find(instance_id)
-    if instance is None:
+def _left(instance: Instance | None, name: str = "") -> str:
+    """`name`: of the only model that is to go."""
+    models = [model for model in instance.models if name in ("", model.name)] if instance else []
+    if instance is None or (name and not models):
         return GONE
-    if instance.num_held:
-        return f"{instance.num_held} request{'s' * (instance.num_held != 1)} left"
+    if num_held := sum(model.num_held for model in models):
+        return f"{num_held} request{'s' * (num_held != 1)} left"
     return "nothing left, not gone yet"
 
 
-def _back(client: AdminClient, instance_id: str) -> str:
-    """Raises `OperatorError` where a model cannot be loaded there."""
-    planned = client.plan().models_on(instance_id)
-    instance = client.instances().find(instance_id)
+def _back(instance_id: str, place: PlannedInstance | None, instance: Instance | None, name: str = "") -> str:
+    """`name`: of the only model that matters. Raises `OperatorError` where a model cannot be loaded there."""
     if instance is None:
-        return "not there yet"
+        return "not there yet" if place else "not there, and nothing is planned for it; does its worker run?"
+    planned = [model.name for model in place.models if name in ("", model.name)] if place else []
     if not planned:
         return "there, and no model is planned for it"
     models = {model.name: model for model in instance.models if model.name in planned}
-    failed = [
-        f"{name}: {model.error or 'no reason given'}" for name, model in models.items() if model.state == "failed"
-    ]
+    failed = [f"{one}: {model.error or 'no reason given'}" for one, model in models.items() if model.state == "failed"]
     if failed:
-        raise OperatorError(f"{instance_id} is back, but could not load {'; '.join(failed).rstrip('.')}.")
-    loading = [name for name in planned if name not in models or models[name].state != "ready"]
+        raise OperatorError(f"{instance_id} is there, but could not load {'; '.join(failed).rstrip('.')}.")
+    loading = [one for one in planned if one not in models or models[one].state != "ready"]
     if instance.state == READY and loading:
         return f"loading {', '.join(loading)}"
     return instance.state
@@ -254,22 +281,58 @@ def drained_and_gone(draining: Iterable[str], there: Collection[str]) -> str:
     return f"Drained and gone: {', '.join(gone)} (tideway drain INSTANCE --undo brings one back)" if gone else ""
 
 
-def scale_model(client: AdminClient, name: str, replicas: int | None, say: Callable[[str], None]) -> None:
-    """`replicas` None: on all instances where it fits."""
+def scale_model(
+    client: AdminClient, name: str, replicas: int | None, *, wait_s: float | None, say: Callable[[str], None]
+) -> None:
+    """`replicas` None: on all instances where it fits. `wait_s`: until the model serves where it is planned and nowhere
+    else, for so long; None: do not wait."""
     plan = client.scale_model(name, replicas)
-    places = [planned.instance_id for planned in plan.instances if any(model.name == name for model in planned.models)]
+    places = [planned.instance_id for planned in plan.of(name)]
     wanted = "all instances where it fits" if replicas is None else f"{replicas} instance{'s' * (replicas != 1)}"
     say(f"{name} is to be on {wanted}; planned: {', '.join(places) or 'none'}.")
     if replicas is not None and len(places) < replicas:
         say(f"  No more than {len(places)} can hold it now.")
     _say_unplaced(plan, say)
 
+    def status() -> str:
+        plan = client.plan()
+        return _served(plan.of(name), client.instances(), name) if plan.of(name) else f"{name} is planned nowhere"
 
-def scale_instances(client: AdminClient, num_instances: int, say: Callable[[str], None]) -> None:
+    _wait(status, wait_s, say)
+
+
+def scale_instances(
+    client: AdminClient, num_instances: int, *, wait_s: float | None, say: Callable[[str], None]
+) -> None:
+    """`wait_s`: until so many serve all that is planned for them, and the others are gone, for so long; None: do not
+    wait."""
     plan = client.scale_instances(num_instances)
     wanted = "is to be 1 instance" if num_instances == 1 else f"are to be {num_instances} instances"
     say(f"There {wanted}; planned now: {len(plan.instances)}.")
     _say_unplaced(plan, say)
+
+    def status() -> str:
+        plan = client.plan()
+        num_planned = len(plan.instances)
+        if num_planned < num_instances and any(_wants_more(model, plan) for model in client.models().models):
+            return f"{num_planned} of {num_instances} instances planned"
+        return _served(plan.instances, client.instances())
+
+    _wait(status, wait_s, say)
+
+
+def _wants_more(model: Model, plan: Plan) -> bool:
+    """Where no model does, the other instances stay away: an instance without a model is not started."""
+    return model.replicas is None or len(plan.of(model.name)) < model.replicas
+
+
+def _served(places: list[PlannedInstance], instances: Instances, name: str = "") -> str:
+    """What is still to happen where something is planned, and on the other instances; `name`: as of `_back`."""
+    ahead = {
+        place.instance_id: _back(place.instance_id, place, instances.find(place.instance_id), name) for place in places
+    }
+    ahead |= {i.instance_id: _left(i, name) for i in instances.instances if i.instance_id not in ahead}
+    return "; ".join(f"{i}: {status}" for i, status in ahead.items() if status not in (GONE, READY)) or READY
 
 
 def _say_unplaced(plan: Plan, say: Callable[[str], None]) -> None:

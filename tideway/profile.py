@@ -60,8 +60,12 @@ def profile(
     """Measure how long steps take, and store the cost models that instances plan with."""
     # Before torch is imported, as in an instance.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-    from services.worker.profiled_steps import BRIEF, FULL
-    from services.worker.profiler import ProfileError
+    try:
+        from services.worker.profiled_steps import BRIEF, FULL
+        from services.worker.profiler import ProfileError
+    except ModuleNotFoundError as error:
+        # The images of the other services.
+        raise OperatorError(f"{error}: measure where a worker is installed, say in its container.") from None
 
     specs = parse_models(model or [])
     data = DataFolder(data_dir)

@@ -67,7 +67,8 @@ class ModelChecks:
             view = self.view
             model = view_model(name, await view.plan(), view.instances, await view.configured())
             if model.state is ModelState.READY:
-                return f"on {model.num_ready} instance{'s' * (model.num_ready != 1)}"
+                where = f"on {model.num_ready} instance{'s' * (model.num_ready != 1)}"
+                return f"{where} ({model.reason})" if model.reason else where
             if model.state not in (ModelState.FAILED, ModelState.DRAINED):
                 self._failing_since_s.pop(name, None)
                 return None

@@ -150,7 +150,7 @@ def _models(snapshot: Snapshot) -> Table:
     table.add_column("note", overflow="fold")
     for model in snapshot.models.models:
         num_ready = sum(state == "ready" for state in model.instances.values())
-        wanted = "" if model.replicas is None else f" of {model.replicas}"
+        wanted = "" if model.replicas is None else f" of {model.replicas} wanted"
         queued = "?" if model.num_queued is None else str(model.num_queued)
         row = (f"{num_ready}{wanted}", str(model.num_running), str(model.num_waiting), queued)
         table.add_row(escape(model.name), *row, escape(model.unplaced or _load_errors(model.name, snapshot.instances)))

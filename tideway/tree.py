@@ -120,7 +120,7 @@ def services(options: UpOptions, bus: dict[str, str]) -> list[Service]:
             "worker",
             {
                 "TIDEWAY_NUM_INSTANCES": str(options.num_instances),
-                "TIDEWAY_MAX_INSTANCES": str(options.max_instances),
+                "TIDEWAY_MAX_NODE_INSTANCES": str(options.max_instances),
                 "TIDEWAY_NODE_ID": _node_id(),
                 "TIDEWAY_COST_MODELS_DIR": str(options.data_dir.absolute() / "cost_models"),
             },

@@ -71,22 +71,21 @@ async def _stored_plan(context: GatewayContext) -> PlacementPlan | None:
     return None if entry is None else entry.value
 
 
-async def _api_errors(work: Any) -> Any:
+async def _api_errors(work: Any, **names: str) -> Any:
+    """`names`: of fields of the query, as the HTTP request calls them."""
     try:
         return await work
     except BusError as error:
-        raise of_info(error.info) from error
+        param = names.get(error.info.param, error.info.param)
+        raise of_info(msgspec.structs.replace(error.info, param=param)) from error
 
 
 async def _ask_placement(
     context: GatewayContext, endpoint: Endpoint[Q, PlacementPlan], query: Q, **names: str
 ) -> Response:
-    """Answers with the new plan. `names`: of fields of the query, as the HTTP request calls them."""
-    try:
-        return json_response(await context.bus.request(endpoint, query, timeout_s=PLACEMENT_TIMEOUT_S))
-    except BusError as error:
-        param = names.get(error.info.param, error.info.param)
-        raise of_info(msgspec.structs.replace(error.info, param=param)) from error
+    """Answers with the new plan. `names`: as of `_api_errors`."""
+    asking = context.bus.request(endpoint, query, timeout_s=PLACEMENT_TIMEOUT_S)
+    return json_response(await _api_errors(asking, **names))
 
 
 async def list_models(context: GatewayContext, request: Request) -> Response:
@@ -98,7 +97,7 @@ async def list_models(context: GatewayContext, request: Request) -> Response:
     for spec in context.catalog.models:
         on_instances = {
             info.instance_id: loaded
-            for info in context.catalog.instances.values()
+            for info in context.catalog.alive.values()
             if (loaded := loaded_model(info, spec.name)) is not None
         }
         states.append(
@@ -193,7 +192,7 @@ async def show_plan(context: GatewayContext, request: Request) -> Response:
 
 
 async def list_instances(context: GatewayContext, request: Request) -> Response:
-    """Those in the registry, with what they reported of their load; also while the bus is away, as they were known then."""
+    """Those that are alive, with what they reported of their load; also while the bus is away, as they were known then."""
     _authenticate(context, request)
     draining: list[str] | None = []
     try:
@@ -204,7 +203,7 @@ async def list_instances(context: GatewayContext, request: Request) -> Response:
     loads = await context.loads.loads()
     now = context.bus.now()
     instances = [
-        _instance(info, loads.get(instance_id), now) for instance_id, info in sorted(context.catalog.instances.items())
+        _instance(info, loads.get(instance_id), now) for instance_id, info in sorted(context.catalog.alive.items())
     ]
     return json_response(InstanceStates(instances, draining))
 

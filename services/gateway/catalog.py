@@ -9,10 +9,10 @@ from collections.abc import Callable
 from services.gateway.errors import ApiError
 from services.gateway.parsing import MAX_SEQUENCE_TOKENS
 from services.gateway.tokenization import ModelTokenizer, Tokenizers
-from shared.bus.interface import Bus, Watch
-from shared.messages.catalogue import INSTANCES, MODELS
+from shared.bus.interface import Bus, Subscription, Watch
+from shared.messages.catalogue import INSTANCE_EXITED, INSTANCES, MODELS
 from shared.messages.channels import bucket_key
-from shared.messages.cluster import InstanceInfo, LoadedModel, ModelSpec
+from shared.messages.cluster import InstanceExited, InstanceInfo, LoadedModel, ModelSpec
 
 logger = logging.getLogger(__name__)
 
@@ -40,16 +40,24 @@ class Catalog:
         """By bucket key, with the Unix second in which this gateway learned of the model."""
         self._model_watch: Watch[ModelSpec] | None = None
         self._instance_watch: Watch[InstanceInfo] | None = None
+        self._exited: set[tuple[str, str]] = set()
+        """Ids and incarnations."""
+        self._exits: Subscription | None = None
 
     async def start(self, on_instance: Callable[[str, InstanceInfo | None], None]) -> None:
         """`on_instance(instance_id, info)` is called for each change of an instance; None: it is gone."""
         self._instance_watch = await (await self._bus.key_value(INSTANCES)).watch(on_instance)
         self._model_watch = await (await self._bus.key_value(MODELS)).watch(self._on_model)
+        self._exits = await self._bus.subscribe(INSTANCE_EXITED, self._on_exited)
 
     async def stop(self) -> None:
-        for watch in (self._model_watch, self._instance_watch):
-            if watch is not None:
-                await watch.stop()
+        for source in (self._exits, self._model_watch, self._instance_watch):
+            if source is not None:
+                await source.stop()
+
+    def _on_exited(self, exited: InstanceExited) -> None:
+        still_listed = {(i, incarnation) for i, incarnation in self._exited if i in self.instances}
+        self._exited = still_listed | {(exited.instance_id, exited.incarnation)}
 
     def _on_model(self, key: str, spec: ModelSpec | None) -> None:
         if spec is None:
@@ -63,6 +71,12 @@ class Catalog:
     @property
     def instances(self) -> dict[str, InstanceInfo]:
         return {} if self._instance_watch is None else self._instance_watch.entries
+
+    @property
+    def alive(self) -> dict[str, InstanceInfo]:
+        """The instances without those that are known to have exited: the registry lists what crashed until its entry
+        expires."""
+        return {i: info for i, info in self.instances.items() if (i, info.incarnation) not in self._exited}
 
     def has(self, model: str) -> bool:
         return bucket_key(model) in self._models

@@ -63,7 +63,7 @@ class ClusterLoads:
             await self._subscription.stop()
 
     async def loads(self) -> Mapping[str, HeardLoad]:
-        """By instance, of those in the registry; as far as they were heard. Takes up to `LONG_LISTEN_S`."""
+        """By instance, of those alive; as far as they were heard. Takes up to `LONG_LISTEN_S`."""
         if self._bus.now() - self._listened_s >= FRESH_S or self._is_any_awaited():
             if self._listening is None or self._listening.done():
                 self._listening = asyncio.create_task(self._listen(), name="load reports")
@@ -78,7 +78,7 @@ class ClusterLoads:
 
     def _present(self) -> set[tuple[str, str]]:
         """Ids and incarnations."""
-        return {(instance_id, info.incarnation) for instance_id, info in self._catalog.instances.items()}
+        return {(instance_id, info.incarnation) for instance_id, info in self._catalog.alive.items()}
 
     def _is_any_awaited(self) -> bool:
         since_s = self._bus.now() - LATELY_S

@@ -37,12 +37,7 @@ from services.placement.requests import check_length, check_spec, refuse
 from services.placement.scaling import Cluster, FleetKeeper
 from services.placement.statistics import TrafficStatistics
 from shared.bus.interface import Bus, BusError, KeyValue, ServiceError, Subscription
-from shared.messages.admin import (
-    AddModel,
-    GetPlan,
-    RemoveModel,
-    ScaleModel,
-)
+from shared.messages.admin import AddModel, GetPlan, RemoveModel, ScaleModel
 from shared.messages.catalogue import (
     INSTANCES,
     MODELS,
@@ -134,6 +129,8 @@ class ActivePlacement:
         self._changing = asyncio.Lock()
         """Held while models or plan change."""
         self._wake = asyncio.Event()
+        self._first_read: asyncio.Task[None]
+        """Of the checkpoints. A plan made before it leaves models where they are."""
         self._subscriptions: list[Subscription] = []
         self._tasks: set[asyncio.Task[Any]] = set()
         self.is_open = False
@@ -165,6 +162,8 @@ class ActivePlacement:
         self._registry = await self._bus.key_value(INSTANCES)
         keeper = FleetKeeper(self._backend, self._cluster, self._set_fleet, self._registry)
         self._retry_checkpoints()
+        sources = {spec.source for spec in self._models.values()}
+        self._first_read = self._spawn(self._checkpoints.wait(sources, FIRST_READ_S))
         # One by one, so that `close` finds those that were made should a later one fail.
         serve, made = self._bus.serve, self._subscriptions
         made.append(await serve(PLACEMENT_ADD_MODEL, self._on_add_model))
@@ -207,7 +206,7 @@ class ActivePlacement:
     # ------------------------------------------------------------------------------------------------ planning
 
     async def _run(self) -> None:
-        await self._checkpoints.wait({spec.source for spec in self._models.values()}, FIRST_READ_S)
+        await asyncio.wait({self._first_read})
         while True:
             try:
                 if self._is_leader():
@@ -275,11 +274,13 @@ class ActivePlacement:
         check_spec(query.spec)
         if query.spec.name not in self._models:
             await self._read_checkpoint(query.spec)
+        await asyncio.wait({self._first_read})
         return await asyncio.shield(self._spawn(self._add(query.spec)))
 
     def _to_the_end(self, change: Callable[[Q], Coroutine[Any, Any, PlacementPlan]]) -> Callable[[Q], Any]:
         async def handle(query: Q) -> PlacementPlan:
             self._check_leader()
+            await asyncio.wait({self._first_read})
             return await asyncio.shield(self._spawn(change(query)))
 
         return handle

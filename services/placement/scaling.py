@@ -39,9 +39,11 @@ class Cluster(NamedTuple):
     def fleet(self) -> Fleet:
         return Fleet.of(self.plan)
 
-    def knows(self, instance_id: str) -> bool:
+    @property
+    def names(self) -> set[str]:
+        """Of all instances, the drained ones too."""
         planned = {i.instance_id for i in self.plan.instances} if self.plan is not None else set()
-        return instance_id in planned or instance_id in instance_ids(self.nodes) or instance_id in self.fleet.draining
+        return planned | set(instance_ids(self.nodes)) | set(self.fleet.draining)
 
 
 class FleetKeeper:
@@ -62,8 +64,10 @@ class FleetKeeper:
     async def drain(self, query: DrainInstance) -> PlacementPlan:
         async with self._alone:
             cluster, instance_id = self._cluster(), query.instance_id
-            if not cluster.knows(instance_id):
-                raise refuse(f"there is no instance {instance_id!r}", "instance_id", ErrorCode.GONE)
+            if instance_id not in cluster.names:
+                known = ", ".join(sorted(cluster.names)) or "none"
+                message = f"there is no instance {instance_id!r}; there are: {known}"
+                raise refuse(message, "instance_id", ErrorCode.GONE)
             changed = fleet = cluster.fleet
             if query.is_undone:
                 # Scaling does not undo what an operator did.

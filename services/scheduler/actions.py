@@ -55,7 +55,7 @@ class InstanceLost:
 
     instance_id: str
     reason: str
-    """exited | vanished (from the registry) | restarted | silent"""
+    """drained (as was wanted) | exited | vanished (from the registry) | restarted | silent"""
     num_requests: int
 
 

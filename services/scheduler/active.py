@@ -12,6 +12,8 @@ from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping
 from typing import Any
 
+from opentelemetry.trace import use_span
+
 from services.scheduler.actions import (
     Action,
     AskHeld,
@@ -75,8 +77,6 @@ DISPATCH_TIMEOUT_S = 2.0
 HELD_TIMEOUT_S = 1.0
 """Also what an instance that does not answer may add to a take-over."""
 STATISTICS_INTERVAL_S = 1.0
-MAX_SUBMITS = 4096
-"""Submit handlers at once; they do not wait for anything."""
 
 
 class ActiveScheduler:
@@ -99,8 +99,8 @@ class ActiveScheduler:
         self._core = SchedulerCore(settings, info.term, inherited)
         self._subscriptions: list[Subscription] = []
         self._tasks: set[asyncio.Task[None]] = set()
-        self._calls: set[asyncio.Task[None]] = set()
-        """Submit calls under way, of `_tasks`."""
+        self._calls: set[asyncio.Future[Accepted]] = set()
+        """Submit calls under way."""
         self._timer: asyncio.TimerHandle | None = None
         self._timer_s = 0.0
         self._is_turn_due = False
@@ -125,7 +125,7 @@ class ActiveScheduler:
         if questions := list(self._tasks):
             await asyncio.wait(questions, timeout=2 * HELD_TIMEOUT_S)
         self._core.begin_serving()
-        self._subscriptions.append(await self._bus.serve(SCHEDULER_SUBMIT, self._submit, max_concurrency=MAX_SUBMITS))
+        self._subscriptions.append(await self._bus.serve(SCHEDULER_SUBMIT, self._submit))
         self._subscriptions.append(await self._bus.serve(SCHEDULER_GRANT, self._grant))
         self._spawn(self._publish_statistics())
         self.is_serving = True
@@ -145,14 +145,14 @@ class ActiveScheduler:
         self._subscriptions = []
         if self._timer is not None:
             self._timer.cancel()
-        for task in self._tasks - self._calls:
+        for task in self._tasks:
             task.cancel()
         if self._calls:
             await asyncio.wait(self._calls, timeout=timeout_s)
 
     # ------------------------------------------------------------------------------------------------- inputs
 
-    async def _submit(self, request: GenerationRequest) -> Accepted:
+    def _submit(self, request: GenerationRequest) -> Accepted:
         self._check_leader()
         try:
             GATEWAY_FRAMES.at(gateway_id=request.gateway_id)
@@ -165,7 +165,7 @@ class ActiveScheduler:
             raise ServiceError(refused)
         return Accepted(request.request_id)
 
-    async def _grant(self, query: GrantQuery) -> GrantReply:
+    def _grant(self, query: GrantQuery) -> GrantReply:
         self._check_leader()
         reply = self._core.grant(query, self._bus.now())
         self._observer.on_granted(reply)
@@ -230,9 +230,7 @@ class ActiveScheduler:
     def _carry_out(self, action: Action) -> None:
         match action:
             case Dispatch():
-                task = self._spawn(self._dispatch(action))
-                self._calls.add(task)
-                task.add_done_callback(self._calls.discard)
+                self._dispatch(action)
             case LeftQueue():
                 self._observer.on_left_queue(action, self._bus.now())
             case CancelAt(instance_id, request_id, epoch):
@@ -257,19 +255,25 @@ class ActiveScheduler:
             case ProbeSilence(instance_ids):
                 self._spawn(self._probe(instance_ids))
 
-    async def _dispatch(self, dispatch: Dispatch) -> None:
+    def _dispatch(self, dispatch: Dispatch) -> None:
         started_s = self._bus.now()
-        error = None
-        with self._observer.dispatching(dispatch) as span:
-            endpoint = INSTANCE_SUBMIT.at(instance_id=dispatch.instance_id)
-            try:
-                await self._bus.request(endpoint, dispatch.request, timeout_s=DISPATCH_TIMEOUT_S)
-            except BusError as raised:
-                error = raised.info
-                logger.info("%s did not take %s: %s", dispatch.instance_id, dispatch.request.request_id, raised)
-            self._observer.on_dispatched(dispatch, span, error, self._bus.now() - started_s)
-        self._core.on_dispatched(dispatch, error, self._bus.now())
-        self._act_soon()
+        endpoint = INSTANCE_SUBMIT.at(instance_id=dispatch.instance_id)
+        span = self._observer.begin_dispatch(dispatch)
+        with use_span(span):
+            call = self._bus.send_request(endpoint, dispatch.request, timeout_s=DISPATCH_TIMEOUT_S)
+
+        def on_answer(_: object) -> None:
+            self._calls.discard(call)
+            error = _error_of(call)
+            if error is not None:
+                reason = f"{error.code}: {error.message}"
+                logger.info("%s did not take %s: %s", dispatch.instance_id, dispatch.request.request_id, reason)
+            self._observer.end_dispatch(dispatch, span, error, self._bus.now() - started_s)
+            self._core.on_dispatched(dispatch, error, self._bus.now())
+            self._act_soon()
+
+        self._calls.add(call)
+        call.add_done_callback(on_answer)
 
     async def _ask_held(self, ask: AskHeld) -> None:
         held = None
@@ -356,3 +360,17 @@ class ActiveScheduler:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             logger.error("a task of the scheduler failed", exc_info=error)
+
+
+def _error_of(call: asyncio.Future[Accepted]) -> ErrorInfo | None:
+    """Of a submit call that is over."""
+    if call.cancelled():
+        return ErrorInfo(ErrorCode.UNAVAILABLE, "the call was cancelled")
+    match call.exception():
+        case None:
+            return None
+        case BusError() as error:
+            return error.info
+        case error:
+            logger.error("a submit call failed", exc_info=error)
+            return ErrorInfo(ErrorCode.INTERNAL, f"the call failed: {type(error).__name__}")

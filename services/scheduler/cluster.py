@@ -157,8 +157,11 @@ class InstanceState:
         self.is_reachable = info.kv_address != ""
         self.ready = {m.name: ServedModel.of(m, info) for m in info.models if m.state == "ready"}
         self.names = frozenset(self.ready)
-        is_draining = info.state == "draining"
-        self.leaving = frozenset(m.name for m in info.models if is_draining or m.state == "unloading")
+        self.leaving = frozenset(m.name for m in info.models if self.is_draining or m.state == "unloading")
+
+    @property
+    def is_draining(self) -> bool:
+        return self.info.state == "draining"
 
     def leave(self) -> None:
         """It serves nothing any more."""
@@ -221,6 +224,9 @@ class ClusterView:
 
     def __iter__(self) -> Iterator[tuple[str, InstanceState]]:
         return iter(self._instances.items())
+
+    def __len__(self) -> int:
+        return len(self._instances)
 
     def get(self, instance_id: str) -> InstanceState | None:
         return self._instances.get(instance_id)

@@ -198,7 +198,8 @@ class SchedulerCore:
         state = self.cluster.get(instance_id)
         before = list(state.ready) if state else []
         if state is not None and (info is None or info.incarnation != state.info.incarnation):
-            self._lose(instance_id, "vanished" if info is None else "restarted", now)
+            how = "vanished" if info is None else "restarted"
+            self._lose(instance_id, "drained" if state.is_draining else how, now)
         if info is not None:
             self.cluster.register(info, now)
         else:
@@ -211,7 +212,7 @@ class SchedulerCore:
         if state is None or state.info.incarnation != exited.incarnation or state.liveness == Liveness.EXITED:
             return
         before = list(state.ready)
-        self._lose(exited.instance_id, "exited", now)
+        self._lose(exited.instance_id, "drained" if state.is_draining and exited.exit_code == 0 else "exited", now)
         self.cluster.mark_exited(exited.instance_id)
         self._life.touch(exited.instance_id, before)
 

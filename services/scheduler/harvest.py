@@ -11,7 +11,7 @@ grant lives.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -110,7 +110,7 @@ class GrantBook:
         if gateway is not None:
             gateway.granted[model] = max(0, gateway.granted[model] - num_tokens)
 
-    def count_finished(self, finished: list[FinishedStats], now: float) -> None:
+    def count_finished(self, finished: Sequence[FinishedStats], now: float) -> None:
         for stats in finished:
             if stats.request_class == RequestClass.OFFLINE:
                 outflow = self._throughput.get(stats.model)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from shared.messages.cluster import ExecutionStatistics, FinishedStats
 from shared.messages.requests import FinishReason
@@ -25,7 +25,7 @@ class ServiceMonitor:
         self._is_news = bool(inherited)
         """Whether somebody may not know what is published."""
 
-    def count_finished(self, finished: list[FinishedStats]) -> None:
+    def count_finished(self, finished: Sequence[FinishedStats]) -> None:
         """Of requests that came to their own end; others say nothing of how long a request takes."""
         for stats in finished:
             seconds = stats.device_s or stats.execution_s

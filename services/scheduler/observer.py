@@ -5,8 +5,6 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter as Tally
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 from opentelemetry.trace import Span, Status, StatusCode
 from prometheus_client import Counter, Gauge, Histogram
@@ -82,10 +80,9 @@ class Observer:
             span.set_status(Status(StatusCode.ERROR, left.outcome))
         span.end(wall_ns - int((now - left.left_s) * 1e9))
 
-    @contextmanager
-    def dispatching(self, dispatch: Dispatch) -> Iterator[Span]:
-        """The span `dispatch` around a submit call."""
-        with self._tracer.start_as_current_span(
+    def begin_dispatch(self, dispatch: Dispatch) -> Span:
+        """The span `dispatch` of a submit call; `end_dispatch` ends it."""
+        return self._tracer.start_span(
             "dispatch",
             context_of(dispatch.request.traceparent),
             attributes={
@@ -93,10 +90,9 @@ class Observer:
                 "tideway.instance_id": dispatch.instance_id,
                 "tideway.epoch": dispatch.request.epoch,
             },
-        ) as span:
-            yield span
+        )
 
-    def on_dispatched(self, dispatch: Dispatch, span: Span, error: ErrorInfo | None, seconds: float) -> None:
+    def end_dispatch(self, dispatch: Dispatch, span: Span, error: ErrorInfo | None, seconds: float) -> None:
         outcome = error.code.value if error else "accepted"
         request_class = dispatch.request.request_class.value
         self._dispatches.labels(outcome, request_class).inc()
@@ -104,6 +100,7 @@ class Observer:
         span.set_attribute("tideway.outcome", outcome)
         if error is not None:
             span.set_status(Status(StatusCode.ERROR, error.message))
+        span.end()
 
     def on_instance_lost(self, lost: InstanceLost) -> None:
         self._lost_instances.labels(lost.reason).inc()

@@ -17,6 +17,8 @@ LEASE_INTERVALS = 3
 MIN_LEASE_S = 0.5
 SOON_S = 0.05
 """Between two looks, where reports cross a threshold."""
+LOOK_S = 1e-4
+"""Likewise at least so long for each instance of the cluster, so that looks take a small share of the scheduler's time."""
 DRAIN_CONCURRENCY = 4
 """Migrations out of a draining instance at once."""
 GIVEN_S = 10.0
@@ -29,13 +31,20 @@ class Rescheduler:
         self.policy = Rebalancer(settings.rebalance_low, settings.rebalance_high, settings.max_migrations_per_s)
         self._cluster = cluster
         self._interval_s = settings.rebalance_interval_s
-        self._lease_s = max(MIN_LEASE_S, LEASE_INTERVALS * settings.rebalance_interval_s)
         self._told_s: dict[str, float] = {}
         """When each source was told of its pair."""
         self._gave_s: dict[str, float] = {}
         """When each instance that was ever a source was last told to be one."""
         self._next_s: float | None = None
         self._last_s = -self._interval_s
+
+    def _between_s(self, least_s: float) -> float:
+        """From one look to the next, in a cluster of this size."""
+        return max(least_s, LOOK_S * len(self._cluster))
+
+    @property
+    def _lease_s(self) -> float:
+        return max(MIN_LEASE_S, LEASE_INTERVALS * self._between_s(self._interval_s))
 
     def next_wakeup(self) -> float | None:
         return self._next_s
@@ -69,7 +78,7 @@ class Rescheduler:
             return []
         changes = self.policy.step(now, self._view_of, self._takers_above)
         self._last_s = now
-        self._next_s = None if self.policy.is_idle else now + self._interval_s
+        self._next_s = None if self.policy.is_idle else now + self._between_s(self._interval_s)
         actions: list[Action] = []
         for pair in changes.ended:
             self._told_s.pop(pair.source, None)
@@ -79,8 +88,10 @@ class Rescheduler:
             view = self._view_of(pair.source)
             actions.append(Paired(pair.source, self._message(pair), view.freeness if view else 0.0))
             self._told_s.pop(pair.source, None)
+        # A little early, so that rounding does not put it off to the look after this one.
+        again_s = 0.9 * self._lease_s / LEASE_INTERVALS
         for pair in self.policy.pairs.values():
-            if now - self._told_s.get(pair.source, -self._lease_s) >= self._lease_s / LEASE_INTERVALS:
+            if now - self._told_s.get(pair.source, -again_s) >= again_s:
                 self._told_s[pair.source] = self._gave_s[pair.source] = now
                 actions.append(SendRebalance(pair.source, self._message(pair)))
         return actions
@@ -91,7 +102,7 @@ class Rescheduler:
 
     def _wake(self, now: float) -> None:
         """A look is due soon, and at most so often."""
-        at = max(now, self._last_s + SOON_S)
+        at = max(now, self._last_s + self._between_s(SOON_S))
         self._next_s = at if self._next_s is None else min(self._next_s, at)
 
     def _view_of(self, instance_id: str) -> InstanceView | None:

@@ -114,7 +114,7 @@ class Scaler:
             if not state.is_alive:
                 continue
             known.add(instance_id)
-            if state.info.state == "draining":
+            if state.is_draining:
                 if instance_id in self._own_drains:
                     leaving.append(instance_id)
                 continue

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from shared.messages.cluster import FinishedStats, ModelStatistics
@@ -28,7 +29,7 @@ class StatisticsCounter:
         """Time in the global queue; the time on the instance comes with its reports."""
         self._of(model).queued_s += seconds
 
-    def count_finished(self, finished: list[FinishedStats]) -> None:
+    def count_finished(self, finished: Sequence[FinishedStats]) -> None:
         for stats in finished:
             counts = self._of(stats.model)
             counts.num_finished += 1

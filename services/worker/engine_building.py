@@ -55,7 +55,8 @@ def build_engine(settings: InstanceSettings, num_merged: int, device: str, num_h
     if settings.record_file:
         path = f"{settings.record_file}.{settings.instance_id}"
         try:
-            file = open(path, "wb")  # noqa: SIM115  (kept open for the life of the process)
+            # Unbuffered: the end of a process, which matters most, is not always an orderly one.
+            file = open(path, "wb", buffering=0)  # noqa: SIM115  (kept open for the life of the process)
         except OSError as error:
             raise SettingsError(f"TIDEWAY_RECORD_FILE: {path!r} cannot be written: {error}") from None
         return RecordingEngine(configuration, file.write)

@@ -94,7 +94,7 @@ class InstanceService:
         self.failed = asyncio.Event()
         """The engine is of no more use: the process should end, so that its requests go on elsewhere."""
         self._plan = msgspec.json.decode(settings.plan, type=InstancePlan)
-        self._metrics = InstanceTelemetry(self._id, telemetry.registry, telemetry.tracer)
+        self._metrics = InstanceTelemetry(self._id, telemetry, bus.now)
         self._telemetry = telemetry
         niceness = COMPUTE_NICENESS if settings.device == "cpu" else 0
         self._loop = EngineLoop(
@@ -142,7 +142,7 @@ class InstanceService:
         self._metrics_port = self._telemetry.serve_metrics(self.problems)
         bus, ids = self._bus, {"instance_id": self._id}
         self._subscriptions = [
-            await bus.serve(INSTANCE_SUBMIT.at(**ids), self._on_submit, max_concurrency=256),
+            await bus.serve(INSTANCE_SUBMIT.at(**ids), self._on_submit),
             await bus.serve(INSTANCE_REPLAY.at(**ids), self._on_replay),
             await bus.serve(INSTANCE_HELD.at(**ids), self._on_held),
             await bus.serve(INSTANCE_LOAD_MODEL.at(**ids), self._on_load_model),
@@ -209,7 +209,7 @@ class InstanceService:
 
     # ------------------------------------------------------------------------------------------------ handlers
 
-    async def _on_submit(self, request: GenerationRequest) -> Accepted:
+    def _on_submit(self, request: GenerationRequest) -> Accepted:
         if self.is_draining:
             raise ServiceError.of(ErrorCode.DRAINING, f"instance {self._id} is draining")
         if self._loop.failure:
@@ -226,7 +226,7 @@ class InstanceService:
         self._changed.set()
         return Accepted(request.request_id)
 
-    async def _on_replay(self, query: ReplayQuery) -> ReplayReply:
+    def _on_replay(self, query: ReplayQuery) -> ReplayReply:
         reply = ReplayReply([], [], [])
         room_bytes = MAX_MESSAGE_BYTES - 1024 * len(query.positions)
         for position in query.positions:
@@ -246,18 +246,18 @@ class InstanceService:
                 reply.unknown.append(request_id)
         return reply
 
-    async def _on_held(self, _query: ListHeldRequests) -> HeldRequests:
+    def _on_held(self, _query: ListHeldRequests) -> HeldRequests:
         return HeldRequests(self._loop.held_requests())
 
-    async def _on_load_model(self, query: LoadModel) -> Done:
+    def _on_load_model(self, query: LoadModel) -> Done:
         self._models.begin_load(query.spec)
         return Done()
 
-    async def _on_unload_model(self, query: UnloadModel) -> Done:
+    def _on_unload_model(self, query: UnloadModel) -> Done:
         self._models.begin_unload(query.name, query.grace_s)
         return Done()
 
-    async def _on_drain(self, query: Drain) -> Done:
+    def _on_drain(self, query: Drain) -> Done:
         if query.is_undone:
             if self._is_ending:
                 raise ServiceError.of(ErrorCode.CONFLICT, f"instance {self._id} is about to end")
@@ -312,7 +312,7 @@ class InstanceService:
     def _on_ended(self, ended: Ended) -> None:
         self._reports.on_ended(ended)
         self._metrics.on_ended(ended)
-        self._metrics.trace_ended(ended, self._bus.now)
+        self._metrics.spans.ended(ended)
 
     # ----------------------------------------------------------------------------------------- reports, registry
 

@@ -96,7 +96,9 @@ async def open_transport(settings: InstanceSettings, registry: CollectorRegistry
     from services.worker.kv_transport.ucx import UcxNetwork
 
     host = settings.kv_host or local_address(settings.nats_url)
-    limits = TransportLimits(rate_fraction=settings.copy_rate_share)
+    # A migration may have two transfers open: of what was announced, and of what was filled beyond that.
+    max_transfers = max(4, 2 * settings.max_migrations)
+    limits = TransportLimits(rate_fraction=settings.copy_rate_share, max_transfers=max_transfers)
     transport = KvTransport(UcxNetwork(host), limits, metrics=TransferMetrics(registry))
     await transport.open()
     return transport

@@ -23,6 +23,7 @@ from services.worker.output_log import OutputLog
 from services.worker.peers import Peers, can_take
 from services.worker.tasks import TaskSet
 from shared.bus.interface import Bus
+from shared.engine.moving import TakenOut
 from shared.messages.catalogue import GATEWAY_FRAMES, INSTANCE_REBALANCE
 from shared.messages.cluster import InstanceInfo, MoveOutcome
 from shared.messages.migration import Commit, MoveReason, Rebalance
@@ -290,9 +291,11 @@ class InstanceMoves(KvUsers):
         self._reports.moved_in.append(held)
         self._state.report_load()
 
-    def on_move_ended(self, outcome: MoveOutcome, request: GenerationRequest) -> None:
+    def on_move_ended(self, outcome: MoveOutcome, request: GenerationRequest, taken: TakenOut | None) -> None:
         self._reports.moves.append(outcome)
         if outcome.is_moved:
+            if taken is not None:
+                self._metrics.spans.moved(taken, outcome.destination_id)
             num_new = self._outputs.give_up(outcome.request_id, outcome.epoch)
             self._metrics.on_moved_away(request.model, num_new)
         elif (entry := self._outputs.raise_epoch(outcome.request_id, outcome.epoch)) is not None:

@@ -3,19 +3,18 @@ and dashboards made for vLLM work unchanged; every latency carries the class lab
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable
 
-from opentelemetry import trace
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import HistogramMetricFamily
 
 from services.worker.coserving_telemetry import CoServingTelemetry
 from services.worker.engine_loop import StepStats
+from services.worker.instance_spans import InstanceSpans
 from shared.engine.load import InstanceLoad
 from shared.engine.requests import Ended
-from shared.messages.requests import FinishReason, RequestClass
-from shared.telemetry import context_of
+from shared.messages.requests import RequestClass
+from shared.telemetry import Telemetry
 
 LATENCY_BUCKETS = (
     0.001,
@@ -69,9 +68,11 @@ class WeightedHistogram:
 
 
 class InstanceTelemetry:
-    def __init__(self, instance_id: str, registry: CollectorRegistry, tracer: trace.Tracer) -> None:
+    def __init__(self, instance_id: str, telemetry: Telemetry, clock: Callable[[], float]) -> None:
+        """`clock`: that of the engine's times, in seconds."""
+        registry = telemetry.registry
         self._engine = instance_id
-        self._tracer = tracer
+        self.spans = InstanceSpans(instance_id, telemetry.tracer, clock)
         self.coserving = CoServingTelemetry(instance_id, registry)
         self._running = Gauge("vllm:num_requests_running", "Sequences in the batch", LABELS, registry=registry)
         self._waiting = Gauge(
@@ -176,51 +177,3 @@ class InstanceTelemetry:
     def on_moved_away(self, model: str, num_new: int) -> None:
         """A request left for another instance after `num_new` tokens of here; all else is counted where it ends."""
         self._generation_tokens.labels(model, self._engine).inc(num_new)
-
-    def trace_ended(self, ended: Ended, clock: Callable[[], float]) -> None:
-        """Spans of a request's time on the instance, made when it has ended: never one per token."""
-        request = ended.request
-        if not request.traceparent:
-            return
-        offset_ns = time.time_ns() - int(clock() * 1e9)
-
-        def wall_ns(at_s: float) -> int:
-            return offset_ns + int(at_s * 1e9)
-
-        root = self._tracer.start_span(
-            "instance",
-            context=context_of(request.traceparent),
-            start_time=wall_ns(ended.submitted_s),
-            attributes={
-                "tideway.instance_id": self._engine,
-                "tideway.request_id": request.request_id,
-                "tideway.epoch": request.epoch,
-                "gen_ai.request.model": request.model,
-                "gen_ai.usage.input_tokens": ended.num_prompt_tokens,
-                "gen_ai.usage.output_tokens": ended.num_output_tokens,
-                "gen_ai.usage.cache_read.input_tokens": ended.num_cached_tokens,
-                "gen_ai.response.finish_reasons": [str(ended.reason)],
-                "tideway.request_class": str(request.request_class),
-                "tideway.num_preemptions": ended.num_preemptions,
-                "tideway.num_suspended_steps": ended.num_suspensions,
-                "tideway.num_recomputed_tokens": ended.recomputed_tokens,
-                "tideway.num_restored_blocks": ended.restored_blocks,
-                "tideway.device_s": ended.device_s,
-                "tideway.ttft_objective_s": ended.ttft_objective_s,
-                "tideway.tpot_objective_s": ended.tpot_objective_s,
-            },
-        )
-        if ended.reason == FinishReason.ERROR:
-            root.set_status(trace.StatusCode.ERROR)
-        context = trace.set_span_in_context(root)
-        stages = (
-            ("instance queue", ended.submitted_s, ended.first_planned_s),
-            ("prefill", ended.first_planned_s, ended.first_token_s),
-            ("decode", ended.first_token_s, ended.ended_s),
-        )
-        for name, start_s, end_s in stages:
-            if start_s is None:
-                continue
-            span = self._tracer.start_span(name, context=context, start_time=wall_ns(start_s))
-            span.end(wall_ns(end_s if end_s is not None else ended.ended_s))
-        root.end(wall_ns(ended.ended_s))

@@ -53,8 +53,8 @@ def survey(settings: WorkerSettings, environment: Mapping[str, str] | None = Non
         raise SettingsError(f"TIDEWAY_DEVICE={settings.device!r}: expected auto, cpu or cuda")
     if settings.num_instances < 1:
         raise SettingsError(f"TIDEWAY_NUM_INSTANCES={settings.num_instances}: expected 1 or more")
-    if settings.max_instances < 0:
-        raise SettingsError(f"TIDEWAY_MAX_INSTANCES={settings.max_instances}: expected 0 or more")
+    if settings.max_node_instances < 0:
+        raise SettingsError(f"TIDEWAY_MAX_NODE_INSTANCES={settings.max_node_instances}: expected 0 or more")
     gpus = {} if settings.device == "cpu" else _free_gpu_memory(environment, root)
     if gpus and not _torch_has_cuda():
         if settings.device == "cuda":
@@ -67,13 +67,13 @@ def survey(settings: WorkerSettings, environment: Mapping[str, str] | None = Non
         # The smallest share of all, as the plan divides memory evenly.
         free = int(min(gpus.values()) * GPU_MEMORY_SHARE) * len(gpus)
         return Machine("cuda", len(gpus), settings.memory_bytes or free, settings.num_threads or 1, tuple(gpus))
-    most = max(settings.num_instances, settings.max_instances)
+    most = max(settings.num_instances, settings.max_node_instances)
     return Machine(
         "cpu",
         settings.num_instances,
         settings.memory_bytes or int(free_memory_bytes(root) * CPU_MEMORY_SHARE),
         settings.num_threads or max(1, num_cores(root) // most),
-        max_instances=settings.max_instances,
+        max_instances=settings.max_node_instances,
     )
 
 

@@ -216,11 +216,13 @@ class NodeAgent:
             self._state.on_plan(plan)
             self._wake.set()
 
-    async def _on_scale(self, query: ScaleNode) -> Done:
+    def _on_scale(self, query: ScaleNode) -> Done:
         """Fewer take effect with the plan that follows: it drains the instances that are over."""
         most = self._info.max_instances
         if not 1 <= query.num_instances <= most:
-            message = f"{self.node_id} runs 1 to {most} instances (TIDEWAY_MAX_INSTANCES), not {query.num_instances}"
+            message = (
+                f"{self.node_id} runs 1 to {most} instances (TIDEWAY_MAX_NODE_INSTANCES), not {query.num_instances}"
+            )
             raise ServiceError.of(ErrorCode.CONFLICT, message, "num_instances")
         logger.info("%d instances are asked for instead of %d", query.num_instances, self._info.num_instances)
         self._offer(query.num_instances)

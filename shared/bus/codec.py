@@ -14,12 +14,13 @@ TIMEOUT_HEADER = b"Tideway-Timeout"
 """Seconds that the requester will wait, counted from sending."""
 TRACE_HEADER = b"traceparent"
 ERROR_HEADER = b"Nats-Service-Error"
-ERROR_CODE_HEADER = b"Nats-Service-Error-Code"
 
 _HEADER_LINE = b"NATS/1.0"
 
 encode = msgspec.msgpack.Encoder().encode
 
+UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError)
+"""What decoders raise for bytes that are not what they should be, or whose strings are no UTF-8."""
 
 _decoders: dict[Any, msgspec.msgpack.Decoder[Any]] = {}
 
@@ -87,10 +88,10 @@ def decode_reply(kind: type[Any], subject: str, fields: dict[bytes, bytes], data
     if ERROR_HEADER in fields:
         try:
             info = decoder(ErrorInfo).decode(data)
-        except msgspec.MsgspecError:
+        except UNREADABLE:
             info = ErrorInfo(ErrorCode.INTERNAL, fields[ERROR_HEADER].decode(errors="replace"))
         raise ServiceError(info)
     try:
         return decoder(kind).decode(data)
-    except msgspec.MsgspecError as error:
+    except UNREADABLE as error:
         raise BusError(ErrorInfo(ErrorCode.INTERNAL, f"the reply on {subject} cannot be read: {error}")) from None

@@ -1,7 +1,8 @@
 """The bus as services see it: typed messages over channels of `shared.messages`.
 
-Two implementations pass one contract suite (tests/shared/bus_contract.py): `shared.bus.nats_bus.NatsBus` on nats-py, and
-`shared.bus.memory_bus.MemoryBus` on a hub with virtual time and fault injection.
+Two implementations pass one contract suite (bus_contract.py and storage_contract.py in tests/shared):
+`shared.bus.nats_bus.NatsBus` on nats-py, and `shared.bus.memory_bus.MemoryBus` on a hub with virtual time and fault
+injection.
 
 Rules every implementation keeps:
 - A call that waits has a deadline and ends by it with a reply or a `BusError`; nothing fails in silence.
@@ -17,6 +18,7 @@ Rules every implementation keeps:
 
 from __future__ import annotations
 
+import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable, Set
 from typing import Generic, NamedTuple, Protocol, TypeVar
@@ -219,13 +221,18 @@ class Bus(ABC):
         nobody serves the subject."""
 
     @abstractmethod
+    def send_request(self, endpoint: Endpoint[Q, R], query: Q, *, timeout_s: float) -> asyncio.Future[R]:
+        """As `request`, for those with too many under way for a task each. Whoever calls looks at the outcome."""
+
+    @abstractmethod
     async def subscribe(self, topic: Topic[M], handler: Callable[[M], None]) -> Subscription: ...
 
     @abstractmethod
     async def serve(
-        self, endpoint: Endpoint[Q, R], handler: Callable[[Q], Awaitable[R]], *, max_concurrency: int = 64
+        self, endpoint: Endpoint[Q, R], handler: Callable[[Q], Awaitable[R] | R], *, max_concurrency: int = 64
     ) -> Subscription:
-        """Returns when the server routes requests here (subscribed and flushed)."""
+        """Returns when the server routes requests here (subscribed and flushed). `handler`: a coroutine function, or a
+        plain one, which runs at once and must not block."""
 
     @abstractmethod
     async def key_value(self, bucket: Bucket[M], *, max_bytes: int | None = None) -> KeyValue[M]:

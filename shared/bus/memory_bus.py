@@ -18,10 +18,9 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import Any, TypeVar
 
-import msgspec
 from prometheus_client import CollectorRegistry
 
-from shared.bus.codec import ERROR_HEADER, decode_reply, decoder, encode
+from shared.bus.codec import ERROR_HEADER, UNREADABLE, decode_reply, decoder, encode
 from shared.bus.interface import Bus, BusError, KeyValue, ObjectStore, Subscription, WorkQueue
 from shared.bus.memory_storage import MemoryKeyValue, MemoryObjectStore, MemoryStore, MemoryWatch, MemoryWorkQueue
 from shared.bus.metrics import bus_metrics, subject_pattern
@@ -313,7 +312,7 @@ class MemoryBus(Bus):
                 return
             try:
                 handler(decode(body))
-            except msgspec.MsgspecError as error:
+            except UNREADABLE as error:
                 self._metrics.dropped.labels(subject_pattern(topic.subject), "unreadable").inc()
                 logger.error("a message on %s cannot be read: %s", topic.subject, error)
             except Exception:
@@ -341,6 +340,9 @@ class MemoryBus(Bus):
         finally:
             self._metrics.requests.labels(pattern, outcome).inc()
             self._metrics.request_seconds.labels(pattern).observe(self.now() - started_s)
+
+    def send_request(self, endpoint: Endpoint[Q, R], query: Q, *, timeout_s: float) -> asyncio.Future[R]:
+        return asyncio.get_running_loop().create_task(self.request(endpoint, query, timeout_s=timeout_s))
 
     async def _request(self, endpoint: Endpoint[Q, R], query: Q, timeout_s: float) -> R:
         self._check_connected()
@@ -371,7 +373,7 @@ class MemoryBus(Bus):
         return reply
 
     async def serve(
-        self, endpoint: Endpoint[Q, R], handler: Callable[[Q], Awaitable[R]], *, max_concurrency: int = 64
+        self, endpoint: Endpoint[Q, R], handler: Callable[[Q], Awaitable[R] | R], *, max_concurrency: int = 64
     ) -> Subscription:
         server = EndpointServer(endpoint, handler, max_concurrency, self._metrics)
         self._servers.add(server)

@@ -16,12 +16,12 @@ from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
-import msgspec
 import nats.errors
 from prometheus_client import CollectorRegistry
 
 from shared.bus.codec import (
     TRACE_HEADER,
+    UNREADABLE,
     decode_reply,
     decoder,
     encode,
@@ -41,12 +41,7 @@ from shared.bus.nats_storage import NatsWorkQueue
 from shared.bus.nats_streams import Streams
 from shared.bus.nats_watch import NatsWatch
 from shared.bus.serving import EndpointServer
-from shared.messages.channels import (
-    Bucket,
-    Endpoint,
-    ObjectBucket,
-    Topic,
-)
+from shared.messages.channels import Bucket, Endpoint, ObjectBucket, Topic
 from shared.messages.requests import ErrorCode, ErrorInfo
 from shared.settings import BusSettings, SettingsError
 from shared.telemetry import current_traceparent
@@ -293,7 +288,7 @@ class NatsBus(Bus):
         def on_message(subject: bytes, reply: bytes, headers: bytes | None, data: bytes) -> None:
             try:
                 message = decode(data)
-            except msgspec.MsgspecError as error:
+            except UNREADABLE as error:
                 dropped.inc()
                 logger.error("a message on %s cannot be read: %s", topic.subject, error)
                 return
@@ -306,29 +301,48 @@ class NatsBus(Bus):
     # ------------------------------------------------------------------------------------------- request/reply
 
     async def request(self, endpoint: Endpoint[Q, R], query: Q, *, timeout_s: float) -> R:
-        pattern = subject_pattern(endpoint.subject)
+        return await self.send_request(endpoint, query, timeout_s=timeout_s)
+
+    def send_request(self, endpoint: Endpoint[Q, R], query: Q, *, timeout_s: float) -> asyncio.Future[R]:
         started_s = self.now()
-        outcome = "ok"
-        try:
-            return await self._request(endpoint, query, timeout_s)
-        except BusError as error:
-            outcome = error.code
-            raise
-        finally:
+        result: asyncio.Future[R] = asyncio.get_running_loop().create_future()
+        body = encode(query)
+        headers = request_headers(timeout_s, current_traceparent())
+        exchange = self._client.exchange(endpoint.subject, headers, body, timeout_s)
+
+        def on_end(_: object) -> None:
+            outcome = "ok"
+            try:
+                reply = self._reply(endpoint, exchange, len(body), timeout_s)
+                if not result.done():
+                    result.set_result(reply)
+            except Exception as error:  # of whatever kind: nobody else tells who waits
+                outcome = error.code if isinstance(error, BusError) else ErrorCode.INTERNAL
+                if not result.done():
+                    result.set_exception(error)
+            pattern = subject_pattern(endpoint.subject)
             self._metrics.requests.labels(pattern, outcome).inc()
             self._metrics.request_seconds.labels(pattern).observe(self.now() - started_s)
 
-    async def _request(self, endpoint: Endpoint[Q, R], query: Q, timeout_s: float) -> R:
+        exchange.add_done_callback(on_end)
+        return result
+
+    def _reply(
+        self,
+        endpoint: Endpoint[Q, R],
+        exchange: asyncio.Future[tuple[dict[bytes, bytes], bytes]],
+        num_bytes: int,
+        timeout_s: float,
+    ) -> R:
+        """What came of an exchange that is over; `num_bytes`: of the query."""
         subject = endpoint.subject
-        body = encode(query)
-        headers = request_headers(timeout_s, current_traceparent())
         try:
-            fields, data = await self._client.exchange(subject, headers, body, timeout_s)
+            fields, data = exchange.result()
         except nats.errors.NoRespondersError:
             raise unavailable(f"nobody serves {subject}") from None
         except nats.errors.MaxPayloadError:
             limit = self.max_payload_bytes
-            message = f"a request of {len(body)} bytes on {subject} exceeds NATS's limit of {limit} bytes"
+            message = f"a request of {num_bytes} bytes on {subject} exceeds NATS's limit of {limit} bytes"
             raise BusError(ErrorInfo(ErrorCode.BAD_REQUEST, message)) from None
         except nats.errors.TimeoutError:
             raise BusError(ErrorInfo(ErrorCode.DEADLINE, f"no reply on {subject} within {timeout_s:.3g} s")) from None
@@ -338,7 +352,7 @@ class NatsBus(Bus):
         return reply
 
     async def serve(
-        self, endpoint: Endpoint[Q, R], handler: Callable[[Q], Awaitable[R]], *, max_concurrency: int = 64
+        self, endpoint: Endpoint[Q, R], handler: Callable[[Q], Awaitable[R] | R], *, max_concurrency: int = 64
     ) -> Subscription:
         server = EndpointServer(endpoint, handler, max_concurrency, self._metrics)
 

@@ -52,8 +52,10 @@ class DirectClient(Client):
         self._direct: dict[int, Handler] = {}
         self._is_write_scheduled = False
         self._inbox = ""
+        self._exchanges: dict[bytes, tuple[asyncio.Future[tuple[dict[bytes, bytes], bytes]], asyncio.TimerHandle]] = {}
+        """Requests by the end of their reply subject, each with its deadline."""
         self._waiting: dict[bytes, asyncio.Future[Any]] = {}
-        """Requests by the end of their reply subject, and pings."""
+        """Pings and whatever else waits for the server."""
         self._tokens = count()
 
     # ------------------------------------------------------------------------------------------------- sending
@@ -156,31 +158,44 @@ class DirectClient(Client):
 
     # ------------------------------------------------------------------------------------------------ requests
 
-    async def exchange(
+    def exchange(
         self, subject: str, headers: bytes, body: bytes, timeout_s: float
-    ) -> tuple[dict[bytes, bytes], bytes]:
-        """The header fields and the body of the reply. Raises `NotConnectedError` (also when the connection is lost
-        while waiting), `NoRespondersError`, `MaxPayloadError` or `TimeoutError` of nats.errors."""
-        if not self.is_connected:
-            raise NotConnectedError
-        if len(headers) + len(body) > self.max_payload:
-            raise MaxPayloadError
+    ) -> asyncio.Future[tuple[dict[bytes, bytes], bytes]]:
+        """Sends a request. The future has the header fields and the body of the reply, or one of nats.errors:
+        `NotConnectedError` (also when the connection is lost meanwhile), `NoRespondersError`, `MaxPayloadError` or
+        `TimeoutError`."""
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[tuple[dict[bytes, bytes], bytes]] = loop.create_future()
         if not self._inbox:
             self._inbox = self.new_inbox() + "."
             self.subscribe_direct(self._inbox + "*", self._on_reply)
         token = b"%x" % next(self._tokens)
-        with self.in_flight(token) as future:
-            if not self.send(subject, self._inbox + token.decode(), headers, body):
-                raise NotConnectedError
-            try:
-                async with asyncio.timeout(timeout_s):
-                    reply_headers, reply = await future
-            except builtins.TimeoutError:
-                raise TimeoutError from None
-        fields = parse_headers(reply_headers) if reply_headers else {}
-        if fields.get(b"Status") == b"503" and not reply:
-            raise NoRespondersError
-        return fields, reply
+        if len(headers) + len(body) > self.max_payload:
+            future.set_exception(MaxPayloadError())
+        elif not self.is_connected or not self.send(subject, self._inbox + token.decode(), headers, body):
+            future.set_exception(NotConnectedError())
+        else:
+            self._exchanges[token] = future, loop.call_later(timeout_s, self._expire, token)
+        return future
+
+    def _expire(self, token: bytes) -> None:
+        future, _ = self._exchanges.pop(token)
+        if not future.done():
+            future.set_exception(TimeoutError())
+
+    def _on_reply(self, subject: bytes, reply: bytes, headers: bytes | None, data: bytes) -> None:
+        exchange = self._exchanges.pop(subject[len(self._inbox) :], None)
+        if exchange is None:
+            return
+        future, deadline = exchange
+        deadline.cancel()
+        fields = parse_headers(headers) if headers else {}
+        if future.done():
+            pass  # given up
+        elif fields.get(b"Status") == b"503" and not data:
+            future.set_exception(NoRespondersError())
+        else:
+            future.set_result((fields, data))
 
     @contextmanager
     def in_flight(self, token: bytes) -> Iterator[asyncio.Future[Any]]:
@@ -190,11 +205,6 @@ class DirectClient(Client):
             yield future
         finally:
             del self._waiting[token]
-
-    def _on_reply(self, subject: bytes, reply: bytes, headers: bytes | None, data: bytes) -> None:
-        future = self._waiting.get(subject[len(self._inbox) :])
-        if future is not None and not future.done():
-            future.set_result((headers, data))
 
     async def request(
         self,
@@ -226,7 +236,10 @@ class DirectClient(Client):
 
     def lost_connection(self) -> None:
         """Called by the disconnected callback: nobody will answer what is in flight."""
-        for future in self._waiting.values():
+        exchanges, self._exchanges = self._exchanges, {}
+        for _, deadline in exchanges.values():
+            deadline.cancel()
+        for future in [*self._waiting.values(), *(future for future, _ in exchanges.values())]:
             if not future.done():
                 future.set_exception(NotConnectedError())
         self._on_disconnect()

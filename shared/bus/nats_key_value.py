@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
-import msgspec
 import nats.js.errors
 from nats.js.api import DiscardPolicy, StorageType, StreamConfig
 from nats.js.kv import KeyValue as RawKeyValue
 
-from shared.bus.codec import decoder, encode
+from shared.bus.codec import UNREADABLE, decoder, encode
 from shared.bus.entry_view import EntryView
 from shared.bus.interface import BusError, KeyValue, KvEntry, Room, Watch
 from shared.bus.nats_streams import DUPLICATE_WINDOW_S, Streams, bus_errors
@@ -75,7 +74,7 @@ class NatsKeyValue(KeyValue[M]):
                 return None
         try:
             return KvEntry(self._decode(entry.value or b""), entry.revision or 0)
-        except msgspec.MsgspecError as error:
+        except UNREADABLE as error:
             message = f"{self._bucket.name}/{key} cannot be read: {error}"
             raise BusError(ErrorInfo(ErrorCode.INTERNAL, message)) from None
 

@@ -12,11 +12,10 @@ import logging
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
-import msgspec
 import nats.js.errors
 from nats.js.api import AckPolicy, ConsumerConfig, DeliverPolicy, StreamConfig
 
-from shared.bus.codec import parse_headers
+from shared.bus.codec import UNREADABLE, parse_headers
 from shared.bus.entry_view import EntryView
 from shared.bus.interface import BusError
 from shared.bus.nats_streams import CALL_TIMEOUT_S, Streams, bus_errors, delivery
@@ -138,7 +137,7 @@ class NatsWatch(Generic[M]):
         else:
             try:
                 self._view.put(key, self._decode(data), revision)
-            except msgspec.MsgspecError as error:
+            except UNREADABLE as error:
                 logger.error("entry %s of %s cannot be read: %s", key, self._config.name, error)
         if num_pending == 0:
             self._set_complete()

@@ -1,22 +1,23 @@
 """One served endpoint, whatever the transport: bounded concurrency, deadline, typed errors, trace context, statistics.
 
 Every request is answered exactly once. There is no queue: beyond `max_concurrency` running handlers the answer is BUSY.
-A handler still running when its requester has given up is cancelled.
+A handler still running when its requester has given up is cancelled. A handler that is a plain function has nothing to
+wait for and runs at once, without a task.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextvars
+import inspect
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from typing import Any
 
-import msgspec
 from opentelemetry import context as trace_context
 
-from shared.bus.codec import decoder, encode
+from shared.bus.codec import UNREADABLE, decoder, encode
 from shared.bus.interface import ServiceError
 from shared.bus.metrics import BusMetrics, subject_pattern
 from shared.messages.channels import Endpoint
@@ -35,16 +36,18 @@ class EndpointServer:
     def __init__(
         self,
         endpoint: Endpoint[Any, Any],
-        handler: Callable[[Any], Awaitable[Any]],
+        handler: Callable[[Any], Any],
         max_concurrency: int,
         metrics: BusMetrics,
     ) -> None:
+        """`handler`: returns the reply, or an awaitable of it if it is a coroutine function."""
         self.subject = endpoint.subject
         self.num_requests = 0
         self.num_errors = 0
         self.processing_s = 0.0
         self.last_error = ""
         self._handler = handler
+        self._is_plain = not inspect.iscoroutinefunction(handler)
         self._decode = decoder(endpoint.query).decode
         self._max_concurrency = max_concurrency
         self._running: set[asyncio.Task[None]] = set()
@@ -53,6 +56,7 @@ class EndpointServer:
         self._outcomes |= {code: metrics.served.labels(pattern, code) for code in ErrorCode}
         self._seconds = metrics.served_seconds.labels(pattern)
         self._handlers = metrics.handlers.labels(pattern)
+        self._closing = ErrorInfo(ErrorCode.UNAVAILABLE, f"the server of {self.subject} is closing")
 
     def accept(self, data: bytes, timeout_s: float | None, traceparent: str, answer: Answer) -> None:
         """Takes a request that has arrived; `timeout_s`: how long the requester still waits, None if it did not say."""
@@ -63,8 +67,12 @@ class EndpointServer:
         if timeout_s is not None and timeout_s <= 0:
             self._answer_error(ErrorInfo(ErrorCode.DEADLINE, f"the request on {self.subject} came too late"), answer)
             return
+        trace = context_of(traceparent)
+        if self._is_plain:
+            self._run_at_once(data, trace, answer)
+            return
         context = contextvars.copy_context()
-        context.run(trace_context.attach, context_of(traceparent))
+        context.run(trace_context.attach, trace)
         task = asyncio.get_running_loop().create_task(self._run(data, timeout_s, answer), context=context)
         self._running.add(task)
         task.add_done_callback(self._running.discard)
@@ -78,19 +86,29 @@ class EndpointServer:
             if late:
                 await asyncio.wait(late, timeout=CANCEL_TIMEOUT_S)
 
-    async def _run(self, data: bytes, timeout_s: float | None, answer: Answer) -> None:
-        try:
-            query = self._decode(data)
-        except msgspec.MsgspecError as raised:
-            message = f"the request on {self.subject} cannot be read: {raised}"
-            self._answer_error(ErrorInfo(ErrorCode.BAD_REQUEST, message), answer)
-            return
+    def _run_at_once(self, data: bytes, trace: trace_context.Context, answer: Answer) -> None:
         started_s = time.perf_counter()
+        body, error = b"", None
+        token = trace_context.attach(trace)
+        try:
+            body = encode(self._handler(self._query(data)))
+        except ServiceError as raised:
+            error = raised.info
+        except Exception as raised:
+            error = self._internal(raised)
+        finally:
+            trace_context.detach(token)
+        self._end(started_s, body, error, answer)
+
+    async def _run(self, data: bytes, timeout_s: float | None, answer: Answer) -> None:
+        started_s = time.perf_counter()
+        body = b""
+        error: ErrorInfo | None = self._closing  # unless it comes to an end of its own
         self._handlers.inc()
-        error = None
         try:
             async with asyncio.timeout(timeout_s) as deadline:
-                body = encode(await self._handler(query))
+                body = encode(await self._handler(self._query(data)))
+            error = None
         except ServiceError as raised:
             error = raised.info
         except TimeoutError as raised:
@@ -98,16 +116,23 @@ class EndpointServer:
                 error = ErrorInfo(ErrorCode.DEADLINE, f"{self.subject} was not done within {timeout_s:.3g} s")
             else:
                 error = self._internal(raised)
-        except asyncio.CancelledError:
-            self._answer_error(ErrorInfo(ErrorCode.UNAVAILABLE, f"the server of {self.subject} is closing"), answer)
-            raise
         except Exception as raised:
             error = self._internal(raised)
         finally:
             self._handlers.dec()
-            elapsed_s = time.perf_counter() - started_s
-            self.processing_s += elapsed_s
-            self._seconds.observe(elapsed_s)
+            self._end(started_s, body, error, answer)
+
+    def _query(self, data: bytes) -> Any:
+        try:
+            return self._decode(data)
+        except UNREADABLE as raised:
+            message = f"the request on {self.subject} cannot be read: {raised}"
+            raise ServiceError.of(ErrorCode.BAD_REQUEST, message) from None
+
+    def _end(self, started_s: float, body: bytes, error: ErrorInfo | None, answer: Answer) -> None:
+        elapsed_s = time.perf_counter() - started_s
+        self.processing_s += elapsed_s
+        self._seconds.observe(elapsed_s)
         if error is None:
             self._outcomes["ok"].inc()
             answer(body, None)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 
 from shared.engine.arrivals import Arrival
@@ -44,28 +44,32 @@ def check_engine(
 def _check_references(
     planner: Planner, sequences: list[Sequence], pinned: Iterable[PinnedBlocks], arrivals: Iterable[Arrival]
 ) -> None:
-    device, host = Counter[tuple[str, int]](), Counter[tuple[str, int]]()
+    device, host = defaultdict[str, list[int]](list), defaultdict[str, list[int]](list)
     for sequence in sequences:
-        device.update((sequence.model, slot) for slot in sequence.blocks)
-        host.update((sequence.model, slot) for slot in sequence.restore[1])
+        device[sequence.model] += sequence.blocks
+        host[sequence.model] += sequence.restore[1]
     moving = [(owner.on_host, owner.model, owner.slots) for owner in pinned]
     moving += [(owner.on_host, owner.model, owner.slots) for owner in arrivals]
     for on_host, model, slots in moving:
-        (host if on_host else device).update((model, slot) for slot in slots)
+        (host if on_host else device)[model] += slots
     for is_device, model, slot in planner.host.references():
-        (device if is_device else host)[model, slot] += 1
+        (device if is_device else host)[model].append(slot)
     for pool, expected in ((planner.pool, device), (planner.host.pool, host)):
         if pool is not None:
             _check_pool(pool, planner.queues, expected)
         else:
-            assert not expected
+            assert not any(expected.values())
 
 
-def _check_pool(pool: BlockPool, names: Mapping[str, object], expected: Counter[tuple[str, int]]) -> None:
+def _check_pool(pool: BlockPool, names: Iterable[str], expected: Mapping[str, list[int]]) -> None:
+    """`expected`: the slots of each model, one that has several references as often."""
     pool.check()
     for name in names:
-        for slot, count in enumerate(pool._models[name].references):
-            assert count == expected[name, slot], f"references of slot {slot} of {name}"
+        references = pool._models[name].references
+        counts = [0] * len(references)
+        for slot in expected.get(name, ()):
+            counts[slot] += 1
+        assert references == counts, f"references of the slots of {name}"
 
 
 def _check_queue(queue: ModelQueue, held: Mapping[str, Sequence]) -> None:

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 
-PREEMPTION_CAUSES = ("memory", "rows", "failure")
-PREEMPTION_MODES = ("checkpointed", "recompute")
-
 
 class EngineCounters:
     """Blocks are counted per model, because a block's bytes are the model's."""
 
     def __init__(self) -> None:
         self.preemptions: Counter[tuple[str, str]] = Counter()
-        """By (cause, mode). Mode `checkpointed`: all filled blocks had host copies, so at most the partly filled last block
-        is computed again."""
+        """By cause (memory, rows, failure) and mode (checkpointed, recompute). `checkpointed`: all filled blocks had host
+        copies, so at most the partly filled last block is computed again."""
         self.steps_suspended = 0
         self.steps_resumed = 0
         self.steps_discarded = 0

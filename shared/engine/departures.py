@@ -189,7 +189,7 @@ class Departures(Requests):
             last_ran_age_s=now - sequence.last_ran_s,
             peak_computed=sequence.peak_computed,
         )
-        return TakenOut(request.request_id, travelling, progress, now)
+        return TakenOut(request.request_id, travelling, progress, now, sequence.here_since_s)
 
     def effects(self) -> list[Effect]:
         effects = super().effects()

@@ -65,9 +65,6 @@ class HostKv:
         started, self._started = self._started, []
         return started
 
-    def num_free_slots(self, model: str) -> int:
-        return 0 if self.pool is None else self.pool.num_available(model)
-
     # ------------------------------------------------------------------------------------------- checkpoints
 
     def checkpoint(self, sequence: Sequence, max_blocks: int) -> int:

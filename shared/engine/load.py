@@ -45,7 +45,7 @@ class InstanceLoad(msgspec.Struct, frozen=True):
     dispatch_freeness: float
     free_merged: float
     num_running: int
-    models: list[ModelLoad]
+    models: tuple[ModelLoad, ...]
     dispatch_freeness_high: float = 0.0
     """As a request of high priority sees it: without headroom."""
     migration_freeness: float = 0.0
@@ -129,7 +129,7 @@ def instance_load(
         freeness(num_merged, usage, totals.num_running),
         num_merged - pool.used_merged(),
         sum(queue.num_running for queue in planner.queues.values()),
-        models,
+        tuple(models),
         freeness(num_merged, for_high, totals.num_running),
         decode_steps(num_merged - moving, step),
         decode_steps(num_merged - usage, step),

@@ -52,6 +52,8 @@ class TakenOut(msgspec.Struct, frozen=True):
     """As it is to travel, in its old epoch: all output as `prior`, times re-based to `taken_s`."""
     progress: SequenceProgress
     taken_s: float
+    here_since_s: float
+    """When this instance was given it."""
 
 
 class Reservation(msgspec.Struct, frozen=True):

@@ -57,6 +57,8 @@ class Ended(msgspec.Struct, frozen=True):
     tpot_objective_s: float = 0.0
     num_moves: int = 0
     """From instance to instance."""
+    here_since_s: float = 0.0
+    """When this instance was given it: its submission, or its adoption from another."""
 
 
 Effect = Output | Ended | TakenOut
@@ -212,6 +214,7 @@ class Requests:
                 sequence.ttft_due_s - sequence.arrived_s,
                 sequence.tpot_objective_s,
                 sequence.num_moves,
+                sequence.here_since_s,
             )
         )
         self._drop(sequence)

@@ -79,6 +79,7 @@ class Sequence:
         "first_total",
         "generation",
         "hashes",
+        "here_since_s",
         "host_blocks",
         "in_flight",
         "is_cancelled",
@@ -126,7 +127,7 @@ class Sequence:
         self.model = request.model
         self.number = number
         self.rank = rank_of(request)
-        self.submitted_s = now
+        self.submitted_s = self.here_since_s = now
         self.arrived_s = now - request.waited_s
         self.deadline_s = now + request.timeout_s
         self.page_tokens = page_tokens

@@ -7,7 +7,8 @@ things, `ObjectBucket`. Subjects may hold placeholders that `at()` fills: `INSTA
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Generic, TypeVar
+from functools import lru_cache
+from typing import Any, Generic, TypeVar
 
 MAX_MESSAGE_BYTES = 512 * 1024
 """Larger things go through an object bucket."""
@@ -17,11 +18,12 @@ Query = TypeVar("Query")
 Reply = TypeVar("Reply")
 
 
-def _fill(subject: str, ids: dict[str, str]) -> str:
-    for value in ids.values():
+@lru_cache(maxsize=16384)
+def _filled(channel: Any, ids: tuple[tuple[str, str], ...]) -> Any:
+    for _, value in ids:
         if not value or any(c in value for c in ". *>\t\r\n"):
             raise ValueError(f"{value!r} cannot be part of a subject")
-    return subject.format(**ids)
+    return replace(channel, subject=channel.subject.format(**dict(ids)))
 
 
 @dataclass(frozen=True)
@@ -32,7 +34,8 @@ class Topic(Generic[Message]):
     type: type[Message]
 
     def at(self, **ids: str) -> Topic[Message]:
-        return replace(self, subject=_fill(self.subject, ids))
+        filled: Topic[Message] = _filled(self, tuple(ids.items()))
+        return filled
 
 
 @dataclass(frozen=True)
@@ -44,7 +47,8 @@ class Endpoint(Generic[Query, Reply]):
     reply: type[Reply]
 
     def at(self, **ids: str) -> Endpoint[Query, Reply]:
-        return replace(self, subject=_fill(self.subject, ids))
+        filled: Endpoint[Query, Reply] = _filled(self, tuple(ids.items()))
+        return filled
 
 
 @dataclass(frozen=True)

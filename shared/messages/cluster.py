@@ -58,7 +58,7 @@ class InstanceInfo(msgspec.Struct, frozen=True, array_like=True):
     """Where peers reach its KV transport; empty: it takes and gives no requests with KV."""
 
 
-class ModelLoad(msgspec.Struct, frozen=True, array_like=True):
+class ModelLoad(msgspec.Struct, frozen=True, array_like=True, gc=False):
     model: str
     num_running: int
     num_waiting: int
@@ -100,10 +100,11 @@ class MoveOutcome(msgspec.Struct, frozen=True, array_like=True):
     """An `AbortReason` if it did not move."""
 
 
-class LoadReport(msgspec.Struct, frozen=True, array_like=True):
+class LoadReport(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Instance to scheduler: coalesced, at most one per 20 ms, at least one per second as heartbeat.
 
     Freeness and blocks are in merged blocks (fractions allowed), higher is freer (design: scheduling.md section 6).
+    The last reports of a thousand instances are no work for the garbage collector: tuples, most of them the empty one.
     """
 
     instance_id: str
@@ -114,12 +115,12 @@ class LoadReport(msgspec.Struct, frozen=True, array_like=True):
     free_merged: float
     """Merged blocks that could be had now (free or only cached)."""
     num_running: int
-    models: list[ModelLoad]
-    admitted: list[str]
+    models: tuple[ModelLoad, ...]
+    admitted: tuple[str, ...]
     """Ids accepted since the last report: leave the scheduler's in-flight ledger."""
-    ended: list[str]
+    ended: tuple[str, ...]
     """Ids ended since the last report, for any reason."""
-    finished: list[FinishedStats]
+    finished: tuple[FinishedStats, ...]
     dispatch_freeness_high: float = 0.0
     """As a request of high priority sees it: without the headroom that those already there keep normal ones away by."""
     migration_freeness: float = 0.0
@@ -129,9 +130,9 @@ class LoadReport(msgspec.Struct, frozen=True, array_like=True):
     """Likewise as a normal request sees it, every waiting one counting."""
     num_high: int = 0
     """Online requests of high priority."""
-    moves: list[MoveOutcome] = []
+    moves: tuple[MoveOutcome, ...] = ()
     """Migrations out of here that ended since the last report."""
-    moved_in: list[HeldRequest] = []
+    moved_in: tuple[HeldRequest, ...] = ()
     """Requests taken over from other instances since the last report."""
     num_moving_out: int = 0
     """Migrations under way, for whoever looks on; likewise those into here."""

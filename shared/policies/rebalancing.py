@@ -41,6 +41,9 @@ BURST_S = 0.2
 """The bound on pairings is a token bucket that holds as many as come in this time."""
 MAX_DRAIN_TAKERS = 32
 """Told to a draining instance."""
+MAX_CHECKED = 48
+"""Pairs of which a step asks whether they are still a gain, those first that were not asked for longest: in a cluster of
+hundreds of pairs everything else would wait for it."""
 
 LINK_FAILURES = frozenset({AbortReason.TRANSFER_FAILED, AbortReason.UNREACHABLE, AbortReason.DEADLINE})
 """Either end may be at fault."""
@@ -214,7 +217,7 @@ class Rebalancer:
         return not is_known
 
     def forget(self, instance_id: str) -> None:
-        """The instance is gone; its pairs end with the next step."""
+        """The instance is gone; the pair that it gives in ends with the next step, those that it takes in in their turn."""
         self._backoffs.pop(instance_id, None)
         self._sources.pop(instance_id, None)
         self._draining.discard(instance_id)
@@ -250,11 +253,19 @@ class Rebalancer:
                 draining.append(view)
             else:
                 self._draining.discard(name)
+        num_checked = 0
         for pair in list(self.pairs.values()):
             is_drain = pair.source in self._draining
-            is_kept = (
-                is_drain if pair.reason == MoveReason.DRAIN else not is_drain and self._is_kept(pair, view_of, now)
-            )
+            if pair.reason == MoveReason.DRAIN:
+                is_kept = is_drain
+            elif is_drain or pair.source not in self._sources:
+                is_kept = False
+            elif num_checked == MAX_CHECKED:
+                continue
+            else:
+                num_checked += 1
+                is_kept = self._is_kept(pair, view_of, now)
+                self.pairs[pair.source] = self.pairs.pop(pair.source)  # to the end
             if not is_kept:
                 self._end(pair, changes)
         unpaired = [
@@ -272,8 +283,6 @@ class Rebalancer:
     # ------------------------------------------------------------------------------------------------ the parts
 
     def _is_kept(self, pair: Pair, view_of: Callable[[str], InstanceView | None], now: float) -> bool:
-        if pair.source not in self._sources:
-            return False
         source, taker = view_of(pair.source), view_of(pair.takers[0])
         if source is None or taker is None or not source.can_give or not taker.can_take:
             return False

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import subprocess
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,6 @@ from typing import Any
 import msgspec
 import pytest
 import yaml
-from opentelemetry.trace import NoOpTracer
 from prometheus_client import CollectorRegistry
 
 from services.gateway.metrics import GatewayMetrics
@@ -64,7 +64,7 @@ def registry() -> CollectorRegistry:
     telemetry = start_telemetry("scheduler", "test", BusSettings())
     Observer(telemetry)
     GatewayMetrics(telemetry.registry)
-    InstanceTelemetry("test", telemetry.registry, NoOpTracer())
+    InstanceTelemetry("test", telemetry, time.monotonic)
     MigrationTelemetry(telemetry)
     TransferMetrics(telemetry.registry)
     PlacementMetrics(telemetry.registry)
@@ -121,6 +121,13 @@ def test_the_base_stage_is_one() -> None:
         assert f'CMD ["python", "-m", "services.{service}"]' in final
     assert len(stages) == 1
     assert "\nUSER tideway" in stages.pop()
+
+
+def test_the_command_finds_the_gateway_of_its_container() -> None:
+    text = (REPOSITORY / "services/gateway/Dockerfile").read_text()
+    (url,) = re.findall(r"^ENV TIDEWAY_URL=(\S+)$", text, re.MULTILINE)
+    assert url == f"http://127.0.0.1:{GatewaySettings().port}"
+    assert compose()["services"]["gateway"]["ports"] == ["${TIDEWAY_PUBLISH:-127.0.0.1:8000}:8000"]
 
 
 def test_what_the_images_copy_is_in_the_build_context() -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import threading
@@ -172,6 +173,39 @@ def test_a_streamed_chat_and_its_trace(stack: Containers, collector: OtlpCollect
 def test_the_command_works_inside(stack: Containers) -> None:
     output = run("docker", "exec", stack.ids("gateway")[0], "tideway", "status")
     assert MODEL in output and "2 of 2" in output
+
+
+def kv_bytes_received(worker: str) -> float:
+    script = "import urllib.request as r; print(r.urlopen('http://127.0.0.1:9101/metrics').read().decode())"
+    try:
+        text = run("docker", "exec", worker, "python", "-c", script)
+    except AssertionError:  # its instance is drained and gone
+        return 0.0
+    found = re.search(r'^tideway_kv_transfer_bytes_total\{direction="in"\} (\S+)$', text, re.MULTILINE)
+    return float(found[1]) if found else 0.0
+
+
+def test_a_stream_moves_from_container_to_container(stack: Containers) -> None:
+    until(lambda: all(instance["migration"] for instance in stack.instances()), "KV moves over UCX", 30)
+    drained: list[str] = []
+
+    def drain(num_chunks: int) -> None:
+        if drained or num_chunks % 20:
+            return
+        for instance in stack.instances():
+            if any(model["num_running"] for model in instance["models"]):
+                drained.append(instance["instance_id"])
+                httpx.post(f"{stack.url}/admin/instances/{drained[0]}/drain", timeout=20).raise_for_status()
+                return
+
+    moved = stream_chat(stack.url, 1500, drain, ignore_eos=True)
+    assert len(drained) == 1 and sum(map(kv_bytes_received, stack.ids("worker"))) > 0
+    # Not before: blocks that the destination has in its prefix cache do not move.
+    assert stream_chat(stack.url, 1500, ignore_eos=True) == moved
+    command = ("docker", "exec", stack.ids("gateway")[0], "tideway", "drain", drained[0])
+    assert "gone" in run(*command, "--wait")
+    assert "ready" in run(*command, "--undo", "--wait")
+    assert stack.is_ready(2)
 
 
 def test_a_worker_is_killed_in_the_middle_of_streams(stack: Containers) -> None:

@@ -25,7 +25,7 @@ def collector() -> Iterator[OtlpCollector]:
     collector.close()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def stack(checkpoints: dict[str, str], collector: OtlpCollector) -> Iterator[Stack]:
     with Stack(checkpoints, environment={"TIDEWAY_OTLP_ENDPOINT": collector.endpoint}) as stack:
         stack.wait_ready()

@@ -90,7 +90,9 @@ class Stack:
     def tideway(self, *arguments: str) -> str:
         """What the operator's command prints."""
         command = [sys.executable, "-m", "tideway", *arguments, "--url", self.url]
-        return subprocess.run(command, cwd=REPOSITORY, check=True, capture_output=True, text=True, timeout=60).stdout
+        done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
 
     def log(self, name: str, num_lines: int = 40) -> str:
         lines = (self.folder / f"{name}.log").read_text(errors="replace").splitlines()

@@ -17,7 +17,7 @@ class Stream:
 
     prompt: list[int]
     text: str = ""
-    num_chunks: int = 0
+    num_tokens: int = 0
     finish_reasons: list[str] = field(default_factory=list)
     error: dict | None = None
     usage: dict | None = None
@@ -34,7 +34,7 @@ async def stream_completion(
     model: str,
     prompt: list[int],
     max_tokens: int,
-    on_chunk: Callable[[], None],
+    on_tokens: Callable[[int], None],
     **fields,
 ) -> Stream:
     stream = Stream(prompt)
@@ -45,7 +45,7 @@ async def stream_completion(
         "temperature": 0,
         "ignore_eos": True,
         "stream": True,
-        "stream_options": {"include_usage": True},
+        "stream_options": {"include_usage": True, "continuous_usage_stats": True},
         **fields,
     }
     async with client.stream("POST", f"{url}/v1/completions", json=body) as response:
@@ -64,10 +64,11 @@ async def stream_completion(
             elif chunk["choices"]:
                 choice = chunk["choices"][0]
                 stream.text += choice.get("text") or ""
-                stream.num_chunks += 1
                 if choice.get("finish_reason"):
                     stream.finish_reasons.append(choice["finish_reason"])
-                on_chunk()
+                num_new = chunk["usage"]["completion_tokens"] - stream.num_tokens
+                stream.num_tokens += num_new
+                on_tokens(num_new)
             else:
                 stream.usage = chunk["usage"]
     return stream
@@ -79,22 +80,25 @@ async def run_streams(
     num_streams: int,
     max_tokens: int,
     *,
-    after_chunks: int = 0,
+    after_tokens: int = 0,
     disturb: Callable[[], None] | None = None,
+    all_begun: bool = False,
     timeout_s: float = 120.0,
     **fields,
 ) -> list[Stream]:
     """`num_streams` completions at once with fixed prompts, over the models in turn. When they have received
-    `after_chunks` chunks in sum, `disturb` is called once, in a thread."""
-    num_chunks = num_ended = 0
+    `after_tokens` tokens in sum (a chunk holds many on a busy machine), and with `all_begun` each one at least, `disturb` is
+    called once, in a thread."""
+    num_tokens = num_begun = num_ended = 0
     disturbing: list[Future[None]] = []
     pool = ThreadPoolExecutor(1)
 
-    def on_chunk() -> None:
+    def on_tokens(num_new: int) -> None:
         # Not a task: this loop may have so much to read that a task would run only when all streams have ended.
-        nonlocal num_chunks
-        num_chunks += 1
-        if num_chunks == after_chunks and disturb is not None:
+        nonlocal num_tokens
+        num_tokens += num_new
+        is_due = num_tokens >= after_tokens and (num_begun == num_streams or not all_begun)
+        if is_due and disturb is not None and not disturbing:
             assert num_ended < num_streams, "the disturbance must come while streams run"
             disturbing.append(pool.submit(disturb))
 
@@ -103,7 +107,15 @@ async def run_streams(
 
         async def one(*arguments) -> Stream:
             nonlocal num_ended
-            stream = await stream_completion(*arguments, **fields)
+            has_begun = False
+
+            def on_own_tokens(num_new: int) -> None:
+                nonlocal has_begun, num_begun
+                num_begun += not has_begun
+                has_begun = True
+                on_tokens(num_new)
+
+            stream = await stream_completion(*arguments, on_own_tokens, **fields)
             num_ended += 1
             return stream
 
@@ -115,7 +127,6 @@ async def run_streams(
                     models[index % len(models)],
                     [3 + (index * 31 + position * 7) % 200 for position in range(5 + index % 40)],
                     max_tokens,
-                    on_chunk,
                 )
                 for index in range(num_streams)
             )

@@ -16,7 +16,7 @@ from tests.e2e.streams import Stream, run_streams
 
 NUM_STREAMS = 50
 MAX_TOKENS = 240
-AFTER_CHUNKS = 300
+AFTER_TOKENS = 300
 
 
 @pytest.fixture(scope="module")
@@ -34,9 +34,16 @@ def undisturbed(system: Stack) -> list[Stream]:
     return streams
 
 
-async def disturbed(system: Stack, disturb) -> list[Stream]:
+async def disturbed(system: Stack, disturb, **fields) -> list[Stream]:
     return await run_streams(
-        system.url, ["llama", "opt"], NUM_STREAMS, MAX_TOKENS, after_chunks=AFTER_CHUNKS, disturb=disturb, timeout_s=90
+        system.url,
+        ["llama", "opt"],
+        NUM_STREAMS,
+        MAX_TOKENS,
+        after_tokens=AFTER_TOKENS,
+        disturb=disturb,
+        timeout_s=90,
+        **fields,
     )
 
 
@@ -103,7 +110,8 @@ async def test_nats_dies_and_comes_back(system, undisturbed, keep_store):
         time.sleep(8.0 if keep_store else 2.0)
         system.nats.restart(keep_store=keep_store)
 
-    streams = await disturbed(system, restart)
+    # A request that comes while NATS is away is refused, as it should be.
+    streams = await disturbed(system, restart, all_begun=True)
     assert_same(streams, undisturbed)
     system.wait_ready()
 

@@ -34,7 +34,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 def machine(checkpoints: dict[str, str], collector: OtlpCollector) -> Iterator[Stack]:
     """One worker that may grow."""
     environment = {
-        "TIDEWAY_MAX_INSTANCES": "3",
+        "TIDEWAY_MAX_NODE_INSTANCES": "3",
         "TIDEWAY_PROFILE": "off",
         "TIDEWAY_OTLP_ENDPOINT": collector.endpoint,
     }
@@ -103,7 +103,7 @@ async def test_drained_streams_are_the_same_and_their_traces_show_the_move(machi
         assert answer.status_code == 200 and answer.json()["draining"] == ["worker-0-0"]
 
     streams = await run_streams(
-        machine.url, ["llama", "opt"], NUM_STREAMS, MAX_TOKENS, after_chunks=NUM_STREAMS * 20, disturb=drain
+        machine.url, ["llama", "opt"], NUM_STREAMS, MAX_TOKENS, after_tokens=NUM_STREAMS * 20, disturb=drain
     )
     assert_same(streams, undisturbed)
     wait_gone(machine, "worker-0-0")
@@ -120,6 +120,16 @@ async def test_drained_streams_are_the_same_and_their_traces_show_the_move(machi
     assert receive.attributes["tideway.migration.bytes"] > 0
     services = {span.service for span in collector.of_trace(migration.trace_id)}
     assert any("gateway" in service for service in services), "it belongs to the client's trace"
+    machine.wait_until(lambda: len(stays(collector, migration)) == 2, "a span of each instance that it was on")
+    source, destination = stays(collector, migration)
+    assert source.attributes["tideway.moved_to"] == destination.attributes["tideway.instance_id"] == "worker-0-1"
+    assert source.attributes["gen_ai.usage.output_tokens"] < destination.attributes["gen_ai.usage.output_tokens"]
+
+
+def stays(collector: OtlpCollector, migration: CollectedSpan) -> list[CollectedSpan]:
+    """Those of the moved request on instances, the source first."""
+    spans = [span for span in collector.of_trace(migration.trace_id) if span.name == "instance"]
+    return sorted(spans, key=lambda span: "tideway.moved_to" not in span.attributes)
 
 
 def moved_with_kv(collector: OtlpCollector) -> list[CollectedSpan]:
@@ -160,16 +170,17 @@ async def test_a_drain_is_undone_by_the_command(machine, undisturbed):
 
 async def test_instances_come_and_go_under_load(machine, undisturbed):
     """Three, then one: what runs on the others goes there."""
-    printed = machine.tideway("scale", "--instances", "3")
-    assert "There are to be 3 instances" in printed
-    machine.wait_ready(3)
+    printed = machine.tideway("scale", "--instances", "3", "--wait")
+    assert "There are to be 3 instances" in printed and "ready" in printed
+    states = [model["state"] for instance in machine.instances() for model in instance["models"]]
+    assert states == ["ready"] * 6
 
     def shrink() -> None:
         answer = httpx.post(f"{machine.url}/admin/scale", json={"instances": 1}, timeout=15)
         assert answer.status_code == 200 and len(answer.json()["instances"]) == 1
 
     streams = await run_streams(
-        machine.url, ["llama", "opt"], NUM_STREAMS, MAX_TOKENS, after_chunks=NUM_STREAMS * 20, disturb=shrink
+        machine.url, ["llama", "opt"], NUM_STREAMS, MAX_TOKENS, after_tokens=NUM_STREAMS * 20, disturb=shrink
     )
     assert_same(streams, undisturbed)
     machine.wait_until(lambda: len(machine.instances()) == 1, "one instance")
@@ -197,7 +208,9 @@ class Clients:
     async def _one(self, client: httpx.AsyncClient, index: int) -> None:
         expected, model = self._expected[index], self._models[index % len(self._models)]
         while not self._is_stopping:
-            stream = await stream_completion(client, self._url, model, expected.prompt, self._max_tokens, lambda: None)
+            stream = await stream_completion(
+                client, self._url, model, expected.prompt, self._max_tokens, lambda _: None
+            )
             assert_same([stream], [expected], self._max_tokens)
             self.num_done += 1
 
@@ -216,9 +229,8 @@ class Clients:
 
 async def test_requests_that_wait_move_to_an_idle_instance(workers, undisturbed, collector):
     """A model on one instance alone, with more requests than can run, comes to the other: no operator moves anything."""
-    printed = workers.tideway("scale", "llama", "1")
-    assert "llama is to be on 1 instance" in printed
-    workers.wait_until(lambda: len(places(workers, "llama")) == 1, "one instance of the model")
+    printed = workers.tideway("scale", "llama", "1", "--wait")
+    assert "llama is to be on 1 instance" in printed and "ready" in printed
     (source,) = places(workers, "llama")
     (destination,) = {"worker-0-0", "worker-1-0"} - {source}
 
@@ -278,7 +290,7 @@ async def test_without_a_transport_all_else_works(workers, undisturbed):
         ["llama", "opt"],
         NUM_STREAMS,
         MAX_TOKENS,
-        after_chunks=NUM_STREAMS * 20,
+        after_tokens=NUM_STREAMS * 20,
         disturb=lambda: workers.kill("worker-0", signal.SIGTERM),
     )
     assert_same(streams, undisturbed)

@@ -11,13 +11,16 @@ import pytest
 
 from bench.migration_chaos.chains import output
 from bench.migration_chaos.executor import ChaosExecutor
-from bench.migration_chaos.faults import POINTS, draw
+from bench.migration_chaos.faults import CUTS, POINTS, draw
 from bench.migration_chaos.trials import Trials
 from shared.engine.plan import NewSequence, StepPlan
 from shared.messages.requests import SamplingParams, pack_tokens
 from shared.service import new_event_loop
 
 NUM_MIGRATIONS = 40
+NUM_CUTS = 12
+SEED_OF_CUTS = 35
+"""Draws them of all kinds."""
 
 
 def test_faults_at_random_points_lose_nothing() -> None:
@@ -30,6 +33,17 @@ def test_faults_at_random_points_lose_nothing() -> None:
     assert result.streams["complete"] > 20
     assert sum(counts["moved"] for counts in result.outcomes.values()) >= 5
     shutil.rmtree(trials.cluster.folder, ignore_errors=True)  # kept, with the logs, where something failed
+
+
+def test_partitions_lose_nothing() -> None:
+    """Two instances that do not see each other but NATS, and the reverse, each for up to 5.5 s."""
+    said: list[str] = []
+    trials = Trials(SEED_OF_CUTS, num_streams=10, num_at_once=4, rest_every=NUM_CUTS, faults="cuts", say=said.append)
+    with asyncio.Runner(loop_factory=new_event_loop) as runner:
+        result = runner.run(trials.run(NUM_CUTS))
+    assert result.failures == [], said
+    assert {name.split("_")[1] for name in result.outcomes if name in CUTS} == {"kv", "nats"}
+    shutil.rmtree(trials.cluster.folder, ignore_errors=True)
 
 
 def test_every_point_and_way_to_fail_is_drawn() -> None:

@@ -219,7 +219,7 @@ async def test_progress_is_shown_after_a_fault_too(stack: Stack, monkeypatch: py
     stack.peer.grant_tokens = 0
     batch = await start(stack.openai(), [line(0)])
     held = stack.gateway.context.batches._known
-    await until(lambda: held[batch.id].predicted_finish_s == 1234.0, "progress")
+    await until(lambda: batch.id in held and held[batch.id].predicted_finish_s == 1234.0, "progress")
     assert next(faults, None) is None
 
 
@@ -245,4 +245,4 @@ async def test_files_that_find_no_room_are_put_together_ever_less_often(
     batch = await reach(client, (await start(client, [line(0)])).id, ended)
     assert batch.status == "completed" and len(asked_at) == 4
     for earlier, later, least_s in zip(asked_at, asked_at[1:], (0.2, 0.3, 0.3), strict=False):
-        assert least_s <= later - earlier < least_s + 1.0
+        assert least_s <= later - earlier < least_s + 4.0

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import codecs
 from array import array
 
 import msgspec
 import openai.types
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from services.gateway.batch_input import InputError, _split
@@ -170,6 +171,8 @@ def test_what_is_not_the_lines_fault_is_tried_for_ever() -> None:
 
 
 @given(st.lists(st.binary(max_size=12), max_size=20), st.integers(1, 9), st.booleans())
+@example([codecs.BOM_UTF8 + b"x", codecs.BOM_UTF8], 1, False)
+@example([codecs.BOM_UTF8], 1, False)
 def test_lines_do_not_depend_on_chunks(lines: list[bytes], chunk_bytes: int, has_last_end: bool) -> None:
     lines = [line.replace(b"\n", b"") for line in lines]
     data = b"\n".join(lines) + (b"\n" if has_last_end else b"")
@@ -181,7 +184,8 @@ def test_lines_do_not_depend_on_chunks(lines: list[bytes], chunk_bytes: int, has
     async def collect():
         return [line async for line in _split(chunks(), 100)]
 
-    expected = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
+    shown = [line.removeprefix(codecs.BOM_UTF8) if number == 0 else line for number, line in enumerate(lines)]
+    expected = [(number, line) for number, line in enumerate(shown, 1) if line.strip()]
     found = asyncio.run(collect())
     assert [(line.number, line.raw) for line in found] == expected
     assert [line.index for line in found] == list(range(len(expected)))

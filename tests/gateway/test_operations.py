@@ -78,24 +78,19 @@ async def test_tokenize_and_detokenize(stack: Stack) -> None:
 
 async def test_a_long_prompt_is_tokenised_on_a_thread(stack: Stack) -> None:
     text = "the tide " * 100_000
-    worst_s, running = 0.0, True
+    num_beats = 0
 
     async def heartbeat() -> None:
-        nonlocal worst_s
-        loop = asyncio.get_running_loop()
-        while running:
-            before = loop.time()
+        nonlocal num_beats
+        while True:
             await asyncio.sleep(0.001)
-            worst_s = max(worst_s, loop.time() - before)
+            num_beats += 1
 
     beats = asyncio.create_task(heartbeat())
-    started = asyncio.get_running_loop().time()
     answer = (await stack.post("/tokenize", prompt=text)).json()
-    took_s = asyncio.get_running_loop().time() - started
-    running = False
-    await beats
+    beats.cancel()
     assert answer["count"] > 100_000
-    assert worst_s < 0.7 * took_s
+    assert num_beats > 20, "the event loop went on"
 
 
 async def test_health_and_readiness(nats_settings: BusSettings, checkpoint: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from pathlib import Path
 
 import pytest
@@ -10,10 +11,12 @@ import pytest
 from services.placement import nodes as nodes_module
 from services.placement.backends.api_server import ApiServer
 from services.placement.backends.kubernetes import KubernetesBackend
+from services.placement.checkpoints import read_shape
 from services.placement.fleet import Fleet, node_of
 from services.placement.service import PlacementService
 from shared.bus.interface import ServiceError
 from shared.bus.nats_bus import NatsBus
+from shared.checkpoint import CheckpointShape
 from shared.messages.admin import DrainInstance, ScaleInstances, ScaleModel
 from shared.messages.catalogue import (
     INSTANCES,
@@ -72,7 +75,7 @@ async def test_the_last_one_may_be_drained_and_an_unknown_one_is_refused(
     cluster.start_node("n", num_instances=1)
     async with placement(nats_settings, {"a": sources["a"]}):
         await cluster.placed("a", "n-0")
-        with pytest.raises(ServiceError, match="there is no instance 'n-7'") as caught:
+        with pytest.raises(ServiceError, match=r"there is no instance 'n-7'; there are: n-0$") as caught:
             await drain(cluster, "n-7")
         assert (caught.value.code, caught.value.info.param) == (ErrorCode.GONE, "instance_id")
         with pytest.raises(ServiceError):
@@ -109,6 +112,31 @@ async def test_replicas_of_a_model_are_stored_and_change_nothing_else(
         all_of_them = await replicas("a", None)
         assert where(all_of_them) == where(before)
         assert all_of_them.instances[0] == before.instances[0]
+
+
+@pytest.mark.parametrize("change", ["scale", "add"])
+async def test_a_change_asked_of_a_new_leader_waits_until_it_has_read_the_checkpoints(
+    nats_settings: BusSettings, cluster: Cluster, sources: dict[str, str], change: str
+) -> None:
+    may_read = threading.Event()
+
+    def read(source: str) -> CheckpointShape:
+        assert source != sources["a"] or may_read.wait(30.0)
+        return read_shape(source)
+
+    cluster.start_node("n")
+    async with placement(nats_settings, {"a": sources["a"]}):
+        await cluster.placed("a", "n-0 n-1")
+        if change == "scale":
+            await cluster.bus.request(PLACEMENT_SCALE_MODEL, ScaleModel("a", 1), timeout_s=10.0)
+    async with placement(nats_settings, {"a": sources["a"]}, name="placement-2", read=read) as service:
+        await until(lambda: service.is_active)
+        asyncio.get_running_loop().call_later(0.5, may_read.set)
+        if change == "scale":
+            plan = await cluster.bus.request(PLACEMENT_SCALE_MODEL, ScaleModel("a", None), timeout_s=20.0)
+            assert where(plan) == {"n-0": {"a"}, "n-1": {"a"}}
+        else:
+            assert where(await cluster.add(ModelSpec("b", sources["b"]))) == {"n-0": {"a", "b"}, "n-1": {"a", "b"}}
 
 
 async def test_more_and_fewer_instances_on_nodes_with_room(

@@ -57,6 +57,8 @@ class World(RuleBasedStateMachine):
         self.wanted: dict[str, GenerationRequest] = {}
         """What gateways still wait for, with the epoch they know."""
         self.over: Counter[str] = Counter()
+        self.heard_owners: dict[str, Instance] = {}
+        """As the gateway heard of them from their first frame; it notices by itself that one has gone."""
         self.calls: list[Dispatch] = []
         self.asks: list[AskHeld] = []
         for name in NAMES[:num_instances]:
@@ -154,6 +156,7 @@ class World(RuleBasedStateMachine):
 
     def submit_again(self, request_id: str, lost_epoch: int) -> None:
         wanted = self.wanted.get(request_id)
+        self.heard_owners.pop(request_id, None)
         if wanted is not None:
             epoch = next_placement(max(wanted.epoch, lost_epoch))
             again = make_request(
@@ -309,6 +312,7 @@ class World(RuleBasedStateMachine):
             if is_heard and wanted is not None and destination.held[request_id].epoch > wanted.epoch:
                 epoch = destination.held[request_id].epoch
                 self.wanted[request_id] = msgspec.structs.replace(wanted, epoch=epoch)
+                self.heard_owners[request_id] = destination
 
     @precondition(lambda self: self.instances)
     @rule(pick=some, how=st.sampled_from(["exited", "vanished", "restarted", "silent"]))
@@ -428,6 +432,9 @@ class World(RuleBasedStateMachine):
             return
         for instance in self.instances.values():
             instance.is_reachable = True
+        for request_id, owner in list(self.heard_owners.items()):
+            if owner not in self.instances.values():
+                self.submit_again(request_id, 0)  # its gateway has noticed, too
         for _ in range(300):
             if not self.wanted and not len(self.core.queue):
                 break

@@ -44,6 +44,19 @@ def test_an_exit_is_told_to_every_gateway_in_one_message_each() -> None:
     assert driver.dispatches() == {"r0": "a"}
 
 
+@pytest.mark.parametrize("exit_code", [None, 0, 137])
+def test_one_that_was_drained_is_not_counted_among_those_that_died(exit_code: int | None) -> None:
+    """`exit_code` None: its entry in the registry goes first."""
+    driver = Driver()
+    driver.up("a")
+    driver.core.on_registry("a", make_info("a", state="draining"), driver.now)
+    if exit_code is None:
+        driver.core.on_registry("a", None, driver.now)
+    else:
+        driver.core.on_exited(InstanceExited("a", "1", "node", exit_code), driver.now)
+    assert driver.take(InstanceLost) == [InstanceLost("a", "exited" if exit_code else "drained", 0)]
+
+
 @pytest.mark.parametrize("incarnation", [None, "2"])
 def test_vanishing_and_restarting_are_deaths(incarnation: str | None) -> None:
     driver = Driver()

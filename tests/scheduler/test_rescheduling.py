@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
+import pytest
+
+import services.scheduler.rescheduling as rescheduling
 from services.scheduler.actions import Paired, SendRebalance
 from services.scheduler.rescheduling import DRAIN_CONCURRENCY
 from shared.messages.cluster import MoveOutcome
@@ -42,6 +46,20 @@ def test_a_source_is_told_at_once_again_and_at_the_end() -> None:
     assert sent(driver) == [("a", [])]
     driver.pass_time(1.0)
     assert sent(driver) == [] and driver.core.rescheduler.next_wakeup() is None, "no work where nothing is wrong"
+
+
+def test_leases_outlast_the_rarer_looks_of_a_large_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rescheduling, "LOOK_S", 0.2)  # three instances as if they were six thousand
+    driver = cluster("a", "b", "c")
+    driver.report("a", migration_freeness=5.0, num_running=10)
+    told_s: list[float] = []
+    for _ in range(45):
+        driver.pass_time(0.05)
+        for message in driver.take(SendRebalance):
+            told_s.append(driver.now)
+            assert message.rebalance.lease_s == pytest.approx(1.8)
+    gaps_s = [later - earlier for earlier, later in pairwise(told_s)]
+    assert gaps_s == pytest.approx([0.6] * 3)
 
 
 def test_an_instance_without_a_transport_neither_gives_nor_takes() -> None:

@@ -12,6 +12,7 @@ from shared.bus.memory_bus import Faults, MemoryBus, MemoryHub
 from shared.messages.requests import ErrorCode
 from shared.virtual_time import run_virtual
 from tests.shared.bus_contract import LEDGER, LIVE, NEWS, PING, BusContract, Connect, Ping, Pong
+from tests.shared.storage_contract import StorageContract
 
 
 @pytest.fixture
@@ -29,6 +30,10 @@ async def connect() -> AsyncIterator[Connect]:
 
 
 class TestMemoryBus(BusContract):
+    pass
+
+
+class TestMemoryStorage(StorageContract):
     pass
 
 

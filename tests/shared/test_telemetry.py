@@ -73,10 +73,14 @@ def test_no_span_is_no_traceparent() -> None:
 @pytest.mark.parametrize("is_exported", [False, True])
 def test_a_trace_goes_on_with_and_without_export(traceparent: str, is_exported: bool, collector: Collector) -> None:
     telemetry = start_telemetry("test", "one", BusSettings(otlp_endpoint=collector.url if is_exported else ""))
-    with telemetry.tracer.start_as_current_span("work", context=context_of(traceparent)):
-        version, trace_id, span_id, flags = current_traceparent().split("-")
+    with telemetry.tracer.start_as_current_span("work", context=context_of(traceparent)) as span:
+        inside = current_traceparent()
+        version, trace_id, span_id, flags = inside.split("-")
     assert (version, trace_id) == ("00", traceparent.split("-")[1])
-    if is_exported:
+    if not is_exported:
+        assert inside == traceparent
+        assert not span.is_recording()
+    else:
         assert span_id != traceparent.split("-")[2] and int(span_id, 16)
         assert flags == traceparent[-2:]
     telemetry.close()
@@ -106,6 +110,11 @@ def test_without_export_a_root_span_still_has_a_context() -> None:
 )
 def test_malformed_contexts_are_no_context(text: str) -> None:
     assert not trace.get_current_span(context_of(text)).get_span_context().is_valid
+
+
+def test_what_follows_a_context_is_not_kept() -> None:
+    more = "01" + SAMPLED[2:] + "-more"
+    assert context_of(more + "x" * 1_000_000) is context_of(more)
 
 
 def test_future_versions_are_understood() -> None:

@@ -20,6 +20,7 @@ import pytest
 from shared.messages.requests import RequestClass
 from tests.conftest import free_port
 from tests.tideway.bench_server import FIRST_TOKEN_S, TOKEN_INTERVAL_S, BenchServer, serving
+from tests.tideway.conftest import InThisProcess
 from tideway.bench.arrivals import Arrivals, Closed, Constant, Gamma, Poisson
 from tideway.bench.client import BenchError, Target, calibrate
 from tideway.bench.connections import Connections
@@ -81,7 +82,8 @@ async def test_an_open_loop_with_usage(server: BenchServer, endpoint: str) -> No
         assert record.ttft_s is not None and record.tpot_s is not None and record.latency_s is not None
         # The role alone, which comes at once in chat, is no token.
         assert record.ttft_s >= FIRST_TOKEN_S
-        assert record.tpot_s >= TOKEN_INTERVAL_S * 0.9
+        # Tokens that are read late, on a busy machine, seem to have come together: only their sum is sure.
+        assert record.latency_s >= FIRST_TOKEN_S + 7 * TOKEN_INTERVAL_S
         assert record.latency_s == pytest.approx(record.ttft_s + 7 * record.tpot_s)
     body = sent(server)[0]
     limit = "max_tokens" if endpoint == "completions" else "max_completion_tokens"
@@ -96,7 +98,8 @@ async def test_an_open_loop_does_not_wait_for_answers(server: BenchServer) -> No
     result = await run(server, stream(Poisson(rate_rps=200), "hangs"), duration_s=0.5, drain_s=0.2)
     assert len(result.records) == 100 and {record.error for record in result.records} == {UNFINISHED}
     assert result.lateness.num_sent == 100
-    assert result.lateness.send_p50_s < 0.02
+    # Beyond what the event loop was late in any case, on a busy machine.
+    assert result.lateness.send_p50_s < 0.02 + result.lateness.loop_max_s
     group = result.summary.group()
     assert (group.num_unfinished, group.failures) == (100, {})
     assert group.attainment.both is None
@@ -159,7 +162,7 @@ async def test_offline_work_beside_online(server: BenchServer) -> None:
 )
 async def test_failures_have_reasons(server: BenchServer, model: str, reason: str, message: str) -> None:
     spec = stream(Constant(rate_rps=100), model, num_requests=3, ttft_ms=10_000)
-    result = await run(server, spec, timeout_s=0.3)
+    result = await run(server, spec, timeout_s=0.3 if reason == "timeout" else 20.0)
     group = result.summary.group()
     assert (group.num_succeeded, group.failures) == (0, {reason: 3})
     assert all(message in record.error_message for record in result.records)
@@ -249,7 +252,11 @@ def test_ctrl_c_sums_up_what_was_done(server: BenchServer, tmp_path: Path) -> No
         command(server, *arguments), cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
     deadline_s = time.monotonic() + 30
-    while len(server.bodies) < 25 and time.monotonic() < deadline_s:
+    # Ten are answered, and the client has lived on since: it sends more.
+    num_enough = 10_000
+    while len(server.bodies) < num_enough and time.monotonic() < deadline_s:
+        if num_enough == 10_000 and len(server.bodies) - server.num_open >= 10:
+            num_enough = len(server.bodies) + 10
         time.sleep(0.02)
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=30)
@@ -257,7 +264,7 @@ def test_ctrl_c_sums_up_what_was_done(server: BenchServer, tmp_path: Path) -> No
     result = read_result(tmp_path / "result.json")
     assert result.was_interrupted and result.num_planned == 10_000
     group = result.summary.group()
-    assert group.num_succeeded >= 5 and "succeeded" in out
+    assert group.num_succeeded > 0 and "succeeded" in out
     assert {record.error for record in result.records} <= {"", INTERRUPTED}
 
 
@@ -275,8 +282,10 @@ def test_ctrl_c_sums_up_what_was_done(server: BenchServer, tmp_path: Path) -> No
         (["--arrivals", "poisson:2", "--extra-body", "{"], "truncated"),
     ],
 )
-def test_what_is_wrong_is_one_sentence(server: BenchServer, arguments: list[str], sentence: str) -> None:
-    done = subprocess.run(command(server, *arguments), cwd=REPOSITORY, capture_output=True, text=True, timeout=60)
+def test_what_is_wrong_is_one_sentence(
+    server: BenchServer, arguments: list[str], sentence: str, in_this_process: InThisProcess
+) -> None:
+    done = in_this_process("bench", "--url", server.url + "/v1", *arguments)
     assert done.returncode == 2
     assert sentence in done.stderr and len(done.stderr.splitlines()) == 1
 

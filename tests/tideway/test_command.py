@@ -22,6 +22,7 @@ from shared.messages.cluster import (
     ModelSpec,
     PlacementPlan,
 )
+from tests.tideway.conftest import InThisProcess
 from tideway.cluster import ModelState, view_model
 from tideway.preflight import REPOSITORY
 
@@ -55,18 +56,23 @@ def test_settings_of_the_environment_are_checked_first(tmp_path: Path) -> None:
     assert (result.returncode, result.stderr) == (2, "tideway: TIDEWAY_MAX_QUEUED='lots': expected int\n")
 
 
+def test_fewer_instances_at_most_than_at_the_start_are_refused(tmp_path: Path) -> None:
+    result = tideway("up", "--data-dir", str(tmp_path), "--instances", "3", "--max-instances", "2")
+    assert (result.returncode, result.stderr) == (2, "tideway: --max-instances 2 is fewer than --instances 3.\n")
+
+
 def test_a_model_that_is_none(tmp_path: Path) -> None:
     result = tideway("up", "--data-dir", str(tmp_path), "--model", "x=./missing")
     assert result.returncode == 2 and "./missing is neither a folder nor a Hugging Face id" in result.stderr
 
 
-def test_nothing_to_stop_and_nothing_to_show(tmp_path: Path) -> None:
-    result = tideway("down", "--data-dir", str(tmp_path))
+def test_nothing_to_stop_and_nothing_to_show(tmp_path: Path, in_this_process: InThisProcess) -> None:
+    result = in_this_process("down", "--data-dir", str(tmp_path))
     assert (result.returncode, result.stdout) == (0, f"Nothing runs on {tmp_path}.\n")
-    result = tideway("status", "--data-dir", str(tmp_path))
+    result = in_this_process("status", "--data-dir", str(tmp_path))
     assert result.returncode == 2 and result.stderr.startswith(f"tideway: Nothing runs on {tmp_path}.")
     for arguments in (("drain", "a"), ("scale", "tide", "1"), ("top",)):
-        result = tideway(*arguments, "--data-dir", str(tmp_path))
+        result = in_this_process(*arguments, "--data-dir", str(tmp_path))
         assert result.returncode == 2 and result.stderr.startswith(f"tideway: Nothing runs on {tmp_path}; give --url")
 
 
@@ -194,6 +200,8 @@ def test_where_a_model_stands(
 def test_why_a_model_failed() -> None:
     failed = view_model("tide", plan("a"), {"a": instance("a", "failed", error="no such weights")})
     assert (failed.state, failed.reason) == (ModelState.FAILED, "no such weights")
+    partly = {"a": instance("a", "ready"), "b": instance("b", "failed", error="no such weights")}
+    assert view_model("tide", plan("a", "b"), partly).reason == "failed on 1 of 2: no such weights"
     unplaced = view_model("tide", plan(unplaced={"tide": "too large"}), {})
     assert (unplaced.state, unplaced.reason) == (ModelState.FAILED, "too large")
 

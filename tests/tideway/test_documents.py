@@ -15,6 +15,7 @@ import typer.main
 from services.gateway.app import ROUTES
 from services.gateway.schemas import AddModelRequest, ChatRequest, CompletionRequest
 from services.scheduler.rescheduling import SOON_S
+from shared.policies.rebalancing import MAX_CHECKED
 from shared.settings import GatewaySettings, InstanceSettings, PlacementSettings, SchedulerSettings, WorkerSettings
 from tests.tideway.readme import REPOSITORY, curl_lines, python_examples, shell_lines
 from tideway.command import app
@@ -144,6 +145,7 @@ def test_documented_metrics_exist() -> None:
         assert any(f'"{plain.removeprefix(prefix)}"' in sources for prefix in prefixes), name
 
 
-def test_how_soon_rebalancing_looks_again_is_as_documented() -> None:
+def test_how_often_rebalancing_looks_and_at_how_many_pairs_is_as_documented() -> None:
     text = " ".join((REPOSITORY / "docs" / "policies.md").read_text().split())
     assert f"and {1000 * SOON_S:.0f} ms after a report that crosses a threshold" in text
+    assert f"a look asks {MAX_CHECKED} in turn" in text

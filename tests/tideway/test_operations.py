@@ -15,7 +15,8 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from shared.messages.admin import ScaleInstances, ScaleModel
-from shared.messages.catalogue import SCHEDULER_STATISTICS
+from shared.messages.catalogue import MODELS, SCHEDULER_STATISTICS
+from shared.messages.channels import bucket_key
 from shared.messages.cluster import (
     InstanceInfo,
     InstancePlan,
@@ -32,7 +33,7 @@ from tests.gateway.conftest import MODEL, Stack, running_stack
 from tests.gateway.peer import until
 from tideway import command, operations, top
 from tideway.data_folder import DataFolder, OperatorError, State
-from tideway.operations import AdminClient, Instance, Instances, Load, Model, ModelOnInstance, Models
+from tideway.operations import AdminClient, Instance, Instances, Load, Model, ModelOnInstance, Models, UnavailableError
 from tideway.top import Snapshot, moves_per_s, show_top
 
 
@@ -88,6 +89,39 @@ async def test_draining_and_waiting_for_it(stack: Stack, monkeypatch: pytest.Mon
         await returning
     assert stack.peer.plan.draining == []
     assert (said[0], said[-1]) == ("b is to come back.", "  ready")
+    said = await on_a_thread(stack, operations.drain, "b", is_undone=True, wait_s=20)
+    assert said == ["b was not drained; nothing changed.", "  ready"]
+
+
+async def test_waiting_outlasts_a_gateway_that_does_not_answer_for_a_while(
+    stack: Stack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(operations, "POLL_INTERVAL_S", 0.02)
+    away = [UnavailableError("No placement answers."), UnavailableError("No placement answers.")]
+    instances = AdminClient.instances
+
+    def sometimes(client: AdminClient) -> operations.Instances:
+        if away:
+            raise away.pop()
+        return instances(client)
+
+    monkeypatch.setattr(AdminClient, "instances", sometimes)
+    plan_both_models_on_b(stack)
+    await stack.peer.add_instance("b", MODEL, "ebb", incarnation="2", state="ready")
+    said = await on_a_thread(stack, operations.drain, "b", is_undone=True, wait_s=20)
+    assert said == ["b was not drained; nothing changed.", "  No placement answers", "  ready"]
+    away.extend([UnavailableError("No placement answers.")] * 100)
+    with pytest.raises(OperatorError, match=r"^b: No placement answers after 0\.1 s"):
+        await on_a_thread(stack, operations.drain, "b", is_undone=True, wait_s=0.1)
+
+
+async def test_an_instance_whose_worker_is_away_is_said_to_be_in_no_plan(stack: Stack) -> None:
+    await stack.peer.remove_instance("b")
+    stack.peer.plan = PlacementPlan(1, [], draining=["b"])
+    with pytest.raises(
+        OperatorError, match=r"^b: not there, and nothing is planned for it; does its worker run\? after"
+    ):
+        await on_a_thread(stack, operations.drain, "b", is_undone=True, wait_s=0.1)
 
 
 def plan_both_models_on_b(stack: Stack) -> None:
@@ -100,7 +134,7 @@ async def test_an_instance_that_cannot_load_a_model_is_not_back(stack: Stack) ->
     models = [LoadedModel(MODEL, "ready"), LoadedModel("ebb", "failed", error="no such weights")]
     await stack.peer.put_instance(InstanceInfo("b", "2", "node", "ready", models, 100, 2**20))
     await until(lambda: stack.gateway.context.catalog.instances["b"].incarnation == "2", "the registry")
-    with pytest.raises(OperatorError, match=r"^b is back, but could not load ebb: no such weights.$"):
+    with pytest.raises(OperatorError, match=r"^b is there, but could not load ebb: no such weights.$"):
         await on_a_thread(stack, operations.drain, "b", is_undone=True, wait_s=20)
 
 
@@ -119,16 +153,91 @@ async def test_draining_that_takes_too_long(stack: Stack, monkeypatch: pytest.Mo
 async def test_scaling(stack: Stack) -> None:
     spec = ModelSpec(MODEL, "source")
     stack.peer.plan = PlacementPlan(1, [InstancePlan(name, "node", [spec], 0, 0) for name in "ab"])
-    assert await on_a_thread(stack, operations.scale_model, MODEL, 3) == [
+    assert await on_a_thread(stack, operations.scale_model, MODEL, 3, wait_s=None) == [
         f"{MODEL} is to be on 3 instances; planned: a, b.",
         "  No more than 2 can hold it now.",
     ]
-    [line] = await on_a_thread(stack, operations.scale_model, MODEL, None)
+    [line] = await on_a_thread(stack, operations.scale_model, MODEL, None, wait_s=None)
     assert "all instances where it fits" in line
-    assert await on_a_thread(stack, operations.scale_instances, 4) == ["There are to be 4 instances; planned now: 2."]
+    said = await on_a_thread(stack, operations.scale_instances, 4, wait_s=None)
+    assert said == ["There are to be 4 instances; planned now: 2."]
     assert stack.peer.scaled == [ScaleModel(MODEL, 3), ScaleModel(MODEL, None), ScaleInstances(4)]
     with pytest.raises(OperatorError, match="'ocean' does not exist"):
-        await on_a_thread(stack, operations.scale_model, "ocean", 1)
+        await on_a_thread(stack, operations.scale_model, "ocean", 1, wait_s=None)
+
+
+def plan_for(stack: Stack, **models: list[str]) -> None:
+    """By instance."""
+    plans = [
+        InstancePlan(name, "node", [ModelSpec(model, "source") for model in there], 0, 0)
+        for name, there in models.items()
+    ]
+    stack.peer.plan = PlacementPlan(1, plans)
+
+
+async def test_waiting_until_a_model_is_where_it_is_planned(stack: Stack, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(operations, "POLL_INTERVAL_S", 0.02)
+    plan_for(stack, a=[MODEL], c=[MODEL, "ebb"])
+    said: list[str] = []
+    with AdminClient(stack.url, "root") as client:
+        work = asyncio.to_thread(operations.scale_model, client, MODEL, 2, wait_s=20, say=said.append)
+        scaling = asyncio.create_task(work)
+        await until(lambda: "  c: not there yet; b: 9 requests left" in said, "both that are missing")
+        await stack.peer.add_instance("c", MODEL, "ebb", state="loading")
+        await until(lambda: "  c: loading; b: 9 requests left" in said, "the instance that starts")
+        await stack.peer.add_instance("c", MODEL, state="ready")
+        await until(lambda: "  b: 9 requests left" in said, "the model that matters, and no other")
+        stack.peer.loads["b"] = {}
+        await until(lambda: said[-1] == "  b: nothing left, not gone yet", "no requests")
+        assert not scaling.done()
+        await stack.peer.add_instance("b", "ebb")
+        await scaling
+    assert said[0] == f"{MODEL} is to be on 2 instances; planned: a, c."
+    assert said[-1] == "  ready"
+
+
+async def test_waiting_for_a_number_of_instances(stack: Stack, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(operations, "POLL_INTERVAL_S", 0.02)
+    plan_for(stack, a=[MODEL], b=[MODEL])
+    said: list[str] = []
+    with AdminClient(stack.url, "root") as client:
+        work = asyncio.to_thread(operations.scale_instances, client, 3, wait_s=20, say=said.append)
+        growing = asyncio.create_task(work)
+        await until(lambda: "  2 of 3 instances planned" in said, "the plan of before")
+        plan_for(stack, a=[MODEL], b=[MODEL], c=[MODEL])
+        await until(lambda: "  c: not there yet" in said, "the plan of now")
+        await stack.peer.add_instance("c", MODEL)
+        await growing
+        assert said[-1] == "  ready"
+        plan_for(stack, a=[MODEL], c=[MODEL])
+        work = asyncio.to_thread(operations.scale_instances, client, 2, wait_s=20, say=said.append)
+        shrinking = asyncio.create_task(work)
+        await until(lambda: said[-1] == "  b: 9 requests left", "requests")
+        await stack.peer.remove_instance("b")
+        await shrinking
+    assert said[-1] == "  ready"
+
+
+async def test_instances_that_no_model_is_for_are_not_waited_for(stack: Stack) -> None:
+    spec = stack.gateway.context.catalog.spec(MODEL)
+    await (await stack.peer.bus.key_value(MODELS)).put(bucket_key(MODEL), msgspec.structs.replace(spec, replicas=2))
+    await until(lambda: stack.gateway.context.catalog.spec(MODEL).replicas, "a number of replicas")
+    plan_for(stack, a=[MODEL], b=[MODEL])
+    said = await on_a_thread(stack, operations.scale_instances, 3, wait_s=20)
+    assert said == ["There are to be 3 instances; planned now: 2.", "  ready"]
+
+
+async def test_scaling_that_takes_too_long_or_cannot_be(stack: Stack) -> None:
+    with pytest.raises(OperatorError, match=f"^{MODEL} is planned nowhere after 0.1 s. It goes on by itself.$"):
+        await on_a_thread(stack, operations.scale_model, MODEL, 1, wait_s=0.1)
+    plan_for(stack, a=[MODEL])
+    with pytest.raises(OperatorError, match=r"^b: 9 requests left after 0.1 s. It goes on by itself.$"):
+        await on_a_thread(stack, operations.scale_model, MODEL, 1, wait_s=0.1)
+    failed = [LoadedModel(MODEL, "failed", error="no such weights")]
+    await stack.peer.put_instance(InstanceInfo("a", "2", "node", "ready", failed, 100, 2**20))
+    await until(lambda: stack.gateway.context.catalog.instances["a"].incarnation == "2", "the registry")
+    with pytest.raises(OperatorError, match=rf"^a is there, but could not load {MODEL}: no such weights.$"):
+        await on_a_thread(stack, operations.scale_model, MODEL, 1, wait_s=20)
 
 
 async def test_what_an_operator_must_change_is_one_sentence(stack: Stack, tmp_path: Path) -> None:
@@ -289,16 +398,21 @@ def test_scale_wants_one_thing(arguments: list[str], expected: str) -> None:
 def test_commands_reach_the_gateway(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[object] = []
     monkeypatch.setattr(operations, "drain", lambda client, name, **options: asked.append((client.url, name, options)))
-    monkeypatch.setattr(operations, "scale_model", lambda client, name, replicas, say: asked.append((name, replicas)))
-    monkeypatch.setattr(operations, "scale_instances", lambda client, number, say: asked.append(number))
+    monkeypatch.setattr(operations, "scale_model", lambda client, *what, **options: asked.append((*what, options)))
+    monkeypatch.setattr(operations, "scale_instances", lambda client, *what, **options: asked.append((*what, options)))
     common = ["--url", "http://gateway/v1", "--data-dir", str(tmp_path)]
     for arguments in (
         ["drain", "a", "--undo", "--wait", "--timeout", "9"],
-        ["scale", "tide", "3"],
+        ["scale", "tide", "3", "--wait"],
         ["scale", "tide", "all"],
-        ["scale", "--instances", "4"],
+        ["scale", "--instances", "4", "--wait", "--timeout", "9"],
     ):
         result = CliRunner().invoke(command.app, [*arguments, *common])
         assert result.exit_code == 0, result.output
     options = {"is_undone": True, "wait_s": 9.0, "say": print}
-    assert asked == [("http://gateway", "a", options), ("tide", 3), ("tide", None), 4]
+    assert asked == [
+        ("http://gateway", "a", options),
+        ("tide", 3, {"wait_s": 600.0, "say": print}),
+        ("tide", None, {"wait_s": None, "say": print}),
+        (4, {"wait_s": 9.0, "say": print}),
+    ]

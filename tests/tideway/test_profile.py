@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from pathlib import Path
 
 import msgspec
@@ -74,6 +75,12 @@ def test_without_nats_the_folder_has_it(
     run(str(write_checkpoint(tmp_path, "opt")), data_dir=tmp_path / "data")
     (file,) = (tmp_path / "data" / profile.FOLDER).rglob("*.json")
     assert f"Stored in {file}." in capsys.readouterr().out
+
+
+def test_without_the_worker_it_says_where_to_measure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "services.worker.profiled_steps", None)
+    with pytest.raises(OperatorError, match="say in its container"):
+        run(data_dir=tmp_path)
 
 
 def test_what_is_no_checkpoint_is_refused_with_a_sentence(tmp_path: Path) -> None:

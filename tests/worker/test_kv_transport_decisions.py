@@ -14,6 +14,7 @@ from services.worker.kv_transport.errors import LinkError, TransferError, Transf
 from services.worker.kv_transport.leases import Leases
 from services.worker.kv_transport.rates import Bandwidth, TokenBucket
 from services.worker.kv_transport.staging import SlotPool
+from services.worker.kv_transport.ucx import uses_cuda
 
 
 class LeaseMachine(RuleBasedStateMachine):
@@ -158,9 +159,21 @@ def test_all_ways_to_sum_slots_agree(slot_bytes: int) -> None:
     total = pool.checksum(run, 512)
     assert pool.gather(slots, staging, 512) == total
     assert copy.scatter(slots, staging, 512) == total
+    assert pool.checksum(staging, 512) == total  # as on a GPU
     assert wire.device_checksum(staging, 512, 3) == wire.checksum(staging.numpy(), 512, 3)
     assert pool.run_of([3, 5]) is None
     assert pool.run_of([4, 3]) is None
+
+
+def test_cuda_is_used_where_ucx_has_the_transport_for_it() -> None:
+    host = (
+        "#      resource 1  :  md 1  dev 1  flags -- tcp/eth0\n#      resource 5  :  md 4  dev 0  flags -- cma/memory\n"
+    )
+    device = host + "#      resource 6  :  md 5  dev 3  flags -- cuda_copy/cuda\n"
+    assert uses_cuda(True, device)
+    assert not uses_cuda(False, device), "UCX_TLS forbids it"
+    assert not uses_cuda(True, host)
+    assert not uses_cuda(True, host + "#      resource 6  :  md 5  dev 3  flags -- cuda_ipc/cuda\n")
 
 
 def test_control_messages_survive_the_wire() -> None:

@@ -23,6 +23,7 @@ import torch
 from services.worker.kv_transport import KvTransport, TransferError, TransferReason, TransportLimits, UcxNetwork
 from services.worker.kv_transport.faults import FaultPoint, Faults
 from services.worker.kv_transport.receiving import Incoming, Receipt
+from tests.stopwatch import Stopwatch
 
 SLOT_BYTES, NUM_SLOTS = 256 << 10, 64
 LIMITS = TransportLimits(chunk_bytes=1 << 20, drain_s=0.3, rate_fraction=None)
@@ -98,10 +99,9 @@ async def source() -> AsyncIterator[KvTransport]:
 async def reason_of(
     transport: KvTransport, peer: Peer, ticket: bytes, deadline_s: float
 ) -> tuple[TransferReason, float]:
-    started = time.monotonic()
-    with pytest.raises(TransferError) as caught:
+    with Stopwatch() as watch, pytest.raises(TransferError) as caught:
         await transport.send(peer.address, ticket, "m", range(32), deadline_s=deadline_s)
-    return caught.value.reason, time.monotonic() - started
+    return caught.value.reason, watch.seconds
 
 
 @pytest.mark.parametrize("transports", ["all", "tcp"])

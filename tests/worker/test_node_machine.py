@@ -98,12 +98,12 @@ def test_half_of_the_free_memory_and_all_cores_are_for_the_instances(root: Path)
 
 
 def test_room_for_more_instances_is_set_aside_from_the_start(root: Path) -> None:
-    found = survey(WorkerSettings(num_instances=1, max_instances=3, device="cpu"), {}, root)
+    found = survey(WorkerSettings(num_instances=1, max_node_instances=3, device="cpu"), {}, root)
     assert found == Machine("cpu", 1, 8 * GIB, max(1, num_cores(root) // 3), max_instances=3)
     assert found.most_instances == 3
-    assert survey(WorkerSettings(num_instances=2, max_instances=1, device="cpu"), {}, root).most_instances == 2
-    with pytest.raises(SettingsError, match="TIDEWAY_MAX_INSTANCES=-1"):
-        survey(WorkerSettings(max_instances=-1), {}, root)
+    assert survey(WorkerSettings(num_instances=2, max_node_instances=1, device="cpu"), {}, root).most_instances == 2
+    with pytest.raises(SettingsError, match="TIDEWAY_MAX_NODE_INSTANCES=-1"):
+        survey(WorkerSettings(max_node_instances=-1), {}, root)
 
 
 @pytest.fixture

@@ -262,7 +262,7 @@ async def list_models(connections: Connections, url: str, api_key: str) -> list[
         response.raise_for_status()
         return [model["id"] for model in response.json()["data"]]
     except (httpx.HTTPError, KeyError, TypeError, ValueError) as error:
-        raise BenchError(f"{url}/v1/models does not name the models ({error}); give --model") from None
+        raise BenchError(f"{url}/v1/models does not name the models ({error}); give --api-key or --model") from None
 
 
 async def calibrate(

@@ -31,7 +31,9 @@ def spread(num_more: int, nodes: Sequence[NodeInfo], drained: Sequence[str] = ()
         free = sorted(node_id for node_id in sizes if room[node_id] > 0)
         if not free:
             most = sum(max(node.num_instances, node.max_instances) for node in nodes)
-            message = f"the registered nodes run at most {most} instances in all (TIDEWAY_MAX_INSTANCES of each worker)"
+            message = (
+                f"the registered nodes run at most {most} instances in all (TIDEWAY_MAX_NODE_INSTANCES of each worker)"
+            )
             if drained:
                 message += f", among them {', '.join(drained)}, drained by hand"
                 message += f": `tideway drain {drained[0]} --undo` brings {drained[0]} back"

@@ -4,6 +4,7 @@ from services.worker.kv_transport.errors import TransferError, TransferReason
 from services.worker.kv_transport.links import Network
 from services.worker.kv_transport.local import LocalHub, LocalNetwork
 from services.worker.kv_transport.receiving import Incoming, Receipt
+from services.worker.kv_transport.sending import Outgoing
 from services.worker.kv_transport.transport import KvTransport, TransportLimits
 from services.worker.kv_transport.ucx import UcxNetwork
 
@@ -13,6 +14,7 @@ __all__ = [
     "LocalHub",
     "LocalNetwork",
     "Network",
+    "Outgoing",
     "Receipt",
     "TransferError",
     "TransferReason",

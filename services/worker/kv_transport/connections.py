@@ -98,7 +98,7 @@ class Connection:
                 elif isinstance(message, Ended):
                     outgoing.end(message)
                 elif isinstance(message, Cancel):
-                    outgoing.stopped.set()
+                    outgoing.stop()
                 elif isinstance(message, Accept) and not outgoing.accepted.done():
                     outgoing.accepted.set_result(message)
         except LinkError as error:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from enum import StrEnum
 
-import numpy as np
+from services.worker.kv_transport.links import Buffer
 
 
 class FaultPoint(StrEnum):
@@ -19,7 +19,7 @@ class FaultPoint(StrEnum):
 
 
 class Faults:
-    async def at(self, point: FaultPoint, payload: np.ndarray | None = None) -> None:
+    async def at(self, point: FaultPoint, payload: Buffer | None = None) -> None:
         """Called by both ends; may raise anything."""
 
 

@@ -28,7 +28,7 @@ class Receipt:
     num_bytes: int
     checksum: int
     seconds: float
-    """From the call of `send`, or from the accepted ticket, to the end."""
+    """From the call of `send` or `complete`, or from the accepted ticket, to the end."""
 
 
 WITHDRAW_TIMEOUT_S = 5.0
@@ -202,7 +202,7 @@ class Receiver:
 
     async def _take(self, chunk: _Posted) -> None:
         incoming = self._incoming
-        await self._faults.at(FaultPoint.CHUNK_ARRIVED, chunk.buffer if isinstance(chunk.buffer, np.ndarray) else None)
+        await self._faults.at(FaultPoint.CHUNK_ARRIVED, chunk.buffer)
         if not incoming.is_live:
             return
         self._num_bytes += len(chunk.slots) * self._message.slot_bytes

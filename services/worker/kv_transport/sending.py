@@ -26,30 +26,49 @@ _FILLER = np.zeros(1, dtype=np.uint8)
 class Outgoing:
     """A transfer under way at its source."""
 
-    transfer: int
+    address: str
     ticket: bytes
     pool: SlotPool
-    slots: Sequence[int]
+    num_slots: int
     chunk_slots: int
     checked_bytes: int
     is_limited: bool
+    transfer: int = 0
+    """Its number on its connection."""
+    slots: asyncio.Future[Sequence[int]] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    """Empty, if it was stopped before they were named."""
     accepted: asyncio.Future[Accept] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     ended: asyncio.Future[Ended] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     stopped: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set: send no more than the chunks under way, and fillers for the rest."""
+    """By `stop`."""
+    task: asyncio.Task[tuple[int, int]] = field(init=False)
+    """Sends it."""
+    expiry: asyncio.TimerHandle = field(init=False)
+    """Cancels it if nobody does either."""
+    is_decided: bool = False
+    """Whether it is to be completed or was cancelled."""
 
     def __post_init__(self) -> None:
         for future in (self.accepted, self.ended):
             future.add_done_callback(lambda done: done.cancelled() or done.exception())
 
-    def fail(self, error: TransferError) -> None:
+    def name(self, slots: Sequence[int]) -> None:
+        if not self.slots.done():
+            self.slots.set_result(slots)
+
+    def stop(self) -> None:
+        """No more is sent than the chunks under way, and fillers for the rest."""
         self.stopped.set()
+        self.name(())
+
+    def fail(self, error: TransferError) -> None:
+        self.stop()
         for future in (self.accepted, self.ended):
             if not future.done():
                 future.set_exception(error)
 
     def end(self, message: Ended) -> None:
-        self.stopped.set()
+        self.stop()
         if message.reason is not None and not self.accepted.done():
             self.accepted.set_exception(TransferError(message.reason, message.detail or "said the destination"))
         if not self.ended.done():
@@ -67,10 +86,10 @@ async def send_chunks(
     faults: Faults,
     clock: Callable[[], float] = time.monotonic,
 ) -> tuple[int, int]:
-    """Sends the slots, or fillers once it was stopped. A chunk is gathered, or the one that needs no gathering is summed,
-    while those before are under way. Returns (bytes, checksum) of what was sent; `on_sent` hears the bytes and seconds of
-    each chunk. Raises `LinkError`, and `TransferError` with reason FAILED when slots could not be read."""
-    pool, chunk_slots = outgoing.pool, outgoing.chunk_slots
+    """Sends the slots when they are named, or fillers once it was stopped. A chunk is gathered, or the one that needs no
+    gathering is summed, while those before are under way. Returns (bytes, checksum) of what was sent; `on_sent` hears the
+    bytes and seconds of each chunk. Raises `LinkError`, and `TransferError` (FAILED) when slots could not be read."""
+    pool, chunk_slots, all_slots = outgoing.pool, outgoing.chunk_slots, await outgoing.slots
     num_bytes, index, checked = 0, 0, outgoing.checked_bytes
     digests: list[asyncio.Future[int]] = []
     sending: deque[asyncio.Task[None]] = deque()  # at most `WINDOW`, so the pair's buffer that is next is free
@@ -87,12 +106,12 @@ async def send_chunks(
         last_done = done
 
     try:
-        for start in range(0, len(outgoing.slots), chunk_slots):
+        for start in range(0, len(all_slots), chunk_slots):
             if len(sending) == WINDOW:
                 await sending.popleft()
             if outgoing.stopped.is_set():
                 break
-            slots = outgoing.slots[start : start + chunk_slots]
+            slots = all_slots[start : start + chunk_slots]
             size = len(slots) * pool.slot_bytes
             run = staging.run_of(pool, slots)
             try:
@@ -106,14 +125,14 @@ async def send_chunks(
             payload = buffer_of(staged) if run is None else run
             if outgoing.is_limited and (pause_s := bucket.take(size, clock())) > 0:
                 await set_within(outgoing.stopped, pause_s)
-            await faults.at(FaultPoint.CHUNK_READY, payload if isinstance(payload, np.ndarray) else None)
+            await faults.at(FaultPoint.CHUNK_READY, payload)
             if outgoing.stopped.is_set():
                 break
             sending.append(asyncio.create_task(deliver(payload)))
             if run is not None:
                 digests.append(loop.run_in_executor(executor, pool.checksum, run, checked))
             num_bytes, index = num_bytes + size, index + 1
-        num_fillers = -(-len(outgoing.slots) // chunk_slots) - index
+        num_fillers = -(-outgoing.num_slots // chunk_slots) - index
         total = 0
         if not num_fillers:
             try:

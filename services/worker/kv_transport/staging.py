@@ -6,7 +6,7 @@ staging buffer. A link that cannot read device memory always gets staging, page-
 | memory | owner |
 |---|---|
 | a staging pair | the transfer that took it, until it gives it back; never given back after its link broke within a call |
-| a slot of the source | the caller of `send`; only read |
+| a slot of the source | the caller of `send` or `complete`; only read |
 | a slot of the destination | the transfer, from `expect` until it is ended; never written afterwards |
 """
 
@@ -53,15 +53,23 @@ class SlotPool:
         return run if self.on_device else run.numpy()
 
     def checksum(self, payload: Buffer, checked_bytes: int) -> int:
-        """Of a chunk that needs no copy; as `gather` and `scatter` sum it. Blocks."""
-        if isinstance(payload, torch.Tensor):
+        """Of a chunk that needs no copy; as `gather` and `scatter` sum it, whose other end may be of another kind of
+        memory. Blocks."""
+        if isinstance(payload, torch.Tensor) and self._stream is not None:
             with torch.cuda.stream(self._stream):
-                return device_checksum(payload, checked_bytes)
+                return self._sum(payload, checked_bytes)
+        return self._sum(payload, checked_bytes)
+
+    def _sum(self, payload: Buffer, checked_bytes: int) -> int:
         step, seed = self._step * self.slot_bytes, 0
         if step % LINE_BYTES == 0:  # in one call, which needs the interpreter's lock only once; the sums are the same
             step = len(payload)
         for start in range(0, len(payload), step):
-            seed = checksum(payload[start : start + step], checked_bytes, seed)
+            piece = payload[start : start + step]
+            if isinstance(piece, torch.Tensor):
+                seed = device_checksum(piece, checked_bytes, seed)
+            else:
+                seed = checksum(piece, checked_bytes, seed)
         return seed
 
     def gather(self, slots: Sequence[int], staging: torch.Tensor, checked_bytes: int) -> int:
@@ -106,15 +114,13 @@ class SlotPool:
                     torch.index_select(self._rows, 0, index, out=blocks)
                 else:
                     self._rows.index_copy_(0, index, blocks)
-                digest = device_checksum(blocks.view(-1), checked_bytes)
-                self._stream.synchronize()
-                return digest
-            for block, slot in zip(blocks, slots, strict=True):
-                target, source = (block, self._rows[slot]) if outward else (self._rows[slot], block)
-                target.copy_(source, non_blocking=True)
+            else:
+                for block, slot in zip(blocks, slots, strict=True):
+                    target, source = (block, self._rows[slot]) if outward else (self._rows[slot], block)
+                    target.copy_(source, non_blocking=True)
         if outward:
             self._stream.synchronize()
-        digest = self.checksum(blocks.view(-1).numpy(), checked_bytes)
+        digest = self.checksum(buffer_of(blocks.view(-1)), checked_bytes)
         self._stream.synchronize()
         return digest
 
@@ -136,7 +142,11 @@ class StagingPair:
 
     def _make(self) -> torch.Tensor:
         num_bytes, device, pinned = self.kind
-        return torch.empty(num_bytes, dtype=torch.uint8, device=device, pin_memory=pinned)
+        made = torch.empty(num_bytes, dtype=torch.uint8, device=device, pin_memory=pinned)
+        if made.is_cuda:
+            # It may be memory that steps have given back and still use: torch orders that on their stream only.
+            torch.cuda.current_stream(device).synchronize()
+        return made
 
 
 class StagingPairs:

@@ -4,6 +4,8 @@
     incoming = transport.expect(pool, slots, ...)
     (incoming.ticket and transport.address travel in a control message)
                                                           receipt = await transport.send(address, ticket, pool, slots, ...)
+                                                          (or `begin` as soon as the ticket is there, and `complete` when
+                                                          the slots have their content)
     receipt = await incoming.wait()
 
 One connection per direction of a pair, made on first use, kept, and made again after an error. It carries any number of
@@ -108,7 +110,7 @@ class KvTransport:
         for connection in self._connections:
             for outgoing in connection.outgoing.values():
                 if outgoing.pool is known:
-                    outgoing.stopped.set()
+                    outgoing.stop()
 
     def slot_bytes(self, pool: str) -> int | None:
         """Of a registered pool."""
@@ -144,12 +146,32 @@ class KvTransport:
     ) -> Receipt:
         """Fills the slots that `ticket` stands for. Returns when the destination has acknowledged that all of it lies in
         its pool. `is_limited`: by the rate limit. Cancelling the call ends the transfer. Raises `TransferError`."""
-        source = self._checked(pool, slots)
-        outgoing = Outgoing(
-            0, ticket, source, tuple(slots), self._chunk_slots(source), self._limits.checked_bytes, is_limited
-        )
+        self._checked(pool, slots)
+        begun = self.begin(address, ticket, pool, len(slots), deadline_s=deadline_s, is_limited=is_limited)
+        return await self.complete(begun, slots, deadline_s=deadline_s)
+
+    def begin(
+        self, address: str, ticket: bytes, pool: str, num_slots: int, *, deadline_s: float, is_limited: bool = True
+    ) -> Outgoing:
+        """Has the destination make ready for slots that `complete` will name, so that their bytes need not wait for it
+        then. What is not completed by the deadline is cancelled. Raises `TransferError` (MISMATCH, CLOSED)."""
+        source = self._checked(pool)
+        if num_slots < 1:
+            raise TransferError(TransferReason.MISMATCH, f"{num_slots} slots")
+        chunk_slots, checked_bytes = self._chunk_slots(source), self._limits.checked_bytes
+        outgoing = Outgoing(address, ticket, source, num_slots, chunk_slots, checked_bytes, is_limited)
+        outgoing.task = self._tasks.start(self._send(outgoing))
+        outgoing.expiry = self._loop.call_later(deadline_s, self.cancel, outgoing, TransferReason.DEADLINE)
+        return outgoing
+
+    async def complete(self, outgoing: Outgoing, slots: Sequence[int], *, deadline_s: float) -> Receipt:
+        """Sends the slots of a transfer that was begun; else as `send`."""
+        if outgoing.is_decided:
+            raise TransferError(TransferReason.CANCELLED)
+        outgoing.is_decided = True
+        outgoing.expiry.cancel()
         try:
-            receipt = await self._sent(address, outgoing, deadline_s)
+            receipt = await self._completed(outgoing, tuple(slots), deadline_s)
         except TransferError as error:
             self._metrics.on_failed("out", error.reason)
             raise
@@ -157,24 +179,37 @@ class KvTransport:
             self._metrics.on_failed("out", TransferReason.CANCELLED)
             raise
         self._metrics.on_done("out", receipt.num_bytes, receipt.seconds)
-        self._metrics.on_bandwidth(address, self.bandwidth_bytes_s(address))
+        self._metrics.on_bandwidth(outgoing.address, self.bandwidth_bytes_s(outgoing.address))
         return receipt
 
-    async def _sent(self, address: str, outgoing: Outgoing, deadline_s: float) -> Receipt:
-        started = self._loop.time()
-        task = self._tasks.start(self._send(address, outgoing))
+    async def _completed(self, outgoing: Outgoing, slots: Sequence[int], deadline_s: float) -> Receipt:
+        started, task = self._loop.time(), outgoing.task
+        if len(slots) != outgoing.num_slots or not outgoing.pool.has(slots):
+            self._tasks.start(self._wind_up(outgoing))
+            raise TransferError(TransferReason.MISMATCH, f"not the {outgoing.num_slots} slots that were announced")
+        outgoing.name(slots)
         try:
             async with asyncio.timeout(deadline_s):
                 num_bytes, checksum = await asyncio.shield(task)
         except TimeoutError:
-            self._tasks.start(self._wind_up(task, outgoing))
+            self._tasks.start(self._wind_up(outgoing))
             raise TransferError(TransferReason.DEADLINE, f"{deadline_s:g} s") from None
         except asyncio.CancelledError:
             if not task.done():
-                self._tasks.start(self._wind_up(task, outgoing))
+                self._tasks.start(self._wind_up(outgoing))
                 raise
             raise TransferError(TransferReason.CLOSED) from None
         return Receipt(num_bytes, checksum, self._loop.time() - started)
+
+    def cancel(self, outgoing: Outgoing, reason: TransferReason = TransferReason.CANCELLED) -> None:
+        """Of a transfer that will not be completed; without effect where it was, or is being."""
+        if outgoing.is_decided:
+            return
+        outgoing.is_decided = True
+        outgoing.expiry.cancel()
+        self._metrics.on_failed("out", reason)
+        outgoing.stop()
+        self._tasks.start(self._wind_up(outgoing))
 
     def _on_received(self, incoming: Incoming) -> None:
         if (receipt := incoming.receipt) is not None:
@@ -215,12 +250,12 @@ class KvTransport:
 
     # ------------------------------------------------------------------------------------------------- source
 
-    async def _send(self, address: str, outgoing: Outgoing) -> tuple[int, int]:
+    async def _send(self, outgoing: Outgoing) -> tuple[int, int]:
         pair = await self._send_staging.take(outgoing.chunk_slots * outgoing.pool.slot_bytes, outgoing.pool)
         connection: Connection | None = None
         try:
-            connection = await self._connected(address)
-            if outgoing.stopped.is_set():
+            connection = await self._connected(outgoing.address)
+            if outgoing.stopped.is_set() or outgoing.pool not in self._pools.values():
                 raise TransferError(TransferReason.CANCELLED)
             connection.new_transfer(outgoing)
             pool = outgoing.pool
@@ -228,14 +263,14 @@ class KvTransport:
                 Open(
                     outgoing.transfer,
                     outgoing.ticket,
-                    len(outgoing.slots),
+                    outgoing.num_slots,
                     pool.slot_bytes,
                     outgoing.chunk_slots,
                     outgoing.checked_bytes,
                 )
             )
             await outgoing.accepted
-            on_sent = self._measure(address)
+            on_sent = self._measure(outgoing.address)
             sent = await send_chunks(
                 connection.link,
                 outgoing,
@@ -278,8 +313,9 @@ class KvTransport:
             raise TransferError(TransferReason.UNREACHABLE, str(error)) from error
         return connection
 
-    async def _wind_up(self, task: asyncio.Task[object], outgoing: Outgoing) -> None:
-        outgoing.stopped.set()
+    async def _wind_up(self, outgoing: Outgoing) -> None:
+        task = outgoing.task
+        outgoing.stop()
         await asyncio.wait([task], timeout=self._limits.drain_s)
         if task.done():
             return
@@ -329,11 +365,11 @@ class KvTransport:
 
     # ------------------------------------------------------------------------------------------------ helpers
 
-    def _checked(self, pool: str, slots: Sequence[int]) -> SlotPool:
+    def _checked(self, pool: str, slots: Sequence[int] | None = None) -> SlotPool:
         if not self._open:
             raise TransferError(TransferReason.CLOSED)
         known = self._pools.get(pool)
-        if known is None or not slots or not known.has(slots):
+        if known is None or (slots is not None and not (slots and known.has(slots))):
             raise TransferError(TransferReason.MISMATCH, f"no such slots of {pool}")
         return known
 

@@ -8,6 +8,11 @@ What of ucxx this file works around:
 - A cancelled send can return as if it had worked; so every completion is checked against the endpoint's state, and the
   protocol above believes the peer's acknowledgement only.
 - A request does not keep its buffer alive when the task that waits for it is cancelled; the link keeps it until `abort`.
+- That a context supports CUDA is said wherever `UCX_TLS` does not forbid it, also of a UCX without CUDA, which would copy
+  from and to device memory as if it were the host's. Hence `reads_device` looks for the transport that every use of
+  device memory needs.
+- The progress thread needs a CUDA context of its own; ucxx makes one, of the process's first device (an instance sees one
+  device only), and says nothing where it cannot. Hence it is tried before, with the same call.
 - Loading the library, looking for devices, closing an endpoint and stopping the threads block; all are done off the event
   loop. What the context starts belongs to the loop that runs where it is started, so that is done on it.
 - Endpoints report a peer's death only in the error handling mode that is ucxx's default. In it UCX does without shared
@@ -73,10 +78,6 @@ class _Runtime:
             raise _unusable(error) from error
         return runtime
 
-    @property
-    def reads_device(self) -> bool:
-        return bool(self.context.context.cuda_support)
-
     async def release(self) -> None:
         self._users -= 1
         if self._users:
@@ -104,6 +105,7 @@ def _new_context() -> Any:
 
     class Context(ApplicationContext):  # type: ignore[misc]
         _has_begun = False
+        reads_device = False
 
         def begin(self) -> None:
             self._has_begun = True
@@ -118,7 +120,31 @@ def _new_context() -> Any:
             if self._has_begun:
                 super().continuous_ucx_progress(event_loop)
 
-    return Context(progress_mode="thread", enable_python_future=True, connect_timeout=CONNECT_TIMEOUT_S)
+    # Before UCX looks for devices: where there is a context, it also learns how far they are from each other.
+    cuda_error = _make_cuda_context()
+    context = Context(progress_mode="thread", enable_python_future=True, connect_timeout=CONNECT_TIMEOUT_S)
+    if uses_cuda(context.context.cuda_support, context.context.info):
+        context.reads_device = cuda_error is None
+        if cuda_error is not None:
+            logger.warning("UCX is not given CUDA memory: its thread would have no CUDA context: %r", cuda_error)
+    return context
+
+
+def _make_cuda_context() -> Exception | None:
+    """For this thread, as ucxx does for its own."""
+    try:
+        from ucxx._cuda_context import ensure_cuda_context
+
+        ensure_cuda_context()
+    # no such package, no driver, no device, a device that is taken
+    except Exception as error:
+        return error
+    return None
+
+
+def uses_cuda(is_allowed: bool, info: str) -> bool:
+    """Whether a context with this description (one line for each transport, `.. TRANSPORT/DEVICE`) can use CUDA memory."""
+    return is_allowed and " cuda_copy/" in info
 
 
 def _unusable(error: BaseException) -> TransferError:
@@ -167,10 +193,12 @@ class UcxLink(Link):
 
 
 class UcxNetwork(Network):
-    def __init__(self, host: str, port: int = 0) -> None:
-        """`host`: the name or address under which peers reach this machine. `port` 0: any free one."""
+    def __init__(self, host: str, port: int = 0, *, uses_device: bool = True) -> None:
+        """`host`: the name or address under which peers reach this machine. `port` 0: any free one. `uses_device` False:
+        CUDA memory goes through the host's, even where UCX could read it."""
         self._host = host
         self._port = port
+        self._uses_device = uses_device
         self._runtime: _Runtime | None = None
         self._listener: Any = None
 
@@ -201,7 +229,8 @@ class UcxNetwork(Network):
                 raise
             raise _unusable(error) from error
         probed = None
-        self.reads_device = self._runtime.reads_device
+        self.reads_device = self._uses_device and self._runtime.context.reads_device
+        logger.info("UCX %s CUDA memory", "reads" if self.reads_device else "does not read")
         return address
 
     async def _probe(self, address: str, accepted: asyncio.Future[Link]) -> None:

@@ -9,8 +9,8 @@ of nothing but slots. The end that dialled is the source and numbers the transfe
     chunk 0 .. n-1                   =>                                        at most `WINDOW` are on their way
     Sent(n, checksum)                ->
                                      <-  Ended(bytes, checksum)
-    Either may say Cancel; the source then says Sent(chunks so far, aborted) and sends `WINDOW` fillers of one byte, so that
-    no receive stays posted.
+    The destination may say Cancel. Then, or when it stops by itself, the source says Sent(chunks so far, aborted) and sends
+    a filler of one byte for each chunk that is left, so that no receive stays posted.
 """
 
 from __future__ import annotations

@@ -52,4 +52,4 @@ class DisownedRequests:
             self._loop.drop_moved(taken.request_id)
             epoch = copy.epoch - 1 + EPOCHS_OF_A_MOVE
             outcome = MoveOutcome(taken.request_id, copy.source_id, epoch, True)
-            self._host.on_move_ended(outcome, taken.request)
+            self._host.on_move_ended(outcome, taken.request, taken)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Protocol
 
+from shared.engine.moving import TakenOut
 from shared.messages.cluster import InstanceInfo, MoveOutcome
 from shared.messages.migration import Commit
 from shared.messages.requests import GenerationRequest
@@ -31,8 +32,9 @@ class MigrationHost(Protocol):
         """A request is this instance's from now on: its earlier output can be replayed, its gateway hears of the new owner,
         the next load report names it."""
 
-    def on_move_ended(self, outcome: MoveOutcome, request: GenerationRequest) -> None:
-        """A migration out of here is over; where the request has moved, cancels and replays for it are passed on."""
+    def on_move_ended(self, outcome: MoveOutcome, request: GenerationRequest, taken: TakenOut | None) -> None:
+        """A migration out of here is over; where the request has moved, cancels and replays for it are passed on. `taken`:
+        the request as it left the batch, if it did."""
 
 
 def device_pool(model: str) -> str:

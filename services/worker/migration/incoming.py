@@ -167,7 +167,7 @@ class IncomingMigrations:
         move.refusal = ErrorInfo(ErrorCode.GONE, f"the source aborted the migration: {abort.reason}")
         self._on(move, event)
 
-    async def on_owns(self, query: OwnsQuery) -> OwnsReply:
+    def on_owns(self, query: OwnsQuery) -> OwnsReply:
         move = self._moves.get(query.migration_id) or self._new(query.migration_id, query.request_id)
         move.answer = None
         self._on(move, Event.OWNS)

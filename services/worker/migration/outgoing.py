@@ -1,8 +1,8 @@
 """One migration out of this instance: carries out what `shared.migration.source` decides.
 
 From the moment at which the request has left its batch, nothing here waits for anything but the destination: room for the
-last blocks was announced before, the connection has carried the stages before, and Commit travels beside the last blocks,
-to be answered when both are there.
+last blocks was announced before, the transfer that carries them was opened during the last step, and Commit travels beside
+them, to be answered when both are there.
 """
 
 from __future__ import annotations
@@ -89,7 +89,8 @@ class OutgoingMigration:
         """Of the stage under way."""
         self._some_slot: list[int] = []
         """One of the request's, if it has any."""
-        self._taken: TakenOut | None = None
+        self.taken: TakenOut | None = None
+        """The request as it left the batch."""
         self._took_out_s: float | None = None
 
     @property
@@ -118,6 +119,8 @@ class OutgoingMigration:
         finally:
             await self._tasks.end_all()
             await self._copies.end_all()
+            for stage in self._stages:
+                self._peer.end(stage)
             self._unpin()
             self._report()
         assert self._outcome is not None
@@ -179,6 +182,9 @@ class OutgoingMigration:
                 self._took_out_s = loop.now()
                 if not loop.take_out(self.request_id):
                     self._gone()
+                    return
+                for stage in self._stages[self._num_copied :]:
+                    self._peer.begin(stage)
             case Action.COMMIT:
                 self._commit()
             case Action.ASK:
@@ -188,7 +194,7 @@ class OutgoingMigration:
                     self.feed(Event.DESTINATION_LOST)
             case Action.ABORT:
                 self._copies.cancel_all()
-                if self._stages or self._taken is not None:
+                if self._stages or self.taken is not None:
                     self._peer.abort(self.machine.reason or AbortReason.UNREACHABLE)
             case Action.END_MOVE:
                 loop.end_move(self.request_id)
@@ -285,11 +291,11 @@ class OutgoingMigration:
 
     def on_taken_out(self, taken: TakenOut) -> None:
         """The request has left its batch."""
-        if self.machine.state is not State.LEAVING or self._taken is not None:
+        if self.machine.state is not State.LEAVING or self.taken is not None:
             return
         if self._took_out_s is None or taken.taken_s < self._took_out_s:
             return
-        self._taken = taken
+        self.taken = taken
         if taken.request.epoch != self.machine.epoch:
             # Placed here anew meanwhile: what runs now is not what this migration may hand over.
             self.feed(Event.GONE, AbortReason.ENDED)
@@ -301,8 +307,11 @@ class OutgoingMigration:
 
     def _pin_rest(self) -> None:
         """What is left, now that it does not grow any more."""
-        taken = self._taken
+        taken = self.taken
         if self.machine.state is not State.LEAVING or taken is None:
+            return
+        if any(self._peer.has_failed(stage) for stage in self._stages[self._num_copied :]):
+            self.feed(Event.FAILED, AbortReason.TRANSFER_FAILED)
             return
         self._unpin()
         rest = self._pinned = self._site.loop.pin_rest(self.request_id, self._next_block)
@@ -323,7 +332,7 @@ class OutgoingMigration:
             self.feed(Event.TAKEN_OUT_SHORT)
 
     def _commit(self) -> None:
-        taken = self._taken
+        taken = self.taken
         assert taken is not None
         if not self._site.loop.seal(self.request_id):
             self._gone()
@@ -365,8 +374,8 @@ class OutgoingMigration:
         self.feed(Event.GONE, AbortReason.PREEMPTED if is_held else AbortReason.ENDED)
 
     def _end_pause(self) -> None:
-        if self._taken is not None:
-            self._site.telemetry.on_pause("source", self._site.loop.now() - self._taken.taken_s)
+        if self.taken is not None:
+            self._site.telemetry.on_pause("source", self._site.loop.now() - self.taken.taken_s)
 
     # ------------------------------------------------------------------------------------------------ helpers
 

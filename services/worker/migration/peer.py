@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ from typing import NamedTuple
 import msgspec
 
 from services.worker.engine_loop import EngineLoop
-from services.worker.kv_transport import KvTransport, TransferError, TransferReason
+from services.worker.kv_transport import KvTransport, Outgoing, TransferError, TransferReason
 from services.worker.migration.faults import FaultError, FaultPoint, FaultPoints
 from services.worker.migration.host import pool_of
 from services.worker.migration.telemetry import MigrationSpan, MigrationTelemetry
@@ -89,6 +90,8 @@ class Stage:
     is_urgent: bool = False
     """It is waited for: its copy goes as fast as it can."""
     reserved: Reserved | None = None
+    begun: Outgoing | None = None
+    """Its transfer, where that was begun before the blocks were known."""
 
     def attributes(self) -> dict[str, int]:
         return {
@@ -147,6 +150,10 @@ class Peer:
             return copy_deadline_s(0.0)
         return copy_deadline_s(self.copy_s(stage.num_blocks * (self.slot_bytes(stage.on_host) or 0)))
 
+    def _room_s(self, stage: Stage) -> float:
+        """For which its room is kept."""
+        return stage.begins_s + max(IDLE_S, self.copy_deadline_s(stage))
+
     async def reserve(self, stage: Stage) -> Answer:
         """Asks for room, and makes the connection that the blocks will need."""
         request = self._request
@@ -165,7 +172,7 @@ class Peer:
             self.slot_bytes(stage.on_host) or 0,
             on_host=stage.on_host,
             max_tokens=self._max_tokens,
-            deadline_s=stage.begins_s + max(IDLE_S, self.copy_deadline_s(stage)),
+            deadline_s=self._room_s(stage),
             traceparent=self._span.traceparent,
         )
         try:
@@ -196,6 +203,21 @@ class Peer:
                     await asyncio.sleep(error.info.retry_after_s)
             return await self._site.bus.request(endpoint, query, timeout_s=RESERVE_S)
 
+    def begin(self, stage: Stage) -> None:
+        """Makes the destination ready for the stage's blocks before it is known which they are."""
+        with contextlib.suppress(TransferError):  # `send` will say so
+            stage.begun = self._begin(stage)
+
+    @staticmethod
+    def has_failed(stage: Stage) -> bool:
+        """What was begun, before it could be sent."""
+        return stage.begun is not None and stage.begun.task.done()
+
+    def end(self, stage: Stage) -> None:
+        """What was begun and not sent is not going to be."""
+        if stage.begun is not None and self._site.transport is not None:
+            self._site.transport.cancel(stage.begun)
+
     async def send(self, stage: Stage, slots: list[int]) -> Answer:
         """`slots`: one for each block of the stage; those that the destination holds are left out."""
         reserved, transport = stage.reserved, self._site.transport
@@ -203,25 +225,31 @@ class Peer:
         missing = slots[reserved.num_held :]
         if not missing:
             return Answer(Event.COPIED)
+        assert transport is not None
         attributes = {**stage.attributes(), "tideway.migration.sent": len(missing)}
         try:
-            if transport is None or not reserved.ticket:
-                raise TransferError(TransferReason.MISMATCH, "the destination named no place for the blocks")
             with self._span.stage("migration.copy", attributes):
                 await self._site.faults.at(FaultPoint.SOURCE_COPY)
-                receipt = await transport.send(
-                    reserved.address,
-                    reserved.ticket,
-                    pool_of(self._request.model, stage.on_host),
-                    missing,
-                    deadline_s=self.copy_deadline_s(stage),
-                    is_limited=not stage.is_urgent,
-                )
+                begun = stage.begun or self._begin(stage)
+                receipt = await transport.complete(begun, missing, deadline_s=self.copy_deadline_s(stage))
         except (TransferError, FaultError) as error:
             log.info("migration %s: blocks of stage %d did not go: %s", self._migration_id, stage.number, error)
             return Answer(Event.COPY_FAILED, AbortReason.TRANSFER_FAILED)
         self.num_bytes += receipt.num_bytes
         return Answer(Event.COPIED)
+
+    def _begin(self, stage: Stage) -> Outgoing:
+        reserved, transport = stage.reserved, self._site.transport
+        if transport is None or reserved is None or not reserved.ticket:
+            raise TransferError(TransferReason.MISMATCH, "the destination named no place for the blocks")
+        return transport.begin(
+            reserved.address,
+            reserved.ticket,
+            pool_of(self._request.model, stage.on_host),
+            stage.num_blocks - reserved.num_held,
+            deadline_s=self._room_s(stage),
+            is_limited=not stage.is_urgent,
+        )
 
     async def commit(self, taken: TakenOut, epoch: int, stages: list[Stage]) -> Answer:
         site = self._site

@@ -352,7 +352,7 @@ class MigrationService:
                 self._stays_until_s[outcome.request_id] = now + RETRY_S
             if migration.is_disowned:
                 self._disowned[migration.migration_id] = (now + DISOWN_S, migration.destination)
-        self._host.on_move_ended(outcome, migration.request)
+        self._host.on_move_ended(outcome, migration.request, migration.taken)
 
     def _forget(self) -> None:
         now = self._loop.now()

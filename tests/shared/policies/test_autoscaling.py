@@ -161,6 +161,10 @@ def test_bounds_that_contradict_each_other(bounds: tuple[float, float, int, int]
 # ------------------------------------------------------------------------------------------- a simulated cluster
 
 
+REST_S = CARRY_OUT_S + RETRY_S
+"""After so long without any change none will come at a constant load: no time in the policy is longer."""
+
+
 class Cluster:
     """Instances with equal shares of one load; starting and draining take time."""
 
@@ -174,7 +178,13 @@ class Cluster:
         self._start_s, self._drain_s = start_s, drain_s
 
     def run(self, seconds: int, used_tokens: float, num_requests: float, begin: int = 0) -> None:
+        """Less than `seconds` where it has come to rest."""
+        last_change = begin
         for now in range(begin, begin + seconds):
+            if self.coming or self.going or self.policy.attempt is not None:
+                last_change = now
+            if now > last_change + REST_S:
+                return
             for name in [n for n, at in self.coming.items() if at <= now]:
                 del self.coming[name]
                 self.names.add(name)

@@ -15,6 +15,7 @@ from shared.policies.rebalancing import (
     BACKOFF_S,
     BURST_S,
     MAX_BACKOFF_S,
+    MAX_CHECKED,
     InstanceView,
     Pair,
     Rebalancer,
@@ -149,6 +150,22 @@ def test_a_pair_needs_a_model_in_common_and_a_taker_that_can_take() -> None:
     cluster.instances["both"] = spread("both", *HALF, models=frozenset({"m", "n"}))
     cluster.step()
     assert cluster.pairs() == {"full": ("both",)}
+
+
+def test_of_many_pairs_each_is_asked_in_its_turn_whether_it_is_still_a_gain() -> None:
+    count = 2 * MAX_CHECKED + 10
+    cluster = Cluster(
+        *(spread(f"full-{n}", *FULL) for n in range(count)), *(spread(f"idle-{n}") for n in range(count)), per_s=1e4
+    )
+    cluster.step()
+    assert len(cluster.pairs()) == count
+    for n in range(count):
+        cluster.instances[f"idle-{n}"].can_take = False
+    left = []
+    for _ in range(3):
+        cluster.step()
+        left.append(len(cluster.pairs()))
+    assert left == [count - MAX_CHECKED, count - 2 * MAX_CHECKED, 0]
 
 
 def test_a_pair_lives_until_the_source_is_none_any_more() -> None:

@@ -229,7 +229,7 @@ class Party:
         request = commit.request
         self.gateway.on_entry(self.name, TokenEntry(request.request_id, request.epoch, num_output, b""))
 
-    def on_move_ended(self, outcome: MoveOutcome, request: GenerationRequest) -> None:
+    def on_move_ended(self, outcome: MoveOutcome, request: GenerationRequest, taken: TakenOut | None) -> None:
         assert request.gateway_id == "gateway" and request.request_id == outcome.request_id
         self.outcomes.append(outcome)
         self.gateway.news.set()

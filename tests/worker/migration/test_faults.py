@@ -9,6 +9,7 @@ import sys
 
 import pytest
 
+import services.worker.migration.outgoing as outgoing
 import services.worker.migration.peer as peer
 import shared.migration.destination as destination_rules
 from services.worker.migration.faults import FaultError, FaultPoint, FaultPoints
@@ -73,8 +74,12 @@ async def test_the_stream_goes_on_whatever_fails(make, point: str) -> None:
 
 
 @pytest.mark.parametrize("point", POINTS)
-async def test_a_slow_point_only_costs_time(make, point: str) -> None:
-    group = await make(**faults(point, "delay:0.1"))
+async def test_a_slow_point_only_costs_time(make, point: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("COMMIT_S", "RESERVE_S", "IDLE_S"):
+        monkeypatch.setattr(peer, name, 5.0)
+    monkeypatch.setattr(peer, "copy_deadline_s", lambda expected_s: 5.0)
+    monkeypatch.setattr(destination_rules, "IDLE_S", 5.0)
+    group = await make(**faults(point, "delay:0.1"), step_s=0.005)
     sent = await begin(group, 250)
     await group.until(lambda: group.source.outcomes)
     assert group.source.outcomes[0].is_moved
@@ -138,7 +143,10 @@ async def test_a_source_that_stops_leaves_nothing_behind(make, reached: set[str]
 
 
 @pytest.mark.parametrize("point", ["source.copy", "source.taken_out", "source.commit", "destination.copied"])
-async def test_a_source_that_dies_leaves_its_reservation_to_time(make, reached: set[str], point: str) -> None:
+async def test_a_source_that_dies_leaves_its_reservation_to_time(
+    make, reached: set[str], point: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(outgoing, "LEAVE_S", 0.2)
     group = await make(**faults(point, "delay:2"), step_s=0.005)
     await begin(group)
     await group.until(lambda: point in reached)

@@ -8,7 +8,9 @@ import msgspec
 import pytest
 
 import services.worker.migration.peer as peer
+import services.worker.migration.service as service
 from services.worker.engine_loop import StepStats
+from services.worker.kv_transport import Outgoing
 from services.worker.migration.outgoing import OutgoingMigration
 from services.worker.migration.service import DEFAULT_STEP_S
 from shared.engine.moving import TakenOut
@@ -152,8 +154,58 @@ async def test_room_for_the_last_blocks_is_kept_until_the_request_has_left_its_b
     assert len(asked) > 1 and asked[-1].deadline_s == asked[0].deadline_s + LEAVE_S
 
 
+async def test_the_transfer_of_the_last_blocks_is_open_when_the_request_leaves_its_batch(make, monkeypatch) -> None:
+    opened: list[bool] = []
+    on_taken_out = OutgoingMigration.on_taken_out
+
+    def noting(self: OutgoingMigration, taken: TakenOut) -> None:
+        opened.extend(s.begun is not None and s.begun.accepted.done() for s in self._stages[self._num_copied :])
+        on_taken_out(self, taken)
+
+    monkeypatch.setattr(OutgoingMigration, "on_taken_out", noting)
+    group = await make(step_s=0.1)
+    sent = await running(group, 30)
+    group.source.rebalance("b")
+    await group.ended(sent, owner="b")
+    assert opened == [True]
+
+
+async def test_a_request_that_stays_leaves_no_transfer_open(make, monkeypatch) -> None:
+    group = await make(source={"fault_points": "source.taken_out:fail"}, step_s=0.02)
+    begun: list[Outgoing] = []
+    begin = group.source.transport.begin
+    monkeypatch.setattr(group.source.transport, "begin", lambda *a, **k: begun.append(begin(*a, **k)) or begun[-1])
+    sent = await running(group, 100)
+    group.source.rebalance("b", lease_s=0.05)
+    await group.until(lambda: group.source.outcomes)
+    assert not group.source.outcomes[0].is_moved
+    await group.until(lambda: begun and all(one.is_decided for one in begun), 2.0)
+    await group.ended(sent, owner="a")
+
+
+async def test_a_last_transfer_that_failed_before_the_request_left_keeps_it_here(make, monkeypatch) -> None:
+    group = await make(step_s=0.1)
+    transport = group.source.transport
+    begin = transport.begin
+
+    def with_a_bad_ticket(address: str, ticket: bytes, *rest, is_limited: bool, **fields) -> Outgoing:
+        return begin(address, ticket if is_limited else b"t" * 16, *rest, is_limited=is_limited, **fields)
+
+    monkeypatch.setattr(transport, "begin", with_a_bad_ticket)
+    sent = await running(group, 30)
+    group.source.rebalance("b", lease_s=0.05)
+    await group.until(lambda: group.source.outcomes)
+    assert group.source.outcomes[0].reason == "transfer_failed"
+    await group.ended(sent, owner="a")
+    assert not group.destination.adopted
+
+
 @pytest.mark.parametrize("is_there", [True, False], ids=["prefix at the destination", "nothing there"])
-async def test_whether_a_move_is_worth_it_counts_what_the_destination_has(make, is_there: bool) -> None:
+async def test_whether_a_move_is_worth_it_counts_what_the_destination_has(
+    make, is_there: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(service, "DEFAULT_STEP_S", 0.005)
+    monkeypatch.setattr(service.MigrationService, "on_step", lambda *_: None)
     group = await make(step_s=0.005, migration_rate_share=1e-6)  # 16 ms for a block
     first = request("first", PROMPT * 4, 2)
     if is_there:

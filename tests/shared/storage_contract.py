@@ -1,0 +1,213 @@
+"""The contract of `shared.bus.interface` for what is stored: buckets, work queues and objects. Used as
+tests/shared/bus_contract.py is."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from shared.bus.interface import BusError, RevisionConflict
+from shared.messages.channels import Bucket
+from shared.messages.requests import ErrorCode
+from tests.shared.bus_contract import BLOBS, LEDGER, LIVE, Connect, Ping, eventually
+
+
+class StorageContract:
+    # --------------------------------------------------------------------------------------------------- key-value
+
+    async def test_key_value_put_get_delete(self, connect: Connect) -> None:
+        one = await (await connect("one")).key_value(LEDGER)
+        two = await (await connect("two")).key_value(LEDGER)
+        assert await one.get("a") is None
+        assert await one.entries() == {}
+        first = await one.put("a", Ping("x"))
+        second = await one.put("a", Ping("y"))
+        await one.put("b/c=20", Ping("z"))
+        assert second > first
+        entry = await two.get("a")
+        assert entry is not None and (entry.value, entry.revision) == (Ping("y"), second)
+        assert {key: entry.value.text for key, entry in (await two.entries()).items()} == {"a": "y", "b/c=20": "z"}
+        assert (await two.entries())["a"].revision == second
+        await two.delete("a")
+        await two.delete("never-there")
+        assert await one.get("a") is None
+        assert set(await one.entries()) == {"b/c=20"}
+
+    async def test_create_and_update_conflict(self, connect: Connect) -> None:
+        one = await (await connect("one")).key_value(LEDGER)
+        two = await (await connect("two")).key_value(LEDGER)
+        first = await one.create("a", Ping("x"))
+        with pytest.raises(RevisionConflict) as raised:
+            await two.create("a", Ping("y"))
+        assert raised.value.code == ErrorCode.CONFLICT
+        second = await two.update("a", Ping("y"), first)
+        with pytest.raises(RevisionConflict):
+            await one.update("a", Ping("z"), first)
+        await one.delete("a")
+        with pytest.raises(RevisionConflict):
+            await two.update("a", Ping("z"), second)
+        assert await two.create("a", Ping("again")) > second
+
+    async def test_one_of_many_creators_wins(self, connect: Connect) -> None:
+        stores = [await (await connect(f"n{n}")).key_value(LIVE) for n in range(5)]
+        results = await asyncio.gather(
+            *(store.create("leader", Ping(str(n))) for n, store in enumerate(stores)), return_exceptions=True
+        )
+        assert sum(isinstance(result, int) for result in results) == 1
+        assert sum(isinstance(result, RevisionConflict) for result in results) == 4
+
+    async def test_many_declare_a_bucket_at_once(self, connect: Connect) -> None:
+        buses = [await connect(f"n{n}") for n in range(5)]
+        stores = await asyncio.gather(*(bus.key_value(LEDGER) for bus in buses))
+        await stores[0].put("a", Ping("x"))
+        for store in stores:
+            assert await store.get("a") is not None
+
+    async def test_a_bucket_of_another_configuration_is_kept(self, connect: Connect) -> None:
+        one = await (await connect("one")).key_value(LEDGER)
+        await one.put("a", Ping("x"))
+        other = await (await connect("two")).key_value(Bucket(LEDGER.name, Ping, ttl_s=60.0))
+        entry = await other.get("a")
+        assert entry is not None and entry.value == Ping("x")
+
+    async def test_watch_sees_present_entries_then_changes(self, connect: Connect) -> None:
+        one = await (await connect("one")).key_value(LEDGER)
+        two = await (await connect("two")).key_value(LEDGER)
+        await one.put("a", Ping("old"))
+        await one.put("gone", Ping("x"))
+        await one.delete("gone")
+        changes: list[tuple[str, str | None]] = []
+        watch = await two.watch(lambda key, value: changes.append((key, value.text if value else None)))
+        assert watch.entries == {"a": Ping("old")}
+        assert changes == [("a", "old")]
+        await one.put("a", Ping("new"))
+        await one.put("b", Ping("x"))
+        await one.delete("a")
+        await eventually(lambda: watch.entries == {"b": Ping("x")})
+        assert changes == [("a", "old"), ("a", "new"), ("b", "x"), ("a", None)]
+        await watch.stop()
+        await watch.stop()
+        await one.put("c", Ping("x"))
+        assert "c" not in watch.entries
+
+    async def test_watch_of_an_empty_bucket_and_failing_watchers(self, connect: Connect) -> None:
+        store = await (await connect("one")).key_value(LEDGER)
+        seen: list[str] = []
+
+        def on_change(key: str, value: Ping | None) -> None:
+            seen.append(key)
+            raise ValueError("scripted")
+
+        watch = await store.watch(on_change)
+        assert watch.entries == {}
+        await store.put("a", Ping("x"))
+        await store.put("b", Ping("x"))
+        await eventually(lambda: seen == ["a", "b"])
+
+    async def test_entries_with_a_ttl_leave_when_not_written(self, connect: Connect) -> None:
+        bus, other = await connect("one"), await connect("two")
+        writer, reader = await bus.key_value(LIVE), await other.key_value(LIVE)
+        changes: list[tuple[str, str | None]] = []
+        watch = await reader.watch(lambda key, value: changes.append((key, value.text if value else None)))
+        await writer.put("brief", Ping("x"))
+        started = bus.now()
+        while bus.now() - started < 3.5:
+            await writer.put("kept", Ping("y"))
+            await asyncio.sleep(0.3)
+        assert set(watch.entries) == {"kept"}
+        assert ("brief", None) in changes
+        assert ("kept", None) not in changes
+        assert await reader.get("brief") is None
+        await eventually(lambda: watch.entries == {})
+        assert changes[-1] == ("kept", None)
+        await asyncio.sleep(0.5)
+        await writer.create("kept", Ping("again"))
+        await eventually(lambda: watch.entries == {"kept": Ping("again")})
+
+    # -------------------------------------------------------------------------------------------------- work queue
+
+    async def test_work_queue_gives_each_item_to_one(self, connect: Connect) -> None:
+        one = await (await connect("one")).work_queue("jobs", max_bytes=1 << 24, ack_wait_s=30)
+        two = await (await connect("two")).work_queue("jobs", max_bytes=1 << 24, ack_wait_s=30)
+        for n in range(10):
+            await one.push("model/a", b"%d" % n)
+        await one.push("model-b", b"other")
+        first = await one.pull("model/a", 4, 1.0)
+        rest = await two.pull("model/a", 100, 1.0)
+        assert [item.data for item in first] == [b"0", b"1", b"2", b"3"]
+        assert [item.data for item in first + rest] == [b"%d" % n for n in range(10)]
+        assert {item.num_deliveries for item in first + rest} == {1}
+        for item in first + rest:
+            await item.ack()
+        assert [item.data for item in await two.pull("model-b", 1, 1.0)] == [b"other"]
+
+    async def test_pulling_waits_for_an_item_or_the_deadline(self, connect: Connect) -> None:
+        bus = await connect("one")
+        queue = await bus.work_queue("jobs", max_bytes=1 << 24, ack_wait_s=30)
+        started = bus.now()
+        assert await queue.pull("a", 5, 0.2) == []
+        assert 0.15 < bus.now() - started < 2
+        waiting = asyncio.create_task(queue.pull("a", 5, 20.0))
+        await asyncio.sleep(0.05)
+        await queue.push("a", b"x")
+        async with asyncio.timeout(5):
+            items = await waiting
+        assert [item.data for item in items] == [b"x"]
+        await items[0].ack()
+
+    async def test_items_come_again_unless_acknowledged(self, connect: Connect) -> None:
+        bus = await connect("one")
+        queue = await bus.work_queue("jobs", max_bytes=1 << 24, ack_wait_s=1.0)
+        await queue.push("a", b"x")
+        (first,) = await queue.pull("a", 1, 1.0)
+        assert await queue.pull("a", 1, 0.0) == []
+        (second,) = await queue.pull("a", 1, 3.0)
+        assert (first.data, first.num_deliveries) == (second.data, 1) and second.num_deliveries == 2
+        await second.nak()
+        (third,) = await queue.pull("a", 1, 3.0)
+        await third.nak(0.2)
+        assert await queue.pull("a", 1, 0.0) == []
+        (fourth,) = await queue.pull("a", 1, 3.0)
+        assert fourth.num_deliveries == 4
+        for _ in range(4):
+            await asyncio.sleep(0.3)
+            await fourth.in_progress()
+        assert await queue.pull("a", 1, 0.0) == []
+        await fourth.ack()
+        assert await queue.pull("a", 1, 1.0) == []
+
+    async def test_pushing_twice_with_one_name_is_pushing_once(self, connect: Connect) -> None:
+        queue = await (await connect("one")).work_queue("jobs", max_bytes=1 << 24, ack_wait_s=30)
+        await queue.push("a", b"x", deduplicate_as="line-1")
+        await queue.push("a", b"x", deduplicate_as="line-1")
+        await queue.push("a", b"y", deduplicate_as="line-2")
+        items = await queue.pull("a", 10, 1.0)
+        assert [item.data for item in items] == [b"x", b"y"]
+
+    async def test_a_full_work_queue_refuses(self, connect: Connect) -> None:
+        queue = await (await connect("one")).work_queue("small", max_bytes=64 * 1024, ack_wait_s=30)
+        with pytest.raises(BusError) as raised:
+            for _ in range(10):
+                await queue.push("a", b"x" * 16 * 1024)
+        assert raised.value.code == ErrorCode.OVERLOADED
+
+    # ------------------------------------------------------------------------------------------------ object store
+
+    async def test_objects_are_put_got_and_deleted(self, connect: Connect) -> None:
+        one = await (await connect("one")).object_store(BLOBS)
+        two = await (await connect("two")).object_store(BLOBS)
+        large = bytes(range(256)) * 4 * 1024 * 3 + b"tail"
+        assert await one.names() == []
+        assert await one.get("batch/1.jsonl") is None
+        await one.put("batch/1.jsonl", large)
+        await one.put("empty", b"")
+        assert await two.get("batch/1.jsonl") == large
+        assert await two.get("empty") == b""
+        assert await two.names() == ["batch/1.jsonl", "empty"]
+        await two.put("batch/1.jsonl", b"short")
+        assert await one.get("batch/1.jsonl") == b"short"
+        await one.delete("batch/1.jsonl")
+        await one.delete("batch/1.jsonl")
+        assert await two.get("batch/1.jsonl") is None
+        assert await two.names() == ["empty"]

@@ -1,0 +1,182 @@
+"""Storage on a real NATS server: the contract, and streams that are deleted, damaged, or short of room."""
+
+from __future__ import annotations
+
+import asyncio
+
+import nats
+import pytest
+
+from shared.bus import nats_watch
+from shared.bus.interface import BusError, RevisionConflict
+from shared.bus.nats_streams import delivery
+from shared.messages.channels import Bucket
+from shared.messages.requests import ErrorCode
+from shared.settings import BusSettings
+from tests.conftest import NatsServer
+from tests.shared.bus_contract import BLOBS, LEDGER, LIVE, Connect, Ping, eventually
+from tests.shared.conftest import ConnectTo
+from tests.shared.storage_contract import StorageContract
+
+
+class TestNatsStorage(StorageContract):
+    pass
+
+
+# --------------------------------------------------------------------------------------------------- loss of streams
+
+
+async def test_a_watch_begins_anew_when_its_consumer_vanishes(
+    fresh_nats: NatsServer, connect_to: ConnectTo, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nats_watch, "HEARTBEAT_S", 0.2)
+    bus = await connect_to(fresh_nats)
+    store = await bus.key_value(LIVE)
+    watch = await store.watch()
+    fresh_nats.delete_streams()
+    await store.put("a", Ping("x"))
+
+    async def write() -> None:
+        while True:
+            await store.put("a", Ping("x"))
+            await asyncio.sleep(0.1)
+
+    writing = asyncio.create_task(write())
+    await eventually(lambda: watch.entries == {"a": Ping("x")})
+    writing.cancel()
+
+
+async def test_a_queue_and_a_bucket_that_were_deleted_are_made_anew(
+    fresh_nats: NatsServer, connect_to: ConnectTo
+) -> None:
+    bus = await connect_to(fresh_nats)
+    queue = await bus.work_queue("jobs", max_bytes=1 << 24, ack_wait_s=30)
+    store = await bus.key_value(LEDGER)
+    assert await queue.pull("a", 1, 0.0) == []
+    fresh_nats.delete_streams()
+    assert await queue.pull("a", 1, 0.0) == []
+    fresh_nats.delete_streams()
+    await queue.push("a", b"x")
+    assert len(await queue.pull("a", 1, 1.0)) == 1
+    await store.put("a", Ping("x"))
+    fresh_nats.delete_streams()
+    assert (await store.watch()).entries == {}
+    fresh_nats.delete_streams()
+    assert await store.create("a", Ping("x")) == 1
+
+
+async def test_pulling_fails_when_the_connection_is_lost(fresh_nats: NatsServer, connect_to: ConnectTo) -> None:
+    bus = await connect_to(fresh_nats)
+    queue = await bus.work_queue("jobs", max_bytes=1 << 24, ack_wait_s=30)
+    assert await queue.pull("a", 1, 0.0) == []
+    pulling = asyncio.create_task(queue.pull("a", 1, 60.0))
+    await asyncio.sleep(0.1)
+    fresh_nats.kill()
+    with pytest.raises(BusError) as raised:
+        async with asyncio.timeout(5):
+            await pulling
+    assert raised.value.code == ErrorCode.UNAVAILABLE
+
+
+async def test_an_object_is_read_whole_or_not_at_all(connect: Connect, nats_settings: BusSettings) -> None:
+    writer = await (await connect("writer")).object_store(BLOBS)
+    reader = await (await connect("reader")).object_store(BLOBS)
+    bodies = [bytes([n]) * 700_000 for n in range(4)]
+    await writer.put("file", bodies[0])
+
+    async def replace() -> None:
+        for body in bodies * 3:
+            await writer.put("file", body)
+
+    replacing = asyncio.create_task(replace())
+    while not replacing.done():
+        try:
+            assert await reader.get("file") in bodies
+        except BusError as error:
+            assert "damaged" in error.info.message  # replaced again at each attempt
+    await replacing
+    assert await reader.get("file") == bodies[-1]
+
+    client = await nats.connect(nats_settings.nats_url)
+    await client.jetstream().purge_stream(f"OBJ_{BLOBS.name}", subject=f"$O.{BLOBS.name}.C.>")
+    await client.close()
+    with pytest.raises(BusError, match="damaged"):
+        await reader.get("file")
+
+
+def test_positions_are_read_from_both_forms_of_reply_subjects() -> None:
+    assert delivery(b"$JS.ACK.stream.consumer.2.30.4.1700000000000000000.5") == (2, 30, 4, 5)
+    assert delivery(b"$JS.ACK.domain.hash.stream.consumer.2.30.4.1700000000000000000.5.token") == (2, 30, 4, 5)
+
+
+# -------------------------------------------------------------------------------------------- size, and many writers
+
+
+async def test_a_stream_for_which_there_is_no_room_is_made_smaller(connect_to: ConnectTo) -> None:
+    server = NatsServer(max_storage_bytes=100 * 1024 * 1024)
+    try:
+        bus = await connect_to(server)
+        store = await bus.key_value(LEDGER)
+        await store.put("a", Ping("x"))
+        assert await store.get("a") is not None
+        with pytest.raises(BusError):
+            await bus.work_queue("jobs", max_bytes=1 << 40, ack_wait_s=1)
+            await bus.work_queue("more", max_bytes=1 << 40, ack_wait_s=1)
+    finally:
+        server.close()
+
+
+async def test_a_stream_gets_the_size_that_is_declared_whatever_it_had(connect: Connect) -> None:
+    for size in (64 << 20, 16 << 20, 32 << 20):
+        store = await (await connect(f"n{size}")).key_value(LEDGER, max_bytes=size)
+        assert (await store.room()).max_bytes == size
+        await store.put(f"k{size}", Ping("x"))
+    assert len(await store.entries()) == 3
+    assert 0 < (await store.room()).used_bytes < 10_000
+
+
+async def test_a_stream_is_never_made_smaller_than_what_it_holds(connect: Connect) -> None:
+    store = await (await connect("large")).key_value(LEDGER, max_bytes=64 << 20)
+    for n in range(6):
+        await store.put(f"k{n}", Ping("x" * 500_000))
+    used = (await store.room()).used_bytes
+    again = await (await connect("small")).key_value(LEDGER, max_bytes=1 << 20)
+    assert (await again.room()).max_bytes == used + used // 3
+    assert len(await again.entries()) == 6
+    third = await (await connect("third")).key_value(LEDGER, max_bytes=32 << 20)
+    assert (await third.room()).max_bytes == 32 << 20
+
+
+async def test_a_stream_gets_room_from_one_that_does_not_use_it(connect_to: ConnectTo) -> None:
+    server = NatsServer(max_storage_bytes=128 << 20)
+    own = Bucket("tideway_test_small", Ping, durable=True)
+    try:
+        bus = await connect_to(server)
+        large = await bus.key_value(Bucket("tideway_test_large", Ping, durable=True), max_bytes=128 << 20)
+        await large.put("a", Ping("x"))
+        small = await bus.key_value(own, max_bytes=32 << 20)
+        await small.put("a", Ping("y"))
+        assert await large.get("a") is not None
+        sizes = [(await store.room()).max_bytes for store in (large, small)]
+        assert sum(sizes) <= 128 << 20
+        for store, size in ((large, sizes[0]), (small, sizes[1])):
+            again = Bucket(store._bucket.name, Ping, durable=True)
+            other = await (await connect_to(server)).key_value(again, max_bytes=size)
+            assert (await other.room()).max_bytes == size, "a start over changes nothing, however little room is left"
+    finally:
+        server.close()
+
+
+async def test_a_watch_and_its_writers_agree_under_load(connect: Connect) -> None:
+    stores = [await (await connect(f"n{n}")).key_value(LEDGER) for n in range(3)]
+    watch = await stores[0].watch()
+
+    async def write(writer: int) -> None:
+        for n in range(40):
+            await stores[writer].put(f"k{n % 7}", Ping(f"{writer}", n))
+
+    await asyncio.gather(*(write(n) for n in range(3)))
+    truth = {key: entry.value for key, entry in (await stores[1].entries()).items()}
+    await eventually(lambda: watch.entries == truth)
+    with pytest.raises(RevisionConflict):
+        await stores[1].create("k1", Ping("x"))
