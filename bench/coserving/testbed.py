@@ -43,6 +43,9 @@ SHAPES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+SHARD_SIZE = "2GB"
+
+
 class Testbed:
     """`close` removes the checkpoint."""
 
@@ -105,13 +108,17 @@ class Testbed:
             executor.close()
 
 
-def make_checkpoint(folder: Path, shape: dict[str, int], dtype: str = "bfloat16") -> Path:
-    """A Llama with random weights; no tokenizer, as prompts are token ids."""
+def make_checkpoint(folder: Path, shape: dict[str, int], dtype: str = "bfloat16", device: str = "cpu") -> Path:
+    """A Llama with random weights; no tokenizer, as prompts are token ids. The weights are made on the device, and pass
+    through the host's memory by `SHARD_SIZE`."""
     config = LlamaConfig(**shape, tie_word_embeddings=True, bos_token_id=1, eos_token_id=2, pad_token_id=0)
     torch.manual_seed(0)
     torch.set_default_dtype(getattr(torch, dtype))
     try:
-        LlamaForCausalLM(config).save_pretrained(folder)
+        with torch.device(device):
+            model = LlamaForCausalLM(config)
+        model.save_pretrained(folder, max_shard_size=SHARD_SIZE)
+        del model
     finally:
         torch.set_default_dtype(torch.float32)
     gc.collect()

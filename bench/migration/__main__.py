@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
+import os
 import tempfile
 import time
 from pathlib import Path
 
+import torch
+
 from bench.coserving.testbed import SHAPES, make_checkpoint
+from bench.devices import add_device_option, environments, gpu_names
 from bench.migration.affinity import Affinity
 from bench.migration.experiments import EXPERIMENTS, Result, Setup
 from bench.reporting import judged, machine, table, write
@@ -21,58 +26,85 @@ def make_setup(folder: Path, arguments: argparse.Namespace) -> Setup:
     """A Llama of the shape, with random weights and room for the longest request."""
     longest = max(arguments.lengths)
     shape = {**SHAPES[arguments.model], "max_position_embeddings": longest + 8192}
-    make_checkpoint(folder, shape)
-    prepared = Executor("cpu", 1, 1 << 30, 1).prepare_model(ModelSpec("model", str(folder)))
-    slot_bytes = prepared.model.kv_shape(prepared.page_tokens).slot_bytes
+    make_checkpoint(folder, shape, device=arguments.device[0])
+    page_tokens, slot_bytes = kv_shape_of(folder, arguments.device[0])
+    if arguments.ends[0]:
+        gc.collect()
+        torch.cuda.empty_cache()  # the instances need the memory
     merged_bytes = choose_merged_bytes([slot_bytes])
     pool_tokens = 3 * longest + 16384
-    num_merged = -(-pool_tokens // prepared.page_tokens) // (merged_bytes // slot_bytes) + 1
+    num_merged = -(-pool_tokens // page_tokens) // (merged_bytes // slot_bytes) + 1
     return Setup(
         checkpoint=folder,
         vocab_size=shape["vocab_size"],
+        page_tokens=page_tokens,
+        slot_bytes=slot_bytes,
         merged_bytes=merged_bytes,
         pool_bytes=num_merged * merged_bytes,
         lengths=tuple(arguments.lengths),
         num_moves=arguments.moves,
         seed=arguments.seed,
-        is_pinned=not arguments.no_pinning,
+        # Where a GPU computes, an engine's thread is no burden for the others, and one core is too little for two.
+        is_pinned=not arguments.no_pinning and not arguments.ends[0],
+        devices=tuple(arguments.device),
+        ends=tuple(arguments.ends),
     )
 
 
-def report(name: str, result: Result) -> list[str]:
+def kv_shape_of(folder: Path, device: str) -> tuple[int, int]:
+    """(tokens of a page, bytes of a slot)"""
+    prepared = Executor(device, 1, 1 << 30, 1).prepare_model(ModelSpec("model", str(folder)))
+    return prepared.page_tokens, prepared.model.kv_shape(prepared.page_tokens).slot_bytes
+
+
+def report(name: str, result: Result, place: str) -> list[str]:
+    """`place`: model and GPU; empty on CPU."""
     rows = table(list(result.rows[0]), [list(row.values()) for row in result.rows])
     lines = [f"**{result.title}**", "", *rows, "", *(f"- {target}" for target in result.targets)]
-    return [f"## {name}, {time.strftime('%Y-%m-%d')}", "", *lines, ""]
+    return [f"## {name}, {time.strftime('%Y-%m-%d')}{place}", "", *lines, ""]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.migration")
-    parser.add_argument("experiments", nargs="*", default=list(EXPERIMENTS), metavar="|".join(EXPERIMENTS))
+    parser.add_argument("experiments", nargs="*", metavar="|".join(EXPERIMENTS))
     parser.add_argument("--model", default="135m", choices=sorted(SHAPES))
     parser.add_argument("--lengths", type=int, nargs="+", default=[256, 1024, 2048, 4096, 8192], metavar="TOKENS")
     parser.add_argument("--moves", type=int, default=12, help="of each length")
     parser.add_argument("--seed", type=int, default=1)
+    add_device_option(parser)
     parser.add_argument("--no-pinning", action="store_true", help="let the kernel place all threads")
     parser.add_argument("--output", type=Path, help="folder for migration-NAME-DATE.json and .md")
     arguments = parser.parse_args()
     if unknown := set(arguments.experiments) - set(EXPERIMENTS):
         parser.error(f"no such experiment: {', '.join(sorted(unknown))}")
+    try:
+        arguments.ends = environments(arguments.device, os.environ.get("CUDA_VISIBLE_DEVICES"))
+    except ValueError as error:
+        parser.error(str(error))
+    if arguments.ends[0] and not torch.cuda.is_available():
+        parser.error("torch finds no GPU here")
+    arguments.gpu = gpu_names(arguments.device)
+    place = f", {arguments.model} on {arguments.gpu}" if arguments.gpu else ""
+    names = arguments.experiments or [name for name in EXPERIMENTS if arguments.gpu or name != "transfer"]
     with tempfile.TemporaryDirectory(prefix="tideway-migration-") as folder:
         setup = make_setup(Path(folder), arguments)
-        for name in arguments.experiments:
+        for name in names:
             started_s = time.perf_counter()
             result = asyncio.run(EXPERIMENTS[name](setup))
-            lines = report(name, result)
+            lines = report(name, result, place)
             print("\n".join(lines), flush=True)
             if arguments.output:
-                save(arguments, name, result, lines, time.perf_counter() - started_s)
+                save(arguments, setup, name, result, lines, time.perf_counter() - started_s)
 
 
-def save(arguments: argparse.Namespace, name: str, result: Result, lines: list[str], took_s: float) -> None:
+def save(
+    arguments: argparse.Namespace, setup: Setup, name: str, result: Result, lines: list[str], took_s: float
+) -> None:
     content = {
         "date": time.strftime("%Y-%m-%d"),
-        "machine": machine(),
-        "pinning": Affinity(not arguments.no_pinning).describe(),
+        "machine": {**machine(), "gpu": arguments.gpu},
+        "device": " ".join(arguments.device),
+        "pinning": Affinity(setup.is_pinned).describe(),
         "model": arguments.model,
         "moves": arguments.moves,
         "seed": arguments.seed,
@@ -80,7 +112,8 @@ def save(arguments: argparse.Namespace, name: str, result: Result, lines: list[s
         "rows": result.rows,
         "targets": judged(result.targets),
     }
-    write(arguments.output, f"migration-{name}-{content['date']}", content, "\n".join(lines))
+    kind = "-cuda" if arguments.gpu else ""
+    write(arguments.output, f"migration-{name}{kind}-{content['date']}", content, "\n".join(lines))
 
 
 if __name__ == "__main__":

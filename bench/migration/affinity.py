@@ -28,10 +28,10 @@ class Affinity:
     """`is_on` False, or only one core: nothing is pinned."""
 
     def __init__(self, is_on: bool = True) -> None:
-        cores = sorted(os.sched_getaffinity(0))
-        self.is_on = is_on and len(cores) > 1
-        self.compute = {cores[0]}
-        self.services = set(cores[1:2])
+        self.cores = sorted(os.sched_getaffinity(0))
+        self.is_on = is_on and len(self.cores) > 1
+        self.compute = {self.cores[0]}
+        self.services = set(self.cores[1:2])
 
     def pin_service(self, pid: int) -> None:
         """All threads that the process has and will start."""
@@ -48,6 +48,11 @@ class Affinity:
         if self.is_on:
             os.sched_setaffinity(busiest, self.compute)
         return busiest
+
+    def release(self, pid: int) -> None:
+        """The opposite of `pin_service`; processes inherit what their parent has."""
+        for thread in _cpu_ticks(pid):
+            os.sched_setaffinity(thread, self.cores)
 
     def describe(self) -> str:
         if not self.is_on:

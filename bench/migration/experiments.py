@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 import os
 import random
 import statistics
+import sys
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -25,6 +28,7 @@ MAX_TOKENS = 4096
 """Of an answer: far more than is waited for, because a request that is about to end is not worth its move."""
 NUM_ROUNDS = 3
 """Over the lengths: the machine's speed changes within minutes."""
+TRANSFER_TIMEOUT_S = 600.0
 SETTLE_S = 2.0
 """After a move, before what comes is compared with the next one."""
 
@@ -32,6 +36,8 @@ SETTLE_S = 2.0
 class Setup(msgspec.Struct, frozen=True, kw_only=True):
     checkpoint: Path
     vocab_size: int
+    page_tokens: int
+    slot_bytes: int
     merged_bytes: int
     pool_bytes: int
     lengths: tuple[int, ...] = (256, 1024, 2048, 4096, 8192)
@@ -39,6 +45,9 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
     num_neighbours: int = 4
     seed: int = 1
     is_pinned: bool = True
+    devices: tuple[str, ...] = ("cpu",)
+    ends: tuple[dict[str, str], dict[str, str]] = ({}, {})
+    """bench/devices.py"""
 
     def prompt(self, num_tokens: int, number: int = 0) -> list[int]:
         chooser = random.Random(f"{self.seed}/{num_tokens}/{number}")
@@ -60,21 +69,25 @@ async def pair_of(setup: Setup, **environment: str) -> AsyncIterator[tuple[Pair,
         pool_bytes=setup.pool_bytes,
         merged_bytes=setup.merged_bytes,
         environment=environment,
+        ends=setup.ends,
         affinity=affinity,
     ) as pair:
         affinity.pin_service(os.getpid())
-        for name in ("a", "b"):
-            stream = await pair.submit(name, setup.prompt(64), 4096)
-            await pair.decoded(stream, 8)
-            affinity.pin_busiest(pair.pid(name))
+        try:
+            for name in ("a", "b"):
+                stream = await pair.submit(name, setup.prompt(64), 4096)
+                await pair.decoded(stream, 8)
+                affinity.pin_busiest(pair.pid(name))
+                await pair.cancel(stream)
+            # The first transfer makes the connection and measures the bandwidth.
+            stream = await pair.submit("a", setup.prompt(512), 4096)
+            for _ in range(2):
+                await pair.decoded(stream, 8)
+                await pair.move(stream)
             await pair.cancel(stream)
-        # The first transfer makes the connection and measures the bandwidth.
-        stream = await pair.submit("a", setup.prompt(512), 4096)
-        for _ in range(2):
-            await pair.decoded(stream, 8)
-            await pair.move(stream)
-        await pair.cancel(stream)
-        yield pair, affinity
+            yield pair, affinity
+        finally:
+            affinity.release(os.getpid())
 
 
 async def _moves(pair: Pair, stream: Stream, num_moves: int) -> list[tuple[float, float, float]]:
@@ -234,4 +247,38 @@ async def baselines(setup: Setup) -> Result:
     )
 
 
-EXPERIMENTS = {"pause": pause, "neighbours": neighbours, "baselines": baselines}
+async def transfer(setup: Setup) -> Result:
+    """The KV of a request of each length between two processes, without instances: bench/kv_transport.py, on a GPU in both
+    ways."""
+    mib = {length: -(-length // setup.page_tokens) * setup.slot_bytes / (1 << 20) for length in setup.lengths}
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "bench.kv_transport", "--json", "--no-perftest", "--repeats", "5"),
+        *("--slot-kib", str(setup.slot_bytes >> 10), "--device", *setup.devices),
+        *("--mib", *(str(size) for size in mib.values())),
+        stdout=asyncio.subprocess.PIPE,
+    )
+    try:
+        async with asyncio.timeout(TRANSFER_TIMEOUT_S):
+            output, _ = await process.communicate()
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+    if process.returncode:
+        raise RuntimeError(f"bench.kv_transport ended with {process.returncode}")
+    found = json.loads(output.splitlines()[-1])["rows"]
+    rows = [
+        {
+            "way": row.get("way", "host"),
+            "tokens": length,
+            "MiB": size,
+            "GB/s": row["transport_gb_s"],
+            "raw messages GB/s": row["raw_gb_s"],
+            "ms": 1e3 * size * (1 << 20) / (1e9 * row["transport_gb_s"]),
+        }
+        for row, (length, size) in zip(found, len(found) * list(mib.items()), strict=False)
+    ]
+    return Result("Transfer of a request's KV, at full rate", rows, [])
+
+
+EXPERIMENTS = {"transfer": transfer, "pause": pause, "neighbours": neighbours, "baselines": baselines}

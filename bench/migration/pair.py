@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -51,7 +51,7 @@ from tests.conftest import NatsServer
 REPOSITORY = Path(__file__).resolve().parents[2]
 GATEWAY = "bench"
 MODEL = "model"
-START_TIMEOUT_S = 120.0
+START_TIMEOUT_S = 300.0
 MOVE_TIMEOUT_S = 60.0
 
 
@@ -79,8 +79,11 @@ class Pair:
         pool_bytes: int,
         merged_bytes: int,
         environment: dict[str, str] | None = None,
+        ends: Sequence[dict[str, str]] = ({}, {}),
         affinity: Affinity | None = None,
     ) -> None:
+        """`ends`: what each has in its environment to see its GPU (bench/devices.py); empty on CPU."""
+        self._ends = dict(zip(("a", "b"), ends, strict=True))
         self._checkpoint = checkpoint
         self._pool_bytes = pool_bytes
         self._merged_bytes = merged_bytes
@@ -132,7 +135,8 @@ class Pair:
             "TIDEWAY_NODE_ID": name,
             "TIDEWAY_INSTANCE_ID": name,
             "TIDEWAY_PLAN": msgspec.json.encode(plan).decode(),
-            "TIDEWAY_DEVICE": "cpu",
+            "TIDEWAY_DEVICE": "cuda" if self._ends[name] else "cpu",
+            **self._ends[name],
             "TIDEWAY_NUM_THREADS": "1",
             "TIDEWAY_PROFILE": "off",
             "TIDEWAY_HOST_MEMORY_BYTES": "0",

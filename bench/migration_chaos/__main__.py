@@ -35,9 +35,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--rest-every", type=int, default=100)
     parser.add_argument(
         "--faults",
-        choices=("all", "brief", "gentle"),
+        choices=("all", "brief", "gentle", "cuts"),
         default="all",
-        help="brief: those that cost little time; gentle: those that end no process",
+        help="brief: those that cost little time; gentle: those that end no process; cuts: of networks",
     )
     parser.add_argument("--log-level", default="INFO")
     parser.add_argument("--keep-logs", action="store_true")

@@ -41,15 +41,21 @@ ENVIRONMENT = {
     "scheduler_stop": 0.4,
 }
 """What is done to processes and networks around a migration, with weights."""
-ACTIONS = {FaultAction.FAIL: 28.0, FaultAction.DELAY: 22.0, FaultAction.EXIT: 4.0, FaultAction.STOP: 4.0}
-REFUSE_WEIGHT = 4.0
+ACTIONS: dict[str, float] = {
+    FaultAction.FAIL: 28.0,
+    FaultAction.DELAY: 22.0,
+    FaultAction.EXIT: 4.0,
+    FaultAction.STOP: 4.0,
+    REFUSE: 4.0,
+}
 
 BRIEF_ENVIRONMENT = ("cancel", "kill_source", "kill_destination", "stop_destination", "cut_kv_reset", "scheduler_kill")
-BRIEF_ACTIONS = (FaultAction.FAIL, FaultAction.DELAY, FaultAction.EXIT)
+BRIEF_ACTIONS = (FaultAction.FAIL, FaultAction.DELAY, FaultAction.EXIT, REFUSE)
 BRIEF_S = 0.6
 """At most for anything that lasts, in a brief run."""
-GENTLE_ENVIRONMENT = ("cancel", *(name for name in ENVIRONMENT if name.startswith("cut")))
-GENTLE_ACTIONS = (FaultAction.FAIL, FaultAction.DELAY)
+CUTS = tuple(name for name in ENVIRONMENT if name.startswith("cut"))
+GENTLE_ENVIRONMENT = ("cancel", *CUTS)
+GENTLE_ACTIONS = (FaultAction.FAIL, FaultAction.DELAY, REFUSE)
 """No process ends, so that what instances gather over time shows."""
 
 DELAYS_S = (0.01, 0.05, 0.2, 0.8, 2.0, 3.5)
@@ -77,16 +83,17 @@ NO_FAULT = Fault("none", [])
 
 
 def draw(random: Random, kind_of_run: str = "all") -> Fault:
-    """`kind_of_run`: all | brief (of the faults that cost little time) | gentle (of those that end no process)."""
+    """`kind_of_run`: all | brief (of the faults that cost little time) | gentle (of those that end no process) | cuts (of
+    networks)."""
     brief = kind_of_run == "brief"
     names, ways = {
         "all": (tuple(ENVIRONMENT), tuple(ACTIONS)),
         "brief": (BRIEF_ENVIRONMENT, BRIEF_ACTIONS),
         "gentle": (GENTLE_ENVIRONMENT, GENTLE_ACTIONS),
+        "cuts": (CUTS, ()),
     }[kind_of_run]
     environment = {name: ENVIRONMENT[name] for name in names}
-    actions = {action: ACTIONS[action] for action in ways}
-    weights = {**actions, REFUSE: REFUSE_WEIGHT, **environment}
+    weights = {**{way: ACTIONS[way] for way in ways}, **environment}
     kind = random.choices(list(weights), list(weights.values()))[0]
     if kind == REFUSE:
         return Fault("refuse", [Step(REFUSE, "fail", random.randrange(2))])

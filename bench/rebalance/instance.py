@@ -215,11 +215,11 @@ class Instance:
             self.instance_id,
             "1",
             self._num_reports,
-            admitted=self._admitted,
-            ended=self._ended,
-            finished=self._finished,
-            moves=self._moves,
-            moved_in=self._moved_in,
+            admitted=tuple(self._admitted),
+            ended=tuple(self._ended),
+            finished=tuple(self._finished),
+            moves=tuple(self._moves),
+            moved_in=tuple(self._moved_in),
             **{name: getattr(load, name) for name in load.__struct_fields__},
         )
         self._admitted, self._ended, self._finished, self._moves, self._moved_in = [], [], [], [], []

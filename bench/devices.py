@@ -1,0 +1,46 @@
+"""Where the two processes of a bench compute: `--device cpu`, `cuda` (both on one GPU), or `cuda:0 cuda:1` (one each)."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+
+
+def add_device_option(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--device",
+        nargs="+",
+        default=["cpu"],
+        metavar="DEVICE",
+        help="cpu (the default), cuda (both ends on one GPU), or one for each end: cuda:0 cuda:1",
+    )
+
+
+def environments(devices: Sequence[str], visible: str | None) -> list[dict[str, str]]:
+    """What each of the two processes finds in its environment beside ours, so that it sees its GPU alone, as instances do;
+    nothing on CPU. `visible`: our own CUDA_VISIBLE_DEVICES, None where not set. Raises `ValueError`."""
+    if list(devices) == ["cpu"]:
+        return [{}, {}]
+    ends = []
+    for device in (devices[0], devices[-1]):
+        kind, _, number = device.partition(":")
+        if kind != "cuda" or not (number or "0").isdecimal() or len(devices) > 2:
+            raise ValueError(f"--device {' '.join(devices)}: expected cpu, cuda, or two like cuda:0 cuda:1")
+        index = int(number or 0)
+        name = str(index)
+        if visible is not None:
+            names = [name.strip() for name in visible.split(",") if name.strip()]
+            if index >= len(names):
+                raise ValueError(f"--device {device}: CUDA_VISIBLE_DEVICES names {len(names)} devices")
+            name = names[index]
+        ends.append({"CUDA_VISIBLE_DEVICES": name})
+    return ends
+
+
+def gpu_names(devices: Sequence[str]) -> str:
+    """For a report; empty on CPU. Makes CUDA contexts here."""
+    if list(devices) == ["cpu"]:
+        return ""
+    import torch
+
+    return ", ".join(dict.fromkeys(torch.cuda.get_device_name(device) for device in devices))
