@@ -19,12 +19,14 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import nats
 import pytest
 from hypothesis import HealthCheck, settings
 
 from shared.settings import BusSettings
+from tests.stalls import StallWatch
 
 # Read when torch is imported, here and in processes that tests start: the models of tests are so small, and tests so many
 # at once, that more threads only wait for each other.
@@ -33,6 +35,25 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # How long an example takes says more about what else the machine does than about the code.
 settings.register_profile("tideway", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("tideway")
+
+_stalls = StallWatch()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """A test that fails while the machine stood still runs again, at most twice; the summary says so (R)."""
+    for item in items:
+        item.add_marker(pytest.mark.flaky(reruns=2, condition=_stalls.broke))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    _stalls.test_begins()
+
+
+@pytest.hookimpl(tryfirst=True, optionalhook=True)
+def pytest_handlecrashitem(crashitem: str, sched: Any) -> None:
+    """A test in which the interpreter dies has failed, whatever the machine did."""
+    sched.config.failures_db.set_test_reruns(crashitem, 0)
 
 
 def free_port() -> int:
