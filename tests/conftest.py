@@ -26,7 +26,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from shared.settings import BusSettings
-from tests.stalls import StallWatch
+from tests import stalls
 
 # Read when torch is imported, here and in processes that tests start: the models of tests are so small, and tests so many
 # at once, that more threads only wait for each other.
@@ -36,13 +36,13 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 settings.register_profile("tideway", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("tideway")
 
-_stalls = StallWatch()
+_stalls = stalls.StallWatch()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """A test that fails while the machine stood still runs again, at most twice; the summary says so (R)."""
+    """A test that fails while the machine stood still runs again when that is over; the summary says so (R)."""
     for item in items:
-        item.add_marker(pytest.mark.flaky(reruns=2, condition=_stalls.broke))
+        item.add_marker(pytest.mark.flaky(reruns=3, reruns_delay=stalls.AFTERMATH_S, condition=_stalls.broke))
 
 
 @pytest.hookimpl(tryfirst=True)

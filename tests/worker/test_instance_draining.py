@@ -41,7 +41,7 @@ async def drained_after(stage: Stage) -> float:
 
 
 async def test_before_its_end_an_instance_waits_briefly_for_somebody_who_can_take_over(mobile: Stage) -> None:
-    assert 1.4 < await drained_after(mobile) < 2.5
+    assert 1.4 < await drained_after(mobile) < 5.0
     await mobile.until(lambda: mobile.info.state == "draining")
 
 
@@ -56,13 +56,13 @@ async def test_no_longer_for_an_instance_that_cannot(mobile: Stage, nats_setting
     info = msgspec.structs.replace(Peer(mobile.bus).info, **changes[unfit])
     await Peer(mobile.bus).register(info)
     await mobile.until(lambda: "node-1" in mobile.service._moves.peers())
-    assert await drained_after(mobile) < 2.5
+    assert await drained_after(mobile) < 5.0
 
 
 async def test_without_a_word_from_the_scheduler_it_waits_briefly(mobile: Stage) -> None:
     await Peer(mobile.bus).start()
     await mobile.until(lambda: "node-1" in mobile.service._moves.peers())
-    assert 1.4 < await drained_after(mobile) < 2.5
+    assert 1.4 < await drained_after(mobile) < 5.0
     assert await held(mobile) == {"r0"}
 
 
@@ -73,11 +73,11 @@ async def test_it_ends_at_once_when_nothing_is_held_and_soon_when_everybody_else
     drain = asyncio.create_task(drained_after(mobile))
     await mobile.until(lambda: mobile.info.state == "draining")
     await peer.register(msgspec.structs.replace(peer.info, state="draining"))
-    assert await drain < 2.5
+    assert await drain < 5.0
     mobile.executor.gate.set()
     await mobile.until(lambda: not mobile.service._loop.num_held(), 20)
     await peer.register(peer.info)
-    assert await drained_after(mobile) < 0.2
+    assert await drained_after(mobile) < 1.0
 
 
 async def test_as_long_as_there_are_destinations_it_waits_until_its_requests_have_left(mobile: Stage) -> None:
