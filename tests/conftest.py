@@ -23,6 +23,7 @@ from typing import Any
 
 import nats
 import pytest
+import pytest_timeout
 from hypothesis import HealthCheck, settings
 
 from shared.settings import BusSettings
@@ -36,18 +37,29 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 settings.register_profile("tideway", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("tideway")
 
-_stalls = stalls.StallWatch()
 
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """A test that fails while the machine stood still runs again when that is over; the summary says so (R)."""
-    for item in items:
-        item.add_marker(pytest.mark.flaky(reruns=3, reruns_delay=stalls.AFTERMATH_S, condition=_stalls.broke))
+    if not config.option.usepdb:
+        for item in items:
+            item.add_marker(pytest.mark.flaky(reruns=3, reruns_delay=stalls.AFTERMATH_S, condition=stalls.watch.broke))
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_runtest_setup() -> None:
-    _stalls.test_begins()
+def pytest_runtest_setup(item: pytest.Function) -> None:
+    """Another attempt has its own timeout, and fixtures of the module that the first one left as it left them."""
+    if getattr(item, "execution_count", 1) > 1:
+        for definitions in item._fixtureinfo.name2fixturedefs.values():
+            if definitions[-1].scope in ("module", "package"):
+                definitions[-1].finish(item._request)
+        limit = pytest_timeout._get_item_settings(item)
+        if limit.timeout:
+            item.config.pluginmanager.hook.pytest_timeout_set_timer(item=item, settings=limit)
+    stalls.watch.test_begins()
+
+
+def pytest_exception_interact() -> None:
+    stalls.watch.test_failed()
 
 
 @pytest.hookimpl(tryfirst=True, optionalhook=True)

@@ -1,69 +1,133 @@
-"""Whether the machine was there while a test ran: one that failed while it stood still says nothing about the code.
+"""Whether the machine was there while a test ran: one that failed as it stood still says nothing about the code.
 
 A shared virtual machine's host may lend its cores to others for seconds; to what runs on them that is a jump of the
-clock. Leases run out and timeouts strike that would not have, on whichever side notices first.
+clock. Leases run out and timeouts strike that would not have, on whichever side notices first. As a program this file
+looks at the clock, from each core, and prints what it missed; it is a process of its own so that nothing that a test does
+keeps it from looking.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
+import subprocess
+import sys
 import threading
 import time
 import warnings
+from collections.abc import Iterator
 
 LOOK_INTERVAL_S = 0.02
-MIN_STALL_S = 0.4
-"""Longer than a process waits for a core that others of this machine want, shorter than what breaks a test."""
+MIN_AWAY_S = 0.05
+MIN_STALL_S = 0.3
+"""Longer than a process waits for a core that others of this machine want."""
 AFTERMATH_S = 5.0
 """How long after a stall something that was told dead in it may still be missing."""
 
 
+class InvariantError(AssertionError):
+    """What no stall can explain: a stream that differs, a slot that leaked."""
+
+
+@contextlib.contextmanager
+def whatever_the_machine_does() -> Iterator[None]:
+    """What is asserted within holds in spite of any stall: a test that finds otherwise does not run again."""
+    try:
+        yield
+    except AssertionError as error:
+        raise InvariantError(str(error)) from error
+
+
 class StallWatch:
-    """One thread per core looks at the clock; what it misses beyond this process's own work, the machine was away."""
+    """What the machine took away, and whether that may have broken the test that runs."""
 
     def __init__(self) -> None:
-        self._threads: list[threading.Thread] = []
-        self._stop = threading.Event()
-        self._began_s = time.monotonic()
-        self._stalls: list[tuple[float, float]] = []
-        """When each ended, and its seconds."""
+        self._process: subprocess.Popen[bytes] | None = None
+        self._began_s = self._failed_s = 0.0
+        self._unread = b""
+        self._stalls: list[tuple[int, float, float]] = []
+        """Core, when it ended, its seconds."""
 
     def test_begins(self) -> None:
-        """Starts the threads where they do not run: a process that only collects tests needs none."""
-        self._began_s = time.monotonic()
-        self._stalls = [stall for stall in self._stalls if stall[0] > self._began_s - AFTERMATH_S]
-        if not self._threads:
-            for core in sorted(os.sched_getaffinity(0)):
-                thread = threading.Thread(target=self._look, args=(core,), name=f"stalls-{core}", daemon=True)
-                thread.start()
-                self._threads.append(thread)
+        """Starts the process where there is none: a pytest that only collects needs none."""
+        self._began_s, self._failed_s = time.monotonic(), 0.0
+        if self._process is None:
+            command = [sys.executable, "-I", "-S", __file__]
+            self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+            assert self._process.stdout is not None
+            self._process.stdout.readline()  # it looks
+            os.set_blocking(self._process.stdout.fileno(), False)
+        elif len(self._stalls) > 1000:
+            del self._stalls[:-100]
 
-    def stop(self) -> None:
-        self._stop.set()
-        for thread in self._threads:
-            thread.join()
+    def test_failed(self) -> None:
+        self._failed_s = self._failed_s or time.monotonic()
 
-    @property
-    def stalled_s(self) -> float:
-        """The longest stall that can have touched the running test, 0.0 for none."""
-        return max((seconds for _, seconds in self._stalls), default=0.0)
+    def away_s(self, since_s: float, until_s: float) -> float:
+        """Of these seconds of the monotonic clock, those in which the machine was away, whatever short."""
+        self._read()
+        per_core: dict[int, float] = {}
+        for core, end_s, seconds in self._stalls:
+            within_s = min(end_s, until_s) - max(end_s - seconds, since_s)
+            per_core[core] = per_core.get(core, 0.0) + max(0.0, within_s)
+        return max(per_core.values(), default=0.0)
 
     def broke(self, error: BaseException | None) -> bool:
         """Whether a test that ended with `error` is to run again: the condition of pytest-rerunfailures."""
-        if error is None or not self._stalls:
+        if error is None or isinstance(error, InvariantError):
             return False
-        warnings.warn(
-            f"the machine stood still for {self.stalled_s:.1f} s, and this failed: it runs again", stacklevel=2
-        )
-        return True
+        self._read()
+        since_s, until_s = self._began_s - AFTERMATH_S, self._failed_s or time.monotonic()
+        stalls = [s for _, end_s, s in self._stalls if s > MIN_STALL_S and end_s > since_s and end_s - s < until_s]
+        if stalls:
+            said = f"the machine stood still for {max(stalls):.1f} s, and this failed: it runs again"
+            warnings.warn(said, stacklevel=2)
+        return bool(stalls)
 
-    def _look(self, core: int) -> None:
-        os.sched_setaffinity(0, {core})  # of this thread alone
-        before_s, used_s = time.monotonic(), time.process_time()
-        while not self._stop.wait(LOOK_INTERVAL_S):
-            now_s, now_used_s = time.monotonic(), time.process_time()
-            # A test that computes holds Python's lock: that is no stall.
-            away_s = now_s - before_s - (now_used_s - used_s)
-            if away_s > MIN_STALL_S:
-                self._stalls.append((now_s, away_s))
-            before_s, used_s = now_s, now_used_s
+    def _read(self) -> None:
+        if self._process is None or self._process.stdout is None:
+            return
+        time.sleep(2 * LOOK_INTERVAL_S)  # of a stall that just ended it has yet to tell
+        self._unread += self._process.stdout.read() or b""
+        *lines, self._unread = self._unread.split(b"\n")
+        for line in lines:
+            core, end_s, seconds = line.split()
+            self._stalls.append((int(core), float(end_s), float(seconds)))
+
+
+watch = StallWatch()
+
+
+class Stopwatch:
+    """`seconds` since the block began, of those in which the machine was there: limits that a busy one cannot break."""
+
+    def __enter__(self) -> Stopwatch:
+        self._began_s, self._ended_s = time.monotonic(), 0.0
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended_s = time.monotonic()
+
+    @property
+    def seconds(self) -> float:
+        until_s = self._ended_s or time.monotonic()
+        return until_s - self._began_s - watch.away_s(self._began_s, until_s)
+
+
+def _look(core: int) -> None:
+    os.sched_setaffinity(0, {core})  # of this thread alone
+    before_s = time.monotonic()
+    while True:
+        time.sleep(LOOK_INTERVAL_S)
+        now_s = time.monotonic()
+        away_s = now_s - before_s - LOOK_INTERVAL_S
+        if away_s > MIN_AWAY_S:
+            os.write(1, b"%d %f %f\n" % (core, now_s, away_s))
+        before_s = now_s
+
+
+if __name__ == "__main__":
+    for one in sorted(os.sched_getaffinity(0)):
+        threading.Thread(target=_look, args=(one,), daemon=True).start()
+    os.write(1, b"looking\n")
+    sys.stdin.buffer.read()  # until whoever started this is gone

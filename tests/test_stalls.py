@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import ctypes
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 
-from tests.stalls import StallWatch
+from tests.stalls import watch
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 CONFTEST = """
 from tests import stalls
-from tests.conftest import pytest_collection_modifyitems, pytest_handlecrashitem, pytest_runtest_setup
+from tests.conftest import (
+    pytest_collection_modifyitems, pytest_exception_interact, pytest_handlecrashitem, pytest_runtest_setup
+)
 
 stalls.AFTERMATH_S = 0.05
 """
@@ -23,20 +25,46 @@ import subprocess
 import time
 from pathlib import Path
 
+import pytest
+
+from tests.stalls import Stopwatch, watch, whatever_the_machine_does
+
 def attempts(name):
     with Path(name).open("a") as file:
         file.write("x")
     return len(Path(name).read_text())
 
 def stand_still():
-    subprocess.run(["sh", "-c", f"kill -STOP {os.getpid()}; sleep 0.6; kill -CONT {os.getpid()}"], check=True)
+    all_of_it = f"{os.getpid()} {watch._process.pid}"
+    subprocess.run(["sh", "-c", f"kill -STOP {all_of_it}; sleep 0.6; kill -CONT {all_of_it}"], check=True)
+
+@pytest.fixture(scope="module")
+def shared():
+    yield []
+    attempts("torn_down")
+
+def test_fails_before_the_stall():
+    attempts("before")
+    raise AssertionError("of before")
+
+@pytest.fixture(autouse=True)
+def after(request):
+    yield
+    if request.node.name == "test_fails_before_the_stall":
+        stand_still()
 
 def test_sound():
     attempts("sound")
-    stand_still()
+    with Stopwatch() as stopwatch:
+        stand_still()
+        time.sleep(0.2)
+        assert 0.1 < stopwatch.seconds < 0.5
+    assert stopwatch.seconds < 0.5
 
-def test_broken_by_a_stall():
+def test_broken_by_a_stall(shared):
     number = attempts("stall")
+    assert shared == []
+    shared.append(number)
     if number == 1:
         stand_still()
     assert number == 2
@@ -44,7 +72,21 @@ def test_broken_by_a_stall():
 def test_never_sound():
     attempts("never")
     stand_still()
-    raise AssertionError("whatever the machine does")
+    raise AssertionError("of never")
+
+def test_invariant():
+    attempts("invariant")
+    stand_still()
+    with whatever_the_machine_does():
+        assert "one stream" == "another"
+
+@pytest.mark.timeout(2)
+def test_hangs_when_it_runs_again():
+    number = attempts("hangs")
+    if number == 1:
+        stand_still()
+        raise AssertionError
+    time.sleep(40)
 
 def test_dies():
     attempts("dies")
@@ -63,20 +105,8 @@ def test_wrong():
 def run_pytest(folder: Path, tests: str) -> str:
     (folder / "conftest.py").write_text(CONFTEST)
     (folder / "test_it.py").write_text(tests)
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-n",
-        "1",
-        "-p",
-        "no:cacheprovider",
-        "-rfER",
-        "--rootdir",
-        ".",
-        ".",
-    ]
+    options = "-q -n 1 -p no:cacheprovider -rfER --rerun-show-tracebacks --rootdir . ."
+    command = [sys.executable, "-m", "pytest", *options.split()]
     done = subprocess.run(
         command, cwd=folder, env={"PYTHONPATH": str(REPOSITORY)}, capture_output=True, text=True, timeout=60
     )
@@ -86,9 +116,10 @@ def run_pytest(folder: Path, tests: str) -> str:
 
 def test_what_a_stall_broke_runs_again_and_says_so(tmp_path: Path) -> None:
     output = run_pytest(tmp_path, TESTS)
-    runs = {name: len((tmp_path / name).read_text()) for name in ("sound", "stall", "never", "dies")}
-    assert runs == {"sound": 1, "stall": 2, "never": 4, "dies": 1}, output
-    assert "2 failed, 2 passed" in output and "4 rerun" in output and "the machine stood still for" in output, output
+    expected = {"sound": 1, "stall": 2, "never": 4, "invariant": 1, "before": 1, "hangs": 2, "dies": 1, "torn_down": 1}
+    assert {name: len((tmp_path / name).read_text()) for name in expected} == expected, output
+    assert "5 failed, 2 passed" in output and "5 rerun" in output, output
+    assert "the machine stood still for" in output and output.count("AssertionError: of never") >= 4, output
 
 
 def test_what_fails_while_the_machine_runs_fails_once(tmp_path: Path) -> None:
@@ -97,13 +128,11 @@ def test_what_fails_while_the_machine_runs_fails_once(tmp_path: Path) -> None:
 
 
 def test_work_of_this_process_is_no_stall() -> None:
-    watch = StallWatch()
     watch.test_begins()
     data = bytes(300_000_000)
     data.find(b"x" * 2)  # holds the interpreter's lock for as long as it takes
     compute = threading.Thread(target=lambda: sum(number * number for number in range(3_000_000)))
     compute.start()
     compute.join()
-    time.sleep(0.1)
-    watch.stop()
-    assert watch.stalled_s == 0 and not watch.broke(AssertionError())
+    ctypes.PyDLL(None).usleep(600_000)  # so does this, without working
+    assert not watch.broke(AssertionError())

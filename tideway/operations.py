@@ -323,6 +323,8 @@ def scale_instances(
 
 def _wants_more(model: Model, plan: Plan) -> bool:
     """Where no model does, the other instances stay away: an instance without a model is not started."""
+    if model.name in plan.unplaced:
+        return False
     return model.replicas is None or len(plan.of(model.name)) < model.replicas
 
 

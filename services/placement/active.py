@@ -274,16 +274,21 @@ class ActivePlacement:
         check_spec(query.spec)
         if query.spec.name not in self._models:
             await self._read_checkpoint(query.spec)
-        await asyncio.wait({self._first_read})
+        await self._have_read()
         return await asyncio.shield(self._spawn(self._add(query.spec)))
 
     def _to_the_end(self, change: Callable[[Q], Coroutine[Any, Any, PlacementPlan]]) -> Callable[[Q], Any]:
         async def handle(query: Q) -> PlacementPlan:
             self._check_leader()
-            await asyncio.wait({self._first_read})
+            await self._have_read()
             return await asyncio.shield(self._spawn(change(query)))
 
         return handle
+
+    async def _have_read(self) -> None:
+        """Until a plan would be made from what the checkpoints say, or another placement leads."""
+        await asyncio.wait({self._first_read})
+        self._check_leader()
 
     # A change that was begun is finished, whether or not the caller still waits: what is stored and what is known here
     # must stay the same.

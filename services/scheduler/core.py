@@ -199,7 +199,8 @@ class SchedulerCore:
         before = list(state.ready) if state else []
         if state is not None and (info is None or info.incarnation != state.info.incarnation):
             how = "vanished" if info is None else "restarted"
-            self._lose(instance_id, "drained" if state.is_draining else how, now)
+            is_empty = not self.requests.on_instance(instance_id)
+            self._lose(instance_id, "drained" if state.is_draining and is_empty else how, now)
         if info is not None:
             self.cluster.register(info, now)
         else:

@@ -26,7 +26,7 @@ from shared.messages.requests import ErrorCode
 from shared.settings import BusSettings
 from tests.gateway.conftest import MODEL, Stack, running_gateway, running_stack
 from tests.gateway.peer import until
-from tests.stopwatch import Stopwatch
+from tests.stalls import Stopwatch
 
 BUSY: dict[str, object] = {
     "dispatch_freeness": -3.5,

@@ -26,7 +26,7 @@ from shared.settings import BusSettings
 from tests.conftest import NatsServer
 from tests.gateway.conftest import MODEL, Reader, Stack, running_stack
 from tests.gateway.peer import prior_tokens, until
-from tests.stopwatch import Stopwatch
+from tests.stalls import Stopwatch
 
 TEXT = "one two three four five six"
 

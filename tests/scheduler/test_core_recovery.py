@@ -57,14 +57,17 @@ def test_one_that_was_drained_is_not_counted_among_those_that_died(exit_code: in
     assert driver.take(InstanceLost) == [InstanceLost("a", "exited" if exit_code else "drained", 0)]
 
 
+@pytest.mark.parametrize("state", ["ready", "draining"])
 @pytest.mark.parametrize("incarnation", [None, "2"])
-def test_vanishing_and_restarting_are_deaths(incarnation: str | None) -> None:
+def test_vanishing_and_restarting_are_deaths(incarnation: str | None, state: str) -> None:
     driver = Driver()
     driver.up("a")
     running(driver, "a", "r")
+    driver.core.on_registry("a", make_info("a", state=state), driver.now)
     info = make_info("a", incarnation=incarnation) if incarnation else None
     driver.core.on_registry("a", info, driver.now)
     assert driver.take(NotifyLost) == [NotifyLost("g0", lost("r"))]
+    assert driver.take(InstanceLost) == [InstanceLost("a", "restarted" if incarnation else "vanished", 1)]
     assert driver.state("r") is None
 
 

@@ -19,7 +19,7 @@ from prometheus_client import Counter
 from shared.settings import BusSettings, SettingsError
 from shared.telemetry import context_of, current_traceparent, start_telemetry
 from tests.conftest import free_port
-from tests.stopwatch import Stopwatch
+from tests.stalls import Stopwatch
 
 SAMPLED = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 UNSAMPLED = SAMPLED[:-2] + "00"

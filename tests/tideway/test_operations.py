@@ -220,11 +220,17 @@ async def test_waiting_for_a_number_of_instances(stack: Stack, monkeypatch: pyte
 
 async def test_instances_that_no_model_is_for_are_not_waited_for(stack: Stack) -> None:
     spec = stack.gateway.context.catalog.spec(MODEL)
-    await (await stack.peer.bus.key_value(MODELS)).put(bucket_key(MODEL), msgspec.structs.replace(spec, replicas=2))
+    models = await stack.peer.bus.key_value(MODELS)
+    await models.put(bucket_key(MODEL), msgspec.structs.replace(spec, replicas=2))
     await until(lambda: stack.gateway.context.catalog.spec(MODEL).replicas, "a number of replicas")
     plan_for(stack, a=[MODEL], b=[MODEL])
     said = await on_a_thread(stack, operations.scale_instances, 3, wait_s=20)
     assert said == ["There are to be 3 instances; planned now: 2.", "  ready"]
+    await models.put(bucket_key("vast"), msgspec.structs.replace(spec, name="vast"))
+    await until(lambda: len(stack.gateway.context.catalog.models) == 2, "another model")
+    stack.peer.plan = msgspec.structs.replace(stack.peer.plan, unplaced={"vast": "it fits nowhere"})
+    said = await on_a_thread(stack, operations.scale_instances, 3, wait_s=20)
+    assert said[1:] == ["  vast is on no instance: it fits nowhere", "  ready"]
 
 
 async def test_scaling_that_takes_too_long_or_cannot_be(stack: Stack) -> None:

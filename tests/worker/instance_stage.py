@@ -56,6 +56,7 @@ class SteppedExecutor(FakeExecutor):
         super().__init__(list(SHAPES.values()))
         self.gate = threading.Event()
         self.gate.set()
+        self.at_gate = threading.Event()
         self.removed: list[str] = []
         self._results: deque[StepResult] = deque()
 
@@ -71,6 +72,7 @@ class SteppedExecutor(FakeExecutor):
         self.removed.append(name)
 
     def launch(self, plan: StepPlan) -> None:
+        self.at_gate.set()
         self.gate.wait(20)
         time.sleep(0.001)
         self._results.append(self.execute(plan))
@@ -166,6 +168,13 @@ class Stage:
     async def submit(self, sent: GenerationRequest) -> None:
         reply = await self.bus.request(INSTANCE_SUBMIT.at(instance_id=self._sender), sent, timeout_s=5)
         assert reply == Accepted(sent.request_id)
+
+    async def submit_and_hold(self, sent: GenerationRequest) -> None:
+        """It is in the step that the gate, now closed, holds back: whatever comes next waits behind it."""
+        self.executor.gate.clear()
+        self.executor.at_gate.clear()
+        await self.submit(sent)
+        await self.until(self.executor.at_gate.is_set)
 
     async def until(self, condition: Callable[[], Any], timeout_s: float = 10.0) -> None:
         async with asyncio.timeout(timeout_s):

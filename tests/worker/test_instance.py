@@ -33,7 +33,7 @@ from shared.messages.requests import (
     unpack_tokens,
 )
 from tests.shared.engine.fake_executor import expected_output, request
-from tests.stopwatch import Stopwatch
+from tests.stalls import Stopwatch
 from tests.worker.instance_stage import IDS, instance_on
 
 

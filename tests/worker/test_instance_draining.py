@@ -28,8 +28,7 @@ async def mobile(nats_settings: BusSettings) -> AsyncIterator[Stage]:
     """With a KV transport. A request runs there."""
     async with instance_on(nats_settings, executor=SlabExecutor(), open_transport=local_transport) as stage:
         await stage.until(lambda: stage.info.kv_address)
-        stage.executor.gate.clear()
-        await stage.submit(request("r0", LONG_PROMPT, 100))
+        await stage.submit_and_hold(request("r0", LONG_PROMPT, 100))
         yield stage
 
 
@@ -133,8 +132,7 @@ async def test_without_nats_it_does_not_wait_for_long(fresh_nats: NatsServer) ->
     settings = BusSettings(nats_url=fresh_nats.url)
     async with instance_on(settings, executor=SlabExecutor(), open_transport=local_transport) as stage:
         await Peer(stage.bus).start()
-        stage.executor.gate.clear()
-        await stage.submit(request("r0", LONG_PROMPT, 100))
+        await stage.submit_and_hold(request("r0", LONG_PROMPT, 100))
         await stage.until(lambda: "node-1" in stage.service._moves.peers())
         fresh_nats.kill()
         assert await drained_after(stage) < 4.0

@@ -87,8 +87,7 @@ async def commit(stage: Stage, moved: GenerationRequest, migration_id: str = "m1
 
 async def give_away_one(stage: Stage, peer: Peer) -> GenerationRequest:
     """`r1` waits because `r0` fills the pool, and moves."""
-    stage.executor.gate.clear()
-    await stage.submit(request("r0", LONG_PROMPT, 150))
+    await stage.submit_and_hold(request("r0", LONG_PROMPT, 150))
     waiting = request("r1", OTHER_PROMPT, 100, epoch=64)
     await stage.submit(waiting)
     rebalance(stage)
@@ -260,8 +259,7 @@ async def test_a_cancel_with_an_epoch_spares_what_is_held_in_a_higher_one(stage:
 
 async def test_one_that_is_refused_goes_on_here(stage: Stage, peer: Peer) -> None:
     peer.refuses = True
-    stage.executor.gate.clear()
-    await stage.submit(request("r0", LONG_PROMPT, 20))
+    await stage.submit_and_hold(request("r0", LONG_PROMPT, 20))
     sent = request("r1", OTHER_PROMPT, 20)
     await stage.submit(sent)
     rebalance(stage, lease_s=0.5)
@@ -273,8 +271,7 @@ async def test_one_that_is_refused_goes_on_here(stage: Stage, peer: Peer) -> Non
 
 
 async def test_a_model_that_is_unloaded_gives_its_requests_away(stage: Stage, peer: Peer) -> None:
-    stage.executor.gate.clear()
-    await stage.submit(request("r0", LONG_PROMPT, 20))
+    await stage.submit_and_hold(request("r0", LONG_PROMPT, 20))
     await stage.submit(request("r1", OTHER_PROMPT, 20, request_class=RequestClass.OFFLINE))
     await stage.bus.request(INSTANCE_UNLOAD_MODEL.at(**IDS), UnloadModel("a", grace_s=10), timeout_s=5)
     stage.executor.gate.set()
@@ -292,8 +289,7 @@ async def test_after_an_unload_in_vain_others_may_be_given_away_again(
     orders: list[Rebalance] = []
     await stage.bus.subscribe(INSTANCE_REBALANCE.at(**IDS), orders.append)
     peer.refuses = True
-    stage.executor.gate.clear()
-    await stage.submit(request("r0", LONG_PROMPT, 20))
+    await stage.submit_and_hold(request("r0", LONG_PROMPT, 20))
     await stage.submit(request("r1", OTHER_PROMPT, 20))
     with monkeypatch.context() as broken:
         broken.setattr(Engine, "remove_model", lambda *_: False)

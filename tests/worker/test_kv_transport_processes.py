@@ -23,7 +23,7 @@ import torch
 from services.worker.kv_transport import KvTransport, TransferError, TransferReason, TransportLimits, UcxNetwork
 from services.worker.kv_transport.faults import FaultPoint, Faults
 from services.worker.kv_transport.receiving import Incoming, Receipt
-from tests.stopwatch import Stopwatch
+from tests.stalls import Stopwatch
 
 SLOT_BYTES, NUM_SLOTS = 256 << 10, 64
 LIMITS = TransportLimits(chunk_bytes=1 << 20, drain_s=0.3, rate_fraction=None)

@@ -16,7 +16,7 @@ import pytest
 from shared.messages.catalogue import INSTANCES
 from shared.messages.migration import MoveReason
 from shared.settings import BusSettings
-from tests.stopwatch import Stopwatch
+from tests.stalls import Stopwatch
 from tests.worker.neighbours import (
     Neighbours,
     generation,

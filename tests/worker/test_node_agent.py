@@ -39,7 +39,7 @@ from shared.messages.cluster import (
 from shared.messages.requests import ErrorCode
 from shared.settings import BusSettings, SettingsError, WorkerSettings
 from shared.telemetry import Telemetry, start_telemetry
-from tests.stopwatch import Stopwatch
+from tests.stalls import Stopwatch
 from tests.worker.fake_instance import HELD_S
 
 REPOSITORY = Path(__file__).parents[2]

@@ -17,7 +17,7 @@ import pytest
 
 from services.worker import processes as module
 from services.worker.processes import InstanceProcess, LineWriter, Processes
-from tests.stopwatch import Stopwatch
+from tests.stalls import Stopwatch
 
 
 class Exits:

@@ -69,8 +69,7 @@ async def test_it_finds_destinations_though_it_watched_nobody_before(nats_settin
     async with instance_on(nats_settings) as stage:
         peer = Peer(stage.bus)
         await peer.start()
-        stage.executor.gate.clear()
-        await stage.submit(request("r0", LONG_PROMPT, 50))
+        await stage.submit_and_hold(request("r0", LONG_PROMPT, 50))
         await stage.submit(request("r1", OTHER_PROMPT, 50))
         assert not stage.service._moves._peers.is_watching
         rebalance(stage, MoveReason.DRAIN)

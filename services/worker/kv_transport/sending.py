@@ -52,6 +52,12 @@ class Outgoing:
         for future in (self.accepted, self.ended):
             future.add_done_callback(lambda done: done.cancelled() or done.exception())
 
+    @property
+    def failure(self) -> TransferError | None:
+        """Why it ended, where it has before it was completed."""
+        error = self.task.exception() if self.task.done() and not self.task.cancelled() else None
+        return error if isinstance(error, TransferError) else None
+
     def name(self, slots: Sequence[int]) -> None:
         if not self.slots.done():
             self.slots.set_result(slots)

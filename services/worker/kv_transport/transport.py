@@ -207,7 +207,7 @@ class KvTransport:
             return
         outgoing.is_decided = True
         outgoing.expiry.cancel()
-        self._metrics.on_failed("out", reason)
+        self._metrics.on_failed("out", outgoing.failure.reason if outgoing.failure else reason)
         outgoing.stop()
         self._tasks.start(self._wind_up(outgoing))
 

@@ -208,10 +208,12 @@ class Peer:
         with contextlib.suppress(TransferError):  # `send` will say so
             stage.begun = self._begin(stage)
 
-    @staticmethod
-    def has_failed(stage: Stage) -> bool:
+    def has_failed(self, stage: Stage) -> bool:
         """What was begun, before it could be sent."""
-        return stage.begun is not None and stage.begun.task.done()
+        if stage.begun is None or not stage.begun.task.done():
+            return False
+        self._did_not_go(stage, stage.begun.failure or TransferError(TransferReason.CLOSED))
+        return True
 
     def end(self, stage: Stage) -> None:
         """What was begun and not sent is not going to be."""
@@ -233,10 +235,13 @@ class Peer:
                 begun = stage.begun or self._begin(stage)
                 receipt = await transport.complete(begun, missing, deadline_s=self.copy_deadline_s(stage))
         except (TransferError, FaultError) as error:
-            log.info("migration %s: blocks of stage %d did not go: %s", self._migration_id, stage.number, error)
+            self._did_not_go(stage, error)
             return Answer(Event.COPY_FAILED, AbortReason.TRANSFER_FAILED)
         self.num_bytes += receipt.num_bytes
         return Answer(Event.COPIED)
+
+    def _did_not_go(self, stage: Stage, why: Exception) -> None:
+        log.info("migration %s: blocks of stage %d did not go: %s", self._migration_id, stage.number, why)
 
     def _begin(self, stage: Stage) -> Outgoing:
         reserved, transport = stage.reserved, self._site.transport

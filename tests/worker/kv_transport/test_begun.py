@@ -27,6 +27,10 @@ class Opened(Faults):
         if point is FaultPoint.OPENED:
             self.reached.set()
 
+    async def wait(self) -> None:
+        async with asyncio.timeout(10):
+            await self.reached.wait()
+
 
 async def still_works(source: KvTransport, destination: KvTransport) -> None:
     """Over the connection that there was, and with nothing left of what was before."""
@@ -43,7 +47,7 @@ async def test_what_is_in_the_slots_when_they_are_named_arrives(make: Make, layo
     source, destination = await make(mine, limits=limits_of(layout)), await make(theirs, faults=opened)
     incoming = destination.expect("m", range(20), deadline_s=5)
     begun = source.begin(destination.address, incoming.ticket, "m", 20, deadline_s=5)
-    await opened.reached.wait()
+    await opened.wait()
     mine[30:50] = laid_out(layout, 3)[30:50]
     receipt = await source.complete(begun, range(30, 50), deadline_s=5)
     assert (await incoming.wait()).checksum == receipt.checksum
@@ -59,10 +63,10 @@ async def test_one_that_is_not_completed_leaves_nothing(make: Make, ending: str)
     opened = Opened()
     source, destination = await make(), await make(theirs, faults=opened)
     await source.connect(destination.address, deadline_s=3)
-    incoming = destination.expect("m", range(20), deadline_s=1.0 if ending == "lease" else 5.0)
-    deadline_s = 0.3 if ending == "deadline" else 5.0
+    incoming = destination.expect("m", range(20), deadline_s=2.0 if ending == "lease" else 5.0)
+    deadline_s = 1.0 if ending == "deadline" else 5.0
     begun = source.begin(destination.address, incoming.ticket, "m", 20, deadline_s=deadline_s)
-    await opened.reached.wait()
+    await opened.wait()
     if ending == "cancelled":
         source.cancel(begun)
     elif ending == "destination":
@@ -85,7 +89,7 @@ async def test_an_end_that_closes_fails_what_was_begun(make: Make, who: str) -> 
     source, destination = ends.values()
     incoming = destination.expect("m", range(20), deadline_s=5)
     begun = source.begin(destination.address, incoming.ticket, "m", 20, deadline_s=5)
-    await opened.reached.wait()
+    await opened.wait()
     await ends[who].close()
     lost = {who: TransferReason.CLOSED}
     assert await refusal(incoming.wait()) is lost.get("destination", TransferReason.PEER_LOST)
@@ -100,8 +104,8 @@ async def test_a_peer_that_says_cancel_and_then_nothing_costs_no_more_than_the_d
     opened = Opened()
     source, destination = await make(), await make(faults=opened)
     incoming = destination.expect("m", range(20), deadline_s=5)
-    begun = source.begin(destination.address, incoming.ticket, "m", 20, deadline_s=0.5)
-    await opened.reached.wait()
+    begun = source.begin(destination.address, incoming.ticket, "m", 20, deadline_s=1.5)
+    await opened.wait()
     begun.stop()  # as by its Cancel
     connection = next(iter(source._connections))
     connection.outgoing[begun.transfer] = Outgoing(begun.address, b"", begun.pool, 1, 1, 8, True)  # hears the rest
@@ -132,7 +136,13 @@ async def test_each_is_counted_once(make: Make) -> None:
 
     assert await count(5, completes=True) == "done:1"
     assert await count(5, completes=False) == "cancelled:1 done:1"
-    assert await count(0.4, completes=False) == "cancelled:1 deadline:1 done:1"
+    assert await count(1.0, completes=False) == "cancelled:1 deadline:1 done:1"
+    refused = source.begin(destination.address, b"t" * 16, "m", 20, deadline_s=5)
+    await until(refused.task.done)
+    source.cancel(refused)
+    failed = registry.get_sample_value
+    labels = {"direction": "out", "reason": str(refused.failure.reason)}
+    assert labels["reason"] != "cancelled" and failed("tideway_kv_transfer_transfers_total", labels) == 1
 
 
 async def test_one_of_a_pool_that_was_taken_away_before_it_was_opened_sends_nothing(make: Make) -> None:

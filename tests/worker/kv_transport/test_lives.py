@@ -27,7 +27,7 @@ from services.worker.kv_transport.links import Buffer
 from services.worker.kv_transport.local import LocalLink
 from services.worker.kv_transport.staging import StagingPair
 from services.worker.kv_transport.telemetry import TransferMetrics
-from tests.stopwatch import Stopwatch
+from tests.stalls import Stopwatch
 from tests.worker.kv_transport.conftest import (
     LAYOUTS,
     LIMITS,

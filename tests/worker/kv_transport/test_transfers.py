@@ -20,7 +20,7 @@ from services.worker.kv_transport import (
     UcxNetwork,
 )
 from services.worker.kv_transport.faults import FaultPoint
-from tests.stopwatch import Stopwatch
+from tests.stalls import Stopwatch
 from tests.worker.kv_transport.conftest import (
     LAYOUTS,
     NEEDS_CUDA,

@@ -77,8 +77,8 @@ class SlabExecutor(FakeExecutor):
         return int(super()._read(model, row, position))
 
     def launch(self, plan: StepPlan) -> None:
-        self.gate.wait(20)
         time.sleep(self.step_s)
+        self.gate.wait(20)
         self.num_steps += 1
         self._results.append(self.execute(plan))
 

@@ -156,14 +156,23 @@ async def test_room_for_the_last_blocks_is_kept_until_the_request_has_left_its_b
 
 async def test_the_transfer_of_the_last_blocks_is_open_when_the_request_leaves_its_batch(make, monkeypatch) -> None:
     opened: list[bool] = []
-    on_taken_out = OutgoingMigration.on_taken_out
+    on_taken_out, begin = OutgoingMigration.on_taken_out, peer.Peer.begin
 
     def noting(self: OutgoingMigration, taken: TakenOut) -> None:
         opened.extend(s.begun is not None and s.begun.accepted.done() for s in self._stages[self._num_copied :])
         on_taken_out(self, taken)
 
+    def beginning(self: peer.Peer, stage: peer.Stage) -> None:
+        begin(self, stage)
+        assert stage.begun is not None
+        stage.begun.accepted.add_done_callback(lambda _: gate.set())
+
     monkeypatch.setattr(OutgoingMigration, "on_taken_out", noting)
+    monkeypatch.setattr(peer.Peer, "begin", beginning)
     group = await make(step_s=0.1)
+    gate, take_out = group.source.executor.gate, group.source.loop.take_out
+    # The step that runs then lasts until the destination has answered, however slow the machine is.
+    monkeypatch.setattr(group.source.loop, "take_out", lambda name: gate.clear() or take_out(name))
     sent = await running(group, 30)
     group.source.rebalance("b")
     await group.ended(sent, owner="b")
@@ -192,12 +201,15 @@ async def test_a_last_transfer_that_failed_before_the_request_left_keeps_it_here
         return begin(address, ticket if is_limited else b"t" * 16, *rest, is_limited=is_limited, **fields)
 
     monkeypatch.setattr(transport, "begin", with_a_bad_ticket)
+    sealed: list[str] = []
+    seal = group.source.loop.seal
+    monkeypatch.setattr(group.source.loop, "seal", lambda name: sealed.append(name) or seal(name))
     sent = await running(group, 30)
     group.source.rebalance("b", lease_s=0.05)
     await group.until(lambda: group.source.outcomes)
     assert group.source.outcomes[0].reason == "transfer_failed"
     await group.ended(sent, owner="a")
-    assert not group.destination.adopted
+    assert not sealed and not group.destination.adopted
 
 
 @pytest.mark.parametrize("is_there", [True, False], ids=["prefix at the destination", "nothing there"])
