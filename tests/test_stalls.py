@@ -6,9 +6,10 @@ import ctypes
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
-from tests.stalls import watch
+from tests.stalls import MIN_STALL_S, watch
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 CONFTEST = """
@@ -58,8 +59,8 @@ def test_sound():
     with Stopwatch() as stopwatch:
         stand_still()
         time.sleep(0.2)
-        assert 0.1 < stopwatch.seconds < 0.5
-    assert stopwatch.seconds < 0.5
+        assert 0.1 < stopwatch.seconds < 0.7
+    assert stopwatch.seconds < 0.7
 
 def test_broken_by_a_stall(shared):
     number = attempts("stall")
@@ -108,17 +109,22 @@ def run_pytest(folder: Path, tests: str) -> str:
     options = "-q -n 1 -p no:cacheprovider -rfER --rerun-show-tracebacks --rootdir . ."
     command = [sys.executable, "-m", "pytest", *options.split()]
     done = subprocess.run(
-        command, cwd=folder, env={"PYTHONPATH": str(REPOSITORY)}, capture_output=True, text=True, timeout=60
+        command, cwd=folder, env={"PYTHONPATH": str(REPOSITORY)}, capture_output=True, text=True, timeout=110
     )
     assert done.returncode == 1, done.stdout + done.stderr
     return done.stdout
 
 
 def test_what_a_stall_broke_runs_again_and_says_so(tmp_path: Path) -> None:
+    began_s = time.monotonic()
     output = run_pytest(tmp_path, TESTS)
     expected = {"sound": 1, "stall": 2, "never": 4, "invariant": 1, "before": 1, "hangs": 2, "dies": 1, "torn_down": 1}
-    assert {name: len((tmp_path / name).read_text()) for name in expected} == expected, output
-    assert "5 failed, 2 passed" in output and "5 rerun" in output, output
+    counts = {name: len((tmp_path / name).read_text()) for name in expected}
+    if watch.away_s(began_s, time.monotonic()) > MIN_STALL_S:  # it really stood still: more may have run again
+        assert all(count >= expected[name] for name, count in counts.items()), output
+    else:
+        assert counts == expected and "5 rerun" in output, output
+    assert "5 failed, 2 passed" in output, output
     assert "the machine stood still for" in output and output.count("AssertionError: of never") >= 4, output
 
 
@@ -128,11 +134,11 @@ def test_what_fails_while_the_machine_runs_fails_once(tmp_path: Path) -> None:
 
 
 def test_work_of_this_process_is_no_stall() -> None:
-    watch.test_begins()
+    began_s = time.monotonic()
     data = bytes(300_000_000)
     data.find(b"x" * 2)  # holds the interpreter's lock for as long as it takes
     compute = threading.Thread(target=lambda: sum(number * number for number in range(3_000_000)))
     compute.start()
     compute.join()
     ctypes.PyDLL(None).usleep(600_000)  # so does this, without working
-    assert not watch.broke(AssertionError())
+    assert watch.away_s(began_s, time.monotonic()) < 0.5
