@@ -109,7 +109,7 @@ def run_pytest(folder: Path, tests: str) -> str:
     options = "-q -n 1 -p no:cacheprovider -rfER --rerun-show-tracebacks --rootdir . ."
     command = [sys.executable, "-m", "pytest", *options.split()]
     done = subprocess.run(
-        command, cwd=folder, env={"PYTHONPATH": str(REPOSITORY)}, capture_output=True, text=True, timeout=110
+        command, cwd=folder, env={"PYTHONPATH": str(REPOSITORY)}, capture_output=True, text=True, timeout=200
     )
     assert done.returncode == 1, done.stdout + done.stderr
     return done.stdout
