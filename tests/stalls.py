@@ -24,6 +24,9 @@ MIN_STALL_S = 0.3
 AFTERMATH_S = 5.0
 """How long after a stall something that was told dead in it may still be missing."""
 
+MAX_STALLS = 1000
+"""Known from before a test."""
+
 
 class InvariantError(AssertionError):
     """What no stall can explain: a stream that differs, a slot that leaked."""
@@ -57,15 +60,15 @@ class StallWatch:
             assert self._process.stdout is not None
             self._process.stdout.readline()  # it looks
             os.set_blocking(self._process.stdout.fileno(), False)
-        elif len(self._stalls) > 1000:
-            del self._stalls[:-100]
+        self._read()  # a full pipe would keep it from looking
+        del self._stalls[:-MAX_STALLS]
 
     def test_failed(self) -> None:
         self._failed_s = self._failed_s or time.monotonic()
 
     def away_s(self, since_s: float, until_s: float) -> float:
         """Of these seconds of the monotonic clock, those in which the machine was away, whatever short."""
-        self._read()
+        self._read_after_the_last()
         per_core: dict[int, float] = {}
         for core, end_s, seconds in self._stalls:
             within_s = min(end_s, until_s) - max(end_s - seconds, since_s)
@@ -76,7 +79,7 @@ class StallWatch:
         """Whether a test that ended with `error` is to run again: the condition of pytest-rerunfailures."""
         if error is None or isinstance(error, InvariantError):
             return False
-        self._read()
+        self._read_after_the_last()
         since_s, until_s = self._began_s - AFTERMATH_S, self._failed_s or time.monotonic()
         stalls = [s for _, end_s, s in self._stalls if s > MIN_STALL_S and end_s > since_s and end_s - s < until_s]
         if stalls:
@@ -84,10 +87,13 @@ class StallWatch:
             warnings.warn(said, stacklevel=2)
         return bool(stalls)
 
+    def _read_after_the_last(self) -> None:
+        time.sleep(2 * LOOK_INTERVAL_S)  # of a stall that just ended the process has yet to tell
+        self._read()
+
     def _read(self) -> None:
         if self._process is None or self._process.stdout is None:
             return
-        time.sleep(2 * LOOK_INTERVAL_S)  # of a stall that just ended it has yet to tell
         self._unread += self._process.stdout.read() or b""
         *lines, self._unread = self._unread.split(b"\n")
         for line in lines:
