@@ -1,6 +1,6 @@
 """Doubling budget, FCFS, round robin and skip-join MLFQ on two models that share one instance, in virtual time.
 
-python -m bench.ordering [--short] [--output DIR] [--trace MODEL=PATH ...]
+python -m bench.ordering [--short] [--output DIR] [--trace MODEL=PATH ...] [--traces DIR]
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
 
-from bench.ordering.comparing import compare, plans
+from bench.ordering.comparing import LOADS, Plan, compare, plans
 from bench.ordering.results import draw
-from bench.ordering.workloads import SEALLM, Lengths, read_lengths
+from bench.ordering.workloads import SEALLM, Lengths, read_lengths, real_settings
 from bench.reporting import machine, write
 from tideway.bench.plots import PlotsUnavailable
 from tideway.bench.traces import TraceError
@@ -31,7 +31,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--requests", type=int, default=0, help="of one run; default: 300, short 80")
     parser.add_argument("--trace", action="append", default=[], metavar="MODEL=PATH",
                         help="lengths of chat or summaries from a trace (any that `tideway bench` reads)")  # fmt: skip
+    parser.add_argument("--traces", type=Path, metavar="DIR",
+                        help="instead: pairs of the traces with lengths there and a prefill-heavy generator")  # fmt: skip
+    parser.add_argument("--loads", default="", help="shares of the capacity, comma-separated")
     options = parser.parse_args(arguments)
+    loads = tuple(map(float, options.loads.split(","))) if options.loads else ()
     num = options.requests or (80 if options.short else 300)
     seeds = range(options.seed, options.seed + (options.num_seeds or (1 if options.short else 3)))
     traces: dict[str, Lengths] = {}
@@ -41,25 +45,34 @@ def main(arguments: Sequence[str] | None = None) -> int:
             traces[model] = read_lengths(Path(path), SEALLM.pool_tokens // 2)
         except (TraceError, OSError) as error:
             parser.error(f"--trace {item}: {error}")
+    compared = [(plan, traces) for plan in plans(options.short, loads)]
+    if options.traces:
+        compared = [
+            (Plan(setting=setting, mix_phases=True, loads=loads or LOADS, is_real=True), lengths)
+            for setting, lengths in real_settings(options.traces)
+        ]
+        if not compared:
+            parser.error(f"--traces {options.traces}: no trace with lengths there")
     started = time.monotonic()
     # the parent holds threads of numpy's, so children are not forked from it
     with ProcessPoolExecutor(min(4, len(os.sched_getaffinity(0))), mp_context=get_context("spawn")) as pool:
         comparisons = []
-        for plan in plans(options.short):
-            comparisons.append(compare(plan, num, seeds, traces, pool))
+        for plan, lengths in compared:
+            comparisons.append(compare(plan, num, seeds, lengths, pool))
             print(comparisons[-1].markdown() + "\n", flush=True)
     verdicts = [line for comparison in comparisons for line in comparison.verdicts()]
     print("\n".join(verdicts))
     date, took_s = time.strftime("%Y-%m-%d"), time.monotonic() - started
     result = {
         "date": date, "machine": machine(), "command": " ".join(sys.argv[1:]), "took_s": round(took_s, 1),
-        "seeds": list(seeds), "requests": num, "traces": options.trace, "plans": plans(options.short),
+        "seeds": list(seeds), "requests": num, "traces": options.trace, "plans": [plan for plan, _ in compared],
         "comparisons": comparisons, "verdicts": verdicts,
     }  # fmt: skip
     head = f"# Order of requests, {date}\n\n{machine()}, seeds {list(seeds)}, {num} requests a run, {took_s:.0f} s\n\n"
     tables = "\n\n".join(comparison.markdown() for comparison in comparisons)
     text = head + tables + "\n\n    " + "\n    ".join(verdicts)
-    stem = write(options.output, f"{date}-ordering{'-short' if options.short else ''}", result, text)
+    kind = "-real" if options.traces else "-short" if options.short else ""
+    stem = write(options.output, f"{date}-ordering{kind}", result, text)
     try:
         draw(comparisons, f"Order of requests, {date}").savefig(stem.with_suffix(".png"), dpi=110)
     except PlotsUnavailable as error:

@@ -11,7 +11,7 @@ from bench.ordering.results import OURS, Comparison, figures_of
 from bench.ordering.simulation import Run, mean_times_alone_s, normalised, simulate
 from bench.ordering.workloads import ALIKE, MODERATE, SEALLM, SMALL, Job, Lengths, Setting, draw_jobs
 
-ORDERS = (OURS, "fcfs", "round_robin", "mlfq")
+ORDERS = (OURS, "fcfs", "round_robin", "mlfq", "seallm")
 COLD = OURS + " (cold)"
 """It never hears of a finished request."""
 LOADS = (0.3, 0.5, 0.7, 0.8, 0.9, 0.95)
@@ -27,21 +27,25 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     mix_phases: bool
     loads: tuple[float, ...]
     orders: tuple[str, ...] = ORDERS
+    is_real: bool = False
+    """Lengths are those of traces."""
 
     @property
     def name(self) -> str:
         return f"{self.setting.name}, {'mixed' if self.mix_phases else 'separate'} phases"
 
 
-def plans(is_short: bool) -> list[Plan]:
+def plans(is_short: bool, loads: tuple[float, ...] = ()) -> list[Plan]:
+    """`loads`: instead of those of each."""
     if is_short:
-        return [Plan(setting=SEALLM, mix_phases=True, loads=(0.9,))]
+        return [Plan(setting=SEALLM, mix_phases=True, loads=loads or (0.9,))]
     mains = [
-        Plan(setting=SEALLM, mix_phases=True, loads=LOADS, orders=(*ORDERS, COLD)),
-        Plan(setting=SEALLM, mix_phases=False, loads=LOADS),
+        Plan(setting=SEALLM, mix_phases=True, loads=loads or LOADS, orders=(*ORDERS, COLD)),
+        Plan(setting=SEALLM, mix_phases=False, loads=loads or LOADS),
     ]
     others = [
-        Plan(setting=one, mix_phases=True, loads=FEW_LOADS, orders=(*ORDERS, COLD)) for one in (MODERATE, SMALL, ALIKE)
+        Plan(setting=one, mix_phases=True, loads=loads or FEW_LOADS, orders=(*ORDERS, COLD))
+        for one in (MODERATE, SMALL, ALIKE)
     ]
     return mains + others
 
@@ -69,6 +73,7 @@ def compare(plan: Plan, num: int, seeds: Sequence[int], traces: dict[str, Length
             figures.append(figures_of(order, load, pairs))
     comparison = Comparison(
         name=plan.name,
+        is_real=plan.is_real,
         device=setting.device,
         mix_phases=plan.mix_phases,
         capacity_rps=capacity_rps,

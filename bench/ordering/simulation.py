@@ -24,6 +24,8 @@ WARM_SHARE, COOL_SHARE = 0.2, 0.1
 class Run(msgspec.Struct, frozen=True, kw_only=True):
     latencies_s: list[float]
     """By job, from arrival to the last token."""
+    max_itl_s: list[float]
+    """By job, the longest time between two of its tokens."""
     end_s: float
     num_steps: int
     num_switches: int
@@ -51,7 +53,7 @@ def simulate(setting: Setting, jobs: list[Job], order: str, *, mix_phases: bool,
         engine.add_model(ModelShape(service.model, setting.page_tokens, 1, 1 << 20))
         engine.set_cost_model(service.model, setting.cost_model)
     window, changed, published_s = ExecutionTimeWindow(), set[str](), 0.0
-    latencies_s = [-1.0] * len(jobs)
+    latencies_s, max_itl_s = [-1.0] * len(jobs), [0.0] * len(jobs)
     now, num_submitted, num_steps, num_switches, last = 0.0, 0, 0, 0, ""
     while True:
         while num_submitted < len(jobs) and jobs[num_submitted].at_s <= now:
@@ -72,6 +74,7 @@ def simulate(setting: Setting, jobs: list[Job], order: str, *, mix_phases: bool,
             if isinstance(effect, Ended):
                 number = int(effect.request.request_id)
                 latencies_s[number] = now - jobs[number].at_s
+                max_itl_s[number] = effect.max_itl_s
                 window.add(effect.request.model, effect.device_s)
                 changed.add(effect.request.model)
         if knows_times and changed and now - published_s >= PUBLISH_S:
@@ -84,6 +87,7 @@ def simulate(setting: Setting, jobs: list[Job], order: str, *, mix_phases: bool,
     counters = engine.counters
     return Run(
         latencies_s=latencies_s,
+        max_itl_s=max_itl_s,
         end_s=now,
         num_steps=num_steps,
         num_switches=num_switches,

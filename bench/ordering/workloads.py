@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import combinations
 from pathlib import Path
 
 import msgspec
@@ -10,7 +11,7 @@ import numpy as np
 from shared.cost_model import CostModel, StepShape
 from tideway.bench.arrivals import renewal_times
 from tideway.bench.lengths import LogNormal, sample_lengths
-from tideway.bench.traces import read_trace
+from tideway.bench.traces import TraceError, read_trace
 
 LLAMA_7B_A100 = CostModel(
     fixed_s=0.010, prefill_token_s=6.5e-5, prefill_attention_s=2.6e-9, decode_s=3e-5, decode_context_s=3.6e-7,
@@ -106,6 +107,33 @@ ALIKE = msgspec.structs.replace(
 """Both models with the same lengths: nothing but single requests differ."""
 
 
+PREFILL_HEAVY = Service(
+    model="prefill-heavy", share=0.5, prompt=_lengths(2600, 0.7, 7500, 200), output=_lengths(22, 1.0, 300, 2)
+)
+"""As code completion: prompts of thousands of tokens, answers of a line."""
+MOST_MEAN_PROMPT = 4000.0
+"""Tokens; the prompts of a trace with more are halved until it has not."""
+
+
+def real_settings(folder: Path) -> list[tuple[Setting, dict[str, Lengths]]]:
+    """Each pair of the traces with lengths in a folder and of `PREFILL_HEAVY`, half of the requests each."""
+    services: dict[str, tuple[Service, Lengths | None]] = {PREFILL_HEAVY.model: (PREFILL_HEAVY, None)}
+    for path in sorted([*folder.glob("*.csv"), *folder.glob("*.jsonl")]):
+        try:
+            lengths = read_lengths(path, SEALLM.pool_tokens // 2, MOST_MEAN_PROMPT)
+        except TraceError:
+            continue
+        if lengths[0].size:
+            services[path.stem] = (msgspec.structs.replace(PREFILL_HEAVY, model=path.stem), lengths)
+    found = []
+    for first, second in combinations(services, 2):
+        pair = {name: services[name] for name in (first, second)}
+        ours = tuple(service for service, _ in pair.values())
+        setting = msgspec.structs.replace(SEALLM, name=f"{first} + {second}", services=ours)
+        found.append((setting, {name: lengths for name, (_, lengths) in pair.items() if lengths is not None}))
+    return found
+
+
 def draw_jobs(
     setting: Setting, num: int, rate_rps: float, seed: int, traces: dict[str, Lengths] | None = None
 ) -> list[Job]:
@@ -132,11 +160,15 @@ def draw_jobs(
     return sorted(jobs, key=lambda job: job.at_s)
 
 
-def read_lengths(path: Path, max_tokens: int) -> Lengths:
-    """Requests of a trace within `max_tokens` together. Raises `TraceError`, `OSError`."""
+def read_lengths(path: Path, max_tokens: int, most_mean_prompt: float = np.inf) -> Lengths:
+    """Requests of a trace within `max_tokens` together, with prompts halved until their mean is at most so many tokens.
+    Raises `TraceError`, `OSError`."""
     trace = read_trace(path)
-    fits = trace.prompt_tokens + trace.output_tokens <= max_tokens
-    return trace.prompt_tokens[fits], trace.output_tokens[fits]
+    prompts, outputs = trace.prompt_tokens, trace.output_tokens
+    while prompts.size and prompts.mean() > most_mean_prompt:
+        prompts = np.maximum(1, prompts // 2)
+    fits = prompts + outputs <= max_tokens
+    return prompts[fits], outputs[fits]
 
 
 def time_alone_s(setting: Setting, job: Job) -> float:

@@ -61,6 +61,8 @@ class Choice:
         self.finish_reason: FinishedBy | None = None
         self.is_dirty = False
         self.last_news_at: float | None = None
+        self.max_itl_s = 0.0
+        """The longest time between two of its news."""
         self._is_first = True
         self._stop_token_ids = frozenset(prompt.sampling.stop_token_ids)
         self._min_tokens = prompt.sampling.min_tokens
@@ -230,7 +232,9 @@ class Generation:
         self.on_output(num_new, now)
         self.metrics.output_tokens.inc(num_new)
         if choice.last_news_at is not None:
-            self.metrics.inter_token.observe(now - choice.last_news_at)
+            silence_s = now - choice.last_news_at
+            self.metrics.inter_token.observe(silence_s)
+            choice.max_itl_s = max(choice.max_itl_s, silence_s)
         elif self.first_token_at is None:
             self.first_token_at = now
             self.metrics.first_token.observe(now - self.arrived_at)
@@ -239,6 +243,8 @@ class Generation:
 
     def _finish(self, choice: Choice) -> None:
         self._num_unfinished -= 1
+        if choice.num_tokens > 1:
+            self.metrics.max_inter_token.observe(choice.max_itl_s)
         if choice.stream is not None:
             self.table.close(choice.stream)
 

@@ -28,6 +28,7 @@ class CallMetrics:
 
     first_token: Histogram
     inter_token: Histogram
+    max_inter_token: Histogram
     duration: Histogram
     queue: Histogram
     prompt_tokens: Counter
@@ -79,6 +80,12 @@ class GatewayMetrics:
         self._inter_token = histogram(
             prefix + "inter_token_latency_seconds", "Between tokens of one sequence", TOKEN_BUCKETS, both
         )
+        self._max_inter_token = histogram(
+            prefix + "max_inter_token_latency_seconds",
+            "Longest time between tokens of a sequence, once each",
+            LATENCY_BUCKETS,
+            both,
+        )
         self._duration = histogram(prefix + "request_duration_seconds", "Arrival to last token", LATENCY_BUCKETS, both)
         self._queue = histogram(
             prefix + "queue_time_seconds", "Submission to the start of prefill", LATENCY_BUCKETS, both
@@ -109,6 +116,7 @@ class GatewayMetrics:
             found = self._calls[key] = CallMetrics(
                 first_token=self._first_token.labels(*both),
                 inter_token=self._inter_token.labels(*both),
+                max_inter_token=self._max_inter_token.labels(*both),
                 duration=self._duration.labels(*both),
                 queue=self._queue.labels(*both),
                 prompt_tokens=self._prompt_tokens.labels(*both),

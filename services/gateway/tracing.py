@@ -52,6 +52,8 @@ def response_attributes(generation: Generation, call_id: str, model: str, now: f
         "gen_ai.usage.completion_tokens": usage.completion_tokens,
         "gen_ai.latency.e2e": now - generation.arrived_at,
     }
+    if usage.completion_tokens > len(generation.choices):
+        attributes["tideway.max_itl_s"] = max(choice.max_itl_s for choice in generation.choices)
     if generation.first_token_at is not None:
         first_s = generation.first_token_at - generation.arrived_at
         attributes["gen_ai.latency.time_to_first_token"] = first_s

@@ -24,7 +24,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from math import inf
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 from services.scheduler.cluster import ClusterView, InstanceState
 from services.scheduler.harvest import OfflineLedger
@@ -193,21 +193,27 @@ class Dispatcher:
         self._woken.clear()
         self._held_back.clear()
         while lanes:
-            lane = lanes[0] if len(lanes) == 1 else self._next(lanes, now)
+            lane = lanes[0]
+            candidates: list[ModelView] = []
+            if len(lanes) > 1:
+                candidates = self._candidates(lanes, now)
+                head = cast(Head, self.queue.order.pick_model(candidates, now))
+                lane = head.lane
             pick = self._pick(lane, now)
             if pick is not None:
+                if candidates:
+                    self.queue.order.on_turn(head, candidates)
                 yield pick
             if pick is None or lane not in self.queue:
                 lanes.remove(lane)
 
     # ------------------------------------------------------------------------------------------------ one pick
 
-    def _next(self, lanes: list[Lane], now: float) -> Lane:
-        """Of lanes in which something waits, the one whose first request comes first of all."""
+    def _candidates(self, lanes: list[Lane], now: float) -> list[ModelView]:
+        """Of lanes in which something waits, the heads of the best class."""
         heads = [Head(lane, self.queue.first(lane, now)[0], self._last_pick.get(lane.model, -1)) for lane in lanes]
         best = min(head.rank() for head in heads)
-        candidates: list[ModelView] = [head for head in heads if head.rank() == best]
-        return Lane(self.queue.order.pick_model(candidates, now).name, not best[0])
+        return [head for head in heads if head.rank() == best]
 
     def _pick(self, lane: Lane, now: float) -> tuple[TrackedRequest, str] | None:
         indexes = self._indexes(lane)

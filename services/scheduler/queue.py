@@ -44,6 +44,10 @@ class Head(NamedTuple):
         """Its first alone: the rest of the lane comes after it in any case."""
         return (self.first,)
 
+    def streams(self, now: float) -> tuple[float, float]:
+        """None has begun."""
+        return inf, 0.0
+
     def rank(self) -> tuple[bool, float]:
         """Online first, then high priority."""
         return (not self.lane.is_online, self.first.key[0])

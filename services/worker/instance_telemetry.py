@@ -116,6 +116,10 @@ class InstanceTelemetry:
         self._itl = WeightedHistogram(
             "vllm:inter_token_latency_seconds", "Duration of a step, once per decoding sequence", CLASS_LABELS, registry
         )
+        self._max_itl = Histogram(
+            "tideway_instance_max_inter_token_latency_seconds", "Longest time between two tokens of a request, once each",
+            CLASS_LABELS, registry=registry, buckets=LATENCY_BUCKETS,
+        )  # fmt: skip
         self._iteration_tokens = Histogram(
             "vllm:iteration_tokens_total", "Tokens in a step", LABELS, registry=registry, buckets=TOKEN_BUCKETS
         )
@@ -173,6 +177,7 @@ class InstanceTelemetry:
             self._decode.labels(*labels).observe(decode_s)
             if num_new > 1:
                 self._tpot.labels(*labels).observe(decode_s / (num_new - 1))
+                self._max_itl.labels(*labels).observe(ended.max_itl_s)
 
     def on_moved_away(self, model: str, num_new: int) -> None:
         """A request left for another instance after `num_new` tokens of here; all else is counted where it ends."""

@@ -188,6 +188,8 @@ class Departures(Requests):
             num_moves=sequence.num_moves + 1,
             last_ran_age_s=now - sequence.last_ran_s,
             peak_computed=sequence.peak_computed,
+            last_token_age_s=-1.0 if sequence.last_token_s is None else now - sequence.last_token_s,
+            max_itl_s=sequence.max_itl_s,
         )
         return TakenOut(request.request_id, travelling, progress, now, sequence.here_since_s)
 

@@ -319,6 +319,9 @@ class Engine(Moves):
             known = sequence.tokens
             offset = len(known) - sequence.num_prompt
             known.append(token)
+            if sequence.last_token_s is not None:
+                sequence.max_itl_s = max(sequence.max_itl_s, now - sequence.last_token_s)
+            sequence.last_token_s = now
             if sequence.first_token_s is None:
                 sequence.first_token_s = now
                 sequence.first_total = len(known)

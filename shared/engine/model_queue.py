@@ -11,6 +11,7 @@ from shared.cost_model import CostModel, StepShape
 from shared.engine.kv_blocks import root_hash
 from shared.engine.plan import ModelShape
 from shared.engine.sequence import Rank, Sequence
+from shared.policies.silence import SERVING_STEPS, allowed_silence_s
 from shared.policies.slo_budget import HEAD_START_TOKENS, MAX_SLACK, PACE
 
 ONLINE_RANKS = (Rank.ONLINE_HIGH, Rank.ONLINE_NORMAL)
@@ -117,6 +118,26 @@ class ModelQueue:
                 tpot_s = objective_s
         return Objectives(tpot_s, min(token_due_s - now, MAX_SLACK * tpot_s), first_due_s - now)
 
+    def streams(self, now: float) -> tuple[float, float]:
+        """Of its running online sequences that have their first token: the time left until the earliest must run again
+        (inf: there are none), and the time that serving them takes. Those of a step in flight have run by `now`."""
+        left_s, num, context = math.inf, 0, 0
+        for rank in ONLINE_RANKS:
+            for sequence in self.running[rank].values():
+                if sequence.first_token_s is None or sequence.total >= sequence.max_total:
+                    continue
+                num += 1
+                context += sequence.num_computed
+                age_s = 0.0 if sequence.in_flight else now - sequence.last_ran_s
+                left_s = min(left_s, allowed_silence_s(sequence.tpot_objective_s) - age_s)
+        if not num or self.cost_model is None:
+            return left_s, 0.0
+        return left_s, SERVING_STEPS * self.cost_model.predict(StepShape(0, 0.0, num, context))
+
+    def num_decoding(self, rank: Rank) -> int:
+        """Running sequences of the rank that have one token to compute."""
+        return sum(s.total - s.num_computed == 1 and s.total < s.max_total for s in self.running[rank].values())
+
     def online_shape(self, max_tokens: int) -> StepShape:
         """Of a step with all that its online sequences could run now, at most `max_tokens` prefill tokens."""
         prefill = decodes = context = 0
@@ -137,19 +158,22 @@ class ModelQueue:
 class Candidate:
     """A model with runnable sequences of one rank, as the ordering policy sees it."""
 
-    __slots__ = ("_queue", "_rank")
+    __slots__ = ("queue", "rank")
 
     def __init__(self, queue: ModelQueue, rank: Rank) -> None:
-        self._queue = queue
-        self._rank = rank
+        self.queue = queue
+        self.rank = rank
 
     @property
     def name(self) -> str:
-        return self._queue.name
+        return self.queue.name
 
     @property
     def last_planned_step(self) -> int:
-        return self._queue.last_planned_step
+        return self.queue.last_planned_step
 
     def runnable(self) -> Iterable[Sequence]:
-        return self._queue.runnable(self._rank)
+        return self.queue.runnable(self.rank)
+
+    def streams(self, now: float) -> tuple[float, float]:
+        return self.queue.streams(now)

@@ -36,6 +36,7 @@ def rebased(taken: TakenOut, now: float) -> tuple[GenerationRequest, SequencePro
             first_planned_age_s=age(progress.first_planned_age_s),
             submitted_age_s=progress.submitted_age_s + passed_s,
             last_ran_age_s=progress.last_ran_age_s + passed_s,
+            last_token_age_s=age(progress.last_token_age_s),
         ),
     )
 
@@ -184,6 +185,9 @@ class Moves(Departures):
             sequence.first_total = progress.first_total
         if progress.first_planned_age_s >= 0:
             sequence.first_planned_s = now - progress.first_planned_age_s
+        if progress.last_token_age_s >= 0:
+            sequence.last_token_s = now - progress.last_token_age_s
+        sequence.max_itl_s = progress.max_itl_s
         sequence.submitted_s = now - progress.submitted_age_s
         sequence.last_ran_s = now - progress.last_ran_age_s
         sequence.device_s = progress.device_s

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import sys
+from typing import cast
 
 from shared.cost_model import StepShape
 from shared.engine.batch import Batch, PlannedStep
@@ -17,7 +18,8 @@ from shared.engine.plan import NewSequence, StepPlan
 from shared.engine.room import Room
 from shared.engine.sequence import Rank, Sequence, State
 from shared.messages.requests import pack_tokens
-from shared.policies.ordering import OrderingPolicy
+from shared.policies.ordering import ModelView, OrderingPolicy
+from shared.policies.silence import URGENT_S, room_s
 from shared.policies.token_budget import Limits, StepBudget, StepView, TokenBudgetPolicy
 
 MIN_ONLINE_CHUNK = 16
@@ -102,31 +104,53 @@ class Planner(Room):
             if rank == Rank.OFFLINE and (self.suspended is not None or self._holds_offline):
                 # What the objectives leave beside online steps goes to the suspended step first.
                 break
-            candidates = [
-                queue
-                for queue in self.queues.values()
-                if queue.has_work(rank) and (self._prefetch or not queue.restoring)
-            ]
+            candidates = self._candidates(rank, begins_s)
             while candidates:
-                queue = candidates[0]
-                if len(candidates) > 1:
-                    views = [Candidate(queue, rank) for queue in candidates]
-                    queue = self.queues[self.ordering.pick_model(views, now).name]  # type: ignore[arg-type]
-                candidates.remove(queue)
+                picked, views = candidates[0], list(candidates)
+                if len(views) > 1:
+                    picked = cast(Candidate, self.ordering.pick_model(cast(list[ModelView], views), begins_s))
+                candidates.remove(picked)
+                queue = picked.queue
                 limits = self._limits(queue, rank, begins_s)
                 if limits.is_interruptible and not is_alone:
                     # It would keep the results of the step before it waiting; a short one does not.
                     if queue.cost_model is None:
                         continue
                     limits = limits._replace(limit_s=self._short_step_s(), is_interruptible=False)
-                batch = self._fill(queue, rank, limits, now)
+                batch = self._fill(queue, picked.rank, limits, now)
                 if batch.sequences:
                     queue.last_planned_step = step_id
+                    if len(views) > 1:
+                        self.ordering.on_turn(picked, cast(list[ModelView], views))
                     self.last_limit_s = min(
                         limits.limit_s, math.inf if batch.sequences[-1].is_online else limits.offline_limit_s
                     )
                     return self._close(step_id, queue, batch, limits.is_interruptible and rank == Rank.OFFLINE, now)
         return None
+
+    def _candidates(self, rank: Rank, begins_s: float) -> list[Candidate]:
+        """The models that could lead the step: those with work of the rank, and beside high priority those whose normal
+        streams have stood still for as long as they may."""
+        found = [
+            Candidate(queue, rank)
+            for queue in self.queues.values()
+            if queue.has_work(rank) and (self._prefetch or not queue.restoring)
+        ]
+        if found and rank == Rank.ONLINE_HIGH and self.ordering.bounds_silence:
+            others = [queue for queue in self.queues.values() if all(queue is not one.queue for one in found)]
+            found += [
+                Candidate(queue, Rank.ONLINE_NORMAL) for queue in others if room_s([queue.streams(begins_s)]) < URGENT_S
+            ]
+        return found
+
+    def _silence_limit_s(self, queue: ModelQueue, begins_s: float) -> float:
+        """How long a step may take without making a stream, of whatever model, stand still for longer than it may. Those
+        of the model itself get a token with it; their prompts make headway even where it is too late."""
+        if not self.ordering.bounds_silence:
+            return math.inf
+        own_left_s, own_s = queue.streams(begins_s)
+        others = [other.streams(begins_s) for other in self.queues.values() if other is not queue]
+        return max(min(own_left_s, room_s(others)), own_s)
 
     def _limits(self, queue: ModelQueue, leading: Rank, begins_s: float) -> Limits:
         if leading == Rank.OFFLINE:
@@ -150,7 +174,8 @@ class Planner(Room):
                 own.ttft_left_s,
                 queue.online_shape(sys.maxsize) if has_both else StepShape(),
             )
-        self.last_limits = self._token_budget.limits(view)
+        limits = self._token_budget.limits(view)
+        self.last_limits = limits._replace(limit_s=min(limits.limit_s, self._silence_limit_s(queue, begins_s)))
         return self.last_limits
 
     def _fill(self, queue: ModelQueue, leading: Rank, limits: Limits, now: float) -> Batch:
@@ -175,10 +200,14 @@ class Planner(Room):
             chunks = self._add_decodes(queue, rank, batch, now, decodes)
             if not prefills:
                 continue
+            # Prompts of high priority do not make the model's other streams stand still.
+            kept = queue.num_decoding(Rank.ONLINE_NORMAL) if decodes and rank == Rank.ONLINE_HIGH else 0
+            batch.budget.tokens_left -= kept
             for sequence in chunks:
                 if sequence.state == State.RUNNING:
                     self._add_prefill(sequence, batch, self._least_chunk(rank, batch))
             self._admit(queue, rank, batch, now)
+            batch.budget.tokens_left += kept
         return batch
 
     def _close(self, step_id: int, queue: ModelQueue, batch: Batch, is_interruptible: bool, now: float) -> PlannedStep:

@@ -59,6 +59,8 @@ class Ended(msgspec.Struct, frozen=True):
     """From instance to instance."""
     here_since_s: float = 0.0
     """When this instance was given it: its submission, or its adoption from another."""
+    max_itl_s: float = 0.0
+    """The longest time between two of its tokens."""
 
 
 Effect = Output | Ended | TakenOut
@@ -215,6 +217,7 @@ class Requests:
                 sequence.tpot_objective_s,
                 sequence.num_moves,
                 sequence.here_since_s,
+                sequence.max_itl_s,
             )
         )
         self._drop(sequence)

@@ -85,6 +85,8 @@ class Sequence:
         "is_cancelled",
         "is_spoilt",
         "last_ran_s",
+        "last_token_s",
+        "max_itl_s",
         "max_total",
         "min_total",
         "model",
@@ -160,6 +162,9 @@ class Sequence:
         self.first_token_s: float | None = None
         self.first_total = 0
         """`total` with that token."""
+        self.last_token_s: float | None = None
+        self.max_itl_s = 0.0
+        """The longest time between two of its tokens."""
         self.ttft_due_s = self.deadline_s
         """Until when the objective wants the first token."""
         self.tpot_objective_s = float("inf")

@@ -114,6 +114,9 @@ class SequenceProgress(msgspec.Struct, frozen=True, array_like=True):
     """Since the last step that computed it; its arrival before the first."""
     peak_computed: int = 0
     """Tokens that had been computed when it was last preempted, if it has not run since."""
+    last_token_age_s: float = -1.0
+    """Since its last token; below 0: it has none yet."""
+    max_itl_s: float = 0.0
 
 
 class Commit(msgspec.Struct, frozen=True, array_like=True):

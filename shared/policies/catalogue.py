@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 from shared.policies.baselines import RoundRobin, SkipJoinMlfq
 from shared.policies.doubling_budget import DoublingBudget
@@ -13,6 +14,7 @@ from shared.policies.token_budget import FixedTokenBudget, TokenBudgetPolicy
 ORDERING_POLICIES: dict[str, Callable[[], OrderingPolicy]] = {
     "fcfs": FirstComeFirstServed,
     "doubling_budget": DoublingBudget,
+    "seallm": partial(DoublingBudget, shares_turns=False),
     "round_robin": RoundRobin,
     "mlfq": SkipJoinMlfq,
 }

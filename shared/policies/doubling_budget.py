@@ -1,23 +1,26 @@
 """SeaLLM's doubling budget (section 4.2, Algorithm 2 of its appendix): shortest expected remaining time first, weighted for
-normalised latency, and mended for requests that run longer than expected.
+normalised latency, and mended for requests that run longer than expected; and turns in proportion to it.
 
     L, D       mean and standard deviation of the execution time of the model's finished requests (the paper's "Var")
     Q = L + D  a request's budget at the start; falls by the execution time it receives
     O = Q * L  its priority, smallest first
     Q <= 0     the k-th time: Q = 2^k * (L + D)
-    starving   not run for longer than theta = max(1 s, 5 L): before all others, the longest waiting first
+    starving   not run for longer than theta = max(1 s, 5 L): before all others of its model, the longest waiting first
 
-    model      the one with the largest gain sum(1 / (max(Q, half of what Q was set to) * L)) / sqrt(n) over its n requests
+    weight     of a model: sum(1 / (max(Q, half of what Q was set to) * L)) over its requests
+    turn       a step. Models have turns in proportion to their weights (turns.py)
+    due        before all this, the model whose streams are due the earliest, where one must run soon (silence.py)
 
 Q * L minimises the sum of (latency / L) where all requests of a model take L (the paper's theorem 1): of two requests with
 T_j, T_k left, j first costs T_j / L_k more for k, and k first T_k / L_j more for j.
 
-The paper takes the model of the request with the smallest O (`weighs_batches` False). A step serves a whole batch, though:
-by the c-mu rule of the paper's theorem 2 it is worth the sum of 1 / O over it, and a model with few but short requests
-would else run ever smaller batches. Requests that are put off share the steps of those that come later, so a batch loses
-less by waiting than its size says: the root of n lies between the gain of one request and that of all, and was best or near
-it on every workload of bench/ordering. A request counts as if at least half of its budget were left, because one whose
-budget is nearly used up is not for that reason near its end.
+The paper gives the device to the model of the request with the smallest O (`shares_turns` False) until another's is smaller:
+streams of the others stand still meanwhile, for seconds where budgets double. And a decode step costs nearly the same for
+one sequence as for many: whoever waits shares the steps of those who come later, so putting one model off altogether saves
+less than one request after another on a device would. So 1 / O, the gain by the c-mu rule of the paper's theorem 2, says how
+often a model has a turn, and doubling makes turns rarer, not longer. Turns are steps and not time, because the long ones are
+prompts, which nobody can share: those are better done at once. A request counts as if at least half of its budget were left,
+because one whose budget is nearly used up is not for that reason near its end.
 
 The paper batches one phase of one model; a step with chunked prefill may hold both phases. `mixes_phases` chooses, the
 planner obeys: budgets and order are the same in both modes.
@@ -26,17 +29,19 @@ planner obeys: budgets and order are the same in both modes.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from math import inf, ldexp, sqrt
+from math import ldexp
 from typing import NamedTuple
 
 from shared.messages.cluster import ExecutionStatistics
 from shared.policies.ordering import ModelView, OrderingPolicy, SequenceView, model_of_first
+from shared.policies.silence import URGENT_S, room_s
+from shared.policies.turns import Turns
 
 LEAST_TIME_S = 1e-6
 """A mean below it counts as this: budgets must not be zero."""
 
 LEAST_GAIN_SHARE = 0.5
-"""Of a budget as it was set: a request counts in its model's gain as if at least this were left."""
+"""Of a budget as it was set: a request counts in its model's weight as if at least this were left."""
 
 
 class _Service(NamedTuple):
@@ -56,7 +61,7 @@ class _Budget:
 
 
 class DoublingBudget(OrderingPolicy):
-    """`default_s`: the mean of models of which no statistics, not even a prediction, were told. `weighs_batches` False: the
+    """`default_s`: the mean of models of which no statistics, not even a prediction, were told. `shares_turns` False: the
     paper's choice of the model."""
 
     is_static = False
@@ -65,13 +70,16 @@ class DoublingBudget(OrderingPolicy):
         self,
         *,
         mixes_phases: bool = True,
-        weighs_batches: bool = True,
+        shares_turns: bool = True,
         default_s: float = 1.0,
         starvation_means: float = 5.0,
         min_starvation_s: float = 1.0,
     ) -> None:
         self.mixes_phases = mixes_phases
-        self._weighs_batches = weighs_batches
+        self.bounds_silence = shares_turns
+        self._turns: Turns[str] = Turns()
+        self._weights: dict[str, float] = {}
+        """Of the candidates of the last pick."""
         self._starvation_means = starvation_means
         self._min_starvation_s = min_starvation_s
         self._default = self._service(default_s, 0.0)
@@ -109,26 +117,27 @@ class DoublingBudget(OrderingPolicy):
         return (1, sequence.order_state.left_s * service.mean_s)
 
     def pick_model(self, candidates: list[ModelView], now: float) -> ModelView:
-        """The model of who has starved longest, else the one with the largest gain; O(n)."""
-        if not self._weighs_batches:
+        """See the module's docstring; O(n)."""
+        if not self.bounds_silence:
             return model_of_first(self, candidates, now)
-        return min(candidates, key=lambda model: self._urgency(model, now))
+        self._weights = {model.name: self._weight(model) for model in candidates}
+        streams = {model.name: model.streams(now) for model in candidates}
+        if room_s(streams.values()) < URGENT_S:
+            return min(candidates, key=lambda model: streams[model.name][0])
+        name = self._turns.next(self._weights)
+        return next(model for model in candidates if model.name == name)
 
-    def _urgency(self, model: ModelView, now: float) -> tuple[int, float, float]:
-        """Smaller is served first; of equals who came first."""
+    def on_turn(self, model: ModelView, candidates: list[ModelView]) -> None:
+        if self.bounds_silence:
+            self._turns.take(model.name, {other.name: self._weights[other.name] for other in candidates})
+
+    def _weight(self, model: ModelView) -> float:
         service = self._services.get(model.name, self._default)
-        starving_s = arrived_s = inf
-        gain, num = 0.0, 0
+        gain = 0.0
         for sequence in model.runnable():
-            num += 1
-            arrived_s = min(arrived_s, sequence.arrived_s)
-            if now - sequence.last_ran_s > service.starvation_s:
-                starving_s = min(starving_s, sequence.last_ran_s)
             budget: _Budget = sequence.order_state
             gain += 1 / max(budget.left_s, ldexp(LEAST_GAIN_SHARE * service.budget_s, budget.num_exhausted))
-        if starving_s < inf:
-            return (0, starving_s, arrived_s)
-        return (1, -gain / (service.mean_s * sqrt(num)), arrived_s) if num else (2, 0.0, arrived_s)
+        return gain / service.mean_s
 
     def budgets(self, sequences: Iterable[SequenceView]) -> tuple[float, float]:
         left = [sequence.order_state.left_s for sequence in sequences]

@@ -56,6 +56,10 @@ class ModelView(Protocol):
     def runnable(self) -> Iterable[SequenceView]:
         """Its runnable sequences of that class; O(n)."""
 
+    def streams(self, now: float) -> tuple[float, float]:
+        """Of its online sequences that have their first token: the time left until the earliest of their next ones is due
+        (inf: it has none; see silence.py), and the time that serving them takes; O(n)."""
+
 
 class OrderingPolicy(ABC):
     is_static: bool
@@ -63,6 +67,9 @@ class OrderingPolicy(ABC):
     mixes_phases: bool = True
     """Whether a step may hold decodes and prefill chunks of one model together (SeaLLM batches one phase; with chunked
     prefill both may be mixed)."""
+    bounds_silence: bool = False
+    """Whether `pick_model` serves streams before they have stood still for too long (silence.py); the planner then bounds
+    steps so that it can."""
 
     @abstractmethod
     def key(self, sequence: SequenceView, now: float) -> tuple[float, ...]:
@@ -70,7 +77,11 @@ class OrderingPolicy(ABC):
 
     @abstractmethod
     def pick_model(self, candidates: list[ModelView], now: float) -> ModelView:
-        """The model of the next iteration; `candidates` is not empty and in the order in which models were added."""
+        """The model of an iteration that begins at `now`; `candidates` is not empty and in the order in which models were
+        added. Changes nothing: what was picked may turn out to lack room."""
+
+    def on_turn(self, model: ModelView, candidates: list[ModelView]) -> None:  # noqa: B027
+        """An iteration was given to the model, which is among the candidates of the last `pick_model`."""
 
     def on_arrival(self, sequence: SequenceView, now: float) -> None:  # noqa: B027
         """Before the first `key` of a sequence."""

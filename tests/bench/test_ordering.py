@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -13,7 +14,18 @@ from bench.ordering.__main__ import main
 from bench.ordering.comparing import ORDERS
 from bench.ordering.results import OURS, Comparison, Figures, figures_of
 from bench.ordering.simulation import Run, mean_times_alone_s, normalised, simulate
-from bench.ordering.workloads import ALIKE, MODERATE, SEALLM, SMALL, Job, Setting, draw_jobs, read_lengths, time_alone_s
+from bench.ordering.workloads import (
+    ALIKE,
+    MODERATE,
+    SEALLM,
+    SMALL,
+    Job,
+    Setting,
+    draw_jobs,
+    read_lengths,
+    real_settings,
+    time_alone_s,
+)
 
 
 @pytest.mark.parametrize("setting", [SEALLM, MODERATE, SMALL, ALIKE], ids=lambda setting: setting.name)
@@ -58,6 +70,7 @@ def test_latencies_are_over_the_models_mean_time_alone_without_the_first_and_las
     jobs = [Job(float(number), "chat" if number % 2 else "summaries", 100, 10) for number in range(10)]
     run = Run(
         latencies_s=[100.0, 100.0, 2, 3, 2, 3, 2, 3, 2, 100.0],
+        max_itl_s=[0.1] * 9 + [0.4],
         end_s=110.0,
         num_steps=1,
         num_switches=1,
@@ -70,27 +83,77 @@ def test_latencies_are_over_the_models_mean_time_alone_without_the_first_and_las
     one = figures_of("fcfs", 0.9, [(run, values)])
     assert one.mean == pytest.approx(11 / 7)
     assert (one.num_requests, one.by_model) == (7, {"chat": 1.0, "summaries": 2.0})
+    assert one.max_itl_s == 0.4, "of all requests, the first and last too"
     assert set(mean_times_alone_s(SEALLM, jobs)) == {"chat", "summaries"}
 
 
-def test_a_miss_is_called_a_miss() -> None:
-    run = Run(latencies_s=[1.0], end_s=1, num_steps=1, num_switches=1, num_preemptions=0, recomputed_tokens=0)
+def comparison_of(means: Sequence[float], *, silence_s: float = 0.1, is_real: bool = False) -> Comparison:
+    """At load 0.9, an order of `ORDERS` each."""
 
     def figures(order: str, mean: float) -> Figures:
+        run = Run(
+            latencies_s=[1.0], max_itl_s=[silence_s], end_s=1, num_steps=1, num_switches=1, num_preemptions=0,
+            recomputed_tokens=0,
+        )  # fmt: skip
         values = {"alone": np.array([mean]), "token": np.array([mean]), "chat": np.array([mean])}
         return figures_of(order, 0.9, [(run, values)])
 
-    def verdicts(*means: float) -> list[bool]:
-        made = [figures(order, mean) for order, mean in zip(ORDERS, means, strict=True)]
-        comparison = Comparison(
-            name="c", device="d", mix_phases=True, capacity_rps=1.0, alone_s={"chat": 1.0}, figures=made
-        ).with_ratios()
-        return [line.startswith("met") for line in comparison.verdicts()]
+    made = [figures(order, mean) for order, mean in zip(ORDERS, means, strict=True)]
+    return Comparison(
+        name="c", device="d", mix_phases=True, capacity_rps=1.0, alone_s={"chat": 1.0}, figures=made, is_real=is_real
+    ).with_ratios()
 
-    assert ORDERS[:2] == (OURS, "fcfs")
-    assert verdicts(1.0, 2.1, 1.1, 1.2) == [True, True]
-    assert verdicts(1.0, 1.9, 1.1, 1.2) == [True, False]
-    assert verdicts(1.0, 2.1, 0.9, 1.2) == [False, True]
+
+def test_a_miss_is_called_a_miss() -> None:
+    def verdicts(*means: float, silence_s: float = 0.1) -> list[bool]:
+        return [line.startswith("met") for line in comparison_of(means, silence_s=silence_s).verdicts()]
+
+    assert ORDERS == (OURS, "fcfs", "round_robin", "mlfq", "seallm")
+    assert verdicts(1.0, 2.1, 0.9, 1.2, 1.1) == [True, True, True]
+    assert verdicts(1.0, 1.9, 1.1, 1.2, 1.1) == [True, True, False]
+    assert verdicts(1.0, 2.1, 1.1, 0.9, 1.1) == [True, False, True]
+    assert verdicts(1.0, 2.1, 1.1, 1.2, 1.1, silence_s=0.6) == [False, True, True]
+
+
+def test_on_real_lengths_the_best_other_order_counts() -> None:
+    def verdicts(*means: float) -> list[bool]:
+        return [line.startswith("met") for line in comparison_of(means, is_real=True).verdicts()]
+
+    assert verdicts(1.01, 2.0, 1.0, 1.2, 1.1) == [True, True, True, True]
+    assert verdicts(1.04, 2.0, 1.0, 1.2, 1.1) == [True, False, True, True]
+    assert verdicts(1.04, 1.01, 1.03, 1.2, 1.1) == [True, False, True, True]
+    assert verdicts(1.4, 2.0, 1.0, 1.5, 1.1) == [True, False, False, False]
+
+
+def test_a_folder_of_traces_is_compared_in_pairs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    header = "num_prefill_tokens,num_decode_tokens\n"
+    (tmp_path / "long.csv").write_text(header + "9000,7\n10000,9\n")
+    (tmp_path / "short.csv").write_text(header + "11,7\n12,9\n")
+    (tmp_path / "rates.csv").write_text("model,window_start_s,rate_rps\nm,0,1\n")
+    settings = real_settings(tmp_path)
+    assert [setting.name for setting, _ in settings] == [
+        "prefill-heavy + long",
+        "prefill-heavy + short",
+        "long + short",
+    ]
+    assert [sorted(lengths) for _, lengths in settings] == [["long"], ["short"], ["long", "short"]]
+    np.testing.assert_array_equal(settings[0][1]["long"][0], [2250, 2500])
+    command = [
+        "--traces",
+        str(tmp_path),
+        "--requests",
+        "20",
+        "--num-seeds",
+        "1",
+        "--loads",
+        "0.5",
+        "--output",
+        str(tmp_path),
+    ]
+    assert main(command) == 0
+    assert "long + short, mixed phases: P99 at most 1.05 times round robin's; by load 0.5:" in capsys.readouterr().out
+    (file,) = tmp_path.glob("*-ordering-real.json")
+    assert len(json.loads(file.read_text())["comparisons"]) == 3
 
 
 def test_the_short_form_writes_its_result(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

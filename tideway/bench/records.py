@@ -69,6 +69,11 @@ class RequestRecord(msgspec.Struct, kw_only=True, omit_defaults=True):
         return [later - earlier for earlier, later in pairwise(self.token_times)]
 
     @property
+    def max_itl_s(self) -> float | None:
+        """The longest time that the answer stood still; None below two pieces."""
+        return max(self.itl_s, default=None)
+
+    @property
     def latency_s(self) -> float | None:
         """End to end."""
         return None if self.last_token_s is None else self.last_token_s - self.arrival_s

@@ -84,6 +84,8 @@ def table(summary: Summary, title: str = "") -> Table:
         row(f"{name}, ms: mean", [_ms(getattr(group, field), "mean") for group in groups])
         for percentile in ("p50", "p90", "p99"):
             row(f"  {percentile.upper()}", [_ms(getattr(group, field), percentile) for group in groups])
+    row("max ITL, ms: median request", [_ms(group.max_itl_s, "p50") for group in groups])
+    row("  worst request", [_ms(group.max_itl_s, "max") for group in groups])
     shown.add_section()
     row("SLO attainment: TTFT", [_percent(group.attainment.ttft) for group in groups])
     row("  TPOT", [_percent(group.attainment.tpot) for group in groups])

@@ -65,6 +65,8 @@ class GroupSummary(msgspec.Struct, frozen=True, kw_only=True):
     ttft_s: Distribution
     tpot_s: Distribution
     itl_s: Distribution
+    max_itl_s: Distribution = Distribution()
+    """Of each request its longest."""
     latency_s: Distribution
     normalized_latency_s: Distribution
     mean_prompt_tokens: float
@@ -133,6 +135,7 @@ def _group(request_class: str, model: str, records: list[RequestRecord], start_s
         ttft_s=Distribution.of(record.ttft_s for record in succeeded),
         tpot_s=Distribution.of(record.tpot_s for record in succeeded),
         itl_s=Distribution.of(value for record in succeeded for value in record.itl_s),
+        max_itl_s=Distribution.of(record.max_itl_s for record in succeeded),
         latency_s=Distribution.of(record.latency_s for record in succeeded),
         normalized_latency_s=Distribution.of(record.normalized_latency_s for record in succeeded),
         mean_prompt_tokens=Distribution.of(record.prompt_tokens for record in succeeded).mean,

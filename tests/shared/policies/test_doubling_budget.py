@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from functools import cache
 
 import pytest
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from shared.messages.cluster import ExecutionStatistics
 from shared.policies.doubling_budget import DoublingBudget
 from shared.policies.ordering import ModelView
+from shared.policies.silence import URGENT_S
 from tests.shared.policies.views import FakeModel, FakeSequence
 
 
@@ -80,7 +82,7 @@ def test_starving_sequences_go_first_longest_waiting_first() -> None:
 
 
 def test_the_model_is_that_of_the_first_sequence() -> None:
-    policy = policy_with({"a": 1.0, "b": 3.0}, weighs_batches=False)
+    policy = policy_with({"a": 1.0, "b": 3.0}, shares_turns=False)
     a, b = FakeModel("a"), FakeModel("b")
     a.sequences = [arrive(policy, 0, "a")]
     b.sequences = [arrive(policy, 1, "b"), arrive(policy, 2, "b")]
@@ -89,40 +91,60 @@ def test_the_model_is_that_of_the_first_sequence() -> None:
     assert policy.pick_model([a, b], 0.0) is b
     b.sequences = []
     assert policy.pick_model([b, a], 0.0) is a
-    same = policy_with({"a": 1.0, "b": 1.0}, weighs_batches=False)
+    same = policy_with({"a": 1.0, "b": 1.0}, shares_turns=False)
     a.sequences, b.sequences = [arrive(same, 5, "a")], [arrive(same, 4, "b")]
     assert same.pick_model([a, b], 0.0) is b, "ties go to the earlier arrival"
 
 
-def test_a_batch_weighs_more_than_a_request_and_less_than_its_size() -> None:
+def turns(policy: DoublingBudget, models: list[ModelView], num: int) -> Counter[str]:
+    """So many, in which nobody's budget changes."""
+    taken: Counter[str] = Counter()
+    for _ in range(num):
+        model = policy.pick_model(models, 0.0)
+        policy.on_turn(model, models)
+        taken[model.name] += 1
+    return taken
+
+
+def test_models_have_turns_in_proportion_to_what_they_gain() -> None:
     policy = policy_with({"a": 1.0, "b": 2.0})
     a, b = FakeModel("a"), FakeModel("b")
     a.sequences = [arrive(policy, 0, "a")]
-    b.sequences = [arrive(policy, number, "b") for number in range(1, 16)]
-    assert policy.pick_model([b, a], 0.0) is a, "15 requests of a quarter of the gain each count as 15 / sqrt(15)"
-    b.sequences += [arrive(policy, number, "b") for number in range(16, 19)]
-    assert policy.pick_model([a, b], 0.0) is b
-    assert policy.pick_model([FakeModel("b"), a], 0.0) is a, "nothing is runnable of the other"
+    b.sequences = [arrive(policy, number, "b") for number in range(1, 3)]
+    assert turns(policy, [b, a], 30) == {"a": 20, "b": 10}, "1 / (1 * 1) against twice 1 / (2 * 2)"
+    b.sequences += [arrive(policy, number, "b") for number in range(3, 13)]
+    assert turns(policy, [b, a], 40) == {"a": 10, "b": 30}
+    assert turns(policy, [FakeModel("b"), a], 21)["b"] == 1, "nothing is runnable of it: the least share"
+
+
+def test_a_budget_that_doubles_makes_turns_rarer() -> None:
+    policy = policy_with({"a": 1.0, "b": 1.0})
+    a, b = FakeModel("a"), FakeModel("b")
+    a.sequences, b.sequences = [arrive(policy, 0, "a")], [arrive(policy, 1, "b")]
+    policy.charge(a.sequences[0], 1.0, 0.0)
+    assert turns(policy, [a, b], 30) == {"a": 10, "b": 20}
 
 
 def test_a_nearly_used_budget_counts_as_half_of_what_it_was() -> None:
-    policy = policy_with({"a": 1.0, "b": 1.5})
+    policy = policy_with({"a": 1.0, "b": 1.0})
     a, b = FakeModel("a"), FakeModel("b")
     a.sequences, b.sequences = [arrive(policy, 0, "a")], [arrive(policy, 1, "b")]
-    policy.charge(b.sequences[0], 1.49, 0.0)  # 0.75 s count: 1.125 > 1
-    assert policy.pick_model([a, b], 0.0) is a
-    policy.charge(a.sequences[0], 1.0, 0.0)  # doubled
-    assert policy.pick_model([a, b], 0.0) is b
+    policy.charge(b.sequences[0], 0.99, 0.0)
+    assert turns(policy, [a, b], 30) == {"a": 10, "b": 20}
 
 
-def test_the_model_of_who_starves_longest_goes_first() -> None:
-    policy = policy_with({"a": 0.1, "b": 0.1})
-    a, b = FakeModel("a"), FakeModel("b")
-    a.sequences = [arrive(policy, number, "a", 1.0) for number in range(9)]
-    b.sequences = [arrive(policy, 9, "b", 0.5)]
-    assert policy.pick_model([a, b], 1.2) is a
-    assert policy.pick_model([a, b], 1.6) is b
-    assert policy.pick_model([a, b], 2.6) is b
+def test_streams_that_are_due_soon_go_first_by_due_time() -> None:
+    policy = policy_with({"a": 0.1, "b": 10.0, "c": 10.0})
+    a, b, c = FakeModel("a"), FakeModel("b", due_s=1.0, serving_s=0.1), FakeModel("c", due_s=1.1, serving_s=0.3)
+    for number, model in enumerate((a, b, c)):
+        model.sequences = [arrive(policy, number, model.name)]
+    models: list[ModelView] = [a, b, c]
+    assert policy.pick_model(models, 1.1 - 0.4 - URGENT_S - 0.01) is a
+    assert policy.pick_model(models, 1.1 - 0.4 - URGENT_S + 0.01) is b, "b and then c would be too late else"
+    assert policy.pick_model(models, 2.0) is b
+    b.due_s = 9.0
+    assert policy.pick_model(models, 2.0) is c
+    assert policy_with({"a": 0.1}, shares_turns=False).bounds_silence is False
 
 
 # ------------------------------------------------------------------------------------------------- the paper's text
@@ -159,7 +181,7 @@ def test_picks_what_the_papers_algorithm_picks(
         {name: mean for name, (mean, _) in services.items()},
         {name: std for name, (_, std) in services.items()},
         min_starvation_s=math.inf,
-        weighs_batches=False,
+        shares_turns=False,
     )
     models = {name: FakeModel(name) for name in services}
     paper: list[PaperRequest] = []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from math import inf
 from typing import Any
 
 from shared.cost_model import CostModel
@@ -29,6 +30,12 @@ class FakeModel:
     name: str
     last_planned_step: int = -1
     sequences: list[FakeSequence] = field(default_factory=list)
+    due_s: float = inf
+    """When its streams are due."""
+    serving_s: float = 0.0
 
     def runnable(self) -> Iterable[FakeSequence]:
         return self.sequences
+
+    def streams(self, now: float) -> tuple[float, float]:
+        return self.due_s - now, self.serving_s

@@ -1,0 +1,41 @@
+"""Who has the next turn where each is to have turns in proportion to a weight: smooth weighted round robin.
+
+    before each turn  credit of each += its share of the weights        share: at least LEAST_SHARE of the largest
+    turn              the largest credit; it falls by 1
+
+Credits sum to 0 and stay within 1 below and the number of takers above, so weights that change take effect at once, and
+nobody is in debt for turns that were taken at other weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from typing import Generic, TypeVar
+
+LEAST_SHARE = 0.05
+"""Of the largest weight: what counts at least for each."""
+
+Taker = TypeVar("Taker", bound=Hashable)
+
+
+class Turns(Generic[Taker]):
+    def __init__(self) -> None:
+        self._credits: dict[Taker, float] = {}
+
+    def next(self, weights: Mapping[Taker, float]) -> Taker:
+        """Of those with a weight (at least one, none negative) who is to have the next turn; of equals the first. Changes
+        nothing."""
+        credits = self._after(weights)
+        return max(credits, key=credits.__getitem__)
+
+    def take(self, taker: Taker, weights: Mapping[Taker, float]) -> None:
+        """It had a turn while those with a weight wanted one. Who is not among them is forgotten."""
+        credits = self._after(weights)
+        credits[taker] = max(-1.0, credits[taker] - 1.0)
+        self._credits = credits
+
+    def _after(self, weights: Mapping[Taker, float]) -> dict[Taker, float]:
+        least = LEAST_SHARE * max(weights.values())
+        counted = {taker: max(weight, least) for taker, weight in weights.items()}
+        total = sum(counted.values()) or 1.0
+        return {taker: self._credits.get(taker, 0.0) + weight / total for taker, weight in counted.items()}

@@ -1,0 +1,149 @@
+"""Streams of several models on one instance, in virtual time: none stands still for longer than it may, whatever the others
+do (shared/policies/silence.py)."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+
+import pytest
+
+from shared.cost_model import CostModel, shape_of
+from shared.engine.engine import Engine
+from shared.engine.plan import ModelShape, StepPlan, StepResult
+from shared.engine.requests import Ended
+from shared.messages.cluster import ExecutionStatistics
+from shared.messages.requests import GenerationRequest, Priority, RequestClass, SamplingParams, pack_tokens
+from shared.policies.catalogue import ordering_policy
+from shared.policies.silence import allowed_silence_s
+from shared.policies.slo_budget import SloTokenBudget
+
+COST = CostModel(0.012, 1e-4, 3e-9, 3e-5, 3.6e-7, prefill_s=0.002, num_layers=32)
+"""About a 7B model on a GPU."""
+TPOT_S = 0.11
+PAGE = 32
+
+
+class Instance:
+    def __init__(self, order: str, num_models: int, mean_s: float, depth: int) -> None:
+        self.engine = Engine(
+            20_000, 256, ordering_policy(order), SloTokenBudget(2048), steps_in_flight=depth, ttft_s=1.5, tpot_s=TPOT_S
+        )
+        self.models = [f"m{number}" for number in range(num_models)]
+        for model in self.models:
+            self.engine.add_model(ModelShape(model, PAGE, 1, 1 << 20))
+            self.engine.set_cost_model(model, COST)
+            self.engine.set_statistics(ExecutionStatistics(model, mean_s, mean_s, 100))
+        self.ended: list[Ended] = []
+        self.num_sent = 0
+
+    def submit(
+        self,
+        model: str,
+        num_prompt: int,
+        num_output: int,
+        now: float,
+        *,
+        request_class: RequestClass = RequestClass.ONLINE,
+        priority: Priority = Priority.NORMAL,
+    ) -> None:
+        self.num_sent += 1
+        prompt = pack_tokens([self.num_sent * 7919 % 30_000 + i for i in range(num_prompt)])
+        sampling = SamplingParams(max_tokens=num_output, temperature=0.0)
+        sent = GenerationRequest(
+            str(self.num_sent),
+            "g",
+            model,
+            prompt,
+            sampling,
+            timeout_s=1e6,
+            request_class=request_class,
+            priority=priority,
+        )
+        assert self.engine.submit(sent, now) is None
+
+    def run(self, arrivals: list[tuple[float, str, int, int, dict[str, object]]]) -> None:
+        """Until all has ended; `arrivals`: (time, model, prompt, output, more). Steps run one after the other."""
+        engine, now, free_s = self.engine, 0.0, 0.0
+        waiting = deque(sorted(arrivals, key=lambda arrival: arrival[0]))
+        in_flight: deque[tuple[float, StepPlan]] = deque()
+        while True:
+            while waiting and waiting[0][0] <= now:
+                _, model, num_prompt, num_output, more = waiting.popleft()
+                self.submit(model, num_prompt, num_output, now, **more)  # type: ignore[arg-type]
+            while len(in_flight) < engine.steps_in_flight and (plan := engine.plan(now)) is not None:
+                free_s = max(now, free_s) + COST.predict(shape_of(plan.starts, plan.counts))
+                in_flight.append((free_s, plan))
+            if not in_flight:
+                if not waiting:
+                    return
+                now = waiting[0][0]
+                continue
+            end_s, plan = in_flight[0]
+            if waiting and waiting[0][0] < end_s:
+                now = waiting[0][0]
+                continue
+            in_flight.popleft()
+            now = end_s
+            engine.on_step(StepResult(plan.step_id, [5] * sum(plan.samples)), now)
+            self.ended += [effect for effect in engine.effects() if isinstance(effect, Ended)]
+
+    def max_itl_s(self, priority: Priority | None = None) -> float:
+        online = [e for e in self.ended if e.request.request_class == RequestClass.ONLINE]
+        return max(e.max_itl_s for e in online if priority in (None, e.request.priority))
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("mean_s", [0.5, 2.0, 10.0])
+@pytest.mark.parametrize("num_models", [2, 5, 8])
+def test_long_streams_of_several_models_go_on_beside_each_other(num_models: int, mean_s: float, depth: int) -> None:
+    instance = Instance("doubling_budget", num_models, mean_s, depth)
+    instance.run([(0.0, model, 100, 600, {}) for model in instance.models for _ in range(2)])
+    assert len(instance.ended) == 2 * num_models
+    assert instance.max_itl_s() <= 0.3
+
+
+def test_the_papers_choice_of_the_model_lets_them_stand_still_for_seconds() -> None:
+    instance = Instance("seallm", 2, 2.0, 1)
+    instance.run([(0.0, model, 100, 1500, {}) for model in instance.models for _ in range(2)])
+    assert instance.max_itl_s() > 5.0
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_prompts_of_thousands_of_tokens_make_no_stream_stand_still(seed: int) -> None:
+    """Models whose requests are short take most turns, with prompts up to 10,000 tokens; the others' streams go on."""
+    draw = random.Random(seed)
+    instance = Instance("doubling_budget", draw.randint(2, 6), 1.0, 1 + seed % 2)
+    for model in instance.models:
+        mean_s = draw.choice([0.1, 1.0, 20.0])
+        instance.engine.set_statistics(ExecutionStatistics(model, mean_s, mean_s, 100))
+    arrivals = [
+        (draw.uniform(0, 20), draw.choice(instance.models), draw.choice([100, 2000, 10_000]), draw.randint(2, 300), {})
+        for _ in range(60)
+    ]
+    offline = {"request_class": RequestClass.OFFLINE}
+    arrivals += [(draw.uniform(0, 20), draw.choice(instance.models), 3000, 100, offline) for _ in range(5)]
+    instance.run(arrivals)
+    assert len(instance.ended) == 65
+    assert not instance.engine.counters.preemptions, "memory lasted"
+    assert instance.max_itl_s() <= allowed_silence_s(TPOT_S)
+
+
+def test_normal_streams_go_on_beside_high_priority() -> None:
+    """Of another model, and of their own one, whose prompts fill whole steps."""
+    high = {"priority": Priority.HIGH}
+    for model in ("m0", "m1"):
+        instance = Instance("doubling_budget", 2, 1.0, 1)
+        arrivals = [(0.0, "m0", 100, 300, {})] + [(1.0, model, 20_000, 200, high) for _ in range(3)]
+        instance.run(arrivals)
+        assert len(instance.ended) == 4
+        assert instance.max_itl_s(Priority.NORMAL) <= allowed_silence_s(TPOT_S)
+
+
+def test_a_request_tells_of_its_longest_silence() -> None:
+    instance = Instance("round_robin", 2, 1.0, 1)
+    instance.run([(0.0, "m0", 100, 50, {}), (0.2, "m1", 2000, 1, {})])
+    (long,) = [ended for ended in instance.ended if ended.num_output_tokens == 50]
+    prefill_s = COST.predict(shape_of([0], [2000]))
+    decode_s = COST.predict(shape_of([150], [1]))
+    assert long.max_itl_s == pytest.approx(prefill_s + decode_s, rel=0.02)
