@@ -136,12 +136,14 @@ class Planner(Room):
             for queue in self.queues.values()
             if queue.has_work(rank) and (self._prefetch or not queue.restoring)
         ]
-        if found and rank == Rank.ONLINE_HIGH and self.ordering.bounds_silence:
+        if found and rank == Rank.ONLINE_HIGH:
             others = [queue for queue in self.queues.values() if all(queue is not one.queue for one in found)]
-            found += [
-                Candidate(queue, Rank.ONLINE_NORMAL) for queue in others if room_s([queue.streams(begins_s)]) < URGENT_S
-            ]
+            found += [Candidate(queue, Rank.ONLINE_NORMAL) for queue in others if self._is_urgent(queue, begins_s)]
         return found
+
+    def _is_urgent(self, queue: ModelQueue, begins_s: float) -> bool:
+        """Whether streams of the model have stood still for so long that they go first."""
+        return self.ordering.bounds_silence and room_s([queue.streams(begins_s)]) < URGENT_S
 
     def _silence_limit_s(self, queue: ModelQueue, begins_s: float) -> float:
         """How long a step may take without making a stream, of whatever model, stand still for longer than it may. Those
@@ -183,8 +185,11 @@ class Planner(Room):
         if self._mix_phases:
             return self._fill_phases(queue, leading, limits, now, True, True)
         # Prompts first: who has been prefilled shares the steps of those who decode (Orca, vLLM before chunked prefill).
-        batch = self._fill_phases(queue, leading, limits, now, False, True)
-        return batch if batch.sequences else self._fill_phases(queue, leading, limits, now, True, False)
+        phases = [(False, True), (True, False)]
+        if self._is_urgent(queue, now):
+            phases.reverse()
+        batch = self._fill_phases(queue, leading, limits, now, *phases[0])
+        return batch if batch.sequences else self._fill_phases(queue, leading, limits, now, *phases[1])
 
     def _fill_phases(
         self, queue: ModelQueue, leading: Rank, limits: Limits, now: float, decodes: bool, prefills: bool

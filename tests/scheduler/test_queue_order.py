@@ -87,7 +87,7 @@ def test_the_queue_is_as_if_sorted_at_most_a_moment_ago(name: str, events: list[
     assert len(queue) == 0 and not any(lane in queue for lane in LANES)
 
 
-@pytest.mark.parametrize("name", ["doubling_budget", "fcfs"])
+@pytest.mark.parametrize("name", ["seallm", "fcfs"])
 @given(
     requests=st.lists(
         st.tuples(st.sampled_from(MODELS), st.booleans(), st.sampled_from([0.0, 1.0, 3.0])), min_size=1, max_size=25
@@ -125,7 +125,7 @@ def test_under_round_robin_models_take_turns() -> None:
 
 
 def test_the_model_with_shorter_requests_goes_first_until_another_starves() -> None:
-    driver = Driver(max_waiting_per_model=1)
+    driver = Driver(order_policy="seallm", max_waiting_per_model=1)
     for model, mean_s in (("m", 2.0), ("n", 0.1)):
         driver.core.queue.set_statistics(ExecutionStatistics(model, mean_s, 0.0, 10))
     driver.submit(make_request("m0"))
@@ -138,6 +138,19 @@ def test_the_model_with_shorter_requests_goes_first_until_another_starves() -> N
     driver.submit(make_request("n1", model="n"))
     driver.report("a")
     assert list(driver.dispatches()) == ["m1", "n1"]
+
+
+def test_models_are_dispatched_in_proportion_to_their_gain() -> None:
+    driver = Driver(order_policy="doubling_budget", max_waiting_per_model=100)
+    for model, mean_s in (("m", 2.0), ("n", 1.0)):
+        driver.core.queue.set_statistics(ExecutionStatistics(model, mean_s, 0.0, 10))
+        for number in range(20):
+            driver.submit(make_request(f"{model}{number}", model=model))
+    driver.up("a", "m", "n")
+    taken = [request_id[0] for request_id in driver.dispatches()]
+    assert taken[:10] == ["n", "n", "m", "n", "n"] * 2, (
+        "four of n, of a quarter of the product of budget and mean, for one of m"
+    )
 
 
 def test_statistics_that_change_count_for_requests_that_wait() -> None:

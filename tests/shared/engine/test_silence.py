@@ -25,10 +25,11 @@ PAGE = 32
 
 
 class Instance:
-    def __init__(self, order: str, num_models: int, mean_s: float, depth: int) -> None:
+    def __init__(self, order: str, num_models: int, mean_s: float, depth: int, *, mix_phases: bool = True) -> None:
         self.engine = Engine(
-            20_000, 256, ordering_policy(order), SloTokenBudget(2048), steps_in_flight=depth, ttft_s=1.5, tpot_s=TPOT_S
-        )
+            20_000, 256, ordering_policy(order), SloTokenBudget(2048), steps_in_flight=depth, ttft_s=1.5, tpot_s=TPOT_S,
+            mix_phases=mix_phases,
+        )  # fmt: skip
         self.models = [f"m{number}" for number in range(num_models)]
         for model in self.models:
             self.engine.add_model(ModelShape(model, PAGE, 1, 1 << 20))
@@ -147,3 +148,10 @@ def test_a_request_tells_of_its_longest_silence() -> None:
     prefill_s = COST.predict(shape_of([0], [2000]))
     decode_s = COST.predict(shape_of([150], [1]))
     assert long.max_itl_s == pytest.approx(prefill_s + decode_s, rel=0.02)
+
+
+def test_with_one_phase_a_step_prompts_do_not_make_streams_of_their_own_model_stand_still() -> None:
+    instance = Instance("doubling_budget", 1, 1.0, 1, mix_phases=False)
+    instance.run([(0.0, "m0", 100, 100, {})] + [(0.5, "m0", 15_000, 2, {}) for _ in range(5)])
+    assert len(instance.ended) == 6
+    assert instance.max_itl_s() <= allowed_silence_s(TPOT_S)
