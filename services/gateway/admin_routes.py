@@ -239,6 +239,7 @@ def _models(info: InstanceInfo, heard: HeardLoad | None) -> list[InstanceModel]:
             counts.num_running,
             counts.num_waiting,
             loaded.error,
+            loaded.cost_model,
         )
         for loaded in info.models
         for counts in [reported.get(loaded.name, loaded)]

@@ -178,6 +178,8 @@ class InstanceModel(msgspec.Struct):
     num_running: int
     num_waiting: int
     error: str
+    cost_model: str
+    """Where its step times are from: none | live | profiled | stored; empty: it has none"""
 
 
 class InstanceLoad(msgspec.Struct):

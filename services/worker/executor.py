@@ -151,8 +151,9 @@ class Executor:
             100 * slab.waste(merged_bytes, shape.slot_bytes), prepared.backend.name,
         )  # fmt: skip
         return ModelShape(
-            prepared.name, prepared.page_tokens, slots_per_merged, prepared.max_model_len, prepared.model.vocab_size
-        )
+            prepared.name, prepared.page_tokens, slots_per_merged, prepared.max_model_len, prepared.model.vocab_size,
+            prepared.model.num_layers, self._layers_per_safepoint,
+        )  # fmt: skip
 
     def remove_model(self, name: str) -> None:
         """Frees the model's weights and drops its suspended steps; no launched step may use it."""

@@ -331,8 +331,8 @@ class InstanceService:
         counters = self._loop.counters
         self._metrics.on_load(load_now, self._loop.used_share(), counters.num_preemptions)
         self._metrics.coserving.on_counters(counters, self._slot_bytes(), self._loop.host_used_share())
-        for model, (cost_model, scale) in self._loop.cost_models().items():
-            self._metrics.coserving.on_cost_model(model, cost_model, scale)
+        for model, known in self._loop.cost_models().items():
+            self._metrics.coserving.on_costs(model, known)
         self._reports.publish(load_now, *self._moves.num_moving)
 
     def _slot_bytes(self) -> dict[str, int]:

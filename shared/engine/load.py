@@ -175,7 +175,7 @@ def _ideal_merged(planner: Planner, high_priority_load: float) -> float:
     ideal = [
         ideal_load_tokens(queue.cost_model) / queue.shape.tokens_per_merged
         for queue in planner.queues.values()
-        if queue.cost_model is not None
+        if queue.cost_model is not None and queue.is_cost_known
     ]
     return max(LEAST_IDEAL_SHARE * total, min(ideal)) if ideal else UNKNOWN_IDEAL_SHARE * total
 
@@ -202,7 +202,7 @@ def _offline_room(planner: Planner, queue: ModelQueue, tokens_per_s: float) -> i
         if not sequence.is_online
     )
     max_tokens = planner.last_limits.max_tokens
-    if queue.cost_model is not None and not planner.has_online_work():
+    if queue.cost_model is not None and queue.is_cost_known and not planner.has_online_work():
         shape = StepShape(max_tokens, max_tokens * max_tokens / 2)
         tokens_per_s = max(tokens_per_s, max_tokens / queue.cost_model.predict(shape))
     by_memory = planner.pool.num_available(queue.name) * queue.shape.page_tokens

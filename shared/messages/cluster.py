@@ -36,6 +36,8 @@ class LoadedModel(msgspec.Struct, frozen=True, array_like=True):
     num_running: int = 0
     num_waiting: int = 0
     error: str = ""
+    cost_model: str = ""
+    """Where its step times are from: a `CostSource`; empty: the token budget alone bounds its steps."""
 
 
 class InstanceInfo(msgspec.Struct, frozen=True, array_like=True):

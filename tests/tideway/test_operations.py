@@ -337,6 +337,17 @@ def test_why_a_model_is_not_loaded_is_said() -> None:
     assert any("not loaded on a, b: no such weights" in line for line in lines)
 
 
+def test_where_step_times_are_from_is_counted() -> None:
+    sources = {"a": "live", "b": "stored", "c": "live", "d": ""}
+    instances = [
+        msgspec.structs.replace(instance(name, "1", 0), models=[ModelOnInstance("tide", "ready", 0, 0, "", source)])
+        for name, source in sources.items()
+    ]
+    model = Model("tide", None, dict.fromkeys(sources, "ready"), None, 0, 0, 0)
+    lines = shown_at(120, Snapshot(Instances(instances, []), Models([model]), 1.0))
+    assert any(line.startswith("tide") and "live on 2, stored on 1" in line for line in lines)
+
+
 def instance(name: str, incarnation: str, num_moved_in: int) -> Instance:
     load = Load(0.5, 0, 0, 0, 0, None, 0, 0, 0, num_moved_in)
     return Instance(name, incarnation, "node", "ready", "cpu", [], 10, 1, True, load)

@@ -11,8 +11,10 @@ from prometheus_client import CollectorRegistry
 from services.worker.coserving_telemetry import CoServingTelemetry
 from services.worker.engine_building import build_engine, host_pool_merged
 from services.worker.machine import free_memory_bytes
+from shared.cost_model import CostSource, KnownCosts
 from shared.engine.counters import EngineCounters
 from shared.engine.requests import Ended
+from shared.live_costs import PRIOR
 from shared.messages.cluster import InstancePlan
 from shared.messages.requests import FinishReason, RequestClass
 from shared.settings import InstanceSettings, SettingsError
@@ -29,6 +31,15 @@ class Shown:
         if "klass" in labels:
             labels["class"] = labels.pop("klass")
         return self.registry.get_sample_value(f"tideway_instance_{name}", {"engine": "i", **labels})
+
+
+def test_where_step_times_are_from_is_shown() -> None:
+    shown = Shown()
+    for source in (CostSource.NONE, CostSource.LIVE, CostSource.STORED):
+        shown.telemetry.on_costs("m", KnownCosts(PRIOR, 1.5, source))
+        values = {other: shown("cost_model", model_name="m", source=str(other)) for other in CostSource}
+        assert values == {other: float(other == source) for other in CostSource}
+    assert shown("cost_model_scale", model_name="m") == 1.5
 
 
 def test_counters_advance_by_what_was_added_since() -> None:
