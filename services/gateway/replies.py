@@ -140,7 +140,7 @@ class DeletedModel(msgspec.Struct):
     deleted: bool
 
 
-class ModelState(msgspec.Struct):
+class ModelState(msgspec.Struct, kw_only=True):
     """A model as the operator sees it."""
 
     name: str
@@ -166,7 +166,7 @@ class ModelStates(msgspec.Struct):
     models: list[ModelState]
 
 
-class InstanceModel(msgspec.Struct):
+class InstanceModel(msgspec.Struct, kw_only=True):
     """A model on an instance."""
 
     name: str
@@ -182,7 +182,7 @@ class InstanceModel(msgspec.Struct):
     """Where its step times are from: none | live | profiled | stored; empty: it has none"""
 
 
-class InstanceLoad(msgspec.Struct):
+class InstanceLoad(msgspec.Struct, kw_only=True):
     """From an instance's own report. Freeness is None where it is unbounded (idle)."""
 
     age_s: float
@@ -205,7 +205,7 @@ class InstanceLoad(msgspec.Struct):
     num_moved_in: int
 
 
-class InstanceState(msgspec.Struct):
+class InstanceState(msgspec.Struct, kw_only=True):
     """An instance as the operator sees it."""
 
     instance_id: str

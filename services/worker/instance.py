@@ -379,17 +379,17 @@ class InstanceService:
         else:
             state = "ready" if self._models.any_ready else "starting"
         return InstanceInfo(
-            self._id,
-            self.incarnation,
-            self._settings.node_id,
-            state,
-            self._models.loaded(load_now),
-            self._num_merged,
-            self._plan.merged_bytes,
-            self._settings.device,
-            os.getpid(),
-            self._metrics_port,
-            self._moves.kv_address,
+            instance_id=self._id,
+            incarnation=self.incarnation,
+            node_id=self._settings.node_id,
+            state=state,
+            models=self._models.loaded(load_now),
+            num_merged=self._num_merged,
+            merged_bytes=self._plan.merged_bytes,
+            device=self._settings.device,
+            pid=os.getpid(),
+            metrics_port=self._metrics_port,
+            kv_address=self._moves.kv_address,
         )
 
 

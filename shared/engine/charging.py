@@ -74,7 +74,7 @@ class Charging:
         model."""
         plan, num_tokens = step.plan, step.plan.num_tokens
         queue, counters = self._planner.queues[plan.model], self._planner.counters
-        cost = queue.cost_model
+        cost = queue.cost_model if queue.is_cost_known else None
         token_s = step.ran_s / num_tokens
         if cost is None:
             decode_s, context_s = step.ran_s if num_tokens == len(plan.counts) else token_s, 0.0

@@ -39,7 +39,7 @@ UNKNOWN_IDEAL_SHARE = 0.25
 """Where there is no cost model."""
 
 
-class InstanceLoad(msgspec.Struct, frozen=True):
+class InstanceLoad(msgspec.Struct, frozen=True, kw_only=True):
     """Numbers of one moment, in merged blocks where blocks are meant."""
 
     dispatch_freeness: float
@@ -126,16 +126,16 @@ def instance_load(
     for_high = dispatch_virtual_usage(totals.running, totals.waiting)
     moving = migration_virtual_usage(totals.running, totals.head, high_headroom=kept, runs_normal=totals.runs_normal)
     return InstanceLoad(
-        freeness(num_merged, usage, totals.num_running),
-        num_merged - pool.used_merged(),
-        sum(queue.num_running for queue in planner.queues.values()),
-        tuple(models),
-        freeness(num_merged, for_high, totals.num_running),
-        decode_steps(num_merged - moving, step),
-        decode_steps(num_merged - usage, step),
-        totals.num_high,
-        _next_move_tokens(planner),
-        decode_steps(num_merged - totals.running, step),
+        dispatch_freeness=freeness(num_merged, usage, totals.num_running),
+        free_merged=num_merged - pool.used_merged(),
+        num_running=sum(queue.num_running for queue in planner.queues.values()),
+        models=tuple(models),
+        dispatch_freeness_high=freeness(num_merged, for_high, totals.num_running),
+        migration_freeness=decode_steps(num_merged - moving, step),
+        scaling_freeness=decode_steps(num_merged - usage, step),
+        num_high=totals.num_high,
+        next_move_tokens=_next_move_tokens(planner),
+        running_freeness=decode_steps(num_merged - totals.running, step),
     )
 
 

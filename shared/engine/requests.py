@@ -33,7 +33,7 @@ class Output(msgspec.Struct, frozen=True):
     entries: list[TokenEntry]
 
 
-class Ended(msgspec.Struct, frozen=True):
+class Ended(msgspec.Struct, frozen=True, kw_only=True):
     """Effect: a request is over. Times are on the clock of the `now` arguments; None for what never happened."""
 
     request: GenerationRequest
@@ -197,24 +197,24 @@ class Requests:
         self._outputs.setdefault(request.gateway_id, []).append(entry)
         self._ended.append(
             Ended(
-                request,
-                reason,
-                sequence.num_prompt,
-                sequence.num_output,
-                sequence.num_cached_tokens,
-                sequence.num_preemptions,
-                sequence.submitted_s,
-                planned,
-                first,
-                now,
-                sequence.device_s,
-                sequence.num_recomputed,
-                sequence.num_restored_blocks,
-                sequence.num_suspensions,
-                sequence.ttft_due_s - sequence.arrived_s,
-                sequence.tpot_objective_s,
-                sequence.num_moves,
-                sequence.here_since_s,
+                request=request,
+                reason=reason,
+                num_prompt_tokens=sequence.num_prompt,
+                num_output_tokens=sequence.num_output,
+                num_cached_tokens=sequence.num_cached_tokens,
+                num_preemptions=sequence.num_preemptions,
+                submitted_s=sequence.submitted_s,
+                first_planned_s=planned,
+                first_token_s=first,
+                ended_s=now,
+                device_s=sequence.device_s,
+                recomputed_tokens=sequence.num_recomputed,
+                restored_blocks=sequence.num_restored_blocks,
+                num_suspensions=sequence.num_suspensions,
+                ttft_objective_s=sequence.ttft_due_s - sequence.arrived_s,
+                tpot_objective_s=sequence.tpot_objective_s,
+                num_moves=sequence.num_moves,
+                here_since_s=sequence.here_since_s,
             )
         )
         self._drop(sequence)

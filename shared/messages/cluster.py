@@ -40,7 +40,7 @@ class LoadedModel(msgspec.Struct, frozen=True, array_like=True):
     """Where its step times are from: a `CostSource`; empty: the token budget alone bounds its steps."""
 
 
-class InstanceInfo(msgspec.Struct, frozen=True, array_like=True):
+class InstanceInfo(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """An instance in the registry (bucket with TTL): written each second while it lives."""
 
     instance_id: str
@@ -75,7 +75,7 @@ class ModelLoad(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Doubling budget of this model here: remaining seconds summed over its unfinished requests, and the smallest."""
 
 
-class FinishedStats(msgspec.Struct, frozen=True, array_like=True):
+class FinishedStats(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """One ended request, for the statistics per model."""
 
     model: str
@@ -102,7 +102,7 @@ class MoveOutcome(msgspec.Struct, frozen=True, array_like=True):
     """An `AbortReason` if it did not move."""
 
 
-class LoadReport(msgspec.Struct, frozen=True, array_like=True, gc=False):
+class LoadReport(msgspec.Struct, frozen=True, array_like=True, gc=False, kw_only=True):
     """Instance to scheduler: coalesced, at most one per 20 ms, at least one per second as heartbeat.
 
     Freeness and blocks are in merged blocks (fractions allowed), higher is freer (design: scheduling.md section 6).

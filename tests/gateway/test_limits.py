@@ -131,7 +131,13 @@ def test_the_longest_sequence_fits_into_a_message() -> None:
 def test_bypass_candidates_fewest_requests_first() -> None:
     def instance(name: str, running: int, waiting: int, model: str = "m", state: str = "ready") -> InstanceInfo:
         loaded = LoadedModel(model, "ready", num_running=running, num_waiting=waiting)
-        return InstanceInfo(name, "1", "node", state, [loaded, LoadedModel("other", "ready")])
+        return InstanceInfo(
+            instance_id=name,
+            incarnation="1",
+            node_id="node",
+            state=state,
+            models=[loaded, LoadedModel("other", "ready")],
+        )
 
     instances = [
         instance("busy", 5, 0),

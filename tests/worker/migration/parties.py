@@ -194,7 +194,16 @@ class Party:
     def info(self, **changes) -> InstanceInfo:
         loaded = [LoadedModel("a", "ready", 600, SHAPE.page_tokens, SHAPE.slots_per_merged)]
         address = self.transport.address if self.transport is not None else ""
-        info = InstanceInfo(self.name, f"{self.name}.1", "node", "ready", loaded, NUM_MERGED, 4096, kv_address=address)
+        info = InstanceInfo(
+            instance_id=self.name,
+            incarnation=f"{self.name}.1",
+            node_id="node",
+            state="ready",
+            models=loaded,
+            num_merged=NUM_MERGED,
+            merged_bytes=4096,
+            kv_address=address,
+        )
         return msgspec.structs.replace(info, **changes)
 
     def register(self, **changes) -> None:
