@@ -104,22 +104,23 @@ class CoServingTelemetry:
         self._seen[key] = count
 
     def on_ended(self, ended: Ended) -> None:
-        """Offline requests count only where they name an objective themselves."""
+        """As the client saw it, wherever its tokens were made. Offline requests count only where they name an objective
+        themselves."""
         request = ended.request
         is_online = request.request_class == RequestClass.ONLINE
-        if request.prior:
-            # placed again: its first token came from elsewhere
-            return
-        if ended.first_token_s is None:
+        first_token_s = ended.first_token_s
+        if request.ttft_s >= 0:
+            # placed again: the first token of here is a later one of the client's
+            first_token_s = ended.arrived_s + request.ttft_s
+        if first_token_s is None:
             self._on_ended_without_token(ended, is_online)
             return
         num_later = ended.num_output_tokens - 1
         found: list[tuple[str, float, float]] = []
         if is_online or request.ttft_objective_s:
-            ttft_s = ended.first_token_s - ended.submitted_s + request.waited_s
-            found.append(("ttft", ttft_s, ended.ttft_objective_s))
+            found.append(("ttft", first_token_s - ended.arrived_s, ended.ttft_objective_s))
         if num_later > 0 and (is_online or request.tpot_objective_s):
-            found.append(("tpot", (ended.ended_s - ended.first_token_s) / num_later, ended.tpot_objective_s))
+            found.append(("tpot", (ended.ended_s - first_token_s) / num_later, ended.tpot_objective_s))
         for objective, value_s, objective_s in found:
             if objective_s > 0:
                 self._count_slo(request, objective, value_s <= objective_s)
@@ -129,7 +130,7 @@ class CoServingTelemetry:
         request, objective_s = ended.request, ended.ttft_objective_s
         if not objective_s > 0 or not (is_online or request.ttft_objective_s):
             return
-        waited_s = ended.ended_s - ended.submitted_s + request.waited_s
+        waited_s = ended.ended_s - ended.arrived_s
         if ended.reason in (FinishReason.DEADLINE, FinishReason.ERROR) or waited_s > objective_s:
             self._count_slo(request, "ttft", False)
 

@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from weakref import WeakValueDictionary
 
 import numpy as np
 import torch
@@ -28,7 +29,7 @@ from services.worker.kv_store import KvStore, KvViews
 from services.worker.machine import free_memory_bytes
 from services.worker.models.decode_graphs import Capture, DecodeGraphs, cuda_capture
 from services.worker.models.decoder import DecoderModel, ForwardBatch, ForwardState
-from services.worker.models.loading import load_model
+from services.worker.models.loading import Identity, identity_of, load_model
 from services.worker.sampling import SampledTokens
 from services.worker.sequence_rows import SequenceRows
 from services.worker.suspension import PartialForward, Safepoints, cuda_event
@@ -103,6 +104,8 @@ class Executor:
             capture = cuda_capture(self.device)
         self._capture = capture
         self._models: dict[str, _Loaded] = {}
+        self._weights: WeakValueDictionary[Identity, DecoderModel] = WeakValueDictionary()
+        """Those of one checkpoint are one model under however many names, for as long as any of them is here."""
         self._rows = SequenceRows(num_rows, self.device)
         self._launched: deque[_Launched] = deque()
         self._layers_per_safepoint = layers_per_safepoint or LAYERS_PER_SAFEPOINT[self.device.type]
@@ -116,11 +119,15 @@ class Executor:
     def prepare_model(self, spec: ModelSpec) -> PreparedModel:
         """Reads a checkpoint (blocking: seconds to minutes). Raises `CheckpointError`."""
         path: Path = checkpoint.resolve(spec.source)
-        model, max_model_len = load_model(path, self.device, dtype=spec.dtype, max_model_len=spec.max_model_len)
+        identity = identity_of(path, self.device, dtype=spec.dtype, max_model_len=spec.max_model_len)
+        model = self._weights.get(identity)
+        if model is None:
+            model = load_model(identity, self.device)
+            # back ends belong to the thread of the steps, so this one uses its own
+            _warm_up(model, *_choose(choose_backends(self.device), model), self.device)
+            self._weights[identity] = model
         backend, page_tokens = _choose(self._backends, model)
-        # back ends belong to the thread of the steps, so this one uses its own
-        _warm_up(model, *_choose(choose_backends(self.device), model), self.device)
-        return PreparedModel(spec.name, model, max_model_len, page_tokens, backend)
+        return PreparedModel(spec.name, model, identity.max_model_len, page_tokens, backend)
 
     @torch.inference_mode()
     def add_model(self, prepared: PreparedModel) -> ModelShape:
@@ -156,9 +163,10 @@ class Executor:
         )  # fmt: skip
 
     def remove_model(self, name: str) -> None:
-        """Frees the model's weights and drops its suspended steps; no launched step may use it."""
-        model = self._models.pop(name).model
-        self._suspended = {i: forward for i, forward in self._suspended.items() if forward.model is not model}
+        """Frees the model's weights, unless another name has them too, and drops its suspended steps; no launched step may
+        use it."""
+        views = self._models.pop(name).views
+        self._suspended = {i: forward for i, forward in self._suspended.items() if forward.batch.kv is not views}
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -274,7 +282,7 @@ class Executor:
 
     def _resumed(self, plan: StepPlan, loaded: _Loaded) -> PartialForward:
         forward = self._suspended.pop(plan.step_id, None)
-        if forward is None or forward.model is not loaded.model or forward.rows.tolist() != plan.rows:
+        if forward is None or forward.batch.kv is not loaded.views or forward.rows.tolist() != plan.rows:
             raise ValueError(f"no such step of {plan.model!r} is suspended")
         if (self._rows.versions[forward.rows] != forward.row_versions).any():
             raise ValueError("a row of the suspended step was given to another sequence")

@@ -373,7 +373,8 @@ class InstanceService:
         return max(1, self._plan.pool_bytes // self._plan.merged_bytes)
 
     def _info(self) -> InstanceInfo:
-        load_now = {model.model: model for model in self._loop.load().models}
+        load = self._loop.load()
+        load_now = {model.model: model for model in load.models}
         if self.is_draining:
             state = "draining"
         else:
@@ -390,6 +391,7 @@ class InstanceService:
             pid=os.getpid(),
             metrics_port=self._metrics_port,
             kv_address=self._moves.kv_address,
+            dispatch_freeness=load.dispatch_freeness,
         )
 
 

@@ -43,6 +43,8 @@ class Ended(msgspec.Struct, frozen=True, kw_only=True):
     """Including those that came with the request as `prior`."""
     num_cached_tokens: int
     num_preemptions: int
+    arrived_s: float
+    """When the client's request came, as far as is known."""
     submitted_s: float
     first_planned_s: float | None
     first_token_s: float | None
@@ -203,6 +205,7 @@ class Requests:
                 num_output_tokens=sequence.num_output,
                 num_cached_tokens=sequence.num_cached_tokens,
                 num_preemptions=sequence.num_preemptions,
+                arrived_s=sequence.arrived_s,
                 submitted_s=sequence.submitted_s,
                 first_planned_s=planned,
                 first_token_s=first,

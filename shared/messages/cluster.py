@@ -58,6 +58,8 @@ class InstanceInfo(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     metrics_port: int = 0
     kv_address: str = ""
     """Where peers reach its KV transport; empty: it takes and gives no requests with KV."""
+    dispatch_freeness: float = math.inf
+    """As in `LoadReport`, for who places requests without a scheduler."""
 
 
 class ModelLoad(msgspec.Struct, frozen=True, array_like=True, gc=False):

@@ -4,6 +4,7 @@ placement and the registry. It records what it was sent."""
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import time
 from collections.abc import Callable
@@ -196,6 +197,7 @@ class ScriptedPeer:
             num_merged=100,
             merged_bytes=2**20,
             kv_address=kv_address,
+            dispatch_freeness=(100 - num_running) / num_running if num_running else math.inf,
         )
         if instance_id not in self._served:
             endpoint = INSTANCE_SUBMIT.at(instance_id=instance_id)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -164,6 +165,45 @@ def test_models_come_and_go(checkpoints: dict[str, Path], expected: dict[str, li
         executor.remove_model(name)
         assert "not loaded" in executor.execute(step_of(row, shape)).error
     assert executor.free_memory_bytes() > 0
+
+
+def test_names_of_one_checkpoint_share_its_weights_until_the_last_is_gone(
+    checkpoints: dict[str, Path], expected: dict[str, list[list[int]]]
+) -> None:
+    executor = Executor("cpu", 8, MERGED_BYTES, 8)
+    shapes = [load(executor, checkpoints["llama"], name) for name in ("one", "two")]
+    load(executor, checkpoints["opt"], "other")
+    assert executor._models["one"].model is executor._models["two"].model
+    drivers = [Driver(executor, shapes[i], range(4 * i, 4 * i + 4), seed=i) for i in range(2)]
+    rows = [[d.add(4 * i + j, prompt_of(n)) for j, n in enumerate(LENGTHS)] for i, d in enumerate(drivers)]
+
+    def run(num_tokens: int, *names: int) -> None:
+        while any(len(row.output) < num_tokens for i in names for row in rows[i]):
+            for i in names:
+                drivers[i].step([(row, len(row.tokens) - row.computed) for row in rows[i]])
+
+    run(STEPS // 2, 0, 1)
+    executor.remove_model("one")
+    run(STEPS, 1)
+    assert [row.output for row in rows[1]] == expected["llama"]
+    assert len(executor._weights) == 2
+    executor.remove_model("two")
+    assert list(executor._weights.values()) == [executor._models["other"].model], "nothing else holds the weights"
+
+
+def test_another_dtype_or_length_or_file_is_another_model(checkpoints: dict[str, Path], tmp_path: Path) -> None:
+    executor = Executor("cpu", 4, MERGED_BYTES, 4)
+    path = write_checkpoint(tmp_path, "llama")
+    specs = [
+        ModelSpec("a", str(path)),
+        ModelSpec("b", str(path), dtype="bfloat16"),
+        ModelSpec("c", str(path), max_model_len=100),
+    ]
+    models = [executor.prepare_model(spec).model for spec in specs]
+    weights = next(path.glob("*.safetensors"))
+    os.utime(weights, ns=(0, 0))
+    models.append(executor.prepare_model(specs[0]).model)
+    assert len({id(model) for model in models}) == 4
 
 
 def test_a_model_whose_blocks_exceed_the_pools_is_refused(checkpoints: dict[str, Path]) -> None:

@@ -273,9 +273,11 @@ class Party:
     def submit(self, request: GenerationRequest) -> None:
         assert self.loop.submit(request) is None
 
-    def rebalance(self, *destinations: str, reason: MoveReason = MoveReason.BALANCE, lease_s: float = 0.3) -> None:
+    def rebalance(
+        self, *destinations: str, reason: MoveReason = MoveReason.BALANCE, lease_s: float = 0.3, at_once: int = 1
+    ) -> None:
         topic = INSTANCE_REBALANCE.at(instance_id=self.name)
-        self.bus.publish(topic, Rebalance([*destinations], reason, lease_s))
+        self.bus.publish(topic, Rebalance([*destinations], reason, lease_s, at_once))
 
     def is_idle(self) -> bool:
         """Nothing is held or under way, copies to host memory included."""
