@@ -175,6 +175,10 @@ class NodeInfo(msgspec.Struct, frozen=True, array_like=True):
     """Why the plan could not be carried out whole, if it could not."""
     max_instances: int = 0
     """How many it could run; 0: `num_instances`."""
+    page_tokens: int = 0
+    """Of a KV block, at most, as attention there takes them; 0: not known."""
+    step_tokens: int = 0
+    """Of a step, at most; 0: the device's default."""
 
 
 class InstancePlan(msgspec.Struct, frozen=True):

@@ -14,7 +14,7 @@ import torch
 
 from services.worker.attention.interface import BatchLayout
 from services.worker.attention.torch_backend import TorchBackend
-from services.worker.executor import Executor
+from services.worker.executor import WARM_UP, Executor
 from services.worker.models.decode_graphs import Replayable
 from services.worker.models.decoder import ForwardState
 from shared.checkpoint import CheckpointError
@@ -302,6 +302,60 @@ def test_decode_graphs_pad_to_their_sizes(checkpoints: dict[str, Path], expected
         driver.step([(r, 1) for r in unfinished])
     assert [r.output[:STEPS] for r in rows] == expected["llama"]
     assert set(backend.filled) == {1, 2, 4}
+
+
+def test_graphs_are_captured_before_the_model_serves_the_largest_first(checkpoints: dict[str, Path]) -> None:
+    sizes: list[int] = []
+
+    def capture(forward: Callable[[], ForwardState]) -> tuple[ForwardState, Replayable]:
+        state, graph = eager_capture(forward)
+        sizes.append(len(state.hidden))
+        assert state.hidden.isfinite().all(), "padding rows read NaN"
+        return state, graph
+
+    executor = Executor("cpu", 4, MERGED_BYTES, 12, capture=capture)
+    executor._store.slab.fill_(0xFF)
+    executor._backends = [StaticTorchBackend(torch.device("cpu"))]
+    shape = load(executor, checkpoints["llama"])
+    assert sizes == [16, 8, 4, 2, 1]
+    driver = Driver(executor, shape, range(4))
+    driver.decode([driver.add(0, prompt_of(5))], 3)
+    assert len(sizes) == 5
+
+
+def test_where_a_graph_cannot_be_captured_steps_run_without(
+    checkpoints: dict[str, Path], expected: dict[str, list[list[int]]]
+) -> None:
+    def capture(forward: Callable[[], ForwardState]) -> tuple[ForwardState, Replayable]:
+        if len(forward().hidden) == 4:
+            raise RuntimeError("out of memory")
+        return eager_capture(forward)
+
+    executor = Executor("cpu", 4, MERGED_BYTES, 12, capture=capture)
+    backend = StaticTorchBackend(torch.device("cpu"))
+    executor._backends = [backend]
+    driver = Driver(executor, load(executor, checkpoints["llama"]), range(4))
+    row = driver.add(3, prompt_of(LENGTHS[2]))
+    driver.step([(row, LENGTHS[2])])
+    driver.decode([row], STEPS - 1)
+    assert row.output == expected["llama"][2] and not backend.filled
+
+
+def test_the_warm_up_covers_long_prompts_and_many_sequences_on_cuda(
+    checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran: list[tuple[int, int]] = []
+    prepare = TorchBackend.prepare
+
+    def noted(self: TorchBackend, layout: BatchLayout) -> Any:
+        ran.append((len(layout.counts), int(layout.counts.max())))
+        return prepare(self, layout)
+
+    monkeypatch.setattr(TorchBackend, "prepare", noted)
+    monkeypatch.setitem(WARM_UP, "cpu", WARM_UP["cuda"])
+    Executor("cpu", 4, MERGED_BYTES, 12).prepare_model(ModelSpec("m", str(checkpoints["llama"]), max_model_len=200))
+    assert ran == [(1, 2), (1, 1), (1, 200), (257, 1)], "no longer than the model's sequences"
+    assert WARM_UP["cuda"][2][2] == 512
 
 
 def test_graphs_of_a_back_end_without_capture_are_not_used(
