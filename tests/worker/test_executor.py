@@ -27,6 +27,8 @@ from tests.worker.step_driver import Driver, Row
 MERGED_BYTES = 1 << 18
 LENGTHS = (5, 40, 60, 33)
 STEPS = 12
+NEEDS_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+ON_EACH_DEVICE = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=NEEDS_CUDA)])
 
 
 @pytest.fixture(scope="module")
@@ -64,14 +66,15 @@ def test_two_models_in_one_slab_take_turns_and_blocks(
         assert [[r.output for r in group] for group in rows] == [expected[v] for v in names]
 
 
+@ON_EACH_DEVICE
 @pytest.mark.parametrize("variant", ["llama", "mistral-window", "opt"])
 @pytest.mark.parametrize("seed", range(3))
 def test_any_schedule_makes_the_same_tokens(
-    checkpoints: dict[str, Path], expected: dict[str, list[list[int]]], variant: str, seed: int
+    checkpoints: dict[str, Path], expected: dict[str, list[list[int]]], variant: str, seed: int, device: str
 ) -> None:
     """Random subsets, random chunks, rows and slots reused, preemption by recompute in the middle."""
     chance = random.Random(seed)
-    executor = Executor("cpu", 4, MERGED_BYTES, 6)
+    executor = Executor(device, 4, MERGED_BYTES, 6)
     driver = Driver(executor, load(executor, checkpoints[variant]), range(4), seed)
     rows = [driver.add(i, prompt_of(n)) for i, n in enumerate(LENGTHS)]
     spare = [4, 5]
@@ -152,8 +155,9 @@ def test_a_failing_step_is_an_error_result_and_the_next_one_runs(
     assert row.output == expected["llama"][0]
 
 
-def test_models_come_and_go(checkpoints: dict[str, Path], expected: dict[str, list[list[int]]]) -> None:
-    executor = Executor("cpu", 4, MERGED_BYTES, 2)
+@ON_EACH_DEVICE
+def test_models_come_and_go(checkpoints: dict[str, Path], expected: dict[str, list[list[int]]], device: str) -> None:
+    executor = Executor(device, 4, MERGED_BYTES, 2)
     for name in ("first", "second"):
         shape = load(executor, checkpoints["opt"], name)
         assert (shape.name, shape.page_tokens, shape.max_model_len) == (name, 32, 256)
@@ -167,10 +171,11 @@ def test_models_come_and_go(checkpoints: dict[str, Path], expected: dict[str, li
     assert executor.free_memory_bytes() > 0
 
 
+@ON_EACH_DEVICE
 def test_names_of_one_checkpoint_share_its_weights_until_the_last_is_gone(
-    checkpoints: dict[str, Path], expected: dict[str, list[list[int]]]
+    checkpoints: dict[str, Path], expected: dict[str, list[list[int]]], device: str
 ) -> None:
-    executor = Executor("cpu", 8, MERGED_BYTES, 8)
+    executor = Executor(device, 8, MERGED_BYTES, 8)
     shapes = [load(executor, checkpoints["llama"], name) for name in ("one", "two")]
     load(executor, checkpoints["opt"], "other")
     assert executor._models["one"].model is executor._models["two"].model
@@ -302,6 +307,43 @@ def test_decode_graphs_pad_to_their_sizes(checkpoints: dict[str, Path], expected
         driver.step([(r, 1) for r in unfinished])
     assert [r.output[:STEPS] for r in rows] == expected["llama"]
     assert set(backend.filled) == {1, 2, 4}
+
+
+@NEEDS_CUDA
+def test_graphs_on_cuda_make_the_tokens_of_steps_without(checkpoints: dict[str, Path]) -> None:
+    outputs = []
+    for with_graphs in (True, False):
+        executor = Executor("cuda", 8, 1 << 20, 12)
+        spec = ModelSpec("m", str(checkpoints["qwen3"]), dtype="bfloat16")
+        driver = Driver(executor, executor.add_model(executor.prepare_model(spec)), range(8))
+        if not with_graphs:
+            executor._models["m"].graphs = None
+        rows = [driver.add(i, prompt_of(n)) for i, n in enumerate(LENGTHS)]
+        driver.step([(row, len(row.tokens)) for row in rows])
+        driver.decode(rows, STEPS)
+        outputs.append([row.output for row in rows])
+    assert outputs[0] == outputs[1]
+
+
+@NEEDS_CUDA
+def test_launching_waits_for_nothing_on_the_device(checkpoints: dict[str, Path]) -> None:
+    executor = Executor("cuda", 8, 1 << 20, 12)
+    driver = Driver(executor, load(executor, checkpoints["llama"]), range(8))
+    fields = {"temperature": 0.7, "top_p": 0.9, "logprobs": 3, "logit_bias": ((5, 1.0),), "repetition_penalty": 1.1}
+    row = driver.add(0, prompt_of(40), **fields)
+    driver.step([(row, 40)])
+    launch = executor.launch
+
+    def checked(plan: StepPlan) -> None:
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            launch(plan)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    executor.launch = checked  # type: ignore[method-assign]
+    driver.decode([row], 3)
+    assert len(row.output) == 4
 
 
 def test_graphs_are_captured_before_the_model_serves_the_largest_first(checkpoints: dict[str, Path]) -> None:
