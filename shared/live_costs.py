@@ -5,12 +5,14 @@ what the steps do not determine (decodes alone say nothing of prompts) keeps the
 their shape's order of magnitude, of each the last few, and the median of these counts, so that a stall does not, and what
 is rarely seen is not forgotten for what is always seen.
 
-Plain arithmetic in a fixed order and without a logarithm: a recorded run replays to the same bytes on any machine.
+Plain arithmetic in a fixed order, without logarithms, and sums that are rounded once: a recorded run replays to the same
+bytes on any machine.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from math import fsum
 from statistics import median_low
 
 import msgspec
@@ -93,7 +95,7 @@ class LiveCosts:
         self._num_steps += 1
         self.max_step_tokens = max(self.max_step_tokens, GROWTH * shape.num_tokens)
         parts = tuple(f * p for f, p in zip(_features(shape), _PRIOR, strict=True))
-        prior_s = sum(parts)
+        prior_s = fsum(parts)
         context = shape.decode_context_tokens // max(1, shape.num_decodes)
         key = tuple(int(count).bit_length() for count in (shape.prefill_tokens, shape.num_decodes, context))
         seen = self._shapes.setdefault(key, _Shape())
@@ -113,7 +115,7 @@ class LiveCosts:
         weights = ages
         for _ in range(_ROUNDS):
             self._solve(rows, weights)
-            errors = [abs(sum(a * x for a, x in zip(row, self._factors, strict=True)) - 1) for row in rows]
+            errors = [abs(fsum(a * x for a, x in zip(row, self._factors, strict=True)) - 1) for row in rows]
             weights = [age * min(1.0, _HUBER_BOUND / max(e, 1e-12)) for age, e in zip(ages, errors, strict=True)]
         values = {
             name: scale * factor * prior
@@ -138,7 +140,7 @@ class LiveCosts:
         x = self._factors
         for _ in range(_SWEEPS):
             for i, line in enumerate(gram):
-                rest = sum(g * factor for g, factor in zip(line, x, strict=True)) - line[i] * x[i]
+                rest = fsum(g * factor for g, factor in zip(line, x, strict=True)) - line[i] * x[i]
                 x[i] = max(0.0, (target[i] - rest) / line[i])
 
 
