@@ -20,7 +20,7 @@ from __future__ import annotations
 import functools
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import msgspec
 
@@ -250,7 +250,7 @@ class _Placement:
             if room.is_frozen:
                 room.specs[spec.name] = spec
                 self.num_replicas[spec.name] += 1
-            elif room.fits(self._sizes[spec.name, room.facts]):
+            elif room.fits(self._size(spec.name, room)):
                 self._put(spec.name, room)
 
     def fill(self) -> None:
@@ -295,19 +295,26 @@ class _Placement:
         replicas = self._configured[name].spec.replicas
         return replicas is None or self.num_replicas[name] < replicas
 
+    def _size(self, name: str, room: _Room) -> Footprint:
+        """What the model adds there: an instance has the weights of one checkpoint once, under however many names."""
+        size, weights = self._sizes[name, room.facts], _weights_of(self._configured[name].spec)
+        if any(_weights_of(spec) == weights for spec in room.specs.values()):
+            return replace(size, weight_bytes=0)
+        return size
+
     def _weight(self, name: str) -> int:
         return max((size.weight_bytes for (n, _), size in self._sizes.items() if n == name), default=0)
 
     def _has_place(self, name: str, room: _Room) -> bool:
-        return not room.is_frozen and name not in room.specs and room.fits(self._sizes[name, room.facts])
+        return not room.is_frozen and name not in room.specs and room.fits(self._size(name, room))
 
     def _put_in_best_room(self, name: str) -> bool:
         """Where no pool must change, if there is such a room; among those, where the most is left."""
         best = max(
             (room for room in self._rooms if self._has_place(name, room)),
             key=lambda room: (
-                room.incumbent is None or room.keeps_pool(self._sizes[name, room.facts]),
-                room.free_bytes(self._sizes[name, room.facts]),
+                room.incumbent is None or room.keeps_pool(self._size(name, room)),
+                room.free_bytes(self._size(name, room)),
             ),
             default=None,
         )
@@ -316,8 +323,12 @@ class _Placement:
         return best is not None
 
     def _put(self, name: str, room: _Room) -> None:
-        room.add(self._configured[name].spec, self._sizes[name, room.facts])
+        room.add(self._configured[name].spec, self._size(name, room))
         self.num_replicas[name] += 1
+
+
+def _weights_of(spec: ModelSpec) -> tuple[str, str, int | None]:
+    return (spec.source, spec.dtype, spec.max_model_len)
 
 
 def _mib(num_bytes: int) -> str:

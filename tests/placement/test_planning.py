@@ -158,6 +158,18 @@ def test_merged_blocks_hold_blocks_of_the_size_that_the_node_reports(page_tokens
     assert slots_per_merged(instance.merged_bytes, slot // 2) >= 1
 
 
+def test_names_of_one_checkpoint_take_the_memory_of_its_weights_once() -> None:
+    one = model("one", 2700)
+    two = ConfiguredModel(ModelSpec("two", one.spec.source), one.shape)
+    other = ConfiguredModel(msgspec.structs.replace(two.spec, name="other", dtype="bfloat16"), one.shape)
+    memory = 4 * GIB
+    result = plan([one, two], [node(memory=memory, num_instances=1)], None)
+    assert where(result, "one") == where(result, "two") == ["a-0"]
+    assert "other" in plan([one, two, other], [node(memory=memory, num_instances=1)], None).unplaced
+    again = plan([one, two], [node(memory=memory, num_instances=1)], result)
+    assert again is result
+
+
 def test_larger_steps_need_more_memory() -> None:
     few, many = (footprint(model("m").spec, shape(), device_facts("cpu", 0, tokens)) for tokens in (512, 2048))
     assert many.activation_bytes > few.activation_bytes
