@@ -135,7 +135,7 @@ def test_host_memory_follows_the_pool_within_what_is_free() -> None:
     assert 0 < host_pool_merged(InstanceSettings(), vast, "cuda") <= free_memory_bytes() >> 20
 
 
-@pytest.mark.parametrize("name", ["order_policy", "co_serving", "interruption"])
+@pytest.mark.parametrize("name", ["order_policy", "co_serving", "interruption", "profile"])
 def test_unknown_policies_are_refused_with_what_is_known(name: str) -> None:
     with pytest.raises(SettingsError, match=f"TIDEWAY_{name.upper()}='nonsense': expected one of "):
         build_engine(InstanceSettings(**{name: "nonsense"}), 4, "cpu")
