@@ -178,7 +178,6 @@ class CostModels:
             model = await asyncio.to_thread(profiled_model, spec, shape, self._executor.device)
             cost_model, source = await self._store.get(model.key), CostSource.STORED
             if cost_model is None:
-                log.info("step times of %s are learnt from its steps until there is time to measure them", spec.name)
                 source = CostSource.PROFILED
                 cost_model = await self._profile(model, is_quiet)
                 if cost_model is None:
@@ -188,8 +187,8 @@ class CostModels:
             log.error("model %s has no cost model: %s", spec.name, error)
             return None
         log.info(
-            "cost model of %s is %s: median error %.1f %%, p99 %.1f %%: %s",
-            spec.name, source, 100 * cost_model.median_error, 100 * cost_model.p99_error, cost_model,
+            "cost model of %s: median error %.1f %%, p99 %.1f %%: %s",
+            spec.name, 100 * cost_model.median_error, 100 * cost_model.p99_error, cost_model,
         )  # fmt: skip
 
         def install() -> bool:

@@ -24,6 +24,7 @@ from services.worker.load_reports import LoadReports
 from services.worker.output_log import OutputLog, cut
 from services.worker.peers import can_take
 from shared.bus.interface import Bus, BusError, KeyValue, ServiceError, Subscription
+from shared.cost_model import CostSource
 from shared.engine.engine import Engine
 from shared.engine.requests import Ended, Output
 from shared.messages.admin import (
@@ -132,6 +133,8 @@ class InstanceService:
         self._subscriptions: list[Subscription] = []
         self._registry: KeyValue[InstanceInfo] | None = None
         self._metrics_port = 0
+        self._cost_sources: dict[str, CostSource] = {}
+        """By model, as the log has it."""
 
     # ----------------------------------------------------------------------------------------- start and stop
 
@@ -333,6 +336,9 @@ class InstanceService:
         self._metrics.coserving.on_counters(counters, self._slot_bytes(), self._loop.host_used_share())
         for model, known in self._loop.cost_models().items():
             self._metrics.coserving.on_costs(model, known)
+            if self._cost_sources.get(model) != known.source:
+                self._cost_sources[model] = known.source
+                log.info("step times of %s: %s", model, known.source)
         self._reports.publish(load_now, *self._moves.num_moving)
 
     def _slot_bytes(self) -> dict[str, int]:
