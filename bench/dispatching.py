@@ -46,7 +46,13 @@ class Cluster:
         self.num_requests = 0
         for name in self.names:
             models = [LoadedModel(model, "ready", 4096, 16, 16) for model in MODELS]
-            self.core.on_registry(name, InstanceInfo(name, "1", "node", "ready", models, num_merged=1000), self.now)
+            self.core.on_registry(
+                name,
+                InstanceInfo(
+                    instance_id=name, incarnation="1", node_id="node", state="ready", models=models, num_merged=1000
+                ),
+                self.now,
+            )
             self.core.on_report(self.report(name), self.now)
             state = self.core.cluster.get(name)
             assert state is not None
@@ -58,7 +64,18 @@ class Cluster:
         self.sequences[name] += 1
         freeness = self.random.uniform(0.0, 60.0)
         loads = [ModelLoad(model, 8, num_waiting, 0, num_waiting) for model in MODELS]
-        return LoadReport(name, "1", self.sequences[name], freeness, 500.0, 16, loads, list(ids), list(ids), [])
+        return LoadReport(
+            instance_id=name,
+            incarnation="1",
+            sequence=self.sequences[name],
+            dispatch_freeness=freeness,
+            free_merged=500.0,
+            num_running=16,
+            models=loads,
+            admitted=list(ids),
+            ended=list(ids),
+            finished=[],
+        )
 
     def request(self) -> GenerationRequest:
         self.num_requests += 1

@@ -13,9 +13,23 @@ All coefficients are seconds and not negative, so t grows with every load and th
 from __future__ import annotations
 
 import math
+from enum import StrEnum
 from typing import NamedTuple
 
 import msgspec
+
+
+class CostSource(StrEnum):
+    """Where an instance's cost model of a model comes from."""
+
+    NONE = "none"
+    """Too few steps have run to know anything: a cautious guess."""
+    LIVE = "live"
+    """Fitted to the steps that run (live_costs.py)."""
+    PROFILED = "profiled"
+    """Measured here."""
+    STORED = "stored"
+    """Measured before, here or elsewhere."""
 
 
 class StepShape(NamedTuple):
@@ -128,6 +142,16 @@ class CostModel(msgspec.Struct, frozen=True):
             prefill_s=self.prefill_s * factor,
             mixed_s=self.mixed_s * factor,
         )
+
+
+class KnownCosts(NamedTuple):
+    """What an engine knows of a model's step times."""
+
+    cost_model: CostModel
+    """As it was measured, or fitted last."""
+    scale: float
+    """How real step times compare to it lately."""
+    source: CostSource
 
 
 _MOST = 2**31 - 1

@@ -183,7 +183,8 @@ class InstanceSettings(BusSettings, frozen=True, kw_only=True):
     tpot_ms: Annotated[float, msgspec.Meta(gt=0)] = 110.0
     """Likewise per output token after the first."""
     profile: str = "auto"
-    """auto: load the model's cost model, or measure it briefly | off: no cost model, so no SLO budget"""
+    """Step times of a model are learnt from its steps until a cost model is loaded, or measured briefly while nothing is to
+    do (auto) | always (live) | never, so that there is no SLO budget (off)"""
     record_file: str = ""
     """Where the engine's inputs are recorded for `tideway replay`, a file an instance: this name and the instance's id;
     empty: nowhere."""

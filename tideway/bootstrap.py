@@ -285,6 +285,35 @@ def install(pip: list[str], venv: Path, extras: set[str]) -> None:
     print(f"  installed in {seconds:.0f} s", flush=True)
 
 
+UCX_OF_CUDA_12 = ("ucxx-cu12", "libucxx-cu12", "libucx-cu12")
+UCX_OF_CUDA_13 = "ucxx-cu13>=0.52"
+
+
+def cuda_of_torch(venv: Path) -> int:
+    """The major version of CUDA that the installed torch is made for; 0: none."""
+    for file in venv.glob("lib/python*/site-packages/torch/version.py"):
+        match = re.search(r"^cuda\b[^=]*= *['\"](\d+)", file.read_text(), re.MULTILINE)
+        if match:
+            return int(match[1])
+    return 0
+
+
+def match_ucx(pip: list[str], venv: Path) -> None:
+    """pyproject.toml can ask for one build of UCX only; where torch is for CUDA 13 the other takes its place, which has the
+    same modules. What fails here is said, and costs no more than moves of requests with their KV."""
+    if cuda_of_torch(venv) < 13:
+        return
+    print("  taking UCX for CUDA 13", flush=True)
+    with (venv / "install.log").open("a") as log:
+        for command in (
+            [*pip, "uninstall", "--yes", *UCX_OF_CUDA_12],
+            [*pip, "install", "--no-input", "--disable-pip-version-check", UCX_OF_CUDA_13],
+        ):
+            if subprocess.run(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log).returncode:
+                print("  that failed: requests will not move with their KV. See " + log.name, file=sys.stderr)
+                return
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description="Makes .venv with what Tideway needs.")
     parser.add_argument("--extra", action="append", default=[], help="an optional group of pyproject.toml")
@@ -296,7 +325,9 @@ def main() -> int:
         if is_installed(venv, extras):
             return 0
         print(f"Installing Tideway into {venv} (Python {python_version()})", flush=True)
-        install(pip_of(venv) or make_venv(venv), venv, extras)
+        pip = pip_of(venv) or make_venv(venv)
+        install(pip, venv, extras)
+        match_ucx(pip, venv)
         # Written last: an installation that was interrupted has none.
         (venv / "stamp.json").write_text(json.dumps({"hash": stamp_hash(), "extras": sorted(extras)}))
     except SetupError as error:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
+from collections import Counter
 from collections.abc import Iterable
 from types import TracebackType
 from typing import Any
@@ -66,6 +67,11 @@ def fit(table: Table, console: Console, least_wanted: Iterable[str]) -> Table:
     longest = max(Measurement.get(console, unbounded, cell).maximum for cell in (name.header, *name.cells))
     name.width, name.overflow = max(LEAST_NAME_CELLS, longest - max(0, too_wide)), "fold"
     return table
+
+
+def count_sources(sources: Iterable[str]) -> str:
+    """Where a model's step times are from, over its instances."""
+    return ", ".join(f"{source} on {number}" for source, number in sorted(Counter(filter(None, sources)).items()))
 
 
 class Reporter:

@@ -32,6 +32,7 @@ class ModelOnInstance(msgspec.Struct, frozen=True):
     num_running: int
     num_waiting: int
     error: str = ""
+    cost_model: str = ""
 
     @property
     def num_held(self) -> int:

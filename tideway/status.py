@@ -20,7 +20,7 @@ from shared.messages.cluster import (
 )
 from shared.settings import BusSettings, load
 from tideway.cluster import ClusterView, view_model
-from tideway.console import fit
+from tideway.console import count_sources, fit
 from tideway.data_folder import DataFolder, OperatorError, State
 from tideway.operations import drained_and_gone
 from tideway.tree import bus_environment
@@ -55,7 +55,9 @@ async def show_status(data: DataFolder, console: Console) -> None:
         plan = await view.plan()
         instances = _instances(view.instances, view.nodes)
         console.print(fit(instances, console, ("device", "KV moves", "metrics", "KV pool")))
-        console.print(fit(_models(plan, view.instances, await _num_queued(view)), console, ("queued", "instances")))
+        console.print(
+            fit(_models(plan, view.instances, await _num_queued(view)), console, ("step times", "queued", "instances"))
+        )
         if gone := drained_and_gone(plan.draining if plan else (), view.instances):
             console.print(gone)
     except BusError as error:
@@ -106,10 +108,14 @@ def _instances(instances: Mapping[str, InstanceInfo], nodes: Mapping[str, NodeIn
 def _models(
     plan: PlacementPlan | None, instances: Mapping[str, InstanceInfo], num_queued: Mapping[str, int] | None
 ) -> Table:
-    table = Table("model", "state", "instances", "queued", "note", title="Models")
+    table = Table("model", "state", "instances", "queued", "step times", "note", title="Models")
     names = {spec.name for instance in (plan.instances if plan else []) for spec in instance.models}
     for name in sorted(names | set(plan.unplaced if plan else ())):
         model = view_model(name, plan, instances)
         queued = "?" if num_queued is None else str(num_queued.get(name, 0))
-        table.add_row(name, model.state, f"{model.num_ready} of {model.num_planned}", queued, escape(model.reason))
+        sources = count_sources(
+            one.cost_model for info in instances.values() for one in info.models if one.name == name
+        )
+        ready = f"{model.num_ready} of {model.num_planned}"
+        table.add_row(name, model.state, ready, queued, sources, escape(model.reason))
     return table

@@ -13,7 +13,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from tideway.console import fit
+from tideway.console import count_sources, fit
 from tideway.data_folder import OperatorError
 from tideway.operations import AdminClient, Instance, Instances, Models, drained_and_gone
 
@@ -71,7 +71,7 @@ def render(snapshot: Snapshot, rate: float | None, url: str, console: Console, p
     """`rate`: of moves, per second; `problem`: why there is nothing newer."""
     bar = BARS[console.options.ascii_only]
     instances = fit(_instances(snapshot.instances, bar), console, LEAST_WANTED)
-    models = fit(_models(snapshot), console, ("running", "waiting", "queued"))
+    models = fit(_models(snapshot), console, ("step times", "running", "waiting", "queued"))
     lines: list[RenderableType] = [Text(url, "bold", overflow="fold"), _counts(snapshot, rate), instances, models]
     there = {instance.instance_id for instance in snapshot.instances.instances}
     if gone := drained_and_gone(snapshot.instances.draining or (), there):
@@ -147,13 +147,18 @@ def _models(snapshot: Snapshot) -> Table:
     table.add_column("model")
     for name in ("instances", "running", "waiting", "queued"):
         table.add_column(name, justify="right")
+    table.add_column("step times")
     table.add_column("note", overflow="fold")
     for model in snapshot.models.models:
         num_ready = sum(state == "ready" for state in model.instances.values())
         wanted = "" if model.replicas is None else f" of {model.replicas} wanted"
         queued = "?" if model.num_queued is None else str(model.num_queued)
         row = (f"{num_ready}{wanted}", str(model.num_running), str(model.num_waiting), queued)
-        table.add_row(escape(model.name), *row, escape(model.unplaced or _load_errors(model.name, snapshot.instances)))
+        on_instances = (one for instance in snapshot.instances.instances for one in instance.models)
+        sources = count_sources(one.cost_model for one in on_instances if one.name == model.name)
+        table.add_row(
+            escape(model.name), *row, sources, escape(model.unplaced or _load_errors(model.name, snapshot.instances))
+        )
     return table
 
 

@@ -50,7 +50,16 @@ UINT32 = b"\xce"
 FIRST_SEQUENCE = 1 << 16
 """So that each number takes four bytes."""
 NO_LISTS = encode([]) * 3
-FINISHED = FinishedStats(MODELS[0], RequestClass.ONLINE, 512, 100, 0.01, 2.0, FinishReason.STOP, 0.2)
+FINISHED = FinishedStats(
+    model=MODELS[0],
+    request_class=RequestClass.ONLINE,
+    prompt_tokens=512,
+    output_tokens=100,
+    queued_s=0.01,
+    execution_s=2.0,
+    finish_reason=FinishReason.STOP,
+    device_s=0.2,
+)
 
 
 class _Load(NamedTuple):
@@ -75,7 +84,15 @@ class Fleet:
     def info(self, index: int) -> InstanceInfo:
         models = [LoadedModel(model, "ready", 8192, PAGE_TOKENS, SLOTS_PER_MERGED) for model in MODELS]
         name = self.names[index]
-        return InstanceInfo(name, "1", name[:-2], "ready", models, num_merged=NUM_MERGED, kv_address="10.0.0.1:7000")
+        return InstanceInfo(
+            instance_id=name,
+            incarnation="1",
+            node_id=name[:-2],
+            state="ready",
+            models=models,
+            num_merged=NUM_MERGED,
+            kv_address="10.0.0.1:7000",
+        )
 
     def report(self, index: int, now: float) -> bytes:
         """The instance's next one."""

@@ -86,9 +86,16 @@ class Instance:
             MODEL, "loading" if self.state == "starting" else "ready", self.max_length, device.page_tokens, 1
         )
         return InstanceInfo(
-            self.instance_id, "1", self.instance_id, self.state, [served], device.num_blocks, device.block_bytes,
-            "cuda", kv_address=self.instance_id,
-        )  # fmt: skip
+            instance_id=self.instance_id,
+            incarnation="1",
+            node_id=self.instance_id,
+            state=self.state,
+            models=[served],
+            num_merged=device.num_blocks,
+            merged_bytes=device.block_bytes,
+            device="cuda",
+            kv_address=self.instance_id,
+        )
 
     # ---------------------------------------------------------------------------------------------- requests
 
@@ -185,10 +192,16 @@ class Instance:
         planned_s = ended.first_planned_s if ended.first_planned_s is not None else ended.ended_s
         self._finished.append(
             FinishedStats(
-                request.model, request.request_class, ended.num_prompt_tokens, ended.num_output_tokens,
-                planned_s - ended.submitted_s, ended.ended_s - planned_s, ended.reason, ended.device_s,
+                model=request.model,
+                request_class=request.request_class,
+                prompt_tokens=ended.num_prompt_tokens,
+                output_tokens=ended.num_output_tokens,
+                queued_s=planned_s - ended.submitted_s,
+                execution_s=ended.ended_s - planned_s,
+                finish_reason=ended.reason,
+                device_s=ended.device_s,
             )
-        )  # fmt: skip
+        )
         self._journal.on_ended(ended)
         self.on_ended(request.request_id)
 
@@ -212,9 +225,9 @@ class Instance:
         self._num_reports += 1
         load = self.engine.load()
         report = LoadReport(
-            self.instance_id,
-            "1",
-            self._num_reports,
+            instance_id=self.instance_id,
+            incarnation="1",
+            sequence=self._num_reports,
             admitted=tuple(self._admitted),
             ended=tuple(self._ended),
             finished=tuple(self._finished),

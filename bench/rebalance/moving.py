@@ -24,6 +24,7 @@ from shared.messages.migration import (
 )
 from shared.messages.requests import ErrorInfo, HeldRequest
 from shared.migration.estimates import MARGIN_BLOCKS, Next, copy_s, is_worth, next_stage
+from shared.migration.limits import max_at_once
 from shared.migration.source import may_move
 from shared.settings import InstanceSettings
 
@@ -94,7 +95,7 @@ class Giver:
 
     def _begin_one(self, lease: Rebalance) -> bool:
         movers, now = self._movers, self._events.now
-        if len(self._moves) >= min(lease.max_concurrent, movers.max_migrations):
+        if len(self._moves) >= min(lease.max_concurrent, max_at_once(lease.reason, movers.max_migrations)):
             return False
         takers = [
             movers.instances[name]
@@ -109,7 +110,9 @@ class Giver:
             request_id = candidate.request.request_id
             stays = self._stays_until_s.get(request_id, 0.0) > now
             if request_id not in self._moves and not stays and may_move(candidate.request.epoch):
-                move = self._moves[request_id] = Move(movers, self._instance, candidate, takers[0], self._on_over)
+                move = self._moves[request_id] = Move(
+                    movers, self._instance, candidate, takers[0], lease.reason, self._on_over
+                )
                 move.decide()
                 return True
         return False
@@ -140,10 +143,12 @@ class Move:
         source: Instance,
         candidate: MoveCandidate,
         taker: Instance,
+        reason: MoveReason,
         on_over: Callable[[Move, AbortReason | None], None],
     ) -> None:
         self.request_id = candidate.request.request_id
         self.taker = taker
+        self._reason = reason
         self._movers, self._source, self._candidate, self._on_over = movers, source, candidate, on_over
         self._events, self._device = movers.events, source.device
         self._id = str(next(movers.ids))
@@ -202,7 +207,7 @@ class Move:
         query = PreAllocate(
             self._id, self._source.instance_id, self.request_id, MODEL, request.request_class, request.priority,
             self._num_stages, self._announced, num_blocks, hashes, self._device.page_tokens, self._device.block_bytes,
-            max_tokens=self._candidate.request.num_tokens + self._candidate.tokens_left,
+            max_tokens=self._candidate.request.num_tokens + self._candidate.tokens_left, reason=self._reason,
         )  # fmt: skip
         self._num_stages += 1
         self._events.after(CONTROL_S, self._on_pre_allocate, query, then)
@@ -214,7 +219,9 @@ class Move:
         taker, name = self.taker, self.taker.instance_id
         refused = taker.state != "ready"
         if not self._is_holding:
-            refused = refused or self._movers.num_in.get(name, 0) >= self._movers.max_migrations
+            refused = refused or self._movers.num_in.get(name, 0) >= max_at_once(
+                query.reason, self._movers.max_migrations
+            )
         if not refused:
             refused = isinstance(taker.engine.reserve(query, self._events.now), ErrorInfo)
         if refused:

@@ -102,18 +102,18 @@ async def list_models(context: GatewayContext, request: Request) -> Response:
         }
         states.append(
             ModelState(
-                spec.name,
-                spec.source,
-                spec.dtype,
-                spec.max_model_len,
-                spec.replicas,
-                spec.ttft_ms,
-                spec.tpot_ms,
-                {instance_id: model.state for instance_id, model in on_instances.items()},
-                unplaced.get(spec.name),
-                sum(model.num_running for model in on_instances.values()),
-                sum(model.num_waiting for model in on_instances.values()),
-                None if num_queued is None else num_queued.get(spec.name, 0),
+                name=spec.name,
+                source=spec.source,
+                dtype=spec.dtype,
+                max_model_len=spec.max_model_len,
+                replicas=spec.replicas,
+                ttft_ms=spec.ttft_ms,
+                tpot_ms=spec.tpot_ms,
+                instances={instance_id: model.state for instance_id, model in on_instances.items()},
+                unplaced=unplaced.get(spec.name),
+                num_running=sum(model.num_running for model in on_instances.values()),
+                num_waiting=sum(model.num_waiting for model in on_instances.values()),
+                num_queued=None if num_queued is None else num_queued.get(spec.name, 0),
             )
         )
     return json_response(ModelStates(states))
@@ -210,19 +210,19 @@ async def list_instances(context: GatewayContext, request: Request) -> Response:
 
 def _instance(info: InstanceInfo, heard: HeardLoad | None, now: float) -> InstanceState:
     return InstanceState(
-        info.instance_id,
-        info.incarnation,
-        info.node_id,
-        info.state,
-        info.device,
-        info.pid,
-        _models(info, heard),
-        info.num_merged,
-        info.merged_bytes,
-        info.metrics_port,
-        info.kv_address,
-        bool(info.kv_address),
-        None if heard is None else _load(info, heard, now),
+        instance_id=info.instance_id,
+        incarnation=info.incarnation,
+        node_id=info.node_id,
+        state=info.state,
+        device=info.device,
+        pid=info.pid,
+        models=_models(info, heard),
+        num_merged=info.num_merged,
+        merged_bytes=info.merged_bytes,
+        metrics_port=info.metrics_port,
+        kv_address=info.kv_address,
+        migration=bool(info.kv_address),
+        load=None if heard is None else _load(info, heard, now),
     )
 
 
@@ -231,14 +231,15 @@ def _models(info: InstanceInfo, heard: HeardLoad | None) -> list[InstanceModel]:
     reported: dict[str, ModelLoad] = {} if heard is None else {load.model: load for load in heard.report.models}
     return [
         InstanceModel(
-            loaded.name,
-            loaded.state,
-            loaded.max_model_len,
-            loaded.page_tokens,
-            loaded.slots_per_merged,
-            counts.num_running,
-            counts.num_waiting,
-            loaded.error,
+            name=loaded.name,
+            state=loaded.state,
+            max_model_len=loaded.max_model_len,
+            page_tokens=loaded.page_tokens,
+            slots_per_merged=loaded.slots_per_merged,
+            num_running=counts.num_running,
+            num_waiting=counts.num_waiting,
+            error=loaded.error,
+            cost_model=loaded.cost_model,
         )
         for loaded in info.models
         for counts in [reported.get(loaded.name, loaded)]
@@ -249,18 +250,18 @@ def _load(info: InstanceInfo, heard: HeardLoad, now: float) -> InstanceLoad:
     report = heard.report
     used = 1.0 - report.free_merged / info.num_merged if info.num_merged else None
     return InstanceLoad(
-        now - heard.heard_s,
-        None if used is None else min(1.0, max(0.0, used)),
-        report.num_running,
-        sum(load.num_waiting for load in report.models),
-        sum(load.num_offline for load in report.models),
-        report.num_high,
-        report.dispatch_freeness if math.isfinite(report.dispatch_freeness) else None,
-        report.migration_freeness if math.isfinite(report.migration_freeness) else None,
-        report.num_moving_out,
-        report.num_moving_in,
-        report.num_moved_out,
-        report.num_moved_in,
+        age_s=now - heard.heard_s,
+        pool_use=None if used is None else min(1.0, max(0.0, used)),
+        num_running=report.num_running,
+        num_waiting=sum(load.num_waiting for load in report.models),
+        num_offline=sum(load.num_offline for load in report.models),
+        num_high=report.num_high,
+        dispatch_freeness=report.dispatch_freeness if math.isfinite(report.dispatch_freeness) else None,
+        migration_freeness=report.migration_freeness if math.isfinite(report.migration_freeness) else None,
+        num_moving_out=report.num_moving_out,
+        num_moving_in=report.num_moving_in,
+        num_moved_out=report.num_moved_out,
+        num_moved_in=report.num_moved_in,
     )
 
 

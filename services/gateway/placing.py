@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Protocol
@@ -15,6 +16,7 @@ from shared.bus.interface import Bus, BusError, ServiceError
 from shared.messages.catalogue import INSTANCE_SUBMIT, SCHEDULER_SUBMIT
 from shared.messages.cluster import InstanceInfo
 from shared.messages.requests import ErrorCode, GenerationRequest
+from shared.policies.virtual_usage import left_of, merged_demand
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +49,10 @@ class Placeable(Protocol):
     @property
     def is_open(self) -> bool: ...
 
+    @property
+    def num_tokens(self) -> int:
+        """Of prompt and output so far."""
+
     def to_send(self, now: float) -> GenerationRequest:
         """The request in its present epoch, with the tokens that the client already has."""
 
@@ -57,17 +63,27 @@ class Placeable(Protocol):
         """Who is about to get it; None: the scheduler decides."""
 
 
-def candidates(instances: Iterable[InstanceInfo], model: str, sent: Mapping[str, int]) -> list[str]:
-    """Ids of the instances that serve `model`, fewest requests first. `sent`: requests that this gateway sent since
-    the instance last wrote its numbers."""
+def candidates(
+    instances: Iterable[InstanceInfo], model: str, sent: Mapping[str, int], num_tokens: int = 1
+) -> list[str]:
+    """Ids of the instances that serve `model`, freest first as dispatch sees it, then those with the fewest requests.
+    `sent`: requests that this gateway sent since the instance last wrote its numbers, taken to be as long as this one with
+    `num_tokens` tokens."""
     ranked = []
     for info in instances:
-        if serves(info, model):
-            load = sum(loaded.num_running + loaded.num_waiting for loaded in info.models)
-            own = loaded_model(info, model)
-            assert own is not None
-            ranked.append((load + sent.get(info.instance_id, 0), own.num_waiting, info.instance_id))
-    return [instance_id for _, _, instance_id in sorted(ranked)]
+        own = loaded_model(info, model)
+        if own is not None and serves(info, model):
+            num_sent, num_running = sent.get(info.instance_id, 0), sum(loaded.num_running for loaded in info.models)
+            freeness = info.dispatch_freeness
+            if num_sent:
+                # Where it is unbounded, what runs is no load.
+                num_counted = 0 if freeness == math.inf else num_running
+                needed = num_sent * merged_demand(num_tokens, own.page_tokens or 1, own.slots_per_merged or 1)
+                left = left_of(info.num_merged, freeness, num_counted) - needed
+                freeness = left / max(1, num_counted + num_sent)
+            num_waiting = sum(loaded.num_waiting for loaded in info.models)
+            ranked.append((-freeness, num_running + num_waiting + num_sent, own.num_waiting, info.instance_id))
+    return [instance_id for *_, instance_id in sorted(ranked)]
 
 
 class Placer:
@@ -135,7 +151,8 @@ class Placer:
             f"No scheduler answers and no instance serves model '{stream.model}' now.",
             retry_after_s=PATIENCE_S,
         )
-        for instance_id in candidates(self._catalog.instances.values(), stream.model, self._sent):
+        instances = self._catalog.instances.values()
+        for instance_id in candidates(instances, stream.model, self._sent, stream.num_tokens):
             now = self._bus.now()
             if now >= stream.deadline or not stream.is_open:
                 break

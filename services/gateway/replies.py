@@ -140,7 +140,7 @@ class DeletedModel(msgspec.Struct):
     deleted: bool
 
 
-class ModelState(msgspec.Struct):
+class ModelState(msgspec.Struct, kw_only=True):
     """A model as the operator sees it."""
 
     name: str
@@ -166,7 +166,7 @@ class ModelStates(msgspec.Struct):
     models: list[ModelState]
 
 
-class InstanceModel(msgspec.Struct):
+class InstanceModel(msgspec.Struct, kw_only=True):
     """A model on an instance."""
 
     name: str
@@ -178,9 +178,11 @@ class InstanceModel(msgspec.Struct):
     num_running: int
     num_waiting: int
     error: str
+    cost_model: str
+    """Where its step times are from: none | live | profiled | stored; empty: it has none"""
 
 
-class InstanceLoad(msgspec.Struct):
+class InstanceLoad(msgspec.Struct, kw_only=True):
     """From an instance's own report. Freeness is None where it is unbounded (idle)."""
 
     age_s: float
@@ -203,7 +205,7 @@ class InstanceLoad(msgspec.Struct):
     num_moved_in: int
 
 
-class InstanceState(msgspec.Struct):
+class InstanceState(msgspec.Struct, kw_only=True):
     """An instance as the operator sees it."""
 
     instance_id: str

@@ -29,6 +29,7 @@ class Stream:
         self.is_replaying = False
         self.must_place = False
         self.heard_at = arrived_at
+        self.first_token_at: float | None = None
         self.quiet_s = QUIET_S
         self.num_losses = 0
         self.num_tokens_at_loss = -1
@@ -40,6 +41,10 @@ class Stream:
     def request_id(self) -> str:
         return self.state.request_id
 
+    @property
+    def num_tokens(self) -> int:
+        return len(self._request.prompt) // 4 + len(self.state.tokens)
+
     def to_send(self, now: float) -> GenerationRequest:
         self.must_place = False
         return msgspec.structs.replace(
@@ -48,6 +53,7 @@ class Stream:
             prior=self.state.tokens.tobytes(),
             timeout_s=max(0.001, self.deadline - now),
             waited_s=max(0.0, now - self._arrived_at),
+            ttft_s=-1.0 if self.first_token_at is None else self.first_token_at - self._arrived_at,
         )
 
     @property
@@ -66,3 +72,5 @@ class Stream:
     def heard(self, now: float) -> None:
         self.heard_at = now
         self.quiet_s = QUIET_S
+        if self.first_token_at is None and self.state.tokens:
+            self.first_token_at = now

@@ -4,16 +4,19 @@ shape, with the constants and their reasons."""
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from shared.checkpoint import ITEMSIZES, CheckpointShape
 from shared.engine.slab import slot_bytes
 from shared.messages.cluster import ModelSpec
 
-PAGE_TOKENS = {"cpu": 32, "cuda": 128}
-"""Tokens in one KV block, as the worker's attention back ends choose them."""
+PAGE_TOKENS = {"cpu": 32, "cuda": 256}
+"""Tokens in one KV block where the node does not say: the most that an attention back end takes there. A block that turns
+out to be half as large fits as well."""
 
 STEP_TOKENS = {"cpu": 512, "cuda": 8192}
-"""Tokens in one step at most (the instance's default token budget): what activations are sized for."""
+"""Tokens in one step at most where the node does not say (the instance's default token budget): what activations are sized
+for."""
 
 STEP_SEQUENCES = 256
 """Sequences in one step at most: each needs a row of logits."""
@@ -26,8 +29,9 @@ HIDDEN_VECTORS = 16
 """Activations alive at once per token, in vectors of hidden_size: residual, normalised input, queries, keys, values and
 attention output (6), gate, up and their product (about 3 to 4 times hidden_size each; 10 with buffers reused)."""
 
-LOGIT_BYTES = 2 * 4
-"""Per vocabulary entry and sampled row: float32 logits and one copy that sampling sorts or masks."""
+LOGIT_BYTES = {"cpu": 2 * 4, "cuda": 40}
+"""Per vocabulary entry and sampled row: float32 logits and one copy that sampling sorts or masks. On CUDA a sort for top-p
+takes more: logits, scores, the sorted ones with their indices (12), a second copy of these (12), probabilities and sums."""
 
 WEIGHT_MARGIN = 1.02
 """Rotary tables, allocator rounding and packed layouts on top of the tensors in the files."""
@@ -43,6 +47,21 @@ class ConfiguredModel:
     problem: str = ""
 
 
+class DeviceFacts(NamedTuple):
+    """What of a node's devices decides how much memory a model takes there."""
+
+    kind: str
+    """cpu | cuda"""
+    page_tokens: int
+    step_tokens: int
+
+
+def device_facts(device: str, page_tokens: int = 0, step_tokens: int = 0) -> DeviceFacts:
+    """As in `NodeInfo`; 0: not told."""
+    kind = "cuda" if device.startswith("cuda") else "cpu"
+    return DeviceFacts(kind, page_tokens or PAGE_TOKENS[kind], step_tokens or STEP_TOKENS[kind])
+
+
 @dataclass(frozen=True)
 class Footprint:
     """Memory of one model on one kind of device, in bytes; `least_slots` in KV blocks."""
@@ -54,17 +73,16 @@ class Footprint:
     least_slots: int
 
 
-def footprint(spec: ModelSpec, shape: CheckpointShape, device: str) -> Footprint:
+def footprint(spec: ModelSpec, shape: CheckpointShape, facts: DeviceFacts) -> Footprint:
     """`spec.dtype` is "auto" (as stored) or a key of ITEMSIZES. The worker may run a float16 checkpoint in bfloat16, which
     has the same size."""
     stored = ITEMSIZES[shape.dtype]
     itemsize = stored if spec.dtype == "auto" else ITEMSIZES[spec.dtype]
-    page_tokens = PAGE_TOKENS[device]
     longest = min(spec.max_model_len or shape.max_model_len, LEAST_SEQUENCE_TOKENS)
-    hidden = STEP_TOKENS[device] * HIDDEN_VECTORS * shape.hidden_size * itemsize
+    hidden = facts.step_tokens * HIDDEN_VECTORS * shape.hidden_size * itemsize
     return Footprint(
         weight_bytes=int(shape.weight_bytes * itemsize / stored * WEIGHT_MARGIN),
-        activation_bytes=hidden + STEP_SEQUENCES * shape.vocab_size * LOGIT_BYTES,
-        slot_bytes=slot_bytes(shape.num_layers, page_tokens, shape.num_kv_heads, shape.head_dim, itemsize),
-        least_slots=-(-longest // page_tokens),
+        activation_bytes=hidden + STEP_SEQUENCES * shape.vocab_size * LOGIT_BYTES[facts.kind],
+        slot_bytes=slot_bytes(shape.num_layers, facts.page_tokens, shape.num_kv_heads, shape.head_dim, itemsize),
+        least_slots=-(-longest // facts.page_tokens),
     )

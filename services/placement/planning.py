@@ -20,12 +20,12 @@ from __future__ import annotations
 import functools
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import msgspec
 
 from services.placement.fleet import Fleet, instance_ids
-from services.placement.footprint import ConfiguredModel, Footprint, footprint
+from services.placement.footprint import ConfiguredModel, DeviceFacts, Footprint, device_facts, footprint
 from shared.engine import slab
 from shared.messages.cluster import (
     InstancePlan,
@@ -57,7 +57,7 @@ class _Room:
 
     instance_id: str
     node_id: str
-    device: str
+    facts: DeviceFacts
     capacity_bytes: int
     incumbent: InstancePlan | None
     is_frozen: bool = False
@@ -104,8 +104,8 @@ class _Room:
         else:
             merged_bytes = self.merged_bytes
             least_bytes = self.least_blocks * merged_bytes
-            pool_bytes = int((self.free_bytes() + least_bytes) * POOL_SHARE[self.device])
-            if self.device == "cpu":
+            pool_bytes = int((self.free_bytes() + least_bytes) * POOL_SHARE[self.facts.kind])
+            if self.facts.kind == "cpu":
                 pool_bytes = min(pool_bytes, max_cpu_pool_bytes)
             pool_bytes = max(pool_bytes // merged_bytes * merged_bytes, least_bytes)
         models = [_for_instance(self.specs[name]) for name in sorted(self.specs)]
@@ -135,8 +135,8 @@ def plan(
     draining = frozenset(fleet.draining)
     rooms = _rooms(configured, nodes, incumbent, held_nodes, draining)
     sizes = {
-        (name, device): footprint(model.spec, model.shape, device)
-        for device in sorted({room.device for room in rooms})
+        (name, facts): footprint(model.spec, model.shape, facts)
+        for facts in sorted({room.facts for room in rooms})
         for name, model in configured.items()
         if model.shape is not None
     }
@@ -178,14 +178,16 @@ def _rooms(
     rooms = []
     for node in sorted(nodes, key=lambda n: n.node_id):
         capacity = node.memory_bytes // max(1, node.num_instances, node.max_instances)
-        device = "cuda" if node.device.startswith("cuda") else "cpu"
+        facts = device_facts(node.device, node.page_tokens, node.step_tokens)
         for instance_id in instance_ids([node]):
             if instance_id not in draining:
-                rooms.append(_Room(instance_id, node.node_id, device, capacity, before.get(instance_id)))
+                rooms.append(_Room(instance_id, node.node_id, facts, capacity, before.get(instance_id)))
     present = {node.node_id for node in nodes}
     for instance in before.values():
         if instance.node_id in held_nodes and instance.node_id not in present:
-            rooms.append(_Room(instance.instance_id, instance.node_id, "cpu", 0, instance, is_frozen=True))
+            rooms.append(
+                _Room(instance.instance_id, instance.node_id, device_facts("cpu"), 0, instance, is_frozen=True)
+            )
     for room in rooms:
         stays = [configured[s.name] for s in room.incumbent.models if _stays(configured, s)] if room.incumbent else []
         room.is_frozen = room.is_frozen or any(model.shape is None for model in stays)
@@ -202,16 +204,16 @@ def _for_instance(spec: ModelSpec) -> ModelSpec:
     return msgspec.structs.replace(spec, replicas=None)
 
 
-def _choose_merged_blocks(rooms: list[_Room], sizes: dict[tuple[str, str], Footprint]) -> None:
+def _choose_merged_blocks(rooms: list[_Room], sizes: dict[tuple[str, DeviceFacts], Footprint]) -> None:
     """One size for all rooms of a kind of device: the incumbents' (the most frequent) while every model fits into it,
     else the best for all configured models that can be placed there at all."""
-    for device in {room.device for room in rooms}:
-        alike = [room for room in rooms if room.device == device and not room.is_frozen]
+    for device in {room.facts.kind for room in rooms}:
+        alike = [room for room in rooms if room.facts.kind == device and not room.is_frozen]
         largest_room = max((room.capacity_bytes for room in alike), default=0)
         slots = [
             size.slot_bytes
-            for (_, kind), size in sizes.items()
-            if kind == device
+            for (_, facts), size in sizes.items()
+            if facts.kind == device
             and size.weight_bytes + size.activation_bytes + size.least_slots * size.slot_bytes <= largest_room
         ]
         counts = Counter(room.incumbent.merged_bytes for room in alike if room.incumbent is not None)
@@ -230,7 +232,7 @@ class _Placement:
         self,
         configured: dict[str, ConfiguredModel],
         rooms: list[_Room],
-        sizes: dict[tuple[str, str], Footprint],
+        sizes: dict[tuple[str, DeviceFacts], Footprint],
         *,
         has_nodes: bool,
     ) -> None:
@@ -248,7 +250,7 @@ class _Placement:
             if room.is_frozen:
                 room.specs[spec.name] = spec
                 self.num_replicas[spec.name] += 1
-            elif room.fits(self._sizes[spec.name, room.device]):
+            elif room.fits(self._size(spec.name, room)):
                 self._put(spec.name, room)
 
     def fill(self) -> None:
@@ -280,7 +282,7 @@ class _Placement:
         if not rooms:
             return "no instance is there to hold it" if self._has_nodes else "no worker node is registered"
         room = max(rooms, key=lambda r: (r.capacity_bytes - r.used_bytes, r.instance_id))
-        size = self._sizes[name, room.device]
+        size = self._sizes[name, room.facts]
         least = size.least_slots * size.slot_bytes
         needed = size.weight_bytes + size.activation_bytes + least
         return (
@@ -293,19 +295,26 @@ class _Placement:
         replicas = self._configured[name].spec.replicas
         return replicas is None or self.num_replicas[name] < replicas
 
+    def _size(self, name: str, room: _Room) -> Footprint:
+        """What the model adds there: an instance has the weights of one checkpoint once, under however many names."""
+        size, weights = self._sizes[name, room.facts], _weights_of(self._configured[name].spec)
+        if any(_weights_of(spec) == weights for spec in room.specs.values()):
+            return replace(size, weight_bytes=0)
+        return size
+
     def _weight(self, name: str) -> int:
         return max((size.weight_bytes for (n, _), size in self._sizes.items() if n == name), default=0)
 
     def _has_place(self, name: str, room: _Room) -> bool:
-        return not room.is_frozen and name not in room.specs and room.fits(self._sizes[name, room.device])
+        return not room.is_frozen and name not in room.specs and room.fits(self._size(name, room))
 
     def _put_in_best_room(self, name: str) -> bool:
         """Where no pool must change, if there is such a room; among those, where the most is left."""
         best = max(
             (room for room in self._rooms if self._has_place(name, room)),
             key=lambda room: (
-                room.incumbent is None or room.keeps_pool(self._sizes[name, room.device]),
-                room.free_bytes(self._sizes[name, room.device]),
+                room.incumbent is None or room.keeps_pool(self._size(name, room)),
+                room.free_bytes(self._size(name, room)),
             ),
             default=None,
         )
@@ -314,8 +323,12 @@ class _Placement:
         return best is not None
 
     def _put(self, name: str, room: _Room) -> None:
-        room.add(self._configured[name].spec, self._sizes[name, room.device])
+        room.add(self._configured[name].spec, self._size(name, room))
         self.num_replicas[name] += 1
+
+
+def _weights_of(spec: ModelSpec) -> tuple[str, str, int | None]:
+    return (spec.source, spec.dtype, spec.max_model_len)
 
 
 def _mib(num_bytes: int) -> str:

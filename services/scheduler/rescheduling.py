@@ -10,6 +10,7 @@ from services.scheduler.actions import Action, Paired, SendRebalance
 from services.scheduler.cluster import ClusterView, InstanceState
 from shared.messages.cluster import LoadReport
 from shared.messages.migration import MoveReason, Rebalance
+from shared.migration.limits import DRAIN_CONCURRENCY
 from shared.policies.rebalancing import InstanceView, Pair, Rebalancer, Taker
 from shared.settings import SchedulerSettings
 
@@ -19,8 +20,6 @@ SOON_S = 0.05
 """Between two looks, where reports cross a threshold."""
 LOOK_S = 1e-4
 """Likewise at least so long for each instance of the cluster, so that looks take a small share of the scheduler's time."""
-DRAIN_CONCURRENCY = 4
-"""Migrations out of a draining instance at once."""
 GIVEN_S = 10.0
 """After an instance was last told to give requests away, word of where they went may still be missing."""
 

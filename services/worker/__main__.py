@@ -9,6 +9,7 @@ from functools import partial
 
 import msgspec
 
+from services.worker.engine_building import max_step_tokens
 from services.worker.machine import survey
 from services.worker.migration.faults import FaultPoints
 from services.worker.node import NodeAgent
@@ -25,11 +26,14 @@ async def serve(settings: WorkerSettings, stop: asyncio.Event) -> None:
     of_instances = load(InstanceSettings)
     FaultPoints(of_instances.fault_points)  # which they would first look at when they are about to move requests
     machine = await asyncio.to_thread(survey, settings)
+    step_tokens = max_step_tokens(msgspec.structs.replace(of_instances, device=machine.device))
     telemetry = start_telemetry("node", settings.node_id, settings)
     bus = await unless_stopped(NatsBus.connect(settings, "node", settings.node_id, telemetry.registry), stop)
     if bus is None:
         return
-    agent = NodeAgent(bus, settings, telemetry, machine, drain_grace_s=of_instances.drain_grace_s)
+    agent = NodeAgent(
+        bus, settings, telemetry, machine, drain_grace_s=of_instances.drain_grace_s, step_tokens=step_tokens
+    )
     port = telemetry.serve_metrics(agent.problems)
     logger.info("%s: metrics on http://%s:%d/metrics", settings.node_id, settings.metrics_host, port)
     await agent.start()

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from shared.cost_model import CostModel
+from shared.cost_model import CostSource, KnownCosts
 from shared.engine.counters import EngineCounters
 from shared.engine.requests import Ended
 from shared.messages.requests import FinishReason, GenerationRequest, RequestClass
@@ -55,6 +55,10 @@ class CoServingTelemetry:
             "tideway_instance_cost_model_error", "Relative error of the cost model on steps it was not fitted to",
             ("model_name", "engine", "quantile"), registry=registry,
         )  # fmt: skip
+        self._cost_source = Gauge(
+            "tideway_instance_cost_model", "1 for where the model's cost model comes from, 0 for the others",
+            ("model_name", "engine", "source"), registry=registry,
+        )  # fmt: skip
         self._budget_use = Histogram(
             "tideway_instance_budget_use", "Duration of a step over what the objectives allowed it",
             ("model_name", "engine"), registry=registry, buckets=BUDGET_BUCKETS,
@@ -65,10 +69,12 @@ class CoServingTelemetry:
         if math.isfinite(limit_s) and limit_s > 0:
             self._budget_use.labels(model, self._engine).observe(duration_s / limit_s)
 
-    def on_cost_model(self, model: str, cost_model: CostModel, scale: float) -> None:
-        self._cost_scale.labels(model, self._engine).set(scale)
-        self._cost_error.labels(model, self._engine, "0.5").set(cost_model.median_error)
-        self._cost_error.labels(model, self._engine, "0.99").set(cost_model.p99_error)
+    def on_costs(self, model: str, known: KnownCosts) -> None:
+        self._cost_scale.labels(model, self._engine).set(known.scale)
+        self._cost_error.labels(model, self._engine, "0.5").set(known.cost_model.median_error)
+        self._cost_error.labels(model, self._engine, "0.99").set(known.cost_model.p99_error)
+        for source in CostSource:
+            self._cost_source.labels(model, self._engine, str(source)).set(source == known.source)
 
     def on_counters(self, counters: EngineCounters, slot_bytes: Mapping[str, int], host_used_share: float) -> None:
         """`counters` may grow meanwhile. `slot_bytes`: of the models that are loaded."""
@@ -98,22 +104,23 @@ class CoServingTelemetry:
         self._seen[key] = count
 
     def on_ended(self, ended: Ended) -> None:
-        """Offline requests count only where they name an objective themselves."""
+        """As the client saw it, wherever its tokens were made. Offline requests count only where they name an objective
+        themselves."""
         request = ended.request
         is_online = request.request_class == RequestClass.ONLINE
-        if request.prior:
-            # placed again: its first token came from elsewhere
-            return
-        if ended.first_token_s is None:
+        first_token_s = ended.first_token_s
+        if request.ttft_s >= 0:
+            # placed again: the first token of here is a later one of the client's
+            first_token_s = ended.arrived_s + request.ttft_s
+        if first_token_s is None:
             self._on_ended_without_token(ended, is_online)
             return
         num_later = ended.num_output_tokens - 1
         found: list[tuple[str, float, float]] = []
         if is_online or request.ttft_objective_s:
-            ttft_s = ended.first_token_s - ended.submitted_s + request.waited_s
-            found.append(("ttft", ttft_s, ended.ttft_objective_s))
+            found.append(("ttft", first_token_s - ended.arrived_s, ended.ttft_objective_s))
         if num_later > 0 and (is_online or request.tpot_objective_s):
-            found.append(("tpot", (ended.ended_s - ended.first_token_s) / num_later, ended.tpot_objective_s))
+            found.append(("tpot", (ended.ended_s - first_token_s) / num_later, ended.tpot_objective_s))
         for objective, value_s, objective_s in found:
             if objective_s > 0:
                 self._count_slo(request, objective, value_s <= objective_s)
@@ -123,7 +130,7 @@ class CoServingTelemetry:
         request, objective_s = ended.request, ended.ttft_objective_s
         if not objective_s > 0 or not (is_online or request.ttft_objective_s):
             return
-        waited_s = ended.ended_s - ended.submitted_s + request.waited_s
+        waited_s = ended.ended_s - ended.arrived_s
         if ended.reason in (FinishReason.DEADLINE, FinishReason.ERROR) or waited_s > objective_s:
             self._count_slo(request, "ttft", False)
 

@@ -1,8 +1,9 @@
 """Gives the engine a cost model of each model that becomes ready: the stored one, or a brief profile made while the engine
 is idle and then stored.
 
-The model serves from the start. A profile runs in the engine's thread between steps, for as long as no request is held
-and no model is being loaded; a request waits for the step that is being measured at most, and the rest is measured later.
+The model serves from the start, with step times that the engine learns from its steps (shared/live_costs.py). A profile runs
+in the engine's thread between steps, for as long as no request is held and no model is being loaded; a request waits for the
+step that is being measured at most, and the rest is measured later.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from services.worker.profiler import ProfiledExecutor, ProfiledModel, ProfileErr
 from shared import checkpoint
 from shared.bus.interface import Bus, BusError
 from shared.checkpoint import CheckpointError
-from shared.cost_model import CostModel
+from shared.cost_model import CostModel, CostSource
 from shared.engine import slab
 from shared.engine.plan import ModelShape
 from shared.messages.catalogue import COST_MODELS
@@ -175,8 +176,9 @@ class CostModels:
         any thread."""
         try:
             model = await asyncio.to_thread(profiled_model, spec, shape, self._executor.device)
-            cost_model = await self._store.get(model.key)
+            cost_model, source = await self._store.get(model.key), CostSource.STORED
             if cost_model is None:
+                source = CostSource.PROFILED
                 cost_model = await self._profile(model, is_quiet)
                 if cost_model is None:
                     return None
@@ -193,7 +195,7 @@ class CostModels:
             with self._loop.locked() as engine:
                 if shape.name not in engine.planner.queues:
                     return False
-                engine.set_cost_model(shape.name, cost_model)
+                engine.set_cost_model(shape.name, cost_model, source)
             self._executor.set_layers_per_safepoint(shape.name, cost_model.layers_per_safepoint)
             return True
 

@@ -32,6 +32,7 @@ def build_engine(settings: InstanceSettings, num_merged: int, device: str, num_h
         ("ORDER_POLICY", settings.order_policy, ORDERING_POLICIES),
         ("CO_SERVING", settings.co_serving, TOKEN_BUDGET_POLICIES),
         ("INTERRUPTION", settings.interruption, ("suspend", "discard", "off")),
+        ("PROFILE", settings.profile, ("auto", "live", "off")),
     ):
         if value not in known:
             raise SettingsError(f"TIDEWAY_{name}={value!r}: expected one of {', '.join(known)}")
@@ -51,6 +52,7 @@ def build_engine(settings: InstanceSettings, num_merged: int, device: str, num_h
         tpot_s=settings.tpot_ms / 1000,
         move_cooldown_s=settings.migration_cooldown_s,
         high_priority_load=settings.high_priority_load,
+        fits_costs=settings.profile != "off",
     )
     if settings.record_file:
         path = f"{settings.record_file}.{settings.instance_id}"

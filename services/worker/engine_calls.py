@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from shared.cost_model import CostModel
+from shared.cost_model import KnownCosts
 from shared.engine.counters import EngineCounters
 from shared.engine.engine import Engine
 from shared.engine.load import InstanceLoad
@@ -99,8 +99,8 @@ class EngineCalls:
         with self._lock:
             return self._engine.load()
 
-    def cost_models(self) -> dict[str, tuple[CostModel, float]]:
-        """Of each model that has one, as it was measured, and the live correction."""
+    def cost_models(self) -> dict[str, KnownCosts]:
+        """Of each model that has one."""
         with self._lock:
             return self._engine.cost_models()
 

@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from weakref import WeakValueDictionary
 
 import numpy as np
 import torch
@@ -28,11 +29,11 @@ from services.worker.kv_store import KvStore, KvViews
 from services.worker.machine import free_memory_bytes
 from services.worker.models.decode_graphs import Capture, DecodeGraphs, cuda_capture
 from services.worker.models.decoder import DecoderModel, ForwardBatch, ForwardState
-from services.worker.models.loading import load_model
+from services.worker.models.loading import Identity, identity_of, load_model
 from services.worker.sampling import SampledTokens
 from services.worker.sequence_rows import SequenceRows
 from services.worker.suspension import PartialForward, Safepoints, cuda_event
-from services.worker.transfer import to_device
+from services.worker.transfer import beside_steps, to_device, to_host
 from shared import checkpoint
 from shared.checkpoint import CheckpointError
 from shared.engine import slab
@@ -45,7 +46,12 @@ LAYERS_PER_SAFEPOINT = {"cpu": 1, "cuda": 4}
 """Until the profiler says otherwise. A check costs nothing on CPU; on CUDA the launching thread waits at each."""
 
 
-@dataclass(frozen=True)
+WARM_UP = {"cpu": ((1, 0, 2), (1, 2, 1)), "cuda": ((1, 0, 2), (1, 2, 1), (1, 0, 512), (257, 2, 1))}
+"""(sequences, tokens in the cache, tokens computed) of the steps before a model serves. On CUDA kernels come in variants for
+long prompts and for many sequences."""
+
+
+@dataclass
 class PreparedModel:
     """Weights on the device, not yet part of an executor."""
 
@@ -54,6 +60,9 @@ class PreparedModel:
     max_model_len: int
     page_tokens: int
     backend: AttentionBackend
+    views: KvViews | None = None
+    """Of its KV slots, where graphs use them."""
+    graphs: DecodeGraphs | None = None
 
 
 @dataclass
@@ -103,6 +112,8 @@ class Executor:
             capture = cuda_capture(self.device)
         self._capture = capture
         self._models: dict[str, _Loaded] = {}
+        self._weights: WeakValueDictionary[Identity, DecoderModel] = WeakValueDictionary()
+        """Those of one checkpoint are one model under however many names, for as long as any of them is here."""
         self._rows = SequenceRows(num_rows, self.device)
         self._launched: deque[_Launched] = deque()
         self._layers_per_safepoint = layers_per_safepoint or LAYERS_PER_SAFEPOINT[self.device.type]
@@ -116,48 +127,65 @@ class Executor:
     def prepare_model(self, spec: ModelSpec) -> PreparedModel:
         """Reads a checkpoint (blocking: seconds to minutes). Raises `CheckpointError`."""
         path: Path = checkpoint.resolve(spec.source)
-        model, max_model_len = load_model(path, self.device, dtype=spec.dtype, max_model_len=spec.max_model_len)
-        backend, page_tokens = _choose(self._backends, model)
-        # back ends belong to the thread of the steps, so this one uses its own
-        _warm_up(model, *_choose(choose_backends(self.device), model), self.device)
-        return PreparedModel(spec.name, model, max_model_len, page_tokens, backend)
+        identity = identity_of(path, self.device, dtype=spec.dtype, max_model_len=spec.max_model_len)
+        with beside_steps(self.device):
+            model = self._weights.get(identity)
+            if model is None:
+                model = load_model(identity, self.device)
+                # back ends belong to the thread of the steps, so this one uses its own
+                _warm_up(model, *_choose(choose_backends(self.device), model), identity.max_model_len)
+                self._weights[identity] = model
+            backend, page_tokens = _choose(self._backends, model)
+            prepared = PreparedModel(spec.name, model, identity.max_model_len, page_tokens, backend)
+            if self._capture is not None:
+                prepared.graphs = self._captured(prepared, self._capture)
+        return prepared
 
-    @torch.inference_mode()
-    def add_model(self, prepared: PreparedModel) -> ModelShape:
-        """Lets plans name the model. Raises `CheckpointError` if its KV blocks do not fit this executor's pool."""
-        if prepared.name in self._models:
-            raise ValueError(f"model {prepared.name!r} is here already")
-        shape = prepared.model.kv_shape(prepared.page_tokens)
-        merged_bytes = self._store.merged_bytes
+    def _captured(self, prepared: PreparedModel, capture: Capture) -> DecodeGraphs:
+        views = prepared.views = self._attach(prepared)
+        max_blocks = -(-prepared.max_model_len // prepared.page_tokens)
+        graphs = DecodeGraphs(prepared.model, views, prepared.backend, self.num_rows, max_blocks, capture)
+        graphs.capture_all()
+        return graphs
+
+    def _attach(self, prepared: PreparedModel) -> KvViews:
+        """Raises `CheckpointError` where the model's KV blocks do not fit the pool."""
+        shape, merged_bytes = prepared.model.kv_shape(prepared.page_tokens), self._store.merged_bytes
         slots_per_merged = slab.slots_per_merged(merged_bytes, shape.slot_bytes)
         if slots_per_merged == 0:
             raise CheckpointError(
                 f"a KV block of {prepared.name!r} takes {shape.slot_bytes} bytes, but the pool is cut into "
                 f"{merged_bytes}; the pool must be laid out for this model."
             )
-        views = self._store.attach(shape, slots_per_merged)
-        max_blocks = -(-prepared.max_model_len // prepared.page_tokens)
-        graphs = None
-        if self._capture is not None:
-            graphs = DecodeGraphs(prepared.model, views, prepared.backend, self.num_rows, max_blocks, self._capture)
+        return self._store.attach(shape, slots_per_merged)
+
+    @torch.inference_mode()
+    def add_model(self, prepared: PreparedModel) -> ModelShape:
+        """Lets plans name the model. Raises `CheckpointError` if its KV blocks do not fit this executor's pool."""
+        if prepared.name in self._models:
+            raise ValueError(f"model {prepared.name!r} is here already")
+        views = prepared.views or self._attach(prepared)
+        slots_per_merged = views.slots_per_merged
         self._models[prepared.name] = _Loaded(
-            prepared.model, views, prepared.backend, prepared.page_tokens, prepared.max_model_len, graphs,
+            prepared.model, views, prepared.backend, prepared.page_tokens, prepared.max_model_len, prepared.graphs,
             self._layers_per_safepoint,
         )  # fmt: skip
-        self._rows.widen(prepared.max_model_len, max_blocks)
+        self._rows.widen(prepared.max_model_len, -(-prepared.max_model_len // prepared.page_tokens))
         logger.info(
             "model %s: %s, %d KV blocks of %d tokens per merged block, %.1f %% of it wasted, attention by %s",
             prepared.name, prepared.model.dtype, slots_per_merged, prepared.page_tokens,
-            100 * slab.waste(merged_bytes, shape.slot_bytes), prepared.backend.name,
+            100 * slab.waste(self._store.merged_bytes, views.shape.slot_bytes), prepared.backend.name,
         )  # fmt: skip
         return ModelShape(
-            prepared.name, prepared.page_tokens, slots_per_merged, prepared.max_model_len, prepared.model.vocab_size
-        )
+            prepared.name, prepared.page_tokens, slots_per_merged, prepared.max_model_len, prepared.model.vocab_size,
+            prepared.model.num_layers, self._layers_per_safepoint,
+        )  # fmt: skip
 
     def remove_model(self, name: str) -> None:
-        """Frees the model's weights and drops its suspended steps; no launched step may use it."""
-        model = self._models.pop(name).model
-        self._suspended = {i: forward for i, forward in self._suspended.items() if forward.model is not model}
+        """Frees the model's weights, unless another name has them too, and drops its suspended steps; no launched step may
+        use it."""
+        views = self._models.pop(name).views
+        self._suspended = {i: forward for i, forward in self._suspended.items() if forward.batch.kv is not views}
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -273,7 +301,7 @@ class Executor:
 
     def _resumed(self, plan: StepPlan, loaded: _Loaded) -> PartialForward:
         forward = self._suspended.pop(plan.step_id, None)
-        if forward is None or forward.model is not loaded.model or forward.rows.tolist() != plan.rows:
+        if forward is None or forward.batch.kv is not loaded.views or forward.rows.tolist() != plan.rows:
             raise ValueError(f"no such step of {plan.model!r} is suspended")
         if (self._rows.versions[forward.rows] != forward.row_versions).any():
             raise ValueError("a row of the suspended step was given to another sequence")
@@ -295,9 +323,9 @@ class Executor:
     def _finish(self, step_id: int, sampled: SampledTokens) -> _Launched:
         if self.device.type == "cpu":
             return _Launched(step_id, sampled)
-        host = torch.empty(sampled.tokens.shape, dtype=torch.int64, pin_memory=True)
-        host.copy_(sampled.tokens, non_blocking=True)
-        return _Launched(step_id, sampled, host, self._mark())
+        if sampled.logprobs is not None:
+            sampled.logprobs = sampled.logprobs.on_host()
+        return _Launched(step_id, sampled, to_host(sampled.tokens), self._mark())
 
     def _mark(self) -> torch.cuda.Event | None:
         """An event behind all that was launched; None where launching computes."""
@@ -367,19 +395,21 @@ def _choose(backends: list[AttentionBackend], model: DecoderModel) -> tuple[Atte
 
 
 @torch.inference_mode()
-def _warm_up(model: DecoderModel, backend: AttentionBackend, page_tokens: int, device: torch.device) -> None:
-    """A prefill and a decode in a cache of their own: compiles and initialises kernels before the model serves."""
-    shape = model.kv_shape(page_tokens)
+def _warm_up(model: DecoderModel, backend: AttentionBackend, page_tokens: int, max_model_len: int) -> None:
+    """Prefills and decodes in a cache of their own, whose blocks are all the same one: compiles and initialises kernels
+    before the model serves."""
+    shape, device = model.kv_shape(page_tokens), model.device
     store = KvStore(1, -(-shape.slot_bytes // slab.ALIGNMENT_BYTES) * slab.ALIGNMENT_BYTES, device)
     views = store.attach(shape, 1)
     store.claim(views, np.zeros(1, np.int64))
-    for start, count in ((0, 2), (2, 1)):
+    for num_rows, start, count in WARM_UP[device.type]:
+        count = min(count, max_model_len - start)
+        tables = np.zeros((num_rows, -(-(start + count) // page_tokens)), np.int32)
         layout = BatchLayout(
-            np.array([start]), np.array([count]), np.zeros((1, 1), np.int32), page_tokens, model.dtype, device,
-            model.windows,
-        )  # fmt: skip
-        positions = torch.from_numpy(layout.positions).to(device)
+            np.full(num_rows, start), np.full(num_rows, count), tables, page_tokens, model.dtype, device, model.windows
+        )
+        positions = to_device(layout.positions, device)
         batch = ForwardBatch(torch.zeros_like(positions), positions, views, backend, backend.prepare(layout))
-        model.logits(model.forward(batch), None)
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+        state = model.forward(batch)
+        last_tokens = layout.query_starts[1:] - 1
+        model.logits(state, to_device(last_tokens, device))

@@ -24,6 +24,7 @@ from services.worker.load_reports import LoadReports
 from services.worker.output_log import OutputLog, cut
 from services.worker.peers import can_take
 from shared.bus.interface import Bus, BusError, KeyValue, ServiceError, Subscription
+from shared.cost_model import CostSource
 from shared.engine.engine import Engine
 from shared.engine.requests import Ended, Output
 from shared.messages.admin import (
@@ -132,6 +133,8 @@ class InstanceService:
         self._subscriptions: list[Subscription] = []
         self._registry: KeyValue[InstanceInfo] | None = None
         self._metrics_port = 0
+        self._cost_sources: dict[str, CostSource] = {}
+        """By model, as the log has it."""
 
     # ----------------------------------------------------------------------------------------- start and stop
 
@@ -331,8 +334,11 @@ class InstanceService:
         counters = self._loop.counters
         self._metrics.on_load(load_now, self._loop.used_share(), counters.num_preemptions)
         self._metrics.coserving.on_counters(counters, self._slot_bytes(), self._loop.host_used_share())
-        for model, (cost_model, scale) in self._loop.cost_models().items():
-            self._metrics.coserving.on_cost_model(model, cost_model, scale)
+        for model, known in self._loop.cost_models().items():
+            self._metrics.coserving.on_costs(model, known)
+            if self._cost_sources.get(model) != known.source:
+                self._cost_sources[model] = known.source
+                log.info("step times of %s: %s", model, known.source)
         self._reports.publish(load_now, *self._moves.num_moving)
 
     def _slot_bytes(self) -> dict[str, int]:
@@ -373,23 +379,25 @@ class InstanceService:
         return max(1, self._plan.pool_bytes // self._plan.merged_bytes)
 
     def _info(self) -> InstanceInfo:
-        load_now = {model.model: model for model in self._loop.load().models}
+        load = self._loop.load()
+        load_now = {model.model: model for model in load.models}
         if self.is_draining:
             state = "draining"
         else:
             state = "ready" if self._models.any_ready else "starting"
         return InstanceInfo(
-            self._id,
-            self.incarnation,
-            self._settings.node_id,
-            state,
-            self._models.loaded(load_now),
-            self._num_merged,
-            self._plan.merged_bytes,
-            self._settings.device,
-            os.getpid(),
-            self._metrics_port,
-            self._moves.kv_address,
+            instance_id=self._id,
+            incarnation=self.incarnation,
+            node_id=self._settings.node_id,
+            state=state,
+            models=self._models.loaded(load_now),
+            num_merged=self._num_merged,
+            merged_bytes=self._plan.merged_bytes,
+            device=self._settings.device,
+            pid=os.getpid(),
+            metrics_port=self._metrics_port,
+            kv_address=self._moves.kv_address,
+            dispatch_freeness=load.dispatch_freeness,
         )
 
 

@@ -21,6 +21,7 @@ import msgspec
 
 from services.worker.engine_building import build_engine, host_pool_merged, max_step_tokens
 from shared.messages.cluster import InstancePlan
+from shared.migration.limits import DRAIN_CONCURRENCY
 from shared.service import load_or_exit, run_service, unless_stopped
 from shared.settings import InstanceSettings
 from shared.telemetry import start_telemetry
@@ -97,7 +98,7 @@ async def open_transport(settings: InstanceSettings, registry: CollectorRegistry
 
     host = settings.kv_host or local_address(settings.nats_url)
     # A migration may have two transfers open: of what was announced, and of what was filled beyond that.
-    max_transfers = max(4, 2 * settings.max_migrations)
+    max_transfers = 2 * max(DRAIN_CONCURRENCY, settings.max_migrations)
     limits = TransportLimits(rate_fraction=settings.copy_rate_share, max_transfers=max_transfers)
     transport = KvTransport(UcxNetwork(host), limits, metrics=TransferMetrics(registry))
     await transport.open()

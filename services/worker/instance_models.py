@@ -107,6 +107,7 @@ class InstanceModels:
             raise ServiceError.of(ErrorCode.GONE, f"model {name!r} is {state} on this instance", "model")
 
     def loaded(self, loads: dict[str, ModelLoad]) -> list[LoadedModel]:
+        costs = self._loop.cost_models()
         return [
             LoadedModel(
                 name,
@@ -117,6 +118,7 @@ class InstanceModels:
                 loads[name].num_running if name in loads else 0,
                 loads[name].num_waiting if name in loads else 0,
                 model.error,
+                str(costs[name].source) if name in costs else "",
             )
             for name, model in self._models.items()
         ]

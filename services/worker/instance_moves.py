@@ -36,6 +36,7 @@ from shared.messages.requests import (
     TokenEntry,
     TokenFrame,
 )
+from shared.migration.limits import DRAIN_CONCURRENCY
 from shared.settings import InstanceSettings
 from shared.telemetry import Telemetry
 
@@ -167,7 +168,7 @@ class InstanceMoves(KvUsers):
         )
         if destinations:
             names = [name for _, name in destinations]
-            order = Rebalance(names, MoveReason.DRAIN, OWN_LEASE_S, self._settings.max_migrations)
+            order = Rebalance(names, MoveReason.DRAIN, OWN_LEASE_S, DRAIN_CONCURRENCY)
             self._bus.publish(INSTANCE_REBALANCE.at(instance_id=self.instance_id), order)
 
     def stop_giving(self, model: str) -> None:

@@ -35,14 +35,14 @@ class LoadReports:
         planned_s = ended.first_planned_s if ended.first_planned_s is not None else ended.ended_s
         self.finished.append(
             FinishedStats(
-                request.model,
-                request.request_class,
-                ended.num_prompt_tokens,
-                ended.num_output_tokens,
-                planned_s - ended.submitted_s,
-                ended.ended_s - planned_s,
-                ended.reason,
-                ended.device_s,
+                model=request.model,
+                request_class=request.request_class,
+                prompt_tokens=ended.num_prompt_tokens,
+                output_tokens=ended.num_output_tokens,
+                queued_s=planned_s - ended.submitted_s,
+                execution_s=ended.ended_s - planned_s,
+                finish_reason=ended.reason,
+                device_s=ended.device_s,
             )
         )
 
@@ -52,28 +52,28 @@ class LoadReports:
         self._num_moved_out += sum(outcome.is_moved for outcome in self.moves)
         self._num_moved_in += len(self.moved_in)
         report = LoadReport(
-            self._instance_id,
-            self._incarnation,
-            self._sequence,
-            load.dispatch_freeness,
-            load.free_merged,
-            load.num_running,
-            load.models,
-            tuple(self.admitted),
-            tuple(self.ended),
-            tuple(self.finished),
-            load.dispatch_freeness_high,
-            load.migration_freeness,
-            load.scaling_freeness,
-            load.num_high,
-            tuple(self.moves),
-            tuple(self.moved_in),
-            num_moving_out,
-            num_moving_in,
-            self._num_moved_out,
-            self._num_moved_in,
-            load.next_move_tokens,
-            load.running_freeness,
+            instance_id=self._instance_id,
+            incarnation=self._incarnation,
+            sequence=self._sequence,
+            dispatch_freeness=load.dispatch_freeness,
+            free_merged=load.free_merged,
+            num_running=load.num_running,
+            models=load.models,
+            admitted=tuple(self.admitted),
+            ended=tuple(self.ended),
+            finished=tuple(self.finished),
+            dispatch_freeness_high=load.dispatch_freeness_high,
+            migration_freeness=load.migration_freeness,
+            scaling_freeness=load.scaling_freeness,
+            num_high=load.num_high,
+            moves=tuple(self.moves),
+            moved_in=tuple(self.moved_in),
+            num_moving_out=num_moving_out,
+            num_moving_in=num_moving_in,
+            num_moved_out=self._num_moved_out,
+            num_moved_in=self._num_moved_in,
+            next_move_tokens=load.next_move_tokens,
+            running_freeness=load.running_freeness,
         )
         self._begin()
         self._bus.publish(LOAD_REPORTS, report)

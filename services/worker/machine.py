@@ -8,6 +8,7 @@ import logging
 import os
 import re
 import subprocess
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,10 @@ CPU_MEMORY_SHARE = 0.5
 GPU_MEMORY_SHARE = 0.9
 """Of the free memory of a GPU: the rest is for the CUDA context and what libraries allocate."""
 NVIDIA_SMI_TIMEOUT_S = 20.0
+PROBE_COMMAND = (sys.executable, "-m", "services.worker.attention.probe")
+PROBE_TIMEOUT_S = 120.0
+CPU_PAGE_TOKENS = 32
+"""As attention on CPU takes them."""
 ROOT = Path("/")
 
 
@@ -39,6 +44,8 @@ class Machine:
     """Instance k runs with CUDA_VISIBLE_DEVICES=gpus[k]."""
     max_instances: int = 0
     """How many there may ever be: memory and cores are divided over so many. 0: `num_instances`."""
+    page_tokens: int = 0
+    """Of a KV block; 0: not known."""
 
     @property
     def most_instances(self) -> int:
@@ -66,7 +73,10 @@ def survey(settings: WorkerSettings, environment: Mapping[str, str] | None = Non
     if gpus:
         # The smallest share of all, as the plan divides memory evenly.
         free = int(min(gpus.values()) * GPU_MEMORY_SHARE) * len(gpus)
-        return Machine("cuda", len(gpus), settings.memory_bytes or free, settings.num_threads or 1, tuple(gpus))
+        return Machine(
+            "cuda", len(gpus), settings.memory_bytes or free, settings.num_threads or 1, tuple(gpus),
+            page_tokens=_gpu_page_tokens(environment),
+        )  # fmt: skip
     most = max(settings.num_instances, settings.max_node_instances)
     return Machine(
         "cpu",
@@ -74,6 +84,7 @@ def survey(settings: WorkerSettings, environment: Mapping[str, str] | None = Non
         settings.memory_bytes or int(free_memory_bytes(root) * CPU_MEMORY_SHARE),
         settings.num_threads or max(1, num_cores(root) // most),
         max_instances=settings.max_node_instances,
+        page_tokens=CPU_PAGE_TOKENS,
     )
 
 
@@ -155,6 +166,18 @@ def parse_gpus(output: str, visible: str | None) -> dict[str, int]:
             break
         chosen[name] = matches[0]
     return chosen
+
+
+def _gpu_page_tokens(environment: Mapping[str, str]) -> int:
+    """Asked of a process that imports torch; 0 where it does not say."""
+    try:
+        done = subprocess.run(
+            PROBE_COMMAND, env=dict(environment), capture_output=True, text=True, timeout=PROBE_TIMEOUT_S, check=True
+        )
+        return int(done.stdout.split()[-1])
+    except (OSError, subprocess.SubprocessError, ValueError, IndexError) as error:
+        logger.warning("how many tokens a KV block has on these GPUs is not known: %s", error)
+        return 0
 
 
 def _torch_has_cuda() -> bool:

@@ -94,7 +94,7 @@ class _Metrics:
 
 class NodeAgent:
     """`command`: argument vector of an instance's process. `drain_grace_s`: what instances get to give their requests away
-    when they or models of theirs are to go."""
+    when they or models of theirs are to go. `step_tokens`: of one of their steps at most; 0: the device's default."""
 
     def __init__(
         self,
@@ -104,6 +104,7 @@ class NodeAgent:
         machine: Machine,
         command: Sequence[str] = INSTANCE_COMMAND,
         drain_grace_s: float = 0.0,
+        step_tokens: int = 0,
     ) -> None:
         self.node_id = settings.node_id or default_id("node")
         if not re.fullmatch(r"[A-Za-z0-9_-]+", self.node_id):
@@ -124,6 +125,8 @@ class NodeAgent:
             machine.memory_bytes,
             machine.device,
             max_instances=machine.most_instances,
+            page_tokens=machine.page_tokens,
+            step_tokens=step_tokens,
         )
         self._has_seen_plan = False
         self._reported: dict[str, str] = {}

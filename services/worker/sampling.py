@@ -10,12 +10,12 @@ the logits as the model gave them.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
-from services.worker.transfer import to_device
+from services.worker.transfer import to_device, to_host
 from shared.messages.requests import SamplingParams, TokenLogprob
 
 _NEGATIVE_INFINITY = float("-inf")
@@ -47,8 +47,18 @@ class LogprobTensors:
     top_ids: torch.Tensor
     """[L, k] int64"""
 
+    def on_host(self) -> LogprobTensors:
+        """There when the stream has come so far."""
+        return replace(
+            self,
+            chosen=to_host(self.chosen),
+            ranks=to_host(self.ranks),
+            top_logprobs=to_host(self.top_logprobs),
+            top_ids=to_host(self.top_ids),
+        )
+
     def to_messages(self, num_samples: int) -> list[TokenLogprob | None]:
-        """Blocks until the tensors are computed."""
+        """Blocks until the tensors are computed, if they are on a device."""
         result: list[TokenLogprob | None] = [None] * num_samples
         columns = (self.chosen.tolist(), self.ranks.tolist(), self.top_ids.tolist(), self.top_logprobs.tolist())
         for index, k, chosen, rank, ids, values in zip(self.indices, self.wanted, *columns, strict=True):
@@ -147,7 +157,7 @@ class SamplingRows:
             adjusted.index_copy_(0, index, changed)
         biases = [b for b in biases if 0 <= b[1] < logits.shape[1]]
         if biases:
-            at, token, value = (torch.tensor(column, device=logits.device) for column in zip(*biases, strict=True))
+            at, token, value = (_to(np.array(column), logits) for column in zip(*biases, strict=True))
             adjusted.index_put_((at, token), value.float(), accumulate=True)
         return adjusted
 

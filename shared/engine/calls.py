@@ -6,7 +6,7 @@ import re
 
 import msgspec
 
-from shared.cost_model import CostModel
+from shared.cost_model import CostModel, CostSource
 from shared.engine.moving import PinnedBlocks
 from shared.engine.plan import ModelShape, StepResult
 from shared.messages.cluster import ExecutionStatistics
@@ -71,6 +71,7 @@ class SetObjectives(Call, frozen=True):
 class SetCostModel(Call, frozen=True):
     name: str
     cost_model: CostModel
+    source: CostSource = CostSource.PROFILED
 
 
 class SetStatistics(Call, frozen=True):

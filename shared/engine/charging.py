@@ -1,10 +1,16 @@
-"""Who had how much execution time: to sequences, to the counters, and real against predicted time to the cost models."""
+"""Who had how much execution time: to sequences, to the counters, and real against predicted time to the cost models.
+
+A model that nobody has measured has a cost model that is fitted to its steps from the first one on."""
 
 from __future__ import annotations
 
-from shared.cost_model import CostModel, LiveScale
+import sys
+
+from shared.cost_model import CostModel, CostSource, KnownCosts, LiveScale, shape_of
 from shared.engine.batch import PlannedStep
+from shared.engine.model_queue import ModelQueue
 from shared.engine.planner import Planner
+from shared.live_costs import LiveCosts
 from shared.messages.cluster import ExecutionStatistics
 from shared.policies.checkpointing import SmoothedRate
 from shared.policies.predicted_statistics import predicted_statistics
@@ -18,29 +24,49 @@ class Charging:
 
     def __init__(self, planner: Planner) -> None:
         self._planner = planner
-        self._scales: dict[str, tuple[CostModel, LiveScale]] = {}
+        self._measured: dict[str, tuple[CostModel, LiveScale, CostSource]] = {}
+        self._live: dict[str, LiveCosts] = {}
+        """Of the models that nobody has measured."""
         self._told_statistics: set[str] = set()
         self.offline_rate = SmoothedRate()
         """Offline tokens computed per second."""
 
-    def remove_model(self, name: str) -> None:
-        self._scales.pop(name, None)
+    def add_model(self, queue: ModelQueue) -> None:
+        shape = queue.shape
+        live = self._live[queue.name] = LiveCosts(shape.num_layers, shape.layers_per_safepoint)
+        queue.cost_model, queue.max_known_tokens = live.cost_model, live.max_step_tokens
 
-    def set_cost_model(self, name: str, cost_model: CostModel) -> None:
-        self._scales[name] = (cost_model, LiveScale())
-        self._planner.queues[name].cost_model = cost_model
+    def remove_model(self, name: str) -> None:
+        self._measured.pop(name, None)
+        self._live.pop(name, None)
+
+    def set_cost_model(self, name: str, cost_model: CostModel, source: CostSource) -> None:
+        self._live.pop(name, None)
+        self._measured[name] = (cost_model, LiveScale(), source)
+        queue = self._planner.queues[name]
+        queue.cost_model, queue.cost_scale, queue.max_known_tokens = cost_model, 1.0, sys.maxsize
+        queue.is_cost_known = True
+        self._predict_statistics(name, cost_model)
+
+    def _predict_statistics(self, name: str, cost_model: CostModel) -> None:
         if name not in self._told_statistics:
             self._planner.ordering.set_statistics(predicted_statistics(name, cost_model))
 
     def set_statistics(self, statistics: ExecutionStatistics) -> None:
         if statistics.num_finished:
             self._told_statistics.add(statistics.model)
-        elif statistics.model in self._scales:
+        elif statistics.model in self._measured:
             return
         self._planner.ordering.set_statistics(statistics)
 
-    def cost_models(self) -> dict[str, tuple[CostModel, float]]:
-        return {name: (cost_model, live.factor) for name, (cost_model, live) in self._scales.items()}
+    def cost_models(self) -> dict[str, KnownCosts]:
+        known = {
+            name: KnownCosts(cost_model, scale.factor, source)
+            for name, (cost_model, scale, source) in self._measured.items()
+        }
+        for name, live in self._live.items():
+            known[name] = KnownCosts(live.cost_model, 1.0, CostSource.LIVE if live.is_known else CostSource.NONE)
+        return known
 
     def charge(self, step: PlannedStep, now: float) -> None:
         """Execution time to the sequences: what their part of the step takes alone, however the prompt is chunked, so that
@@ -48,7 +74,7 @@ class Charging:
         model."""
         plan, num_tokens = step.plan, step.plan.num_tokens
         queue, counters = self._planner.queues[plan.model], self._planner.counters
-        cost = queue.cost_model
+        cost = queue.cost_model if queue.is_cost_known else None
         token_s = step.ran_s / num_tokens
         if cost is None:
             decode_s, context_s = step.ran_s if num_tokens == len(plan.counts) else token_s, 0.0
@@ -72,9 +98,19 @@ class Charging:
         counters.harvested_tokens += offline
         counters.online_tokens += num_tokens - offline
         self.offline_rate.add(offline, step.ran_s)
-        if step.predicted_s and (scale := self._scales.get(plan.model)) is not None:
-            base, live = scale
-            live.observe(step.predicted_s / step.scale, step.ran_s)
-            if abs(live.factor / step.scale - 1) > SCALE_STEP:
-                queue.cost_model = base.scaled(live.factor)
-                queue.cost_scale = live.factor
+        self._learn(queue, step)
+
+    def _learn(self, queue: ModelQueue, step: PlannedStep) -> None:
+        """What the step says of the model's step times."""
+        if (live := self._live.get(queue.name)) is not None:
+            is_changed = live.observe(shape_of(step.plan.starts, step.plan.counts), step.ran_s)
+            queue.cost_model, queue.max_known_tokens = live.cost_model, live.max_step_tokens
+            queue.is_cost_known = live.is_known
+            if is_changed and live.is_known:
+                self._predict_statistics(queue.name, live.cost_model)
+        elif step.predicted_s and queue.name in self._measured:
+            base, scale, _ = self._measured[queue.name]
+            scale.observe(step.predicted_s / step.scale, step.ran_s)
+            if abs(scale.factor / step.scale - 1) > SCALE_STEP:
+                queue.cost_model = base.scaled(scale.factor)
+                queue.cost_scale = scale.factor

@@ -26,7 +26,7 @@ from struct import Struct
 
 import msgspec
 
-from shared.cost_model import CostModel
+from shared.cost_model import CostModel, CostSource, KnownCosts
 from shared.engine.batch import PlannedStep
 from shared.engine.charging import Charging
 from shared.engine.checks import check_engine
@@ -79,12 +79,14 @@ class Engine(Moves):
         tpot_s: float = 0.11,
         move_cooldown_s: float = 1.0,
         high_priority_load: float = 0.0,
+        fits_costs: bool = True,
     ) -> None:
         """`interruption` of offline steps by online arrivals: suspend | discard | off. `num_host_merged`: merged blocks of
         host memory for checkpoints. `prefetch`: restore beside other steps of the model, not before them. `ttft_s`,
         `tpot_s`: objectives where model and request name none. `move_cooldown_s`: a request that moved, or was to, stays
         for so long. `high_priority_load`: share of the pool that is used beside requests of high priority; 0: from the
-        cost model."""
+        cost model. `fits_costs`: step times are learnt from the steps where no cost model is set; else nothing but the
+        token budget bounds a step there."""
         planner = Planner(
             num_merged,
             num_rows,
@@ -106,6 +108,7 @@ class Engine(Moves):
         self._keeps_suspended = interruption == "suspend"
         self._objectives = (ttft_s, tpot_s)
         self._charging = Charging(planner)
+        self._fits_costs = fits_costs
         self._in_flight: dict[int, PlannedStep] = {}
         self._num_steps = 0
         self._last_end_s = 0.0
@@ -124,6 +127,8 @@ class Engine(Moves):
         bounded = msgspec.structs.replace(shape, max_model_len=limit)
         queue = self.planner.queues[shape.name] = ModelQueue(bounded)
         queue.ttft_objective_s, queue.tpot_objective_s = self._objectives
+        if self._fits_costs:
+            self._charging.add_model(queue)
         return bounded
 
     def remove_model(self, name: str, now: float) -> bool:
@@ -151,16 +156,16 @@ class Engine(Moves):
         queue.ttft_objective_s = ttft_s or self._objectives[0]
         queue.tpot_objective_s = tpot_s or self._objectives[1]
 
-    def set_cost_model(self, name: str, cost_model: CostModel) -> None:
+    def set_cost_model(self, name: str, cost_model: CostModel, source: CostSource = CostSource.PROFILED) -> None:
         """Step times of the model; corrected from now on by those that are seen."""
-        self._charging.set_cost_model(name, cost_model)
+        self._charging.set_cost_model(name, cost_model, source)
 
     def set_statistics(self, statistics: ExecutionStatistics) -> None:
         """Execution times of the model's requests over the cluster; a mere default gives way to a prediction of here."""
         self._charging.set_statistics(statistics)
 
-    def cost_models(self) -> dict[str, tuple[CostModel, float]]:
-        """Of each model that has one, as it was set, and how real step times compare to it lately."""
+    def cost_models(self) -> dict[str, KnownCosts]:
+        """Of each model that has one."""
         return self._charging.cost_models()
 
     # ------------------------------------------------------------------------------------------------- steps

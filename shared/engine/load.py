@@ -39,7 +39,7 @@ UNKNOWN_IDEAL_SHARE = 0.25
 """Where there is no cost model."""
 
 
-class InstanceLoad(msgspec.Struct, frozen=True):
+class InstanceLoad(msgspec.Struct, frozen=True, kw_only=True):
     """Numbers of one moment, in merged blocks where blocks are meant."""
 
     dispatch_freeness: float
@@ -126,16 +126,16 @@ def instance_load(
     for_high = dispatch_virtual_usage(totals.running, totals.waiting)
     moving = migration_virtual_usage(totals.running, totals.head, high_headroom=kept, runs_normal=totals.runs_normal)
     return InstanceLoad(
-        freeness(num_merged, usage, totals.num_running),
-        num_merged - pool.used_merged(),
-        sum(queue.num_running for queue in planner.queues.values()),
-        tuple(models),
-        freeness(num_merged, for_high, totals.num_running),
-        decode_steps(num_merged - moving, step),
-        decode_steps(num_merged - usage, step),
-        totals.num_high,
-        _next_move_tokens(planner),
-        decode_steps(num_merged - totals.running, step),
+        dispatch_freeness=freeness(num_merged, usage, totals.num_running),
+        free_merged=num_merged - pool.used_merged(),
+        num_running=sum(queue.num_running for queue in planner.queues.values()),
+        models=tuple(models),
+        dispatch_freeness_high=freeness(num_merged, for_high, totals.num_running),
+        migration_freeness=decode_steps(num_merged - moving, step),
+        scaling_freeness=decode_steps(num_merged - usage, step),
+        num_high=totals.num_high,
+        next_move_tokens=_next_move_tokens(planner),
+        running_freeness=decode_steps(num_merged - totals.running, step),
     )
 
 
@@ -175,7 +175,7 @@ def _ideal_merged(planner: Planner, high_priority_load: float) -> float:
     ideal = [
         ideal_load_tokens(queue.cost_model) / queue.shape.tokens_per_merged
         for queue in planner.queues.values()
-        if queue.cost_model is not None
+        if queue.cost_model is not None and queue.is_cost_known
     ]
     return max(LEAST_IDEAL_SHARE * total, min(ideal)) if ideal else UNKNOWN_IDEAL_SHARE * total
 
@@ -202,7 +202,7 @@ def _offline_room(planner: Planner, queue: ModelQueue, tokens_per_s: float) -> i
         if not sequence.is_online
     )
     max_tokens = planner.last_limits.max_tokens
-    if queue.cost_model is not None and not planner.has_online_work():
+    if queue.cost_model is not None and queue.is_cost_known and not planner.has_online_work():
         shape = StepShape(max_tokens, max_tokens * max_tokens / 2)
         tokens_per_s = max(tokens_per_s, max_tokens / queue.cost_model.predict(shape))
     by_memory = planner.pool.num_available(queue.name) * queue.shape.page_tokens

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterable, Iterator
 from itertools import chain
 from typing import NamedTuple
@@ -48,8 +49,12 @@ class ModelQueue:
         self.last_planned_step = -1
         self.cost_model: CostModel | None = None
         """With the live correction."""
+        self.is_cost_known = False
+        """Not a guess before the first steps."""
         self.cost_scale = 1.0
         """That correction."""
+        self.max_known_tokens = sys.maxsize
+        """Of a step, of which the cost model says something."""
         self.ttft_objective_s = math.inf
         self.tpot_objective_s = math.inf
 

@@ -105,6 +105,9 @@ class ModelShape(msgspec.Struct, frozen=True, array_like=True):
     max_model_len: int
     vocab_size: int = 0
     """Token ids are below it; 0: not checked."""
+    num_layers: int = 1
+    layers_per_safepoint: int = 1
+    """Of interruptible steps, until a measured cost model says otherwise."""
 
     @property
     def tokens_per_merged(self) -> int:

@@ -158,7 +158,9 @@ class Planner(Room):
         if leading == Rank.OFFLINE:
             # Online sequences of the model cannot run now, or this step would be led by them.
             num_online = sum(other.has_online_work() or other.restores_online() for other in self.queues.values())
-            view = StepView(queue.name, begins_s, queue.cost_model, False, num_online)
+            view = StepView(
+                queue.name, begins_s, queue.cost_model, False, num_online, max_known_tokens=queue.max_known_tokens
+            )
         else:
             num_others = sum(other.has_online_work() for other in self.queues.values() if other is not queue)
             own = queue.objectives(begins_s)
@@ -175,6 +177,7 @@ class Planner(Room):
                 ttft_left_s,
                 own.ttft_left_s,
                 queue.online_shape(sys.maxsize) if has_both else StepShape(),
+                queue.max_known_tokens,
             )
         limits = self._token_budget.limits(view)
         self.last_limits = limits._replace(limit_s=min(limits.limit_s, self._silence_limit_s(queue, begins_s)))

@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from shared.cost_model import CostModel
+from shared.cost_model import CostModel, CostSource
 from shared.engine import calls
 from shared.engine.engine import Engine
 from shared.engine.moving import PinnedBlocks, Reservation
@@ -49,6 +49,7 @@ class Configuration(msgspec.Struct, frozen=True, tag=True):
     tpot_s: float = 0.11
     move_cooldown_s: float = 1.0
     high_priority_load: float = 0.0
+    fits_costs: bool = True
 
     def arguments(self) -> dict[str, Any]:
         """Of `Engine`; policy objects are new ones."""
@@ -69,6 +70,7 @@ class Configuration(msgspec.Struct, frozen=True, tag=True):
             "tpot_s": self.tpot_s,
             "move_cooldown_s": self.move_cooldown_s,
             "high_priority_load": self.high_priority_load,
+            "fits_costs": self.fits_costs,
         }
 
     def build(self) -> Engine:
@@ -140,9 +142,9 @@ class RecordingEngine(Engine):
         self._record(calls.SetObjectives(name, ttft_s, tpot_s))
         super().set_objectives(name, ttft_s, tpot_s)
 
-    def set_cost_model(self, name: str, cost_model: CostModel) -> None:
-        self._record(calls.SetCostModel(name, cost_model))
-        super().set_cost_model(name, cost_model)
+    def set_cost_model(self, name: str, cost_model: CostModel, source: CostSource = CostSource.PROFILED) -> None:
+        self._record(calls.SetCostModel(name, cost_model, source))
+        super().set_cost_model(name, cost_model, source)
 
     def set_statistics(self, statistics: ExecutionStatistics) -> None:
         self._record(calls.SetStatistics(statistics))

@@ -33,7 +33,7 @@ class Output(msgspec.Struct, frozen=True):
     entries: list[TokenEntry]
 
 
-class Ended(msgspec.Struct, frozen=True):
+class Ended(msgspec.Struct, frozen=True, kw_only=True):
     """Effect: a request is over. Times are on the clock of the `now` arguments; None for what never happened."""
 
     request: GenerationRequest
@@ -43,6 +43,8 @@ class Ended(msgspec.Struct, frozen=True):
     """Including those that came with the request as `prior`."""
     num_cached_tokens: int
     num_preemptions: int
+    arrived_s: float
+    """When the client's request came, as far as is known."""
     submitted_s: float
     first_planned_s: float | None
     first_token_s: float | None
@@ -199,25 +201,26 @@ class Requests:
         self._outputs.setdefault(request.gateway_id, []).append(entry)
         self._ended.append(
             Ended(
-                request,
-                reason,
-                sequence.num_prompt,
-                sequence.num_output,
-                sequence.num_cached_tokens,
-                sequence.num_preemptions,
-                sequence.submitted_s,
-                planned,
-                first,
-                now,
-                sequence.device_s,
-                sequence.num_recomputed,
-                sequence.num_restored_blocks,
-                sequence.num_suspensions,
-                sequence.ttft_due_s - sequence.arrived_s,
-                sequence.tpot_objective_s,
-                sequence.num_moves,
-                sequence.here_since_s,
-                sequence.max_itl_s,
+                request=request,
+                reason=reason,
+                num_prompt_tokens=sequence.num_prompt,
+                num_output_tokens=sequence.num_output,
+                num_cached_tokens=sequence.num_cached_tokens,
+                num_preemptions=sequence.num_preemptions,
+                arrived_s=sequence.arrived_s,
+                submitted_s=sequence.submitted_s,
+                first_planned_s=planned,
+                first_token_s=first,
+                ended_s=now,
+                device_s=sequence.device_s,
+                recomputed_tokens=sequence.num_recomputed,
+                restored_blocks=sequence.num_restored_blocks,
+                num_suspensions=sequence.num_suspensions,
+                ttft_objective_s=sequence.ttft_due_s - sequence.arrived_s,
+                tpot_objective_s=sequence.tpot_objective_s,
+                num_moves=sequence.num_moves,
+                here_since_s=sequence.here_since_s,
+                max_itl_s=sequence.max_itl_s,
             )
         )
         self._drop(sequence)

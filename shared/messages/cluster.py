@@ -36,9 +36,11 @@ class LoadedModel(msgspec.Struct, frozen=True, array_like=True):
     num_running: int = 0
     num_waiting: int = 0
     error: str = ""
+    cost_model: str = ""
+    """Where its step times are from: a `CostSource`; empty: the token budget alone bounds its steps."""
 
 
-class InstanceInfo(msgspec.Struct, frozen=True, array_like=True):
+class InstanceInfo(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """An instance in the registry (bucket with TTL): written each second while it lives."""
 
     instance_id: str
@@ -56,6 +58,8 @@ class InstanceInfo(msgspec.Struct, frozen=True, array_like=True):
     metrics_port: int = 0
     kv_address: str = ""
     """Where peers reach its KV transport; empty: it takes and gives no requests with KV."""
+    dispatch_freeness: float = math.inf
+    """As in `LoadReport`, for who places requests without a scheduler."""
 
 
 class ModelLoad(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -73,7 +77,7 @@ class ModelLoad(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Doubling budget of this model here: remaining seconds summed over its unfinished requests, and the smallest."""
 
 
-class FinishedStats(msgspec.Struct, frozen=True, array_like=True):
+class FinishedStats(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """One ended request, for the statistics per model."""
 
     model: str
@@ -100,7 +104,7 @@ class MoveOutcome(msgspec.Struct, frozen=True, array_like=True):
     """An `AbortReason` if it did not move."""
 
 
-class LoadReport(msgspec.Struct, frozen=True, array_like=True, gc=False):
+class LoadReport(msgspec.Struct, frozen=True, array_like=True, gc=False, kw_only=True):
     """Instance to scheduler: coalesced, at most one per 20 ms, at least one per second as heartbeat.
 
     Freeness and blocks are in merged blocks (fractions allowed), higher is freer (design: scheduling.md section 6).
@@ -171,6 +175,10 @@ class NodeInfo(msgspec.Struct, frozen=True, array_like=True):
     """Why the plan could not be carried out whole, if it could not."""
     max_instances: int = 0
     """How many it could run; 0: `num_instances`."""
+    page_tokens: int = 0
+    """Of a KV block, at most, as attention there takes them; 0: not known."""
+    step_tokens: int = 0
+    """Of a step, at most; 0: the device's default."""
 
 
 class InstancePlan(msgspec.Struct, frozen=True):

@@ -75,6 +75,7 @@ class PreAllocate(msgspec.Struct, frozen=True, array_like=True):
     deadline_s: float = 5.0
     """Time that the source gives the stage."""
     traceparent: str = ""
+    reason: MoveReason = MoveReason.BALANCE
 
 
 class Reserved(msgspec.Struct, frozen=True, array_like=True):

@@ -130,6 +130,8 @@ class GenerationRequest(msgspec.Struct, frozen=True, array_like=True):
     """Time to first token that the client wants, from its arrival; 0: the model's."""
     tpot_objective_s: float = 0.0
     """Time per output token after the first; 0: the model's."""
+    ttft_s: float = -1.0
+    """From its arrival to the first token of `prior`; below 0: it is not known, or there is none."""
 
 
 class Cancel(msgspec.Struct, frozen=True, array_like=True):

@@ -54,15 +54,16 @@ class SloTokenBudget(TokenBudgetPolicy):
         self._other_step_s = other_step_s
 
     def limits(self, view: StepView) -> Limits:
+        max_tokens = min(self._max_tokens, view.max_known_tokens)
         if not view.is_online and not view.num_other_online:
-            return Limits(self._max_tokens, is_interruptible=True)
+            return Limits(max_tokens, is_interruptible=True)
         if view.cost_model is None:
-            return Limits(self._max_tokens)
+            return Limits(max_tokens)
         if not view.is_online:
-            return Limits(self._max_tokens, self._other_step_s)
+            return Limits(max_tokens, self._other_step_s)
         share = 1 / (1 + view.num_other_online)
         offline_s = share * self.offline_limit_s(view.slack_s, view.ttft_left_s)
-        return Limits(self._max_tokens, self._prompts_limit_s(view, share), offline_s)
+        return Limits(max_tokens, self._prompts_limit_s(view, share), offline_s)
 
     def offline_limit_s(self, slack_s: float, ttft_left_s: float) -> float:
         return max(0.0, min(slack_s, self._filler_share * ttft_left_s))

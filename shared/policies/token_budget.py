@@ -7,6 +7,7 @@ get what is left of it.
 from __future__ import annotations
 
 import math
+import sys
 from abc import ABC, abstractmethod
 from bisect import bisect_right
 from itertools import accumulate
@@ -37,6 +38,8 @@ class StepView(NamedTuple):
     """The same over those of the model."""
     online: StepShape = StepShape()
     """All that the model's online sequences have to run now; only where it has prompts and some model decodes."""
+    max_known_tokens: int = sys.maxsize
+    """Up to which the cost model says something of a step."""
 
 
 class Limits(NamedTuple):

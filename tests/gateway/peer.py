@@ -4,6 +4,7 @@ placement and the registry. It records what it was sent."""
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import time
 from collections.abc import Callable
@@ -187,7 +188,17 @@ class ScriptedPeer:
         loaded = [
             LoadedModel(name, state, max_model_len=256, page_tokens=16, num_running=num_running) for name in models
         ]
-        info = InstanceInfo(instance_id, incarnation, "node", state, loaded, 100, 2**20, kv_address=kv_address)
+        info = InstanceInfo(
+            instance_id=instance_id,
+            incarnation=incarnation,
+            node_id="node",
+            state=state,
+            models=loaded,
+            num_merged=100,
+            merged_bytes=2**20,
+            kv_address=kv_address,
+            dispatch_freeness=(100 - num_running) / num_running if num_running else math.inf,
+        )
         if instance_id not in self._served:
             endpoint = INSTANCE_SUBMIT.at(instance_id=instance_id)
             cancel = INSTANCE_CANCEL.at(instance_id=instance_id)
@@ -226,7 +237,7 @@ class ScriptedPeer:
         idle = {"dispatch_freeness": float("inf"), "migration_freeness": float("inf"), "free_merged": 100.0}
         empty = {"num_running": 0, "models": [], "admitted": [], "ended": [], "finished": []}
         fields = {"incarnation": self._infos[instance_id].incarnation, **idle, **empty, **self.loads[instance_id]}
-        self.bus.publish(LOAD_REPORTS, LoadReport(instance_id, sequence=self.num_reports, **fields))
+        self.bus.publish(LOAD_REPORTS, LoadReport(instance_id=instance_id, sequence=self.num_reports, **fields))
 
     async def remove_instance(self, instance_id: str, *, is_clean: bool = True) -> None:
         """`is_clean`: it leaves the registry at once instead of when its entry expires."""

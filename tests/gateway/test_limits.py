@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -131,7 +133,13 @@ def test_the_longest_sequence_fits_into_a_message() -> None:
 def test_bypass_candidates_fewest_requests_first() -> None:
     def instance(name: str, running: int, waiting: int, model: str = "m", state: str = "ready") -> InstanceInfo:
         loaded = LoadedModel(model, "ready", num_running=running, num_waiting=waiting)
-        return InstanceInfo(name, "1", "node", state, [loaded, LoadedModel("other", "ready")])
+        return InstanceInfo(
+            instance_id=name,
+            incarnation="1",
+            node_id="node",
+            state=state,
+            models=[loaded, LoadedModel("other", "ready")],
+        )
 
     instances = [
         instance("busy", 5, 0),
@@ -141,4 +149,24 @@ def test_bypass_candidates_fewest_requests_first() -> None:
         instance("leaving", 0, 0, state="draining"),
     ]
     assert candidates(instances, "m", {}) == ["idle", "queueing", "busy"]
-    assert candidates(instances, "m", {"idle": 3, "queueing": 5}) == ["idle", "busy", "queueing"]
+
+
+def test_in_bypass_the_freest_instance_comes_first_and_what_was_sent_there_counts() -> None:
+    def instance(name: str, freeness: float, running: int) -> InstanceInfo:
+        loaded = LoadedModel("m", "ready", page_tokens=16, slots_per_merged=2, num_running=running)
+        return InstanceInfo(
+            instance_id=name,
+            incarnation="1",
+            node_id="node",
+            state="ready",
+            models=[loaded],
+            num_merged=100,
+            dispatch_freeness=freeness,
+        )
+
+    # few long requests fill the one, many short ones leave the other free; a third has offline work only
+    instances = [instance("full", -1.0, 2), instance("free", 9.0, 8), instance("harvests", math.inf, 20)]
+    assert candidates(instances, "m", {}) == ["harvests", "free", "full"]
+    # nine of 320 tokens, 10 merged blocks each, leave one block for each of them
+    assert candidates(instances, "m", {"harvests": 9}, num_tokens=320) == ["free", "harvests", "full"]
+    assert candidates(instances, "m", {"harvests": 5, "free": 3}, num_tokens=320) == ["harvests", "free", "full"]

@@ -211,6 +211,7 @@ async def test_a_new_scheduler_hears_of_all_unfinished_requests(manual: Stack) -
     assert announced[request.request_id].epoch == 0
     assert prior_tokens(announced[request.request_id]) == tokens[:3]
     assert prior_tokens(announced[queued.request_id]) == []
+    assert announced[request.request_id].ttft_s > 0 > announced[queued.request_id].ttft_s
     manual.peer.emit(request, 3, tokens[3:], FinishReason.STOP)
     manual.peer.emit(queued, 0, tokens, FinishReason.STOP)
     await finished_whole(reader, tokens)

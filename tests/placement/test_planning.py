@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.placement.fleet import Fleet
-from services.placement.footprint import ConfiguredModel, footprint
+from services.placement.footprint import ConfiguredModel, device_facts, footprint
 from services.placement.planning import LEAST_MERGED_BYTES, MAX_CPU_POOL_BYTES, displaced, plan
 from shared.checkpoint import CheckpointShape
 from shared.engine.slab import slots_per_merged
@@ -103,7 +103,7 @@ def test_a_slot_that_does_not_fit_changes_the_merged_blocks() -> None:
     first = plan([model("a")], [node()], None)
     wide = model("wide", layers=80, kv_heads=32)
     second = plan([model("a"), wide], [node()], first)
-    slot = footprint(wide.spec, wide.shape or shape(), "cpu").slot_bytes
+    slot = footprint(wide.spec, wide.shape or shape(), device_facts("cpu")).slot_bytes
     assert slots_per_merged(first.instances[0].merged_bytes, slot) == 0
     assert all(slots_per_merged(i.merged_bytes, slot) >= 1 for i in second.instances)
     assert displaced(first, second) == []
@@ -147,10 +147,39 @@ def test_an_unreadable_checkpoint_stays_where_it_runs() -> None:
     assert plan(broken, [node()], None).unplaced == {"b": "config.json is missing."}
 
 
+@pytest.mark.parametrize("page_tokens", [128, 256, 0])
+def test_merged_blocks_hold_blocks_of_the_size_that_the_node_reports(page_tokens: int) -> None:
+    """Llama-2-7B with flash-attention 2, whose pages have 256 tokens; what is not reported may be as large."""
+    llama = model("llama", layers=32, kv_heads=32)
+    gpu = msgspec.structs.replace(node(num_instances=1, memory=80 * GIB, device="cuda"), page_tokens=page_tokens)
+    (instance,) = plan([llama], [gpu], None).instances
+    slot = footprint(llama.spec, llama.shape or shape(), device_facts("cuda", 256)).slot_bytes
+    assert instance.merged_bytes % slot == 0 if page_tokens != 128 else instance.merged_bytes >= slot // 2
+    assert slots_per_merged(instance.merged_bytes, slot // 2) >= 1
+
+
+def test_names_of_one_checkpoint_take_the_memory_of_its_weights_once() -> None:
+    one = model("one", 2700)
+    two = ConfiguredModel(ModelSpec("two", one.spec.source), one.shape)
+    other = ConfiguredModel(msgspec.structs.replace(two.spec, name="other", dtype="bfloat16"), one.shape)
+    memory = 4 * GIB
+    result = plan([one, two], [node(memory=memory, num_instances=1)], None)
+    assert where(result, "one") == where(result, "two") == ["a-0"]
+    assert "other" in plan([one, two, other], [node(memory=memory, num_instances=1)], None).unplaced
+    again = plan([one, two], [node(memory=memory, num_instances=1)], result)
+    assert again is result
+
+
+def test_larger_steps_need_more_memory() -> None:
+    few, many = (footprint(model("m").spec, shape(), device_facts("cpu", 0, tokens)) for tokens in (512, 2048))
+    assert many.activation_bytes > few.activation_bytes
+    assert many.slot_bytes == few.slot_bytes
+
+
 def test_a_changed_dtype_changes_the_cost() -> None:
     spec = ModelSpec("m", "/m")
     half = msgspec.structs.replace(spec, dtype="bfloat16")
-    full_size, half_size = footprint(spec, shape(), "cpu"), footprint(half, shape(), "cpu")
+    full_size, half_size = footprint(spec, shape(), device_facts("cpu")), footprint(half, shape(), device_facts("cpu"))
     assert half_size.slot_bytes * 2 == full_size.slot_bytes
     assert math.isclose(half_size.weight_bytes * 2, full_size.weight_bytes, abs_tol=2)
 
@@ -255,7 +284,7 @@ def check(result: PlacementPlan, models: list[ConfiguredModel], nodes: list[Node
         for spec in instance.models:
             of_spec = by_name[spec.name].shape
             assert of_spec is not None
-            sizes.append(footprint(spec, of_spec, home.device))
+            sizes.append(footprint(spec, of_spec, device_facts(home.device)))
         per_merged = [slots_per_merged(instance.merged_bytes, s.slot_bytes) for s in sizes]
         assert all(per_merged)
         least = sum(-(-s.least_slots // n) for s, n in zip(sizes, per_merged, strict=True)) * instance.merged_bytes

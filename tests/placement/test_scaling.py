@@ -220,7 +220,12 @@ async def test_pods_are_drained_before_there_are_fewer_of_them(
     instances = await cluster.bus.key_value(INSTANCES)
 
     async def show(instance_id: str) -> None:
-        await instances.put(instance_id, InstanceInfo(instance_id, "1", node_of(instance_id)[0], "draining", []))
+        await instances.put(
+            instance_id,
+            InstanceInfo(
+                instance_id=instance_id, incarnation="1", node_id=node_of(instance_id)[0], state="draining", models=[]
+            ),
+        )
 
     api = ScriptedApiServer(replicas=2)
     for pod in api.alive:
@@ -292,6 +297,11 @@ async def test_a_model_on_fewer_instances_stays_where_it_serves(
         await cluster.placed("a", "n-0 n-1")
         registry = await cluster.bus.key_value(INSTANCES)
         for name, state in (("n-0", "loading"), ("n-1", "ready")):
-            await registry.put(name, InstanceInfo(name, "1", "n", "ready", [LoadedModel("a", state)]))
+            await registry.put(
+                name,
+                InstanceInfo(
+                    instance_id=name, incarnation="1", node_id="n", state="ready", models=[LoadedModel("a", state)]
+                ),
+            )
         one = await cluster.bus.request(PLACEMENT_SCALE_MODEL, ScaleModel("a", 1), timeout_s=10.0)
         assert where(one) == {"n-1": {"a"}}

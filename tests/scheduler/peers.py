@@ -201,7 +201,16 @@ class ScriptedInstance:
         request, output = self.held.pop(request_id), self._outputs.pop(request_id)
         num_prompt = len(request.prompt) // 4
         self._finished.append(
-            FinishedStats(request.model, request.request_class, num_prompt, len(output), 0.0, 0.1, reason, 0.05)
+            FinishedStats(
+                model=request.model,
+                request_class=request.request_class,
+                prompt_tokens=num_prompt,
+                output_tokens=len(output),
+                queued_s=0.0,
+                execution_s=0.1,
+                finish_reason=reason,
+                device_s=0.05,
+            )
         )
         self._ended.append(request_id)
         self._report_soon()

@@ -67,7 +67,15 @@ def make_info(
     kv_address: str = "here",
 ) -> InstanceInfo:
     loaded = [LoadedModel(name, model_state, max_model_len, PAGE_TOKENS, SLOTS_PER_MERGED) for name in models or ("m",)]
-    return InstanceInfo(instance_id, incarnation, "node", state, loaded, num_merged=num_merged, kv_address=kv_address)
+    return InstanceInfo(
+        instance_id=instance_id,
+        incarnation=incarnation,
+        node_id="node",
+        state=state,
+        models=loaded,
+        num_merged=num_merged,
+        kv_address=kv_address,
+    )
 
 
 def make_report(
@@ -97,16 +105,16 @@ def make_report(
         tokens = room if isinstance(room, int) else room.get(model, 0)
         loads.append(ModelLoad(model, 0, num, num_offline, num - num_offline, tokens))
     return LoadReport(
-        instance_id,
-        incarnation,
-        sequence,
-        freeness,
-        free_merged,
-        num_running,
-        loads,
-        admitted or [],
-        ended or [],
-        finished or [],
+        instance_id=instance_id,
+        incarnation=incarnation,
+        sequence=sequence,
+        dispatch_freeness=freeness,
+        free_merged=free_merged,
+        num_running=num_running,
+        models=loads,
+        admitted=admitted or [],
+        ended=ended or [],
+        finished=finished or [],
         dispatch_freeness_high=freeness if freeness_high is None else freeness_high,
         migration_freeness=migration_freeness,
         num_high=num_high,

@@ -261,7 +261,15 @@ def test_traffic_is_counted_per_model() -> None:
     driver.now += 2.0
     driver.up("a")
     driver.dispatches()
-    stats = FinishedStats("m", RequestClass.ONLINE, 10, 20, 0.5, 1.5, FinishReason.STOP)
+    stats = FinishedStats(
+        model="m",
+        request_class=RequestClass.ONLINE,
+        prompt_tokens=10,
+        output_tokens=20,
+        queued_s=0.5,
+        execution_s=1.5,
+        finish_reason=FinishReason.STOP,
+    )
     driver.report("a", finished=[stats, stats])
     m, n = driver.core.statistics.take(1.0, {"n": 1})
     assert (m.model, m.num_arrived, m.num_finished, m.prompt_tokens, m.output_tokens) == ("m", 1, 2, 20, 40)

@@ -41,7 +41,15 @@ def granted(driver: Driver, gateway_id: str, *demands: OfflineDemand) -> list[in
 
 
 def finished(tokens: int, request_class: RequestClass = RequestClass.OFFLINE) -> FinishedStats:
-    return FinishedStats("m", request_class, tokens // 2, tokens - tokens // 2, 0.0, 1.0, FinishReason.STOP)
+    return FinishedStats(
+        model="m",
+        request_class=request_class,
+        prompt_tokens=tokens // 2,
+        output_tokens=tokens - tokens // 2,
+        queued_s=0.0,
+        execution_s=1.0,
+        finish_reason=FinishReason.STOP,
+    )
 
 
 # ------------------------------------------------------------------------------------------------------ dispatch

@@ -12,7 +12,16 @@ from shared.messages.requests import FinishReason, RequestClass
 def finished(
     device_s: float, *, model: str = "m", execution_s: float = 9.0, reason: FinishReason = FinishReason.STOP
 ) -> FinishedStats:
-    return FinishedStats(model, RequestClass.ONLINE, 10, 10, 0.0, execution_s, reason, device_s)
+    return FinishedStats(
+        model=model,
+        request_class=RequestClass.ONLINE,
+        prompt_tokens=10,
+        output_tokens=10,
+        queued_s=0.0,
+        execution_s=execution_s,
+        finish_reason=reason,
+        device_s=device_s,
+    )
 
 
 def test_only_what_changed_is_published() -> None:

@@ -9,9 +9,9 @@ import pytest
 
 import services.scheduler.rescheduling as rescheduling
 from services.scheduler.actions import Paired, SendRebalance
-from services.scheduler.rescheduling import DRAIN_CONCURRENCY
 from shared.messages.cluster import MoveOutcome
 from shared.messages.migration import MoveReason, Rebalance
+from shared.migration.limits import DRAIN_CONCURRENCY
 from tests.scheduler.driver import Driver
 from tests.scheduler.samples import make_info, make_request
 

@@ -33,14 +33,33 @@ class Cluster:
 
     def show(self, instance_id: str, state: str = "ready", *, model_state: str = "ready") -> None:
         model = LoadedModel("m", model_state, 2048, page_tokens=10, slots_per_merged=2)
-        info = InstanceInfo(instance_id, "1", "node", state, [model], num_merged=50, merged_bytes=1)
+        info = InstanceInfo(
+            instance_id=instance_id,
+            incarnation="1",
+            node_id="node",
+            state=state,
+            models=[model],
+            num_merged=50,
+            merged_bytes=1,
+        )
         self.view.register(info, 0.0)
 
     def report(self, instance_id: str, freeness: float, num_running: int = 0, num_waiting: int = 0) -> None:
         self._sequence += 1
         load = ModelLoad("m", num_running + 3, num_waiting, num_offline=3, num_waiting_online=num_waiting)
-        report = LoadReport(instance_id, "1", self._sequence, 0.0, 0.0, num_running + 3, [load], [], [], [],
-                            scaling_freeness=freeness)  # fmt: skip
+        report = LoadReport(
+            instance_id=instance_id,
+            incarnation="1",
+            sequence=self._sequence,
+            dispatch_freeness=0.0,
+            free_merged=0.0,
+            num_running=num_running + 3,
+            models=[load],
+            admitted=[],
+            ended=[],
+            finished=[],
+            scaling_freeness=freeness,
+        )
         assert self.view.hear(report, 0.0) is not None
 
     def serving(self, **freeness: float) -> Cluster:
@@ -162,7 +181,18 @@ def test_an_instance_that_cannot_serve_is_not_waited_for(models: str) -> None:
     cluster = Cluster().serving(a=20.0)
     cluster.show("b", "starting", model_state="failed")
     if models == "none":
-        cluster.view.register(InstanceInfo("b", "1", "node", "starting", [], num_merged=50, merged_bytes=1), 0.0)
+        cluster.view.register(
+            InstanceInfo(
+                instance_id="b",
+                incarnation="1",
+                node_id="node",
+                state="starting",
+                models=[],
+                num_merged=50,
+                merged_bytes=1,
+            ),
+            0.0,
+        )
     assert run(Scaler(SETTINGS), cluster, 0, 6) == [(5, ScaleUp(3))], "one that serves, beside the one that does not"
 
 

@@ -70,7 +70,18 @@ async def _register(role: str) -> None:
     loaded = [LoadedModel(name=model.name, state="ready") for model in placed]
     instances, nodes = await bus.key_value(INSTANCES), await bus.key_value(NODES)
     while True:
-        await instances.put("one", InstanceInfo("one", "1", "node", "ready", loaded, 10, 1 << 20))
+        await instances.put(
+            "one",
+            InstanceInfo(
+                instance_id="one",
+                incarnation="1",
+                node_id="node",
+                state="ready",
+                models=loaded,
+                num_merged=10,
+                merged_bytes=1 << 20,
+            ),
+        )
         await nodes.put("node", NodeInfo("node", "host", 1, 1 << 30))
         await asyncio.sleep(1.0)
 

@@ -142,6 +142,27 @@ def test_an_installation_that_fails_shows_the_log(tmp_path: Path, capsys: pytest
     assert "| No space left on device" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("cuda", "fails", "called"),
+    [("None", False, 0), ("'12.8'", False, 0), ("'13.0'", False, 2), ("'13.0'", True, 1)],
+)
+def test_ucx_is_that_of_torchs_cuda(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], cuda: str, fails: bool, called: int
+) -> None:
+    version = tmp_path / "lib/python3.12/site-packages/torch/version.py"
+    version.parent.mkdir(parents=True)
+    version.write_text(f"__version__ = '2.13.0'\ncuda: Optional[str] = {cuda}\n")
+    log = tmp_path / "install.log"
+    log.touch()
+    bootstrap.match_ucx(fake_pip(tmp_path, "pip", int(fails)), tmp_path)
+    lines = log.read_text().splitlines()
+    expected = ["pip uninstall --yes ucxx-cu12", "pip install --no-input --disable-pip-version-check ucxx-cu13"][
+        :called
+    ]
+    assert [line[: len(start)] for line, start in zip(lines, expected, strict=True)] == expected
+    assert ("requests will not move" in capsys.readouterr().err) == fails
+
+
 def test_the_stamp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     python = bootstrap.python_of(tmp_path)
     python.parent.mkdir()

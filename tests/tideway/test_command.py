@@ -172,7 +172,13 @@ def plan(*instance_ids: str, unplaced: dict[str, str] | None = None) -> Placemen
 
 
 def instance(instance_id: str, model_state: str, state: str = "ready", error: str = "") -> InstanceInfo:
-    return InstanceInfo(instance_id, "1", "node", state, [LoadedModel("tide", model_state, error=error)])
+    return InstanceInfo(
+        instance_id=instance_id,
+        incarnation="1",
+        node_id="node",
+        state=state,
+        models=[LoadedModel("tide", model_state, error=error)],
+    )
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,8 @@ import typer.main
 from services.gateway.app import ROUTES
 from services.gateway.schemas import AddModelRequest, ChatRequest, CompletionRequest
 from services.scheduler.rescheduling import SOON_S
+from shared import live_costs
+from shared.cost_model import CostSource
 from shared.policies.rebalancing import MAX_CHECKED
 from shared.settings import GatewaySettings, InstanceSettings, PlacementSettings, SchedulerSettings, WorkerSettings
 from tests.tideway.readme import REPOSITORY, curl_lines, python_examples, shell_lines
@@ -143,6 +145,15 @@ def test_documented_metrics_exist() -> None:
     for name in re.findall(r"`((?:tideway_|vllm:)\w+)`", (REPOSITORY / "docs" / "operating.md").read_text()):
         plain = name.removesuffix("_total")
         assert any(f'"{plain.removeprefix(prefix)}"' in sources for prefix in prefixes), name
+
+
+def test_how_step_times_are_learnt_is_as_documented() -> None:
+    text = " ".join((REPOSITORY / "docs" / "policies.md").read_text().split())
+    assert f"of each the last {live_costs._STEPS_KEPT}, of which the median counts" in text
+    assert f"The first step of a model has {live_costs.FIRST_STEP_TOKENS} tokens at most" in text
+    assert live_costs.GROWTH == 2 and "each later one twice as many as the longest seen" in text
+    sources = set(re.findall(r"^\| `(\w+)` \|", (REPOSITORY / "docs" / "operating.md").read_text(), re.MULTILINE))
+    assert set(CostSource) <= sources
 
 
 def test_how_often_rebalancing_looks_and_at_how_many_pairs_is_as_documented() -> None:

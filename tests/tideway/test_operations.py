@@ -132,7 +132,17 @@ def plan_both_models_on_b(stack: Stack) -> None:
 async def test_an_instance_that_cannot_load_a_model_is_not_back(stack: Stack) -> None:
     plan_both_models_on_b(stack)
     models = [LoadedModel(MODEL, "ready"), LoadedModel("ebb", "failed", error="no such weights")]
-    await stack.peer.put_instance(InstanceInfo("b", "2", "node", "ready", models, 100, 2**20))
+    await stack.peer.put_instance(
+        InstanceInfo(
+            instance_id="b",
+            incarnation="2",
+            node_id="node",
+            state="ready",
+            models=models,
+            num_merged=100,
+            merged_bytes=2**20,
+        )
+    )
     await until(lambda: stack.gateway.context.catalog.instances["b"].incarnation == "2", "the registry")
     with pytest.raises(OperatorError, match=r"^b is there, but could not load ebb: no such weights.$"):
         await on_a_thread(stack, operations.drain, "b", is_undone=True, wait_s=20)
@@ -240,7 +250,17 @@ async def test_scaling_that_takes_too_long_or_cannot_be(stack: Stack) -> None:
     with pytest.raises(OperatorError, match=r"^b: 9 requests left after 0.1 s. It goes on by itself.$"):
         await on_a_thread(stack, operations.scale_model, MODEL, 1, wait_s=0.1)
     failed = [LoadedModel(MODEL, "failed", error="no such weights")]
-    await stack.peer.put_instance(InstanceInfo("a", "2", "node", "ready", failed, 100, 2**20))
+    await stack.peer.put_instance(
+        InstanceInfo(
+            instance_id="a",
+            incarnation="2",
+            node_id="node",
+            state="ready",
+            models=failed,
+            num_merged=100,
+            merged_bytes=2**20,
+        )
+    )
     await until(lambda: stack.gateway.context.catalog.instances["a"].incarnation == "2", "the registry")
     with pytest.raises(OperatorError, match=rf"^a is there, but could not load {MODEL}: no such weights.$"):
         await on_a_thread(stack, operations.scale_model, MODEL, 1, wait_s=20)
@@ -335,6 +355,17 @@ def test_why_a_model_is_not_loaded_is_said() -> None:
     model = Model("tide", None, {"a": "failed", "b": "failed"}, None, 0, 0, 0)
     lines = shown_at(120, Snapshot(Instances(instances, []), Models([model]), 1.0))
     assert any("not loaded on a, b: no such weights" in line for line in lines)
+
+
+def test_where_step_times_are_from_is_counted() -> None:
+    sources = {"a": "live", "b": "stored", "c": "live", "d": ""}
+    instances = [
+        msgspec.structs.replace(instance(name, "1", 0), models=[ModelOnInstance("tide", "ready", 0, 0, "", source)])
+        for name, source in sources.items()
+    ]
+    model = Model("tide", None, dict.fromkeys(sources, "ready"), None, 0, 0, 0)
+    lines = shown_at(120, Snapshot(Instances(instances, []), Models([model]), 1.0))
+    assert any(line.startswith("tide") and "live on 2, stored on 1" in line for line in lines)
 
 
 def instance(name: str, incarnation: str, num_moved_in: int) -> Instance:

@@ -118,15 +118,15 @@ class FakeInstance:
         while True:
             self._changed.clear()
             info = InstanceInfo(
-                self._settings.instance_id,
-                self._incarnation,
-                self._settings.node_id,
-                self._state,
-                list(self._models.values()),
-                self._plan.pool_bytes // self._plan.merged_bytes,
-                self._plan.merged_bytes,
-                self._settings.device,
-                os.getpid(),
+                instance_id=self._settings.instance_id,
+                incarnation=self._incarnation,
+                node_id=self._settings.node_id,
+                state=self._state,
+                models=list(self._models.values()),
+                num_merged=self._plan.pool_bytes // self._plan.merged_bytes,
+                merged_bytes=self._plan.merged_bytes,
+                device=self._settings.device,
+                pid=os.getpid(),
             )
             with contextlib.suppress(BusError):  # the bus is away: again in a second
                 await registry.put(info.instance_id, info)

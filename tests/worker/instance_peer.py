@@ -45,7 +45,12 @@ class Peer:
         self.may_answer = asyncio.Event()
         self.may_answer.set()
         self.info = InstanceInfo(
-            "node-1", "first", "node", "ready", [LoadedModel("a", "ready", 600, 4, 3)], kv_address="local:nowhere"
+            instance_id="node-1",
+            incarnation="first",
+            node_id="node",
+            state="ready",
+            models=[LoadedModel("a", "ready", 600, 4, 3)],
+            kv_address="local:nowhere",
         )
 
     async def start(self) -> None:

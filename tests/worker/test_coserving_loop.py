@@ -54,6 +54,7 @@ class Scene:
             interruption=interruption,
             checkpoint_start=0.2,
             steps_in_flight=1 if cost_model is None else 2,
+            profile="off",
         )
         self.executor = Executor("cpu", num_merged, merged_bytes, 12, num_host_merged=num_host_merged)
         self.engine = build_engine(settings, num_merged, "cpu", num_host_merged)

@@ -11,8 +11,10 @@ from prometheus_client import CollectorRegistry
 from services.worker.coserving_telemetry import CoServingTelemetry
 from services.worker.engine_building import build_engine, host_pool_merged
 from services.worker.machine import free_memory_bytes
+from shared.cost_model import CostSource, KnownCosts
 from shared.engine.counters import EngineCounters
 from shared.engine.requests import Ended
+from shared.live_costs import PRIOR
 from shared.messages.cluster import InstancePlan
 from shared.messages.requests import FinishReason, RequestClass
 from shared.settings import InstanceSettings, SettingsError
@@ -29,6 +31,15 @@ class Shown:
         if "klass" in labels:
             labels["class"] = labels.pop("klass")
         return self.registry.get_sample_value(f"tideway_instance_{name}", {"engine": "i", **labels})
+
+
+def test_where_step_times_are_from_is_shown() -> None:
+    shown = Shown()
+    for source in (CostSource.NONE, CostSource.LIVE, CostSource.STORED):
+        shown.telemetry.on_costs("m", KnownCosts(PRIOR, 1.5, source))
+        values = {other: shown("cost_model", model_name="m", source=str(other)) for other in CostSource}
+        assert values == {other: float(other == source) for other in CostSource}
+    assert shown("cost_model_scale", model_name="m") == 1.5
 
 
 def test_counters_advance_by_what_was_added_since() -> None:
@@ -62,12 +73,14 @@ def test_counters_advance_by_what_was_added_since() -> None:
 
 def ended(klass: RequestClass = RequestClass.ONLINE, **fields: Any) -> Ended:
     """First token after 1.0 s on the instance, 0.1 s per token after it; objectives 1.5 s and 0.11 s."""
-    of_request = {name: fields.pop(name) for name in ("waited_s", "prior", "ttft_objective_s") if name in fields}
+    of_request = {
+        name: fields.pop(name) for name in ("waited_s", "prior", "ttft_s", "ttft_objective_s") if name in fields
+    }
     sent = request("r", [1, 2], 11, request_class=klass, **of_request)
     values = {
         "reason": FinishReason.LENGTH, "num_prompt_tokens": 2, "num_output_tokens": 11, "num_cached_tokens": 0,
-        "num_preemptions": 0, "submitted_s": 10.0, "first_planned_s": 10.5, "first_token_s": 11.0, "ended_s": 12.0,
-        "ttft_objective_s": 1.5, "tpot_objective_s": 0.11,
+        "num_preemptions": 0, "arrived_s": 10.0, "submitted_s": 10.0, "first_planned_s": 10.5,
+        "first_token_s": 11.0, "ended_s": 12.0, "ttft_objective_s": 1.5, "tpot_objective_s": 0.11,
     }  # fmt: skip
     return Ended(request=sent, **values | fields)
 
@@ -76,13 +89,20 @@ def ended(klass: RequestClass = RequestClass.ONLINE, **fields: Any) -> Ended:
     ("one", "ttft", "tpot"),
     [
         (ended(), "met", "met"),
-        (ended(waited_s=0.6), "missed", "met"),
+        (ended(arrived_s=9.4), "missed", "met"),
         (ended(ended_s=12.2), "met", "missed"),
         (ended(num_output_tokens=1), "met", None),
         (ended(first_token_s=None), "missed", None),
         (ended(first_token_s=None, ended_s=11.0, reason=FinishReason.CANCELLED), None, None),
         (ended(first_token_s=None, ended_s=11.0, reason=FinishReason.DEADLINE), "missed", None),
-        (ended(prior=b"\0\0\0\0"), None, None),
+        # moved: its times came with it, and so did what it had waited for when it left
+        (ended(prior=bytes(20), waited_s=1.6, num_moves=1), "met", "met"),
+        (ended(prior=bytes(20), waited_s=1.6, num_moves=1, ended_s=12.2), "met", "missed"),
+        (ended(first_token_s=None, ended_s=11.0, reason=FinishReason.CANCELLED, waited_s=1.0), None, None),
+        # placed again after 3 s, of which the first token took 1.2 s; and after 4 s, with one that took 1.6 s
+        (ended(prior=bytes(20), ttft_s=1.2, arrived_s=7.0, num_output_tokens=101), "met", "met"),
+        (ended(prior=bytes(20), ttft_s=1.2, arrived_s=7.0), "met", "missed"),
+        (ended(prior=bytes(20), ttft_s=1.6, arrived_s=6.0, num_output_tokens=101), "missed", "met"),
         (ended(RequestClass.OFFLINE), None, None),
         (ended(RequestClass.OFFLINE, ttft_objective_s=1.2), "met", None),
     ],
@@ -115,7 +135,7 @@ def test_host_memory_follows_the_pool_within_what_is_free() -> None:
     assert 0 < host_pool_merged(InstanceSettings(), vast, "cuda") <= free_memory_bytes() >> 20
 
 
-@pytest.mark.parametrize("name", ["order_policy", "co_serving", "interruption"])
+@pytest.mark.parametrize("name", ["order_policy", "co_serving", "interruption", "profile"])
 def test_unknown_policies_are_refused_with_what_is_known(name: str) -> None:
     with pytest.raises(SettingsError, match=f"TIDEWAY_{name.upper()}='nonsense': expected one of "):
         build_engine(InstanceSettings(**{name: "nonsense"}), 4, "cpu")

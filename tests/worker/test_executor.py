@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +14,7 @@ import torch
 
 from services.worker.attention.interface import BatchLayout
 from services.worker.attention.torch_backend import TorchBackend
-from services.worker.executor import Executor
+from services.worker.executor import WARM_UP, Executor
 from services.worker.models.decode_graphs import Replayable
 from services.worker.models.decoder import ForwardState
 from shared.checkpoint import CheckpointError
@@ -26,6 +27,8 @@ from tests.worker.step_driver import Driver, Row
 MERGED_BYTES = 1 << 18
 LENGTHS = (5, 40, 60, 33)
 STEPS = 12
+NEEDS_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+ON_EACH_DEVICE = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=NEEDS_CUDA)])
 
 
 @pytest.fixture(scope="module")
@@ -63,14 +66,15 @@ def test_two_models_in_one_slab_take_turns_and_blocks(
         assert [[r.output for r in group] for group in rows] == [expected[v] for v in names]
 
 
+@ON_EACH_DEVICE
 @pytest.mark.parametrize("variant", ["llama", "mistral-window", "opt"])
 @pytest.mark.parametrize("seed", range(3))
 def test_any_schedule_makes_the_same_tokens(
-    checkpoints: dict[str, Path], expected: dict[str, list[list[int]]], variant: str, seed: int
+    checkpoints: dict[str, Path], expected: dict[str, list[list[int]]], variant: str, seed: int, device: str
 ) -> None:
     """Random subsets, random chunks, rows and slots reused, preemption by recompute in the middle."""
     chance = random.Random(seed)
-    executor = Executor("cpu", 4, MERGED_BYTES, 6)
+    executor = Executor(device, 4, MERGED_BYTES, 6)
     driver = Driver(executor, load(executor, checkpoints[variant]), range(4), seed)
     rows = [driver.add(i, prompt_of(n)) for i, n in enumerate(LENGTHS)]
     spare = [4, 5]
@@ -151,8 +155,9 @@ def test_a_failing_step_is_an_error_result_and_the_next_one_runs(
     assert row.output == expected["llama"][0]
 
 
-def test_models_come_and_go(checkpoints: dict[str, Path], expected: dict[str, list[list[int]]]) -> None:
-    executor = Executor("cpu", 4, MERGED_BYTES, 2)
+@ON_EACH_DEVICE
+def test_models_come_and_go(checkpoints: dict[str, Path], expected: dict[str, list[list[int]]], device: str) -> None:
+    executor = Executor(device, 4, MERGED_BYTES, 2)
     for name in ("first", "second"):
         shape = load(executor, checkpoints["opt"], name)
         assert (shape.name, shape.page_tokens, shape.max_model_len) == (name, 32, 256)
@@ -164,6 +169,46 @@ def test_models_come_and_go(checkpoints: dict[str, Path], expected: dict[str, li
         executor.remove_model(name)
         assert "not loaded" in executor.execute(step_of(row, shape)).error
     assert executor.free_memory_bytes() > 0
+
+
+@ON_EACH_DEVICE
+def test_names_of_one_checkpoint_share_its_weights_until_the_last_is_gone(
+    checkpoints: dict[str, Path], expected: dict[str, list[list[int]]], device: str
+) -> None:
+    executor = Executor(device, 8, MERGED_BYTES, 8)
+    shapes = [load(executor, checkpoints["llama"], name) for name in ("one", "two")]
+    load(executor, checkpoints["opt"], "other")
+    assert executor._models["one"].model is executor._models["two"].model
+    drivers = [Driver(executor, shapes[i], range(4 * i, 4 * i + 4), seed=i) for i in range(2)]
+    rows = [[d.add(4 * i + j, prompt_of(n)) for j, n in enumerate(LENGTHS)] for i, d in enumerate(drivers)]
+
+    def run(num_tokens: int, *names: int) -> None:
+        while any(len(row.output) < num_tokens for i in names for row in rows[i]):
+            for i in names:
+                drivers[i].step([(row, len(row.tokens) - row.computed) for row in rows[i]])
+
+    run(STEPS // 2, 0, 1)
+    executor.remove_model("one")
+    run(STEPS, 1)
+    assert [row.output for row in rows[1]] == expected["llama"]
+    assert len(executor._weights) == 2
+    executor.remove_model("two")
+    assert list(executor._weights.values()) == [executor._models["other"].model], "nothing else holds the weights"
+
+
+def test_another_dtype_or_length_or_file_is_another_model(checkpoints: dict[str, Path], tmp_path: Path) -> None:
+    executor = Executor("cpu", 4, MERGED_BYTES, 4)
+    path = write_checkpoint(tmp_path, "llama")
+    specs = [
+        ModelSpec("a", str(path)),
+        ModelSpec("b", str(path), dtype="bfloat16"),
+        ModelSpec("c", str(path), max_model_len=100),
+    ]
+    models = [executor.prepare_model(spec).model for spec in specs]
+    weights = next(path.glob("*.safetensors"))
+    os.utime(weights, ns=(0, 0))
+    models.append(executor.prepare_model(specs[0]).model)
+    assert len({id(model) for model in models}) == 4
 
 
 def test_a_model_whose_blocks_exceed_the_pools_is_refused(checkpoints: dict[str, Path]) -> None:
@@ -262,6 +307,97 @@ def test_decode_graphs_pad_to_their_sizes(checkpoints: dict[str, Path], expected
         driver.step([(r, 1) for r in unfinished])
     assert [r.output[:STEPS] for r in rows] == expected["llama"]
     assert set(backend.filled) == {1, 2, 4}
+
+
+@NEEDS_CUDA
+def test_graphs_on_cuda_make_the_tokens_of_steps_without(checkpoints: dict[str, Path]) -> None:
+    outputs = []
+    for with_graphs in (True, False):
+        executor = Executor("cuda", 8, 1 << 20, 12)
+        spec = ModelSpec("m", str(checkpoints["qwen3"]), dtype="bfloat16")
+        driver = Driver(executor, executor.add_model(executor.prepare_model(spec)), range(8))
+        if not with_graphs:
+            executor._models["m"].graphs = None
+        rows = [driver.add(i, prompt_of(n)) for i, n in enumerate(LENGTHS)]
+        driver.step([(row, len(row.tokens)) for row in rows])
+        driver.decode(rows, STEPS)
+        outputs.append([row.output for row in rows])
+    assert outputs[0] == outputs[1]
+
+
+@NEEDS_CUDA
+def test_launching_waits_for_nothing_on_the_device(checkpoints: dict[str, Path]) -> None:
+    executor = Executor("cuda", 8, 1 << 20, 12)
+    driver = Driver(executor, load(executor, checkpoints["llama"]), range(8))
+    fields = {"temperature": 0.7, "top_p": 0.9, "logprobs": 3, "logit_bias": ((5, 1.0),), "repetition_penalty": 1.1}
+    row = driver.add(0, prompt_of(40), **fields)
+    driver.step([(row, 40)])
+    launch = executor.launch
+
+    def checked(plan: StepPlan) -> None:
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            launch(plan)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    executor.launch = checked  # type: ignore[method-assign]
+    driver.decode([row], 3)
+    assert len(row.output) == 4
+
+
+def test_graphs_are_captured_before_the_model_serves_the_largest_first(checkpoints: dict[str, Path]) -> None:
+    sizes: list[int] = []
+
+    def capture(forward: Callable[[], ForwardState]) -> tuple[ForwardState, Replayable]:
+        state, graph = eager_capture(forward)
+        sizes.append(len(state.hidden))
+        assert state.hidden.isfinite().all(), "padding rows read NaN"
+        return state, graph
+
+    executor = Executor("cpu", 4, MERGED_BYTES, 12, capture=capture)
+    executor._store.slab.fill_(0xFF)
+    executor._backends = [StaticTorchBackend(torch.device("cpu"))]
+    shape = load(executor, checkpoints["llama"])
+    assert sizes == [16, 8, 4, 2, 1]
+    driver = Driver(executor, shape, range(4))
+    driver.decode([driver.add(0, prompt_of(5))], 3)
+    assert len(sizes) == 5
+
+
+def test_where_a_graph_cannot_be_captured_steps_run_without(
+    checkpoints: dict[str, Path], expected: dict[str, list[list[int]]]
+) -> None:
+    def capture(forward: Callable[[], ForwardState]) -> tuple[ForwardState, Replayable]:
+        if len(forward().hidden) == 4:
+            raise RuntimeError("out of memory")
+        return eager_capture(forward)
+
+    executor = Executor("cpu", 4, MERGED_BYTES, 12, capture=capture)
+    backend = StaticTorchBackend(torch.device("cpu"))
+    executor._backends = [backend]
+    driver = Driver(executor, load(executor, checkpoints["llama"]), range(4))
+    row = driver.add(3, prompt_of(LENGTHS[2]))
+    driver.step([(row, LENGTHS[2])])
+    driver.decode([row], STEPS - 1)
+    assert row.output == expected["llama"][2] and not backend.filled
+
+
+def test_the_warm_up_covers_long_prompts_and_many_sequences_on_cuda(
+    checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran: list[tuple[int, int]] = []
+    prepare = TorchBackend.prepare
+
+    def noted(self: TorchBackend, layout: BatchLayout) -> Any:
+        ran.append((len(layout.counts), int(layout.counts.max())))
+        return prepare(self, layout)
+
+    monkeypatch.setattr(TorchBackend, "prepare", noted)
+    monkeypatch.setitem(WARM_UP, "cpu", WARM_UP["cuda"])
+    Executor("cpu", 4, MERGED_BYTES, 12).prepare_model(ModelSpec("m", str(checkpoints["llama"]), max_model_len=200))
+    assert ran == [(1, 2), (1, 1), (1, 200), (257, 1)], "no longer than the model's sequences"
+    assert WARM_UP["cuda"][2][2] == 512
 
 
 def test_graphs_of_a_back_end_without_capture_are_not_used(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 
 import msgspec
 import pytest
@@ -296,6 +297,19 @@ async def test_finished_requests_report_their_time_on_the_device(stage):
     await stage.until(lambda: any(report.finished for report in stage.reports))
     (finished,) = [f for report in stage.reports for f in report.finished]
     assert 0 < finished.device_s <= finished.execution_s
+
+
+async def test_the_registry_says_where_step_times_are_from_and_what_is_free(stage, caplog):
+    caplog.set_level("INFO", logger="services.worker.instance")
+
+    def shown() -> dict[str, str]:
+        return {model.name: model.cost_model for model in stage.info.models if model.state == "ready"}
+
+    await stage.until(lambda: "a" in shown())
+    assert shown()["a"] == "none" and stage.info.dispatch_freeness == math.inf
+    await stage.submit(request("r1", [1, 2, 3], 200))
+    await stage.until(lambda: shown()["a"] == "live")
+    assert "step times of a: live" in caplog.text
 
 
 async def test_an_engine_that_fails_makes_the_instance_give_up(stage):

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from services.worker.executor import Executor
 from services.worker.linear import Linear, packing_works
-from services.worker.models.loading import load_model, torch_dtype
+from services.worker.models.loading import identity_of, load_model, torch_dtype
 from shared.checkpoint import CheckpointError
 from shared.messages.cluster import ModelSpec
 from tests.worker.checkpoints import VARIANTS, prompt_of, reference_outputs, write_checkpoint
@@ -136,20 +136,21 @@ def test_a_checkpoint_that_does_not_fit_its_config_is_refused(
     path = write_checkpoint(tmp_path, "llama")
     change_config(path, **changes)
     with pytest.raises(CheckpointError) as caught:
-        load_model(path, CPU)
+        load_model(identity_of(path, CPU), CPU)
     assert all(word in str(caught.value) for word in words), caught.value
 
 
 def test_lengths_and_dtypes(tmp_path: Path) -> None:
     path = write_checkpoint(tmp_path, "llama", dtype=torch.float16)
-    model, length = load_model(path, CPU, max_model_len=100)
+    identity = identity_of(path, CPU, max_model_len=100)
+    model, length = load_model(identity, CPU), identity.max_model_len
     assert (model.dtype, length) == (torch.bfloat16, 100)
-    assert load_model(path, CPU, dtype="float32")[0].dtype == torch.float32
+    assert load_model(identity_of(path, CPU, dtype="float32"), CPU).dtype == torch.float32
     assert torch_dtype("auto", "float16", torch.device("cuda")) == torch.float16
     with pytest.raises(CheckpointError, match="exceeds the model's own 256"):
-        load_model(path, CPU, max_model_len=257)
+        identity_of(path, CPU, max_model_len=257)
     with pytest.raises(CheckpointError, match="dtype 'int8'"):
-        load_model(path, CPU, dtype="int8")
+        identity_of(path, CPU, dtype="int8")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -6,8 +6,11 @@ import os
 from pathlib import Path
 
 import pytest
+import torch
 
 from services.worker import machine
+from services.worker.attention import probe
+from services.worker.attention.torch_backend import TorchBackend
 from services.worker.machine import Machine, free_memory_bytes, num_cores, parse_gpus, survey
 from shared.settings import SettingsError, WorkerSettings
 
@@ -93,13 +96,14 @@ def test_gpus_and_their_free_memory() -> None:
 
 def test_half_of_the_free_memory_and_all_cores_are_for_the_instances(root: Path) -> None:
     found = survey(WorkerSettings(num_instances=2, device="cpu"), {}, root)
-    assert found == Machine("cpu", 2, 8 * GIB, max(1, num_cores(root) // 2))
-    assert survey(WorkerSettings(memory_bytes=5, num_threads=3), {}, root) == Machine("cpu", 1, 5, 3)
+    assert found == Machine("cpu", 2, 8 * GIB, max(1, num_cores(root) // 2), page_tokens=32)
+    assert survey(WorkerSettings(memory_bytes=5, num_threads=3), {}, root).num_threads == 3
+    assert TorchBackend(torch.device("cpu")).supported_page_tokens(64, torch.float32)[0] == found.page_tokens
 
 
 def test_room_for_more_instances_is_set_aside_from_the_start(root: Path) -> None:
     found = survey(WorkerSettings(num_instances=1, max_node_instances=3, device="cpu"), {}, root)
-    assert found == Machine("cpu", 1, 8 * GIB, max(1, num_cores(root) // 3), max_instances=3)
+    assert found == Machine("cpu", 1, 8 * GIB, max(1, num_cores(root) // 3), max_instances=3, page_tokens=32)
     assert found.most_instances == 3
     assert survey(WorkerSettings(num_instances=2, max_node_instances=1, device="cpu"), {}, root).most_instances == 2
     with pytest.raises(SettingsError, match="TIDEWAY_MAX_NODE_INSTANCES=-1"):
@@ -114,7 +118,21 @@ def with_gpus(root: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{root / 'bin'}:{os.environ['PATH']}")
     monkeypatch.setattr(machine, "_torch_has_cuda", lambda: True)
+    monkeypatch.setattr(machine, "PROBE_COMMAND", ("/bin/sh", "-c", "echo a warning; echo 256"))
     return root
+
+
+@pytest.mark.parametrize(("script", "expected"), [("echo 128", 128), ("exit 1", 0), ("echo", 0), ("echo no", 0)])
+def test_the_page_size_is_what_attention_says(
+    with_gpus: Path, monkeypatch: pytest.MonkeyPatch, script: str, expected: int
+) -> None:
+    assert survey(WorkerSettings(), {}, with_gpus).page_tokens == 256
+    monkeypatch.setattr(machine, "PROBE_COMMAND", ("/bin/sh", "-c", script))
+    assert survey(WorkerSettings(), {}, with_gpus).page_tokens == expected
+
+
+def test_the_probe_says_what_back_ends_say() -> None:
+    assert probe.page_tokens(torch.device("cpu")) == machine.CPU_PAGE_TOKENS
 
 
 def test_one_instance_a_gpu(with_gpus: Path) -> None:
@@ -139,6 +157,4 @@ def test_a_gpu_that_cannot_be_used_is_a_clear_error(with_gpus: Path, monkeypatch
 
 
 def test_whether_torch_has_cuda_is_read_from_its_files() -> None:
-    import torch
-
     assert machine._torch_has_cuda() == (torch.version.cuda is not None)

@@ -50,7 +50,7 @@ def info(of: InstancePlan, *, state: str = "ready", models: dict[str, str] | Non
     """The registry entry of an instance that has loaded its models, or `models`: name -> state."""
     states = dict.fromkeys((s.name for s in of.models), "ready") if models is None else models
     loaded = [LoadedModel(name, s, error="no such file" if s == "failed" else "") for name, s in states.items()]
-    return InstanceInfo(of.instance_id, "incarnation", "n", state, loaded)
+    return InstanceInfo(instance_id=of.instance_id, incarnation="incarnation", node_id="n", state=state, models=loaded)
 
 
 def started(*instances: InstancePlan) -> NodeState:

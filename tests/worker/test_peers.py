@@ -18,7 +18,7 @@ from tests.shared.engine.fake_executor import request
 from tests.worker.instance_peer import LONG_PROMPT, OTHER_PROMPT, Peer, rebalance
 from tests.worker.instance_stage import instance_on
 
-INFO = InstanceInfo("node-1", "first", "node", "ready", [])
+INFO = InstanceInfo(instance_id="node-1", incarnation="first", node_id="node", state="ready", models=[])
 
 
 @pytest.fixture(autouse=True)

@@ -22,7 +22,7 @@ from services.worker.instance_models import InstanceModels
 from services.worker.profiled_steps import BRIEF, FULL, Extent
 from services.worker.profiler import ProfiledModel, ProfileError, Profiling, profile
 from shared.bus.memory_bus import MemoryHub
-from shared.cost_model import CostModel, shape_of
+from shared.cost_model import CostModel, CostSource, shape_of
 from shared.engine import recording
 from shared.engine.plan import ModelShape, StepPlan, StepResult
 from shared.engine.requests import Ended
@@ -240,6 +240,7 @@ async def test_the_first_profiles_and_the_next_load(scene: SimpleNamespace, tmp_
     # either place is enough
     for other in (CostModelStore(hub.connect("three")), CostModelStore(None, tmp_path)):
         assert await cost_models(scene, other).provide(scene.spec, scene.shape) == cost_model
+        assert scene.engine.cost_models()["m"].source == CostSource.STORED
     assert scene.executor.num_profiled == num_profiled
 
     await until(lambda: not scene.loop.submit(request("r", [5, 6, 7], 20, model="m")) and scene.ended)
@@ -321,7 +322,7 @@ async def test_a_model_that_becomes_ready_gets_its_cost_model(scene: SimpleNames
     models = InstanceModels(scene.loop, scene.executor, metrics, lambda: None, on_ready)
     models.begin_load(ModelSpec("second", scene.spec.source))
     await until(lambda: models.any_ready)
-    await until(lambda: scene.engine.planner.queues["second"].cost_model is not None)
+    await until(lambda: scene.engine.cost_models()["second"].source == CostSource.PROFILED)
     assert quiet == [True]
     await models.stop()
 

@@ -10,6 +10,7 @@ Both take the block stride from the tensor, so a layer's strided view of the KV 
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -107,6 +108,10 @@ class FlashBackend(AttentionBackend):
         static.page_table[:, : fresh.page_table.shape[1]].copy_(fresh.page_table)
 
 
+_FLASH4_ARGUMENTS = {
+    "cu_seqlens_q", "max_seqlen_q", "max_seqlen_k", "seqused_k", "page_table", "causal", "window_size", "num_splits",
+}  # fmt: skip
+
 _Attend = Callable[[torch.Tensor, LayerKv, _Metadata, "int | None"], torch.Tensor]
 
 
@@ -116,13 +121,14 @@ def _choose_kernels(major: int) -> tuple[_Attend, int, str, int]:
     if major in (9, 10, 11):  # elsewhere flash-attention 4 has no paging
         try:
             return _flash4(major), 128, "flash-attention 4", 256 if major == 9 else 128
-        except ImportError as error:
-            problems.append(f"flash-attn-4 is not installed ({error})")
+        # Its compiler checks versions and devices when it is imported, with errors of any kind.
+        except Exception as error:
+            problems.append(f"flash-attn-4 cannot be used ({type(error).__name__}: {error})")
     if major >= 8:
         try:
             return _flash2(), 256, "flash-attention 2", 256
-        except ImportError as error:
-            problems.append(f"flash-attn is not installed ({error})")
+        except Exception as error:
+            problems.append(f"flash-attn cannot be used ({type(error).__name__}: {error})")
     raise FlashUnavailable("; ".join(problems) or f"compute capability {major} is too old")
 
 
@@ -131,6 +137,9 @@ def _flash4(major: int) -> _Attend:
     os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
     from flash_attn.cute import flash_attn_varlen_func
 
+    # flash-attn 2 brings an early copy of this module along, which lacks some of them.
+    if missing := _FLASH4_ARGUMENTS - inspect.signature(flash_attn_varlen_func).parameters.keys():
+        raise ImportError(f"flash_attn.cute is too old: it knows no {', '.join(sorted(missing))}")
     num_splits = 1 if major == 9 else 0  # 0: as many as a heuristic says; Hopper's kernel has no splits
 
     def attend(queries: torch.Tensor, kv: LayerKv, metadata: _Metadata, window: int | None) -> torch.Tensor:

@@ -108,7 +108,8 @@ class AttentionBackend(ABC):
 
     def allocate_replay(self, layout: BatchLayout, max_pages: int) -> Any | None:
         """Metadata in static memory for a captured graph of as many decode rows as `layout` has, with block tables of up
-        to `max_pages`; None if this back end's work cannot be captured. Called once a batch size."""
+        to `max_pages`; None if this back end's work cannot be captured. Called once a batch size while the model is being
+        loaded: in another thread than the rest, as are the calls that are captured."""
         return None
 
     def fill_replay(self, static: Any, layout: BatchLayout) -> None:

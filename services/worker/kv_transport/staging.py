@@ -13,7 +13,7 @@ staging buffer. A link that cannot read device memory always gets staging, page-
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Executor
 from typing import Any, TypeVar
 
@@ -22,6 +22,7 @@ import torch
 
 from services.worker.kv_transport.links import Buffer
 from services.worker.kv_transport.wire import LINE_BYTES, PIECE_BYTES, checksum, device_checksum
+from services.worker.transfer import to_device
 
 T = TypeVar("T")
 
@@ -109,20 +110,40 @@ class SlotPool:
     def _copy_on_device(self, slots: Sequence[int], blocks: torch.Tensor, checked_bytes: int, outward: bool) -> int:
         with torch.cuda.stream(self._stream):
             if blocks.is_cuda:
-                index = torch.tensor(slots, device=self.device)
+                index = to_device(np.array(slots, np.int64), self.device)
+                rows, words = as_words(self._rows, blocks)
                 if outward:
-                    torch.index_select(self._rows, 0, index, out=blocks)
+                    torch.index_select(rows, 0, index, out=words)
                 else:
-                    self._rows.index_copy_(0, index, blocks)
+                    rows.index_copy_(0, index, words)
             else:
-                for block, slot in zip(blocks, slots, strict=True):
-                    target, source = (block, self._rows[slot]) if outward else (self._rows[slot], block)
+                for row, begin, end in runs_of(slots):
+                    rows, piece = self._rows[row : row + end - begin], blocks[begin:end]
+                    target, source = (piece, rows) if outward else (rows, piece)
                     target.copy_(source, non_blocking=True)
         if outward:
             self._stream.synchronize()
         digest = self.checksum(buffer_of(blocks.view(-1)), checked_bytes)
         self._stream.synchronize()
         return digest
+
+
+def as_words(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """`[n, num_bytes]` uint8 tensors as words as large as all of them take: a gather moves one element a thread."""
+    for dtype in (torch.complex128, torch.int64, torch.int32):
+        size = dtype.itemsize
+        if all(n % size == 0 for t in tensors for n in (t.shape[1], t.stride(0), t.storage_offset(), t.data_ptr())):
+            return tuple(t.view(dtype) for t in tensors)
+    return tensors
+
+
+def runs_of(slots: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+    """(first slot, begin, end) of each stretch of consecutive slots: one copy each."""
+    begin = 0
+    for end in range(1, len(slots) + 1):
+        if end == len(slots) or slots[end] != slots[end - 1] + 1:
+            yield slots[begin], begin, end
+            begin = end
 
 
 class StagingPair:

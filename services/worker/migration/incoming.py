@@ -36,6 +36,7 @@ from shared.messages.migration import (
 )
 from shared.messages.requests import ErrorCode, ErrorInfo
 from shared.migration.destination import Action, DestinationMove, Event, State
+from shared.migration.limits import max_at_once
 
 log = logging.getLogger(__name__)
 
@@ -188,8 +189,8 @@ class IncomingMigrations:
             return ErrorInfo(ErrorCode.DRAINING, f"instance {self._host.instance_id} is draining")
         if not self._host.serves(query.model):
             return ErrorInfo(ErrorCode.GONE, f"model {query.model!r} takes no requests here", "model")
-        if self.num_in_progress >= self._max_migrations:
-            message = f"{self._max_migrations} migrations come in already"
+        if (num_in := self.num_in_progress) >= max_at_once(query.reason, self._max_migrations):
+            message = f"{num_in} migrations come in already"
             return ErrorInfo(ErrorCode.OVERLOADED, message, retry_after_s=RETRY_S)
         if self._transport is None:
             return ErrorInfo(ErrorCode.UNAVAILABLE, "there is no KV transport here")

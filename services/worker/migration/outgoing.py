@@ -73,7 +73,7 @@ class OutgoingMigration:
         }
         self._span = site.telemetry.span("migration", request.traceparent, attributes)
         max_tokens = candidate.request.num_tokens + candidate.tokens_left
-        self._peer = Peer(site, self.migration_id, request, page_tokens, max_tokens, destination, self._span)
+        self._peer = Peer(site, self.migration_id, request, page_tokens, max_tokens, destination, self._span, reason)
         self._events: deque[Answer] = deque()
         self._is_feeding = False
         self._changed = asyncio.Event()

@@ -31,6 +31,7 @@ from shared.messages.migration import (
     AbortMigration,
     AbortReason,
     Commit,
+    MoveReason,
     OwnsQuery,
     PreAllocate,
     Reserved,
@@ -119,6 +120,7 @@ class Peer:
         max_tokens: int,
         info: InstanceInfo,
         span: MigrationSpan,
+        reason: MoveReason,
     ) -> None:
         """`max_tokens`: of the request's sequence at its longest."""
         self._site = site
@@ -129,6 +131,7 @@ class Peer:
         self._ids = {"instance_id": info.instance_id}
         self._address = info.kv_address
         self._span = span
+        self._reason = reason
         self.num_bytes = 0
         """That it has acknowledged."""
 
@@ -174,6 +177,7 @@ class Peer:
             max_tokens=self._max_tokens,
             deadline_s=self._room_s(stage),
             traceparent=self._span.traceparent,
+            reason=self._reason,
         )
         try:
             with self._span.stage("migration.reserve", stage.attributes()):

@@ -41,6 +41,7 @@ from shared.messages.migration import (
     Rebalance,
 )
 from shared.messages.requests import Cancel, GenerationRequest, MovedRequest
+from shared.migration.limits import max_at_once
 from shared.migration.source import Event, may_move
 from shared.settings import InstanceSettings
 from shared.telemetry import Telemetry
@@ -253,7 +254,8 @@ class MigrationService:
 
     def _begin_one(self, lease: Rebalance) -> bool:
         """Begins a migration, if one may begin and some request can leave."""
-        if len(self._moves) >= min(lease.max_concurrent, self._settings.max_migrations):
+        most = max_at_once(lease.reason, self._settings.max_migrations)
+        if len(self._moves) >= min(lease.max_concurrent, most):
             return False
         peers = self._host.peers()
         destinations = [

@@ -2,11 +2,13 @@
 
 A graph has a fixed number of rows, so decode batches are padded up to the next of a few batch sizes. Padding rows hold
 one token each in the scratch slot of the KV slab. A graph ends before the logits: those and sampling run on the real
-rows. Graphs are captured at the first use of their size and share one memory pool.
+rows. All graphs are captured before the model serves, the largest first, so that the others fit into its memory: they share
+one pool.
 """
 
 from __future__ import annotations
 
+import logging
 from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -18,6 +20,8 @@ import torch
 from services.worker.attention.interface import AttentionBackend, BatchLayout
 from services.worker.kv_store import KvViews
 from services.worker.models.decoder import DecoderModel, ForwardBatch, ForwardState
+
+logger = logging.getLogger(__name__)
 
 _SMALL_SIZES = (1, 2, 4)
 _SIZE_STEP = 8
@@ -55,18 +59,33 @@ class DecodeGraphs:
         self._capture = capture
         steps = range(_SIZE_STEP, max_rows + _SIZE_STEP, _SIZE_STEP)
         self._sizes = [s for s in _SMALL_SIZES if s <= max_rows] + list(steps)
-        self._graphs: dict[int, _Graph | None] = {}
+        self._graphs: dict[int, _Graph] = {}
+        for layer in views.layers:
+            # Where padding rows are masked, NaN would still come through.
+            layer.keys[views.num_slots].zero_()
+            layer.values[views.num_slots].zero_()
+
+    @torch.inference_mode()
+    def capture_all(self) -> None:
+        """In any thread, while other models run. A size that cannot be captured, and those below it, run without."""
+        for size in reversed(self._sizes):
+            try:
+                graph = self._record(size)
+            except Exception as error:
+                logger.warning("decode steps of up to %d rows run without CUDA graphs: %s", size, error)
+                return
+            if graph is None:
+                return
+            self._graphs[size] = graph
 
     def run(self, token_ids: torch.Tensor, positions: torch.Tensor, layout: BatchLayout) -> ForwardState | None:
         """The state after all layers of a decode batch, of which only the first rows are real; valid until the next
         `run`. None if this batch cannot be replayed. `token_ids`, `positions`: [S] on the device."""
         size = self._sizes[bisect_left(self._sizes, len(token_ids))]
-        padded = self._padded(layout, size)
-        if size not in self._graphs:
-            self._graphs[size] = self._record(padded)
-        graph = self._graphs[size]
+        graph = self._graphs.get(size)
         if graph is None:
             return None
+        padded = self._padded(layout, size)
         self._attention.fill_replay(graph.batch.metadata, padded)
         graph.batch.token_ids[: len(token_ids)].copy_(token_ids)
         graph.batch.positions[: len(positions)].copy_(positions)
@@ -84,7 +103,18 @@ class DecodeGraphs:
             block_tables=np.concatenate((layout.block_tables, scratch)),
         )
 
-    def _record(self, layout: BatchLayout) -> _Graph | None:
+    def _record(self, size: int) -> _Graph | None:
+        model, ones = self._model, np.ones(size, np.int64)
+        tables = np.full((size, 1), self._views.num_slots, np.int32)
+        layout = BatchLayout(
+            np.zeros(size, np.int64),
+            ones,
+            tables,
+            self._views.shape.page_tokens,
+            model.dtype,
+            model.device,
+            model.windows,
+        )
         metadata: Any = self._attention.allocate_replay(layout, self._max_pages)
         if metadata is None:
             return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -22,19 +23,34 @@ _FAMILIES: dict[str, type[LlamaModel] | type[OptModel]] = {
 }
 
 
-def load_model(
-    path: Path, device: torch.device, *, dtype: str = "auto", max_model_len: int | None = None
-) -> tuple[DecoderModel, int]:
-    """The model and the longest sequence it serves. `dtype`: auto, float32, bfloat16 or float16. Blocking, seconds to
-    minutes. Raises `CheckpointError`."""
+class Identity(NamedTuple):
+    """Models on one device are the same where all of this is."""
+
+    path: Path
+    files: tuple[tuple[str, int, int], ...]
+    """Of the weights: name, size and time of the last change."""
+    dtype: torch.dtype
+    max_model_len: int
+    """The longest sequence it serves."""
+
+
+def identity_of(path: Path, device: torch.device, *, dtype: str = "auto", max_model_len: int | None = None) -> Identity:
+    """`dtype`: auto, float32, bfloat16 or float16; `max_model_len` None: the model's own. Raises `CheckpointError`."""
     shape = checkpoint.describe(path)
     length = max_model_len or shape.max_model_len
     if length > shape.max_model_len:
         raise CheckpointError(f"{path}: max_model_len {length} exceeds the model's own {shape.max_model_len}.")
-    reader = WeightReader(path, device, torch_dtype(dtype, shape.dtype, device))
+    files = tuple((file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in checkpoint.weight_files(path))
+    return Identity(path, files, torch_dtype(dtype, shape.dtype, device), length)
+
+
+def load_model(identity: Identity, device: torch.device) -> DecoderModel:
+    """Blocking, seconds to minutes. Raises `CheckpointError`."""
+    path = identity.path
+    shape = checkpoint.describe(path)
+    reader = WeightReader(path, device, identity.dtype)
     with torch.inference_mode():
-        model = _FAMILIES[shape.architecture](reader, checkpoint.read_config(path), shape, length)
-    return model, length
+        return _FAMILIES[shape.architecture](reader, checkpoint.read_config(path), shape, identity.max_model_len)
 
 
 def torch_dtype(asked: str, stored: str, device: torch.device) -> torch.dtype:

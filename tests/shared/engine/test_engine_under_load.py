@@ -189,7 +189,13 @@ def test_online_only_holds_offline_requests_back():
 def test_a_checkpointed_sequence_loses_only_its_partly_filled_block():
     """Offline work fills the pool, one online request takes all of it; nothing but partial blocks is computed again."""
     engine = Engine(
-        8, 8, ordering_policy("fcfs"), SloTokenBudget(64), num_host_merged=8, checkpoint=AdaptiveCheckpoint(0.0)
+        8,
+        8,
+        ordering_policy("fcfs"),
+        SloTokenBudget(64),
+        num_host_merged=8,
+        checkpoint=AdaptiveCheckpoint(0.0),
+        fits_costs=False,
     )
     engine.add_model(SHAPES[0])
     executor = FakeExecutor(SHAPES)

@@ -7,6 +7,7 @@ import random
 
 import pytest
 
+from shared.cost_model import CostSource
 from shared.engine import calls, recording
 from shared.engine.plan import ModelShape
 from shared.messages.requests import Priority, RequestClass
@@ -58,6 +59,7 @@ def test_replay_makes_the_same_plans(seed):
     engine, num_plans = recording.replay(run)
     engine.check()
     assert num_plans == 400
+    assert engine.cost_models()["a"].source == CostSource.LIVE
 
 
 class RecordedEvents(Events):

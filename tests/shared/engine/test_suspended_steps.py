@@ -149,7 +149,7 @@ def test_without_interruption_no_step_can_be_stopped():
 
 
 def test_without_a_cost_model_it_is_interrupted_at_once_and_waits_as_long_as_its_work_is_worth():
-    run = Clocked(cost_model=None)
+    run = Clocked(cost_model=None, fits_costs=False)
     run.interrupted()
     begun = run.now
     while run.engine.counters.steps_discarded == 0:

@@ -194,7 +194,16 @@ class Party:
     def info(self, **changes) -> InstanceInfo:
         loaded = [LoadedModel("a", "ready", 600, SHAPE.page_tokens, SHAPE.slots_per_merged)]
         address = self.transport.address if self.transport is not None else ""
-        info = InstanceInfo(self.name, f"{self.name}.1", "node", "ready", loaded, NUM_MERGED, 4096, kv_address=address)
+        info = InstanceInfo(
+            instance_id=self.name,
+            incarnation=f"{self.name}.1",
+            node_id="node",
+            state="ready",
+            models=loaded,
+            num_merged=NUM_MERGED,
+            merged_bytes=4096,
+            kv_address=address,
+        )
         return msgspec.structs.replace(info, **changes)
 
     def register(self, **changes) -> None:
@@ -264,9 +273,11 @@ class Party:
     def submit(self, request: GenerationRequest) -> None:
         assert self.loop.submit(request) is None
 
-    def rebalance(self, *destinations: str, reason: MoveReason = MoveReason.BALANCE, lease_s: float = 0.3) -> None:
+    def rebalance(
+        self, *destinations: str, reason: MoveReason = MoveReason.BALANCE, lease_s: float = 0.3, at_once: int = 1
+    ) -> None:
         topic = INSTANCE_REBALANCE.at(instance_id=self.name)
-        self.bus.publish(topic, Rebalance([*destinations], reason, lease_s))
+        self.bus.publish(topic, Rebalance([*destinations], reason, lease_s, at_once))
 
     def is_idle(self) -> bool:
         """Nothing is held or under way, copies to host memory included."""

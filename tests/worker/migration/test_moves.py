@@ -14,6 +14,7 @@ from shared.messages.requests import (
     Priority,
     RequestClass,
 )
+from shared.migration.limits import DRAIN_CONCURRENCY
 from tests.shared.engine.fake_executor import expected_output, request
 
 PROMPT = list(range(50))
@@ -178,6 +179,24 @@ async def test_a_drain_moves_everything(make) -> None:
     await group.until(lambda: not group.source.loop.num_held())
     assert not any(one.request_id in group.gateway.ends for one in online)
     await group.ended(*online, *offline, owner="b")
+
+
+async def test_a_drain_moves_four_at_once_where_balancing_moves_one(make) -> None:
+    for reason, most in ((MoveReason.BALANCE, 1), (MoveReason.DRAIN, 4)):
+        group = await make(step_s=0.005)
+        sent = [request(f"r{i}", [i] * 30, 150) for i in range(8)]
+        for one in sent:
+            group.source.submit(one)
+        await group.until(lambda: all(group.progress(one) > 3 for one in sent))  # noqa: B023  (awaited here)
+        group.source.draining = reason is MoveReason.DRAIN
+        group.source.rebalance("b", reason=reason, lease_s=8.0, at_once=DRAIN_CONCURRENCY)
+        at_once = 0
+        while group.source.loop.num_held() > 4:
+            at_once = max(at_once, group.source.service.num_moving_out)
+            await asyncio.sleep(0.001)
+        assert at_once == most
+        group.source.rebalance()
+        await group.ended(*sent)
 
 
 async def test_a_pairing_ends_with_its_lease_or_at_once(make) -> None:

@@ -1,0 +1,78 @@
+"""A model that nobody has measured keeps the objectives of its online streams under a backlog that never ends."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from bench.coserving.journal import RunResult
+from bench.coserving.setup import MODEL, Objectives, Setup
+from bench.coserving.systems import TIDEWAY
+from bench.coserving.virtual import SMOLLM_135M_ON_TWO_CORES, VirtualRun, VirtualTestbed
+from shared.cost_model import CostModel, CostSource
+from shared.engine.engine import Engine
+from shared.messages.requests import RequestClass
+from tideway.bench.workload import PlannedRequest
+
+OBJECTIVES = Objectives(ttft_s=1.5, tpot_s=0.11)
+
+
+class ColdSetup(Setup, frozen=True, kw_only=True):
+    """Nobody sets a cost model."""
+
+    fits_costs: bool
+
+    def engine(self, system, shape, cost_model, num_merged, objectives) -> Engine:  # type: ignore[no-untyped-def]
+        configuration = system.configuration(
+            num_merged=num_merged, num_rows=self.num_rows, num_host_merged=0, max_step_tokens=self.max_step_tokens,
+            steps_in_flight=1, ordering=self.ordering, ttft_s=objectives.ttft_s, tpot_s=objectives.tpot_s,
+        )  # fmt: skip
+        engine = msgspec.structs.replace(configuration, fits_costs=self.fits_costs).build()
+        engine.add_model(msgspec.structs.replace(shape, num_layers=cost_model.num_layers))
+        return engine
+
+
+def planned(at_s: float, prompt_tokens: int, output_tokens: int, request_class: RequestClass) -> PlannedRequest:
+    return PlannedRequest(
+        request_id=f"{request_class}-{at_s}", stream=str(request_class), model=MODEL, at_s=at_s,
+        prompt_tokens=prompt_tokens, output_tokens=output_tokens, request_class=request_class,
+    )  # fmt: skip
+
+
+def run(fits_costs: bool, slowness: float, noise: float, seed: int) -> tuple[RunResult, Engine]:
+    """For 20 s: short streams that begin all the time, beside prompts of 900 tokens without end."""
+    objectives = Objectives(OBJECTIVES.ttft_s * slowness, OBJECTIVES.tpot_s * slowness)
+    setup = ColdSetup(fits_costs=fits_costs, seed=seed)
+    testbed = VirtualTestbed(setup, SMOLLM_135M_ON_TWO_CORES.scaled(slowness), noise)
+    virtual = VirtualRun(testbed, TIDEWAY, objectives)
+    online = [planned(slowness * 0.8 * n, 60 + 13 * n % 90, 40, RequestClass.ONLINE) for n in range(25)]
+    offline = [planned(0.0, 900, 30, RequestClass.OFFLINE)]
+    return virtual.run(online, offline, 20.0 * slowness), virtual._engine
+
+
+def tpots(result: RunResult) -> list[float]:
+    return [
+        (record.token_times[-1] - record.token_times[0]) / (len(record.token_times) - 1)
+        for record in result.records
+        if record.request_class is RequestClass.ONLINE
+    ]
+
+
+@pytest.mark.parametrize("slowness", [0.1, 1.0, 4.0])
+@pytest.mark.parametrize("seed", [1, 2])
+def test_objectives_are_kept_from_the_first_request_on_without_a_profile(slowness: float, seed: int) -> None:
+    result, engine = run(True, slowness, 0.1, seed)
+    kept = tpots(result)
+    assert len(kept) == 25 and max(kept) <= OBJECTIVES.tpot_s * slowness
+    assert engine.cost_models()[MODEL].source == CostSource.LIVE
+    assert result.counts.harvested_tokens > 0
+    without, engine = run(False, slowness, 0.1, seed)
+    assert min(tpots(without)) > OBJECTIVES.tpot_s * slowness
+    assert engine.cost_models() == {}
+
+
+def test_a_measured_cost_model_takes_over() -> None:
+    _, engine = run(True, 1.0, 0.0, 1)
+    measured = CostModel(0.01, 0.001, 0.0, 0.001, 0.0)
+    engine.set_cost_model(MODEL, measured, CostSource.STORED)
+    assert engine.cost_models()[MODEL] == (measured, 1.0, CostSource.STORED)
