@@ -52,7 +52,8 @@ class StepExecutor(Protocol):
     def interrupt(self, step_id: int) -> None:
         """From any thread; does not block. The step's result says whether it came in time."""
 
-    def start_copy(self, copy: KvCopy) -> None: ...
+    def start_copy(self, copy: KvCopy) -> None:
+        """A move within the device takes place at once, in the order of steps and claims; it raises where it cannot."""
 
     def finished_copies(self) -> list[tuple[int, bool]]:
         """(copy id, whether it succeeded) of those that ended since the last call."""
@@ -140,7 +141,15 @@ class EngineLoop(EngineCalls):
     def claim_slots(self, model: str, slots: list[int]) -> Future[Any]:
         """Before something beside the steps writes to slots of a model, in the loop's thread beside the steps; its result is
         the executor's (StepExecutor.claim_slots), or `KeyError`."""
-        return self._post(self._quick_calls, lambda: self._executor.claim_slots(model, slots))
+
+        def claim() -> Any:
+            # What moves made free is not overwritten before it has been moved.
+            with self._lock:
+                copies = self._engine.next_copies()
+            self._start_copies(copies)
+            return self._executor.claim_slots(model, slots)
+
+        return self._post(self._quick_calls, claim)
 
     def _post(self, calls: _Calls, function: Callable[[], T]) -> Future[T]:
         future: Future[T] = Future()

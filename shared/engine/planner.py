@@ -43,8 +43,9 @@ class Planner(Room):
         mix_phases: bool,
         prefetch: bool,
         plans_ahead: bool,
+        least_share: float,
     ) -> None:
-        super().__init__(num_merged, num_rows, num_host_merged, ordering)
+        super().__init__(num_merged, num_rows, num_host_merged, ordering, least_share)
         self.last_limits = Limits(1)
         """Of the step planned last."""
         self.last_limit_s = math.inf
@@ -58,7 +59,8 @@ class Planner(Room):
         self._holds_offline = False
         """No offline sequence joins the step that is being planned."""
         self.stuck: Sequence | None = None
-        """A waiting sequence that lacked room: nobody after it in the order, of any model, is admitted before it."""
+        """A waiting sequence that lacked room: nobody after it in the order, of any model, is admitted before it, but online
+        ones of models that hold less than their least share."""
 
     @property
     def stuck_online(self) -> Sequence | None:
@@ -183,6 +185,8 @@ class Planner(Room):
 
     def _close(self, step_id: int, queue: ModelQueue, batch: Batch, is_interruptible: bool, now: float) -> PlannedStep:
         sequences = batch.sequences
+        # Nothing online waits in a suspended step, and what runs online can be moved within the pool at any time.
+        is_interruptible = is_interruptible and not sequences[0].is_online
         predicted_s = 0.0 if queue.cost_model is None else queue.cost_model.predict(batch.budget.shape)
         if self._plans_ahead and 0.0 < predicted_s <= self._short_step_s():
             # Better replayed as a graph, and with a second step planned behind it, than with safepoints.
@@ -368,5 +372,7 @@ class Planner(Room):
     def _is_behind_stuck(self, sequence: Sequence, now: float) -> bool:
         stuck = self.stuck
         if stuck is None or stuck is sequence or stuck.state != State.WAITING:
+            return False
+        if sequence.is_online and stuck.model != sequence.model and self.is_below_share(sequence.model):
             return False
         return self.order_key(sequence, now) > self.order_key(stuck, now)

@@ -49,6 +49,7 @@ class Configuration(msgspec.Struct, frozen=True, tag=True):
     tpot_s: float = 0.11
     move_cooldown_s: float = 1.0
     high_priority_load: float = 0.0
+    least_share: float = 0.25
 
     def arguments(self) -> dict[str, Any]:
         """Of `Engine`; policy objects are new ones."""
@@ -69,6 +70,7 @@ class Configuration(msgspec.Struct, frozen=True, tag=True):
             "tpot_s": self.tpot_s,
             "move_cooldown_s": self.move_cooldown_s,
             "high_priority_load": self.high_priority_load,
+            "least_share": self.least_share,
         }
 
     def build(self) -> Engine:
