@@ -51,6 +51,7 @@ def build_engine(settings: InstanceSettings, num_merged: int, device: str, num_h
         tpot_s=settings.tpot_ms / 1000,
         move_cooldown_s=settings.migration_cooldown_s,
         high_priority_load=settings.high_priority_load,
+        least_share=settings.least_share,
     )
     if settings.record_file:
         path = f"{settings.record_file}.{settings.instance_id}"

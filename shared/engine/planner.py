@@ -100,6 +100,8 @@ class Planner(Room):
         arrives. `begins_s`: when it will begin, as far as is known; `is_alone`: no other step is in flight."""
         # With steps always in flight, offline sequences would never be free to give their room up.
         self._holds_offline = not is_alone and (self.lacks_demanded() or self._waits_for_offline())
+        if not is_alone and self._waits_for_share(now):
+            return None
         for rank in self._ranks:
             if rank == Rank.OFFLINE and (self.suspended is not None or self._holds_offline):
                 # What the objectives leave beside online steps goes to the suspended step first.
@@ -368,6 +370,17 @@ class Planner(Room):
             return self.num_offline_rows() > 0
         needed = self.num_wanted_slots(stuck)
         return self.pool.num_available(stuck.model) < needed and self.could_have(stuck.model, needed)
+
+    def _waits_for_share(self, now: float) -> bool:
+        """Whether an online sequence waits for the least share of its model, of which others' online ones hold a part."""
+        stuck = self.stuck_online
+        if stuck is None or not self.least_merged():
+            return False
+        needed = self.num_wanted_slots(stuck)
+        if self.pool.num_available(stuck.model) >= needed:
+            return False
+        victims = list(self._beyond_share(stuck, needed, now))
+        return bool(victims) and self._reaches(stuck.model, [*self._offline(), *victims], needed)
 
     def _is_behind_stuck(self, sequence: Sequence, now: float) -> bool:
         stuck = self.stuck

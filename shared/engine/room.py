@@ -244,7 +244,7 @@ class Room:
 
     def _beyond_share(self, sequence: Sequence, num_slots: int, now: float) -> Iterator[Sequence]:
         """Where a waiting sequence asks for no more than the least share of its model: online ones of models that hold more
-        than theirs, all but the first of each."""
+        than theirs, all but the first of each; perhaps in flight."""
         least = self.least_merged()
         if not least:
             return
@@ -256,7 +256,7 @@ class Room:
                 continue
             held = [other for rank in ONLINE_RANKS for other in queue.running[rank].values()]
             held.sort(key=lambda other: self.order_key(other, now))
-            yield from (other for other in held[1:] if other.rank >= sequence.rank and not other.in_flight)
+            yield from (other for other in held[1:] if other.rank >= sequence.rank)
 
     # ---------------------------------------------------------------------------------------- admission
 
@@ -413,7 +413,7 @@ class Room:
             and sequence.state == State.WAITING
             and not self._reaches(sequence.model, victims, num_slots)
         ):
-            victims += self._beyond_share(sequence, num_slots, now)
+            victims += [other for other in self._beyond_share(sequence, num_slots, now) if not other.in_flight]
         return self._give_way(sequence.model, victims, num_slots, sequence.is_online, now)
 
     def _give_way(self, model: str, victims: list[Sequence], num_slots: int, may_discard: bool, now: float) -> bool:

@@ -338,14 +338,20 @@ def test_offline_requests_may_have_it_and_give_way():
     assert running(node, "a") == 1 and node.engine.counters.num_preemptions > 0
 
 
-def test_who_has_grown_into_a_share_gives_way_to_its_model():
-    node = make(num_merged=32, least_share=0.25)
+@pytest.mark.parametrize("depth", [1, 2])
+def test_who_has_grown_into_a_share_gives_way_to_its_model(depth: int):
+    """Also where all that run are always in flight."""
+    node = make(num_merged=32, least_share=0.25, depth=depth)
     fill(node, 8, "b", 12)
     while node.engine.pool.num_free_merged():
-        assert turn(node)
+        while len(node.in_flight) < depth and node.plan(0.0):
+            pass
+        node.step_returns(0.0)
     fill(node, 100, "a", 1)
-    for _ in range(3):
-        turn(node)
+    for _ in range(4):
+        while len(node.in_flight) < depth and node.plan(0.0):
+            node.engine.check()
+        node.step_returns(0.0)
     assert running(node, "a") == 1 and running(node, "b") >= 1
 
 
