@@ -115,6 +115,8 @@ class EngineLoop(EngineCalls):
         """With the time of planning and the duration allowed."""
         self._num_copies = 0
         """In flight."""
+        self._lost: Exception | None = None
+        """Why a move of slots was not carried out in a call."""
         executor.on_copy_finished(self._wake.set)
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._step_started_s: float | None = None
@@ -146,7 +148,11 @@ class EngineLoop(EngineCalls):
             # What moves made free is not overwritten before it has been moved.
             with self._lock:
                 copies = self._engine.next_copies()
-            self._start_copies(copies)
+            try:
+                self._start_copies(copies)
+            except Exception as error:
+                self._lost = error
+                raise
             return self._executor.claim_slots(model, slots)
 
         return self._post(self._quick_calls, claim)
@@ -186,6 +192,8 @@ class EngineLoop(EngineCalls):
         in_flight = self._in_flight
         self._wake.clear()
         _run(self._quick_calls)
+        if self._lost is not None:
+            raise self._lost
         if finished := self._executor.finished_copies():
             self._apply_copies(finished)
         if self._calls and not in_flight and not self._num_copies:

@@ -329,8 +329,8 @@ class Executor:
 
     def start_copy(self, copy: KvCopy) -> None:
         """Copies slots beside the steps; how it went is in `finished_copies`. A checkpoint sees what steps have written
-        that were collected. Moves within the device take place at once, between the steps: `ValueError`, `IndexError` or
-        `KeyError` where one cannot."""
+        that were collected. Moves within the device take place at once, between the steps: `IndexError` or `KeyError`
+        where one cannot."""
         if copy.kind == CopyKind.MOVE:
             self._move(copy)
             return
@@ -342,6 +342,8 @@ class Executor:
 
     def _move(self, copy: KvCopy) -> None:
         views = self._models[copy.model].views
+        # Those that a reservation holds may not have been written to yet.
+        self._claim(views, np.array(copy.target_slots, np.int64))
         self._store.move(views, copy.device_slots, copy.target_slots)
         for row, index, slot in copy.tables:
             self._rows.replace_block(row, index, slot)

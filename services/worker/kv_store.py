@@ -106,13 +106,11 @@ class KvStore:
         return True
 
     def move(self, views: KvViews, slots: list[int], targets: list[int]) -> None:
-        """Copies whole slots of a model to others of its own, in order with the steps. Raises `IndexError` for slots that do
-        not exist, `ValueError` where the target's merged block is not the model's."""
+        """Copies whole slots of a model to others in merged blocks that it has claimed, in order with the steps. Raises
+        `IndexError` for slots that do not exist."""
         for slot in (*slots, *targets):
             if not 0 <= slot < views.num_slots:
                 raise IndexError(f"slot {slot} of {views.num_slots}")
-        if (self._owners[np.array(targets, np.int64) // views.slots_per_merged] != views.owner).any():
-            raise ValueError("slots can be moved only into merged blocks of their model")
         rows = self.slot_rows(views)
         if self.slab.is_cuda:
             for slot, target in zip(slots, targets, strict=True):

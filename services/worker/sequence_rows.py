@@ -51,10 +51,10 @@ class SequenceRows:
         self._num_blocks[row] = begin + len(slots)
 
     def replace_block(self, row: int, index: int, slot: int) -> None:
-        """Block `index` of the row's sequence is in another slot."""
-        if not 0 <= index < self._num_blocks[row]:
-            raise IndexError(f"block {index} of the {self._num_blocks[row]} of row {row}")
-        self._tables[row, index] = slot
+        """Block `index` of the row's sequence is in another slot. A row whose step failed before it was told of the block
+        stays as it is: its sequence will be preempted."""
+        if index < self._num_blocks[row]:
+            self._tables[row, index] = slot
 
     def layout(self, plan: StepPlan, rows: np.ndarray, page_tokens: int, model: DecoderModel) -> BatchLayout:
         """`rows`: those of the plan. Raises if they lack blocks for what is planned."""

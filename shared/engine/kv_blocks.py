@@ -26,8 +26,8 @@ from hashlib import blake2b
 from itertools import islice
 
 ROOMY_SHARE = 0.25
-"""While so much of the pool belongs to nobody, a model takes a new merged block rather than evict what is cached between
-its used slots."""
+"""While all models could have so much of the pool, one takes a new merged block rather than evict what is cached between its
+used slots, where it was used more lately than what it takes."""
 
 
 def chain_hash(previous: bytes, packed_tokens: bytes) -> bytes:
@@ -336,13 +336,12 @@ class BlockPool:
     def _merged_with_room(self, name: str, blocks: ModelBlocks) -> int:
         """A merged block of the model with free slots: the one with the most used slots that has some. Else one that nobody
         owns. Else what was unused for the longest time gives way: an own cached block, or another model's idle merged
-        block; but where there are other models, cached blocks between used slots go before a merged block is taken from
-        all, unless many belong to nobody."""
+        block; but where there are other models and little is left for all, cached blocks between used slots go first."""
         per_merged = blocks.slots_per_merged
         merged = blocks.open.fullest(per_merged)
         if merged >= 0 and self._num_used[merged]:
             return merged
-        if len(self._models) > 1 and len(self._pool_free) < ROOMY_SHARE * self.num_merged:
+        if len(self._models) > 1 and self.num_free_merged() < ROOMY_SHARE * self.num_merged:
             packed = blocks.busy.fullest(per_merged)
             if packed >= 0:
                 self._evict_oldest_in(blocks, packed)

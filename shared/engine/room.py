@@ -440,8 +440,8 @@ class Room:
         best = self.compaction.best_reach(model)
         for victim in victims:
             best.give_up(victim)
-        if best.num_slots < num_slots:
-            return False
+        if best.num_slots < num_slots or len(self.queues) == 1:
+            return best.num_slots >= num_slots
         reach = self.compaction.reach(model, victims)
         for victim in victims:
             reach.give_up(victim)

@@ -81,12 +81,10 @@ class FakeExecutor:
     def _move(self, copy: KvCopy) -> None:
         contents = [list(self._slot(copy.model, slot)) for slot in copy.device_slots]
         for target, cells in zip(copy.target_slots, contents, strict=True):
-            assert self._merged_owner.get(target // self._shapes[copy.model].slots_per_merged) == copy.model
             self._slot(copy.model, target)[:] = cells
         for row, index, slot in copy.tables:
-            assert self._model[row] == copy.model
-            assert self._blocks[row][index] in copy.device_slots
-            self._blocks[row][index] = slot
+            if index < len(self._blocks.get(row, ())):
+                self._blocks[row][index] = slot
 
     def suspend(self, plan: StepPlan, share: float = 0.5) -> StepResult:
         """The step stops half-way: its row changes count, some of its cells hold garbage."""
