@@ -204,6 +204,9 @@ class InstanceSettings(BusSettings, frozen=True, kw_only=True):
     high_priority_load: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.0
     """Share of the KV pool up to which an instance with requests of high priority is loaded; 0: from the cost model, up to
     where a decode step is still near its ideal speed."""
+    least_share: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.25
+    """Of the KV pool, that is divided evenly over the models of the instance: what a model can have for its online requests
+    whatever the others hold. 0: nothing is kept."""
     fault_points: str = ""
     """For tests: `name:action[:seconds]`, comma-separated, at which a migration fails (docs/migration.md)."""
     cost_models_dir: str = ""

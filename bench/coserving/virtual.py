@@ -173,8 +173,11 @@ class VirtualRun:
 
     def _start_copies(self) -> None:
         for copy in self._engine.next_copies():
-            is_restore = copy.kind is CopyKind.RESTORE
-            slot_s = self._cost.restore_slot_s if is_restore else self._cost.checkpoint_slot_s
+            # A move within the device takes no time that would count.
+            slot_s = {
+                CopyKind.RESTORE: self._cost.restore_slot_s,
+                CopyKind.CHECKPOINT: self._cost.checkpoint_slot_s,
+            }.get(copy.kind, 0.0)
             begins_s = max(self._now, self._copies[-1][0]) if self._copies else self._now
             self._copies.append((begins_s + slot_s * len(copy.device_slots), copy.copy_id))
 

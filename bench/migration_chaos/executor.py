@@ -162,7 +162,12 @@ class ChaosExecutor:
 
     def start_copy(self, copy: KvCopy) -> None:
         device, host = self._blocks(copy.model), self._blocks(copy.model, True)
-        if copy.kind == CopyKind.CHECKPOINT:
+        if copy.kind == CopyKind.MOVE:
+            self.claim_slots(copy.model, copy.target_slots)
+            device[copy.target_slots] = device[copy.device_slots]
+            for number, index, slot in copy.tables:
+                self._rows[number].blocks[index] = slot
+        elif copy.kind == CopyKind.CHECKPOINT:
             host[copy.host_slots] = device[copy.device_slots]
         else:
             self.claim_slots(copy.model, copy.device_slots)

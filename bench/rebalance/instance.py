@@ -167,7 +167,10 @@ class Instance:
     def _start_copies(self) -> None:
         for copy in self.engine.next_copies():
             cost = self.device.cost_model
-            slot_s = cost.restore_slot_s if copy.kind is CopyKind.RESTORE else cost.checkpoint_slot_s
+            # A move within the device takes no time that would count.
+            slot_s = {CopyKind.RESTORE: cost.restore_slot_s, CopyKind.CHECKPOINT: cost.checkpoint_slot_s}.get(
+                copy.kind, 0.0
+            )
             begins_s = max(self._events.now, self._copies_end_s)
             self._copies_end_s = begins_s + slot_s * len(copy.device_slots)
             self._events.at(self._copies_end_s, self._end_copy, copy.copy_id)

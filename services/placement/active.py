@@ -32,7 +32,7 @@ from services.placement.footprint import ConfiguredModel
 from services.placement.metrics import PlacementMetrics
 from services.placement.nodes import NodePresence
 from services.placement.plan_store import PlanStore
-from services.placement.planning import displaced, plan
+from services.placement.planning import displaced, plan, wasted
 from services.placement.requests import check_length, check_spec, refuse
 from services.placement.scaling import Cluster, FleetKeeper
 from services.placement.statistics import TrafficStatistics
@@ -126,6 +126,7 @@ class ActivePlacement:
         self._planned: _Inputs | None = None
         """What the current plan was made from."""
         self._retry_at = 0.0
+        self._told_waste: dict[tuple[str, int], dict[str, float]] = {}
         self._changing = asyncio.Lock()
         """Held while models or plan change."""
         self._wake = asyncio.Event()
@@ -260,8 +261,19 @@ class ActivePlacement:
             if new != self._plans.plan and not await self._plans.publish(new):
                 continue
             self._planned = replace(inputs, incumbent=new)
+            self._tell_waste(wasted(new, inputs.models, inputs.nodes))
             return
         raise BusError(ErrorInfo(ErrorCode.CONFLICT, "the plan is being changed by somebody else"))
+
+    def _tell_waste(self, shares: dict[tuple[str, int], dict[str, float]]) -> None:
+        """Where it is another than was told before."""
+        for key, of_models in shares.items():
+            if self._told_waste.get(key) != of_models:
+                device, merged_bytes = key
+                logger.info("KV pools on %s have merged blocks of %.1f MiB; unused of one: %s", device,
+                            merged_bytes / 2**20,
+                            ", ".join(f"{share:.1%} with {name}" for name, share in of_models.items()))  # fmt: skip
+        self._told_waste = shares
 
     # ------------------------------------------------------------------------------------------------ handlers
 

@@ -159,6 +159,22 @@ def plan(
     return new
 
 
+def wasted(
+    new: PlacementPlan, models: Sequence[ConfiguredModel], nodes: Sequence[NodeInfo]
+) -> dict[tuple[str, int], dict[str, float]]:
+    """Of the merged blocks of each size on a kind of device, the share that each model leaves unused."""
+    shapes = {model.spec.name: model.shape for model in models}
+    devices = {node.node_id: _facts(node) for node in nodes}
+    found: dict[tuple[str, int], dict[str, float]] = {}
+    for instance in new.instances:
+        device = devices.get(instance.node_id)
+        for spec in instance.models:
+            if device is not None and (shape := shapes.get(spec.name)) is not None:
+                share = slab.waste(instance.merged_bytes, footprint(spec, shape, device).slot_bytes)
+                found.setdefault((device.kind, instance.merged_bytes), {})[spec.name] = share
+    return found
+
+
 def displaced(before: PlacementPlan | None, after: PlacementPlan) -> list[tuple[str, str]]:
     """(model, instance) pairs of `before` that `after` lacks."""
     kept = {(spec.name, i.instance_id) for i in after.instances for spec in i.models}
@@ -178,7 +194,7 @@ def _rooms(
     rooms = []
     for node in sorted(nodes, key=lambda n: n.node_id):
         capacity = node.memory_bytes // max(1, node.num_instances, node.max_instances)
-        facts = device_facts(node.device, node.page_tokens, node.step_tokens)
+        facts = _facts(node)
         for instance_id in instance_ids([node]):
             if instance_id not in draining:
                 rooms.append(_Room(instance_id, node.node_id, facts, capacity, before.get(instance_id)))
@@ -194,6 +210,10 @@ def _rooms(
     return rooms
 
 
+def _facts(node: NodeInfo) -> DeviceFacts:
+    return device_facts(node.device, node.page_tokens, node.step_tokens)
+
+
 def _stays(configured: dict[str, ConfiguredModel], spec: ModelSpec) -> bool:
     return spec.name in configured and _for_instance(configured[spec.name].spec) == _for_instance(spec)
 
@@ -206,7 +226,7 @@ def _for_instance(spec: ModelSpec) -> ModelSpec:
 
 def _choose_merged_blocks(rooms: list[_Room], sizes: dict[tuple[str, DeviceFacts], Footprint]) -> None:
     """One size for all rooms of a kind of device: the incumbents' (the most frequent) while every model fits into it,
-    else the best for all configured models that can be placed there at all."""
+    else the best for all configured models that can be placed there at all (slab.py)."""
     for device in {room.facts.kind for room in rooms}:
         alike = [room for room in rooms if room.facts.kind == device and not room.is_frozen]
         largest_room = max((room.capacity_bytes for room in alike), default=0)
@@ -219,8 +239,7 @@ def _choose_merged_blocks(rooms: list[_Room], sizes: dict[tuple[str, DeviceFacts
         counts = Counter(room.incumbent.merged_bytes for room in alike if room.incumbent is not None)
         merged_bytes = max(counts, key=lambda m: (counts[m], m), default=0)
         if not merged_bytes or not all(slots_per_merged(merged_bytes, slot) for slot in slots):
-            merged_bytes = slab.choose_merged_bytes(slots)
-            merged_bytes *= -(-LEAST_MERGED_BYTES[device] // merged_bytes)
+            merged_bytes = slab.choose_merged_bytes(slots, at_least=LEAST_MERGED_BYTES[device])
         for room in alike:
             room.merged_bytes = merged_bytes
 

@@ -34,8 +34,10 @@ class CoServingTelemetry:
                 ("checkpointed_bytes", "KV blocks copied to host memory"),
                 ("restored_bytes", "KV blocks copied back from host memory"),
                 ("dropped_checkpoint_bytes", "Checkpoints given up because host memory was full"),
+                ("moved_bytes", "KV blocks moved within the pool, so that another model could have a merged block"),
             )
         }
+        self._freed_merged = counter("freed_merged_blocks", "Merged blocks of the KV pool that moves within it freed")
         self._recomputed = counter("recomputed_tokens", "Computed again, by what of them was lost", "part")
         self._computed = counter(
             "computed_tokens", "Prompt and output tokens computed; offline ones are harvest", "class"
@@ -87,9 +89,11 @@ class CoServingTelemetry:
             ("checkpointed_bytes", counters.checkpointed_blocks),
             ("restored_bytes", counters.restored_blocks),
             ("dropped_checkpoint_bytes", counters.dropped_checkpoint_blocks),
+            ("moved_bytes", counters.moved_blocks),
         ):
             for model, count in list(blocks.items()):
                 self._advance(self._bytes[kind], (model,), count, slot_bytes.get(model, 0))
+        self._advance(self._freed_merged, (), counters.freed_merged)
         partial = counters.recomputed_partial_tokens
         self._advance(self._recomputed, ("partial_block",), partial)
         self._advance(self._recomputed, ("whole_block",), counters.recomputed_tokens - partial)

@@ -53,6 +53,7 @@ def build_engine(settings: InstanceSettings, num_merged: int, device: str, num_h
         move_cooldown_s=settings.migration_cooldown_s,
         high_priority_load=settings.high_priority_load,
         fits_costs=settings.profile != "off",
+        least_share=settings.least_share,
     )
     if settings.record_file:
         path = f"{settings.record_file}.{settings.instance_id}"

@@ -52,7 +52,8 @@ class StepExecutor(Protocol):
     def interrupt(self, step_id: int) -> None:
         """From any thread; does not block. The step's result says whether it came in time."""
 
-    def start_copy(self, copy: KvCopy) -> None: ...
+    def start_copy(self, copy: KvCopy) -> None:
+        """A move within the device takes place at once, in the order of steps and claims; it raises where it cannot."""
 
     def finished_copies(self) -> list[tuple[int, bool]]:
         """(copy id, whether it succeeded) of those that ended since the last call."""
@@ -114,6 +115,8 @@ class EngineLoop(EngineCalls):
         """With the time of planning and the duration allowed."""
         self._num_copies = 0
         """In flight."""
+        self._lost: Exception | None = None
+        """Why a move of slots was not carried out in a call."""
         executor.on_copy_finished(self._wake.set)
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._step_started_s: float | None = None
@@ -140,7 +143,19 @@ class EngineLoop(EngineCalls):
     def claim_slots(self, model: str, slots: list[int]) -> Future[Any]:
         """Before something beside the steps writes to slots of a model, in the loop's thread beside the steps; its result is
         the executor's (StepExecutor.claim_slots), or `KeyError`."""
-        return self._post(self._quick_calls, lambda: self._executor.claim_slots(model, slots))
+
+        def claim() -> Any:
+            # What moves made free is not overwritten before it has been moved.
+            with self._lock:
+                copies = self._engine.next_copies()
+            try:
+                self._start_copies(copies)
+            except Exception as error:
+                self._lost = error
+                raise
+            return self._executor.claim_slots(model, slots)
+
+        return self._post(self._quick_calls, claim)
 
     def _post(self, calls: _Calls, function: Callable[[], T]) -> Future[T]:
         future: Future[T] = Future()
@@ -177,6 +192,8 @@ class EngineLoop(EngineCalls):
         in_flight = self._in_flight
         self._wake.clear()
         _run(self._quick_calls)
+        if self._lost is not None:
+            raise self._lost
         if finished := self._executor.finished_copies():
             self._apply_copies(finished)
         if self._calls and not in_flight and not self._num_copies:

@@ -119,8 +119,8 @@ class Executor:
         self._layers_per_safepoint = layers_per_safepoint or LAYERS_PER_SAFEPOINT[self.device.type]
         self._safepoints = Safepoints(cuda_event if self.device.type == "cuda" else None)
         self._suspended: dict[int, PartialForward] = {}
-        self._zeroed: torch.cuda.Event | None = None
-        """On the device, behind the last merged block that was zeroed for another model."""
+        self._changed: torch.cuda.Event | None = None
+        """On the device, behind the last merged block that was zeroed for another model, or slot that was moved."""
 
     # ------------------------------------------------------------------------------------------------ models
 
@@ -351,25 +351,39 @@ class Executor:
 
     def _claim(self, views: KvViews, slots: np.ndarray) -> None:
         if self._store.claim(views, slots):
-            self._zeroed = self._mark()
+            self._changed = self._mark()
 
     # ------------------------------------------------------------------------------------------------ copies
 
     def start_copy(self, copy: KvCopy) -> None:
         """Copies slots beside the steps; how it went is in `finished_copies`. A checkpoint sees what steps have written
-        that were collected."""
-        loaded, after = self._models.get(copy.model), None
+        that were collected. Moves within the device take place at once, between the steps: `IndexError` or `KeyError`
+        where one cannot."""
+        if copy.kind == CopyKind.MOVE:
+            self._move(copy)
+            return
+        loaded = self._models.get(copy.model)
         views = None if loaded is None else loaded.views
         if views is not None and copy.kind == CopyKind.RESTORE and self.copies.is_valid(copy, views):
-            after = self.claim_slots(copy.model, copy.device_slots)
-        self.copies.start(copy, views, after=after)
+            self.claim_slots(copy.model, copy.device_slots)
+        self.copies.start(copy, views, after=self._changed)
+
+    def _move(self, copy: KvCopy) -> None:
+        views = self._models[copy.model].views
+        # Those that a reservation holds may not have been written to yet.
+        self._claim(views, np.array(copy.target_slots, np.int64))
+        self._store.move(views, copy.device_slots, copy.target_slots)
+        for row, index, slot in copy.tables:
+            self._rows.replace_block(row, index, slot)
+        self._changed = self._mark()
+        self.copies.await_move(copy, views, self._changed)
 
     def claim_slots(self, model: str, slots: list[int]) -> torch.cuda.Event | None:
         """Before anything but a step writes to slots of the model: it may be the first to write to their merged blocks, and
         a later step of the model must find them claimed. On the device such writes wait for the event, if there is one.
         Raises `KeyError` where the model is not here."""
         self._claim(self._models[model].views, np.array(slots, np.int64))
-        return self._zeroed
+        return self._changed
 
     def slot_rows(self, model: str, on_host: bool) -> torch.Tensor:
         """`[num_slots, slot_bytes]` uint8: the bytes of a model's slots, on the device or in the pool of checkpoints (no

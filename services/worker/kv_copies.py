@@ -7,6 +7,8 @@ thread copies whole slots, each one run of bytes:
 - On CUDA by the copy engines on a stream of their own, from and to page-locked memory; unlike gather kernels they leave
   the multiprocessors to the steps, and a slot is long enough for full bandwidth.
 
+A move within the device is not copied here: its end is waited for, and reported.
+
 A copy is reported when it is complete in memory. `start`, `finished` and `close` belong to the thread of the steps.
 """
 
@@ -78,14 +80,28 @@ class KvCopies:
             logger.error("%s %d of %s cannot be: no such slots", copy.kind, copy.copy_id, copy.model)
             self._report(copy, False)
             return
+        if not self._put(_Job(copy, views, after)):
+            logger.error("%s %d fails: %d copies wait already", copy.kind, copy.copy_id, self._jobs.maxsize)
+            self._report(copy, False)
+
+    def await_move(self, copy: KvCopy, views: KvViews, end: torch.cuda.Event | None) -> None:
+        """Reports a move within the device when the event is reached; None: it is done."""
+        if end is None:
+            self._report(copy, True)
+        elif not self._put(_Job(copy, views, end)):
+            end.synchronize()
+            self._report(copy, True)
+
+    def _put(self, job: _Job) -> bool:
+        """Whether there is place for it."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="kv-copies", daemon=True)
             self._thread.start()
         try:
-            self._jobs.put_nowait(_Job(copy, views, after))
+            self._jobs.put_nowait(job)
         except queue.Full:
-            logger.error("%s %d fails: %d copies wait already", copy.kind, copy.copy_id, self._jobs.maxsize)
-            self._report(copy, False)
+            return False
+        return True
 
     def finished(self) -> list[tuple[int, bool]]:
         """(copy id, whether it succeeded) of those that ended since the last call."""
@@ -132,6 +148,10 @@ class KvCopies:
 
     def _carry_out(self, job: _Job) -> None:
         copy = job.copy
+        if copy.kind == CopyKind.MOVE:
+            assert job.after is not None
+            job.after.synchronize()
+            return
         device, host = self._store.slot_rows(job.views), self._store.slot_rows(job.views, self.pool)
         if copy.kind == CopyKind.CHECKPOINT:
             source, target, pairs = device, host, zip(copy.device_slots, copy.host_slots, strict=True)

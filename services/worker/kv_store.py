@@ -8,6 +8,7 @@ is one run of bytes and a layer's K and V are strided views into the slab.
 |---|---|
 | a slot | attention's `write_kv`, for the model that owns the merged block |
 | a merged block, whole | `claim`, when it goes to another model |
+| a slot that nobody uses | `move`, within the merged blocks of a model |
 | the scratch merged block behind the last | padding rows of replayed graphs; nobody reads it |
 """
 
@@ -103,6 +104,22 @@ class KvStore:
             self.slab[index * self.merged_bytes : (index + 1) * self.merged_bytes].zero_()
             self._owners[index] = views.owner
         return True
+
+    def move(self, views: KvViews, slots: list[int], targets: list[int]) -> None:
+        """Copies whole slots of a model to others in merged blocks that it has claimed, in order with the steps. Raises
+        `IndexError` for slots that do not exist."""
+        for slot in (*slots, *targets):
+            if not 0 <= slot < views.num_slots:
+                raise IndexError(f"slot {slot} of {views.num_slots}")
+        rows = self.slot_rows(views)
+        if self.slab.is_cuda:
+            for slot, target in zip(slots, targets, strict=True):
+                rows[target].copy_(rows[slot])
+        else:
+            # as in kv_copies.py: torch would start a team of threads for each
+            cells = rows.numpy()
+            for slot, target in zip(slots, targets, strict=True):
+                cells[target] = cells[slot]
 
     def slot_rows(self, views: KvViews, pool: torch.Tensor | None = None) -> torch.Tensor:
         """`[slots, slot_bytes]` uint8: the bytes of each slot, the unit of checkpoint and migration. `pool`: another flat

@@ -50,6 +50,12 @@ class SequenceRows:
         self._tables[row, begin : begin + len(slots)] = slots
         self._num_blocks[row] = begin + len(slots)
 
+    def replace_block(self, row: int, index: int, slot: int) -> None:
+        """Block `index` of the row's sequence is in another slot. A row whose step failed before it was told of the block
+        stays as it is: its sequence will be preempted."""
+        if index < self._num_blocks[row]:
+            self._tables[row, index] = slot
+
     def layout(self, plan: StepPlan, rows: np.ndarray, page_tokens: int, model: DecoderModel) -> BatchLayout:
         """`rows`: those of the plan. Raises if they lack blocks for what is planned."""
         starts, counts = np.array(plan.starts, np.int64), np.array(plan.counts, np.int64)

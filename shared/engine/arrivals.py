@@ -121,6 +121,8 @@ class Arrivals:
             return room.host.pool.allocate(model, count)
         is_online = arrival.rank != Rank.OFFLINE
         needed = self._needed(arrival, count)
+        if is_online and not room.may_hold(model, needed):
+            return None
         if room.pool.num_available(model) < needed and not (
             is_online and room.make_room_for_arrival(model, needed, now)
         ):
@@ -138,7 +140,8 @@ class Arrivals:
     def _overloaded(self, arrival: Arrival, count: int, now: float) -> ErrorInfo:
         """Refused for now; what offline work in flight holds is freed for the next time."""
         room, retry_after_s = self._room, 0.0
-        if arrival.is_load and room.could_have(arrival.model, needed := self._needed(arrival, count)):
+        needed, model = self._needed(arrival, count), arrival.model
+        if arrival.is_load and room.may_hold(model, needed) and room.could_have(model, needed):
             room.demand = Demand(arrival.model, needed, int(arrival.needs_row), now + DEMAND_S)
             retry_after_s = RETRY_S
         message = f"no room for {count} KV blocks of {arrival.model!r}"

@@ -52,6 +52,8 @@ def _check_references(
     moving += [(owner.on_host, owner.model, owner.slots) for owner in arrivals]
     for on_host, model, slots in moving:
         (host if on_host else device)[model] += slots
+    for model, slot in planner.compaction.references():
+        device[model].append(slot)
     for is_device, model, slot in planner.host.references():
         (device if is_device else host)[model].append(slot)
     for pool, expected in ((planner.pool, device), (planner.host.pool, host)):

@@ -20,6 +20,10 @@ class EngineCounters:
         self.restored_blocks: Counter[str] = Counter()
         self.dropped_checkpoint_blocks: Counter[str] = Counter()
         """Given up because host memory was full."""
+        self.moved_blocks: Counter[str] = Counter()
+        """Within the device, so that another model could have a merged block."""
+        self.freed_merged = 0
+        """Merged blocks that were freed by that."""
         self.discarded_tokens = 0
         """Lost with them: tokens of the step times the share of its layers that were done."""
         self.recomputed_tokens = 0

@@ -96,8 +96,9 @@ class Departures(Requests):
         return MoveCandidate(held, request.request_class, request.priority, is_running, num_blocks, tokens_left)
 
     def pin(self, request_id: str, first_block: int) -> PinnedBlocks | None:
-        """The filled blocks of a running sequence from `first_block` on, perhaps none; the first call (with 0) marks it as
-        moving. None: it does not run, or was preempted since the first call."""
+        """The filled blocks of a running sequence from `first_block` on, perhaps none, and up to one that is being moved
+        within the pool; the first call (with 0) marks it as moving. None: it does not run, or was preempted since the first
+        call."""
         sequence = self._sequences.get(request_id)
         if sequence is None or self._has_lost(sequence):
             return None
@@ -106,7 +107,8 @@ class Departures(Requests):
         if first_block and sequence.move != Move.PINNED:
             return None
         sequence.move = Move.PINNED
-        return self._pin(sequence, sequence.blocks, first_block, sequence.num_filled, False)
+        num_settled = self.planner.compaction.num_settled(sequence, sequence.num_filled)
+        return self._pin(sequence, sequence.blocks, first_block, num_settled, False)
 
     @staticmethod
     def _has_lost(sequence: Sequence) -> bool:
@@ -151,7 +153,8 @@ class Departures(Requests):
         for sequence in awaited:
             if sequence.state != State.LEAVING:
                 continue
-            if sequence.in_flight:
+            num_blocks = len(sequence.blocks)
+            if sequence.in_flight or self.planner.compaction.num_settled(sequence, num_blocks) < num_blocks:
                 self._awaited.append(sequence)
             else:
                 self._taken.append((sequence, self._taken_out(sequence, now)))

@@ -80,13 +80,15 @@ class Engine(Moves):
         move_cooldown_s: float = 1.0,
         high_priority_load: float = 0.0,
         fits_costs: bool = True,
+        least_share: float = 0.25,
     ) -> None:
         """`interruption` of offline steps by online arrivals: suspend | discard | off. `num_host_merged`: merged blocks of
         host memory for checkpoints. `prefetch`: restore beside other steps of the model, not before them. `ttft_s`,
         `tpot_s`: objectives where model and request name none. `move_cooldown_s`: a request that moved, or was to, stays
         for so long. `high_priority_load`: share of the pool that is used beside requests of high priority; 0: from the
         cost model. `fits_costs`: step times are learnt from the steps where no cost model is set; else nothing but the
-        token budget bounds a step there."""
+        token budget bounds a step there. `least_share`: of the pool, that is divided evenly over the models and kept for
+        their online requests."""
         planner = Planner(
             num_merged,
             num_rows,
@@ -98,6 +100,7 @@ class Engine(Moves):
             mix_phases=mix_phases,
             prefetch=prefetch,
             plans_ahead=steps_in_flight > 1,
+            least_share=least_share,
         )
         super().__init__(planner, max_waiting, move_cooldown_s)
         self.pool = planner.pool
@@ -140,7 +143,8 @@ class Engine(Moves):
             self._end(sequence, FinishReason.ERROR, now, error)
         self._discard_if_empty(now)
         in_use = any(step.plan.model == name for step in self._in_flight.values())
-        if in_use or self.planner.host.has_copies(name) or self._has_moves(name):
+        has_copies = self.planner.host.has_copies(name) or self.planner.compaction.has_moves(name)
+        if in_use or has_copies or self._has_moves(name):
             return False
         if self.planner.demand is not None and self.planner.demand.model == name:
             self.planner.demand = None
@@ -173,6 +177,7 @@ class Engine(Moves):
     def plan(self, now: float) -> StepPlan | None:
         """The next step to execute, or None where none can be planned now."""
         self._copying.on_time(now)
+        self.planner.compaction.begin_step()
         self.planner.serve_demand(now)
         in_flight = self._in_flight.values()
         planned = None
@@ -296,12 +301,15 @@ class Engine(Moves):
         self.pool.clear_cache()
 
     def next_copies(self) -> list[KvCopy]:
-        """The copies to start, in this order: those of one sequence must end in it."""
-        return self.planner.host.started_copies()
+        """The copies to start, in this order: moves within the device come first and take place at once (see `KvCopy`), and
+        those of one sequence must end in it."""
+        return self.planner.compaction.started_copies() + self.planner.host.started_copies()
 
     def on_copy(self, copy_id: int, ok: bool, now: float) -> None:
-        """A copy has ended; one that failed leaves things as if it had not been begun."""
-        if (ended := self.planner.host.on_copy(copy_id, ok)) is not None:
+        """A copy has ended; one to or from host memory that failed leaves things as if it had not been begun."""
+        if self.planner.compaction.on_copy(copy_id, ok):
+            self._finish_leaving(now)
+        elif (ended := self.planner.host.on_copy(copy_id, ok)) is not None:
             self.planner.end_restore(*ended, now)
 
     def _apply(self, step: PlannedStep, result: StepResult, now: float) -> None:

@@ -35,7 +35,7 @@ class _Copy:
 class HostKv:
     """The host pool of one instance (merged blocks of the device's size) and the copies under way."""
 
-    def __init__(self, device: BlockPool, num_merged: int, counters: EngineCounters) -> None:
+    def __init__(self, device: BlockPool, num_merged: int, counters: EngineCounters, copy_ids: Iterator[int]) -> None:
         self.device = device
         self.pool = BlockPool(num_merged) if num_merged > 0 else None
         """None: there is no host memory, and nothing is ever checkpointed."""
@@ -45,7 +45,7 @@ class HostKv:
         self._counters = counters
         self._copies: dict[int, _Copy] = {}
         self._started: list[KvCopy] = []
-        self._num_copies = 0
+        self._copy_ids = copy_ids
         self._holders: dict[int, Sequence] = {}
         """Sequences with checkpoints."""
 
@@ -161,9 +161,8 @@ class HostKv:
     # ------------------------------------------------------------------------------------------------- copies
 
     def _start(self, kind: CopyKind, sequence: Sequence, first: int, device: list[int], host: list[int]) -> None:
-        effect = KvCopy(self._num_copies, kind, sequence.model, device, host)
-        self._copies[self._num_copies] = _Copy(effect, sequence, first)
-        self._num_copies += 1
+        effect = KvCopy(next(self._copy_ids), kind, sequence.model, device, host)
+        self._copies[effect.copy_id] = _Copy(effect, sequence, first)
         self._started.append(effect)
 
     def on_copy(self, copy_id: int, ok: bool) -> tuple[Sequence, bool] | None:

@@ -1,14 +1,16 @@
 """What an instance reports of its load.
 
 Freeness is Llumnix's (section 4.4; formulas: virtual_usage.py). Online requests count; offline work yields at once and is
-no load. What is on its way counts at both ends until it is handed over: a sequence that is leaving still has its slots and
-may come back; slots reserved for one that comes are taken from whoever else could have had them.
+no load. Where there are several models, what each holds and needs counts as whole merged blocks, since what is left of one
+is of no use to the others; beside these count what cannot be moved together (compaction.py) and the least shares of models
+that hold less. What is on its way counts at both ends until it is handed over: a sequence that is leaving still has its
+slots and may come back; slots reserved for one that comes are taken from whoever else could have had them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from math import inf
+from collections.abc import Iterable, Mapping
+from math import ceil, inf
 
 import msgspec
 
@@ -24,7 +26,6 @@ from shared.policies.virtual_usage import (
     freeness,
     headroom,
     ideal_load_tokens,
-    merged_demand,
     migration_virtual_usage,
 )
 
@@ -44,6 +45,7 @@ class InstanceLoad(msgspec.Struct, frozen=True, kw_only=True):
 
     dispatch_freeness: float
     free_merged: float
+    """That any model could have, after slots were moved together if need be; not counted what offline work would give up."""
     num_running: int
     models: tuple[ModelLoad, ...]
     dispatch_freeness_high: float = 0.0
@@ -62,8 +64,11 @@ class InstanceLoad(msgspec.Struct, frozen=True, kw_only=True):
 class _Totals:
     """Online work, in merged blocks."""
 
-    def __init__(self) -> None:
-        self.running = self.waiting = self.head = 0.0
+    def __init__(self, queues: Mapping[str, ModelQueue]) -> None:
+        self._queues = queues
+        self._held = dict.fromkeys(queues, 0)
+        self._wanted = dict.fromkeys(queues, 0)
+        """Slots of each model: of those that run, leave or come, and of those that wait."""
         self.high = 0.0
         """Of all, what those of high priority hold or need."""
         self.step = self.waiting_step = 0.0
@@ -73,7 +78,7 @@ class _Totals:
 
     def run(self, num_sequences: int, num_blocks: int, rank: Rank, queue: ModelQueue) -> None:
         shape = queue.shape
-        self.running += num_blocks / shape.slots_per_merged
+        self._held[queue.name] += num_blocks
         self.step += num_sequences / shape.tokens_per_merged
         self.num_running += num_sequences
         self._note_priority(rank, num_blocks / shape.slots_per_merged, num_sequences)
@@ -83,21 +88,53 @@ class _Totals:
         """No step makes a token for it yet, and it is not among the running requests of the report: its blocks count, but
         nothing is divided by it."""
         shape = queue.shape
-        self.running += num_blocks / shape.slots_per_merged
+        self._held[queue.name] += num_blocks
         self.waiting_step = max(self.waiting_step, 1 / shape.tokens_per_merged)
         self._note_priority(rank, num_blocks / shape.slots_per_merged)
 
     def wait(self, sequence: Sequence, queue: ModelQueue) -> None:
         shape = queue.shape
-        demand = merged_demand(sequence.total, shape.page_tokens, shape.slots_per_merged)
-        self.waiting += demand
+        num_blocks = _num_blocks(sequence)
+        self._wanted[queue.name] += num_blocks
         self.waiting_step = max(self.waiting_step, 1 / shape.tokens_per_merged)
-        self._note_priority(sequence.rank, demand)
+        self._note_priority(sequence.rank, num_blocks / shape.slots_per_merged)
 
     def _note_priority(self, rank: int, usage: float, num_sequences: int = 1) -> None:
         if rank == Rank.ONLINE_HIGH:
             self.num_high += num_sequences
             self.high += usage
+
+    @property
+    def running(self) -> float:
+        return sum(map(self._merged, self._queues, self._held.values()))
+
+    @property
+    def waiting(self) -> float:
+        """What those that wait need beside it."""
+        slots = (self._held[name] + self._wanted[name] for name in self._queues)
+        return sum(map(self._merged, self._queues, slots)) - self.running
+
+    def head(self, sequence: Sequence | None) -> float:
+        """What this one needs beside it."""
+        if sequence is None:
+            return 0.0
+        held, model = self._held[sequence.model], sequence.model
+        return self._merged(model, held + _num_blocks(sequence)) - self._merged(model, held)
+
+    def kept(self, least_merged: int) -> float:
+        """What is left of the least shares of the others than a model, for the model to which that leaves least."""
+        left = [
+            max(0.0, least_merged - self._merged(name, self._held[name] + self._wanted[name])) for name in self._queues
+        ]
+        return sum(left) - min(left, default=0.0)
+
+    def _merged(self, name: str, num_slots: int) -> float:
+        share = num_slots / self._queues[name].shape.slots_per_merged
+        return share if len(self._queues) == 1 else ceil(share)
+
+
+def _num_blocks(sequence: Sequence) -> int:
+    return -(-sequence.total // sequence.page_tokens)
 
 
 def instance_load(
@@ -105,7 +142,7 @@ def instance_load(
 ) -> InstanceLoad:
     """`offline_tokens_per_s`: lately computed; None: offline requests are not served. `high_priority_load`: share of the
     pool that is used beside requests of high priority; 0: from the cost models."""
-    totals, pool = _Totals(), planner.pool
+    totals, pool = _Totals(planner.queues), planner.pool
     models = []
     for queue in planner.queues.values():
         for rank in ONLINE_RANKS:
@@ -117,17 +154,22 @@ def instance_load(
     for arrival in arrivals:
         if arrival.is_load:
             totals.arrive(len(arrival.slots), arrival.rank, planner.queues[arrival.model])
-    if (head := _head(planner)) is not None:
-        shape = planner.queues[head.model].shape
-        totals.head = merged_demand(head.total, shape.page_tokens, shape.slots_per_merged)
-    num_merged, step = pool.num_merged, totals.step or totals.waiting_step
+    free, stranded = pool.num_merged - pool.used_merged(), 0
+    if len(planner.queues) > 1:
+        kept_by = {name: planner.compaction.num_kept(name) for name in planner.queues}
+        free = pool.num_merged - sum(kept_by.values())
+        # Of what cannot be had, that which nobody needs.
+        stranded = sum(kept - pool.least_merged(name) for name, kept in kept_by.items())
+    num_merged = pool.num_merged - stranded - totals.kept(planner.least_merged())
+    step = totals.step or totals.waiting_step
     kept = headroom(num_merged, _ideal_merged(planner, high_priority_load), totals.high)
     usage = dispatch_virtual_usage(totals.running, totals.waiting, high_headroom=kept)
     for_high = dispatch_virtual_usage(totals.running, totals.waiting)
-    moving = migration_virtual_usage(totals.running, totals.head, high_headroom=kept, runs_normal=totals.runs_normal)
+    head = totals.head(_head(planner))
+    moving = migration_virtual_usage(totals.running, head, high_headroom=kept, runs_normal=totals.runs_normal)
     return InstanceLoad(
         dispatch_freeness=freeness(num_merged, usage, totals.num_running),
-        free_merged=num_merged - pool.used_merged(),
+        free_merged=free,
         num_running=sum(queue.num_running for queue in planner.queues.values()),
         models=tuple(models),
         dispatch_freeness_high=freeness(num_merged, for_high, totals.num_running),

@@ -7,6 +7,7 @@ release     all is off, or nothing was needed
 
 from __future__ import annotations
 
+from collections import Counter
 from math import ceil, inf
 
 import msgspec
@@ -139,8 +140,15 @@ class Moves(Departures):
         before = [
             s for queue in planner.queues.values() for of_rank in queue.waiting[: sequence.rank + 1] for s in of_rank
         ]
-        merged = sum(planner.num_wanted_slots(s) / planner.queues[s.model].shape.slots_per_merged for s in before)
-        needed = planner.num_wanted_slots(sequence) + ceil(merged * shape.slots_per_merged)
+        wanted = Counter[str]()
+        for other in before:
+            wanted[other.model] += planner.num_wanted_slots(other)
+        merged = sum(
+            ceil(num_slots / planner.queues[name].shape.slots_per_merged)
+            for name, num_slots in wanted.items()
+            if name != sequence.model
+        )
+        needed = planner.num_wanted_slots(sequence) + wanted[sequence.model] + merged * shape.slots_per_merged
         has_row = planner.num_free_rows + planner.num_offline_rows() > len(before)
         if not sequence.is_online or (has_row and planner.could_have(sequence.model, needed)):
             return None

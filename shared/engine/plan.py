@@ -79,19 +79,30 @@ class CopyKind(StrEnum):
     """Device to host."""
     RESTORE = "restore"
     """Host to device."""
+    MOVE = "move"
+    """Within the device, from some merged blocks of the model to others."""
 
 
 class KvCopy(msgspec.Struct, frozen=True, array_like=True):
     """Effect: copy whole slots between the device's pool and the host's, beside the steps. The engine hands none of these
     slots to anybody else before `on_copy(copy_id, ...)`; those of a restore are in no step planned before it, and those of
-    a checkpoint were filled by steps that have returned."""
+    a checkpoint were filled by steps that have returned.
+
+    A move is otherwise: it takes place between the steps, after all that were planned before it and before whatever else
+    the engine named after it (steps, copies, slots for transports), since its `device_slots` may be others' by then, and
+    sequences are in its `target_slots`. It cannot fail: an executor that cannot carry it out is of no more use."""
 
     copy_id: int
     kind: CopyKind
     model: str
     device_slots: list[int]
     host_slots: list[int]
-    """Same length; flat slot indices of the model in the host pool, which has merged blocks of the same size."""
+    """Same length; flat slot indices of the model in the host pool, which has merged blocks of the same size. None for a
+    move."""
+    target_slots: list[int] = []
+    """Of a move; same length."""
+    tables: list[tuple[int, int, int]] = []
+    """Of a move: (row, index in its block table, the slot there from now on)."""
 
 
 class ModelShape(msgspec.Struct, frozen=True, array_like=True):

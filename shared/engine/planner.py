@@ -45,8 +45,9 @@ class Planner(Room):
         mix_phases: bool,
         prefetch: bool,
         plans_ahead: bool,
+        least_share: float,
     ) -> None:
-        super().__init__(num_merged, num_rows, num_host_merged, ordering)
+        super().__init__(num_merged, num_rows, num_host_merged, ordering, least_share)
         self.last_limits = Limits(1)
         """Of the step planned last."""
         self.last_limit_s = math.inf
@@ -60,7 +61,8 @@ class Planner(Room):
         self._holds_offline = False
         """No offline sequence joins the step that is being planned."""
         self.stuck: Sequence | None = None
-        """A waiting sequence that lacked room: nobody after it in the order, of any model, is admitted before it."""
+        """A waiting sequence that lacked room: nobody after it in the order, of any model, is admitted before it, but online
+        ones of models that hold less than their least share."""
 
     @property
     def stuck_online(self) -> Sequence | None:
@@ -100,6 +102,8 @@ class Planner(Room):
         arrives. `begins_s`: when it will begin, as far as is known; `is_alone`: no other step is in flight."""
         # With steps always in flight, offline sequences would never be free to give their room up.
         self._holds_offline = not is_alone and (self.lacks_demanded() or self._waits_for_offline())
+        if not is_alone and self._waits_for_share(now):
+            return None
         for rank in self._ranks:
             if rank == Rank.OFFLINE and (self.suspended is not None or self._holds_offline):
                 # What the objectives leave beside online steps goes to the suspended step first.
@@ -220,6 +224,8 @@ class Planner(Room):
 
     def _close(self, step_id: int, queue: ModelQueue, batch: Batch, is_interruptible: bool, now: float) -> PlannedStep:
         sequences = batch.sequences
+        # Nothing online waits in a suspended step, and what runs online can be moved within the pool at any time.
+        is_interruptible = is_interruptible and not sequences[0].is_online
         predicted_s = 0.0 if queue.cost_model is None else queue.cost_model.predict(batch.budget.shape)
         if self._plans_ahead and 0.0 < predicted_s <= self._short_step_s():
             # Better replayed as a graph, and with a second step planned behind it, than with safepoints.
@@ -402,8 +408,21 @@ class Planner(Room):
         needed = self.num_wanted_slots(stuck)
         return self.pool.num_available(stuck.model) < needed and self.could_have(stuck.model, needed)
 
+    def _waits_for_share(self, now: float) -> bool:
+        """Whether an online sequence waits for the least share of its model, of which others' online ones hold a part."""
+        stuck = self.stuck_online
+        if stuck is None or not self.least_merged():
+            return False
+        needed = self.num_wanted_slots(stuck)
+        if self.pool.num_available(stuck.model) >= needed:
+            return False
+        victims = list(self._beyond_share(stuck, needed, now))
+        return bool(victims) and self._reaches(stuck.model, [*self._offline(), *victims], needed)
+
     def _is_behind_stuck(self, sequence: Sequence, now: float) -> bool:
         stuck = self.stuck
         if stuck is None or stuck is sequence or stuck.state != State.WAITING:
+            return False
+        if sequence.is_online and stuck.model != sequence.model and self.is_below_share(sequence.model):
             return False
         return self.order_key(sequence, now) > self.order_key(stuck, now)

@@ -50,6 +50,7 @@ class Configuration(msgspec.Struct, frozen=True, tag=True):
     move_cooldown_s: float = 1.0
     high_priority_load: float = 0.0
     fits_costs: bool = True
+    least_share: float = 0.25
 
     def arguments(self) -> dict[str, Any]:
         """Of `Engine`; policy objects are new ones."""
@@ -71,6 +72,7 @@ class Configuration(msgspec.Struct, frozen=True, tag=True):
             "move_cooldown_s": self.move_cooldown_s,
             "high_priority_load": self.high_priority_load,
             "fits_costs": self.fits_costs,
+            "least_share": self.least_share,
         }
 
     def build(self) -> Engine:

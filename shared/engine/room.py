@@ -10,11 +10,12 @@ else will do, because then that step is lost.
 from __future__ import annotations
 
 from bisect import insort
-from collections import Counter
 from collections.abc import Iterator
+from itertools import count
 from typing import NamedTuple
 
 from shared.engine.batch import PlannedStep
+from shared.engine.compaction import Compaction
 from shared.engine.counters import EngineCounters
 from shared.engine.host_kv import HostKv
 from shared.engine.kv_blocks import BlockPool
@@ -41,11 +42,16 @@ class Demand(NamedTuple):
 class Room:
     """Queues, rows and KV slots of one instance."""
 
-    def __init__(self, num_merged: int, num_rows: int, num_host_merged: int, ordering: OrderingPolicy) -> None:
+    def __init__(
+        self, num_merged: int, num_rows: int, num_host_merged: int, ordering: OrderingPolicy, least_share: float
+    ) -> None:
         self.pool = BlockPool(num_merged)
         self.counters = EngineCounters()
-        self.host = HostKv(self.pool, num_host_merged, self.counters)
         self.queues: dict[str, ModelQueue] = {}
+        copy_ids = count()
+        self.host = HostKv(self.pool, num_host_merged, self.counters, copy_ids)
+        self.compaction = Compaction(self.pool, self.queues, self.counters, copy_ids)
+        self._least_share = least_share
         self.ordering = ordering
         self.suspended: PlannedStep | None = None
         self._discards: list[int] = []
@@ -198,7 +204,59 @@ class Room:
 
     def could_have(self, model: str, num_slots: int) -> bool:
         """Whether so many slots are available or held by offline work, perhaps of a step in flight."""
-        return self._within_reach(model, self._offline()) >= num_slots
+        return self._reaches(model, self._offline(), num_slots)
+
+    # -------------------------------------------------------------------------------------------- least shares
+
+    def least_merged(self) -> int:
+        """Merged blocks that each model can have for its online requests, whatever the others do."""
+        num_models = len(self.queues)
+        return int(self._least_share * self.pool.num_merged / num_models) if num_models > 1 else 0
+
+    def _online_slots(self) -> dict[str, int]:
+        """Slots of each model that offline sequences do not hold."""
+        slots = {name: self.pool.num_used(name) for name in self.queues}
+        for sequence in self._offline():
+            slots[sequence.model] -= len(sequence.blocks)
+        return {name: max(0, count) for name, count in slots.items()}
+
+    def _num_merged(self, model: str, num_slots: int) -> int:
+        return -(-num_slots // self.queues[model].shape.slots_per_merged)
+
+    def is_below_share(self, model: str) -> bool:
+        """Whether its online requests hold less than its least share."""
+        least = self.least_merged()
+        return least > 0 and self._num_merged(model, self._online_slots()[model]) < least
+
+    def may_hold(self, model: str, num_slots: int) -> bool:
+        """Whether so many slots more of the model's online requests leave the others their least shares. A model without any
+        may have one request of whatever size."""
+        least = self.least_merged()
+        missing = self._num_merged(model, max(0, num_slots - self.pool.num_own_room(model)))
+        if self.pool.num_free_merged() - missing >= least * (len(self.queues) - 1):
+            return True
+        online = self._online_slots()
+        wanted = self._num_merged(model, online[model] + num_slots)
+        if not online[model] or wanted <= least:
+            return True
+        others = sum(max(least, self._num_merged(name, slots)) for name, slots in online.items() if name != model)
+        return wanted + others <= self.pool.num_merged
+
+    def _beyond_share(self, sequence: Sequence, num_slots: int, now: float) -> Iterator[Sequence]:
+        """Where a waiting sequence asks for no more than the least share of its model: online ones of models that hold more
+        than theirs, all but the first of each; perhaps in flight."""
+        least = self.least_merged()
+        if not least:
+            return
+        online = self._online_slots()
+        if self._num_merged(sequence.model, online[sequence.model] + num_slots) > least:
+            return
+        for name, queue in self.queues.items():
+            if name == sequence.model or self._num_merged(name, online[name]) <= least:
+                continue
+            held = [other for rank in ONLINE_RANKS for other in queue.running[rank].values()]
+            held.sort(key=lambda other: self.order_key(other, now))
+            yield from (other for other in held[1:] if other.rank >= sequence.rank)
 
     # ---------------------------------------------------------------------------------------- admission
 
@@ -221,7 +279,8 @@ class Room:
         missing = num_blocks - len(cached)
         needed = missing + self.reserve_slots(queue, sequence.rank)
         self.pool.retain(queue.name, cached)
-        if self.pool.num_available(queue.name) < needed and not self.make_room(sequence, needed, now):
+        may_hold = not sequence.is_online or self.may_hold(queue.name, needed)
+        if not may_hold or (self.pool.num_available(queue.name) < needed and not self.make_room(sequence, needed, now)):
             self.pool.release(queue.name, cached)
             return False
         slots = self.pool.allocate(queue.name, missing)
@@ -261,15 +320,29 @@ class Room:
     def reserve_slots(self, queue: ModelQueue, rank: Rank) -> int:
         """Slots left free at an admission, so that running sequences of its rank or before can grow a while before somebody
         is preempted."""
+        shape, pool = queue.shape, self.pool
         demanded = 0
         if self.demand is not None and rank == Rank.OFFLINE:
-            per_merged = self.queues[self.demand.model].shape.slots_per_merged
-            demanded = -(-self.demand.num_slots * queue.shape.slots_per_merged // per_merged)
-        num_running = sum(len(of_rank) for other in self.queues.values() for of_rank in other.running[: rank + 1])
-        if not num_running:
+            demanded = self.demand.num_slots
+            if self.demand.model != queue.name:
+                demanded = self._num_merged(self.demand.model, demanded) * shape.slots_per_merged
+        growth, growth_merged, is_alone = 0, 0, True
+        for other in self.queues.values():
+            if not (num_running := sum(len(of_rank) for of_rank in other.running[: rank + 1])):
+                continue
+            is_alone = False
+            slots = num_running * GROWTH_STEPS // other.shape.page_tokens
+            if other is queue:
+                growth = slots
+            else:
+                growth_merged += self._num_merged(other.name, max(0, slots - pool.num_own_room(other.name)))
+        if is_alone:
             return demanded
-        growth = num_running * GROWTH_STEPS // queue.shape.page_tokens
-        return demanded + max(1, self.pool.capacity_slots(queue.name) // 100, growth)
+        if growth_merged and rank != Rank.OFFLINE and self.is_below_share(queue.name):
+            # For others to grow it need not wait.
+            growth_merged = 0
+        growth += growth_merged * shape.slots_per_merged
+        return demanded + max(1, pool.capacity_slots(queue.name) // 100, growth)
 
     # ----------------------------------------------------------------------------------------- suspended steps
 
@@ -335,25 +408,62 @@ class Room:
         would not do."""
         key = self.order_key(sequence, now)
         victims = list(self._victims(sequence, key, now))
+        if (
+            sequence.is_online
+            and sequence.state == State.WAITING
+            and not self._reaches(sequence.model, victims, num_slots)
+        ):
+            victims += [other for other in self._beyond_share(sequence, num_slots, now) if not other.in_flight]
         return self._give_way(sequence.model, victims, num_slots, sequence.is_online, now)
 
     def _give_way(self, model: str, victims: list[Sequence], num_slots: int, may_discard: bool, now: float) -> bool:
         """`may_discard`: the suspended step, if its sequences are needed too."""
-        if self._within_reach(model, victims) < num_slots:
+        if self._reaches(model, [], num_slots):
+            return self.compaction.make_room(model, num_slots)
+        if not self._reaches(model, victims, num_slots):
             if self.suspended is None or not may_discard:
                 return False
             suspended = [held for queue in self.queues.values() for held in queue.suspended.values()]
-            if self._within_reach(model, [*victims, *suspended]) < num_slots:
+            if not self._reaches(model, [*victims, *suspended], num_slots):
                 return False
             self.discard_suspended(now)
             victims += [held for held in suspended if held.state == State.RUNNING]
         enough = max(num_slots / self.queues[model].shape.slots_per_merged, self._growth_merged(RELIEF_STEPS))
         victims.sort(key=lambda victim: self._victim_key(victim, enough))
-        for victim in victims:
-            if self.pool.num_available(model) >= num_slots:
-                break
+        for victim in self._needed(model, victims, num_slots):
             self.preempt(victim, now, "memory")
-        return self.pool.num_available(model) >= num_slots
+        # Others would take what they gave up if the rest came later.
+        return self.compaction.make_room(model, num_slots, at_once=True)
+
+    def _reaches(self, model: str, victims: list[Sequence], num_slots: int) -> bool:
+        """Whether the model could have so many slots if all of the victims were preempted, and slots moved together."""
+        best = self.compaction.best_reach(model)
+        for victim in victims:
+            best.give_up(victim)
+        if best.num_slots < num_slots or len(self.queues) == 1:
+            return best.num_slots >= num_slots
+        reach = self.compaction.reach(model, victims)
+        for victim in victims:
+            reach.give_up(victim)
+        return reach.num_slots >= num_slots
+
+    def _needed(self, model: str, victims: list[Sequence], num_slots: int) -> list[Sequence]:
+        """Of the victims in their order as many as it takes, without those whose slots turn out not to help."""
+        reach = self.compaction.reach(model, victims)
+        chosen: list[Sequence] = []
+        for victim in victims:
+            if reach.num_slots >= num_slots:
+                break
+            reach.give_up(victim)
+            chosen.append(victim)
+        for victim in chosen[-2::-1]:
+            reach.take_back(victim)
+            if reach.num_slots >= num_slots:
+                chosen.remove(victim)
+            else:
+                reach.give_up(victim)
+        # What is not given up may stand in the way of moving the rest.
+        return chosen if self._reaches(model, chosen, num_slots) else victims
 
     def _growth_merged(self, num_steps: int) -> float:
         """Merged blocks that the running online sequences fill in so many steps."""
@@ -364,18 +474,6 @@ class Room:
     def _victim_key(self, victim: Sequence, enough_merged: float) -> tuple[float, ...]:
         per_merged = self.queues[victim.model].shape.slots_per_merged
         return victim_key(victim, victim.page_tokens, enough_merged * per_merged if victim.is_online else 0.0)
-
-    def _within_reach(self, model: str, victims: list[Sequence]) -> float:
-        """Slots that the model could have if all of them were preempted: not those that copies, or others with the same
-        prefix, hold too."""
-        held = Counter((victim.model, slot) for victim in victims for slot in victim.blocks)
-        per_merged = self.queues[model].shape.slots_per_merged
-        merged = sum(
-            1 / self.queues[name].shape.slots_per_merged
-            for (name, slot), count in held.items()
-            if self.pool.num_references(name, slot) == count
-        )
-        return self.pool.num_available(model) + merged * per_merged
 
     def make_row(self, sequence: Sequence, now: float) -> bool:
         """A row for a sequence of higher rank than some running one."""

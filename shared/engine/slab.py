@@ -34,29 +34,39 @@ def waste(merged_bytes: int, slot_bytes: int) -> float:
     return 1.0 - slots_per_merged(merged_bytes, slot_bytes) * slot_bytes / merged_bytes
 
 
-def choose_merged_bytes(slot_sizes: list[int], *, max_slots: int = 64) -> int:
-    """The merged block that wastes the least over the worst of the models; among those within half a percent of the
-    best, the smallest, because a small merged block fragments less.
+MAX_WASTE = 0.05
+"""Of a merged block, that may stay unused for the sake of a smaller one: a pool of few large blocks fragments."""
 
-    Candidates are the multiples of the largest slot (up to `max_slots` of the smallest per merged block), rounded up so
-    that exact strides exist.
+
+def choose_merged_bytes(slot_sizes: list[int], *, at_least: int = MIN_MERGED_BYTES, max_slots: int = 64) -> int:
+    """The smallest merged block of which no model leaves `MAX_WASTE` or more unused; if there is none, the one that wastes
+    the least. With up to `max_slots` slots of the smallest model, or two of the largest.
+
+    In the smallest, the slots of some model end close to its end, so multiples of the slots are tried, rounded up to where
+    exact strides for all models exist.
     """
     if not slot_sizes:
-        return MIN_MERGED_BYTES
-    largest, smallest = max(slot_sizes), min(slot_sizes)
-    limit = max(max_slots * smallest, 2 * largest, 2 * MIN_MERGED_BYTES)
-    rounding = ALIGNMENT_BYTES * math.lcm(*range(1, 9))
+        return at_least
+    sizes = sorted(set(slot_sizes))
+    limit = max(max_slots * sizes[0], 2 * sizes[-1], 2 * at_least)
     candidates = set()
-    for size in set(slot_sizes):
-        for count in range(max(1, -(-largest // size)), limit // size + 1):
+    for size in sizes:
+        for count in range(max(1, -(-max(sizes[-1], at_least) // size)), limit // size + 1):
             exact = count * size
-            candidates.add(-(-exact // rounding) * rounding)
-            for other in set(slot_sizes):
-                fitting = exact // other
-                if fitting:
-                    unit = math.lcm(count, fitting) * ALIGNMENT_BYTES
-                    candidates.add(-(-exact // unit) * unit)
-    allowed = [c for c in candidates if c >= min(MIN_MERGED_BYTES, limit)] or [limit]
-    scored = sorted((max(waste(c, s) for s in slot_sizes), c) for c in allowed)
-    best = scored[0][0]
-    return min(c for w, c in scored if w <= best + 0.005)
+            fitting = [exact // other for other in sizes]
+            units = {math.lcm(*fitting), math.lcm(*range(1, 9))}
+            # A slot less of one model may be worth a finer rounding.
+            units |= {math.lcm(count, most - less) for most in fitting for less in (0, 1) if most > less}
+            candidates |= {_round_up(exact, unit * ALIGNMENT_BYTES) for unit in units}
+    candidates |= {_round_up(at_least, count * ALIGNMENT_BYTES) for count in range(1, max_slots + 1)}
+    candidates = {c for c in candidates if c >= at_least}
+
+    def most_wasted(merged_bytes: int) -> float:
+        return max(waste(merged_bytes, size) for size in sizes)
+
+    good = (c for c in sorted(candidates) if most_wasted(c) < MAX_WASTE)
+    return next(good, None) or min(candidates, key=lambda c: (most_wasted(c), c))
+
+
+def _round_up(num_bytes: int, unit: int) -> int:
+    return -(-num_bytes // unit) * unit

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from dataclasses import replace
 
 import msgspec
 import pytest
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 
 from services.placement.fleet import Fleet
 from services.placement.footprint import ConfiguredModel, device_facts, footprint
-from services.placement.planning import LEAST_MERGED_BYTES, MAX_CPU_POOL_BYTES, displaced, plan
+from services.placement.planning import LEAST_MERGED_BYTES, MAX_CPU_POOL_BYTES, displaced, plan, wasted
 from shared.checkpoint import CheckpointShape
 from shared.engine.slab import slots_per_merged
 from shared.messages.cluster import ModelSpec, NodeInfo, PlacementPlan
@@ -49,6 +50,22 @@ def test_every_model_on_every_instance() -> None:
     (merged_bytes,) = {i.merged_bytes for i in result.instances}
     assert {i.pool_bytes for i in result.instances} == {MAX_CPU_POOL_BYTES // merged_bytes * merged_bytes}
     assert result.instances[0].merged_bytes >= LEAST_MERGED_BYTES["cpu"]
+
+
+def test_merged_blocks_are_the_smallest_that_waste_little_and_the_waste_is_told() -> None:
+    """Two models of 7 and 13 billion parameters on a GPU: slots of 64 and 100 MiB."""
+    models = [
+        model("7b", 13_000, layers=32, kv_heads=32, head_dim=128),
+        model("13b", 25_000, layers=40, kv_heads=40, head_dim=128),
+    ]
+    models = [replace(m, shape=msgspec.structs.replace(m.shape, dtype="float16")) for m in models]
+    nodes = [node(memory=80 * GIB, num_instances=1, device="cuda:0")]
+    result = plan(models, nodes, None)
+    (instance,) = result.instances
+    assert 200 * MIB <= instance.merged_bytes < 201 * MIB
+    ((of, shares),) = wasted(result, models, nodes).items()
+    assert of == ("cuda", instance.merged_bytes)
+    assert shares["7b"] == pytest.approx(0.04, abs=0.001) and shares["13b"] == pytest.approx(0, abs=0.001)
 
 
 def test_replicas_are_spread() -> None:

@@ -255,3 +255,29 @@ def test_room_that_becomes_free_wakes_the_loop(scene: SimpleNamespace) -> None:
     scene.loop.release("m1")
     until(lambda: scene.executor.launched)
     assert ("release", "m1") in scene.engine.told
+
+
+def test_slots_are_moved_before_what_they_left_is_claimed(scene: SimpleNamespace) -> None:
+    """A reservation moved slots away; it was made in another thread, and is to be written to before the next plan."""
+    order: list[str] = []
+    started, claimed = scene.executor.start_copy, scene.executor.claim_slots
+    scene.executor.start_copy = lambda copy: (order.append("move"), started(copy))
+    scene.executor.claim_slots = lambda *slots: (order.append("claim"), claimed(*slots))[1]
+    scene.engine.copies.append(KvCopy(5, CopyKind.MOVE, "m", [1], [], [2]))
+    assert scene.loop.claim_slots("m", [1]).result(5) == "event"
+    assert order == ["move", "claim"]
+
+
+def test_a_move_that_cannot_be_carried_out_ends_the_loop(scene: SimpleNamespace) -> None:
+    """Nobody knows what the slots hold; the instance is of no more use."""
+
+    def start_copy(_copy: KvCopy) -> None:
+        raise IndexError("no such slot")
+
+    scene.executor.start_copy = start_copy
+    scene.engine.copies.append(KvCopy(5, CopyKind.MOVE, "m", [1], [], [2]))
+    with pytest.raises(IndexError):
+        scene.loop.claim_slots("m", [1]).result(5)
+    scene.loop._thread.join(5)
+    assert "no such slot" in scene.loop.failure
+    scene.loop.failure = ""

@@ -18,7 +18,7 @@ from services.worker.executor import WARM_UP, Executor
 from services.worker.models.decode_graphs import Replayable
 from services.worker.models.decoder import ForwardState
 from shared.checkpoint import CheckpointError
-from shared.engine.plan import ModelShape, NewSequence, StepPlan
+from shared.engine.plan import CopyKind, KvCopy, ModelShape, NewSequence, StepPlan
 from shared.messages.cluster import ModelSpec
 from shared.messages.requests import SamplingParams, pack_tokens
 from tests.worker.checkpoints import prompt_of, reference_outputs, write_checkpoint
@@ -471,3 +471,63 @@ def test_writes_to_claimed_slots_wait_for_zeroing_by_an_earlier_step(
     assert executor.claim_slots("llama", others) == ("after zeroing", 1)
     elsewhere = (first + per_merged) % (6 * per_merged)
     assert executor.claim_slots("llama", [elsewhere]) == ("after zeroing", 2)
+
+
+def test_a_sequence_goes_on_when_its_slots_were_moved(checkpoints: dict[str, Path]) -> None:
+    """Between two steps; what was left behind is another model's at once."""
+    outputs = []
+    for moves in (False, True):
+        executor = Executor("cpu", 6, MERGED_BYTES, 4)
+        driver = Driver(executor, load(executor, checkpoints["llama"]), range(3))
+        other = Driver(executor, load(executor, checkpoints["opt"]), range(3, 6))
+        row = driver.add(0, prompt_of(100))
+        driver.step([(row, 100)])
+        driver.decode([row], 3)
+        if moves:
+            per_merged = driver.shape.slots_per_merged
+            slots = row.blocks[:]
+            targets = [4 * per_merged - 1 - index for index in range(len(slots))]
+            tables = [(0, index, slot) for index, slot in enumerate(targets)]
+            executor.start_copy(KvCopy(1, CopyKind.MOVE, "llama", slots, [], targets, tables))
+            assert executor.finished_copies() == [(1, True)]
+            taken = other.add(1, prompt_of(30))
+            other.free = [merged * other.shape.slots_per_merged for merged in {slot // per_merged for slot in slots}]
+            other.step([(taken, 30)])
+            row.blocks = targets
+            driver.free = [5 * per_merged - 1 - index for index in range(per_merged)]
+        driver.decode([row], 40)
+        outputs.append(row.output)
+    assert outputs[0] == outputs[1]
+
+
+def test_a_move_that_cannot_be_raises(checkpoints: dict[str, Path]) -> None:
+    executor = Executor("cpu", 6, MERGED_BYTES, 4)
+    driver = Driver(executor, load(executor, checkpoints["llama"]), range(3))
+    row = driver.add(0, prompt_of(5))
+    driver.step([(row, 5)])
+    slots, num_slots = row.blocks[:1], 6 * driver.shape.slots_per_merged
+    with pytest.raises(IndexError):
+        executor.start_copy(KvCopy(1, CopyKind.MOVE, "llama", [num_slots], [], slots))
+    with pytest.raises(KeyError):
+        executor.start_copy(KvCopy(1, CopyKind.MOVE, "opt", [0], [], [0]))
+
+
+def test_copies_and_writes_wait_for_moves_before_them(
+    checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a device they are on other queues than the steps, between which slots are moved."""
+    executor = Executor("cpu", 6, MERGED_BYTES, 4, num_host_merged=1)
+    driver = Driver(executor, load(executor, checkpoints["llama"]), range(1))
+    row = driver.add(0, prompt_of(5))
+    driver.step([(row, 5)])
+    marks = iter(range(100))
+    monkeypatch.setattr(executor, "_mark", lambda: next(marks))
+    begun: list[Any] = []
+    monkeypatch.setattr(executor.copies, "start", lambda copy, _views, after: begun.append((copy.kind, after)))
+    monkeypatch.setattr(executor.copies, "await_move", lambda copy, _views, end: begun.append((copy.kind, end)))
+    (slot,), target = row.blocks, driver.free[0]
+    executor.start_copy(KvCopy(0, CopyKind.MOVE, "llama", [slot], [], [target], [(0, 0, target)]))
+    executor.start_copy(KvCopy(1, CopyKind.CHECKPOINT, "llama", [target], [0]))
+    executor.start_copy(KvCopy(2, CopyKind.RESTORE, "llama", [slot], [0]))
+    assert begun == [(CopyKind.MOVE, 0), (CopyKind.CHECKPOINT, 0), (CopyKind.RESTORE, 0)]
+    assert executor.claim_slots("llama", [slot]) == 0

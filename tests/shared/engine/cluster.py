@@ -11,7 +11,7 @@ import msgspec
 from shared.engine.engine import Engine
 from shared.engine.moves import rebased
 from shared.engine.moving import PinnedBlocks, Reservation, TakenOut
-from shared.engine.plan import ModelShape, StepPlan, StepResult
+from shared.engine.plan import CopyKind, ModelShape, StepPlan, StepResult
 from shared.engine.requests import Ended, Output
 from shared.messages.migration import Commit, PreAllocate
 from shared.messages.requests import (
@@ -40,11 +40,18 @@ class Node:
 
     def plan(self, now: float) -> bool:
         plan = self.engine.plan(now)
+        self.take_copies()
         if plan is not None:
             self.in_flight.append(plan)
+            self.executor.launch(plan)
         return plan is not None
 
+    def take_copies(self) -> None:
+        """As a driver does before whatever it does next."""
+        self.copies.extend(self.executor.start(self.engine.next_copies()))
+
     def step_returns(self, now: float, fails: bool = False, share: float = 0.5) -> None:
+        self.take_copies()
         plan = self.in_flight.pop(0)
         if self.engine.take_interrupt(now) == plan.step_id:
             self.engine.on_step(self.executor.suspend(plan, share), now)
@@ -53,7 +60,9 @@ class Node:
         self.engine.on_step(StepResult(plan.step_id, [], error="out of memory") if fails else result, now)
 
     def copy_ends(self, now: float, ok: bool = True) -> None:
+        self.take_copies()
         copy = self.copies.pop(0)
+        ok = ok or copy.kind == CopyKind.MOVE
         if ok:
             self.executor.copy(copy)
         self.engine.on_copy(copy.copy_id, ok, now)
@@ -205,6 +214,8 @@ class Cluster:
         if not moving.transfers:
             return
         pinned, reservation = moving.transfers.pop(0)
+        moving.source.take_copies()
+        moving.destination.take_copies()
         source, destination = moving.source.executor, moving.destination.executor
         for slot, other in zip(pinned.slots[reservation.num_held :], reservation.slots, strict=True):
             if pinned.on_host:
@@ -346,7 +357,7 @@ class Cluster:
             for node in self.nodes:
                 while len(node.in_flight) < node.engine.steps_in_flight and node.plan(self.now):
                     pass
-                node.copies.extend(node.engine.next_copies())
+                node.take_copies()
                 node.engine.on_time(self.now)
                 is_idle = is_idle and not node.in_flight and not node.copies and node.engine.planner.demand is None
                 if node.in_flight:

@@ -55,9 +55,40 @@ class FakeExecutor:
         self._model: dict[int, str] = {}
         self._suspended: dict[int, StepPlan] = {}
         self._host: dict[tuple[str, int], list[int | None]] = {}
+        self._launched: list[StepPlan] = []
+        """That may still be executed when they return."""
+        self._results: dict[int, StepResult] = {}
+
+    def launch(self, plan: StepPlan) -> None:
+        """It is in flight, and executed before anything that is to take place after it."""
+        self._launched.append(plan)
+
+    def start(self, copies: list[KvCopy]) -> list[KvCopy]:
+        """Moves take place at once, other copies at any time; all are still to be reported."""
+        for copy in copies:
+            if copy.kind == CopyKind.MOVE:
+                self._execute_launched()
+                self._move(copy)
+        return copies
+
+    def _execute_launched(self) -> None:
+        for plan in self._launched:
+            # One that may be suspended is alone, and no slot of its sequences is moved.
+            if not plan.is_interruptible and not plan.resumes:
+                self._results[plan.step_id] = self._execute(plan)
+        self._launched = [plan for plan in self._launched if plan.step_id not in self._results]
+
+    def _move(self, copy: KvCopy) -> None:
+        contents = [list(self._slot(copy.model, slot)) for slot in copy.device_slots]
+        for target, cells in zip(copy.target_slots, contents, strict=True):
+            self._slot(copy.model, target)[:] = cells
+        for row, index, slot in copy.tables:
+            if index < len(self._blocks.get(row, ())):
+                self._blocks[row][index] = slot
 
     def suspend(self, plan: StepPlan, share: float = 0.5) -> StepResult:
         """The step stops half-way: its row changes count, some of its cells hold garbage."""
+        self._launched = [other for other in self._launched if other is not plan]
         assert plan.is_interruptible and (plan.step_id in self._suspended) is plan.resumes
         if not plan.resumes:
             self._apply_rows(plan)
@@ -69,6 +100,8 @@ class FakeExecutor:
         return StepResult(plan.step_id, [], suspended_share=share)
 
     def copy(self, copy: KvCopy) -> None:
+        if copy.kind == CopyKind.MOVE:
+            return
         for device, host in zip(copy.device_slots, copy.host_slots, strict=True):
             if copy.kind == CopyKind.CHECKPOINT:
                 cells = self._slot(copy.model, device)
@@ -78,6 +111,12 @@ class FakeExecutor:
                 self._slot(copy.model, device)[:] = self._host[copy.model, host]
 
     def execute(self, plan: StepPlan) -> StepResult:
+        if plan.step_id in self._results:
+            return self._results.pop(plan.step_id)
+        self._launched = [other for other in self._launched if other is not plan]
+        return self._execute(plan)
+
+    def _execute(self, plan: StepPlan) -> StepResult:
         for step_id in plan.discards:
             del self._suspended[step_id]
         if plan.stop_share < 1.0:

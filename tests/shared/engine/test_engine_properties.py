@@ -8,7 +8,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invar
 
 from shared.cost_model import CostModel
 from shared.engine.engine import Engine
-from shared.engine.plan import ModelShape, StepResult
+from shared.engine.plan import CopyKind, ModelShape, StepResult
 from shared.engine.requests import Ended, Output
 from shared.messages.requests import (
     ErrorCode,
@@ -151,8 +151,16 @@ class EngineMachine(RuleBasedStateMachine):
     @rule()
     def plan(self):
         plan = self.engine.plan(self.now)
+        self.take_copies()
         if plan is not None:
-            self.in_flight.append(plan)
+            self.launch(plan)
+
+    def launch(self, plan):
+        self.in_flight.append(plan)
+        self.executor.launch(plan)
+
+    def take_copies(self):
+        self.copies.extend(self.executor.start(self.engine.next_copies()))
 
     @rule(fails=st.sampled_from([False] * 9 + [True]), share=st.floats(0, 0.99))
     def step_returns(self, fails, share):
@@ -167,14 +175,11 @@ class EngineMachine(RuleBasedStateMachine):
             self.engine.on_step(result, self.now)
             self.collect()
 
-    @rule()
-    def copies_start(self):
-        self.copies.extend(self.engine.next_copies())
-
     @rule(ok=st.sampled_from([True] * 5 + [False]))
     def copy_ends(self, ok):
         if self.copies:
             copy = self.copies.pop(0)
+            ok = ok or copy.kind == CopyKind.MOVE
             if ok:
                 self.executor.copy(copy)
             self.engine.on_copy(copy.copy_id, ok, self.now)
@@ -216,8 +221,9 @@ class EngineMachine(RuleBasedStateMachine):
         for _ in range(5000):
             self.now += 0.01
             while len(self.in_flight) < self.engine.steps_in_flight and (plan := self.engine.plan(self.now)):
-                self.in_flight.append(plan)
-            self.copies.extend(self.engine.next_copies())
+                self.take_copies()
+                self.launch(plan)
+            self.take_copies()
             if not self.in_flight and not self.copies:
                 break
             if self.in_flight:

@@ -69,10 +69,12 @@ class Run:
     def step(self, *, may_cancel: bool = True) -> None:
         engine, executor = self.engine, self.executor
         while len(self.in_flight) < engine.steps_in_flight and (plan := engine.plan(self.now)):
+            self.copies.extend(executor.start(engine.next_copies()))
             self.in_flight.append(plan)
+            executor.launch(plan)
             engine.check()
             assert engine.take_interrupt(self.now) is None, "interrupted by what was there when it was planned"
-        self.copies.extend(engine.next_copies())
+        self.copies.extend(executor.start(engine.next_copies()))
         if self.random.random() < self.arrivals:
             for _ in range(self.random.randint(1, 3)):
                 self.submit(is_online=True)

@@ -25,7 +25,8 @@ WIDE, NARROW = ModelShape("a", 8, 2, 400), ModelShape("b", 4, 1, 200)
 HIGH = Priority.HIGH
 
 
-def make(num_merged=40, rows=8, **fields) -> Node:
+def make(num_merged=40, rows=8, least_share=0.0, **fields) -> Node:
+    fields["least_share"] = least_share
     engine = Engine(num_merged, rows, RoundRobin(), FixedTokenBudget(512), steps_in_flight=1, **fields)
     return Node(engine, [WIDE, NARROW])
 
@@ -70,12 +71,12 @@ def test_models_of_different_slots_are_weighted_by_what_a_step_takes():
 
 @pytest.mark.parametrize("shapes", [[WIDE, NARROW], [NARROW, WIDE]])
 def test_of_several_models_that_wait_the_one_whose_step_takes_most_counts(shapes: list[ModelShape]):
-    engine = Engine(40, 8, RoundRobin(), FixedTokenBudget(512), steps_in_flight=1)
+    engine = Engine(40, 8, RoundRobin(), FixedTokenBudget(512), steps_in_flight=1, least_share=0.0)
     Node(engine, shapes)
     for model in "ab":
         engine.submit(request(model, [1, 2, 3], 50, model=model), 0.0)
     load = engine.load()
-    assert load.scaling_freeness == pytest.approx((40 - 0.5 - 1) * 4)
+    assert load.scaling_freeness == pytest.approx((40 - 1 - 1) * 4), "others can use whole merged blocks only"
 
 
 def test_of_those_that_wait_the_head_counts_for_moving_and_all_for_scaling():
@@ -137,12 +138,12 @@ def test_headroom_grows_with_what_high_requests_hold_and_only_normal_ones_see_it
     node = make(num_merged=400)
     run(node, request("normal", list(range(16)), 50))
     normal = node.engine.load()
-    assert normal.dispatch_freeness == normal.dispatch_freeness_high == pytest.approx(400 - 1.5)
+    assert normal.dispatch_freeness == normal.dispatch_freeness_high == pytest.approx(400 - 2)
     run(node, *(request(name, list(range(16)), 50, priority=HIGH) for name in ("high", "higher")))
     high = node.engine.load()
     assert high.num_high == 2
     held = node.engine.all_held()
-    used = sum(len(s.blocks) for s in held) / 2
+    used = math.ceil(sum(len(s.blocks) for s in held) / 2)
     kept = HIGH_WEIGHT * sum(len(s.blocks) for s in held if s.rank == Rank.ONLINE_HIGH) / 2
     assert high.dispatch_freeness == pytest.approx((400 - used - kept) / 3)
     assert high.dispatch_freeness_high == pytest.approx((400 - used) / 3)
@@ -153,7 +154,7 @@ def test_where_no_normal_request_runs_headroom_makes_no_source():
     node = make()
     run(node, request("high", list(range(16)), 50, priority=HIGH))
     load = node.engine.load()
-    assert load.dispatch_freeness < 40 - 1.5 and load.migration_freeness == pytest.approx((40 - 1.5) * 16)
+    assert load.dispatch_freeness < 40 - 2 and load.migration_freeness == pytest.approx((40 - 2) * 16)
 
 
 def test_a_waiting_request_of_high_priority_counts():

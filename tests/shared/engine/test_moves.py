@@ -67,7 +67,7 @@ def test_a_checkpoint_moves_to_host_memory_and_is_restored_there():
     cluster.submit(source, request("r", list(range(24)), 10, request_class=OFFLINE))
     for _ in range(5):
         source.plan(0.0)
-        source.copies.extend(source.engine.next_copies())
+        source.take_copies()
         source.step_returns(0.0)
         while source.copies:
             source.copy_ends(0.0)

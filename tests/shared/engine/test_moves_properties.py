@@ -115,7 +115,7 @@ class Events:
 
     def copies_start(self) -> None:
         node = self.node
-        node.copies.extend(node.engine.next_copies())
+        node.take_copies()
 
     def copy_ends(self) -> None:
         node = self.node

@@ -45,8 +45,12 @@ def record_random_run(seed: int) -> bytes:
         if chooser.random() < 0.05:
             engine.cancel(f"r{chooser.randrange(tick + 1)}", now)
         engine.on_time(now)
-        if plan := engine.plan(now):
+        plan = engine.plan(now)
+        for copy in executor.start(engine.next_copies()):
+            engine.on_copy(copy.copy_id, True, now)
+        if plan is not None:
             in_flight.append(plan)
+            executor.launch(plan)
         if in_flight and chooser.random() < 0.8:
             engine.on_step(executor.execute(in_flight.pop(0)), now)
     assert len(written) > 500

@@ -89,6 +89,9 @@ class SlabExecutor(FakeExecutor):
         """Too late: steps here are over at once."""
 
     def start_copy(self, copy: KvCopy) -> None:
+        if copy.kind == CopyKind.MOVE:
+            self.start([copy])
+            copy = msgspec.structs.replace(copy, device_slots=[])
         for device, host in zip(copy.device_slots, copy.host_slots, strict=True):
             if copy.kind == CopyKind.CHECKPOINT:
                 assert EMPTY not in self._slot(copy.model, device)
