@@ -44,7 +44,7 @@ class Durations(msgspec.Struct, frozen=True, kw_only=True):
     loads: tuple[float, ...] = (0.25, 0.5, 0.75)
     """Shares of the capacity."""
     objectives_cvs: tuple[float, ...] = (1.0, 4.0)
-    num_seeds: int = 2
+    num_seeds: int = 3
     """Of the arrivals at each load of `objectives`; their requests count together."""
     num_step_pairs: int = 160
     num_reactions: int = 40

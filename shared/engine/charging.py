@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shared.cost_model import CostModel, LiveScale
+from shared.cost_model import CostModel, LiveScale, shape_of
 from shared.engine.batch import PlannedStep
 from shared.engine.planner import Planner
 from shared.messages.cluster import ExecutionStatistics
@@ -11,6 +11,9 @@ from shared.policies.predicted_statistics import predicted_statistics
 
 SCALE_STEP = 0.01
 """Relative change of the live correction from which on it is applied."""
+
+BUSY_WINDOW_S = 5.0
+"""Over which the online share of the device's time is taken."""
 
 
 class Charging:
@@ -22,6 +25,8 @@ class Charging:
         self._told_statistics: set[str] = set()
         self.offline_rate = SmoothedRate()
         """Offline tokens computed per second."""
+        self._online_share = SmoothedRate(BUSY_WINDOW_S)
+        self._charged_until_s: float | None = None
 
     def remove_model(self, name: str) -> None:
         self._scales.pop(name, None)
@@ -72,9 +77,24 @@ class Charging:
         counters.harvested_tokens += offline
         counters.online_tokens += num_tokens - offline
         self.offline_rate.add(offline, step.ran_s)
+        self._follow_online_share(step, now)
         if step.predicted_s and (scale := self._scales.get(plan.model)) is not None:
             base, live = scale
             live.observe(step.predicted_s / step.scale, step.ran_s)
             if abs(live.factor / step.scale - 1) > SCALE_STEP:
                 queue.cost_model = base.scaled(live.factor)
                 queue.cost_scale = live.factor
+
+    def _follow_online_share(self, step: PlannedStep, now: float) -> None:
+        """Of the device's time, with what the step's online tokens would have taken alone; they are its first."""
+        plan, queues = step.plan, self._planner.queues
+        cost = queues[plan.model].cost_model
+        num_online = sum(sequence.is_online for sequence in step.sequences)
+        online_s = 0.0
+        if cost is not None and num_online:
+            online_s = cost.predict(shape_of(plan.starts[:num_online], plan.counts[:num_online]))
+        since_s = now - step.ran_s if self._charged_until_s is None else self._charged_until_s
+        self._online_share.add(online_s, now - since_s)
+        self._charged_until_s = now
+        for queue in queues.values():
+            queue.head_start.online_share = self._online_share.per_s

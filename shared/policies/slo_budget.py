@@ -9,7 +9,8 @@ and the slack of a step is the time to the earliest of these. Offline tokens are
 within the slack, so a user who was delayed by others' prompts gets nothing but online steps until the pace is reached again,
 and one who is ahead leaves more to offline work. The head start is what a user is ahead before any offline work: it pays for
 prompts that come later, which nobody knows of. It is dear, because steps of online tokens alone are short, and each step
-takes time beside its tokens; so it is as long as requests that ended lately say that it must be (`HeadStart`).
+takes time beside its tokens; so it is as long as requests that ended lately say that it must be, and whole while online work
+leaves little of the device (`HeadStart`).
 
 Online prompts are chunked so that decodes keep the pace only for as long as their first tokens are in time even so; else a
 step takes of them what it can, as if there were no decodes.
@@ -38,17 +39,25 @@ MAX_CAUTION = 2.0
 spells."""
 
 
-class HeadStart:
-    """Of one model's users: a whole one until it proves needless."""
+BUSY_FROM, BUSY = 0.6, 0.8
+"""Share of the device's time that online work takes lately. What is put off then meets the burst's own prompts, and there is
+little to be harvested; so the head start grows with it and is whole from the second on."""
 
-    __slots__ = ("_caution",)
+
+class HeadStart:
+    """Of one model's users: whole until it proves needless."""
+
+    __slots__ = ("_caution", "online_share")
 
     def __init__(self) -> None:
         self._caution = 1.0
+        self.online_share = 0.0
+        """Of the device's time, lately; all models together."""
 
     @property
     def tokens(self) -> float:
-        return HEAD_START_TOKENS * min(1.0, self._caution)
+        busy = (self.online_share - BUSY_FROM) / (BUSY - BUSY_FROM)
+        return HEAD_START_TOKENS * min(1.0, max(self._caution, busy))
 
     def on_end(self, ttft_share: float, tpot_share: float) -> None:
         """A request ended; what it took of its objectives."""

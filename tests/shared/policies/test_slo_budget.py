@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 
 from shared.cost_model import CostModel, StepShape
 from shared.policies.slo_budget import (
+    BUSY,
+    BUSY_FROM,
     CALM,
     HEAD_START_TOKENS,
     MAX_CAUTION,
@@ -121,6 +123,17 @@ def test_the_head_start_is_whole_until_it_proves_needless() -> None:
     assert head_start.tokens == pytest.approx(HEAD_START_TOKENS * NEAR_MISS)
     head_start.on_end(0.0, NEAR_TPOT + 0.01)
     assert head_start.tokens == pytest.approx(HEAD_START_TOKENS)
+
+
+@pytest.mark.parametrize(
+    ("online_share", "whole"), [(0.0, 0.0), (BUSY_FROM, 0.0), ((BUSY_FROM + BUSY) / 2, 0.5), (1.2, 1.0)]
+)
+def test_the_head_start_grows_with_what_online_work_takes_of_the_device(online_share: float, whole: float) -> None:
+    head_start = HeadStart()
+    for _ in range(round(1 / CALM) + 1):
+        head_start.on_end(0.0, 0.0)
+    head_start.online_share = online_share
+    assert head_start.tokens == pytest.approx(whole * HEAD_START_TOKENS)
 
 
 def test_after_a_spell_of_misses_it_takes_as_much_calm_until_the_head_start_falls() -> None:
