@@ -21,9 +21,10 @@ from bench.coserving import experiments
 from bench.coserving.bench import SHORT, VIRTUAL, Bench, Durations, Options
 from bench.coserving.figures import write_figures
 from bench.coserving.journal import RunFailed
+from bench.coserving.objectives import objectives
 from bench.coserving.results import ExperimentResult
 from bench.coserving.safepoints import safepoints
-from bench.coserving.setup import Setup
+from bench.coserving.setup import Objectives, Setup
 from bench.coserving.testbed import SHAPES, Testbed
 from bench.coserving.virtual import VirtualTestbed
 from bench.coserving.workloads import OFFLINE_TRACE, ONLINE_TRACE, Scale, Workloads
@@ -38,7 +39,10 @@ EXPERIMENTS: dict[str, Callable[[Bench], ExperimentResult]] = {
     "burst": experiments.burst,
     "rate": experiments.rate,
     "ablation": experiments.ablation,
+    "objectives": objectives,
 }
+VIRTUAL_ONLY = frozenset({"objectives"})
+"""Left out where none is named."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -69,13 +73,14 @@ def main(arguments: list[str] | None = None) -> int:
             max_step_tokens=parsed.max_step_tokens or 8192,
             steps_in_flight=2,
         )
+    if not parsed.virtual and VIRTUAL_ONLY.intersection(parsed.experiments):
+        parser.error(f"{', '.join(VIRTUAL_ONLY)} wants --virtual: hundreds of runs")
     scale = Scale(length_divisor=parsed.length_divisor, max_total_tokens=parsed.max_total_tokens)
-    workloads = Workloads(parsed.traces, scale, setup.seed)
-    names = parsed.experiments or list(EXPERIMENTS)
+    workloads = Workloads(parsed.traces, scale, setup.seed, parsed.online_trace)
+    names = parsed.experiments or [name for name in EXPERIMENTS if name not in VIRTUAL_ONLY]
     if not workloads.has_traces:
-        say(
-            f"no {ONLINE_TRACE} and {OFFLINE_TRACE} in {parsed.traces} (--traces): offline lengths are the trace's means"
-        )
+        missing = f"no {parsed.online_trace} and {OFFLINE_TRACE} in {parsed.traces} (--traces)"
+        say(f"{missing}: offline lengths are the trace's means")
         if "trace" in names and parsed.virtual:
             say("experiment trace has Poisson arrivals and log-normal lengths instead")
         elif "trace" in names:
@@ -83,7 +88,7 @@ def main(arguments: list[str] | None = None) -> int:
             names = [name for name in names if name != "trace"]
     options = Options(
         load=parsed.load, on_load=parsed.on_load, ttft_ms=parsed.ttft_ms, tpot_ms=parsed.tpot_ms,
-        ablation_pool_share=parsed.ablation_pool_share,
+        ablation_pool_share=parsed.ablation_pool_share, pairs=parsed.pairs or Options().pairs,
     )  # fmt: skip
     command = shlex.join(["python", "-m", "bench.coserving", *arguments])
     testbed = _virtual(setup, parsed) if parsed.virtual else Testbed(setup)
@@ -143,6 +148,11 @@ def save(result: ExperimentResult, folder: Path) -> list[Path]:
         return paths
 
 
+def _pair(text: str) -> Objectives:
+    ttft_ms, _, tpot_ms = text.partition(":")
+    return Objectives(float(ttft_ms) / 1000, float(tpot_ms) / 1000)
+
+
 def _parser() -> argparse.ArgumentParser:
     defaults, scale, options = Setup(), Scale(), Options()
     parser = argparse.ArgumentParser(
@@ -156,6 +166,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--cost-model", type=Path, help="JSON, for virtual step times (SmolLM-135M on two cores)")
     parser.add_argument("--traces", type=Path, default=Path("../shared/traces"), help="folder with the two traces")
+    parser.add_argument("--online-trace", default=ONLINE_TRACE, metavar="FILE", help="of that folder (%(default)s)")
     parser.add_argument("--output", type=Path, default=Path(__file__).parents[1] / "results")
     parser.add_argument("--model", choices=SHAPES, help=f"shape, random weights ({defaults.model})")
     parser.add_argument("--device", choices=("cpu", "cuda"))
@@ -173,6 +184,13 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--on-load", type=float, default=options.on_load, help="in ON phases (%(default)s)")
     parser.add_argument("--ttft-ms", type=float, default=0.0, help="objective (default: Online-Only's measured P99)")
     parser.add_argument("--tpot-ms", type=float, default=0.0, help="objective (default: Online-Only's measured P99)")
+    parser.add_argument(
+        "--pairs",
+        type=_pair,
+        nargs="+",
+        metavar="TTFT_MS:TPOT_MS",
+        help="fixed objectives of the experiment objectives",
+    )
     parser.add_argument("--ablation-pool-share", type=float, default=options.ablation_pool_share)
     return parser
 

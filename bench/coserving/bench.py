@@ -43,6 +43,9 @@ class Durations(msgspec.Struct, frozen=True, kw_only=True):
     cvs: tuple[float, ...] = (0.5, 1.0, 2.0, 4.0, 8.0)
     loads: tuple[float, ...] = (0.25, 0.5, 0.75)
     """Shares of the capacity."""
+    objectives_cvs: tuple[float, ...] = (1.0, 4.0)
+    num_seeds: int = 3
+    """Of the arrivals at each load of `objectives`; their requests count together."""
     num_step_pairs: int = 160
     num_reactions: int = 40
     is_mirrored: bool = True
@@ -52,6 +55,7 @@ class Durations(msgspec.Struct, frozen=True, kw_only=True):
 SHORT = Durations(
     capacity_s=4.0, trace_s=6.0, num_samples=1, on_s=3.0, off_s=3.0, num_cycles=1, point_s=4.0, ablation_s=5.0,
     warm_up_s=1.0, grace_s=5.0, cvs=(1.0, 8.0), loads=(0.5,), num_step_pairs=12, num_reactions=10, is_mirrored=False,
+    objectives_cvs=(1.0,), num_seeds=1,
 )  # fmt: skip
 
 VIRTUAL = Durations(
@@ -71,6 +75,8 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     tpot_ms: float = 0.0
     ablation_pool_share: float = 0.4
     """Of the pool that the others have."""
+    pairs: tuple[Objectives, ...] = (Objectives(0.75, 0.055), Objectives(1.5, 0.11), Objectives(3.0, 0.22))
+    """Of `objectives`, beside those that Online-Only's latencies say."""
 
 
 class Bench:

@@ -28,6 +28,8 @@ def write_figures(result: ExperimentResult, stem: Path) -> list[Path]:
         drawn.append(("sweep", _sweep(result)))
     elif result.experiment == "ablation":
         drawn.append(("steps", _steps(result)))
+    elif result.experiment == "objectives":
+        drawn.append(("curve", _curve(result)))
     if result.experiment in ("trace", "onoff"):
         drawn.append(("latency", _latency(result)))
         drawn.append(("batch", _batch(result)))
@@ -106,6 +108,30 @@ def _sweep(result: ExperimentResult) -> Figure:
         axis.set_ylim(bottom=0)
     axes[0].legend(fontsize="small")
     axes[-1].set_xlabel(result.parameters["varied"])
+    return figure
+
+
+def _curve(result: ExperimentResult) -> Figure:
+    """Per load, over the TPOT objective: offline tokens per second as lines, requests that kept both objectives dashed."""
+    of_load: dict[str, list[Any]] = {}
+    for point in sorted(result.measured["points"], key=lambda point: point.objectives.tpot_s):
+        of_load.setdefault(point.load, []).append(point)
+    figure, axes = new_figure(len(of_load), _title(result))
+    for axis, (load, points) in zip(axes, of_load.items(), strict=True):
+        tpot_ms = [point.objectives.tpot_s * 1000 for point in points]
+        shares = axis.twinx()
+        for name in points[0].offline_tokens_per_s:
+            colour = COLOURS.get(name, "tab:gray" if name == "bound" else "tab:red")
+            if name != "online_only":
+                axis.plot(tpot_ms, [p.offline_tokens_per_s[name] for p in points], "o-", label=name, color=colour)
+            if name in points[0].attainment:
+                shares.plot(tpot_ms, [100 * p.attainment[name] for p in points], "x--", label=name, color=colour)
+        axis.set_xscale("log")
+        axis.set_ylabel(f"{load}: offline tokens per s")
+        shares.set_ylabel("both kept, % (dashed)")
+        shares.set_ylim(-5, 105)
+    axes[0].legend(fontsize="small")
+    axes[-1].set_xlabel("TPOT objective, ms (TTFT's grows with it)")
     return figure
 
 

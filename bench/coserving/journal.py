@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import msgspec
 import numpy as np
 
+from bench.coserving.accounting import StepParts
 from bench.coserving.setup import MODEL, Objectives
 from bench.coserving.systems import System
 from shared.engine.engine import Engine
@@ -41,6 +42,10 @@ class Step(msgspec.Struct, array_like=True):
     is_suspended: bool = False
     num_tokens: tuple[int, int] = (0, 0)
     """Computed for online and offline requests; all at the last launch of the step."""
+    recomputed_tokens: int = 0
+    """Of these, computed once more after a preemption, or by a later step: counted where a sequence comes back."""
+    parts: StepParts | None = None
+    """Of all its launches together, at the last; in virtual time."""
 
 
 class Sample(msgspec.Struct, array_like=True):
@@ -128,7 +133,7 @@ class Journal:
         self._reactions_s: list[float] = []
         self._samples: list[Sample] = []
         self._late_s: list[float] = []
-        self._counted = (0, 0)
+        self._counted = (0, 0, 0)
         self.next_sample_s = 0.0
 
     def take_request(self, planned: PlannedRequest, request: GenerationRequest, *, at_s: float, now: float) -> None:
@@ -153,8 +158,11 @@ class Journal:
     def count_step(self) -> None:
         """The engine has taken the result of the step noted last."""
         counters = self._engine.counters
-        counted = (counters.online_tokens, counters.harvested_tokens)
-        self.steps[-1].num_tokens = (counted[0] - self._counted[0], counted[1] - self._counted[1])
+        counted = (counters.online_tokens, counters.harvested_tokens, counters.recomputed_tokens)
+        online, offline, self.steps[-1].recomputed_tokens = (
+            now - before for now, before in zip(counted, self._counted, strict=True)
+        )
+        self.steps[-1].num_tokens = (online, offline)
         self._counted = counted
 
     def take_effects(self, effects: Iterable[Output | Ended], now: float) -> list[RequestRecord]:

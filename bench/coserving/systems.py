@@ -16,6 +16,8 @@ class System(msgspec.Struct, frozen=True, kw_only=True):
     checkpoints: bool = False
     """Has host memory for them."""
     prefetch: bool = False
+    step_tokens: int = 0
+    """At most; 0: as the setup says."""
 
     @property
     def serves_offline(self) -> bool:
@@ -37,7 +39,7 @@ class System(msgspec.Struct, frozen=True, kw_only=True):
             num_merged,
             num_rows,
             ordering,
-            max_step_tokens,
+            self.step_tokens or max_step_tokens,
             steps_in_flight,
             co_serving=self.co_serving,
             interruption=self.interruption,

@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from bench.coserving.accounting import parts_of
 from bench.coserving.journal import Journal, Requests, RunFailed, RunResult, Step
 from bench.coserving.setup import MODEL, Objectives, Setup, num_merged
 from bench.coserving.systems import System
@@ -156,6 +157,8 @@ class VirtualRun:
         self._engine.on_step(result, self._now)
         self._start_copies()
         self._journal.count_step()
+        if stop == 1.0:
+            step.parts = parts_of(self._cost, plan.starts, plan.counts, step.num_tokens[0], whole_s)
         self._take_effects()
 
     def _duration_s(self, plan: StepPlan) -> float:

@@ -35,9 +35,9 @@ class Workloads:
     """`traces`: folder with the two files. Where they are missing, `has_traces` is False, offline lengths are fixed, the
     means of the trace, and the online trace gives way to Poisson arrivals with log-normal lengths of its means."""
 
-    def __init__(self, folder: Path, scale: Scale, seed: int) -> None:
-        self.scale, self.seed = scale, seed
-        self._paths = {name: str(folder / name) for name in (ONLINE_TRACE, OFFLINE_TRACE)}
+    def __init__(self, folder: Path, scale: Scale, seed: int, online_trace: str = ONLINE_TRACE) -> None:
+        self.scale, self.seed, self._online_trace = scale, seed, online_trace
+        self._paths = {name: str(folder / name) for name in (online_trace, OFFLINE_TRACE)}
         self.has_traces = all(Path(path).is_file() for path in self._paths.values())
         self._traces: dict[str, Trace] = {}
         if self.has_traces:
@@ -65,11 +65,11 @@ class Workloads:
         kept, drawn by the seed, as the rate says."""
         if not self.has_traces:
             return self._plan(self._like_trace(self._online(Gamma(rate_rps=rate_rps))), duration_s, seed)
-        trace = self._traces[self._paths[ONLINE_TRACE]]
+        trace = self._traces[self._paths[self._online_trace]]
         assert trace.at_s is not None
         whole_s = float(trace.at_s[-1]) + 1e-3
         keep = min(1.0, rate_rps * duration_s / trace.at_s.size)
-        source = msgspec.structs.replace(self._source(ONLINE_TRACE), time_scale=duration_s / whole_s, keep=keep)
+        source = msgspec.structs.replace(self._source(self._online_trace), time_scale=duration_s / whole_s, keep=keep)
         stream = self._online(Replay(trace=source))
         return self._plan(
             msgspec.structs.replace(stream, max_total_tokens=self.scale.max_total_tokens), duration_s, seed
@@ -85,7 +85,7 @@ class Workloads:
             num_requests=NUM_OFFLINE,
         )
         if self.has_traces:
-            source = self._source(ONLINE_TRACE)
+            source = self._source(self._online_trace)
             stream = msgspec.structs.replace(stream, lengths_from=source, max_total_tokens=self.scale.max_total_tokens)
         else:
             stream = self._like_trace(stream)

@@ -4,16 +4,27 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from itertools import pairwise
+from itertools import combinations_with_replacement, pairwise
 from pathlib import Path
 
 import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from bench.coserving import __main__ as command
 from bench.coserving import experiments
+from bench.coserving.accounting import fewest_steps, most_offline_tokens, parts_of, request_s
 from bench.coserving.bench import SHORT, VIRTUAL, Bench, Durations, Options
 from bench.coserving.journal import Counts, RunResult, Sample, Step
+from bench.coserving.objectives import (
+    account,
+    attainment,
+    choose_limited,
+    limited,
+    objectives,
+    tightest_objectives,
+)
 from bench.coserving.results import figures_of, online_records, series_of, set_ratios
 from bench.coserving.safepoints import met_step_s, safepoints
 from bench.coserving.setup import Objectives, Setup
@@ -22,9 +33,11 @@ from bench.coserving.testbed import Testbed
 from bench.coserving.virtual import SMOLLM_135M_ON_TWO_CORES, VirtualRun, VirtualTestbed
 from bench.coserving.workloads import OFFLINE_TRACE, ONLINE_TRACE, Scale, Workloads
 from bench.reporting import Target
+from shared.cost_model import StepShape
 from shared.engine.recording import Configuration
 from shared.messages.requests import RequestClass
 from tideway.bench.records import UNFINISHED, RequestRecord
+from tideway.bench.workload import PlannedRequest
 
 QUICK = Durations(
     capacity_s=0.3, trace_s=0.4, on_s=0.25, off_s=0.25, num_cycles=1, point_s=0.35, ablation_s=0.2, warm_up_s=0.1,
@@ -267,6 +280,136 @@ def test_virtual_runs_differ_by_their_noise_alone(virtual: Bench) -> None:
         assert len(online_records(result)) == len(online) and all(r.is_success for r in online_records(result))
         assert sum(step.num_tokens[0] for step in result.steps) == result.counts.online_tokens
         assert result.counts.steps_suspended == sum(step.is_suspended and not step.resumes for step in result.steps)
+
+
+def planned(at_s: float, prompt: int, output: int) -> PlannedRequest:
+    return PlannedRequest(
+        request_id=f"{at_s}", stream="s", at_s=at_s, model="model", request_class=RequestClass.ONLINE,
+        prompt_tokens=prompt, output_tokens=output,
+    )  # fmt: skip
+
+
+def test_a_steps_time_is_divided_among_what_it_computes() -> None:
+    cost = SMOLLM_135M_ON_TWO_CORES
+    online = StepShape(100, 100 * 50.0, 2, 70)
+    # Two online decodes and an online chunk, then an offline decode and two chunks.
+    starts, counts = [30, 40, 0, 500, 0, 64], [1, 1, 100, 1, 200, 50]
+    parts = parts_of(cost, starts, counts, 102, real_s=1.0)
+    scale = 1.0 / cost.predict(StepShape(350, 100 * 50 + 200 * 100 + 50 * 89.0, 3, 570))
+    assert parts.begin_s == pytest.approx(scale * (cost.fixed_s + cost.mixed_s))
+    assert parts.online_s == pytest.approx(scale * (cost.predict(online) - cost.fixed_s - cost.mixed_s))
+    assert parts.offline_decodes_s == pytest.approx(scale * cost.decode_cost_s(500))
+    assert sum(msgspec.structs.astuple(parts)) == pytest.approx(1.0)
+
+
+def test_requests_that_overlap_share_the_fewest_steps() -> None:
+    # Three tokens each, due 1, 2 and 3 s after the arrival.
+    assert fewest_steps([(0.0, 3)], ttft_s=1.0, tpot_s=1.0) == 3
+    assert fewest_steps([(0.0, 3), (0.5, 3)], ttft_s=1.0, tpot_s=1.0) == 3
+    assert fewest_steps([(0.0, 3), (1.5, 3)], ttft_s=1.0, tpot_s=1.0) == 4
+    assert fewest_steps([(0.0, 3), (0.0, 3)], ttft_s=1.0, tpot_s=1.0) == 3
+    assert fewest_steps([(0.0, 3), (9.0, 2)], ttft_s=1.0, tpot_s=1.0) == 5
+    assert fewest_steps([], ttft_s=1.0, tpot_s=1.0) == 0
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 4), st.integers(1, 2)), min_size=1, max_size=3),
+    st.integers(1, 2),
+    st.integers(1, 2),
+)
+def test_no_other_choice_of_steps_is_smaller(requests: list[tuple[int, int]], ttft_s: int, tpot_s: int) -> None:
+    """By trying all: steps at whole seconds, as many at once as are wanted."""
+
+    def suffices(steps: tuple[int, ...]) -> bool:
+        return all(
+            sum(at_s <= step_s <= at_s + ttft_s + k * tpot_s for step_s in steps) > k
+            for at_s, tokens in requests
+            for k in range(tokens)
+        )
+
+    least = next(
+        count for count in range(10) if any(suffices(steps) for steps in combinations_with_replacement(range(9), count))
+    )
+    assert fewest_steps([(float(at_s), tokens) for at_s, tokens in requests], ttft_s, tpot_s) == least
+
+
+def test_looser_objectives_leave_more_to_offline_work_and_none_more_than_the_device_has() -> None:
+    cost = SMOLLM_135M_ON_TWO_CORES
+    online, offline = [planned(float(i), 200, 50) for i in range(20)], [planned(0.0, 600, 70)]
+
+    def most(tpot_s: float) -> float:
+        return most_offline_tokens(cost, 20.0, online, online, offline, 512, 1.0, tpot_s)
+
+    nobody_kept = most_offline_tokens(cost, 20.0, online, [], offline, 512, 1.0, 0.05)
+    assert 0 < most(0.05) < most(0.1) < most(0.2) < nobody_kept < 20.0 * 670 / request_s(cost, offline[0])
+    assert most_offline_tokens(cost, 5.0, online, online, offline, 512, 1.0, 0.05) == 0.0
+
+
+def test_a_run_that_keeps_the_pace_has_no_fewer_steps_than_the_bound_says(virtual: Bench) -> None:
+    arrivals = virtual.workloads.gamma(rate_rps=2.0, cv=1.0, duration_s=60.0)
+    for pair in (Objectives(0.6, 0.1), Objectives(2.0, 0.3)):
+        run = virtual.new_run(TIDEWAY, pair).run(arrivals, virtual.offline, 60.0)
+        kept = [
+            (record.arrival_s, record.output_tokens)
+            for record in online_records(run)
+            if all(
+                at_s <= record.arrival_s + pair.ttft_s + k * pair.tpot_s for k, at_s in enumerate(record.token_times)
+            )
+        ]
+        assert len(kept) > 0.9 * len(arrivals)
+        assert 0.3 * len(run.steps) < fewest_steps(kept, pair.ttft_s, pair.tpot_s) <= len(run.steps)
+
+
+def test_the_tightest_objectives_are_kept_by_99_of_100() -> None:
+    records = [record(f"{i}", 0.0, [0.1 + i / 100, 0.3 + i / 40]) for i in range(200)]
+    found = tightest_objectives(records)
+    assert attainment(records, found) == pytest.approx(0.99)
+    assert attainment(records, Objectives(found.ttft_s * 0.999, found.tpot_s * 0.999)) < 0.99
+    cut_off = [record("x", 0.0, [0.1], error=UNFINISHED), *records[:1]]
+    assert attainment(cut_off, Objectives(9.0, 9.0)) == 0.5
+
+
+@pytest.mark.parametrize(
+    ("kept", "least", "name"),
+    [
+        ({"32": 0.9, "64": 0.8, "all": 0.1}, 0.75, "64"),
+        ({"32": 0.9, "64": 0.8, "all": 0.1}, 0.95, "32"),
+        ({"32": 0.0, "64": 0.0, "all": 0.0}, 0.95, "all"),
+    ],
+)
+def test_the_limited_baseline_is_the_largest_step_that_keeps_as_much(
+    kept: dict[str, float], least: float, name: str
+) -> None:
+    assert choose_limited(kept, least) == name
+
+
+def test_a_devices_time_is_accounted_for(virtual: Bench) -> None:
+    online = virtual.workloads.gamma(rate_rps=1.0, cv=1.0, duration_s=60.0)
+    for system in (VLLM_PP, limited(64), TIDEWAY):
+        run = virtual.new_run(system, Objectives(0.8, 0.1)).run(online, virtual.offline, 60.0)
+        found = account([run], 5.0)
+        assert sum(msgspec.structs.astuple(found)) == pytest.approx(1.0)
+        # What a step that is cut by the window's ends did is all that may be missing.
+        assert min(msgspec.structs.astuple(found)) > -0.02 and found.useful > 0.05
+        assert max(sum(step.num_tokens) for step in run.steps) <= (system.step_tokens or 512)
+
+
+def test_the_curve_of_objectives_end_to_end(virtual: Bench, tmp_path: Path) -> None:
+    short = msgspec.structs.replace(SHORT, point_s=20.0, grace_s=60.0)
+    options = Options(pairs=(Objectives(1.5, 0.11),))
+    result = objectives(Bench(virtual.testbed, virtual.workloads, short, options, "test"))
+    points = result.measured["points"]
+    assert [(point.load, point.label) for point in points[:5]] == [
+        *(("trace 0.5", f"{scale:g} x tightest") for scale in (1, 1.5, 2, 3)),
+        ("trace 0.5", "fixed"),
+    ]
+    for point in points:
+        assert set(point.attainment) == {"online_only", "vllm++", "vllm++ limited", "tideway"}
+        assert point.offline_tokens_per_s["online_only"] == 0 < point.offline_tokens_per_s["vllm++"]
+        assert point.offline_tokens_per_s["bound"] > 0
+    assert points[0].attainment["online_only"] >= 0.99
+    assert len(result.targets) == 2 * len({point.load for point in points})
+    assert {path.suffix for path in command.save(result, tmp_path)} == {".json", ".md", ".png"}
 
 
 def test_the_command_runs_in_virtual_time_with_a_given_cost_model(
