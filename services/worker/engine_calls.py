@@ -175,6 +175,10 @@ class EngineCalls:
         with self._changing() as engine:
             return engine.reserve(query, self._clock())
 
+    def busy_s(self) -> float:
+        with self._lock:
+            return self._engine.busy_s(self._clock())
+
     def adopt(self, commit: Commit) -> ErrorInfo | None:
         """An offline step that runs gives way to an online request."""
         with self._changing() as engine:

@@ -191,6 +191,14 @@ class Engine(Moves):
     def _predicted_end_s(self, step: PlannedStep) -> float:
         return max(step.planned_s, self._last_end_s) + step.predicted_s * (1 - step.done_share)
 
+    def busy_s(self, now: float) -> float:
+        """Until the steps in flight end, if a sequence that comes from another instance should rather come after them: one
+        of them is long and cannot be interrupted. One that runs over its prediction is expected to go on for as long as it
+        has been over."""
+        if not any(step.is_long and not step.plan.is_interruptible for step in self._in_flight.values()):
+            return 0.0
+        return abs(max(self._predicted_end_s(step) for step in self._in_flight.values()) - now)
+
     def _resume(self, now: float) -> PlannedStep | None:
         """The suspended step, if it is to go on now; gives it up if that is cheaper."""
         self._discard_if_empty(now)

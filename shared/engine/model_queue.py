@@ -87,6 +87,10 @@ class ModelQueue:
     def has_online_work(self) -> bool:
         return any(self.has_work(rank) for rank in ONLINE_RANKS)
 
+    def has_restored_decodes(self) -> bool:
+        """Whether online sequences in decode have come, or come back, and did not run here yet."""
+        return any(sequence.is_online and sequence.is_in_decode for sequence in self.restored.values())
+
     def runnable(self, rank: Rank) -> Iterator[Sequence]:
         yield from self.waiting[rank]
         yield from (s for s in self.restored.values() if s.rank == rank)

@@ -89,6 +89,8 @@ class Stage:
     """So long after the answer its blocks may begin to come."""
     is_urgent: bool = False
     """It is waited for: its copy goes as fast as it can."""
+    arrives_s: float = -1.0
+    """As in `PreAllocate`."""
     reserved: Reserved | None = None
     begun: Outgoing | None = None
     """Its transfer, where that was begun before the blocks were known."""
@@ -174,6 +176,7 @@ class Peer:
             max_tokens=self._max_tokens,
             deadline_s=self._room_s(stage),
             traceparent=self._span.traceparent,
+            arrives_s=stage.arrives_s,
         )
         try:
             with self._span.stage("migration.reserve", stage.attributes()):
