@@ -121,10 +121,11 @@ class Journal:
                 record.num_preemptions = sequence.num_preemptions
                 record.preempted_s = now
 
-    def on_taken_out(self, request_id: str, num_tokens: int, step_s: float, now: float) -> None:
+    def on_taken_out(self, request_id: str, num_tokens: int, step_s: float) -> None:
         """The request left its source's batch; its next token ends the pause."""
         record = self.records[int(request_id)]
-        self._paused[int(request_id)] = (num_tokens, record.last_s if record.last_s >= 0 else now, step_s)
+        if record.last_s >= 0:  # else it waits for its first token, wherever it is
+            self._paused[int(request_id)] = (num_tokens, record.last_s, step_s)
 
     def on_moved(self, request_id: str) -> None:
         self.records[int(request_id)].num_moves += 1

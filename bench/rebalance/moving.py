@@ -182,16 +182,18 @@ class Move:
         if not self._num_copied_stages and not is_worth(left_s, self._candidate.tokens_left, step_s):
             self._stay(AbortReason.NOT_WORTH)
             return
+        num_filled = (pinned.first_block + len(pinned.slots)) * self._device.page_tokens
+        is_in_prefill = self._candidate.request.num_tokens >= num_filled + 2 * self._device.page_tokens
+        # What the step in flight computes of its prompt is filled only when that has ended.
+        busy_s = (engine.busy_s(now) if is_in_prefill else 0.0) or self._busy.left_s(now)
         choice = next_stage(
             len(pinned.slots), left_s, self._previous_left_s, self._copy_s(len(pinned.slots) + 1, 1.0), step_s,
-            self._num_copied_stages, MAX_STAGES, self._busy.left_s(now),
+            self._num_copied_stages, MAX_STAGES, busy_s,
         )  # fmt: skip
-        wait_s = self._busy.ask_after_s(now) if choice is Next.WAIT else None
+        wait_s = self._busy.ask_after_s(busy_s or 0.0, now) if choice is Next.WAIT else None
         if choice is Next.WAIT and wait_s is None:
             choice = Next.LAST if self._source.state == "draining" else Next.NOT_WORTH
         self._previous_left_s = left_s
-        num_filled = (pinned.first_block + len(pinned.slots)) * self._device.page_tokens
-        is_in_prefill = self._candidate.request.num_tokens >= num_filled + 2 * self._device.page_tokens
         if choice is Next.NOT_WORTH:
             self._stay(AbortReason.NOT_WORTH)
         elif choice is Next.STAGE:
@@ -268,7 +270,7 @@ class Move:
             return
         if self._candidate.is_running:
             tokens = (len(taken.request.prompt) + len(taken.request.prior)) // 4
-            self._movers.journal.on_taken_out(self.request_id, tokens, self._source.step_s, self._events.now)
+            self._movers.journal.on_taken_out(self.request_id, tokens, self._source.step_s)
         self._unpin()
         rest = self._pinned = self._source.engine.pin_rest(self.request_id, self._next_block)
         if rest is None and taken.progress.num_computed:

@@ -54,13 +54,14 @@ class Busy:
             return self._until_s
         return self._until_s - now if self._until_s > now else None
 
-    def ask_after_s(self, now: float) -> float | None:
-        """After `Next.WAIT`: when to ask again; None: it has been waited for too long."""
+    def ask_after_s(self, busy_s: float, now: float) -> float | None:
+        """After `Next.WAIT` for so long: when to ask again; None: it has been waited for too long."""
         if self._since_s is None:
             self._since_s = now
         if now - self._since_s >= MAX_WAIT_S:
             return None
-        return min(MAX_ASK_S, max(MIN_ASK_S, self.left_s(now) or 0.0))
+        self._until_s = None
+        return min(MAX_ASK_S, max(MIN_ASK_S, busy_s))
 
 
 def copy_s(num_bytes: int, bandwidth_bytes_s: float | None, rate_share: float) -> float:

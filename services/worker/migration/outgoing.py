@@ -237,6 +237,9 @@ class OutgoingMigration:
         if not self._num_copied and not self._is_worth(1):
             self.feed(Event.FAILED, AbortReason.NOT_WORTH)
             return
+        is_in_prefill = self._is_in_prefill(first_block + num_filled)
+        # What the step in flight computes of its prompt is filled only when that has ended.
+        busy_s = (self._site.loop.busy_s() if is_in_prefill else 0.0) or self._busy.left_s(self._site.loop.now())
         choice = next_stage(
             num_filled,
             left_s,
@@ -245,10 +248,10 @@ class OutgoingMigration:
             step_s,
             self._num_copied,
             self._site.max_stages,
-            self._busy.left_s(self._site.loop.now()),
+            busy_s,
         )
         self._previous_left_s = left_s
-        if choice is Next.WAIT and not self._wait():
+        if choice is Next.WAIT and not self._wait(busy_s or 0.0):
             choice = Next.LAST if self._is_leaving else Next.NOT_WORTH
         if choice is Next.NOT_WORTH:
             self.feed(Event.FAILED, AbortReason.NOT_WORTH)
@@ -257,7 +260,7 @@ class OutgoingMigration:
             self.feed(Event.STAGE)
         elif choice is Next.WAIT:
             self.feed(Event.WAIT)
-        elif self._is_in_prefill(first_block + num_filled):
+        elif is_in_prefill:
             # How much the next chunk fills shows when it has left.
             self.feed(Event.OUT)
         else:
@@ -266,9 +269,9 @@ class OutgoingMigration:
             self._announce(num_blocks, pinned.hashes, begins_s=LEAVE_S, is_last=True, arrives_s=arrives_s)
             self.feed(Event.LAST)
 
-    def _wait(self) -> bool:
-        """Until the destination's step should have ended; False: it has been too long."""
-        wait_s = self._busy.ask_after_s(self._site.loop.now())
+    def _wait(self, busy_s: float) -> bool:
+        """Until a long step should have ended; False: it has been too long."""
+        wait_s = self._busy.ask_after_s(busy_s, self._site.loop.now())
         if wait_s is None:
             return False
 
