@@ -43,7 +43,7 @@ DRAIN_S = 5.0
 
 SYSTEMS = {
     "round_robin": System(name="round_robin", dispatch="round_robin", is_late=False, migrates=False),
-    "infaas++": System(name="infaas++", is_late=False, migrates=False),
+    "infaas++": System(name="infaas++", dispatch="freeness", is_late=False, migrates=False),
     "late": System(name="late", migrates=False),
     "tideway": System(name="tideway"),
 }

@@ -210,7 +210,7 @@ class Instance:
             return
         self._reported_s = self._events.now
         self._num_reports += 1
-        load = self.engine.load()
+        load = self.engine.load(self._events.now)
         report = LoadReport(
             self.instance_id,
             "1",

@@ -97,7 +97,7 @@ class EngineCalls:
 
     def load(self) -> InstanceLoad:
         with self._lock:
-            return self._engine.load()
+            return self._engine.load(self._clock())
 
     def cost_models(self) -> dict[str, tuple[CostModel, float]]:
         """Of each model that has one, as it was measured, and the live correction."""

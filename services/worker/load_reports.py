@@ -74,6 +74,7 @@ class LoadReports:
             self._num_moved_in,
             load.next_move_tokens,
             load.running_freeness,
+            prompts_s=load.prompts_s,
         )
         self._begin()
         self._bus.publish(LOAD_REPORTS, report)

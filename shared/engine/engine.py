@@ -378,10 +378,14 @@ class Engine(Moves):
 
     # --------------------------------------------------------------------------------------------------- load
 
-    def load(self) -> InstanceLoad:
-        """Counts and freeness of this moment."""
+    def load(self, now: float | None = None) -> InstanceLoad:
+        """Counts and freeness of this moment; without `now` nothing of the steps in flight is left."""
+        steps = [step for step in self._in_flight.values() if now is not None and not step.plan.is_interruptible]
+        steps_s = max((self._predicted_end_s(step) - (now or 0.0) for step in steps), default=0.0)
         offline_tokens_per_s = self._charging.offline_rate.per_s if self.serves_offline else None
-        return instance_load(self.planner, self._arrivals, offline_tokens_per_s, self._high_priority_load)
+        return instance_load(
+            self.planner, self._arrivals, offline_tokens_per_s, self._high_priority_load, max(0.0, steps_s)
+        )
 
     def check(self) -> None:
         """Asserts every invariant; for tests and idle time, not the hot path."""

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from itertools import chain
 from typing import NamedTuple
 
-from shared.cost_model import CostModel, StepShape
+from shared.cost_model import CostModel, StepShape, prompt_s
 from shared.engine.kv_blocks import root_hash
 from shared.engine.plan import ModelShape
 from shared.engine.sequence import Rank, Sequence
@@ -120,6 +120,18 @@ class ModelQueue:
             if objective_s < tpot_s:
                 tpot_s = objective_s
         return Objectives(tpot_s, min(token_due_s - now, MAX_SLACK * tpot_s), first_due_s - now)
+
+    def prompts_s(self) -> float:
+        """Predicted time of what its online sequences lack of their prompts; 0 without a cost model."""
+        if self.cost_model is None:
+            return 0.0
+        cost = self.cost_model.prompt_cost
+        lacking = (
+            (sequence.total - sequence.num_computed, sequence.num_computed)
+            for rank in ONLINE_RANKS
+            for sequence in self.runnable(rank)
+        )
+        return sum(prompt_s(cost, count, start) for count, start in lacking if count > 1)
 
     def online_shape(self, max_tokens: int) -> StepShape:
         """Of a step with all that its online sequences could run now, at most `max_tokens` prefill tokens."""
