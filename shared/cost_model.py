@@ -61,6 +61,11 @@ def shape_of(starts: list[int], counts: list[int]) -> StepShape:
     return StepShape(prefill, attention, decodes, decode_context)
 
 
+def prompt_s(cost: tuple[float, float], num_tokens: int, context_tokens: int = 0) -> float:
+    """Of so many tokens of a prompt after others. `cost`: of `CostModel.prompt_cost`."""
+    return cost[0] * num_tokens + cost[1] * num_tokens * (context_tokens + num_tokens / 2)
+
+
 class CostModel(msgspec.Struct, frozen=True):
     """One model on one kind of device. Seconds."""
 
@@ -111,6 +116,11 @@ class CostModel(msgspec.Struct, frozen=True):
         """What a chunk adds to others, below the knee."""
         attention = num_tokens * (context_tokens + num_tokens / 2)
         return self.prefill_token_s * num_tokens + self.prefill_attention_s * attention
+
+    @property
+    def prompt_cost(self) -> tuple[float, float]:
+        """Seconds of a token of a prompt, as most of them are (above the knee), and what each adds per token before it."""
+        return self.prefill_token_s + self.over_knee_s, self.prefill_attention_s
 
     def max_prefill_tokens(self, seconds: float, shape: StepShape, context_tokens: int) -> int:
         """The longest chunk after `context_tokens` that, added to `shape`, adds at most `seconds`."""

@@ -78,7 +78,8 @@ class SchedulerSettings(BusSettings, frozen=True, kw_only=True):
     cache_affinity_merged: float = 0.0
     lost_after_s: float = 3.0
     """An instance that was not heard of for so long is dead."""
-    dispatch_policy: str = "freeness"
+    dispatch_policy: str = "first_token"
+    """first_token | freeness | round_robin | fewest_requests"""
     order_policy: str = "doubling_budget"
     """doubling_budget | fcfs | round_robin | mlfq"""
     migration: str = "auto"

@@ -16,11 +16,12 @@ import msgspec
 from bench.rebalance.devices import DEVICES
 from bench.rebalance.experiments import DURATION_S, EXPERIMENTS, NUM_INSTANCES, Plan
 from bench.rebalance.results import draw_balance
-from bench.rebalance.workloads import MIXES
+from bench.rebalance.workloads import MIXES, PREFILL_MIX
 from bench.reporting import machine, write
+from shared.settings import SchedulerSettings
 from tideway.bench.plots import PlotsUnavailable
 
-TRACE = "azure_llm_2023_conv.csv"
+TRACES = ("azure_llm_2023_conv.csv", "mooncake_conversation.jsonl")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -36,17 +37,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--requests", type=int, default=0, help="of one run; default: by the duration, short 150")
     parser.add_argument("--duration", type=float, default=DURATION_S, help="of arrivals, in seconds of virtual time")
     parser.add_argument("--loads", default="", help="shares of the capacity, comma-separated")
-    parser.add_argument("--mixes", default="", help=f"of {', '.join(MIXES)}, comma-separated")
-    parser.add_argument("--order", default="fcfs", help="order policy of scheduler and instances, of all systems")
+    parser.add_argument("--mixes", default="", help=f"of {', '.join(MIXES)}, {PREFILL_MIX}, comma-separated")
     parser.add_argument(
-        "--traces", type=Path, default=Path("../shared/traces"), help=f"folder of {TRACE}, if there is one"
+        "--order",
+        default=SchedulerSettings().order_policy,
+        help="order policy of scheduler and instances, of all systems",
+    )
+    parser.add_argument(
+        "--traces", type=Path, default=Path("../shared/traces"), help=f"folder with any of {', '.join(TRACES)}"
     )
     parser.add_argument("--set", action="append", default=[], metavar="NAME=NUMBER", help="a setting of the scheduler")
     options = parser.parse_args(arguments)
     names = options.experiments or list(EXPERIMENTS)
     if unknown := set(names) - EXPERIMENTS.keys():
         parser.error(f"unknown experiments: {', '.join(sorted(unknown))}")
-    trace = options.traces / TRACE
+    traces = tuple(path for name in TRACES if (path := options.traces / name).exists())
     plan = Plan(
         device=DEVICES[options.device],
         seeds=tuple(range(options.seed, options.seed + (options.num_seeds or (1 if options.short else 3)))),
@@ -56,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.loads
         else ((0.7,) if options.short else (0.6, 0.7, 0.8)),
         mixes=tuple(options.mixes.split(",")) if options.mixes else (("M-M",) if options.short else MIXES),
-        trace=trace if trace.exists() and not options.short else None,
+        traces=() if options.short else traces,
         order=options.order,
         scheduler={name: float(value) for name, _, value in (item.partition("=") for item in options.set)},
         is_short=options.short,
@@ -68,7 +73,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         date, took_s = time.strftime("%Y-%m-%d"), time.monotonic() - started
         document = {
             "date": date, "machine": machine(), "command": " ".join(sys.argv[1:]), "took_s": round(took_s, 1),
-            "plan": msgspec.structs.replace(plan, trace=None), "trace": plan.trace and plan.trace.name, "result": result,
+            "plan": msgspec.structs.replace(plan, traces=()), "traces": [path.name for path in plan.traces],
+            "result": result,
         }  # fmt: skip
         head = (
             f"# Requests that move, in virtual time, {date}\n\n{NUM_INSTANCES} instances, device {plan.device.name}, seeds "

@@ -27,6 +27,7 @@ from services.scheduler.actions import (
 from services.scheduler.core import SchedulerCore
 from shared.messages.cluster import LoadReport
 from shared.messages.requests import GenerationRequest, Priority, SamplingParams
+from shared.policies.dispatch import TIMED_POLICY
 from shared.settings import InstanceSettings, SchedulerSettings
 
 STATISTICS_S = 1.0
@@ -39,7 +40,7 @@ class System(msgspec.Struct, frozen=True, kw_only=True):
     """One way to run the cluster."""
 
     name: str
-    dispatch: str = "freeness"
+    dispatch: str = TIMED_POLICY
     is_late: bool = True
     """Requests wait in the scheduler's queue until an instance has room for them; else they are dispatched at once."""
     migrates: bool = True

@@ -21,11 +21,13 @@ from bench.rebalance.results import (
     Figures,
     balance_verdicts,
     figures_of,
+    latency_verdicts,
 )
 from bench.rebalance.scaling import Fleet
-from bench.rebalance.workloads import MIXES, Job, Workload, draw_jobs
+from bench.rebalance.workloads import MIXES, PREFILL_MIX, Job, Workload, draw_jobs, is_mix
 from bench.reporting import met
 from shared.cost_model import StepShape
+from shared.settings import SchedulerSettings
 
 PROFILE_SEED, PROFILE_REQUESTS = 1_000_003, 50_000
 """Of the requests by which the capacity is reckoned: others than those that are compared."""
@@ -41,7 +43,7 @@ DRAIN_S = 5.0
 
 SYSTEMS = {
     "round_robin": System(name="round_robin", dispatch="round_robin", is_late=False, migrates=False),
-    "infaas++": System(name="infaas++", is_late=False, migrates=False),
+    "infaas++": System(name="infaas++", dispatch="freeness", is_late=False, migrates=False),
     "late": System(name="late", migrates=False),
     "tideway": System(name="tideway"),
 }
@@ -58,8 +60,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     loads: tuple[float, ...] = (0.6, 0.7, 0.8)
     """Of the capacity, for each mix."""
     mixes: tuple[str, ...] = MIXES
-    trace: Path | None = None
-    order: str = "fcfs"
+    traces: tuple[Path, ...] = ()
+    order: str = SchedulerSettings().order_policy
     scheduler: dict[str, float] = {}
     """Settings of Tideway's scheduler that differ from its defaults."""
     is_short: bool = False
@@ -108,7 +110,8 @@ def _compare(
         one = figures[-1]
         show(
             f"{case} {system.name}: TTFT mean {one.ttft.mean:.3f} P99 {one.ttft.p99:.2f} s, TPOT P99 "
-            f"{1000 * one.tpot.p99:.0f} ms, preemptions {one.num_preemptions}, {one.moves}"
+            f"{1000 * one.tpot.p99:.0f} ms, longest gap P99 {one.longest_gap.p99:.2f} s, pause P99 "
+            f"{one.pause_steps.p99:.1f} steps, preemptions {one.num_preemptions}, {one.moves}"
         )
     return figures
 
@@ -120,13 +123,30 @@ def balance(plan: Plan, show: Callable[[str], None]) -> Experiment:
         "capacity; a trace's requests at its own times, stretched.",
     )
     systems = [plan.system(name) for name in SYSTEMS]
-    for mix in [*plan.mixes, *([str(plan.trace)] if plan.trace else [])]:
-        capacity, name = capacity_rps(plan, mix), mix if mix in MIXES else Path(mix).stem
+    for mix in [*plan.mixes, *map(str, plan.traces)]:
+        capacity, name = capacity_rps(plan, mix), mix if is_mix(mix) else Path(mix).stem
         for load in plan.loads:
             rate_rps = load * capacity
             workload = plan.workload(mix, rate_rps)
             result.figures += _compare(plan, f"{name} {load:g} ({rate_rps:.2f}/s)", workload, systems, show)
-    result.verdicts = balance_verdicts(result.figures)
+    result.verdicts = balance_verdicts(result.figures) + latency_verdicts(result.figures)
+    return result
+
+
+def prefill(plan: Plan, show: Callable[[str], None]) -> Experiment:
+    result = Experiment(
+        name="prefill",
+        about=f"{PREFILL_MIX}: prompts of thousands of tokens, answers of 6 to 60, in bursts (gamma distributed intervals).",
+    )
+    systems = [plan.system(name) for name in SYSTEMS]
+    for load in plan.loads:
+        rate_rps = load * capacity_rps(plan, PREFILL_MIX)
+        for cv in (8.0,) if plan.is_short else (4.0, 8.0, 13.0):
+            workload = plan.workload(PREFILL_MIX, rate_rps, cv=cv)
+            result.figures += _compare(
+                plan, f"{PREFILL_MIX} {load:g} CV {cv:g} ({rate_rps:.2f}/s)", workload, systems, show
+            )
+    result.verdicts = latency_verdicts(result.figures)
     return result
 
 
@@ -299,6 +319,7 @@ def scaling(plan: Plan, show: Callable[[str], None]) -> Experiment:
 EXPERIMENTS: dict[str, Callable[[Plan, Callable[[str], None]], Experiment]] = {
     "balance": balance,
     "bursts": bursts,
+    "prefill": prefill,
     "priorities": priorities,
     "fragmentation": fragmentation,
     "drain": drain,

@@ -226,7 +226,7 @@ class Instance:
             return
         self._reported_s = self._events.now
         self._num_reports += 1
-        load = self.engine.load()
+        load = self.engine.load(self._events.now)
         report = LoadReport(
             instance_id=self.instance_id,
             incarnation="1",

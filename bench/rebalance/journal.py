@@ -35,6 +35,8 @@ class Record(msgspec.Struct):
     """From each preemption to the next token."""
     recomputed_tokens: int = 0
     num_moves: int = 0
+    longest_gap_s: float = 0.0
+    """Between two of its tokens."""
     planned_s: float = -1.0
     """First part of a step."""
     ended_s: float = -1.0
@@ -84,6 +86,8 @@ class Journal:
             record.num_tokens += len(entry.tokens) // 4
             if record.first_s < 0:
                 record.first_s = now
+            else:
+                record.longest_gap_s = max(record.longest_gap_s, now - record.last_s)
             if record.preempted_s >= 0:
                 record.loss_s += now - record.preempted_s
                 record.preempted_s = -1.0
@@ -117,10 +121,11 @@ class Journal:
                 record.num_preemptions = sequence.num_preemptions
                 record.preempted_s = now
 
-    def on_taken_out(self, request_id: str, num_tokens: int, step_s: float, now: float) -> None:
+    def on_taken_out(self, request_id: str, num_tokens: int, step_s: float) -> None:
         """The request left its source's batch; its next token ends the pause."""
         record = self.records[int(request_id)]
-        self._paused[int(request_id)] = (num_tokens, record.last_s if record.last_s >= 0 else now, step_s)
+        if record.last_s >= 0:  # else it waits for its first token, wherever it is
+            self._paused[int(request_id)] = (num_tokens, record.last_s, step_s)
 
     def on_moved(self, request_id: str) -> None:
         self.records[int(request_id)].num_moves += 1

@@ -23,7 +23,7 @@ from shared.messages.migration import (
     Rebalance,
 )
 from shared.messages.requests import ErrorInfo, HeldRequest
-from shared.migration.estimates import MARGIN_BLOCKS, Next, copy_s, is_worth, next_stage
+from shared.migration.estimates import MARGIN_BLOCKS, Busy, Next, copy_s, is_worth, next_stage
 from shared.migration.limits import max_at_once
 from shared.migration.source import may_move
 from shared.settings import InstanceSettings
@@ -162,6 +162,7 @@ class Move:
         self._num_stages = 0
         self._num_copied_stages = 0
         self._previous_left_s: float | None = None
+        self._busy = Busy()
         self._is_holding = False
         """The destination has, or will have, something reserved."""
         self._is_sealed = False
@@ -186,28 +187,40 @@ class Move:
         if not self._num_copied_stages and not is_worth(left_s, self._candidate.tokens_left, step_s):
             self._stay(AbortReason.NOT_WORTH)
             return
-        choice = next_stage(
-            len(pinned.slots), left_s, self._previous_left_s, self._copy_s(len(pinned.slots) + 1, 1.0), step_s,
-            self._num_copied_stages, MAX_STAGES,
-        )  # fmt: skip
-        self._previous_left_s = left_s
         num_filled = (pinned.first_block + len(pinned.slots)) * self._device.page_tokens
         is_in_prefill = self._candidate.request.num_tokens >= num_filled + 2 * self._device.page_tokens
+        # What the step in flight computes of its prompt is filled only when that has ended.
+        busy_s = (engine.busy_s(now) if is_in_prefill else 0.0) or self._busy.left_s(now)
+        choice = next_stage(
+            len(pinned.slots), left_s, self._previous_left_s, self._copy_s(len(pinned.slots) + 1, 1.0), step_s,
+            self._num_copied_stages, MAX_STAGES, busy_s,
+        )  # fmt: skip
+        wait_s = self._busy.ask_after_s(busy_s or 0.0, now) if choice is Next.WAIT else None
+        if choice is Next.WAIT and wait_s is None:
+            choice = Next.LAST if self._source.state == "draining" else Next.NOT_WORTH
+        self._previous_left_s = left_s
         if choice is Next.NOT_WORTH:
             self._stay(AbortReason.NOT_WORTH)
         elif choice is Next.STAGE:
-            self._reserve(len(pinned.slots), pinned.hashes, now, self._copy)
+            arrives_s = self._copy_s(len(pinned.slots), self._rate_share)
+            self._reserve(len(pinned.slots), pinned.hashes, now, self._copy, arrives_s)
+        elif wait_s is not None:
+            self._events.after(wait_s, self.decide)
         elif is_in_prefill:
             self._take_out()
         else:
-            self._reserve(len(pinned.slots) + MARGIN_BLOCKS, pinned.hashes, now, self._take_out)
+            arrives_s = engine.busy_s(now)
+            self._reserve(len(pinned.slots) + MARGIN_BLOCKS, pinned.hashes, now, self._take_out, arrives_s)
 
-    def _reserve(self, num_blocks: int, hashes: bytes, now: float, then: Callable[[], None]) -> None:
+    def _reserve(
+        self, num_blocks: int, hashes: bytes, now: float, then: Callable[[], None], arrives_s: float = 0.0
+    ) -> None:
         request = self._request
         query = PreAllocate(
             self._id, self._source.instance_id, self.request_id, MODEL, request.request_class, request.priority,
             self._num_stages, self._announced, num_blocks, hashes, self._device.page_tokens, self._device.block_bytes,
             max_tokens=self._candidate.request.num_tokens + self._candidate.tokens_left, reason=self._reason,
+            arrives_s=arrives_s,
         )  # fmt: skip
         self._num_stages += 1
         self._events.after(CONTROL_S, self._on_pre_allocate, query, then)
@@ -232,7 +245,11 @@ class Move:
             self._movers.num_in[name] = self._movers.num_in.get(name, 0) + 1
         self._announced += query.num_blocks
         taker.wake()
-        self._events.after(CONTROL_S, then)
+        self._events.after(CONTROL_S, self._on_reserved, taker.engine.busy_s(self._events.now), then)
+
+    def _on_reserved(self, busy_s: float, then: Callable[[], None]) -> None:
+        self._busy.on_reserved(busy_s, self._events.now)
+        then()
 
     def _copy(self) -> None:
         if not self._is_over:
@@ -261,7 +278,7 @@ class Move:
             return
         if self._candidate.is_running:
             tokens = (len(taken.request.prompt) + len(taken.request.prior)) // 4
-            self._movers.journal.on_taken_out(self.request_id, tokens, self._source.step_s, self._events.now)
+            self._movers.journal.on_taken_out(self.request_id, tokens, self._source.step_s)
         self._unpin()
         rest = self._pinned = self._source.engine.pin_rest(self.request_id, self._next_block)
         if rest is None and taken.progress.num_computed:

@@ -21,6 +21,9 @@ LEAST_FEWER_PREEMPTIONS = 0.70
 LEAST_HIGH_GAIN = 1.3
 MOST_NORMAL_LOSS = 1.05
 MOST_START_S = 1.0
+MOST_P99 = 1.02
+"""Times the better baseline's."""
+MOST_PAUSE_STEPS = 3.0
 OURS = "tideway"
 BASELINES = ("round_robin", "infaas++")
 
@@ -34,6 +37,8 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
     num_requests: int
     ttft: Distribution
     tpot: Distribution
+    longest_gap: Distribution
+    """Between two tokens of a request."""
     latency: Distribution
     high_latency: Distribution
     """Of the tenth that is of high priority, whether or not the system knows."""
@@ -69,6 +74,7 @@ def figures_of(case: str, system: str, clusters: Sequence[Cluster]) -> Figures:
         num_requests=len(records),
         ttft=Distribution.of(record.ttft_s for record in records),
         tpot=Distribution.of(record.tpot_s for record in records),
+        longest_gap=Distribution.of(record.longest_gap_s for record in records),
         latency=Distribution.of(record.latency_s for record in records),
         high_latency=Distribution.of(record.latency_s for record in high),
         normal_latency=Distribution.of(record.latency_s for record in normal),
@@ -111,7 +117,8 @@ class Experiment(msgspec.Struct, kw_only=True):
 
 def _figures_table(figures: Sequence[Figures]) -> list[str]:
     has_high = any(one.high_latency.num for one in figures)
-    head = ["case", "system", "TTFT mean", "P99", "by seed", "TPOT mean, ms", "P99", "preemptions", "requests", "loss, s",
+    head = ["case", "system", "TTFT mean", "P99", "by seed", "TPOT mean, ms", "P99", "longest gap P99, s",
+            "preemptions", "requests", "loss, s",
             "moved", "pause P50, steps", "P99"]  # fmt: skip
     if has_high:
         head += ["latency high, s", "normal", "TTFT P99 high"]
@@ -120,7 +127,8 @@ def _figures_table(figures: Sequence[Figures]) -> list[str]:
         cells = [
             one.case, one.system, f"{one.ttft.mean:.3f}", f"{one.ttft.p99:.2f}",
             ", ".join(f"{value:.3g}" for value in one.ttft_p99_by_seed),
-            f"{1000 * one.tpot.mean:.1f}", f"{1000 * one.tpot.p99:.1f}", one.num_preemptions, one.num_preempted,
+            f"{1000 * one.tpot.mean:.1f}", f"{1000 * one.tpot.p99:.1f}",
+            f"{one.longest_gap.p99:.2f}", one.num_preemptions, one.num_preempted,
             f"{one.preemption_loss_s:.0f}", sum(n for how, n in one.moves.items() if how.startswith("moved")),
             f"{one.pause_steps.p50:.2f}", f"{one.pause_steps.p99:.2f}",
         ]  # fmt: skip
@@ -156,6 +164,31 @@ def balance_verdicts(figures: Sequence[Figures]) -> list[str]:
             f"{met(fewer >= LEAST_FEWER_PREEMPTIONS)} preemptions against {name}, all cases: {before} -> {after} "
             f"({100 * fewer:.0f} % fewer)"
         )
+    return lines
+
+
+def latency_verdicts(figures: Sequence[Figures]) -> list[str]:
+    """In every case: P99 TTFT and P99 TPOT at most as high as the better baseline's (with a margin), mean TTFT below both;
+    and short pauses of those that move."""
+    lines = []
+    cases = dict.fromkeys(one.case for one in figures)
+    for case in cases:
+        mine, *theirs = (
+            one for name in (OURS, *BASELINES) for one in figures if (one.case, one.system) == (case, name)
+        )
+        for name, ours, best, most in (
+            ("P99 TTFT", mine.ttft.p99, min(one.ttft.p99 for one in theirs), MOST_P99),
+            ("P99 TPOT", mine.tpot.p99, min(one.tpot.p99 for one in theirs), MOST_P99),
+            ("mean TTFT", mine.ttft.mean, min(one.ttft.mean for one in theirs), 1.0),
+        ):
+            lines.append(
+                f"{met(ours <= most * best)} {case}: {name} {ours:.3f} s, times {ours / best:.3f} the better baseline's"
+            )
+        if mine.pause_steps.num:
+            lines.append(
+                f"{met(mine.pause_steps.p99 <= MOST_PAUSE_STEPS)} {case}: P99 pause of {mine.pause_steps.num} moved "
+                f"requests {mine.pause_steps.p99:.2f} decode steps"
+            )
     return lines
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 
 import msgspec
@@ -9,14 +10,26 @@ import numpy as np
 
 from bench.rebalance.devices import Device
 from tideway.bench.arrivals import renewal_times
-from tideway.bench.traces import read_trace
+from tideway.bench.traces import Trace, read_trace, spread
 
 QUANTILES = (0.0, 0.5, 0.8, 0.95, 0.99, 0.999)
-LENGTHS = {"S": (38, 113, 413, 1464), "M": (32, 173, 1288, 4208), "L": (55, 582, 3113, 5166)}
-"""P50, P80, P95 and P99 of Llumnix's power-law lengths (its table 1; means 128, 256 and 512 tokens)."""
-LEAST_TOKENS, MOST_TOKENS = 8, 6000
+MOST_TOKENS = 6000
+LENGTHS = {
+    "S": (8, 38, 113, 413, 1464, MOST_TOKENS),
+    "M": (8, 32, 173, 1288, 4208, MOST_TOKENS),
+    "L": (8, 55, 582, 3113, 5166, MOST_TOKENS),
+    "P": (1000, 2000, 3700, 5200, 5800, MOST_TOKENS),
+    "T": (6, 14, 20, 28, 34, 60),
+}
+"""At `QUANTILES`: S, M and L are Llumnix's power-law lengths (its table 1; means 128, 256 and 512 tokens); P and T prompts
+and answers of a service that completes what is before it, as code."""
 MIXES = ("S-S", "M-M", "L-L", "S-L", "L-S")
 """Prompts - outputs."""
+PREFILL_MIX = "P-T"
+
+
+LONGEST_PERCENTILE = 95
+"""Prompts of a trace are scaled so that this one of them is no longer than the device allows."""
 
 
 class Job(msgspec.Struct, frozen=True):
@@ -27,8 +40,8 @@ class Job(msgspec.Struct, frozen=True):
 
 
 class Workload(msgspec.Struct, frozen=True, kw_only=True):
-    """`mix`: one of `MIXES`, or the path of a trace: a run of its requests, at its times too if it has any, stretched to the
-    rate."""
+    """`mix`: two names of `LENGTHS`, or the path of a trace: a run of its requests, at its times too if it has any,
+    stretched to the rate."""
 
     mix: str
     rate_rps: float
@@ -42,9 +55,17 @@ def power_law(kind: str, num: int, rng: np.random.Generator, max_tokens: int) ->
     """Lengths with the quantiles of `kind`: between two of them the share of requests that are longer falls as a power of
     the length. Scaled where `max_tokens` is less than Llumnix's."""
     knots = -np.log1p(-np.array(QUANTILES))
-    lengths = np.log([LEAST_TOKENS, *LENGTHS[kind], MOST_TOKENS])
-    drawn = np.exp(np.interp(rng.exponential(size=num), knots, lengths))
+    drawn = np.exp(np.interp(rng.exponential(size=num), knots, np.log(LENGTHS[kind])))
     return np.maximum(1, np.rint(drawn * min(1.0, max_tokens / MOST_TOKENS))).astype(np.int64)
+
+
+def is_mix(name: str) -> bool:
+    return all(kind in LENGTHS for kind in name.split("-"))
+
+
+@cache
+def _read(path: str) -> Trace:
+    return read_trace(Path(path))
 
 
 def draw_jobs(workload: Workload, device: Device, seed: int) -> list[Job]:
@@ -53,18 +74,20 @@ def draw_jobs(workload: Workload, device: Device, seed: int) -> list[Job]:
     num, rate_rps = workload.num_requests, workload.rate_rps
     first, second, third, fourth = (np.random.default_rng(child) for child in np.random.SeedSequence(seed).spawn(4))
     at_s = renewal_times([(np.inf, rate_rps)], workload.cv, third, num_requests=num)
-    if workload.mix in MIXES:
+    if is_mix(workload.mix):
         kind, output_kind = workload.mix.split("-")
         prompts = power_law(kind, num, first, device.max_length)
         outputs = power_law(output_kind, num, second, device.max_length)
     else:
-        trace = read_trace(Path(workload.mix))
+        trace = _read(workload.mix)
         start = int(first.integers(max(1, trace.prompt_tokens.size - num)))
         picked = (start + np.arange(num)) % trace.prompt_tokens.size
-        prompts = np.minimum(trace.prompt_tokens[picked], device.max_length)
+        scale = min(1.0, device.max_length / float(np.percentile(trace.prompt_tokens, LONGEST_PERCENTILE)))
+        prompts = np.clip(np.rint(scale * trace.prompt_tokens[picked]).astype(np.int64), 1, device.max_length)
         outputs = np.minimum(trace.output_tokens[picked], device.max_length)
         if trace.at_s is not None and trace.at_s.size >= num:
-            times = trace.at_s[picked] - trace.at_s[start]
+            times = spread(trace.at_s[picked], trace.grid_s, third) if trace.grid_s else trace.at_s[picked]
+            times = times - times[0]
             at_s = times * (num / rate_rps / times[-1])
     is_high = fourth.random(num) < workload.high_share
     columns = (at_s.tolist(), prompts.tolist(), outputs.tolist(), is_high.tolist())

@@ -189,6 +189,7 @@ class InstanceState:
             self.can_take,
             report.next_move_tokens,
             report.running_freeness,
+            report.prompts_s,
         )
 
     def _pool_tokens(self, report: LoadReport) -> float:

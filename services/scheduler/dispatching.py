@@ -5,8 +5,9 @@ cluster; an instance holds few waiting requests of a model, just so many that it
 changed, and only while something waits: `touch` and `on_report` note an instance, and `picks` ranks those that were noted
 again in the lanes of their models, if they may have come first, and looks at woken lanes only.
 
-Online requests go by the dispatch policy, as if no offline request were there: those yield. By freeness, a request
-goes to the freest instance that has the memory for it now, and for those that run there to grow a while. One that
+Online requests go by the dispatch policy, as if no offline request were there: those yield. By first token, a request
+goes, of the freest instances that have the memory for it now and for those that run there to grow a while, to the one that
+will begin its prompt first, by the cost models of the instances; by freeness to the freest of them. One that
 fits nowhere now, but into what instances have in pieces, goes where least is missing and waits at the head of that
 instance's queue: its demand makes the instance give requests away (`rebalancing`), so that the pieces come together.
 Meanwhile nobody else is let in there, so this is for few instances at once; other requests that fit nowhere wait in the
@@ -30,9 +31,13 @@ from services.scheduler.cluster import ClusterView, InstanceState
 from services.scheduler.harvest import OfflineLedger
 from services.scheduler.queue import GlobalQueue, Head, Lane, lane_of
 from services.scheduler.requests import TrackedRequest
+from shared.cost_model import prompt_s
 from shared.messages.cluster import LoadReport
 from shared.policies.dispatch import (
     DISPATCH_POLICIES,
+    GRAIN_S,
+    NUM_TIMED,
+    TIMED_POLICY,
     CandidateIndex,
     DispatchView,
     InFlight,
@@ -41,13 +46,14 @@ from shared.policies.dispatch import (
     Rank,
     by_freeness,
     freeness_with_ledger,
+    soonest,
 )
 from shared.policies.ordering import ModelView
 
 LOOKAHEAD = 16
 """How many requests of a lane are tried where the first ones fit on no instance that is free: with pools of different
 sizes the head may need the largest, and must not hold up those that do not."""
-OVERDUE_S = 20.0
+OVERDUE_S = 5.0
 """A request that fits nowhere is passed by others for so long at most."""
 NUM_FREEST = 64
 """How many of the freest instances are looked at for one that a long request fits into."""
@@ -88,6 +94,7 @@ class Dispatcher:
         self._offline = OfflineLedger()
         self._cluster = cluster
         self._policy = DISPATCH_POLICIES[policy]
+        self._is_timed = policy == TIMED_POLICY
         self._max_waiting = max_waiting_per_model
         self._affinity = PrefixAffinity() if self._policy is by_freeness else None
         self._affinity_merged = cache_affinity_merged
@@ -236,6 +243,11 @@ class Dispatcher:
         if best is None or self._affinity is None or tracked.request is None or not tracked.is_online:
             return best
         least = self._missing(tracked, best)
+        if self._is_timed:
+            able = index.first(NUM_TIMED, lambda name: is_fit(name) and self._missing(tracked, name) <= 0)
+            if able:
+                best = able[soonest([self._start_s(name, now) for name in able])]
+                least = self._missing(tracked, best)
         if least > 0:
             missing: dict[str, float] = {}
 
@@ -253,17 +265,36 @@ class Dispatcher:
         owner = self._affinity.likely_owner(tracked.model, tracked.request.prompt)
         if owner is not None and owner != best and owner in index and is_fit(owner):
             missing_there = self._missing(tracked, owner)
-            if missing_there <= max(0.0, least) and self._is_worth_it(tracked, owner, best):
+            if missing_there <= max(0.0, least) and self._is_worth_it(tracked, owner, best, now):
                 best, least = owner, missing_there
         if least > 0:
             self._gathering.add(best)
         return best
 
-    def _is_worth_it(self, tracked: TrackedRequest, owner: str, best: str) -> bool:
-        """Whether the cache of the prompt's likely owner outweighs that it is less free."""
+    def _is_worth_it(self, tracked: TrackedRequest, owner: str, best: str, now: float) -> bool:
+        """Whether the cache of the prompt's likely owner outweighs that it is less free, and saves more time than is waited
+        for it."""
         is_high = tracked.is_high
+        if self._is_timed:
+            saved_s = self._prompt_s(tracked, best)
+            if self._start_s(owner, now) > self._start_s(best, now) + max(GRAIN_S, saved_s):
+                return False
         lag = self._view(self._state(best), best, is_high).freeness - self._affinity_merged
         return self._view(self._state(owner), owner, is_high).freeness >= lag
+
+    def _start_s(self, instance_id: str, now: float) -> float:
+        """Predicted time until the prompt of one more request is begun there, those in flight counted in."""
+        state = self._state(instance_id)
+        report = state.report
+        assert report is not None
+        return max(0.0, report.prompts_s - (now - state.heard_s)) + self.ledger.prompts_s(instance_id)
+
+    def _prompt_s(self, tracked: TrackedRequest, instance_id: str) -> float:
+        """Predicted time of the request's prompt there."""
+        report = self._state(instance_id).report
+        assert report is not None
+        costs = (load.prompt_cost for load in report.models if load.model == tracked.model)
+        return prompt_s(next(costs, (0.0, 0.0)), tracked.num_tokens)
 
     def _may_gather(self, tracked: TrackedRequest, freest: list[str]) -> bool:
         """Whether one more instance may get memory together, for a request that fits nowhere; else it is held back."""
@@ -312,7 +343,8 @@ class Dispatcher:
         state = self._state(instance_id)
         state.last_turn = self._last_pick[tracked.model] = self._num_picked
         demand = state.ready[tracked.model].demand_merged(tracked.num_tokens)
-        self.ledger.add(tracked.request_id, instance_id, InFlight(tracked.model, tracked.is_online, demand))
+        entry = InFlight(tracked.model, tracked.is_online, demand, self._prompt_s(tracked, instance_id))
+        self.ledger.add(tracked.request_id, instance_id, entry)
         if not tracked.is_online:
             self._offline.add(tracked.request_id, instance_id, tracked.model, tracked.num_tokens_at_most)
         if self._affinity is not None and tracked.request is not None:

@@ -97,7 +97,7 @@ class EngineCalls:
 
     def load(self) -> InstanceLoad:
         with self._lock:
-            return self._engine.load()
+            return self._engine.load(self._clock())
 
     def cost_models(self) -> dict[str, KnownCosts]:
         """Of each model that has one."""
@@ -174,6 +174,10 @@ class EngineCalls:
     def reserve(self, query: PreAllocate) -> Reservation | ErrorInfo:
         with self._changing() as engine:
             return engine.reserve(query, self._clock())
+
+    def busy_s(self) -> float:
+        with self._lock:
+            return self._engine.busy_s(self._clock())
 
     def adopt(self, commit: Commit) -> ErrorInfo | None:
         """An offline step that runs gives way to an online request."""

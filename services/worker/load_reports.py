@@ -74,6 +74,7 @@ class LoadReports:
             num_moved_in=self._num_moved_in,
             next_move_tokens=load.next_move_tokens,
             running_freeness=load.running_freeness,
+            prompts_s=load.prompts_s,
         )
         self._begin()
         self._bus.publish(LOAD_REPORTS, report)

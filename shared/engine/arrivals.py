@@ -86,6 +86,8 @@ class Arrivals:
         reservation = Reservation(query.migration_id, len(held), slots)
         arrival.stages[query.stage] = reservation
         self._arrivals[query.migration_id] = arrival
+        if arrival.is_load and query.arrives_s >= 0:
+            self._room.expected[query.migration_id] = now + query.arrives_s
         self._room.demand = None
         return reservation
 
@@ -149,7 +151,7 @@ class Arrivals:
 
     def release(self, migration_id: str) -> None:
         """Frees what is reserved."""
-        arrival = self._arrivals.pop(migration_id, None)
+        arrival = self._forget(migration_id)
         if arrival is None:
             return
         self._room.pool_of(arrival.on_host).release(arrival.model, arrival.slots)
@@ -158,4 +160,8 @@ class Arrivals:
 
     def take(self, migration_id: str) -> None:
         """Its slots and its row are a sequence's from now on."""
-        self._arrivals.pop(migration_id, None)
+        self._forget(migration_id)
+
+    def _forget(self, migration_id: str) -> Arrival | None:
+        self._room.expected.pop(migration_id, None)
+        return self._arrivals.pop(migration_id, None)

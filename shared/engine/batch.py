@@ -45,6 +45,7 @@ class PlannedStep:
         "done_share",
         "generations",
         "is_interrupted",
+        "is_long",
         "is_part",
         "lost_s",
         "plan",
@@ -64,6 +65,8 @@ class PlannedStep:
         """When it was planned, or its resumption."""
         self.predicted_s = predicted_s
         """Of the whole step; 0: unknown."""
+        self.is_long = False
+        """It takes several times as long as its decodes alone would."""
         self.scale = scale
         """The live correction in the prediction."""
         self.is_interrupted = False

@@ -201,6 +201,14 @@ class Engine(Moves):
     def _predicted_end_s(self, step: PlannedStep) -> float:
         return max(step.planned_s, self._last_end_s) + step.predicted_s * (1 - step.done_share)
 
+    def busy_s(self, now: float) -> float:
+        """Until the steps in flight end, if a sequence that comes from another instance should rather come after them: one
+        of them is long and cannot be interrupted. One that runs over its prediction is expected to go on for as long as it
+        has been over."""
+        if not any(step.is_long and not step.plan.is_interruptible for step in self._in_flight.values()):
+            return 0.0
+        return abs(max(self._predicted_end_s(step) for step in self._in_flight.values()) - now)
+
     def _resume(self, now: float) -> PlannedStep | None:
         """The suspended step, if it is to go on now; gives it up if that is cheaper."""
         self._discard_if_empty(now)
@@ -388,10 +396,14 @@ class Engine(Moves):
 
     # --------------------------------------------------------------------------------------------------- load
 
-    def load(self) -> InstanceLoad:
-        """Counts and freeness of this moment."""
+    def load(self, now: float | None = None) -> InstanceLoad:
+        """Counts and freeness of this moment; without `now` nothing of the steps in flight is left."""
+        steps = [step for step in self._in_flight.values() if now is not None and not step.plan.is_interruptible]
+        steps_s = max((self._predicted_end_s(step) - (now or 0.0) for step in steps), default=0.0)
         offline_tokens_per_s = self._charging.offline_rate.per_s if self.serves_offline else None
-        return instance_load(self.planner, self._arrivals, offline_tokens_per_s, self._high_priority_load)
+        return instance_load(
+            self.planner, self._arrivals, offline_tokens_per_s, self._high_priority_load, max(0.0, steps_s)
+        )
 
     def check(self) -> None:
         """Asserts every invariant; for tests and idle time, not the hot path."""

@@ -59,6 +59,8 @@ class InstanceLoad(msgspec.Struct, frozen=True, kw_only=True):
     """Of the running online request that would move away first, cooldowns aside; 0: none runs."""
     running_freeness: float = inf
     """Decode steps."""
+    prompts_s: float = 0.0
+    """Before the prompt of one more online request is begun."""
 
 
 class _Totals:
@@ -138,10 +140,15 @@ def _num_blocks(sequence: Sequence) -> int:
 
 
 def instance_load(
-    planner: Planner, arrivals: Iterable[Arrival], offline_tokens_per_s: float | None, high_priority_load: float
+    planner: Planner,
+    arrivals: Iterable[Arrival],
+    offline_tokens_per_s: float | None,
+    high_priority_load: float,
+    steps_s: float = 0.0,
 ) -> InstanceLoad:
     """`offline_tokens_per_s`: lately computed; None: offline requests are not served. `high_priority_load`: share of the
-    pool that is used beside requests of high priority; 0: from the cost models."""
+    pool that is used beside requests of high priority; 0: from the cost models. `steps_s`: until the steps in
+    flight end that an online request would wait for."""
     totals, pool = _Totals(planner.queues), planner.pool
     models = []
     for queue in planner.queues.values():
@@ -178,6 +185,7 @@ def instance_load(
         num_high=totals.num_high,
         next_move_tokens=_next_move_tokens(planner),
         running_freeness=decode_steps(num_merged - totals.running, step),
+        prompts_s=steps_s + sum(queue.prompts_s() for queue in planner.queues.values()),
     )
 
 
@@ -231,6 +239,7 @@ def _model_load(planner: Planner, queue: ModelQueue, offline_tokens_per_s: float
         queue.num_waiting_of(True),
         0 if offline_tokens_per_s is None else _offline_room(planner, queue, offline_tokens_per_s),
         planner.ordering.budgets(queue.all_held()),
+        (0.0, 0.0) if queue.cost_model is None else queue.cost_model.prompt_cost,
     )
 
 

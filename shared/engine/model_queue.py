@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from itertools import chain
 from typing import NamedTuple
 
-from shared.cost_model import CostModel, StepShape
+from shared.cost_model import CostModel, StepShape, prompt_s
 from shared.engine.kv_blocks import root_hash
 from shared.engine.plan import ModelShape
 from shared.engine.sequence import Rank, Sequence
@@ -94,6 +94,10 @@ class ModelQueue:
     def has_online_work(self) -> bool:
         return any(self.has_work(rank) for rank in ONLINE_RANKS)
 
+    def has_restored_decodes(self) -> bool:
+        """Whether online sequences in decode have come, or come back, and did not run here yet."""
+        return any(sequence.is_online and sequence.is_in_decode for sequence in self.restored.values())
+
     def runnable(self, rank: Rank) -> Iterator[Sequence]:
         yield from self.waiting[rank]
         yield from (s for s in self.restored.values() if s.rank == rank)
@@ -144,6 +148,18 @@ class ModelQueue:
     def num_decoding(self, rank: Rank) -> int:
         """Running sequences of the rank that have one token to compute."""
         return sum(s.total - s.num_computed == 1 and s.total < s.max_total for s in self.running[rank].values())
+
+    def prompts_s(self) -> float:
+        """Predicted time of what its online sequences lack of their prompts; 0 without a cost model."""
+        if self.cost_model is None:
+            return 0.0
+        cost = self.cost_model.prompt_cost
+        lacking = (
+            (sequence.total - sequence.num_computed, sequence.num_computed)
+            for rank in ONLINE_RANKS
+            for sequence in self.runnable(rank)
+        )
+        return sum(prompt_s(cost, count, start) for count, start in lacking if count > 1)
 
     def online_shape(self, max_tokens: int) -> StepShape:
         """Of a step with all that its online sequences could run now, at most `max_tokens` prefill tokens."""

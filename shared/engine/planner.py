@@ -29,6 +29,15 @@ SHORT_STEP_SHARE = 0.02
 """Of the TTFT objective: a step that is shorter is not worth being interruptible where steps are planned ahead."""
 
 
+EXPECTED_STEPS = 1.5
+"""While a running sequence is about to come from another instance, and with its first step, a step takes so many times as
+long as its decodes alone: prompts go on slowly."""
+EXPECTED_S = 0.5
+"""After it may be here, it is waited for like this for so long."""
+LONG_STEPS = 2.0
+"""A step that takes so many times as long as its decodes alone is long for a sequence that comes meanwhile."""
+
+
 class Planner(Room):
     """The choice of the next step."""
 
@@ -121,6 +130,7 @@ class Planner(Room):
                     if queue.cost_model is None:
                         continue
                     limits = limits._replace(limit_s=self._short_step_s(), is_interruptible=False)
+                limits = self._limits_for_expected(queue, limits, begins_s)
                 batch = self._fill(queue, picked.rank, limits, now)
                 if batch.sequences:
                     queue.last_planned_step = step_id
@@ -187,6 +197,18 @@ class Planner(Room):
         self.last_limits = limits._replace(limit_s=min(limits.limit_s, self._silence_limit_s(queue, begins_s)))
         return self.last_limits
 
+    def _limits_for_expected(self, queue: ModelQueue, limits: Limits, begins_s: float) -> Limits:
+        """The step ends when a sequence that comes may be here, or is a short one. One that may be interrupted is, then."""
+        if queue.cost_model is None or limits.is_interruptible:
+            return limits
+        due_s = min((at for at in self.expected.values() if begins_s < at + EXPECTED_S), default=math.inf)
+        if any(other.has_restored_decodes() for other in self.queues.values()):
+            due_s = begins_s
+        if due_s == math.inf:
+            return limits
+        short_s = EXPECTED_STEPS * queue.cost_model.predict(queue.online_shape(0))
+        return limits._replace(limit_s=min(limits.limit_s, max(short_s, due_s - begins_s)))
+
     def _fill(self, queue: ModelQueue, leading: Rank, limits: Limits, now: float) -> Batch:
         """The batch of a model, rank by rank; empty if nothing of the leading rank can run."""
         if self._mix_phases:
@@ -212,6 +234,8 @@ class Planner(Room):
             chunks = self._add_decodes(queue, rank, batch, now, decodes)
             if not prefills:
                 continue
+            # Who decoded elsewhere, or before it was preempted, has waited for a token already.
+            self._admit_restored(queue, rank, batch, now, decodes=True)
             # Prompts of high priority do not make the model's other streams stand still.
             kept = queue.num_decoding(Rank.ONLINE_NORMAL) if decodes and rank == Rank.ONLINE_HIGH else 0
             batch.budget.tokens_left -= kept
@@ -243,7 +267,11 @@ class Planner(Room):
             is_interruptible and self._may_interrupt,
             discards=self._take_discards(),
         )
-        return PlannedStep(plan, sequences, now, predicted_s, queue.cost_scale)
+        step = PlannedStep(plan, sequences, now, predicted_s, queue.cost_scale)
+        if queue.cost_model is not None:
+            decodes = batch.budget.shape._replace(prefill_tokens=0, prefill_attention=0.0)
+            step.is_long = predicted_s > LONG_STEPS * queue.cost_model.predict(decodes)
+        return step
 
     def _short_step_s(self) -> float:
         """For which any online request can wait, though two such steps may be before it."""
@@ -352,11 +380,7 @@ class Planner(Room):
     def _admit(self, queue: ModelQueue, rank: Rank, batch: Batch, now: float) -> None:
         """Waiting sequences of the rank, in order, until one does not fit: nobody overtakes a head that lacks
         room, of whatever model."""
-        for sequence in [restored for restored in queue.restored.values() if restored.rank == rank]:
-            if not self._has_budget(rank, batch):
-                return
-            del queue.restored[sequence.number]
-            self._run(queue, sequence, batch, now)
+        self._admit_restored(queue, rank, batch, now, decodes=False)
         waiting = queue.waiting[rank]
         if waiting and not self.ordering.is_static:
             waiting.sort(key=lambda sequence: self.order_key(sequence, now))
@@ -375,6 +399,16 @@ class Planner(Room):
                 queue.restoring[sequence.number] = sequence
             else:
                 self._run(queue, sequence, batch, now)
+
+    def _admit_restored(self, queue: ModelQueue, rank: Rank, batch: Batch, now: float, *, decodes: bool) -> None:
+        """`decodes`: those that lack one token alone."""
+        for sequence in [restored for restored in queue.restored.values() if restored.rank == rank]:
+            if decodes and not sequence.is_in_decode:
+                continue
+            if not self._has_budget(rank, batch):
+                return
+            del queue.restored[sequence.number]
+            self._run(queue, sequence, batch, now)
 
     def _has_budget(self, rank: Rank, batch: Batch) -> bool:
         """Whether a sequence of the rank could compute at least a token."""

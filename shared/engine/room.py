@@ -59,6 +59,8 @@ class Room:
         self._free_rows = list(range(num_rows - 1, -1, -1))
         self.demand: Demand | None = None
         """Kept free of offline work until it is asked for again."""
+        self.expected: dict[str, float] = {}
+        """Running online sequences that come from other instances, by migration: when they may be here, at the earliest."""
 
     @property
     def num_free_rows(self) -> int:

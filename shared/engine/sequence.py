@@ -211,6 +211,11 @@ class Sequence:
         return self.rank != Rank.OFFLINE
 
     @property
+    def is_in_decode(self) -> bool:
+        """Whether one token is all that is to be computed of it now."""
+        return self.total - self.num_computed == 1
+
+    @property
     def num_tokens(self) -> int:
         return len(self.tokens)
 

@@ -75,6 +75,8 @@ class ModelLoad(msgspec.Struct, frozen=True, array_like=True, gc=False):
     them lately and its free KV slots."""
     budgets: tuple[float, float] = (0.0, 0.0)
     """Doubling budget of this model here: remaining seconds summed over its unfinished requests, and the smallest."""
+    prompt_cost: tuple[float, float] = (0.0, 0.0)
+    """`CostModel.prompt_cost` of this model here; zeros: not known."""
 
 
 class FinishedStats(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
@@ -148,6 +150,9 @@ class LoadReport(msgspec.Struct, frozen=True, array_like=True, gc=False, kw_only
     """Of the running online request that would move away first; 0: none runs."""
     running_freeness: float = math.inf
     """Decode steps until the requests that run have filled the KV pool, as if nobody waited; +inf when idle."""
+    prompts_s: float = 0.0
+    """Predicted time before the prompt of one more online request is begun: what is left of the steps in flight, and the
+    prompts of those that are here; 0 without a cost model."""
 
 
 class InstanceExited(msgspec.Struct, frozen=True, array_like=True):

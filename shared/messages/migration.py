@@ -76,6 +76,8 @@ class PreAllocate(msgspec.Struct, frozen=True, array_like=True):
     """Time that the source gives the stage."""
     traceparent: str = ""
     reason: MoveReason = MoveReason.BALANCE
+    arrives_s: float = -1.0
+    """Seconds after which the request may be handed over, at the earliest; below 0: unknown."""
 
 
 class Reserved(msgspec.Struct, frozen=True, array_like=True):
@@ -88,6 +90,9 @@ class Reserved(msgspec.Struct, frozen=True, array_like=True):
     """Of its KV transport."""
     ticket: bytes = b""
     """Presented with the blocks; single use. Empty where nothing is to be sent."""
+    busy_s: float = 0.0
+    """Seconds until the steps in flight there end, by the cost model, if one of them is long for a request that waits for
+    it; else 0."""
 
 
 class SequenceProgress(msgspec.Struct, frozen=True, array_like=True):

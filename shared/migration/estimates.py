@@ -2,7 +2,8 @@
 
 The stages follow pre-copy live migration (Clark et al., NSDI 2005; Llumnix, OSDI 2024, section 4.2): each copies what was
 filled while the one before was under way, until the rest is a small part of a decode step, or does not shrink any more and
-fits into one. The rest is what the request waits for.
+fits into one. The rest is what the request waits for, and the step in which it finds the destination: where that is a long
+one (a prompt of thousands of tokens), the request decodes on until it has ended.
 """
 
 from __future__ import annotations
@@ -16,6 +17,10 @@ MARGIN_BLOCKS = 2
 has left its batch may begin."""
 GOAL_SHARE = 0.1
 """Of a decode step, that copying the rest may take: then another stage would gain nothing that is noticed."""
+MIN_ASK_S, MAX_ASK_S = 0.005, 1.0
+"""Between two questions whether the destination's long step has ended."""
+MAX_WAIT_S = 4.0
+"""Until it has: two steps of the longest prompts."""
 MIN_COPY_DEADLINE_S = 2.0
 DEADLINE_FACTOR = 4.0
 
@@ -25,7 +30,38 @@ class Next(StrEnum):
     """Copy what is filled; the decode goes on."""
     LAST = "last"
     """Out of the batch; copy the rest."""
+    WAIT = "wait"
+    """Ask again when the destination's long step should have ended; the decode goes on."""
     NOT_WORTH = "not_worth"
+
+
+class Busy:
+    """What a source knows of the destination's steps in flight, by its last answer."""
+
+    def __init__(self) -> None:
+        self._until_s: float | None = None
+        self._since_s: float | None = None
+        """When it began to wait."""
+
+    def on_reserved(self, busy_s: float, now: float) -> None:
+        """`busy_s`: of `Reserved`."""
+        self._until_s = now + busy_s if busy_s > 0 else 0.0
+
+    def left_s(self, now: float) -> float | None:
+        """Until they have ended; 0: a request would run there at once. None: the destination has to be asked, for the first
+        time, or because the long step is due to have ended."""
+        if not self._until_s:
+            return self._until_s
+        return self._until_s - now if self._until_s > now else None
+
+    def ask_after_s(self, busy_s: float, now: float) -> float | None:
+        """After `Next.WAIT` for so long: when to ask again; None: it has been waited for too long."""
+        if self._since_s is None:
+            self._since_s = now
+        if now - self._since_s >= MAX_WAIT_S:
+            return None
+        self._until_s = None
+        return min(MAX_ASK_S, max(MIN_ASK_S, busy_s))
 
 
 def copy_s(num_bytes: int, bandwidth_bytes_s: float | None, rate_share: float) -> float:
@@ -52,11 +88,30 @@ def next_stage(
     step_s: float,
     num_stages: int,
     max_stages: int,
+    busy_s: float | None = 0.0,
 ) -> Next:
     """What to do about blocks that are not copied yet. `num_filled`: of them, those whose contents are final; `left_s`: to
     copy all of them, the one being filled too, as a stage; `previous_left_s`: what this was before the stage that has ended,
     None before the first; `last_s`: to copy them while they are waited for, without a limit of the rate; `num_stages`: that
-    have ended."""
+    have ended; `busy_s`: of `Busy.left_s`. A stage may be empty: it asks."""
+    choice = _next_copy(num_filled, left_s, previous_left_s, last_s, step_s, num_stages, max_stages)
+    if choice is not Next.LAST or max_stages == 1:
+        return choice
+    if busy_s is None:
+        return Next.STAGE
+    return Next.WAIT if busy_s > 0 else Next.LAST
+
+
+def _next_copy(
+    num_filled: int,
+    left_s: float,
+    previous_left_s: float | None,
+    last_s: float,
+    step_s: float,
+    num_stages: int,
+    max_stages: int,
+) -> Next:
+    """As if the destination were never in a long step."""
     if not num_filled or left_s <= GOAL_SHARE * step_s:
         return Next.LAST
     has_shrunk = previous_left_s is None or left_s < previous_left_s

@@ -1,6 +1,7 @@
 """A migration as its source sees it: a table of states and events. No I/O; times are arguments, in seconds of any clock.
 
     DECIDING --STAGE--> RESERVING --RESERVED--> COPYING --COPIED--> DECIDING     while the request goes on decoding
+       |---WAIT---> WAITING --DUE--> DECIDING                               the destination is in a long step
        |---LAST---> ANNOUNCING --RESERVED--> LEAVING                             room for the last blocks, before the pause
        '---OUT--------------------------------^  |
                                                  |--TAKEN_OUT---------> COMMITTING --COMMITTED--> MOVED
@@ -19,6 +20,7 @@ from enum import StrEnum
 
 from shared.messages.migration import AbortReason
 from shared.messages.requests import PLACEMENT_EPOCHS
+from shared.migration.estimates import MAX_ASK_S
 
 EPOCHS_OF_A_MOVE = 2
 """The destination's is one higher; a source that goes on after a Commit of unknown outcome takes two."""
@@ -44,6 +46,8 @@ class State(StrEnum):
     """Its driver looks at what is left to copy."""
     RESERVING = "reserving"
     COPYING = "copying"
+    WAITING = "waiting"
+    """For the end of the destination's step."""
     ANNOUNCING = "announcing"
     LEAVING = "leaving"
     """Is taken out of its batch."""
@@ -63,6 +67,10 @@ class Event(StrEnum):
     """Decided: copy what is filled."""
     LAST = "last"
     """Decided: the rest fits into a step."""
+    WAIT = "wait"
+    """Decided: the destination is to be asked again soon."""
+    DUE = "due"
+    """It is time to."""
     OUT = "out"
     """Decided: out of the batch at once; how much is left shows then."""
     RESERVED = "reserved"
@@ -133,6 +141,9 @@ TABLE: dict[tuple[State, Event], _Row] = {
     (_S.DECIDING, _E.STAGE): (_S.RESERVING, (_A.RESERVE,)),
     (_S.DECIDING, _E.LAST): (_S.ANNOUNCING, (_A.RESERVE,)),
     (_S.DECIDING, _E.OUT): (_S.LEAVING, (_A.TAKE_OUT,)),
+    (_S.DECIDING, _E.WAIT): (_S.WAITING, ()),
+    **_failing(_S.WAITING, _DECODING),
+    (_S.WAITING, _E.DUE): (_S.DECIDING, (_A.DECIDE,)),
     **_failing(_S.RESERVING, _DECODING),
     (_S.RESERVING, _E.RESERVED): (_S.COPYING, (_A.COPY,)),
     **_failing(_S.COPYING, _DECODING),
@@ -169,6 +180,7 @@ TERMINAL = (State.MOVED, State.STAYED)
 
 _DEADLINES_S = {
     State.RESERVING: RESERVE_S + CONNECT_S,
+    State.WAITING: MAX_ASK_S,
     State.ANNOUNCING: RESERVE_S + CONNECT_S,
     State.EXTENDING: RESERVE_S + CONNECT_S,
     State.LEAVING: LEAVE_S,

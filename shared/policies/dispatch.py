@@ -4,6 +4,9 @@ A dispatch policy is a function from a `DispatchView` of an instance to a rank; 
 on the instance alone, so they are kept ordered and only what changed is ranked again (`CandidateIndex`): a report costs
 the same at 1,000 instances as at 10.
 
+Memory is one thing that a request waits for, prompts before its own are the other. Where several instances have the memory,
+the choice is among the `NUM_TIMED` of smallest rank by predicted time to the first token (`soonest`).
+
 The in-flight ledger holds what was dispatched to an instance and is not in its load reports yet (Llumnix's dispatch-time
 local account). Without it a burst between two reports lands on one instance.
 """
@@ -12,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from heapq import heapify, heappop, heappush
 from typing import NamedTuple
 
@@ -30,6 +33,18 @@ class DispatchView(NamedTuple):
     """Running, waiting and in flight."""
     last_turn: int
     """Number of the last dispatch that went there, counted over the cluster; 0 before the first."""
+
+
+NUM_TIMED = 16
+GRAIN_S = 0.1
+"""Predicted times that differ by less are as good as equal."""
+
+
+def soonest(starts_s: Sequence[float]) -> int:
+    """Which of several candidates, in order of rank, takes a request: the first of those that begin its prompt within
+    `GRAIN_S` of the soonest. `starts_s`: predicted, not empty."""
+    limit_s = min(starts_s) + GRAIN_S
+    return next(number for number, start_s in enumerate(starts_s) if start_s <= limit_s)
 
 
 DispatchPolicy = Callable[[DispatchView], Rank]
@@ -50,7 +65,11 @@ def by_turn(view: DispatchView) -> Rank:
     return (view.last_turn,)
 
 
+TIMED_POLICY = "first_token"
+"""By freeness; and where there is memory, by `soonest`."""
+
 DISPATCH_POLICIES: dict[str, DispatchPolicy] = {
+    TIMED_POLICY: by_freeness,
     "freeness": by_freeness,
     "round_robin": by_turn,
     "fewest_requests": by_fewest_requests,
@@ -90,6 +109,8 @@ class InFlight(NamedTuple):
     model: str
     is_online: bool
     demand_merged: float
+    prompt_s: float = 0.0
+    """Predicted time of its prompt there."""
 
 
 class InFlightLedger:
@@ -140,6 +161,13 @@ class InFlightLedger:
         if not entries:
             return 0.0
         return sum([entry.demand_merged for entry in entries.values() if entry.is_online])
+
+    def prompts_s(self, instance_id: str) -> float:
+        """Predicted time of the online entries' prompts."""
+        entries = self._entries.get(instance_id)
+        if not entries:
+            return 0.0
+        return sum([entry.prompt_s for entry in entries.values() if entry.is_online])
 
 
 class CandidateIndex:

@@ -10,7 +10,9 @@ A pair must be a gain for the request that would move next, of virtual usage v (
 
 so that at constant load each move lowers the sum of squares, and nothing moves for ever. How much a taker must keep falls
 with the source's need, from `low` to half of it: a request that waits, or is about to be preempted, is worth more than the
-reserve of others. To begin, a taker must be freer than that, by `high` to `low`.
+reserve of others. A running request gets no token while prompts are computed, so a taker is not busy with them
+for longer than the source, by predicted time, unless that one is pressed. To begin, a taker must be freer than that, by
+`high` to `low`.
 
 Who runs comes before who waits, on whatever instance. Where the requests that run will have filled the pool within `low / 2`
 steps and no taker is found so, those that wait count for nothing at either end: else memory that an instance gets together
@@ -41,6 +43,8 @@ BURST_S = 0.2
 """The bound on pairings is a token bucket that holds as many as come in this time."""
 MAX_DRAIN_TAKERS = 32
 """Told to a draining instance."""
+MOST_PROMPTS_S = 0.25
+"""That a taker may be longer busy with prompts than the source."""
 MAX_CHECKED = 48
 """Pairs of which a step asks whether they are still a gain, those first that were not asked for longest: in a cluster of
 hundreds of pairs everything else would wait for it."""
@@ -73,6 +77,8 @@ class InstanceView(NamedTuple):
     """Of the running request that it would give away first; 0: unknown."""
     running_freeness: float = math.inf
     """Decode steps, as if nobody waited."""
+    prompts_s: float = 0.0
+    """Predicted time of the prompts that are to be computed there, and of the steps in flight."""
 
     @property
     def spare_tokens(self) -> float:
@@ -112,7 +118,10 @@ def is_pressed(source: InstanceView, low: float) -> bool:
 def is_gain(source: InstanceView, taker: InstanceView, low: float) -> bool:
     """Whether moving the next request of the source, or else a typical one, lowers the sum of squared usage and leaves
     the taker what it must keep."""
-    if _is_better(source, taker, source.spare_tokens, taker.spare_tokens, least_left(source.freeness, low)):
+    pays_in_time = taker.prompts_s <= source.prompts_s + MOST_PROMPTS_S
+    if pays_in_time and _is_better(
+        source, taker, source.spare_tokens, taker.spare_tokens, least_left(source.freeness, low)
+    ):
         return True
     return is_pressed(source, low) and _is_better(source, taker, source.room_tokens, taker.room_tokens, low / 2)
 

@@ -16,6 +16,8 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any
 
+import msgspec
+
 from services.worker.engine_loop import EngineLoop
 from services.worker.kv_transport import Incoming, KvTransport, TransferError
 from services.worker.migration.disowned import DisownedRequests
@@ -140,7 +142,7 @@ class IncomingMigrations:
         # The work goes on when the source gives up waiting: asked again, it gets the same answer.
         reserved: Reserved = await asyncio.shield(move.answers[query.stage])
         await self._reached(FaultPoint.DESTINATION_RESERVED)
-        return reserved
+        return msgspec.structs.replace(reserved, busy_s=self._loop.busy_s())
 
     async def on_commit(self, commit: Commit) -> Committed:
         move = self._moves.get(commit.migration_id)

@@ -22,7 +22,7 @@ from shared.engine.moving import MoveCandidate, PinnedBlocks, TakenOut
 from shared.messages.cluster import InstanceInfo, MoveOutcome
 from shared.messages.migration import AbortReason, MoveReason
 from shared.messages.requests import GenerationRequest
-from shared.migration.estimates import MARGIN_BLOCKS, Next, is_worth, next_stage
+from shared.migration.estimates import MARGIN_BLOCKS, Busy, Next, is_worth, next_stage
 from shared.migration.source import LEAVE_S, Action, Event, SourceMove, State
 
 log = logging.getLogger(__name__)
@@ -85,6 +85,7 @@ class OutgoingMigration:
         self._num_left = 0
         """Blocks that are not copied yet, the one being filled too."""
         self._previous_left_s: float | None = None
+        self._busy = Busy()
         self._pinned: PinnedBlocks | None = None
         """Of the stage under way."""
         self._some_slot: list[int] = []
@@ -173,7 +174,7 @@ class OutgoingMigration:
             case Action.DECIDE:
                 self._decide()
             case Action.RESERVE:
-                self._tasks.start(self._fed(self._peer.reserve(self._stages[-1])))
+                self._tasks.start(self._reserve(self._stages[-1]))
             case Action.COPY | Action.TAKE_OUT if not self._is_still_worth():
                 self.feed(Event.FAILED, AbortReason.NOT_WORTH)
             case Action.COPY:
@@ -236,21 +237,56 @@ class OutgoingMigration:
         if not self._num_copied and not self._is_worth(1):
             self.feed(Event.FAILED, AbortReason.NOT_WORTH)
             return
+        is_in_prefill = self._is_in_prefill(first_block + num_filled)
+        # What the step in flight computes of its prompt is filled only when that has ended.
+        busy_s = (self._site.loop.busy_s() if is_in_prefill else 0.0) or self._busy.left_s(self._site.loop.now())
         choice = next_stage(
-            num_filled, left_s, self._previous_left_s, last_s, step_s, self._num_copied, self._site.max_stages
+            num_filled,
+            left_s,
+            self._previous_left_s,
+            last_s,
+            step_s,
+            self._num_copied,
+            self._site.max_stages,
+            busy_s,
         )
         self._previous_left_s = left_s
+        if choice is Next.WAIT and not self._wait(busy_s or 0.0):
+            choice = Next.LAST if self._is_leaving else Next.NOT_WORTH
         if choice is Next.NOT_WORTH:
             self.feed(Event.FAILED, AbortReason.NOT_WORTH)
         elif choice is Next.STAGE:
-            self._announce(num_filled, pinned.hashes)
+            self._announce(num_filled, pinned.hashes, arrives_s=self._copy_s(num_filled))
             self.feed(Event.STAGE)
-        elif self._is_in_prefill(first_block + num_filled):
+        elif choice is Next.WAIT:
+            self.feed(Event.WAIT)
+        elif is_in_prefill:
             # How much the next chunk fills shows when it has left.
             self.feed(Event.OUT)
         else:
-            self._announce(num_filled + MARGIN_BLOCKS, pinned.hashes, begins_s=LEAVE_S, is_last=True)
+            arrives_s = self._site.loop.busy_s()
+            num_blocks = num_filled + MARGIN_BLOCKS
+            self._announce(num_blocks, pinned.hashes, begins_s=LEAVE_S, is_last=True, arrives_s=arrives_s)
             self.feed(Event.LAST)
+
+    def _wait(self, busy_s: float) -> bool:
+        """Until a long step should have ended; False: it has been too long."""
+        wait_s = self._busy.ask_after_s(busy_s, self._site.loop.now())
+        if wait_s is None:
+            return False
+
+        async def wait() -> None:
+            await asyncio.sleep(wait_s)
+            self.feed(Event.DUE)
+
+        self._tasks.start(wait())
+        return True
+
+    async def _reserve(self, stage: Stage) -> None:
+        answer = await self._peer.reserve(stage)
+        if stage.reserved is not None:
+            self._busy.on_reserved(stage.reserved.busy_s, self._site.loop.now())
+        self.feed(*answer)
 
     def _is_in_prefill(self, num_filled: int) -> bool:
         return self._candidate.request.num_tokens >= (num_filled + 2) * self._page_tokens
@@ -270,11 +306,18 @@ class OutgoingMigration:
         return self._is_worth(self._num_left - reserved.num_held)
 
     def _announce(
-        self, num_blocks: int, hashes: bytes, on_host: bool = False, begins_s: float = 0.0, is_last: bool = False
+        self,
+        num_blocks: int,
+        hashes: bytes,
+        on_host: bool = False,
+        begins_s: float = 0.0,
+        is_last: bool = False,
+        arrives_s: float = 0.0,
     ) -> None:
         first_block = sum(stage.num_blocks for stage in self._stages)
         is_urgent = is_last or self._is_leaving
-        self._stages.append(Stage(len(self._stages), first_block, num_blocks, hashes, on_host, begins_s, is_urgent))
+        number = len(self._stages)
+        self._stages.append(Stage(number, first_block, num_blocks, hashes, on_host, begins_s, is_urgent, arrives_s))
 
     def _copy(self) -> None:
         stage, pinned = self._stages[-1], self._pinned

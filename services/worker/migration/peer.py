@@ -90,6 +90,8 @@ class Stage:
     """So long after the answer its blocks may begin to come."""
     is_urgent: bool = False
     """It is waited for: its copy goes as fast as it can."""
+    arrives_s: float = -1.0
+    """As in `PreAllocate`."""
     reserved: Reserved | None = None
     begun: Outgoing | None = None
     """Its transfer, where that was begun before the blocks were known."""
@@ -178,6 +180,7 @@ class Peer:
             deadline_s=self._room_s(stage),
             traceparent=self._span.traceparent,
             reason=self._reason,
+            arrives_s=stage.arrives_s,
         )
         try:
             with self._span.stage("migration.reserve", stage.attributes()):
