@@ -51,7 +51,7 @@ def collected() -> Collected:
 
 
 def ended(here_since_s: float) -> Ended:
-    times_s = {"submitted_s": 10.0, "first_planned_s": 11.0, "first_token_s": 12.0, "ended_s": NOW_S}
+    times_s = {"arrived_s": 10.0, "submitted_s": 10.0, "first_planned_s": 11.0, "first_token_s": 12.0, "ended_s": NOW_S}
     counts = {"num_prompt_tokens": 3, "num_output_tokens": 20, "num_cached_tokens": 0, "num_preemptions": 0}
     return Ended(request=SENT, reason=FinishReason.LENGTH, here_since_s=here_since_s, **times_s, **counts)
 

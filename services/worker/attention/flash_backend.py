@@ -123,13 +123,19 @@ def _choose_kernels(major: int) -> tuple[_Attend, int, str, int]:
             return _flash4(major), 128, "flash-attention 4", 256 if major == 9 else 128
         # Its compiler checks versions and devices when it is imported, with errors of any kind.
         except Exception as error:
-            problems.append(f"flash-attn-4 cannot be used ({type(error).__name__}: {error})")
+            problems.append(_problem("flash-attn-4", error))
     if major >= 8:
         try:
             return _flash2(), 256, "flash-attention 2", 256
         except Exception as error:
-            problems.append(f"flash-attn cannot be used ({type(error).__name__}: {error})")
+            problems.append(_problem("flash-attn", error))
     raise FlashUnavailable("; ".join(problems) or f"compute capability {major} is too old")
+
+
+def _problem(package: str, error: Exception) -> str:
+    if isinstance(error, ModuleNotFoundError):
+        return f"{package} is not installed ({error})"
+    return f"{package} cannot be used ({type(error).__name__}: {error})"
 
 
 def _flash4(major: int) -> _Attend:
