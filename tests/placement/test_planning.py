@@ -59,7 +59,7 @@ def test_merged_blocks_are_the_smallest_that_waste_little_and_the_waste_is_told(
         model("13b", 25_000, layers=40, kv_heads=40, head_dim=128),
     ]
     models = [replace(m, shape=msgspec.structs.replace(m.shape, dtype="float16")) for m in models]
-    nodes = [node(memory=80 * GIB, num_instances=1, device="cuda:0")]
+    nodes = [msgspec.structs.replace(node(memory=80 * GIB, num_instances=1, device="cuda:0"), page_tokens=128)]
     result = plan(models, nodes, None)
     (instance,) = result.instances
     assert 200 * MIB <= instance.merged_bytes < 201 * MIB
