@@ -373,6 +373,18 @@ def test_a_model_alone_has_all():
     assert turn(node) and node.engine.load().free_merged == 0
 
 
+@pytest.mark.parametrize("shapes", [(WIDE,), (WIDE, NARROW)])
+def test_a_share_does_not_keep_a_high_priority_from_what_normal_ones_hold(shapes):
+    node = make(num_merged=32, shapes=shapes, least_share=0.25)
+    fill(node, 24, "b", 12)
+    for _ in range(10):
+        turn(node)
+    assert node.engine.pool.num_used("b") >= 20
+    node.engine.submit(request("high", [7] * 130, 4, model="b", priority=Priority.HIGH), 0.0)
+    turn(node)
+    assert node.engine.held("high").row >= 0
+
+
 def test_a_request_from_another_instance_is_not_let_into_a_share():
     node = make(num_merged=32, least_share=0.25)
     fill(node, 8, "b", 1)
