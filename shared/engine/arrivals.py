@@ -123,7 +123,7 @@ class Arrivals:
             return room.host.pool.allocate(model, count)
         is_online = arrival.rank != Rank.OFFLINE
         needed = self._needed(arrival, count)
-        if is_online and not room.may_hold(model, needed):
+        if is_online and not room.may_hold(model, needed, arrival.rank):
             return None
         if room.pool.num_available(model) < needed and not (
             is_online and room.make_room_for_arrival(model, needed, now)
@@ -143,7 +143,7 @@ class Arrivals:
         """Refused for now; what offline work in flight holds is freed for the next time."""
         room, retry_after_s = self._room, 0.0
         needed, model = self._needed(arrival, count), arrival.model
-        if arrival.is_load and room.may_hold(model, needed) and room.could_have(model, needed):
+        if arrival.is_load and room.may_hold(model, needed, arrival.rank) and room.could_have(model, needed):
             room.demand = Demand(arrival.model, needed, int(arrival.needs_row), now + DEMAND_S)
             retry_after_s = RETRY_S
         message = f"no room for {count} KV blocks of {arrival.model!r}"

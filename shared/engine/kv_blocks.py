@@ -121,7 +121,7 @@ class ModelBlocks:
 
 
 class BlockPool:
-    """All slots of one instance. Every method is O(slots named), none O(pool)."""
+    """All slots of one instance. What sequences need is O(slots named); `busy_merged` is O(merged blocks)."""
 
     def __init__(self, num_merged: int) -> None:
         if num_merged < 1:

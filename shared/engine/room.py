@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from bisect import insort
 from collections.abc import Iterator
-from itertools import count
+from itertools import chain, count
 from typing import NamedTuple
 
 from shared.engine.batch import PlannedStep
@@ -215,11 +215,14 @@ class Room:
         num_models = len(self.queues)
         return int(self._least_share * self.pool.num_merged / num_models) if num_models > 1 else 0
 
-    def _online_slots(self) -> dict[str, int]:
-        """Slots of each model that offline sequences do not hold."""
+    def _held_slots(self, rank: int = Rank.ONLINE_NORMAL) -> dict[str, int]:
+        """Slots of each model, without those of sequences that come after the rank."""
         slots = {name: self.pool.num_used(name) for name in self.queues}
-        for sequence in self._offline():
-            slots[sequence.model] -= len(sequence.blocks)
+        for name, queue in self.queues.items():
+            others = (queue.restoring, queue.restored, queue.suspended)
+            for sequence in chain(*(of_state.values() for of_state in (*queue.running[rank + 1 :], *others))):
+                if sequence.rank > rank:
+                    slots[name] -= len(sequence.blocks)
         return {name: max(0, count) for name, count in slots.items()}
 
     def _num_merged(self, model: str, num_slots: int) -> int:
@@ -228,20 +231,22 @@ class Room:
     def is_below_share(self, model: str) -> bool:
         """Whether its online requests hold less than its least share."""
         least = self.least_merged()
-        return least > 0 and self._num_merged(model, self._online_slots()[model]) < least
+        return least > 0 and self._num_merged(model, self._held_slots()[model]) < least
 
-    def may_hold(self, model: str, num_slots: int) -> bool:
-        """Whether so many slots more of the model's online requests leave the others their least shares. A model without any
-        may have one request of whatever size."""
+    def may_hold(self, model: str, num_slots: int, rank: int) -> bool:
+        """Whether so many slots more of the model's online requests, up to this rank, leave the others their least shares. A
+        model without any may have one request of whatever size."""
         least = self.least_merged()
+        if not least:
+            return True
         missing = self._num_merged(model, max(0, num_slots - self.pool.num_own_room(model)))
         if self.pool.num_free_merged() - missing >= least * (len(self.queues) - 1):
             return True
-        online = self._online_slots()
-        wanted = self._num_merged(model, online[model] + num_slots)
-        if not online[model] or wanted <= least:
+        held = self._held_slots(rank)
+        wanted = self._num_merged(model, held[model] + num_slots)
+        if not held[model] or wanted <= least:
             return True
-        others = sum(max(least, self._num_merged(name, slots)) for name, slots in online.items() if name != model)
+        others = sum(max(least, self._num_merged(name, slots)) for name, slots in held.items() if name != model)
         return wanted + others <= self.pool.num_merged
 
     def _beyond_share(self, sequence: Sequence, num_slots: int, now: float) -> Iterator[Sequence]:
@@ -250,15 +255,15 @@ class Room:
         least = self.least_merged()
         if not least:
             return
-        online = self._online_slots()
-        if self._num_merged(sequence.model, online[sequence.model] + num_slots) > least:
+        held = self._held_slots()
+        if self._num_merged(sequence.model, held[sequence.model] + num_slots) > least:
             return
         for name, queue in self.queues.items():
-            if name == sequence.model or self._num_merged(name, online[name]) <= least:
+            if name == sequence.model or self._num_merged(name, held[name]) <= least:
                 continue
-            held = [other for rank in ONLINE_RANKS for other in queue.running[rank].values()]
-            held.sort(key=lambda other: self.order_key(other, now))
-            yield from (other for other in held[1:] if other.rank >= sequence.rank)
+            running = [other for rank in ONLINE_RANKS for other in queue.running[rank].values()]
+            running.sort(key=lambda other: self.order_key(other, now))
+            yield from (other for other in running[1:] if other.rank >= sequence.rank)
 
     # ---------------------------------------------------------------------------------------- admission
 
@@ -281,7 +286,7 @@ class Room:
         missing = num_blocks - len(cached)
         needed = missing + self.reserve_slots(queue, sequence.rank)
         self.pool.retain(queue.name, cached)
-        may_hold = not sequence.is_online or self.may_hold(queue.name, needed)
+        may_hold = not sequence.is_online or self.may_hold(queue.name, needed, sequence.rank)
         if not may_hold or (self.pool.num_available(queue.name) < needed and not self.make_room(sequence, needed, now)):
             self.pool.release(queue.name, cached)
             return False

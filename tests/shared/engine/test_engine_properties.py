@@ -44,6 +44,7 @@ class EngineMachine(RuleBasedStateMachine):
         mix_phases=st.booleans(),
         prefetch=st.booleans(),
         has_cost_model=st.booleans(),
+        least_share=st.sampled_from([0.0, 0.25, 0.7]),
     )
     def start(
         self,
@@ -59,6 +60,7 @@ class EngineMachine(RuleBasedStateMachine):
         mix_phases,
         prefetch,
         has_cost_model,
+        least_share,
     ):
         self.engine = Engine(
             num_merged,
@@ -74,6 +76,7 @@ class EngineMachine(RuleBasedStateMachine):
             prefetch=prefetch,
             ttft_s=1.0,
             tpot_s=0.05,
+            least_share=least_share,
         )
         self.limits = {shape.name: self.engine.add_model(shape).max_model_len for shape in SHAPES}
         self.executor = FakeExecutor(SHAPES)

@@ -125,7 +125,7 @@ class Run:
         for key in ("steps_suspended", "steps_resumed", "steps_discarded", "recomputed_tokens", "harvested_tokens"):
             self.used[key] += getattr(counters, key)
         self.used["discarded_tokens"] += counters.discarded_tokens
-        for key in ("checkpointed_blocks", "restored_blocks", "dropped_checkpoint_blocks"):
+        for key in ("checkpointed_blocks", "restored_blocks", "dropped_checkpoint_blocks", "moved_blocks"):
             self.used[key] += getattr(counters, key).total()
         self.used["recomputed_partial_tokens"] += counters.recomputed_partial_tokens
         self.used.update(counters.preemptions)
@@ -145,7 +145,14 @@ def test_every_output_is_that_of_an_undisturbed_run(ordering):
     used = Counter()
     for seed in range(6):
         go(Run(seed, used, ordering=ordering))
-    for what in ("steps_suspended", "steps_resumed", "steps_discarded", "checkpointed_blocks", "restored_blocks"):
+    for what in (
+        "steps_suspended",
+        "steps_resumed",
+        "steps_discarded",
+        "checkpointed_blocks",
+        "restored_blocks",
+        "moved_blocks",
+    ):
         assert used[what] > 0, what
     assert used["memory", "checkpointed"] > 0
 
