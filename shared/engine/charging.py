@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
+
 from shared.cost_model import CostModel, LiveScale, shape_of
 from shared.engine.batch import PlannedStep
 from shared.engine.planner import Planner
+from shared.engine.sequence import Rank
 from shared.messages.cluster import ExecutionStatistics
 from shared.policies.checkpointing import SmoothedRate
 from shared.policies.predicted_statistics import predicted_statistics
@@ -89,7 +92,7 @@ class Charging:
         """Of the device's time, with what the step's online tokens would have taken alone; they are its first."""
         plan, queues = step.plan, self._planner.queues
         cost = queues[plan.model].cost_model
-        num_online = sum(sequence.is_online for sequence in step.sequences)
+        num_online = bisect_left(step.sequences, Rank.OFFLINE, key=lambda sequence: sequence.rank)
         online_s = 0.0
         if cost is not None and num_online:
             online_s = cost.predict(shape_of(plan.starts[:num_online], plan.counts[:num_online]))
