@@ -5,11 +5,13 @@ A model that nobody has measured has a cost model that is fitted to its steps fr
 from __future__ import annotations
 
 import sys
+from bisect import bisect_left
 
 from shared.cost_model import CostModel, CostSource, KnownCosts, LiveScale, shape_of
 from shared.engine.batch import PlannedStep
 from shared.engine.model_queue import ModelQueue
 from shared.engine.planner import Planner
+from shared.engine.sequence import Rank
 from shared.live_costs import LiveCosts
 from shared.messages.cluster import ExecutionStatistics
 from shared.policies.checkpointing import SmoothedRate
@@ -125,7 +127,7 @@ class Charging:
         """Of the device's time, with what the step's online tokens would have taken alone; they are its first."""
         plan, queues = step.plan, self._planner.queues
         cost = queues[plan.model].cost_model
-        num_online = sum(sequence.is_online for sequence in step.sequences)
+        num_online = bisect_left(step.sequences, Rank.OFFLINE, key=lambda sequence: sequence.rank)
         online_s = 0.0
         if cost is not None and num_online:
             online_s = cost.predict(shape_of(plan.starts[:num_online], plan.counts[:num_online]))

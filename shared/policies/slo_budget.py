@@ -28,8 +28,6 @@ HEAD_START_TOKENS = 6
 """At most."""
 MAX_SLACK = 2.0
 """Of the TPOT objective: an online arrival waits for the end of a step."""
-
-
 NEAR_TTFT, NEAR_TPOT = 0.8, 0.95
 """Of the objectives: a request that took longer nearly missed one. (At `PACE` and undisturbed it does not.)"""
 NEAR_MISS, CALM = 0.5, 0.01
@@ -37,8 +35,6 @@ NEAR_MISS, CALM = 0.5, 0.01
 MAX_CAUTION = 2.0
 """Beyond 1 the head start is no longer, but it takes as much calm to come back: where misses are frequent, they come in
 spells."""
-
-
 BUSY_FROM, BUSY = 0.6, 0.8
 """Share of the device's time that online work takes lately. What is put off then meets the burst's own prompts, and there is
 little to be harvested; so the head start grows with it and is whole from the second on."""

@@ -158,6 +158,14 @@ def test_the_trace_keeps_rate_and_proportion_and_is_the_same_again(traces: Path)
     assert not Workloads(traces / "nowhere", SCALE, seed=1).has_traces
 
 
+def test_another_trace_may_take_the_online_ones_place(traces: Path, tmp_path: Path) -> None:
+    for name in (ONLINE_TRACE, OFFLINE_TRACE):
+        (tmp_path / name.replace(ONLINE_TRACE, "other.csv")).write_text((traces / name).read_text())
+    planned = Workloads(tmp_path, SCALE, seed=1, online_trace="other.csv").trace(20.0, 10.0)
+    assert planned == Workloads(traces, SCALE, seed=1).trace(20.0, 10.0)
+    assert not Workloads(tmp_path, SCALE, seed=1).has_traces
+
+
 def test_on_off_load_begins_off(traces: Path) -> None:
     planned = Workloads(traces, SCALE, seed=1).on_off(10.0, off_s=2.0, on_s=3.0, duration_s=12.0)
     assert len(planned) == 60
@@ -422,8 +430,9 @@ def test_the_command_runs_in_virtual_time_with_a_given_cost_model(
     assert "(virtual time, noise 0.1)" in capsys.readouterr().out
     (stored,) = tmp_path.glob("coserving-trace-virtual-*.json")
     assert msgspec.json.decode(stored.read_bytes())["setup"]["model"] == "fast"
-    with pytest.raises(SystemExit):
-        command.main(["trace", "--noise", "0.1"])
+    for refused in (["trace", "--noise", "0.1"], ["objectives"], ["objectives", "--virtual", "--pairs", "1500"]):
+        with pytest.raises(SystemExit):
+            command.main(refused)
 
 
 def test_without_traces_the_trace_experiment_is_left_out(
