@@ -49,8 +49,6 @@ class StepShape(NamedTuple):
 
 def shape_of(starts: list[int], counts: list[int]) -> StepShape:
     """Of a step plan's columns; one token is a decode."""
-    if sum(counts) == len(counts):
-        return StepShape(num_decodes=len(counts), decode_context_tokens=sum(starts))
     prefill = decodes = decode_context = 0
     attention = 0.0
     for start, count in zip(starts, counts, strict=True):

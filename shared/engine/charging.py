@@ -5,13 +5,11 @@ A model that nobody has measured has a cost model that is fitted to its steps fr
 from __future__ import annotations
 
 import sys
-from bisect import bisect_left
 
 from shared.cost_model import CostModel, CostSource, KnownCosts, LiveScale, shape_of
 from shared.engine.batch import PlannedStep
 from shared.engine.model_queue import ModelQueue
 from shared.engine.planner import Planner
-from shared.engine.sequence import Rank
 from shared.live_costs import LiveCosts
 from shared.messages.cluster import ExecutionStatistics
 from shared.policies.checkpointing import SmoothedRate
@@ -19,9 +17,6 @@ from shared.policies.predicted_statistics import predicted_statistics
 
 SCALE_STEP = 0.01
 """Relative change of the live correction from which on it is applied."""
-
-BUSY_WINDOW_S = 5.0
-"""Over which the online share of the device's time is taken."""
 
 
 class Charging:
@@ -35,8 +30,6 @@ class Charging:
         self._told_statistics: set[str] = set()
         self.offline_rate = SmoothedRate()
         """Offline tokens computed per second."""
-        self._online_share = SmoothedRate(BUSY_WINDOW_S)
-        self._charged_until_s: float | None = None
 
     def add_model(self, queue: ModelQueue) -> None:
         shape = queue.shape
@@ -105,7 +98,6 @@ class Charging:
         counters.harvested_tokens += offline
         counters.online_tokens += num_tokens - offline
         self.offline_rate.add(offline, step.ran_s)
-        self._follow_online_share(step, now)
         self._learn(queue, step)
 
     def _learn(self, queue: ModelQueue, step: PlannedStep) -> None:
@@ -122,17 +114,3 @@ class Charging:
             if abs(scale.factor / step.scale - 1) > SCALE_STEP:
                 queue.cost_model = base.scaled(scale.factor)
                 queue.cost_scale = scale.factor
-
-    def _follow_online_share(self, step: PlannedStep, now: float) -> None:
-        """Of the device's time, with what the step's online tokens would have taken alone; they are its first."""
-        plan, queues = step.plan, self._planner.queues
-        cost = queues[plan.model].cost_model
-        num_online = bisect_left(step.sequences, Rank.OFFLINE, key=lambda sequence: sequence.rank)
-        online_s = 0.0
-        if cost is not None and num_online:
-            online_s = cost.predict(shape_of(plan.starts[:num_online], plan.counts[:num_online]))
-        since_s = now - step.ran_s if self._charged_until_s is None else self._charged_until_s
-        self._online_share.add(online_s, now - since_s)
-        self._charged_until_s = now
-        for queue in queues.values():
-            queue.head_start.online_share = self._online_share.per_s

@@ -352,8 +352,6 @@ class Engine(Moves):
             if (token in sequence.stop_ids and len(known) > sequence.min_total) or len(known) >= sequence.max_total:
                 reason = self._finish_reason(sequence, token)
                 assert reason is not None
-                if sequence.is_online:
-                    queue.head_start.on_end(*sequence.objective_shares(now))
                 self._end(sequence, reason, now, tokens=_pack_token(token), logprobs=entry_logprobs)
                 continue
             request = sequence.request

@@ -13,7 +13,7 @@ from shared.engine.kv_blocks import root_hash
 from shared.engine.plan import ModelShape
 from shared.engine.sequence import Rank, Sequence
 from shared.policies.silence import SERVING_STEPS, allowed_silence_s
-from shared.policies.slo_budget import MAX_SLACK, PACE, HeadStart
+from shared.policies.slo_budget import HEAD_START_TOKENS, MAX_SLACK, PACE
 
 ONLINE_RANKS = (Rank.ONLINE_HIGH, Rank.ONLINE_NORMAL)
 
@@ -57,7 +57,6 @@ class ModelQueue:
         """Of a step, of which the cost model says something."""
         self.ttft_objective_s = math.inf
         self.tpot_objective_s = math.inf
-        self.head_start = HeadStart()
 
     def all_held(self) -> Iterator[Sequence]:
         """All that have a place in it."""
@@ -110,7 +109,6 @@ class ModelQueue:
     def objectives(self, now: float) -> Objectives:
         """See slo_budget.py for when a token is due."""
         tpot_s = token_due_s = first_due_s = math.inf
-        head_start_tokens = self.head_start.tokens
         coming_back = [*self.restoring.values(), *self.restored.values()]
         for sequence in chain(
             *(of_rank.values() for of_rank in self.running[: Rank.OFFLINE]),
@@ -122,7 +120,7 @@ class ModelQueue:
                 continue
             objective_s = sequence.tpot_objective_s
             num_later = sequence.total - sequence.first_total + 1
-            due_s = sequence.first_token_s + PACE * objective_s * (num_later - head_start_tokens)
+            due_s = sequence.first_token_s + PACE * objective_s * (num_later - HEAD_START_TOKENS)
             if due_s < token_due_s:
                 token_due_s = due_s
             if objective_s < tpot_s:

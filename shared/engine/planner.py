@@ -160,13 +160,12 @@ class Planner(Room):
         return self.ordering.bounds_silence and room_s([queue.streams(begins_s)]) < URGENT_S
 
     def _silence_limit_s(self, queue: ModelQueue, begins_s: float) -> float:
-        """How long a step may take without making a stream, of whatever model, stand still for longer than it may. Those
-        of the model itself get a token with it; their prompts make headway even where it is too late."""
+        """How long a step of the model may take without making a stream, of whatever model, stand still for longer than it
+        may. Prompts make headway beside the model's own streams even where it is too late."""
         if not self.ordering.bounds_silence:
             return math.inf
-        own_left_s, own_s = queue.streams(begins_s)
-        others = [other.streams(begins_s) for other in self.queues.values() if other is not queue]
-        return max(min(own_left_s, room_s(others)), own_s)
+        streams = {name: other.streams(begins_s) for name, other in self.queues.items()}
+        return max(room_s(streams.values()), streams[queue.name][1])
 
     def _limits(self, queue: ModelQueue, leading: Rank, begins_s: float) -> Limits:
         if leading == Rank.OFFLINE:

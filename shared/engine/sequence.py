@@ -223,13 +223,6 @@ class Sequence:
     def num_output(self) -> int:
         return len(self.tokens) - self.num_prompt
 
-    def objective_shares(self, now: float) -> tuple[float, float]:
-        """What TTFT and TPOT are of their objectives, for one that has its last token now."""
-        assert self.first_token_s is not None
-        num_later = self.num_tokens - self.first_total
-        ttft_share = (self.first_token_s - self.arrived_s) / max(self.ttft_due_s - self.arrived_s, 1e-9)
-        return ttft_share, (now - self.first_token_s) / (num_later * self.tpot_objective_s) if num_later else 0.0
-
     def extend_hashes(self, num_blocks: int, page_tokens: int, root: bytes) -> list[bytes]:
         """The chained hashes of the first `num_blocks` full blocks of known tokens."""
         hashes = self.hashes

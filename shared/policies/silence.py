@@ -19,7 +19,7 @@ MAX_SILENT_TPOTS = 3.0
 MAX_SILENCE_S = 0.5
 SERVING_STEPS = 2.0
 """What serving streams takes, in steps of them alone: prompts of their model may take as much again."""
-URGENT_S = MAX_SILENCE_S / 2
+URGENT_S = 0.15
 """Of room: with less, streams go before everything else."""
 
 

@@ -3,14 +3,12 @@
 ConServe bounds each step by the TPOT objective. Here the objective is a pace that each decoding online sequence is to keep:
 its k-th token after the first is due at
 
-    due(k) = first token + PACE * TPOT objective * (k - head start)
+    due(k) = first token + PACE * TPOT objective * (k - HEAD_START_TOKENS)
 
 and the slack of a step is the time to the earliest of these. Offline tokens are added to a step for as long as it ends
 within the slack, so a user who was delayed by others' prompts gets nothing but online steps until the pace is reached again,
 and one who is ahead leaves more to offline work. The head start is what a user is ahead before any offline work: it pays for
-prompts that come later, which nobody knows of. It is dear, because steps of online tokens alone are short, and each step
-takes time beside its tokens; so it is as long as requests that ended lately say that it must be, and whole while online work
-leaves little of the device (`HeadStart`).
+prompts that come later, which nobody knows of.
 
 Online prompts are chunked so that decodes keep the pace only for as long as their first tokens are in time even so; else a
 step takes of them what it can, as if there were no decodes.
@@ -25,40 +23,8 @@ from shared.policies.token_budget import Limits, StepView, TokenBudgetPolicy
 PACE = 0.85
 """Of the TPOT objective."""
 HEAD_START_TOKENS = 6
-"""At most."""
 MAX_SLACK = 2.0
 """Of the TPOT objective: an online arrival waits for the end of a step."""
-NEAR_TTFT, NEAR_TPOT = 0.8, 0.95
-"""Of the objectives: a request that took longer nearly missed one. (At `PACE` and undisturbed it does not.)"""
-NEAR_MISS, CALM = 0.5, 0.01
-"""What a near miss adds to the caution, and any other end takes from it: in the long run one request in fifty comes near."""
-MAX_CAUTION = 2.0
-"""Beyond 1 the head start is no longer, but it takes as much calm to come back: where misses are frequent, they come in
-spells."""
-BUSY_FROM, BUSY = 0.6, 0.8
-"""Share of the device's time that online work takes lately. What is put off then meets the burst's own prompts, and there is
-little to be harvested; so the head start grows with it and is whole from the second on."""
-
-
-class HeadStart:
-    """Of one model's users: whole until it proves needless."""
-
-    __slots__ = ("_caution", "online_share")
-
-    def __init__(self) -> None:
-        self._caution = 1.0
-        self.online_share = 0.0
-        """Of the device's time, lately; all models together."""
-
-    @property
-    def tokens(self) -> float:
-        busy = (self.online_share - BUSY_FROM) / (BUSY - BUSY_FROM)
-        return HEAD_START_TOKENS * min(1.0, max(self._caution, busy))
-
-    def on_end(self, ttft_share: float, tpot_share: float) -> None:
-        """A request ended; what it took of its objectives."""
-        is_near = ttft_share > NEAR_TTFT or tpot_share > NEAR_TPOT
-        self._caution = min(MAX_CAUTION, max(0.0, self._caution + (NEAR_MISS if is_near else -CALM)))
 
 
 class SloTokenBudget(TokenBudgetPolicy):

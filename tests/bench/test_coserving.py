@@ -365,7 +365,7 @@ def test_a_run_that_keeps_the_pace_has_no_fewer_steps_than_the_bound_says(virtua
             )
         ]
         assert len(kept) > 0.9 * len(arrivals)
-        assert 0.3 * len(run.steps) < fewest_steps(kept, pair.ttft_s, pair.tpot_s) <= len(run.steps)
+        assert 0.2 * len(run.steps) < fewest_steps(kept, pair.ttft_s, pair.tpot_s) <= len(run.steps)
 
 
 def test_the_tightest_objectives_are_kept_by_99_of_100() -> None:

@@ -165,10 +165,3 @@ def test_few_steps_still_make_a_cost_model() -> None:
         cost_fit.fit([])
     with pytest.raises(ValueError):
         cost_fit.fit([(only, 0.0)])
-
-
-def test_a_step_of_decodes_alone_has_the_shape_of_its_part_of_a_mixed_one() -> None:
-    mixed = shape_of([30, 40, 0], [1, 1, 8])
-    assert mixed == StepShape(8, 32.0, 2, 70)
-    assert shape_of([30, 40], [1, 1]) == mixed._replace(prefill_tokens=0, prefill_attention=0.0)
-    assert shape_of([], []) == StepShape()

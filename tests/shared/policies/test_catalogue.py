@@ -7,8 +7,6 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from shared.engine.charging import BUSY_WINDOW_S
-from shared.policies import slo_budget
 from shared.policies.baselines import SkipJoinMlfq
 from shared.policies.catalogue import (
     ORDERING_POLICIES,
@@ -68,18 +66,3 @@ def test_the_page_states_the_defaults() -> None:
         assert by_name[owner][parameter].default == float(default), (owner, parameter)
     for name in (*ORDERING_POLICIES, *TOKEN_BUDGET_POLICIES):
         assert f"`{name}`" in (DOCS / "policies.md").read_text()
-
-
-def test_the_page_states_the_head_start() -> None:
-    page = " ".join((DOCS / "policies.md").read_text().split())
-    for text in (
-        f"first token + {slo_budget.PACE:g} * TPOT objective * (k - head start)",
-        f"= {slo_budget.HEAD_START_TOKENS} * min(1, max(caution, (online share - {slo_budget.BUSY_FROM:g}) / "
-        f"{slo_budget.BUSY - slo_budget.BUSY_FROM:.2g}))",
-        f"adds {slo_budget.NEAR_MISS:g} to it, at most up to {slo_budget.MAX_CAUTION:g}, if it took more than "
-        f"{slo_budget.NEAR_TTFT:g} of its TTFT objective or {slo_budget.NEAR_TPOT:g} of its TPOT objective, and else takes "
-        f"{slo_budget.CALM:g} away",
-        f"of the last {BUSY_WINDOW_S:g} s",
-        f"at most {slo_budget.MAX_SLACK:g} * TPOT objective",
-    ):
-        assert text in page, text

@@ -9,19 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shared.cost_model import CostModel, StepShape
-from shared.policies.slo_budget import (
-    BUSY,
-    BUSY_FROM,
-    CALM,
-    HEAD_START_TOKENS,
-    MAX_CAUTION,
-    NEAR_MISS,
-    NEAR_TPOT,
-    NEAR_TTFT,
-    PACE,
-    HeadStart,
-    SloTokenBudget,
-)
+from shared.policies.slo_budget import PACE, SloTokenBudget
 from shared.policies.token_budget import Limits, StepBudget, StepView
 from tests.shared.policies.views import COST
 
@@ -111,54 +99,6 @@ def test_models_that_have_online_work_share_the_time() -> None:
 
 def test_offline_work_beside_another_models_online_work_is_short() -> None:
     assert SloTokenBudget(512, other_step_s=0.05).limits(view(others=1)) == Limits(512, 0.05)
-
-
-def test_the_head_start_is_whole_until_it_proves_needless() -> None:
-    head_start = HeadStart()
-    assert head_start.tokens == HEAD_START_TOKENS
-    for _ in range(round(1 / CALM)):
-        head_start.on_end(NEAR_TTFT, NEAR_TPOT)
-    assert head_start.tokens == pytest.approx(0.0)
-    head_start.on_end(NEAR_TTFT + 0.01, 0.0)
-    assert head_start.tokens == pytest.approx(HEAD_START_TOKENS * NEAR_MISS)
-    head_start.on_end(0.0, NEAR_TPOT + 0.01)
-    assert head_start.tokens == pytest.approx(HEAD_START_TOKENS)
-
-
-@pytest.mark.parametrize(
-    ("online_share", "whole"), [(0.0, 0.0), (BUSY_FROM, 0.0), ((BUSY_FROM + BUSY) / 2, 0.5), (1.2, 1.0)]
-)
-def test_the_head_start_grows_with_what_online_work_takes_of_the_device(online_share: float, whole: float) -> None:
-    head_start = HeadStart()
-    for _ in range(round(1 / CALM) + 1):
-        head_start.on_end(0.0, 0.0)
-    head_start.online_share = online_share
-    assert head_start.tokens == pytest.approx(whole * HEAD_START_TOKENS)
-
-
-def test_after_a_spell_of_misses_it_takes_as_much_calm_until_the_head_start_falls() -> None:
-    head_start = HeadStart()
-    for _ in range(20):
-        head_start.on_end(2.0, 2.0)
-    calm = round((MAX_CAUTION - 1) / CALM)
-    for _ in range(calm):
-        head_start.on_end(0.5, 0.5)
-    assert head_start.tokens == pytest.approx(HEAD_START_TOKENS)
-    head_start.on_end(0.5, 0.5)
-    assert head_start.tokens < HEAD_START_TOKENS
-
-
-@given(st.lists(st.tuples(st.floats(0, 3), st.floats(0, 3))))
-def test_the_head_start_stays_in_its_bounds_and_a_near_miss_never_shortens_it(ends: list[tuple[float, float]]) -> None:
-    head_start = HeadStart()
-    for ttft_share, tpot_share in ends:
-        before = head_start.tokens
-        head_start.on_end(ttft_share, tpot_share)
-        assert 0 <= head_start.tokens <= HEAD_START_TOKENS
-        if ttft_share > NEAR_TTFT or tpot_share > NEAR_TPOT:
-            assert head_start.tokens >= before
-        else:
-            assert head_start.tokens <= before
 
 
 def test_settings_out_of_range_are_refused() -> None:
