@@ -243,15 +243,14 @@ def test_what_is_being_moved_is_neither_pinned_nor_handed_over_before_it_is_ther
 
 @pytest.mark.usefixtures("_no_reserve")
 def test_nobody_is_preempted_for_what_would_not_help():
-    """Two offline sequences hold a slot each of a merged block in which a copy holds one too."""
+    """Offline sequences hold seven slots of eight in each merged block, a copy the other: in sum more than a merged block,
+    but none that would come free."""
     node = make(num_merged=2)
-    interleave(node, 1, request_class=OFFLINE)
-    node.engine.submit(request("b", [1] * 8, 400, model="b", request_class=OFFLINE), 0.0)
-    turn(node)
+    names = interleave(node, 2, request_class=OFFLINE)
     pool = node.engine.pool
-    slots = node.engine.held("a0").blocks[:1]
+    slots = [node.engine.held(name).blocks[0] for name in names[::8]]
     pool.retain("a", slots)
-    node.engine.submit(request("online", [2] * 9, 4, model="b"), 0.0)
+    node.engine.submit(request("online", [2] * 3, 4, model="b"), 0.0)
     for _ in range(2):
         node.plan(0.0)
         node.step_returns(0.0)
@@ -259,7 +258,7 @@ def test_nobody_is_preempted_for_what_would_not_help():
     pool.release("a", slots)
     for _ in range(2):
         turn(node)
-    assert node.engine.held("online").row >= 0
+    assert node.engine.held("online").row >= 0 and node.engine.counters.num_preemptions == 8
 
 
 @pytest.mark.usefixtures("_no_reserve")
