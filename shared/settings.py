@@ -73,7 +73,7 @@ class SchedulerSettings(BusSettings, frozen=True, kw_only=True):
     scheduler_id: SubjectPart = ""
     max_queued: int = 4096
     """Requests of one class, online or offline, in the global queue over all models; beyond it OVERLOADED."""
-    max_waiting_per_model: Annotated[int, msgspec.Meta(ge=1)] = 2
+    max_waiting_per_model: Annotated[int, msgspec.Meta(ge=1)] = 4
     """Requests of one model that an instance may hold without having planned them yet."""
     cache_affinity_merged: float = 0.0
     lost_after_s: float = 3.0

@@ -116,6 +116,30 @@ def test_a_drained_instance_is_emptied_by_moving_what_it_has() -> None:
     assert all(0 < pause < 5 * step_s for _, pause, step_s in cluster.journal.pauses)
 
 
+def test_requests_move_to_an_instance_with_long_prompts_without_a_long_pause() -> None:
+    """Without the wait for the end of a step, and short steps while somebody comes, the pauses are 16 to 24 steps."""
+    decoding = [Job(0.01 * number, 200, 600) for number in range(8)]
+    prompts = [Job(2.5 + 0.9 * number, 5000, 10) for number in range(8)]
+    cluster = Cluster(A10, SYSTEMS["tideway"], decoding + prompts, num_instances=2)
+    cluster.drain_at(3.0, "instance-0")
+    cluster.run()
+    steps = [pause / step_s for _, pause, step_s in cluster.journal.pauses]
+    assert len(steps) >= 4 and max(steps) < 3.0
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_prompts_go_where_they_are_begun_soonest(seed: int) -> None:
+    jobs = draw_jobs(Workload(mix=PREFILL_MIX, rate_rps=3.0, num_requests=80, cv=2.0), A10, seed)
+
+    def mean_ttft_s(system: System) -> float:
+        return float(np.mean([record.ttft_s for record in Cluster(A10, system, jobs).run().records]))
+
+    ours_s = mean_ttft_s(SYSTEMS["tideway"])
+    by_memory_s = mean_ttft_s(msgspec.structs.replace(SYSTEMS["tideway"], dispatch="freeness"))
+    assert ours_s < 0.95 * by_memory_s
+    assert ours_s < min(mean_ttft_s(SYSTEMS[name]) for name in ("infaas++", "round_robin"))
+
+
 def test_a_fleet_grows_under_load_and_shrinks_after_it() -> None:
     device = small()
     jobs = [Job(0.1 * number, 100, 700) for number in range(40)] + [Job(60.0 + number, 100, 20) for number in range(40)]

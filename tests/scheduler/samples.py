@@ -97,13 +97,16 @@ def make_report(
     num_high: int = 0,
     moves: list[MoveOutcome] | None = None,
     moved_in: list[HeldRequest] | None = None,
+    prompts_s: float = 0.0,
+    token_s: float = 0.0,
 ) -> LoadReport:
-    """`waiting`: all that wait, of which `offline` are offline; `room` for offline tokens, per model or of each alike."""
+    """`waiting`: all that wait, of which `offline` are offline; `room` for offline tokens, per model or of each alike;
+    `token_s`: predicted, of a token of a prompt."""
     loads = []
     for model, num in ({"m": 0, "n": 0} | (waiting or {})).items():
         num_offline = (offline or {}).get(model, 0)
         tokens = room if isinstance(room, int) else room.get(model, 0)
-        loads.append(ModelLoad(model, 0, num, num_offline, num - num_offline, tokens))
+        loads.append(ModelLoad(model, 0, num, num_offline, num - num_offline, tokens, prompt_cost=(token_s, 0.0)))
     return LoadReport(
         instance_id=instance_id,
         incarnation=incarnation,
@@ -120,4 +123,5 @@ def make_report(
         num_high=num_high,
         moves=moves or [],
         moved_in=moved_in or [],
+        prompts_s=prompts_s,
     )

@@ -116,6 +116,53 @@ def test_waiting_offline_requests_do_not_keep_online_ones_away() -> None:
     assert driver.dispatches() == {"online": "a"}
 
 
+def test_of_those_with_memory_the_one_that_begins_the_prompt_first_takes_it() -> None:
+    for policy, expected in (("first_token", "b"), ("freeness", "a")):
+        driver = Driver(dispatch_policy=policy)
+        for name, freeness, prompts_s in (("a", 30.0, 2.0), ("b", 20.0, 0.5), ("c", -1.0, 0.0), ("d", 10.0, 0.45)):
+            driver.up(name)
+            driver.report(name, freeness=freeness, num_running=2, prompts_s=prompts_s)
+        driver.submit(make_request("r"))
+        assert driver.dispatches() == {"r": expected}, "c has no memory, d is hardly sooner than b"
+
+
+def test_predicted_time_passes_between_reports() -> None:
+    driver = Driver()
+    for name, prompts_s in (("a", 2.0), ("b", 0.5)):
+        driver.up(name)
+        driver.report(name, freeness=30.0 if name == "a" else 20.0, num_running=2, prompts_s=prompts_s)
+    driver.now += 1.95
+    driver.submit(make_request("r"))
+    assert driver.dispatches() == {"r": "a"}
+
+
+def test_prompts_in_flight_count_until_a_report_names_them() -> None:
+    driver = Driver()
+    for name, freeness in (("a", 30.0), ("b", 10.0)):
+        driver.up(name)
+        driver.report(name, freeness=freeness, num_running=2, token_s=0.01)
+    for number in range(2):
+        driver.submit(make_request(f"r{number}", num_prompt=40))
+    assert driver.dispatches() == {"r0": "a", "r1": "b"}
+    driver.report("a", freeness=30.0, num_running=3, token_s=0.01, admitted=["r0"])
+    driver.submit(make_request("r2", num_prompt=40))
+    assert driver.dispatches() == {"r2": "a"}
+
+
+def test_a_cached_prefix_is_not_waited_for_longer_than_it_saves() -> None:
+    for prompts_s, expected in ((0.3, "a"), (1.0, "b")):
+        driver = Driver()
+        for name in "ab":
+            driver.up(name)
+            driver.report(name, freeness=20.0, num_running=2, token_s=0.005)
+        driver.submit(make_request("first", num_prompt=128))
+        assert driver.dispatches() == {"first": "a"}
+        driver.report("a", freeness=20.0, num_running=2, token_s=0.005, admitted=["first"], prompts_s=prompts_s)
+        driver.report("b", freeness=20.0, num_running=2, token_s=0.005)
+        driver.submit(make_request("second", num_prompt=128))
+        assert driver.dispatches() == {"second": expected}
+
+
 @pytest.mark.parametrize(("policy", "expected"), [("fewest_requests", "b"), ("round_robin", "a"), ("freeness", "c")])
 def test_baselines_are_chosen_by_name(policy: str, expected: str) -> None:
     driver = Driver(dispatch_policy=policy)
@@ -182,7 +229,7 @@ def test_ledger_entries_leave_by_report_and_by_expiry() -> None:
 
 
 def test_a_request_for_the_larger_pool_does_not_hold_up_the_others() -> None:
-    driver = Driver()
+    driver = Driver(max_waiting_per_model=2)
     driver.up("big", num_merged=100)
     driver.up("small", num_merged=2)
     driver.report("big", waiting={"m": 2})

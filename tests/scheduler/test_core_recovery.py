@@ -253,7 +253,7 @@ def test_an_instance_that_did_not_answer_at_take_over_may_hold_anything() -> Non
 
 
 def test_a_queued_request_that_is_found_on_an_instance_is_not_dispatched() -> None:
-    driver = Driver()
+    driver = Driver(max_waiting_per_model=2)
     driver.core.on_registry("a", make_info("a"), driver.now)
     driver.core.begin_serving()
     driver.submit(make_request("r"))
@@ -299,7 +299,7 @@ def test_the_end_of_an_outage_ends_the_back_off_too() -> None:
 
 
 def test_an_owner_whose_epoch_the_gateway_no_longer_hears_is_none() -> None:
-    driver = Driver()
+    driver = Driver(max_waiting_per_model=2)
     driver.up("a")
     driver.submit(make_request("r"))
     driver.refuse(ErrorCode.DEADLINE)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from shared.policies.dispatch import (
     DISPATCH_POLICIES,
+    GRAIN_S,
     CandidateIndex,
     DispatchView,
     InFlight,
@@ -19,6 +20,7 @@ from shared.policies.dispatch import (
     Rank,
     ReportedFreeness,
     freeness_with_ledger,
+    soonest,
 )
 
 
@@ -179,3 +181,10 @@ class TestPrefixAffinity:
             affinity.record("m", tokens(value), f"i{value}")
         assert affinity.likely_owner("m", tokens(0)) is None
         assert affinity.likely_owner("m", tokens(3)) == "i3"
+
+
+@given(st.lists(st.floats(0, 100), min_size=1, max_size=20))
+def test_the_first_that_begins_about_as_soon_as_any_takes_a_request(starts_s: list[float]) -> None:
+    chosen = soonest(starts_s)
+    assert starts_s[chosen] <= min(starts_s) + GRAIN_S
+    assert all(start_s > min(starts_s) + GRAIN_S for start_s in starts_s[:chosen])

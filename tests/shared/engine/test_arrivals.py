@@ -5,7 +5,9 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from shared.cost_model import CostModel, shape_of
 from shared.engine.moving import Reservation
+from shared.engine.planner import EXPECTED_S, EXPECTED_STEPS
 from shared.engine.sequence import State
 from shared.messages.requests import ErrorCode, RequestClass
 from tests.shared.engine.fake_executor import request
@@ -114,3 +116,63 @@ def test_what_was_demanded_in_vain_is_given_back_to_offline_work_in_time():
     assert node.engine.next_wakeup() == pytest.approx(1.0)
     node.engine.on_time(1.0)
     assert node.plan(1.0)
+
+
+COST = CostModel(0.04, 0.001, 0.0, 0.001, 0.0)
+"""Two prompts of 50 tokens take 2.5 times as long as a decode."""
+
+
+def busy_node():
+    """One sequence decodes, and two prompts of 50 tokens come."""
+    node = make(num_merged=40, budget=512)
+    node.engine.set_cost_model("a", COST)
+    node.engine.submit(request("decodes", [1, 2, 3], 40), 0.0)
+    run(node, 1)
+    for name in "xy":
+        node.engine.submit(request(name, list(range(50)), 5), 0.0)
+    return node
+
+
+def planned_s(node, now):
+    """Predicted time of the next step, which returns then."""
+    assert node.plan(now)
+    plan = node.in_flight[0]
+    node.step_returns(now)
+    return COST.predict(shape_of(plan.starts, plan.counts))
+
+
+SHORT_S = EXPECTED_STEPS * COST.predict(shape_of([3], [1]))
+
+
+def test_steps_are_short_while_a_request_is_about_to_come():
+    node = busy_node()
+    assert isinstance(node.engine.reserve(stage(node, None, num_blocks=2, arrives_s=0.0), 0.0), Reservation)
+    assert planned_s(node, 0.0) <= SHORT_S
+    node.engine.release("m")
+    assert planned_s(node, 0.0) > 1.5 * SHORT_S, "nobody comes any more"
+
+
+def test_steps_end_when_a_request_may_be_here():
+    node = busy_node()
+    node.engine.reserve(stage(node, None, num_blocks=2, arrives_s=SHORT_S + 0.02), 0.0)
+    assert SHORT_S < planned_s(node, 0.0) <= SHORT_S + 0.02
+
+
+@pytest.mark.parametrize(("fields", "now"), [({"arrives_s": 0.0}, EXPECTED_S), ({}, 0.0), ({"on_host": True}, 0.0)])
+def test_steps_are_as_long_as_ever_for_who_does_not_come_in_time(fields, now):
+    node = busy_node()
+    node.engine.reserve(stage(node, None, num_blocks=2, **fields), 0.0)
+    assert planned_s(node, now) > 2 * SHORT_S
+
+
+def test_an_engine_says_how_long_it_is_busy_with_a_long_step():
+    node = busy_node()
+    assert node.engine.busy_s(0.0) == 0.0
+    assert node.plan(0.0)
+    plan = node.in_flight[0]
+    predicted_s = COST.predict(shape_of(plan.starts, plan.counts))
+    assert node.engine.busy_s(0.01) == pytest.approx(predicted_s - 0.01)
+    assert node.engine.busy_s(predicted_s + 0.01) == pytest.approx(0.01), "as long again as it has been over"
+    node.step_returns(predicted_s)
+    run(node, 1, predicted_s)
+    assert node.plan(predicted_s) and node.engine.busy_s(predicted_s) == 0.0, "only decodes are left"

@@ -7,7 +7,7 @@ import math
 import msgspec
 import pytest
 
-from shared.cost_model import CostModel
+from shared.cost_model import CostModel, StepShape
 from shared.engine.engine import Engine
 from shared.engine.plan import ModelShape
 from shared.engine.room import GROWTH_STEPS
@@ -203,3 +203,21 @@ def test_who_runs_has_room_to_grow_when_one_more_is_admitted(more: int):
     assert node.engine.submit(request("new", [99] * (WIDE.page_tokens * (num_left + more)), 50), 0.0) is None
     node.plan(0.0)
     assert (node.engine.load().num_running == 5) == (not more)
+
+
+def test_prompts_and_steps_in_flight_are_time_that_one_more_prompt_waits():
+    node = make()
+    cost = CostModel(0.02, 0.001, 1e-5, 0.002, 0.0, over_knee_s=0.003)
+    run(node, request("decodes", list(range(10)), 50))
+    assert node.engine.load(0.0).prompts_s == 0.0, "nothing is known of time"
+    node.engine.set_cost_model("a", cost)
+    assert node.engine.load(0.0).prompts_s == 0.0
+    assert node.engine.load(0.0).models[0].prompt_cost == pytest.approx((0.004, 1e-5))
+    node.engine.submit(request("waits", list(range(40)), 5), 0.0)
+    node.engine.submit(request("yields", list(range(40)), 5, request_class=RequestClass.OFFLINE), 0.0)
+    assert node.engine.load(0.0).prompts_s == pytest.approx(40 * 0.004 + 1e-5 * 40 * 20)
+    assert node.plan(1.0)
+    step_s = node.engine.load(1.0).prompts_s
+    assert step_s >= cost.predict(StepShape(40, 800.0, 1, 10)) - 1e-9, "the prompt is in flight"
+    assert node.engine.load(1.0 + step_s / 2).prompts_s == pytest.approx(step_s / 2)
+    assert node.engine.load().prompts_s == 0.0

@@ -5,10 +5,11 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from shared.cost_model import CostModel
+from shared.cost_model import CostModel, StepShape
 from shared.engine.moves import rebased
 from shared.engine.moving import TakenOut
 from shared.engine.plan import StepResult
+from shared.engine.planner import EXPECTED_STEPS
 from shared.engine.sequence import State
 from shared.messages.migration import Commit, SequenceProgress
 from shared.messages.requests import ErrorCode, pack_tokens
@@ -50,6 +51,24 @@ def test_a_decoding_request_goes_on_where_it_was():
     assert destination.plan(cluster.now) and destination.in_flight[0].num_tokens == 1
     cluster.finish()
     assert cluster.ended["r"].first_token_s == 1.0 and cluster.ended["r"].num_moves == 1
+
+
+def test_who_comes_runs_at_once_beside_little_of_the_prompts_that_wait():
+    cluster, source, destination = pair(num_merged=40, budget=512)
+    cost = CostModel(0.02, 0.001, 0.0, 0.001, 0.0)
+    destination.engine.set_cost_model("a", cost)
+    cluster.submit(source, request("r", list(range(10)), 20))
+    run(source, 5)
+    move(cluster)
+    cluster.submit(destination, request("long", list(range(50)), 5))
+    tokens = []
+    for _ in range(2):
+        assert destination.plan(cluster.now)
+        tokens.append(destination.in_flight[0].num_tokens)
+        assert destination.engine.held("r").row in destination.in_flight[0].rows
+        destination.step_returns(cluster.now)
+    first_s = cost.predict(StepShape(tokens[0], 0.0))
+    assert first_s <= EXPECTED_STEPS * cost.predict(StepShape(0, 0.0, 1)) and tokens[1] > 30
 
 
 def test_a_prompt_moves_between_its_chunks():

@@ -1,9 +1,20 @@
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shared.migration.estimates import DEFAULT_BANDWIDTH_BYTES_S, Next, copy_s, is_worth, next_stage
+from shared.migration.estimates import (
+    DEFAULT_BANDWIDTH_BYTES_S,
+    MAX_ASK_S,
+    MAX_WAIT_S,
+    MIN_ASK_S,
+    Busy,
+    Next,
+    copy_s,
+    is_worth,
+    next_stage,
+)
 
 
 def test_copy_time_from_bandwidth_and_share() -> None:
@@ -37,6 +48,31 @@ def test_a_copy_that_does_not_catch_up_is_given_up() -> None:
 
 def test_one_stage_is_a_blocking_copy() -> None:
     assert next_stage(1000, 9.0, None, 9.0, 0.05, 0, 1) is Next.LAST
+
+
+def test_the_last_stage_waits_for_the_end_of_the_destinations_long_step() -> None:
+    little = (1, 0.004, 0.04, 0.004, 0.05, 2, 8)
+    assert next_stage(*little, busy_s=0.0) is Next.LAST
+    assert next_stage(*little, busy_s=1.5) is Next.WAIT
+    assert next_stage(*little, busy_s=None) is Next.STAGE, "it asks"
+    assert next_stage(100, 0.5, None, 0.5, 0.05, 0, 8, busy_s=1.5) is Next.STAGE, "what is filled goes meanwhile"
+    assert next_stage(100, 0.5, 0.5, 0.5, 0.05, 1, 8, busy_s=1.5) is Next.NOT_WORTH
+    assert next_stage(1000, 9.0, None, 9.0, 0.05, 0, 1, busy_s=None) is Next.LAST, "a blocking copy asks nobody"
+
+
+def test_a_source_asks_again_when_the_long_step_should_have_ended() -> None:
+    busy = Busy()
+    assert busy.left_s(0.0) is None, "nobody asked yet"
+    busy.on_reserved(0.4, 1.0)
+    assert busy.left_s(1.1) == pytest.approx(0.3)
+    assert busy.left_s(1.4) is None, "the step may be over its time"
+    busy.on_reserved(0.0, 2.0)
+    assert busy.left_s(9.0) == 0.0, "steps are short while a request is expected"
+    assert busy.ask_after_s(0.3, 2.0) == 0.3
+    assert busy.left_s(2.3) is None, "after a wait it is not known any more"
+    assert busy.ask_after_s(7.0, 2.3) == MAX_ASK_S
+    assert busy.ask_after_s(0.0, 2.4) == MIN_ASK_S
+    assert busy.ask_after_s(0.3, 2.0 + MAX_WAIT_S) is None
 
 
 @given(st.floats(0.01, 100), st.floats(0.001, 1), st.floats(0.1, 3), st.integers(1, 12))

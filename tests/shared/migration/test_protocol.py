@@ -194,6 +194,8 @@ class World:
             found.append(("quiet",))
         if self.source.state is src.State.DECIDING:
             found += [("decide", event) for event in self.decisions()]
+        if self.source.state is src.State.WAITING:
+            found.append(("asks",))
         if self.place == "leaving":
             found += [("left", event) for event in (src.Event.TAKEN_OUT, src.Event.TAKEN_OUT_SHORT)]
         if self.place in ("batch", "leaving", "out"):
@@ -209,7 +211,7 @@ class World:
     def decisions(self) -> tuple[src.Event, ...]:
         if self.waits:
             return (src.Event.OUT,)
-        return (src.Event.STAGE, src.Event.LAST, src.Event.OUT, src.Event.FAILED)
+        return (src.Event.STAGE, src.Event.LAST, src.Event.WAIT, src.Event.OUT, src.Event.FAILED)
 
     def happen(self, what: tuple) -> None:
         kind = what[0]
@@ -246,6 +248,8 @@ class World:
             self.quiet()
         elif kind == "decide":
             self.feed(what[1], AbortReason.NOT_WORTH if what[1] is src.Event.FAILED else None)
+        elif kind == "asks":
+            self.feed(src.Event.DUE)
         elif kind == "left":
             self.place = "out"
             # It may be the later placement that has left: the driver looks.
@@ -330,7 +334,7 @@ class World:
             self.receive("abort", AbortReason.DESTINATION_LOST)
 
 
-GOOD = ("deliver", "copied", "decide", "left")
+GOOD = ("deliver", "copied", "decide", "left", "asks")
 FATAL = ("source_dies", "destination_dies", "partition", "withdraw", "ends", "replaced")
 
 
@@ -390,8 +394,10 @@ def finish(world: World) -> None:
 @given(st.data(), st.booleans())
 def test_without_faults_every_move_succeeds(data: st.DataObject, waits: bool) -> None:
     world = World(7, waits)
-    for _ in range(100):
+    for number in range(100):
         choices = [one for one in world.choices() if one[0] in GOOD and one != ("decide", src.Event.FAILED)]
+        if number >= 30:  # the destination's long step has ended
+            choices = [one for one in choices if one != ("decide", src.Event.WAIT)]
         if world.source.num_stages >= 6:
             choices = [one for one in choices if one != ("decide", src.Event.STAGE)]
         if not choices:

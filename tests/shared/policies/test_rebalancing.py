@@ -16,6 +16,7 @@ from shared.policies.rebalancing import (
     BURST_S,
     MAX_BACKOFF_S,
     MAX_CHECKED,
+    MOST_PROMPTS_S,
     InstanceView,
     Pair,
     Rebalancer,
@@ -39,6 +40,7 @@ class Instance:
     models: frozenset[str] = M
     is_draining: bool = False
     can_take: bool = True
+    prompts_s: float = 0.0
 
     def usage(self) -> float:
         return sum(self.running) + (self.waiting[0] if self.waiting else 0)
@@ -58,6 +60,7 @@ class Instance:
             can_take=self.can_take and not self.is_draining,
             next_tokens=min(self.running, default=0),
             running_freeness=self.running_freeness(),
+            prompts_s=self.prompts_s,
         )
 
     def running_freeness(self) -> float:
@@ -395,3 +398,16 @@ def test_a_constant_load_comes_to_rest_and_nothing_returns(
         if quiet == 10:
             break
     assert quiet == 10, "still moving"
+
+
+def test_a_taker_is_not_busy_with_prompts_for_longer_than_the_source() -> None:
+    for source_s, taker_s, is_made in ((0.0, 0.0, True), (2.0, 2.0, True), (0.0, MOST_PROMPTS_S + 0.1, False)):
+        cluster = Cluster(Instance("a", running=[1560] * 5, prompts_s=source_s), Instance("b", prompts_s=taker_s))
+        assert bool(cluster.step()) == is_made
+
+
+def test_who_is_about_to_be_preempted_moves_whatever_the_taker_computes() -> None:
+    source = Instance("a", running=[1590] * 5)
+    assert is_pressed(source.view(), LOW)
+    cluster = Cluster(source, Instance("b", prompts_s=9.0))
+    assert [pair.source for pair in cluster.step()] == ["a"]
