@@ -12,7 +12,7 @@ from shared.cost_model import CostModel, StepShape, prompt_s
 from shared.engine.kv_blocks import root_hash
 from shared.engine.plan import ModelShape
 from shared.engine.sequence import Rank, Sequence
-from shared.policies.silence import SERVING_STEPS, allowed_silence_s
+from shared.policies.silence import PLANNED_SHARE, SERVING_STEPS, allowed_silence_s
 from shared.policies.slo_budget import HEAD_START_TOKENS, MAX_SLACK, PACE
 
 ONLINE_RANKS = (Rank.ONLINE_HIGH, Rank.ONLINE_NORMAL)
@@ -128,7 +128,7 @@ class ModelQueue:
         return Objectives(tpot_s, min(token_due_s - now, MAX_SLACK * tpot_s), first_due_s - now)
 
     def streams(self, now: float) -> tuple[float, float]:
-        """Of its running online sequences that have their first token: the time left until the earliest must run again
+        """Of its running online sequences that have their first token: the time left until the earliest is to run again
         (inf: there are none), and the time that serving them takes. Those of a step in flight have run by `now`."""
         left_s, num, context = math.inf, 0, 0
         for rank in ONLINE_RANKS:
@@ -138,7 +138,7 @@ class ModelQueue:
                 num += 1
                 context += sequence.num_computed
                 age_s = 0.0 if sequence.in_flight else now - sequence.last_ran_s
-                left_s = min(left_s, allowed_silence_s(sequence.tpot_objective_s) - age_s)
+                left_s = min(left_s, PLANNED_SHARE * allowed_silence_s(sequence.tpot_objective_s) - age_s)
         if not num or self.cost_model is None:
             return left_s, 0.0
         return left_s, SERVING_STEPS * self.cost_model.predict(StepShape(0, 0.0, num, context))

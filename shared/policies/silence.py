@@ -17,6 +17,8 @@ from math import inf
 
 MAX_SILENT_TPOTS = 3.0
 MAX_SILENCE_S = 0.5
+PLANNED_SHARE = 0.95
+"""Of the time that a stream may stand still, within which it is planned to run: predictions are off by some percent."""
 SERVING_STEPS = 2.0
 """What serving streams takes, in steps of them alone: prompts of their model may take as much again."""
 URGENT_S = 0.15

@@ -13,6 +13,7 @@ from services.scheduler.requests import TrackedRequest
 from shared.messages.cluster import ExecutionStatistics
 from shared.messages.requests import Priority
 from shared.policies.catalogue import ORDERING_POLICIES, ordering_policy
+from shared.policies.doubling_budget import FAVOUR
 from tests.scheduler.driver import Driver
 from tests.scheduler.samples import make_report, make_request
 
@@ -148,8 +149,9 @@ def test_models_are_dispatched_in_proportion_to_their_gain() -> None:
             driver.submit(make_request(f"{model}{number}", model=model))
     driver.up("a", "m", "n")
     taken = [request_id[0] for request_id in driver.dispatches()]
-    assert taken[:10] == ["n", "n", "m", "n", "n"] * 2, (
-        "four of n, of a quarter of the product of budget and mean, for one of m"
+    share = 4**FAVOUR / (4**FAVOUR + 1)
+    assert taken[:20].count("n") == pytest.approx(20 * share, abs=1), (
+        "a request of n gains four times what one of m does"
     )
 
 
