@@ -244,7 +244,7 @@ class Dispatcher:
             return best
         least = self._missing(tracked, best)
         if self._is_timed:
-            able = index.first(NUM_TIMED, lambda name: is_fit(name) and self._missing(tracked, name) <= 0)
+            able = [name for name in index.first(NUM_TIMED, is_fit) if self._missing(tracked, name) <= 0]
             if able:
                 best = able[soonest([self._start_s(name, now) for name in able])]
                 least = self._missing(tracked, best)

@@ -3,6 +3,7 @@ whether objectives were met."""
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Mapping
 
@@ -77,6 +78,17 @@ class CoServingTelemetry:
         self._cost_error.labels(model, self._engine, "0.99").set(known.cost_model.p99_error)
         for source in CostSource:
             self._cost_source.labels(model, self._engine, str(source)).set(source == known.source)
+
+    def remove_model(self, model: str) -> None:
+        """It was unloaded: nothing is known of its steps any more."""
+        for gauge, values in (
+            (self._cost_scale, [""]),
+            (self._cost_error, ["0.5", "0.99"]),
+            (self._cost_source, list(CostSource)),
+        ):
+            for value in values:
+                with contextlib.suppress(KeyError):
+                    gauge.remove(model, self._engine, *filter(None, [str(value)]))
 
     def on_counters(self, counters: EngineCounters, slot_bytes: Mapping[str, int], host_used_share: float) -> None:
         """`counters` may grow meanwhile. `slot_bytes`: of the models that are loaded."""

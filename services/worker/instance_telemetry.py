@@ -136,6 +136,7 @@ class InstanceTelemetry:
         self._cache_config.remove(model, self._engine, str(page_tokens), str(num_slots))
         for gauge in (self._running, self._waiting, self._kv_usage):
             gauge.remove(model, self._engine)
+        self.coserving.remove_model(model)
 
     def on_step(self, stats: StepStats) -> None:
         model, engine = stats.model, self._engine

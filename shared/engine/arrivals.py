@@ -123,7 +123,7 @@ class Arrivals:
             return room.host.pool.allocate(model, count)
         is_online = arrival.rank != Rank.OFFLINE
         needed = self._needed(arrival, count)
-        if is_online and not room.may_hold(model, needed, arrival.rank):
+        if is_online and needed and not room.may_hold(model, needed, arrival.rank):
             return None
         if room.pool.num_available(model) < needed and not (
             is_online and room.make_room_for_arrival(model, needed, now)

@@ -128,17 +128,17 @@ class ModelQueue:
         return Objectives(tpot_s, min(token_due_s - now, MAX_SLACK * tpot_s), first_due_s - now)
 
     def streams(self, now: float) -> tuple[float, float]:
-        """Of its running online sequences that have their first token: the time left until the earliest is to run again
+        """Of its online sequences that have slots and their first token: the time left until the earliest is to run again
         (inf: there are none), and the time that serving them takes. Those of a step in flight have run by `now`."""
         left_s, num, context = math.inf, 0, 0
-        for rank in ONLINE_RANKS:
-            for sequence in self.running[rank].values():
-                if sequence.first_token_s is None or sequence.total >= sequence.max_total:
-                    continue
-                num += 1
-                context += sequence.num_computed
-                age_s = 0.0 if sequence.in_flight else now - sequence.last_ran_s
-                left_s = min(left_s, PLANNED_SHARE * allowed_silence_s(sequence.tpot_objective_s) - age_s)
+        restored = (sequence for sequence in self.restored.values() if sequence.is_online)
+        for sequence in chain(*(self.running[rank].values() for rank in ONLINE_RANKS), restored):
+            if sequence.first_token_s is None or sequence.total >= sequence.max_total:
+                continue
+            num += 1
+            context += sequence.num_computed
+            age_s = 0.0 if sequence.in_flight else now - sequence.last_ran_s
+            left_s = min(left_s, PLANNED_SHARE * allowed_silence_s(sequence.tpot_objective_s) - age_s)
         if not num or self.cost_model is None:
             return left_s, 0.0
         return left_s, SERVING_STEPS * self.cost_model.predict(StepShape(0, 0.0, num, context))

@@ -19,7 +19,7 @@ from shared.engine.room import Room
 from shared.engine.sequence import Rank, Sequence, State
 from shared.messages.requests import pack_tokens
 from shared.policies.ordering import ModelView, OrderingPolicy
-from shared.policies.silence import URGENT_S, room_s
+from shared.policies.silence import URGENT_S, is_overfull, room_s
 from shared.policies.token_budget import Limits, StepBudget, StepView, TokenBudgetPolicy
 
 MIN_ONLINE_CHUNK = 16
@@ -165,7 +165,12 @@ class Planner(Room):
         if not self.ordering.bounds_silence:
             return math.inf
         streams = {name: other.streams(begins_s) for name, other in self.queues.items()}
-        return max(room_s(streams.values()), streams[queue.name][1])
+        least_s = streams[queue.name][1]
+        serving_s = [each_s for _, each_s in streams.values()]
+        if is_overfull(serving_s):
+            # Prompts of a model without streams have steps as long as theirs.
+            least_s = least_s or max(serving_s)
+        return max(room_s(streams.values()), least_s)
 
     def _limits(self, queue: ModelQueue, leading: Rank, begins_s: float) -> Limits:
         if leading == Rank.OFFLINE:
@@ -237,6 +242,7 @@ class Planner(Room):
             self._admit_restored(queue, rank, batch, now, decodes=True)
             # Prompts of high priority do not make the model's other streams stand still.
             kept = queue.num_decoding(Rank.ONLINE_NORMAL) if decodes and rank == Rank.ONLINE_HIGH else 0
+            kept = max(0, min(kept, batch.budget.tokens_left - MIN_ONLINE_CHUNK))
             batch.budget.tokens_left -= kept
             for sequence in chunks:
                 if sequence.state == State.RUNNING:

@@ -41,18 +41,24 @@ class Busy:
     def __init__(self) -> None:
         self._until_s: float | None = None
         self._since_s: float | None = None
-        """When it began to wait."""
+        """When it was first told that it has to wait."""
 
     def on_reserved(self, busy_s: float, now: float) -> None:
         """`busy_s`: of `Reserved`."""
         self._until_s = now + busy_s if busy_s > 0 else 0.0
+        if busy_s > 0 and self._since_s is None:
+            self._since_s = now
 
     def left_s(self, now: float) -> float | None:
         """Until they have ended; 0: a request would run there at once. None: the destination has to be asked, for the first
         time, or because the long step is due to have ended."""
         if not self._until_s:
             return self._until_s
-        return self._until_s - now if self._until_s > now else None
+        if self._until_s > now:
+            return self._until_s - now
+        # Who has asked for too long does not ask again, but is told so by `ask_after_s`.
+        has_waited = self._since_s is not None and now - self._since_s >= MAX_WAIT_S
+        return MIN_ASK_S if has_waited else None
 
     def ask_after_s(self, busy_s: float, now: float) -> float | None:
         """After `Next.WAIT` for so long: when to ask again; None: it has been waited for too long."""

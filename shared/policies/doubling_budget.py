@@ -9,7 +9,8 @@ normalised latency, and mended for requests that run longer than expected; and t
 
     weight     of a model: sum(1 / (max(Q, half of what Q was set to) * L)) ^ 1.25 over its requests
     turn       a step. Models have turns in proportion to their weights (turns.py)
-    due        before all this, the model whose streams are due the earliest, where one must run soon (silence.py)
+    due        before all this, the model whose streams are due the earliest, where one must run soon (silence.py); where
+               that is always so, a model without streams is due MAX_SILENCE_S after its last turn
 
 Q * L minimises the sum of (latency / L) where all requests of a model take L (the paper's theorem 1): of two requests with
 T_j, T_k left, j first costs T_j / L_k more for k, and k first T_k / L_j more for j.
@@ -29,13 +30,13 @@ planner obeys: budgets and order are the same in both modes.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
-from math import ldexp
 from typing import NamedTuple
 
 from shared.messages.cluster import ExecutionStatistics
 from shared.policies.ordering import ModelView, OrderingPolicy, SequenceView, model_of_first
-from shared.policies.silence import URGENT_S, room_s
+from shared.policies.silence import MAX_SILENCE_S, URGENT_S, is_overfull, room_s
 from shared.policies.turns import Turns
 
 LEAST_TIME_S = 1e-6
@@ -85,6 +86,9 @@ class DoublingBudget(OrderingPolicy):
         self._turns: Turns[str] = Turns()
         self._weights: dict[str, float] = {}
         """Of the candidates of the last pick."""
+        self._picked_s = 0.0
+        """When the step begins for which was picked."""
+        self._last_turn_s: dict[str, float] = {}
         self._starvation_means = starvation_means
         self._min_starvation_s = min_starvation_s
         self._default = self._service(default_s, 0.0)
@@ -102,7 +106,7 @@ class DoublingBudget(OrderingPolicy):
         budget.left_s -= execution_s
         if budget.left_s <= 0:
             budget.num_exhausted += 1
-            budget.left_s = ldexp(self._of(sequence).budget_s, budget.num_exhausted)
+            budget.left_s = math.ldexp(self._of(sequence).budget_s, budget.num_exhausted)
 
     def export_state(self, sequence: SequenceView) -> tuple[float, ...]:
         """Seconds left and number of exhaustions."""
@@ -126,14 +130,23 @@ class DoublingBudget(OrderingPolicy):
         if not self.bounds_silence:
             return model_of_first(self, candidates, now)
         self._weights = {model.name: self._weight(model) for model in candidates}
+        self._picked_s = now
         streams = {model.name: model.streams(now) for model in candidates}
         if room_s(streams.values()) < URGENT_S:
+            if is_overfull(serving_s for _, serving_s in streams.values()):
+                return min(candidates, key=lambda model: min(streams[model.name][0], self._patience_s(model, now)))
             return min(candidates, key=lambda model: streams[model.name][0])
         name = self._turns.next(self._weights)
         return next(model for model in candidates if model.name == name)
 
+    def _patience_s(self, model: ModelView, now: float) -> float:
+        """How long its requests may still wait for a step beside streams that are always urgent."""
+        waits_since_s = min((sequence.arrived_s for sequence in model.runnable()), default=now)
+        return max(waits_since_s, self._last_turn_s.get(model.name, 0.0)) + MAX_SILENCE_S - now
+
     def on_turn(self, model: ModelView, candidates: list[ModelView]) -> None:
         if self.bounds_silence:
+            self._last_turn_s[model.name] = self._picked_s
             self._turns.take(model.name, {other.name: self._weights[other.name] for other in candidates})
 
     def _weight(self, model: ModelView) -> float:
@@ -141,8 +154,8 @@ class DoublingBudget(OrderingPolicy):
         gain = 0.0
         for sequence in model.runnable():
             budget: _Budget = sequence.order_state
-            gain += 1 / max(budget.left_s, ldexp(LEAST_GAIN_SHARE * service.budget_s, budget.num_exhausted))
-        return (gain / service.mean_s) ** FAVOUR
+            gain += 1 / max(budget.left_s, math.ldexp(LEAST_GAIN_SHARE * service.budget_s, budget.num_exhausted))
+        return math.pow(gain / service.mean_s, FAVOUR)
 
     def budgets(self, sequences: Iterable[SequenceView]) -> tuple[float, float]:
         left = [sequence.order_state.left_s for sequence in sequences]

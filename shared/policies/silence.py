@@ -30,6 +30,12 @@ def allowed_silence_s(tpot_objective_s: float) -> float:
     return max(MAX_SILENT_TPOTS * tpot_objective_s, MAX_SILENCE_S) if tpot_objective_s < inf else MAX_SILENCE_S
 
 
+def is_overfull(serving_s: Iterable[float]) -> bool:
+    """Whether serving the streams of all models takes so long that they are always urgent: then nothing else would run, and
+    they cannot all be in time if it does."""
+    return PLANNED_SHARE * MAX_SILENCE_S - sum(serving_s) < URGENT_S
+
+
 def room_s(streams: Iterable[tuple[float, float]]) -> float:
     """`streams`: of each model the time left to the earliest due token of its streams, and the time that serving them takes.
     How long something else may run before their turns must begin; below 0: too late for all of them; inf: there are none."""

@@ -3,8 +3,8 @@
     before each turn  credit of each += its share of the weights        share: at least LEAST_SHARE of the largest
     turn              the largest credit; it falls by 1
 
-Credits sum to 0 and stay within 1 below and the number of takers above, so weights that change take effect at once, and
-nobody is in debt for turns that were taken at other weights.
+Credits are kept between -1 and 1, so weights that change, and turns that were given for other reasons, count for one turn at
+most: nobody is in debt for what was taken at other weights, or has many turns in a row for what was missed.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class Turns(Generic[Taker]):
     def take(self, taker: Taker, weights: Mapping[Taker, float]) -> None:
         """It had a turn while those with a weight wanted one. Who is not among them is forgotten."""
         credits = self._after(weights)
-        credits[taker] = max(-1.0, credits[taker] - 1.0)
-        self._credits = credits
+        credits[taker] -= 1.0
+        self._credits = {other: min(1.0, max(-1.0, credit)) for other, credit in credits.items()}
 
     def _after(self, weights: Mapping[Taker, float]) -> dict[Taker, float]:
         least = LEAST_SHARE * max(weights.values())

@@ -6,6 +6,7 @@ from __future__ import annotations
 import random
 from collections import deque
 
+import msgspec
 import pytest
 
 from shared.cost_model import CostModel, shape_of
@@ -25,7 +26,17 @@ PAGE = 32
 
 
 class Instance:
-    def __init__(self, order: str, num_models: int, mean_s: float, depth: int, *, mix_phases: bool = True) -> None:
+    def __init__(
+        self,
+        order: str,
+        num_models: int,
+        mean_s: float,
+        depth: int,
+        *,
+        mix_phases: bool = True,
+        cost_model: CostModel = COST,
+    ) -> None:
+        self.cost_model = cost_model
         self.engine = Engine(
             20_000, 256, ordering_policy(order), SloTokenBudget(2048), steps_in_flight=depth, ttft_s=1.5, tpot_s=TPOT_S,
             mix_phases=mix_phases,
@@ -33,7 +44,7 @@ class Instance:
         self.models = [f"m{number}" for number in range(num_models)]
         for model in self.models:
             self.engine.add_model(ModelShape(model, PAGE, 1, 1 << 20))
-            self.engine.set_cost_model(model, COST)
+            self.engine.set_cost_model(model, cost_model)
             self.engine.set_statistics(ExecutionStatistics(model, mean_s, mean_s, 100))
         self.ended: list[Ended] = []
         self.num_sent = 0
@@ -73,7 +84,7 @@ class Instance:
                 _, model, num_prompt, num_output, more = waiting.popleft()
                 self.submit(model, num_prompt, num_output, now, **more)  # type: ignore[arg-type]
             while len(in_flight) < engine.steps_in_flight and (plan := engine.plan(now)) is not None:
-                free_s = max(now, free_s) + COST.predict(shape_of(plan.starts, plan.counts))
+                free_s = max(now, free_s) + self.cost_model.predict(shape_of(plan.starts, plan.counts))
                 in_flight.append((free_s, plan))
             if not in_flight:
                 if not waiting:
@@ -155,3 +166,28 @@ def test_with_one_phase_a_step_prompts_do_not_make_streams_of_their_own_model_st
     instance.run([(0.0, "m0", 100, 100, {})] + [(0.5, "m0", 15_000, 2, {}) for _ in range(5)])
     assert len(instance.ended) == 6
     assert instance.max_itl_s() <= allowed_silence_s(TPOT_S)
+
+
+@pytest.mark.parametrize(("num_models", "step_s"), [(8, 0.03), (4, 0.07), (2, 0.18)])
+def test_prompts_are_not_locked_out_where_streams_are_always_urgent(num_models: int, step_s: float) -> None:
+    """Serving the streams of all models takes most of what they may stand still, and goes on for long."""
+    cost_model = msgspec.structs.replace(COST, fixed_s=step_s)
+    instance = Instance("doubling_budget", num_models, 2.0, 1, cost_model=cost_model)
+    streams = [(0.0, model, 50, 400, {}) for model in instance.models[:-1] for _ in range(2)]
+    instance.run([*streams, (5.0, instance.models[-1], 100, 3, {})])
+    (late,) = [ended for ended in instance.ended if ended.num_output_tokens == 3]
+    assert late.first_token_s is not None
+    assert late.first_token_s - late.submitted_s < 3.0
+    assert instance.max_itl_s() < 1.0
+
+
+def test_who_is_new_does_not_wait_for_turns_that_another_model_saved_up() -> None:
+    """A model whose turns are rare runs for long because its stream is due, then one of its like comes."""
+    instance = Instance("doubling_budget", 3, 1.0, 1)
+    for model, mean_s in zip(instance.models, (20.0, 0.2, 0.2), strict=True):
+        instance.engine.set_statistics(ExecutionStatistics(model, mean_s, mean_s, 100))
+    busy: list[tuple[float, str, int, int, dict[str, object]]] = [(0.2 * n, "m1", 100, 20, {}) for n in range(220)]
+    instance.run([(0.0, "m0", 100, 2500, {}), *busy, (40.0, "m2", 100, 2, {})])
+    (late,) = [ended for ended in instance.ended if ended.num_output_tokens == 2]
+    assert late.first_token_s is not None
+    assert late.first_token_s - late.submitted_s < 0.6

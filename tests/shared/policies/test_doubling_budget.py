@@ -140,12 +140,12 @@ def test_a_nearly_used_budget_counts_as_half_of_what_it_was() -> None:
 
 def test_streams_that_are_due_soon_go_first_by_due_time() -> None:
     policy = policy_with({"a": 0.1, "b": 10.0, "c": 10.0})
-    a, b, c = FakeModel("a"), FakeModel("b", due_s=1.0, serving_s=0.1), FakeModel("c", due_s=1.1, serving_s=0.3)
+    a, b, c = FakeModel("a"), FakeModel("b", due_s=1.0, serving_s=0.1), FakeModel("c", due_s=1.1, serving_s=0.2)
     for number, model in enumerate((a, b, c)):
         model.sequences = [arrive(policy, number, model.name)]
     models: list[ModelView] = [a, b, c]
-    assert policy.pick_model(models, 1.1 - 0.4 - URGENT_S - 0.01) is a
-    assert policy.pick_model(models, 1.1 - 0.4 - URGENT_S + 0.01) is b, "b and then c would be too late else"
+    assert policy.pick_model(models, 1.1 - 0.3 - URGENT_S - 0.01) is a
+    assert policy.pick_model(models, 1.1 - 0.3 - URGENT_S + 0.01) is b, "b and then c would be too late else"
     assert policy.pick_model(models, 2.0) is b
     b.due_s = 9.0
     assert policy.pick_model(models, 2.0) is c

@@ -47,6 +47,14 @@ def test_asking_changes_nothing_and_who_left_is_forgotten() -> None:
     assert turns.next(weights) == "a"
 
 
+def test_turns_given_for_other_reasons_are_no_debt_and_no_treasure() -> None:
+    turns: Turns[str] = Turns()
+    for _ in range(1000):
+        turns.take("a", {"a": 1.0, "b": 9.0})
+    taken = took(turns, {"a": 1.0, "b": 1.0}, 10)
+    assert taken.count("a") >= 4, taken
+
+
 @given(st.lists(st.dictionaries(st.sampled_from("abcde"), st.floats(0, 1e6), min_size=1), min_size=1, max_size=60))
 def test_nobody_waits_for_ever_while_weights_change(changes: list[dict[str, float]]) -> None:
     """Who keeps wanting turns, at the least weight there is, has one among so many."""
