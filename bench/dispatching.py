@@ -69,6 +69,8 @@ class Cluster:
             incarnation="1",
             sequence=self.sequences[name],
             dispatch_freeness=freeness,
+            migration_freeness=freeness,
+            scaling_freeness=freeness,
             free_merged=500.0,
             num_running=16,
             models=loads,
@@ -159,7 +161,7 @@ def report_seconds(cluster: Cluster, seconds: float, *, num_waiting: int) -> flo
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--instances", type=int, nargs="+", default=[16, 64, 256, 1024])
-    parser.add_argument("--policy", default="freeness")
+    parser.add_argument("--policy", default="first_token")
     parser.add_argument("--order", default="doubling_budget")
     parser.add_argument("--seconds", type=float, default=1.0, help="of each measurement")
     arguments = parser.parse_args()
