@@ -81,7 +81,7 @@ class SchedulerSettings(BusSettings, frozen=True, kw_only=True):
     dispatch_policy: str = "first_token"
     """first_token | freeness | round_robin | fewest_requests"""
     order_policy: str = "doubling_budget"
-    """doubling_budget | fcfs | round_robin | mlfq"""
+    """doubling_budget | seallm | fcfs | round_robin | mlfq"""
     migration: str = "auto"
     """auto: requests move between instances | off"""
     rebalance_interval_s: Annotated[float, msgspec.Meta(gt=0)] = 0.1
@@ -165,7 +165,7 @@ class InstanceSettings(BusSettings, frozen=True, kw_only=True):
     steps_in_flight: int = 0
     """0: 1 on CPU, 2 on CUDA."""
     order_policy: str = "doubling_budget"
-    """Of the sequences of one class: doubling_budget | fcfs | round_robin | mlfq"""
+    """Of the sequences of one class: doubling_budget | seallm | fcfs | round_robin | mlfq"""
     mix_phases: bool = True
     """Whether a step may hold prefill chunks and decodes together."""
     co_serving: str = "slo"
