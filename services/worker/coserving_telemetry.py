@@ -79,6 +79,11 @@ class CoServingTelemetry:
         for source in CostSource:
             self._cost_source.labels(model, self._engine, str(source)).set(source == known.source)
 
+    def set_model(self, model: str) -> None:
+        """It was loaded: its counters begin at 0, so that rates are known from the first event on."""
+        for counter in self._bytes.values():
+            counter.labels(self._engine, model)
+
     def remove_model(self, model: str) -> None:
         """It was unloaded: nothing is known of its steps any more."""
         for gauge, values in (

@@ -131,6 +131,7 @@ class InstanceTelemetry:
         self._cache_config.labels(model, self._engine, str(page_tokens), str(num_slots)).set(1)
         for gauge in (self._running, self._waiting, self._kv_usage):
             gauge.labels(model, self._engine).set(0)
+        self.coserving.set_model(model)
 
     def remove_model(self, model: str, page_tokens: int, num_slots: int) -> None:
         self._cache_config.remove(model, self._engine, str(page_tokens), str(num_slots))

@@ -42,6 +42,20 @@ def test_where_step_times_are_from_is_shown() -> None:
     assert shown("cost_model_scale", model_name="m") == 1.5
 
 
+def test_a_model_begins_at_zero_and_leaves_nothing_behind() -> None:
+    shown = Shown()
+    shown.telemetry.set_model("m")
+    assert shown("moved_bytes_total", model_name="m") == 0
+    shown.telemetry.on_costs("m", KnownCosts(PRIOR, 1.5, CostSource.PROFILED))
+    shown.telemetry.on_costs("n", KnownCosts(PRIOR, 1.5, CostSource.PROFILED))
+    for _ in range(2):
+        shown.telemetry.remove_model("m")
+    gone, kept = ({"model_name": name, "source": "profiled"} for name in "mn")
+    assert (shown("cost_model", **gone), shown("cost_model", **kept)) == (None, 1)
+    assert shown("cost_model_scale", model_name="m") is None
+    assert shown("cost_model_error", model_name="m", quantile="0.99") is None
+
+
 def test_counters_advance_by_what_was_added_since() -> None:
     shown, counters = Shown(), EngineCounters()
     sizes = {"m": 100, "n": 10}

@@ -3,6 +3,7 @@ do (shared/policies/silence.py)."""
 
 from __future__ import annotations
 
+import math
 import random
 from collections import deque
 
@@ -11,8 +12,10 @@ import pytest
 
 from shared.cost_model import CostModel, shape_of
 from shared.engine.engine import Engine
+from shared.engine.model_queue import ModelQueue
 from shared.engine.plan import ModelShape, StepPlan, StepResult
 from shared.engine.requests import Ended
+from shared.engine.sequence import Sequence
 from shared.messages.cluster import ExecutionStatistics
 from shared.messages.requests import GenerationRequest, Priority, RequestClass, SamplingParams, pack_tokens
 from shared.policies.catalogue import ordering_policy
@@ -191,3 +194,14 @@ def test_who_is_new_does_not_wait_for_turns_that_another_model_saved_up() -> Non
     (late,) = [ended for ended in instance.ended if ended.num_output_tokens == 2]
     assert late.first_token_s is not None
     assert late.first_token_s - late.submitted_s < 0.6
+
+
+def test_a_stream_that_came_from_elsewhere_is_one_before_its_first_step_here() -> None:
+    queue = ModelQueue(ModelShape("m0", PAGE, 1, 1 << 20))
+    sent = GenerationRequest("1", "g", "m0", pack_tokens([1, 2]), SamplingParams(max_tokens=9), timeout_s=9.0)
+    sequence = Sequence(sent, 1, 0.0, 100, PAGE)
+    sequence.first_token_s, sequence.last_ran_s, sequence.tpot_objective_s = 1.0, 2.0, TPOT_S
+    assert queue.streams(2.1)[0] == math.inf
+    queue.restored[1] = sequence
+    left_s, _ = queue.streams(2.1)
+    assert 0.0 < left_s <= allowed_silence_s(TPOT_S) - 0.1

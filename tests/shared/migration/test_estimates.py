@@ -82,3 +82,13 @@ def test_pre_copy_ends(total_s: float, step_s: float, growth: float, max_stages:
     while next_stage(100, left_s, previous_s, left_s, step_s, num_stages, max_stages) is Next.STAGE:
         left_s, previous_s, num_stages = left_s * growth, left_s, num_stages + 1
     assert num_stages < max_stages
+
+
+def test_who_is_told_of_one_long_step_after_another_does_not_ask_for_ever() -> None:
+    """Each answer has run out before it can be acted on, so nothing but the first one says since when."""
+    busy, now = Busy(), 0.0
+    while (left_s := busy.left_s(now)) is None:
+        busy.on_reserved(0.001, now)
+        now += 0.002
+        assert now < MAX_WAIT_S + 1
+    assert left_s > 0 and busy.ask_after_s(left_s, now) is None
