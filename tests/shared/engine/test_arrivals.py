@@ -176,3 +176,14 @@ def test_an_engine_says_how_long_it_is_busy_with_a_long_step():
     node.step_returns(predicted_s)
     run(node, 1, predicted_s)
     assert node.plan(predicted_s) and node.engine.busy_s(predicted_s) == 0.0, "only decodes are left"
+
+
+def test_a_stage_that_only_asks_needs_no_share():
+    _, pinned = announced()
+    node = make()
+    assert isinstance(node.engine.reserve(stage(node, pinned), 0.0), Reservation)
+    node.engine.planner.may_hold = lambda *share: False
+    asked = node.engine.reserve(stage(node, None, number=1, first_block=2, num_blocks=0), 0.0)
+    assert isinstance(asked, Reservation) and asked.slots == []
+    refused = node.engine.reserve(stage(node, None, number=2, first_block=2, num_blocks=1), 0.0)
+    assert refused.code == ErrorCode.OVERLOADED
