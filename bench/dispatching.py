@@ -69,6 +69,7 @@ class Cluster:
             incarnation="1",
             sequence=self.sequences[name],
             dispatch_freeness=freeness,
+            dispatch_freeness_high=freeness,
             migration_freeness=freeness,
             scaling_freeness=freeness,
             free_merged=500.0,
