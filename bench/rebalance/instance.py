@@ -192,19 +192,7 @@ class Instance:
     def _on_ended(self, ended: Ended) -> None:
         request = ended.request
         self._ended.append(request.request_id)
-        planned_s = ended.first_planned_s if ended.first_planned_s is not None else ended.ended_s
-        self._finished.append(
-            FinishedStats(
-                model=request.model,
-                request_class=request.request_class,
-                prompt_tokens=ended.num_prompt_tokens,
-                output_tokens=ended.num_output_tokens,
-                queued_s=planned_s - ended.submitted_s,
-                execution_s=ended.ended_s - planned_s,
-                finish_reason=ended.reason,
-                device_s=ended.device_s,
-            )
-        )
+        self._finished.append(ended.stats())
         self._journal.on_ended(ended)
         self.on_ended(request.request_id)
 

@@ -200,16 +200,14 @@ class Dispatcher:
         self._woken.clear()
         self._held_back.clear()
         while lanes:
-            lane = lanes[0]
-            candidates: list[ModelView] = []
+            head = None
             if len(lanes) > 1:
-                candidates = self._candidates(lanes, now)
-                head = cast(Head, self.queue.order.pick_model(candidates, now))
-                lane = head.lane
+                head = cast(Head, self.queue.order.pick_model(self._candidates(lanes, now), now))
+            lane = lanes[0] if head is None else head.lane
             pick = self._pick(lane, now)
             if pick is not None:
-                if candidates:
-                    self.queue.order.on_turn(head, candidates)
+                if head is not None:
+                    self.queue.order.on_turn(head)
                 yield pick
             if pick is None or lane not in self.queue:
                 lanes.remove(lane)

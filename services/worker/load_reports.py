@@ -30,21 +30,8 @@ class LoadReports:
         self.moved_in: list[HeldRequest] = []
 
     def on_ended(self, ended: Ended) -> None:
-        request = ended.request
-        self.ended.append(request.request_id)
-        planned_s = ended.first_planned_s if ended.first_planned_s is not None else ended.ended_s
-        self.finished.append(
-            FinishedStats(
-                model=request.model,
-                request_class=request.request_class,
-                prompt_tokens=ended.num_prompt_tokens,
-                output_tokens=ended.num_output_tokens,
-                queued_s=planned_s - ended.submitted_s,
-                execution_s=ended.ended_s - planned_s,
-                finish_reason=ended.reason,
-                device_s=ended.device_s,
-            )
-        )
+        self.ended.append(ended.request.request_id)
+        self.finished.append(ended.stats())
 
     def publish(self, load: InstanceLoad, num_moving_out: int, num_moving_in: int) -> None:
         """`num_moving_out`, `num_moving_in`: migrations under way."""

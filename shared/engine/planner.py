@@ -119,9 +119,9 @@ class Planner(Room):
                 break
             candidates = self._candidates(rank, begins_s)
             while candidates:
-                picked, views = candidates[0], list(candidates)
-                if len(views) > 1:
-                    picked = cast(Candidate, self.ordering.pick_model(cast(list[ModelView], views), begins_s))
+                picked, is_choice = candidates[0], len(candidates) > 1
+                if is_choice:
+                    picked = cast(Candidate, self.ordering.pick_model(cast(list[ModelView], candidates), begins_s))
                 candidates.remove(picked)
                 queue = picked.queue
                 limits = self._limits(queue, rank, begins_s)
@@ -134,8 +134,8 @@ class Planner(Room):
                 batch = self._fill(queue, picked.rank, limits, now)
                 if batch.sequences:
                     queue.last_planned_step = step_id
-                    if len(views) > 1:
-                        self.ordering.on_turn(picked, cast(list[ModelView], views))
+                    if is_choice:
+                        self.ordering.on_turn(picked)
                     self.last_limit_s = min(
                         limits.limit_s, math.inf if batch.sequences[-1].is_online else limits.offline_limit_s
                     )

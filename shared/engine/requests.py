@@ -13,6 +13,7 @@ from shared.engine.model_queue import ModelQueue
 from shared.engine.moving import TakenOut
 from shared.engine.planner import Planner
 from shared.engine.sequence import Move, Rank, Sequence, State, rank_of
+from shared.messages.cluster import FinishedStats
 from shared.messages.requests import (
     ErrorCode,
     ErrorInfo,
@@ -63,6 +64,20 @@ class Ended(msgspec.Struct, frozen=True, kw_only=True):
     """When this instance was given it: its submission, or its adoption from another."""
     max_itl_s: float = 0.0
     """The longest time between two of its tokens."""
+
+    def stats(self) -> FinishedStats:
+        """What the load report says of it."""
+        planned_s = self.first_planned_s if self.first_planned_s is not None else self.ended_s
+        return FinishedStats(
+            model=self.request.model,
+            request_class=self.request.request_class,
+            prompt_tokens=self.num_prompt_tokens,
+            output_tokens=self.num_output_tokens,
+            queued_s=planned_s - self.submitted_s,
+            execution_s=self.ended_s - planned_s,
+            finish_reason=self.reason,
+            device_s=self.device_s,
+        )
 
 
 Effect = Output | Ended | TakenOut

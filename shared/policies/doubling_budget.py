@@ -83,7 +83,7 @@ class DoublingBudget(OrderingPolicy):
     ) -> None:
         self.mixes_phases = mixes_phases
         self.bounds_silence = shares_turns
-        self._turns: Turns[str] = Turns()
+        self._turns: Turns = Turns()
         self._weights: dict[str, float] = {}
         """Of the candidates of the last pick."""
         self._picked_s = 0.0
@@ -144,10 +144,10 @@ class DoublingBudget(OrderingPolicy):
         waits_since_s = min((sequence.arrived_s for sequence in model.runnable()), default=now)
         return max(waits_since_s, self._last_turn_s.get(model.name, 0.0)) + MAX_SILENCE_S - now
 
-    def on_turn(self, model: ModelView, candidates: list[ModelView]) -> None:
+    def on_turn(self, model: ModelView) -> None:
         if self.bounds_silence:
             self._last_turn_s[model.name] = self._picked_s
-            self._turns.take(model.name, {other.name: self._weights[other.name] for other in candidates})
+            self._turns.take(model.name, self._weights)
 
     def _weight(self, model: ModelView) -> float:
         service = self._services.get(model.name, self._default)

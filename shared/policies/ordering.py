@@ -80,8 +80,8 @@ class OrderingPolicy(ABC):
         """The model of an iteration that begins at `now`; `candidates` is not empty and in the order in which models were
         added. Changes nothing: what was picked may turn out to lack room."""
 
-    def on_turn(self, model: ModelView, candidates: list[ModelView]) -> None:  # noqa: B027
-        """An iteration was given to the model, which is among the candidates of the last `pick_model`."""
+    def on_turn(self, model: ModelView) -> None:  # noqa: B027
+        """An iteration was given to the model, one of the candidates of the last `pick_model`."""
 
     def on_arrival(self, sequence: SequenceView, now: float) -> None:  # noqa: B027
         """Before the first `key` of a sequence."""

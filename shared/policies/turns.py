@@ -9,32 +9,31 @@ most: nobody is in debt for what was taken at other weights, or has many turns i
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
-from typing import Generic, TypeVar
+from collections.abc import Mapping
 
 LEAST_SHARE = 0.05
 """Of the largest weight: what counts at least for each."""
 
-Taker = TypeVar("Taker", bound=Hashable)
 
+class Turns:
+    """Takers go by name."""
 
-class Turns(Generic[Taker]):
     def __init__(self) -> None:
-        self._credits: dict[Taker, float] = {}
+        self._credits: dict[str, float] = {}
 
-    def next(self, weights: Mapping[Taker, float]) -> Taker:
+    def next(self, weights: Mapping[str, float]) -> str:
         """Of those with a weight (at least one, none negative) who is to have the next turn; of equals the first. Changes
         nothing."""
         credits = self._after(weights)
         return max(credits, key=credits.__getitem__)
 
-    def take(self, taker: Taker, weights: Mapping[Taker, float]) -> None:
+    def take(self, taker: str, weights: Mapping[str, float]) -> None:
         """It had a turn while those with a weight wanted one. Who is not among them is forgotten."""
         credits = self._after(weights)
         credits[taker] -= 1.0
         self._credits = {other: min(1.0, max(-1.0, credit)) for other, credit in credits.items()}
 
-    def _after(self, weights: Mapping[Taker, float]) -> dict[Taker, float]:
+    def _after(self, weights: Mapping[str, float]) -> dict[str, float]:
         least = LEAST_SHARE * max(weights.values())
         counted = {taker: max(weight, least) for taker, weight in weights.items()}
         total = sum(counted.values()) or 1.0

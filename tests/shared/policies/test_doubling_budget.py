@@ -101,7 +101,7 @@ def turns(policy: DoublingBudget, models: list[ModelView], num: int) -> Counter[
     taken: Counter[str] = Counter()
     for _ in range(num):
         model = policy.pick_model(models, 0.0)
-        policy.on_turn(model, models)
+        policy.on_turn(model)
         taken[model.name] += 1
     return taken
 

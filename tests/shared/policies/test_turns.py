@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from shared.policies.turns import LEAST_SHARE, Turns
 
 
-def took(turns: Turns[str], weights: dict[str, float], num: int) -> list[str]:
+def took(turns: Turns, weights: dict[str, float], num: int) -> list[str]:
     taken = []
     for _ in range(num):
         taken.append(turns.next(weights))
@@ -32,14 +32,14 @@ def test_everybody_has_a_least_share() -> None:
 
 
 def test_new_weights_count_at_once() -> None:
-    turns: Turns[str] = Turns()
+    turns: Turns = Turns()
     took(turns, {"a": 100.0, "b": 1.0}, 50)
     turns.take("b", {"a": 100.0, "b": 1.0})
     assert took(turns, {"a": 1.0, "b": 9.0}, 3).count("b") >= 2, "what was taken at other weights is no debt"
 
 
 def test_asking_changes_nothing_and_who_left_is_forgotten() -> None:
-    turns: Turns[str] = Turns()
+    turns: Turns = Turns()
     weights = {"a": 1.0, "b": 1.0}
     assert [turns.next(weights) for _ in range(3)] == ["a", "a", "a"]
     turns.take("a", weights)
@@ -48,7 +48,7 @@ def test_asking_changes_nothing_and_who_left_is_forgotten() -> None:
 
 
 def test_turns_given_for_other_reasons_are_no_debt_and_no_treasure() -> None:
-    turns: Turns[str] = Turns()
+    turns: Turns = Turns()
     for _ in range(1000):
         turns.take("a", {"a": 1.0, "b": 9.0})
     taken = took(turns, {"a": 1.0, "b": 1.0}, 10)
@@ -58,7 +58,7 @@ def test_turns_given_for_other_reasons_are_no_debt_and_no_treasure() -> None:
 @given(st.lists(st.dictionaries(st.sampled_from("abcde"), st.floats(0, 1e6), min_size=1), min_size=1, max_size=60))
 def test_nobody_waits_for_ever_while_weights_change(changes: list[dict[str, float]]) -> None:
     """Who keeps wanting turns, at the least weight there is, has one among so many."""
-    turns: Turns[str] = Turns()
+    turns: Turns = Turns()
     waited = 0
     for weights in changes * 3:
         weights = {**weights, "z": 0.0}
