@@ -24,7 +24,10 @@ MOST_START_S = 1.0
 MOST_P99 = 1.02
 """Times the better baseline's."""
 MOST_PAUSE_STEPS = 3.0
+MOST_MOVED_INTO = 1.05
+"""Mean TTFT, times what it is without migration: what moves cost those who wait where another moves in."""
 OURS = "tideway"
+UNMOVED = "late"
 BASELINES = ("round_robin", "infaas++")
 
 
@@ -169,7 +172,7 @@ def balance_verdicts(figures: Sequence[Figures]) -> list[str]:
 
 def latency_verdicts(figures: Sequence[Figures]) -> list[str]:
     """In every case: P99 TTFT and P99 TPOT at most as high as the better baseline's (with a margin), mean TTFT below both;
-    and short pauses of those that move."""
+    short pauses of those that move; and moves do not delay first tokens."""
     lines = []
     cases = dict.fromkeys(one.case for one in figures)
     for case in cases:
@@ -189,6 +192,9 @@ def latency_verdicts(figures: Sequence[Figures]) -> list[str]:
                 f"{met(mine.pause_steps.p99 <= MOST_PAUSE_STEPS)} {case}: P99 pause of {mine.pause_steps.num} moved "
                 f"requests {mine.pause_steps.p99:.2f} decode steps"
             )
+        for unmoved in (one for one in figures if (one.case, one.system) == (case, UNMOVED)):
+            ratio = mine.ttft.mean / unmoved.ttft.mean
+            lines.append(f"{met(ratio <= MOST_MOVED_INTO)} {case}: mean TTFT times {ratio:.3f} that without migration")
     return lines
 
 
