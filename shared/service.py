@@ -8,10 +8,12 @@ def main() -> None:
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import signal
 import sys
 from collections.abc import Awaitable, Callable, Coroutine
+from datetime import datetime
 from typing import Any, TypeVar
 
 from shared.checkpoint import CheckpointError
@@ -26,12 +28,45 @@ OPERATOR_ERROR_EXIT_CODE = 2
 logger = logging.getLogger(__name__)
 
 
-def set_up_logging(service: str, level: str) -> None:
-    """One readable line a record on stderr: time, service, level, message."""
+class TextFormatter(logging.Formatter):
+    """A readable line a record: date and time with zone, service, level, message."""
+
+    def __init__(self, service: str) -> None:
+        super().__init__(f"%(asctime)s {service} %(levelname)s %(message)s")
+
+    def formatTime(self, record: logging.LogRecord, datefmt: str | None = None) -> str:
+        return datetime.fromtimestamp(record.created).astimezone().isoformat(timespec="milliseconds")
+
+
+class JsonFormatter(TextFormatter):
+    """An object a record, on a line of its own: time, service, level, logger, message, and the exception if there is one."""
+
+    def __init__(self, service: str) -> None:
+        super().__init__(service)
+        self._service = service
+
+    def format(self, record: logging.LogRecord) -> str:
+        fields = {
+            "time": self.formatTime(record),
+            "service": self._service,
+            "level": record.levelname,
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        if record.exc_info:
+            fields["exception"] = self.formatException(record.exc_info)
+        return json.dumps(fields)
+
+
+FORMATTERS: dict[str, type[logging.Formatter]] = {"text": TextFormatter, "json": JsonFormatter}
+
+
+def set_up_logging(service: str, level: str, log_format: str) -> None:
+    """Records go to stderr, in one of FORMATTERS."""
+    if log_format not in FORMATTERS:
+        raise SettingsError(f"TIDEWAY_LOG_FORMAT={log_format!r}: expected {' or '.join(FORMATTERS)}")
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(
-        logging.Formatter(f"%(asctime)s.%(msecs)03d {service} %(levelname)s %(message)s", datefmt="%H:%M:%S")
-    )
+    handler.setFormatter(FORMATTERS[log_format](service))
     try:
         logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
     except ValueError:
@@ -87,7 +122,7 @@ def run_service(
     """
     service = type(settings).__name__.removesuffix("Settings").lower()
     try:
-        set_up_logging(service, settings.log_level)
+        set_up_logging(service, settings.log_level, settings.log_format)
         with asyncio.Runner(loop_factory=new_event_loop) as runner:
             runner.run(_until_stopped(main))
     except OPERATOR_ERRORS as error:

@@ -43,6 +43,8 @@ class BusSettings(msgspec.Struct, frozen=True, kw_only=True):
     """For example http://jaeger:4318; empty: no export."""
     trace_sample_ratio: Annotated[float, msgspec.Meta(ge=0, le=1)] = 1.0
     log_level: str = "INFO"
+    log_format: str = "text"
+    """text | json: a line a record, with date and zone, or an object on a line."""
 
 
 class GatewaySettings(BusSettings, frozen=True, kw_only=True):

@@ -249,7 +249,8 @@ def explain(log: str) -> str:
 
 def install(pip: list[str], venv: Path, extras: set[str]) -> None:
     """Runs pip with its output in a log file and a few lines of progress here. Raises `SetupError`."""
-    target = str(REPOSITORY) + ("[" + ",".join(sorted(extras)) + "]" if extras else "")
+    # All services run on this machine, and the worker's extra has what they need together.
+    target = f"{REPOSITORY}[{','.join(sorted({'worker', *extras}))}]"
     command = [*pip, "install", "--no-input", "--disable-pip-version-check", "--progress-bar", "off"]
     command += ["-c", str(REPOSITORY / "constraints.txt"), "-e", target]
     log_path = venv / "install.log"

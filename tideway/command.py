@@ -280,6 +280,11 @@ def main() -> NoReturn:
     except (OperatorError, SettingsError) as error:
         print(f"tideway: {error}", file=sys.stderr)
         sys.exit(OPERATOR_ERROR_EXIT_CODE)
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] in ("", "shared", "services", "tideway"):
+            raise
+        print(f"tideway: {error.name} is not installed here: pip install 'tideway[worker,bench]'", file=sys.stderr)
+        sys.exit(OPERATOR_ERROR_EXIT_CODE)
     except KeyboardInterrupt:
         sys.exit(130)
     sys.exit(0)

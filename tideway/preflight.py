@@ -17,6 +17,8 @@ from tideway.data_folder import OperatorError
 
 MINIMUM_MEMORY_BYTES = 2 * 1024**3
 REPOSITORY = Path(__file__).resolve().parent.parent
+PACKAGED_MODELS = Path(__file__).resolve().parent / "models"
+"""Where a wheel has the demonstration models; a checkout has them in models/."""
 DEMONSTRATION_MODELS = ("tideway-demo-llama", "tideway-demo-opt")
 PORT_ATTEMPTS = 100
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
@@ -27,7 +29,8 @@ def parse_models(arguments: Iterable[str]) -> list[ModelSpec]:
 
     Folders become absolute paths. Raises `OperatorError` for a source that is neither a checkpoint's folder nor a hub id.
     """
-    arguments = list(arguments) or [str(REPOSITORY / "models" / name) for name in DEMONSTRATION_MODELS]
+    folder = PACKAGED_MODELS if PACKAGED_MODELS.is_dir() else REPOSITORY / "models"
+    arguments = list(arguments) or [str(folder / name) for name in DEMONSTRATION_MODELS]
     specs: dict[str, ModelSpec] = {}
     for argument in arguments:
         name, equals, source = argument.partition("=")

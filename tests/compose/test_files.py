@@ -119,8 +119,20 @@ def test_the_base_stage_is_one() -> None:
         stages.add(base.split("\n", 1)[1])
         assert f"COPY services/{service} services/{service}" in final
         assert f'CMD ["python", "-m", "services.{service}"]' in final
+        assert "\nUSER tideway\n" in final
     assert len(stages) == 1
-    assert "\nUSER tideway" in stages.pop()
+
+
+def test_a_worker_s_image_has_cuda_only_where_it_is_asked_for() -> None:
+    text = (REPOSITORY / "services/worker/Dockerfile").read_text()
+    (default,) = re.findall(r"^ARG TORCH_INDEX_URL=(\S+)$", text, re.MULTILINE)
+    assert default.endswith("/whl/cpu")
+    arguments = compose()["services"]["worker"]["build"]["args"]
+    assert arguments["TORCH_INDEX_URL"] == "${TORCH_INDEX_URL-" + default + "}"
+    assert compose("docker-compose.gpu.yml")["services"]["worker"]["build"]["args"] == {
+        "EXTRA": "cuda",
+        "TORCH_INDEX_URL": "",
+    }
 
 
 def test_the_command_finds_the_gateway_of_its_container() -> None:

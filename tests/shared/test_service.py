@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import signal
 import subprocess
 import sys
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
@@ -88,6 +90,7 @@ def test_a_second_signal_ends_it_at_once() -> None:
             {"TIDEWAY_LOG_LEVEL": "loud"},
             "tideway: TIDEWAY_LOG_LEVEL='loud': expected DEBUG, INFO, WARNING or ERROR\n",
         ),
+        ("wait", {"TIDEWAY_LOG_FORMAT": "xml"}, "tideway: TIDEWAY_LOG_FORMAT='xml': expected text or json\n"),
     ],
 )
 def test_what_the_operator_must_mend_is_one_sentence(
@@ -103,6 +106,19 @@ def test_what_is_our_fault_comes_with_a_stack_trace() -> None:
     _, err = process.communicate(timeout=20)
     assert process.returncode == 1
     assert "scheduler ERROR scheduler failed" in err and "ValueError: scripted" in err
+    when = datetime.fromisoformat(err.split()[0])
+    assert when.tzinfo is not None and abs(datetime.now(UTC) - when) < timedelta(hours=1)
+
+
+def test_a_log_in_json_is_an_object_a_line() -> None:
+    process = start("broken", TIDEWAY_LOG_FORMAT="json")
+    _, err = process.communicate(timeout=20)
+    (record,) = map(json.loads, err.splitlines())
+    assert datetime.fromisoformat(record["time"]).tzinfo is not None
+    assert [record[key] for key in ("service", "level", "logger", "message")] == [
+        "scheduler", "ERROR", "shared.service", "scheduler failed"
+    ]  # fmt: skip
+    assert record["exception"].endswith("ValueError: scripted")
 
 
 async def test_waiting_ends_when_the_service_is_told_to_stop() -> None:

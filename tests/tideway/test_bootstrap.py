@@ -130,10 +130,10 @@ def fake_pip(folder: Path, output: str, exit_code: int) -> list[str]:
 
 
 def test_an_installation(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    install(fake_pip(tmp_path, "Installing collected packages: a, b", 0), tmp_path, {"development"})
+    install(fake_pip(tmp_path, "Installing collected packages: a, b\n", 0), tmp_path, {"development"})
     assert "installing 2 packages" in capsys.readouterr().out
     log = (tmp_path / "install.log").read_text()
-    assert "constraints.txt -e" in log and "[development]" in log
+    assert "constraints.txt -e" in log and "[development,worker]" in log
 
 
 def test_an_installation_that_fails_shows_the_log(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
