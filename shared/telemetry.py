@@ -25,8 +25,8 @@ from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
 from opentelemetry.sdk.trace.sampling import ALWAYS_OFF, ParentBased, TraceIdRatioBased
 from opentelemetry.trace import NonRecordingSpan, Span, SpanContext, TraceFlags, Tracer
-from prometheus_client import CollectorRegistry, GCCollector, ProcessCollector
-from prometheus_client.exposition import choose_encoder
+from prometheus_client import CollectorRegistry, GCCollector, ProcessCollector, generate_latest
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 
 from shared.settings import BusSettings, SettingsError
 
@@ -36,6 +36,8 @@ EXPORT_TIMEOUT_S = 3.0
 EXPORT_INTERVAL_S = 1.0
 SCRAPE_TIMEOUT_S = 10.0
 SHUTDOWN_POLL_S = 0.05
+
+METRICS_TYPE = CONTENT_TYPE_PLAIN_0_0_4
 
 _TRACEPARENT = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
 MEANINGFUL_CHARACTERS = len(f"00-{0:032}-{0:016}-00-")
@@ -66,6 +68,12 @@ def _context_of(traceparent: str) -> Context:
         int(match[2], 16), int(match[3], 16), is_remote=True, trace_flags=TraceFlags(int(match[4], 16))
     )
     return trace.set_span_in_context(NonRecordingSpan(context), Context())
+
+
+def metrics_text(registry: CollectorRegistry) -> bytes:
+    """The metrics in the plain format (`METRICS_TYPE`), whatever the scraper's Accept header offers: of the others
+    prometheus_client writes one, OpenMetrics 1.0.0, with `vllm_` for `vllm:`, and that is what Prometheus 2 asks for."""
+    return generate_latest(registry)
 
 
 class Telemetry:
@@ -190,8 +198,7 @@ class _MetricsHandler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         path = self.path.partition("?")[0]
         if path == "/metrics":
-            encode, content_type = choose_encoder(self.headers.get("Accept", ""))
-            self._answer(200, content_type, encode(self.server.registry))
+            self._answer(200, METRICS_TYPE, metrics_text(self.server.registry))
         elif path == "/health":
             problems = self.server.problems()
             if problems:

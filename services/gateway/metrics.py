@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.metrics_core import Metric
 
 from shared.messages.requests import RequestClass
 
@@ -107,6 +109,21 @@ class GatewayMetrics:
             gen_ai,
         )
         self._calls: dict[tuple[str, str, RequestClass], CallMetrics] = {}
+        for request_class in RequestClass:
+            self.in_flight.labels(request_class.value)
+
+    def as_vllm(self) -> Iterator[tuple[str, Metric]]:
+        """Families of vLLM's metrics that mean the same, by the names there."""
+        for name, collector in (
+            ("vllm:time_to_first_token_seconds", self._first_token),
+            ("vllm:inter_token_latency_seconds", self._inter_token),
+            ("vllm:e2e_request_latency_seconds", self._duration),
+            ("vllm:request_queue_time_seconds", self._queue),
+            ("vllm:prompt_tokens", self._prompt_tokens),
+            ("vllm:generation_tokens", self._output_tokens),
+        ):
+            for family in collector.collect():
+                yield name, family
 
     def of_call(self, operation: str, model: str, request_class: RequestClass) -> CallMetrics:
         key = (operation, model, request_class)

@@ -8,7 +8,6 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import msgspec
-from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -16,6 +15,7 @@ from services.gateway.answering import chat_ids
 from services.gateway.bodies import read_message
 from services.gateway.context import GatewayContext
 from services.gateway.errors import invalid
+from services.gateway.instance_states import instance_states
 from services.gateway.parsing import check_token_ids
 from services.gateway.replies import (
     DetokenizeReply,
@@ -26,9 +26,11 @@ from services.gateway.replies import (
     VersionReply,
 )
 from services.gateway.schemas import DetokenizeRequest, TokenizeRequest
+from services.gateway.vllm_metrics import vllm_text
 from shared.messages.catalogue import CLEAR_PREFIX_CACHE
 from shared.messages.cluster import ModelSpec
 from shared.messages.requests import ClearPrefixCache
+from shared.telemetry import METRICS_TYPE, metrics_text
 
 _TOKENIZE = msgspec.json.Decoder(TokenizeRequest)
 _DETOKENIZE = msgspec.json.Decoder(DetokenizeRequest)
@@ -100,8 +102,13 @@ async def show_version(context: GatewayContext, request: Request) -> Response:
 
 
 async def show_metrics(context: GatewayContext, request: Request) -> Response:
-    text = await asyncio.to_thread(generate_latest, context.telemetry.registry)
-    return Response(text, media_type=CONTENT_TYPE_LATEST)
+    instances = await instance_states(context)
+    models = [spec.name for spec in context.catalog.models]
+
+    def text() -> bytes:
+        return metrics_text(context.telemetry.registry) + vllm_text(context.metrics, instances, models)
+
+    return Response(await asyncio.to_thread(text), headers={"Content-Type": METRICS_TYPE})
 
 
 async def reset_prefix_cache(context: GatewayContext, request: Request) -> Response:

@@ -10,14 +10,15 @@ from services.placement.statistics import TrafficRates
 from shared.messages.cluster import NodeInfo, PlacementPlan
 
 _TRAFFIC = {
-    "arrivals_per_s": "Requests that arrived per second",
-    "output_tokens_per_s": "Output tokens per second of finished requests",
-    "mean_prompt_tokens": "Mean prompt tokens of a finished request",
-    "mean_output_tokens": "Mean output tokens of a finished request",
-    "mean_queued_s": "Mean seconds that a finished request waited",
-    "mean_execution_s": "Mean seconds that a finished request ran",
-    "num_queued": "Requests in the global queue",
+    "arrivals_per_s": ("arrivals_per_second", "Requests that arrived per second"),
+    "output_tokens_per_s": ("output_tokens_per_second", "Output tokens per second of finished requests"),
+    "mean_prompt_tokens": ("mean_prompt_tokens", "Mean prompt tokens of a finished request"),
+    "mean_output_tokens": ("mean_output_tokens", "Mean output tokens of a finished request"),
+    "mean_queued_s": ("mean_queued_seconds", "Mean seconds that a finished request waited"),
+    "mean_execution_s": ("mean_execution_seconds", "Mean seconds that a finished request ran"),
+    "num_queued": ("num_queued", "Requests in the global queue"),
 }
+"""Field of `TrafficRates` to the metric's name and help."""
 
 
 class PlacementMetrics:
@@ -34,7 +35,8 @@ class PlacementMetrics:
         self._draining = gauge("draining", "Instances that were drained on purpose", ("by",))
         self._replicas = gauge("model_replicas", "Instances of the current plan that hold the model", ("model",))
         self._traffic = {
-            name: gauge(f"model_{name}", f"{text} (last minute)", ("model",)) for name, text in _TRAFFIC.items()
+            field: gauge(f"model_{name}", f"{text} (last minute)", ("model",))
+            for field, (name, text) in _TRAFFIC.items()
         }
 
     def show(self, plan: PlacementPlan | None, nodes: Mapping[str, NodeInfo], num_models: int) -> None:

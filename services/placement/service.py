@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 
 from services.placement.active import ActivePlacement
@@ -9,6 +10,7 @@ from services.placement.backends.interface import ScalingBackend
 from services.placement.backends.local import LocalBackend
 from services.placement.checkpoints import Checkpoints, read_shape
 from services.placement.metrics import PlacementMetrics
+from services.placement.nats_metrics import NatsMetrics
 from services.placement.requests import check_spec
 from shared.bus.interface import Bus, BusError, Watch
 from shared.checkpoint import CheckpointShape
@@ -58,6 +60,8 @@ class PlacementService:
         self._settings = settings
         self._telemetry = telemetry
         self._metrics = PlacementMetrics(telemetry.registry)
+        self._nats_metrics = NatsMetrics(telemetry.registry)
+        self._looking: asyncio.Task[None] | None = None
         self._checkpoints = Checkpoints(self._wake, read)
         self._lease = Lease(bus, "placement", self.placement_id, self._on_gain, self._on_lose)
         self._nodes: Watch[NodeInfo] | None = None
@@ -74,12 +78,16 @@ class PlacementService:
     async def start(self) -> None:
         self._nodes = await (await self._bus.key_value(NODES)).watch(lambda *_: self._wake())
         await self._lease.start()
+        self._looking = asyncio.create_task(self._nats_metrics.run(self._bus), name="streams of NATS")
 
     async def stop(self) -> None:
         """Hands over to a standby at once, if there is one. May be called twice."""
         if self._active is not None and self._lease.is_held:
             await self._active.flush()
         await self._lease.stop()
+        if self._looking is not None:
+            self._looking.cancel()
+            await asyncio.gather(self._looking, return_exceptions=True)
         if self._nodes is not None:
             await self._nodes.stop()
         await self._backend.close()

@@ -325,7 +325,7 @@ class ActiveScheduler:
             self._spawn(self._scale(action))
 
     def _sample(self, now: float, _period_s: float) -> None:
-        self._observer.sample(self._core, now)
+        self._observer.sample(self._core, self._models, now)
 
     async def _scale(self, action: ScalingAction) -> None:
         endpoint, query = call_of(action)

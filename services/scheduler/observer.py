@@ -5,14 +5,16 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter as Tally
+from collections.abc import Iterable
 
 from opentelemetry.trace import Span, Status, StatusCode
 from prometheus_client import Counter, Gauge, Histogram
 
 from services.scheduler.actions import Dispatch, InstanceLost, LeftQueue, MoveEnded, Paired
 from services.scheduler.core import SchedulerCore
+from services.scheduler.queue import Lane
 from shared.messages.batches import GrantReply
-from shared.messages.migration import MoveReason
+from shared.messages.migration import AbortReason, MoveReason
 from shared.messages.requests import ErrorInfo, GenerationRequest, RequestClass
 from shared.telemetry import Telemetry, context_of
 
@@ -56,6 +58,14 @@ class Observer:
         self._moves = counter("moves", "Migrations that ended, by how and by why they failed", "outcome", "reason")
         self._backoffs = gauge("move_backoffs", "Instances left out of pairings for a while after failed migrations")
         self._assigned = gauge("tracked_requests", "Requests queued, being dispatched or on instances")
+        # What is counted later begins at 0, so that rates are known from the first event on.
+        self._moves.labels("moved", "")
+        for why_not in AbortReason:
+            self._moves.labels("aborted", why_not)
+        for reason in MoveReason:
+            self._pairings.labels(reason)
+        for request_class in RequestClass:
+            self._queue_seconds.labels(request_class)
 
     def on_left_queue(self, left: LeftQueue, now: float) -> None:
         """Counts, and records the span `queue`, which is over now: from submission to the dispatch that succeeded."""
@@ -120,10 +130,11 @@ class Observer:
         for grant in reply.grants:
             self._granted.labels(grant.model).inc(grant.tokens)
 
-    def sample(self, core: SchedulerCore, now: float) -> None:
-        """Sets the gauges."""
+    def sample(self, core: SchedulerCore, models: Iterable[str], now: float) -> None:
+        """Sets the gauges. `models`: those that are configured, whether or not anything waits for them."""
+        lengths = dict.fromkeys((Lane(model, is_online) for model in models for is_online in (True, False)), 0)
         self._queue_length.clear()
-        for lane, length in core.queue.lengths().items():
+        for lane, length in (lengths | core.queue.lengths()).items():
             name = RequestClass.ONLINE if lane.is_online else RequestClass.OFFLINE
             self._queue_length.labels(lane.model, name).set(length)
         self._instances.clear()

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Mapping
+from itertools import product
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
@@ -56,7 +57,7 @@ class CoServingTelemetry:
         )  # fmt: skip
         self._cost_error = Gauge(
             "tideway_instance_cost_model_error", "Relative error of the cost model on steps it was not fitted to",
-            ("model_name", "engine", "quantile"), registry=registry,
+            ("model_name", "engine", "percentile"), registry=registry,
         )  # fmt: skip
         self._cost_source = Gauge(
             "tideway_instance_cost_model", "1 for where the model's cost model comes from, 0 for the others",
@@ -74,8 +75,8 @@ class CoServingTelemetry:
 
     def on_costs(self, model: str, known: KnownCosts) -> None:
         self._cost_scale.labels(model, self._engine).set(known.scale)
-        self._cost_error.labels(model, self._engine, "0.5").set(known.cost_model.median_error)
-        self._cost_error.labels(model, self._engine, "0.99").set(known.cost_model.p99_error)
+        self._cost_error.labels(model, self._engine, "50").set(known.cost_model.median_error)
+        self._cost_error.labels(model, self._engine, "99").set(known.cost_model.p99_error)
         for source in CostSource:
             self._cost_source.labels(model, self._engine, str(source)).set(source == known.source)
 
@@ -83,12 +84,15 @@ class CoServingTelemetry:
         """It was loaded: its counters begin at 0, so that rates are known from the first event on."""
         for counter in self._bytes.values():
             counter.labels(self._engine, model)
+        self._budget_use.labels(model, self._engine)
+        for request_class, objective, outcome in product(RequestClass, ("ttft", "tpot"), ("met", "missed")):
+            self._slo.labels(self._engine, model, str(request_class), objective, outcome)
 
     def remove_model(self, model: str) -> None:
         """It was unloaded: nothing is known of its steps any more."""
         for gauge, values in (
             (self._cost_scale, [""]),
-            (self._cost_error, ["0.5", "0.99"]),
+            (self._cost_error, ["50", "99"]),
             (self._cost_source, list(CostSource)),
         ):
             for value in values:

@@ -4,6 +4,7 @@ and dashboards made for vLLM work unchanged; every latency carries the class lab
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from itertools import product
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import HistogramMetricFamily
@@ -13,7 +14,7 @@ from services.worker.engine_loop import StepStats
 from services.worker.instance_spans import InstanceSpans
 from shared.engine.load import InstanceLoad
 from shared.engine.requests import Ended
-from shared.messages.requests import RequestClass
+from shared.messages.requests import FinishReason, RequestClass
 from shared.telemetry import Telemetry
 
 LATENCY_BUCKETS = (
@@ -131,6 +132,11 @@ class InstanceTelemetry:
         self._cache_config.labels(model, self._engine, str(page_tokens), str(num_slots)).set(1)
         for gauge in (self._running, self._waiting, self._kv_usage):
             gauge.labels(model, self._engine).set(0)
+        # Counters begin at 0, so that rates are known from the first request on.
+        for counter in (self._prompt_tokens, self._generation_tokens, self._queried_tokens, self._cached_tokens):
+            counter.labels(model, self._engine)
+        for reason, request_class in product(FinishReason, RequestClass):
+            self._success.labels(model, self._engine, str(reason), str(request_class))
         self.coserving.set_model(model)
 
     def remove_model(self, model: str, page_tokens: int, num_slots: int) -> None:

@@ -84,6 +84,16 @@ class Room(NamedTuple):
         return max(0, self.max_bytes - self.used_bytes)
 
 
+class StreamUse(NamedTuple):
+    """What one stream of the server holds: a bucket, an object store, a work queue."""
+
+    num_messages: int
+    used_bytes: int
+    max_bytes: int
+    """0: no bound."""
+    num_consumers: int
+
+
 class Watch(Protocol[M]):
     """A live view of a bucket. Entries of a bucket with a TTL leave it when they were not written for the TTL, measured on
     this side's monotonic clock and paused while disconnected. After a reconnect a key is held for one grace period
@@ -244,6 +254,10 @@ class Bus(ABC):
 
     @abstractmethod
     async def object_store(self, bucket: ObjectBucket) -> ObjectStore: ...
+
+    @abstractmethod
+    async def stream_uses(self) -> dict[str, StreamUse]:
+        """By the streams' names on the server. Raises `BusError`."""
 
     @abstractmethod
     def on_reconnect(self, callback: Callable[[], None]) -> Callable[[], None]:

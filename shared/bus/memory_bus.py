@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 from prometheus_client import CollectorRegistry
 
 from shared.bus.codec import ERROR_HEADER, UNREADABLE, decode_reply, decoder, encode
-from shared.bus.interface import Bus, BusError, KeyValue, ObjectStore, Subscription, WorkQueue
+from shared.bus.interface import Bus, BusError, KeyValue, ObjectStore, StreamUse, Subscription, WorkQueue
 from shared.bus.memory_storage import MemoryKeyValue, MemoryObjectStore, MemoryStore, MemoryWatch, MemoryWorkQueue
 from shared.bus.metrics import bus_metrics, subject_pattern
 from shared.bus.serving import EndpointServer
@@ -263,6 +263,11 @@ class MemoryBus(Bus):
             raise BusError(ErrorInfo(ErrorCode.DEADLINE, message)) from None
         finally:
             self._waiting.discard(future)
+
+    async def stream_uses(self) -> dict[str, StreamUse]:
+        """None: the hub has buckets, but no streams under them."""
+        await self.call(lambda: None)
+        return {}
 
     async def round_trip_s(self) -> float:
         started_s = self.now()

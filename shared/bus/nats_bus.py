@@ -31,7 +31,7 @@ from shared.bus.codec import (
     timeout_of,
     trace_headers,
 )
-from shared.bus.interface import Bus, BusError, KeyValue, ObjectStore, Subscription, WorkQueue
+from shared.bus.interface import Bus, BusError, KeyValue, ObjectStore, StreamUse, Subscription, WorkQueue
 from shared.bus.metrics import BusMetrics, bus_metrics, subject_pattern
 from shared.bus.micro import QUEUE_GROUP, MicroService
 from shared.bus.nats_client import DirectClient
@@ -239,6 +239,9 @@ class NatsBus(Bus):
             # While disconnected there is nothing to flush: the reconnect subscribes.
             if error.code != ErrorCode.UNAVAILABLE:
                 raise
+
+    async def stream_uses(self) -> dict[str, StreamUse]:
+        return await self._streams.uses()
 
     async def round_trip_s(self) -> float:
         started_s = self.now()

@@ -16,7 +16,7 @@ import nats.js.errors
 from nats.js import JetStreamContext
 from nats.js.api import StreamConfig
 
-from shared.bus.interface import BusError, RevisionConflict, Room
+from shared.bus.interface import BusError, RevisionConflict, Room, StreamUse
 from shared.bus.nats_client import DirectClient
 from shared.messages.requests import ErrorCode, ErrorInfo
 
@@ -155,6 +155,16 @@ class Streams:
         with bus_errors(f"look at stream {name}"):
             info = await self.context.stream_info(name)
         return Room(info.state.bytes, info.config.max_bytes or 0)
+
+    async def uses(self) -> dict[str, StreamUse]:
+        uses: dict[str, StreamUse] = {}
+        with bus_errors("look at the streams"):
+            # A page of the answer is bounded by the server (256).
+            while page := await self.context.streams_info(offset=len(uses)):
+                for info in page:
+                    state, most = info.state, max(0, info.config.max_bytes or 0)
+                    uses[str(info.config.name)] = StreamUse(state.messages, state.bytes, most, state.consumer_count)
+        return uses
 
     async def declare_again(self) -> None:
         """After a reconnect: a server without its store has forgotten the streams, or those in memory."""

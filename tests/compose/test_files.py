@@ -15,13 +15,16 @@ import msgspec
 import pytest
 import yaml
 from prometheus_client import CollectorRegistry
+from prometheus_client.metrics_core import Metric
 
 from services.gateway.metrics import GatewayMetrics
 from services.placement.metrics import PlacementMetrics
+from services.placement.nats_metrics import NatsMetrics
 from services.scheduler.observer import Observer
 from services.worker.instance_telemetry import InstanceTelemetry
 from services.worker.kv_transport.telemetry import TransferMetrics
 from services.worker.migration.telemetry import MigrationTelemetry
+from services.worker.node import _Metrics as NodeMetrics
 from shared.bus.metrics import bus_metrics
 from shared.settings import BusSettings, GatewaySettings, PlacementSettings, SchedulerSettings, WorkerSettings
 from shared.telemetry import start_telemetry
@@ -68,6 +71,8 @@ def registry() -> CollectorRegistry:
     MigrationTelemetry(telemetry)
     TransferMetrics(telemetry.registry)
     PlacementMetrics(telemetry.registry)
+    NatsMetrics(telemetry.registry)
+    NodeMetrics(telemetry.registry)
     bus_metrics(telemetry.registry)
     return telemetry.registry
 
@@ -95,6 +100,55 @@ def test_every_label_of_the_dashboard_is_one_of_its_metric(registry: CollectorRe
             assert by <= labels_of[metric] | given_by_prometheus, text
             num_checked += len(by)
     assert num_checked > 20
+
+
+# Rules of promtool's linter (prometheus/client_golang, prometheus/testutil/promlint).
+NOT_BASE_UNITS = [
+    "milliseconds",
+    "microseconds",
+    "nanoseconds",
+    "minutes",
+    "hours",
+    "days",
+    "weeks",
+    "kilobytes",
+    "megabytes",
+    "gigabytes",
+    "kibibytes",
+    "mebibytes",
+    "gibibytes",
+    "bits",
+    "percent",
+    "celsius_degrees",
+]
+ABBREVIATED_UNITS = ["s", "ms", "us", "ns", "sec", "b", "kb", "mb", "gb", "tb", "pb", "m", "h", "d"]
+TYPES = ["counter", "gauge", "histogram", "summary", "untyped", "info"]
+VLLM_NAMES = re.compile("vllm:.*")
+"""What is named as vLLM names it keeps that name: routers and dashboards look for it."""
+
+
+def complaints(family: Metric, labels: set[str]) -> list[str]:
+    words = family.name.split("_")
+    found = [f"unit {word}" for word in words if word in NOT_BASE_UNITS or word in ABBREVIATED_UNITS]
+    if not family.documentation.strip():
+        found.append("no help")
+    if not re.fullmatch("[a-z][a-z0-9_]*", family.name) or not all(re.fullmatch("[a-z][a-z0-9_]*", x) for x in labels):
+        found.append("not snake_case")
+    if family.name.endswith(("_total", "_bucket", "_count", "_sum")):
+        found.append("a suffix of other types")
+    found += [f"type {word}" for word in words if word in TYPES[:5] or (word == "info" and family.type != "gauge")]
+    found += [f"label {label}" for label in labels & {"le", "quantile", *TYPES}]
+    return found
+
+
+def test_names_and_labels_are_what_promtool_wants(registry: CollectorRegistry) -> None:
+    wrong = {}
+    for collector in registry._collector_to_names:
+        labels = set(getattr(collector, "_labelnames", getattr(collector, "_labels", ())))
+        for family in collector.collect():
+            if not VLLM_NAMES.fullmatch(family.name) and (found := complaints(family, labels)):
+                wrong[family.name] = found
+    assert wrong == {}
 
 
 def test_panels_do_not_overlap() -> None:

@@ -57,6 +57,7 @@ class Stack:
             "OMP_NUM_THREADS": "1",
             **(environment or {}),
         }
+        self.metrics_ports = {"placement": free_port(), "scheduler-0": free_port(), "gateway": free_port()}
         self._commands: dict[str, tuple[str, dict[str, str]]] = {"placement": ("services.placement", {})}
         for index in range(num_schedulers):
             name = f"scheduler-{index}"
@@ -72,10 +73,11 @@ class Stack:
     def start(self, name: str, environment: dict[str, str] | None = None) -> None:
         """`environment`: this time only."""
         module, extra = self._commands[name]
+        metrics = {"TIDEWAY_METRICS_PORT": str(self.metrics_ports.get(name, 0))}
         with open(self.folder / f"{name}.log", "ab") as log:
             self.processes[name] = subprocess.Popen(
                 [sys.executable, "-m", module],
-                env={**self._environment, **extra, **(environment or {})},
+                env={**self._environment, **metrics, **extra, **(environment or {})},
                 stdout=log,
                 stderr=log,
                 stdin=subprocess.DEVNULL,

@@ -285,7 +285,10 @@ async def test_metrics(stack: Stack) -> None:
         for name in ("time_to_first_token_seconds", "request_duration_seconds", "queue_time_seconds"):
             assert samples[f"{prefix}{name}_count", request_class, None] == 1
         assert samples["gen_ai_server_request_duration_seconds_count", request_class, None] == 1
+        assert samples["vllm:time_to_first_token_seconds_count", request_class, None] == 1
+        assert samples["vllm:generation_tokens_total", request_class, None] == num_tokens
     assert samples[prefix + "open_streams", None, None] == 0
+    assert f'vllm:num_requests_running{{model_name="{MODEL}"}} 0.0' in text
     assert "mmmm" not in text, "names that clients make up are no labels"
 
 

@@ -23,6 +23,19 @@ class TestNatsStorage(StorageContract):
     pass
 
 
+# ---------------------------------------------------------------------------------------------------- what they hold
+
+
+async def test_what_streams_hold_is_told(fresh_nats: NatsServer, connect_to: ConnectTo) -> None:
+    bus = await connect_to(fresh_nats)
+    assert await bus.stream_uses() == {}
+    queue = await bus.work_queue("jobs", max_bytes=1 << 24, ack_wait_s=30)
+    await queue.push("a", b"x" * 1000)
+    use = (await bus.stream_uses())["WORK_jobs"]
+    assert (use.num_messages, use.max_bytes, use.num_consumers) == (1, 1 << 24, 0)
+    assert 1000 < use.used_bytes < 2000
+
+
 # --------------------------------------------------------------------------------------------------- loss of streams
 
 

@@ -140,7 +140,7 @@ def test_documented_endpoints_and_fields_exist() -> None:
 def test_documented_metrics_exist() -> None:
     sources = "".join(path.read_text() for path in (REPOSITORY / "services").rglob("*.py"))
     sources += (REPOSITORY / "shared/bus/metrics.py").read_text()
-    names = ("gateway", "scheduler", "placement", "instance", "bus")
+    names = ("gateway", "scheduler", "placement", "instance", "bus", "nats_stream")
     prefixes = (*(f"tideway_{name}_" for name in names), "")
     for name in re.findall(r"`((?:tideway_|vllm:)\w+)`", (REPOSITORY / "docs" / "operating.md").read_text()):
         plain = name.removesuffix("_total")

@@ -53,7 +53,7 @@ def test_a_model_begins_at_zero_and_leaves_nothing_behind() -> None:
     gone, kept = ({"model_name": name, "source": "profiled"} for name in "mn")
     assert (shown("cost_model", **gone), shown("cost_model", **kept)) == (None, 1)
     assert shown("cost_model_scale", model_name="m") is None
-    assert shown("cost_model_error", model_name="m", quantile="0.99") is None
+    assert shown("cost_model_error", model_name="m", percentile="99") is None
 
 
 def test_counters_advance_by_what_was_added_since() -> None:

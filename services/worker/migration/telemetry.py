@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from opentelemetry import trace
 from prometheus_client import Counter, Gauge, Histogram
 
+from shared.messages.migration import MoveReason
 from shared.telemetry import Telemetry, context_of
 
 PAUSE_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 5.0)
@@ -44,6 +45,15 @@ class MigrationTelemetry:
         self._in_progress = Gauge(
             "tideway_migrations_in_progress", "Migrations under way", ("direction",), registry=registry
         )
+        # What is counted later begins at 0, so that rates are known from the first migration on.
+        self._migrations.labels("in", "", MOVED)
+        for reason in MoveReason:
+            self._migrations.labels("out", reason, MOVED)
+        for direction in ("out", "in"):
+            self._bytes.labels(direction)
+            self._in_progress.labels(direction)
+        for end in ("source", "destination"):
+            self._pause.labels(end)
 
     def begin(self, direction: str) -> None:
         self._in_progress.labels(direction).inc()
