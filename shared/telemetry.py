@@ -88,16 +88,17 @@ class Telemetry:
         self._settings = settings
         self._server: ThreadingHTTPServer | None = None
 
-    def serve_metrics(self, problems: Callable[[], list[str]]) -> int:
-        """Serves /metrics and /health on `metrics_host:metrics_port` from a background thread; returns the port.
+    def serve_metrics(self, problems: Callable[[], list[str]], unready: Callable[[], list[str]] = list) -> int:
+        """Serves /metrics, /health and /ready on `metrics_host:metrics_port` from a background thread; returns the port.
 
         `problems` is called on that thread at each /health and must be quick: what is wrong with the service, a
-        sentence each, empty when all is well (200, else 503). Raises `SettingsError` if the port cannot be had.
+        sentence each, empty when all is well (200, else 503). `unready` likewise at each /ready: what it lacks besides to
+        do its work. Raises `SettingsError` if the port cannot be had.
         """
         assert self._server is None, "serve_metrics is called once"
         address = (self._settings.metrics_host, self._settings.metrics_port)
         try:
-            self._server = _MetricsServer(address, self.registry, problems)
+            self._server = _MetricsServer(address, self.registry, problems, unready)
         except OSError as error:
             raise SettingsError(f"metrics cannot be served on {address[0]}:{address[1]}: {error.strerror}") from None
         serve = self._server.serve_forever
@@ -183,11 +184,16 @@ class _MetricsServer(ThreadingHTTPServer):
     daemon_threads = True
 
     def __init__(
-        self, address: tuple[str, int], registry: CollectorRegistry, problems: Callable[[], list[str]]
+        self,
+        address: tuple[str, int],
+        registry: CollectorRegistry,
+        problems: Callable[[], list[str]],
+        unready: Callable[[], list[str]],
     ) -> None:
         super().__init__(address, _MetricsHandler)
         self.registry = registry
         self.problems = problems
+        self.unready = unready
 
 
 class _MetricsHandler(BaseHTTPRequestHandler):
@@ -199,8 +205,10 @@ class _MetricsHandler(BaseHTTPRequestHandler):
         path = self.path.partition("?")[0]
         if path == "/metrics":
             self._answer(200, METRICS_TYPE, metrics_text(self.server.registry))
-        elif path == "/health":
+        elif path in ("/health", "/ready"):
             problems = self.server.problems()
+            if path == "/ready":
+                problems = problems + self.server.unready()
             if problems:
                 self._answer(503, "application/json", json.dumps(problems).encode())
             else:

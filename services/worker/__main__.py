@@ -34,7 +34,7 @@ async def serve(settings: WorkerSettings, stop: asyncio.Event) -> None:
     agent = NodeAgent(
         bus, settings, telemetry, machine, drain_grace_s=of_instances.drain_grace_s, step_tokens=step_tokens
     )
-    port = telemetry.serve_metrics(agent.problems)
+    port = telemetry.serve_metrics(agent.problems, agent.unready)
     logger.info("%s: metrics on http://%s:%d/metrics", settings.node_id, settings.metrics_host, port)
     await agent.start()
     await stop.wait()

@@ -89,6 +89,7 @@ class _Metrics:
         self.plan_version = Gauge(
             "tideway_node_plan_version", "The last placement plan that was carried out whole", registry=registry
         )
+        self.ready = Gauge("tideway_node_ready", "1: the instances serve what is planned for them", registry=registry)
         self.memory = Gauge("tideway_node_memory_bytes", "For weights and KV pools of all instances", registry=registry)
 
 
@@ -135,6 +136,7 @@ class NodeAgent:
         self._info_changed = asyncio.Event()
         self._plan_span: Span = trace.INVALID_SPAN
         self._is_stopping = False
+        self._unready = ["there is no placement plan yet"]
         self._tasks: set[asyncio.Task[None]] = set()
         self._watches: list[Watch[Any]] = []
         self._subscriptions: list[Subscription] = []
@@ -166,6 +168,7 @@ class NodeAgent:
         the registry. While they drain the node stays registered, so that a plan that counts on it stays as it is for a
         restart."""
         self._is_stopping = True
+        self._unready = ["stopping"]
         for subscription in self._subscriptions:
             await subscription.stop()
         await self._cancel(self._tasks - {self._registration})
@@ -192,6 +195,10 @@ class NodeAgent:
     def problems(self) -> list[str]:
         """For /health; called from another thread. That an instance is restarting is no fault of the agent."""
         return [] if self._bus.is_connected else ["not connected to NATS"]
+
+    def unready(self) -> list[str]:
+        """For /ready; called from another thread. Why the instances here do not serve what is planned for them."""
+        return self._unready
 
     def _spawn(self, coroutine: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
         task = asyncio.create_task(coroutine, name=name)
@@ -360,6 +367,8 @@ class NodeAgent:
         """Metrics, and the registry entry if it changed."""
         for phase, count in self._state.num_by_phase().items():
             self._metrics.instances.labels(phase).set(count)
+        self._unready = self._state.unready(self._bus.now())
+        self._metrics.ready.set(not self._unready)
         problem = "; ".join(self._state.problems())[:MAX_PROBLEM_CHARACTERS]
         version = self._state.plan_version or self._info.plan_version
         if self._state.plan_version:

@@ -50,6 +50,9 @@ START_TIMEOUT_S = 120.0
 UNHEARD_S = 30.0
 """A registered instance that is missing from the registry for so long hangs (a lost bus connection is back sooner)."""
 
+PLANNED_AFTER_S = 5.0
+"""From the first step: placement has heard of a node by then, and planned what it gets."""
+
 
 @dataclass(frozen=True)
 class Start:
@@ -214,6 +217,7 @@ class NodeState:
         self._plan: PlacementPlan | None = None
         self._desired: dict[str, InstancePlan] = {}
         self._instances: dict[str, _Instance] = {}
+        self._begun_at: float | None = None
 
     # ------------------------------------------------------------------------------------------------ events
 
@@ -253,6 +257,8 @@ class NodeState:
     def step(self, now: float, *, is_connected: bool = True) -> list[Action]:
         """What to do now. Each action counts as done: report what comes of it as an event. While the bus is away
         (`is_connected` False), silence of an instance means nothing."""
+        if self._begun_at is None:
+            self._begun_at = now
         actions: list[Action] = []
         for instance_id, instance in sorted(self._instances.items()):
             process, desired = instance.process, self._desired.get(instance_id)
@@ -383,6 +389,28 @@ class NodeState:
             for model in instance.process.loaded().values() if instance.process is not None else ():
                 if model.state == "failed" and model.name in planned:
                     found.append(f"{instance_id} could not load {model.name!r}: {model.error}")
+        return found
+
+    def unready(self, now: float) -> list[str]:
+        """Why the node does not serve what the newest plan has for it, a sentence each. Empty: it does, and did not just
+        come back from one crash of several in a row."""
+        if self._plan is None:
+            return ["there is no placement plan yet"]
+        if not self._desired and (self._begun_at is None or now - self._begun_at < PLANNED_AFTER_S):
+            return ["nothing is planned here yet"]
+        found = []
+        for instance_id, desired in sorted(self._desired.items()):
+            instance = self._instances[instance_id]
+            process, num_failures = instance.process, instance.num_failures
+            if process is None or not process.is_ready:
+                found.append(f"{instance_id} is {instance.phase}")
+            elif num_failures > 1 and now - process.started_at < HEALTHY_AFTER_S:
+                found.append(f"{instance_id} {instance.failure} ({num_failures} times in a row) and has just come back")
+            else:
+                serving = {name for name, model in process.loaded().items() if model.state == "ready"}
+                wanted = {spec.name for spec in desired.models if process.specs.get(spec.name) == spec}
+                if missing := sorted({spec.name for spec in desired.models} - (serving & wanted)):
+                    found.append(f"{instance_id} does not serve {', '.join(missing)}")
         return found
 
     def num_by_phase(self) -> dict[str, int]:

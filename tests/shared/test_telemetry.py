@@ -181,15 +181,20 @@ def test_metrics_and_health_are_served() -> None:
     telemetry = start_telemetry("test", "one", BusSettings())
     Counter("tideway_test_events", "Scripted", registry=telemetry.registry).inc(3)
     problems: list[str] = []
-    port = telemetry.serve_metrics(lambda: problems)
+    unready = ["a model is loading"]
+    port = telemetry.serve_metrics(lambda: problems, lambda: unready)
     try:
         status, content_type, body = get(port, "/metrics")
         assert status == 200 and content_type.startswith("text/plain")
         assert "tideway_test_events_total 3.0" in body and "process_cpu_seconds_total" in body
         assert get(port, "/health") == (200, "text/plain", "ok")
+        assert get(port, "/ready") == (503, "application/json", json.dumps(unready))
+        unready.clear()
+        assert get(port, "/ready") == (200, "text/plain", "ok")
         problems.append("NATS cannot be reached")
         status, content_type, body = get(port, "/health?verbose")
         assert (status, content_type, json.loads(body)) == (503, "application/json", problems)
+        assert get(port, "/ready")[0] == 503
         assert get(port, "/other")[0] == 404
     finally:
         telemetry.close()

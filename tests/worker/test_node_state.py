@@ -415,3 +415,38 @@ def test_what_stays_in_the_plan_is_never_touched(
     assert node.counts["n-8", Start, ""] == 1
     assert node.counts["n-8", Drain, ""] == node.counts["n-8", Terminate, ""] == 0
     assert node.counts["n-8", UnloadModel, "a"] == 0
+
+
+def test_ready_is_who_serves_the_models_that_are_planned() -> None:
+    state = NodeState("n", GRACE_S)
+    state.step(0.0)
+    assert state.unready(60.0) == ["there is no placement plan yet"]
+    state.on_plan(plan(1))
+    assert state.unready(node_state.PLANNED_AFTER_S - 0.1) == ["nothing is planned here yet"]
+    assert state.unready(node_state.PLANNED_AFTER_S) == [], "nothing is planned here"
+    state.on_plan(plan(2, instance_plan(0, "ab"), instance_plan(1, "a")))
+    assert state.unready(10.0) == ["n-0 is absent", "n-1 is absent"]
+    state.step(10.0)
+    state.on_registry("n-0", info(instance_plan(0), state="starting", models={"a": "loading", "b": "loading"}), 11.0)
+    state.on_registry("n-1", info(instance_plan(1)), 11.0)
+    assert state.unready(11.0) == ["n-0 is starting"]
+    state.on_registry("n-0", info(instance_plan(0), models={"a": "ready", "b": "failed"}), 12.0)
+    assert state.unready(12.0) == ["n-0 does not serve b"]
+    state.on_registry("n-0", info(instance_plan(0, "ab")), 13.0)
+    assert state.unready(13.0) == []
+    state.on_plan(plan(3, instance_plan(0, "ab"), InstancePlan("n-1", "n", [spec("a", 2)], 8 * MIB, 2 * MIB)))
+    assert state.unready(14.0) == ["n-1 does not serve a"], "the model's former source"
+
+
+def test_one_that_crashes_in_a_loop_is_not_ready_until_it_stays() -> None:
+    state, now = started(instance_plan(0)), 100.0
+    for num_crashes in (1, 2):
+        state.on_exit("n-0", "was killed by SIGKILL", now)
+        assert state.unready(now) == ["n-0 is absent"]
+        now += back_off_s(num_crashes)
+        state.step(now)
+        state.on_registry("n-0", info(instance_plan(0)), now)
+        if num_crashes == 1:
+            assert state.unready(now) == [], "once is no loop"
+    assert state.unready(now) == ["n-0 was killed by SIGKILL (2 times in a row) and has just come back"]
+    assert state.unready(now + node_state.HEALTHY_AFTER_S) == []
