@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import kubernetes_validate
 import pytest
 import yaml
 
@@ -29,10 +32,13 @@ SETTINGS: dict[str, Any] = {
     "worker": WorkerSettings,
 }
 ALL_FIELDS = {"TIDEWAY_" + name.upper() for kind in SETTINGS.values() for name in kind.__struct_fields__}
+KUBERNETES = "1.32"
+"""The schema that the manifests are held against."""
 FIELD_PATHS = {"metadata.name": "worker-0"}
 SECRET = {"nats-password": "p", "api-keys": "k", "admin-api-key": "a"}
 
 
+@functools.cache
 def documents() -> list[dict[str, Any]]:
     kustomization = yaml.safe_load((BASE / "kustomization.yaml").read_text())
     assert {f"{p.name}" for p in BASE.glob("*.yaml")} - {"kustomization.yaml"} == set(kustomization["resources"])
@@ -102,7 +108,7 @@ def test_kubernetes_sets_no_variables_of_its_own() -> None:
 @pytest.mark.parametrize("name", WORKLOADS)
 def test_probes_ask_ports_and_paths_that_are_served(name: str) -> None:
     ports = {port["name"]: port["containerPort"] for port in container(name)["ports"]}
-    paths = {"http": {"/health", "/ready"}, "metrics": {"/health", "/metrics"}, "monitor": {"/healthz"}}
+    paths = {"http": {"/health", "/ready"}, "metrics": {"/health", "/ready"}, "monitor": {"/healthz"}}
     probes = {key: value for key, value in container(name).items() if key.endswith("Probe")}
     assert {"readinessProbe", "livenessProbe"} <= probes.keys()
     for probe in probes.values():
@@ -118,13 +124,129 @@ def test_probes_ask_ports_and_paths_that_are_served(name: str) -> None:
 
 @pytest.mark.parametrize("name", WORKLOADS)
 def test_pods_run_without_privileges_and_within_limits(name: str) -> None:
-    assert pod(name)["securityContext"]["runAsNonRoot"] is True
-    assert container(name)["securityContext"] == {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
+    assert container(name)["securityContext"]["readOnlyRootFilesystem"] is True
+    if name != "nats":
+        assert {"name": "tmp", "mountPath": "/tmp"} in container(name)["volumeMounts"], (
+            "UCX, for one, makes files there"
+        )
     assert "memory" in container(name)["resources"]["limits"]
     mounts = {mount["name"] for mount in container(name).get("volumeMounts", ())}
     volumes = {volume["name"] for volume in pod(name).get("volumes", ())}
     volumes |= {claim["metadata"]["name"] for claim in WORKLOADS[name]["spec"].get("volumeClaimTemplates", ())}
     assert mounts == volumes
+
+
+@pytest.mark.parametrize("document", documents(), ids=lambda d: f"{d['kind']}-{d['metadata']['name']}")
+def test_manifests_are_of_kubernetes_schema(document: dict[str, Any]) -> None:
+    """Strictly: no field that the schema does not have."""
+    kubernetes_validate.validate(document, KUBERNETES, strict=True)
+
+
+def violations(spec: dict[str, Any]) -> list[str]:
+    """Of a pod's spec against the Pod Security Standard `restricted`, with all of `baseline`
+    (https://kubernetes.io/docs/concepts/security/pod-security-standards/, Linux pods)."""
+    found = [key for key in ("hostNetwork", "hostPID", "hostIPC") if spec.get(key)]
+    allowed = {
+        "configMap",
+        "csi",
+        "downwardAPI",
+        "emptyDir",
+        "ephemeral",
+        "persistentVolumeClaim",
+        "projected",
+        "secret",
+    }
+    found += [f"volume {kind}" for volume in spec.get("volumes", ()) for kind in volume.keys() - {"name"} - allowed]
+    of_pod = spec.get("securityContext", {})
+    found += [f"sysctl {sysctl['name']}" for sysctl in of_pod.get("sysctls", ())]
+    for key in ("initContainers", "containers", "ephemeralContainers"):
+        for one in spec.get(key, ()):
+            context = {**of_pod, **one.get("securityContext", {})}
+            capabilities = context.get("capabilities", {})
+            rules = {
+                "privileged": not context.get("privileged"),
+                "allowPrivilegeEscalation": context.get("allowPrivilegeEscalation") is False,
+                "runAsNonRoot": context.get("runAsNonRoot") is True,
+                "runAsUser": context.get("runAsUser") != 0,
+                "seccompProfile": context.get("seccompProfile", {}).get("type") in ("RuntimeDefault", "Localhost"),
+                "appArmorProfile": context.get("appArmorProfile", {}).get("type") != "Unconfined",
+                "seLinuxOptions": not context.get("seLinuxOptions", {}).keys() & {"user", "role"},
+                "procMount": context.get("procMount", "Default") == "Default",
+                "capabilities": capabilities.get("drop") == ["ALL"]
+                and set(capabilities.get("add", ())) <= {"NET_BIND_SERVICE"},
+                "hostPort": not any(port.get("hostPort") for port in one.get("ports", ())),
+            }
+            found += [f"{one['name']}: {rule}" for rule, holds in rules.items() if not holds]
+    return found
+
+
+@pytest.mark.parametrize("name", WORKLOADS)
+def test_pod_security_restricted_admits_every_pod(name: str) -> None:
+    assert violations(pod(name)) == []
+    assert find("Namespace", "tideway")["metadata"]["labels"]["pod-security.kubernetes.io/enforce"] == "restricted"
+
+
+def test_what_restricted_does_not_admit_is_found() -> None:
+    bare = {"hostPID": True, "volumes": [{"name": "root", "hostPath": {"path": "/"}}], "containers": [{"name": "c"}]}
+    assert violations(bare) == [
+        "hostPID",
+        "volume hostPath",
+        *(f"c: {rule}" for rule in ("allowPrivilegeEscalation", "runAsNonRoot", "seccompProfile", "capabilities")),
+    ]
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_replicas_are_spread_and_go_one_at_a_time(name: str) -> None:
+    labels = WORKLOADS[name]["spec"]["selector"]
+    assert find("PodDisruptionBudget", name)["spec"] == {"maxUnavailable": 1, "selector": labels}
+    (spread,) = pod(name)["topologySpreadConstraints"]
+    assert (spread["topologyKey"], spread["labelSelector"]) == ("kubernetes.io/hostname", labels)
+
+
+def reaches(source: str, target: str, port: int) -> bool:
+    """Whether the network policies let a pod of `source` (an app here, else a namespace) reach this port of `target`."""
+
+    def selects(selector: dict[str, Any], app: str) -> bool:
+        return {"app": app}.items() >= selector.get("matchLabels", {}).items() and all(
+            app in expression["values"] for expression in selector.get("matchExpressions", ())
+        )
+
+    def is_from(peer: dict[str, Any]) -> bool:
+        if "namespaceSelector" in peer:
+            return peer["namespaceSelector"]["matchLabels"]["kubernetes.io/metadata.name"] == source
+        return source in WORKLOADS and selects(peer["podSelector"], source)
+
+    names = {named["name"]: named["containerPort"] for named in container(target)["ports"]}
+    policies = [d["spec"] for d in documents() if d["kind"] == "NetworkPolicy"]
+    rules = [rule for spec in policies if selects(spec["podSelector"], target) for rule in spec.get("ingress", ())]
+    return any(
+        all_or_one(rule.get("from"), is_from)
+        and all_or_one(
+            rule.get("ports"),
+            lambda p: (first := names.get(p["port"], p["port"])) <= port <= p.get("endPort", first),
+        )
+        for rule in rules
+    )
+
+
+def all_or_one(items: list[dict[str, Any]] | None, holds: Callable[[dict[str, Any]], bool]) -> bool:
+    """A rule without a list holds for all."""
+    return items is None or any(map(holds, items))
+
+
+def test_who_reaches_whom() -> None:
+    for policy in (d["spec"] for d in documents() if d["kind"] == "NetworkPolicy"):
+        assert policy["policyTypes"] == ["Ingress"]
+    assert find("NetworkPolicy", "default")["spec"] == {"podSelector": {}, "policyTypes": ["Ingress"]}, "nobody, else"
+    assert all(reaches(name, "nats", 4222) for name in SETTINGS) and not reaches("elsewhere", "nats", 4222)
+    assert not any(reaches(name, "nats", 8222) for name in (*SETTINGS, "elsewhere"))
+    assert reaches("elsewhere", "gateway", 8000) and not reaches("elsewhere", "gateway", 9100)
+    assert all(reaches("monitoring", name, 9100) for name in SETTINGS)
+    assert reaches("monitoring", "worker", 9101), "an instance's metrics"
+    assert reaches("worker", "worker", 40000), "moves of KV"
+    assert not any(
+        reaches(name, "worker", 40000) for name in ("gateway", "scheduler", "placement", "elsewhere", "monitoring")
+    )
 
 
 @pytest.mark.parametrize("name", SETTINGS)
