@@ -36,6 +36,13 @@ class BusSettings(msgspec.Struct, frozen=True, kw_only=True):
     nats_url: str = "nats://127.0.0.1:4222"
     nats_user: str = ""
     nats_password: str = ""
+    nats_tls_ca: str = ""
+    """File with the certificates of those who may have signed the server's; with it, or with `nats_tls_cert`, nothing is
+    sent to a server without TLS."""
+    nats_tls_cert: str = ""
+    """File with the certificate that this process shows, and those between it and its CA."""
+    nats_tls_key: str = ""
+    """File with its key; empty: it is in the same file."""
     metrics_host: str = "127.0.0.1"
     metrics_port: int = 0
     """Prometheus and health endpoint; 0: any free port."""
@@ -51,6 +58,12 @@ class GatewaySettings(BusSettings, frozen=True, kw_only=True):
     gateway_id: SubjectPart = ""
     host: str = "127.0.0.1"
     port: int = 8000
+    tls_cert: str = ""
+    """File with the server's certificate, and those between it and its CA: HTTPS in place of HTTP."""
+    tls_key: str = ""
+    """File with its key; empty: it is in the same file."""
+    tls_client_ca: str = ""
+    """File with the certificates of those who may have signed a client's; with it a client must show one."""
     api_keys: str = ""
     """Comma-separated keys, each `key[:max_in_flight[:tokens_per_minute[:priority]]]`; the priority `normal` keeps its
     requests from asking for a high one."""

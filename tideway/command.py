@@ -22,6 +22,7 @@ from tideway import operations
 from tideway.bench.command import bench
 from tideway.console import Reporter, TableConsole
 from tideway.data_folder import DataFolder, OperatorError
+from tideway.nats_config import nats_config
 from tideway.operations import AdminClient
 from tideway.preflight import parse_models
 from tideway.profile import profile
@@ -260,6 +261,7 @@ def replay(file: Annotated[Path, typer.Argument(help="What TIDEWAY_RECORD_FILE m
 
 app.command()(bench)
 app.command()(profile)
+app.command()(nats_config)
 
 
 @app.command("version")

@@ -2,7 +2,7 @@
 
 lock               held by the running supervisor; its process id
 state.json         what the supervisor last said about itself
-credentials.json   made once; for NATS and, where API keys are configured, for /admin (mode 600)
+credentials.json   made once; for NATS, by role, and, where API keys are configured, for /admin (mode 600)
 nats.conf, nats/   the server's configuration (mode 600) and JetStream's store
 logs/              one file a process
 """
@@ -19,6 +19,8 @@ from pathlib import Path
 
 import msgspec
 
+from shared.bus.permissions import ROLES
+
 LOCK_ATTEMPTS = 3
 LOCK_RETRY_S = 0.05
 """A `status` that looks at the lock holds it for a moment."""
@@ -29,9 +31,9 @@ class OperatorError(Exception):
 
 
 class Credentials(msgspec.Struct, frozen=True, kw_only=True):
-    nats_user: str
-    nats_password: str
     admin_api_key: str
+    nats_passwords: dict[str, str] = {}
+    """By the name of the role, which is that of its user."""
 
 
 class ProcessState(msgspec.Struct, frozen=True, kw_only=True):
@@ -129,18 +131,19 @@ class DataFolder:
     def credentials(self) -> Credentials:
         """Made at the first call, the same ever after."""
         path = self.path / "credentials.json"
-        if not path.exists():
-            made = Credentials(
-                nats_user="tideway", nats_password=secrets.token_urlsafe(24), admin_api_key=secrets.token_urlsafe(24)
-            )
-            self.write_private(path, msgspec.json.encode(made).decode())
-            return made
         try:
-            return msgspec.json.decode(path.read_bytes(), type=Credentials)
+            known = msgspec.json.decode(path.read_bytes(), type=Credentials)
+        except FileNotFoundError:
+            known = Credentials(admin_api_key=secrets.token_urlsafe(24))
         except (OSError, msgspec.MsgspecError) as error:
             raise OperatorError(
                 f"{path} cannot be read ({error}). Remove it, and the next start makes a new one."
             ) from None
+        if missing := ROLES.keys() - known.nats_passwords:
+            passwords = known.nats_passwords | {name: secrets.token_urlsafe(24) for name in sorted(missing)}
+            known = msgspec.structs.replace(known, nats_passwords=passwords)
+            self.write_private(path, msgspec.json.encode(known).decode())
+        return known
 
     def write_state(self, state: State) -> None:
         self.write_private(self.path / "state.json", json.dumps(msgspec.to_builtins(state), indent=1) + "\n")

@@ -26,7 +26,7 @@ from shared.messages.cluster import ModelSpec
 from shared.settings import BusSettings, InstanceSettings, WorkerSettings, load
 from tideway.data_folder import DataFolder, OperatorError
 from tideway.preflight import parse_models
-from tideway.tree import bus_environment
+from tideway.tree import operator_environment
 
 if TYPE_CHECKING:
     from services.worker.profiled_steps import Extent, Work
@@ -171,8 +171,7 @@ async def _connect(data: DataFolder) -> Bus | None:
     if not environment.get("TIDEWAY_NATS_URL"):
         if state is None:
             return None
-        credentials = data.credentials()
-        environment |= bus_environment(state.nats_url, credentials.nats_user, credentials.nats_password)
+        environment |= operator_environment(state.nats_url, data.credentials())
     settings = load(BusSettings, environment)
     try:
         async with asyncio.timeout(CONNECT_TIMEOUT_S):

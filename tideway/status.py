@@ -23,7 +23,7 @@ from tideway.cluster import ClusterView, view_model
 from tideway.console import count_sources, fit
 from tideway.data_folder import DataFolder, OperatorError, State
 from tideway.operations import drained_and_gone
-from tideway.tree import bus_environment
+from tideway.tree import operator_environment
 
 CONNECT_TIMEOUT_S = 5.0
 STATISTICS_TIMEOUT_S = 2.0
@@ -36,8 +36,7 @@ async def show_status(data: DataFolder, console: Console) -> None:
     state = data.read_state() if data.holder_pid() else None
     if state is not None:
         if not os.environ.get("TIDEWAY_NATS_URL"):
-            credentials = data.credentials()
-            environment |= bus_environment(state.nats_url, credentials.nats_user, credentials.nats_password)
+            environment |= operator_environment(state.nats_url, data.credentials())
         console.print(fit(_processes(state), console, ("starts",)))
     elif not os.environ.get("TIDEWAY_NATS_URL"):
         raise OperatorError(f"Nothing runs on {data.path}. Start it with `tideway up` (make up).")

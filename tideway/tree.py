@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +15,7 @@ import msgspec
 from shared.messages.cluster import ModelSpec
 from shared.settings import InstanceSettings, default_id, load
 from tideway.data_folder import Credentials, DataFolder
+from tideway.nats_config import nats_users
 from tideway.preflight import REPOSITORY, free_ports, local_host
 from tideway.supervisor import KILL_WAIT_S, ProcessSpec
 
@@ -38,6 +39,7 @@ class UpOptions:
     data_dir: Path
     host: str = "127.0.0.1"
     port: int = 8000
+    has_tls: bool = False
     num_instances: int = 2
     max_instances: int = 0
     """To which it may grow, by hand or by itself (TIDEWAY_AUTOSCALE); memory is divided over so many. 0: not at all."""
@@ -52,7 +54,7 @@ class UpOptions:
 
     @property
     def address(self) -> str:
-        return f"http://{local_host(self.host)}:{self.port}"
+        return f"http{'s' if self.has_tls else ''}://{local_host(self.host)}:{self.port}"
 
 
 @dataclass(frozen=True)
@@ -63,21 +65,22 @@ class Service:
     metrics_port: int
 
 
-MakeServices = Callable[[UpOptions, dict[str, str]], list[Service]]
-"""(options, the bus's settings as environment) -> the services, in the order of starting."""
+MakeServices = Callable[[UpOptions, dict[str, str], Mapping[str, str]], list[Service]]
+"""(options, common environment, passwords on NATS by role) -> the services, in the order of starting. Without passwords all
+are the user that the environment names."""
 
 
 def nats_config(data: DataFolder, credentials: Credentials, port: int) -> str:
     """JSON is valid in NATS's own format, and quotes what needs quoting.
 
-    Reachable from this machine only, with credentials; no monitoring port.
+    Reachable from this machine only, with a user per role; no monitoring port.
     """
     has_space = shutil.disk_usage(data.path).free >= 2 * NATS_LARGE_FILE_BYTES
     config = {
         "server_name": "tideway",
         "listen": f"127.0.0.1:{port}",
         "max_payload": 1024 * 1024,
-        "authorization": {"user": credentials.nats_user, "password": credentials.nats_password},
+        "authorization": {"users": nats_users(credentials.nats_passwords, {"worker": node_id()})},
         "jetstream": {
             "store_dir": str(data.jetstream),
             "max_file_store": NATS_LARGE_FILE_BYTES if has_space else NATS_FILE_BYTES,
@@ -95,12 +98,17 @@ def bus_environment(nats_url: str, user: str, password: str) -> dict[str, str]:
     return {"TIDEWAY_NATS_URL": nats_url, "TIDEWAY_NATS_USER": user, "TIDEWAY_NATS_PASSWORD": password}
 
 
-def _node_id() -> str:
+def operator_environment(nats_url: str, credentials: Credentials) -> dict[str, str]:
+    """Of the commands that look at a Tideway which runs on a data folder."""
+    return bus_environment(nats_url, "operator", credentials.nats_passwords["operator"])
+
+
+def node_id() -> str:
     """The same at each start, so that the placement plan of the last one still holds."""
     return os.environ.get("TIDEWAY_NODE_ID") or default_id("node").rpartition("-")[0]
 
 
-def services(options: UpOptions, bus: dict[str, str]) -> list[Service]:
+def services(options: UpOptions, bus: dict[str, str], passwords: Mapping[str, str]) -> list[Service]:
     """The four services, settings by environment. Whatever else TIDEWAY_* this process was given reaches them too."""
     models = msgspec.json.encode(options.models).decode()
     common = {**bus, "PYTHONUNBUFFERED": "1"}
@@ -121,7 +129,7 @@ def services(options: UpOptions, bus: dict[str, str]) -> list[Service]:
             {
                 "TIDEWAY_NUM_INSTANCES": str(options.num_instances),
                 "TIDEWAY_MAX_NODE_INSTANCES": str(options.max_instances),
-                "TIDEWAY_NODE_ID": _node_id(),
+                "TIDEWAY_NODE_ID": node_id(),
                 "TIDEWAY_COST_MODELS_DIR": str(options.data_dir.absolute() / "cost_models"),
             },
         ),
@@ -131,6 +139,8 @@ def services(options: UpOptions, bus: dict[str, str]) -> list[Service]:
     result = []
     for (name, service, own), port in zip(replicas, ports, strict=False):
         environment = {**common, **own, "TIDEWAY_METRICS_PORT": str(port)}
+        if passwords:
+            environment |= {"TIDEWAY_NATS_USER": service, "TIDEWAY_NATS_PASSWORD": passwords[service]}
         command = [sys.executable, "-m", f"services.{service}"]
         phase = GATEWAY_PHASE if service == "gateway" else SERVICES_PHASE
         grace_s = worker_stop_s() if service == "worker" else SERVICE_STOP_S

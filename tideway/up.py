@@ -11,6 +11,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 import httpx
 import msgspec
@@ -27,6 +28,7 @@ from shared.settings import (
     WorkerSettings,
     load,
 )
+from shared.tls import own_server_tls
 from tideway import preflight, tree
 from tideway.cluster import ClusterView
 from tideway.console import Reporter
@@ -52,7 +54,8 @@ class Up:
         free_memory_bytes: Callable[[], int | None] = preflight.free_memory_bytes,
         backoff: Backoff | None = None,
     ) -> None:
-        self._options = options
+        self._gateway = load(GatewaySettings)
+        self._options = options = replace(options, has_tls=bool(self._gateway.tls_cert))
         self._reporter = reporter
         self._make_services = make_services
         self._free_memory_bytes = free_memory_bytes
@@ -68,7 +71,6 @@ class Up:
         # Settings that cannot be used are better said before anything starts.
         for kind in (SchedulerSettings, PlacementSettings, WorkerSettings, InstanceSettings):
             load(kind)
-        self._gateway = load(GatewaySettings)
         self._has_api_keys = bool(self._gateway.api_keys or self._gateway.api_keys_file)
 
     async def run(self) -> None:
@@ -130,16 +132,20 @@ class Up:
     async def _bring_up(self) -> None:
         self._deadline_s = time.monotonic() + self._options.timeout_s
         with self._reporter:
-            bus = await self._start_nats()
-            view = await self._connect(load(BusSettings, {**os.environ, **bus}))
+            bus, passwords = await self._start_nats()
+            # A server that may not fit is tried first; on our own the buckets that a view needs are made by placement.
+            view = None if passwords else await self._connect(load(BusSettings, {**os.environ, **bus}))
             try:
-                self._services = self._make_services(self._options, {**bus, **self._admin_key()})
+                common = {**bus, **self._admin_key()}
+                self._services = self._make_services(self._options, common, passwords)
                 for service in self._services:
                     await self._supervisor.start(service.spec)
                 self._write_state()
-                models = ModelChecks(view)
-                async with httpx.AsyncClient(trust_env=False) as http:
+                async with httpx.AsyncClient(trust_env=False, verify=own_server_tls(self._gateway)) as http:
                     await self._wait_for(self._process_steps(http))
+                    if view is None:
+                        view = await self._connect(load(BusSettings, {**os.environ, **bus}))
+                    models = ModelChecks(view)
                     names = [spec.name for spec in self._options.models]
                     await self._wait_for([Step(f"model {name}", models.settled(name), "worker") for name in names])
                     self._report_failed_models(models)
@@ -151,14 +157,16 @@ class Up:
                 self._report_earlier_models(await view.configured())
                 self._report_drained(await view.plan())
             finally:
-                await view.close()
+                if view is not None:
+                    await view.close()
         self._say_ready(served)
 
-    async def _start_nats(self) -> dict[str, str]:
-        """The bus's settings as environment."""
+    async def _start_nats(self) -> tuple[dict[str, str], dict[str, str]]:
+        """The bus's settings as environment (with our own server: the operator's), and the passwords of our own server."""
         options, credentials = self._options, self._data.credentials()
         if options.nats_url:
-            return tree.bus_environment(options.nats_url, self._gateway.nats_user, self._gateway.nats_password)
+            gateway = self._gateway
+            return tree.bus_environment(options.nats_url, gateway.nats_user, gateway.nats_password), {}
         if options.nats_port:
             preflight.check_port("127.0.0.1", options.nats_port, "--nats-port")
         port = options.nats_port or preflight.free_ports(1)[0]
@@ -166,7 +174,7 @@ class Up:
         await self._supervisor.start(tree.nats_spec(preflight.nats_server_binary(), self._data))
         self._nats_url = f"nats://127.0.0.1:{port}"
         await self._wait_for([Step("NATS", nats_greets(port), "nats")], NATS_TIMEOUT_S)
-        return tree.bus_environment(self._nats_url, credentials.nats_user, credentials.nats_password)
+        return tree.operator_environment(self._nats_url, credentials), credentials.nats_passwords
 
     async def _connect(self, settings: BusSettings) -> ClusterView:
         try:

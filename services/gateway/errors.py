@@ -56,6 +56,7 @@ _MEANINGS: dict[ErrorCode, tuple[int, str, str]] = {
     ErrorCode.BUSY: (429, "rate_limit_error", "overloaded"),
     ErrorCode.DEADLINE: (408, "timeout_error", "deadline_exceeded"),
     ErrorCode.CONFLICT: (409, "invalid_request_error", "conflict"),
+    ErrorCode.NOT_PERMITTED: (500, "server_error", "internal_error"),
     ErrorCode.INTERNAL: (500, "server_error", "internal_error"),
     ErrorCode.GONE: (503, "service_unavailable", "unavailable"),
     ErrorCode.DRAINING: (503, "service_unavailable", "unavailable"),

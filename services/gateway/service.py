@@ -28,6 +28,7 @@ from shared.bus.interface import Bus
 from shared.messages.cluster import InstanceInfo
 from shared.settings import GatewaySettings, SettingsError, default_id
 from shared.telemetry import Telemetry
+from shared.tls import server_tls
 
 logger = logging.getLogger(__name__)
 
@@ -68,6 +69,7 @@ class GatewayService:
             Batches(bus),
         )
         self._batch_service = BatchService(self.context)
+        self._tls = server_tls(settings)
         self.port = 0
         self._server: _Server | None = None
         self._serving: asyncio.Task[None] | None = None
@@ -83,6 +85,7 @@ class GatewayService:
         await context.files.start()
         await context.batches.start()
         await self._batch_service.start()
+        tls = self._tls
         config = uvicorn.Config(
             make_app(context),
             http="httptools",
@@ -96,6 +99,7 @@ class GatewayService:
             timeout_keep_alive=CLIENT_KEEP_ALIVE_S,
             timeout_graceful_shutdown=int(GRACE_S),
             backlog=BACKLOG,
+            ssl_context_factory=(lambda *_: tls) if tls is not None else None,
         )
         self._server = _Server(config)
         self._serving = asyncio.create_task(self._server.serve(sockets=[listener]))
@@ -124,7 +128,7 @@ class GatewayService:
 
     def _say_who_may_enter(self) -> None:
         settings = self.context.settings
-        address = f"http://{settings.host}:{self.port}"
+        address = f"http{'s' if self._tls else ''}://{settings.host}:{self.port}"
         if not self.context.admission.is_open:
             logger.info("listening on %s; API keys are required", address)
         elif _is_loopback(settings.host):

@@ -15,7 +15,8 @@ from services.placement.requests import check_spec
 from shared.bus.interface import Bus, BusError, Watch
 from shared.checkpoint import CheckpointShape
 from shared.lease import Lease
-from shared.messages.catalogue import NODES
+from shared.messages.catalogue import NODES, buckets_declared_by
+from shared.messages.channels import Role
 from shared.messages.cluster import NodeInfo
 from shared.settings import PlacementSettings, SettingsError, default_id
 from shared.telemetry import Telemetry
@@ -76,6 +77,9 @@ class PlacementService:
         return [] if self._bus.is_connected else ["not connected to NATS"]
 
     async def start(self) -> None:
+        # Also those that are not used here: the other services may not make them.
+        for bucket in buckets_declared_by(Role.PLACEMENT):
+            await self._bus.key_value(bucket)
         self._nodes = await (await self._bus.key_value(NODES)).watch(lambda *_: self._wake())
         await self._lease.start()
         self._looking = asyncio.create_task(self._nats_metrics.run(self._bus), name="streams of NATS")

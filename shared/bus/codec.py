@@ -49,6 +49,7 @@ _HTTP_STATUS = {
     ErrorCode.CONFLICT: 409,
     ErrorCode.GONE: 410,
     ErrorCode.OVERLOADED: 429,
+    ErrorCode.NOT_PERMITTED: 500,
     ErrorCode.INTERNAL: 500,
     ErrorCode.DEADLINE: 504,
 }

@@ -46,6 +46,7 @@ class BusMetrics:
         self.handlers = Gauge("tideway_bus_handlers", "Handlers that run now", ["subject"], registry=registry)
         self.published = counter("published", "Messages published", "subject")
         self.dropped = counter("dropped", "Messages lost on this side", "subject", "reason")
+        self.refused = counter("refused", "Subjects that NATS did not permit this process's user")
         self.reconnects = counter("reconnects", "Connections made after a loss")
         self.slow_consumer = counter("slow_consumer", "Messages or connections dropped because this side was slow")
         self.connected = Gauge("tideway_bus_connected", "1 while connected", registry=registry)

@@ -34,17 +34,19 @@ from shared.bus.codec import (
 from shared.bus.interface import Bus, BusError, KeyValue, ObjectStore, StreamUse, Subscription, WorkQueue
 from shared.bus.metrics import BusMetrics, bus_metrics, subject_pattern
 from shared.bus.micro import QUEUE_GROUP, MicroService
-from shared.bus.nats_client import DirectClient
+from shared.bus.nats_client import DirectClient, NotPermittedError
 from shared.bus.nats_key_value import NatsKeyValue
 from shared.bus.nats_objects import NatsObjectStore
 from shared.bus.nats_storage import NatsWorkQueue
 from shared.bus.nats_streams import Streams
 from shared.bus.nats_watch import NatsWatch
+from shared.bus.permissions import declared_streams, inbox_prefix, role_of
 from shared.bus.serving import EndpointServer
 from shared.messages.channels import Bucket, Endpoint, ObjectBucket, Topic
 from shared.messages.requests import ErrorCode, ErrorInfo
 from shared.settings import BusSettings, SettingsError
 from shared.telemetry import current_traceparent
+from shared.tls import client_tls
 
 M = TypeVar("M")
 Q = TypeVar("Q")
@@ -61,6 +63,9 @@ CLOSE_TIMEOUT_S = 3.0
 COMPLAINT_INTERVAL_S = 10.0
 """Between two lines about the same missing server."""
 RESTORE_RETRY_S = 0.2
+
+
+_FROM_JETSTREAM = b"\r\nNats-Stream:"
 
 
 def unavailable(message: str) -> BusError:
@@ -109,7 +114,8 @@ class NatsBus(Bus):
         self._address = ", ".join(map(_address, self._urls))
         self._metrics = metrics
         self._client = DirectClient(self._on_disconnect)
-        self._streams = Streams(self._client)
+        role = role_of(settings.nats_user)
+        self._streams = Streams(self._client, None if role is None else declared_streams(role))
         self._watches: set[NatsWatch[Any]] = set()
         self._service = MicroService(self._client, f"tideway-{service}", service_id)
         self._servers: dict[int, EndpointServer] = {}
@@ -129,7 +135,7 @@ class NatsBus(Bus):
         registry: CollectorRegistry | None = None,
     ) -> NatsBus:
         """Returns when NATS answers, however long that takes; says so in the log meanwhile. `SettingsError` if the URL
-        cannot be used."""
+        or the files for TLS cannot be used."""
         bus = cls(settings, service, service_id, bus_metrics(registry))
         try:
             await bus._connect()
@@ -144,6 +150,8 @@ class NatsBus(Bus):
             name=self._name,
             user=self._settings.nats_user or None,
             password=self._settings.nats_password or None,
+            tls=client_tls(self._settings),
+            inbox_prefix=inbox_prefix(self._settings.nats_user),
             error_cb=self._on_error,
             disconnected_cb=self._on_disconnected,
             reconnected_cb=self._on_reconnected,
@@ -180,6 +188,10 @@ class NatsBus(Bus):
     async def _on_error(self, error: Exception) -> None:
         if isinstance(error, nats.errors.SlowConsumerError):
             self._metrics.slow_consumer.inc()
+        if isinstance(error, NotPermittedError):
+            self._metrics.refused.inc()
+            logger.error("NATS refuses user %r the subject %s", self._settings.nats_user, error.subject)
+            return
         if self._is_closing or isinstance(error, nats.errors.UnexpectedEOF):  # a loss is logged when it is handled
             return
         if self._client.is_connected:
@@ -243,6 +255,12 @@ class NatsBus(Bus):
     async def stream_uses(self) -> dict[str, StreamUse]:
         return await self._streams.uses()
 
+    async def _confirm(self, sid: int) -> None:
+        """Until the server has a subscription. Raises `BusError` where it refuses it."""
+        await self._flush()
+        if refused := self._client.refused.get(sid):
+            raise BusError(ErrorInfo(ErrorCode.NOT_PERMITTED, str(refused)))
+
     async def round_trip_s(self) -> float:
         started_s = self.now()
         try:
@@ -289,6 +307,8 @@ class NatsBus(Bus):
         dropped = self._metrics.dropped.labels(subject_pattern(topic.subject), "unreadable")
 
         def on_message(subject: bytes, reply: bytes, headers: bytes | None, data: bytes) -> None:
+            if self._is_redirected(topic.subject, subject, headers):
+                return
             try:
                 message = decode(data)
             except UNREADABLE as error:
@@ -298,8 +318,18 @@ class NatsBus(Bus):
             handler(message)
 
         sid = self._client.subscribe_direct(topic.subject, on_message)
-        await self._flush()
+        await self._confirm(sid)
         return _DirectSubscription(self._client, sid)
+
+    def _is_redirected(self, expected: str, subject: bytes, headers: bytes | None) -> bool:
+        """JetStream hands entries of a bucket to any subject that a reader of the bucket names, whatever that reader may
+        publish: under the entry's own subject (a consumer), or with its origin in the headers (a direct get)."""
+        is_own = subject.decode(errors="replace") == expected or "*" in expected
+        if is_own and (headers is None or _FROM_JETSTREAM not in headers):
+            return False
+        self._metrics.dropped.labels(subject_pattern(expected), "redirected").inc()
+        logger.error("a message on %s was not sent there but redirected from JetStream; it is ignored", expected)
+        return True
 
     # ------------------------------------------------------------------------------------------- request/reply
 
@@ -349,6 +379,8 @@ class NatsBus(Bus):
             raise BusError(ErrorInfo(ErrorCode.BAD_REQUEST, message)) from None
         except nats.errors.TimeoutError:
             raise BusError(ErrorInfo(ErrorCode.DEADLINE, f"no reply on {subject} within {timeout_s:.3g} s")) from None
+        except NotPermittedError as error:
+            raise BusError(ErrorInfo(ErrorCode.NOT_PERMITTED, str(error))) from None
         except nats.errors.Error as error:
             raise unavailable(f"{subject}: {error}") from None
         reply: R = decode_reply(endpoint.reply, subject, fields, data)
@@ -360,6 +392,8 @@ class NatsBus(Bus):
         server = EndpointServer(endpoint, handler, max_concurrency, self._metrics)
 
         def on_request(subject: bytes, reply: bytes, headers: bytes | None, data: bytes) -> None:
+            if self._is_redirected(endpoint.subject, subject, headers):
+                return
             reply_subject = reply.decode()
 
             def answer(body: bytes, error: ErrorInfo | None) -> None:
@@ -380,7 +414,7 @@ class NatsBus(Bus):
         sid = self._client.subscribe_direct(endpoint.subject, on_request, QUEUE_GROUP)
         self._servers[sid] = server
         self._service.add(server)
-        await self._flush()
+        await self._confirm(sid)
         return _ServedSubscription(self._client, sid, server, self._service)
 
     # ----------------------------------------------------------------------------------------------- JetStream

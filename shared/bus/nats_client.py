@@ -5,7 +5,8 @@ nats-py supplies the connection, most of the protocol parser, reconnecting and J
 - receiving: handlers are called by the parser, in order of arrival, with no queue or task per subscription (so nothing
   is ever dropped on this side for slowness; a slow process is pushed back by TCP);
 - requests: those in flight when the connection is lost fail at once instead of waiting for their timeout;
-- errors that the server reports lead to a reconnect, where nats-py would close the client for good.
+- errors that the server reports lead to a reconnect, where nats-py would close the client for good;
+- what the user may not publish or subscribe to fails at once, where it would time out.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import builtins
 import logging
+import re
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from itertools import count
@@ -39,6 +41,18 @@ Handler = Callable[[bytes, bytes, bytes | None, bytes], None]
 """(subject, reply subject, header block or None, body). Must not block."""
 
 
+_VIOLATION = re.compile(r"permissions violation for (publish|subscription) to \"([^\"]*)\"")
+"""As nats-py hands it on, in lower case."""
+
+
+class NotPermittedError(Error):
+    """The server refuses the user this subject."""
+
+    def __init__(self, subject: str) -> None:
+        super().__init__(f"this user of NATS may not use {subject}")
+        self.subject = subject
+
+
 class NotConnectedError(Error):
     def __str__(self) -> str:
         return "not connected to NATS"
@@ -50,10 +64,14 @@ class DirectClient(Client):
         self._ps = DirectParser(self, self._deliver)
         self._on_disconnect = on_disconnect
         self._direct: dict[int, Handler] = {}
+        self.refused: dict[int, NotPermittedError] = {}
+        """Subscriptions that the server does not permit."""
         self._is_write_scheduled = False
         self._inbox = ""
-        self._exchanges: dict[bytes, tuple[asyncio.Future[tuple[dict[bytes, bytes], bytes]], asyncio.TimerHandle]] = {}
-        """Requests by the end of their reply subject, each with its deadline."""
+        self._exchanges: dict[
+            bytes, tuple[asyncio.Future[tuple[dict[bytes, bytes], bytes]], asyncio.TimerHandle, str]
+        ] = {}
+        """Requests by the end of their reply subject, each with its deadline and its subject."""
         self._waiting: dict[bytes, asyncio.Future[Any]] = {}
         """Pings and whatever else waits for the server."""
         self._tokens = count()
@@ -127,6 +145,7 @@ class DirectClient(Client):
     def unsubscribe_direct(self, sid: int) -> None:
         if self._direct.pop(sid, None) is not None:
             self._subs.pop(sid, None)
+            self.refused.pop(sid, None)
             if self.is_connected:
                 self._enqueue(f"UNSUB {sid}\r\n".encode())
 
@@ -162,8 +181,8 @@ class DirectClient(Client):
         self, subject: str, headers: bytes, body: bytes, timeout_s: float
     ) -> asyncio.Future[tuple[dict[bytes, bytes], bytes]]:
         """Sends a request. The future has the header fields and the body of the reply, or one of nats.errors:
-        `NotConnectedError` (also when the connection is lost meanwhile), `NoRespondersError`, `MaxPayloadError` or
-        `TimeoutError`."""
+        `NotConnectedError` (also when the connection is lost meanwhile), `NoRespondersError`, `NotPermittedError`,
+        `MaxPayloadError` or `TimeoutError`."""
         loop = asyncio.get_running_loop()
         future: asyncio.Future[tuple[dict[bytes, bytes], bytes]] = loop.create_future()
         if not self._inbox:
@@ -175,11 +194,11 @@ class DirectClient(Client):
         elif not self.is_connected or not self.send(subject, self._inbox + token.decode(), headers, body):
             future.set_exception(NotConnectedError())
         else:
-            self._exchanges[token] = future, loop.call_later(timeout_s, self._expire, token)
+            self._exchanges[token] = future, loop.call_later(timeout_s, self._expire, token), subject
         return future
 
     def _expire(self, token: bytes) -> None:
-        future, _ = self._exchanges.pop(token)
+        future, _, _ = self._exchanges.pop(token)
         if not future.done():
             future.set_exception(TimeoutError())
 
@@ -187,7 +206,7 @@ class DirectClient(Client):
         exchange = self._exchanges.pop(subject[len(self._inbox) :], None)
         if exchange is None:
             return
-        future, deadline = exchange
+        future, deadline, _ = exchange
         deadline.cancel()
         fields = parse_headers(headers) if headers else {}
         if future.done():
@@ -237,12 +256,18 @@ class DirectClient(Client):
     def lost_connection(self) -> None:
         """Called by the disconnected callback: nobody will answer what is in flight."""
         exchanges, self._exchanges = self._exchanges, {}
-        for _, deadline in exchanges.values():
+        for _, deadline, _ in exchanges.values():
             deadline.cancel()
-        for future in [*self._waiting.values(), *(future for future, _ in exchanges.values())]:
+        for future in [*self._waiting.values(), *(future for future, _, _ in exchanges.values())]:
             if not future.done():
                 future.set_exception(NotConnectedError())
         self._on_disconnect()
+
+    async def _process_info(self, info: dict[str, Any], initial_connection: bool = False) -> None:
+        if initial_connection and "tls" in self.options and not info.get("tls_required"):
+            # nats-py would send the password in the clear.
+            raise Error("nats: the server offers no TLS, which TIDEWAY_NATS_TLS_CA or TIDEWAY_NATS_TLS_CERT asks for")
+        await super()._process_info(info, initial_connection)
 
     async def _close(self, status: int, do_cbs: bool = True) -> None:
         if not self.is_connected:
@@ -266,8 +291,26 @@ class DirectClient(Client):
 
     async def _process_err(self, err_msg: str) -> None:
         if "permissions violation" in err_msg:
-            await self._error_cb(Error(f"nats: {err_msg}"))
+            await self._error_cb(self._refuse(err_msg))
         elif "authorization violation" in err_msg:
             await self._process_op_err(AuthorizationError())
         else:
             await self._process_op_err(Error(f"nats: {err_msg}"))
+
+    def _refuse(self, err_msg: str) -> Error:
+        """Tells those who wait for what the server refuses."""
+        found = _VIOLATION.search(err_msg)
+        if found is None:
+            return Error(f"nats: {err_msg}")
+        error = NotPermittedError(found[2])
+        if found[1] == "subscription":
+            for sid, subscription in self._subs.items():
+                if subscription._subject.lower() == error.subject:
+                    self.refused[sid] = error
+        for token, (future, deadline, subject) in list(self._exchanges.items()):
+            if found[1] == "publish" and subject.lower() == error.subject:
+                del self._exchanges[token]
+                deadline.cancel()
+                if not future.done():
+                    future.set_exception(error)
+        return error

@@ -1,14 +1,16 @@
 """JetStream streams under the bus: declaring them, restoring them after a loss of the server, and its errors.
 
-A stream is declared by whoever needs it first and never deleted here, because other processes use it. Every stream is
+A stream is declared by whoever needs it first, or, where users are named after roles, by those that the catalogue says;
+others wait for it. It is never deleted here, because other processes use it. Every stream is
 bounded in bytes, all of which JetStream sets aside; one that exists with another bound (of an earlier version, or because
 there was less room) gets the one that is declared, and one that differs in anything else is kept as it is.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from contextlib import contextmanager
 
 import nats.errors
@@ -17,12 +19,14 @@ from nats.js import JetStreamContext
 from nats.js.api import StreamConfig
 
 from shared.bus.interface import BusError, RevisionConflict, Room, StreamUse
-from shared.bus.nats_client import DirectClient
+from shared.bus.nats_client import DirectClient, NotPermittedError
 from shared.messages.requests import ErrorCode, ErrorInfo
 
 logger = logging.getLogger(__name__)
 
 CALL_TIMEOUT_S = 3.0
+DECLARED_WITHIN_S, DECLARED_POLL_S = 20.0, 0.2
+"""For a stream that another role declares."""
 DUPLICATE_WINDOW_S = 120.0
 """For which a message id is remembered."""
 MIN_STREAM_BYTES = 16 * 1024 * 1024
@@ -57,6 +61,8 @@ def bus_errors(what: str) -> Iterator[None]:
         raise BusError(ErrorInfo(code, f"{what}: {error.description or 'JetStream is not there'}")) from None
     except (nats.js.errors.NoStreamResponseError, nats.errors.NoRespondersError):
         raise BusError(ErrorInfo(ErrorCode.UNAVAILABLE, f"{what}: JetStream is not there")) from None
+    except NotPermittedError as error:
+        raise BusError(ErrorInfo(ErrorCode.NOT_PERMITTED, f"{what}: {error}")) from None
     except nats.errors.Error as error:
         raise BusError(ErrorInfo(ErrorCode.UNAVAILABLE, f"{what}: {error}")) from None
 
@@ -73,14 +79,20 @@ def delivery(reply: bytes) -> tuple[int, int, int, int]:
 class Streams:
     """The streams that this process declared on its connection."""
 
-    def __init__(self, client: DirectClient) -> None:
+    def __init__(self, client: DirectClient, own: Set[str] | None = None) -> None:
+        """`own`: the streams that this user may make; None: any."""
         self.client = client
+        self._own = own
         self.context: JetStreamContext = client.jetstream(timeout=CALL_TIMEOUT_S)
         self._declared: dict[str, StreamConfig] = {}
 
     async def declare(self, config: StreamConfig) -> None:
         """Makes the stream if it is not there; may be called by many processes at once. Raises `BusError`."""
         name = str(config.name)
+        if self._own is not None and name not in self._own:
+            await self._wait_for(name)
+            self._declared[name] = config
+            return
         has_taken = False
         with bus_errors(f"declaring stream {name}"):
             while True:
@@ -109,6 +121,20 @@ class Streams:
                     logger.warning("JetStream has no room for stream %s; trying %d bytes", name, max_bytes)
         self._declared[name] = config
 
+    async def _wait_for(self, name: str) -> None:
+        with bus_errors(f"waiting for stream {name}"):
+            is_told = False
+            try:
+                async with asyncio.timeout(DECLARED_WITHIN_S):
+                    while not await self._exists(name):
+                        if not is_told:
+                            logger.info("stream %s is not there; waiting for the service that makes it", name)
+                            is_told = True
+                        await asyncio.sleep(DECLARED_POLL_S)
+            except TimeoutError:
+                message = f"stream {name} is not there, and this user of NATS may not make it"
+                raise BusError(ErrorInfo(ErrorCode.UNAVAILABLE, message)) from None
+
     async def _take_room(self, config: StreamConfig) -> bool:
         """Takes what a stream needs at least from another of ours in the same storage: the one with the most room that it
         does not use, if it keeps half of that."""
@@ -116,7 +142,8 @@ class Streams:
         unused = {}
         for info in await self.context.streams_info():
             present, name = info.config, str(info.config.name)
-            if name.startswith(_OWN_STREAMS) and present.storage == config.storage:
+            is_ours = name.startswith(_OWN_STREAMS) if self._own is None else name in self._own
+            if is_ours and present.storage == config.storage:
                 unused[name] = ((present.max_bytes or 0) - info.state.bytes, present)
         free, largest = max(unused.values(), key=lambda each: each[0], default=(0, config))
         if needed <= 0 or free < 2 * needed:

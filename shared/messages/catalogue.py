@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from shared.messages.admin import (
     AddModel,
     Done,
@@ -16,7 +18,7 @@ from shared.messages.admin import (
     UnloadModel,
 )
 from shared.messages.batches import BatchLineResult, BatchRecord, GrantQuery, GrantReply, StoredFile
-from shared.messages.channels import Bucket, Endpoint, ObjectBucket, Topic
+from shared.messages.channels import Bucket, Endpoint, ObjectBucket, Role, Topic
 from shared.messages.cluster import (
     ExecutionStatisticsReport,
     InstanceExited,
@@ -55,83 +57,199 @@ from shared.messages.requests import (
 
 PREFIX = "tideway.v1"
 
+GATEWAY, SCHEDULER, PLACEMENT, WORKER = Role.GATEWAY, Role.SCHEDULER, Role.PLACEMENT, Role.WORKER
+OWN_NODE, OPERATOR = Role.OWN_NODE, Role.OPERATOR
+"""Who sends, hears, serves, writes and reads is what NATS permits (shared/bus/permissions.py)."""
+
 
 # gateway -> scheduler (only the active scheduler serves these)
-SCHEDULER_SUBMIT = Endpoint(f"{PREFIX}.scheduler.submit", GenerationRequest, Accepted)
-SCHEDULER_CANCEL = Topic(f"{PREFIX}.scheduler.cancel", Cancel)
+SCHEDULER_SUBMIT = Endpoint(
+    f"{PREFIX}.scheduler.submit", GenerationRequest, Accepted, sent_by=GATEWAY, served_by=SCHEDULER
+)
+SCHEDULER_CANCEL = Topic(f"{PREFIX}.scheduler.cancel", Cancel, sent_by=GATEWAY, heard_by=SCHEDULER)
 
 # scheduler -> everyone: a new leader serves now; gateways submit their unfinished requests again (same epoch)
-SCHEDULER_ANNOUNCE = Topic(f"{PREFIX}.scheduler.announce", SchedulerInfo)
-SCHEDULER_STATISTICS = Topic(f"{PREFIX}.scheduler.statistics", StatisticsReport)
+SCHEDULER_ANNOUNCE = Topic(f"{PREFIX}.scheduler.announce", SchedulerInfo, sent_by=SCHEDULER, heard_by=GATEWAY)
+SCHEDULER_STATISTICS = Topic(
+    f"{PREFIX}.scheduler.statistics", StatisticsReport, sent_by=SCHEDULER, heard_by=GATEWAY | PLACEMENT | OPERATOR
+)
 
 # scheduler -> instances
-EXECUTION_STATISTICS = Topic(f"{PREFIX}.scheduler.execution_statistics", ExecutionStatisticsReport)
+EXECUTION_STATISTICS = Topic(
+    f"{PREFIX}.scheduler.execution_statistics",
+    ExecutionStatisticsReport,
+    sent_by=SCHEDULER,
+    heard_by=WORKER | SCHEDULER,
+)
 
 # gateway's batches -> scheduler
-SCHEDULER_GRANT = Endpoint(f"{PREFIX}.scheduler.grant", GrantQuery, GrantReply)
+SCHEDULER_GRANT = Endpoint(f"{PREFIX}.scheduler.grant", GrantQuery, GrantReply, sent_by=GATEWAY, served_by=SCHEDULER)
 
 # scheduler (or, in bypass, gateway) -> instance
-INSTANCE_SUBMIT = Endpoint(f"{PREFIX}.instance.{{instance_id}}.submit", GenerationRequest, Accepted)
-INSTANCE_CANCEL = Topic(f"{PREFIX}.instance.{{instance_id}}.cancel", Cancel)
-INSTANCE_REPLAY = Endpoint(f"{PREFIX}.instance.{{instance_id}}.replay", ReplayQuery, ReplayReply)
-INSTANCE_HELD = Endpoint(f"{PREFIX}.instance.{{instance_id}}.held", ListHeldRequests, HeldRequests)
+INSTANCE_SUBMIT = Endpoint(
+    f"{PREFIX}.instance.{{instance_id}}.submit",
+    GenerationRequest,
+    Accepted,
+    sent_by=SCHEDULER | GATEWAY,
+    served_by=WORKER,
+)
+INSTANCE_CANCEL = Topic(
+    f"{PREFIX}.instance.{{instance_id}}.cancel", Cancel, sent_by=SCHEDULER | GATEWAY | WORKER, heard_by=WORKER
+)
+INSTANCE_REPLAY = Endpoint(
+    f"{PREFIX}.instance.{{instance_id}}.replay", ReplayQuery, ReplayReply, sent_by=GATEWAY, served_by=WORKER
+)
+INSTANCE_HELD = Endpoint(
+    f"{PREFIX}.instance.{{instance_id}}.held", ListHeldRequests, HeldRequests, sent_by=SCHEDULER, served_by=WORKER
+)
 
 # migration: scheduler -> source instance; source -> destination instance
-INSTANCE_REBALANCE = Topic(f"{PREFIX}.instance.{{instance_id}}.rebalance", Rebalance)
-INSTANCE_PRE_ALLOCATE = Endpoint(f"{PREFIX}.instance.{{instance_id}}.pre_allocate", PreAllocate, Reserved)
-INSTANCE_COMMIT = Endpoint(f"{PREFIX}.instance.{{instance_id}}.commit", Commit, Committed)
-INSTANCE_ABORT = Topic(f"{PREFIX}.instance.{{instance_id}}.abort", AbortMigration)
-INSTANCE_OWNS = Endpoint(f"{PREFIX}.instance.{{instance_id}}.owns", OwnsQuery, OwnsReply)
+INSTANCE_REBALANCE = Topic(
+    f"{PREFIX}.instance.{{instance_id}}.rebalance", Rebalance, sent_by=SCHEDULER | OWN_NODE, heard_by=WORKER
+)
+INSTANCE_PRE_ALLOCATE = Endpoint(
+    f"{PREFIX}.instance.{{instance_id}}.pre_allocate", PreAllocate, Reserved, sent_by=WORKER, served_by=WORKER
+)
+INSTANCE_COMMIT = Endpoint(
+    f"{PREFIX}.instance.{{instance_id}}.commit", Commit, Committed, sent_by=WORKER, served_by=WORKER
+)
+INSTANCE_ABORT = Topic(f"{PREFIX}.instance.{{instance_id}}.abort", AbortMigration, sent_by=WORKER, heard_by=WORKER)
+INSTANCE_OWNS = Endpoint(
+    f"{PREFIX}.instance.{{instance_id}}.owns", OwnsQuery, OwnsReply, sent_by=WORKER, served_by=WORKER
+)
 
 # gateway's developer mode -> all instances
-CLEAR_PREFIX_CACHE = Topic(f"{PREFIX}.instances.clear_prefix_cache", ClearPrefixCache)
+CLEAR_PREFIX_CACHE = Topic(f"{PREFIX}.instances.clear_prefix_cache", ClearPrefixCache, sent_by=GATEWAY, heard_by=WORKER)
 
 # node agent -> instance
-INSTANCE_LOAD_MODEL = Endpoint(f"{PREFIX}.instance.{{instance_id}}.load_model", LoadModel, Done)
-INSTANCE_UNLOAD_MODEL = Endpoint(f"{PREFIX}.instance.{{instance_id}}.unload_model", UnloadModel, Done)
-INSTANCE_DRAIN = Endpoint(f"{PREFIX}.instance.{{instance_id}}.drain", Drain, Done)
+INSTANCE_LOAD_MODEL = Endpoint(
+    f"{PREFIX}.instance.{{instance_id}}.load_model", LoadModel, Done, sent_by=OWN_NODE, served_by=WORKER
+)
+INSTANCE_UNLOAD_MODEL = Endpoint(
+    f"{PREFIX}.instance.{{instance_id}}.unload_model", UnloadModel, Done, sent_by=OWN_NODE, served_by=WORKER
+)
+INSTANCE_DRAIN = Endpoint(f"{PREFIX}.instance.{{instance_id}}.drain", Drain, Done, sent_by=OWN_NODE, served_by=WORKER)
 
 # instance (or scheduler) -> gateway
-GATEWAY_FRAMES = Topic(f"{PREFIX}.gateway.{{gateway_id}}.frames", TokenFrame)
-GATEWAY_LOST = Topic(f"{PREFIX}.gateway.{{gateway_id}}.lost", RequestsLost)
+GATEWAY_FRAMES = Topic(
+    f"{PREFIX}.gateway.{{gateway_id}}.frames", TokenFrame, sent_by=WORKER | SCHEDULER, heard_by=GATEWAY
+)
+GATEWAY_LOST = Topic(f"{PREFIX}.gateway.{{gateway_id}}.lost", RequestsLost, sent_by=SCHEDULER, heard_by=GATEWAY)
 
 # instance -> scheduler; node agent -> everyone
-LOAD_REPORTS = Topic(f"{PREFIX}.load", LoadReport)
-INSTANCE_EXITED = Topic(f"{PREFIX}.cluster.instance_exited", InstanceExited)
+LOAD_REPORTS = Topic(f"{PREFIX}.load", LoadReport, sent_by=WORKER, heard_by=SCHEDULER | GATEWAY)
+INSTANCE_EXITED = Topic(
+    f"{PREFIX}.cluster.instance_exited", InstanceExited, sent_by=WORKER, heard_by=SCHEDULER | GATEWAY
+)
 
 # gateway's admin API -> placement (only the active one serves these)
-PLACEMENT_ADD_MODEL = Endpoint(f"{PREFIX}.placement.add_model", AddModel, PlacementPlan)
-PLACEMENT_REMOVE_MODEL = Endpoint(f"{PREFIX}.placement.remove_model", RemoveModel, PlacementPlan)
-PLACEMENT_DRAIN_INSTANCE = Endpoint(f"{PREFIX}.placement.drain_instance", DrainInstance, PlacementPlan)
-PLACEMENT_SCALE_MODEL = Endpoint(f"{PREFIX}.placement.scale_model", ScaleModel, PlacementPlan)
-PLACEMENT_SCALE_INSTANCES = Endpoint(f"{PREFIX}.placement.scale_instances", ScaleInstances, PlacementPlan)
-PLACEMENT_PLAN = Endpoint(f"{PREFIX}.placement.plan", GetPlan, PlacementPlan)
+PLACEMENT_ADD_MODEL = Endpoint(
+    f"{PREFIX}.placement.add_model", AddModel, PlacementPlan, sent_by=GATEWAY, served_by=PLACEMENT
+)
+PLACEMENT_REMOVE_MODEL = Endpoint(
+    f"{PREFIX}.placement.remove_model", RemoveModel, PlacementPlan, sent_by=GATEWAY, served_by=PLACEMENT
+)
+PLACEMENT_DRAIN_INSTANCE = Endpoint(
+    f"{PREFIX}.placement.drain_instance", DrainInstance, PlacementPlan, sent_by=GATEWAY | SCHEDULER, served_by=PLACEMENT
+)
+PLACEMENT_SCALE_MODEL = Endpoint(
+    f"{PREFIX}.placement.scale_model", ScaleModel, PlacementPlan, sent_by=GATEWAY, served_by=PLACEMENT
+)
+PLACEMENT_SCALE_INSTANCES = Endpoint(
+    f"{PREFIX}.placement.scale_instances",
+    ScaleInstances,
+    PlacementPlan,
+    sent_by=GATEWAY | SCHEDULER,
+    served_by=PLACEMENT,
+)
+PLACEMENT_PLAN = Endpoint(f"{PREFIX}.placement.plan", GetPlan, PlacementPlan, sent_by=GATEWAY, served_by=PLACEMENT)
 
 # placement -> node agent
-NODE_SCALE = Endpoint(f"{PREFIX}.node.{{node_id}}.scale", ScaleNode, Done)
+NODE_SCALE = Endpoint(f"{PREFIX}.node.{{node_id}}.scale", ScaleNode, Done, sent_by=PLACEMENT, served_by=WORKER)
 
 # key-value
-INSTANCES = Bucket("tideway_instances", InstanceInfo, ttl_s=3.0)
+INSTANCES = Bucket(
+    "tideway_instances",
+    InstanceInfo,
+    ttl_s=3.0,
+    writers={WORKER: "{instance_id}"},
+    read_by=GATEWAY | SCHEDULER | PLACEMENT | WORKER | OPERATOR,
+)
 """key: instance id; writer: the instance"""
-NODES = Bucket("tideway_nodes", NodeInfo, ttl_s=3.0)
+NODES = Bucket(
+    "tideway_nodes", NodeInfo, ttl_s=3.0, writers={WORKER: "{node_id}"}, read_by=GATEWAY | PLACEMENT | OPERATOR
+)
 """key: node id; writer: the node agent"""
-LEASES = Bucket("tideway_leases", SchedulerInfo, ttl_s=3.0)
+LEASES = Bucket(
+    "tideway_leases",
+    SchedulerInfo,
+    ttl_s=3.0,
+    writers={SCHEDULER: "scheduler", PLACEMENT: "placement", GATEWAY: "*"},
+    read_by=GATEWAY | SCHEDULER | PLACEMENT | OPERATOR,
+)
 """keys "scheduler" and "placement"; writer: the holder"""
-TERMS = Bucket("tideway_terms", SchedulerInfo, durable=True)
+TERMS = Bucket(
+    "tideway_terms",
+    SchedulerInfo,
+    durable=True,
+    writers={SCHEDULER: "scheduler", PLACEMENT: "placement", GATEWAY: "*"},
+    read_by=GATEWAY | SCHEDULER | PLACEMENT,
+    purged_by=GATEWAY,
+)
 """the last term of each lease"""
-MODELS = Bucket("tideway_models", ModelSpec, durable=True)
+MODELS = Bucket(
+    "tideway_models",
+    ModelSpec,
+    durable=True,
+    writers={PLACEMENT: ">"},
+    read_by=GATEWAY | SCHEDULER | PLACEMENT | OPERATOR,
+)
 """key: `bucket_key(model name)`; writer: placement"""
-PLANS = Bucket("tideway_plans", PlacementPlan, durable=True)
+PLANS = Bucket(
+    "tideway_plans",
+    PlacementPlan,
+    durable=True,
+    writers={PLACEMENT: ">"},
+    read_by=GATEWAY | PLACEMENT | WORKER | OPERATOR,
+)
 """key "current"; writer: placement"""
-STATISTICS = Bucket("tideway_statistics", ModelStatistics, durable=True)
+STATISTICS = Bucket("tideway_statistics", ModelStatistics, durable=True, writers={PLACEMENT: ">"}, read_by=PLACEMENT)
 """key: `bucket_key(model name)`, totals since the model was added; writer: placement"""
 
-COST_MODELS = Bucket("tideway_cost_models", StoredCostModel, durable=True)
+COST_MODELS = Bucket(
+    "tideway_cost_models",
+    StoredCostModel,
+    durable=True,
+    writers={WORKER: ">", OPERATOR: ">"},
+    read_by=WORKER | OPERATOR,
+)
 """key: `bucket_key` of the stored model's `key`; writer: the instance that profiled"""
-FILES = Bucket("tideway_files", StoredFile, durable=True)
+FILES = Bucket(
+    "tideway_files",
+    StoredFile,
+    durable=True,
+    declared_by=GATEWAY,
+    writers={GATEWAY: ">"},
+    read_by=GATEWAY,
+    purged_by=GATEWAY,
+)
 """key: file id; writer: gateway"""
-FILE_CONTENTS = ObjectBucket("tideway_file_contents")
-BATCHES = Bucket("tideway_batches", BatchRecord, durable=True)
+FILE_CONTENTS = ObjectBucket("tideway_file_contents", used_by=GATEWAY)
+BATCHES = Bucket(
+    "tideway_batches", BatchRecord, durable=True, declared_by=GATEWAY, writers={GATEWAY: ">"}, read_by=GATEWAY
+)
 """key: batch id; writer: the gateway that holds the batch's lease"""
-BATCH_RESULTS = Bucket("tideway_batch_results", BatchLineResult, durable=True)
+BATCH_RESULTS = Bucket(
+    "tideway_batch_results",
+    BatchLineResult,
+    durable=True,
+    declared_by=GATEWAY,
+    writers={GATEWAY: ">"},
+    read_by=GATEWAY,
+    purged_by=GATEWAY,
+)
 """key: `<batch id>.<line index>`; created once, never changed; purged when the batch's files are written"""
+
+
+def buckets_declared_by(role: Role) -> list[Bucket[Any]]:
+    return [value for value in globals().values() if isinstance(value, Bucket) and role in value.declared_by]

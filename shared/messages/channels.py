@@ -6,12 +6,30 @@ things, `ObjectBucket`. Subjects may hold placeholders that `at()` fills: `INSTA
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from enum import Flag, auto
 from functools import lru_cache
 from typing import Any, Generic, TypeVar
 
 MAX_MESSAGE_BYTES = 512 * 1024
 """Larger things go through an object bucket."""
+
+
+class Role(Flag):
+    """Who talks on the bus, each with a user of its own (shared/bus/permissions.py)."""
+
+    NOBODY = 0
+    GATEWAY = auto()
+    SCHEDULER = auto()
+    PLACEMENT = auto()
+    WORKER = auto()
+    """A node agent and its instances. It hears of its own node's subjects only, where users are per node."""
+    OWN_NODE = auto()
+    """As a sender: the worker on whose node the addressed instance is, and no other."""
+    OPERATOR = auto()
+    """The command `tideway`."""
+
 
 Message = TypeVar("Message")
 Query = TypeVar("Query")
@@ -28,10 +46,12 @@ def _filled(channel: Any, ids: tuple[tuple[str, str], ...]) -> Any:
 
 @dataclass(frozen=True)
 class Topic(Generic[Message]):
-    """Publish/subscribe: at most once, no reply."""
+    """Publish/subscribe: at most once, no reply. (Roles are not compared: `at` looks channels up for every message.)"""
 
     subject: str
     type: type[Message]
+    sent_by: Role = field(default=Role.NOBODY, compare=False, kw_only=True)
+    heard_by: Role = field(default=Role.NOBODY, compare=False, kw_only=True)
 
     def at(self, **ids: str) -> Topic[Message]:
         filled: Topic[Message] = _filled(self, tuple(ids.items()))
@@ -45,6 +65,8 @@ class Endpoint(Generic[Query, Reply]):
     subject: str
     query: type[Query]
     reply: type[Reply]
+    sent_by: Role = field(default=Role.NOBODY, compare=False, kw_only=True)
+    served_by: Role = field(default=Role.NOBODY, compare=False, kw_only=True)
 
     def at(self, **ids: str) -> Endpoint[Query, Reply]:
         filled: Endpoint[Query, Reply] = _filled(self, tuple(ids.items()))
@@ -53,12 +75,20 @@ class Endpoint(Generic[Query, Reply]):
 
 @dataclass(frozen=True)
 class Bucket(Generic[Message]):
-    """JetStream key-value. `ttl_s`: an entry not written again for so long is gone. `durable`: kept on disk."""
+    """JetStream key-value. `ttl_s`: an entry not written again for so long is gone. `durable`: kept on disk.
+
+    `writers`: the keys that each role writes; with a placeholder a worker writes those of its own node, `*` are all but
+    those that another role writes.
+    `declared_by`: makes the bucket, and changes its size; the others wait until it is there."""
 
     name: str
     type: type[Message]
     ttl_s: float | None = None
     durable: bool = False
+    declared_by: Role = field(default=Role.PLACEMENT, compare=False, kw_only=True)
+    writers: Mapping[Role, str] = field(default_factory=dict, compare=False, kw_only=True)
+    read_by: Role = field(default=Role.NOBODY, compare=False, kw_only=True)
+    purged_by: Role = field(default=Role.NOBODY, compare=False, kw_only=True)
 
 
 @dataclass(frozen=True)
@@ -66,6 +96,7 @@ class ObjectBucket:
     """JetStream object store for byte blobs over `MAX_MESSAGE_BYTES`."""
 
     name: str
+    used_by: Role = field(default=Role.NOBODY, compare=False, kw_only=True)
 
 
 def bucket_key(name: str) -> str:

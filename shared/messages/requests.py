@@ -67,6 +67,8 @@ class ErrorCode(StrEnum):
     NOT_LEADER = "not_leader"
     DEADLINE = "deadline"
     CONFLICT = "conflict"
+    NOT_PERMITTED = "not_permitted"
+    """NATS refuses this process's user a subject."""
     INTERNAL = "internal"
     UNAVAILABLE = "unavailable"
     """The needed peer (scheduler, instance, NATS) cannot be reached."""

@@ -16,11 +16,24 @@ from pathlib import Path
 import httpx
 
 from tests.conftest import NatsServer, free_port
+from tideway.nats_config import nats_users
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 START_TIMEOUT_S = 90.0
 STOP_TIMEOUT_S = 40.0
 """More than a worker that drains takes."""
+
+
+def users_by_role(workers: dict[str, str]) -> str:
+    """Of a NATS server's configuration: a user per role, each with its name as password, and one for tests that may do
+    everything and needs no name. `workers`: the nodes of workers, by user."""
+    names = ["gateway", "scheduler", "placement", "operator", *workers]
+    users = [*nats_users({name: name for name in names}, workers), {"user": "test", "password": "test"}]
+    return f"authorization: {json.dumps({'users': users})}\nno_auth_user: test"
+
+
+def user(name: str) -> dict[str, str]:
+    return {"TIDEWAY_NATS_USER": name, "TIDEWAY_NATS_PASSWORD": name}
 
 
 class Stack:
@@ -39,7 +52,8 @@ class Stack:
         environment: dict[str, str] | None = None,
         nats_config: str = "",
     ) -> None:
-        self.nats = NatsServer(nats_config)
+        workers = {f"worker-worker-{index}": f"worker-{index}" for index in range(num_workers)}
+        self.nats = NatsServer(f"{users_by_role(workers)}\n{nats_config}")
         self.folder = Path(tempfile.mkdtemp(prefix="tideway-stack-"))
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
@@ -58,14 +72,14 @@ class Stack:
             **(environment or {}),
         }
         self.metrics_ports = {"placement": free_port(), "scheduler-0": free_port(), "gateway": free_port()}
-        self._commands: dict[str, tuple[str, dict[str, str]]] = {"placement": ("services.placement", {})}
+        self._commands: dict[str, tuple[str, dict[str, str]]] = {"placement": ("services.placement", user("placement"))}
         for index in range(num_schedulers):
             name = f"scheduler-{index}"
-            self._commands[name] = ("services.scheduler", {"TIDEWAY_SCHEDULER_ID": name})
+            self._commands[name] = ("services.scheduler", {"TIDEWAY_SCHEDULER_ID": name, **user("scheduler")})
         for index in range(num_workers):
             name = f"worker-{index}"
-            self._commands[name] = ("services.worker", {"TIDEWAY_NODE_ID": name})
-        self._commands["gateway"] = ("services.gateway", {"TIDEWAY_GATEWAY_ID": "gateway-0"})
+            self._commands[name] = ("services.worker", {"TIDEWAY_NODE_ID": name, **user(f"worker-{name}")})
+        self._commands["gateway"] = ("services.gateway", {"TIDEWAY_GATEWAY_ID": "gateway-0", **user("gateway")})
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
         for name in self._commands:
             self.start(name)
@@ -172,7 +186,11 @@ class Stack:
                 process.kill()
                 process.wait(5)
         self.nats.close()
+        refused = [
+            line for name in self._commands for line in self.log(name, 10**6).splitlines() if "NATS refuses" in line
+        ]
         shutil.rmtree(self.folder, ignore_errors=True)
+        assert not refused, refused
 
     def __enter__(self) -> Stack:
         return self

@@ -41,8 +41,9 @@ async def _register(role: str) -> None:
         MODELS,
         NODES,
         PLANS,
+        buckets_declared_by,
     )
-    from shared.messages.channels import bucket_key
+    from shared.messages.channels import Role, bucket_key
     from shared.messages.cluster import (
         InstanceInfo,
         InstancePlan,
@@ -57,10 +58,12 @@ async def _register(role: str) -> None:
     models = [ModelSpec(**spec) for spec in json.loads(os.environ["FAKE_MODELS"])]
     placed = [model for model in models if not model.source.startswith(("none/", "removed/"))]
     if role == "placement":
-        instance = InstancePlan(instance_id="one", node_id="node", models=placed, pool_bytes=0, merged_bytes=0)
+        instance = InstancePlan(instance_id="node-0", node_id="node", models=placed, pool_bytes=0, merged_bytes=0)
         unplaced = {model.name: "it is too large" for model in models if model.source.startswith("none/")}
         draining, released = json.loads(os.environ.get("FAKE_DRAINING", "[[], []]"))
         plan = PlacementPlan(1, [instance] if placed else [], unplaced, draining, released)
+        for bucket in buckets_declared_by(Role.PLACEMENT):
+            await bus.key_value(bucket)
         for model in models:
             if not model.source.startswith("removed/"):
                 await (await bus.key_value(MODELS)).put(bucket_key(model.name), model)
@@ -71,9 +74,9 @@ async def _register(role: str) -> None:
     instances, nodes = await bus.key_value(INSTANCES), await bus.key_value(NODES)
     while True:
         await instances.put(
-            "one",
+            "node-0",
             InstanceInfo(
-                instance_id="one",
+                instance_id="node-0",
                 incarnation="1",
                 node_id="node",
                 state="ready",

@@ -140,7 +140,8 @@ def test_credentials_are_made_once_and_private(tmp_path: Path) -> None:
     data = DataFolder(tmp_path / "data")
     data.prepare()
     credentials = data.credentials()
-    assert len(credentials.nats_password) >= 24
+    assert len(set(credentials.nats_passwords.values())) == 5
+    assert all(len(password) >= 24 for password in credentials.nats_passwords.values())
     assert DataFolder(tmp_path / "data").credentials() == credentials
     assert stat.S_IMODE((tmp_path / "data" / "credentials.json").stat().st_mode) == 0o600
     assert stat.S_IMODE((tmp_path / "data").stat().st_mode) == 0o700

@@ -12,7 +12,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import httpx
@@ -57,11 +57,13 @@ class Run:
         )
         self.task: asyncio.Task[None] | None = None
 
-    def _services(self, options: UpOptions, bus: dict[str, str]) -> list[Service]:
+    def _services(self, options: UpOptions, bus: dict[str, str], passwords: Mapping[str, str]) -> list[Service]:
         common = {**bus, "FAKE_MODELS": msgspec.json.encode(options.models).decode(), "PYTHONPATH": str(REPOSITORY)}
         result = []
         for (name, role), port in zip(self.roles.items(), free_ports(len(self.roles)), strict=True):
             environment = {**common, "TIDEWAY_METRICS_PORT": str(port), "TIDEWAY_PORT": str(options.port)}
+            if name in passwords:
+                environment |= {"TIDEWAY_NATS_USER": name, "TIDEWAY_NATS_PASSWORD": passwords[name]}
             command = [sys.executable, "-m", "tests.tideway.fake_service", role]
             grace_s = 0.2 if role == "deaf" else 5.0
             phase = 0 if name == "gateway" else 1
@@ -105,6 +107,7 @@ def no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in list(os.environ):
         if name.startswith("TIDEWAY_"):
             monkeypatch.delenv(name)
+    monkeypatch.setenv("TIDEWAY_NODE_ID", "node")
 
 
 async def test_everything_comes_up_is_kept_up_and_goes_down(tmp_path: Path) -> None:
@@ -151,9 +154,10 @@ async def test_nats_wants_the_credentials_and_comes_back_with_them(tmp_path: Pat
     credentials = run.up._data.credentials()
     os.kill(run.pids()["nats"], signal.SIGKILL)
     await run.until(lambda: "nats was started again" in run.text)
-    client = await nats.connect(url, user=credentials.nats_user, password=credentials.nats_password)
+    user, password = "operator", credentials.nats_passwords["operator"]
+    client = await nats.connect(url, user=user, password=password, inbox_prefix="_INBOX.operator")
     assert client.max_payload == 1024 * 1024
-    assert (await (await client.jetstream().key_value("tideway_plans")).keys()) == ["current"]
+    assert (await client.jetstream().get_last_msg("KV_tideway_plans", "$KV.tideway_plans.current", direct=True)).data
     await client.close()
     await run.stop()
     config = tmp_path / "nats.conf"
@@ -311,7 +315,7 @@ def test_api_keys_get_a_key_for_admin(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_the_services_get_the_time_and_the_room_that_they_need(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def made(**options: int) -> dict[str, ProcessSpec]:
         up = UpOptions(models=MODELS, data_dir=tmp_path, **options)  # type: ignore[arg-type]
-        return {service.spec.name: service.spec for service in tree.services(up, {})}
+        return {service.spec.name: service.spec for service in tree.services(up, {}, {})}
 
     specs = made(num_instances=2, max_instances=6)
     assert specs["worker"].environment["TIDEWAY_NUM_INSTANCES"] == "2"

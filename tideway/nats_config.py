@@ -1,0 +1,58 @@
+"""The users of a NATS server, one a role, with what the catalogue of subjects lets each do; `tideway nats-config`."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+import typer
+
+from shared.bus.permissions import ROLES, permissions, role_of
+
+REPLY_WITHIN = "10m"
+"""So long after a request its server may answer it; longer than any request on the bus waits."""
+
+
+def nats_users(passwords: Mapping[str, str], nodes: Mapping[str, str]) -> list[dict[str, Any]]:
+    """The `users` of a server's `authorization`. `passwords`: by user. `nodes`: the node of a worker that is kept to its
+    own, by user."""
+    users = []
+    for user, password in passwords.items():
+        role = role_of(user)
+        assert role is not None, user
+        may = permissions(role, user, nodes.get(user, ""))
+        publish: dict[str, Any] = {"allow": may.publish}
+        if may.never_publish:
+            publish["deny"] = may.never_publish
+        rights = {
+            "publish": publish,
+            "subscribe": {"allow": may.subscribe},
+            "allow_responses": {"max": 1, "expires": REPLY_WITHIN},
+        }
+        users.append({"user": user, "password": password, "permissions": rights})
+    return users
+
+
+def users_file(node_ids: list[str]) -> str:
+    """For `include` in a server's configuration. Passwords are variables of the server's environment, with their values in
+    double quotes: NATS_GATEWAY_PASSWORD for user `gateway`. With `node_ids` each node has a worker of its own,
+    `worker-NODE` with NATS_WORKER_NODE_PASSWORD, and there is no common one."""
+    nodes = {f"worker-{node_id}": node_id for node_id in node_ids}
+    names = [name for name in ROLES if name != "worker" or not nodes] + list(nodes)
+    passwords = {name: f"$NATS_{re.sub(r'[^A-Z0-9]', '_', name.upper())}_PASSWORD" for name in names}
+    text = json.dumps({"users": nats_users(passwords, nodes)}, indent=2)
+    # In quotes a variable would be its own name.
+    text = re.sub(r'"(\$NATS_\w+)"', r"\1", text)
+    return f"# Made by `tideway nats-config`.\nauthorization: {text}\n"
+
+
+def nats_config(
+    node: Annotated[
+        list[str] | None,
+        typer.Option(help="A worker's TIDEWAY_NODE_ID; repeatable. Each gets a user that hears its own requests only."),
+    ] = None,
+) -> None:
+    """Print the users of a NATS server, one a role, for its configuration."""
+    print(users_file(node or []), end="")
