@@ -26,9 +26,11 @@ from services.worker.kv_transport.telemetry import TransferMetrics
 from services.worker.migration.telemetry import MigrationTelemetry
 from services.worker.node import _Metrics as NodeMetrics
 from shared.bus.metrics import bus_metrics
+from shared.bus.permissions import ROLES
 from shared.settings import BusSettings, GatewaySettings, PlacementSettings, SchedulerSettings, WorkerSettings
 from shared.telemetry import start_telemetry
 from tests.conftest import free_port
+from tideway.nats_config import users_file
 from tideway.preflight import nats_server_binary
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -258,17 +260,33 @@ def test_prometheus_and_grafana_know_their_targets() -> None:
                 assert (REPOSITORY / volume.split(":")[0]).exists(), volume
 
 
+def test_each_service_is_its_role_on_nats_and_its_monitoring_port_is_closed() -> None:
+    services = compose()["services"]
+    for name in SERVICES:
+        environment = environment_of(services[name])
+        assert environment["TIDEWAY_NATS_USER"] == name
+        assert environment["TIDEWAY_NATS_PASSWORD"] == f"${{NATS_{name.upper()}_PASSWORD:-{name}}}"
+    assert 'http: "127.0.0.1:8222"' in (REPOSITORY / "deploy/nats/nats.conf").read_text()
+    assert "ports" not in services["nats"]
+
+
 @pytest.mark.parametrize("password", ["tideway", "123", "12e5", "true", "a$b#c"])
 def test_nats_takes_its_configuration_and_any_password(tmp_path: Path, password: str) -> None:
     nats = compose()["services"]["nats"]
-    quoted = environment_of(nats)["NATS_PASSWORD"].replace("${TIDEWAY_NATS_PASSWORD:-tideway}", password)
+    variables = {name: value for name, value in environment_of(nats).items() if name.startswith("NATS_")}
+    assert variables == {
+        f"NATS_{role.upper()}_PASSWORD": f'"${{NATS_{role.upper()}_PASSWORD:-{role}}}"' for role in ROLES
+    }
+    users = (REPOSITORY / "deploy/nats/users.conf").read_text()
+    assert users == users_file([]), "tideway nats-config > deploy/nats/users.conf"
+    (tmp_path / "users.conf").write_text(users)
     config = (REPOSITORY / "deploy/nats/nats.conf").read_text()
     # Only what cannot be had outside a container is changed.
     config = config.replace("0.0.0.0:4222", f"127.0.0.1:{free_port()}").replace('"/data"', f'"{tmp_path}"')
     (tmp_path / "nats.conf").write_text(config)
     result = subprocess.run(
         [nats_server_binary(), "-t", "-c", str(tmp_path / "nats.conf")],
-        env={**os.environ, "NATS_USER": environment_of(nats)["NATS_USER"], "NATS_PASSWORD": quoted},
+        env={**os.environ, **dict.fromkeys(variables, f'"{password}"')},
         capture_output=True,
         text=True,
     )

@@ -13,6 +13,7 @@ import pytest
 import yaml
 
 from services.worker.processes import KILL_TIMEOUT_S, STOP_MARGIN_S
+from shared.bus.permissions import ROLES
 from shared.settings import (
     GatewaySettings,
     InstanceSettings,
@@ -35,7 +36,7 @@ ALL_FIELDS = {"TIDEWAY_" + name.upper() for kind in SETTINGS.values() for name i
 KUBERNETES = "1.32"
 """The schema that the manifests are held against."""
 FIELD_PATHS = {"metadata.name": "worker-0"}
-SECRET = {"nats-password": "p", "api-keys": "k", "admin-api-key": "a"}
+SECRET = {**{f"nats-{role}-password": role[0] for role in ROLES}, "api-keys": "k", "admin-api-key": "a"}
 
 
 @functools.cache
@@ -91,7 +92,8 @@ def test_the_environment_is_what_the_service_reads(name: str) -> None:
     own = {variable["name"] for variable in container(name)["env"]}
     assert own <= {"TIDEWAY_" + field.upper() for field in SETTINGS[name].__struct_fields__}
     settings = load(SETTINGS[name], values)
-    assert (settings.nats_url, settings.nats_password) == ("nats://nats:4222", "p")
+    assert (settings.nats_url, settings.nats_user) == ("nats://nats:4222", name)
+    assert settings.nats_password == name[0]
     assert (settings.metrics_host, settings.metrics_port) == ("0.0.0.0", 9100)
     if name == "placement":
         assert [spec.source for spec in settings.model_specs()] == [
@@ -272,12 +274,15 @@ def test_selectors_labels_and_services_agree() -> None:
 
 def test_nats_is_configured_as_in_the_container_stack() -> None:
     def settings(text: str) -> list[str]:
-        return [line for line in text.splitlines() if not line.startswith("#")]
+        # The kubelet asks from outside the pod.
+        return [line for line in text.splitlines() if not line.startswith(("#", "http:"))]
 
     inline = find("ConfigMap", "nats")["data"]["nats.conf"]
     assert settings(inline) == settings((REPOSITORY / "deploy/nats/nats.conf").read_text())
-    assert environment("nats")["NATS_PASSWORD"] == '"p"'
-    assert environment("nats")["NATS_USER"] == '"' + find("ConfigMap", "tideway")["data"]["TIDEWAY_NATS_USER"] + '"'
+    for role in ROLES:
+        assert environment("nats")[f"NATS_{role.upper()}_PASSWORD"] == f'"{role[0]}"'
+    users = find("ConfigMap", "nats-users")["data"]["users.conf"]
+    assert users == (REPOSITORY / "deploy/nats/users.conf").read_text()
 
 
 def test_only_placement_may_use_the_api_server_and_only_for_the_workers() -> None:
