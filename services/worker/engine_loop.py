@@ -174,8 +174,11 @@ class EngineLoop(EngineCalls):
 
     def _run(self) -> None:
         if self._niceness:
-            # On Linux a thread id is a scheduling entity of its own, and the threads it starts inherit its priority.
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), self._niceness)
+            # On Linux a thread id is a scheduling entity of its own, and the threads it starts inherit its priority. Less
+            # niceness than the process has would need a privilege.
+            thread_id = threading.get_native_id()
+            niceness = os.getpriority(os.PRIO_PROCESS, thread_id) + self._niceness
+            os.setpriority(os.PRIO_PROCESS, thread_id, niceness)
         try:
             while not self._stopping:
                 self._iterate()

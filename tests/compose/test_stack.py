@@ -149,12 +149,17 @@ def stream_chat(
     return text, reason
 
 
-def test_containers_run_without_root_and_within_bounds(stack: Containers) -> None:
+def test_containers_run_without_root_within_bounds_and_with_no_more_than_they_need(stack: Containers) -> None:
     for part in PARTS:
         for container in stack.ids(part):
             assert run("docker", "exec", container, "id", "-u").strip() == "10001"
             assert int(run("docker", "inspect", container, "--format", "{{.HostConfig.Memory}}")) > 0
             until(lambda container=container: health(container) == "healthy", f"{part} is healthy", 60)
+            root = "touch /app/x 2>/dev/null && exit 1; touch /tmp/x"
+            run("docker", "exec", container, "sh", "-c", root)
+            find = "import importlib.util as u; print([m for m in ('torch', 'ucxx') if u.find_spec(m)])"
+            heavy = run("docker", "exec", container, "python", "-c", find).strip()
+            assert heavy == ("['torch', 'ucxx']" if part == "worker" else "[]")
     assert len(stack.ids("worker")) == 2
 
 

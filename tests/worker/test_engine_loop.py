@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections import deque
@@ -281,3 +282,23 @@ def test_a_move_that_cannot_be_carried_out_ends_the_loop(scene: SimpleNamespace)
     scene.loop._thread.join(5)
     assert "no such slot" in scene.loop.failure
     scene.loop.failure = ""
+
+
+def test_the_loop_s_niceness_is_relative_to_the_process() -> None:
+    """Less than that would need a privilege, without which the thread would not live."""
+
+    def run() -> None:
+        thread_id = threading.get_native_id()
+        os.setpriority(os.PRIO_PROCESS, thread_id, os.getpriority(os.PRIO_PROCESS, thread_id) + 3)
+        mine = os.getpriority(os.PRIO_PROCESS, thread_id)
+        loop = EngineLoop(ScriptedEngine(), ScriptedExecutor(), time.monotonic, lambda *_: None, niceness=2)  # type: ignore[arg-type]
+        loop.start()
+        of_loop = loop.between_steps(lambda: os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
+        found.append((of_loop.result(10), min(mine + 2, 19)))
+        loop.stop(5)
+
+    found: list[tuple[int, int]] = []
+    nicer = threading.Thread(target=run)
+    nicer.start()
+    nicer.join(30)
+    assert len(found) == 1 and found[0][0] == found[0][1]
