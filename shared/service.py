@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 
 from shared.checkpoint import CheckpointError
 from shared.settings import BusSettings, SettingsError, load
+from shared.watchdog import Watchdog
 
 T = TypeVar("T")
 
@@ -118,13 +119,14 @@ def run_service(
     """Runs `main(stop)` until it returns, then exits the process.
 
     SIGINT and SIGTERM set `stop`; a second one ends the process at once. `OPERATOR_ERRORS` are printed as
-    one sentence (exit code 2), any other exception with its stack trace (exit code 1).
+    one sentence (exit code 2), any other exception with its stack trace (exit code 1). A loop that stands still for
+    `watchdog_s` ends the process with all stacks (exit code 3).
     """
     service = type(settings).__name__.removesuffix("Settings").lower()
     try:
         set_up_logging(service, settings.log_level, settings.log_format)
         with asyncio.Runner(loop_factory=new_event_loop) as runner:
-            runner.run(_until_stopped(main))
+            runner.run(_until_stopped(main, settings.watchdog_s))
     except OPERATOR_ERRORS as error:
         _complain(error)
         sys.exit(OPERATOR_ERROR_EXIT_CODE)
@@ -133,7 +135,7 @@ def run_service(
         sys.exit(1)
 
 
-async def _until_stopped(main: Callable[[asyncio.Event], Awaitable[None]]) -> None:
+async def _until_stopped(main: Callable[[asyncio.Event], Awaitable[None]], watchdog_s: float) -> None:
     loop = asyncio.get_running_loop()
     stop = asyncio.Event()
 
@@ -146,4 +148,8 @@ async def _until_stopped(main: Callable[[asyncio.Event], Awaitable[None]]) -> No
 
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, on_signal, number)
-    await main(stop)
+    watchdog = Watchdog(watchdog_s)
+    try:
+        await main(stop)
+    finally:
+        watchdog.stop()

@@ -52,6 +52,9 @@ class BusSettings(msgspec.Struct, frozen=True, kw_only=True):
     log_level: str = "INFO"
     log_format: str = "text"
     """text | json: a line a record, with date and zone, or an object on a line."""
+    watchdog_s: Annotated[float, msgspec.Meta(ge=0)] = 30.0
+    """A process whose event loop stands still, or that answers its supervisor no more, for so long is ended and started
+    again; 0: never."""
 
 
 class GatewaySettings(BusSettings, frozen=True, kw_only=True):

@@ -7,6 +7,7 @@ happens on a thread; a collector that is away costs one warning, and spans that 
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import re
@@ -36,6 +37,8 @@ EXPORT_TIMEOUT_S = 3.0
 EXPORT_INTERVAL_S = 1.0
 SCRAPE_TIMEOUT_S = 10.0
 SHUTDOWN_POLL_S = 0.05
+LOOP_TIMEOUT_S = 3.0
+"""For the event loop to take a turn when /live or /health asks it."""
 
 METRICS_TYPE = CONTENT_TYPE_PLAIN_0_0_4
 
@@ -89,16 +92,18 @@ class Telemetry:
         self._server: ThreadingHTTPServer | None = None
 
     def serve_metrics(self, problems: Callable[[], list[str]], unready: Callable[[], list[str]] = list) -> int:
-        """Serves /metrics, /health and /ready on `metrics_host:metrics_port` from a background thread; returns the port.
+        """Serves /metrics, /live, /health and /ready on `metrics_host:metrics_port` from a background thread; returns the
+        port.
 
-        `problems` is called on that thread at each /health and must be quick: what is wrong with the service, a
-        sentence each, empty when all is well (200, else 503). `unready` likewise at each /ready: what it lacks besides to
-        do its work. Raises `SettingsError` if the port cannot be had.
+        /live is 200 as long as the event loop that runs here takes its turns, else 503. `problems` is called on that
+        thread at each /health and must be quick: what is wrong with the service besides, a sentence each, empty when all is
+        well (200, else 503). `unready` likewise at each /ready: what it lacks besides to do its work. Raises `SettingsError`
+        if the port cannot be had.
         """
         assert self._server is None, "serve_metrics is called once"
         address = (self._settings.metrics_host, self._settings.metrics_port)
         try:
-            self._server = _MetricsServer(address, self.registry, problems, unready)
+            self._server = _MetricsServer(address, self.registry, problems, unready, _running_loop())
         except OSError as error:
             raise SettingsError(f"metrics cannot be served on {address[0]}:{address[1]}: {error.strerror}") from None
         serve = self._server.serve_forever
@@ -180,6 +185,13 @@ class _QuietExporter(SpanExporter):
         return self._exporter.force_flush(timeout_millis)
 
 
+def _running_loop() -> asyncio.AbstractEventLoop | None:
+    try:
+        return asyncio.get_running_loop()
+    except RuntimeError:
+        return None
+
+
 class _MetricsServer(ThreadingHTTPServer):
     daemon_threads = True
 
@@ -189,11 +201,24 @@ class _MetricsServer(ThreadingHTTPServer):
         registry: CollectorRegistry,
         problems: Callable[[], list[str]],
         unready: Callable[[], list[str]],
+        loop: asyncio.AbstractEventLoop | None,
     ) -> None:
         super().__init__(address, _MetricsHandler)
         self.registry = registry
         self.problems = problems
         self.unready = unready
+        self._loop = loop
+
+    def standstill(self) -> list[str]:
+        """A sentence if the event loop takes no turn in time; waits for one."""
+        if self._loop is None:
+            return []
+        turned = threading.Event()
+        try:
+            self._loop.call_soon_threadsafe(turned.set)
+        except RuntimeError:
+            return ["the event loop has ended"]
+        return [] if turned.wait(LOOP_TIMEOUT_S) else [f"the event loop has not answered for {LOOP_TIMEOUT_S:g} s"]
 
 
 class _MetricsHandler(BaseHTTPRequestHandler):
@@ -205,10 +230,12 @@ class _MetricsHandler(BaseHTTPRequestHandler):
         path = self.path.partition("?")[0]
         if path == "/metrics":
             self._answer(200, METRICS_TYPE, metrics_text(self.server.registry))
-        elif path in ("/health", "/ready"):
-            problems = self.server.problems()
+        elif path in ("/live", "/health", "/ready"):
+            problems = self.server.standstill()
+            if path != "/live":
+                problems += self.server.problems()
             if path == "/ready":
-                problems = problems + self.server.unready()
+                problems += self.server.unready()
             if problems:
                 self._answer(503, "application/json", json.dumps(problems).encode())
             else:

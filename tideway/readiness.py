@@ -13,6 +13,7 @@ import httpx
 from tideway.cluster import ClusterView, ModelState, ModelView, view_model
 
 PROBE_TIMEOUT_S = 2.0
+RESPONSE_TIMEOUT_S = 5.0
 FAILURE_STANDS_AFTER_S = 10.0
 """While nodes register, a model has no place; only one that stays without counts as failed."""
 
@@ -47,6 +48,18 @@ def answers(http: httpx.AsyncClient, url: str, detail: str = "") -> Check:
     async def check() -> str | None:
         try:
             return detail if (await http.get(url, timeout=PROBE_TIMEOUT_S)).is_success else None
+        except httpx.HTTPError:
+            return None
+
+    return check
+
+
+def responds(http: httpx.AsyncClient, url: str) -> Check:
+    """Whatever the answer is: that there is one tells a process under load from one that is stuck."""
+
+    async def check() -> str | None:
+        try:
+            return str((await http.get(url, timeout=RESPONSE_TIMEOUT_S)).status_code)
         except httpx.HTTPError:
             return None
 

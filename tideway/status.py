@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
+from urllib.parse import urlsplit
 
+import httpx
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -19,10 +21,12 @@ from shared.messages.cluster import (
     StatisticsReport,
 )
 from shared.settings import BusSettings, load
+from tideway import preflight
 from tideway.cluster import ClusterView, view_model
 from tideway.console import count_sources, fit
 from tideway.data_folder import DataFolder, OperatorError, State
 from tideway.operations import drained_and_gone
+from tideway.readiness import answers, nats_greets
 from tideway.tree import operator_environment
 
 CONNECT_TIMEOUT_S = 5.0
@@ -37,7 +41,7 @@ async def show_status(data: DataFolder, console: Console) -> None:
     if state is not None:
         if not os.environ.get("TIDEWAY_NATS_URL"):
             environment |= operator_environment(state.nats_url, data.credentials())
-        console.print(fit(_processes(state), console, ("starts",)))
+        console.print(fit(_processes(state, await _answering(state)), console, ("starts",)))
     elif not os.environ.get("TIDEWAY_NATS_URL"):
         raise OperatorError(f"Nothing runs on {data.path}. Start it with `tideway up` (make up).")
     settings = load(BusSettings, environment)
@@ -79,11 +83,30 @@ async def _num_queued(view: ClusterView) -> Mapping[str, int] | None:
         await subscription.stop()
 
 
-def _processes(state: State) -> Table:
-    table = Table("process", "pid", "starts", "metrics", title=f"Tideway is {state.phase} on {state.address}")
+async def _answering(state: State) -> set[str]:
+    """The processes that answer now, whatever the supervisor last wrote of them."""
+    host = preflight.local_host(load(BusSettings).metrics_host)
+    async with httpx.AsyncClient(trust_env=False) as http:
+        checks = {
+            process.name: answers(http, f"http://{host}:{process.metrics_port}/live")
+            if process.metrics_port
+            else nats_greets(urlsplit(state.nats_url).port or 0)
+            for process in state.processes
+            if process.pid
+        }
+        details = await asyncio.gather(*(check() for check in checks.values()))
+    return {name for name, detail in zip(checks, details, strict=True) if detail is not None}
+
+
+def _processes(state: State, answering: Set[str]) -> Table:
+    """`answering`: the names of those that do."""
+    silent = [process.name for process in state.processes if process.name not in answering]
+    phase = "not ready" if state.phase == "ready" and silent else state.phase
+    table = Table("process", "pid", "answers", "starts", "metrics", title=f"Tideway is {phase} on {state.address}")
     for process in state.processes:
         port = f"http://127.0.0.1:{process.metrics_port}/metrics" if process.metrics_port else ""
-        table.add_row(process.name, str(process.pid or "down"), str(process.num_starts), port)
+        is_live = "yes" if process.name in answering else "no"
+        table.add_row(process.name, str(process.pid or "down"), is_live, str(process.num_starts), port)
     return table
 
 

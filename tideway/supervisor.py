@@ -70,9 +70,13 @@ class Crash:
     num_crashes: int
     """In a row, this one included."""
     restart_in_s: float
+    fault: str = ""
+    """Why it was killed here."""
 
     @property
     def reason(self) -> str:
+        if self.fault:
+            return self.fault
         if self.exit_code >= 0:
             return f"exit code {self.exit_code}"
         try:
@@ -81,7 +85,7 @@ class Crash:
             return f"signal {-self.exit_code}"
 
 
-def _log_failure(task: asyncio.Task[None]) -> None:
+def log_failure(task: asyncio.Task[None]) -> None:
     if not task.cancelled() and task.exception() is not None:
         logger.error("%s failed", task.get_name(), exc_info=task.exception())
 
@@ -120,6 +124,7 @@ class Child:
         self._watcher = watcher
         self._process: asyncio.subprocess.Process | None = None
         self._is_stopping = False
+        self._fault = ""
         self._keeper: asyncio.Task[None] | None = None
 
     @property
@@ -131,7 +136,7 @@ class Child:
         """Raises OSError if the program cannot be run at all."""
         await self._spawn()
         self._keeper = asyncio.create_task(self._keep(), name=f"keep {self.spec.name}")
-        self._keeper.add_done_callback(_log_failure)
+        self._keeper.add_done_callback(log_failure)
 
     async def _spawn(self) -> None:
         # Appending, so that the file can be cut off at its head while the process holds it open.
@@ -159,7 +164,8 @@ class Child:
             num_crashes = 1 if time.monotonic() - started_s >= self._backoff.steady_s else num_crashes + 1
             self._kill_group()
             delay_s = self._backoff.delay_s(num_crashes)
-            self._watcher.on_crash(Crash(self.spec.name, exit_code, num_crashes, delay_s))
+            fault, self._fault = self._fault, ""
+            self._watcher.on_crash(Crash(self.spec.name, exit_code, num_crashes, delay_s, fault))
             while True:
                 await asyncio.sleep(delay_s)
                 try:
@@ -174,6 +180,12 @@ class Child:
         if self._process is not None:
             with contextlib.suppress(ProcessLookupError):  # nothing was left
                 os.killpg(self._process.pid, signal.SIGKILL)
+
+    def give_up(self, fault: str) -> None:
+        """Kills it as it is of no more use; it is started again. `fault`: why, for those who are told."""
+        if self.pid is not None and not self._is_stopping:
+            self._fault = fault
+            self._kill_group()
 
     async def stop(self, grace_s: float) -> bool:
         """SIGTERM, then SIGKILL after `grace_s`. Returns whether it ended by itself. May be called twice."""
@@ -233,7 +245,7 @@ class Supervisor:
         await child.start()
         if self._log_keeper is None:
             self._log_keeper = asyncio.create_task(self._cut_logs(), name="cut logs")
-            self._log_keeper.add_done_callback(_log_failure)
+            self._log_keeper.add_done_callback(log_failure)
         return child
 
     async def _cut_logs(self) -> None:

@@ -59,7 +59,7 @@ class UpOptions:
 
 @dataclass(frozen=True)
 class Service:
-    """One of our own processes: it serves /health on `metrics_port`."""
+    """One of our own processes: it serves /health and /live on `metrics_port`."""
 
     spec: ProcessSpec
     metrics_port: int

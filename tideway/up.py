@@ -10,8 +10,10 @@ import math
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import replace
+from typing import Any
+from urllib.parse import urlsplit
 
 import httpx
 import msgspec
@@ -33,8 +35,9 @@ from tideway import preflight, tree
 from tideway.cluster import ClusterView
 from tideway.console import Reporter
 from tideway.data_folder import DataFolder, OperatorError, ProcessState, State
-from tideway.readiness import ModelChecks, Step, answers, nats_greets
-from tideway.supervisor import Backoff, Child, Crash, Supervisor
+from tideway.liveness import probe_for_ever
+from tideway.readiness import ModelChecks, Step, answers, nats_greets, responds
+from tideway.supervisor import Backoff, Child, Crash, Supervisor, log_failure
 
 POLL_INTERVAL_S = 0.1
 NATS_TIMEOUT_S = 15.0
@@ -112,7 +115,14 @@ class Up:
         starting.result()
         self._phase = "ready"
         self._write_state()
-        await stopping
+        async with httpx.AsyncClient(trust_env=False) as http:
+            probes = [asyncio.create_task(probe, name="probe") for probe in self._probes(http)]
+            for probe in probes:
+                probe.add_done_callback(log_failure)
+            await stopping
+            for probe in probes:
+                probe.cancel()
+            await asyncio.gather(*probes, return_exceptions=True)
 
     async def _stop_all(self) -> None:
         self._phase = "stopping"
@@ -284,6 +294,20 @@ class Up:
         say(f"    -d '{body.decode()}'\n")
 
     # -------------------------------------------------------------------------------------------------- keeping up
+
+    def _probes(self, http: httpx.AsyncClient) -> list[Coroutine[Any, Any, None]]:
+        timeout_s = self._gateway.watchdog_s
+        if not timeout_s:
+            return []
+        host = preflight.local_host(self._gateway.metrics_host)
+        checks = {
+            service.spec.name: responds(http, f"http://{host}:{service.metrics_port}/live")
+            for service in self._services
+        }
+        children = self._supervisor.children
+        if "nats" in children:
+            checks["nats"] = nats_greets(urlsplit(self._nats_url).port or 0)
+        return [probe_for_ever(children[name], check, timeout_s) for name, check in checks.items()]
 
     def on_crash(self, crash: Crash) -> None:
         if self._phase == "starting":

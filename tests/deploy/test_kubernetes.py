@@ -110,7 +110,7 @@ def test_kubernetes_sets_no_variables_of_its_own() -> None:
 @pytest.mark.parametrize("name", WORKLOADS)
 def test_probes_ask_ports_and_paths_that_are_served(name: str) -> None:
     ports = {port["name"]: port["containerPort"] for port in container(name)["ports"]}
-    paths = {"http": {"/health", "/ready"}, "metrics": {"/health", "/ready"}, "monitor": {"/healthz"}}
+    paths = {"http": {"/health", "/ready"}, "metrics": {"/health", "/live", "/ready"}, "monitor": {"/healthz"}}
     probes = {key: value for key, value in container(name).items() if key.endswith("Probe")}
     assert {"readinessProbe", "livenessProbe"} <= probes.keys()
     for probe in probes.values():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gzip
 import json
 import logging
@@ -16,6 +17,7 @@ from opentelemetry import trace
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from prometheus_client import Counter
 
+from shared import telemetry as telemetry_module
 from shared.settings import BusSettings, SettingsError
 from shared.telemetry import context_of, current_traceparent, start_telemetry
 from tests.conftest import free_port
@@ -225,6 +227,20 @@ def test_names_are_the_same_for_every_scraper(accept: str) -> None:
         telemetry.close()
     assert (status, content_type) == (200, "text/plain; version=0.0.4; charset=utf-8")
     assert "\nvllm:prompt_tokens_total 3.0\n" in body
+
+
+async def test_health_fails_where_the_event_loop_stands_still(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(telemetry_module, "LOOP_TIMEOUT_S", 0.5)
+    telemetry = start_telemetry("test", "one", BusSettings())
+    port = telemetry.serve_metrics(list)
+    try:
+        for path in ("/live", "/health"):
+            assert await asyncio.to_thread(get, port, path) == (200, "text/plain", "ok")
+            # called on the event loop's own thread, which so takes no turn
+            status, _, body = get(port, path)
+            assert (status, json.loads(body)) == (503, ["the event loop has not answered for 0.5 s"])
+    finally:
+        telemetry.close()
 
 
 def test_a_port_that_is_taken_is_the_operators_to_mend() -> None:

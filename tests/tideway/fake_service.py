@@ -23,7 +23,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 
 class _Answer(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
-        self.send_response(200 if self.path in ("/health", "/ready") else 404)
+        self.send_response(200 if self.path in ("/health", "/live", "/ready") else 404)
         self.end_headers()
 
     def log_message(self, format: str, *args: object) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import io
 import json
 import os
@@ -27,7 +28,7 @@ from shared.messages.cluster import ModelSpec
 from shared.settings import InstanceSettings, SettingsError
 from tests.conftest import NatsServer
 from tests.tideway.test_supervisor import is_alive, until
-from tideway import readiness, tree
+from tideway import readiness, status, tree
 from tideway import up as up_module
 from tideway.console import Reporter
 from tideway.data_folder import DataFolder, OperatorError
@@ -162,6 +163,38 @@ async def test_nats_wants_the_credentials_and_comes_back_with_them(tmp_path: Pat
     await run.stop()
     config = tmp_path / "nats.conf"
     assert config.stat().st_mode & 0o077 == 0 and "127.0.0.1:" in config.read_text()
+
+
+async def test_what_runs_and_does_not_answer_is_started_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TIDEWAY_WATCHDOG_S", "1.5")
+    for module, deadline in (
+        (readiness, "PROBE_TIMEOUT_S"),
+        (readiness, "RESPONSE_TIMEOUT_S"),
+        (status, "CONNECT_TIMEOUT_S"),
+    ):
+        monkeypatch.setattr(module, deadline, 0.5)
+    run = Run(tmp_path)
+    await run.until_ready()
+    pids = run.pids()
+    output = io.StringIO()
+    for name in ("nats", "gateway"):
+        os.kill(pids[name], signal.SIGSTOP)
+    with contextlib.suppress(OperatorError):  # NATS does not answer
+        await status.show_status(DataFolder(tmp_path), Console(file=output, width=200))
+    assert f"Tideway is not ready on {run.options.address}" in output.getvalue()
+    for name in ("nats", "gateway"):
+        await run.until(lambda name=name: f"{name} was started again" in run.text)  # type: ignore[misc]
+        assert f"{name} ended (it has not answered for 1.5 s, and was killed); it is started again in" in run.text
+    assert not is_alive(pids["gateway"])
+    async with httpx.AsyncClient(trust_env=False) as http:
+        await until_answered(http, run.options.address + "/ready")
+    await run.stop()
+
+
+async def until_answered(http: httpx.AsyncClient, url: str) -> None:
+    async with asyncio.timeout(20):
+        while await readiness.answers(http, url)() is None:
+            await asyncio.sleep(0.05)
 
 
 async def test_stopping_in_the_middle_of_the_start(tmp_path: Path) -> None:
