@@ -95,7 +95,7 @@ class Lease:
         self._is_stopping = True
         self._wake.set()
         if self._task is not None:
-            await self._task
+            await asyncio.shield(self._task)  # who gives up waiting for it leaves it to the next call
         if self._watch is not None:
             await self._watch.stop()
         if self._stop_listening is not None:

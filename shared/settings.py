@@ -85,6 +85,35 @@ class GatewaySettings(BusSettings, frozen=True, kw_only=True):
     max_batch_lines: Annotated[int, msgspec.Meta(ge=1)] = 50_000
     batch_lines_in_flight: Annotated[int, msgspec.Meta(ge=1)] = 128
     """Of one batch and model."""
+    max_body_bytes_in_flight: Annotated[int, msgspec.Meta(ge=1)] = 64 * 1024 * 1024
+    """Of request bodies that are being read, each beyond its first 64 KiB; beyond it 429. Uploads do not count."""
+    max_connections: Annotated[int, msgspec.Meta(ge=1)] = 4096
+    max_client_connections: Annotated[int, msgspec.Meta(ge=0)] = 0
+    """From one client address; 0: three quarters of `max_connections`."""
+    max_head_bytes: Annotated[int, msgspec.Meta(ge=1)] = 64 * 1024
+    """Of a request's headers."""
+    max_headers: Annotated[int, msgspec.Meta(ge=1)] = 128
+    max_uri_bytes: Annotated[int, msgspec.Meta(ge=1)] = 8192
+    head_timeout_s: Annotated[float, msgspec.Meta(gt=0)] = 10.0
+    """For the first byte of a new connection's request, and for the whole of any request's headers."""
+    body_idle_timeout_s: Annotated[float, msgspec.Meta(gt=0)] = 30.0
+    """Without a byte of a request's body that is waited for."""
+    write_timeout_s: Annotated[float, msgspec.Meta(gt=0)] = 60.0
+    """In which a client takes nothing of its answer."""
+    text_processes: Annotated[int, msgspec.Meta(ge=1)] = 2
+    """That render chat templates and tokenise long texts."""
+    text_timeout_s: Annotated[float, msgspec.Meta(gt=0)] = 10.0
+    """For one text in such a process, which is killed then."""
+    text_memory_bytes: Annotated[int, msgspec.Meta(ge=1)] = 512 * 1024 * 1024
+    """Of each such process."""
+    max_text_characters: Annotated[int, msgspec.Meta(ge=1)] = 32 * 1024 * 1024
+    """Of texts that are being rendered or tokenised or wait for it; beyond it 429."""
+    max_submissions: Annotated[int, msgspec.Meta(ge=1)] = 64
+    """Requests on their way to a scheduler or instance at once; others wait for their turn."""
+    leave_s: Annotated[float, msgspec.Meta(ge=0)] = 0.0
+    """When told to stop: for so long it says that it is not ready, and still serves all that comes."""
+    stop_grace_s: Annotated[float, msgspec.Meta(ge=0)] = 15.0
+    """After that it takes no new connection, and what it has gets so long to end."""
 
 
 class SchedulerSettings(BusSettings, frozen=True, kw_only=True):

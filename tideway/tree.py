@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 
 from shared.messages.cluster import ModelSpec
-from shared.settings import InstanceSettings, default_id, load
+from shared.settings import GatewaySettings, InstanceSettings, default_id, load
 from tideway.data_folder import Credentials, DataFolder
 from tideway.nats_config import nats_users
 from tideway.preflight import REPOSITORY, free_ports, local_host
@@ -29,6 +29,8 @@ NATS_STOP_S = 5.0
 DOWN_MARGIN_S = 5.0
 WORKER_STOP_MARGIN_S = 10.0
 """Longer than the node agent waits, beyond the instances' grace, before it kills them."""
+GATEWAY_STOP_MARGIN_S = 8.0
+"""Longer than a gateway waits, beyond its graces, for what is left to end."""
 GATEWAY_PHASE, SERVICES_PHASE, NATS_PHASE = 0, 1, 2
 """The order of stopping: no new requests, then those who answer, then the bus they answer on."""
 
@@ -143,17 +145,23 @@ def services(options: UpOptions, bus: dict[str, str], passwords: Mapping[str, st
             environment |= {"TIDEWAY_NATS_USER": service, "TIDEWAY_NATS_PASSWORD": passwords[service]}
         command = [sys.executable, "-m", f"services.{service}"]
         phase = GATEWAY_PHASE if service == "gateway" else SERVICES_PHASE
-        grace_s = worker_stop_s() if service == "worker" else SERVICE_STOP_S
+        grace_s = {"worker": worker_stop_s, "gateway": gateway_stop_s}.get(service, lambda: SERVICE_STOP_S)()
         result.append(Service(ProcessSpec(name, command, environment, stop_phase=phase, stop_grace_s=grace_s), port))
     return result
 
 
 def down_timeout_s() -> float:
     """More than the supervisor takes to stop everything, with force where needed."""
-    graces_s = (SERVICE_STOP_S, max(SERVICE_STOP_S, worker_stop_s()), NATS_STOP_S)
+    graces_s = (gateway_stop_s(), max(SERVICE_STOP_S, worker_stop_s()), NATS_STOP_S)
     return sum(grace_s + KILL_WAIT_S for grace_s in graces_s) + DOWN_MARGIN_S
 
 
 def worker_stop_s() -> float:
     """Instances that hold requests may take all of their grace; without any the worker ends in a second."""
     return load(InstanceSettings).drain_grace_s + WORKER_STOP_MARGIN_S
+
+
+def gateway_stop_s(settings: GatewaySettings | None = None) -> float:
+    """Streams that are open may take all of its graces; without any it ends when it has left."""
+    settings = settings or load(GatewaySettings)
+    return settings.leave_s + settings.stop_grace_s + GATEWAY_STOP_MARGIN_S

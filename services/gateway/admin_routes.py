@@ -115,7 +115,7 @@ async def list_models(context: GatewayContext, request: Request) -> Response:
 
 async def add_model(context: GatewayContext, request: Request) -> Response:
     _authenticate(context, request)
-    message = await read_message(request, _ADD_MODEL, context.settings.max_body_bytes)
+    message = await read_message(request, _ADD_MODEL, context.bodies)
     spec = ModelSpec(
         message.name,
         message.source,
@@ -138,14 +138,14 @@ async def scale_model(context: GatewayContext, request: Request) -> Response:
     """Sets on how many instances the model is; the answer is the new plan."""
     _authenticate(context, request)
     name = context.catalog.spec(request.path_params["model"]).name
-    message = await read_message(request, _SCALE_MODEL, context.settings.max_body_bytes)
+    message = await read_message(request, _SCALE_MODEL, context.bodies)
     return await _ask_placement(context, PLACEMENT_SCALE_MODEL, ScaleModel(name, message.replicas))
 
 
 async def scale_instances(context: GatewayContext, request: Request) -> Response:
     """Sets how many instances there are: started by the nodes or by Kubernetes, drained before they end."""
     _authenticate(context, request)
-    message = await read_message(request, _SCALE, context.settings.max_body_bytes)
+    message = await read_message(request, _SCALE, context.bodies)
     query = ScaleInstances(message.instances)
     return await _ask_placement(context, PLACEMENT_SCALE_INSTANCES, query, num_instances="instances")
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import logging
 import time
 from collections.abc import Callable
@@ -25,6 +24,7 @@ from services.gateway.parsing import (
     DEFAULT_COMPLETION_TOKENS,
     MAX_SEQUENCES,
     Options,
+    check_num_characters,
     check_num_sequences,
     check_token_ids,
     max_tokens_of,
@@ -79,7 +79,7 @@ async def _generate(
 ) -> Response:
     settings, admission = context.settings, context.admission
     key = admission.authenticate(request.headers.get("authorization"))
-    message = await read_message(request, decoder, settings.max_body_bytes)
+    message = await read_message(request, decoder, context.bodies)
     spec = context.catalog.spec(message.model)
     options = options_of(message, request.headers, settings.request_timeout_s)
     keep_alive_s = _keep_alive_s(request)
@@ -94,7 +94,9 @@ async def _generate(
         async with asyncio.timeout(options.timeout_s):
             tokenizer = await context.tokenizers.get(spec)
             with context.telemetry.tracer.start_as_current_span("tokenize"):
-                prompts = await make_prompts(context, spec, tokenizer, message, options, texts_or_ids)
+                prompts = await exchange.unless_gone(
+                    make_prompts(context, spec, tokenizer, message, options, texts_or_ids)
+                )
     except TimeoutError:
         message_text = f"The request's time limit of {options.timeout_s:g} s has passed."
         raise ApiError(408, message_text, type="timeout_error", code="deadline_exceeded") from None
@@ -201,24 +203,20 @@ async def make_prompts(
     if isinstance(message, ChatRequest):
         requested = message.max_completion_tokens if message.max_completion_tokens is not None else message.max_tokens
         default = None
-        all_ids = [await chat_ids(context, tokenizer, message)]
-        echo_texts = [""]
         param = "messages"
+        all_ids = [await chat_ids(context, tokenizer, message, max_model_len)]
+        texts_or_ids = [""]
     else:
         assert isinstance(message, CompletionRequest)
         requested, default, param = message.max_tokens, DEFAULT_COMPLETION_TOKENS, "prompt"
-        add_special = message.add_special_tokens is not False
-        num_characters = sum(len(each) for each in texts_or_ids if isinstance(each, str))
-        work = functools.partial(_completion_ids, tokenizer, texts_or_ids, add_special)
-        all_ids = await context.tokenizers.run(num_characters, work)
-        echo_texts = [""] * len(all_ids)
-        if options.echo:
-            echo_texts = [
-                each if isinstance(each, str) else tokenizer.decode(each, options.skips_special_tokens)
-                for each in texts_or_ids
-            ]
+        all_ids = [each for each in texts_or_ids if isinstance(each, list)]
+        if texts := [each for each in texts_or_ids if isinstance(each, str)]:
+            for text in texts:
+                check_num_characters(len(text), tokenizer.max_characters(max_model_len), max_model_len, param)
+            add_special = message.add_special_tokens is not False
+            all_ids = await context.tokenizers.encode(tokenizer, texts, add_special, param)
     prompts = []
-    for ids, echo_text in zip(all_ids, echo_texts, strict=True):
+    for ids, text_or_ids in zip(all_ids, texts_or_ids, strict=True):
         check_token_ids(ids, tokenizer.vocab_size, param)
         sampling = sampling_of(
             message,
@@ -227,35 +225,31 @@ async def make_prompts(
             eos_token_ids=tokenizer.eos_token_ids,
             vocab_size=tokenizer.vocab_size,
         )
+        echo_text = ""
+        if options.echo and isinstance(text_or_ids, str):
+            echo_text = text_or_ids
+        elif options.echo:
+            echo_text = await context.tokenizers.decode(tokenizer, ids, options.skips_special_tokens)
         prompts.append(Prompt(ids, sampling, echo_text))
     return prompts
 
 
-def _completion_ids(
-    tokenizer: ModelTokenizer, texts_or_ids: list[str] | list[list[int]], add_special_tokens: bool
-) -> list[list[int]]:
-    return [tokenizer.encode(each, add_special_tokens) if isinstance(each, str) else each for each in texts_or_ids]
-
-
-async def chat_ids(context: GatewayContext, tokenizer: ModelTokenizer, message: Any) -> list[int]:
-    """The prompt that the chat template makes of a message list. `message`: a ChatRequest or TokenizeRequest."""
-    num_characters = 0
-    for each in message.messages:
-        parts = [each.content] if isinstance(each.content, str) else [part.text for part in each.content or ()]
-        num_characters += sum(len(text) for text in parts if text)
-    work = functools.partial(
-        _chat_ids,
+async def chat_ids(
+    context: GatewayContext, tokenizer: ModelTokenizer, message: Any, max_model_len: int | None = None
+) -> list[int]:
+    """The prompt that the chat template makes of a message list. `message`: a ChatRequest or TokenizeRequest.
+    `max_model_len`: a text that is longer for certain is refused untokenised; None: none is."""
+    limit = None if max_model_len is None else tokenizer.max_characters(max_model_len)
+    text, num_characters = await context.tokenizers.render(
         tokenizer,
         message.messages,
-        message.add_special_tokens is True,
+        limit,
         add_generation_prompt=message.add_generation_prompt is not False,
         continue_final_message=bool(message.continue_final_message),
         variables=message.chat_template_kwargs,
     )
-    ids: list[int] = await context.tokenizers.run(num_characters, work)
-    return ids
-
-
-def _chat_ids(tokenizer: ModelTokenizer, messages: list[Any], add_special_tokens: bool, **options: Any) -> list[int]:
+    if max_model_len is not None:
+        check_num_characters(num_characters, limit, max_model_len, "messages")
     # Templates write the special tokens themselves.
-    return tokenizer.encode(tokenizer.render_chat(messages, **options), add_special_tokens)
+    (ids,) = await context.tokenizers.encode(tokenizer, [text], message.add_special_tokens is True, "messages")
+    return ids

@@ -36,7 +36,7 @@ _CREATE = msgspec.json.Decoder(CreateBatchRequest)
 async def create_batch(context: GatewayContext, request: Request) -> Response:
     """Its lines run as offline work, in what interactive requests leave free."""
     tenant = context.admission.authenticate(request.headers.get("authorization")).tenant
-    message: CreateBatchRequest = await read_message(request, _CREATE, context.settings.max_body_bytes)
+    message: CreateBatchRequest = await read_message(request, _CREATE, context.bodies)
     window = window_s(message.completion_window)
     if window is None:
         raise invalid("completion_window", "'completion_window' is a time such as 24h, 10m or 1h30m, at most 30 days.")

@@ -15,12 +15,42 @@ from services.gateway.errors import ApiError, decode
 LINGER_S = 3.0
 
 
-def _too_large(limit: int) -> ApiError:
-    return ApiError(413, f"The request body is larger than the limit of {limit} bytes.", code="body_too_large")
+FREE_BYTES = 64 * 1024
+"""Of each body: they are bounded by the number of connections."""
+RETRY_AFTER_S = 1.0
 
 
-async def read_message(request: Request, decoder: msgspec.json.Decoder[Any], limit: int) -> Any:
-    """The decoded JSON body. Raises `ApiError` 400, 413 (before all of it is read) or 415, or `ClientDisconnect`."""
+class BodyRoom:
+    """What bodies may take: one by itself, and all that are being read together."""
+
+    def __init__(self, max_body_bytes: int, max_total_bytes: int) -> None:
+        self.max_body_bytes = max_body_bytes
+        self._max_total_bytes = max_total_bytes
+        self._num_bytes = 0
+
+    def grow(self, before: int, after: int) -> None:
+        """A body has grown from `before` to `after` bytes. Raises `ApiError` 413 or 429; what it took before remains."""
+        if after > self.max_body_bytes:
+            message = f"The request body is larger than the limit of {self.max_body_bytes} bytes."
+            raise ApiError(413, message, code="body_too_large")
+        more = max(0, after - FREE_BYTES) - max(0, before - FREE_BYTES)
+        if self._num_bytes + more > self._max_total_bytes:
+            raise ApiError(
+                429,
+                f"The server is reading {self._num_bytes} bytes of long request bodies; the limit is "
+                f"{self._max_total_bytes} (TIDEWAY_MAX_BODY_BYTES_IN_FLIGHT).",
+                type="rate_limit_error",
+                code="overloaded",
+                retry_after_s=RETRY_AFTER_S,
+            )
+        self._num_bytes += more
+
+    def release(self, num_bytes: int) -> None:
+        self._num_bytes -= max(0, num_bytes - FREE_BYTES)
+
+
+async def read_message(request: Request, decoder: msgspec.json.Decoder[Any], room: BodyRoom) -> Any:
+    """The decoded JSON body. Raises `ApiError` 400, 413 (before all of it is read), 415 or 429, or `ClientDisconnect`."""
     media_type = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
     if media_type != "application/json" and not (
         media_type.startswith("application/") and media_type.endswith("+json")
@@ -32,14 +62,18 @@ async def read_message(request: Request, decoder: msgspec.json.Decoder[Any], lim
             code="unsupported_media_type",
         )
     length = request.headers.get("content-length", "")
-    if length.isdecimal() and int(length[:20]) > limit:
-        raise _too_large(limit)
+    if length.isdecimal() and (announced := int(length[:20])) > room.max_body_bytes:
+        room.grow(0, announced)
     body = bytearray()
-    async for chunk in request.stream():
-        body += chunk
-        if len(body) > limit:
-            raise _too_large(limit)
-    return decode(decoder, bytes(body))
+    num_taken = 0
+    try:
+        async for chunk in request.stream():
+            room.grow(num_taken, num_taken + len(chunk))
+            num_taken += len(chunk)
+            body += chunk
+        return decode(decoder, body)
+    finally:
+        room.release(num_taken)
 
 
 class EarlyAnswer(Response):

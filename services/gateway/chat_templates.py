@@ -1,11 +1,13 @@
 """Chat templates of checkpoints: a list of messages to the text that the model was trained to continue.
 
 Templates are Jinja written against transformers' `apply_chat_template`; this module gives them the same environment
-(sandboxed, immutable) without importing transformers, which would load torch into the gateway.
+(sandboxed, immutable) without importing transformers, which would load torch into the gateway. They are programs of whoever
+made the checkpoint, and even to compile one runs parts of it: the gateway only parses them, `text_work` does the rest.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 from datetime import datetime
@@ -63,11 +65,17 @@ def _environment() -> ImmutableSandboxedEnvironment:
 
 
 class ChatTemplate:
-    """A compiled template with the special tokens that it may use."""
+    """A template with the special tokens that it may use."""
 
     def __init__(self, source: str, special_tokens: dict[str, str]) -> None:
-        self._template = _environment().from_string(source)
+        """Raises `jinja2.TemplateSyntaxError`."""
+        _environment().parse(source)
+        self._source = source
         self._special_tokens = special_tokens
+
+    @functools.cached_property
+    def _template(self) -> jinja2.Template:
+        return _environment().from_string(self._source)
 
     def render(
         self,
@@ -101,6 +109,8 @@ class ChatTemplate:
             )
         except jinja2.TemplateError as error:
             raise invalid("messages", f"The model's chat template refuses these messages: {error}") from None
+        except MemoryError:
+            raise
         except Exception as error:  # a template is a program: what it raises on odd messages is anything
             raise invalid("messages", f"The model's chat template fails on these messages: {error!r}") from None
         if continue_final_message:
@@ -109,6 +119,13 @@ class ChatTemplate:
                 raise invalid("continue_final_message", "The model's chat template drops the final message.")
             text = before + final_text
         return text
+
+
+def read_tokenizer_config(folder: Path) -> dict[str, Any]:
+    """tokenizer_config.json, empty where there is none."""
+    file = folder / "tokenizer_config.json"
+    config: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    return config
 
 
 def load_template(folder: Path, config: dict[str, Any]) -> ChatTemplate:

@@ -6,9 +6,11 @@ from dataclasses import dataclass
 
 from services.gateway.admission import Admission
 from services.gateway.batches import Batches
+from services.gateway.bodies import BodyRoom
 from services.gateway.catalog import Catalog
 from services.gateway.cluster_loads import ClusterLoads
 from services.gateway.files import Files
+from services.gateway.http_limits import Connections
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.stream_table import StreamTable
 from services.gateway.tokenization import Tokenizers
@@ -25,6 +27,8 @@ class GatewayContext:
     telemetry: Telemetry
     metrics: GatewayMetrics
     admission: Admission
+    connections: Connections
+    bodies: BodyRoom
     tokenizers: Tokenizers
     catalog: Catalog
     loads: ClusterLoads

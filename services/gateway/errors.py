@@ -90,7 +90,7 @@ def _choices(struct: Any, field: str) -> str:
     return ", ".join(map(repr, values))
 
 
-def decode(decoder: msgspec.json.Decoder[Any], body: bytes) -> Any:
+def decode(decoder: msgspec.json.Decoder[Any], body: bytes | bytearray) -> Any:
     """The typed request in `body`; what is wrong with it is a 400 that names the field."""
     try:
         return decoder.decode(body)

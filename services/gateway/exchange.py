@@ -7,6 +7,7 @@ import asyncio
 import logging
 import uuid
 from collections.abc import Awaitable
+from typing import TypeVar
 
 from opentelemetry import trace
 from opentelemetry.trace import SpanKind, StatusCode
@@ -28,6 +29,8 @@ from shared.messages.requests import RequestClass
 from shared.telemetry import context_of
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 CLIENT_GONE_STATUS = 499
 ID_PREFIXES = {"chat": "chatcmpl-", "text_completion": "cmpl-"}
@@ -101,8 +104,8 @@ class Exchange:
         if self.generation is not None:
             self.generation.wake()
 
-    async def unless_gone(self, work: Awaitable[None]) -> None:
-        """Waits for `work`; cancels it and raises `ClientGone` if the client goes away first."""
+    async def unless_gone(self, work: Awaitable[T]) -> T:
+        """The result of `work`; cancels it and raises `ClientGone` if the client goes away first."""
         assert self._watch is not None
         task = asyncio.ensure_future(work)
         try:
@@ -113,7 +116,7 @@ class Exchange:
                 await asyncio.gather(task, return_exceptions=True)
         if task.cancelled():
             raise ClientGone
-        task.result()
+        return task.result()
 
     async def next_deltas(self, generation: Generation, timeout_s: float | None = None) -> list[Delta]:
         """Waits for news of the generation. Raises `ClientGone`; `ApiError` where it has failed and nothing is left to

@@ -14,6 +14,12 @@ from shared.messages.requests import RequestClass
 OUTCOMES = ("ok", "invalid", "refused", "overloaded", "deadline", "disconnected", "failed")
 """invalid: 4xx for what was asked; refused: 401, 403; overloaded: 429; failed: 5xx or an error in the stream."""
 
+CONNECTION_REFUSALS = (
+    "bad_http", "head_too_large", "too_many_headers", "uri_too_long", "slow_head", "slow_body", "slow_reader",
+    "too_many_connections",
+)  # fmt: skip
+TEXT_ENDS = ("time", "memory", "cancelled", "failed")
+
 LATENCY_BUCKETS = (0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 30.0, 60.0, 120.0, 600.0)
 TOKEN_BUCKETS = (0.002, 0.005, 0.01, 0.015, 0.02, 0.025, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.5)
 # OpenTelemetry's GenAI conventions advise these for the gen_ai.server.* histograms.
@@ -72,6 +78,27 @@ class GatewayMetrics:
         self.batch_retries = counter("batch_line_retries", "Failures of batch lines that were tried again", "reason")
         self.batch_lines_in_flight = Gauge(
             "tideway_gateway_batch_lines_in_flight", "Batch lines being generated for this gateway", registry=registry
+        )
+        self.connections = Gauge("tideway_gateway_connections", "Open HTTP connections", registry=registry)
+        self.refused_connections = counter(
+            "refused_connections", "Connections ended for breaking a limit of HTTP, by the limit", "reason"
+        )
+        for reason in CONNECTION_REFUSALS:
+            self.refused_connections.labels(reason)
+        self.text_characters = Gauge(
+            "tideway_gateway_text_characters",
+            "Of texts that are rendered or tokenised, or wait for it",
+            registry=registry,
+        )
+        self.killed_text_processes = counter(
+            "killed_text_processes", "Ends of processes at a text, by reason", "reason"
+        )
+        for reason in TEXT_ENDS:
+            self.killed_text_processes.labels(reason)
+        self.waiting_submissions = Gauge(
+            "tideway_gateway_waiting_submissions",
+            "Requests that wait for their turn to be submitted",
+            registry=registry,
         )
         self._prompt_tokens = counter("prompt_tokens", "Prompt tokens of requests", *both)
         self._output_tokens = counter("output_tokens", "Tokens delivered", *both)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -59,7 +58,7 @@ async def get_model(context: GatewayContext, request: Request) -> Response:
 
 async def tokenize(context: GatewayContext, request: Request) -> Response:
     context.admission.authenticate(request.headers.get("authorization"))
-    message = await read_message(request, _TOKENIZE, context.settings.max_body_bytes)
+    message = await read_message(request, _TOKENIZE, context.bodies)
     if (message.prompt is None) == (message.messages is None):
         raise invalid("prompt", "Exactly one of 'prompt' and 'messages' is needed.")
     spec = context.catalog.spec(message.model)
@@ -67,20 +66,19 @@ async def tokenize(context: GatewayContext, request: Request) -> Response:
     if message.prompt is None:
         ids = await chat_ids(context, tokenizer, message)
     else:
-        work = functools.partial(tokenizer.encode, message.prompt, message.add_special_tokens is not False)
-        ids = await context.tokenizers.run(len(message.prompt), work)
+        add_special = message.add_special_tokens is not False
+        (ids,) = await context.tokenizers.encode(tokenizer, [message.prompt], add_special, "prompt")
     pieces = [tokenizer.token_piece(i) for i in ids] if message.return_token_strs else None
     return json_response(TokenizeReply(len(ids), context.catalog.max_model_len(spec, tokenizer), ids, pieces))
 
 
 async def detokenize(context: GatewayContext, request: Request) -> Response:
     context.admission.authenticate(request.headers.get("authorization"))
-    message = await read_message(request, _DETOKENIZE, context.settings.max_body_bytes)
+    message = await read_message(request, _DETOKENIZE, context.bodies)
     tokenizer = await context.tokenizers.get(context.catalog.spec(message.model))
     if message.tokens:
         check_token_ids(message.tokens, tokenizer.vocab_size, "tokens")
-    work = functools.partial(tokenizer.decode, message.tokens)
-    return json_response(DetokenizeReply(await context.tokenizers.run(4 * len(message.tokens), work)))
+    return json_response(DetokenizeReply(await context.tokenizers.decode(tokenizer, message.tokens)))
 
 
 async def health(context: GatewayContext, request: Request) -> Response:
@@ -89,7 +87,8 @@ async def health(context: GatewayContext, request: Request) -> Response:
 
 
 async def ready(context: GatewayContext, request: Request) -> Response:
-    models = context.catalog.ready_models() if context.bus.is_connected else []
+    is_there = context.bus.is_connected and not context.connections.is_leaving
+    models = context.catalog.ready_models() if is_there else []
     return json_response(ReadyReply(bool(models), models), 200 if models else 503)
 
 

@@ -135,6 +135,18 @@ def check_token_ids(ids: list[int], vocab_size: int, param: str) -> None:
                              f"{vocab_size - 1}).")  # fmt: skip
 
 
+def check_num_characters(num_characters: int, limit: int | None, max_model_len: int, param: str) -> None:
+    """`limit`: no text with more characters fits into the model; None: any may. What passes is counted in tokens later."""
+    if limit is not None and num_characters > limit:
+        raise ApiError(
+            400,
+            f"This model's maximum context length is {max_model_len} tokens, which no text of more than {limit} characters "
+            f"fits into; you requested {num_characters} characters in '{param}'.",
+            param=param,
+            code="context_length_exceeded",
+        )
+
+
 def max_tokens_of(
     requested: int | None, default: int | None, num_prompt_tokens: int, max_model_len: int, prompt_field: str
 ) -> int:

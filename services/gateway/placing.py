@@ -6,8 +6,9 @@ import asyncio
 import contextlib
 import logging
 import math
+import time
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import AsyncIterator, Iterable, Mapping
 from typing import Protocol
 
 from services.gateway.catalog import Catalog, loaded_model, serves
@@ -29,6 +30,9 @@ PATIENCE_S = 5.0
 RECOVERY_PATIENCE_S = 30.0
 """The same for a request that was running already and lost its instance."""
 RETRY_INTERVAL_S = 0.25
+LATENESS_INTERVAL_S = 0.05
+LATE_SHARE = 0.25
+"""Of the time that a peer had to answer: if this process was late for more of it, that is not held against the peer."""
 
 NOBODY_CODES = frozenset(
     {ErrorCode.UNAVAILABLE, ErrorCode.NOT_LEADER, ErrorCode.DEADLINE, ErrorCode.DRAINING, ErrorCode.GONE}
@@ -86,13 +90,53 @@ def candidates(
     return [instance_id for *_, instance_id in sorted(ranked)]
 
 
+def _too_late() -> ServiceError:
+    return ServiceError.of(ErrorCode.DEADLINE, "The request's time limit has passed.")
+
+
+class Lateness:
+    """By how much the event loop has been late, summed up: a deadline that ran meanwhile tells nothing of a peer."""
+
+    def __init__(self) -> None:
+        self._late_s = 0.0
+        self._due = math.inf
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        self._task = asyncio.create_task(self._watch())
+
+    def stop(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+
+    def total_s(self) -> float:
+        return self._late_s + max(0.0, time.monotonic() - self._due)
+
+    async def _watch(self) -> None:
+        while True:
+            self._due = time.monotonic() + LATENESS_INTERVAL_S
+            await asyncio.sleep(LATENESS_INTERVAL_S)
+            self._late_s = self.total_s()
+
+
 class Placer:
-    def __init__(self, bus: Bus, catalog: Catalog, metrics: GatewayMetrics) -> None:
+    def __init__(self, bus: Bus, catalog: Catalog, metrics: GatewayMetrics, max_submissions: int) -> None:
+        """`max_submissions`: attempts at once; the others wait, and no deadline of theirs but the request's runs."""
         self._bus = bus
+        self._turns = asyncio.Semaphore(max_submissions)
+        self._lateness = Lateness()
+        self._num_waiting = 0
+        metrics.waiting_submissions.set_function(lambda: self._num_waiting)
         self._catalog = catalog
         self._metrics = metrics
         self._sent: Counter[str] = Counter()
         self._pause_until = float("-inf")
+
+    def start(self) -> None:
+        self._lateness.start()
+
+    def stop(self) -> None:
+        self._lateness.stop()
 
     def on_instance(self, instance_id: str) -> None:
         """The instance wrote its numbers, which count what was sent before."""
@@ -104,9 +148,12 @@ class Placer:
         Raises `ServiceError` with the refusal. `patient` (a client is already reading this stream): the wait is longer,
         and a full queue is tried again too. `slots` bounds how many attempts run at once.
         """
-        give_up = self._bus.now() + (RECOVERY_PATIENCE_S if patient else PATIENCE_S)
+        patience_s = RECOVERY_PATIENCE_S if patient else PATIENCE_S
+        give_up = math.inf
         while True:
-            async with slots or contextlib.nullcontext():
+            async with slots or contextlib.nullcontext(), self._turn(stream):
+                # It begins with the first attempt: nobody has refused a request that waits for its turn here.
+                give_up = min(give_up, self._bus.now() + patience_s)
                 refusal = await self._attempt(stream)
             if refusal is None:
                 return
@@ -114,10 +161,26 @@ class Placer:
                 raise refusal
             now = self._bus.now()
             if now >= stream.deadline:
-                raise ServiceError.of(ErrorCode.DEADLINE, "The request's time limit has passed.")
+                raise _too_late()
             if now >= give_up or not stream.is_open:
                 raise refusal
             await asyncio.sleep(min(RETRY_INTERVAL_S, stream.deadline - now))
+
+    @contextlib.asynccontextmanager
+    async def _turn(self, stream: Placeable) -> AsyncIterator[None]:
+        """Peers are asked about so many requests at once as they can answer in time. Raises `ServiceError`."""
+        self._num_waiting += 1
+        try:
+            async with asyncio.timeout(stream.deadline - self._bus.now()):
+                await self._turns.acquire()
+        except TimeoutError:
+            raise _too_late() from None
+        finally:
+            self._num_waiting -= 1
+        try:
+            yield
+        finally:
+            self._turns.release()
 
     async def announce(self, stream: Placeable) -> None:
         """Tells a new scheduler of a request that it should know; never goes past the scheduler. Raises `BusError`."""
@@ -127,15 +190,20 @@ class Placer:
         """One round over everybody who could take it; None: taken."""
         if self._bus.now() >= self._pause_until:
             stream.owned_by(None)
+            started, late_s = self._bus.now(), self._lateness.total_s()
             try:
                 await self._submit_to_scheduler(stream)
             except BusError as error:
                 if error.code not in NOBODY_CODES:
                     return ServiceError(error.info)
-                if error.code is ErrorCode.DEADLINE:
-                    self._pause_until = self._bus.now() + SCHEDULER_PAUSE_S
                 if error.code in MAYBE_DELIVERED_CODES:
                     stream.begin_placement()
+                if error.code is ErrorCode.DEADLINE:
+                    now = self._bus.now()
+                    if self._lateness.total_s() - late_s > LATE_SHARE * (now - started) and now < stream.deadline:
+                        # The answer may be here, unread: the scheduler is asked again.
+                        return await self._attempt(stream)
+                    self._pause_until = now + SCHEDULER_PAUSE_S
             else:
                 return None
         return await self._bypass(stream)

@@ -4,25 +4,31 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import ipaddress
 import logging
 import os
+import resource
 import socket
 from collections.abc import Iterator
 
+import msgspec
 import uvicorn
 
 from services.gateway.admission import Admission, read_keys
 from services.gateway.app import make_app
 from services.gateway.batch_service import BatchService
 from services.gateway.batches import Batches
+from services.gateway.bodies import BodyRoom
 from services.gateway.catalog import Catalog
 from services.gateway.cluster_loads import ClusterLoads
 from services.gateway.context import GatewayContext
 from services.gateway.files import Files
+from services.gateway.http_limits import Connections, LimitedProtocol
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.placing import Placer
 from services.gateway.stream_table import StreamTable
+from services.gateway.text_pool import TextPool
 from services.gateway.tokenization import Tokenizers
 from shared.bus.interface import Bus
 from shared.messages.cluster import InstanceInfo
@@ -34,8 +40,10 @@ logger = logging.getLogger(__name__)
 
 BACKLOG = 2048
 CLIENT_KEEP_ALIVE_S = 75
-GRACE_S = 5.0
-"""At a stop, open streams may go on for so long before they end with an error."""
+ENDING_S = 5.0
+"""At a stop, for what is left after all graces to be told so."""
+OTHER_DESCRIPTORS = 256
+"""Of the process, that are no connections of clients."""
 
 
 class _Server(uvicorn.Server):
@@ -49,9 +57,9 @@ class GatewayService:
         """Raises `SettingsError`."""
         gateway_id = settings.gateway_id or default_id("gateway")
         metrics = GatewayMetrics(telemetry.registry)
-        tokenizers = Tokenizers()
+        tokenizers = Tokenizers(TextPool(settings, metrics))
         catalog = Catalog(bus, tokenizers)
-        self._placer = Placer(bus, catalog, metrics)
+        self._placer = Placer(bus, catalog, metrics, settings.max_submissions)
         table = StreamTable(bus, gateway_id, catalog, self._placer, metrics)
         admission = Admission(read_keys(settings), settings.admin_api_key, settings.max_in_flight)
         self.context = GatewayContext(
@@ -61,6 +69,8 @@ class GatewayService:
             telemetry,
             metrics,
             admission,
+            Connections(_within_descriptors(settings), metrics),
+            BodyRoom(settings.max_body_bytes, settings.max_body_bytes_in_flight),
             tokenizers,
             catalog,
             ClusterLoads(bus, catalog),
@@ -73,12 +83,14 @@ class GatewayService:
         self.port = 0
         self._server: _Server | None = None
         self._serving: asyncio.Task[None] | None = None
+        self._sweeping: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         """Returns when HTTP requests are taken. Raises `SettingsError` where the port cannot be had."""
         context = self.context
         listener = _listen(context.settings.host, context.settings.port)
         self.port = listener.getsockname()[1]
+        self._placer.start()
         await context.catalog.start(self._on_instance)
         await context.loads.start()
         await context.table.start()
@@ -88,7 +100,7 @@ class GatewayService:
         tls = self._tls
         config = uvicorn.Config(
             make_app(context),
-            http="httptools",
+            http=functools.partial(LimitedProtocol, context.connections),  # type: ignore[arg-type]
             ws="none",
             lifespan="off",
             log_config=None,
@@ -97,12 +109,13 @@ class GatewayService:
             server_header=False,
             proxy_headers=False,
             timeout_keep_alive=CLIENT_KEEP_ALIVE_S,
-            timeout_graceful_shutdown=int(GRACE_S),
+            timeout_graceful_shutdown=int(context.settings.stop_grace_s + 2 * ENDING_S),
             backlog=BACKLOG,
             ssl_context_factory=(lambda *_: tls) if tls is not None else None,
         )
         self._server = _Server(config)
         self._serving = asyncio.create_task(self._server.serve(sockets=[listener]))
+        self._sweeping = asyncio.create_task(context.connections.sweep_forever())
         while not self._server.started:
             if self._serving.done():
                 self._serving.result()
@@ -111,17 +124,30 @@ class GatewayService:
         self._say_who_may_enter()
 
     async def stop(self) -> None:
-        """Takes no new connection, lets answers finish for `GRACE_S`, then ends them with an error."""
-        if self._server is not None and self._serving is not None:
-            self._server.should_exit = True
-            await asyncio.wait({self._serving}, timeout=GRACE_S)
+        """Is not ready for `leave_s`, during which it still serves all that comes; then takes no new connection, and lets
+        answers finish for `stop_grace_s`; then ends them with an error."""
+        settings = self.context.settings
+        self.context.connections.is_leaving = True
+        # Others may answer the lines meanwhile.
         await self._batch_service.stop()
+        if self._server is not None and self._serving is not None:
+            if not self._serving.done():
+                await asyncio.sleep(settings.leave_s)
+            self._server.should_exit = True
+            await asyncio.wait({self._serving}, timeout=settings.stop_grace_s)
         await self.context.table.stop()
         if self._serving is not None:
+            await asyncio.wait({self._serving}, timeout=ENDING_S)
+        if self._server is not None and self._serving is not None:
+            for connection in list(self._server.server_state.connections):
+                connection.transport.abort()
             await self._serving
+        if self._sweeping is not None:
+            self._sweeping.cancel()
+        self._placer.stop()
         await self.context.loads.stop()
         await self.context.catalog.stop()
-        self.context.tokenizers.close()
+        await self.context.tokenizers.close()
 
     def _on_instance(self, instance_id: str, info: InstanceInfo | None) -> None:
         self.context.table.on_instance(instance_id, info)
@@ -140,6 +166,23 @@ class GatewayService:
                 address,
                 "" if settings.admin_api_key else " and the admin API",
             )
+
+
+def _within_descriptors(settings: GatewaySettings) -> GatewaySettings:
+    """No more connections than this process may have descriptors for."""
+    _, limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
+    if limit == resource.RLIM_INFINITY or settings.max_connections <= limit - OTHER_DESCRIPTORS:
+        return settings
+    most = max(1, limit - OTHER_DESCRIPTORS)
+    logger.warning(
+        "this process may have %d descriptors, so that it takes %d connections at most and not %d "
+        "(TIDEWAY_MAX_CONNECTIONS); raise it with ulimit -n",
+        limit,
+        most,
+        settings.max_connections,
+    )
+    return msgspec.structs.replace(settings, max_connections=most)
 
 
 def _listen(host: str, port: int) -> socket.socket:

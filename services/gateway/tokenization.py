@@ -1,29 +1,36 @@
 """Tokenizers of the served models: text to token ids and back, chat messages to prompts.
 
-Works on the `tokenizers` library directly. Long texts are tokenised on a thread (the library drops the interpreter's
-lock in `encode_batch` only), short ones inline, where a thread's hand-over would cost more than the work.
+Works on the `tokenizers` library directly. Short texts are tokenised inline, where a hand-over would cost more than the
+work, longer ones on a thread (the library drops the interpreter's lock in `encode_batch` only), and very long ones, as chat
+templates, in processes that may be killed (`text_pool`).
 """
 
 from __future__ import annotations
 
 import asyncio
 import functools
-import json
 import logging
 import re
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+import msgspec
 from tokenizers import Tokenizer
 
-from services.gateway.chat_templates import ChatTemplate, load_template, plain_messages
+from services.gateway.chat_templates import ChatTemplate, load_template, plain_messages, read_tokenizer_config
 from services.gateway.detokenization import Detokenizer
 from services.gateway.errors import ApiError
+from services.gateway.text_bounds import longest_token_characters
+from services.gateway.text_pool import SHORT_CHARACTERS, TextPool
+from services.gateway.text_work import Encode, Render
 from shared.checkpoint import CheckpointError, describe, resolve
 from shared.messages.cluster import ModelSpec
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 INLINE_CHARACTERS = 2048
 """Longer texts go to a thread: tokenising takes about a millisecond for 4,000 characters."""
@@ -52,17 +59,20 @@ class ModelTokenizer:
         tokenizer: Tokenizer,
         template: ChatTemplate,
         *,
+        spec: ModelSpec,
         config: dict[str, Any],
         eos_token_ids: tuple[int, ...],
         max_model_len: int,
         vocab_size: int,
     ) -> None:
         """`vocab_size`: of the model's embedding, which may be more than the tokenizer names. `config`:
-        tokenizer_config.json."""
+        tokenizer_config.json. `spec`: with the checkpoint's folder as its source."""
         tokenizer.no_truncation()
         tokenizer.no_padding()
         self._tokenizer = tokenizer
         self._template = template
+        self.spec = spec
+        self._longest_token_characters = longest_token_characters(tokenizer)
         self.eos_token_ids = eos_token_ids
         self.max_model_len = max_model_len
         self.vocab_size = vocab_size
@@ -85,6 +95,11 @@ class ModelTokenizer:
             if not self._add_bos and begins:
                 return ids[1:]
         return ids
+
+    def max_characters(self, num_tokens: int) -> int | None:
+        """No text with more characters makes so few tokens; None: there is no such bound."""
+        longest = self._longest_token_characters
+        return None if longest is None else longest * (num_tokens + 1)  # a beginning that `encode` takes away
 
     def render_chat(self, messages: list[Any], **options: Any) -> str:
         """`messages`: ChatMessage. `options`: see `ChatTemplate.render`."""
@@ -129,8 +144,7 @@ def load_tokenizer(spec: ModelSpec) -> ModelTokenizer:
     try:
         folder = resolve(spec.source)
         shape = describe(folder)
-        file = folder / "tokenizer_config.json"
-        config = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+        config = read_tokenizer_config(folder)
         if (folder / "tokenizer.json").is_file():
             tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
         else:
@@ -144,6 +158,7 @@ def load_tokenizer(spec: ModelSpec) -> ModelTokenizer:
     return ModelTokenizer(
         tokenizer,
         template,
+        spec=msgspec.structs.replace(spec, source=str(folder)),
         config=config,
         eos_token_ids=shape.eos_token_ids,
         max_model_len=max_model_len,
@@ -165,9 +180,10 @@ def _convert(folder: Path) -> Tokenizer:
 
 
 class Tokenizers:
-    """The loaded tokenizers, one a source, and the threads that do long work."""
+    """The loaded tokenizers, one a source, and who does the longer work."""
 
-    def __init__(self) -> None:
+    def __init__(self, pool: TextPool) -> None:
+        self._pool = pool
         self._threads = ThreadPoolExecutor(NUM_THREADS, "tokenizer")
         # Loading takes seconds, which no prompt should wait.
         self._loaders = ThreadPoolExecutor(NUM_THREADS, "tokenizer-loading")
@@ -209,12 +225,40 @@ class Tokenizers:
                 retry_after_s=RETRY_AFTER_FAILURE_S,
             ) from None
 
-    async def run(self, num_characters: int, work: functools.partial[Any]) -> Any:
-        """`work` inline if it is about a short text, else on a thread."""
+    async def encode(
+        self, tokenizer: ModelTokenizer, texts: list[str], add_special_tokens: bool, param: str
+    ) -> list[list[int]]:
+        """The tokens of each text. Raises `ApiError` where it cannot be done within the limits; `param`: the field at fault
+        then."""
+        num_characters = sum(map(len, texts))
         if num_characters <= INLINE_CHARACTERS:
-            return work()
+            return [tokenizer.encode(text, add_special_tokens) for text in texts]
+        with self._pool.room(num_characters):
+            if num_characters > SHORT_CHARACTERS:
+                return await self._pool.encode(Encode(tokenizer.spec, texts, add_special_tokens), num_characters, param)
+            return await self._on_thread(lambda: [tokenizer.encode(text, add_special_tokens) for text in texts])
+
+    async def render(
+        self, tokenizer: ModelTokenizer, messages: list[Any], max_characters: int | None, **options: Any
+    ) -> tuple[str, int]:
+        """The text that the chat template makes of the messages, and its length; of one longer than `max_characters` only
+        the length. `options`: see `ChatTemplate.render`. Raises `ApiError`."""
+        plain = plain_messages(messages)
+        num_characters = sum(len(message["content"]) for message in plain)
+        with self._pool.room(num_characters):
+            task = Render(tokenizer.spec.source, plain, max_characters=max_characters, **options)
+            result = await self._pool.render(task, num_characters)
+        return result.text, result.num_characters
+
+    async def decode(self, tokenizer: ModelTokenizer, ids: list[int], skip_special_tokens: bool = False) -> str:
+        if 4 * len(ids) <= INLINE_CHARACTERS:
+            return tokenizer.decode(ids, skip_special_tokens)
+        return await self._on_thread(lambda: tokenizer.decode(ids, skip_special_tokens))
+
+    async def _on_thread(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
-    def close(self) -> None:
+    async def close(self) -> None:
         for threads in (self._threads, self._loaders):
             threads.shutdown(wait=False, cancel_futures=True)
+        await self._pool.close()

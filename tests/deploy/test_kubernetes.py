@@ -22,6 +22,7 @@ from shared.settings import (
     WorkerSettings,
     load,
 )
+from tideway.tree import gateway_stop_s
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 FOLDER = REPOSITORY / "deploy/kubernetes"
@@ -314,6 +315,18 @@ def test_workers_are_left_the_time_to_give_their_requests_away() -> None:
     assert pod("worker")["terminationGracePeriodSeconds"] > needed_s
     compose = yaml.safe_load((REPOSITORY / "docker-compose.yml").read_text())
     assert float(compose["services"]["worker"]["stop_grace_period"].removesuffix("s")) > needed_s
+
+
+def test_gateways_are_left_the_time_for_their_streams() -> None:
+    settings = load(GatewaySettings, environment("gateway"))
+    probe = container("gateway")["readinessProbe"]
+    assert settings.leave_s > probe["periodSeconds"], "it is seen that it leaves"
+    assert pod("gateway")["terminationGracePeriodSeconds"] > gateway_stop_s(settings)
+    gateway = yaml.safe_load((REPOSITORY / "docker-compose.yml").read_text())["services"]["gateway"]
+    assert float(gateway["stop_grace_period"].removesuffix("s")) > gateway_stop_s(GatewaySettings())
+    memory_bytes = settings.text_processes * settings.text_memory_bytes
+    assert container("gateway")["resources"]["limits"]["memory"] == "2Gi" and gateway["mem_limit"] == "2g"
+    assert memory_bytes <= 2**30, "half of it is the gateway's own"
 
 
 def test_the_gpu_overlay_changes_the_worker_only() -> None:

@@ -343,22 +343,27 @@ async def test_client_sockets_do_not_delay_small_writes(stack: Stack) -> None:
     await reader.end()
 
 
-async def test_a_stop_lets_answers_finish_and_then_ends_them(stack: Stack, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("services.gateway.service.GRACE_S", 0.5)
-    stack.peer.automatic = False
-    short, long = stack.read(), stack.read()
-    requests = [await stack.next_request(0), await stack.next_request(1)]
-    for request in requests:
-        stack.peer.emit(request, 0, stack.ids("one"))
-    await until(lambda: short.text and long.text, "first tokens")
-    stopping = asyncio.create_task(stack.gateway.stop())
-    await asyncio.sleep(0.1)
-    stack.peer.emit(requests[0], len(stack.ids("one")), [stack.eos], FinishReason.STOP)
-    await asyncio.gather(short.end(), long.end(), stopping)
-    ended = [reader for reader in (short, long) if reader.is_complete]
-    failed = [reader for reader in (short, long) if reader.error is not None]
-    assert (len(ended), len(failed)) == (1, 1)
-    assert failed[0].error["message"] == "The gateway is shutting down."
+async def test_a_stop_lets_answers_finish_and_then_ends_them(nats_settings: BusSettings, checkpoint: Path) -> None:
+    specs = [ModelSpec(MODEL, str(checkpoint))]
+    async with running_stack(nats_settings, specs, leave_s=0.5, stop_grace_s=0.5) as stack:
+        stack.peer.automatic = False
+        short, long = stack.read(), stack.read()
+        requests = [await stack.next_request(0), await stack.next_request(1)]
+        for request in requests:
+            stack.peer.emit(request, 0, stack.ids("one"))
+        await until(lambda: short.text and long.text, "first tokens")
+        assert (await stack.client.get("/ready")).status_code == 200
+        stopping = asyncio.create_task(stack.gateway.stop())
+        await asyncio.sleep(0)
+        leaving = await stack.client.get("/ready")
+        assert leaving.status_code == 503 and leaving.headers["connection"] == "close", "it leaves, and still answers"
+        await until(lambda: stack.gateway._server.should_exit, "the end of its leaving")
+        stack.peer.emit(requests[0], len(stack.ids("one")), [stack.eos], FinishReason.STOP)
+        await asyncio.gather(short.end(), long.end(), stopping)
+        ended = [reader for reader in (short, long) if reader.is_complete]
+        failed = [reader for reader in (short, long) if reader.error is not None]
+        assert (len(ended), len(failed)) == (1, 1)
+        assert failed[0].error["message"] == "The gateway is shutting down."
 
 
 async def test_as_a_process(nats_settings: BusSettings, checkpoint: Path) -> None:

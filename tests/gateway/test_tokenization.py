@@ -9,14 +9,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from prometheus_client import CollectorRegistry
 from tokenizers import Tokenizer
 
 from services.gateway.chat_templates import DEFAULT_TEMPLATE, ChatTemplate, load_template
 from services.gateway.errors import ApiError
+from services.gateway.metrics import GatewayMetrics
 from services.gateway.schemas import ChatMessage, ContentPart
+from services.gateway.text_pool import TextPool
 from services.gateway.tokenization import Tokenizers, load_tokenizer
 from shared.checkpoint import CheckpointError
 from shared.messages.cluster import ModelSpec
+from shared.settings import GatewaySettings
 from tests.gateway.checkpoints import byte_level_tokenizer, write_checkpoint
 
 REPOSITORY = Path(__file__).parents[2]
@@ -86,7 +90,7 @@ async def test_a_tokenizer_that_failed_is_tried_again(
     monkeypatch.setattr("services.gateway.tokenization.RETRY_AFTER_FAILURE_S", 0.0)
     folder = tmp_path / "later"
     spec = ModelSpec("m", str(folder))
-    tokenizers = Tokenizers()
+    tokenizers = Tokenizers(TextPool(GatewaySettings(), GatewayMetrics(CollectorRegistry())))
     with pytest.raises(ApiError, match="cannot be loaded"):
         await tokenizers.get(spec)
     folder.symlink_to(checkpoint)
@@ -97,7 +101,7 @@ async def test_a_tokenizer_that_failed_is_tried_again(
             with contextlib.suppress(ApiError):
                 loaded = await tokenizers.get(spec)
     assert await tokenizers.get(spec) is loaded
-    tokenizers.close()
+    await tokenizers.close()
 
 
 def test_defects_are_told(tmp_path: Path) -> None:

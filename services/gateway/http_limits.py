@@ -1,0 +1,264 @@
+"""The floor under HTTP: what a connection may cost while no request of it is understood, and how many there may be.
+
+`Waiting` and `Connections` decide; `LimitedProtocol` is uvicorn's protocol over httptools with those decisions applied. All
+connections are looked at `SWEEP_S` apart, which costs less than a timer each, and counts only the time in which this
+process did read: a server that was late blames nobody.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections import Counter
+from typing import Any
+
+import httptools
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+
+from services.gateway.errors import ApiError
+from services.gateway.metrics import GatewayMetrics
+from shared.settings import GatewaySettings
+
+SWEEP_S = 0.25
+MIN_BODY_BYTES_PER_S = 500
+"""A body may take `body_idle_timeout_s`, and a second more for each of so many bytes."""
+REFUSED_S = 1.0
+"""A refused connection stays so long, unread, because closing it at once would take the answer from its client."""
+CLOSING_S = 10.0
+"""For the rest of an answer to leave, before a connection that is over is cut."""
+MAX_REFUSED = 256
+"""Connections that stay so; others are closed at once."""
+RETRY_AFTER_S = 2.0
+
+
+class Waiting:
+    """For how long a client has made its connection wait for a request's head, or for its body. Pure."""
+
+    def __init__(self, head_timeout_s: float, body_idle_timeout_s: float) -> None:
+        self._head_timeout_s = head_timeout_s
+        self._body_idle_timeout_s = body_idle_timeout_s
+        self.begin(is_head=True)
+
+    def begin(self, *, is_head: bool) -> None:
+        self._is_head = is_head
+        self._total_s = self._quiet_s = 0.0
+        self.num_bytes = 0
+
+    def on_bytes(self, num_bytes: int) -> None:
+        self.num_bytes += num_bytes
+        self._quiet_s = 0.0
+
+    def tick(self, elapsed_s: float) -> ApiError | None:
+        """`elapsed_s`: in which the client could have sent. The refusal, if it was too slow."""
+        self._total_s += elapsed_s
+        self._quiet_s += elapsed_s
+        if self._is_head:
+            if self._total_s <= self._head_timeout_s:
+                return None
+            what = f"The request's head did not come within {self._head_timeout_s:g} s"
+            return ApiError(408, f"{what} (TIDEWAY_HEAD_TIMEOUT_S).", type="timeout_error", code="slow_head")
+        limit_s = self._body_idle_timeout_s
+        if self._quiet_s <= limit_s and self._total_s <= limit_s + self.num_bytes / MIN_BODY_BYTES_PER_S:
+            return None
+        return ApiError(
+            408,
+            f"The request's body came too slowly: {limit_s:g} s without a byte (TIDEWAY_BODY_IDLE_TIMEOUT_S), or less than "
+            f"{MIN_BODY_BYTES_PER_S} bytes a second.",
+            type="timeout_error",
+            code="slow_body",
+        )
+
+
+class Connections:
+    """Those that are open, how many each client address has, and whether the gateway is about to go."""
+
+    def __init__(self, settings: GatewaySettings, metrics: GatewayMetrics) -> None:
+        self.settings = settings
+        self.is_leaving = False
+        """Set: answers close their connections, so that clients come back elsewhere."""
+        self.num_refused = 0
+        self._metrics = metrics
+        self._open: set[LimitedProtocol] = set()
+        self._by_address: Counter[str] = Counter()
+        self._max_of_client = settings.max_client_connections or max(1, settings.max_connections * 3 // 4)
+        metrics.connections.set_function(lambda: len(self._open))
+
+    def enter(self, protocol: LimitedProtocol) -> ApiError | None:
+        """The refusal, where there are too many."""
+        limit, name = self.settings.max_connections, "connections here (TIDEWAY_MAX_CONNECTIONS)"
+        is_full = len(self._open) >= limit
+        if not is_full:
+            limit, name = self._max_of_client, "connections from one address (TIDEWAY_MAX_CLIENT_CONNECTIONS)"
+            is_full = self._by_address[protocol.address] >= limit
+        if is_full:
+            message = f"There may be {limit} {name}."
+            return ApiError(
+                429, message, type="rate_limit_error", code="too_many_connections", retry_after_s=RETRY_AFTER_S
+            )
+        self._open.add(protocol)
+        self._by_address[protocol.address] += 1
+        return None
+
+    def leave(self, protocol: LimitedProtocol) -> None:
+        if protocol in self._open:
+            self._open.remove(protocol)
+            self._by_address[protocol.address] -= 1
+            if not self._by_address[protocol.address]:
+                del self._by_address[protocol.address]
+
+    def count(self, reason: str) -> None:
+        self._metrics.refused_connections.labels(reason).inc()
+
+    async def sweep_forever(self) -> None:
+        previous = time.monotonic()
+        while True:
+            await asyncio.sleep(SWEEP_S)
+            now = time.monotonic()
+            elapsed_s, previous = min(now - previous, 2 * SWEEP_S), now
+            for protocol in list(self._open):
+                protocol.on_sweep(elapsed_s)
+
+
+class _RefusedError(Exception):
+    """Raised to httptools, which stops there."""
+
+
+class LimitedProtocol(HttpToolsProtocol):
+    def __init__(self, connections: Connections, **given: Any) -> None:
+        super().__init__(**given)
+        settings = connections.settings
+        self._all = connections
+        self._settings = settings
+        self._waiting = Waiting(settings.head_timeout_s, settings.body_idle_timeout_s)
+        self._is_reading = True
+        """A request is being read, or the first one is awaited."""
+        self._is_in_head = True
+        self._num_headers = self._num_head_bytes = 0
+        self._refusal: ApiError | None = None
+        self._is_refused = False
+        self._stuck_s = 0.0
+        """Since when the client takes nothing of its answer, or does not let a closed connection go."""
+        self.address = ""
+
+    # ---------------------------------------------------------------------------------------- asyncio's callbacks
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self.address = self.client[0] if self.client else ""
+        if (refusal := self._all.enter(self)) is not None:
+            self._refuse(refusal)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._all.leave(self)
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if self._is_refused:
+            return
+        self._unset_keepalive_if_required()
+        if not self._is_reading and (self.cycle is None or self.cycle.response_complete):
+            self._begin_head()
+        self._waiting.on_bytes(len(data))
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade:
+            pass  # no other protocol is spoken here: the request is answered as it is
+        except httptools.HttpParserError:
+            self._refuse(self._refusal or ApiError(400, "This is not HTTP/1.1.", code="bad_http"))
+            return
+        # A header's value is told of when it is whole.
+        if self._is_in_head and self._waiting.num_bytes - len(data) > self._settings.max_head_bytes:
+            self._refuse(self._head_too_large())
+
+    # --------------------------------------------------------------------------------------- httptools' callbacks
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._begin_head()
+
+    def on_url(self, url: bytes) -> None:
+        super().on_url(url)
+        if len(self.url) > self._settings.max_uri_bytes:
+            limit = self._settings.max_uri_bytes
+            message = f"The URI is longer than the limit of {limit} bytes (TIDEWAY_MAX_URI_BYTES)."
+            self._stop(ApiError(414, message, code="uri_too_long"))
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._num_headers += 1
+        self._num_head_bytes += len(name) + len(value) + 4
+        if self._num_headers > self._settings.max_headers:
+            limit = self._settings.max_headers
+            message = f"The request has more than {limit} headers (TIDEWAY_MAX_HEADERS)."
+            self._stop(ApiError(431, message, code="too_many_headers"))
+        if self._num_head_bytes > self._settings.max_head_bytes:
+            self._stop(self._head_too_large())
+        super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        super().on_headers_complete()
+        self._is_in_head = False
+        self._waiting.begin(is_head=False)
+        if self._all.is_leaving:
+            self.cycle.keep_alive = False
+
+    def on_message_complete(self) -> None:
+        super().on_message_complete()
+        self._is_reading = False
+
+    # ------------------------------------------------------------------------------------------------------- limits
+
+    def on_sweep(self, elapsed_s: float) -> None:
+        """`elapsed_s` have passed."""
+        if self._is_refused:
+            return
+        if self.transport.is_closing() or self.flow.write_paused:
+            self._stuck_s += elapsed_s
+            if self._stuck_s > (CLOSING_S if self.transport.is_closing() else self._settings.write_timeout_s):
+                self._all.count("slow_reader")
+                self.transport.abort()
+            return
+        self._stuck_s = 0.0
+        if self._is_reading and not self.flow.read_paused and (late := self._waiting.tick(elapsed_s)) is not None:
+            self._refuse(late)
+
+    def _begin_head(self) -> None:
+        self._is_reading = self._is_in_head = True
+        self._num_headers = self._num_head_bytes = 0
+        self._waiting.begin(is_head=True)
+
+    def _head_too_large(self) -> ApiError:
+        limit = self._settings.max_head_bytes
+        message = f"The request's headers are larger than the limit of {limit} bytes (TIDEWAY_MAX_HEAD_BYTES)."
+        return ApiError(431, message, code="head_too_large")
+
+    def _stop(self, refusal: ApiError) -> None:
+        self._refusal = refusal
+        raise _RefusedError
+
+    def _refuse(self, refusal: ApiError) -> None:
+        """The answer without the application, and the end of the connection."""
+        self._is_refused = True
+        self._all.count(refusal.code or "")
+        is_answered = self.cycle is not None and not self.cycle.response_complete and self.cycle.response_started
+        if self.cycle is not None and not self.cycle.response_complete:
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+        is_silent = self._is_in_head and self._waiting.num_bytes == 0 and refusal.status == 408
+        if is_answered or is_silent or self._all.num_refused >= MAX_REFUSED:
+            self.transport.abort()
+            return
+        body = refusal.body()
+        fields = {"content-type": "application/json", "content-length": str(len(body)), "connection": "close"}
+        head = "".join(f"{name}: {value}\r\n" for name, value in {**fields, **refusal.headers()}.items())
+        self.transport.write(STATUS_LINE[refusal.status] + head.encode() + b"\r\n" + body)
+        self.transport.pause_reading()
+        self._all.num_refused += 1
+        self.loop.call_later(REFUSED_S, self._end_refused)
+        if self.transport.can_write_eof():
+            with contextlib.suppress(OSError):
+                self.transport.write_eof()
+
+    def _end_refused(self) -> None:
+        self._all.num_refused -= 1
+        self.transport.abort()

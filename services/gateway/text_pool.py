@@ -1,0 +1,221 @@
+"""Processes that do what is not safe to do in the gateway itself (`text_work`): killed when they take too long, take too
+much memory, or nobody waits for a long text any more.
+
+Started when they are needed first. A template that had to be killed over a few short messages will be again: its model's
+chats are refused for a while, so that they do not hold up those of others.
+"""
+
+from __future__ import annotations
+
+import array
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from services.gateway import text_work
+from services.gateway.errors import ApiError
+from services.gateway.metrics import GatewayMetrics
+from services.gateway.text_work import LENGTH_BYTES, MEMORY_EXIT_CODE, Encode, Render, Result
+from shared.settings import GatewaySettings
+
+logger = logging.getLogger(__name__)
+
+SHORT_CHARACTERS = 64 * 1024
+"""A text that is no reason for a template to fail; one that is not worth killing a process for."""
+PAUSE_S = 30.0
+"""Without a template that had to be killed."""
+START_MARGIN_S = 10.0
+"""Beyond a text's own time, for a process that cannot even end itself."""
+RETRY_AFTER_S = 1.0
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+
+class _KilledError(Exception):
+    """The process ended at this text."""
+
+
+class _TextProcess:
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self._process = process
+
+    @classmethod
+    async def start(cls, settings: GatewaySettings) -> _TextProcess:
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-m",
+            "services.gateway.text_work",
+            str(settings.text_timeout_s),
+            str(settings.text_memory_bytes),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            # One text at a time: threads would cost memory and gain nothing.
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (str(REPOSITORY), os.environ.get("PYTHONPATH")))),
+                 "RAYON_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
+        )  # fmt: skip
+        return cls(process)
+
+    async def exchange(self, task: bytes) -> Result:
+        """Raises `_KilledError` with the reason."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        try:
+            self._process.stdin.write(len(task).to_bytes(LENGTH_BYTES, "big") + task)
+            await self._process.stdin.drain()
+            length = int.from_bytes(await self._process.stdout.readexactly(LENGTH_BYTES), "big")
+            return text_work.decode_result(await self._process.stdout.readexactly(length))
+        except (OSError, asyncio.IncompleteReadError):
+            code = await self._process.wait()
+            reason = {-signal.SIGALRM: "time", MEMORY_EXIT_CODE: "memory", -signal.SIGABRT: "memory"}.get(
+                code, "failed"
+            )
+            raise _KilledError(reason) from None
+
+    @property
+    def is_alive(self) -> bool:
+        return self._process.returncode is None
+
+    async def end(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            self._process.kill()
+        await self._process.wait()
+
+
+class TextPool:
+    def __init__(self, settings: GatewaySettings, metrics: GatewayMetrics) -> None:
+        self._settings = settings
+        self._metrics = metrics
+        self._turns = asyncio.Semaphore(settings.text_processes)
+        self._idle: list[_TextProcess] = []
+        self._exchanges: set[asyncio.Task[Result]] = set()
+        self._num_characters = 0
+        self._paused: dict[str, tuple[float, str]] = {}
+        """By folder: until when its template is not run, and why."""
+        metrics.text_characters.set_function(lambda: self._num_characters)
+
+    @contextlib.contextmanager
+    def room(self, num_characters: int) -> Iterator[None]:
+        """For texts of so many characters together. Raises `ApiError` 429 where too many are in work."""
+        limit = self._settings.max_text_characters
+        if self._num_characters + num_characters > limit:
+            raise ApiError(
+                429,
+                f"The server is working on {self._num_characters} characters of prompts, and this request has "
+                f"{num_characters}; the limit is {limit} (TIDEWAY_MAX_TEXT_CHARACTERS).",
+                type="rate_limit_error",
+                code="overloaded",
+                retry_after_s=RETRY_AFTER_S,
+            )
+        self._num_characters += num_characters
+        try:
+            yield
+        finally:
+            self._num_characters -= num_characters
+
+    async def render(self, task: Render, num_characters: int) -> Result:
+        """Raises `ApiError`."""
+        self._check_pause(task.folder)
+        try:
+            return await self._run(task, num_characters, task.folder)
+        except _KilledError as error:
+            reason = f"The chat template of this model {self._why(error)}."
+            if num_characters > SHORT_CHARACTERS:
+                raise ApiError(400, reason, param="messages", code="text_too_large") from None
+            logger.error("%s: its chat template %s", task.folder, self._why(error))
+            pause_s = RETRY_AFTER_S if str(error) == "failed" else PAUSE_S
+            self._paused[task.folder] = (time.monotonic() + pause_s, reason)
+            raise _broken(reason, pause_s) from None
+
+    async def encode(self, task: Encode, num_characters: int, param: str) -> list[list[int]]:
+        """Raises `ApiError`."""
+        try:
+            result = await self._run(task, num_characters)
+        except _KilledError as error:
+            message = f"Tokenising the {num_characters} characters of '{param}' {self._why(error)}."
+            raise ApiError(400, message, param=param, code="text_too_large") from None
+        return [array.array("I", ids).tolist() for ids in result.ids]
+
+    def _why(self, error: _KilledError) -> str:
+        settings = self._settings
+        return {
+            "time": f"takes longer than {settings.text_timeout_s:g} s (TIDEWAY_TEXT_TIMEOUT_S)",
+            "memory": f"takes more than {settings.text_memory_bytes} bytes of memory (TIDEWAY_TEXT_MEMORY_BYTES)",
+        }.get(str(error), "fails in a process of its own")
+
+    def _check_pause(self, folder: str) -> None:
+        until, reason = self._paused.get(folder, (0.0, ""))
+        if (left_s := until - time.monotonic()) > 0:
+            raise _broken(reason, left_s)
+
+    async def _run(self, task: Render | Encode, num_characters: int, folder: str | None = None) -> Result:
+        body = text_work.encode(task)
+        await self._turns.acquire()
+        try:
+            if folder is not None:
+                self._check_pause(folder)  # it may have been killed while this one waited
+        except ApiError:
+            self._turns.release()
+            raise
+        exchange = asyncio.get_running_loop().create_task(self._exchange(body))
+        self._exchanges.add(exchange)
+        exchange.add_done_callback(self._on_done)
+        try:
+            result = await asyncio.shield(exchange)
+        except asyncio.CancelledError:
+            if num_characters > SHORT_CHARACTERS:
+                exchange.cancel()
+            raise
+        if result.refusal is not None:
+            refusal = result.refusal
+            raise ApiError(400, refusal.message, param=refusal.param, code=refusal.code)
+        return result
+
+    def _on_done(self, exchange: asyncio.Task[Result]) -> None:
+        self._exchanges.discard(exchange)
+        if not exchange.cancelled():
+            exchange.exception()  # whoever waited has it
+
+    async def _exchange(self, task: bytes) -> Result:
+        """In the turn that the caller has taken."""
+        process = None
+        reason = "cancelled"
+        try:
+            while process is None or not process.is_alive:
+                process = self._idle.pop() if self._idle else await _TextProcess.start(self._settings)
+            async with asyncio.timeout(self._settings.text_timeout_s + START_MARGIN_S):
+                result = await process.exchange(task)
+            self._idle.append(process)
+            process = None
+            return result
+        except TimeoutError:
+            reason = "time"
+            raise _KilledError(reason) from None
+        except _KilledError as error:
+            reason = str(error)
+            raise
+        finally:
+            self._turns.release()
+            if process is not None:
+                self._metrics.killed_text_processes.labels(reason).inc()
+                await process.end()
+
+    async def close(self) -> None:
+        for exchange in self._exchanges:
+            exchange.cancel()
+        await asyncio.gather(*self._exchanges, return_exceptions=True)
+        await asyncio.gather(*(process.end() for process in self._idle))
+
+
+def _broken(reason: str, retry_after_s: float) -> ApiError:
+    return ApiError(
+        503,
+        reason,
+        type="service_unavailable",
+        param="model",
+        code="chat_template_failed",
+        retry_after_s=retry_after_s,
+    )

@@ -1,0 +1,129 @@
+"""`python -m services.gateway.text_work`: renders chat templates and tokenises long texts for `text_pool`, one at a time.
+
+A chat template is a program that came with a checkpoint, and a long text takes hundreds of megabytes to tokenise: here both
+may run out of time (the process ends itself by an alarm, which no loop escapes) or memory, and nothing else notices.
+Tasks come on the standard input and results go to the standard output, each after its length in bytes.
+"""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import functools
+import os
+import resource
+import signal
+import sys
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import msgspec
+
+from services.gateway.chat_templates import ChatTemplate, load_template, read_tokenizer_config
+from services.gateway.errors import ApiError
+from shared.messages.cluster import ModelSpec
+
+MEMORY_EXIT_CODE = 3
+LENGTH_BYTES = 8
+MAX_TEMPLATES, MAX_TOKENIZERS = 64, 4
+
+
+class Render(msgspec.Struct, tag=True):
+    """The chat template of the checkpoint in `folder` on plain messages (`chat_templates.plain_messages`)."""
+
+    folder: str
+    messages: list[dict[str, Any]]
+    add_generation_prompt: bool
+    continue_final_message: bool
+    variables: dict[str, Any] | None
+    max_characters: int | None
+    """Of the text; None: any number."""
+
+
+class Encode(msgspec.Struct, tag=True):
+    spec: ModelSpec
+    """With the folder as its source."""
+    texts: list[str]
+    add_special_tokens: bool
+
+
+class Refusal(msgspec.Struct):
+    """An `ApiError` 400."""
+
+    message: str
+    param: str | None
+    code: str | None
+
+
+class Result(msgspec.Struct):
+    text: str = ""
+    num_characters: int = 0
+    """Of the text, which is left out where it has more than were asked for."""
+    ids: list[bytes] = []
+    """Of each text, as unsigned ints of the machine."""
+    refusal: Refusal | None = None
+
+
+encode = msgspec.msgpack.Encoder().encode
+decode_task = msgspec.msgpack.Decoder(Render | Encode).decode
+decode_result = msgspec.msgpack.Decoder(Result).decode
+
+
+@functools.lru_cache(MAX_TEMPLATES)
+def _template(folder: str) -> ChatTemplate:
+    return load_template(Path(folder), read_tokenizer_config(Path(folder)))
+
+
+@functools.lru_cache(MAX_TOKENIZERS)
+def _tokenizer(spec: ModelSpec) -> Any:
+    from services.gateway.tokenization import load_tokenizer  # only long texts need it
+
+    return load_tokenizer(spec)
+
+
+def work(task: Render | Encode) -> Result:
+    try:
+        if isinstance(task, Render):
+            text = _template(task.folder).render(
+                task.messages,
+                add_generation_prompt=task.add_generation_prompt,
+                continue_final_message=task.continue_final_message,
+                variables=task.variables,
+            )
+            is_too_long = task.max_characters is not None and len(text) > task.max_characters
+            return Result("" if is_too_long else text, len(text))
+        tokenizer = _tokenizer(task.spec)
+        ids = [tokenizer.encode(text, task.add_special_tokens) for text in task.texts]
+        return Result(ids=[array.array("I", each).tobytes() for each in ids])
+    except ApiError as error:
+        return Result(refusal=Refusal(error.message, error.param, error.code))
+
+
+def _serve(tasks: BinaryIO, results: BinaryIO, timeout_s: float) -> None:
+    while len(length := tasks.read(LENGTH_BYTES)) == LENGTH_BYTES:
+        body = tasks.read(int.from_bytes(length, "big"))
+        signal.setitimer(signal.ITIMER_REAL, timeout_s)
+        answer = encode(work(decode_task(body)))
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        results.write(len(answer).to_bytes(LENGTH_BYTES, "big") + answer)
+        results.flush()
+
+
+def main() -> None:
+    timeout_s, memory_bytes = float(sys.argv[1]), int(sys.argv[2])
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal; the gateway ends this process
+    resource.setrlimit(resource.RLIMIT_DATA, (memory_bytes, memory_bytes))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    # Where memory is short all the same, this process goes before the gateway does.
+    with contextlib.suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text("1000")
+    results = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # what a library prints is no result
+    try:
+        _serve(sys.stdin.buffer, results, timeout_s)
+    except MemoryError:
+        os._exit(MEMORY_EXIT_CODE)
+
+
+if __name__ == "__main__":
+    main()

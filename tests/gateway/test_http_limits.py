@@ -1,0 +1,201 @@
+"""The floor under HTTP, on real sockets: what is too large, too slow or too many is refused, and serves nobody worse."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from services.gateway.bodies import FREE_BYTES, BodyRoom
+from services.gateway.errors import ApiError
+from services.gateway.http_limits import MIN_BODY_BYTES_PER_S, Waiting
+from shared.messages.cluster import ModelSpec
+from shared.settings import BusSettings
+from tests.gateway.conftest import MODEL, Stack, running_stack
+from tests.gateway.peer import until
+
+POST = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+
+
+@pytest.fixture
+async def narrow(nats_settings: BusSettings, checkpoint: Path) -> AsyncIterator[Stack]:
+    """A gateway with small limits."""
+    limits = {
+        "max_head_bytes": 4096,
+        "max_headers": 20,
+        "max_uri_bytes": 500,
+        "head_timeout_s": 1.5,
+        "body_idle_timeout_s": 0.6,
+        "write_timeout_s": 0.6,
+        "max_connections": 30,
+        "max_client_connections": 20,
+    }
+    async with running_stack(nats_settings, [ModelSpec(MODEL, str(checkpoint))], **limits) as stack:
+        stack.say("Hello world")
+        yield stack
+
+
+class Connection:
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.reader = reader
+        self.writer = writer
+
+    @classmethod
+    async def open(cls, stack: Stack, address: str = "127.0.0.1") -> Connection:
+        return cls(*await asyncio.open_connection("127.0.0.1", stack.gateway.port, local_addr=(address, 0)))
+
+    def send(self, data: bytes) -> None:
+        self.writer.write(data)
+
+    async def answer(self) -> tuple[int, dict[str, str], dict[str, str]]:
+        """Status, headers and the error of the next answer."""
+        async with asyncio.timeout(20):
+            lines = (await self.reader.readuntil(b"\r\n\r\n")).decode().split("\r\n")
+            headers = dict(line.lower().split(": ", 1) for line in lines[1:] if line)
+            body = await self.reader.readexactly(int(headers["content-length"]))
+        return int(lines[0].split()[1]), headers, json.loads(body or b"{}").get("error", {})
+
+    async def is_over(self) -> bool:
+        """Waits for the server to close it."""
+        async with asyncio.timeout(20):
+            try:
+                while await self.reader.read(65536):
+                    pass
+            except ConnectionError:
+                pass
+        return True
+
+    def close(self) -> None:
+        self.writer.transport.abort()
+
+
+@pytest.mark.parametrize(
+    ("head", "status", "code"),
+    [
+        (b"GET /health HTTP/1.1\r\nx-long: " + b"a" * 4096 + b"\r\n\r\n", 431, "head_too_large"),
+        (b"GET /health HTTP/1.1\r\nx-long: " + b"a" * (1 << 20), 431, "head_too_large"),
+        (b"GET /health HTTP/1.1\r\n" + b"x-more: a\r\n" * 21 + b"\r\n", 431, "too_many_headers"),
+        (b"GET /health?" + b"a" * 501 + b" HTTP/1.1\r\n\r\n", 414, "uri_too_long"),
+        (b"GET /" + b"a" * (1 << 20), 414, "uri_too_long"),
+        (b"\x16\x03\x01\x02\x00\x01noise\r\n\r\n", 400, "bad_http"),
+    ],
+)
+async def test_heads_have_limits(narrow: Stack, head: bytes, status: int, code: str) -> None:
+    connection = await Connection.open(narrow)
+    connection.send(head)
+    found, headers, error = await connection.answer()
+    assert (found, error["code"], headers["connection"]) == (status, code, "close")
+    assert error.keys() == {"message", "type", "param", "code"}
+    assert await connection.is_over()
+
+
+async def test_what_is_within_the_limits_is_served_also_in_pieces(narrow: Stack) -> None:
+    connection = await Connection.open(narrow)
+    head = b"GET /health?" + b"a" * 300 + b" HTTP/1.1\r\nhost: x\r\nx-long: " + b"a" * 3900 + b"\r\n\r\n"
+    for _ in range(2):
+        for i in range(0, len(head), 1000):
+            connection.send(head[i : i + 1000])
+            await asyncio.sleep(0.01)
+        assert (await connection.answer())[0] == 200
+    body = json.dumps({"model": MODEL, "prompt": "x", "max_tokens": 2, "user": "u" * 20_000}).encode()
+    connection.send(POST + b"content-length: %d\r\n\r\n" % len(body) + body)
+    assert (await connection.answer())[0] == 200, "a body is no head"
+    connection.close()
+
+
+async def test_half_open_requests_are_ended_and_nobody_else(narrow: Stack) -> None:
+    narrow.peer.automatic = False
+    reader = narrow.read()
+    request = await narrow.next_request()
+    silent = await Connection.open(narrow)
+    slow_head, slow_body = await Connection.open(narrow), await Connection.open(narrow)
+    slow_head.send(b"GET /health HTTP/1.1\r\nx-")
+    slow_body.send(POST + b"content-length: 1000\r\n\r\n{")
+
+    async def drip() -> None:
+        while True:
+            slow_head.send(b"a")
+            await asyncio.sleep(0.05)
+
+    dripping = asyncio.create_task(drip())
+    assert (await slow_head.answer())[::2] == (
+        408,
+        {
+            "message": "The request's head did not come within 1.5 s (TIDEWAY_HEAD_TIMEOUT_S).",
+            "type": "timeout_error",
+            "param": None,
+            "code": "slow_head",
+        },
+    )
+    dripping.cancel()
+    status, _, error = await slow_body.answer()
+    assert (status, error["code"]) == (408, "slow_body")
+    for connection in (silent, slow_head, slow_body):
+        assert await connection.is_over()
+    narrow.peer.emit(request, 0, narrow.ids("still here"))
+    await until(lambda: reader.text == "still here", "a stream that waits for its tokens")
+    await reader.hang_up()
+    metrics = (await narrow.client.get("/metrics")).text
+    assert 'tideway_gateway_refused_connections_total{reason="slow_body"} 1.0' in metrics
+
+
+async def test_a_client_that_takes_nothing_of_its_answers_is_ended(narrow: Stack) -> None:
+    connection = await Connection.open(narrow)
+    connection.writer.transport.pause_reading()
+    # Many megabytes of answers fill every buffer on the way.
+    connection.send(b"GET /openapi.json HTTP/1.1\r\nhost: x\r\n\r\n" * 200)
+    connections = narrow.gateway.context.connections
+    await until(lambda: connections._open, "its connection")
+    await until(lambda: not connections._open, "its end")
+    metrics = (await narrow.client.get("/metrics")).text
+    assert 'tideway_gateway_refused_connections_total{reason="slow_reader"} 1.0' in metrics
+    connection.close()
+
+
+async def test_connections_are_bounded_over_all_and_per_address(narrow: Stack) -> None:
+    first = [await Connection.open(narrow, "127.0.0.2") for _ in range(20)]
+    await until(lambda: len(narrow.gateway.context.connections._open) >= 20, "twenty connections")
+    one_more = await Connection.open(narrow, "127.0.0.2")
+    status, headers, error = await one_more.answer()
+    assert (status, error["code"]) == (429, "too_many_connections") and "retry-after" in headers
+    assert "20 connections from one address (TIDEWAY_MAX_CLIENT_CONNECTIONS)" in error["message"]
+    second = [await Connection.open(narrow, "127.0.0.3") for _ in range(10)]
+    status, headers, error = await (await Connection.open(narrow, "127.0.0.4")).answer()
+    assert (status, error["code"]) == (429, "too_many_connections") and "30 connections here" in error["message"]
+    for connection in (*first, *second):
+        assert await connection.is_over(), "they never said anything"
+    assert (await narrow.client.get("/health")).status_code == 200
+
+
+def test_a_body_may_be_slow_as_long_as_it_comes() -> None:
+    waiting = Waiting(head_timeout_s=10, body_idle_timeout_s=30)
+    waiting.begin(is_head=False)
+    for _ in range(300):
+        waiting.on_bytes(MIN_BODY_BYTES_PER_S)
+        assert waiting.tick(1.0) is None
+    assert waiting.tick(29.0) is None
+    refusal = waiting.tick(2.0)
+    assert refusal is not None and refusal.code == "slow_body"
+    waiting.begin(is_head=False)
+    refusals = []
+    for _ in range(40):
+        waiting.on_bytes(1)
+        refusals.append(waiting.tick(1.0))
+    assert refusals.index(next(filter(None, refusals))) == 30, "a byte a second is not enough"
+
+
+def test_bodies_share_their_room() -> None:
+    room = BodyRoom(max_body_bytes=10 * FREE_BYTES, max_total_bytes=12 * FREE_BYTES)
+    room.grow(0, 10 * FREE_BYTES)
+    with pytest.raises(ApiError) as too_large:
+        room.grow(0, 10 * FREE_BYTES + 1)
+    assert (too_large.value.status, too_large.value.code) == (413, "body_too_large")
+    room.grow(0, FREE_BYTES)
+    with pytest.raises(ApiError) as too_many:
+        room.grow(FREE_BYTES, 5 * FREE_BYTES)
+    assert too_many.value.status == 429 and too_many.value.headers()["retry-after"]
+    room.release(10 * FREE_BYTES)
+    room.grow(FREE_BYTES, 5 * FREE_BYTES)
