@@ -116,7 +116,7 @@ class NodeAgent:
         self._machine = machine
         self._drain_grace_s = drain_grace_s
         self._state = NodeState(self.node_id, drain_grace_s)
-        self._processes = Processes(command, self._on_exit)
+        self._processes = Processes(command, self._on_exit, log_format=settings.log_format)
         self._metrics = _Metrics(telemetry.registry)
         self._metrics.memory.set(machine.memory_bytes)
         self._info = NodeInfo(

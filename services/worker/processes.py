@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import logging
 import os
 import queue
@@ -19,6 +20,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
 from typing import BinaryIO
 
 logger = logging.getLogger(__name__)
@@ -109,7 +111,8 @@ class Processes:
     """The instances' processes of one agent, by instance id.
 
     `command`: argument vector of an instance. `on_exit(instance_id, process, exit_code)` is called on the event loop when
-    the process has ended and its output was read; `exit_code` is negative for a signal.
+    the process has ended and its output was read; `exit_code` is negative for a signal. Each line of output is passed on with
+    the instance's id before it, or in it if lines are objects (`log_format` json).
     """
 
     def __init__(
@@ -117,7 +120,9 @@ class Processes:
         command: Sequence[str],
         on_exit: Callable[[str, InstanceProcess, int], None],
         output: BinaryIO | None = None,
+        log_format: str = "text",
     ) -> None:
+        self._label = _label_object if log_format == "json" else _label_text
         self._command = list(command)
         self._on_exit = on_exit
         self._writer = LineWriter(output or sys.stderr.buffer)
@@ -195,10 +200,29 @@ class Processes:
 
     def _pass_on(self, instance_id: str, process: InstanceProcess, popen: subprocess.Popen[bytes]) -> None:
         assert popen.stdout is not None
-        prefix = f"[{instance_id}] ".encode()
         with popen.stdout as stream:
             while line := stream.readline(MAX_LINE_BYTES):
-                line = line.rstrip(b"\n")
-                self._writer.put(prefix + line + b"\n")
-                if text := line.decode(errors="replace").strip():
-                    process.last_line = text
+                labelled, said = self._label(instance_id, line.decode(errors="replace").rstrip("\n"))
+                self._writer.put(labelled.encode() + b"\n")
+                if said.strip():
+                    process.last_line = said.strip()
+
+
+def _label_text(instance_id: str, line: str) -> tuple[str, str]:
+    return f"[{instance_id}] {line}", line
+
+
+def _label_object(instance_id: str, line: str) -> tuple[str, str]:
+    """(object of the line, what it says). A line that is no object, say a library's, becomes the message of one."""
+    try:
+        fields = json.loads(line)
+    except ValueError:
+        fields = None
+    if not isinstance(fields, dict):
+        fields = {
+            "time": datetime.now().astimezone().isoformat(timespec="milliseconds"),
+            "level": "INFO",
+            "message": line,
+        }
+    said = str(fields.get("exception") or fields.get("message") or "")
+    return json.dumps({"instance": instance_id, **fields}), said.rpartition("\n")[2]

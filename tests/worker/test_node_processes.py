@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import io
+import json
 import os
 import signal
 import sys
 import threading
 import time
 from collections.abc import Callable
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +78,19 @@ async def test_output_is_passed_on_by_line_with_the_instance_in_front() -> None:
     assert lines[:2] == ["[n-0] one", "[n-0] two"]
     assert [len(line) - len("[n-0] ") for line in lines[2:]] == [16384, 16384, 40000 - 2 * 16384]
     assert set(process.last_line) == {"x"}
+
+
+async def test_where_logs_are_objects_every_line_of_output_is_one() -> None:
+    output, exits = io.BytesIO(), Exits()
+    records = ['{"level": "ERROR", "message": "failed", "exception": "Traceback\\nValueError: x"}', "a library's line"]
+    processes = Processes([*python("import sys; print(sys.argv[1])"), "\n".join(records[::-1])], exits, output, "json")
+    process = processes.start("n-0", os.environ)
+    await exits.of("n-0")
+    await processes.stop()
+    plain, record = map(json.loads, output.getvalue().splitlines())
+    assert record == {"instance": "n-0", **json.loads(records[0])} and process.last_line == "ValueError: x"
+    assert plain["message"] == records[1] and plain["instance"] == "n-0" and plain["level"] == "INFO"
+    assert datetime.fromisoformat(plain["time"]).tzinfo is not None
 
 
 async def test_the_environment_is_the_one_given() -> None:
