@@ -111,8 +111,8 @@ class Processes:
     """The instances' processes of one agent, by instance id.
 
     `command`: argument vector of an instance. `on_exit(instance_id, process, exit_code)` is called on the event loop when
-    the process has ended and its output was read; `exit_code` is negative for a signal. Each line of output is passed on with
-    the instance's id before it, or in it if lines are objects (`log_format` json).
+    the process has ended and its output was read; `exit_code` is negative for a signal. Each line of output is passed on
+    with the instance's id before it, or in it if lines are objects (`log_format` json).
     """
 
     def __init__(
