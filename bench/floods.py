@@ -101,6 +101,11 @@ async def endless_uri(plan: Plan) -> dict[str, int]:
     return await _many(4, lambda: _pour(plan, b"GET /", b"a" * 65536))
 
 
+async def endless_trailer(plan: Plan) -> dict[str, int]:
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n0\r\nx-long: "
+    return await _many(4, lambda: _pour(plan, head, b"a" * 65536))
+
+
 async def half_open(plan: Plan) -> dict[str, int]:
     head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n"
     return await _many(plan.connections, lambda: _pour(plan, head, b"", pause_s=1.0))
@@ -159,7 +164,7 @@ async def _outcome(client: httpx.AsyncClient, url: str, content: bytes) -> str:
     return f"{answer.status_code} {error.get('code')}{retry}: {str(error.get('message'))[:90]}"
 
 
-FLOODS = (endless_header, endless_headers, endless_uri, half_open, slow_body, long_prompts, streams)
+FLOODS = (endless_header, endless_headers, endless_uri, endless_trailer, half_open, slow_body, long_prompts, streams)
 TEMPLATE_FLOODS = (template_bomb, template_loop)
 BY_NAME = {flood.__name__: flood for flood in (*FLOODS, *TEMPLATE_FLOODS)}
 
@@ -333,7 +338,8 @@ def main() -> None:
             if "template_loop" in names:
                 inner = "{% for j in range(99999) %}{% endfor %}"
                 models["loop"] = _with_template(folder / "loop", f"{{% for i in range(99999) %}}{inner}{{% endfor %}}")
-            system = resources.enter_context(Stack(models, num_instances=1))
+            environment = {"TIDEWAY_COST_MODELS_DIR": str(folder / "cost_models")}
+            system = resources.enter_context(Stack(models, num_instances=1, environment=environment))
             system.wait_ready()
             url, pid = system.url, system.processes["gateway"].pid
         plan = Plan(

@@ -26,7 +26,7 @@ MIN_BODY_BYTES_PER_S = 500
 REFUSED_S = 1.0
 """A refused connection stays so long, unread, because closing it at once would take the answer from its client."""
 CLOSING_S = 10.0
-"""For the rest of an answer to leave, before a connection that is over is cut."""
+"""For the rest of an answer to leave, and of its request to come, before a connection that is over is cut."""
 MAX_REFUSED = 256
 """Connections that stay so; others are closed at once."""
 RETRY_AFTER_S = 2.0
@@ -134,11 +134,13 @@ class LimitedProtocol(HttpToolsProtocol):
         self._is_reading = True
         """A request is being read, or the first one is awaited."""
         self._is_in_head = True
-        self._num_headers = self._num_head_bytes = 0
+        self._num_headers = self._num_head_bytes = self._num_held_bytes = 0
+        self._has_moved = False
+        """The parser has told of something."""
         self._refusal: ApiError | None = None
         self._is_refused = False
         self._stuck_s = 0.0
-        """Since when the client takes nothing of its answer, or does not let a closed connection go."""
+        """For how long the client has taken nothing of its answer, or goes on with a request that is answered."""
         self.address = ""
 
     # ---------------------------------------------------------------------------------------- asyncio's callbacks
@@ -160,6 +162,7 @@ class LimitedProtocol(HttpToolsProtocol):
         if not self._is_reading and (self.cycle is None or self.cycle.response_complete):
             self._begin_head()
         self._waiting.on_bytes(len(data))
+        self._has_moved = False
         try:
             self.parser.feed_data(data)
         except httptools.HttpParserUpgrade:
@@ -167,17 +170,20 @@ class LimitedProtocol(HttpToolsProtocol):
         except httptools.HttpParserError:
             self._refuse(self._refusal or ApiError(400, "This is not HTTP/1.1.", code="bad_http"))
             return
-        # A header's value is told of when it is whole.
-        if self._is_in_head and self._waiting.num_bytes - len(data) > self._settings.max_head_bytes:
+        # The parser keeps what it has not told of, such as a header (also one after a body) that does not end.
+        self._num_held_bytes = 0 if self._has_moved else self._num_held_bytes + len(data)
+        if self._num_held_bytes > self._settings.max_head_bytes:
             self._refuse(self._head_too_large())
 
     # --------------------------------------------------------------------------------------- httptools' callbacks
 
     def on_message_begin(self) -> None:
+        self._has_moved = True
         super().on_message_begin()
         self._begin_head()
 
     def on_url(self, url: bytes) -> None:
+        self._has_moved = True
         super().on_url(url)
         if len(self.url) > self._settings.max_uri_bytes:
             limit = self._settings.max_uri_bytes
@@ -185,6 +191,7 @@ class LimitedProtocol(HttpToolsProtocol):
             self._stop(ApiError(414, message, code="uri_too_long"))
 
     def on_header(self, name: bytes, value: bytes) -> None:
+        self._has_moved = True
         self._num_headers += 1
         self._num_head_bytes += len(name) + len(value) + 4
         if self._num_headers > self._settings.max_headers:
@@ -196,13 +203,19 @@ class LimitedProtocol(HttpToolsProtocol):
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
+        self._has_moved = True
         super().on_headers_complete()
         self._is_in_head = False
         self._waiting.begin(is_head=False)
         if self._all.is_leaving:
             self.cycle.keep_alive = False
 
+    def on_body(self, body: bytes) -> None:
+        self._has_moved = True
+        super().on_body(body)
+
     def on_message_complete(self) -> None:
+        self._has_moved = True
         super().on_message_complete()
         self._is_reading = False
 
@@ -212,9 +225,11 @@ class LimitedProtocol(HttpToolsProtocol):
         """`elapsed_s` have passed."""
         if self._is_refused:
             return
-        if self.transport.is_closing() or self.flow.write_paused:
+        is_answered = self.cycle is not None and self.cycle.response_complete and not self._is_in_head
+        is_over = self.transport.is_closing() or (is_answered and self._is_reading)
+        if is_over or self.flow.write_paused:
             self._stuck_s += elapsed_s
-            if self._stuck_s > (CLOSING_S if self.transport.is_closing() else self._settings.write_timeout_s):
+            if self._stuck_s > (CLOSING_S if is_over else self._settings.write_timeout_s):
                 self._all.count("slow_reader")
                 self.transport.abort()
             return

@@ -15,7 +15,7 @@ from services.gateway.bodies import read_message
 from services.gateway.context import GatewayContext
 from services.gateway.errors import invalid
 from services.gateway.instance_states import instance_states
-from services.gateway.parsing import check_token_ids
+from services.gateway.parsing import MAX_SEQUENCE_TOKENS, check_token_ids
 from services.gateway.replies import (
     DetokenizeReply,
     ModelCard,
@@ -75,6 +75,8 @@ async def tokenize(context: GatewayContext, request: Request) -> Response:
 async def detokenize(context: GatewayContext, request: Request) -> Response:
     context.admission.authenticate(request.headers.get("authorization"))
     message = await read_message(request, _DETOKENIZE, context.bodies)
+    if len(message.tokens) > MAX_SEQUENCE_TOKENS:
+        raise invalid("tokens", f"'tokens' has {len(message.tokens)} token ids; the limit is {MAX_SEQUENCE_TOKENS}.")
     tokenizer = await context.tokenizers.get(context.catalog.spec(message.model))
     if message.tokens:
         check_token_ids(message.tokens, tokenizer.vocab_size, "tokens")

@@ -18,6 +18,7 @@ MAX_STOP_CHARACTERS = 1024
 MAX_STOP_TOKEN_IDS = 256
 MAX_LOGIT_BIASES = 1024
 MAX_TOP_LOGPROBS = 20
+MAX_MESSAGES = 16384
 INT64 = Meta(ge=-(2**63), le=2**63 - 1)
 
 TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
@@ -151,7 +152,7 @@ class ChatMessage(msgspec.Struct, frozen=True):
     tool_call_id: str | None = None
 
 
-Messages = Annotated[list[ChatMessage], Meta(min_length=1)]
+Messages = Annotated[list[ChatMessage], Meta(min_length=1, max_length=MAX_MESSAGES)]
 
 
 class ChatRequest(GenerationFields, kw_only=True):

@@ -27,7 +27,9 @@ from shared.settings import GatewaySettings
 logger = logging.getLogger(__name__)
 
 SHORT_CHARACTERS = 64 * 1024
-"""A text that is no reason for a template to fail; one that is not worth killing a process for."""
+"""A text that is not worth killing a process for when its client has gone."""
+SMALL_BYTES = 16 * 1024
+"""Messages and variables that are no reason for a template to fail: it is the template."""
 PAUSE_S = 30.0
 """Without a template that had to be killed."""
 START_MARGIN_S = 10.0
@@ -119,11 +121,12 @@ class TextPool:
     async def render(self, task: Render, num_characters: int) -> Result:
         """Raises `ApiError`."""
         self._check_pause(task.folder)
+        body = text_work.encode(task)
         try:
-            return await self._run(task, num_characters, task.folder)
+            return await self._run(body, num_characters, task.folder)
         except _KilledError as error:
             reason = f"The chat template of this model {self._why(error)}."
-            if num_characters > SHORT_CHARACTERS:
+            if len(body) > SMALL_BYTES:
                 raise ApiError(400, reason, param="messages", code="text_too_large") from None
             logger.error("%s: its chat template %s", task.folder, self._why(error))
             pause_s = RETRY_AFTER_S if str(error) == "failed" else PAUSE_S
@@ -133,7 +136,7 @@ class TextPool:
     async def encode(self, task: Encode, num_characters: int, param: str) -> list[list[int]]:
         """Raises `ApiError`."""
         try:
-            result = await self._run(task, num_characters)
+            result = await self._run(text_work.encode(task), num_characters)
         except _KilledError as error:
             message = f"Tokenising the {num_characters} characters of '{param}' {self._why(error)}."
             raise ApiError(400, message, param=param, code="text_too_large") from None
@@ -151,8 +154,7 @@ class TextPool:
         if (left_s := until - time.monotonic()) > 0:
             raise _broken(reason, left_s)
 
-    async def _run(self, task: Render | Encode, num_characters: int, folder: str | None = None) -> Result:
-        body = text_work.encode(task)
+    async def _run(self, task: bytes, num_characters: int, folder: str | None = None) -> Result:
         await self._turns.acquire()
         try:
             if folder is not None:
@@ -160,7 +162,7 @@ class TextPool:
         except ApiError:
             self._turns.release()
             raise
-        exchange = asyncio.get_running_loop().create_task(self._exchange(body))
+        exchange = asyncio.get_running_loop().create_task(self._exchange(task))
         self._exchanges.add(exchange)
         exchange.add_done_callback(self._on_done)
         try:

@@ -78,6 +78,7 @@ class Connection:
         (b"GET /health HTTP/1.1\r\nx-long: " + b"a" * 4096 + b"\r\n\r\n", 431, "head_too_large"),
         (b"GET /health HTTP/1.1\r\nx-long: " + b"a" * (1 << 20), 431, "head_too_large"),
         (b"GET /health HTTP/1.1\r\n" + b"x-more: a\r\n" * 21 + b"\r\n", 431, "too_many_headers"),
+        (POST + b"transfer-encoding: chunked\r\n\r\n0\r\nx-long: " + b"a" * (1 << 20), 431, "head_too_large"),
         (b"GET /health?" + b"a" * 501 + b" HTTP/1.1\r\n\r\n", 414, "uri_too_long"),
         (b"GET /" + b"a" * (1 << 20), 414, "uri_too_long"),
         (b"\x16\x03\x01\x02\x00\x01noise\r\n\r\n", 400, "bad_http"),
@@ -145,8 +146,10 @@ async def test_half_open_requests_are_ended_and_nobody_else(narrow: Stack) -> No
 async def test_a_client_that_takes_nothing_of_its_answers_is_ended(narrow: Stack) -> None:
     connection = await Connection.open(narrow)
     connection.writer.transport.pause_reading()
-    # Many megabytes of answers fill every buffer on the way.
-    connection.send(b"GET /openapi.json HTTP/1.1\r\nhost: x\r\n\r\n" * 200)
+    # Some ten megabytes of answers fill every buffer on the way.
+    body = json.dumps({"model": MODEL, "prompt": "a " * 30_000, "return_token_strs": True}).encode()
+    head = b"POST /tokenize HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
+    connection.send((head % len(body) + body) * 16)
     connections = narrow.gateway.context.connections
     await until(lambda: connections._open, "its connection")
     await until(lambda: not connections._open, "its end")

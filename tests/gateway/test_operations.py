@@ -18,6 +18,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import SpanKind, format_span_id, format_trace_id
 from prometheus_client.parser import text_string_to_metric_families
 
+from services.gateway.parsing import MAX_SEQUENCE_TOKENS
 from services.gateway.service import GatewayService
 from shared.bus.nats_bus import NatsBus
 from shared.messages.catalogue import CLEAR_PREFIX_CACHE, NODES
@@ -74,6 +75,8 @@ async def test_tokenize_and_detokenize(stack: Stack) -> None:
     assert (await stack.post("/tokenize", prompt="x", messages=HI)).status_code == 400
     assert (await stack.post("/detokenize", tokens=[10**6])).status_code == 400
     assert (await stack.post("/detokenize", tokens=[])).json() == {"prompt": ""}
+    error = (await stack.post("/detokenize", tokens=[5] * (MAX_SEQUENCE_TOKENS + 1))).json()["error"]
+    assert error["param"] == "tokens" and f"the limit is {MAX_SEQUENCE_TOKENS}" in error["message"]
 
 
 async def test_a_long_prompt_is_tokenised_on_a_thread(stack: Stack) -> None:
