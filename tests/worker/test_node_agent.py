@@ -152,7 +152,9 @@ async def test_a_plan_is_carried_out_and_changed_without_touching_what_stays(pee
     assert peers.nodes.entries["n"].num_instances == 2
     assert peers.nodes.entries["n"].memory_bytes == 1 << 30
 
+    assert agent.unready()
     pids = await peers.carried_out(plan(1, "a", "b"))
+    await until(lambda: not agent.unready())
     assert pids.keys() == {"n-0", "n-1"}
     assert peers.models("n-0") == peers.models("n-1") == {"a": "ready", "b": "ready"}
 
@@ -206,7 +208,6 @@ async def test_an_instance_that_cannot_live_is_a_problem_of_the_node(peers: Peer
     assert peers.nodes.entries["n"].plan_version == 0
     await peers.carried_out(plan(2, "a"))
     await until(lambda: peers.nodes.entries["n"].problem == "")
-    await until(lambda: not agent.unready())
 
 
 async def test_a_model_that_cannot_be_loaded_is_a_problem_of_the_node(peers: Peers, agent: NodeAgent) -> None:
