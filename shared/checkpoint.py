@@ -22,11 +22,16 @@ SUPPORTED_ARCHITECTURES = (
     "OPTForCausalLM",
 )
 
+SUPPORTED_ACTIVATIONS = ("silu", "swish", "relu", "gelu", "gelu_new", "gelu_pytorch_tanh")
+SUPPORTED_ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope", "su")
+
 ITEMSIZES = {"float32": 4, "float16": 2, "bfloat16": 2}
 """Bytes of an element of each dtype that a model may run in."""
 
 _HEADER_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _INDEX_FILE = "model.safetensors.index.json"
+_ADAPTER_FILE = "adapter_config.json"
+_TOKENIZER_FILES = (("tokenizer.json",), ("tokenizer.model",), ("vocab.json", "merges.txt"))
 _MAX_HEADER_BYTES = 100 * 1024 * 1024
 _HUB_PATTERNS = ["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt"]
 _FIXED_LENGTH_ROPE = ("default", "llama3", "longrope", "su", "mrope")
@@ -35,6 +40,10 @@ _FIXED_LENGTH_ROPE = ("default", "llama3", "longrope", "su", "mrope")
 
 class CheckpointError(Exception):
     """A checkpoint cannot be used; the message is for the operator."""
+
+
+class CheckpointMissing(CheckpointError):
+    """It is not there, or cannot be fetched, now: to try again later may help."""
 
 
 class CheckpointShape(msgspec.Struct, frozen=True):
@@ -61,23 +70,26 @@ def resolve(source: str) -> Path:
     if path.is_dir():
         return path
     if path.exists():
-        raise CheckpointError(f"{source} is a file; a checkpoint is a folder with config.json and safetensors files.")
+        kind = "a GGUF file, which is not supported" if path.suffix == ".gguf" else "a file"
+        raise CheckpointError(f"{source} is {kind}; a checkpoint is a folder with config.json and safetensors files.")
     if source.startswith(("/", ".", "~")) or source.count("/") > 1 or not source.strip():
-        raise CheckpointError(f"{source!r} does not exist.")
+        raise CheckpointMissing(f"{source!r} does not exist.")
     from huggingface_hub import snapshot_download
 
     try:
         return Path(snapshot_download(source, allow_patterns=_HUB_PATTERNS))
     except Exception as error:  # the hub client raises its own, httpx's and OS errors
         cause = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise CheckpointError(
+        raise CheckpointMissing(
             f"{source!r} is no folder here and could not be fetched from the Hugging Face hub: {cause}"
         ) from error
 
 
 def describe(path: Path) -> CheckpointShape:
-    """Reads config.json, generation_config.json and the safetensors headers of the checkpoint in `path`."""
+    """Reads config.json, generation_config.json and the safetensors headers of the checkpoint in `path`. Refuses what the
+    worker could not run, as far as that can be known without the weights."""
     config = read_config(path)
+    _check_is_supported(path, config)
     architecture = architecture_of(path, config)
     file = path / "config.json"
     hidden_size = positive_int(config, "hidden_size", file)
@@ -113,7 +125,39 @@ def read_json(file: Path) -> dict[str, Any]:
 
 def read_config(path: Path) -> dict[str, Any]:
     """config.json of the checkpoint in `path`."""
+    if not (path / "config.json").exists():
+        if (path / _ADAPTER_FILE).is_file():
+            base = read_json(path / _ADAPTER_FILE).get("base_model_name_or_path") or "a base model"
+            raise CheckpointError(f"{path} is an adapter of {base}; it would have to be merged into that first.")
+        if found := sorted(file.name for file in path.glob("*.gguf")):
+            raise CheckpointError(f"{path} holds GGUF files ({', '.join(found[:3])}), which are not supported.")
     return read_json(path / "config.json")
+
+
+def check_tokenizer(path: Path) -> None:
+    """That the folder has a tokenizer, which the gateway reads. Raises `CheckpointError`."""
+    if not any(all((path / name).is_file() for name in names) for names in _TOKENIZER_FILES):
+        raise CheckpointError(
+            f"{path} has no tokenizer: {', '.join(' with '.join(names) for names in _TOKENIZER_FILES)} are looked for."
+        )
+
+
+def _check_is_supported(path: Path, config: Mapping[str, Any]) -> None:
+    file = path / "config.json"
+    for key in ("quantization_config", "compression_config"):
+        if quantization := config.get(key):
+            method = quantization.get("quant_method") if isinstance(quantization, dict) else None
+            raise CheckpointError(
+                f"{file}: {key} ({method or 'no quant_method'}): quantised weights are not supported."
+            )
+    activation = config.get("hidden_act") or config.get("activation_function")
+    rope_type = rope_parameters(config)["rope_type"]
+    for what, value, known in (
+        ("activation", activation, SUPPORTED_ACTIVATIONS),
+        ("rope scaling", rope_type, SUPPORTED_ROPE_TYPES),
+    ):
+        if value is not None and value not in known:
+            raise CheckpointError(f"{file}: {what} {value!r} is not supported; supported are {', '.join(known)}.")
 
 
 def architecture_of(path: Path, config: Mapping[str, Any]) -> str:
@@ -201,6 +245,9 @@ def read_safetensors_header(file: Path) -> dict[str, dict[str, Any]]:
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{file} is no readable safetensors file: {error}") from None
     header.pop("__metadata__", None)
+    num_bytes = 8 + length + max((tensor["data_offsets"][1] for tensor in header.values()), default=0)
+    if (present := file.stat().st_size) < num_bytes:
+        raise CheckpointError(f"{file} is truncated: it has {present} bytes of {num_bytes}.")
     return dict(header)
 
 

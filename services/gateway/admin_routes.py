@@ -105,6 +105,7 @@ async def list_models(context: GatewayContext, request: Request) -> Response:
                 tpot_ms=spec.tpot_ms,
                 instances={instance_id: model.state for instance_id, model in on_instances.items()},
                 unplaced=unplaced.get(spec.name),
+                failure=failure.message if (failure := context.catalog.failure(spec.name)) is not None else None,
                 num_running=sum(model.num_running for model in on_instances.values()),
                 num_waiting=sum(model.num_waiting for model in on_instances.values()),
                 num_queued=None if num_queued is None else num_queued.get(spec.name, 0),

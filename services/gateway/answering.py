@@ -81,6 +81,7 @@ async def _generate(
     key = admission.authenticate(request.headers.get("authorization"))
     message = await read_message(request, decoder, context.bodies)
     spec = context.catalog.spec(message.model)
+    context.catalog.check_can_be_served(spec.name)
     options = options_of(message, request.headers, settings.request_timeout_s)
     keep_alive_s = _keep_alive_s(request)
     metrics = exchange.identify(spec.name, message, options)

@@ -105,7 +105,7 @@ ROUTES = (
     Route("GET", "/v1/batches/{batch_id}", batch_routes.get_batch, None, BatchObject, BATCH_ERRORS),
     Route("POST", "/v1/batches/{batch_id}/cancel", batch_routes.cancel_batch, None, BatchObject, BATCH_ERRORS),
     Route("GET", "/v1/models", other_routes.list_models, None, ModelList, (401,)),
-    Route("GET", "/v1/models/{model:path}", other_routes.get_model, None, ModelCard, (401, 404)),
+    Route("GET", "/v1/models/{model:path}", other_routes.get_model, None, ModelCard, (401, 404, 503)),
     Route("POST", "/tokenize", *_TOKENIZE, TOKENIZER_ERRORS),
     Route("POST", "/v1/tokenize", *_TOKENIZE, TOKENIZER_ERRORS),
     Route("POST", "/detokenize", *_DETOKENIZE, TOKENIZER_ERRORS),

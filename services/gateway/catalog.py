@@ -9,15 +9,17 @@ from collections.abc import Callable
 from services.gateway.errors import ApiError
 from services.gateway.parsing import MAX_SEQUENCE_TOKENS
 from services.gateway.tokenization import ModelTokenizer, Tokenizers
-from shared.bus.interface import Bus, Subscription, Watch
-from shared.messages.catalogue import INSTANCE_EXITED, INSTANCES, MODELS
+from shared.bus.interface import Bus, ServiceError, Subscription, Watch
+from shared.messages.catalogue import INSTANCE_EXITED, INSTANCES, MODELS, PLANS
 from shared.messages.channels import bucket_key
-from shared.messages.cluster import InstanceExited, InstanceInfo, LoadedModel, ModelSpec
+from shared.messages.cluster import InstanceExited, InstanceInfo, LoadedModel, ModelSpec, PlacementPlan
+from shared.messages.requests import ErrorCode, ErrorInfo
 
 logger = logging.getLogger(__name__)
 
 READY = "ready"
 DRAINING = "draining"
+FAILED = "failed"
 
 
 def loaded_model(instance: InstanceInfo, model: str) -> LoadedModel | None:
@@ -40,6 +42,7 @@ class Catalog:
         """By bucket key, with the Unix second in which this gateway learned of the model."""
         self._model_watch: Watch[ModelSpec] | None = None
         self._instance_watch: Watch[InstanceInfo] | None = None
+        self._plan_watch: Watch[PlacementPlan] | None = None
         self._exited: set[tuple[str, str]] = set()
         """Ids and incarnations."""
         self._exits: Subscription | None = None
@@ -48,10 +51,11 @@ class Catalog:
         """`on_instance(instance_id, info)` is called for each change of an instance; None: it is gone."""
         self._instance_watch = await (await self._bus.key_value(INSTANCES)).watch(on_instance)
         self._model_watch = await (await self._bus.key_value(MODELS)).watch(self._on_model)
+        self._plan_watch = await (await self._bus.key_value(PLANS)).watch()
         self._exits = await self._bus.subscribe(INSTANCE_EXITED, self._on_exited)
 
     async def stop(self) -> None:
-        for source in (self._exits, self._model_watch, self._instance_watch):
+        for source in (self._exits, self._model_watch, self._plan_watch, self._instance_watch):
             if source is not None:
                 await source.stop()
 
@@ -104,6 +108,27 @@ class Catalog:
                 code="model_not_found",
             )
         return found[0]
+
+    def failure(self, model: str) -> ErrorInfo | None:
+        """Why nobody can serve the model, where that is known and nobody is loading it."""
+        found = [loaded for info in self.alive.values() if (loaded := loaded_model(info, model)) is not None]
+        if any(loaded.state != FAILED for loaded in found):
+            return None
+        reason, is_final = "", False
+        if found:
+            reason, is_final = found[0].error, all(loaded.is_final for loaded in found)
+        elif self._plan_watch is not None and (plan := self._plan_watch.entries.get("current")) is not None:
+            reason = plan.unusable.get(model, "")
+            is_final = bool(reason)
+        if not reason:
+            return None
+        code = ErrorCode.MODEL_FAILED if is_final else ErrorCode.UNAVAILABLE
+        return ErrorInfo(code, f"The model '{model}' cannot be loaded: {reason}", "model")
+
+    def check_can_be_served(self, model: str) -> None:
+        """Raises `ServiceError`."""
+        if (failure := self.failure(model)) is not None:
+            raise ServiceError(failure)
 
     def ready_models(self) -> list[str]:
         """Known models with an instance that serves them now."""

@@ -13,6 +13,8 @@ import msgspec
 
 from shared.messages.requests import ErrorCode, ErrorInfo
 
+MODEL_FAILED = "model_failed"
+
 
 class ApiError(Exception):
     """A request ends with this answer. `type`, `code` and `param` are OpenAI's fields of those names."""
@@ -43,6 +45,9 @@ class ApiError(Exception):
         headers = {}
         if self.retry_after_s is not None:
             headers["retry-after"] = str(max(1, math.ceil(self.retry_after_s)))
+        if self.status == 408 or self.code == MODEL_FAILED:
+            # OpenAI's clients try both again by themselves: the one would run into its deadline once more.
+            headers["x-should-retry"] = "false"
         if self.status == 401:
             headers["www-authenticate"] = "Bearer"
         return headers
@@ -61,6 +66,7 @@ _MEANINGS: dict[ErrorCode, tuple[int, str, str]] = {
     ErrorCode.GONE: (503, "service_unavailable", "unavailable"),
     ErrorCode.DRAINING: (503, "service_unavailable", "unavailable"),
     ErrorCode.NOT_LEADER: (503, "service_unavailable", "unavailable"),
+    ErrorCode.MODEL_FAILED: (503, "service_unavailable", MODEL_FAILED),
     ErrorCode.UNAVAILABLE: (503, "service_unavailable", "unavailable"),
 }
 """A passed deadline is 408, not 504: the limit is the client's own (or the operator's), not a defect of a server."""
@@ -71,7 +77,8 @@ DEFAULT_RETRY_AFTER_S = 2.0
 def of_info(info: ErrorInfo) -> ApiError:
     """The client's view of a typed refusal or failure from the bus."""
     status, kind, code = _MEANINGS[info.code]
-    retry_after_s = (info.retry_after_s or DEFAULT_RETRY_AFTER_S) if status in (429, 503) else None
+    is_passing = status in (429, 503) and code != MODEL_FAILED
+    retry_after_s = (info.retry_after_s or DEFAULT_RETRY_AFTER_S) if is_passing else None
     return ApiError(status, info.message, type=kind, param=info.param, code=code, retry_after_s=retry_after_s)
 
 

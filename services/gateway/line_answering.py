@@ -120,6 +120,7 @@ class _Call:
         self, on_submitted: Callable[[], None], on_output: Callable[[int, float], None]
     ) -> tuple[bytes, Usage]:
         context, message, options = self._context, self._message, self._options
+        context.catalog.check_can_be_served(self._spec.name)
         try:
             async with asyncio.timeout(options.timeout_s):
                 tokenizer = await context.tokenizers.get(self._spec)

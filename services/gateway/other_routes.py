@@ -48,12 +48,15 @@ def _card(context: GatewayContext, spec: ModelSpec) -> ModelCard:
 
 async def list_models(context: GatewayContext, request: Request) -> Response:
     context.admission.authenticate(request.headers.get("authorization"))
-    return json_response(ModelList("list", [_card(context, spec) for spec in context.catalog.models]))
+    served = [spec for spec in context.catalog.models if context.catalog.failure(spec.name) is None]
+    return json_response(ModelList("list", [_card(context, spec) for spec in served]))
 
 
 async def get_model(context: GatewayContext, request: Request) -> Response:
     context.admission.authenticate(request.headers.get("authorization"))
-    return json_response(_card(context, context.catalog.spec(request.path_params["model"])))
+    spec = context.catalog.spec(request.path_params["model"])
+    context.catalog.check_can_be_served(spec.name)
+    return json_response(_card(context, spec))
 
 
 async def tokenize(context: GatewayContext, request: Request) -> Response:

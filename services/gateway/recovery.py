@@ -211,12 +211,18 @@ class Recovery:
             self._cut_since = now
         is_cut_off = self._cut_since is not None and now - self._cut_since > NATS_LOSS_LIMIT_S
         quiet: dict[str | None, list[Stream]] = defaultdict(list)
+        unowned = {stream.model for stream in self._table.streams.values() if stream.owner is None}
+        found = {model: self._catalog.failure(model) for model in unowned}
+        # What may pass is waited for; a model that cannot be loaded at all is not.
+        failures = {m: e for m, e in found.items() if e is not None and e.code is ErrorCode.MODEL_FAILED}
         for stream in list(self._table.streams.values()):
             if now >= stream.deadline:
                 self._table.fail(stream, ErrorCode.DEADLINE, "The request's time limit has passed.")
             elif is_cut_off:
                 message = f"The message bus was away for more than {NATS_LOSS_LIMIT_S:g} s."
                 self._table.fail(stream, ErrorCode.UNAVAILABLE, message)
+            elif stream.owner is None and (reason := failures.get(stream.model)) is not None:
+                self._table.fail(stream, reason.code, reason.message)
             elif connected and not stream.is_placing and now - stream.heard_at > stream.quiet_s:
                 stream.heard_at = now
                 stream.quiet_s = min(MAX_QUIET_S, max(QUIET_S, 2 * stream.quiet_s))

@@ -155,6 +155,8 @@ class ModelState(msgspec.Struct, kw_only=True):
     """Instance id to the model's state there: loading, ready, unloading, failed."""
     unplaced: str | None
     """Why it is on no instance, if it is on none."""
+    failure: str | None
+    """Why it cannot be loaded, if that is so wherever it is."""
     num_running: int
     """On all its instances; likewise `num_waiting`."""
     num_waiting: int

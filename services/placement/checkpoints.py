@@ -7,14 +7,24 @@ import logging
 import threading
 from collections.abc import Callable, Collection
 
-from shared.checkpoint import CheckpointError, CheckpointShape, describe, resolve
+from shared.checkpoint import (
+    CheckpointError,
+    CheckpointMissing,
+    CheckpointShape,
+    check_tokenizer,
+    describe,
+    resolve,
+)
 
 logger = logging.getLogger(__name__)
 
 
 def read_shape(source: str) -> CheckpointShape:
     """Blocking; `CheckpointError`."""
-    return describe(resolve(source))
+    folder = resolve(source)
+    shape = describe(folder)
+    check_tokenizer(folder)
+    return shape
 
 
 class Checkpoints:
@@ -39,10 +49,10 @@ class Checkpoints:
         return self._problems.get(source, "")
 
     def begin(self, source: str, *, again: bool = False) -> None:
-        """Begins to read, unless that is under way or known; what failed is tried again, and with `again` what is known
-        too."""
+        """Begins to read, unless that is under way or known. What was not there is tried again; what cannot be used, and
+        what is known, with `again` only."""
         reading = self._readings.get(source)
-        if reading is None or (reading.done() and (again or self.problem(source))):
+        if reading is None or (reading.done() and (again or isinstance(reading.exception(), CheckpointMissing))):
             self._readings[source] = self._start(source)
 
     async def wait(self, sources: Collection[str], timeout_s: float) -> None:
@@ -69,7 +79,8 @@ class Checkpoints:
                 future.set_result(shape)
             else:
                 assert error is not None
-                logger.warning("%s cannot be used: %s", source, error)
+                if str(error) != self._problems.get(source):
+                    logger.warning("%s cannot be used: %s", source, error)
                 if is_wanted:
                     self._problems[source] = str(error)
                 future.set_exception(error)
@@ -84,7 +95,7 @@ class Checkpoints:
                 failure = error
             except Exception as error:
                 logger.exception("reading %s failed", source)
-                failure = CheckpointError(f"{source!r} cannot be read: {error!r}")
+                failure = CheckpointMissing(f"{source!r} cannot be read: {error!r}")
             try:
                 loop.call_soon_threadsafe(finish, shape, failure)
             except RuntimeError:

@@ -153,7 +153,8 @@ def plan(
         if not placement.num_replicas[name] and (reason := placement.why_unplaced(name))
     }
     version = 1 if incumbent is None else incumbent.version + 1
-    new = PlacementPlan(version, instances, unplaced, list(fleet.draining), list(fleet.released))
+    unusable = {name: configured[name].problem for name in unplaced if configured[name].shape is None}
+    new = PlacementPlan(version, instances, unplaced, list(fleet.draining), list(fleet.released), unusable)
     if incumbent is not None and msgspec.structs.replace(new, version=incumbent.version) == incumbent:
         return incumbent
     return new

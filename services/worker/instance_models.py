@@ -19,6 +19,7 @@ from services.worker.engine_loop import EngineLoop
 from services.worker.instance_telemetry import InstanceTelemetry
 from services.worker.tasks import TaskSet
 from shared.bus.interface import ServiceError
+from shared.checkpoint import CheckpointError, CheckpointMissing
 from shared.engine.plan import ModelShape
 from shared.messages.cluster import LoadedModel, ModelLoad, ModelSpec
 from shared.messages.requests import ErrorCode
@@ -66,6 +67,8 @@ class _Model(msgspec.Struct):
     shape: ModelShape | None = None
     num_slots: int = 0
     error: str = ""
+    is_final: bool = False
+    """Of one that failed: it would fail again."""
 
 
 class InstanceModels:
@@ -119,6 +122,7 @@ class InstanceModels:
                 loads[name].num_waiting if name in loads else 0,
                 model.error,
                 str(costs[name].source) if name in costs else "",
+                model.is_final,
             )
             for name, model in self._models.items()
         ]
@@ -170,6 +174,13 @@ class InstanceModels:
             shape, num_slots = await asyncio.shield(asyncio.wrap_future(self._loop.between_steps(attach)))
         except asyncio.CancelledError:
             raise
+        except CheckpointError as error:
+            log.error("model %s could not be loaded: %s", spec.name, error)
+            model.state, model.error = "failed", str(error)
+            model.is_final = not isinstance(error, CheckpointMissing)
+        except (OSError, MemoryError) as error:
+            log.error("model %s could not be loaded: %r", spec.name, error)
+            model.state, model.error = "failed", f"{type(error).__name__}: {error}"
         except Exception as error:
             log.exception("model %s could not be loaded", spec.name)
             model.state, model.error = "failed", f"{type(error).__name__}: {error}"

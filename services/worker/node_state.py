@@ -306,7 +306,7 @@ class NodeState:
                 continue
             if entry is not None and want != have:
                 action = UnloadModel(instance_id, name)
-            elif want is not None and (entry is None or entry.state == "failed"):
+            elif want is not None and (entry is None or (entry.state == "failed" and not entry.is_final)):
                 # What is loaded beside a pool that is still to shrink might not fit.
                 if not process.has_pool_of(desired):
                     continue

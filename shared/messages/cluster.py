@@ -38,6 +38,8 @@ class LoadedModel(msgspec.Struct, frozen=True, array_like=True):
     error: str = ""
     cost_model: str = ""
     """Where its step times are from: a `CostSource`; empty: the token budget alone bounds its steps."""
+    is_final: bool = False
+    """Of one that failed: loading the same checkpoint again would fail again."""
 
 
 class InstanceInfo(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
@@ -205,6 +207,8 @@ class PlacementPlan(msgspec.Struct, frozen=True):
     """Instances that the operator or the scheduler wants empty: in no plan until that is undone."""
     released: list[str] = []
     """Of those, the ones that scaling took out: the first to come back when there should be more."""
+    unusable: dict[str, str] = {}
+    """Models whose checkpoint cannot be used, with the reason: some of `unplaced`."""
 
 
 class StoredCostModel(msgspec.Struct, frozen=True):

@@ -70,6 +70,8 @@ class ErrorCode(StrEnum):
     NOT_PERMITTED = "not_permitted"
     """NATS refuses this process's user a subject."""
     INTERNAL = "internal"
+    MODEL_FAILED = "model_failed"
+    """The model cannot be loaded, and could not by trying again."""
     UNAVAILABLE = "unavailable"
     """The needed peer (scheduler, instance, NATS) cannot be reached."""
 

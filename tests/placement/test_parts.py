@@ -14,7 +14,7 @@ from services.placement.nodes import GRACE_S, NodePresence
 from services.placement.requests import check_length, check_spec
 from services.placement.statistics import WINDOW_S, TrafficStatistics
 from shared.bus.interface import ServiceError
-from shared.checkpoint import CheckpointError, CheckpointShape
+from shared.checkpoint import CheckpointError, CheckpointMissing, CheckpointShape
 from shared.messages.cluster import ModelSpec, ModelStatistics, NodeInfo
 from shared.messages.requests import ErrorCode
 
@@ -145,7 +145,7 @@ class TestRequests:
 
 class TestCheckpoints:
     async def test_a_failure_is_remembered_while_it_is_tried_again(self) -> None:
-        answers: list[CheckpointShape | Exception] = [CheckpointError("no such folder"), SHAPE]
+        answers: list[CheckpointShape | Exception] = [CheckpointMissing("no such folder"), SHAPE]
         may_read, changes = threading.Event(), []
         may_read.set()
 
@@ -172,6 +172,22 @@ class TestCheckpoints:
         assert len(changes) == 2, "what is known is not read again"
         checkpoints.forget_all_but([])
         assert checkpoints.shape("/m") is None
+
+    async def test_what_cannot_be_used_is_not_read_again_unless_it_is_added_again(self) -> None:
+        answers: list[CheckpointShape | Exception] = [CheckpointError("quantised"), SHAPE]
+
+        def read(_source: str) -> CheckpointShape:
+            answer = answers.pop(0)
+            if isinstance(answer, Exception):
+                raise answer
+            return answer
+
+        checkpoints = Checkpoints(lambda: None, read)
+        for again, found in ((False, None), (False, None), (True, SHAPE)):
+            checkpoints.begin("/m", again=again)
+            await checkpoints.wait(["/m"], 10.0)
+            assert checkpoints.shape("/m") == found
+            assert checkpoints.problem("/m") == ("" if found else "quantised")
 
     async def test_an_unexpected_error_is_a_problem_too(self) -> None:
         def read(_source: str) -> CheckpointShape:

@@ -133,6 +133,12 @@ def test_shards_are_those_of_the_index(tmp_path: Path) -> None:
         ({"vocab_size": -3}, ["vocab_size", "-3"]),
         ({"num_attention_heads": 7}, ["64", "7"]),
         ({"max_position_embeddings": "long"}, ["max_position_embeddings", "'long'"]),
+        (
+            {"quantization_config": {"quant_method": "awq", "bits": 4}},
+            ["quantization_config", "(awq)", "not supported"],
+        ),
+        ({"hidden_act": "mish"}, ["activation 'mish'", "silu"]),
+        ({"rope_scaling": {"type": "mrope"}}, ["rope scaling 'mrope'", "yarn"]),
     ],
 )
 def test_a_config_that_cannot_be_used_is_named(tmp_path: Path, changes: dict[str, Any], words: list[str]) -> None:
@@ -161,6 +167,35 @@ def test_missing_and_broken_files(tmp_path: Path) -> None:
         (tmp_path / "model.safetensors").write_bytes(content)
         with pytest.raises(CheckpointError, match=r"model\.safetensors is no"):
             checkpoint.describe(tmp_path)
+
+
+def test_formats_that_are_not_supported_are_named(tmp_path: Path) -> None:
+    (tmp_path / "model-q4.gguf").write_bytes(b"GGUF")
+    with pytest.raises(CheckpointError, match=r"holds GGUF files \(model-q4\.gguf\), which are not supported"):
+        checkpoint.describe(tmp_path)
+    with pytest.raises(CheckpointError, match="is a GGUF file, which is not supported"):
+        checkpoint.resolve(str(tmp_path / "model-q4.gguf"))
+    (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "some/base"}')
+    with pytest.raises(CheckpointError, match=r"is an adapter of some/base; it would have to be merged"):
+        checkpoint.describe(tmp_path)
+
+
+def test_truncated_weights(tmp_path: Path) -> None:
+    file = make(tmp_path) / "model.safetensors"
+    whole = file.stat().st_size
+    os.truncate(file, whole - 1)
+    with pytest.raises(CheckpointError, match=f"is truncated: it has {whole - 1} bytes of {whole}"):
+        checkpoint.describe(tmp_path)
+
+
+def test_a_tokenizer_is_looked_for(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"has no tokenizer: tokenizer\.json"):
+        checkpoint.check_tokenizer(tmp_path)
+    (tmp_path / "vocab.json").write_text("{}")
+    with pytest.raises(CheckpointError, match="has no tokenizer"):
+        checkpoint.check_tokenizer(tmp_path)
+    (tmp_path / "merges.txt").write_text("")
+    checkpoint.check_tokenizer(tmp_path)
 
 
 def test_resolve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

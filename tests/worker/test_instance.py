@@ -9,6 +9,7 @@ import msgspec
 import pytest
 
 from shared.bus.interface import BusError
+from shared.checkpoint import CheckpointError, CheckpointMissing
 from shared.messages.admin import Drain, LoadModel, UnloadModel
 from shared.messages.catalogue import (
     EXECUTION_STATISTICS,
@@ -168,6 +169,20 @@ async def test_models_come_and_go_beside_running_requests(stage):
     assert stage.executor.removed == ["b"]
     await stage.until(lambda: stage.end("r1"), 20)
     assert stage.output("r1") == expected_output(running, 600)
+
+
+@pytest.mark.parametrize(("error", "is_final"), [(CheckpointError("odd"), True), (CheckpointMissing("odd"), False)])
+async def test_a_known_reason_is_told_in_a_line_and_whether_it_is_final(stage, monkeypatch, caplog, error, is_final):
+    def fail(spec):
+        raise error
+
+    monkeypatch.setattr(stage.executor, "prepare_model", fail)
+    await stage.bus.request(INSTANCE_LOAD_MODEL.at(**IDS), LoadModel(ModelSpec("b", "/models/b")), timeout_s=5)
+    await stage.until(lambda: any(m.state == "failed" for m in stage.instances.entries["node-0"].models))
+    [failed] = [m for m in stage.instances.entries["node-0"].models if m.state == "failed"]
+    assert (failed.error, failed.is_final) == ("odd", is_final)
+    [record] = [one for one in caplog.records if "could not be loaded" in one.message]
+    assert record.exc_info is None
 
 
 async def test_a_model_that_cannot_be_loaded_says_why_and_can_be_tried_again(stage):

@@ -13,7 +13,9 @@ from transformers import AutoModelForCausalLM
 
 from services.worker.executor import Executor
 from services.worker.linear import Linear, packing_works
+from services.worker.models import activations, loading
 from services.worker.models.loading import identity_of, load_model, torch_dtype
+from shared import checkpoint
 from shared.checkpoint import CheckpointError
 from shared.messages.cluster import ModelSpec
 from tests.worker.checkpoints import VARIANTS, prompt_of, reference_outputs, write_checkpoint
@@ -184,3 +186,9 @@ def test_linear_falls_back_where_packing_fails(monkeypatch: pytest.MonkeyPatch) 
         assert not packing_works(torch.float32)
     finally:
         packing_works.cache_clear()
+
+
+def test_what_is_accepted_can_be_run() -> None:
+    """Placement goes by the record in shared.checkpoint."""
+    assert loading._FAMILIES.keys() == set(checkpoint.SUPPORTED_ARCHITECTURES)
+    assert activations._ACTIVATIONS.keys() == set(checkpoint.SUPPORTED_ACTIVATIONS)

@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 from collections import Counter
 
+import msgspec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -120,6 +121,19 @@ def test_a_model_that_fails_to_load_is_a_problem_and_tried_again_ever_less_often
     assert state.step(300.0) == [UnloadModel("n-0", "b")]
     state.on_registry("n-0", info(instance_plan(0)), 301.0)
     assert (state.step(301.0), state.problems(), state.plan_version) == ([], [], 3)
+
+
+def test_what_would_fail_again_is_not_loaded_again() -> None:
+    state = started(instance_plan(0, "a"))
+    state.on_plan(plan(2, instance_plan(0, "ab")))
+    assert state.step(2.0) == [LoadModel("n-0", spec("b"))]
+    bad = LoadedModel("b", "failed", error="quantised", is_final=True)
+    entry = info(instance_plan(0))
+    state.on_registry("n-0", msgspec.structs.replace(entry, models=[*entry.models, bad]), 3.0)
+    assert all(state.step(float(now)) == [] for now in range(3, 300))
+    assert state.problems() == ["n-0 could not load 'b': quantised"]
+    state.on_plan(plan(3, instance_plan(0, "a")))
+    assert state.step(300.0) == [UnloadModel("n-0", "b")], "added again it is loaded again"
 
 
 def test_a_changed_source_is_unloaded_then_loaded() -> None:

@@ -8,7 +8,7 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
-from shared.checkpoint import CheckpointError
+from shared.checkpoint import SUPPORTED_ACTIVATIONS, CheckpointError
 
 _ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": F.silu,
@@ -21,9 +21,8 @@ _ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 def activation(name: str) -> Callable[[torch.Tensor], torch.Tensor]:
-    try:
-        return _ACTIVATIONS[name]
-    except KeyError:
-        raise CheckpointError(
-            f"activation {name!r} is not supported; supported are {', '.join(_ACTIVATIONS)}."
-        ) from None
+    """Raises `CheckpointError`."""
+    if name not in SUPPORTED_ACTIVATIONS:
+        supported = ", ".join(SUPPORTED_ACTIVATIONS)
+        raise CheckpointError(f"activation {name!r} is not supported; supported are {supported}.")
+    return _ACTIVATIONS[name]
