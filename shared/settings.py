@@ -74,6 +74,8 @@ class GatewaySettings(BusSettings, frozen=True, kw_only=True):
     """One such entry a line, # for comments."""
     admin_api_key: str = ""
     """Needed on /admin when set; with API keys configured and this empty, /admin is closed."""
+    cors_origins: str = ""
+    """Origins (https://example.org, comma-separated; * for all) whose pages may call the API from a browser."""
     request_timeout_s: float = 600.0
     max_body_bytes: int = 8 * 1024 * 1024
     max_in_flight: int = 2048

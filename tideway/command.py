@@ -36,8 +36,25 @@ POLL_INTERVAL_S = 0.1
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
 
+def _version() -> str:
+    try:
+        return version("tideway")
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def _say_version(is_asked: bool) -> None:
+    if is_asked:
+        print(_version())
+        raise typer.Exit
+
+
 @app.callback()
-def tideway() -> None:
+def tideway(
+    _: Annotated[
+        bool, typer.Option("--version", callback=_say_version, is_eager=True, help="Show the version.")
+    ] = False,
+) -> None:
     """Serves several LLMs on one pool of machines, to people who wait and to batches that do not."""
 
 
@@ -150,16 +167,19 @@ def down(data_dir: DataDir = DEFAULT_DATA_DIR) -> None:
         if time.monotonic() >= deadline_s:
             # Its children die with it.
             os.kill(pid, signal.SIGKILL)
-            print(f"Process {pid} did not stop within {timeout_s:.0f} s and was killed.")
+            print(f"Process {pid} on {data.path} did not stop within {timeout_s:.0f} s and was killed.")
             return
         time.sleep(POLL_INTERVAL_S)
-    print("Stopped.")
+    print(f"Stopped what ran on {data.path}.")
+
+
+AsJson = Annotated[bool, typer.Option("--json", help="One JSON object, for programs.")]
 
 
 @app.command()
-def status(data_dir: DataDir = DEFAULT_DATA_DIR) -> None:
+def status(as_json: AsJson = False, data_dir: DataDir = DEFAULT_DATA_DIR) -> None:
     """Show processes, instances, models and queues."""
-    asyncio.run(show_status(DataFolder(data_dir), TableConsole()))
+    asyncio.run(show_status(DataFolder(data_dir), TableConsole(), as_json=as_json))
 
 
 GatewayUrl = Annotated[
@@ -187,6 +207,7 @@ def drain(
     """Empty an instance: its requests move away or finish, then it exits. What is left after TIDEWAY_DRAIN_GRACE_S (of the
     worker; 15 s) is placed again elsewhere."""
     with AdminClient.of(DataFolder(data_dir), url, api_key) as client:
+        print(client.place)
         operations.drain(client, instance, is_undone=undo, wait_s=timeout if wait else None, say=print)
 
 
@@ -218,6 +239,7 @@ def scale(
             f"{number!r} is no number of instances: say 1 or more, or all (or, for those of all models, --instances N)."
         )
     with AdminClient.of(DataFolder(data_dir), url, api_key) as client:
+        print(client.place)
         wait_s = timeout if wait else None
         if instances is not None:
             operations.scale_instances(client, instances, wait_s=wait_s, say=print)
@@ -230,6 +252,7 @@ def scale(
 def top(
     context: typer.Context,
     once: Annotated[bool, typer.Option("--once", help="One view, then end; so it is without a terminal, too.")] = False,
+    as_json: AsJson = False,
     url: GatewayUrl = "",
     api_key: AdminKey = "",
     data_dir: DataDir = DEFAULT_DATA_DIR,
@@ -240,7 +263,7 @@ def top(
     source = context.get_parameter_source("data_dir")
     is_default = source is not None and source.name == "DEFAULT"
     with AdminClient.of(DataFolder(data_dir), url, api_key, may_guess=is_default) as client:
-        show_top(client, TableConsole(), once=once)
+        show_top(client, TableConsole(), once=once, as_json=as_json)
 
 
 def _leave(number: int, _: object) -> NoReturn:
@@ -267,10 +290,7 @@ app.command()(nats_config)
 @app.command("version")
 def show_version() -> None:
     """Show the version."""
-    try:
-        print(version("tideway"))
-    except PackageNotFoundError:
-        print("not installed")
+    print(_version())
 
 
 def main() -> NoReturn:

@@ -122,9 +122,11 @@ class UnavailableError(OperatorError):
 class AdminClient:
     """Every failure is an `OperatorError` that says what to do."""
 
-    def __init__(self, url: str, api_key: str = "", *, doubt: str = "") -> None:
-        """`doubt`: what to say first if nothing answers there."""
+    def __init__(self, url: str, api_key: str = "", *, doubt: str = "", data: DataFolder | None = None) -> None:
+        """`doubt`: what to say first if nothing answers there. `data`: the folder that the gateway runs on, if it was found
+        by that."""
         self._doubt = doubt
+        self._data = data
         self.url = url.rstrip("/").removesuffix("/v1")
         headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
         try:
@@ -140,10 +142,15 @@ class AdminClient:
             return cls(url, api_key)
         state = data.read_state() if data.holder_pid() else None
         if state is not None:
-            return cls(state.address, api_key or data.credentials().admin_api_key)
+            return cls(state.address, api_key or data.credentials().admin_api_key, data=data)
         if not may_guess:
             raise OperatorError(f"Nothing runs on {data.path}; give --url (TIDEWAY_URL) or another --data-dir.")
         return cls(DEFAULT_URL, api_key, doubt=f"Nothing runs on {data.path}. ")
+
+    @property
+    def place(self) -> str:
+        """On what it acts, in a line."""
+        return f"On {self.url}" + (f", data folder {self._data.path}." if self._data is not None else ".")
 
     def close(self) -> None:
         self._http.close()

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import os
 from collections.abc import Mapping, Set
+from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
+import msgspec
+from msgspec.structs import asdict
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -30,18 +34,24 @@ from tideway.readiness import answers, nats_greets
 from tideway.tree import operator_environment
 
 CONNECT_TIMEOUT_S = 5.0
+LEADERS = ("scheduler", "placement")
 STATISTICS_TIMEOUT_S = 2.0
 """The scheduler publishes its statistics each second."""
 
 
-async def show_status(data: DataFolder, console: Console) -> None:
-    """Of the Tideway that runs on `data`, else of the one whose NATS the environment names (TIDEWAY_NATS_URL)."""
+async def show_status(data: DataFolder, console: Console, *, as_json: bool = False) -> None:
+    """Of the Tideway that runs on `data`, else of the one whose NATS the environment names (TIDEWAY_NATS_URL).
+    `as_json`: one object instead of tables."""
     environment = dict(os.environ)
     state = data.read_state() if data.holder_pid() else None
+    answering: Set[str] = frozenset()
     if state is not None:
         if not os.environ.get("TIDEWAY_NATS_URL"):
             environment |= operator_environment(state.nats_url, data.credentials())
-        console.print(fit(_processes(state, await _answering(state)), console, ("starts",)))
+        answering = await _answering(state)
+        if not as_json:
+            console.print(f"data folder: {escape(str(data.path))}")
+            console.print(fit(_processes(state, answering), console, ("starts",)))
     elif not os.environ.get("TIDEWAY_NATS_URL"):
         raise OperatorError(f"Nothing runs on {data.path}. Start it with `tideway up` (make up).")
     settings = load(BusSettings, environment)
@@ -53,9 +63,14 @@ async def show_status(data: DataFolder, console: Console) -> None:
         raise OperatorError(f"NATS at {settings.nats_url} answers, but not its JetStream: {error}.") from None
     try:
         leases = await (await view.bus.key_value(LEASES)).entries()
-        for role in ("scheduler", "placement"):
-            console.print(f"{role}: {leases[role].value.scheduler_id if role in leases else 'none is active'}")
+        leaders: dict[str, str] = {role: leases[role].value.scheduler_id for role in LEADERS if role in leases}
         plan = await view.plan()
+        if as_json:
+            told = _as_json(data, state, answering, leaders, plan, view, await _num_queued(view))
+            console.print(told, soft_wrap=True, markup=False, emoji=False)
+            return
+        for role in LEADERS:
+            console.print(f"{role}: {leaders.get(role, 'none is active')}")
         instances = _instances(view.instances, view.nodes)
         console.print(fit(instances, console, ("device", "KV moves", "metrics", "KV pool")))
         console.print(
@@ -81,6 +96,40 @@ async def _num_queued(view: ClusterView) -> Mapping[str, int] | None:
         return None
     finally:
         await subscription.stop()
+
+
+def _as_json(
+    data: DataFolder,
+    state: State | None,
+    answering: Set[str],
+    leaders: Mapping[str, str],
+    plan: PlacementPlan | None,
+    view: ClusterView,
+    num_queued: Mapping[str, int] | None,
+) -> str:
+    def model(name: str) -> dict[str, Any]:
+        queued = None if num_queued is None else num_queued.get(name, 0)
+        return {"name": name, **dataclasses.asdict(view_model(name, plan, view.instances)), "num_queued": queued}
+
+    told = {
+        "data_dir": None if state is None else str(data.path),
+        "supervisor": state,
+        "answering": sorted(answering),
+        **{role: leaders.get(role) for role in LEADERS},
+        "instances": [
+            {**asdict(info), "models": [asdict(one) for one in info.models]}
+            for _, info in sorted(view.instances.items())
+        ],
+        "nodes": [asdict(node) for _, node in sorted(view.nodes.items())],
+        "models": [model(name) for name in _names(plan)],
+        "plan": plan,
+    }
+    return msgspec.json.encode(told).decode()
+
+
+def _names(plan: PlacementPlan | None) -> list[str]:
+    names = {spec.name for instance in (plan.instances if plan else []) for spec in instance.models}
+    return sorted(names | set(plan.unplaced if plan else ()))
 
 
 async def _answering(state: State) -> set[str]:
@@ -131,8 +180,7 @@ def _models(
     plan: PlacementPlan | None, instances: Mapping[str, InstanceInfo], num_queued: Mapping[str, int] | None
 ) -> Table:
     table = Table("model", "state", "instances", "queued", "step times", "note", title="Models")
-    names = {spec.name for instance in (plan.instances if plan else []) for spec in instance.models}
-    for name in sorted(names | set(plan.unplaced if plan else ())):
+    for name in _names(plan):
         model = view_model(name, plan, instances)
         queued = "?" if num_queued is None else str(num_queued.get(name, 0))
         sources = count_sources(

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from msgspec import json, to_builtins
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.markup import escape
@@ -172,10 +173,21 @@ def _load_errors(name: str, instances: Instances) -> str:
     return "; ".join(f"not loaded on {', '.join(ids)}: {error}" for error, ids in places.items())
 
 
-def show_top(client: AdminClient, console: Console, *, once: bool, clock: Callable[[], float] = time.monotonic) -> None:
-    """Until Ctrl-C; `once`, or where nobody looks on (no terminal): one view. Raises `OperatorError` where the first
-    cannot be had; later ones that fail are said and tried again."""
+def show_top(
+    client: AdminClient,
+    console: Console,
+    *,
+    once: bool,
+    as_json: bool = False,
+    clock: Callable[[], float] = time.monotonic,
+) -> None:
+    """Until Ctrl-C; `once`, or where nobody looks on (no terminal): one view. `as_json`: one, as an object. Raises
+    `OperatorError` where the first cannot be had; later ones that fail are said and tried again."""
     last = Snapshot.take(client, clock)
+    if as_json:
+        told = {"url": client.url, **to_builtins(last.instances), **to_builtins(last.models)}
+        console.print(json.encode(told).decode(), soft_wrap=True, markup=False, emoji=False)
+        return
     if once or not console.is_terminal:
         console.print(render(last, None, client.url, console))
         return

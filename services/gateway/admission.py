@@ -14,6 +14,10 @@ from shared.messages.requests import Priority, RequestClass
 from shared.settings import GatewaySettings, SettingsError
 
 WINDOW_S = 60.0
+RATE_LIMIT_HEADERS = tuple(
+    f"x-ratelimit-{what}-{of}" for of in ("requests", "tokens") for what in ("limit", "remaining", "reset")
+)
+"""OpenAI's names. Requests are those in flight, so there is no time at which they reset."""
 
 
 class TokenWindow:
@@ -66,6 +70,19 @@ class Key:
         self.num_in_flight = dict.fromkeys(RequestClass, 0)
         """Calls of each class; the limit is for each."""
         self.window = TokenWindow()
+
+    def rate_limits(self, request_class: RequestClass, now: float) -> dict[str, str]:
+        """`RATE_LIMIT_HEADERS`, of the limits that the key has."""
+        found = {}
+        if self.max_in_flight is not None:
+            found["x-ratelimit-limit-requests"] = str(self.max_in_flight)
+            remaining = self.max_in_flight - self.num_in_flight[request_class]
+            found["x-ratelimit-remaining-requests"] = str(max(0, remaining))
+        if (limit := self.tokens_per_minute) is not None:
+            found["x-ratelimit-limit-tokens"] = str(limit)
+            found["x-ratelimit-remaining-tokens"] = str(max(0, limit - self.window.total(now)))
+            found["x-ratelimit-reset-tokens"] = f"{self.window.seconds_until_below(0, now):.3g}s"
+        return found
 
 
 def _too_many(message: str, code: str, retry_after_s: float) -> ApiError:

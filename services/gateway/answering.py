@@ -69,6 +69,10 @@ async def _answer(
         except BusError as error:
             exchange.end(error)
             raise of_info(error.info) from error
+        except ApiError as error:
+            exchange.end(error)
+            error.more_headers = exchange.rate_limits()
+            raise
         except BaseException as error:
             exchange.end(error)
             raise
@@ -78,7 +82,7 @@ async def _generate(
     context: GatewayContext, request: Request, exchange: Exchange, decoder: msgspec.json.Decoder[Any]
 ) -> Response:
     settings, admission = context.settings, context.admission
-    key = admission.authenticate(request.headers.get("authorization"))
+    key = exchange.key = admission.authenticate(request.headers.get("authorization"))
     message = await read_message(request, decoder, context.bodies)
     spec = context.catalog.spec(message.model)
     context.catalog.check_can_be_served(spec.name)
@@ -117,7 +121,9 @@ async def _generate(
     with context.telemetry.tracer.start_as_current_span("place"):
         await exchange.unless_gone(generation.start())
 
-    headers = {"traceparent": current_traceparent()} if current_traceparent() else {}
+    headers = exchange.rate_limits()
+    if traceparent := current_traceparent():
+        headers["traceparent"] = traceparent
     if options.is_stream:
         writer = ChunkWriter(exchange.operation, exchange.call_id, int(time.time()), spec.name, options, tokenizer)
         # The first token decides about the status: until it comes, a failure is still an HTTP error.

@@ -9,13 +9,16 @@ import uuid
 from collections.abc import Awaitable, Callable
 
 from fastapi import FastAPI
+from fastapi_offline import FastAPIOffline
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from services.gateway import admin_routes, batch_routes, file_routes, other_routes
+from services.gateway.admission import RATE_LIMIT_HEADERS
 from services.gateway.answering import answer_chat, answer_completion
 from services.gateway.bodies import EarlyAnswer
 from services.gateway.context import GatewayContext
@@ -137,7 +140,8 @@ DEVELOPER_ROUTES = (Route("POST", "/reset_prefix_cache", other_routes.reset_pref
 
 
 def make_app(context: GatewayContext) -> FastAPI:
-    app = FastAPI(title="Tideway", docs_url="/docs", redoc_url=None)
+    # With Swagger UI's own files, so that the page needs no other server.
+    app = FastAPIOffline(title="Tideway", docs_url="/docs", redoc_url=None)
     routes = (*ROUTES, *DEVELOPER_ROUTES) if context.settings.developer_mode else ROUTES
     for route in routes:
         app.router.add_route(route.path, functools.partial(route.handler, context), [route.method])
@@ -148,6 +152,14 @@ def make_app(context: GatewayContext) -> FastAPI:
     app.add_exception_handler(ClientDisconnect, _on_client_gone)
     app.add_exception_handler(Exception, _on_any_error)
     app.add_middleware(_RequestIds)
+    if origins := [origin.strip() for origin in context.settings.cors_origins.split(",") if origin.strip()]:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=origins,
+            allow_methods=["*"],
+            allow_headers=["*"],
+            expose_headers=["x-request-id", "retry-after", *RATE_LIMIT_HEADERS],
+        )
     return app
 
 

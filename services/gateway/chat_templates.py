@@ -157,6 +157,18 @@ def _source(folder: Path, config: dict[str, Any]) -> str | None:
     return found if isinstance(found, str) else None
 
 
+def _with_arguments(call: dict[str, Any]) -> dict[str, Any]:
+    """A tool call whose arguments, JSON text in OpenAI's API, are the object that templates go through."""
+    function = call.get("function")
+    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
+        return call
+    try:
+        arguments = json.loads(function["arguments"] or "{}")
+    except ValueError:  # as the model wrote it
+        return call
+    return {**call, "function": {**function, "arguments": arguments}} if isinstance(arguments, dict) else call
+
+
 def plain_messages(messages: list[Any]) -> list[dict[str, Any]]:
     """Messages as templates expect them: text parts joined by a line break (as vLLM does), absent fields left out."""
     plain: list[dict[str, Any]] = []
@@ -171,6 +183,6 @@ def plain_messages(messages: list[Any]) -> list[dict[str, Any]]:
         fields = {"role": message.role, "content": content}
         for name in ("name", "tool_calls", "tool_call_id"):
             if (value := getattr(message, name)) is not None:
-                fields[name] = value
+                fields[name] = [_with_arguments(call) for call in value] if name == "tool_calls" else value
         plain.append(fields)
     return plain

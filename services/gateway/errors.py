@@ -36,13 +36,14 @@ class ApiError(Exception):
         self.param = param or None
         self.code = code
         self.retry_after_s = retry_after_s
+        self.more_headers: dict[str, str] = {}
 
     def body(self) -> bytes:
         error = {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
         return msgspec.json.encode({"error": error})
 
     def headers(self) -> dict[str, str]:
-        headers = {}
+        headers = dict(self.more_headers)
         if self.retry_after_s is not None:
             headers["retry-after"] = str(max(1, math.ceil(self.retry_after_s)))
         if self.status == 408 or self.code == MODEL_FAILED:

@@ -15,7 +15,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
-from services.gateway.admission import Ticket
+from services.gateway.admission import Key, Ticket
 from services.gateway.context import GatewayContext
 from services.gateway.errors import ApiError, of_info
 from services.gateway.generation import Delta, Generation
@@ -63,6 +63,7 @@ class Exchange:
         self.operation = operation
         self.call_id = ID_PREFIXES[operation] + uuid.uuid4().hex
         self.arrived_at = context.bus.now()
+        self.key: Key | None = None
         self.ticket: Ticket | None = None
         self.generation: Generation | None = None
         self.is_client_gone = False
@@ -92,6 +93,10 @@ class Exchange:
         if self.span.is_recording():
             self.span.set_attributes(request_attributes(self.operation, model, request, options))
         return self._metrics
+
+    def rate_limits(self) -> dict[str, str]:
+        """Headers that say what is left of the key's limits."""
+        return {} if self.key is None else self.key.rate_limits(self._class, self.context.bus.now())
 
     def watch_client(self) -> None:
         """From now on a client that goes away is noticed at once. The body must have been read."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import pty
 import signal
@@ -22,6 +23,7 @@ from shared.messages.cluster import (
     ModelSpec,
     PlacementPlan,
 )
+from shared.settings import BusSettings
 from tests.tideway.conftest import InThisProcess
 from tideway.cluster import ModelState, view_model
 from tideway.preflight import REPOSITORY
@@ -88,7 +90,7 @@ signal.pause()
     assert holder.stdout is not None
     holder.stdout.readline()
     result = tideway("down", "--data-dir", str(tmp_path))
-    assert (result.returncode, result.stdout) == (0, "Stopped.\n")
+    assert (result.returncode, result.stdout) == (0, f"Stopped what ran on {tmp_path}.\n")
     assert holder.wait(5) == -15
     holder.stdout.close()
 
@@ -123,6 +125,18 @@ def test_a_view_in_a_pipe_is_as_wide_as_it_is(admin_url: str) -> None:
     result = tideway("top", "--url", admin_url)
     assert (result.returncode, result.stderr) == (0, "")
     assert f"Drained and gone: n-{'x' * 100}-0 (tideway drain INSTANCE --undo" in result.stdout
+
+
+def test_views_for_programs(admin_url: str, nats_settings: BusSettings) -> None:
+    shown = json.loads(tideway("top", "--json", "--url", admin_url).stdout)
+    assert (shown["url"], shown["instances"], shown["draining"]) == (admin_url, [], ["n-" + "x" * 100 + "-0"])
+    result = tideway("status", "--json", TIDEWAY_NATS_URL=nats_settings.nats_url)
+    shown = json.loads(result.stdout)
+    assert (shown["scheduler"], shown["instances"], shown["supervisor"]) == (None, [], None)
+
+
+def test_the_version_is_an_option_too(in_this_process: InThisProcess) -> None:
+    assert in_this_process("--version").stdout == in_this_process("version").stdout != ""
 
 
 def test_a_view_that_cannot_be_written_is_one_sentence(admin_url: str) -> None:
