@@ -28,6 +28,7 @@ from hypothesis import HealthCheck, settings
 
 from shared.settings import BusSettings
 from tests import stalls
+from tests.small_disk import SmallDisk
 
 # Read when torch is imported, here and in processes that tests start: the models of tests are so small, and tests so many
 # at once, that more threads only wait for each other.
@@ -86,12 +87,15 @@ def _server_binary() -> str:
 class NatsServer:
     """A real nats-server with JetStream in a temporary folder, on a free port of the loopback interface."""
 
-    def __init__(self, config: str = "", *, max_storage_bytes: int = 0) -> None:
-        """`config`: more lines for its configuration file; `max_storage_bytes`: for files of JetStream, 0 for no limit."""
+    def __init__(self, config: str = "", *, max_storage_bytes: int = 0, disk: SmallDisk | None = None) -> None:
+        """`config`: more lines for its configuration file; `max_storage_bytes`: for files of JetStream, 0 for no limit;
+        `disk`: where those lie."""
         self.port = free_port()
         self.url = f"nats://127.0.0.1:{self.port}"
         self.folder = Path(tempfile.mkdtemp(prefix="tideway-nats-"))
         self._config = config
+        self._store = self.folder / "store" if disk is None else disk.path / "store"
+        self._prefix = [] if disk is None else disk.prefix
         self._limit = f", max_file_store: {max_storage_bytes}" if max_storage_bytes else ""
         self._process: subprocess.Popen[bytes] | None = None
         self.start()
@@ -104,10 +108,10 @@ class NatsServer:
     def start(self) -> None:
         assert self._process is None
         file = self.folder / "nats.conf"
-        store = f'jetstream {{ store_dir: "{self.folder / "store"}"{self._limit} }}'
+        store = f'jetstream {{ store_dir: "{self._store}"{self._limit} }}'
         file.write_text(f'host: "127.0.0.1"\nport: {self.port}\n{store}\n{self._config}\n')
         log = self.folder / "nats.log"
-        self._process = subprocess.Popen([_server_binary(), "-c", str(file), "-l", str(log)])
+        self._process = subprocess.Popen([*self._prefix, _server_binary(), "-c", str(file), "-l", str(log)])
         deadline = time.monotonic() + 30
         while not self._answers():
             if self._process.poll() is not None or time.monotonic() > deadline:

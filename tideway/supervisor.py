@@ -181,11 +181,12 @@ class Child:
             with contextlib.suppress(ProcessLookupError):  # nothing was left
                 os.killpg(self._process.pid, signal.SIGKILL)
 
-    def give_up(self, fault: str) -> None:
-        """Kills it as it is of no more use; it is started again. `fault`: why, for those who are told."""
-        if self.pid is not None and not self._is_stopping:
+    def give_up(self, fault: str, number: signal.Signals = signal.SIGKILL) -> None:
+        """Ends it as it is of no more use; it is started again. `fault`: why, for those who are told."""
+        if (pid := self.pid) is not None and not self._is_stopping:
             self._fault = fault
-            self._kill_group()
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(pid, number)
 
     async def stop(self, grace_s: float) -> bool:
         """SIGTERM, then SIGKILL after `grace_s`. Returns whether it ended by itself. May be called twice."""

@@ -72,15 +72,16 @@ MakeServices = Callable[[UpOptions, dict[str, str], Mapping[str, str]], list[Ser
 are the user that the environment names."""
 
 
-def nats_config(data: DataFolder, credentials: Credentials, port: int) -> str:
+def nats_config(data: DataFolder, credentials: Credentials, port: int, monitor_port: int) -> str:
     """JSON is valid in NATS's own format, and quotes what needs quoting.
 
-    Reachable from this machine only, with a user per role; no monitoring port.
+    Reachable from this machine only, with a user per role.
     """
     has_space = shutil.disk_usage(data.path).free >= 2 * NATS_LARGE_FILE_BYTES
     config = {
         "server_name": "tideway",
         "listen": f"127.0.0.1:{port}",
+        "http": f"127.0.0.1:{monitor_port}",
         "max_payload": 1024 * 1024,
         "authorization": {"users": nats_users(credentials.nats_passwords, {"worker": node_id()})},
         "jetstream": {

@@ -36,6 +36,7 @@ from tideway.cluster import ClusterView
 from tideway.console import Reporter
 from tideway.data_folder import DataFolder, OperatorError, ProcessState, State
 from tideway.liveness import probe_for_ever
+from tideway.nats_disk import restart_when_there_is_space
 from tideway.readiness import ModelChecks, Step, answers, nats_greets, responds
 from tideway.supervisor import Backoff, Child, Crash, Supervisor, log_failure
 
@@ -66,6 +67,7 @@ class Up:
         self._supervisor = Supervisor(self._data.logs, self, backoff)
         self._services: list[tree.Service] = []
         self._nats_url = options.nats_url
+        self._nats_monitor_port = 0
         self._phase = "starting"
         self._started_unix_s = time.time()
         self._deadline_s = math.inf
@@ -116,7 +118,10 @@ class Up:
         self._phase = "ready"
         self._write_state()
         async with httpx.AsyncClient(trust_env=False) as http:
-            probes = [asyncio.create_task(probe, name="probe") for probe in self._probes(http)]
+            keeping = self._probes(http)
+            if "nats" in self._supervisor.children:
+                keeping.append(self._keep_nats_writing(http))
+            probes = [asyncio.create_task(probe, name="probe") for probe in keeping]
             for probe in probes:
                 probe.add_done_callback(log_failure)
             await stopping
@@ -179,8 +184,10 @@ class Up:
             return tree.bus_environment(options.nats_url, gateway.nats_user, gateway.nats_password), {}
         if options.nats_port:
             preflight.check_port("127.0.0.1", options.nats_port, "--nats-port")
-        port = options.nats_port or preflight.free_ports(1)[0]
-        self._data.write_private(self._data.nats_config, tree.nats_config(self._data, credentials, port))
+        free, self._nats_monitor_port = preflight.free_ports(2)
+        port = options.nats_port or free
+        config = tree.nats_config(self._data, credentials, port, self._nats_monitor_port)
+        self._data.write_private(self._data.nats_config, config)
         await self._supervisor.start(tree.nats_spec(preflight.nats_server_binary(), self._data))
         self._nats_url = f"nats://127.0.0.1:{port}"
         await self._wait_for([Step("NATS", nats_greets(port), "nats")], NATS_TIMEOUT_S)
@@ -308,6 +315,16 @@ class Up:
         if "nats" in children:
             checks["nats"] = nats_greets(urlsplit(self._nats_url).port or 0)
         return [probe_for_ever(children[name], check, timeout_s) for name, check in checks.items()]
+
+    async def _keep_nats_writing(self, http: httpx.AsyncClient) -> None:
+        nats = self._supervisor.children["nats"]
+        await restart_when_there_is_space(
+            http,
+            self._nats_monitor_port,
+            self._data.jetstream,
+            self._reporter.warn,
+            lambda reason: nats.give_up(reason, signal.SIGTERM),
+        )
 
     def on_crash(self, crash: Crash) -> None:
         if self._phase == "starting":

@@ -17,8 +17,10 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 RETRY_INTERVAL_S = 0.5
-PASSING_CODES = frozenset({ErrorCode.UNAVAILABLE, ErrorCode.DEADLINE, ErrorCode.OVERLOADED, ErrorCode.BUSY})
-"""NATS is away, or a store is full."""
+PASSING_CODES = frozenset(
+    {ErrorCode.UNAVAILABLE, ErrorCode.DEADLINE, ErrorCode.OVERLOADED, ErrorCode.BUSY, ErrorCode.STORAGE_FULL}
+)
+"""NATS is away, or a store or its disk is full."""
 MAX_FAILURES = 5
 """In a row, of other kinds: they do not pass by themselves."""
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"

@@ -248,7 +248,10 @@ class BatchRun:
                 current = await self._context.batches.record(self._record.batch_id)
                 if error.code is ErrorCode.CONFLICT and (current is None or is_terminal(current)):
                     return None
-                if error.code is ErrorCode.OVERLOADED:  # all that was written is written again
+                if error.code in (
+                    ErrorCode.OVERLOADED,
+                    ErrorCode.STORAGE_FULL,
+                ):  # all that was written is written again
                     nonlocal backoff_s
                     await asyncio.sleep(backoff_s)
                     backoff_s = min(MAX_ASSEMBLY_BACKOFF_S, 2 * backoff_s)

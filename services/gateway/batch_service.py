@@ -4,6 +4,7 @@ deadline first, and gives each up when it is done. Also sweeps away what is left
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Awaitable, Callable, Coroutine
@@ -33,6 +34,7 @@ CHECK_INTERVAL_S = 1.0
 HEAD_START_S = 0.02
 """That a gateway gives the others for each batch that it has already."""
 SWEEP_INTERVAL_S = 600.0
+STORAGE_CHECK_INTERVAL_S = 5.0
 RECENT_S = 3600.0
 RETENTION_S = 30 * 86400
 """Of the records of batches, from their deadline on."""
@@ -68,6 +70,7 @@ class BatchService:
         self._spawn(self._grants.run())
         self._spawn(self._contend_forever())
         self._spawn(self._sweep_forever())
+        self._spawn(self._check_storage_forever())
 
     async def stop(self) -> None:
         """Runs end, and other gateways may go on with their batches at once."""
@@ -197,6 +200,14 @@ class BatchService:
         await insist(lambda: self._context.batches.change(batch_id, lambda r: failed(r, [problem], time.time())))
 
     # ------------------------------------------------------------------------------------------------ sweeping
+
+    async def _check_storage_forever(self) -> None:
+        """That the disk is full is known before somebody needs it, and that it is not any more."""
+        while True:
+            with contextlib.suppress(BusError):  # shown by the bus
+                await self._context.files.check_storage()
+            self._context.metrics.storage_writable.set(not self._context.bus.storage_problem)
+            await asyncio.sleep(STORAGE_CHECK_INTERVAL_S)
 
     async def _sweep_forever(self) -> None:
         while True:

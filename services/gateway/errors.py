@@ -61,6 +61,7 @@ _MEANINGS: dict[ErrorCode, tuple[int, str, str]] = {
     ErrorCode.OVERLOADED: (429, "rate_limit_error", "overloaded"),
     ErrorCode.BUSY: (429, "rate_limit_error", "overloaded"),
     ErrorCode.DEADLINE: (408, "timeout_error", "deadline_exceeded"),
+    ErrorCode.STORAGE_FULL: (507, "server_error", "storage_full"),
     ErrorCode.CONFLICT: (409, "invalid_request_error", "conflict"),
     ErrorCode.NOT_PERMITTED: (500, "server_error", "internal_error"),
     ErrorCode.INTERNAL: (500, "server_error", "internal_error"),
@@ -78,7 +79,7 @@ DEFAULT_RETRY_AFTER_S = 2.0
 def of_info(info: ErrorInfo) -> ApiError:
     """The client's view of a typed refusal or failure from the bus."""
     status, kind, code = _MEANINGS[info.code]
-    is_passing = status in (429, 503) and code != MODEL_FAILED
+    is_passing = status in (429, 503, 507) and code != MODEL_FAILED
     retry_after_s = (info.retry_after_s or DEFAULT_RETRY_AFTER_S) if is_passing else None
     return ApiError(status, info.message, type=kind, param=info.param, code=code, retry_after_s=retry_after_s)
 

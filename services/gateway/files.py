@@ -13,10 +13,11 @@ from collections.abc import AsyncIterator, Callable, Set
 
 import msgspec
 
-from services.gateway.errors import ApiError
+from services.gateway.errors import ApiError, of_info
 from shared.bus.interface import Bus, KeyValue, ObjectStore, ObjectWriter, RevisionConflict
 from shared.messages.batches import StoredFile
 from shared.messages.catalogue import FILE_CONTENTS, FILES
+from shared.messages.requests import ErrorCode, ErrorInfo
 
 logger = logging.getLogger(__name__)
 
@@ -57,10 +58,15 @@ class Files:
         return await self._contents.writer(file_id)
 
     async def check_room(self, num_bytes: int) -> None:
-        """For an upload of so many bytes. Raises `ApiError` 429."""
+        """For an upload of so many bytes. Raises `ApiError` 429, or 507 where NATS' disk is full."""
+        if problem := self._bus.storage_problem:
+            raise of_info(ErrorInfo(ErrorCode.STORAGE_FULL, f"{problem}.", retry_after_s=FULL_RETRY_AFTER_S))
         for room, needed in ((await self._contents.room(), num_bytes), (await self._records.room(), 0)):
             if room.free_bytes - needed < RESERVED_SHARE * room.max_bytes:
                 raise storage_full("files")
+
+    async def check_storage(self) -> None:
+        await self._contents.check_storage()
 
     async def register(self, file: StoredFile) -> None:
         """Its bytes are there. Of a file that is known, only the size changes."""

@@ -68,6 +68,10 @@ class GatewayMetrics:
         self.replays = counter("replays", "Replay queries sent to instances", "reason")
         self.bypassed = counter("bypass_placements", "Requests placed on an instance without a scheduler")
         self.dropped_entries = counter("dropped_entries", "Token entries not taken, by reason", "reason")
+        self.storage_writable = Gauge(
+            "tideway_gateway_storage_writable", "0 while NATS cannot write to its disk, else 1", registry=registry
+        )
+        self.storage_writable.set(1)
         self.batches = Gauge(
             "tideway_gateway_batches",
             "Batches of the cluster by status (every gateway shows all)",

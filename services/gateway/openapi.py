@@ -26,6 +26,7 @@ _ERROR_TEXTS = {
     500: "A defect of the server",
     501: "Not supported",
     503: "Nobody can serve it now; see Retry-After",
+    507: "The server's disk is full; see Retry-After",
 }
 _HEADERS = (
     ("x-request-id", "Echoed in the answer", {"type": "string", "maxLength": 128}),

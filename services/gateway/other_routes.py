@@ -94,7 +94,8 @@ async def health(context: GatewayContext, request: Request) -> Response:
 async def ready(context: GatewayContext, request: Request) -> Response:
     is_there = context.bus.is_connected and not context.connections.is_leaving
     models = context.catalog.ready_models() if is_there else []
-    return json_response(ReadyReply(bool(models), models), 200 if models else 503)
+    problems = [problem] if (problem := context.bus.storage_problem) else []
+    return json_response(ReadyReply(bool(models), models, problems), 200 if models else 503)
 
 
 async def show_version(context: GatewayContext, request: Request) -> Response:

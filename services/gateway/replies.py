@@ -128,6 +128,8 @@ class ReadyReply(msgspec.Struct):
     ready: bool
     models: list[str]
     """Models that can be served now."""
+    problems: list[str]
+    """What does not work meanwhile: files and batches, where NATS cannot store."""
 
 
 class VersionReply(msgspec.Struct):

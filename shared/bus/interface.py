@@ -200,6 +200,11 @@ class ObjectStore(ABC):
     async def room(self) -> Room: ...
 
     @abstractmethod
+    async def check_storage(self) -> None:
+        """Writes a few KiB in place of those of the last check. Raises `BusError`, STORAGE_FULL where the server's disk is
+        full; `Bus.storage_problem` tells it too."""
+
+    @abstractmethod
     async def purge_unfinished(self, seen: Set[str]) -> set[str]:
         """Removes what writers left behind that were neither committed nor aborted, as far as it is in `seen`. Returns
         marks of what is being written now or was left behind: the `seen` of the next call, when no writer that works
@@ -212,6 +217,11 @@ class Bus(ABC):
     @property
     @abstractmethod
     def is_connected(self) -> bool: ...
+
+    @property
+    @abstractmethod
+    def storage_problem(self) -> str:
+        """A sentence while what is to be stored on disk cannot be, as far as writes from here have shown; else empty."""
 
     @property
     @abstractmethod

@@ -194,6 +194,10 @@ class MemoryBus(Bus):
         return self._is_connected
 
     @property
+    def storage_problem(self) -> str:
+        return ""
+
+    @property
     def max_payload_bytes(self) -> int:
         return MAX_PAYLOAD_BYTES
 

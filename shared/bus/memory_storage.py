@@ -348,6 +348,9 @@ class MemoryObjectStore(ObjectStore):
     async def room(self) -> Room:
         return Room(await self._bus.call(lambda: sum(map(len, self._objects.values()))), MAX_BYTES)
 
+    async def check_storage(self) -> None:
+        pass
+
     async def purge_unfinished(self, seen: Set[str]) -> set[str]:
         return set()
 

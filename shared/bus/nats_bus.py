@@ -178,6 +178,11 @@ class NatsBus(Bus):
         return self._is_ready and self._client.is_connected
 
     @property
+    def storage_problem(self) -> str:
+        names = ", ".join(sorted(self._streams.unwritable))
+        return f"NATS cannot store on its disk, which seems to be full ({names})" if names else ""
+
+    @property
     def max_payload_bytes(self) -> int:
         return int(self._client.max_payload)
 

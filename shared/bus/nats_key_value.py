@@ -110,13 +110,15 @@ class NatsKeyValue(KeyValue[M]):
                 await self._streams.context.purge_stream(_stream_name(self._bucket), subject=each)
 
     async def _write(self, what: str, write: Callable[[], Awaitable[int]]) -> int:
-        with bus_errors(what):
+        async def publish() -> int:
             try:
                 return await write()
             except nats.js.errors.NoStreamResponseError:
                 # A server without its store is back, and `declare_again` has not come this far.
                 await self.declare()
                 return await write()
+
+        return await self._streams.write(_stream_name(self._bucket), what, publish)
 
     async def entries(self) -> dict[str, KvEntry[M]]:
         view: EntryView[M] = EntryView(None, self._now, None)

@@ -9,6 +9,7 @@ import base64
 import hashlib
 import json
 import logging
+import os
 from collections.abc import AsyncIterator, Set
 from datetime import UTC, datetime
 
@@ -29,6 +30,10 @@ OBJECT_TIMEOUT_S = 120.0
 """For putting one object in one piece; each chunk has `CALL_TIMEOUT_S`."""
 CHUNK_BYTES = 128 * 1024
 READ_ATTEMPTS = 3
+CHECK_BYTES = 8 * 1024
+"""Fewer might still fit into the last block of a file on a full disk."""
+_CHECK = "check"
+"""Stands where an object's chunks have the object's own mark."""
 
 
 class NatsObjectWriter:
@@ -118,8 +123,14 @@ class NatsObjectStore(ObjectStore):
         return NatsObjectWriter(self, name, self._streams.client._nuid.next().decode())
 
     async def publish(self, subject: str, data: bytes, headers: dict[str, str] | None = None) -> None:
-        with bus_errors(f"write to {self.bucket_name}"):
-            await self._streams.context.publish(subject, data, headers=headers)
+        await self._streams.write(
+            str(self._config.name),
+            f"write to {self.bucket_name}",
+            lambda: self._streams.context.publish(subject, data, headers=headers),
+        )
+
+    async def check_storage(self) -> None:
+        await self.publish(self.chunk_subject(_CHECK), os.urandom(CHECK_BYTES), {"Nats-Rollup": "sub"})
 
     async def replace(self, info: ObjectInfo) -> None:
         """`info` becomes what its name stands for."""
@@ -196,7 +207,7 @@ class NatsObjectStore(ObjectStore):
     async def purge_unfinished(self, seen: Set[str]) -> set[str]:
         prefix = self.chunk_subject("")
         # The chunks before the records: what is committed in between is known.
-        marks = set(await self._subjects(prefix))
+        marks = set(await self._subjects(prefix)) - {_CHECK}
         infos = [await self._info(name) for name in await self.names()]
         marks -= {str(info.nuid) for info in infos if info is not None}
         for mark in marks & seen:

@@ -9,9 +9,12 @@ there was less room) gets the one that is declared, and one that differs in anyt
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
-from collections.abc import Iterator, Set
+import os
+from collections.abc import Awaitable, Callable, Iterator, Set
 from contextlib import contextmanager
+from typing import TypeVar
 
 import nats.errors
 import nats.js.errors
@@ -36,7 +39,13 @@ _OWN_STREAMS = ("KV_tideway_", "OBJ_tideway_")
 # JetStream's error codes.
 _INSUFFICIENT_STORAGE = (10023, 10028, 10047)
 _EXISTS_WITH_OTHER_CONFIGURATION = 10058
-_STREAM_IS_FULL = 10077
+_NOT_STORED = 10077
+
+
+_NO_SPACE = os.strerror(errno.ENOSPC).lower()
+"""As the server's errors quote it."""
+
+T = TypeVar("T")
 
 
 @contextmanager
@@ -53,8 +62,10 @@ def bus_errors(what: str) -> Iterator[None]:
     except nats.errors.MaxPayloadError:
         raise BusError(ErrorInfo(ErrorCode.BAD_REQUEST, f"{what}: larger than NATS's limit for a message")) from None
     except nats.js.errors.APIError as error:
-        code = ErrorCode.INTERNAL
-        if error.err_code == _STREAM_IS_FULL:
+        code, description = ErrorCode.INTERNAL, error.description or ""
+        if _NO_SPACE in description:
+            code = ErrorCode.STORAGE_FULL
+        elif error.err_code == _NOT_STORED:  # a limit of the stream
             code = ErrorCode.OVERLOADED
         elif error.code == 503:
             code = ErrorCode.UNAVAILABLE
@@ -85,6 +96,37 @@ class Streams:
         self._own = own
         self.context: JetStreamContext = client.jetstream(timeout=CALL_TIMEOUT_S)
         self._declared: dict[str, StreamConfig] = {}
+        self.unwritable: set[str] = set()
+        """Streams whose last write failed because the server's disk is full, so far as is known."""
+
+    async def write(self, name: str, what: str, publish: Callable[[], Awaitable[T]]) -> T:
+        """A write to the stream `name`. Raises `BusError`.
+
+        nats-server 2.12 answers that there is no space, and goes on when there is. Later ones (2.15.1) answer nothing, and
+        store nothing in that stream until they are started again: that the server answers a ping meanwhile tells it from
+        one that is away."""
+        try:
+            with bus_errors(what):
+                result = await publish()
+        except BusError as error:
+            if error.code is ErrorCode.DEADLINE and await self._answers():
+                message = f"{what}: JetStream does not store it, though it answers; its disk may be full"
+                error = BusError(ErrorInfo(ErrorCode.STORAGE_FULL, message))
+            if error.code is ErrorCode.STORAGE_FULL and name not in self.unwritable:
+                logger.error("%s", error.info.message)
+                self.unwritable.add(name)
+            raise error from None
+        if name in self.unwritable:
+            logger.warning("stream %s can be written again", name)
+            self.unwritable.discard(name)
+        return result
+
+    async def _answers(self) -> bool:
+        try:
+            await self.client.ping(CALL_TIMEOUT_S)
+            return True
+        except nats.errors.Error:
+            return False
 
     async def declare(self, config: StreamConfig) -> None:
         """Makes the stream if it is not there; may be called by many processes at once. Raises `BusError`."""
@@ -195,5 +237,6 @@ class Streams:
 
     async def declare_again(self) -> None:
         """After a reconnect: a server without its store has forgotten the streams, or those in memory."""
+        self.unwritable.clear()
         for config in list(self._declared.values()):
             await self.declare(config)

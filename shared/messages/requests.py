@@ -74,6 +74,8 @@ class ErrorCode(StrEnum):
     """The model cannot be loaded, and could not by trying again."""
     UNAVAILABLE = "unavailable"
     """The needed peer (scheduler, instance, NATS) cannot be reached."""
+    STORAGE_FULL = "storage_full"
+    """NATS cannot write to its disk, which is full."""
 
 
 class ErrorInfo(msgspec.Struct, frozen=True, array_like=True):

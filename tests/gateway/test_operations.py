@@ -102,12 +102,12 @@ async def test_health_and_readiness(nats_settings: BusSettings, checkpoint: Path
         assert (await stack.client.get("/health")).status_code == 200
         assert (await stack.client.get("/ping")).status_code == 200
         not_ready = await stack.client.get("/ready")
-        assert (not_ready.status_code, not_ready.json()) == (503, {"ready": False, "models": []})
+        assert (not_ready.status_code, not_ready.json()) == (503, {"ready": False, "models": [], "problems": []})
         await stack.peer.add_instance("a", MODEL, state="starting")
         await stack.peer.add_instance("b", MODEL, "a-model-nobody-configured")
         await until(lambda: len(stack.gateway.context.catalog.instances) == 2, "instances")
         ready = await stack.client.get("/ready")
-        assert (ready.status_code, ready.json()) == (200, {"ready": True, "models": [MODEL]})
+        assert (ready.status_code, ready.json()) == (200, {"ready": True, "models": [MODEL], "problems": []})
         assert set((await stack.client.get("/version")).json()) == {"version"}
         assert (await stack.client.get("/openapi.json")).json()["openapi"] == "3.1.0"
 
