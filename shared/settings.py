@@ -262,8 +262,10 @@ class InstanceSettings(BusSettings, frozen=True, kw_only=True):
     cost_models_dir: str = ""
     """Where cost models are kept as files, beside the key-value store; empty: nowhere."""
     kv_host: str = ""
-    """Name or address under which other instances reach this one's KV transport; empty: this machine's on the network of the
-    NATS server."""
+    """Name or address of this machine under which other instances reach this one's KV transport, which listens there only;
+    empty: this machine's on the network of the NATS server."""
+    kv_ports: Annotated[str, msgspec.Meta(pattern=r"^\d+-\d+$")] = "20100-20355"
+    """First and last of the tcp ports of which each instance's KV transport takes a free one."""
 
     @property
     def copy_rate_share(self) -> float:

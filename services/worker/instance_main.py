@@ -92,6 +92,7 @@ async def main(stop: asyncio.Event, settings: InstanceSettings) -> None:
 
 async def open_transport(settings: InstanceSettings, registry: CollectorRegistry) -> KvTransport:
     """Raises whatever keeps UCX from being used here."""
+    from services.worker.kv_transport.doors import PortRange
     from services.worker.kv_transport.telemetry import TransferMetrics
     from services.worker.kv_transport.transport import KvTransport, TransportLimits
     from services.worker.kv_transport.ucx import UcxNetwork
@@ -100,7 +101,8 @@ async def open_transport(settings: InstanceSettings, registry: CollectorRegistry
     # A migration may have two transfers open: of what was announced, and of what was filled beyond that.
     max_transfers = 2 * max(DRAIN_CONCURRENCY, settings.max_migrations)
     limits = TransportLimits(rate_fraction=settings.copy_rate_share, max_transfers=max_transfers)
-    transport = KvTransport(UcxNetwork(host), limits, metrics=TransferMetrics(registry))
+    network = UcxNetwork(host, PortRange.parse(settings.kv_ports))
+    transport = KvTransport(network, limits, metrics=TransferMetrics(registry))
     await transport.open()
     return transport
 

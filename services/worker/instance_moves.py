@@ -201,8 +201,8 @@ class InstanceMoves(KvUsers):
 
     @property
     def kv_address(self) -> str:
-        """Of the transport, for the registry; empty where requests do not move with their KV."""
-        return "" if self._transport is None or self._service is None else self._transport.address
+        """Of the transport, the part that everybody may know, for the registry; empty where requests do not move with KV."""
+        return "" if self._transport is None or self._service is None else self._transport.name
 
     @property
     def has_work(self) -> bool:

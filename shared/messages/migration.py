@@ -78,6 +78,8 @@ class PreAllocate(msgspec.Struct, frozen=True, array_like=True):
     reason: MoveReason = MoveReason.BALANCE
     arrives_s: float = -1.0
     """Seconds after which the request may be handed over, at the earliest; below 0: unknown."""
+    source_address: str = ""
+    """Of the source's KV transport: the ticket is good for that one only."""
 
 
 class Reserved(msgspec.Struct, frozen=True, array_like=True):
@@ -87,9 +89,9 @@ class Reserved(msgspec.Struct, frozen=True, array_like=True):
     num_held: int
     """Of the stage's blocks, leading ones that the destination has already: they are not sent."""
     address: str = ""
-    """Of its KV transport."""
+    """Of its KV transport. Whoever knows it can dial there: it is told to sources only."""
     ticket: bytes = b""
-    """Presented with the blocks; single use. Empty where nothing is to be sent."""
+    """Presented with the blocks by the source that asked; single use. Empty where nothing is to be sent."""
     busy_s: float = 0.0
     """Seconds until the steps in flight there end, by the cost model, if one of them is long for a request that waits for
     it; else 0."""

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import numpy as np
 
 from services.worker.kv_transport.errors import LinkError, TransferError, TransferReason
-from services.worker.kv_transport.links import Link
+from services.worker.kv_transport.links import Link, name_of
 from services.worker.kv_transport.receiving import Incoming
 from services.worker.kv_transport.sending import Outgoing
 from services.worker.kv_transport.wire import (
@@ -69,7 +69,7 @@ class Connection:
         if not self.is_lost:
             self.is_lost = True
             if not self.is_idle:
-                logger.warning("the connection with %s is lost: %s", self.link.peer, why)
+                logger.warning("the connection with %s is lost: %s", name_of(self.link.peer), why)
             for outgoing in self.outgoing.values():
                 outgoing.fail(TransferError(reason, why))
             for incoming in self.incoming.values():

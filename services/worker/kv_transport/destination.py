@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 
@@ -12,10 +13,13 @@ from services.worker.kv_transport.connections import Connection
 from services.worker.kv_transport.errors import LinkError, TransferError, TransferReason
 from services.worker.kv_transport.faults import FaultPoint, Faults
 from services.worker.kv_transport.leases import Leases
+from services.worker.kv_transport.links import Refusal, name_of
 from services.worker.kv_transport.receiving import Incoming, Receipt, Receiver
 from services.worker.kv_transport.staging import SlotPool, StagingPairs
 from services.worker.kv_transport.wire import LINE_BYTES, VERSION, Accept, Cancel, Ended, Open
 from services.worker.tasks import TaskSet
+
+logger = logging.getLogger(__name__)
 
 MAX_CHUNK_BYTES = 256 << 20
 """What a peer may ask for."""
@@ -32,13 +36,21 @@ class Destination:
     """`drain_s`: how long a source may take to wind up a transfer that was stopped here."""
 
     def __init__(
-        self, staging: StagingPairs, executor: Executor, tasks: TaskSet, faults: Faults, *, drain_s: float
+        self,
+        staging: StagingPairs,
+        executor: Executor,
+        tasks: TaskSet,
+        faults: Faults,
+        on_refused: Callable[[Refusal, int], None],
+        *,
+        drain_s: float,
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self._staging = staging
         self._executor = executor
         self._tasks = tasks
         self._faults = faults
+        self._on_refused = on_refused
         self._drain_s = drain_s
         self._leases = Leases()
         self._waiting: dict[bytes, Incoming] = {}
@@ -48,10 +60,10 @@ class Destination:
     def num_active(self) -> int:
         return len(self._waiting) + len(self._running)
 
-    def expect(self, pool: SlotPool, slots: Sequence[int], deadline_s: float) -> Incoming:
+    def expect(self, pool: SlotPool, slots: Sequence[int], deadline_s: float, peer: str | None) -> Incoming:
         ticket = secrets.token_bytes(16)
         self._leases.grant(ticket, self._loop.time() + deadline_s)
-        incoming = self._waiting[ticket] = Incoming(ticket, pool, slots, self._stop)
+        incoming = self._waiting[ticket] = Incoming(ticket, pool, slots, self._stop, peer)
         timer = self._loop.call_later(deadline_s, self._expire, ticket)
 
         def forget(_: Incoming) -> None:
@@ -66,6 +78,9 @@ class Destination:
         """Starts a transfer, or refuses it."""
         incoming = None
         try:
+            expected = self._waiting.get(message.ticket)
+            if expected is not None and expected.peer not in (None, connection.link.peer):
+                raise TransferError(TransferReason.TICKET_OF_ANOTHER)  # which is not used up by that
             self._leases.redeem(message.ticket, self._loop.time())
             incoming = self._waiting[message.ticket]
             if (message.version, message.slot_bytes) != (VERSION, incoming.pool.slot_bytes):
@@ -79,6 +94,7 @@ class Destination:
         except TransferError as error:
             if incoming is not None:
                 incoming.fail(error)
+            logger.warning("a transfer from %s is refused: %s", name_of(connection.link.peer), error)
             self._tasks.start(self._refuse(connection, message, error))
             return
         connection.incoming[message.transfer] = incoming
@@ -102,6 +118,7 @@ class Destination:
             await connection.lose(str(broken))
         await asyncio.sleep(self._drain_s)
         if connection.is_idle:
+            self._on_refused(Refusal.TICKET, 1)
             await connection.lose("it showed no good ticket")
 
     async def _receive(self, connection: Connection, message: Open, incoming: Incoming) -> None:

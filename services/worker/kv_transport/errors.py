@@ -13,6 +13,8 @@ class TransferReason(StrEnum):
     TICKET_UNKNOWN = "ticket_unknown"
     TICKET_USED = "ticket_used"
     TICKET_EXPIRED = "ticket_expired"
+    TICKET_OF_ANOTHER = "ticket_of_another"
+    """It was made for another peer than the one that showed it."""
     MISMATCH = "mismatch"
     """The two ends disagree on the number of slots or their size, or a slot does not exist."""
     DEADLINE = "deadline"

@@ -4,12 +4,31 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from enum import StrEnum
 
 import numpy as np
 import torch
 
 Buffer = np.ndarray | torch.Tensor
 """`[n]` uint8; a tensor lies on a CUDA device, and only links of a network that `reads_device` take one."""
+
+
+class Refusal(StrEnum):
+    """Why whoever came to a transport's door was sent away."""
+
+    HOST = "host"
+    """It is not the host of a peer."""
+    HANDSHAKE = "handshake"
+    """It said nothing, or not all that begins a conversation."""
+    HELLO = "hello"
+    """Its first message is none, or where it says that it is nobody can be reached."""
+    TICKET = "ticket"
+    """It showed no ticket, or none that is good here and for it."""
+
+
+def name_of(address: str) -> str:
+    """What of an address may be shown: all before `/`."""
+    return address.partition("/")[0]
 
 
 class Link(ABC):
@@ -20,6 +39,7 @@ class Link(ABC):
     """
 
     peer: str
+    """The address of the peer's own network: the one that was dialled, or to which the dialler was answered."""
 
     @abstractmethod
     async def send(self, tag: int, buffer: Buffer) -> None:
@@ -40,9 +60,15 @@ class Network(ABC):
     reads_device = False
     """Whether links send from and receive into CUDA memory. Known after `open`."""
 
+    on_refused: Callable[[Refusal, int], None] = staticmethod(lambda why, count: None)
+    """Hears how many were sent away; whoever opens the network may set it."""
+
     @abstractmethod
     async def open(self, on_link: Callable[[Link], None]) -> str:
         """Listens; returns the address that peers connect to. Raises `TransferError` with reason UNUSABLE."""
+
+    def admit(self, address: str) -> None:  # noqa: B027
+        """The one with this address may dial from now on: called before it is told where."""
 
     @abstractmethod
     async def connect(self, address: str) -> Link:

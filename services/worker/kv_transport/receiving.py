@@ -14,7 +14,7 @@ import torch
 
 from services.worker.kv_transport.errors import TransferError, TransferReason
 from services.worker.kv_transport.faults import FaultPoint, Faults
-from services.worker.kv_transport.links import Buffer, Link
+from services.worker.kv_transport.links import Buffer, Link, name_of
 from services.worker.kv_transport.staging import SlotPool, StagingPair, StagingPairs, buffer_of, to_end
 from services.worker.kv_transport.wire import WINDOW, Ended, Open, Sent, combined
 
@@ -48,9 +48,16 @@ class Incoming:
     never writes to the slots again. Made by `KvTransport.expect`."""
 
     def __init__(
-        self, ticket: bytes, pool: SlotPool, slots: Sequence[int], on_cancel: Callable[[Incoming], None]
+        self,
+        ticket: bytes,
+        pool: SlotPool,
+        slots: Sequence[int],
+        on_cancel: Callable[[Incoming], None],
+        peer: str | None = None,
     ) -> None:
+        """`peer`: the address of the one that the ticket is for; None: it is for whoever has it."""
         self.ticket = ticket
+        self.peer = peer
         self.pool = pool
         self.slots = tuple(slots)
         self.sent: asyncio.Future[Sent] = asyncio.get_running_loop().create_future()
@@ -246,7 +253,7 @@ class Receiver:
         await self._link.abort()
         _, pending = await asyncio.wait([chunk.task for chunk in self._posted], timeout=WITHDRAW_TIMEOUT_S)
         for task in pending:
-            logger.error("a receive from %s outlived its link", self._link.peer)
+            logger.error("a receive from %s outlived its link", name_of(self._link.peer))
             task.cancel()
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
+from services.worker.kv_transport.links import Refusal
+
 SECONDS_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 DONE = "done"
 
@@ -34,6 +36,12 @@ class TransferMetrics:
             ("peer",),
             registry=registry,
         )
+        self._refused = Counter(
+            "tideway_kv_transfer_refused_connections",
+            "Connections to the KV port that were refused: for their host, or for want of handshake, hello or ticket",
+            ("reason",),
+            registry=registry,
+        )
         self._connections = Gauge("tideway_kv_transfer_connections", "Open connections with peers", registry=registry)
 
     def on_done(self, direction: str, num_bytes: int, seconds: float) -> None:
@@ -43,6 +51,9 @@ class TransferMetrics:
 
     def on_failed(self, direction: str, reason: str) -> None:
         self._transfers.labels(direction, reason).inc()
+
+    def on_refused(self, reason: Refusal, count: int) -> None:
+        self._refused.labels(reason).inc(count)
 
     def on_bandwidth(self, peer: str, bytes_s: float | None) -> None:
         if bytes_s is not None:

@@ -28,7 +28,7 @@ from services.worker.kv_transport.connections import Connection
 from services.worker.kv_transport.destination import Destination
 from services.worker.kv_transport.errors import LinkError, TransferError, TransferReason
 from services.worker.kv_transport.faults import NO_FAULTS, Faults
-from services.worker.kv_transport.links import Link, Network
+from services.worker.kv_transport.links import Link, Network, Refusal, name_of
 from services.worker.kv_transport.rates import Bandwidth, TokenBucket
 from services.worker.kv_transport.receiving import Incoming, Receipt
 from services.worker.kv_transport.sending import Outgoing, send_chunks, verdict
@@ -37,7 +37,12 @@ from services.worker.kv_transport.telemetry import TransferMetrics
 from services.worker.kv_transport.wire import Open
 from services.worker.tasks import TaskSet
 
-_REFUSALS = (TransferReason.TICKET_UNKNOWN, TransferReason.TICKET_USED, TransferReason.TICKET_EXPIRED)
+_REFUSALS = (
+    TransferReason.TICKET_UNKNOWN,
+    TransferReason.TICKET_USED,
+    TransferReason.TICKET_EXPIRED,
+    TransferReason.TICKET_OF_ANOTHER,
+)
 
 
 @dataclass(frozen=True)
@@ -69,11 +74,12 @@ class KvTransport:
     ) -> None:
         """`metrics`: None where nobody looks at them."""
         self.address = ""
-        """Where peers reach this transport; empty before `open`."""
+        """Where peers reach this transport; empty before `open`. Only they may know it: `name` is for everybody."""
         self._network = network
         self._limits = limits
         self._faults = faults
         self._metrics = metrics or TransferMetrics(CollectorRegistry())
+        network.on_refused = self._metrics.on_refused
         self._pools: dict[str, SlotPool] = {}
         self._connections: set[Connection] = set()
         self._dialled: dict[str, asyncio.Task[Connection]] = {}
@@ -83,6 +89,10 @@ class KvTransport:
         self._executor = ThreadPoolExecutor(2, thread_name_prefix="kv-transport")
         self._open = False
 
+    @property
+    def name(self) -> str:
+        return name_of(self.address)
+
     async def open(self) -> None:
         """Raises `TransferError` with reason UNUSABLE: the caller says so and runs without migration."""
         self._loop = asyncio.get_running_loop()
@@ -91,7 +101,12 @@ class KvTransport:
         self._send_staging = StagingPairs(self._limits.max_transfers, reads_device)
         self._receive_staging = StagingPairs(self._limits.max_transfers, reads_device)
         self._destination = Destination(
-            self._receive_staging, self._executor, self._tasks, self._faults, drain_s=self._limits.drain_s
+            self._receive_staging,
+            self._executor,
+            self._tasks,
+            self._faults,
+            self._metrics.on_refused,
+            drain_s=self._limits.drain_s,
         )
         self._open = True
 
@@ -117,10 +132,13 @@ class KvTransport:
         known = self._pools.get(pool)
         return None if known is None else known.slot_bytes
 
-    def expect(self, pool: str, slots: Sequence[int], *, deadline_s: float) -> Incoming:
-        """Slots that a peer may fill until the deadline; they are the transport's until `Incoming.wait` ends. Raises
-        `TransferError` (MISMATCH, CLOSED)."""
-        incoming = self._destination.expect(self._checked(pool, slots), slots, deadline_s)
+    def expect(self, pool: str, slots: Sequence[int], *, deadline_s: float, peer: str | None = None) -> Incoming:
+        """Slots that a peer may fill until the deadline; they are the transport's until `Incoming.wait` ends. `peer`: only
+        the one whose transport has this address; None: whoever has the ticket. Raises `TransferError` (MISMATCH, CLOSED)."""
+        known = self._checked(pool, slots)
+        if peer is not None:
+            self._network.admit(peer)
+        incoming = self._destination.expect(known, slots, deadline_s, peer)
         incoming.on_end(self._on_received)
         return incoming
 
@@ -179,7 +197,7 @@ class KvTransport:
             self._metrics.on_failed("out", TransferReason.CANCELLED)
             raise
         self._metrics.on_done("out", receipt.num_bytes, receipt.seconds)
-        self._metrics.on_bandwidth(outgoing.address, self.bandwidth_bytes_s(outgoing.address))
+        self._metrics.on_bandwidth(name_of(outgoing.address), self.bandwidth_bytes_s(outgoing.address))
         return receipt
 
     async def _completed(self, outgoing: Outgoing, slots: Sequence[int], deadline_s: float) -> Receipt:
@@ -218,8 +236,9 @@ class KvTransport:
             self._metrics.on_failed("in", incoming.failure.reason)
 
     def bandwidth_bytes_s(self, address: str) -> float | None:
-        """Measured on transfers over the connection to this peer, without the rate limit's waits; None: none yet."""
-        measured = self._bandwidth.get(address)
+        """Measured on transfers over the connection to this peer, without the rate limit's waits; None: none yet. Its name
+        does as well as its address."""
+        measured = self._bandwidth.get(name_of(address))
         return measured.bytes_s if measured else None
 
     def limit_rate(self, bytes_s: float | None) -> None:
@@ -326,7 +345,7 @@ class KvTransport:
         await asyncio.wait([task])
 
     def _measure(self, address: str) -> Callable[[int, float], None]:
-        bandwidth = self._bandwidth.setdefault(address, Bandwidth())
+        bandwidth = self._bandwidth.setdefault(name_of(address), Bandwidth())
 
         def add(num_bytes: int, seconds: float) -> None:
             bandwidth.add(num_bytes, seconds)
@@ -346,6 +365,7 @@ class KvTransport:
     async def _cut_off_if_silent(self, connection: Connection) -> None:
         await asyncio.sleep(self._limits.first_ticket_s)
         if not connection.has_opened:
+            self._metrics.on_refused(Refusal.TICKET, 1)
             await connection.lose("it showed no ticket")
 
     def _add(self, link: Link) -> Connection:
@@ -360,8 +380,8 @@ class KvTransport:
         for address, task in list(self._dialled.items()):
             if task.done() and task.result() is connection:
                 del self._dialled[address]
-                self._bandwidth.pop(address, None)
-                self._metrics.forget_peer(address)
+                self._bandwidth.pop(name_of(address), None)
+                self._metrics.forget_peer(name_of(address))
 
     # ------------------------------------------------------------------------------------------------ helpers
 

@@ -290,7 +290,9 @@ class IncomingMigrations:
             if move.machine.state is not State.OPEN:
                 raise ServiceError.of(ErrorCode.GONE, f"migration {query.migration_id} is over")
             pool = pool_of(query.model, query.on_host)
-            incoming = self._transport.expect(pool, reservation.slots, deadline_s=query.deadline_s)
+            incoming = self._transport.expect(
+                pool, reservation.slots, deadline_s=query.deadline_s, peer=query.source_address
+            )
         except (TransferError, KeyError) as error:
             move.refusal = ErrorInfo(ErrorCode.GONE, f"the KV pool is not there any more: {error}")
             self._on(move, Event.STAGE_FAILED)

@@ -181,6 +181,7 @@ class Peer:
             traceparent=self._span.traceparent,
             reason=self._reason,
             arrives_s=stage.arrives_s,
+            source_address="" if self._site.transport is None else self._site.transport.address,
         )
         try:
             with self._span.stage("migration.reserve", stage.attributes()):

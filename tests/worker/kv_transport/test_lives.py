@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import pytest
 import torch
@@ -97,9 +97,9 @@ async def test_ucx_is_loaded_beside_the_event_loop(monkeypatch: pytest.MonkeyPat
     threads: list[threading.Thread] = []
     new_context = ucx._new_context
 
-    def noting() -> object:
+    def noting(options: Mapping[str, str]) -> object:
         threads.append(threading.current_thread())
-        return new_context()
+        return new_context(options)
 
     monkeypatch.setattr(ucx, "_new_context", noting)
     networks = [UcxNetwork("127.0.0.1") for _ in range(3)]

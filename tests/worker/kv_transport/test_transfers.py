@@ -109,6 +109,17 @@ async def test_a_ticket_is_good_once(make: Make) -> None:
     assert await refusal(again) is TransferReason.TICKET_USED
 
 
+async def test_a_ticket_is_good_for_the_peer_it_was_made_for(make: Make) -> None:
+    source, thief, destination = await make(), await make(), await make()
+    incoming = destination.expect("m", [3], deadline_s=5, peer=source.address)
+    stolen = thief.send(destination.address, incoming.ticket, "m", [1], deadline_s=3)
+    assert await refusal(stolen) is TransferReason.TICKET_OF_ANOTHER
+    assert incoming.is_live
+    await source.send(destination.address, incoming.ticket, "m", [1], deadline_s=3)
+    await incoming.wait()
+    await until(lambda: not thief.num_connections and destination.num_connections == 1)
+
+
 async def test_an_expectation_nobody_fills_ends_at_its_deadline(make: Make) -> None:
     source, destination = await make(), await make()
     incoming = destination.expect("m", [3], deadline_s=0.1)
