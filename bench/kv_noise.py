@@ -1,5 +1,6 @@
 """What strangers at an instance's KV port cost it: thousands of connections that send noise, nothing, or half of what begins
-a conversation of UCX, while two processes hold a connection; then transfers between the two again.
+a conversation of UCX, while two processes hold a connection; then transfers between the two again. They come from the host
+of a peer (this one); a last lot, which speaks UCX's language and would end the process, comes from a host that is none.
 
     python -m bench.kv_noise [--connections 10000] [--repeats 15] [--mib 64]
 
@@ -33,9 +34,12 @@ from services.worker.kv_transport import KvTransport, TransportLimits, UcxNetwor
 MAGIC = struct.pack("<Q", 0xCAFEBABE12345678)
 """With which UCX begins on tcp."""
 CONNECT_ID = 32
-"""Of UCX's own messages about a connection."""
+"""Of UCX's own messages about a connection; below it are those of its layers, which believe what they are told."""
+OTHER_HOST = "127.0.0.2"
+OTHER_SHARE = 0.05
 MAX_OPEN = 500
 """Connections that the stranger holds at once."""
+CONNECT_TIMEOUT_S = 5.0
 CLOSE_TIMEOUT_S = 30.0
 SLOT_BYTES = 512 << 10
 
@@ -50,8 +54,14 @@ def payloads(random_: random.Random) -> Iterator[tuple[str, bytes]]:
         yield "magic and noise", MAGIC + random_.randbytes(random_.randrange(1, 4096))
         body = random_.randbytes(random_.randrange(0, 200))
         length = random_.choice([0, 1, len(body), len(body) + 1, 1 << 16, (1 << 32) - 1])
-        header = struct.pack("<BI", random_.choice([0, 5, 31, CONNECT_ID, CONNECT_ID, 255]), length)
-        yield "no such message", MAGIC + header + body
+        yield "false connect", MAGIC + struct.pack("<BI", CONNECT_ID, length) + body
+
+
+def messages(random_: random.Random) -> Iterator[tuple[str, bytes]]:
+    """Endlessly: what looks like a message of a peer."""
+    while True:
+        body = random_.randbytes(random_.randrange(0, 200))
+        yield "message", MAGIC + struct.pack("<BI", random_.randrange(CONNECT_ID), len(body)) + body
 
 
 @dataclass
@@ -65,18 +75,21 @@ class Disturbance:
     """Still open after `CLOSE_TIMEOUT_S`."""
 
 
-async def disturb(host: str, port: int, count: int, seed: int = 0) -> Disturbance:
-    """Makes `count` connections, says something wrong on each, and waits until each is closed."""
+async def disturb(
+    host: str, port: int, count: int, kinds: Iterator[tuple[str, bytes]], own_host: str = ""
+) -> Disturbance:
+    """Makes `count` connections, says one of `kinds` on each, and waits until each is closed."""
     result, places = Disturbance(), asyncio.Semaphore(MAX_OPEN)
-    kinds = payloads(random.Random(seed))
 
     async def one(kind: str, payload: bytes) -> None:
         async with places:
             result.num[kind] = result.num.get(kind, 0) + 1
             started = time.monotonic()
             try:
-                reader, writer = await asyncio.open_connection(host, port)
-            except OSError:
+                async with asyncio.timeout(CONNECT_TIMEOUT_S):
+                    local = (own_host, 0) if own_host else None
+                    reader, writer = await asyncio.open_connection(host, port, local_addr=local)
+            except OSError:  # TimeoutError is one
                 result.num_refused += 1
                 return
             try:
@@ -183,14 +196,17 @@ async def measure(arguments: argparse.Namespace, peer: subprocess.Popen[str]) ->
     before = await pair.throughput()
     files, memory, used = open_files(peer.pid), resident_mib(peer.pid), pair.cpu_s()
     started = time.monotonic()
-    disturbed = await disturb(host, port, arguments.connections)
+    disturbed = await disturb(host, port, arguments.connections, payloads(random.Random(0)))
     flood = {"seconds": time.monotonic() - started, "cpu_s": pair.cpu_s() - used}
+    num_others = int(arguments.connections * OTHER_SHARE)
+    others = await disturb(host, port, num_others, messages(random.Random(1)), OTHER_HOST)
     used = pair.cpu_s()
     await asyncio.sleep(2)
     idle = (pair.cpu_s() - used) / 2
     result = {
         "connections": disturbed.num,
         "could_not_connect": disturbed.num_refused,
+        "of_another_host": {"tried": num_others, "could_not_connect": others.num_refused},
         "longest_s": disturbed.longest_s,
         "still_open": disturbed.num_kept,
         "flood": flood,

@@ -35,6 +35,9 @@ class CuttableNetwork(Network):
         self.reads_device = self._network.reads_device
         return address
 
+    def admit(self, address: str) -> None:
+        self._network.admit(address)
+
     async def connect(self, address: str) -> Link:
         if self._mode == "reset":
             raise LinkError("cut")

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import os
+import random
 import shutil
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -16,10 +16,11 @@ import pytest
 import torch
 from prometheus_client import CollectorRegistry
 
-from bench.kv_noise import disturb, open_files, port_of
+from bench.kv_noise import disturb, open_files, payloads, port_of
 from services.worker.kv_transport import KvTransport, TransferError, TransportLimits, UcxNetwork
 from services.worker.kv_transport.doors import HANDSHAKE_S, KV_PORTS, MAX_WAITING, PortRange, devices_at, overdue
 from services.worker.kv_transport.telemetry import TransferMetrics
+from tests.worker.test_kv_transport_processes import SLOT_BYTES, Peer
 
 ROOT = Path(__file__).parents[2]
 
@@ -76,30 +77,17 @@ def test_an_address_that_is_not_here_has_no_devices() -> None:
         devices_at("203.0.113.7")
 
 
-async def test_it_listens_on_its_address_and_a_port_of_the_range_only(peer_ports: list[tuple[str, int]]) -> None:
-    ((host, port),) = peer_ports
-    assert host == "127.0.0.1" and port in KV_PORTS
-
-
 @pytest.fixture
-async def peer_ports() -> AsyncIterator[list[tuple[str, int]]]:
-    """Where another process with a transport listens, by what the kernel says of it."""
+async def peer() -> AsyncIterator[Peer]:
     pytest.importorskip("ucxx")
-    peer = await asyncio.create_subprocess_exec(
-        sys.executable,
-        "-m",
-        "tests.worker.test_kv_transport_processes",
-        cwd=ROOT,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-    )
-    assert peer.stdout is not None
-    async with asyncio.timeout(30):
-        while not (await peer.stdout.readline()).startswith(b"{"):
-            assert not peer.stdout.at_eof()
-    yield listening_of(peer.pid)
-    peer.kill()
-    await peer.wait()
+    started = await Peer.start()
+    yield started
+    await started.end()
+
+
+async def test_it_listens_on_its_address_and_a_port_of_the_range_only(peer: Peer) -> None:
+    ((host, port),) = listening_of(peer.process.pid)
+    assert host == "127.0.0.1" and port in KV_PORTS
 
 
 def listening_of(pid: int) -> list[tuple[str, int]]:
@@ -114,23 +102,27 @@ def listening_of(pid: int) -> list[tuple[str, int]]:
 
 
 async def test_noise_silence_and_half_a_handshake_end_and_cost_nothing_after(
-    transport: KvTransport, registry: CollectorRegistry
+    peer: Peer, transport: KvTransport
 ) -> None:
-    files = open_files(os.getpid())
-    result = await disturb(*port_of(transport.address), 300)
+    files = open_files(peer.process.pid)
+    result = await disturb(*port_of(peer.address), 300, payloads(random.Random(0)))
     assert sum(result.num.values()) == 300 and min(result.num.values()) > 40
     assert not result.num_kept and not result.num_refused
-    await until_refused(registry, "handshake", result.num["silence"] + result.num["magic"])
-    async with asyncio.timeout(20):
-        while open_files(os.getpid()) > files:
+    async with asyncio.timeout(30):
+        while open_files(peer.process.pid) > files:
             await asyncio.sleep(0.05)
-    used = time.process_time()
+    used = (await peer.ask("cpu"))["seconds"]
     await asyncio.sleep(1.0)
-    assert time.process_time() - used < 0.3
-    source = await transport_of(CollectorRegistry())
-    incoming = transport.expect("m", [1, 2], deadline_s=10, peer=source.address)
-    await source.send(transport.address, incoming.ticket, "m", [9, 8], deadline_s=10)
-    await source.close()
+    assert (await peer.ask("cpu"))["seconds"] - used < 0.3
+    rows = torch.ones(1, SLOT_BYTES, dtype=torch.uint8)
+    transport.register("m", rows)
+    await transport.send(peer.address, await peer.expect([1]), "m", [0], deadline_s=20)
+
+
+async def test_who_says_nothing_is_counted(transport: KvTransport, registry: CollectorRegistry) -> None:
+    with socket.create_connection(port_of(transport.address)) as stranger:
+        await until_refused(registry, "handshake", 1)
+        assert stranger.recv(1) == b""
 
 
 def connects(address: str, own_host: str) -> bool:
