@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 STUCK_EXIT_CODE = 3
 INTERVAL_S = 1.0
 """Between two looks."""
-HELD_FACTOR = 2
+HELD_FACTOR = 4
 """Where no Python code runs at all, because some extension keeps the interpreter's lock, this thread cannot look either. A
 thread without Python (faulthandler's) then ends the process, after so many times the timeout."""
 

@@ -36,13 +36,13 @@ async def late(stop):
     await stop.wait()
     print("stopped", flush=True)
 
-run_service(globals()[sys.argv[1]], BusSettings(watchdog_s=1.0))
+run_service(globals()[sys.argv[1]], BusSettings(watchdog_s=float(sys.argv[2])))
 """
 
 
-def start(behaviour: str) -> subprocess.Popen[str]:
+def start(behaviour: str, watchdog_s: float) -> subprocess.Popen[str]:
     process = subprocess.Popen(
-        [sys.executable, "-c", PROGRAM, behaviour],
+        [sys.executable, "-c", PROGRAM, behaviour, str(watchdog_s)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -53,23 +53,23 @@ def start(behaviour: str) -> subprocess.Popen[str]:
 
 
 def test_a_loop_that_stands_still_ends_the_process_with_its_stacks() -> None:
-    process = start("stuck")
+    process = start("stuck", 1.0)
     _, err = process.communicate(timeout=30)
     assert process.returncode == STUCK_EXIT_CODE
     assert "the event loop has stood still for 1 s" in err and "in stuck" in err
 
 
 def test_so_does_one_that_keeps_the_interpreter_for_itself() -> None:
-    process = start("held")
+    process = start("held", 0.5)
     _, err = process.communicate(timeout=30)
     assert process.returncode == 1
     assert "Timeout" in err and "in held" in err
 
 
 def test_a_process_that_was_late_or_stopped_goes_on() -> None:
-    process = start("late")
+    process = start("late", 1.0)
     process.send_signal(signal.SIGSTOP)
-    time.sleep(1.5)  # longer than the watchdog's timeout, shorter than where even faulthandler would end it
+    time.sleep(1.5)  # longer than the watchdog's timeout, far shorter than where even faulthandler would end it
     process.send_signal(signal.SIGCONT)
     with pytest.raises(subprocess.TimeoutExpired):
         process.wait(1.5)
