@@ -48,6 +48,12 @@ class _TextProcess:
 
     @classmethod
     async def start(cls, settings: GatewaySettings) -> _TextProcess:
+        # Whoever wrote a template has no use for this process's secrets. One text at a time: threads would gain nothing.
+        environment = {
+            name: value for name, value in os.environ.items() if not name.startswith(("TIDEWAY_", "HF_TOKEN"))
+        }
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(REPOSITORY), os.environ.get("PYTHONPATH"))))
+        environment["RAYON_NUM_THREADS"] = environment["OPENBLAS_NUM_THREADS"] = "1"
         process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-m",
@@ -56,10 +62,8 @@ class _TextProcess:
             str(settings.text_memory_bytes),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
-            # One text at a time: threads would cost memory and gain nothing.
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (str(REPOSITORY), os.environ.get("PYTHONPATH")))),
-                 "RAYON_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
-        )  # fmt: skip
+            env=environment,
+        )
         return cls(process)
 
     async def exchange(self, task: bytes) -> Result:
@@ -155,7 +159,12 @@ class TextPool:
             raise _broken(reason, left_s)
 
     async def _run(self, task: bytes, num_characters: int, folder: str | None = None) -> Result:
-        await self._turns.acquire()
+        try:
+            async with asyncio.timeout(self._settings.request_timeout_s):
+                await self._turns.acquire()
+        except TimeoutError:
+            message = f"Other texts were worked on for {self._settings.request_timeout_s:g} s."
+            raise ApiError(408, message, type="timeout_error", code="deadline_exceeded") from None
         try:
             if folder is not None:
                 self._check_pause(folder)  # it may have been killed while this one waited
@@ -186,9 +195,9 @@ class TextPool:
         process = None
         reason = "cancelled"
         try:
-            while process is None or not process.is_alive:
-                process = self._idle.pop() if self._idle else await _TextProcess.start(self._settings)
             async with asyncio.timeout(self._settings.text_timeout_s + START_MARGIN_S):
+                while process is None or not process.is_alive:
+                    process = self._idle.pop() if self._idle else await _TextProcess.start(self._settings)
                 result = await process.exchange(task)
             self._idle.append(process)
             process = None
