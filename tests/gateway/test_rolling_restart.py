@@ -8,6 +8,7 @@ import itertools
 import os
 import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import httpx
@@ -18,11 +19,12 @@ from shared.messages.requests import FinishReason, GenerationRequest
 from shared.settings import BusSettings
 from tests.conftest import free_port
 from tests.gateway.conftest import MODEL, Reader
-from tests.gateway.peer import ScriptedPeer, until
+from tests.gateway.peer import ScriptedPeer
 
 NUM_STREAMS = 16
 NUM_TOKENS = 30
 TOKEN_INTERVAL_S = 0.05
+DEADLINE_S = 60.0
 
 
 class SlowPeer(ScriptedPeer):
@@ -31,6 +33,12 @@ class SlowPeer(ScriptedPeer):
             finish = FinishReason.LENGTH if offset == NUM_TOKENS - 1 else None
             self.emit(request, offset, [offset + 40], finish, sender=instance_id)
             await asyncio.sleep(TOKEN_INTERVAL_S)
+
+
+async def until(condition: Callable[[], object]) -> None:
+    async with asyncio.timeout(DEADLINE_S):
+        while not condition():
+            await asyncio.sleep(0.02)
 
 
 class Gateway:
@@ -45,7 +53,7 @@ class Gateway:
             "TIDEWAY_NATS_URL": nats_url,
             "TIDEWAY_PORT": str(self.port),
             "TIDEWAY_GATEWAY_ID": name,
-            "TIDEWAY_LEAVE_S": "1.5",
+            "TIDEWAY_LEAVE_S": "3",
             "TIDEWAY_STOP_GRACE_S": "20",
         }
         self._process: asyncio.subprocess.Process
@@ -67,7 +75,7 @@ class Gateway:
     async def stop(self) -> None:
         """SIGTERM; returns when it has ended by itself."""
         self._process.send_signal(signal.SIGTERM)
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(DEADLINE_S):
             assert await self._process.wait() == 0
         self._probing.cancel()
         self.is_ready = False
@@ -101,14 +109,14 @@ async def test_a_rolling_restart_breaks_no_stream(nats_settings: BusSettings, ch
     try:
         for gateway in gateways:
             await gateway.start()
-        await until(lambda: all(gateway.is_ready for gateway in gateways), "both gateways ready")
+        await until(lambda: all(gateway.is_ready for gateway in gateways))
         streams = asyncio.gather(*(one_after_the_other() for _ in range(NUM_STREAMS)))
         for gateway in gateways:
             num_begun = len(readers)
-            await until(lambda num_begun=num_begun: len(readers) >= num_begun + NUM_STREAMS, "streams on both")
+            await until(lambda num_begun=num_begun: len(readers) >= num_begun + NUM_STREAMS)
             await gateway.stop()
             await gateway.start()
-            await until(lambda gateway=gateway: gateway.is_ready or streams.done(), "the new one")
+            await until(lambda gateway=gateway: gateway.is_ready or streams.done())
         is_over = True
         await streams
     finally:
