@@ -246,10 +246,10 @@ def test_who_reaches_whom() -> None:
     assert reaches("elsewhere", "gateway", 8000) and not reaches("elsewhere", "gateway", 9100)
     assert all(reaches("monitoring", name, 9100) for name in SETTINGS)
     assert reaches("monitoring", "worker", 9101), "an instance's metrics"
-    assert reaches("worker", "worker", 40000), "moves of KV"
-    assert not any(
-        reaches(name, "worker", 40000) for name in ("gateway", "scheduler", "placement", "elsewhere", "monitoring")
-    )
+    first, last = map(int, load(InstanceSettings, environment("worker")).kv_ports.split("-"))
+    for port, is_open in ((first - 1, False), (first, True), (last, True), (last + 1, False)):
+        assert reaches("worker", "worker", port) == is_open, "moves of KV"
+        assert not any(reaches(name, "worker", port) for name in ("gateway", "scheduler", "placement", "monitoring"))
 
 
 @pytest.mark.parametrize("name", SETTINGS)
