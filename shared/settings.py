@@ -162,6 +162,8 @@ class PlacementSettings(BusSettings, frozen=True, kw_only=True):
     placement_id: str = ""
     models: str = ""
     """JSON list of ModelSpec, or comma-separated `name=source` pairs: the models to begin with."""
+    models_file: str = ""
+    """Where the models as they are now are kept besides, for the day on which NATS loses its store; empty: nowhere."""
     interval_s: float = 10.0
     scaling_backend: str = "local"
     """Who starts and ends instances: local (node agents, up to their `max_node_instances`) | kubernetes"""

@@ -19,6 +19,7 @@ from shared.engine import recording
 from shared.service import OPERATOR_ERROR_EXIT_CODE
 from shared.settings import SettingsError
 from tideway import operations
+from tideway.backup import backup, restore
 from tideway.bench.command import bench
 from tideway.console import Reporter, TableConsole
 from tideway.data_folder import DataFolder, OperatorError
@@ -285,6 +286,8 @@ def replay(file: Annotated[Path, typer.Argument(help="What TIDEWAY_RECORD_FILE m
 app.command()(bench)
 app.command()(profile)
 app.command()(nats_config)
+app.command()(backup)
+app.command()(restore)
 
 
 @app.command("version")

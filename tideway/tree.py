@@ -124,7 +124,14 @@ def services(options: UpOptions, bus: dict[str, str], passwords: Mapping[str, st
         for number in range(1, options.num_schedulers + 1)
     ]
     replicas += [
-        ("placement", "placement", {"TIDEWAY_MODELS": models}),
+        (
+            "placement",
+            "placement",
+            {
+                "TIDEWAY_MODELS": models,
+                "TIDEWAY_MODELS_FILE": str(options.data_dir.absolute() / "models.json"),
+            },
+        ),
         ("gateway", "gateway", {"TIDEWAY_HOST": options.host, "TIDEWAY_PORT": str(options.port)}),
         (
             "worker",

@@ -9,7 +9,7 @@ What is stored is what counts: a change of the models is written first, then pla
 buckets alone. Which instances are drained is part of the plan.
 
 Models of the settings ("seeds") are added unless they were added before: a model that has statistics but is not in MODELS
-was removed by the operator, and stays removed.
+was removed by the operator, and stays removed. Into an empty store come the models that are remembered outside of it.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from services.placement.metrics import PlacementMetrics
 from services.placement.nodes import NodePresence
 from services.placement.plan_store import PlanStore
 from services.placement.planning import displaced, plan, wasted
+from services.placement.remembered import RememberedModels
 from services.placement.requests import check_length, check_spec, refuse
 from services.placement.scaling import Cluster, FleetKeeper
 from services.placement.statistics import TrafficStatistics
@@ -105,6 +106,7 @@ class ActivePlacement:
         tracer: Tracer,
         checkpoints: Checkpoints,
         backend: ScalingBackend,
+        remembered: RememberedModels,
         registered: Callable[[], Mapping[str, NodeInfo]],
         is_leader: Callable[[], bool],
     ) -> None:
@@ -115,6 +117,7 @@ class ActivePlacement:
         self._metrics = metrics
         self._checkpoints = checkpoints
         self._backend = backend
+        self._remembered = remembered
         self._registered = registered
         self._is_leader = is_leader
         self._presence = NodePresence()
@@ -148,6 +151,8 @@ class ActivePlacement:
         self._statistics_bucket = await self._bus.key_value(STATISTICS)
         self._models = {e.value.name: e.value for e in (await self._model_bucket.entries()).values()}
         totals = {e.value.model: e.value for e in (await self._statistics_bucket.entries()).values()}
+        if not self._models and not totals:
+            await self._recall()
         for seed in self._seeds:
             stored = self._models.get(seed.name)
             if stored is None and seed.name in totals:
@@ -160,6 +165,7 @@ class ActivePlacement:
                                seed.name, stored)  # fmt: skip
         for name in self._models:
             self._statistics.add_model(name, totals.get(name))
+        await self._remembered.keep(self._models)
         self._registry = await self._bus.key_value(INSTANCES)
         keeper = FleetKeeper(self._backend, self._cluster, self._set_fleet, self._registry)
         self._retry_checkpoints()
@@ -178,6 +184,13 @@ class ActivePlacement:
         self._spawn(keeper.tend_for_ever(self._is_leader))
         self.is_open = True
         logger.info("placement leads with %d models", len(self._models))
+
+    async def _recall(self) -> None:
+        """Into an empty store: a new one, or one that was lost."""
+        for spec in await self._remembered.load():
+            logger.warning("NATS has an empty store: model %r is added again as it was last", spec.name)
+            await self._model_bucket.put(bucket_key(spec.name), spec)
+            self._models[spec.name] = spec
 
     async def flush(self) -> None:
         """Stores what was counted; before leadership is given up."""
@@ -314,6 +327,7 @@ class ActivePlacement:
             await self._check_fits(spec)
             await self._model_bucket.put(bucket_key(spec.name), spec)
             self._models[spec.name] = spec
+            await self._remembered.keep(self._models)
             self._statistics.add_model(spec.name)
             logger.info("model %r was added: %s", spec.name, spec)
             return await self._carry_out()
@@ -327,6 +341,7 @@ class ActivePlacement:
             await self._store_statistics()
             await self._model_bucket.delete(bucket_key(name))
             del self._models[name]
+            await self._remembered.keep(self._models)
             self._statistics.remove_model(name)
             self._metrics.forget(name)
             self._checkpoints.forget_all_but({spec.source for spec in self._models.values()})
@@ -343,6 +358,7 @@ class ActivePlacement:
                 self._ready = serving(entry.value for entry in (await self._registry.entries()).values())
                 await self._model_bucket.put(bucket_key(spec.name), spec)
                 self._models[spec.name] = spec
+                await self._remembered.keep(self._models)
                 logger.info("model %r is to be on %s instances", spec.name, spec.replicas or "all")
             return await self._carry_out()
 

@@ -7,7 +7,7 @@ import logging
 from opentelemetry.trace import Tracer
 
 from services.placement.metrics import PlacementMetrics
-from shared.bus.interface import Bus, KeyValue, RevisionConflict
+from shared.bus.interface import Bus, KeyValue, RevisionConflict, UnreadableEntry
 from shared.messages.catalogue import PLANS
 from shared.messages.cluster import PlacementPlan
 
@@ -35,7 +35,15 @@ class PlanStore:
     async def refresh(self) -> None:
         """Reads what is stored where that is not certain. Raises `BusError`."""
         if not self._is_certain:
-            entry = await self._bucket.get(PLAN_KEY)
+            try:
+                entry = await self._bucket.get(PLAN_KEY)
+            except UnreadableEntry as error:
+                # Placement must lead nevertheless: who else writes one that can be read?
+                logger.error(
+                    "%s; a new plan is made, in which no instance is drained and models may change place", error
+                )
+                self._revision, self._is_certain = error.revision, True
+                return
             self._revision = entry.revision if entry is not None else 0
             self.plan = entry.value if entry is not None else self.plan
             self._is_certain = True

@@ -11,6 +11,7 @@ from services.placement.backends.local import LocalBackend
 from services.placement.checkpoints import Checkpoints, read_shape
 from services.placement.metrics import PlacementMetrics
 from services.placement.nats_metrics import NatsMetrics
+from services.placement.remembered import RememberedModels
 from services.placement.requests import check_spec
 from shared.bus.interface import Bus, BusError, Watch
 from shared.checkpoint import CheckpointShape
@@ -64,6 +65,7 @@ class PlacementService:
         self._nats_metrics = NatsMetrics(telemetry.registry)
         self._looking: asyncio.Task[None] | None = None
         self._checkpoints = Checkpoints(self._wake, read)
+        self._remembered = RememberedModels(settings.models_file)
         self._lease = Lease(bus, "placement", self.placement_id, self._on_gain, self._on_lose)
         self._nodes: Watch[NodeInfo] | None = None
         self._active: ActivePlacement | None = None
@@ -112,6 +114,7 @@ class PlacementService:
             self._telemetry.tracer,
             self._checkpoints,
             self._backend,
+            self._remembered,
             self._registered,
             lambda: self._lease.is_held,
         )

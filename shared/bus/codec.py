@@ -19,8 +19,8 @@ _HEADER_LINE = b"NATS/1.0"
 
 encode = msgspec.msgpack.Encoder().encode
 
-UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError)
-"""What decoders raise for bytes that are not what they should be, or whose strings are no UTF-8."""
+UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+"""What decoders raise for bytes that are not what they should be, whose strings are no UTF-8, or that nest too deep."""
 
 _decoders: dict[Any, msgspec.msgpack.Decoder[Any]] = {}
 

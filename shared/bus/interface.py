@@ -63,6 +63,14 @@ class RevisionConflict(BusError):
     """A `create` or `update` found another revision than expected."""
 
 
+class UnreadableEntry(BusError):
+    """A `get` found what is not of the bucket's type; it can be overwritten at `revision`."""
+
+    def __init__(self, info: ErrorInfo, revision: int) -> None:
+        super().__init__(info)
+        self.revision = revision
+
+
 class Subscription(Protocol):
     async def stop(self) -> None:
         """Take no more messages; running handlers end by themselves. May be called twice."""
@@ -108,7 +116,8 @@ class KeyValue(ABC, Generic[M]):
     """One bucket. Every call has a deadline of a few seconds and raises `BusError`."""
 
     @abstractmethod
-    async def get(self, key: str) -> KvEntry[M] | None: ...
+    async def get(self, key: str) -> KvEntry[M] | None:
+        """`UnreadableEntry` for one that cannot be read."""
 
     @abstractmethod
     async def put(self, key: str, value: M) -> int:

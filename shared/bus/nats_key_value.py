@@ -11,7 +11,7 @@ from nats.js.kv import KeyValue as RawKeyValue
 
 from shared.bus.codec import UNREADABLE, decoder, encode
 from shared.bus.entry_view import EntryView
-from shared.bus.interface import BusError, KeyValue, KvEntry, Room, Watch
+from shared.bus.interface import KeyValue, KvEntry, Room, UnreadableEntry, Watch
 from shared.bus.nats_streams import DUPLICATE_WINDOW_S, Streams, bus_errors
 from shared.bus.nats_watch import NatsWatch
 from shared.messages.channels import Bucket
@@ -76,7 +76,7 @@ class NatsKeyValue(KeyValue[M]):
             return KvEntry(self._decode(entry.value or b""), entry.revision or 0)
         except UNREADABLE as error:
             message = f"{self._bucket.name}/{key} cannot be read: {error}"
-            raise BusError(ErrorInfo(ErrorCode.INTERNAL, message)) from None
+            raise UnreadableEntry(ErrorInfo(ErrorCode.INTERNAL, message), entry.revision or 0) from None
 
     async def put(self, key: str, value: M) -> int:
         body = encode(value)

@@ -140,16 +140,30 @@ class Requests:
         num_prompt, limit = len(request.prompt) // 4, queue.shape.max_model_len
         if num_prompt == 0:
             return ErrorInfo(ErrorCode.BAD_REQUEST, "the prompt has no tokens", "prompt")
-        if vocab_size := queue.shape.vocab_size:
-            tokens = unpack_tokens(request.prompt + request.prior)
-            if not 0 <= min(tokens) <= max(tokens) < vocab_size:
-                message = f"a token id is outside of 0 to {vocab_size - 1}, the vocabulary of {queue.name!r}"
-                return ErrorInfo(ErrorCode.BAD_REQUEST, message, "prompt")
+        if refused := self._foreign_tokens(request, queue):
+            return refused
         if request.sampling.max_tokens < 1:
             return ErrorInfo(ErrorCode.BAD_REQUEST, "max_tokens must be at least 1", "max_tokens")
         if num_prompt >= limit:
             message = f"the prompt has {num_prompt} tokens; {queue.name!r} takes at most {limit - 1} and needs one more"
             return ErrorInfo(ErrorCode.TOO_LONG, message, "prompt")
+        return None
+
+    def _foreign_tokens(self, request: GenerationRequest, queue: ModelQueue) -> ErrorInfo | None:
+        """Token ids are an index into tables of the device, where a wrong one fails the steps of others too."""
+        if len(request.prompt) % 4 or len(request.prior) % 4:
+            return ErrorInfo(ErrorCode.BAD_REQUEST, "token ids have four bytes each", "prompt")
+        vocab_size, sampling = queue.shape.vocab_size or 2**31, request.sampling
+        stops = sampling.stop_token_ids if sampling.min_tokens else ()
+        ids = {
+            "prompt": unpack_tokens(request.prompt + request.prior),
+            "logit_bias": [token for token, _ in sampling.logit_bias],
+            "stop_token_ids": stops,
+        }
+        for param, tokens in ids.items():
+            if tokens and not 0 <= min(tokens) <= max(tokens) < vocab_size:
+                message = f"a token id is outside of 0 to {vocab_size - 1}, the vocabulary of {queue.name!r}"
+                return ErrorInfo(ErrorCode.BAD_REQUEST, message, param)
         return None
 
     def _queue_full(self, is_online: bool) -> ErrorInfo | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from shared.messages.cluster import ModelSpec
+from shared.messages.requests import Seconds
 
 
 class AddModel(msgspec.Struct, frozen=True):
@@ -29,14 +30,14 @@ class UnloadModel(msgspec.Struct, frozen=True):
     """Node agent to instance: take no new request of the model, finish those it has within `grace_s`, free its memory."""
 
     name: str
-    grace_s: float = 30.0
+    grace_s: Seconds = 30.0
 
 
 class Drain(msgspec.Struct, frozen=True):
     """Take no new request; move away or finish those held within `grace_s`; then exit. `is_undone`: do not, but serve as
     before; CONFLICT where it is too late for that."""
 
-    grace_s: float = 30.0
+    grace_s: Seconds = 30.0
     is_undone: bool = False
 
 

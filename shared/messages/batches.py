@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
+from msgspec import Meta
+
+from shared.messages.requests import Count, Seconds
 
 
 class OfflineDemand(msgspec.Struct, frozen=True, array_like=True):
@@ -11,13 +16,13 @@ class OfflineDemand(msgspec.Struct, frozen=True, array_like=True):
     batch_id: str
     tenant: str
     model: str
-    wanted_tokens: int
+    wanted_tokens: Count
     """Prompt and output tokens of lines that are ready to be submitted."""
-    unfinished_tokens: int
+    unfinished_tokens: Count
     """Estimate for all lines that are not finished."""
-    slack_s: float
+    slack_s: Seconds
     """Time left to the batch's deadline."""
-    weight: float = 1.0
+    weight: Annotated[float, Meta(gt=0, le=1e9)] = 1.0
     """Share of its tenant against others."""
 
 
@@ -30,13 +35,13 @@ class GrantQuery(msgspec.Struct, frozen=True, array_like=True):
 
 class OfflineGrant(msgspec.Struct, frozen=True, array_like=True):
     batch_id: str
-    tokens: int
+    tokens: Count
     model: str = ""
 
 
 class GrantReply(msgspec.Struct, frozen=True, array_like=True):
     grants: list[OfflineGrant]
-    ask_again_s: float
+    ask_again_s: Seconds
     """When asking again is worth while."""
     tokens_per_s: dict[str, float] = {}
     """Recent offline throughput of each model over the cluster, for the predicted finish time."""

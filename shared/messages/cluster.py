@@ -6,7 +6,7 @@ import math
 
 import msgspec
 
-from shared.messages.requests import FinishReason, HeldRequest, RequestClass
+from shared.messages.requests import Amount, Epoch, FinishReason, HeldRequest, Number, RequestClass, Seconds
 
 
 class ModelSpec(msgspec.Struct, frozen=True):
@@ -28,13 +28,13 @@ class LoadedModel(msgspec.Struct, frozen=True, array_like=True):
     name: str
     state: str
     """loading | ready | unloading | failed"""
-    max_model_len: int = 0
-    page_tokens: int = 0
+    max_model_len: Amount = 0
+    page_tokens: Amount = 0
     """Tokens in one KV block."""
-    slots_per_merged: int = 0
+    slots_per_merged: Amount = 0
     """KV blocks of this model in one merged block of the pool."""
-    num_running: int = 0
-    num_waiting: int = 0
+    num_running: Amount = 0
+    num_waiting: Amount = 0
     error: str = ""
     cost_model: str = ""
     """Where its step times are from: a `CostSource`; empty: the token budget alone bounds its steps."""
@@ -52,32 +52,32 @@ class InstanceInfo(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     state: str
     """starting | ready | draining"""
     models: list[LoadedModel]
-    num_merged: int = 0
+    num_merged: Amount = 0
     """Merged blocks in the KV pool."""
-    merged_bytes: int = 0
+    merged_bytes: Amount = 0
     device: str = "cpu"
-    pid: int = 0
-    metrics_port: int = 0
+    pid: Amount = 0
+    metrics_port: Amount = 0
     kv_address: str = ""
     """Where peers reach its KV transport; empty: it takes and gives no requests with KV."""
-    dispatch_freeness: float = math.inf
+    dispatch_freeness: Number = math.inf
     """As in `LoadReport`, for who places requests without a scheduler."""
 
 
 class ModelLoad(msgspec.Struct, frozen=True, array_like=True, gc=False):
     model: str
-    num_running: int
-    num_waiting: int
-    num_offline: int = 0
+    num_running: Amount
+    num_waiting: Amount
+    num_offline: Amount = 0
     """Offline requests among both, harvested work rather than load."""
-    num_waiting_online: int = 0
+    num_waiting_online: Amount = 0
     """Online requests among the waiting ones."""
-    offline_room_tokens: int = 0
+    offline_room_tokens: Amount = 0
     """Offline tokens (prompt and output) beyond those held that could be given to the instance now: from what it computes of
     them lately and its free KV slots."""
-    budgets: tuple[float, float] = (0.0, 0.0)
+    budgets: tuple[Number, Number] = (0.0, 0.0)
     """Doubling budget of this model here: remaining seconds summed over its unfinished requests, and the smallest."""
-    prompt_cost: tuple[float, float] = (0.0, 0.0)
+    prompt_cost: tuple[Number, Number] = (0.0, 0.0)
     """`CostModel.prompt_cost` of this model here; zeros: not known."""
 
 
@@ -86,13 +86,13 @@ class FinishedStats(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
 
     model: str
     request_class: RequestClass
-    prompt_tokens: int
-    output_tokens: int
-    queued_s: float
-    execution_s: float
+    prompt_tokens: Amount
+    output_tokens: Amount
+    queued_s: Seconds
+    execution_s: Seconds
     """Admission to end on the instance, by the wall clock."""
     finish_reason: FinishReason
-    device_s: float = 0.0
+    device_s: Seconds = 0.0
     """Execution time charged to the request: what its part of each step takes alone on the instance."""
 
 
@@ -101,7 +101,7 @@ class MoveOutcome(msgspec.Struct, frozen=True, array_like=True):
 
     request_id: str
     destination_id: str
-    epoch: int
+    epoch: Epoch
     """Of the owner now."""
     is_moved: bool
     reason: str = ""
@@ -117,42 +117,42 @@ class LoadReport(msgspec.Struct, frozen=True, array_like=True, gc=False, kw_only
 
     instance_id: str
     incarnation: str
-    sequence: int
-    dispatch_freeness: float
+    sequence: Amount
+    dispatch_freeness: Number
     """Counts every waiting request with its whole demand; +inf when idle."""
-    free_merged: float
+    free_merged: Number
     """Merged blocks that could be had now (free or only cached)."""
-    num_running: int
+    num_running: Amount
     models: tuple[ModelLoad, ...]
     admitted: tuple[str, ...]
     """Ids accepted since the last report: leave the scheduler's in-flight ledger."""
     ended: tuple[str, ...]
     """Ids ended since the last report, for any reason."""
     finished: tuple[FinishedStats, ...]
-    dispatch_freeness_high: float = 0.0
+    dispatch_freeness_high: Number = 0.0
     """As a request of high priority sees it: without the headroom that those already there keep normal ones away by."""
-    migration_freeness: float = 0.0
+    migration_freeness: Number = 0.0
     """Decode steps until the KV pool is full: tokens that fit beside the virtual usage for each running request, of the
     waiting ones only the head counting; +inf when idle. Whether it drains stands in the registry."""
-    scaling_freeness: float = 0.0
+    scaling_freeness: Number = 0.0
     """Likewise as a normal request sees it, every waiting one counting."""
-    num_high: int = 0
+    num_high: Amount = 0
     """Online requests of high priority."""
     moves: tuple[MoveOutcome, ...] = ()
     """Migrations out of here that ended since the last report."""
     moved_in: tuple[HeldRequest, ...] = ()
     """Requests taken over from other instances since the last report."""
-    num_moving_out: int = 0
+    num_moving_out: Amount = 0
     """Migrations under way, for whoever looks on; likewise those into here."""
-    num_moving_in: int = 0
-    num_moved_out: int = 0
+    num_moving_in: Amount = 0
+    num_moved_out: Amount = 0
     """Requests that moved away since the instance started; likewise those that came."""
-    num_moved_in: int = 0
-    next_move_tokens: int = 0
+    num_moved_in: Amount = 0
+    next_move_tokens: Amount = 0
     """Of the running online request that would move away first; 0: none runs."""
-    running_freeness: float = math.inf
+    running_freeness: Number = math.inf
     """Decode steps until the requests that run have filled the KV pool, as if nobody waited; +inf when idle."""
-    prompts_s: float = 0.0
+    prompts_s: Seconds = 0.0
     """Predicted time before the prompt of one more online request is begun: what is left of the steps in flight, and the
     prompts of those that are here; 0 without a cost model."""
 
@@ -171,20 +171,20 @@ class NodeInfo(msgspec.Struct, frozen=True, array_like=True):
 
     node_id: str
     hostname: str
-    num_instances: int
+    num_instances: Amount
     """How many instances this node will run (one a device; on CPU as configured)."""
-    memory_bytes: int
+    memory_bytes: Amount
     """Memory that all its instances together may use for weights and KV pools."""
     device: str = "cpu"
-    plan_version: int = 0
+    plan_version: Amount = 0
     """The last placement plan that was carried out."""
     problem: str = ""
     """Why the plan could not be carried out whole, if it could not."""
-    max_instances: int = 0
+    max_instances: Amount = 0
     """How many it could run; 0: `num_instances`."""
-    page_tokens: int = 0
+    page_tokens: Amount = 0
     """Of a KV block, at most, as attention there takes them; 0: not known."""
-    step_tokens: int = 0
+    step_tokens: Amount = 0
     """Of a step, at most; 0: the device's default."""
 
 
@@ -194,12 +194,12 @@ class InstancePlan(msgspec.Struct, frozen=True):
     instance_id: str
     node_id: str
     models: list[ModelSpec]
-    pool_bytes: int
-    merged_bytes: int
+    pool_bytes: Amount
+    merged_bytes: Amount
 
 
 class PlacementPlan(msgspec.Struct, frozen=True):
-    version: int
+    version: Amount
     instances: list[InstancePlan]
     unplaced: dict[str, str] = {}
     """Models that are on no instance, with the reason."""
@@ -225,14 +225,14 @@ class ModelStatistics(msgspec.Struct, frozen=True):
     """Traffic of one model since the last report; the scheduler publishes one per model and second."""
 
     model: str
-    interval_s: float
-    num_arrived: int
-    num_finished: int
-    prompt_tokens: int
-    output_tokens: int
-    queued_s: float
-    execution_s: float
-    num_queued: int
+    interval_s: Seconds
+    num_arrived: Amount
+    num_finished: Amount
+    prompt_tokens: Amount
+    output_tokens: Amount
+    queued_s: Seconds
+    execution_s: Seconds
+    num_queued: Amount
 
 
 class StatisticsReport(msgspec.Struct, frozen=True):
@@ -244,7 +244,7 @@ class SchedulerInfo(msgspec.Struct, frozen=True, array_like=True):
     """The lease of the active scheduler or placement (bucket with TTL), and their announcement."""
 
     scheduler_id: str
-    term: int = 0
+    term: Amount = 0
     """Grows with each change of leader."""
 
 
@@ -252,9 +252,9 @@ class ExecutionStatistics(msgspec.Struct, frozen=True, array_like=True):
     """Execution time on the device of a model's finished requests (SeaLLM section 4.2), over the whole cluster."""
 
     model: str
-    mean_s: float
-    std_s: float
-    num_finished: int = 0
+    mean_s: Seconds
+    std_s: Seconds
+    num_finished: Amount = 0
     """In the window; 0: a prediction, nothing has finished yet."""
 
 

@@ -6,7 +6,7 @@ from enum import StrEnum
 
 import msgspec
 
-from shared.messages.requests import GenerationRequest, Priority, RequestClass
+from shared.messages.requests import Count, Epoch, GenerationRequest, Number, Priority, RequestClass, Seconds
 
 
 class MoveReason(StrEnum):
@@ -43,8 +43,8 @@ class Rebalance(msgspec.Struct, frozen=True, array_like=True):
     destinations: list[str]
     """Instance ids, freest first."""
     reason: MoveReason
-    lease_s: float
-    max_concurrent: int = 1
+    lease_s: Seconds
+    max_concurrent: Count = 1
     """Migrations out of the instance at once."""
 
 
@@ -58,25 +58,25 @@ class PreAllocate(msgspec.Struct, frozen=True, array_like=True):
     model: str
     request_class: RequestClass
     priority: Priority
-    stage: int
+    stage: Count
     """From 0; each stage's blocks follow those of the one before."""
-    first_block: int
-    num_blocks: int
+    first_block: Count
+    num_blocks: Count
     """Blocks `first_block .. first_block + num_blocks` of the sequence."""
     hashes: bytes
     """Chained hashes, 16 bytes each, of those of the blocks that are full."""
-    page_tokens: int
-    slot_bytes: int
-    tensor_parallel: int = 1
+    page_tokens: Count
+    slot_bytes: Count
+    tensor_parallel: Count = 1
     on_host: bool = False
     """The blocks are a checkpoint in host memory and stay one."""
-    max_tokens: int = 0
+    max_tokens: Count = 0
     """Tokens of the sequence at its longest."""
-    deadline_s: float = 5.0
+    deadline_s: Seconds = 5.0
     """Time that the source gives the stage."""
     traceparent: str = ""
     reason: MoveReason = MoveReason.BALANCE
-    arrives_s: float = -1.0
+    arrives_s: Seconds = -1.0
     """Seconds after which the request may be handed over, at the earliest; below 0: unknown."""
     source_address: str = ""
     """Of the source's KV transport: the ticket is good for that one only."""
@@ -86,13 +86,13 @@ class Reserved(msgspec.Struct, frozen=True, array_like=True):
     """The destination's answer; a refusal is a typed error."""
 
     migration_id: str
-    num_held: int
+    num_held: Count
     """Of the stage's blocks, leading ones that the destination has already: they are not sent."""
     address: str = ""
     """Of its KV transport. Whoever knows it can dial there: it is told to sources only."""
     ticket: bytes = b""
     """Presented with the blocks by the source that asked; single use. Empty where nothing is to be sent."""
-    busy_s: float = 0.0
+    busy_s: Seconds = 0.0
     """Seconds until the steps in flight there end, by the cost model, if one of them is long for a request that waits for
     it; else 0."""
 
@@ -100,31 +100,31 @@ class Reserved(msgspec.Struct, frozen=True, array_like=True):
 class SequenceProgress(msgspec.Struct, frozen=True, array_like=True):
     """What of a sequence's life travels with it. Durations are up to the moment at which it left its source's batch."""
 
-    num_computed: int = 0
+    num_computed: Count = 0
     """Tokens whose KV moves with it; 0: it waits and brings none."""
-    first_token_age_s: float = -1.0
+    first_token_age_s: Seconds = -1.0
     """Since its first token; below 0: it has none yet."""
-    first_total: int = 0
-    first_planned_age_s: float = -1.0
-    submitted_age_s: float = 0.0
+    first_total: Count = 0
+    first_planned_age_s: Seconds = -1.0
+    submitted_age_s: Seconds = 0.0
     """Since its arrival at the first instance of this placement."""
-    device_s: float = 0.0
-    num_cached_tokens: int = 0
-    num_preemptions: int = 0
-    num_recomputed: int = 0
-    num_restored_blocks: int = 0
-    num_suspensions: int = 0
-    order_state: tuple[float, ...] = ()
+    device_s: Seconds = 0.0
+    num_cached_tokens: Count = 0
+    num_preemptions: Count = 0
+    num_recomputed: Count = 0
+    num_restored_blocks: Count = 0
+    num_suspensions: Count = 0
+    order_state: tuple[Number, ...] = ()
     """The ordering policy's, as it exports it."""
-    num_moves: int = 0
+    num_moves: Count = 0
     """This one included."""
-    last_ran_age_s: float = 0.0
+    last_ran_age_s: Seconds = 0.0
     """Since the last step that computed it; its arrival before the first."""
-    peak_computed: int = 0
+    peak_computed: Count = 0
     """Tokens that had been computed when it was last preempted, if it has not run since."""
-    last_token_age_s: float = -1.0
+    last_token_age_s: Seconds = -1.0
     """Since its last token; below 0: it has none yet."""
-    max_itl_s: float = 0.0
+    max_itl_s: Seconds = 0.0
 
 
 class Commit(msgspec.Struct, frozen=True, array_like=True):
@@ -135,14 +135,14 @@ class Commit(msgspec.Struct, frozen=True, array_like=True):
     request: GenerationRequest
     """In its new epoch, with all output so far as `prior`; times re-based to the sending."""
     progress: SequenceProgress
-    num_blocks: int = 0
+    num_blocks: Count = 0
     """All that were announced and sent; on the host where `on_host`."""
     on_host: bool = False
 
 
 class Committed(msgspec.Struct, frozen=True, array_like=True):
     request_id: str
-    epoch: int
+    epoch: Epoch
 
 
 class AbortMigration(msgspec.Struct, frozen=True, array_like=True):
@@ -158,7 +158,7 @@ class OwnsQuery(msgspec.Struct, frozen=True, array_like=True):
 
     migration_id: str
     request_id: str
-    epoch: int
+    epoch: Epoch
 
 
 class OwnsReply(msgspec.Struct, frozen=True, array_like=True):

@@ -4,8 +4,21 @@ from __future__ import annotations
 
 from array import array
 from enum import StrEnum
+from typing import Annotated
 
 import msgspec
+from msgspec import Meta
+
+# What a peer may send at most: a message beyond it cannot be read, so that none of it reaches the arithmetic.
+Count = Annotated[int, Meta(ge=0, le=2**52)]
+Amount = Annotated[int, Meta(ge=-(2**52), le=2**52)]
+Epoch = Annotated[int, Meta(ge=0, le=2**52)]
+"""Adding to it stays far from where 64 bits end."""
+Seconds = Annotated[float, Meta(ge=-1e12, le=1e12)]
+"""Unix times too."""
+Number = Annotated[float, Meta(ge=-1e300)]
+"""Infinite perhaps, but never NaN."""
+TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 
 
 def pack_tokens(tokens: list[int]) -> bytes:
@@ -83,31 +96,31 @@ class ErrorInfo(msgspec.Struct, frozen=True, array_like=True):
     message: str
     param: str = ""
     """The field at fault, if one is."""
-    retry_after_s: float = 0.0
+    retry_after_s: Seconds = 0.0
 
 
 class SamplingParams(msgspec.Struct, frozen=True, array_like=True):
     """How tokens are chosen. Field meanings as in OpenAI's and vLLM's APIs."""
 
-    max_tokens: int
-    min_tokens: int = 0
-    temperature: float = 1.0
+    max_tokens: Annotated[int, Meta(le=2**31 - 1)]
+    min_tokens: Annotated[int, Meta(ge=0, le=2**31 - 1)] = 0
+    temperature: Annotated[float, Meta(ge=0, le=100)] = 1.0
     """0 is greedy."""
-    top_k: int = 0
+    top_k: Annotated[int, Meta(ge=0, le=2**31 - 1)] = 0
     """0 is off."""
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
+    top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
+    min_p: Annotated[float, Meta(ge=0, le=1)] = 0.0
+    repetition_penalty: Annotated[float, Meta(gt=0, le=1000)] = 1.0
+    presence_penalty: Annotated[float, Meta(ge=-1000, le=1000)] = 0.0
+    frequency_penalty: Annotated[float, Meta(ge=-1000, le=1000)] = 0.0
     seed: int = 0
     """Noise is a function of (seed, position), so that any instance continues a request alike. The gateway draws one
     where the client gave none."""
-    stop_token_ids: tuple[int, ...] = ()
+    stop_token_ids: tuple[TokenId, ...] = ()
     """End the output; includes the model's end-of-sequence ids unless `ignore_eos`. Stop strings are the gateway's."""
-    logprobs: int = -1
+    logprobs: Annotated[int, Meta(ge=-1, le=2**31 - 1)] = -1
     """-1: none; k >= 0: the chosen token's log-probability and the k most likely."""
-    logit_bias: tuple[tuple[int, float], ...] = ()
+    logit_bias: tuple[tuple[TokenId, Annotated[float, Meta(ge=-1000, le=1000)]], ...] = ()
 
 
 class GenerationRequest(msgspec.Struct, frozen=True, array_like=True):
@@ -121,28 +134,28 @@ class GenerationRequest(msgspec.Struct, frozen=True, array_like=True):
     sampling: SamplingParams
     request_class: RequestClass = RequestClass.ONLINE
     priority: Priority = Priority.NORMAL
-    timeout_s: float = 600.0
+    timeout_s: Seconds = 600.0
     """Time left at the moment of sending. Whoever holds the request past it drops it and says so."""
-    epoch: int = 0
+    epoch: Epoch = 0
     """Ownership number: each placement begins at the next multiple of `PLACEMENT_EPOCHS`, each move to another instance
     adds to it. Frames of a lower epoch than the highest seen are dropped."""
     prior: bytes = b""
     """Packed output tokens that the client already has (a request placed again continues after them)."""
-    waited_s: float = 0.0
+    waited_s: Seconds = 0.0
     """How long the request has waited before this hop."""
     traceparent: str = ""
     """W3C trace context of the request's root span."""
-    ttft_objective_s: float = 0.0
+    ttft_objective_s: Seconds = 0.0
     """Time to first token that the client wants, from its arrival; 0: the model's."""
-    tpot_objective_s: float = 0.0
+    tpot_objective_s: Seconds = 0.0
     """Time per output token after the first; 0: the model's."""
-    ttft_s: float = -1.0
+    ttft_s: Seconds = -1.0
     """From its arrival to the first token of `prior`; below 0: it is not known, or there is none."""
 
 
 class Cancel(msgspec.Struct, frozen=True, array_like=True):
     request_id: str
-    epoch: int | None = None
+    epoch: Epoch | None = None
     """Only where it is held in this epoch or a lower one, and not to be forwarded; None: wherever it is."""
 
 
@@ -156,8 +169,8 @@ class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
     logprob: float
     """Of the chosen token."""
     top_ids: tuple[int, ...] = ()
-    top_logprobs: tuple[float, ...] = ()
-    rank: int = 0
+    top_logprobs: tuple[Number, ...] = ()
+    rank: Count = 0
     """1 is the most likely."""
 
 
@@ -168,25 +181,25 @@ UNKNOWN_LOGPROB = TokenLogprob(-9999.0)
 class RequestTiming(msgspec.Struct, frozen=True, array_like=True):
     """Durations of a request on its instance, sent with its last entry."""
 
-    queued_s: float = 0.0
+    queued_s: Seconds = 0.0
     """Arrival at the instance to first being planned."""
-    prefill_s: float = 0.0
-    decode_s: float = 0.0
-    num_preemptions: int = 0
+    prefill_s: Seconds = 0.0
+    decode_s: Seconds = 0.0
+    num_preemptions: Count = 0
 
 
 class TokenEntry(msgspec.Struct, frozen=True, array_like=True):
     """What one iteration made for one request."""
 
     request_id: str
-    epoch: int
-    offset: int
+    epoch: Epoch
+    offset: Count
     """Position in the output of the first token here; equals the number of output tokens before it."""
     tokens: bytes
     """Packed; may be empty in a last entry."""
     finish_reason: FinishReason | None = None
     logprobs: tuple[TokenLogprob, ...] = ()
-    num_cached_tokens: int = 0
+    num_cached_tokens: Count = 0
     """Prompt tokens found in the prefix cache."""
     error: ErrorInfo | None = None
     timing: RequestTiming | None = None
@@ -202,8 +215,8 @@ class TokenFrame(msgspec.Struct, frozen=True, array_like=True):
 
 class StreamPosition(msgspec.Struct, frozen=True, array_like=True):
     request_id: str
-    epoch: int
-    next_offset: int
+    epoch: Epoch
+    next_offset: Count
 
 
 class ReplayQuery(msgspec.Struct, frozen=True, array_like=True):
@@ -217,7 +230,7 @@ class MovedRequest(msgspec.Struct, frozen=True, array_like=True):
 
     request_id: str
     instance_id: str
-    epoch: int
+    epoch: Epoch
 
 
 class ReplayReply(msgspec.Struct, frozen=True, array_like=True):
@@ -237,9 +250,9 @@ class HeldRequest(msgspec.Struct, frozen=True, array_like=True):
 
     request_id: str
     gateway_id: str
-    epoch: int
+    epoch: Epoch
     model: str
-    num_tokens: int
+    num_tokens: Count
     running: bool
     is_online: bool = True
 
@@ -254,7 +267,7 @@ class HeldRequests(msgspec.Struct, frozen=True, array_like=True):
 
 class LostRequest(msgspec.Struct, frozen=True, array_like=True):
     request_id: str
-    epoch: int
+    epoch: Epoch
 
 
 class RequestsLost(msgspec.Struct, frozen=True, array_like=True):

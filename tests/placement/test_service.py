@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -160,9 +161,12 @@ async def placement(
     telemetry: Telemetry | None = None,
     read: Callable[[str], CheckpointShape] = read_shape,
     backend: ScalingBackend | None = None,
+    models_file: str = "",
 ) -> AsyncIterator[PlacementService]:
     pairs = ",".join(f"{model}={source}" for model, source in (models or {}).items())
-    settings = PlacementSettings(nats_url=nats.nats_url, placement_id=name, models=pairs, interval_s=0.5)
+    settings = PlacementSettings(
+        nats_url=nats.nats_url, placement_id=name, models=pairs, interval_s=0.5, models_file=models_file
+    )
     bus = await NatsBus.connect(settings, service="placement", service_id=name)
     telemetry = telemetry or start_telemetry("placement", name, settings)
     service = PlacementService(bus, settings, telemetry, read, backend)
@@ -214,6 +218,34 @@ async def test_models_are_added_and_removed_without_moving_others(
         assert removed.version > added.version
         await until(lambda: set(cluster.models.entries) == {"a"})
         assert where(await cluster.remove("a")) == {}
+
+
+async def test_a_plan_that_cannot_be_read_is_told_and_made_anew(
+    nats_settings: BusSettings, cluster: Cluster, sources: dict[str, str], caplog: pytest.LogCaptureFixture
+) -> None:
+    async with placement(nats_settings, {"a": sources["a"]}):
+        cluster.start_node("n")
+        await cluster.placed("a", "n-0 n-1")
+    await (await cluster.bus.key_value(replace(PLANS, type=int))).put("current", 7)  # type: ignore[type-var]
+    cluster.plans.clear()
+    async with placement(nats_settings, {"a": sources["a"]}):
+        await cluster.placed("a", "n-0 n-1")
+    assert "tideway_plans/current cannot be read" in caplog.text
+
+
+async def test_models_that_were_added_outlast_the_store(
+    nats_settings: BusSettings, cluster: Cluster, nats_server: NatsServer, sources: dict[str, str], tmp_path: Path
+) -> None:
+    file, added = str(tmp_path / "models.json"), ModelSpec("b", sources["b"], replicas=1)
+    async with placement(nats_settings, {"a": sources["a"]}, models_file=file):
+        cluster.start_node("n")
+        await cluster.placed("a", "n-0 n-1")
+        await cluster.add(added)
+    nats_server.delete_streams()
+    async with placement(nats_settings, {"a": sources["a"]}, models_file=file):
+        models = await (await cluster.bus.key_value(MODELS)).watch()
+        await until(lambda: models.entries.keys() == {"a", "b"})
+        assert models.entries["b"] == added
 
 
 async def test_refusals_name_the_field_and_the_numbers(

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shared.bus.codec import decode_reply, decoder, encode, error_headers, parse_headers, request_headers
+from shared.bus.codec import UNREADABLE, decode_reply, decoder, encode, error_headers, parse_headers, request_headers
 from shared.bus.interface import BusError, ServiceError
 from shared.bus.metrics import subject_pattern
 from shared.messages import admin, batches, catalogue, channels, cluster, migration, requests
@@ -45,7 +45,7 @@ def sample(kind: Any) -> Any:
         return kind(**{field: sample(hints[field]) for field in kind.__struct_fields__})
     if issubclass(kind, StrEnum):
         return list(kind)[-1]
-    return {str: "text", int: 7, float: 2.5, bool: True, bytes: b"\x01\x00\x00\x00"}[kind]
+    return {str: "text", int: 7, float: 0.25, bool: True, bytes: b"\x01\x00\x00\x00"}[kind]
 
 
 @pytest.mark.parametrize("kind", STRUCTS, ids=lambda kind: kind.__name__)
@@ -60,6 +60,22 @@ def test_a_newer_peer_may_add_fields_at_the_end(kind: type[msgspec.Struct]) -> N
     builtins = msgspec.to_builtins(value, builtin_types=(bytes,))
     extended = [*builtins, "new"] if isinstance(builtins, list) else {**builtins, "a_new_field": 1}
     assert decoder(kind).decode(encode(extended)) == value
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("epoch", 2**62), ("epoch", -1), ("timeout_s", float("nan")), ("waited_s", float("inf")), ("sampling", [7, -1])],
+)
+def test_what_would_leave_the_arithmetic_is_not_read(field: str, value: Any) -> None:
+    fields = [value if name == field else each for name, each in zip(
+        requests.GenerationRequest.__struct_fields__,
+        msgspec.to_builtins(sample(requests.GenerationRequest), builtin_types=(bytes,)),
+        strict=True,
+    )]  # fmt: skip
+    with pytest.raises(UNREADABLE):
+        decoder(requests.GenerationRequest).decode(encode(fields))
+    with pytest.raises(UNREADABLE):
+        decoder(requests.ListHeldRequests).decode(b"\x91" * 100_000 + b"\xc0")
 
 
 def test_hot_path_messages_are_arrays() -> None:

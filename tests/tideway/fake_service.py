@@ -41,9 +41,8 @@ async def _register(role: str) -> None:
         MODELS,
         NODES,
         PLANS,
-        buckets_declared_by,
     )
-    from shared.messages.channels import Role, bucket_key
+    from shared.messages.channels import bucket_key
     from shared.messages.cluster import (
         InstanceInfo,
         InstancePlan,
@@ -62,8 +61,9 @@ async def _register(role: str) -> None:
         unplaced = {model.name: "it is too large" for model in models if model.source.startswith("none/")}
         draining, released = json.loads(os.environ.get("FAKE_DRAINING", "[[], []]"))
         plan = PlacementPlan(1, [instance] if placed else [], unplaced, draining, released)
-        for bucket in buckets_declared_by(Role.PLACEMENT):
-            await bus.key_value(bucket)
+        # The others may not make them.
+        await bus.key_value(INSTANCES)
+        await bus.key_value(NODES)
         for model in models:
             if not model.source.startswith("removed/"):
                 await (await bus.key_value(MODELS)).put(bucket_key(model.name), model)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from shared.engine.engine import MAX_STEP_FAILURES, Engine
@@ -12,6 +13,7 @@ from shared.messages.requests import (
     FinishReason,
     Priority,
     RequestClass,
+    SamplingParams,
     pack_tokens,
     unpack_tokens,
 )
@@ -258,6 +260,20 @@ def test_token_ids_outside_the_vocabulary_are_refused(token):
     engine.add_model(ModelShape("a", 4, 2, 200, vocab_size=10))
     assert engine.submit(request("good", [0, 9], 2), 0.0) is None
     assert engine.submit(request("bad", [0, token], 2), 0.0).code == ErrorCode.BAD_REQUEST
+
+
+def test_other_tokens_that_would_fail_a_step_are_refused():
+    engine = Engine(8, 4, ordering_policy("fcfs"), FixedTokenBudget(8))
+    engine.add_model(ModelShape("a", 4, 2, 200, vocab_size=10))
+    good = request("r", [0, 9], 2)
+    for param, bad in {
+        "prompt": msgspec.structs.replace(good, prior=b"\x00" * 3),
+        "logit_bias": msgspec.structs.replace(good, sampling=SamplingParams(2, logit_bias=((10, 1.0),))),
+        "stop_token_ids": msgspec.structs.replace(good, sampling=SamplingParams(2, 1, stop_token_ids=(10,))),
+    }.items():
+        refused = engine.submit(bad, 0.0)
+        assert refused is not None and (refused.code, refused.param) == (ErrorCode.BAD_REQUEST, param)
+    assert engine.submit(good, 0.0) is None
 
 
 def test_a_head_that_lacks_room_is_not_overtaken_by_another_model():

@@ -1,0 +1,61 @@
+"""A backup of a real NATS store, and a Tideway that starts on what was restored."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from shared.bus.nats_bus import NatsBus
+from shared.messages.catalogue import FILE_CONTENTS, MODELS
+from shared.settings import BusSettings
+from tests.tideway.test_up import Run
+from tideway.backup import backup, restore
+from tideway.data_folder import OperatorError
+
+CONTENT = b"a line\n" * 50_000
+
+
+async def connect(run: Run, user: str) -> NatsBus:
+    password = run.up._data.credentials().nats_passwords[user]
+    settings = BusSettings(nats_url=str(run.state()["nats_url"]), nats_user=user, nats_password=password)
+    return await NatsBus.connect(settings, "test", user)
+
+
+async def test_what_was_kept_comes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TIDEWAY_NODE_ID", "node")
+    old, new, archive = tmp_path / "old", tmp_path / "new", tmp_path / "backup.tar"
+    run = Run(old)
+    await run.until_ready()
+    with pytest.raises(OperatorError, match="runs here already"):
+        backup(archive, old)
+    bus = await connect(run, "gateway")
+    await (await bus.object_store(FILE_CONTENTS)).put("file-1", CONTENT)
+    await bus.close()
+    await run.stop()
+    credentials = run.up._data.credentials()
+    backup(archive, old)
+    assert archive.stat().st_mode & 0o077 == 0
+    shutil.rmtree(old)
+
+    restore(archive, new)
+    with pytest.raises(OperatorError, match="has nats"):
+        restore(archive, new)
+    run = Run(new, roles={"placement": "plain", "worker": "plain"}, models=[])
+    run.start()
+    await run.until(lambda: bool(run.state().get("nats_url")))
+    assert run.up._data.credentials() == credentials
+    bus = await connect(run, "gateway")
+    assert await (await bus.object_store(FILE_CONTENTS)).get("file-1") == CONTENT
+    assert (await (await bus.key_value(MODELS)).entries()).keys() == {"tide", "ebb"}
+    await bus.close()
+    await run.stop()
+
+
+def test_what_is_no_backup_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(OperatorError, match="is no data folder"):
+        backup(tmp_path / "backup.tar", tmp_path / "none")
+    (tmp_path / "file").write_bytes(b"nothing")
+    with pytest.raises(OperatorError, match="could not be restored"):
+        restore(tmp_path / "file", tmp_path / "data")

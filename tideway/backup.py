@@ -1,0 +1,66 @@
+"""`tideway backup` and `tideway restore`: what a data folder keeps, in one archive, while nothing runs on it."""
+
+from __future__ import annotations
+
+import os
+import tarfile
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from tideway.data_folder import DataFolder, OperatorError
+
+KEPT = ("nats", "credentials.json", "models.json", "cost_models")
+"""Models, plan, files, batches and their lines are in the first; logs are not kept."""
+
+Archive = Annotated[
+    Path, typer.Argument(help="A tar archive; it holds credentials, so it is its owner's alone (mode 600).")
+]
+DataDir = Annotated[Path, typer.Option("--data-dir", envvar="TIDEWAY_DATA_DIR", help="Of a Tideway that is stopped.")]
+DEFAULT_DATA_DIR = Path(".tideway")
+
+
+def backup(archive: Archive, data_dir: DataDir = DEFAULT_DATA_DIR) -> None:
+    """Write models, plan, files, batches and credentials into one archive. Tideway must be stopped."""
+    data = DataFolder(data_dir)
+    if not (data.path / KEPT[0]).is_dir():
+        raise OperatorError(f"{data.path} is no data folder of Tideway; say which with --data-dir.")
+    data.acquire()
+    # Under another name until it is whole.
+    partial = archive.with_name(archive.name + ".part")
+    try:
+        with os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+            with tarfile.open(fileobj=file, mode="w") as tar:
+                for name in KEPT:
+                    if (data.path / name).exists():
+                        tar.add(data.path / name, name)
+            os.fsync(file.fileno())
+        partial.replace(archive)
+    except OSError as error:
+        partial.unlink(missing_ok=True)
+        raise OperatorError(f"{archive} could not be written: {error}.") from None
+    finally:
+        data.release()
+    print(f"{archive} has what {data.path} keeps ({archive.stat().st_size / 2**20:.1f} MiB).")
+
+
+def restore(archive: Archive, data_dir: DataDir = DEFAULT_DATA_DIR) -> None:
+    """Make a data folder from an archive, where none is yet."""
+    data = DataFolder(data_dir)
+    data.prepare()
+    data.acquire()
+    try:
+        if there := [name for name in KEPT if (data.path / name).exists()]:
+            raise OperatorError(
+                f"{data.path} has {', '.join(there)} already; move it away, or choose another --data-dir."
+            )
+        with tarfile.open(archive) as tar:
+            if KEPT[0] not in tar.getnames():
+                raise OperatorError(f"{archive} is no backup of Tideway.")
+            tar.extractall(data.path, filter="data")
+    except (OSError, tarfile.TarError) as error:
+        raise OperatorError(f"{archive} could not be restored into {data.path}: {error}.") from None
+    finally:
+        data.release()
+    print(f"{data.path} is as it was; start it with `tideway up --data-dir {data.path}`.")
