@@ -56,7 +56,7 @@ class Streams:
         self._on_failure = on_failure
         self.metrics = GatewayMetrics(CollectorRegistry())
         catalog = Catalog(bus, _NoTokenizers())  # type: ignore[arg-type]
-        placer = Placer(bus, catalog, self.metrics)
+        placer = Placer(bus, catalog, self.metrics, max_submissions=64)
         self.table = StreamTable(bus, GATEWAY_ID, catalog, placer, self.metrics)
         self._catalog = catalog
         self._expected: dict[str, list[int]] = {}
