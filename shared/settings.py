@@ -73,7 +73,10 @@ class GatewaySettings(BusSettings, frozen=True, kw_only=True):
     api_keys_file: str = ""
     """One such entry a line, # for comments."""
     admin_api_key: str = ""
-    """Needed on /admin when set; with API keys configured and this empty, /admin is closed."""
+    """Needed on /admin when set; with API keys configured and no admin key, /admin is closed."""
+    admin_keys_file: str = ""
+    """Further admin keys, one `name:role:key` a line, # for comments; a role is read or operate. This file and that of the
+    API keys are read again when they change."""
     cors_origins: str = ""
     """Origins (https://example.org, comma-separated; * for all) whose pages may call the API from a browser."""
     request_timeout_s: float = 600.0
@@ -84,6 +87,8 @@ class GatewaySettings(BusSettings, frozen=True, kw_only=True):
     """Adds POST /reset_prefix_cache."""
     max_file_bytes: Annotated[int, msgspec.Meta(ge=1)] = 200 * 1024 * 1024
     """Of one uploaded file."""
+    max_key_file_bytes: Annotated[int, msgspec.Meta(ge=0)] = 0
+    """Of all files of one API key, results of batches among them; beyond it no more are uploaded. 0: no bound."""
     max_batch_lines: Annotated[int, msgspec.Meta(ge=1)] = 50_000
     batch_lines_in_flight: Annotated[int, msgspec.Meta(ge=1)] = 128
     """Of one batch and model."""

@@ -8,6 +8,8 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from services.gateway.admission import AdminRole
+from services.gateway.audit import audited
 from services.gateway.bodies import read_message
 from services.gateway.catalog import loaded_model
 from services.gateway.context import GatewayContext
@@ -15,6 +17,7 @@ from services.gateway.errors import ApiError, of_info
 from services.gateway.instance_states import instance_states
 from services.gateway.other_routes import json_response
 from services.gateway.replies import (
+    AuditLog,
     InstanceStates,
     ModelState,
     ModelStates,
@@ -50,6 +53,7 @@ PLACEMENT_TIMEOUT_S = 10.0
 PLAN_TIMEOUT_S = 2.0
 
 Q = TypeVar("Q")
+T = TypeVar("T")
 
 _ADD_MODEL = msgspec.json.Decoder(AddModelRequest)
 _SCALE_MODEL = msgspec.json.Decoder(ScaleModelRequest)
@@ -57,7 +61,17 @@ _SCALE = msgspec.json.Decoder(ScaleRequest)
 
 
 def _authenticate(context: GatewayContext, request: Request) -> None:
-    context.admission.authenticate_admin(request.headers.get("authorization"))
+    admin = context.admission.authenticate_admin(request.headers.get("authorization"))
+    request.state.admin = admin.name
+    if request.method != "GET" and admin.role is not AdminRole.OPERATE:
+        raise ApiError(403, f"The admin key {admin.name!r} may read, but change nothing.", code="admin_read_only")
+
+
+async def _read(context: GatewayContext, request: Request, decoder: msgspec.json.Decoder[T]) -> T:
+    """The body, which the audit log shows too."""
+    message: T = await read_message(request, decoder, context.bodies)
+    request.state.audited_body = msgspec.json.encode(message).decode()
+    return message
 
 
 async def _stored_plan(context: GatewayContext) -> PlacementPlan | None:
@@ -114,9 +128,10 @@ async def list_models(context: GatewayContext, request: Request) -> Response:
     return json_response(ModelStates(states))
 
 
+@audited
 async def add_model(context: GatewayContext, request: Request) -> Response:
     _authenticate(context, request)
-    message = await read_message(request, _ADD_MODEL, context.bodies)
+    message = await _read(context, request, _ADD_MODEL)
     spec = ModelSpec(
         message.name,
         message.source,
@@ -129,34 +144,39 @@ async def add_model(context: GatewayContext, request: Request) -> Response:
     return await _ask_placement(context, PLACEMENT_ADD_MODEL, AddModel(spec))
 
 
+@audited
 async def remove_model(context: GatewayContext, request: Request) -> Response:
     _authenticate(context, request)
     name = context.catalog.spec(request.path_params["model"]).name
     return await _ask_placement(context, PLACEMENT_REMOVE_MODEL, RemoveModel(name))
 
 
+@audited
 async def scale_model(context: GatewayContext, request: Request) -> Response:
     """Sets on how many instances the model is; the answer is the new plan."""
     _authenticate(context, request)
     name = context.catalog.spec(request.path_params["model"]).name
-    message = await read_message(request, _SCALE_MODEL, context.bodies)
+    message = await _read(context, request, _SCALE_MODEL)
     return await _ask_placement(context, PLACEMENT_SCALE_MODEL, ScaleModel(name, message.replicas))
 
 
+@audited
 async def scale_instances(context: GatewayContext, request: Request) -> Response:
     """Sets how many instances there are: started by the nodes or by Kubernetes, drained before they end."""
     _authenticate(context, request)
-    message = await read_message(request, _SCALE, context.bodies)
+    message = await _read(context, request, _SCALE)
     query = ScaleInstances(message.instances)
     return await _ask_placement(context, PLACEMENT_SCALE_INSTANCES, query, num_instances="instances")
 
 
+@audited
 async def drain_instance(context: GatewayContext, request: Request) -> Response:
     """Leaves the instance out of the plan until that is undone: its requests move away or finish, then it exits. Answered
     at once, with the new plan."""
     return await _set_draining(context, request, is_undone=False)
 
 
+@audited
 async def undrain_instance(context: GatewayContext, request: Request) -> Response:
     """Puts a drained instance back into the plan, which the answer is; it starts if it had exited."""
     return await _set_draining(context, request, is_undone=True)
@@ -196,6 +216,12 @@ async def list_instances(context: GatewayContext, request: Request) -> Response:
     except BusError:
         draining = None
     return json_response(InstanceStates(await instance_states(context), draining))
+
+
+async def list_audit(context: GatewayContext, request: Request) -> Response:
+    """The last tries to change something by the admin API, of all gateways, the newest first."""
+    _authenticate(context, request)
+    return json_response(AuditLog(await _api_errors(context.audit.actions())))
 
 
 async def list_nodes(context: GatewayContext, request: Request) -> Response:

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import hashlib
 from collections import deque
+from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
 
 from services.gateway.errors import ApiError, invalid
@@ -71,6 +73,28 @@ class Key:
         """Calls of each class; the limit is for each."""
         self.window = TokenWindow()
 
+    def charge_prompt(self, num_tokens: int, now: float) -> None:
+        """Raises `ApiError` 429 where the tokens per minute are used up, or the prompt would exceed them."""
+        limit = self.tokens_per_minute
+        if limit is None:
+            return
+        if num_tokens > limit:
+            raise invalid(
+                "prompt", f"The prompt has {num_tokens} tokens; this API key may use {limit} tokens per minute at most."
+            )
+        used = self.window.total(now)
+        if used + num_tokens > limit:
+            raise _too_many(
+                f"The limit of this API key is {limit} tokens per minute: {used} were used, the prompt has {num_tokens}.",
+                "rate_limit_exceeded",
+                max(1.0, self.window.seconds_until_below(max(0, limit - num_tokens), now)),
+            )
+        self.window.add(num_tokens, now)
+
+    def charge_output(self, num_tokens: int, now: float) -> None:
+        if self.tokens_per_minute is not None:
+            self.window.add(num_tokens, now)
+
     def rate_limits(self, request_class: RequestClass, now: float) -> dict[str, str]:
         """`RATE_LIMIT_HEADERS`, of the limits that the key has."""
         found = {}
@@ -83,6 +107,22 @@ class Key:
             found["x-ratelimit-remaining-tokens"] = str(max(0, limit - self.window.total(now)))
             found["x-ratelimit-reset-tokens"] = f"{self.window.seconds_until_below(0, now):.3g}s"
         return found
+
+
+class AdminRole(StrEnum):
+    READ = "read"
+    """What is there, and nothing else."""
+    OPERATE = "operate"
+
+
+@dataclass(frozen=True)
+class AdminKey:
+    name: str
+    """Who acts, in the audit log."""
+    role: AdminRole
+
+
+ANYBODY = AdminKey("anybody", AdminRole.OPERATE)
 
 
 def _too_many(message: str, code: str, retry_after_s: float) -> ApiError:
@@ -100,26 +140,11 @@ class Ticket:
         self._released = False
 
     def charge_prompt(self, num_tokens: int, now: float) -> None:
-        """Raises `ApiError` 429 where the key's tokens per minute are used up, or the prompt would exceed them."""
-        limit = self._key.tokens_per_minute
-        if limit is None:
-            return
-        if num_tokens > limit:
-            raise invalid(
-                "prompt", f"The prompt has {num_tokens} tokens; this API key may use {limit} tokens per minute at most."
-            )
-        used = self._key.window.total(now)
-        if used + num_tokens > limit:
-            raise _too_many(
-                f"The limit of this API key is {limit} tokens per minute: {used} were used, the prompt has {num_tokens}.",
-                "rate_limit_exceeded",
-                max(1.0, self._key.window.seconds_until_below(max(0, limit - num_tokens), now)),
-            )
-        self._key.window.add(num_tokens, now)
+        """As `Key.charge_prompt`."""
+        self._key.charge_prompt(num_tokens, now)
 
     def charge_output(self, num_tokens: int, now: float) -> None:
-        if self._key.tokens_per_minute is not None:
-            self._key.window.add(num_tokens, now)
+        self._key.charge_output(num_tokens, now)
 
     def release(self) -> None:
         """May be called twice."""
@@ -130,16 +155,34 @@ class Ticket:
 
 
 class Admission:
-    def __init__(self, keys: dict[str, Key], admin_key: str, max_in_flight: int) -> None:
+    def __init__(self, keys: dict[str, Key], admin_keys: dict[str, AdminKey], max_in_flight: int) -> None:
         """`max_in_flight`: sequences over all calls of a class, so that work that may wait turns nobody away who may
         not."""
-        self._keys = {_digest(key): limits for key, limits in keys.items()}
-        for digest, limits in self._keys.items():
-            limits.tenant = digest.hex()[:32]
-        self._admin_key = _digest(admin_key) if admin_key else None
+        self._keys: dict[bytes, Key] = {}
+        self._admin_keys: dict[bytes, AdminKey] = {}
+        self.set_keys(keys, admin_keys)
         self._anybody = Key()
         self.max_in_flight = max_in_flight
         self.num_in_flight = dict.fromkeys(RequestClass, 0)
+
+    def set_keys(self, keys: dict[str, Key], admin_keys: dict[str, AdminKey]) -> None:
+        """In place of those there were. What a key that stays has in flight and has used goes on counting."""
+        known, self._keys = self._keys, {}
+        for text, limits in keys.items():
+            digest = _digest(text)
+            key = known.get(digest, limits)
+            key.max_in_flight, key.tokens_per_minute = limits.max_in_flight, limits.tokens_per_minute
+            key.may_be_high, key.tenant = limits.may_be_high, digest.hex()[:32]
+            self._keys[digest] = key
+        self._admin_keys = {_digest(text): admin for text, admin in admin_keys.items()}
+
+    @property
+    def has_admin_keys(self) -> bool:
+        return bool(self._admin_keys)
+
+    def key_of(self, tenant: str) -> Key:
+        """Of a tenant whose key was taken away: one without limits."""
+        return next((key for key in self._keys.values() if key.tenant == tenant), self._anybody)
 
     @property
     def is_open(self) -> bool:
@@ -154,17 +197,20 @@ class Admission:
             raise _unauthorized("API key")
         return key
 
-    def authenticate_admin(self, authorization: str | None) -> None:
+    def authenticate_admin(self, authorization: str | None) -> AdminKey:
         """Raises `ApiError` 401, or 403 where the admin API is closed."""
-        if self._admin_key is None:
+        if not self._admin_keys:
             if self._keys:
                 raise ApiError(
                     403,
                     "The admin API is closed: API keys are configured, but no admin key (TIDEWAY_ADMIN_API_KEY).",
                     code="admin_closed",
                 )
-        elif _digest(_bearer(authorization)) != self._admin_key:
+            return ANYBODY
+        admin = self._admin_keys.get(_digest(_bearer(authorization)))
+        if admin is None:
             raise _unauthorized("admin API key")
+        return admin
 
     def enter(
         self, key: Key, num_sequences: int, request_class: RequestClass, priority: Priority = Priority.NORMAL
@@ -223,15 +269,33 @@ def _parse_key(entry: str, source: str) -> tuple[str, Key]:
     return key, Key(numbers[0], numbers[1], priority != Priority.NORMAL)
 
 
+def read_admin_keys(settings: GatewaySettings) -> dict[str, AdminKey]:
+    """Raises `SettingsError`."""
+    admins = {settings.admin_api_key: AdminKey("admin", AdminRole.OPERATE)} if settings.admin_api_key else {}
+    for entry, source in _lines(settings.admin_keys_file, "TIDEWAY_ADMIN_KEYS_FILE"):
+        name, role, key = [*entry.split(":"), "", ""][:3]
+        if entry.count(":") != 2 or not name or not key or role not in tuple(AdminRole):
+            raise SettingsError(f"{source}: expected name:role:key with the role read or operate.")
+        admins[key] = AdminKey(name, AdminRole(role))
+    if settings.admin_keys_file and not admins:
+        raise SettingsError(f"TIDEWAY_ADMIN_KEYS_FILE={settings.admin_keys_file!r} holds no key.")
+    return admins
+
+
+def _lines(file: str, variable: str) -> list[tuple[str, str]]:
+    """Those of a file of keys, each with where it stands. Raises `SettingsError`."""
+    if not file:
+        return []
+    try:
+        text = Path(file).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise SettingsError(f"{variable}={file!r} cannot be read: {error}") from None
+    lines = [(line.partition("#")[0].strip(), f"{file}:{number}") for number, line in enumerate(text.splitlines(), 1)]
+    return [(entry, source) for entry, source in lines if entry]
+
+
 def read_keys(settings: GatewaySettings) -> dict[str, Key]:
     """Raises `SettingsError`."""
     entries = [(entry.strip(), "TIDEWAY_API_KEYS") for entry in settings.api_keys.split(",") if entry.strip()]
-    if settings.api_keys_file:
-        try:
-            text = Path(settings.api_keys_file).read_text(encoding="utf-8")
-        except OSError as error:
-            raise SettingsError(f"TIDEWAY_API_KEYS_FILE={settings.api_keys_file!r} cannot be read: {error}") from None
-        for number, line in enumerate(text.splitlines(), 1):
-            if entry := line.partition("#")[0].strip():
-                entries.append((entry, f"{settings.api_keys_file}:{number}"))
+    entries += _lines(settings.api_keys_file, "TIDEWAY_API_KEYS_FILE")
     return dict(_parse_key(entry, source) for entry, source in entries)

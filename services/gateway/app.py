@@ -26,6 +26,7 @@ from services.gateway.errors import ApiError, of_info
 from services.gateway.exchange import CLIENT_GONE_STATUS
 from services.gateway.openapi import Route, describe
 from services.gateway.replies import (
+    AuditLog,
     BatchList,
     BatchObject,
     ChatCompletion,
@@ -134,6 +135,7 @@ ROUTES = (
     Route("POST", "/admin/instances/{instance_id}/drain", admin_routes.drain_instance, *_PLANNED),
     Route("POST", "/admin/instances/{instance_id}/undrain", admin_routes.undrain_instance, *_PLANNED),
     Route("GET", "/admin/nodes", admin_routes.list_nodes, None, dict, ADMIN_ERRORS),
+    Route("GET", "/admin/audit", admin_routes.list_audit, None, AuditLog, ADMIN_ERRORS),
     Route("GET", "/admin/plan", admin_routes.show_plan, None, PlacementPlan, (404, *ADMIN_ERRORS)),
 )
 DEVELOPER_ROUTES = (Route("POST", "/reset_prefix_cache", other_routes.reset_prefix_cache, None, None),)

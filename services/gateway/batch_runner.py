@@ -365,8 +365,10 @@ class BatchRun:
         timeout_s = min(LINE_TIMEOUT_S, max(0.001, self._record.deadline_s - time.time()))
         span = self._span.get_span_context()
         operation = ENDPOINTS[endpoint][0]
-        on_submitted, on_output = taken.settle, self._on_output
-        return await answer_line(self._context, custom_id, body, operation, timeout_s, span, on_submitted, on_output)
+        key = self._context.admission.key_of(self._record.tenant)
+        return await answer_line(
+            self._context, custom_id, body, operation, timeout_s, span, key, taken.settle, self._on_output
+        )
 
     async def _show_progress(self) -> None:
         while True:

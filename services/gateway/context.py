@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from services.gateway.admission import Admission
+from services.gateway.audit import Audit
 from services.gateway.batches import Batches
 from services.gateway.bodies import BodyRoom
 from services.gateway.catalog import Catalog
@@ -35,3 +36,4 @@ class GatewayContext:
     table: StreamTable
     files: Files
     batches: Batches
+    audit: Audit

@@ -31,12 +31,14 @@ async def upload_file(context: GatewayContext, request: Request) -> Response:
     length = request.headers.get("content-length", "")
     # One without a length counts as the largest there may be.
     num_bytes = int(length) if re.fullmatch("[0-9]{1,15}", length) else context.settings.max_file_bytes
-    await context.files.check_room(min(num_bytes, context.settings.max_file_bytes))
-    file_id = new_file_id()
-    writer = await context.files.writer(file_id)
-    upload = await receive_upload(request, writer, context.settings.max_file_bytes, _check)
-    file = _stored(file_id, upload, tenant, time.time())
-    await context.files.register(file)
+    num_bytes = min(num_bytes, context.settings.max_file_bytes)
+    await context.files.check_room(num_bytes)
+    async with context.files.share_of(tenant, num_bytes, context.settings.max_key_file_bytes):
+        file_id = new_file_id()
+        writer = await context.files.writer(file_id)
+        upload = await receive_upload(request, writer, context.settings.max_file_bytes, _check)
+        file = _stored(file_id, upload, tenant, time.time())
+        await context.files.register(file)
     return json_response(file_object(file))
 
 

@@ -9,7 +9,9 @@ from __future__ import annotations
 import logging
 import time
 import uuid
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Set
+from contextlib import asynccontextmanager
 
 import msgspec
 
@@ -46,6 +48,8 @@ class Files:
         self._gone: set[str] = set()
         """Deleted and expired files that the last sweep saw."""
         self._unfinished: set[str] = set()
+        self._uploading: Counter[str] = Counter()
+        """Bytes that each tenant uploads now, as announced."""
         self._looked_s = 0.0
         self._records: KeyValue[StoredFile]
         self._contents: ObjectStore
@@ -67,6 +71,29 @@ class Files:
 
     async def check_storage(self) -> None:
         await self._contents.check_storage()
+
+    @asynccontextmanager
+    async def share_of(self, tenant: str, num_bytes: int, limit: int) -> AsyncIterator[None]:
+        """While a tenant uploads so many bytes, of `limit` (0: no bound) for all its files. Raises `ApiError` 429."""
+        if not limit or not tenant:
+            yield
+            return
+        self._uploading[tenant] += num_bytes
+        try:
+            used = sum(file.num_bytes for file in await self.all_of(tenant))
+            if used + self._uploading[tenant] > limit:
+                raise ApiError(
+                    429,
+                    f"The files of this API key may have {limit} bytes: {used} are used, and {self._uploading[tenant]} "
+                    "would come; there will be room when files are deleted or expire.",
+                    type="rate_limit_error",
+                    param="file",
+                    code="key_storage_full",
+                    retry_after_s=FULL_RETRY_AFTER_S,
+                )
+            yield
+        finally:
+            self._uploading[tenant] -= num_bytes
 
     async def register(self, file: StoredFile) -> None:
         """Its bytes are there. Of a file that is known, only the size changes."""

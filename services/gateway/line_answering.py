@@ -13,6 +13,7 @@ from opentelemetry import trace
 from opentelemetry.context import Context
 from opentelemetry.trace import Link, SpanContext, StatusCode
 
+from services.gateway.admission import Key
 from services.gateway.answering import make_prompts, new_generation
 from services.gateway.answers import Collector
 from services.gateway.batch_validation import Body
@@ -72,10 +73,13 @@ async def answer_line(
     operation: Operation,
     timeout_s: float,
     batch: SpanContext,
+    key: Key,
     on_submitted: Callable[[], None],
     on_output: Callable[[int, float], None],
 ) -> BatchLineResult:
-    """`on_submitted` is called when somebody has taken its request, `on_output` for new tokens (their number, the time).
+    """`key`: whose tokens per minute it uses.
+
+    `on_submitted` is called when somebody has taken its request, `on_output` for new tokens (their number, the time).
     Raises `ApiError` or `BusError` where it cannot be answered now or at all."""
     asked = options_of(message, {}, timeout_s)
     options = dataclasses.replace(
@@ -88,7 +92,7 @@ async def answer_line(
     error: BaseException | None = None
     try:
         with trace.use_span(call.span, end_on_exit=False, record_exception=False, set_status_on_exception=False):
-            body, usage = await call.run(on_submitted, on_output)
+            body, usage = await call.run(key, on_submitted, on_output)
     except BaseException as raised:
         error = raised
         raise
@@ -117,7 +121,7 @@ class _Call:
         context.metrics.batch_lines_in_flight.inc()
 
     async def run(
-        self, on_submitted: Callable[[], None], on_output: Callable[[int, float], None]
+        self, key: Key, on_submitted: Callable[[], None], on_output: Callable[[int, float], None]
     ) -> tuple[bytes, Usage]:
         context, message, options = self._context, self._message, self._options
         context.catalog.check_can_be_served(self._spec.name)
@@ -130,6 +134,12 @@ class _Call:
             raise ApiError(
                 408, "The line's time limit has passed.", type="timeout_error", code="deadline_exceeded"
             ) from None
+        key.charge_prompt(sum(len(prompt.tokens) for prompt in prompts), context.bus.now())
+
+        def count_output(num_tokens: int, now: float) -> None:
+            key.charge_output(num_tokens, now)
+            on_output(num_tokens, now)
+
         generation = self._generation = new_generation(
             context,
             self.call_id,
@@ -139,7 +149,7 @@ class _Call:
             tokenizer,
             self._metrics,
             self._arrived_at,
-            on_output,
+            count_output,
         )
         await generation.start()
         on_submitted()

@@ -104,6 +104,7 @@ class GatewayMetrics:
             "Requests that wait for their turn to be submitted",
             registry=registry,
         )
+        self.key_reloads = counter("key_reloads", "Times that changed files of keys were read, or refused", "outcome")
         self._prompt_tokens = counter("prompt_tokens", "Prompt tokens of requests", *both)
         self._output_tokens = counter("output_tokens", "Tokens delivered", *both)
         prefix = "tideway_gateway_"

@@ -6,6 +6,8 @@ from typing import Literal
 
 import msgspec
 
+from shared.messages.cluster import AdminAction
+
 FinishedBy = Literal["stop", "length"]
 
 
@@ -140,6 +142,10 @@ class DeletedModel(msgspec.Struct):
     id: str
     object: Literal["model"]
     deleted: bool
+
+
+class AuditLog(msgspec.Struct):
+    actions: list[AdminAction]
 
 
 class ModelState(msgspec.Struct, kw_only=True):

@@ -15,8 +15,9 @@ from collections.abc import Iterator
 import msgspec
 import uvicorn
 
-from services.gateway.admission import Admission, read_keys
+from services.gateway.admission import Admission, read_admin_keys, read_keys
 from services.gateway.app import make_app
+from services.gateway.audit import Audit
 from services.gateway.batch_service import BatchService
 from services.gateway.batches import Batches
 from services.gateway.bodies import BodyRoom
@@ -25,6 +26,7 @@ from services.gateway.cluster_loads import ClusterLoads
 from services.gateway.context import GatewayContext
 from services.gateway.files import Files
 from services.gateway.http_limits import Connections, LimitedProtocol
+from services.gateway.key_files import KeyFiles
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.placing import Placer
 from services.gateway.stream_table import StreamTable
@@ -61,7 +63,7 @@ class GatewayService:
         catalog = Catalog(bus, tokenizers)
         self._placer = Placer(bus, catalog, metrics, settings.max_submissions)
         table = StreamTable(bus, gateway_id, catalog, self._placer, metrics)
-        admission = Admission(read_keys(settings), settings.admin_api_key, settings.max_in_flight)
+        admission = Admission(read_keys(settings), read_admin_keys(settings), settings.max_in_flight)
         self.context = GatewayContext(
             gateway_id,
             settings,
@@ -77,13 +79,16 @@ class GatewayService:
             table,
             Files(bus),
             Batches(bus),
+            Audit(bus, gateway_id),
         )
+        self._key_files = KeyFiles(settings, admission, metrics)
         self._batch_service = BatchService(self.context)
         self._tls = server_tls(settings)
         self.port = 0
         self._server: _Server | None = None
         self._serving: asyncio.Task[None] | None = None
         self._sweeping: asyncio.Task[None] | None = None
+        self._watching_keys: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         """Returns when HTTP requests are taken. Raises `SettingsError` where the port cannot be had."""
@@ -96,6 +101,7 @@ class GatewayService:
         await context.table.start()
         await context.files.start()
         await context.batches.start()
+        await context.audit.start()
         await self._batch_service.start()
         tls = self._tls
         config = uvicorn.Config(
@@ -115,6 +121,7 @@ class GatewayService:
         )
         self._server = _Server(config)
         self._serving = asyncio.create_task(self._server.serve(sockets=[listener]))
+        self._watching_keys = asyncio.create_task(self._key_files.watch_forever(), name="files of keys")
         self._sweeping = asyncio.create_task(context.connections.sweep_forever())
         while not self._server.started:
             if self._serving.done():
@@ -142,8 +149,9 @@ class GatewayService:
             for connection in list(self._server.server_state.connections):
                 connection.transport.abort()
             await self._serving
-        if self._sweeping is not None:
-            self._sweeping.cancel()
+        for task in (self._sweeping, self._watching_keys):
+            if task is not None:
+                task.cancel()
         self._placer.stop()
         await self.context.loads.stop()
         await self.context.catalog.stop()

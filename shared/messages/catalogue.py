@@ -20,6 +20,7 @@ from shared.messages.admin import (
 from shared.messages.batches import BatchLineResult, BatchRecord, GrantQuery, GrantReply, StoredFile
 from shared.messages.channels import Bucket, Endpoint, ObjectBucket, Role, Topic
 from shared.messages.cluster import (
+    AdminAction,
     ExecutionStatisticsReport,
     InstanceExited,
     InstanceInfo,
@@ -215,6 +216,17 @@ PLANS = Bucket(
 """key "current"; writer: placement"""
 STATISTICS = Bucket("tideway_statistics", ModelStatistics, durable=True, writers={PLACEMENT: ">"}, read_by=PLACEMENT)
 """key: `bucket_key(model name)`, totals since the model was added; writer: placement"""
+
+AUDIT = Bucket(
+    "tideway_audit",
+    AdminAction,
+    durable=True,
+    declared_by=GATEWAY,
+    writers={GATEWAY: ">"},
+    read_by=GATEWAY,
+    purged_by=GATEWAY,
+)
+"""key: time in nanoseconds, gateway id; the last thousand tries to change something by the admin API"""
 
 COST_MODELS = Bucket(
     "tideway_cost_models",

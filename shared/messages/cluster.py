@@ -211,6 +211,24 @@ class PlacementPlan(msgspec.Struct, frozen=True):
     """Models whose checkpoint cannot be used, with the reason: some of `unplaced`."""
 
 
+class AdminAction(msgspec.Struct, frozen=True, kw_only=True):
+    """One try to change something by the admin API."""
+
+    at_s: float
+    """Unix time."""
+    who: str
+    """The admin key's name; empty: it was not a known one."""
+    action: str
+    """Method and path."""
+    body: str
+    """JSON; empty: none was read."""
+    address: str
+    """Of the client."""
+    status: int
+    """Of the answer."""
+    gateway_id: str
+
+
 class StoredCostModel(msgspec.Struct, frozen=True):
     """A fitted cost model (`shared.cost_model.CostModel`, encoded) and what it was measured on."""
 

@@ -40,7 +40,7 @@ ONLINE, OFFLINE = RequestClass.ONLINE, RequestClass.OFFLINE
 
 def test_tokens_per_minute() -> None:
     key = Key(tokens_per_minute=100)
-    admission = Admission({"k": key}, "", max_in_flight=10)
+    admission = Admission({"k": key}, {}, max_in_flight=10)
     ticket = admission.enter(key, 1, ONLINE)
     ticket.charge_prompt(60, 1000.0)
     ticket.charge_output(30, 1010.0)
@@ -55,7 +55,7 @@ def test_tokens_per_minute() -> None:
 
 def test_what_is_in_flight_is_given_back_once() -> None:
     key = Key(max_in_flight=2)
-    admission = Admission({"k": key}, "", max_in_flight=5)
+    admission = Admission({"k": key}, {}, max_in_flight=5)
     tickets = [admission.enter(key, 2, ONLINE), admission.enter(key, 2, ONLINE)]
     with pytest.raises(ApiError, match="2 requests in flight"):
         admission.enter(key, 1, ONLINE)
@@ -87,7 +87,7 @@ def test_keys_from_settings(tmp_path) -> None:
 
 def test_a_key_that_is_not_for_high_priority() -> None:
     key = Key(may_be_high=False)
-    admission = Admission({"k": key}, "", max_in_flight=10)
+    admission = Admission({"k": key}, {}, max_in_flight=10)
     with pytest.raises(ApiError, match="high priority") as raised:
         admission.enter(key, 1, ONLINE, Priority.HIGH)
     assert (raised.value.status, raised.value.code) == (403, "priority_not_allowed")

@@ -1,0 +1,80 @@
+"""Who changed what by the admin API, from where, and what came of it: lines in the log, and a bounded bucket that all
+gateways share."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from services.gateway.errors import ApiError, of_info
+from shared.bus.interface import Bus, BusError, KeyValue
+from shared.messages.catalogue import AUDIT
+from shared.messages.cluster import AdminAction
+
+logger = logging.getLogger(__name__)
+
+MAX_ACTIONS = 1000
+MAX_BODY_CHARACTERS = 2000
+MAX_BYTES = 16 << 20
+
+
+class Audit:
+    def __init__(self, bus: Bus, gateway_id: str) -> None:
+        self._bus = bus
+        self._gateway_id = gateway_id
+        self._actions: KeyValue[AdminAction]
+
+    async def start(self) -> None:
+        self._actions = await self._bus.key_value(AUDIT, max_bytes=MAX_BYTES)
+
+    async def record(self, request: Request, status: int) -> None:
+        """In the log in any case; where NATS does not take it, that is logged too."""
+        action = AdminAction(
+            at_s=time.time(),
+            who=getattr(request.state, "admin", ""),
+            action=f"{request.method} {request.url.path[:500]}",
+            body=getattr(request.state, "audited_body", "")[:MAX_BODY_CHARACTERS],
+            address=request.client.host if request.client is not None else "",
+            status=status,
+            gateway_id=self._gateway_id,
+        )
+        logger.info("audit %s", msgspec.json.encode(action).decode())
+        try:
+            await self._actions.put(f"{time.time_ns():020d}.{self._gateway_id}", action)
+            for key in sorted(await self._actions.entries())[:-MAX_ACTIONS]:
+                await self._actions.purge(key)
+        except BusError as error:
+            logger.warning("an admin action is in this log alone: %s", error)
+
+    async def actions(self) -> list[AdminAction]:
+        """The newest first. Raises `BusError`."""
+        return [entry.value for _, entry in sorted((await self._actions.entries()).items(), reverse=True)]
+
+
+def audited(handler: Callable[[Any, Request], Awaitable[Response]]) -> Callable[[Any, Request], Awaitable[Response]]:
+    """A handler of the admin API that changes something."""
+
+    @functools.wraps(handler)
+    async def handle(context: Any, request: Request) -> Response:
+        status = 500
+        try:
+            answer = await handler(context, request)
+            status = answer.status_code
+            return answer
+        except ApiError as error:
+            status = error.status
+            raise
+        except BusError as error:
+            status = of_info(error.info).status
+            raise
+        finally:
+            await context.audit.record(request, status)
+
+    return handle

@@ -1,0 +1,147 @@
+"""Admin keys with roles, files of keys that change, the audit log, and what batches use of a key's tokens."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import httpx
+import pytest
+
+from services.gateway import audit, key_files
+from services.gateway.admission import AdminKey, AdminRole, Admission, Key, read_admin_keys
+from shared.messages.cluster import ModelSpec
+from shared.messages.requests import RequestClass
+from shared.settings import BusSettings, GatewaySettings, SettingsError
+from tests.gateway.conftest import MODEL, running_stack
+from tests.gateway.peer import until
+
+ADMINS = "anna:operate:a-secret\nrob:read:r-secret  # looks only\n"
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key}"}
+
+
+async def test_roles_and_the_audit_log(
+    nats_settings: BusSettings, checkpoint: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / "admins"
+    file.write_text(ADMINS)
+    caplog.set_level("INFO", audit.logger.name)
+    specs = [ModelSpec(MODEL, str(checkpoint))]
+    async with running_stack(nats_settings, specs, admin_keys_file=str(file)) as stack:
+        assert (await stack.client.get("/admin/models")).status_code == 401
+        assert (await stack.client.get("/admin/models", headers=bearer("r-secret"))).status_code == 200
+        body = {"replicas": 2}
+        path = f"/admin/models/{MODEL}/scale"
+        statuses = [
+            (await stack.client.post(path, json=body, headers=bearer(key))).status_code
+            for key in ("r-secret", "wrong", "a-secret")
+        ]
+        assert statuses == [403, 401, 200]
+        shown = (await stack.client.get("/admin/audit", headers=bearer("r-secret"))).json()["actions"]
+        assert [(one["who"], one["status"], one["body"]) for one in shown[:3]] == [
+            ("anna", 200, '{"replicas":2}'),
+            ("", 401, ""),
+            ("rob", 403, ""),
+        ]
+        assert all((one["action"], one["address"]) == (f"POST {path}", "127.0.0.1") for one in shown[:3])
+        lines = [
+            json.loads(r.getMessage().removeprefix("audit ")) for r in caplog.records if r.name == audit.logger.name
+        ]
+        assert lines == shown[2::-1] and "secret" not in json.dumps(lines)
+
+
+async def test_the_audit_log_is_bounded(
+    nats_settings: BusSettings, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(audit, "MAX_ACTIONS", 3)
+    async with running_stack(nats_settings, [ModelSpec(MODEL, str(checkpoint))]) as stack:
+        for instances in range(1, 6):
+            await stack.client.post("/admin/scale", json={"instances": instances})
+        shown = (await stack.client.get("/admin/audit")).json()["actions"]
+        assert [json.loads(one["body"])["instances"] for one in shown] == [5, 4, 3]
+
+
+async def test_keys_are_read_again_when_their_file_changes(
+    nats_settings: BusSettings, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(key_files, "INTERVAL_S", 0.02)
+    file = tmp_path / "keys"
+    file.write_text("one:2\n")
+    specs = [ModelSpec(MODEL, str(checkpoint))]
+    async with running_stack(nats_settings, specs, api_keys_file=str(file)) as stack:
+        admission = stack.gateway.context.admission
+
+        async def status(key: str) -> int:
+            return (await stack.client.get("/v1/models", headers=bearer(key))).status_code
+
+        def reloads(outcome: str) -> float:
+            name = "tideway_gateway_key_reloads_total"
+            return stack.gateway.context.telemetry.registry.get_sample_value(name, {"outcome": outcome}) or 0
+
+        used = admission.authenticate("Bearer one")
+        file.write_text("one:5\ntwo\n")
+        await until(lambda: reloads("read") == 1, "the file to be read again")
+        assert (await status("one"), await status("two")) == (200, 200)
+        assert admission.authenticate("Bearer one") is used and used.max_in_flight == 5
+        for number, wrong in enumerate(("three:many\n", "# none\n"), 1):
+            file.write_text(wrong)
+            await until(lambda number=number: reloads("refused") == number, "the file to be refused")
+            assert (await status("one"), await status("two"), await status("three")) == (200, 200, 401)
+        file.write_text("three\n")
+        await until(lambda: reloads("read") == 2, "the file to be read again")
+        assert (await status("one"), await status("three")) == (401, 200)
+
+
+@pytest.mark.parametrize("line", ["anna:a-secret", "anna:write:a-secret", ":read:a-secret", "anna:read:", ""])
+def test_malformed_admin_keys(tmp_path: Path, line: str) -> None:
+    file = tmp_path / "admins"
+    file.write_text(line)
+    with pytest.raises(SettingsError) as raised:
+        read_admin_keys(GatewaySettings(admin_keys_file=str(file)))
+    assert "a-secret" not in str(raised.value)
+
+
+def test_the_single_admin_key_may_do_all() -> None:
+    admission = Admission({}, read_admin_keys(GatewaySettings(admin_api_key="s")), max_in_flight=1)
+    assert admission.authenticate_admin("Bearer s") == AdminKey("admin", AdminRole.OPERATE)
+
+
+async def test_batch_lines_count_against_the_tokens_of_their_key(nats_settings: BusSettings, checkpoint: Path) -> None:
+    specs = [ModelSpec(MODEL, str(checkpoint))]
+    async with running_stack(nats_settings, specs, api_keys="secret::100") as stack:
+        stack.say("Hello world")
+        client = stack.openai("secret")
+        body = {"model": MODEL, "prompt": [5] * 40, "max_tokens": 5}
+        lines = [{"custom_id": str(i), "method": "POST", "url": "/v1/completions", "body": body} for i in range(3)]
+        data = "\n".join(map(json.dumps, lines)).encode()
+        file = await client.files.create(file=("input.jsonl", data), purpose="batch")
+        await client.batches.create(input_file_id=file.id, endpoint="/v1/completions", completion_window="24h")
+        admission = stack.gateway.context.admission
+        key: Key = admission.authenticate("Bearer secret")
+        now = stack.gateway.context.bus.now
+        num_output = len(stack.ids("Hello world")) + 1
+        await until(lambda: key.window.total(now()) == 2 * (40 + num_output), "two lines' tokens")
+        assert 'batch_line_retries_total{reason="overloaded"}' in (await stack.client.get("/metrics")).text
+        answer = await stack.client.post("/v1/completions", json=body, headers=bearer("secret"))
+        assert answer.status_code == 429, "they are gone for other requests too"
+        assert key.num_in_flight == dict.fromkeys(RequestClass, 0)
+
+
+async def test_the_files_of_a_key_have_a_bound(nats_settings: BusSettings, checkpoint: Path) -> None:
+    specs = [ModelSpec(MODEL, str(checkpoint))]
+    async with running_stack(nats_settings, specs, api_keys="one,two", max_key_file_bytes=3000) as stack:
+
+        async def upload(key: str) -> httpx.Response:
+            form = {"files": {"file": ("a.txt", b"x" * 1500)}, "data": {"purpose": "user_data"}}
+            return await stack.client.post("/v1/files", headers=bearer(key), **form)
+
+        kept = (await upload("one")).json()["id"]
+        refused = await upload("one")
+        assert (refused.status_code, refused.json()["error"]["code"]) == (429, "key_storage_full")
+        assert "3000 bytes: 1500 are used" in refused.json()["error"]["message"]
+        assert (await upload("two")).status_code == 200
+        await stack.client.delete(f"/v1/files/{kept}", headers=bearer("one"))
+        assert (await upload("one")).status_code == 200
