@@ -10,6 +10,7 @@ import gc
 import statistics
 import time
 
+from shared.engine.calls import AddModel, OnStep, Submit
 from shared.engine.engine import Engine
 from shared.engine.plan import ModelShape, StepResult
 from shared.messages.requests import GenerationRequest, SamplingParams, pack_tokens
@@ -20,11 +21,11 @@ from shared.policies.token_budget import FixedTokenBudget
 def measure(num_sequences: int, num_steps: int) -> tuple[float, float]:
     """Median microseconds of (plan, on_step + effects) over `num_steps` steps of decoding sequences."""
     engine = Engine(4096, num_sequences, FirstComeFirstServed(), FixedTokenBudget(65536), steps_in_flight=1)
-    engine.add_model(ModelShape("m", 32, 8, 8192))
+    engine.apply(AddModel(ModelShape("m", 32, 8, 8192)), 0.0)
     sampling = SamplingParams(max_tokens=num_steps + 10, stop_token_ids=(2,))
     for index in range(num_sequences):
         prompt = pack_tokens([index * 7 % 999] * 100)
-        engine.submit(GenerationRequest(f"request-{index:08d}", "gateway", "m", prompt, sampling), 0.0)
+        engine.apply(Submit(GenerationRequest(f"request-{index:08d}", "gateway", "m", prompt, sampling)), 0.0)
     plan_s, apply_s = [], []
     gc.collect()
     gc.freeze()
@@ -35,7 +36,7 @@ def measure(num_sequences: int, num_steps: int) -> tuple[float, float]:
         assert plan is not None and len(plan.rows) == num_sequences
         result = StepResult(plan.step_id, [5] * sum(plan.samples))
         executed = time.perf_counter()
-        engine.on_step(result, float(step))
+        engine.apply(OnStep(result), float(step))
         engine.effects()
         applied = time.perf_counter()
         if step:

@@ -23,6 +23,7 @@ import msgspec
 import numpy as np
 
 from shared.cost_model import CostModel, shape_of
+from shared.engine.calls import AddModel, OnCopy, OnStep, SetCostModel, Submit
 from shared.engine.engine import Engine
 from shared.engine.plan import ModelShape, StepResult
 from shared.engine.recording import Configuration
@@ -70,8 +71,8 @@ class Churn:
         self.engine: Engine = configuration.build()
         for name, size in sizes.items():
             per_merged = slots_per_merged(self.merged_bytes, size)
-            self.engine.add_model(ModelShape(name, PAGE_TOKENS, per_merged, MAX_TOKENS + 1024))
-            self.engine.set_cost_model(name, COST_MODEL)
+            self.engine.apply(AddModel(ModelShape(name, PAGE_TOKENS, per_merged, MAX_TOKENS + 1024)), 0.0)
+            self.engine.apply(SetCostModel(name, COST_MODEL), 0.0)
         self._draw = np.random.default_rng(seed)
         self._arrivals: list[tuple[float, str]] = []
         self._num_offline: Counter[str] = Counter()
@@ -98,7 +99,7 @@ class Churn:
             f"{self._num_requests}", "bench", name, pack_tokens(tokens), SamplingParams(max_tokens=num_output),
             request_class=kind, timeout_s=1e9,
         )  # fmt: skip
-        if refused := self.engine.submit(request, self.now):
+        if refused := self.engine.apply(Submit(request), self.now):
             raise RuntimeError(f"a request of {num_prompt} tokens was refused: {refused.message}")
 
     def step(self) -> None:
@@ -119,7 +120,7 @@ class Churn:
             return
         self.now += COST_MODEL.predict(shape_of(plan.starts, plan.counts))
         self.num_steps += 1
-        engine.on_step(StepResult(plan.step_id, [5] * sum(plan.samples)), self.now)
+        engine.apply(OnStep(StepResult(plan.step_id, [5] * sum(plan.samples))), self.now)
         for effect in engine.effects():
             if isinstance(effect, Ended) and effect.request.request_class == RequestClass.OFFLINE:
                 self._num_offline[effect.request.model] -= 1
@@ -127,7 +128,7 @@ class Churn:
     def look(self) -> Minute:
         engine, counters = self.engine, self.engine.counters
         load = engine.load()
-        pool, queues = engine.pool, engine.planner.queues
+        pool, queues = engine.pool, engine.memory.queues
         used = sum(pool.num_used(name) / queue.shape.slots_per_merged for name, queue in queues.items())
         moved = sum(count * self.slot_bytes[name] for name, count in counters.moved_blocks.items())
         return Minute(
@@ -140,14 +141,14 @@ class Churn:
 def _settle(engine: Engine) -> None:
     """Moves within the device take no time that would count."""
     for started in engine.next_copies():
-        engine.on_copy(started.copy_id, True, 0.0)
+        engine.apply(OnCopy(started.copy_id, True), 0.0)
 
 
 def allocatable(engine: Engine, name: str) -> int:
     """Whole merged blocks that the model gets beside what it uses, tried in a copy of the engine."""
     engine = copy.deepcopy(engine)
-    pool, compaction = engine.pool, engine.planner.compaction
-    num_used, per_merged = pool.num_used(name), engine.planner.queues[name].shape.slots_per_merged
+    pool, compaction = engine.pool, engine.memory.compaction
+    num_used, per_merged = pool.num_used(name), engine.memory.queues[name].shape.slots_per_merged
     num_slots = compaction.reach(name, []).num_slots
     while not compaction.make_room(name, num_slots):
         compaction.begin_step()

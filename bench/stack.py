@@ -27,8 +27,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from bench.load import run_load
 from services.worker.engine_building import build_engine
-from services.worker.engine_loop import EngineLoop, StepStats
+from services.worker.engine_loop import EngineLoop
 from services.worker.executor import Executor
+from shared.engine.calls import AddModel, Submit
+from shared.engine.driver import StepStats
 from shared.engine.requests import Ended, Output
 from shared.engine.slab import choose_merged_bytes
 from shared.messages.cluster import ModelSpec
@@ -83,7 +85,7 @@ class BareEngine:
         num_merged = POOL_BYTES // merged_bytes
         executor = Executor("cpu", num_merged, merged_bytes, settings.max_running)
         engine = build_engine(settings, num_merged, "cpu")
-        engine.add_model(executor.add_model(prepared))
+        engine.apply(AddModel(executor.add_model(prepared)), 0.0)
         self._changed = threading.Condition()
         self._ended: set[str] = set()
         self._first_token_s: dict[str, float] = {}
@@ -108,7 +110,7 @@ class BareEngine:
         self._num_sent += 1
         name = f"bare-{self._num_sent}"
         sampling = SamplingParams(output_len, temperature=0.0)
-        refused = self._loop.submit(GenerationRequest(name, "gateway", "model", pack_tokens(prompt), sampling))
+        refused = self._loop.apply(Submit(GenerationRequest(name, "gateway", "model", pack_tokens(prompt), sampling)))
         assert refused is None, refused
         return name
 

@@ -193,8 +193,8 @@ class Journal:
 
     def sample(self, now: float) -> None:
         self.next_sample_s = now + SAMPLE_S
-        pool, host = self._engine.pool, self._engine.planner.host.pool
-        queue = self._engine.planner.queues[MODEL]
+        pool, host = self._engine.pool, self._engine.memory.host.pool
+        queue = self._engine.memory.queues[MODEL]
         *online, offline = queue.running
         self._samples.append(
             Sample(

@@ -16,8 +16,10 @@ from bench.coserving.journal import Journal, Requests, RunFailed, RunResult, Ste
 from bench.coserving.setup import Objectives
 from bench.coserving.systems import System
 from bench.coserving.testbed import Testbed
-from services.worker.engine_loop import EngineLoop, StepExecutor, StepStats
+from services.worker.engine_loop import EngineLoop, StepExecutor
 from services.worker.executor import Executor
+from shared.engine.calls import Submit
+from shared.engine.driver import StepStats
 from shared.engine.plan import KvCopy, StepPlan, StepResult
 from shared.engine.requests import Ended, Output
 from shared.messages.requests import GenerationRequest, RequestClass
@@ -171,6 +173,6 @@ class Run:
 
     def _submit(self, planned: PlannedRequest, request: GenerationRequest, *, at_s: float) -> None:
         self._journal.take_request(planned, request, at_s=at_s, now=self.now())
-        refused = self._loop.submit(request)
+        refused = self._loop.apply(Submit(request))
         if refused is not None:
             raise RunFailed(f"request {request.request_id} was refused: {refused.message}")

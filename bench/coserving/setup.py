@@ -6,6 +6,7 @@ import msgspec
 
 from bench.coserving.systems import System
 from shared.cost_model import CostModel
+from shared.engine.calls import AddModel, SetCostModel
 from shared.engine.engine import Engine
 from shared.engine.plan import ModelShape
 
@@ -54,8 +55,8 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
             ttft_s=objectives.ttft_s,
             tpot_s=objectives.tpot_s,
         ).build()
-        engine.add_model(shape)
-        engine.set_cost_model(MODEL, cost_model)
+        engine.apply(AddModel(shape), 0.0)
+        engine.apply(SetCostModel(MODEL, cost_model), 0.0)
         return engine
 
 

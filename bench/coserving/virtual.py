@@ -18,6 +18,7 @@ from bench.coserving.setup import MODEL, Objectives, Setup, num_merged
 from bench.coserving.systems import System
 from bench.reporting import machine
 from shared.cost_model import CostModel, shape_of
+from shared.engine.calls import OnCopy, OnStep, OnTime, Submit
 from shared.engine.plan import CopyKind, ModelShape, StepPlan, StepResult
 from shared.messages.requests import GenerationRequest, RequestClass
 from tideway.bench.workload import PlannedRequest, generator
@@ -113,11 +114,11 @@ class VirtualRun:
         """One step; or, where nothing can run, the way to the next event."""
         engine, now = self._engine, self._now
         while self._copies and self._copies[0][0] <= now:
-            engine.on_copy(self._copies.popleft()[1], True, now)
+            engine.apply(OnCopy(self._copies.popleft()[1], True), now)
         self._submit_arrivals(now)
         if now >= self._journal.next_sample_s:
             self._journal.sample(now)
-        engine.on_time(now)
+        engine.apply(OnTime(), now)
         plan = engine.plan(now)
         self._start_copies()
         is_interrupted = engine.take_interrupt(now) is not None
@@ -154,7 +155,7 @@ class VirtualRun:
             result = StepResult(plan.step_id, [], suspended_share=stop)
         else:
             result = StepResult(plan.step_id, [TOKEN_ID] * sum(plan.samples))
-        self._engine.on_step(result, self._now)
+        self._engine.apply(OnStep(result), self._now)
         self._start_copies()
         self._journal.count_step()
         if stop == 1.0:
@@ -201,7 +202,7 @@ class VirtualRun:
 
     def _submit(self, planned: PlannedRequest, request: GenerationRequest, at_s: float, now: float) -> None:
         self._journal.take_request(planned, request, at_s=at_s, now=now)
-        refused = self._engine.submit(request, now)
+        refused = self._engine.apply(Submit(request), now)
         if refused is not None:
             raise RunFailed(f"request {request.request_id} was refused: {refused.message}")
 

@@ -113,14 +113,14 @@ class Driver:
                 engine.check()
             except AssertionError as error:
                 wrong = f"engine.check: {error!r}"
-            host = engine.planner.host.pool
+            host = engine.memory.host.pool
             held = {
                 "requests": len(engine.all_held()),
                 "merged": engine.pool.used_merged(),
                 "host merged": 0 if host is None else host.used_merged(),
-                "reservations": sum(1 for _ in engine._arrivals),
-                "pins": len(engine._pinned),
-                "awaited": len(engine._awaited),
+                "reservations": sum(1 for _ in engine.reservations),
+                "pins": len(engine.outgoing.pinned),
+                "awaited": int(engine.outgoing.is_awaiting),
             }
             held["merged not free"] = engine.pool.num_merged - engine.load().free_merged
         held["transfers"] = 0 if transport is None else transport.num_active

@@ -7,6 +7,7 @@ import numpy as np
 
 from bench.ordering.workloads import Job, Setting, time_alone_s
 from shared.cost_model import StepShape, shape_of
+from shared.engine.calls import AddModel, OnStep, SetCostModel, SetStatistics, Submit
 from shared.engine.engine import Engine
 from shared.engine.plan import ModelShape, StepResult
 from shared.engine.recording import Configuration
@@ -50,8 +51,8 @@ def simulate(setting: Setting, jobs: list[Job], order: str, *, mix_phases: bool,
         arguments["ordering"].mixes_phases = mix_phases
     engine = Engine(**arguments)
     for service in setting.services:
-        engine.add_model(ModelShape(service.model, setting.page_tokens, 1, 1 << 20))
-        engine.set_cost_model(service.model, setting.cost_model)
+        engine.apply(AddModel(ModelShape(service.model, setting.page_tokens, 1, 1 << 20)), 0.0)
+        engine.apply(SetCostModel(service.model, setting.cost_model), 0.0)
     window, changed, published_s = ExecutionTimeWindow(), set[str](), 0.0
     latencies_s, max_itl_s = [-1.0] * len(jobs), [0.0] * len(jobs)
     now, num_submitted, num_steps, num_switches, last = 0.0, 0, 0, 0, ""
@@ -69,7 +70,7 @@ def simulate(setting: Setting, jobs: list[Job], order: str, *, mix_phases: bool,
         num_steps += 1
         num_switches += plan.model != last
         last = plan.model
-        engine.on_step(StepResult(plan.step_id, [5] * sum(plan.samples)), now)
+        engine.apply(OnStep(StepResult(plan.step_id, [5] * sum(plan.samples))), now)
         for effect in engine.effects():
             if isinstance(effect, Ended):
                 number = int(effect.request.request_id)
@@ -79,7 +80,7 @@ def simulate(setting: Setting, jobs: list[Job], order: str, *, mix_phases: bool,
                 changed.add(effect.request.model)
         if knows_times and changed and now - published_s >= PUBLISH_S:
             for model in sorted(changed):
-                engine.set_statistics(window.statistics(model))
+                engine.apply(SetStatistics(window.statistics(model)), 0.0)
             changed.clear()
             published_s = now
     if min(latencies_s) < 0:
@@ -103,7 +104,7 @@ def _submit(engine: Engine, job: Job, number: int, now: float) -> None:
     request = GenerationRequest(
         str(number), "bench", job.model, prompt, sampling, timeout_s=1e9, waited_s=now - job.at_s
     )
-    if refused := engine.submit(request, now):
+    if refused := engine.apply(Submit(request), now):
         raise RuntimeError(f"request {number} of {job.prompt_tokens} prompt tokens was refused: {refused.message}")
 
 

@@ -25,6 +25,7 @@ from services.scheduler.actions import (
     SendRebalance,
 )
 from services.scheduler.core import SchedulerCore
+from shared.engine.calls import SetStatistics
 from shared.messages.cluster import LoadReport
 from shared.messages.requests import GenerationRequest, Priority, SamplingParams
 from shared.policies.dispatch import TIMED_POLICY
@@ -166,7 +167,7 @@ class Cluster:
     def _tell_statistics(self) -> None:
         for statistics in self.core.take_execution_statistics():
             for instance in self.instances.values():
-                instance.engine.set_statistics(statistics)
+                instance.engine.apply(SetStatistics(statistics), 0.0)
         self.events.after(STATISTICS_S, self._tell_statistics)
 
     def _on_timer(self, at_s: float) -> None:

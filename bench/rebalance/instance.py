@@ -12,6 +12,7 @@ from bench.rebalance.devices import MODEL, Device
 from bench.rebalance.events import Events
 from bench.rebalance.journal import Journal
 from shared.cost_model import shape_of
+from shared.engine.calls import AddModel, OnCopy, OnStep, OnTime, SetCostModel, Submit
 from shared.engine.engine import Engine
 from shared.engine.moving import TakenOut
 from shared.engine.plan import CopyKind, ModelShape, StepPlan, StepResult
@@ -64,8 +65,8 @@ class Instance:
         self._draw, self._noise = np.random.default_rng(seed), noise
         self.engine = _engine(device, order)
         shape = ModelShape(MODEL, device.page_tokens, 1, 1 << 20)
-        self.max_length = self.engine.add_model(shape).max_model_len
-        self.engine.set_cost_model(MODEL, device.cost_model)
+        self.max_length = self.engine.apply(AddModel(shape), 0.0).max_model_len
+        self.engine.apply(SetCostModel(MODEL, device.cost_model), 0.0)
         self._rows: dict[int, tuple[int, int]] = {}
         """Row -> number of the request there, and the total of tokens with which it ends."""
         self._is_running = False
@@ -100,7 +101,7 @@ class Instance:
     # ---------------------------------------------------------------------------------------------- requests
 
     def submit(self, request: GenerationRequest) -> ErrorInfo | None:
-        refused = self.engine.submit(request, self._events.now)
+        refused = self.engine.apply(Submit(request), self._events.now)
         if refused is None:
             self._admitted.append(request.request_id)
             self.wake()
@@ -131,7 +132,7 @@ class Instance:
         if self._is_running or self.is_gone:
             return
         now = self._events.now
-        self.engine.on_time(now)
+        self.engine.apply(OnTime(), now)
         plan = self.engine.plan(now)
         self._journal.on_planned(self, now)
         self._start_copies()
@@ -157,7 +158,7 @@ class Instance:
             for row, start, count, samples in zip(plan.rows, plan.starts, plan.counts, plan.samples, strict=True)
             if samples
         ]
-        self.engine.on_step(StepResult(plan.step_id, tokens), self._events.now)
+        self.engine.apply(OnStep(StepResult(plan.step_id, tokens)), self._events.now)
         self._journal.num_steps += 1
         self._start_copies()
         self._take_effects()
@@ -176,7 +177,7 @@ class Instance:
             self._events.at(self._copies_end_s, self._end_copy, copy.copy_id)
 
     def _end_copy(self, copy_id: int) -> None:
-        self.engine.on_copy(copy_id, True, self._events.now)
+        self.engine.apply(OnCopy(copy_id, True), self._events.now)
         self.wake()
 
     def _take_effects(self) -> None:

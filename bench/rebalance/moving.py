@@ -12,8 +12,8 @@ from bench.rebalance.devices import MODEL
 from bench.rebalance.events import Events
 from bench.rebalance.instance import Instance
 from bench.rebalance.journal import Journal
-from shared.engine.moves import rebased
-from shared.engine.moving import MoveCandidate, PinnedBlocks, TakenOut
+from shared.engine.calls import Adopt, DropMoved, EndMove, Pin, PinRest, PutBack, Release, Reserve, Seal, TakeOut, Unpin
+from shared.engine.moving import MoveCandidate, PinnedBlocks, TakenOut, rebased
 from shared.messages.cluster import MoveOutcome
 from shared.messages.migration import (
     AbortReason,
@@ -178,7 +178,7 @@ class Move:
             self._take_out()
             return
         self._unpin()
-        pinned = self._pinned = engine.pin(self.request_id, self._next_block)
+        pinned = self._pinned = engine.apply(Pin(self.request_id, self._next_block), 0.0)
         if pinned is None:
             self._gone()
             return
@@ -236,7 +236,7 @@ class Move:
                 query.reason, self._movers.max_migrations
             )
         if not refused:
-            refused = isinstance(taker.engine.reserve(query, self._events.now), ErrorInfo)
+            refused = isinstance(taker.engine.apply(Reserve(query), self._events.now), ErrorInfo)
         if refused:
             self._events.after(CONTROL_S, self._stay, AbortReason.REFUSED)
             return
@@ -268,7 +268,7 @@ class Move:
     def _take_out(self) -> None:
         if self._is_over:
             return
-        if not self._source.engine.take_out(self.request_id, self._events.now):
+        if not self._source.engine.apply(TakeOut(self.request_id), self._events.now):
             self._gone()
             return
         self._source.wake()
@@ -280,7 +280,7 @@ class Move:
             tokens = (len(taken.request.prompt) + len(taken.request.prior)) // 4
             self._movers.journal.on_taken_out(self.request_id, tokens, self._source.step_s)
         self._unpin()
-        rest = self._pinned = self._source.engine.pin_rest(self.request_id, self._next_block)
+        rest = self._pinned = self._source.engine.apply(PinRest(self.request_id, self._next_block), 0.0)
         if rest is None and taken.progress.num_computed:
             self._gone()
             return
@@ -298,7 +298,7 @@ class Move:
     def _commit(self, taken: TakenOut, num_left: int) -> None:
         if self._is_over:
             return
-        if not self._source.engine.seal(self.request_id):
+        if not self._source.engine.apply(Seal(self.request_id), 0.0):
             self._gone()
             return
         self._is_sealed = True
@@ -319,7 +319,7 @@ class Move:
     def _on_commit(self, commit: Commit) -> None:
         """At the destination."""
         taker = self.taker
-        refused = taker.engine.adopt(commit, self._events.now) if taker.state == "ready" else True
+        refused = taker.engine.apply(Adopt(commit), self._events.now) if taker.state == "ready" else True
         if refused is not None:
             reason = AbortReason.REFUSED if self._candidate.is_running else AbortReason.NOT_WORTH
             self._events.after(CONTROL_S, self._stay, reason)
@@ -333,7 +333,7 @@ class Move:
     def _on_committed(self, epoch: int) -> None:
         self._is_over = True
         self._unpin()
-        self._source.engine.drop_moved(self.request_id, self._events.now)
+        self._source.engine.apply(DropMoved(self.request_id), self._events.now)
         self._movers.journal.on_moved(self.request_id)
         self._movers.num_stages += self._num_stages
         self._count("moved" if self._candidate.is_running else "moved waiting")
@@ -357,8 +357,8 @@ class Move:
         self._is_over = True
         self._unpin()
         engine, now = self._source.engine, self._events.now
-        engine.put_back(self.request_id, now)
-        engine.end_move(self.request_id, now)
+        engine.apply(PutBack(self.request_id), now)
+        engine.apply(EndMove(self.request_id), now)
         self._source.wake()
         if self._is_holding:
             self._events.after(CONTROL_S, self._release)
@@ -369,7 +369,7 @@ class Move:
         self._on_over(self, reason)
 
     def _release(self) -> None:
-        self.taker.engine.release(self._id)
+        self.taker.engine.apply(Release(self._id), 0.0)
         self._let_go()
 
     def _let_go(self) -> None:
@@ -407,7 +407,7 @@ class Move:
 
     def _unpin(self) -> None:
         if self._pinned is not None:
-            self._source.engine.unpin(self._pinned)
+            self._source.engine.apply(Unpin(self._pinned), 0.0)
             self._pinned = None
 
     def _count(self, outcome: str) -> None:

@@ -30,6 +30,8 @@ from shared.bus.interface import Bus, BusError
 from shared.checkpoint import CheckpointError
 from shared.cost_model import CostModel, CostSource
 from shared.engine import slab
+from shared.engine.calls import BorrowSlots, ReturnSlots, SetCostModel
+from shared.engine.engine import Engine
 from shared.engine.plan import ModelShape
 from shared.messages.catalogue import COST_MODELS
 from shared.messages.channels import bucket_key
@@ -193,9 +195,9 @@ class CostModels:
 
         def install() -> bool:
             with self._loop.locked() as engine:
-                if shape.name not in engine.planner.queues:
+                if shape.name not in engine.memory.queues:
                     return False
-                engine.set_cost_model(shape.name, cost_model, source)
+                engine.apply(SetCostModel(shape.name, cost_model, source), self._loop.now())
             self._executor.set_layers_per_safepoint(shape.name, cost_model.layers_per_safepoint)
             return True
 
@@ -207,27 +209,25 @@ class CostModels:
         profiling: Profiling | None = None
 
         def may_go_on() -> bool:
-            return not cancelled.is_set() and is_quiet() and not loop.num_held()
+            return not cancelled.is_set() and is_quiet() and not loop.ask(Engine.num_held)
 
         def run() -> bool | None:
             """Whether the profile is complete; None: the model is gone."""
             nonlocal profiling
             with loop.locked() as engine:
-                if name not in engine.planner.queues:
+                if name not in engine.memory.queues:
                     return None
                 num_slots = int(engine.pool.num_available(name) * MAX_POOL_SHARE)
             if self._executor.device.type == "cpu":
                 num_slots = min(num_slots, MAX_CPU_BYTES // model.slot_bytes)
             if profiling is None:
                 profiling = Profiling(self._executor, model, num_slots, self._max_step_tokens, self._extent)
-            with loop.locked() as engine:
-                if engine.all_held() or not (slots := engine.borrow_slots(name, profiling.num_slots)):
-                    return False
+            if loop.ask(Engine.num_held) or not (slots := loop.apply(BorrowSlots(name, profiling.num_slots))):
+                return False
             try:
                 return profiling.run(slots, may_go_on)
             finally:
-                with loop.locked() as engine:
-                    engine.return_slots(name, slots)
+                loop.apply(ReturnSlots(name, slots))
 
         try:
             while True:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from services.worker.machine import free_memory_bytes
 from shared.engine.engine import Engine
-from shared.engine.recording import Configuration, RecordingEngine
+from shared.engine.recording import Configuration, recorded
 from shared.messages.cluster import InstancePlan
 from shared.policies.catalogue import ORDERING_POLICIES, TOKEN_BUDGET_POLICIES
 from shared.settings import InstanceSettings, SettingsError
@@ -62,5 +62,5 @@ def build_engine(settings: InstanceSettings, num_merged: int, device: str, num_h
             file = open(path, "wb", buffering=0)  # noqa: SIM115  (kept open for the life of the process)
         except OSError as error:
             raise SettingsError(f"TIDEWAY_RECORD_FILE: {path!r} cannot be written: {error}") from None
-        return RecordingEngine(configuration, file.write)
+        return recorded(configuration, file.write)
     return configuration.build()

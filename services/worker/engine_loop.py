@@ -3,7 +3,8 @@
 Threads and who may touch what:
 - The loop's thread plans and applies under `_lock`, and executes without it. Only it calls the executor, but for
   `interrupt`, which the thread that brings a request may call while a step runs.
-- Any other thread (the event loop) may call what engine_calls.py has: it takes the lock.
+- Any other thread (the event loop) may `apply` calls and `ask` questions: both take the lock, which is never held longer
+  than one plan or apply (well under a millisecond).
 - `claim_slots` is a call of the executor too, so the loop's thread makes it, at its next turn: steps in flight go on.
 - `between_steps` hands a function to the loop's thread, which runs it when neither a step nor a copy of KV slots is in
   flight: loading and unloading of models touch executor and engine together.
@@ -13,27 +14,23 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import math
 import os
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from typing import Any, Protocol, TypeVar
 
-import msgspec
-
-from services.worker.engine_calls import EngineCalls
-from shared.engine.engine import Engine
-from shared.engine.moving import TakenOut
+from shared.engine.calls import Call
+from shared.engine.counters import EngineCounters
+from shared.engine.driver import Driver, StepStats
+from shared.engine.engine import Effect, Engine
 from shared.engine.plan import KvCopy, StepPlan, StepResult
-from shared.engine.requests import Ended, Output
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-
-Effect = Output | Ended | TakenOut
 
 _Calls = deque[tuple[Callable[[], Any], "Future[Any]"]]
 
@@ -66,21 +63,7 @@ class StepExecutor(Protocol):
         """`callback` is called in any thread when `finished_copies` has something new."""
 
 
-class StepStats(msgspec.Struct, frozen=True):
-    """One executed step, for metrics."""
-
-    model: str
-    num_tokens: int
-    num_decodes: tuple[int, int]
-    """Online, offline."""
-    duration_s: float
-    limit_s: float = math.inf
-    """What the objectives allowed it."""
-    is_suspended: bool = False
-    """It stopped at a safepoint; the rest of it will be a step of its own here."""
-
-
-class EngineLoop(EngineCalls):
+class EngineLoop:
     """Runs `engine` on `executor`. `on_effects(effects, stats)` is called in the loop's thread after each step and after
     each change from outside; it must not block."""
 
@@ -99,27 +82,25 @@ class EngineLoop(EngineCalls):
         `niceness`: scheduling priority of this thread and of the compute threads it starts, relative to the process. On a
         CPU that the model shares with the services, a few steps of niceness let a frame or a request pass at once instead
         of waiting for a time slice of the model's threads."""
-        super().__init__(engine, clock, executor.interrupt)
-        self._niceness = niceness
-        self._on_failure = on_failure
-        self._num_failed_in_a_row = 0
-        self._collected_s = 0.0
+        self._engine = engine
+        self._driver = Driver(engine)
         self._executor = executor
+        self._clock = clock
         self._on_effects = on_effects
+        self._on_failure = on_failure
+        self._niceness = niceness
+        self._lock = threading.Lock()
+        self._wake = threading.Event()
         self._stopping = False
         self._is_over = False
         """The thread has ended: nobody runs calls any more."""
         self._calls: _Calls = deque()
         self._quick_calls: _Calls = deque()
-        self._in_flight: deque[tuple[StepPlan, float, float]] = deque()
-        """With the time of planning and the duration allowed."""
-        self._num_copies = 0
-        """In flight."""
         self._lost: Exception | None = None
         """Why a move of slots was not carried out in a call."""
         executor.on_copy_finished(self._wake.set)
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
-        self._step_started_s: float | None = None
+        self._num_failed_in_a_row = 0
         self.num_steps = 0
         self.failure: str = ""
         """Why the thread died, if it did: the instance is then of no more use."""
@@ -135,9 +116,45 @@ class EngineLoop(EngineCalls):
 
     # ------------------------------------------------------------------------------- calls from other threads
 
+    def now(self) -> float:
+        return self._clock()
+
+    def apply(self, call: Call[T]) -> T:
+        """Carries a call out, and the loop looks again. An offline step that runs gives way to what came."""
+        with self._lock:
+            now = self._clock()
+            result = self._engine.apply(call, now)
+            self._interrupt(self._driver.interrupt(now))
+        self._wake.set()
+        return result
+
+    def ask(self, question: Callable[[Engine], T]) -> T:
+        """What `question` finds, which changes nothing and is quick: a method of `Engine`, say."""
+        with self._lock:
+            return question(self._engine)
+
+    def held_epoch(self, request_id: str) -> int | None:
+        """The epoch in which a request is held; None if it is not."""
+        return self.ask(lambda engine: engine.held_epoch(request_id))
+
+    @contextmanager
+    def locked(self) -> Iterator[Engine]:
+        """The engine, for as long as nobody else may touch it: be quick."""
+        with self._lock:
+            yield self._engine
+
+    @property
+    def counters(self) -> EngineCounters:
+        """They go on growing; to be read only."""
+        return self._engine.counters
+
+    def _interrupt(self, step_id: int | None) -> None:
+        """Under the lock, so that no later step is planned before the executor knows."""
+        if step_id is not None:
+            self._executor.interrupt(step_id)
+
     def between_steps(self, function: Callable[[], T]) -> Future[T]:
-        """Runs `function` in the loop's thread while no step and no copy is in flight. It reaches the engine through
-        `locked`."""
+        """Runs `function` in the loop's thread while no step and no copy is in flight. It reaches the engine like others."""
         return self._post(self._calls, function)
 
     def claim_slots(self, model: str, slots: list[int]) -> Future[Any]:
@@ -147,7 +164,7 @@ class EngineLoop(EngineCalls):
         def claim() -> Any:
             # What moves made free is not overwritten before it has been moved.
             with self._lock:
-                copies = self._engine.next_copies()
+                copies = self._driver.copies()
             try:
                 self._start_copies(copies)
             except Exception as error:
@@ -167,8 +184,8 @@ class EngineLoop(EngineCalls):
 
     def stuck_for_s(self) -> float:
         """How long the step that runs now has been running; 0 between steps."""
-        started = self._step_started_s
-        return 0.0 if started is None else self._clock() - started
+        started_s = self._driver.running_since_s
+        return 0.0 if started_s is None else self._clock() - started_s
 
     # ------------------------------------------------------------------------------------- the loop's thread
 
@@ -192,73 +209,46 @@ class EngineLoop(EngineCalls):
                 _give_up(calls)
 
     def _iterate(self) -> None:
-        in_flight = self._in_flight
+        driver = self._driver
         self._wake.clear()
         _run(self._quick_calls)
         if self._lost is not None:
             raise self._lost
         if finished := self._executor.finished_copies():
-            self._apply_copies(finished)
-        if self._calls and not in_flight and not self._num_copies:
+            with self._lock:
+                copies = driver.on_copies(finished, self._clock())
+            self._start_copies(copies)
+        if self._calls and driver.is_idle:
             _run(self._calls)
-        now = self._clock()
         with self._lock:
-            self._engine.on_time(now)
-            # while calls wait, nothing is begun: what is in flight comes to its end
-            plan = None if self._calls else self._engine.plan(now)
-            copies = self._engine.next_copies()
-            limit_s = self._engine.planner.last_limit_s
-            self._interrupt(now)
-            effects = self._engine.effects()
-            wakeup = self._engine.next_wakeup()
-        if effects:
-            self._on_effects(effects, None)
-        self._start_copies(copies)
-        if plan is not None:
-            self._step_started_s = self._step_started_s or now
-            # one that is resumed was filled under other limits, or none
-            in_flight.append((plan, now, math.inf if plan.resumes else limit_s))
-            self._executor.launch(plan)
-            if len(in_flight) < self._engine.steps_in_flight:
-                return
-        if in_flight:
-            self._collect(*in_flight.popleft())
-            self._step_started_s = in_flight[0][1] if in_flight else None
-        elif not self._stopping and (self._num_copies or not self._calls):
-            self._wake.wait(None if wakeup is None else max(0.0, wakeup - self._clock()))
+            # While calls wait, nothing is begun.
+            turn = driver.turn(self._clock(), holds=bool(self._calls))
+            self._interrupt(turn.interrupt)
+            wakeup_s = driver.wakeup_s()
+        if turn.effects:
+            self._on_effects(turn.effects, None)
+        self._start_copies(turn.copies)
+        if turn.plan is not None:
+            self._executor.launch(turn.plan)
+        if driver.collects:
+            self._collect()
+        elif driver.waits and not self._stopping and (driver.num_copies or not self._calls):
+            self._wake.wait(None if wakeup_s is None else max(0.0, wakeup_s - self._clock()))
 
-    def _collect(self, plan: StepPlan, started_s: float, limit_s: float) -> None:
+    def _collect(self) -> None:
         result = self._executor.collect()
-        now = self._clock()
         self._num_failed_in_a_row = self._num_failed_in_a_row + 1 if result.error else 0
         if result.error:
-            log.error("step %d of %s failed: %s", plan.step_id, plan.model, result.error)
+            log.error("step %d failed: %s", result.step_id, result.error)
             if self._num_failed_in_a_row >= MAX_FAILED_STEPS:
                 raise RuntimeError(f"{MAX_FAILED_STEPS} steps in a row failed; the last one: {result.error}")
         with self._lock:
-            self._engine.on_step(result, now)
-            copies = self._engine.next_copies()
-            effects = self._engine.effects()
-        self._start_copies(copies)
+            turn = self._driver.on_result(result, self._clock())
+        self._start_copies(turn.copies)
         self.num_steps += 1
-        # With two steps in flight the second waits for the first: its own time begins when that one was done.
-        duration_s = now - max(started_s, self._collected_s)
-        self._collected_s = now
-        is_suspended = result.suspended_share >= 0
-        stats = StepStats(plan.model, plan.num_tokens, plan.num_decodes, duration_s, limit_s, is_suspended)
-        self._on_effects(effects, stats)
-
-    def _apply_copies(self, finished: list[tuple[int, bool]]) -> None:
-        self._num_copies -= len(finished)
-        now = self._clock()
-        with self._lock:
-            for copy_id, ok in finished:
-                self._engine.on_copy(copy_id, ok, now)
-            copies = self._engine.next_copies()
-        self._start_copies(copies)
+        self._on_effects(turn.effects, turn.stats)
 
     def _start_copies(self, copies: list[KvCopy]) -> None:
-        self._num_copies += len(copies)
         for copy in copies:
             self._executor.start_copy(copy)
 

@@ -16,7 +16,7 @@ from collections.abc import Callable
 import msgspec
 
 from services.worker.draining import Draining
-from services.worker.engine_loop import Effect, EngineLoop, StepExecutor, StepStats
+from services.worker.engine_loop import EngineLoop, StepExecutor
 from services.worker.instance_models import InstanceModels, OnReady
 from services.worker.instance_moves import InstanceMoves, OpenTransport
 from services.worker.instance_telemetry import InstanceTelemetry
@@ -25,7 +25,9 @@ from services.worker.output_log import OutputLog, cut
 from services.worker.peers import can_take
 from shared.bus.interface import Bus, BusError, KeyValue, ServiceError, Subscription
 from shared.cost_model import CostSource
-from shared.engine.engine import Engine
+from shared.engine.calls import ClearPrefixCache, SetStatistics, Submit
+from shared.engine.driver import StepStats
+from shared.engine.engine import Effect, Engine
 from shared.engine.requests import Ended, Output
 from shared.messages.admin import (
     Done,
@@ -47,7 +49,7 @@ from shared.messages.catalogue import (
     INSTANCES,
 )
 from shared.messages.channels import MAX_MESSAGE_BYTES
-from shared.messages.cluster import InstanceInfo, InstancePlan
+from shared.messages.cluster import ExecutionStatisticsReport, InstanceInfo, InstancePlan
 from shared.messages.requests import (
     Accepted,
     ErrorCode,
@@ -152,8 +154,8 @@ class InstanceService:
             await bus.serve(INSTANCE_UNLOAD_MODEL.at(**ids), self._on_unload_model),
             await bus.serve(INSTANCE_DRAIN.at(**ids), self._on_drain),
             await bus.subscribe(INSTANCE_CANCEL.at(**ids), self._moves.on_cancel),
-            await bus.subscribe(CLEAR_PREFIX_CACHE, lambda _: self._loop.clear_prefix_cache()),
-            await bus.subscribe(EXECUTION_STATISTICS, lambda report: self._loop.set_statistics(report.models)),
+            await bus.subscribe(CLEAR_PREFIX_CACHE, lambda _: self._loop.apply(ClearPrefixCache())),
+            await bus.subscribe(EXECUTION_STATISTICS, self._on_statistics),
         ]
         self._registry = await bus.key_value(INSTANCES)
         bus.on_reconnect(self.touch)
@@ -222,12 +224,16 @@ class InstanceService:
             # sent again by someone who does not know yet; its owner has it
             return Accepted(request.request_id)
         self._models.check_serves(request.model)
-        refused = self._loop.submit(request)
+        refused = self._loop.apply(Submit(request))
         if refused is not None:
             raise ServiceError(refused)
         self._reports.admitted.append(request.request_id)
         self._changed.set()
         return Accepted(request.request_id)
+
+    def _on_statistics(self, report: ExecutionStatisticsReport) -> None:
+        for statistics in report.models:
+            self._loop.apply(SetStatistics(statistics))
 
     def _on_replay(self, query: ReplayQuery) -> ReplayReply:
         reply = ReplayReply([], [], [])
@@ -250,7 +256,7 @@ class InstanceService:
         return reply
 
     def _on_held(self, _query: ListHeldRequests) -> HeldRequests:
-        return HeldRequests(self._loop.held_requests())
+        return HeldRequests(self._loop.ask(Engine.held_requests))
 
     def _on_load_model(self, query: LoadModel) -> Done:
         self._models.begin_load(query.spec)
@@ -281,10 +287,10 @@ class InstanceService:
         self.drained.set()
 
     def _num_held(self) -> int:
-        return self._loop.num_held() + self._moves.has_work
+        return self._loop.ask(Engine.num_held) + self._moves.has_work
 
     def _any_destination(self) -> bool:
-        held, moves_kv = self._loop.held_requests(), bool(self._moves.kv_address)
+        held, moves_kv = self._loop.ask(Engine.held_requests), bool(self._moves.kv_address)
         with_kv = {request.model for request in held if request.running and moves_kv}
         waiting = {request.model for request in held if not request.running}
         others = (info for name, info in self._moves.peers().items() if name != self._id)
@@ -330,11 +336,14 @@ class InstanceService:
             await asyncio.sleep(REPORT_INTERVAL_S)
 
     def _publish_load(self) -> None:
-        load_now = self._loop.load()
+        now = self._loop.now()
+        with self._loop.locked() as engine:
+            load_now = engine.load(now)
+            used_share, host_used_share = engine.pool.used_share, engine.memory.host.used_share
         counters = self._loop.counters
-        self._metrics.on_load(load_now, self._loop.used_share(), counters.num_preemptions)
-        self._metrics.coserving.on_counters(counters, self._slot_bytes(), self._loop.host_used_share())
-        for model, known in self._loop.cost_models().items():
+        self._metrics.on_load(load_now, used_share, counters.num_preemptions)
+        self._metrics.coserving.on_counters(counters, self._slot_bytes(), host_used_share)
+        for model, known in self._loop.ask(Engine.cost_models).items():
             self._metrics.coserving.on_costs(model, known)
             if self._cost_sources.get(model) != known.source:
                 self._cost_sources[model] = known.source
@@ -379,7 +388,7 @@ class InstanceService:
         return max(1, self._plan.pool_bytes // self._plan.merged_bytes)
 
     def _info(self) -> InstanceInfo:
-        load = self._loop.load()
+        load = self._loop.ask(lambda engine: engine.load(self._loop.now()))
         load_now = {model.model: model for model in load.models}
         if self.is_draining:
             state = "draining"

@@ -20,6 +20,8 @@ from services.worker.instance_telemetry import InstanceTelemetry
 from services.worker.tasks import TaskSet
 from shared.bus.interface import ServiceError
 from shared.checkpoint import CheckpointError, CheckpointMissing
+from shared.engine.calls import AddModel, RemoveModel, SetObjectives
+from shared.engine.engine import Engine
 from shared.engine.plan import ModelShape
 from shared.messages.cluster import LoadedModel, ModelLoad, ModelSpec
 from shared.messages.requests import ErrorCode
@@ -110,7 +112,7 @@ class InstanceModels:
             raise ServiceError.of(ErrorCode.GONE, f"model {name!r} is {state} on this instance", "model")
 
     def loaded(self, loads: dict[str, ModelLoad]) -> list[LoadedModel]:
-        costs = self._loop.cost_models()
+        costs = self._loop.ask(Engine.cost_models)
         return [
             LoadedModel(
                 name,
@@ -165,11 +167,9 @@ class InstanceModels:
                 prepared = await asyncio.to_thread(self._executor.prepare_model, spec)
 
             def attach() -> tuple[ModelShape, int]:
-                attached = self._executor.add_model(prepared)
-                with self._loop.locked() as engine:
-                    shape = engine.add_model(attached)
-                    engine.set_objectives(shape.name, spec.ttft_ms / 1000, spec.tpot_ms / 1000)
-                    return shape, engine.pool.capacity_slots(shape.name)
+                shape = self._loop.apply(AddModel(self._executor.add_model(prepared)))
+                self._loop.apply(SetObjectives(shape.name, spec.ttft_ms / 1000, spec.tpot_ms / 1000))
+                return shape, self._loop.ask(lambda engine: engine.pool.capacity_slots(shape.name))
 
             shape, num_slots = await asyncio.shield(asyncio.wrap_future(self._loop.between_steps(attach)))
         except asyncio.CancelledError:
@@ -220,7 +220,7 @@ class InstanceModels:
 
     async def _empty(self, name: str, grace_s: float) -> None:
         deadline_s = time.monotonic() + grace_s
-        while self._loop.num_held(name) and time.monotonic() < deadline_s:
+        while self._loop.ask(lambda engine: engine.num_held(name)) and time.monotonic() < deadline_s:
             self._users.give_away(name)
             await asyncio.sleep(POLL_S)
 
@@ -228,8 +228,7 @@ class InstanceModels:
         """Requests are over now; migrations of the model still have to see that they are."""
 
         def detach() -> bool:
-            with self._loop.locked() as engine:
-                removed = engine.remove_model(name, self._loop.now())
+            removed = self._loop.apply(RemoveModel(name))
             if removed:
                 self._executor.remove_model(name)
             return removed

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from prometheus_client import Gauge
 
-from services.worker.engine_loop import Effect, EngineLoop, StepStats
+from services.worker.engine_loop import EngineLoop
 from services.worker.instance_models import KvUsers
 from services.worker.instance_telemetry import InstanceTelemetry
 from services.worker.load_reports import LoadReports
@@ -23,6 +23,9 @@ from services.worker.output_log import OutputLog
 from services.worker.peers import Peers, can_take
 from services.worker.tasks import TaskSet
 from shared.bus.interface import Bus
+from shared.engine import calls
+from shared.engine.driver import StepStats
+from shared.engine.engine import Effect
 from shared.engine.moving import TakenOut
 from shared.messages.catalogue import GATEWAY_FRAMES, INSTANCE_REBALANCE
 from shared.messages.cluster import InstanceInfo, MoveOutcome
@@ -152,13 +155,17 @@ class InstanceMoves(KvUsers):
         self._models.add(model)
         self._register(model)
 
+    @property
+    def leaving_models(self) -> frozenset[str]:
+        """That are to lose their requests: while there are any, only those requests leave."""
+        return frozenset(self._gave_away_s)
+
     def give_away(self, model: str) -> None:
         """Its requests leave for other instances that serve it, the ones with the fewest of them first."""
         now = self._bus.now()
         if now - self._gave_away_s.get(model, -OWN_LEASE_S) < OWN_LEASE_S / 2:
             return
         self._gave_away_s[model] = now
-        self._loop.leaving_models = frozenset(self._gave_away_s)
         destinations = sorted(
             (loaded.num_running + loaded.num_waiting, info.instance_id)
             for info in self.peers().values()
@@ -174,7 +181,6 @@ class InstanceMoves(KvUsers):
     def stop_giving(self, model: str) -> None:
         if self._gave_away_s.pop(model, None) is None:
             return
-        self._loop.leaving_models = frozenset(self._gave_away_s)
         if not self._gave_away_s:
             self.end_lease()
 
@@ -225,7 +231,7 @@ class InstanceMoves(KvUsers):
         held_epoch = self._loop.held_epoch(cancel.request_id)
         if held_epoch is not None:
             if cancel.epoch is None or held_epoch <= cancel.epoch:
-                self._loop.cancel(cancel.request_id)
+                self._loop.apply(calls.Cancel(cancel.request_id))
         elif cancel.epoch is None and self.handed_over(cancel.request_id) is not None:
             assert self._service is not None
             self._service.forward_cancel(cancel.request_id)

@@ -10,8 +10,8 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import HistogramMetricFamily
 
 from services.worker.coserving_telemetry import CoServingTelemetry
-from services.worker.engine_loop import StepStats
 from services.worker.instance_spans import InstanceSpans
+from shared.engine.driver import StepStats
 from shared.engine.load import InstanceLoad
 from shared.engine.requests import Ended
 from shared.messages.requests import FinishReason, RequestClass

@@ -1,149 +1,252 @@
-"""The calls that change an engine, as records with their arguments (see recording.py)."""
+"""All that may change an engine, as plain data: `Engine.apply(call, now)`. Each call names the part that carries it out.
+
+A host that locks, records or replays does so once, for all of them.
+"""
 
 from __future__ import annotations
 
 import re
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 import msgspec
 
 from shared.cost_model import CostModel, CostSource
-from shared.engine.moving import PinnedBlocks
+from shared.engine.moving import PinnedBlocks, Reservation
 from shared.engine.plan import ModelShape, StepResult
 from shared.messages.cluster import ExecutionStatistics
 from shared.messages.migration import Commit, PreAllocate
-from shared.messages.requests import GenerationRequest
+from shared.messages.requests import ErrorInfo, GenerationRequest
+
+if TYPE_CHECKING:
+    from shared.engine.engine import Engine
+
+R_co = TypeVar("R_co", covariant=True)
 
 
-def _method(name: str) -> str:
+def _tag(name: str) -> str:
     return re.sub("(?<!^)(?=[A-Z])", "_", name).lower()
 
 
-class Call(msgspec.Struct, frozen=True, tag=_method):
-    """Its tag is a method of `Engine`, which takes the record's fields, in order."""
+class Call(msgspec.Struct, Generic[R_co], frozen=True, tag=_tag):
+    """`R_co`: what it returns."""
 
-    @property
-    def method(self) -> str:
-        return str(self.__struct_config__.tag)
+    def on(self, engine: Engine, now: float) -> R_co:
+        """Carries it out."""
+        raise NotImplementedError
 
 
-class AddModel(Call, frozen=True):
+# ------------------------------------------------------------------------------------------------------- models
+
+
+class AddModel(Call[ModelShape], frozen=True):
+    """Makes a model known. Returns its shape with `max_model_len` bounded by what the pool can hold, so that every request
+    within it can run to its end."""
+
     shape: ModelShape
 
+    def on(self, engine: Engine, now: float) -> ModelShape:
+        return engine.add_model(self.shape)
 
-class RemoveModel(Call, frozen=True):
+
+class RemoveModel(Call[bool], frozen=True):
+    """Ends what is left of the model's requests with GONE and forgets the model; False (call again later) while a step, a
+    copy or a migration in flight still uses its slots."""
+
     name: str
-    now: float
+
+    def on(self, engine: Engine, now: float) -> bool:
+        return engine.remove_model(self.name, now)
 
 
-class Submit(Call, frozen=True):
-    request: GenerationRequest
-    now: float
+class SetObjectives(Call[None], frozen=True):
+    """For the model's requests that come from now on and name none; 0: the instance's default."""
 
-
-class Cancel(Call, frozen=True):
-    request_id: str
-    now: float
-
-
-class TakeInterrupt(Call, frozen=True):
-    """One that named a step; others change nothing."""
-
-    now: float
-
-
-class OnStep(Call, frozen=True):
-    result: StepResult
-    now: float
-
-
-class OnCopy(Call, frozen=True):
-    copy_id: int
-    ok: bool
-    now: float
-
-
-class SetObjectives(Call, frozen=True):
     name: str
     ttft_s: float
     tpot_s: float
 
+    def on(self, engine: Engine, now: float) -> None:
+        engine.set_objectives(self.name, self.ttft_s, self.tpot_s)
 
-class SetCostModel(Call, frozen=True):
+
+class SetCostModel(Call[None], frozen=True):
+    """Step times of the model; corrected from now on by those that are seen."""
+
     name: str
     cost_model: CostModel
     source: CostSource = CostSource.PROFILED
 
+    def on(self, engine: Engine, now: float) -> None:
+        engine.charging.set_cost_model(self.name, self.cost_model, self.source)
 
-class SetStatistics(Call, frozen=True):
+
+class SetStatistics(Call[None], frozen=True):
+    """Execution times of the model's requests over the cluster; a mere default gives way to a prediction of here."""
+
     statistics: ExecutionStatistics
 
+    def on(self, engine: Engine, now: float) -> None:
+        engine.charging.set_statistics(self.statistics)
 
-class BorrowSlots(Call, frozen=True):
+
+class BorrowSlots(Call[list[int]], frozen=True):
+    """Slots of a model, for measurements; to be given back soon. Empty where there are not so many."""
+
     name: str
     num_slots: int
 
+    def on(self, engine: Engine, now: float) -> list[int]:
+        return engine.pool.allocate(self.name, self.num_slots) or []
 
-class ReturnSlots(Call, frozen=True):
+
+class ReturnSlots(Call[None], frozen=True):
     name: str
     slots: list[int]
 
-
-class ClearPrefixCache(Call, frozen=True):
-    pass
-
-
-class OnTime(Call, frozen=True):
-    now: float
+    def on(self, engine: Engine, now: float) -> None:
+        engine.pool.release(self.name, self.slots)
 
 
-class Pin(Call, frozen=True):
+class ClearPrefixCache(Call[None], frozen=True):
+    """Makes every unreferenced block unfindable."""
+
+    def on(self, engine: Engine, now: float) -> None:
+        engine.pool.clear_cache()
+
+
+# ------------------------------------------------------------------------------------------- requests and steps
+
+
+class Submit(Call[ErrorInfo | None], frozen=True):
+    """See `RequestTable.submit`."""
+
+    request: GenerationRequest
+
+    def on(self, engine: Engine, now: float) -> ErrorInfo | None:
+        return engine.requests.submit(self.request, now)
+
+
+class Cancel(Call[None], frozen=True):
+    request_id: str
+
+    def on(self, engine: Engine, now: float) -> None:
+        engine.requests.cancel(self.request_id, now)
+
+
+class TakeInterrupt(Call[int | None], frozen=True):
+    """See `Engine.take_interrupt`."""
+
+    def on(self, engine: Engine, now: float) -> int | None:
+        return engine.steps.take_interrupt(now)
+
+
+class OnStep(Call[None], frozen=True):
+    """What a step made, or that it failed or was suspended."""
+
+    result: StepResult
+
+    def on(self, engine: Engine, now: float) -> None:
+        engine.on_step(self.result, now)
+
+
+class OnCopy(Call[None], frozen=True):
+    """A copy has ended; one to or from host memory that failed leaves things as if it had not been begun."""
+
+    copy_id: int
+    ok: bool
+
+    def on(self, engine: Engine, now: float) -> None:
+        engine.on_copy(self.copy_id, self.ok, now)
+
+
+class OnTime(Call[None], frozen=True):
+    """Ends requests past their deadline; offline work gives way to what another instance was refused."""
+
+    def on(self, engine: Engine, now: float) -> None:
+        engine.on_time(now)
+
+
+# ---------------------------------------------------------------------------------- to other instances: outgoing.py
+
+
+class Pin(Call[PinnedBlocks | None], frozen=True):
     request_id: str
     first_block: int
 
+    def on(self, engine: Engine, now: float) -> PinnedBlocks | None:
+        return engine.outgoing.pin(self.request_id, self.first_block)
 
-class Unpin(Call, frozen=True):
+
+class Unpin(Call[None], frozen=True):
     pinned: PinnedBlocks
 
+    def on(self, engine: Engine, now: float) -> None:
+        engine.outgoing.unpin(self.pinned)
 
-class TakeOut(Call, frozen=True):
+
+class TakeOut(Call[bool], frozen=True):
     request_id: str
-    now: float
+
+    def on(self, engine: Engine, now: float) -> bool:
+        return engine.outgoing.take_out(self.request_id, now)
 
 
-class PinRest(Call, frozen=True):
+class PinRest(Call[PinnedBlocks | None], frozen=True):
     request_id: str
     first_block: int
 
+    def on(self, engine: Engine, now: float) -> PinnedBlocks | None:
+        return engine.outgoing.pin_rest(self.request_id, self.first_block)
 
-class Seal(Call, frozen=True):
+
+class Seal(Call[bool], frozen=True):
     request_id: str
 
+    def on(self, engine: Engine, now: float) -> bool:
+        return engine.outgoing.seal(self.request_id)
 
-class PutBack(Call, frozen=True):
+
+class PutBack(Call[None], frozen=True):
     request_id: str
-    now: float
-    epoch: int | None
+    epoch: int | None = None
+
+    def on(self, engine: Engine, now: float) -> None:
+        engine.outgoing.put_back(self.request_id, now, self.epoch)
 
 
-class DropMoved(Call, frozen=True):
+class DropMoved(Call[bool], frozen=True):
     request_id: str
-    now: float
+
+    def on(self, engine: Engine, now: float) -> bool:
+        return engine.outgoing.drop_moved(self.request_id)
 
 
-class EndMove(Call, frozen=True):
+class EndMove(Call[None], frozen=True):
     request_id: str
-    now: float
+
+    def on(self, engine: Engine, now: float) -> None:
+        engine.outgoing.end_move(self.request_id, now)
 
 
-class Reserve(Call, frozen=True):
+# ---------------------------------------------------------------- from other instances: reservations.py, incoming.py
+
+
+class Reserve(Call[Reservation | ErrorInfo], frozen=True):
     query: PreAllocate
-    now: float
+
+    def on(self, engine: Engine, now: float) -> Reservation | ErrorInfo:
+        return engine.reservations.reserve(self.query, now)
 
 
-class Adopt(Call, frozen=True):
+class Adopt(Call[ErrorInfo | None], frozen=True):
     commit: Commit
-    now: float
+
+    def on(self, engine: Engine, now: float) -> ErrorInfo | None:
+        return engine.incoming.adopt(self.commit, now)
 
 
-class Release(Call, frozen=True):
+class Release(Call[None], frozen=True):
     migration_id: str
+
+    def on(self, engine: Engine, now: float) -> None:
+        engine.reservations.release(self.migration_id)

@@ -7,9 +7,9 @@ from __future__ import annotations
 import sys
 
 from shared.cost_model import CostModel, CostSource, KnownCosts, LiveScale, shape_of
+from shared.engine.allocator import Allocator
 from shared.engine.batch import PlannedStep
 from shared.engine.model_queue import ModelQueue
-from shared.engine.planner import Planner
 from shared.live_costs import LiveCosts
 from shared.messages.cluster import ExecutionStatistics
 from shared.policies.checkpointing import SmoothedRate
@@ -22,8 +22,8 @@ SCALE_STEP = 0.01
 class Charging:
     """The cost models of one engine and what they are used for after a step."""
 
-    def __init__(self, planner: Planner) -> None:
-        self._planner = planner
+    def __init__(self, memory: Allocator) -> None:
+        self._memory = memory
         self._measured: dict[str, tuple[CostModel, LiveScale, CostSource]] = {}
         self._live: dict[str, LiveCosts] = {}
         """Of the models that nobody has measured."""
@@ -43,21 +43,21 @@ class Charging:
     def set_cost_model(self, name: str, cost_model: CostModel, source: CostSource) -> None:
         self._live.pop(name, None)
         self._measured[name] = (cost_model, LiveScale(), source)
-        queue = self._planner.queues[name]
+        queue = self._memory.queues[name]
         queue.cost_model, queue.cost_scale, queue.max_known_tokens = cost_model, 1.0, sys.maxsize
         queue.is_cost_known = True
         self._predict_statistics(name, cost_model)
 
     def _predict_statistics(self, name: str, cost_model: CostModel) -> None:
         if name not in self._told_statistics:
-            self._planner.ordering.set_statistics(predicted_statistics(name, cost_model))
+            self._memory.ordering.set_statistics(predicted_statistics(name, cost_model))
 
     def set_statistics(self, statistics: ExecutionStatistics) -> None:
         if statistics.num_finished:
             self._told_statistics.add(statistics.model)
         elif statistics.model in self._measured:
             return
-        self._planner.ordering.set_statistics(statistics)
+        self._memory.ordering.set_statistics(statistics)
 
     def cost_models(self) -> dict[str, KnownCosts]:
         known = {
@@ -73,14 +73,14 @@ class Charging:
         it says how much work a request is and not how full the batches were. Real against predicted time to the cost
         model."""
         plan, num_tokens = step.plan, step.plan.num_tokens
-        queue, counters = self._planner.queues[plan.model], self._planner.counters
+        queue, counters = self._memory.queues[plan.model], self._memory.counters
         cost = queue.cost_model if queue.is_cost_known else None
         token_s = step.ran_s / num_tokens
         if cost is None:
             decode_s, context_s = step.ran_s if num_tokens == len(plan.counts) else token_s, 0.0
         else:
             decode_s, context_s = cost.fixed_s + cost.decode_s, cost.decode_context_s
-        charge = self._planner.ordering.charge
+        charge = self._memory.ordering.charge
         for sequence, start, count in zip(step.sequences, plan.starts, plan.counts, strict=True):
             if count == 1:
                 execution_s = decode_s + context_s * start

@@ -5,60 +5,60 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 
-from shared.engine.arrivals import Arrival
+from shared.engine.allocator import Allocator
 from shared.engine.batch import PlannedStep
 from shared.engine.kv_blocks import BlockPool
 from shared.engine.model_queue import ModelQueue
 from shared.engine.moving import PinnedBlocks
-from shared.engine.planner import Planner
+from shared.engine.reservations import Reserved
 from shared.engine.sequence import Move, Sequence, State
 
 
 def check_engine(
-    planner: Planner,
+    memory: Allocator,
     held: Mapping[str, Sequence],
     in_flight: Mapping[int, PlannedStep],
     pinned: Iterable[PinnedBlocks] = (),
-    arrivals: Iterable[Arrival] = (),
+    reserved: Iterable[Reserved] = (),
 ) -> None:
     """AssertionError if anything is not as it should be."""
-    steps = [*in_flight.values(), *([planner.suspended] if planner.suspended else [])]
+    steps = [*in_flight.values(), *([memory.suspended] if memory.suspended else [])]
     flying = {id(s): s for step in steps for s in step.sequences if s.state == State.ENDED}
     rows = [owner.row for owner in (*held.values(), *flying.values()) if owner.row >= 0]
-    rows += [arrival.row for arrival in arrivals if arrival.row >= 0]
+    rows += [owner.row for owner in reserved if owner.row >= 0]
     assert len(rows) == len(set(rows))
-    assert sorted([*rows, *planner._free_rows]) == list(range(len(rows) + planner.num_free_rows))
-    _check_references(planner, [*held.values(), *flying.values()], pinned, arrivals)
-    for queue in planner.queues.values():
+    assert sorted([*rows, *memory.free_rows]) == list(range(len(rows) + memory.num_free_rows))
+    _check_references(memory, [*held.values(), *flying.values()], pinned, reserved)
+    for queue in memory.queues.values():
         _check_queue(queue, held)
     for sequence in held.values():
         assert sequence.in_flight == sum(s is sequence for step in steps for s in step.sequences)
         assert sequence.num_checkpointing >= 0
-    if planner.suspended is not None:
-        live = [sequence for sequence in planner.suspended.sequences if sequence.state != State.ENDED]
-        assert live == list(planner.queues[planner.suspended.plan.model].suspended.values())
+    if memory.suspended is not None:
+        live = [sequence for sequence in memory.suspended.sequences if sequence.state != State.ENDED]
+        assert live == list(memory.queues[memory.suspended.plan.model].suspended.values())
     interruptible = [step for step in in_flight.values() if step.plan.is_interruptible]
     assert not interruptible or len(in_flight) == 1 or interruptible == list(in_flight.values())[-1:]
 
 
 def _check_references(
-    planner: Planner, sequences: list[Sequence], pinned: Iterable[PinnedBlocks], arrivals: Iterable[Arrival]
+    memory: Allocator, sequences: list[Sequence], pinned: Iterable[PinnedBlocks], reserved: Iterable[Reserved]
 ) -> None:
     device, host = defaultdict[str, list[int]](list), defaultdict[str, list[int]](list)
     for sequence in sequences:
         device[sequence.model] += sequence.blocks
         host[sequence.model] += sequence.restore[1]
     moving = [(owner.on_host, owner.model, owner.slots) for owner in pinned]
-    moving += [(owner.on_host, owner.model, owner.slots) for owner in arrivals]
+    moving += [(owner.on_host, owner.model, owner.slots) for owner in reserved]
     for on_host, model, slots in moving:
         (host if on_host else device)[model] += slots
-    for model, slot in planner.compaction.references():
+    for model, slot in memory.compaction.references():
         device[model].append(slot)
-    for is_device, model, slot in planner.host.references():
+    for is_device, model, slot in memory.host.references():
         (device if is_device else host)[model].append(slot)
-    for pool, expected in ((planner.pool, device), (planner.host.pool, host)):
+    for pool, expected in ((memory.pool, device), (memory.host.pool, host)):
         if pool is not None:
-            _check_pool(pool, planner.queues, expected)
+            _check_pool(pool, memory.queues, expected)
         else:
             assert not any(expected.values())
 
@@ -67,7 +67,7 @@ def _check_pool(pool: BlockPool, names: Iterable[str], expected: Mapping[str, li
     """`expected`: the slots of each model, one that has several references as often."""
     pool.check()
     for name in names:
-        references = pool._models[name].references
+        references = pool.references(name)
         counts = [0] * len(references)
         for slot in expected.get(name, ()):
             counts[slot] += 1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shared.engine.room import Room
+from shared.engine.allocator import Allocator
 from shared.engine.sequence import Sequence
 from shared.policies.checkpointing import (
     CheckpointPolicy,
@@ -21,8 +21,8 @@ COPY_SHARE = 0.5
 
 
 class Copying:
-    def __init__(self, room: Room, policy: CheckpointPolicy) -> None:
-        self._room = room
+    def __init__(self, memory: Allocator, policy: CheckpointPolicy) -> None:
+        self._memory = memory
         self._policy = policy
         self._growth = SmoothedRate()
         self._seen_s: float | None = None
@@ -30,18 +30,18 @@ class Copying:
 
     def on_time(self, now: float) -> None:
         """Follows the memory consumption."""
-        used = self._room.pool.used_merged()
+        used = self._memory.pool.used_merged()
         if self._seen_s is not None and now > self._seen_s:
             self._growth.add(used - self._seen_used, now - self._seen_s)
         self._seen_s, self._seen_used = now, used
 
     def start(self, step_s: float | None) -> None:
         """Begins the copies that run beside a step of so many predicted seconds (0: unknown; None: no step runs)."""
-        room, host = self._room, self._room.host
+        memory, host = self._memory, self._memory.host
         if host.pool is None:
             return
         step_s = step_s or IDLE_STEP_S
-        models = [queue.cost_model for queue in room.queues.values() if queue.cost_model is not None]
+        models = [queue.cost_model for queue in memory.queues.values() if queue.cost_model is not None]
         save_s = max((model.checkpoint_slot_s for model in models), default=0.0)
         restore_s = max((model.restore_slot_s for model in models), default=0.0)
         # What is under way takes its part of this step's time too.
@@ -51,10 +51,10 @@ class Copying:
 
     def _restore(self, budget_s: float, block_s: float) -> int:
         """Returns the number of blocks."""
-        host = self._room.host
+        host = self._memory.host
         restoring = [
             sequence
-            for queue in self._room.queues.values()
+            for queue in self._memory.queues.values()
             for sequence in queue.restoring.values()
             if sequence.restore[1]
         ]
@@ -66,10 +66,10 @@ class Copying:
         return count
 
     def _checkpoint(self, step_s: float, budget_s: float, block_s: float) -> None:
-        room, host = self._room, self._room.host
+        memory, host = self._memory, self._memory.host
         assert host.pool is not None
         running: list[Sequence] = [
-            sequence for queue in room.queues.values() for of_rank in queue.running for sequence in of_rank.values()
+            sequence for queue in memory.queues.values() for of_rank in queue.running for sequence in of_rank.values()
         ]
         if not running:
             return
@@ -80,11 +80,11 @@ class Copying:
             unsaved[sequence.is_online] += sequence.num_uncheckpointed
         if not any(unsaved):
             return
-        used_share = room.pool.used_merged() / room.pool.num_merged
-        per_merged = max(queue.shape.slots_per_merged for queue in room.queues.values())
+        used_share = memory.pool.used_share
+        per_merged = max(queue.shape.slots_per_merged for queue in memory.queues.values())
         view = PoolView(
             used_share,
-            int((room.pool.num_merged - room.pool.used_merged()) * per_merged),
+            int((memory.pool.num_merged - memory.pool.used_merged()) * per_merged),
             self._growth.per_s * per_merged,
             saved[0],
             unsaved[0],

@@ -49,6 +49,11 @@ class HostKv:
         self._holders: dict[int, Sequence] = {}
         """Sequences with checkpoints."""
 
+    @property
+    def used_share(self) -> float:
+        """Of the pool, 0 to 1."""
+        return 0.0 if self.pool is None else self.pool.used_share
+
     def add_model(self, name: str, page_tokens: int, slots_per_merged: int) -> None:
         if self.pool is not None:
             self.pool.add_model(name, page_tokens, slots_per_merged)

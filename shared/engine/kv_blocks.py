@@ -190,6 +190,11 @@ class BlockPool:
             return sum(blocks.num_used / blocks.slots_per_merged for blocks in self._models.values())
         return self.num_merged - self.num_free_merged()
 
+    @property
+    def used_share(self) -> float:
+        """0 to 1."""
+        return self.used_merged() / self.num_merged
+
     def allocate(self, name: str, count: int) -> list[int] | None:
         """`count` slots with one reference each, or None (and no change) where there are not so many."""
         if count > self.num_available(name):
@@ -266,6 +271,10 @@ class BlockPool:
         if block_hash not in blocks.by_hash and slot not in blocks.hash_of:
             blocks.by_hash[block_hash] = slot
             blocks.hash_of[slot] = block_hash
+
+    def references(self, name: str) -> list[int]:
+        """Of each of the model's slots; read only."""
+        return self._models[name].references
 
     def num_references(self, name: str, slot: int) -> int:
         return self._models[name].references[slot]

@@ -15,9 +15,9 @@ from math import ceil, inf
 import msgspec
 
 from shared.cost_model import StepShape
-from shared.engine.arrivals import Arrival
+from shared.engine.allocator import Allocator
 from shared.engine.model_queue import ONLINE_RANKS, ModelQueue
-from shared.engine.planner import Planner
+from shared.engine.reservations import Reserved
 from shared.engine.sequence import Rank, Sequence
 from shared.messages.cluster import ModelLoad
 from shared.policies.virtual_usage import (
@@ -140,59 +140,60 @@ def _num_blocks(sequence: Sequence) -> int:
 
 
 def instance_load(
-    planner: Planner,
-    arrivals: Iterable[Arrival],
+    memory: Allocator,
+    reserved: Iterable[Reserved],
     offline_tokens_per_s: float | None,
     high_priority_load: float,
-    steps_s: float = 0.0,
+    max_step_tokens: int,
+    steps_s: float,
 ) -> InstanceLoad:
     """`offline_tokens_per_s`: lately computed; None: offline requests are not served. `high_priority_load`: share of the
-    pool that is used beside requests of high priority; 0: from the cost models. `steps_s`: until the steps in
-    flight end that an online request would wait for."""
-    totals, pool = _Totals(planner.queues), planner.pool
+    pool that is used beside requests of high priority; 0: from the cost models. `max_step_tokens`: limit of the step planned
+    last. `steps_s`: until the steps in flight end that an online request would wait for."""
+    totals, pool = _Totals(memory.queues), memory.pool
     models = []
-    for queue in planner.queues.values():
+    for queue in memory.queues.values():
         for rank in ONLINE_RANKS:
             held = _with_slots(queue, rank)
             totals.run(len(held), sum(len(sequence.blocks) for sequence in held), rank, queue)
             for sequence in queue.waiting[rank]:
                 totals.wait(sequence, queue)
-        models.append(_model_load(planner, queue, offline_tokens_per_s))
-    for arrival in arrivals:
-        if arrival.is_load:
-            totals.arrive(len(arrival.slots), arrival.rank, planner.queues[arrival.model])
+        models.append(_model_load(memory, queue, offline_tokens_per_s, max_step_tokens))
+    for coming in reserved:
+        if coming.is_load:
+            totals.arrive(len(coming.slots), coming.rank, memory.queues[coming.model])
     free, stranded = pool.num_merged - pool.used_merged(), 0
-    if len(planner.queues) > 1:
-        kept_by = {name: planner.compaction.num_kept(name) for name in planner.queues}
+    if len(memory.queues) > 1:
+        kept_by = {name: memory.compaction.num_kept(name) for name in memory.queues}
         free = pool.num_merged - sum(kept_by.values())
         # Of what cannot be had, that which nobody needs.
         stranded = sum(kept - pool.least_merged(name) for name, kept in kept_by.items())
-    num_merged = pool.num_merged - stranded - totals.kept(planner.least_merged())
+    num_merged = pool.num_merged - stranded - totals.kept(memory.least_merged())
     step = totals.step or totals.waiting_step
-    kept = headroom(num_merged, _ideal_merged(planner, high_priority_load), totals.high)
+    kept = headroom(num_merged, _ideal_merged(memory, high_priority_load), totals.high)
     usage = dispatch_virtual_usage(totals.running, totals.waiting, high_headroom=kept)
     for_high = dispatch_virtual_usage(totals.running, totals.waiting)
-    head = totals.head(_head(planner))
+    head = totals.head(_head(memory))
     moving = migration_virtual_usage(totals.running, head, high_headroom=kept, runs_normal=totals.runs_normal)
     return InstanceLoad(
         dispatch_freeness=freeness(num_merged, usage, totals.num_running),
         free_merged=free,
-        num_running=sum(queue.num_running for queue in planner.queues.values()),
+        num_running=sum(queue.num_running for queue in memory.queues.values()),
         models=tuple(models),
         dispatch_freeness_high=freeness(num_merged, for_high, totals.num_running),
         migration_freeness=decode_steps(num_merged - moving, step),
         scaling_freeness=decode_steps(num_merged - usage, step),
         num_high=totals.num_high,
-        next_move_tokens=_next_move_tokens(planner),
+        next_move_tokens=_next_move_tokens(memory),
         running_freeness=decode_steps(num_merged - totals.running, step),
-        prompts_s=steps_s + sum(queue.prompts_s() for queue in planner.queues.values()),
+        prompts_s=steps_s + sum(queue.prompts_s() for queue in memory.queues.values()),
     )
 
 
-def _next_move_tokens(planner: Planner) -> int:
-    """In the order of `Departures.move_candidates`: lower priority first, then fewer blocks."""
+def _next_move_tokens(memory: Allocator) -> int:
+    """In the order of `Outgoing.candidates`: lower priority first, then fewer blocks."""
     for rank in reversed(ONLINE_RANKS):
-        if sizes := [s.num_tokens for queue in planner.queues.values() for s in queue.running[rank].values()]:
+        if sizes := [s.num_tokens for queue in memory.queues.values() for s in queue.running[rank].values()]:
             return min(sizes)
     return 0
 
@@ -206,44 +207,46 @@ def _with_slots(queue: ModelQueue, rank: Rank) -> list[Sequence]:
     ]
 
 
-def _head(planner: Planner) -> Sequence | None:
+def _head(memory: Allocator) -> Sequence | None:
     """The online sequence that is to be admitted next."""
-    if (stuck := planner.stuck_online) is not None:
+    if (stuck := memory.stuck_online) is not None:
         return stuck
     for rank in ONLINE_RANKS:
-        heads = [queue.waiting[rank][0] for queue in planner.queues.values() if queue.waiting[rank]]
+        heads = [queue.waiting[rank][0] for queue in memory.queues.values() if queue.waiting[rank]]
         if heads:
             return min(heads, key=lambda sequence: sequence.arrived_s)
     return None
 
 
-def _ideal_merged(planner: Planner, high_priority_load: float) -> float:
+def _ideal_merged(memory: Allocator, high_priority_load: float) -> float:
     """Merged blocks in use up to which decode runs near its ideal speed, for the model that slows down first."""
-    total = planner.pool.num_merged
+    total = memory.pool.num_merged
     if high_priority_load:
         return high_priority_load * total
     ideal = [
         ideal_load_tokens(queue.cost_model) / queue.shape.tokens_per_merged
-        for queue in planner.queues.values()
+        for queue in memory.queues.values()
         if queue.cost_model is not None and queue.is_cost_known
     ]
     return max(LEAST_IDEAL_SHARE * total, min(ideal)) if ideal else UNKNOWN_IDEAL_SHARE * total
 
 
-def _model_load(planner: Planner, queue: ModelQueue, offline_tokens_per_s: float | None) -> ModelLoad:
+def _model_load(
+    memory: Allocator, queue: ModelQueue, offline_tokens_per_s: float | None, max_step_tokens: int
+) -> ModelLoad:
     return ModelLoad(
         queue.name,
         queue.num_running,
         queue.num_waiting,
         sum(1 for sequence in queue.all_held() if not sequence.is_online),
         queue.num_waiting_of(True),
-        0 if offline_tokens_per_s is None else _offline_room(planner, queue, offline_tokens_per_s),
-        planner.ordering.budgets(queue.all_held()),
+        0 if offline_tokens_per_s is None else _offline_room(memory, queue, offline_tokens_per_s, max_step_tokens),
+        memory.ordering.budgets(queue.all_held()),
         (0.0, 0.0) if queue.cost_model is None else queue.cost_model.prompt_cost,
     )
 
 
-def _offline_room(planner: Planner, queue: ModelQueue, tokens_per_s: float) -> int:
+def _offline_room(memory: Allocator, queue: ModelQueue, tokens_per_s: float, max_step_tokens: int) -> int:
     """Offline tokens (prompt and output) that could be given beyond those held: what the free slots hold or some seconds
     of work, whichever is less, minus what waits here already; at least a step's worth, so that the instance never runs dry
     between two reports."""
@@ -252,12 +255,11 @@ def _offline_room(planner: Planner, queue: ModelQueue, tokens_per_s: float) -> i
         for sequence in (*queue.waiting[Rank.OFFLINE], *queue.restoring.values(), *queue.restored.values())
         if not sequence.is_online
     )
-    max_tokens = planner.last_limits.max_tokens
-    if queue.cost_model is not None and queue.is_cost_known and not planner.has_online_work():
-        shape = StepShape(max_tokens, max_tokens * max_tokens / 2)
-        tokens_per_s = max(tokens_per_s, max_tokens / queue.cost_model.predict(shape))
-    by_memory = planner.pool.num_available(queue.name) * queue.shape.page_tokens
-    if not planner.num_free_rows:
+    if queue.cost_model is not None and queue.is_cost_known and not memory.has_online_work():
+        shape = StepShape(max_step_tokens, max_step_tokens * max_step_tokens / 2)
+        tokens_per_s = max(tokens_per_s, max_step_tokens / queue.cost_model.predict(shape))
+    by_memory = memory.pool.num_available(queue.name) * queue.shape.page_tokens
+    if not memory.num_free_rows:
         by_memory = 0
     by_time = int(tokens_per_s * HOARD_S)
-    return max(0, max(min(by_memory, by_time), max_tokens) - held)
+    return max(0, max(min(by_memory, by_time), max_step_tokens) - held)

@@ -64,3 +64,23 @@ class Reservation(msgspec.Struct, frozen=True):
     """Leading blocks of the stage that were found in the prefix cache."""
     slots: list[int]
     """For the others, in order."""
+
+
+def rebased(taken: TakenOut, now: float) -> tuple[GenerationRequest, SequenceProgress]:
+    """Request and progress with their durations up to `now`: what a Commit that is sent now holds."""
+    request, progress, passed_s = taken.request, taken.progress, now - taken.taken_s
+
+    def age(seconds: float) -> float:
+        return seconds + passed_s if seconds >= 0 else seconds
+
+    return (
+        msgspec.structs.replace(request, timeout_s=request.timeout_s - passed_s, waited_s=request.waited_s + passed_s),
+        msgspec.structs.replace(
+            progress,
+            first_token_age_s=age(progress.first_token_age_s),
+            first_planned_age_s=age(progress.first_planned_age_s),
+            submitted_age_s=progress.submitted_age_s + passed_s,
+            last_ran_age_s=progress.last_ran_age_s + passed_s,
+            last_token_age_s=age(progress.last_token_age_s),
+        ),
+    )

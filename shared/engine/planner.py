@@ -2,7 +2,7 @@
 
 Order of authority: online before offline and high before normal, always; then the ordering policy picks the model and
 the order within a class; then, of that model, decodes first and prefill chunks after, until the step's limits (tokens, and
-predicted time where an objective is to be kept), the rows or the KV pool are used up. Memory: room.py.
+predicted time where an objective is to be kept), the rows or the KV pool are used up. Memory: allocator.py.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ import sys
 from typing import cast
 
 from shared.cost_model import StepShape
+from shared.engine.allocator import Allocator
 from shared.engine.batch import Batch, PlannedStep
 from shared.engine.model_queue import ONLINE_RANKS, Candidate, ModelQueue, Objectives
 from shared.engine.plan import NewSequence, StepPlan
-from shared.engine.room import Room
 from shared.engine.sequence import Rank, Sequence, State
 from shared.messages.requests import pack_tokens
-from shared.policies.ordering import ModelView, OrderingPolicy
+from shared.policies.ordering import ModelView
 from shared.policies.silence import URGENT_S, is_overfull, room_s
 from shared.policies.token_budget import Limits, StepBudget, StepView, TokenBudgetPolicy
 
@@ -38,15 +38,12 @@ LONG_STEPS = 2.0
 """A step that takes so many times as long as its decodes alone is long for a sequence that comes meanwhile."""
 
 
-class Planner(Room):
-    """The choice of the next step."""
+class Planner:
+    """The choice of the next step of one instance, from what `memory` has."""
 
     def __init__(
         self,
-        num_merged: int,
-        num_rows: int,
-        num_host_merged: int,
-        ordering: OrderingPolicy,
+        memory: Allocator,
         token_budget: TokenBudgetPolicy,
         *,
         serves_offline: bool,
@@ -54,9 +51,10 @@ class Planner(Room):
         mix_phases: bool,
         prefetch: bool,
         plans_ahead: bool,
-        least_share: float,
     ) -> None:
-        super().__init__(num_merged, num_rows, num_host_merged, ordering, least_share)
+        self._memory = memory
+        self._queues = memory.queues
+        self._ordering = memory.ordering
         self.last_limits = Limits(1)
         """Of the step planned last."""
         self.last_limit_s = math.inf
@@ -64,30 +62,18 @@ class Planner(Room):
         self._token_budget = token_budget
         self._ranks = tuple(Rank) if serves_offline else ONLINE_RANKS
         self._may_interrupt = may_interrupt
-        self._mix_phases = mix_phases and ordering.mixes_phases
+        self._mix_phases = mix_phases and memory.ordering.mixes_phases
         self._prefetch = prefetch
         self._plans_ahead = plans_ahead
         self._holds_offline = False
         """No offline sequence joins the step that is being planned."""
-        self.stuck: Sequence | None = None
-        """A waiting sequence that lacked room: nobody after it in the order, of any model, is admitted before it, but online
-        ones of models that hold less than their least share."""
-
-    @property
-    def stuck_online(self) -> Sequence | None:
-        """That one, if it is online and still waits."""
-        stuck = self.stuck
-        return stuck if stuck is not None and stuck.is_online and stuck.state == State.WAITING else None
-
-    def has_online_work(self) -> bool:
-        return any(queue.has_online_work() for queue in self.queues.values())
 
     def online_need(self, now: float) -> tuple[float, float]:
         """The predicted time of the next steps of all runnable online sequences, and how soon the first of all that are
         online is due a token."""
         step_s = sum(
             queue.cost_model.predict(queue.online_shape(self.last_limits.max_tokens))
-            for queue in self.queues.values()
+            for queue in self._queues.values()
             if queue.cost_model is not None and queue.has_online_work()
         )
         objectives = self._objectives(now)
@@ -101,7 +87,7 @@ class Planner(Room):
 
     def _objectives(self, now: float) -> Objectives:
         """Over all models."""
-        found = [queue.objectives(now) for queue in self.queues.values()]
+        found = [queue.objectives(now) for queue in self._queues.values()]
         return found[0] if len(found) == 1 else Objectives(*map(min, zip(*found, strict=True)))
 
     # -------------------------------------------------------------------------------------------------- plan
@@ -110,18 +96,18 @@ class Planner(Room):
         """The next step, or None where nothing can run before a step in flight returns, a copy ends or a request
         arrives. `begins_s`: when it will begin, as far as is known; `is_alone`: no other step is in flight."""
         # With steps always in flight, offline sequences would never be free to give their room up.
-        self._holds_offline = not is_alone and (self.lacks_demanded() or self._waits_for_offline())
+        self._holds_offline = not is_alone and (self._memory.lacks_demanded() or self._waits_for_offline())
         if not is_alone and self._waits_for_share(now):
             return None
         for rank in self._ranks:
-            if rank == Rank.OFFLINE and (self.suspended is not None or self._holds_offline):
+            if rank == Rank.OFFLINE and (self._memory.suspended is not None or self._holds_offline):
                 # What the objectives leave beside online steps goes to the suspended step first.
                 break
             candidates = self._candidates(rank, begins_s)
             while candidates:
                 picked, is_choice = candidates[0], len(candidates) > 1
                 if is_choice:
-                    picked = cast(Candidate, self.ordering.pick_model(cast(list[ModelView], candidates), begins_s))
+                    picked = cast(Candidate, self._ordering.pick_model(cast(list[ModelView], candidates), begins_s))
                 candidates.remove(picked)
                 queue = picked.queue
                 limits = self._limits(queue, rank, begins_s)
@@ -135,7 +121,7 @@ class Planner(Room):
                 if batch.sequences:
                     queue.last_planned_step = step_id
                     if is_choice:
-                        self.ordering.on_turn(picked)
+                        self._ordering.on_turn(picked)
                     self.last_limit_s = min(
                         limits.limit_s, math.inf if batch.sequences[-1].is_online else limits.offline_limit_s
                     )
@@ -147,24 +133,24 @@ class Planner(Room):
         streams have stood still for as long as they may."""
         found = [
             Candidate(queue, rank)
-            for queue in self.queues.values()
+            for queue in self._queues.values()
             if queue.has_work(rank) and (self._prefetch or not queue.restoring)
         ]
         if found and rank == Rank.ONLINE_HIGH:
-            others = [queue for queue in self.queues.values() if all(queue is not one.queue for one in found)]
+            others = [queue for queue in self._queues.values() if all(queue is not one.queue for one in found)]
             found += [Candidate(queue, Rank.ONLINE_NORMAL) for queue in others if self._is_urgent(queue, begins_s)]
         return found
 
     def _is_urgent(self, queue: ModelQueue, begins_s: float) -> bool:
         """Whether streams of the model have stood still for so long that they go first."""
-        return self.ordering.bounds_silence and room_s([queue.streams(begins_s)]) < URGENT_S
+        return self._ordering.bounds_silence and room_s([queue.streams(begins_s)]) < URGENT_S
 
     def _silence_limit_s(self, queue: ModelQueue, begins_s: float) -> float:
         """How long a step of the model may take without making a stream, of whatever model, stand still for longer than it
         may. Prompts make headway beside the model's own streams even where it is too late."""
-        if not self.ordering.bounds_silence:
+        if not self._ordering.bounds_silence:
             return math.inf
-        streams = {name: other.streams(begins_s) for name, other in self.queues.items()}
+        streams = {name: other.streams(begins_s) for name, other in self._queues.items()}
         least_s = streams[queue.name][1]
         serving_s = [each_s for _, each_s in streams.values()]
         if is_overfull(serving_s):
@@ -175,14 +161,14 @@ class Planner(Room):
     def _limits(self, queue: ModelQueue, leading: Rank, begins_s: float) -> Limits:
         if leading == Rank.OFFLINE:
             # Online sequences of the model cannot run now, or this step would be led by them.
-            num_online = sum(other.has_online_work() or other.restores_online() for other in self.queues.values())
+            num_online = sum(other.has_online_work() or other.restores_online() for other in self._queues.values())
             view = StepView(
                 queue.name, begins_s, queue.cost_model, False, num_online, max_known_tokens=queue.max_known_tokens
             )
         else:
-            num_others = sum(other.has_online_work() for other in self.queues.values() if other is not queue)
+            num_others = sum(other.has_online_work() for other in self._queues.values() if other is not queue)
             own = queue.objectives(begins_s)
-            tpot_s, slack_s, ttft_left_s = own if len(self.queues) == 1 else self._objectives(begins_s)
+            tpot_s, slack_s, ttft_left_s = own if len(self._queues) == 1 else self._objectives(begins_s)
             has_both = max(tpot_s, own.ttft_left_s) < math.inf
             view = StepView(
                 queue.name,
@@ -205,8 +191,8 @@ class Planner(Room):
         """The step ends when a sequence that comes may be here, or is a short one. One that may be interrupted is, then."""
         if queue.cost_model is None or limits.is_interruptible:
             return limits
-        due_s = min((at for at in self.expected.values() if begins_s < at + EXPECTED_S), default=math.inf)
-        if any(other.has_restored_decodes() for other in self.queues.values()):
+        due_s = min((at for at in self._memory.expected.values() if begins_s < at + EXPECTED_S), default=math.inf)
+        if any(other.has_restored_decodes() for other in self._queues.values()):
             due_s = begins_s
         if due_s == math.inf:
             return limits
@@ -232,7 +218,7 @@ class Planner(Room):
             if rank > leading and not batch.sequences:
                 break
             if rank == Rank.OFFLINE:
-                if self.suspended is not None or self._holds_offline:
+                if self._memory.suspended is not None or self._holds_offline:
                     break
                 batch.budget.begin_offline()
             chunks = self._add_decodes(queue, rank, batch, now, decodes)
@@ -270,7 +256,7 @@ class Planner(Room):
             batch.new_blocks,
             (batch.num_online_decodes, batch.num_offline_decodes),
             is_interruptible and self._may_interrupt,
-            discards=self._take_discards(),
+            discards=self._memory.take_discards(),
         )
         step = PlannedStep(plan, sequences, now, predicted_s, queue.cost_scale)
         if queue.cost_model is not None:
@@ -280,16 +266,11 @@ class Planner(Room):
 
     def _short_step_s(self) -> float:
         """For which any online request can wait, though two such steps may be before it."""
-        return SHORT_STEP_SHARE * min(queue.ttft_objective_s for queue in self.queues.values())
-
-    def _take_discards(self) -> tuple[int, ...]:
-        discards = tuple(self._discards)
-        self._discards.clear()
-        return discards
+        return SHORT_STEP_SHARE * min(queue.ttft_objective_s for queue in self._queues.values())
 
     def resume(self, now: float, stop_share: float) -> PlannedStep:
         """The suspended step, to be gone on with, up to a share of its layers."""
-        step = self.take_suspended()
+        step = self._memory.take_suspended()
         plan = step.plan
         step.plan = StepPlan(
             plan.step_id,
@@ -301,10 +282,10 @@ class Planner(Room):
             [],
             [],
             plan.num_decodes,
-            is_interruptible=stop_share < 1.0 or not self.has_online_work(),
+            is_interruptible=stop_share < 1.0 or not self._memory.has_online_work(),
             resumes=True,
             stop_share=stop_share,
-            discards=self._take_discards(),
+            discards=self._memory.take_discards(),
         )
         step.planned_s = now
         step.is_interrupted = False
@@ -316,8 +297,8 @@ class Planner(Room):
         """One token for each decoding sequence of the rank; returns those with more than one left to compute. This loop is
         the planner's hot path."""
         running = list(queue.running[rank].values())
-        if not self.ordering.is_static:
-            running.sort(key=lambda sequence: self.order_key(sequence, now))
+        if not self._ordering.is_static:
+            running.sort(key=lambda sequence: self._memory.order_key(sequence, now))
         prefills: list[Sequence] = []
         add_sequence, add_start = batch.sequences.append, batch.starts.append
         budget = batch.budget
@@ -358,9 +339,9 @@ class Planner(Room):
         """One more block for a decoding sequence, at the cost of later or lower ones if need be."""
         if sequence.state != State.RUNNING:
             return False
-        slots = self.pool.allocate(sequence.model, 1)
-        if slots is None and self.make_room(sequence, 1, now):
-            slots = self.pool.allocate(sequence.model, 1)
+        slots = self._memory.pool.allocate(sequence.model, 1)
+        if slots is None and self._memory.make_room(sequence, 1, now):
+            slots = self._memory.pool.allocate(sequence.model, 1)
         if slots is None:
             # It keeps what it has and waits; a sequence before it in the order may take that as a victim's.
             return False
@@ -387,19 +368,19 @@ class Planner(Room):
         room, of whatever model."""
         self._admit_restored(queue, rank, batch, now, decodes=False)
         waiting = queue.waiting[rank]
-        if waiting and not self.ordering.is_static:
-            waiting.sort(key=lambda sequence: self.order_key(sequence, now))
+        if waiting and not self._ordering.is_static:
+            waiting.sort(key=lambda sequence: self._memory.order_key(sequence, now))
         while waiting and self._has_budget(rank, batch):
             sequence = waiting[0]
             if self._is_behind_stuck(sequence, now):
                 return
-            num_kept = self.demand.num_rows if self.demand is not None and rank == Rank.OFFLINE else 0
-            has_row = self.num_free_rows > num_kept or self.make_row(sequence, now)
-            if not has_row or not self.allocate_prompt(queue, sequence, now):
-                self.stuck = sequence
+            num_kept = self._memory.demand.num_rows if self._memory.demand is not None and rank == Rank.OFFLINE else 0
+            has_row = self._memory.num_free_rows > num_kept or self._memory.make_row(sequence, now)
+            if not has_row or not self._memory.allocate_prompt(queue, sequence, now):
+                self._memory.stuck = sequence
                 return
             waiting.remove(sequence)
-            sequence.row = self._free_rows.pop()
+            sequence.row = self._memory.take_row()
             if sequence.state == State.RESTORING:
                 queue.restoring[sequence.number] = sequence
             else:
@@ -424,7 +405,7 @@ class Planner(Room):
     def _run(self, queue: ModelQueue, sequence: Sequence, batch: Batch, now: float) -> None:
         """A sequence that has row and slots begins to run, with a chunk of at least a token: what its row is to hold travels
         with a step that computes it."""
-        self.count_recomputed(sequence)
+        self._memory.count_recomputed(sequence)
         sequence.state = State.RUNNING
         queue.running[sequence.rank][sequence.number] = sequence
         if sequence.first_planned_s is None:
@@ -439,29 +420,29 @@ class Planner(Room):
 
     def _waits_for_offline(self) -> bool:
         """Whether an online sequence waits for what offline ones hold."""
-        stuck = self.stuck_online
+        stuck = self._memory.stuck_online
         if stuck is None:
             return False
-        if not self._free_rows:
-            return self.num_offline_rows() > 0
-        needed = self.num_wanted_slots(stuck)
-        return self.pool.num_available(stuck.model) < needed and self.could_have(stuck.model, needed)
+        if not self._memory.num_free_rows:
+            return self._memory.num_offline_rows() > 0
+        needed = self._memory.num_wanted_slots(stuck)
+        return self._memory.pool.num_available(stuck.model) < needed and self._memory.could_have(stuck.model, needed)
 
     def _waits_for_share(self, now: float) -> bool:
         """Whether an online sequence waits for the least share of its model, of which others' online ones hold a part."""
-        stuck = self.stuck_online
-        if stuck is None or not self.least_merged():
+        stuck = self._memory.stuck_online
+        if stuck is None or not self._memory.least_merged():
             return False
-        needed = self.num_wanted_slots(stuck)
-        if self.pool.num_available(stuck.model) >= needed:
+        needed = self._memory.num_wanted_slots(stuck)
+        if self._memory.pool.num_available(stuck.model) >= needed:
             return False
-        victims = list(self._beyond_share(stuck, needed, now))
-        return bool(victims) and self._reaches(stuck.model, [*self._offline(), *victims], needed)
+        victims = list(self._memory.beyond_share(stuck, needed, now))
+        return bool(victims) and self._memory.reaches(stuck.model, [*self._memory.offline_holders(), *victims], needed)
 
     def _is_behind_stuck(self, sequence: Sequence, now: float) -> bool:
-        stuck = self.stuck
+        stuck = self._memory.stuck
         if stuck is None or stuck is sequence or stuck.state != State.WAITING:
             return False
-        if sequence.is_online and stuck.model != sequence.model and self.is_below_share(sequence.model):
+        if sequence.is_online and stuck.model != sequence.model and self._memory.is_below_share(sequence.model):
             return False
-        return self.order_key(sequence, now) > self.order_key(stuck, now)
+        return self._memory.order_key(sequence, now) > self._memory.order_key(stuck, now)

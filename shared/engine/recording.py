@@ -1,7 +1,7 @@
 """A recorded run of an engine, and its replay: any incident becomes a test.
 
-A recording is a sequence of length-prefixed msgpack records: first the engine's configuration, then each call with its
-arguments and, for `plan`, the plan that was made. Replaying it on the same code gives the same plans byte for byte.
+A recording is a sequence of length-prefixed msgpack records: first the engine's configuration, then each call and each plan
+with its time. Replaying it on the same code gives the same plans byte for byte.
 """
 
 from __future__ import annotations
@@ -13,18 +13,15 @@ from typing import Any
 
 import msgspec
 
-from shared.cost_model import CostModel, CostSource
 from shared.engine import calls
-from shared.engine.engine import Engine
-from shared.engine.moving import PinnedBlocks, Reservation
-from shared.engine.plan import ModelShape, StepPlan, StepResult
-from shared.messages.cluster import ExecutionStatistics
-from shared.messages.migration import Commit, PreAllocate
-from shared.messages.requests import ErrorInfo, GenerationRequest
+from shared.engine.engine import Engine, Recorder
+from shared.engine.plan import StepPlan
 from shared.policies.catalogue import ordering_policy, token_budget_policy
 from shared.policies.checkpointing import AdaptiveCheckpoint
 
 LENGTH_BYTES = 4
+
+_CALLS = reduce(or_, calls.Call.__subclasses__())
 
 
 class Configuration(msgspec.Struct, frozen=True, tag=True):
@@ -75,142 +72,43 @@ class Configuration(msgspec.Struct, frozen=True, tag=True):
             "least_share": self.least_share,
         }
 
-    def build(self) -> Engine:
-        return Engine(**self.arguments())
+    def build(self, record: Recorder | None = None) -> Engine:
+        return Engine(**self.arguments(), record=record)
 
 
-class Plan(msgspec.Struct, frozen=True, tag=True):
+class Applied(msgspec.Struct, frozen=True, tag=True):
+    call: _CALLS  # type: ignore[valid-type]
     now: float
+
+
+class Planned(msgspec.Struct, frozen=True, tag=True):
     plan: bytes
     """Encoded `StepPlan`, empty where none was made."""
+    now: float
 
 
-Record = Configuration | Plan | calls.Call
-_RECORDS = reduce(or_, calls.Call.__subclasses__(), Configuration | Plan)
+Record = Configuration | Applied | Planned
 
 _encoder = msgspec.msgpack.Encoder()
-_decoder: msgspec.msgpack.Decoder[Record] = msgspec.msgpack.Decoder(_RECORDS)
+_decoder: msgspec.msgpack.Decoder[Record] = msgspec.msgpack.Decoder(Record)
 
 
-class RecordingEngine(Engine):
-    """An engine that hands each call, encoded, to `write` before (or, for what is only known then, after) carrying
-    it out."""
+def recorded(configuration: Configuration, write: Callable[[bytes], object]) -> Engine:
+    """An engine whose configuration, calls and plans go, encoded, to `write`."""
 
-    def __init__(self, configuration: Configuration, write: Callable[[bytes], object]) -> None:
-        super().__init__(**configuration.arguments())
-        self._write = write
-        self._record(configuration)
-
-    def _record(self, record: Record) -> None:
+    def put(record: Record) -> None:
         encoded = _encoder.encode(record)
-        self._write(len(encoded).to_bytes(LENGTH_BYTES, "little") + encoded)
+        write(len(encoded).to_bytes(LENGTH_BYTES, "little") + encoded)
 
-    def add_model(self, shape: ModelShape) -> ModelShape:
-        self._record(calls.AddModel(shape))
-        return super().add_model(shape)
+    def record(what: calls.Call[object] | StepPlan | None, now: float) -> None:
+        put(Applied(what, now) if isinstance(what, calls.Call) else Planned(_encoded(what), now))
 
-    def remove_model(self, name: str, now: float) -> bool:
-        self._record(calls.RemoveModel(name, now))
-        return super().remove_model(name, now)
+    put(configuration)
+    return configuration.build(record)
 
-    def submit(self, request: GenerationRequest, now: float) -> ErrorInfo | None:
-        self._record(calls.Submit(request, now))
-        return super().submit(request, now)
 
-    def cancel(self, request_id: str, now: float) -> None:
-        self._record(calls.Cancel(request_id, now))
-        super().cancel(request_id, now)
-
-    def plan(self, now: float) -> StepPlan | None:
-        plan = super().plan(now)
-        self._record(Plan(now, b"" if plan is None else _encoder.encode(plan)))
-        return plan
-
-    def take_interrupt(self, now: float) -> int | None:
-        step_id = super().take_interrupt(now)
-        if step_id is not None:
-            self._record(calls.TakeInterrupt(now))
-        return step_id
-
-    def on_step(self, result: StepResult, now: float) -> None:
-        self._record(calls.OnStep(result, now))
-        super().on_step(result, now)
-
-    def on_copy(self, copy_id: int, ok: bool, now: float) -> None:
-        self._record(calls.OnCopy(copy_id, ok, now))
-        super().on_copy(copy_id, ok, now)
-
-    def set_objectives(self, name: str, ttft_s: float, tpot_s: float) -> None:
-        self._record(calls.SetObjectives(name, ttft_s, tpot_s))
-        super().set_objectives(name, ttft_s, tpot_s)
-
-    def set_cost_model(self, name: str, cost_model: CostModel, source: CostSource = CostSource.PROFILED) -> None:
-        self._record(calls.SetCostModel(name, cost_model, source))
-        super().set_cost_model(name, cost_model, source)
-
-    def set_statistics(self, statistics: ExecutionStatistics) -> None:
-        self._record(calls.SetStatistics(statistics))
-        super().set_statistics(statistics)
-
-    def borrow_slots(self, name: str, num_slots: int) -> list[int]:
-        self._record(calls.BorrowSlots(name, num_slots))
-        return super().borrow_slots(name, num_slots)
-
-    def return_slots(self, name: str, slots: list[int]) -> None:
-        self._record(calls.ReturnSlots(name, slots))
-        super().return_slots(name, slots)
-
-    def clear_prefix_cache(self) -> None:
-        self._record(calls.ClearPrefixCache())
-        super().clear_prefix_cache()
-
-    def on_time(self, now: float) -> None:
-        self._record(calls.OnTime(now))
-        super().on_time(now)
-
-    def pin(self, request_id: str, first_block: int) -> PinnedBlocks | None:
-        self._record(calls.Pin(request_id, first_block))
-        return super().pin(request_id, first_block)
-
-    def unpin(self, pinned: PinnedBlocks) -> None:
-        self._record(calls.Unpin(pinned))
-        super().unpin(pinned)
-
-    def take_out(self, request_id: str, now: float) -> bool:
-        self._record(calls.TakeOut(request_id, now))
-        return super().take_out(request_id, now)
-
-    def pin_rest(self, request_id: str, first_block: int) -> PinnedBlocks | None:
-        self._record(calls.PinRest(request_id, first_block))
-        return super().pin_rest(request_id, first_block)
-
-    def seal(self, request_id: str) -> bool:
-        self._record(calls.Seal(request_id))
-        return super().seal(request_id)
-
-    def put_back(self, request_id: str, now: float, epoch: int | None = None) -> None:
-        self._record(calls.PutBack(request_id, now, epoch))
-        super().put_back(request_id, now, epoch)
-
-    def drop_moved(self, request_id: str, now: float) -> bool:
-        self._record(calls.DropMoved(request_id, now))
-        return super().drop_moved(request_id, now)
-
-    def end_move(self, request_id: str, now: float) -> None:
-        self._record(calls.EndMove(request_id, now))
-        super().end_move(request_id, now)
-
-    def reserve(self, query: PreAllocate, now: float) -> Reservation | ErrorInfo:
-        self._record(calls.Reserve(query, now))
-        return super().reserve(query, now)
-
-    def adopt(self, commit: Commit, now: float) -> ErrorInfo | None:
-        self._record(calls.Adopt(commit, now))
-        return super().adopt(commit, now)
-
-    def release(self, migration_id: str) -> None:
-        self._record(calls.Release(migration_id))
-        super().release(migration_id)
+def _encoded(plan: StepPlan | None) -> bytes:
+    return b"" if plan is None else _encoder.encode(plan)
 
 
 class ReplayMismatch(Exception):
@@ -245,11 +143,10 @@ def replay(recording: bytes) -> tuple[Engine, int]:
     for record in iterator:
         if isinstance(record, Configuration):
             raise ReplayMismatch("a second configuration inside a recording")
-        if not isinstance(record, Plan):
-            getattr(engine, record.method)(*msgspec.structs.astuple(record))
+        if isinstance(record, Applied):
+            engine.apply(record.call, record.now)
             continue
-        plan = engine.plan(record.now)
-        if (b"" if plan is None else _encoder.encode(plan)) != record.plan:
+        if _encoded(engine.plan(record.now)) != record.plan:
             raise ReplayMismatch(f"plan {num_plans} at {record.now:.6f} s differs from the recorded one")
         num_plans += 1
     return engine, num_plans

@@ -1,17 +1,14 @@
-"""The requests that an instance holds: how they come, how they end, and what of them goes out.
-
-The lower half of the engine (see engine.py); steps are the upper one.
-"""
+"""The requests that an instance holds: how they come, how they end, and what of them goes out."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from heapq import heapify, heappop, heappush
 
 import msgspec
 
+from shared.engine.allocator import Allocator
 from shared.engine.model_queue import ModelQueue
-from shared.engine.moving import TakenOut
-from shared.engine.planner import Planner
 from shared.engine.sequence import Move, Rank, Sequence, State, rank_of
 from shared.messages.cluster import FinishedStats
 from shared.messages.requests import (
@@ -80,17 +77,15 @@ class Ended(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
-Effect = Output | Ended | TakenOut
+class RequestTable:
+    """Those of one instance, in the queues of its allocator."""
 
-
-class Requests:
-    """Those of one instance, in the queues of its planner."""
-
-    def __init__(self, planner: Planner, max_waiting: int) -> None:
-        self.planner = planner
+    def __init__(self, memory: Allocator, max_waiting: int) -> None:
+        self._memory = memory
         self._max_waiting = max_waiting
         self._sequences: dict[str, Sequence] = {}
-        self._outputs: dict[str, list[TokenEntry]] = {}
+        self.outputs: dict[str, list[TokenEntry]] = {}
+        """Of each gateway, since they were last taken."""
         self._ended: list[Ended] = []
         self._deadlines: list[tuple[float, int, Sequence]] = []
         self._num_submitted = 0
@@ -103,39 +98,39 @@ class Requests:
         held = self._sequences.get(request.request_id)
         if held is not None and request.epoch <= held.request.epoch:
             return None
-        queue = self.planner.queues.get(request.model)
+        queue = self._memory.queues.get(request.model)
         if queue is None:
             return ErrorInfo(ErrorCode.GONE, f"model {request.model!r} is not loaded on this instance", "model")
-        refused = self._misfit(request, queue) or self._queue_full(rank_of(request) != Rank.OFFLINE)
+        refused = self.misfit(request, queue) or self.queue_full(rank_of(request) != Rank.OFFLINE)
         if refused:
             return refused
         if held is not None:
-            self._drop(held)
-        sequence = self._new_sequence(request, queue, now)
-        self._hold(sequence, now)
-        self.planner.enqueue(sequence, now)
-        if sequence.num_output and (reason := self._finish_reason(sequence, sequence.tokens[-1])):
-            self._end(sequence, reason, now)
+            self.drop(held)
+        sequence = self.new_sequence(request, queue, now)
+        self.hold(sequence, now)
+        self._memory.enqueue(sequence, now)
+        if sequence.num_output and (reason := self.finish_reason(sequence, sequence.tokens[-1])):
+            self.end(sequence, reason, now)
         return None
 
-    def _new_sequence(self, request: GenerationRequest, queue: ModelQueue, now: float) -> Sequence:
+    def new_sequence(self, request: GenerationRequest, queue: ModelQueue, now: float) -> Sequence:
         self._num_submitted += 1
         sequence = Sequence(request, self._num_submitted, now, queue.shape.max_model_len, queue.shape.page_tokens)
         sequence.ttft_due_s = sequence.arrived_s + (request.ttft_objective_s or queue.ttft_objective_s)
         sequence.tpot_objective_s = request.tpot_objective_s or queue.tpot_objective_s
         return sequence
 
-    def _hold(self, sequence: Sequence, now: float) -> None:
+    def hold(self, sequence: Sequence, now: float) -> None:
         """Held from now on; its place in a queue is the caller's matter."""
         self._sequences[sequence.request.request_id] = sequence
-        self.planner.ordering.on_arrival(sequence, now)
+        self._memory.ordering.on_arrival(sequence, now)
         heappush(self._deadlines, (sequence.deadline_s, sequence.number, sequence))
         if len(self._deadlines) > 2 * len(self._sequences) + 64:
             # Ended sequences leave the heap only at its head; this bounds how many it keeps alive.
             self._deadlines = [entry for entry in self._deadlines if entry[2].state != State.ENDED]
             heapify(self._deadlines)
 
-    def _misfit(self, request: GenerationRequest, queue: ModelQueue) -> ErrorInfo | None:
+    def misfit(self, request: GenerationRequest, queue: ModelQueue) -> ErrorInfo | None:
         """Why the request can never be served here."""
         num_prompt, limit = len(request.prompt) // 4, queue.shape.max_model_len
         if num_prompt == 0:
@@ -166,8 +161,8 @@ class Requests:
                 return ErrorInfo(ErrorCode.BAD_REQUEST, message, param)
         return None
 
-    def _queue_full(self, is_online: bool) -> ErrorInfo | None:
-        if sum(other.num_waiting_of(is_online) for other in self.planner.queues.values()) >= self._max_waiting:
+    def queue_full(self, is_online: bool) -> ErrorInfo | None:
+        if sum(other.num_waiting_of(is_online) for other in self._memory.queues.values()) >= self._max_waiting:
             kind = RequestClass.ONLINE if is_online else RequestClass.OFFLINE
             message = f"{self._max_waiting} {kind} requests already wait on this instance"
             return ErrorInfo(ErrorCode.OVERLOADED, message, retry_after_s=1.0)
@@ -180,24 +175,28 @@ class Requests:
         if sequence.move == Move.SEALED:
             sequence.is_cancelled = True
         else:
-            self._end(sequence, FinishReason.CANCELLED, now)
+            self.end(sequence, FinishReason.CANCELLED, now)
 
     def held(self, request_id: str) -> Sequence | None:
         """A request that has not ended; read only."""
         return self._sequences.get(request_id)
 
+    @property
+    def by_id(self) -> Mapping[str, Sequence]:
+        return self._sequences
+
     def all_held(self) -> list[Sequence]:
         return list(self._sequences.values())
 
     @staticmethod
-    def _finish_reason(sequence: Sequence, last_token: int) -> FinishReason | None:
+    def finish_reason(sequence: Sequence, last_token: int) -> FinishReason | None:
         if last_token in sequence.stop_ids and len(sequence.tokens) > sequence.min_total:
             return FinishReason.STOP
         return FinishReason.LENGTH if len(sequence.tokens) >= sequence.max_total else None
 
     # --------------------------------------------------------------------------------------------------- ends
 
-    def _end(
+    def end(
         self,
         sequence: Sequence,
         reason: FinishReason,
@@ -227,7 +226,7 @@ class Requests:
             error,
             timing,
         )
-        self._outputs.setdefault(request.gateway_id, []).append(entry)
+        self.outputs.setdefault(request.gateway_id, []).append(entry)
         self._ended.append(
             Ended(
                 request=request,
@@ -252,38 +251,34 @@ class Requests:
                 max_itl_s=sequence.max_itl_s,
             )
         )
-        self._drop(sequence)
+        self.drop(sequence)
 
-    def _drop(self, sequence: Sequence) -> None:
+    def drop(self, sequence: Sequence) -> None:
         del self._sequences[sequence.request.request_id]
-        self.planner.remove(sequence)
+        self._memory.remove(sequence)
 
-    def effects(self) -> list[Effect]:
+    def take_effects(self) -> list[Output | Ended]:
         """What happened since the last call, outputs first."""
-        effects: list[Effect] = [Output(gateway, entries) for gateway, entries in self._outputs.items()]
+        effects: list[Output | Ended] = [Output(gateway, entries) for gateway, entries in self.outputs.items()]
         effects.extend(self._ended)
-        self._outputs, self._ended = {}, []
+        self.outputs, self._ended = {}, []
         return effects
 
     # --------------------------------------------------------------------------------------------------- time
 
-    def next_wakeup(self) -> float | None:
-        """When `on_time` must be called next, if nothing else happens before."""
-        return self._next_deadline()
-
-    def _next_deadline(self) -> float | None:
+    def next_deadline(self) -> float | None:
         while self._deadlines and self._deadlines[0][2].state == State.ENDED:
             heappop(self._deadlines)
         return self._deadlines[0][0] if self._deadlines else None
 
-    def on_time(self, now: float) -> None:
+    def end_overdue(self, now: float) -> None:
         """Ends requests past their deadline."""
-        while (deadline := self._next_deadline()) is not None and deadline <= now:
+        while (deadline := self.next_deadline()) is not None and deadline <= now:
             sequence = heappop(self._deadlines)[2]
             # One that is sealed ends when it is put back.
             if sequence.move != Move.SEALED:
-                self._end_late(sequence, now)
+                self.end_late(sequence, now)
 
-    def _end_late(self, sequence: Sequence, now: float) -> None:
+    def end_late(self, sequence: Sequence, now: float) -> None:
         error = ErrorInfo(ErrorCode.DEADLINE, f"the request's time of {sequence.request.timeout_s:.3g} s is over")
-        self._end(sequence, FinishReason.DEADLINE, now, error)
+        self.end(sequence, FinishReason.DEADLINE, now, error)

@@ -10,6 +10,7 @@ from bench.coserving.setup import MODEL, Objectives, Setup
 from bench.coserving.systems import TIDEWAY
 from bench.coserving.virtual import SMOLLM_135M_ON_TWO_CORES, VirtualRun, VirtualTestbed
 from shared.cost_model import CostModel, CostSource
+from shared.engine.calls import AddModel, SetCostModel
 from shared.engine.engine import Engine
 from shared.messages.requests import RequestClass
 from tideway.bench.workload import PlannedRequest
@@ -28,7 +29,7 @@ class ColdSetup(Setup, frozen=True, kw_only=True):
             steps_in_flight=1, ordering=self.ordering, ttft_s=objectives.ttft_s, tpot_s=objectives.tpot_s,
         )  # fmt: skip
         engine = msgspec.structs.replace(configuration, fits_costs=self.fits_costs).build()
-        engine.add_model(msgspec.structs.replace(shape, num_layers=cost_model.num_layers))
+        engine.apply(AddModel(msgspec.structs.replace(shape, num_layers=cost_model.num_layers)), 0.0)
         return engine
 
 
@@ -74,5 +75,5 @@ def test_objectives_are_kept_from_the_first_request_on_without_a_profile(slownes
 def test_a_measured_cost_model_takes_over() -> None:
     _, engine = run(True, 1.0, 0.0, 1)
     measured = CostModel(0.01, 0.001, 0.0, 0.001, 0.0)
-    engine.set_cost_model(MODEL, measured, CostSource.STORED)
+    engine.apply(SetCostModel(MODEL, measured, CostSource.STORED), 0.0)
     assert engine.cost_models()[MODEL] == (measured, 1.0, CostSource.STORED)

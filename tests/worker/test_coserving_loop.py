@@ -11,10 +11,12 @@ from pathlib import Path
 import pytest
 
 from services.worker.engine_building import build_engine
-from services.worker.engine_loop import EngineLoop, StepStats
+from services.worker.engine_loop import EngineLoop
 from services.worker.executor import Executor
 from services.worker.models.decoder import DecoderModel, ForwardBatch, ForwardState
 from shared.cost_model import CostModel
+from shared.engine.calls import AddModel, SetCostModel, Submit
+from shared.engine.driver import StepStats
 from shared.engine.requests import Ended, Output
 from shared.messages.cluster import ModelSpec
 from shared.messages.requests import (
@@ -59,10 +61,10 @@ class Scene:
         self.executor = Executor("cpu", num_merged, merged_bytes, 12, num_host_merged=num_host_merged)
         self.engine = build_engine(settings, num_merged, "cpu", num_host_merged)
         for model in prepared:
-            self.engine.add_model(self.executor.add_model(model))
+            self.engine.apply(AddModel(self.executor.add_model(model)), 0.0)
             self._interfere(model.model)
             if cost_model is not None:
-                self.engine.set_cost_model(model.name, cost_model)
+                self.engine.apply(SetCostModel(model.name, cost_model), 0.0)
         self.outputs: dict[str, list[int]] = {}
         self.ended: dict[str, Ended] = {}
         self.num_suspended_steps = 0
@@ -99,7 +101,7 @@ class Scene:
             f"{kind}-{number}", "gateway", VARIANTS[number % 2], pack_tokens(prompt_of(prompt_length(number))),
             SamplingParams(num_tokens, temperature=0.0), RequestClass(kind),
         )  # fmt: skip
-        assert self.loop.submit(request) is None
+        assert self.loop.apply(Submit(request)) is None
 
     def run(self) -> None:
         for number in range(NUM_OFFLINE):

@@ -12,7 +12,9 @@ from typing import Any
 
 import pytest
 
-from services.worker.engine_loop import EngineLoop, StepStats
+from services.worker.engine_loop import EngineLoop
+from shared.engine.calls import Adopt, Call, OnCopy, OnStep, OnTime, PutBack, Release, Submit
+from shared.engine.driver import StepStats
 from shared.engine.plan import CopyKind, KvCopy, StepPlan, StepResult
 from tests.shared.engine.fake_executor import request
 
@@ -23,10 +25,10 @@ COPY = KvCopy(3, CopyKind.CHECKPOINT, "m", [1], [2])
 class ScriptedEngine:
     """Plans what is in `plans`, gives out what is in `copies`; remembers what it was told."""
 
-    steps_in_flight = 1
     planner = SimpleNamespace(last_limit_s=0.25)
 
     def __init__(self) -> None:
+        self.steps = SimpleNamespace(max_in_flight=1)
         self.plans: deque[StepPlan] = deque()
         self.copies: deque[KvCopy] = deque()
         self.copies_after_step: deque[KvCopy] = deque()
@@ -44,27 +46,13 @@ class ScriptedEngine:
     def take_interrupt(self, _now: float) -> int | None:
         return self.interrupts.popleft() if self.interrupts else None
 
-    def on_step(self, result: StepResult, _now: float) -> None:
-        self.told.append(result)
-        self.copies.extend(self.copies_after_step)
-        self.copies_after_step.clear()
-
-    def on_copy(self, copy_id: int, ok: bool, _now: float) -> None:
-        self.told.append((copy_id, ok))
-
-    def submit(self, _request: Any, _now: float) -> None:
-        self.told.append("submit")
-
-    def adopt(self, _commit: Any, _now: float) -> None:
-        self.told.append("adopt")
-
-    def put_back(self, request_id: str, _now: float, epoch: int | None) -> None:
-        self.told.append(("put_back", request_id, epoch))
-
-    def release(self, migration_id: str) -> None:
-        self.told.append(("release", migration_id))
-
-    def on_time(self, _now: float) -> None: ...
+    def apply(self, call: Call[Any], _now: float) -> None:
+        if isinstance(call, OnTime):
+            return
+        self.told.append(call)
+        if isinstance(call, OnStep):
+            self.copies.extend(self.copies_after_step)
+            self.copies_after_step.clear()
 
     def effects(self) -> list[Any]:
         return []
@@ -139,7 +127,7 @@ def until(condition: Callable[[], Any]) -> None:
 
 def nudge(scene: SimpleNamespace) -> None:
     """Lets an idle loop look again."""
-    scene.loop.submit(request("r", [1], 1))
+    scene.loop.apply(Submit(request("r", [1], 1)))
 
 
 def test_a_request_that_arrives_while_a_step_runs_interrupts_it(scene: SimpleNamespace) -> None:
@@ -147,10 +135,10 @@ def test_a_request_that_arrives_while_a_step_runs_interrupts_it(scene: SimpleNam
     nudge(scene)
     until(lambda: scene.executor.launched)
     nudge(scene)
-    assert scene.engine.told == ["submit", "submit"], "the engine had no wish to interrupt it"
+    assert all(isinstance(call, Submit) for call in scene.engine.told), "the engine had no wish to interrupt it"
     scene.engine.interrupts.append(7)
     nudge(scene)
-    until(lambda: StepResult(7, [], suspended_share=0.5) in scene.engine.told)
+    until(lambda: OnStep(StepResult(7, [], suspended_share=0.5)) in scene.engine.told)
     until(lambda: len(scene.stats) == 1)
     assert scene.stats[0] == StepStats("m", 5, (0, 0), scene.stats[0].duration_s, 0.25, is_suspended=True)
 
@@ -161,7 +149,7 @@ def test_an_interrupt_decided_with_the_plan_reaches_the_executor(scene: SimpleNa
         engine.plans.append(INTERRUPTIBLE)
         scene.loop._wake.set()
         engine.interrupts.append(7)
-    until(lambda: StepResult(7, [], suspended_share=0.5) in scene.engine.told)
+    until(lambda: OnStep(StepResult(7, [], suspended_share=0.5)) in scene.engine.told)
 
 
 def test_copies_start_after_plans_and_after_steps_and_their_end_wakes_an_idle_loop(scene: SimpleNamespace) -> None:
@@ -176,9 +164,9 @@ def test_copies_start_after_plans_and_after_steps_and_their_end_wakes_an_idle_lo
     scene.executor.go.set()
     until(lambda: scene.executor.started == [COPY, after])
     scene.executor.end_copy(4, True)
-    until(lambda: (4, True) in scene.engine.told)
+    until(lambda: OnCopy(4, True) in scene.engine.told)
     scene.executor.end_copy(3, False)
-    until(lambda: (3, False) in scene.engine.told)
+    until(lambda: OnCopy(3, False) in scene.engine.told)
 
 
 def test_calls_between_steps_wait_for_copies_too_and_nothing_is_planned_meanwhile(scene: SimpleNamespace) -> None:
@@ -190,12 +178,12 @@ def test_calls_between_steps_wait_for_copies_too_and_nothing_is_planned_meanwhil
     nudge(scene)
     assert not future.done() and not scene.executor.launched
     scene.executor.end_copy(3, True)
-    assert future.result(10)[-1] == (3, True)
+    assert future.result(10)[-1] == OnCopy(3, True)
     until(lambda: scene.executor.launched)
 
 
 def test_slots_are_claimed_in_the_loops_thread_while_a_step_is_in_flight(scene: SimpleNamespace) -> None:
-    scene.engine.steps_in_flight = 2
+    scene.engine.steps.max_in_flight = 2
     scene.engine.plans.append(INTERRUPTIBLE)
     nudge(scene)
     until(lambda: scene.executor.launched)
@@ -238,7 +226,9 @@ def test_calls_to_a_loop_that_has_ended_fail_at_once(scene: SimpleNamespace) -> 
 
 
 def test_a_request_that_moves_in_or_is_put_back_interrupts_a_step_like_a_new_one(scene: SimpleNamespace) -> None:
-    for number, come in enumerate((lambda: scene.loop.adopt(None), lambda: scene.loop.put_back("r", 2)), 1):
+    for number, come in enumerate(
+        (lambda: scene.loop.apply(Adopt(None)), lambda: scene.loop.apply(PutBack("r", 2))), 1
+    ):
         scene.executor.go.clear()
         scene.engine.plans.append(INTERRUPTIBLE)
         nudge(scene)
@@ -247,15 +237,15 @@ def test_a_request_that_moves_in_or_is_put_back_interrupts_a_step_like_a_new_one
         come()
         until(lambda: len(scene.stats) == number)  # noqa: B023
         assert scene.stats[-1].is_suspended
-    assert "adopt" in scene.engine.told and ("put_back", "r", 2) in scene.engine.told
+    assert Adopt(None) in scene.engine.told and PutBack("r", 2) in scene.engine.told
 
 
 def test_room_that_becomes_free_wakes_the_loop(scene: SimpleNamespace) -> None:
     scene.engine.plans.append(INTERRUPTIBLE)
     scene.executor.go.set()
-    scene.loop.release("m1")
+    scene.loop.apply(Release("m1"))
     until(lambda: scene.executor.launched)
-    assert ("release", "m1") in scene.engine.told
+    assert Release("m1") in scene.engine.told
 
 
 def test_slots_are_moved_before_what_they_left_is_claimed(scene: SimpleNamespace) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from services.worker.executor import Executor
+from shared.engine.calls import AddModel, OnCopy, OnStep, Submit
 from shared.engine.engine import Engine
 from shared.engine.requests import Ended, Output
 from shared.messages.cluster import ModelSpec
@@ -39,7 +40,7 @@ def test_greedy_output_equals_transformers_under_pressure(tmp_path: Path, varian
     executor = Executor("cpu", num_merged, merged_bytes, 8)
     engine = Engine(num_merged, 8, FirstComeFirstServed(), FixedTokenBudget(48), steps_in_flight=2)
     for model in prepared:
-        engine.add_model(executor.add_model(model))
+        engine.apply(AddModel(executor.add_model(model)), 0.0)
     outputs: dict[str, list[int]] = {}
     num_ended = num_cached = 0
     requests = [
@@ -55,19 +56,19 @@ def test_greedy_output_equals_transformers_under_pressure(tmp_path: Path, varian
         for index, prompt in enumerate(PROMPTS)
     ]
     for number, request in enumerate(requests):
-        assert engine.submit(request, float(number)) is None
+        assert engine.apply(Submit(request), float(number)) is None
     for step in range(20_000):
         while (plan := engine.plan(100.0 + step)) is not None:
             for copy in engine.next_copies():
                 executor.start_copy(copy)
             executor.launch(plan)
         for copy_id, ok in executor.finished_copies():
-            engine.on_copy(copy_id, ok, 100.0 + step)
+            engine.apply(OnCopy(copy_id, ok), 100.0 + step)
         if num_ended == len(requests):
             break
         result = executor.collect()
         assert not result.error
-        engine.on_step(result, 100.0 + step)
+        engine.apply(OnStep(result), 100.0 + step)
         for effect in engine.effects():
             if isinstance(effect, Ended):
                 num_ended += 1

@@ -293,7 +293,7 @@ async def test_statistics_and_objectives_reach_the_engine(stage):
     await stage.bus.request(INSTANCE_LOAD_MODEL.at(**IDS), LoadModel(spec), timeout_s=5)
     told = []
     with stage.service._loop.locked() as engine:
-        engine.set_statistics = told.append
+        engine.charging.set_statistics = told.append
     statistics = [ExecutionStatistics("a", 2.0, 0.5, 9), ExecutionStatistics("b", 1.0, 0.1, 3)]
     stage.bus.publish(EXECUTION_STATISTICS, ExecutionStatisticsReport("s", statistics))
     await stage.until(lambda: told == statistics)
@@ -302,7 +302,7 @@ async def test_statistics_and_objectives_reach_the_engine(stage):
         return any(m.name == "b" and m.state == "ready" for m in stage.instances.entries["node-0"].models)
 
     await stage.until(is_ready)
-    queues = engine.planner.queues
+    queues = engine.memory.queues
     assert (queues["b"].ttft_objective_s, queues["b"].tpot_objective_s) == (0.25, 0.11)
     assert (queues["a"].ttft_objective_s, queues["a"].tpot_objective_s) == (1.5, 0.11)
 

@@ -13,6 +13,7 @@ import pytest
 from services.worker.draining import Draining
 from services.worker.instance_main import first_of, local_address
 from shared.bus.interface import ServiceError
+from shared.engine.engine import Engine
 from shared.messages.cluster import LoadedModel
 from shared.messages.migration import MoveReason
 from shared.messages.requests import ErrorCode, RequestClass
@@ -74,7 +75,7 @@ async def test_it_ends_at_once_when_nothing_is_held_and_soon_when_everybody_else
     await peer.register(msgspec.structs.replace(peer.info, state="draining"))
     assert await drain < 5.0
     mobile.executor.gate.set()
-    await mobile.until(lambda: not mobile.service._loop.num_held(), 20)
+    await mobile.until(lambda: not mobile.service._loop.ask(Engine.num_held), 20)
     await peer.register(peer.info)
     assert await drained_after(mobile) < 1.0
 

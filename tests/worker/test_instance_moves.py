@@ -279,7 +279,7 @@ async def test_a_model_that_is_unloaded_gives_its_requests_away(stage: Stage, pe
     assert peer.commits[0].request.request_id == "r1"
     await stage.until(lambda: not stage.info.models)
     assert stage.end("r0") and stage.executor.removed == ["a"]
-    assert stage.service._loop.leaving_models == frozenset()
+    assert stage.service._moves.leaving_models == frozenset()
 
 
 async def test_after_an_unload_in_vain_others_may_be_given_away_again(
@@ -294,10 +294,10 @@ async def test_after_an_unload_in_vain_others_may_be_given_away_again(
     with monkeypatch.context() as broken:
         broken.setattr(Engine, "remove_model", lambda *_: False)
         await stage.bus.request(INSTANCE_UNLOAD_MODEL.at(**IDS), UnloadModel("a", grace_s=0.5), timeout_s=5)
-        await stage.until(lambda: stage.service._loop.leaving_models)
+        await stage.until(lambda: stage.service._moves.leaving_models)
         stage.executor.gate.set()
         await stage.until(lambda: stage.info.models and stage.info.models[0].state == "failed")
-    assert stage.service._loop.leaving_models == frozenset()
+    assert stage.service._moves.leaving_models == frozenset()
     await stage.until(lambda: orders and not orders[-1].destinations)
     assert orders[0].destinations == ["node-1"], "its own, until then"
 
@@ -310,7 +310,7 @@ async def test_load_reports_have_the_freeness_that_rebalancing_needs(stage: Stag
     await stage.submit(request("r1", [1] * 100, 50, priority=Priority.HIGH))
     await stage.submit(request("r2", [2] * 100, 50))
     await stage.until(lambda: {"r1", "r2"} <= {name for report in stage.reports for name in report.admitted})
-    report, load = stage.reports[-1], stage.service._loop.load()
+    report, load = stage.reports[-1], stage.service._loop.ask(Engine.load)
     assert report.num_high == load.num_high == 1
     assert report.migration_freeness == load.migration_freeness != 0.0
     assert report.scaling_freeness == load.scaling_freeness != 0.0

@@ -12,6 +12,7 @@ import pytest
 from services.worker.executor import Executor
 from services.worker.kv_transport import KvTransport, LocalHub, LocalNetwork
 from shared.bus.nats_bus import NatsBus
+from shared.engine.engine import Engine
 from shared.messages.admin import UnloadModel
 from shared.messages.catalogue import INSTANCE_CANCEL, INSTANCE_UNLOAD_MODEL
 from shared.messages.migration import MoveReason
@@ -163,7 +164,7 @@ async def test_an_instance_that_ends_gives_all_its_requests_away(pair: Pair) -> 
         if pair.instances.entries["node-0"].state == "draining":
             pair.rebalance("node-0", "node-1", reason=MoveReason.DRAIN)
         await asyncio.sleep(0.05)
-    assert pair.source.service._loop.num_held() == 0
+    assert pair.source.service._loop.ask(Engine.num_held) == 0
     await pair.ended(*requests)
     assert {request_id: pair.gateway.tokens[request_id] for request_id in expected} == expected
     assert {pair.owner(request.request_id) for request in requests} == {"node-1"}

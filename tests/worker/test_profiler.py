@@ -24,6 +24,8 @@ from services.worker.profiler import ProfiledModel, ProfileError, Profiling, pro
 from shared.bus.memory_bus import MemoryHub
 from shared.cost_model import CostModel, CostSource, shape_of
 from shared.engine import recording
+from shared.engine.calls import AddModel, RemoveModel, Submit
+from shared.engine.engine import Engine
 from shared.engine.plan import ModelShape, StepPlan, StepResult
 from shared.engine.requests import Ended
 from shared.messages.catalogue import COST_MODELS
@@ -171,8 +173,8 @@ def scene(checkpoint: Path) -> Iterator[SimpleNamespace]:
     spec = ModelSpec("m", str(checkpoint))
     executor = CountingExecutor("cpu", 24, 1 << 18, 12)
     written: list[bytes] = []
-    engine = recording.RecordingEngine(recording.Configuration(24, 8, "doubling_budget", 64, 1), written.append)
-    shape = engine.add_model(executor.add_model(executor.prepare_model(spec)))
+    engine = recording.recorded(recording.Configuration(24, 8, "doubling_budget", 64, 1), written.append)
+    shape = engine.apply(AddModel(executor.add_model(executor.prepare_model(spec))), 0.0)
     ended: list[Ended] = []
     loop = EngineLoop(
         engine, executor, time.monotonic, lambda effects, _: ended.extend(e for e in effects if isinstance(e, Ended))
@@ -197,7 +199,7 @@ async def until(condition: Callable[[], Any]) -> None:
 
 
 def engine_cost(scene: SimpleNamespace) -> CostModel | None:
-    cost_model: CostModel | None = scene.engine.planner.queues["m"].cost_model
+    cost_model: CostModel | None = scene.engine.memory.queues["m"].cost_model
     return cost_model
 
 
@@ -243,16 +245,16 @@ async def test_the_first_profiles_and_the_next_load(scene: SimpleNamespace, tmp_
         assert scene.engine.cost_models()["m"].source == CostSource.STORED
     assert scene.executor.num_profiled == num_profiled
 
-    await until(lambda: not scene.loop.submit(request("r", [5, 6, 7], 20, model="m")) and scene.ended)
+    await until(lambda: not scene.loop.apply(Submit(request("r", [5, 6, 7], 20, model="m"))) and scene.ended)
     scene.loop.stop(10)
     recording.replay(b"".join(scene.written))[0].check()
 
 
 async def test_a_request_in_the_middle_ends_the_attempt_and_not_the_profile(scene: SimpleNamespace) -> None:
     def on_profile(number: int) -> None:
-        assert not scene.loop.num_held()
+        assert not scene.loop.ask(Engine.num_held)
         if number in (9, 31):
-            scene.loop.submit(request(f"r{number}", [5, 6, 7], 30, model="m"))
+            scene.loop.apply(Submit(request(f"r{number}", [5, 6, 7], 30, model="m")))
 
     scene.executor.on_profile = on_profile
     cost_model = await cost_models(scene, CostModelStore(None)).provide(scene.spec, scene.shape)
@@ -276,7 +278,7 @@ async def test_nothing_is_measured_while_something_disturbs(scene: SimpleNamespa
 async def test_a_model_that_goes_away_needs_no_cost_model(scene: SimpleNamespace) -> None:
     def remove() -> None:
         with scene.loop.locked() as engine:
-            assert engine.remove_model("m", time.monotonic())
+            assert engine.apply(RemoveModel("m"), time.monotonic())
         scene.executor.remove_model("m")
 
     await asyncio.wrap_future(scene.loop.between_steps(remove))
@@ -305,7 +307,7 @@ async def test_a_profile_that_fails_leaves_the_model_serving(scene: SimpleNamesp
     scene.executor.on_profile = fail
     assert await cost_models(scene, CostModelStore(None)).provide(scene.spec, scene.shape) is None
     assert scene.engine.pool.num_free_merged() == 24
-    scene.loop.submit(request("r", [5, 6, 7], 5, model="m"))
+    scene.loop.apply(Submit(request("r", [5, 6, 7], 5, model="m")))
     await until(lambda: scene.ended)
 
 

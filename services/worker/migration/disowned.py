@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from services.worker.engine_loop import EngineLoop
 from services.worker.migration.host import MigrationHost
+from shared.engine.calls import DropMoved, Seal, TakeOut
 from shared.engine.moving import TakenOut
 from shared.messages.cluster import MoveOutcome
 from shared.migration.source import EPOCHS_OF_A_MOVE
@@ -41,15 +42,15 @@ class DisownedRequests:
             if self._loop.held_epoch(request_id) != copy.epoch:
                 del self._copies[request_id]  # it has ended, or was placed again
             else:
-                self._loop.take_out(request_id)
+                self._loop.apply(TakeOut(request_id))
 
     def on_taken_out(self, taken: TakenOut) -> None:
         copy = self._copies.get(taken.request_id)
         if copy is None or copy.epoch != taken.request.epoch:
             return
         del self._copies[taken.request_id]
-        if self._loop.seal(taken.request_id):
-            self._loop.drop_moved(taken.request_id)
+        if self._loop.apply(Seal(taken.request_id)):
+            self._loop.apply(DropMoved(taken.request_id))
             epoch = copy.epoch - 1 + EPOCHS_OF_A_MOVE
             outcome = MoveOutcome(taken.request_id, copy.source_id, epoch, True)
             self._host.on_move_ended(outcome, taken.request, taken)

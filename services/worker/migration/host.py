@@ -21,6 +21,10 @@ class MigrationHost(Protocol):
     def is_draining(self) -> bool:
         """It takes no requests, and gives all away."""
 
+    @property
+    def leaving_models(self) -> frozenset[str]:
+        """Models that are to lose their requests: while there are any, only those requests leave."""
+
     def peers(self) -> Mapping[str, InstanceInfo]:
         """The registry as it stands, this instance included; nothing where it has not been asked for of late: ask again
         soon. Changes are told (`MigrationService.on_instance`) while the service `needs_peers`."""

@@ -26,6 +26,7 @@ from services.worker.migration.host import MigrationHost, pool_of
 from services.worker.migration.telemetry import MOVED, MigrationSpan, MigrationTelemetry
 from services.worker.tasks import TaskSet
 from shared.bus.interface import ServiceError
+from shared.engine.calls import Adopt, Release, Reserve
 from shared.messages.migration import (
     AbortMigration,
     AbortReason,
@@ -142,7 +143,7 @@ class IncomingMigrations:
         # The work goes on when the source gives up waiting: asked again, it gets the same answer.
         reserved: Reserved = await asyncio.shield(move.answers[query.stage])
         await self._reached(FaultPoint.DESTINATION_RESERVED)
-        return msgspec.structs.replace(reserved, busy_s=self._loop.busy_s())
+        return msgspec.structs.replace(reserved, busy_s=self._loop.ask(lambda engine: engine.busy_s(self._loop.now())))
 
     async def on_commit(self, commit: Commit) -> Committed:
         move = self._moves.get(commit.migration_id)
@@ -244,7 +245,7 @@ class IncomingMigrations:
                     self._tasks.start(self._wait_quiet(move))
                 case Action.RELEASE:
                     if move.has_reserved:
-                        self._loop.release(move.migration_id)
+                        self._loop.apply(Release(move.migration_id))
                 case Action.GIVE_UP:
                     self.disowned.add(move.request_id, move.machine.epoch, move.source_id)
                 case Action.RESERVE | Action.REFUSE_STAGE:
@@ -273,7 +274,7 @@ class IncomingMigrations:
         assert self._transport is not None
         if move.machine.state is not State.OPEN:  # it was aborted before this began
             raise ServiceError.of(ErrorCode.GONE, f"migration {query.migration_id} is over")
-        reservation = self._loop.reserve(query)
+        reservation = self._loop.apply(Reserve(query))
         if isinstance(reservation, ErrorInfo):
             move.refusal = reservation
             del move.answers[query.stage]
@@ -348,7 +349,7 @@ class IncomingMigrations:
             refused = ErrorInfo(ErrorCode.GONE, f"model {request.model!r} takes no requests here", "model")
         else:
             try:
-                refused = self._loop.adopt(move.commit)
+                refused = self._loop.apply(Adopt(move.commit))
             except Exception as error:
                 log.exception("request %s could not be taken over", request.request_id)
                 refused = ErrorInfo(ErrorCode.INTERNAL, f"{type(error).__name__}: {error}")

@@ -18,6 +18,7 @@ from services.worker.migration.faults import FaultError, FaultPoint
 from services.worker.migration.peer import Answer, Peer, Site, Stage
 from services.worker.migration.telemetry import MOVED
 from services.worker.tasks import TaskSet, set_within
+from shared.engine.calls import DropMoved, EndMove, Pin, PinRest, PutBack, Seal, TakeOut, Unpin
 from shared.engine.moving import MoveCandidate, PinnedBlocks, TakenOut
 from shared.messages.cluster import InstanceInfo, MoveOutcome
 from shared.messages.migration import AbortReason, MoveReason
@@ -181,7 +182,7 @@ class OutgoingMigration:
                 self._copy()
             case Action.TAKE_OUT:
                 self._took_out_s = loop.now()
-                if not loop.take_out(self.request_id):
+                if not loop.apply(TakeOut(self.request_id)):
                     self._gone()
                     return
                 for stage in self._stages[self._num_copied :]:
@@ -198,13 +199,13 @@ class OutgoingMigration:
                 if self._stages or self.taken is not None:
                     self._peer.abort(self.machine.reason or AbortReason.UNREACHABLE)
             case Action.END_MOVE:
-                loop.end_move(self.request_id)
+                loop.apply(EndMove(self.request_id))
             case Action.PUT_BACK:
-                loop.put_back(self.request_id)
-                loop.end_move(self.request_id)  # where it could not be taken out
+                loop.apply(PutBack(self.request_id))
+                loop.apply(EndMove(self.request_id))  # where it could not be taken out
                 self._end_pause()
             case Action.PUT_BACK_RAISED:
-                loop.put_back(self.request_id, self.machine.epoch)
+                loop.apply(PutBack(self.request_id, self.machine.epoch))
                 self._end_pause()
             case Action.DISOWN:
                 self.is_disowned = True
@@ -220,7 +221,7 @@ class OutgoingMigration:
             return
         self._unpin()
         first_block = self._next_block
-        pinned = self._pinned = self._site.loop.pin(self.request_id, first_block)
+        pinned = self._pinned = self._site.loop.apply(Pin(self.request_id, first_block))
         if pinned is None:
             self._gone()
             return
@@ -239,7 +240,7 @@ class OutgoingMigration:
             return
         is_in_prefill = self._is_in_prefill(first_block + num_filled)
         # What the step in flight computes of its prompt is filled only when that has ended.
-        busy_s = (self._site.loop.busy_s() if is_in_prefill else 0.0) or self._busy.left_s(self._site.loop.now())
+        busy_s = (self._source_busy_s() if is_in_prefill else 0.0) or self._busy.left_s(self._site.loop.now())
         choice = next_stage(
             num_filled,
             left_s,
@@ -264,10 +265,14 @@ class OutgoingMigration:
             # How much the next chunk fills shows when it has left.
             self.feed(Event.OUT)
         else:
-            arrives_s = self._site.loop.busy_s()
+            arrives_s = self._source_busy_s()
             num_blocks = num_filled + MARGIN_BLOCKS
             self._announce(num_blocks, pinned.hashes, begins_s=LEAVE_S, is_last=True, arrives_s=arrives_s)
             self.feed(Event.LAST)
+
+    def _source_busy_s(self) -> float:
+        now = self._site.loop.now()
+        return self._site.loop.ask(lambda engine: engine.busy_s(now))
 
     def _wait(self, busy_s: float) -> bool:
         """Until a long step should have ended; False: it has been too long."""
@@ -357,7 +362,7 @@ class OutgoingMigration:
             self.feed(Event.FAILED, AbortReason.TRANSFER_FAILED)
             return
         self._unpin()
-        rest = self._pinned = self._site.loop.pin_rest(self.request_id, self._next_block)
+        rest = self._pinned = self._site.loop.apply(PinRest(self.request_id, self._next_block))
         if rest is None:
             self._gone()
             return
@@ -377,7 +382,7 @@ class OutgoingMigration:
     def _commit(self) -> None:
         taken = self.taken
         assert taken is not None
-        if not self._site.loop.seal(self.request_id):
+        if not self._site.loop.apply(Seal(self.request_id)):
             self._gone()
             return
         slots = [] if self._pinned is None else self._pinned.slots
@@ -405,7 +410,7 @@ class OutgoingMigration:
     # ------------------------------------------------------------------------------------------------ how it ends
 
     def _drop(self) -> None:
-        was_cancelled = self._site.loop.drop_moved(self.request_id)
+        was_cancelled = self._site.loop.apply(DropMoved(self.request_id))
         self._end_pause()
         self.is_given_up = self.machine.state is not State.MOVED
         if was_cancelled and not self.is_given_up:
@@ -424,7 +429,7 @@ class OutgoingMigration:
 
     def _unpin(self) -> None:
         if self._pinned is not None:
-            self._site.loop.unpin(self._pinned)
+            self._site.loop.apply(Unpin(self._pinned))
             self._pinned = None
 
     async def _fed(self, work: Coroutine[Any, Any, Answer]) -> None:

@@ -17,8 +17,7 @@ from services.worker.migration.faults import FaultError, FaultPoint, FaultPoints
 from services.worker.migration.host import pool_of
 from services.worker.migration.telemetry import MigrationSpan, MigrationTelemetry
 from shared.bus.interface import Bus, BusError, ServiceError
-from shared.engine.moves import rebased
-from shared.engine.moving import TakenOut
+from shared.engine.moving import TakenOut, rebased
 from shared.messages.catalogue import (
     INSTANCE_ABORT,
     INSTANCE_CANCEL,

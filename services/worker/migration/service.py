@@ -11,7 +11,7 @@ import asyncio
 import logging
 from collections.abc import Iterable
 
-from services.worker.engine_loop import EngineLoop, StepStats
+from services.worker.engine_loop import EngineLoop
 from services.worker.kv_transport import KvTransport
 from services.worker.migration.faults import FaultPoints
 from services.worker.migration.host import MigrationHost
@@ -22,6 +22,7 @@ from services.worker.migration.telemetry import MigrationTelemetry
 from services.worker.peers import can_take
 from services.worker.tasks import TaskSet, set_within
 from shared.bus.interface import Bus, Subscription
+from shared.engine.driver import StepStats
 from shared.engine.moving import MoveCandidate, TakenOut
 from shared.engine.requests import Ended, Output
 from shared.messages.catalogue import (
@@ -264,7 +265,7 @@ class MigrationService:
         if not any(self._may_take(destination) for destination in destinations):
             return False
         include_offline = self._host.is_draining or lease.reason is MoveReason.DRAIN
-        for candidate in self._loop.move_candidates(include_offline):
+        for candidate in self._candidates(include_offline):
             request_id = candidate.request.request_id
             if request_id in self._moves or not may_move(candidate.request.epoch):
                 continue
@@ -282,6 +283,11 @@ class MigrationService:
             return True
         return False
 
+    def _candidates(self, include_offline: bool) -> list[MoveCandidate]:
+        leaving, now = self._host.leaving_models, self._loop.now()
+        candidates = self._loop.ask(lambda engine: engine.move_candidates(now, include_offline or bool(leaving)))
+        return [found for found in candidates if not leaving or found.request.model in leaving]
+
     def _is_there(self, destination: InstanceInfo) -> bool:
         """Whether that process is in the registry still."""
         info = self._host.peers().get(destination.instance_id)
@@ -298,13 +304,11 @@ class MigrationService:
         return can_take(destination, {candidate.request.model}, with_kv)
 
     def _held_request(self, request_id: str) -> GenerationRequest | None:
-        with self._loop.locked() as engine:
-            sequence = engine.held(request_id)
-            return None if sequence is None else sequence.request
+        sequence = self._loop.ask(lambda engine: engine.held(request_id))
+        return None if sequence is None else sequence.request
 
     def _page_tokens(self, model: str) -> int:
-        with self._loop.locked() as engine:
-            return engine.planner.queues[model].shape.page_tokens
+        return self._loop.ask(lambda engine: engine.memory.queues[model].shape.page_tokens)
 
     async def _move(
         self,

@@ -8,9 +8,27 @@ from __future__ import annotations
 
 import msgspec
 
+from shared.engine.calls import (
+    AddModel,
+    Adopt,
+    Cancel,
+    DropMoved,
+    EndMove,
+    OnCopy,
+    OnStep,
+    OnTime,
+    Pin,
+    PinRest,
+    PutBack,
+    Release,
+    Reserve,
+    Seal,
+    Submit,
+    TakeOut,
+    Unpin,
+)
 from shared.engine.engine import Engine
-from shared.engine.moves import rebased
-from shared.engine.moving import PinnedBlocks, Reservation, TakenOut
+from shared.engine.moving import PinnedBlocks, Reservation, TakenOut, rebased
 from shared.engine.plan import CopyKind, ModelShape, StepPlan, StepResult
 from shared.engine.requests import Ended, Output
 from shared.messages.migration import Commit, PreAllocate
@@ -32,8 +50,8 @@ REFUSALS = (ErrorCode.OVERLOADED, ErrorCode.TOO_LONG, ErrorCode.CONFLICT)
 class Node:
     def __init__(self, engine: Engine, shapes: list[ModelShape]) -> None:
         self.engine = engine
-        self.limits = {shape.name: engine.add_model(shape).max_model_len for shape in shapes}
-        self.num_rows = engine.planner.num_free_rows
+        self.limits = {shape.name: engine.apply(AddModel(shape), 0.0).max_model_len for shape in shapes}
+        self.num_rows = engine.memory.num_free_rows
         self.executor = FakeExecutor(shapes)
         self.in_flight: list[StepPlan] = []
         self.copies: list = []
@@ -54,10 +72,10 @@ class Node:
         self.take_copies()
         plan = self.in_flight.pop(0)
         if self.engine.take_interrupt(now) == plan.step_id:
-            self.engine.on_step(self.executor.suspend(plan, share), now)
+            self.engine.apply(OnStep(self.executor.suspend(plan, share)), now)
             return
         result = self.executor.execute(plan)
-        self.engine.on_step(StepResult(plan.step_id, [], error="out of memory") if fails else result, now)
+        self.engine.apply(OnStep(StepResult(plan.step_id, [], error="out of memory") if fails else result), now)
 
     def copy_ends(self, now: float, ok: bool = True) -> None:
         self.take_copies()
@@ -65,7 +83,7 @@ class Node:
         ok = ok or copy.kind == CopyKind.MOVE
         if ok:
             self.executor.copy(copy)
-        self.engine.on_copy(copy.copy_id, ok, now)
+        self.engine.apply(OnCopy(copy.copy_id, ok), now)
 
 
 class Moving:
@@ -107,7 +125,7 @@ class Cluster:
     # ------------------------------------------------------------------------------------------- what clients do
 
     def submit(self, node: Node, sent: GenerationRequest) -> bool:
-        refused = node.engine.submit(sent, self.now)
+        refused = node.engine.apply(Submit(sent), self.now)
         if refused is not None:
             assert refused.code in REFUSALS
             return False
@@ -118,7 +136,7 @@ class Cluster:
         return True
 
     def cancel(self, name: str) -> None:
-        self.owner[name][0].engine.cancel(name, self.now)
+        self.owner[name][0].engine.apply(Cancel(name), self.now)
         self.collect()
 
     def replace(self, name: str, cut: int) -> None:
@@ -130,7 +148,7 @@ class Cluster:
             return
         prior = self.output[name][:cut]
         again = msgspec.structs.replace(sent, epoch=next_placement(epoch), prior=pack_tokens(prior))
-        if node.engine.submit(again, self.now) is None:
+        if node.engine.apply(Submit(again), self.now) is None:
             self.sent[name], self.output[name] = again, prior
             self.owner[name], self.limit[name] = (node, again.epoch), node.limits[sent.model]
         self.collect()
@@ -166,18 +184,18 @@ class Cluster:
             moving.num_sent,
             len(pinned.slots) + num_ahead,
             pinned.hashes,
-            moving.source.engine.planner.queues[pinned.model].shape.page_tokens,
+            moving.source.engine.memory.queues[pinned.model].shape.page_tokens,
             1,
             on_host=pinned.on_host,
             max_tokens=len(sent.prompt) // 4 + 1,
         )
-        answer = moving.destination.engine.reserve(query, self.now)
+        answer = moving.destination.engine.apply(Reserve(query), self.now)
         if not isinstance(answer, Reservation):
             assert answer.code in REFUSALS, answer
-            moving.source.engine.unpin(pinned)
+            moving.source.engine.apply(Unpin(pinned), 0.0)
             self.give_up(moving)
             return
-        assert moving.destination.engine.reserve(query, self.now) == answer
+        assert moving.destination.engine.apply(Reserve(query), self.now) == answer
         assert len(answer.slots) + answer.num_held == len(pinned.slots) + num_ahead
         num_slots = len(answer.slots) - num_ahead
         if num_ahead:
@@ -193,7 +211,7 @@ class Cluster:
         """A stage with room for the blocks that will be filled, or begun, until it has left the batch."""
         if moving.is_leaving or moving.ahead is not None:
             return
-        pinned = moving.source.engine.pin(moving.request_id, moving.num_sent)
+        pinned = moving.source.engine.apply(Pin(moving.request_id, moving.num_sent), 0.0)
         if pinned is None:
             self.give_up(moving)
         else:
@@ -203,7 +221,7 @@ class Cluster:
         """A stage while it goes on."""
         if moving.is_leaving or moving.ahead is not None:
             return
-        pinned = moving.source.engine.pin(moving.request_id, moving.num_sent)
+        pinned = moving.source.engine.apply(Pin(moving.request_id, moving.num_sent), 0.0)
         if pinned is None:
             self.give_up(moving)
         elif pinned.slots:
@@ -222,12 +240,12 @@ class Cluster:
                 destination._host[pinned.model, other] = list(source._host[pinned.model, slot])
             else:
                 destination._slot(pinned.model, other)[:] = source._slot(pinned.model, slot)
-        moving.source.engine.unpin(pinned)
+        moving.source.engine.apply(Unpin(pinned), 0.0)
 
     def take_out(self, moving: Moving) -> None:
         if moving.is_leaving:
             return
-        if moving.source.engine.take_out(moving.request_id, self.now):
+        if moving.source.engine.apply(TakeOut(moving.request_id), self.now):
             moving.is_leaving = True
             self.collect()
         else:
@@ -236,7 +254,7 @@ class Cluster:
     def send_rest(self, moving: Moving) -> None:
         if moving.taken is None or moving.has_all:
             return
-        pinned = moving.source.engine.pin_rest(moving.request_id, moving.num_sent)
+        pinned = moving.source.engine.apply(PinRest(moving.request_id, moving.num_sent), 0.0)
         if pinned is None:
             self.give_up(moving)
             return
@@ -245,7 +263,7 @@ class Cluster:
         if pinned.slots and moving.ahead is None:
             self._pre_allocate(moving, pinned)
         elif len(pinned.slots) > len(moving.ahead or []):
-            moving.source.engine.unpin(pinned)
+            moving.source.engine.apply(Unpin(pinned), 0.0)
             self.give_up(moving)
         elif pinned.slots:
             self._send(moving, pinned, Reservation(moving.migration_id, 0, moving.ahead[: len(pinned.slots)]))
@@ -253,7 +271,7 @@ class Cluster:
     def seal(self, moving: Moving) -> None:
         if not moving.has_all or moving.transfers or moving.is_sealed:
             return
-        if moving.source.engine.seal(moving.request_id):
+        if moving.source.engine.apply(Seal(moving.request_id), 0.0):
             moving.is_sealed = True
         else:
             self.give_up(moving)
@@ -266,14 +284,14 @@ class Cluster:
         request = msgspec.structs.replace(request, epoch=request.epoch + 1)
         commit = Commit(moving.migration_id, "source", request, progress, moving.num_sent, moving.on_host)
         assert unpack_tokens(request.prior) == self.output[moving.request_id]
-        refused = moving.destination.engine.adopt(commit, self.now)
+        refused = moving.destination.engine.apply(Adopt(commit), self.now)
         if refused is not None:
             assert refused.code in REFUSALS, refused
             self.give_up(moving)
             return
         moving.is_committed = True
         self.owner[moving.request_id] = (moving.destination, request.epoch)
-        again = moving.destination.engine.adopt(commit, self.now)
+        again = moving.destination.engine.apply(Adopt(commit), self.now)
         assert again is not None and again.code == ErrorCode.CONFLICT
         self.num_moved += 1
 
@@ -282,8 +300,8 @@ class Cluster:
         if not moving.is_committed:
             return
         self.moving.remove(moving)
-        if moving.source.engine.drop_moved(moving.request_id, self.now):
-            moving.destination.engine.cancel(moving.request_id, self.now)
+        if moving.source.engine.apply(DropMoved(moving.request_id), self.now):
+            moving.destination.engine.apply(Cancel(moving.request_id), self.now)
         self.collect()
 
     def give_up(self, moving: Moving, raise_epoch: bool = False) -> None:
@@ -292,16 +310,16 @@ class Cluster:
             return
         self.moving.remove(moving)
         for pinned, _ in moving.transfers:
-            moving.source.engine.unpin(pinned)
-        moving.destination.engine.release(moving.migration_id)
+            moving.source.engine.apply(Unpin(pinned), 0.0)
+        moving.destination.engine.apply(Release(moving.migration_id), 0.0)
         node, epoch = self.owner[moving.request_id]
         if moving.is_leaving:
             raised = epoch + 2 if raise_epoch and moving.is_sealed and node is moving.source else None
-            moving.source.engine.put_back(moving.request_id, self.now, raised)
+            moving.source.engine.apply(PutBack(moving.request_id, raised), self.now)
             if raised is not None and moving.request_id not in self.ended:
                 self.owner[moving.request_id] = (node, raised)
         else:
-            moving.source.engine.end_move(moving.request_id, self.now)
+            moving.source.engine.apply(EndMove(moving.request_id), self.now)
         self.collect()
 
     # ------------------------------------------------------------------------------------------- what is seen of it
@@ -355,11 +373,11 @@ class Cluster:
                     self.give_up(moving)
             is_idle = True
             for node in self.nodes:
-                while len(node.in_flight) < node.engine.steps_in_flight and node.plan(self.now):
+                while len(node.in_flight) < node.engine.steps.max_in_flight and node.plan(self.now):
                     pass
                 node.take_copies()
-                node.engine.on_time(self.now)
-                is_idle = is_idle and not node.in_flight and not node.copies and node.engine.planner.demand is None
+                node.engine.apply(OnTime(), self.now)
+                is_idle = is_idle and not node.in_flight and not node.copies and node.engine.memory.demand is None
                 if node.in_flight:
                     node.step_returns(self.now)
                 while node.copies:
@@ -371,9 +389,9 @@ class Cluster:
         assert set(self.ended) == set(self.sent)
         for node in self.nodes:
             engine = node.engine
-            assert not engine.all_held() and engine.planner.num_free_rows == node.num_rows
+            assert not engine.all_held() and engine.memory.num_free_rows == node.num_rows
             assert engine.pool.used_merged() == 0
-            assert engine.planner.host.pool is None or engine.planner.host.pool.used_merged() == 0
+            assert engine.memory.host.pool is None or engine.memory.host.pool.used_merged() == 0
         for name, ended in self.ended.items():
             expected = expected_output(self.sent[name], self.limit[name])
             if ended.reason in (FinishReason.STOP, FinishReason.LENGTH):

@@ -6,6 +6,7 @@ import msgspec
 import pytest
 
 from shared.cost_model import CostModel, shape_of
+from shared.engine.calls import OnTime, Pin, Release, RemoveModel, Reserve, SetCostModel, Submit
 from shared.engine.moving import Reservation
 from shared.engine.planner import EXPECTED_S, EXPECTED_STEPS
 from shared.engine.sequence import State
@@ -17,28 +18,28 @@ from tests.shared.engine.moves_setup import OFFLINE, make, run, stage
 def announced(prompt_tokens=10, steps=1):
     """A source whose request `r` has made some tokens, and its pinned blocks."""
     node = make()
-    node.engine.submit(request("r", list(range(prompt_tokens)), 20), 0.0)
+    node.engine.apply(Submit(request("r", list(range(prompt_tokens)), 20)), 0.0)
     run(node, steps)
-    return node, node.engine.pin("r", 0)
+    return node, node.engine.apply(Pin("r", 0), 0.0)
 
 
 def test_reserve_finds_the_prefix_extends_and_is_answered_alike():
     _, pinned = announced()
     node = make()
-    node.engine.submit(request("other", list(range(7)), 1), 0.0)
+    node.engine.apply(Submit(request("other", list(range(7)), 1)), 0.0)
     run(node, 1)
     assert node.engine.pool.used_merged() == 0
-    answer = node.engine.reserve(stage(node, pinned), 0.0)
+    answer = node.engine.apply(Reserve(stage(node, pinned)), 0.0)
     assert answer.num_held == 1 and len(answer.slots) == 1
-    assert node.engine.reserve(stage(node, pinned), 0.0) == answer
-    later = node.engine.reserve(stage(node, None, number=1, first_block=2, num_blocks=2), 0.0)
+    assert node.engine.apply(Reserve(stage(node, pinned)), 0.0) == answer
+    later = node.engine.apply(Reserve(stage(node, None, number=1, first_block=2, num_blocks=2)), 0.0)
     assert later.num_held == 0 and len(later.slots) == 2
-    assert node.engine.pool.used_merged() == pytest.approx(4 / 3) and node.engine.planner.num_free_rows == 7
-    assert not node.engine.remove_model("a", 0.0)
+    assert node.engine.pool.used_merged() == pytest.approx(4 / 3) and node.engine.memory.num_free_rows == 7
+    assert not node.engine.apply(RemoveModel("a"), 0.0)
     node.engine.check()
-    node.engine.release("m")
-    node.engine.release("m")
-    assert node.engine.pool.used_merged() == 0 and node.engine.planner.num_free_rows == 8
+    node.engine.apply(Release("m"), 0.0)
+    node.engine.apply(Release("m"), 0.0)
+    assert node.engine.pool.used_merged() == 0 and node.engine.memory.num_free_rows == 8
     assert node.engine.pool.find("a", [pinned.hashes[:16]]), "what was held is cached as before"
     node.engine.check()
 
@@ -57,8 +58,8 @@ def test_reserve_finds_the_prefix_extends_and_is_answered_alike():
 def test_reserve_refuses(fields, code):
     _, pinned = announced()
     node = make()
-    assert node.engine.reserve(stage(node, pinned, **fields), 0.0).code == code
-    assert node.engine.pool.used_merged() == 0 and node.engine.planner.num_free_rows == 8
+    assert node.engine.apply(Reserve(stage(node, pinned, **fields)), 0.0).code == code
+    assert node.engine.pool.used_merged() == 0 and node.engine.memory.num_free_rows == 8
     node.engine.check()
 
 
@@ -66,55 +67,55 @@ def test_reserve_refuses_an_unknown_model_and_a_gap():
     _, pinned = announced()
     node = make()
     unknown = msgspec.structs.replace(stage(node, pinned), model="b")
-    assert node.engine.reserve(unknown, 0.0).code == ErrorCode.GONE
-    assert isinstance(node.engine.reserve(stage(node, pinned), 0.0), Reservation)
+    assert node.engine.apply(Reserve(unknown), 0.0).code == ErrorCode.GONE
+    assert isinstance(node.engine.apply(Reserve(stage(node, pinned)), 0.0), Reservation)
     gap = stage(node, None, number=1, first_block=3, num_blocks=1)
-    assert node.engine.reserve(gap, 0.0).code == ErrorCode.BAD_REQUEST
+    assert node.engine.apply(Reserve(gap), 0.0).code == ErrorCode.BAD_REQUEST
 
 
 def test_only_offline_work_gives_way_to_a_reservation():
     for offline in (True, False):
         node = make(num_merged=4, rows=2)
         kind = OFFLINE if offline else RequestClass.ONLINE
-        node.engine.submit(request("here", list(range(40)), 5, request_class=kind), 0.0)
+        node.engine.apply(Submit(request("here", list(range(40)), 5, request_class=kind)), 0.0)
         run(node, 1)
-        answer = node.engine.reserve(stage(node, None, num_blocks=5), 0.0)
+        answer = node.engine.apply(Reserve(stage(node, None, num_blocks=5)), 0.0)
         assert isinstance(answer, Reservation) == offline
         assert node.engine.held("here").state == (State.WAITING if offline else State.RUNNING)
         node.engine.check()
     offline_query = stage(node, None, num_blocks=5, request_class=OFFLINE)
-    assert node.engine.reserve(offline_query, 0.0).code == ErrorCode.OVERLOADED
+    assert node.engine.apply(Reserve(offline_query), 0.0).code == ErrorCode.OVERLOADED
 
 
 @pytest.mark.parametrize("depth", [1, 2])
 def test_what_offline_work_in_flight_holds_can_be_had_at_the_next_try(depth):
     node = make(num_merged=4, rows=1, depth=depth)
-    node.engine.submit(request("offline", list(range(40)), 12, request_class=OFFLINE), 0.0)
+    node.engine.apply(Submit(request("offline", list(range(40)), 12, request_class=OFFLINE)), 0.0)
     run(node, 1)
     for _ in range(depth):
         assert node.plan(0.0)
     query = stage(node, None, num_blocks=5)
-    refused = node.engine.reserve(query, 0.0)
+    refused = node.engine.apply(Reserve(query), 0.0)
     assert refused.code == ErrorCode.OVERLOADED and refused.retry_after_s > 0
     for _ in range(depth):
         node.step_returns(0.1)
         node.plan(0.1)
-    assert isinstance(node.engine.reserve(query, 0.1), Reservation)
+    assert isinstance(node.engine.apply(Reserve(query), 0.1), Reservation)
     node.engine.check()
-    node.engine.release("m")
+    node.engine.apply(Release("m"), 0.0)
     assert node.plan(0.2), "offline work goes on"
 
 
 def test_what_was_demanded_in_vain_is_given_back_to_offline_work_in_time():
     node = make(num_merged=4, rows=1)
-    node.engine.submit(request("offline", list(range(40)), 8, request_class=OFFLINE), 0.0)
+    node.engine.apply(Submit(request("offline", list(range(40)), 8, request_class=OFFLINE)), 0.0)
     run(node, 1)
     assert node.plan(0.0)
-    assert node.engine.reserve(stage(node, None, num_blocks=5), 0.0).retry_after_s > 0
+    assert node.engine.apply(Reserve(stage(node, None, num_blocks=5)), 0.0).retry_after_s > 0
     node.step_returns(0.1)
     assert not node.plan(0.1)
     assert node.engine.next_wakeup() == pytest.approx(1.0)
-    node.engine.on_time(1.0)
+    node.engine.apply(OnTime(), 1.0)
     assert node.plan(1.0)
 
 
@@ -125,11 +126,11 @@ COST = CostModel(0.04, 0.001, 0.0, 0.001, 0.0)
 def busy_node():
     """One sequence decodes, and two prompts of 50 tokens come."""
     node = make(num_merged=40, budget=512)
-    node.engine.set_cost_model("a", COST)
-    node.engine.submit(request("decodes", [1, 2, 3], 40), 0.0)
+    node.engine.apply(SetCostModel("a", COST), 0.0)
+    node.engine.apply(Submit(request("decodes", [1, 2, 3], 40)), 0.0)
     run(node, 1)
     for name in "xy":
-        node.engine.submit(request(name, list(range(50)), 5), 0.0)
+        node.engine.apply(Submit(request(name, list(range(50)), 5)), 0.0)
     return node
 
 
@@ -146,22 +147,22 @@ SHORT_S = EXPECTED_STEPS * COST.predict(shape_of([3], [1]))
 
 def test_steps_are_short_while_a_request_is_about_to_come():
     node = busy_node()
-    assert isinstance(node.engine.reserve(stage(node, None, num_blocks=2, arrives_s=0.0), 0.0), Reservation)
+    assert isinstance(node.engine.apply(Reserve(stage(node, None, num_blocks=2, arrives_s=0.0)), 0.0), Reservation)
     assert planned_s(node, 0.0) <= SHORT_S
-    node.engine.release("m")
+    node.engine.apply(Release("m"), 0.0)
     assert planned_s(node, 0.0) > 1.5 * SHORT_S, "nobody comes any more"
 
 
 def test_steps_end_when_a_request_may_be_here():
     node = busy_node()
-    node.engine.reserve(stage(node, None, num_blocks=2, arrives_s=SHORT_S + 0.02), 0.0)
+    node.engine.apply(Reserve(stage(node, None, num_blocks=2, arrives_s=SHORT_S + 0.02)), 0.0)
     assert SHORT_S < planned_s(node, 0.0) <= SHORT_S + 0.02
 
 
 @pytest.mark.parametrize(("fields", "now"), [({"arrives_s": 0.0}, EXPECTED_S), ({}, 0.0), ({"on_host": True}, 0.0)])
 def test_steps_are_as_long_as_ever_for_who_does_not_come_in_time(fields, now):
     node = busy_node()
-    node.engine.reserve(stage(node, None, num_blocks=2, **fields), 0.0)
+    node.engine.apply(Reserve(stage(node, None, num_blocks=2, **fields)), 0.0)
     assert planned_s(node, now) > 2 * SHORT_S
 
 
@@ -181,9 +182,9 @@ def test_an_engine_says_how_long_it_is_busy_with_a_long_step():
 def test_a_stage_that_only_asks_needs_no_share():
     _, pinned = announced()
     node = make()
-    assert isinstance(node.engine.reserve(stage(node, pinned), 0.0), Reservation)
-    node.engine.planner.may_hold = lambda *share: False
-    asked = node.engine.reserve(stage(node, None, number=1, first_block=2, num_blocks=0), 0.0)
+    assert isinstance(node.engine.apply(Reserve(stage(node, pinned)), 0.0), Reservation)
+    node.engine.memory.may_hold = lambda *share: False
+    asked = node.engine.apply(Reserve(stage(node, None, number=1, first_block=2, num_blocks=0)), 0.0)
     assert isinstance(asked, Reservation) and asked.slots == []
-    refused = node.engine.reserve(stage(node, None, number=2, first_block=2, num_blocks=1), 0.0)
+    refused = node.engine.apply(Reserve(stage(node, None, number=2, first_block=2, num_blocks=1)), 0.0)
     assert refused.code == ErrorCode.OVERLOADED

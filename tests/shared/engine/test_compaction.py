@@ -9,10 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shared.engine.allocator import Allocator
+from shared.engine.calls import Cancel, ClearPrefixCache, Pin, Reserve, Submit, TakeOut
 from shared.engine.engine import Engine
 from shared.engine.kv_blocks import BlockPool
 from shared.engine.plan import CopyKind, ModelShape
-from shared.engine.room import Room
 from shared.messages.migration import PreAllocate
 from shared.messages.requests import FinishReason, Priority, RequestClass
 from shared.policies.catalogue import ordering_policy
@@ -47,7 +48,7 @@ def interleave(node: Node, num_merged: int, max_tokens: int = 300, **fields) -> 
     """Sequences of model a with one slot each that fill so many merged blocks, in the order of their slots."""
     names = [f"a{number}" for number in range(8 * num_merged)]
     for number, name in enumerate(names):
-        assert node.engine.submit(request(name, [number, 1], max_tokens, model="a", **fields), 0.0) is None
+        assert node.engine.apply(Submit(request(name, [number, 1], max_tokens, model="a", **fields)), 0.0) is None
     assert turn(node)
     return sorted(names, key=lambda name: node.engine.held(name).blocks[0])
 
@@ -55,7 +56,7 @@ def interleave(node: Node, num_merged: int, max_tokens: int = 300, **fields) -> 
 @pytest.fixture
 def _no_reserve(monkeypatch):
     """Nothing is kept free at admissions for who runs to grow."""
-    monkeypatch.setattr(Room, "reserve_slots", lambda *_: 0)
+    monkeypatch.setattr(Allocator, "reserve_slots", lambda *_: 0)
 
 
 @pytest.mark.usefixtures("_no_reserve")
@@ -66,11 +67,11 @@ def test_a_fragmented_pool_gives_what_it_reports():
     assert node.engine.load().free_merged == 0
     for index, name in enumerate(names):
         if index % 8 > 1:
-            node.engine.cancel(name, 0.0)
-    node.engine.clear_prefix_cache()
+            node.engine.apply(Cancel(name), 0.0)
+    node.engine.apply(ClearPrefixCache(), 0.0)
     assert node.engine.pool.num_available("b") == 0
     assert node.engine.load().free_merged == 48
-    node.engine.submit(request("b", list(range(47 * 8)), 8, model="b"), 0.0)
+    node.engine.apply(Submit(request("b", list(range(47 * 8)), 8, model="b")), 0.0)
     for _ in range(64):
         turn(node)
         if node.engine.held("b").row >= 0:
@@ -131,11 +132,11 @@ def test_moved_sequences_go_on_as_if_nothing_had_happened(depth: int):
     sent = {name: node.engine.held(name).request for name in names}
     for index, name in enumerate(names):
         if index % 8 > 2:
-            node.engine.cancel(name, 0.0)
+            node.engine.apply(Cancel(name), 0.0)
     node.engine.effects()
     output = {name: [] for name in [*names, "b"]}
     sent["b"] = request("b", list(range(30)), 20, model="b")
-    node.engine.submit(sent["b"], 0.0)
+    node.engine.apply(Submit(sent["b"]), 0.0)
     ended = {}
     for _ in range(3000):
         while len(node.in_flight) < depth and node.plan(0.0):
@@ -165,15 +166,15 @@ def test_slots_that_others_hold_are_not_moved_nor_counted():
     names = interleave(node, 4)
     for index, name in enumerate(names):
         if index % 8:
-            node.engine.cancel(name, 0.0)
-    node.engine.clear_prefix_cache()
+            node.engine.apply(Cancel(name), 0.0)
+    node.engine.apply(ClearPrefixCache(), 0.0)
     pool = node.engine.pool
     held = [node.engine.held(name).blocks[0] for name in names if node.engine.held(name)]
     assert len(held) == 4 and node.engine.load().free_merged == 3
     pool.retain("a", held[:2])
     assert node.engine.load().free_merged == 2
     for number in range(3):
-        node.engine.submit(request(f"b{number}", [number] * 4, 4, model="b"), 0.0)
+        node.engine.apply(Submit(request(f"b{number}", [number] * 4, 4, model="b")), 0.0)
     for _ in range(2):
         node.plan(0.0)
         node.step_returns(0.0)
@@ -187,30 +188,30 @@ def test_slots_that_others_hold_are_not_moved_nor_counted():
 def test_a_prefix_that_several_hold_is_moved_for_all():
     node = make(num_merged=4, shapes=(NARROW, WIDE))
     shared = [9, 8, 7, 6]
-    node.engine.submit(request("first", [*shared, 1], 200, model="a"), 0.0)
+    node.engine.apply(Submit(request("first", [*shared, 1], 200, model="a")), 0.0)
     turn(node)
     fillers = [f"f{number}" for number in range(30)]
     for number, name in enumerate(fillers):
-        node.engine.submit(request(name, [number, 3], 200, model="a"), 0.0)
+        node.engine.apply(Submit(request(name, [number, 3], 200, model="a")), 0.0)
     turn(node)
     for name in fillers:
         if node.engine.held(name).blocks[0] // 8 != node.engine.held("first").blocks[0] // 8:
             continue
-        node.engine.cancel(name, 0.0)
-    node.engine.submit(request("second", [*shared, 2], 200, model="a"), 0.0)
+        node.engine.apply(Cancel(name), 0.0)
+    node.engine.apply(Submit(request("second", [*shared, 2], 200, model="a")), 0.0)
     turn(node)
     first, second = node.engine.held("first"), node.engine.held("second")
     assert first.blocks[0] == second.blocks[0]
     for name in fillers[:20]:
-        node.engine.cancel(name, 0.0)
+        node.engine.apply(Cancel(name), 0.0)
     before = first.blocks[0]
     for number in range(2):
-        node.engine.submit(request(f"b{number}", [number] * 4, 2, model="b"), 0.0)
+        node.engine.apply(Submit(request(f"b{number}", [number] * 4, 2, model="b")), 0.0)
     for _ in range(4):
         turn(node)
     assert first.blocks[0] == second.blocks[0] and node.engine.counters.freed_merged
     assert before in (first.blocks[0], before)
-    root_hash = first.extend_hashes(1, 4, node.engine.planner.queues["a"].root)
+    root_hash = first.extend_hashes(1, 4, node.engine.memory.queues["a"].root)
     assert node.engine.pool.find("a", root_hash) == first.blocks[:1], "the prefix cache follows"
 
 
@@ -222,9 +223,9 @@ def test_what_is_being_moved_is_neither_pinned_nor_handed_over_before_it_is_ther
         turn(node)
     for index, name in enumerate(names):
         if index % 8:
-            node.engine.cancel(name, 0.0)
-    node.engine.clear_prefix_cache()
-    node.engine.submit(request("b", [1] * 4, 2, model="b"), 0.0)
+            node.engine.apply(Cancel(name), 0.0)
+    node.engine.apply(ClearPrefixCache(), 0.0)
+    node.engine.apply(Submit(request("b", [1] * 4, 2, model="b")), 0.0)
     turn(node)
     assert node.plan(0.0)
     (move,) = node.copies
@@ -232,8 +233,8 @@ def test_what_is_being_moved_is_neither_pinned_nor_handed_over_before_it_is_ther
     (name,) = {
         name for name in names if (held := node.engine.held(name)) and set(held.blocks[:1]) & set(move.target_slots)
     } or {None}
-    assert node.engine.pin(name, 0).slots == []
-    node.engine.take_out(name, 0.0)
+    assert node.engine.apply(Pin(name, 0), 0.0).slots == []
+    node.engine.apply(TakeOut(name), 0.0)
     node.step_returns(0.0)
     assert not [effect for effect in node.engine.effects() if hasattr(effect, "progress")]
     node.copy_ends(0.0)
@@ -250,7 +251,7 @@ def test_nobody_is_preempted_for_what_would_not_help():
     pool = node.engine.pool
     slots = [node.engine.held(name).blocks[0] for name in names[::8]]
     pool.retain("a", slots)
-    node.engine.submit(request("online", [2] * 3, 4, model="b"), 0.0)
+    node.engine.apply(Submit(request("online", [2] * 3, 4, model="b")), 0.0)
     for _ in range(2):
         node.plan(0.0)
         node.step_returns(0.0)
@@ -268,12 +269,14 @@ def test_few_are_preempted_for_a_merged_block():
     node = make(num_merged=3)
     interleave(node, 1, request_class=OFFLINE)
     for number in range(2):
-        node.engine.submit(request(f"long{number}", [number] * (15 - 4 * number), 300, request_class=OFFLINE), 0.0)
-    node.engine.submit(request("b", [5] * 7, 400, model="b", request_class=OFFLINE), 0.0)
+        node.engine.apply(
+            Submit(request(f"long{number}", [number] * (15 - 4 * number), 300, request_class=OFFLINE)), 0.0
+        )
+    node.engine.apply(Submit(request("b", [5] * 7, 400, model="b", request_class=OFFLINE)), 0.0)
     for _ in range(2):
         turn(node)
     assert node.engine.pool.num_free_merged() == 0 and node.engine.pool.num_own_room("a") == 1
-    node.engine.submit(request("online", [6] * 7, 4, model="b"), 0.0)
+    node.engine.apply(Submit(request("online", [6] * 7, 4, model="b")), 0.0)
     for _ in range(2):
         turn(node)
     assert node.engine.held("online").row >= 0 and node.engine.counters.num_preemptions == 1
@@ -285,9 +288,9 @@ def test_who_preempts_is_admitted():
     names = interleave(node, 16, request_class=OFFLINE)
     for index, name in enumerate(names):
         if index % 2:
-            node.engine.cancel(name, 0.0)
-    node.engine.clear_prefix_cache()
-    node.engine.submit(request("b", list(range(12 * 8)), 8, model="b"), 0.0)
+            node.engine.apply(Cancel(name), 0.0)
+    node.engine.apply(ClearPrefixCache(), 0.0)
+    node.engine.apply(Submit(request("b", list(range(12 * 8)), 8, model="b")), 0.0)
     for _ in range(30):
         before = node.engine.counters.num_preemptions
         turn(node)
@@ -303,7 +306,7 @@ def test_who_preempts_is_admitted():
 def fill(node: Node, num_tokens: int, model: str, num: int, **fields) -> None:
     for number in range(num):
         name = f"{model}{number}"
-        node.engine.submit(request(name, [number] * num_tokens, 300, model=model, **fields), 0.0)
+        node.engine.apply(Submit(request(name, [number] * num_tokens, 300, model=model, **fields)), 0.0)
 
 
 def running(node: Node, model: str) -> int:
@@ -312,7 +315,7 @@ def running(node: Node, model: str) -> int:
 
 def test_online_requests_of_one_model_are_not_admitted_into_the_share_of_another():
     node = make(num_merged=32, least_share=0.25)
-    assert node.engine.planner.least_merged() == 4
+    assert node.engine.memory.least_merged() == 4
     fill(node, 8, "b", 40)
     for _ in range(3):
         turn(node)
@@ -357,7 +360,7 @@ def test_who_has_grown_into_a_share_gives_way_to_its_model(depth: int):
 
 def test_a_single_request_may_be_larger_than_the_rest():
     node = make(num_merged=32, least_share=0.25)
-    node.engine.submit(request("b", list(range(31 * 8)), 2, model="b"), 0.0)
+    node.engine.apply(Submit(request("b", list(range(31 * 8)), 2, model="b")), 0.0)
     turn(node)
     assert running(node, "b") == 1
     fill(node, 60, "a", 1)
@@ -368,7 +371,7 @@ def test_a_single_request_may_be_larger_than_the_rest():
 
 def test_a_model_alone_has_all():
     node = make(num_merged=32, shapes=(WIDE,), least_share=0.25)
-    node.engine.submit(request("b", list(range(31 * 8 + 1)), 5, model="b"), 0.0)
+    node.engine.apply(Submit(request("b", list(range(31 * 8 + 1)), 5, model="b")), 0.0)
     assert turn(node) and node.engine.load().free_merged == 0
 
 
@@ -379,7 +382,7 @@ def test_a_share_does_not_keep_a_high_priority_from_what_normal_ones_hold(shapes
     for _ in range(10):
         turn(node)
     assert node.engine.pool.num_used("b") >= 20
-    node.engine.submit(request("high", [7] * 130, 4, model="b", priority=Priority.HIGH), 0.0)
+    node.engine.apply(Submit(request("high", [7] * 130, 4, model="b", priority=Priority.HIGH)), 0.0)
     turn(node)
     assert node.engine.held("high").row >= 0
 
@@ -389,7 +392,7 @@ def test_a_request_from_another_instance_is_not_let_into_a_share():
     fill(node, 8, "b", 1)
     turn(node)
     query = PreAllocate("m", "s", "r", "b", RequestClass.ONLINE, Priority.NORMAL, 0, 0, 29, b"", 8, 1)
-    assert node.engine.reserve(query, 0.0).code == "overloaded"
+    assert node.engine.apply(Reserve(query), 0.0).code == "overloaded"
 
 
 # -------------------------------------------------------------------------------------------------- properties
@@ -410,7 +413,7 @@ CALLS = st.lists(
 @given(st.integers(6, 24), st.sampled_from([1, 2]), CALLS)
 def test_what_is_reported_free_can_be_had_by_every_model(num_merged, depth, calls):
     """After random arrivals, ends and preemptions; moves of slots are carried out by the way."""
-    with patch.object(Room, "reserve_slots", lambda *_: 0):
+    with patch.object(Allocator, "reserve_slots", lambda *_: 0):
         check_what_is_reported(num_merged, depth, calls)
 
 
@@ -423,13 +426,13 @@ def check_what_is_reported(num_merged, depth, calls):
             kind = OFFLINE if size % 2 else RequestClass.ONLINE
             for index in range(1 + size % 3):
                 prompt = [number, *[index] * (size // 4)]
-                engine.submit(request(f"r{number}-{index}", prompt, 40, model=model, request_class=kind), 0.0)
+                engine.apply(Submit(request(f"r{number}-{index}", prompt, 40, model=model, request_class=kind)), 0.0)
         elif call == "cancel" and engine.all_held():
-            engine.cancel(engine.all_held()[size % len(engine.all_held())].request.request_id, 0.0)
+            engine.apply(Cancel(engine.all_held()[size % len(engine.all_held())].request.request_id), 0.0)
         elif call == "preempt":
-            victims = [s for s in engine.planner.queues[model].running[2].values() if not s.in_flight]
+            victims = [s for s in engine.memory.queues[model].running[2].values() if not s.in_flight]
             if victims:
-                engine.planner.preempt(victims[size % len(victims)], 0.0, "memory")
+                engine.memory.preempt(victims[size % len(victims)], 0.0, "memory")
         elif call == "step":
             node.plan(0.0)
             if node.in_flight and size % 3:
@@ -446,12 +449,12 @@ def check_what_is_reported(num_merged, depth, calls):
     for shape in shapes:
         # What one model has room for beside what it uses is its own.
         wanted = int(free) * shape.slots_per_merged
-        promised = engine.planner.compaction.reach(shape.name).num_slots
+        promised = engine.memory.compaction.reach(shape.name).num_slots
         assert promised >= wanted
         for _ in range(200):
-            if engine.planner.compaction.make_room(shape.name, promised):
+            if engine.memory.compaction.make_room(shape.name, promised):
                 break
-            engine.planner.compaction.begin_step()
+            engine.memory.compaction.begin_step()
             node.take_copies()
             while node.copies:
                 node.copy_ends(0.0)

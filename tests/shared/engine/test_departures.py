@@ -3,6 +3,21 @@
 from __future__ import annotations
 
 from shared.cost_model import CostModel
+from shared.engine.calls import (
+    Cancel,
+    DropMoved,
+    EndMove,
+    OnTime,
+    Pin,
+    PinRest,
+    PutBack,
+    RemoveModel,
+    Seal,
+    SetCostModel,
+    Submit,
+    TakeOut,
+    Unpin,
+)
 from shared.engine.moving import TakenOut
 from shared.engine.requests import Ended, Output
 from shared.engine.sequence import State
@@ -15,7 +30,7 @@ def test_candidates_come_by_priority_then_by_blocks():
     node = make()
     for name, prompt, high in (("long", 20, False), ("high", 4, True), ("short", 8, False)):
         priority = Priority.HIGH if high else Priority.NORMAL
-        node.engine.submit(request(name, list(range(prompt)), 20, priority=priority), 0.0)
+        node.engine.apply(Submit(request(name, list(range(prompt)), 20, priority=priority)), 0.0)
     run(node, 2)
     assert [c.request.request_id for c in node.engine.move_candidates(1.0)] == ["short", "long"]
     found = node.engine.move_candidates(1.0, include_offline=True)
@@ -27,11 +42,11 @@ def test_candidates_come_by_priority_then_by_blocks():
 
 def test_online_requests_without_room_come_first_and_offline_ones_only_to_drain():
     node = make(num_merged=4, rows=4)
-    node.engine.submit(request("runs", list(range(30)), 10), 0.0)
-    node.engine.submit(request("harvest", list(range(9)), 10, request_class=OFFLINE), 0.0)
+    node.engine.apply(Submit(request("runs", list(range(30)), 10)), 0.0)
+    node.engine.apply(Submit(request("harvest", list(range(9)), 10, request_class=OFFLINE)), 0.0)
     run(node, 1)
     for name in ("head", "later"):
-        node.engine.submit(request(name, list(range(100, 140)), 10), 0.0)
+        node.engine.apply(Submit(request(name, list(range(100, 140)), 10)), 0.0)
     run(node, 1)
     assert [c.request.request_id for c in node.engine.move_candidates(1.0)] == ["head", "later", "runs"]
     assert node.engine.move_candidates(1.0)[0].num_blocks == 0
@@ -41,89 +56,89 @@ def test_online_requests_without_room_come_first_and_offline_ones_only_to_drain(
 
 def test_who_moved_lately_is_moving_or_is_in_the_last_epochs_is_no_candidate():
     node = make(cooldown=0.5)
-    node.engine.submit(request("r", [1, 2, 3], 20), 0.0)
-    node.engine.submit(request("last", [1, 2, 3], 20, epoch=62), 0.0)
+    node.engine.apply(Submit(request("r", [1, 2, 3], 20)), 0.0)
+    node.engine.apply(Submit(request("last", [1, 2, 3], 20, epoch=62)), 0.0)
     run(node, 2)
-    assert node.engine.pin("r", 0).slots == node.engine.held("r").blocks[:1]
+    assert node.engine.apply(Pin("r", 0), 0.0).slots == node.engine.held("r").blocks[:1]
     assert not node.engine.move_candidates(1.0)
-    node.engine.end_move("r", 1.0)
+    node.engine.apply(EndMove("r"), 1.0)
     assert not node.engine.move_candidates(1.4)
     assert len(node.engine.move_candidates(1.5)) == 1
 
 
 def test_pins_are_the_filled_blocks_and_outlive_the_sequence():
     node = make()
-    node.engine.submit(request("r", list(range(10)), 20), 0.0)
-    assert node.engine.pin("r", 0) is None, "it waits"
+    node.engine.apply(Submit(request("r", list(range(10)), 20)), 0.0)
+    assert node.engine.apply(Pin("r", 0), 0.0) is None, "it waits"
     run(node, 1)
-    first = node.engine.pin("r", 0)
+    first = node.engine.apply(Pin("r", 0), 0.0)
     assert first.first_block == 0 and len(first.slots) == 2 and len(first.hashes) == 32 and not first.on_host
     run(node, 3)
-    second = node.engine.pin("r", 2)
+    second = node.engine.apply(Pin("r", 2), 0.0)
     assert len(second.slots) == 1 and second.slots == node.engine.held("r").blocks[2:3]
-    assert node.engine.pin("r", 3).slots == []
-    node.engine.cancel("r", 0.0)
+    assert node.engine.apply(Pin("r", 3), 0.0).slots == []
+    node.engine.apply(Cancel("r"), 0.0)
     node.engine.check()
     assert node.engine.pool.used_merged() == 1
-    assert not node.engine.remove_model("a", 0.0)
-    node.engine.unpin(first)
-    node.engine.unpin(second)
-    node.engine.unpin(second)
-    assert node.engine.pool.used_merged() == 0 and node.engine.pin("r", 0) is None
-    assert node.engine.remove_model("a", 0.0)
+    assert not node.engine.apply(RemoveModel("a"), 0.0)
+    node.engine.apply(Unpin(first), 0.0)
+    node.engine.apply(Unpin(second), 0.0)
+    node.engine.apply(Unpin(second), 0.0)
+    assert node.engine.pool.used_merged() == 0 and node.engine.apply(Pin("r", 0), 0.0) is None
+    assert node.engine.apply(RemoveModel("a"), 0.0)
 
 
 def test_a_preemption_between_two_stages_is_told_once():
     node = make(num_merged=4, rows=4)
-    node.engine.submit(request("victim", list(range(12)), 40, request_class=OFFLINE), 0.0)
+    node.engine.apply(Submit(request("victim", list(range(12)), 40, request_class=OFFLINE)), 0.0)
     run(node, 1)
-    pinned = node.engine.pin("victim", 0)
-    node.engine.submit(request("online", list(range(50, 90)), 5), 0.0)
+    pinned = node.engine.apply(Pin("victim", 0), 0.0)
+    node.engine.apply(Submit(request("online", list(range(50, 90)), 5)), 0.0)
     # While they are pinned, its slots would not become free, and nobody preempts it for them.
     run(node, 1)
     assert node.engine.held("victim").state == State.RUNNING
-    node.engine.unpin(pinned)
+    node.engine.apply(Unpin(pinned), 0.0)
     run(node, 1)
     assert node.engine.held("victim").state == State.WAITING
-    assert node.engine.pin("victim", 3) is None
-    node.engine.end_move("victim", 0.0)
-    assert node.engine.take_out("victim", 0.0), "from now on it may move as one that waits"
-    node.engine.put_back("victim", 0.0)
+    assert node.engine.apply(Pin("victim", 3), 0.0) is None
+    node.engine.apply(EndMove("victim"), 0.0)
+    assert node.engine.apply(TakeOut("victim"), 0.0), "from now on it may move as one that waits"
+    node.engine.apply(PutBack("victim"), 0.0)
     node.engine.check()
 
 
 def test_take_out_after_a_preemption_says_no_once():
     node = make(num_merged=4, rows=4)
-    node.engine.submit(request("victim", list(range(12)), 40, request_class=OFFLINE), 0.0)
+    node.engine.apply(Submit(request("victim", list(range(12)), 40, request_class=OFFLINE)), 0.0)
     run(node, 1)
-    node.engine.unpin(node.engine.pin("victim", 0))
-    node.engine.submit(request("online", list(range(50, 90)), 5), 0.0)
+    node.engine.apply(Unpin(node.engine.apply(Pin("victim", 0), 0.0)), 0.0)
+    node.engine.apply(Submit(request("online", list(range(50, 90)), 5)), 0.0)
     run(node, 1)
-    assert not node.engine.take_out("victim", 0.0)
-    assert node.engine.take_out("victim", 0.0)
+    assert not node.engine.apply(TakeOut("victim"), 0.0)
+    assert node.engine.apply(TakeOut("victim"), 0.0)
 
 
 def test_pinned_slots_are_not_handed_out_when_the_sequence_is_preempted():
     node = make(num_merged=4, rows=1)
-    node.engine.submit(request("victim", list(range(12)), 40, request_class=OFFLINE), 0.0)
+    node.engine.apply(Submit(request("victim", list(range(12)), 40, request_class=OFFLINE)), 0.0)
     run(node, 1)
-    pinned = node.engine.pin("victim", 0)
-    node.engine.submit(request("online", list(range(50, 58)), 5), 0.0)
+    pinned = node.engine.apply(Pin("victim", 0), 0.0)
+    node.engine.apply(Submit(request("online", list(range(50, 58)), 5)), 0.0)
     run(node, 3)
     assert node.engine.held("victim").state == State.WAITING
     assert not set(node.engine.held("online").blocks) & set(pinned.slots)
     node.engine.check()
-    node.engine.unpin(pinned)
+    node.engine.apply(Unpin(pinned), 0.0)
     node.engine.check()
 
 
 def test_taken_out_comes_after_the_steps_in_flight_and_none_is_planned():
     node = make(depth=2)
-    node.engine.submit(request("r", list(range(6)), 20), 0.0)
+    node.engine.apply(Submit(request("r", list(range(6)), 20)), 0.0)
     run(node, 1)
     assert node.plan(1.0) and node.plan(1.0)
     node.engine.effects()
-    assert node.engine.take_out("r", 1.0)
+    assert node.engine.apply(TakeOut("r"), 1.0)
     assert not node.plan(1.0) and not effects(node, TakenOut)
     node.step_returns(1.1)
     assert not effects(node, TakenOut)
@@ -139,28 +154,28 @@ def test_taken_out_comes_after_the_steps_in_flight_and_none_is_planned():
 
 def test_it_may_end_in_the_step_in_flight():
     node = make()
-    node.engine.submit(request("r", [1, 2, 3], 2), 0.0)
+    node.engine.apply(Submit(request("r", [1, 2, 3], 2)), 0.0)
     run(node, 1)
-    assert node.plan(0.0) and node.engine.take_out("r", 0.0)
+    assert node.plan(0.0) and node.engine.apply(TakeOut("r"), 0.0)
     node.step_returns(0.0)
     assert not [e for e in node.engine.effects() if isinstance(e, TakenOut)]
-    assert node.engine.held("r") is None and not node.engine.seal("r")
-    assert node.engine.pin_rest("r", 0) is None
+    assert node.engine.held("r") is None and not node.engine.apply(Seal("r"), 0.0)
+    assert node.engine.apply(PinRest("r", 0), 0.0) is None
     assert node.engine.pool.used_merged() == 0
 
 
 def test_a_failed_step_costs_it_its_blocks_but_it_still_leaves():
     node = make()
     sent = request("r", list(range(8)), 6)
-    node.engine.submit(sent, 0.0)
+    node.engine.apply(Submit(sent), 0.0)
     run(node, 1)
-    pinned = node.engine.pin("r", 0)
-    assert node.plan(0.0) and node.engine.take_out("r", 0.0)
+    pinned = node.engine.apply(Pin("r", 0), 0.0)
+    assert node.plan(0.0) and node.engine.apply(TakeOut("r"), 0.0)
     node.step_returns(0.0, fails=True)
     assert taken(node).progress.num_computed == 0
-    assert node.engine.pin_rest("r", len(pinned.slots)) is None
-    node.engine.unpin(pinned)
-    node.engine.put_back("r", 0.0)
+    assert node.engine.apply(PinRest("r", len(pinned.slots)), 0.0) is None
+    node.engine.apply(Unpin(pinned), 0.0)
+    node.engine.apply(PutBack("r"), 0.0)
     node.engine.check()
     run(node, 5)
     assert node.engine.held("r") is None
@@ -169,21 +184,21 @@ def test_a_failed_step_costs_it_its_blocks_but_it_still_leaves():
 def test_cancel_and_deadline_end_what_leaves_until_it_is_sealed():
     node = make()
     for name in ("a", "b", "c", "d"):
-        node.engine.submit(request(name, [1, 2, 3], 20, timeout_s=5.0), 0.0)
+        node.engine.apply(Submit(request(name, [1, 2, 3], 20, timeout_s=5.0)), 0.0)
     run(node, 2)
     node.engine.effects()
-    assert all(node.engine.take_out(name, 0.0) for name in ("a", "b", "c", "d"))
-    assert node.engine.seal("c") and node.engine.seal("d")
-    node.engine.cancel("a", 1.0)
-    node.engine.cancel("c", 1.0)
-    node.engine.on_time(6.0)
+    assert all(node.engine.apply(TakeOut(name), 0.0) for name in ("a", "b", "c", "d"))
+    assert node.engine.apply(Seal("c"), 0.0) and node.engine.apply(Seal("d"), 0.0)
+    node.engine.apply(Cancel("a"), 1.0)
+    node.engine.apply(Cancel("c"), 1.0)
+    node.engine.apply(OnTime(), 6.0)
     assert {(e.request.request_id, e.reason) for e in effects(node, Ended)} == {
         ("a", FinishReason.CANCELLED),
         ("b", FinishReason.DEADLINE),
     }
-    assert not node.engine.seal("a") and node.engine.next_wakeup() is None
-    node.engine.put_back("c", 7.0)
-    node.engine.put_back("d", 7.0)
+    assert not node.engine.apply(Seal("a"), 0.0) and node.engine.next_wakeup() is None
+    node.engine.apply(PutBack("c"), 7.0)
+    node.engine.apply(PutBack("d"), 7.0)
     assert {(e.request.request_id, e.reason) for e in effects(node, Ended)} == {
         ("c", FinishReason.CANCELLED),
         ("d", FinishReason.DEADLINE),
@@ -195,28 +210,28 @@ def test_cancel_and_deadline_end_what_leaves_until_it_is_sealed():
 def test_drop_moved_leaves_no_trace_and_tells_of_a_cancel():
     node = make()
     for name in ("a", "b"):
-        node.engine.submit(request(name, [1, 2, 3], 20), 0.0)
+        node.engine.apply(Submit(request(name, [1, 2, 3], 20)), 0.0)
     run(node, 1)
-    assert not node.engine.drop_moved("a", 0.0), "it has not left"
+    assert not node.engine.apply(DropMoved("a"), 0.0), "it has not left"
     for name in ("a", "b"):
-        assert node.engine.take_out(name, 0.0) and node.engine.seal(name)
+        assert node.engine.apply(TakeOut(name), 0.0) and node.engine.apply(Seal(name), 0.0)
     node.engine.effects()
-    node.engine.cancel("b", 0.0)
-    assert not node.engine.drop_moved("a", 0.0)
-    assert node.engine.drop_moved("b", 0.0)
+    node.engine.apply(Cancel("b"), 0.0)
+    assert not node.engine.apply(DropMoved("a"), 0.0)
+    assert node.engine.apply(DropMoved("b"), 0.0)
     assert not node.engine.effects() and not node.engine.all_held()
-    assert node.engine.pool.used_merged() == 0 and node.engine.planner.num_free_rows == 8
+    assert node.engine.pool.used_merged() == 0 and node.engine.memory.num_free_rows == 8
 
 
 def test_put_back_goes_on_with_its_blocks_in_the_given_epoch():
     node = make()
     sent = request("r", list(range(9)), 6)
-    node.engine.submit(sent, 0.0)
+    node.engine.apply(Submit(sent), 0.0)
     run(node, 2)
     node.engine.effects()
     blocks = list(node.engine.held("r").blocks)
-    assert node.engine.take_out("r", 0.0) and node.engine.seal("r")
-    node.engine.put_back("r", 1.0, epoch=2)
+    assert node.engine.apply(TakeOut("r"), 0.0) and node.engine.apply(Seal("r"), 0.0)
+    node.engine.apply(PutBack("r", epoch=2), 1.0)
     assert node.engine.held("r").blocks == blocks
     run(node, 4)
     entries = [entry for output in effects(node, Output) for entry in output.entries]
@@ -226,18 +241,18 @@ def test_put_back_goes_on_with_its_blocks_in_the_given_epoch():
 
 def test_one_that_is_taken_out_again_leaves_once():
     node = make()
-    node.engine.submit(request("r", list(range(9)), 6), 0.0)
+    node.engine.apply(Submit(request("r", list(range(9)), 6)), 0.0)
     run(node, 1)
     assert node.plan(0.0)
     for _ in range(2):
-        assert node.engine.take_out("r", 0.0)
-        node.engine.put_back("r", 0.0)
-    assert node.engine.take_out("r", 0.0)
+        assert node.engine.apply(TakeOut("r"), 0.0)
+        node.engine.apply(PutBack("r"), 0.0)
+    assert node.engine.apply(TakeOut("r"), 0.0)
     node.step_returns(0.1)
-    node.engine.put_back("r", 0.1)
-    assert node.engine.take_out("r", 0.2)
+    node.engine.apply(PutBack("r"), 0.1)
+    assert node.engine.apply(TakeOut("r"), 0.2)
     assert taken(node).taken_s == 0.2
-    node.engine.end_move("r", 0.3)
+    node.engine.apply(EndMove("r"), 0.3)
     assert node.engine.held("r").state == State.RUNNING and not effects(node, TakenOut)
     node.engine.check()
 
@@ -245,36 +260,36 @@ def test_one_that_is_taken_out_again_leaves_once():
 def test_a_waiting_one_leaves_at_once_and_waits_again_when_put_back():
     node = make(rows=1)
     for name in ("runs", "waits"):
-        node.engine.submit(request(name, [1, 2, 3], 20), 0.0)
+        node.engine.apply(Submit(request(name, [1, 2, 3], 20)), 0.0)
     run(node, 1)
     node.engine.effects()
-    assert node.engine.take_out("waits", 2.0)
+    assert node.engine.apply(TakeOut("waits"), 2.0)
     out = taken(node)
     assert out.progress.num_computed == 0 and out.request.waited_s == 2.0 and out.progress.first_token_age_s < 0
-    assert node.engine.pin_rest("waits", 0).slots == []
+    assert node.engine.apply(PinRest("waits", 0), 0.0).slots == []
     assert node.engine.load().models[0].num_waiting == 1
-    node.engine.put_back("waits", 2.0)
+    node.engine.apply(PutBack("waits"), 2.0)
     assert node.engine.held("waits").state == State.WAITING
     node.engine.check()
 
 
 def test_a_suspended_step_is_given_up_for_what_leaves():
     node = make(ttft_s=0.2, slo=True)
-    node.engine.set_cost_model("a", CostModel(0.5, 0.0, 0.0, 0.0, 0.0, num_layers=4))
+    node.engine.apply(SetCostModel("a", CostModel(0.5, 0.0, 0.0, 0.0, 0.0, num_layers=4)), 0.0)
     sent = [request(name, list(range(9)), 4, request_class=OFFLINE) for name in ("r", "stays")]
     for offline in sent:
-        node.engine.submit(offline, 0.0)
+        node.engine.apply(Submit(offline), 0.0)
     assert node.plan(0.0)
-    node.engine.submit(request("online", [1, 2, 3], 3), 0.1)
+    node.engine.apply(Submit(request("online", [1, 2, 3], 3)), 0.1)
     node.step_returns(0.1)
-    assert node.engine.planner.suspended is not None
+    assert node.engine.memory.suspended is not None
     assert node.engine.move_candidates(9.0) == []
     found = node.engine.move_candidates(9.0, include_offline=True)
     assert [c.request.request_id for c in found] == ["online", "r", "stays"]
-    assert node.engine.take_out("r", 0.2)
-    assert node.engine.planner.suspended is None and taken(node).progress.num_computed == 0
+    assert node.engine.apply(TakeOut("r"), 0.2)
+    assert node.engine.memory.suspended is None and taken(node).progress.num_computed == 0
     node.engine.check()
-    node.engine.drop_moved("r", 0.2)
+    node.engine.apply(DropMoved("r"), 0.2)
     for _ in range(20):
         if node.plan(1.0):
             node.step_returns(1.0)
@@ -290,13 +305,13 @@ def test_a_suspended_step_is_given_up_for_what_leaves():
 
 def test_a_step_that_is_suspended_with_one_that_leaves_is_given_up():
     node = make(ttft_s=0.2, slo=True)
-    node.engine.set_cost_model("a", CostModel(0.5, 0.0, 0.0, 0.0, 0.0, num_layers=4))
+    node.engine.apply(SetCostModel("a", CostModel(0.5, 0.0, 0.0, 0.0, 0.0, num_layers=4)), 0.0)
     for name in ("r", "stays"):
-        node.engine.submit(request(name, list(range(9)), 4, request_class=OFFLINE), 0.0)
+        node.engine.apply(Submit(request(name, list(range(9)), 4, request_class=OFFLINE)), 0.0)
     assert node.plan(0.0)
-    assert node.engine.take_out("r", 0.05)
-    node.engine.submit(request("online", [1, 2, 3], 3), 0.1)
+    assert node.engine.apply(TakeOut("r"), 0.05)
+    node.engine.apply(Submit(request("online", [1, 2, 3], 3)), 0.1)
     node.step_returns(0.1)
-    assert node.engine.planner.suspended is None and node.engine.counters.steps_discarded == 1
+    assert node.engine.memory.suspended is None and node.engine.counters.steps_discarded == 1
     assert taken(node).progress.num_computed == 0
     node.engine.check()

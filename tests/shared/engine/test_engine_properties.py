@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, rule
 
 from shared.cost_model import CostModel
+from shared.engine.calls import AddModel, Cancel, OnCopy, OnStep, OnTime, SetCostModel, Submit
 from shared.engine.engine import Engine
 from shared.engine.plan import CopyKind, ModelShape, StepResult
 from shared.engine.requests import Ended, Output
@@ -78,7 +79,7 @@ class EngineMachine(RuleBasedStateMachine):
             tpot_s=0.05,
             least_share=least_share,
         )
-        self.limits = {shape.name: self.engine.add_model(shape).max_model_len for shape in SHAPES}
+        self.limits = {shape.name: self.engine.apply(AddModel(shape), 0.0).max_model_len for shape in SHAPES}
         self.executor = FakeExecutor(SHAPES)
         self.now = 0.0
         self.sent = {}
@@ -89,7 +90,7 @@ class EngineMachine(RuleBasedStateMachine):
         self.copies = []
         if has_cost_model:
             for shape in SHAPES:
-                self.engine.set_cost_model(shape.name, COST_MODEL)
+                self.engine.apply(SetCostModel(shape.name, COST_MODEL), 0.0)
 
     @rule(
         target=requests,
@@ -115,7 +116,7 @@ class EngineMachine(RuleBasedStateMachine):
             priority=Priority.HIGH if high else Priority.NORMAL,
             timeout_s=timeout_s,
         )
-        refused = self.engine.submit(sent, self.now)
+        refused = self.engine.apply(Submit(sent), self.now)
         if refused is None:
             self.sent[name] = sent
             self.output[name] = []
@@ -127,14 +128,14 @@ class EngineMachine(RuleBasedStateMachine):
 
     @rule(name=requests)
     def cancel(self, name):
-        self.engine.cancel(name, self.now)
+        self.engine.apply(Cancel(name), self.now)
         self.collect()
 
     @rule(name=requests)
     def submit_again(self, name):
         """The same id and epoch has no effect while the request is held."""
         if name in self.sent and name not in self.ended:
-            assert self.engine.submit(self.sent[name], self.now) is None
+            assert self.engine.apply(Submit(self.sent[name]), self.now) is None
 
     @rule(name=requests, cut=st.integers(0, 12))
     def place_again(self, name, cut):
@@ -144,7 +145,7 @@ class EngineMachine(RuleBasedStateMachine):
 
             prior = self.output[name][:cut]
             again = msgspec.structs.replace(self.sent[name], epoch=self.sent[name].epoch + 1, prior=pack_tokens(prior))
-            if self.engine.submit(again, self.now) is None:
+            if self.engine.apply(Submit(again), self.now) is None:
                 self.sent[name] = again
                 self.output[name] = prior
             else:
@@ -171,11 +172,13 @@ class EngineMachine(RuleBasedStateMachine):
             plan = self.in_flight.pop(0)
             if self.engine.take_interrupt(self.now) == plan.step_id:
                 assert self.engine.take_interrupt(self.now) is None
-                self.engine.on_step(self.executor.suspend(plan, share), self.now)
+                self.engine.apply(OnStep(self.executor.suspend(plan, share)), self.now)
                 return
             result = self.executor.execute(plan)
-            self.engine.on_step(StepResult(plan.step_id, [], error="out of memory") if fails else result, self.now)
-            self.engine.on_step(result, self.now)
+            self.engine.apply(
+                OnStep(StepResult(plan.step_id, [], error="out of memory") if fails else result), self.now
+            )
+            self.engine.apply(OnStep(result), self.now)
             self.collect()
 
     @rule(ok=st.sampled_from([True] * 5 + [False]))
@@ -185,13 +188,13 @@ class EngineMachine(RuleBasedStateMachine):
             ok = ok or copy.kind == CopyKind.MOVE
             if ok:
                 self.executor.copy(copy)
-            self.engine.on_copy(copy.copy_id, ok, self.now)
-            self.engine.on_copy(copy.copy_id, True, self.now)
+            self.engine.apply(OnCopy(copy.copy_id, ok), self.now)
+            self.engine.apply(OnCopy(copy.copy_id, True), self.now)
 
     @rule(seconds=st.sampled_from([0.1, 3.0]))
     def time_passes(self, seconds):
         self.now += seconds
-        self.engine.on_time(self.now)
+        self.engine.apply(OnTime(), self.now)
         wakeup = self.engine.next_wakeup()
         assert wakeup is None or wakeup > self.now
         self.collect()
@@ -223,22 +226,22 @@ class EngineMachine(RuleBasedStateMachine):
             return
         for _ in range(5000):
             self.now += 0.01
-            while len(self.in_flight) < self.engine.steps_in_flight and (plan := self.engine.plan(self.now)):
+            while len(self.in_flight) < self.engine.steps.max_in_flight and (plan := self.engine.plan(self.now)):
                 self.take_copies()
                 self.launch(plan)
             self.take_copies()
             if not self.in_flight and not self.copies:
                 break
             if self.in_flight:
-                self.engine.on_step(self.executor.execute(self.in_flight.pop(0)), self.now)
+                self.engine.apply(OnStep(self.executor.execute(self.in_flight.pop(0))), self.now)
             while self.copies:
                 self.copy_ends(True)
             self.engine.check()
         self.collect()
         assert set(self.ended) == set(self.sent)
         assert self.engine.pool.used_merged() == 0
-        assert self.engine.planner.host.pool is None or self.engine.planner.host.pool.used_merged() == 0
-        assert self.engine.planner.suspended is None
+        assert self.engine.memory.host.pool is None or self.engine.memory.host.pool.used_merged() == 0
+        assert self.engine.memory.suspended is None
         for name, ended in self.ended.items():
             expected = expected_output(self.sent[name], self.limits[self.sent[name].model])
             if ended.reason in (FinishReason.STOP, FinishReason.LENGTH):

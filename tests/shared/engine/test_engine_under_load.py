@@ -10,6 +10,7 @@ from collections import Counter
 import pytest
 
 from shared.cost_model import CostModel, shape_of
+from shared.engine.calls import AddModel, Cancel, OnCopy, OnStep, SetCostModel, Submit
 from shared.engine.engine import Engine
 from shared.engine.plan import ModelShape
 from shared.engine.requests import Ended, Output
@@ -40,9 +41,9 @@ class Run:
             **options,
         }
         self.engine = Engine(14, 8, ordering, SloTokenBudget(64), max_waiting=500, **options)
-        self.limits = {shape.name: self.engine.add_model(shape).max_model_len for shape in SHAPES}
+        self.limits = {shape.name: self.engine.apply(AddModel(shape), 0.0).max_model_len for shape in SHAPES}
         for shape in SHAPES:
-            self.engine.set_cost_model(shape.name, COST_MODEL)
+            self.engine.apply(SetCostModel(shape.name, COST_MODEL), 0.0)
         self.executor = FakeExecutor(SHAPES)
         self.arrivals = 0.15 if seed % 3 else 0.05
         self.used = used
@@ -62,13 +63,13 @@ class Run:
         kind = RequestClass.ONLINE if is_online else RequestClass.OFFLINE
         model = self.random.choice("ab")
         sent = request(name, prompt, self.random.randint(1, 12 if is_online else 40), model=model, request_class=kind)
-        if self.engine.submit(sent, self.now) is None:
+        if self.engine.apply(Submit(sent), self.now) is None:
             self.sent[name] = sent
             self.output[name] = []
 
     def step(self, *, may_cancel: bool = True) -> None:
         engine, executor = self.engine, self.executor
-        while len(self.in_flight) < engine.steps_in_flight and (plan := engine.plan(self.now)):
+        while len(self.in_flight) < engine.steps.max_in_flight and (plan := engine.plan(self.now)):
             self.copies.extend(executor.start(engine.next_copies()))
             self.in_flight.append(plan)
             executor.launch(plan)
@@ -79,24 +80,24 @@ class Run:
             for _ in range(self.random.randint(1, 3)):
                 self.submit(is_online=True)
         if may_cancel and self.sent and self.random.random() < 0.03:
-            engine.cancel(self.random.choice(list(self.sent)), self.now)
+            engine.apply(Cancel(self.random.choice(list(self.sent))), self.now)
             engine.check()
         if self.in_flight:
             plan = self.in_flight.pop(0)
             predicted = COST_MODEL.predict(shape_of(plan.starts, plan.counts))
             if engine.take_interrupt(self.now + predicted * 0.2) == plan.step_id:
                 self.now += predicted * 0.5
-                engine.on_step(executor.suspend(plan, 0.5), self.now)
+                engine.apply(OnStep(executor.suspend(plan, 0.5)), self.now)
             else:
                 self.now += predicted
-                engine.on_step(executor.execute(plan), self.now)
+                engine.apply(OnStep(executor.execute(plan)), self.now)
         else:
             self.now += 0.005
         engine.check()
         while self.copies and self.random.random() < 0.7:
             copy = self.copies.pop(0)
             executor.copy(copy)
-            engine.on_copy(copy.copy_id, True, self.now)
+            engine.apply(OnCopy(copy.copy_id, True), self.now)
             engine.check()
         self.collect()
 
@@ -186,11 +187,11 @@ def test_each_mechanism_can_be_left_out(options):
 
 def test_online_only_holds_offline_requests_back():
     engine = Engine(14, 8, ordering_policy("fcfs"), SloTokenBudget(64), serves_offline=False)
-    engine.add_model(SHAPES[0])
-    engine.submit(request("offline", [1, 2], 3, request_class=RequestClass.OFFLINE), 0.0)
+    engine.apply(AddModel(SHAPES[0]), 0.0)
+    engine.apply(Submit(request("offline", [1, 2], 3, request_class=RequestClass.OFFLINE)), 0.0)
     assert engine.plan(0.0) is None
     assert engine.load().models[0].offline_room_tokens == 0
-    engine.submit(request("online", [1, 2], 3), 0.0)
+    engine.apply(Submit(request("online", [1, 2], 3)), 0.0)
     plan = engine.plan(0.0)
     assert plan is not None and len(plan.rows) == 1
 
@@ -206,24 +207,24 @@ def test_a_checkpointed_sequence_loses_only_its_partly_filled_block():
         checkpoint=AdaptiveCheckpoint(0.0),
         fits_costs=False,
     )
-    engine.add_model(SHAPES[0])
+    engine.apply(AddModel(SHAPES[0]), 0.0)
     executor = FakeExecutor(SHAPES)
 
     def turn(now: float) -> None:
         plan = engine.plan(now)
         for copy in engine.next_copies():
             executor.copy(copy)
-            engine.on_copy(copy.copy_id, True, now)
+            engine.apply(OnCopy(copy.copy_id, True), now)
         if plan is not None:
-            engine.on_step(executor.execute(plan), now)
+            engine.apply(OnStep(executor.execute(plan)), now)
         engine.check()
 
     for index in range(3):
-        engine.submit(request(f"offline{index}", [index] * 18, 12, request_class=RequestClass.OFFLINE), 0.0)
+        engine.apply(Submit(request(f"offline{index}", [index] * 18, 12, request_class=RequestClass.OFFLINE)), 0.0)
     times = itertools.count()
     for _ in range(6):
         turn(float(next(times)))
-    engine.submit(request("online", list(range(75)), 4), 6.0)
+    engine.apply(Submit(request("online", list(range(75)), 4)), 6.0)
     for _ in range(40):
         turn(float(next(times)))
     counters = engine.counters

@@ -8,9 +8,10 @@ import msgspec
 import pytest
 
 from shared.cost_model import CostModel, StepShape
+from shared.engine.allocator import GROWTH_STEPS
+from shared.engine.calls import DropMoved, Release, Reserve, SetCostModel, Submit, TakeOut
 from shared.engine.engine import Engine
 from shared.engine.plan import ModelShape
-from shared.engine.room import GROWTH_STEPS
 from shared.engine.sequence import Rank, State
 from shared.messages.migration import PreAllocate
 from shared.messages.requests import Priority, RequestClass
@@ -33,7 +34,7 @@ def make(num_merged=40, rows=8, least_share=0.0, **fields) -> Node:
 
 def run(node: Node, *requests) -> None:
     for sent in requests:
-        assert node.engine.submit(sent, 0.0) is None
+        assert node.engine.apply(Submit(sent), 0.0) is None
     for _ in range(2 * len(requests) or 1):
         if node.plan(0.0):
             node.step_returns(0.0)
@@ -43,7 +44,7 @@ def reserve(node: Node, num_blocks: int, **fields) -> None:
     fields = {"request_class": RequestClass.ONLINE, "priority": Priority.NORMAL, **fields}
     classes = fields.pop("request_class"), fields.pop("priority")
     query = PreAllocate("m", "s", "r", "a", *classes, 0, 0, num_blocks, b"", 8, 1, **fields)
-    assert node.engine.reserve(query, 0.0).slots
+    assert node.engine.apply(Reserve(query), 0.0).slots
 
 
 def test_idle_is_infinitely_free():
@@ -74,7 +75,7 @@ def test_of_several_models_that_wait_the_one_whose_step_takes_most_counts(shapes
     engine = Engine(40, 8, RoundRobin(), FixedTokenBudget(512), steps_in_flight=1, least_share=0.0)
     Node(engine, shapes)
     for model in "ab":
-        engine.submit(request(model, [1, 2, 3], 50, model=model), 0.0)
+        engine.apply(Submit(request(model, [1, 2, 3], 50, model=model)), 0.0)
     load = engine.load()
     assert load.scaling_freeness == pytest.approx((40 - 1 - 1) * 4), "others can use whole merged blocks only"
 
@@ -83,7 +84,7 @@ def test_of_those_that_wait_the_head_counts_for_moving_and_all_for_scaling():
     node = make(rows=1)
     run(node, request("runs", list(range(30)), 50))
     for index in range(3):
-        node.engine.submit(request(f"w{index}", list(range(16 + index)), 50), 0.1)
+        node.engine.apply(Submit(request(f"w{index}", list(range(16 + index)), 50)), 0.1)
     load = node.engine.load()
     assert load.migration_freeness == pytest.approx((40 - 2 - 1) * 16)
     assert load.scaling_freeness == pytest.approx((40 - 2 - 1 - 1.5 - 1.5) * 16)
@@ -101,7 +102,7 @@ def test_a_long_head_that_fits_nowhere_makes_its_instance_give_away():
 
 def test_only_waiting_ones_are_load_too():
     node = make()
-    node.engine.submit(request("w", list(range(16)), 50), 0.0)
+    node.engine.apply(Submit(request("w", list(range(16)), 50)), 0.0)
     load = node.engine.load()
     assert load.migration_freeness == pytest.approx(39 * 16) and load.dispatch_freeness == pytest.approx(39)
 
@@ -119,7 +120,7 @@ def test_what_comes_and_what_leaves_is_load():
     node = make()
     run(node, request("r", list(range(30)), 50, priority=HIGH))
     alone = node.engine.load()
-    assert node.engine.take_out("r", 0.0)
+    assert node.engine.apply(TakeOut("r"), 0.0)
     assert alone.next_move_tokens == 32
     assert node.engine.load() == msgspec.structs.replace(alone, next_move_tokens=0), "nobody else could move"
     reserve(node, 6)
@@ -127,10 +128,10 @@ def test_what_comes_and_what_leaves_is_load():
     assert both.dispatch_freeness_high == pytest.approx(both.migration_freeness / 16)
     assert both.dispatch_freeness == pytest.approx(alone.dispatch_freeness - 3), "still divided by the one that runs"
     assert both.num_high == 1
-    node.engine.drop_moved("r", 0.0)
+    node.engine.apply(DropMoved("r"), 0.0)
     coming = node.engine.load()
     assert coming.migration_freeness == pytest.approx((40 - 3) * 16) and coming.num_high == 0
-    node.engine.release("m")
+    node.engine.apply(Release("m"), 0.0)
     assert node.engine.load().migration_freeness == math.inf
 
 
@@ -159,7 +160,7 @@ def test_where_no_normal_request_runs_headroom_makes_no_source():
 
 def test_a_waiting_request_of_high_priority_counts():
     node = make(num_merged=400)
-    node.engine.submit(request("w", list(range(16)), 50, priority=HIGH), 0.0)
+    node.engine.apply(Submit(request("w", list(range(16)), 50, priority=HIGH)), 0.0)
     assert node.engine.load().num_high == 1
     assert node.engine.load().dispatch_freeness == pytest.approx(400 - 1 - HIGH_WEIGHT)
 
@@ -179,9 +180,9 @@ def test_a_waiting_request_of_high_priority_counts():
 )
 def test_the_ideal_load_is_where_decode_takes_half_as_long_again(cost_model, ideal):
     node = make(num_merged=4000)
-    node.engine.set_cost_model("a", cost_model)
+    node.engine.apply(SetCostModel("a", cost_model), 0.0)
     for number in range(12):
-        node.engine.submit(request(str(number), list(range(384)), 16, priority=HIGH), 0.0)
+        node.engine.apply(Submit(request(str(number), list(range(384)), 16, priority=HIGH)), 0.0)
     usage = 12 * 24
     assert usage * HIGH_WEIGHT > 4000 - ideal
     assert node.engine.load().dispatch_freeness == pytest.approx(ideal - usage)
@@ -189,8 +190,8 @@ def test_the_ideal_load_is_where_decode_takes_half_as_long_again(cost_model, ide
 
 def test_where_no_load_slows_decode_there_is_no_headroom():
     node = make(num_merged=40)
-    node.engine.submit(request("w", list(range(16)), 50, priority=HIGH), 0.0)
-    node.engine.set_cost_model("a", CostModel(0.02, 0.001, 0.0, 0.0, 0.0))
+    node.engine.apply(Submit(request("w", list(range(16)), 50, priority=HIGH)), 0.0)
+    node.engine.apply(SetCostModel("a", CostModel(0.02, 0.001, 0.0, 0.0, 0.0)), 0.0)
     assert node.engine.load().dispatch_freeness == 39
 
 
@@ -200,7 +201,7 @@ def test_who_runs_has_room_to_grow_when_one_more_is_admitted(more: int):
     run(node, *(request(f"r{number}", [number] * 35, 50) for number in range(4)))
     num_left = node.engine.pool.num_available("a") - 4 * GROWTH_STEPS // WIDE.page_tokens
     assert num_left > 0 and node.engine.load().num_running == 4
-    assert node.engine.submit(request("new", [99] * (WIDE.page_tokens * (num_left + more)), 50), 0.0) is None
+    assert node.engine.apply(Submit(request("new", [99] * (WIDE.page_tokens * (num_left + more)), 50)), 0.0) is None
     node.plan(0.0)
     assert (node.engine.load().num_running == 5) == (not more)
 
@@ -210,11 +211,11 @@ def test_prompts_and_steps_in_flight_are_time_that_one_more_prompt_waits():
     cost = CostModel(0.02, 0.001, 1e-5, 0.002, 0.0, over_knee_s=0.003)
     run(node, request("decodes", list(range(10)), 50))
     assert node.engine.load(0.0).prompts_s == 0.0, "nothing is known of time"
-    node.engine.set_cost_model("a", cost)
+    node.engine.apply(SetCostModel("a", cost), 0.0)
     assert node.engine.load(0.0).prompts_s == 0.0
     assert node.engine.load(0.0).models[0].prompt_cost == pytest.approx((0.004, 1e-5))
-    node.engine.submit(request("waits", list(range(40)), 5), 0.0)
-    node.engine.submit(request("yields", list(range(40)), 5, request_class=RequestClass.OFFLINE), 0.0)
+    node.engine.apply(Submit(request("waits", list(range(40)), 5)), 0.0)
+    node.engine.apply(Submit(request("yields", list(range(40)), 5, request_class=RequestClass.OFFLINE)), 0.0)
     assert node.engine.load(0.0).prompts_s == pytest.approx(40 * 0.004 + 1e-5 * 40 * 20)
     assert node.plan(1.0)
     step_s = node.engine.load(1.0).prompts_s

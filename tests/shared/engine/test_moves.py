@@ -6,8 +6,21 @@ import msgspec
 import pytest
 
 from shared.cost_model import CostModel, StepShape
-from shared.engine.moves import rebased
-from shared.engine.moving import TakenOut
+from shared.engine.calls import (
+    Adopt,
+    DropMoved,
+    OnStep,
+    Pin,
+    PinRest,
+    PutBack,
+    RemoveModel,
+    Seal,
+    SetCostModel,
+    Submit,
+    TakeOut,
+    Unpin,
+)
+from shared.engine.moving import TakenOut, rebased
 from shared.engine.plan import StepResult
 from shared.engine.planner import EXPECTED_STEPS
 from shared.engine.sequence import State
@@ -56,7 +69,7 @@ def test_a_decoding_request_goes_on_where_it_was():
 def test_who_comes_runs_at_once_beside_little_of_the_prompts_that_wait():
     cluster, source, destination = pair(num_merged=40, budget=512)
     cost = CostModel(0.02, 0.001, 0.0, 0.001, 0.0)
-    destination.engine.set_cost_model("a", cost)
+    destination.engine.apply(SetCostModel("a", cost), 0.0)
     cluster.submit(source, request("r", list(range(10)), 20))
     run(source, 5)
     move(cluster)
@@ -99,7 +112,7 @@ def test_a_checkpoint_moves_to_host_memory_and_is_restored_there():
     move(cluster)
     after = destination.engine.held("r")
     assert after.state == State.WAITING and len(after.host_blocks) == num_saved and after.num_preemptions == 1
-    assert source.engine.planner.host.pool.used_merged() == 0
+    assert source.engine.memory.host.pool.used_merged() == 0
     destination.engine.check()
     cluster.finish()
     assert cluster.ended["r"].restored_blocks == num_saved
@@ -163,11 +176,11 @@ def test_adopt_refuses_what_does_not_fit_what_was_announced(change, code):
     run(source, 3)
     cluster.collect()
     commit, _ = committed(cluster, source, destination)
-    assert destination.engine.adopt(change(commit), 0.0).code == code
+    assert destination.engine.apply(Adopt(change(commit)), 0.0).code == code
     destination.engine.check()
-    assert destination.engine.adopt(commit, 0.0) is None
-    assert destination.engine.adopt(commit, 0.0).code == ErrorCode.CONFLICT
-    assert destination.engine.adopt(changed(commit, epoch=0), 0.0).code == ErrorCode.CONFLICT
+    assert destination.engine.apply(Adopt(commit), 0.0) is None
+    assert destination.engine.apply(Adopt(commit), 0.0).code == ErrorCode.CONFLICT
+    assert destination.engine.apply(Adopt(changed(commit, epoch=0)), 0.0).code == ErrorCode.CONFLICT
     destination.engine.check()
 
 
@@ -190,12 +203,12 @@ def test_the_model_length_of_the_source_holds():
 def test_a_later_placement_replaces_what_is_leaving():
     node = make()
     sent = request("r", [1, 2, 3], 20)
-    node.engine.submit(sent, 0.0)
+    node.engine.apply(Submit(sent), 0.0)
     run(node, 2)
-    assert node.engine.take_out("r", 0.0) and node.engine.seal("r")
-    assert node.engine.submit(msgspec.structs.replace(sent, epoch=64), 0.0) is None
-    assert not node.engine.drop_moved("r", 0.0) and not node.engine.seal("r")
-    node.engine.put_back("r", 0.0, 2)
+    assert node.engine.apply(TakeOut("r"), 0.0) and node.engine.apply(Seal("r"), 0.0)
+    assert node.engine.apply(Submit(msgspec.structs.replace(sent, epoch=64)), 0.0) is None
+    assert not node.engine.apply(DropMoved("r"), 0.0) and not node.engine.apply(Seal("r"), 0.0)
+    node.engine.apply(PutBack("r", 2), 0.0)
     assert node.engine.held("r").request.epoch == 64
     node.engine.check()
 
@@ -203,13 +216,13 @@ def test_a_later_placement_replaces_what_is_leaving():
 def test_a_later_placement_is_not_pinned_behind_what_was_sent_of_the_former():
     node = make()
     sent = request("r", list(range(9)), 20)
-    node.engine.submit(sent, 0.0)
+    node.engine.apply(Submit(sent), 0.0)
     run(node, 2)
-    node.engine.unpin(node.engine.pin("r", 0))
-    assert node.engine.submit(msgspec.structs.replace(sent, epoch=64), 0.0) is None
+    node.engine.apply(Unpin(node.engine.apply(Pin("r", 0), 0.0)), 0.0)
+    assert node.engine.apply(Submit(msgspec.structs.replace(sent, epoch=64)), 0.0) is None
     run(node, 2)
-    assert node.engine.pin("r", 2) is None
-    assert node.engine.take_out("r", 0.0) and node.engine.pin_rest("r", 2) is None
+    assert node.engine.apply(Pin("r", 2), 0.0) is None
+    assert node.engine.apply(TakeOut("r"), 0.0) and node.engine.apply(PinRest("r", 2), 0.0) is None
 
 
 def test_what_was_reserved_is_freed_where_the_request_comes_without_kv():
@@ -219,19 +232,19 @@ def test_what_was_reserved_is_freed_where_the_request_comes_without_kv():
     cluster.collect()
     commit, _ = committed(cluster, source, destination)
     lost = msgspec.structs.replace(commit, num_blocks=0, progress=SequenceProgress(num_moves=1))
-    assert destination.engine.adopt(lost, 0.0) is None
-    assert destination.engine.pool.used_merged() == 0 and destination.engine.planner.num_free_rows == 8
+    assert destination.engine.apply(Adopt(lost), 0.0) is None
+    assert destination.engine.pool.used_merged() == 0 and destination.engine.memory.num_free_rows == 8
     destination.engine.check()
 
 
 def test_a_model_stays_while_one_of_its_requests_is_perhaps_anothers():
     node = make()
-    node.engine.submit(request("r", [1, 2, 3], 20), 0.0)
+    node.engine.apply(Submit(request("r", [1, 2, 3], 20)), 0.0)
     run(node, 1)
-    assert node.engine.take_out("r", 0.0) and node.engine.seal("r")
-    assert not node.engine.remove_model("a", 0.0)
-    node.engine.drop_moved("r", 0.0)
-    assert node.engine.remove_model("a", 0.0)
+    assert node.engine.apply(TakeOut("r"), 0.0) and node.engine.apply(Seal("r"), 0.0)
+    assert not node.engine.apply(RemoveModel("a"), 0.0)
+    node.engine.apply(DropMoved("r"), 0.0)
+    assert node.engine.apply(RemoveModel("a"), 0.0)
 
 
 @pytest.mark.parametrize(("ordering", "length"), [("doubling_budget", 2), ("mlfq", 1), ("fcfs", 0), ("round_robin", 0)])
@@ -243,10 +256,10 @@ def test_the_state_of_the_order_travels(ordering, length):
         cluster.now += 0.4
         source.step_returns(cluster.now)
     cluster.collect()
-    state = source.engine.planner.ordering.export_state(source.engine.held("r"))
+    state = source.engine.memory.ordering.export_state(source.engine.held("r"))
     assert len(state) == length
     move(cluster)
-    ordering_there = destination.engine.planner.ordering
+    ordering_there = destination.engine.memory.ordering
     assert ordering_there.export_state(destination.engine.held("r")) == state
     cluster.finish()
 
@@ -256,10 +269,10 @@ def test_an_online_arrival_of_kv_interrupts_offline_steps():
     cluster.submit(source, request("r", list(range(10)), 20))
     run(source, 3)
     cluster.collect()
-    destination.engine.set_cost_model("a", CostModel(5.0, 0.0, 0.0, 0.0, 0.0, num_layers=4))
+    destination.engine.apply(SetCostModel("a", CostModel(5.0, 0.0, 0.0, 0.0, 0.0, num_layers=4)), 0.0)
     cluster.submit(destination, request("offline", list(range(20)), 5, request_class=OFFLINE))
     assert destination.plan(0.0) and destination.in_flight[0].is_interruptible
     assert destination.engine.take_interrupt(0.0) is None
     move(cluster)
     assert destination.engine.take_interrupt(0.0) == destination.in_flight[0].step_id
-    destination.engine.on_step(StepResult(destination.in_flight.pop().step_id, [], error="lost"), 0.0)
+    destination.engine.apply(OnStep(StepResult(destination.in_flight.pop().step_id, [], error="lost")), 0.0)

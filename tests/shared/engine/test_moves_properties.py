@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from shared.cost_model import CostModel
+from shared.engine.calls import OnTime, SetCostModel
 from shared.engine.engine import Engine
 from shared.engine.plan import ModelShape
 from shared.policies.catalogue import ORDERING_POLICIES, ordering_policy
@@ -69,7 +70,7 @@ class Events:
         node = Node(engine, SHAPES)
         if choose.random() < 0.6:
             for shape in SHAPES:
-                engine.set_cost_model(shape.name, COST_MODEL)
+                engine.apply(SetCostModel(shape.name, COST_MODEL), 0.0)
         return node
 
     @property
@@ -104,7 +105,7 @@ class Events:
 
     def plan(self) -> None:
         node = self.node
-        if len(node.in_flight) < node.engine.steps_in_flight:
+        if len(node.in_flight) < node.engine.steps.max_in_flight:
             node.plan(self.cluster.now)
 
     def step_returns(self) -> None:
@@ -125,7 +126,7 @@ class Events:
     def time_passes(self) -> None:
         self.cluster.now += self.chooser.choice([0.02, 0.1, 1.0])
         for node in self.cluster.nodes:
-            node.engine.on_time(self.cluster.now)
+            node.engine.apply(OnTime(), self.cluster.now)
             wakeup = node.engine.next_wakeup()
             assert wakeup is None or wakeup > self.cluster.now
         self.cluster.collect()

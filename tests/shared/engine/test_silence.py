@@ -11,6 +11,7 @@ import msgspec
 import pytest
 
 from shared.cost_model import CostModel, shape_of
+from shared.engine.calls import AddModel, OnStep, SetCostModel, SetStatistics, Submit
 from shared.engine.engine import Engine
 from shared.engine.model_queue import ModelQueue
 from shared.engine.plan import ModelShape, StepPlan, StepResult
@@ -46,9 +47,9 @@ class Instance:
         )  # fmt: skip
         self.models = [f"m{number}" for number in range(num_models)]
         for model in self.models:
-            self.engine.add_model(ModelShape(model, PAGE, 1, 1 << 20))
-            self.engine.set_cost_model(model, cost_model)
-            self.engine.set_statistics(ExecutionStatistics(model, mean_s, mean_s, 100))
+            self.engine.apply(AddModel(ModelShape(model, PAGE, 1, 1 << 20)), 0.0)
+            self.engine.apply(SetCostModel(model, cost_model), 0.0)
+            self.engine.apply(SetStatistics(ExecutionStatistics(model, mean_s, mean_s, 100)), 0.0)
         self.ended: list[Ended] = []
         self.num_sent = 0
 
@@ -75,7 +76,7 @@ class Instance:
             request_class=request_class,
             priority=priority,
         )
-        assert self.engine.submit(sent, now) is None
+        assert self.engine.apply(Submit(sent), now) is None
 
     def run(self, arrivals: list[tuple[float, str, int, int, dict[str, object]]]) -> None:
         """Until all has ended; `arrivals`: (time, model, prompt, output, more). Steps run one after the other."""
@@ -86,7 +87,7 @@ class Instance:
             while waiting and waiting[0][0] <= now:
                 _, model, num_prompt, num_output, more = waiting.popleft()
                 self.submit(model, num_prompt, num_output, now, **more)  # type: ignore[arg-type]
-            while len(in_flight) < engine.steps_in_flight and (plan := engine.plan(now)) is not None:
+            while len(in_flight) < engine.steps.max_in_flight and (plan := engine.plan(now)) is not None:
                 free_s = max(now, free_s) + self.cost_model.predict(shape_of(plan.starts, plan.counts))
                 in_flight.append((free_s, plan))
             if not in_flight:
@@ -100,7 +101,7 @@ class Instance:
                 continue
             in_flight.popleft()
             now = end_s
-            engine.on_step(StepResult(plan.step_id, [5] * sum(plan.samples)), now)
+            engine.apply(OnStep(StepResult(plan.step_id, [5] * sum(plan.samples))), now)
             self.ended += [effect for effect in engine.effects() if isinstance(effect, Ended)]
 
     def max_itl_s(self, priority: Priority | None = None) -> float:
@@ -131,7 +132,7 @@ def test_prompts_of_thousands_of_tokens_make_no_stream_stand_still(seed: int) ->
     instance = Instance("doubling_budget", draw.randint(2, 6), 1.0, 1 + seed % 2)
     for model in instance.models:
         mean_s = draw.choice([0.1, 1.0, 20.0])
-        instance.engine.set_statistics(ExecutionStatistics(model, mean_s, mean_s, 100))
+        instance.engine.apply(SetStatistics(ExecutionStatistics(model, mean_s, mean_s, 100)), 0.0)
     arrivals = [
         (draw.uniform(0, 20), draw.choice(instance.models), draw.choice([100, 2000, 10_000]), draw.randint(2, 300), {})
         for _ in range(60)
@@ -188,7 +189,7 @@ def test_who_is_new_does_not_wait_for_turns_that_another_model_saved_up() -> Non
     """A model whose turns are rare runs for long because its stream is due, then one of its like comes."""
     instance = Instance("doubling_budget", 3, 1.0, 1)
     for model, mean_s in zip(instance.models, (20.0, 0.2, 0.2), strict=True):
-        instance.engine.set_statistics(ExecutionStatistics(model, mean_s, mean_s, 100))
+        instance.engine.apply(SetStatistics(ExecutionStatistics(model, mean_s, mean_s, 100)), 0.0)
     busy: list[tuple[float, str, int, int, dict[str, object]]] = [(0.2 * n, "m1", 100, 20, {}) for n in range(220)]
     instance.run([(0.0, "m0", 100, 2500, {}), *busy, (40.0, "m2", 100, 2, {})])
     (late,) = [ended for ended in instance.ended if ended.num_output_tokens == 2]

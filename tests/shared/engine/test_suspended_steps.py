@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from shared.cost_model import CostModel, shape_of
+from shared.engine.calls import AddModel, Cancel, OnCopy, OnStep, SetCostModel, Submit
 from shared.engine.engine import Engine
 from shared.engine.plan import ModelShape, StepResult
 from shared.engine.requests import Output
@@ -23,9 +24,9 @@ class Clocked:
     def __init__(self, num_merged=60, cost_model=COST_MODEL, **options) -> None:
         budget = SloTokenBudget(512)
         self.engine = Engine(num_merged, 8, ordering_policy("fcfs"), budget, ttft_s=1.0, tpot_s=TPOT_S, **options)
-        self.engine.add_model(SHAPE)
+        self.engine.apply(AddModel(SHAPE), 0.0)
         if cost_model:
-            self.engine.set_cost_model("a", cost_model)
+            self.engine.apply(SetCostModel("a", cost_model), 0.0)
         self.executor = FakeExecutor([SHAPE])
         self.now = 0.0
         self.done_share = {}
@@ -33,7 +34,7 @@ class Clocked:
 
     def submit(self, name: str, prompt: list[int], max_tokens: int, *, offline: bool = False):
         sent = request(name, prompt, max_tokens, request_class=RequestClass.OFFLINE if offline else RequestClass.ONLINE)
-        assert self.engine.submit(sent, self.now) is None
+        assert self.engine.apply(Submit(sent), self.now) is None
         return sent
 
     def step(self, stop_share: float | None = None):
@@ -47,7 +48,7 @@ class Clocked:
         self.now += total * (end - began)
         self.done_share[plan.step_id] = end
         result = self.executor.suspend(plan, stop_share) if stop_share is not None else self.executor.execute(plan)
-        self.engine.on_step(result, self.now)
+        self.engine.apply(OnStep(result), self.now)
         self.engine.check()
         for effect in self.engine.effects():
             if isinstance(effect, Output):
@@ -65,7 +66,7 @@ class Clocked:
         assert self.engine.take_interrupt(self.now) == plan.step_id
         assert self.engine.take_interrupt(self.now) is None
         self.done_share[plan.step_id] = 0.5
-        self.engine.on_step(self.executor.suspend(plan, 0.5), self.now)
+        self.engine.apply(OnStep(self.executor.suspend(plan, 0.5)), self.now)
         self.engine.check()
         return plan
 
@@ -84,7 +85,7 @@ def test_it_goes_on_in_parts_beside_online_steps_under_their_objective():
     first = run.step()
     assert first.step_id != suspended.step_id and first.num_tokens == 3
     kinds, ends = [], [run.now]
-    while run.engine.planner.suspended or len(kinds) < 2:
+    while run.engine.memory.suspended or len(kinds) < 2:
         plan = run.step()
         kinds.append(plan.step_id == suspended.step_id)
         if not kinds[-1]:
@@ -103,7 +104,7 @@ def test_it_goes_on_in_parts_beside_online_steps_under_their_objective():
 def test_it_is_resumed_whole_when_no_online_request_is_left():
     run = Clocked()
     suspended = run.interrupted()
-    run.engine.cancel("online", run.now)
+    run.engine.apply(Cancel("online"), run.now)
     plan = run.step()
     assert plan.step_id == suspended.step_id and plan.resumes and plan.stop_share == 1.0 and plan.is_interruptible
     run.sent.pop()
@@ -122,7 +123,7 @@ def test_it_is_discarded_where_its_slots_are_needed():
 def test_it_is_discarded_when_its_last_sequence_is_cancelled():
     run = Clocked()
     run.interrupted()
-    run.engine.cancel("offline", run.now)
+    run.engine.apply(Cancel("offline"), run.now)
     run.engine.check()
     assert run.step().discards == (0,)
     run.sent = run.sent[1:]
@@ -133,7 +134,7 @@ def test_it_is_discarded_when_its_last_sequence_is_cancelled():
 def test_discard_mode_computes_it_again():
     run = Clocked(interruption="discard")
     suspended = run.interrupted()
-    assert run.engine.planner.suspended is None
+    assert run.engine.memory.suspended is None
     plan = run.step()
     assert plan.discards == (suspended.step_id,)
     run.finish()
@@ -190,14 +191,14 @@ def test_a_sequence_whose_step_failed_comes_back_when_the_next_one_is_given_up()
     first = run.engine.plan(run.now)
     second = run.engine.plan(run.now)
     assert len(first.rows) == len(second.rows) == 1
-    run.engine.on_step(StepResult(first.step_id, [], error="out of memory"), run.now)
-    step = run.engine._in_flight[second.step_id]
-    run.engine.on_step(StepResult(second.step_id, [], suspended_share=0.5), run.now)
-    assert run.engine.planner.suspended is step
-    run.engine.planner.discard_suspended(run.now)
+    run.engine.apply(OnStep(StepResult(first.step_id, [], error="out of memory")), run.now)
+    step = run.engine.steps.in_flight[second.step_id]
+    run.engine.apply(OnStep(StepResult(second.step_id, [], suspended_share=0.5)), run.now)
+    assert run.engine.memory.suspended is step
+    run.engine.memory.discard_suspended(run.now)
     run.engine.check()
     run.executor = FakeExecutor([SHAPE])
-    run.engine.planner._discards.clear()
+    run.engine.memory.take_discards()
     run.engine.pool.clear_cache()
     run.finish()
 
@@ -207,7 +208,7 @@ def test_beside_a_preempted_online_sequence_offline_tokens_keep_within_its_slack
     run.submit("online", list(range(100)), 50)
     run.step()
     run.submit("offline", list(range(300, 800)), 3, offline=True)
-    run.engine.planner.preempt(run.engine.held("online"), run.now, "memory")
+    run.engine.memory.preempt(run.engine.held("online"), run.now, "memory")
     plan = run.engine.plan(run.now)
     assert run.engine.planner.last_limits.offline_limit_s == 0, "it has no head start yet"
     assert len(plan.rows) == 1 and run.engine.held("online").row in plan.rows
@@ -227,12 +228,12 @@ def test_nobody_is_preempted_for_blocks_that_a_copy_still_reads():
     assert run.engine.counters.num_preemptions == 0
     for copy in copies:
         run.executor.copy(copy)
-        run.engine.on_copy(copy.copy_id, True, run.now)
+        run.engine.apply(OnCopy(copy.copy_id, True), run.now)
     for copy in run.engine.next_copies():
         run.executor.copy(copy)
-        run.engine.on_copy(copy.copy_id, True, run.now)
-    for step in list(run.engine._in_flight.values()):
-        run.engine.on_step(run.executor.execute(step.plan), run.now)
+        run.engine.apply(OnCopy(copy.copy_id, True), run.now)
+    for step in list(run.engine.steps.in_flight.values()):
+        run.engine.apply(OnStep(run.executor.execute(step.plan)), run.now)
     run.engine.plan(run.now)
     assert run.engine.held("online").row >= 0
     assert run.engine.counters.num_preemptions == 4

@@ -15,12 +15,15 @@ import torch
 from opentelemetry.trace import Tracer
 
 from services.worker.engine_building import build_engine
-from services.worker.engine_loop import EngineLoop, StepStats
+from services.worker.engine_loop import EngineLoop
 from services.worker.kv_transport import KvTransport, Network, TransportLimits
 from services.worker.migration.host import device_pool, host_pool
 from services.worker.migration.service import MigrationService
 from shared.bus.interface import Bus
 from shared.bus.nats_bus import NatsBus
+from shared.engine import calls
+from shared.engine.calls import AddModel, Submit
+from shared.engine.driver import StepStats
 from shared.engine.moving import TakenOut
 from shared.engine.plan import CopyKind, KvCopy, ModelShape, StepPlan, StepResult
 from shared.engine.requests import Ended, Output
@@ -185,7 +188,7 @@ class Party:
     async def start(self) -> None:
         self._event_loop = asyncio.get_running_loop()
         with self.loop.locked() as engine:
-            engine.add_model(SHAPE)
+            engine.apply(AddModel(SHAPE), 0.0)
         if self.transport is not None:
             self.transport.register(device_pool("a"), self.executor.rows(False))
             self.transport.register(host_pool("a"), self.executor.rows(True))
@@ -230,6 +233,10 @@ class Party:
     def is_draining(self) -> bool:
         return self.draining
 
+    @property
+    def leaving_models(self) -> frozenset[str]:
+        return frozenset()
+
     def peers(self) -> dict[str, InstanceInfo]:
         return self.registry
 
@@ -270,11 +277,11 @@ class Party:
             if cancel.epoch is None:
                 self.service.forward_cancel(cancel.request_id)
         elif cancel.epoch is None or held_epoch <= cancel.epoch:
-            self.loop.cancel(cancel.request_id)
+            self.loop.apply(calls.Cancel(cancel.request_id))
 
     # what tests do
     def submit(self, request: GenerationRequest) -> None:
-        assert self.loop.submit(request) is None
+        assert self.loop.apply(Submit(request)) is None
 
     def rebalance(
         self, *destinations: str, reason: MoveReason = MoveReason.BALANCE, lease_s: float = 0.3, at_once: int = 1
@@ -293,9 +300,11 @@ class Party:
         with self.loop.locked() as engine:
             engine.check()
             assert not engine.all_held()
-            assert engine.pool.used_merged() == 0, f"{self.name} leaks slots: {engine._pinned}, {[*engine._arrivals]}"
-            host = engine.planner.host.pool
-            assert host is None or host.used_merged() == 0, f"{self.name} leaks host slots: {engine._pinned}"
+            assert engine.pool.used_merged() == 0, (
+                f"{self.name} leaks slots: {engine.outgoing.pinned}, {[*engine.reservations]}"
+            )
+            host = engine.memory.host.pool
+            assert host is None or host.used_merged() == 0, f"{self.name} leaks host slots: {engine.outgoing.pinned}"
 
 
 async def make_party(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 
+from shared.engine.engine import Engine
 from shared.messages.catalogue import INSTANCE_CANCEL
 from shared.messages.migration import AbortReason, MoveReason
 from shared.messages.requests import (
@@ -176,7 +177,7 @@ async def test_a_drain_moves_everything(make) -> None:
     await group.until(lambda: any(group.progress(one) > 3 for one in online))
     group.source.draining = True
     group.source.rebalance("b", reason=MoveReason.DRAIN, lease_s=8.0)
-    await group.until(lambda: not group.source.loop.num_held())
+    await group.until(lambda: not group.source.loop.ask(Engine.num_held))
     assert not any(one.request_id in group.gateway.ends for one in online)
     await group.ended(*online, *offline, owner="b")
 
@@ -191,7 +192,7 @@ async def test_a_drain_moves_four_at_once_where_balancing_moves_one(make) -> Non
         group.source.draining = reason is MoveReason.DRAIN
         group.source.rebalance("b", reason=reason, lease_s=8.0, at_once=DRAIN_CONCURRENCY)
         at_once = 0
-        while group.source.loop.num_held() > 4:
+        while group.source.loop.ask(Engine.num_held) > 4:
             at_once = max(at_once, group.source.service.num_moving_out)
             await asyncio.sleep(0.001)
         assert at_once == most

@@ -13,6 +13,7 @@ from services.worker.engine_loop import StepStats
 from services.worker.kv_transport import Outgoing
 from services.worker.migration.outgoing import OutgoingMigration
 from services.worker.migration.service import DEFAULT_STEP_S
+from shared.engine.calls import Call, Pin, PinRest, Reserve, Seal, TakeOut
 from shared.engine.moving import TakenOut
 from shared.messages.catalogue import INSTANCE_CANCEL
 from shared.messages.migration import PreAllocate
@@ -102,7 +103,8 @@ async def test_a_running_request_without_its_kv_is_not_handed_over(make, monkeyp
         on_taken_out(self, msgspec.structs.replace(taken, progress=progress))
 
     monkeypatch.setattr(OutgoingMigration, "on_taken_out", without_kv)
-    monkeypatch.setattr(group.source.loop, "pin_rest", lambda request_id, first_block: None)
+    apply = group.source.loop.apply
+    monkeypatch.setattr(group.source.loop, "apply", lambda call: None if isinstance(call, PinRest) else apply(call))
     group.source.rebalance("b", lease_s=0.1)
     await group.until(lambda: group.source.outcomes)
     assert (group.source.outcomes[0].is_moved, group.source.outcomes[0].reason) == (False, "preempted")
@@ -141,13 +143,14 @@ async def test_a_cancel_does_not_go_to_and_fro(make) -> None:
 async def test_room_for_the_last_blocks_is_kept_until_the_request_has_left_its_batch(make, monkeypatch) -> None:
     group = await make()
     asked: list[PreAllocate] = []
-    reserve = group.destination.loop.reserve
+    apply = group.destination.loop.apply
 
-    def noting(query: PreAllocate):
-        asked.append(query)
-        return reserve(query)
+    def noting(call: Call):
+        if isinstance(call, Reserve):
+            asked.append(call.query)
+        return apply(call)
 
-    monkeypatch.setattr(group.destination.loop, "reserve", noting)
+    monkeypatch.setattr(group.destination.loop, "apply", noting)
     sent = await running(group)
     group.source.rebalance("b")
     await group.ended(sent, owner="b")
@@ -170,9 +173,15 @@ async def test_the_transfer_of_the_last_blocks_is_open_when_the_request_leaves_i
     monkeypatch.setattr(OutgoingMigration, "on_taken_out", noting)
     monkeypatch.setattr(peer.Peer, "begin", beginning)
     group = await make(step_s=0.1)
-    gate, take_out = group.source.executor.gate, group.source.loop.take_out
-    # The step that runs then lasts until the destination has answered, however slow the machine is.
-    monkeypatch.setattr(group.source.loop, "take_out", lambda name: gate.clear() or take_out(name))
+    gate, apply = group.source.executor.gate, group.source.loop.apply
+
+    def closing(call: Call):
+        # The step that runs then lasts until the destination has answered, however slow the machine is.
+        if isinstance(call, TakeOut):
+            gate.clear()
+        return apply(call)
+
+    monkeypatch.setattr(group.source.loop, "apply", closing)
     sent = await running(group, 30)
     group.source.rebalance("b")
     await group.ended(sent, owner="b")
@@ -201,15 +210,15 @@ async def test_a_last_transfer_that_failed_before_the_request_left_keeps_it_here
         return begin(address, ticket if is_limited else b"t" * 16, *rest, is_limited=is_limited, **fields)
 
     monkeypatch.setattr(transport, "begin", with_a_bad_ticket)
-    sealed: list[str] = []
-    seal = group.source.loop.seal
-    monkeypatch.setattr(group.source.loop, "seal", lambda name: sealed.append(name) or seal(name))
+    calls: list[Call] = []
+    apply = group.source.loop.apply
+    monkeypatch.setattr(group.source.loop, "apply", lambda call: calls.append(call) or apply(call))
     sent = await running(group, 30)
     group.source.rebalance("b", lease_s=0.05)
     await group.until(lambda: group.source.outcomes)
     assert group.source.outcomes[0].reason == "transfer_failed"
     await group.ended(sent, owner="a")
-    assert not sealed and not group.destination.adopted
+    assert Seal("r1") not in calls and not group.destination.adopted
 
 
 @pytest.mark.parametrize("is_there", [True, False], ids=["prefix at the destination", "nothing there"])
@@ -236,10 +245,14 @@ async def test_an_error_in_the_driver_leaves_nothing_behind(make, monkeypatch) -
     group = await make(step_s=0.005)
     sent = await running(group)
 
-    def fail(request_id: str, first_block: int):
-        raise RuntimeError("a fault of the program")
+    apply = group.source.loop.apply
 
-    monkeypatch.setattr(group.source.loop, "pin", fail)
+    def fail(call: Call):
+        if isinstance(call, Pin):
+            raise RuntimeError("a fault of the program")
+        return apply(call)
+
+    monkeypatch.setattr(group.source.loop, "apply", fail)
     group.source.rebalance("b", lease_s=0.05)
     await group.until(lambda: group.source.outcomes)
     assert not group.source.outcomes[0].is_moved

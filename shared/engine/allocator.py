@@ -20,6 +20,7 @@ from shared.engine.counters import EngineCounters
 from shared.engine.host_kv import HostKv
 from shared.engine.kv_blocks import BlockPool
 from shared.engine.model_queue import ONLINE_RANKS, ModelQueue
+from shared.engine.plan import ModelShape
 from shared.engine.sequence import Move, Rank, Sequence, State
 from shared.policies.checkpointing import victim_key
 from shared.policies.ordering import OrderingPolicy
@@ -39,7 +40,7 @@ class Demand(NamedTuple):
     until_s: float
 
 
-class Room:
+class Allocator:
     """Queues, rows and KV slots of one instance."""
 
     def __init__(
@@ -61,10 +62,23 @@ class Room:
         """Kept free of offline work until it is asked for again."""
         self.expected: dict[str, float] = {}
         """Running online sequences that come from other instances, by migration: when they may be here, at the earliest."""
+        self.stuck: Sequence | None = None
+        """A waiting sequence that lacked room: nobody after it in the order, of any model, is admitted before it, but online
+        ones of models that hold less than their least share."""
+
+    @property
+    def stuck_online(self) -> Sequence | None:
+        """That one, if it is online and still waits."""
+        stuck = self.stuck
+        return stuck if stuck is not None and stuck.is_online and stuck.state == State.WAITING else None
 
     @property
     def num_free_rows(self) -> int:
         return len(self._free_rows)
+
+    @property
+    def free_rows(self) -> tuple[int, ...]:
+        return tuple(self._free_rows)
 
     def pool_of(self, on_host: bool) -> BlockPool:
         pool = self.host.pool if on_host else self.pool
@@ -75,7 +89,26 @@ class Room:
         """Total order over all sequences of the instance: smaller runs first and is preempted last."""
         return (sequence.rank, *self.ordering.key(sequence, now), sequence.number)
 
+    def add_model(self, shape: ModelShape) -> None:
+        for pool in (self.pool, self.host):
+            pool.add_model(shape.name, shape.page_tokens, shape.slots_per_merged)
+
+    def has_copies(self, model: str) -> bool:
+        """Whether copies under way read or write slots of the model."""
+        return self.host.has_copies(model) or self.compaction.has_moves(model)
+
+    def remove_model(self, name: str) -> None:
+        """Of which nothing is held."""
+        if self.demand is not None and self.demand.model == name:
+            self.demand = None
+        self.pool.remove_model(name)
+        self.host.remove_model(name)
+        del self.queues[name]
+
     # ------------------------------------------------------------------------------------------------ queues
+
+    def has_online_work(self) -> bool:
+        return any(queue.has_online_work() for queue in self.queues.values())
 
     def enqueue(self, sequence: Sequence, now: float) -> None:
         sequence.state = State.WAITING
@@ -160,7 +193,7 @@ class Room:
     def return_row(self, row: int) -> None:
         self._free_rows.append(row)
 
-    def _offline(self) -> list[Sequence]:
+    def offline_holders(self) -> list[Sequence]:
         """Offline sequences that hold slots."""
         return [
             sequence
@@ -195,18 +228,18 @@ class Room:
 
     def make_room_for_arrival(self, model: str, num_slots: int, now: float) -> bool:
         """As `make_room`, for what comes from another instance: only offline sequences give way to it."""
-        victims = [sequence for sequence in self._offline() if not sequence.in_flight]
+        victims = [sequence for sequence in self.offline_holders() if not sequence.in_flight]
         return self._give_way(model, victims, num_slots, True, now)
 
     def make_row_for_arrival(self, now: float) -> bool:
-        return self._give_row([sequence for sequence in self._offline() if not sequence.in_flight], now)
+        return self._give_row([sequence for sequence in self.offline_holders() if not sequence.in_flight], now)
 
     def num_offline_rows(self) -> int:
-        return len(self._offline())
+        return len(self.offline_holders())
 
     def could_have(self, model: str, num_slots: int) -> bool:
         """Whether so many slots are available or held by offline work, perhaps of a step in flight."""
-        return self._reaches(model, self._offline(), num_slots)
+        return self.reaches(model, self.offline_holders(), num_slots)
 
     # -------------------------------------------------------------------------------------------- least shares
 
@@ -249,7 +282,7 @@ class Room:
         others = sum(max(least, self._num_merged(name, slots)) for name, slots in held.items() if name != model)
         return wanted + others <= self.pool.num_merged
 
-    def _beyond_share(self, sequence: Sequence, num_slots: int, now: float) -> Iterator[Sequence]:
+    def beyond_share(self, sequence: Sequence, num_slots: int, now: float) -> Iterator[Sequence]:
         """Where a waiting sequence asks for no more than the least share of its model: online ones of models that hold more
         than theirs, all but the first of each; perhaps in flight."""
         least = self.least_merged()
@@ -366,6 +399,12 @@ class Room:
                 queue.suspended[sequence.number] = sequence
                 del queue.running[sequence.rank][sequence.number]
 
+    def take_discards(self) -> tuple[int, ...]:
+        """Suspended steps given up since the last call."""
+        discards = tuple(self._discards)
+        self._discards.clear()
+        return discards
+
     def take_suspended(self) -> PlannedStep:
         """The suspended step goes on, or is over: its sequences run again."""
         step, self.suspended = self.suspended, None
@@ -418,20 +457,20 @@ class Room:
         if (
             sequence.is_online
             and sequence.state == State.WAITING
-            and not self._reaches(sequence.model, victims, num_slots)
+            and not self.reaches(sequence.model, victims, num_slots)
         ):
-            victims += [other for other in self._beyond_share(sequence, num_slots, now) if not other.in_flight]
+            victims += [other for other in self.beyond_share(sequence, num_slots, now) if not other.in_flight]
         return self._give_way(sequence.model, victims, num_slots, sequence.is_online, now)
 
     def _give_way(self, model: str, victims: list[Sequence], num_slots: int, may_discard: bool, now: float) -> bool:
         """`may_discard`: the suspended step, if its sequences are needed too."""
-        if self._reaches(model, [], num_slots):
+        if self.reaches(model, [], num_slots):
             return self.compaction.make_room(model, num_slots)
-        if not self._reaches(model, victims, num_slots):
+        if not self.reaches(model, victims, num_slots):
             if self.suspended is None or not may_discard:
                 return False
             suspended = [held for queue in self.queues.values() for held in queue.suspended.values()]
-            if not self._reaches(model, [*victims, *suspended], num_slots):
+            if not self.reaches(model, [*victims, *suspended], num_slots):
                 return False
             self.discard_suspended(now)
             victims += [held for held in suspended if held.state == State.RUNNING]
@@ -442,7 +481,7 @@ class Room:
         # Others would take what they gave up if the rest came later.
         return self.compaction.make_room(model, num_slots, at_once=True)
 
-    def _reaches(self, model: str, victims: list[Sequence], num_slots: int) -> bool:
+    def reaches(self, model: str, victims: list[Sequence], num_slots: int) -> bool:
         """Whether the model could have so many slots if all of the victims were preempted, and slots moved together."""
         best = self.compaction.best_reach(model)
         for victim in victims:
@@ -470,7 +509,7 @@ class Room:
             else:
                 reach.give_up(victim)
         # What is not given up may stand in the way of moving the rest.
-        return chosen if self._reaches(model, chosen, num_slots) else victims
+        return chosen if self.reaches(model, chosen, num_slots) else victims
 
     def _growth_merged(self, num_steps: int) -> float:
         """Merged blocks that the running online sequences fill in so many steps."""

@@ -1,6 +1,6 @@
 """Requests on their way to other instances: what the source of a migration calls.
 
-    move_candidates
+    candidates
     pin .. unpin                   each stage, while the request goes on
     take_out -> effect TakenOut    then pin_rest, seal
     drop_moved | put_back          at the end; end_move where it was never taken out
@@ -15,38 +15,39 @@ from math import inf
 
 import msgspec
 
+from shared.engine.allocator import Allocator
 from shared.engine.model_queue import ONLINE_RANKS
 from shared.engine.moving import MoveCandidate, PinnedBlocks, TakenOut
-from shared.engine.planner import Planner
-from shared.engine.requests import Effect, Requests
+from shared.engine.requests import RequestTable
 from shared.engine.sequence import Move, Rank, Sequence, State
 from shared.messages.migration import SequenceProgress
 from shared.messages.requests import FinishReason, HeldRequest, pack_tokens
 from shared.migration.source import may_move
 
 
-class Departures(Requests):
-    def __init__(self, planner: Planner, max_waiting: int, move_cooldown_s: float) -> None:
-        super().__init__(planner, max_waiting)
+class Outgoing:
+    def __init__(self, requests: RequestTable, memory: Allocator, move_cooldown_s: float) -> None:
+        self._requests = requests
+        self._memory = memory
         self._move_cooldown_s = move_cooldown_s
-        self._pinned: list[PinnedBlocks] = []
+        self.pinned: list[PinnedBlocks] = []
         self._awaited: list[Sequence] = []
         """Taken out, but a step in flight computes them."""
         self._taken: list[tuple[Sequence, TakenOut]] = []
 
-    def _has_departures(self, model: str) -> bool:
+    def has_model(self, model: str) -> bool:
         """Whether slots of the model are pinned, or one of its sequences is perhaps another instance's."""
-        if any(pinned.model == model for pinned in self._pinned):
+        if any(pinned.model == model for pinned in self.pinned):
             return True
-        return any(sequence.move == Move.SEALED for sequence in self.planner.queues[model].leaving.values())
+        return any(sequence.move == Move.SEALED for sequence in self._memory.queues[model].leaving.values())
 
-    def move_candidates(self, now: float, include_offline: bool = False) -> list[MoveCandidate]:
+    def candidates(self, now: float, include_offline: bool = False) -> list[MoveCandidate]:
         """Requests that could leave now, in the order in which they should: online ones that wait, if the first has no room,
         then those that run: lower priority first, then fewer blocks. `include_offline` (to drain): all that
         wait as well, and offline ones after the online ones, those of a suspended step last (`take_out` gives it up)."""
         found: list[tuple[tuple[int, ...], Sequence]] = []
-        gives_waiting = include_offline or self.planner.stuck_online is not None
-        queues = self.planner.queues.values()
+        gives_waiting = include_offline or self._memory.stuck_online is not None
+        queues = self._memory.queues.values()
         # Normal ones leave for the sake of those of high priority, which do not follow while the last of them cool down.
         keeps_high = not include_offline and any(queue.running[Rank.ONLINE_NORMAL] for queue in queues)
         for queue in queues:
@@ -99,7 +100,7 @@ class Departures(Requests):
         """The filled blocks of a running sequence from `first_block` on, perhaps none, and up to one that is being moved
         within the pool; the first call (with 0) marks it as moving. None: it does not run, or was preempted since the first
         call."""
-        sequence = self._sequences.get(request_id)
+        sequence = self._requests.held(request_id)
         if sequence is None or self._has_lost(sequence):
             return None
         if sequence.state not in (State.RUNNING, State.LEAVING) or sequence.is_spoilt or sequence.move == Move.SEALED:
@@ -107,7 +108,7 @@ class Departures(Requests):
         if first_block and sequence.move != Move.PINNED:
             return None
         sequence.move = Move.PINNED
-        num_settled = self.planner.compaction.num_settled(sequence, sequence.num_filled)
+        num_settled = self._memory.compaction.num_settled(sequence, sequence.num_filled)
         return self._pin(sequence, sequence.blocks, first_block, num_settled, False)
 
     @staticmethod
@@ -119,42 +120,47 @@ class Departures(Requests):
         return True
 
     def _pin(self, sequence: Sequence, blocks: list[int], first: int, end: int, on_host: bool) -> PinnedBlocks:
-        root = self.planner.queues[sequence.model].root
+        root = self._memory.queues[sequence.model].root
         num_full = min(end, sequence.num_tokens // sequence.page_tokens)
         hashes = sequence.extend_hashes(num_full, sequence.page_tokens, root)[first:]
         pinned = PinnedBlocks(sequence.model, on_host, first, blocks[first:end], b"".join(hashes))
         if pinned.slots:
-            self.planner.pool_of(on_host).retain(sequence.model, pinned.slots)
-            self._pinned.append(pinned)
+            self._memory.pool_of(on_host).retain(sequence.model, pinned.slots)
+            self.pinned.append(pinned)
         return pinned
 
     def unpin(self, pinned: PinnedBlocks) -> None:
-        if pinned in self._pinned:
-            self._pinned.remove(pinned)
-            self.planner.pool_of(pinned.on_host).release(pinned.model, pinned.slots)
+        if pinned in self.pinned:
+            self.pinned.remove(pinned)
+            self._memory.pool_of(pinned.on_host).release(pinned.model, pinned.slots)
 
     def take_out(self, request_id: str, now: float) -> bool:
         """Out of the batch (or the queue) when the steps in flight that compute it have returned: the effect `TakenOut`
         says so, unless it ends in them. False: it is not here any more, was preempted since it was pinned, or is coming
         back from host memory."""
-        sequence = self._sequences.get(request_id)
+        sequence = self._requests.held(request_id)
         if sequence is None or self._has_lost(sequence) or sequence.is_spoilt:
             return False
         if sequence.state not in (State.RUNNING, State.WAITING):
             return False
-        self.planner.leave(sequence, now)
+        self._memory.leave(sequence, now)
         self._awaited.append(sequence)
-        self._finish_leaving(now)
+        self.finish_leaving(now)
         return True
 
-    def _finish_leaving(self, now: float) -> None:
+    @property
+    def is_awaiting(self) -> bool:
+        """Whether some that are to leave are still computed."""
+        return bool(self._awaited)
+
+    def finish_leaving(self, now: float) -> None:
         """Effects for those that no step in flight computes any more."""
         awaited, self._awaited = self._awaited, []
         for sequence in awaited:
             if sequence.state != State.LEAVING:
                 continue
             num_blocks = len(sequence.blocks)
-            if sequence.in_flight or self.planner.compaction.num_settled(sequence, num_blocks) < num_blocks:
+            if sequence.in_flight or self._memory.compaction.num_settled(sequence, num_blocks) < num_blocks:
                 self._awaited.append(sequence)
             else:
                 self._taken.append((sequence, self._taken_out(sequence, now)))
@@ -187,7 +193,7 @@ class Departures(Requests):
             num_recomputed=sequence.num_recomputed,
             num_restored_blocks=sequence.num_restored_blocks,
             num_suspensions=sequence.num_suspensions,
-            order_state=self.planner.ordering.export_state(sequence),
+            order_state=self._memory.ordering.export_state(sequence),
             num_moves=sequence.num_moves + 1,
             last_ran_age_s=now - sequence.last_ran_s,
             peak_computed=sequence.peak_computed,
@@ -196,16 +202,14 @@ class Departures(Requests):
         )
         return TakenOut(request.request_id, travelling, progress, now, sequence.here_since_s)
 
-    def effects(self) -> list[Effect]:
-        effects = super().effects()
-        if self._taken:
-            effects += [taken for sequence, taken in self._taken if sequence.state == State.LEAVING]
-            self._taken = []
-        return effects
+    def take_effects(self) -> list[TakenOut]:
+        """Since the last call."""
+        taken, self._taken = self._taken, []
+        return [effect for sequence, effect in taken if sequence.state == State.LEAVING]
 
     def _left(self, request_id: str) -> Sequence | None:
         """The sequence, if it has left the batch."""
-        sequence = self._sequences.get(request_id)
+        sequence = self._requests.held(request_id)
         if sequence is None or sequence.state != State.LEAVING or sequence.in_flight:
             return None
         return sequence
@@ -231,7 +235,7 @@ class Departures(Requests):
 
     def put_back(self, request_id: str, now: float, epoch: int | None = None) -> None:
         """It goes on here, where it was, in `epoch` if given; what was to end it while it was sealed does so now."""
-        sequence = self._sequences.get(request_id)
+        sequence = self._requests.held(request_id)
         if sequence is not None and sequence.state == State.LEAVING:
             self._put_back(sequence, now, epoch)
 
@@ -242,23 +246,23 @@ class Departures(Requests):
         sequence.moved_s = now
         self._awaited = [other for other in self._awaited if other is not sequence]
         self._taken = [(other, taken) for other, taken in self._taken if other is not sequence]
-        self.planner.come_back(sequence, now)
+        self._memory.come_back(sequence, now)
         if sequence.is_cancelled:
-            self._end(sequence, FinishReason.CANCELLED, now)
+            self._requests.end(sequence, FinishReason.CANCELLED, now)
         elif sequence.deadline_s <= now:
-            self._end_late(sequence, now)
+            self._requests.end_late(sequence, now)
 
-    def drop_moved(self, request_id: str, now: float) -> bool:
+    def drop_moved(self, request_id: str) -> bool:
         """Another instance's now: forgets it without an entry or an effect. True: a cancel came while it was sealed."""
         sequence = self._left(request_id)
         if sequence is None:
             return False
-        self._drop(sequence)
+        self._requests.drop(sequence)
         return sequence.is_cancelled
 
     def end_move(self, request_id: str, now: float) -> None:
         """The move is off: it may move again after the cooldown. One that was taken out, but not sealed, is put back."""
-        sequence = self._sequences.get(request_id)
+        sequence = self._requests.held(request_id)
         if sequence is None or sequence.move == Move.SEALED:
             return
         if sequence.state == State.LEAVING:

@@ -1,0 +1,254 @@
+"""The steps of one instance, from when they are planned until what they made is known: in flight, suspended, resumed, given
+up, rolled back.
+
+Computed-token counts advance when a step is planned, so that the next step can be planned while it runs. A failed step is
+rolled back: its sequences are preempted, because the executor's copy of them cannot be trusted any more, and results that
+steps in flight still bring for them are dropped by generation number. Results for unknown steps or ended requests change
+nothing. A step that may be interrupted is never followed by a second one in flight, so a suspended step is rolled back
+exactly if it is given up.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from struct import Struct
+
+from shared.engine.allocator import Allocator
+from shared.engine.batch import PlannedStep
+from shared.engine.charging import Charging
+from shared.engine.model_queue import ModelQueue
+from shared.engine.plan import StepResult
+from shared.engine.planner import Planner
+from shared.engine.requests import RequestTable
+from shared.engine.sequence import Sequence, State
+from shared.messages.requests import ErrorCode, ErrorInfo, FinishReason, TokenEntry, TokenLogprob
+from shared.policies.interruption import Next, SuspendedStep, should_interrupt, what_next
+
+MAX_STEP_FAILURES = 3
+"""A request whose steps failed so many times ends with an error instead of being tried again."""
+
+_pack_token = Struct("<i").pack
+
+
+class Steps:
+    """At most `max_in_flight` at once, executed in the order in which they are planned."""
+
+    def __init__(
+        self, memory: Allocator, planner: Planner, requests: RequestTable, charging: Charging, max_in_flight: int
+    ) -> None:
+        self.max_in_flight = max_in_flight
+        self._memory = memory
+        self._planner = planner
+        self._requests = requests
+        self._charging = charging
+        self._in_flight: dict[int, PlannedStep] = {}
+        self._num_planned = 0
+        self._last_end_s = 0.0
+        """When the last step returned: one planned behind it began then."""
+        self._last_plan_s = 0.0
+
+    @property
+    def in_flight(self) -> Mapping[int, PlannedStep]:
+        """By id, in order."""
+        return self._in_flight
+
+    def plan(self, now: float) -> PlannedStep | None:
+        """The next step to execute, or None where none can be planned now."""
+        in_flight = self._in_flight.values()
+        planned = None
+        # Parts of a suspended step and online steps take turns, so nothing is planned ahead while there is one.
+        depth = self.max_in_flight if self._memory.suspended is None else 1
+        if len(in_flight) < depth and not any(step.plan.is_interruptible for step in in_flight):
+            begins_s = max((now, *(self._predicted_end_s(step) for step in in_flight)))
+            planned = self._resume(now) or self._planner.plan(self._num_planned, now, begins_s, is_alone=not in_flight)
+            if planned is None and not in_flight and self._memory.suspended is not None:
+                # Online requests wait for what only others can give them.
+                planned = self._go_on(1.0, now)
+        if planned is not None:
+            if not planned.plan.resumes:
+                self._num_planned += 1
+            self._in_flight[planned.plan.step_id] = planned
+        self._last_plan_s = now
+        return planned
+
+    @property
+    def running(self) -> PlannedStep | None:
+        """The oldest in flight."""
+        return next(iter(self._in_flight.values()), None)
+
+    def _predicted_end_s(self, step: PlannedStep) -> float:
+        return max(step.planned_s, self._last_end_s) + step.predicted_s * (1 - step.done_share)
+
+    def busy_s(self, now: float) -> float:
+        """Until the steps in flight end, if a sequence that comes from another instance should rather come after them: one
+        of them is long and cannot be interrupted. One that runs over its prediction is expected to go on for as long as it
+        has been over."""
+        if not any(step.is_long and not step.plan.is_interruptible for step in self._in_flight.values()):
+            return 0.0
+        return abs(max(self._predicted_end_s(step) for step in self._in_flight.values()) - now)
+
+    def online_wait_s(self, now: float) -> float:
+        """Until the steps in flight end that an online request would wait for."""
+        waits = [self._predicted_end_s(step) for step in self._in_flight.values() if not step.plan.is_interruptible]
+        return max(0.0, max(waits, default=0.0) - now)
+
+    def _resume(self, now: float) -> PlannedStep | None:
+        """The suspended step, if it is to go on now; gives it up if that is cheaper."""
+        self.discard_if_empty(now)
+        step = self._memory.suspended
+        if step is None:
+            return None
+        has_online = self._memory.has_online_work()
+        if step.is_part and has_online:
+            # Parts and online steps take turns.
+            step.is_part = False
+            return None
+        left_s = step.predicted_s * (1 - step.done_share) or step.ran_s
+        safepoint_s = step.predicted_s * self._safepoint_share(step) or math.inf
+        spare_s = self._planner.spare_s(now) if has_online else 0.0
+        state = SuspendedStep(step.ran_s, left_s, step.lost_s)
+        match what_next(state, has_online=has_online, spare_s=spare_s, safepoint_s=safepoint_s):
+            case Next.RESUME:
+                return self._go_on(1.0, now)
+            case Next.PART:
+                return self._go_on(min(1.0, step.done_share + spare_s / step.predicted_s), now)
+            case Next.DISCARD:
+                self._memory.discard_suspended(now)
+            case Next.WAIT:
+                step.lost_s += min(spare_s, now - max(step.suspended_s, self._last_plan_s))
+        return None
+
+    def _go_on(self, stop_share: float, now: float) -> PlannedStep:
+        step = self._planner.resume(now, stop_share)
+        step.is_part = stop_share < 1.0
+        if not step.is_part:
+            self._memory.counters.steps_resumed += 1
+        return step
+
+    def _safepoint_share(self, step: PlannedStep) -> float:
+        """Of a step's layers, those between two safepoints."""
+        cost_model = self._memory.queues[step.plan.model].cost_model
+        return 1.0 if cost_model is None else cost_model.layers_per_safepoint / cost_model.num_layers
+
+    def take_interrupt(self, now: float) -> int | None:
+        """The step in flight that is to stop at its next safepoint, for the sake of an online request that would miss its
+        objective; named once."""
+        step = self.running
+        if step is None or not step.plan.is_interruptible or step.is_interrupted or not self._memory.has_online_work():
+            return None
+        if step.is_part:
+            # It stops by itself, within what the objectives leave.
+            return None
+        if step.predicted_s:
+            online_s, objective_s = self._planner.online_need(now)
+            left_s = step.predicted_s * (1 - step.done_share)
+            elapsed_s = now - max(step.planned_s, self._last_end_s)
+            safepoint_s = step.predicted_s * self._safepoint_share(step)
+            if not should_interrupt(elapsed_s, left_s, objective_s, online_s, safepoint_s):
+                return None
+        step.is_interrupted = True
+        return step.plan.step_id
+
+    def on_result(self, result: StepResult, now: float, *, gives_up: bool) -> PlannedStep | None:
+        """What a step made, or that it failed or was suspended; None where it is not known. `gives_up`: a suspended one is
+        not to be resumed."""
+        step = self._in_flight.pop(result.step_id, None)
+        if step is None:
+            return None
+        step.ran_s += now - max(step.planned_s, self._last_end_s)
+        self._last_end_s = now
+        if result.suspended_share >= 0 and not result.error:
+            self._memory.suspend(step, result.suspended_share, now)
+            # The turn is that of whoever interrupted it.
+            step.is_part = step.is_part or step.is_interrupted
+            leaves = any(sequence.state == State.LEAVING for sequence in step.sequences)
+            self.discard_if_empty(now, always=leaves or gives_up)
+            return step
+        for sequence in step.sequences:
+            sequence.in_flight -= 1
+        if result.error:
+            self._roll_back(step, result.error, now)
+        else:
+            self._charging.charge(step, now)
+            self._apply(step, result, now)
+        self._memory.settle(step, now)
+        return step
+
+    def discard_if_empty(self, now: float, always: bool = False) -> None:
+        """Gives the suspended step up if nobody waits for it any more."""
+        step = self._memory.suspended
+        if step is not None and (always or not self._memory.queues[step.plan.model].suspended):
+            self._memory.discard_suspended(now)
+
+    def _apply(self, step: PlannedStep, result: StepResult, now: float) -> None:
+        plan, tokens, logprobs = step.plan, result.tokens, result.logprobs
+        queue = self._memory.queues[plan.model]
+        outputs, none = self._requests.outputs, ()
+        position = -1
+        for sequence, generation, start, count, samples in zip(
+            step.sequences, step.generations, plan.starts, plan.counts, plan.samples, strict=True
+        ):
+            if samples:
+                position += 1
+            if sequence.generation != generation or sequence.state == State.ENDED:
+                continue
+            if start + count >= sequence.next_register:
+                self._register_blocks(sequence, queue, start + count)
+            if not samples:
+                continue
+            token = tokens[position]
+            known = sequence.tokens
+            offset = len(known) - sequence.num_prompt
+            known.append(token)
+            if sequence.last_token_s is not None:
+                sequence.max_itl_s = max(sequence.max_itl_s, now - sequence.last_token_s)
+            sequence.last_token_s = now
+            if sequence.first_token_s is None:
+                sequence.first_token_s = now
+                sequence.first_total = len(known)
+            entry_logprobs: tuple[TokenLogprob, ...] = none
+            if logprobs is not None and (logprob := logprobs[position]) is not None:
+                entry_logprobs = (logprob,)
+            if (token in sequence.stop_ids and len(known) > sequence.min_total) or len(known) >= sequence.max_total:
+                reason = self._requests.finish_reason(sequence, token)
+                assert reason is not None
+                self._requests.end(sequence, reason, now, tokens=_pack_token(token), logprobs=entry_logprobs)
+                continue
+            request = sequence.request
+            entry = TokenEntry(
+                request.request_id,
+                request.epoch,
+                offset,
+                _pack_token(token),
+                None,
+                entry_logprobs,
+                sequence.num_cached_tokens,
+            )
+            entries = outputs.get(request.gateway_id)
+            if entries is None:
+                outputs[request.gateway_id] = [entry]
+            else:
+                entries.append(entry)
+
+    def _register_blocks(self, sequence: Sequence, queue: ModelQueue, num_computed: int) -> None:
+        """Enters the blocks that this step filled in the prefix cache."""
+        page = queue.shape.page_tokens
+        num_full = num_computed // page
+        hashes = sequence.extend_hashes(num_full, page, queue.root)
+        for index in range(sequence.next_register // page - 1, num_full):
+            self._memory.pool.register(queue.name, sequence.blocks[index], hashes[index])
+        sequence.next_register = (num_full + 1) * page
+
+    def _roll_back(self, step: PlannedStep, error: str, now: float) -> None:
+        for sequence, generation in zip(step.sequences, step.generations, strict=True):
+            if sequence.generation != generation or sequence.state == State.ENDED:
+                continue
+            # Nothing is left to compute of it, so it is not planned again before it is preempted (on_step).
+            sequence.is_spoilt = True
+            sequence.total = sequence.num_computed = len(sequence.tokens)
+            sequence.generation += 1
+            sequence.num_failures += 1
+            if sequence.num_failures >= MAX_STEP_FAILURES:
+                message = f"{MAX_STEP_FAILURES} steps of this request failed; the last one: {error}"
+                self._requests.end(sequence, FinishReason.ERROR, now, ErrorInfo(ErrorCode.INTERNAL, message))
