@@ -6,7 +6,7 @@ from enum import StrEnum
 
 import msgspec
 
-from shared.messages.requests import Count, Epoch, GenerationRequest, Number, Priority, RequestClass, Seconds
+from shared.messages.requests import Count, Epoch, GenerationRequest, Number, PeerId, Priority, RequestClass, Seconds
 
 
 class MoveReason(StrEnum):
@@ -40,7 +40,7 @@ class Rebalance(msgspec.Struct, frozen=True, array_like=True):
     """Scheduler to source: give requests away, to the first of these that can take them. Repeated while it holds; it ends
     `lease_s` after the last one, or at once with no destinations."""
 
-    destinations: list[str]
+    destinations: list[PeerId]
     """Instance ids, freest first."""
     reason: MoveReason
     lease_s: Seconds
@@ -53,7 +53,7 @@ class PreAllocate(msgspec.Struct, frozen=True, array_like=True):
     answered alike."""
 
     migration_id: str
-    source_id: str
+    source_id: PeerId
     request_id: str
     model: str
     request_class: RequestClass
@@ -131,7 +131,7 @@ class Commit(msgspec.Struct, frozen=True, array_like=True):
     """Source to destination: the request is yours. The only hand-over of ownership."""
 
     migration_id: str
-    source_id: str
+    source_id: PeerId
     request: GenerationRequest
     """In its new epoch, with all output so far as `prior`; times re-based to the sending."""
     progress: SequenceProgress

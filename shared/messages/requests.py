@@ -18,6 +18,8 @@ Seconds = Annotated[float, Meta(ge=-1e12, le=1e12)]
 """Unix times too."""
 Number = Annotated[float, Meta(ge=-1e300)]
 """Infinite perhaps, but never NaN."""
+PeerId = Annotated[str, Meta(max_length=256, pattern=r"^[^\s.*>]*$")]
+"""Becomes part of a subject: NATS closes the connection of who publishes to one that is too long."""
 TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 
 
@@ -127,7 +129,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, array_like=True):
     """One sequence to generate, from gateway to scheduler to instance. A client's `n > 1` is n of these."""
 
     request_id: str
-    gateway_id: str
+    gateway_id: PeerId
     model: str
     prompt: bytes
     """Packed token ids."""
@@ -209,7 +211,7 @@ class TokenFrame(msgspec.Struct, frozen=True, array_like=True):
     """All tokens that one iteration of one instance made for one gateway's requests. `sender` is an instance id, or a
     scheduler's id where a queued request ended without being dispatched."""
 
-    sender: str
+    sender: PeerId
     entries: list[TokenEntry]
 
 
@@ -229,7 +231,7 @@ class MovedRequest(msgspec.Struct, frozen=True, array_like=True):
     """A request that was handed over: who owns it now, as far as the teller knows."""
 
     request_id: str
-    instance_id: str
+    instance_id: PeerId
     epoch: Epoch
 
 
@@ -249,7 +251,7 @@ class HeldRequest(msgspec.Struct, frozen=True, array_like=True):
     """A request as an instance holds it; what a new scheduler rebuilds its view from."""
 
     request_id: str
-    gateway_id: str
+    gateway_id: PeerId
     epoch: Epoch
     model: str
     num_tokens: Count
@@ -273,5 +275,5 @@ class LostRequest(msgspec.Struct, frozen=True, array_like=True):
 class RequestsLost(msgspec.Struct, frozen=True, array_like=True):
     """Scheduler to gateway: the instance is gone; place these again with the tokens so far and a higher epoch."""
 
-    instance_id: str
+    instance_id: PeerId
     requests: list[LostRequest]

@@ -11,7 +11,6 @@ from typing import Any
 
 import httpx
 import msgspec
-import pytest
 
 from shared.bus.codec import ERROR_HEADER, UNREADABLE, decoder, encode, request_headers
 from shared.bus.nats_bus import NatsBus
@@ -151,8 +150,3 @@ def check(stack: Stack, num: int) -> None:
 def test_malformed_messages_on_every_subject(stack: Stack) -> None:
     assert set(CHANNELS) >= WORTH_OBEYING and catalogue.PREFIX
     check(stack, 60)
-
-
-@pytest.mark.slow
-def test_many_malformed_messages_on_every_subject(stack: Stack) -> None:
-    check(stack, 4000)

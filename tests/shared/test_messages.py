@@ -64,7 +64,14 @@ def test_a_newer_peer_may_add_fields_at_the_end(kind: type[msgspec.Struct]) -> N
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("epoch", 2**62), ("epoch", -1), ("timeout_s", float("nan")), ("waited_s", float("inf")), ("sampling", [7, -1])],
+    [
+        ("epoch", 2**62),
+        ("epoch", -1),
+        ("timeout_s", float("nan")),
+        ("waited_s", float("inf")),
+        ("sampling", [7, -1]),
+        ("gateway_id", "x" * 70_000),
+    ],
 )
 def test_what_would_leave_the_arithmetic_is_not_read(field: str, value: Any) -> None:
     fields = [value if name == field else each for name, each in zip(
