@@ -22,7 +22,7 @@ from shared.settings import GatewaySettings
 
 SWEEP_S = 0.25
 MIN_BODY_BYTES_PER_S = 500
-"""A body may take `body_idle_timeout_s`, and a second more for each of so many bytes."""
+"""So many bytes of a body earn a second, of which no more than `body_idle_timeout_s` are kept."""
 REFUSED_S = 1.0
 """A refused connection stays so long, unread, because closing it at once would take the answer from its client."""
 CLOSING_S = 10.0
@@ -42,25 +42,24 @@ class Waiting:
 
     def begin(self, *, is_head: bool) -> None:
         self._is_head = is_head
-        self._total_s = self._quiet_s = 0.0
+        self._left_s = self._head_timeout_s if is_head else self._body_idle_timeout_s
         self.num_bytes = 0
 
     def on_bytes(self, num_bytes: int) -> None:
         self.num_bytes += num_bytes
-        self._quiet_s = 0.0
+        if not self._is_head:
+            # More than this would let a body that came fast at first be held for hours by a byte now and then.
+            self._left_s = min(self._body_idle_timeout_s, self._left_s + num_bytes / MIN_BODY_BYTES_PER_S)
 
     def tick(self, elapsed_s: float) -> ApiError | None:
         """`elapsed_s`: in which the client could have sent. The refusal, if it was too slow."""
-        self._total_s += elapsed_s
-        self._quiet_s += elapsed_s
+        self._left_s -= elapsed_s
+        if self._left_s >= 0:
+            return None
         if self._is_head:
-            if self._total_s <= self._head_timeout_s:
-                return None
             what = f"The request's head did not come within {self._head_timeout_s:g} s"
             return ApiError(408, f"{what} (TIDEWAY_HEAD_TIMEOUT_S).", type="timeout_error", code="slow_head")
         limit_s = self._body_idle_timeout_s
-        if self._quiet_s <= limit_s and self._total_s <= limit_s + self.num_bytes / MIN_BODY_BYTES_PER_S:
-            return None
         return ApiError(
             408,
             f"The request's body came too slowly: {limit_s:g} s without a byte (TIDEWAY_BODY_IDLE_TIMEOUT_S), or less than "

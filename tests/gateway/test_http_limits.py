@@ -190,6 +190,16 @@ def test_a_body_may_be_slow_as_long_as_it_comes() -> None:
     assert refusals.index(next(filter(None, refusals))) == 30, "a byte a second is not enough"
 
 
+def test_a_fast_beginning_of_a_body_earns_no_hours() -> None:
+    waiting = Waiting(head_timeout_s=10, body_idle_timeout_s=30)
+    waiting.begin(is_head=False)
+    waiting.on_bytes(8 << 20)
+    assert waiting.tick(29.0) is None
+    waiting.on_bytes(1)
+    refusal = waiting.tick(29.0)
+    assert refusal is not None and refusal.code == "slow_body"
+
+
 def test_bodies_share_their_room() -> None:
     room = BodyRoom(max_body_bytes=10 * FREE_BYTES, max_total_bytes=12 * FREE_BYTES)
     room.grow(0, 10 * FREE_BYTES)
