@@ -79,7 +79,7 @@ class GatewayService:
             table,
             Files(bus),
             Batches(bus),
-            Audit(bus, gateway_id),
+            Audit(bus, gateway_id, metrics),
         )
         self._key_files = KeyFiles(settings, admission, metrics)
         self._batch_service = BatchService(self.context)
@@ -172,7 +172,7 @@ class GatewayService:
                 "listening on %s WITHOUT API KEYS: everybody who reaches this address may use the models%s. "
                 "Set TIDEWAY_API_KEYS or TIDEWAY_API_KEYS_FILE.",
                 address,
-                "" if settings.admin_api_key else " and the admin API",
+                "" if self.context.admission.has_admin_keys else " and the admin API",
             )
 
 

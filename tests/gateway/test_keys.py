@@ -10,6 +10,7 @@ import pytest
 
 from services.gateway import audit, key_files
 from services.gateway.admission import AdminKey, AdminRole, Admission, Key, read_admin_keys
+from shared.messages.catalogue import AUDIT
 from shared.messages.cluster import ModelSpec
 from shared.messages.requests import RequestClass
 from shared.settings import BusSettings, GatewaySettings, SettingsError
@@ -41,27 +42,47 @@ async def test_roles_and_the_audit_log(
         ]
         assert statuses == [403, 401, 200]
         shown = (await stack.client.get("/admin/audit", headers=bearer("r-secret"))).json()["actions"]
-        assert [(one["who"], one["status"], one["body"]) for one in shown[:3]] == [
+        assert [(one["who"], one["status"], one["body"]) for one in shown] == [
             ("anna", 200, '{"replicas":2}'),
-            ("", 401, ""),
             ("rob", 403, ""),
         ]
-        assert all((one["action"], one["address"]) == (f"POST {path}", "127.0.0.1") for one in shown[:3])
+        assert all((one["action"], one["address"]) == (f"POST {path}", "127.0.0.1") for one in shown)
         lines = [
             json.loads(r.getMessage().removeprefix("audit ")) for r in caplog.records if r.name == audit.logger.name
         ]
-        assert lines == shown[2::-1] and "secret" not in json.dumps(lines)
+        assert [line for line in lines if line["who"]] == shown[::-1] and "secret" not in json.dumps(lines)
+        assert [line["status"] for line in lines if not line["who"]] == [401]
+
+
+async def test_strangers_cannot_push_actions_out_of_the_audit_log(
+    nats_settings: BusSettings, checkpoint: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(audit, "MAX_ACTIONS", 3)
+    monkeypatch.setattr(audit, "REFUSALS_LOGGED_S", 3600.0)
+    caplog.set_level("INFO", audit.logger.name)
+    specs = [ModelSpec(MODEL, str(checkpoint))]
+    async with running_stack(nats_settings, specs, admin_api_key="s") as stack:
+        await stack.client.post("/admin/scale", json={"instances": 2}, headers=bearer("s"))
+        for _ in range(10):
+            assert (await stack.client.post("/admin/scale", json={"instances": 9})).status_code == 401
+        shown = (await stack.client.get("/admin/audit", headers=bearer("s"))).json()["actions"]
+        assert [one["who"] for one in shown] == ["admin"]
+        assert "tideway_gateway_admin_refusals_total 10.0" in (await stack.client.get("/metrics")).text
+        assert len([r for r in caplog.records if '"status":401' in r.getMessage()]) == 1
 
 
 async def test_the_audit_log_is_bounded(
     nats_settings: BusSettings, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(audit, "MAX_ACTIONS", 3)
+    monkeypatch.setattr(audit, "ACTIONS_BETWEEN_TRIMS", 1)
     async with running_stack(nats_settings, [ModelSpec(MODEL, str(checkpoint))]) as stack:
         for instances in range(1, 6):
             await stack.client.post("/admin/scale", json={"instances": instances})
         shown = (await stack.client.get("/admin/audit")).json()["actions"]
         assert [json.loads(one["body"])["instances"] for one in shown] == [5, 4, 3]
+        stored = await (await stack.peer.bus.key_value(AUDIT)).entries()
+        assert len(stored) <= 5, "those that are too many go before one more is stored"
 
 
 async def test_keys_are_read_again_when_their_file_changes(
