@@ -109,6 +109,33 @@ class Key:
         return found
 
 
+class PromptCharge:
+    """The prompt of one batch line, which counts once against the tokens per minute of its key, however often the line is
+    tried."""
+
+    def __init__(self) -> None:
+        self._num_tokens = 0
+        """0: not known before it was tokenised."""
+        self._is_charged = False
+
+    def charge(self, key: Key, num_tokens: int, now: float) -> None:
+        """As `Key.charge_prompt`."""
+        self._num_tokens = num_tokens
+        if not self._is_charged:
+            key.charge_prompt(num_tokens, now)
+            self._is_charged = True
+
+    def wait_s(self, key: Key, now: float) -> float:
+        """For how long it is of no use to try the line. 0: now; a prompt whose length is known is charged then."""
+        limit, num_tokens = key.tokens_per_minute, max(1, self._num_tokens)
+        if limit is None or self._is_charged or num_tokens > limit:
+            return 0.0
+        wait_s = key.window.seconds_until_below(limit - num_tokens, now)
+        if not wait_s and self._num_tokens:
+            self.charge(key, num_tokens, now)
+        return wait_s
+
+
 class AdminRole(StrEnum):
     READ = "read"
     """What is there, and nothing else."""
@@ -159,6 +186,8 @@ class Admission:
         """`max_in_flight`: sequences over all calls of a class, so that work that may wait turns nobody away who may
         not."""
         self._keys: dict[bytes, Key] = {}
+        self._by_tenant: dict[str, Key] = {}
+        """Those that were taken away too: their batches go on within their limits."""
         self._admin_keys: dict[bytes, AdminKey] = {}
         self.set_keys(keys, admin_keys)
         self._anybody = Key()
@@ -167,13 +196,13 @@ class Admission:
 
     def set_keys(self, keys: dict[str, Key], admin_keys: dict[str, AdminKey]) -> None:
         """In place of those there were. What a key that stays has in flight and has used goes on counting."""
-        known, self._keys = self._keys, {}
+        self._keys = {}
         for text, limits in keys.items():
             digest = _digest(text)
-            key = known.get(digest, limits)
+            tenant = digest.hex()[:32]
+            key = self._keys[digest] = self._by_tenant.setdefault(tenant, limits)
             key.max_in_flight, key.tokens_per_minute = limits.max_in_flight, limits.tokens_per_minute
-            key.may_be_high, key.tenant = limits.may_be_high, digest.hex()[:32]
-            self._keys[digest] = key
+            key.may_be_high, key.tenant = limits.may_be_high, tenant
         self._admin_keys = {_digest(text): admin for text, admin in admin_keys.items()}
 
     @property
@@ -181,8 +210,8 @@ class Admission:
         return bool(self._admin_keys)
 
     def key_of(self, tenant: str) -> Key:
-        """Of a tenant whose key was taken away: one without limits."""
-        return next((key for key in self._keys.values() if key.tenant == tenant), self._anybody)
+        """Of a tenant whose key this process has never had: one without limits."""
+        return self._by_tenant.get(tenant, self._anybody)
 
     @property
     def is_open(self) -> bool:

@@ -17,6 +17,7 @@ import msgspec
 from opentelemetry.context import Context
 from opentelemetry.trace import Span
 
+from services.gateway.admission import Key, PromptCharge
 from services.gateway.batch_input import InputError, InputLine, insist, read_lines
 from services.gateway.batch_output import BatchOutput
 from services.gateway.batch_state import (
@@ -309,12 +310,14 @@ class BatchRun:
         )
 
     async def _answer(self, line: InputLine, account: Account) -> None:
-        custom_id, attempts = custom_id_of(line.raw), Attempts()
+        custom_id, attempts, charge = custom_id_of(line.raw), Attempts(), PromptCharge()
         while True:
+            while (wait_s := charge.wait_s(self._key(), self._context.bus.now())) > 0:
+                await asyncio.sleep(wait_s)
             taken = await account.take(self._book.plan.tokens[line.index])
             limit = None
             try:
-                result = await self._attempt(custom_id, line.raw, taken)
+                result = await self._attempt(custom_id, line.raw, taken, charge)
                 break
             except ApiError as error:
                 failure, code = error, _CODE_OF_STATUS.get(error.status, ErrorCode.BAD_REQUEST)
@@ -359,15 +362,26 @@ class BatchRun:
     def _on_output(self, num_tokens: int, now: float) -> None:
         self._progress_at = self._context.bus.now()
 
-    async def _attempt(self, custom_id: str, raw: bytes, taken: Taken) -> BatchLineResult:
+    def _key(self) -> Key:
+        return self._context.admission.key_of(self._record.tenant)
+
+    async def _attempt(self, custom_id: str, raw: bytes, taken: Taken, charge: PromptCharge) -> BatchLineResult:
         endpoint = self._record.endpoint
         _, body = read_line(raw, endpoint)
         timeout_s = min(LINE_TIMEOUT_S, max(0.001, self._record.deadline_s - time.time()))
         span = self._span.get_span_context()
         operation = ENDPOINTS[endpoint][0]
-        key = self._context.admission.key_of(self._record.tenant)
         return await answer_line(
-            self._context, custom_id, body, operation, timeout_s, span, key, taken.settle, self._on_output
+            self._context,
+            custom_id,
+            body,
+            operation,
+            timeout_s,
+            span,
+            self._key(),
+            charge,
+            taken.settle,
+            self._on_output,
         )
 
     async def _show_progress(self) -> None:

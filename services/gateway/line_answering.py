@@ -13,7 +13,7 @@ from opentelemetry import trace
 from opentelemetry.context import Context
 from opentelemetry.trace import Link, SpanContext, StatusCode
 
-from services.gateway.admission import Key
+from services.gateway.admission import Key, PromptCharge
 from services.gateway.answering import make_prompts, new_generation
 from services.gateway.answers import Collector
 from services.gateway.batch_validation import Body
@@ -74,10 +74,11 @@ async def answer_line(
     timeout_s: float,
     batch: SpanContext,
     key: Key,
+    charge: PromptCharge,
     on_submitted: Callable[[], None],
     on_output: Callable[[int, float], None],
 ) -> BatchLineResult:
-    """`key`: whose tokens per minute it uses.
+    """`key`: whose tokens per minute it uses. `charge`: of the line, over all its tries.
 
     `on_submitted` is called when somebody has taken its request, `on_output` for new tokens (their number, the time).
     Raises `ApiError` or `BusError` where it cannot be answered now or at all."""
@@ -92,7 +93,7 @@ async def answer_line(
     error: BaseException | None = None
     try:
         with trace.use_span(call.span, end_on_exit=False, record_exception=False, set_status_on_exception=False):
-            body, usage = await call.run(key, on_submitted, on_output)
+            body, usage = await call.run(key, charge, on_submitted, on_output)
     except BaseException as raised:
         error = raised
         raise
@@ -121,7 +122,11 @@ class _Call:
         context.metrics.batch_lines_in_flight.inc()
 
     async def run(
-        self, key: Key, on_submitted: Callable[[], None], on_output: Callable[[int, float], None]
+        self,
+        key: Key,
+        charge: PromptCharge,
+        on_submitted: Callable[[], None],
+        on_output: Callable[[int, float], None],
     ) -> tuple[bytes, Usage]:
         context, message, options = self._context, self._message, self._options
         context.catalog.check_can_be_served(self._spec.name)
@@ -134,7 +139,7 @@ class _Call:
             raise ApiError(
                 408, "The line's time limit has passed.", type="timeout_error", code="deadline_exceeded"
             ) from None
-        key.charge_prompt(sum(len(prompt.tokens) for prompt in prompts), context.bus.now())
+        charge.charge(key, sum(len(prompt.tokens) for prompt in prompts), context.bus.now())
 
         def count_output(num_tokens: int, now: float) -> None:
             key.charge_output(num_tokens, now)

@@ -105,7 +105,9 @@ class GatewayMetrics:
             registry=registry,
         )
         self.key_reloads = counter("key_reloads", "Times that changed files of keys were read, or refused", "outcome")
-        self.admin_refusals = counter("admin_refusals", "Tries to change something by the admin API without a key for it")
+        self.admin_refusals = counter(
+            "admin_refusals", "Tries to change something by the admin API without a key for it"
+        )
         self._prompt_tokens = counter("prompt_tokens", "Prompt tokens of requests", *both)
         self._output_tokens = counter("output_tokens", "Tokens delivered", *both)
         prefix = "tideway_gateway_"

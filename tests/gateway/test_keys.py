@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 
-from services.gateway import audit, key_files
-from services.gateway.admission import AdminKey, AdminRole, Admission, Key, read_admin_keys
+from services.gateway import audit, batch_state, key_files, line_answering
+from services.gateway.admission import AdminKey, AdminRole, Admission, Key, PromptCharge, read_admin_keys
+from services.gateway.answering import make_prompts
+from services.gateway.errors import ApiError
+from shared.bus.interface import ServiceError
 from shared.messages.catalogue import AUDIT
 from shared.messages.cluster import ModelSpec
-from shared.messages.requests import RequestClass
+from shared.messages.requests import ErrorCode, ErrorInfo, RequestClass
 from shared.settings import BusSettings, GatewaySettings, SettingsError
 from tests.gateway.conftest import MODEL, running_stack
 from tests.gateway.peer import until
@@ -149,6 +154,67 @@ async def test_batch_lines_count_against_the_tokens_of_their_key(nats_settings: 
         answer = await stack.client.post("/v1/completions", json=body, headers=bearer("secret"))
         assert answer.status_code == 429, "they are gone for other requests too"
         assert key.num_in_flight == dict.fromkeys(RequestClass, 0)
+
+
+async def test_a_batch_line_counts_once_and_waits_untokenised(
+    nats_settings: BusSettings, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(batch_state, "FIRST_BACKOFF_S", 0.01)
+    num_made = 0
+
+    async def counting(*given: Any) -> Any:
+        nonlocal num_made
+        num_made += 1
+        return await make_prompts(*given)
+
+    monkeypatch.setattr(line_answering, "make_prompts", counting)
+    specs = [ModelSpec(MODEL, str(checkpoint))]
+    async with running_stack(nats_settings, specs, api_keys="secret::100") as stack:
+        stack.say("Hello world")
+        stack.peer.refusal = ServiceError(ErrorInfo(ErrorCode.OVERLOADED, "full"))
+        client = stack.openai("secret")
+        body = {"model": MODEL, "prompt": [5] * 60, "max_tokens": 5}
+        lines = [{"custom_id": str(i), "method": "POST", "url": "/v1/completions", "body": body} for i in range(2)]
+        data = "\n".join(map(json.dumps, lines)).encode()
+        file = await client.files.create(file=("input.jsonl", data), purpose="batch")
+        batch = await client.batches.create(input_file_id=file.id, endpoint="/v1/completions", completion_window="24h")
+        context = stack.gateway.context
+        key = context.admission.authenticate("Bearer secret")
+        await until(lambda: num_made >= 6, "one line to be tried again and again")
+        assert key.window.total(context.bus.now()) == 60
+        stack.peer.refusal = None
+        await until(lambda: key.window.total(context.bus.now()) > 60, "its answer")
+        num_before = num_made
+        await asyncio.sleep(0.3)
+        assert num_made == num_before, "the other line waits"
+        await client.batches.cancel(batch.id)
+
+
+def test_the_charge_of_a_prompt_over_several_tries() -> None:
+    key, charge, other = Key(tokens_per_minute=100), PromptCharge(), PromptCharge()
+    charge.charge(key, 60, 0.0)
+    charge.charge(key, 60, 1.0)
+    assert key.window.total(1.0) == 60 and charge.wait_s(key, 1.0) == 0
+    assert other.wait_s(key, 1.0) == 0, "how long it is is not known"
+    with pytest.raises(ApiError):
+        other.charge(key, 60, 1.0)
+    assert other.wait_s(key, 2.0) == 58.0
+    assert other.wait_s(key, 60.0) == 0 and key.window.total(60.0) == 60
+    other.charge(key, 60, 61.0)
+    assert key.window.total(61.0) == 60
+    key.charge_output(40, 61.0)
+    assert PromptCharge().wait_s(key, 61.0) > 0, "nothing is left for one of any length"
+
+
+def test_a_key_that_is_taken_away_leaves_its_batches_their_limits() -> None:
+    admission = Admission({"one": Key(tokens_per_minute=5), "two": Key()}, {}, max_in_flight=1)
+    one = admission.authenticate("Bearer one")
+    admission.set_keys({"two": Key()}, {})
+    assert admission.key_of(one.tenant) is one and one.tokens_per_minute == 5
+    with pytest.raises(ApiError):
+        admission.authenticate("Bearer one")
+    admission.set_keys({"one": Key(tokens_per_minute=7)}, {})
+    assert admission.authenticate("Bearer one") is one and one.tokens_per_minute == 7
 
 
 async def test_the_files_of_a_key_have_a_bound(nats_settings: BusSettings, checkpoint: Path) -> None:
