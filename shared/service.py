@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import resource
 import signal
 import sys
 from collections.abc import Awaitable, Callable, Coroutine
@@ -116,13 +117,15 @@ def run_service(
     main: Callable[[asyncio.Event], Awaitable[None]],
     settings: BusSettings,
 ) -> None:
-    """Runs `main(stop)` until it returns, then exits the process.
+    """Runs `main(stop)` until it returns, then exits the process, which may have as many descriptors as the hard limit says.
 
     SIGINT and SIGTERM set `stop`; a second one ends the process at once. `OPERATOR_ERRORS` are printed as
     one sentence (exit code 2), any other exception with its stack trace (exit code 1). A loop that stands still for
     `watchdog_s` ends the process with all stacks (exit code 3).
     """
     service = type(settings).__name__.removesuffix("Settings").lower()
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     try:
         set_up_logging(service, settings.log_level, settings.log_format)
         with asyncio.Runner(loop_factory=new_event_loop) as runner:

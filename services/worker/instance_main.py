@@ -12,7 +12,7 @@ import logging
 import os
 import socket
 import sys
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -73,7 +73,7 @@ async def main(stop: asyncio.Event, settings: InstanceSettings) -> None:
         engine,
         executor,
         provide_cost_models if wants_cost_models else None,
-        lambda: open_transport(settings, telemetry.registry),
+        lambda: open_transport(settings, telemetry.registry, on_door_closed=stop.set),
     )
     await service.start()
     gc.collect()
@@ -90,8 +90,10 @@ async def main(stop: asyncio.Event, settings: InstanceSettings) -> None:
         os._exit(1)
 
 
-async def open_transport(settings: InstanceSettings, registry: CollectorRegistry) -> KvTransport:
-    """Raises whatever keeps UCX from being used here."""
+async def open_transport(
+    settings: InstanceSettings, registry: CollectorRegistry, *, on_door_closed: Callable[[], None]
+) -> KvTransport:
+    """Raises whatever keeps UCX from being used here. `on_door_closed`: called when peers cannot reach it any more."""
     from services.worker.kv_transport.doors import PortRange
     from services.worker.kv_transport.telemetry import TransferMetrics
     from services.worker.kv_transport.transport import KvTransport, TransportLimits
@@ -101,7 +103,7 @@ async def open_transport(settings: InstanceSettings, registry: CollectorRegistry
     # A migration may have two transfers open: of what was announced, and of what was filled beyond that.
     max_transfers = 2 * max(DRAIN_CONCURRENCY, settings.max_migrations)
     limits = TransportLimits(rate_fraction=settings.copy_rate_share, max_transfers=max_transfers)
-    network = UcxNetwork(host, PortRange.parse(settings.kv_ports))
+    network = UcxNetwork(host, PortRange.parse(settings.kv_ports), on_door_closed=on_door_closed)
     transport = KvTransport(network, limits, metrics=TransferMetrics(registry))
     await transport.open()
     return transport

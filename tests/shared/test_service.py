@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import resource
 import signal
 import subprocess
 import sys
@@ -15,13 +16,14 @@ import pytest
 from shared.service import unless_stopped
 
 PROGRAM = """
-import asyncio, logging, sys
+import asyncio, logging, resource, sys
 from shared.checkpoint import CheckpointError
 from shared.service import load_or_exit, run_service
 from shared.settings import SchedulerSettings, SettingsError
 
 async def wait(stop):
     logging.info("loop %s", type(asyncio.get_running_loop()).__module__)
+    logging.info("descriptors %s", resource.getrlimit(resource.RLIMIT_NOFILE))
     print("ready", flush=True)
     await stop.wait()
     print("stopped", flush=True)
@@ -66,6 +68,19 @@ def test_a_signal_stops_the_service(number: signal.Signals) -> None:
     assert (process.returncode, out) == (0, "stopped\n")
     assert "scheduler INFO loop uvloop" in err
     assert f"scheduler INFO stopping ({number.name})" in err
+
+
+def test_it_may_have_all_descriptors_that_the_hard_limit_allows() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, 256), hard))
+    try:
+        process = start("wait")
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert process.stdout is not None and process.stdout.readline() == "ready\n"
+    process.terminate()
+    _, err = process.communicate(timeout=20)
+    assert f"descriptors ({hard}, {hard})" in err
 
 
 def test_a_second_signal_ends_it_at_once() -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import random
+import resource
 import shutil
 import socket
 import subprocess
@@ -117,6 +119,24 @@ async def test_noise_silence_and_half_a_handshake_end_and_cost_nothing_after(
     rows = torch.ones(1, SLOT_BYTES, dtype=torch.uint8)
     transport.register("m", rows)
     await transport.send(peer.address, await peer.expect([1]), "m", [0], deadline_s=20)
+
+
+async def test_who_takes_all_descriptors_makes_it_say_that_nobody_reaches_it(peer: Peer) -> None:
+    _, most = resource.prlimit(peer.process.pid, resource.RLIMIT_NOFILE)
+    limit = open_files(peer.process.pid) + 40
+    resource.prlimit(peer.process.pid, resource.RLIMIT_NOFILE, (limit, most))
+    strangers = []
+    with contextlib.suppress(ConnectionError):  # it listens no more
+        for _ in range(120):
+            strangers.append(socket.create_connection(port_of(peer.address), timeout=5))
+    async with asyncio.timeout(20):
+        while not (await peer.ask("cpu"))["is_closed"]:
+            await asyncio.sleep(0.1)
+    used = (await peer.ask("cpu"))["seconds"]
+    await asyncio.sleep(1.0)
+    assert (await peer.ask("cpu"))["seconds"] - used < 0.5
+    for stranger in strangers:
+        stranger.close()
 
 
 async def test_who_says_nothing_is_counted(transport: KvTransport, registry: CollectorRegistry) -> None:

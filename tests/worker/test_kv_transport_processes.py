@@ -246,7 +246,8 @@ class _StallOnce(Faults):
 
 async def _peer() -> None:
     faults, rows = _StallOnce(), pool(2)
-    transport = KvTransport(UcxNetwork("127.0.0.1"), LIMITS, faults=faults)
+    is_closed = asyncio.Event()
+    transport = KvTransport(UcxNetwork("127.0.0.1", on_door_closed=is_closed.set), LIMITS, faults=faults)
     await transport.open()
     transport.register("m", rows)
     print(json.dumps({"address": transport.address}), flush=True)
@@ -280,6 +281,7 @@ async def _peer() -> None:
                 answer["digest"] = int(rows[request["slots"]].to(torch.int64).mul(weights).sum())
             case "cpu":
                 answer["seconds"] = time.process_time()
+                answer["is_closed"] = is_closed.is_set()
         print(json.dumps(answer), flush=True)
 
 

@@ -1,11 +1,11 @@
 """Where UCX listens on tcp, and who may come in there.
 
 UCX believes whoever speaks its language: a few bytes that begin like a message of a peer end the process. So the kernel is
-told to drop what comes from hosts that are not peers' (a socket filter on the listening socket, for which no privilege is
-needed). From the others, UCX closes a connection that does not begin with its magic number, within milliseconds, but waits
-for ever for one that says nothing, or half of what begins a conversation. Its sockets are this process's: they are found
-among the open files by their port, and one on which UCX has answered nothing for `HANDSHAKE_S` is shut down, which UCX takes
-for its peer's doing.
+told to drop what comes from hosts that are not peers' (a socket filter on the listening socket; most kernels take one from
+anybody, some only with CAP_NET_ADMIN). From the others, UCX closes a connection that does not begin with its magic number,
+within milliseconds, but waits for ever for one that says nothing, or half of what begins a conversation. Its sockets are
+this process's: they are found among the open files by their port, and one on which UCX has answered nothing for
+`HANDSHAKE_S` is shut down, which UCX takes for its peer's doing.
 """
 
 from __future__ import annotations
@@ -72,20 +72,28 @@ class Doors:
 
     def __init__(self, ports: PortRange) -> None:
         self._ports = ports
-        self._listening: list[socket.socket] = []
+        self._listening: dict[int, int] = {}
+        """UCX's descriptors that listen, and their inodes. Copies live for one call only: UCX closes its own when it cannot
+        take a connection for want of descriptors, and would try again for ever on a socket that a copy keeps open."""
         self._hosts: dict[str, None] = {}
+        self._is_filtered = False
         self._num_dropped = 0
         self._since: dict[int, float] = {}
         """When connections that UCX has not answered were first seen, by inode."""
 
     def find(self) -> list[tuple[str, int]]:
         """Where this process listens. To be called first, when it does."""
-        self._listening = list({inode: door for inode, door in self._sockets() if _listens(door)}.values())
-        return [door.getsockname()[:2] for door in self._listening]
+        found: dict[tuple[str, int], None] = {}
+        for number, inode, one in self._sockets():
+            with one:
+                if _listens(one):
+                    self._listening[number] = inode
+                    found[one.getsockname()[:2]] = None
+        return list(found)
 
-    def close(self) -> None:
-        for door in self._listening:
-            door.close()
+    def are_open(self) -> bool:
+        """Whether UCX has closed none of those that `find` found."""
+        return all(_inode(number) == inode for number, inode in self._listening.items())
 
     def admit(self, host: str) -> None:
         """Lets connections from this IPv4 address in, and none from those that were not named here. Raises `OSError` for
@@ -101,25 +109,29 @@ class Doors:
         program = filter_of(list(self._hosts))
         code = ctypes.create_string_buffer(program, len(program))
         num_instructions = len(program) // _INSTRUCTION.size
-        for door in self._listening:
+        for door in self._open_doors():
             try:
                 fprog = struct.pack("@HP", num_instructions, ctypes.addressof(code))
                 door.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, fprog)
+                self._is_filtered = True
             except OSError as error:
-                logger.warning("the KV port takes connections of any host: the kernel takes no filter: %s", error)
+                effect = f"does not let {host} in" if self._is_filtered else "takes connections of any host"
+                logger.warning("the KV port %s: the kernel takes no filter: %s", effect, error)
 
     def num_dropped(self) -> int:
         """What the kernel has dropped since the last call, in packets: an attempt to connect is repeated by its maker."""
         total = 0
-        for door in self._listening:
+        for door in self._open_doors():
             memory = door.getsockopt(socket.SOL_SOCKET, _SO_MEMINFO, 4 * _NUM_MEMINFO)
             total += struct.unpack(f"@{len(memory) // 4}I", memory)[_DROPS] if len(memory) == 4 * _NUM_MEMINFO else 0
-        since, self._num_dropped = total - self._num_dropped, total
+        since = max(0, total - self._num_dropped)
+        self._num_dropped += since
         return since
 
     def sweep(self, now: float) -> list[str]:
-        """Closes what waits for too long; returns the hosts it came from."""
-        waiting = {inode: link for inode, link in self._sockets() if not (_listens(link) or _is_answered(link))}
+        """Closes what waits for too long; returns the hosts it came from. Raises `OSError` where there is no descriptor
+        left to look."""
+        waiting = {inode: link for _, inode, link in self._sockets() if not (_listens(link) or _is_answered(link))}
         self._since = {inode: self._since.get(inode, now) for inode in waiting}
         closed = []
         for inode in overdue(self._since, now):
@@ -130,21 +142,47 @@ class Doors:
                 continue
         return closed
 
-    def _sockets(self) -> Iterator[tuple[int, socket.socket]]:
-        """With their inodes, each on a descriptor of our own, which stays that socket's whatever UCX closes meanwhile."""
+    def _open_doors(self) -> Iterator[socket.socket]:
+        for number, inode in self._listening.items():
+            if (copy := _copy(number)) is not None:
+                with copy:
+                    if _inode(copy.fileno()) == inode:
+                        yield copy
+
+    def _sockets(self) -> Iterator[tuple[int, int, socket.socket]]:
+        """Their descriptors and inodes, and each on a descriptor of our own, which stays that socket's whatever UCX closes
+        meanwhile."""
         for name in os.listdir("/proc/self/fd"):
-            try:
-                if not stat.S_ISSOCK((status := os.stat(int(name))).st_mode):
-                    continue
-                copy = socket.socket(fileno=os.dup(int(name)))
-                own = copy.getsockname()
-            except OSError:  # closed since, or no socket that has a name
+            if (copy := _copy(int(name))) is None:
                 continue
             is_inet = copy.type == socket.SOCK_STREAM and copy.family in (socket.AF_INET, socket.AF_INET6)
-            if is_inet and own[1] in self._ports and os.fstat(copy.fileno()).st_ino == status.st_ino:
-                yield status.st_ino, copy
+            if is_inet and copy.getsockname()[1] in self._ports:
+                yield int(name), _inode(copy.fileno()), copy
             else:
                 copy.close()
+
+
+def _inode(number: int) -> int:
+    """0: it is not open."""
+    try:
+        return os.fstat(number).st_ino
+    except OSError:
+        return 0
+
+
+def _copy(number: int) -> socket.socket | None:
+    """A socket on a descriptor of our own; None for what is no socket, and where there is no descriptor left."""
+    try:
+        if not stat.S_ISSOCK(os.fstat(number).st_mode):
+            return None
+        own = os.dup(number)
+    except OSError:  # closed since
+        return None
+    try:
+        return socket.socket(fileno=own)
+    except OSError:  # another file has its number since
+        os.close(own)
+        return None
 
 
 def filter_of(hosts: Sequence[str]) -> bytes:

@@ -311,12 +311,21 @@ class UcxNetwork(Network):
     """Addresses are `host:port/` and what UCX says of its worker with the tag of this network's door, which is random: who
     was not told the address can neither dial nor guess it, so it goes to peers only, and what follows `/` into no log."""
 
-    def __init__(self, host: str, ports: PortRange = KV_PORTS, *, uses_device: bool = True) -> None:
+    def __init__(
+        self,
+        host: str,
+        ports: PortRange = KV_PORTS,
+        *,
+        uses_device: bool = True,
+        on_door_closed: Callable[[], None] = lambda: None,
+    ) -> None:
         """`host`: the name or address of this machine under which peers reach it; UCX listens on tcp there only, on one of
-        `ports`. `uses_device` False: CUDA memory goes through the host's, even where UCX could read it."""
+        `ports`. `uses_device` False: CUDA memory goes through the host's, even where UCX could read it. `on_door_closed`:
+        called once if UCX stops listening there, as it does for good when the process runs out of descriptors."""
         self._host = host
         self._ports = ports
         self._uses_device = uses_device
+        self._on_door_closed = on_door_closed
         self._runtime: _Runtime | None = None
         self._tasks = TaskSet(told=LinkError)
         self._doors = Doors(ports)
@@ -426,23 +435,31 @@ class UcxNetwork(Network):
         self._on_link(UcxLink(endpoint, hello.address, near, hello.first_tag))
 
     async def _watch_doors(self) -> None:
-        loop = asyncio.get_running_loop()
+        is_closed = False
         while True:
             await asyncio.sleep(SWEEP_S)
-            if closed := await asyncio.to_thread(self._doors.sweep, loop.time()):
-                hosts = ", ".join(f"{host} ({count})" for host, count in Counter(closed).most_common(5))
-                logger.warning(
-                    "closed %d connections to the KV port that began no conversation: %s", len(closed), hosts
-                )
-                self.on_refused(Refusal.HANDSHAKE, len(closed))
-            if num_dropped := self._doors.num_dropped():
-                logger.warning("dropped %d attempts to reach the KV port from hosts that are no peers'", num_dropped)
-                self.on_refused(Refusal.HOST, num_dropped)
+            # Whatever it is, the next look may go well.
+            try:
+                await self._look_at_doors()
+            except Exception as error:
+                logger.warning("the KV port was not looked at: %s: %s", type(error).__name__, error)
+            if not is_closed and not self._doors.are_open():
+                is_closed = True
+                logger.error("UCX listens no more: peers cannot reach this process; had it run out of descriptors?")
+                self._on_door_closed()
+
+    async def _look_at_doors(self) -> None:
+        if closed := await asyncio.to_thread(self._doors.sweep, asyncio.get_running_loop().time()):
+            hosts = ", ".join(f"{host} ({count})" for host, count in Counter(closed).most_common(5))
+            logger.warning("closed %d connections to the KV port that began no conversation: %s", len(closed), hosts)
+            self.on_refused(Refusal.HANDSHAKE, len(closed))
+        if num_dropped := self._doors.num_dropped():
+            logger.warning("dropped %d attempts to reach the KV port from hosts that are no peers'", num_dropped)
+            self.on_refused(Refusal.HOST, num_dropped)
 
     async def close(self) -> None:
         runtime, self._runtime = self._runtime, None
         await self._tasks.end_all()
-        self._doors.close()
         if runtime is not None:
             await runtime.release()
 
