@@ -107,14 +107,15 @@ class GatewaySettings(BusSettings, frozen=True, kw_only=True):
     """Without a byte of a request's body that is waited for."""
     write_timeout_s: Annotated[float, msgspec.Meta(gt=0)] = 60.0
     """In which a client takes nothing of its answer."""
-    text_processes: Annotated[int, msgspec.Meta(ge=1)] = 2
-    """That render chat templates and tokenise long texts."""
+    text_processes: Annotated[int, msgspec.Meta(ge=2)] = 2
+    """That render chat templates; all but one of them tokenise long texts too."""
     text_timeout_s: Annotated[float, msgspec.Meta(gt=0)] = 10.0
     """For one text in such a process, which is killed then."""
     text_memory_bytes: Annotated[int, msgspec.Meta(ge=1)] = 512 * 1024 * 1024
     """Of each such process."""
     max_text_characters: Annotated[int, msgspec.Meta(ge=1)] = 32 * 1024 * 1024
-    """Of texts that are being rendered or tokenised or wait for it; beyond it 429."""
+    """Of texts that are being rendered (by their bytes, with all that comes with them) or tokenised or wait for it; beyond
+    it 429."""
     max_submissions: Annotated[int, msgspec.Meta(ge=1)] = 64
     """Requests on their way to a scheduler or instance at once; others wait for their turn."""
     leave_s: Annotated[float, msgspec.Meta(ge=0)] = 0.0

@@ -22,6 +22,7 @@ from services.gateway import text_work
 from services.gateway.errors import ApiError
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.text_work import LENGTH_BYTES, MEMORY_EXIT_CODE, Encode, Render, Result
+from shared.messages.cluster import ModelSpec
 from shared.settings import GatewaySettings
 
 logger = logging.getLogger(__name__)
@@ -42,9 +43,15 @@ class _KilledError(Exception):
     """The process ended at this text."""
 
 
+class _SharedMemoryError(_KilledError):
+    """Its memory was used up, in part by the tokenizers of other models: not by this text, perhaps."""
+
+
 class _TextProcess:
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self._process = process
+        self.tokenizers: set[ModelSpec] = set()
+        """Of the tasks it had; their vocabularies take of its memory."""
 
     @classmethod
     async def start(cls, settings: GatewaySettings) -> _TextProcess:
@@ -96,6 +103,8 @@ class TextPool:
         self._settings = settings
         self._metrics = metrics
         self._turns = asyncio.Semaphore(settings.text_processes)
+        # One fewer, so that no chat waits for its template behind long texts of others.
+        self._long_turns = asyncio.Semaphore(settings.text_processes - 1)
         self._idle: list[_TextProcess] = []
         self._exchanges: set[asyncio.Task[Result]] = set()
         self._num_characters = 0
@@ -105,7 +114,8 @@ class TextPool:
 
     @contextlib.contextmanager
     def room(self, num_characters: int) -> Iterator[None]:
-        """For texts of so many characters together. Raises `ApiError` 429 where too many are in work."""
+        """For texts of so many characters together (of a template's input: bytes). Raises `ApiError` 429 where
+        too many are in work."""
         limit = self._settings.max_text_characters
         if self._num_characters + num_characters > limit:
             raise ApiError(
@@ -122,12 +132,13 @@ class TextPool:
         finally:
             self._num_characters -= num_characters
 
-    async def render(self, task: Render, num_characters: int) -> Result:
+    async def render(self, task: Render) -> Result:
         """Raises `ApiError`."""
         self._check_pause(task.folder)
         body = text_work.encode(task)
         try:
-            return await self._run(body, num_characters, task.folder)
+            with self.room(len(body)):  # tool calls and variables take it as contents do
+                return await self._run(body, len(body), folder=task.folder)
         except _KilledError as error:
             reason = f"The chat template of this model {self._why(error)}."
             if len(body) > SMALL_BYTES:
@@ -138,9 +149,13 @@ class TextPool:
             raise _broken(reason, pause_s) from None
 
     async def encode(self, task: Encode, num_characters: int, param: str) -> list[list[int]]:
-        """Raises `ApiError`."""
+        """In the room that the caller has taken. Raises `ApiError`."""
         try:
-            result = await self._run(text_work.encode(task), num_characters)
+            await self._take(self._long_turns)
+            try:
+                result = await self._run(text_work.encode(task), num_characters, tokenizer=task.spec)
+            finally:
+                self._long_turns.release()
         except _KilledError as error:
             message = f"Tokenising the {num_characters} characters of '{param}' {self._why(error)}."
             raise ApiError(400, message, param=param, code="text_too_large") from None
@@ -158,20 +173,27 @@ class TextPool:
         if (left_s := until - time.monotonic()) > 0:
             raise _broken(reason, left_s)
 
-    async def _run(self, task: bytes, num_characters: int, folder: str | None = None) -> Result:
+    async def _take(self, turns: asyncio.Semaphore) -> None:
+        """Raises `ApiError`."""
         try:
             async with asyncio.timeout(self._settings.request_timeout_s):
-                await self._turns.acquire()
+                await turns.acquire()
         except TimeoutError:
             message = f"Other texts were worked on for {self._settings.request_timeout_s:g} s."
             raise ApiError(408, message, type="timeout_error", code="deadline_exceeded") from None
+
+    async def _run(
+        self, task: bytes, num_characters: int, *, folder: str | None = None, tokenizer: ModelSpec | None = None
+    ) -> Result:
+        """`tokenizer`: the one that the task needs."""
+        await self._take(self._turns)
         try:
             if folder is not None:
                 self._check_pause(folder)  # it may have been killed while this one waited
         except ApiError:
             self._turns.release()
             raise
-        exchange = asyncio.get_running_loop().create_task(self._exchange(task))
+        exchange = asyncio.get_running_loop().create_task(self._exchange(task, tokenizer))
         self._exchanges.add(exchange)
         exchange.add_done_callback(self._on_done)
         try:
@@ -190,15 +212,28 @@ class TextPool:
         if not exchange.cancelled():
             exchange.exception()  # whoever waited has it
 
-    async def _exchange(self, task: bytes) -> Result:
+    async def _exchange(self, task: bytes, tokenizer: ModelSpec | None) -> Result:
         """In the turn that the caller has taken."""
+        try:
+            try:
+                return await self._exchange_once(task, tokenizer)
+            except _SharedMemoryError:
+                return await self._exchange_once(task, tokenizer, is_new=True)
+        finally:
+            self._turns.release()
+
+    async def _exchange_once(self, task: bytes, tokenizer: ModelSpec | None, is_new: bool = False) -> Result:
         process = None
         reason = "cancelled"
         try:
             async with asyncio.timeout(self._settings.text_timeout_s + START_MARGIN_S):
                 while process is None or not process.is_alive:
-                    process = self._idle.pop() if self._idle else await _TextProcess.start(self._settings)
+                    process = (
+                        self._idle.pop() if self._idle and not is_new else await _TextProcess.start(self._settings)
+                    )
                 result = await process.exchange(task)
+            if tokenizer is not None:
+                process.tokenizers.add(tokenizer)
             self._idle.append(process)
             process = None
             return result
@@ -207,9 +242,10 @@ class TextPool:
             raise _KilledError(reason) from None
         except _KilledError as error:
             reason = str(error)
+            if reason == "memory" and process is not None and process.tokenizers - {tokenizer}:
+                raise _SharedMemoryError(reason) from None
             raise
         finally:
-            self._turns.release()
             if process is not None:
                 self._metrics.killed_text_processes.labels(reason).inc()
                 await process.end()

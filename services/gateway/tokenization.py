@@ -243,12 +243,15 @@ class Tokenizers:
     ) -> tuple[str, int]:
         """The text that the chat template makes of the messages, and its length; of one longer than `max_characters` only
         the length. `options`: see `ChatTemplate.render`. Raises `ApiError`."""
-        plain = plain_messages(messages)
-        num_characters = sum(len(message["content"]) for message in plain)
-        with self._pool.room(num_characters):
-            task = Render(tokenizer.spec.source, plain, max_characters=max_characters, **options)
-            result = await self._pool.render(task, num_characters)
+        task = Render(tokenizer.spec.source, plain_messages(messages), max_characters=max_characters, **options)
+        result = await self._pool.render(task)
         return result.text, result.num_characters
+
+    async def pieces(self, tokenizer: ModelTokenizer, ids: list[int]) -> list[str]:
+        """`ModelTokenizer.token_piece` of each."""
+        if 4 * len(ids) <= INLINE_CHARACTERS:
+            return list(map(tokenizer.token_piece, ids))
+        return await self._on_thread(lambda: list(map(tokenizer.token_piece, ids)))
 
     async def decode(self, tokenizer: ModelTokenizer, ids: list[int], skip_special_tokens: bool = False) -> str:
         if 4 * len(ids) <= INLINE_CHARACTERS:

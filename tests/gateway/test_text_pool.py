@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import resource
+import signal
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -102,24 +103,73 @@ async def test_long_texts_are_tokenised_alike_in_a_process_of_their_own(stack: S
     assert answer.json()["tokens"] == stack.tokenizer.encode(rendered, add_special_tokens=False).ids
 
 
+def resident_bytes() -> int:
+    """Of this process now: client and gateway together."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
 async def test_a_text_that_takes_too_much_memory_is_refused_and_the_gateway_keeps_its_own(stack: Stack) -> None:
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    answer = await stack.post("/v1/completions", model="unbounded", prompt="ab " * 2_500_000)
-    error = answer.json()["error"]
-    assert (answer.status_code, error["code"], error["param"]) == (400, "text_too_large", "prompt")
+    before = most = resident_bytes()
+    asking = asyncio.create_task(stack.post("/v1/completions", model="unbounded", prompt="ab " * 2_500_000))
+    while not asking.done():
+        most = max(most, resident_bytes())
+        await asyncio.sleep(0.005)
+    error = asking.result().json()["error"]
+    assert (asking.result().status_code, error["code"], error["param"]) == (400, "text_too_large", "prompt")
     assert f"{MEMORY_BYTES} bytes of memory (TIDEWAY_TEXT_MEMORY_BYTES)" in error["message"]
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100 * 1024, "KiB, client and gateway together"
+    assert most - before < 100 * 2**20
     assert (await stack.post("/v1/completions", model="unbounded", prompt="x")).status_code == 200
+
+
+async def test_a_text_is_tried_again_without_the_tokenizers_of_other_models(stack: Stack) -> None:
+    pool = stack.gateway.context.tokenizers._pool
+    text = "the tide comes in " * 5000
+    assert (await stack.post("/tokenize", prompt=text)).status_code == 200
+    (process,) = pool._idle
+    resource.prlimit(process._process.pid, resource.RLIMIT_DATA, (2**20, MEMORY_BYTES))
+    assert (await stack.post("/tokenize", model="unbounded", prompt=text)).status_code == 200
+    assert not process.is_alive and len(pool._idle) == 1
+    (process,) = pool._idle
+    resource.prlimit(process._process.pid, resource.RLIMIT_DATA, (2**20, MEMORY_BYTES))
+    answer = await stack.post("/tokenize", model="unbounded", prompt=text)
+    assert answer.json()["error"]["code"] == "text_too_large", "nothing else was in its memory"
+
+
+async def test_long_texts_leave_a_process_to_templates(stack: Stack) -> None:
+    pool = stack.gateway.context.tokenizers._pool
+    text = "the tide comes in " * 5000
+    assert (await stack.post("/tokenize", prompt=text)).status_code == 200
+    (process,) = pool._idle
+    process._process.send_signal(signal.SIGSTOP)
+    long = [asyncio.create_task(stack.post("/tokenize", prompt=text)) for _ in range(4)]
+    await until(lambda: pool._num_characters == 4 * len(text), "all of them")
+    assert (await stack.post("/v1/chat/completions", messages=HI)).status_code == 200
+    assert len(pool._exchanges) == 1 and not any(task.done() for task in long), "one at a time"
+    process._process.send_signal(signal.SIGCONT)
+    assert {answer.status_code for answer in await asyncio.gather(*long)} == {200}
+
+
+async def test_all_that_a_template_is_given_takes_room(stack: Stack) -> None:
+    with stack.gateway.context.tokenizers._pool.room(2**23 - 4000):
+        for more in ({}, {"chat_template_kwargs": {"mood": "x" * 5000}}):
+            answer = await stack.post("/v1/chat/completions", messages=HI, **more)
+            assert answer.status_code == (429 if more else 200)
+        calls = [{"id": "1", "type": "function", "function": {"name": "f", "arguments": "y" * 5000}}]
+        messages = [*HI, {"role": "assistant", "content": None, "tool_calls": calls}]
+        assert (await stack.post("/v1/chat/completions", messages=messages)).status_code == 429
 
 
 @pytest.mark.parametrize(("model", "reason"), [("bomb", "bytes of memory"), ("loop", "longer than 3 s")])
 async def test_a_template_that_takes_too_much_is_ended_and_others_go_on(stack: Stack, model: str, reason: str) -> None:
+    pool = stack.gateway.context.tokenizers._pool
+    await asyncio.gather(*(stack.post("/v1/chat/completions", messages=HI) for _ in range(2)))
+    assert len(pool._idle) == 2, "both were started"
     ending = asyncio.create_task(stack.post("/v1/chat/completions", model=model, messages=HI))
     while not ending.done():
         started = time.monotonic()
         assert (await stack.client.get("/health")).status_code == 200
-        assert (await stack.post("/v1/chat/completions", messages=HI)).status_code == 200
         assert time.monotonic() - started < 2.5, "while the other one is at work"
+        assert (await stack.post("/v1/chat/completions", messages=HI)).status_code == 200
     for answer in (ending.result(), await stack.post("/v1/chat/completions", model=model, messages=HI)):
         error = answer.json()["error"]
         assert (answer.status_code, error["code"], error["param"]) == (503, "chat_template_failed", "model")
