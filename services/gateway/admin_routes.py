@@ -215,7 +215,8 @@ async def list_instances(context: GatewayContext, request: Request) -> Response:
             draining = plan.draining
     except BusError:
         draining = None
-    return json_response(InstanceStates(await instance_states(context), draining))
+    states = instance_states(context, await context.loads.loads())
+    return json_response(InstanceStates(states, draining))
 
 
 async def list_audit(context: GatewayContext, request: Request) -> Response:

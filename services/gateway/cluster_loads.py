@@ -70,6 +70,10 @@ class ClusterLoads:
             await asyncio.shield(self._listening)
         return self._loads
 
+    def heard_lately(self) -> Mapping[str, HeardLoad]:
+        """What `loads` found for somebody lately; nobody is listened to."""
+        return {i: heard for i, heard in self._loads.items() if self._bus.now() - heard.heard_s < KEPT_S}
+
     def num_queued(self) -> Mapping[str, int] | None:
         """Requests in the scheduler's queue, by model (none for a model without traffic); None: no scheduler says so."""
         if self._statistics is None or self._bus.now() - self._statistics[1] > QUEUES_LAST_S:

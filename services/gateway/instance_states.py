@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 from services.gateway.cluster_loads import HeardLoad
 from services.gateway.context import GatewayContext
@@ -10,9 +11,8 @@ from services.gateway.replies import InstanceLoad, InstanceModel, InstanceState
 from shared.messages.cluster import InstanceInfo, ModelLoad
 
 
-async def instance_states(context: GatewayContext) -> list[InstanceState]:
-    """Takes up to a second, as `ClusterLoads.loads`."""
-    loads = await context.loads.loads()
+def instance_states(context: GatewayContext, loads: Mapping[str, HeardLoad]) -> list[InstanceState]:
+    """Of those alive. `loads`: as far as they were heard."""
     now = context.bus.now()
     return [_instance(info, loads.get(instance_id), now) for instance_id, info in sorted(context.catalog.alive.items())]
 

@@ -59,6 +59,11 @@ async def get_model(context: GatewayContext, request: Request) -> Response:
     return json_response(_card(context, spec))
 
 
+def _check_num_tokens(num_tokens: int, param: str) -> None:
+    if num_tokens > MAX_SEQUENCE_TOKENS:
+        raise invalid(param, f"'{param}': {num_tokens} token ids; the limit is {MAX_SEQUENCE_TOKENS}.")
+
+
 async def tokenize(context: GatewayContext, request: Request) -> Response:
     context.admission.authenticate(request.headers.get("authorization"))
     message = await read_message(request, _TOKENIZE, context.bodies)
@@ -71,15 +76,17 @@ async def tokenize(context: GatewayContext, request: Request) -> Response:
     else:
         add_special = message.add_special_tokens is not False
         (ids,) = await context.tokenizers.encode(tokenizer, [message.prompt], add_special, "prompt")
-    pieces = [tokenizer.token_piece(i) for i in ids] if message.return_token_strs else None
+    pieces = None
+    if message.return_token_strs:
+        _check_num_tokens(len(ids), "return_token_strs")
+        pieces = await context.tokenizers.pieces(tokenizer, ids)
     return json_response(TokenizeReply(len(ids), context.catalog.max_model_len(spec, tokenizer), ids, pieces))
 
 
 async def detokenize(context: GatewayContext, request: Request) -> Response:
     context.admission.authenticate(request.headers.get("authorization"))
     message = await read_message(request, _DETOKENIZE, context.bodies)
-    if len(message.tokens) > MAX_SEQUENCE_TOKENS:
-        raise invalid("tokens", f"'tokens' has {len(message.tokens)} token ids; the limit is {MAX_SEQUENCE_TOKENS}.")
+    _check_num_tokens(len(message.tokens), "tokens")
     tokenizer = await context.tokenizers.get(context.catalog.spec(message.model))
     if message.tokens:
         check_token_ids(message.tokens, tokenizer.vocab_size, "tokens")
@@ -107,7 +114,7 @@ async def show_version(context: GatewayContext, request: Request) -> Response:
 
 
 async def show_metrics(context: GatewayContext, request: Request) -> Response:
-    instances = await instance_states(context)
+    instances = instance_states(context, context.loads.heard_lately())
     models = [spec.name for spec in context.catalog.models]
 
     def text() -> bytes:

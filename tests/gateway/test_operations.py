@@ -7,7 +7,9 @@ import os
 import signal
 import socket
 import sys
+import threading
 from pathlib import Path
+from typing import Any
 
 import httpx
 import openai
@@ -18,8 +20,10 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import SpanKind, format_span_id, format_trace_id
 from prometheus_client.parser import text_string_to_metric_families
 
+from services.gateway import cluster_loads, other_routes
 from services.gateway.parsing import MAX_SEQUENCE_TOKENS
 from services.gateway.service import GatewayService
+from services.gateway.tokenization import ModelTokenizer
 from shared.bus.nats_bus import NatsBus
 from shared.messages.catalogue import CLEAR_PREFIX_CACHE, NODES
 from shared.messages.cluster import (
@@ -77,6 +81,26 @@ async def test_tokenize_and_detokenize(stack: Stack) -> None:
     assert (await stack.post("/detokenize", tokens=[])).json() == {"prompt": ""}
     error = (await stack.post("/detokenize", tokens=[5] * (MAX_SEQUENCE_TOKENS + 1))).json()["error"]
     assert error["param"] == "tokens" and f"the limit is {MAX_SEQUENCE_TOKENS}" in error["message"]
+
+
+async def test_the_tokens_of_a_long_text_are_spelled_out_on_a_thread(
+    stack: Stack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads = set()
+    spell = ModelTokenizer.token_piece
+
+    def noting(tokenizer: ModelTokenizer, token_id: int) -> str:
+        threads.add(threading.current_thread())
+        return spell(tokenizer, token_id)
+
+    monkeypatch.setattr(ModelTokenizer, "token_piece", noting)
+    answer = (await stack.post("/tokenize", prompt="x " * 2000, return_token_strs=True)).json()
+    assert len(answer["token_strs"]) == answer["count"] >= 2000
+    assert threads and threading.main_thread() not in threads
+    monkeypatch.setattr(other_routes, "MAX_SEQUENCE_TOKENS", 1999)
+    error = (await stack.post("/tokenize", prompt="x " * 2000, return_token_strs=True)).json()["error"]
+    assert error["param"] == "return_token_strs" and "the limit is 1999" in error["message"]
+    assert (await stack.post("/tokenize", prompt="x " * 2000)).status_code == 200
 
 
 async def test_a_long_prompt_is_tokenised_on_a_thread(stack: Stack) -> None:
@@ -293,6 +317,20 @@ async def test_metrics(stack: Stack) -> None:
     assert samples[prefix + "open_streams", None, None] == 0
     assert f'vllm:num_requests_running{{model_name="{MODEL}"}} 0.0' in text
     assert "mmmm" not in text, "names that clients make up are no labels"
+
+
+async def test_metrics_listen_to_no_load_reports(stack: Stack, monkeypatch: pytest.MonkeyPatch) -> None:
+    stack.peer.loads = {"a": {"free_merged": 25.0}}
+    name = f'vllm:kv_cache_usage_perc{{model_name="{MODEL}"}}'
+    assert name not in (await stack.client.get("/metrics")).text
+    assert (await stack.client.get("/admin/instances")).status_code == 200
+
+    async def refuse(*given: Any) -> Any:
+        raise AssertionError("it listens")
+
+    monkeypatch.setattr(cluster_loads, "FRESH_S", 0.0)
+    monkeypatch.setattr(stack.gateway.context.bus, "subscribe", refuse)
+    assert f"{name} 0.75" in (await stack.client.get("/metrics")).text, "as it was heard for somebody else"
 
 
 async def test_one_trace_a_request(stack: Stack) -> None:
