@@ -102,7 +102,8 @@ class GatewaySettings(BusSettings, frozen=True, kw_only=True):
     max_headers: Annotated[int, msgspec.Meta(ge=1)] = 128
     max_uri_bytes: Annotated[int, msgspec.Meta(ge=1)] = 8192
     head_timeout_s: Annotated[float, msgspec.Meta(gt=0)] = 10.0
-    """For the first byte of a new connection's request, and for the whole of any request's headers."""
+    """For the handshake of TLS, for the first byte of a new connection's request, and for the whole of any request's
+    headers."""
     body_idle_timeout_s: Annotated[float, msgspec.Meta(gt=0)] = 30.0
     """Without a byte of a request's body that is waited for."""
     write_timeout_s: Annotated[float, msgspec.Meta(gt=0)] = 60.0

@@ -49,6 +49,28 @@ OTHER_DESCRIPTORS = 256
 
 
 class _Server(uvicorn.Server):
+    def __init__(self, config: uvicorn.Config, handshake_timeout_s: float) -> None:
+        super().__init__(config)
+        self._handshake_timeout_s = handshake_timeout_s
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """As uvicorn's for sockets that listen, which leaves clients a minute for the handshake of TLS."""
+        loop, config = asyncio.get_running_loop(), self.config
+
+        def create_protocol() -> asyncio.Protocol:
+            return config.http_protocol_class(  # type: ignore[call-arg]
+                config=config, server_state=self.server_state, app_state=self.lifespan.state, _loop=loop
+            )
+
+        timeout_s = None if config.ssl is None else self._handshake_timeout_s
+        self.servers = [
+            await loop.create_server(
+                create_protocol, sock=sock, ssl=config.ssl, ssl_handshake_timeout=timeout_s, backlog=config.backlog
+            )
+            for sock in sockets or ()
+        ]
+        self.started = True
+
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield  # signals are the process's, see shared.service
@@ -119,7 +141,7 @@ class GatewayService:
             backlog=BACKLOG,
             ssl_context_factory=(lambda *_: tls) if tls is not None else None,
         )
-        self._server = _Server(config)
+        self._server = _Server(config, context.settings.head_timeout_s)
         self._serving = asyncio.create_task(self._server.serve(sockets=[listener]))
         self._watching_keys = asyncio.create_task(self._key_files.watch_forever(), name="files of keys")
         self._sweeping = asyncio.create_task(context.connections.sweep_forever())

@@ -19,7 +19,7 @@ from shared.messages.catalogue import AUDIT
 from shared.messages.cluster import ModelSpec
 from shared.messages.requests import ErrorCode, ErrorInfo, RequestClass
 from shared.settings import BusSettings, GatewaySettings, SettingsError
-from tests.gateway.conftest import MODEL, running_stack
+from tests.gateway.conftest import MODEL, running_gateway, running_stack
 from tests.gateway.peer import until
 
 ADMINS = "anna:operate:a-secret\nrob:read:r-secret  # looks only\n"
@@ -74,6 +74,18 @@ async def test_strangers_cannot_push_actions_out_of_the_audit_log(
         assert [one["who"] for one in shown] == ["admin"]
         assert "tideway_gateway_admin_refusals_total 10.0" in (await stack.client.get("/metrics")).text
         assert len([r for r in caplog.records if '"status":401' in r.getMessage()]) == 1
+
+
+async def test_an_open_gateway_says_what_is_open(
+    nats_settings: BusSettings, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / "admins"
+    file.write_text(ADMINS)
+    for overrides, says_admin in (({}, True), ({"admin_keys_file": str(file)}, False)):
+        caplog.clear()
+        async with running_gateway(nats_settings, host="0.0.0.0", **overrides):
+            (text,) = [r.getMessage() for r in caplog.records if "WITHOUT API KEYS" in r.getMessage()]
+            assert ("and the admin API" in text) == says_admin
 
 
 async def test_the_audit_log_is_bounded(

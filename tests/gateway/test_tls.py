@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import ssl
 from pathlib import Path
 
@@ -36,3 +37,12 @@ async def test_https_with_certificates_of_clients(tmp_path: Path, nats_settings:
         async with httpx.AsyncClient() as client:
             with pytest.raises(httpx.TransportError):
                 await client.get(url.replace("https", "http"))
+
+
+async def test_a_handshake_does_not_take_for_ever(tmp_path: Path, nats_settings: BusSettings) -> None:
+    cert, key = map(str, Authority(tmp_path).issue("gateway"))
+    async with running_gateway(nats_settings, tls_cert=cert, tls_key=key, head_timeout_s=0.3) as gateway:
+        reader, writer = await asyncio.open_connection("127.0.0.1", gateway.port)
+        async with asyncio.timeout(20):  # asyncio's own bound is a minute
+            assert await reader.read() == b""
+        writer.close()
