@@ -11,9 +11,6 @@ import typer
 
 from shared.bus.permissions import ROLES, permissions, role_of
 
-REPLY_WITHIN = "10m"
-"""So long after a request its server may answer it; longer than any request on the bus waits."""
-
 
 def nats_users(passwords: Mapping[str, str], nodes: Mapping[str, str]) -> list[dict[str, Any]]:
     """The `users` of a server's `authorization`. `passwords`: by user. `nodes`: the node of a worker that is kept to its
@@ -26,11 +23,7 @@ def nats_users(passwords: Mapping[str, str], nodes: Mapping[str, str]) -> list[d
         publish: dict[str, Any] = {"allow": may.publish}
         if may.never_publish:
             publish["deny"] = may.never_publish
-        rights = {
-            "publish": publish,
-            "subscribe": {"allow": may.subscribe},
-            "allow_responses": {"max": 1, "expires": REPLY_WITHIN},
-        }
+        rights = {"publish": publish, "subscribe": {"allow": may.subscribe}}
         users.append({"user": user, "password": password, "permissions": rights})
     return users
 

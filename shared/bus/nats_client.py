@@ -6,7 +6,8 @@ nats-py supplies the connection, most of the protocol parser, reconnecting and J
   is ever dropped on this side for slowness; a slow process is pushed back by TCP);
 - requests: those in flight when the connection is lost fail at once instead of waiting for their timeout;
 - errors that the server reports lead to a reconnect, where nats-py would close the client for good;
-- what the user may not publish or subscribe to fails at once, where it would time out.
+- what the user may not publish or subscribe to fails at once, where it would time out;
+- reply subjects are random: who was asked once may publish to all inboxes of the asker, and one of nats-py's tells the next.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import asyncio
 import builtins
 import logging
 import re
+import secrets
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from itertools import count
@@ -74,7 +76,7 @@ class DirectClient(Client):
         """Requests by the end of their reply subject, each with its deadline and its subject."""
         self._waiting: dict[bytes, asyncio.Future[Any]] = {}
         """Pings and whatever else waits for the server."""
-        self._tokens = count()
+        self._pings = count()
 
     # ------------------------------------------------------------------------------------------------- sending
 
@@ -177,6 +179,9 @@ class DirectClient(Client):
 
     # ------------------------------------------------------------------------------------------------ requests
 
+    def new_inbox(self) -> str:
+        return f"{self._inbox_prefix.decode()}.{secrets.token_hex(16)}"
+
     def exchange(
         self, subject: str, headers: bytes, body: bytes, timeout_s: float
     ) -> asyncio.Future[tuple[dict[bytes, bytes], bytes]]:
@@ -188,7 +193,7 @@ class DirectClient(Client):
         if not self._inbox:
             self._inbox = self.new_inbox() + "."
             self.subscribe_direct(self._inbox + "*", self._on_reply)
-        token = b"%x" % next(self._tokens)
+        token = secrets.token_hex(8).encode()
         if len(headers) + len(body) > self.max_payload:
             future.set_exception(MaxPayloadError())
         elif not self.is_connected or not self.send(subject, self._inbox + token.decode(), headers, body):
@@ -243,7 +248,7 @@ class DirectClient(Client):
 
     async def ping(self, timeout_s: float) -> None:
         """To the server and back; all commands before it have then been processed. Raises as `exchange` does."""
-        with self.in_flight(b"ping %x" % next(self._tokens)) as future:
+        with self.in_flight(b"ping %x" % next(self._pings)) as future:
             await self._send_ping(future)
             try:
                 async with asyncio.timeout(timeout_s):

@@ -1,8 +1,9 @@
 """What each role may do on NATS, from the catalogue of subjects. Pure.
 
-A role may publish what it sends, subscribe to what it hears or serves, answer what it was asked (NATS's `allow_responses`),
-use the JetStream calls that its buckets need, and hear replies below an inbox prefix of its own. Nobody may delete a
-stream. A worker whose node is given is kept to the subjects and entries of that node's instances.
+A role may publish what it sends, subscribe to what it hears or serves, use the JetStream calls that its buckets need, hear
+replies below an inbox prefix of its own, and publish below those of the roles that it answers. (NATS's `allow_responses`
+would let whoever sends what it hears itself publish anything: as the reply subject of that.) Nobody may delete a stream. A
+worker whose node is given is kept to the subjects and entries of that node's instances.
 """
 
 from __future__ import annotations
@@ -46,15 +47,23 @@ def declared_streams(role: Role) -> frozenset[str]:
 
 
 def inbox_prefix(user: str) -> str:
-    """Below which a client of `user` hears replies; a user without a name, or with one that is no token, has NATS's own."""
-    return f"_INBOX.{user}" if re.fullmatch(r"[\w-]+", user) else "_INBOX"
+    """Below which a client of `user` hears replies: `_INBOX.gateway`, or `_INBOX.worker.NODE`, so that `_INBOX.worker.>` is
+    those of all workers. A user without a name, or with one that is no token, has NATS's own."""
+    if not re.fullmatch(r"[A-Za-z0-9_-]+", user):
+        return "_INBOX"
+    role, _, node_id = user.partition("-")
+    return f"_INBOX.{role}.{node_id}" if role in ROLES and node_id else f"_INBOX.{user}"
 
 
 def permissions(role: Role, user: str, node_id: str = "") -> Permissions:
-    """Of a user in `role`. `node_id`: of a worker that runs there and nowhere else."""
+    """Of a user in `role`. `node_id`: of a worker that runs there and nowhere else. `ValueError` if `user` is no token."""
+    inbox = inbox_prefix(user)
+    if inbox == "_INBOX":
+        raise ValueError(f"{user!r} cannot be a user of NATS: A-Z, a-z, 0-9, _ and - only")
     publish, subscribe = {_SERVICE_DISCOVERY} if role is Role.OPERATOR else set(), {_SERVICE_DISCOVERY}
     never: set[str] = set()
-    subscribe.add(inbox_prefix(user) + ".>")
+    subscribe.add(inbox + ".>")
+    publish |= _inboxes(Role.OPERATOR)  # whose tools ask every service
     for channel in vars(catalogue).values():
         if isinstance(channel, Topic | Endpoint):
             everywhere = _filled(channel.subject, "")
@@ -65,6 +74,8 @@ def permissions(role: Role, user: str, node_id: str = "") -> Permissions:
                 publish |= own
             if role in (channel.heard_by if isinstance(channel, Topic) else channel.served_by):
                 subscribe |= own
+                if isinstance(channel, Endpoint):
+                    publish |= _inboxes(channel.sent_by)
         elif isinstance(channel, Bucket):
             publish.update(_calls_of_bucket(role, channel))
             for key in _filled(channel.writers.get(role, ""), node_id) - {""}:
@@ -75,6 +86,13 @@ def permissions(role: Role, user: str, node_id: str = "") -> Permissions:
         elif isinstance(channel, ObjectBucket) and role in channel.used_by:
             publish.update(_calls_of_objects(channel))
     return Permissions(tuple(sorted(publish)), tuple(sorted(never)), tuple(sorted(subscribe)))
+
+
+def _inboxes(senders: Role) -> set[str]:
+    """Where those hear replies."""
+    if Role.OWN_NODE in senders:
+        senders |= Role.WORKER
+    return {f"_INBOX.{name}.>" for name, role in ROLES.items() if role in senders}
 
 
 def _filled(template: str, node_id: str) -> set[str]:

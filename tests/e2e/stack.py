@@ -22,14 +22,16 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 START_TIMEOUT_S = 90.0
 STOP_TIMEOUT_S = 40.0
 """More than a worker that drains takes."""
+TEST_USER = "operator-test"
+"""May do everything, and is who gives no name. Below the inboxes of operators every service may answer."""
 
 
 def users_by_role(workers: dict[str, str]) -> str:
-    """Of a NATS server's configuration: a user per role, each with its name as password, and one for tests that may do
-    everything and needs no name. `workers`: the nodes of workers, by user."""
+    """Of a NATS server's configuration: a user per role, each with its name as password, and TEST_USER.
+    `workers`: the nodes of workers, by user."""
     names = ["gateway", "scheduler", "placement", "operator", *workers]
-    users = [*nats_users({name: name for name in names}, workers), {"user": "test", "password": "test"}]
-    return f"authorization: {json.dumps({'users': users})}\nno_auth_user: test"
+    users = [*nats_users({name: name for name in names}, workers), {"user": TEST_USER, "password": TEST_USER}]
+    return f"authorization: {json.dumps({'users': users})}\nno_auth_user: {TEST_USER}"
 
 
 def user(name: str) -> dict[str, str]:

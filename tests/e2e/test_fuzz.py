@@ -18,7 +18,7 @@ from shared.messages import catalogue
 from shared.messages.channels import Endpoint, Topic
 from shared.messages.requests import ErrorCode, ErrorInfo
 from shared.settings import BusSettings
-from tests.e2e.stack import Stack
+from tests.e2e.stack import TEST_USER, Stack
 from tests.shared.test_messages import CHANNELS, sample
 
 WORTH_OBEYING = {
@@ -100,7 +100,8 @@ def is_unreadable(kind: type[Any], body: bytes) -> bool:
 
 async def fuzz(stack: Stack, num: int) -> None:
     rng = random.Random(num)
-    bus = await NatsBus.connect(BusSettings(nats_url=stack.nats.url), service="test", service_id="fuzz")
+    settings = BusSettings(nats_url=stack.nats.url, nats_user=TEST_USER, nats_password=TEST_USER)
+    bus = await NatsBus.connect(settings, service="test", service_id="fuzz")
     ids = {"instance_id": stack.instances()[0]["instance_id"], "node_id": "worker-0", "gateway_id": "gateway-0"}
     failures: list[tuple[str, str, bytes]] = []
 

@@ -6,6 +6,7 @@ import asyncio
 import json
 import logging
 from collections.abc import AsyncIterator, Iterator
+from itertools import pairwise
 
 import msgspec
 import nats
@@ -18,7 +19,15 @@ from shared.bus.permissions import MAX_NODE_INSTANCES, ROLES, permissions
 from shared.messages import catalogue
 from shared.messages.channels import Bucket, Endpoint, ObjectBucket, Role, Topic
 from shared.messages.cluster import PlacementPlan
-from shared.messages.requests import Accepted, Cancel, ErrorCode, GenerationRequest, ListHeldRequests, SamplingParams
+from shared.messages.requests import (
+    Accepted,
+    Cancel,
+    ErrorCode,
+    GenerationRequest,
+    ListHeldRequests,
+    ReplayQuery,
+    SamplingParams,
+)
 from shared.settings import BusSettings
 from tests.conftest import NatsServer
 from tideway.nats_config import nats_users, users_file
@@ -36,6 +45,8 @@ INSIDERS: dict[str, tuple[list[str], list[str]]] = {
             "tideway.v1.scheduler.submit",
             "tideway.v1.gateway.g.frames",
             "_INBOX.gateway.>",
+            "_INBOX.worker.b.>",
+            "_INBOX.worker.>",
             "_INBOX.>",
             "$KV.tideway_plans.>",
             "$JS.API.>",
@@ -48,7 +59,7 @@ INSIDERS: dict[str, tuple[list[str], list[str]]] = {
             "tideway.v1.placement.remove_model",
             "tideway.v1.scheduler.announce",
             "tideway.v1.gateway.g.lost",
-            "_INBOX.gateway.x.1",
+            "_INBOX.x.1",
             "$KV.tideway_plans.current",
             "$KV.tideway_models.m",
             "$KV.tideway_instances.b-0",
@@ -58,13 +69,15 @@ INSIDERS: dict[str, tuple[list[str], list[str]]] = {
         ],
     ),
     "scheduler": (
-        ["tideway.v1.instance.a-0.submit", "tideway.v1.gateway.g.frames", "_INBOX.gateway.>", "_INBOX.worker-a.>"],
+        ["tideway.v1.instance.a-0.submit", "tideway.v1.gateway.g.frames", "_INBOX.gateway.>", "_INBOX.worker.a.>"],
         [
             "$KV.tideway_plans.current",
             "$KV.tideway_leases.placement",
             "tideway.v1.placement.remove_model",
             "tideway.v1.instance.a-0.drain",
             "$JS.API.DIRECT.GET.OBJ_tideway_file_contents",
+            "_INBOX.placement.x.1",
+            "_INBOX.worker.a.x.1",
         ],
     ),
     "gateway": (
@@ -72,7 +85,7 @@ INSIDERS: dict[str, tuple[list[str], list[str]]] = {
             "tideway.v1.instance.a-0.submit",
             "tideway.v1.scheduler.submit",
             "tideway.v1.placement.plan",
-            "_INBOX.worker-a.>",
+            "_INBOX.worker.a.>",
         ],
         [
             "$KV.tideway_plans.current",
@@ -181,6 +194,55 @@ async def test_an_insider_is_refused(server: NatsServer, buses: dict[str, NatsBu
     await client.close()
 
 
+@pytest.mark.parametrize(
+    ("user", "mine"),
+    [
+        ("worker-a", "tideway.v1.instance.a-0.cancel"),
+        ("scheduler", "tideway.v1.scheduler.execution_statistics"),
+        ("operator", "$SRV.PING"),
+    ],
+)
+async def test_who_asks_itself_may_answer_nowhere_else(
+    server: NatsServer, buses: dict[str, NatsBus], user: str, mine: str
+) -> None:
+    """A reply subject is the sender's choice, and some may send what they hear themselves."""
+    errors: list[str] = []
+
+    async def on_error(error: Exception) -> None:
+        errors.append(str(error))
+
+    client = await nats.connect(server.url, user=user, password=user, error_cb=on_error)
+    heard = await client.subscribe(mine)
+    unsaid = [
+        "tideway.v1.placement.remove_model",
+        "$KV.tideway_plans.current",
+        "$JS.API.STREAM.DELETE.KV_tideway_plans",
+    ]
+    for subject in unsaid:
+        await client.publish(mine, b"", reply=subject)
+        assert (await heard.next_msg(timeout=15)).reply == subject
+        await client.publish(subject, b"{}")
+    deadline_s = asyncio.get_running_loop().time() + 15
+    while len(errors) < len(unsaid) and asyncio.get_running_loop().time() < deadline_s:
+        await asyncio.sleep(0.01)
+    for subject in unsaid:
+        assert any(f'violation for publish to "{subject.lower()}"' in error for error in errors), (subject, errors)
+    await client.close()
+
+
+async def test_a_reply_subject_does_not_tell_others(server: NatsServer, buses: dict[str, NatsBus]) -> None:
+    client = await nats.connect(server.url, user="worker-a", password="worker-a")
+    endpoint = catalogue.INSTANCE_REPLAY.at(instance_id="a-0")
+    heard = await client.subscribe(endpoint.subject)
+    await client.flush(timeout=15)
+    requests = [buses["gateway"].send_request(endpoint, ReplayQuery([]), timeout_s=0.2) for _ in range(4)]
+    replies = [(await heard.next_msg(timeout=15)).reply for _ in requests]
+    tokens = sorted(int(reply.rpartition(".")[2], 16) for reply in replies)
+    assert min(after - before for before, after in pairwise(tokens)) > 1 << 32
+    await asyncio.gather(*requests, return_exceptions=True)
+    await client.close()
+
+
 async def test_requests_replies_and_entries_pass(buses: dict[str, NatsBus]) -> None:
     endpoint = catalogue.INSTANCE_SUBMIT.at(instance_id="a-0")
     heard: list[str] = []
@@ -240,7 +302,7 @@ async def test_what_jetstream_is_made_to_say_is_not_listened_to(
     """A worker may not publish to the scheduler's subjects, but it may name them where JetStream is to send entries to."""
     heard: list[Cancel] = []
     await buses["scheduler"].subscribe(catalogue.SCHEDULER_CANCEL, heard.append)
-    client = await nats.connect(server.url, user="worker-a", password="worker-a", inbox_prefix="_INBOX.worker-a")
+    client = await nats.connect(server.url, user="worker-a", password="worker-a", inbox_prefix="_INBOX.worker.a")
     bucket, subject = "KV_tideway_instances", "$KV.tideway_instances.a-0"
     await client.jetstream().publish(subject, msgspec.msgpack.encode(Cancel("r")))
     await client.publish(f"$JS.API.DIRECT.GET.{bucket}.{subject}", b"", reply=catalogue.SCHEDULER_CANCEL.subject)
