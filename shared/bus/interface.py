@@ -211,7 +211,7 @@ class ObjectStore(ABC):
     @abstractmethod
     async def check_storage(self) -> None:
         """Writes a few KiB in place of those of the last check. Raises `BusError`, STORAGE_FULL where the server's disk is
-        full; `Bus.storage_problem` tells it too."""
+        full; `Bus.storage_problem` tells it too, and is empty again when this succeeds."""
 
     @abstractmethod
     async def purge_unfinished(self, seen: Set[str]) -> set[str]:

@@ -131,6 +131,7 @@ class NatsObjectStore(ObjectStore):
 
     async def check_storage(self) -> None:
         await self.publish(self.chunk_subject(_CHECK), os.urandom(CHECK_BYTES), {"Nats-Rollup": "sub"})
+        self._streams.disk_has_space()
 
     async def replace(self, info: ObjectInfo) -> None:
         """`info` becomes what its name stands for."""

@@ -121,6 +121,13 @@ class Streams:
             self.unwritable.discard(name)
         return result
 
+    def disk_has_space(self) -> None:
+        """A write of some size was stored. Streams that are rarely written would be held unwritable for long; one that is
+        is so again at its next write."""
+        if self.unwritable:
+            logger.warning("NATS stores on its disk again (%s)", ", ".join(sorted(self.unwritable)))
+            self.unwritable.clear()
+
     async def _answers(self) -> bool:
         try:
             await self.client.ping(CALL_TIMEOUT_S)

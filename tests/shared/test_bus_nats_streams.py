@@ -9,6 +9,7 @@ import pytest
 
 from shared.bus import nats_watch
 from shared.bus.interface import BusError, RevisionConflict
+from shared.bus.nats_bus import NatsBus
 from shared.bus.nats_streams import delivery
 from shared.messages.channels import Bucket
 from shared.messages.requests import ErrorCode
@@ -120,6 +121,22 @@ async def test_an_object_is_read_whole_or_not_at_all(connect: Connect, nats_sett
 def test_positions_are_read_from_both_forms_of_reply_subjects() -> None:
     assert delivery(b"$JS.ACK.stream.consumer.2.30.4.1700000000000000000.5") == (2, 30, 4, 5)
     assert delivery(b"$JS.ACK.domain.hash.stream.consumer.2.30.4.1700000000000000000.5.token") == (2, 30, 4, 5)
+
+
+async def test_a_stream_that_is_not_written_again_does_not_stay_a_problem(connect: Connect) -> None:
+    bus = await connect("writer")
+    assert isinstance(bus, NatsBus)
+    store = await bus.object_store(BLOBS)
+    await store.check_storage()
+
+    async def store_nothing() -> None:
+        raise nats.errors.TimeoutError
+
+    with pytest.raises(BusError) as raised:
+        await bus._streams.write("KV_seldom", "put seldom/a", store_nothing)
+    assert raised.value.code is ErrorCode.STORAGE_FULL and "KV_seldom" in bus.storage_problem
+    await store.check_storage()
+    assert bus.storage_problem == ""
 
 
 # -------------------------------------------------------------------------------------------- size, and many writers
