@@ -187,7 +187,12 @@ class ActivePlacement:
 
     async def _recall(self) -> None:
         """Into an empty store: a new one, or one that was lost."""
-        for spec in await self._remembered.load():
+        remembered = await self._remembered.load()
+        if not remembered:
+            logger.warning(
+                "NATS has an empty store and no models are remembered: any that were added are to be added again"
+            )
+        for spec in remembered:
             logger.warning("NATS has an empty store: model %r is added again as it was last", spec.name)
             await self._model_bucket.put(bucket_key(spec.name), spec)
             self._models[spec.name] = spec

@@ -1,18 +1,23 @@
 """The models that were configured last, outside of the store: in this process, and in a file where one is named. What was
-added at run time comes back from there when NATS has lost its store."""
+added at run time comes back from there when NATS has lost its store. Whoever leads keeps what it changes; a replica that
+stands by follows what is stored."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import msgspec
 
-from shared.messages.cluster import ModelSpec
+from shared.bus.interface import Bus, BusError, KeyValue, Watch
+from shared.messages.catalogue import MODELS, STATISTICS
+from shared.messages.cluster import ModelSpec, ModelStatistics
 
 logger = logging.getLogger(__name__)
+
+RETRY_S = 1.0
 
 
 class RememberedModels:
@@ -20,6 +25,45 @@ class RememberedModels:
         """`path`: empty for no file."""
         self._path = Path(path) if path else None
         self._models: list[ModelSpec] = []
+        self._writing = asyncio.Lock()
+        self._following: asyncio.Task[None] | None = None
+
+    async def follow(self, bus: Bus, leads: Callable[[], bool]) -> None:
+        """Until `stop`; not while this replica leads."""
+        changed = asyncio.Event()
+        changed.set()
+        watch = await (await bus.key_value(MODELS)).watch(lambda *_: changed.set())
+        statistics = await bus.key_value(STATISTICS)
+        self._following = asyncio.create_task(self._follow(watch, statistics, changed, leads), name="models stored")
+
+    async def _follow(
+        self,
+        watch: Watch[ModelSpec],
+        statistics: KeyValue[ModelStatistics],
+        changed: asyncio.Event,
+        leads: Callable[[], bool],
+    ) -> None:
+        try:
+            while True:
+                await changed.wait()
+                changed.clear()
+                try:
+                    # A store whose last model was removed has its totals; one that was lost has nothing.
+                    is_store = watch.entries or await statistics.entries()
+                except BusError as error:
+                    logger.info("what is stored is not known, trying again: %s", error)
+                    changed.set()
+                    await asyncio.sleep(RETRY_S)
+                    continue
+                if is_store and not leads():
+                    await self.keep({spec.name: spec for spec in watch.entries.values()})
+        finally:
+            await watch.stop()
+
+    async def stop(self) -> None:
+        if self._following is not None:
+            self._following.cancel()
+            await asyncio.gather(self._following, return_exceptions=True)
 
     async def load(self) -> list[ModelSpec]:
         """None are known where nothing was kept, or where it cannot be read, which is logged."""
@@ -38,7 +82,8 @@ class RememberedModels:
         self._models = list(models.values())
         if self._path is not None:
             try:
-                await asyncio.to_thread(_write, self._path, msgspec.json.format(msgspec.json.encode(self._models)))
+                async with self._writing:
+                    await asyncio.to_thread(_write, self._path, msgspec.json.format(msgspec.json.encode(self._models)))
             except OSError as error:
                 logger.error("%s does not have the models as they are: %s", self._path, error)
 

@@ -83,6 +83,7 @@ class PlacementService:
         for bucket in buckets_declared_by(Role.PLACEMENT):
             await self._bus.key_value(bucket)
         self._nodes = await (await self._bus.key_value(NODES)).watch(lambda *_: self._wake())
+        await self._remembered.follow(self._bus, lambda: self._active is not None)
         await self._lease.start()
         self._looking = asyncio.create_task(self._nats_metrics.run(self._bus), name="streams of NATS")
 
@@ -91,6 +92,7 @@ class PlacementService:
         if self._active is not None and self._lease.is_held:
             await self._active.flush()
         await self._lease.stop()
+        await self._remembered.stop()
         if self._looking is not None:
             self._looking.cancel()
             await asyncio.gather(self._looking, return_exceptions=True)

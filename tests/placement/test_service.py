@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import threading
 import time
 from collections.abc import AsyncIterator, Callable
@@ -246,6 +247,39 @@ async def test_models_that_were_added_outlast_the_store(
         models = await (await cluster.bus.key_value(MODELS)).watch()
         await until(lambda: models.entries.keys() == {"a", "b"})
         assert models.entries["b"] == added
+
+
+async def test_a_standby_remembers_what_the_leader_was_told(
+    nats_settings: BusSettings, cluster: Cluster, nats_server: NatsServer, sources: dict[str, str], tmp_path: Path
+) -> None:
+    files, added = {name: str(tmp_path / name) for name in ("leader", "standby")}, ModelSpec("b", sources["b"])
+
+    def remembered() -> set[str]:
+        return {spec["name"] for spec in json.loads(Path(files["standby"]).read_text())}
+
+    async with placement(nats_settings, {"a": sources["a"]}, name="leader", models_file=files["leader"]) as leader:
+        await until(lambda: leader.is_active)
+        async with placement(nats_settings, name="standby", models_file=files["standby"]):
+            await cluster.add(added)
+            await until(lambda: Path(files["standby"]).exists() and remembered() == {"a", "b"})
+            await cluster.remove("a")
+            await until(lambda: remembered() == {"b"})
+            await cluster.remove("b")
+            await until(lambda: remembered() == set())
+            await cluster.add(added)
+            await until(lambda: remembered() == {"b"})
+    nats_server.delete_streams()
+    async with placement(nats_settings, name="standby", models_file=files["standby"]):
+        models = await (await cluster.bus.key_value(MODELS)).watch()
+        await until(lambda: models.entries == {"b": added})
+
+
+async def test_a_store_that_is_empty_is_told_where_nothing_is_remembered(
+    nats_settings: BusSettings, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with placement(nats_settings) as service:
+        await until(lambda: service.is_active)
+    assert "no models are remembered" in caplog.text
 
 
 async def test_refusals_name_the_field_and_the_numbers(
