@@ -324,5 +324,5 @@ def load(kind: type[T], environment: Mapping[str, str] | None = None) -> T:
 
 def default_id(prefix: str) -> str:
     """An id for this process on this machine, fit for a subject."""
-    host = "".join(c if c.isalnum() or c in "-_" else "-" for c in socket.gethostname())
+    host = "".join(c if (c.isascii() and c.isalnum()) or c in "-_" else "-" for c in socket.gethostname())
     return f"{prefix}-{host}-{os.getpid()}"

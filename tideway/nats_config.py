@@ -9,7 +9,8 @@ from typing import Annotated, Any
 
 import typer
 
-from shared.bus.permissions import ROLES, permissions, role_of
+from shared.bus.permissions import ROLES, TOKEN, permissions, role_of
+from tideway.data_folder import OperatorError
 
 
 def nats_users(passwords: Mapping[str, str], nodes: Mapping[str, str]) -> list[dict[str, Any]]:
@@ -31,10 +32,19 @@ def nats_users(passwords: Mapping[str, str], nodes: Mapping[str, str]) -> list[d
 def users_file(node_ids: list[str]) -> str:
     """For `include` in a server's configuration. Passwords are variables of the server's environment, with their values in
     double quotes: NATS_GATEWAY_PASSWORD for user `gateway`. With `node_ids` each node has a worker of its own,
-    `worker-NODE` with NATS_WORKER_NODE_PASSWORD, and there is no common one."""
+    `worker-NODE` with NATS_WORKER_NODE_PASSWORD, and there is no common one.
+    `OperatorError` if a node cannot be one, or two have the same variable."""
+    for node_id in node_ids:
+        if not TOKEN.fullmatch(node_id):
+            raise OperatorError(f"--node {node_id!r}: a TIDEWAY_NODE_ID has A-Z, a-z, 0-9, _ and - only.")
     nodes = {f"worker-{node_id}": node_id for node_id in node_ids}
     names = [name for name in ROLES if name != "worker" or not nodes] + list(nodes)
-    passwords = {name: f"$NATS_{re.sub(r'[^A-Z0-9]', '_', name.upper())}_PASSWORD" for name in names}
+    passwords: dict[str, str] = {}
+    for name in names:
+        variable = f"$NATS_{re.sub(r'[^A-Z0-9]', '_', name.upper())}_PASSWORD"
+        if variable in passwords.values():
+            raise OperatorError(f"--node: {variable[1:]} would be the password of {name} and of another worker.")
+        passwords[name] = variable
     text = json.dumps({"users": nats_users(passwords, nodes)}, indent=2)
     # In quotes a variable would be its own name.
     text = re.sub(r'"(\$NATS_\w+)"', r"\1", text)

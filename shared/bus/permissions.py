@@ -22,6 +22,8 @@ MAX_NODE_INSTANCES = 32
 """Whose subjects a worker of a known node may use."""
 
 _SERVICE_DISCOVERY = "$SRV.>"
+TOKEN = re.compile(r"[A-Za-z0-9_-]+")
+"""What users and nodes may be named, as ids in settings (`SubjectPart`)."""
 
 
 @dataclass(frozen=True)
@@ -49,20 +51,21 @@ def declared_streams(role: Role) -> frozenset[str]:
 def inbox_prefix(user: str) -> str:
     """Below which a client of `user` hears replies: `_INBOX.gateway`, or `_INBOX.worker.NODE`, so that `_INBOX.worker.>` is
     those of all workers. A user without a name, or with one that is no token, has NATS's own."""
-    if not re.fullmatch(r"[A-Za-z0-9_-]+", user):
+    if not TOKEN.fullmatch(user):
         return "_INBOX"
     role, _, node_id = user.partition("-")
     return f"_INBOX.{role}.{node_id}" if role in ROLES and node_id else f"_INBOX.{user}"
 
 
 def permissions(role: Role, user: str, node_id: str = "") -> Permissions:
-    """Of a user in `role`. `node_id`: of a worker that runs there and nowhere else. `ValueError` if `user` is no token."""
-    inbox = inbox_prefix(user)
-    if inbox == "_INBOX":
-        raise ValueError(f"{user!r} cannot be a user of NATS: A-Z, a-z, 0-9, _ and - only")
+    """Of a user in `role`. `node_id`: of a worker that runs there and nowhere else. `ValueError` for what is no
+    token."""
+    for token in (user, node_id or "any"):
+        if not TOKEN.fullmatch(token):
+            raise ValueError(f"{token!r} cannot be part of a subject: it may have A-Z, a-z, 0-9, _ and - only")
     publish, subscribe = {_SERVICE_DISCOVERY} if role is Role.OPERATOR else set(), {_SERVICE_DISCOVERY}
     never: set[str] = set()
-    subscribe.add(inbox + ".>")
+    subscribe.add(inbox_prefix(user) + ".>")
     publish |= _inboxes(Role.OPERATOR)  # whose tools ask every service
     for channel in vars(catalogue).values():
         if isinstance(channel, Topic | Endpoint):

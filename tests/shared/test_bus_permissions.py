@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import re
 from collections.abc import AsyncIterator, Iterator
 from itertools import pairwise
 
@@ -30,6 +31,7 @@ from shared.messages.requests import (
 )
 from shared.settings import BusSettings
 from tests.conftest import NatsServer
+from tideway.data_folder import OperatorError
 from tideway.nats_config import nats_users, users_file
 
 CHANNELS = {name: value for name, value in vars(catalogue).items() if isinstance(value, Topic | Endpoint)}
@@ -338,3 +340,18 @@ def test_the_printed_users_start_a_server(monkeypatch: pytest.MonkeyPatch) -> No
             asyncio.run(connect("worker"))
     finally:
         server.close()
+
+
+@pytest.mark.parametrize(
+    ("nodes", "complaint"),
+    [(["a.b"], "'a.b'"), (["*"], "'*'"), ([""], "''"), (["a-b", "a_b"], "NATS_WORKER_A_B_PASSWORD")],
+)
+def test_nodes_that_are_no_ids_or_share_a_password_are_refused(nodes: list[str], complaint: str) -> None:
+    with pytest.raises(OperatorError, match=re.escape(complaint)):
+        users_file(nodes)
+
+
+def test_nobody_hears_all_inboxes() -> None:
+    for user, node_id in (("worker-a.b", ""), ("", ""), ("worker", "a.>")):
+        with pytest.raises(ValueError, match="part of a subject"):
+            permissions(Role.WORKER, user, node_id)
