@@ -13,7 +13,9 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from prometheus_client import CollectorRegistry
@@ -22,6 +24,7 @@ from bench.kv_noise import disturb, open_files, payloads, port_of
 from services.worker.kv_transport import KvTransport, TransferError, TransportLimits, UcxNetwork
 from services.worker.kv_transport.doors import HANDSHAKE_S, KV_PORTS, MAX_WAITING, PortRange, devices_at, overdue
 from services.worker.kv_transport.telemetry import TransferMetrics
+from services.worker.kv_transport.ucx import HELLO_BYTES, Hello
 from tests.worker.test_kv_transport_processes import SLOT_BYTES, Peer
 
 ROOT = Path(__file__).parents[2]
@@ -184,6 +187,43 @@ async def test_what_dials_and_shows_no_ticket_is_counted(transport: KvTransport,
     with pytest.raises(TransferError):
         await source.send(transport.address, b"guess", "m", [1], deadline_s=3)
     await until_refused(registry, "ticket", 1)
+    await source.close()
+
+
+async def test_a_first_message_that_is_too_long_shuts_nobody_out(
+    transport: KvTransport, registry: CollectorRegistry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = await transport_of(CollectorRegistry())
+    with monkeypatch.context() as patch, pytest.raises(TransferError):
+        patch.setattr(Hello, "frame", lambda _: np.zeros(HELLO_BYTES + 1, dtype=np.uint8))
+        await source.connect(transport.address, deadline_s=1)
+    await until_refused(registry, "hello", 1)
+    another = await transport_of(CollectorRegistry())
+    await another.connect(transport.address, deadline_s=3)
+    await another.close()
+    await source.close()
+
+
+async def test_an_endpoint_on_which_no_answer_can_be_sent_is_closed(
+    transport: KvTransport, registry: CollectorRegistry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from ucxx.core import ApplicationContext
+
+    source = await transport_of(CollectorRegistry())
+    made: list[Any] = []
+    create = ApplicationContext.create_endpoint_from_worker_address
+
+    async def endpoint(self: Any, address: Any) -> Any:
+        made.append(await create(self, address))
+        if len(made) == 2:  # the answer's
+            monkeypatch.setattr(made[1], "send", None)
+        return made[-1]
+
+    monkeypatch.setattr(ApplicationContext, "create_endpoint_from_worker_address", endpoint)
+    with pytest.raises(TransferError):
+        await source.connect(transport.address, deadline_s=1)
+    await until_refused(registry, "hello", 1)
+    assert made[1].closed
     await source.close()
 
 

@@ -34,7 +34,7 @@ import socket
 import struct
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Annotated, Any
 
 import msgspec
@@ -63,6 +63,8 @@ ENVIRONMENT = {
 """Read when the library is loaded; what is set already stays."""
 GOODBYE_TIMEOUT_S = 0.2
 SWEEP_S = 0.5
+DOOR_PAUSE_S = 0.01
+"""After what could not be read, so that an error that stays does not keep the event loop busy."""
 NUM_TAGS = 1 << 64
 GOODBYE_TAG = -1
 WELCOME_TAG = -2
@@ -81,7 +83,7 @@ class _Runtime:
     def __init__(self) -> None:
         self.context: Any = None
         self._users = 0
-        self._kept: dict[int, Buffer] = {}
+        self._kept: list[Buffer] = []
         self._opening = asyncio.Lock()
 
     @classmethod
@@ -113,14 +115,30 @@ class _Runtime:
         address = UCXAddress.create_from_buffer(worker_address)
         return await self.context.create_endpoint_from_worker_address(address)
 
+    @contextlib.asynccontextmanager
+    async def new_endpoint(self, worker_address: bytes) -> AsyncIterator[Any]:
+        """For what begins a conversation, within `CONNECT_TIMEOUT_S`. Where that fails, the endpoint is closed before the
+        block's buffers go."""
+        endpoint = None
+        try:
+            async with asyncio.timeout(CONNECT_TIMEOUT_S):
+                endpoint = await self.endpoint(worker_address)
+                yield endpoint
+        except BaseException:
+            if endpoint is not None:
+                await asyncio.shield(asyncio.to_thread(endpoint.abort, period=ABORT_PERIOD_NS))
+            raise
+
     async def receive(self, tag: int, buffer: np.ndarray) -> None:
         """From whoever sends to this tag of the worker."""
         from ucxx._lib.arr import Array
         from ucxx.types import Tag, TagMaskFull
 
-        self._kept[id(buffer)] = buffer  # a request that is not awaited to its end goes on
-        await self.context.worker.tag_recv(Array(buffer), Tag(tag), TagMaskFull).wait()
-        del self._kept[id(buffer)]
+        try:
+            await self.context.worker.tag_recv(Array(buffer), Tag(tag), TagMaskFull).wait()
+        except asyncio.CancelledError:
+            self._kept.append(buffer)  # the request goes on
+            raise
 
     async def release(self) -> None:
         self._users -= 1
@@ -308,8 +326,9 @@ def _unpack(address: str) -> tuple[int, bytes]:
 
 
 class UcxNetwork(Network):
-    """Addresses are `host:port/` and what UCX says of its worker with the tag of this network's door, which is random: who
-    was not told the address can neither dial nor guess it, so it goes to peers only, and what follows `/` into no log."""
+    """Addresses are `host:port/` (without tcp a random word for the port) and what UCX says of its worker with the tag of
+    this network's door, which is random: who was not told the address can neither dial nor guess it, so it goes to peers,
+    and what follows `/` into no log."""
 
     def __init__(
         self,
@@ -347,7 +366,9 @@ class UcxNetwork(Network):
         try:
             listening = await asyncio.to_thread(self._doors.find)
             host, port = listening[0] if listening else (host, 0)
-            self._address = _pack(f"{host}:{port}", self._door_tag, self._runtime.worker_address)
+            self._address = _pack(
+                f"{host}:{port or secrets.token_hex(4)}", self._door_tag, self._runtime.worker_address
+            )
             self._tasks.start(self._answer_door())
             async with asyncio.timeout(PROBE_TIMEOUT_S):
                 await self._probe(probed)
@@ -392,20 +413,16 @@ class UcxNetwork(Network):
         if runtime is None:
             raise LinkError("the network is closed")
         self.admit(address)  # an answer may come on a connection of its own
-        endpoint, near = None, secrets.randbits(64)
+        near = secrets.randbits(64)
         welcome = np.zeros(1, dtype=np.uint64)
         try:
             door, worker_address = _unpack(address)
             hello = Hello(self._address, near).frame()
-            async with asyncio.timeout(CONNECT_TIMEOUT_S):
-                endpoint = await runtime.endpoint(worker_address)
+            async with runtime.new_endpoint(worker_address) as endpoint:
                 await endpoint.send(hello, tag=door, force_tag=True)
                 await endpoint.recv(welcome.view(np.uint8), tag=(near + WELCOME_TAG) % NUM_TAGS, force_tag=True)
-        except BaseException as error:
-            if endpoint is not None:
-                await asyncio.shield(asyncio.to_thread(endpoint.abort, period=ABORT_PERIOD_NS))
-            if not isinstance(error, Exception):
-                raise
+        # whatever ucxx makes of it
+        except Exception as error:
             raise LinkError(f"{name_of(address)}: {type(error).__name__}: {error}") from error
         return UcxLink(endpoint, address, near, int(welcome[0]))
 
@@ -413,7 +430,14 @@ class UcxNetwork(Network):
         assert self._runtime is not None
         while True:
             frame = np.zeros(HELLO_BYTES, dtype=np.uint8)
-            await self._runtime.receive(self._door_tag, frame)
+            try:
+                await self._runtime.receive(self._door_tag, frame)
+            # a message that is longer than the frame, and whatever else ucxx may find in one
+            except Exception as error:
+                logger.warning("what came to the door was not read: %s: %s", type(error).__name__, error)
+                self.on_refused(Refusal.HELLO, 1)
+                await asyncio.sleep(DOOR_PAUSE_S)
+                continue
             self._tasks.start(self._answer(frame))
 
     async def _answer(self, frame: np.ndarray) -> None:
@@ -424,8 +448,7 @@ class UcxNetwork(Network):
             _, worker_address = _unpack(hello.address)
             near = secrets.randbits(64)
             welcome = np.array([near], dtype=np.uint64).view(np.uint8)
-            async with asyncio.timeout(CONNECT_TIMEOUT_S):
-                endpoint = await self._runtime.endpoint(worker_address)
+            async with self._runtime.new_endpoint(worker_address) as endpoint:
                 await endpoint.send(welcome, tag=(hello.first_tag + WELCOME_TAG) % NUM_TAGS, force_tag=True)
         # whatever a peer may send, and whatever ucxx makes of it
         except Exception as error:
