@@ -89,16 +89,20 @@ class Telemetry:
         ProcessCollector(registry=self.registry)
         GCCollector(registry=self.registry)
         self._settings = settings
-        self._server: ThreadingHTTPServer | None = None
+        self._server: _MetricsServer | None = None
 
-    def serve_metrics(self, problems: Callable[[], list[str]], unready: Callable[[], list[str]] = list) -> int:
+    def serve_metrics(
+        self,
+        problems: Callable[[], list[str]] = lambda: ["not connected to NATS"],
+        unready: Callable[[], list[str]] = list,
+    ) -> int:
         """Serves /metrics, /live, /health and /ready on `metrics_host:metrics_port` from a background thread; returns the
         port.
 
         /live is 200 as long as the event loop that runs here takes its turns, else 503. `problems` is called on that
         thread at each /health and must be quick: what is wrong with the service besides, a sentence each, empty when all is
         well (200, else 503). `unready` likewise at each /ready: what it lacks besides to do its work. Raises `SettingsError`
-        if the port cannot be had.
+        if the port cannot be had. A service calls this before it waits for NATS, and then says by `ask` whom to ask.
         """
         assert self._server is None, "serve_metrics is called once"
         address = (self._settings.metrics_host, self._settings.metrics_port)
@@ -109,6 +113,11 @@ class Telemetry:
         serve = self._server.serve_forever
         threading.Thread(target=serve, args=(SHUTDOWN_POLL_S,), name="metrics", daemon=True).start()
         return int(self._server.server_address[1])
+
+    def ask(self, problems: Callable[[], list[str]], unready: Callable[[], list[str]] = list) -> None:
+        """From now on in place of what `serve_metrics` was given."""
+        assert self._server is not None, "serve_metrics is called first"
+        self._server.problems, self._server.unready = problems, unready
 
     def close(self) -> None:
         """Sends what spans are left (seconds at most) and stops serving metrics. May be called twice."""

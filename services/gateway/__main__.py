@@ -20,13 +20,14 @@ def main() -> None:
 
     async def serve(stop: asyncio.Event) -> None:
         telemetry = start_telemetry("gateway", settings.gateway_id, settings)
+        telemetry.serve_metrics()
         bus = await unless_stopped(NatsBus.connect(settings, "gateway", settings.gateway_id, telemetry.registry), stop)
         if bus is None:
             return
         gateway = GatewayService(bus, settings, telemetry)
         try:
             await gateway.start()
-            telemetry.serve_metrics(lambda: [] if bus.is_connected else ["no connection to NATS"])
+            telemetry.ask(lambda: [] if bus.is_connected else ["no connection to NATS"])
             await stop.wait()
         finally:
             await gateway.stop()

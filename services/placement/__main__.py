@@ -19,13 +19,14 @@ logger = logging.getLogger(__name__)
 
 async def serve(settings: PlacementSettings, stop: asyncio.Event) -> None:
     telemetry = start_telemetry("placement", settings.placement_id, settings)
+    port = telemetry.serve_metrics()
+    logger.info("%s: metrics on http://%s:%d/metrics", settings.placement_id, settings.metrics_host, port)
     bus = await unless_stopped(NatsBus.connect(settings, "placement", settings.placement_id, telemetry.registry), stop)
     if bus is None:
         return
     service = PlacementService(bus, settings, telemetry)
     try:
-        port = telemetry.serve_metrics(service.problems)
-        logger.info("%s: metrics on http://%s:%d/metrics", settings.placement_id, settings.metrics_host, port)
+        telemetry.ask(service.problems)
         await service.start()
         await stop.wait()
     finally:

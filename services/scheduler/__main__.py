@@ -20,13 +20,14 @@ logger = logging.getLogger(__name__)
 
 async def serve(settings: SchedulerSettings, stop: asyncio.Event) -> None:
     telemetry = start_telemetry("scheduler", settings.scheduler_id, settings)
+    port = telemetry.serve_metrics()
+    logger.info("%s: metrics on http://%s:%d/metrics", settings.scheduler_id, settings.metrics_host, port)
     bus = await unless_stopped(NatsBus.connect(settings, "scheduler", settings.scheduler_id, telemetry.registry), stop)
     if bus is None:
         return
     service = SchedulerService(bus, settings, telemetry)
     try:
-        port = telemetry.serve_metrics(service.problems)
-        logger.info("%s: metrics on http://%s:%d/metrics", settings.scheduler_id, settings.metrics_host, port)
+        telemetry.ask(service.problems)
         await service.start()
         await stop.wait()
     finally:

@@ -28,14 +28,15 @@ async def serve(settings: WorkerSettings, stop: asyncio.Event) -> None:
     machine = await asyncio.to_thread(survey, settings)
     step_tokens = max_step_tokens(msgspec.structs.replace(of_instances, device=machine.device))
     telemetry = start_telemetry("node", settings.node_id, settings)
+    port = telemetry.serve_metrics()
+    logger.info("%s: metrics on http://%s:%d/metrics", settings.node_id, settings.metrics_host, port)
     bus = await unless_stopped(NatsBus.connect(settings, "node", settings.node_id, telemetry.registry), stop)
     if bus is None:
         return
     agent = NodeAgent(
         bus, settings, telemetry, machine, drain_grace_s=of_instances.drain_grace_s, step_tokens=step_tokens
     )
-    port = telemetry.serve_metrics(agent.problems, agent.unready)
-    logger.info("%s: metrics on http://%s:%d/metrics", settings.node_id, settings.metrics_host, port)
+    telemetry.ask(agent.problems, agent.unready)
     await agent.start()
     await stop.wait()
     for number in (signal.SIGINT, signal.SIGTERM):
