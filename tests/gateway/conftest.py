@@ -117,6 +117,14 @@ class Stack:
             body = {"prompt": "x", "max_tokens": 100, **body}
         return Reader(self.client, path, body, headers)
 
+    async def until_metrics(self, *samples: str) -> None:
+        async with asyncio.timeout(20):
+            while True:
+                text = (await self.client.get("/metrics")).text
+                if all(sample in text for sample in samples):
+                    return
+                await asyncio.sleep(0.02)
+
     async def next_request(self, number: int = 0) -> GenerationRequest:
         await until(lambda: len(self.peer.submitted) > number, "a submitted request")
         return self.peer.submitted[number]

@@ -48,10 +48,11 @@ async def test_a_batch_from_beginning_to_end(stack: Stack) -> None:
     demand = stack.peer.grant_queries[0].demands[0]
     assert demand.batch_id == batch.id and demand.wanted_tokens > 0 and 86000 < demand.slack_s <= 86400
     assert demand.unfinished_tokens > demand.wanted_tokens, "300 lines, of which 128 are ready"
-    metrics = (await stack.client.get("/metrics")).text
-    assert 'tideway_gateway_batch_lines_total{result="completed"} 300.0' in metrics
-    assert 'tideway_gateway_batches{status="completed"} 1.0' in metrics
-    assert "tideway_gateway_batch_lines_in_flight 0.0" in metrics
+    await stack.until_metrics(
+        'tideway_gateway_batch_lines_total{result="completed"} 300.0',
+        'tideway_gateway_batches{status="completed"} 1.0',
+        "tideway_gateway_batch_lines_in_flight 0.0",
+    )
 
 
 async def test_chats_blank_lines_and_a_last_line_without_an_end(stack: Stack) -> None:

@@ -61,7 +61,7 @@ async def test_a_full_disk_is_told_and_all_goes_on_when_it_is_freed(
                 refused = await upload(client)
                 assert (refused.status_code, refused.json()["error"]["code"]) == (507, "storage_full")
                 assert int(refused.headers["retry-after"]) > 0
-                assert "tideway_gateway_storage_writable 0.0" in (await client.get("/metrics")).text
+                await stack.until_metrics("tideway_gateway_storage_writable 0.0")
                 async with asyncio.timeout(20):
                     while not told:
                         await asyncio.sleep(0.05)
@@ -72,7 +72,7 @@ async def test_a_full_disk_is_told_and_all_goes_on_when_it_is_freed(
                 keeping.cancel()
             assert (await client.get(f"/v1/files/{kept.json()['id']}/content")).content == LINE
             assert (await upload(client)).status_code == 200
-            assert "tideway_gateway_storage_writable 1.0" in (await client.get("/metrics")).text
+            await stack.until_metrics("tideway_gateway_storage_writable 1.0")
     finally:
         nats.close()
 

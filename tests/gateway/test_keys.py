@@ -162,7 +162,7 @@ async def test_batch_lines_count_against_the_tokens_of_their_key(nats_settings: 
         now = stack.gateway.context.bus.now
         num_output = len(stack.ids("Hello world")) + 1
         await until(lambda: key.window.total(now()) == 2 * (40 + num_output), "two lines' tokens")
-        assert 'batch_line_retries_total{reason="overloaded"}' in (await stack.client.get("/metrics")).text
+        await stack.until_metrics('batch_line_retries_total{reason="overloaded"}')
         answer = await stack.client.post("/v1/completions", json=body, headers=bearer("secret"))
         assert answer.status_code == 429, "they are gone for other requests too"
         assert key.num_in_flight == dict.fromkeys(RequestClass, 0)

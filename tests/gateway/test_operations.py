@@ -295,6 +295,7 @@ async def test_metrics(stack: Stack) -> None:
     await stack.post("/v1/completions", prompt="x", service_tier="flex", stream=True)
     await stack.post("/v1/completions", prompt="x", temperature=9)
     await stack.post("/v1/completions", prompt="x", model="m" * 50)
+    await stack.until_metrics('tideway_gateway_in_flight_requests{class="offline"} 0.0')
     text = (await stack.client.get("/metrics")).text
     samples = {
         (sample.name, sample.labels.get("class"), sample.labels.get("outcome")): sample.value
