@@ -3,7 +3,7 @@
 The holder creates `LEASES[key]` and renews it each second by compare-and-set; the server forgets an entry that was not
 renewed for the bucket's TTL. The holder counts from the moment it *sent* its last successful renewal and gives up
 `SAFETY_S` before the TTL, so by the time the server lets another one create the key, it has stopped. Each gain of the
-role draws a term from the durable `TERMS[key]`, which only grows; stale leaders can be told by it.
+role draws a term from the durable `TERMS[key]` (or another bucket's), which only grows; stale leaders can be told by it.
 
 While NATS cannot be reached the holder keeps the role without using it (`is_held` is False, `on_lose` is not called: it
 can reach nobody). On reconnect it looks whether the entry is still its own before it acts again; if not, it has lost.
@@ -18,6 +18,7 @@ from typing import Any
 
 from shared.bus.interface import Bus, BusError, KeyValue, RevisionConflict, Watch
 from shared.messages.catalogue import LEASES, TERMS
+from shared.messages.channels import Bucket
 from shared.messages.cluster import SchedulerInfo
 from shared.messages.requests import ErrorCode, ErrorInfo
 
@@ -44,9 +45,10 @@ class Lease:
         on_lose: Callable[[], Awaitable[None]],
         *,
         watches: bool = True,
+        terms: Bucket[SchedulerInfo] = TERMS,
     ) -> None:
-        """`watches` False: the caller watches `LEASES`, for many leases at once, and passes on what it sees of this one to
-        `on_change`."""
+        """`terms`: where the last term is kept. `watches` False: the caller watches `LEASES`, for many leases at once, and
+        passes on what it sees of this one to `on_change`."""
         self.term = 0
         """Drawn last: the term of the role while it is held."""
         self._bus = bus
@@ -63,6 +65,7 @@ class Lease:
         self._must_verify = False
         """The connection was lost and made again since the last renewal."""
         self._watches = watches
+        self._terms_bucket = terms
         self._stop_listening: Callable[[], None] | None = None
         self._is_stopping = False
         self._wake = asyncio.Event()
@@ -84,7 +87,7 @@ class Lease:
     async def start(self) -> None:
         """Begins to contend; returns at once. Raises `BusError` if the buckets cannot be declared."""
         self._leases = await self._bus.key_value(LEASES)
-        self._terms = await self._bus.key_value(TERMS)
+        self._terms = await self._bus.key_value(self._terms_bucket)
         if self._watches:
             self._watch = await self._leases.watch(self.on_change)
         self._stop_listening = self._bus.on_reconnect(self._on_reconnect)

@@ -18,7 +18,7 @@ from services.gateway.grants import Grants
 from shared.bus.interface import BusError, Watch
 from shared.lease import Lease
 from shared.messages.batches import BatchProblem, BatchRecord
-from shared.messages.catalogue import LEASES, TERMS
+from shared.messages.catalogue import BATCH_TERMS, LEASES
 from shared.messages.cluster import SchedulerInfo
 
 logger = logging.getLogger(__name__)
@@ -177,7 +177,13 @@ class BatchService:
             logger.info("%s: not run here any more", batch_id)
 
         claim.lease = Lease(
-            self._context.bus, _lease_key(batch_id), self._context.gateway_id, on_gain, on_lose, watches=False
+            self._context.bus,
+            _lease_key(batch_id),
+            self._context.gateway_id,
+            on_gain,
+            on_lose,
+            watches=False,
+            terms=BATCH_TERMS,
         )
         await claim.lease.start()
         self._claims[batch_id] = claim
@@ -217,7 +223,7 @@ class BatchService:
     async def _sweep(self) -> None:
         assert self._records is not None
         now_s = time.time()
-        terms = await self._context.bus.key_value(TERMS)
+        terms = await self._context.bus.key_value(BATCH_TERMS)
         for batch_id, record in list(self._records.entries.items()):
             if not is_terminal(record):
                 continue

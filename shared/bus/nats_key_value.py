@@ -39,7 +39,8 @@ def _stream_of(bucket: Bucket[Any], max_bytes: int | None) -> StreamConfig:
         duplicate_window=min(bucket.ttl_s or DUPLICATE_WINDOW_S, DUPLICATE_WINDOW_S),
         storage=StorageType.FILE if bucket.durable else StorageType.MEMORY,
         discard=DiscardPolicy.NEW,
-        allow_rollup_hdrs=True,
+        # Whoever may write one key could clear the bucket by a header.
+        allow_rollup_hdrs=False,
         deny_delete=True,
         allow_direct=True,
     )

@@ -1,9 +1,10 @@
 """JetStream streams under the bus: declaring them, restoring them after a loss of the server, and its errors.
 
 A stream is declared by whoever needs it first, or, where users are named after roles, by those that the catalogue says;
-others wait for it. It is never deleted here, because other processes use it. Every stream is
-bounded in bytes, all of which JetStream sets aside; one that exists with another bound (of an earlier version, or because
-there was less room) gets the one that is declared, and one that differs in anything else is kept as it is.
+others wait for it. It is never deleted here, because other processes use it. Every stream is bounded in bytes, all of which
+JetStream sets aside; one that exists with another bound (of an earlier version, or because there was less room) gets the one
+that is declared, so does one with another rule for rollups (a write that takes the place of others), and one that differs in
+anything else is kept as it is.
 """
 
 from __future__ import annotations
@@ -175,7 +176,7 @@ class Streams:
             is_told = False
             try:
                 async with asyncio.timeout(DECLARED_WITHIN_S):
-                    while not await self._exists(name):
+                    while not await self._is_made(name):
                         if not is_told:
                             logger.info("stream %s is not there; waiting for the service that makes it", name)
                             is_told = True
@@ -183,6 +184,13 @@ class Streams:
             except TimeoutError:
                 message = f"stream {name} is not there, and this user of NATS may not make it"
                 raise BusError(ErrorInfo(ErrorCode.UNAVAILABLE, message)) from None
+
+    async def _is_made(self, name: str) -> bool:
+        """As far as is known: one answer that is late ends no waiting."""
+        try:
+            return await self._exists(name)
+        except nats.errors.TimeoutError:
+            return False
 
     async def _take_room(self, config: StreamConfig) -> bool:
         """Takes what a stream needs at least from another of ours in the same storage: the one with the most room that it
@@ -210,18 +218,21 @@ class Streams:
 
     async def _resize(self, config: StreamConfig) -> bool:
         """Gives a stream that exists the size of `config`, if there is room, but never less than what it holds and a third
-        more; False: it has that size already."""
+        more, and its rule for rollups; False: it has both already."""
         name = str(config.name)
         info = await self.context.stream_info(name)
         present, max_bytes = info.config, config.max_bytes or 0
-        if present.max_bytes == max_bytes:
+        is_as_declared = bool(present.allow_rollup_hdrs) == bool(config.allow_rollup_hdrs)
+        if is_as_declared and present.max_bytes == max_bytes:
             return False
         if (present.max_bytes or 0) > max_bytes > 0:
             max_bytes = min(present.max_bytes or 0, max(max_bytes, info.state.bytes + info.state.bytes // 3))
-        if present.max_bytes == max_bytes:
+        if is_as_declared and present.max_bytes == max_bytes:
             return True
         try:
-            await self.context.update_stream(present.evolve(max_bytes=max_bytes))
+            await self.context.update_stream(
+                present.evolve(max_bytes=max_bytes, allow_rollup_hdrs=config.allow_rollup_hdrs)
+            )
             logger.info("stream %s has room for %d bytes now, had %s", name, max_bytes, present.max_bytes)
         except nats.js.errors.APIError as error:
             logger.warning("stream %s keeps room for %s bytes: %s", name, present.max_bytes, error.description)

@@ -193,11 +193,10 @@ TERMS = Bucket(
     "tideway_terms",
     SchedulerInfo,
     durable=True,
-    writers={SCHEDULER: "scheduler", PLACEMENT: "placement", GATEWAY: "*"},
-    read_by=GATEWAY | SCHEDULER | PLACEMENT,
-    purged_by=GATEWAY,
+    writers={SCHEDULER: "scheduler", PLACEMENT: "placement"},
+    read_by=SCHEDULER | PLACEMENT,
 )
-"""the last term of each lease"""
+"""the last term of each lease that is there for good"""
 MODELS = Bucket(
     "tideway_models",
     ModelSpec,
@@ -261,6 +260,17 @@ BATCH_RESULTS = Bucket(
     purged_by=GATEWAY,
 )
 """key: `<batch id>.<line index>`; created once, never changed; purged when the batch's files are written"""
+
+BATCH_TERMS = Bucket(
+    "tideway_batch_terms",
+    SchedulerInfo,
+    durable=True,
+    declared_by=GATEWAY,
+    writers={GATEWAY: "*"},
+    read_by=GATEWAY,
+    purged_by=GATEWAY,
+)
+"""the last term of each batch's lease, until the batch is forgotten"""
 
 
 def buckets_declared_by(role: Role) -> list[Bucket[Any]]:

@@ -156,6 +156,19 @@ async def test_a_stream_for_which_there_is_no_room_is_made_smaller(connect_to: C
         server.close()
 
 
+async def test_a_bucket_that_took_rollups_takes_none(connect: Connect, nats_settings: BusSettings) -> None:
+    bus = await connect("n")
+    await (await bus.key_value(LEDGER)).put("a", Ping("x"))
+    client = await nats.connect(nats_settings.nats_url)
+    streams, name = client.jetstream(), f"KV_{LEDGER.name}"
+    config = (await streams.stream_info(name)).config
+    await streams.update_stream(config.evolve(allow_rollup_hdrs=True))
+    store = await bus.key_value(LEDGER)
+    assert not (await streams.stream_info(name)).config.allow_rollup_hdrs
+    assert await store.get("a") is not None
+    await client.close()
+
+
 async def test_a_stream_gets_the_size_that_is_declared_whatever_it_had(connect: Connect) -> None:
     for size in (64 << 20, 16 << 20, 32 << 20):
         store = await (await connect(f"n{size}")).key_value(LEDGER, max_bytes=size)

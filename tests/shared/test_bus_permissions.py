@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import os
 import re
+import signal
 from collections.abc import AsyncIterator, Iterator
 from itertools import pairwise
 
@@ -19,7 +21,7 @@ from shared.bus.nats_bus import NatsBus
 from shared.bus.permissions import MAX_NODE_INSTANCES, ROLES, permissions
 from shared.messages import catalogue
 from shared.messages.channels import Bucket, Endpoint, ObjectBucket, Role, Topic
-from shared.messages.cluster import PlacementPlan
+from shared.messages.cluster import PlacementPlan, SchedulerInfo
 from shared.messages.requests import (
     Accepted,
     Cancel,
@@ -94,6 +96,7 @@ INSIDERS: dict[str, tuple[list[str], list[str]]] = {
             "$KV.tideway_models.m",
             "$KV.tideway_leases.scheduler",
             "$KV.tideway_terms.placement",
+            "$JS.API.STREAM.PURGE.KV_tideway_terms",
             "tideway.v1.instance.a-0.drain",
             "tideway.v1.gateway.g.frames",
         ],
@@ -298,6 +301,22 @@ async def test_who_may_not_make_a_bucket_waits_for_it(fresh_nats: NatsServer) ->
         await bus.close()
 
 
+async def test_an_answer_that_is_late_ends_no_waiting(fresh_nats: NatsServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = BusSettings(nats_url=fresh_nats.url, nats_user="worker", nats_password="x")
+    bus = await NatsBus.connect(settings, "test", "worker")
+    maker = await NatsBus.connect(BusSettings(nats_url=fresh_nats.url), "test", "maker")
+    await maker.key_value(catalogue.INSTANCES)
+    monkeypatch.setattr(bus._streams.context, "_timeout", 0.2)
+    os.kill(fresh_nats.pid, signal.SIGSTOP)
+    waiting = asyncio.create_task(bus.key_value(catalogue.INSTANCES))
+    await asyncio.sleep(0.5)
+    monkeypatch.undo()
+    os.kill(fresh_nats.pid, signal.SIGCONT)
+    assert await (await waiting).entries() == {}
+    await maker.close()
+    await bus.close()
+
+
 async def test_what_jetstream_is_made_to_say_is_not_listened_to(
     server: NatsServer, buses: dict[str, NatsBus], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -340,6 +359,17 @@ def test_the_printed_users_start_a_server(monkeypatch: pytest.MonkeyPatch) -> No
             asyncio.run(connect("worker"))
     finally:
         server.close()
+
+
+async def test_who_writes_one_key_cannot_clear_the_bucket(server: NatsServer, buses: dict[str, NatsBus]) -> None:
+    leases = await buses["placement"].key_value(catalogue.LEASES)
+    await leases.put("placement", SchedulerInfo("p", 1))
+    client = await nats.connect(server.url, user="scheduler", password="scheduler", inbox_prefix="_INBOX.scheduler")
+    for rollup in ("all", "sub"):
+        with pytest.raises(nats.js.errors.APIError, match="rollup not permitted"):
+            await client.jetstream().publish("$KV.tideway_leases.scheduler", b"", headers={"Nats-Rollup": rollup})
+    await client.close()
+    assert "placement" in await leases.entries()
 
 
 @pytest.mark.parametrize(
