@@ -233,6 +233,12 @@ def _dtype(path: Path, config: Mapping[str, Any]) -> str:
     raise CheckpointError(f"{file} holds no tensor of {', '.join(ITEMSIZES)}.")
 
 
+class _Tensor(msgspec.Struct):
+    dtype: str
+    shape: list[int]
+    data_offsets: tuple[int, int]
+
+
 def read_safetensors_header(file: Path) -> dict[str, dict[str, Any]]:
     """Tensor name -> {dtype, shape, data_offsets}. The format: 8 bytes little-endian header length, JSON, data."""
     try:
@@ -244,8 +250,13 @@ def read_safetensors_header(file: Path) -> dict[str, dict[str, Any]]:
             header = json.loads(stream.read(length))
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{file} is no readable safetensors file: {error}") from None
-    header.pop("__metadata__", None)
-    num_bytes = 8 + length + max((tensor["data_offsets"][1] for tensor in header.values()), default=0)
+    try:
+        if isinstance(header, dict):
+            header.pop("__metadata__", None)
+        tensors = msgspec.convert(header, dict[str, _Tensor])
+    except msgspec.ValidationError as error:
+        raise CheckpointError(f"{file} is no safetensors file: {error}.") from None
+    num_bytes = 8 + length + max((tensor.data_offsets[1] for tensor in tensors.values()), default=0)
     if (present := file.stat().st_size) < num_bytes:
         raise CheckpointError(f"{file} is truncated: it has {present} bytes of {num_bytes}.")
     return dict(header)

@@ -223,3 +223,20 @@ def test_describing_imports_no_tensor_library() -> None:
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=60)
     assert done.stdout.strip() == "[]", done.stderr
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        [1],
+        {"a": 7},
+        {"a": {"dtype": "F32", "shape": [1]}},
+        {"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, None]}},
+        {"a": {"dtype": "F32", "shape": [1], "data_offsets": [0]}},
+    ],
+)
+def test_headers_of_weights_that_are_odd(tmp_path: Path, header: Any) -> None:
+    data = json.dumps(header).encode()
+    (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", len(data)) + data)
+    with pytest.raises(CheckpointError, match="is no safetensors file"):
+        checkpoint.read_safetensors_header(tmp_path / "model.safetensors")
