@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import tarfile
 from pathlib import Path
 from typing import Annotated
@@ -30,7 +31,10 @@ def backup(archive: Archive, data_dir: DataDir = DEFAULT_DATA_DIR) -> None:
     # Under another name until it is whole.
     partial = archive.with_name(archive.name + ".part")
     try:
-        with os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+        partial.unlink(missing_ok=True)
+        # A file or link of somebody else's, where others may write too, gets no credentials.
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
+        with os.fdopen(os.open(partial, flags, 0o600), "wb") as file:
             with tarfile.open(fileobj=file, mode="w") as tar:
                 for name in KEPT:
                     if (data.path / name).exists():
@@ -50,6 +54,7 @@ def restore(archive: Archive, data_dir: DataDir = DEFAULT_DATA_DIR) -> None:
     data = DataFolder(data_dir)
     data.prepare()
     data.acquire()
+    beside = data.path / "restoring"
     try:
         if there := [name for name in KEPT if (data.path / name).exists()]:
             raise OperatorError(
@@ -58,9 +63,15 @@ def restore(archive: Archive, data_dir: DataDir = DEFAULT_DATA_DIR) -> None:
         with tarfile.open(archive) as tar:
             if KEPT[0] not in tar.getnames():
                 raise OperatorError(f"{archive} is no backup of Tideway.")
-            tar.extractall(data.path, filter="data")
+            # Beside, so that a next try finds nothing of one that failed.
+            shutil.rmtree(beside, ignore_errors=True)
+            tar.extractall(beside, [m for m in tar if m.name.split("/")[0] in KEPT], filter="data")
+        for name in reversed(KEPT):
+            if (beside / name).exists():
+                (beside / name).rename(data.path / name)
     except (OSError, tarfile.TarError) as error:
         raise OperatorError(f"{archive} could not be restored into {data.path}: {error}.") from None
     finally:
+        shutil.rmtree(beside, ignore_errors=True)
         data.release()
     print(f"{data.path} is as it was; start it with `tideway up --data-dir {data.path}`.")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import tarfile
 from pathlib import Path
 
 import pytest
@@ -59,3 +60,31 @@ def test_what_is_no_backup_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"nothing")
     with pytest.raises(OperatorError, match="could not be restored"):
         restore(tmp_path / "file", tmp_path / "data")
+
+
+def data_folder(path: Path) -> Path:
+    (path / "nats").mkdir(parents=True)
+    (path / "nats" / "a").write_bytes(b"a" * 5000)
+    (path / "credentials.json").write_text("{}")
+    return path
+
+
+def test_a_restore_that_failed_leaves_nothing_in_the_way(tmp_path: Path) -> None:
+    archive, cut, new = tmp_path / "backup.tar", tmp_path / "cut.tar", tmp_path / "new"
+    backup(archive, data_folder(tmp_path / "old"))
+    cut.write_bytes(archive.read_bytes()[:4096])
+    with pytest.raises(OperatorError, match="could not be restored"):
+        restore(cut, new)
+    assert not (new / "nats").exists()
+    with tarfile.open(archive, "a") as tar:
+        tar.add(tmp_path / "old" / "credentials.json", "up.lock")
+    restore(archive, new)
+    assert (new / "nats" / "a").read_bytes() == b"a" * 5000 and (new / "credentials.json").exists()
+    assert not (new / "up.lock").exists() and not (new / "restoring").exists()
+
+
+def test_a_backup_does_not_follow_a_link(tmp_path: Path) -> None:
+    archive, elsewhere = tmp_path / "backup.tar", tmp_path / "elsewhere"
+    (tmp_path / "backup.tar.part").symlink_to(elsewhere)
+    backup(archive, data_folder(tmp_path / "old"))
+    assert not elsewhere.exists() and not archive.is_symlink() and archive.stat().st_mode & 0o077 == 0
