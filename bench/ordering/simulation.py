@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import math
+from itertools import pairwise
+
 import msgspec
 import numpy as np
 
 from bench.ordering.workloads import Job, Setting, time_alone_s
-from shared.cost_model import StepShape, shape_of
-from shared.engine.calls import AddModel, OnStep, SetCostModel, SetStatistics, Submit
-from shared.engine.engine import Engine
-from shared.engine.plan import ModelShape, StepResult
+from shared.cost_model import StepShape
+from shared.engine.calls import AddModel, SetCostModel, SetStatistics, Submit
+from shared.engine.engine import Effect, Engine
+from shared.engine.plan import ModelShape
 from shared.engine.recording import Configuration
 from shared.engine.requests import Ended
 from shared.messages.requests import GenerationRequest, SamplingParams, pack_tokens
 from shared.policies.baselines import SkipJoinMlfq
 from shared.policies.execution_statistics import ExecutionTimeWindow
+from shared.simulation.events import Events
+from shared.simulation.instance import VirtualInstance
 
 PUBLISH_S = 1.0
 """As often the scheduler tells instances of execution times at most."""
@@ -55,56 +60,52 @@ def simulate(setting: Setting, jobs: list[Job], order: str, *, mix_phases: bool,
         engine.apply(SetCostModel(service.model, setting.cost_model), 0.0)
     window, changed, published_s = ExecutionTimeWindow(), set[str](), 0.0
     latencies_s, max_itl_s = [-1.0] * len(jobs), [0.0] * len(jobs)
-    now, num_submitted, num_steps, num_switches, last = 0.0, 0, 0, 0, ""
-    while True:
-        while num_submitted < len(jobs) and jobs[num_submitted].at_s <= now:
-            _submit(engine, jobs[num_submitted], num_submitted, now)
-            num_submitted += 1
-        plan = engine.plan(now)
-        if plan is None:
-            if num_submitted == len(jobs):
-                break
-            now = jobs[num_submitted].at_s
-            continue
-        now += setting.cost_model.predict(shape_of(plan.starts, plan.counts))
-        num_steps += 1
-        num_switches += plan.model != last
-        last = plan.model
-        engine.apply(OnStep(StepResult(plan.step_id, [5] * sum(plan.samples))), now)
-        for effect in engine.effects():
+    num_left, steps = len(jobs), list[str]()
+    events = Events()
+
+    def on_effects(effects: list[Effect]) -> None:
+        nonlocal published_s, num_left
+        now = events.now
+        for effect in effects:
             if isinstance(effect, Ended):
                 number = int(effect.request.request_id)
                 latencies_s[number] = now - jobs[number].at_s
                 max_itl_s[number] = effect.max_itl_s
+                num_left -= 1
                 window.add(effect.request.model, effect.device_s)
                 changed.add(effect.request.model)
         if knows_times and changed and now - published_s >= PUBLISH_S:
             for model in sorted(changed):
-                engine.apply(SetStatistics(window.statistics(model)), 0.0)
+                engine.apply(SetStatistics(window.statistics(model)), now)
             changed.clear()
             published_s = now
-    if min(latencies_s) < 0:
-        raise RuntimeError(f"{sum(latency < 0 for latency in latencies_s)} requests never ended under {order}")
+
+    instance = VirtualInstance(
+        engine, events, lambda _: setting.cost_model, lambda plan: [5] * sum(plan.samples), on_effects,
+        on_step=lambda step: steps.append(step.plan.model),
+    )  # fmt: skip
+    for number, job in enumerate(jobs):
+        events.at(job.at_s, _submit, instance, job, number)
+    if not events.run(lambda: not num_left, math.inf):
+        raise RuntimeError(f"{num_left} requests never ended under {order}")
     counters = engine.counters
     return Run(
         latencies_s=latencies_s,
         max_itl_s=max_itl_s,
-        end_s=now,
-        num_steps=num_steps,
-        num_switches=num_switches,
+        end_s=events.now,
+        num_steps=len(steps),
+        num_switches=sum(one != other for one, other in pairwise(["", *steps])),
         num_preemptions=counters.num_preemptions,
         recomputed_tokens=counters.recomputed_tokens,
     )
 
 
-def _submit(engine: Engine, job: Job, number: int, now: float) -> None:
+def _submit(instance: VirtualInstance, job: Job, number: int) -> None:
     # prompts begin differently, so none finds another's blocks in the prefix cache
     prompt = pack_tokens(list(range(number * 31, number * 31 + job.prompt_tokens)))
     sampling = SamplingParams(max_tokens=job.output_tokens, temperature=0.0)
-    request = GenerationRequest(
-        str(number), "bench", job.model, prompt, sampling, timeout_s=1e9, waited_s=now - job.at_s
-    )
-    if refused := engine.apply(Submit(request), now):
+    request = GenerationRequest(str(number), "bench", job.model, prompt, sampling, timeout_s=1e9)
+    if refused := instance.apply(Submit(request)):
         raise RuntimeError(f"request {number} of {job.prompt_tokens} prompt tokens was refused: {refused.message}")
 
 

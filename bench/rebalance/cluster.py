@@ -8,7 +8,6 @@ import msgspec
 import numpy as np
 
 from bench.rebalance.devices import MODEL, Device
-from bench.rebalance.events import Events
 from bench.rebalance.instance import Instance
 from bench.rebalance.journal import Journal, RunFailed
 from bench.rebalance.moving import CONTROL_S, Movers
@@ -30,6 +29,7 @@ from shared.messages.cluster import LoadReport
 from shared.messages.requests import GenerationRequest, Priority, SamplingParams
 from shared.policies.dispatch import TIMED_POLICY
 from shared.settings import InstanceSettings, SchedulerSettings
+from shared.simulation.events import Events
 
 STATISTICS_S = 1.0
 """Between two tellings of execution times."""

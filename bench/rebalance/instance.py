@@ -1,5 +1,4 @@
-"""One instance: the real engine; steps and copies take what the cost model says. The order of calls is that of the
-engine's loop with one step in flight, load reports are those of the instance service."""
+"""One instance in virtual time, with the load reports of the instance service."""
 
 from __future__ import annotations
 
@@ -9,13 +8,11 @@ from collections.abc import Callable
 import numpy as np
 
 from bench.rebalance.devices import MODEL, Device
-from bench.rebalance.events import Events
 from bench.rebalance.journal import Journal
-from shared.cost_model import shape_of
-from shared.engine.calls import AddModel, OnCopy, OnStep, OnTime, SetCostModel, Submit
-from shared.engine.engine import Engine
+from shared.engine.calls import AddModel, SetCostModel, Submit
+from shared.engine.engine import Effect, Engine
 from shared.engine.moving import TakenOut
-from shared.engine.plan import CopyKind, ModelShape, StepPlan, StepResult
+from shared.engine.plan import ModelShape, StepPlan
 from shared.engine.recording import Configuration
 from shared.engine.requests import Ended, Output
 from shared.messages.cluster import (
@@ -26,6 +23,8 @@ from shared.messages.cluster import (
     MoveOutcome,
 )
 from shared.messages.requests import ErrorInfo, GenerationRequest, HeldRequest
+from shared.simulation.events import Events
+from shared.simulation.instance import VirtualInstance, VirtualStep
 
 REPORT_INTERVAL_S = 0.02
 HEARTBEAT_S = 1.0
@@ -64,13 +63,15 @@ class Instance:
         self._events, self._journal, self._on_report = events, journal, on_report
         self._draw, self._noise = np.random.default_rng(seed), noise
         self.engine = _engine(device, order)
+        self._host = VirtualInstance(
+            self.engine, events, lambda _: device.cost_model, self._sample, self._on_effects,
+            on_turn=self._on_turn, on_step=self._on_step, slowdown=self._slowdown,
+        )  # fmt: skip
         shape = ModelShape(MODEL, device.page_tokens, 1, 1 << 20)
         self.max_length = self.engine.apply(AddModel(shape), 0.0).max_model_len
         self.engine.apply(SetCostModel(MODEL, device.cost_model), 0.0)
         self._rows: dict[int, tuple[int, int]] = {}
         """Row -> number of the request there, and the total of tokens with which it ends."""
-        self._is_running = False
-        self._copies_end_s = 0.0
         self._admitted: list[str] = []
         self._ended: list[str] = []
         self._finished: list[FinishedStats] = []
@@ -78,8 +79,14 @@ class Instance:
         self._moved_in: list[HeldRequest] = []
         self._reported_s, self._num_reports = -1.0, 0
         self._is_report_due = False
-        self.is_gone = False
         self._events.after(HEARTBEAT_S, self._beat)
+
+    @property
+    def is_gone(self) -> bool:
+        return self._host.is_stopped
+
+    def stop(self) -> None:
+        self._host.is_stopped = True
 
     def info(self) -> InstanceInfo:
         device = self.device
@@ -101,10 +108,10 @@ class Instance:
     # ---------------------------------------------------------------------------------------------- requests
 
     def submit(self, request: GenerationRequest) -> ErrorInfo | None:
-        refused = self.engine.apply(Submit(request), self._events.now)
+        refused = self._host.apply(Submit(request))
         if refused is None:
             self._admitted.append(request.request_id)
-            self.wake()
+            self._report_soon()
         return refused
 
     def report_move(self, outcome: MoveOutcome) -> None:
@@ -125,64 +132,35 @@ class Instance:
 
     def wake(self) -> None:
         """Something changed: a step may be possible, the load is another."""
-        self._events.after(0.0, self._step)
+        self._host.wake()
         self._report_soon()
 
-    def _step(self) -> None:
-        if self._is_running or self.is_gone:
-            return
-        now = self._events.now
-        self.engine.apply(OnTime(), now)
-        plan = self.engine.plan(now)
-        self._journal.on_planned(self, now)
-        self._start_copies()
-        self._take_effects()
-        if plan is not None:
-            self._is_running = True
-            shape = shape_of(plan.starts, plan.counts)
-            seconds = self.device.cost_model.predict(shape)
-            seconds *= float(np.exp(self._draw.normal(0.0, self._noise))) if self._noise else 1.0
-            if self.num_transfers:
-                seconds *= MOVING_SLOWDOWN
-            if shape.num_decodes:
-                self.step_s += 0.1 * (seconds - self.step_s)
-            self._events.after(seconds, self._end_step, plan)
+    def _slowdown(self) -> float:
+        noise = float(np.exp(self._draw.normal(0.0, self._noise))) if self._noise else 1.0
+        return noise * (MOVING_SLOWDOWN if self.num_transfers else 1.0)
 
-    def _end_step(self, plan: StepPlan) -> None:
-        self._is_running = False
+    def _on_turn(self, step: VirtualStep | None) -> None:
+        self._journal.on_planned(self, self._events.now)
+        if step is not None and sum(step.plan.num_decodes):
+            self.step_s += 0.1 * (step.whole_s - self.step_s)
+
+    def _sample(self, plan: StepPlan) -> list[int]:
         for new in plan.new_sequences:
             number = array("i", new.tokens[:4])[0]
             self._rows[new.row] = (number, self._journal.total_tokens(number))
-        tokens = [
+        return [
             LAST_TOKEN if start + count + 1 == self._rows[row][1] else TOKEN
             for row, start, count, samples in zip(plan.rows, plan.starts, plan.counts, plan.samples, strict=True)
             if samples
         ]
-        self.engine.apply(OnStep(StepResult(plan.step_id, tokens)), self._events.now)
+
+    def _on_step(self, _step: VirtualStep) -> None:
         self._journal.num_steps += 1
-        self._start_copies()
-        self._take_effects()
         self._report_soon()
-        self._step()
 
-    def _start_copies(self) -> None:
-        for copy in self.engine.next_copies():
-            cost = self.device.cost_model
-            # A move within the device takes no time that would count.
-            slot_s = {CopyKind.RESTORE: cost.restore_slot_s, CopyKind.CHECKPOINT: cost.checkpoint_slot_s}.get(
-                copy.kind, 0.0
-            )
-            begins_s = max(self._events.now, self._copies_end_s)
-            self._copies_end_s = begins_s + slot_s * len(copy.device_slots)
-            self._events.at(self._copies_end_s, self._end_copy, copy.copy_id)
-
-    def _end_copy(self, copy_id: int) -> None:
-        self.engine.apply(OnCopy(copy_id, True), self._events.now)
-        self.wake()
-
-    def _take_effects(self) -> None:
+    def _on_effects(self, effects: list[Effect]) -> None:
         now = self._events.now
-        for effect in self.engine.effects():
+        for effect in effects:
             if isinstance(effect, Output):
                 self._journal.on_entries(effect.entries, now)
             elif isinstance(effect, TakenOut):

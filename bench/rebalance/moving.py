@@ -9,7 +9,6 @@ from itertools import count
 import msgspec
 
 from bench.rebalance.devices import MODEL
-from bench.rebalance.events import Events
 from bench.rebalance.instance import Instance
 from bench.rebalance.journal import Journal
 from shared.engine.calls import Adopt, DropMoved, EndMove, Pin, PinRest, PutBack, Release, Reserve, Seal, TakeOut, Unpin
@@ -27,6 +26,7 @@ from shared.migration.estimates import MARGIN_BLOCKS, Busy, Next, copy_s, is_wor
 from shared.migration.limits import max_at_once
 from shared.migration.source import may_move
 from shared.settings import InstanceSettings
+from shared.simulation.events import Events
 
 CONTROL_S = 0.001
 """Of a message, one way."""

@@ -74,7 +74,7 @@ class Fleet(Cluster):
 
     def _remove(self, instance: Instance) -> None:
         self._count()
-        instance.is_gone = True
+        instance.stop()
         del self.instances[instance.instance_id]
         self.core.on_registry(instance.instance_id, None, self.events.now)
         self._act()

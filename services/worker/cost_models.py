@@ -222,7 +222,9 @@ class CostModels:
                 num_slots = min(num_slots, MAX_CPU_BYTES // model.slot_bytes)
             if profiling is None:
                 profiling = Profiling(self._executor, model, num_slots, self._max_step_tokens, self._extent)
-            if loop.ask(Engine.num_held) or not (slots := loop.apply(BorrowSlots(name, profiling.num_slots))):
+            with loop.locked() as engine:
+                slots = [] if engine.num_held() else engine.apply(BorrowSlots(name, profiling.num_slots), loop.now())
+            if not slots:
                 return False
             try:
                 return profiling.run(slots, may_go_on)

@@ -120,11 +120,12 @@ class EngineLoop:
         return self._clock()
 
     def apply(self, call: Call[T]) -> T:
-        """Carries a call out, and the loop looks again. An offline step that runs gives way to what came."""
+        """Carries a call out, and the loop looks again. An offline step may give way to the work that it brings."""
         with self._lock:
             now = self._clock()
             result = self._engine.apply(call, now)
-            self._interrupt(self._driver.interrupt(now))
+            if call.brings_work:
+                self._interrupt(self._driver.interrupt(now))
         self._wake.set()
         return result
 
@@ -237,16 +238,16 @@ class EngineLoop:
 
     def _collect(self) -> None:
         result = self._executor.collect()
+        with self._lock:
+            turn, stats = self._driver.on_result(result, self._clock())
         self._num_failed_in_a_row = self._num_failed_in_a_row + 1 if result.error else 0
         if result.error:
-            log.error("step %d failed: %s", result.step_id, result.error)
+            log.error("step %d of %s failed: %s", result.step_id, stats.model, result.error)
             if self._num_failed_in_a_row >= MAX_FAILED_STEPS:
                 raise RuntimeError(f"{MAX_FAILED_STEPS} steps in a row failed; the last one: {result.error}")
-        with self._lock:
-            turn = self._driver.on_result(result, self._clock())
         self._start_copies(turn.copies)
         self.num_steps += 1
-        self._on_effects(turn.effects, turn.stats)
+        self._on_effects(turn.effects, stats)
 
     def _start_copies(self, copies: list[KvCopy]) -> None:
         for copy in copies:

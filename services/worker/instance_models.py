@@ -167,9 +167,11 @@ class InstanceModels:
                 prepared = await asyncio.to_thread(self._executor.prepare_model, spec)
 
             def attach() -> tuple[ModelShape, int]:
-                shape = self._loop.apply(AddModel(self._executor.add_model(prepared)))
-                self._loop.apply(SetObjectives(shape.name, spec.ttft_ms / 1000, spec.tpot_ms / 1000))
-                return shape, self._loop.ask(lambda engine: engine.pool.capacity_slots(shape.name))
+                attached, now = self._executor.add_model(prepared), self._loop.now()
+                with self._loop.locked() as engine:
+                    shape = engine.apply(AddModel(attached), now)
+                    engine.apply(SetObjectives(shape.name, spec.ttft_ms / 1000, spec.tpot_ms / 1000), now)
+                    return shape, engine.pool.capacity_slots(shape.name)
 
             shape, num_slots = await asyncio.shield(asyncio.wrap_future(self._loop.between_steps(attach)))
         except asyncio.CancelledError:

@@ -6,7 +6,7 @@ A host that locks, records or replays does so once, for all of them.
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING, ClassVar, Generic, TypeVar
 
 import msgspec
 
@@ -29,6 +29,9 @@ def _tag(name: str) -> str:
 
 class Call(msgspec.Struct, Generic[R_co], frozen=True, tag=_tag):
     """`R_co`: what it returns."""
+
+    brings_work: ClassVar[bool] = False
+    """An offline step that runs may have to give way to it."""
 
     def on(self, engine: Engine, now: float) -> R_co:
         """Carries it out."""
@@ -120,6 +123,7 @@ class ClearPrefixCache(Call[None], frozen=True):
 class Submit(Call[ErrorInfo | None], frozen=True):
     """See `RequestTable.submit`."""
 
+    brings_work = True
     request: GenerationRequest
 
     def on(self, engine: Engine, now: float) -> ErrorInfo | None:
@@ -207,6 +211,7 @@ class Seal(Call[bool], frozen=True):
 
 
 class PutBack(Call[None], frozen=True):
+    brings_work = True
     request_id: str
     epoch: int | None = None
 
@@ -239,6 +244,7 @@ class Reserve(Call[Reservation | ErrorInfo], frozen=True):
 
 
 class Adopt(Call[ErrorInfo | None], frozen=True):
+    brings_work = True
     commit: Commit
 
     def on(self, engine: Engine, now: float) -> ErrorInfo | None:

@@ -46,8 +46,6 @@ class Turn(NamedTuple):
     copies: list[KvCopy]
     plan: StepPlan | None
     """To be launched."""
-    stats: StepStats | None = None
-    """Of the step that has ended."""
 
 
 class _InFlight(NamedTuple):
@@ -117,7 +115,7 @@ class Driver:
         self._num_copies += len(copies)
         return copies
 
-    def on_result(self, result: StepResult, now: float) -> Turn:
+    def on_result(self, result: StepResult, now: float) -> tuple[Turn, StepStats]:
         """Of the oldest step in flight."""
         step = self._in_flight.popleft()
         self.running_since_s = self._in_flight[0].planned_s if self._in_flight else None
@@ -128,7 +126,7 @@ class Driver:
         plan = step.plan
         is_suspended = result.suspended_share >= 0
         stats = StepStats(plan.model, plan.num_tokens, plan.num_decodes, duration_s, step.limit_s, is_suspended)
-        return Turn(None, self._engine.effects(), self.copies(), None, stats)
+        return Turn(None, self._engine.effects(), self.copies(), None), stats
 
     def on_copies(self, finished: Iterable[tuple[int, bool]], now: float) -> list[KvCopy]:
         """(copy id, whether it succeeded) of those that have ended. Returns those to start now."""

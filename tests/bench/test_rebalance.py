@@ -13,12 +13,12 @@ from bench.rebalance.__main__ import main
 from bench.rebalance.bounds import alone_s, curve, ideal
 from bench.rebalance.cluster import Cluster, System
 from bench.rebalance.devices import A10, CPU, Device
-from bench.rebalance.events import Events
 from bench.rebalance.experiments import SYSTEMS
 from bench.rebalance.results import Experiment, Figures, balance_verdicts, figures_of
 from bench.rebalance.scaling import Fleet
 from bench.rebalance.workloads import LENGTHS, MIXES, PREFILL_MIX, Job, Workload, draw_jobs, power_law
 from shared.cost_model import StepShape
+from shared.simulation.events import Events
 
 
 def small(**changes: object) -> Device:
