@@ -44,7 +44,7 @@ down status:
 	@if [ -x $(BIN)/tideway ]; then exec $(BIN)/tideway $@ $(ARGS); else echo "Tideway is not installed here: make up"; fi
 
 test: development
-	$(BIN)/python -m pytest -n 2 -m "not slow and not gpu and not container" $(ARGS)
+	$(BIN)/python -m pytest -n 3 -m "not slow and not gpu and not container" $(ARGS)
 
 check: development
 	$(BIN)/ruff check .
