@@ -49,6 +49,7 @@ async def show_status(data: DataFolder, console: Console, *, as_json: bool = Fal
         if not os.environ.get("TIDEWAY_NATS_URL"):
             environment |= operator_environment(state.nats_url, data.credentials())
         answering = await _answering(state)
+        state = as_seen(state, answering)
         if not as_json:
             console.print(f"data folder: {escape(str(data.path))}")
             console.print(fit(_processes(state, answering), console, ("starts",)))
@@ -147,11 +148,16 @@ async def _answering(state: State) -> set[str]:
     return {name for name, detail in zip(checks, details, strict=True) if detail is not None}
 
 
+def as_seen(state: State, answering: Set[str]) -> State:
+    """What the supervisor wrote, but not "ready" where a process is silent."""
+    is_silent = any(process.name not in answering for process in state.processes)
+    return msgspec.structs.replace(state, phase="not ready") if state.phase == "ready" and is_silent else state
+
+
 def _processes(state: State, answering: Set[str]) -> Table:
     """`answering`: the names of those that do."""
-    silent = [process.name for process in state.processes if process.name not in answering]
-    phase = "not ready" if state.phase == "ready" and silent else state.phase
-    table = Table("process", "pid", "answers", "starts", "metrics", title=f"Tideway is {phase} on {state.address}")
+    title = f"Tideway is {state.phase} on {state.address}"
+    table = Table("process", "pid", "answers", "starts", "metrics", title=title)
     for process in state.processes:
         port = f"http://127.0.0.1:{process.metrics_port}/metrics" if process.metrics_port else ""
         is_live = "yes" if process.name in answering else "no"

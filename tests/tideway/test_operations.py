@@ -31,8 +31,8 @@ from shared.settings import BusSettings
 from tests.gateway.checkpoints import byte_level_tokenizer, write_checkpoint
 from tests.gateway.conftest import MODEL, Stack, running_stack
 from tests.gateway.peer import until
-from tideway import command, operations, top
-from tideway.data_folder import DataFolder, OperatorError, State
+from tideway import command, operations, status, top
+from tideway.data_folder import DataFolder, OperatorError, ProcessState, State
 from tideway.operations import AdminClient, Instance, Instances, Load, Model, ModelOnInstance, Models, UnavailableError
 from tideway.top import Snapshot, moves_per_s, show_top
 
@@ -453,3 +453,10 @@ def test_commands_reach_the_gateway(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         ("tide", None, {"wait_s": None, "say": print}),
         (4, {"wait_s": 9.0, "say": print}),
     ]
+
+
+@pytest.mark.parametrize("answering, phase", [({"gateway"}, "ready"), (set[str](), "not ready")])
+def test_the_status_is_not_ready_while_a_process_is_silent(answering: set[str], phase: str) -> None:
+    gateway = ProcessState(name="gateway", pid=2, num_starts=1, metrics_port=9100)
+    state = State(pid=1, phase="ready", address="a", nats_url="n", started_unix_s=0.0, processes=[gateway])
+    assert status.as_seen(state, answering).phase == phase
