@@ -392,8 +392,8 @@ class NodeState:
         return found
 
     def unready(self, now: float) -> list[str]:
-        """Why the node does not serve what the newest plan has for it, a sentence each. Empty: it does, and did not just
-        come back from one crash of several in a row."""
+        """Why the node does not serve what the newest plan has for it, a sentence each. Empty: it does, but for models that
+        failed for good (waiting helps none of them), and did not just come back from one crash of several in a row."""
         if self._plan is None:
             return ["there is no placement plan yet"]
         if not self._desired and (self._begun_at is None or now - self._begun_at < PLANNED_AFTER_S):
@@ -407,9 +407,13 @@ class NodeState:
             elif num_failures > 1 and now - process.started_at < HEALTHY_AFTER_S:
                 found.append(f"{instance_id} {instance.failure} ({num_failures} times in a row) and has just come back")
             else:
-                serving = {name for name, model in process.loaded().items() if model.state == "ready"}
+                settled = {
+                    name
+                    for name, model in process.loaded().items()
+                    if model.state == "ready" or (model.state == "failed" and model.is_final)
+                }
                 wanted = {spec.name for spec in desired.models if process.specs.get(spec.name) == spec}
-                if missing := sorted({spec.name for spec in desired.models} - (serving & wanted)):
+                if missing := sorted({spec.name for spec in desired.models} - (settled & wanted)):
                     found.append(f"{instance_id} does not serve {', '.join(missing)}")
         return found
 

@@ -446,6 +446,10 @@ def test_ready_is_who_serves_the_models_that_are_planned() -> None:
     assert state.unready(11.0) == ["n-0 is starting"]
     state.on_registry("n-0", info(instance_plan(0), models={"a": "ready", "b": "failed"}), 12.0)
     assert state.unready(12.0) == ["n-0 does not serve b"]
+    failed = LoadedModel("b", "failed", error="quantised", is_final=True)
+    served = info(instance_plan(0))
+    state.on_registry("n-0", msgspec.structs.replace(served, models=[*served.models, failed]), 12.0)
+    assert state.unready(12.0) == [], "waiting does not help"
     state.on_registry("n-0", info(instance_plan(0, "ab")), 13.0)
     assert state.unready(13.0) == []
     state.on_plan(plan(3, instance_plan(0, "ab"), InstancePlan("n-1", "n", [spec("a", 2)], 8 * MIB, 2 * MIB)))
