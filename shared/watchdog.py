@@ -1,7 +1,8 @@
 """Ends a process whose event loop stands still, so that whoever keeps it running starts it again.
 
 A thread looks whether the loop takes its turns. What counts is how often in a row this thread looked in vain, not what the
-clock says: a process that was stopped, or had no processor, is late in both and goes on.
+clock says: a process that was stopped, or had no processor, is late in both and goes on, unless that took longer than
+`HELD_FACTOR` times the timeout.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ INTERVAL_S = 1.0
 """Between two looks."""
 HELD_FACTOR = 4
 """Where no Python code runs at all, because some extension keeps the interpreter's lock, this thread cannot look either. A
-thread without Python (faulthandler's) then ends the process, after so many times the timeout."""
+thread without Python (faulthandler's) then ends the process, after so many times the timeout, by the clock: also one that
+was stopped for so long, when it goes on."""
 
 
 class Watchdog:
@@ -50,6 +52,9 @@ class Watchdog:
             self._loop.call_soon_threadsafe(self._turn)
             while not self._stopped.wait(self._interval_s):
                 faulthandler.dump_traceback_later(HELD_FACTOR * self._timeout_s, exit=True)
+                if self._stopped.is_set():  # `stop` may have cancelled before it was armed
+                    faulthandler.cancel_dump_traceback_later()
+                    return
                 if self._num_turns > num_seen:
                     num_seen, num_missed = self._num_turns, 0
                     self._loop.call_soon_threadsafe(self._turn)
