@@ -28,7 +28,7 @@ from tests.conftest import free_port
 from tests.e2e.checkpoints import make_llama, make_opt
 from tests.e2e.stack import REPOSITORY, Stack
 from tests.e2e.streams import Stream, stream_completion
-from tests.small_disk import SmallDisk
+from tests.small_disk import SmallDisk, SmallDiskError
 
 DISK_BYTES = 160 << 20
 TIMEOUT_S = 1800.0
@@ -46,8 +46,9 @@ def tideway_up(disk: SmallDisk) -> Iterator[str]:
         *disk.prefix, sys.executable, "-m", "tideway", "up", "--data-dir", str(disk.path / "data"), "--port", str(port),
         "--model", f"{MODEL}={REPOSITORY / 'models' / MODEL}", "--instances", "1",
     ]  # fmt: skip
-    # Whoever enters another namespace is in its root folder.
-    process = subprocess.Popen(command, env={**os.environ, "PYTHONPATH": str(REPOSITORY)})
+    # Not the working directory: whoever enters another namespace is in its root folder.
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    process = subprocess.Popen(command, env=environment)
     try:
         yield f"http://127.0.0.1:{port}"
     finally:
@@ -216,7 +217,10 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=400, help="of each stream")
     options = parser.parse_args()
     if options.what == "disk-full":
-        is_well = disk_full(options.lines, options.full_s)
+        try:
+            is_well = disk_full(options.lines, options.full_s)
+        except SmallDiskError as error:
+            sys.exit(str(error))
     else:
         is_well = asyncio.run(rolling_restart(options.streams, options.tokens))
     sys.exit(0 if is_well else 1)

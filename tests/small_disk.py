@@ -8,15 +8,16 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-import pytest
-
 _SCRIPT = 'mount -t tmpfs -o size="$1" tmpfs "$0" && echo mounted && exec sleep 3600'
 
 
-class SmallDisk:
-    """Skips the test where there cannot be one."""
+class SmallDiskError(Exception):
+    """There cannot be one here."""
 
+
+class SmallDisk:
     def __init__(self, num_bytes: int) -> None:
+        """Raises `SmallDiskError`."""
         self._place = tempfile.TemporaryDirectory(prefix="tideway-disk-")
         self.path = Path(self._place.name)
         """As seen by processes that `prefix` starts."""
@@ -28,7 +29,7 @@ class SmallDisk:
         assert self._holder.stdout is not None
         if (said := self._holder.stdout.readline()) != b"mounted\n":
             self.close()
-            pytest.skip(f"no file system can be mounted here: {said.decode()}")
+            raise SmallDiskError(f"no file system can be mounted here: {said.decode()}")
         self.prefix = ["nsenter", f"--target={self._holder.pid}", "--user", "--mount", "--preserve-credentials"]
         """Of a command that is to see it."""
         self.seen_path = Path(f"/proc/{self._holder.pid}/root{self.path}")
