@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -89,6 +90,7 @@ class RememberedModels:
 
 
 def _write(path: Path, data: bytes) -> None:
-    temporary = path.with_name(path.name + ".new")
+    # Replicas may share the folder.
+    temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}.new")
     temporary.write_bytes(data)
     temporary.replace(path)
