@@ -201,7 +201,6 @@ class GatewayService:
 def _within_descriptors(settings: GatewaySettings) -> GatewaySettings:
     """No more connections than this process may have descriptors for."""
     _, limit = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
     if limit == resource.RLIM_INFINITY or settings.max_connections <= limit - OTHER_DESCRIPTORS:
         return settings
     most = max(1, limit - OTHER_DESCRIPTORS)
