@@ -248,7 +248,7 @@ def _make_executor(device: str, num_merged: int, *_: Any, **__: Any) -> ChaosExe
     return ChaosExecutor(num_merged, options.num_host_merged, options.step_s, lambda what: _driver.tell("wrong", what))
 
 
-async def _open_transport(settings: InstanceSettings, *_: Any) -> KvTransport:
+async def _open_transport(settings: InstanceSettings, *_: Any, **__: Any) -> KvTransport:
     _driver.network = CuttableNetwork(UcxNetwork("127.0.0.1"))
     limits = TransportLimits(chunk_bytes=1024, drain_s=0.3, rate_fraction=None)
     transport = KvTransport(_driver.network, limits)

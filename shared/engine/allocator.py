@@ -318,8 +318,10 @@ class Allocator:
         cached = self.pool.find(queue.name, sequence.extend_hashes(num_full, page, queue.root))
         missing = num_blocks - len(cached)
         needed = missing + self.reserve_slots(queue, sequence.rank)
+        # Before the cached ones are its own, so that a model that holds nothing else counts as one without any.
+        unused = sum(not self.pool.num_references(queue.name, slot) for slot in cached)
+        may_hold = not sequence.is_online or self.may_hold(queue.name, needed + unused, sequence.rank)
         self.pool.retain(queue.name, cached)
-        may_hold = not sequence.is_online or self.may_hold(queue.name, needed, sequence.rank)
         if not may_hold or (self.pool.num_available(queue.name) < needed and not self.make_room(sequence, needed, now)):
             self.pool.release(queue.name, cached)
             return False

@@ -313,6 +313,23 @@ def running(node: Node, model: str) -> int:
     return sum(sequence.row >= 0 for sequence in node.engine.all_held() if sequence.model == model)
 
 
+def test_a_large_request_that_was_preempted_comes_back_to_what_is_cached_of_it():
+    """What is cached of it is nobody's, so the model is still one without any slots."""
+    node = make(num_merged=4, least_share=0.9)
+    memory, shape = node.engine.memory, node.engine.memory.queues["b"].shape
+    assert memory.least_merged() == 1
+    num_tokens = 4 * shape.slots_per_merged * shape.page_tokens - 8
+    node.engine.apply(Submit(request("b0", [1] * num_tokens, 8, model="b")), 0.0)
+    for _ in range(40):
+        turn(node)
+        if len(node.engine.held("b0").tokens) > num_tokens:
+            break
+    memory.preempt(node.engine.held("b0"), 0.0, "memory")
+    for _ in range(40):
+        turn(node)
+    assert node.engine.held("b0") is None or running(node, "b") == 1
+
+
 def test_online_requests_of_one_model_are_not_admitted_into_the_share_of_another():
     node = make(num_merged=32, least_share=0.25)
     assert node.engine.memory.least_merged() == 4
