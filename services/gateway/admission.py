@@ -326,5 +326,9 @@ def _lines(file: str, variable: str) -> list[tuple[str, str]]:
 def read_keys(settings: GatewaySettings) -> dict[str, Key]:
     """Raises `SettingsError`."""
     entries = [(entry.strip(), "TIDEWAY_API_KEYS") for entry in settings.api_keys.split(",") if entry.strip()]
-    entries += _lines(settings.api_keys_file, "TIDEWAY_API_KEYS_FILE")
+    from_file = _lines(settings.api_keys_file, "TIDEWAY_API_KEYS_FILE")
+    if settings.api_keys_file and not from_file:
+        # Else a secret that was not mounted would open the API to everybody.
+        raise SettingsError(f"TIDEWAY_API_KEYS_FILE={settings.api_keys_file!r} holds no key.")
+    entries += from_file
     return dict(_parse_key(entry, source) for entry, source in entries)

@@ -300,6 +300,10 @@ class _Placement:
             return model.problem
         rooms = [room for room in self._rooms if not room.is_frozen]
         if not rooms:
+            unread = next((other for other in self._configured.values() if other.shape is None and other.problem), None)
+            if unread is not None:
+                name = unread.spec.name
+                return f"all instances wait for the checkpoint of {name!r}, which cannot be read: {unread.problem}"
             return "no instance is there to hold it" if self._has_nodes else "no worker node is registered"
         room = max(rooms, key=lambda r: (r.capacity_bytes - r.used_bytes, r.instance_id))
         size = self._sizes[name, room.facts]
