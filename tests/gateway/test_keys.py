@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from services.gateway import audit, batch_state, key_files, line_answering
-from services.gateway.admission import AdminKey, AdminRole, Admission, Key, PromptCharge, read_admin_keys
+from services.gateway.admission import AdminKey, AdminRole, Admission, Key, PromptCharge, read_admin_keys, read_keys
 from services.gateway.answering import make_prompts
 from services.gateway.errors import ApiError
 from shared.bus.interface import ServiceError
@@ -244,3 +244,11 @@ async def test_the_files_of_a_key_have_a_bound(nats_settings: BusSettings, check
         assert (await upload("two")).status_code == 200
         await stack.client.delete(f"/v1/files/{kept}", headers=bearer("one"))
         assert (await upload("one")).status_code == 200
+
+
+def test_a_file_of_keys_that_holds_none_opens_nothing(tmp_path: Path) -> None:
+    """A secret that was not mounted, say."""
+    file = tmp_path / "keys"
+    file.write_text("\n")
+    with pytest.raises(SettingsError, match=r"TIDEWAY_API_KEYS_FILE=.* holds no key"):
+        read_keys(GatewaySettings(api_keys_file=str(file)))
