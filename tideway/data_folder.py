@@ -20,6 +20,7 @@ from pathlib import Path
 import msgspec
 
 from shared.bus.permissions import ROLES
+from shared.files import write_whole
 
 LOCK_ATTEMPTS = 3
 LOCK_RETRY_S = 0.05
@@ -123,10 +124,7 @@ class DataFolder:
 
     def write_private(self, path: Path, text: str) -> None:
         """Whole or not at all, and readable by its owner alone."""
-        temporary = path.with_name(path.name + ".new")
-        with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
-            file.write(text)
-        temporary.replace(path)
+        write_whole(path, text.encode(), 0o600)
 
     def credentials(self) -> Credentials:
         """Made at the first call, the same ever after."""

@@ -123,10 +123,7 @@ class Instance:
         self.wake()
 
     def held(self) -> list[HeldRequest]:
-        return [
-            HeldRequest(s.request.request_id, s.request.gateway_id, s.request.epoch, MODEL, s.num_tokens, s.row >= 0)
-            for s in self.engine.all_held()
-        ]
+        return self.engine.held_requests()
 
     # ------------------------------------------------------------------------------------------------- steps
 

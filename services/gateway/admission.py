@@ -189,12 +189,13 @@ class Admission:
         self._by_tenant: dict[str, Key] = {}
         """Those that were taken away too: their batches go on within their limits."""
         self._admin_keys: dict[bytes, AdminKey] = {}
-        self.set_keys(keys, admin_keys)
+        self.set_keys(keys)
+        self.set_admin_keys(admin_keys)
         self._anybody = Key()
         self.max_in_flight = max_in_flight
         self.num_in_flight = dict.fromkeys(RequestClass, 0)
 
-    def set_keys(self, keys: dict[str, Key], admin_keys: dict[str, AdminKey]) -> None:
+    def set_keys(self, keys: dict[str, Key]) -> None:
         """In place of those there were. What a key that stays has in flight and has used goes on counting."""
         self._keys = {}
         for text, limits in keys.items():
@@ -203,6 +204,9 @@ class Admission:
             key = self._keys[digest] = self._by_tenant.setdefault(tenant, limits)
             key.max_in_flight, key.tokens_per_minute = limits.max_in_flight, limits.tokens_per_minute
             key.may_be_high, key.tenant = limits.may_be_high, tenant
+
+    def set_admin_keys(self, admin_keys: dict[str, AdminKey]) -> None:
+        """In place of those there were."""
         self._admin_keys = {_digest(text): admin for text, admin in admin_keys.items()}
 
     @property
@@ -326,9 +330,8 @@ def _lines(file: str, variable: str) -> list[tuple[str, str]]:
 def read_keys(settings: GatewaySettings) -> dict[str, Key]:
     """Raises `SettingsError`."""
     entries = [(entry.strip(), "TIDEWAY_API_KEYS") for entry in settings.api_keys.split(",") if entry.strip()]
-    from_file = _lines(settings.api_keys_file, "TIDEWAY_API_KEYS_FILE")
-    if settings.api_keys_file and not from_file:
+    entries += _lines(settings.api_keys_file, "TIDEWAY_API_KEYS_FILE")
+    if settings.api_keys_file and not entries:
         # Else a secret that was not mounted would open the API to everybody.
         raise SettingsError(f"TIDEWAY_API_KEYS_FILE={settings.api_keys_file!r} holds no key.")
-    entries += from_file
     return dict(_parse_key(entry, source) for entry, source in entries)

@@ -5,12 +5,16 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+from collections.abc import Callable
+from typing import TypeVar
 
 from services.gateway.admission import Admission, read_admin_keys, read_keys
 from services.gateway.metrics import GatewayMetrics
 from shared.settings import GatewaySettings, SettingsError
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 INTERVAL_S = 1.0
 
@@ -26,10 +30,12 @@ class KeyFiles:
     async def watch_forever(self) -> None:
         while True:
             await asyncio.sleep(INTERVAL_S)
-            marks = await asyncio.to_thread(self._marks)
-            if marks != self._seen:
-                self._seen = marks
-                await self._read()
+            marks, seen = await asyncio.to_thread(self._marks), self._seen
+            self._seen = marks
+            if marks[0] != seen[0]:
+                await self._replace("API keys", read_keys, self._admission.set_keys)
+            if marks[1] != seen[1]:
+                await self._replace("admin keys", read_admin_keys, self._admission.set_admin_keys)
 
     def _marks(self) -> list[tuple[int, int, int] | None]:
         """What changes with a file; None: it is not there."""
@@ -43,18 +49,15 @@ class KeyFiles:
                 marks.append((found.st_ino, found.st_size, found.st_mtime_ns))
         return marks
 
-    async def _read(self) -> None:
+    async def _replace(
+        self, kind: str, read: Callable[[GatewaySettings], dict[str, T]], put: Callable[[dict[str, T]], None]
+    ) -> None:
         try:
-            keys = await asyncio.to_thread(read_keys, self._settings)
-            admin_keys = await asyncio.to_thread(read_admin_keys, self._settings)
-            if not self._admission.is_open and not keys:
-                raise SettingsError("there would be no API key left, and everybody could enter")
-            if self._admission.has_admin_keys and not admin_keys:
-                raise SettingsError("there would be no admin key left")
+            keys = await asyncio.to_thread(read, self._settings)
         except SettingsError as error:
-            logger.error("the keys stay as they were: %s", error)
+            logger.error("the %s stay as they were: %s", kind, error)
             self._metrics.key_reloads.labels("refused").inc()
             return
-        self._admission.set_keys(keys, admin_keys)
+        put(keys)
         self._metrics.key_reloads.labels("read").inc()
-        logger.info("keys were read again: %d API keys, %d admin keys", len(keys), len(admin_keys))
+        logger.info("the %s were read again: %d", kind, len(keys))

@@ -6,13 +6,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import secrets
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import msgspec
 
 from shared.bus.interface import Bus, BusError, KeyValue, Watch
+from shared.files import write_whole
 from shared.messages.catalogue import MODELS, STATISTICS
 from shared.messages.cluster import ModelSpec, ModelStatistics
 
@@ -84,13 +84,8 @@ class RememberedModels:
         if self._path is not None:
             try:
                 async with self._writing:
-                    await asyncio.to_thread(_write, self._path, msgspec.json.format(msgspec.json.encode(self._models)))
+                    await asyncio.to_thread(
+                        write_whole, self._path, msgspec.json.format(msgspec.json.encode(self._models))
+                    )
             except OSError as error:
                 logger.error("%s does not have the models as they are: %s", self._path, error)
-
-
-def _write(path: Path, data: bytes) -> None:
-    # Replicas may share the folder.
-    temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}.new")
-    temporary.write_bytes(data)
-    temporary.replace(path)

@@ -33,6 +33,7 @@ from shared.engine import slab
 from shared.engine.calls import BorrowSlots, ReturnSlots, SetCostModel
 from shared.engine.engine import Engine
 from shared.engine.plan import ModelShape
+from shared.files import write_whole
 from shared.messages.catalogue import COST_MODELS
 from shared.messages.channels import bucket_key
 from shared.messages.cluster import ModelSpec, StoredCostModel
@@ -104,11 +105,8 @@ def _read(file: Path) -> bytes | None:
 
 
 def _write(file: Path, content: bytes) -> None:
-    """Whole or not at all."""
     file.parent.mkdir(parents=True, exist_ok=True)
-    temporary = file.with_name(f"{file.name}.{threading.get_native_id()}.new")
-    temporary.write_bytes(content)
-    temporary.replace(file)
+    write_whole(file, content)
 
 
 # ------------------------------------------------------------------------------------------------------------ key

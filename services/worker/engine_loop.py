@@ -125,7 +125,7 @@ class EngineLoop:
             now = self._clock()
             result = self._engine.apply(call, now)
             if call.brings_work:
-                self._interrupt(self._driver.interrupt(now))
+                self._interrupt(self._engine.take_interrupt(now))
         self._wake.set()
         return result
 
@@ -225,7 +225,7 @@ class EngineLoop:
             # While calls wait, nothing is begun.
             turn = driver.turn(self._clock(), holds=bool(self._calls))
             self._interrupt(turn.interrupt)
-            wakeup_s = driver.wakeup_s()
+            wakeup_s = self._engine.next_wakeup()
         if turn.effects:
             self._on_effects(turn.effects, None)
         self._start_copies(turn.copies)

@@ -6,7 +6,8 @@ A host (the instance's thread, virtual time) owns executor and clock, and repeat
     on_result(result, now)       where `collects` says that the oldest launched step is to be awaited
     on_copies(finished, now)     whenever copies have ended
 
-and in between, at any time, applies calls to the engine; `interrupt(now)` after those that bring requests.
+and in between, at any time, applies calls to the engine, and asks it for an interrupt (`Engine.take_interrupt`) after those
+that bring work.
 """
 
 from __future__ import annotations
@@ -84,11 +85,8 @@ class Driver:
 
     @property
     def waits(self) -> bool:
-        """Whether nothing is to be done before `wakeup_s`, the end of a copy or a call."""
+        """Whether nothing is to be done before `Engine.next_wakeup`, the end of a copy or a call."""
         return self._is_full and not self._in_flight
-
-    def wakeup_s(self) -> float | None:
-        return self._engine.next_wakeup()
 
     def turn(self, now: float, *, holds: bool = False) -> Turn:
         """`holds`: no step is begun; what is in flight comes to its end."""
@@ -104,10 +102,6 @@ class Driver:
             self.running_since_s = self._in_flight[0].planned_s
         self._is_full = plan is None or len(self._in_flight) >= engine.steps.max_in_flight
         return Turn(interrupt, engine.effects(), copies, plan)
-
-    def interrupt(self, now: float) -> int | None:
-        """The step in flight that is to stop at its next safepoint."""
-        return self._engine.take_interrupt(now)
 
     def copies(self) -> list[KvCopy]:
         """To be started now."""

@@ -150,12 +150,12 @@ class Steps:
         step.is_interrupted = True
         return step.plan.step_id
 
-    def on_result(self, result: StepResult, now: float, *, gives_up: bool) -> PlannedStep | None:
-        """What a step made, or that it failed or was suspended; None where it is not known. `gives_up`: a suspended one is
+    def on_result(self, result: StepResult, now: float, *, gives_up: bool) -> bool:
+        """What a step made, or that it failed or was suspended; False where it is not known. `gives_up`: a suspended one is
         not to be resumed."""
         step = self._in_flight.pop(result.step_id, None)
         if step is None:
-            return None
+            return False
         step.ran_s += now - max(step.planned_s, self._last_end_s)
         self._last_end_s = now
         if result.suspended_share >= 0 and not result.error:
@@ -164,7 +164,7 @@ class Steps:
             step.is_part = step.is_part or step.is_interrupted
             leaves = any(sequence.state == State.LEAVING for sequence in step.sequences)
             self.discard_if_empty(now, always=leaves or gives_up)
-            return step
+            return True
         for sequence in step.sequences:
             sequence.in_flight -= 1
         if result.error:
@@ -173,7 +173,7 @@ class Steps:
             self._charging.charge(step, now)
             self._apply(step, result, now)
         self._memory.settle(step, now)
-        return step
+        return True
 
     def discard_if_empty(self, now: float, always: bool = False) -> None:
         """Gives the suspended step up if nobody waits for it any more."""

@@ -88,7 +88,7 @@ class VirtualInstance:
         now = self._events.now
         result = self.engine.apply(call, now)
         if call.brings_work:
-            self._interrupt(self._driver.interrupt(now))
+            self._interrupt(self.engine.take_interrupt(now))
         self.wake()
         return result
 
@@ -115,7 +115,7 @@ class VirtualInstance:
         self._collects = driver.collects
         if not self._collects and not driver.waits:
             self.wake()
-        elif driver.waits and (wakeup_s := driver.wakeup_s()) is not None and wakeup_s < self._wakeup_s:
+        elif driver.waits and (wakeup_s := self.engine.next_wakeup()) is not None and wakeup_s < self._wakeup_s:
             self._wakeup_s = wakeup_s
             self._events.at(wakeup_s, self._on_wakeup)
 

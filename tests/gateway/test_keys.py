@@ -221,11 +221,11 @@ def test_the_charge_of_a_prompt_over_several_tries() -> None:
 def test_a_key_that_is_taken_away_leaves_its_batches_their_limits() -> None:
     admission = Admission({"one": Key(tokens_per_minute=5), "two": Key()}, {}, max_in_flight=1)
     one = admission.authenticate("Bearer one")
-    admission.set_keys({"two": Key()}, {})
+    admission.set_keys({"two": Key()})
     assert admission.key_of(one.tenant) is one and one.tokens_per_minute == 5
     with pytest.raises(ApiError):
         admission.authenticate("Bearer one")
-    admission.set_keys({"one": Key(tokens_per_minute=7)}, {})
+    admission.set_keys({"one": Key(tokens_per_minute=7)})
     assert admission.authenticate("Bearer one") is one and one.tokens_per_minute == 7
 
 

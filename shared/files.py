@@ -1,0 +1,19 @@
+"""Small files that others may read meanwhile."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from pathlib import Path
+
+
+def write_whole(path: Path, content: bytes, mode: int = 0o666) -> None:
+    """Whole or not at all, whoever else writes it. `mode`: as in `open(2)`. Raises `OSError`; nothing is left over then."""
+    temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}.new")
+    try:
+        with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
+            file.write(content)
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
