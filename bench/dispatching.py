@@ -16,8 +16,6 @@ from random import Random
 
 import msgspec
 
-from services.scheduler.actions import Dispatch
-from services.scheduler.core import SchedulerCore
 from shared.messages.cluster import (
     InstanceInfo,
     LoadedModel,
@@ -25,6 +23,8 @@ from shared.messages.cluster import (
     ModelLoad,
 )
 from shared.messages.requests import GenerationRequest, SamplingParams, pack_tokens
+from shared.scheduling.actions import Dispatch
+from shared.scheduling.core import SchedulerCore
 from shared.settings import SchedulerSettings
 
 MODELS = ("llama", "opt")

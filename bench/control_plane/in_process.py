@@ -15,12 +15,12 @@ import msgspec
 import numpy as np
 
 from bench.control_plane.fleet import REPORTS_PER_S, Fleet, encode
-from services.scheduler.actions import Dispatch, Paired, SendRebalance
-from services.scheduler.core import SchedulerCore
 from services.scheduler.garbage import collect_rarely
 from shared.bus.codec import decoder
 from shared.messages.cluster import LoadReport
 from shared.messages.requests import GenerationRequest
+from shared.scheduling.actions import Dispatch, Paired, SendRebalance
+from shared.scheduling.core import SchedulerCore
 from shared.settings import SchedulerSettings
 
 WARM_UP_S = 1.0

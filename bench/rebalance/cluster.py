@@ -12,7 +12,11 @@ from bench.rebalance.instance import Instance
 from bench.rebalance.journal import Journal, RunFailed
 from bench.rebalance.moving import CONTROL_S, Movers
 from bench.rebalance.workloads import Job
-from services.scheduler.actions import (
+from shared.engine.calls import SetStatistics
+from shared.messages.cluster import LoadReport
+from shared.messages.requests import GenerationRequest, Priority, SamplingParams
+from shared.policies.dispatch import TIMED_POLICY
+from shared.scheduling.actions import (
     Action,
     AskHeld,
     Dispatch,
@@ -23,11 +27,7 @@ from services.scheduler.actions import (
     ProbeSilence,
     SendRebalance,
 )
-from services.scheduler.core import SchedulerCore
-from shared.engine.calls import SetStatistics
-from shared.messages.cluster import LoadReport
-from shared.messages.requests import GenerationRequest, Priority, SamplingParams
-from shared.policies.dispatch import TIMED_POLICY
+from shared.scheduling.core import SchedulerCore
 from shared.settings import InstanceSettings, SchedulerSettings
 from shared.simulation.events import Events
 

@@ -12,8 +12,8 @@ from bench.rebalance.devices import Device
 from bench.rebalance.instance import Instance
 from bench.rebalance.moving import CONTROL_S
 from bench.rebalance.workloads import Job
-from services.scheduler.scaling import CancelDrain, DrainAction, Scaler, ScaleUp
 from shared.messages.cluster import PlacementPlan
+from shared.scheduling.scaling import CancelDrain, DrainAction, Scaler, ScaleUp
 
 INTERVAL_S = 1.0
 """Between two looks of the scaler."""

@@ -14,23 +14,7 @@ from typing import Any
 
 from opentelemetry.trace import use_span
 
-from services.scheduler.actions import (
-    Action,
-    AskHeld,
-    CancelAt,
-    Dispatch,
-    InstanceLost,
-    LeftQueue,
-    MoveEnded,
-    NotifyLost,
-    Paired,
-    ProbeSilence,
-    SendEntry,
-    SendRebalance,
-)
-from services.scheduler.core import SchedulerCore
 from services.scheduler.observer import Observer
-from services.scheduler.scaling import CALL_TIMEOUT_S, Scaler, ScalingAction, call_of
 from shared.bus.interface import Bus, BusError, ServiceError, Subscription
 from shared.messages.batches import GrantQuery, GrantReply
 from shared.messages.catalogue import (
@@ -69,6 +53,22 @@ from shared.messages.requests import (
     ListHeldRequests,
     TokenFrame,
 )
+from shared.scheduling.actions import (
+    Action,
+    AskHeld,
+    CancelAt,
+    Dispatch,
+    InstanceLost,
+    LeftQueue,
+    MoveEnded,
+    NotifyLost,
+    Paired,
+    ProbeSilence,
+    SendEntry,
+    SendRebalance,
+)
+from shared.scheduling.core import SchedulerCore
+from shared.scheduling.scaling import CALL_TIMEOUT_S, Scaler, ScalingAction, call_of
 from shared.settings import SchedulerSettings
 
 logger = logging.getLogger(__name__)

@@ -10,12 +10,12 @@ from collections.abc import Iterable
 from opentelemetry.trace import Span, Status, StatusCode
 from prometheus_client import Counter, Gauge, Histogram
 
-from services.scheduler.actions import Dispatch, InstanceLost, LeftQueue, MoveEnded, Paired
-from services.scheduler.core import SchedulerCore
-from services.scheduler.queue import Lane
 from shared.messages.batches import GrantReply
 from shared.messages.migration import AbortReason, MoveReason
 from shared.messages.requests import ErrorInfo, GenerationRequest, RequestClass
+from shared.scheduling.actions import Dispatch, InstanceLost, LeftQueue, MoveEnded, Paired
+from shared.scheduling.core import SchedulerCore
+from shared.scheduling.queue import Lane
 from shared.telemetry import Telemetry, context_of
 
 logger = logging.getLogger(__name__)

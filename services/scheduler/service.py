@@ -6,7 +6,6 @@ import logging
 
 from services.scheduler.active import ActiveScheduler
 from services.scheduler.observer import Observer
-from services.scheduler.scaling import check_settings
 from shared.bus.interface import Bus, Subscription, Watch
 from shared.lease import Lease
 from shared.messages.catalogue import EXECUTION_STATISTICS, INSTANCES, MODELS
@@ -19,6 +18,7 @@ from shared.messages.cluster import (
 )
 from shared.policies.catalogue import ORDERING_POLICIES
 from shared.policies.dispatch import DISPATCH_POLICIES
+from shared.scheduling.scaling import check_settings
 from shared.settings import SchedulerSettings, SettingsError, default_id
 from shared.telemetry import Telemetry
 

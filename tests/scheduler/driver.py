@@ -4,13 +4,6 @@ from __future__ import annotations
 
 from typing import TypeVar
 
-from services.scheduler.actions import (
-    Action,
-    AskHeld,
-    Dispatch,
-)
-from services.scheduler.core import SchedulerCore
-from services.scheduler.requests import RequestState
 from shared.messages.requests import (
     ErrorCode,
     ErrorInfo,
@@ -19,6 +12,13 @@ from shared.messages.requests import (
     LostRequest,
     RequestsLost,
 )
+from shared.scheduling.actions import (
+    Action,
+    AskHeld,
+    Dispatch,
+)
+from shared.scheduling.core import SchedulerCore
+from shared.scheduling.requests import RequestState
 from shared.settings import SchedulerSettings
 from tests.scheduler.samples import make_info, make_report, make_request
 

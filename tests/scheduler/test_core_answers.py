@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import pytest
 
-from services.scheduler.actions import (
-    AskHeld,
-    CancelAt,
-    Dispatch,
-    LeftQueue,
-    SendEntry,
-)
-from services.scheduler.requests import RequestState
 from shared.messages.requests import (
     ErrorCode,
     ErrorInfo,
     FinishReason,
     HeldRequest,
 )
+from shared.scheduling.actions import (
+    AskHeld,
+    CancelAt,
+    Dispatch,
+    LeftQueue,
+    SendEntry,
+)
+from shared.scheduling.requests import RequestState
 from tests.scheduler.driver import Driver, held
 from tests.scheduler.samples import make_request
 

@@ -6,15 +6,15 @@ import math
 
 import pytest
 
-from services.scheduler.actions import (
+from shared.messages.cluster import FinishedStats
+from shared.messages.requests import ErrorCode, FinishReason, RequestClass
+from shared.scheduling.actions import (
     Dispatch,
     SendEntry,
 )
-from services.scheduler.core import LEDGER_EXPIRY_S
-from services.scheduler.dispatching import Dispatcher
-from services.scheduler.requests import RequestState, TrackedRequest
-from shared.messages.cluster import FinishedStats
-from shared.messages.requests import ErrorCode, FinishReason, RequestClass
+from shared.scheduling.core import LEDGER_EXPIRY_S
+from shared.scheduling.dispatching import Dispatcher
+from shared.scheduling.requests import RequestState, TrackedRequest
 from tests.scheduler.driver import Driver
 from tests.scheduler.samples import make_info, make_request
 

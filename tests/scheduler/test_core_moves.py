@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from services.scheduler.actions import AskHeld, CancelAt, Dispatch, LeftQueue, MoveEnded, NotifyLost
-from services.scheduler.moves import CONFIRM_S
-from services.scheduler.requests import RequestState
 from shared.messages.cluster import InstanceExited, MoveOutcome
 from shared.messages.requests import (
     ErrorCode,
@@ -15,6 +12,9 @@ from shared.messages.requests import (
     LostRequest,
     RequestsLost,
 )
+from shared.scheduling.actions import AskHeld, CancelAt, Dispatch, LeftQueue, MoveEnded, NotifyLost
+from shared.scheduling.moves import CONFIRM_S
+from shared.scheduling.requests import RequestState
 from tests.scheduler.driver import Driver, held, lost, running
 from tests.scheduler.samples import make_request
 

@@ -13,10 +13,6 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from services.scheduler.actions import Action, AskHeld, CancelAt, Dispatch, NotifyLost, ProbeSilence, SendEntry
-from services.scheduler.core import SchedulerCore
-from services.scheduler.queue import Lane
-from services.scheduler.requests import RequestState
 from shared.messages.cluster import ExecutionStatistics, InstanceExited, ModelLoad
 from shared.messages.requests import (
     PLACEMENT_EPOCHS,
@@ -29,6 +25,10 @@ from shared.messages.requests import (
     next_placement,
 )
 from shared.policies.catalogue import ORDERING_POLICIES
+from shared.scheduling.actions import Action, AskHeld, CancelAt, Dispatch, NotifyLost, ProbeSilence, SendEntry
+from shared.scheduling.core import SchedulerCore
+from shared.scheduling.queue import Lane
+from shared.scheduling.requests import RequestState
 from shared.settings import SchedulerSettings
 from tests.scheduler.instance_model import Instance, held_as
 from tests.scheduler.samples import make_info, make_report, make_request

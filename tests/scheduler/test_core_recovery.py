@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from services.scheduler.actions import (
+from shared.messages.cluster import InstanceExited
+from shared.messages.requests import PLACEMENT_EPOCHS, ErrorCode, LostRequest
+from shared.scheduling.actions import (
     AskHeld,
     CancelAt,
     Dispatch,
@@ -13,10 +15,8 @@ from services.scheduler.actions import (
     ProbeSilence,
     SendEntry,
 )
-from services.scheduler.core import TERM_EPOCHS
-from services.scheduler.requests import RequestState
-from shared.messages.cluster import InstanceExited
-from shared.messages.requests import PLACEMENT_EPOCHS, ErrorCode, LostRequest
+from shared.scheduling.core import TERM_EPOCHS
+from shared.scheduling.requests import RequestState
 from tests.scheduler.driver import Driver, held, lost, running
 from tests.scheduler.samples import make_info, make_request
 

@@ -6,15 +6,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.scheduler.actions import Dispatch
-from services.scheduler.core import SchedulerCore
-from services.scheduler.dispatching import OVERDUE_S
-from services.scheduler.queue import GlobalQueue, Lane, Outflow
-from services.scheduler.requests import TrackedRequest
-from services.scheduler.timers import Timers
 from shared.messages.requests import Priority
 from shared.policies.dispatch import ReportedFreeness, freeness_with_ledger
 from shared.policies.ordering import FirstComeFirstServed
+from shared.scheduling.actions import Dispatch
+from shared.scheduling.core import SchedulerCore
+from shared.scheduling.dispatching import OVERDUE_S
+from shared.scheduling.queue import GlobalQueue, Lane, Outflow
+from shared.scheduling.requests import TrackedRequest
+from shared.scheduling.timers import Timers
 from shared.settings import SchedulerSettings
 from tests.scheduler.samples import make_info, make_report, make_request
 

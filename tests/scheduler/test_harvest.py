@@ -5,9 +5,12 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.scheduler.actions import Dispatch
-from services.scheduler.core import SchedulerCore
-from services.scheduler.harvest import (
+from shared.messages.batches import GrantQuery, OfflineDemand
+from shared.messages.cluster import FinishedStats
+from shared.messages.requests import ErrorCode, FinishReason, RequestClass
+from shared.scheduling.actions import Dispatch
+from shared.scheduling.core import SchedulerCore
+from shared.scheduling.harvest import (
     ASK_AGAIN_S,
     GRANT_EXPIRY_S,
     NOBODY_SERVES_S,
@@ -15,9 +18,6 @@ from services.scheduler.harvest import (
     GrantBook,
     OfflineLedger,
 )
-from shared.messages.batches import GrantQuery, OfflineDemand
-from shared.messages.cluster import FinishedStats
-from shared.messages.requests import ErrorCode, FinishReason, RequestClass
 from shared.settings import SchedulerSettings
 from tests.scheduler.driver import Driver
 from tests.scheduler.samples import make_info, make_report, make_request

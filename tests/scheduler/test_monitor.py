@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from services.scheduler.monitor import NUM_TO_REPLACE, ServiceMonitor
 from shared.messages.cluster import ExecutionStatistics, FinishedStats
 from shared.messages.requests import FinishReason, RequestClass
+from shared.scheduling.monitor import NUM_TO_REPLACE, ServiceMonitor
 
 
 def finished(

@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.scheduler.queue import REFRESH_S, GlobalQueue, Lane
-from services.scheduler.requests import TrackedRequest
 from shared.messages.cluster import ExecutionStatistics
 from shared.messages.requests import Priority
 from shared.policies.catalogue import ORDERING_POLICIES, ordering_policy
 from shared.policies.doubling_budget import FAVOUR
+from shared.scheduling.queue import REFRESH_S, GlobalQueue, Lane
+from shared.scheduling.requests import TrackedRequest
 from tests.scheduler.driver import Driver
 from tests.scheduler.samples import make_report, make_request
 

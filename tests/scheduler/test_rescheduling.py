@@ -7,11 +7,11 @@ from itertools import pairwise
 
 import pytest
 
-import services.scheduler.rescheduling as rescheduling
-from services.scheduler.actions import Paired, SendRebalance
+import shared.scheduling.rescheduling as rescheduling
 from shared.messages.cluster import MoveOutcome
 from shared.messages.migration import MoveReason, Rebalance
 from shared.migration.limits import DRAIN_CONCURRENCY
+from shared.scheduling.actions import Paired, SendRebalance
 from tests.scheduler.driver import Driver
 from tests.scheduler.samples import make_info, make_request
 

@@ -6,8 +6,6 @@ import math
 
 import pytest
 
-from services.scheduler.cluster import ClusterView
-from services.scheduler.scaling import CancelDrain, DrainAction, Scaler, ScaleUp, ScalingAction, call_of, check_settings
 from shared.messages.admin import DrainInstance, ScaleInstances
 from shared.messages.catalogue import PLACEMENT_DRAIN_INSTANCE, PLACEMENT_SCALE_INSTANCES
 from shared.messages.cluster import (
@@ -18,6 +16,8 @@ from shared.messages.cluster import (
     PlacementPlan,
 )
 from shared.messages.requests import ErrorCode, ErrorInfo
+from shared.scheduling.cluster import ClusterView
+from shared.scheduling.scaling import CancelDrain, DrainAction, Scaler, ScaleUp, ScalingAction, call_of, check_settings
 from shared.settings import SchedulerSettings, SettingsError
 from tests.placement.test_fleet import Site
 

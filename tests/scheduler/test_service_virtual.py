@@ -7,11 +7,11 @@ from random import Random
 
 import pytest
 
-from services.scheduler.scaling import Scaler
 from shared.bus.memory_bus import Faults
 from shared.messages.catalogue import SCHEDULER_STATISTICS
 from shared.messages.cluster import StatisticsReport
 from shared.messages.requests import FinishReason
+from shared.scheduling.scaling import Scaler
 from shared.virtual_time import run_virtual
 from tests.scheduler.conftest import VirtualStage
 from tests.scheduler.peers import ScriptedInstance, eventually, token_at

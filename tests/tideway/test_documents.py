@@ -14,10 +14,10 @@ import typer.main
 
 from services.gateway.app import ROUTES
 from services.gateway.schemas import AddModelRequest, ChatRequest, CompletionRequest
-from services.scheduler.rescheduling import SOON_S
 from shared import live_costs
 from shared.cost_model import CostSource
 from shared.policies.rebalancing import MAX_CHECKED
+from shared.scheduling.rescheduling import SOON_S
 from shared.settings import GatewaySettings, InstanceSettings, PlacementSettings, SchedulerSettings, WorkerSettings
 from tests.tideway.readme import REPOSITORY, curl_lines, python_examples, shell_lines
 from tideway.command import app

@@ -6,12 +6,12 @@ more when it ends. A leader that vanishes leaves leases behind that run out by t
 
 from __future__ import annotations
 
-from services.scheduler.actions import Action, Paired, SendRebalance
-from services.scheduler.cluster import ClusterView, InstanceState
 from shared.messages.cluster import LoadReport
 from shared.messages.migration import MoveReason, Rebalance
 from shared.migration.limits import DRAIN_CONCURRENCY
 from shared.policies.rebalancing import InstanceView, Pair, Rebalancer, Taker
+from shared.scheduling.actions import Action, Paired, SendRebalance
+from shared.scheduling.cluster import ClusterView, InstanceState
 from shared.settings import SchedulerSettings
 
 LEASE_INTERVALS = 3

@@ -8,14 +8,14 @@ asked what it holds.
 
 from __future__ import annotations
 
-from services.scheduler.actions import MoveEnded, NotifyLost
-from services.scheduler.cluster import ClusterView
-from services.scheduler.lifecycle import RequestLifecycle
-from services.scheduler.recovery import group_by_gateway, is_owner
-from services.scheduler.requests import RequestState, TrackedRequest
 from shared.messages.cluster import MoveOutcome
 from shared.messages.migration import AbortReason
 from shared.messages.requests import HeldRequest
+from shared.scheduling.actions import MoveEnded, NotifyLost
+from shared.scheduling.cluster import ClusterView
+from shared.scheduling.lifecycle import RequestLifecycle
+from shared.scheduling.recovery import group_by_gateway, is_owner
+from shared.scheduling.requests import RequestState, TrackedRequest
 
 CONFIRM_S = 2.0
 """From the word of the source to that of the destination, whose reports are at most a second apart."""

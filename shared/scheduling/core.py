@@ -16,17 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from services.scheduler.actions import Action, AskHeld, CancelAt, Dispatch, InstanceLost, ProbeSilence
-from services.scheduler.cluster import ClusterView, InstanceState, Liveness
-from services.scheduler.dispatching import Dispatcher
-from services.scheduler.harvest import GrantBook
-from services.scheduler.lifecycle import RequestLifecycle, removed_error
-from services.scheduler.monitor import ServiceMonitor
-from services.scheduler.moves import MoveBook
-from services.scheduler.queue import GlobalQueue
-from services.scheduler.recovery import FINAL, FULL, MAYBE_DELIVERED, UNCERTAIN, reconcile
-from services.scheduler.requests import RequestState, TrackedRequest
-from services.scheduler.rescheduling import Rescheduler
 from shared.messages.batches import GrantQuery, GrantReply
 from shared.messages.cluster import (
     ExecutionStatistics,
@@ -45,6 +34,17 @@ from shared.messages.requests import (
     next_placement,
 )
 from shared.policies.catalogue import ordering_policy
+from shared.scheduling.actions import Action, AskHeld, CancelAt, Dispatch, InstanceLost, ProbeSilence
+from shared.scheduling.cluster import ClusterView, InstanceState, Liveness
+from shared.scheduling.dispatching import Dispatcher
+from shared.scheduling.harvest import GrantBook
+from shared.scheduling.lifecycle import RequestLifecycle, removed_error
+from shared.scheduling.monitor import ServiceMonitor
+from shared.scheduling.moves import MoveBook
+from shared.scheduling.queue import GlobalQueue
+from shared.scheduling.recovery import FINAL, FULL, MAYBE_DELIVERED, UNCERTAIN, reconcile
+from shared.scheduling.requests import RequestState, TrackedRequest
+from shared.scheduling.rescheduling import Rescheduler
 from shared.settings import SchedulerSettings
 
 LEDGER_EXPIRY_S = 2.0

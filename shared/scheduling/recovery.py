@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from services.scheduler.requests import RequestState, RequestTable, TrackedRequest
 from shared.messages.requests import (
     ErrorCode,
     HeldRequest,
     LostRequest,
     RequestsLost,
 )
+from shared.scheduling.requests import RequestState, RequestTable, TrackedRequest
 
 FINAL = frozenset({ErrorCode.TOO_LONG, ErrorCode.BAD_REQUEST})
 """Refusals that every instance would repeat."""

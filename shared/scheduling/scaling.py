@@ -20,13 +20,13 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from services.scheduler.cluster import ClusterView, InstanceState
 from shared.messages.admin import DrainInstance, ScaleInstances
 from shared.messages.catalogue import PLACEMENT_DRAIN_INSTANCE, PLACEMENT_SCALE_INSTANCES
 from shared.messages.channels import Endpoint
 from shared.messages.cluster import PlacementPlan
 from shared.messages.requests import ErrorInfo
 from shared.policies.autoscaling import Autoscaling, Fleet, Grow, Keep, Member, ScalingBounds, Shrink
+from shared.scheduling.cluster import ClusterView, InstanceState
 from shared.settings import SchedulerSettings, SettingsError
 
 CALL_TIMEOUT_S = 15.0

@@ -16,11 +16,11 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from services.scheduler.queue import Outflow
 from shared.messages.batches import GrantQuery, GrantReply, OfflineDemand
 from shared.messages.cluster import FinishedStats
 from shared.messages.requests import RequestClass
 from shared.policies.harvest import allocate
+from shared.scheduling.queue import Outflow
 
 GRANT_EXPIRY_S = 2.0
 """Of a grant, and of what a gateway said it wants. Gateways with work to submit ask more often."""

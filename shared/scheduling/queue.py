@@ -15,10 +15,10 @@ from bisect import bisect_left, insort
 from math import exp, inf
 from typing import NamedTuple
 
-from services.scheduler.requests import TrackedRequest
 from shared.messages.cluster import ExecutionStatistics
 from shared.messages.requests import ErrorCode, ErrorInfo, Priority
 from shared.policies.ordering import OrderingPolicy
+from shared.scheduling.requests import TrackedRequest
 
 REFRESH_S = 0.25
 

@@ -27,10 +27,6 @@ from functools import partial
 from math import inf
 from typing import NamedTuple, cast
 
-from services.scheduler.cluster import ClusterView, InstanceState
-from services.scheduler.harvest import OfflineLedger
-from services.scheduler.queue import GlobalQueue, Head, Lane, lane_of
-from services.scheduler.requests import TrackedRequest
 from shared.cost_model import prompt_s
 from shared.messages.cluster import LoadReport
 from shared.policies.dispatch import (
@@ -49,6 +45,10 @@ from shared.policies.dispatch import (
     soonest,
 )
 from shared.policies.ordering import ModelView
+from shared.scheduling.cluster import ClusterView, InstanceState
+from shared.scheduling.harvest import OfflineLedger
+from shared.scheduling.queue import GlobalQueue, Head, Lane, lane_of
+from shared.scheduling.requests import TrackedRequest
 
 LOOKAHEAD = 16
 """How many requests of a lane are tried where the first ones fit on no instance that is free: with pools of different

@@ -13,12 +13,12 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NamedTuple
 
-from services.scheduler.timers import Timers
 from shared.messages.cluster import InstanceInfo, LoadedModel, LoadReport
 from shared.messages.requests import ErrorCode, ErrorInfo, GenerationRequest
 from shared.policies.dispatch import ReportedFreeness
 from shared.policies.rebalancing import InstanceView
 from shared.policies.virtual_usage import merged_demand
+from shared.scheduling.timers import Timers
 
 
 class ServedModel(NamedTuple):

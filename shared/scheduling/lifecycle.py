@@ -11,12 +11,6 @@ from collections.abc import Iterable
 
 import msgspec
 
-from services.scheduler.actions import Action, CancelAt, Dispatch, LeftQueue, SendEntry
-from services.scheduler.cluster import ClusterView
-from services.scheduler.dispatching import Dispatcher
-from services.scheduler.requests import RequestState, RequestTable, TrackedRequest
-from services.scheduler.statistics import StatisticsCounter
-from services.scheduler.timers import Timers
 from shared.messages.requests import (
     PLACEMENT_EPOCHS,
     ErrorCode,
@@ -26,6 +20,12 @@ from shared.messages.requests import (
     TokenEntry,
     next_placement,
 )
+from shared.scheduling.actions import Action, CancelAt, Dispatch, LeftQueue, SendEntry
+from shared.scheduling.cluster import ClusterView
+from shared.scheduling.dispatching import Dispatcher
+from shared.scheduling.requests import RequestState, RequestTable, TrackedRequest
+from shared.scheduling.statistics import StatisticsCounter
+from shared.scheduling.timers import Timers
 
 ASSIGNMENT_GRACE_S = 10.0
 """Past a request's deadline, when its instance must have ended it."""
