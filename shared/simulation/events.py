@@ -12,6 +12,7 @@ class Events:
         self.now = 0.0
         self._heap: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self._num = 0
+        self.num_done = 0
 
     def at(self, time_s: float, call: Callable[..., None], *arguments: Any) -> None:
         self._num += 1
@@ -26,5 +27,6 @@ class Events:
             if not self._heap or self._heap[0][0] > limit_s:
                 return False
             self.now, _, call, arguments = heappop(self._heap)
+            self.num_done += 1
             call(*arguments)
         return True
