@@ -1,7 +1,7 @@
 """The bus as services see it: typed messages over channels of `shared.messages`.
 
 Two implementations pass one contract suite (bus_contract.py and storage_contract.py in tests/shared):
-`shared.bus.nats_bus.NatsBus` on nats-py, and `shared.bus.memory_bus.MemoryBus` on a hub with virtual time and fault
+`shared.bus.nats_bus.NatsBus` on nats-py, and `tests.memory_bus.MemoryBus` on a hub with virtual time and fault
 injection.
 
 Rules every implementation keeps:
@@ -93,7 +93,7 @@ class Room(NamedTuple):
 
 
 class StreamUse(NamedTuple):
-    """What one stream of the server holds: a bucket, an object store, a work queue."""
+    """What one stream of the server holds: a bucket or an object store."""
 
     num_messages: int
     used_bytes: int
@@ -149,27 +149,6 @@ class KeyValue(ABC, Generic[M]):
     async def watch(self, on_change: Callable[[str, M | None], None] | None = None) -> Watch[M]:
         """Returns when the present entries are in `Watch.entries` (for those `on_change` was called too); afterwards
         `on_change(key, value)` is called for each change, with None for a deletion or expiry."""
-
-
-class WorkItem(Protocol):
-    """One message taken from a work queue."""
-
-    data: bytes
-    num_deliveries: int
-
-    async def ack(self) -> None: ...
-    async def nak(self, delay_s: float = 0.0) -> None: ...
-    async def in_progress(self) -> None: ...
-
-
-class WorkQueue(ABC):
-    """A durable JetStream work queue (file storage, each item to one consumer until acknowledged)."""
-
-    @abstractmethod
-    async def push(self, key: str, data: bytes, *, deduplicate_as: str | None = None) -> None: ...
-
-    @abstractmethod
-    async def pull(self, key: str, max_items: int, timeout_s: float) -> list[WorkItem]: ...
 
 
 class ObjectWriter(Protocol):
@@ -267,9 +246,6 @@ class Bus(ABC):
     async def key_value(self, bucket: Bucket[M], *, max_bytes: int | None = None) -> KeyValue[M]:
         """Declares the bucket if it does not exist. `max_bytes`: all its entries together; None: some ten MiB. A
         full bucket answers OVERLOADED."""
-
-    @abstractmethod
-    async def work_queue(self, name: str, *, max_bytes: int, ack_wait_s: float) -> WorkQueue: ...
 
     @abstractmethod
     async def object_store(self, bucket: ObjectBucket) -> ObjectStore: ...

@@ -1,5 +1,5 @@
-"""The bus on a NATS server: connection, publish/subscribe and request/reply. JetStream is in `nats_key_value`,
-`nats_storage` and `nats_objects`.
+"""The bus on a NATS server: connection, publish/subscribe and request/reply. JetStream is in `nats_key_value`
+and `nats_objects`.
 
 Deadlines travel as seconds left (`Tideway-Timeout`); a handler that is not done by then is cancelled and answered
 DEADLINE. While disconnected, publications are buffered up to `MAX_PENDING_BYTES` and sent after the reconnect; requests
@@ -31,13 +31,12 @@ from shared.bus.codec import (
     timeout_of,
     trace_headers,
 )
-from shared.bus.interface import Bus, BusError, KeyValue, ObjectStore, StreamUse, Subscription, WorkQueue
+from shared.bus.interface import Bus, BusError, KeyValue, ObjectStore, StreamUse, Subscription
 from shared.bus.metrics import BusMetrics, bus_metrics, subject_pattern
 from shared.bus.micro import QUEUE_GROUP, MicroService
 from shared.bus.nats_client import DirectClient, NotPermittedError
 from shared.bus.nats_key_value import NatsKeyValue
 from shared.bus.nats_objects import NatsObjectStore
-from shared.bus.nats_storage import NatsWorkQueue
 from shared.bus.nats_streams import Streams
 from shared.bus.nats_watch import NatsWatch
 from shared.bus.permissions import declared_streams, inbox_prefix, role_of
@@ -222,7 +221,7 @@ class NatsBus(Bus):
         self._restoring = asyncio.get_running_loop().create_task(self._restore())
 
     async def _restore(self) -> None:
-        """After a reconnect nats-py has subscribed again; now buckets, queues and watches, then the callbacks."""
+        """After a reconnect nats-py has subscribed again; now buckets and watches, then the callbacks."""
         while True:
             try:
                 await self._streams.declare_again()
@@ -428,11 +427,6 @@ class NatsBus(Bus):
         key_value = NatsKeyValue(self._streams, bucket, self.now, self._watches, max_bytes)
         await key_value.declare()
         return key_value
-
-    async def work_queue(self, name: str, *, max_bytes: int, ack_wait_s: float) -> WorkQueue:
-        queue = NatsWorkQueue(self._streams, name, max_bytes, ack_wait_s)
-        await queue.declare()
-        return queue
 
     async def object_store(self, bucket: ObjectBucket) -> ObjectStore:
         store = NatsObjectStore(self._streams, bucket)

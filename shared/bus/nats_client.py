@@ -17,9 +17,7 @@ import builtins
 import logging
 import re
 import secrets
-from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
-from itertools import count
+from collections.abc import Callable, Collection
 from typing import Any
 
 from nats.aio.client import Client
@@ -74,9 +72,7 @@ class DirectClient(Client):
             bytes, tuple[asyncio.Future[tuple[dict[bytes, bytes], bytes]], asyncio.TimerHandle, str]
         ] = {}
         """Requests by the end of their reply subject, each with its deadline and its subject."""
-        self._waiting: dict[bytes, asyncio.Future[Any]] = {}
-        """Pings and whatever else waits for the server."""
-        self._pings = count()
+        self._pings_waiting: set[asyncio.Future[bool]] = set()
 
     # ------------------------------------------------------------------------------------------------- sending
 
@@ -221,15 +217,6 @@ class DirectClient(Client):
         else:
             future.set_result((fields, data))
 
-    @contextmanager
-    def in_flight(self, token: bytes) -> Iterator[asyncio.Future[Any]]:
-        """A future that fails when the connection is lost."""
-        future = self._waiting[token] = asyncio.get_running_loop().create_future()
-        try:
-            yield future
-        finally:
-            del self._waiting[token]
-
     async def request(
         self,
         subject: str,
@@ -248,13 +235,16 @@ class DirectClient(Client):
 
     async def ping(self, timeout_s: float) -> None:
         """To the server and back; all commands before it have then been processed. Raises as `exchange` does."""
-        with self.in_flight(b"ping %x" % next(self._pings)) as future:
+        future: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        self._pings_waiting.add(future)
+        try:
             await self._send_ping(future)
-            try:
-                async with asyncio.timeout(timeout_s):
-                    await future
-            except builtins.TimeoutError:
-                raise TimeoutError from None
+            async with asyncio.timeout(timeout_s):
+                await future
+        except builtins.TimeoutError:
+            raise TimeoutError from None
+        finally:
+            self._pings_waiting.discard(future)
 
     # ------------------------------------------------------------------------------------- connection and loss
 
@@ -263,7 +253,8 @@ class DirectClient(Client):
         exchanges, self._exchanges = self._exchanges, {}
         for _, deadline, _ in exchanges.values():
             deadline.cancel()
-        for future in [*self._waiting.values(), *(future for future, _, _ in exchanges.values())]:
+        waiting: list[asyncio.Future[Any]] = [*self._pings_waiting, *(future for future, _, _ in exchanges.values())]
+        for future in waiting:
             if not future.done():
                 future.set_exception(NotConnectedError())
         self._on_disconnect()

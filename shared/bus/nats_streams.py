@@ -79,13 +79,13 @@ def bus_errors(what: str) -> Iterator[None]:
         raise BusError(ErrorInfo(ErrorCode.UNAVAILABLE, f"{what}: {error}")) from None
 
 
-def delivery(reply: bytes) -> tuple[int, int, int, int]:
-    """Number of deliveries, stream sequence, consumer sequence and number of pending messages, from the reply subject of a
+def delivery(reply: bytes) -> tuple[int, int, int]:
+    """Stream sequence, consumer sequence and number of pending messages, from the reply subject of a
     message: `$JS.ACK.<stream>.<consumer>.<deliveries>.<stream seq>.<consumer seq>.<time>.<pending>`, or with domain and
     account before the stream (NATS architecture decision record 15)."""
     tokens = reply.split(b".")
-    first = 4 if len(tokens) == 9 else 6
-    return int(tokens[first]), int(tokens[first + 1]), int(tokens[first + 2]), int(tokens[first + 4])
+    first = 5 if len(tokens) == 9 else 7
+    return int(tokens[first]), int(tokens[first + 1]), int(tokens[first + 3])
 
 
 class Streams:

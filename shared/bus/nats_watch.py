@@ -126,7 +126,7 @@ class NatsWatch(Generic[M]):
             if int(fields.get(b"Nats-Last-Consumer", self._num_received)) != self._num_received:
                 self._restart("a message was lost")
             return
-        _, revision, sequence, num_pending = delivery(reply)
+        revision, sequence, num_pending = delivery(reply)
         if sequence != self._num_received + 1:
             self._restart("a message was lost")
             return

@@ -8,11 +8,11 @@ import msgspec
 import pytest
 
 from shared.bus.interface import Bus, BusError
-from shared.bus.memory_bus import MemoryHub
 from shared.bus.nats_bus import NatsBus
 from shared.messages.channels import Bucket, ObjectBucket
 from shared.messages.requests import ErrorCode
 from shared.settings import BusSettings
+from tests.memory_bus import MemoryHub
 
 BLOBS = ObjectBucket("test_blobs")
 

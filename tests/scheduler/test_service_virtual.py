@@ -7,16 +7,16 @@ from random import Random
 
 import pytest
 
-from shared.bus.memory_bus import Faults
 from shared.messages.catalogue import SCHEDULER_STATISTICS
 from shared.messages.cluster import StatisticsReport
 from shared.messages.requests import FinishReason
 from shared.scheduling.scaling import Scaler
-from shared.virtual_time import run_virtual
+from tests.memory_bus import Faults
 from tests.scheduler.conftest import VirtualStage
 from tests.scheduler.peers import ScriptedInstance, eventually, token_at
 from tests.scheduler.samples import make_request
 from tests.scheduler.scenarios import SCENARIOS, Scenario, a_server_restart_kills_nobody, assert_whole
+from tests.virtual_time import run_virtual
 
 
 def play(scenario: Scenario, seed: int = 0) -> None:

@@ -1,4 +1,4 @@
-"""The contract of `shared.bus.interface` for what is stored: buckets, work queues and objects. Used as
+"""The contract of `shared.bus.interface` for what is stored: buckets and objects. Used as
 tests/shared/bus_contract.py is."""
 
 from __future__ import annotations
@@ -7,7 +7,7 @@ import asyncio
 
 import pytest
 
-from shared.bus.interface import BusError, RevisionConflict
+from shared.bus.interface import RevisionConflict
 from shared.messages.channels import Bucket
 from shared.messages.requests import ErrorCode
 from tests.shared.bus_contract import BLOBS, LEDGER, LIVE, Connect, Ping, eventually
@@ -124,73 +124,6 @@ class StorageContract:
         await asyncio.sleep(0.5)
         await writer.create("kept", Ping("again"))
         await eventually(lambda: watch.entries == {"kept": Ping("again")})
-
-    # -------------------------------------------------------------------------------------------------- work queue
-
-    async def test_work_queue_gives_each_item_to_one(self, connect: Connect) -> None:
-        one = await (await connect("one")).work_queue("jobs", max_bytes=1 << 24, ack_wait_s=30)
-        two = await (await connect("two")).work_queue("jobs", max_bytes=1 << 24, ack_wait_s=30)
-        for n in range(10):
-            await one.push("model/a", b"%d" % n)
-        await one.push("model-b", b"other")
-        first = await one.pull("model/a", 4, 1.0)
-        rest = await two.pull("model/a", 100, 1.0)
-        assert [item.data for item in first] == [b"0", b"1", b"2", b"3"]
-        assert [item.data for item in first + rest] == [b"%d" % n for n in range(10)]
-        assert {item.num_deliveries for item in first + rest} == {1}
-        for item in first + rest:
-            await item.ack()
-        assert [item.data for item in await two.pull("model-b", 1, 1.0)] == [b"other"]
-
-    async def test_pulling_waits_for_an_item_or_the_deadline(self, connect: Connect) -> None:
-        bus = await connect("one")
-        queue = await bus.work_queue("jobs", max_bytes=1 << 24, ack_wait_s=30)
-        started = bus.now()
-        assert await queue.pull("a", 5, 0.2) == []
-        assert 0.15 < bus.now() - started < 2
-        waiting = asyncio.create_task(queue.pull("a", 5, 20.0))
-        await asyncio.sleep(0.05)
-        await queue.push("a", b"x")
-        async with asyncio.timeout(5):
-            items = await waiting
-        assert [item.data for item in items] == [b"x"]
-        await items[0].ack()
-
-    async def test_items_come_again_unless_acknowledged(self, connect: Connect) -> None:
-        bus = await connect("one")
-        queue = await bus.work_queue("jobs", max_bytes=1 << 24, ack_wait_s=1.0)
-        await queue.push("a", b"x")
-        (first,) = await queue.pull("a", 1, 1.0)
-        assert await queue.pull("a", 1, 0.0) == []
-        (second,) = await queue.pull("a", 1, 3.0)
-        assert (first.data, first.num_deliveries) == (second.data, 1) and second.num_deliveries == 2
-        await second.nak()
-        (third,) = await queue.pull("a", 1, 3.0)
-        await third.nak(0.2)
-        assert await queue.pull("a", 1, 0.0) == []
-        (fourth,) = await queue.pull("a", 1, 3.0)
-        assert fourth.num_deliveries == 4
-        for _ in range(4):
-            await asyncio.sleep(0.3)
-            await fourth.in_progress()
-        assert await queue.pull("a", 1, 0.0) == []
-        await fourth.ack()
-        assert await queue.pull("a", 1, 1.0) == []
-
-    async def test_pushing_twice_with_one_name_is_pushing_once(self, connect: Connect) -> None:
-        queue = await (await connect("one")).work_queue("jobs", max_bytes=1 << 24, ack_wait_s=30)
-        await queue.push("a", b"x", deduplicate_as="line-1")
-        await queue.push("a", b"x", deduplicate_as="line-1")
-        await queue.push("a", b"y", deduplicate_as="line-2")
-        items = await queue.pull("a", 10, 1.0)
-        assert [item.data for item in items] == [b"x", b"y"]
-
-    async def test_a_full_work_queue_refuses(self, connect: Connect) -> None:
-        queue = await (await connect("one")).work_queue("small", max_bytes=64 * 1024, ack_wait_s=30)
-        with pytest.raises(BusError) as raised:
-            for _ in range(10):
-                await queue.push("a", b"x" * 16 * 1024)
-        assert raised.value.code == ErrorCode.OVERLOADED
 
     # ------------------------------------------------------------------------------------------------ object store
 

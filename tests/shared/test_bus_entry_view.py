@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shared.bus.entry_view import DEFAULT_GRACE_S, EntryView
-from shared.virtual_time import run_virtual
+from tests.virtual_time import run_virtual
 
 TTL_S = 2.0
 

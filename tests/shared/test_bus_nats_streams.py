@@ -30,9 +30,9 @@ class TestNatsStorage(StorageContract):
 async def test_what_streams_hold_is_told(fresh_nats: NatsServer, connect_to: ConnectTo) -> None:
     bus = await connect_to(fresh_nats)
     assert await bus.stream_uses() == {}
-    queue = await bus.work_queue("jobs", max_bytes=1 << 24, ack_wait_s=30)
-    await queue.push("a", b"x" * 1000)
-    use = (await bus.stream_uses())["WORK_jobs"]
+    store = await bus.key_value(LEDGER, max_bytes=1 << 24)
+    await store.put("a", Ping("x" * 1000))
+    use = (await bus.stream_uses())[f"KV_{LEDGER.name}"]
     assert (use.num_messages, use.max_bytes, use.num_consumers) == (1, 1 << 24, 0)
     assert 1000 < use.used_bytes < 2000
 
@@ -60,36 +60,14 @@ async def test_a_watch_begins_anew_when_its_consumer_vanishes(
     writing.cancel()
 
 
-async def test_a_queue_and_a_bucket_that_were_deleted_are_made_anew(
-    fresh_nats: NatsServer, connect_to: ConnectTo
-) -> None:
+async def test_a_bucket_that_was_deleted_is_made_anew(fresh_nats: NatsServer, connect_to: ConnectTo) -> None:
     bus = await connect_to(fresh_nats)
-    queue = await bus.work_queue("jobs", max_bytes=1 << 24, ack_wait_s=30)
     store = await bus.key_value(LEDGER)
-    assert await queue.pull("a", 1, 0.0) == []
-    fresh_nats.delete_streams()
-    assert await queue.pull("a", 1, 0.0) == []
-    fresh_nats.delete_streams()
-    await queue.push("a", b"x")
-    assert len(await queue.pull("a", 1, 1.0)) == 1
     await store.put("a", Ping("x"))
     fresh_nats.delete_streams()
     assert (await store.watch()).entries == {}
     fresh_nats.delete_streams()
     assert await store.create("a", Ping("x")) == 1
-
-
-async def test_pulling_fails_when_the_connection_is_lost(fresh_nats: NatsServer, connect_to: ConnectTo) -> None:
-    bus = await connect_to(fresh_nats)
-    queue = await bus.work_queue("jobs", max_bytes=1 << 24, ack_wait_s=30)
-    assert await queue.pull("a", 1, 0.0) == []
-    pulling = asyncio.create_task(queue.pull("a", 1, 60.0))
-    await asyncio.sleep(0.1)
-    fresh_nats.kill()
-    with pytest.raises(BusError) as raised:
-        async with asyncio.timeout(5):
-            await pulling
-    assert raised.value.code == ErrorCode.UNAVAILABLE
 
 
 async def test_an_object_is_read_whole_or_not_at_all(connect: Connect, nats_settings: BusSettings) -> None:
@@ -119,8 +97,8 @@ async def test_an_object_is_read_whole_or_not_at_all(connect: Connect, nats_sett
 
 
 def test_positions_are_read_from_both_forms_of_reply_subjects() -> None:
-    assert delivery(b"$JS.ACK.stream.consumer.2.30.4.1700000000000000000.5") == (2, 30, 4, 5)
-    assert delivery(b"$JS.ACK.domain.hash.stream.consumer.2.30.4.1700000000000000000.5.token") == (2, 30, 4, 5)
+    assert delivery(b"$JS.ACK.stream.consumer.2.30.4.1700000000000000000.5") == (30, 4, 5)
+    assert delivery(b"$JS.ACK.domain.hash.stream.consumer.2.30.4.1700000000000000000.5.token") == (30, 4, 5)
 
 
 async def test_a_stream_that_is_not_written_again_does_not_stay_a_problem(connect: Connect) -> None:
@@ -150,8 +128,8 @@ async def test_a_stream_for_which_there_is_no_room_is_made_smaller(connect_to: C
         await store.put("a", Ping("x"))
         assert await store.get("a") is not None
         with pytest.raises(BusError):
-            await bus.work_queue("jobs", max_bytes=1 << 40, ack_wait_s=1)
-            await bus.work_queue("more", max_bytes=1 << 40, ack_wait_s=1)
+            for n in range(8):
+                await bus.key_value(Bucket(f"tideway_test_{n}", Ping, durable=True), max_bytes=1 << 40)
     finally:
         server.close()
 

@@ -12,14 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shared.bus.interface import Bus
-from shared.bus.memory_bus import MemoryHub
 from shared.bus.nats_bus import NatsBus
 from shared.lease import SAFETY_S, TTL_S, Lease
 from shared.messages.catalogue import LEASES, TERMS
 from shared.settings import BusSettings
-from shared.virtual_time import run_virtual
 from tests.conftest import NatsServer
+from tests.memory_bus import MemoryHub
 from tests.shared.bus_contract import eventually
+from tests.virtual_time import run_virtual
 
 TAKEOVER_S = 5.0
 

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from shared.virtual_time import DeadlockError, VirtualTimeLoop, run_virtual
+from tests.virtual_time import DeadlockError, VirtualTimeLoop, run_virtual
 
 
 def test_an_hour_of_timers_takes_no_time() -> None:

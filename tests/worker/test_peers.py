@@ -9,11 +9,11 @@ import pytest
 
 from services.worker import peers as peers_module
 from services.worker.peers import Peers
-from shared.bus.memory_bus import MemoryBus, MemoryHub
 from shared.messages.catalogue import INSTANCES
 from shared.messages.cluster import InstanceInfo
 from shared.messages.migration import MoveReason
 from shared.settings import BusSettings
+from tests.memory_bus import MemoryBus, MemoryHub
 from tests.shared.engine.fake_executor import request
 from tests.worker.instance_peer import LONG_PROMPT, OTHER_PROMPT, Peer, rebalance
 from tests.worker.instance_stage import instance_on

@@ -21,7 +21,6 @@ from services.worker.executor import Executor
 from services.worker.instance_models import InstanceModels
 from services.worker.profiled_steps import BRIEF, FULL, Extent
 from services.worker.profiler import ProfiledModel, ProfileError, Profiling, profile
-from shared.bus.memory_bus import MemoryHub
 from shared.cost_model import CostModel, CostSource, shape_of
 from shared.engine import recording
 from shared.engine.calls import AddModel, RemoveModel, Submit
@@ -31,6 +30,7 @@ from shared.engine.requests import Ended
 from shared.messages.catalogue import COST_MODELS
 from shared.messages.channels import bucket_key
 from shared.messages.cluster import ModelSpec
+from tests.memory_bus import MemoryHub
 from tests.shared.engine.fake_executor import request
 from tests.worker.checkpoints import write_checkpoint
 

@@ -17,18 +17,15 @@ from shared.bus.interface import (
     RevisionConflict,
     Room,
     Watch,
-    WorkItem,
-    WorkQueue,
 )
 from shared.messages.channels import Bucket, ObjectBucket
 from shared.messages.requests import ErrorCode, ErrorInfo
 
 if TYPE_CHECKING:
-    from shared.bus.memory_bus import MemoryBus
+    from tests.memory_bus import MemoryBus
 
 M = TypeVar("M")
 
-DUPLICATE_WINDOW_S = 120.0
 CHUNK_BYTES = 128 * 1024
 MAX_BYTES = 1 << 40
 """What every bucket here has room for, as far as `room` says; nothing is ever full."""
@@ -74,63 +71,15 @@ class _BucketState:
         return self.revision
 
 
-@dataclass
-class _Item:
-    data: bytes
-    num_deliveries: int = 0
-    visible_at_s: float = 0.0
-    is_done: bool = False
-
-
-@dataclass
-class _QueueState:
-    max_bytes: int
-    ack_wait_s: float
-    items: dict[str, list[_Item]] = field(default_factory=dict)
-    seen: dict[str, float] = field(default_factory=dict)
-    """Names pushed, with the time until which they are remembered."""
-    changed: asyncio.Event = field(default_factory=asyncio.Event)
-
-    def push(self, key: str, data: bytes, name: str | None, now_s: float) -> None:
-        if name is not None:
-            if self.seen.get(name, 0.0) > now_s:
-                return
-            self.seen[name] = now_s + DUPLICATE_WINDOW_S
-        if len(data) + sum(len(item.data) for items in self.items.values() for item in items) > self.max_bytes:
-            raise BusError(ErrorInfo(ErrorCode.OVERLOADED, "the work queue is full"))
-        self.items.setdefault(key, []).append(_Item(data))
-        self.notify()
-
-    def take(self, key: str, max_items: int, now_s: float) -> list[_Item]:
-        items = self.items[key] = [item for item in self.items.get(key, []) if not item.is_done]
-        taken = [item for item in items if item.visible_at_s <= now_s][:max_items]
-        for item in taken:
-            item.num_deliveries += 1
-            item.visible_at_s = now_s + self.ack_wait_s
-        return taken
-
-    def next_visible_s(self, key: str) -> float:
-        times = [item.visible_at_s for item in self.items.get(key, []) if not item.is_done]
-        return min(times, default=float("inf"))
-
-    def notify(self) -> None:
-        self.changed.set()
-        self.changed = asyncio.Event()
-
-
 class MemoryStore:
     """All that a server keeps. Whatever is asked for exists: the first to ask declares it."""
 
     def __init__(self) -> None:
         self._buckets: dict[str, _BucketState] = {}
-        self._queues: dict[str, _QueueState] = {}
         self._objects: dict[str, dict[str, bytes]] = {}
 
     def bucket(self, bucket: Bucket[Any]) -> _BucketState:
         return self._buckets.setdefault(bucket.name, _BucketState(bucket.durable, bucket.ttl_s))
-
-    def queue(self, name: str, max_bytes: int, ack_wait_s: float) -> _QueueState:
-        return self._queues.setdefault(name, _QueueState(max_bytes, ack_wait_s))
 
     def objects(self, bucket: ObjectBucket) -> dict[str, bytes]:
         return self._objects.setdefault(bucket.name, {})
@@ -243,59 +192,6 @@ class MemoryWatch(Generic[M]):
     async def stop(self) -> None:
         self._bus.watches.discard(self)
         self.pause()
-
-
-class MemoryWorkItem:
-    def __init__(self, bus: MemoryBus, queue: _QueueState, item: _Item) -> None:
-        self.data = item.data
-        self.num_deliveries = item.num_deliveries
-        self._bus = bus
-        self._queue = queue
-        self._item = item
-
-    async def ack(self) -> None:
-        def apply() -> None:
-            self._item.is_done = True
-
-        await self._bus.call(apply)
-
-    async def nak(self, delay_s: float = 0.0) -> None:
-        await self._bus.call(lambda: self._hide(delay_s))
-
-    async def in_progress(self) -> None:
-        await self._bus.call(lambda: self._hide(self._queue.ack_wait_s))
-
-    def _hide(self, seconds: float) -> None:
-        self._item.visible_at_s = self._bus.now() + seconds
-        self._queue.notify()
-
-
-class MemoryWorkQueue(WorkQueue):
-    def __init__(self, bus: MemoryBus, name: str, max_bytes: int, ack_wait_s: float) -> None:
-        self._bus = bus
-        self._configuration = name, max_bytes, ack_wait_s
-
-    @property
-    def _state(self) -> _QueueState:
-        return self._bus.hub.store.queue(*self._configuration)
-
-    async def push(self, key: str, data: bytes, *, deduplicate_as: str | None = None) -> None:
-        await self._bus.call(lambda: self._state.push(key, data, deduplicate_as, self._bus.now()))
-
-    async def pull(self, key: str, max_items: int, timeout_s: float) -> list[WorkItem]:
-        ends_at_s = self._bus.now() + timeout_s
-        while True:
-            taken = await self._bus.call(lambda: self._state.take(key, max_items, self._bus.now()))
-            remaining_s = ends_at_s - self._bus.now()
-            if taken or remaining_s <= 0:
-                return [MemoryWorkItem(self._bus, self._state, item) for item in taken]
-            changed = self._state.changed
-            wait_s = min(remaining_s, max(0.0, self._state.next_visible_s(key) - self._bus.now()))
-            try:
-                async with asyncio.timeout(wait_s):
-                    await changed.wait()
-            except TimeoutError:
-                continue
 
 
 class MemoryObjectWriter:

@@ -21,8 +21,7 @@ from typing import Any, TypeVar
 from prometheus_client import CollectorRegistry
 
 from shared.bus.codec import ERROR_HEADER, UNREADABLE, decode_reply, decoder, encode
-from shared.bus.interface import Bus, BusError, KeyValue, ObjectStore, StreamUse, Subscription, WorkQueue
-from shared.bus.memory_storage import MemoryKeyValue, MemoryObjectStore, MemoryStore, MemoryWatch, MemoryWorkQueue
+from shared.bus.interface import Bus, BusError, KeyValue, ObjectStore, StreamUse, Subscription
 from shared.bus.metrics import bus_metrics, subject_pattern
 from shared.bus.serving import EndpointServer
 from shared.messages.channels import (
@@ -33,6 +32,7 @@ from shared.messages.channels import (
 )
 from shared.messages.requests import ErrorCode, ErrorInfo
 from shared.telemetry import current_traceparent
+from tests.memory_storage import MemoryKeyValue, MemoryObjectStore, MemoryStore, MemoryWatch
 
 M = TypeVar("M")
 Q = TypeVar("Q")
@@ -393,10 +393,6 @@ class MemoryBus(Bus):
     async def key_value(self, bucket: Bucket[M], *, max_bytes: int | None = None) -> KeyValue[M]:
         await self.call(lambda: self.hub.store.bucket(bucket))
         return MemoryKeyValue(self, bucket)
-
-    async def work_queue(self, name: str, *, max_bytes: int, ack_wait_s: float) -> WorkQueue:
-        await self.call(lambda: self.hub.store.queue(name, max_bytes, ack_wait_s))
-        return MemoryWorkQueue(self, name, max_bytes, ack_wait_s)
 
     async def object_store(self, bucket: ObjectBucket) -> ObjectStore:
         await self.call(lambda: self.hub.store.objects(bucket))
