@@ -21,6 +21,7 @@ from shared.messages.catalogue import LEASES, TERMS
 from shared.messages.channels import Bucket
 from shared.messages.cluster import SchedulerInfo
 from shared.messages.requests import ErrorCode, ErrorInfo
+from shared.tasks import set_within
 
 logger = logging.getLogger(__name__)
 
@@ -138,11 +139,7 @@ class Lease:
         if self._is_stopping:
             return
         self._wake.clear()
-        try:
-            async with asyncio.timeout(seconds):
-                await self._wake.wait()
-        except TimeoutError:
-            pass
+        await set_within(self._wake, seconds)
 
     async def _acquire(self) -> None:
         """Returns with the lease in hand and a new term, or raises."""

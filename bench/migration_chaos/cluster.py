@@ -36,6 +36,7 @@ from shared.messages.cluster import (
 )
 from shared.service import run_service
 from shared.settings import BusSettings, InstanceSettings, SchedulerSettings
+from shared.tasks import TaskSet
 from tests.conftest import NatsServer, free_port
 
 log = logging.getLogger(__name__)
@@ -182,7 +183,7 @@ class Instance(Process):
             self.is_up = False
             self.died.set()
             self._on_event(self, ("died",))
-            self._cluster.spawn(self._end())
+            self._cluster.tasks.start(self._end())
 
     async def _end(self) -> None:
         """What a node agent does: it tells everybody, if it lives, and starts the instance again."""
@@ -289,7 +290,7 @@ class Cluster:
         self.instances = [Instance(index, self, on_event) for index in range(num_instances)]
         self.schedulers = [Scheduler(index, self) for index in range(num_schedulers)]
         self.registry: dict[str, InstanceInfo] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
+        self.tasks = TaskSet()
 
     def __getitem__(self, instance_id: str) -> Instance:
         return next(instance for instance in self.instances if instance.name == instance_id)
@@ -307,7 +308,7 @@ class Cluster:
             instance.start()
         for scheduler in self.schedulers:
             scheduler.start()
-        self.spawn(self._wake_forgotten())
+        self.tasks.start(self._wake_forgotten())
         async with asyncio.timeout(START_TIMEOUT_S):
             while not all(instance.is_up for instance in self.instances):
                 await asyncio.sleep(0.05)
@@ -319,9 +320,7 @@ class Cluster:
             await asyncio.to_thread(process.process.join, 10)
         for instance in self.instances:
             await instance.proxy.stop()
-        for task in list(self._tasks):
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self.tasks.end_all()
         await self.bus.close()
         self.nats.close()
 
@@ -330,16 +329,6 @@ class Cluster:
             await asyncio.sleep(1.0)
             for process in [*self.instances, *self.schedulers]:
                 process.go_on_if_forgotten()
-
-    def spawn(self, work: Any) -> None:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._done)
-
-    def _done(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            log.error("a task of the driver failed", exc_info=error)
 
     def _on_instance(self, instance_id: str, info: InstanceInfo | None) -> None:
         if info is None:

@@ -9,6 +9,7 @@ import numpy as np
 
 from services.worker.kv_transport.errors import LinkError
 from services.worker.kv_transport.links import Buffer, Link, Network
+from shared.tasks import TaskSet
 
 SLOW_S = 0.03
 
@@ -138,7 +139,7 @@ class NatsProxy:
         self._whole = asyncio.Event()
         self._whole.set()
         self._writers: set[asyncio.StreamWriter] = set()
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = TaskSet()
         self.url = ""
 
     async def start(self) -> None:
@@ -150,9 +151,7 @@ class NatsProxy:
         self.mend()
         for writer in list(self._writers):
             writer.transport.abort()
-        for task in list(self._tasks):
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._tasks.end_all()
 
     def cut(self, mode: str) -> None:
         """`reset`: connections break, new ones too. `hole`: what is sent arrives when it is mended."""
@@ -177,9 +176,7 @@ class NatsProxy:
             writer.transport.abort()
             return
         for pump in (self._pump(reader, up_writer), self._pump(up_reader, writer)):
-            task = asyncio.create_task(pump)
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            self._tasks.start(pump)
 
     async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._writers.add(writer)

@@ -212,7 +212,7 @@ class Trials:
             finally:
                 self._num_reactions -= 1
 
-        self.cluster.spawn(counted())
+        self.cluster.tasks.start(counted())
 
     # ------------------------------------------------------------------------------------- what is done to them
 

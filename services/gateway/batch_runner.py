@@ -49,6 +49,7 @@ from shared.messages.batches import (
     OfflineDemand,
 )
 from shared.messages.requests import ErrorCode
+from shared.tasks import set_within
 
 logger = logging.getLogger(__name__)
 
@@ -185,11 +186,7 @@ class BatchRun:
             if not is_told:
                 logger.warning("%s waits until there is room for its results", self._record.batch_id)
             is_told = True
-            try:
-                async with asyncio.timeout(ROOM_INTERVAL_S * (0.5 + random.random())):
-                    await self._is_cancelled.wait()
-            except TimeoutError:
-                pass
+            await set_within(self._is_cancelled, ROOM_INTERVAL_S * (0.5 + random.random()))
 
     def _lines(self) -> AsyncIterator[InputLine]:
         return read_lines(self._context.files, self._record.input_file_id, self._context.settings.max_body_bytes)

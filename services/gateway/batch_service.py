@@ -7,8 +7,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Awaitable, Callable, Coroutine
-from typing import Any
+from collections.abc import Awaitable, Callable
 
 from services.gateway.batch_input import insist
 from services.gateway.batch_runner import BatchRun
@@ -20,6 +19,7 @@ from shared.lease import Lease
 from shared.messages.batches import BatchProblem, BatchRecord
 from shared.messages.catalogue import BATCH_TERMS, LEASES
 from shared.messages.cluster import SchedulerInfo
+from shared.tasks import TaskSet, set_within
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +57,7 @@ class BatchService:
         self._claims: dict[str, _Claim] = {}
         self._statuses: dict[str, str] = {}
         self._wake = asyncio.Event()
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = TaskSet()
         self._records: Watch[BatchRecord] | None = None
         self._leases: Watch[SchedulerInfo] | None = None
         self._times_passed: dict[str, int] = {}
@@ -67,30 +67,18 @@ class BatchService:
     async def start(self) -> None:
         self._leases = await (await self._context.bus.key_value(LEASES)).watch(self._on_lease)
         self._records = await self._context.batches.watch(self._on_record)
-        self._spawn(self._grants.run())
-        self._spawn(self._contend_forever())
-        self._spawn(self._sweep_forever())
-        self._spawn(self._check_storage_forever())
+        self._tasks.start(self._grants.run())
+        self._tasks.start(self._contend_forever())
+        self._tasks.start(self._sweep_forever())
+        self._tasks.start(self._check_storage_forever())
 
     async def stop(self) -> None:
         """Runs end, and other gateways may go on with their batches at once."""
-        for task in list(self._tasks):
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._tasks.end_all()
         await asyncio.gather(*(claim.lease.stop() for claim in self._claims.values()))
         for watch in (self._records, self._leases):
             if watch is not None:
                 await watch.stop()
-
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._on_task_done)
-
-    def _on_task_done(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            logger.error("a task of the batch service failed", exc_info=error)
 
     # -------------------------------------------------------------------------------------------------- owning
 
@@ -111,11 +99,7 @@ class BatchService:
         while True:
             self._wake.clear()
             await _attempt("contending for batches", self._contend)
-            try:
-                async with asyncio.timeout(CHECK_INTERVAL_S):
-                    await self._wake.wait()
-            except TimeoutError:
-                pass
+            await set_within(self._wake, CHECK_INTERVAL_S)
 
     def _on_lease(self, key: str, info: SchedulerInfo | None) -> None:
         claim = self._claims.get(key.removeprefix(_LEASE_PREFIX))

@@ -8,7 +8,6 @@ idle, and report once a second, what they said lately will do. The scheduler's s
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from services.gateway.catalog import Catalog
 from shared.bus.interface import Bus, BusError, Subscription
 from shared.messages.catalogue import LOAD_REPORTS, SCHEDULER_STATISTICS
 from shared.messages.cluster import LoadReport, StatisticsReport
+from shared.tasks import set_within
 
 logger = logging.getLogger(__name__)
 
@@ -111,9 +111,7 @@ class ClusterLoads:
                 return
             try:
                 # Those that say nothing are known from before, or not at all.
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(LONG_LISTEN_S if is_long else LISTEN_S):
-                        await all_heard.wait()
+                await set_within(all_heard, LONG_LISTEN_S if is_long else LISTEN_S)
             finally:
                 await subscription.stop()
             self._num_tries = {key: self._num_tries.get(key, 0) + is_long for key in waiting}

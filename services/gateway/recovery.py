@@ -11,8 +11,8 @@ import asyncio
 import logging
 import random
 from collections import defaultdict
-from collections.abc import Coroutine, Iterable
-from typing import Any, Protocol
+from collections.abc import Iterable
+from typing import Protocol
 
 from services.gateway.catalog import DRAINING, Catalog, serves
 from services.gateway.metrics import GatewayMetrics
@@ -34,6 +34,7 @@ from shared.messages.requests import (
     RequestsLost,
     TokenEntry,
 )
+from shared.tasks import TaskSet
 
 logger = logging.getLogger(__name__)
 
@@ -70,7 +71,7 @@ class Recovery:
         self._table = table
         self._known: dict[str, tuple[str, bool]] = {}
         """By instance: its incarnation, and whether it was draining, when last heard of."""
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = TaskSet()
         self._subscriptions: list[Subscription] = []
         self._slots = asyncio.Semaphore(MAX_CONCURRENT_RECOVERIES)
         self._cut_since: float | None = None
@@ -82,14 +83,12 @@ class Recovery:
             await self._bus.subscribe(SCHEDULER_ANNOUNCE, self._on_announce),
         ]
         self._bus.on_reconnect(self._on_reconnect)
-        self._spawn(self._tick_forever())
+        self._tasks.start(self._tick_forever())
 
     async def stop(self) -> None:
         for subscription in self._subscriptions:
             await subscription.stop()
-        for task in list(self._tasks):
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._tasks.end_all()
 
     # -------------------------------------------------------------------------------------------- lost owners
 
@@ -119,7 +118,7 @@ class Recovery:
 
     def _left(self, stream: Stream, reason: str, in_order: bool) -> None:
         if in_order:
-            self._spawn(self._await_next_owner(stream, stream.owner, stream.state.epoch))
+            self._tasks.start(self._await_next_owner(stream, stream.owner, stream.state.epoch))
         else:
             self.lose(stream, stream.state.epoch, reason)
 
@@ -158,7 +157,7 @@ class Recovery:
 
     def place_again(self, stream: Stream) -> None:
         stream.is_placing = True
-        self._spawn(self._place_again(stream))
+        self._tasks.start(self._place_again(stream))
 
     async def _place_again(self, stream: Stream) -> None:
         try:
@@ -177,7 +176,7 @@ class Recovery:
         streams = [stream for stream in self._table.streams.values() if not stream.is_placing]
         logger.info("scheduler %s serves now; %d streams are announced to it", scheduler.scheduler_id, len(streams))
         for stream in streams:
-            self._spawn(self._announce(stream))
+            self._tasks.start(self._announce(stream))
 
     async def _announce(self, stream: Stream) -> None:
         await asyncio.sleep(random.random() * ANNOUNCE_JITTER_S)
@@ -232,13 +231,13 @@ class Recovery:
                 self.replay(owner, streams, "quiet")
             else:
                 for stream in streams:
-                    self._spawn(self._seek(stream))
+                    self._tasks.start(self._seek(stream))
 
     def replay(self, instance_id: str, streams: list[Stream], reason: str) -> None:
         """Asks an instance for what may be missing of its streams."""
         waiting = [stream for stream in streams if not stream.is_replaying]
         for i in range(0, len(waiting), MAX_REPLAY_POSITIONS):
-            self._spawn(self._replay(instance_id, waiting[i : i + MAX_REPLAY_POSITIONS], reason))
+            self._tasks.start(self._replay(instance_id, waiting[i : i + MAX_REPLAY_POSITIONS], reason))
 
     async def _replay(self, instance_id: str, streams: list[Stream], reason: str) -> None:
         self._metrics.replays.labels(reason).inc()
@@ -313,13 +312,3 @@ class Recovery:
                     logger.info("%s cannot be asked for %s: %s", instance_id, stream.request_id, error)
         if stream.owner is None:
             self.lose(stream, epoch, "unknown")
-
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._on_task_done)
-
-    def _on_task_done(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            logger.error("a recovery task failed", exc_info=error)

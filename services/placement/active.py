@@ -61,8 +61,8 @@ from shared.messages.cluster import (
     StatisticsReport,
 )
 from shared.messages.requests import ErrorCode, ErrorInfo
+from shared.tasks import TaskSet, set_within
 
-T = TypeVar("T")
 Q = TypeVar("Q")
 
 logger = logging.getLogger(__name__)
@@ -136,7 +136,7 @@ class ActivePlacement:
         self._first_read: asyncio.Task[None]
         """Of the checkpoints. A plan made before it leaves models where they are."""
         self._subscriptions: list[Subscription] = []
-        self._tasks: set[asyncio.Task[Any]] = set()
+        self._tasks = TaskSet(told=ServiceError)
         self.is_open = False
         self._model_bucket: KeyValue[ModelSpec]
         self._statistics_bucket: KeyValue[ModelStatistics]
@@ -170,7 +170,7 @@ class ActivePlacement:
         keeper = FleetKeeper(self._backend, self._cluster, self._set_fleet, self._registry)
         self._retry_checkpoints()
         sources = {spec.source for spec in self._models.values()}
-        self._first_read = self._spawn(self._checkpoints.wait(sources, FIRST_READ_S))
+        self._first_read = self._tasks.start(self._checkpoints.wait(sources, FIRST_READ_S))
         # One by one, so that `close` finds those that were made should a later one fail.
         serve, made = self._bus.serve, self._subscriptions
         made.append(await serve(PLACEMENT_ADD_MODEL, self._on_add_model))
@@ -180,8 +180,8 @@ class ActivePlacement:
         made.append(await serve(PLACEMENT_SCALE_INSTANCES, self._to_the_end(keeper.scale)))
         made.append(await serve(PLACEMENT_PLAN, self._on_get_plan))
         made.append(await self._bus.subscribe(SCHEDULER_STATISTICS, self._on_statistics))
-        self._spawn(self._run())
-        self._spawn(keeper.tend_for_ever(self._is_leader))
+        self._tasks.start(self._run())
+        self._tasks.start(keeper.tend_for_ever(self._is_leader))
         self.is_open = True
         logger.info("placement leads with %d models", len(self._models))
 
@@ -208,15 +208,7 @@ class ActivePlacement:
         """Stops serving."""
         for subscription in self._subscriptions:
             await subscription.stop()
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-
-    def _spawn(self, coroutine: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-        task = asyncio.create_task(coroutine)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task
+        await self._tasks.end_all()
 
     def wake(self) -> None:
         """A node or a checkpoint changed."""
@@ -238,11 +230,7 @@ class ActivePlacement:
             except Exception:
                 logger.exception("planning failed, trying again")
             self._show()
-            try:
-                async with asyncio.timeout(TICK_S):
-                    await self._wake.wait()
-            except TimeoutError:
-                pass
+            await set_within(self._wake, TICK_S)
             self._wake.clear()
             await asyncio.sleep(DEBOUNCE_S)
 
@@ -305,13 +293,13 @@ class ActivePlacement:
         if query.spec.name not in self._models:
             await self._read_checkpoint(query.spec)
         await self._have_read()
-        return await asyncio.shield(self._spawn(self._add(query.spec)))
+        return await asyncio.shield(self._tasks.start(self._add(query.spec)))
 
     def _to_the_end(self, change: Callable[[Q], Coroutine[Any, Any, PlacementPlan]]) -> Callable[[Q], Any]:
         async def handle(query: Q) -> PlacementPlan:
             self._check_leader()
             await self._have_read()
-            return await asyncio.shield(self._spawn(change(query)))
+            return await asyncio.shield(self._tasks.start(change(query)))
 
         return handle
 

@@ -9,8 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Callable, Coroutine, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
 
 from opentelemetry.trace import use_span
 
@@ -70,6 +69,7 @@ from shared.scheduling.actions import (
 from shared.scheduling.core import SchedulerCore
 from shared.scheduling.scaling import CALL_TIMEOUT_S, Scaler, ScalingAction, call_of
 from shared.settings import SchedulerSettings
+from shared.tasks import TaskSet
 
 logger = logging.getLogger(__name__)
 
@@ -98,7 +98,7 @@ class ActiveScheduler:
         self._is_leader = is_leader
         self._core = SchedulerCore(settings, info.term, inherited)
         self._subscriptions: list[Subscription] = []
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = TaskSet()
         self._calls: set[asyncio.Future[Accepted]] = set()
         """Submit calls under way."""
         self._timer: asyncio.TimerHandle | None = None
@@ -122,12 +122,11 @@ class ActiveScheduler:
         started_s = self._bus.now()
         self._core.ask_everyone(started_s)
         self._act()
-        if questions := list(self._tasks):
-            await asyncio.wait(questions, timeout=2 * HELD_TIMEOUT_S)
+        await self._tasks.wait_all(2 * HELD_TIMEOUT_S)
         self._core.begin_serving()
         self._subscriptions.append(await self._bus.serve(SCHEDULER_SUBMIT, self._submit))
         self._subscriptions.append(await self._bus.serve(SCHEDULER_GRANT, self._grant))
-        self._spawn(self._publish_statistics())
+        self._tasks.start(self._publish_statistics())
         self.is_serving = True
         self._bus.publish(SCHEDULER_ANNOUNCE, self._info)
         logger.info(
@@ -145,8 +144,7 @@ class ActiveScheduler:
         self._subscriptions = []
         if self._timer is not None:
             self._timer.cancel()
-        for task in self._tasks:
-            task.cancel()
+        self._tasks.cancel_all()
         if self._calls:
             await asyncio.wait(self._calls, timeout=timeout_s)
 
@@ -251,9 +249,9 @@ class ActiveScheduler:
                 level = logging.WARNING if num_requests or reason == "silent" else logging.INFO
                 logger.log(level, "instance %s is gone (%s); it had %d requests", instance_id, reason, num_requests)
             case AskHeld():
-                self._spawn(self._ask_held(action))
+                self._tasks.start(self._ask_held(action))
             case ProbeSilence(instance_ids):
-                self._spawn(self._probe(instance_ids))
+                self._tasks.start(self._probe(instance_ids))
 
     def _dispatch(self, dispatch: Dispatch) -> None:
         started_s = self._bus.now()
@@ -322,7 +320,7 @@ class ActiveScheduler:
         num_online = {lane.model: n for lane, n in self._core.queue.lengths().items() if lane.is_online}
         replicas = {spec.name: spec.replicas for spec in self._models.values() if spec.replicas is not None}
         for action in self._scaler.due(self._core.cluster, num_online, now, replicas):
-            self._spawn(self._scale(action))
+            self._tasks.start(self._scale(action))
 
     def _sample(self, now: float, _period_s: float) -> None:
         self._observer.sample(self._core, self._models, now)
@@ -349,17 +347,6 @@ class ActiveScheduler:
         self._timer_s = wakeup_s
         delay_s = max(0.0, wakeup_s - self._bus.now())
         self._timer = asyncio.get_running_loop().call_later(delay_s, self._on_timer)
-
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._on_done)
-        return task
-
-    def _on_done(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            logger.error("a task of the scheduler failed", exc_info=error)
 
 
 def _error_of(call: asyncio.Future[Accepted]) -> ErrorInfo | None:

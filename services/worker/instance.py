@@ -7,7 +7,6 @@ runs in a thread of its own (engine_loop.py); this side never waits for a step. 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import os
 import uuid
@@ -61,6 +60,7 @@ from shared.messages.requests import (
     TokenEntry,
 )
 from shared.settings import InstanceSettings
+from shared.tasks import TaskSet, set_within
 from shared.telemetry import Telemetry
 
 log = logging.getLogger(__name__)
@@ -131,7 +131,7 @@ class InstanceService:
         """No drain is undone any more."""
         self._changed = asyncio.Event()
         self._registry_changed = asyncio.Event()
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = TaskSet()
         self._subscriptions: list[Subscription] = []
         self._registry: KeyValue[InstanceInfo] | None = None
         self._metrics_port = 0
@@ -162,8 +162,8 @@ class InstanceService:
         for spec in self._plan.models:
             self._models.begin_load(spec)
         await self._moves.start()
-        self._spawn(self._report_loads(), "load reports")
-        self._spawn(self._keep_registered(), "registry")
+        self._tasks.start(self._report_loads(), "load reports")
+        self._tasks.start(self._keep_registered(), "registry")
         log.info("instance %s serves (pool %d x %d bytes)", self._id, self._num_merged, self._plan.merged_bytes)
 
     async def drain_before_exit(self) -> None:
@@ -177,9 +177,7 @@ class InstanceService:
         self.is_draining = self._is_ending = True
         await self._moves.stop()
         self._publish_load()
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._tasks.end_all()
         for subscription in self._subscriptions:
             await subscription.stop()
         if self._registry is not None:
@@ -200,17 +198,6 @@ class InstanceService:
         if not self._bus.is_connected:
             found.append("not connected to NATS")
         return found
-
-    def _spawn(self, coroutine, name: str) -> asyncio.Task[None]:  # type: ignore[no-untyped-def]
-        task = asyncio.create_task(coroutine, name=name)
-        self._tasks.add(task)
-        task.add_done_callback(self._task_done)
-        return task
-
-    def _task_done(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            log.error("task %r failed", task.get_name(), exc_info=error)
 
     # ------------------------------------------------------------------------------------------------ handlers
 
@@ -278,7 +265,7 @@ class InstanceService:
         elif not self.is_draining:
             self.is_draining = True
             self.touch()
-            self._drain_task = self._spawn(self._drain(query.grace_s), "drain")
+            self._drain_task = self._tasks.start(self._drain(query.grace_s), "drain")
         return Done()
 
     async def _drain(self, grace_s: float) -> None:
@@ -327,7 +314,7 @@ class InstanceService:
 
     async def _report_loads(self) -> None:
         while True:
-            await _set_within(self._changed, HEARTBEAT_S)
+            await set_within(self._changed, HEARTBEAT_S)
             self._changed.clear()
             self._publish_load()
             if self._loop.stuck_for_s() > STUCK_STEP_S:
@@ -381,7 +368,7 @@ class InstanceService:
                 await self._registry.put(self._id, self._info())
             except BusError as error:
                 log.warning("could not write the registry entry: %s", error)
-            await _set_within(self._registry_changed, HEARTBEAT_S)
+            await set_within(self._registry_changed, HEARTBEAT_S)
 
     @property
     def _num_merged(self) -> int:
@@ -408,11 +395,3 @@ class InstanceService:
             kv_address=self._moves.kv_address,
             dispatch_freeness=load.dispatch_freeness,
         )
-
-
-async def _set_within(event: asyncio.Event, timeout_s: float) -> None:
-    """Returns when the event is set, or after `timeout_s`. (`asyncio.wait_for` may lose a cancellation that comes together
-    with the event; `asyncio.timeout` does not.)"""
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(timeout_s):
-            await event.wait()

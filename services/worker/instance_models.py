@@ -17,7 +17,6 @@ import msgspec
 
 from services.worker.engine_loop import EngineLoop
 from services.worker.instance_telemetry import InstanceTelemetry
-from services.worker.tasks import TaskSet
 from shared.bus.interface import ServiceError
 from shared.checkpoint import CheckpointError, CheckpointMissing
 from shared.engine.calls import AddModel, RemoveModel, SetObjectives
@@ -25,6 +24,7 @@ from shared.engine.engine import Engine
 from shared.engine.plan import ModelShape
 from shared.messages.cluster import LoadedModel, ModelLoad, ModelSpec
 from shared.messages.requests import ErrorCode
+from shared.tasks import TaskSet
 
 log = logging.getLogger(__name__)
 

@@ -21,7 +21,6 @@ from services.worker.migration.host import pool_of
 from services.worker.migration.service import MigrationService
 from services.worker.output_log import OutputLog
 from services.worker.peers import Peers, can_take
-from services.worker.tasks import TaskSet
 from shared.bus.interface import Bus
 from shared.engine import calls
 from shared.engine.driver import StepStats
@@ -41,6 +40,7 @@ from shared.messages.requests import (
 )
 from shared.migration.limits import DRAIN_CONCURRENCY
 from shared.settings import InstanceSettings
+from shared.tasks import TaskSet
 from shared.telemetry import Telemetry
 
 if TYPE_CHECKING:

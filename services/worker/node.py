@@ -21,7 +21,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Coroutine, Sequence, Set
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +67,7 @@ from shared.messages.cluster import (
 )
 from shared.messages.requests import ErrorCode
 from shared.settings import SettingsError, WorkerSettings, default_id
+from shared.tasks import TaskSet, set_within
 from shared.telemetry import Telemetry
 
 logger = logging.getLogger(__name__)
@@ -137,7 +138,7 @@ class NodeAgent:
         self._plan_span: Span = trace.INVALID_SPAN
         self._is_stopping = False
         self._unready = ["there is no placement plan yet"]
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = TaskSet()
         self._watches: list[Watch[Any]] = []
         self._subscriptions: list[Subscription] = []
         self._registration: asyncio.Task[None] | None = None
@@ -152,8 +153,8 @@ class NodeAgent:
         self._watches.append(await (await self._bus.key_value(PLANS)).watch(self._on_plan))
         self._subscriptions.append(await self._bus.serve(NODE_SCALE.at(node_id=self.node_id), self._on_scale))
         self._bus.on_reconnect(self._info_changed.set)
-        self._registration = self._spawn(self._keep_registered(), "registration")
-        self._spawn(self._reconcile_for_ever(), "reconciliation")
+        self._registration = self._tasks.start(self._keep_registered(), "registration")
+        self._tasks.start(self._reconcile_for_ever(), "reconciliation")
         logger.info(
             "node %s offers %d instances (at most %d) on %s with %.1f GiB",
             self.node_id,
@@ -171,9 +172,9 @@ class NodeAgent:
         self._unready = ["stopping"]
         for subscription in self._subscriptions:
             await subscription.stop()
-        await self._cancel(self._tasks - {self._registration})
+        await self._tasks.end_all(but={self._registration})
         await self._processes.stop(self._drain_grace_s)
-        await self._cancel(self._tasks)
+        await self._tasks.end_all()
         try:
             await self._nodes.delete(self.node_id)
         except BusError as error:
@@ -187,11 +188,6 @@ class NodeAgent:
         logger.warning("stopping at once")
         self._processes.hurry()
 
-    async def _cancel(self, tasks: Set[asyncio.Task[None]]) -> None:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
     def problems(self) -> list[str]:
         """For /health; called from another thread. That an instance is restarting is no fault of the agent."""
         return [] if self._bus.is_connected else ["not connected to NATS"]
@@ -199,17 +195,6 @@ class NodeAgent:
     def unready(self) -> list[str]:
         """For /ready; called from another thread. Why the instances here do not serve what is planned for them."""
         return self._unready
-
-    def _spawn(self, coroutine: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
-        task = asyncio.create_task(coroutine, name=name)
-        self._tasks.add(task)
-        task.add_done_callback(self._task_done)
-        return task
-
-    def _task_done(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            logger.error("task %r failed", task.get_name(), exc_info=error)
 
     # ------------------------------------------------------------------------------------------------- events
 
@@ -284,11 +269,7 @@ class NodeAgent:
 
     async def _reconcile_for_ever(self) -> None:
         while True:
-            try:
-                async with asyncio.timeout(TICK_S):
-                    await self._wake.wait()
-            except TimeoutError:
-                pass
+            await set_within(self._wake, TICK_S)
             self._wake.clear()
             try:
                 for action in self._state.step(self._bus.now(), is_connected=self._bus.is_connected):
@@ -310,7 +291,7 @@ class NodeAgent:
                 logger.warning("%s does not end; killing it", instance_id)
                 self._signal(instance_id, signal.SIGKILL)
             case _:
-                self._spawn(self._call(action), f"{type(action).__name__} {action.instance_id}")
+                self._tasks.start(self._call(action), f"{type(action).__name__} {action.instance_id}")
 
     def _start_instance(self, plan: InstancePlan) -> None:
         instance_id = plan.instance_id
@@ -392,11 +373,7 @@ class NodeAgent:
                 if is_registered:
                     logger.warning("could not register the node: %s", error)
                 is_registered = False
-            try:
-                async with asyncio.timeout(REGISTER_INTERVAL_S):
-                    await self._info_changed.wait()
-            except TimeoutError:
-                pass
+            await set_within(self._info_changed, REGISTER_INTERVAL_S)
 
 
 def _is_alive(pid: int) -> bool:

@@ -10,10 +10,10 @@ import asyncio
 import logging
 from collections.abc import Callable, Mapping
 
-from services.worker.tasks import set_within
 from shared.bus.interface import Bus, BusError, Watch
 from shared.messages.catalogue import INSTANCES
 from shared.messages.cluster import InstanceInfo
+from shared.tasks import set_within
 
 log = logging.getLogger(__name__)
 

@@ -23,6 +23,8 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from typing import BinaryIO
 
+from shared.tasks import set_within
+
 logger = logging.getLogger(__name__)
 
 STOP_MARGIN_S = 7.0
@@ -158,9 +160,7 @@ class Processes:
             for process in self._running.values():
                 process.signal(number)
             if self._running:
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(timeout_s):
-                        await self._all_ended.wait()
+                await set_within(self._all_ended, timeout_s)
             for instance_id in self._running:
                 logger.warning("%s has not ended within %.0f s of %s", instance_id, timeout_s, number.name)
         await asyncio.to_thread(self._writer.close, 1.0)

@@ -35,7 +35,7 @@ from services.worker.kv_transport.sending import Outgoing, send_chunks, verdict
 from services.worker.kv_transport.staging import SlotPool, StagingPairs
 from services.worker.kv_transport.telemetry import TransferMetrics
 from services.worker.kv_transport.wire import Open
-from services.worker.tasks import TaskSet
+from shared.tasks import TaskSet
 
 _REFUSALS = (
     TransferReason.TICKET_UNKNOWN,

@@ -24,7 +24,6 @@ from services.worker.migration.disowned import DisownedRequests
 from services.worker.migration.faults import FaultError, FaultPoint, FaultPoints
 from services.worker.migration.host import MigrationHost, pool_of
 from services.worker.migration.telemetry import MOVED, MigrationSpan, MigrationTelemetry
-from services.worker.tasks import TaskSet
 from shared.bus.interface import ServiceError
 from shared.engine.calls import Adopt, Release, Reserve
 from shared.messages.migration import (
@@ -40,6 +39,7 @@ from shared.messages.migration import (
 from shared.messages.requests import ErrorCode, ErrorInfo
 from shared.migration.destination import Action, DestinationMove, Event, State
 from shared.migration.limits import max_at_once
+from shared.tasks import TaskSet
 
 log = logging.getLogger(__name__)
 

@@ -17,7 +17,6 @@ from typing import Any
 from services.worker.migration.faults import FaultError, FaultPoint
 from services.worker.migration.peer import Answer, Peer, Site, Stage
 from services.worker.migration.telemetry import MOVED
-from services.worker.tasks import TaskSet, set_within
 from shared.engine.calls import DropMoved, EndMove, Pin, PinRest, PutBack, Seal, TakeOut, Unpin
 from shared.engine.moving import MoveCandidate, PinnedBlocks, TakenOut
 from shared.messages.cluster import InstanceInfo, MoveOutcome
@@ -25,6 +24,7 @@ from shared.messages.migration import AbortReason, MoveReason
 from shared.messages.requests import GenerationRequest
 from shared.migration.estimates import MARGIN_BLOCKS, Busy, Next, is_worth, next_stage
 from shared.migration.source import LEAVE_S, Action, Event, SourceMove, State
+from shared.tasks import TaskSet, set_within
 
 log = logging.getLogger(__name__)
 

@@ -20,7 +20,6 @@ from services.worker.migration.outgoing import OutgoingMigration
 from services.worker.migration.peer import Site
 from services.worker.migration.telemetry import MigrationTelemetry
 from services.worker.peers import can_take
-from services.worker.tasks import TaskSet, set_within
 from shared.bus.interface import Bus, Subscription
 from shared.engine.driver import StepStats
 from shared.engine.moving import MoveCandidate, TakenOut
@@ -45,6 +44,7 @@ from shared.messages.requests import Cancel, GenerationRequest, MovedRequest
 from shared.migration.limits import max_at_once
 from shared.migration.source import Event, may_move
 from shared.settings import InstanceSettings
+from shared.tasks import TaskSet, set_within
 from shared.telemetry import Telemetry
 
 log = logging.getLogger(__name__)

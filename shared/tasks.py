@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Set
 from typing import Any, TypeVar
 
 log = logging.getLogger(__name__)
@@ -41,9 +41,10 @@ class TaskSet:
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=timeout_s)
 
-    async def end_all(self) -> None:
-        """Cancels them and waits until they have ended, those too that begin meanwhile; not the one that calls."""
-        while tasks := self._tasks - {asyncio.current_task()}:
+    async def end_all(self, but: Set[asyncio.Task[Any] | None] = frozenset()) -> None:
+        """Cancels them and waits until they have ended, those too that begin meanwhile; not the one that calls, nor those
+        in `but`."""
+        while tasks := self._tasks - {asyncio.current_task()} - but:
             for task in tasks:
                 task.cancel()
             await asyncio.wait(tasks)
