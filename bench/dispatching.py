@@ -45,7 +45,10 @@ class Cluster:
         self.sequences = dict.fromkeys(self.names, 0)
         self.num_requests = 0
         for name in self.names:
-            models = [LoadedModel(model, "ready", 4096, 16, 16) for model in MODELS]
+            models = [
+                LoadedModel(name=model, state="ready", max_model_len=4096, page_tokens=16, slots_per_merged=16)
+                for model in MODELS
+            ]
             self.core.on_registry(
                 name,
                 InstanceInfo(
@@ -63,7 +66,12 @@ class Cluster:
         """As after `ids` were admitted and ended."""
         self.sequences[name] += 1
         freeness = self.random.uniform(0.0, 60.0)
-        loads = [ModelLoad(model, 8, num_waiting, 0, num_waiting) for model in MODELS]
+        loads = [
+            ModelLoad(
+                model=model, num_running=8, num_waiting=num_waiting, num_offline=0, num_waiting_online=num_waiting
+            )
+            for model in MODELS
+        ]
         return LoadReport(
             instance_id=name,
             incarnation="1",
@@ -84,7 +92,11 @@ class Cluster:
         self.num_requests += 1
         model = MODELS[self.num_requests % len(MODELS)]
         return GenerationRequest(
-            f"request-{self.num_requests}", "gateway", model, PROMPT, SamplingParams(max_tokens=256)
+            request_id=f"request-{self.num_requests}",
+            gateway_id="gateway",
+            model=model,
+            prompt=PROMPT,
+            sampling=SamplingParams(max_tokens=256),
         )
 
     def step(self) -> list[Dispatch]:

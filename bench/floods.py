@@ -199,7 +199,7 @@ def _num_descriptors(pid: int) -> int:
         return 0
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Figures:
     flood: str
     outcomes: dict[str, int]
@@ -277,14 +277,14 @@ async def measure(name: str, plan: Plan, pid: int) -> Figures:
         return {"before": values[0], "worst": max(values), "after": values[-1]}
 
     return Figures(
-        name,
-        outcomes,
-        seconds,
-        max(watch.health_s),
-        max(watch.silence_s, default=0.0),
-        statistics.median(watch.silence_s or [0.0]),
-        three(watch.memory_bytes),
-        three(watch.descriptors),
+        flood=name,
+        outcomes=outcomes,
+        seconds=seconds,
+        worst_health_s=max(watch.health_s),
+        longest_silence_s=max(watch.silence_s, default=0.0),
+        median_silence_s=statistics.median(watch.silence_s or [0.0]),
+        memory_bytes=three(watch.memory_bytes),
+        descriptors=three(watch.descriptors),
     )
 
 

@@ -25,7 +25,14 @@ def measure(num_sequences: int, num_steps: int) -> tuple[float, float]:
     sampling = SamplingParams(max_tokens=num_steps + 10, stop_token_ids=(2,))
     for index in range(num_sequences):
         prompt = pack_tokens([index * 7 % 999] * 100)
-        engine.apply(Submit(GenerationRequest(f"request-{index:08d}", "gateway", "m", prompt, sampling)), 0.0)
+        engine.apply(
+            Submit(
+                GenerationRequest(
+                    request_id=f"request-{index:08d}", gateway_id="gateway", model="m", prompt=prompt, sampling=sampling
+                )
+            ),
+            0.0,
+        )
     plan_s, apply_s = [], []
     gc.collect()
     gc.freeze()

@@ -34,7 +34,9 @@ from shared.messages.requests import GenerationRequest, RequestClass, SamplingPa
 PAGE_TOKENS = 16
 GEOMETRIES = {"7b": (32, 32, 128), "13b": (40, 40, 128), "70b": (80, 8, 128)}
 """Llama 2: layers, KV heads, dimensions of a head; in 16 bits."""
-COST_MODEL = CostModel(0.03, 0.00012, 2e-9, 0.0003, 2e-7)
+COST_MODEL = CostModel(
+    fixed_s=0.03, prefill_token_s=0.00012, prefill_attention_s=2e-9, decode_s=0.0003, decode_context_s=2e-7
+)
 """About a GPU that decodes 40 sequences in 45 ms."""
 RATES_PER_S = {"7b": 0.2, "13b": 0.15, "70b": 0.2}
 PERIODS_S = {"7b": 240.0, "13b": 420.0, "70b": 660.0}
@@ -45,7 +47,7 @@ PROMPT_TOKENS, OUTPUT_TOKENS, MAX_TOKENS = 300, 250, 4000
 """Medians of log-normal lengths; the tail is heavy."""
 
 
-class Minute(msgspec.Struct, frozen=True):
+class Minute(msgspec.Struct, frozen=True, kw_only=True):
     at_s: float
     reported: int
     can: dict[str, int]
@@ -66,7 +68,13 @@ class Churn:
         self.slot_bytes = sizes
         self.merged_bytes = choose_merged_bytes(list(sizes.values()), at_least=32 << 20)
         configuration = Configuration(
-            num_merged, 256, "doubling_budget", 2048, 1, max_waiting=1 << 20, interruption="off"
+            num_merged=num_merged,
+            num_rows=256,
+            ordering="doubling_budget",
+            token_budget=2048,
+            steps_in_flight=1,
+            max_waiting=1 << 20,
+            interruption="off",
         )
         self.engine: Engine = configuration.build()
         for name, size in sizes.items():
@@ -96,8 +104,8 @@ class Churn:
         self._num_requests += 1
         tokens = self._draw.integers(0, 1 << 30, num_prompt).tolist()
         request = GenerationRequest(
-            f"{self._num_requests}", "bench", name, pack_tokens(tokens), SamplingParams(max_tokens=num_output),
-            request_class=kind, timeout_s=1e9,
+            request_id=f"{self._num_requests}", gateway_id="bench", model=name, prompt=pack_tokens(tokens),
+            sampling=SamplingParams(max_tokens=num_output), request_class=kind, timeout_s=1e9,
         )  # fmt: skip
         if refused := self.engine.apply(Submit(request), self.now):
             raise RuntimeError(f"a request of {num_prompt} tokens was refused: {refused.message}")
@@ -132,9 +140,10 @@ class Churn:
         used = sum(pool.num_used(name) / queue.shape.slots_per_merged for name, queue in queues.items())
         moved = sum(count * self.slot_bytes[name] for name, count in counters.moved_blocks.items())
         return Minute(
-            self.now, int(load.free_merged), {name: allocatable(engine, name) for name in queues},
-            pool.num_free_merged(), pool.num_merged - used, counters.freed_merged, moved, counters.num_preemptions,
-            load.num_running, sum(model.num_waiting for model in load.models),
+            at_s=self.now, reported=int(load.free_merged), can={name: allocatable(engine, name) for name in queues},
+            free_now=pool.num_free_merged(), shares=pool.num_merged - used, freed=counters.freed_merged,
+            moved_bytes=moved, preemptions=counters.num_preemptions, running=load.num_running,
+            waiting=sum(model.num_waiting for model in load.models),
         )  # fmt: skip
 
 

@@ -109,8 +109,14 @@ class BareEngine:
     def _submit(self, prompt: list[int], output_len: int) -> str:
         self._num_sent += 1
         name = f"bare-{self._num_sent}"
-        sampling = SamplingParams(output_len, temperature=0.0)
-        refused = self._loop.apply(Submit(GenerationRequest(name, "gateway", "model", pack_tokens(prompt), sampling)))
+        sampling = SamplingParams(max_tokens=output_len, temperature=0.0)
+        refused = self._loop.apply(
+            Submit(
+                GenerationRequest(
+                    request_id=name, gateway_id="gateway", model="model", prompt=pack_tokens(prompt), sampling=sampling
+                )
+            )
+        )
         assert refused is None, refused
         return name
 

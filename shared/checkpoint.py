@@ -46,7 +46,7 @@ class CheckpointMissing(CheckpointError):
     """It is not there, or cannot be fetched, now: to try again later may help."""
 
 
-class CheckpointShape(msgspec.Struct, frozen=True):
+class CheckpointShape(msgspec.Struct, frozen=True, kw_only=True):
     """What placement, gateway and loader must know of a checkpoint before they read its weights."""
 
     architecture: str

@@ -66,7 +66,7 @@ def prompt_s(cost: tuple[float, float], num_tokens: int, context_tokens: int = 0
     return cost[0] * num_tokens + cost[1] * num_tokens * (context_tokens + num_tokens / 2)
 
 
-class CostModel(msgspec.Struct, frozen=True):
+class CostModel(msgspec.Struct, frozen=True, kw_only=True):
     """One model on one kind of device. Seconds."""
 
     fixed_s: float

@@ -40,7 +40,7 @@ class ModelOnInstance(msgspec.Struct, frozen=True):
         return self.num_running + self.num_waiting
 
 
-class Load(msgspec.Struct, frozen=True):
+class Load(msgspec.Struct, frozen=True, kw_only=True):
     """As `GET /admin/instances` says; freeness None: unbounded."""
 
     pool_use: float | None
@@ -55,7 +55,7 @@ class Load(msgspec.Struct, frozen=True):
     num_moved_in: int
 
 
-class Instance(msgspec.Struct, frozen=True):
+class Instance(msgspec.Struct, frozen=True, kw_only=True):
     instance_id: str
     incarnation: str
     node_id: str

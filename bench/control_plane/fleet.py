@@ -82,7 +82,16 @@ class Fleet:
         self._running: list[deque[tuple[float, str]]] = [deque() for _ in self.names]
 
     def info(self, index: int) -> InstanceInfo:
-        models = [LoadedModel(model, "ready", 8192, PAGE_TOKENS, SLOTS_PER_MERGED) for model in MODELS]
+        models = [
+            LoadedModel(
+                name=model,
+                state="ready",
+                max_model_len=8192,
+                page_tokens=PAGE_TOKENS,
+                slots_per_merged=SLOTS_PER_MERGED,
+            )
+            for model in MODELS
+        ]
         name = self.names[index]
         return InstanceInfo(
             instance_id=name,
@@ -120,7 +129,12 @@ class Fleet:
         priority = Priority.HIGH if number % 10 == 0 else Priority.NORMAL
         model = MODELS[number % len(MODELS)]
         return GenerationRequest(
-            f"request-{number}", "gateway", model, PROMPT, SamplingParams(max_tokens=256), priority=priority
+            request_id=f"request-{number}",
+            gateway_id="gateway",
+            model=model,
+            prompt=PROMPT,
+            sampling=SamplingParams(max_tokens=256),
+            priority=priority,
         )
 
 
@@ -137,7 +151,16 @@ def _walk(random: Random, *, is_short: bool) -> list[_Load]:
         freeness = centre + offset
         merged = freeness / (PAGE_TOKENS * SLOTS_PER_MERGED)
         loads = [
-            ModelLoad(model, num_running // 2, int(random.random() < 0.1), 0, 0, 1000, (3.5, 0.2)) for model in MODELS
+            ModelLoad(
+                model=model,
+                num_running=num_running // 2,
+                num_waiting=int(random.random() < 0.1),
+                num_offline=0,
+                num_waiting_online=0,
+                offline_room_tokens=1000,
+                budgets=(3.5, 0.2),
+            )
+            for model in MODELS
         ]
         before = [merged, merged * num_running, num_running, loads]
         after = [merged - 20.0, freeness, freeness, 0, [], []]

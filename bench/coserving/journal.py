@@ -103,12 +103,12 @@ class Requests:
         name = planned.request_id + suffix
         prompt = generator(self._seed, name).integers(FIRST_TOKEN_ID, self._vocab_size, planned.prompt_tokens)
         return GenerationRequest(
-            name,
-            "bench",
-            MODEL,
-            pack_tokens(prompt.tolist()),
-            SamplingParams(planned.output_tokens, temperature=0.0),
-            planned.request_class,
+            request_id=name,
+            gateway_id="bench",
+            model=MODEL,
+            prompt=pack_tokens(prompt.tolist()),
+            sampling=SamplingParams(max_tokens=planned.output_tokens, temperature=0.0),
+            request_class=planned.request_class,
             timeout_s=3600.0,
             ttft_objective_s=planned.ttft_objective_s or 0.0,
             tpot_objective_s=planned.tpot_objective_s or 0.0,

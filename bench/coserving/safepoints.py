@@ -108,14 +108,17 @@ def _overhead(testbed: Testbed, num_pairs: int) -> tuple[list[float], list[float
     num_tokens = min(setup.max_step_tokens, shape.max_model_len - 1, setup.pool_tokens // 2)
     tokens = generator(setup.seed, "safepoints").integers(FIRST_TOKEN_ID, testbed.vocab_size, num_tokens)
     slots = list(range(-(-num_tokens // shape.page_tokens)))
-    new = NewSequence(0, pack_tokens(tokens.tolist()), num_tokens, SamplingParams(1 << 20, temperature=0.0), slots)
+    new = NewSequence(
+        0, pack_tokens(tokens.tolist()), num_tokens, SamplingParams(max_tokens=1 << 20, temperature=0.0), slots
+    )
     step_id = 0
 
     def step(is_interruptible: bool, begins: list[NewSequence]) -> float:
         nonlocal step_id
         step_id += 1
         plan = StepPlan(
-            step_id, MODEL, [0], [0], [num_tokens], [True], begins, [], is_interruptible=is_interruptible
+            step_id=step_id, model=MODEL, rows=[0], starts=[0], counts=[num_tokens], samples=[True],
+            new_sequences=begins, new_blocks=[], is_interruptible=is_interruptible
         )  # fmt: skip
         started_s = time.perf_counter()
         error = executor.execute(plan).error

@@ -36,11 +36,11 @@ class System(msgspec.Struct, frozen=True, kw_only=True):
         tpot_s: float,
     ) -> Configuration:
         return Configuration(
-            num_merged,
-            num_rows,
-            ordering,
-            self.step_tokens or max_step_tokens,
-            steps_in_flight,
+            num_merged=num_merged,
+            num_rows=num_rows,
+            ordering=ordering,
+            token_budget=self.step_tokens or max_step_tokens,
+            steps_in_flight=steps_in_flight,
             co_serving=self.co_serving,
             interruption=self.interruption,
             num_host_merged=num_host_merged if self.checkpoints else 0,

@@ -209,11 +209,11 @@ class Pair:
     ) -> Stream:
         self._num_submitted += 1
         request = GenerationRequest(
-            f"r{self._num_submitted}",
-            GATEWAY,
-            MODEL,
-            pack_tokens(prompt),
-            SamplingParams(max_tokens, temperature=0.0),
+            request_id=f"r{self._num_submitted}",
+            gateway_id=GATEWAY,
+            model=MODEL,
+            prompt=pack_tokens(prompt),
+            sampling=SamplingParams(max_tokens=max_tokens, temperature=0.0),
             priority=priority,
         )
         stream = self.streams[request.request_id] = Stream(request, instance)

@@ -125,14 +125,20 @@ class Streams:
         prompt = _tokens(random, random.choice((3, 20, 60, 150, 300)) + random.randrange(20))
         if random.random() < 0.3:
             prompt = self._prefixes[random.randrange(NUM_PREFIXES)] + prompt[:100]
-        sampling = SamplingParams(random.choice((30, 100, 180, 280)) + random.randrange(20))
+        sampling = SamplingParams(max_tokens=random.choice((30, 100, 180, 280)) + random.randrange(20))
         if random.random() < 0.1:
             stops = tuple(random.sample(range(VOCABULARY), 4))
-            sampling = SamplingParams(sampling.max_tokens, stop_token_ids=stops)
+            sampling = SamplingParams(max_tokens=sampling.max_tokens, stop_token_ids=stops)
         request_class = RequestClass.OFFLINE if random.random() < 0.2 else RequestClass.ONLINE
         priority = Priority.HIGH if random.random() < 0.1 else Priority.NORMAL
         return GenerationRequest(
-            f"r{number}", GATEWAY_ID, model, pack_tokens(prompt), sampling, request_class, priority
+            request_id=f"r{number}",
+            gateway_id=GATEWAY_ID,
+            model=model,
+            prompt=pack_tokens(prompt),
+            sampling=sampling,
+            request_class=request_class,
+            priority=priority,
         )
 
     def _check(self, sender: str, entry: TokenEntry) -> None:

@@ -36,7 +36,7 @@ MAX_TRIES = 6
 UNFAULTED = "(met no fault of their own)"
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Migration:
     trial: str
     fault: Fault
@@ -59,7 +59,7 @@ class Migration:
         self.over.set()
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Result:
     seed: int
     num_migrations: int = 0
@@ -91,7 +91,7 @@ class Trials:
         say: Callable[[str], None] = lambda text: None,
     ) -> None:
         """`faults`: that are drawn, see `draw`."""
-        self.result = Result(seed)
+        self.result = Result(seed=seed)
         self.cluster = Cluster(seed, num_instances, self._on_event, log_level=log_level)
         self._seed = seed
         self._num_streams = num_streams
@@ -158,7 +158,9 @@ class Trials:
         if name == "began":
             migration_id, request_id, destination_id = values
             trial, fault = read_tag(migration_id)
-            migration = Migration(trial, fault, request_id, instance, destination_id)
+            migration = Migration(
+                trial=trial, fault=fault, request_id=request_id, source=instance, destination_id=destination_id
+            )
             self._migrations[migration_id] = migration
             if (waiting := self._began.get(trial)) is not None and not waiting.done():
                 waiting.set_result(migration)

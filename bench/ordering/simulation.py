@@ -43,8 +43,9 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
 def simulate(setting: Setting, jobs: list[Job], order: str, *, mix_phases: bool, knows_times: bool = True) -> Run:
     """`knows_times`: finished requests' execution times reach the order; else it has the cost model's prediction alone."""
     configuration = Configuration(
-        setting.pool_tokens // setting.page_tokens, setting.num_rows, order, setting.max_step_tokens, 1,
-        max_waiting=len(jobs) + 1, co_serving="priority_only", interruption="off", mix_phases=mix_phases,
+        num_merged=setting.pool_tokens // setting.page_tokens, num_rows=setting.num_rows, ordering=order,
+        token_budget=setting.max_step_tokens, steps_in_flight=1, max_waiting=len(jobs) + 1, co_serving="priority_only",
+        interruption="off", mix_phases=mix_phases,
     )  # fmt: skip
     arguments = configuration.arguments()
     if order == "mlfq":
@@ -104,7 +105,9 @@ def _submit(instance: VirtualInstance, job: Job, number: int) -> None:
     # prompts begin differently, so none finds another's blocks in the prefix cache
     prompt = pack_tokens(list(range(number * 31, number * 31 + job.prompt_tokens)))
     sampling = SamplingParams(max_tokens=job.output_tokens, temperature=0.0)
-    request = GenerationRequest(str(number), "bench", job.model, prompt, sampling, timeout_s=1e9)
+    request = GenerationRequest(
+        request_id=str(number), gateway_id="bench", model=job.model, prompt=prompt, sampling=sampling, timeout_s=1e9
+    )
     if refused := instance.apply(Submit(request)):
         raise RuntimeError(f"request {number} of {job.prompt_tokens} prompt tokens was refused: {refused.message}")
 

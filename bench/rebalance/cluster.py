@@ -143,11 +143,11 @@ class Cluster:
         prompt = np.full(job.prompt_tokens, 7, np.int32)
         prompt[0] = number  # the executor knows requests by it, and no prefix is another's
         # The length of the answer is nobody's knowledge: it ends with a token.
-        sampling = SamplingParams(self.device.max_length + 1, temperature=0.0, stop_token_ids=(2,))
+        sampling = SamplingParams(max_tokens=self.device.max_length + 1, temperature=0.0, stop_token_ids=(2,))
         is_high = job.is_high and self.system.has_priorities
         request = GenerationRequest(
-            str(number), "bench", MODEL, prompt.tobytes(), sampling, timeout_s=1e6,
-            priority=Priority.HIGH if is_high else Priority.NORMAL,
+            request_id=str(number), gateway_id="bench", model=MODEL, prompt=prompt.tobytes(), sampling=sampling,
+            timeout_s=1e6, priority=Priority.HIGH if is_high else Priority.NORMAL,
         )  # fmt: skip
         if refused := self.core.submit(request, self.events.now):
             raise RunFailed(f"request {number} was refused: {refused.message}")

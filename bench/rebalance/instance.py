@@ -91,7 +91,11 @@ class Instance:
     def info(self) -> InstanceInfo:
         device = self.device
         served = LoadedModel(
-            MODEL, "loading" if self.state == "starting" else "ready", self.max_length, device.page_tokens, 1
+            name=MODEL,
+            state="loading" if self.state == "starting" else "ready",
+            max_model_len=self.max_length,
+            page_tokens=device.page_tokens,
+            slots_per_merged=1,
         )
         return InstanceInfo(
             instance_id=self.instance_id,
@@ -208,7 +212,8 @@ class Instance:
 
 def _engine(device: Device, order: str) -> Engine:
     configuration = Configuration(
-        device.num_blocks, device.num_rows, order, device.max_step_tokens, 1,
-        max_waiting=1 << 20, ttft_s=device.ttft_s, tpot_s=device.tpot_s, high_priority_load=device.high_load,
+        num_merged=device.num_blocks, num_rows=device.num_rows, ordering=order, token_budget=device.max_step_tokens,
+        steps_in_flight=1, max_waiting=1 << 20, ttft_s=device.ttft_s, tpot_s=device.tpot_s,
+        high_priority_load=device.high_load,
     )  # fmt: skip
     return configuration.build()

@@ -217,10 +217,11 @@ class Move:
     ) -> None:
         request = self._request
         query = PreAllocate(
-            self._id, self._source.instance_id, self.request_id, MODEL, request.request_class, request.priority,
-            self._num_stages, self._announced, num_blocks, hashes, self._device.page_tokens, self._device.block_bytes,
-            max_tokens=self._candidate.request.num_tokens + self._candidate.tokens_left, reason=self._reason,
-            arrives_s=arrives_s,
+            migration_id=self._id, source_id=self._source.instance_id, request_id=self.request_id, model=MODEL,
+            request_class=request.request_class, priority=request.priority, stage=self._num_stages,
+            first_block=self._announced, num_blocks=num_blocks, hashes=hashes, page_tokens=self._device.page_tokens,
+            slot_bytes=self._device.block_bytes, reason=self._reason, arrives_s=arrives_s,
+            max_tokens=self._candidate.request.num_tokens + self._candidate.tokens_left,
         )  # fmt: skip
         self._num_stages += 1
         self._events.after(CONTROL_S, self._on_pre_allocate, query, then)
@@ -327,7 +328,16 @@ class Move:
         self._let_go()
         held = commit.request
         num_tokens = (len(held.prompt) + len(held.prior)) // 4
-        taker.report_moved_in(HeldRequest(held.request_id, held.gateway_id, held.epoch, MODEL, num_tokens, True))
+        taker.report_moved_in(
+            HeldRequest(
+                request_id=held.request_id,
+                gateway_id=held.gateway_id,
+                epoch=held.epoch,
+                model=MODEL,
+                num_tokens=num_tokens,
+                running=True,
+            )
+        )
         self._events.after(CONTROL_S, self._on_committed, held.epoch)
 
     def _on_committed(self, epoch: int) -> None:

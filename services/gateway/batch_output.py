@@ -178,4 +178,12 @@ class _Part:
 
     def stored(self, record: BatchRecord, now_s: float) -> StoredFile:
         expires_s = now_s + (record.output_expires_after_s or DEFAULT_EXPIRY_S)
-        return StoredFile(self.file_id, self.filename, "batch_output", self._num_bytes, now_s, expires_s, record.tenant)
+        return StoredFile(
+            file_id=self.file_id,
+            filename=self.filename,
+            purpose="batch_output",
+            num_bytes=self._num_bytes,
+            created_s=now_s,
+            expires_s=expires_s,
+            tenant=record.tenant,
+        )

@@ -20,7 +20,7 @@ from shared.settings import GatewaySettings
 from shared.telemetry import Telemetry
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class GatewayContext:
     gateway_id: str
     settings: GatewaySettings

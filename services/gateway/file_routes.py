@@ -78,7 +78,14 @@ def _stored(file_id: str, upload: Upload, tenant: str, now_s: float) -> StoredFi
 def file_object(file: StoredFile) -> FileObject:
     expires_at = None if file.expires_s is None else int(file.expires_s)
     return FileObject(
-        file.file_id, "file", file.num_bytes, int(file.created_s), expires_at, file.filename, file.purpose, "processed"
+        id=file.file_id,
+        object="file",
+        bytes=file.num_bytes,
+        created_at=int(file.created_s),
+        expires_at=expires_at,
+        filename=file.filename,
+        purpose=file.purpose,
+        status="processed",
     )
 
 

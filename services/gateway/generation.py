@@ -124,7 +124,7 @@ class Choice:
         return shown
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Generation:
     """The sequences of a call. `prompts` times `options.num_choices` choices, those of one prompt together."""
 

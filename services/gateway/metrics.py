@@ -30,7 +30,7 @@ GEN_AI_FIRST_TOKEN_BUCKETS = (
 )  # fmt: skip
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class CallMetrics:
     """The children of the latency metrics for one model and class: looked up once a call, not once a token."""
 

@@ -25,7 +25,7 @@ holds the sampling parameters."""
 SEED_MASK = 2**63 - 1
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
     """How the answer is made and shown; the same for all sequences of a call."""
 

@@ -243,7 +243,7 @@ class InstanceStates(msgspec.Struct):
     """Those that the plan leaves out until that is undone, here or gone; None: the plan cannot be read now."""
 
 
-class FileObject(msgspec.Struct):
+class FileObject(msgspec.Struct, kw_only=True):
     id: str
     object: Literal["file"]
     bytes: int
@@ -304,7 +304,7 @@ class BatchUsage(msgspec.Struct):
     total_tokens: int
 
 
-class BatchObject(msgspec.Struct):
+class BatchObject(msgspec.Struct, kw_only=True):
     """Times are Unix seconds."""
 
     id: str

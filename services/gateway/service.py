@@ -87,21 +87,21 @@ class GatewayService:
         table = StreamTable(bus, gateway_id, catalog, self._placer, metrics)
         admission = Admission(read_keys(settings), read_admin_keys(settings), settings.max_in_flight)
         self.context = GatewayContext(
-            gateway_id,
-            settings,
-            bus,
-            telemetry,
-            metrics,
-            admission,
-            Connections(_within_descriptors(settings), metrics),
-            BodyRoom(settings.max_body_bytes, settings.max_body_bytes_in_flight),
-            tokenizers,
-            catalog,
-            ClusterLoads(bus, catalog),
-            table,
-            Files(bus),
-            Batches(bus),
-            Audit(bus, gateway_id, metrics),
+            gateway_id=gateway_id,
+            settings=settings,
+            bus=bus,
+            telemetry=telemetry,
+            metrics=metrics,
+            admission=admission,
+            connections=Connections(_within_descriptors(settings), metrics),
+            bodies=BodyRoom(settings.max_body_bytes, settings.max_body_bytes_in_flight),
+            tokenizers=tokenizers,
+            catalog=catalog,
+            loads=ClusterLoads(bus, catalog),
+            table=table,
+            files=Files(bus),
+            batches=Batches(bus),
+            audit=Audit(bus, gateway_id, metrics),
         )
         self._key_files = KeyFiles(settings, admission, metrics)
         self._batch_service = BatchService(self.context)

@@ -99,6 +99,7 @@ class ActivePlacement:
 
     def __init__(
         self,
+        *,
         bus: Bus,
         seeds: list[ModelSpec],
         retry_s: float,

@@ -51,7 +51,7 @@ slots_per_merged = functools.lru_cache(maxsize=4096)(slab.slots_per_merged)
 """Asked again and again for the same few pairs."""
 
 
-@dataclass
+@dataclass(kw_only=True)
 class _Room:
     """One instance as the plan fills it."""
 
@@ -198,12 +198,27 @@ def _rooms(
         facts = _facts(node)
         for instance_id in instance_ids([node]):
             if instance_id not in draining:
-                rooms.append(_Room(instance_id, node.node_id, facts, capacity, before.get(instance_id)))
+                rooms.append(
+                    _Room(
+                        instance_id=instance_id,
+                        node_id=node.node_id,
+                        facts=facts,
+                        capacity_bytes=capacity,
+                        incumbent=before.get(instance_id),
+                    )
+                )
     present = {node.node_id for node in nodes}
     for instance in before.values():
         if instance.node_id in held_nodes and instance.node_id not in present:
             rooms.append(
-                _Room(instance.instance_id, instance.node_id, device_facts("cpu"), 0, instance, is_frozen=True)
+                _Room(
+                    instance_id=instance.instance_id,
+                    node_id=instance.node_id,
+                    facts=device_facts("cpu"),
+                    capacity_bytes=0,
+                    incumbent=instance,
+                    is_frozen=True,
+                )
             )
     for room in rooms:
         stays = [configured[s.name] for s in room.incumbent.models if _stays(configured, s)] if room.incumbent else []

@@ -109,16 +109,16 @@ class PlacementService:
 
     async def _on_gain(self, _term: int) -> None:
         self._active = ActivePlacement(
-            self._bus,
-            self._seeds,
-            self._settings.interval_s,
-            self._metrics,
-            self._telemetry.tracer,
-            self._checkpoints,
-            self._backend,
-            self._remembered,
-            self._registered,
-            lambda: self._lease.is_held,
+            bus=self._bus,
+            seeds=self._seeds,
+            retry_s=self._settings.interval_s,
+            metrics=self._metrics,
+            tracer=self._telemetry.tracer,
+            checkpoints=self._checkpoints,
+            backend=self._backend,
+            remembered=self._remembered,
+            registered=self._registered,
+            is_leader=lambda: self._lease.is_held,
         )
         await self._active.open()
         self._metrics.is_leader.set(1)

@@ -13,21 +13,31 @@ WINDOW_S = 60.0
 
 
 def zero(model: str) -> ModelStatistics:
-    return ModelStatistics(model, 0.0, 0, 0, 0, 0, 0.0, 0.0, 0)
+    return ModelStatistics(
+        model=model,
+        interval_s=0.0,
+        num_arrived=0,
+        num_finished=0,
+        prompt_tokens=0,
+        output_tokens=0,
+        queued_s=0.0,
+        execution_s=0.0,
+        num_queued=0,
+    )
 
 
 def add(left: ModelStatistics, right: ModelStatistics) -> ModelStatistics:
     """Sums over both intervals; `num_queued`, a level, is the later one's."""
     return ModelStatistics(
-        left.model,
-        left.interval_s + right.interval_s,
-        left.num_arrived + right.num_arrived,
-        left.num_finished + right.num_finished,
-        left.prompt_tokens + right.prompt_tokens,
-        left.output_tokens + right.output_tokens,
-        left.queued_s + right.queued_s,
-        left.execution_s + right.execution_s,
-        right.num_queued,
+        model=left.model,
+        interval_s=left.interval_s + right.interval_s,
+        num_arrived=left.num_arrived + right.num_arrived,
+        num_finished=left.num_finished + right.num_finished,
+        prompt_tokens=left.prompt_tokens + right.prompt_tokens,
+        output_tokens=left.output_tokens + right.output_tokens,
+        queued_s=left.queued_s + right.queued_s,
+        execution_s=left.execution_s + right.execution_s,
+        num_queued=right.num_queued,
     )
 
 

@@ -37,11 +37,11 @@ def build_engine(settings: InstanceSettings, num_merged: int, device: str, num_h
         if value not in known:
             raise SettingsError(f"TIDEWAY_{name}={value!r}: expected one of {', '.join(known)}")
     configuration = Configuration(
-        num_merged,
-        settings.max_running,
-        settings.order_policy,
-        max_step_tokens(settings),
-        settings.steps_in_flight or (2 if on_cuda else 1),
+        num_merged=num_merged,
+        num_rows=settings.max_running,
+        ordering=settings.order_policy,
+        token_budget=max_step_tokens(settings),
+        steps_in_flight=settings.steps_in_flight or (2 if on_cuda else 1),
         co_serving=settings.co_serving,
         interruption=settings.interruption,
         mix_phases=settings.mix_phases,

@@ -112,16 +112,16 @@ class InstanceService:
         self._outputs = OutputLog()
         self._reports = LoadReports(bus, self._id, self.incarnation)
         self._moves = InstanceMoves(
-            bus,
-            settings,
-            self._loop,
-            executor,
-            self._outputs,
-            self._reports,
-            self._metrics,
-            self,
-            telemetry,
-            open_transport,
+            bus=bus,
+            settings=settings,
+            loop=self._loop,
+            executor=executor,
+            outputs=self._outputs,
+            reports=self._reports,
+            metrics=self._metrics,
+            state=self,
+            telemetry=telemetry,
+            open_transport=open_transport,
         )
         self._models = InstanceModels(self._loop, executor, self._metrics, self.touch, on_ready, self._moves)
         self._draining = Draining(bus, self._id, self._num_held, self._any_destination, self._moves.peers_known)
@@ -231,7 +231,7 @@ class InstanceService:
             is_new = self._outputs.epoch(request_id) != position.epoch
             if entry is None and is_new and self._loop.held_epoch(request_id) == position.epoch:
                 # nothing of it went out yet
-                entry = TokenEntry(request_id, position.epoch, position.next_offset, b"")
+                entry = TokenEntry(request_id=request_id, epoch=position.epoch, offset=position.next_offset, tokens=b"")
             if entry is not None:
                 entry, num_bytes = cut(entry, room_bytes)
                 room_bytes -= num_bytes

@@ -115,16 +115,16 @@ class InstanceModels:
         costs = self._loop.ask(Engine.cost_models)
         return [
             LoadedModel(
-                name,
-                model.state,
-                model.shape.max_model_len if model.shape else 0,
-                model.shape.page_tokens if model.shape else 0,
-                model.shape.slots_per_merged if model.shape else 0,
-                loads[name].num_running if name in loads else 0,
-                loads[name].num_waiting if name in loads else 0,
-                model.error,
-                str(costs[name].source) if name in costs else "",
-                model.is_final,
+                name=name,
+                state=model.state,
+                max_model_len=model.shape.max_model_len if model.shape else 0,
+                page_tokens=model.shape.page_tokens if model.shape else 0,
+                slots_per_merged=model.shape.slots_per_merged if model.shape else 0,
+                num_running=loads[name].num_running if name in loads else 0,
+                num_waiting=loads[name].num_waiting if name in loads else 0,
+                error=model.error,
+                cost_model=str(costs[name].source) if name in costs else "",
+                is_final=model.is_final,
             )
             for name, model in self._models.items()
         ]

@@ -77,6 +77,7 @@ class InstanceMoves(KvUsers):
 
     def __init__(
         self,
+        *,
         bus: Bus,
         settings: InstanceSettings,
         loop: EngineLoop,
@@ -287,13 +288,13 @@ class InstanceMoves(KvUsers):
         num_tokens = len(request.prompt) // 4 + num_output
         is_online = request.request_class == RequestClass.ONLINE
         held = HeldRequest(
-            request.request_id,
-            request.gateway_id,
-            request.epoch,
-            request.model,
-            num_tokens,
-            progress.num_computed > 0 and not commit.on_host,
-            is_online,
+            request_id=request.request_id,
+            gateway_id=request.gateway_id,
+            epoch=request.epoch,
+            model=request.model,
+            num_tokens=num_tokens,
+            running=progress.num_computed > 0 and not commit.on_host,
+            is_online=is_online,
         )
         self._reports.moved_in.append(held)
         self._state.report_load()

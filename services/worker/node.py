@@ -121,11 +121,11 @@ class NodeAgent:
         self._metrics = _Metrics(telemetry.registry)
         self._metrics.memory.set(machine.memory_bytes)
         self._info = NodeInfo(
-            self.node_id,
-            socket.gethostname(),
-            machine.num_instances,
-            machine.memory_bytes,
-            machine.device,
+            node_id=self.node_id,
+            hostname=socket.gethostname(),
+            num_instances=machine.num_instances,
+            memory_bytes=machine.memory_bytes,
+            device=machine.device,
             max_instances=machine.most_instances,
             page_tokens=machine.page_tokens,
             step_tokens=step_tokens,

@@ -141,7 +141,7 @@ class _Stop:
     """Set where the process is stopped for a fault of its own."""
 
 
-@dataclass
+@dataclass(kw_only=True)
 class _Process:
     plan: InstancePlan
     """As started; its pool is what the process has for life."""
@@ -266,7 +266,9 @@ class NodeState:
                 if desired is None:
                     del self._instances[instance_id]
                 elif now >= instance.start_at:
-                    instance.process = _Process(desired, now, now, {spec.name: spec for spec in desired.models})
+                    instance.process = _Process(
+                        plan=desired, started_at=now, heard_at=now, specs={spec.name: spec for spec in desired.models}
+                    )
                     actions.append(Start(desired))
                 continue
             if not is_connected:

@@ -88,7 +88,13 @@ class OutputLog:
         logprobs = [UNKNOWN_LOGPROB] * num_output if request.sampling.logprobs >= 0 else []
         live = _Live(request.epoch, bytearray(request.prior), 0, logprobs, num_cached_tokens, num_brought=num_output)
         self._live[request.request_id] = live
-        return TokenEntry(request.request_id, request.epoch, num_output, b"", num_cached_tokens=num_cached_tokens)
+        return TokenEntry(
+            request_id=request.request_id,
+            epoch=request.epoch,
+            offset=num_output,
+            tokens=b"",
+            num_cached_tokens=num_cached_tokens,
+        )
 
     def give_up(self, request_id: str, epoch: int) -> int:
         """The request belongs to another instance from `epoch` on. Returns the number of tokens that were made here."""
@@ -105,7 +111,13 @@ class OutputLog:
         if live is None or live.epoch >= epoch:
             return None
         live.epoch = epoch
-        return TokenEntry(request_id, epoch, live.next_offset, b"", num_cached_tokens=live.num_cached_tokens)
+        return TokenEntry(
+            request_id=request_id,
+            epoch=epoch,
+            offset=live.next_offset,
+            tokens=b"",
+            num_cached_tokens=live.num_cached_tokens,
+        )
 
     def epoch(self, request_id: str) -> int:
         """The highest in which output of the request is known here; -1: none is."""
@@ -135,10 +147,10 @@ class OutputLog:
         live = self._live.get(position.request_id)
         if live is not None and live.epoch == position.epoch:
             entry = TokenEntry(
-                position.request_id,
-                live.epoch,
-                live.first_offset,
-                bytes(live.tokens),
+                request_id=position.request_id,
+                epoch=live.epoch,
+                offset=live.first_offset,
+                tokens=bytes(live.tokens),
                 logprobs=tuple(live.logprobs),
                 num_cached_tokens=live.num_cached_tokens,
             )

@@ -234,8 +234,8 @@ class Profiling:
         step_id = self._next_step_id
         self._next_step_id -= 1
         plan = StepPlan(
-            step_id, self._model.shape.name, rows, starts, counts, [True] * len(rows), new, [],
-            is_interruptible=is_interruptible,
+            step_id=step_id, model=self._model.shape.name, rows=rows, starts=starts, counts=counts, samples=[True] *
+            len(rows), new_sequences=new, new_blocks=[], is_interruptible=is_interruptible,
         )  # fmt: skip
         started_s = self._clock()
         result = self._executor.execute(plan)

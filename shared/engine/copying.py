@@ -83,14 +83,14 @@ class Copying:
         used_share = memory.pool.used_share
         per_merged = max(queue.shape.slots_per_merged for queue in memory.queues.values())
         view = PoolView(
-            used_share,
-            int((memory.pool.num_merged - memory.pool.used_merged()) * per_merged),
-            self._growth.per_s * per_merged,
-            saved[0],
-            unsaved[0],
-            step_s,
-            saved[1],
-            unsaved[1],
+            used_share=used_share,
+            free_blocks=int((memory.pool.num_merged - memory.pool.used_merged()) * per_merged),
+            growth_blocks_per_s=self._growth.per_s * per_merged,
+            saved_blocks=saved[0],
+            unsaved_blocks=unsaved[0],
+            step_s=step_s,
+            saved_online_blocks=saved[1],
+            unsaved_online_blocks=unsaved[1],
         )
         blocks = self._policy.blocks_now(view)
         if block_s > 0:

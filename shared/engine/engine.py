@@ -237,13 +237,13 @@ class Engine:
         """One that is leaving counts until it has left."""
         return [
             HeldRequest(
-                sequence.request.request_id,
-                sequence.request.gateway_id,
-                sequence.request.epoch,
-                sequence.model,
-                sequence.num_tokens,
-                sequence.state == State.RUNNING or (sequence.state == State.LEAVING and bool(sequence.blocks)),
-                sequence.is_online,
+                request_id=sequence.request.request_id,
+                gateway_id=sequence.request.gateway_id,
+                epoch=sequence.request.epoch,
+                model=sequence.model,
+                num_tokens=sequence.num_tokens,
+                running=sequence.state == State.RUNNING or (sequence.state == State.LEAVING and bool(sequence.blocks)),
+                is_online=sequence.is_online,
             )
             for sequence in self.requests.by_id.values()
         ]

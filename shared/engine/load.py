@@ -235,14 +235,16 @@ def _model_load(
     memory: Allocator, queue: ModelQueue, offline_tokens_per_s: float | None, max_step_tokens: int
 ) -> ModelLoad:
     return ModelLoad(
-        queue.name,
-        queue.num_running,
-        queue.num_waiting,
-        sum(1 for sequence in queue.all_held() if not sequence.is_online),
-        queue.num_waiting_of(True),
-        0 if offline_tokens_per_s is None else _offline_room(memory, queue, offline_tokens_per_s, max_step_tokens),
-        memory.ordering.budgets(queue.all_held()),
-        (0.0, 0.0) if queue.cost_model is None else queue.cost_model.prompt_cost,
+        model=queue.name,
+        num_running=queue.num_running,
+        num_waiting=queue.num_waiting,
+        num_offline=sum(1 for sequence in queue.all_held() if not sequence.is_online),
+        num_waiting_online=queue.num_waiting_of(True),
+        offline_room_tokens=0
+        if offline_tokens_per_s is None
+        else _offline_room(memory, queue, offline_tokens_per_s, max_step_tokens),
+        budgets=memory.ordering.budgets(queue.all_held()),
+        prompt_cost=(0.0, 0.0) if queue.cost_model is None else queue.cost_model.prompt_cost,
     )
 
 

@@ -85,13 +85,13 @@ class Outgoing:
         else:
             num_blocks = len(sequence.host_blocks)
         held = HeldRequest(
-            request.request_id,
-            request.gateway_id,
-            request.epoch,
-            request.model,
-            sequence.num_tokens,
-            is_running,
-            sequence.is_online,
+            request_id=request.request_id,
+            gateway_id=request.gateway_id,
+            epoch=request.epoch,
+            model=request.model,
+            num_tokens=sequence.num_tokens,
+            running=is_running,
+            is_online=sequence.is_online,
         )
         tokens_left = sequence.max_total - sequence.num_tokens
         return MoveCandidate(held, request.request_class, request.priority, is_running, num_blocks, tokens_left)

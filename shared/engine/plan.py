@@ -28,7 +28,7 @@ class NewSequence(msgspec.Struct, frozen=True, array_like=True):
     """Its whole block table at this moment: flat slot indices of its model (see kv_blocks)."""
 
 
-class StepPlan(msgspec.Struct, frozen=True, array_like=True):
+class StepPlan(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     step_id: int
     model: str
     rows: list[int]

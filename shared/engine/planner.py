@@ -163,7 +163,12 @@ class Planner:
             # Online sequences of the model cannot run now, or this step would be led by them.
             num_online = sum(other.has_online_work() or other.restores_online() for other in self._queues.values())
             view = StepView(
-                queue.name, begins_s, queue.cost_model, False, num_online, max_known_tokens=queue.max_known_tokens
+                model=queue.name,
+                now=begins_s,
+                cost_model=queue.cost_model,
+                is_online=False,
+                num_other_online=num_online,
+                max_known_tokens=queue.max_known_tokens,
             )
         else:
             num_others = sum(other.has_online_work() for other in self._queues.values() if other is not queue)
@@ -171,17 +176,17 @@ class Planner:
             tpot_s, slack_s, ttft_left_s = own if len(self._queues) == 1 else self._objectives(begins_s)
             has_both = max(tpot_s, own.ttft_left_s) < math.inf
             view = StepView(
-                queue.name,
-                begins_s,
-                queue.cost_model,
-                True,
-                num_others,
-                tpot_s,
-                slack_s,
-                ttft_left_s,
-                own.ttft_left_s,
-                queue.online_shape(sys.maxsize) if has_both else StepShape(),
-                queue.max_known_tokens,
+                model=queue.name,
+                now=begins_s,
+                cost_model=queue.cost_model,
+                is_online=True,
+                num_other_online=num_others,
+                tpot_objective_s=tpot_s,
+                slack_s=slack_s,
+                ttft_left_s=ttft_left_s,
+                own_ttft_left_s=own.ttft_left_s,
+                online=queue.online_shape(sys.maxsize) if has_both else StepShape(),
+                max_known_tokens=queue.max_known_tokens,
             )
         limits = self._token_budget.limits(view)
         self.last_limits = limits._replace(limit_s=min(limits.limit_s, self._silence_limit_s(queue, begins_s)))
@@ -246,16 +251,16 @@ class Planner:
             # Better replayed as a graph, and with a second step planned behind it, than with safepoints.
             is_interruptible = False
         plan = StepPlan(
-            step_id,
-            queue.name,
-            [sequence.row for sequence in sequences],
-            batch.starts,
-            batch.counts,
-            batch.samples,
-            batch.new_sequences,
-            batch.new_blocks,
-            (batch.num_online_decodes, batch.num_offline_decodes),
-            is_interruptible and self._may_interrupt,
+            step_id=step_id,
+            model=queue.name,
+            rows=[sequence.row for sequence in sequences],
+            starts=batch.starts,
+            counts=batch.counts,
+            samples=batch.samples,
+            new_sequences=batch.new_sequences,
+            new_blocks=batch.new_blocks,
+            num_decodes=(batch.num_online_decodes, batch.num_offline_decodes),
+            is_interruptible=is_interruptible and self._may_interrupt,
             discards=self._memory.take_discards(),
         )
         step = PlannedStep(plan, sequences, now, predicted_s, queue.cost_scale)
@@ -273,15 +278,15 @@ class Planner:
         step = self._memory.take_suspended()
         plan = step.plan
         step.plan = StepPlan(
-            plan.step_id,
-            plan.model,
-            plan.rows,
-            plan.starts,
-            plan.counts,
-            plan.samples,
-            [],
-            [],
-            plan.num_decodes,
+            step_id=plan.step_id,
+            model=plan.model,
+            rows=plan.rows,
+            starts=plan.starts,
+            counts=plan.counts,
+            samples=plan.samples,
+            new_sequences=[],
+            new_blocks=[],
+            num_decodes=plan.num_decodes,
             is_interruptible=stop_share < 1.0 or not self._memory.has_online_work(),
             resumes=True,
             stop_share=stop_share,

@@ -24,7 +24,7 @@ LENGTH_BYTES = 4
 _CALLS = reduce(or_, calls.Call.__subclasses__())
 
 
-class Configuration(msgspec.Struct, frozen=True, tag=True):
+class Configuration(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """All that an engine is made of. Names of policies: `shared.policies.catalogue`; the rest: `Engine`."""
 
     num_merged: int

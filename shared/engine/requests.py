@@ -216,15 +216,15 @@ class RequestTable:
             num_preemptions=sequence.num_preemptions,
         )
         entry = TokenEntry(
-            request.request_id,
-            request.epoch,
-            sequence.num_output - len(tokens) // 4,
-            tokens,
-            reason,
-            logprobs,
-            sequence.num_cached_tokens,
-            error,
-            timing,
+            request_id=request.request_id,
+            epoch=request.epoch,
+            offset=sequence.num_output - len(tokens) // 4,
+            tokens=tokens,
+            finish_reason=reason,
+            logprobs=logprobs,
+            num_cached_tokens=sequence.num_cached_tokens,
+            error=error,
+            timing=timing,
         )
         self.outputs.setdefault(request.gateway_id, []).append(entry)
         self._ended.append(

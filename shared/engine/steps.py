@@ -217,13 +217,13 @@ class Steps:
                 continue
             request = sequence.request
             entry = TokenEntry(
-                request.request_id,
-                request.epoch,
-                offset,
-                _pack_token(token),
-                None,
-                entry_logprobs,
-                sequence.num_cached_tokens,
+                request_id=request.request_id,
+                epoch=request.epoch,
+                offset=offset,
+                tokens=_pack_token(token),
+                finish_reason=None,
+                logprobs=entry_logprobs,
+                num_cached_tokens=sequence.num_cached_tokens,
             )
             entries = outputs.get(request.gateway_id)
             if entries is None:

@@ -47,7 +47,7 @@ class GrantReply(msgspec.Struct, frozen=True, array_like=True):
     """Recent offline throughput of each model over the cluster, for the predicted finish time."""
 
 
-class StoredFile(msgspec.Struct, frozen=True):
+class StoredFile(msgspec.Struct, frozen=True, kw_only=True):
     """A file of the Files API; its bytes lie in the object bucket under its id."""
 
     file_id: str
@@ -68,7 +68,7 @@ class BatchProblem(msgspec.Struct, frozen=True):
     param: str | None = None
 
 
-class BatchRecord(msgspec.Struct, frozen=True):
+class BatchRecord(msgspec.Struct, frozen=True, kw_only=True):
     """A batch as the Batch API shows it; written by the gateway that owns it. Times are Unix seconds."""
 
     batch_id: str

@@ -24,7 +24,7 @@ class ModelSpec(msgspec.Struct, frozen=True):
     """Likewise for the time per output token after the first."""
 
 
-class LoadedModel(msgspec.Struct, frozen=True, array_like=True):
+class LoadedModel(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     name: str
     state: str
     """loading | ready | unloading | failed"""
@@ -64,7 +64,7 @@ class InstanceInfo(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """As in `LoadReport`, for who places requests without a scheduler."""
 
 
-class ModelLoad(msgspec.Struct, frozen=True, array_like=True, gc=False):
+class ModelLoad(msgspec.Struct, frozen=True, array_like=True, gc=False, kw_only=True):
     model: str
     num_running: Amount
     num_waiting: Amount
@@ -166,7 +166,7 @@ class InstanceExited(msgspec.Struct, frozen=True, array_like=True):
     exit_code: int
 
 
-class NodeInfo(msgspec.Struct, frozen=True, array_like=True):
+class NodeInfo(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """A node agent in the registry (bucket with TTL)."""
 
     node_id: str
@@ -239,7 +239,7 @@ class StoredCostModel(msgspec.Struct, frozen=True):
     """Unix time."""
 
 
-class ModelStatistics(msgspec.Struct, frozen=True):
+class ModelStatistics(msgspec.Struct, frozen=True, kw_only=True):
     """Traffic of one model since the last report; the scheduler publishes one per model and second."""
 
     model: str

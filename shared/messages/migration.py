@@ -48,7 +48,7 @@ class Rebalance(msgspec.Struct, frozen=True, array_like=True):
     """Migrations out of the instance at once."""
 
 
-class PreAllocate(msgspec.Struct, frozen=True, array_like=True):
+class PreAllocate(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """Source to destination: make room for the KV blocks of one stage, and expect them. Repeated with the same stage it is
     answered alike."""
 
@@ -97,7 +97,7 @@ class Reserved(msgspec.Struct, frozen=True, array_like=True):
     it; else 0."""
 
 
-class SequenceProgress(msgspec.Struct, frozen=True, array_like=True):
+class SequenceProgress(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """What of a sequence's life travels with it. Durations are up to the moment at which it left its source's batch."""
 
     num_computed: Count = 0

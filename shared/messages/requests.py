@@ -101,7 +101,7 @@ class ErrorInfo(msgspec.Struct, frozen=True, array_like=True):
     retry_after_s: Seconds = 0.0
 
 
-class SamplingParams(msgspec.Struct, frozen=True, array_like=True):
+class SamplingParams(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """How tokens are chosen. Field meanings as in OpenAI's and vLLM's APIs."""
 
     max_tokens: Annotated[int, Meta(le=2**31 - 1)]
@@ -125,7 +125,7 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True):
     logit_bias: tuple[tuple[TokenId, Annotated[float, Meta(ge=-1000, le=1000)]], ...] = ()
 
 
-class GenerationRequest(msgspec.Struct, frozen=True, array_like=True):
+class GenerationRequest(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """One sequence to generate, from gateway to scheduler to instance. A client's `n > 1` is n of these."""
 
     request_id: str
@@ -190,7 +190,7 @@ class RequestTiming(msgspec.Struct, frozen=True, array_like=True):
     num_preemptions: Count = 0
 
 
-class TokenEntry(msgspec.Struct, frozen=True, array_like=True):
+class TokenEntry(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """What one iteration made for one request."""
 
     request_id: str
@@ -247,7 +247,7 @@ class ClearPrefixCache(msgspec.Struct, frozen=True, array_like=True):
     """Makes unreferenced KV blocks unfindable, so that a benchmark starts cold."""
 
 
-class HeldRequest(msgspec.Struct, frozen=True, array_like=True):
+class HeldRequest(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """A request as an instance holds it; what a new scheduler rebuilds its view from."""
 
     request_id: str

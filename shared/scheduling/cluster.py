@@ -92,7 +92,7 @@ class Load:
         return cls(num_requests, max(0, num_requests - num_waiting_online), num_held, waiting, room)
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, kw_only=True)
 class InstanceState:
     """One incarnation of an instance. Times are on the scheduler's clock."""
 
@@ -178,18 +178,18 @@ class InstanceState:
         can_give = load.num_held > 0 and (self.is_reachable or bool(self.leaving))
         # By position, because hundreds are made at once and names cost as much as all the rest.
         return InstanceView(
-            self.info.instance_id,
-            report.migration_freeness,
-            num_running,
-            num_running + has_waiting,
-            self._pool_tokens(report),
-            self.names,
-            self.leaving,
-            can_give,
-            self.can_take,
-            report.next_move_tokens,
-            report.running_freeness,
-            report.prompts_s,
+            instance_id=self.info.instance_id,
+            freeness=report.migration_freeness,
+            num_running=num_running,
+            num_counted=num_running + has_waiting,
+            total_tokens=self._pool_tokens(report),
+            models=self.names,
+            leaving=self.leaving,
+            can_give=can_give,
+            can_take=self.can_take,
+            next_tokens=report.next_move_tokens,
+            running_freeness=report.running_freeness,
+            prompts_s=report.prompts_s,
         )
 
     def _pool_tokens(self, report: LoadReport) -> float:
@@ -249,7 +249,7 @@ class ClusterView:
         """The instance's entry in the registry was written. False if it is news of a dead incarnation."""
         state = self._instances.get(info.instance_id)
         if state is None or state.info.incarnation != info.incarnation:
-            state = self._instances[info.instance_id] = InstanceState(info, now)
+            state = self._instances[info.instance_id] = InstanceState(info=info, heard_s=now)
             self._silence.set(info.instance_id, now + self._lost_after_s)
         elif state.liveness == Liveness.EXITED:
             return False

@@ -126,7 +126,14 @@ class RequestLifecycle:
         """Ends a request here and tells its gateway."""
         assert tracked.request is not None
         offset = len(tracked.request.prior) // 4
-        entry = TokenEntry(tracked.request_id, tracked.epoch, offset, b"", finish_reason=reason, error=error)
+        entry = TokenEntry(
+            request_id=tracked.request_id,
+            epoch=tracked.epoch,
+            offset=offset,
+            tokens=b"",
+            finish_reason=reason,
+            error=error,
+        )
         self.actions.append(SendEntry(tracked.gateway_id, entry))
         self.leave_queue(tracked, "deadline" if reason == FinishReason.DEADLINE else "refused", now)
         self.forget(tracked)

@@ -34,7 +34,7 @@ class RequestState(Enum):
     ASSIGNED = auto()
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, kw_only=True)
 class TrackedRequest:
     """One request id in its newest epoch. Times are on the scheduler's clock."""
 

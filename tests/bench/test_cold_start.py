@@ -74,6 +74,8 @@ def test_objectives_are_kept_from_the_first_request_on_without_a_profile(slownes
 
 def test_a_measured_cost_model_takes_over() -> None:
     _, engine = run(True, 1.0, 0.0, 1)
-    measured = CostModel(0.01, 0.001, 0.0, 0.001, 0.0)
+    measured = CostModel(
+        fixed_s=0.01, prefill_token_s=0.001, prefill_attention_s=0.0, decode_s=0.001, decode_context_s=0.0
+    )
     engine.apply(SetCostModel(MODEL, measured, CostSource.STORED), 0.0)
     assert engine.cost_models()[MODEL] == (measured, 1.0, CostSource.STORED)

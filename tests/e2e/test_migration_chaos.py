@@ -64,11 +64,22 @@ def test_a_changed_block_makes_other_tokens(slot: int) -> None:
     wrongs: list[str] = []
     executor = ChaosExecutor(4, 0, 0.0, wrongs.append)
     prompt = list(range(20))
-    first = NewSequence(0, pack_tokens(prompt), len(prompt), SamplingParams(4), [0, 1, 2])
+    first = NewSequence(0, pack_tokens(prompt), len(prompt), SamplingParams(max_tokens=4), [0, 1, 2])
     made: list[int] = []
 
     def step(start: int, count: int, *new: NewSequence) -> None:
-        executor.launch(StepPlan(start, "a", [0], [start], [count], [True], list(new), []))
+        executor.launch(
+            StepPlan(
+                step_id=start,
+                model="a",
+                rows=[0],
+                starts=[start],
+                counts=[count],
+                samples=[True],
+                new_sequences=list(new),
+                new_blocks=[],
+            )
+        )
         made.extend(executor.collect().tokens)
 
     step(0, 20, first)

@@ -84,14 +84,14 @@ async def begun_elsewhere(
         await batches.results.create(f"{batch_id}.{index}", stored)
     now_s = time.time()
     record = BatchRecord(
-        batch_id,
-        "",
-        ENDPOINT,
-        file.id,
-        "24h",
-        now_s + 600,
-        status,
-        now_s,
+        batch_id=batch_id,
+        tenant="",
+        endpoint=ENDPOINT,
+        input_file_id=file.id,
+        completion_window="24h",
+        deadline_s=now_s + 600,
+        status=status,
+        created_s=now_s,
         status_s={"in_progress": 1, **times},
         num_total=3,
         model=MODEL,

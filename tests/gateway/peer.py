@@ -186,7 +186,8 @@ class ScriptedPeer:
         kv_address: str = "",
     ) -> None:
         loaded = [
-            LoadedModel(name, state, max_model_len=256, page_tokens=16, num_running=num_running) for name in models
+            LoadedModel(name=name, state=state, max_model_len=256, page_tokens=16, num_running=num_running)
+            for name in models
         ]
         info = InstanceInfo(
             instance_id=instance_id,
@@ -290,15 +291,15 @@ class ScriptedPeer:
                 for t in tokens
             )
         return TokenEntry(
-            request.request_id,
-            request.epoch if epoch is None else epoch,
-            offset,
-            pack_tokens(tokens),
-            finish,
-            logprobs,
-            self.num_cached_tokens,
-            error,
-            RequestTiming(0.001, 0.002, 0.003) if finish else None,
+            request_id=request.request_id,
+            epoch=request.epoch if epoch is None else epoch,
+            offset=offset,
+            tokens=pack_tokens(tokens),
+            finish_reason=finish,
+            logprobs=logprobs,
+            num_cached_tokens=self.num_cached_tokens,
+            error=error,
+            timing=RequestTiming(0.001, 0.002, 0.003) if finish else None,
         )
 
     def send(self, gateway_id: str, frame: TokenFrame) -> None:

@@ -33,7 +33,7 @@ BUSY: dict[str, object] = {
     "migration_freeness": 40.0,
     "free_merged": 25.0,
     "num_running": 7,
-    "models": [ModelLoad(MODEL, 7, 2, num_offline=3)],
+    "models": [ModelLoad(model=MODEL, num_running=7, num_waiting=2, num_offline=3)],
     "num_high": 1,
     "num_moving_out": 1,
     "num_moved_out": 12,
@@ -149,7 +149,17 @@ async def test_models_with_their_queues(stack: Stack) -> None:
         return model
 
     assert (await only_model())["num_queued"] is None, "no scheduler has said anything"
-    queued = ModelStatistics(MODEL, 1.0, 0, 0, 0, 0, 0.0, 0.0, num_queued=17)
+    queued = ModelStatistics(
+        model=MODEL,
+        interval_s=1.0,
+        num_arrived=0,
+        num_finished=0,
+        prompt_tokens=0,
+        output_tokens=0,
+        queued_s=0.0,
+        execution_s=0.0,
+        num_queued=17,
+    )
     stack.peer.bus.publish(SCHEDULER_STATISTICS, StatisticsReport("scheduler", [queued]))
     await until(lambda: stack.gateway.context.loads.num_queued(), "statistics")
     model = await only_model()

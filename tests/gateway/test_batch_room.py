@@ -28,7 +28,18 @@ STORE_BYTES = 100_000
 
 
 def record(name: str, status: str = "in_progress", reserved: int = 0, **fields) -> BatchRecord:
-    return BatchRecord(f"batch_{name}", "", "", "", "24h", 1e12, status, 0.0, reserved_bytes=reserved, **fields)
+    return BatchRecord(
+        batch_id=f"batch_{name}",
+        tenant="",
+        endpoint="",
+        input_file_id="",
+        completion_window="24h",
+        deadline_s=1e12,
+        status=status,
+        created_s=0.0,
+        reserved_bytes=reserved,
+        **fields,
+    )
 
 
 def test_what_is_outstanding_is_the_open_lines_share() -> None:

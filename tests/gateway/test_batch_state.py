@@ -41,7 +41,16 @@ from shared.messages.batches import (
 )
 from shared.messages.requests import ErrorCode
 
-RECORD = BatchRecord("batch_1", "", "/v1/completions", "file-1", "24h", 100.0, "validating", 0.0)
+RECORD = BatchRecord(
+    batch_id="batch_1",
+    tenant="",
+    endpoint="/v1/completions",
+    input_file_id="file-1",
+    completion_window="24h",
+    deadline_s=100.0,
+    status="validating",
+    created_s=0.0,
+)
 STATUSES = ("validating", "in_progress", "finalizing", "cancelling", *sorted(TERMINAL))
 
 

@@ -20,7 +20,7 @@ async def set_state(stack: Stack, *models: LoadedModel) -> None:
 
 
 def failed(*, is_final: bool) -> LoadedModel:
-    return LoadedModel(MODEL, "failed", error=REASON, is_final=is_final)
+    return LoadedModel(name=MODEL, state="failed", error=REASON, is_final=is_final)
 
 
 @pytest.mark.parametrize("is_final", [True, False])
@@ -43,13 +43,13 @@ async def test_requests_are_refused_with_the_reason(stack: Stack, is_final: bool
     assert (await stack.client.get(f"/v1/models/{MODEL}")).status_code == 503
     [shown] = (await stack.client.get("/admin/models")).json()["models"]
     assert REASON in shown["failure"] and shown["instances"] == {"a": "failed"}
-    await set_state(stack, LoadedModel(MODEL, "loading"))
+    await set_state(stack, LoadedModel(name=MODEL, state="loading"))
     assert [model["id"] for model in (await stack.client.get("/v1/models")).json()["data"]] == [MODEL]
 
 
 async def test_requests_that_wait_for_it_end_when_it_fails(stack: Stack) -> None:
     stack.peer.automatic = False
-    await set_state(stack, LoadedModel(MODEL, "loading"))
+    await set_state(stack, LoadedModel(name=MODEL, state="loading"))
     waiting = stack.read()
     await stack.next_request()
     await set_state(stack, failed(is_final=True))

@@ -132,13 +132,13 @@ def test_the_longest_sequence_fits_into_a_message() -> None:
 
 def test_bypass_candidates_fewest_requests_first() -> None:
     def instance(name: str, running: int, waiting: int, model: str = "m", state: str = "ready") -> InstanceInfo:
-        loaded = LoadedModel(model, "ready", num_running=running, num_waiting=waiting)
+        loaded = LoadedModel(name=model, state="ready", num_running=running, num_waiting=waiting)
         return InstanceInfo(
             instance_id=name,
             incarnation="1",
             node_id="node",
             state=state,
-            models=[loaded, LoadedModel("other", "ready")],
+            models=[loaded, LoadedModel(name="other", state="ready")],
         )
 
     instances = [
@@ -153,7 +153,7 @@ def test_bypass_candidates_fewest_requests_first() -> None:
 
 def test_in_bypass_the_freest_instance_comes_first_and_what_was_sent_there_counts() -> None:
     def instance(name: str, freeness: float, running: int) -> InstanceInfo:
-        loaded = LoadedModel("m", "ready", page_tokens=16, slots_per_merged=2, num_running=running)
+        loaded = LoadedModel(name="m", state="ready", page_tokens=16, slots_per_merged=2, num_running=running)
         return InstanceInfo(
             instance_id=name,
             incarnation="1",

@@ -169,7 +169,9 @@ async def test_admin(stack: Stack, checkpoint: Path, plain_checkpoint: Path) -> 
     assert (await client.post("/admin/models", json={"name": "../x y", "source": "z"})).status_code == 400
     [instance] = (await client.get("/admin/instances")).json()["instances"]
     assert (instance["instance_id"], instance["models"][0]["name"]) == ("a", MODEL)
-    await (await peer.bus.key_value(NODES)).put("node", NodeInfo("node", "host", 1, 2**30))
+    await (await peer.bus.key_value(NODES)).put(
+        "node", NodeInfo(node_id="node", hostname="host", num_instances=1, memory_bytes=2**30)
+    )
     assert (await client.get("/admin/nodes")).json()["nodes"][0]["memory_bytes"] == 2**30
 
 

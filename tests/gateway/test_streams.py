@@ -24,11 +24,13 @@ A, B, C = "a", "b", "c"
 
 
 def entry(offset: int, tokens: list[int], finish: FinishReason | None = None, epoch: int = 0, **fields) -> TokenEntry:
-    return TokenEntry("r", epoch, offset, pack_tokens(tokens), finish, **fields)
+    return TokenEntry(
+        request_id="r", epoch=epoch, offset=offset, tokens=pack_tokens(tokens), finish_reason=finish, **fields
+    )
 
 
 def state(max_tokens: int = 100, min_tokens: int = 0, logprobs: int = -1) -> StreamState:
-    sampling = SamplingParams(max_tokens, min_tokens=min_tokens, stop_token_ids=(EOS,), logprobs=logprobs)
+    sampling = SamplingParams(max_tokens=max_tokens, min_tokens=min_tokens, stop_token_ids=(EOS,), logprobs=logprobs)
     return StreamState("r", sampling)
 
 

@@ -28,7 +28,9 @@ from tests.placement.api_server import COST, ScriptedApiServer
 
 
 def node(node_id: str, num_instances: int = 1, max_instances: int = 0) -> NodeInfo:
-    return NodeInfo(node_id, "host", num_instances, 1 << 30, max_instances=max_instances)
+    return NodeInfo(
+        node_id=node_id, hostname="host", num_instances=num_instances, memory_bytes=1 << 30, max_instances=max_instances
+    )
 
 
 # ------------------------------------------------------------------------------------------------- local

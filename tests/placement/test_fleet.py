@@ -30,7 +30,8 @@ class Site:
 
     def __init__(self, sizes: list[tuple[int, int]]) -> None:
         self.nodes = {
-            f"n{k}": NodeInfo(f"n{k}", "h", size, 1, max_instances=most) for k, (size, most) in enumerate(sizes)
+            f"n{k}": NodeInfo(node_id=f"n{k}", hostname="h", num_instances=size, memory_bytes=1, max_instances=most)
+            for k, (size, most) in enumerate(sizes)
         }
         self.plan = PlacementPlan(0, [])
         self.keeper = FleetKeeper(LocalBackend(self), self.cluster, self.store, None)  # type: ignore[arg-type]

@@ -18,11 +18,22 @@ from shared.checkpoint import CheckpointError, CheckpointMissing, CheckpointShap
 from shared.messages.cluster import ModelSpec, ModelStatistics, NodeInfo
 from shared.messages.requests import ErrorCode
 
-SHAPE = CheckpointShape("LlamaForCausalLM", 4, 2, 64, 256, 1000, 512, "float32", 1 << 20, (2,))
+SHAPE = CheckpointShape(
+    architecture="LlamaForCausalLM",
+    num_layers=4,
+    num_kv_heads=2,
+    head_dim=64,
+    hidden_size=256,
+    vocab_size=1000,
+    max_model_len=512,
+    dtype="float32",
+    weight_bytes=1 << 20,
+    eos_token_ids=(2,),
+)
 
 
 def node(node_id: str, **progress: object) -> NodeInfo:
-    return NodeInfo(node_id, "host", 2, 1 << 30, **progress)  # type: ignore[arg-type]
+    return NodeInfo(node_id=node_id, hostname="host", num_instances=2, memory_bytes=1 << 30, **progress)  # type: ignore[arg-type]
 
 
 class TestNodePresence:
@@ -55,7 +66,17 @@ class TestNodePresence:
 
 
 def report(model: str = "m", arrived: int = 2, finished: int = 1, tokens: int = 10, queued: int = 0) -> ModelStatistics:
-    return ModelStatistics(model, 1.0, arrived, finished, 3 * tokens, tokens, 0.5 * finished, 2.0 * finished, queued)
+    return ModelStatistics(
+        model=model,
+        interval_s=1.0,
+        num_arrived=arrived,
+        num_finished=finished,
+        prompt_tokens=3 * tokens,
+        output_tokens=tokens,
+        queued_s=0.5 * finished,
+        execution_s=2.0 * finished,
+        num_queued=queued,
+    )
 
 
 class TestTrafficStatistics:

@@ -26,7 +26,16 @@ def shape(
     weight_mib: int = 100, *, layers: int = 12, kv_heads: int = 4, head_dim: int = 64, length: int = 2048
 ) -> CheckpointShape:
     return CheckpointShape(
-        "LlamaForCausalLM", layers, kv_heads, head_dim, 768, 32000, length, "float32", weight_mib * MIB, (2,)
+        architecture="LlamaForCausalLM",
+        num_layers=layers,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        hidden_size=768,
+        vocab_size=32000,
+        max_model_len=length,
+        dtype="float32",
+        weight_bytes=weight_mib * MIB,
+        eos_token_ids=(2,),
     )
 
 
@@ -35,7 +44,7 @@ def model(name: str, weight_mib: int = 100, *, replicas: int | None = None, **of
 
 
 def node(node_id: str = "a", memory: int = 8 * GIB, num_instances: int = 2, device: str = "cpu") -> NodeInfo:
-    return NodeInfo(node_id, "host", num_instances, memory, device)
+    return NodeInfo(node_id=node_id, hostname="host", num_instances=num_instances, memory_bytes=memory, device=device)
 
 
 def where(result: PlacementPlan, name: str) -> list[str]:
@@ -254,7 +263,7 @@ def test_fewer_replicas_stay_where_the_model_serves() -> None:
 
 
 def test_memory_is_divided_over_the_instances_that_a_node_could_run() -> None:
-    few = NodeInfo("a", "host", 1, 8 * GIB, "cuda", max_instances=4)
+    few = NodeInfo(node_id="a", hostname="host", num_instances=1, memory_bytes=8 * GIB, device="cuda", max_instances=4)
     first = plan([model("a")], [few], None)
     grown = plan([model("a")], [msgspec.structs.replace(few, num_instances=4)], first)
     assert where(grown, "a") == ["a-0", "a-1", "a-2", "a-3"]

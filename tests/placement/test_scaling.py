@@ -300,7 +300,11 @@ async def test_a_model_on_fewer_instances_stays_where_it_serves(
             await registry.put(
                 name,
                 InstanceInfo(
-                    instance_id=name, incarnation="1", node_id="n", state="ready", models=[LoadedModel("a", state)]
+                    instance_id=name,
+                    incarnation="1",
+                    node_id="n",
+                    state="ready",
+                    models=[LoadedModel(name="a", state=state)],
                 ),
             )
         one = await cluster.bus.request(PLACEMENT_SCALE_MODEL, ScaleModel("a", 1), timeout_s=10.0)

@@ -91,7 +91,13 @@ class Cluster:
         self, node_id: str, *, num_instances: int = 2, memory_bytes: int = 4 * GIB, max_instances: int = 0
     ) -> None:
         """One with `max_instances` can be made larger."""
-        info = NodeInfo(node_id, "host", num_instances, memory_bytes, max_instances=max_instances)
+        info = NodeInfo(
+            node_id=node_id,
+            hostname="host",
+            num_instances=num_instances,
+            memory_bytes=memory_bytes,
+            max_instances=max_instances,
+        )
 
         async def register() -> None:
             nonlocal info
@@ -408,7 +414,17 @@ async def test_a_standby_takes_over_with_the_same_plan(
 async def test_statistics_are_kept_over_a_restart(
     nats_settings: BusSettings, cluster: Cluster, sources: dict[str, str]
 ) -> None:
-    traffic = ModelStatistics("a", 1.0, 5, 4, 400, 40, 0.4, 8.0, 2)
+    traffic = ModelStatistics(
+        model="a",
+        interval_s=1.0,
+        num_arrived=5,
+        num_finished=4,
+        prompt_tokens=400,
+        output_tokens=40,
+        queued_s=0.4,
+        execution_s=8.0,
+        num_queued=2,
+    )
     report = StatisticsReport("scheduler-1", [traffic, msgspec.structs.replace(traffic, model="unknown")])
     telemetry = start_telemetry("placement", "placement-1", nats_settings)
     async with placement(nats_settings, {"a": sources["a"]}, telemetry=telemetry) as service:

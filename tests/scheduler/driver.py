@@ -85,7 +85,9 @@ class Driver:
 
 
 def held(request_id: str, epoch: int = 0, gateway_id: str = "g0") -> HeldRequest:
-    return HeldRequest(request_id, gateway_id, epoch, "m", 10, True)
+    return HeldRequest(
+        request_id=request_id, gateway_id=gateway_id, epoch=epoch, model="m", num_tokens=10, running=True
+    )
 
 
 def running(driver: Driver, instance_id: str, *request_ids: str, gateway_id: str = "g0") -> None:

@@ -68,4 +68,11 @@ class Instance:
 
 
 def held_as(request: GenerationRequest, *, is_running: bool) -> HeldRequest:
-    return HeldRequest(request.request_id, request.gateway_id, request.epoch, request.model, 1, is_running)
+    return HeldRequest(
+        request_id=request.request_id,
+        gateway_id=request.gateway_id,
+        epoch=request.epoch,
+        model=request.model,
+        num_tokens=1,
+        running=is_running,
+    )

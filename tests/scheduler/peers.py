@@ -180,7 +180,17 @@ class ScriptedInstance:
         if not self.is_answering_held:
             raise ServiceError.of(ErrorCode.UNAVAILABLE, "not now")
         return HeldRequests(
-            [HeldRequest(r.request_id, r.gateway_id, r.epoch, r.model, 1, True) for r in self.held.values()]
+            [
+                HeldRequest(
+                    request_id=r.request_id,
+                    gateway_id=r.gateway_id,
+                    epoch=r.epoch,
+                    model=r.model,
+                    num_tokens=1,
+                    running=True,
+                )
+                for r in self.held.values()
+            ]
         )
 
     def _cancel(self, cancel: Cancel) -> None:
@@ -193,7 +203,13 @@ class ScriptedInstance:
         request, output = self.held[request_id], self._outputs[request_id]
         offset = len(output)
         output += [token_at(request_id, offset + index) for index in range(num_tokens)]
-        entry = TokenEntry(request_id, request.epoch, offset, pack_tokens(output[offset:]), finish_reason=reason)
+        entry = TokenEntry(
+            request_id=request_id,
+            epoch=request.epoch,
+            offset=offset,
+            tokens=pack_tokens(output[offset:]),
+            finish_reason=reason,
+        )
         self.bus.publish(GATEWAY_FRAMES.at(gateway_id=request.gateway_id), TokenFrame(self.instance_id, [entry]))
 
     def finish(self, request_id: str, reason: FinishReason = FinishReason.LENGTH, num_tokens: int = 0) -> None:

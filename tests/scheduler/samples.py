@@ -66,7 +66,16 @@ def make_info(
     max_model_len: int = 1024,
     kv_address: str = "here",
 ) -> InstanceInfo:
-    loaded = [LoadedModel(name, model_state, max_model_len, PAGE_TOKENS, SLOTS_PER_MERGED) for name in models or ("m",)]
+    loaded = [
+        LoadedModel(
+            name=name,
+            state=model_state,
+            max_model_len=max_model_len,
+            page_tokens=PAGE_TOKENS,
+            slots_per_merged=SLOTS_PER_MERGED,
+        )
+        for name in models or ("m",)
+    ]
     return InstanceInfo(
         instance_id=instance_id,
         incarnation=incarnation,
@@ -106,7 +115,17 @@ def make_report(
     for model, num in ({"m": 0, "n": 0} | (waiting or {})).items():
         num_offline = (offline or {}).get(model, 0)
         tokens = room if isinstance(room, int) else room.get(model, 0)
-        loads.append(ModelLoad(model, 0, num, num_offline, num - num_offline, tokens, prompt_cost=(token_s, 0.0)))
+        loads.append(
+            ModelLoad(
+                model=model,
+                num_running=0,
+                num_waiting=num,
+                num_offline=num_offline,
+                num_waiting_online=num - num_offline,
+                offline_room_tokens=tokens,
+                prompt_cost=(token_s, 0.0),
+            )
+        )
     return LoadReport(
         instance_id=instance_id,
         incarnation=incarnation,

@@ -244,7 +244,9 @@ def test_moves_that_fail_leave_all_as_it_is_and_are_counted() -> None:
 
 def test_a_request_that_nobody_knew_is_adopted_where_it_came_to() -> None:
     driver = pair()
-    driver.report("b", moved_in=[HeldRequest("r", "g7", 65, "m", 10, True)])
+    driver.report(
+        "b", moved_in=[HeldRequest(request_id="r", gateway_id="g7", epoch=65, model="m", num_tokens=10, running=True)]
+    )
     assert owner(driver, "r") == ("b", 65)
     driver.core.on_registry("b", None, driver.now)
     assert driver.take(NotifyLost) == [NotifyLost("g7", RequestsLost("b", [LostRequest("r", 65)]))]

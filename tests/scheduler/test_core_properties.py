@@ -87,7 +87,7 @@ class World(RuleBasedStateMachine):
         for model in MODELS:
             of_model = [r for r in waiting if r.model == model]
             offline = [r for r in of_model if r.request_class == RequestClass.OFFLINE]
-            loads.append(ModelLoad(model, 0, len(of_model), len(offline)))
+            loads.append(ModelLoad(model=model, num_running=0, num_waiting=len(of_model), num_offline=len(offline)))
             room[model] = max(0, ROOM - TOKENS * len(offline))
         report = make_report(
             instance.name,

@@ -32,7 +32,7 @@ class Cluster:
         self._sequence = 0
 
     def show(self, instance_id: str, state: str = "ready", *, model_state: str = "ready") -> None:
-        model = LoadedModel("m", model_state, 2048, page_tokens=10, slots_per_merged=2)
+        model = LoadedModel(name="m", state=model_state, max_model_len=2048, page_tokens=10, slots_per_merged=2)
         info = InstanceInfo(
             instance_id=instance_id,
             incarnation="1",
@@ -46,7 +46,13 @@ class Cluster:
 
     def report(self, instance_id: str, freeness: float, num_running: int = 0, num_waiting: int = 0) -> None:
         self._sequence += 1
-        load = ModelLoad("m", num_running + 3, num_waiting, num_offline=3, num_waiting_online=num_waiting)
+        load = ModelLoad(
+            model="m",
+            num_running=num_running + 3,
+            num_waiting=num_waiting,
+            num_offline=3,
+            num_waiting_online=num_waiting,
+        )
         report = LoadReport(
             instance_id=instance_id,
             incarnation="1",

@@ -295,7 +295,9 @@ async def accept(query: GenerationRequest) -> Accepted:
 
 
 def request_named(name: str) -> GenerationRequest:
-    return GenerationRequest(name, "gateway", "model", b"", SamplingParams(1))
+    return GenerationRequest(
+        request_id=name, gateway_id="gateway", model="model", prompt=b"", sampling=SamplingParams(max_tokens=1)
+    )
 
 
 async def test_foreign_clients_are_answered_or_ignored(nats_settings: BusSettings) -> None:

@@ -257,7 +257,9 @@ async def test_requests_replies_and_entries_pass(buses: dict[str, NatsBus]) -> N
         return Accepted(request.request_id)
 
     await buses["worker-a"].serve(endpoint, serve)
-    request = GenerationRequest("r", "g", "m", b"", SamplingParams(max_tokens=1))
+    request = GenerationRequest(
+        request_id="r", gateway_id="g", model="m", prompt=b"", sampling=SamplingParams(max_tokens=1)
+    )
     for user in ("gateway", "scheduler"):
         assert (await buses[user].request(endpoint, request, timeout_s=5)).request_id == "r"
     assert heard == ["r", "r"]

@@ -152,7 +152,9 @@ def test_noise_and_stalls_do_not_spoil_the_fit() -> None:
 
 
 def test_a_knee_is_not_found_where_there_is_none() -> None:
-    straight = CostModel(2e-3, 2e-5, 4e-8, 1e-4, 4e-7)
+    straight = CostModel(
+        fixed_s=2e-3, prefill_token_s=2e-5, prefill_attention_s=4e-8, decode_s=1e-4, decode_context_s=4e-7
+    )
     draw = random.Random(5)
     fitted = cost_fit.fit([(step, straight.predict(step) * draw.uniform(0.97, 1.03)) for step in steps(1)])
     assert fitted.knee_tokens == 0 and fitted.over_knee_s == 0

@@ -9,11 +9,26 @@ import pytest
 from shared.cost_model import CostModel, StepShape
 from shared.live_costs import FIRST_STEP_TOKENS, GROWTH, PRIOR, LiveCosts
 
-CPU = CostModel(0.025, 0.00035, 1e-6, 0.0025, 1e-6, mixed_s=0.006)
+CPU = CostModel(
+    fixed_s=0.025,
+    prefill_token_s=0.00035,
+    prefill_attention_s=1e-6,
+    decode_s=0.0025,
+    decode_context_s=1e-6,
+    mixed_s=0.006,
+)
 DEVICES = {
     "few cores": CPU,
     "few cores, a large model": CPU.scaled(20),
-    "gpu": CostModel(0.007, 2e-5, 2e-9, 3e-5, 2e-8, over_knee_s=3e-5, knee_tokens=256),
+    "gpu": CostModel(
+        fixed_s=0.007,
+        prefill_token_s=2e-5,
+        prefill_attention_s=2e-9,
+        decode_s=3e-5,
+        decode_context_s=2e-8,
+        over_knee_s=3e-5,
+        knee_tokens=256,
+    ),
 }
 
 

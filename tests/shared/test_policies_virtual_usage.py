@@ -112,7 +112,15 @@ def test_decode_steps_until_the_pool_is_full() -> None:
 def test_the_ideal_load_slows_a_step_by_no_more_than_that(
     fixed_s: float, decode_s: float, context_s: float, over_knee_s: float, knee: int
 ) -> None:
-    cost = CostModel(fixed_s, 0.0, 0.0, decode_s, context_s, over_knee_s=over_knee_s, knee_tokens=max(1, knee))
+    cost = CostModel(
+        fixed_s=fixed_s,
+        prefill_token_s=0.0,
+        prefill_attention_s=0.0,
+        decode_s=decode_s,
+        decode_context_s=context_s,
+        over_knee_s=over_knee_s,
+        knee_tokens=max(1, knee),
+    )
     tokens = ideal_load_tokens(cost)
     if tokens == math.inf:
         assert not decode_s and not context_s and not over_knee_s

@@ -85,7 +85,7 @@ async def _register(role: str) -> None:
                 merged_bytes=1 << 20,
             ),
         )
-        await nodes.put("node", NodeInfo("node", "host", 1, 1 << 30))
+        await nodes.put("node", NodeInfo(node_id="node", hostname="host", num_instances=1, memory_bytes=1 << 30))
         await asyncio.sleep(1.0)
 
 

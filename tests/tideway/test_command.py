@@ -191,7 +191,7 @@ def instance(instance_id: str, model_state: str, state: str = "ready", error: st
         incarnation="1",
         node_id="node",
         state=state,
-        models=[LoadedModel("tide", model_state, error=error)],
+        models=[LoadedModel(name="tide", state=model_state, error=error)],
     )
 
 

@@ -48,7 +48,7 @@ async def stack(nats_settings: BusSettings, tmp_path: Path) -> AsyncIterator[Sta
         stack.peer.loads["b"] = {
             "free_merged": 25.0,
             "num_running": 7,
-            "models": [ModelLoad(MODEL, 7, 2)],
+            "models": [ModelLoad(model=MODEL, num_running=7, num_waiting=2)],
             "migration_freeness": 1234.5,
             "num_moving_out": 1,
             "num_moved_in": 5,
@@ -131,7 +131,7 @@ def plan_both_models_on_b(stack: Stack) -> None:
 
 async def test_an_instance_that_cannot_load_a_model_is_not_back(stack: Stack) -> None:
     plan_both_models_on_b(stack)
-    models = [LoadedModel(MODEL, "ready"), LoadedModel("ebb", "failed", error="no such weights")]
+    models = [LoadedModel(name=MODEL, state="ready"), LoadedModel(name="ebb", state="failed", error="no such weights")]
     await stack.peer.put_instance(
         InstanceInfo(
             instance_id="b",
@@ -249,7 +249,7 @@ async def test_scaling_that_takes_too_long_or_cannot_be(stack: Stack) -> None:
     plan_for(stack, a=[MODEL])
     with pytest.raises(OperatorError, match=r"^b: 9 requests left after 0.1 s. It goes on by itself.$"):
         await on_a_thread(stack, operations.scale_model, MODEL, 1, wait_s=0.1)
-    failed = [LoadedModel(MODEL, "failed", error="no such weights")]
+    failed = [LoadedModel(name=MODEL, state="failed", error="no such weights")]
     await stack.peer.put_instance(
         InstanceInfo(
             instance_id="a",
@@ -297,7 +297,17 @@ async def test_the_gateway_of_the_data_folder(stack: Stack, tmp_path: Path) -> N
 
 
 async def test_one_view_of_top(stack: Stack) -> None:
-    queued = ModelStatistics(MODEL, 1.0, 0, 0, 0, 0, 0.0, 0.0, num_queued=17)
+    queued = ModelStatistics(
+        model=MODEL,
+        interval_s=1.0,
+        num_arrived=0,
+        num_finished=0,
+        prompt_tokens=0,
+        output_tokens=0,
+        queued_s=0.0,
+        execution_s=0.0,
+        num_queued=17,
+    )
     stack.peer.bus.publish(SCHEDULER_STATISTICS, StatisticsReport("scheduler", [queued]))
     await until(lambda: stack.gateway.context.loads.num_queued(), "statistics")
     with AdminClient(stack.url, "root") as client:
@@ -369,8 +379,30 @@ def test_where_step_times_are_from_is_counted() -> None:
 
 
 def instance(name: str, incarnation: str, num_moved_in: int) -> Instance:
-    load = Load(0.5, 0, 0, 0, 0, None, 0, 0, 0, num_moved_in)
-    return Instance(name, incarnation, "node", "ready", "cpu", [], 10, 1, True, load)
+    load = Load(
+        pool_use=0.5,
+        num_running=0,
+        num_waiting=0,
+        num_offline=0,
+        num_high=0,
+        migration_freeness=None,
+        num_moving_out=0,
+        num_moving_in=0,
+        num_moved_out=0,
+        num_moved_in=num_moved_in,
+    )
+    return Instance(
+        instance_id=name,
+        incarnation=incarnation,
+        node_id="node",
+        state="ready",
+        device="cpu",
+        models=[],
+        num_merged=10,
+        merged_bytes=1,
+        migration=True,
+        load=load,
+    )
 
 
 def snapshot(taken_s: float, *instances: Instance) -> Snapshot:

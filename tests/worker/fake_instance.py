@@ -96,16 +96,18 @@ class FakeInstance:
         return Done()
 
     async def _load(self, spec: ModelSpec) -> None:
-        self._show(LoadedModel(spec.name, "loading"))
+        self._show(LoadedModel(name=spec.name, state="loading"))
         await asyncio.sleep(TAKES_S)
         if spec.source == "exit":
             print(f"cannot go on with {spec.name}", flush=True)
             os._exit(3)
         failed = spec.source == "fail"
-        self._show(LoadedModel(spec.name, "failed" if failed else "ready", error="no such folder" if failed else ""))
+        self._show(
+            LoadedModel(name=spec.name, state="failed" if failed else "ready", error="no such folder" if failed else "")
+        )
 
     async def _unload(self, name: str) -> None:
-        self._show(LoadedModel(name, "unloading"))
+        self._show(LoadedModel(name=name, state="unloading"))
         await asyncio.sleep(TAKES_S)
         del self._models[name]
         self._changed.set()

@@ -49,7 +49,7 @@ class Peer:
             incarnation="first",
             node_id="node",
             state="ready",
-            models=[LoadedModel("a", "ready", 600, 4, 3)],
+            models=[LoadedModel(name="a", state="ready", max_model_len=600, page_tokens=4, slots_per_merged=3)],
             kv_address="local:nowhere",
         )
 

@@ -61,8 +61,15 @@ def write_long_checkpoint(folder: Path) -> Path:
 def generation(
     request_id: str, length: int, max_tokens: int, sampling: str = "greedy", **fields: Any
 ) -> GenerationRequest:
-    params = SamplingParams(max_tokens, min_tokens=max_tokens, **SAMPLING[sampling])
-    return GenerationRequest(request_id, "gateway", "m", pack_tokens(prompt_of(length)), params, **fields)
+    params = SamplingParams(max_tokens=max_tokens, min_tokens=max_tokens, **SAMPLING[sampling])
+    return GenerationRequest(
+        request_id=request_id,
+        gateway_id="gateway",
+        model="m",
+        prompt=pack_tokens(prompt_of(length)),
+        sampling=params,
+        **fields,
+    )
 
 
 class Neighbours:

@@ -65,14 +65,14 @@ class Driver:
                 appended.append((sequence.row, slots))
         samples = [s.computed + count == len(s.tokens) for s, count in work]
         plan = StepPlan(
-            self.step_id,
-            self.shape.name,
-            [s.row for s, _ in work],
-            [s.computed for s, _ in work],
-            [count for _, count in work],
-            samples,
-            new,
-            appended,
+            step_id=self.step_id,
+            model=self.shape.name,
+            rows=[s.row for s, _ in work],
+            starts=[s.computed for s, _ in work],
+            counts=[count for _, count in work],
+            samples=samples,
+            new_sequences=new,
+            new_blocks=appended,
         )
         result = self.executor.execute(plan)
         assert result.error == "" and result.step_id == self.step_id

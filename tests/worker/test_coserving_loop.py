@@ -34,7 +34,16 @@ OFFLINE_TOKENS, ONLINE_TOKENS = 60, 8
 VARIANTS = ("llama3", "opt")
 
 
-SLOW = CostModel(0.05, 0.01, 0.0, 0.005, 0.0, num_layers=3, checkpoint_slot_s=0.001, restore_slot_s=0.001)
+SLOW = CostModel(
+    fixed_s=0.05,
+    prefill_token_s=0.01,
+    prefill_attention_s=0.0,
+    decode_s=0.005,
+    decode_context_s=0.0,
+    num_layers=3,
+    checkpoint_slot_s=0.001,
+    restore_slot_s=0.001,
+)
 """Predicts steps long enough to be interrupted, and to be gone on with in parts."""
 
 
@@ -98,8 +107,9 @@ class Scene:
     def submit(self, kind: str, number: int) -> None:
         num_tokens = ONLINE_TOKENS if kind == "online" else OFFLINE_TOKENS
         request = GenerationRequest(
-            f"{kind}-{number}", "gateway", VARIANTS[number % 2], pack_tokens(prompt_of(prompt_length(number))),
-            SamplingParams(num_tokens, temperature=0.0), RequestClass(kind),
+            request_id=f"{kind}-{number}", gateway_id="gateway", model=VARIANTS[number % 2],
+            prompt=pack_tokens(prompt_of(prompt_length(number))), sampling=SamplingParams(max_tokens=num_tokens,
+            temperature=0.0), request_class=RequestClass(kind),
         )  # fmt: skip
         assert self.loop.apply(Submit(request)) is None
 

@@ -18,7 +18,17 @@ from shared.engine.driver import StepStats
 from shared.engine.plan import CopyKind, KvCopy, StepPlan, StepResult
 from tests.shared.engine.fake_executor import request
 
-INTERRUPTIBLE = StepPlan(7, "m", [0], [0], [5], [True], [], [], is_interruptible=True)
+INTERRUPTIBLE = StepPlan(
+    step_id=7,
+    model="m",
+    rows=[0],
+    starts=[0],
+    counts=[5],
+    samples=[True],
+    new_sequences=[],
+    new_blocks=[],
+    is_interruptible=True,
+)
 COPY = KvCopy(3, CopyKind.CHECKPOINT, "m", [1], [2])
 
 

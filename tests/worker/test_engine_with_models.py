@@ -45,11 +45,11 @@ def test_greedy_output_equals_transformers_under_pressure(tmp_path: Path, varian
     num_ended = num_cached = 0
     requests = [
         GenerationRequest(
-            f"{variant}-{round_number}-{index}",
-            "gateway",
-            variant,
-            pack_tokens(prompt),
-            SamplingParams(NUM_TOKENS, temperature=0.0),
+            request_id=f"{variant}-{round_number}-{index}",
+            gateway_id="gateway",
+            model=variant,
+            prompt=pack_tokens(prompt),
+            sampling=SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0),
         )
         for round_number in range(2)
         for variant in variants

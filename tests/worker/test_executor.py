@@ -113,9 +113,31 @@ def test_a_token_in_flight_is_not_sent_back(checkpoints: dict[str, Path], expect
     shape = load(executor, checkpoints["llama"])
     prompt = prompt_of(LENGTHS[0])
     new = NewSequence(0, pack_tokens(prompt), len(prompt), SamplingParams(max_tokens=99, temperature=0.0), [3])
-    executor.launch(StepPlan(0, shape.name, [0], [0], [len(prompt)], [True], [new], []))
+    executor.launch(
+        StepPlan(
+            step_id=0,
+            model=shape.name,
+            rows=[0],
+            starts=[0],
+            counts=[len(prompt)],
+            samples=[True],
+            new_sequences=[new],
+            new_blocks=[],
+        )
+    )
     for i in range(1, STEPS):
-        executor.launch(StepPlan(i, shape.name, [0], [len(prompt) + i - 1], [1], [True], [], []))
+        executor.launch(
+            StepPlan(
+                step_id=i,
+                model=shape.name,
+                rows=[0],
+                starts=[len(prompt) + i - 1],
+                counts=[1],
+                samples=[True],
+                new_sequences=[],
+                new_blocks=[],
+            )
+        )
     assert executor.num_in_flight == STEPS
     results = [executor.collect() for _ in range(STEPS)]
     assert [r.step_id for r in results] == list(range(STEPS))
@@ -124,7 +146,16 @@ def test_a_token_in_flight_is_not_sent_back(checkpoints: dict[str, Path], expect
 
 def step_of(row: Row, shape: ModelShape, **changes: Any) -> StepPlan:
     new = NewSequence(row.row, pack_tokens(row.tokens), row.num_prompt, row.sampling, [0])
-    plan = StepPlan(9, shape.name, [row.row], [0], [len(row.tokens)], [True], [new], [])
+    plan = StepPlan(
+        step_id=9,
+        model=shape.name,
+        rows=[row.row],
+        starts=[0],
+        counts=[len(row.tokens)],
+        samples=[True],
+        new_sequences=[new],
+        new_blocks=[],
+    )
     return msgspec.structs.replace(plan, **changes)
 
 
@@ -136,7 +167,7 @@ def step_of(row: Row, shape: ModelShape, **changes: Any) -> StepPlan:
         ({"starts": [40]}, "rows [0] lack KV blocks"),
         ({"rows": [99]}, "IndexError"),
         (
-            {"new_sequences": [NewSequence(0, pack_tokens([5, 211]), 2, SamplingParams(1), [0])]},
+            {"new_sequences": [NewSequence(0, pack_tokens([5, 211]), 2, SamplingParams(max_tokens=1), [0])]},
             "5..211 of a vocabulary of",
         ),
     ],

@@ -118,7 +118,7 @@ async def test_same_epoch_again_is_accepted_without_effect_and_a_higher_one_repl
     await stage.submit(sent)
     await stage.submit(sent)
     prior = expected_output(sent, 600)[:5]
-    stage.entries.extend([TokenEntry("r1", 1, 0, pack_tokens(prior))])
+    stage.entries.extend([TokenEntry(request_id="r1", epoch=1, offset=0, tokens=pack_tokens(prior))])
     await stage.submit(msgspec.structs.replace(sent, epoch=1, prior=pack_tokens(prior)))
     stage.executor.gate.set()
     await stage.until(lambda: stage.end("r1"))
@@ -343,7 +343,14 @@ async def test_a_replay_larger_than_a_message_is_cut_and_continues():
     from shared.messages.requests import TokenLogprob
 
     logprob = TokenLogprob(-1.0, tuple(range(10**6, 10**6 + 20)), (-1.5,) * 20, 1)
-    whole = TokenEntry("r1", 0, 5, pack_tokens(list(range(500))), FinishReason.LENGTH, (logprob,) * 500)
+    whole = TokenEntry(
+        request_id="r1",
+        epoch=0,
+        offset=5,
+        tokens=pack_tokens(list(range(500))),
+        finish_reason=FinishReason.LENGTH,
+        logprobs=(logprob,) * 500,
+    )
     part, num_bytes = cut(whole, 50_000)
     assert part.finish_reason is None and part.offset == 5
     assert 0 < len(part.tokens) // 4 == len(part.logprobs) < 500

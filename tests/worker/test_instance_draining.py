@@ -50,8 +50,8 @@ async def test_no_longer_for_an_instance_that_cannot(mobile: Stage, nats_setting
     changes = {
         "draining": {"state": "draining"},
         "no transport": {"kv_address": ""},
-        "another model": {"models": [LoadedModel("b", "ready")]},
-        "loading": {"models": [LoadedModel("a", "loading")]},
+        "another model": {"models": [LoadedModel(name="b", state="ready")]},
+        "loading": {"models": [LoadedModel(name="a", state="loading")]},
     }
     info = msgspec.structs.replace(Peer(mobile.bus).info, **changes[unfit])
     await Peer(mobile.bus).register(info)

@@ -50,7 +50,9 @@ def plan(version: int, *instances: InstancePlan) -> PlacementPlan:
 def info(of: InstancePlan, *, state: str = "ready", models: dict[str, str] | None = None) -> InstanceInfo:
     """The registry entry of an instance that has loaded its models, or `models`: name -> state."""
     states = dict.fromkeys((s.name for s in of.models), "ready") if models is None else models
-    loaded = [LoadedModel(name, s, error="no such file" if s == "failed" else "") for name, s in states.items()]
+    loaded = [
+        LoadedModel(name=name, state=s, error="no such file" if s == "failed" else "") for name, s in states.items()
+    ]
     return InstanceInfo(instance_id=of.instance_id, incarnation="incarnation", node_id="n", state=state, models=loaded)
 
 
@@ -127,7 +129,7 @@ def test_what_would_fail_again_is_not_loaded_again() -> None:
     state = started(instance_plan(0, "a"))
     state.on_plan(plan(2, instance_plan(0, "ab")))
     assert state.step(2.0) == [LoadModel("n-0", spec("b"))]
-    bad = LoadedModel("b", "failed", error="quantised", is_final=True)
+    bad = LoadedModel(name="b", state="failed", error="quantised", is_final=True)
     entry = info(instance_plan(0))
     state.on_registry("n-0", msgspec.structs.replace(entry, models=[*entry.models, bad]), 3.0)
     assert all(state.step(float(now)) == [] for now in range(3, 300))
@@ -446,7 +448,7 @@ def test_ready_is_who_serves_the_models_that_are_planned() -> None:
     assert state.unready(11.0) == ["n-0 is starting"]
     state.on_registry("n-0", info(instance_plan(0), models={"a": "ready", "b": "failed"}), 12.0)
     assert state.unready(12.0) == ["n-0 does not serve b"]
-    failed = LoadedModel("b", "failed", error="quantised", is_final=True)
+    failed = LoadedModel(name="b", state="failed", error="quantised", is_final=True)
     served = info(instance_plan(0))
     state.on_registry("n-0", msgspec.structs.replace(served, models=[*served.models, failed]), 12.0)
     assert state.unready(12.0) == [], "waiting does not help"

@@ -25,7 +25,11 @@ def outputs() -> OutputLog:
 
 def emit(outputs: OutputLog, epoch: int, offset: int, tokens: list[int], end: bool = False) -> None:
     reason = FinishReason.LENGTH if end else None
-    outputs.frames("here", [TokenEntry("r", epoch, offset, pack_tokens(tokens), reason)], now=1.0)
+    outputs.frames(
+        "here",
+        [TokenEntry(request_id="r", epoch=epoch, offset=offset, tokens=pack_tokens(tokens), finish_reason=reason)],
+        now=1.0,
+    )
 
 
 def replayed(outputs: OutputLog, epoch: int, offset: int) -> tuple[int, list[int]] | None:
@@ -55,7 +59,9 @@ def test_where_logprobs_are_wanted_those_of_before_are_unknown(outputs: OutputLo
     assert replayed(outputs, 1, 1) == (1, [2])
     assert replayed(outputs, 1, 2) == (2, [])
     reason = FinishReason.LENGTH if is_ended else None
-    entry = TokenEntry("r", 1, 2, pack_tokens([3]), reason, logprobs=(TokenLogprob(-0.5),))
+    entry = TokenEntry(
+        request_id="r", epoch=1, offset=2, tokens=pack_tokens([3]), finish_reason=reason, logprobs=(TokenLogprob(-0.5),)
+    )
     outputs.frames("here", [entry], 1.0)
     assert outputs.replay(StreamPosition("r", 1, 2)) == entry
     assert replayed(outputs, 1, 1) == (1, [2, 3])

@@ -173,7 +173,12 @@ def scene(checkpoint: Path) -> Iterator[SimpleNamespace]:
     spec = ModelSpec("m", str(checkpoint))
     executor = CountingExecutor("cpu", 24, 1 << 18, 12)
     written: list[bytes] = []
-    engine = recording.recorded(recording.Configuration(24, 8, "doubling_budget", 64, 1), written.append)
+    engine = recording.recorded(
+        recording.Configuration(
+            num_merged=24, num_rows=8, ordering="doubling_budget", token_budget=64, steps_in_flight=1
+        ),
+        written.append,
+    )
     shape = engine.apply(AddModel(executor.add_model(executor.prepare_model(spec))), 0.0)
     ended: list[Ended] = []
     loop = EngineLoop(

@@ -51,21 +51,41 @@ def first_step(shape: ModelShape) -> StepPlan:
     """Brings rows 0 and 1 to where they decode, row 2 half through its prompt."""
     new = [new_sequence(0, LENGTHS[0]), new_sequence(1, LENGTHS[1], temperature=0.8, seed=5, repetition_penalty=1.2)]
     new.append(new_sequence(2, LENGTHS[2]))
-    return StepPlan(1, shape.name, [0, 1, 2], [0, 0, 0], [LENGTHS[0], LENGTHS[1], 12], [True, True, False], new, [])
+    return StepPlan(
+        step_id=1,
+        model=shape.name,
+        rows=[0, 1, 2],
+        starts=[0, 0, 0],
+        counts=[LENGTHS[0], LENGTHS[1], 12],
+        samples=[True, True, False],
+        new_sequences=new,
+        new_blocks=[],
+    )
 
 
 def mixed_step(shape: ModelShape) -> StepPlan:
     """Two decodes (greedy and drawn), the rest of a chunked prompt, and a new prompt that is not finished."""
     return StepPlan(
-        SUSPENDED, shape.name, [0, 1, 2, 3], [LENGTHS[0], LENGTHS[1], 12, 0], [1, 1, LENGTHS[2] - 12, 50],
-        [True, True, True, False], [new_sequence(3, LENGTHS[3])], [], is_interruptible=True,
+        step_id=SUSPENDED, model=shape.name, rows=[0, 1, 2, 3], starts=[LENGTHS[0], LENGTHS[1], 12, 0],
+        counts=[1, 1, LENGTHS[2] - 12, 50], samples=[True, True, True, False],
+        new_sequences=[new_sequence(3, LENGTHS[3])], new_blocks=[], is_interruptible=True,
     )  # fmt: skip
 
 
 def decode_step(shape: ModelShape) -> StepPlan:
     """Only decodes."""
     starts = [LENGTHS[0], LENGTHS[1]]
-    return StepPlan(SUSPENDED, shape.name, [0, 1], starts, [1, 1], [True, True], [], [], is_interruptible=True)
+    return StepPlan(
+        step_id=SUSPENDED,
+        model=shape.name,
+        rows=[0, 1],
+        starts=starts,
+        counts=[1, 1],
+        samples=[True, True],
+        new_sequences=[],
+        new_blocks=[],
+        is_interruptible=True,
+    )
 
 
 def resumed(plan: StepPlan) -> StepPlan:
@@ -75,7 +95,8 @@ def resumed(plan: StepPlan) -> StepPlan:
 def following_step(shape: ModelShape) -> StepPlan:
     starts = [LENGTHS[0] + 1, LENGTHS[1] + 1, LENGTHS[2], 50]
     return StepPlan(
-        SUSPENDED + 1, shape.name, [0, 1, 2, 3], starts, [1, 1, 1, LENGTHS[3] - 50], [True] * 4, [], []
+        step_id=SUSPENDED + 1, model=shape.name, rows=[0, 1, 2, 3], starts=starts, counts=[1, 1, 1, LENGTHS[3] - 50],
+        samples=[True] * 4, new_sequences=[], new_blocks=[]
     )  # fmt: skip
 
 
@@ -84,7 +105,16 @@ def other_step(step_id: int, shape: ModelShape) -> StepPlan:
     new = msgspec.structs.replace(
         new_sequence(6, 30, temperature=1.0), blocks=[step_id % 2 + 6 * shape.slots_per_merged]
     )
-    return StepPlan(step_id, shape.name, [6], [0], [30], [True], [new], [])
+    return StepPlan(
+        step_id=step_id,
+        model=shape.name,
+        rows=[6],
+        starts=[0],
+        counts=[30],
+        samples=[True],
+        new_sequences=[new],
+        new_blocks=[],
+    )
 
 
 def interrupt_after(executor: Executor, shape: ModelShape, num_layers: int, step_id: int = SUSPENDED) -> None:
@@ -158,7 +188,16 @@ def test_another_models_steps_run_in_between_and_widen_the_rows(checkpoints: dic
 
 def following_decode(shape: ModelShape) -> StepPlan:
     starts = [LENGTHS[0] + 1, LENGTHS[1] + 1]
-    return StepPlan(SUSPENDED + 1, shape.name, [0, 1], starts, [1, 1], [True, True], [], [])
+    return StepPlan(
+        step_id=SUSPENDED + 1,
+        model=shape.name,
+        rows=[0, 1],
+        starts=starts,
+        counts=[1, 1],
+        samples=[True, True],
+        new_sequences=[],
+        new_blocks=[],
+    )
 
 
 def test_a_step_may_be_suspended_again_and_again(checkpoints: dict[str, Path]) -> None:
@@ -242,7 +281,16 @@ def test_a_suspended_step_whose_row_was_given_away_fails_and_goes_with_its_model
     executor.execute(first_step(shape))
     executor.interrupt(SUSPENDED)
     executor.execute(decode_step(shape))
-    taken = StepPlan(101, shape.name, [1], [0], [9], [True], [new_sequence(1, 9)], [])
+    taken = StepPlan(
+        step_id=101,
+        model=shape.name,
+        rows=[1],
+        starts=[0],
+        counts=[9],
+        samples=[True],
+        new_sequences=[new_sequence(1, 9)],
+        new_blocks=[],
+    )
     assert not executor.execute(taken).error
     assert "given to another sequence" in executor.execute(resumed(decode_step(shape))).error
     executor.interrupt(SUSPENDED)

@@ -30,7 +30,7 @@ class FlashUnavailable(Exception):
     """No flash-attention kernels for this device are installed."""
 
 
-@dataclass
+@dataclass(kw_only=True)
 class _Metadata:
     """S sequences, T tokens, P pages in the longest table."""
 

@@ -22,7 +22,7 @@ from shared.tasks import set_within
 _FILLER = np.zeros(1, dtype=np.uint8)
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Outgoing:
     """A transfer under way at its source."""
 

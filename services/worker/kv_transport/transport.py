@@ -45,7 +45,7 @@ _REFUSALS = (
 )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class TransportLimits:
     chunk_bytes: int = 8 << 20
     """Bytes of a message, at least one slot; a transfer holds two such buffers at each end where slots must be fused."""
@@ -177,7 +177,15 @@ class KvTransport:
         if num_slots < 1:
             raise TransferError(TransferReason.MISMATCH, f"{num_slots} slots")
         chunk_slots, checked_bytes = self._chunk_slots(source), self._limits.checked_bytes
-        outgoing = Outgoing(address, ticket, source, num_slots, chunk_slots, checked_bytes, is_limited)
+        outgoing = Outgoing(
+            address=address,
+            ticket=ticket,
+            pool=source,
+            num_slots=num_slots,
+            chunk_slots=chunk_slots,
+            checked_bytes=checked_bytes,
+            is_limited=is_limited,
+        )
         outgoing.task = self._tasks.start(self._send(outgoing))
         outgoing.expiry = self._loop.call_later(deadline_s, self.cancel, outgoing, TransferReason.DEADLINE)
         return outgoing

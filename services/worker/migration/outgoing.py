@@ -322,7 +322,18 @@ class OutgoingMigration:
         first_block = sum(stage.num_blocks for stage in self._stages)
         is_urgent = is_last or self._is_leaving
         number = len(self._stages)
-        self._stages.append(Stage(number, first_block, num_blocks, hashes, on_host, begins_s, is_urgent, arrives_s))
+        self._stages.append(
+            Stage(
+                number=number,
+                first_block=first_block,
+                num_blocks=num_blocks,
+                hashes=hashes,
+                on_host=on_host,
+                begins_s=begins_s,
+                is_urgent=is_urgent,
+                arrives_s=arrives_s,
+            )
+        )
 
     def _copy(self) -> None:
         stage, pinned = self._stages[-1], self._pinned

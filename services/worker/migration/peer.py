@@ -58,7 +58,7 @@ _REASONS = {
 """What an error of the destination means; REFUSED where it is none of these."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Site:
     """What migrations out of an instance have in common."""
 
@@ -76,7 +76,7 @@ class Site:
     """Whether the registry still has that process."""
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Stage:
     """Blocks `first_block ..` of the request, for which room is asked."""
 
@@ -162,18 +162,18 @@ class Peer:
         """Asks for room, and makes the connection that the blocks will need."""
         request = self._request
         query = PreAllocate(
-            self._migration_id,
-            self._site.instance_id,
-            request.request_id,
-            request.model,
-            request.request_class,
-            request.priority,
-            stage.number,
-            stage.first_block,
-            stage.num_blocks,
-            stage.hashes,
-            self._page_tokens,
-            self.slot_bytes(stage.on_host) or 0,
+            migration_id=self._migration_id,
+            source_id=self._site.instance_id,
+            request_id=request.request_id,
+            model=request.model,
+            request_class=request.request_class,
+            priority=request.priority,
+            stage=stage.number,
+            first_block=stage.first_block,
+            num_blocks=stage.num_blocks,
+            hashes=stage.hashes,
+            page_tokens=self._page_tokens,
+            slot_bytes=self.slot_bytes(stage.on_host) or 0,
             on_host=stage.on_host,
             max_tokens=self._max_tokens,
             deadline_s=self._room_s(stage),

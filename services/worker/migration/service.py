@@ -98,16 +98,16 @@ class MigrationService:
         self._has_transport = transport is not None
         self._step_s: dict[str, float] = {}
         self._site = Site(
-            settings.instance_id,
-            bus,
-            loop,
-            transport,
-            self._telemetry,
-            faults,
-            settings.copy_rate_share,
-            settings.migration_max_stages,
-            lambda model: self._step_s.get(model, DEFAULT_STEP_S),
-            self._is_there,
+            instance_id=settings.instance_id,
+            bus=bus,
+            loop=loop,
+            transport=transport,
+            telemetry=self._telemetry,
+            faults=faults,
+            rate_share=settings.copy_rate_share,
+            max_stages=settings.migration_max_stages,
+            step_s=lambda model: self._step_s.get(model, DEFAULT_STEP_S),
+            is_there=self._is_there,
         )
         self._lease: Rebalance | None = None
         self._lease_until_s = 0.0

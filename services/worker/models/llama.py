@@ -20,7 +20,7 @@ from services.worker.models.weights import WeightReader
 from shared.checkpoint import CheckpointError, CheckpointShape, positive_int, rope_parameters
 
 
-@dataclass
+@dataclass(kw_only=True)
 class _Layer:
     input_norm: torch.Tensor
     qkv: Linear

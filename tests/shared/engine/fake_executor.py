@@ -41,7 +41,10 @@ def request(request_id: str, prompt: list[int], max_tokens: int, **fields) -> Ge
     }
     fields = {"gateway_id": "gateway", "model": "a", **fields}
     return GenerationRequest(
-        request_id=request_id, prompt=pack_tokens(prompt), sampling=SamplingParams(max_tokens, **sampling), **fields
+        request_id=request_id,
+        prompt=pack_tokens(prompt),
+        sampling=SamplingParams(max_tokens=max_tokens, **sampling),
+        **fields,
     )
 
 

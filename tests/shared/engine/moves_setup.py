@@ -46,18 +46,18 @@ def pair(**fields) -> tuple[Cluster, Node, Node]:
 def stage(node: Node, pinned, migration_id="m", number=0, **fields) -> PreAllocate:
     fields = {"request_class": RequestClass.ONLINE, "priority": Priority.NORMAL, "max_tokens": 40, **fields}
     return PreAllocate(
-        migration_id,
-        "source",
-        "r",
-        "a",
-        fields.pop("request_class"),
-        fields.pop("priority"),
-        number,
-        fields.pop("first_block", pinned.first_block if pinned else 0),
-        fields.pop("num_blocks", len(pinned.slots) if pinned else 0),
-        pinned.hashes if pinned else b"",
-        fields.pop("page_tokens", 4),
-        1,
+        migration_id=migration_id,
+        source_id="source",
+        request_id="r",
+        model="a",
+        request_class=fields.pop("request_class"),
+        priority=fields.pop("priority"),
+        stage=number,
+        first_block=fields.pop("first_block", pinned.first_block if pinned else 0),
+        num_blocks=fields.pop("num_blocks", len(pinned.slots) if pinned else 0),
+        hashes=pinned.hashes if pinned else b"",
+        page_tokens=fields.pop("page_tokens", 4),
+        slot_bytes=1,
         **fields,
     )
 

@@ -408,7 +408,20 @@ def test_a_request_from_another_instance_is_not_let_into_a_share():
     node = make(num_merged=32, least_share=0.25)
     fill(node, 8, "b", 1)
     turn(node)
-    query = PreAllocate("m", "s", "r", "b", RequestClass.ONLINE, Priority.NORMAL, 0, 0, 29, b"", 8, 1)
+    query = PreAllocate(
+        migration_id="m",
+        source_id="s",
+        request_id="r",
+        model="b",
+        request_class=RequestClass.ONLINE,
+        priority=Priority.NORMAL,
+        stage=0,
+        first_block=0,
+        num_blocks=29,
+        hashes=b"",
+        page_tokens=8,
+        slot_bytes=1,
+    )
     assert node.engine.apply(Reserve(query), 0.0).code == "overloaded"
 
 

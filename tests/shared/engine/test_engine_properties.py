@@ -26,7 +26,14 @@ from shared.policies.token_budget import FixedTokenBudget
 from tests.shared.engine.fake_executor import FakeExecutor, expected_output, request
 
 SHAPES = [ModelShape("a", 4, 3, 60), ModelShape("b", 2, 2, 24)]
-COST_MODEL = CostModel(0.01, 0.002, 0.00001, 0.003, 0.0001, num_layers=4)
+COST_MODEL = CostModel(
+    fixed_s=0.01,
+    prefill_token_s=0.002,
+    prefill_attention_s=0.00001,
+    decode_s=0.003,
+    decode_context_s=0.0001,
+    num_layers=4,
+)
 
 
 class EngineMachine(RuleBasedStateMachine):

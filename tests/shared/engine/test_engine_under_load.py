@@ -22,7 +22,14 @@ from tests.shared.engine.fake_executor import FakeExecutor, expected_output, req
 
 SHAPES = [ModelShape("a", 4, 3, 80), ModelShape("b", 2, 2, 40)]
 COST_MODEL = CostModel(
-    0.01, 0.002, 0.00001, 0.003, 0.0001, num_layers=16, checkpoint_slot_s=0.001, restore_slot_s=0.001
+    fixed_s=0.01,
+    prefill_token_s=0.002,
+    prefill_attention_s=0.00001,
+    decode_s=0.003,
+    decode_context_s=0.0001,
+    num_layers=16,
+    checkpoint_slot_s=0.001,
+    restore_slot_s=0.001,
 )
 
 

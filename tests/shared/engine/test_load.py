@@ -42,8 +42,19 @@ def run(node: Node, *requests) -> None:
 
 def reserve(node: Node, num_blocks: int, **fields) -> None:
     fields = {"request_class": RequestClass.ONLINE, "priority": Priority.NORMAL, **fields}
-    classes = fields.pop("request_class"), fields.pop("priority")
-    query = PreAllocate("m", "s", "r", "a", *classes, 0, 0, num_blocks, b"", 8, 1, **fields)
+    query = PreAllocate(
+        migration_id="m",
+        source_id="s",
+        request_id="r",
+        model="a",
+        stage=0,
+        first_block=0,
+        num_blocks=num_blocks,
+        hashes=b"",
+        page_tokens=8,
+        slot_bytes=1,
+        **fields,
+    )
     assert node.engine.apply(Reserve(query), 0.0).slots
 
 
@@ -169,13 +180,37 @@ def test_a_waiting_request_of_high_priority_counts():
     ("cost_model", "ideal"),
     [
         # 1.5 times 20 ms: 100 sequences of 256 tokens more, 1,616 merged blocks in all.
-        (CostModel(0.02, 0.0, 0.0, 0.0001, 0.0), (1 + 100.5) * 16),
+        (
+            CostModel(
+                fixed_s=0.02, prefill_token_s=0.0, prefill_attention_s=0.0, decode_s=0.0001, decode_context_s=0.0
+            ),
+            (1 + 100.5) * 16,
+        ),
         # The context counts as the number of sequences does.
-        (CostModel(0.02, 0.0, 0.0, 0.0, 0.0001 / 256), (1 + 100.5) * 16),
+        (
+            CostModel(
+                fixed_s=0.02, prefill_token_s=0.0, prefill_attention_s=0.0, decode_s=0.0, decode_context_s=0.0001 / 256
+            ),
+            (1 + 100.5) * 16,
+        ),
         # Beyond the knee each of them takes twice as long.
-        (CostModel(0.02, 0.0, 0.0, 0.0001, 0.0, over_knee_s=0.0001, knee_tokens=51), (1 + 50 + 25.25) * 16),
+        (
+            CostModel(
+                fixed_s=0.02,
+                prefill_token_s=0.0,
+                prefill_attention_s=0.0,
+                decode_s=0.0001,
+                decode_context_s=0.0,
+                over_knee_s=0.0001,
+                knee_tokens=51,
+            ),
+            (1 + 50 + 25.25) * 16,
+        ),
         # Even two are too many; an eighth of the pool is allowed all the same.
-        (CostModel(0.001, 0.0, 0.0, 1.0, 0.0), 4000 / 8),
+        (
+            CostModel(fixed_s=0.001, prefill_token_s=0.0, prefill_attention_s=0.0, decode_s=1.0, decode_context_s=0.0),
+            4000 / 8,
+        ),
     ],
 )
 def test_the_ideal_load_is_where_decode_takes_half_as_long_again(cost_model, ideal):
@@ -191,7 +226,13 @@ def test_the_ideal_load_is_where_decode_takes_half_as_long_again(cost_model, ide
 def test_where_no_load_slows_decode_there_is_no_headroom():
     node = make(num_merged=40)
     node.engine.apply(Submit(request("w", list(range(16)), 50, priority=HIGH)), 0.0)
-    node.engine.apply(SetCostModel("a", CostModel(0.02, 0.001, 0.0, 0.0, 0.0)), 0.0)
+    node.engine.apply(
+        SetCostModel(
+            "a",
+            CostModel(fixed_s=0.02, prefill_token_s=0.001, prefill_attention_s=0.0, decode_s=0.0, decode_context_s=0.0),
+        ),
+        0.0,
+    )
     assert node.engine.load().dispatch_freeness == 39
 
 
@@ -208,7 +249,14 @@ def test_who_runs_has_room_to_grow_when_one_more_is_admitted(more: int):
 
 def test_prompts_and_steps_in_flight_are_time_that_one_more_prompt_waits():
     node = make()
-    cost = CostModel(0.02, 0.001, 1e-5, 0.002, 0.0, over_knee_s=0.003)
+    cost = CostModel(
+        fixed_s=0.02,
+        prefill_token_s=0.001,
+        prefill_attention_s=1e-5,
+        decode_s=0.002,
+        decode_context_s=0.0,
+        over_knee_s=0.003,
+    )
     run(node, request("decodes", list(range(10)), 50))
     assert node.engine.load(0.0).prompts_s == 0.0, "nothing is known of time"
     node.engine.apply(SetCostModel("a", cost), 0.0)

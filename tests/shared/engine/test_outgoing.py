@@ -275,7 +275,20 @@ def test_a_waiting_one_leaves_at_once_and_waits_again_when_put_back():
 
 def test_a_suspended_step_is_given_up_for_what_leaves():
     node = make(ttft_s=0.2, slo=True)
-    node.engine.apply(SetCostModel("a", CostModel(0.5, 0.0, 0.0, 0.0, 0.0, num_layers=4)), 0.0)
+    node.engine.apply(
+        SetCostModel(
+            "a",
+            CostModel(
+                fixed_s=0.5,
+                prefill_token_s=0.0,
+                prefill_attention_s=0.0,
+                decode_s=0.0,
+                decode_context_s=0.0,
+                num_layers=4,
+            ),
+        ),
+        0.0,
+    )
     sent = [request(name, list(range(9)), 4, request_class=OFFLINE) for name in ("r", "stays")]
     for offline in sent:
         node.engine.apply(Submit(offline), 0.0)
@@ -305,7 +318,20 @@ def test_a_suspended_step_is_given_up_for_what_leaves():
 
 def test_a_step_that_is_suspended_with_one_that_leaves_is_given_up():
     node = make(ttft_s=0.2, slo=True)
-    node.engine.apply(SetCostModel("a", CostModel(0.5, 0.0, 0.0, 0.0, 0.0, num_layers=4)), 0.0)
+    node.engine.apply(
+        SetCostModel(
+            "a",
+            CostModel(
+                fixed_s=0.5,
+                prefill_token_s=0.0,
+                prefill_attention_s=0.0,
+                decode_s=0.0,
+                decode_context_s=0.0,
+                num_layers=4,
+            ),
+        ),
+        0.0,
+    )
     for name in ("r", "stays"):
         node.engine.apply(Submit(request(name, list(range(9)), 4, request_class=OFFLINE)), 0.0)
     assert node.plan(0.0)

@@ -270,8 +270,10 @@ def test_other_tokens_that_would_fail_a_step_are_refused():
     good = request("r", [0, 9], 2)
     for param, bad in {
         "prompt": msgspec.structs.replace(good, prior=b"\x00" * 3),
-        "logit_bias": msgspec.structs.replace(good, sampling=SamplingParams(2, logit_bias=((10, 1.0),))),
-        "stop_token_ids": msgspec.structs.replace(good, sampling=SamplingParams(2, 1, stop_token_ids=(10,))),
+        "logit_bias": msgspec.structs.replace(good, sampling=SamplingParams(max_tokens=2, logit_bias=((10, 1.0),))),
+        "stop_token_ids": msgspec.structs.replace(
+            good, sampling=SamplingParams(max_tokens=2, min_tokens=1, stop_token_ids=(10,))
+        ),
     }.items():
         refused = engine.apply(Submit(bad), 0.0)
         assert refused is not None and (refused.code, refused.param) == (ErrorCode.BAD_REQUEST, param)

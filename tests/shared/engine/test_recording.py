@@ -21,7 +21,10 @@ SHAPES = [ModelShape("a", 4, 3, 60), ModelShape("b", 2, 2, 24)]
 def record_random_run(seed: int) -> bytes:
     chooser = random.Random(seed)
     written: list[bytes] = []
-    engine = recording.recorded(recording.Configuration(6, 4, "fcfs", 8, 2), written.append)
+    engine = recording.recorded(
+        recording.Configuration(num_merged=6, num_rows=4, ordering="fcfs", token_budget=8, steps_in_flight=2),
+        written.append,
+    )
     for shape in SHAPES:
         engine.apply(AddModel(shape), 0.0)
     executor = FakeExecutor(SHAPES)
@@ -78,7 +81,14 @@ class RecordedEvents(Events):
     def _node(self) -> Node:
         self.written.append([])
         configuration = recording.Configuration(
-            8, 4, "doubling_budget", 12, 2, num_host_merged=4, checkpoint_start=0.0, move_cooldown_s=0.1
+            num_merged=8,
+            num_rows=4,
+            ordering="doubling_budget",
+            token_budget=12,
+            steps_in_flight=2,
+            num_host_merged=4,
+            checkpoint_start=0.0,
+            move_cooldown_s=0.1,
         )
         return Node(recording.recorded(configuration, self.written[-1].append), SHAPES)
 

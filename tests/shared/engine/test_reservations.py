@@ -119,7 +119,7 @@ def test_what_was_demanded_in_vain_is_given_back_to_offline_work_in_time():
     assert node.plan(1.0)
 
 
-COST = CostModel(0.04, 0.001, 0.0, 0.001, 0.0)
+COST = CostModel(fixed_s=0.04, prefill_token_s=0.001, prefill_attention_s=0.0, decode_s=0.001, decode_context_s=0.0)
 """Two prompts of 50 tokens take 2.5 times as long as a decode."""
 
 

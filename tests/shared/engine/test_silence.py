@@ -23,7 +23,15 @@ from shared.policies.catalogue import ordering_policy
 from shared.policies.silence import allowed_silence_s
 from shared.policies.slo_budget import SloTokenBudget
 
-COST = CostModel(0.012, 1e-4, 3e-9, 3e-5, 3.6e-7, prefill_s=0.002, num_layers=32)
+COST = CostModel(
+    fixed_s=0.012,
+    prefill_token_s=1e-4,
+    prefill_attention_s=3e-9,
+    decode_s=3e-5,
+    decode_context_s=3.6e-7,
+    prefill_s=0.002,
+    num_layers=32,
+)
 """About a 7B model on a GPU."""
 TPOT_S = 0.11
 PAGE = 32
@@ -67,11 +75,11 @@ class Instance:
         prompt = pack_tokens([self.num_sent * 7919 % 30_000 + i for i in range(num_prompt)])
         sampling = SamplingParams(max_tokens=num_output, temperature=0.0)
         sent = GenerationRequest(
-            str(self.num_sent),
-            "g",
-            model,
-            prompt,
-            sampling,
+            request_id=str(self.num_sent),
+            gateway_id="g",
+            model=model,
+            prompt=prompt,
+            sampling=sampling,
             timeout_s=1e6,
             request_class=request_class,
             priority=priority,
@@ -199,7 +207,14 @@ def test_who_is_new_does_not_wait_for_turns_that_another_model_saved_up() -> Non
 
 def test_a_stream_that_came_from_elsewhere_is_one_before_its_first_step_here() -> None:
     queue = ModelQueue(ModelShape("m0", PAGE, 1, 1 << 20))
-    sent = GenerationRequest("1", "g", "m0", pack_tokens([1, 2]), SamplingParams(max_tokens=9), timeout_s=9.0)
+    sent = GenerationRequest(
+        request_id="1",
+        gateway_id="g",
+        model="m0",
+        prompt=pack_tokens([1, 2]),
+        sampling=SamplingParams(max_tokens=9),
+        timeout_s=9.0,
+    )
     sequence = Sequence(sent, 1, 0.0, 100, PAGE)
     sequence.first_token_s, sequence.last_ran_s, sequence.tpot_objective_s = 1.0, 2.0, TPOT_S
     assert queue.streams(2.1)[0] == math.inf

@@ -14,7 +14,9 @@ from shared.policies.slo_budget import HEAD_START_TOKENS, PACE, SloTokenBudget
 from tests.shared.engine.fake_executor import FakeExecutor, expected_output, request
 
 SHAPE = ModelShape("a", 8, 4, 2000)
-COST_MODEL = CostModel(0.01, 0.001, 0.0, 0.001, 0.0, num_layers=20)
+COST_MODEL = CostModel(
+    fixed_s=0.01, prefill_token_s=0.001, prefill_attention_s=0.0, decode_s=0.001, decode_context_s=0.0, num_layers=20
+)
 TPOT_S = 0.1
 
 

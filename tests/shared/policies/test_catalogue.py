@@ -40,7 +40,9 @@ def test_every_order_can_be_made_for_one_phase_or_both() -> None:
 
 
 def test_only_slo_looks_at_objectives() -> None:
-    view = StepView("m", 0.0, COST, True, 0, 0.1, 0.07)
+    view = StepView(
+        model="m", now=0.0, cost_model=COST, is_online=True, num_other_online=0, tpot_objective_s=0.1, slack_s=0.07
+    )
     assert token_budget_policy("slo", 512).limits(view).offline_limit_s == 0.07
     for name in ("priority_only", "online_only"):
         assert token_budget_policy(name, 512).limits(view) == Limits(512)

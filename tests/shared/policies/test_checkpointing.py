@@ -84,7 +84,14 @@ def test_all_is_saved_when_the_pool_is_full(growth_blocks_per_s: int, step_s: fl
     while used < 1000:
         num_used = int(used)
         saved += policy.blocks_now(
-            PoolView(used / 1000, 1000 - num_used, growth_blocks_per_s, saved, num_used - saved, step_s)
+            PoolView(
+                used_share=used / 1000,
+                free_blocks=1000 - num_used,
+                growth_blocks_per_s=growth_blocks_per_s,
+                saved_blocks=saved,
+                unsaved_blocks=num_used - saved,
+                step_s=step_s,
+            )
         )
         used += growth_blocks_per_s * step_s
     assert saved >= 1000 - 2 * growth_blocks_per_s * step_s - 2, "all but what the last step filled"

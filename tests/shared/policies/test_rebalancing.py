@@ -49,13 +49,13 @@ class Instance:
         is_idle = not self.running and not self.waiting
         freeness = math.inf if is_idle else (self.total - self.usage()) / max(1, len(self.running))
         return InstanceView(
-            self.name,
-            freeness,
-            len(self.running),
-            len(self.running) + bool(self.waiting),
-            self.total,
-            self.models,
-            self.models if self.is_draining else frozenset(),
+            instance_id=self.name,
+            freeness=freeness,
+            num_running=len(self.running),
+            num_counted=len(self.running) + bool(self.waiting),
+            total_tokens=self.total,
+            models=self.models,
+            leaving=self.models if self.is_draining else frozenset(),
             can_give=not is_idle,
             can_take=self.can_take and not self.is_draining,
             next_tokens=min(self.running, default=0),

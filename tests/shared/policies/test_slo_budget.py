@@ -27,7 +27,18 @@ def view(
     online: StepShape = NOTHING,
 ) -> StepView:
     is_online = min(tpot_s, ttft_left_s) < INF
-    return StepView("m", 0.0, cost, is_online, others, tpot_s, slack_s, ttft_left_s, ttft_left_s, online)
+    return StepView(
+        model="m",
+        now=0.0,
+        cost_model=cost,
+        is_online=is_online,
+        num_other_online=others,
+        tpot_objective_s=tpot_s,
+        slack_s=slack_s,
+        ttft_left_s=ttft_left_s,
+        own_ttft_left_s=ttft_left_s,
+        online=online,
+    )
 
 
 def test_without_online_work_only_the_tokens_bound_the_step() -> None:

@@ -20,14 +20,28 @@ from tests.shared.engine.fake_executor import request
 SHAPE = ModelShape("a", 8, 4, 2000)
 TOKEN = 5
 COST = CostModel(
-    0.01, 0.001, 0.0, 0.001, 0.0, num_layers=20, layers_per_safepoint=2, checkpoint_slot_s=0.001, restore_slot_s=0.001
+    fixed_s=0.01,
+    prefill_token_s=0.001,
+    prefill_attention_s=0.0,
+    decode_s=0.001,
+    decode_context_s=0.0,
+    num_layers=20,
+    layers_per_safepoint=2,
+    checkpoint_slot_s=0.001,
+    restore_slot_s=0.001,
 )
 
 
 class Run:
     def __init__(self, num_merged: int = 60, **options: float) -> None:
         self.events = Events()
-        configuration = Configuration(num_merged, 8, "fcfs", 512, **{"steps_in_flight": 1, "ttft_s": 1.0} | options)
+        configuration = Configuration(
+            num_merged=num_merged,
+            num_rows=8,
+            ordering="fcfs",
+            token_budget=512,
+            **{"steps_in_flight": 1, "ttft_s": 1.0} | options,
+        )
         self.steps: list[VirtualStep] = []
         self.outputs: dict[str, list[int]] = {}
         self.ended: dict[str, Ended] = {}

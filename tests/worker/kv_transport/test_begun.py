@@ -108,7 +108,9 @@ async def test_a_peer_that_says_cancel_and_then_nothing_costs_no_more_than_the_d
     await opened.wait()
     begun.stop()  # as by its Cancel
     connection = next(iter(source._connections))
-    connection.outgoing[begun.transfer] = Outgoing(begun.address, b"", begun.pool, 1, 1, 8, True)  # hears the rest
+    connection.outgoing[begun.transfer] = Outgoing(  # hears the rest
+        address=begun.address, ticket=b"", pool=begun.pool, num_slots=1, chunk_slots=1, checked_bytes=8, is_limited=True
+    )
     connection.outgoing[-1] = begun
     await until(lambda: source.num_active == 0)
     assert await refusal(source.complete(begun, range(20), deadline_s=5)) is TransferReason.CANCELLED

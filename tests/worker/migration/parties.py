@@ -157,6 +157,7 @@ class Party:
 
     def __init__(
         self,
+        *,
         name: str,
         bus: Bus,
         gateway: Gateway,
@@ -198,7 +199,15 @@ class Party:
         self.register()
 
     def info(self, **changes) -> InstanceInfo:
-        loaded = [LoadedModel("a", "ready", 600, SHAPE.page_tokens, SHAPE.slots_per_merged)]
+        loaded = [
+            LoadedModel(
+                name="a",
+                state="ready",
+                max_model_len=600,
+                page_tokens=SHAPE.page_tokens,
+                slots_per_merged=SHAPE.slots_per_merged,
+            )
+        ]
         address = self.transport.address if self.transport is not None else ""
         info = InstanceInfo(
             instance_id=self.name,
@@ -246,7 +255,9 @@ class Party:
     def on_adopted(self, commit: Commit, num_output: int) -> None:
         self.adopted.append((commit, num_output))
         request = commit.request
-        self.gateway.on_entry(self.name, TokenEntry(request.request_id, request.epoch, num_output, b""))
+        self.gateway.on_entry(
+            self.name, TokenEntry(request_id=request.request_id, epoch=request.epoch, offset=num_output, tokens=b"")
+        )
 
     def on_move_ended(self, outcome: MoveOutcome, request: GenerationRequest, taken: TakenOut | None) -> None:
         assert request.gateway_id == "gateway" and request.request_id == outcome.request_id
@@ -332,7 +343,17 @@ async def make_party(
         await transport.open()
         transport.bandwidth_bytes_s = lambda address: None  # type: ignore[method-assign]
     executor = SlabExecutor(num_merged, step_s)
-    party = Party(name, bus, gateway, registry, transport, settings, telemetry, executor, num_merged)
+    party = Party(
+        name=name,
+        bus=bus,
+        gateway=gateway,
+        registry=registry,
+        transport=transport,
+        settings=settings,
+        telemetry=telemetry,
+        executor=executor,
+        num_merged=num_merged,
+    )
     await party.start()
     return party
 
