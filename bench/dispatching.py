@@ -24,6 +24,7 @@ from shared.messages.cluster import (
 )
 from shared.messages.requests import GenerationRequest, SamplingParams, pack_tokens
 from shared.scheduling.actions import Dispatch
+from shared.scheduling.calls import OnDispatched, OnRegistry, OnReport, Submit
 from shared.scheduling.core import SchedulerCore
 from shared.settings import SchedulerSettings
 
@@ -49,14 +50,16 @@ class Cluster:
                 LoadedModel(name=model, state="ready", max_model_len=4096, page_tokens=16, slots_per_merged=16)
                 for model in MODELS
             ]
-            self.core.on_registry(
-                name,
-                InstanceInfo(
-                    instance_id=name, incarnation="1", node_id="node", state="ready", models=models, num_merged=1000
+            self.core.apply(
+                OnRegistry(
+                    name,
+                    InstanceInfo(
+                        instance_id=name, incarnation="1", node_id="node", state="ready", models=models, num_merged=1000
+                    ),
                 ),
                 self.now,
             )
-            self.core.on_report(self.report(name), self.now)
+            self.core.apply(OnReport(self.report(name)), self.now)
             state = self.core.cluster.get(name)
             assert state is not None
             state.has_answered = True
@@ -116,12 +119,12 @@ def dispatch_rate(cluster: Cluster, seconds: float) -> float:
     """Whole lives per second: submitted, dispatched, accepted, and its end reported."""
 
     def one() -> int:
-        cluster.core.submit(cluster.request(), cluster.now)
+        cluster.core.apply(Submit(cluster.request()), cluster.now)
         dispatches = cluster.step()
         for dispatch in dispatches:
-            cluster.core.on_dispatched(dispatch, None, cluster.now)
+            cluster.core.apply(OnDispatched.to(dispatch, None), cluster.now)
             report = cluster.report(dispatch.instance_id, ids=(dispatch.request.request_id,))
-            cluster.core.on_report(report, cluster.now)
+            cluster.core.apply(OnReport(report), cluster.now)
         return len(dispatches)
 
     return rate(one, seconds)
@@ -130,9 +133,9 @@ def dispatch_rate(cluster: Cluster, seconds: float) -> float:
 def full_cluster(cluster: Cluster) -> Cluster:
     """With requests that wait."""
     for name in cluster.names:
-        cluster.core.on_report(cluster.report(name, num_waiting=9), cluster.now)
+        cluster.core.apply(OnReport(cluster.report(name, num_waiting=9)), cluster.now)
     for _ in range(QUEUED):
-        cluster.core.submit(cluster.request(), cluster.now)
+        cluster.core.apply(Submit(cluster.request()), cluster.now)
     assert not cluster.step(), "every instance is full"
     return cluster
 
@@ -142,14 +145,14 @@ def queued_rate(cluster: Cluster, seconds: float) -> float:
     full again."""
 
     def one() -> int:
-        cluster.core.submit(cluster.request(), cluster.now)
+        cluster.core.apply(Submit(cluster.request()), cluster.now)
         name = cluster.names[cluster.num_requests % len(cluster.names)]
-        cluster.core.on_report(cluster.report(name, num_waiting=1), cluster.now)
+        cluster.core.apply(OnReport(cluster.report(name, num_waiting=1)), cluster.now)
         dispatches = cluster.step()
         for dispatch in dispatches:
-            cluster.core.on_dispatched(dispatch, None, cluster.now)
+            cluster.core.apply(OnDispatched.to(dispatch, None), cluster.now)
         ids = tuple(dispatch.request.request_id for dispatch in dispatches)
-        cluster.core.on_report(cluster.report(name, num_waiting=9, ids=ids), cluster.now)
+        cluster.core.apply(OnReport(cluster.report(name, num_waiting=9, ids=ids)), cluster.now)
         return len(dispatches)
 
     return rate(one, seconds)
@@ -164,7 +167,7 @@ def report_seconds(cluster: Cluster, seconds: float, *, num_waiting: int) -> flo
         batch = [encoder.encode(cluster.report(name, num_waiting=num_waiting)) for name in cluster.names]
         started = time.perf_counter()
         for body in batch:
-            cluster.core.on_report(decoder.decode(body), cluster.now)
+            cluster.core.apply(OnReport(decoder.decode(body)), cluster.now)
             cluster.step()
         spent += time.perf_counter() - started
         count += len(batch)

@@ -21,6 +21,7 @@ from shared.messages.cluster import ModelSpec
 
 T = TypeVar("T")
 
+RECORD_MAX_BYTES = 256 << 20
 
 SubjectPart = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9_-]*$")]
 """An id that becomes part of a subject."""
@@ -163,6 +164,11 @@ class SchedulerSettings(BusSettings, frozen=True, kw_only=True):
     min_instances: Annotated[int, msgspec.Meta(ge=1)] = 1
     max_instances: int = 0
     """0: as many as the nodes can run."""
+    record_file: str = ""
+    """Where inputs and actions are recorded for `tideway replay`: a file of this name, the scheduler's id and the number of
+    its term, with dots between; empty: nowhere."""
+    record_max_bytes: int = RECORD_MAX_BYTES
+    """Of a recording, which ends there."""
 
 
 class PlacementSettings(BusSettings, frozen=True, kw_only=True):
@@ -245,8 +251,10 @@ class InstanceSettings(BusSettings, frozen=True, kw_only=True):
     """Step times of a model are learnt from its steps until a cost model is loaded, or measured briefly while nothing is to
     do (auto) | always (live) | never, so that there is no SLO budget (off)"""
     record_file: str = ""
-    """Where the engine's inputs are recorded for `tideway replay`, a file an instance: this name and the instance's id;
-    empty: nowhere."""
+    """Where the engine's inputs and plans are recorded for `tideway replay`: a file of this name, a dot and the instance's
+    id; empty: nowhere."""
+    record_max_bytes: int = RECORD_MAX_BYTES
+    """Of a recording, which ends there."""
     migration: str = "auto"
     """auto: KV moves to other instances over UCX, where that can be used | off"""
     migration_rate_share: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.0

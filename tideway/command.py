@@ -16,6 +16,8 @@ from typing import Annotated, NoReturn
 import typer
 
 from shared.engine import recording
+from shared.recording import ReplayMismatch, header_of
+from shared.scheduling import recording as scheduling
 from shared.service import OPERATOR_ERROR_EXIT_CODE
 from shared.settings import SettingsError
 from tideway import operations
@@ -273,14 +275,21 @@ def _leave(number: int, _: object) -> NoReturn:
 
 
 @app.command()
-def replay(file: Annotated[Path, typer.Argument(help="What TIDEWAY_RECORD_FILE made an instance write.")]) -> None:
-    """Run a recorded engine again and check that it plans the same."""
+def replay(
+    file: Annotated[Path, typer.Argument(help="What TIDEWAY_RECORD_FILE made a scheduler or an instance write.")],
+) -> None:
+    """Run a recorded scheduler or engine again and check that it decides the same."""
     try:
-        engine, num_plans = recording.replay(file.read_bytes())
-    except (OSError, recording.ReplayMismatch) as error:
+        recorded = file.read_bytes()
+        if isinstance(header_of(recorded, recording.Configuration | scheduling.Configuration), recording.Configuration):
+            engine, number = recording.replay(recorded)
+            what, num_open = "plans", len(engine.all_held())
+        else:
+            core, number = scheduling.replay(recorded)
+            what, num_open = "times asked for actions", len(core.requests)
+    except (OSError, ReplayMismatch) as error:
         raise OperatorError(f"{file}: {error}") from None
-    engine.check()
-    print(f"{num_plans} plans, all as recorded; requests open at the end: {len(engine.all_held())}.")
+    print(f"{number} {what}, all as recorded; requests open at the end: {num_open}.")
 
 
 app.command()(bench)

@@ -20,6 +20,7 @@ from shared.bus.codec import decoder
 from shared.messages.cluster import LoadReport
 from shared.messages.requests import GenerationRequest
 from shared.scheduling.actions import Dispatch, Paired, SendRebalance
+from shared.scheduling.calls import OnDispatched, OnRegistry, OnReport, OnTime, Submit
 from shared.scheduling.core import SchedulerCore
 from shared.settings import SchedulerSettings
 
@@ -49,7 +50,7 @@ class Station:
         self._decode_request = decoder(GenerationRequest).decode
         for index, name in enumerate(self.fleet.names):
             self._index[name] = index
-            self.core.on_registry(name, self.fleet.info(index), now)
+            self.core.apply(OnRegistry(name, self.fleet.info(index)), now)
             state = self.core.cluster.get(name)
             assert state is not None
             state.has_answered = True
@@ -59,14 +60,14 @@ class Station:
         """What came in together by `now`, and what is to be done then. Returns the processor time that it took."""
         started_s = time.thread_time()
         for body in reports:
-            self.core.on_report(self._decode_report(body), now)
+            self.core.apply(OnReport(self._decode_report(body)), now)
         for arrived_s, body in requests:
             request = self._decode_request(body)
             self._arrived_s[request.request_id] = arrived_s
-            refused = self.core.submit(request, now)
+            refused = self.core.apply(Submit(request), now)
             assert refused is None
         if (wakeup := self.core.next_wakeup()) is not None and wakeup <= now:
-            self.core.on_time(now)
+            self.core.apply(OnTime(), now)
         for action in self.core.actions(now):
             if isinstance(action, Dispatch):
                 encode(action.request)
@@ -74,7 +75,7 @@ class Station:
                 done_s = now + time.thread_time() - started_s
                 self.waits_s.append(done_s - self._arrived_s.pop(request_id))
                 self.fleet.accept(self._index[action.instance_id], request_id)
-                self.core.on_dispatched(action, None, now)
+                self.core.apply(OnDispatched.to(action, None), now)
             elif isinstance(action, SendRebalance):
                 encode(action.rebalance)
                 self.num_messages += 1

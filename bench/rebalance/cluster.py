@@ -27,6 +27,7 @@ from shared.scheduling.actions import (
     ProbeSilence,
     SendRebalance,
 )
+from shared.scheduling.calls import OnDispatched, OnHeld, OnRegistry, OnReport, OnTime, Submit, TakeExecutionStatistics
 from shared.scheduling.core import SchedulerCore
 from shared.settings import InstanceSettings, SchedulerSettings
 from shared.simulation.events import Events
@@ -149,7 +150,7 @@ class Cluster:
             request_id=str(number), gateway_id="bench", model=MODEL, prompt=prompt.tobytes(), sampling=sampling,
             timeout_s=1e6, priority=Priority.HIGH if is_high else Priority.NORMAL,
         )  # fmt: skip
-        if refused := self.core.submit(request, self.events.now):
+        if refused := self.core.apply(Submit(request), self.events.now):
             raise RunFailed(f"request {number} was refused: {refused.message}")
         self._act()
 
@@ -157,15 +158,15 @@ class Cluster:
         self.events.after(CONTROL_S, self._on_report, report)
 
     def _on_report(self, report: LoadReport) -> None:
-        self.core.on_report(report, self.events.now)
+        self.core.apply(OnReport(report), self.events.now)
         self._act()
 
     def _register(self, instance: Instance) -> None:
-        self.core.on_registry(instance.instance_id, instance.info(), self.events.now)
+        self.core.apply(OnRegistry(instance.instance_id, instance.info()), self.events.now)
         self._act()
 
     def _tell_statistics(self) -> None:
-        for statistics in self.core.take_execution_statistics():
+        for statistics in self.core.apply(TakeExecutionStatistics(), self.events.now):
             for instance in self.instances.values():
                 instance.engine.apply(SetStatistics(statistics), 0.0)
         self.events.after(STATISTICS_S, self._tell_statistics)
@@ -173,7 +174,7 @@ class Cluster:
     def _on_timer(self, at_s: float) -> None:
         if at_s == self._timer_s:
             self._timer_s = -1.0
-            self.core.on_time(self.events.now)
+            self.core.apply(OnTime(), self.events.now)
             self._act()
 
     # ------------------------------------------------------------------------------------- from the scheduler
@@ -206,11 +207,11 @@ class Cluster:
         self.events.after(CONTROL_S, self._on_dispatched, action, refused)
 
     def _on_dispatched(self, action: Dispatch, refused: object) -> None:
-        self.core.on_dispatched(action, refused, self.events.now)  # type: ignore[arg-type]
+        self.core.apply(OnDispatched.to(action, refused), self.events.now)  # type: ignore[arg-type]
         self._act()
 
     def _tell_held(self, action: AskHeld) -> None:
         if action.instance_id not in self.instances:
             return
-        self.core.on_held(action, self.instances[action.instance_id].held(), self.events.now)
+        self.core.apply(OnHeld(action, self.instances[action.instance_id].held()), self.events.now)
         self._act()

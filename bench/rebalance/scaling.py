@@ -12,7 +12,7 @@ from bench.rebalance.devices import Device
 from bench.rebalance.instance import Instance
 from bench.rebalance.moving import CONTROL_S
 from bench.rebalance.workloads import Job
-from shared.messages.cluster import PlacementPlan
+from shared.scheduling.calls import OnRegistry
 from shared.scheduling.scaling import CancelDrain, DrainAction, Scaler, ScaleUp
 
 INTERVAL_S = 1.0
@@ -58,7 +58,7 @@ class Fleet(Cluster):
                 case CancelDrain(instance_id):
                     if instance_id in self.instances:
                         self._set_state(self.instances[instance_id], "ready")
-            self._scaler.answered(PlacementPlan(0, [], released=released), self.events.now)
+            self._scaler.answered(released, self.events.now)
         for instance_id in list(self.emptied_s):
             del self.emptied_s[instance_id]
             instance = self.instances[instance_id]
@@ -76,5 +76,5 @@ class Fleet(Cluster):
         self._count()
         instance.stop()
         del self.instances[instance.instance_id]
-        self.core.on_registry(instance.instance_id, None, self.events.now)
+        self.core.apply(OnRegistry(instance.instance_id, None), self.events.now)
         self._act()

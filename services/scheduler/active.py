@@ -10,6 +10,7 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import Callable, Mapping
+from typing import TypeVar
 
 from opentelemetry.trace import use_span
 
@@ -39,7 +40,6 @@ from shared.messages.cluster import (
     InstanceInfo,
     LoadReport,
     ModelSpec,
-    PlacementPlan,
     SchedulerInfo,
     StatisticsReport,
 )
@@ -52,26 +52,54 @@ from shared.messages.requests import (
     ListHeldRequests,
     TokenFrame,
 )
+from shared.recording import file_writer
+from shared.scheduling import calls
 from shared.scheduling.actions import (
     Action,
     AskHeld,
     CancelAt,
+    CancelDrain,
     Dispatch,
+    DrainAction,
     InstanceLost,
     LeftQueue,
     MoveEnded,
     NotifyLost,
     Paired,
     ProbeSilence,
+    ScaleUp,
+    ScalingAction,
     SendEntry,
     SendRebalance,
 )
+from shared.scheduling.calls import (
+    AskEveryone,
+    BeginServing,
+    Call,
+    DeclareLost,
+    Grant,
+    GrantGrace,
+    LookAtScale,
+    OnDispatched,
+    OnExited,
+    OnHeld,
+    OnModel,
+    OnRegistry,
+    OnReport,
+    OnScaled,
+    OnTime,
+    Submit,
+    TakeExecutionStatistics,
+)
 from shared.scheduling.core import SchedulerCore
-from shared.scheduling.scaling import CALL_TIMEOUT_S, Scaler, ScalingAction, call_of
+from shared.scheduling.recording import Configuration, recorded
+from shared.scheduling.scaling import CALL_TIMEOUT_S, call_of
 from shared.settings import SchedulerSettings
 from shared.tasks import TaskSet
 
 logger = logging.getLogger(__name__)
+
+R = TypeVar("R")
 
 DISPATCH_TIMEOUT_S = 2.0
 HELD_TIMEOUT_S = 1.0
@@ -96,7 +124,7 @@ class ActiveScheduler:
         self._info = info
         self._observer = observer
         self._is_leader = is_leader
-        self._core = SchedulerCore(settings, info.term, inherited)
+        self._core = _core(settings, info, inherited)
         self._subscriptions: list[Subscription] = []
         self._tasks = TaskSet()
         self._calls: set[asyncio.Future[Accepted]] = set()
@@ -106,7 +134,6 @@ class ActiveScheduler:
         self._is_turn_due = False
         self._num_reports = 0
         """Since the turn began."""
-        self._scaler = Scaler(settings)
         self._models = models
         self._is_closed = False
         self.is_serving = False
@@ -115,15 +142,15 @@ class ActiveScheduler:
         """Rebuilds the view of who holds what, then serves. `instances`: the registry as it stands; changes after this
         call come by `on_registry`."""
         for instance_id, info in instances.items():
-            self._core.on_registry(instance_id, info, self._bus.now())
+            self._apply(OnRegistry(instance_id, info))
         self._subscriptions.append(await self._bus.subscribe(LOAD_REPORTS, self._on_report))
         self._subscriptions.append(await self._bus.subscribe(SCHEDULER_CANCEL, self._on_cancel))
         self._subscriptions.append(await self._bus.subscribe(INSTANCE_EXITED, self._on_exited))
         started_s = self._bus.now()
-        self._core.ask_everyone(started_s)
+        self._apply(AskEveryone())
         self._act()
         await self._tasks.wait_all(2 * HELD_TIMEOUT_S)
-        self._core.begin_serving()
+        self._apply(BeginServing())
         self._subscriptions.append(await self._bus.serve(SCHEDULER_SUBMIT, self._submit))
         self._subscriptions.append(await self._bus.serve(SCHEDULER_GRANT, self._grant))
         self._tasks.start(self._publish_statistics())
@@ -150,13 +177,16 @@ class ActiveScheduler:
 
     # ------------------------------------------------------------------------------------------------- inputs
 
+    def _apply(self, call: Call[R]) -> R:
+        return self._core.apply(call, self._bus.now())
+
     def _submit(self, request: GenerationRequest) -> Accepted:
         self._check_leader()
         try:
             GATEWAY_FRAMES.at(gateway_id=request.gateway_id)
         except ValueError as error:
             raise ServiceError.of(ErrorCode.BAD_REQUEST, str(error), "gateway_id") from None
-        refused = self._core.submit(request, self._bus.now())
+        refused = self._apply(Submit(request))
         self._act_soon()
         if refused is not None:
             self._observer.refused.labels(refused.code).inc()
@@ -165,7 +195,7 @@ class ActiveScheduler:
 
     def _grant(self, query: GrantQuery) -> GrantReply:
         self._check_leader()
-        reply = self._core.grant(query, self._bus.now())
+        reply = self._apply(Grant(query))
         self._observer.on_granted(reply)
         return reply
 
@@ -174,33 +204,33 @@ class ActiveScheduler:
             raise ServiceError.of(ErrorCode.NOT_LEADER, f"{self._info.scheduler_id} is not the active scheduler now")
 
     def on_model(self, model: str, is_known: bool) -> None:
-        self._core.on_model(model, is_known, self._bus.now())
+        self._apply(OnModel(model, is_known))
         self._act()
 
     def on_registry(self, instance_id: str, info: InstanceInfo | None) -> None:
-        self._core.on_registry(instance_id, info, self._bus.now())
+        self._apply(OnRegistry(instance_id, info))
         self._act()
 
     def on_reconnect(self) -> None:
-        self._core.grant_grace(self._bus.now())
+        self._apply(GrantGrace())
         self._act()
 
     def _on_report(self, report: LoadReport) -> None:
-        self._core.on_report(report, self._bus.now())
+        self._apply(OnReport(report))
         self._num_reports += 1
         self._act_soon()
 
     def _on_cancel(self, cancel: Cancel) -> None:
-        self._core.cancel(cancel.request_id, self._bus.now())
+        self._apply(calls.Cancel(cancel.request_id))
         self._act()
 
     def _on_exited(self, exited: InstanceExited) -> None:
-        self._core.on_exited(exited, self._bus.now())
+        self._apply(OnExited(exited))
         self._act()
 
     def _on_timer(self) -> None:
         self._timer = None
-        self._core.on_time(self._bus.now())
+        self._apply(OnTime())
         self._act()
 
     # ------------------------------------------------------------------------------------------------ actions
@@ -248,6 +278,8 @@ class ActiveScheduler:
                 self._observer.on_instance_lost(action)
                 level = logging.WARNING if num_requests or reason == "silent" else logging.INFO
                 logger.log(level, "instance %s is gone (%s); it had %d requests", instance_id, reason, num_requests)
+            case ScaleUp() | DrainAction() | CancelDrain():
+                self._tasks.start(self._scale(action))
             case AskHeld():
                 self._tasks.start(self._ask_held(action))
             case ProbeSilence(instance_ids):
@@ -267,7 +299,7 @@ class ActiveScheduler:
                 reason = f"{error.code}: {error.message}"
                 logger.info("%s did not take %s: %s", dispatch.instance_id, dispatch.request.request_id, reason)
             self._observer.end_dispatch(dispatch, span, error, self._bus.now() - started_s)
-            self._core.on_dispatched(dispatch, error, self._bus.now())
+            self._apply(OnDispatched.to(dispatch, error))
             self._act_soon()
 
         self._calls.add(call)
@@ -280,7 +312,7 @@ class ActiveScheduler:
             held = (await self._bus.request(endpoint, ListHeldRequests(), timeout_s=HELD_TIMEOUT_S)).requests
         except BusError as error:
             logger.info("%s does not say what it holds: %s", ask.instance_id, error)
-        self._core.on_held(ask, held, self._bus.now())
+        self._apply(OnHeld(ask, held))
         self._act()
 
     async def _probe(self, instance_ids: list[str]) -> None:
@@ -289,9 +321,9 @@ class ActiveScheduler:
             await self._bus.round_trip_s()
         except BusError as error:
             logger.warning("NATS does not answer (%s): the instances' silence means nothing", error)
-            self._core.grant_grace(self._bus.now())
+            self._apply(GrantGrace())
         else:
-            self._core.declare_lost(instance_ids, self._bus.now())
+            self._apply(DeclareLost(instance_ids))
         self._act()
 
     async def _publish_statistics(self) -> None:
@@ -312,15 +344,14 @@ class ActiveScheduler:
             num_queued[lane.model] += length
         models = self._core.statistics.take(period_s, num_queued)
         self._bus.publish(SCHEDULER_STATISTICS, StatisticsReport(self._info.scheduler_id, models))
-        if changed := self._core.take_execution_statistics():
+        if changed := self._apply(TakeExecutionStatistics()):
             report = ExecutionStatisticsReport(self._info.scheduler_id, changed)
             self._bus.publish(EXECUTION_STATISTICS, report)
 
-    def _scale_if_due(self, now: float, _period_s: float) -> None:
-        num_online = {lane.model: n for lane, n in self._core.queue.lengths().items() if lane.is_online}
+    def _scale_if_due(self, _now: float, _period_s: float) -> None:
         replicas = {spec.name: spec.replicas for spec in self._models.values() if spec.replicas is not None}
-        for action in self._scaler.due(self._core.cluster, num_online, now, replicas):
-            self._tasks.start(self._scale(action))
+        self._apply(LookAtScale(replicas))
+        self._act()
 
     def _sample(self, now: float, _period_s: float) -> None:
         self._observer.sample(self._core, self._models, now)
@@ -328,13 +359,14 @@ class ActiveScheduler:
     async def _scale(self, action: ScalingAction) -> None:
         endpoint, query = call_of(action)
         logger.info("scaling: %s", action)
-        reply: PlacementPlan | ErrorInfo
+        released: list[str] | None = None
         try:
-            reply = await self._bus.request(endpoint, query, timeout_s=CALL_TIMEOUT_S)
+            plan = await self._bus.request(endpoint, query, timeout_s=CALL_TIMEOUT_S)
         except BusError as error:
             logger.warning("placement did not carry out %s: %s", action, error)
-            reply = error.info
-        self._scaler.answered(reply, self._bus.now())
+        else:
+            released = plan.released
+        self._apply(OnScaled(released))
 
     # ------------------------------------------------------------------------------------------------ plumbing
 
@@ -347,6 +379,20 @@ class ActiveScheduler:
         self._timer_s = wakeup_s
         delay_s = max(0.0, wakeup_s - self._bus.now())
         self._timer = asyncio.get_running_loop().call_later(delay_s, self._on_timer)
+
+
+def _core(
+    settings: SchedulerSettings, info: SchedulerInfo, inherited: Mapping[str, ExecutionStatistics]
+) -> SchedulerCore:
+    """Recorded, if settings name a file. One that cannot be written keeps nobody from being served."""
+    configuration = Configuration.of(settings, info.term, inherited)
+    if settings.record_file:
+        path = f"{settings.record_file}.{info.scheduler_id}.{info.term}"
+        try:
+            return recorded(configuration, file_writer(path, settings.record_max_bytes))
+        except OSError as error:
+            logger.error("TIDEWAY_RECORD_FILE: %r cannot be written, so nothing is recorded: %s", path, error)
+    return configuration.build()
 
 
 def _error_of(call: asyncio.Future[Accepted]) -> ErrorInfo | None:

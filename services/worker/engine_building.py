@@ -7,6 +7,7 @@ from shared.engine.engine import Engine
 from shared.engine.recording import Configuration, recorded
 from shared.messages.cluster import InstancePlan
 from shared.policies.catalogue import ORDERING_POLICIES, TOKEN_BUDGET_POLICIES
+from shared.recording import file_writer
 from shared.settings import InstanceSettings, SettingsError
 
 
@@ -58,9 +59,7 @@ def build_engine(settings: InstanceSettings, num_merged: int, device: str, num_h
     if settings.record_file:
         path = f"{settings.record_file}.{settings.instance_id}"
         try:
-            # Unbuffered: the end of a process, which matters most, is not always an orderly one.
-            file = open(path, "wb", buffering=0)  # noqa: SIM115  (kept open for the life of the process)
+            return recorded(configuration, file_writer(path, settings.record_max_bytes))
         except OSError as error:
             raise SettingsError(f"TIDEWAY_RECORD_FILE: {path!r} cannot be written: {error}") from None
-        return recorded(configuration, file.write)
     return configuration.build()

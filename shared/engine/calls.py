@@ -5,10 +5,7 @@ A host that locks, records or replays does so once, for all of them.
 
 from __future__ import annotations
 
-import re
 from typing import TYPE_CHECKING, ClassVar, Generic, TypeVar
-
-import msgspec
 
 from shared.cost_model import CostModel, CostSource
 from shared.engine.moving import PinnedBlocks, Reservation
@@ -16,6 +13,7 @@ from shared.engine.plan import ModelShape, StepResult
 from shared.messages.cluster import ExecutionStatistics
 from shared.messages.migration import Commit, PreAllocate
 from shared.messages.requests import ErrorInfo, GenerationRequest
+from shared.recording import Call as AnyCall
 
 if TYPE_CHECKING:
     from shared.engine.engine import Engine
@@ -23,11 +21,7 @@ if TYPE_CHECKING:
 R_co = TypeVar("R_co", covariant=True)
 
 
-def _tag(name: str) -> str:
-    return re.sub("(?<!^)(?=[A-Z])", "_", name).lower()
-
-
-class Call(msgspec.Struct, Generic[R_co], frozen=True, tag=_tag):
+class Call(AnyCall, Generic[R_co], frozen=True):
     """`R_co`: what it returns."""
 
     brings_work: ClassVar[bool] = False

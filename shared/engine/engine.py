@@ -22,7 +22,6 @@ The parts own their state, and meet here:
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from math import inf
 from typing import TypeVar
 
@@ -49,12 +48,11 @@ from shared.messages.requests import ErrorCode, ErrorInfo, FinishReason, HeldReq
 from shared.policies.checkpointing import AdaptiveCheckpoint, CheckpointPolicy
 from shared.policies.ordering import OrderingPolicy
 from shared.policies.token_budget import TokenBudgetPolicy
+from shared.recording import Recorder
 
 R = TypeVar("R")
 
 Effect = Output | Ended | TakenOut
-Recorder = Callable[[Call[object] | StepPlan | None, float], None]
-"""Of a call or a plan (None: none was made), and the time."""
 
 
 class Engine:

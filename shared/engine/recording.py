@@ -1,30 +1,25 @@
-"""A recorded run of an engine, and its replay: any incident becomes a test.
-
-A recording is a sequence of length-prefixed msgpack records: first the engine's configuration, then each call and each plan
-with its time. Replaying it on the same code gives the same plans byte for byte.
-"""
+"""A recorded run of an engine, and its replay (`shared.recording`): its decisions are its plans."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import reduce
 from operator import or_
 from typing import Any
 
 import msgspec
 
+from shared import recording
 from shared.engine import calls
-from shared.engine.engine import Engine, Recorder
-from shared.engine.plan import StepPlan
+from shared.engine.engine import Engine
 from shared.policies.catalogue import ordering_policy, token_budget_policy
 from shared.policies.checkpointing import AdaptiveCheckpoint
+from shared.recording import Recorder
 
-LENGTH_BYTES = 4
-
-_CALLS = reduce(or_, calls.Call.__subclasses__())
+CALLS: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(reduce(or_, calls.Call.__subclasses__()))
 
 
-class Configuration(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+class Configuration(msgspec.Struct, frozen=True, tag="engine", kw_only=True):
     """All that an engine is made of. Names of policies: `shared.policies.catalogue`; the rest: `Engine`."""
 
     num_merged: int
@@ -76,77 +71,13 @@ class Configuration(msgspec.Struct, frozen=True, tag=True, kw_only=True):
         return Engine(**self.arguments(), record=record)
 
 
-class Applied(msgspec.Struct, frozen=True, tag=True):
-    call: _CALLS  # type: ignore[valid-type]
-    now: float
-
-
-class Planned(msgspec.Struct, frozen=True, tag=True):
-    plan: bytes
-    """Encoded `StepPlan`, empty where none was made."""
-    now: float
-
-
-Record = Configuration | Applied | Planned
-
-_encoder = msgspec.msgpack.Encoder()
-_decoder: msgspec.msgpack.Decoder[Record] = msgspec.msgpack.Decoder(Record)
-
-
 def recorded(configuration: Configuration, write: Callable[[bytes], object]) -> Engine:
     """An engine whose configuration, calls and plans go, encoded, to `write`."""
-
-    def put(record: Record) -> None:
-        encoded = _encoder.encode(record)
-        write(len(encoded).to_bytes(LENGTH_BYTES, "little") + encoded)
-
-    def record(what: calls.Call[object] | StepPlan | None, now: float) -> None:
-        put(Applied(what, now) if isinstance(what, calls.Call) else Planned(_encoded(what), now))
-
-    put(configuration)
-    return configuration.build(record)
+    return configuration.build(recording.recorder(configuration, write))
 
 
-def _encoded(plan: StepPlan | None) -> bytes:
-    return b"" if plan is None else _encoder.encode(plan)
-
-
-class ReplayMismatch(Exception):
-    """The replayed engine planned something else than the recorded one, or there is nothing to replay."""
-
-
-def records(recording: bytes) -> Iterator[Record]:
-    """The records in order; a torn last record (the process was killed while writing) ends the iteration."""
-    position = 0
-    while position + LENGTH_BYTES <= len(recording):
-        length = int.from_bytes(recording[position : position + LENGTH_BYTES], "little")
-        position += LENGTH_BYTES
-        if position + length > len(recording):
-            return
-        try:
-            record = _decoder.decode(recording[position : position + length])
-        except msgspec.DecodeError as error:
-            raise ReplayMismatch(f"not a recording: {error}") from None
-        yield record
-        position += length
-
-
-def replay(recording: bytes) -> tuple[Engine, int]:
+def replay(recorded: bytes) -> tuple[Engine, int]:
     """Runs a recording again. Returns the engine as it stands at the end and the number of calls to `plan`; raises
-    `ReplayMismatch` at the first plan that differs, and where the bytes are not a recording."""
-    iterator = records(recording)
-    configuration = next(iterator, None)
-    if not isinstance(configuration, Configuration):
-        raise ReplayMismatch("not a recording: it does not begin with an engine's configuration")
-    engine = configuration.build()
-    num_plans = 0
-    for record in iterator:
-        if isinstance(record, Configuration):
-            raise ReplayMismatch("a second configuration inside a recording")
-        if isinstance(record, Applied):
-            engine.apply(record.call, record.now)
-            continue
-        if _encoded(engine.plan(record.now)) != record.plan:
-            raise ReplayMismatch(f"plan {num_plans} at {record.now:.6f} s differs from the recorded one")
-        num_plans += 1
-    return engine, num_plans
+    `ReplayMismatch` at the first plan that differs, and where the bytes are no recording of an engine."""
+    engine = recording.header_of(recorded, Configuration).build()
+    return engine, recording.replay(recorded, engine, CALLS, engine.plan)

@@ -1,56 +1,50 @@
-"""What the scheduler's core wants done: plain data, carried out by the service."""
+"""What the scheduler's core wants done: plain data, carried out by its host."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import msgspec
 
 from shared.messages.migration import Rebalance
 from shared.messages.requests import GenerationRequest, RequestsLost, TokenEntry
 
 
-@dataclass(frozen=True, slots=True)
-class Dispatch:
-    """Submit to the instance and answer with `SchedulerCore.on_dispatched`."""
+class Dispatch(msgspec.Struct, frozen=True, tag=True):
+    """Submit to the instance and answer with `OnDispatched`."""
 
     instance_id: str
     request: GenerationRequest
 
 
-@dataclass(frozen=True, slots=True)
-class AskHeld:
-    """Ask the instance what it holds and answer with `SchedulerCore.on_held`."""
+class AskHeld(msgspec.Struct, frozen=True, tag=True):
+    """Ask the instance what it holds and answer with `OnHeld`."""
 
     instance_id: str
     incarnation: str
     asked_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class CancelAt:
+class CancelAt(msgspec.Struct, frozen=True, tag=True):
     instance_id: str
     request_id: str
     epoch: int | None = None
     """Only in this epoch or a lower one; None: wherever it has moved to, in any epoch."""
 
 
-@dataclass(frozen=True, slots=True)
-class SendEntry:
+class SendEntry(msgspec.Struct, frozen=True, tag=True):
     """A queued request ended here: tell its gateway."""
 
     gateway_id: str
     entry: TokenEntry
 
 
-@dataclass(frozen=True, slots=True)
-class NotifyLost:
+class NotifyLost(msgspec.Struct, frozen=True, tag=True):
     """Tell a gateway which of its requests went down with an instance."""
 
     gateway_id: str
     lost: RequestsLost
 
 
-@dataclass(frozen=True, slots=True)
-class InstanceLost:
+class InstanceLost(msgspec.Struct, frozen=True, tag=True):
     """For the log and metrics: an instance is gone, with so many requests on it or on their way to it."""
 
     instance_id: str
@@ -59,15 +53,13 @@ class InstanceLost:
     num_requests: int
 
 
-@dataclass(frozen=True, slots=True)
-class ProbeSilence:
-    """Find out whether the bus works, then call `declare_lost` (it does) or `grant_grace` (it does not)."""
+class ProbeSilence(msgspec.Struct, frozen=True, tag=True):
+    """Find out whether the bus works, then apply `DeclareLost` (it does) or `GrantGrace` (it does not)."""
 
     instance_ids: list[str]
 
 
-@dataclass(frozen=True, slots=True)
-class LeftQueue:
+class LeftQueue(msgspec.Struct, frozen=True, tag=True):
     """For metrics and traces: a request is not in this scheduler's hands any more. Times on the core's clock."""
 
     request: GenerationRequest
@@ -82,16 +74,14 @@ class LeftQueue:
     """For dispatched ones: when the submit call that succeeded began."""
 
 
-@dataclass(frozen=True, slots=True)
-class SendRebalance:
+class SendRebalance(msgspec.Struct, frozen=True, tag=True):
     """Tell an instance whom to give requests to; nobody: no one any more."""
 
     instance_id: str
     rebalance: Rebalance
 
 
-@dataclass(frozen=True, slots=True)
-class Paired:
+class Paired(msgspec.Struct, frozen=True, tag=True):
     """For the log and metrics: an instance gives requests away from now on."""
 
     instance_id: str
@@ -99,8 +89,7 @@ class Paired:
     freeness: float
 
 
-@dataclass(frozen=True, slots=True)
-class MoveEnded:
+class MoveEnded(msgspec.Struct, frozen=True, tag=True):
     """For metrics: a migration ended."""
 
     source_id: str
@@ -108,6 +97,22 @@ class MoveEnded:
     reason: str
     """Why it failed, an `AbortReason`; empty: it did not."""
 
+
+class ScaleUp(msgspec.Struct, frozen=True, tag=True):
+    """Ask placement for so many instances; answer this one and the next two with `OnScaled`."""
+
+    num_instances: int
+
+
+class DrainAction(msgspec.Struct, frozen=True, tag=True):
+    instance_id: str
+
+
+class CancelDrain(msgspec.Struct, frozen=True, tag=True):
+    instance_id: str
+
+
+ScalingAction = ScaleUp | DrainAction | CancelDrain
 
 Action = (
     Dispatch
@@ -121,4 +126,5 @@ Action = (
     | SendRebalance
     | Paired
     | MoveEnded
+    | ScalingAction
 )

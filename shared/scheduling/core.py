@@ -1,20 +1,16 @@
-"""The scheduler's decisions for one term of leadership: events in, actions out; no clock, no I/O, no randomness.
+"""The scheduler's decisions for one term of leadership: calls in, actions out; no clock, no I/O, no randomness.
 
-The service calls, always with its clock's `now`:
+Its host (the service, a simulation, a test) calls, always with its clock's `now`:
 
-    on_registry / on_report / on_exited      what the cluster says
-    on_model                                 what the operator added and removed
-    submit / cancel / grant                  what gateways want
-    on_dispatched / on_held                  answers to `Dispatch` and `AskHeld`
-    declare_lost / grant_grace               answers to `ProbeSilence`
-    next_wakeup() / on_time                  deadlines
-    actions()                                what to do now, in order; after every call
-    take_execution_statistics()              what to publish, at most once a second
+    apply(call, now)        whatever changes it (calls.py): what gateways want and instances say, answers, time
+    actions(now)            what to do now, in order (actions.py); after every call, or after all that came in together
+    next_wakeup()           when to apply `OnTime`
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TypeVar
 
 from shared.messages.batches import GrantQuery, GrantReply
 from shared.messages.cluster import (
@@ -34,7 +30,9 @@ from shared.messages.requests import (
     next_placement,
 )
 from shared.policies.catalogue import ordering_policy
-from shared.scheduling.actions import Action, AskHeld, CancelAt, Dispatch, InstanceLost, ProbeSilence
+from shared.recording import Recorder
+from shared.scheduling.actions import Action, AskHeld, CancelAt, InstanceLost, ProbeSilence
+from shared.scheduling.calls import Call, OnDispatched
 from shared.scheduling.cluster import ClusterView, InstanceState, Liveness
 from shared.scheduling.dispatching import Dispatcher
 from shared.scheduling.harvest import GrantBook
@@ -45,7 +43,10 @@ from shared.scheduling.queue import GlobalQueue
 from shared.scheduling.recovery import FINAL, FULL, MAYBE_DELIVERED, UNCERTAIN, reconcile
 from shared.scheduling.requests import RequestState, TrackedRequest
 from shared.scheduling.rescheduling import Rescheduler
+from shared.scheduling.scaling import Scaler
 from shared.settings import SchedulerSettings
+
+R = TypeVar("R")
 
 LEDGER_EXPIRY_S = 2.0
 """After its dispatch was acknowledged: a report that names the request is lost, or was never sent."""
@@ -62,9 +63,15 @@ MAX_FAILURES = 3
 
 class SchedulerCore:
     def __init__(
-        self, settings: SchedulerSettings, term: int, inherited: Mapping[str, ExecutionStatistics] | None = None
+        self,
+        settings: SchedulerSettings,
+        term: int,
+        inherited: Mapping[str, ExecutionStatistics] | None = None,
+        *,
+        record: Recorder | None = None,
     ) -> None:
-        """`inherited`: execution statistics as the leader before published them."""
+        """`inherited`: execution statistics as the leader before published them. `record` is given each call before it is
+        carried out, and what each call of `actions` said."""
         self.cluster = ClusterView(settings.lost_after_s)
         self.queue = GlobalQueue(ordering_policy(settings.order_policy), settings.max_queued)
         self.dispatcher = Dispatcher(
@@ -81,21 +88,32 @@ class SchedulerCore:
         self.statistics = self._life.statistics
         self.grants = GrantBook()
         self.rescheduler = Rescheduler(settings, self.cluster)
+        self.scaler = Scaler(settings)
         self._moves = MoveBook(self._life, self.cluster)
         self._monitor = ServiceMonitor(inherited or {})
         for statistics in (inherited or {}).values():
             self.queue.set_statistics(statistics)
+        self._record = record
         self._term = term
         self._num_submitted = 0
         self._unheard: set[str] = set()
         """Live instances that did not say in time, at take-over, what they hold."""
+
+    def apply(self, call: Call[R], now: float) -> R:
+        """Carries a call out, and returns what it says."""
+        if self._record is not None:
+            self._record(call, now)
+        return call.on(self, now)
 
     def actions(self, now: float) -> list[Action]:
         """Dispatches what can be dispatched, and returns everything there is to do since the last call."""
         for tracked, instance_id in self.dispatcher.picks(now):
             self._life.dispatch(tracked, instance_id, now)
         actions, self._life.actions = self._life.actions, []
-        return actions + self.rescheduler.due(now)
+        actions += self.rescheduler.due(now)
+        if self._record is not None:
+            self._record(actions, now)
+        return actions
 
     def next_wakeup(self) -> float | None:
         """When `on_time` must be called next, if nothing else happens before."""
@@ -190,6 +208,11 @@ class SchedulerCore:
         for statistics in changed:
             self.queue.set_statistics(statistics)
         return changed
+
+    def look_at_scale(self, replicas: Mapping[str, int], now: float) -> None:
+        """See `LookAtScale`."""
+        queued = {lane.model: length for lane, length in self.queue.lengths().items() if lane.is_online}
+        self._life.actions += self.scaler.due(self.cluster, queued, now, replicas)
 
     # ---------------------------------------------------------------------------------------------- instances
 
@@ -291,14 +314,14 @@ class SchedulerCore:
 
     # ------------------------------------------------------------------------------------------------ answers
 
-    def on_dispatched(self, dispatch: Dispatch, error: ErrorInfo | None, now: float) -> None:
-        """The submit call's outcome; None: accepted."""
-        request_id, instance_id = dispatch.request.request_id, dispatch.instance_id
+    def on_dispatched(self, answer: OnDispatched, now: float) -> None:
+        """See `OnDispatched`."""
+        request_id, instance_id, error = answer.request_id, answer.instance_id, answer.error
         tracked = self.requests.get(request_id)
         state = self.cluster.get(instance_id)
         if tracked is None or tracked.state != RequestState.DISPATCHING:
             return
-        if (tracked.instance_id, tracked.epoch) != (instance_id, dispatch.request.epoch):
+        if (tracked.instance_id, tracked.epoch) != (instance_id, answer.epoch):
             return
         if error is None:
             if state is not None:

@@ -21,7 +21,8 @@ class ServiceMonitor:
         self._window = ExecutionTimeWindow()
         self._inherited = dict(inherited)
         self._published = dict(inherited)
-        self._changed: set[str] = set()
+        self._changed: dict[str, None] = {}
+        """In order, so that it does not depend on hashes."""
         self._is_news = bool(inherited)
         """Whether somebody may not know what is published."""
 
@@ -31,7 +32,7 @@ class ServiceMonitor:
             seconds = stats.device_s or stats.execution_s
             if seconds > 0 and stats.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
                 self._window.add(stats.model, seconds)
-                self._changed.add(stats.model)
+                self._changed[stats.model] = None
 
     def on_new_instance(self) -> None:
         """It knows nothing yet."""
@@ -56,7 +57,7 @@ class ServiceMonitor:
     def forget(self, model: str) -> None:
         """The model was removed."""
         self._window.forget(model)
-        self._changed.discard(model)
+        self._changed.pop(model, None)
         self._published.pop(model, None)
         self._inherited.pop(model, None)
 

@@ -1,11 +1,9 @@
-"""Autoscaling in the scheduler: the cluster's view in, calls to placement out. Pure; off unless `settings.autoscale`.
+"""Autoscaling in the scheduler: the cluster's view in, calls to placement out; off unless `settings.autoscale`.
 
     check_settings(settings)                                         at the start of the process; SettingsError
-    scaler = Scaler(settings)                                        for one term of leadership
-    for action in scaler.due(cluster, queued, now, replicas):        about once a second
-        endpoint, query = call_of(action)                            a PLACEMENT_... endpoint
-        reply = await bus.request(endpoint, query, timeout_s=CALL_TIMEOUT_S)        in a task of its own
-        scaler.answered(reply, now)                                  or the ErrorInfo of the BusError
+    scaler.due(cluster, queued, now, replicas)                       about once a second: the actions
+    call_of(action)                                                  the PLACEMENT_... endpoint, and what it is asked
+    scaler.answered(released, now)                                   what placement said
 
 `cluster`: the ClusterView. `queued`: online requests in the global queue, per model. `replicas`: of the models that are to
 be on so many instances. What comes of an action is seen in the registry. A new leader does not know what the one before has
@@ -17,35 +15,20 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from shared.messages.admin import DrainInstance, ScaleInstances
 from shared.messages.catalogue import PLACEMENT_DRAIN_INSTANCE, PLACEMENT_SCALE_INSTANCES
 from shared.messages.channels import Endpoint
 from shared.messages.cluster import PlacementPlan
-from shared.messages.requests import ErrorInfo
 from shared.policies.autoscaling import Autoscaling, Fleet, Grow, Keep, Member, ScalingBounds, Shrink
+from shared.scheduling.actions import CancelDrain, DrainAction, ScaleUp, ScalingAction
 from shared.scheduling.cluster import ClusterView, InstanceState
 from shared.settings import SchedulerSettings, SettingsError
 
 CALL_TIMEOUT_S = 15.0
 """Placement may have to ask node agents, or the API server of Kubernetes."""
-
-
-class ScaleUp(NamedTuple):
-    num_instances: int
-
-
-class DrainAction(NamedTuple):
-    instance_id: str
-
-
-class CancelDrain(NamedTuple):
-    instance_id: str
-
-
-ScalingAction = ScaleUp | DrainAction | CancelDrain
 
 
 def call_of(action: ScalingAction) -> tuple[Endpoint[Any, PlacementPlan], ScaleInstances | DrainInstance]:
@@ -97,11 +80,11 @@ class Scaler:
                 return [CancelDrain(instance_id)]
         return []
 
-    def answered(self, reply: PlacementPlan | ErrorInfo, now: float) -> None:
-        """What placement said. Without an answer in time the effect may still come, and is seen then."""
-        if isinstance(reply, PlacementPlan):
+    def answered(self, released: Sequence[str] | None, now: float) -> None:
+        """See `OnScaled`."""
+        if released is not None:
             # Not always the instance that was asked for: Kubernetes takes the last pod of a StatefulSet.
-            self._own_drains.update(reply.released)
+            self._own_drains.update(released)
         elif self._policy is not None:
             self._policy.refused(now)
 

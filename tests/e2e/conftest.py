@@ -26,7 +26,14 @@ def collector() -> Iterator[OtlpCollector]:
 
 
 @pytest.fixture(scope="package")
-def stack(checkpoints: dict[str, str], collector: OtlpCollector) -> Iterator[Stack]:
-    with Stack(checkpoints, environment={"TIDEWAY_OTLP_ENDPOINT": collector.endpoint}) as stack:
+def recordings(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the stack's scheduler and instances write their recordings."""
+    return tmp_path_factory.mktemp("recordings")
+
+
+@pytest.fixture(scope="package")
+def stack(checkpoints: dict[str, str], collector: OtlpCollector, recordings: Path) -> Iterator[Stack]:
+    environment = {"TIDEWAY_OTLP_ENDPOINT": collector.endpoint, "TIDEWAY_RECORD_FILE": str(recordings / "of")}
+    with Stack(checkpoints, environment=environment) as stack:
         stack.wait_ready()
         yield stack

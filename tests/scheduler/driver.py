@@ -17,6 +17,7 @@ from shared.scheduling.actions import (
     AskHeld,
     Dispatch,
 )
+from shared.scheduling.calls import OnDispatched, OnHeld, OnRegistry, OnReport, OnTime, Submit
 from shared.scheduling.core import SchedulerCore
 from shared.scheduling.requests import RequestState
 from shared.settings import SchedulerSettings
@@ -43,31 +44,31 @@ class Driver:
 
     def up(self, instance_id: str, *models: str, heard: bool = True, **info: object) -> None:
         """A new instance that has answered and reported."""
-        self.core.on_registry(instance_id, make_info(instance_id, *models, **info), self.now)  # type: ignore[arg-type]
+        self.core.apply(OnRegistry(instance_id, make_info(instance_id, *models, **info)), self.now)  # type: ignore[arg-type]
         if heard:
             self.report(instance_id, incarnation=info.get("incarnation", "1"))
             for ask in self.take(AskHeld):
-                self.core.on_held(ask, [], self.now)
+                self.core.apply(OnHeld(ask, []), self.now)
 
     def report(self, instance_id: str, **report: object) -> None:
         self.sequences[instance_id] = self.sequences.get(instance_id, 0) + 1
         message = make_report(instance_id, self.sequences[instance_id], **report)  # type: ignore[arg-type]
-        self.core.on_report(message, self.now)
+        self.core.apply(OnReport(message), self.now)
 
     def submit(self, request: GenerationRequest) -> ErrorInfo | None:
-        return self.core.submit(request, self.now)
+        return self.core.apply(Submit(request), self.now)
 
     def dispatches(self) -> dict[str, str]:
         """Request id to instance id of new dispatches, which are then accepted."""
         made = self.take(Dispatch)
         for dispatch in made:
-            self.core.on_dispatched(dispatch, None, self.now)
+            self.core.apply(OnDispatched.to(dispatch, None), self.now)
         return {dispatch.request.request_id: dispatch.instance_id for dispatch in made}
 
     def refuse(self, code: ErrorCode, retry_after_s: float = 0.0) -> Dispatch:
         """The single new dispatch, answered with an error."""
         (dispatch,) = self.take(Dispatch)
-        self.core.on_dispatched(dispatch, ErrorInfo(code, "no", retry_after_s=retry_after_s), self.now)
+        self.core.apply(OnDispatched.to(dispatch, ErrorInfo(code, "no", retry_after_s=retry_after_s)), self.now)
         return dispatch
 
     def pass_time(self, seconds: float) -> None:
@@ -75,7 +76,7 @@ class Driver:
         end = self.now + seconds
         while (wakeup := self.core.next_wakeup()) is not None and wakeup <= end:
             self.now = max(self.now, wakeup)
-            self.core.on_time(self.now)
+            self.core.apply(OnTime(), self.now)
             self.log += self.core.actions(self.now)
         self.now = end
 

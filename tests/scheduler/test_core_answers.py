@@ -17,6 +17,7 @@ from shared.scheduling.actions import (
     LeftQueue,
     SendEntry,
 )
+from shared.scheduling.calls import Cancel, OnDispatched, OnHeld
 from shared.scheduling.requests import RequestState
 from tests.scheduler.driver import Driver, held
 from tests.scheduler.samples import make_request
@@ -94,7 +95,7 @@ def test_unknown_outcome_and_the_instance_has_it() -> None:
     driver.refuse(ErrorCode.DEADLINE)
     (ask,) = driver.take(AskHeld)
     assert driver.state("r") == RequestState.ASKING
-    driver.core.on_held(ask, [held("r")], driver.now)
+    driver.core.apply(OnHeld(ask, [held("r")]), driver.now)
     assert driver.state("r") == RequestState.ASSIGNED
     assert driver.take(Dispatch) == []
 
@@ -107,10 +108,10 @@ def test_unknown_outcome_and_the_instance_does_not_have_it(answer: list[HeldRequ
     driver.up("b")
     driver.refuse(ErrorCode.DEADLINE)
     (ask,) = driver.take(AskHeld)
-    driver.core.on_held(ask, answer, driver.now)
+    driver.core.apply(OnHeld(ask, answer), driver.now)
     (dispatch,) = driver.take(Dispatch)
     assert (dispatch.instance_id, dispatch.request.epoch) == ("b", 64)
-    driver.core.on_dispatched(dispatch, None, driver.now)
+    driver.core.apply(OnDispatched.to(dispatch, None), driver.now)
     assert driver.take(CancelAt) == [], "the gateway does not know yet that the epoch was raised"
 
 
@@ -124,9 +125,9 @@ def test_an_answer_older_than_the_question_settles_nothing() -> None:
     driver.now += 0.5
     driver.refuse(ErrorCode.DEADLINE)
     (late,) = driver.take(AskHeld)
-    driver.core.on_held(early, [], driver.now)
+    driver.core.apply(OnHeld(early, []), driver.now)
     assert driver.state("r") == RequestState.ASKING
-    driver.core.on_held(late, [held("r")], driver.now)
+    driver.core.apply(OnHeld(late, [held("r")]), driver.now)
     assert driver.state("r") == RequestState.ASSIGNED
 
 
@@ -136,7 +137,7 @@ def test_an_end_reported_before_the_acceptance() -> None:
     driver.submit(make_request("r"))
     (dispatch,) = driver.take(Dispatch)
     driver.report("a", admitted=["r"], ended=["r"])
-    driver.core.on_dispatched(dispatch, None, driver.now)
+    driver.core.apply(OnDispatched.to(dispatch, None), driver.now)
     assert driver.state("r") is None
     assert [left.outcome for left in driver.take(LeftQueue)] == ["dispatched"]
 
@@ -147,7 +148,7 @@ def test_an_end_reported_and_the_acceptance_lost() -> None:
     driver.submit(make_request("r"))
     (dispatch,) = driver.take(Dispatch)
     driver.report("a", admitted=["r"], ended=["r"])
-    driver.core.on_dispatched(dispatch, ErrorInfo(ErrorCode.UNAVAILABLE, "connection lost"), driver.now)
+    driver.core.apply(OnDispatched.to(dispatch, ErrorInfo(ErrorCode.UNAVAILABLE, "connection lost")), driver.now)
     driver.pass_time(1.0)
     assert driver.state("r") is None and driver.take(Dispatch) == [], "it ended; it must not run twice"
 
@@ -158,13 +159,13 @@ def test_an_end_reported_and_the_acceptance_lost() -> None:
 def test_cancel_in_the_queue_and_on_an_instance() -> None:
     driver = Driver()
     driver.submit(make_request("queued"))
-    driver.core.cancel("queued", driver.now)
-    driver.core.cancel("unknown", driver.now)
+    driver.core.apply(Cancel("queued"), driver.now)
+    driver.core.apply(Cancel("unknown"), driver.now)
     driver.up("a")
     assert driver.dispatches() == {} and driver.take(SendEntry) == []
     driver.submit(make_request("r"))
     assert driver.dispatches() == {"r": "a"}
-    driver.core.cancel("r", driver.now)
+    driver.core.apply(Cancel("r"), driver.now)
     assert driver.take(CancelAt) == [CancelAt("a", "r")]
     driver.report("a", admitted=["r"], ended=["r"])
     assert driver.state("r") is None
@@ -175,15 +176,15 @@ def test_cancel_while_the_submit_call_is_under_way() -> None:
     driver.up("a")
     driver.submit(make_request("r"))
     (dispatch,) = driver.take(Dispatch)
-    driver.core.cancel("r", driver.now)
+    driver.core.apply(Cancel("r"), driver.now)
     assert driver.take(CancelAt) == []
-    driver.core.on_dispatched(dispatch, None, driver.now)
+    driver.core.apply(OnDispatched.to(dispatch, None), driver.now)
     assert driver.take(CancelAt) == [CancelAt("a", "r")]
 
     driver.submit(make_request("s"))
     (dispatch,) = driver.take(Dispatch)
-    driver.core.cancel("s", driver.now)
-    driver.core.on_dispatched(dispatch, ErrorInfo(ErrorCode.OVERLOADED, "no"), driver.now)
+    driver.core.apply(Cancel("s"), driver.now)
+    driver.core.apply(OnDispatched.to(dispatch, ErrorInfo(ErrorCode.OVERLOADED, "no")), driver.now)
     driver.pass_time(5.0)
     driver.report("a")
     assert driver.state("s") is None and driver.take(Dispatch) == []

@@ -12,6 +12,7 @@ from shared.scheduling.actions import (
     Dispatch,
     SendEntry,
 )
+from shared.scheduling.calls import OnRegistry
 from shared.scheduling.core import LEDGER_EXPIRY_S
 from shared.scheduling.dispatching import Dispatcher
 from shared.scheduling.requests import RequestState, TrackedRequest
@@ -42,7 +43,7 @@ def test_a_request_waits_for_a_model_that_nobody_serves_yet() -> None:
     driver.up("a", "other")
     assert driver.submit(make_request("r")) is None
     assert driver.dispatches() == {}
-    driver.core.on_registry("a", make_info("a", "other", "m"), driver.now)
+    driver.core.apply(OnRegistry("a", make_info("a", "other", "m")), driver.now)
     assert driver.dispatches() == {"r": "a"}
 
 
@@ -50,7 +51,7 @@ def test_a_request_waits_for_a_model_that_nobody_serves_yet() -> None:
 def test_instances_that_are_not_ready_get_nothing(info: dict[str, str]) -> None:
     driver = Driver()
     driver.up("a")
-    driver.core.on_registry("a", make_info("a", **info), driver.now)  # type: ignore[arg-type]
+    driver.core.apply(OnRegistry("a", make_info("a", **info)), driver.now)  # type: ignore[arg-type]
     driver.submit(make_request("r"))
     assert driver.dispatches() == {}
 

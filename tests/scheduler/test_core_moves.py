@@ -13,6 +13,7 @@ from shared.messages.requests import (
     RequestsLost,
 )
 from shared.scheduling.actions import AskHeld, CancelAt, Dispatch, LeftQueue, MoveEnded, NotifyLost
+from shared.scheduling.calls import Cancel, OnDispatched, OnExited, OnHeld, OnRegistry
 from shared.scheduling.moves import CONFIRM_S
 from shared.scheduling.requests import RequestState
 from tests.scheduler.driver import Driver, held, lost, running
@@ -54,7 +55,7 @@ def test_either_end_may_tell(order: str) -> None:
     if order == "both":
         driver.report("a", moves=[moved("r", "b")])
         assert owner(driver, "r") == ("b", 1)
-    driver.core.cancel("r", driver.now)
+    driver.core.apply(Cancel("r"), driver.now)
     assert driver.take(CancelAt) == [CancelAt("b", "r")], "the source does not run it any more"
     driver.report("b", ended=["r"])
     assert driver.state("r") is None
@@ -80,7 +81,7 @@ def test_a_chain_of_moves_told_backwards() -> None:
     driver.report("b", moved_in=[held("r", 1)], moves=[moved("r", "c", 2)])
     driver.report("a", moves=[moved("r", "b", 1)])
     assert owner(driver, "r") == ("c", 2)
-    driver.core.cancel("r", driver.now)
+    driver.core.apply(Cancel("r"), driver.now)
     assert driver.take(CancelAt) == [CancelAt("c", "r")]
 
 
@@ -91,7 +92,7 @@ def test_a_word_that_the_destination_never_confirms_is_looked_into() -> None:
     asks = driver.take(AskHeld)
     assert {ask.instance_id for ask in asks} == {"b"}
     for ask in asks:
-        driver.core.on_held(ask, [held("s", 1)], driver.now)
+        driver.core.apply(OnHeld(ask, [held("s", 1)]), driver.now)
     assert driver.take(NotifyLost) == [NotifyLost("g0", lost("r", instance_id="b", epoch=1))]
     assert driver.state("r") is None and owner(driver, "s") == ("b", 1)
     driver.pass_time(2 * CONFIRM_S)
@@ -106,9 +107,9 @@ def test_a_new_leader_learns_of_a_move_from_what_is_held() -> None:
     driver.sequences["b"] += 1
     driver.report("b")
     (other,) = driver.take(AskHeld)
-    driver.core.on_held(other, [held("r", 1)], driver.now)
+    driver.core.apply(OnHeld(other, [held("r", 1)]), driver.now)
     assert owner(driver, "r") == ("b", 1)
-    driver.core.on_held(ask, [held("r", 0)], driver.now)
+    driver.core.apply(OnHeld(ask, [held("r", 0)]), driver.now)
     assert owner(driver, "r") == ("b", 1), "it was leaving when it was asked"
     assert driver.take(CancelAt) == []
 
@@ -120,7 +121,7 @@ def test_a_source_that_dies_takes_only_what_it_still_owned() -> None:
     driver = pair("gone", "moved", "told")
     driver.report("b", moved_in=[held("moved", 1)])
     driver.report("a", moves=[moved("told", "b")])
-    driver.core.on_exited(InstanceExited("a", "1", "node", 137), driver.now)
+    driver.core.apply(OnExited(InstanceExited("a", "1", "node", 137)), driver.now)
     assert driver.take(NotifyLost) == [NotifyLost("g0", lost("gone"))]
     driver.report("b", moved_in=[held("gone", 1)])
     assert owner(driver, "gone") == ("b", 1), "it had moved after all; its gateway knows by its epoch"
@@ -129,7 +130,7 @@ def test_a_source_that_dies_takes_only_what_it_still_owned() -> None:
 def test_a_destination_that_dies_takes_what_it_had_taken_over() -> None:
     driver = pair("r", "s", "t")
     driver.report("b", moved_in=[held("r", 1)])
-    driver.core.on_exited(InstanceExited("b", "1", "node", 137), driver.now)
+    driver.core.apply(OnExited(InstanceExited("b", "1", "node", 137)), driver.now)
     assert driver.take(NotifyLost) == [NotifyLost("g0", lost("r", instance_id="b", epoch=1))]
     # Nothing had been heard of this one yet.
     driver.report("a", moves=[moved("s", "b")])
@@ -137,7 +138,7 @@ def test_a_destination_that_dies_takes_what_it_had_taken_over() -> None:
     # And this one goes on at its source, which does not know whether it had been taken over.
     driver.report("a", moves=[stayed("t", "b", 2, "destination_lost")])
     assert owner(driver, "t") == ("a", 2)
-    driver.core.on_registry("a", None, driver.now)
+    driver.core.apply(OnRegistry("a", None), driver.now)
     assert driver.take(NotifyLost) == [NotifyLost("g0", lost("t", epoch=2))]
 
 
@@ -147,7 +148,7 @@ def test_what_went_on_at_a_source_that_could_not_see_its_destination() -> None:
     driver.report("b", moved_in=[held("r", 1)])
     driver.report("a", moves=[stayed("r", "b", 2, "destination_lost")])
     assert owner(driver, "r") == ("a", 2)
-    driver.core.cancel("r", driver.now)
+    driver.core.apply(Cancel("r"), driver.now)
     assert sorted(driver.take(CancelAt), key=str) == [CancelAt("a", "r"), CancelAt("b", "r")]
     driver.report("b", ended=["r"])
     assert owner(driver, "r") == ("a", 2)
@@ -159,11 +160,11 @@ def test_a_source_that_had_given_and_holds_a_request_no_more_does_not_let_it_dro
     driver.report("a", migration_freeness=1.0, num_running=10)
     driver.pass_time(0.1)
     assert "a" in driver.core.rescheduler.policy.pairs
-    driver.core.on_exited(InstanceExited("b", "1", "node", 137), driver.now)
+    driver.core.apply(OnExited(InstanceExited("b", "1", "node", 137)), driver.now)
     driver.sequences["a"] += 1
     driver.report("a")
     (ask,) = driver.take(AskHeld)
-    driver.core.on_held(ask, [], driver.now)
+    driver.core.apply(OnHeld(ask, []), driver.now)
     assert driver.take(NotifyLost) == [NotifyLost("g0", lost("r"))]
 
 
@@ -176,7 +177,7 @@ def test_a_move_of_an_older_placement_changes_nothing_and_is_stopped() -> None:
     driver.submit(make_request("r", epoch=64))
     (dispatch,) = driver.take(Dispatch)
     assert dispatch.instance_id == "b"
-    driver.core.on_dispatched(dispatch, None, driver.now)
+    driver.core.apply(OnDispatched.to(dispatch, None), driver.now)
     assert driver.take(CancelAt) == [CancelAt("a", "r", 0)], "in its epoch alone: it may be forwarded to the new owner"
     driver.up("c")
     driver.report("c", moved_in=[held("r", 1)])
@@ -190,7 +191,7 @@ def test_a_request_that_is_submitted_again_after_a_move_begins_a_new_placement()
     driver.submit(make_request("r", epoch=65, num_prior=3))
     (dispatch,) = driver.take(Dispatch)
     assert dispatch.request.epoch == 128
-    driver.core.on_dispatched(dispatch, None, driver.now)
+    driver.core.apply(OnDispatched.to(dispatch, None), driver.now)
     driver.up("b")
     driver.report("b", moved_in=[held("r", 65)])
     assert owner(driver, "r") == ("a", 128)
@@ -216,7 +217,7 @@ def test_a_move_before_the_submit_call_returns() -> None:
     driver.up("b")
     driver.report("b", moved_in=[held("r", 1)])
     driver.report("a", admitted=["r"], moves=[moved("r", "b")])
-    driver.core.on_dispatched(dispatch, ErrorInfo(ErrorCode.DEADLINE, "no reply"), driver.now)
+    driver.core.apply(OnDispatched.to(dispatch, ErrorInfo(ErrorCode.DEADLINE, "no reply")), driver.now)
     assert owner(driver, "r") == ("b", 1) and len(driver.core.dispatcher.ledger) == 0
 
 
@@ -225,7 +226,7 @@ def test_a_cancel_that_waited_for_the_submit_call_goes_to_the_new_owner() -> Non
     driver.up("a")
     driver.submit(make_request("r"))
     driver.take(Dispatch)
-    driver.core.cancel("r", driver.now)
+    driver.core.apply(Cancel("r"), driver.now)
     driver.up("b")
     driver.report("b", moved_in=[held("r", 1)])
     assert driver.take(CancelAt) == [CancelAt("b", "r")]
@@ -248,5 +249,5 @@ def test_a_request_that_nobody_knew_is_adopted_where_it_came_to() -> None:
         "b", moved_in=[HeldRequest(request_id="r", gateway_id="g7", epoch=65, model="m", num_tokens=10, running=True)]
     )
     assert owner(driver, "r") == ("b", 65)
-    driver.core.on_registry("b", None, driver.now)
+    driver.core.apply(OnRegistry("b", None), driver.now)
     assert driver.take(NotifyLost) == [NotifyLost("g7", RequestsLost("b", [LostRequest("r", 65)]))]

@@ -7,13 +7,14 @@ the end, when everything works again, every request has ended.
 from __future__ import annotations
 
 from collections import Counter
+from unittest.mock import patch
 
 import msgspec
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from shared.messages.cluster import ExecutionStatistics, InstanceExited, ModelLoad
+from shared.messages.cluster import FinishedStats, InstanceExited, ModelLoad
 from shared.messages.requests import (
     PLACEMENT_EPOCHS,
     ErrorCode,
@@ -25,10 +26,28 @@ from shared.messages.requests import (
     next_placement,
 )
 from shared.policies.catalogue import ORDERING_POLICIES
+from shared.scheduling import recording
 from shared.scheduling.actions import Action, AskHeld, CancelAt, Dispatch, NotifyLost, ProbeSilence, SendEntry
+from shared.scheduling.calls import (
+    AskEveryone,
+    BeginServing,
+    Cancel,
+    DeclareLost,
+    GrantGrace,
+    OnDispatched,
+    OnExited,
+    OnHeld,
+    OnModel,
+    OnRegistry,
+    OnReport,
+    OnTime,
+    Submit,
+    TakeExecutionStatistics,
+)
 from shared.scheduling.core import SchedulerCore
 from shared.scheduling.queue import Lane
 from shared.scheduling.requests import RequestState
+from shared.scheduling.rescheduling import Rescheduler
 from shared.settings import SchedulerSettings
 from tests.scheduler.instance_model import Instance, held_as
 from tests.scheduler.samples import make_info, make_report, make_request
@@ -46,6 +65,10 @@ some = st.integers(0, 1000)
 class World(RuleBasedStateMachine):
     @initialize(num_instances=st.integers(1, 3), order=st.sampled_from(sorted(ORDERING_POLICIES)))
     def start(self, num_instances: int, order: str) -> None:
+        # Requests move here without having been told to.
+        self.given = patch.object(Rescheduler, "has_given", lambda *_: True)
+        self.given.start()
+        self.recordings: list[list[bytes]] = []
         self.now = 0.0
         self.settings = SchedulerSettings(max_queued=12, max_waiting_per_model=MAX_WAITING, order_policy=order)
         self.core = self.new_core(1)
@@ -68,15 +91,14 @@ class World(RuleBasedStateMachine):
     # ------------------------------------------------------------------------------------------------- plumbing
 
     def new_core(self, term: int) -> SchedulerCore:
-        core = SchedulerCore(self.settings, term)
-        # Requests move here without having been told to.
-        core.rescheduler.has_given = lambda instance_id, now: True  # type: ignore[method-assign]
-        return core
+        self.recordings.append([])
+        configuration = recording.Configuration.of(self.settings, term, {})
+        return recording.recorded(configuration, self.recordings[-1].append)
 
     def start_instance(self, name: str) -> None:
         self.num_incarnations += 1
         instance = self.instances[name] = Instance(name, str(self.num_incarnations))
-        self.core.on_registry(name, make_info(name, *MODELS, incarnation=instance.incarnation), self.now)
+        self.core.apply(OnRegistry(name, make_info(name, *MODELS, incarnation=instance.incarnation)), self.now)
         self.send_report(instance)
 
     def send_report(self, instance: Instance, *, is_lost: bool = False) -> None:
@@ -105,7 +127,7 @@ class World(RuleBasedStateMachine):
         )
         instance.admitted, instance.ended, instance.moves, instance.moved_in = [], [], [], []
         if not is_lost and instance.is_reachable:
-            self.core.on_report(report, self.now)
+            self.core.apply(OnReport(report), self.now)
 
     def act(self) -> None:
         """Collects the core's actions; the world answers them when it pleases."""
@@ -132,7 +154,7 @@ class World(RuleBasedStateMachine):
                         if item.request_id in self.wanted and item.epoch >= self.wanted[item.request_id].epoch:
                             self.submit_again(item.request_id, item.epoch)
                 case ProbeSilence(names):
-                    self.core.declare_lost(names, self.now)
+                    self.core.apply(DeclareLost(names), self.now)
 
     def cancel_at(self, name: str, request_id: str, epoch: int | None) -> None:
         instance = self.instances.get(name)
@@ -168,7 +190,7 @@ class World(RuleBasedStateMachine):
                 high=wanted.priority == Priority.HIGH,
             )
             self.wanted[request_id] = again
-            refused = self.core.submit(again, self.now)
+            refused = self.core.apply(Submit(again), self.now)
             if refused is not None:
                 assert refused.code == ErrorCode.UNKNOWN_MODEL and again.model in self.removed
                 self.finish(request_id)
@@ -210,7 +232,7 @@ class World(RuleBasedStateMachine):
     def submit(self, model: str, online: bool, high: bool, timeout_s: float) -> None:
         self.num_requests += 1
         request = make_request(f"r{self.num_requests}", model=model, online=online, high=high, timeout_s=timeout_s)
-        refused = self.core.submit(request, self.now)
+        refused = self.core.apply(Submit(request), self.now)
         if refused is None:
             self.wanted[request.request_id] = request
         else:
@@ -225,7 +247,7 @@ class World(RuleBasedStateMachine):
     def cancel(self, pick: int) -> None:
         request_id = list(self.wanted)[pick % len(self.wanted)]
         self.finish(request_id)
-        self.core.cancel(request_id, self.now)
+        self.core.apply(Cancel(request_id), self.now)
         self.act()
 
     @precondition(lambda self: self.wanted)
@@ -258,7 +280,7 @@ class World(RuleBasedStateMachine):
                 error = ErrorInfo(ErrorCode.DEADLINE, "no reply")
             elif fate == "cut":
                 error = ErrorInfo(ErrorCode.UNAVAILABLE, "connection lost")
-        self.core.on_dispatched(dispatch, error, self.now)
+        self.core.apply(OnDispatched.to(dispatch, error), self.now)
         self.act()
 
     @precondition(lambda self: self.asks)
@@ -271,7 +293,7 @@ class World(RuleBasedStateMachine):
         held = None
         if instance is not None and instance.is_reachable and not is_lost:
             held = [held_as(r, is_running=r.request_id in instance.running) for r in instance.held.values()]
-        self.core.on_held(ask, held, self.now)
+        self.core.apply(OnHeld(ask, held), self.now)
         self.act()
 
     @precondition(lambda self: self.instances)
@@ -319,9 +341,9 @@ class World(RuleBasedStateMachine):
     def die(self, pick: int, how: str) -> None:
         instance = self.instances.pop(list(self.instances)[pick % len(self.instances)])
         if how == "exited":
-            self.core.on_exited(InstanceExited(instance.name, instance.incarnation, "node", 137), self.now)
+            self.core.apply(OnExited(InstanceExited(instance.name, instance.incarnation, "node", 137)), self.now)
         elif how == "vanished":
-            self.core.on_registry(instance.name, None, self.now)
+            self.core.apply(OnRegistry(instance.name, None), self.now)
         elif how == "restarted":
             self.start_instance(instance.name)
         self.act()
@@ -344,25 +366,35 @@ class World(RuleBasedStateMachine):
         end = self.now + seconds
         while (wakeup := self.core.next_wakeup()) is not None and wakeup <= end:
             self.now = max(self.now, wakeup)
-            self.core.on_time(self.now)
+            self.core.apply(OnTime(), self.now)
             self.act()
         self.now = end
 
     @rule()
     def bus_fails(self) -> None:
-        self.core.grant_grace(self.now)
+        self.core.apply(GrantGrace(), self.now)
         self.act()
 
     @rule()
     def remove_or_add_a_model(self) -> None:
         model = MODELS[1]
         self.removed ^= {model}
-        self.core.on_model(model, model not in self.removed, self.now)
+        self.core.apply(OnModel(model, model not in self.removed), self.now)
         self.act()
 
     @rule(mean_s=st.floats(0.01, 10))
     def statistics_change(self, mean_s: float) -> None:
-        self.core.queue.set_statistics(ExecutionStatistics(MODELS[0], mean_s, 0.0, 1))
+        stats = FinishedStats(
+            model=MODELS[0],
+            request_class=RequestClass.ONLINE,
+            prompt_tokens=10,
+            output_tokens=20,
+            queued_s=0.0,
+            execution_s=mean_s,
+            finish_reason=FinishReason.STOP,
+        )
+        self.core.apply(OnReport(make_report("gone", 1, finished=[stats])), self.now)
+        self.core.apply(TakeExecutionStatistics(), self.now)
         self.act()
 
     @rule(answers=st.booleans())
@@ -378,14 +410,14 @@ class World(RuleBasedStateMachine):
         self.removed = set()
         for instance in self.instances.values():
             info = make_info(instance.name, *MODELS, incarnation=instance.incarnation)
-            self.core.on_registry(instance.name, info, self.now)
-        self.core.ask_everyone(self.now)
+            self.core.apply(OnRegistry(instance.name, info), self.now)
+        self.core.apply(AskEveryone(), self.now)
         self.act()
         while self.asks:
             self.answer_ask(self.asks.pop(), is_lost=not answers)
-        self.core.begin_serving()
+        self.core.apply(BeginServing(), self.now)
         for request in list(self.wanted.values()):
-            refused = self.core.submit(request, self.now)
+            refused = self.core.apply(Submit(request), self.now)
             if refused is not None:
                 self.finish(request.request_id)
         self.act()
@@ -427,9 +459,14 @@ class World(RuleBasedStateMachine):
         assert all(count == 1 for count in self.over.values())
 
     def teardown(self) -> None:
-        """All works again: every request must come to its end."""
-        if not hasattr(self, "core"):
-            return
+        if hasattr(self, "core"):
+            try:
+                self.bring_to_an_end()
+            finally:
+                self.given.stop()
+
+    def bring_to_an_end(self) -> None:
+        """All works again: every request must come to its end. And whatever was, is the same when it is run again."""
         for instance in self.instances.values():
             instance.is_reachable = True
         for request_id, owner in list(self.heard_owners.items()):
@@ -451,6 +488,8 @@ class World(RuleBasedStateMachine):
             self.everything_is_in_its_place()
         assert not self.wanted, f"never ended: {list(self.wanted)}"
         assert len(self.core.queue) == 0
+        for written in self.recordings:
+            recording.replay(b"".join(written))
 
 
 World.TestCase.settings = settings(

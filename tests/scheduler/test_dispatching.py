@@ -10,6 +10,7 @@ from shared.messages.requests import Priority
 from shared.policies.dispatch import ReportedFreeness, freeness_with_ledger
 from shared.policies.ordering import FirstComeFirstServed
 from shared.scheduling.actions import Dispatch
+from shared.scheduling.calls import OnDispatched, OnRegistry, OnReport, Submit
 from shared.scheduling.core import SchedulerCore
 from shared.scheduling.dispatching import OVERDUE_S
 from shared.scheduling.queue import GlobalQueue, Lane, Outflow
@@ -107,8 +108,8 @@ def make_core(freeness: list[float], num_running: list[int], max_waiting: int, s
     )
     core = SchedulerCore(settings, term=1)
     for number, (free, running) in enumerate(zip(freeness, num_running, strict=True)):
-        core.on_registry(f"i{number}", make_info(f"i{number}"), 0.0)
-        core.on_report(make_report(f"i{number}", 1, freeness=free, num_running=running), 0.0)
+        core.apply(OnRegistry(f"i{number}", make_info(f"i{number}")), 0.0)
+        core.apply(OnReport(make_report(f"i{number}", 1, freeness=free, num_running=running)), 0.0)
     return core
 
 
@@ -135,7 +136,7 @@ def test_each_dispatch_goes_to_the_freest_with_memory_after_all_before_it(
         return reported(index).left_merged - DEMAND * sent[index] - growth
 
     for number in range(num_requests):
-        core.submit(make_request(f"r{number}", num_prompt=16), 0.0)
+        core.apply(Submit(make_request(f"r{number}", num_prompt=16)), 0.0)
     dispatches = [action for action in core.actions(0.0) if isinstance(action, Dispatch)]
     assert len(dispatches) == min(num_requests, max_waiting * len(load))
     for dispatch in dispatches:
@@ -159,7 +160,7 @@ events = st.one_of(
 def test_whoever_is_ranked_late_is_in_the_place_of_its_true_rank(events: list[tuple[str | int, bool, float]]) -> None:
     """Reports, with or without word of what was sent there, and dispatches; against ranking everybody each time."""
     core = make_core([10.0, 20.0, -5.0], [2, 3, 1], max_waiting=3)
-    core.submit(make_request("first"), 0.0)
+    core.apply(Submit(make_request("first")), 0.0)
     core.actions(0.0)
     lane, names, sequence = Lane("m", True), ["i0", "i1", "i2"], 1
     dispatcher = core.dispatcher
@@ -167,12 +168,12 @@ def test_whoever_is_ranked_late_is_in_the_place_of_its_true_rank(events: list[tu
     for number, (kind, flag, freeness) in enumerate(events):
         sequence += 1
         if kind == "request":
-            core.submit(make_request(f"r{number}", num_prompt=16, high=flag), 0.0)
+            core.apply(Submit(make_request(f"r{number}", num_prompt=16, high=flag)), 0.0)
         else:
             name = names[int(kind)]
             admitted, in_flight[name] = in_flight[name][:flag], in_flight[name][flag:]
             free = {"freeness": freeness, "freeness_high": freeness - 5}
-            core.on_report(make_report(name, sequence, num_running=3, admitted=admitted, **free), 0.0)
+            core.apply(OnReport(make_report(name, sequence, num_running=3, admitted=admitted, **free)), 0.0)
         for action in core.actions(0.0):
             if isinstance(action, Dispatch):
                 in_flight[action.instance_id].append(action.request.request_id)
@@ -187,7 +188,7 @@ def test_whoever_is_ranked_late_is_in_the_place_of_its_true_rank(events: list[tu
 def test_a_burst_is_shared_equally_among_equals(num_instances: int, num_requests: int) -> None:
     core = make_core([float("inf")] * num_instances, [0] * num_instances, max_waiting=100)
     for number in range(num_requests):
-        core.submit(make_request(f"r{number}"), 0.0)
+        core.apply(Submit(make_request(f"r{number}")), 0.0)
     counts = dict.fromkeys((f"i{number}" for number in range(num_instances)), 0)
     for action in core.actions(0.0):
         if isinstance(action, Dispatch):
@@ -200,7 +201,7 @@ def test_a_burst_is_shared_equally_among_equals(num_instances: int, num_requests
 def test_each_room_goes_to_the_oldest_of_the_first_class(events: list[str]) -> None:
     """So the wait is bounded by what stood ahead: nobody is passed within a class, however work arrives."""
     core = make_core([10.0], [1], max_waiting=1)
-    core.on_report(make_report("i0", 2, freeness=10.0, num_running=1, room=1), 0.0)
+    core.apply(OnReport(make_report("i0", 2, freeness=10.0, num_running=1, room=1)), 0.0)
     waiting: dict[str, list[str]] = {"online": [], "offline": []}
     in_flight: list[str] = []
     sequence = 2
@@ -208,12 +209,12 @@ def test_each_room_goes_to_the_oldest_of_the_first_class(events: list[str]) -> N
         if event == "room":
             sequence += 1
             report = make_report("i0", sequence, freeness=10.0, num_running=1, admitted=in_flight, room=1)
-            core.on_report(report, 0.0)
+            core.apply(OnReport(report), 0.0)
             in_flight = []
         else:
             name = f"{event}-{number}"
             waiting[event].append(name)
-            core.submit(make_request(name, online=event == "online"), 0.0)
+            core.apply(Submit(make_request(name, online=event == "online")), 0.0)
         expected = []
         if waiting["online"] and not any(name.startswith("online") for name in in_flight):
             expected.append(waiting["online"].pop(0))
@@ -223,7 +224,7 @@ def test_each_room_goes_to_the_oldest_of_the_first_class(events: list[str]) -> N
         dispatches = [action for action in core.actions(0.0) if isinstance(action, Dispatch)]
         assert [dispatch.request.request_id for dispatch in dispatches] == expected
         for dispatch in dispatches:
-            core.on_dispatched(dispatch, None, 0.0)
+            core.apply(OnDispatched.to(dispatch, None), 0.0)
 
 
 LONG, SHORT = 960, 16
@@ -234,7 +235,9 @@ def report_left(
     core: SchedulerCore, name: str, sequence: int, now: float, *, left: float, num_waiting: int = 0
 ) -> None:
     """Ten requests run there."""
-    core.on_report(make_report(name, sequence, freeness=left / 10, num_running=10, waiting={"m": num_waiting}), now)
+    core.apply(
+        OnReport(make_report(name, sequence, freeness=left / 10, num_running=10, waiting={"m": num_waiting})), now
+    )
 
 
 def placed(core: SchedulerCore, now: float) -> list[tuple[str, str]]:
@@ -244,10 +247,10 @@ def placed(core: SchedulerCore, now: float) -> list[tuple[str, str]]:
 def test_few_instances_gather_memory_and_what_fits_passes_what_does_not() -> None:
     core = make_core([1.0, 0.9, 0.8, 0.7, 0.6], [10] * 5, max_waiting=2, share=0.25)
     for name, tokens in (("long 1", LONG), ("long 2", LONG), ("longer", LONG + 10), ("short", SHORT)):
-        core.submit(make_request(name, num_prompt=tokens), 0.0)
+        core.apply(Submit(make_request(name, num_prompt=tokens)), 0.0)
     assert placed(core, 0.0) == [("long 1", "i0"), ("short", "i1")]
     report_left(core, "i0", 2, 1.0, left=-5.0, num_waiting=1)
-    core.submit(make_request("also short", num_prompt=SHORT), 1.0)
+    core.apply(Submit(make_request("also short", num_prompt=SHORT)), 1.0)
     assert placed(core, 1.0) == [("also short", "i2")]
     report_left(core, "i1", 2, 2.0, left=40.0)
     assert placed(core, 2.0) == [("long 2", "i1")], "it fits now, whoever gathers"
@@ -255,18 +258,18 @@ def test_few_instances_gather_memory_and_what_fits_passes_what_does_not() -> Non
 
 def test_the_next_one_gathers_when_the_first_has_its_memory() -> None:
     core = make_core([1.0, 0.9], [10] * 2, max_waiting=2, share=0.25)
-    core.submit(make_request("long 1", num_prompt=LONG), 0.0)
-    core.submit(make_request("long 2", num_prompt=LONG), 0.0)
+    core.apply(Submit(make_request("long 1", num_prompt=LONG)), 0.0)
+    core.apply(Submit(make_request("long 2", num_prompt=LONG)), 0.0)
     ((first, where),) = placed(core, 0.0)
     assert (first, where) == ("long 1", "i0")
-    core.on_report(make_report("i0", 2, freeness=0.8, num_running=11, admitted=["long 1"]), 1.0)
+    core.apply(OnReport(make_report("i0", 2, freeness=0.8, num_running=11, admitted=["long 1"])), 1.0)
     assert placed(core, 1.0) == [("long 2", "i1")]
 
 
 def test_nobody_gathers_what_the_cluster_does_not_have() -> None:
     core = make_core([0.7, 0.6], [10] * 2, max_waiting=2, share=0.25)
-    core.submit(make_request("long", num_prompt=LONG), 0.0)
-    core.submit(make_request("short", num_prompt=SHORT), 0.0)
+    core.apply(Submit(make_request("long", num_prompt=LONG)), 0.0)
+    core.apply(Submit(make_request("short", num_prompt=SHORT)), 0.0)
     assert placed(core, 0.0) == [("short", "i0")]
     report_left(core, "i1", 2, 1.0, left=8.0)
     assert placed(core, 1.0) == []
@@ -276,8 +279,8 @@ def test_nobody_gathers_what_the_cluster_does_not_have() -> None:
 
 def test_one_that_has_been_passed_for_long_goes_where_least_is_missing() -> None:
     core = make_core([1.0, 0.9, 0.8], [10] * 3, max_waiting=2, share=0.25)
-    core.submit(make_request("long 1", num_prompt=LONG), 0.0)
-    core.submit(make_request("long 2", num_prompt=LONG), 0.0)
+    core.apply(Submit(make_request("long 1", num_prompt=LONG)), 0.0)
+    core.apply(Submit(make_request("long 2", num_prompt=LONG)), 0.0)
     assert placed(core, 0.0) == [("long 1", "i0")]
     for second in range(1, int(OVERDUE_S)):
         report_left(core, "i1", 1 + second, float(second), left=9.0)

@@ -9,6 +9,7 @@ from shared.messages.batches import GrantQuery, OfflineDemand
 from shared.messages.cluster import FinishedStats
 from shared.messages.requests import ErrorCode, FinishReason, RequestClass
 from shared.scheduling.actions import Dispatch
+from shared.scheduling.calls import Grant, OnDispatched, OnRegistry, OnReport, Submit
 from shared.scheduling.core import SchedulerCore
 from shared.scheduling.harvest import (
     ASK_AGAIN_S,
@@ -37,7 +38,7 @@ def query(gateway_id: str, *demands: OfflineDemand) -> GrantQuery:
 
 
 def granted(driver: Driver, gateway_id: str, *demands: OfflineDemand) -> list[int]:
-    return [grant.tokens for grant in driver.core.grant(query(gateway_id, *demands), driver.now).grants]
+    return [grant.tokens for grant in driver.core.apply(Grant(query(gateway_id, *demands)), driver.now).grants]
 
 
 def finished(tokens: int, request_class: RequestClass = RequestClass.OFFLINE) -> FinishedStats:
@@ -150,7 +151,7 @@ def test_room_counts_where_requests_may_be_sent() -> None:
     driver.report("a", room={"m": 40, "n": 5})
     driver.report("b", room={"m": 20})
     driver.report("c", room={"m": 1000})
-    driver.core.on_registry("c", make_info("c", "m", state="draining"), driver.now)
+    driver.core.apply(OnRegistry("c", make_info("c", "m", state="draining")), driver.now)
     assert granted(driver, "g0", demand(500), demand(500, model="n"), demand(500, model="unknown")) == [60, 5, 0]
 
 
@@ -181,10 +182,10 @@ def test_a_batch_near_its_deadline_comes_first_at_any_gateway() -> None:
 
 def test_the_reply_says_when_to_ask_again() -> None:
     driver = Driver()
-    assert driver.core.grant(query("g0", demand(10)), driver.now).ask_again_s == NOBODY_SERVES_S
+    assert driver.core.apply(Grant(query("g0", demand(10))), driver.now).ask_again_s == NOBODY_SERVES_S
     driver.up("a")
     driver.report("a", room=0)
-    assert driver.core.grant(query("g0", demand(10)), driver.now).ask_again_s == ASK_AGAIN_S
+    assert driver.core.apply(Grant(query("g0", demand(10))), driver.now).ask_again_s == ASK_AGAIN_S
     assert driver.core.grants.unmet_tokens(driver.now) == {"m": 10}
     assert not driver.core.grants.unmet_tokens(driver.now + GRANT_EXPIRY_S + 0.1)
 
@@ -225,34 +226,34 @@ def test_never_more_than_the_room_is_promised(events: list[tuple[str, str, int]]
     granted_s: dict[str, float] = dict.fromkeys("xyz", 0.0)
     num_requests = 0
     for name in "ab":
-        core.on_registry(name, make_info(name), now)
+        core.apply(OnRegistry(name, make_info(name)), now)
 
     def report(name: str) -> None:
         nonlocal sequence
         sequence += 1
         held[name] += TOKENS * len(admitted[name])
         room = max(0, capacity[name] - held[name])
-        core.on_report(make_report(name, sequence, room=room, admitted=admitted[name]), now)
+        core.apply(OnReport(make_report(name, sequence, room=room, admitted=admitted[name])), now)
         admitted[name] = []
 
     for name in "ab":
         report(name)
     for kind, who, value in events:
         if kind == "ask":
-            reply = core.grant(query(who, demand(value, who)), now)
+            reply = core.apply(Grant(query(who, demand(value, who))), now)
             credit[who], granted_s[who] = reply.grants[0].tokens, now
             assert 0 <= credit[who] <= value
         elif kind == "submit" and credit[who] >= TOKENS and now - granted_s[who] <= GRANT_EXPIRY_S:
             num_requests += 1
             credit[who] -= TOKENS
-            core.submit(make_request(f"r{num_requests}", gateway_id=who, online=False), now)
+            core.apply(Submit(make_request(f"r{num_requests}", gateway_id=who, online=False)), now)
         elif kind == "report":
             report(who)
         else:
             now += value
         for action in core.actions(now):
             if isinstance(action, Dispatch):
-                core.on_dispatched(action, None, now)
+                core.apply(OnDispatched.to(action, None), now)
                 admitted[action.instance_id].append(action.request.request_id)
         promised = sum(credit[gateway] for gateway in credit if now - granted_s[gateway] <= GRANT_EXPIRY_S)
         # A request may overdraw the room of the instance it goes to, which is not known when tokens are granted.

@@ -12,6 +12,7 @@ from shared.messages.cluster import ExecutionStatistics
 from shared.messages.requests import Priority
 from shared.policies.catalogue import ORDERING_POLICIES, ordering_policy
 from shared.policies.doubling_budget import FAVOUR
+from shared.scheduling.calls import OnReport
 from shared.scheduling.queue import REFRESH_S, GlobalQueue, Lane
 from shared.scheduling.requests import TrackedRequest
 from tests.scheduler.driver import Driver
@@ -175,5 +176,5 @@ def test_a_report_of_no_room_does_no_sorting() -> None:
     (queued,) = driver.core.queue.first(Lane("m", True), driver.now)
     before = queued.key
     driver.now += 100.0
-    driver.core.on_report(make_report("a", 1000, waiting={"m": 1}), driver.now)
+    driver.core.apply(OnReport(make_report("a", 1000, waiting={"m": 1})), driver.now)
     assert not driver.dispatches() and queued.key is before

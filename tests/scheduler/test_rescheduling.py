@@ -12,6 +12,7 @@ from shared.messages.cluster import MoveOutcome
 from shared.messages.migration import MoveReason, Rebalance
 from shared.migration.limits import DRAIN_CONCURRENCY
 from shared.scheduling.actions import Paired, SendRebalance
+from shared.scheduling.calls import OnRegistry
 from tests.scheduler.driver import Driver
 from tests.scheduler.samples import make_info, make_request
 
@@ -78,14 +79,14 @@ def test_an_instance_without_a_transport_neither_gives_nor_takes() -> None:
 
 def test_a_draining_instance_gives_to_all_that_can_take() -> None:
     driver = cluster("a", "b", "c", "other")
-    driver.core.on_registry("other", make_info("other", "x"), driver.now)
+    driver.core.apply(OnRegistry("other", make_info("other", "x")), driver.now)
     driver.report("a", migration_freeness=500.0, num_running=3)
     driver.report("b", migration_freeness=150.0, num_running=20)
-    driver.core.on_registry("a", make_info("a", state="draining"), driver.now)
+    driver.core.apply(OnRegistry("a", make_info("a", state="draining")), driver.now)
     driver.pass_time(0.03)
     (message,) = driver.take(SendRebalance)
     assert message == SendRebalance("a", Rebalance(["c", "b"], MoveReason.DRAIN, LEASE_S, DRAIN_CONCURRENCY))
-    driver.core.on_registry("c", None, driver.now)
+    driver.core.apply(OnRegistry("c", None), driver.now)
     driver.pass_time(0.11)
     assert sent(driver) == [("a", ["b"])], "at once when the list changes"
     driver.report("a")
@@ -96,7 +97,7 @@ def test_a_draining_instance_gives_to_all_that_can_take() -> None:
 def test_offline_requests_leave_a_draining_instance_too() -> None:
     driver = cluster("a", "b")
     driver.report("a", waiting={"m": 3}, offline={"m": 3})
-    driver.core.on_registry("a", make_info("a", state="draining", kv_address=""), driver.now)
+    driver.core.apply(OnRegistry("a", make_info("a", state="draining", kv_address="")), driver.now)
     driver.pass_time(0.03)
     assert sent(driver) == [("a", ["b"])]
 
@@ -105,7 +106,7 @@ def test_requests_of_a_model_that_is_unloaded_go_where_it_is_served() -> None:
     driver = cluster("a", "b")
     driver.up("n", "n")
     driver.report("a", num_running=2, migration_freeness=900.0)
-    driver.core.on_registry("a", make_info("a", model_state="unloading"), driver.now)
+    driver.core.apply(OnRegistry("a", make_info("a", model_state="unloading")), driver.now)
     driver.pass_time(0.03)
     assert sent(driver) == [("a", ["b"])]
 
@@ -125,7 +126,7 @@ def test_failed_moves_leave_a_destination_out_for_a_while() -> None:
 def test_nothing_moves_where_that_is_off() -> None:
     driver = cluster("a", "b", migration="off")
     driver.report("a", migration_freeness=5.0, num_running=10)
-    driver.core.on_registry("a", make_info("a", state="draining"), driver.now)
+    driver.core.apply(OnRegistry("a", make_info("a", state="draining")), driver.now)
     driver.pass_time(1.0)
     assert driver.take(SendRebalance) == []
 

@@ -1,0 +1,50 @@
+"""What the scheduler and the instances of a running system recorded decides the same when it is run again."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import httpx
+
+from shared.engine import recording
+from shared.recording import Applied, Decided, records
+from shared.scheduling import recording as scheduling
+from shared.scheduling.actions import Dispatch
+from shared.scheduling.calls import Submit
+from tests.e2e.stack import Stack
+
+
+def submitted(recorded: bytes) -> list[str]:
+    applied = (record.call for record in records(recorded) if isinstance(record, Applied))
+    calls = (scheduling.CALLS.decode(call) for call in applied if b"submit" in bytes(call))
+    return [call.request.request_id for call in calls if isinstance(call, Submit)]
+
+
+def dispatched(recorded: bytes) -> list[tuple[str, str]]:
+    actions = (scheduling.actions_of(record) for record in records(recorded) if isinstance(record, Decided))
+    return [(a.request.request_id, a.instance_id) for some in actions for a in some if isinstance(a, Dispatch)]
+
+
+def test_scheduler_and_instances_decide_the_same_again(stack: Stack, recordings: Path) -> None:
+    async def run() -> None:
+        async with httpx.AsyncClient(base_url=stack.url, timeout=60) as client:
+            bodies = [
+                {"model": ("llama", "opt")[number % 2], "prompt": [3 + number] * 40, "max_tokens": 20}
+                for number in range(24)
+            ]
+            answers = await asyncio.gather(*(client.post("/v1/completions", json=body) for body in bodies))
+            assert {answer.status_code for answer in answers} == {200}
+
+    asyncio.run(run())
+    (of_scheduler,) = recordings.glob("of.scheduler-0.*")
+    recorded = of_scheduler.read_bytes()
+    core, number = scheduling.replay(recorded)
+    names = {instance["instance_id"] for instance in stack.instances()}
+    placed = dispatched(recorded)
+    assert number > 0 and len(core.cluster) == 2 and {name for _, name in placed} == names
+    assert {request_id for request_id, _ in placed} == set(submitted(recorded)) and len(placed) >= 24
+    for name in names:
+        engine, num_plans = recording.replay((recordings / f"of.{name}").read_bytes())
+        assert num_plans > 20
+        assert set(engine.memory.queues) == {"llama", "opt"}

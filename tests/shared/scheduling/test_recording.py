@@ -1,0 +1,64 @@
+"""A recorded scheduler decides the same when it is run again (`test_core_properties` replays whatever happens there)."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from shared.recording import ReplayMismatch, frames
+from shared.scheduling import recording
+from shared.scheduling.actions import Dispatch
+from shared.scheduling.calls import OnDispatched, OnRegistry, OnReport, Submit
+from shared.settings import SchedulerSettings
+from tests.scheduler.samples import make_info, make_report, make_request
+
+
+def record_run() -> bytes:
+    """Forty requests to three instances of two models, with prefixes that are cached somewhere."""
+    written: list[bytes] = []
+    settings = SchedulerSettings(nats_password="do not tell", max_waiting_per_model=2)
+    core = recording.recorded(recording.Configuration.of(settings, 3, {}), written.append)
+    for name in "abc":
+        core.apply(OnRegistry(name, make_info(name, "m", "n")), 0.0)
+    for number in range(40):
+        now, name = number * 0.1, "abc"[number % 3]
+        core.apply(OnReport(make_report(name, number + 1, freeness=float(number % 7), num_running=3)), now)
+        core.apply(Submit(make_request(f"r{number}", model="mn"[number % 2], num_prompt=64 * (number % 5))), now)
+        for action in core.actions(now):
+            if isinstance(action, Dispatch):
+                core.apply(OnDispatched.to(action, None), now)
+    return b"".join(written)
+
+
+def test_the_same_is_decided_in_a_process_with_other_hashes(tmp_path: Path) -> None:
+    file = tmp_path / "scheduler.record"
+    file.write_bytes(record_run())
+    core, number = recording.replay(file.read_bytes())
+    assert number == 40 and len(core.requests) == 40
+    for seed in ("1", "2"):
+        done = subprocess.run(
+            [sys.executable, "-m", "tideway", "replay", str(file)],
+            env={**os.environ, "PYTHONHASHSEED": seed},
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        assert done.stdout.startswith("40 times asked for actions, all as recorded"), done.stderr
+
+
+def test_a_request_less_is_noticed_and_the_difference_named() -> None:
+    header, *rest = frames(record_run())
+    first = next(index for index, frame in enumerate(rest) if b"submit" in frame)
+    changed = (len(frame).to_bytes(4, "little") + frame for frame in [header, *rest[:first], *rest[first + 1 :]])
+    with pytest.raises(ReplayMismatch, match=r"decision 0 at 0\.000000 s differs: .*'Dispatch'.*'r0'.*and is \[\]"):
+        recording.replay(b"".join(changed))
+
+
+def test_no_secret_is_recorded_and_no_prompt_twice() -> None:
+    run = record_run()
+    assert b"do not tell" not in run
+    assert run.count(make_request("r4", num_prompt=64 * 4).prompt) == 8, "once for each that was submitted with it"
