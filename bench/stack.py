@@ -23,9 +23,8 @@ from pathlib import Path
 import httpx
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM
 
-from bench.load import run_load
+from bench.coserving.testbed import SHAPES, make_checkpoint
 from services.worker.engine_building import build_engine
 from services.worker.engine_loop import EngineLoop
 from services.worker.executor import Executor
@@ -37,14 +36,18 @@ from shared.messages.cluster import ModelSpec
 from shared.messages.requests import GenerationRequest, SamplingParams, pack_tokens
 from shared.settings import InstanceSettings
 from tests.e2e.stack import Stack
+from tideway.bench.arrivals import Closed
+from tideway.bench.client import Target
+from tideway.bench.lengths import Fixed
+from tideway.bench.session import Session, run_session
+from tideway.bench.workload import StreamSpec, Workload
 
-VOCABULARY = 49152
+VOCABULARY = SHAPES["135m"]["vocab_size"]
 POOL_BYTES = 1 << 30
 
 
-def make_checkpoint(folder: Path) -> Path:
-    """SmolLM-135M's shape with random weights, and a tokenizer of the same vocabulary size."""
-    folder.mkdir(parents=True, exist_ok=True)
+def add_tokenizer(folder: Path) -> None:
+    """Of the vocabulary's size: the gateway wants one, though prompts are token ids."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     words = [f"Ġw{index}" for index in range(VOCABULARY - len(alphabet) - 3)]
     vocabulary = {token: index for index, token in enumerate(["<pad>", "<bos>", "<eos>", *alphabet, *words])}
@@ -55,22 +58,6 @@ def make_checkpoint(folder: Path) -> Path:
     (folder / "tokenizer_config.json").write_text(
         json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<eos>", "bos_token": "<bos>"})
     )
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=576,
-        intermediate_size=1536,
-        num_hidden_layers=30,
-        num_attention_heads=9,
-        num_key_value_heads=3,
-        max_position_embeddings=2048,
-        tie_word_embeddings=True,
-        bos_token_id=1,
-        eos_token_id=2,
-        pad_token_id=0,
-    )
-    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
-    return folder
 
 
 class BareEngine:
@@ -159,6 +146,22 @@ def http_ttft_s(client: httpx.Client, url: str, prompt: list[int]) -> float:
     return first_s
 
 
+def http_throughput(url: str, arguments: argparse.Namespace, seed: int) -> float:
+    """Output tokens per second over HTTP, all requests at once but for the bound on streams."""
+    load = StreamSpec(
+        name="load",
+        models={"model": 1.0},
+        arrivals=Closed(concurrency=arguments.streams),
+        num_requests=arguments.requests,
+        prompt_tokens=Fixed(tokens=arguments.input_len),
+        output_tokens=Fixed(tokens=arguments.output_len),
+    )
+    session = Session(target=Target(url=url, ignore_eos=True, vocabulary=VOCABULARY))
+    total = asyncio.run(run_session(session, Workload(streams=[load], seed=seed))).summary.group()
+    assert total.num_succeeded == arguments.requests
+    return total.output_tokens_per_s
+
+
 def random_prompts(count: int, length: int, seed: int) -> list[list[int]]:
     chooser = random.Random(seed)
     return [[chooser.randrange(3, VOCABULARY) for _ in range(length)] for _ in range(count)]
@@ -176,7 +179,9 @@ def main() -> None:
     parser.add_argument("--result", type=Path, help="where to write the figures as JSON")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="tideway-135m-") as folder:
-        measure(make_checkpoint(Path(folder)), arguments)
+        checkpoint = make_checkpoint(Path(folder), SHAPES["135m"])
+        add_tokenizer(checkpoint)
+        measure(checkpoint, arguments)
 
 
 def measure(checkpoint: Path, arguments: argparse.Namespace) -> None:
@@ -201,19 +206,7 @@ def measure(checkpoint: Path, arguments: argparse.Namespace) -> None:
                     prompts = random_prompts(arguments.requests, arguments.input_len, seed)
                     bare_rates.append(bare.throughput(prompts, arguments.streams, arguments.output_len))
                     continue
-                load = run_load(
-                    stack.url,
-                    "model",
-                    num_requests=arguments.requests,
-                    concurrency=arguments.streams,
-                    input_len=arguments.input_len,
-                    output_len=arguments.output_len,
-                    vocabulary=VOCABULARY,
-                    seed=seed,
-                )
-                figures = asyncio.run(load)
-                assert figures["num_failed"] == 0
-                stack_rates.append(figures["output_tokens_per_s"])
+                stack_rates.append(http_throughput(stack.url, arguments, seed))
             # The same number of tokens in each turn: rates add up as times do.
             bare_tokens_per_s, stack_tokens_per_s = map(statistics.harmonic_mean, (bare_rates, stack_rates))
             bare_ttfts, stack_ttfts = [], []

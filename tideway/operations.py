@@ -14,6 +14,8 @@ from urllib.parse import quote
 import httpx
 import msgspec
 
+from shared.messages.admin import InstanceState, InstanceStates, ModelState, ModelStates
+from shared.messages.cluster import InstancePlan, PlacementPlan
 from tideway.data_folder import DataFolder, OperatorError
 
 DEFAULT_URL = "http://127.0.0.1:8000"
@@ -24,95 +26,7 @@ GONE, READY = "gone", "ready"
 INSTANCE_ID = r"[A-Za-z0-9_-]+"
 
 T = TypeVar("T")
-
-
-class ModelOnInstance(msgspec.Struct, frozen=True):
-    name: str
-    state: str
-    num_running: int
-    num_waiting: int
-    error: str = ""
-    cost_model: str = ""
-
-    @property
-    def num_held(self) -> int:
-        """Requests that run or wait there."""
-        return self.num_running + self.num_waiting
-
-
-class Load(msgspec.Struct, frozen=True, kw_only=True):
-    """As `GET /admin/instances` says; freeness None: unbounded."""
-
-    pool_use: float | None
-    num_running: int
-    num_waiting: int
-    num_offline: int
-    num_high: int
-    migration_freeness: float | None
-    num_moving_out: int
-    num_moving_in: int
-    num_moved_out: int
-    num_moved_in: int
-
-
-class Instance(msgspec.Struct, frozen=True, kw_only=True):
-    instance_id: str
-    incarnation: str
-    node_id: str
-    state: str
-    device: str
-    models: list[ModelOnInstance]
-    num_merged: int
-    merged_bytes: int
-    migration: bool
-    load: Load | None
-
-
-class Instances(msgspec.Struct, frozen=True):
-    instances: list[Instance]
-    draining: list[str] | None
-
-    def find(self, instance_id: str) -> Instance | None:
-        return next((instance for instance in self.instances if instance.instance_id == instance_id), None)
-
-
-class Model(msgspec.Struct, frozen=True):
-    name: str
-    replicas: int | None
-    instances: dict[str, str]
-    """Instance id to the model's state there."""
-    unplaced: str | None
-    num_running: int
-    num_waiting: int
-    num_queued: int | None
-
-
-class Models(msgspec.Struct, frozen=True):
-    models: list[Model]
-
-
-class PlannedModel(msgspec.Struct, frozen=True):
-    name: str
-
-
-class PlannedInstance(msgspec.Struct, frozen=True):
-    instance_id: str
-    models: list[PlannedModel]
-
-    def has(self, name: str) -> bool:
-        return any(model.name == name for model in self.models)
-
-
-class Plan(msgspec.Struct, frozen=True):
-    instances: list[PlannedInstance]
-    unplaced: dict[str, str]
-    draining: list[str] = []
-
-    def find(self, instance_id: str) -> PlannedInstance | None:
-        return next((planned for planned in self.instances if planned.instance_id == instance_id), None)
-
-    def of(self, name: str) -> list[PlannedInstance]:
-        return [planned for planned in self.instances if planned.has(name)]
+OnInstance = TypeVar("OnInstance", InstanceState, InstancePlan)
 
 
 class UnavailableError(OperatorError):
@@ -161,26 +75,26 @@ class AdminClient:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def instances(self) -> Instances:
-        return self._call("GET", "/admin/instances", Instances)
+    def instances(self) -> InstanceStates:
+        return self._call("GET", "/admin/instances", InstanceStates)
 
-    def models(self) -> Models:
-        return self._call("GET", "/admin/models", Models)
+    def models(self) -> ModelStates:
+        return self._call("GET", "/admin/models", ModelStates)
 
-    def plan(self) -> Plan:
-        return self._call("GET", "/admin/plan", Plan)
+    def plan(self) -> PlacementPlan:
+        return self._call("GET", "/admin/plan", PlacementPlan)
 
-    def drain(self, instance_id: str, *, is_undone: bool) -> Plan:
+    def drain(self, instance_id: str, *, is_undone: bool) -> PlacementPlan:
         if not re.fullmatch(INSTANCE_ID, instance_id):
             raise OperatorError(f"There is no instance {instance_id!r}.")  # and no path for it
         action = "undrain" if is_undone else "drain"
-        return self._call("POST", f"/admin/instances/{quote(instance_id, safe='')}/{action}", Plan)
+        return self._call("POST", f"/admin/instances/{quote(instance_id, safe='')}/{action}", PlacementPlan)
 
-    def scale_model(self, name: str, replicas: int | None) -> Plan:
-        return self._call("POST", f"/admin/models/{quote(name)}/scale", Plan, {"replicas": replicas})
+    def scale_model(self, name: str, replicas: int | None) -> PlacementPlan:
+        return self._call("POST", f"/admin/models/{quote(name)}/scale", PlacementPlan, {"replicas": replicas})
 
-    def scale_instances(self, num_instances: int) -> Plan:
-        return self._call("POST", "/admin/scale", Plan, {"instances": num_instances})
+    def scale_instances(self, num_instances: int) -> PlacementPlan:
+        return self._call("POST", "/admin/scale", PlacementPlan, {"instances": num_instances})
 
     def _call(self, method: str, path: str, kind: type[T], body: dict[str, Any] | None = None) -> T:
         try:
@@ -200,6 +114,14 @@ class AdminClient:
             raise OperatorError(
                 f"{self.url}{path} does not answer as a Tideway of this version does: {error}"
             ) from None
+
+
+def _find(instances: Iterable[OnInstance], instance_id: str) -> OnInstance | None:
+    return next((one for one in instances if one.instance_id == instance_id), None)
+
+
+def _places(plan: PlacementPlan, model: str) -> list[InstancePlan]:
+    return [place for place in plan.instances if any(spec.name == model for spec in place.models)]
 
 
 def _message(answer: httpx.Response) -> str:
@@ -228,9 +150,9 @@ def drain(
 
     def status() -> str:
         if not is_undone:
-            return _left(client.instances().find(instance_id))
-        place = client.plan().find(instance_id)
-        return _back(instance_id, place, client.instances().find(instance_id))
+            return _left(_find(client.instances().instances, instance_id))
+        place = _find(client.plan().instances, instance_id)
+        return _back(instance_id, place, _find(client.instances().instances, instance_id))
 
     _wait(status, wait_s, say, f"{instance_id}: ")
 
@@ -256,17 +178,17 @@ def _wait(status: Callable[[], str], wait_s: float | None, say: Callable[[str], 
         time.sleep(POLL_INTERVAL_S)
 
 
-def _left(instance: Instance | None, name: str = "") -> str:
+def _left(instance: InstanceState | None, name: str = "") -> str:
     """`name`: of the only model that is to go."""
     models = [model for model in instance.models if name in ("", model.name)] if instance else []
     if instance is None or (name and not models):
         return GONE
-    if num_held := sum(model.num_held for model in models):
+    if num_held := sum(model.num_running + model.num_waiting for model in models):
         return f"{num_held} request{'s' * (num_held != 1)} left"
     return "nothing left, not gone yet"
 
 
-def _back(instance_id: str, place: PlannedInstance | None, instance: Instance | None, name: str = "") -> str:
+def _back(instance_id: str, place: InstancePlan | None, instance: InstanceState | None, name: str = "") -> str:
     """`name`: of the only model that matters. Raises `OperatorError` where a model cannot be loaded there."""
     if instance is None:
         return "not there yet" if place else "not there, and nothing is planned for it; does its worker run?"
@@ -295,7 +217,7 @@ def scale_model(
     """`replicas` None: on all instances where it fits. `wait_s`: until the model serves where it is planned and nowhere
     else, for so long; None: do not wait."""
     plan = client.scale_model(name, replicas)
-    places = [planned.instance_id for planned in plan.of(name)]
+    places = [planned.instance_id for planned in _places(plan, name)]
     wanted = "all instances where it fits" if replicas is None else f"{replicas} instance{'s' * (replicas != 1)}"
     say(f"{name} is to be on {wanted}; planned: {', '.join(places) or 'none'}.")
     if replicas is not None and len(places) < replicas:
@@ -303,8 +225,8 @@ def scale_model(
     _say_unplaced(plan, say)
 
     def status() -> str:
-        plan = client.plan()
-        return _served(plan.of(name), client.instances(), name) if plan.of(name) else f"{name} is planned nowhere"
+        places = _places(client.plan(), name)
+        return _served(places, client.instances(), name) if places else f"{name} is planned nowhere"
 
     _wait(status, wait_s, say)
 
@@ -329,22 +251,21 @@ def scale_instances(
     _wait(status, wait_s, say)
 
 
-def _wants_more(model: Model, plan: Plan) -> bool:
+def _wants_more(model: ModelState, plan: PlacementPlan) -> bool:
     """Where no model does, the other instances stay away: an instance without a model is not started."""
     if model.name in plan.unplaced:
         return False
-    return model.replicas is None or len(plan.of(model.name)) < model.replicas
+    return model.replicas is None or len(_places(plan, model.name)) < model.replicas
 
 
-def _served(places: list[PlannedInstance], instances: Instances, name: str = "") -> str:
+def _served(places: list[InstancePlan], instances: InstanceStates, name: str = "") -> str:
     """What is still to happen where something is planned, and on the other instances; `name`: as of `_back`."""
-    ahead = {
-        place.instance_id: _back(place.instance_id, place, instances.find(place.instance_id), name) for place in places
-    }
-    ahead |= {i.instance_id: _left(i, name) for i in instances.instances if i.instance_id not in ahead}
+    there = {instance.instance_id: instance for instance in instances.instances}
+    ahead = {p.instance_id: _back(p.instance_id, p, there.get(p.instance_id), name) for p in places}
+    ahead |= {i: _left(instance, name) for i, instance in there.items() if i not in ahead}
     return "; ".join(f"{i}: {status}" for i, status in ahead.items() if status not in (GONE, READY)) or READY
 
 
-def _say_unplaced(plan: Plan, say: Callable[[str], None]) -> None:
+def _say_unplaced(plan: PlacementPlan, say: Callable[[str], None]) -> None:
     for name, reason in plan.unplaced.items():
         say(f"  {name} is on no instance: {reason}")

@@ -14,9 +14,10 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
+from shared.messages.admin import InstanceState, InstanceStates, ModelStates
 from tideway.console import count_sources, fit
 from tideway.data_folder import OperatorError
-from tideway.operations import AdminClient, Instance, Instances, Models, drained_and_gone
+from tideway.operations import AdminClient, drained_and_gone
 
 INTERVAL_S = 1.0
 LOOK: dict[str, Any] = {"title_justify": "left", "title_style": "bold", "box": None, "padding": (0, 2, 0, 0)}
@@ -40,8 +41,8 @@ HIGH_USE = 0.9
 
 @dataclass(frozen=True)
 class Snapshot:
-    instances: Instances
-    models: Models
+    instances: InstanceStates
+    models: ModelStates
     taken_s: float
 
     @classmethod
@@ -98,7 +99,7 @@ def _counts(snapshot: Snapshot, rate: float | None) -> Text:
     return Text("  ".join(parts), "bold")
 
 
-def _instances(instances: Instances, bar: str) -> Table:
+def _instances(instances: InstanceStates, bar: str) -> Table:
     table = Table(title="\nInstances", **LOOK)
     table.add_column("instance")
     table.add_column("state")
@@ -115,7 +116,7 @@ def _instances(instances: Instances, bar: str) -> Table:
     return table
 
 
-def _load(instance: Instance, bar: str) -> list[RenderableType]:
+def _load(instance: InstanceState, bar: str) -> list[RenderableType]:
     load = instance.load
     if load is None:
         return ["?"] * 7
@@ -163,7 +164,7 @@ def _models(snapshot: Snapshot) -> Table:
     return table
 
 
-def _load_errors(name: str, instances: Instances) -> str:
+def _load_errors(name: str, instances: InstanceStates) -> str:
     """Each with the instances where it came up."""
     places: dict[str, list[str]] = {}
     for instance in instances.instances:

@@ -16,18 +16,16 @@ from services.gateway.context import GatewayContext
 from services.gateway.errors import ApiError, of_info
 from services.gateway.instance_states import instance_states
 from services.gateway.other_routes import json_response
-from services.gateway.replies import (
-    AuditLog,
-    InstanceStates,
-    ModelState,
-    ModelStates,
-)
+from services.gateway.replies import AuditLog
 from services.gateway.schemas import AddModelRequest, ScaleModelRequest, ScaleRequest
 from shared.bus.interface import BusError
 from shared.messages.admin import (
     AddModel,
     DrainInstance,
     GetPlan,
+    InstanceStates,
+    ModelState,
+    ModelStates,
     RemoveModel,
     ScaleInstances,
     ScaleModel,

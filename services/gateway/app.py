@@ -35,10 +35,8 @@ from services.gateway.replies import (
     DetokenizeReply,
     FileList,
     FileObject,
-    InstanceStates,
     ModelCard,
     ModelList,
-    ModelStates,
     ReadyReply,
     TokenizeReply,
     VersionReply,
@@ -54,6 +52,7 @@ from services.gateway.schemas import (
     TokenizeRequest,
 )
 from shared.bus.interface import BusError
+from shared.messages.admin import InstanceStates, ModelStates
 from shared.messages.cluster import PlacementPlan
 
 logger = logging.getLogger(__name__)

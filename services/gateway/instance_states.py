@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from services.gateway.cluster_loads import HeardLoad
 from services.gateway.context import GatewayContext
-from services.gateway.replies import InstanceLoad, InstanceModel, InstanceState
+from shared.messages.admin import InstanceLoad, InstanceModel, InstanceState
 from shared.messages.cluster import InstanceInfo, ModelLoad
 
 

@@ -14,7 +14,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from services.gateway.metrics import GatewayMetrics
-from services.gateway.replies import InstanceState
+from shared.messages.admin import InstanceState
 from shared.telemetry import metrics_text
 
 

@@ -1,4 +1,4 @@
-"""What the operator, placement and node agents ask for."""
+"""What the operator, placement and node agents ask for, and what the gateway's admin API shows."""
 
 from __future__ import annotations
 
@@ -75,3 +75,98 @@ class ScaleNode(msgspec.Struct, frozen=True):
 
 class Done(msgspec.Struct, frozen=True):
     pass
+
+
+class ModelState(msgspec.Struct, kw_only=True):
+    """A model as the operator sees it."""
+
+    name: str
+    source: str
+    dtype: str
+    max_model_len: int | None
+    replicas: int | None
+    ttft_ms: float
+    """Objective of online requests that name none; 0: the instance's default. Likewise `tpot_ms`."""
+    tpot_ms: float
+    instances: dict[str, str]
+    """Instance id to the model's state there: loading, ready, unloading, failed."""
+    unplaced: str | None
+    """Why it is on no instance, if it is on none."""
+    failure: str | None
+    """Why it cannot be loaded, if that is so wherever it is."""
+    num_running: int
+    """On all its instances; likewise `num_waiting`."""
+    num_waiting: int
+    num_queued: int | None
+    """At the scheduler; None: it does not say."""
+
+
+class ModelStates(msgspec.Struct):
+    models: list[ModelState]
+
+
+class InstanceModel(msgspec.Struct, kw_only=True):
+    """A model on an instance."""
+
+    name: str
+    state: str
+    """loading | ready | unloading | failed"""
+    max_model_len: int
+    page_tokens: int
+    slots_per_merged: int
+    num_running: int
+    num_waiting: int
+    error: str
+    cost_model: str
+    """Where its step times are from: none | live | profiled | stored; empty: it has none"""
+
+
+class InstanceLoad(msgspec.Struct, kw_only=True):
+    """From an instance's own report. Freeness is None where it is unbounded (idle)."""
+
+    age_s: float
+    pool_use: float | None
+    """Share of the KV pool that requests hold, 0 to 1."""
+    num_running: int
+    num_waiting: int
+    num_offline: int
+    num_high: int
+    """Online requests of high priority."""
+    dispatch_freeness: float | None
+    """Merged blocks."""
+    migration_freeness: float | None
+    """Decode steps until the KV pool is full."""
+    num_moving_out: int
+    """Migrations under way."""
+    num_moving_in: int
+    num_moved_out: int
+    """Since the instance started."""
+    num_moved_in: int
+
+
+class InstanceState(msgspec.Struct, kw_only=True):
+    """An instance as the operator sees it."""
+
+    instance_id: str
+    incarnation: str
+    node_id: str
+    state: str
+    """starting | ready | draining"""
+    device: str
+    pid: int
+    models: list[InstanceModel]
+    num_merged: int
+    """Merged blocks in the KV pool, each of `merged_bytes`."""
+    merged_bytes: int
+    metrics_port: int
+    kv_address: str
+    """Of its KV transport; empty: requests do not move to or from it with their KV."""
+    migration: bool
+    load: InstanceLoad | None
+    """None: it has not reported lately."""
+
+
+class InstanceStates(msgspec.Struct):
+    instances: list[InstanceState]
+    draining: list[str] | None
+    """Those that the plan leaves out until that is undone, here or gone; None: the plan cannot be read now."""

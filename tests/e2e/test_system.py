@@ -12,11 +12,15 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from bench.load import run_load
 from tests.e2e.checkpoints import make_llama
 from tests.e2e.otlp_collector import OtlpCollector
 from tests.e2e.stack import Stack
 from tests.e2e.streams import run_streams
+from tideway.bench.arrivals import Closed
+from tideway.bench.client import Target
+from tideway.bench.lengths import Fixed
+from tideway.bench.session import Session, run_session
+from tideway.bench.workload import StreamSpec, Workload
 
 
 @pytest.fixture
@@ -111,19 +115,26 @@ def test_errors_have_openai_shape(client):
     assert "512" in long.value.body["message"]
 
 
-@pytest.mark.parametrize("stream", [True, False])
-async def test_benchmark_style_load(stack, stream):
-    figures = await run_load(
-        stack.url,
-        "llama",
+async def test_many_answers_in_one_piece(stack):
+    body = {"model": "llama", "prompt": [5] * 100, "max_tokens": 30, "temperature": 0, "ignore_eos": True}
+    async with httpx.AsyncClient(timeout=60, limits=httpx.Limits(max_connections=20)) as client:
+        calls = [client.post(f"{stack.url}/v1/completions", json={**body, "seed": seed}) for seed in range(60)]
+        answers = await asyncio.gather(*calls)
+    assert all(answer.json()["usage"]["completion_tokens"] == 30 for answer in answers)
+
+
+async def test_benchmark_style_load(stack):
+    load = StreamSpec(
+        name="load",
+        models={"llama": 1.0},
+        arrivals=Closed(concurrency=20),
         num_requests=60,
-        concurrency=20,
-        input_len=100,
-        output_len=30,
-        vocabulary=250,
-        stream=stream,
+        prompt_tokens=Fixed(tokens=100),
+        output_tokens=Fixed(tokens=30),
     )
-    assert figures["num_failed"] == 0 and figures["output_tokens_per_s"] > 0
+    session = Session(target=Target(url=stack.url, ignore_eos=True, vocabulary=250))
+    total = (await run_session(session, Workload(streams=[load]))).summary.group()
+    assert total.num_succeeded == 60 and total.output_tokens_per_s > 0
 
 
 async def test_many_models_many_streams(stack):

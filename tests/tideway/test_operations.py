@@ -14,7 +14,16 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from shared.messages.admin import ScaleInstances, ScaleModel
+from shared.messages.admin import (
+    InstanceLoad,
+    InstanceModel,
+    InstanceState,
+    InstanceStates,
+    ModelState,
+    ModelStates,
+    ScaleInstances,
+    ScaleModel,
+)
 from shared.messages.catalogue import MODELS, SCHEDULER_STATISTICS
 from shared.messages.channels import bucket_key
 from shared.messages.cluster import (
@@ -33,7 +42,7 @@ from tests.gateway.conftest import MODEL, Stack, running_stack
 from tests.gateway.peer import until
 from tideway import command, operations, status, top
 from tideway.data_folder import DataFolder, OperatorError, ProcessState, State
-from tideway.operations import AdminClient, Instance, Instances, Load, Model, ModelOnInstance, Models, UnavailableError
+from tideway.operations import AdminClient, UnavailableError
 from tideway.top import Snapshot, moves_per_s, show_top
 
 
@@ -100,7 +109,7 @@ async def test_waiting_outlasts_a_gateway_that_does_not_answer_for_a_while(
     away = [UnavailableError("No placement answers."), UnavailableError("No placement answers.")]
     instances = AdminClient.instances
 
-    def sometimes(client: AdminClient) -> operations.Instances:
+    def sometimes(client: AdminClient) -> InstanceStates:
         if away:
             raise away.pop()
         return instances(client)
@@ -360,53 +369,90 @@ def test_longer_ones_are_folded_and_not_cut() -> None:
 
 
 def test_why_a_model_is_not_loaded_is_said() -> None:
-    broken = [ModelOnInstance("tide", "failed", 0, 0, "no such weights")]
+    broken = [on_instance("tide", "failed", error="no such weights")]
     instances = [msgspec.structs.replace(instance(name, "1", 0), models=broken) for name in "ab"]
-    model = Model("tide", None, {"a": "failed", "b": "failed"}, None, 0, 0, 0)
-    lines = shown_at(120, Snapshot(Instances(instances, []), Models([model]), 1.0))
+    model = model_state("tide", {"a": "failed", "b": "failed"})
+    lines = shown_at(120, Snapshot(InstanceStates(instances, []), ModelStates([model]), 1.0))
     assert any("not loaded on a, b: no such weights" in line for line in lines)
 
 
 def test_where_step_times_are_from_is_counted() -> None:
     sources = {"a": "live", "b": "stored", "c": "live", "d": ""}
     instances = [
-        msgspec.structs.replace(instance(name, "1", 0), models=[ModelOnInstance("tide", "ready", 0, 0, "", source)])
+        msgspec.structs.replace(instance(name, "1", 0), models=[on_instance("tide", "ready", cost_model=source)])
         for name, source in sources.items()
     ]
-    model = Model("tide", None, dict.fromkeys(sources, "ready"), None, 0, 0, 0)
-    lines = shown_at(120, Snapshot(Instances(instances, []), Models([model]), 1.0))
+    model = model_state("tide", dict.fromkeys(sources, "ready"))
+    lines = shown_at(120, Snapshot(InstanceStates(instances, []), ModelStates([model]), 1.0))
     assert any(line.startswith("tide") and "live on 2, stored on 1" in line for line in lines)
 
 
-def instance(name: str, incarnation: str, num_moved_in: int) -> Instance:
-    load = Load(
+def on_instance(name: str, state: str, error: str = "", cost_model: str = "") -> InstanceModel:
+    return InstanceModel(
+        name=name,
+        state=state,
+        max_model_len=512,
+        page_tokens=16,
+        slots_per_merged=1,
+        num_running=0,
+        num_waiting=0,
+        error=error,
+        cost_model=cost_model,
+    )
+
+
+def model_state(name: str, instances: dict[str, str]) -> ModelState:
+    return ModelState(
+        name=name,
+        source=f"/models/{name}",
+        dtype="auto",
+        max_model_len=None,
+        replicas=None,
+        ttft_ms=0.0,
+        tpot_ms=0.0,
+        instances=instances,
+        unplaced=None,
+        failure=None,
+        num_running=0,
+        num_waiting=0,
+        num_queued=0,
+    )
+
+
+def instance(name: str, incarnation: str, num_moved_in: int) -> InstanceState:
+    load = InstanceLoad(
+        age_s=0.1,
         pool_use=0.5,
         num_running=0,
         num_waiting=0,
         num_offline=0,
         num_high=0,
+        dispatch_freeness=None,
         migration_freeness=None,
         num_moving_out=0,
         num_moving_in=0,
         num_moved_out=0,
         num_moved_in=num_moved_in,
     )
-    return Instance(
+    return InstanceState(
         instance_id=name,
         incarnation=incarnation,
         node_id="node",
         state="ready",
         device="cpu",
+        pid=1,
         models=[],
         num_merged=10,
         merged_bytes=1,
+        metrics_port=0,
+        kv_address="",
         migration=True,
         load=load,
     )
 
 
-def snapshot(taken_s: float, *instances: Instance) -> Snapshot:
-    return Snapshot(Instances(list(instances), []), Models([]), taken_s)
+def snapshot(taken_s: float, *instances: InstanceState) -> Snapshot:
+    return Snapshot(InstanceStates(list(instances), []), ModelStates([]), taken_s)
 
 
 def test_moves_per_second() -> None:
@@ -419,22 +465,22 @@ def test_moves_per_second() -> None:
 
 def test_the_live_view_outlasts_a_gateway_that_is_away(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(top, "INTERVAL_S", 0.0)
-    answers: list[Instances | BaseException] = [
-        Instances([instance("a", "1", 5)], []),
+    answers: list[InstanceStates | BaseException] = [
+        InstanceStates([instance("a", "1", 5)], []),
         OperatorError("The gateway does not answer."),
-        Instances([instance("a", "1", 8)], None),
+        InstanceStates([instance("a", "1", 8)], None),
         KeyboardInterrupt(),
     ]
 
     class Client(AdminClient):
-        def instances(self) -> Instances:
+        def instances(self) -> InstanceStates:
             answer = answers.pop(0)
             if isinstance(answer, BaseException):
                 raise answer
             return answer
 
-        def models(self) -> Models:
-            return Models([])
+        def models(self) -> ModelStates:
+            return ModelStates([])
 
     times = iter(range(100))
     output = io.StringIO()
