@@ -86,11 +86,11 @@ def measure(options: argparse.Namespace, num_instances: int) -> list[str]:
         timed.run()
         share = engine.seconds / (time.perf_counter() - started_s)
     num_tokens = sum(record.num_tokens for record in records)
-    num_steps = cluster.journal.num_steps
+    num_steps = sum(instance.num_steps for instance in cluster.fleet.instances.values())
     return [
         str(num_instances), str(len(records)), f"{len(records) / took_s:.0f}", f"{100 * share:.0f} %", str(num_steps),
-        f"{1e6 * took_s / num_steps:.0f}", f"{num_tokens / num_steps:.1f}", str(cluster.events.num_done),
-        f"{cluster.events.now / took_s:.0f}",
+        f"{1e6 * took_s / num_steps:.0f}", f"{num_tokens / num_steps:.1f}", str(cluster.fleet.events.num_done),
+        f"{cluster.fleet.events.now / took_s:.0f}",
     ]  # fmt: skip
 
 

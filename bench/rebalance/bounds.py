@@ -16,8 +16,8 @@ from typing import NamedTuple
 import numpy as np
 
 from bench.rebalance.devices import Device
-from bench.rebalance.workloads import Job
 from shared.cost_model import StepShape
+from shared.simulation.gateway import Job
 
 TICK_S = 0.1
 WEIGHTS = (4.0, 8.0, 16.0, 1000.0)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import msgspec
 
 from shared.cost_model import CostModel
-
-MODEL = "model"
+from shared.engine.plan import ModelShape
+from shared.engine.recording import Configuration
+from shared.simulation import fleet
+from shared.simulation.gateway import MODEL
 
 
 class Device(msgspec.Struct, frozen=True, kw_only=True):
@@ -31,6 +33,22 @@ class Device(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def pool_tokens(self) -> int:
         return self.num_blocks * self.page_tokens
+
+    def simulated(self, order: str) -> fleet.Device:
+        configuration = Configuration(
+            num_merged=self.num_blocks, num_rows=self.num_rows, ordering=order, token_budget=self.max_step_tokens,
+            steps_in_flight=1, max_waiting=1 << 20, ttft_s=self.ttft_s, tpot_s=self.tpot_s,
+            high_priority_load=self.high_load,
+        )  # fmt: skip
+        return fleet.Device(
+            configuration=configuration, merged_bytes=self.block_bytes,
+            bandwidth_bytes_s=self.bandwidth_bytes_s, rate_share=self.rate_share,
+        )  # fmt: skip
+
+    @property
+    def model(self) -> fleet.Model:
+        shape = ModelShape(name=MODEL, page_tokens=self.page_tokens, slots_per_merged=1, max_model_len=1 << 20)
+        return fleet.Model(shape=shape, cost_model=self.cost_model)
 
 
 A10 = Device(

@@ -23,11 +23,11 @@ from bench.rebalance.results import (
     figures_of,
     latency_verdicts,
 )
-from bench.rebalance.scaling import Fleet
-from bench.rebalance.workloads import MIXES, PREFILL_MIX, Job, Workload, draw_jobs, is_mix
+from bench.rebalance.workloads import MIXES, PREFILL_MIX, Workload, draw_jobs, is_mix
 from bench.reporting import met
 from shared.cost_model import StepShape
 from shared.settings import SchedulerSettings
+from shared.simulation.gateway import Job
 
 PROFILE_SEED, PROFILE_REQUESTS = 1_000_003, 50_000
 """Of the requests by which the capacity is reckoned: others than those that are compared."""
@@ -220,7 +220,7 @@ def fragmentation(plan: Plan, show: Callable[[str], None]) -> Experiment:
             starts: list[list[float]] = []
             for seed in plan.seeds:
                 jobs = _fragmented(device, num_each, share, seed)
-                start_s = [run_one(plan, plan.system(name), jobs, seed).journal.records[-1].start_s for name in systems]
+                start_s = [run_one(plan, plan.system(name), jobs, seed).gateway.records[-1].start_s for name in systems]
                 if start_s[0] > MOST_START_S:  # else chance had left room on some instance
                     starts.append(start_s)
             for name, values in zip(systems, zip(*starts, strict=True), strict=False):
@@ -270,9 +270,9 @@ def drain(plan: Plan, show: Callable[[str], None]) -> Experiment:
                 most = int(0.4 * plan.device.pool_tokens / num)
                 jobs = [Job(0.01 * i, int(draw.uniform(0.5, 1.0) * most), output) for i in range(NUM_INSTANCES * num)]
                 cluster = Cluster(plan.device, plan.system(name), jobs, num_instances=NUM_INSTANCES, seed=seed)
-                cluster.drain_at(DRAIN_S, "instance-0")
+                cluster.fleet.events.at(DRAIN_S, cluster.fleet.drain, "instance-0")
                 cluster.run()
-                times.append(cluster.emptied_s.get("instance-0", cluster.events.now) - DRAIN_S)
+                times.append(cluster.fleet.emptied_s.get("instance-0", cluster.fleet.events.now) - DRAIN_S)
             row = {"running": num, "system": name, "median, s": float(np.median(times)), "worst, s": max(times)}
             result.rows.append(row)
             show(str(row))
@@ -299,7 +299,7 @@ def scaling(plan: Plan, show: Callable[[str], None]) -> Experiment:
             fleets = []
             for seed in plan.seeds:
                 jobs = draw_jobs(workload, plan.device, seed)
-                fleets.append(Fleet(plan.device, system, jobs, num_instances=2, seed=seed, start_s=START_S))
+                fleets.append(Cluster(plan.device, system, jobs, num_instances=2, seed=seed, start_s=START_S))
                 fleets[-1].run()
             one = figures_of(f"M-M, below {scale_low:g} grows ({rate_rps:.2f}/s)", name, fleets)
             result.figures.append(one)

@@ -3,14 +3,11 @@ calls and the same estimates; a copy takes its bytes over the rate, a message `C
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from itertools import count
 
 import msgspec
 
-from bench.rebalance.devices import MODEL
-from bench.rebalance.instance import Instance
-from bench.rebalance.journal import Journal
 from shared.engine.calls import Adopt, DropMoved, EndMove, Pin, PinRest, PutBack, Release, Reserve, Seal, TakeOut, Unpin
 from shared.engine.moving import MoveCandidate, PinnedBlocks, TakenOut, rebased
 from shared.messages.cluster import MoveOutcome
@@ -26,10 +23,8 @@ from shared.migration.estimates import MARGIN_BLOCKS, Busy, Next, copy_s, is_wor
 from shared.migration.limits import max_at_once
 from shared.migration.source import may_move
 from shared.settings import InstanceSettings
-from shared.simulation.events import Events
+from shared.simulation.fleet import CONTROL_S, Fleet, Instance
 
-CONTROL_S = 0.001
-"""Of a message, one way."""
 POLL_S = 0.02
 RETRY_S = 0.5
 """As the migration service has them."""
@@ -39,11 +34,9 @@ MAX_STAGES = InstanceSettings().migration_max_stages
 class Movers:
     """Of all instances."""
 
-    def __init__(
-        self, events: Events, journal: Journal, instances: Mapping[str, Instance], max_migrations: int
-    ) -> None:
+    def __init__(self, fleet: Fleet, max_migrations: int = InstanceSettings().max_migrations) -> None:
         """`max_migrations`: out of an instance at once, and into it."""
-        self.events, self.journal, self.instances = events, journal, instances
+        self.events, self.journal, self.instances = fleet.events, fleet.gateway, fleet.instances
         self.max_migrations = max_migrations
         self.num_in: dict[str, int] = {}
         self.ids = count()
@@ -155,6 +148,8 @@ class Move:
         sequence = source.engine.held(self.request_id)
         assert sequence is not None
         self._request = sequence.request
+        self._shape = source.models[sequence.model].shape
+        self._block_bytes = source.device.merged_bytes // self._shape.slots_per_merged
         self._pinned: PinnedBlocks | None = None
         self._next_block = 0
         self._announced = 0
@@ -187,8 +182,8 @@ class Move:
         if not self._num_copied_stages and not is_worth(left_s, self._candidate.tokens_left, step_s):
             self._stay(AbortReason.NOT_WORTH)
             return
-        num_filled = (pinned.first_block + len(pinned.slots)) * self._device.page_tokens
-        is_in_prefill = self._candidate.request.num_tokens >= num_filled + 2 * self._device.page_tokens
+        num_filled = (pinned.first_block + len(pinned.slots)) * self._shape.page_tokens
+        is_in_prefill = self._candidate.request.num_tokens >= num_filled + 2 * self._shape.page_tokens
         # What the step in flight computes of its prompt is filled only when that has ended.
         busy_s = (engine.busy_s(now) if is_in_prefill else 0.0) or self._busy.left_s(now)
         choice = next_stage(
@@ -217,10 +212,10 @@ class Move:
     ) -> None:
         request = self._request
         query = PreAllocate(
-            migration_id=self._id, source_id=self._source.instance_id, request_id=self.request_id, model=MODEL,
+            migration_id=self._id, source_id=self._source.instance_id, request_id=self.request_id, model=request.model,
             request_class=request.request_class, priority=request.priority, stage=self._num_stages,
-            first_block=self._announced, num_blocks=num_blocks, hashes=hashes, page_tokens=self._device.page_tokens,
-            slot_bytes=self._device.block_bytes, reason=self._reason, arrives_s=arrives_s,
+            first_block=self._announced, num_blocks=num_blocks, hashes=hashes, page_tokens=self._shape.page_tokens,
+            slot_bytes=self._block_bytes, reason=self._reason, arrives_s=arrives_s,
             max_tokens=self._candidate.request.num_tokens + self._candidate.tokens_left,
         )  # fmt: skip
         self._num_stages += 1
@@ -330,14 +325,10 @@ class Move:
         num_tokens = (len(held.prompt) + len(held.prior)) // 4
         taker.report_moved_in(
             HeldRequest(
-                request_id=held.request_id,
-                gateway_id=held.gateway_id,
-                epoch=held.epoch,
-                model=MODEL,
-                num_tokens=num_tokens,
-                running=True,
+                request_id=held.request_id, gateway_id=held.gateway_id, epoch=held.epoch, model=held.model,
+                num_tokens=num_tokens, running=True,
             )
-        )
+        )  # fmt: skip
         self._events.after(CONTROL_S, self._on_committed, held.epoch)
 
     def _on_committed(self, epoch: int) -> None:
@@ -397,7 +388,7 @@ class Move:
 
     def _copy_s(self, num_blocks: int, rate_share: float) -> float:
         device = self._device
-        return copy_s(num_blocks * device.block_bytes, device.bandwidth_bytes_s, rate_share)
+        return copy_s(num_blocks * self._block_bytes, device.bandwidth_bytes_s, rate_share)
 
     def _begin_transfer(
         self, num_blocks: int, rate_share: float, then: Callable[[], None], at_least_s: float = 0.0
@@ -405,7 +396,7 @@ class Move:
         """Migrations out of the instance share its rate."""
         self._source.num_transfers += 1
         self.taker.num_transfers += 1
-        self._movers.num_bytes += num_blocks * self._device.block_bytes
+        self._movers.num_bytes += num_blocks * self._block_bytes
         seconds = self._copy_s(num_blocks, rate_share) * max(1, self._source.num_out)
         self._source.num_out += 1
         self._events.after(max(at_least_s, seconds), then)

@@ -10,8 +10,8 @@ import msgspec
 import numpy as np
 
 from bench.rebalance.cluster import Cluster
-from bench.rebalance.journal import Record
 from bench.reporting import met, table
+from shared.simulation.gateway import Record
 from tideway.bench.summary import Distribution
 
 if TYPE_CHECKING:
@@ -64,13 +64,13 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def figures_of(case: str, system: str, clusters: Sequence[Cluster]) -> Figures:
-    records = [record for cluster in clusters for record in cluster.journal.records]
+    records = [record for cluster in clusters for record in cluster.gateway.records]
     high = [record for record in records if record.is_high]
     normal = [record for record in records if not record.is_high]
     moves: Counter[str] = Counter()
     for cluster in clusters:
         moves.update(cluster.movers.outcomes)
-    pauses = [pause / step_s for cluster in clusters for _, pause, step_s in cluster.journal.pauses]
+    pauses = [pause / step_s for cluster in clusters for _, pause, step_s in cluster.gateway.pauses]
     return Figures(
         case=case,
         system=system,
@@ -90,8 +90,8 @@ def figures_of(case: str, system: str, clusters: Sequence[Cluster]) -> Figures:
         pause_steps=Distribution.of(pauses),
         moved_gigabytes=sum(cluster.movers.num_bytes for cluster in clusters) / 1e9,
         mean_instances=float(np.mean([cluster.mean_instances() for cluster in clusters])),
-        ttft_p99_by_seed=[_p99(cluster.journal.records) for cluster in clusters],
-        num_preemptions_by_seed=[sum(r.num_preemptions for r in cluster.journal.records) for cluster in clusters],
+        ttft_p99_by_seed=[_p99(cluster.gateway.records) for cluster in clusters],
+        num_preemptions_by_seed=[sum(r.num_preemptions for r in cluster.gateway.records) for cluster in clusters],
     )
 
 

@@ -9,6 +9,7 @@ import msgspec
 import numpy as np
 
 from bench.rebalance.devices import Device
+from shared.simulation.gateway import Job
 from tideway.bench.arrivals import renewal_times
 from tideway.bench.traces import Trace, read_trace, spread
 
@@ -30,13 +31,6 @@ PREFILL_MIX = "P-T"
 
 LONGEST_PERCENTILE = 95
 """Prompts of a trace are scaled so that this one of them is no longer than the device allows."""
-
-
-class Job(msgspec.Struct, frozen=True):
-    at_s: float
-    prompt_tokens: int
-    output_tokens: int
-    is_high: bool = False
 
 
 class Workload(msgspec.Struct, frozen=True, kw_only=True):

@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import msgspec
 
-from services.gateway.streams import StreamState
 from shared.messages.requests import ErrorInfo, GenerationRequest
+from shared.streams import StreamState
 
 QUIET_S = 2.0
 """A stream without a frame for so long is asked after; each further time the wait doubles, up to `MAX_QUIET_S`."""

@@ -13,7 +13,6 @@ from services.gateway.metrics import GatewayMetrics
 from services.gateway.placing import Placer
 from services.gateway.recovery import Recovery
 from services.gateway.stream import Stream
-from services.gateway.streams import Outcome
 from shared.bus.interface import Bus, Subscription
 from shared.messages.catalogue import GATEWAY_FRAMES, INSTANCE_CANCEL, SCHEDULER_CANCEL
 from shared.messages.cluster import InstanceInfo
@@ -27,6 +26,7 @@ from shared.messages.requests import (
     TokenFrame,
     next_placement,
 )
+from shared.streams import Outcome
 
 
 class StreamTable:

@@ -19,7 +19,6 @@ from services.worker.engine_loop import EngineLoop, StepExecutor
 from services.worker.instance_models import InstanceModels, OnReady
 from services.worker.instance_moves import InstanceMoves, OpenTransport
 from services.worker.instance_telemetry import InstanceTelemetry
-from services.worker.load_reports import LoadReports
 from services.worker.output_log import OutputLog, cut
 from services.worker.peers import can_take
 from shared.bus.interface import Bus, BusError, KeyValue, ServiceError, Subscription
@@ -27,6 +26,7 @@ from shared.cost_model import CostSource
 from shared.engine.calls import ClearPrefixCache, SetStatistics, Submit
 from shared.engine.driver import StepStats
 from shared.engine.engine import Effect, Engine
+from shared.engine.load_reports import LoadReports
 from shared.engine.requests import Ended, Output
 from shared.messages.admin import (
     Done,
@@ -46,6 +46,7 @@ from shared.messages.catalogue import (
     INSTANCE_SUBMIT,
     INSTANCE_UNLOAD_MODEL,
     INSTANCES,
+    LOAD_REPORTS,
 )
 from shared.messages.channels import MAX_MESSAGE_BYTES
 from shared.messages.cluster import ExecutionStatisticsReport, InstanceInfo, InstancePlan
@@ -110,7 +111,7 @@ class InstanceService:
         )
         on_ready = None if provide_cost_models is None else provide_cost_models(self._loop)
         self._outputs = OutputLog()
-        self._reports = LoadReports(bus, self._id, self.incarnation)
+        self._reports = LoadReports(self._id, self.incarnation)
         self._moves = InstanceMoves(
             bus=bus,
             settings=settings,
@@ -335,7 +336,7 @@ class InstanceService:
             if self._cost_sources.get(model) != known.source:
                 self._cost_sources[model] = known.source
                 log.info("step times of %s: %s", model, known.source)
-        self._reports.publish(load_now, *self._moves.num_moving)
+        self._bus.publish(LOAD_REPORTS, self._reports.take(load_now, *self._moves.num_moving))
 
     def _slot_bytes(self) -> dict[str, int]:
         """A KV block's share of a merged block, of each model."""

@@ -16,7 +16,6 @@ from prometheus_client import Gauge
 from services.worker.engine_loop import EngineLoop
 from services.worker.instance_models import KvUsers
 from services.worker.instance_telemetry import InstanceTelemetry
-from services.worker.load_reports import LoadReports
 from services.worker.migration.host import pool_of
 from services.worker.migration.service import MigrationService
 from services.worker.output_log import OutputLog
@@ -25,6 +24,7 @@ from shared.bus.interface import Bus
 from shared.engine import calls
 from shared.engine.driver import StepStats
 from shared.engine.engine import Effect
+from shared.engine.load_reports import LoadReports
 from shared.engine.moving import TakenOut
 from shared.messages.catalogue import GATEWAY_FRAMES, INSTANCE_REBALANCE
 from shared.messages.cluster import InstanceInfo, MoveOutcome

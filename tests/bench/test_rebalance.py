@@ -15,10 +15,10 @@ from bench.rebalance.cluster import Cluster, System
 from bench.rebalance.devices import A10, CPU, Device
 from bench.rebalance.experiments import SYSTEMS
 from bench.rebalance.results import Experiment, Figures, balance_verdicts, figures_of
-from bench.rebalance.scaling import Fleet
-from bench.rebalance.workloads import LENGTHS, MIXES, PREFILL_MIX, Job, Workload, draw_jobs, power_law
+from bench.rebalance.workloads import LENGTHS, MIXES, PREFILL_MIX, Workload, draw_jobs, power_law
 from shared.cost_model import StepShape
 from shared.simulation.events import Events
+from shared.simulation.gateway import Job
 
 
 def small(**changes: object) -> Device:
@@ -93,7 +93,7 @@ def test_every_request_gets_every_token_once_and_runs_repeat(system: System) -> 
     def run() -> tuple[list[float], int, dict[str, int]]:
         cluster = Cluster(device, system, jobs, seed=4)
         records = cluster.run().records
-        for instance in cluster.instances.values():
+        for instance in cluster.fleet.instances.values():
             instance.engine.check()
             assert not instance.engine.all_held() and instance.num_transfers == 0
             assert instance.engine.pool.num_available("model") == device.num_blocks
@@ -108,12 +108,12 @@ def test_every_request_gets_every_token_once_and_runs_repeat(system: System) -> 
 def test_a_drained_instance_is_emptied_by_moving_what_it_has() -> None:
     jobs = [Job(0.01 * number, 200, 300) for number in range(16)]
     cluster = Cluster(A10, SYSTEMS["tideway"], jobs)
-    cluster.drain_at(3.0, "instance-0")
+    cluster.fleet.events.at(3.0, cluster.fleet.drain, "instance-0")
     records = cluster.run().records
-    assert 3.0 < cluster.emptied_s["instance-0"] < 5.0
+    assert 3.0 < cluster.fleet.emptied_s["instance-0"] < 5.0
     assert sum(record.num_moves for record in records) == 4
-    assert len(cluster.journal.pauses) == 4
-    assert all(0 < pause < 5 * step_s for _, pause, step_s in cluster.journal.pauses)
+    assert len(cluster.gateway.pauses) == 4
+    assert all(0 < pause < 5 * step_s for _, pause, step_s in cluster.gateway.pauses)
 
 
 def test_requests_move_to_an_instance_with_long_prompts_without_a_long_pause() -> None:
@@ -121,9 +121,9 @@ def test_requests_move_to_an_instance_with_long_prompts_without_a_long_pause() -
     decoding = [Job(0.01 * number, 200, 600) for number in range(8)]
     prompts = [Job(2.5 + 0.9 * number, 5000, 10) for number in range(8)]
     cluster = Cluster(A10, SYSTEMS["tideway"], decoding + prompts, num_instances=2)
-    cluster.drain_at(3.0, "instance-0")
+    cluster.fleet.events.at(3.0, cluster.fleet.drain, "instance-0")
     cluster.run()
-    steps = [pause / step_s for _, pause, step_s in cluster.journal.pauses]
+    steps = [pause / step_s for _, pause, step_s in cluster.gateway.pauses]
     assert len(steps) >= 4 and max(steps) < 3.0
 
 
@@ -145,11 +145,11 @@ def test_a_fleet_grows_under_load_and_shrinks_after_it() -> None:
     jobs = [Job(0.1 * number, 100, 700) for number in range(40)] + [Job(60.0 + number, 100, 20) for number in range(40)]
     bounds = {"scale_low": 100.0, "scale_high": 400.0, "scale_period_s": 5.0, "max_instances": 4}
     system = msgspec.structs.replace(SYSTEMS["tideway"], scheduler=bounds)
-    fleet = Fleet(device, system, jobs, num_instances=1, seed=0, start_s=2.0)
-    fleet.run()
-    assert fleet.num_started >= 2
-    assert len(fleet.instances) < 1 + fleet.num_started
-    assert 1.0 < fleet.mean_instances() < 1 + fleet.num_started
+    cluster = Cluster(device, system, jobs, num_instances=1, seed=0, start_s=2.0)
+    cluster.run()
+    assert cluster.scaling is not None and (num_started := cluster.scaling.num_started) >= 2
+    assert len(cluster.fleet.instances) < 1 + num_started
+    assert 1.0 < cluster.mean_instances() < 1 + num_started
 
 
 def test_a_miss_is_called_a_miss() -> None:

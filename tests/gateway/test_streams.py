@@ -5,7 +5,6 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.gateway.streams import Outcome, StreamState
 from shared.messages.requests import (
     PLACEMENT_EPOCHS,
     ErrorCode,
@@ -16,6 +15,7 @@ from shared.messages.requests import (
     TokenLogprob,
     pack_tokens,
 )
+from shared.streams import Outcome, StreamState
 
 EOS = 2
 

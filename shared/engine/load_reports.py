@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from shared.bus.interface import Bus
 from shared.engine.load import InstanceLoad
 from shared.engine.requests import Ended
-from shared.messages.catalogue import LOAD_REPORTS
 from shared.messages.cluster import FinishedStats, LoadReport, MoveOutcome
 from shared.messages.requests import HeldRequest
 
@@ -13,8 +11,7 @@ from shared.messages.requests import HeldRequest
 class LoadReports:
     """Collects between two reports; when to report is the caller's matter."""
 
-    def __init__(self, bus: Bus, instance_id: str, incarnation: str) -> None:
-        self._bus = bus
+    def __init__(self, instance_id: str, incarnation: str) -> None:
         self._instance_id = instance_id
         self._incarnation = incarnation
         self._sequence = 0
@@ -33,8 +30,8 @@ class LoadReports:
         self.ended.append(ended.request.request_id)
         self.finished.append(ended.stats())
 
-    def publish(self, load: InstanceLoad, num_moving_out: int, num_moving_in: int) -> None:
-        """`num_moving_out`, `num_moving_in`: migrations under way."""
+    def take(self, load: InstanceLoad, num_moving_out: int, num_moving_in: int) -> LoadReport:
+        """The next one. `num_moving_out`, `num_moving_in`: migrations under way."""
         self._sequence += 1
         self._num_moved_out += sum(outcome.is_moved for outcome in self.moves)
         self._num_moved_in += len(self.moved_in)
@@ -42,26 +39,16 @@ class LoadReports:
             instance_id=self._instance_id,
             incarnation=self._incarnation,
             sequence=self._sequence,
-            dispatch_freeness=load.dispatch_freeness,
-            free_merged=load.free_merged,
-            num_running=load.num_running,
-            models=load.models,
             admitted=tuple(self.admitted),
             ended=tuple(self.ended),
             finished=tuple(self.finished),
-            dispatch_freeness_high=load.dispatch_freeness_high,
-            migration_freeness=load.migration_freeness,
-            scaling_freeness=load.scaling_freeness,
-            num_high=load.num_high,
             moves=tuple(self.moves),
             moved_in=tuple(self.moved_in),
             num_moving_out=num_moving_out,
             num_moving_in=num_moving_in,
             num_moved_out=self._num_moved_out,
             num_moved_in=self._num_moved_in,
-            next_move_tokens=load.next_move_tokens,
-            running_freeness=load.running_freeness,
-            prompts_s=load.prompts_s,
+            **{name: getattr(load, name) for name in load.__struct_fields__},
         )
         self._begin()
-        self._bus.publish(LOAD_REPORTS, report)
+        return report

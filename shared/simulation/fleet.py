@@ -1,0 +1,573 @@
+"""A whole fleet in virtual time: the live engines, drivers, scheduler's core and migrations; the same seed, the same run.
+
+    fleet = Fleet(SchedulerSettings())
+    for number in range(4):
+        fleet.add_instance(f"instance-{number}", device, [model])
+    records = fleet.run(jobs).records
+
+Modelled are times: steps and copies take what the cost model says (with noise), messages of the scheduler `CONTROL_S`,
+tokens reach their users at once. See docs/simulation.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Protocol
+
+import msgspec
+import numpy as np
+
+from shared.cost_model import CostModel
+from shared.engine.calls import AddModel, Cancel, RemoveModel, SetCostModel, SetStatistics, Submit
+from shared.engine.engine import Effect, Engine
+from shared.engine.load_reports import LoadReports
+from shared.engine.moving import TakenOut
+from shared.engine.plan import ModelShape, StepPlan
+from shared.engine.recording import Configuration
+from shared.engine.requests import Ended, Output
+from shared.messages.cluster import (
+    ExecutionStatistics,
+    InstanceExited,
+    InstanceInfo,
+    LoadedModel,
+    LoadReport,
+    MoveOutcome,
+)
+from shared.messages.migration import Rebalance
+from shared.messages.requests import ErrorCode, ErrorInfo, GenerationRequest, HeldRequest
+from shared.scheduling import calls
+from shared.scheduling.actions import (
+    Action,
+    AskHeld,
+    CancelAt,
+    CancelDrain,
+    Dispatch,
+    DrainAction,
+    InstanceLost,
+    LeftQueue,
+    MoveEnded,
+    NotifyLost,
+    Paired,
+    ProbeSilence,
+    ScaleUp,
+    ScalingAction,
+    SendEntry,
+    SendRebalance,
+)
+from shared.scheduling.calls import (
+    AskEveryone,
+    BeginServing,
+    Call,
+    DeclareLost,
+    OnDispatched,
+    OnExited,
+    OnHeld,
+    OnRegistry,
+    OnReport,
+    OnScaled,
+    OnTime,
+    TakeExecutionStatistics,
+)
+from shared.scheduling.core import SchedulerCore
+from shared.settings import SchedulerSettings
+from shared.simulation.events import Events
+from shared.simulation.gateway import LAST_TOKEN, Gateway, Job, RunFailed
+from shared.simulation.instance import VirtualInstance, VirtualStep
+
+CONTROL_S = 0.001
+"""Of a message to or from the scheduler, one way."""
+REPORT_INTERVAL_S = 0.02
+HEARTBEAT_S = 1.0
+"""Between two load reports at least and at most."""
+STATISTICS_S = 1.0
+"""Between two tellings of execution times."""
+POLL_S = 0.05
+"""Between two looks at whether a model that is being unloaded, or an instance that drains, is empty."""
+ENTRY_S = 3.0
+"""Until the registry forgets an instance that does not write its entry any more."""
+ANSWER_S = 1.0
+"""Until a call that is not answered is given up."""
+MOVING_SLOWDOWN = 1.01
+"""Of the steps of an instance that sends or receives KV (Llumnix measures at most 1 %)."""
+PATIENCE_S = 3000.0
+"""After the last arrival, for all to end."""
+
+
+class Device(msgspec.Struct, frozen=True, kw_only=True):
+    """What an instance runs on."""
+
+    configuration: Configuration
+    """Of its engine: KV pool, rows, policies."""
+    merged_bytes: int = 1 << 20
+    bandwidth_bytes_s: float = 8e9
+    """Of the link to any other instance; migrations beside the decode use `rate_share` of it."""
+    rate_share: float = 0.5
+
+
+class Model(msgspec.Struct, frozen=True, kw_only=True):
+    """On a kind of device."""
+
+    shape: ModelShape
+    cost_model: CostModel
+    """What its steps take, but for noise, and what the engine knows of that."""
+    load_s: float = 0.0
+    """From the decision until an instance that runs serves it."""
+
+
+class Migrations(Protocol):
+    """Requests that move: what the instances do with a `Rebalance`."""
+
+    def on_rebalance(self, instance_id: str, rebalance: Rebalance) -> None: ...
+
+
+class Instance:
+    """With the models, states and load reports of the instance service."""
+
+    def __init__(
+        self, fleet: Fleet, instance_id: str, incarnation: str, device: Device, engine: Engine, seed: int
+    ) -> None:
+        self.instance_id, self.incarnation, self.device, self.engine = instance_id, incarnation, device, engine
+        self.state = "ready"
+        """starting | ready | draining, as in the registry."""
+        self.models: dict[str, Model] = {}
+        self.model_states: dict[str, str] = {}
+        """loading | ready | unloading, as in the registry."""
+        self.reports = LoadReports(instance_id, incarnation)
+        self.on_taken_out: Callable[[TakenOut], None] = lambda taken: None
+        self.on_ended: Callable[[str], None] = lambda request_id: None
+        self.step_s = 0.0
+        """Of the last steps that held decodes, on average."""
+        self.num_transfers = 0
+        """Under way, in or out."""
+        self.num_out = 0
+        """Of these, out."""
+        self.num_steps = 0
+        self._fleet, self._events, self._gateway = fleet, fleet.events, fleet.gateway
+        self._draw = np.random.default_rng(seed)
+        self._host = VirtualInstance(
+            engine, fleet.events, lambda model: self.models[model].cost_model, self._sample, self._on_effects,
+            on_turn=self._on_turn, on_step=self._on_step, slowdown=self._slowdown,
+        )  # fmt: skip
+        self._limits: dict[str, int] = {}
+        self._rows: dict[int, tuple[int, int]] = {}
+        """Row -> what is answered there, as of `Gateway.answer_of`."""
+        self._num_preemptions = 0
+        self._reported_s = -1.0
+        self._is_report_due = False
+        self._events.after(HEARTBEAT_S, self._beat)
+
+    @property
+    def is_gone(self) -> bool:
+        return self._host.is_stopped
+
+    def stop(self) -> None:
+        """At once, whatever it does."""
+        self._host.is_stopped = True
+
+    def info(self) -> InstanceInfo:
+        served = [
+            LoadedModel(
+                name=name, state="loading" if self.state == "starting" else state,
+                max_model_len=self._limits.get(name, 0), page_tokens=self.models[name].shape.page_tokens,
+                slots_per_merged=self.models[name].shape.slots_per_merged,
+            )
+            for name, state in self.model_states.items()
+        ]  # fmt: skip
+        return InstanceInfo(
+            instance_id=self.instance_id, incarnation=self.incarnation, node_id=self.instance_id, state=self.state,
+            models=served, num_merged=self.device.configuration.num_merged, merged_bytes=self.device.merged_bytes,
+            device="cuda", kv_address=self.instance_id,
+        )  # fmt: skip
+
+    # ------------------------------------------------------------------------------------------------- models
+
+    def begin_load(self, model: Model) -> None:
+        name = model.shape.name
+        self.models[name], self.model_states[name] = model, "loading"
+        self._events.after(model.load_s, self.attach, model)
+        self._fleet.register(self)
+
+    def attach(self, model: Model) -> None:
+        """It is loaded."""
+        name, now = model.shape.name, self._events.now
+        self.models[name], self.model_states[name] = model, "ready"
+        self._limits[name] = self.engine.apply(AddModel(model.shape), now).max_model_len
+        self.engine.apply(SetCostModel(name, model.cost_model), now)
+        self.step_s = self.step_s or model.cost_model.fixed_s
+        self._fleet.register(self)
+
+    def begin_unload(self, name: str, grace_s: float) -> None:
+        """Takes no new request for it, waits until those it has are gone (at most `grace_s`), ends the rest."""
+        self.model_states[name] = "unloading"
+        self._fleet.register(self)
+        self._unload(name, self._events.now + grace_s)
+
+    def _unload(self, name: str, deadline_s: float) -> None:
+        now = self._events.now
+        if (self.engine.num_held(name) and now < deadline_s) or not self._host.apply(RemoveModel(name)):
+            self._events.after(POLL_S, self._unload, name, deadline_s)
+            return
+        del self.model_states[name]
+        self._fleet.register(self)
+
+    # ---------------------------------------------------------------------------------------------- requests
+
+    def submit(self, request: GenerationRequest) -> ErrorInfo | None:
+        if (state := self.model_states.get(request.model, "not here")) != "ready":
+            return ErrorInfo(ErrorCode.GONE, f"model {request.model!r} is {state}")
+        refused = self._host.apply(Submit(request))
+        if refused is None:
+            self.reports.admitted.append(request.request_id)
+            self._report_soon()
+        return refused
+
+    def cancel(self, action: CancelAt) -> None:
+        epoch = self.engine.held_epoch(action.request_id)
+        if epoch is not None and (action.epoch is None or epoch <= action.epoch):
+            self._host.apply(Cancel(action.request_id))
+
+    def report_move(self, outcome: MoveOutcome) -> None:
+        self.reports.moves.append(outcome)
+        self.wake()
+
+    def report_moved_in(self, held: HeldRequest) -> None:
+        self.reports.moved_in.append(held)
+        self.wake()
+
+    # ------------------------------------------------------------------------------------------------- steps
+
+    def wake(self) -> None:
+        """Something changed: a step may be possible, the load is another."""
+        self._host.wake()
+        self._report_soon()
+
+    def _slowdown(self) -> float:
+        noise = float(np.exp(self._draw.normal(0.0, self._fleet.noise))) if self._fleet.noise else 1.0
+        return noise * (MOVING_SLOWDOWN if self.num_transfers else 1.0)
+
+    def _on_turn(self, step: VirtualStep | None) -> None:
+        if (num_preemptions := self.engine.counters.num_preemptions) != self._num_preemptions:
+            self._num_preemptions = num_preemptions
+            for sequence in self.engine.all_held():
+                self._gateway.on_preempted(sequence.request.request_id, sequence.num_preemptions)
+        if step is not None and any(step.plan.num_decodes):
+            self.step_s += 0.1 * (step.whole_s - self.step_s)
+
+    def _sample(self, plan: StepPlan) -> list[int]:
+        rows = self._rows
+        for new in plan.new_sequences:
+            rows[new.row] = self._gateway.answer_of(new.sampling.seed)
+        return [
+            LAST_TOKEN if start + count + 1 == rows[row][0] else rows[row][1]
+            for row, start, count, samples in zip(plan.rows, plan.starts, plan.counts, plan.samples, strict=True)
+            if samples
+        ]
+
+    def _on_step(self, _step: VirtualStep) -> None:
+        self.num_steps += 1
+        self._report_soon()
+
+    def _on_effects(self, effects: list[Effect]) -> None:
+        # What is known of an ended request is noted before its user is told.
+        for effect in effects:
+            if isinstance(effect, Ended):
+                self._gateway.on_finished(effect)
+        for effect in effects:
+            if isinstance(effect, Output):
+                self._gateway.on_entries(effect.entries, self.instance_id)
+            elif isinstance(effect, TakenOut):
+                self.on_taken_out(effect)
+            else:
+                self.reports.on_ended(effect)
+                self._report_soon()
+                self.on_ended(effect.request.request_id)
+
+    # ----------------------------------------------------------------------------------------------- reports
+
+    def _report_soon(self) -> None:
+        if not self._is_report_due:
+            self._is_report_due = True
+            self._events.at(self._reported_s + REPORT_INTERVAL_S, self._report)
+
+    def _beat(self) -> None:
+        if not self.is_gone:
+            self._report_soon()
+            self._events.after(HEARTBEAT_S, self._beat)
+
+    def _report(self) -> None:
+        self._is_report_due = False
+        if self.is_gone:
+            return
+        self._reported_s = self._events.now
+        num_in = self.num_transfers - self.num_out
+        self._fleet.send_report(self.reports.take(self.engine.load(self._events.now), self.num_out, num_in))
+
+
+class Scheduler:
+    """One term of the scheduler's core, hosted as the service hosts it."""
+
+    def __init__(
+        self, fleet: Fleet, settings: SchedulerSettings, term: int, inherited: Mapping[str, ExecutionStatistics]
+    ) -> None:
+        self.core = SchedulerCore(settings, term, inherited)
+        self.term = term
+        self.num_pairings = 0
+        self.is_serving = True
+        self.is_over = False
+        """It is dead; another takes over."""
+        self._fleet, self._events = fleet, fleet.events
+        self._timer_s = -1.0
+
+    def apply(self, call: Call[object]) -> None:
+        """Carries the call out, and does what the core says then. Nothing once the term is over."""
+        if not self.is_over:
+            self.core.apply(call, self._events.now)
+            self.act()
+
+    def act(self) -> None:
+        for action in self.core.actions(self._events.now):
+            self._carry_out(action)
+        wakeup_s = self.core.next_wakeup()
+        if wakeup_s is not None and (self._timer_s < 0 or wakeup_s < self._timer_s):
+            self._timer_s = max(wakeup_s, self._events.now)
+            self._events.at(self._timer_s, self._on_timer, self._timer_s)
+
+    def _on_timer(self, at_s: float) -> None:
+        if at_s == self._timer_s:
+            self._timer_s = -1.0
+            self.apply(OnTime())
+
+    def _carry_out(self, action: Action) -> None:
+        fleet, after = self._fleet, self._events.after
+        match action:
+            case Dispatch():
+                after(CONTROL_S, self._dispatch, action)
+            case AskHeld():
+                self._ask(action)
+            case SendRebalance(instance_id, rebalance):
+                after(CONTROL_S, fleet.on_rebalance, instance_id, rebalance)
+            case CancelAt():
+                after(CONTROL_S, fleet.on_cancel, action)
+            case SendEntry(_, entry):
+                after(CONTROL_S, fleet.gateway.on_entries, [entry], None)
+            case NotifyLost(_, lost):
+                after(CONTROL_S, fleet.gateway.on_lost, lost)
+            case ProbeSilence(instance_ids):  # the bus works
+                after(2 * CONTROL_S, self.apply, DeclareLost(instance_ids))
+            case Paired():
+                self.num_pairings += 1
+            case InstanceLost():
+                fleet.num_lost += 1
+            case ScaleUp() | DrainAction() | CancelDrain():
+                assert fleet.scale is not None
+                self.apply(OnScaled(fleet.scale(action)))
+            case LeftQueue() | MoveEnded():
+                pass
+
+    def _dispatch(self, action: Dispatch) -> None:
+        instance = self._fleet.reach(action.instance_id)
+        if instance is None:
+            error = ErrorInfo(ErrorCode.DEADLINE, f"{action.instance_id} does not answer")
+            self._events.after(ANSWER_S, self.apply, OnDispatched.to(action, error))
+        else:
+            self._events.after(CONTROL_S, self.apply, OnDispatched.to(action, instance.submit(action.request)))
+
+    def _ask(self, ask: AskHeld) -> None:
+        def answer() -> None:
+            instance = self._fleet.reach(ask.instance_id)
+            is_here = instance is not None and instance.incarnation == ask.incarnation
+            held = instance.engine.held_requests() if instance is not None and is_here else None
+            self._events.after(CONTROL_S if is_here else ANSWER_S, self.apply, OnHeld(ask, held))
+
+        self._events.after(CONTROL_S, answer)
+
+
+class Fleet:
+    """`run` once."""
+
+    def __init__(
+        self,
+        settings: SchedulerSettings,
+        *,
+        noise: float = 0.05,
+        seed: int = 0,
+        migrations: Callable[[Fleet], Migrations] | None = None,
+        has_priorities: bool = True,
+    ) -> None:
+        """`noise`: standard deviation of the logarithm of step times around the cost model. `migrations`: of a fleet;
+        None: requests stay where they are. `has_priorities`: else all requests are normal ones."""
+        self.events = Events()
+        self.noise, self.seed = noise, seed
+        self.gateway = Gateway(lambda: self.events.now, self._submit)
+        self.gateway.has_priorities = has_priorities
+        self.instances: dict[str, Instance] = {}
+        """That are in the registry."""
+        self.settings = settings
+        self.scheduler = Scheduler(self, settings, 1, {})
+        self.migrations = None if migrations is None else migrations(self)
+        self.emptied_s: dict[str, float] = {}
+        """When each instance that was drained held nothing any more."""
+        self.scale: Callable[[ScalingAction], list[str]] | None = None
+        """Carries out what the scheduler wants, and says which instances it released for that."""
+        self.num_lost = 0
+        self._statistics: dict[str, ExecutionStatistics] = {}
+        self._num_made = 0
+
+    @property
+    def core(self) -> SchedulerCore:
+        return self.scheduler.core
+
+    # ---------------------------------------------------------------------------------------------- instances
+
+    def add_instance(
+        self,
+        instance_id: str,
+        device: Device,
+        models: Iterable[Model],
+        *,
+        engine: Engine | None = None,
+        start_s: float = 0.0,
+    ) -> Instance:
+        """`start_s`: until it serves; it is in the registry from now on. `engine`: where the device's configuration does
+        not say all."""
+        seed = self.seed * 1000 + len(self.instances)
+        self._num_made += 1
+        instance = Instance(
+            self, instance_id, str(self._num_made), device, engine or device.configuration.build(), seed
+        )  # fmt: skip
+        instance.state = "starting" if start_s else "ready"
+        self.instances[instance_id] = instance
+        for model in models:
+            instance.attach(model)
+        if start_s:
+            self.events.after(start_s, self.set_state, instance, "ready")
+        instance.wake()
+        return instance
+
+    def set_state(self, instance: Instance, state: str) -> None:
+        instance.state = state
+        self.events.after(CONTROL_S, self.register, instance)
+
+    def register(self, instance: Instance) -> None:
+        """Its entry in the registry is another."""
+        if self.instances.get(instance.instance_id) is instance:
+            self.scheduler.apply(OnRegistry(instance.instance_id, instance.info()))
+
+    def drain(self, instance_id: str) -> None:
+        """Takes no new request; those it has move away, where the fleet moves requests."""
+        instance = self.instances[instance_id]
+        self.set_state(instance, "draining")
+        instance.wake()
+        self.watch_drain(instance)
+
+    def watch_drain(self, instance: Instance) -> None:
+        if instance.state != "draining":
+            return
+        if instance.engine.all_held():
+            self.events.after(0.01, self.watch_drain, instance)
+        else:
+            self.emptied_s[instance.instance_id] = self.events.now
+
+    def remove(self, instance_id: str) -> None:
+        """It ends in order; what it still holds is placed elsewhere."""
+        instance = self.instances.pop(instance_id)
+        instance.stop()
+        self.scheduler.apply(OnRegistry(instance_id, None))
+
+    # ----------------------------------------------------------------------------------------------- failures
+
+    def fail(self, instance_id: str, *, is_noticed: bool = False) -> None:
+        """It dies. `is_noticed`: its node says so; else nobody does until its silence is noticed."""
+        instance = self.instances[instance_id]
+        instance.stop()
+        if is_noticed:
+            exited = InstanceExited(instance_id, instance.incarnation, instance_id, 1)
+            self.events.after(CONTROL_S, self._on_exited, exited)
+        self.events.after(ENTRY_S, self._expire, instance)
+
+    def _on_exited(self, exited: InstanceExited) -> None:
+        self.scheduler.apply(OnExited(exited))
+
+    def _expire(self, instance: Instance) -> None:
+        if self.instances.get(instance.instance_id) is instance:
+            del self.instances[instance.instance_id]
+            self.scheduler.apply(OnRegistry(instance.instance_id, None))
+
+    def replace_scheduler(self, after_s: float = 0.5) -> None:
+        """The scheduler dies; another takes over so much later, and learns from the instances who holds what."""
+        self.scheduler.is_over = True
+        self.events.after(after_s, self._take_over)
+
+    def _take_over(self) -> None:
+        if not self.scheduler.is_over:
+            return
+        term = self.scheduler.term + 1
+        self.scheduler = Scheduler(self, self.settings, term, self._statistics)
+        for instance in self.instances.values():
+            self.core.apply(OnRegistry(instance.instance_id, instance.info()), self.events.now)
+        self.core.apply(AskEveryone(), self.events.now)
+        self.scheduler.is_serving = False
+        self.scheduler.act()
+        all_answer = all(self.reach(instance_id) is not None for instance_id in self.instances)
+        self.events.after((0.0 if all_answer else ANSWER_S) + 3 * CONTROL_S, self._begin_serving, self.scheduler)
+
+    def _begin_serving(self, scheduler: Scheduler) -> None:
+        if scheduler.is_over:
+            return
+        scheduler.core.apply(BeginServing(), self.events.now)
+        scheduler.is_serving = True
+        for number in self.gateway.open_streams():
+            self.gateway.send(number)
+
+    def reach(self, instance_id: str) -> Instance | None:
+        """None: it does not answer."""
+        instance = self.instances.get(instance_id)
+        return None if instance is None or instance.is_gone else instance
+
+    # ------------------------------------------------------------------------------------------------ running
+
+    def run(self, jobs: Sequence[Job], *, patience_s: float = PATIENCE_S) -> Gateway:
+        """Until all have ended. Raises `RunFailed` where one has not, `patience_s` after the last came."""
+        for job in jobs:
+            self.submit_at(job)
+        self.events.after(STATISTICS_S, self._tell_statistics)
+        limit_s = jobs[-1].at_s + patience_s
+        if not self.events.run(lambda: self.gateway.num_left == 0, limit_s):
+            raise RunFailed(f"{self.gateway.num_left} of {len(jobs)} requests have not ended by {limit_s:.0f} s")
+        return self.gateway
+
+    def submit_at(self, job: Job) -> int:
+        """Returns the request's number."""
+        number = self.gateway.expect(job)
+        self.events.at(job.at_s, self.gateway.send, number)
+        return number
+
+    def _submit(self, request: GenerationRequest) -> None:
+        scheduler = self.scheduler
+        if scheduler.is_over or not scheduler.is_serving:
+            return  # whoever takes over is told of it
+        if refused := scheduler.core.apply(calls.Submit(request), self.events.now):
+            self.gateway.on_refused(request.request_id, refused.message)
+        scheduler.act()
+
+    def send_report(self, report: LoadReport) -> None:
+        self.events.after(CONTROL_S, self._on_report, report)
+
+    def _on_report(self, report: LoadReport) -> None:
+        self.scheduler.apply(OnReport(report))
+
+    def on_rebalance(self, instance_id: str, rebalance: Rebalance) -> None:
+        if self.migrations is not None and self.reach(instance_id) is not None:
+            self.migrations.on_rebalance(instance_id, rebalance)
+
+    def on_cancel(self, action: CancelAt) -> None:
+        if (instance := self.reach(action.instance_id)) is not None:
+            instance.cancel(action)
+
+    def _tell_statistics(self) -> None:
+        if not self.scheduler.is_over:
+            for statistics in self.core.apply(TakeExecutionStatistics(), self.events.now):
+                self._statistics[statistics.model] = statistics
+                for instance in self.instances.values():
+                    instance.engine.apply(SetStatistics(statistics), 0.0)
+        self.events.after(STATISTICS_S, self._tell_statistics)

@@ -1,0 +1,271 @@
+"""Those who ask, in virtual time: the requests of a run, their streams (the live gateway's state), and what each user saw.
+
+A request whose owner is lost is placed again with the tokens that came, in the next placement's epochs; a scheduler that is
+new is told of every request that has not ended.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from itertools import accumulate
+
+import msgspec
+import numpy as np
+
+from shared.engine.requests import Ended
+from shared.messages.requests import (
+    FinishReason,
+    GenerationRequest,
+    Priority,
+    RequestClass,
+    RequestsLost,
+    SamplingParams,
+    TokenEntry,
+)
+from shared.streams import Outcome, StreamState
+
+NAME = "gateway"
+MODEL = "model"
+TOKEN, LAST_TOKEN = 5, 2
+"""Sampled for a request of no text but at its end, and there."""
+OWN, FIRST_TEXT = 7, 16
+"""Token ids of prompts: of what is a request's own, and of text 0."""
+
+
+class RunFailed(Exception):
+    """A request did not get its output, or got a wrong one."""
+
+
+class Job(msgspec.Struct, frozen=True):
+    """A request as a user makes it."""
+
+    at_s: float
+    prompt_tokens: int
+    output_tokens: int
+    is_high: bool = False
+    model: str = MODEL
+    max_tokens: int = 0
+    """That it asks for, and more than it gets: the length of its answer is nobody's knowledge, it ends with a token. 0: it
+    asks for what it gets."""
+    request_class: RequestClass = RequestClass.ONLINE
+    texts: tuple[tuple[int, int], ...] = ()
+    """(text, tokens of it) that the prompt begins with; what is left of it is the request's own. Prompts that begin alike
+    share their KV blocks. Where nothing is left, the answer goes on with the last text, so that the next prompt of a
+    conversation finds the answer in the cache too."""
+    timeout_s: float = 1e6
+
+
+def prompt_of(job: Job, number: int) -> np.ndarray:
+    """Token ids, int32."""
+    prompt = np.full(job.prompt_tokens, OWN, np.int32)
+    ends = [0, *accumulate(tokens for _, tokens in job.texts)]
+    for (text, _), start, end in zip(job.texts, ends, ends[1:], strict=False):
+        prompt[start:end] = FIRST_TEXT + text
+    if ends[-1] < job.prompt_tokens:
+        prompt[ends[-1]] = number  # no prefix is another's
+    return prompt
+
+
+class Record(msgspec.Struct):
+    """One request, as its user saw it. Seconds of the run; below 0: has not happened."""
+
+    arrival_s: float
+    is_high: bool
+    prompt_tokens: int
+    output_tokens: int
+    """That it is to get."""
+    first_s: float = -1.0
+    last_s: float = -1.0
+    num_tokens: int = 0
+    """That it has got."""
+    num_cached_tokens: int = 0
+    num_preemptions: int = 0
+    preempted_s: float = -1.0
+    """Since when it lacks what a preemption took; -1: it does not."""
+    loss_s: float = 0.0
+    """From each preemption to the next token."""
+    recomputed_tokens: int = 0
+    num_moves: int = 0
+    num_placements: int = 0
+    longest_gap_s: float = 0.0
+    """Between two of its tokens."""
+    planned_s: float = -1.0
+    """First part of a step, on its last instance."""
+    ended_s: float = -1.0
+    error: str = ""
+
+    @property
+    def start_s(self) -> float:
+        """From arrival to the first step with a part of it."""
+        return self.planned_s - self.arrival_s
+
+    @property
+    def ttft_s(self) -> float:
+        return self.first_s - self.arrival_s
+
+    @property
+    def tpot_s(self) -> float | None:
+        return (self.last_s - self.first_s) / (self.num_tokens - 1) if self.num_tokens > 1 else None
+
+    @property
+    def latency_s(self) -> float:
+        return self.last_s - self.arrival_s
+
+
+class Gateway:
+    def __init__(self, now: Callable[[], float], submit: Callable[[GenerationRequest], None]) -> None:
+        self.jobs: list[Job] = []
+        self.records: list[Record] = []
+        self.num_left = 0
+        """Requests that have not ended."""
+        self.is_strict = True
+        """A request that ends with an error ends the run."""
+        self.has_priorities = True
+        """Else all requests are sent as normal ones."""
+        self.on_ended: Callable[[int], None] = lambda number: None
+        """A request is over, in its user's eyes."""
+        self.pauses: list[tuple[int, float, float]] = []
+        """Of each move of a running request: its tokens, the pause it saw (from its last token at the source to its first at
+        the destination), and the source's step time then."""
+        self._now, self._submit = now, submit
+        self._streams: list[StreamState] = []
+        self._sent: list[GenerationRequest] = []
+        self._paused: dict[int, tuple[int, float, float]] = {}
+        self._num_preemptions: dict[str, int] = {}
+
+    def expect(self, job: Job) -> int:
+        """A request that will come. Returns its number."""
+        self.jobs.append(job)
+        self.records.append(Record(job.at_s, job.is_high, job.prompt_tokens, job.output_tokens))
+        number = len(self.jobs) - 1
+        sampling = SamplingParams(
+            max_tokens=job.max_tokens or job.output_tokens, temperature=0.0, seed=number,
+            stop_token_ids=(LAST_TOKEN,) if job.max_tokens else (),
+        )  # fmt: skip
+        is_high = job.is_high and self.has_priorities
+        self._sent.append(
+            GenerationRequest(
+                request_id=str(number), gateway_id=NAME, model=job.model, prompt=b"", sampling=sampling,
+                request_class=job.request_class, timeout_s=job.timeout_s,
+                priority=Priority.HIGH if is_high else Priority.NORMAL,
+            )
+        )  # fmt: skip
+        self._streams.append(StreamState(str(number), sampling))
+        self.num_left += 1
+        return number
+
+    def answer_of(self, number: int) -> tuple[int, int]:
+        """What a model says to a request: the tokens of prompt and answer together, and each token but the last."""
+        job = self.jobs[number]
+        goes_on = job.texts and sum(tokens for _, tokens in job.texts) >= job.prompt_tokens
+        return job.prompt_tokens + job.output_tokens, FIRST_TEXT + job.texts[-1][0] if goes_on else TOKEN
+
+    # ------------------------------------------------------------------------------------------------ placing
+
+    def send(self, number: int) -> None:
+        """To the scheduler, in whatever state the request's stream is."""
+        now, job, stream, record = self._now(), self.jobs[number], self._streams[number], self.records[number]
+        if not record.num_placements:
+            record.num_placements = 1
+            prompt = prompt_of(job, number).tobytes()
+            self._sent[number] = request = msgspec.structs.replace(self._sent[number], prompt=prompt)
+        else:
+            request = msgspec.structs.replace(
+                self._sent[number], epoch=stream.epoch, prior=stream.tokens.tobytes(),
+                timeout_s=max(0.001, record.arrival_s + job.timeout_s - now), waited_s=now - record.arrival_s,
+                ttft_s=record.ttft_s if record.first_s >= 0 else -1.0,
+            )  # fmt: skip
+        self._submit(request)
+
+    def open_streams(self) -> Iterable[int]:
+        """That were sent and have not ended."""
+        return [
+            number
+            for number, stream in enumerate(self._streams)
+            if self.records[number].num_placements and stream.finish_reason is None
+        ]
+
+    def on_lost(self, message: RequestsLost) -> None:
+        for lost in message.requests:
+            self._lose(int(lost.request_id), lost.epoch)
+
+    def on_refused(self, request_id: str, error: str) -> None:
+        self._end(int(request_id), FinishReason.ERROR, error)
+
+    def _lose(self, number: int, epoch: int) -> None:
+        stream = self._streams[number]
+        was_open = stream.finish_reason is None
+        if stream.lose(epoch):
+            self.records[number].num_placements += 1
+            self.send(number)
+        elif was_open and stream.finish_reason is not None:
+            self._end(number, stream.finish_reason)
+
+    # ------------------------------------------------------------------------------------------------- tokens
+
+    def on_entries(self, entries: list[TokenEntry], sender: str | None) -> None:
+        now = self._now()
+        for entry in entries:
+            number = int(entry.request_id)
+            stream, record = self._streams[number], self.records[number]
+            outcome = stream.accept(entry, sender)
+            if outcome is Outcome.GIVEN_UP:
+                self._lose(number, entry.epoch)
+            elif outcome is Outcome.GAP or (
+                outcome is Outcome.NEWS and entry.tokens and entry.offset != record.num_tokens
+            ):
+                raise RunFailed(f"request {number}: tokens at {entry.offset}, {record.num_tokens} were expected")
+            if outcome is not Outcome.NEWS:
+                continue
+            if entry.tokens:
+                record.num_tokens = len(stream.tokens)
+                if record.first_s < 0:
+                    record.first_s, record.num_cached_tokens = now, entry.num_cached_tokens
+                elif now - record.last_s > record.longest_gap_s:
+                    record.longest_gap_s = now - record.last_s
+                if record.preempted_s >= 0:
+                    record.loss_s += now - record.preempted_s
+                    record.preempted_s = -1.0
+                if self._paused and (pause := self._paused.pop(number, None)) is not None:
+                    self.pauses.append((pause[0], now - pause[1], pause[2]))
+                record.last_s = now
+            if stream.finish_reason is not None:
+                self._end(number, stream.finish_reason, entry.error.message if entry.error else "")
+
+    def _end(self, number: int, reason: FinishReason, error: str = "") -> None:
+        job, record = self.jobs[number], self.records[number]
+        if record.ended_s >= 0:
+            raise RunFailed(f"request {number} ended twice")
+        if reason not in (FinishReason.STOP, FinishReason.LENGTH):
+            record.error = f"{reason}: {error}"
+            if self.is_strict:
+                raise RunFailed(f"request {number} ended with {record.error}")
+        elif record.num_tokens != job.output_tokens:
+            raise RunFailed(f"request {number} ended with {record.num_tokens} of {job.output_tokens} tokens")
+        record.ended_s = self._now()
+        self.num_left -= 1
+        self.on_ended(number)
+
+    # ------------------------------------------------------------------------------- what an instance has seen
+
+    def on_finished(self, ended: Ended) -> None:
+        record = self.records[int(ended.request.request_id)]
+        if ended.first_planned_s is not None:
+            record.planned_s = ended.first_planned_s
+        record.num_preemptions = ended.num_preemptions
+        record.recomputed_tokens = ended.recomputed_tokens
+
+    def on_preempted(self, request_id: str, num_preemptions: int) -> None:
+        """`num_preemptions`: of the request, so far."""
+        record = self.records[int(request_id)]
+        if num_preemptions > record.num_preemptions:
+            record.num_preemptions, record.preempted_s = num_preemptions, self._now()
+
+    def on_taken_out(self, request_id: str, num_tokens: int, step_s: float) -> None:
+        """The request left its source's batch; its next token ends the pause."""
+        record = self.records[int(request_id)]
+        if record.last_s >= 0:  # else it waits for its first token, wherever it is
+            self._paused[int(request_id)] = (num_tokens, record.last_s, step_s)
+
+    def on_moved(self, request_id: str) -> None:
+        self.records[int(request_id)].num_moves += 1
