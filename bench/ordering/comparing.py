@@ -9,7 +9,8 @@ import msgspec
 
 from bench.ordering.results import OURS, Comparison, figures_of
 from bench.ordering.simulation import Run, mean_times_alone_s, normalised, simulate
-from bench.ordering.workloads import ALIKE, MODERATE, SEALLM, SMALL, Job, Lengths, Setting, draw_jobs
+from bench.ordering.workloads import ALIKE, MODERATE, SEALLM, SMALL, Lengths, Setting, draw_jobs
+from shared.simulation.gateway import Job
 
 ORDERS = (OURS, "fcfs", "round_robin", "mlfq", "seallm")
 COLD = OURS + " (cold)"

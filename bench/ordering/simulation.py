@@ -8,21 +8,16 @@ from itertools import pairwise
 import msgspec
 import numpy as np
 
-from bench.ordering.workloads import Job, Setting, time_alone_s
+from bench.ordering.workloads import Setting, time_alone_s
 from shared.cost_model import StepShape
-from shared.engine.calls import AddModel, SetCostModel, SetStatistics, Submit
-from shared.engine.engine import Effect, Engine
+from shared.engine.engine import Engine
 from shared.engine.plan import ModelShape
 from shared.engine.recording import Configuration
-from shared.engine.requests import Ended
-from shared.messages.requests import GenerationRequest, SamplingParams, pack_tokens
 from shared.policies.baselines import SkipJoinMlfq
-from shared.policies.execution_statistics import ExecutionTimeWindow
-from shared.simulation.events import Events
-from shared.simulation.instance import VirtualInstance
+from shared.settings import SchedulerSettings
+from shared.simulation.fleet import Device, Fleet, Model
+from shared.simulation.gateway import Job
 
-PUBLISH_S = 1.0
-"""As often the scheduler tells instances of execution times at most."""
 WARM_SHARE, COOL_SHARE = 0.2, 0.1
 """Of a run's requests, the first and the last ones that do not count."""
 
@@ -56,60 +51,35 @@ def simulate(setting: Setting, jobs: list[Job], order: str, *, mix_phases: bool,
         )
         arguments["ordering"].mixes_phases = mix_phases
     engine = Engine(**arguments)
-    for service in setting.services:
-        engine.apply(AddModel(ModelShape(service.model, setting.page_tokens, 1, 1 << 20)), 0.0)
-        engine.apply(SetCostModel(service.model, setting.cost_model), 0.0)
-    window, changed, published_s = ExecutionTimeWindow(), set[str](), 0.0
-    latencies_s, max_itl_s = [-1.0] * len(jobs), [0.0] * len(jobs)
-    num_left, steps = len(jobs), list[str]()
-    events = Events()
-
-    def on_effects(effects: list[Effect]) -> None:
-        nonlocal published_s, num_left
-        now = events.now
-        for effect in effects:
-            if isinstance(effect, Ended):
-                number = int(effect.request.request_id)
-                latencies_s[number] = now - jobs[number].at_s
-                max_itl_s[number] = effect.max_itl_s
-                num_left -= 1
-                window.add(effect.request.model, effect.device_s)
-                changed.add(effect.request.model)
-        if knows_times and changed and now - published_s >= PUBLISH_S:
-            for model in sorted(changed):
-                engine.apply(SetStatistics(window.statistics(model)), now)
-            changed.clear()
-            published_s = now
-
-    instance = VirtualInstance(
-        engine, events, lambda _: setting.cost_model, lambda plan: [5] * sum(plan.samples), on_effects,
-        on_step=lambda step: steps.append(step.plan.model),
+    # Nothing waits in the scheduler: the order is the instance's alone.
+    settings = SchedulerSettings(
+        order_policy="fcfs", migration="off", max_queued=len(jobs) + 1, max_waiting_per_model=len(jobs) + 1,
+        dispatch_growth_steps=0.0, max_gathering_share=1.0,
     )  # fmt: skip
-    for number, job in enumerate(jobs):
-        events.at(job.at_s, _submit, instance, job, number)
-    if not events.run(lambda: not num_left, math.inf):
-        raise RuntimeError(f"{num_left} requests never ended under {order}")
+    fleet = Fleet(settings, noise=0.0, control_s=0.0, tells_statistics=knows_times)
+    models = [
+        Model(
+            shape=ModelShape(
+                name=service.model, page_tokens=setting.page_tokens, slots_per_merged=1, max_model_len=1 << 20
+            ),
+            cost_model=setting.cost_model,
+        )
+        for service in setting.services
+    ]
+    instance = fleet.add_instance("instance", Device(configuration=configuration), models, engine=engine)
+    steps = list[str]()
+    instance.on_step = lambda step: steps.append(step.plan.model)
+    records = fleet.run(jobs, patience_s=math.inf).records
     counters = engine.counters
     return Run(
-        latencies_s=latencies_s,
-        max_itl_s=max_itl_s,
-        end_s=events.now,
+        latencies_s=[record.latency_s for record in records],
+        max_itl_s=[record.longest_gap_s for record in records],
+        end_s=fleet.events.now,
         num_steps=len(steps),
         num_switches=sum(one != other for one, other in pairwise(["", *steps])),
         num_preemptions=counters.num_preemptions,
         recomputed_tokens=counters.recomputed_tokens,
     )
-
-
-def _submit(instance: VirtualInstance, job: Job, number: int) -> None:
-    # prompts begin differently, so none finds another's blocks in the prefix cache
-    prompt = pack_tokens(list(range(number * 31, number * 31 + job.prompt_tokens)))
-    sampling = SamplingParams(max_tokens=job.output_tokens, temperature=0.0)
-    request = GenerationRequest(
-        request_id=str(number), gateway_id="bench", model=job.model, prompt=prompt, sampling=sampling, timeout_s=1e9
-    )
-    if refused := instance.apply(Submit(request)):
-        raise RuntimeError(f"request {number} of {job.prompt_tokens} prompt tokens was refused: {refused.message}")
 
 
 def mean_times_alone_s(setting: Setting, jobs: list[Job]) -> dict[str, float]:

@@ -9,6 +9,7 @@ import msgspec
 import numpy as np
 
 from shared.cost_model import CostModel, StepShape
+from shared.simulation.gateway import Job
 from tideway.bench.arrivals import renewal_times
 from tideway.bench.lengths import LogNormal, sample_lengths
 from tideway.bench.traces import TraceError, read_trace
@@ -48,13 +49,6 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
     pool_tokens: int
     services: tuple[Service, Service]
     page_tokens: int = 32
-
-
-class Job(msgspec.Struct, frozen=True):
-    at_s: float
-    model: str
-    prompt_tokens: int
-    output_tokens: int
 
 
 def _lengths(mean_tokens: float, cv: float, max_tokens: int, min_tokens: int = 4) -> LogNormal:
@@ -153,7 +147,7 @@ def draw_jobs(
         else:
             lengths = sample_lengths(service.prompt, count, rng), sample_lengths(service.output, count, rng)
         jobs += [
-            Job(float(at), service.model, int(prompt), int(output))
+            Job(float(at), int(prompt), int(output), model=service.model)
             for at, prompt, output in zip(at_s, *lengths, strict=True)
         ]
     np.random.default_rng(seed).shuffle(jobs)

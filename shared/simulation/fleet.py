@@ -142,6 +142,7 @@ class Instance:
         self.num_out = 0
         """Of these, out."""
         self.num_steps = 0
+        self.on_step: Callable[[VirtualStep], None] = lambda step: None
         self._fleet, self._events, self._gateway = fleet, fleet.events, fleet.gateway
         self._draw = np.random.default_rng(seed)
         self._host = VirtualInstance(
@@ -263,8 +264,9 @@ class Instance:
             if samples
         ]
 
-    def _on_step(self, _step: VirtualStep) -> None:
+    def _on_step(self, step: VirtualStep) -> None:
         self.num_steps += 1
+        self.on_step(step)
         self._report_soon()
 
     def _on_effects(self, effects: list[Effect]) -> None:
@@ -341,19 +343,19 @@ class Scheduler:
         fleet, after = self._fleet, self._events.after
         match action:
             case Dispatch():
-                after(CONTROL_S, self._dispatch, action)
+                after(fleet.control_s, self._dispatch, action)
             case AskHeld():
                 self._ask(action)
             case SendRebalance(instance_id, rebalance):
-                after(CONTROL_S, fleet.on_rebalance, instance_id, rebalance)
+                after(fleet.control_s, fleet.on_rebalance, instance_id, rebalance)
             case CancelAt():
-                after(CONTROL_S, fleet.on_cancel, action)
+                after(fleet.control_s, fleet.on_cancel, action)
             case SendEntry(_, entry):
-                after(CONTROL_S, fleet.gateway.on_entries, [entry], None)
+                after(fleet.control_s, fleet.gateway.on_entries, [entry], None)
             case NotifyLost(_, lost):
-                after(CONTROL_S, fleet.gateway.on_lost, lost)
+                after(fleet.control_s, fleet.gateway.on_lost, lost)
             case ProbeSilence(instance_ids):  # the bus works
-                after(2 * CONTROL_S, self.apply, DeclareLost(instance_ids))
+                after(2 * fleet.control_s, self.apply, DeclareLost(instance_ids))
             case Paired():
                 self.num_pairings += 1
             case InstanceLost():
@@ -370,16 +372,18 @@ class Scheduler:
             error = ErrorInfo(ErrorCode.DEADLINE, f"{action.instance_id} does not answer")
             self._events.after(ANSWER_S, self.apply, OnDispatched.to(action, error))
         else:
-            self._events.after(CONTROL_S, self.apply, OnDispatched.to(action, instance.submit(action.request)))
+            self._events.after(
+                self._fleet.control_s, self.apply, OnDispatched.to(action, instance.submit(action.request))
+            )
 
     def _ask(self, ask: AskHeld) -> None:
         def answer() -> None:
             instance = self._fleet.reach(ask.instance_id)
             is_here = instance is not None and instance.incarnation == ask.incarnation
             held = instance.engine.held_requests() if instance is not None and is_here else None
-            self._events.after(CONTROL_S if is_here else ANSWER_S, self.apply, OnHeld(ask, held))
+            self._events.after(self._fleet.control_s if is_here else ANSWER_S, self.apply, OnHeld(ask, held))
 
-        self._events.after(CONTROL_S, answer)
+        self._events.after(self._fleet.control_s, answer)
 
 
 class Fleet:
@@ -393,11 +397,14 @@ class Fleet:
         seed: int = 0,
         migrations: Callable[[Fleet], Migrations] | None = None,
         has_priorities: bool = True,
+        control_s: float = CONTROL_S,
+        tells_statistics: bool = True,
     ) -> None:
         """`noise`: standard deviation of the logarithm of step times around the cost model. `migrations`: of a fleet;
-        None: requests stay where they are. `has_priorities`: else all requests are normal ones."""
+        None: requests stay where they are. `has_priorities`: else all requests are normal ones. `control_s`: of a message to
+        or from the scheduler. `tells_statistics`: instances hear of execution times."""
         self.events = Events()
-        self.noise, self.seed = noise, seed
+        self.noise, self.seed, self.control_s = noise, seed, control_s
         self.gateway = Gateway(lambda: self.events.now, self._submit)
         self.gateway.has_priorities = has_priorities
         self.instances: dict[str, Instance] = {}
@@ -412,6 +419,8 @@ class Fleet:
         self.num_lost = 0
         self._statistics: dict[str, ExecutionStatistics] = {}
         self._num_made = 0
+        if tells_statistics:
+            self.events.after(STATISTICS_S, self._tell_statistics)
 
     @property
     def core(self) -> SchedulerCore:
@@ -446,7 +455,7 @@ class Fleet:
 
     def set_state(self, instance: Instance, state: str) -> None:
         instance.state = state
-        self.events.after(CONTROL_S, self.register, instance)
+        self.events.after(self.control_s, self.register, instance)
 
     def register(self, instance: Instance) -> None:
         """Its entry in the registry is another."""
@@ -482,7 +491,7 @@ class Fleet:
         instance.stop()
         if is_noticed:
             exited = InstanceExited(instance_id, instance.incarnation, instance_id, 1)
-            self.events.after(CONTROL_S, self._on_exited, exited)
+            self.events.after(self.control_s, self._on_exited, exited)
         self.events.after(ENTRY_S, self._expire, instance)
 
     def _on_exited(self, exited: InstanceExited) -> None:
@@ -509,7 +518,7 @@ class Fleet:
         self.scheduler.is_serving = False
         self.scheduler.act()
         all_answer = all(self.reach(instance_id) is not None for instance_id in self.instances)
-        self.events.after((0.0 if all_answer else ANSWER_S) + 3 * CONTROL_S, self._begin_serving, self.scheduler)
+        self.events.after((0.0 if all_answer else ANSWER_S) + 3 * self.control_s, self._begin_serving, self.scheduler)
 
     def _begin_serving(self, scheduler: Scheduler) -> None:
         if scheduler.is_over:
@@ -530,7 +539,6 @@ class Fleet:
         """Until all have ended. Raises `RunFailed` where one has not, `patience_s` after the last came."""
         for job in jobs:
             self.submit_at(job)
-        self.events.after(STATISTICS_S, self._tell_statistics)
         limit_s = jobs[-1].at_s + patience_s
         if not self.events.run(lambda: self.gateway.num_left == 0, limit_s):
             raise RunFailed(f"{self.gateway.num_left} of {len(jobs)} requests have not ended by {limit_s:.0f} s")
@@ -551,7 +559,7 @@ class Fleet:
         scheduler.act()
 
     def send_report(self, report: LoadReport) -> None:
-        self.events.after(CONTROL_S, self._on_report, report)
+        self.events.after(self.control_s, self._on_report, report)
 
     def _on_report(self, report: LoadReport) -> None:
         self.scheduler.apply(OnReport(report))

@@ -19,13 +19,13 @@ from bench.ordering.workloads import (
     MODERATE,
     SEALLM,
     SMALL,
-    Job,
     Setting,
     draw_jobs,
     read_lengths,
     real_settings,
     time_alone_s,
 )
+from shared.simulation.gateway import Job
 
 
 @pytest.mark.parametrize("setting", [SEALLM, MODERATE, SMALL, ALIKE], ids=lambda setting: setting.name)
@@ -51,7 +51,7 @@ def test_lengths_can_come_from_a_trace(tmp_path: Path) -> None:
 @pytest.mark.parametrize("mix_phases", [True, False])
 @pytest.mark.parametrize("order", ORDERS)
 def test_a_request_alone_takes_its_time_alone(order: str, mix_phases: bool) -> None:
-    job = Job(1.5, "summaries", 5000, 20)
+    job = Job(1.5, 5000, 20, model="summaries")
     run = simulate(SEALLM, [job], order, mix_phases=mix_phases)
     assert run.latencies_s == pytest.approx([time_alone_s(SEALLM, job)])
     assert run.end_s == pytest.approx(1.5 + run.latencies_s[0])
@@ -67,7 +67,7 @@ def test_all_requests_end_and_none_is_faster_than_alone(order: str) -> None:
 
 
 def test_latencies_are_over_the_models_mean_time_alone_without_the_first_and_last() -> None:
-    jobs = [Job(float(number), "chat" if number % 2 else "summaries", 100, 10) for number in range(10)]
+    jobs = [Job(float(number), 100, 10, model="chat" if number % 2 else "summaries") for number in range(10)]
     run = Run(
         latencies_s=[100.0, 100.0, 2, 3, 2, 3, 2, 3, 2, 100.0],
         max_itl_s=[0.1] * 9 + [0.4],
