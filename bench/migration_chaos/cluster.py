@@ -34,6 +34,7 @@ from shared.messages.cluster import (
     InstancePlan,
     ModelSpec,
 )
+from shared.replica import serve
 from shared.service import run_service
 from shared.settings import BusSettings, InstanceSettings, SchedulerSettings
 from shared.tasks import TaskSet
@@ -41,7 +42,7 @@ from tests.conftest import NatsServer, free_port
 
 log = logging.getLogger(__name__)
 
-PRELOAD = ["bench.migration_chaos.instance", "services.scheduler.__main__", "ucxx"]
+PRELOAD = ["bench.migration_chaos.instance", "services.scheduler.service", "ucxx"]
 NUM_MERGED = 160
 NUM_HOST_MERGED = 64
 START_TIMEOUT_S = 60.0
@@ -49,7 +50,7 @@ SPECS = [ModelSpec(name, f"/models/{name}") for name in SHAPES]
 
 
 def _run_scheduler(settings: SchedulerSettings, log_path: str, driver: Connection) -> None:
-    from services.scheduler.__main__ import serve
+    from services.scheduler.service import SchedulerService
 
     def end_with_driver() -> None:
         try:
@@ -61,7 +62,7 @@ def _run_scheduler(settings: SchedulerSettings, log_path: str, driver: Connectio
     file = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(file, 1)
     os.dup2(file, 2)
-    run_service(partial(serve, settings), settings)
+    run_service(partial(serve, "scheduler", SchedulerService, settings), settings)
 
 
 class Process:

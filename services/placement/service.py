@@ -74,10 +74,6 @@ class PlacementService:
     def is_active(self) -> bool:
         return self._active is not None and self._active.is_open and self._lease.is_held
 
-    def problems(self) -> list[str]:
-        """For /health; a standby is healthy."""
-        return [] if self._bus.is_connected else ["not connected to NATS"]
-
     async def start(self) -> None:
         # Also those that are not used here: the other services may not make them.
         for bucket in buckets_declared_by(Role.PLACEMENT):

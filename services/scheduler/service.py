@@ -64,10 +64,6 @@ class SchedulerService:
     def is_active(self) -> bool:
         return self._active is not None and self._active.is_serving and self._lease.is_held
 
-    def problems(self) -> list[str]:
-        """For /health; a standby is healthy."""
-        return [] if self._bus.is_connected else ["not connected to NATS"]
-
     async def start(self) -> None:
         instances = await self._bus.key_value(INSTANCES)
         self._registry = await instances.watch(self._on_registry)

@@ -199,7 +199,6 @@ async def test_seeds_are_placed_on_every_instance(
         cluster.start_node("n")
         plan = await cluster.placed("a b", "n-0 n-1")
         assert service.is_active
-        assert service.problems() == []
         assert await cluster.bus.request(PLACEMENT_PLAN, GetPlan(), timeout_s=5.0) == plan
         cluster.start_node("m", num_instances=1)
         grown = await cluster.placed("a b", "m-0 n-0 n-1")
@@ -458,9 +457,9 @@ async def test_losing_nats_moves_nothing(fresh_nats: NatsServer, sources: dict[s
         before = await cluster.placed("a", "n-0 n-1")
         await cluster.stop()
         fresh_nats.kill()
-        await until(lambda: service.problems() == ["not connected to NATS"])
+        await until(lambda: not bus.is_connected)
         fresh_nats.restart()
-        await until(lambda: service.problems() == [] and bus.is_connected)
+        await until(lambda: bus.is_connected)
         cluster.start_node("n")
         await until(lambda: service.is_active)
         added = await cluster.add(ModelSpec("b", sources["b"]))

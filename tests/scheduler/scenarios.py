@@ -250,7 +250,7 @@ async def a_standby_takes_over_at_once_when_the_leader_stops(stage: Stage) -> No
     await gateway.submit(make_request("running"))
     await eventually(lambda: instance.held)
     await gateway.submit(make_request("queued", model="later"))
-    assert leader.is_active and not standby.is_active and standby.problems() == []
+    assert leader.is_active and not standby.is_active
     started_s = gateway.bus.now()
     await leader.stop()
     await eventually(lambda: standby.is_active and gateway.announced)
