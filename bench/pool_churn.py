@@ -28,7 +28,7 @@ from shared.engine.engine import Engine
 from shared.engine.plan import ModelShape, StepResult
 from shared.engine.recording import Configuration
 from shared.engine.requests import Ended
-from shared.engine.slab import choose_merged_bytes, slot_bytes, slots_per_merged, waste
+from shared.engine.slab import KvGeometry, choose_merged_bytes, slots_per_merged, waste
 from shared.messages.requests import GenerationRequest, RequestClass, SamplingParams, pack_tokens
 
 PAGE_TOKENS = 16
@@ -64,7 +64,7 @@ class Minute(msgspec.Struct, frozen=True, kw_only=True):
 
 class Churn:
     def __init__(self, num_merged: int, seed: int) -> None:
-        sizes = {name: slot_bytes(g[0], PAGE_TOKENS, g[1], g[2], 2) for name, g in GEOMETRIES.items()}
+        sizes = {name: KvGeometry(*g, 2).block_bytes(PAGE_TOKENS) for name, g in GEOMETRIES.items()}
         self.slot_bytes = sizes
         self.merged_bytes = choose_merged_bytes(list(sizes.values()), at_least=32 << 20)
         configuration = Configuration(

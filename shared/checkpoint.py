@@ -14,13 +14,8 @@ from typing import Any
 
 import msgspec
 
-SUPPORTED_ARCHITECTURES = (
-    "LlamaForCausalLM",
-    "MistralForCausalLM",
-    "Qwen2ForCausalLM",
-    "Qwen3ForCausalLM",
-    "OPTForCausalLM",
-)
+from shared.engine.slab import KvGeometry
+from shared.model_families import FAMILIES, ModelFamily, family_of
 
 SUPPORTED_ACTIVATIONS = ("silu", "swish", "relu", "gelu", "gelu_new", "gelu_pytorch_tanh")
 SUPPORTED_ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope", "su")
@@ -62,6 +57,10 @@ class CheckpointShape(msgspec.Struct, frozen=True, kw_only=True):
     weight_bytes: int
     eos_token_ids: tuple[int, ...]
 
+    def kv_geometry(self, dtype: str) -> KvGeometry:
+        """Of the model in that dtype, a key of ITEMSIZES."""
+        return KvGeometry(self.num_layers, self.num_kv_heads, self.head_dim, ITEMSIZES[dtype])
+
 
 def resolve(source: str) -> Path:
     """The folder of a checkpoint: `source` itself if it is a folder, else a snapshot of that hub id (blocking: may
@@ -89,25 +88,36 @@ def describe(path: Path) -> CheckpointShape:
     """Reads config.json, generation_config.json and the safetensors headers of the checkpoint in `path`. Refuses what the
     worker could not run, as far as that can be known without the weights."""
     config = read_config(path)
-    _check_is_supported(path, config)
-    architecture = architecture_of(path, config)
-    file = path / "config.json"
-    hidden_size = positive_int(config, "hidden_size", file)
-    num_heads = positive_int(config, "num_attention_heads", file)
-    if not config.get("head_dim") and hidden_size % num_heads:
+    family, architecture = _family(path, config)
+    keys, file = family.keys, path / "config.json"
+    _check_is_supported(file, config, config.get(keys.activation))
+    hidden_size = positive_int(config, keys.hidden_size, file)
+    num_heads = positive_int(config, keys.num_heads, file)
+    if not config.get(keys.head_dim) and hidden_size % num_heads:
         raise CheckpointError(f"{file}: hidden_size {hidden_size} is no multiple of num_attention_heads {num_heads}.")
     return CheckpointShape(
         architecture=architecture,
-        num_layers=positive_int(config, "num_hidden_layers", file),
-        num_kv_heads=int(config.get("num_key_value_heads") or num_heads),
-        head_dim=int(config.get("head_dim") or hidden_size // num_heads),
+        num_layers=positive_int(config, keys.num_layers, file),
+        num_kv_heads=int(config.get(keys.num_kv_heads) or num_heads),
+        head_dim=int(config.get(keys.head_dim) or hidden_size // num_heads),
         hidden_size=hidden_size,
         vocab_size=positive_int(config, "vocab_size", file),
-        max_model_len=_max_model_len(config, file),
+        max_model_len=_max_model_len(config, positive_int(config, keys.max_positions, file)),
         dtype=_dtype(path, config),
         weight_bytes=sum(_tensor_bytes(f) for f in weight_files(path)),
         eos_token_ids=_eos_token_ids(path, config),
     )
+
+
+def run_dtype(asked: str, stored: str, device: str) -> str:
+    """The dtype a model runs in on cpu or cuda. "auto" is the checkpoint's, but for float16 on CPU, which becomes bfloat16:
+    it has kernels on every CPU that has fast half precision at all, takes the same memory, and cannot overflow."""
+    name = asked
+    if asked == "auto":
+        name = "bfloat16" if stored == "float16" and device == "cpu" else stored
+    if name not in ITEMSIZES:
+        raise CheckpointError(f"dtype {asked!r} is not one of auto, {', '.join(ITEMSIZES)}.")
+    return name
 
 
 def read_json(file: Path) -> dict[str, Any]:
@@ -142,15 +152,13 @@ def check_tokenizer(path: Path) -> None:
         )
 
 
-def _check_is_supported(path: Path, config: Mapping[str, Any]) -> None:
-    file = path / "config.json"
+def _check_is_supported(file: Path, config: Mapping[str, Any], activation: Any) -> None:
     for key in ("quantization_config", "compression_config"):
         if quantization := config.get(key):
             method = quantization.get("quant_method") if isinstance(quantization, dict) else None
             raise CheckpointError(
                 f"{file}: {key} ({method or 'no quant_method'}): quantised weights are not supported."
             )
-    activation = config.get("hidden_act") or config.get("activation_function")
     rope_type = rope_parameters(config)["rope_type"]
     for what, value, known in (
         ("activation", activation, SUPPORTED_ACTIVATIONS),
@@ -160,15 +168,15 @@ def _check_is_supported(path: Path, config: Mapping[str, Any]) -> None:
             raise CheckpointError(f"{file}: {what} {value!r} is not supported; supported are {', '.join(known)}.")
 
 
-def architecture_of(path: Path, config: Mapping[str, Any]) -> str:
-    """The first supported entry of `architectures`."""
+def _family(path: Path, config: Mapping[str, Any]) -> tuple[ModelFamily, str]:
+    """With the first supported entry of `architectures`."""
     named = config.get("architectures") or []
     for architecture in named:
-        if architecture in SUPPORTED_ARCHITECTURES:
-            return str(architecture)
+        if (family := family_of(architecture)) is not None:
+            return family, architecture
     raise CheckpointError(
         f"{path / 'config.json'}: architecture {', '.join(map(str, named)) or '(none named)'} is not supported; "
-        f"supported are {', '.join(SUPPORTED_ARCHITECTURES)}."
+        f"supported are {', '.join(a for family in FAMILIES for a in family.architectures)}."
     )
 
 
@@ -202,8 +210,8 @@ def rope_parameters(config: Mapping[str, Any]) -> dict[str, Any]:
     return merged
 
 
-def _max_model_len(config: Mapping[str, Any], file: Path) -> int:
-    length = positive_int(config, "max_position_embeddings", file)
+def _max_model_len(config: Mapping[str, Any], length: int) -> int:
+    """`length`: positions that config.json names."""
     rope = rope_parameters(config)
     if rope["rope_type"] in _FIXED_LENGTH_ROPE:
         return length

@@ -6,17 +6,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from shared.checkpoint import ITEMSIZES, CheckpointShape
-from shared.engine.slab import slot_bytes
-from shared.messages.cluster import ModelSpec
-
-PAGE_TOKENS = {"cpu": 32, "cuda": 256}
-"""Tokens in one KV block where the node does not say: the most that an attention back end takes there. A block that turns
-out to be half as large fits as well."""
-
-STEP_TOKENS = {"cpu": 512, "cuda": 8192}
-"""Tokens in one step at most where the node does not say (the instance's default token budget): what activations are sized
-for."""
+from shared.checkpoint import ITEMSIZES, CheckpointShape, run_dtype
+from shared.messages.cluster import AttentionFacts, ModelSpec, NodeInfo
 
 STEP_SEQUENCES = 256
 """Sequences in one step at most: each needs a row of logits."""
@@ -48,18 +39,21 @@ class ConfiguredModel:
 
 
 class DeviceFacts(NamedTuple):
-    """What of a node's devices decides how much memory a model takes there."""
+    """What of a node's devices decides how much memory a model takes there, as the node reports it."""
 
     kind: str
     """cpu | cuda"""
-    page_tokens: int
+    attention: tuple[AttentionFacts, ...]
     step_tokens: int
 
+    @classmethod
+    def of(cls, node: NodeInfo) -> DeviceFacts:
+        return cls("cuda" if node.device.startswith("cuda") else "cpu", node.attention, node.step_tokens)
 
-def device_facts(device: str, page_tokens: int = 0, step_tokens: int = 0) -> DeviceFacts:
-    """As in `NodeInfo`; 0: not told."""
-    kind = "cuda" if device.startswith("cuda") else "cpu"
-    return DeviceFacts(kind, page_tokens or PAGE_TOKENS[kind], step_tokens or STEP_TOKENS[kind])
+    def block_size(self, head_dim: int, dtype: str) -> int:
+        """Tokens in a KV block of such a model."""
+        back_ends = (*self.attention, AttentionFacts())
+        return next(facts.block_sizes[0] for facts in back_ends if facts.block_sizes and facts.runs(head_dim, dtype))
 
 
 @dataclass(frozen=True)
@@ -74,15 +68,14 @@ class Footprint:
 
 
 def footprint(spec: ModelSpec, shape: CheckpointShape, facts: DeviceFacts) -> Footprint:
-    """`spec.dtype` is "auto" (as stored) or a key of ITEMSIZES. The worker may run a float16 checkpoint in bfloat16, which
-    has the same size."""
-    stored = ITEMSIZES[shape.dtype]
-    itemsize = stored if spec.dtype == "auto" else ITEMSIZES[spec.dtype]
+    """`spec.dtype` is "auto" (as stored) or a key of ITEMSIZES."""
+    dtype = run_dtype(spec.dtype, shape.dtype, facts.kind)
+    block_size, itemsize = facts.block_size(shape.head_dim, dtype), ITEMSIZES[dtype]
     longest = min(spec.max_model_len or shape.max_model_len, LEAST_SEQUENCE_TOKENS)
     hidden = facts.step_tokens * HIDDEN_VECTORS * shape.hidden_size * itemsize
     return Footprint(
-        weight_bytes=int(shape.weight_bytes * itemsize / stored * WEIGHT_MARGIN),
+        weight_bytes=int(shape.weight_bytes * itemsize / ITEMSIZES[shape.dtype] * WEIGHT_MARGIN),
         activation_bytes=hidden + STEP_SEQUENCES * shape.vocab_size * LOGIT_BYTES[facts.kind],
-        slot_bytes=slot_bytes(shape.num_layers, facts.page_tokens, shape.num_kv_heads, shape.head_dim, itemsize),
-        least_slots=-(-longest // facts.page_tokens),
+        slot_bytes=shape.kv_geometry(dtype).block_bytes(block_size),
+        least_slots=-(-longest // block_size),
     )

@@ -25,7 +25,7 @@ from dataclasses import dataclass, field, replace
 import msgspec
 
 from services.placement.fleet import Fleet, instance_ids
-from services.placement.footprint import ConfiguredModel, DeviceFacts, Footprint, device_facts, footprint
+from services.placement.footprint import ConfiguredModel, DeviceFacts, Footprint, footprint
 from shared.engine import slab
 from shared.messages.cluster import (
     InstancePlan,
@@ -136,7 +136,7 @@ def plan(
     rooms = _rooms(configured, nodes, incumbent, held_nodes, draining)
     sizes = {
         (name, facts): footprint(model.spec, model.shape, facts)
-        for facts in sorted({room.facts for room in rooms})
+        for facts in dict.fromkeys(room.facts for room in rooms if not room.is_frozen)
         for name, model in configured.items()
         if model.shape is not None
     }
@@ -165,7 +165,7 @@ def wasted(
 ) -> dict[tuple[str, int], dict[str, float]]:
     """Of the merged blocks of each size on a kind of device, the share that each model leaves unused."""
     shapes = {model.spec.name: model.shape for model in models}
-    devices = {node.node_id: _facts(node) for node in nodes}
+    devices = {node.node_id: DeviceFacts.of(node) for node in nodes}
     found: dict[tuple[str, int], dict[str, float]] = {}
     for instance in new.instances:
         device = devices.get(instance.node_id)
@@ -195,7 +195,7 @@ def _rooms(
     rooms = []
     for node in sorted(nodes, key=lambda n: n.node_id):
         capacity = node.memory_bytes // max(1, node.num_instances, node.max_instances)
-        facts = _facts(node)
+        facts = DeviceFacts.of(node)
         for instance_id in instance_ids([node]):
             if instance_id not in draining:
                 rooms.append(
@@ -214,7 +214,7 @@ def _rooms(
                 _Room(
                     instance_id=instance.instance_id,
                     node_id=instance.node_id,
-                    facts=device_facts("cpu"),
+                    facts=DeviceFacts("cpu", (), 0),
                     capacity_bytes=0,
                     incumbent=instance,
                     is_frozen=True,
@@ -224,10 +224,6 @@ def _rooms(
         stays = [configured[s.name] for s in room.incumbent.models if _stays(configured, s)] if room.incumbent else []
         room.is_frozen = room.is_frozen or any(model.shape is None for model in stays)
     return rooms
-
-
-def _facts(node: NodeInfo) -> DeviceFacts:
-    return device_facts(node.device, node.page_tokens, node.step_tokens)
 
 
 def _stays(configured: dict[str, ConfiguredModel], spec: ModelSpec) -> bool:

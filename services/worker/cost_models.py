@@ -22,14 +22,12 @@ import msgspec
 import torch
 
 from services.worker.engine_loop import EngineLoop
-from services.worker.models.loading import torch_dtype
 from services.worker.profiled_steps import BRIEF, Extent
 from services.worker.profiler import ProfiledExecutor, ProfiledModel, ProfileError, Profiling
 from shared import checkpoint
 from shared.bus.interface import Bus, BusError
-from shared.checkpoint import CheckpointError
+from shared.checkpoint import CheckpointError, run_dtype
 from shared.cost_model import CostModel, CostSource
-from shared.engine import slab
 from shared.engine.calls import BorrowSlots, ReturnSlots, SetCostModel
 from shared.engine.engine import Engine
 from shared.engine.plan import ModelShape
@@ -117,14 +115,12 @@ def profiled_model(
 ) -> ProfiledModel:
     """Reads the checkpoint's headers (blocking). The key says all that step times depend on. Raises `CheckpointError`."""
     stored = checkpoint.describe(checkpoint.resolve(spec.source))
-    dtype = torch_dtype(spec.dtype, stored.dtype, device)
-    size = slab.slot_bytes(
-        stored.num_layers, shape.page_tokens, stored.num_kv_heads, stored.head_dim, dtype.itemsize
-    )  # fmt: skip
+    dtype = run_dtype(spec.dtype, stored.dtype, device.type)
+    size = stored.kv_geometry(dtype).block_bytes(shape.page_tokens)
     parts = (
         stored.architecture, f"{stored.num_layers}-layers", f"{stored.hidden_size}-hidden",
         f"{stored.num_kv_heads}x{stored.head_dim}-kv", f"{stored.vocab_size}-vocabulary", f"{stored.weight_bytes}-bytes",
-        str(dtype).removeprefix("torch."), f"{shape.page_tokens}-page",
+        dtype, f"{shape.page_tokens}-page",
     )  # fmt: skip
     key = f"{'_'.join(parts)}/{device_name(device)}/tp{tensor_parallel_size}"
     return ProfiledModel(shape, stored.num_layers, size, key)

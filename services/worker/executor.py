@@ -174,7 +174,7 @@ class Executor:
         logger.info(
             "model %s: %s, %d KV blocks of %d tokens per merged block, %.1f %% of it wasted, attention by %s",
             prepared.name, prepared.model.dtype, slots_per_merged, prepared.page_tokens,
-            100 * slab.waste(self._store.merged_bytes, views.shape.slot_bytes), prepared.backend.name,
+            100 * slab.waste(self._store.merged_bytes, views.shape.slot_bytes), prepared.backend.facts.name,
         )  # fmt: skip
         return ModelShape(
             prepared.name, prepared.page_tokens, slots_per_merged, prepared.max_model_len, prepared.model.vocab_size,
@@ -402,9 +402,8 @@ class Executor:
 def _choose(backends: list[AttentionBackend], model: DecoderModel) -> tuple[AttentionBackend, int]:
     """The first that runs the model's heads, and its preferred page size."""
     for backend in backends:
-        pages = backend.supported_page_tokens(model.head_dim, model.dtype)
-        if pages:
-            return backend, pages[0]
+        if backend.facts.runs(model.head_dim, str(model.dtype).removeprefix("torch.")):
+            return backend, backend.facts.block_sizes[0]
     raise CheckpointError(f"no attention back end runs heads of {model.head_dim} in {model.dtype}.")
 
 

@@ -44,7 +44,8 @@ class KvShape:
 
     @property
     def slot_bytes(self) -> int:
-        return slab.slot_bytes(self.num_layers, self.page_tokens, self.num_kv_heads, self.head_dim, self.dtype.itemsize)
+        kv = slab.KvGeometry(self.num_layers, self.num_kv_heads, self.head_dim, self.dtype.itemsize)
+        return kv.block_bytes(self.page_tokens)
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
+
+from services.worker.attention.facts import TORCH_CPU
+from shared.messages.cluster import AttentionFacts
 from shared.settings import SettingsError, WorkerSettings
 
 logger = logging.getLogger(__name__)
@@ -24,8 +28,6 @@ GPU_MEMORY_SHARE = 0.9
 NVIDIA_SMI_TIMEOUT_S = 20.0
 PROBE_COMMAND = (sys.executable, "-m", "services.worker.attention.probe")
 PROBE_TIMEOUT_S = 120.0
-CPU_PAGE_TOKENS = 32
-"""As attention on CPU takes them."""
 ROOT = Path("/")
 
 
@@ -44,8 +46,8 @@ class Machine:
     """Instance k runs with CUDA_VISIBLE_DEVICES=gpus[k]."""
     max_instances: int = 0
     """How many there may ever be: memory and cores are divided over so many. 0: `num_instances`."""
-    page_tokens: int = 0
-    """Of a KV block; 0: not known."""
+    attention: tuple[AttentionFacts, ...] = (AttentionFacts(),)
+    """Of the back ends, fastest first."""
 
     @property
     def most_instances(self) -> int:
@@ -75,7 +77,7 @@ def survey(settings: WorkerSettings, environment: Mapping[str, str] | None = Non
         free = int(min(gpus.values()) * GPU_MEMORY_SHARE) * len(gpus)
         return Machine(
             "cuda", len(gpus), settings.memory_bytes or free, settings.num_threads or 1, tuple(gpus),
-            page_tokens=_gpu_page_tokens(environment),
+            attention=_gpu_attention(environment),
         )  # fmt: skip
     most = max(settings.num_instances, settings.max_node_instances)
     return Machine(
@@ -84,7 +86,7 @@ def survey(settings: WorkerSettings, environment: Mapping[str, str] | None = Non
         settings.memory_bytes or int(free_memory_bytes(root) * CPU_MEMORY_SHARE),
         settings.num_threads or max(1, num_cores(root) // most),
         max_instances=settings.max_node_instances,
-        page_tokens=CPU_PAGE_TOKENS,
+        attention=(TORCH_CPU,),
     )
 
 
@@ -168,16 +170,17 @@ def parse_gpus(output: str, visible: str | None) -> dict[str, int]:
     return chosen
 
 
-def _gpu_page_tokens(environment: Mapping[str, str]) -> int:
-    """Asked of a process that imports torch; 0 where it does not say."""
+def _gpu_attention(environment: Mapping[str, str]) -> tuple[AttentionFacts, ...]:
+    """Asked of a process that imports torch; what is assumed of any where it does not say."""
     try:
         done = subprocess.run(
             PROBE_COMMAND, env=dict(environment), capture_output=True, text=True, timeout=PROBE_TIMEOUT_S, check=True
         )
-        return int(done.stdout.split()[-1])
-    except (OSError, subprocess.SubprocessError, ValueError, IndexError) as error:
+        last_line = done.stdout.strip().rpartition("\n")[2]
+        return msgspec.json.decode(last_line, type=tuple[AttentionFacts, ...])
+    except (OSError, subprocess.SubprocessError, msgspec.MsgspecError) as error:
         logger.warning("how many tokens a KV block has on these GPUs is not known: %s", error)
-        return 0
+        return (AttentionFacts(),)
 
 
 def _torch_has_cuda() -> bool:

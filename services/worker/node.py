@@ -96,7 +96,7 @@ class _Metrics:
 
 class NodeAgent:
     """`command`: argument vector of an instance's process. `drain_grace_s`: what instances get to give their requests away
-    when they or models of theirs are to go. `step_tokens`: of one of their steps at most; 0: the device's default."""
+    when they or models of theirs are to go. `step_tokens`: of one of their steps at most."""
 
     def __init__(
         self,
@@ -106,7 +106,7 @@ class NodeAgent:
         machine: Machine,
         command: Sequence[str] = INSTANCE_COMMAND,
         drain_grace_s: float = 0.0,
-        step_tokens: int = 0,
+        step_tokens: int = 512,
     ) -> None:
         self.node_id = settings.node_id or default_id("node")
         if not re.fullmatch(r"[A-Za-z0-9_-]+", self.node_id):
@@ -127,7 +127,8 @@ class NodeAgent:
             memory_bytes=machine.memory_bytes,
             device=machine.device,
             max_instances=machine.most_instances,
-            page_tokens=machine.page_tokens,
+            page_tokens=machine.attention[0].block_sizes[0],
+            attention=machine.attention,
             step_tokens=step_tokens,
         )
         self._has_seen_plan = False

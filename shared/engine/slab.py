@@ -9,6 +9,7 @@ KV cache; its second block-table index is `place`).
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 ALIGNMENT_BYTES = 64
 """Slots start on this boundary; enough for vector loads and for every element type."""
@@ -16,9 +17,19 @@ ALIGNMENT_BYTES = 64
 MIN_MERGED_BYTES = 1 << 20
 
 
-def slot_bytes(num_layers: int, page_tokens: int, num_kv_heads: int, head_dim: int, itemsize: int) -> int:
-    """Bytes of one KV block of a model: all layers, K and V."""
-    return num_layers * 2 * page_tokens * num_kv_heads * head_dim * itemsize
+@dataclass(frozen=True)
+class KvGeometry:
+    """What of a model, in the dtype it runs in, decides how many bytes its KV takes."""
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    itemsize: int
+    """Bytes of an element."""
+
+    def block_bytes(self, block_size: int) -> int:
+        """Bytes of one KV block of so many tokens: all layers, K and V."""
+        return self.num_layers * 2 * self.num_kv_heads * block_size * self.head_dim * self.itemsize
 
 
 def slots_per_merged(merged_bytes: int, slot_bytes: int) -> int:

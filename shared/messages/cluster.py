@@ -166,6 +166,24 @@ class InstanceExited(msgspec.Struct, frozen=True, array_like=True):
     exit_code: int
 
 
+class AttentionFacts(msgspec.Struct, frozen=True, array_like=True):
+    """What one attention back end of a device takes. The default is what a node is taken for that does not say: blocks as
+    large as any back end's, as one that turns out to be smaller fits as well."""
+
+    name: str = ""
+    block_sizes: tuple[Amount, ...] = (256,)
+    """Tokens in a KV block, best first; models get the first."""
+    dtypes: tuple[str, ...] = ("float32", "float16", "bfloat16")
+    max_head_dim: Amount = 0
+    """0: any."""
+    head_dim_step: Amount = 1
+    """Head sizes are multiples of it."""
+
+    def runs(self, head_dim: int, dtype: str) -> bool:
+        fits = not self.max_head_dim or head_dim <= self.max_head_dim
+        return fits and dtype in self.dtypes and head_dim % max(1, self.head_dim_step) == 0
+
+
 class NodeInfo(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """A node agent in the registry (bucket with TTL)."""
 
@@ -183,9 +201,11 @@ class NodeInfo(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     max_instances: Amount = 0
     """How many it could run; 0: `num_instances`."""
     page_tokens: Amount = 0
-    """Of a KV block, at most, as attention there takes them; 0: not known."""
-    step_tokens: Amount = 0
-    """Of a step, at most; 0: the device's default."""
+    """Of a KV block of ordinary models, for readers that know no `attention`."""
+    step_tokens: Amount = 512
+    """Of a step, at most."""
+    attention: tuple[AttentionFacts, ...] = (AttentionFacts(),)
+    """Fastest first: a model takes the first that runs its heads in its dtype."""
 
 
 class InstancePlan(msgspec.Struct, frozen=True):

@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.placement.fleet import Fleet
-from services.placement.footprint import ConfiguredModel, device_facts, footprint
+from services.placement.footprint import ConfiguredModel, DeviceFacts, footprint
 from services.placement.planning import LEAST_MERGED_BYTES, MAX_CPU_POOL_BYTES, displaced, plan, wasted
-from shared.checkpoint import CheckpointShape
+from shared.checkpoint import ITEMSIZES, CheckpointShape
 from shared.engine.slab import slots_per_merged
-from shared.messages.cluster import ModelSpec, NodeInfo, PlacementPlan
+from shared.messages.cluster import AttentionFacts, ModelSpec, NodeInfo, PlacementPlan
 
 MIB = 1 << 20
 GIB = 1 << 30
@@ -44,7 +44,17 @@ def model(name: str, weight_mib: int = 100, *, replicas: int | None = None, **of
 
 
 def node(node_id: str = "a", memory: int = 8 * GIB, num_instances: int = 2, device: str = "cpu") -> NodeInfo:
-    return NodeInfo(node_id=node_id, hostname="host", num_instances=num_instances, memory_bytes=memory, device=device)
+    return NodeInfo(
+        node_id=node_id,
+        hostname="host",
+        num_instances=num_instances,
+        memory_bytes=memory,
+        device=device,
+        attention=(AttentionFacts("torch", (32,)),) if device == "cpu" else (AttentionFacts(),),
+    )
+
+
+CPU = DeviceFacts.of(node())
 
 
 def where(result: PlacementPlan, name: str) -> list[str]:
@@ -68,7 +78,11 @@ def test_merged_blocks_are_the_smallest_that_waste_little_and_the_waste_is_told(
         model("13b", 25_000, layers=40, kv_heads=40, head_dim=128),
     ]
     models = [replace(m, shape=msgspec.structs.replace(m.shape, dtype="float16")) for m in models]
-    nodes = [msgspec.structs.replace(node(memory=80 * GIB, num_instances=1, device="cuda:0"), page_tokens=128)]
+    nodes = [
+        msgspec.structs.replace(
+            node(memory=80 * GIB, num_instances=1, device="cuda:0"), attention=(AttentionFacts("", (128,)),)
+        )
+    ]
     result = plan(models, nodes, None)
     (instance,) = result.instances
     assert 200 * MIB <= instance.merged_bytes < 201 * MIB
@@ -129,7 +143,7 @@ def test_a_slot_that_does_not_fit_changes_the_merged_blocks() -> None:
     first = plan([model("a")], [node()], None)
     wide = model("wide", layers=80, kv_heads=32)
     second = plan([model("a"), wide], [node()], first)
-    slot = footprint(wide.spec, wide.shape or shape(), device_facts("cpu")).slot_bytes
+    slot = footprint(wide.spec, wide.shape or shape(), CPU).slot_bytes
     assert slots_per_merged(first.instances[0].merged_bytes, slot) == 0
     assert all(slots_per_merged(i.merged_bytes, slot) >= 1 for i in second.instances)
     assert displaced(first, second) == []
@@ -173,15 +187,32 @@ def test_an_unreadable_checkpoint_stays_where_it_runs() -> None:
     assert plan(broken, [node()], None).unplaced == {"b": "config.json is missing."}
 
 
-@pytest.mark.parametrize("page_tokens", [128, 256, 0])
-def test_merged_blocks_hold_blocks_of_the_size_that_the_node_reports(page_tokens: int) -> None:
-    """Llama-2-7B with flash-attention 2, whose pages have 256 tokens; what is not reported may be as large."""
-    llama = model("llama", layers=32, kv_heads=32)
-    gpu = msgspec.structs.replace(node(num_instances=1, memory=80 * GIB, device="cuda"), page_tokens=page_tokens)
+FLASH_2 = AttentionFacts("flash-attention 2", (256,), ("float16", "bfloat16"), 256, 16)
+TORCH = AttentionFacts("torch", (128, 64))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "head_dim", "attention", "block_size"),
+    [
+        ("bfloat16", 128, (FLASH_2, TORCH), 256),
+        ("float32", 128, (FLASH_2, TORCH), 128),
+        ("bfloat16", 512, (FLASH_2, TORCH), 128),
+        ("bfloat16", 120, (FLASH_2, TORCH), 128),
+        ("bfloat16", 128, (), 256),
+    ],
+)
+def test_merged_blocks_hold_blocks_of_the_size_that_the_node_reports(
+    dtype: str, head_dim: int, attention: tuple[AttentionFacts, ...], block_size: int
+) -> None:
+    """Llama-2-7B's layers on a GPU, of which several back ends take heads of some dtypes and sizes; where nothing is said,
+    blocks may be as large as any takes."""
+    llama = model("llama", layers=32, kv_heads=32, head_dim=head_dim)
+    llama = replace(llama, spec=msgspec.structs.replace(llama.spec, dtype=dtype))
+    gpu = msgspec.structs.replace(node(num_instances=1, memory=160 * GIB, device="cuda"), attention=attention)
     (instance,) = plan([llama], [gpu], None).instances
-    slot = footprint(llama.spec, llama.shape or shape(), device_facts("cuda", 256)).slot_bytes
-    assert instance.merged_bytes % slot == 0 if page_tokens != 128 else instance.merged_bytes >= slot // 2
-    assert slots_per_merged(instance.merged_bytes, slot // 2) >= 1
+    block = 32 * 2 * 32 * block_size * head_dim * ITEMSIZES[dtype]
+    assert footprint(llama.spec, llama.shape or shape(), DeviceFacts.of(gpu)).slot_bytes == block
+    assert slots_per_merged(instance.merged_bytes, block) >= 1
 
 
 def test_names_of_one_checkpoint_take_the_memory_of_its_weights_once() -> None:
@@ -197,7 +228,7 @@ def test_names_of_one_checkpoint_take_the_memory_of_its_weights_once() -> None:
 
 
 def test_larger_steps_need_more_memory() -> None:
-    few, many = (footprint(model("m").spec, shape(), device_facts("cpu", 0, tokens)) for tokens in (512, 2048))
+    few, many = (footprint(model("m").spec, shape(), CPU._replace(step_tokens=tokens)) for tokens in (512, 2048))
     assert many.activation_bytes > few.activation_bytes
     assert many.slot_bytes == few.slot_bytes
 
@@ -205,7 +236,7 @@ def test_larger_steps_need_more_memory() -> None:
 def test_a_changed_dtype_changes_the_cost() -> None:
     spec = ModelSpec("m", "/m")
     half = msgspec.structs.replace(spec, dtype="bfloat16")
-    full_size, half_size = footprint(spec, shape(), device_facts("cpu")), footprint(half, shape(), device_facts("cpu"))
+    full_size, half_size = footprint(spec, shape(), CPU), footprint(half, shape(), CPU)
     assert half_size.slot_bytes * 2 == full_size.slot_bytes
     assert math.isclose(half_size.weight_bytes * 2, full_size.weight_bytes, abs_tol=2)
 
@@ -310,7 +341,7 @@ def check(result: PlacementPlan, models: list[ConfiguredModel], nodes: list[Node
         for spec in instance.models:
             of_spec = by_name[spec.name].shape
             assert of_spec is not None
-            sizes.append(footprint(spec, of_spec, device_facts(home.device)))
+            sizes.append(footprint(spec, of_spec, DeviceFacts.of(home)))
         per_merged = [slots_per_merged(instance.merged_bytes, s.slot_bytes) for s in sizes]
         assert all(per_merged)
         least = sum(-(-s.least_slots // n) for s, n in zip(sizes, per_merged, strict=True)) * instance.merged_bytes

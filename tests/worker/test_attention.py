@@ -23,7 +23,7 @@ from services.worker.kv_store import KvShape, KvStore, KvViews
 torch.set_num_threads(1)
 
 DEVICES = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
-BACKENDS = [(d, b.name) for d in DEVICES for b in choose_backends(torch.device(d))]
+BACKENDS = [(d, b.facts.name) for d in DEVICES for b in choose_backends(torch.device(d))]
 
 Lengths = list[tuple[int, int]]
 """(start, count) of each sequence"""
@@ -42,7 +42,11 @@ class Case:
 
 
 def backend_of(device: str, name: str) -> AttentionBackend:
-    return next(b for b in choose_backends(torch.device(device)) if b.name == name)
+    return next(b for b in choose_backends(torch.device(device)) if b.facts.name == name)
+
+
+def name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def make_case(
@@ -139,10 +143,10 @@ BATCHES: dict[str, Lengths] = {
 def test_parity(device: str, backend_name: str, name: str, dtype: torch.dtype) -> None:
     backend = backend_of(device, backend_name)
     for heads, head_dim in (((6, 2), 32), ((4, 4), 64), ((8, 1), 16)):
-        pages = backend.supported_page_tokens(head_dim, dtype)
-        if not pages:
+        if not backend.facts.runs(head_dim, name_of(dtype)):
             continue
-        case = make_case(device, BATCHES[name], pages[0], heads=heads, head_dim=head_dim, dtype=dtype, windows=(24,))
+        page = backend.facts.block_sizes[0]
+        case = make_case(device, BATCHES[name], page, heads=heads, head_dim=head_dim, dtype=dtype, windows=(24,))
         check(backend, case, 2e-5 if dtype == torch.float32 else 2e-2)
 
 
@@ -245,19 +249,19 @@ def flash_without_gpu(request: pytest.FixtureRequest, monkeypatch: pytest.Monkey
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     monkeypatch.setenv("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
     backend = FlashBackend(torch.device("cpu"))
-    assert backend.name == f"flash-attention {request.param}"
+    assert backend.facts.name == f"flash-attention {request.param}"
     return backend
 
 
 @pytest.mark.parametrize("name", BATCHES)
 def test_flash_back_end_calls_its_kernels_rightly(flash_without_gpu: FlashBackend, name: str) -> None:
-    (page_tokens,) = flash_without_gpu.supported_page_tokens(32, torch.bfloat16)
+    (page_tokens,) = flash_without_gpu.facts.block_sizes
     case = make_case("cpu", BATCHES[name], page_tokens, dtype=torch.bfloat16, windows=(24,))
     check(flash_without_gpu, case, 2e-2)
 
 
 def test_flash_back_end_replays_other_batches_from_the_same_memory(flash_without_gpu: FlashBackend) -> None:
-    (page_tokens,) = flash_without_gpu.supported_page_tokens(32, torch.bfloat16)
+    (page_tokens,) = flash_without_gpu.facts.block_sizes
     cases = [
         make_case("cpu", lengths, page_tokens, dtype=torch.bfloat16, seed=i)
         for i, lengths in enumerate([[(5, 1), (700, 1)], [(300, 1), (0, 1)], [(900, 1), (256, 1)]])
@@ -268,7 +272,7 @@ def test_flash_back_end_replays_other_batches_from_the_same_memory(flash_without
         flash_without_gpu.fill_replay(static, case.layout)
         kv = case.views.layers[1]
         flash_without_gpu.write_kv(kv, case.keys, case.values, static)
-        if flash_without_gpu.name == "flash-attention 4":
+        if flash_without_gpu.facts.name == "flash-attention 4":
             got = flash_without_gpu.attend(case.queries, case.keys, case.values, kv, static, None)
             torch.testing.assert_close(got.double(), case.expected[None], rtol=2e-2, atol=2e-2)
     assert addresses == {k: v.data_ptr() for k, v in vars(static).items() if isinstance(v, torch.Tensor)}
@@ -281,7 +285,7 @@ def test_flash_back_end_replays_other_batches_from_the_same_memory(flash_without
 def test_flash_back_end_refuses_what_its_kernels_cannot_run(
     flash_without_gpu: FlashBackend, head_dim: int, dtype: torch.dtype, runs: bool
 ) -> None:
-    assert bool(flash_without_gpu.supported_page_tokens(head_dim, dtype)) == runs
+    assert flash_without_gpu.facts.runs(head_dim, name_of(dtype)) == runs
 
 
 @pytest.mark.parametrize(("major", "words"), [(7, "too old"), (8, "flash-attn is not"), (9, "flash-attn-4 is not")])
@@ -290,10 +294,10 @@ def test_no_kernels_is_said(monkeypatch: pytest.MonkeyPatch, major: int, words: 
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (major, 0))
     with pytest.raises(FlashUnavailable, match=words):
         FlashBackend(torch.device("cuda"))
-    assert [b.name for b in choose_backends(torch.device("cuda"))] == ["torch"]
+    assert [b.facts.name for b in choose_backends(torch.device("cuda"))] == ["torch"]
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 def test_cuda_prefers_flash_attention() -> None:
-    assert choose_backends(torch.device("cuda"))[0].name.startswith("flash")
+    assert choose_backends(torch.device("cuda"))[0].facts.name.startswith("flash")

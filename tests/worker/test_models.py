@@ -13,11 +13,12 @@ from transformers import AutoModelForCausalLM
 
 from services.worker.executor import Executor
 from services.worker.linear import Linear, packing_works
-from services.worker.models import activations, loading
-from services.worker.models.loading import identity_of, load_model, torch_dtype
+from services.worker.models import activations
+from services.worker.models.loading import LOADERS, identity_of, load_model
 from shared import checkpoint
-from shared.checkpoint import CheckpointError
+from shared.checkpoint import CheckpointError, run_dtype
 from shared.messages.cluster import ModelSpec
+from shared.model_families import FAMILIES, family_of
 from tests.worker.checkpoints import VARIANTS, prompt_of, reference_outputs, write_checkpoint
 from tests.worker.step_driver import Driver
 
@@ -148,7 +149,7 @@ def test_lengths_and_dtypes(tmp_path: Path) -> None:
     model, length = load_model(identity, CPU), identity.max_model_len
     assert (model.dtype, length) == (torch.bfloat16, 100)
     assert load_model(identity_of(path, CPU, dtype="float32"), CPU).dtype == torch.float32
-    assert torch_dtype("auto", "float16", torch.device("cuda")) == torch.float16
+    assert run_dtype("auto", "float16", "cuda") == "float16"
     with pytest.raises(CheckpointError, match="exceeds the model's own 256"):
         identity_of(path, CPU, max_model_len=257)
     with pytest.raises(CheckpointError, match="dtype 'int8'"):
@@ -189,6 +190,33 @@ def test_linear_falls_back_where_packing_fails(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_what_is_accepted_can_be_run() -> None:
-    """Placement goes by the record in shared.checkpoint."""
-    assert loading._FAMILIES.keys() == set(checkpoint.SUPPORTED_ARCHITECTURES)
+    """Placement goes by the records in shared."""
+    assert [family.name for family in FAMILIES] == list(LOADERS)
     assert activations._ACTIVATIONS.keys() == set(checkpoint.SUPPORTED_ACTIVATIONS)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_what_ranks_compute_by_the_cut_plan_adds_up_to_the_whole(variant: str) -> None:
+    kind, config = VARIANTS[variant]
+    family = family_of(kind.__name__)
+    assert family is not None
+    weights = {
+        name.split(".")[-2]: tensor.double()
+        for name, tensor in kind(config).state_dict().items()
+        if ".layers.0." in name and name.endswith(".weight") and tensor.dim() == 2
+    }
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+    def sublayers(x: torch.Tensor, rank: int, num_ranks: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """A layer's attention and MLP, without norms, positions and biases."""
+        parts = {name: weight.chunk(num_ranks, family.cuts[name])[rank] for name, weight in weights.items()}
+        q, k, v = ((x @ parts[f"{n}_proj"].T).unflatten(1, (-1, head_dim)).transpose(0, 1) for n in "qkv")
+        attended = F.scaled_dot_product_attention(q[None], k[None], v[None], is_causal=True, enable_gqa=True)[0]
+        out = attended.transpose(0, 1).flatten(1) @ (parts.get("o_proj", parts.get("out_proj"))).T
+        if "fc1" in parts:
+            return out, F.relu(x @ parts["fc1"].T) @ parts["fc2"].T
+        return out, (F.silu(x @ parts["gate_proj"].T) * (x @ parts["up_proj"].T)) @ parts["down_proj"].T
+
+    x = torch.randn(5, config.hidden_size, dtype=torch.float64)
+    for whole, *parts in zip(sublayers(x, 0, 1), sublayers(x, 0, 2), sublayers(x, 1, 2), strict=True):
+        torch.testing.assert_close(sum(parts), whole)

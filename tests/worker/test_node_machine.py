@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import os
+import runpy
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 
 from services.worker import machine
-from services.worker.attention import probe
+from services.worker.attention.facts import TORCH_CPU, TORCH_CUDA, flash
 from services.worker.attention.torch_backend import TorchBackend
 from services.worker.machine import Machine, free_memory_bytes, num_cores, parse_gpus, survey
+from shared.messages.cluster import AttentionFacts
 from shared.settings import SettingsError, WorkerSettings
 
 GIB = 1 << 30
+FLASH_2 = msgspec.json.encode([flash(2, 256, 256), TORCH_CUDA]).decode()
 SMI = "0, GPU-aa11, 143000\n1, GPU-bb22, 1000\n2, GPU-bb33, [N/A]\n"
 
 
@@ -96,14 +100,14 @@ def test_gpus_and_their_free_memory() -> None:
 
 def test_half_of_the_free_memory_and_all_cores_are_for_the_instances(root: Path) -> None:
     found = survey(WorkerSettings(num_instances=2, device="cpu"), {}, root)
-    assert found == Machine("cpu", 2, 8 * GIB, max(1, num_cores(root) // 2), page_tokens=32)
+    assert found == Machine("cpu", 2, 8 * GIB, max(1, num_cores(root) // 2), attention=(TORCH_CPU,))
     assert survey(WorkerSettings(memory_bytes=5, num_threads=3), {}, root).num_threads == 3
-    assert TorchBackend(torch.device("cpu")).supported_page_tokens(64, torch.float32)[0] == found.page_tokens
+    assert TorchBackend(torch.device("cpu")).facts == TORCH_CPU
 
 
 def test_room_for_more_instances_is_set_aside_from_the_start(root: Path) -> None:
     found = survey(WorkerSettings(num_instances=1, max_node_instances=3, device="cpu"), {}, root)
-    assert found == Machine("cpu", 1, 8 * GIB, max(1, num_cores(root) // 3), max_instances=3, page_tokens=32)
+    assert found == Machine("cpu", 1, 8 * GIB, max(1, num_cores(root) // 3), max_instances=3, attention=(TORCH_CPU,))
     assert found.most_instances == 3
     assert survey(WorkerSettings(num_instances=2, max_node_instances=1, device="cpu"), {}, root).most_instances == 2
     with pytest.raises(SettingsError, match="TIDEWAY_MAX_NODE_INSTANCES=-1"):
@@ -118,21 +122,21 @@ def with_gpus(root: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{root / 'bin'}:{os.environ['PATH']}")
     monkeypatch.setattr(machine, "_torch_has_cuda", lambda: True)
-    monkeypatch.setattr(machine, "PROBE_COMMAND", ("/bin/sh", "-c", "echo a warning; echo 256"))
+    monkeypatch.setattr(machine, "PROBE_COMMAND", ("/bin/sh", "-c", f"echo a warning; echo '{FLASH_2}'"))
     return root
 
 
-@pytest.mark.parametrize(("script", "expected"), [("echo 128", 128), ("exit 1", 0), ("echo", 0), ("echo no", 0)])
-def test_the_page_size_is_what_attention_says(
-    with_gpus: Path, monkeypatch: pytest.MonkeyPatch, script: str, expected: int
-) -> None:
-    assert survey(WorkerSettings(), {}, with_gpus).page_tokens == 256
-    monkeypatch.setattr(machine, "PROBE_COMMAND", ("/bin/sh", "-c", script))
-    assert survey(WorkerSettings(), {}, with_gpus).page_tokens == expected
+def test_what_attention_takes_is_what_its_back_ends_say(with_gpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert survey(WorkerSettings(), {}, with_gpus).attention == (flash(2, 256, 256), TORCH_CUDA)
+    for script in ("exit 1", "echo", "echo no", "echo 256"):
+        monkeypatch.setattr(machine, "PROBE_COMMAND", ("/bin/sh", "-c", script))
+        assert survey(WorkerSettings(), {}, with_gpus).attention == (AttentionFacts(),)
 
 
-def test_the_probe_says_what_back_ends_say() -> None:
-    assert probe.page_tokens(torch.device("cpu")) == machine.CPU_PAGE_TOKENS
+def test_the_probe_says_what_back_ends_say(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (7, 0))
+    runpy.run_module("services.worker.attention.probe", run_name="__main__")
+    assert msgspec.json.decode(capsys.readouterr().out, type=tuple[AttentionFacts, ...]) == (TORCH_CUDA,)
 
 
 def test_one_instance_a_gpu(with_gpus: Path) -> None:

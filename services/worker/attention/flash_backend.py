@@ -19,11 +19,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from services.worker.attention.facts import flash
 from services.worker.attention.interface import AttentionBackend, BatchLayout
 from services.worker.kv_store import LayerKv
 from services.worker.transfer import to_device
-
-_HALF = (torch.float16, torch.bfloat16)
+from shared.messages.cluster import AttentionFacts
 
 
 class FlashUnavailable(Exception):
@@ -57,11 +57,7 @@ class FlashBackend(AttentionBackend):
     def __init__(self, device: torch.device) -> None:
         """Raises `FlashUnavailable`."""
         major, _ = torch.cuda.get_device_capability(device)
-        self._attend, self._page_tokens, self.name, self._max_head_dim = _choose_kernels(major)
-
-    def supported_page_tokens(self, head_dim: int, dtype: torch.dtype) -> tuple[int, ...]:
-        fits = dtype in _HALF and head_dim % 16 == 0 and head_dim <= self._max_head_dim
-        return (self._page_tokens,) if fits else ()
+        self._attend, self.facts = _choose_kernels(major)
 
     def prepare(self, layout: BatchLayout) -> _Metadata:
         def moved(array: np.ndarray, dtype: type[np.generic]) -> torch.Tensor:
@@ -115,18 +111,18 @@ _FLASH4_ARGUMENTS = {
 _Attend = Callable[[torch.Tensor, LayerKv, _Metadata, "int | None"], torch.Tensor]
 
 
-def _choose_kernels(major: int) -> tuple[_Attend, int, str, int]:
-    """(attend, page size, name, largest head size) for devices of this compute capability."""
+def _choose_kernels(major: int) -> tuple[_Attend, AttentionFacts]:
+    """For devices of this compute capability."""
     problems = []
     if major in (9, 10, 11):  # elsewhere flash-attention 4 has no paging
         try:
-            return _flash4(major), 128, "flash-attention 4", 256 if major == 9 else 128
+            return _flash4(major), flash(4, 128, 256 if major == 9 else 128)
         # Its compiler checks versions and devices when it is imported, with errors of any kind.
         except Exception as error:
             problems.append(_problem("flash-attn-4", error))
     if major >= 8:
         try:
-            return _flash2(), 256, "flash-attention 2", 256
+            return _flash2(), flash(2, 256, 256)
         except Exception as error:
             problems.append(_problem("flash-attn", error))
     raise FlashUnavailable("; ".join(problems) or f"compute capability {major} is too old")

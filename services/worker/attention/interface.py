@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from services.worker.kv_store import LayerKv
+from shared.messages.cluster import AttentionFacts
 
 
 @dataclass(frozen=True)
@@ -79,11 +80,8 @@ class BatchLayout:
 class AttentionBackend(ABC):
     """One object an executor; used from its thread only."""
 
-    name: str
-
-    @abstractmethod
-    def supported_page_tokens(self, head_dim: int, dtype: torch.dtype) -> tuple[int, ...]:
-        """Tokens per KV block that the kernels take, best first; empty if they cannot run such heads here."""
+    facts: AttentionFacts
+    """Its name, the blocks, heads and dtypes that it takes."""
 
     @abstractmethod
     def prepare(self, layout: BatchLayout) -> Any:
@@ -114,4 +112,4 @@ class AttentionBackend(ABC):
 
     def fill_replay(self, static: Any, layout: BatchLayout) -> None:
         """Copies a decode batch, padded by the caller to the captured size, into what `allocate_replay` gave."""
-        raise NotImplementedError(f"{self.name} has no graphs")
+        raise NotImplementedError(f"{self.facts.name} has no graphs")

@@ -13,12 +13,11 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from services.worker.attention.facts import TORCH_CPU, TORCH_CUDA
 from services.worker.attention.interface import AttentionBackend, BatchLayout
 from services.worker.kv_store import LayerKv
 from services.worker.transfer import to_device
 
-_CPU_PAGES = (32, 64, 96, 128)
-_CUDA_PAGES = (128, 64, 32, 256)
 _MAX_PADDING = 0.25
 """Padded work allowed on top of a group's own, as a share."""
 _GROUP_COST_KEYS = 2048
@@ -50,14 +49,9 @@ class _Metadata:
 
 
 class TorchBackend(AttentionBackend):
-    name = "torch"
-
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self.facts = TORCH_CPU if device.type == "cpu" else TORCH_CUDA
         self._workspace: dict[str, torch.Tensor] = {}
-
-    def supported_page_tokens(self, head_dim: int, dtype: torch.dtype) -> tuple[int, ...]:
-        return _CPU_PAGES if self._device.type == "cpu" else _CUDA_PAGES
 
     def prepare(self, layout: BatchLayout) -> _Metadata:
         order, bounds = _grouping(layout)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -12,15 +13,16 @@ from services.worker.models.llama import LlamaModel
 from services.worker.models.opt import OptModel
 from services.worker.models.weights import WeightReader
 from shared import checkpoint
-from shared.checkpoint import CheckpointError
+from shared.checkpoint import CheckpointError, CheckpointShape, run_dtype
+from shared.model_families import FAMILIES
 
-_FAMILIES: dict[str, type[LlamaModel] | type[OptModel]] = {
-    "LlamaForCausalLM": LlamaModel,
-    "MistralForCausalLM": LlamaModel,
-    "Qwen2ForCausalLM": LlamaModel,
-    "Qwen3ForCausalLM": LlamaModel,
-    "OPTForCausalLM": OptModel,
-}
+Loader = Callable[[WeightReader, Mapping[str, Any], CheckpointShape, int], DecoderModel]
+"""(weights, config.json, what it says, the longest sequence to serve). Raises `CheckpointError`."""
+
+LOADERS: dict[str, Loader] = {"llama": LlamaModel, "opt": OptModel}
+"""By the family's name."""
+
+_LOADER_OF = {architecture: LOADERS[family.name] for family in FAMILIES for architecture in family.architectures}
 
 
 class Identity(NamedTuple):
@@ -41,7 +43,7 @@ def identity_of(path: Path, device: torch.device, *, dtype: str = "auto", max_mo
     if length > shape.max_model_len:
         raise CheckpointError(f"{path}: max_model_len {length} exceeds the model's own {shape.max_model_len}.")
     files = tuple((file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in checkpoint.weight_files(path))
-    return Identity(path, files, torch_dtype(dtype, shape.dtype, device), length)
+    return Identity(path, files, getattr(torch, run_dtype(dtype, shape.dtype, device.type)), length)
 
 
 def load_model(identity: Identity, device: torch.device) -> DecoderModel:
@@ -50,16 +52,4 @@ def load_model(identity: Identity, device: torch.device) -> DecoderModel:
     shape = checkpoint.describe(path)
     reader = WeightReader(path, device, identity.dtype)
     with torch.inference_mode():
-        return _FAMILIES[shape.architecture](reader, checkpoint.read_config(path), shape, identity.max_model_len)
-
-
-def torch_dtype(asked: str, stored: str, device: torch.device) -> torch.dtype:
-    """The dtype a model runs in. "auto" is the checkpoint's, but for float16 on CPU, which becomes bfloat16: it has
-    kernels on every CPU that has fast half precision at all, takes the same memory, and cannot overflow."""
-    name = asked
-    if asked == "auto":
-        name = "bfloat16" if stored == "float16" and device.type == "cpu" else stored
-    if name not in checkpoint.ITEMSIZES:
-        raise CheckpointError(f"dtype {asked!r} is not one of auto, {', '.join(checkpoint.ITEMSIZES)}.")
-    result: torch.dtype = getattr(torch, name)
-    return result
+        return _LOADER_OF[shape.architecture](reader, checkpoint.read_config(path), shape, identity.max_model_len)

@@ -12,8 +12,8 @@ from shared.engine.slab import (
     ALIGNMENT_BYTES,
     MAX_WASTE,
     MIN_MERGED_BYTES,
+    KvGeometry,
     choose_merged_bytes,
-    slot_bytes,
     slots_per_merged,
     waste,
 )
@@ -30,7 +30,7 @@ MIB = 1 << 20
 
 def slot(name: str, page_tokens: int) -> int:
     layers, heads, dim = MODELS[name]
-    return slot_bytes(layers, page_tokens, heads, dim, 2)
+    return KvGeometry(layers, heads, dim, 2).block_bytes(page_tokens)
 
 
 @pytest.mark.parametrize(("page_tokens", "pair"), list(product((16, 64, 128, 256), combinations(MODELS, 2))))

@@ -1,0 +1,14 @@
+"""What the attention back ends take, as data without torch: the node agent reports it, so that placement sizes KV blocks as
+the executor will."""
+
+from __future__ import annotations
+
+from shared.checkpoint import ITEMSIZES
+from shared.messages.cluster import AttentionFacts
+
+TORCH_CPU = AttentionFacts("torch", (32, 64, 96, 128), tuple(ITEMSIZES))
+TORCH_CUDA = AttentionFacts("torch", (128, 64, 32, 256), tuple(ITEMSIZES))
+
+
+def flash(generation: int, block_size: int, max_head_dim: int) -> AttentionFacts:
+    return AttentionFacts(f"flash-attention {generation}", (block_size,), ("float16", "bfloat16"), max_head_dim, 16)

@@ -1,0 +1,86 @@
+"""Which models can be served: one record a family, read by placement and worker alike.
+
+To add a family whose layers no module has yet:
+
+1. Write its record here, and add it to `FAMILIES`. From then on placement and gateway accept its checkpoints.
+2. Write its torch module, `services/worker/models/NAME.py`: a `DecoderModel` that reads its tensors by `WeightReader`
+   (llama.py and opt.py are examples of 150 lines), and tie it to the record in `LOADERS` (models/loading.py).
+3. Add a small random checkpoint to `VARIANTS` in tests/worker/checkpoints.py. The tests over all variants then hold it to
+   transformers' tokens, whatever the batching, and to its cuts.
+
+An architecture that differs from a family in names or details only is one more name in that family's record, and a variant.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+
+class ConfigKeys(NamedTuple):
+    """Under which keys config.json has what decides a model's size; the defaults are Llama's."""
+
+    num_layers: str = "num_hidden_layers"
+    num_heads: str = "num_attention_heads"
+    num_kv_heads: str = "num_key_value_heads"
+    """Where it is missing, there are as many as query heads."""
+    head_dim: str = "head_dim"
+    """Where it is missing: hidden size over query heads."""
+    hidden_size: str = "hidden_size"
+    max_positions: str = "max_position_embeddings"
+    activation: str = "hidden_act"
+
+
+OUTPUTS, INPUTS = 0, 1
+"""Axes of a weight [outputs, inputs]."""
+
+
+@dataclass(frozen=True)
+class ModelFamily:
+    """Architectures that share a torch module.
+
+    Tensor parallelism over p ranks (Shoeybi et al. 2019) gives rank r the r-th of p equal, contiguous parts of a weight
+    along the axis in `cuts`. A weight cut by OUTPUTS is cut with its bias, and each rank has a part of the result; after one
+    cut by INPUTS the ranks' results are summed, with the bias added once. What is not named every rank has whole. p divides
+    the KV heads, so that a rank's query heads are those of its KV heads, and its part of a KV block is one run of each
+    layer's K and V.
+    """
+
+    name: str
+    architectures: tuple[str, ...]
+    """As `architectures` in config.json has them."""
+    cuts: Mapping[str, int]
+    """Last name of a module -> axis of its weight."""
+    keys: ConfigKeys = field(default_factory=ConfigKeys)
+
+
+_EMBEDDINGS = {"embed_tokens": OUTPUTS, "lm_head": OUTPUTS}
+"""Cut along the vocabulary."""
+_QUERIES_KEYS_VALUES = {"q_proj": OUTPUTS, "k_proj": OUTPUTS, "v_proj": OUTPUTS}
+
+FAMILIES = (
+    ModelFamily(
+        "llama",
+        ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"),
+        {
+            **_EMBEDDINGS,
+            **_QUERIES_KEYS_VALUES,
+            "o_proj": INPUTS,
+            "gate_proj": OUTPUTS,
+            "up_proj": OUTPUTS,
+            "down_proj": INPUTS,
+        },
+    ),
+    ModelFamily(
+        "opt",
+        ("OPTForCausalLM",),
+        {**_EMBEDDINGS, **_QUERIES_KEYS_VALUES, "out_proj": INPUTS, "fc1": OUTPUTS, "fc2": INPUTS},
+        ConfigKeys(activation="activation_function"),
+    ),
+)
+
+
+def family_of(architecture: object) -> ModelFamily | None:
+    """None: it is not supported."""
+    return next((family for family in FAMILIES if architecture in family.architectures), None)
