@@ -8,7 +8,6 @@ import msgspec
 
 from bench.rebalance.devices import Device
 from bench.rebalance.moving import Movers
-from shared.policies.dispatch import TIMED_POLICY
 from shared.settings import SchedulerSettings
 from shared.simulation.fleet import Fleet
 from shared.simulation.gateway import Gateway, Job
@@ -19,7 +18,7 @@ class System(msgspec.Struct, frozen=True, kw_only=True):
     """One way to run the cluster."""
 
     name: str
-    dispatch: str = TIMED_POLICY
+    dispatch: str = "first_token"
     is_late: bool = True
     """Requests wait in the scheduler's queue until an instance has room for them; else they are dispatched at once."""
     migrates: bool = True

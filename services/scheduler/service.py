@@ -16,8 +16,7 @@ from shared.messages.cluster import (
     ModelSpec,
     SchedulerInfo,
 )
-from shared.policies.catalogue import ORDERING_POLICIES
-from shared.policies.dispatch import DISPATCH_POLICIES
+from shared.policies.catalogue import DISPATCH_POLICIES, ORDERING_POLICIES
 from shared.scheduling.scaling import check_settings
 from shared.settings import SchedulerSettings, SettingsError, default_id
 from shared.telemetry import Telemetry

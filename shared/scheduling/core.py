@@ -29,7 +29,8 @@ from shared.messages.requests import (
     RequestClass,
     next_placement,
 )
-from shared.policies.catalogue import ordering_policy
+from shared.policies.catalogue import dispatch_policy, ordering_policy
+from shared.policies.dispatch import DispatchParameters
 from shared.recording import Recorder
 from shared.scheduling.actions import Action, AskHeld, CancelAt, InstanceLost, ProbeSilence
 from shared.scheduling.calls import Call, OnDispatched
@@ -77,11 +78,12 @@ class SchedulerCore:
         self.dispatcher = Dispatcher(
             self.cluster,
             self.queue,
-            policy=settings.dispatch_policy,
+            dispatch_policy(
+                settings.dispatch_policy,
+                DispatchParameters(settings.max_gathering_share, settings.cache_affinity_merged),
+            ),
             max_waiting_per_model=settings.max_waiting_per_model,
-            cache_affinity_merged=settings.cache_affinity_merged,
             growth_steps=settings.dispatch_growth_steps,
-            max_gathering_share=settings.max_gathering_share,
         )
         self._life = RequestLifecycle(self.cluster, self.dispatcher)
         self.requests = self._life.requests
@@ -390,7 +392,7 @@ class SchedulerCore:
         for kind, name in self._life.timers.due(now):
             tracked, state = self.requests.get(name), self.cluster.get(name)
             if kind == "ledger":
-                instance_id = self.dispatcher.settle(name)
+                instance_id = self.dispatcher.ledger.remove(name)
                 if instance_id is not None:
                     self._life.touch(instance_id)
             elif kind == "confirm" and tracked is not None and (owner := self.cluster.get(tracked.instance_id)):

@@ -1,4 +1,4 @@
-"""Offline work on its way: what instances were given of it that they have not reported yet, and what gateways may submit.
+"""What offline work gateways may submit.
 
 Room for a model, in tokens (prompt and output at most):
 
@@ -31,38 +31,6 @@ NOBODY_SERVES_S = 0.5
 THROUGHPUT_WINDOW_S = 30.0
 THROUGHPUT_EXPIRY_S = 120.0
 """After the last offline request of a model finished, its throughput is not known any more: there was nothing to do."""
-
-
-class OfflineLedger:
-    """Offline requests dispatched that no load report has named yet."""
-
-    def __init__(self) -> None:
-        self._entries: dict[str, tuple[str, str, int]] = {}
-        self._tokens: Counter[tuple[str, str]] = Counter()
-        self._requests: Counter[str] = Counter()
-
-    def add(self, request_id: str, instance_id: str, model: str, num_tokens: int) -> None:
-        self._entries[request_id] = (instance_id, model, num_tokens)
-        self._tokens[instance_id, model] += num_tokens
-        self._requests[instance_id] += 1
-
-    def remove(self, request_id: str) -> None:
-        """Nothing if it is not here."""
-        entry = self._entries.pop(request_id, None)
-        if entry is not None:
-            instance_id, model, num_tokens = entry
-            self._tokens[instance_id, model] -= num_tokens
-            self._requests[instance_id] -= 1
-            if not self._requests[instance_id]:
-                del self._requests[instance_id]
-            if not self._tokens[instance_id, model]:
-                del self._tokens[instance_id, model]
-
-    def num_tokens(self, instance_id: str, model: str) -> int:
-        return self._tokens[instance_id, model]
-
-    def num_requests(self, instance_id: str) -> int:
-        return self._requests[instance_id]
 
 
 @dataclass(slots=True)

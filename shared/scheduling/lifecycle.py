@@ -179,9 +179,9 @@ class RequestLifecycle:
     def leave_ledger(self, request_id: str, instance_id: str) -> None:
         """Nothing if the request is not in flight to that instance."""
         if instance_id and self._dispatcher.ledger.where(request_id) == instance_id:
-            self._dispatcher.settle(request_id)
+            self._dispatcher.ledger.remove(request_id)
             self.timers.discard(("ledger", request_id))
-            self._dispatcher.relieve(instance_id)
+            self._dispatcher.ranking.relieve(instance_id)
 
     def touch(self, instance_id: str, before: Iterable[str] = ()) -> None:
         """Has the instance ranked again, also for the models that it served `before`."""

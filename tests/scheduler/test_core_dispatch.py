@@ -14,8 +14,7 @@ from shared.scheduling.actions import (
 )
 from shared.scheduling.calls import OnRegistry
 from shared.scheduling.core import LEDGER_EXPIRY_S
-from shared.scheduling.dispatching import Dispatcher
-from shared.scheduling.requests import RequestState, TrackedRequest
+from shared.scheduling.requests import RequestState
 from tests.scheduler.driver import Driver
 from tests.scheduler.samples import make_info, make_request
 
@@ -346,21 +345,3 @@ def test_an_instance_full_of_offline_work_is_as_free_as_an_empty_one() -> None:
     driver.report("b", freeness=2.5, free_merged=50.0, num_running=20)
     driver.submit(make_request("r", num_prompt=640))
     assert driver.dispatches() == {"r": "a"}
-
-
-def test_a_request_without_room_anywhere_is_held_against_few_instances(monkeypatch: pytest.MonkeyPatch) -> None:
-    driver = Driver(dispatch_policy="first_token", max_waiting_per_model=100)
-    asked: list[str] = []
-    missing = Dispatcher._missing
-
-    def counted(self: Dispatcher, tracked: TrackedRequest, instance_id: str) -> float:
-        asked.append(instance_id)
-        return missing(self, tracked, instance_id)
-
-    for number in range(300):
-        driver.up(f"i{number:03}", "m")
-        driver.report(f"i{number:03}", freeness=-5.0, freeness_high=-5.0, free_merged=0.0, num_running=8)
-    monkeypatch.setattr(Dispatcher, "_missing", counted)
-    driver.submit(make_request("r"))
-    driver.dispatches()
-    assert 0 < len(set(asked)) < 100

@@ -203,12 +203,12 @@ class World(RuleBasedStateMachine):
             self.check_single_owner(instance, request)
         ledger = self.core.dispatcher.ledger
         if request.request_class == RequestClass.ONLINE:
-            in_flight = ledger.num_waiting(name, request.model, online_only=True)
+            in_flight = ledger.num_waiting(name, request.model)
             limit = 2 * MAX_WAITING if request.priority == Priority.HIGH else MAX_WAITING
             assert state.load.num_waiting_online[request.model] + in_flight <= limit
         else:
-            in_flight = ledger.num_waiting(name, request.model, online_only=False)
-            assert state.load.offline_room[request.model] > TOKENS * (in_flight - 2 * MAX_WAITING - 1)
+            in_flight = ledger.offline_tokens(name, request.model)
+            assert state.load.offline_room[request.model] > in_flight - TOKENS
 
     def check_single_owner(self, instance: Instance, request: GenerationRequest) -> None:
         """In one epoch a request runs on one instance at most."""
@@ -452,7 +452,7 @@ class World(RuleBasedStateMachine):
                 continue
             for name, state in self.core.cluster:
                 if state.is_candidate and lane.model in state.ready:
-                    assert not self.core.dispatcher.has_room(lane, name, state)
+                    assert not self.core.dispatcher.ranking.has_room(lane, name, state)
 
     @invariant()
     def nothing_ends_twice(self) -> None:

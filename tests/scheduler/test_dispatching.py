@@ -163,7 +163,7 @@ def test_whoever_is_ranked_late_is_in_the_place_of_its_true_rank(events: list[tu
     core.apply(Submit(make_request("first")), 0.0)
     core.actions(0.0)
     lane, names, sequence = Lane("m", True), ["i0", "i1", "i2"], 1
-    dispatcher = core.dispatcher
+    ranking = core.dispatcher.ranking
     in_flight: dict[str, list[str]] = {name: [] for name in names}
     for number, (kind, flag, freeness) in enumerate(events):
         sequence += 1
@@ -177,9 +177,10 @@ def test_whoever_is_ranked_late_is_in_the_place_of_its_true_rank(events: list[tu
         for action in core.actions(0.0):
             if isinstance(action, Dispatch):
                 in_flight[action.instance_id].append(action.request.request_id)
-        dispatcher._note_changes()
-        for index, is_high in zip(dispatcher._indexes(lane), (False, True), strict=True):
-            ranks = {name: dispatcher._rank(lane, is_high, name) for name in names}
+        ranking.woken()
+        for is_high in (False, True):
+            index = ranking.index(lane, is_high)
+            ranks = {name: ranking.rank(lane, is_high, name) for name in names}
             able = [(rank, name) for name, rank in ranks.items() if rank is not None]
             assert index.best(lambda _: True) == min(able, default=(None, None))[1]
 

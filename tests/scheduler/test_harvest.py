@@ -17,7 +17,6 @@ from shared.scheduling.harvest import (
     NOBODY_SERVES_S,
     THROUGHPUT_EXPIRY_S,
     GrantBook,
-    OfflineLedger,
 )
 from shared.settings import SchedulerSettings
 from tests.scheduler.driver import Driver
@@ -101,26 +100,6 @@ def test_an_offline_dispatch_without_effect_gives_its_room_back() -> None:
     assert driver.dispatches() == {"r0": "a"}
     driver.pass_time(2.1)  # the ledger's entry is as old as it may get
     assert driver.dispatches() == {"r1": "a"}
-
-
-@given(
-    st.lists(st.tuples(st.sampled_from("ab"), st.sampled_from("mn"), st.integers(1, 50), st.booleans()), max_size=40)
-)
-def test_the_ledger_is_the_sum_of_its_entries(entries: list[tuple[str, str, int, bool]]) -> None:
-    ledger = OfflineLedger()
-    there: list[tuple[str, str, int]] = []
-    for number, (instance_id, model, tokens, stays) in enumerate(entries):
-        ledger.add(str(number), instance_id, model, tokens)
-        if stays:
-            there.append((instance_id, model, tokens))
-        else:
-            ledger.remove(str(number))
-            ledger.remove(str(number))
-    for instance_id in "ab":
-        assert ledger.num_requests(instance_id) == sum(1 for entry in there if entry[0] == instance_id)
-        for model in "mn":
-            expected = sum(tokens for i, m, tokens in there if (i, m) == (instance_id, model))
-            assert ledger.num_tokens(instance_id, model) == expected
 
 
 # -------------------------------------------------------------------------------------------------------- grants

@@ -1,32 +1,93 @@
-"""Dispatch policies, the in-flight ledger, the candidate index and prefix affinity."""
+"""Dispatch policies, on candidates that are plain data."""
 
 from __future__ import annotations
 
 import math
-from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shared.policies.catalogue import DISPATCH_POLICIES, dispatch_policy
 from shared.policies.dispatch import (
-    DISPATCH_POLICIES,
     GRAIN_S,
-    CandidateIndex,
+    Candidate,
+    DispatchParameters,
+    DispatchPolicy,
     DispatchView,
-    InFlight,
-    InFlightLedger,
-    PrefixAffinity,
-    Rank,
     ReportedFreeness,
     freeness_with_ledger,
     soonest,
 )
 
 
+@dataclass
+class Plain:
+    """A candidate."""
+
+    instance_id: str
+    view: DispatchView
+    missing_merged: float = -1.0
+    demand_merged: float = 4.0
+    in_flight_merged: float = 0.0
+    left_merged: float = 10.0
+    start_s: float = 0.0
+    prompt_s: float = 0.0
+
+
+@dataclass
+class Request:
+    model: str = "m"
+    num_prompt: int = 10
+    num_tokens: int = 10
+    num_tokens_at_most: int = 20
+    is_high: bool = False
+    arrived_s: float = 0.0
+
+
+@dataclass
+class Offered:
+    """Candidates, of which all that is asked is remembered."""
+
+    ranked: Sequence[Plain]
+    owner: str = ""
+    may_wait: bool = True
+    num_gathering: int = 0
+    num_serving: int = 4
+    asked: list[str] = field(default_factory=list)
+
+    def first(self, limit: int, until: Callable[[Candidate], bool] | None = None) -> list[Plain]:
+        found: list[Plain] = []
+        for plain in self.ranked[:limit]:
+            self.asked.append(plain.instance_id)
+            found.append(plain)
+            if until is not None and until(plain):
+                break
+        return found
+
+    def cached(self) -> Plain | None:
+        return next((plain for plain in self.ranked if plain.instance_id == self.owner), None)
+
+
+def choose(
+    policy: str | DispatchPolicy, *plain: Plain, share: float = 1.0, affinity: float = 0.0, **offer: object
+) -> str:
+    """The chosen instance's id, or empty."""
+    if isinstance(policy, str):
+        policy = dispatch_policy(policy, DispatchParameters(share, affinity))
+    ranked = sorted(plain, key=lambda one: (policy.rank(one.view), one.instance_id))
+    chosen = policy.choose(Request(), Offered(ranked, **offer))  # type: ignore[arg-type]
+    return chosen.instance_id if chosen is not None else ""
+
+
 def chosen(policy: str, views: dict[str, DispatchView]) -> str:
-    rank = DISPATCH_POLICIES[policy]
-    return min(views, key=lambda name: (rank(views[name]), name))
+    return choose(policy, *(Plain(name, view) for name, view in views.items()))
+
+
+def free(name: str, freeness: float, missing_merged: float = -1.0, **changes: float) -> Plain:
+    return Plain(name, DispatchView(freeness, 3, 0), missing_merged, **changes)
 
 
 VIEWS = {
@@ -50,6 +111,39 @@ class TestPolicies:
     def test_idle_instances_come_before_all_others(self) -> None:
         views = {**VIEWS, "e": DispatchView(math.inf, 0, 0)}
         assert {chosen(policy, views) for policy in DISPATCH_POLICIES} == {"e"}
+
+
+class TestFreest:
+    @pytest.mark.parametrize("policy", ["freeness", "first_token"])
+    def test_memory_comes_first_and_then_where_least_is_missing(self, policy: str) -> None:
+        assert choose(policy, free("a", 9, 2.0), free("b", 5), free("c", 7, 1.0)) == "b"
+        assert choose(policy, free("a", 9, 2.0), free("b", 5, 3.0), free("c", 7, 1.0)) == "c"
+
+    def test_few_gather_memory_unless_the_request_has_waited_for_long(self) -> None:
+        full = [free(name, 1, 2.0) for name in "abcd"]
+        assert choose("freeness", *full, share=0.5, num_gathering=1) == "a"
+        assert choose("freeness", *full, share=0.5, num_gathering=2) == ""
+        assert choose("freeness", *full, share=0.5, num_gathering=2, may_wait=False) == "a"
+        in_pieces = [free(name, 1, 2.0, left_merged=1.0, demand_merged=4.0) for name in "abcd"]
+        assert choose("freeness", *in_pieces, share=0.5) == "a"
+        assert choose("freeness", *in_pieces[1:], share=0.5) == "", "not even together"
+
+    def test_the_cache_decides_among_equals_and_outweighs_some_freeness(self) -> None:
+        assert choose("freeness", free("a", 5), free("b", 5), owner="b") == "b"
+        assert choose("freeness", free("a", 5), free("b", 4), owner="b") == "a"
+        assert choose("freeness", free("a", 5), free("b", 4), owner="b", affinity=1.0) == "b"
+        assert choose("freeness", free("a", 5), free("b", 5, 1.0), owner="b") == "a", "no memory there"
+
+    def test_the_time_to_the_first_token_decides_where_there_is_memory(self) -> None:
+        late, soon = free("a", 9, start_s=2.0), free("b", 5, start_s=0.5)
+        assert choose("first_token", late, soon) == "b" and choose("freeness", late, soon) == "a"
+        assert choose("first_token", late, free("b", 9, start_s=0.5, prompt_s=1.0), owner="a") == "b"
+        assert choose("first_token", late, free("b", 9, start_s=0.5, prompt_s=1.6), owner="a") == "a"
+
+    def test_not_all_instances_are_looked_at(self) -> None:
+        policy = dispatch_policy("first_token", DispatchParameters())
+        offered = Offered([free(f"{number:03}", -5, 1.0) for number in range(300)])
+        assert policy.choose(Request(), offered) is not None and len(set(offered.asked)) == 64
 
 
 class TestFreenessWithLedger:
@@ -77,114 +171,8 @@ class TestFreenessWithLedger:
         assert freeness_with_ledger(reported, demand, count) <= freeness_with_ledger(reported, 0, 0) + 1e-9
 
 
-class TestLedger:
-    def test_entries_are_summed_per_instance(self) -> None:
-        ledger = InFlightLedger()
-        ledger.add("r1", "a", InFlight("m", True, 1.5))
-        ledger.add("r2", "a", InFlight("n", True, 0.5))
-        ledger.add("r3", "a", InFlight("m", False, 4.0))
-        ledger.add("r4", "b", InFlight("m", True, 1.0))
-        assert ledger.num_requests("a") == 3
-        assert ledger.demand_merged("a") == 2.0, "offline work is not load"
-        assert ledger.num_waiting("a", "m", online_only=False) == 2
-        assert ledger.num_waiting("a", "m", online_only=True) == 1
-        assert ledger.where("r4") == "b" and "r4" in ledger
-
-    def test_removing_twice_does_nothing(self) -> None:
-        ledger = InFlightLedger()
-        ledger.add("r1", "a", InFlight("m", True, 1.5))
-        assert ledger.remove("r1") == "a"
-        assert ledger.remove("r1") is None
-        assert len(ledger) == 0 and ledger.demand_merged("a") == 0
-
-    def test_a_request_is_in_flight_to_one_instance(self) -> None:
-        ledger = InFlightLedger()
-        ledger.add("r1", "a", InFlight("m", True, 1.5))
-        with pytest.raises(AssertionError):
-            ledger.add("r1", "b", InFlight("m", True, 1.5))
-
-
-names = st.sampled_from([f"i{n}" for n in range(8)])
-
-
-class TestCandidateIndex:
-    @given(st.lists(st.tuples(names, st.none() | st.integers(0, 3), st.booleans()), max_size=60))
-    def test_best_equals_a_full_scan(self, changes: list[tuple[str, int | None, bool]]) -> None:
-        ranks: dict[str, Rank] = {}
-        index = CandidateIndex(ranks.get)
-        for name, rank, is_even_fit in changes:
-            if rank is None:
-                ranks.pop(name, None)
-            else:
-                ranks[name] = (float(rank),)
-            index.touch(name)
-
-            def is_fit(name: str, is_even_fit: bool = is_even_fit) -> bool:
-                return not is_even_fit or int(name[1:]) % 2 == 0
-
-            expected = min(((rank, name) for name, rank in ranks.items() if is_fit(name)), default=(None, None))[1]
-            assert index.best(is_fit) == expected
-            in_order = [name for _, name in sorted((rank, name) for name, rank in ranks.items() if is_fit(name))]
-            assert index.first(3, is_fit) == in_order[:3]
-            assert index.is_empty() == (not ranks)
-            assert (name in index) == (name in ranks)
-
-    def test_only_touched_instances_are_ranked_again(self) -> None:
-        asked: list[str] = []
-
-        def rank_of(name: str) -> Rank:
-            asked.append(name)
-            return (1.0,)
-
-        index = CandidateIndex(rank_of)
-        for name in ("a", "b", "c"):
-            index.touch(name)
-        assert index.best(lambda _: True) == "a"
-        asked.clear()
-        index.touch("b")
-        index.touch("b")
-        assert index.best(lambda _: True) == "a"
-        assert asked == ["b"]
-
-    def test_the_heap_stays_small(self) -> None:
-        turn = 0
-        index = CandidateIndex(lambda name: (float(turn),))
-        for turn in range(5000):  # noqa: B007
-            index.touch("a")
-            assert index.best(lambda _: True) == "a"
-        assert len(index._heap) < 100
-
-
-def tokens(*values: int) -> bytes:
-    return array("i", values).tobytes()
-
-
-class TestPrefixAffinity:
-    def test_the_longest_known_prefix_wins(self) -> None:
-        affinity = PrefixAffinity(chunk_tokens=2)
-        affinity.record("m", tokens(1, 2, 3, 4), "a")
-        affinity.record("m", tokens(1, 2, 9, 9), "b")
-        assert affinity.likely_owner("m", tokens(1, 2, 3, 4, 5, 6)) == "a"
-        assert affinity.likely_owner("m", tokens(1, 2, 9, 9)) == "b"
-        assert affinity.likely_owner("m", tokens(1, 2, 7, 7)) == "b", "the last one to get the shared chunk"
-        assert affinity.likely_owner("m", tokens(2, 2, 3, 4)) is None
-        assert affinity.likely_owner("other", tokens(1, 2, 3, 4)) is None
-
-    def test_a_chunk_counts_only_after_the_same_beginning(self) -> None:
-        affinity = PrefixAffinity(chunk_tokens=2)
-        affinity.record("m", tokens(1, 2, 3, 4), "a")
-        assert affinity.likely_owner("m", tokens(3, 4)) is None
-
-    def test_memory_is_bounded_and_the_least_recent_goes_first(self) -> None:
-        affinity = PrefixAffinity(chunk_tokens=1, max_chunks=1, max_entries=3)
-        for value in range(4):
-            affinity.record("m", tokens(value), f"i{value}")
-        assert affinity.likely_owner("m", tokens(0)) is None
-        assert affinity.likely_owner("m", tokens(3)) == "i3"
-
-
 @given(st.lists(st.floats(0, 100), min_size=1, max_size=20))
 def test_the_first_that_begins_about_as_soon_as_any_takes_a_request(starts_s: list[float]) -> None:
-    chosen = soonest(starts_s)
-    assert starts_s[chosen] <= min(starts_s) + GRAIN_S
-    assert all(start_s > min(starts_s) + GRAIN_S for start_s in starts_s[:chosen])
+    first = soonest(starts_s)
+    assert starts_s[first] <= min(starts_s) + GRAIN_S
+    assert all(start_s > min(starts_s) + GRAIN_S for start_s in starts_s[:first])

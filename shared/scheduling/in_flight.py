@@ -1,0 +1,128 @@
+"""What was dispatched and is in no load report yet, and where prompts went before.
+
+Without the ledger (Llumnix's dispatch-time local account) a burst between two reports lands on one instance.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Iterator
+from typing import NamedTuple
+
+
+class InFlight(NamedTuple):
+    """One ledger entry."""
+
+    model: str
+    is_online: bool
+    demand_merged: float
+    prompt_s: float = 0.0
+    """Predicted time of its prompt there."""
+    num_tokens: int = 0
+    """At most."""
+
+
+class InFlightLedger:
+    """Requests dispatched to each instance that no report of it has named yet. A request is in flight to one instance at
+    most. Few online entries an instance (the bound on waiting requests), so their sums are taken afresh and cannot drift."""
+
+    def __init__(self) -> None:
+        self._instance_of: dict[str, str] = {}
+        self._online: dict[str, dict[str, InFlight]] = {}
+        self._offline: dict[str, dict[str, InFlight]] = {}
+        self._offline_tokens: Counter[tuple[str, str]] = Counter()
+        """By instance and model."""
+
+    def __len__(self) -> int:
+        return len(self._instance_of)
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._instance_of
+
+    def add(self, request_id: str, instance_id: str, entry: InFlight) -> None:
+        assert request_id not in self._instance_of, f"{request_id} is in flight already"
+        self._instance_of[request_id] = instance_id
+        side = self._online if entry.is_online else self._offline
+        side.setdefault(instance_id, {})[request_id] = entry
+        if not entry.is_online:
+            self._offline_tokens[instance_id, entry.model] += entry.num_tokens
+
+    def remove(self, request_id: str) -> str | None:
+        """The instance to which it was in flight, or None if it was to none."""
+        instance_id = self._instance_of.pop(request_id, None)
+        if instance_id is None:
+            return None
+        side = self._online if request_id in self._online.get(instance_id, ()) else self._offline
+        entry = side[instance_id].pop(request_id)
+        if not side[instance_id]:
+            del side[instance_id]
+        if not entry.is_online:
+            self._offline_tokens[instance_id, entry.model] -= entry.num_tokens
+            if not self._offline_tokens[instance_id, entry.model]:
+                del self._offline_tokens[instance_id, entry.model]
+        return instance_id
+
+    def where(self, request_id: str) -> str | None:
+        return self._instance_of.get(request_id)
+
+    def num_requests(self, instance_id: str) -> int:
+        return self.num_online(instance_id) + len(self._offline.get(instance_id, ()))
+
+    def num_online(self, instance_id: str) -> int:
+        return len(self._online.get(instance_id, ()))
+
+    def num_waiting(self, instance_id: str, model: str) -> int:
+        """Online entries of a model: they count as waiting there."""
+        entries = self._online.get(instance_id)
+        return len([entry for entry in entries.values() if entry.model == model]) if entries else 0
+
+    def demand_merged(self, instance_id: str) -> float:
+        """Merged blocks that the online entries will take (offline work is not load)."""
+        entries = self._online.get(instance_id)
+        return sum([entry.demand_merged for entry in entries.values()]) if entries else 0.0
+
+    def prompts_s(self, instance_id: str) -> float:
+        """Predicted time of the online entries' prompts."""
+        entries = self._online.get(instance_id)
+        return sum([entry.prompt_s for entry in entries.values()]) if entries else 0.0
+
+    def offline_tokens(self, instance_id: str, model: str) -> int:
+        """Of a model's offline entries."""
+        return self._offline_tokens[instance_id, model]
+
+
+class PrefixAffinity:
+    """Guesses which instance has a prompt's prefix in its cache: the one to which a request with that prefix last went.
+
+    Prompts are cut into chunks and chained hashes of the chunks are remembered, least recently used forgotten first.
+    A guess that is wrong (evicted there, or a hash collision) costs the cache hit and nothing else.
+    """
+
+    def __init__(self, *, chunk_tokens: int = 64, max_chunks: int = 32, max_entries: int = 65536) -> None:
+        self._chunk_bytes = 4 * chunk_tokens
+        self._max_chunks = max_chunks
+        self._max_entries = max_entries
+        self._owners: OrderedDict[int, str] = OrderedDict()
+
+    def record(self, model: str, prompt: bytes, instance_id: str) -> None:
+        for key in self._keys(model, prompt):
+            self._owners[key] = instance_id
+            self._owners.move_to_end(key)
+        while len(self._owners) > self._max_entries:
+            self._owners.popitem(last=False)
+
+    def likely_owner(self, model: str, prompt: bytes) -> str | None:
+        """The instance believed to hold the longest prefix of `prompt` (packed token ids)."""
+        owner = None
+        for key in self._keys(model, prompt):
+            known = self._owners.get(key)
+            if known is None:
+                break
+            owner = known
+        return owner
+
+    def _keys(self, model: str, prompt: bytes) -> Iterator[int]:
+        key: int = hash(model)
+        for index in range(min(self._max_chunks, len(prompt) // self._chunk_bytes)):
+            key = hash((key, prompt[index * self._chunk_bytes : (index + 1) * self._chunk_bytes]))
+            yield key

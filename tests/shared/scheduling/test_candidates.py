@@ -1,0 +1,142 @@
+"""The in-flight ledger, the candidate index and prefix affinity."""
+
+from __future__ import annotations
+
+from array import array
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shared.policies.dispatch import Rank
+from shared.scheduling.candidates import CandidateIndex
+from shared.scheduling.in_flight import InFlight, InFlightLedger, PrefixAffinity
+
+
+class TestLedger:
+    def test_entries_are_summed_per_instance(self) -> None:
+        ledger = InFlightLedger()
+        ledger.add("r1", "a", InFlight("m", True, 1.5))
+        ledger.add("r2", "a", InFlight("n", True, 0.5))
+        ledger.add("r3", "a", InFlight("m", False, 4.0, num_tokens=70))
+        ledger.add("r4", "b", InFlight("m", True, 1.0))
+        assert ledger.num_requests("a") == 3
+        assert ledger.demand_merged("a") == 2.0, "offline work is not load"
+        assert ledger.num_online("a") == 2 and ledger.num_waiting("a", "m") == 1
+        assert ledger.offline_tokens("a", "m") == 70 and ledger.offline_tokens("b", "m") == 0
+        ledger.remove("r3")
+        assert ledger.offline_tokens("a", "m") == 0 and ledger.num_requests("a") == 2
+        assert ledger.where("r4") == "b" and "r4" in ledger
+
+    def test_removing_twice_does_nothing(self) -> None:
+        ledger = InFlightLedger()
+        ledger.add("r1", "a", InFlight("m", True, 1.5))
+        assert ledger.remove("r1") == "a"
+        assert ledger.remove("r1") is None
+        assert len(ledger) == 0 and ledger.demand_merged("a") == 0
+
+    def test_a_request_is_in_flight_to_one_instance(self) -> None:
+        ledger = InFlightLedger()
+        ledger.add("r1", "a", InFlight("m", True, 1.5))
+        with pytest.raises(AssertionError):
+            ledger.add("r1", "b", InFlight("m", True, 1.5))
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from("ab"), st.sampled_from("mn"), st.integers(1, 50), st.booleans()), max_size=40)
+)
+def test_offline_entries_are_summed_by_instance_and_model(entries: list[tuple[str, str, int, bool]]) -> None:
+    ledger = InFlightLedger()
+    there: list[tuple[str, str, int]] = []
+    for number, (instance_id, model, tokens, stays) in enumerate(entries):
+        ledger.add(str(number), instance_id, InFlight(model, False, 1.0, num_tokens=tokens))
+        if stays:
+            there.append((instance_id, model, tokens))
+        else:
+            ledger.remove(str(number))
+            ledger.remove(str(number))
+    for instance_id in "ab":
+        assert ledger.num_requests(instance_id) == sum(1 for entry in there if entry[0] == instance_id)
+        for model in "mn":
+            expected = sum(tokens for i, m, tokens in there if (i, m) == (instance_id, model))
+            assert ledger.offline_tokens(instance_id, model) == expected
+
+
+names = st.sampled_from([f"i{n}" for n in range(8)])
+
+
+class TestCandidateIndex:
+    @given(st.lists(st.tuples(names, st.none() | st.integers(0, 3), st.booleans()), max_size=60))
+    def test_best_equals_a_full_scan(self, changes: list[tuple[str, int | None, bool]]) -> None:
+        ranks: dict[str, Rank] = {}
+        index = CandidateIndex(ranks.get)
+        for name, rank, is_even_fit in changes:
+            if rank is None:
+                ranks.pop(name, None)
+            else:
+                ranks[name] = (float(rank),)
+            index.touch(name)
+
+            def is_fit(name: str, is_even_fit: bool = is_even_fit) -> bool:
+                return not is_even_fit or int(name[1:]) % 2 == 0
+
+            expected = min(((rank, name) for name, rank in ranks.items() if is_fit(name)), default=(None, None))[1]
+            assert index.best(is_fit) == expected
+            seen: list[str] = []
+            index.best(lambda name, seen=seen: bool(seen.append(name)))  # type: ignore[misc]
+            assert seen == [name for _, name in sorted((rank, name) for name, rank in ranks.items())]
+            assert index.is_empty() == (not ranks)
+            assert (name in index) == (name in ranks)
+
+    def test_only_touched_instances_are_ranked_again(self) -> None:
+        asked: list[str] = []
+
+        def rank_of(name: str) -> Rank:
+            asked.append(name)
+            return (1.0,)
+
+        index = CandidateIndex(rank_of)
+        for name in ("a", "b", "c"):
+            index.touch(name)
+        assert index.best(lambda _: True) == "a"
+        asked.clear()
+        index.touch("b")
+        index.touch("b")
+        assert index.best(lambda _: True) == "a"
+        assert asked == ["b"]
+
+    def test_the_heap_stays_small(self) -> None:
+        turn = 0
+        index = CandidateIndex(lambda name: (float(turn),))
+        for turn in range(5000):  # noqa: B007
+            index.touch("a")
+            assert index.best(lambda _: True) == "a"
+        assert len(index._heap) < 100
+
+
+def tokens(*values: int) -> bytes:
+    return array("i", values).tobytes()
+
+
+class TestPrefixAffinity:
+    def test_the_longest_known_prefix_wins(self) -> None:
+        affinity = PrefixAffinity(chunk_tokens=2)
+        affinity.record("m", tokens(1, 2, 3, 4), "a")
+        affinity.record("m", tokens(1, 2, 9, 9), "b")
+        assert affinity.likely_owner("m", tokens(1, 2, 3, 4, 5, 6)) == "a"
+        assert affinity.likely_owner("m", tokens(1, 2, 9, 9)) == "b"
+        assert affinity.likely_owner("m", tokens(1, 2, 7, 7)) == "b", "the last one to get the shared chunk"
+        assert affinity.likely_owner("m", tokens(2, 2, 3, 4)) is None
+        assert affinity.likely_owner("other", tokens(1, 2, 3, 4)) is None
+
+    def test_a_chunk_counts_only_after_the_same_beginning(self) -> None:
+        affinity = PrefixAffinity(chunk_tokens=2)
+        affinity.record("m", tokens(1, 2, 3, 4), "a")
+        assert affinity.likely_owner("m", tokens(3, 4)) is None
+
+    def test_memory_is_bounded_and_the_least_recent_goes_first(self) -> None:
+        affinity = PrefixAffinity(chunk_tokens=1, max_chunks=1, max_entries=3)
+        for value in range(4):
+            affinity.record("m", tokens(value), f"i{value}")
+        assert affinity.likely_owner("m", tokens(0)) is None
+        assert affinity.likely_owner("m", tokens(3)) == "i3"
