@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -18,8 +17,7 @@ from services.gateway.bodies import read_message
 from services.gateway.context import GatewayContext
 from services.gateway.errors import ApiError, invalid, of_info
 from services.gateway.exchange import CLIENT_GONE_STATUS, ClientGone, EventStream, Exchange
-from services.gateway.generation import Delta, Generation, Prompt
-from services.gateway.metrics import CallMetrics
+from services.gateway.generation import Delta, Prompt
 from services.gateway.parsing import (
     DEFAULT_COMPLETION_TOKENS,
     MAX_SEQUENCES,
@@ -37,7 +35,6 @@ from services.gateway.sse import ChunkWriter, Operation
 from services.gateway.tokenization import ModelTokenizer
 from shared.bus.interface import BusError
 from shared.messages.cluster import ModelSpec
-from shared.messages.requests import GenerationRequest
 from shared.telemetry import current_traceparent
 
 logger = logging.getLogger(__name__)
@@ -60,7 +57,7 @@ async def _answer(
     context: GatewayContext, request: Request, operation: Operation, decoder: msgspec.json.Decoder[Any]
 ) -> Response:
     exchange = Exchange(context, request, operation)
-    with trace.use_span(exchange.span, end_on_exit=False, record_exception=False, set_status_on_exception=False):
+    with trace.use_span(exchange.call.span, end_on_exit=False, record_exception=False, set_status_on_exception=False):
         try:
             return await _generate(context, request, exchange, decoder)
         except (ClientGone, ClientDisconnect) as error:
@@ -88,7 +85,7 @@ async def _generate(
     context.catalog.check_can_be_served(spec.name)
     options = options_of(message, request.headers, settings.request_timeout_s)
     keep_alive_s = _keep_alive_s(request)
-    metrics = exchange.identify(spec.name, message, options)
+    exchange.identify(spec.name, message, options)
     texts_or_ids = prompts_of(message.prompt) if isinstance(message, CompletionRequest) else [""]
     limit = min(MAX_SEQUENCES, settings.max_in_flight)
     num_sequences = check_num_sequences(len(texts_or_ids), options.num_choices, limit)
@@ -107,17 +104,7 @@ async def _generate(
         raise ApiError(408, message_text, type="timeout_error", code="deadline_exceeded") from None
     ticket.charge_prompt(sum(len(prompt.tokens) for prompt in prompts), context.bus.now())
 
-    generation = exchange.generation = new_generation(
-        context,
-        exchange.call_id,
-        message,
-        options,
-        prompts,
-        tokenizer,
-        metrics,
-        exchange.arrived_at,
-        ticket.charge_output,
-    )
+    generation = exchange.call.plan(message, options, prompts, tokenizer, ticket.charge_output)
     with context.telemetry.tracer.start_as_current_span("place"):
         await exchange.unless_gone(generation.start())
 
@@ -125,7 +112,8 @@ async def _generate(
     if traceparent := current_traceparent():
         headers["traceparent"] = traceparent
     if options.is_stream:
-        writer = ChunkWriter(exchange.operation, exchange.call_id, int(time.time()), spec.name, options, tokenizer)
+        call = exchange.call
+        writer = ChunkWriter(call.operation, call.call_id, int(time.time()), spec.name, options, tokenizer)
         # The first token decides about the status: until it comes, a failure is still an HTTP error.
         first: list[Delta] = []
         while not first:
@@ -137,9 +125,7 @@ async def _generate(
     collector = Collector(len(generation.choices))
     while not generation.is_done:
         collector.add(await exchange.next_deltas(generation))
-    body = collector.body(
-        exchange.operation, exchange.call_id, int(time.time()), spec.name, options, tokenizer, generation.usage()
-    )
+    body = exchange.call.body(collector, generation)
     exchange.end(None)
     return Response(body, media_type="application/json", headers=headers)
 
@@ -159,43 +145,6 @@ def _keep_alive_s(request: Request) -> float | None:
             f"The header x-keep-alive-interval must be a number of seconds from {MIN_KEEP_ALIVE_S:g}.",
         )
     return min(interval_s, 3600.0)
-
-
-def new_generation(
-    context: GatewayContext,
-    call_id: str,
-    message: GenerationFields,
-    options: Options,
-    prompts: list[Prompt],
-    tokenizer: ModelTokenizer,
-    metrics: CallMetrics,
-    arrived_at: float,
-    on_output: Callable[[int, float], None],
-) -> Generation:
-    template = GenerationRequest(
-        request_id=call_id,
-        gateway_id=context.gateway_id,
-        model=message.model,
-        prompt=b"",
-        sampling=prompts[0].sampling,
-        request_class=options.request_class,
-        priority=options.priority,
-        timeout_s=options.timeout_s,
-        traceparent=current_traceparent(),
-        ttft_objective_s=(message.ttft_ms or 0.0) / 1000,
-        tpot_objective_s=(message.tpot_ms or 0.0) / 1000,
-    )
-    return Generation(
-        table=context.table,
-        template=template,
-        prompts=prompts,
-        options=options,
-        tokenizer=tokenizer,
-        metrics=metrics,
-        arrived_at=arrived_at,
-        now=context.bus.now,
-        on_output=on_output,
-    )
 
 
 async def make_prompts(

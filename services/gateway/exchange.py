@@ -1,32 +1,35 @@
-"""One generation request over HTTP, from its arrival to its last byte: its span, its ticket, its outcome, and the
-client's presence. Whatever way it ends, `end` runs once and leaves nothing behind."""
+"""One generation request, from its arrival to its last byte: its span, its metrics and its outcome (`Call`), and over HTTP
+its ticket and the client's presence (`Exchange`). Whatever way it ends, `end` runs once and leaves nothing behind."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import time
 import uuid
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 from opentelemetry import trace
-from opentelemetry.trace import SpanKind, StatusCode
+from opentelemetry.trace import Span, SpanKind, StatusCode
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from services.gateway.admission import Key, Ticket
+from services.gateway.answers import Collector
 from services.gateway.context import GatewayContext
 from services.gateway.errors import ApiError, of_info
-from services.gateway.generation import Delta, Generation
+from services.gateway.generation import Delta, Generation, Prompt
 from services.gateway.metrics import CallMetrics
 from services.gateway.parsing import Options
 from services.gateway.schemas import GenerationFields
 from services.gateway.sse import ChunkWriter, Operation
+from services.gateway.tokenization import ModelTokenizer
 from services.gateway.tracing import queue_s, request_attributes, response_attributes
 from shared.bus.interface import BusError
-from shared.messages.requests import RequestClass
-from shared.telemetry import context_of
+from shared.messages.requests import GenerationRequest, RequestClass
+from shared.telemetry import context_of, current_traceparent
 
 logger = logging.getLogger(__name__)
 
@@ -57,23 +60,90 @@ def outcome_of(error: BaseException | None) -> tuple[str, int]:
     ), error.status
 
 
-class Exchange:
-    def __init__(self, context: GatewayContext, request: Request, operation: Operation) -> None:
+class Call:
+    """Over HTTP, or a line of a batch."""
+
+    def __init__(self, context: GatewayContext, operation: Operation, span: Span) -> None:
         self.context = context
         self.operation = operation
         self.call_id = ID_PREFIXES[operation] + uuid.uuid4().hex
         self.arrived_at = context.bus.now()
-        self.key: Key | None = None
-        self.ticket: Ticket | None = None
+        self.span = span
+        self.request_class = RequestClass.ONLINE
+        self.metrics: CallMetrics | None = None
+        """None before it is understood."""
         self.generation: Generation | None = None
-        self.is_client_gone = False
-        self._request = request
         self._model = "unknown"
-        self._class = RequestClass.ONLINE
-        self._metrics: CallMetrics | None = None
-        self._has_ended = False
-        self._watch: asyncio.Task[None] | None = None
-        self.span = context.telemetry.tracer.start_span(
+
+    def identify(self, model: str, request: GenerationFields, options: Options) -> None:
+        """The request is understood: from here on it counts under its model and class."""
+        self._model, self.request_class = model, options.request_class
+        self.metrics = self.context.metrics.of_call(self.operation, model, options.request_class)
+        if self.span.is_recording():
+            self.span.set_attributes(request_attributes(self.operation, model, request, options))
+
+    def plan(
+        self,
+        message: GenerationFields,
+        options: Options,
+        prompts: list[Prompt],
+        tokenizer: ModelTokenizer,
+        on_output: Callable[[int, float], None],
+    ) -> Generation:
+        """What is to be generated; `Generation.start` places it. `on_output`: see there."""
+        assert self.metrics is not None
+        template = GenerationRequest(
+            request_id=self.call_id,
+            gateway_id=self.context.gateway_id,
+            model=message.model,
+            prompt=b"",
+            sampling=prompts[0].sampling,
+            request_class=options.request_class,
+            priority=options.priority,
+            timeout_s=options.timeout_s,
+            traceparent=current_traceparent(),
+            ttft_objective_s=(message.ttft_ms or 0.0) / 1000,
+            tpot_objective_s=(message.tpot_ms or 0.0) / 1000,
+        )
+        self.generation = Generation(
+            table=self.context.table,
+            template=template,
+            prompts=prompts,
+            options=options,
+            tokenizer=tokenizer,
+            metrics=self.metrics,
+            arrived_at=self.arrived_at,
+            now=self.context.bus.now,
+            on_output=on_output,
+        )
+        return self.generation
+
+    def body(self, answer: Collector, generation: Generation) -> bytes:
+        """Of the answer in one piece."""
+        options, tokenizer = generation.options, generation.tokenizer
+        created, usage = int(time.time()), generation.usage()
+        return answer.body(self.operation, self.call_id, created, self._model, options, tokenizer, usage)
+
+    def end(self, error: BaseException | None) -> None:
+        """`error` None: the whole answer was made. To be called once."""
+        outcome, status = outcome_of(error)
+        self.context.metrics.requests.labels(self._model, self.request_class.value, outcome).inc()
+        if self.generation is not None and self.metrics is not None:
+            now = self.context.bus.now()
+            self.generation.close()
+            measure(self.metrics, self.generation, now)
+            if self.span.is_recording():
+                self.span.set_attributes(response_attributes(self.generation, self.call_id, self._model, now))
+        if error is not None and outcome != "disconnected":
+            self.span.set_attribute("error.type", getattr(error, "code", None) or type(error).__name__)
+            if status >= 500:
+                self.span.set_status(StatusCode.ERROR, str(error))
+        self.span.end()
+
+
+class Exchange:
+    def __init__(self, context: GatewayContext, request: Request, operation: Operation) -> None:
+        span = context.telemetry.tracer.start_span(
             operation,
             context_of(request.headers.get("traceparent", "")),
             SpanKind.SERVER,
@@ -83,20 +153,24 @@ class Exchange:
                 "tideway.http_request_id": request.state.request_id,
             },
         )
+        self.context = context
+        self.call = Call(context, operation, span)
+        self.key: Key | None = None
+        self.ticket: Ticket | None = None
+        self.is_client_gone = False
+        self._request = request
+        self._has_ended = False
+        self._watch: asyncio.Task[None] | None = None
 
-    def identify(self, model: str, request: GenerationFields, options: Options) -> CallMetrics:
-        """The request is understood: from here on it counts under its model and class."""
-        self._model, self._class = model, options.request_class
-        self._metrics = self.context.metrics.of_call(self.operation, model, options.request_class)
-        self.context.metrics.in_flight.labels(self._class.value).inc()
-        self.span.update_name(f"{self.operation} {model}")
-        if self.span.is_recording():
-            self.span.set_attributes(request_attributes(self.operation, model, request, options))
-        return self._metrics
+    def identify(self, model: str, request: GenerationFields, options: Options) -> None:
+        """As `Call.identify`."""
+        self.call.identify(model, request, options)
+        self.call.span.update_name(f"{self.call.operation} {model}")
+        self.context.metrics.in_flight.labels(self.call.request_class.value).inc()
 
     def rate_limits(self) -> dict[str, str]:
         """Headers that say what is left of the key's limits."""
-        return {} if self.key is None else self.key.rate_limits(self._class, self.context.bus.now())
+        return {} if self.key is None else self.key.rate_limits(self.call.request_class, self.context.bus.now())
 
     def watch_client(self) -> None:
         """From now on a client that goes away is noticed at once. The body must have been read."""
@@ -106,8 +180,8 @@ class Exchange:
         while (await self._request.receive())["type"] != "http.disconnect":
             pass
         self.is_client_gone = True
-        if self.generation is not None:
-            self.generation.wake()
+        if self.call.generation is not None:
+            self.call.generation.wake()
 
     async def unless_gone(self, work: Awaitable[T]) -> T:
         """The result of `work`; cancels it and raises `ClientGone` if the client goes away first."""
@@ -144,26 +218,13 @@ class Exchange:
             self._watch.cancel()
         if self.ticket is not None:
             self.ticket.release()
+        if self.call.metrics is not None:
+            self.context.metrics.in_flight.labels(self.call.request_class.value).dec()
         outcome, status = outcome_of(error)
-        metrics = self.context.metrics
-        metrics.requests.labels(self._model, self._class.value, outcome).inc()
         if outcome == "disconnected":
-            metrics.disconnects.inc()
-        if self._metrics is not None:
-            metrics.in_flight.labels(self._class.value).dec()
-        now = self.context.bus.now()
-        if self.generation is not None:
-            self.generation.close()
-            assert self._metrics is not None
-            measure(self._metrics, self.generation, now)
-            if self.span.is_recording():
-                self.span.set_attributes(response_attributes(self.generation, self.call_id, self._model, now))
-        self.span.set_attribute("http.response.status_code", status)
-        if error is not None and outcome != "disconnected":
-            self.span.set_attribute("error.type", getattr(error, "code", None) or type(error).__name__)
-            if status >= 500:
-                self.span.set_status(StatusCode.ERROR, str(error))
-        self.span.end()
+            self.context.metrics.disconnects.inc()
+        self.call.span.set_attribute("http.response.status_code", status)
+        self.call.end(error)
 
 
 def measure(metrics: CallMetrics, generation: Generation, now: float) -> None:
@@ -207,7 +268,7 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         exchange = self._exchange
-        parent = trace.set_span_in_context(exchange.span)
+        parent = trace.set_span_in_context(exchange.call.span)
         failure: BaseException | None = None
         with exchange.context.telemetry.tracer.start_as_current_span("stream", parent):
             try:
@@ -222,7 +283,7 @@ class EventStream(Response):
                 await send({"type": "http.response.body", "body": self._writer.error(error)})
             except Exception as error:
                 failure = error
-                logger.exception("%s failed in its stream", exchange.call_id)
+                logger.exception("%s failed in its stream", exchange.call.call_id)
                 internal = ApiError(500, "Internal error.", type="server_error", code="internal_error")
                 await send({"type": "http.response.body", "body": self._writer.error(internal)})
             except BaseException as error:
