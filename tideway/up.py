@@ -35,8 +35,7 @@ from tideway import preflight, tree
 from tideway.cluster import ClusterView
 from tideway.console import Reporter
 from tideway.data_folder import DataFolder, OperatorError, ProcessState, State
-from tideway.liveness import probe_for_ever
-from tideway.nats_disk import restart_when_there_is_space
+from tideway.liveness import probe_for_ever, restart_when_there_is_space
 from tideway.readiness import ModelChecks, Step, answers, nats_greets, responds
 from tideway.supervisor import Backoff, Child, Crash, Supervisor, log_failure
 

@@ -14,8 +14,8 @@ import torch
 
 from bench.coserving.testbed import SHAPES, make_checkpoint
 from bench.devices import add_device_option, environments, gpu_names
-from bench.migration.affinity import Affinity
 from bench.migration.experiments import EXPERIMENTS, Result, Setup
+from bench.migration.pair import Affinity
 from bench.reporting import judged, machine, table, write
 from services.worker.executor import Executor
 from shared.engine.slab import choose_merged_bytes

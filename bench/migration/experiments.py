@@ -16,8 +16,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from bench.migration.affinity import Affinity
-from bench.migration.pair import Pair, Stream, pause_s
+from bench.migration.pair import Affinity, Pair, Stream, pause_s
 from bench.reporting import Target
 from shared.messages.requests import Priority
 from tideway.bench.summary import Distribution

@@ -5,13 +5,19 @@ Decisions take the time as an argument (seconds on any monotonic clock).
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
+import logging
+import os
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
+from typing import TypeVar
 
 from services.gateway.errors import ApiError, invalid
+from services.gateway.metrics import GatewayMetrics
 from shared.messages.requests import Priority, RequestClass
 from shared.settings import GatewaySettings, SettingsError
 
@@ -335,3 +341,57 @@ def read_keys(settings: GatewaySettings) -> dict[str, Key]:
         # Else a secret that was not mounted would open the API to everybody.
         raise SettingsError(f"TIDEWAY_API_KEYS_FILE={settings.api_keys_file!r} holds no key.")
     return dict(_parse_key(entry, source) for entry, source in entries)
+
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+FILES_INTERVAL_S = 1.0
+"""At which the files of keys are looked at."""
+
+
+class KeyFiles:
+    """Files of keys, read again when they change: a file that cannot be used is told, and the keys there were stay."""
+
+    def __init__(self, settings: GatewaySettings, admission: Admission, metrics: GatewayMetrics) -> None:
+        """The keys in `admission` are those of the files now."""
+        self._settings = settings
+        self._admission = admission
+        self._metrics = metrics
+        self._seen = self._marks()
+
+    async def watch_forever(self) -> None:
+        while True:
+            await asyncio.sleep(FILES_INTERVAL_S)
+            marks, seen = await asyncio.to_thread(self._marks), self._seen
+            self._seen = marks
+            if marks[0] != seen[0]:
+                await self._replace("API keys", read_keys, self._admission.set_keys)
+            if marks[1] != seen[1]:
+                await self._replace("admin keys", read_admin_keys, self._admission.set_admin_keys)
+
+    def _marks(self) -> list[tuple[int, int, int] | None]:
+        """What changes with a file; None: it is not there."""
+        marks: list[tuple[int, int, int] | None] = []
+        for name in (self._settings.api_keys_file, self._settings.admin_keys_file):
+            try:
+                found = os.stat(name)
+            except OSError:
+                marks.append(None)
+            else:
+                marks.append((found.st_ino, found.st_size, found.st_mtime_ns))
+        return marks
+
+    async def _replace(
+        self, kind: str, read: Callable[[GatewaySettings], dict[str, T]], put: Callable[[dict[str, T]], None]
+    ) -> None:
+        try:
+            keys = await asyncio.to_thread(read, self._settings)
+        except SettingsError as error:
+            logger.error("the %s stay as they were: %s", kind, error)
+            self._metrics.key_reloads.labels("refused").inc()
+            return
+        put(keys)
+        self._metrics.key_reloads.labels("read").inc()
+        logger.info("the %s were read again: %d", kind, len(keys))

@@ -12,7 +12,7 @@ from opentelemetry import trace
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
-from services.gateway.answers import Collector
+from services.gateway.answers import ChunkWriter, Collector, Operation
 from services.gateway.bodies import read_message
 from services.gateway.context import GatewayContext
 from services.gateway.errors import ApiError, invalid, of_info
@@ -31,7 +31,6 @@ from services.gateway.parsing import (
     sampling_of,
 )
 from services.gateway.schemas import ChatRequest, CompletionRequest, GenerationFields
-from services.gateway.sse import ChunkWriter, Operation
 from services.gateway.tokenization import ModelTokenizer
 from shared.bus.interface import BusError
 from shared.messages.cluster import ModelSpec

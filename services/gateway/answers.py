@@ -1,11 +1,18 @@
-"""Answers in one piece: the deltas of a call put together."""
+"""A call's deltas as its answer: put together in one piece (`Collector`), or as server-sent events (`ChunkWriter`).
+
+What is the same in all chunks of a call is encoded once; a chunk encodes its text only. Order of a stream: chunks with text
+(the first of each choice carries the role), one with the finish_reason of each choice, one with the usage and no choices if
+asked for, `[DONE]`. A failure is an error object, and then the end.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Literal
 
 import msgspec
 
+from services.gateway.errors import ApiError
 from services.gateway.generation import Delta
 from services.gateway.logprobs import ShownToken, chat_logprobs, completion_logprobs
 from services.gateway.parsing import Options
@@ -18,7 +25,6 @@ from services.gateway.replies import (
     FinishedBy,
     Usage,
 )
-from services.gateway.sse import Operation
 from services.gateway.tokenization import ModelTokenizer
 
 
@@ -76,3 +82,82 @@ class Collector:
             ]
             answer = Completion(call_id, "text_completion", created, model, choices, usage, tier)
         return msgspec.json.encode(answer)
+
+
+Operation = Literal["chat", "text_completion"]
+
+DONE = b"data: [DONE]\n\n"
+_OBJECTS = {"chat": "chat.completion.chunk", "text_completion": "text_completion"}
+_ENCODE = msgspec.json.Encoder().encode
+
+
+class ChunkWriter:
+    def __init__(
+        self,
+        operation: Operation,
+        call_id: str,
+        created: int,
+        model: str,
+        options: Options,
+        tokenizer: ModelTokenizer,
+    ) -> None:
+        head = {"id": call_id, "object": _OBJECTS[operation], "created": created, "model": model}
+        if options.service_tier is not None:
+            head["service_tier"] = options.service_tier
+        self._head = b"data: " + _ENCODE(head)[:-1] + b',"choices":['
+        self._is_chat = operation == "chat"
+        self._options = options
+        self._tokenizer = tokenizer
+        self._end = b'],"usage":null}\n\n' if options.includes_usage else b"]}\n\n"
+
+    def chunks(self, deltas: list[Delta], usage: Usage | None) -> bytes:
+        """`usage` so far, if the client wants it in every chunk."""
+        end = self._end if usage is None else b'],"usage":' + _ENCODE(usage) + b"}\n\n"
+        parts: list[bytes] = []
+        for delta in deltas:
+            if delta.text or delta.is_first or delta.finish_reason is not None or delta.tokens:
+                parts += (self._head, self._choice(delta), end)
+        return b"".join(parts)
+
+    def _choice(self, delta: Delta) -> bytes:
+        finish = b"null" if delta.finish_reason is None else b'"' + delta.finish_reason.encode() + b'"'
+        index = str(delta.index).encode()
+        if not self._is_chat:
+            return b'{"index":%b,"text":%b,"logprobs":%b,"finish_reason":%b}' % (
+                index,
+                _ENCODE(delta.text),
+                self._logprobs(delta),
+                finish,
+            )
+        if delta.is_first:
+            content = b'{"role":"assistant","content":' + _ENCODE(delta.text) + b"}"
+        elif delta.text:
+            content = b'{"content":' + _ENCODE(delta.text) + b"}"
+        else:
+            content = b"{}"
+        return b'{"index":%b,"delta":%b,"logprobs":%b,"finish_reason":%b}' % (
+            index,
+            content,
+            self._logprobs(delta),
+            finish,
+        )
+
+    def _logprobs(self, delta: Delta) -> bytes:
+        num_top = self._options.num_top_logprobs
+        if num_top is None or not delta.tokens:
+            return b"null"
+        if self._is_chat:
+            return _ENCODE(chat_logprobs(self._tokenizer, delta.tokens, num_top))
+        return _ENCODE(completion_logprobs(self._tokenizer, delta.tokens, num_top))
+
+    def end(self, usage: Usage) -> bytes:
+        if not self._options.includes_usage:
+            return DONE
+        return self._head + b'],"usage":' + _ENCODE(usage) + b"}\n\n" + DONE
+
+    def error(self, error: ApiError) -> bytes:
+        return b"data: " + error.body() + b"\n\n"
+
+    def keep_alive(self) -> bytes:
+        """A chunk without choices and usage: clients of benchmarks skip it, where a comment makes some lose events."""
+        return self._head + b"]}\n\n"

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
+from services.gateway.answers import Operation
 from services.gateway.batch_state import LinePlan
 from services.gateway.errors import ApiError, decode, invalid
 from services.gateway.parsing import (
@@ -19,7 +20,6 @@ from services.gateway.parsing import (
     prompts_of,
 )
 from services.gateway.schemas import ChatRequest, CompletionRequest
-from services.gateway.sse import Operation
 from shared.messages.batches import BatchProblem
 
 MAX_PROBLEMS = 100

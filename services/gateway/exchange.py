@@ -17,14 +17,13 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from services.gateway.admission import Key, Ticket
-from services.gateway.answers import Collector
+from services.gateway.answers import ChunkWriter, Collector, Operation
 from services.gateway.context import GatewayContext
 from services.gateway.errors import ApiError, of_info
 from services.gateway.generation import Delta, Generation, Prompt
 from services.gateway.metrics import CallMetrics
 from services.gateway.parsing import Options
 from services.gateway.schemas import GenerationFields
-from services.gateway.sse import ChunkWriter, Operation
 from services.gateway.tokenization import ModelTokenizer
 from services.gateway.tracing import queue_s, request_attributes, response_attributes
 from shared.bus.interface import BusError

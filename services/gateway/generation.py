@@ -1,7 +1,7 @@
 """One client's call as it is generated: its sequences, and the text that may be shown of each so far.
 
 `Choice` turns the tokens of one stream into text pieces, `Generation` runs the choices of a call together. Neither knows
-HTTP: the answer is written by `sse` or `answers` from the `Delta`s that `advance()` gives.
+HTTP: the answer is written by `answers` from the `Delta`s that `advance()` gives.
 """
 
 from __future__ import annotations

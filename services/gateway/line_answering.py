@@ -14,7 +14,7 @@ from opentelemetry.trace import Link, SpanContext
 
 from services.gateway.admission import Key, PromptCharge
 from services.gateway.answering import make_prompts
-from services.gateway.answers import Collector
+from services.gateway.answers import Collector, Operation
 from services.gateway.batch_validation import Body
 from services.gateway.context import GatewayContext
 from services.gateway.errors import ApiError
@@ -23,7 +23,6 @@ from services.gateway.generation import Prompt
 from services.gateway.parsing import Options, options_of, prompts_of
 from services.gateway.replies import Usage
 from services.gateway.schemas import CompletionRequest
-from services.gateway.sse import Operation
 from services.gateway.tokenization import ModelTokenizer
 from shared.bus.interface import ServiceError
 from shared.messages.batches import BatchLineResult

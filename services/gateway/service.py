@@ -15,7 +15,7 @@ from collections.abc import Iterator
 import msgspec
 import uvicorn
 
-from services.gateway.admission import Admission, read_admin_keys, read_keys
+from services.gateway.admission import Admission, KeyFiles, read_admin_keys, read_keys
 from services.gateway.app import make_app
 from services.gateway.audit import Audit
 from services.gateway.batch_service import BatchService
@@ -26,7 +26,6 @@ from services.gateway.cluster_loads import ClusterLoads
 from services.gateway.context import GatewayContext
 from services.gateway.files import Files
 from services.gateway.http_limits import Connections, LimitedProtocol
-from services.gateway.key_files import KeyFiles
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.placing import Placer
 from services.gateway.stream_table import StreamTable

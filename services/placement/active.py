@@ -27,10 +27,9 @@ from opentelemetry.trace import Tracer
 
 from services.placement.backends.interface import ScalingBackend
 from services.placement.checkpoints import Checkpoints
-from services.placement.fleet import Fleet, node_of, serving
+from services.placement.fleet import Fleet, NodePresence, node_of, serving
 from services.placement.footprint import ConfiguredModel
 from services.placement.metrics import PlacementMetrics
-from services.placement.nodes import NodePresence
 from services.placement.plan_store import PlanStore
 from services.placement.planning import displaced, plan, wasted
 from services.placement.remembered import RememberedModels

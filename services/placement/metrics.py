@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
 from collections.abc import Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
 from services.placement.statistics import TrafficRates
+from shared.bus.interface import Bus, BusError
 from shared.messages.cluster import NodeInfo, PlacementPlan
 
 _TRAFFIC = {
@@ -64,3 +67,41 @@ class PlacementMetrics:
         for gauge in self._traffic.values():
             if (model,) in gauge._metrics:
                 gauge.remove(model)
+
+
+logger = logging.getLogger(__name__)
+
+NATS_INTERVAL_S = 10.0
+
+
+class NatsMetrics:
+    """What NATS keeps on disk: its own monitoring port speaks JSON alone. Every replica shows the same. While the server
+    does not answer there are no values."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        def gauge(name: str, text: str) -> Gauge:
+            return Gauge(f"tideway_nats_stream_{name}", text, ["stream"], registry=registry)
+
+        self._messages = gauge("messages", "Messages in a stream of JetStream")
+        self._bytes = gauge("bytes", "Bytes in a stream of JetStream")
+        self._max_bytes = gauge("max_bytes", "Bytes that a stream of JetStream may hold; 0: no bound")
+        self._consumers = gauge("consumers", "Consumers of a stream of JetStream")
+
+    async def run(self, bus: Bus) -> None:
+        while True:
+            try:
+                await self._look(bus)
+            except BusError as error:
+                logger.debug("the streams of NATS are not known: %s", error)
+            await asyncio.sleep(NATS_INTERVAL_S)
+
+    async def _look(self, bus: Bus) -> None:
+        gauges = (self._messages, self._bytes, self._max_bytes, self._consumers)
+        try:
+            uses = await bus.stream_uses()
+        finally:
+            for gauge in gauges:
+                gauge.clear()
+        for stream, use in uses.items():
+            for gauge, value in zip(gauges, use, strict=True):
+                gauge.labels(stream).set(value)

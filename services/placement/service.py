@@ -9,8 +9,7 @@ from services.placement.active import ActivePlacement
 from services.placement.backends.interface import ScalingBackend
 from services.placement.backends.local import LocalBackend
 from services.placement.checkpoints import Checkpoints, read_shape
-from services.placement.metrics import PlacementMetrics
-from services.placement.nats_metrics import NatsMetrics
+from services.placement.metrics import NatsMetrics, PlacementMetrics
 from services.placement.remembered import RememberedModels
 from services.placement.requests import check_spec
 from shared.bus.interface import Bus, BusError, Watch

@@ -18,8 +18,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.metrics_core import Metric
 
 from services.gateway.metrics import GatewayMetrics
-from services.placement.metrics import PlacementMetrics
-from services.placement.nats_metrics import NatsMetrics
+from services.placement.metrics import NatsMetrics, PlacementMetrics
 from services.scheduler.observer import Observer
 from services.worker.instance_telemetry import InstanceTelemetry
 from services.worker.kv_transport.telemetry import TransferMetrics

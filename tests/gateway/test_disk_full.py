@@ -17,7 +17,7 @@ from shared.settings import BusSettings
 from tests.conftest import NatsServer, free_port
 from tests.gateway.conftest import MODEL, running_stack
 from tests.small_disk import SmallDisk, SmallDiskError
-from tideway import nats_disk
+from tideway import liveness
 
 LINE = json.dumps(
     {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"model": MODEL, "prompt": "x"}}
@@ -39,7 +39,7 @@ async def test_a_full_disk_is_told_and_all_goes_on_when_it_is_freed(
 ) -> None:
     monkeypatch.setattr(nats_streams, "CALL_TIMEOUT_S", 1.0)
     monkeypatch.setattr(batch_service, "STORAGE_CHECK_INTERVAL_S", 0.2)
-    monkeypatch.setattr(nats_disk, "CHECK_INTERVAL_S", 0.2)
+    monkeypatch.setattr(liveness, "CHECK_INTERVAL_S", 0.2)
     monitor_port, told, restarts = free_port(), list[str](), list[str]()
     nats = NatsServer(f'http: "127.0.0.1:{monitor_port}"', max_storage_bytes=8 << 30, disk=disk)
 
@@ -52,7 +52,7 @@ async def test_a_full_disk_is_told_and_all_goes_on_when_it_is_freed(
             client = stack.client
             async with httpx.AsyncClient() as http:
                 keeping = asyncio.create_task(
-                    nats_disk.restart_when_there_is_space(
+                    liveness.restart_when_there_is_space(
                         http, monitor_port, disk.seen_path, told.append, restart, min_free_bytes=4 << 20
                     )
                 )

@@ -10,7 +10,8 @@ from typing import Any
 import httpx
 import pytest
 
-from services.gateway import audit, batch_state, key_files, line_answering
+from services.gateway import admission as admission_module
+from services.gateway import audit, batch_state, line_answering
 from services.gateway.admission import AdminKey, AdminRole, Admission, Key, PromptCharge, read_admin_keys, read_keys
 from services.gateway.answering import make_prompts
 from services.gateway.errors import ApiError
@@ -105,7 +106,7 @@ async def test_the_audit_log_is_bounded(
 async def test_keys_are_read_again_when_their_file_changes(
     nats_settings: BusSettings, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(key_files, "INTERVAL_S", 0.02)
+    monkeypatch.setattr(admission_module, "FILES_INTERVAL_S", 0.02)
     file = tmp_path / "keys"
     file.write_text("one:2\n")
     specs = [ModelSpec(MODEL, str(checkpoint))]

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.placement.checkpoints import Checkpoints
-from services.placement.nodes import GRACE_S, NodePresence
+from services.placement.fleet import GRACE_S, NodePresence
 from services.placement.requests import check_length, check_spec
 from services.placement.statistics import WINDOW_S, TrafficStatistics
 from shared.bus.interface import ServiceError

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from services.placement import nodes as nodes_module
+from services.placement import fleet as fleet_module
 from services.placement.backends.api_server import ApiServer
 from services.placement.backends.kubernetes import KubernetesBackend
 from services.placement.checkpoints import read_shape
@@ -196,7 +196,7 @@ async def test_what_scaling_drains_is_apart_from_what_an_operator_drains(
 async def test_what_scaling_took_from_a_node_that_left_is_forgotten(
     nats_settings: BusSettings, cluster: Cluster, sources: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(nodes_module, "GRACE_S", 1.0)
+    monkeypatch.setattr(fleet_module, "GRACE_S", 1.0)
     cluster.start_node("m", num_instances=1)
     cluster.start_node("n", num_instances=2)
     async with placement(nats_settings, {"a": sources["a"]}):
@@ -215,7 +215,7 @@ async def test_pods_are_drained_before_there_are_fewer_of_them(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(nodes_module, "GRACE_S", 1.0)
+    monkeypatch.setattr(fleet_module, "GRACE_S", 1.0)
     (tmp_path / "token").write_text("t0")
     instances = await cluster.bus.key_value(INSTANCES)
 

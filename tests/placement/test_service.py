@@ -17,7 +17,7 @@ import msgspec
 import pytest
 
 from services.placement import active as active_module
-from services.placement import nodes as nodes_module
+from services.placement import fleet
 from services.placement.backends.interface import ScalingBackend
 from services.placement.checkpoints import read_shape
 from services.placement.service import PlacementService
@@ -380,7 +380,7 @@ async def test_a_restart_changes_nothing_and_removed_seeds_stay_removed(
 async def test_a_node_that_is_away_for_a_moment_keeps_its_plan_and_a_dead_one_does_not(
     nats_settings: BusSettings, cluster: Cluster, sources: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(nodes_module, "GRACE_S", 2.0)
+    monkeypatch.setattr(fleet, "GRACE_S", 2.0)
     async with placement(nats_settings, {"a": sources["a"]}):
         cluster.start_node("m", num_instances=1)
         cluster.start_node("n", num_instances=1)

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from nats.errors import ProtocolError
 
-from shared.bus.nats_parser import MAX_KEPT_BYTES, DirectParser
+from shared.bus.nats_client import MAX_KEPT_BYTES, DirectParser
 
 DIRECT, OTHER = 7, 8
 

@@ -22,8 +22,7 @@ from tests.conftest import free_port
 from tests.tideway.bench_server import FIRST_TOKEN_S, TOKEN_INTERVAL_S, BenchServer, serving
 from tests.tideway.conftest import InThisProcess
 from tideway.bench.arrivals import Arrivals, Closed, Constant, Gamma, Poisson
-from tideway.bench.client import BenchError, Target, calibrate
-from tideway.bench.connections import Connections
+from tideway.bench.client import BenchError, Connections, Target, calibrate
 from tideway.bench.lengths import Fixed, Uniform
 from tideway.bench.records import INTERRUPTED, UNFINISHED
 from tideway.bench.report import Result, read_result, write_result

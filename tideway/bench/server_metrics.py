@@ -8,7 +8,7 @@ from collections.abc import Callable
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
-from tideway.bench.connections import Connections
+from tideway.bench.client import Connections
 
 SCRAPE_INTERVAL_S = 1.0
 SCRAPE_TIMEOUT_S = 2.0

@@ -17,8 +17,17 @@ import msgspec
 from shared.messages.requests import RequestClass
 from tideway.bench import server_metrics
 from tideway.bench.arrivals import Closed
-from tideway.bench.client import BenchError, Body, Target, calibrate, list_models, make_body, send
-from tideway.bench.connections import Connections, allow_many_files
+from tideway.bench.client import (
+    BenchError,
+    Body,
+    Connections,
+    Target,
+    allow_many_files,
+    calibrate,
+    list_models,
+    make_body,
+    send,
+)
 from tideway.bench.prompts import TokensPerWord
 from tideway.bench.records import RequestRecord
 from tideway.bench.report import Result
