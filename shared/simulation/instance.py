@@ -58,7 +58,8 @@ class VirtualInstance:
         on_step: Callable[[VirtualStep], None] = lambda _: None,
         slowdown: Callable[[], float] = lambda: 1.0,
     ) -> None:
-        """`cost_model`: what a model's steps really take, times `slowdown`. `sample`: a step's tokens. `on_turn` is told
+        """`cost_model`: what a model's steps really take, times `slowdown`. `sample`: a step's tokens; also
+        asked of one that was suspended, whose row changes count. `on_turn` is told
         what each turn launched, if anything; `on_step` each step that has ended, before its effects."""
         self.engine = engine
         self._events = events
@@ -167,11 +168,12 @@ class VirtualInstance:
             return  # it was interrupted
         assert self._steps.popleft() is step
         plan = step.plan
+        tokens = self._sample(plan)
         if step.is_suspended:
             self._suspended[plan.step_id] = (stop_share, step.whole_s)
             result = StepResult(plan.step_id, [], suspended_share=stop_share)
         else:
-            result = StepResult(plan.step_id, self._sample(plan))
+            result = StepResult(plan.step_id, tokens)
         turn, _ = self._driver.on_result(result, self._events.now)
         self._start_copies(turn.copies)
         self._on_step(step)

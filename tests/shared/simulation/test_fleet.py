@@ -1,0 +1,169 @@
+"""A fleet in virtual time, small: what the live system does about failures and changes, with every token once."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shared.cost_model import CostModel
+from shared.engine.plan import ModelShape
+from shared.engine.recording import Configuration
+from shared.messages.requests import RequestClass
+from shared.settings import SchedulerSettings
+from shared.simulation.fleet import Device, Fleet, Model
+from shared.simulation.gateway import Job
+
+COST = CostModel(
+    fixed_s=0.01, prefill_token_s=1e-4, prefill_attention_s=1e-8, decode_s=1e-4, decode_context_s=1e-6,
+    num_layers=20, layers_per_safepoint=2, checkpoint_slot_s=1e-3, restore_slot_s=1e-3,
+)  # fmt: skip
+DEVICE = Device(
+    configuration=Configuration(
+        num_merged=64, num_rows=16, ordering="doubling_budget", token_budget=512, steps_in_flight=1
+    )
+)
+
+
+def model(name: str, load_s: float = 0.0) -> Model:
+    shape = ModelShape(name=name, page_tokens=8, slots_per_merged=4, max_model_len=2000)
+    return Model(shape=shape, cost_model=COST, load_s=load_s)
+
+
+def fleet_of(num_instances: int, models: str = "a", *, seed: int = 0, **options: object) -> Fleet:
+    fleet = Fleet(SchedulerSettings(migration="off"), seed=seed, **options)
+    for number in range(num_instances):
+        fleet.add_instance(f"i{number}", DEVICE, [model(name) for name in models])
+    return fleet
+
+
+def jobs_of(num: int, *, gap_s: float = 0.05, models: str = "a", prompt: int = 60, output: int = 30) -> list[Job]:
+    """Alternately of the models; with answers whose length nobody knows."""
+    return [
+        Job(number * gap_s, prompt, output, model=models[number % len(models)], max_tokens=output + 50)
+        for number in range(num)
+    ]
+
+
+def check_empty(fleet: Fleet) -> None:
+    """Nothing is held by those that are left, and nothing is lost of their pools."""
+    fleet.events.run(lambda: False, fleet.events.now + 15.0)
+    assert len(fleet.core.requests) == 0 and len(fleet.core.queue) == 0
+    for instance in fleet.instances.values():
+        instance.engine.check()
+        assert instance.is_gone or not instance.engine.all_held()
+        if not instance.is_gone and not instance.engine.memory.has_copies("a"):
+            slots = instance.device.configuration.num_merged * 4
+            assert all(instance.engine.pool.num_available(name) == slots for name in instance.model_states)
+
+
+def test_models_share_instances_and_each_request_gets_its_tokens() -> None:
+    fleet = fleet_of(2, "ab")
+    records = fleet.run(jobs_of(40, models="ab")).records
+    assert all(record.num_tokens == 30 and record.ended_s > 0 for record in records)
+    assert all(instance.num_steps for instance in fleet.instances.values())
+    check_empty(fleet)
+
+
+@pytest.mark.parametrize("is_noticed", [True, False])
+def test_requests_of_an_instance_that_dies_go_on_elsewhere(is_noticed: bool) -> None:
+    fleet = fleet_of(2)
+    fleet.events.at(0.5, lambda: fleet.fail("i0", is_noticed=is_noticed))
+    records = fleet.run(jobs_of(40)).records
+    again = [record for record in records if record.num_placements > 1]
+    assert again and all(record.num_placements == 2 for record in again)
+    assert (max(record.longest_gap_s for record in again) > 2.0) is not is_noticed
+    assert set(fleet.instances) == ({"i1"} if fleet.events.now > 3.5 else {"i0", "i1"})
+    check_empty(fleet)
+
+
+def test_a_new_scheduler_finds_what_runs_and_takes_what_waited() -> None:
+    fleet = fleet_of(2)
+    fleet.events.at(0.3, fleet.replace_scheduler)
+    records = fleet.run(jobs_of(60, gap_s=0.01)).records
+    assert fleet.scheduler.term == 2
+    assert all(record.num_placements == 1 for record in records), "nothing was lost"
+    check_empty(fleet)
+
+
+def test_a_model_is_loaded_in_its_time_and_unloaded_when_its_requests_are_over() -> None:
+    fleet = fleet_of(1)
+    first = fleet.instances["i0"]
+    fleet.events.at(0.5, lambda: first.begin_load(model("b", load_s=2.0)))
+    fleet.events.at(4.0, lambda: first.begin_unload("a", 5.0))
+    late = [Job(0.6, 40, 10, model="b"), Job(3.9, 40, 10, model="a")]
+    records = fleet.run([*jobs_of(4), *late]).records
+    assert 2.5 <= records[4].first_s < 2.6
+    check_empty(fleet)
+    assert first.model_states == {"b": "ready"}
+
+
+def test_what_an_unloaded_model_leaves_is_placed_where_it_is_still_served() -> None:
+    fleet = fleet_of(2)
+    fleet.events.at(0.4, lambda: fleet.instances["i0"].begin_unload("a", 0.1))
+    records = fleet.run(jobs_of(40, gap_s=0.01, output=80)).records
+    assert any(record.num_placements == 2 for record in records)
+    check_empty(fleet)
+    assert fleet.instances["i0"].model_states == {}
+
+
+def test_a_conversation_finds_its_prompt_and_answers_in_the_cache() -> None:
+    fleet = fleet_of(1)
+    turns = [
+        Job(float(turn), 64 + 96 * turn, 32, model="a", max_tokens=60, texts=((3, 64 + 96 * turn),))
+        for turn in range(4)
+    ]
+    stranger = Job(5.0, 352, 10, model="a", texts=((4, 352),))
+    records = fleet.run([*turns, stranger]).records
+    assert [record.num_cached_tokens for record in records] == [0, 88, 184, 280, 0]
+
+
+def test_two_steps_in_flight_and_stopped_offline_steps_are_those_of_the_live_instance() -> None:
+    device = msgspec.structs.replace(
+        DEVICE, configuration=msgspec.structs.replace(DEVICE.configuration, steps_in_flight=2, ttft_s=0.05)
+    )
+    fleet = Fleet(SchedulerSettings(migration="off"))
+    instance = fleet.add_instance("i0", device, [model("a")])
+    stopped = list[bool]()
+    instance.on_step = lambda step: stopped.append(step.is_suspended)
+    offline = [Job(0.0, 400, 20, model="a", request_class=RequestClass.OFFLINE) for _ in range(4)]
+    fleet.run([*offline, *[msgspec.structs.replace(job, at_s=job.at_s + 0.02) for job in jobs_of(8)]])
+    assert any(stopped) and instance.engine.counters.steps_resumed > 0
+    check_empty(fleet)
+
+
+@settings(max_examples=8, deadline=None)
+@given(data=st.data())
+def test_whatever_fails_every_request_ends_once_with_its_tokens(data: st.DataObject) -> None:
+    """The gateway fails a run in which a token is repeated or left out, or a request ends twice or with an error."""
+    seed = data.draw(st.integers(0, 1000))
+    times = st.floats(0.0, 4.0)
+    faults = data.draw(
+        st.lists(st.tuples(st.sampled_from(["silent", "exited", "scheduler", "drain", "add"]), times), max_size=5)
+    )
+
+    def run() -> list[tuple[float, float, int]]:
+        fleet = fleet_of(3, "ab", seed=seed)
+
+        def fault(kind: str, number: int) -> None:
+            alive = [name for name, one in fleet.instances.items() if not one.is_gone and one.state == "ready"]
+            match kind:
+                case "scheduler":
+                    fleet.replace_scheduler(0.2)
+                case "add":
+                    fleet.add_instance(f"n{number}", DEVICE, [model("a"), model("b")], start_s=0.5)
+                case _ if len(alive) < 2:
+                    pass
+                case "drain":
+                    fleet.drain(alive[seed % len(alive)])
+                case _:
+                    fleet.fail(alive[seed % len(alive)], is_noticed=kind == "exited")
+
+        for number, (kind, at_s) in enumerate(faults):
+            fleet.events.at(at_s, fault, kind, number)
+        records = fleet.run(jobs_of(40, models="ab", output=30)).records
+        check_empty(fleet)
+        return [(record.first_s, record.ended_s, record.num_placements) for record in records]
+
+    assert run() == run()
