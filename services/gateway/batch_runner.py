@@ -39,7 +39,7 @@ from services.gateway.batch_validation import ENDPOINTS, LineChecker, custom_id_
 from services.gateway.batches import ResultsFull
 from services.gateway.context import GatewayContext
 from services.gateway.errors import ApiError, of_info
-from services.gateway.grants import Account, Grants, Taken
+from services.gateway.grants import Grants, take
 from services.gateway.line_answering import LineFailure, answer_line, refused_line
 from shared.bus.interface import BusError
 from shared.messages.batches import (
@@ -49,6 +49,7 @@ from shared.messages.batches import (
     OfflineDemand,
 )
 from shared.messages.requests import ErrorCode
+from shared.scheduling.batch_feed import Account, Ticket
 from shared.tasks import set_within
 
 logger = logging.getLogger(__name__)
@@ -292,7 +293,7 @@ class BatchRun:
         except ExceptionGroup as errors:
             raise errors.exceptions[0] from None
         finally:
-            self._grants.close(self._record.batch_id, name)
+            self._grants.feed.close(self._record.batch_id, name)
             del self._accounts[name]
 
     def _demand(self, model: int, wanted_tokens: int) -> OfflineDemand:
@@ -311,10 +312,10 @@ class BatchRun:
         while True:
             while (wait_s := charge.wait_s(self._key(), self._context.bus.now())) > 0:
                 await asyncio.sleep(wait_s)
-            taken = await account.take(self._book.plan.tokens[line.index])
+            ticket = await take(account, self._book.plan.tokens[line.index])
             limit = None
             try:
-                result = await self._attempt(custom_id, line.raw, taken, charge)
+                result = await self._attempt(custom_id, line.raw, ticket, charge)
                 break
             except ApiError as error:
                 failure, code = error, _CODE_OF_STATUS.get(error.status, ErrorCode.BAD_REQUEST)
@@ -327,7 +328,7 @@ class BatchRun:
                 failure = ApiError(500, "Internal error.", type="server_error", code="internal_error")
                 code = ErrorCode.INTERNAL
             finally:
-                taken.settle()
+                ticket.settle()
             backoff_s = attempts.backoff_s(code, random.random(), limit)
             if backoff_s is None:
                 result = refused_line(custom_id, failure)
@@ -362,7 +363,7 @@ class BatchRun:
     def _key(self) -> Key:
         return self._context.admission.key_of(self._record.tenant)
 
-    async def _attempt(self, custom_id: str, raw: bytes, taken: Taken, charge: PromptCharge) -> BatchLineResult:
+    async def _attempt(self, custom_id: str, raw: bytes, ticket: Ticket, charge: PromptCharge) -> BatchLineResult:
         endpoint = self._record.endpoint
         _, body = read_line(raw, endpoint)
         timeout_s = min(LINE_TIMEOUT_S, max(0.001, self._record.deadline_s - time.time()))
@@ -377,7 +378,7 @@ class BatchRun:
             span,
             self._key(),
             charge,
-            taken.settle,
+            ticket.settle,
             self._on_output,
         )
 
@@ -398,7 +399,7 @@ class BatchRun:
                 logger.exception("%s: progress is not shown", self._record.batch_id)
 
     def _with_progress(self, record: BatchRecord) -> BatchRecord:
-        shares = {model: self._grants.share_per_s(model) for model in self._book.plan.models}
+        shares = {model: self._grants.feed.share_per_s(model) for model in self._book.plan.models}
         finish_s = predicted_finish_s(self._book, self._pace, shares, time.time())
         return msgspec.structs.replace(self._book.counted(record), predicted_finish_s=finish_s)
 

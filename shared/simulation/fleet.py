@@ -12,7 +12,7 @@ tokens reach their users at once. See docs/simulation.md.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import msgspec
 import numpy as np
@@ -73,6 +73,8 @@ from shared.settings import SchedulerSettings
 from shared.simulation.events import Events
 from shared.simulation.gateway import LAST_TOKEN, Gateway, Job, RunFailed
 from shared.simulation.instance import VirtualInstance, VirtualStep
+
+T = TypeVar("T")
 
 CONTROL_S = 0.001
 """Of a message to or from the scheduler, one way."""
@@ -320,11 +322,13 @@ class Scheduler:
         self._fleet, self._events = fleet, fleet.events
         self._timer_s = -1.0
 
-    def apply(self, call: Call[object]) -> None:
-        """Carries the call out, and does what the core says then. Nothing once the term is over."""
-        if not self.is_over:
-            self.core.apply(call, self._events.now)
-            self.act()
+    def apply(self, call: Call[T]) -> T | None:
+        """Carries the call out, does what the core says then, and returns the answer. Nothing once the term is over."""
+        if self.is_over:
+            return None
+        answer = self.core.apply(call, self._events.now)
+        self.act()
+        return answer
 
     def act(self) -> None:
         for action in self.core.actions(self._events.now):
@@ -504,7 +508,7 @@ class Fleet:
 
     def replace_scheduler(self, after_s: float = 0.5) -> None:
         """The scheduler dies; another takes over so much later, and learns from the instances who holds what."""
-        self.scheduler.is_over = True
+        self.scheduler.is_over, self.scheduler.is_serving = True, False
         self.events.after(after_s, self._take_over)
 
     def _take_over(self) -> None:
@@ -551,12 +555,9 @@ class Fleet:
         return number
 
     def _submit(self, request: GenerationRequest) -> None:
-        scheduler = self.scheduler
-        if scheduler.is_over or not scheduler.is_serving:
-            return  # whoever takes over is told of it
-        if refused := scheduler.core.apply(calls.Submit(request), self.events.now):
+        # Where nobody serves, whoever takes over is told of it.
+        if self.scheduler.is_serving and (refused := self.scheduler.apply(calls.Submit(request))):
             self.gateway.on_refused(request.request_id, refused.message)
-        scheduler.act()
 
     def send_report(self, report: LoadReport) -> None:
         self.events.after(self.control_s, self._on_report, report)

@@ -122,22 +122,23 @@ class Gateway:
         """A request that ends with an error ends the run."""
         self.has_priorities = True
         """Else all requests are sent as normal ones."""
-        self.on_ended: Callable[[int], None] = lambda number: None
-        """A request is over, in its user's eyes."""
         self.pauses: list[tuple[int, float, float]] = []
         """Of each move of a running request: its tokens, the pause it saw (from its last token at the source to its first at
         the destination), and the source's step time then."""
         self._now, self._submit = now, submit
+        self._then: dict[int, Callable[[int], None]] = {}
         self._streams: list[StreamState] = []
         self._sent: list[GenerationRequest] = []
         self._paused: dict[int, tuple[int, float, float]] = {}
         self._num_preemptions: dict[str, int] = {}
 
-    def expect(self, job: Job) -> int:
-        """A request that will come. Returns its number."""
+    def expect(self, job: Job, then: Callable[[int], None] | None = None) -> int:
+        """A request that will come. Returns its number; `then` is called with it when the request is over."""
         self.jobs.append(job)
         self.records.append(Record(job.at_s, job.is_high, job.prompt_tokens, job.output_tokens))
         number = len(self.jobs) - 1
+        if then is not None:
+            self._then[number] = then
         sampling = SamplingParams(
             max_tokens=job.max_tokens or job.output_tokens, temperature=0.0, seed=number,
             stop_token_ids=(LAST_TOKEN,) if job.max_tokens else (),
@@ -244,7 +245,8 @@ class Gateway:
             raise RunFailed(f"request {number} ended with {record.num_tokens} of {job.output_tokens} tokens")
         record.ended_s = self._now()
         self.num_left -= 1
-        self.on_ended(number)
+        if (then := self._then.pop(number, None)) is not None:
+            then(number)
 
     # ------------------------------------------------------------------------------- what an instance has seen
 

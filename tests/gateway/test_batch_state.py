@@ -30,7 +30,7 @@ from services.gateway.batch_state import (
     window_s,
 )
 from services.gateway.batch_validation import LineChecker, estimated_tokens
-from services.gateway.grants import Account, Taken
+from services.gateway.grants import take
 from services.gateway.replies import BatchObject, FileObject
 from services.gateway.schemas import ChatMessage, ChatRequest, CompletionRequest
 from shared.messages.batches import (
@@ -40,6 +40,7 @@ from shared.messages.batches import (
     OfflineDemand,
 )
 from shared.messages.requests import ErrorCode
+from shared.scheduling.batch_feed import Account, Ticket
 
 RECORD = BatchRecord(
     batch_id="batch_1",
@@ -256,15 +257,15 @@ async def test_grants_are_spent_in_order_and_do_not_add_up() -> None:
         return OfflineDemand("b", "", "m", wanted, 0, 0)
 
     account = Account(demand)
-    gone: list[tuple[int, Taken]] = []
+    gone: list[tuple[int, Ticket]] = []
 
-    async def take(tokens: int) -> None:
-        gone.append((tokens, await account.take(tokens)))
+    async def submit(tokens: int) -> None:
+        gone.append((tokens, await take(account, tokens)))
 
     def sizes() -> list[int]:
         return [tokens for tokens, _ in gone]
 
-    tasks = [asyncio.create_task(take(tokens)) for tokens in (60, 50, 40, 30)]
+    tasks = [asyncio.create_task(submit(tokens)) for tokens in (60, 50, 40, 30)]
     await asyncio.sleep(0)
     account.ask()
     account.grant(100)
@@ -290,7 +291,7 @@ async def test_what_is_taken_while_the_question_is_under_way_is_not_granted_twic
     account = Account(lambda wanted: OfflineDemand("b", "", "m", wanted, 0, 0))
     account.grant(100)
     account.ask()
-    taken = await account.take(80)
+    taken = await take(account, 80)
     account.grant(100)
     assert account.credit == 20
     taken.settle()
@@ -299,13 +300,13 @@ async def test_what_is_taken_while_the_question_is_under_way_is_not_granted_twic
 
 async def test_nobody_waits_for_a_grant_that_will_cost_nothing() -> None:
     account = Account(lambda wanted: OfflineDemand("b", "", "m", wanted, 0, 0))
-    waiting = asyncio.create_task(account.take(80))
+    waiting = asyncio.create_task(take(account, 80))
     await asyncio.sleep(0)
     account.set_free(True)
     (await waiting).settle()
-    (await account.take(80)).settle()
+    (await take(account, 80)).settle()
     account.set_free(False)
-    later = asyncio.create_task(account.take(80))
+    later = asyncio.create_task(take(account, 80))
     await asyncio.sleep(0)
     assert not later.done()
     later.cancel()

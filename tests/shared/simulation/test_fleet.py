@@ -12,6 +12,7 @@ from shared.engine.plan import ModelShape
 from shared.engine.recording import Configuration
 from shared.messages.requests import RequestClass
 from shared.settings import SchedulerSettings
+from shared.simulation.batches import Batches
 from shared.simulation.fleet import Device, Fleet, Model
 from shared.simulation.gateway import Job
 
@@ -130,6 +131,22 @@ def test_two_steps_in_flight_and_stopped_offline_steps_are_those_of_the_live_ins
     offline = [Job(0.0, 400, 20, model="a", request_class=RequestClass.OFFLINE) for _ in range(4)]
     fleet.run([*offline, *[msgspec.structs.replace(job, at_s=job.at_s + 0.02) for job in jobs_of(8)]])
     assert any(stopped) and instance.engine.counters.steps_resumed > 0
+    check_empty(fleet)
+
+
+def test_batches_fill_what_online_load_leaves_and_survive_a_change_of_scheduler() -> None:
+    fleet = fleet_of(2)
+    batches = Batches(fleet, lines_in_flight=16)
+    for name in ("first", "second"):
+        batches.begin_at(0.1, name, [Job(0.0, 100, 20, model="a") for _ in range(60)])
+    fleet.events.at(1.0, fleet.replace_scheduler)
+    records = fleet.run(jobs_of(60)).records
+    assert batches.ended_s.keys() == {"first", "second"} and len(records) == 180
+    online = sorted(record.ttft_s for record in records[:60])
+    assert online[30] < 0.1 and online[-1] < 1.6, "none waits for a batch; some for a scheduler and its first reports"
+    counters = [instance.engine.counters for instance in fleet.instances.values()]
+    assert sum(one.harvested_tokens for one in counters) >= 120 * 120
+    assert not batches.feed.accounts
     check_empty(fleet)
 
 
