@@ -25,6 +25,8 @@ from shared.engine.sequence import Move, Rank, Sequence, State
 from shared.policies.checkpointing import victim_key
 from shared.policies.ordering import OrderingPolicy
 
+_ENDED = State.ENDED
+
 GROWTH_STEPS = 32
 """For which the running sequences can grow when one more is admitted."""
 RELIEF_STEPS = 64
@@ -431,7 +433,7 @@ class Allocator:
         for sequence in step.sequences:
             if sequence.in_flight:
                 continue
-            if sequence.state == State.ENDED:
+            if sequence.state == _ENDED:
                 self.free(sequence)
             elif sequence.is_spoilt:
                 self.preempt(sequence, now, "failure")

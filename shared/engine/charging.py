@@ -80,21 +80,25 @@ class Charging:
             decode_s, context_s = step.ran_s if num_tokens == len(plan.counts) else token_s, 0.0
         else:
             decode_s, context_s = cost.fixed_s + cost.decode_s, cost.decode_context_s
-        charge = self._memory.ordering.charge
-        for sequence, start, count in zip(step.sequences, plan.starts, plan.counts, strict=True):
+        seconds = [decode_s + context_s * start for start in plan.starts]
+        for index, count in enumerate(plan.counts) if num_tokens > len(plan.counts) else ():
             if count == 1:
-                execution_s = decode_s + context_s * start
-            elif cost is None:
-                execution_s = token_s * count
+                continue
+            if cost is None:
+                seconds[index] = token_s * count
             else:
-                step_share = min(1.0, count / sequence.num_prompt)
-                execution_s = cost.prefill_cost_s(count, start) + step_share * (cost.fixed_s + cost.prefill_s)
+                step_share = min(1.0, count / step.sequences[index].num_prompt)
+                prefill_s = cost.prefill_cost_s(count, plan.starts[index])
+                seconds[index] = prefill_s + step_share * (cost.fixed_s + cost.prefill_s)
+        for sequence, execution_s in zip(step.sequences, seconds, strict=True):
             sequence.device_s += execution_s
             sequence.last_ran_s = now
-            charge(sequence, execution_s, now)
-        offline = sum(
-            count for sequence, count in zip(step.sequences, plan.counts, strict=True) if not sequence.is_online
-        )
+        self._memory.ordering.charge(step.sequences, seconds, now)
+        offline = 0
+        if not step.sequences[-1].is_online:  # they come last
+            offline = sum(
+                count for sequence, count in zip(step.sequences, plan.counts, strict=True) if not sequence.is_online
+            )
         counters.harvested_tokens += offline
         counters.online_tokens += num_tokens - offline
         self.offline_rate.add(offline, step.ran_s)

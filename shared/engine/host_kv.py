@@ -189,8 +189,7 @@ class HostKv:
         sequence.num_checkpointing -= count
         if ok:
             self._counters.checkpointed_blocks[effect.model] += count
-            for slot, block_hash in zip(effect.host_slots, copy.hashes, strict=True):
-                pool.register(effect.model, slot, block_hash)
+            pool.register(effect.model, effect.host_slots, copy.hashes)
         if ok and sequence.state != State.ENDED and len(sequence.host_blocks) == copy.first_block:
             self.hold(sequence, effect.host_slots)
         else:
@@ -204,8 +203,7 @@ class HostKv:
         self.num_restoring_blocks -= count
         if ok:
             self._counters.restored_blocks[effect.model] += count
-            for slot, block_hash in zip(effect.device_slots, copy.hashes, strict=True):
-                self.device.register(effect.model, slot, block_hash)
+            self.device.register(effect.model, effect.device_slots, copy.hashes)
         self.device.release(effect.model, effect.device_slots)
         if sequence.state != State.RESTORING or sequence.restore[1] is not copy.restore:
             return None

@@ -105,9 +105,7 @@ class Incoming:
     def _take_checkpoint(self, sequence: Sequence, reserved: Reserved, num_blocks: int, queue: ModelQueue) -> None:
         pool, slots = self._memory.pool_of(True), reserved.slots[:num_blocks]
         pool.release(queue.name, reserved.slots[num_blocks:])
-        hashes = sequence.extend_hashes(num_blocks, sequence.page_tokens, queue.root)
-        for slot, block_hash in zip(slots, hashes, strict=True):
-            pool.register(queue.name, slot, block_hash)
+        pool.register(queue.name, slots, sequence.extend_hashes(num_blocks, sequence.page_tokens, queue.root))
         sequence.host_blocks = slots
 
     def _take_blocks(
@@ -130,8 +128,7 @@ class Incoming:
         sequence.num_computed = num_computed
         num_full = num_computed // page
         sequence.next_register = (num_full + 1) * page
-        for slot, block_hash in zip(sequence.blocks, sequence.extend_hashes(num_full, page, queue.root), strict=False):
-            pool.register(queue.name, slot, block_hash)
+        pool.register(queue.name, sequence.blocks[:num_full], sequence.extend_hashes(num_full, page, queue.root))
         return None
 
     def _continue(self, sequence: Sequence, progress: SequenceProgress, queue: ModelQueue, now: float) -> None:

@@ -66,6 +66,8 @@ class _ByUse:
 
     def fullest(self, below: int) -> int:
         """Of those with fewer than `below` used slots; -1: there is none."""
+        if not self._mask:
+            return -1
         most = (self._mask & ((1 << below) - 1)).bit_length() - 1
         return next(reversed(self._of[most])) if most >= 0 else -1
 
@@ -200,14 +202,20 @@ class BlockPool:
         if count > self.num_available(name):
             return None
         blocks = self._models[name]
+        references = blocks.references
         slots: list[int] = []
         while len(slots) < count:
             merged = self._merged_with_room(name, blocks)
-            free = blocks.free[merged]
-            taken = free[: -(count - len(slots)) - 1 : -1]
-            del free[-len(taken) :]
+            if merged < 0:
+                slot, _ = blocks.cached.popitem(last=False)
+                del blocks.by_hash[blocks.hash_of.pop(slot)]
+                merged, taken = slot // blocks.slots_per_merged, [slot]
+            else:
+                free = blocks.free[merged]
+                taken = free[: -(count - len(slots)) - 1 : -1]
+                del free[-len(taken) :]
             for slot in taken:
-                blocks.references[slot] = 1
+                references[slot] = 1
             slots += taken
             self._change_used(blocks, merged, len(taken))
         return slots
@@ -237,8 +245,8 @@ class BlockPool:
         blocks = self._models[name]
         references = blocks.references
         for slot in reversed(slots):
-            references[slot] -= 1
-            if not references[slot]:
+            left = references[slot] = references[slot] - 1
+            if not left:
                 self._let_go(blocks, slot)
 
     def move(self, name: str, slot: int, merged: int) -> int:
@@ -264,13 +272,14 @@ class BlockPool:
         blocks = self._models[name]
         return [slot for slot in blocks.slots_of(merged) if blocks.references[slot]]
 
-    def register(self, name: str, slot: int, block_hash: bytes) -> None:
-        """The used slot now holds a full block. If another slot already holds the same content, that one stays the
+    def register(self, name: str, slots: list[int], hashes: list[bytes]) -> None:
+        """Each of the used slots now holds a full block. If another slot already holds the same content, that one stays the
         findable one (block tables are append-only, so the two are not merged)."""
-        blocks = self._models[name]
-        if block_hash not in blocks.by_hash and slot not in blocks.hash_of:
-            blocks.by_hash[block_hash] = slot
-            blocks.hash_of[slot] = block_hash
+        by_hash, hash_of = self._models[name].by_hash, self._models[name].hash_of
+        for slot, block_hash in zip(slots, hashes, strict=True):
+            if block_hash not in by_hash and slot not in hash_of:
+                by_hash[block_hash] = slot
+                hash_of[slot] = block_hash
 
     def references(self, name: str) -> list[int]:
         """Of each of the model's slots; read only."""
@@ -291,14 +300,16 @@ class BlockPool:
         before = self._num_used[merged]
         self._num_used[merged] = used = before + change
         blocks.num_used += change
-        blocks.open.discard(merged, before)
-        if blocks.free[merged]:
-            blocks.open.add(merged, used)
+        if blocks.slots_per_merged > 1:  # else no used one has free slots
+            blocks.open.discard(merged, before)
+            if blocks.free[merged]:
+                blocks.open.add(merged, used)
         if before:
             blocks.busy.discard(merged, before)
         else:
-            del blocks.idle[merged]
-            self._num_idle -= 1
+            # A merged block that was taken just now never was idle.
+            if blocks.idle.pop(merged, None) is not None:
+                self._num_idle -= 1
             blocks.num_busy += 1
         if used:
             blocks.busy.add(merged, used)
@@ -344,7 +355,7 @@ class BlockPool:
 
     def _merged_with_room(self, name: str, blocks: ModelBlocks) -> int:
         """A merged block of the model with free slots: the one with the most used slots that has some. Else one that nobody
-        owns. Else what was unused for the longest time gives way: an own cached block, or another model's idle merged
+        owns. Else what was unused for the longest time gives way: an own cached block (-1), or another model's idle merged
         block; but where there are other models and little is left for all, cached blocks between used slots go first."""
         per_merged = blocks.slots_per_merged
         merged = blocks.open.fullest(per_merged)
@@ -358,6 +369,8 @@ class BlockPool:
         if merged >= 0:
             return merged
         if not self._pool_free:
+            if len(self._models) == 1:
+                return -1
             own_tick = next(iter(blocks.cached.values()), None)
             # The oldest idle merged block of each other model: (tick, merged block).
             others = [
@@ -368,22 +381,15 @@ class BlockPool:
             ]
             oldest = min(others, default=None)
             if own_tick is not None and (oldest is None or own_tick <= oldest[0]):
-                slot = next(iter(blocks.cached))
-                self._evict(blocks, slot)
-                if (merged := slot // per_merged) in blocks.free:
-                    return merged
-            else:
-                assert oldest is not None, "allocate() checked that a slot can be had"
-                owner = self._models[self._owner[oldest[1]]]  # type: ignore[index]
-                for slot in owner.slots_of(oldest[1]):
-                    if slot in owner.cached:
-                        self._evict(owner, slot)
+                return -1
+            assert oldest is not None, "allocate() checked that a slot can be had"
+            owner = self._models[self._owner[oldest[1]]]  # type: ignore[index]
+            for slot in owner.slots_of(oldest[1]):
+                if slot in owner.cached:
+                    self._evict(owner, slot)
         merged = self._pool_free.pop()
         self._owner[merged] = name
         blocks.free[merged] = list(reversed(blocks.slots_of(merged)))
-        blocks.open.add(merged, 0)
-        blocks.idle[merged] = self._tick
-        self._num_idle += 1
         return merged
 
     def check(self) -> None:

@@ -94,12 +94,15 @@ class _Totals:
         self.waiting_step = max(self.waiting_step, 1 / shape.tokens_per_merged)
         self._note_priority(rank, num_blocks / shape.slots_per_merged)
 
-    def wait(self, sequence: Sequence, queue: ModelQueue) -> None:
+    def wait(self, sequences: list[Sequence], rank: Rank, queue: ModelQueue) -> None:
+        if not sequences:
+            return
         shape = queue.shape
-        num_blocks = _num_blocks(sequence)
-        self._wanted[queue.name] += num_blocks
+        needed = [_num_blocks(sequence) for sequence in sequences]
+        self._wanted[queue.name] += sum(needed)
         self.waiting_step = max(self.waiting_step, 1 / shape.tokens_per_merged)
-        self._note_priority(sequence.rank, num_blocks / shape.slots_per_merged)
+        for num_blocks in needed if rank == Rank.ONLINE_HIGH else ():
+            self._note_priority(rank, num_blocks / shape.slots_per_merged)
 
     def _note_priority(self, rank: int, usage: float, num_sequences: int = 1) -> None:
         if rank == Rank.ONLINE_HIGH:
@@ -155,9 +158,8 @@ def instance_load(
     for queue in memory.queues.values():
         for rank in ONLINE_RANKS:
             held = _with_slots(queue, rank)
-            totals.run(len(held), sum(len(sequence.blocks) for sequence in held), rank, queue)
-            for sequence in queue.waiting[rank]:
-                totals.wait(sequence, queue)
+            totals.run(len(held), sum([len(sequence.blocks) for sequence in held]), rank, queue)
+            totals.wait(queue.waiting[rank], rank, queue)
         models.append(_model_load(memory, queue, offline_tokens_per_s, max_step_tokens))
     for coming in reserved:
         if coming.is_load:
@@ -171,10 +173,10 @@ def instance_load(
     num_merged = pool.num_merged - stranded - totals.kept(memory.least_merged())
     step = totals.step or totals.waiting_step
     kept = headroom(num_merged, _ideal_merged(memory, high_priority_load), totals.high)
-    usage = dispatch_virtual_usage(totals.running, totals.waiting, high_headroom=kept)
-    for_high = dispatch_virtual_usage(totals.running, totals.waiting)
-    head = totals.head(_head(memory))
-    moving = migration_virtual_usage(totals.running, head, high_headroom=kept, runs_normal=totals.runs_normal)
+    running, waiting, head = totals.running, totals.waiting, totals.head(_head(memory))
+    usage = dispatch_virtual_usage(running, waiting, high_headroom=kept)
+    for_high = dispatch_virtual_usage(running, waiting)
+    moving = migration_virtual_usage(running, head, high_headroom=kept, runs_normal=totals.runs_normal)
     return InstanceLoad(
         dispatch_freeness=freeness(num_merged, usage, totals.num_running),
         free_merged=free,
@@ -185,7 +187,7 @@ def instance_load(
         scaling_freeness=decode_steps(num_merged - usage, step),
         num_high=totals.num_high,
         next_move_tokens=_next_move_tokens(memory),
-        running_freeness=decode_steps(num_merged - totals.running, step),
+        running_freeness=decode_steps(num_merged - running, step),
         prompts_s=steps_s + sum(queue.prompts_s() for queue in memory.queues.values()),
     )
 
@@ -193,7 +195,7 @@ def instance_load(
 def _next_move_tokens(memory: Allocator) -> int:
     """In the order of `Outgoing.candidates`: lower priority first, then fewer blocks."""
     for rank in reversed(ONLINE_RANKS):
-        if sizes := [s.num_tokens for queue in memory.queues.values() for s in queue.running[rank].values()]:
+        if sizes := [len(s.tokens) for queue in memory.queues.values() for s in queue.running[rank].values()]:
             return min(sizes)
     return 0
 
@@ -203,7 +205,7 @@ def _with_slots(queue: ModelQueue, rank: Rank) -> list[Sequence]:
     others = (queue.restoring, queue.restored, queue.leaving)
     return [
         *queue.running[rank].values(),
-        *(sequence for of_state in others for sequence in of_state.values() if sequence.rank == rank),
+        *(sequence for of_state in others if of_state for sequence in of_state.values() if sequence.rank == rank),
     ]
 
 
@@ -238,7 +240,7 @@ def _model_load(
         model=queue.name,
         num_running=queue.num_running,
         num_waiting=queue.num_waiting,
-        num_offline=sum(1 for sequence in queue.all_held() if not sequence.is_online),
+        num_offline=queue.num_offline,
         num_waiting_online=queue.num_waiting_of(True),
         offline_room_tokens=0
         if offline_tokens_per_s is None

@@ -16,6 +16,7 @@ from shared.policies.silence import PLANNED_SHARE, SERVING_STEPS, allowed_silenc
 from shared.policies.slo_budget import HEAD_START_TOKENS, MAX_SLACK, PACE
 
 ONLINE_RANKS = (Rank.ONLINE_HIGH, Rank.ONLINE_NORMAL)
+_OFFLINE = Rank.OFFLINE
 
 
 class Objectives(NamedTuple):
@@ -60,14 +61,11 @@ class ModelQueue:
 
     def all_held(self) -> Iterator[Sequence]:
         """All that have a place in it."""
-        for running in self.running:
-            yield from running.values()
-        for waiting in self.waiting:
-            yield from waiting
-        yield from self.restoring.values()
-        yield from self.restored.values()
-        yield from self.suspended.values()
-        yield from self.leaving.values()
+        return chain(
+            *(running.values() for running in self.running),
+            *self.waiting,
+            *(others.values() for others in (self.restoring, self.restored, self.suspended, self.leaving)),
+        )
 
     @property
     def num_running(self) -> int:
@@ -79,16 +77,22 @@ class ModelQueue:
         leaving = sum(sequence.row < 0 for sequence in self.leaving.values())
         return sum(len(of_rank) for of_rank in self.waiting) + len(self.restoring) + len(self.restored) + leaving
 
+    @property
+    def num_offline(self) -> int:
+        """Held in whatever state."""
+        others = chain(
+            *(of_state.values() for of_state in (self.restoring, self.restored, self.suspended, self.leaving))
+        )
+        return len(self.running[_OFFLINE]) + len(self.waiting[_OFFLINE]) + sum(not s.is_online for s in others)
+
     def num_waiting_of(self, is_online: bool) -> int:
         """Waiting for their first or next admission."""
-        ranks = ONLINE_RANKS if is_online else (Rank.OFFLINE,)
-        return sum(len(self.waiting[rank]) for rank in ranks)
+        ranks = ONLINE_RANKS if is_online else (_OFFLINE,)
+        return sum([len(self.waiting[rank]) for rank in ranks])
 
     def has_work(self, rank: Rank) -> bool:
         """Whether a sequence of the rank waits, or runs and has something to compute now."""
-        if self.waiting[rank] or any(sequence.rank == rank for sequence in self.restored.values()):
-            return True
-        return any(sequence.total < sequence.max_total for sequence in self.running[rank].values())
+        return next(iter(self.runnable(rank)), None) is not None
 
     def has_online_work(self) -> bool:
         return any(self.has_work(rank) for rank in ONLINE_RANKS)
@@ -97,10 +101,14 @@ class ModelQueue:
         """Whether online sequences in decode have come, or come back, and did not run here yet."""
         return any(sequence.is_online and sequence.is_in_decode for sequence in self.restored.values())
 
-    def runnable(self, rank: Rank) -> Iterator[Sequence]:
+    def runnable(self, rank: int) -> Iterator[Sequence]:
         yield from self.waiting[rank]
-        yield from (s for s in self.restored.values() if s.rank == rank)
-        yield from (s for s in self.running[rank].values() if s.total < s.max_total)
+        for sequence in self.restored.values():
+            if sequence.rank == rank:
+                yield sequence
+        for sequence in self.running[rank].values():
+            if sequence.total < sequence.max_total:
+                yield sequence
 
     def restores_online(self) -> bool:
         """Whether online sequences come back from host memory: they will run soon."""
@@ -109,18 +117,22 @@ class ModelQueue:
     def objectives(self, now: float) -> Objectives:
         """See slo_budget.py for when a token is due."""
         tpot_s = token_due_s = first_due_s = math.inf
-        coming_back = [*self.restoring.values(), *self.restored.values()]
         for sequence in chain(
-            *(of_rank.values() for of_rank in self.running[: Rank.OFFLINE]),
-            *self.waiting[: Rank.OFFLINE],
-            (sequence for sequence in coming_back if sequence.is_online),
+            *(self.running[rank].values() for rank in ONLINE_RANKS),
+            *(self.waiting[rank] for rank in ONLINE_RANKS),
+            *(
+                (s for s in of_state.values() if s.is_online)
+                for of_state in (self.restoring, self.restored)
+                if of_state
+            ),
         ):
-            if sequence.first_token_s is None:
+            first_token_s = sequence.first_token_s
+            if first_token_s is None:
                 first_due_s = min(first_due_s, sequence.ttft_due_s)
                 continue
             objective_s = sequence.tpot_objective_s
             num_later = sequence.total - sequence.first_total + 1
-            due_s = sequence.first_token_s + PACE * objective_s * (num_later - HEAD_START_TOKENS)
+            due_s = first_token_s + PACE * objective_s * (num_later - HEAD_START_TOKENS)
             if due_s < token_due_s:
                 token_due_s = due_s
             if objective_s < tpot_s:
@@ -131,14 +143,19 @@ class ModelQueue:
         """Of its online sequences that have slots and their first token: the time left until the earliest is to run again
         (inf: there are none), and the time that serving them takes. Those of a step in flight have run by `now`."""
         left_s, num, context = math.inf, 0, 0
+        objective_s, silence_s = -1.0, 0.0
         restored = (sequence for sequence in self.restored.values() if sequence.is_online)
         for sequence in chain(*(self.running[rank].values() for rank in ONLINE_RANKS), restored):
             if sequence.first_token_s is None or sequence.total >= sequence.max_total:
                 continue
             num += 1
             context += sequence.num_computed
-            age_s = 0.0 if sequence.in_flight else now - sequence.last_ran_s
-            left_s = min(left_s, PLANNED_SHARE * allowed_silence_s(sequence.tpot_objective_s) - age_s)
+            if sequence.tpot_objective_s != objective_s:
+                objective_s = sequence.tpot_objective_s
+                silence_s = PLANNED_SHARE * allowed_silence_s(objective_s)
+            due_s = silence_s if sequence.in_flight else silence_s - (now - sequence.last_ran_s)
+            if due_s < left_s:
+                left_s = due_s
         if not num or self.cost_model is None:
             return left_s, 0.0
         return left_s, SERVING_STEPS * self.cost_model.predict(StepShape(0, 0.0, num, context))
@@ -152,12 +169,13 @@ class ModelQueue:
         if self.cost_model is None:
             return 0.0
         cost = self.cost_model.prompt_cost
-        lacking = (
-            (sequence.total - sequence.num_computed, sequence.num_computed)
-            for rank in ONLINE_RANKS
-            for sequence in self.runnable(rank)
-        )
-        return sum(prompt_s(cost, count, start) for count, start in lacking if count > 1)
+        seconds = 0.0
+        for rank in ONLINE_RANKS:
+            for sequence in self.runnable(rank):
+                count = sequence.total - sequence.num_computed
+                if count > 1:
+                    seconds += prompt_s(cost, count, sequence.num_computed)
+        return seconds
 
     def online_shape(self, max_tokens: int) -> StepShape:
         """Of a step with all that its online sequences could run now, at most `max_tokens` prefill tokens."""

@@ -226,8 +226,8 @@ class Planner:
                 if self._memory.suspended is not None or self._holds_offline:
                     break
                 batch.budget.begin_offline()
-            chunks = self._add_decodes(queue, rank, batch, now, decodes)
-            if not prefills:
+            chunks = self._add_decodes(queue, rank, batch, now, decodes) if queue.running[rank] else []
+            if not prefills or not (chunks or queue.waiting[rank] or queue.restored):
                 continue
             # Who decoded elsewhere, or before it was preempted, has waited for a token already.
             self._admit_restored(queue, rank, batch, now, decodes=True)
@@ -303,7 +303,7 @@ class Planner:
         the planner's hot path."""
         running = list(queue.running[rank].values())
         if not self._ordering.is_static:
-            running.sort(key=lambda sequence: self._memory.order_key(sequence, now))
+            self._ordering.sort(running, now)
         prefills: list[Sequence] = []
         add_sequence, add_start = batch.sequences.append, batch.starts.append
         budget = batch.budget
@@ -374,7 +374,7 @@ class Planner:
         self._admit_restored(queue, rank, batch, now, decodes=False)
         waiting = queue.waiting[rank]
         if waiting and not self._ordering.is_static:
-            waiting.sort(key=lambda sequence: self._memory.order_key(sequence, now))
+            self._ordering.sort(waiting, now)
         while waiting and self._has_budget(rank, batch):
             sequence = waiting[0]
             if self._is_behind_stuck(sequence, now):

@@ -11,7 +11,6 @@ Counts of a sequence (all in tokens):
 
 from __future__ import annotations
 
-from array import array
 from enum import IntEnum
 from typing import Any
 
@@ -20,6 +19,7 @@ from shared.messages.requests import (
     GenerationRequest,
     Priority,
     RequestClass,
+    pack_tokens,
     unpack_tokens,
 )
 
@@ -83,6 +83,7 @@ class Sequence:
         "host_blocks",
         "in_flight",
         "is_cancelled",
+        "is_online",
         "is_spoilt",
         "last_ran_s",
         "last_token_s",
@@ -129,6 +130,7 @@ class Sequence:
         self.model = request.model
         self.number = number
         self.rank = rank_of(request)
+        self.is_online = self.rank != Rank.OFFLINE
         self.submitted_s = self.here_since_s = now
         self.arrived_s = now - request.waited_s
         self.deadline_s = now + request.timeout_s
@@ -207,10 +209,6 @@ class Sequence:
         return len(self.host_blocks) + self.num_checkpointing
 
     @property
-    def is_online(self) -> bool:
-        return self.rank != Rank.OFFLINE
-
-    @property
     def is_in_decode(self) -> bool:
         """Whether one token is all that is to be computed of it now."""
         return self.total - self.num_computed == 1
@@ -226,8 +224,12 @@ class Sequence:
     def extend_hashes(self, num_blocks: int, page_tokens: int, root: bytes) -> list[bytes]:
         """The chained hashes of the first `num_blocks` full blocks of known tokens."""
         hashes = self.hashes
-        while len(hashes) < num_blocks:
-            first = len(hashes) * page_tokens
-            packed = array("i", self.tokens[first : first + page_tokens]).tobytes()
-            hashes.append(chain_hash(hashes[-1] if hashes else root, packed))
+        first, end = len(hashes) * page_tokens, num_blocks * page_tokens
+        if first < end:
+            in_prompt = end <= self.num_prompt
+            packed = self.request.prompt[4 * first : 4 * end] if in_prompt else pack_tokens(self.tokens[first:end])
+            previous = hashes[-1] if hashes else root
+            for at in range(0, len(packed), 4 * page_tokens):
+                previous = chain_hash(previous, packed[at : at + 4 * page_tokens])
+                hashes.append(previous)
         return hashes[:num_blocks]

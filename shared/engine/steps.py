@@ -29,6 +29,8 @@ MAX_STEP_FAILURES = 3
 """A request whose steps failed so many times ends with an error instead of being tried again."""
 
 _pack_token = Struct("<i").pack
+_ENDED = State.ENDED
+"""Named here for the loops over all sequences of a step: members of an enumeration are slow to look up."""
 
 
 class Steps:
@@ -191,7 +193,7 @@ class Steps:
         ):
             if samples:
                 position += 1
-            if sequence.generation != generation or sequence.state == State.ENDED:
+            if sequence.generation != generation or sequence.state == _ENDED:
                 continue
             if start + count >= sequence.next_register:
                 self._register_blocks(sequence, queue, start + count)
@@ -201,12 +203,12 @@ class Steps:
             known = sequence.tokens
             offset = len(known) - sequence.num_prompt
             known.append(token)
-            if sequence.last_token_s is not None:
-                sequence.max_itl_s = max(sequence.max_itl_s, now - sequence.last_token_s)
-            sequence.last_token_s = now
             if sequence.first_token_s is None:
                 sequence.first_token_s = now
                 sequence.first_total = len(known)
+            if sequence.last_token_s is not None and now - sequence.last_token_s > sequence.max_itl_s:
+                sequence.max_itl_s = now - sequence.last_token_s
+            sequence.last_token_s = now
             entry_logprobs: tuple[TokenLogprob, ...] = none
             if logprobs is not None and (logprob := logprobs[position]) is not None:
                 entry_logprobs = (logprob,)
@@ -235,9 +237,9 @@ class Steps:
         """Enters the blocks that this step filled in the prefix cache."""
         page = queue.shape.page_tokens
         num_full = num_computed // page
-        hashes = sequence.extend_hashes(num_full, page, queue.root)
-        for index in range(sequence.next_register // page - 1, num_full):
-            self._memory.pool.register(queue.name, sequence.blocks[index], hashes[index])
+        first = sequence.next_register // page - 1
+        hashes = sequence.extend_hashes(num_full, page, queue.root)[first:]
+        self._memory.pool.register(queue.name, sequence.blocks[first:num_full], hashes)
         sequence.next_register = (num_full + 1) * page
 
     def _roll_back(self, step: PlannedStep, error: str, now: float) -> None:

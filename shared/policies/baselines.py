@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from shared.policies.ordering import ModelView, OrderingPolicy, SequenceView, model_of_first
 
 
@@ -58,16 +60,17 @@ class SkipJoinMlfq(OrderingPolicy):
         level = next((level for level, quantum_s in enumerate(self._quanta_s) if quantum_s >= prefill_s), last)
         sequence.order_state = _Place(level, now)
 
-    def charge(self, sequence: SequenceView, execution_s: float, now: float) -> None:
-        place: _Place = sequence.order_state
-        used_s = place.used_s + execution_s
-        level = place.level
-        while level + 1 < len(self._quanta_s) and used_s >= self._quanta_s[level]:
-            used_s -= self._quanta_s[level]
-            level += 1
-        if level > place.level:
-            place.move(level, now)
-        place.used_s = used_s
+    def charge(self, sequences: Iterable[SequenceView], seconds: Iterable[float], now: float) -> None:
+        for sequence, execution_s in zip(sequences, seconds, strict=True):
+            place: _Place = sequence.order_state
+            used_s = place.used_s + execution_s
+            level = place.level
+            while level + 1 < len(self._quanta_s) and used_s >= self._quanta_s[level]:
+                used_s -= self._quanta_s[level]
+                level += 1
+            if level > place.level:
+                place.move(level, now)
+            place.used_s = used_s
 
     def export_state(self, sequence: SequenceView) -> tuple[float, ...]:
         """The level; what it used of its quantum is forgotten."""

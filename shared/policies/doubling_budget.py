@@ -32,7 +32,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from shared.messages.cluster import ExecutionStatistics
 from shared.policies.ordering import ModelView, OrderingPolicy, SequenceView, model_of_first
@@ -101,12 +101,13 @@ class DoublingBudget(OrderingPolicy):
     def on_arrival(self, sequence: SequenceView, now: float) -> None:
         sequence.order_state = _Budget(self._of(sequence).budget_s)
 
-    def charge(self, sequence: SequenceView, execution_s: float, now: float) -> None:
-        budget: _Budget = sequence.order_state
-        budget.left_s -= execution_s
-        if budget.left_s <= 0:
-            budget.num_exhausted += 1
-            budget.left_s = math.ldexp(self._of(sequence).budget_s, budget.num_exhausted)
+    def charge(self, sequences: Iterable[SequenceView], seconds: Iterable[float], now: float) -> None:
+        for sequence, execution_s in zip(sequences, seconds, strict=True):
+            budget: _Budget = sequence.order_state
+            budget.left_s -= execution_s
+            if budget.left_s <= 0:
+                budget.num_exhausted += 1
+                budget.left_s = math.ldexp(self._of(sequence).budget_s, budget.num_exhausted)
 
     def export_state(self, sequence: SequenceView) -> tuple[float, ...]:
         """Seconds left and number of exhaustions."""
@@ -124,6 +125,19 @@ class DoublingBudget(OrderingPolicy):
         if now - last_ran_s > service.starvation_s:
             return (0, last_ran_s)
         return (1, sequence.order_state.left_s * service.mean_s)
+
+    def sort(self, sequences: list[Any], now: float) -> None:
+        if not sequences:
+            return
+        service = self._of(sequences[0])
+        mean_s, starvation_s = service.mean_s, service.starvation_s
+        sequences.sort(
+            key=lambda sequence: (
+                (0, sequence.last_ran_s, sequence.number)
+                if now - sequence.last_ran_s > starvation_s
+                else (1, sequence.order_state.left_s * mean_s, sequence.number)
+            )
+        )
 
     def pick_model(self, candidates: list[ModelView], now: float) -> ModelView:
         """See the module's docstring; O(n)."""

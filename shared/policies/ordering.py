@@ -75,6 +75,10 @@ class OrderingPolicy(ABC):
     def key(self, sequence: SequenceView, now: float) -> tuple[float, ...]:
         """Smaller runs first and is preempted last. Ties are broken by arrival number."""
 
+    def sort(self, sequences: list[Any], now: float) -> None:
+        """Sorts sequences of one model and class by their keys, in place."""
+        sequences.sort(key=lambda sequence: (*self.key(sequence, now), sequence.number))
+
     @abstractmethod
     def pick_model(self, candidates: list[ModelView], now: float) -> ModelView:
         """The model of an iteration that begins at `now`; `candidates` is not empty and in the order in which models were
@@ -86,8 +90,8 @@ class OrderingPolicy(ABC):
     def on_arrival(self, sequence: SequenceView, now: float) -> None:  # noqa: B027
         """Before the first `key` of a sequence."""
 
-    def charge(self, sequence: SequenceView, execution_s: float, now: float) -> None:  # noqa: B027
-        """The sequence has received so much execution time in a step that ended now."""
+    def charge(self, sequences: Iterable[SequenceView], seconds: Iterable[float], now: float) -> None:  # noqa: B027
+        """Each sequence has received so much execution time in a step that ended now; they are of one model."""
 
     def export_state(self, sequence: SequenceView) -> tuple[float, ...]:
         """What it remembers of a sequence, for the instance to which that one moves."""

@@ -101,7 +101,7 @@ def test_what_is_cached_between_used_slots_goes_before_a_merged_block_that_all_c
     pool.add_model("b", 4, 1)
     slots = pool.allocate("a", 8)
     for slot in slots:
-        pool.register("a", slot, bytes([slot]))
+        pool.register("a", [slot], [bytes([slot])])
     pool.release("a", [slot for slot in slots if slot % 4])
     pool.allocate("b", 2)
     b = pool.allocate("a", 6)
@@ -117,7 +117,7 @@ def test_a_model_alone_keeps_what_is_cached_while_slots_are_free():
     pool.add_model("a", 4, 4)
     slots = pool.allocate("a", 13)
     for slot in slots[:12]:
-        pool.register("a", slot, bytes([slot]))
+        pool.register("a", [slot], [bytes([slot])])
     pool.release("a", slots[:12])
     assert pool.used_merged() == 0.25
     assert pool.allocate("a", 3) is not None
@@ -514,7 +514,7 @@ def test_packing_and_moves_keep_the_pools_invariants(calls):
         elif call == "release" and held:
             pool.release("a", [held.pop(size % len(held))])
         elif call == "register" and held:
-            pool.register("a", held[size % len(held)], number.to_bytes(2))
+            pool.register("a", [held[size % len(held)]], [number.to_bytes(2)])
         elif call == "move" and held:
             slot = held[size % len(held)]
             targets = [merged for used, merged in pool.busy_merged("a") if used < 5 and merged != slot // 5]

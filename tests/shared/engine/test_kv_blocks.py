@@ -45,7 +45,7 @@ def test_no_slot_is_owned_twice_and_none_is_lost(num_merged, operations):
             slot = held[model][number % len(held[model])]
             if (model, block_hash(number)) not in contents and slot not in pool._models[model].hash_of:
                 contents[model, block_hash(number)] = slot
-            pool.register(model, slot, block_hash(number))
+            pool.register(model, [slot], [block_hash(number)])
         elif operation == "find":
             found = pool.find(model, [block_hash(number)])
             for slot in found:
@@ -84,7 +84,7 @@ def test_cached_blocks_are_evicted_least_recently_used_first_and_tails_before_he
     pool.add_model("a", 4, 4)
     slots = pool.allocate("a", 4)
     for index, slot in enumerate(slots):
-        pool.register("a", slot, block_hash(index))
+        pool.register("a", [slot], [block_hash(index)])
     pool.release("a", slots)
     assert pool.allocate("a", 1) == [slots[3]]
     assert pool.find("a", [block_hash(i) for i in range(4)]) == slots[:3]
@@ -96,11 +96,11 @@ def test_another_models_cache_gives_way_when_it_is_older():
     pool.add_model("b", 2, 2)
     old = pool.allocate("a", 2)
     for index, slot in enumerate(old):
-        pool.register("a", slot, block_hash(index))
+        pool.register("a", [slot], [block_hash(index)])
     pool.release("a", old)
     recent = pool.allocate("b", 2)
-    pool.register("b", recent[0], block_hash(7))
-    pool.register("b", recent[1], block_hash(8))
+    pool.register("b", [recent[0]], [block_hash(7)])
+    pool.register("b", [recent[1]], [block_hash(8)])
     pool.release("b", recent)
     assert pool.allocate("b", 2) is not None
     assert pool.find("a", [block_hash(0)]) == []
@@ -114,7 +114,7 @@ def test_removing_a_model_needs_its_slots_free_and_leaves_the_others():
     a, b = pool.allocate("a", 2), pool.allocate("b", 1)
     with pytest.raises(ValueError, match="used slots"):
         pool.remove_model("a")
-    pool.register("a", a[0], block_hash(1))
+    pool.register("a", [a[0]], [block_hash(1)])
     pool.release("a", a)
     pool.remove_model("a")
     pool.check()

@@ -33,13 +33,13 @@ def test_mlfq_joins_at_the_level_that_holds_the_prefill() -> None:
 def test_mlfq_demotes_by_one_level_a_quantum() -> None:
     policy = SkipJoinMlfq(quantum_s=0.1, num_levels=3, prefill_token_s=0.0)
     sequence = arrive(policy, 0, 10)
-    policy.charge(sequence, 0.09, 1.0)
+    policy.charge([sequence], [0.09], 1.0)
     assert policy.key(sequence, 1.0) == (0, 0.0)
-    policy.charge(sequence, 0.02, 2.0)  # 0.01 of the next level's 0.2 is used
+    policy.charge([sequence], [0.02], 2.0)  # 0.01 of the next level's 0.2 is used
     assert policy.key(sequence, 2.0) == (1, 2.0)
-    policy.charge(sequence, 0.18, 3.0)
+    policy.charge([sequence], [0.18], 3.0)
     assert policy.key(sequence, 3.0) == (1, 2.0)
-    policy.charge(sequence, 5.0, 4.0)
+    policy.charge([sequence], [5.0], 4.0)
     assert policy.key(sequence, 4.0) == (2, 4.0), "the last level keeps it"
 
 
@@ -49,7 +49,7 @@ def test_mlfq_promotes_who_has_waited_too_long() -> None:
     assert policy.key(short, 1.9) < policy.key(long, 1.9)
     assert policy.key(long, 2.1) == (0, 2.1)
     assert policy.key(long, 2.2) == (0, 2.1), "promoted once"
-    policy.charge(long, 0.15, 2.3)
+    policy.charge([long], [0.15], 2.3)
     long.last_ran_s = 2.3
     assert policy.key(long, 2.3) == (1, 2.3), "falls again from there"
 
@@ -65,7 +65,7 @@ def test_mlfq_picks_the_model_of_the_first_sequence() -> None:
 def test_the_level_travels_and_the_state_of_another_order_does_not() -> None:
     policy = SkipJoinMlfq(quantum_s=0.1, num_levels=4, prefill_token_s=0.0)
     sequence, moved = arrive(policy, 0, 10), arrive(policy, 1, 10, 5.0)
-    policy.charge(sequence, 0.35, 1.0)
+    policy.charge([sequence], [0.35], 1.0)
     assert policy.export_state(sequence) == (2.0,)
     policy.import_state(moved, (2.0,), 6.0)
     assert policy.key(moved, 6.0) == (2, 6.0)

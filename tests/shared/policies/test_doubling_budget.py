@@ -37,10 +37,10 @@ def test_budget_falls_and_doubles_each_time_it_is_used_up() -> None:
     sequence = arrive(policy, 0, "m")
     assert policy.budgets([sequence]) == (3.0, 3.0)
     assert policy.key(sequence, 0.0) == (1, 6.0)
-    policy.charge(sequence, 1.0, 1.0)
+    policy.charge([sequence], [1.0], 1.0)
     assert policy.budgets([sequence]) == (2.0, 2.0)
     for doubled in (6.0, 12.0, 24.0):
-        policy.charge(sequence, policy.budgets([sequence])[0] + 0.5, 2.0)
+        policy.charge([sequence], [policy.budgets([sequence])[0] + 0.5], 2.0)
         assert policy.budgets([sequence]) == (doubled, doubled)
         assert policy.key(sequence, 2.0) == (1, 2 * doubled)
     other = arrive(policy, 1, "m")
@@ -58,7 +58,7 @@ def test_no_time_at_all_is_no_budget_of_zero() -> None:
     policy = policy_with({"m": 0.0})
     sequence = arrive(policy, 0, "m")
     for _ in range(2000):
-        policy.charge(sequence, 0.01, 0.0)
+        policy.charge([sequence], [0.01], 0.0)
     assert 0 < policy.key(sequence, 0.0)[1] < 1
 
 
@@ -87,7 +87,7 @@ def test_the_model_is_that_of_the_first_sequence() -> None:
     a.sequences = [arrive(policy, 0, "a")]
     b.sequences = [arrive(policy, 1, "b"), arrive(policy, 2, "b")]
     assert policy.pick_model([b, a], 0.0) is a
-    policy.charge(b.sequences[1], 2.8, 0.0)  # 0.2 s left: 0.6 < 1
+    policy.charge([b.sequences[1]], [2.8], 0.0)  # 0.2 s left: 0.6 < 1
     assert policy.pick_model([a, b], 0.0) is b
     b.sequences = []
     assert policy.pick_model([b, a], 0.0) is a
@@ -126,7 +126,7 @@ def test_a_budget_that_doubles_makes_turns_rarer() -> None:
     policy = policy_with({"a": 1.0, "b": 1.0})
     a, b = FakeModel("a"), FakeModel("b")
     a.sequences, b.sequences = [arrive(policy, 0, "a")], [arrive(policy, 1, "b")]
-    policy.charge(a.sequences[0], 1.0, 0.0)
+    policy.charge([a.sequences[0]], [1.0], 0.0)
     assert turns(policy, [a, b], 300)["b"] == pytest.approx(300 * share_of(1, 1 / 2), abs=1)
 
 
@@ -134,7 +134,7 @@ def test_a_nearly_used_budget_counts_as_half_of_what_it_was() -> None:
     policy = policy_with({"a": 1.0, "b": 1.0})
     a, b = FakeModel("a"), FakeModel("b")
     a.sequences, b.sequences = [arrive(policy, 0, "a")], [arrive(policy, 1, "b")]
-    policy.charge(b.sequences[0], 0.99, 0.0)
+    policy.charge([b.sequences[0]], [0.99], 0.0)
     assert turns(policy, [a, b], 300)["b"] == pytest.approx(300 * share_of(2, 1), abs=1)
 
 
@@ -200,7 +200,7 @@ def test_picks_what_the_papers_algorithm_picks(
         model = models[policy.pick_model(candidates, 0.0).name]
         first = min(model.sequences, key=lambda sequence: (policy.key(sequence, 0.0), sequence.number))
         assert (first.number, model.name) == (expected.number, expected.service)
-        policy.charge(first, seconds, 0.0)
+        policy.charge([first], [seconds], 0.0)
         expected.execute(seconds)
         if seconds < 1:
             model.sequences.remove(first)
@@ -223,7 +223,7 @@ def cost_under_policy(lengths: dict[str, int], jobs: tuple[tuple[str, int], ...]
         now += 1
         if sequences:
             first = min(sequences.values(), key=lambda s: (policy.key(s, 0.0), s.number))
-            policy.charge(first, 1.0, 0.0)
+            policy.charge([first], [1.0], 0.0)
             left[first.number] -= 1
             if not left[first.number]:
                 del left[first.number], sequences[first.number]
@@ -289,7 +289,7 @@ def num_rescued(step_s: float, num_long: int, load: float) -> int:
         first = min(sequences, key=lambda sequence: (policy.key(sequence, now), sequence.number))
         num_due += due.pop(first.number, None) is not None
         assert all(step < last for last in due.values())
-        policy.charge(first, step_s, now + step_s)
+        policy.charge([first], [step_s], now + step_s)
         first.last_ran_s = now + step_s
         left_s[first.number] -= step_s
         if left_s[first.number] <= 0:
@@ -311,12 +311,12 @@ def test_what_is_left_of_a_budget_travels_with_its_exhaustions() -> None:
     here, there = policy_with({"m": 2.0}), policy_with({"m": 50.0})
     sequence = arrive(here, 0, "m")
     for execution_s in (2.5, 1.0):
-        here.charge(sequence, execution_s, 0.0)
+        here.charge([sequence], [execution_s], 0.0)
     state = here.export_state(sequence)
     moved = arrive(there, 7, "m")
     there.import_state(moved, state, 9.0)
     assert there.budgets([moved]) == here.budgets([sequence]) == (3.0, 3.0)
-    there.charge(moved, 3.0, 9.0)
+    there.charge([moved], [3.0], 9.0)
     assert there.budgets([moved]) == (200.0, 200.0), "the second exhaustion, in the statistics of there"
 
 
