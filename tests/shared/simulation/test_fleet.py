@@ -145,7 +145,7 @@ def test_batches_fill_what_online_load_leaves_and_survive_a_change_of_scheduler(
     online = sorted(record.ttft_s for record in records[:60])
     assert online[30] < 0.1 and online[-1] < 1.6, "none waits for a batch; some for a scheduler and its first reports"
     counters = [instance.engine.counters for instance in fleet.instances.values()]
-    assert sum(one.harvested_tokens for one in counters) >= 120 * 120
+    assert sum(one.harvested_tokens for one in counters) >= 120 * 119  # the last token of an answer is not computed
     assert not batches.feed.accounts
     check_empty(fleet)
 
