@@ -51,59 +51,41 @@ class GatewayMetrics:
         def counter(name: str, text: str, *labels: str) -> Counter:
             return Counter("tideway_gateway_" + name, text, labels, registry=registry)
 
+        def gauge(name: str, text: str, *labels: str) -> Gauge:
+            return Gauge("tideway_gateway_" + name, text, labels, registry=registry)
+
         def histogram(name: str, text: str, buckets: tuple[float, ...], labels: tuple[str, ...]) -> Histogram:
             return Histogram(name, text, labels, buckets=buckets, registry=registry)
 
         both = ("model", "class")
         self.requests = counter("requests", "Generation requests ended, by outcome", "model", "class", "outcome")
-        self.in_flight = Gauge(
-            "tideway_gateway_in_flight_requests", "HTTP generation requests in flight", ["class"], registry=registry
-        )
-        self.open_streams = Gauge(
-            "tideway_gateway_open_streams", "Sequences being generated for clients", registry=registry
-        )
+        self.in_flight = gauge("in_flight_requests", "HTTP generation requests in flight", "class")
+        self.open_streams = gauge("open_streams", "Sequences being generated for clients")
         self.disconnects = counter("disconnected_clients", "Clients that went away before the end")
         self.replacements = counter("replacements", "Requests placed again after their owner was lost", "reason")
         self.moved_streams = counter("moved_streams", "Times that a sequence was handed from instance to instance")
         self.replays = counter("replays", "Replay queries sent to instances", "reason")
         self.bypassed = counter("bypass_placements", "Requests placed on an instance without a scheduler")
         self.dropped_entries = counter("dropped_entries", "Token entries not taken, by reason", "reason")
-        self.storage_writable = Gauge(
-            "tideway_gateway_storage_writable", "0 while NATS cannot write to its disk, else 1", registry=registry
-        )
+        self.storage_writable = gauge("storage_writable", "0 while NATS cannot write to its disk, else 1")
         self.storage_writable.set(1)
-        self.batches = Gauge(
-            "tideway_gateway_batches",
-            "Batches of the cluster by status (every gateway shows all)",
-            ["status"],
-            registry=registry,
-        )
+        self.batches = gauge("batches", "Batches of the cluster by status (every gateway shows all)", "status")
         self.batch_lines = counter("batch_lines", "Batch lines ended here, by result", "result")
         self.batch_retries = counter("batch_line_retries", "Failures of batch lines that were tried again", "reason")
-        self.batch_lines_in_flight = Gauge(
-            "tideway_gateway_batch_lines_in_flight", "Batch lines being generated for this gateway", registry=registry
-        )
-        self.connections = Gauge("tideway_gateway_connections", "Open HTTP connections", registry=registry)
+        self.batch_lines_in_flight = gauge("batch_lines_in_flight", "Batch lines being generated for this gateway")
+        self.connections = gauge("connections", "Open HTTP connections")
         self.refused_connections = counter(
             "refused_connections", "Connections ended for breaking a limit of HTTP, by the limit", "reason"
         )
         for reason in CONNECTION_REFUSALS:
             self.refused_connections.labels(reason)
-        self.text_characters = Gauge(
-            "tideway_gateway_text_characters",
-            "Of texts that are rendered or tokenised, or wait for it",
-            registry=registry,
-        )
+        self.text_characters = gauge("text_characters", "Of texts that are rendered or tokenised, or wait for it")
         self.killed_text_processes = counter(
             "killed_text_processes", "Ends of processes at a text, by reason", "reason"
         )
         for reason in TEXT_ENDS:
             self.killed_text_processes.labels(reason)
-        self.waiting_submissions = Gauge(
-            "tideway_gateway_waiting_submissions",
-            "Requests that wait for their turn to be submitted",
-            registry=registry,
-        )
+        self.waiting_submissions = gauge("waiting_submissions", "Requests that wait for their turn to be submitted")
         self.key_reloads = counter("key_reloads", "Times that changed files of keys were read, or refused", "outcome")
         self.admin_refusals = counter(
             "admin_refusals", "Tries to change something by the admin API without a key for it"
