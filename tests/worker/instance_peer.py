@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from services.worker.kv_transport import KvTransport, LocalHub, LocalNetwork
+from services.worker.kv_transport import KvTransport
 from shared.bus.interface import ServiceError
 from shared.bus.nats_bus import NatsBus
 from shared.messages.catalogue import (
@@ -29,6 +29,7 @@ from shared.messages.migration import (
 )
 from shared.messages.requests import Cancel, ErrorCode, ListHeldRequests
 from tests.worker.instance_stage import IDS, Stage
+from tests.worker.kv_transport.local import LocalHub, LocalNetwork
 
 LONG_PROMPT, OTHER_PROMPT = list(range(400)), list(range(400, 800))
 """They do not fit into the pool together."""

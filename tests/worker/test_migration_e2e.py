@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from services.worker.executor import Executor
-from services.worker.kv_transport import KvTransport, LocalHub, LocalNetwork
+from services.worker.kv_transport import KvTransport
 from shared.bus.nats_bus import NatsBus
 from shared.engine.engine import Engine
 from shared.messages.admin import UnloadModel
@@ -19,6 +19,7 @@ from shared.messages.migration import MoveReason
 from shared.messages.requests import Cancel, FinishReason, RequestClass
 from shared.settings import BusSettings
 from tests.worker.instance_stage import Stage, instance_on
+from tests.worker.kv_transport.local import LocalHub, LocalNetwork
 from tests.worker.neighbours import (
     MERGED_BYTES,
     NUM_MERGED,

@@ -2,7 +2,6 @@
 
 from services.worker.kv_transport.errors import TransferError, TransferReason
 from services.worker.kv_transport.links import Network
-from services.worker.kv_transport.local import LocalHub, LocalNetwork
 from services.worker.kv_transport.receiving import Incoming, Receipt
 from services.worker.kv_transport.sending import Outgoing
 from services.worker.kv_transport.transport import KvTransport, TransportLimits
@@ -11,8 +10,6 @@ from services.worker.kv_transport.ucx import UcxNetwork
 __all__ = [
     "Incoming",
     "KvTransport",
-    "LocalHub",
-    "LocalNetwork",
     "Network",
     "Outgoing",
     "Receipt",

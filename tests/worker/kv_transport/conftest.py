@@ -14,8 +14,6 @@ import torch
 
 from services.worker.kv_transport import (
     KvTransport,
-    LocalHub,
-    LocalNetwork,
     Network,
     TransferError,
     TransferReason,
@@ -26,6 +24,7 @@ from services.worker.kv_transport.faults import NO_FAULTS, FaultPoint, Faults
 from services.worker.kv_transport.links import Buffer
 from services.worker.kv_transport.staging import SlotPool
 from services.worker.kv_transport.telemetry import TransferMetrics
+from tests.worker.kv_transport.local import LocalHub, LocalNetwork
 
 SLOT_BYTES, STRIDE_BYTES, NUM_SLOTS = 24_640, 24_704, 64
 LAYOUTS = ["fused", "runs", "lone"]

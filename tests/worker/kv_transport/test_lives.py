@@ -13,8 +13,6 @@ from prometheus_client import CollectorRegistry
 
 from services.worker.kv_transport import (
     KvTransport,
-    LocalHub,
-    LocalNetwork,
     Network,
     TransferError,
     TransferReason,
@@ -24,7 +22,6 @@ from services.worker.kv_transport import (
 )
 from services.worker.kv_transport.faults import FaultPoint, Faults
 from services.worker.kv_transport.links import Buffer
-from services.worker.kv_transport.local import LocalLink
 from services.worker.kv_transport.staging import StagingPair
 from services.worker.kv_transport.telemetry import TransferMetrics
 from tests.stalls import Stopwatch
@@ -40,6 +37,7 @@ from tests.worker.kv_transport.conftest import (
     refusal,
     until,
 )
+from tests.worker.kv_transport.local import LocalHub, LocalLink, LocalNetwork
 
 
 async def test_staging_is_made_beside_the_event_loop(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:

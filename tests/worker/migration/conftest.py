@@ -5,10 +5,10 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 
 import pytest
 
-from services.worker.kv_transport import LocalHub, LocalNetwork
 from shared.messages.requests import GenerationRequest
 from tests.shared.engine.fake_executor import expected_output
 from tests.stalls import whatever_the_machine_does
+from tests.worker.kv_transport.local import LocalHub, LocalNetwork
 from tests.worker.migration.parties import Gateway, Party, make_party, until
 
 

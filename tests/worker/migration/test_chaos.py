@@ -9,11 +9,11 @@ import pytest
 
 import services.worker.migration.peer as peer
 import services.worker.migration.service as service
-from services.worker.kv_transport import LocalHub, LocalNetwork
 from services.worker.migration.faults import FaultError, FaultPoint, FaultPoints
 from shared.messages.catalogue import INSTANCE_CANCEL
 from shared.messages.requests import Cancel, FinishReason, RequestClass
 from tests.shared.engine.fake_executor import expected_output, request
+from tests.worker.kv_transport.local import LocalHub, LocalNetwork
 from tests.worker.migration.conftest import Group
 from tests.worker.migration.parties import Gateway, make_party
 

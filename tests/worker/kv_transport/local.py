@@ -1,4 +1,4 @@
-"""Links inside one process: for tests, simulation and instances that share an event loop."""
+"""Links inside one process, for instances that share an event loop."""
 
 from __future__ import annotations
 
