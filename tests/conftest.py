@@ -27,7 +27,7 @@ import pytest_timeout
 from hypothesis import HealthCheck, settings
 
 from shared.settings import BusSettings
-from tests import stalls
+from tests import fast, stalls
 from tests.small_disk import SmallDisk
 
 # Read when torch is imported, here and in processes that tests start: the models of tests are so small, and tests so many
@@ -39,11 +39,35 @@ settings.register_profile("tideway", deadline=None, suppress_health_check=[Healt
 settings.load_profile("tideway")
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """With -m fast: to import what is not takes longer than all that is."""
+    if config.option.markexpr != "fast":
+        return None
+    if collection_path.is_dir():
+        conftest = collection_path / "conftest.py"
+        return True if conftest.exists() and fast.imported(conftest) & fast.MODELS else None
+    is_test = collection_path.name.startswith("test_") and collection_path.suffix == ".py"
+    return True if is_test and fast.imported(collection_path) else None
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """A test that fails while the machine stood still runs again when that is over; the summary says so (R)."""
-    if not config.option.usepdb:
-        for item in items:
+    """Marks the fast ones. One that may hang on time and fails while the machine stood still runs again when that is over;
+    the summary says so (R)."""
+    for item in items:
+        if item.get_closest_marker("fast") is not None:
+            raise pytest.UsageError(f"{item.nodeid}: nobody marks a test as fast, see tests/fast.py")
+        needs = fast.needs(item)
+        if not needs and item.get_closest_marker("slow") is None:
+            item.add_marker(pytest.mark.fast)
+        if needs & fast.OUTSIDE and not config.option.usepdb:
             item.add_marker(pytest.mark.flaky(reruns=3, reruns_delay=stalls.AFTERMATH_S, condition=stalls.watch.broke))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    is_fast = item.get_closest_marker("fast") is not None
+    with fast.alone(item.nodeid) if is_fast else contextlib.nullcontext():
+        return (yield)
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -56,7 +80,8 @@ def pytest_runtest_setup(item: pytest.Function) -> None:
         limit = pytest_timeout._get_item_settings(item)
         if limit.timeout:
             item.config.pluginmanager.hook.pytest_timeout_set_timer(item=item, settings=limit)
-    stalls.watch.test_begins()
+    if item.get_closest_marker("flaky") is not None:
+        stalls.watch.test_begins()
 
 
 def pytest_exception_interact() -> None:

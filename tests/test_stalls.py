@@ -94,6 +94,7 @@ def test_dies():
     os._exit(1)
 """
 WRONG = """
+import subprocess
 from pathlib import Path
 
 def test_wrong():

@@ -140,6 +140,7 @@ def test_prompts_go_where_they_are_begun_soonest(seed: int) -> None:
     assert ours_s < min(mean_ttft_s(SYSTEMS[name]) for name in ("infaas++", "round_robin"))
 
 
+@pytest.mark.slow
 def test_a_fleet_grows_under_load_and_shrinks_after_it() -> None:
     device = small()
     jobs = [Job(0.1 * number, 100, 700) for number in range(40)] + [Job(60.0 + number, 100, 20) for number in range(40)]
@@ -171,6 +172,7 @@ def test_a_miss_is_called_a_miss() -> None:
     assert verdicts((2.5, 4)) == [False] * 4
 
 
+@pytest.mark.slow
 def test_the_short_form_writes_its_result(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     names = ["balance", "drain"]
     assert main([*names, "--short", "--mixes", "S-S", "--requests", "20", "--output", str(tmp_path)]) == 0

@@ -70,6 +70,7 @@ def test_the_operators_length_limit_holds(checkpoint: Path) -> None:
     assert load_tokenizer(ModelSpec("m", str(checkpoint), max_model_len=1000)).max_model_len == 256
 
 
+@pytest.mark.slow
 def test_a_checkpoint_without_tokenizer_json_is_converted(tmp_path: Path) -> None:
     tokenizer = byte_level_tokenizer()
     folder = write_checkpoint(tmp_path / "model", tokenizer)

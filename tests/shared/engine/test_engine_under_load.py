@@ -148,6 +148,7 @@ def go(run: Run, steps: int = 250) -> None:
     run.finish()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ordering", sorted(ORDERING_POLICIES))
 def test_every_output_is_that_of_an_undisturbed_run(ordering):
     used = Counter()
@@ -165,6 +166,7 @@ def test_every_output_is_that_of_an_undisturbed_run(ordering):
     assert used["memory", "checkpointed"] > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [

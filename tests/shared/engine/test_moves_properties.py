@@ -183,7 +183,7 @@ class ClusterMachine(RuleBasedStateMachine):
 
 
 ClusterMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=80, deadline=None)
-TestMoves = ClusterMachine.TestCase
+TestMoves = pytest.mark.slow(ClusterMachine.TestCase)
 
 
 @pytest.mark.parametrize("first_seed", range(0, 24, 4))

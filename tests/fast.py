@@ -1,0 +1,123 @@
+"""Which tests are fast, and that these reach nothing outside of their own process.
+
+Nobody marks a test as fast: it is one if neither its module, nor a fixture that it uses, nor anything that those import at
+their top can start a process, serve a port or run a model, and if it is not marked slow. While such a test runs, whatever
+of that it does all the same ends it.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import functools
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+
+MODELS = frozenset({"torch"})
+OUTSIDE = frozenset({"subprocess", "multiprocessing", "uvicorn", "ucxx"})
+"""What reaches other processes and ports: a test that needs them may hang on time."""
+
+_FORBIDDEN_EVENTS = frozenset(
+    {
+        "subprocess.Popen",
+        "os.fork",
+        "os.forkpty",
+        "os.posix_spawn",
+        "os.exec",
+        "os.system",
+        "socket.bind",
+        "socket.connect",
+    }
+)
+
+
+class NotFastError(Exception):
+    """A test of the fast set did what none of them may."""
+
+
+def needs(item: pytest.Item) -> frozenset[str]:
+    """Of MODELS and OUTSIDE, what the test's module and its fixtures import, themselves or through others."""
+    modules = {item.path}
+    definitions = item._fixtureinfo.name2fixturedefs if hasattr(item, "_fixtureinfo") else {}
+    for name in definitions:
+        file = getattr(sys.modules.get(definitions[name][-1].func.__module__), "__file__", None)
+        if file is not None and Path(file).is_relative_to(REPOSITORY / "tests"):
+            modules.add(Path(file))
+    return frozenset().union(*(imported(path) for path in modules))
+
+
+@functools.cache
+def imported(path: Path) -> frozenset[str]:
+    """Of MODELS and OUTSIDE, what comes with an import of this file."""
+    seen, to_read, found = {path}, [path], set[str]()
+    while to_read:
+        for name in _imports(to_read.pop()):
+            found.add(name.partition(".")[0])
+            parts = name.split(".")
+            for length in range(1, len(parts) + 1):
+                file = _file(".".join(parts[:length]))
+                if file is not None and file not in seen:
+                    seen.add(file)
+                    to_read.append(file)
+    return frozenset(found & (MODELS | OUTSIDE))
+
+
+@functools.cache
+def _imports(path: Path) -> frozenset[str]:
+    """Modules that are imported outside of functions."""
+    names: set[str] = set()
+    to_visit: list[ast.AST] = [ast.parse(path.read_text())]
+    while to_visit:
+        node = to_visit.pop()
+        if isinstance(node, ast.Import):
+            names.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module is not None:
+            names.update(f"{node.module}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"):
+            to_visit.extend(node.orelse)
+        elif not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            to_visit.extend(ast.iter_child_nodes(node))
+    return frozenset(names)
+
+
+@functools.cache
+def _file(module: str) -> Path | None:
+    path = REPOSITORY.joinpath(*module.split("."))
+    return next((file for file in (path.with_suffix(".py"), path / "__init__.py") if file.is_file()), None)
+
+
+_running: list[str] = []
+"""The fast test that runs, if one does."""
+
+
+@functools.cache
+def _install() -> None:
+    """Once: an audit hook cannot be taken out again."""
+    sys.addaudithook(_audit)
+
+
+def _audit(event: str, arguments: tuple[Any, ...]) -> None:
+    if not _running:
+        return
+    if event in _FORBIDDEN_EVENTS or (event == "import" and arguments[0] in MODELS | {"ucxx"}):
+        raise NotFastError(
+            f"{_running[0]} is in the fast set by what it imports, yet did this: {event} {arguments[0]!r}. "
+            "Import at the top what it needs for that, or mark it slow."
+        )
+
+
+@contextlib.contextmanager
+def alone(name: str) -> Iterator[None]:
+    """Within, this process starts no other, opens no port and imports no torch: NotFastError where it would."""
+    _install()
+    _running.append(name)
+    try:
+        yield
+    finally:
+        _running.clear()
