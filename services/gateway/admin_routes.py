@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from collections.abc import Awaitable
+from typing import TypeVar
 
 import msgspec
 from starlette.requests import Request
@@ -77,7 +78,7 @@ async def _stored_plan(context: GatewayContext) -> PlacementPlan | None:
     return None if entry is None else entry.value
 
 
-async def _api_errors(work: Any, **names: str) -> Any:
+async def _api_errors(work: Awaitable[T], **names: str) -> T:
     """`names`: of fields of the query, as the HTTP request calls them."""
     try:
         return await work
@@ -195,6 +196,7 @@ async def _set_draining(context: GatewayContext, request: Request, *, is_undone:
 async def show_plan(context: GatewayContext, request: Request) -> Response:
     """Placement's plan; its stored copy where placement is away."""
     _authenticate(context, request)
+    plan: PlacementPlan | None
     try:
         plan = await context.bus.request(PLACEMENT_PLAN, GetPlan(), timeout_s=PLAN_TIMEOUT_S)
     except BusError:
@@ -226,7 +228,7 @@ async def list_audit(context: GatewayContext, request: Request) -> Response:
 async def list_nodes(context: GatewayContext, request: Request) -> Response:
     _authenticate(context, request)
 
-    async def entries() -> list[dict[str, Any]]:
+    async def entries() -> list[dict[str, object]]:
         nodes = await (await context.bus.key_value(NODES)).entries()
         return [msgspec.structs.asdict(entry.value) for entry in nodes.values()]
 

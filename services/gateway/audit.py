@@ -7,7 +7,7 @@ import functools
 import logging
 import time
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import TYPE_CHECKING
 
 import msgspec
 from starlette.requests import Request
@@ -18,6 +18,9 @@ from services.gateway.metrics import GatewayMetrics
 from shared.bus.interface import Bus, BusError, KeyValue
 from shared.messages.catalogue import AUDIT
 from shared.messages.cluster import AdminAction
+
+if TYPE_CHECKING:
+    from services.gateway.context import GatewayContext
 
 logger = logging.getLogger(__name__)
 
@@ -84,11 +87,14 @@ class Audit:
         return [entry.value for _, entry in newest]
 
 
-def audited(handler: Callable[[Any, Request], Awaitable[Response]]) -> Callable[[Any, Request], Awaitable[Response]]:
+Handler = Callable[["GatewayContext", Request], Awaitable[Response]]
+
+
+def audited(handler: Handler) -> Handler:
     """A handler of the admin API that changes something."""
 
     @functools.wraps(handler)
-    async def handle(context: Any, request: Request) -> Response:
+    async def handle(context: GatewayContext, request: Request) -> Response:
         status = 500
         try:
             answer = await handler(context, request)

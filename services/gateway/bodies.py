@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from typing import TypeVar
 
 import msgspec
 from starlette.requests import Request
@@ -12,9 +12,9 @@ from starlette.types import Receive, Scope, Send
 
 from services.gateway.errors import ApiError, decode
 
+T = TypeVar("T")
+
 LINGER_S = 3.0
-
-
 FREE_BYTES = 64 * 1024
 """Of each body: they are bounded by the number of connections."""
 RETRY_AFTER_S = 1.0
@@ -49,7 +49,7 @@ class BodyRoom:
         self._num_bytes -= max(0, num_bytes - FREE_BYTES)
 
 
-async def read_message(request: Request, decoder: msgspec.json.Decoder[Any], room: BodyRoom) -> Any:
+async def read_message(request: Request, decoder: msgspec.json.Decoder[T], room: BodyRoom) -> T:
     """The decoded JSON body. Raises `ApiError` 400, 413 (before all of it is read), 415 or 429, or `ClientDisconnect`."""
     media_type = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
     if media_type != "application/json" and not (

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import msgspec
 
@@ -88,10 +88,12 @@ def invalid(param: str, message: str, code: str = "invalid_value") -> ApiError:
     return ApiError(400, message, param=param, code=code)
 
 
+T = TypeVar("T")
+
 _MISSING = re.compile(r"missing required field `([^`]+)`")
 
 
-def _choices(struct: Any, field: str) -> str:
+def _choices(struct: type, field: str) -> str:
     """What a field of the struct that takes only certain values may be; empty for other fields."""
     annotation = get_type_hints(struct).get(field)
     forms = (annotation, *get_args(annotation))
@@ -99,7 +101,7 @@ def _choices(struct: Any, field: str) -> str:
     return ", ".join(map(repr, values))
 
 
-def decode(decoder: msgspec.json.Decoder[Any], body: bytes | bytearray) -> Any:
+def decode(decoder: msgspec.json.Decoder[T], body: bytes | bytearray) -> T:
     """The typed request in `body`; what is wrong with it is a 400 that names the field."""
     try:
         return decoder.decode(body)

@@ -33,7 +33,7 @@ DETACH_TIMEOUT_S = 30.0
 """For transfers of a model's KV and reservations for it, which end by their own deadlines."""
 
 
-OnReady = Callable[[ModelSpec, ModelShape, Callable[[], bool]], Awaitable[Any]]
+OnReady = Callable[[ModelSpec, ModelShape, Callable[[], bool]], Awaitable[object]]
 """(model, its shape on the engine, whether nothing else is being loaded)"""
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any
 
 from opentelemetry import trace
+from opentelemetry.util.types import AttributeValue
 
 from shared.engine.moving import TakenOut
 from shared.engine.requests import Ended
@@ -23,7 +23,7 @@ class InstanceSpans:
         self._clock = clock
 
     def ended(self, ended: Ended) -> None:
-        attributes = {
+        attributes: dict[str, AttributeValue] = {
             "gen_ai.usage.input_tokens": ended.num_prompt_tokens,
             "gen_ai.usage.output_tokens": ended.num_output_tokens,
             "gen_ai.usage.cache_read.input_tokens": ended.num_cached_tokens,
@@ -48,7 +48,7 @@ class InstanceSpans:
         def at_s(age_s: float) -> float | None:
             return taken.taken_s - age_s if age_s >= 0 else None
 
-        attributes = {
+        attributes: dict[str, AttributeValue] = {
             "gen_ai.usage.input_tokens": len(request.prompt) // 4,
             "gen_ai.usage.output_tokens": len(request.prior) // 4,
             "tideway.moved_to": destination_id,
@@ -64,7 +64,7 @@ class InstanceSpans:
     def _make(
         self,
         request: GenerationRequest,
-        attributes: dict[str, Any],
+        attributes: dict[str, AttributeValue],
         since_s: float,
         times_s: tuple[float, float | None, float | None, float],
         *,
@@ -79,7 +79,7 @@ class InstanceSpans:
             return offset_ns + int(at_s * 1e9)
 
         submitted_s, planned_s, token_s, end_s = times_s
-        about: dict[str, Any] = {
+        about: dict[str, AttributeValue] = {
             "tideway.instance_id": self._instance_id,
             "tideway.request_id": request.request_id,
             "tideway.epoch": request.epoch,

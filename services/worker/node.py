@@ -22,6 +22,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -331,7 +332,7 @@ class NodeAgent:
                 span.set_status(Status(StatusCode.ERROR, str(error)))
                 logger.warning("%s: %s", action, error)
 
-    def _span(self, name: str, instance_id: str) -> Any:
+    def _span(self, name: str, instance_id: str) -> AbstractContextManager[Span]:
         return self._telemetry.tracer.start_as_current_span(
             name,
             context=trace.set_span_in_context(self._plan_span),

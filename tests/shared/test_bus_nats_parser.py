@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import time
+from importlib.metadata import version
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from nats.aio.client import Client
+from nats.aio.subscription import Subscription
+from nats.aio.transport import TcpTransport
 from nats.errors import ProtocolError
+from nats.protocol.parser import Parser
 
-from shared.bus.nats_client import MAX_KEPT_BYTES, DirectParser
+from shared.bus.nats_client import MAX_KEPT_BYTES, DirectClient, DirectParser
 
 DIRECT, OTHER = 7, 8
 
@@ -92,3 +98,44 @@ def test_a_message_whose_line_cannot_be_read_is_an_error() -> None:
     for line in (b"MSG a.b 7 x\r\n", b"MSG a.b x 3\r\n", b"MSG \r\n", b"HMSG a.b 7 x 3\r\n"):
         with pytest.raises(ProtocolError):
             Peer().feed(line + b"abc\r\n")
+
+
+# fmt: off
+REPLACED = [
+    "_send_command", "_flush_pending", "_flusher", "_send_ping", "_process_msg", "_process_info", "_close",
+    "_process_connect_init", "_process_pong", "_process_err", "request",
+]
+USED = [
+    "_ps", "_pending", "_pending_data_size", "_sid", "_subs", "_pongs", "_pings_outstanding", "_inbox_prefix", "_transport",
+    "_error_cb", "_process_op_err", "options", "is_closed", "is_connected", "max_payload",
+]
+# fmt: on
+
+
+def missing_of(version_of: type[Client], client: Client) -> list[str]:
+    """What shared/bus replaces or uses of nats-py and this client does not have, or has with other parameters."""
+    gone = [f"Client.{name}" for name in USED if not hasattr(client, name)]
+    for name in REPLACED:
+        theirs, ours = getattr(version_of, name, None), getattr(DirectClient, name)
+        if theirs is None:
+            gone.append(f"Client.{name}")
+        elif list(inspect.signature(theirs).parameters) != list(inspect.signature(ours).parameters):
+            gone.append(f"Client.{name}{inspect.signature(theirs)}")
+    gone += [f"Parser.{name}" for name in ("parse", "state", "buf") if not hasattr(Parser(client), name)]
+    gone += ["Subscription._subject"] if not hasattr(Subscription(client, 1, "a"), "_subject") else []
+    gone += ["TcpTransport._io_writer"] if not hasattr(TcpTransport(), "_io_writer") else []
+    return gone
+
+
+async def test_nats_py_has_what_is_replaced_of_it() -> None:
+    gone = missing_of(Client, Client())
+    assert not gone, (
+        f"nats-py {version('nats-py')} has no {', '.join(gone)}, which shared/bus/nats_client.py replaces "
+        "or uses: see what took the place of it before the bound in pyproject.toml is raised"
+    )
+
+
+async def test_what_is_missing_of_nats_py_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(Client, "_flusher")
+    monkeypatch.setattr(Client, "_process_pong", lambda self, payload: None)
+    assert missing_of(Client, Client()) == ["Client._flusher", "Client._process_pong(self, payload)"]
