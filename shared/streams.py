@@ -99,8 +99,9 @@ class StreamState:
             else:
                 return Outcome.STALE
         reason = entry.finish_reason
-        if reason is FinishReason.CANCELLED or (
-            reason is FinishReason.ERROR and entry.error is not None and entry.error.code in PLACE_AGAIN_CODES
+        if reason is not None and (
+            reason is FinishReason.CANCELLED
+            or (reason is FinishReason.ERROR and entry.error is not None and entry.error.code in PLACE_AGAIN_CODES)
         ):
             # A stream that this gateway cancels is closed at the same moment, so a cancel seen here was meant for
             # an earlier owner.
@@ -110,7 +111,7 @@ class StreamState:
             return Outcome.GAP
         num_new = len(entry.tokens) // 4 - known
         if known >= 0 and num_new > 0:
-            self.tokens.frombytes(entry.tokens[4 * known :])
+            self.tokens.frombytes(entry.tokens[4 * known :] if known else entry.tokens)
             if self._has_logprobs:
                 logprobs = entry.logprobs[known:]
                 missing = num_new - len(logprobs)

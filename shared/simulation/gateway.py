@@ -205,31 +205,32 @@ class Gateway:
     # ------------------------------------------------------------------------------------------------- tokens
 
     def on_entries(self, entries: list[TokenEntry], sender: str | None) -> None:
-        now = self._now()
+        now, streams, records = self._now(), self._streams, self.records
         for entry in entries:
             number = int(entry.request_id)
-            stream, record = self._streams[number], self.records[number]
+            stream = streams[number]
             outcome = stream.accept(entry, sender)
-            if outcome is Outcome.GIVEN_UP:
-                self._lose(number, entry.epoch)
-            elif outcome is Outcome.GAP or (
-                outcome is Outcome.NEWS and entry.tokens and entry.offset != record.num_tokens
-            ):
-                raise RunFailed(f"request {number}: tokens at {entry.offset}, {record.num_tokens} were expected")
             if outcome is not Outcome.NEWS:
+                if outcome is Outcome.GIVEN_UP:
+                    self._lose(number, entry.epoch)
+                elif outcome is Outcome.GAP:
+                    raise RunFailed(f"request {number}: tokens before {entry.offset} are missing")
                 continue
-            if entry.tokens:
-                record.num_tokens = len(stream.tokens)
+            if tokens := entry.tokens:
+                record = records[number]
+                if entry.offset != record.num_tokens:
+                    raise RunFailed(f"request {number}: tokens at {entry.offset}, {record.num_tokens} were expected")
+                record.num_tokens += len(tokens) // 4
                 if record.first_s < 0:
                     record.first_s, record.num_cached_tokens = now, entry.num_cached_tokens
-                elif now - record.last_s > record.longest_gap_s:
-                    record.longest_gap_s = now - record.last_s
+                elif (gap_s := now - record.last_s) > record.longest_gap_s:
+                    record.longest_gap_s = gap_s
                 if record.preempted_s >= 0:
                     record.loss_s += now - record.preempted_s
                     record.preempted_s = -1.0
+                record.last_s = now
                 if self._paused and (pause := self._paused.pop(number, None)) is not None:
                     self.pauses.append((pause[0], now - pause[1], pause[2]))
-                record.last_s = now
             if stream.finish_reason is not None:
                 self._end(number, stream.finish_reason, entry.error.message if entry.error else "")
 
