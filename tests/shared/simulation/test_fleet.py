@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import msgspec
 import pytest
 from hypothesis import given, settings
@@ -148,6 +150,13 @@ def test_batches_fill_what_online_load_leaves_and_survive_a_change_of_scheduler(
     assert sum(one.harvested_tokens for one in counters) >= 120 * 119  # the last token of an answer is not computed
     assert not batches.feed.accounts
     check_empty(fleet)
+
+
+def test_the_scenario_of_the_docs_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    text = Path("docs/simulation.md").read_text()
+    exec(compile(text.partition("```python")[2].partition("```")[0], "docs/simulation.md", "exec"), {})
+    num_again, gap_s = capsys.readouterr().out.split()
+    assert int(num_again) > 0 and float(gap_s) > 2.0
 
 
 @settings(max_examples=8, deadline=None)
