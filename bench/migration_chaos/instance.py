@@ -4,7 +4,6 @@ have them. It tells the driver what happens, and obeys it, over a pipe: that wor
 from __future__ import annotations
 
 import asyncio
-import contextvars
 import faulthandler
 import gc
 import os
@@ -12,13 +11,9 @@ import signal
 import sys
 import threading
 import time
-import uuid
 from collections import deque
-from dataclasses import replace
 from multiprocessing.connection import Connection
-from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import msgspec
 
@@ -34,23 +29,19 @@ from services.worker.kv_transport import transport as transport_module
 from services.worker.kv_transport.staging import SlotPool
 from services.worker.kv_transport.transport import KvTransport, TransportLimits
 from services.worker.kv_transport.ucx import UcxNetwork
-from services.worker.migration import outgoing as outgoing_module
 from services.worker.migration import service as service_module
 from services.worker.migration.faults import FaultAction, FaultPoints
-from services.worker.migration.incoming import IncomingMigrations
-from services.worker.migration.outgoing import OutgoingMigration
 from services.worker.migration.service import MigrationService
 from shared.bus.interface import ServiceError
-from shared.messages.cluster import MoveOutcome
 from shared.messages.migration import (
-    Commit,
-    Committed,
     MoveReason,
     PreAllocate,
-    Rebalance,
     Reserved,
 )
 from shared.messages.requests import ErrorCode
+from shared.migration.commands import BeginOut, Command, WindUp
+from shared.migration.core import MigrationCore
+from shared.migration.outgoing import MOVED
 from shared.service import run_service
 from shared.settings import InstanceSettings
 
@@ -124,9 +115,9 @@ class Driver:
             }
             held["merged not free"] = engine.pool.num_merged - engine.load().free_merged
         held["transfers"] = 0 if transport is None else transport.num_active
-        held["migrations out"] = 0 if moves is None else len(moves._moves) + len(moves._outgoing)
-        held["migrations in"] = 0 if moves is None else moves._incoming.num_in_progress
-        held["disowned"] = bool(moves is not None and moves._incoming.disowned)
+        held["migrations out"] = 0 if moves is None else moves.core.num_moving_out + len(moves._out)
+        held["migrations in"] = 0 if moves is None else moves.core.num_moving_in + len(moves._in)
+        held["disowned"] = 0 if moves is None else moves.core.incoming.num_disowned
         gc.collect()
         size = {
             "fds": len(os.listdir("/proc/self/fd")),
@@ -157,6 +148,7 @@ class _MigrationFaults(FaultPoints):
         super().__init__()
         self._id = migration_id
         self._steps = {step.point: step for step in read_tag(migration_id)[1].steps}
+        self.refusal = self._steps.get(REFUSE)
 
     def has(self, point: str) -> bool:
         return point in self._steps
@@ -174,65 +166,45 @@ class _MigrationFaults(FaultPoints):
             await points.at(point)  # type: ignore[arg-type]
 
 
-class _Outgoing(OutgoingMigration):
-    def __init__(self, site: Any, *rest: Any, **fields: Any) -> None:
+class _Core(MigrationCore):
+    def _begin_one(self, order: Any, now: float) -> bool:
+        # Without a drain, each migration is one that the driver asked for.
+        if order.reason is MoveReason.BALANCE and not _driver.armed:
+            return False
+        return super()._begin_one(order, now)
+
+
+class _Service(MigrationService):
+    def __init__(self, **fields: Any) -> None:
+        super().__init__(**fields)
+        self._by_migration: dict[str, _MigrationFaults] = {}
+
+    def _new_id(self) -> str:
         trial, fault = _driver.armed.popleft() if _driver.armed else ("", NO_FAULT)
-        tag = _tag(uuid.uuid4().hex, trial, fault)
-        ids = SimpleNamespace(uuid4=lambda: SimpleNamespace(hex=tag))
-        with mock.patch.object(outgoing_module, "uuid", ids):
-            super().__init__(replace(site, faults=_MigrationFaults(tag)), *rest, **fields)
-        assert self.migration_id == tag
+        return _tag(super()._new_id(), trial, fault)
 
-    async def run(self) -> MoveOutcome:
-        _driver.tell("began", self.migration_id, self.request_id, self.destination.instance_id)
-        outcome = await super().run()
-        _driver.tell("ended", self.migration_id, outcome.is_moved, outcome.reason, self.machine.num_stages)
-        return outcome
-
-
-_migration: contextvars.ContextVar[_MigrationFaults] = contextvars.ContextVar("migration")
-
-
-class _ContextFaults(FaultPoints):
-    """Of the migration on whose behalf the task runs."""
-
-    async def at(self, point: Any) -> None:
-        if (faults := _migration.get(None)) is not None:
-            await faults.at(point)
-
-
-class _Incoming(IncomingMigrations):
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
-        self._faults = _ContextFaults()
-        self._faults_of: dict[str, _MigrationFaults] = {}
-
-    def _enter(self, migration_id: str) -> _MigrationFaults:
-        faults = self._faults_of.get(migration_id)
+    def _faults_of(self, migration_id: str) -> _MigrationFaults:
+        faults = self._by_migration.get(migration_id)
         if faults is None:
-            faults = self._faults_of[migration_id] = _MigrationFaults(migration_id)
-        _migration.set(faults)
+            faults = self._by_migration[migration_id] = _MigrationFaults(migration_id)
         return faults
 
+    def _carry_out(self, command: Command) -> None:
+        if isinstance(command, BeginOut):
+            _driver.tell("began", command.migration_id, command.request.request_id, command.destination_id)
+        super()._carry_out(command)
+
+    async def _wind_up(self, out: Any, command: WindUp) -> None:
+        await super()._wind_up(out, command)
+        is_moved = command.outcome == MOVED
+        _driver.tell("ended", command.migration_id, is_moved, "" if is_moved else command.outcome, command.num_stages)
+
     async def on_pre_allocate(self, query: PreAllocate) -> Reserved:
-        faults = self._enter(query.migration_id)
-        step = faults._steps.get(REFUSE)
+        step = self._faults_of(query.migration_id).refusal
         if step is not None and step.seconds == query.stage:
             _driver.tell("hit", query.migration_id, REFUSE, "fail")
             raise ServiceError.of(ErrorCode.OVERLOADED, "no room, as the fault says")
         return await super().on_pre_allocate(query)
-
-    async def on_commit(self, commit: Commit) -> Committed:
-        self._enter(commit.migration_id)
-        return await super().on_commit(commit)
-
-
-class _Service(MigrationService):
-    def _begin_one(self, lease: Rebalance) -> bool:
-        # Without a drain, each migration is one that the driver asked for.
-        if lease.reason is MoveReason.BALANCE and not _driver.armed:
-            return False
-        return super()._begin_one(lease)
 
 
 class _Instance(InstanceService):
@@ -282,8 +254,7 @@ def run(settings: InstanceSettings, options: Options, connection: Connection) ->
         (instance_module, "InstanceService", _Instance),
         (instance_main, "open_transport", _open_transport),
         (instance_main, "host_pool_merged", lambda *_: options.num_host_merged),
-        (service_module, "OutgoingMigration", _Outgoing),
-        (service_module, "IncomingMigrations", _Incoming),
+        (service_module, "MigrationCore", _Core),
         (moves_module, "MigrationService", _Service),
         (transport_module, "SlotPool", _Pool),
     ):

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import msgspec
 
 from bench.rebalance.devices import Device
-from bench.rebalance.moving import Movers
 from shared.settings import SchedulerSettings
 from shared.simulation.fleet import Fleet
 from shared.simulation.gateway import Gateway, Job
+from shared.simulation.migration import FleetMigrations
 from shared.simulation.scaling import Scaling
 
 
@@ -58,7 +58,9 @@ class Cluster:
     ) -> None:
         """`start_s`: the cluster grows and shrinks by its freeness, and an instance starts in so long."""
         settings = msgspec.structs.replace(system.settings(), autoscale=start_s is not None)
-        self.fleet = Fleet(settings, noise=noise, seed=seed, migrations=Movers, has_priorities=system.has_priorities)
+        self.fleet = Fleet(
+            settings, noise=noise, seed=seed, migrations=FleetMigrations, has_priorities=system.has_priorities
+        )
         simulated, model = device.simulated(system.order), device.model
         for index in range(num_instances):
             self.fleet.add_instance(f"instance-{index}", simulated, [model])
@@ -75,8 +77,8 @@ class Cluster:
         return self.fleet.gateway
 
     @property
-    def movers(self) -> Movers:
-        assert isinstance(self.fleet.migrations, Movers)
+    def migrations(self) -> FleetMigrations:
+        assert isinstance(self.fleet.migrations, FleetMigrations)
         return self.fleet.migrations
 
     def mean_instances(self) -> float:

@@ -69,7 +69,7 @@ def figures_of(case: str, system: str, clusters: Sequence[Cluster]) -> Figures:
     normal = [record for record in records if not record.is_high]
     moves: Counter[str] = Counter()
     for cluster in clusters:
-        moves.update(cluster.movers.outcomes)
+        moves.update(cluster.migrations.outcomes)
     pauses = [pause / step_s for cluster in clusters for _, pause, step_s in cluster.gateway.pauses]
     return Figures(
         case=case,
@@ -88,7 +88,7 @@ def figures_of(case: str, system: str, clusters: Sequence[Cluster]) -> Figures:
         recomputed_tokens=sum(record.recomputed_tokens for record in records),
         moves=dict(moves),
         pause_steps=Distribution.of(pauses),
-        moved_gigabytes=sum(cluster.movers.num_bytes for cluster in clusters) / 1e9,
+        moved_gigabytes=sum(cluster.migrations.num_bytes for cluster in clusters) / 1e9,
         mean_instances=float(np.mean([cluster.mean_instances() for cluster in clusters])),
         ttft_p99_by_seed=[_p99(cluster.gateway.records) for cluster in clusters],
         num_preemptions_by_seed=[sum(r.num_preemptions for r in cluster.gateway.records) for cluster in clusters],

@@ -20,7 +20,6 @@ from services.worker.instance_models import InstanceModels, OnReady
 from services.worker.instance_moves import InstanceMoves, OpenTransport
 from services.worker.instance_telemetry import InstanceTelemetry
 from services.worker.output_log import OutputLog, cut
-from services.worker.peers import can_take
 from shared.bus.interface import Bus, BusError, KeyValue, ServiceError, Subscription
 from shared.cost_model import CostSource
 from shared.engine.calls import ClearPrefixCache, SetStatistics, Submit
@@ -60,6 +59,8 @@ from shared.messages.requests import (
     ReplayReply,
     TokenEntry,
 )
+from shared.migration.incoming import Intake
+from shared.migration.limits import can_take
 from shared.settings import InstanceSettings
 from shared.tasks import TaskSet, set_within
 from shared.telemetry import Telemetry
@@ -93,6 +94,7 @@ class InstanceService:
         self._bus = bus
         self._settings = settings
         self._id = settings.instance_id
+        self.intake = Intake(self._id)
         self.incarnation = uuid.uuid4().hex
         self.drained = asyncio.Event()
         self.failed = asyncio.Event()
@@ -112,6 +114,7 @@ class InstanceService:
         on_ready = None if provide_cost_models is None else provide_cost_models(self._loop)
         self._outputs = OutputLog()
         self._reports = LoadReports(self._id, self.incarnation)
+        self._changed = asyncio.Event()
         self._moves = InstanceMoves(
             bus=bus,
             settings=settings,
@@ -120,17 +123,19 @@ class InstanceService:
             outputs=self._outputs,
             reports=self._reports,
             metrics=self._metrics,
-            state=self,
+            intake=self.intake,
             telemetry=telemetry,
             open_transport=open_transport,
+            on_change=self.touch,
+            report_soon=self._changed.set,
         )
-        self._models = InstanceModels(self._loop, executor, self._metrics, self.touch, on_ready, self._moves)
+        self._models = InstanceModels(
+            self._loop, executor, self._metrics, self.intake, self.touch, on_ready, self._moves
+        )
         self._draining = Draining(bus, self._id, self._num_held, self._any_destination, self._moves.peers_known)
-        self.is_draining = False
         self._drain_task: asyncio.Task[None] | None = None
         self._is_ending = False
         """No drain is undone any more."""
-        self._changed = asyncio.Event()
         self._registry_changed = asyncio.Event()
         self._tasks = TaskSet()
         self._subscriptions: list[Subscription] = []
@@ -169,13 +174,13 @@ class InstanceService:
 
     async def drain_before_exit(self) -> None:
         """Takes no more requests and lets those that are here move away, as far and as long as they can."""
-        self.is_draining = self._is_ending = True
+        self.intake.is_draining = self._is_ending = True
         self.touch()
         await self._draining.before_exit(self._settings.drain_grace_s)
 
     async def stop(self) -> None:
         """Ends migrations, then leaves the registry; what is still running here is placed elsewhere by the scheduler."""
-        self.is_draining = self._is_ending = True
+        self.intake.is_draining = self._is_ending = True
         await self._moves.stop()
         self._publish_load()
         await self._tasks.end_all()
@@ -203,7 +208,7 @@ class InstanceService:
     # ------------------------------------------------------------------------------------------------ handlers
 
     def _on_submit(self, request: GenerationRequest) -> Accepted:
-        if self.is_draining:
+        if self.intake.is_draining:
             raise ServiceError.of(ErrorCode.DRAINING, f"instance {self._id} is draining")
         if self._loop.failure:
             raise ServiceError.of(ErrorCode.UNAVAILABLE, f"instance {self._id} failed: {self._loop.failure}")
@@ -260,11 +265,11 @@ class InstanceService:
                 raise ServiceError.of(ErrorCode.CONFLICT, f"instance {self._id} is about to end")
             if self._drain_task is not None:
                 self._drain_task.cancel()
-                self._moves.end_lease()
-            self.is_draining = False
+                self._moves.end_drain()
+            self.intake.is_draining = False
             self.touch()
-        elif not self.is_draining:
-            self.is_draining = True
+        elif not self.intake.is_draining:
+            self.intake.is_draining = True
             self.touch()
             self._drain_task = self._tasks.start(self._drain(query.grace_s), "drain")
         return Done()
@@ -346,20 +351,10 @@ class InstanceService:
             if model.slots_per_merged
         }
 
-    # ----------------------------------------------------------------- what those that work for the instance ask
-
     def touch(self) -> None:
         """The registry entry changed: write it now rather than at the next heartbeat."""
         self._registry_changed.set()
         self._changed.set()
-
-    def report_load(self) -> None:
-        """Soon, rather than at the next heartbeat."""
-        self._changed.set()
-
-    def serves(self, model: str) -> bool:
-        """Whether the model takes requests here."""
-        return self._models.serves(model)
 
     async def _keep_registered(self) -> None:
         assert self._registry is not None
@@ -378,7 +373,7 @@ class InstanceService:
     def _info(self) -> InstanceInfo:
         load = self._loop.ask(lambda engine: engine.load(self._loop.now()))
         load_now = {model.model: model for model in load.models}
-        if self.is_draining:
+        if self.intake.is_draining:
             state = "draining"
         else:
             state = "ready" if self._models.any_ready else "starting"

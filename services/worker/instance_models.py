@@ -24,6 +24,7 @@ from shared.engine.engine import Engine
 from shared.engine.plan import ModelShape
 from shared.messages.cluster import LoadedModel, ModelLoad, ModelSpec
 from shared.messages.requests import ErrorCode
+from shared.migration.incoming import Intake
 from shared.tasks import TaskSet
 
 log = logging.getLogger(__name__)
@@ -74,15 +75,16 @@ class _Model(msgspec.Struct):
 
 
 class InstanceModels:
-    """`on_change` is called after each change of state; `users` are told where KV slots come and go. `on_ready(spec, shape,
-    is_quiet)` is awaited beside everything else when a model has become ready; `is_quiet()`, from any thread: no model is
-    being prepared."""
+    """`intake` is told which of them are ready. `on_change` is called after each change of state; `users` are told where KV
+    slots come and go. `on_ready(spec, shape, is_quiet)` is awaited beside everything else when a model has become ready;
+    `is_quiet()`, from any thread: no model is being prepared."""
 
     def __init__(
         self,
         loop: EngineLoop,
         executor: Any,
         metrics: InstanceTelemetry,
+        intake: Intake,
         on_change: Callable[[], None],
         on_ready: OnReady | None = None,
         users: KvUsers | None = None,
@@ -91,6 +93,7 @@ class InstanceModels:
         self._users = users or KvUsers()
         self._executor: ModelExecutor = executor
         self._metrics = metrics
+        self._intake = intake
         self._on_change = on_change
         self._on_ready = on_ready
         self._models: dict[str, _Model] = {}
@@ -100,14 +103,10 @@ class InstanceModels:
 
     @property
     def any_ready(self) -> bool:
-        return any(model.state == "ready" for model in self._models.values())
-
-    def serves(self, name: str) -> bool:
-        model = self._models.get(name)
-        return model is not None and model.state == "ready"
+        return bool(self._intake.models)
 
     def check_serves(self, name: str) -> None:
-        if not self.serves(name):
+        if name not in self._intake.models:
             state = self._models[name].state if name in self._models else "not here"
             raise ServiceError.of(ErrorCode.GONE, f"model {name!r} is {state} on this instance", "model")
 
@@ -153,6 +152,7 @@ class InstanceModels:
             raise ServiceError.of(ErrorCode.CONFLICT, f"model {name!r} is still being loaded", "name")
         elif model.state == "ready":
             model.state = "unloading"
+            self._intake.models.discard(name)
             self._tasks.start(self._unload(model, grace_s))
         self._on_change()
 
@@ -188,6 +188,7 @@ class InstanceModels:
             model.state, model.error = "failed", f"{type(error).__name__}: {error}"
         else:
             model.state, model.shape, model.num_slots = "ready", shape, num_slots
+            self._intake.models.add(spec.name)
             self._metrics.set_model(spec.name, shape.page_tokens, num_slots)
             self._users.add_model(spec.name)
             log.info("model %s is ready after %.1f s: %s", spec.name, time.monotonic() - started_s, shape)

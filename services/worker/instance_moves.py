@@ -1,5 +1,5 @@
-"""What an instance has to do with requests that move: the transport of their KV, the migration service, and the
-instance's side of both (migration/host.py).
+"""What an instance has to do with requests that move: the transport of their KV, the migration service, and who has
+to know of requests that come and go.
 
 The transport opens beside everything else; an instance where it cannot be used serves requests all the same, and says so.
 """
@@ -9,26 +9,25 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from prometheus_client import Gauge
 
 from services.worker.engine_loop import EngineLoop
 from services.worker.instance_models import KvUsers
 from services.worker.instance_telemetry import InstanceTelemetry
-from services.worker.migration.host import pool_of
 from services.worker.migration.service import MigrationService
 from services.worker.output_log import OutputLog
-from services.worker.peers import Peers, can_take
+from services.worker.peers import Peers
 from shared.bus.interface import Bus
 from shared.engine import calls
 from shared.engine.driver import StepStats
 from shared.engine.engine import Effect
 from shared.engine.load_reports import LoadReports
 from shared.engine.moving import TakenOut
-from shared.messages.catalogue import GATEWAY_FRAMES, INSTANCE_REBALANCE
+from shared.messages.catalogue import GATEWAY_FRAMES
 from shared.messages.cluster import InstanceInfo, MoveOutcome
-from shared.messages.migration import Commit, MoveReason, Rebalance
+from shared.messages.migration import Commit
 from shared.messages.requests import (
     Cancel,
     GenerationRequest,
@@ -38,7 +37,8 @@ from shared.messages.requests import (
     TokenEntry,
     TokenFrame,
 )
-from shared.migration.limits import DRAIN_CONCURRENCY
+from shared.migration.incoming import Intake
+from shared.migration.limits import pool_of
 from shared.settings import InstanceSettings
 from shared.tasks import TaskSet
 from shared.telemetry import Telemetry
@@ -53,27 +53,61 @@ OpenTransport = Callable[[], Awaitable["KvTransport"]]
 
 OPEN_TIMEOUT_S = 10.0
 PEERS_TIMEOUT_S = 2.0
-OWN_LEASE_S = 1.0
-"""Of a model's requests that leave because it is unloaded; renewed at half of it."""
 
 
-class InstanceState(Protocol):
-    """What is asked of the instance itself; called in the event loop."""
+class Handovers:
+    """Tells of requests that come and go: their gateways, the next load report, and here the log of their output."""
 
-    @property
-    def is_draining(self) -> bool: ...
+    def __init__(
+        self,
+        bus: Bus,
+        instance_id: str,
+        outputs: OutputLog,
+        reports: LoadReports,
+        metrics: InstanceTelemetry,
+        report_soon: Callable[[], None],
+    ) -> None:
+        self._bus = bus
+        self._instance_id = instance_id
+        self._outputs = outputs
+        self._reports = reports
+        self._metrics = metrics
+        self._report_soon = report_soon
 
-    def serves(self, model: str) -> bool: ...
+    def on_adopted(self, commit: Commit, num_output: int) -> None:
+        request, progress = commit.request, commit.progress
+        self._tell(request.gateway_id, self._outputs.adopt(request, progress.num_cached_tokens))
+        num_tokens = len(request.prompt) // 4 + num_output
+        is_online = request.request_class == RequestClass.ONLINE
+        held = HeldRequest(
+            request_id=request.request_id,
+            gateway_id=request.gateway_id,
+            epoch=request.epoch,
+            model=request.model,
+            num_tokens=num_tokens,
+            running=progress.num_computed > 0 and not commit.on_host,
+            is_online=is_online,
+        )
+        self._reports.moved_in.append(held)
+        self._report_soon()
 
-    def touch(self) -> None:
-        """The registry entry changed."""
+    def on_move_ended(self, outcome: MoveOutcome, request: GenerationRequest, taken: TakenOut | None) -> None:
+        self._reports.moves.append(outcome)
+        if outcome.is_moved:
+            if taken is not None:
+                self._metrics.spans.moved(taken, outcome.destination_id)
+            num_new = self._outputs.give_up(outcome.request_id, outcome.epoch)
+            self._metrics.on_moved_away(request.model, num_new)
+        elif (entry := self._outputs.raise_epoch(outcome.request_id, outcome.epoch)) is not None:
+            self._tell(request.gateway_id, entry)
+        self._report_soon()
 
-    def report_load(self) -> None:
-        """There is something for the next load report."""
+    def _tell(self, gateway_id: str, entry: TokenEntry) -> None:
+        self._bus.publish(GATEWAY_FRAMES.at(gateway_id=gateway_id), TokenFrame(self._instance_id, [entry]))
 
 
 class InstanceMoves(KvUsers):
-    """A `MigrationHost`. `open_transport` None: KV does not move, as where the settings say so."""
+    """`open_transport` None: KV does not move, as where the settings say so."""
 
     def __init__(
         self,
@@ -85,18 +119,21 @@ class InstanceMoves(KvUsers):
         outputs: OutputLog,
         reports: LoadReports,
         metrics: InstanceTelemetry,
-        state: InstanceState,
+        intake: Intake,
         telemetry: Telemetry,
         open_transport: OpenTransport | None,
+        on_change: Callable[[], None],
+        report_soon: Callable[[], None],
     ) -> None:
+        """`on_change`: the registry entry is another; `report_soon`: there is something for the next load report."""
         self._bus = bus
         self._settings = settings
         self._loop = loop
         self._executor = executor
         self._outputs = outputs
-        self._state = state
-        self._reports = reports
-        self._metrics = metrics
+        self._intake = intake
+        self._handovers = Handovers(bus, settings.instance_id, outputs, reports, metrics, report_soon)
+        self._on_change = on_change
         self._available = Gauge(
             "tideway_migration_available",
             "Whether requests move with their KV, 0 or 1",
@@ -108,8 +145,6 @@ class InstanceMoves(KvUsers):
         self._transport: KvTransport | None = None
         self._service: MigrationService | None = None
         self._models: set[str] = set()
-        self._gave_away_s: dict[str, float] = {}
-        """When models that are being unloaded were last offered to others."""
         self._peers = Peers(bus, self._on_instance, self._needs_peers)
         self._starting = TaskSet()
 
@@ -130,11 +165,20 @@ class InstanceMoves(KvUsers):
         self._transport = await self._opened()
         for model in self._models:
             self._register(model)
-        service = MigrationService(self._bus, self._settings, self._loop, self._transport, self, self._telemetry)
+        service = MigrationService(
+            bus=self._bus,
+            settings=self._settings,
+            loop=self._loop,
+            transport=self._transport,
+            intake=self._intake,
+            peers=self.peers,
+            handovers=self._handovers,
+            telemetry=self._telemetry,
+        )
         await service.start()
         self._service = service
         self._available.set(self._transport is not None)
-        self._state.touch()
+        self._on_change()
 
     async def _opened(self) -> KvTransport | None:
         reason = "the settings say so"
@@ -156,39 +200,18 @@ class InstanceMoves(KvUsers):
         self._models.add(model)
         self._register(model)
 
-    @property
-    def leaving_models(self) -> frozenset[str]:
-        """That are to lose their requests: while there are any, only those requests leave."""
-        return frozenset(self._gave_away_s)
-
     def give_away(self, model: str) -> None:
-        """Its requests leave for other instances that serve it, the ones with the fewest of them first."""
-        now = self._bus.now()
-        if now - self._gave_away_s.get(model, -OWN_LEASE_S) < OWN_LEASE_S / 2:
-            return
-        self._gave_away_s[model] = now
-        destinations = sorted(
-            (loaded.num_running + loaded.num_waiting, info.instance_id)
-            for info in self.peers().values()
-            if info.instance_id != self.instance_id and can_take(info, {model})
-            for loaded in info.models
-            if loaded.name == model
-        )
-        if destinations:
-            names = [name for _, name in destinations]
-            order = Rebalance(names, MoveReason.DRAIN, OWN_LEASE_S, DRAIN_CONCURRENCY)
-            self._bus.publish(INSTANCE_REBALANCE.at(instance_id=self.instance_id), order)
+        if self._service is not None:
+            self._service.give_away(model)
 
     def stop_giving(self, model: str) -> None:
-        if self._gave_away_s.pop(model, None) is None:
-            return
-        if not self._gave_away_s:
-            self.end_lease()
+        if self._service is not None:
+            self._service.core.stop_giving(model)
 
-    def end_lease(self) -> None:
-        """Nothing leaves any more, until somebody says so again: what a lease holds for is over before it ends."""
-        over = Rebalance([], MoveReason.DRAIN, 0.0)
-        self._bus.publish(INSTANCE_REBALANCE.at(instance_id=self.instance_id), over)
+    def end_drain(self) -> None:
+        """The instance is not to become empty after all."""
+        if self._service is not None:
+            self._service.core.end_drain()
 
     def remove_model(self, model: str) -> None:
         self._models.discard(model)
@@ -219,7 +242,7 @@ class InstanceMoves(KvUsers):
     @property
     def num_moving(self) -> tuple[int, int]:
         """Migrations out of here and into here that are under way."""
-        return (0, 0) if self._service is None else (self._service.num_moving_out, self._service.num_moving_in)
+        return (0, 0) if self._service is None else self._service.num_moving
 
     def on_effects(self, effects: Sequence[Effect], stats: StepStats | None) -> None:
         if self._service is not None:
@@ -246,10 +269,9 @@ class InstanceMoves(KvUsers):
         """Who has a request that is not here in `epoch` (any more): another, or this instance in a higher one."""
         moved = self.handed_over(request_id)
         if moved is None:
-            moved = MovedRequest(request_id, self.instance_id, self._known_epoch(request_id))
-        return (
-            moved if moved.epoch > epoch or (moved.epoch == epoch and moved.instance_id != self.instance_id) else None
-        )
+            moved = MovedRequest(request_id, self._intake.instance_id, self._known_epoch(request_id))
+        is_here = moved.instance_id == self._intake.instance_id
+        return moved if moved.epoch > epoch or (moved.epoch == epoch and not is_here) else None
 
     def _known_epoch(self, request_id: str) -> int:
         held_epoch = self._loop.held_epoch(request_id)
@@ -262,53 +284,11 @@ class InstanceMoves(KvUsers):
         if self._service is not None:
             self._service.on_instance(instance_id, info)
 
-    # ----------------------------------------------------------------------------------------- MigrationHost
-
-    @property
-    def instance_id(self) -> str:
-        return self._settings.instance_id
-
-    @property
-    def is_draining(self) -> bool:
-        return self._state.is_draining
-
     def peers(self) -> Mapping[str, InstanceInfo]:
+        """The registry as it stands, this instance included; nothing where it has not been asked for of late: ask again
+        soon."""
         return self._peers.entries()
 
     async def peers_known(self) -> None:
         """Until `peers` tells of all, if it can be known soon."""
         await self._peers.known(PEERS_TIMEOUT_S)
-
-    def serves(self, model: str) -> bool:
-        return self._state.serves(model)
-
-    def on_adopted(self, commit: Commit, num_output: int) -> None:
-        request, progress = commit.request, commit.progress
-        self._tell(request.gateway_id, self._outputs.adopt(request, progress.num_cached_tokens))
-        num_tokens = len(request.prompt) // 4 + num_output
-        is_online = request.request_class == RequestClass.ONLINE
-        held = HeldRequest(
-            request_id=request.request_id,
-            gateway_id=request.gateway_id,
-            epoch=request.epoch,
-            model=request.model,
-            num_tokens=num_tokens,
-            running=progress.num_computed > 0 and not commit.on_host,
-            is_online=is_online,
-        )
-        self._reports.moved_in.append(held)
-        self._state.report_load()
-
-    def on_move_ended(self, outcome: MoveOutcome, request: GenerationRequest, taken: TakenOut | None) -> None:
-        self._reports.moves.append(outcome)
-        if outcome.is_moved:
-            if taken is not None:
-                self._metrics.spans.moved(taken, outcome.destination_id)
-            num_new = self._outputs.give_up(outcome.request_id, outcome.epoch)
-            self._metrics.on_moved_away(request.model, num_new)
-        elif (entry := self._outputs.raise_epoch(outcome.request_id, outcome.epoch)) is not None:
-            self._tell(request.gateway_id, entry)
-        self._state.report_load()
-
-    def _tell(self, gateway_id: str, entry: TokenEntry) -> None:
-        self._bus.publish(GATEWAY_FRAMES.at(gateway_id=gateway_id), TokenFrame(self.instance_id, [entry]))

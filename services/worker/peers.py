@@ -24,13 +24,6 @@ RETRY_S = 1.0
 """After the watch could not begin."""
 
 
-def can_take(peer: InstanceInfo, models: set[str], with_kv: bool = True) -> bool:
-    """Whether requests of one of the models could go to the instance."""
-    if peer.state != "ready" or (with_kv and not peer.kv_address):
-        return False
-    return any(model.name in models and model.state == "ready" for model in peer.models)
-
-
 class Peers:
     """`on_change(instance_id, info)`: as of a watch, while there is one; at its begin for all that are there.
     `is_needed()`: whether it must go on, asked or not."""

@@ -106,7 +106,7 @@ INSTANCE_HELD = Endpoint(
 
 # migration: scheduler -> source instance; source -> destination instance
 INSTANCE_REBALANCE = Topic(
-    f"{PREFIX}.instance.{{instance_id}}.rebalance", Rebalance, sent_by=SCHEDULER | OWN_NODE, heard_by=WORKER
+    f"{PREFIX}.instance.{{instance_id}}.rebalance", Rebalance, sent_by=SCHEDULER, heard_by=WORKER
 )
 INSTANCE_PRE_ALLOCATE = Endpoint(
     f"{PREFIX}.instance.{{instance_id}}.pre_allocate", PreAllocate, Reserved, sent_by=WORKER, served_by=WORKER

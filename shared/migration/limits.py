@@ -1,7 +1,10 @@
-"""How many requests move at once."""
+"""Who may take requests, how many move at once, and what KV pools are called."""
 
 from __future__ import annotations
 
+from collections.abc import Set as AbstractSet
+
+from shared.messages.cluster import InstanceInfo
 from shared.messages.migration import MoveReason
 
 DRAIN_CONCURRENCY = 4
@@ -12,3 +15,15 @@ more than how smoothly others are served there meanwhile."""
 def max_at_once(reason: MoveReason, max_migrations: int) -> int:
     """Out of an instance, or into it, that is set to `max_migrations`."""
     return max(DRAIN_CONCURRENCY, max_migrations) if reason == MoveReason.DRAIN else max_migrations
+
+
+def can_take(peer: InstanceInfo, models: AbstractSet[str], with_kv: bool = True) -> bool:
+    """Whether requests of one of the models could go to the instance."""
+    if peer.state != "ready" or (with_kv and not peer.kv_address):
+        return False
+    return any(model.name in models and model.state == "ready" for model in peer.models)
+
+
+def pool_of(model: str, on_host: bool) -> str:
+    """The transport's name of the model's KV slots on the device, or of its checkpoints in host memory."""
+    return f"host/{model}" if on_host else f"device/{model}"

@@ -19,9 +19,9 @@ import numpy as np
 
 from shared.cost_model import CostModel
 from shared.engine.calls import AddModel, Cancel, RemoveModel, SetCostModel, SetStatistics, Submit
+from shared.engine.driver import StepStats
 from shared.engine.engine import Effect, Engine
 from shared.engine.load_reports import LoadReports
-from shared.engine.moving import TakenOut
 from shared.engine.plan import ModelShape, StepPlan
 from shared.engine.recording import Configuration
 from shared.engine.requests import Ended, Output
@@ -116,10 +116,34 @@ class Model(msgspec.Struct, frozen=True, kw_only=True):
     """From the decision until an instance that runs serves it."""
 
 
-class Migrations(Protocol):
-    """Requests that move: what the instances do with a `Rebalance`."""
+class Moves(Protocol):
+    """Requests that move to and from one instance."""
 
-    def on_rebalance(self, instance_id: str, rebalance: Rebalance) -> None: ...
+    num_transfers: int
+    """Under way, in or out."""
+    num_out: int
+    """Of these, out."""
+    is_dead: bool
+
+    def on_effects(self, effects: list[Effect], /) -> None: ...
+
+    def on_step(self, stats: StepStats, /) -> None: ...
+
+
+class Migrations(Protocol):
+    """Likewise of a fleet."""
+
+    def add(self, instance: Instance, /) -> Moves: ...
+
+    def on_instance(self, instance_id: str, info: InstanceInfo | None, /) -> None:
+        """Its entry in the registry is another, or gone."""
+
+    def on_rebalance(self, instance_id: str, rebalance: Rebalance, /) -> None: ...
+
+    def give_away(self, instance_id: str, model: str, /) -> None:
+        """The model is being unloaded there; again and again, until `stop_giving`."""
+
+    def stop_giving(self, instance_id: str, model: str, /) -> None: ...
 
 
 class Instance:
@@ -135,19 +159,15 @@ class Instance:
         self.model_states: dict[str, str] = {}
         """loading | ready | unloading, as in the registry."""
         self.reports = LoadReports(instance_id, incarnation)
-        self.on_taken_out: Callable[[TakenOut], None] = lambda taken: None
-        self.on_ended: Callable[[str], None] = lambda request_id: None
         self.step_s = 0.0
         """Of the last steps that held decodes, on average."""
-        self.num_transfers = 0
-        """Under way, in or out."""
-        self.num_out = 0
-        """Of these, out."""
         self.num_steps = 0
         self.on_step: Callable[[VirtualStep], None] = lambda step: None
+        self.moves: Moves | None = None
+        """None: requests stay here."""
         self._fleet, self._events, self._gateway = fleet, fleet.events, fleet.gateway
         self._draw = np.random.default_rng(seed)
-        self._host = VirtualInstance(
+        self.host = VirtualInstance(
             engine, fleet.events, lambda model: self.models[model].cost_model, self._sample, self._on_effects,
             on_turn=self._on_turn, on_step=self._on_step, slowdown=self._slowdown,
         )  # fmt: skip
@@ -161,11 +181,23 @@ class Instance:
 
     @property
     def is_gone(self) -> bool:
-        return self._host.is_stopped
+        return self.host.is_stopped
+
+    @property
+    def num_transfers(self) -> int:
+        """Of KV, in or out."""
+        return 0 if self.moves is None else self.moves.num_transfers
+
+    @property
+    def ready_models(self) -> set[str]:
+        """That take requests."""
+        return {name for name, state in self.model_states.items() if state == "ready" and self.state != "starting"}
 
     def stop(self) -> None:
         """At once, whatever it does."""
-        self._host.is_stopped = True
+        self.host.is_stopped = True
+        if self.moves is not None:
+            self.moves.is_dead = True
 
     def info(self) -> InstanceInfo:
         served = [
@@ -206,10 +238,15 @@ class Instance:
         self._unload(name, self._events.now + grace_s)
 
     def _unload(self, name: str, deadline_s: float) -> None:
-        now = self._events.now
-        if (self.engine.num_held(name) and now < deadline_s) or not self._host.apply(RemoveModel(name)):
+        now, migrations = self._events.now, self._fleet.migrations
+        is_waiting = self.engine.num_held(name) and now < deadline_s
+        if is_waiting and migrations is not None:
+            migrations.give_away(self.instance_id, name)
+        if is_waiting or not self.host.apply(RemoveModel(name)):
             self._events.after(POLL_S, self._unload, name, deadline_s)
             return
+        if migrations is not None:
+            migrations.stop_giving(self.instance_id, name)
         del self.model_states[name]
         self._fleet.register(self)
 
@@ -218,7 +255,7 @@ class Instance:
     def submit(self, request: GenerationRequest) -> ErrorInfo | None:
         if (state := self.model_states.get(request.model, "not here")) != "ready":
             return ErrorInfo(ErrorCode.GONE, f"model {request.model!r} is {state}")
-        refused = self._host.apply(Submit(request))
+        refused = self.host.apply(Submit(request))
         if refused is None:
             self.reports.admitted.append(request.request_id)
             self._report_soon()
@@ -227,7 +264,7 @@ class Instance:
     def cancel(self, action: CancelAt) -> None:
         epoch = self.engine.held_epoch(action.request_id)
         if epoch is not None and (action.epoch is None or epoch <= action.epoch):
-            self._host.apply(Cancel(action.request_id))
+            self.host.apply(Cancel(action.request_id))
 
     def report_move(self, outcome: MoveOutcome) -> None:
         self.reports.moves.append(outcome)
@@ -241,7 +278,7 @@ class Instance:
 
     def wake(self) -> None:
         """Something changed: a step may be possible, the load is another."""
-        self._host.wake()
+        self.host.wake()
         self._report_soon()
 
     def _slowdown(self) -> float:
@@ -269,6 +306,9 @@ class Instance:
     def _on_step(self, step: VirtualStep) -> None:
         self.num_steps += 1
         self.on_step(step)
+        if self.moves is not None and not step.is_suspended:
+            plan = step.plan
+            self.moves.on_step(StepStats(plan.model, sum(plan.counts), plan.num_decodes, step.whole_s))
         self._report_soon()
 
     def _on_effects(self, effects: list[Effect]) -> None:
@@ -279,12 +319,15 @@ class Instance:
         for effect in effects:
             if isinstance(effect, Output):
                 self._gateway.on_entries(effect.entries, self.instance_id)
-            elif isinstance(effect, TakenOut):
-                self.on_taken_out(effect)
-            else:
+            elif isinstance(effect, Ended):
                 self.reports.on_ended(effect)
                 self._report_soon()
-                self.on_ended(effect.request.request_id)
+            elif effect.progress.num_computed:
+                travelling = effect.request
+                num_tokens = (len(travelling.prompt) + len(travelling.prior)) // 4
+                self._gateway.on_taken_out(travelling.request_id, num_tokens, self.step_s)
+        if self.moves is not None:
+            self.moves.on_effects(effects)
 
     # ----------------------------------------------------------------------------------------------- reports
 
@@ -303,8 +346,9 @@ class Instance:
         if self.is_gone:
             return
         self._reported_s = self._events.now
-        num_in = self.num_transfers - self.num_out
-        self._fleet.send_report(self.reports.take(self.engine.load(self._events.now), self.num_out, num_in))
+        num_out = 0 if self.moves is None else self.moves.num_out
+        num_in = self.num_transfers - num_out
+        self._fleet.send_report(self.reports.take(self.engine.load(self._events.now), num_out, num_in))
 
 
 class Scheduler:
@@ -450,6 +494,8 @@ class Fleet:
         )  # fmt: skip
         instance.state = "starting" if start_s else "ready"
         self.instances[instance_id] = instance
+        if self.migrations is not None:
+            instance.moves = self.migrations.add(instance)
         for model in models:
             instance.attach(model)
         if start_s:
@@ -464,7 +510,7 @@ class Fleet:
     def register(self, instance: Instance) -> None:
         """Its entry in the registry is another."""
         if self.instances.get(instance.instance_id) is instance:
-            self.scheduler.apply(OnRegistry(instance.instance_id, instance.info()))
+            self._tell_entry(instance.instance_id, instance.info())
 
     def drain(self, instance_id: str) -> None:
         """Takes no new request; those it has move away, where the fleet moves requests."""
@@ -485,7 +531,12 @@ class Fleet:
         """It ends in order; what it still holds is placed elsewhere."""
         instance = self.instances.pop(instance_id)
         instance.stop()
-        self.scheduler.apply(OnRegistry(instance_id, None))
+        self._tell_entry(instance_id, None)
+
+    def _tell_entry(self, instance_id: str, info: InstanceInfo | None) -> None:
+        self.scheduler.apply(OnRegistry(instance_id, info))
+        if self.migrations is not None:
+            self.migrations.on_instance(instance_id, info)
 
     # ----------------------------------------------------------------------------------------------- failures
 
@@ -504,7 +555,7 @@ class Fleet:
     def _expire(self, instance: Instance) -> None:
         if self.instances.get(instance.instance_id) is instance:
             del self.instances[instance.instance_id]
-            self.scheduler.apply(OnRegistry(instance.instance_id, None))
+            self._tell_entry(instance.instance_id, None)
 
     def replace_scheduler(self, after_s: float = 0.5) -> None:
         """The scheduler dies; another takes over so much later, and learns from the instances who holds what."""

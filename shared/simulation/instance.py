@@ -93,6 +93,10 @@ class VirtualInstance:
         self.wake()
         return result
 
+    def ask(self, question: Callable[[Engine], T]) -> T:
+        """As the live instance's loop."""
+        return question(self.engine)
+
     def wake(self) -> None:
         """Looks again, after what else happens at this moment."""
         if not self._is_due:

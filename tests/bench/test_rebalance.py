@@ -97,7 +97,7 @@ def test_every_request_gets_every_token_once_and_runs_repeat(system: System) -> 
             instance.engine.check()
             assert not instance.engine.all_held() and instance.num_transfers == 0
             assert instance.engine.pool.num_available("model") == device.num_blocks
-        return [record.latency_s for record in records], sum(r.num_moves for r in records), cluster.movers.outcomes
+        return [record.latency_s for record in records], sum(r.num_moves for r in records), cluster.migrations.outcomes
 
     first = run()
     assert not system.migrates or first == run()

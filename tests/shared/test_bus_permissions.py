@@ -59,6 +59,7 @@ INSIDERS: dict[str, tuple[list[str], list[str]]] = {
         [
             "tideway.v1.instance.b-0.submit",
             "tideway.v1.instance.b-0.drain",
+            "tideway.v1.instance.a-0.rebalance",
             "tideway.v1.instance.b-0.rebalance",
             "tideway.v1.placement.remove_model",
             "tideway.v1.scheduler.announce",

@@ -21,7 +21,6 @@ from shared.messages.catalogue import (
     INSTANCE_COMMIT,
     INSTANCE_HELD,
     INSTANCE_OWNS,
-    INSTANCE_REBALANCE,
     INSTANCE_REPLAY,
     INSTANCE_UNLOAD_MODEL,
 )
@@ -29,8 +28,8 @@ from shared.messages.cluster import MoveOutcome
 from shared.messages.migration import (
     Commit,
     Committed,
+    MoveReason,
     OwnsQuery,
-    Rebalance,
     SequenceProgress,
 )
 from shared.messages.requests import (
@@ -169,7 +168,7 @@ async def test_a_commit_again_has_no_effect_and_owns_is_yes(stage: Stage) -> Non
 
 
 async def test_a_draining_instance_takes_nothing_over(stage: Stage) -> None:
-    stage.service.is_draining = True
+    stage.service.intake.is_draining = True
     with pytest.raises(ServiceError) as refused:
         await commit(stage, as_moved(request("r1", [1], 5), 2)[0])
     assert refused.value.code == ErrorCode.DRAINING
@@ -279,27 +278,27 @@ async def test_a_model_that_is_unloaded_gives_its_requests_away(stage: Stage, pe
     assert peer.commits[0].request.request_id == "r1"
     await stage.until(lambda: not stage.info.models)
     assert stage.end("r0") and stage.executor.removed == ["a"]
-    assert stage.service._moves.leaving_models == frozenset()
+    assert stage.service._moves._service.core.leaving_models == frozenset()
 
 
-async def test_after_an_unload_in_vain_others_may_be_given_away_again(
+async def test_an_unload_in_vain_leaves_the_schedulers_order_as_it_is(
     stage: Stage, peer: Peer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(instance_models, "DETACH_TIMEOUT_S", 0.1)
-    orders: list[Rebalance] = []
-    await stage.bus.subscribe(INSTANCE_REBALANCE.at(**IDS), orders.append)
+    core = stage.service._moves._service.core
     peer.refuses = True
     await stage.submit_and_hold(request("r0", LONG_PROMPT, 20))
     await stage.submit(request("r1", OTHER_PROMPT, 20))
+    rebalance(stage, lease_s=60.0)
+    await stage.until(lambda: core.lease is not None)
     with monkeypatch.context() as broken:
         broken.setattr(Engine, "remove_model", lambda *_: False)
         await stage.bus.request(INSTANCE_UNLOAD_MODEL.at(**IDS), UnloadModel("a", grace_s=0.5), timeout_s=5)
-        await stage.until(lambda: stage.service._moves.leaving_models)
+        await stage.until(lambda: core.leaving_models)
         stage.executor.gate.set()
         await stage.until(lambda: stage.info.models and stage.info.models[0].state == "failed")
-    assert stage.service._moves.leaving_models == frozenset()
-    await stage.until(lambda: orders and not orders[-1].destinations)
-    assert orders[0].destinations == ["node-1"], "its own, until then"
+    assert core.leaving_models == frozenset()
+    assert core.lease is not None and core.lease.reason is MoveReason.BALANCE
 
 
 # ----------------------------------------------------------------------------------------- reports, transport

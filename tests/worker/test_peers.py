@@ -57,11 +57,11 @@ async def test_an_idle_instance_watches_nobody(nats_settings: BusSettings) -> No
         await until_closed(peers)
         service = stage.service._moves._service
         assert service is not None
-        service._disowned["m"] = (stage.bus.now() + 60, INFO)
+        service.core._disowned["m"] = (stage.bus.now() + 60, INFO)
         await peers.known(5)
         await asyncio.sleep(0.3)
         assert peers.is_watching, "it has to be told when it comes back"
-        service._disowned.clear()
+        service.core._disowned.clear()
         await until_closed(peers)
 
 

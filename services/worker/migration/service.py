@@ -1,29 +1,26 @@
-"""Migrations of one instance, in both directions: the bus side.
-
-While a scheduler's Rebalance holds, requests leave for its destinations, a bounded number at once; whatever peers send is
-taken in. Each migration is outgoing.py's or incoming.py's; who may leave and in which order is the engine's
-(`Engine.move_candidates`).
-"""
+"""Hosts one instance's migrations: serves and sends their messages, moves their KV, and keeps their time. What is done is
+decided by `shared.migration.core`; here are tasks, spans, metrics and named points for faults."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any, Protocol
+
+import msgspec
 
 from services.worker.engine_loop import EngineLoop
-from services.worker.kv_transport import KvTransport
-from services.worker.migration.faults import FaultPoints
-from services.worker.migration.host import MigrationHost
-from services.worker.migration.incoming import IncomingMigrations
-from services.worker.migration.outgoing import OutgoingMigration
-from services.worker.migration.peer import Site
-from services.worker.migration.telemetry import MigrationTelemetry
-from services.worker.peers import can_take
-from shared.bus.interface import Bus, Subscription
+from services.worker.kv_transport import Incoming, KvTransport, Outgoing, TransferError
+from services.worker.migration.faults import FaultError, FaultPoint, FaultPoints
+from services.worker.migration.telemetry import MigrationSpan, MigrationTelemetry
+from shared.bus.interface import Bus, BusError, ServiceError, Subscription
 from shared.engine.driver import StepStats
-from shared.engine.moving import MoveCandidate, TakenOut
-from shared.engine.requests import Ended, Output
+from shared.engine.engine import Effect
+from shared.engine.moving import TakenOut
+from shared.engine.requests import Output
 from shared.messages.catalogue import (
     INSTANCE_ABORT,
     INSTANCE_CANCEL,
@@ -32,49 +29,91 @@ from shared.messages.catalogue import (
     INSTANCE_PRE_ALLOCATE,
     INSTANCE_REBALANCE,
 )
-from shared.messages.channels import MAX_MESSAGE_BYTES
 from shared.messages.cluster import InstanceInfo, MoveOutcome
 from shared.messages.migration import (
     AbortMigration,
     AbortReason,
-    MoveReason,
+    Commit,
+    Committed,
+    OwnsQuery,
+    OwnsReply,
+    PreAllocate,
     Rebalance,
+    Reserved,
 )
-from shared.messages.requests import Cancel, GenerationRequest, MovedRequest
-from shared.migration.limits import max_at_once
-from shared.migration.source import Event, may_move
+from shared.messages.requests import Cancel, ErrorCode, ErrorInfo, GenerationRequest, MovedRequest
+from shared.migration.commands import (
+    Adopted,
+    AnswerCommit,
+    AnswerRoom,
+    Ask,
+    BeginIn,
+    BeginOut,
+    BeginTransfer,
+    CancelTransfers,
+    ClaimSlots,
+    Command,
+    Connect,
+    EndIn,
+    ExpectBlocks,
+    Fault,
+    OutOver,
+    Paused,
+    RefusedIn,
+    SendBlocks,
+    Stage,
+    StopWriting,
+    Tell,
+    WindUp,
+)
+from shared.migration.core import MigrationCore
+from shared.migration.incoming import Intake
+from shared.migration.outgoing import MOVED, Reply
+from shared.migration.source import Event
 from shared.settings import InstanceSettings
 from shared.tasks import TaskSet, set_within
 from shared.telemetry import Telemetry
 
 log = logging.getLogger(__name__)
 
-POLL_S = 0.02
-"""While a Rebalance holds and nothing can leave, candidates are looked for so often."""
-RETRY_S = 0.5
-"""A destination that failed is left out for so long."""
-FORWARD_S = 60.0
-"""Cancels and replays for a request that has moved are passed on for so long."""
-DISOWN_S = 600.0
-"""A destination that was taken for dead is told so if it comes back within this time."""
 STOP_S = 5.0
 """For Commits under way, when the instance stops."""
-DEFAULT_STEP_S = 0.05
-"""Of a model that has made no step yet."""
-STEP_WEIGHT = 0.1
-"""Of the newest step in the mean."""
-MAX_COMMIT_BYTES = MAX_MESSAGE_BYTES - 64 * 1024
-"""Of the tokens that travel in a Commit."""
+STOP_WRITING_S = 1.0
+"""For the transport to stop writing then."""
 
-_DESTINATION_FAULTS = (
-    AbortReason.REFUSED,
-    AbortReason.MISMATCH,
-    AbortReason.UNREACHABLE,
-    AbortReason.DESTINATION_LOST,
-    AbortReason.TRANSFER_FAILED,
-    AbortReason.DEADLINE,
-)
-"""After these another destination may do better."""
+
+class Handovers(Protocol):
+    """Who has to know of requests that come and go; called in the event loop."""
+
+    def on_adopted(self, commit: Commit, num_output: int) -> None:
+        """A request is this instance's from now on; so much of its output is another's."""
+
+    def on_move_ended(self, outcome: MoveOutcome, request: GenerationRequest, taken: TakenOut | None) -> None:
+        """A migration out of here is over. `request`: as it was held; `taken`: as it left the batch, if it did."""
+
+
+class _Out:
+    """What is under way of one migration out of here."""
+
+    def __init__(self, command: BeginOut, span: MigrationSpan) -> None:
+        self.reason = command.reason
+        self.span = span
+        self.tasks = TaskSet()
+        self.copies = TaskSet()
+        self.begun: dict[int, Outgoing] = {}
+        """By stage, transfers whose blocks are not named yet."""
+        self.num_bytes = 0
+        """That the destination has acknowledged."""
+
+
+class _In:
+    """Likewise of one into here."""
+
+    def __init__(self, span: MigrationSpan | None) -> None:
+        self.span = span
+        self.claims: list[asyncio.Future[Any]] = []
+        self.transfers: list[Incoming] = []
+        self.num_bytes = 0
 
 
 class MigrationService:
@@ -84,285 +123,501 @@ class MigrationService:
         settings: InstanceSettings,
         loop: EngineLoop,
         transport: KvTransport | None,
-        host: MigrationHost,
+        intake: Intake,
+        peers: Callable[[], Mapping[str, InstanceInfo]],
+        handovers: Handovers,
         telemetry: Telemetry,
     ) -> None:
-        """`transport`: open, with the models' pools registered as they come and go; None: only requests without KV move."""
+        """`transport`: open, with the models' pools registered as they come and go; None: only requests without KV move.
+        `peers`: as of `MigrationCore`; changes are told (`on_instance`) while `needs_peers`."""
         self._bus = bus
-        self._settings = settings
+        self._instance_id = settings.instance_id
         self._loop = loop
-        self._host = host
+        self._transport = transport
+        self._handovers = handovers
         self._telemetry = MigrationTelemetry(telemetry)
-        faults = FaultPoints(settings.fault_points)
-        self._incoming = IncomingMigrations(host, loop, transport, self._telemetry, faults, settings.max_migrations)
-        self._has_transport = transport is not None
-        self._step_s: dict[str, float] = {}
-        self._site = Site(
-            instance_id=settings.instance_id,
-            bus=bus,
-            loop=loop,
-            transport=transport,
-            telemetry=self._telemetry,
-            faults=faults,
-            rate_share=settings.copy_rate_share,
+        self._faults = FaultPoints(settings.fault_points)
+        self.core = MigrationCore(
+            loop,
+            transport,
+            intake,
+            peers,
+            self._new_id,
+            max_migrations=settings.max_migrations,
             max_stages=settings.migration_max_stages,
-            step_s=lambda model: self._step_s.get(model, DEFAULT_STEP_S),
-            is_there=self._is_there,
+            rate_share=settings.copy_rate_share,
         )
-        self._lease: Rebalance | None = None
-        self._lease_until_s = 0.0
-        self._outgoing: dict[str, OutgoingMigration] = {}
-        """By request id."""
-        self._moves: dict[str, asyncio.Task[None]] = {}
-        """Likewise; one that tries several destinations is one."""
+        self._out: dict[str, _Out] = {}
+        self._in: dict[str, _In] = {}
+        """By migration id."""
+        self._rooms: dict[tuple[str, int], asyncio.Future[Reserved | ErrorInfo]] = {}
+        """Answers to PreAllocate, by migration and stage."""
+        self._verdicts: dict[str, asyncio.Future[Committed | ErrorInfo]] = {}
+        """Answers to Commit, by migration."""
         self._tasks = TaskSet()
-        self._moved: dict[str, tuple[float, MovedRequest]] = {}
-        self._disowned: dict[str, tuple[float, InstanceInfo]] = {}
-        """By migration id: destinations that were lost after Commit had been sent to them."""
-        self._failed_until_s: dict[str, float] = {}
-        """By destination."""
-        self._stays_until_s: dict[str, float] = {}
-        """By request id: one that did not move for a reason of its own, so that others get their turn."""
-        self._wake = asyncio.Event()
+        self._winding_up = TaskSet()
+        self._rested = asyncio.Event()
+        """A migration out of here has come to rest."""
+        self._stopped = asyncio.Event()
+        self._timer: asyncio.TimerHandle | None = None
+        self._timer_s = 0.0
         self._subscriptions: list[Subscription] = []
-        self._giving = TaskSet()
-        self._is_stopping = False
+
+    def _new_id(self) -> str:
+        return uuid.uuid4().hex
+
+    def _faults_of(self, _migration_id: str) -> FaultPoints:
+        return self._faults
 
     # ----------------------------------------------------------------------------------------- start and stop
 
     async def start(self) -> None:
         """Serves its subjects."""
-        bus, ids, incoming = self._bus, {"instance_id": self._settings.instance_id}, self._incoming
+        bus, ids = self._bus, {"instance_id": self._instance_id}
         self._subscriptions = [
-            await bus.serve(INSTANCE_PRE_ALLOCATE.at(**ids), incoming.on_pre_allocate),
-            await bus.serve(INSTANCE_COMMIT.at(**ids), incoming.on_commit),
-            await bus.serve(INSTANCE_OWNS.at(**ids), incoming.on_owns),
-            await bus.subscribe(INSTANCE_ABORT.at(**ids), incoming.on_abort),
+            await bus.serve(INSTANCE_PRE_ALLOCATE.at(**ids), self.on_pre_allocate),
+            await bus.serve(INSTANCE_COMMIT.at(**ids), self.on_commit),
+            await bus.serve(INSTANCE_OWNS.at(**ids), self._on_owns),
+            await bus.subscribe(INSTANCE_ABORT.at(**ids), self._on_abort),
             await bus.subscribe(INSTANCE_REBALANCE.at(**ids), self._on_rebalance),
         ]
-        incoming.start()
-        self._giving.start(self._give_away())
 
     async def stop(self) -> None:
         """Aborts what can be aborted, waits a bounded time for Commits under way, and frees what is reserved here."""
-        self._is_stopping = True
-        await self._giving.end_all()
-        for migration in list(self._outgoing.values()):
-            if migration.machine.may_be_withdrawn:
-                migration.feed(Event.WITHDRAWN)
-        if self._moves:
-            await asyncio.wait(self._moves.values(), timeout=STOP_S)
-        for migration in list(self._outgoing.values()):
-            log.error("what became of request %s is unknown as the instance stops", migration.request_id)
-            migration.feed(Event.GIVEN_UP)
-        if self._moves:
-            await asyncio.gather(*self._moves.values(), return_exceptions=True)
-        if self._subscriptions:
-            await self._incoming.stop()
+        core = self.core
+        core.stop(self._loop.now())
+        self._act()
+        deadline_s = self._loop.now() + STOP_S
+        while core.num_moving_out and (left_s := deadline_s - self._loop.now()) > 0:
+            self._rested.clear()
+            await set_within(self._rested, left_s)
+        for request_id in core.give_up(self._loop.now()):
+            log.error("what became of request %s is unknown as the instance stops", request_id)
+        self._act()
+        while core.num_moving_out:
+            self._rested.clear()
+            await self._rested.wait()
+        core.incoming.stop(self._loop.now())
+        self._stopped.set()
+        self._act()
+        await self._tasks.wait_all(STOP_WRITING_S)
+        await self._tasks.end_all()
+        if self._timer is not None:
+            self._timer.cancel()
         for subscription in self._subscriptions:
             await subscription.stop()
 
     @property
+    def num_moving(self) -> tuple[int, int]:
+        """Migrations out of here and into here that are under way."""
+        return self.core.num_moving_out, self.core.num_moving_in
+
+    @property
     def has_work(self) -> bool:
         """Whether a migration is under way, in or out."""
-        return self.num_moving_out + self.num_moving_in > 0
+        return any(self.num_moving)
 
     @property
     def needs_peers(self) -> bool:
         """Whether it has to hear of changes in the registry."""
-        self._forget()
-        return self._lease is not None or bool(self._moves or self._disowned)
-
-    @property
-    def num_moving_out(self) -> int:
-        """Migrations under way."""
-        return len(self._moves)
-
-    @property
-    def num_moving_in(self) -> int:
-        return self._incoming.num_in_progress
+        return self.core.needs_peers(self._loop.now())
 
     # ------------------------------------------------------------------------------------- from the instance
 
-    def on_effects(self, effects: Iterable[Output | Ended | TakenOut]) -> None:
-        """Of the engine, in order; outputs do not matter here."""
+    def on_effects(self, effects: Sequence[Effect]) -> None:
+        """Of the engine, in order."""
+        if all(isinstance(effect, Output) for effect in effects):
+            return
+        now = self._loop.now()
         for effect in effects:
-            if isinstance(effect, TakenOut):
-                if (leaving := self._outgoing.get(effect.request_id)) is not None:
-                    leaving.on_taken_out(effect)
-                self._incoming.disowned.on_taken_out(effect)
-            elif isinstance(effect, Ended) and (ending := self._outgoing.get(effect.request.request_id)) is not None:
-                ending.feed(Event.GONE, AbortReason.ENDED)
+            if isinstance(effect, TakenOut) and (migration := self.core.outgoing_of(effect.request_id)) is not None:
+                migration_id = migration.migration_id
+                if self._faults_of(migration_id).has(FaultPoint.SOURCE_TAKEN_OUT):
+                    self._out[migration_id].tasks.start(self._taken_out_late(migration_id, effect))
+                    continue
+            self.core.on_effects([effect], now)
+        self._act()
+
+    async def _taken_out_late(self, migration_id: str, taken: TakenOut) -> None:
+        try:
+            await self._faults_of(migration_id).at(FaultPoint.SOURCE_TAKEN_OUT)
+        except FaultError:
+            self.core.feed(migration_id, Event.FAILED, AbortReason.UNREACHABLE, self._loop.now())
+        else:
+            self.core.on_taken_out(taken, self._loop.now())
+        self._act()
 
     def on_step(self, stats: StepStats) -> None:
-        """A step has ended. The mean is of those that only decode: what a request waits for each token."""
-        model, seconds = stats.model, stats.duration_s
-        if stats.num_tokens == sum(stats.num_decodes):
-            known = self._step_s.get(model)
-            self._step_s[model] = seconds if known is None else known + STEP_WEIGHT * (seconds - known)
-        self._incoming.on_step(model, self._loop.now() - seconds)
+        """A step has ended."""
+        self.core.on_step(stats, self._loop.now())
+        self._carry_out_all()
 
     def on_instance(self, instance_id: str, info: InstanceInfo | None) -> None:
         """The registry entry of an instance changed, or is gone."""
-        for migration in list(self._outgoing.values()):
-            destination = migration.destination
-            if destination.instance_id != instance_id:
-                continue
-            if info is None or info.incarnation != destination.incarnation:
-                migration.feed(Event.DESTINATION_LOST)
-        if info is None:
-            return
-        for migration_id, (_, destination) in list(self._disowned.items()):
-            if destination.instance_id != instance_id:
-                continue
-            del self._disowned[migration_id]
-            if destination.incarnation == info.incarnation:
-                # It lives, and may have what this instance went on with.
-                topic = INSTANCE_ABORT.at(instance_id=instance_id)
-                self._bus.publish(topic, AbortMigration(migration_id, AbortReason.DESTINATION_LOST))
+        self.core.on_instance(instance_id, info, self._loop.now())
+        self._act()
 
     def moved(self, request_id: str) -> MovedRequest | None:
         """To whom a request was handed over lately."""
-        until_s, moved = self._moved.get(request_id, (0.0, None))
-        return moved if until_s > self._loop.now() else None
+        return self.core.moved(request_id, self._loop.now())
 
-    def forward_cancel(self, request_id: str) -> bool:
-        """Passes a cancel on to the new owner; False where the request has not moved lately. With the epoch it goes no
-        further than there, and not for ever to and fro between two that each believe the other."""
-        if (moved := self.moved(request_id)) is None:
-            return False
-        self._bus.publish(INSTANCE_CANCEL.at(instance_id=moved.instance_id), Cancel(request_id, moved.epoch))
-        return True
+    def forward_cancel(self, request_id: str) -> None:
+        """Passes a cancel on to the new owner, if the request has moved lately."""
+        self.core.forward_cancel(request_id, self._loop.now())
+        self._act()
 
-    # --------------------------------------------------------------------------------------------- giving away
+    def give_away(self, model: str) -> None:
+        """See `MigrationCore.give_away`."""
+        self.core.give_away(model, self._loop.now())
+        self._act()
+
+    # ------------------------------------------------------------------------------------------------- messages
 
     def _on_rebalance(self, rebalance: Rebalance) -> None:
-        self._lease = rebalance if rebalance.destinations else None
-        self._lease_until_s = self._loop.now() + rebalance.lease_s
-        self._wake.set()
+        self.core.on_rebalance(rebalance, self._loop.now())
+        self._act()
 
-    async def _give_away(self) -> None:
-        while True:
-            self._wake.clear()
-            lease = self._lease
-            if lease is not None and self._loop.now() >= self._lease_until_s:
-                lease = self._lease = None
-            if lease is None:
-                await self._wake.wait()
-                continue
-            if not self._begin_one(lease):
-                await set_within(self._wake, POLL_S)
+    async def on_pre_allocate(self, query: PreAllocate) -> Reserved:
+        faults = self._faults_of(query.migration_id)
+        await self._reached(faults, FaultPoint.DESTINATION_RESERVE)
+        key = query.migration_id, query.stage
+        answered = self._rooms.setdefault(key, asyncio.get_running_loop().create_future())
+        self.core.incoming.on_pre_allocate(query, self._loop.now())
+        self._act()
+        # The work goes on when the source gives up waiting: asked again, it gets the same answer.
+        answer = await asyncio.shield(answered)
+        if isinstance(answer, ErrorInfo):
+            raise ServiceError(answer)
+        await self._reached(faults, FaultPoint.DESTINATION_RESERVED)
+        return self.core.incoming.with_busy(answer, self._loop.now())
 
-    def _begin_one(self, lease: Rebalance) -> bool:
-        """Begins a migration, if one may begin and some request can leave."""
-        most = max_at_once(lease.reason, self._settings.max_migrations)
-        if len(self._moves) >= min(lease.max_concurrent, most):
-            return False
-        peers = self._host.peers()
-        destinations = [
-            peers[name] for name in lease.destinations if name in peers and name != self._settings.instance_id
-        ]
-        if not any(self._may_take(destination) for destination in destinations):
-            return False
-        include_offline = self._host.is_draining or lease.reason is MoveReason.DRAIN
-        for candidate in self._candidates(include_offline):
-            request_id = candidate.request.request_id
-            if request_id in self._moves or not may_move(candidate.request.epoch):
-                continue
-            if self._stays_until_s.get(request_id, 0.0) > self._loop.now():
-                continue
-            if 4 * candidate.request.num_tokens > MAX_COMMIT_BYTES:
-                continue
-            fitting = [destination for destination in destinations if self._fits(candidate, destination)]
-            if not fitting:
-                continue
-            request = self._held_request(request_id)
-            if request is None or request.epoch != candidate.request.epoch:
-                continue
-            self._moves[request_id] = self._tasks.start(self._move(candidate, request, fitting, lease.reason))
-            return True
-        return False
-
-    def _candidates(self, include_offline: bool) -> list[MoveCandidate]:
-        leaving, now = self._host.leaving_models, self._loop.now()
-        candidates = self._loop.ask(lambda engine: engine.move_candidates(now, include_offline or bool(leaving)))
-        return [found for found in candidates if not leaving or found.request.model in leaving]
-
-    def _is_there(self, destination: InstanceInfo) -> bool:
-        """Whether that process is in the registry still."""
-        info = self._host.peers().get(destination.instance_id)
-        return info is not None and info.incarnation == destination.incarnation
-
-    def _may_take(self, destination: InstanceInfo) -> bool:
-        failed_until_s = self._failed_until_s.get(destination.instance_id, 0.0)
-        return destination.state == "ready" and failed_until_s <= self._loop.now()
-
-    def _fits(self, candidate: MoveCandidate, destination: InstanceInfo) -> bool:
-        with_kv = bool(candidate.num_blocks)
-        if not self._may_take(destination) or (with_kv and not self._has_transport):
-            return False
-        return can_take(destination, {candidate.request.model}, with_kv)
-
-    def _held_request(self, request_id: str) -> GenerationRequest | None:
-        sequence = self._loop.ask(lambda engine: engine.held(request_id))
-        return None if sequence is None else sequence.request
-
-    def _page_tokens(self, model: str) -> int:
-        return self._loop.ask(lambda engine: engine.memory.queues[model].shape.page_tokens)
-
-    async def _move(
-        self,
-        candidate: MoveCandidate,
-        request: GenerationRequest,
-        destinations: list[InstanceInfo],
-        reason: MoveReason,
-    ) -> None:
-        """To the first of the destinations that takes it."""
-        request_id = request.request_id
+    async def on_commit(self, commit: Commit) -> Committed:
+        faults = self._faults_of(commit.migration_id)
         try:
-            page_tokens = self._page_tokens(request.model)
-            for destination in destinations:
-                if not self._is_there(destination):
-                    continue
-                migration = OutgoingMigration(
-                    self._site, candidate, request, page_tokens, destination, reason, self._on_over
-                )
-                self._outgoing[request_id] = migration
-                outcome = await migration.run()
-                # A request that has been paused once in vain is left alone for a while.
-                was_paused = candidate.is_running and not migration.machine.was_decoding
-                if outcome.is_moved or was_paused or outcome.epoch != request.epoch or self._is_stopping:
-                    return
-                if outcome.reason not in _DESTINATION_FAULTS:
-                    return
-        finally:
-            self._outgoing.pop(request_id, None)
-            del self._moves[request_id]
-            self._wake.set()
+            await faults.at(FaultPoint.DESTINATION_COMMIT)
+        except FaultError as error:
+            self._on_abort(AbortMigration(commit.migration_id, AbortReason.STOPPED))
+            raise ServiceError.of(ErrorCode.OVERLOADED, str(error)) from None
+        answered = self._verdicts.setdefault(commit.migration_id, asyncio.get_running_loop().create_future())
+        self.core.incoming.on_commit(commit, self._loop.now())
+        self._act()
+        answer = await asyncio.shield(answered)
+        await self._reached(faults, FaultPoint.DESTINATION_COMMITTED)
+        if isinstance(answer, ErrorInfo):
+            raise ServiceError(answer)
+        return answer
 
-    def _on_over(self, migration: OutgoingMigration, outcome: MoveOutcome) -> None:
-        if migration.is_given_up:
-            return
-        self._forget()
-        now = self._loop.now()
-        if outcome.is_moved:
-            self._moved[outcome.request_id] = (
-                now + FORWARD_S,
-                MovedRequest(outcome.request_id, outcome.destination_id, outcome.epoch),
+    def _on_abort(self, abort: AbortMigration) -> None:
+        self.core.incoming.on_abort(abort, self._loop.now())
+        self._act()
+
+    def _on_owns(self, query: OwnsQuery) -> OwnsReply:
+        reply = self.core.incoming.on_owns(query, self._loop.now())
+        self._act()
+        if isinstance(reply, ErrorInfo):
+            raise ServiceError(reply)
+        return reply
+
+    async def _reached(self, faults: FaultPoints, point: FaultPoint) -> None:
+        """`fail` here is an answer that is never sent."""
+        try:
+            await faults.at(point)
+        except FaultError as error:
+            await self._stopped.wait()
+            raise ServiceError.of(ErrorCode.UNAVAILABLE, str(error)) from None
+
+    # ------------------------------------------------------------------------------------------- time, commands
+
+    def _act(self) -> None:
+        """After whatever was told to the core."""
+        self._carry_out_all()
+        wakeup_s = self.core.next_wakeup()
+        if self._timer is not None:
+            if wakeup_s == self._timer_s:
+                return
+            self._timer.cancel()
+            self._timer = None
+        if wakeup_s is not None and not self._stopped.is_set():
+            self._timer_s = wakeup_s
+            left_s = max(0.0, wakeup_s - self._loop.now())
+            self._timer = asyncio.get_running_loop().call_later(left_s, self._on_time)
+
+    def _on_time(self) -> None:
+        self._timer = None
+        self.core.on_time(self._loop.now())
+        self._act()
+
+    def _carry_out_all(self) -> None:
+        while commands := self.core.take_commands():
+            for command in commands:
+                self._carry_out(command)
+
+    def _carry_out(self, command: Command) -> None:
+        migration_id = command.migration_id
+        match command:
+            case BeginOut():
+                self._begin_out(command)
+            case Ask():
+                out = self._out[migration_id]
+                out.tasks.start(self._ask(out, command))
+            case Tell(_, destination_id, AbortMigration() as abort):
+                self._bus.publish(INSTANCE_ABORT.at(instance_id=destination_id), abort)
+            case Tell(_, destination_id, Cancel() as cancel):
+                self._bus.publish(INSTANCE_CANCEL.at(instance_id=destination_id), cancel)
+            case Connect():
+                self._out[migration_id].tasks.start(self._connect(command))
+            case BeginTransfer(_, stage, pool, keeps_s):
+                with suppress(TransferError):  # to send its blocks will say so
+                    begun = self._out[migration_id].begun[stage.number] = self._begun(stage, pool, keeps_s)
+                    begun.task.add_done_callback(lambda _: self._on_begun_ended(migration_id, stage, begun))
+            case SendBlocks():
+                out = self._out[migration_id]
+                out.copies.start(self._send(out, command))
+            case CancelTransfers():
+                self._out[migration_id].copies.cancel_all()
+            case OutOver(_, outcome, request, taken, pause_s):
+                if pause_s is not None:
+                    self._telemetry.on_pause("source", pause_s)
+                if not outcome.is_moved:
+                    log.info(
+                        "request %s did not move to %s: %s", outcome.request_id, outcome.destination_id, outcome.reason
+                    )
+                self._handovers.on_move_ended(outcome, request, taken)
+            case WindUp():
+                self._winding_up.start(self._wind_up(self._out.pop(migration_id), command))
+            case BeginIn(_, query):
+                self._begin_in(migration_id, query)
+            case EndIn(_, is_moved, why):
+                self._end_in(self._in.pop(migration_id), MOVED if is_moved else "freed")
+                if why:
+                    log.info("migration %s into here is over: %s", migration_id, why)
+            case RefusedIn(_, reason):
+                self._telemetry.refused("in", "", reason)
+            case ClaimSlots():
+                self._tasks.start(self._claim(self._in[migration_id], command))
+            case ExpectBlocks():
+                self._expect(self._in[migration_id], command)
+            case AnswerRoom(_, number, room):
+                if (asked := self._rooms.pop((migration_id, number), None)) is not None:
+                    asked.set_result(room)
+            case AnswerCommit(_, verdict):
+                if (sent := self._verdicts.pop(migration_id, None)) is not None:
+                    sent.set_result(verdict)
+            case StopWriting():
+                self._tasks.start(self._stop_writing(migration_id, self._in[migration_id]))
+            case Adopted(_, commit, num_output):
+                self._handovers.on_adopted(commit, num_output)
+            case Paused(_, seconds):
+                self._telemetry.on_pause("destination", seconds)
+            case Fault(_, error):
+                log.error("migration %s failed here", migration_id, exc_info=error)
+            case _:
+                raise AssertionError(command)
+
+    # ---------------------------------------------------------------------------------------------- out of here
+
+    def _begin_out(self, command: BeginOut) -> None:
+        attributes = {
+            "tideway.migration_id": command.migration_id,
+            "tideway.request_id": command.request.request_id,
+            "tideway.instance_id": self._instance_id,
+            "tideway.destination_id": command.destination_id,
+            "tideway.migration.reason": str(command.reason),
+        }
+        span = self._telemetry.span("migration", command.request.traceparent, attributes)
+        self._out[command.migration_id] = _Out(command, span)
+        self._telemetry.begin("out")
+
+    async def _ask(self, out: _Out, command: Ask) -> None:
+        reply: Reply = None
+        try:
+            reply = await self._reply(out, command)
+        except FaultError as error:
+            log.info("migration %s: %s", command.migration_id, error)
+        except BusError as error:
+            log.debug("migration %s: %s", command.migration_id, error)
+            # That it was not heard is as good as a refusal where nothing was handed over.
+            if isinstance(error, ServiceError) or isinstance(command.message, PreAllocate):
+                reply = error.info
+        self.core.on_reply(command, reply, self._loop.now())
+        self._act()
+
+    async def _reply(self, out: _Out, command: Ask) -> Reserved | Committed | OwnsReply:
+        bus, timeout_s = self._bus, command.timeout_s
+        faults, ids = self._faults_of(command.migration_id), {"instance_id": command.destination_id}
+        match command.message:
+            case PreAllocate() as query:
+                attributes = {
+                    "tideway.migration.stage": query.stage,
+                    "tideway.migration.first_block": query.first_block,
+                    "tideway.migration.blocks": query.num_blocks,
+                }
+                with out.span.stage("migration.reserve", attributes):
+                    await faults.at(FaultPoint.SOURCE_RESERVE)
+                    query = msgspec.structs.replace(query, traceparent=out.span.traceparent)
+                    return await bus.request(INSTANCE_PRE_ALLOCATE.at(**ids), query, timeout_s=timeout_s)
+            case Commit() as commit:
+                with out.span.stage("migration.commit", {"tideway.migration.blocks": commit.num_blocks}):
+                    await faults.at(FaultPoint.SOURCE_COMMIT)
+                    committed = await bus.request(INSTANCE_COMMIT.at(**ids), commit, timeout_s=timeout_s)
+                    await faults.at(FaultPoint.SOURCE_ANSWER)
+                    return committed
+            case OwnsQuery() as owns:
+                await faults.at(FaultPoint.SOURCE_OWNS)
+                return await bus.request(INSTANCE_OWNS.at(**ids), owns, timeout_s=timeout_s)
+
+    async def _connect(self, command: Connect) -> None:
+        reserved, transport, is_connected = command.stage.reserved, self._transport, True
+        assert reserved is not None and transport is not None
+        try:
+            await transport.connect(reserved.address, deadline_s=command.timeout_s)
+        except TransferError as error:
+            log.info("migration %s: no way to %s: %s", command.migration_id, reserved.address, error)
+            is_connected = False
+        self.core.on_connected(command, is_connected, self._loop.now())
+        self._act()
+
+    def _begun(self, stage: Stage, pool: str, keeps_s: float) -> Outgoing:
+        """Raises `TransferError`."""
+        reserved, transport = stage.reserved, self._transport
+        assert reserved is not None and transport is not None
+        return transport.begin(
+            reserved.address,
+            reserved.ticket,
+            pool,
+            stage.num_blocks - reserved.num_held,
+            deadline_s=keeps_s,
+            is_limited=not stage.is_urgent,
+        )
+
+    def _on_begun_ended(self, migration_id: str, stage: Stage, begun: Outgoing) -> None:
+        """Of one whose blocks have not been named."""
+        if not begun.is_decided:
+            self._did_not_go(migration_id, stage, begun.failure)
+            self.core.on_sent(migration_id, False, self._loop.now())
+            self._act()
+
+    async def _send(self, out: _Out, command: SendBlocks) -> None:
+        stage, migration_id, transport = command.stage, command.migration_id, self._transport
+        assert transport is not None
+        attributes = {
+            "tideway.migration.stage": stage.number,
+            "tideway.migration.first_block": stage.first_block,
+            "tideway.migration.blocks": stage.num_blocks,
+            "tideway.migration.held": stage.num_held,
+            "tideway.migration.sent": len(command.slots),
+        }
+        is_sent = False
+        try:
+            with out.span.stage("migration.copy", attributes):
+                await self._faults_of(migration_id).at(FaultPoint.SOURCE_COPY)
+                begun = out.begun.get(stage.number) or self._begun(stage, command.pool, command.keeps_s)
+                receipt = await transport.complete(begun, command.slots, deadline_s=command.timeout_s)
+                out.num_bytes += receipt.num_bytes
+                is_sent = True
+        except (TransferError, FaultError) as error:
+            self._did_not_go(migration_id, stage, error)
+        self.core.on_sent(migration_id, is_sent, self._loop.now())
+        self._act()
+
+    def _did_not_go(self, migration_id: str, stage: Stage, why: Exception | None) -> None:
+        log.info("migration %s: blocks of stage %d did not go: %s", migration_id, stage.number, why)
+
+    async def _wind_up(self, out: _Out, command: WindUp) -> None:
+        if command.grace_s:
+            await out.copies.wait_all(command.grace_s)
+        await out.tasks.end_all()
+        await out.copies.end_all()
+        if self._transport is not None:
+            for begun in out.begun.values():
+                self._transport.cancel(begun)
+        self._telemetry.end("out", str(out.reason), command.outcome)
+        self._telemetry.on_bytes("out", out.num_bytes)
+        if command.outcome == MOVED:
+            self._telemetry.on_moved(command.num_stages)
+        out.span.end(
+            {
+                "tideway.migration.outcome": command.outcome,
+                "tideway.migration.stages": command.num_stages,
+                "tideway.migration.bytes": out.num_bytes,
+                "tideway.epoch": command.epoch,
+            }
+        )
+        self.core.on_rest(command.migration_id, self._loop.now())
+        self._rested.set()
+        self._act()
+
+    # ------------------------------------------------------------------------------------------------ into here
+
+    def _begin_in(self, migration_id: str, query: PreAllocate | None) -> None:
+        span = None
+        if query is not None:
+            attributes = {
+                "tideway.migration_id": migration_id,
+                "tideway.request_id": query.request_id,
+                "tideway.source_id": query.source_id,
+                "tideway.instance_id": self._instance_id,
+            }
+            span = self._telemetry.span("migration.receive", query.traceparent, attributes)
+        self._in[migration_id] = _In(span)
+        self._telemetry.begin("in")
+
+    def _end_in(self, incoming: _In, outcome: str) -> None:
+        self._telemetry.end("in", "", outcome)
+        self._telemetry.on_bytes("in", incoming.num_bytes)
+        if incoming.span is not None:
+            incoming.span.end({"tideway.migration.outcome": outcome, "tideway.migration.bytes": incoming.num_bytes})
+
+    async def _claim(self, incoming: _In, command: ClaimSlots) -> None:
+        claim = asyncio.ensure_future(asyncio.wrap_future(self._loop.claim_slots(command.model, command.slots)))
+        # Not cancelled with whoever waits for it: the slots go back only after it.
+        incoming.claims.append(claim)
+        failure = ""
+        try:
+            written = await asyncio.shield(claim)
+            if written is not None:
+                await asyncio.to_thread(written.synchronize)
+        except (KeyError, RuntimeError) as error:
+            failure = f"{type(error).__name__}: {error}"
+        self.core.incoming.on_claimed(command.migration_id, command.stage, failure, self._loop.now())
+        self._act()
+
+    def _expect(self, incoming: _In, command: ExpectBlocks) -> None:
+        transport = self._transport
+        assert transport is not None
+        address, ticket, failure = transport.address, b"", ""
+        try:
+            transfer = transport.expect(
+                command.pool, command.slots, deadline_s=command.deadline_s, peer=command.source_address
             )
+        except TransferError as error:
+            failure = str(error)
         else:
-            log.info("request %s did not move to %s: %s", outcome.request_id, outcome.destination_id, outcome.reason)
-            if outcome.reason in _DESTINATION_FAULTS:
-                self._failed_until_s[outcome.destination_id] = now + RETRY_S
-            else:
-                self._stays_until_s[outcome.request_id] = now + RETRY_S
-            if migration.is_disowned:
-                self._disowned[migration.migration_id] = (now + DISOWN_S, migration.destination)
-        self._host.on_move_ended(outcome, migration.request, migration.taken)
+            ticket = transfer.ticket
+            incoming.transfers.append(transfer)
+            self._tasks.start(self._receive(incoming, command, transfer))
+        self.core.incoming.on_expected(command.migration_id, command.stage, address, ticket, failure, self._loop.now())
 
-    def _forget(self) -> None:
-        now = self._loop.now()
-        self._failed_until_s = {key: value for key, value in self._failed_until_s.items() if value > now}
-        self._stays_until_s = {key: value for key, value in self._stays_until_s.items() if value > now}
-        self._moved = {key: value for key, value in self._moved.items() if value[0] > now}
-        self._disowned = {key: value for key, value in self._disowned.items() if value[0] > now}
+    async def _receive(self, incoming: _In, command: ExpectBlocks, transfer: Incoming) -> None:
+        assert incoming.span is not None
+        attributes = {"tideway.migration.stage": command.stage, "tideway.migration.blocks": len(command.slots)}
+        failure = ""
+        with incoming.span.stage("migration.receive.stage", attributes):
+            try:
+                receipt = await transfer.wait()
+                await self._faults_of(command.migration_id).at(FaultPoint.DESTINATION_COPIED)
+                incoming.num_bytes += receipt.num_bytes
+            except (TransferError, FaultError) as error:
+                failure = str(error)
+        self.core.incoming.on_stage(command.migration_id, command.stage, failure, self._loop.now())
+        self._act()
+
+    async def _stop_writing(self, migration_id: str, incoming: _In) -> None:
+        for transfer in incoming.transfers:
+            transfer.cancel()
+        await asyncio.gather(*incoming.claims, return_exceptions=True)
+        for transfer in incoming.transfers:
+            with suppress(TransferError):
+                await transfer.wait()
+        self.core.incoming.on_quiet(migration_id, self._loop.now())
+        self._act()

@@ -9,10 +9,10 @@ from opentelemetry import trace
 from prometheus_client import Counter, Gauge, Histogram
 
 from shared.messages.migration import MoveReason
+from shared.migration.outgoing import MOVED
 from shared.telemetry import Telemetry, context_of
 
 PAUSE_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 5.0)
-MOVED = "moved"
 
 Attributes = Mapping[str, str | int | float | bool]
 

@@ -17,7 +17,6 @@ from opentelemetry.trace import Tracer
 from services.worker.engine_building import build_engine
 from services.worker.engine_loop import EngineLoop
 from services.worker.kv_transport import KvTransport, Network, TransportLimits
-from services.worker.migration.host import device_pool, host_pool
 from services.worker.migration.service import MigrationService
 from shared.bus.interface import Bus
 from shared.bus.nats_bus import NatsBus
@@ -36,6 +35,8 @@ from shared.messages.requests import (
     TokenEntry,
     unpack_tokens,
 )
+from shared.migration.incoming import Intake
+from shared.migration.limits import pool_of
 from shared.settings import InstanceSettings
 from shared.telemetry import Telemetry, start_telemetry
 from tests.shared.engine.fake_executor import FakeExecutor
@@ -153,7 +154,7 @@ class Gateway:
 
 
 class Party:
-    """One instance; the host of its migrations."""
+    """One instance."""
 
     def __init__(
         self,
@@ -175,8 +176,8 @@ class Party:
         self.transport = transport
         self.telemetry = telemetry
         self.executor = executor
-        self.draining = False
-        self.models = {"a"}
+        self.intake = Intake(name)
+        self.intake.models.add("a")
         self.is_dead = False
         self.adopted: list[tuple[Commit, int]] = []
         self.outcomes: list[MoveOutcome] = []
@@ -184,15 +185,24 @@ class Party:
         self.cancels: list[Cancel] = []
         self.engine = build_engine(settings, num_merged, "cpu", num_merged if settings.host_memory_bytes else 0)
         self.loop = EngineLoop(self.engine, executor, bus.now, self._in_thread)
-        self.service = MigrationService(bus, settings, self.loop, transport, self, telemetry)
+        self.service = MigrationService(
+            bus=bus,
+            settings=settings,
+            loop=self.loop,
+            transport=transport,
+            intake=self.intake,
+            peers=lambda: self.registry,
+            handovers=self,
+            telemetry=telemetry,
+        )
 
     async def start(self) -> None:
         self._event_loop = asyncio.get_running_loop()
         with self.loop.locked() as engine:
             engine.apply(AddModel(SHAPE), 0.0)
         if self.transport is not None:
-            self.transport.register(device_pool("a"), self.executor.rows(False))
-            self.transport.register(host_pool("a"), self.executor.rows(True))
+            self.transport.register(pool_of("a", False), self.executor.rows(False))
+            self.transport.register(pool_of("a", True), self.executor.rows(True))
         self.loop.start()
         await self.service.start()
         await self.bus.subscribe(INSTANCE_CANCEL.at(instance_id=self.name), self._on_cancel)
@@ -233,25 +243,7 @@ class Party:
         await self.bus.close()
         self.telemetry.close()
 
-    # host
-    @property
-    def instance_id(self) -> str:
-        return self.name
-
-    @property
-    def is_draining(self) -> bool:
-        return self.draining
-
-    @property
-    def leaving_models(self) -> frozenset[str]:
-        return frozenset()
-
-    def peers(self) -> dict[str, InstanceInfo]:
-        return self.registry
-
-    def serves(self, model: str) -> bool:
-        return model in self.models
-
+    # handovers
     def on_adopted(self, commit: Commit, num_output: int) -> None:
         self.adopted.append((commit, num_output))
         request = commit.request

@@ -7,8 +7,8 @@ from random import Random
 
 import pytest
 
-import services.worker.migration.peer as peer
-import services.worker.migration.service as service
+import shared.migration.core as core
+import shared.migration.outgoing as outgoing_rules
 from services.worker.migration.faults import FaultError, FaultPoint, FaultPoints
 from shared.messages.catalogue import INSTANCE_CANCEL
 from shared.messages.requests import Cancel, FinishReason, RequestClass
@@ -43,10 +43,10 @@ async def test_streams_are_whole_whatever_fails(make, monkeypatch: pytest.Monkey
     faults = RandomFaults(random)
     monkeypatch.setattr(FaultPoints, "at", lambda self, point: faults.at(point))
     monkeypatch.setattr(FaultPoints, "has", lambda self, point: True)
-    monkeypatch.setattr(peer, "COMMIT_S", 0.1)
-    monkeypatch.setattr(peer, "RESERVE_S", 0.3)
-    monkeypatch.setattr(service, "RETRY_S", 0.02)
-    monkeypatch.setattr(peer, "copy_deadline_s", lambda expected_s: 0.3)
+    monkeypatch.setattr(outgoing_rules, "COMMIT_S", 0.1)
+    monkeypatch.setattr(outgoing_rules, "RESERVE_S", 0.3)
+    monkeypatch.setattr(core, "RETRY_S", 0.02)
+    monkeypatch.setattr(outgoing_rules, "copy_deadline_s", lambda expected_s: 0.3)
     group = await make(
         names="abc",
         num_merged=100,
@@ -74,7 +74,7 @@ async def test_streams_are_whole_whatever_fails(make, monkeypatch: pytest.Monkey
             party = random.choice(group.parties)
             others = [other.name for other in group.parties if other is not party]
             random.shuffle(others)
-            party.draining = random.random() < 0.2
+            party.intake.is_draining = random.random() < 0.2
             party.rebalance(*others, lease_s=0.1)
             if cancelled and random.random() < 0.1:
                 # To whom the client's gateway takes for the owner.
@@ -82,7 +82,7 @@ async def test_streams_are_whole_whatever_fails(make, monkeypatch: pytest.Monkey
                 owner = group.gateway.owners.get(request_id, (0, "a"))[1]
                 group.source.bus.publish(INSTANCE_CANCEL.at(instance_id=owner), Cancel(request_id))
             await asyncio.sleep(0.02)
-            party.draining = False
+            party.intake.is_draining = False
 
     stirring = asyncio.create_task(stir())
     await group.until(lambda: all(one.request_id in group.gateway.ends for one in sent), 30.0)

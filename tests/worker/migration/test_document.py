@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from services.worker.migration import faults, service
-from shared.migration import destination, estimates, source
+from shared.migration import core, destination, estimates, source
 from shared.settings import InstanceSettings
 
 TEXT = (Path(__file__).parents[3] / "docs" / "migration.md").read_text()
@@ -18,8 +18,8 @@ def test_fault_points_and_actions_are_all_named() -> None:
 
 
 def test_numbers_are_those_of_the_code() -> None:
-    assert f"left out for {service.RETRY_S:g} s" in TEXT
-    assert f"on for {service.FORWARD_S:g} s" in TEXT
+    assert f"left out for {core.RETRY_S:g} s" in TEXT
+    assert f"on for {core.FORWARD_S:g} s" in TEXT
     assert f"waited for, {service.STOP_S:g} s" in TEXT
     assert f"| answer to PreAllocate; connection | {source.RESERVE_S:g}; {source.CONNECT_S:g} |" in TEXT
     assert f"| leaving the batch | {source.LEAVE_S:g} |" in TEXT

@@ -9,9 +9,8 @@ import sys
 
 import pytest
 
-import services.worker.migration.outgoing as outgoing
-import services.worker.migration.peer as peer
 import shared.migration.destination as destination_rules
+import shared.migration.outgoing as outgoing_rules
 from services.worker.migration.faults import FaultError, FaultPoint, FaultPoints
 from shared.messages.catalogue import INSTANCE_CANCEL
 from shared.messages.requests import Cancel, FinishReason
@@ -41,10 +40,10 @@ def reached(monkeypatch: pytest.MonkeyPatch) -> set[str]:
 
 @pytest.fixture(autouse=True)
 def short_deadlines(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peer, "COMMIT_S", 0.2)
-    monkeypatch.setattr(peer, "RESERVE_S", 0.5)
-    monkeypatch.setattr(peer, "IDLE_S", 0.8)
-    monkeypatch.setattr(peer, "copy_deadline_s", lambda expected_s: 0.6)
+    monkeypatch.setattr(outgoing_rules, "COMMIT_S", 0.2)
+    monkeypatch.setattr(outgoing_rules, "RESERVE_S", 0.5)
+    monkeypatch.setattr(outgoing_rules, "IDLE_S", 0.8)
+    monkeypatch.setattr(outgoing_rules, "copy_deadline_s", lambda expected_s: 0.6)
     monkeypatch.setattr(destination_rules, "IDLE_S", 0.8)
 
 
@@ -76,8 +75,8 @@ async def test_the_stream_goes_on_whatever_fails(make, point: str) -> None:
 @pytest.mark.parametrize("point", POINTS)
 async def test_a_slow_point_only_costs_time(make, point: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("COMMIT_S", "RESERVE_S", "IDLE_S"):
-        monkeypatch.setattr(peer, name, 5.0)
-    monkeypatch.setattr(peer, "copy_deadline_s", lambda expected_s: 5.0)
+        monkeypatch.setattr(outgoing_rules, name, 5.0)
+    monkeypatch.setattr(outgoing_rules, "copy_deadline_s", lambda expected_s: 5.0)
     monkeypatch.setattr(destination_rules, "IDLE_S", 5.0)
     group = await make(**faults(point, "delay:0.1"), step_s=0.005)
     sent = await begin(group, 250)
@@ -146,7 +145,7 @@ async def test_a_source_that_stops_leaves_nothing_behind(make, reached: set[str]
 async def test_a_source_that_dies_leaves_its_reservation_to_time(
     make, reached: set[str], point: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(outgoing, "LEAVE_S", 0.2)
+    monkeypatch.setattr(outgoing_rules, "LEAVE_S", 0.2)
     group = await make(**faults(point, "delay:2"), step_s=0.005)
     await begin(group)
     await group.until(lambda: point in reached)

@@ -84,7 +84,7 @@ async def test_a_checkpoint_moves_from_host_memory_to_host_memory(make) -> None:
     await group.until(lambda: group.progress(offline) > 8)
     group.source.submit(online)
     await group.until(lambda: group.progress(online) > 0)
-    group.source.draining = True
+    group.source.intake.is_draining = True
     group.source.rebalance("b", reason=MoveReason.DRAIN, lease_s=2.0)
     await group.until(lambda: any(commit.on_host for commit, _ in group.destination.adopted))
     commit = next(commit for commit, _ in group.destination.adopted if commit.on_host)
@@ -97,7 +97,7 @@ async def test_a_checkpoint_moves_from_host_memory_to_host_memory(make) -> None:
 
 async def test_a_refusal_leaves_the_request_where_it_is(make) -> None:
     group = await make()
-    group.destination.models.clear()
+    group.destination.intake.models.clear()
     sent = request("r1", PROMPT, 100)
     group.source.submit(sent)
     await group.until(lambda: group.progress(sent) > 5)
@@ -110,7 +110,7 @@ async def test_a_refusal_leaves_the_request_where_it_is(make) -> None:
 
 async def test_the_next_destination_is_asked_where_one_refuses(make) -> None:
     group = await make(names="abc")
-    group.destination.models.clear()
+    group.destination.intake.models.clear()
     sent = request("r1", PROMPT, 200)
     group.source.submit(sent)
     await group.until(lambda: group.progress(sent) > 5)
@@ -175,7 +175,7 @@ async def test_a_drain_moves_everything(make) -> None:
     for one in (*online, *offline):
         group.source.submit(one)
     await group.until(lambda: any(group.progress(one) > 3 for one in online))
-    group.source.draining = True
+    group.source.intake.is_draining = True
     group.source.rebalance("b", reason=MoveReason.DRAIN, lease_s=8.0)
     await group.until(lambda: not group.source.loop.ask(Engine.num_held))
     assert not any(one.request_id in group.gateway.ends for one in online)
@@ -189,11 +189,11 @@ async def test_a_drain_moves_four_at_once_where_balancing_moves_one(make) -> Non
         for one in sent:
             group.source.submit(one)
         await group.until(lambda: all(group.progress(one) > 3 for one in sent))  # noqa: B023  (awaited here)
-        group.source.draining = reason is MoveReason.DRAIN
+        group.source.intake.is_draining = reason is MoveReason.DRAIN
         group.source.rebalance("b", reason=reason, lease_s=8.0, at_once=DRAIN_CONCURRENCY)
         at_once = 0
         while group.source.loop.ask(Engine.num_held) > 4:
-            at_once = max(at_once, group.source.service.num_moving_out)
+            at_once = max(at_once, group.source.service.core.num_moving_out)
             await asyncio.sleep(0.001)
         assert at_once == most
         group.source.rebalance()
@@ -231,7 +231,6 @@ async def test_a_cancel_follows_the_request(make) -> None:
     await group.until(lambda: group.progress(sent) > 5)
     group.source.rebalance("b")
     await group.until(lambda: group.source.outcomes)
-    assert not group.source.service.forward_cancel("somebody")
     group.source.bus.publish(INSTANCE_CANCEL.at(instance_id="a"), Cancel("r1"))
     await group.until(lambda: "r1" in group.gateway.ends)
     assert group.gateway.ends["r1"].finish_reason == FinishReason.CANCELLED

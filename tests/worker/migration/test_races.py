@@ -7,12 +7,11 @@ import asyncio
 import msgspec
 import pytest
 
-import services.worker.migration.peer as peer
-import services.worker.migration.service as service
+import shared.migration.core as core
+import shared.migration.outgoing as outgoing_rules
 from services.worker.engine_loop import StepStats
 from services.worker.kv_transport import Outgoing
-from services.worker.migration.outgoing import OutgoingMigration
-from services.worker.migration.service import DEFAULT_STEP_S
+from services.worker.migration.service import MigrationService
 from shared.engine.calls import Call, Pin, PinRest, Reserve, Seal, TakeOut
 from shared.engine.moving import TakenOut
 from shared.messages.catalogue import INSTANCE_CANCEL
@@ -23,6 +22,9 @@ from shared.messages.requests import (
     MovedRequest,
     pack_tokens,
 )
+from shared.migration.commands import Stage
+from shared.migration.core import DEFAULT_STEP_S, MigrationCore
+from shared.migration.outgoing import OutgoingMigration
 from shared.migration.source import LEAVE_S
 from tests.shared.engine.fake_executor import request
 from tests.worker.migration.conftest import Group
@@ -42,10 +44,10 @@ async def running(group: Group, num_tokens: int = 200):
 async def test_a_destination_that_left_while_another_was_asked_is_not_tried(make) -> None:
     group = await make(names="abc", destination={"fault_points": "destination.commit:delay:0.2"}, step_s=0.01)
     sent = await running(group)
-    group.destination.draining = True
+    group.destination.intake.is_draining = True
     third = group.parties[2]
     group.source.rebalance("b", "c")
-    await group.until(lambda: "r1" in group.source.service._outgoing)
+    await group.until(lambda: group.source.service.core.outgoing_of("r1"))
     del group.source.registry["c"]
     group.source.service.on_instance("c", None)
     await group.until(lambda: group.source.outcomes)
@@ -55,12 +57,12 @@ async def test_a_destination_that_left_while_another_was_asked_is_not_tried(make
 
 
 async def test_a_sealed_request_goes_on_where_the_loss_of_its_destination_was_not_heard(make, monkeypatch) -> None:
-    monkeypatch.setattr(peer, "COMMIT_S", 0.2)
-    monkeypatch.setattr(peer, "copy_deadline_s", lambda expected_s: 0.3)
+    monkeypatch.setattr(outgoing_rules, "COMMIT_S", 0.2)
+    monkeypatch.setattr(outgoing_rules, "copy_deadline_s", lambda expected_s: 0.3)
     group = await make(destination={"fault_points": "destination.commit:delay:30"}, step_s=0.005)
     sent = await running(group)
     group.source.rebalance("b", lease_s=0.1)
-    await group.until(lambda: any(not m.machine.may_be_withdrawn for m in group.source.service._outgoing.values()))
+    await group.until(lambda: (m := group.source.service.core.outgoing_of("r1")) and not m.machine.may_be_withdrawn)
     destination = group.destination
     destination.is_dead = True
     del group.source.registry["b"]
@@ -81,7 +83,7 @@ async def test_a_request_that_is_placed_anew_here_is_not_handed_over_in_its_old_
     group = await make(destination=late, step_s=0.01, migration_max_stages=1)
     sent = await running(group)
     group.source.rebalance("b", lease_s=0.1)
-    await group.until(lambda: "r1" in group.source.service._outgoing)
+    await group.until(lambda: group.source.service.core.outgoing_of("r1"))
     again = msgspec.structs.replace(sent, epoch=64, prior=pack_tokens(group.gateway.tokens["r1"]))
     group.gateway.owners["r1"] = (64, "a")
     group.source.submit(again)
@@ -98,9 +100,9 @@ async def test_a_running_request_without_its_kv_is_not_handed_over(make, monkeyp
     sent = await running(group)
     on_taken_out = OutgoingMigration.on_taken_out
 
-    def without_kv(self: OutgoingMigration, taken: TakenOut) -> None:
+    def without_kv(self: OutgoingMigration, taken: TakenOut, now: float) -> None:
         progress = msgspec.structs.replace(taken.progress, num_computed=0)
-        on_taken_out(self, msgspec.structs.replace(taken, progress=progress))
+        on_taken_out(self, msgspec.structs.replace(taken, progress=progress), now)
 
     monkeypatch.setattr(OutgoingMigration, "on_taken_out", without_kv)
     apply = group.source.loop.apply
@@ -130,7 +132,7 @@ async def test_a_cancel_does_not_go_to_and_fro(make) -> None:
     group = await make()
     far = group.source.loop.now() + 60
     for party, other, epoch in ((group.source, "b", 1), (group.destination, "a", 2)):
-        party.service._moved["r1"] = (far, MovedRequest("r1", other, epoch))
+        party.service.core._moved["r1"] = (far, MovedRequest("r1", other, epoch))
     group.source.bus.publish(INSTANCE_CANCEL.at(instance_id="a"), Cancel("r1"))
     await group.until(lambda: group.destination.cancels)
     await asyncio.sleep(0.05)
@@ -159,19 +161,20 @@ async def test_room_for_the_last_blocks_is_kept_until_the_request_has_left_its_b
 
 async def test_the_transfer_of_the_last_blocks_is_open_when_the_request_leaves_its_batch(make, monkeypatch) -> None:
     opened: list[bool] = []
-    on_taken_out, begin = OutgoingMigration.on_taken_out, peer.Peer.begin
+    on_taken_out, begun = OutgoingMigration.on_taken_out, MigrationService._begun
 
-    def noting(self: OutgoingMigration, taken: TakenOut) -> None:
-        opened.extend(s.begun is not None and s.begun.accepted.done() for s in self._stages[self._num_copied :])
-        on_taken_out(self, taken)
+    def noting(self: OutgoingMigration, taken: TakenOut, now: float) -> None:
+        opened.extend(one.accepted.done() for one in group.source.service._out[self.migration_id].begun.values())
+        on_taken_out(self, taken, now)
 
-    def beginning(self: peer.Peer, stage: peer.Stage) -> None:
-        begin(self, stage)
-        assert stage.begun is not None
-        stage.begun.accepted.add_done_callback(lambda _: gate.set())
+    def beginning(self: MigrationService, stage: Stage, *rest: object) -> Outgoing:
+        transfer = begun(self, stage, *rest)
+        if stage.begins_s:
+            transfer.accepted.add_done_callback(lambda _: gate.set())
+        return transfer
 
     monkeypatch.setattr(OutgoingMigration, "on_taken_out", noting)
-    monkeypatch.setattr(peer.Peer, "begin", beginning)
+    monkeypatch.setattr(MigrationService, "_begun", beginning)
     group = await make(step_s=0.1)
     gate, apply = group.source.executor.gate, group.source.loop.apply
 
@@ -225,8 +228,8 @@ async def test_a_last_transfer_that_failed_before_the_request_left_keeps_it_here
 async def test_whether_a_move_is_worth_it_counts_what_the_destination_has(
     make, is_there: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(service, "DEFAULT_STEP_S", 0.005)
-    monkeypatch.setattr(service.MigrationService, "on_step", lambda *_: None)
+    monkeypatch.setattr(core, "DEFAULT_STEP_S", 0.005)
+    monkeypatch.setattr(MigrationCore, "on_step", lambda *_: None)
     group = await make(step_s=0.005, migration_rate_share=1e-6)  # 16 ms for a block
     first = request("first", PROMPT * 4, 2)
     if is_there:
@@ -256,14 +259,14 @@ async def test_an_error_in_the_driver_leaves_nothing_behind(make, monkeypatch) -
     group.source.rebalance("b", lease_s=0.05)
     await group.until(lambda: group.source.outcomes)
     assert not group.source.outcomes[0].is_moved
-    assert metric(group.source, "tideway_migrations_in_progress", direction="out") == 0
+    await group.until(lambda: not metric(group.source, "tideway_migrations_in_progress", direction="out"))
     await group.ended(sent, owner="a")
 
 
 async def test_the_mean_step_is_of_steps_that_only_decode(make) -> None:
-    service = (await make()).source.service
-    service.on_step(StepStats("a", 512, (3, 0), 0.9))
-    assert service._site.step_s("a") == DEFAULT_STEP_S
-    service.on_step(StepStats("a", 4, (3, 1), 0.01))
-    service.on_step(StepStats("a", 512, (3, 0), 0.9))
-    assert service._site.step_s("a") == 0.01
+    core = (await make()).source.service.core
+    core.on_step(StepStats("a", 512, (3, 0), 0.9), 0.0)
+    assert core.step_s("a") == DEFAULT_STEP_S
+    core.on_step(StepStats("a", 4, (3, 1), 0.01), 0.0)
+    core.on_step(StepStats("a", 512, (3, 0), 0.9), 0.0)
+    assert core.step_s("a") == 0.01

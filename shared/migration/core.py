@@ -1,0 +1,441 @@
+"""The decisions of one instance's migrations, out of it and into it. No I/O; times are arguments.
+
+Who gives requests away, and to whom, is said by the scheduler (`on_rebalance`, a lease), and by the instance itself for a
+model that is to leave it (`give_away`): two orders, of which neither knows the other. Which requests go, and in which order,
+is the engine's (`Engine.move_candidates`).
+
+A host hands in messages, effects of the engine, the registry's changes and the time (`next_wakeup`), and carries out
+`take_commands` after each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from typing import Any
+
+import msgspec
+
+from shared.engine.driver import StepStats
+from shared.engine.moving import MoveCandidate, TakenOut
+from shared.engine.requests import Ended, Output
+from shared.messages.channels import MAX_MESSAGE_BYTES
+from shared.messages.cluster import InstanceInfo
+from shared.messages.migration import AbortMigration, AbortReason, MoveReason, Rebalance
+from shared.messages.requests import Cancel, GenerationRequest, MovedRequest
+from shared.migration.commands import Ask, Command, Connect, Fault, Tell
+from shared.migration.incoming import IncomingMigrations, Intake
+from shared.migration.limits import DRAIN_CONCURRENCY, can_take, max_at_once
+from shared.migration.outgoing import EngineHost, KvEnd, OutgoingMigration, Reply, Site
+from shared.migration.source import Event, may_move
+
+POLL_S = 0.02
+"""While requests are to leave and none can, candidates are looked for so often."""
+RETRY_S = 0.5
+"""A destination that failed is left out for so long."""
+FORWARD_S = 60.0
+"""Cancels and replays for a request that has moved are passed on for so long."""
+DISOWN_S = 600.0
+"""A destination that was taken for dead is told so if it comes back within this time."""
+OWN_LEASE_S = 1.0
+"""Of a model's requests that leave because it is unloaded; renewed at half of it."""
+DEFAULT_STEP_S = 0.05
+"""Of a model that has made no step yet."""
+STEP_WEIGHT = 0.1
+"""Of the newest step in the mean."""
+MAX_COMMIT_BYTES = MAX_MESSAGE_BYTES - 64 * 1024
+"""Of the tokens that travel in a Commit."""
+
+_DESTINATION_FAULTS = (
+    AbortReason.REFUSED,
+    AbortReason.MISMATCH,
+    AbortReason.UNREACHABLE,
+    AbortReason.DESTINATION_LOST,
+    AbortReason.TRANSFER_FAILED,
+    AbortReason.DEADLINE,
+)
+"""After these another destination may do better."""
+
+
+class _Order(msgspec.Struct, frozen=True):
+    """To give requests away."""
+
+    destinations: list[str]
+    """Instance ids, in the order in which they are tried."""
+    reason: MoveReason
+    until_s: float
+    max_concurrent: int
+    model: str = ""
+    """Of requests of this one only; empty: of all."""
+
+
+class _Departure(msgspec.Struct):
+    """A request that is to go to the first of some destinations that takes it."""
+
+    candidate: MoveCandidate
+    request: GenerationRequest
+    left: list[InstanceInfo]
+    """Destinations that have not been tried."""
+    reason: MoveReason
+    migration: OutgoingMigration | None = None
+
+
+class MigrationCore:
+    def __init__(
+        self,
+        engine: EngineHost,
+        transport: KvEnd | None,
+        intake: Intake,
+        peers: Callable[[], Mapping[str, InstanceInfo]],
+        new_id: Callable[[], str],
+        *,
+        max_migrations: int,
+        max_stages: int,
+        rate_share: float,
+        num_ranks: int = 1,
+    ) -> None:
+        """`peers`: the registry as it stands, this instance included; nothing where it is not known yet. `new_id`: of a
+        migration, unlike any other. `max_migrations`: out of the instance at once, and into it. `num_ranks`: as in
+        `Site`."""
+        self._intake = intake
+        self._peers = peers
+        self._new_id = new_id
+        self._max_migrations = max_migrations
+        self._commands: list[Command] = []
+        self._step_s: dict[str, float] = {}
+        self._site = Site(
+            instance_id=intake.instance_id,
+            engine=engine,
+            transport=transport,
+            num_ranks=num_ranks,
+            rate_share=rate_share,
+            max_stages=max_stages,
+            step_s=lambda model: self._step_s.get(model, DEFAULT_STEP_S),
+            is_there=self._is_there,
+            say=self._commands.append,
+        )
+        self.incoming = IncomingMigrations(self._site, intake, max_migrations)
+        self.lease: _Order | None = None
+        """The scheduler's."""
+        self._own: dict[str, _Order] = {}
+        """By model that is to leave."""
+        self._leaving: dict[str, float] = {}
+        """Likewise, and when it was last offered to others."""
+        self._look_s = 0.0
+        """When candidates are looked for next."""
+        self._departures: dict[str, _Departure] = {}
+        """By request id."""
+        self._outgoing: dict[str, OutgoingMigration] = {}
+        """By migration id, until they are at rest."""
+        self._moved: dict[str, tuple[float, MovedRequest]] = {}
+        self._disowned: dict[str, tuple[float, InstanceInfo]] = {}
+        """By migration id: destinations that were lost after Commit had been sent to them."""
+        self._failed_until_s: dict[str, float] = {}
+        """By destination."""
+        self._stays_until_s: dict[str, float] = {}
+        """By request id: one that did not move for a reason of its own, so that others get their turn."""
+        self._is_stopping = False
+
+    def take_commands(self) -> list[Command]:
+        """What is to be done now, in this order."""
+        commands = self._commands[:]
+        self._commands.clear()
+        return commands
+
+    # ------------------------------------------------------------------------------------------------- state
+
+    @property
+    def num_moving_out(self) -> int:
+        """Requests."""
+        return len(self._departures)
+
+    @property
+    def num_moving_in(self) -> int:
+        return self.incoming.num_in_progress
+
+    def needs_peers(self, now: float) -> bool:
+        """Whether the host has to tell of changes in the registry."""
+        self._forget(now)
+        return self.lease is not None or bool(self._departures or self._disowned)
+
+    @property
+    def leaving_models(self) -> frozenset[str]:
+        """That are to lose their requests."""
+        return frozenset(self._leaving)
+
+    def outgoing(self, migration_id: str) -> OutgoingMigration | None:
+        """That is under way out of here."""
+        return self._outgoing.get(migration_id)
+
+    def outgoing_of(self, request_id: str) -> OutgoingMigration | None:
+        departure = self._departures.get(request_id)
+        return None if departure is None else departure.migration
+
+    def step_s(self, model: str) -> float:
+        """Of the model's decode steps lately."""
+        return self._site.step_s(model)
+
+    def moved(self, request_id: str, now: float) -> MovedRequest | None:
+        """To whom a request was handed over lately."""
+        until_s, moved = self._moved.get(request_id, (0.0, None))
+        return moved if until_s > now else None
+
+    def forward_cancel(self, request_id: str, now: float) -> None:
+        """Passes a cancel on to the new owner, if the request has moved lately. With the epoch it goes no further than
+        there, and not for ever to and fro between two that each believe the other."""
+        if (moved := self.moved(request_id, now)) is not None:
+            self._commands.append(Tell("", moved.instance_id, Cancel(request_id, moved.epoch)))
+
+    # ------------------------------------------------------------------------------------------------- orders
+
+    def on_rebalance(self, rebalance: Rebalance, now: float) -> None:
+        """The scheduler's order, in place of its last one."""
+        self.lease = None
+        if rebalance.destinations:
+            until_s = now + rebalance.lease_s
+            self.lease = _Order(rebalance.destinations, rebalance.reason, until_s, rebalance.max_concurrent)
+        self._look_s = now
+
+    def end_drain(self) -> None:
+        """The instance is not to become empty after all: what the scheduler said to that end is over before its lease."""
+        if self.lease is not None and self.lease.reason is MoveReason.DRAIN:
+            self.lease = None
+
+    def give_away(self, model: str, now: float) -> None:
+        """The model is to leave: its requests go to others that serve it, the ones with the fewest of them first. Holds for
+        `OWN_LEASE_S`, until `stop_giving` at most; to be called again and again."""
+        if now - self._leaving.get(model, -OWN_LEASE_S) < OWN_LEASE_S / 2:
+            return
+        self._leaving[model] = now
+        destinations = sorted(
+            (loaded.num_running + loaded.num_waiting, info.instance_id)
+            for info in self._peers().values()
+            if info.instance_id != self._site.instance_id and can_take(info, {model})
+            for loaded in info.models
+            if loaded.name == model
+        )
+        names = [name for _, name in destinations]
+        self._own[model] = _Order(names, MoveReason.DRAIN, now + OWN_LEASE_S, DRAIN_CONCURRENCY, model)
+        self._look_s = now
+
+    def stop_giving(self, model: str) -> None:
+        """It has none any more, or stays after all."""
+        self._leaving.pop(model, None)
+        self._own.pop(model, None)
+
+    def _look(self, now: float) -> None:
+        """Begins what may begin now."""
+        if self.lease is not None and now >= self.lease.until_s:
+            self.lease = None
+        self._own = {model: order for model, order in self._own.items() if now < order.until_s}
+        orders = [*self._own.values(), *([] if self.lease is None else [self.lease])]
+        if not self._is_stopping:
+            for order in orders:
+                while self._begin_one(order, now):
+                    pass
+        self._look_s = now + POLL_S
+
+    def _begin_one(self, order: _Order, now: float) -> bool:
+        """Begins a migration, if one may begin and some request can leave."""
+        if len(self._departures) >= min(order.max_concurrent, max_at_once(order.reason, self._max_migrations)):
+            return False
+        peers = self._peers()
+        destinations = [peers[name] for name in order.destinations if name in peers and name != self._site.instance_id]
+        if not any(self._may_take(destination, now) for destination in destinations):
+            return False
+        include_offline = self._intake.is_draining or order.reason is MoveReason.DRAIN
+        for candidate in self._site.engine.ask(lambda engine: engine.move_candidates(now, include_offline)):
+            held = candidate.request
+            if (order.model and held.model != order.model) or not self._may_go(candidate, now):
+                continue
+            fitting = [destination for destination in destinations if self._fits(candidate, destination, now)]
+            request = self._held_request(held.request_id) if fitting else None
+            if request is None or request.epoch != held.epoch:
+                continue
+            departure = _Departure(candidate, request, fitting, order.reason)
+            self._departures[held.request_id] = departure
+            self._try_next(departure, now)
+            return True
+        return False
+
+    def _may_go(self, candidate: MoveCandidate, now: float) -> bool:
+        held = candidate.request
+        return (
+            held.request_id not in self._departures
+            and may_move(held.epoch)
+            and self._stays_until_s.get(held.request_id, 0.0) <= now
+            and 4 * held.num_tokens <= MAX_COMMIT_BYTES
+        )
+
+    def _is_there(self, destination: InstanceInfo) -> bool:
+        info = self._peers().get(destination.instance_id)
+        return info is not None and info.incarnation == destination.incarnation
+
+    def _may_take(self, destination: InstanceInfo, now: float) -> bool:
+        return destination.state == "ready" and self._failed_until_s.get(destination.instance_id, 0.0) <= now
+
+    def _fits(self, candidate: MoveCandidate, destination: InstanceInfo, now: float) -> bool:
+        with_kv = bool(candidate.num_blocks)
+        if not self._may_take(destination, now) or (with_kv and self._site.transport is None):
+            return False
+        return can_take(destination, {candidate.request.model}, with_kv)
+
+    def _held_request(self, request_id: str) -> GenerationRequest | None:
+        sequence = self._site.engine.ask(lambda engine: engine.held(request_id))
+        return None if sequence is None else sequence.request
+
+    # ------------------------------------------------------------------------------------------------- out of here
+
+    def _try_next(self, departure: _Departure, now: float) -> None:
+        while departure.left:
+            destination, request = departure.left.pop(0), departure.request
+            if not self._is_there(destination) or self._site.held_epoch(request.request_id) != request.epoch:
+                continue
+            migration_id = self._new_id()
+            migration = departure.migration = OutgoingMigration(
+                self._site, migration_id, departure.candidate, request, destination, departure.reason, now
+            )
+            self._outgoing[migration_id] = migration
+            self._drive(migration, now, migration.begin)
+            return
+        del self._departures[departure.request.request_id]
+
+    def _drive(self, migration: OutgoingMigration, now: float, step: Callable[..., None], *arguments: Any) -> None:
+        """Whatever fails in it, the request is left to one owner."""
+        was_over = migration.outcome is not None
+        try:
+            step(*arguments, now)
+        except Exception as error:
+            self._commands.append(Fault(migration.migration_id, error))
+            # As if the destination were lost: at any point this leaves the request here.
+            migration.feed(Event.DESTINATION_LOST, now)
+        if migration.outcome is not None and not was_over:
+            self._on_over(migration, now)
+
+    def _on_over(self, migration: OutgoingMigration, now: float) -> None:
+        outcome = migration.outcome
+        assert outcome is not None
+        if migration.is_given_up:
+            return
+        self._forget(now)
+        if outcome.is_moved:
+            moved = MovedRequest(outcome.request_id, outcome.destination_id, outcome.epoch)
+            self._moved[outcome.request_id] = (now + FORWARD_S, moved)
+            return
+        if outcome.reason in _DESTINATION_FAULTS:
+            self._failed_until_s[outcome.destination_id] = now + RETRY_S
+        else:
+            self._stays_until_s[outcome.request_id] = now + RETRY_S
+        if migration.is_disowned:
+            self._disowned[migration.migration_id] = (now + DISOWN_S, migration.destination)
+
+    def _forget(self, now: float) -> None:
+        self._failed_until_s = {key: value for key, value in self._failed_until_s.items() if value > now}
+        self._stays_until_s = {key: value for key, value in self._stays_until_s.items() if value > now}
+        self._moved = {key: value for key, value in self._moved.items() if value[0] > now}
+        self._disowned = {key: value for key, value in self._disowned.items() if value[0] > now}
+
+    def on_rest(self, migration_id: str, now: float) -> None:
+        """After `WindUp`: nothing of the migration is under way here any more."""
+        migration = self._outgoing.pop(migration_id)
+        migration.on_rest()
+        outcome, departure = migration.outcome, self._departures[migration.request_id]
+        assert outcome is not None
+        # A request that has been paused once in vain is left alone for a while.
+        is_over = outcome.is_moved or migration.was_paused or outcome.epoch != departure.request.epoch
+        if is_over or self._is_stopping or outcome.reason not in _DESTINATION_FAULTS:
+            departure.left.clear()
+        departure.migration = None
+        self._try_next(departure, now)
+        self._look_s = now
+
+    def on_reply(self, ask: Ask, reply: Reply, now: float) -> None:
+        if (migration := self._outgoing.get(ask.migration_id)) is not None:
+            self._drive(migration, now, migration.on_reply, ask.message, reply)
+
+    def on_connected(self, connect: Connect, is_connected: bool, now: float) -> None:
+        if (migration := self._outgoing.get(connect.migration_id)) is not None:
+            self._drive(migration, now, migration.on_connected, connect.stage.number, is_connected)
+
+    def on_sent(self, migration_id: str, is_sent: bool, now: float) -> None:
+        """The blocks of a stage are at the destination, or will not be."""
+        if (migration := self._outgoing.get(migration_id)) is not None:
+            self._drive(migration, now, migration.on_sent, is_sent)
+
+    def feed(self, migration_id: str, event: Event, reason: AbortReason | None, now: float) -> None:
+        """Something else happened to a migration out of here."""
+        if (migration := self._outgoing.get(migration_id)) is not None:
+            self._drive(migration, now, partial(migration.feed, event, reason=reason))
+
+    # --------------------------------------------------------------------------- from the engine and the registry
+
+    def on_effects(self, effects: Iterable[Output | Ended | TakenOut], now: float) -> None:
+        """Of the engine, in order; outputs do not matter here."""
+        for effect in effects:
+            if isinstance(effect, TakenOut):
+                self.on_taken_out(effect, now)
+            elif isinstance(effect, Ended) and (ending := self.outgoing_of(effect.request.request_id)) is not None:
+                self.feed(ending.migration_id, Event.GONE, AbortReason.ENDED, now)
+
+    def on_taken_out(self, taken: TakenOut, now: float) -> None:
+        if (leaving := self.outgoing_of(taken.request_id)) is not None:
+            self._drive(leaving, now, leaving.on_taken_out, taken)
+        self.incoming.on_taken_out(taken)
+
+    def on_step(self, stats: StepStats, now: float) -> None:
+        """A step has ended. The mean is of those that only decode: what a request waits for each token."""
+        model, seconds = stats.model, stats.duration_s
+        if stats.num_tokens == sum(stats.num_decodes):
+            known = self._step_s.get(model)
+            self._step_s[model] = seconds if known is None else known + STEP_WEIGHT * (seconds - known)
+        self.incoming.on_step(model, now - seconds, now)
+
+    def on_instance(self, instance_id: str, info: InstanceInfo | None, now: float) -> None:
+        """The registry entry of an instance changed, or is gone."""
+        for migration in list(self._outgoing.values()):
+            destination = migration.destination
+            is_lost = info is None or info.incarnation != destination.incarnation
+            if destination.instance_id == instance_id and is_lost:
+                self.feed(migration.migration_id, Event.DESTINATION_LOST, None, now)
+        if info is None:
+            return
+        for migration_id, (_, destination) in list(self._disowned.items()):
+            if destination.instance_id != instance_id:
+                continue
+            del self._disowned[migration_id]
+            if destination.incarnation == info.incarnation:
+                # It lives, and may have what this instance went on with.
+                abort = AbortMigration(migration_id, AbortReason.DESTINATION_LOST)
+                self._commands.append(Tell(migration_id, instance_id, abort))
+
+    # --------------------------------------------------------------------------------------------- time, the end
+
+    def next_wakeup(self) -> float | None:
+        """When `on_time` is due, if nothing else happens before."""
+        found = [migration.next_wakeup() for migration in self._outgoing.values()]
+        found.append(self.incoming.next_wakeup())
+        if self.lease is not None or self._own:
+            found.append(self._look_s)
+        return min((at for at in found if at is not None), default=None)
+
+    def on_time(self, now: float) -> None:
+        for migration in list(self._outgoing.values()):
+            self._drive(migration, now, migration.on_time)
+        self.incoming.on_time(now)
+        if (self.lease is not None or self._own) and now >= self._look_s:
+            self._look(now)
+
+    def stop(self, now: float) -> None:
+        """Nothing more begins, and what can be aborted is."""
+        self._is_stopping = True
+        self.lease, self._own = None, {}
+        for migration in list(self._outgoing.values()):
+            if migration.machine.may_be_withdrawn:
+                self.feed(migration.migration_id, Event.WITHDRAWN, None, now)
+
+    def give_up(self, now: float) -> list[str]:
+        """The process ends before it is known what became of these requests."""
+        left = [migration for migration in self._outgoing.values() if migration.outcome is None]
+        for migration in left:
+            self.feed(migration.migration_id, Event.GIVEN_UP, None, now)
+        return [migration.request_id for migration in left]

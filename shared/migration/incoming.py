@@ -1,0 +1,408 @@
+"""Migrations into an instance: what `destination.DestinationMove` decides, for any number of them, in terms of the engine
+here and of commands.
+
+| slots | whose |
+|---|---|
+| reserved, blocks to come | the transport's, from `ExpectBlocks` until `on_stage` |
+| reserved, all blocks here | the reservation's |
+| adopted | the sequence's |
+| to be freed | the reservation's, until every claim and every transfer into them has ended |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import msgspec
+
+from shared.engine.calls import Adopt, DropMoved, Release, Reserve, Seal, TakeOut
+from shared.engine.moving import TakenOut
+from shared.messages.cluster import MoveOutcome
+from shared.messages.migration import (
+    AbortMigration,
+    AbortReason,
+    Commit,
+    Committed,
+    OwnsQuery,
+    OwnsReply,
+    PreAllocate,
+    Reserved,
+)
+from shared.messages.requests import ErrorCode, ErrorInfo
+from shared.migration.commands import (
+    Adopted,
+    AnswerCommit,
+    AnswerRoom,
+    BeginIn,
+    ClaimSlots,
+    Command,
+    EndIn,
+    ExpectBlocks,
+    Fault,
+    OutOver,
+    Paused,
+    RefusedIn,
+    StopWriting,
+)
+from shared.migration.destination import Action, DestinationMove, Event, State
+from shared.migration.limits import max_at_once, pool_of
+from shared.migration.outgoing import Site
+from shared.migration.source import EPOCHS_OF_A_MOVE
+
+SWEEP_S = 0.25
+"""Deadlines are looked at so often while there are any."""
+IDLE_SWEEP_S = 10.0
+RETRY_S = 0.02
+"""After which a migration that comes in may be over."""
+
+
+class Intake:
+    """What an instance takes. One object, which all parts of the instance have that decide about it or ask."""
+
+    def __init__(self, instance_id: str) -> None:
+        self.instance_id = instance_id
+        self.is_draining = False
+        """It takes no requests, and gives all away."""
+        self.models: set[str] = set()
+        """That take requests here."""
+
+    def refusal(self, model: str) -> ErrorInfo | None:
+        """Of a request of the model."""
+        if self.is_draining:
+            return ErrorInfo(ErrorCode.DRAINING, f"instance {self.instance_id} is draining")
+        if model not in self.models:
+            return ErrorInfo(ErrorCode.GONE, f"model {model!r} takes no requests here", "model")
+        return None
+
+
+class _Move:
+    """One migration, as far as its decisions do not need to know."""
+
+    def __init__(self, migration_id: str, request_id: str, now: float) -> None:
+        self.migration_id = migration_id
+        self.request_id = request_id
+        self.machine = DestinationMove(now)
+        self.has_reserved = False
+        self.asked: dict[int, PreAllocate] = {}
+        """Room that is being made, by stage."""
+        self.answers: dict[int, Reserved] = {}
+        """Room that was made."""
+        self.slots: dict[int, list[int]] = {}
+        self.commit: Commit | None = None
+        self.refusal = ErrorInfo(ErrorCode.GONE, "the migration is over")
+        self.owns: bool | None = None
+        """What Owns is answered."""
+        self.source_id = ""
+        self.is_counted = False
+
+
+class _Disowned(NamedTuple):
+    epoch: int
+    """In which it was taken over here."""
+    source_id: str
+
+
+class IncomingMigrations:
+    def __init__(self, site: Site, intake: Intake, max_migrations: int) -> None:
+        self._site = site
+        self._intake = intake
+        self._max_migrations = max_migrations
+        self._moves: dict[str, _Move] = {}
+        self._disowned: dict[str, _Disowned] = {}
+        """Requests that run here but are not this instance's any more: a source that lost sight of it after Commit goes on
+        itself. Forgotten without a word: an end would be taken for the request's own by whoever has not heard of the higher
+        epoch yet."""
+        self._first_steps: dict[str, list[float]] = {}
+        """By model, when requests were adopted whose first step here has not ended."""
+        self._sweep_s: float | None = None
+        self.num_in_progress = 0
+        self.is_stopping = False
+
+    @property
+    def num_disowned(self) -> int:
+        return len(self._disowned)
+
+    # ---------------------------------------------------------------------------------------------- messages
+
+    def on_pre_allocate(self, query: PreAllocate, now: float) -> None:
+        """Answered by `AnswerRoom`; asked again, alike."""
+        move = self._moves.get(query.migration_id)
+        if move is None:
+            if (refused := self._refusal(query)) is not None:
+                self._say(RefusedIn, query.migration_id, AbortReason.REFUSED)
+                self._say(AnswerRoom, query.migration_id, query.stage, refused)
+                return
+            move = self._new(query.migration_id, query.request_id, now)
+        actions = move.machine.on_pre_allocate(query.stage, query.num_blocks, now)
+        if Action.RESERVE in actions:
+            self._count(move, query)
+            self._reserve(move, query, now)
+        elif Action.REFUSE_STAGE in actions:
+            self._answer_room(move, query.stage, None)
+        elif query.stage in move.answers:
+            self._answer_room(move, query.stage, move.answers[query.stage])
+        elif query.stage not in move.asked:
+            self._answer_room(move, query.stage, None)
+
+    def with_busy(self, reserved: Reserved, now: float) -> Reserved:
+        """As it is told: with how long the steps in flight here go on."""
+        return msgspec.structs.replace(reserved, busy_s=self._site.engine.ask(lambda engine: engine.busy_s(now)))
+
+    def on_commit(self, commit: Commit, now: float) -> None:
+        """Answered by `AnswerCommit`, when all that was announced is here."""
+        move = self._moves.get(commit.migration_id)
+        if move is None:
+            move = self._new(commit.migration_id, commit.request.request_id, now)
+        if move.machine.state in (State.NEW, State.OPEN):
+            move.commit, move.source_id = commit, commit.source_id
+        self._do(move, move.machine.on_commit(commit.num_blocks, commit.request.epoch, now), now)
+
+    def on_abort(self, abort: AbortMigration, now: float) -> None:
+        event = Event.DISOWN if abort.reason == AbortReason.DESTINATION_LOST else Event.ABORT
+        move = self._moves.get(abort.migration_id) or self._new(abort.migration_id, "", now)
+        move.refusal = ErrorInfo(ErrorCode.GONE, f"the source aborted the migration: {abort.reason}")
+        self._on(move, event, now)
+
+    def on_owns(self, query: OwnsQuery, now: float) -> OwnsReply | ErrorInfo:
+        move = self._moves.get(query.migration_id) or self._new(query.migration_id, query.request_id, now)
+        move.owns = None
+        self._on(move, Event.OWNS, now)
+        if move.owns is None:
+            return ErrorInfo(ErrorCode.BUSY, "the request is being taken over")
+        return OwnsReply(move.owns)
+
+    def _refusal(self, query: PreAllocate) -> ErrorInfo | None:
+        if (refused := self._not_taken(query.model)) is not None:
+            return refused
+        if (num_in := self.num_in_progress) >= max_at_once(query.reason, self._max_migrations):
+            message = f"{num_in} migrations come in already"
+            return ErrorInfo(ErrorCode.OVERLOADED, message, retry_after_s=RETRY_S)
+        transport, num_ranks = self._site.transport, self._site.num_ranks
+        if transport is None:
+            return ErrorInfo(ErrorCode.UNAVAILABLE, "there is no KV transport here")
+        slot_bytes = transport.slot_bytes(pool_of(query.model, query.on_host))
+        if slot_bytes is None:
+            return ErrorInfo(ErrorCode.GONE, f"there is no such KV pool of {query.model!r} here", "model")
+        if (slot_bytes, num_ranks) != (query.slot_bytes, query.tensor_parallel):
+            message = (
+                f"KV blocks of {slot_bytes} bytes on {num_ranks} device(s), not of {query.slot_bytes} on "
+                f"{query.tensor_parallel}"
+            )
+            return ErrorInfo(ErrorCode.BAD_REQUEST, message, "slot_bytes")
+        return None
+
+    def _not_taken(self, model: str) -> ErrorInfo | None:
+        if self.is_stopping:
+            return ErrorInfo(ErrorCode.DRAINING, f"instance {self._site.instance_id} is draining")
+        return self._intake.refusal(model)
+
+    # ------------------------------------------------------------------------------------- what came of commands
+
+    def on_claimed(self, migration_id: str, stage: int, failure: str, now: float) -> None:
+        move = self._moves[migration_id]
+        query = move.asked.get(stage)
+        if query is None:
+            return
+        if move.machine.state is not State.OPEN:
+            self._answer_room(move, stage, None)
+        elif failure:
+            self.on_expected(migration_id, stage, "", b"", failure, now)
+        else:
+            self._expect(move, query)
+
+    def _expect(self, move: _Move, query: PreAllocate) -> None:
+        pool, slots = pool_of(query.model, query.on_host), move.slots[query.stage]
+        self._say(ExpectBlocks, move.migration_id, query.stage, pool, slots, query.deadline_s, query.source_address)
+
+    def on_expected(self, migration_id: str, stage: int, address: str, ticket: bytes, failure: str, now: float) -> None:
+        """`failure`: why they are not expected; empty where they are."""
+        move = self._moves[migration_id]
+        query = move.asked.get(stage)
+        if query is None:
+            return
+        if failure:
+            move.refusal = ErrorInfo(ErrorCode.GONE, f"the KV pool is not there any more: {failure}")
+            self._answer_room(move, stage, move.refusal)
+            self._on(move, Event.STAGE_FAILED, now)
+            return
+        move.machine.on_expected(stage, now + query.deadline_s, now)
+        num_held = query.num_blocks - len(move.slots[stage])
+        self._answer_room(move, stage, Reserved(migration_id, num_held, address, ticket))
+
+    def on_stage(self, migration_id: str, stage: int, failure: str, now: float) -> None:
+        """The stage's blocks are all here, or, for that reason, will not come."""
+        move = self._moves[migration_id]
+        if failure:
+            move.refusal = ErrorInfo(ErrorCode.GONE, f"the blocks of stage {stage} did not come: {failure}")
+        self._do(move, move.machine.on_stage(stage, not failure, now), now)
+
+    def on_quiet(self, migration_id: str, now: float) -> None:
+        """Nobody writes to the migration's slots any more."""
+        self._on(self._moves[migration_id], Event.QUIET, now)
+
+    # -------------------------------------------------------------------------------------------- from the engine
+
+    def on_taken_out(self, taken: TakenOut) -> None:
+        copy = self._disowned.get(taken.request_id)
+        if copy is None or copy.epoch != taken.request.epoch:
+            return
+        del self._disowned[taken.request_id]
+        engine = self._site.engine
+        if engine.apply(Seal(taken.request_id)):
+            engine.apply(DropMoved(taken.request_id))
+            epoch = copy.epoch - 1 + EPOCHS_OF_A_MOVE
+            outcome = MoveOutcome(taken.request_id, copy.source_id, epoch, True)
+            self._say(OutOver, "", outcome, taken.request, taken)
+
+    def on_step(self, model: str, began_s: float, now: float) -> None:
+        """A step of the model that began then has ended."""
+        if (adopted := self._first_steps.get(model)) is None:
+            return
+        for adopted_s in [at for at in adopted if at <= began_s]:
+            self._say(Paused, "", now - adopted_s)
+            adopted.remove(adopted_s)
+        if not adopted:
+            del self._first_steps[model]
+
+    # --------------------------------------------------------------------------------------------------- time
+
+    def next_wakeup(self) -> float | None:
+        return self._sweep_s
+
+    def on_time(self, now: float) -> None:
+        if self._sweep_s is None or self._sweep_s > now:
+            return
+        self._give_up_disowned()
+        for migration_id, move in list(self._moves.items()):
+            deadline_s = move.machine.deadline_s()
+            if deadline_s is not None and deadline_s <= now:
+                move.refusal = ErrorInfo(ErrorCode.GONE, "the reservation was without traffic for too long")
+                self._on(move, Event.TIMEOUT, now)
+            elif move.machine.is_forgotten(now):
+                del self._moves[migration_id]
+        self._sweep_s = None
+        self._sweep_soon(now)
+
+    def _sweep_soon(self, now: float) -> None:
+        if self.num_in_progress or self._disowned:
+            self._sweep_s = now + SWEEP_S if self._sweep_s is None else min(self._sweep_s, now + SWEEP_S)
+        elif self._moves and self._sweep_s is None:
+            self._sweep_s = now + IDLE_SWEEP_S
+
+    def stop(self, now: float) -> None:
+        """Frees what is reserved, and takes nothing more."""
+        self.is_stopping = True
+        for move in list(self._moves.values()):
+            self._on(move, Event.STOP, now)
+
+    # ------------------------------------------------------------------------------------------ one migration
+
+    def _new(self, migration_id: str, request_id: str, now: float) -> _Move:
+        move = self._moves[migration_id] = _Move(migration_id, request_id, now)
+        self._sweep_soon(now)
+        return move
+
+    def _on(self, move: _Move, event: Event, now: float) -> None:
+        self._do(move, move.machine.on(event, now), now)
+
+    def _do(self, move: _Move, actions: Sequence[Action], now: float) -> None:
+        for action in actions:
+            match action:
+                case Action.ADOPT:
+                    self._adopt(move, now)
+                case Action.CONFIRM:
+                    self._say(AnswerCommit, move.migration_id, Committed(move.request_id, move.machine.epoch))
+                case Action.REFUSE:
+                    self._say(AnswerCommit, move.migration_id, move.refusal)
+                case Action.SAY_YES | Action.SAY_NO:
+                    move.owns = action is Action.SAY_YES
+                case Action.STOP_WRITING:
+                    self._say(StopWriting, move.migration_id)
+                case Action.RELEASE:
+                    if move.has_reserved:
+                        self._site.engine.apply(Release(move.migration_id))
+                case Action.GIVE_UP:
+                    self._disowned[move.request_id] = _Disowned(move.machine.epoch, move.source_id)
+                    self._give_up_disowned()
+                case Action.RESERVE | Action.REFUSE_STAGE:
+                    pass  # answered by on_pre_allocate
+        self._count(move)
+        self._sweep_soon(now)
+
+    def _count(self, move: _Move, query: PreAllocate | None = None) -> None:
+        if move.machine.is_holding and not move.is_counted:
+            move.is_counted = True
+            self.num_in_progress += 1
+            self._say(BeginIn, move.migration_id, query)
+        elif move.is_counted and not move.machine.is_holding:
+            move.is_counted = False
+            self.num_in_progress -= 1
+            for stage in list(move.asked):
+                self._answer_room(move, stage, None)
+            is_moved = move.machine.state is State.OWNED
+            self._say(EndIn, move.migration_id, is_moved, "" if is_moved else move.refusal.message)
+            # What is remembered for long is small.
+            move.commit, move.answers, move.slots = None, {}, {}
+
+    def _reserve(self, move: _Move, query: PreAllocate, now: float) -> None:
+        """Room for one stage, until its blocks are expected."""
+        stage = query.stage
+        reservation = self._site.engine.apply(Reserve(query))
+        if isinstance(reservation, ErrorInfo):
+            move.refusal = reservation
+            is_final = reservation.retry_after_s <= 0
+            self._say(AnswerRoom, move.migration_id, stage, reservation)
+            self._do(move, move.machine.on_not_reserved(stage, is_final, now), now)
+            return
+        move.has_reserved = True
+        move.slots[stage] = reservation.slots
+        if not reservation.slots:
+            self._answer_room(move, stage, Reserved(move.migration_id, reservation.num_held))
+            return
+        move.asked[stage] = query
+        if query.on_host:
+            self._expect(move, query)
+        else:
+            self._say(ClaimSlots, move.migration_id, stage, query.model, reservation.slots)
+
+    def _answer_room(self, move: _Move, stage: int, answer: Reserved | ErrorInfo | None) -> None:
+        """None: it is over."""
+        move.asked.pop(stage, None)
+        if isinstance(answer, Reserved):
+            move.answers[stage] = answer
+        elif answer is None:
+            answer = ErrorInfo(ErrorCode.GONE, f"migration {move.migration_id} is over")
+        self._say(AnswerRoom, move.migration_id, stage, answer)
+
+    def _adopt(self, move: _Move, now: float) -> None:
+        commit = move.commit
+        assert commit is not None
+        self._count(move)
+        request = commit.request
+        refused = self._not_taken(request.model)
+        if refused is None:
+            try:
+                refused = self._site.engine.apply(Adopt(commit))
+            except Exception as error:
+                self._say(Fault, move.migration_id, error)
+                refused = ErrorInfo(ErrorCode.INTERNAL, f"{type(error).__name__}: {error}")
+        if refused is not None:
+            move.refusal = refused
+            self._on(move, Event.NOT_ADOPTED, now)
+            return
+        self._say(Adopted, move.migration_id, commit, len(request.prior) // 4)
+        if commit.progress.num_computed:
+            self._first_steps.setdefault(request.model, []).append(now)
+        self._on(move, Event.ADOPTED, now)
+
+    def _give_up_disowned(self) -> None:
+        """Takes them out of their batches, those that cannot be now at the next call."""
+        for request_id, copy in list(self._disowned.items()):
+            if self._site.held_epoch(request_id) != copy.epoch:
+                del self._disowned[request_id]  # it has ended, or was placed again
+            else:
+                self._site.engine.apply(TakeOut(request_id))
+
+    def _say(self, kind: Callable[..., Command], migration_id: str, *fields: object) -> None:
+        self._site.say(kind(migration_id, *fields))

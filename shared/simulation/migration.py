@@ -1,0 +1,465 @@
+"""Migrations in virtual time: the cores of all instances, and what is between them. A message takes `CONTROL_S`, a copy its
+bytes over the rate, which the copies out of an instance share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from itertools import count
+
+from shared.engine import calls
+from shared.engine.driver import StepStats
+from shared.engine.engine import Effect
+from shared.engine.moving import TakenOut
+from shared.engine.requests import Ended
+from shared.messages.cluster import InstanceInfo, MoveOutcome
+from shared.messages.migration import (
+    AbortMigration,
+    Commit,
+    Committed,
+    OwnsQuery,
+    OwnsReply,
+    PreAllocate,
+    Rebalance,
+    Reserved,
+)
+from shared.messages.requests import Cancel, ErrorCode, ErrorInfo, GenerationRequest, HeldRequest, TokenEntry
+from shared.migration.commands import (
+    Adopted,
+    AnswerCommit,
+    AnswerRoom,
+    Ask,
+    BeginIn,
+    BeginOut,
+    BeginTransfer,
+    CancelTransfers,
+    ClaimSlots,
+    Command,
+    Connect,
+    EndIn,
+    ExpectBlocks,
+    Fault,
+    OutOver,
+    Paused,
+    RefusedIn,
+    SendBlocks,
+    StopWriting,
+    Tell,
+    WindUp,
+)
+from shared.migration.core import MigrationCore
+from shared.migration.estimates import copy_s
+from shared.migration.incoming import Intake
+from shared.migration.outgoing import EngineHost, Reply
+from shared.simulation.events import Events
+from shared.simulation.fleet import CONTROL_S, Fleet, Instance
+
+Answer = Reserved | Committed | OwnsReply | ErrorInfo
+
+TICKET = b"ticket"
+
+
+class Network:
+    """Between the instances. `fate(what)`: of a message, after how long each of its copies arrives (none: it is lost), and
+    of the blocks of a stage, how much longer they take than they should; `what` is the message's or the command's type."""
+
+    def __init__(self, events: Events, fate: Callable[[type], tuple[float, ...]] = lambda _: (CONTROL_S,)) -> None:
+        self.events = events
+        self.fate = fate
+        self.reach: Callable[[str], VirtualMigrations | None] = lambda _: None
+        """Of an instance; None: it is dead."""
+
+    def send(self, what: type, arrive: Callable[[], None]) -> None:
+        for delay_s in self.fate(what):
+            self.events.after(delay_s, arrive)
+
+
+class _Transfer:
+    """Blocks of a stage on their way."""
+
+    def __init__(self, source: VirtualMigrations, destination: VirtualMigrations, command: SendBlocks) -> None:
+        self.source, self.destination, self.command = source, destination, command
+        self.is_over = False
+        source.num_transfers += 1
+        source.num_out += 1
+        destination.num_transfers += 1
+
+    def end(self) -> bool:
+        """False: it was over before."""
+        if self.is_over:
+            return False
+        self.is_over = True
+        self.source.num_transfers -= 1
+        self.source.num_out -= 1
+        self.destination.num_transfers -= 1
+        return True
+
+
+class VirtualMigrations:
+    """Hosts one instance's."""
+
+    def __init__(
+        self,
+        network: Network,
+        engine: EngineHost,
+        intake: Intake,
+        peers: Callable[[], Mapping[str, InstanceInfo]],
+        new_id: Callable[[], str],
+        slot_bytes: Callable[[str], int],
+        bandwidth_bytes_s: float,
+        *,
+        max_migrations: int,
+        max_stages: int,
+        rate_share: float,
+    ) -> None:
+        """`slot_bytes`: of a model's KV block."""
+        self.address = intake.instance_id
+        self.intake = intake
+        self.num_transfers = 0
+        """Under way, in or out."""
+        self.num_out = 0
+        """Of these, out."""
+        self.num_bytes = 0
+        """Sent."""
+        self.is_dead = False
+        self.on_over: Callable[[MoveOutcome, GenerationRequest, TakenOut | None], None] = lambda *_: None
+        self.on_adopted: Callable[[Commit, int], None] = lambda *_: None
+        self.on_blocks: Callable[[VirtualMigrations, SendBlocks, list[int]], None] = lambda *_: None
+        """Of `SendBlocks` of a source, which now lie in these slots."""
+        self._network, self._events, self._engine = network, network.events, engine
+        self._bandwidth_bytes_s, self._rate_share = bandwidth_bytes_s, rate_share
+        self._slot_bytes = slot_bytes
+        self.core = MigrationCore(
+            engine,
+            self,
+            intake,
+            peers,
+            new_id,
+            max_migrations=max_migrations,
+            max_stages=max_stages,
+            rate_share=rate_share,
+        )
+        self._out: dict[str, list[_Transfer]] = {}
+        self._expected: dict[tuple[str, int], list[int]] = {}
+        self._coming: dict[tuple[str, int], _Transfer] = {}
+        self._rooms: dict[tuple[str, int], list[Callable[[Answer], None]]] = {}
+        self._verdicts: dict[str, list[Callable[[Answer], None]]] = {}
+        self._timer_s = -1.0
+
+    # ------------------------------------------------------------------------------------------------ as `KvEnd`
+
+    def slot_bytes(self, pool: str, /) -> int | None:
+        where, _, model = pool.partition("/")
+        return self._slot_bytes(model) if where == "device" else None
+
+    def bandwidth_bytes_s(self, _address: str, /) -> float | None:
+        return self._bandwidth_bytes_s
+
+    # ------------------------------------------------------------------------------------------ from the instance
+
+    def tell(self, what: Callable[..., object], *arguments: object) -> None:
+        """Something for the core; the time follows."""
+        if not self.is_dead:
+            what(*arguments, self._events.now)
+            self.act()
+
+    def on_effects(self, effects: list[Effect]) -> None:
+        """Of the engine; acted upon after what else happens at this moment."""
+        if any(isinstance(effect, TakenOut | Ended) for effect in effects):
+            self._events.after(0.0, self.tell, self.core.on_effects, effects)
+
+    def on_step(self, stats: StepStats) -> None:
+        self.core.on_step(stats, self._events.now)
+
+    # ------------------------------------------------------------------------------------------ time, commands
+
+    def act(self) -> None:
+        while commands := self.core.take_commands():
+            for command in commands:
+                self._carry_out(command)
+        wakeup_s = self.core.next_wakeup()
+        if wakeup_s is not None and (self._timer_s < 0 or wakeup_s < self._timer_s):
+            self._timer_s = max(wakeup_s, self._events.now)
+            self._events.at(self._timer_s, self._on_timer, self._timer_s)
+
+    def _on_timer(self, at_s: float) -> None:
+        if at_s == self._timer_s:
+            self._timer_s = -1.0
+            self.tell(self.core.on_time)
+
+    def _carry_out(self, command: Command) -> None:
+        migration_id, core, after = command.migration_id, self.core, self._events.after
+        match command:
+            case BeginOut():
+                self._out[migration_id] = []
+            case Ask():
+                self._ask(command)
+            case Tell(_, destination_id, message):
+                self._network.send(type(message), lambda: self._deliver(destination_id, message))
+            case Connect(_, stage):
+                assert stage.reserved is not None
+                is_there = self._network.reach(stage.reserved.address) is not None
+                after(0.0, self.tell, core.on_connected, command, is_there)
+            case SendBlocks():
+                self._send(command)
+            case CancelTransfers():
+                self._cancel(migration_id)
+            case OutOver(_, outcome, request, taken):
+                self.on_over(outcome, request, taken)
+            case WindUp(_, grace_s):
+                if grace_s and any(not transfer.is_over for transfer in self._out[migration_id]):
+                    after(grace_s, self._end_out, migration_id)
+                else:
+                    self._end_out(migration_id)
+            case ClaimSlots(_, number):
+                after(0.0, self.tell, core.incoming.on_claimed, migration_id, number, "")
+            case ExpectBlocks(_, number, _, slots, deadline_s):
+                self._expected[migration_id, number] = slots
+                after(deadline_s, self.on_stage, migration_id, number, "too late")
+                core.incoming.on_expected(migration_id, number, self.address, TICKET, "", self._events.now)
+            case AnswerRoom(_, number, room):
+                if isinstance(room, Reserved):
+                    room = core.incoming.with_busy(room, self._events.now)
+                for answer in self._rooms.pop((migration_id, number), ()):
+                    answer(room)
+            case AnswerCommit(_, verdict):
+                for answer in self._verdicts.pop(migration_id, ()):
+                    answer(verdict)
+            case StopWriting():
+                for key in [key for key in self._expected if key[0] == migration_id]:
+                    del self._expected[key]
+                    if (coming := self._coming.pop(key, None)) is not None:
+                        after(0.0, coming.source._fail, coming)
+                after(0.0, self.tell, core.incoming.on_quiet, migration_id)
+            case Adopted(_, commit, num_output):
+                self.on_adopted(commit, num_output)
+            case Fault(_, error):
+                raise error
+            case BeginIn() | EndIn() | RefusedIn() | Paused() | BeginTransfer():
+                pass
+
+    # ---------------------------------------------------------------------------------------------- messages
+
+    def _ask(self, command: Ask) -> None:
+        message = command.message
+        is_answered = False
+
+        def answered(reply: Reply) -> None:
+            nonlocal is_answered
+            if not is_answered:
+                is_answered = True
+                self.tell(self.core.on_reply, command, reply)
+
+        def arrive() -> None:
+            peer = self._network.reach(command.destination_id)
+            if peer is not None:
+                peer.hear(message, lambda reply: self._network.send(type(reply), lambda: answered(reply)))
+            elif isinstance(message, PreAllocate):
+                answered(ErrorInfo(ErrorCode.UNAVAILABLE, "nobody is there"))
+            else:
+                answered(None)
+
+        is_room = isinstance(message, PreAllocate)
+        late = ErrorInfo(ErrorCode.DEADLINE, "no answer") if is_room else None
+        self._network.send(type(message), arrive)
+        self._events.after(command.timeout_s, answered, late)
+
+    def hear(self, message: PreAllocate | Commit | OwnsQuery, answer: Callable[[Answer], None]) -> None:
+        """A message with a reply."""
+        if isinstance(message, PreAllocate):
+            self._rooms.setdefault((message.migration_id, message.stage), []).append(answer)
+            self.tell(self.core.incoming.on_pre_allocate, message)
+        elif isinstance(message, Commit):
+            self._verdicts.setdefault(message.migration_id, []).append(answer)
+            self.tell(self.core.incoming.on_commit, message)
+        else:
+            answer(self.core.incoming.on_owns(message, self._events.now))
+            self.act()
+
+    def _deliver(self, destination_id: str, message: AbortMigration | Cancel) -> None:
+        if (peer := self._network.reach(destination_id)) is None:
+            return
+        if isinstance(message, AbortMigration):
+            peer.tell(peer.core.incoming.on_abort, message)
+            return
+        epoch = peer._engine.ask(lambda engine: engine.held_epoch(message.request_id))
+        if epoch is not None and (message.epoch is None or epoch <= message.epoch):
+            peer._engine.apply(calls.Cancel(message.request_id))
+
+    # ------------------------------------------------------------------------------------------------ blocks
+
+    def _send(self, command: SendBlocks) -> None:
+        stage = command.stage
+        assert stage.reserved is not None
+        peer = self._network.reach(stage.reserved.address)
+        key = command.migration_id, stage.number
+        if peer is None or key not in peer._expected:
+            self._network.send(SendBlocks, lambda: self.tell(self.core.on_sent, command.migration_id, False))
+            return
+        num_bytes = len(command.slots) * self._slot_bytes(command.pool.partition("/")[2])
+        self.num_bytes += num_bytes
+        seconds = copy_s(num_bytes, self._bandwidth_bytes_s, 1.0 if stage.is_urgent else self._rate_share)
+        seconds *= self.num_out + 1
+        transfer = peer._coming[key] = _Transfer(self, peer, command)
+        self._out[command.migration_id].append(transfer)
+        for delay_s in self._network.fate(SendBlocks)[:1]:
+            self._events.after(seconds + delay_s - CONTROL_S, self._arrive, transfer)
+        self._events.after(command.timeout_s, self._fail, transfer)
+
+    def _arrive(self, transfer: _Transfer) -> None:
+        peer, command = transfer.destination, transfer.command
+        key = command.migration_id, command.stage.number
+        slots = peer._expected.get(key)
+        if self.is_dead or peer.is_dead or slots is None:
+            self._fail(transfer)
+        elif transfer.end():
+            peer.on_blocks(self, command, slots)
+            peer.on_stage(*key, "")
+            self.tell(self.core.on_sent, command.migration_id, True)
+
+    def _fail(self, transfer: _Transfer) -> None:
+        """Both ends notice."""
+        if transfer.end():
+            command = transfer.command
+            transfer.destination.on_stage(command.migration_id, command.stage.number, "they were stopped")
+            self.tell(self.core.on_sent, command.migration_id, False)
+
+    def on_stage(self, migration_id: str, stage: int, failure: str) -> None:
+        """Its blocks are here, or will not come."""
+        if self._expected.pop((migration_id, stage), None) is not None:
+            coming = self._coming.pop((migration_id, stage), None)
+            self.tell(self.core.incoming.on_stage, migration_id, stage, failure)
+            if coming is not None:
+                coming.source._fail(coming)
+
+    def _cancel(self, migration_id: str) -> None:
+        for transfer in self._out[migration_id]:
+            if transfer.end():
+                key = migration_id, transfer.command.stage.number
+                self._network.send(CancelTransfers, partial(transfer.destination.on_stage, *key, "they were cancelled"))
+
+    def _end_out(self, migration_id: str) -> None:
+        self._cancel(migration_id)
+        del self._out[migration_id]
+        self._events.after(0.0, self.tell, self.core.on_rest, migration_id)
+
+
+class _Registry(Mapping[str, InstanceInfo]):
+    """Of a fleet; entries are made when they are looked at."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        self._instances = fleet.instances
+
+    def __getitem__(self, instance_id: str) -> InstanceInfo:
+        return self._instances[instance_id].info()
+
+    def __contains__(self, instance_id: object) -> bool:
+        return instance_id in self._instances
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._instances)
+
+    def __len__(self) -> int:
+        return len(self._instances)
+
+
+class FleetMigrations:
+    """Those of a fleet: `Fleet(..., migrations=FleetMigrations)`."""
+
+    def __init__(self, fleet: Fleet, *, max_migrations: int = 1, max_stages: int = 8) -> None:
+        """As of `InstanceSettings`."""
+        self.outcomes: dict[str, int] = {}
+        """How migrations ended: "moved", "moved waiting" or an `AbortReason` -> how many."""
+        self._fleet = fleet
+        self._max_migrations, self._max_stages = max_migrations, max_stages
+        self._registry = _Registry(fleet)
+        self._network = Network(fleet.events)
+        self._network.reach = self._reach
+        self._hosts: dict[str, VirtualMigrations] = {}
+        self._ids = count()
+        self._num_bytes = 0
+
+    @property
+    def num_bytes(self) -> int:
+        """Sent, by all."""
+        return self._num_bytes + sum(host.num_bytes for host in self._hosts.values())
+
+    def add(self, instance: Instance, /) -> VirtualMigrations:
+        before = self._hosts.get(instance.instance_id)
+        self._num_bytes += 0 if before is None else before.num_bytes
+        host = self._hosts[instance.instance_id] = self._host(instance)
+        return host
+
+    def _reach(self, instance_id: str) -> VirtualMigrations | None:
+        instance = self._fleet.reach(instance_id)
+        if instance is None:
+            return None
+        host = self._hosts[instance_id]
+        host.intake.is_draining = instance.state == "draining"
+        host.intake.models = set() if instance.state == "starting" else instance.ready_models
+        return host
+
+    def _host(self, instance: Instance) -> VirtualMigrations:
+        device = instance.device
+        host = VirtualMigrations(
+            self._network,
+            instance.host,
+            Intake(instance.instance_id),
+            lambda: self._registry,
+            lambda: str(next(self._ids)),
+            lambda model: device.merged_bytes // instance.models[model].shape.slots_per_merged,
+            device.bandwidth_bytes_s,
+            max_migrations=self._max_migrations,
+            max_stages=self._max_stages,
+            rate_share=device.rate_share,
+        )
+
+        def on_over(outcome: MoveOutcome, request: GenerationRequest, taken: TakenOut | None) -> None:
+            gateway, how = self._fleet.gateway, outcome.reason
+            if outcome.is_moved:
+                is_waiting = taken is None or not taken.progress.num_computed
+                how = "moved waiting" if is_waiting else "moved"
+                gateway.on_moved(request.request_id)
+            elif outcome.epoch != request.epoch:
+                entry = TokenEntry(request_id=request.request_id, epoch=outcome.epoch, offset=0, tokens=b"")
+                gateway.on_entries([entry], instance.instance_id)
+            self.outcomes[how] = self.outcomes.get(how, 0) + 1
+            instance.report_move(outcome)
+
+        def on_adopted(commit: Commit, num_output: int) -> None:
+            request = commit.request
+            entry = TokenEntry(request_id=request.request_id, epoch=request.epoch, offset=num_output, tokens=b"")
+            self._fleet.gateway.on_entries([entry], instance.instance_id)
+            instance.report_moved_in(
+                HeldRequest(
+                    request_id=request.request_id,
+                    gateway_id=request.gateway_id,
+                    epoch=request.epoch,
+                    model=request.model,
+                    num_tokens=len(request.prompt) // 4 + num_output,
+                    running=commit.progress.num_computed > 0,
+                )
+            )
+
+        host.on_over, host.on_adopted = on_over, on_adopted
+        return host
+
+    # ------------------------------------------------------------------------------------------ from the fleet
+
+    def on_rebalance(self, instance_id: str, rebalance: Rebalance) -> None:
+        if (host := self._reach(instance_id)) is not None:
+            host.tell(host.core.on_rebalance, rebalance)
+
+    def give_away(self, instance_id: str, model: str) -> None:
+        """The model is being unloaded there; again and again, until `stop_giving`."""
+        if (host := self._reach(instance_id)) is not None:
+            host.tell(host.core.give_away, model)
+
+    def stop_giving(self, instance_id: str, model: str) -> None:
+        if (host := self._reach(instance_id)) is not None:
+            host.core.stop_giving(model)
+
+    def on_instance(self, instance_id: str, info: InstanceInfo | None) -> None:
+        """Its entry in the registry is another, or gone."""
+        for host in list(self._hosts.values()):
+            host.tell(host.core.on_instance, instance_id, info)
