@@ -37,14 +37,14 @@ class Submit(Call[ErrorInfo | None], frozen=True):
     request: GenerationRequest
 
     def on(self, core: SchedulerCore, now: float) -> ErrorInfo | None:
-        return core.submit(self.request, now)
+        return core.intake.submit(self.request, now)
 
 
 class Cancel(Call[None], frozen=True):
     request_id: str
 
     def on(self, core: SchedulerCore, now: float) -> None:
-        core.cancel(self.request_id, now)
+        core.intake.cancel(self.request_id, now)
 
 
 class Grant(Call[GrantReply], frozen=True):
@@ -53,7 +53,7 @@ class Grant(Call[GrantReply], frozen=True):
     query: GrantQuery
 
     def on(self, core: SchedulerCore, now: float) -> GrantReply:
-        return core.grant(self.query, now)
+        return core.intake.grant(self.query, now)
 
 
 # --------------------------------------------------------------------------------------- models and statistics
@@ -107,7 +107,7 @@ class OnRegistry(Call[None], frozen=True):
     info: InstanceInfo | None
 
     def on(self, core: SchedulerCore, now: float) -> None:
-        core.on_registry(self.instance_id, self.info, now)
+        core.membership.on_registry(self.instance_id, self.info, now)
 
 
 class OnReport(Call[None], frozen=True):
@@ -121,7 +121,7 @@ class OnExited(Call[None], frozen=True):
     exited: InstanceExited
 
     def on(self, core: SchedulerCore, now: float) -> None:
-        core.on_exited(self.exited, now)
+        core.membership.on_exited(self.exited, now)
 
 
 # ------------------------------------------------------------------------------------------ answers to actions
@@ -140,7 +140,7 @@ class OnDispatched(Call[None], frozen=True):
         return cls(dispatch.instance_id, dispatch.request.request_id, dispatch.request.epoch, error)
 
     def on(self, core: SchedulerCore, now: float) -> None:
-        core.on_dispatched(self, now)
+        core.delivery.on_dispatched(self, now)
 
 
 class OnHeld(Call[None], frozen=True):
@@ -150,7 +150,7 @@ class OnHeld(Call[None], frozen=True):
     held: list[HeldRequest] | None
 
     def on(self, core: SchedulerCore, now: float) -> None:
-        core.on_held(self.ask, self.held, now)
+        core.inquiries.on_held(self.ask, self.held, now)
 
 
 class DeclareLost(Call[None], frozen=True):
@@ -159,14 +159,14 @@ class DeclareLost(Call[None], frozen=True):
     instance_ids: list[str]
 
     def on(self, core: SchedulerCore, now: float) -> None:
-        core.declare_lost(self.instance_ids, now)
+        core.membership.declare_lost(self.instance_ids, now)
 
 
 class GrantGrace(Call[None], frozen=True):
     """The bus did not work: nobody's silence or refusal of that time says anything."""
 
     def on(self, core: SchedulerCore, now: float) -> None:
-        core.grant_grace(now)
+        core.membership.grant_grace(now)
 
 
 # ------------------------------------------------------------------------------------------- take-over and time
@@ -176,7 +176,7 @@ class AskEveryone(Call[None], frozen=True):
     """Begins the rebuilding of the view: what do the instances of the registry hold?"""
 
     def on(self, core: SchedulerCore, now: float) -> None:
-        core.ask_everyone(now)
+        core.inquiries.ask_everyone(now)
 
 
 class BeginServing(Call[None], frozen=True):
@@ -184,7 +184,7 @@ class BeginServing(Call[None], frozen=True):
     it has, what is submitted is placed in an epoch of this term alone."""
 
     def on(self, core: SchedulerCore, now: float) -> None:
-        core.begin_serving()
+        core.inquiries.begin_serving()
 
 
 class OnTime(Call[None], frozen=True):

@@ -297,11 +297,11 @@ class Seen:
 
     @property
     def view(self) -> DispatchView:
-        return self._by.ranking.view(self.instance_id, self.state, self._by.request.is_high)
+        return self._by.ranking.view(self.instance_id, self.state, self._by.is_high)
 
     @property
     def demand_merged(self) -> float:
-        return self.state.ready[self._by.request.model].demand_merged(self._by.request.num_tokens)
+        return self.state.ready[self._by.model].demand_merged(self._by.num_tokens)
 
     @property
     def in_flight_merged(self) -> float:
@@ -314,12 +314,14 @@ class Seen:
     @property
     def missing_merged(self) -> float:
         if self._missing is None:
-            served, demand = self.state.ready[self._by.request.model], self.demand_merged
-            num_others = self.state.load.num_running + self._by.ledger.num_requests(self.instance_id)
-            if num_others and served.tokens_per_merged:
-                growth = self._by.growth_steps * (num_others + 1) / served.tokens_per_merged
+            by, state, instance_id = self._by, self.state, self.instance_id
+            served = state.ready[by.model]
+            demand = served.demand_merged(by.num_tokens)
+            num_others = state.load.num_running + by.ledger.num_requests(instance_id)
+            if num_others and (tokens_per_merged := served.tokens_per_merged):
+                growth = by.growth_steps * (num_others + 1) / tokens_per_merged
                 demand += min(growth, max(0.0, served.num_merged - demand))
-            self._missing = demand + self.in_flight_merged - self.left_merged
+            self._missing = demand + by.ledger.demand_merged(instance_id) - state.freeness(for_high=True).left_merged
         return self._missing
 
     @property
@@ -333,8 +335,8 @@ class Seen:
     def prompt_s(self) -> float:
         report = self.state.report
         assert report is not None
-        costs = (load.prompt_cost for load in report.models if load.model == self._by.request.model)
-        return prompt_s(next(costs, (0.0, 0.0)), self._by.request.num_tokens)
+        costs = (load.prompt_cost for load in report.models if load.model == self._by.model)
+        return prompt_s(next(costs, (0.0, 0.0)), self._by.num_tokens)
 
 
 class CandidatesFor:
@@ -354,20 +356,22 @@ class CandidatesFor:
         may_wait: bool,
         now: float,
     ) -> None:
-        self.request = request
+        self.model, self.num_tokens, self.is_high = request.model, request.num_tokens, request.is_high
         self.ranking = ranking
         self.ledger = ledger
         self.growth_steps = growth_steps
         self.num_gathering = num_gathering
         self.may_wait = may_wait
         self.now = now
+        self._num_tokens_at_most = request.num_tokens_at_most
+        self._prompt = request.request.prompt if request.request else b""
         self._index = index
         self._cluster = cluster
         self._affinity = affinity
 
     @property
     def num_serving(self) -> int:
-        return self._cluster.num_serving(self.request.model)
+        return self._cluster.num_serving(self.model)
 
     def first(self, limit: int, until: Callable[[Seen], bool] | None = None) -> list[Seen]:
         found: list[Seen] = []
@@ -383,14 +387,14 @@ class CandidatesFor:
         return found
 
     def cached(self) -> Seen | None:
-        if self._affinity is None or self.request.request is None:
+        if self._affinity is None:
             return None
-        owner = self._affinity.likely_owner(self.request.model, self.request.request.prompt)
+        owner = self._affinity.likely_owner(self.model, self._prompt)
         return self._fitting(owner) if owner is not None and owner in self._index else None
 
     def _fitting(self, instance_id: str) -> Seen | None:
         """If the request can grow to its end there."""
         state = self._cluster.get(instance_id)
         assert state is not None, f"{instance_id} is ranked but not in the registry"
-        is_fit = state.ready[self.request.model].fits(self.request.num_tokens_at_most)
+        is_fit = state.ready[self.model].fits(self._num_tokens_at_most)
         return Seen(instance_id, state, self) if is_fit else None

@@ -66,7 +66,7 @@ class InFlightLedger:
         return self._instance_of.get(request_id)
 
     def num_requests(self, instance_id: str) -> int:
-        return self.num_online(instance_id) + len(self._offline.get(instance_id, ()))
+        return len(self._online.get(instance_id, ())) + len(self._offline.get(instance_id, ()))
 
     def num_online(self, instance_id: str) -> int:
         return len(self._online.get(instance_id, ()))

@@ -7,8 +7,6 @@ a placement the request moves between instances, each of which has a higher epoc
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import msgspec
 
 from shared.messages.requests import (
@@ -21,7 +19,6 @@ from shared.messages.requests import (
     next_placement,
 )
 from shared.scheduling.actions import Action, CancelAt, Dispatch, LeftQueue, SendEntry
-from shared.scheduling.cluster import ClusterView
 from shared.scheduling.dispatching import Dispatcher
 from shared.scheduling.requests import RequestState, RequestTable, TrackedRequest
 from shared.scheduling.statistics import StatisticsCounter
@@ -35,15 +32,20 @@ Timer = tuple[str, str]
 
 
 class RequestLifecycle:
-    def __init__(self, cluster: ClusterView, dispatcher: Dispatcher) -> None:
+    def __init__(self, dispatcher: Dispatcher, actions: list[Action]) -> None:
         self.requests = RequestTable()
         self.timers: Timers[Timer] = Timers()
         self.statistics = StatisticsCounter()
-        self.actions: list[Action] = []
         self.removed_models: set[str] = set()
         """Nobody will serve them again."""
-        self._cluster = cluster
         self._dispatcher = dispatcher
+        self._actions = actions
+        self._num_known = 0
+
+    def next_number(self) -> int:
+        """Of a request that comes, in the order of arrival."""
+        self._num_known += 1
+        return self._num_known
 
     def enqueue(self, tracked: TrackedRequest, now: float) -> None:
         self.timers.set(("deadline", tracked.request_id), tracked.deadline_s)
@@ -60,7 +62,7 @@ class RequestLifecycle:
             timeout_s=tracked.deadline_s - now,
             waited_s=now - tracked.arrived_s,
         )
-        self.actions.append(Dispatch(instance_id, request))
+        self._actions.append(Dispatch(instance_id, request))
 
     def assign(self, tracked: TrackedRequest, outcome: str, instance_id: str, now: float) -> None:
         """The instance has it. `outcome`: dispatched, or found there."""
@@ -68,14 +70,14 @@ class RequestLifecycle:
         self.requests.move(tracked, RequestState.ASSIGNED, instance_id, now)
         self.timers.set(("deadline", tracked.request_id), tracked.deadline_s + ASSIGNMENT_GRACE_S)
         if tracked.is_cancelled:
-            self.actions.append(CancelAt(instance_id, tracked.request_id))
+            self._actions.append(CancelAt(instance_id, tracked.request_id))
         self.cancel_older_owners(tracked)
 
-    def adopt(self, held: HeldRequest, instance_id: str, number: int, now: float) -> None:
-        """An instance turned out to own a request, whatever was believed; `number`: its arrival number if it is new."""
+    def adopt(self, held: HeldRequest, instance_id: str, now: float) -> None:
+        """An instance turned out to own a request, whatever was believed."""
         tracked = self.requests.get(held.request_id)
         if tracked is None:
-            tracked = TrackedRequest.held(held, instance_id, number, now)
+            tracked = TrackedRequest.held(held, instance_id, self.next_number(), now)
             self.requests.add(tracked)
             self.timers.set(("deadline", held.request_id), tracked.deadline_s)
         else:
@@ -107,13 +109,13 @@ class RequestLifecycle:
     def place_again(self, tracked: TrackedRequest, now: float, *, raise_epoch: bool) -> None:
         """Back to its place in the queue after a dispatch that failed, unless there is nothing left to do for it."""
         if tracked.is_cancelled or tracked.has_ended:
-            self.actions.append(CancelAt(tracked.instance_id, tracked.request_id))
+            self._actions.append(CancelAt(tracked.instance_id, tracked.request_id))
             self.leave_queue(tracked, "cancelled" if tracked.is_cancelled else "dispatched", now)
             self.forget(tracked)
             return
         if tracked.model in self.removed_models:
             if raise_epoch:
-                self.actions.append(CancelAt(tracked.instance_id, tracked.request_id))
+                self._actions.append(CancelAt(tracked.instance_id, tracked.request_id))
             self.end(tracked, FinishReason.ERROR, removed_error(tracked.model), now)
             return
         if raise_epoch:
@@ -134,16 +136,26 @@ class RequestLifecycle:
             finish_reason=reason,
             error=error,
         )
-        self.actions.append(SendEntry(tracked.gateway_id, entry))
+        self._actions.append(SendEntry(tracked.gateway_id, entry))
         self.leave_queue(tracked, "deadline" if reason == FinishReason.DEADLINE else "refused", now)
         self.forget(tracked)
+
+    def on_deadline(self, request_id: str, now: float) -> None:
+        tracked = self.requests.get(request_id)
+        if tracked is None:
+            return
+        if tracked.state == RequestState.QUEUED:
+            waited = f"the request waited {now - tracked.arrived_s:.3g} s in the queue until its deadline"
+            self.end(tracked, FinishReason.DEADLINE, ErrorInfo(ErrorCode.DEADLINE, waited), now)
+        elif tracked.state == RequestState.ASSIGNED:
+            self.forget(tracked)
 
     def cancel_older_owners(self, tracked: TrackedRequest) -> None:
         """Only where the gateway itself chose the newer epoch: it would take the end of the older one, if that came
         before it has seen the newer, for the end of the request. And never where the new owner is."""
         for instance_id, epoch in list(tracked.older_owners.items()):
             if epoch < tracked.gateway_epoch and instance_id != tracked.instance_id:
-                self.actions.append(CancelAt(instance_id, tracked.request_id, epoch))
+                self._actions.append(CancelAt(instance_id, tracked.request_id, epoch))
                 del tracked.older_owners[instance_id]
 
     def leave_queue(self, tracked: TrackedRequest, outcome: str, now: float) -> None:
@@ -154,7 +166,7 @@ class RequestLifecycle:
         if tracked.request is None:
             return
         left_s = tracked.since_s if outcome == "dispatched" else now
-        self.actions.append(
+        self._actions.append(
             LeftQueue(
                 tracked.request,
                 outcome,
@@ -182,10 +194,6 @@ class RequestLifecycle:
             self._dispatcher.ledger.remove(request_id)
             self.timers.discard(("ledger", request_id))
             self._dispatcher.ranking.relieve(instance_id)
-
-    def touch(self, instance_id: str, before: Iterable[str] = ()) -> None:
-        """Has the instance ranked again, also for the models that it served `before`."""
-        self._dispatcher.touch(instance_id, before)
 
 
 def removed_error(model: str) -> ErrorInfo:

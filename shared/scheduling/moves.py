@@ -10,11 +10,10 @@ from __future__ import annotations
 
 from shared.messages.cluster import MoveOutcome
 from shared.messages.migration import AbortReason
-from shared.messages.requests import HeldRequest
-from shared.scheduling.actions import MoveEnded, NotifyLost
+from shared.messages.requests import HeldRequest, LostRequest, RequestsLost
+from shared.scheduling.actions import Action, MoveEnded, NotifyLost
 from shared.scheduling.cluster import ClusterView
 from shared.scheduling.lifecycle import RequestLifecycle
-from shared.scheduling.recovery import group_by_gateway, is_owner
 from shared.scheduling.requests import RequestState, TrackedRequest
 
 CONFIRM_S = 2.0
@@ -22,15 +21,16 @@ CONFIRM_S = 2.0
 
 
 class MoveBook:
-    def __init__(self, life: RequestLifecycle, cluster: ClusterView) -> None:
-        self._life = life
+    def __init__(self, cluster: ClusterView, life: RequestLifecycle, actions: list[Action]) -> None:
         self._cluster = cluster
+        self._life = life
+        self._actions = actions
 
-    def moved_in(self, held: HeldRequest, instance_id: str, number: int, now: float) -> None:
-        """The instance took a request over; `number`: its arrival number if it is new here."""
+    def moved_in(self, held: HeldRequest, instance_id: str, now: float) -> None:
+        """The instance took a request over."""
         tracked = self._life.requests.get(held.request_id)
         if tracked is None or is_owner(held.epoch, tracked, instance_id):
-            self._life.adopt(held, instance_id, number, now)
+            self._life.adopt(held, instance_id, now)
         elif held.epoch < tracked.epoch:
             self._life.supersede(held, instance_id)
         elif tracked.instance_id == instance_id:
@@ -39,9 +39,7 @@ class MoveBook:
 
     def ended(self, outcome: MoveOutcome, source_id: str, now: float) -> None:
         """A migration out of the instance ended. Known requests only: nothing else is said of where it came from."""
-        self._life.actions.append(
-            MoveEnded(source_id, outcome.destination_id, "" if outcome.is_moved else outcome.reason)
-        )
+        self._actions.append(MoveEnded(source_id, outcome.destination_id, "" if outcome.is_moved else outcome.reason))
         tracked = self._life.requests.get(outcome.request_id)
         if tracked is None:
             return
@@ -68,4 +66,23 @@ class MoveBook:
             assert tracked.state == RequestState.ASSIGNED
             self._life.forget(tracked)
         for gateway_id, lost in group_by_gateway(instance_id, assigned).items():
-            self._life.actions.append(NotifyLost(gateway_id, lost))
+            self._actions.append(NotifyLost(gateway_id, lost))
+
+
+def is_owner(epoch: int, known: TrackedRequest, instance_id: str) -> bool:
+    """Whether a known request that an instance holds in `epoch` is that instance's, other than was believed. Where it moves,
+    each owner's epoch is higher than that of the one before, so whoever tells of it first is right."""
+    if known.state == RequestState.QUEUED:
+        # The epoch in the queue is for a dispatch that has not happened; no other instance may have a newer one.
+        return epoch >= max([known.gateway_epoch, *known.older_owners.values()])
+    if known.state == RequestState.ASKING and known.instance_id == instance_id:
+        return epoch >= known.epoch
+    return epoch > known.epoch
+
+
+def group_by_gateway(instance_id: str, lost: list[TrackedRequest]) -> dict[str, RequestsLost]:
+    """One message a gateway for the requests that went down with an instance."""
+    groups: dict[str, list[LostRequest]] = {}
+    for known in lost:
+        groups.setdefault(known.gateway_id, []).append(LostRequest(known.request_id, known.epoch))
+    return {gateway_id: RequestsLost(instance_id, requests) for gateway_id, requests in groups.items()}

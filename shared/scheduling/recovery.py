@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from shared.messages.requests import (
-    ErrorCode,
-    HeldRequest,
-    LostRequest,
-    RequestsLost,
-)
+from shared.messages.requests import ErrorCode, HeldRequest
+from shared.scheduling.actions import Action, AskHeld
+from shared.scheduling.cluster import ClusterView, InstanceState
+from shared.scheduling.lifecycle import RequestLifecycle
+from shared.scheduling.moves import MoveBook, is_owner
 from shared.scheduling.requests import RequestState, RequestTable, TrackedRequest
+from shared.scheduling.rescheduling import Rescheduler
 
 FINAL = frozenset({ErrorCode.TOO_LONG, ErrorCode.BAD_REQUEST})
 """Refusals that every instance would repeat."""
@@ -24,6 +24,8 @@ UNCERTAIN = frozenset({ErrorCode.DEADLINE, ErrorCode.CONFLICT})
 """The instance may have the request, and can be asked."""
 MAYBE_DELIVERED = UNCERTAIN | {ErrorCode.UNAVAILABLE, ErrorCode.INTERNAL}
 """The submit call may have had an effect (UNAVAILABLE: the connection may have broken while it was under way)."""
+ASK_AGAIN_S = 1.0
+"""Between questions to an instance that does not say what it holds."""
 
 
 @dataclass(slots=True)
@@ -67,20 +69,94 @@ def reconcile(
     return result
 
 
-def is_owner(epoch: int, known: TrackedRequest, instance_id: str) -> bool:
-    """Whether a known request that an instance holds in `epoch` is that instance's, other than was believed. Where it moves,
-    each owner's epoch is higher than that of the one before, so whoever tells of it first is right."""
-    if known.state == RequestState.QUEUED:
-        # The epoch in the queue is for a dispatch that has not happened; no other instance may have a newer one.
-        return epoch >= max([known.gateway_epoch, *known.older_owners.values()])
-    if known.state == RequestState.ASKING and known.instance_id == instance_id:
-        return epoch >= known.epoch
-    return epoch > known.epoch
+class Inquiries:
+    """Asks instances what they hold, and goes by what they say."""
 
+    def __init__(
+        self,
+        cluster: ClusterView,
+        life: RequestLifecycle,
+        moves: MoveBook,
+        rescheduler: Rescheduler,
+        actions: list[Action],
+    ) -> None:
+        self.unheard: set[str] = set()
+        """Live instances that did not say in time, at take-over, what they hold."""
+        self._cluster = cluster
+        self._life = life
+        self._moves = moves
+        self._rescheduler = rescheduler
+        self._actions = actions
 
-def group_by_gateway(instance_id: str, lost: list[TrackedRequest]) -> dict[str, RequestsLost]:
-    """One message a gateway for the requests that went down with an instance."""
-    groups: dict[str, list[LostRequest]] = {}
-    for known in lost:
-        groups.setdefault(known.gateway_id, []).append(LostRequest(known.request_id, known.epoch))
-    return {gateway_id: RequestsLost(instance_id, requests) for gateway_id, requests in groups.items()}
+    def ask(self, instance_id: str, state: InstanceState, now: float) -> None:
+        state.num_asks += 1
+        self._actions.append(AskHeld(instance_id, state.info.incarnation, now))
+
+    def ask_if_idle(self, instance_id: str, state: InstanceState, now: float) -> None:
+        if state.num_asks == 0 and now >= state.next_ask_s:
+            self.ask(instance_id, state, now)
+
+    def ask_everyone(self, now: float) -> None:
+        """See `AskEveryone`."""
+        for instance_id, state in self._cluster:
+            self.ask(instance_id, state, now)
+
+    def begin_serving(self) -> None:
+        """See `BeginServing`."""
+        self.unheard = {name for name, state in self._cluster if state.is_alive and not state.has_answered}
+
+    def confirm(self, request_id: str, now: float) -> None:
+        """Only its last owner has told whose the request is; is it?"""
+        tracked = self._life.requests.get(request_id)
+        if tracked is not None and (owner := self._cluster.get(tracked.instance_id)) is not None:
+            self.ask(tracked.instance_id, owner, now)
+
+    def on_held(self, ask: AskHeld, held: list[HeldRequest] | None, now: float) -> None:
+        """See `OnHeld`."""
+        instance_id, life = ask.instance_id, self._life
+        state = self._cluster.get(instance_id)
+        if state is None or state.info.incarnation != ask.incarnation:
+            return
+        if not state.is_alive:
+            held = None  # it was declared dead meanwhile; should it come back, it will be asked again
+        result = reconcile(life.requests, instance_id, ask.asked_s, held or [], state.ended_while_asking)
+        state.num_asks -= 1
+        if state.num_asks == 0:
+            state.ended_while_asking.clear()
+        for tracked in result.place_again:
+            life.place_again(tracked, now, raise_epoch=True)
+        if held is None:
+            state.has_answered = False
+            state.next_ask_s = now + ASK_AGAIN_S
+            return
+        state.has_answered = True
+        self.unheard.discard(instance_id)
+        for tracked in result.forget:
+            # Whether it ended there, or went down with where it has moved to, its gateway knows.
+            if not tracked.is_confirmed or self._rescheduler.has_given(instance_id, now):
+                self._moves.lose([tracked], instance_id)
+            else:
+                life.forget(tracked)
+        for item in result.adopt:
+            life.adopt(item, instance_id, now)
+        for item in result.superseded:
+            life.supersede(item, instance_id)
+
+    def on_ended(self, request_id: str, instance_id: str, state: InstanceState, now: float) -> None:
+        """A report says that a request has ended there."""
+        life = self._life
+        life.leave_ledger(request_id, instance_id)
+        tracked = life.requests.get(request_id)
+        if tracked is not None and tracked.older_owners.pop(instance_id, None) is not None:
+            # The report names no epoch: it may be the older one that ended.
+            if tracked.instance_id == instance_id:
+                self.ask(instance_id, state, now)
+            return
+        if state.num_asks:
+            state.ended_while_asking.add(request_id)
+        if tracked is None or tracked.instance_id != instance_id:
+            return
+        if tracked.state == RequestState.DISPATCHING:
+            tracked.has_ended = True
+        else:
+            life.forget(tracked)

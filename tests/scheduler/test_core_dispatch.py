@@ -13,7 +13,7 @@ from shared.scheduling.actions import (
     SendEntry,
 )
 from shared.scheduling.calls import OnRegistry
-from shared.scheduling.core import LEDGER_EXPIRY_S
+from shared.scheduling.delivery import LEDGER_EXPIRY_S
 from shared.scheduling.requests import RequestState
 from tests.scheduler.driver import Driver
 from tests.scheduler.samples import make_info, make_request

@@ -25,7 +25,7 @@ from shared.scheduling.calls import (
     OnHeld,
     OnRegistry,
 )
-from shared.scheduling.core import TERM_EPOCHS
+from shared.scheduling.intake import TERM_EPOCHS
 from shared.scheduling.requests import RequestState
 from tests.scheduler.driver import Driver, held, lost, running
 from tests.scheduler.samples import make_info, make_request
