@@ -43,7 +43,7 @@ from shared.messages.requests import (
     pack_tokens,
     unpack_tokens,
 )
-from tests.scheduler.samples import make_info, make_report
+from tests.shared.scheduling.samples import make_info, make_report
 
 HEARTBEAT_S = 0.2
 REPORT_DELAY_S = 0.01

@@ -24,7 +24,7 @@ from shared.messages.cluster import (
 from shared.messages.requests import ErrorCode, FinishReason, GenerationRequest
 from tests.scheduler.conftest import Stage
 from tests.scheduler.peers import ScriptedGateway, eventually, token_at
-from tests.scheduler.samples import make_request
+from tests.shared.scheduling.samples import make_request
 
 Scenario = Callable[[Stage], Awaitable[None]]
 SCENARIOS: list[Scenario] = []

@@ -14,8 +14,8 @@ from shared.settings import BusSettings
 from tests.conftest import NatsServer
 from tests.scheduler.conftest import NatsStage
 from tests.scheduler.peers import eventually
-from tests.scheduler.samples import make_request
 from tests.scheduler.scenarios import SCENARIOS, Scenario, a_server_restart_kills_nobody, assert_whole
+from tests.shared.scheduling.samples import make_request
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda s: s.__name__)

@@ -14,8 +14,8 @@ from shared.scheduling.scaling import Scaler
 from tests.memory_bus import Faults
 from tests.scheduler.conftest import VirtualStage
 from tests.scheduler.peers import ScriptedInstance, eventually, token_at
-from tests.scheduler.samples import make_request
 from tests.scheduler.scenarios import SCENARIOS, Scenario, a_server_restart_kills_nobody, assert_whole
+from tests.shared.scheduling.samples import make_request
 from tests.virtual_time import run_virtual
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from shared.policies import catalogue, dispatch
-from tests.scheduler.driver import Driver
-from tests.scheduler.samples import make_request
+from tests.shared.scheduling.driver import Driver
+from tests.shared.scheduling.samples import make_request
 from tests.tideway.readme import REPOSITORY
 
 

@@ -14,7 +14,7 @@ from shared.scheduling import recording
 from shared.scheduling.actions import Dispatch
 from shared.scheduling.calls import OnDispatched, OnRegistry, OnReport, Submit
 from shared.settings import SchedulerSettings
-from tests.scheduler.samples import make_info, make_report, make_request
+from tests.shared.scheduling.samples import make_info, make_report, make_request
 
 
 def record_run() -> bytes:

@@ -19,8 +19,8 @@ from shared.scheduling.actions import (
 )
 from shared.scheduling.calls import Cancel, OnDispatched, OnHeld
 from shared.scheduling.requests import RequestState
-from tests.scheduler.driver import Driver, held
-from tests.scheduler.samples import make_request
+from tests.shared.scheduling.driver import Driver, held
+from tests.shared.scheduling.samples import make_request
 
 # ----------------------------------------------------------------------------------------- answers to dispatches
 

@@ -17,7 +17,7 @@ from shared.scheduling.queue import GlobalQueue, Lane, Outflow
 from shared.scheduling.requests import TrackedRequest
 from shared.scheduling.timers import Timers
 from shared.settings import SchedulerSettings
-from tests.scheduler.samples import make_info, make_report, make_request
+from tests.shared.scheduling.samples import make_info, make_report, make_request
 
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.none() | st.integers(0, 20)), max_size=80), st.integers(0, 20))

@@ -27,8 +27,8 @@ from shared.scheduling.calls import (
 )
 from shared.scheduling.intake import TERM_EPOCHS
 from shared.scheduling.requests import RequestState
-from tests.scheduler.driver import Driver, held, lost, running
-from tests.scheduler.samples import make_info, make_request
+from tests.shared.scheduling.driver import Driver, held, lost, running
+from tests.shared.scheduling.samples import make_info, make_request
 
 # ---------------------------------------------------------------------------------------------------- recovery
 

@@ -19,8 +19,8 @@ from shared.scheduling.harvest import (
     GrantBook,
 )
 from shared.settings import SchedulerSettings
-from tests.scheduler.driver import Driver
-from tests.scheduler.samples import make_info, make_report, make_request
+from tests.shared.scheduling.driver import Driver
+from tests.shared.scheduling.samples import make_info, make_report, make_request
 
 TOKENS = 30
 """Of `make_request`: 10 of prompt, 20 of output."""

@@ -15,8 +15,8 @@ from shared.scheduling.actions import (
 from shared.scheduling.calls import OnRegistry
 from shared.scheduling.delivery import LEDGER_EXPIRY_S
 from shared.scheduling.requests import RequestState
-from tests.scheduler.driver import Driver
-from tests.scheduler.samples import make_info, make_request
+from tests.shared.scheduling.driver import Driver
+from tests.shared.scheduling.samples import make_info, make_request
 
 # ------------------------------------------------------------------------------------------------ dispatching
 

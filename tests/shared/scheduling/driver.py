@@ -21,7 +21,7 @@ from shared.scheduling.calls import OnDispatched, OnHeld, OnRegistry, OnReport, 
 from shared.scheduling.core import SchedulerCore
 from shared.scheduling.requests import RequestState
 from shared.settings import SchedulerSettings
-from tests.scheduler.samples import make_info, make_report, make_request
+from tests.shared.scheduling.samples import make_info, make_report, make_request
 
 A = TypeVar("A", bound=Action)
 

@@ -13,8 +13,8 @@ from shared.messages.migration import MoveReason, Rebalance
 from shared.migration.limits import DRAIN_CONCURRENCY
 from shared.scheduling.actions import Paired, SendRebalance
 from shared.scheduling.calls import OnRegistry
-from tests.scheduler.driver import Driver
-from tests.scheduler.samples import make_info, make_request
+from tests.shared.scheduling.driver import Driver
+from tests.shared.scheduling.samples import make_info, make_request
 
 LEASE_S = 0.5
 

@@ -16,8 +16,8 @@ from shared.scheduling.actions import AskHeld, CancelAt, Dispatch, LeftQueue, Mo
 from shared.scheduling.calls import Cancel, OnDispatched, OnExited, OnHeld, OnRegistry
 from shared.scheduling.moves import CONFIRM_S
 from shared.scheduling.requests import RequestState
-from tests.scheduler.driver import Driver, held, lost, running
-from tests.scheduler.samples import make_request
+from tests.shared.scheduling.driver import Driver, held, lost, running
+from tests.shared.scheduling.samples import make_request
 
 
 def moved(request_id: str, to: str, epoch: int = 1) -> MoveOutcome:

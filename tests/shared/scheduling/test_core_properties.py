@@ -49,8 +49,8 @@ from shared.scheduling.queue import Lane
 from shared.scheduling.requests import RequestState
 from shared.scheduling.rescheduling import Rescheduler
 from shared.settings import SchedulerSettings
-from tests.scheduler.instance_model import Instance, held_as
-from tests.scheduler.samples import make_info, make_report, make_request
+from tests.shared.scheduling.instance_model import Instance, held_as
+from tests.shared.scheduling.samples import make_info, make_report, make_request
 
 MODELS = ("m", "n")
 MAX_WAITING = 2

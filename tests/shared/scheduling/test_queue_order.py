@@ -15,8 +15,8 @@ from shared.policies.doubling_budget import FAVOUR
 from shared.scheduling.calls import OnReport
 from shared.scheduling.queue import REFRESH_S, GlobalQueue, Lane
 from shared.scheduling.requests import TrackedRequest
-from tests.scheduler.driver import Driver
-from tests.scheduler.samples import make_report, make_request
+from tests.shared.scheduling.driver import Driver
+from tests.shared.scheduling.samples import make_report, make_request
 
 MODELS = ("m", "n")
 LANES = [Lane(model, is_online) for model in MODELS for is_online in (True, False)]
