@@ -1,7 +1,8 @@
-"""TLS from the settings: to NATS as a client, over HTTP as a server."""
+"""TLS from the settings: to NATS as a client, over HTTP as a server; and what needs none."""
 
 from __future__ import annotations
 
+import ipaddress
 import ssl
 
 from shared.settings import BusSettings, GatewaySettings, SettingsError
@@ -59,3 +60,11 @@ def _show(context: ssl.SSLContext, cert: str, key: str, variables: str) -> None:
     except OSError as error:
         files = f"{variables}_CERT={cert!r}" + (f", {variables}_KEY={key!r}" if key else "")
         raise SettingsError(f"{files}: no certificate with its key ({error})") from None
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches what listens there."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

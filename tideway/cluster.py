@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
-from shared.bus.interface import Bus, KeyValue, Watch
+from shared.bus.interface import Bus, BusError, KeyValue, Watch
 from shared.bus.nats_bus import NatsBus
 from shared.messages.catalogue import (
     INSTANCES,
@@ -22,6 +22,7 @@ from shared.messages.cluster import (
     PlacementPlan,
 )
 from shared.settings import BusSettings
+from tideway.data_folder import OperatorError
 
 
 class ModelState(StrEnum):
@@ -86,6 +87,10 @@ def view_model(
     return ModelView(name, state, num_ready, len(planned), reason)
 
 
+def no_jetstream(settings: BusSettings, error: BusError) -> OperatorError:
+    return OperatorError(f"NATS at {settings.nats_url} answers, but not its JetStream: {error}.")
+
+
 class ClusterView:
     """A live view over the bus. Raises `BusError` where a call's deadline passes."""
 
@@ -105,14 +110,21 @@ class ClusterView:
 
     @classmethod
     async def connect(cls, settings: BusSettings, timeout_s: float) -> ClusterView:
-        """Raises TimeoutError if NATS does not answer in time, `BusError` if its JetStream does not work."""
-        bus = await asyncio.wait_for(NatsBus.connect(settings, "operator", "command"), timeout_s)
+        """Raises `OperatorError`."""
+        try:
+            bus = await asyncio.wait_for(NatsBus.connect(settings, "operator", "command"), timeout_s)
+        except TimeoutError:
+            raise OperatorError(
+                f"NATS at {settings.nats_url} does not answer, or refuses TIDEWAY_NATS_USER and TIDEWAY_NATS_PASSWORD."
+            ) from None
         try:
             instances = await (await bus.key_value(INSTANCES)).watch()
             nodes = await (await bus.key_value(NODES)).watch()
             return cls(bus, instances, nodes, await bus.key_value(PLANS), await bus.key_value(MODELS))
-        except BaseException:
+        except BaseException as error:
             await bus.close()
+            if isinstance(error, BusError):
+                raise no_jetstream(settings, error) from None
             raise
 
     @property

@@ -153,6 +153,10 @@ class DataFolder:
         except (OSError, msgspec.MsgspecError):
             return None
 
+    def running_state(self) -> State | None:
+        """Of the supervisor that runs on this folder."""
+        return self.read_state() if self.holder_pid() else None
+
     def remove_state(self) -> None:
         with contextlib.suppress(OSError):
             (self.path / "state.json").unlink()

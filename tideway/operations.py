@@ -54,7 +54,7 @@ class AdminClient:
         does, for the one at `DEFAULT_URL` if `may_guess`."""
         if url:
             return cls(url, api_key)
-        state = data.read_state() if data.holder_pid() else None
+        state = data.running_state()
         if state is not None:
             return cls(state.address, api_key or data.credentials().admin_api_key, data=data)
         if not may_guess:

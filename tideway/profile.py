@@ -23,10 +23,10 @@ from shared.checkpoint import CheckpointError
 from shared.cost_model import CostModel
 from shared.engine import slab
 from shared.messages.cluster import ModelSpec
-from shared.settings import BusSettings, InstanceSettings, WorkerSettings, load
+from shared.settings import InstanceSettings, WorkerSettings, load
 from tideway.data_folder import DataFolder, OperatorError
 from tideway.preflight import parse_models
-from tideway.tree import operator_environment
+from tideway.tree import bus_settings
 
 if TYPE_CHECKING:
     from services.worker.profiled_steps import Extent, Work
@@ -166,13 +166,10 @@ def describe(work: Work) -> str:
 
 async def _connect(data: DataFolder) -> Bus | None:
     """The bus of the Tideway that runs on `data`, else that of the environment; None without one that answers."""
-    environment = dict(os.environ)
-    state = data.read_state() if data.holder_pid() else None
-    if not environment.get("TIDEWAY_NATS_URL"):
-        if state is None:
-            return None
-        environment |= operator_environment(state.nats_url, data.credentials())
-    settings = load(BusSettings, environment)
+    state = data.running_state()
+    if state is None and not os.environ.get("TIDEWAY_NATS_URL"):
+        return None
+    settings = bus_settings(data, state)
     try:
         async with asyncio.timeout(CONNECT_TIMEOUT_S):
             return await NatsBus.connect(settings, "tideway", "profile")

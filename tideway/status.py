@@ -26,12 +26,12 @@ from shared.messages.cluster import (
 )
 from shared.settings import BusSettings, load
 from tideway import preflight
-from tideway.cluster import ClusterView, view_model
+from tideway.cluster import ClusterView, no_jetstream, view_model
 from tideway.console import count_sources, fit
 from tideway.data_folder import DataFolder, OperatorError, State
 from tideway.operations import drained_and_gone
 from tideway.readiness import answers, nats_greets
-from tideway.tree import operator_environment
+from tideway.tree import bus_settings
 
 CONNECT_TIMEOUT_S = 5.0
 LEADERS = ("scheduler", "placement")
@@ -42,12 +42,9 @@ STATISTICS_TIMEOUT_S = 2.0
 async def show_status(data: DataFolder, console: Console, *, as_json: bool = False) -> None:
     """Of the Tideway that runs on `data`, else of the one whose NATS the environment names (TIDEWAY_NATS_URL).
     `as_json`: one object instead of tables."""
-    environment = dict(os.environ)
-    state = data.read_state() if data.holder_pid() else None
+    state = data.running_state()
     answering: Set[str] = frozenset()
     if state is not None:
-        if not os.environ.get("TIDEWAY_NATS_URL"):
-            environment |= operator_environment(state.nats_url, data.credentials())
         answering = await _answering(state)
         state = as_seen(state, answering)
         if not as_json:
@@ -55,13 +52,8 @@ async def show_status(data: DataFolder, console: Console, *, as_json: bool = Fal
             console.print(fit(_processes(state, answering), console, ("starts",)))
     elif not os.environ.get("TIDEWAY_NATS_URL"):
         raise OperatorError(f"Nothing runs on {data.path}. Start it with `tideway up` (make up).")
-    settings = load(BusSettings, environment)
-    try:
-        view = await ClusterView.connect(settings, CONNECT_TIMEOUT_S)
-    except TimeoutError:
-        raise OperatorError(f"NATS at {settings.nats_url} does not answer.") from None
-    except BusError as error:
-        raise OperatorError(f"NATS at {settings.nats_url} answers, but not its JetStream: {error}.") from None
+    settings = bus_settings(data, state)
+    view = await ClusterView.connect(settings, CONNECT_TIMEOUT_S)
     try:
         leases = await (await view.bus.key_value(LEASES)).entries()
         leaders: dict[str, str] = {role: leases[role].value.scheduler_id for role in LEADERS if role in leases}
@@ -80,7 +72,7 @@ async def show_status(data: DataFolder, console: Console, *, as_json: bool = Fal
         if gone := drained_and_gone(plan.draining if plan else (), view.instances):
             console.print(gone)
     except BusError as error:
-        raise OperatorError(f"NATS at {settings.nats_url} answers, but not its JetStream: {error}.") from None
+        raise no_jetstream(settings, error) from None
     finally:
         await view.close()
 

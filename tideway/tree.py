@@ -13,8 +13,8 @@ from pathlib import Path
 import msgspec
 
 from shared.messages.cluster import ModelSpec
-from shared.settings import GatewaySettings, InstanceSettings, default_id, load
-from tideway.data_folder import Credentials, DataFolder
+from shared.settings import BusSettings, GatewaySettings, InstanceSettings, default_id, load
+from tideway.data_folder import Credentials, DataFolder, State
 from tideway.nats_config import nats_users
 from tideway.preflight import REPOSITORY, free_ports, local_host
 from tideway.supervisor import KILL_WAIT_S, ProcessSpec
@@ -104,6 +104,14 @@ def bus_environment(nats_url: str, user: str, password: str) -> dict[str, str]:
 def operator_environment(nats_url: str, credentials: Credentials) -> dict[str, str]:
     """Of the commands that look at a Tideway which runs on a data folder."""
     return bus_environment(nats_url, "operator", credentials.nats_passwords["operator"])
+
+
+def bus_settings(data: DataFolder, state: State | None) -> BusSettings:
+    """Of the NATS that the environment names (TIDEWAY_NATS_URL), else of the Tideway that runs on the data folder."""
+    environment = dict(os.environ)
+    if state is not None and not environment.get("TIDEWAY_NATS_URL"):
+        environment |= operator_environment(state.nats_url, data.credentials())
+    return load(BusSettings, environment)
 
 
 def node_id() -> str:

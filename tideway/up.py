@@ -30,7 +30,7 @@ from shared.settings import (
     WorkerSettings,
     load,
 )
-from shared.tls import own_server_tls
+from shared.tls import is_loopback, own_server_tls
 from tideway import preflight, tree
 from tideway.cluster import ClusterView
 from tideway.console import Reporter
@@ -148,7 +148,11 @@ class Up:
         with self._reporter:
             bus, passwords = await self._start_nats()
             # A server that may not fit is tried first; on our own the buckets that a view needs are made by placement.
-            view = None if passwords else await self._connect(load(BusSettings, {**os.environ, **bus}))
+            view = (
+                None
+                if passwords
+                else await ClusterView.connect(load(BusSettings, {**os.environ, **bus}), NATS_TIMEOUT_S)
+            )
             try:
                 common = {**bus, **self._admin_key()}
                 self._services = self._make_services(self._options, common, passwords)
@@ -158,7 +162,7 @@ class Up:
                 async with httpx.AsyncClient(trust_env=False, verify=own_server_tls(self._gateway)) as http:
                     await self._wait_for(self._process_steps(http))
                     if view is None:
-                        view = await self._connect(load(BusSettings, {**os.environ, **bus}))
+                        view = await ClusterView.connect(load(BusSettings, {**os.environ, **bus}), NATS_TIMEOUT_S)
                     models = ModelChecks(view)
                     names = [spec.name for spec in self._options.models]
                     await self._wait_for([Step(f"model {name}", models.settled(name), "worker") for name in names])
@@ -191,16 +195,6 @@ class Up:
         self._nats_url = f"nats://127.0.0.1:{port}"
         await self._wait_for([Step("NATS", nats_greets(port), "nats")], NATS_TIMEOUT_S)
         return tree.operator_environment(self._nats_url, credentials), credentials.nats_passwords
-
-    async def _connect(self, settings: BusSettings) -> ClusterView:
-        try:
-            return await ClusterView.connect(settings, NATS_TIMEOUT_S)
-        except TimeoutError:
-            raise OperatorError(
-                f"NATS at {settings.nats_url} does not answer, or refuses TIDEWAY_NATS_USER and TIDEWAY_NATS_PASSWORD."
-            ) from None
-        except BusError as error:
-            raise OperatorError(f"NATS at {settings.nats_url} answers, but not its JetStream: {error}.") from None
 
     def _admin_key(self) -> dict[str, str]:
         """With API keys configured /admin wants one of its own, else it is closed."""
@@ -285,7 +279,7 @@ class Up:
 
     def _say_ready(self, models: list[str]) -> None:
         options, say = self._options, self._reporter.say
-        if not self._has_api_keys and not preflight.is_loopback(options.host):
+        if not self._has_api_keys and not is_loopback(options.host):
             self._reporter.warn(
                 f"anyone who reaches this machine on port {options.port} may use it: no API keys (TIDEWAY_API_KEYS) are set"
             )

@@ -18,7 +18,7 @@ from services.gateway.placing import Placer
 from services.gateway.stream import Stream
 from services.gateway.stream_table import StreamTable
 from shared.bus.interface import Bus, ServiceError
-from shared.messages.cluster import InstanceInfo, ModelSpec
+from shared.messages.cluster import ModelSpec
 from shared.messages.requests import (
     FinishReason,
     GenerationRequest,
@@ -67,7 +67,7 @@ class Streams:
         self._prefixes = [_tokens(random, random.randrange(40, 160)) for _ in range(NUM_PREFIXES)]
 
     async def start(self) -> None:
-        await self._catalog.start(self._on_instance)
+        await self._catalog.start(self.table.on_instance)
         take = self.table.take
 
         def checked(sender: str, entries: list[TokenEntry]) -> None:
@@ -100,9 +100,6 @@ class Streams:
         if (stream := self.table.streams.get(request_id)) is not None:
             self.table.close(stream)
             stream.on_news()
-
-    def _on_instance(self, instance_id: str, info: InstanceInfo | None) -> None:
-        self.table.on_instance(instance_id, info)
 
     async def _feed(self) -> None:
         while True:

@@ -172,13 +172,6 @@ class Ticket:
         self._class = request_class
         self._released = False
 
-    def charge_prompt(self, num_tokens: int, now: float) -> None:
-        """As `Key.charge_prompt`."""
-        self._key.charge_prompt(num_tokens, now)
-
-    def charge_output(self, num_tokens: int, now: float) -> None:
-        self._key.charge_output(num_tokens, now)
-
     def release(self) -> None:
         """May be called twice."""
         if not self._released:

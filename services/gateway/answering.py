@@ -88,7 +88,7 @@ async def _generate(
     texts_or_ids = prompts_of(message.prompt) if isinstance(message, CompletionRequest) else [""]
     limit = min(MAX_SEQUENCES, settings.max_in_flight)
     num_sequences = check_num_sequences(len(texts_or_ids), options.num_choices, limit)
-    ticket = exchange.ticket = admission.enter(key, num_sequences, options.request_class, options.priority)
+    exchange.ticket = admission.enter(key, num_sequences, options.request_class, options.priority)
     exchange.watch_client()
 
     try:
@@ -101,9 +101,9 @@ async def _generate(
     except TimeoutError:
         message_text = f"The request's time limit of {options.timeout_s:g} s has passed."
         raise ApiError(408, message_text, type="timeout_error", code="deadline_exceeded") from None
-    ticket.charge_prompt(sum(len(prompt.tokens) for prompt in prompts), context.bus.now())
+    key.charge_prompt(sum(len(prompt.tokens) for prompt in prompts), context.bus.now())
 
-    generation = exchange.call.plan(message, options, prompts, tokenizer, ticket.charge_output)
+    generation = exchange.call.plan(message, options, prompts, tokenizer, key.charge_output)
     with context.telemetry.tracer.start_as_current_span("place"):
         await exchange.unless_gone(generation.start())
 

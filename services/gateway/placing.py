@@ -182,17 +182,13 @@ class Placer:
         finally:
             self._turns.release()
 
-    async def announce(self, stream: Placeable) -> None:
-        """Tells a new scheduler of a request that it should know; never goes past the scheduler. Raises `BusError`."""
-        await self._submit_to_scheduler(stream)
-
     async def _attempt(self, stream: Placeable) -> ServiceError | None:
         """One round over everybody who could take it; None: taken."""
         if self._bus.now() >= self._pause_until:
             stream.owned_by(None)
             started, late_s = self._bus.now(), self._lateness.total_s()
             try:
-                await self._submit_to_scheduler(stream)
+                await self.announce(stream)
             except BusError as error:
                 if error.code not in NOBODY_CODES:
                     return ServiceError(error.info)
@@ -208,7 +204,8 @@ class Placer:
                 return None
         return await self._bypass(stream)
 
-    async def _submit_to_scheduler(self, stream: Placeable) -> None:
+    async def announce(self, stream: Placeable) -> None:
+        """Tells the scheduler of a request that it should know; never goes past it. Raises `BusError`."""
         now = self._bus.now()
         timeout_s = min(SCHEDULER_TIMEOUT_S, max(0.001, stream.deadline - now))
         await self._bus.request(SCHEDULER_SUBMIT, stream.to_send(now), timeout_s=timeout_s)

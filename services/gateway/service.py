@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-import ipaddress
 import logging
 import os
 import resource
@@ -32,10 +31,10 @@ from services.gateway.stream_table import StreamTable
 from services.gateway.text_pool import TextPool
 from services.gateway.tokenization import Tokenizers
 from shared.bus.interface import Bus
-from shared.messages.cluster import InstanceInfo
 from shared.settings import GatewaySettings, SettingsError, default_id
+from shared.tasks import TaskSet
 from shared.telemetry import Telemetry
-from shared.tls import server_tls
+from shared.tls import is_loopback, server_tls
 
 logger = logging.getLogger(__name__)
 
@@ -108,8 +107,7 @@ class GatewayService:
         self.port = 0
         self._server: _Server | None = None
         self._serving: asyncio.Task[None] | None = None
-        self._sweeping: asyncio.Task[None] | None = None
-        self._watching_keys: asyncio.Task[None] | None = None
+        self._tasks = TaskSet()
 
     async def start(self) -> None:
         """Returns when HTTP requests are taken. Raises `SettingsError` where the port cannot be had."""
@@ -117,7 +115,7 @@ class GatewayService:
         listener = _listen(context.settings.host, context.settings.port)
         self.port = listener.getsockname()[1]
         self._placer.start()
-        await context.catalog.start(self._on_instance)
+        await context.catalog.start(context.table.on_instance)
         await context.loads.start()
         await context.table.start()
         await context.files.start()
@@ -142,8 +140,8 @@ class GatewayService:
         )
         self._server = _Server(config, context.settings.head_timeout_s)
         self._serving = asyncio.create_task(self._server.serve(sockets=[listener]))
-        self._watching_keys = asyncio.create_task(self._key_files.watch_forever(), name="files of keys")
-        self._sweeping = asyncio.create_task(context.connections.sweep_forever())
+        self._tasks.start(self._key_files.watch_forever(), "files of keys")
+        self._tasks.start(context.connections.sweep_forever())
         while not self._server.started:
             if self._serving.done():
                 self._serving.result()
@@ -170,23 +168,18 @@ class GatewayService:
             for connection in list(self._server.server_state.connections):
                 connection.transport.abort()
             await self._serving
-        for task in (self._sweeping, self._watching_keys):
-            if task is not None:
-                task.cancel()
+        await self._tasks.end_all()
         self._placer.stop()
         await self.context.loads.stop()
         await self.context.catalog.stop()
         await self.context.tokenizers.close()
-
-    def _on_instance(self, instance_id: str, info: InstanceInfo | None) -> None:
-        self.context.table.on_instance(instance_id, info)
 
     def _say_who_may_enter(self) -> None:
         settings = self.context.settings
         address = f"http{'s' if self._tls else ''}://{settings.host}:{self.port}"
         if not self.context.admission.is_open:
             logger.info("listening on %s; API keys are required", address)
-        elif _is_loopback(settings.host):
+        elif is_loopback(settings.host):
             logger.info("listening on %s; no API keys are configured, so every local process may use it", address)
         else:
             logger.warning(
@@ -226,12 +219,3 @@ def _listen(host: str, port: int) -> socket.socket:
             f"The gateway cannot listen on {host}:{port}: {reason}. Choose another address with TIDEWAY_HOST and "
             "TIDEWAY_PORT."
         ) from None
-
-
-def _is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False

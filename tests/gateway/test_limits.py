@@ -41,16 +41,16 @@ ONLINE, OFFLINE = RequestClass.ONLINE, RequestClass.OFFLINE
 def test_tokens_per_minute() -> None:
     key = Key(tokens_per_minute=100)
     admission = Admission({"k": key}, {}, max_in_flight=10)
-    ticket = admission.enter(key, 1, ONLINE)
-    ticket.charge_prompt(60, 1000.0)
-    ticket.charge_output(30, 1010.0)
+    admission.enter(key, 1, ONLINE)
+    key.charge_prompt(60, 1000.0)
+    key.charge_output(30, 1010.0)
     with pytest.raises(ApiError) as raised:
-        ticket.charge_prompt(20, 1020.0)
+        key.charge_prompt(20, 1020.0)
     assert raised.value.status == 429
     assert raised.value.headers()["retry-after"] == "40", "when the first 60 leave the window"
-    ticket.charge_prompt(20, 1061.0)
+    key.charge_prompt(20, 1061.0)
     with pytest.raises(ApiError):
-        ticket.charge_prompt(101, 5000.0)
+        key.charge_prompt(101, 5000.0)
 
 
 def test_what_is_in_flight_is_given_back_once() -> None:

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
+from shared.tls import is_loopback
 from tideway.data_folder import DataFolder, OperatorError, State
 from tideway.preflight import (
     check_memory,
     check_port,
     free_memory_bytes,
     free_ports,
-    is_loopback,
     local_host,
     parse_models,
 )
