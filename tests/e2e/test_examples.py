@@ -1,0 +1,54 @@
+"""Every program in examples/ does what it says, on a running system."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.e2e.stack import REPOSITORY, Stack
+
+EXAMPLES = REPOSITORY / "examples"
+
+
+def run(stack: Stack, name: str, *arguments: str) -> list[str]:
+    """Lines of its output."""
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "TIDEWAY_URL": stack.url}
+    command = [sys.executable, str(EXAMPLES / f"{name}.py"), *arguments]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=150)
+    assert done.returncode == 0, f"{name}:\n{done.stdout}{done.stderr}"
+    return done.stdout.splitlines()
+
+
+def test_the_examples(stack: Stack, checkpoints: dict[str, str], tmp_path: Path) -> None:
+    whole, stream = run(stack, "chat", "llama")
+    assert whole.partition(": ")[2].rpartition(" (")[0] == stream.partition(": ")[2]
+
+    lines = run(stack, "batch", "opt")
+    assert [line.split()[0] for line in lines] == [f"chapter-{number}" for number in range(20)]
+
+    models = tmp_path / "two_models.toml"
+    text = (EXAMPLES / "two_models.toml").read_text()
+    for folder in ("llama", "opt"):
+        text = text.replace(f"../models/tideway-demo-{folder}", os.path.relpath(checkpoints[folder], tmp_path))
+    models.write_text(text)
+    lines = run(stack, "two_models", str(models))
+    assert sorted(line.partition(":")[0] for line in lines) == ["patient"] * 3 + ["quick"] * 3
+
+    ran, same = run(stack, "drain_under_load", "llama")
+    assert ran.endswith("which is drained") and same.startswith("6 of 6 "), (ran, same)
+    stack.wait_ready()
+
+    ordered = run(stack, "own_policy")
+    assert {tuple(line.split()[:2]) for line in ordered[1:]} == {
+        (ordering, dispatch)
+        for ordering in ("doubling_budget", "shortest_prompt")
+        for dispatch in ("first_token", "fullest")
+    }
+
+
+def test_all_examples_are_run_and_described() -> None:
+    described = (EXAMPLES / "README.md").read_text()
+    for path in EXAMPLES.glob("*.py"):
+        assert f"`{path.name}" in described and f'"{path.stem}"' in Path(__file__).read_text(), path.name
