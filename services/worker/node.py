@@ -33,22 +33,10 @@ from prometheus_client import CollectorRegistry, Counter, Gauge
 
 from services.worker.instance_environment import instance_environment
 from services.worker.machine import Machine
-from services.worker.node_state import (
-    Action,
-    Drain,
-    Kill,
-    LoadModel,
-    NodeState,
-    Start,
-    Terminate,
-    Undrain,
-    UnloadModel,
-    num_planned,
-)
+from services.worker.node_state import Action, Ask, Kill, NodeState, Query, Start, Terminate, num_planned
 from services.worker.processes import InstanceProcess, Processes
 from shared.bus.interface import Bus, BusError, KeyValue, ServiceError, Subscription, Watch
-from shared.messages import admin
-from shared.messages.admin import Done, ScaleNode
+from shared.messages.admin import Done, Drain, LoadModel, ScaleNode, UnloadModel
 from shared.messages.catalogue import (
     INSTANCE_DRAIN,
     INSTANCE_EXITED,
@@ -59,6 +47,7 @@ from shared.messages.catalogue import (
     NODES,
     PLANS,
 )
+from shared.messages.channels import Endpoint
 from shared.messages.cluster import (
     InstanceExited,
     InstanceInfo,
@@ -78,6 +67,11 @@ REGISTER_INTERVAL_S = 1.0
 TICK_S = 0.25
 """The longest that a due restart or repetition waits."""
 CALL_TIMEOUT_S = 5.0
+ENDPOINTS: dict[type[Query], Endpoint[Any, Done]] = {
+    LoadModel: INSTANCE_LOAD_MODEL,
+    UnloadModel: INSTANCE_UNLOAD_MODEL,
+    Drain: INSTANCE_DRAIN,
+}
 """Instances answer these calls at once and work afterwards."""
 MAX_PROBLEM_CHARACTERS = 1000
 
@@ -292,8 +286,8 @@ class NodeAgent:
             case Kill(instance_id):
                 logger.warning("%s does not end; killing it", instance_id)
                 self._signal(instance_id, signal.SIGKILL)
-            case _:
-                self._tasks.start(self._call(action), f"{type(action).__name__} {action.instance_id}")
+            case Ask(instance_id, query):
+                self._tasks.start(self._call(action), f"{type(query).__name__} {instance_id}")
 
     def _start_instance(self, plan: InstancePlan) -> None:
         instance_id = plan.instance_id
@@ -313,21 +307,12 @@ class NodeAgent:
         if (process := self._processes.get(instance_id)) is not None:
             process.signal(number)
 
-    async def _call(self, action: LoadModel | UnloadModel | Drain | Undrain) -> None:
-        ids = {"instance_id": action.instance_id}
+    async def _call(self, action: Ask) -> None:
         logger.info("%s", action)
-        with self._span(f"node.{type(action).__name__}", action.instance_id) as span:
+        with self._span(f"node.{type(action.query).__name__}", action.instance_id) as span:
             try:
-                match action:
-                    case LoadModel(_, spec):
-                        load = admin.LoadModel(spec)
-                        await self._bus.request(INSTANCE_LOAD_MODEL.at(**ids), load, timeout_s=CALL_TIMEOUT_S)
-                    case UnloadModel(_, name):
-                        unload = admin.UnloadModel(name, self._drain_grace_s)
-                        await self._bus.request(INSTANCE_UNLOAD_MODEL.at(**ids), unload, timeout_s=CALL_TIMEOUT_S)
-                    case Drain() | Undrain():
-                        drain = admin.Drain(self._drain_grace_s, is_undone=isinstance(action, Undrain))
-                        await self._bus.request(INSTANCE_DRAIN.at(**ids), drain, timeout_s=CALL_TIMEOUT_S)
+                endpoint = ENDPOINTS[type(action.query)].at(instance_id=action.instance_id)
+                await self._bus.request(endpoint, action.query, timeout_s=CALL_TIMEOUT_S)
             except BusError as error:
                 span.set_status(Status(StatusCode.ERROR, str(error)))
                 logger.warning("%s: %s", action, error)

@@ -11,7 +11,7 @@ Life of an instance's process (one row each; anything else is ignored):
 | up       | a model more or less in the plan        | up       | LoadModel, UnloadModel                  |
 | up       | pool changed and its turn; not planned  | stopping | Drain                                   |
 | starting, up | not heard of for too long           | stopping | Terminate                               |
-| stopping | planned again while it drains           | up       | Undrain                                 |
+| stopping | planned again while it drains           | up       | Drain, undone                           |
 | stopping | too slow                                | stopping | Terminate, then Kill                    |
 | any      | process exited                          | absent   | (back-off, unless it was to stop)       |
 
@@ -25,6 +25,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 
+from shared.messages.admin import Drain, LoadModel, UnloadModel
 from shared.messages.cluster import (
     InstanceInfo,
     InstancePlan,
@@ -54,35 +55,20 @@ PLANNED_AFTER_S = 5.0
 """From the first step: placement has heard of a node by then, and planned what it gets."""
 
 
+Query = LoadModel | UnloadModel | Drain
+
+
 @dataclass(frozen=True)
 class Start:
     plan: InstancePlan
 
 
 @dataclass(frozen=True)
-class LoadModel:
-    instance_id: str
-    spec: ModelSpec
-
-
-@dataclass(frozen=True)
-class UnloadModel:
-    instance_id: str
-    name: str
-
-
-@dataclass(frozen=True)
-class Drain:
-    """Finish what is held within the grace, then exit."""
+class Ask:
+    """To be sent to the instance."""
 
     instance_id: str
-
-
-@dataclass(frozen=True)
-class Undrain:
-    """Do not, unless it is too late."""
-
-    instance_id: str
+    query: Query
 
 
 @dataclass(frozen=True)
@@ -100,7 +86,7 @@ class Kill:
     instance_id: str
 
 
-Action = Start | LoadModel | UnloadModel | Drain | Undrain | Terminate | Kill
+Action = Start | Ask | Terminate | Kill
 
 
 def back_off_s(num_failures: int) -> float:
@@ -116,7 +102,7 @@ def num_planned(plan: PlacementPlan, node_id: str) -> int:
 
 
 @dataclass
-class _Ask:
+class _Asked:
     """A load or unload that was sent to an instance."""
 
     kind: type
@@ -132,7 +118,7 @@ class _Ask:
 class _Stop:
     begun_at: float
     sent_at: float = 0.0
-    """Of the last Drain or Undrain."""
+    """Of the last Drain, or its undoing."""
     is_undone: bool = False
     """It is to serve again, and does not show that it does yet."""
     terminated_at: float | None = None
@@ -152,7 +138,7 @@ class _Process:
     """Name -> the spec that this process was given last."""
     info: InstanceInfo | None = None
     was_registered: bool = False
-    asks: dict[str, _Ask] = field(default_factory=dict)
+    asks: dict[str, _Asked] = field(default_factory=dict)
     stop: _Stop | None = None
 
     def loaded(self) -> dict[str, LoadedModel]:
@@ -294,7 +280,7 @@ class NodeState:
             return [Terminate(instance_id, "the plan changed before it served")]
         if desired is None or (not is_as_planned and self._others_serve(instance_id)):
             process.stop = _Stop(now, sent_at=now)
-            return [Drain(instance_id)]
+            return [Ask(instance_id, Drain(self._drain_grace_s))]
         return self._step_models(instance_id, process, desired, now) if process.is_up else []
 
     def _step_models(self, instance_id: str, process: _Process, desired: InstancePlan, now: float) -> list[Action]:
@@ -303,29 +289,29 @@ class NodeState:
         wanted = {spec.name: spec for spec in desired.models}
         for name in sorted(wanted.keys() | loaded.keys() | process.asks.keys()):
             want, entry, have = wanted.get(name), loaded.get(name), process.specs.get(name)
-            action: Action | None = None
+            query: Query | None = None
             if entry is not None and entry.state in ("loading", "unloading"):
                 continue
             if entry is not None and want != have:
-                action = UnloadModel(instance_id, name)
+                query = UnloadModel(name, self._drain_grace_s)
             elif want is not None and (entry is None or (entry.state == "failed" and not entry.is_final)):
                 # What is loaded beside a pool that is still to shrink might not fit.
                 if not process.has_pool_of(desired):
                     continue
-                action = LoadModel(instance_id, want)
-            if action is None:
+                query = LoadModel(want)
+            if query is None:
                 process.asks.pop(name, None)
                 continue
             ask = process.asks.get(name)
-            if ask is not None and ask.kind is type(action):
+            if ask is not None and ask.kind is type(query):
                 if now < ask.repeat_at:
                     continue
-                process.asks[name] = _Ask(type(action), now, ask.num_times + 1)
+                process.asks[name] = _Asked(type(query), now, ask.num_times + 1)
             else:
-                process.asks[name] = _Ask(type(action), now)
-            if isinstance(action, LoadModel):
-                process.specs[name] = action.spec
-            actions.append(action)
+                process.asks[name] = _Asked(type(query), now)
+            if isinstance(query, LoadModel):
+                process.specs[name] = query.spec
+            actions.append(Ask(instance_id, query))
         return actions
 
     def _go_on_stopping(
@@ -339,7 +325,7 @@ class NodeState:
             stop.is_killed = True
             return [Kill(instance_id)]
         is_wanted = desired is not None and process.has_pool_of(desired)
-        request = Undrain(instance_id) if is_wanted else Drain(instance_id)
+        request = Ask(instance_id, Drain(self._drain_grace_s, is_undone=is_wanted))
         if is_wanted != stop.is_undone:
             stop.is_undone, stop.begun_at, stop.sent_at = is_wanted, now, now
             return [request]

@@ -11,18 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.worker import node_state
-from services.worker.node_state import (
-    Action,
-    Drain,
-    Kill,
-    LoadModel,
-    NodeState,
-    Start,
-    Terminate,
-    Undrain,
-    UnloadModel,
-    back_off_s,
-)
+from services.worker.node_state import Action, Ask, Kill, NodeState, Start, Terminate, back_off_s
+from shared.messages.admin import Drain, LoadModel, UnloadModel
 from shared.messages.cluster import (
     InstanceInfo,
     InstancePlan,
@@ -33,6 +23,22 @@ from shared.messages.cluster import (
 
 MIB = 1 << 20
 GRACE_S = 30.0
+
+
+def load(instance_id: str, model: ModelSpec) -> Ask:
+    return Ask(instance_id, LoadModel(model))
+
+
+def unload(instance_id: str, name: str) -> Ask:
+    return Ask(instance_id, UnloadModel(name, GRACE_S))
+
+
+def drain(instance_id: str) -> Ask:
+    return Ask(instance_id, Drain(GRACE_S))
+
+
+def undrain(instance_id: str) -> Ask:
+    return Ask(instance_id, Drain(GRACE_S, is_undone=True))
 
 
 def spec(name: str, version: int = 1) -> ModelSpec:
@@ -87,7 +93,7 @@ def test_only_the_instances_of_this_node_are_started() -> None:
 def test_only_changed_models_are_loaded_and_unloaded() -> None:
     state = started(instance_plan(0, "ab"), instance_plan(1, "ab"))
     state.on_plan(plan(2, instance_plan(0, "bc"), instance_plan(1, "ab")))
-    assert state.step(2.0) == [UnloadModel("n-0", "a"), LoadModel("n-0", spec("c"))]
+    assert state.step(2.0) == [unload("n-0", "a"), load("n-0", spec("c"))]
     assert state.step(3.0) == [], "the registry has not shown it yet"
     state.on_registry("n-0", info(instance_plan(0), models={"a": "unloading", "b": "ready", "c": "loading"}), 3.0)
     assert state.step(20.0) == [], "both are under way"
@@ -100,9 +106,9 @@ def test_only_changed_models_are_loaded_and_unloaded() -> None:
 def test_a_request_without_effect_is_repeated() -> None:
     state = started(instance_plan(0, "a"))
     state.on_plan(plan(2, instance_plan(0, "ab")))
-    assert state.step(2.0) == [LoadModel("n-0", spec("b"))]
+    assert state.step(2.0) == [load("n-0", spec("b"))]
     assert state.step(2.0 + node_state.SETTLE_S - 0.1) == []
-    assert state.step(2.0 + node_state.SETTLE_S) == [LoadModel("n-0", spec("b"))]
+    assert state.step(2.0 + node_state.SETTLE_S) == [load("n-0", spec("b"))]
 
 
 def test_a_model_that_fails_to_load_is_a_problem_and_tried_again_ever_less_often() -> None:
@@ -120,7 +126,7 @@ def test_a_model_that_fails_to_load_is_a_problem_and_tried_again_ever_less_often
     assert state.problems() == ["n-0 could not load 'b': no such file"]
     assert state.plan_version == 0
     state.on_plan(plan(3, instance_plan(0, "a")))
-    assert state.step(300.0) == [UnloadModel("n-0", "b")]
+    assert state.step(300.0) == [unload("n-0", "b")]
     state.on_registry("n-0", info(instance_plan(0)), 301.0)
     assert (state.step(301.0), state.problems(), state.plan_version) == ([], [], 3)
 
@@ -128,23 +134,23 @@ def test_a_model_that_fails_to_load_is_a_problem_and_tried_again_ever_less_often
 def test_what_would_fail_again_is_not_loaded_again() -> None:
     state = started(instance_plan(0, "a"))
     state.on_plan(plan(2, instance_plan(0, "ab")))
-    assert state.step(2.0) == [LoadModel("n-0", spec("b"))]
+    assert state.step(2.0) == [load("n-0", spec("b"))]
     bad = LoadedModel(name="b", state="failed", error="quantised", is_final=True)
     entry = info(instance_plan(0))
     state.on_registry("n-0", msgspec.structs.replace(entry, models=[*entry.models, bad]), 3.0)
     assert all(state.step(float(now)) == [] for now in range(3, 300))
     assert state.problems() == ["n-0 could not load 'b': quantised"]
     state.on_plan(plan(3, instance_plan(0, "a")))
-    assert state.step(300.0) == [UnloadModel("n-0", "b")], "added again it is loaded again"
+    assert state.step(300.0) == [unload("n-0", "b")], "added again it is loaded again"
 
 
 def test_a_changed_source_is_unloaded_then_loaded() -> None:
     state = started(instance_plan(0, "a"))
     changed = InstancePlan("n-0", "n", [spec("a", 2)], 8 * MIB, 2 * MIB)
     state.on_plan(plan(2, changed))
-    assert state.step(2.0) == [UnloadModel("n-0", "a")]
+    assert state.step(2.0) == [unload("n-0", "a")]
     state.on_registry("n-0", info(changed, state="starting", models={}), 2.5)
-    assert state.step(2.5) == [LoadModel("n-0", spec("a", 2))]
+    assert state.step(2.5) == [load("n-0", spec("a", 2))]
     state.on_registry("n-0", info(changed), 4.0)
     assert state.step(4.0) == []
     assert state.plan_version == 2
@@ -154,7 +160,7 @@ def test_pools_change_by_a_restart_of_one_instance_at_a_time() -> None:
     state = started(instance_plan(0), instance_plan(1))
     new = [instance_plan(0, pool=6), instance_plan(1, pool=6)]
     state.on_plan(plan(2, *new))
-    assert state.step(2.0) == [Drain("n-0")]
+    assert state.step(2.0) == [drain("n-0")]
     state.on_registry("n-0", info(new[0], state="draining"), 3.0)
     assert state.step(10.0) == []
     state.on_registry("n-0", None, 11.0)
@@ -164,7 +170,7 @@ def test_pools_change_by_a_restart_of_one_instance_at_a_time() -> None:
     state.on_registry("n-0", info(new[0], state="starting", models={"a": "loading"}), 13.0)
     assert state.step(13.0) == []
     state.on_registry("n-0", info(new[0]), 14.0)
-    assert state.step(14.0) == [Drain("n-1")]
+    assert state.step(14.0) == [drain("n-1")]
     state.on_exit("n-1", "", 15.0)
     assert state.step(15.0) == [Start(new[1])]
 
@@ -172,15 +178,15 @@ def test_pools_change_by_a_restart_of_one_instance_at_a_time() -> None:
 def test_nothing_is_loaded_beside_a_pool_that_is_to_shrink() -> None:
     state = started(instance_plan(0, "ab"), instance_plan(1, "ab"))
     state.on_plan(plan(2, instance_plan(0, "bc", pool=4), instance_plan(1, "bc", pool=4)))
-    assert state.step(2.0) == [Drain("n-0"), UnloadModel("n-1", "a")]
+    assert state.step(2.0) == [drain("n-0"), unload("n-1", "a")]
 
 
 def test_an_instance_that_leaves_the_plan_is_drained_and_forgotten() -> None:
     state = started(instance_plan(0), instance_plan(1))
     state.on_plan(plan(2, instance_plan(0)))
-    assert state.step(2.0) == [Drain("n-1")]
+    assert state.step(2.0) == [drain("n-1")]
     assert state.step(4.0) == []
-    assert state.step(5.0) == [Drain("n-1")], "it does not show that it drains"
+    assert state.step(5.0) == [drain("n-1")], "it does not show that it drains"
     state.on_registry("n-1", info(instance_plan(1), state="draining"), 5.5)
     assert state.plan_version == 0
     late = 2.0 + GRACE_S + node_state.STOP_MARGIN_S
@@ -196,17 +202,17 @@ def test_an_instance_that_leaves_the_plan_is_drained_and_forgotten() -> None:
 def test_an_instance_that_is_wanted_again_while_it_drains_goes_on() -> None:
     state = started(instance_plan(0), instance_plan(1))
     state.on_plan(plan(2, instance_plan(0)))
-    assert state.step(2.0) == [Drain("n-1")]
+    assert state.step(2.0) == [drain("n-1")]
     state.on_plan(plan(3, instance_plan(0), instance_plan(1, "ab")))
-    assert state.step(3.0) == [Undrain("n-1")]
+    assert state.step(3.0) == [undrain("n-1")]
     assert state.step(3.5) == [], "what the registry shows is older"
     state.on_registry("n-1", info(instance_plan(1), state="draining"), 4.0)
     assert state.step(5.0) == []
-    assert state.step(3.0 + node_state.SETTLE_S) == [Undrain("n-1")], "it was lost"
+    assert state.step(3.0 + node_state.SETTLE_S) == [undrain("n-1")], "it was lost"
     state.on_registry("n-1", info(instance_plan(1)), 7.0)
     assert state.step(8.0) == []
     assert state.step(9.0) == []
-    assert state.step(9.1) == [LoadModel("n-1", spec("b"))], "up again, with a model to load"
+    assert state.step(9.1) == [load("n-1", spec("b"))], "up again, with a model to load"
     state.on_registry("n-1", info(instance_plan(1, "ab")), 9.5)
     assert (state.step(9.5), state.plan_version) == ([], 3)
 
@@ -214,9 +220,9 @@ def test_an_instance_that_is_wanted_again_while_it_drains_goes_on() -> None:
 def test_a_drain_that_cannot_be_undone_ends_in_a_start() -> None:
     state = started(instance_plan(0))
     state.on_plan(plan(2))
-    assert state.step(2.0) == [Drain("n-0")]
+    assert state.step(2.0) == [drain("n-0")]
     state.on_plan(plan(3, instance_plan(0)))
-    assert state.step(2.1) == [Undrain("n-0")]
+    assert state.step(2.1) == [undrain("n-0")]
     assert state.on_exit("n-0", "exited with code 0", 2.2) is False, "it was asked to"
     assert state.step(2.2) == [Start(instance_plan(0))]
 
@@ -224,14 +230,14 @@ def test_a_drain_that_cannot_be_undone_ends_in_a_start() -> None:
 def test_a_drain_is_not_undone_for_another_pool_nor_after_sigterm_and_may_be_asked_for_again() -> None:
     state = started(instance_plan(0), instance_plan(1))
     state.on_plan(plan(2, instance_plan(1)))
-    assert state.step(2.0) == [Drain("n-0")]
+    assert state.step(2.0) == [drain("n-0")]
     state.on_registry("n-0", info(instance_plan(0), state="draining"), 2.1)
     state.on_plan(plan(3, instance_plan(0, pool=4), instance_plan(1)))
     assert state.step(2.2) == []
     state.on_plan(plan(4, instance_plan(0), instance_plan(1)))
-    assert state.step(2.3) == [Undrain("n-0")]
+    assert state.step(2.3) == [undrain("n-0")]
     state.on_plan(plan(5, instance_plan(1)))
-    assert state.step(2.4) == [Drain("n-0")]
+    assert state.step(2.4) == [drain("n-0")]
     late = 2.4 + GRACE_S + node_state.STOP_MARGIN_S
     assert state.step(late) == [Terminate("n-0", "draining took too long")]
     state.on_plan(plan(6, instance_plan(0), instance_plan(1)))
@@ -348,24 +354,25 @@ class SimulatedNode:
             self.counts[instance_id, Start, ""] += 1
             return
         process = self.processes[action.instance_id]
-        self.counts[action.instance_id, type(action), getattr(action, "name", "")] += 1
+        query = action.query if isinstance(action, Ask) else action
+        self.counts[action.instance_id, type(query), getattr(query, "name", "")] += 1
         total = sum(self.counts.values())
         if isinstance(action, Terminate | Kill):
             process.exits_at, process.is_terminated = self.now + 0.5, True
         elif self._loses and total % 3 == 0:
             return
-        elif isinstance(action, Drain):
+        elif isinstance(query, Drain) and not query.is_undone:
             process.draining = True
             process.exits_at = self.now + 4.0
-        elif isinstance(action, Undrain):
+        elif isinstance(query, Drain):
             if process.draining and not process.is_terminated:
                 process.draining, process.exits_at = False, None
-        elif isinstance(action, UnloadModel) and process.models.get(action.name) == "ready":
-            process.models[action.name] = "unloading"
-            process.busy[action.name] = self.now + 1.5
-        elif isinstance(action, LoadModel) and action.spec.name not in process.models:
-            process.models[action.spec.name] = "loading"
-            process.busy[action.spec.name] = self.now + 1.5
+        elif isinstance(query, UnloadModel) and process.models.get(query.name) == "ready":
+            process.models[query.name] = "unloading"
+            process.busy[query.name] = self.now + 1.5
+        elif isinstance(query, LoadModel) and query.spec.name not in process.models:
+            process.models[query.spec.name] = "loading"
+            process.busy[query.spec.name] = self.now + 1.5
 
     def _check(self) -> None:
         phases = self.state.num_by_phase()
