@@ -1,0 +1,325 @@
+"""The cores of several instances against each other in virtual time: real engines whose tokens are hashes of their prefix,
+read back through KV cells that copies really carry. Messages are lost, late and doubled, blocks stay away, instances die, or
+are taken for dead while they live."""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import count
+from random import Random
+
+import pytest
+
+from shared.cost_model import CostModel
+from shared.engine.calls import AddModel, Cancel, SetCostModel, Submit
+from shared.engine.engine import Effect
+from shared.engine.moving import TakenOut
+from shared.engine.plan import ModelShape
+from shared.engine.recording import Configuration
+from shared.engine.requests import Ended, Output
+from shared.engine.sequence import Move
+from shared.messages.cluster import InstanceInfo, LoadedModel, MoveOutcome
+from shared.messages.migration import AbortReason, Commit, MoveReason, Rebalance
+from shared.messages.requests import FinishReason, GenerationRequest, TokenEntry
+from shared.migration.commands import SendBlocks
+from shared.migration.incoming import Intake
+from shared.simulation.events import Events
+from shared.simulation.fleet import CONTROL_S
+from shared.simulation.instance import VirtualInstance
+from shared.simulation.migration import Network, VirtualMigrations
+from shared.streams import Outcome, StreamState
+from tests.shared.engine.fake_executor import FakeExecutor, expected_output, request
+
+SHAPE = ModelShape("a", 4, 3, 400)
+ENDED_S = 1000.0
+"""When nothing may be left of anything: what is remembered longest is forgotten after 600 s."""
+
+
+class Node:
+    """One instance."""
+
+    def __init__(self, world: World, name: str, num_merged: int, step_s: float) -> None:
+        configuration = Configuration(
+            num_merged=num_merged, num_rows=32, ordering="fcfs", token_budget=64, steps_in_flight=2,
+            interruption="off", move_cooldown_s=0.05,
+        )  # fmt: skip
+        self.world, self.name = world, name
+        self.engine = configuration.build()
+        self.executor = FakeExecutor([SHAPE])
+        cost = CostModel(
+            fixed_s=step_s, prefill_token_s=1e-5, prefill_attention_s=0.0, decode_s=1e-4, decode_context_s=0.0
+        )
+        self.host = VirtualInstance(
+            self.engine, world.events, lambda _: cost, lambda plan: self.executor.execute(plan).tokens,
+            self._on_effects,
+        )  # fmt: skip
+        self.engine.apply(AddModel(SHAPE), 0.0)
+        self.engine.apply(SetCostModel("a", cost), 0.0)
+        self.intake = Intake(name)
+        self.intake.models.add("a")
+        # By its estimates a few blocks are worth a stage.
+        self.moves = VirtualMigrations(
+            world.network, self.host, self.intake, lambda: world.registry, lambda: str(next(world.ids)),
+            lambda _: 1000, 1e6, max_migrations=2, max_stages=8, rate_share=0.5,
+        )  # fmt: skip
+        self.moves.on_over, self.moves.on_adopted, self.moves.on_blocks = self._over, self._adopted, self._copied
+        self.outcomes: list[MoveOutcome] = []
+        self.num_ended = 0
+        self.register()
+
+    @property
+    def info(self) -> InstanceInfo:
+        served = LoadedModel(name="a", state="ready", max_model_len=400, page_tokens=4, slots_per_merged=3)
+        return InstanceInfo(
+            instance_id=self.name, incarnation="1", node_id="node", state="ready", models=[served], num_merged=1,
+            merged_bytes=1, device="cpu", kv_address=self.name,
+        )  # fmt: skip
+
+    def register(self) -> None:
+        self.world.registry[self.name] = self.info
+        for node in self.world.living:
+            node.moves.tell(node.moves.core.on_instance, self.name, self.info)
+
+    def rebalance(self, *names: str, reason: MoveReason = MoveReason.BALANCE, lease_s: float = 0.5) -> None:
+        self.moves.tell(self.moves.core.on_rebalance, Rebalance([*names], reason, lease_s, 4))
+
+    def submit(self, sent: GenerationRequest) -> None:
+        assert self.host.apply(Submit(sent)) is None
+
+    def _on_effects(self, effects: list[Effect]) -> None:
+        for effect in effects:
+            if isinstance(effect, Output):
+                for entry in effect.entries:
+                    self.world.hear(self.name, entry)
+            elif isinstance(effect, Ended):
+                self.num_ended += 1
+        self.moves.on_effects(effects)
+
+    def _over(self, outcome: MoveOutcome, sent: GenerationRequest, taken: TakenOut | None) -> None:
+        self.outcomes.append(outcome)
+        self.world.check_owners(sent.request_id)
+
+    def _adopted(self, commit: Commit, num_output: int) -> None:
+        adopted = commit.request
+        entry = TokenEntry(request_id=adopted.request_id, epoch=adopted.epoch, offset=num_output, tokens=b"")
+        self.world.hear(self.name, entry)
+        self.world.check_owners(adopted.request_id)
+
+    def _copied(self, source: VirtualMigrations, command: SendBlocks, slots: list[int]) -> None:
+        cells = self.world.nodes[source.address].executor
+        for slot, other in zip(command.slots, slots, strict=True):
+            self.executor._slot("a", other)[:] = cells._slot("a", slot)
+
+    def check_empty(self) -> None:
+        engine, core = self.engine, self.moves.core
+        engine.check()
+        assert not engine.all_held() and engine.pool.used_merged() == 0
+        assert not engine.outgoing.pinned and not [*engine.reservations]
+        assert (core.num_moving_out, core.num_moving_in, core.incoming.num_disowned) == (0, 0, 0)
+        assert not self.moves._out and not self.moves._expected and not self.moves._coming
+        assert self.moves.num_transfers == self.moves.num_out == 0
+        assert not self.moves._rooms and not self.moves._verdicts
+
+
+class World:
+    def __init__(self, names: str = "abc", num_merged: int = 40, step_s: float = 0.01) -> None:
+        self.events = Events()
+        self.network = Network(self.events)
+        self.network.reach = self._reach
+        self.registry: dict[str, InstanceInfo] = {}
+        self.ids = count()
+        self.nodes: dict[str, Node] = {}
+        self.streams: dict[str, StreamState] = {}
+        self.sent: dict[str, GenerationRequest] = {}
+        self.gaps: set[str] = set()
+        self.has_ghosts = False
+        """Some are taken for dead that live."""
+        for name in names:
+            self.nodes[name] = Node(self, name, num_merged, step_s)
+
+    @property
+    def living(self) -> list[Node]:
+        return [node for node in self.nodes.values() if not node.moves.is_dead]
+
+    def _reach(self, name: str) -> VirtualMigrations | None:
+        moves = self.nodes[name].moves
+        return None if moves.is_dead else moves
+
+    def send(self, name: str, sent: GenerationRequest) -> GenerationRequest:
+        self.sent[sent.request_id] = sent
+        self.streams[sent.request_id] = StreamState(sent.request_id, sent.sampling)
+        self.nodes[name].submit(sent)
+        return sent
+
+    def hear(self, sender: str, entry: TokenEntry) -> None:
+        outcome = self.streams[entry.request_id].accept(entry, sender)
+        assert outcome is not Outcome.GAP, f"{sender} left tokens out of {entry.request_id}"
+        if outcome is Outcome.GIVEN_UP:
+            assert entry.finish_reason is FinishReason.CANCELLED, entry
+            self.streams[entry.request_id].finish_reason = entry.finish_reason
+
+    def check_owners(self, request_id: str) -> None:
+        """No two run it in one epoch; a sealed one does not run. (One that was taken for dead may have handed on what its
+        source then goes on with: the gateway believes who speaks first in an epoch.)"""
+        if self.has_ghosts:
+            return
+        epochs = [
+            held.request.epoch
+            for node in self.living
+            if (held := node.engine.held(request_id)) is not None and held.move != Move.SEALED
+        ]
+        assert len(set(epochs)) == len(epochs), f"{request_id} runs twice in one of the epochs {epochs}"
+
+    def kill(self, name: str) -> None:
+        node = self.nodes[name]
+        node.host.is_stopped = node.moves.is_dead = True
+        self.events.after(0.5, self.lose, name)
+
+    def lose(self, name: str) -> None:
+        """It is taken for dead."""
+        self.registry.pop(name, None)
+        for node in self.living:
+            if node.name != name:
+                node.moves.tell(node.moves.core.on_instance, name, None)
+
+    def run(self, until_s: float = ENDED_S) -> None:
+        self.events.run(lambda: False, until_s)
+
+    def check_streams(self, *, may_be_lost: bool = False) -> None:
+        for request_id, sent in self.sent.items():
+            known, whole = list(self.streams[request_id].tokens), expected_output(sent, 400)
+            reason = self.streams[request_id].finish_reason
+            is_short = reason is FinishReason.CANCELLED or (may_be_lost and reason is None)
+            assert known == (whole[: len(known)] if is_short else whole), request_id
+            assert is_short or reason is FinishReason.LENGTH
+
+
+def moved_outcomes(world: World) -> list[MoveOutcome]:
+    return [outcome for node in world.nodes.values() for outcome in node.outcomes]
+
+
+def test_a_running_request_moves_and_its_stream_goes_on() -> None:
+    world = World("ab")
+    world.send("a", request("r1", list(range(50)), 200))
+    world.events.at(0.5, world.nodes["a"].rebalance, "b")
+    world.run()
+    (outcome,) = moved_outcomes(world)
+    assert (outcome.is_moved, outcome.destination_id, outcome.epoch) == (True, "b", 1)
+    world.check_streams()
+    assert world.streams["r1"].owner == "b" and world.nodes["b"].num_ended == 1 and not world.nodes["a"].num_ended
+    for node in world.nodes.values():
+        node.check_empty()
+
+
+@pytest.mark.parametrize("lost", ["PreAllocate", "Reserved", "SendBlocks", "Commit", "Committed", "OwnsReply"])
+def test_whatever_is_lost_once_or_always_one_has_the_request(lost: str) -> None:
+    for times in (1, 10**9):
+        world, left = World("ab"), count()
+        world.network.fate = lambda what, n=times, c=left: () if what.__name__ == lost and next(c) < n else (CONTROL_S,)  # type: ignore[misc]
+        if lost == "OwnsReply":
+            fate = world.network.fate
+            world.network.fate = lambda what, fate=fate: () if what is Commit else fate(what)  # type: ignore[misc]
+        world.send("a", request("r1", list(range(50)), 300))
+        world.events.at(0.2, world.nodes["a"].rebalance, "b")
+        if times > 1:
+            world.events.at(20.0, world.lose, "b")
+        world.run()
+        world.check_streams()
+        assert moved_outcomes(world), "it was tried"
+        for node in world.nodes.values():
+            node.check_empty()
+
+
+def test_a_commit_that_comes_after_a_no_is_refused() -> None:
+    world = World("ab")
+    world.network.fate = lambda what: (4.0,) if what is Commit else (CONTROL_S,)
+    world.send("a", request("r1", list(range(50)), 300))
+    world.events.at(0.2, world.nodes["a"].rebalance, "b")
+    world.run()
+    outcome = moved_outcomes(world)[0]
+    assert (outcome.is_moved, outcome.epoch, outcome.reason) == (False, 2, AbortReason.UNREACHABLE)
+    world.check_streams()
+    assert world.nodes["a"].num_ended == 1 and not world.nodes["b"].num_ended
+
+
+def test_the_schedulers_order_and_the_instances_own_do_not_end_each_other() -> None:
+    world = World("abc")
+    a, core = world.nodes["a"], world.nodes["a"].moves.core
+    for number in range(6):
+        world.send("a", request(f"r{number}", [number] * 20, 300))
+    world.events.at(0.3, lambda: a.rebalance("b", reason=MoveReason.BALANCE, lease_s=60.0))
+    world.events.at(0.4, a.moves.tell, core.give_away, "a")
+    world.run(0.41)
+    assert core.lease is not None and core.leaving_models == {"a"}
+    core.stop_giving("a")
+    assert core.lease is not None and core.lease.destinations == ["b"]
+    a.moves.tell(core.give_away, "a")
+    a.rebalance()
+    assert core.lease is None
+    world.run(1.4)
+    assert not a.engine.all_held(), "its own order went on, and to whoever serves the model"
+    assert {outcome.destination_id for outcome in a.outcomes if outcome.is_moved} == {"b", "c"}
+    world.run()
+    world.check_streams()
+
+
+def walk(seed: int, trouble: str) -> World:
+    """A quarter of a minute in which anything may happen, then peace."""
+    random = Random(seed)
+    world = World(num_merged=random.choice((40, 60)), step_s=random.choice((0.005, 0.03)))
+    events, names = world.events, list(world.nodes)
+    loss, late, double = (random.random() * 0.15 for _ in range(3))
+
+    def fate(what: type) -> tuple[float, ...]:
+        if events.now > 15.0:
+            return (CONTROL_S,)
+        luck = random.random()
+        if luck < loss:
+            return ()
+        if luck < loss + late:
+            return (random.choice((0.05, 0.5, 3.0, 7.0)),)
+        return (CONTROL_S, random.random()) if luck < loss + late + double else (CONTROL_S,)
+
+    world.network.fate = fate
+    for number in range(16):
+        prompt = [random.randrange(5) for _ in range(random.randrange(1, 120))]
+        sent = request(f"r{number}", prompt, random.randrange(1, 200))
+        events.at(random.random() * 10, world.send, random.choice(names), sent)
+    for _ in range(60):
+        name, reason = random.choice(names), random.choice(list(MoveReason))
+        others = random.sample([other for other in names if other != name], 2)
+        events.at(random.random() * 14, lambda n=name, o=others, r=reason: world.nodes[n].rebalance(*o, reason=r))
+    for _ in range(3):
+        name, request_id = random.choice(names), f"r{random.randrange(16)}"
+        events.at(random.random() * 12, lambda n=name, r=request_id: world.nodes[n].host.apply(Cancel(r)))
+    world.has_ghosts = trouble == "ghosts"
+    for _ in range(4 * world.has_ghosts):
+        name, at_s = random.choice(names), random.random() * 12
+        events.at(at_s, lambda n=name: world.lose(n))
+        events.at(
+            at_s + random.random(),
+            lambda n=name: world.nodes[n].moves.is_dead or world.nodes[n].register(),
+        )
+    if trouble == "a death":
+        victim = random.choice(names)
+        events.at(2 + random.random() * 8, world.kill, victim)
+        # Whoever sent it something may be waiting for an answer from beyond.
+        events.at(14.0, world.lose, victim)
+    world.run()
+    return world
+
+
+@pytest.mark.parametrize("trouble", ["messages", "a death", "ghosts"])
+def test_one_owner_or_none_and_nothing_left_whatever_happens(trouble: str) -> None:
+    outcomes: Counter[str] = Counter()
+    for seed in range(6):
+        try:
+            world = walk(seed, trouble)
+            world.check_streams(may_be_lost=trouble == "a death")
+            for node in world.living:
+                node.check_empty()
+        except AssertionError as error:
+            raise AssertionError(f"seed {seed}: {error}") from error
+        outcomes.update(outcome.reason for outcome in moved_outcomes(world))
+    assert outcomes[""] > 20 and len(outcomes) > 5
+    assert outcomes[AbortReason.DESTINATION_LOST] or trouble == "messages"
