@@ -1,8 +1,9 @@
 """The KV slab: one flat byte tensor on a device that holds the KV blocks of all models of an instance.
 
 Geometry (see shared/engine/slab.py): merged blocks of `merged_bytes`; of a model, each holds `slots_per_merged` slots at
-a uniform stride. A slot is `[layers, 2 (K, V), page_tokens, kv_heads, head_dim]`, contiguous, so one block of a sequence
-is one run of bytes and a layer's K and V are strided views into the slab.
+a uniform stride. A slot is `[layers, 2 (K, V), kv_heads, page_tokens, head_dim]`, contiguous, so one block of a sequence
+is one run of bytes, a layer's K and V are strided views into the slab, and what a contiguous range of heads has of them is
+a run again: that of one rank of several.
 
 | memory | written by |
 |---|---|
@@ -14,6 +15,7 @@ is one run of bytes and a layer's K and V are strided views into the slab.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -26,10 +28,16 @@ NO_OWNER = -1
 
 
 class LayerKv(NamedTuple):
-    """One layer's cache, each `[num_flat_slots, page_tokens, kv_heads, head_dim]` with the slot stride of the slab."""
+    """One layer's cache, each `[num_flat_slots, page_tokens, kv_heads, head_dim]`, strided: heads lie outside of tokens."""
 
     keys: torch.Tensor
     values: torch.Tensor
+    runs: torch.Tensor
+    """`[rows, page_tokens * head_dim]`, each overlapping the next: one head's K or V in one slot is one of them."""
+    slot_rows: int
+    """Rows of `runs` from a slot to the next."""
+    head_rows: int
+    """Rows of `runs` from a head to the next: those of K, then those of V."""
 
 
 @dataclass(frozen=True)
@@ -83,13 +91,20 @@ class KvStore:
         stride = stride_bytes // shape.dtype.itemsize
         num_slots = self.num_merged * slots_per_merged
         size = (num_slots + 1, shape.page_tokens, shape.num_kv_heads, shape.head_dim)
-        token = shape.num_kv_heads * shape.head_dim
-        half = shape.page_tokens * token
+        run = shape.page_tokens * shape.head_dim
+        half = shape.num_kv_heads * run
+        row = math.gcd(stride, run)
+        num_rows = (num_slots * stride + 2 * half - run) // row + 1
 
-        def view(index: int) -> torch.Tensor:
-            return elements.as_strided(size, (stride, token, shape.head_dim, 1), index * half)
+        def layer(start: int) -> LayerKv:
+            keys, values = (
+                elements.as_strided(size, (stride, shape.head_dim, run, 1), begin) for begin in (start, start + half)
+            )
+            return LayerKv(
+                keys, values, elements.as_strided((num_rows, run), (row, 1), start), stride // row, run // row
+            )
 
-        layers = tuple(LayerKv(view(2 * i), view(2 * i + 1)) for i in range(shape.num_layers))
+        layers = tuple(layer(2 * half * i) for i in range(shape.num_layers))
         owner = self._next_owner
         self._next_owner += 1
         return KvViews(owner, shape, slots_per_merged, stride_bytes, num_slots, layers)

@@ -21,7 +21,7 @@ def make_store(num_merged: int = 5) -> tuple[KvStore, KvViews, KvViews]:
 
 
 @pytest.mark.parametrize("which", [0, 1])
-def test_a_slot_is_one_run_of_bytes_in_layer_major_order(which: int) -> None:
+def test_a_slot_is_one_run_of_bytes_in_which_heads_lie_outside_of_tokens(which: int) -> None:
     store, *both = make_store()
     views = both[which]
     shape = views.shape
@@ -29,12 +29,15 @@ def test_a_slot_is_one_run_of_bytes_in_layer_major_order(which: int) -> None:
     store.claim(views, np.array([slot]))
     parts = []
     for layer in views.layers:
-        for view in layer:
+        for half, view in enumerate((layer.keys, layer.values)):
             assert view.shape == (views.num_slots + 1, shape.page_tokens, shape.num_kv_heads, shape.head_dim)
             assert view.stride(-1) == 1
             part = torch.randn(view.shape[1:]).to(shape.dtype)
             view[slot] = part
-            parts.append(part.flatten())
+            parts.append(part.transpose(0, 1).flatten())
+            for head in range(shape.num_kv_heads):
+                row = slot * layer.slot_rows + (half * shape.num_kv_heads + head) * layer.head_rows
+                assert torch.equal(layer.runs[row], part[:, head].flatten())
     got = store.slot_view(views, slot)
     assert got.is_contiguous() and got.numel() == shape.slot_bytes
     assert torch.equal(got, torch.cat(parts).view(torch.uint8))

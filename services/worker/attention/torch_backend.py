@@ -39,6 +39,8 @@ class _Group:
     """[num_sequences * num_queries] flat token of each padded query; None: the flat batch is already that."""
     valid: torch.Tensor | None
     """Indices of the real ones among the padded queries; None: all are."""
+    rows: torch.Tensor | None = None
+    """[2 * kv_heads * num_sequences * num_pages] of `LayerKv.runs`, the same for all layers; None: not known yet."""
 
 
 @dataclass
@@ -51,7 +53,7 @@ class _Metadata:
 class TorchBackend(AttentionBackend):
     def __init__(self, device: torch.device) -> None:
         self.facts = TORCH_CPU if device.type == "cpu" else TORCH_CUDA
-        self._workspace: dict[str, torch.Tensor] = {}
+        self._workspace: torch.Tensor | None = None
 
     def prepare(self, layout: BatchLayout) -> _Metadata:
         order, bounds = _grouping(layout)
@@ -103,9 +105,10 @@ class TorchBackend(AttentionBackend):
         num_kv_heads = kv.keys.shape[-2]
         sequences, length = group.num_sequences, group.num_queries
         if group.pages is not None:
-            keys, values = self._gather("keys", kv.keys, group), self._gather("values", kv.values, group)
-        shape = (sequences, -1, num_kv_heads, head_dim)
-        keys, values = keys.view(shape).transpose(1, 2), values.view(shape).transpose(1, 2)
+            keys, values = self._gather(kv, group.pages, group)
+        else:
+            shape = (sequences, -1, num_kv_heads, head_dim)
+            keys, values = keys.view(shape).transpose(1, 2), values.view(shape).transpose(1, 2)
         mask = group.masks.get(window, group.masks[None])
         if length == 1:
             # the query heads that share a KV head are that head's rows: no expansion of K and V
@@ -121,18 +124,21 @@ class TorchBackend(AttentionBackend):
         )
         return out.transpose(1, 2).reshape(queries.shape)
 
-    def _gather(self, which: str, cache: torch.Tensor, group: _Group) -> torch.Tensor:
-        """The group's pages of `cache`, [sequences, keys, kv_heads, head_dim], in a workspace reused by all layers:
-        fresh memory of this size would cost more in page faults than the copy itself."""
-        assert group.pages is not None
-        rows = cache.flatten(1)
-        needed = group.pages.numel() * rows.shape[1]
-        space = self._workspace.get(which)
-        if space is None or space.numel() < needed or space.dtype != cache.dtype:
-            space = self._workspace[which] = torch.empty(needed, dtype=cache.dtype, device=cache.device)
-        out = space[:needed].view(group.pages.numel(), rows.shape[1])
-        torch.index_select(rows, 0, group.pages, out=out)
-        return out
+    def _gather(self, kv: LayerKv, pages: torch.Tensor, group: _Group) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V of the group's pages, [sequences, kv_heads, keys, head_dim], in a workspace reused by all layers: fresh
+        memory of this size would cost more in page faults than the copy itself."""
+        num_kv_heads, head_dim = kv.keys.shape[-2:]
+        if group.rows is None:
+            halves_and_heads = torch.arange(2 * num_kv_heads, device=pages.device)[:, None]
+            group.rows = (halves_and_heads * kv.head_rows + pages * kv.slot_rows).flatten()
+        shape = (len(group.rows), kv.runs.shape[1])
+        space = self._workspace
+        if space is None or space.numel() < shape[0] * shape[1] or space.dtype != kv.runs.dtype:
+            space = self._workspace = torch.empty(shape, dtype=kv.runs.dtype, device=kv.runs.device)
+        out = space.view(-1)[: shape[0] * shape[1]].view(shape)
+        torch.index_select(kv.runs, 0, group.rows, out=out)
+        keys, values = out.view(2, num_kv_heads, group.num_sequences, -1, head_dim).transpose(1, 2).unbind(0)
+        return keys, values
 
 
 def _tensor(array: np.ndarray, layout: BatchLayout) -> torch.Tensor:
