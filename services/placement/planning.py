@@ -28,6 +28,8 @@ from services.placement.fleet import Fleet, instance_ids
 from services.placement.footprint import ConfiguredModel, DeviceFacts, Footprint, footprint
 from shared.engine import slab
 from shared.messages.cluster import (
+    ONE_DEVICE,
+    DeviceGroup,
     InstancePlan,
     ModelSpec,
     NodeInfo,
@@ -60,6 +62,7 @@ class _Room:
     facts: DeviceFacts
     capacity_bytes: int
     incumbent: InstancePlan | None
+    group: DeviceGroup
     is_frozen: bool = False
     merged_bytes: int = 0
     specs: dict[str, ModelSpec] = field(default_factory=dict)
@@ -109,7 +112,7 @@ class _Room:
                 pool_bytes = min(pool_bytes, max_cpu_pool_bytes)
             pool_bytes = max(pool_bytes // merged_bytes * merged_bytes, least_bytes)
         models = [_for_instance(self.specs[name]) for name in sorted(self.specs)]
-        return InstancePlan(self.instance_id, self.node_id, models, pool_bytes, merged_bytes)
+        return InstancePlan(self.instance_id, self.node_id, models, pool_bytes, merged_bytes, self.group)
 
     def _blocks(self, size: Footprint) -> int:
         return -(-size.least_slots // slots_per_merged(self.merged_bytes, size.slot_bytes))
@@ -196,7 +199,7 @@ def _rooms(
     for node in sorted(nodes, key=lambda n: n.node_id):
         capacity = node.memory_bytes // max(1, node.num_instances, node.max_instances)
         facts = DeviceFacts.of(node)
-        for instance_id in instance_ids([node]):
+        for k, instance_id in enumerate(instance_ids([node])):
             if instance_id not in draining:
                 rooms.append(
                     _Room(
@@ -205,6 +208,7 @@ def _rooms(
                         facts=facts,
                         capacity_bytes=capacity,
                         incumbent=before.get(instance_id),
+                        group=node.groups[k] if k < len(node.groups) else ONE_DEVICE,
                     )
                 )
     present = {node.node_id for node in nodes}
@@ -217,6 +221,7 @@ def _rooms(
                     facts=DeviceFacts("cpu", (), 0),
                     capacity_bytes=0,
                     incumbent=instance,
+                    group=instance.group,
                     is_frozen=True,
                 )
             )

@@ -34,7 +34,7 @@ from shared.engine.plan import ModelShape
 from shared.files import write_whole
 from shared.messages.catalogue import COST_MODELS
 from shared.messages.channels import bucket_key
-from shared.messages.cluster import ModelSpec, StoredCostModel
+from shared.messages.cluster import ONE_DEVICE, DeviceGroup, ModelSpec, StoredCostModel
 
 log = logging.getLogger(__name__)
 
@@ -111,7 +111,7 @@ def _write(file: Path, content: bytes) -> None:
 
 
 def profiled_model(
-    spec: ModelSpec, shape: ModelShape, device: torch.device, *, tensor_parallel_size: int = 1
+    spec: ModelSpec, shape: ModelShape, device: torch.device, group: DeviceGroup = ONE_DEVICE
 ) -> ProfiledModel:
     """Reads the checkpoint's headers (blocking). The key says all that step times depend on. Raises `CheckpointError`."""
     stored = checkpoint.describe(checkpoint.resolve(spec.source))
@@ -122,7 +122,7 @@ def profiled_model(
         f"{stored.num_kv_heads}x{stored.head_dim}-kv", f"{stored.vocab_size}-vocabulary", f"{stored.weight_bytes}-bytes",
         dtype, f"{shape.page_tokens}-page",
     )  # fmt: skip
-    key = f"{'_'.join(parts)}/{device_name(device)}/tp{tensor_parallel_size}"
+    key = f"{'_'.join(parts)}/{device_name(device)}/tp{group.num_ranks}"
     return ProfiledModel(shape, stored.num_layers, size, key)
 
 
@@ -157,12 +157,14 @@ class CostModels:
         max_step_tokens: int,
         *,
         extent: Extent = BRIEF,
+        group: DeviceGroup = ONE_DEVICE,
     ) -> None:
         self._loop = loop
         self._executor = executor
         self._store = store
         self._max_step_tokens = max_step_tokens
         self._extent = extent
+        self._group = group
 
     async def provide(
         self, spec: ModelSpec, shape: ModelShape, is_quiet: Callable[[], bool] = lambda: True
@@ -171,7 +173,7 @@ class CostModels:
         be profiled (logged). `is_quiet`: whether nothing else on this instance would disturb a measurement; called from
         any thread."""
         try:
-            model = await asyncio.to_thread(profiled_model, spec, shape, self._executor.device)
+            model = await asyncio.to_thread(profiled_model, spec, shape, self._executor.device, self._group)
             cost_model, source = await self._store.get(model.key), CostSource.STORED
             if cost_model is None:
                 source = CostSource.PROFILED

@@ -125,6 +125,7 @@ class InstanceService:
             metrics=self._metrics,
             intake=self.intake,
             telemetry=telemetry,
+            group=self._plan.group,
             open_transport=open_transport,
             on_change=self.touch,
             report_soon=self._changed.set,
@@ -390,4 +391,5 @@ class InstanceService:
             metrics_port=self._metrics_port,
             kv_address=self._moves.kv_address,
             dispatch_freeness=load.dispatch_freeness,
+            group=self._plan.group,
         )

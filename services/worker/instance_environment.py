@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import msgspec
 
 from services.worker.machine import Machine
-from shared.messages.cluster import InstancePlan
+from shared.messages.cluster import ONE_DEVICE, DeviceGroupError, InstancePlan
 from shared.settings import BusSettings, WorkerSettings
 
 
@@ -17,20 +17,25 @@ def instance_environment(
     """The environment of an instance's process: the agent's own, its bus settings, and what makes the instance.
 
     Where the agent's metrics port is fixed, instance k serves metrics on that port + 1 + k, so that a scraper can be
-    told; else on any free port (see the registry).
+    told; else on any free port (see the registry). Raises `DeviceGroupError` for a group that the machine does not offer, or
+    that no instance can serve.
     """
     k = int(plan.instance_id.rpartition("-")[2])
+    group = machine.groups[k] if plan.group == ONE_DEVICE else plan.group
+    group.only_device()
+    if group not in machine.groups:
+        raise DeviceGroupError(f"{', '.join(group.devices)} is none of the devices here")
     values = {name: getattr(settings, name) for name in BusSettings.__struct_fields__}
     values |= {
         "metrics_port": settings.metrics_port + 1 + k if settings.metrics_port else 0,
         "node_id": node_id,
         "instance_id": plan.instance_id,
-        "plan": msgspec.json.encode(plan).decode(),
+        "plan": msgspec.json.encode(msgspec.structs.replace(plan, group=group)).decode(),
         "device": machine.device,
         "num_threads": machine.num_threads,
     }
     environment = {**base, "PYTHONUNBUFFERED": "1"}
     environment |= {"TIDEWAY_" + name.upper(): str(value) for name, value in values.items()}
-    if machine.gpus:
-        environment["CUDA_VISIBLE_DEVICES"] = machine.gpus[k]
+    if machine.device == "cuda":
+        environment["CUDA_VISIBLE_DEVICES"] = group.only_device()
     return environment

@@ -63,7 +63,8 @@ async def main(stop: asyncio.Event, settings: InstanceSettings) -> None:
 
     def provide_cost_models(loop: EngineLoop) -> OnReady:
         folder = Path(settings.cost_models_dir) if settings.cost_models_dir else None
-        return CostModels(loop, executor, CostModelStore(bus, folder), max_step_tokens(settings)).provide
+        store = CostModelStore(bus, folder)
+        return CostModels(loop, executor, store, max_step_tokens(settings), group=plan.group).provide
 
     wants_cost_models = settings.profile == "auto"
     service = InstanceService(

@@ -26,7 +26,7 @@ from shared.engine.engine import Effect
 from shared.engine.load_reports import LoadReports
 from shared.engine.moving import TakenOut
 from shared.messages.catalogue import GATEWAY_FRAMES
-from shared.messages.cluster import InstanceInfo, MoveOutcome
+from shared.messages.cluster import DeviceGroup, InstanceInfo, MoveOutcome
 from shared.messages.migration import Commit
 from shared.messages.requests import (
     Cancel,
@@ -121,6 +121,7 @@ class InstanceMoves(KvUsers):
         metrics: InstanceTelemetry,
         intake: Intake,
         telemetry: Telemetry,
+        group: DeviceGroup,
         open_transport: OpenTransport | None,
         on_change: Callable[[], None],
         report_soon: Callable[[], None],
@@ -141,6 +142,7 @@ class InstanceMoves(KvUsers):
             registry=telemetry.registry,
         ).labels(settings.instance_id)
         self._telemetry = telemetry
+        self._group = group
         self._open_transport = open_transport
         self._transport: KvTransport | None = None
         self._service: MigrationService | None = None
@@ -174,6 +176,7 @@ class InstanceMoves(KvUsers):
             peers=self.peers,
             handovers=self._handovers,
             telemetry=self._telemetry,
+            group=self._group,
         )
         await service.start()
         self._service = service

@@ -16,7 +16,7 @@ from pathlib import Path
 import msgspec
 
 from services.worker.attention.facts import TORCH_CPU
-from shared.messages.cluster import AttentionFacts
+from shared.messages.cluster import AttentionFacts, DeviceGroup
 from shared.settings import SettingsError, WorkerSettings
 
 logger = logging.getLogger(__name__)
@@ -42,8 +42,8 @@ class Machine:
     """For weights and KV pools of all instances."""
     num_threads: int
     """Of one instance on CPU."""
-    gpus: tuple[str, ...] = ()
-    """Instance k runs with CUDA_VISIBLE_DEVICES=gpus[k]."""
+    groups: tuple[DeviceGroup, ...] = ()
+    """Instance k computes on groups[k]."""
     max_instances: int = 0
     """How many there may ever be: memory and cores are divided over so many. 0: `num_instances`."""
     attention: tuple[AttentionFacts, ...] = (AttentionFacts(),)
@@ -76,8 +76,8 @@ def survey(settings: WorkerSettings, environment: Mapping[str, str] | None = Non
         # The smallest share of all, as the plan divides memory evenly.
         free = int(min(gpus.values()) * GPU_MEMORY_SHARE) * len(gpus)
         return Machine(
-            "cuda", len(gpus), settings.memory_bytes or free, settings.num_threads or 1, tuple(gpus),
-            attention=_gpu_attention(environment),
+            "cuda", len(gpus), settings.memory_bytes or free, settings.num_threads or 1,
+            tuple(DeviceGroup((gpu,)) for gpu in gpus), attention=_gpu_attention(environment),
         )  # fmt: skip
     most = max(settings.num_instances, settings.max_node_instances)
     return Machine(
@@ -87,6 +87,7 @@ def survey(settings: WorkerSettings, environment: Mapping[str, str] | None = Non
         settings.num_threads or max(1, num_cores(root) // most),
         max_instances=settings.max_node_instances,
         attention=(TORCH_CPU,),
+        groups=(DeviceGroup(("cpu",)),) * most,
     )
 
 

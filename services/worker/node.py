@@ -49,6 +49,7 @@ from shared.messages.catalogue import (
 )
 from shared.messages.channels import Endpoint
 from shared.messages.cluster import (
+    DeviceGroupError,
     InstanceExited,
     InstanceInfo,
     InstancePlan,
@@ -124,6 +125,7 @@ class NodeAgent:
             max_instances=machine.most_instances,
             page_tokens=machine.attention[0].block_sizes[0],
             attention=machine.attention,
+            groups=machine.groups,
             step_tokens=step_tokens,
         )
         self._has_seen_plan = False
@@ -291,11 +293,11 @@ class NodeAgent:
 
     def _start_instance(self, plan: InstancePlan) -> None:
         instance_id = plan.instance_id
-        environment = instance_environment(self._settings, self._machine, self.node_id, plan, os.environ)
         with self._span("node.start_instance", instance_id) as span:
             try:
+                environment = instance_environment(self._settings, self._machine, self.node_id, plan, os.environ)
                 process = self._processes.start(instance_id, environment)
-            except (OSError, subprocess.SubprocessError) as error:
+            except (OSError, subprocess.SubprocessError, DeviceGroupError) as error:
                 logger.error("%s could not be started: %s", instance_id, error)
                 span.set_status(Status(StatusCode.ERROR, str(error)))
                 self._state.on_exit(instance_id, f"could not be started: {error}", self._bus.now())

@@ -27,6 +27,7 @@ from dataclasses import dataclass, field
 
 from shared.messages.admin import Drain, LoadModel, UnloadModel
 from shared.messages.cluster import (
+    ONE_DEVICE,
     InstanceInfo,
     InstancePlan,
     LoadedModel,
@@ -159,6 +160,9 @@ class _Process:
         return self.info is not None and self.info.state == "draining"
 
     def has_pool_of(self, plan: InstancePlan) -> bool:
+        """And computes on its devices, where both name any."""
+        if self.plan.group != plan.group and ONE_DEVICE not in (self.plan.group, plan.group):
+            return False
         return (self.plan.pool_bytes, self.plan.merged_bytes) == (plan.pool_bytes, plan.merged_bytes)
 
     def carries_out(self, plan: InstancePlan) -> bool:

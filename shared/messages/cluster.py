@@ -24,6 +24,33 @@ class ModelSpec(msgspec.Struct, frozen=True):
     """Likewise for the time per output token after the first."""
 
 
+class DeviceGroupError(ValueError):
+    """A group of devices that cannot be had here; the message is for the operator."""
+
+
+class DeviceGroup(msgspec.Struct, frozen=True, array_like=True):
+    """What an instance computes on: rank i on `devices[i]`."""
+
+    devices: tuple[str, ...] = ("",)
+    """`cpu`, or as CUDA_VISIBLE_DEVICES names GPUs; empty: the one that the node has for the instance."""
+
+    @property
+    def num_ranks(self) -> int:
+        return len(self.devices)
+
+    def only_device(self) -> str:
+        """Raises `DeviceGroupError` where there are several."""
+        if self.num_ranks != 1:
+            raise DeviceGroupError(
+                f"a group of {self.num_ranks} devices ({', '.join(self.devices)}) cannot be served: tensor parallelism "
+                "(weights cut among ranks, their results summed, KV blocks of each) is not built"
+            )
+        return self.devices[0]
+
+
+ONE_DEVICE = DeviceGroup()
+
+
 class LoadedModel(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     name: str
     state: str
@@ -62,6 +89,7 @@ class InstanceInfo(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """Where peers reach its KV transport; empty: it takes and gives no requests with KV."""
     dispatch_freeness: Number = math.inf
     """As in `LoadReport`, for who places requests without a scheduler."""
+    group: DeviceGroup = ONE_DEVICE
 
 
 class ModelLoad(msgspec.Struct, frozen=True, array_like=True, gc=False, kw_only=True):
@@ -206,6 +234,8 @@ class NodeInfo(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """Of a step, at most."""
     attention: tuple[AttentionFacts, ...] = (AttentionFacts(),)
     """Fastest first: a model takes the first that runs its heads in its dtype."""
+    groups: tuple[DeviceGroup, ...] = ()
+    """Instance k computes on `groups[k]`."""
 
 
 class InstancePlan(msgspec.Struct, frozen=True):
@@ -216,6 +246,7 @@ class InstancePlan(msgspec.Struct, frozen=True):
     models: list[ModelSpec]
     pool_bytes: Amount
     merged_bytes: Amount
+    group: DeviceGroup = ONE_DEVICE
 
 
 class PlacementPlan(msgspec.Struct, frozen=True):

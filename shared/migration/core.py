@@ -20,7 +20,7 @@ from shared.engine.driver import StepStats
 from shared.engine.moving import MoveCandidate, TakenOut
 from shared.engine.requests import Ended, Output
 from shared.messages.channels import MAX_MESSAGE_BYTES
-from shared.messages.cluster import InstanceInfo
+from shared.messages.cluster import DeviceGroup, InstanceInfo
 from shared.messages.migration import AbortMigration, AbortReason, MoveReason, Rebalance
 from shared.messages.requests import Cancel, GenerationRequest, MovedRequest
 from shared.migration.commands import Ask, Command, Connect, Fault, Tell
@@ -92,10 +92,10 @@ class MigrationCore:
         max_migrations: int,
         max_stages: int,
         rate_share: float,
-        num_ranks: int = 1,
+        group: DeviceGroup,
     ) -> None:
         """`peers`: the registry as it stands, this instance included; nothing where it is not known yet. `new_id`: of a
-        migration, unlike any other. `max_migrations`: out of the instance at once, and into it. `num_ranks`: as in
+        migration, unlike any other. `max_migrations`: out of the instance at once, and into it. `group`: as in
         `Site`."""
         self._intake = intake
         self._peers = peers
@@ -107,7 +107,7 @@ class MigrationCore:
             instance_id=intake.instance_id,
             engine=engine,
             transport=transport,
-            num_ranks=num_ranks,
+            group=group,
             rate_share=rate_share,
             max_stages=max_stages,
             step_s=lambda model: self._step_s.get(model, DEFAULT_STEP_S),

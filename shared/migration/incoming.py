@@ -178,16 +178,16 @@ class IncomingMigrations:
         if (num_in := self.num_in_progress) >= max_at_once(query.reason, self._max_migrations):
             message = f"{num_in} migrations come in already"
             return ErrorInfo(ErrorCode.OVERLOADED, message, retry_after_s=RETRY_S)
-        transport, num_ranks = self._site.transport, self._site.num_ranks
+        transport, num_ranks = self._site.transport, self._site.group.num_ranks
         if transport is None:
             return ErrorInfo(ErrorCode.UNAVAILABLE, "there is no KV transport here")
         slot_bytes = transport.slot_bytes(pool_of(query.model, query.on_host))
         if slot_bytes is None:
             return ErrorInfo(ErrorCode.GONE, f"there is no such KV pool of {query.model!r} here", "model")
-        if (slot_bytes, num_ranks) != (query.slot_bytes, query.tensor_parallel):
+        if (slot_bytes, num_ranks) != (query.slot_bytes, query.group.num_ranks):
             message = (
                 f"KV blocks of {slot_bytes} bytes on {num_ranks} device(s), not of {query.slot_bytes} on "
-                f"{query.tensor_parallel}"
+                f"{query.group.num_ranks}"
             )
             return ErrorInfo(ErrorCode.BAD_REQUEST, message, "slot_bytes")
         return None

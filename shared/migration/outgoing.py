@@ -18,7 +18,7 @@ import msgspec
 from shared.engine.calls import Call, DropMoved, EndMove, Pin, PinRest, PutBack, Seal, TakeOut, Unpin
 from shared.engine.engine import Engine
 from shared.engine.moving import MoveCandidate, PinnedBlocks, TakenOut, rebased
-from shared.messages.cluster import InstanceInfo, MoveOutcome
+from shared.messages.cluster import DeviceGroup, InstanceInfo, MoveOutcome
 from shared.messages.migration import (
     AbortMigration,
     AbortReason,
@@ -114,8 +114,8 @@ class Site:
     engine: EngineHost
     transport: KvEnd | None
     """None: only requests without KV move."""
-    num_ranks: int
-    """Of the devices here that hold a part of each KV block."""
+    group: DeviceGroup
+    """The devices here, each of which holds a part of each KV block."""
     rate_share: float
     """Of the bandwidth, what copies may use that nobody waits for."""
     max_stages: int
@@ -432,7 +432,7 @@ class OutgoingMigration:
             hashes=stage.hashes,
             page_tokens=self._block_size,
             slot_bytes=self._slot_bytes(stage.on_host) or 0,
-            tensor_parallel=site.num_ranks,
+            group=site.group,
             on_host=stage.on_host,
             max_tokens=self._candidate.request.num_tokens + self._candidate.tokens_left,
             deadline_s=self._keeps_s(stage),

@@ -12,7 +12,7 @@ from shared.engine.driver import StepStats
 from shared.engine.engine import Effect
 from shared.engine.moving import TakenOut
 from shared.engine.requests import Ended
-from shared.messages.cluster import InstanceInfo, MoveOutcome
+from shared.messages.cluster import ONE_DEVICE, InstanceInfo, MoveOutcome
 from shared.messages.migration import (
     AbortMigration,
     Commit,
@@ -138,6 +138,7 @@ class VirtualMigrations:
             max_migrations=max_migrations,
             max_stages=max_stages,
             rate_share=rate_share,
+            group=ONE_DEVICE,
         )
         self._out: dict[str, list[_Transfer]] = {}
         self._expected: dict[tuple[str, int], list[int]] = {}

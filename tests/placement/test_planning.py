@@ -16,7 +16,7 @@ from services.placement.footprint import ConfiguredModel, DeviceFacts, footprint
 from services.placement.planning import LEAST_MERGED_BYTES, MAX_CPU_POOL_BYTES, displaced, plan, wasted
 from shared.checkpoint import ITEMSIZES, CheckpointShape
 from shared.engine.slab import slots_per_merged
-from shared.messages.cluster import AttentionFacts, ModelSpec, NodeInfo, PlacementPlan
+from shared.messages.cluster import AttentionFacts, DeviceGroup, ModelSpec, NodeInfo, PlacementPlan
 
 MIB = 1 << 20
 GIB = 1 << 30
@@ -185,6 +185,20 @@ def test_an_unreadable_checkpoint_stays_where_it_runs() -> None:
     broken = [models[0], ConfiguredModel(models[1].spec, None, "config.json is missing.")]
     assert plan(broken, [node()], first) is first
     assert plan(broken, [node()], None).unplaced == {"b": "config.json is missing."}
+
+
+def test_instances_are_planned_on_the_devices_that_the_node_has_for_them() -> None:
+    groups = tuple(DeviceGroup((gpu,)) for gpu in ("GPU-a", "GPU-b"))
+    gpus = msgspec.structs.replace(node(memory=80 * GIB, device="cuda"), groups=groups)
+    first = plan([model("a")], [gpus], None)
+    assert [i.group for i in first.instances] == list(groups)
+    assert plan([model("a")], [gpus], first) is first
+    assert [i.group for i in plan([model("a")], [], first, held_nodes={"a"}).instances] == list(groups)
+    unnamed = plan([model("a")], [msgspec.structs.replace(gpus, groups=())], None)
+    named = plan([model("a")], [gpus], unnamed)
+    assert [(i.pool_bytes, i.group) for i in named.instances] == [
+        (i.pool_bytes, g) for i, g in zip(unnamed.instances, groups, strict=True)
+    ]
 
 
 FLASH_2 = AttentionFacts("flash-attention 2", (256,), ("float16", "bfloat16"), 256, 16)

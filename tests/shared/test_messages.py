@@ -54,6 +54,13 @@ def test_every_message_survives_the_wire(kind: type[msgspec.Struct]) -> None:
     assert decoder(kind).decode(encode(value)) == value
 
 
+def test_a_peer_that_counts_devices_instead_of_naming_them_does_not_misread_the_blocks() -> None:
+    builtins = msgspec.to_builtins(sample(migration.PreAllocate), builtin_types=(bytes,))
+    builtins[migration.PreAllocate.__struct_fields__.index("group")] = 1
+    with pytest.raises(UNREADABLE):
+        decoder(migration.PreAllocate).decode(encode(builtins))
+
+
 @pytest.mark.parametrize("kind", STRUCTS, ids=lambda kind: kind.__name__)
 def test_a_newer_peer_may_add_fields_at_the_end(kind: type[msgspec.Struct]) -> None:
     value = sample(kind)

@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
@@ -29,6 +30,8 @@ from shared.messages.catalogue import (
     PLANS,
 )
 from shared.messages.cluster import (
+    DeviceGroup,
+    DeviceGroupError,
     InstanceExited,
     InstanceInfo,
     InstancePlan,
@@ -44,7 +47,8 @@ from tests.worker.fake_instance import HELD_S
 
 REPOSITORY = Path(__file__).parents[2]
 FAKE = (sys.executable, "-m", "tests.worker.fake_instance")
-MACHINE = Machine("cpu", 2, 1 << 30, 1)
+CPU = DeviceGroup(("cpu",))
+MACHINE = Machine("cpu", 2, 1 << 30, 1, (CPU,) * 2)
 MIB = 1 << 20
 
 
@@ -55,6 +59,9 @@ async def until(condition: Callable[[], Any], timeout_s: float = 20.0) -> Any:
         assert time.monotonic() < deadline, "waited in vain"
         await asyncio.sleep(0.01)
     return result
+
+
+GPUS = Machine("cuda", 2, 1, 4, (DeviceGroup(("GPU-aa",)), DeviceGroup(("GPU-bb",))))
 
 
 def plan(version: int, *models: str, pool: int = 8, num_instances: int = 2, source: str = "ok") -> PlacementPlan:
@@ -301,7 +308,7 @@ async def test_the_number_of_instances_is_changed_within_bounds_and_outlives_the
         info = peers.nodes.entries.get("n")
         return (info.num_instances, info.max_instances) if info is not None else (0, 0)
 
-    machine = Machine("cpu", 1, 1 << 30, 1, max_instances=4)
+    machine = Machine("cpu", 1, 1 << 30, 1, (CPU,) * 4, max_instances=4)
     async with running_agent(nats_settings.nats_url, start_telemetry("node", "n", nats_settings), machine=machine):
         await until(lambda: shown() == (1, 4))
         assert await scale(3) == Done()
@@ -318,7 +325,7 @@ async def test_the_number_of_instances_is_changed_within_bounds_and_outlives_the
         await until(lambda: shown() == (2, 4))
         await peers.carried_out(plan(2, "a", num_instances=2))
         assert shown() == (2, 4), "only the first plan is looked at for it"
-    smaller = Machine("cpu", 1, 1 << 30, 1)
+    smaller = Machine("cpu", 1, 1 << 30, 1, (CPU,))
     async with running_agent(nats_settings.nats_url, start_telemetry("node", "n", nats_settings), machine=smaller):
         await until(lambda: shown() == (1, 1))
 
@@ -406,8 +413,8 @@ async def test_the_steps_of_a_plan_are_spans_of_one_trace(nats_settings: BusSett
 
 def test_the_environment_of_an_instance() -> None:
     settings = WorkerSettings(nats_url="nats://h:1", nats_password="p", metrics_port=9100, trace_sample_ratio=0.5)
-    machine = Machine("cuda", 2, 1, 4, ("GPU-aa", "GPU-bb"))
-    environment = instance_environment(settings, machine, "n", plan(1, "a").instances[1], {"TIDEWAY_MAX_RUNNING": "7"})
+    planned = plan(1, "a").instances[1]
+    environment = instance_environment(settings, GPUS, "n", planned, {"TIDEWAY_MAX_RUNNING": "7"})
     assert environment["TIDEWAY_NATS_URL"] == "nats://h:1"
     assert environment["TIDEWAY_NATS_PASSWORD"] == "p"
     assert environment["TIDEWAY_METRICS_PORT"] == "9102"
@@ -418,7 +425,23 @@ def test_the_environment_of_an_instance() -> None:
     assert environment["TIDEWAY_NUM_THREADS"] == "4"
     assert environment["TIDEWAY_MAX_RUNNING"] == "7", "what the operator sets for instances is passed on"
     assert environment["CUDA_VISIBLE_DEVICES"] == "GPU-bb"
-    assert '"instance_id":"n-1"' in environment["TIDEWAY_PLAN"]
+    passed = msgspec.json.decode(environment["TIDEWAY_PLAN"], type=InstancePlan)
+    assert (passed.instance_id, passed.group) == ("n-1", DeviceGroup(("GPU-bb",)))
+    named = msgspec.structs.replace(planned, group=DeviceGroup(("GPU-aa",)))
+    assert instance_environment(settings, GPUS, "n", named, {})["CUDA_VISIBLE_DEVICES"] == "GPU-aa"
+
+
+@pytest.mark.parametrize(
+    ("devices", "words"),
+    [
+        (("GPU-aa", "GPU-bb"), "2 devices .GPU-aa, GPU-bb. .*tensor parallelism .* is not built"),
+        (("GPU-cc",), "GPU-cc is none"),
+    ],
+)
+def test_devices_that_cannot_be_served_are_refused(devices: tuple[str, ...], words: str) -> None:
+    planned = msgspec.structs.replace(plan(1, "a").instances[1], group=DeviceGroup(devices))
+    with pytest.raises(DeviceGroupError, match=words):
+        instance_environment(WorkerSettings(), GPUS, "n", planned, {})
 
 
 async def test_a_node_id_must_fit_into_subjects(nats_settings: BusSettings) -> None:

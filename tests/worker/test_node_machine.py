@@ -14,12 +14,13 @@ from services.worker import machine
 from services.worker.attention.facts import TORCH_CPU, TORCH_CUDA, flash
 from services.worker.attention.torch_backend import TorchBackend
 from services.worker.machine import Machine, free_memory_bytes, num_cores, parse_gpus, survey
-from shared.messages.cluster import AttentionFacts
+from shared.messages.cluster import AttentionFacts, DeviceGroup
 from shared.settings import SettingsError, WorkerSettings
 
 GIB = 1 << 30
 FLASH_2 = msgspec.json.encode([flash(2, 256, 256), TORCH_CUDA]).decode()
 SMI = "0, GPU-aa11, 143000\n1, GPU-bb22, 1000\n2, GPU-bb33, [N/A]\n"
+CPUS = (DeviceGroup(("cpu",)),) * 3
 
 
 def write(root: Path, files: dict[str, str]) -> Path:
@@ -100,14 +101,16 @@ def test_gpus_and_their_free_memory() -> None:
 
 def test_half_of_the_free_memory_and_all_cores_are_for_the_instances(root: Path) -> None:
     found = survey(WorkerSettings(num_instances=2, device="cpu"), {}, root)
-    assert found == Machine("cpu", 2, 8 * GIB, max(1, num_cores(root) // 2), attention=(TORCH_CPU,))
+    assert found == Machine("cpu", 2, 8 * GIB, max(1, num_cores(root) // 2), CPUS[:2], attention=(TORCH_CPU,))
     assert survey(WorkerSettings(memory_bytes=5, num_threads=3), {}, root).num_threads == 3
     assert TorchBackend(torch.device("cpu")).facts == TORCH_CPU
 
 
 def test_room_for_more_instances_is_set_aside_from_the_start(root: Path) -> None:
     found = survey(WorkerSettings(num_instances=1, max_node_instances=3, device="cpu"), {}, root)
-    assert found == Machine("cpu", 1, 8 * GIB, max(1, num_cores(root) // 3), max_instances=3, attention=(TORCH_CPU,))
+    assert found == Machine(
+        "cpu", 1, 8 * GIB, max(1, num_cores(root) // 3), CPUS, max_instances=3, attention=(TORCH_CPU,)
+    )
     assert found.most_instances == 3
     assert survey(WorkerSettings(num_instances=2, max_node_instances=1, device="cpu"), {}, root).most_instances == 2
     with pytest.raises(SettingsError, match="TIDEWAY_MAX_NODE_INSTANCES=-1"):
@@ -141,7 +144,11 @@ def test_the_probe_says_what_back_ends_say(capsys: pytest.CaptureFixture[str], m
 
 def test_one_instance_a_gpu(with_gpus: Path) -> None:
     found = survey(WorkerSettings(num_instances=5), {}, with_gpus)
-    assert (found.device, found.num_instances, found.gpus) == ("cuda", 2, ("GPU-aa11", "GPU-bb22"))
+    assert (found.device, found.num_instances, found.groups) == (
+        "cuda",
+        2,
+        (DeviceGroup(("GPU-aa11",)), DeviceGroup(("GPU-bb22",))),
+    )
     assert found.memory_bytes == 2 * int(1000 * (1 << 20) * machine.GPU_MEMORY_SHARE)
     assert survey(WorkerSettings(device="cpu"), {}, with_gpus).device == "cpu"
     assert survey(WorkerSettings(), {"CUDA_VISIBLE_DEVICES": ""}, with_gpus).device == "cpu"

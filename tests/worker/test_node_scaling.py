@@ -12,14 +12,14 @@ from services.worker.machine import Machine
 from shared.bus.nats_bus import NatsBus
 from shared.messages.admin import DrainInstance, ScaleInstances
 from shared.messages.catalogue import PLACEMENT_DRAIN_INSTANCE, PLACEMENT_SCALE_INSTANCES
-from shared.messages.cluster import PlacementPlan
+from shared.messages.cluster import DeviceGroup, PlacementPlan
 from shared.settings import BusSettings
 from shared.telemetry import start_telemetry
 from tests.placement.checkpoints import write_checkpoint
 from tests.placement.test_service import placement
 from tests.worker.test_node_agent import FAKE, Peers, running_agent, until
 
-MACHINE = Machine("cpu", 1, 8 << 30, 1, max_instances=3)
+MACHINE = Machine("cpu", 1, 8 << 30, 1, (DeviceGroup(("cpu",)),) * 3, max_instances=3)
 
 
 @pytest.fixture

@@ -14,6 +14,7 @@ from services.worker import node_state
 from services.worker.node_state import Action, Ask, Kill, NodeState, Start, Terminate, back_off_s
 from shared.messages.admin import Drain, LoadModel, UnloadModel
 from shared.messages.cluster import (
+    DeviceGroup,
     InstanceInfo,
     InstancePlan,
     LoadedModel,
@@ -173,6 +174,16 @@ def test_pools_change_by_a_restart_of_one_instance_at_a_time() -> None:
     assert state.step(14.0) == [drain("n-1")]
     state.on_exit("n-1", "", 15.0)
     assert state.step(15.0) == [Start(new[1])]
+
+
+def test_an_instance_on_other_devices_is_restarted() -> None:
+    state = started(instance_plan(0), instance_plan(1))
+    named = msgspec.structs.replace(instance_plan(0), group=DeviceGroup(("GPU-aa",)))
+    state.on_plan(plan(2, named, instance_plan(1)))
+    assert state.step(2.0) == [], "it was left to the node, which has the one"
+    state = started(named, instance_plan(1))
+    state.on_plan(plan(2, msgspec.structs.replace(named, group=DeviceGroup(("GPU-bb",))), instance_plan(1)))
+    assert state.step(2.0) == [Drain("n-0")]
 
 
 def test_nothing_is_loaded_beside_a_pool_that_is_to_shrink() -> None:

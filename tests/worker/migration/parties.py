@@ -27,7 +27,7 @@ from shared.engine.moving import TakenOut
 from shared.engine.plan import CopyKind, KvCopy, ModelShape, StepPlan, StepResult
 from shared.engine.requests import Ended, Output
 from shared.messages.catalogue import INSTANCE_CANCEL, INSTANCE_REBALANCE
-from shared.messages.cluster import InstanceInfo, LoadedModel, MoveOutcome
+from shared.messages.cluster import ONE_DEVICE, DeviceGroup, InstanceInfo, LoadedModel, MoveOutcome
 from shared.messages.migration import Commit, MoveReason, Rebalance
 from shared.messages.requests import (
     Cancel,
@@ -168,6 +168,7 @@ class Party:
         telemetry: Telemetry,
         executor: SlabExecutor,
         num_merged: int = NUM_MERGED,
+        group: DeviceGroup = ONE_DEVICE,
     ) -> None:
         self.name = name
         self.bus = bus
@@ -194,6 +195,7 @@ class Party:
             peers=lambda: self.registry,
             handovers=self,
             telemetry=telemetry,
+            group=group,
         )
 
     async def start(self) -> None:
@@ -319,6 +321,7 @@ async def make_party(
     *,
     step_s: float = 0.002,
     num_merged: int = NUM_MERGED,
+    group: DeviceGroup = ONE_DEVICE,
     bus: Bus | None = None,
     tracer: Tracer | None = None,
     **fields,
@@ -345,6 +348,7 @@ async def make_party(
         telemetry=telemetry,
         executor=executor,
         num_merged=num_merged,
+        group=group,
     )
     await party.start()
     return party

@@ -7,6 +7,7 @@ import itertools
 
 from shared.engine.engine import Engine
 from shared.messages.catalogue import INSTANCE_CANCEL
+from shared.messages.cluster import DeviceGroup
 from shared.messages.migration import AbortReason, MoveReason
 from shared.messages.requests import (
     Cancel,
@@ -106,6 +107,17 @@ async def test_a_refusal_leaves_the_request_where_it_is(make) -> None:
     assert (group.source.outcomes[0].is_moved, group.source.outcomes[0].reason) == (False, "refused")
     await group.ended(sent, owner="a")
     assert group.gateway.owners["r1"] == (0, "a")
+
+
+async def test_blocks_of_a_group_of_several_devices_are_refused(make) -> None:
+    group = await make(source={"group": DeviceGroup(("GPU-a", "GPU-b"))})
+    sent = request("r1", PROMPT, 100)
+    group.source.submit(sent)
+    await group.until(lambda: group.progress(sent) > 5)
+    group.source.rebalance("b")
+    await group.until(lambda: group.source.outcomes)
+    assert group.source.outcomes[0].reason == "mismatch"
+    await group.ended(sent, owner="a")
 
 
 async def test_the_next_destination_is_asked_where_one_refuses(make) -> None:
