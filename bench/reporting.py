@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import platform
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +75,11 @@ def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> list[str]:
         return "| " + " | ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)) + " |"
 
     return [line(header), "|" + "|".join("-" * (width + 2) for width in widths) + "|", *map(line, texts)]
+
+
+def table_of(rows: Sequence[Mapping[str, object]]) -> list[str]:
+    """As `table`; the columns are the rows' keys."""
+    return table(list(rows[0]), [list(row.values()) for row in rows])
 
 
 def write(folder: Path, name: str, document: Any, text: str, *, indent: int = 1) -> Path:

@@ -22,32 +22,10 @@ import msgspec
 from bench.control_plane.fleet import REPORTS_PER_S
 from bench.control_plane.in_process import Paced, most_reports_per_s, paced
 from bench.control_plane.over_nats import OverNats, over_nats
-from bench.reporting import machine, met, table, write
+from bench.reporting import machine, met, table_of, write
 
 TARGET_P99_MS = 5.0
 TARGET_INSTANCES = 1000
-IN_PROCESS = [
-    "instances",
-    "reports/s",
-    "of one core",
-    "reports/s at most",
-    "dispatch P50",
-    "P99",
-    "max",
-    "pairings",
-    "rebalances",
-]
-OVER_NATS = [
-    "instances",
-    "sent/s",
-    "handled/s",
-    "of one core",
-    "dispatch P50",
-    "P99",
-    "rebalances",
-    "stalls P99",
-    "max",
-]
 
 
 class Report(msgspec.Struct, frozen=True):
@@ -58,24 +36,40 @@ class Report(msgspec.Struct, frozen=True):
 
     def markdown(self) -> str:
         inside = [
-            [run.num_instances, f"{run.reports_per_s:,.0f}", f"{run.cpu_share:.0%}", f"{run.most_reports_per_s:,.0f}",
-             f"{run.wait_p50_ms:.2f} ms", f"{run.wait_p99_ms:.2f} ms", f"{run.wait_max_ms:.2f} ms",
-             run.num_pairings, run.num_rebalance_messages]
+            {
+                "instances": run.num_instances,
+                "reports/s": f"{run.reports_per_s:,.0f}",
+                "of one core": f"{run.cpu_share:.0%}",
+                "reports/s at most": f"{run.most_reports_per_s:,.0f}",
+                "dispatch P50": f"{run.wait_p50_ms:.2f} ms",
+                "P99": f"{run.wait_p99_ms:.2f} ms",
+                "max": f"{run.wait_max_ms:.2f} ms",
+                "pairings": run.num_pairings,
+                "rebalances": run.num_rebalance_messages,
+            }
             for run in self.in_process
-        ]  # fmt: skip
+        ]
         behind = [
-            [run.num_instances, f"{run.sent_per_s:,.0f}", f"{run.handled_per_s:,.0f}", f"{run.cpu_share:.0%}",
-             f"{run.wait_p50_ms:.2f} ms", f"{run.wait_p99_ms:.2f} ms", run.num_rebalance_messages,
-             f"{run.stall_p99_ms:.1f} ms", f"{run.stall_max_ms:.1f} ms"]
+            {
+                "instances": run.num_instances,
+                "sent/s": f"{run.sent_per_s:,.0f}",
+                "handled/s": f"{run.handled_per_s:,.0f}",
+                "of one core": f"{run.cpu_share:.0%}",
+                "dispatch P50": f"{run.wait_p50_ms:.2f} ms",
+                "P99": f"{run.wait_p99_ms:.2f} ms",
+                "rebalances": run.num_rebalance_messages,
+                "stalls P99": f"{run.stall_p99_ms:.1f} ms",
+                "max": f"{run.stall_max_ms:.1f} ms",
+            }
             for run in self.over_nats
-        ]  # fmt: skip
+        ]
         lines = [
             f"Each instance reports {REPORTS_PER_S} times a second and is given a request every "
             f"{self.request_seconds:g} s. {self.machine}",
             "",
             "The core in one process, encoded messages in and out, by processor time:",
             "",
-            *table(IN_PROCESS, inside),
+            *table_of(inside),
         ]
         if behind:
             lines += [
@@ -83,7 +77,7 @@ class Report(msgspec.Struct, frozen=True):
                 "The scheduler's process behind a NATS server, by the wall clock (submission to arrival at the instance). "
                 "Stalls: how long a process that only sleeps waited for the scheduler's core:",
                 "",
-                *table(OVER_NATS, behind),
+                *table_of(behind),
             ]
         return "\n".join(lines)
 

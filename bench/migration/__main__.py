@@ -16,7 +16,7 @@ from bench.coserving.testbed import SHAPES, make_checkpoint
 from bench.devices import add_device_option, environments, gpu_names
 from bench.migration.experiments import EXPERIMENTS, Result, Setup
 from bench.migration.pair import Affinity
-from bench.reporting import judged, machine, table, write
+from bench.reporting import judged, machine, table_of, write
 from services.worker.executor import Executor
 from shared.engine.slab import choose_merged_bytes
 from shared.messages.cluster import ModelSpec
@@ -59,8 +59,7 @@ def kv_shape_of(folder: Path, device: str) -> tuple[int, int]:
 
 def report(name: str, result: Result, place: str) -> list[str]:
     """`place`: model and GPU; empty on CPU."""
-    rows = table(list(result.rows[0]), [list(row.values()) for row in result.rows])
-    lines = [f"**{result.title}**", "", *rows, "", *(f"- {target}" for target in result.targets)]
+    lines = [f"**{result.title}**", "", *table_of(result.rows), "", *(f"- {target}" for target in result.targets)]
     return [f"## {name}, {time.strftime('%Y-%m-%d')}{place}", "", *lines, ""]
 
 
