@@ -15,7 +15,6 @@ from services.gateway.bodies import read_message
 from services.gateway.catalog import loaded_model
 from services.gateway.context import GatewayContext
 from services.gateway.errors import ApiError, of_info
-from services.gateway.instance_states import instance_states
 from services.gateway.other_routes import json_response
 from services.gateway.replies import AuditLog
 from services.gateway.schemas import AddModelRequest, ScaleModelRequest, ScaleRequest
@@ -215,8 +214,7 @@ async def list_instances(context: GatewayContext, request: Request) -> Response:
             draining = plan.draining
     except BusError:
         draining = None
-    states = instance_states(context, await context.loads.loads())
-    return json_response(InstanceStates(states, draining))
+    return json_response(InstanceStates(await context.loads.states(), draining))
 
 
 async def list_audit(context: GatewayContext, request: Request) -> Response:

@@ -1,4 +1,4 @@
-"""How loaded instances and queues are, for operators who look.
+"""How loaded instances and queues are, for operators who look: the registry's entries, and what was reported.
 
 Instances report up to 50 times a second each. Reading all of that in every gateway would cost a large cluster more than it
 is worth, so reports are subscribed to only while somebody asks, for long enough to hear those that are busy; for those that
@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from services.gateway.catalog import Catalog
 from shared.bus.interface import Bus, BusError, Subscription
+from shared.messages.admin import InstanceLoad, InstanceModel, InstanceState
 from shared.messages.catalogue import LOAD_REPORTS, SCHEDULER_STATISTICS
-from shared.messages.cluster import LoadReport, StatisticsReport
+from shared.messages.cluster import InstanceInfo, LoadReport, ModelLoad, StatisticsReport
 from shared.tasks import set_within
 
 logger = logging.getLogger(__name__)
@@ -62,17 +64,21 @@ class ClusterLoads:
         if self._subscription is not None:
             await self._subscription.stop()
 
-    async def loads(self) -> Mapping[str, HeardLoad]:
-        """By instance, of those alive; as far as they were heard. Takes up to `LONG_LISTEN_S`."""
+    async def states(self) -> list[InstanceState]:
+        """Of those alive, with what they report as far as it is heard. Takes up to `LONG_LISTEN_S`."""
         if self._bus.now() - self._listened_s >= FRESH_S or self._is_any_awaited():
             if self._listening is None or self._listening.done():
                 self._listening = asyncio.create_task(self._listen(), name="load reports")
             await asyncio.shield(self._listening)
-        return self._loads
+        return self._states(self._loads)
 
-    def heard_lately(self) -> Mapping[str, HeardLoad]:
-        """What `loads` found for somebody lately; nobody is listened to."""
-        return {i: heard for i, heard in self._loads.items() if self._bus.now() - heard.heard_s < KEPT_S}
+    def states_lately(self) -> list[InstanceState]:
+        """With what `states` found for somebody lately; nobody is listened to."""
+        return self._states({i: heard for i, heard in self._loads.items() if self._bus.now() - heard.heard_s < KEPT_S})
+
+    def _states(self, loads: Mapping[str, HeardLoad]) -> list[InstanceState]:
+        alive, now = sorted(self._catalog.alive.items()), self._bus.now()
+        return [_instance(info, loads.get(instance_id), now) for instance_id, info in alive]
 
     def num_queued(self) -> Mapping[str, int] | None:
         """Requests in the scheduler's queue, by model (none for a model without traffic); None: no scheduler says so."""
@@ -124,3 +130,60 @@ class ClusterLoads:
 
     def _on_statistics(self, report: StatisticsReport) -> None:
         self._statistics = (report, self._bus.now())
+
+
+def _instance(info: InstanceInfo, heard: HeardLoad | None, now: float) -> InstanceState:
+    return InstanceState(
+        instance_id=info.instance_id,
+        incarnation=info.incarnation,
+        node_id=info.node_id,
+        state=info.state,
+        device=info.device,
+        pid=info.pid,
+        models=_models(info, heard),
+        num_merged=info.num_merged,
+        merged_bytes=info.merged_bytes,
+        metrics_port=info.metrics_port,
+        kv_address=info.kv_address,
+        migration=bool(info.kv_address),
+        load=None if heard is None else _load(info, heard, now),
+    )
+
+
+def _models(info: InstanceInfo, heard: HeardLoad | None) -> list[InstanceModel]:
+    """Counts are those of the last report, else of the registry."""
+    reported: dict[str, ModelLoad] = {} if heard is None else {load.model: load for load in heard.report.models}
+    return [
+        InstanceModel(
+            name=loaded.name,
+            state=loaded.state,
+            max_model_len=loaded.max_model_len,
+            page_tokens=loaded.page_tokens,
+            slots_per_merged=loaded.slots_per_merged,
+            num_running=counts.num_running,
+            num_waiting=counts.num_waiting,
+            error=loaded.error,
+            cost_model=loaded.cost_model,
+        )
+        for loaded in info.models
+        for counts in [reported.get(loaded.name, loaded)]
+    ]
+
+
+def _load(info: InstanceInfo, heard: HeardLoad, now: float) -> InstanceLoad:
+    report = heard.report
+    used = 1.0 - report.free_merged / info.num_merged if info.num_merged else None
+    return InstanceLoad(
+        age_s=now - heard.heard_s,
+        pool_use=None if used is None else min(1.0, max(0.0, used)),
+        num_running=report.num_running,
+        num_waiting=sum(load.num_waiting for load in report.models),
+        num_offline=sum(load.num_offline for load in report.models),
+        num_high=report.num_high,
+        dispatch_freeness=report.dispatch_freeness if math.isfinite(report.dispatch_freeness) else None,
+        migration_freeness=report.migration_freeness if math.isfinite(report.migration_freeness) else None,
+        num_moving_out=report.num_moving_out,
+        num_moving_in=report.num_moving_in,
+        num_moved_out=report.num_moved_out,
+        num_moved_in=report.num_moved_in,
+    )

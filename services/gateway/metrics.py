@@ -54,10 +54,17 @@ class GatewayMetrics:
         def gauge(name: str, text: str, *labels: str) -> Gauge:
             return Gauge("tideway_gateway_" + name, text, labels, registry=registry)
 
-        def histogram(name: str, text: str, buckets: tuple[float, ...], labels: tuple[str, ...]) -> Histogram:
-            return Histogram(name, text, labels, buckets=buckets, registry=registry)
-
         both = ("model", "class")
+
+        def of_model(name: str, text: str, buckets: tuple[float, ...] = LATENCY_BUCKETS) -> Histogram:
+            return Histogram("tideway_gateway_" + name, text, both, buckets=buckets, registry=registry)
+
+        def gen_ai(name: str, buckets: tuple[float, ...]) -> Histogram:
+            """`name`: OpenTelemetry's, after `gen_ai.server`."""
+            labels = ("gen_ai_operation_name", "gen_ai_provider_name", "gen_ai_request_model", "class")
+            full_name = f"gen_ai_server_{name.replace('.', '_')}_seconds"
+            return Histogram(full_name, f"gen_ai.server.{name}", labels, buckets=buckets, registry=registry)
+
         self.requests = counter("requests", "Generation requests ended, by outcome", "model", "class", "outcome")
         self.in_flight = gauge("in_flight_requests", "HTTP generation requests in flight", "class")
         self.open_streams = gauge("open_streams", "Sequences being generated for clients")
@@ -92,39 +99,16 @@ class GatewayMetrics:
         )
         self._prompt_tokens = counter("prompt_tokens", "Prompt tokens of requests", *both)
         self._output_tokens = counter("output_tokens", "Tokens delivered", *both)
-        prefix = "tideway_gateway_"
-        self._first_token = histogram(
-            prefix + "time_to_first_token_seconds", "Arrival to first token", LATENCY_BUCKETS, both
+        self._first_token = of_model("time_to_first_token_seconds", "Arrival to first token")
+        self._inter_token = of_model("inter_token_latency_seconds", "Between tokens of one sequence", TOKEN_BUCKETS)
+        self._max_inter_token = of_model(
+            "max_inter_token_latency_seconds", "Longest time between tokens of a sequence, once each"
         )
-        self._inter_token = histogram(
-            prefix + "inter_token_latency_seconds", "Between tokens of one sequence", TOKEN_BUCKETS, both
-        )
-        self._max_inter_token = histogram(
-            prefix + "max_inter_token_latency_seconds",
-            "Longest time between tokens of a sequence, once each",
-            LATENCY_BUCKETS,
-            both,
-        )
-        self._duration = histogram(prefix + "request_duration_seconds", "Arrival to last token", LATENCY_BUCKETS, both)
-        self._queue = histogram(
-            prefix + "queue_time_seconds", "Submission to the start of prefill", LATENCY_BUCKETS, both
-        )
-        gen_ai = ("gen_ai_operation_name", "gen_ai_provider_name", "gen_ai_request_model", "class")
-        self._gen_ai_duration = histogram(
-            "gen_ai_server_request_duration_seconds", "gen_ai.server.request.duration", GEN_AI_DURATION_BUCKETS, gen_ai
-        )
-        self._gen_ai_first_token = histogram(
-            "gen_ai_server_time_to_first_token_seconds",
-            "gen_ai.server.time_to_first_token",
-            GEN_AI_FIRST_TOKEN_BUCKETS,
-            gen_ai,
-        )
-        self._gen_ai_per_token = histogram(
-            "gen_ai_server_time_per_output_token_seconds",
-            "gen_ai.server.time_per_output_token",
-            GEN_AI_TOKEN_BUCKETS,
-            gen_ai,
-        )
+        self._duration = of_model("request_duration_seconds", "Arrival to last token")
+        self._queue = of_model("queue_time_seconds", "Submission to the start of prefill")
+        self._gen_ai_duration = gen_ai("request.duration", GEN_AI_DURATION_BUCKETS)
+        self._gen_ai_first_token = gen_ai("time_to_first_token", GEN_AI_FIRST_TOKEN_BUCKETS)
+        self._gen_ai_per_token = gen_ai("time_per_output_token", GEN_AI_TOKEN_BUCKETS)
         self._calls: dict[tuple[str, str, RequestClass], CallMetrics] = {}
         for request_class in RequestClass:
             self.in_flight.labels(request_class.value)

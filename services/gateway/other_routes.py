@@ -14,7 +14,6 @@ from services.gateway.answering import chat_ids
 from services.gateway.bodies import read_message
 from services.gateway.context import GatewayContext
 from services.gateway.errors import invalid
-from services.gateway.instance_states import instance_states
 from services.gateway.parsing import MAX_SEQUENCE_TOKENS, check_token_ids
 from services.gateway.replies import (
     DetokenizeReply,
@@ -114,7 +113,7 @@ async def show_version(context: GatewayContext, request: Request) -> Response:
 
 
 async def show_metrics(context: GatewayContext, request: Request) -> Response:
-    instances = instance_states(context, context.loads.heard_lately())
+    instances = context.loads.states_lately()
     models = [spec.name for spec in context.catalog.models]
 
     def text() -> bytes:
