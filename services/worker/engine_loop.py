@@ -20,13 +20,16 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from shared.engine.calls import Call
 from shared.engine.counters import EngineCounters
 from shared.engine.driver import Driver, StepStats
 from shared.engine.engine import Effect, Engine
 from shared.engine.plan import KvCopy, StepPlan, StepResult
+
+if TYPE_CHECKING:
+    import torch
 
 log = logging.getLogger(__name__)
 
@@ -55,7 +58,7 @@ class StepExecutor(Protocol):
     def finished_copies(self) -> list[tuple[int, bool]]:
         """(copy id, whether it succeeded) of those that ended since the last call."""
 
-    def claim_slots(self, model: str, slots: list[int]) -> Any:
+    def claim_slots(self, model: str, slots: list[int]) -> torch.cuda.Event | None:
         """They will be written to by something beside the steps: such writes on the device wait for the CUDA event that
         this returns, if it returns one. `KeyError` where the model is not here."""
 
@@ -158,11 +161,11 @@ class EngineLoop:
         """Runs `function` in the loop's thread while no step and no copy is in flight. It reaches the engine like others."""
         return self._post(self._calls, function)
 
-    def claim_slots(self, model: str, slots: list[int]) -> Future[Any]:
+    def claim_slots(self, model: str, slots: list[int]) -> Future[torch.cuda.Event | None]:
         """Before something beside the steps writes to slots of a model, in the loop's thread beside the steps; its result is
         the executor's (StepExecutor.claim_slots), or `KeyError`."""
 
-        def claim() -> Any:
+        def claim() -> torch.cuda.Event | None:
             # What moves made free is not overwritten before it has been moved.
             with self._lock:
                 copies = self._driver.copies()

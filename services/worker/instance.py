@@ -11,13 +11,14 @@ import logging
 import os
 import uuid
 from collections.abc import Callable
+from typing import Protocol
 
 import msgspec
 
 from services.worker.draining import Draining
 from services.worker.engine_loop import EngineLoop, StepExecutor
-from services.worker.instance_models import InstanceModels, OnReady
-from services.worker.instance_moves import InstanceMoves, OpenTransport
+from services.worker.instance_models import InstanceModels, ModelExecutor, OnReady
+from services.worker.instance_moves import InstanceMoves, KvPools, OpenTransport
 from services.worker.instance_telemetry import InstanceTelemetry
 from services.worker.output_log import OutputLog, cut
 from shared.bus.interface import Bus, BusError, KeyValue, ServiceError, Subscription
@@ -77,6 +78,10 @@ COMPUTE_NICENESS = 5
 """Of the model's threads on CPU."""
 
 
+class InstanceExecutor(StepExecutor, ModelExecutor, KvPools, Protocol):
+    """What computes on an instance's devices."""
+
+
 class InstanceService:
     """`executor` and `engine` are made by the caller (tests use a fake executor). `open_transport`: for the KV of requests
     that move; None: they move without."""
@@ -87,7 +92,7 @@ class InstanceService:
         settings: InstanceSettings,
         telemetry: Telemetry,
         engine: Engine,
-        executor: StepExecutor,
+        executor: InstanceExecutor,
         provide_cost_models: Callable[[EngineLoop], OnReady] | None = None,
         open_transport: OpenTransport | None = None,
     ) -> None:

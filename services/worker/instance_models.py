@@ -41,7 +41,8 @@ OnReady = Callable[[ModelSpec, ModelShape, Callable[[], bool]], Awaitable[object
 class ModelExecutor(Protocol):
     """`prepare_model` is slow and runs beside steps; `add_model` and `remove_model` run between steps."""
 
-    def prepare_model(self, spec: ModelSpec) -> Any: ...
+    def prepare_model(self, spec: ModelSpec) -> Any:
+        """What `add_model` is given; nobody else looks into it."""
 
     def add_model(self, prepared: Any) -> ModelShape: ...
 
@@ -82,7 +83,7 @@ class InstanceModels:
     def __init__(
         self,
         loop: EngineLoop,
-        executor: Any,
+        executor: ModelExecutor,
         metrics: InstanceTelemetry,
         intake: Intake,
         on_change: Callable[[], None],
@@ -91,7 +92,7 @@ class InstanceModels:
     ) -> None:
         self._loop = loop
         self._users = users or KvUsers()
-        self._executor: ModelExecutor = executor
+        self._executor = executor
         self._metrics = metrics
         self._intake = intake
         self._on_change = on_change

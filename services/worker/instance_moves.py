@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Protocol
 
 from prometheus_client import Gauge
 
@@ -44,6 +44,8 @@ from shared.tasks import TaskSet
 from shared.telemetry import Telemetry
 
 if TYPE_CHECKING:
+    import torch
+
     from services.worker.kv_transport.transport import KvTransport
 
 log = logging.getLogger(__name__)
@@ -106,6 +108,11 @@ class Handovers:
         self._bus.publish(GATEWAY_FRAMES.at(gateway_id=gateway_id), TokenFrame(self._instance_id, [entry]))
 
 
+class KvPools(Protocol):
+    def slot_rows(self, model: str, on_host: bool) -> torch.Tensor:
+        """`[num_slots, slot_bytes]` uint8: of a model's slots, which stay where they are; no rows where there is no pool."""
+
+
 class InstanceMoves(KvUsers):
     """`open_transport` None: KV does not move, as where the settings say so."""
 
@@ -115,7 +122,7 @@ class InstanceMoves(KvUsers):
         bus: Bus,
         settings: InstanceSettings,
         loop: EngineLoop,
-        executor: Any,
+        executor: KvPools,
         outputs: OutputLog,
         reports: LoadReports,
         metrics: InstanceTelemetry,
