@@ -33,7 +33,7 @@ class StepStats(msgspec.Struct, frozen=True):
     """Online, offline."""
     duration_s: float
     limit_s: float = math.inf
-    """What the objectives allowed it."""
+    """What the objectives allowed it; decodes that nothing could join are not limited."""
     is_suspended: bool = False
     """It stopped at a safepoint; the rest of it will be a step of its own here."""
 

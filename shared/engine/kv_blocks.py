@@ -207,17 +207,31 @@ class BlockPool:
         while len(slots) < count:
             merged = self._merged_with_room(name, blocks)
             if merged < 0:
-                slot, _ = blocks.cached.popitem(last=False)
-                del blocks.by_hash[blocks.hash_of.pop(slot)]
-                merged, taken = slot // blocks.slots_per_merged, [slot]
-            else:
-                free = blocks.free[merged]
-                taken = free[: -(count - len(slots)) - 1 : -1]
-                del free[-len(taken) :]
+                # Where there are no other models, all that are left to be had are cached.
+                slots += self._reuse(blocks, count - len(slots) if len(self._models) == 1 else 1)
+                continue
+            free = blocks.free[merged]
+            taken = free[: -(count - len(slots)) - 1 : -1]
+            del free[-len(taken) :]
             for slot in taken:
                 references[slot] = 1
             slots += taken
             self._change_used(blocks, merged, len(taken))
+        return slots
+
+    def _reuse(self, blocks: ModelBlocks, count: int) -> list[int]:
+        """Cached slots, the oldest first, with one reference each."""
+        references, hash_of, by_hash, per_merged = (
+            blocks.references,
+            blocks.hash_of,
+            blocks.by_hash,
+            blocks.slots_per_merged,
+        )
+        slots = [blocks.cached.popitem(last=False)[0] for _ in range(count)]
+        for slot in slots:
+            del by_hash[hash_of.pop(slot)]
+            references[slot] = 1
+            self._change_used(blocks, slot // per_merged, 1)
         return slots
 
     def find(self, name: str, hashes: list[bytes]) -> list[int]:
@@ -243,11 +257,11 @@ class BlockPool:
     def release(self, name: str, slots: list[int]) -> None:
         """One reference less to each, last block first, so that the tail of a sequence is evicted before its head."""
         blocks = self._models[name]
-        references = blocks.references
+        references, let_go = blocks.references, self._let_go
         for slot in reversed(slots):
             left = references[slot] = references[slot] - 1
             if not left:
-                self._let_go(blocks, slot)
+                let_go(blocks, slot)
 
     def move(self, name: str, slot: int, merged: int) -> int:
         """What the used slot holds is to be in a slot of another merged block of the model, which has used ones and room:

@@ -97,6 +97,14 @@ class ModelQueue:
     def has_online_work(self) -> bool:
         return any(self.has_work(rank) for rank in ONLINE_RANKS)
 
+    @property
+    def only_decodes(self) -> bool:
+        """Whether all that it holds are online sequences that decode."""
+        if any(self.waiting) or self.running[_OFFLINE] or self.restoring or self.restored or self.suspended:
+            return False
+        running = (sequence for rank in ONLINE_RANKS for sequence in self.running[rank].values())
+        return all([sequence.total - sequence.num_computed == 1 for sequence in running])
+
     def has_restored_decodes(self) -> bool:
         """Whether online sequences in decode have come, or come back, and did not run here yet."""
         return any(sequence.is_online and sequence.is_in_decode for sequence in self.restored.values())
@@ -171,10 +179,8 @@ class ModelQueue:
         cost = self.cost_model.prompt_cost
         seconds = 0.0
         for rank in ONLINE_RANKS:
-            for sequence in self.runnable(rank):
-                count = sequence.total - sequence.num_computed
-                if count > 1:
-                    seconds += prompt_s(cost, count, sequence.num_computed)
+            for sequence in [s for s in self.runnable(rank) if s.total - s.num_computed > 1]:
+                seconds += prompt_s(cost, sequence.total - sequence.num_computed, sequence.num_computed)
         return seconds
 
     def online_shape(self, max_tokens: int) -> StepShape:

@@ -159,6 +159,18 @@ class Planner:
         return max(room_s(streams.values()), least_s)
 
     def _limits(self, queue: ModelQueue, leading: Rank, begins_s: float) -> Limits:
+        if leading != Rank.OFFLINE and queue.only_decodes:
+            # Nothing can join them, and they are never left out for the sake of time.
+            view = StepView(
+                model=queue.name,
+                now=begins_s,
+                cost_model=queue.cost_model,
+                is_online=True,
+                num_other_online=0,
+                max_known_tokens=queue.max_known_tokens,
+            )
+            self.last_limits = self._token_budget.limits(view)
+            return self.last_limits
         if leading == Rank.OFFLINE:
             # Online sequences of the model cannot run now, or this step would be led by them.
             num_online = sum(other.has_online_work() or other.restores_online() for other in self._queues.values())
