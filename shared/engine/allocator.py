@@ -433,7 +433,7 @@ class Allocator:
         for sequence in step.sequences:
             if sequence.in_flight:
                 continue
-            if sequence.state == _ENDED:
+            if sequence.state is _ENDED:
                 self.free(sequence)
             elif sequence.is_spoilt:
                 self.preempt(sequence, now, "failure")

@@ -29,7 +29,9 @@ class Copying:
         self._seen_used = 0.0
 
     def on_time(self, now: float) -> None:
-        """Follows the memory consumption."""
+        """Follows the memory consumption, where there is host memory to copy to."""
+        if self._memory.host.pool is None:
+            return
         used = self._memory.pool.used_merged()
         if self._seen_s is not None and now > self._seen_s:
             self._growth.add(used - self._seen_used, now - self._seen_s)

@@ -128,6 +128,8 @@ class _Totals:
 
     def kept(self, least_merged: int) -> float:
         """What is left of the least shares of the others than a model, for the model to which that leaves least."""
+        if not least_merged:
+            return 0.0
         left = [
             max(0.0, least_merged - self._merged(name, self._held[name] + self._wanted[name])) for name in self._queues
         ]
@@ -180,7 +182,7 @@ def instance_load(
     return InstanceLoad(
         dispatch_freeness=freeness(num_merged, usage, totals.num_running),
         free_merged=free,
-        num_running=sum(queue.num_running for queue in memory.queues.values()),
+        num_running=sum([model.num_running for model in models]),
         models=tuple(models),
         dispatch_freeness_high=freeness(num_merged, for_high, totals.num_running),
         migration_freeness=decode_steps(num_merged - moving, step),

@@ -102,8 +102,8 @@ class ModelQueue:
         """Whether all that it holds are online sequences that decode."""
         if any(self.waiting) or self.running[_OFFLINE] or self.restoring or self.restored or self.suspended:
             return False
-        running = (sequence for rank in ONLINE_RANKS for sequence in self.running[rank].values())
-        return all([sequence.total - sequence.num_computed == 1 for sequence in running])
+        running = chain(*(self.running[rank].values() for rank in ONLINE_RANKS))
+        return all(sequence.total - sequence.num_computed == 1 for sequence in running)
 
     def has_restored_decodes(self) -> bool:
         """Whether online sequences in decode have come, or come back, and did not run here yet."""

@@ -122,7 +122,7 @@ class Outgoing:
     def _pin(self, sequence: Sequence, blocks: list[int], first: int, end: int, on_host: bool) -> PinnedBlocks:
         root = self._memory.queues[sequence.model].root
         num_full = min(end, sequence.num_tokens // sequence.page_tokens)
-        hashes = sequence.extend_hashes(num_full, sequence.page_tokens, root)[first:]
+        hashes = sequence.extend_hashes(num_full, sequence.page_tokens, root, first)
         pinned = PinnedBlocks(sequence.model, on_host, first, blocks[first:end], b"".join(hashes))
         if pinned.slots:
             self._memory.pool_of(on_host).retain(sequence.model, pinned.slots)

@@ -221,8 +221,8 @@ class Sequence:
     def num_output(self) -> int:
         return len(self.tokens) - self.num_prompt
 
-    def extend_hashes(self, num_blocks: int, page_tokens: int, root: bytes) -> list[bytes]:
-        """The chained hashes of the first `num_blocks` full blocks of known tokens."""
+    def extend_hashes(self, num_blocks: int, page_tokens: int, root: bytes, first_block: int = 0) -> list[bytes]:
+        """The chained hashes of the first `num_blocks` full blocks of known tokens, from `first_block` on."""
         hashes = self.hashes
         first, end = len(hashes) * page_tokens, num_blocks * page_tokens
         if first < end:
@@ -232,4 +232,4 @@ class Sequence:
             for at in range(0, len(packed), 4 * page_tokens):
                 previous = chain_hash(previous, packed[at : at + 4 * page_tokens])
                 hashes.append(previous)
-        return hashes[:num_blocks]
+        return hashes[first_block:num_blocks]

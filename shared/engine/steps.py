@@ -193,7 +193,7 @@ class Steps:
         ):
             if samples:
                 position += 1
-            if sequence.generation != generation or sequence.state == _ENDED:
+            if sequence.generation != generation or sequence.state is _ENDED:
                 continue
             if start + count >= sequence.next_register:
                 self._register_blocks(sequence, queue, start + count)
@@ -238,7 +238,7 @@ class Steps:
         page = queue.shape.page_tokens
         num_full = num_computed // page
         first = sequence.next_register // page - 1
-        hashes = sequence.extend_hashes(num_full, page, queue.root)[first:]
+        hashes = sequence.extend_hashes(num_full, page, queue.root, first)
         self._memory.pool.register(queue.name, sequence.blocks[first:num_full], hashes)
         sequence.next_register = (num_full + 1) * page
 

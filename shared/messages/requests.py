@@ -190,7 +190,7 @@ class RequestTiming(msgspec.Struct, frozen=True, array_like=True):
     num_preemptions: Count = 0
 
 
-class TokenEntry(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+class TokenEntry(msgspec.Struct, frozen=True, array_like=True, kw_only=True, gc=False):
     """What one iteration made for one request."""
 
     request_id: str

@@ -126,19 +126,14 @@ class StepBudget:
         """Adds decoding sequences with `context_tokens` together."""
         if not num_sequences:
             return
-        before = self.shape
-        self.shape = before._replace(
-            num_decodes=before.num_decodes + num_sequences,
-            decode_context_tokens=before.decode_context_tokens + context_tokens,
-        )
+        prefill, attention, decodes, context = self.shape
+        self.shape = StepShape(prefill, attention, decodes + num_sequences, context + context_tokens)
         self._charge(num_sequences)
 
     def take_prefill(self, num_tokens: int, context_tokens: int) -> None:
-        before = self.shape
-        self.shape = before._replace(
-            prefill_tokens=before.prefill_tokens + num_tokens,
-            prefill_attention=before.prefill_attention + num_tokens * (context_tokens + num_tokens / 2),
-        )
+        prefill, attention, decodes, context = self.shape
+        attention += num_tokens * (context_tokens + num_tokens / 2)
+        self.shape = StepShape(prefill + num_tokens, attention, decodes, context)
         self._charge(num_tokens)
 
     def _charge(self, num_tokens: int) -> None:

@@ -221,3 +221,36 @@ def test_a_stream_that_came_from_elsewhere_is_one_before_its_first_step_here() -
     queue.restored[1] = sequence
     left_s, _ = queue.streams(2.1)
     assert 0.0 < left_s <= allowed_silence_s(TPOT_S) - 0.1
+
+
+def test_decodes_that_nothing_can_join_have_no_limit() -> None:
+    instance = Instance("doubling_budget", 1, 1.0, 1)
+    engine = instance.engine
+
+    def step(now: float) -> float:
+        plan = engine.plan(now)
+        assert plan is not None
+        engine.apply(OnStep(StepResult(plan.step_id, [5] * sum(plan.samples))), now + 0.02)
+        return engine.planner.last_limit_s
+
+    def submit(request_id: str) -> None:
+        engine.apply(
+            Submit(
+                GenerationRequest(
+                    request_id=request_id,
+                    gateway_id="g",
+                    model="m0",
+                    prompt=pack_tokens([1] * 100),
+                    sampling=SamplingParams(max_tokens=9),
+                )
+            ),
+            0.0,
+        )
+
+    submit("1")
+    step(0.0)
+    assert step(0.1) == math.inf
+    assert engine.planner.last_limits.max_tokens == 2048
+    submit("2")
+    assert step(0.2) < allowed_silence_s(TPOT_S), "the prompt is not to make the stream stand still"
+    assert step(0.3) == math.inf

@@ -1,6 +1,11 @@
 from __future__ import annotations
 
+import random
+
+import pytest
+
 from shared.policies.baselines import RoundRobin, SkipJoinMlfq
+from shared.policies.catalogue import ORDERING_POLICIES
 from shared.policies.ordering import ModelView
 from tests.shared.policies.views import FakeModel, FakeSequence
 
@@ -77,3 +82,19 @@ def test_the_level_travels_and_the_state_of_another_order_does_not() -> None:
     round_robin = RoundRobin()
     assert round_robin.export_state(moved) == ()
     round_robin.import_state(moved, (1.0,), 0.0)
+
+
+@pytest.mark.parametrize("name", ORDERING_POLICIES)
+def test_sequences_are_sorted_by_their_keys_and_numbers(name: str) -> None:
+    chooser, policy = random.Random(1), ORDERING_POLICIES[name]()
+    sequences = [FakeSequence(number, arrived_s=chooser.choice([0.0, 1.0])) for number in range(40)]
+    for sequence in sequences:
+        sequence.last_ran_s = chooser.choice([1.0, 2.0, 9.0])
+        policy.on_arrival(sequence, 1.0)
+        policy.charge([sequence], [chooser.choice([0.1, 0.4])], 2.0)
+    chooser.shuffle(sequences)
+    expected = sorted(sequences, key=lambda sequence: (policy.key(sequence, 9.5), sequence.number))
+    policy.sort(sequences, 9.5)
+    assert sequences == expected
+    policy.sort(empty := [], 9.5)
+    assert not empty
