@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import re
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -25,7 +24,8 @@ from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
 from opentelemetry.sdk.trace.sampling import ALWAYS_OFF, ParentBased, TraceIdRatioBased
-from opentelemetry.trace import NonRecordingSpan, Span, SpanContext, TraceFlags, Tracer
+from opentelemetry.trace import NonRecordingSpan, Span, Tracer
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 from prometheus_client import CollectorRegistry, GCCollector, ProcessCollector, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 
@@ -42,17 +42,16 @@ LOOP_TIMEOUT_S = 3.0
 
 METRICS_TYPE = CONTENT_TYPE_PLAIN_0_0_4
 
-_TRACEPARENT = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
+_W3C = TraceContextTextMapPropagator()
 MEANINGFUL_CHARACTERS = len(f"00-{0:032}-{0:016}-00-")
 """Of a `traceparent`: behind them stands what later versions may add."""
 
 
 def current_traceparent() -> str:
     """The current span as a W3C `traceparent`; empty where there is none."""
-    context = trace.get_current_span().get_span_context()
-    if not context.is_valid:
-        return ""
-    return f"00-{context.trace_id:032x}-{context.span_id:016x}-{context.trace_flags:02x}"
+    carrier: dict[str, str] = {}
+    _W3C.inject(carrier)
+    return carrier.get("traceparent", "")
 
 
 def context_of(traceparent: str) -> Context:
@@ -63,14 +62,7 @@ def context_of(traceparent: str) -> Context:
 
 @lru_cache(maxsize=1024)
 def _context_of(traceparent: str) -> Context:
-    match = _TRACEPARENT.fullmatch(traceparent)
-    # Version ff is forbidden, and version 00 has no further fields (W3C Trace Context, section 3.2).
-    if match is None or match[1] == "ff" or (match[1] == "00" and match[5]):
-        return Context()
-    context = SpanContext(
-        int(match[2], 16), int(match[3], 16), is_remote=True, trace_flags=TraceFlags(int(match[4], 16))
-    )
-    return trace.set_span_in_context(NonRecordingSpan(context), Context())
+    return _W3C.extract({"traceparent": traceparent}, Context())
 
 
 def metrics_text(registry: CollectorRegistry) -> bytes:

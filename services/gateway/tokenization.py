@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import msgspec
 from tokenizers import Tokenizer
 
-from services.gateway.chat_templates import ChatTemplate, load_template, plain_messages, read_tokenizer_config
+from services.gateway.chat_templates import load_template, plain_messages, read_tokenizer_config
 from services.gateway.detokenization import Detokenizer
 from services.gateway.errors import ApiError
 from services.gateway.text_bounds import longest_token_characters
@@ -52,12 +52,11 @@ def _byte_of_character() -> dict[str, int]:
 
 
 class ModelTokenizer:
-    """One model's tokenizer, chat template, and what its checkpoint says about lengths and ends."""
+    """One model's tokenizer, and what its checkpoint says about lengths and ends."""
 
     def __init__(
         self,
         tokenizer: Tokenizer,
-        template: ChatTemplate,
         *,
         spec: ModelSpec,
         config: dict[str, Any],
@@ -70,7 +69,6 @@ class ModelTokenizer:
         tokenizer.no_truncation()
         tokenizer.no_padding()
         self._tokenizer = tokenizer
-        self._template = template
         self.spec = spec
         self._longest_token_characters = longest_token_characters(tokenizer)
         self.eos_token_ids = eos_token_ids
@@ -100,10 +98,6 @@ class ModelTokenizer:
         """No text with more characters makes so few tokens; None: there is no such bound."""
         longest = self._longest_token_characters
         return None if longest is None else longest * (num_tokens + 1)  # a beginning that `encode` takes away
-
-    def render_chat(self, messages: list[Any], **options: Any) -> str:
-        """`messages`: ChatMessage. `options`: see `ChatTemplate.render`."""
-        return self._template.render(plain_messages(messages), **options)
 
     # ------------------------------------------------------------------------------------------- ids to text
 
@@ -149,7 +143,7 @@ def load_tokenizer(spec: ModelSpec) -> ModelTokenizer:
             tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
         else:
             tokenizer = _convert(folder)
-        template = load_template(folder, config)
+        load_template(folder, config)  # one that cannot be used is told of now; `text_work` runs it
     except CheckpointError:
         raise
     except Exception as error:  # the tokenizers library raises plain Exception
@@ -157,7 +151,6 @@ def load_tokenizer(spec: ModelSpec) -> ModelTokenizer:
     max_model_len = min(shape.max_model_len, spec.max_model_len or shape.max_model_len)
     return ModelTokenizer(
         tokenizer,
-        template,
         spec=msgspec.structs.replace(spec, source=str(folder)),
         config=config,
         eos_token_ids=shape.eos_token_ids,

@@ -12,7 +12,13 @@ import pytest
 from prometheus_client import CollectorRegistry
 from tokenizers import Tokenizer
 
-from services.gateway.chat_templates import DEFAULT_TEMPLATE, ChatTemplate, load_template
+from services.gateway.chat_templates import (
+    DEFAULT_TEMPLATE,
+    ChatTemplate,
+    load_template,
+    plain_messages,
+    read_tokenizer_config,
+)
 from services.gateway.errors import ApiError
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.schemas import ChatMessage, ContentPart
@@ -155,21 +161,23 @@ def test_a_template_that_fails_is_the_requests_error(source: str) -> None:
 
 
 def test_messages_reach_the_template_plain(checkpoint: Path) -> None:
-    loaded = load_tokenizer(ModelSpec("m", str(checkpoint)))
+    template = load_template(checkpoint, read_tokenizer_config(checkpoint))
     parts = [ContentPart("text", "a"), ContentPart("text", "b")]
     messages = [ChatMessage("user", parts), ChatMessage("assistant", None, tool_calls=[{"id": "1"}])]
-    assert loaded.render_chat(messages) == "<|user|>a\nb<|end|><|assistant|><|end|><|assistant|>"
+    assert template.render(plain_messages(messages)) == "<|user|>a\nb<|end|><|assistant|><|end|><|assistant|>"
 
 
 @pytest.mark.parametrize("name", ["tideway-demo-llama", "tideway-demo-opt"])
 def test_the_demonstration_models(name: str) -> None:
-    loaded = load_tokenizer(ModelSpec(name, str(REPOSITORY / "models" / name)))
+    folder = REPOSITORY / "models" / name
+    loaded = load_tokenizer(ModelSpec(name, str(folder)))
     text = "What is a KV cache? naïve 😀"
     ids = loaded.encode(text, False)
     detokenizer = loaded.detokenizer()
     assert "".join([*(detokenizer.push(i) for i in ids), detokenizer.flush()]) == text
     assert b"".join(loaded.token_bytes(i) for i in ids).decode().strip() == text
-    prompt = loaded.encode(loaded.render_chat([ChatMessage("user", "Hi")]), False)
+    template = load_template(folder, read_tokenizer_config(folder))
+    prompt = loaded.encode(template.render(plain_messages([ChatMessage("user", "Hi")])), False)
     assert prompt[0] == loaded.encode("", True)[0] if loaded.encode("", True) else prompt
     assert max(prompt) < loaded.vocab_size
     assert loaded.eos_token_ids

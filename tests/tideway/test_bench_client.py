@@ -25,10 +25,14 @@ from tideway.bench.arrivals import Arrivals, Closed, Constant, Gamma, Poisson
 from tideway.bench.client import BenchError, Connections, Target, calibrate
 from tideway.bench.lengths import Fixed, Uniform
 from tideway.bench.records import INTERRUPTED, UNFINISHED
-from tideway.bench.report import Result, read_result, write_result
+from tideway.bench.report import Result, write_result
 from tideway.bench.session import Session, run_session
 from tideway.bench.workload import StreamSpec, Workload
 from tideway.preflight import REPOSITORY
+
+
+def read_result(path: Path) -> Result:
+    return msgspec.json.decode(path.read_bytes(), type=Result)
 
 
 @pytest.fixture(scope="module")

@@ -43,11 +43,6 @@ def write_result(result: Result, path: Path) -> None:
     path.write_bytes(msgspec.json.format(msgspec.json.encode(result), indent=1) + b"\n")
 
 
-def read_result(path: Path) -> Result:
-    """Raises `OSError`, `msgspec.DecodeError` (also for what is no such file)."""
-    return msgspec.json.decode(path.read_bytes(), type=Result)
-
-
 def table(summary: Summary, title: str = "") -> Table:
     """A row a figure, a column a group; sums over a single group are left out."""
     shown = Table(title=title or None, title_justify="left")
