@@ -253,6 +253,8 @@ class Instance:
     # ---------------------------------------------------------------------------------------------- requests
 
     def submit(self, request: GenerationRequest) -> ErrorInfo | None:
+        if self.state == "draining":
+            return ErrorInfo(ErrorCode.DRAINING, f"instance {self.instance_id} is draining")
         if (state := self.model_states.get(request.model, "not here")) != "ready":
             return ErrorInfo(ErrorCode.GONE, f"model {request.model!r} is {state}")
         refused = self.host.apply(Submit(request))
@@ -532,6 +534,36 @@ class Fleet:
         instance = self.instances.pop(instance_id)
         instance.stop()
         self._tell_entry(instance_id, None)
+
+    def carry_out(
+        self, plan: Mapping[str, Sequence[Model]], device: Device, *, start_s: float = 0.0, grace_s: float = 30.0
+    ) -> None:
+        """Brings the fleet to a placement (instance -> its models) while it serves: instances that are in no plan drain and
+        are removed when they are empty, `grace_s` later at most; models come and go; new instances start in `start_s`."""
+        for instance_id, instance in list(self.instances.items()):
+            wanted = {model.shape.name: model for model in plan.get(instance_id, ())}
+            if instance.is_gone:
+                continue
+            if instance_id not in plan:
+                self.drain(instance_id)
+                self._remove_when_empty(instance, self.events.now + grace_s)
+                continue
+            for name, state in list(instance.model_states.items()):
+                if state == "ready" and name not in wanted:
+                    instance.begin_unload(name, grace_s)
+            for name, model in wanted.items():
+                if name not in instance.model_states:
+                    instance.begin_load(model)
+        for instance_id in [name for name in plan if name not in self.instances]:
+            self.add_instance(instance_id, device, plan[instance_id], start_s=start_s)
+
+    def _remove_when_empty(self, instance: Instance, deadline_s: float) -> None:
+        if instance.is_gone or instance.state != "draining":
+            return
+        if instance.engine.all_held() and self.events.now < deadline_s:
+            self.events.after(POLL_S, self._remove_when_empty, instance, deadline_s)
+        else:
+            self.remove(instance.instance_id)
 
     def _tell_entry(self, instance_id: str, info: InstanceInfo | None) -> None:
         self.scheduler.apply(OnRegistry(instance_id, info))

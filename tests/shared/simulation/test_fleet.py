@@ -17,6 +17,7 @@ from shared.settings import SchedulerSettings
 from shared.simulation.batches import Batches
 from shared.simulation.fleet import Device, Fleet, Model
 from shared.simulation.gateway import Job
+from shared.simulation.migration import FleetMigrations
 
 COST = CostModel(
     fixed_s=0.01, prefill_token_s=1e-4, prefill_attention_s=1e-8, decode_s=1e-4, decode_context_s=1e-6,
@@ -34,8 +35,9 @@ def model(name: str, load_s: float = 0.0) -> Model:
     return Model(shape=shape, cost_model=COST, load_s=load_s)
 
 
-def fleet_of(num_instances: int, models: str = "a", *, seed: int = 0, **options: object) -> Fleet:
-    fleet = Fleet(SchedulerSettings(migration="off"), seed=seed, **options)
+def fleet_of(num_instances: int, models: str = "a", *, seed: int = 0, moves: bool = False) -> Fleet:
+    scheduling = SchedulerSettings(migration="auto" if moves else "off")
+    fleet = Fleet(scheduling, seed=seed, migrations=FleetMigrations if moves else None)
     for number in range(num_instances):
         fleet.add_instance(f"i{number}", DEVICE, [model(name) for name in models])
     return fleet
@@ -111,6 +113,20 @@ def test_what_an_unloaded_model_leaves_is_placed_where_it_is_still_served() -> N
     assert fleet.instances["i0"].model_states == {}
 
 
+@pytest.mark.parametrize("moves", [True, False])
+def test_a_placement_is_carried_out_while_it_serves(moves: bool) -> None:
+    fleet = fleet_of(2, "ab", moves=moves)
+    plan = {"i1": [model("a")], "i2": [model("b"), model("c")]}
+    fleet.events.at(1.0, lambda: fleet.carry_out(plan, DEVICE, start_s=0.5))
+    records = fleet.run([*jobs_of(60, models="ab"), Job(1.1, 40, 10, model="c")]).records
+    assert records[-1].first_s > 1.5
+    assert all(record.num_placements == 1 for record in records), "all had the time to end, or to move"
+    assert any(record.num_moves for record in records) is moves
+    check_empty(fleet)
+    states = {name: instance.model_states for name, instance in fleet.instances.items()}
+    assert states == {"i1": {"a": "ready"}, "i2": {"b": "ready", "c": "ready"}}
+
+
 def test_a_conversation_finds_its_prompt_and_answers_in_the_cache() -> None:
     fleet = fleet_of(1)
     turns = [
@@ -163,14 +179,14 @@ def test_the_scenario_of_the_docs_runs(capsys: pytest.CaptureFixture[str]) -> No
 @given(data=st.data())
 def test_whatever_fails_every_request_ends_once_with_its_tokens(data: st.DataObject) -> None:
     """The gateway fails a run in which a token is repeated or left out, or a request ends twice or with an error."""
-    seed = data.draw(st.integers(0, 1000))
+    seed, moves = data.draw(st.integers(0, 1000)), data.draw(st.booleans())
     times = st.floats(0.0, 4.0)
     faults = data.draw(
         st.lists(st.tuples(st.sampled_from(["silent", "exited", "scheduler", "drain", "add"]), times), max_size=5)
     )
 
     def run() -> list[tuple[float, float, int]]:
-        fleet = fleet_of(3, "ab", seed=seed)
+        fleet = fleet_of(3, "ab", seed=seed, moves=moves)
 
         def fault(kind: str, number: int) -> None:
             alive = [name for name, one in fleet.instances.items() if not one.is_gone and one.state == "ready"]
