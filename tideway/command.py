@@ -283,13 +283,13 @@ def replay(
         recorded = file.read_bytes()
         if isinstance(header_of(recorded, recording.Configuration | scheduling.Configuration), recording.Configuration):
             engine, number = recording.replay(recorded)
-            what, num_open = "plans", len(engine.all_held())
+            what, num_open = f"{number} plans", len(engine.all_held())
         else:
             core, number = scheduling.replay(recorded)
-            what, num_open = "times asked for actions", len(core.requests)
+            what, num_open = f"asked {number} times for actions", len(core.requests)
     except (OSError, ReplayMismatch) as error:
         raise OperatorError(f"{file}: {error}") from None
-    print(f"{number} {what}, all as recorded; requests open at the end: {num_open}.")
+    print(f"{what}, all as recorded; requests open at the end: {num_open}.")
 
 
 app.command()(bench)

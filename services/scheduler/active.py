@@ -389,7 +389,9 @@ def _core(
     if settings.record_file:
         path = f"{settings.record_file}.{info.scheduler_id}.{info.term}"
         try:
-            return recorded(configuration, file_writer(path, settings.record_max_bytes))
+            core = recorded(configuration, file_writer(path, settings.record_max_bytes))
+            logger.info("this term is recorded: %s", path)
+            return core
         except OSError as error:
             logger.error("TIDEWAY_RECORD_FILE: %r cannot be written, so nothing is recorded: %s", path, error)
     return configuration.build()

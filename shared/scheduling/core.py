@@ -147,7 +147,7 @@ class SchedulerCore:
         """See `OnModel`."""
         if not is_known:
             self.monitor.forget(model)
-        self.intake.on_model(model, is_known, now)
+        self.life.on_model(model, is_known, now)
 
     def take_execution_statistics(self) -> list[ExecutionStatistics]:
         """See `TakeExecutionStatistics`."""

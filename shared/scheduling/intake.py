@@ -6,7 +6,6 @@ from shared.messages.batches import GrantQuery, GrantReply
 from shared.messages.requests import (
     PLACEMENT_EPOCHS,
     ErrorInfo,
-    FinishReason,
     GenerationRequest,
     RequestClass,
     next_placement,
@@ -95,12 +94,3 @@ class Intake:
         """See `Grant`."""
         room = self._dispatcher.offline_room(demand.model for demand in query.demands)
         return self.grants.answer(query, room, now)
-
-    def on_model(self, model: str, is_known: bool, now: float) -> None:
-        """See `OnModel`."""
-        if is_known:
-            self._life.removed_models.discard(model)
-            return
-        self._life.removed_models.add(model)
-        for tracked in self._queue.of_model(model):
-            self._life.end(tracked, FinishReason.ERROR, removed_error(model), now)

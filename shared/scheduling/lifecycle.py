@@ -47,6 +47,15 @@ class RequestLifecycle:
         self._num_known += 1
         return self._num_known
 
+    def on_model(self, model: str, is_known: bool, now: float) -> None:
+        """See `OnModel`."""
+        if is_known:
+            self.removed_models.discard(model)
+            return
+        self.removed_models.add(model)
+        for tracked in self._dispatcher.queue.of_model(model):
+            self.end(tracked, FinishReason.ERROR, removed_error(model), now)
+
     def enqueue(self, tracked: TrackedRequest, now: float) -> None:
         self.timers.set(("deadline", tracked.request_id), tracked.deadline_s)
         self._dispatcher.enqueue(tracked, now)

@@ -78,7 +78,7 @@ class Membership:
     def _lose(self, instance_id: str, reason: str, now: float) -> None:
         """Nothing on the instance will be finished. Requests that it had accepted go back to their gateways, which know
         the tokens so far; those on their way to it are placed again from here."""
-        self._inquiries.unheard.discard(instance_id)
+        self._inquiries.give_up(instance_id)
         there = self._life.requests.on_instance(instance_id)
         state = self._cluster.get(instance_id)
         if there or (state is not None and state.is_known_alive):

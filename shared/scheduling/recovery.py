@@ -105,6 +105,10 @@ class Inquiries:
         """See `BeginServing`."""
         self.unheard = {name for name, state in self._cluster if state.is_alive and not state.has_answered}
 
+    def give_up(self, instance_id: str) -> None:
+        """It will not answer any more, and nothing that it held will go on there."""
+        self.unheard.discard(instance_id)
+
     def confirm(self, request_id: str, now: float) -> None:
         """Only its last owner has told whose the request is; is it?"""
         tracked = self._life.requests.get(request_id)

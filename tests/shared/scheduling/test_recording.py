@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
 from shared.recording import ReplayMismatch, frames
@@ -32,22 +27,6 @@ def record_run() -> bytes:
             if isinstance(action, Dispatch):
                 core.apply(OnDispatched.to(action, None), now)
     return b"".join(written)
-
-
-def test_the_same_is_decided_in_a_process_with_other_hashes(tmp_path: Path) -> None:
-    file = tmp_path / "scheduler.record"
-    file.write_bytes(record_run())
-    core, number = recording.replay(file.read_bytes())
-    assert number == 40 and len(core.requests) == 40
-    for seed in ("1", "2"):
-        done = subprocess.run(
-            [sys.executable, "-m", "tideway", "replay", str(file)],
-            env={**os.environ, "PYTHONHASHSEED": seed},
-            capture_output=True,
-            text=True,
-            timeout=60,
-        )
-        assert done.stdout.startswith("40 times asked for actions, all as recorded"), done.stderr
 
 
 def test_a_request_less_is_noticed_and_the_difference_named() -> None:
