@@ -44,16 +44,20 @@ class DeviceFacts(NamedTuple):
     kind: str
     """cpu | cuda"""
     attention: tuple[AttentionFacts, ...]
+    """The last runs all models."""
     step_tokens: int
 
     @classmethod
     def of(cls, node: NodeInfo) -> DeviceFacts:
-        return cls("cuda" if node.device.startswith("cuda") else "cpu", node.attention, node.step_tokens)
+        kind = "cuda" if node.device.startswith("cuda") else "cpu"
+        at_most = AttentionFacts("", (node.page_tokens,)) if node.page_tokens > 0 else AttentionFacts()
+        return cls(kind, (*node.attention, at_most), node.step_tokens)
 
     def block_size(self, head_dim: int, dtype: str) -> int:
         """Tokens in a KV block of such a model."""
-        back_ends = (*self.attention, AttentionFacts())
-        return next(facts.block_sizes[0] for facts in back_ends if facts.block_sizes and facts.runs(head_dim, dtype))
+        return next(
+            facts.block_sizes[0] for facts in self.attention if facts.block_sizes and facts.runs(head_dim, dtype)
+        )
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Annotated
 
 import msgspec
 
@@ -194,22 +195,25 @@ class InstanceExited(msgspec.Struct, frozen=True, array_like=True):
     exit_code: int
 
 
+Positive = Annotated[int, msgspec.Meta(ge=1, le=2**20)]
+
+
 class AttentionFacts(msgspec.Struct, frozen=True, array_like=True):
     """What one attention back end of a device takes. The default is what a node is taken for that does not say: blocks as
     large as any back end's, as one that turns out to be smaller fits as well."""
 
     name: str = ""
-    block_sizes: tuple[Amount, ...] = (256,)
+    block_sizes: tuple[Positive, ...] = (256,)
     """Tokens in a KV block, best first; models get the first."""
     dtypes: tuple[str, ...] = ("float32", "float16", "bfloat16")
     max_head_dim: Amount = 0
     """0: any."""
-    head_dim_step: Amount = 1
+    head_dim_step: Positive = 1
     """Head sizes are multiples of it."""
 
     def runs(self, head_dim: int, dtype: str) -> bool:
         fits = not self.max_head_dim or head_dim <= self.max_head_dim
-        return fits and dtype in self.dtypes and head_dim % max(1, self.head_dim_step) == 0
+        return fits and dtype in self.dtypes and head_dim % self.head_dim_step == 0
 
 
 class NodeInfo(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
@@ -229,10 +233,10 @@ class NodeInfo(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     max_instances: Amount = 0
     """How many it could run; 0: `num_instances`."""
     page_tokens: Amount = 0
-    """Of a KV block of ordinary models, for readers that know no `attention`."""
+    """Of a KV block, at most; `attention` says more, but not all versions have it."""
     step_tokens: Amount = 512
     """Of a step, at most."""
-    attention: tuple[AttentionFacts, ...] = (AttentionFacts(),)
+    attention: tuple[AttentionFacts, ...] = ()
     """Fastest first: a model takes the first that runs its heads in its dtype."""
     groups: tuple[DeviceGroup, ...] = ()
     """Instance k computes on `groups[k]`."""
@@ -284,7 +288,7 @@ class StoredCostModel(msgspec.Struct, frozen=True):
     """A fitted cost model (`shared.cost_model.CostModel`, encoded) and what it was measured on."""
 
     key: str
-    """Fingerprint of the model's shape and dtype, the device and the tensor-parallel size."""
+    """Fingerprint of the model's shape and dtype, the device and the number of ranks."""
     cost_model: bytes
     profiled_s: float
     """Unix time."""

@@ -213,16 +213,18 @@ TORCH = AttentionFacts("torch", (128, 64))
         ("bfloat16", 512, (FLASH_2, TORCH), 128),
         ("bfloat16", 120, (FLASH_2, TORCH), 128),
         ("bfloat16", 128, (), 256),
+        ("bfloat16", 128, 64, 64),
     ],
 )
 def test_merged_blocks_hold_blocks_of_the_size_that_the_node_reports(
-    dtype: str, head_dim: int, attention: tuple[AttentionFacts, ...], block_size: int
+    dtype: str, head_dim: int, attention: tuple[AttentionFacts, ...] | int, block_size: int
 ) -> None:
     """Llama-2-7B's layers on a GPU, of which several back ends take heads of some dtypes and sizes; where nothing is said,
-    blocks may be as large as any takes."""
+    blocks may be as large as any takes, and a number alone is of all."""
     llama = model("llama", layers=32, kv_heads=32, head_dim=head_dim)
     llama = replace(llama, spec=msgspec.structs.replace(llama.spec, dtype=dtype))
-    gpu = msgspec.structs.replace(node(num_instances=1, memory=160 * GIB, device="cuda"), attention=attention)
+    said = {"page_tokens": attention, "attention": ()} if isinstance(attention, int) else {"attention": attention}
+    gpu = msgspec.structs.replace(node(num_instances=1, memory=160 * GIB, device="cuda"), **said)
     (instance,) = plan([llama], [gpu], None).instances
     block = 32 * 2 * 32 * block_size * head_dim * ITEMSIZES[dtype]
     assert footprint(llama.spec, llama.shape or shape(), DeviceFacts.of(gpu)).slot_bytes == block
