@@ -361,7 +361,6 @@ class Scheduler:
     ) -> None:
         self.core = SchedulerCore(settings, term, inherited)
         self.term = term
-        self.num_pairings = 0
         self.is_serving = True
         self.is_over = False
         """It is dead; another takes over."""
@@ -406,14 +405,10 @@ class Scheduler:
                 after(fleet.control_s, fleet.gateway.on_lost, lost)
             case ProbeSilence(instance_ids):  # the bus works
                 after(2 * fleet.control_s, self.apply, DeclareLost(instance_ids))
-            case Paired():
-                self.num_pairings += 1
-            case InstanceLost():
-                fleet.num_lost += 1
             case ScaleUp() | DrainAction() | CancelDrain():
                 assert fleet.scale is not None
                 self.apply(OnScaled(fleet.scale(action)))
-            case LeftQueue() | MoveEnded():
+            case Paired() | InstanceLost() | LeftQueue() | MoveEnded():  # for metrics
                 pass
 
     def _dispatch(self, action: Dispatch) -> None:
@@ -466,7 +461,6 @@ class Fleet:
         """When each instance that was drained held nothing any more."""
         self.scale: Callable[[ScalingAction], list[str]] | None = None
         """Carries out what the scheduler wants, and says which instances it released for that."""
-        self.num_lost = 0
         self._statistics: dict[str, ExecutionStatistics] = {}
         self._num_made = 0
         if tells_statistics:

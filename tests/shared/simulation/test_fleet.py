@@ -113,6 +113,14 @@ def test_what_an_unloaded_model_leaves_is_placed_where_it_is_still_served() -> N
     assert fleet.instances["i0"].model_states == {}
 
 
+def test_a_request_that_nobody_serves_ends_at_its_deadline() -> None:
+    fleet = fleet_of(1)
+    fleet.gateway.is_strict = False
+    served, other = fleet.run([*jobs_of(1), Job(0.1, 40, 10, model="b", timeout_s=2.0)]).records
+    assert not served.error and other.error.startswith("deadline") and other.ended_s == pytest.approx(2.1, abs=0.01)
+    check_empty(fleet)
+
+
 @pytest.mark.parametrize("moves", [True, False])
 def test_a_placement_is_carried_out_while_it_serves(moves: bool) -> None:
     fleet = fleet_of(2, "ab", moves=moves)
@@ -204,7 +212,9 @@ def test_whatever_fails_every_request_ends_once_with_its_tokens(data: st.DataObj
 
         for number, (kind, at_s) in enumerate(faults):
             fleet.events.at(at_s, fault, kind, number)
+        Batches(fleet, lines_in_flight=8).begin_at(0.3, "batch", jobs_of(20, models="ab", output=15))
         records = fleet.run(jobs_of(40, models="ab", output=30)).records
+        assert len(records) == 60
         check_empty(fleet)
         return [(record.first_s, record.ended_s, record.num_placements) for record in records]
 
