@@ -275,7 +275,7 @@ class InstanceSettings(BusSettings, frozen=True, kw_only=True):
     """Of the KV pool, that is divided evenly over the models of the instance: what a model can have for its online requests
     whatever the others hold. 0: nothing is kept."""
     fault_points: str = ""
-    """For tests: `name:action[:seconds]`, comma-separated, at which a migration fails (docs/migration.md)."""
+    """For tests: `name:action[:seconds]`, comma-separated, at which a migration fails (docs/design/migration.md)."""
     cost_models_dir: str = ""
     """Where cost models are kept as files, beside the key-value store; empty: nowhere."""
     kv_host: str = ""

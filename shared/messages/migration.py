@@ -1,4 +1,4 @@
-"""Requests that move between instances (docs/migration.md)."""
+"""Requests that move between instances (docs/design/migration.md)."""
 
 from __future__ import annotations
 

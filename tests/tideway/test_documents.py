@@ -23,7 +23,12 @@ from tests.tideway.readme import REPOSITORY, curl_lines, python_examples, shell_
 from tideway.command import app
 from tideway.preflight import DEMONSTRATION_MODELS
 
-DOCUMENTS = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
+DOCUMENTS = [
+    REPOSITORY / "README.md",
+    *sorted((REPOSITORY / "docs").rglob("*.md")),
+    REPOSITORY / "CONTRIBUTING.md",
+    REPOSITORY / "CHANGELOG.md",
+]
 BODIES = {
     ("POST", "/v1/chat/completions"): ChatRequest,
     ("POST", "/v1/completions"): CompletionRequest,
@@ -41,7 +46,7 @@ def options_of_up() -> set[str]:
 
 
 def make_targets() -> set[str]:
-    rules = re.findall(r"^([a-z ]+):", (REPOSITORY / "Makefile").read_text(), re.MULTILINE)
+    rules = re.findall(r"^([a-z -]+):", (REPOSITORY / "Makefile").read_text(), re.MULTILINE)
     return {target for rule in rules for target in rule.split()}
 
 
@@ -99,7 +104,7 @@ def test_paths_and_options_in_documents_exist(document: Path) -> None:
         assert (document.parent / link).exists(), link
     for path in paths:
         assert (REPOSITORY / path).exists(), path
-    for target in re.findall(r"`make (\w+)", text):
+    for target in re.findall(r"`make ([\w-]+)", text):
         assert target in make_targets()
 
 
@@ -148,7 +153,7 @@ def test_documented_metrics_exist() -> None:
 
 
 def test_how_step_times_are_learnt_is_as_documented() -> None:
-    text = " ".join((REPOSITORY / "docs" / "policies.md").read_text().split())
+    text = " ".join((REPOSITORY / "docs" / "design" / "policies.md").read_text().split())
     assert f"of each the last {live_costs._STEPS_KEPT}, of which the median counts" in text
     assert f"The first step of a model has {live_costs.FIRST_STEP_TOKENS} tokens at most" in text
     assert live_costs.GROWTH == 2 and "each later one twice as many as the longest seen" in text
@@ -157,6 +162,6 @@ def test_how_step_times_are_learnt_is_as_documented() -> None:
 
 
 def test_how_often_rebalancing_looks_and_at_how_many_pairs_is_as_documented() -> None:
-    text = " ".join((REPOSITORY / "docs" / "policies.md").read_text().split())
+    text = " ".join((REPOSITORY / "docs" / "design" / "policies.md").read_text().split())
     assert f"and {1000 * SOON_S:.0f} ms after a report that crosses a threshold" in text
     assert f"a look asks {MAX_CHECKED} in turn" in text

@@ -62,9 +62,9 @@ def _defaults(settings: type) -> dict[str, object]:
 def test_the_page_states_the_defaults() -> None:
     owners = (SloTokenBudget, DoublingBudget, ExecutionTimeWindow, SkipJoinMlfq, AdaptiveCheckpoint, allocate)
     by_name = {owner.__name__: inspect.signature(owner).parameters for owner in owners}
-    rows = re.findall(r"^\| `(\w+)\.(\w+)` \| (\S+) \|$", (DOCS / "policies.md").read_text(), re.MULTILINE)
+    rows = re.findall(r"^\| `(\w+)\.(\w+)` \| (\S+) \|$", (DOCS / "design" / "policies.md").read_text(), re.MULTILINE)
     assert {owner for owner, _, _ in rows} == set(by_name)
     for owner, parameter, default in rows:
         assert by_name[owner][parameter].default == float(default), (owner, parameter)
     for name in (*ORDERING_POLICIES, *TOKEN_BUDGET_POLICIES):
-        assert f"`{name}`" in (DOCS / "policies.md").read_text()
+        assert f"`{name}`" in (DOCS / "design" / "policies.md").read_text()

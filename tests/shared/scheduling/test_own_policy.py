@@ -1,4 +1,4 @@
-"""The policy that docs/policies.md shows how to add, from its words."""
+"""The policy that docs/design/policies.md shows how to add, from its words."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.tideway.readme import REPOSITORY
 
 
 def test_the_policy_of_the_recipe_takes_the_fullest_that_has_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    text = (REPOSITORY / "docs" / "policies.md").read_text().split("**A dispatch policy of your own**")[1]
+    text = (REPOSITORY / "docs" / "design" / "policies.md").read_text().split("**A dispatch policy of your own**")[1]
     recipe = text.split("```python")[1].split("```")[0]
     monkeypatch.setattr(catalogue, "DISPATCH_POLICIES", dict(catalogue.DISPATCH_POLICIES))
     exec(recipe, {**vars(dispatch), "DISPATCH_POLICIES": catalogue.DISPATCH_POLICIES})

@@ -1,4 +1,4 @@
-"""docs/migration.md states names and numbers of the code."""
+"""docs/design/migration.md states names and numbers of the code."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from services.worker.migration import faults, service
 from shared.migration import core, destination, estimates, source
 from shared.settings import InstanceSettings
 
-TEXT = (Path(__file__).parents[3] / "docs" / "migration.md").read_text()
+TEXT = (Path(__file__).parents[3] / "docs" / "design" / "migration.md").read_text()
 
 
 def test_fault_points_and_actions_are_all_named() -> None:
