@@ -183,7 +183,7 @@ def test_an_instance_on_other_devices_is_restarted() -> None:
     assert state.step(2.0) == [], "it was left to the node, which has the one"
     state = started(named, instance_plan(1))
     state.on_plan(plan(2, msgspec.structs.replace(named, group=DeviceGroup(("GPU-bb",))), instance_plan(1)))
-    assert state.step(2.0) == [Drain("n-0")]
+    assert state.step(2.0) == [drain("n-0")]
 
 
 def test_nothing_is_loaded_beside_a_pool_that_is_to_shrink() -> None:
