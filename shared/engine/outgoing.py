@@ -21,7 +21,7 @@ from shared.engine.moving import MoveCandidate, PinnedBlocks, TakenOut
 from shared.engine.requests import RequestTable
 from shared.engine.sequence import Move, Rank, Sequence, State
 from shared.messages.migration import SequenceProgress
-from shared.messages.requests import FinishReason, HeldRequest, pack_tokens
+from shared.messages.requests import FinishReason, HeldRequest
 from shared.migration.source import may_move
 
 
@@ -174,7 +174,7 @@ class Outgoing:
         travelling = msgspec.structs.replace(
             request,
             sampling=sampling,
-            prior=pack_tokens(sequence.tokens[sequence.num_prompt :]),
+            prior=sequence.packed_output,
             timeout_s=sequence.deadline_s - now,
             waited_s=now - sequence.arrived_s,
             ttft_objective_s=sequence.ttft_due_s - sequence.arrived_s,

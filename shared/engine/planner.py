@@ -17,7 +17,6 @@ from shared.engine.batch import Batch, PlannedStep
 from shared.engine.model_queue import ONLINE_RANKS, Candidate, ModelQueue, Objectives
 from shared.engine.plan import NewSequence, StepPlan
 from shared.engine.sequence import Rank, Sequence, State
-from shared.messages.requests import pack_tokens
 from shared.policies.ordering import ModelView
 from shared.policies.silence import URGENT_S, is_overfull, room_s
 from shared.policies.token_budget import Limits, StepBudget, StepView, TokenBudgetPolicy
@@ -427,12 +426,9 @@ class Planner:
         queue.running[sequence.rank][sequence.number] = sequence
         if sequence.first_planned_s is None:
             sequence.first_planned_s = now
-        request = sequence.request
-        batch.new_sequences.append(
-            NewSequence(
-                sequence.row, pack_tokens(sequence.tokens), sequence.num_prompt, request.sampling, list(sequence.blocks)
-            )
-        )
+        request, blocks = sequence.request, list(sequence.blocks)
+        tokens = request.prompt + sequence.packed_output
+        batch.new_sequences.append(NewSequence(sequence.row, tokens, sequence.num_prompt, request.sampling, blocks))
         self._add_prefill(sequence, batch, max(1, self._least_chunk(Rank(sequence.rank), batch)))
 
     def _waits_for_offline(self) -> bool:

@@ -221,6 +221,10 @@ class Sequence:
     def num_output(self) -> int:
         return len(self.tokens) - self.num_prompt
 
+    @property
+    def packed_output(self) -> bytes:
+        return pack_tokens(self.tokens[self.num_prompt :])
+
     def extend_hashes(self, num_blocks: int, page_tokens: int, root: bytes, first_block: int = 0) -> list[bytes]:
         """The chained hashes of the first `num_blocks` full blocks of known tokens, from `first_block` on."""
         hashes = self.hashes
