@@ -11,7 +11,7 @@ here and of commands.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -30,21 +30,7 @@ from shared.messages.migration import (
     Reserved,
 )
 from shared.messages.requests import ErrorCode, ErrorInfo
-from shared.migration.commands import (
-    Adopted,
-    AnswerCommit,
-    AnswerRoom,
-    BeginIn,
-    ClaimSlots,
-    Command,
-    EndIn,
-    ExpectBlocks,
-    Fault,
-    OutOver,
-    Paused,
-    RefusedIn,
-    StopWriting,
-)
+from shared.migration import commands
 from shared.migration.destination import Action, DestinationMove, Event, State
 from shared.migration.limits import max_at_once, pool_of
 from shared.migration.outgoing import Site
@@ -130,8 +116,8 @@ class IncomingMigrations:
         move = self._moves.get(query.migration_id)
         if move is None:
             if (refused := self._refusal(query)) is not None:
-                self._say(RefusedIn, query.migration_id, AbortReason.REFUSED)
-                self._say(AnswerRoom, query.migration_id, query.stage, refused)
+                self._site.say(commands.RefusedIn(query.migration_id, AbortReason.REFUSED))
+                self._site.say(commands.AnswerRoom(query.migration_id, query.stage, refused))
                 return
             move = self._new(query.migration_id, query.request_id, now)
         actions = move.machine.on_pre_allocate(query.stage, query.num_blocks, now)
@@ -213,7 +199,9 @@ class IncomingMigrations:
 
     def _expect(self, move: _Move, query: PreAllocate) -> None:
         pool, slots = pool_of(query.model, query.on_host), move.slots[query.stage]
-        self._say(ExpectBlocks, move.migration_id, query.stage, pool, slots, query.deadline_s, query.source_address)
+        self._site.say(
+            commands.ExpectBlocks(move.migration_id, query.stage, pool, slots, query.deadline_s, query.source_address)
+        )
 
     def on_expected(self, migration_id: str, stage: int, address: str, ticket: bytes, failure: str, now: float) -> None:
         """`failure`: why they are not expected; empty where they are."""
@@ -253,14 +241,14 @@ class IncomingMigrations:
             engine.apply(DropMoved(taken.request_id))
             epoch = copy.epoch - 1 + EPOCHS_OF_A_MOVE
             outcome = MoveOutcome(taken.request_id, copy.source_id, epoch, True)
-            self._say(OutOver, "", outcome, taken.request, taken)
+            self._site.say(commands.OutOver("", outcome, taken.request, taken))
 
     def on_step(self, model: str, began_s: float, now: float) -> None:
         """A step of the model that began then has ended."""
         if (adopted := self._first_steps.get(model)) is None:
             return
         for adopted_s in [at for at in adopted if at <= began_s]:
-            self._say(Paused, "", now - adopted_s)
+            self._site.say(commands.Paused("", now - adopted_s))
             adopted.remove(adopted_s)
         if not adopted:
             del self._first_steps[model]
@@ -312,13 +300,15 @@ class IncomingMigrations:
                 case Action.ADOPT:
                     self._adopt(move, now)
                 case Action.CONFIRM:
-                    self._say(AnswerCommit, move.migration_id, Committed(move.request_id, move.machine.epoch))
+                    self._site.say(
+                        commands.AnswerCommit(move.migration_id, Committed(move.request_id, move.machine.epoch))
+                    )
                 case Action.REFUSE:
-                    self._say(AnswerCommit, move.migration_id, move.refusal)
+                    self._site.say(commands.AnswerCommit(move.migration_id, move.refusal))
                 case Action.SAY_YES | Action.SAY_NO:
                     move.owns = action is Action.SAY_YES
                 case Action.STOP_WRITING:
-                    self._say(StopWriting, move.migration_id)
+                    self._site.say(commands.StopWriting(move.migration_id))
                 case Action.RELEASE:
                     if move.has_reserved:
                         self._site.engine.apply(Release(move.migration_id))
@@ -334,14 +324,14 @@ class IncomingMigrations:
         if move.machine.is_holding and not move.is_counted:
             move.is_counted = True
             self.num_in_progress += 1
-            self._say(BeginIn, move.migration_id, query)
+            self._site.say(commands.BeginIn(move.migration_id, query))
         elif move.is_counted and not move.machine.is_holding:
             move.is_counted = False
             self.num_in_progress -= 1
             for stage in list(move.asked):
                 self._answer_room(move, stage, None)
             is_moved = move.machine.state is State.OWNED
-            self._say(EndIn, move.migration_id, is_moved, "" if is_moved else move.refusal.message)
+            self._site.say(commands.EndIn(move.migration_id, is_moved, "" if is_moved else move.refusal.message))
             # What is remembered for long is small.
             move.commit, move.answers, move.slots = None, {}, {}
 
@@ -352,7 +342,7 @@ class IncomingMigrations:
         if isinstance(reservation, ErrorInfo):
             move.refusal = reservation
             is_final = reservation.retry_after_s <= 0
-            self._say(AnswerRoom, move.migration_id, stage, reservation)
+            self._site.say(commands.AnswerRoom(move.migration_id, stage, reservation))
             self._do(move, move.machine.on_not_reserved(stage, is_final, now), now)
             return
         move.has_reserved = True
@@ -364,7 +354,7 @@ class IncomingMigrations:
         if query.on_host:
             self._expect(move, query)
         else:
-            self._say(ClaimSlots, move.migration_id, stage, query.model, reservation.slots)
+            self._site.say(commands.ClaimSlots(move.migration_id, stage, query.model, reservation.slots))
 
     def _answer_room(self, move: _Move, stage: int, answer: Reserved | ErrorInfo | None) -> None:
         """None: it is over."""
@@ -373,7 +363,7 @@ class IncomingMigrations:
             move.answers[stage] = answer
         elif answer is None:
             answer = ErrorInfo(ErrorCode.GONE, f"migration {move.migration_id} is over")
-        self._say(AnswerRoom, move.migration_id, stage, answer)
+        self._site.say(commands.AnswerRoom(move.migration_id, stage, answer))
 
     def _adopt(self, move: _Move, now: float) -> None:
         commit = move.commit
@@ -385,13 +375,13 @@ class IncomingMigrations:
             try:
                 refused = self._site.engine.apply(Adopt(commit))
             except Exception as error:
-                self._say(Fault, move.migration_id, error)
+                self._site.say(commands.Fault(move.migration_id, error))
                 refused = ErrorInfo(ErrorCode.INTERNAL, f"{type(error).__name__}: {error}")
         if refused is not None:
             move.refusal = refused
             self._on(move, Event.NOT_ADOPTED, now)
             return
-        self._say(Adopted, move.migration_id, commit, len(request.prior) // 4)
+        self._site.say(commands.Adopted(move.migration_id, commit, len(request.prior) // 4))
         if commit.progress.num_computed:
             self._first_steps.setdefault(request.model, []).append(now)
         self._on(move, Event.ADOPTED, now)
@@ -403,6 +393,3 @@ class IncomingMigrations:
                 del self._disowned[request_id]  # it has ended, or was placed again
             else:
                 self._site.engine.apply(TakeOut(request_id))
-
-    def _say(self, kind: Callable[..., Command], migration_id: str, *fields: object) -> None:
-        self._site.say(kind(migration_id, *fields))

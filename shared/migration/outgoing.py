@@ -31,19 +31,8 @@ from shared.messages.migration import (
     Reserved,
 )
 from shared.messages.requests import Cancel, ErrorCode, ErrorInfo, GenerationRequest
-from shared.migration.commands import (
-    Ask,
-    BeginOut,
-    BeginTransfer,
-    CancelTransfers,
-    Command,
-    Connect,
-    OutOver,
-    SendBlocks,
-    Stage,
-    Tell,
-    WindUp,
-)
+from shared.migration import commands
+from shared.migration.commands import Command, Stage
 from shared.migration.destination import IDLE_S
 from shared.migration.estimates import MARGIN_BLOCKS, Busy, Next, copy_deadline_s, copy_s, is_worth, next_stage
 from shared.migration.limits import pool_of
@@ -194,7 +183,7 @@ class OutgoingMigration:
     # ------------------------------------------------------------------------------------------------- events
 
     def begin(self, now: float) -> None:
-        self._say(BeginOut, self.request, self.destination.instance_id, self._reason)
+        self._site.say(commands.BeginOut(self.migration_id, self.request, self.destination.instance_id, self._reason))
         self._decide(now)
         self._work_off(now)
 
@@ -284,17 +273,18 @@ class OutgoingMigration:
                     return
                 for stage in self._stages[self._num_copied :]:
                     if stage.num_held < stage.num_blocks:
-                        self._say(BeginTransfer, stage, pool_of(self._model, stage.on_host), self._keeps_s(stage))
+                        pool, keeps_s = pool_of(self._model, stage.on_host), self._keeps_s(stage)
+                        self._site.say(commands.BeginTransfer(self.migration_id, stage, pool, keeps_s))
             case Action.COMMIT:
                 self._commit(now)
             case Action.ASK:
                 if self._site.is_there(self.destination):
                     query = OwnsQuery(self.migration_id, self.request_id, self.machine.epoch + 1)
-                    self._say(Ask, self.destination.instance_id, query, ASK_S)
+                    self._site.say(commands.Ask(self.migration_id, self.destination.instance_id, query, ASK_S))
                 else:
                     self.feed(Event.DESTINATION_LOST, now)
             case Action.ABORT:
-                self._say(CancelTransfers)
+                self._site.say(commands.CancelTransfers(self.migration_id))
                 if self._stages or self.taken is not None:
                     self._tell(AbortMigration(self.migration_id, self.machine.reason or AbortReason.UNREACHABLE))
             case Action.END_MOVE:
@@ -441,7 +431,8 @@ class OutgoingMigration:
             source_address="" if site.transport is None else site.transport.address,
         )
         self._num_tries += 1
-        self._say(Ask, self.destination.instance_id, query, max(0.0, self._asked_s + RESERVE_S - now))
+        left_s = max(0.0, self._asked_s + RESERVE_S - now)
+        self._site.say(commands.Ask(self.migration_id, self.destination.instance_id, query, left_s))
 
     def _on_room(self, query: PreAllocate, reply: Reply, now: float) -> None:
         stage = self._stages[-1]
@@ -451,7 +442,7 @@ class OutgoingMigration:
             stage.reserved = reply
             self._busy.on_reserved(reply.busy_s, now)
             if reply.ticket and self._site.transport is not None:
-                self._say(Connect, stage, CONNECT_S)
+                self._site.say(commands.Connect(self.migration_id, stage, CONNECT_S))
             else:
                 self.feed(Event.RESERVED, now)
             return
@@ -518,7 +509,7 @@ class OutgoingMigration:
         num_blocks, on_host = sum(stage.num_blocks for stage in stages), any(stage.on_host for stage in stages)
         commit = Commit(self.migration_id, self._site.instance_id, request, progress, num_blocks, on_host)
         timeout_s = COMMIT_S + self._copy_deadline_s(stages[-1] if stages else None)
-        self._say(Ask, self.destination.instance_id, commit, timeout_s)
+        self._site.say(commands.Ask(self.migration_id, self.destination.instance_id, commit, timeout_s))
 
     def _send(self, stage: Stage, slots: list[int]) -> bool:
         """`slots`: one for each block of the stage; False: the destination has them all."""
@@ -526,7 +517,9 @@ class OutgoingMigration:
         missing = slots[stage.num_held :]
         if missing:
             pool, timeout_s = pool_of(self._model, stage.on_host), self._copy_deadline_s(stage)
-            self._say(SendBlocks, stage, pool, missing, timeout_s, self._keeps_s(stage))
+            self._site.say(
+                commands.SendBlocks(self.migration_id, stage, pool, missing, timeout_s, self._keeps_s(stage))
+            )
         return bool(missing)
 
     def _on_commit_answered(self, reply: Reply, now: float) -> None:
@@ -566,9 +559,9 @@ class OutgoingMigration:
         reason = "" if is_moved else str(machine.reason or AbortReason.STOPPED)
         self.outcome = MoveOutcome(self.request_id, self.destination.instance_id, machine.epoch, is_moved, reason)
         if not self.is_given_up:
-            self._say(OutOver, self.outcome, self.request, self.taken, self._pause_s)
-        grace_s = ACKNOWLEDGE_S if is_moved else 0.0
-        self._say(WindUp, grace_s, MOVED if is_moved else reason, machine.num_stages, machine.epoch)
+            self._site.say(commands.OutOver(self.migration_id, self.outcome, self.request, self.taken, self._pause_s))
+        grace_s, how = (ACKNOWLEDGE_S, MOVED) if is_moved else (0.0, reason)
+        self._site.say(commands.WindUp(self.migration_id, grace_s, how, machine.num_stages, machine.epoch))
 
     # ------------------------------------------------------------------------------------------------ helpers
 
@@ -577,11 +570,8 @@ class OutgoingMigration:
             self._site.engine.apply(Unpin(self._pinned))
             self._pinned = None
 
-    def _say(self, kind: Callable[..., Command], *fields: object) -> None:
-        self._site.say(kind(self.migration_id, *fields))
-
     def _tell(self, message: AbortMigration | Cancel) -> None:
-        self._say(Tell, self.destination.instance_id, message)
+        self._site.say(commands.Tell(self.migration_id, self.destination.instance_id, message))
 
     @property
     def _takes_kv(self) -> bool:

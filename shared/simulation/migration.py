@@ -24,29 +24,8 @@ from shared.messages.migration import (
     Reserved,
 )
 from shared.messages.requests import Cancel, ErrorCode, ErrorInfo, GenerationRequest, HeldRequest, TokenEntry
-from shared.migration.commands import (
-    Adopted,
-    AnswerCommit,
-    AnswerRoom,
-    Ask,
-    BeginIn,
-    BeginOut,
-    BeginTransfer,
-    CancelTransfers,
-    ClaimSlots,
-    Command,
-    Connect,
-    EndIn,
-    ExpectBlocks,
-    Fault,
-    OutOver,
-    Paused,
-    RefusedIn,
-    SendBlocks,
-    StopWriting,
-    Tell,
-    WindUp,
-)
+from shared.migration import commands
+from shared.migration.commands import Command
 from shared.migration.core import MigrationCore
 from shared.migration.estimates import copy_s
 from shared.migration.incoming import Intake
@@ -77,7 +56,7 @@ class Network:
 class _Transfer:
     """Blocks of a stage on their way."""
 
-    def __init__(self, source: VirtualMigrations, destination: VirtualMigrations, command: SendBlocks) -> None:
+    def __init__(self, source: VirtualMigrations, destination: VirtualMigrations, command: commands.SendBlocks) -> None:
         self.source, self.destination, self.command = source, destination, command
         self.is_over = False
         source.num_transfers += 1
@@ -124,7 +103,7 @@ class VirtualMigrations:
         self.is_dead = False
         self.on_over: Callable[[MoveOutcome, GenerationRequest, TakenOut | None], None] = lambda *_: None
         self.on_adopted: Callable[[Commit, int], None] = lambda *_: None
-        self.on_blocks: Callable[[VirtualMigrations, SendBlocks, list[int]], None] = lambda *_: None
+        self.on_blocks: Callable[[VirtualMigrations, commands.SendBlocks, list[int]], None] = lambda *_: None
         """Of `SendBlocks` of a source, which now lie in these slots."""
         self._network, self._events, self._engine = network, network.events, engine
         self._bandwidth_bytes_s, self._rate_share = bandwidth_bytes_s, rate_share
@@ -175,8 +154,8 @@ class VirtualMigrations:
     # ------------------------------------------------------------------------------------------ time, commands
 
     def act(self) -> None:
-        while commands := self.core.take_commands():
-            for command in commands:
+        while due := self.core.take_commands():
+            for command in due:
                 self._carry_out(command)
         wakeup_s = self.core.next_wakeup()
         if wakeup_s is not None and (self._timer_s < 0 or wakeup_s < self._timer_s):
@@ -191,57 +170,63 @@ class VirtualMigrations:
     def _carry_out(self, command: Command) -> None:
         migration_id, core, after = command.migration_id, self.core, self._events.after
         match command:
-            case BeginOut():
+            case commands.BeginOut():
                 self._out[migration_id] = []
-            case Ask():
+            case commands.Ask():
                 self._ask(command)
-            case Tell(_, destination_id, message):
+            case commands.Tell(_, destination_id, message):
                 self._network.send(type(message), lambda: self._deliver(destination_id, message))
-            case Connect(_, stage):
+            case commands.Connect(_, stage):
                 assert stage.reserved is not None
                 is_there = self._network.reach(stage.reserved.address) is not None
                 after(0.0, self.tell, core.on_connected, command, is_there)
-            case SendBlocks():
+            case commands.SendBlocks():
                 self._send(command)
-            case CancelTransfers():
+            case commands.CancelTransfers():
                 self._cancel(migration_id)
-            case OutOver(_, outcome, request, taken):
+            case commands.OutOver(_, outcome, request, taken):
                 self.on_over(outcome, request, taken)
-            case WindUp(_, grace_s):
+            case commands.WindUp(_, grace_s):
                 if grace_s and any(not transfer.is_over for transfer in self._out[migration_id]):
                     after(grace_s, self._end_out, migration_id)
                 else:
                     self._end_out(migration_id)
-            case ClaimSlots(_, number):
+            case commands.ClaimSlots(_, number):
                 after(0.0, self.tell, core.incoming.on_claimed, migration_id, number, "")
-            case ExpectBlocks(_, number, _, slots, deadline_s):
+            case commands.ExpectBlocks(_, number, _, slots, deadline_s):
                 self._expected[migration_id, number] = slots
                 after(deadline_s, self.on_stage, migration_id, number, "too late")
                 core.incoming.on_expected(migration_id, number, self.address, TICKET, "", self._events.now)
-            case AnswerRoom(_, number, room):
+            case commands.AnswerRoom(_, number, room):
                 if isinstance(room, Reserved):
                     room = core.incoming.with_busy(room, self._events.now)
                 for answer in self._rooms.pop((migration_id, number), ()):
                     answer(room)
-            case AnswerCommit(_, verdict):
+            case commands.AnswerCommit(_, verdict):
                 for answer in self._verdicts.pop(migration_id, ()):
                     answer(verdict)
-            case StopWriting():
+            case commands.StopWriting():
                 for key in [key for key in self._expected if key[0] == migration_id]:
                     del self._expected[key]
                     if (coming := self._coming.pop(key, None)) is not None:
                         after(0.0, coming.source._fail, coming)
                 after(0.0, self.tell, core.incoming.on_quiet, migration_id)
-            case Adopted(_, commit, num_output):
+            case commands.Adopted(_, commit, num_output):
                 self.on_adopted(commit, num_output)
-            case Fault(_, error):
+            case commands.Fault(_, error):
                 raise error
-            case BeginIn() | EndIn() | RefusedIn() | Paused() | BeginTransfer():
+            case (
+                commands.BeginIn()
+                | commands.EndIn()
+                | commands.RefusedIn()
+                | commands.Paused()
+                | commands.BeginTransfer()
+            ):
                 pass
 
     # ---------------------------------------------------------------------------------------------- messages
 
-    def _ask(self, command: Ask) -> None:
+    def _ask(self, command: commands.Ask) -> None:
         message = command.message
         is_answered = False
 
@@ -289,13 +274,13 @@ class VirtualMigrations:
 
     # ------------------------------------------------------------------------------------------------ blocks
 
-    def _send(self, command: SendBlocks) -> None:
+    def _send(self, command: commands.SendBlocks) -> None:
         stage = command.stage
         assert stage.reserved is not None
         peer = self._network.reach(stage.reserved.address)
         key = command.migration_id, stage.number
         if peer is None or key not in peer._expected:
-            self._network.send(SendBlocks, lambda: self.tell(self.core.on_sent, command.migration_id, False))
+            self._network.send(commands.SendBlocks, lambda: self.tell(self.core.on_sent, command.migration_id, False))
             return
         num_bytes = len(command.slots) * self._slot_bytes(command.pool.partition("/")[2])
         self.num_bytes += num_bytes
@@ -303,7 +288,7 @@ class VirtualMigrations:
         seconds *= self.num_out + 1
         transfer = peer._coming[key] = _Transfer(self, peer, command)
         self._out[command.migration_id].append(transfer)
-        for delay_s in self._network.fate(SendBlocks)[:1]:
+        for delay_s in self._network.fate(commands.SendBlocks)[:1]:
             self._events.after(seconds + delay_s - CONTROL_S, self._arrive, transfer)
         self._events.after(command.timeout_s, self._fail, transfer)
 
@@ -337,7 +322,9 @@ class VirtualMigrations:
         for transfer in self._out[migration_id]:
             if transfer.end():
                 key = migration_id, transfer.command.stage.number
-                self._network.send(CancelTransfers, partial(transfer.destination.on_stage, *key, "they were cancelled"))
+                self._network.send(
+                    commands.CancelTransfers, partial(transfer.destination.on_stage, *key, "they were cancelled")
+                )
 
     def _end_out(self, migration_id: str) -> None:
         self._cancel(migration_id)

@@ -42,30 +42,8 @@ from shared.messages.migration import (
     Reserved,
 )
 from shared.messages.requests import Cancel, ErrorCode, ErrorInfo, GenerationRequest, MovedRequest
-from shared.migration.commands import (
-    Adopted,
-    AnswerCommit,
-    AnswerRoom,
-    Ask,
-    BeginIn,
-    BeginOut,
-    BeginTransfer,
-    CancelTransfers,
-    ClaimSlots,
-    Command,
-    Connect,
-    EndIn,
-    ExpectBlocks,
-    Fault,
-    OutOver,
-    Paused,
-    RefusedIn,
-    SendBlocks,
-    Stage,
-    StopWriting,
-    Tell,
-    WindUp,
-)
+from shared.migration import commands
+from shared.migration.commands import Command, Stage
 from shared.migration.core import MigrationCore
 from shared.migration.incoming import Intake
 from shared.migration.outgoing import MOVED, Reply
@@ -95,7 +73,7 @@ class Handovers(Protocol):
 class _Out:
     """What is under way of one migration out of here."""
 
-    def __init__(self, command: BeginOut, span: MigrationSpan) -> None:
+    def __init__(self, command: commands.BeginOut, span: MigrationSpan) -> None:
         self.reason = command.reason
         self.span = span
         self.tasks = TaskSet()
@@ -350,34 +328,34 @@ class MigrationService:
         self._act()
 
     def _carry_out_all(self) -> None:
-        while commands := self.core.take_commands():
-            for command in commands:
+        while due := self.core.take_commands():
+            for command in due:
                 self._carry_out(command)
 
     def _carry_out(self, command: Command) -> None:
         migration_id = command.migration_id
         match command:
-            case BeginOut():
+            case commands.BeginOut():
                 self._begin_out(command)
-            case Ask():
+            case commands.Ask():
                 out = self._out[migration_id]
                 out.tasks.start(self._ask(out, command))
-            case Tell(_, destination_id, AbortMigration() as abort):
+            case commands.Tell(_, destination_id, AbortMigration() as abort):
                 self._bus.publish(INSTANCE_ABORT.at(instance_id=destination_id), abort)
-            case Tell(_, destination_id, Cancel() as cancel):
+            case commands.Tell(_, destination_id, Cancel() as cancel):
                 self._bus.publish(INSTANCE_CANCEL.at(instance_id=destination_id), cancel)
-            case Connect():
+            case commands.Connect():
                 self._out[migration_id].tasks.start(self._connect(command))
-            case BeginTransfer(_, stage, pool, keeps_s):
+            case commands.BeginTransfer(_, stage, pool, keeps_s):
                 with suppress(TransferError):  # to send its blocks will say so
                     begun = self._out[migration_id].begun[stage.number] = self._begun(stage, pool, keeps_s)
                     begun.task.add_done_callback(lambda _: self._on_begun_ended(migration_id, stage, begun))
-            case SendBlocks():
+            case commands.SendBlocks():
                 out = self._out[migration_id]
                 out.copies.start(self._send(out, command))
-            case CancelTransfers():
+            case commands.CancelTransfers():
                 self._out[migration_id].copies.cancel_all()
-            case OutOver(_, outcome, request, taken, pause_s):
+            case commands.OutOver(_, outcome, request, taken, pause_s):
                 if pause_s is not None:
                     self._telemetry.on_pause("source", pause_s)
                 if not outcome.is_moved:
@@ -385,40 +363,40 @@ class MigrationService:
                         "request %s did not move to %s: %s", outcome.request_id, outcome.destination_id, outcome.reason
                     )
                 self._handovers.on_move_ended(outcome, request, taken)
-            case WindUp():
+            case commands.WindUp():
                 self._winding_up.start(self._wind_up(self._out.pop(migration_id), command))
-            case BeginIn(_, query):
+            case commands.BeginIn(_, query):
                 self._begin_in(migration_id, query)
-            case EndIn(_, is_moved, why):
+            case commands.EndIn(_, is_moved, why):
                 self._end_in(self._in.pop(migration_id), MOVED if is_moved else "freed")
                 if why:
                     log.info("migration %s into here is over: %s", migration_id, why)
-            case RefusedIn(_, reason):
+            case commands.RefusedIn(_, reason):
                 self._telemetry.refused("in", "", reason)
-            case ClaimSlots():
+            case commands.ClaimSlots():
                 self._tasks.start(self._claim(self._in[migration_id], command))
-            case ExpectBlocks():
+            case commands.ExpectBlocks():
                 self._expect(self._in[migration_id], command)
-            case AnswerRoom(_, number, room):
+            case commands.AnswerRoom(_, number, room):
                 if (asked := self._rooms.pop((migration_id, number), None)) is not None:
                     asked.set_result(room)
-            case AnswerCommit(_, verdict):
+            case commands.AnswerCommit(_, verdict):
                 if (sent := self._verdicts.pop(migration_id, None)) is not None:
                     sent.set_result(verdict)
-            case StopWriting():
+            case commands.StopWriting():
                 self._tasks.start(self._stop_writing(migration_id, self._in[migration_id]))
-            case Adopted(_, commit, num_output):
+            case commands.Adopted(_, commit, num_output):
                 self._handovers.on_adopted(commit, num_output)
-            case Paused(_, seconds):
+            case commands.Paused(_, seconds):
                 self._telemetry.on_pause("destination", seconds)
-            case Fault(_, error):
+            case commands.Fault(_, error):
                 log.error("migration %s failed here", migration_id, exc_info=error)
             case _:
                 raise AssertionError(command)
 
     # ---------------------------------------------------------------------------------------------- out of here
 
-    def _begin_out(self, command: BeginOut) -> None:
+    def _begin_out(self, command: commands.BeginOut) -> None:
         attributes = {
             "tideway.migration_id": command.migration_id,
             "tideway.request_id": command.request.request_id,
@@ -430,7 +408,7 @@ class MigrationService:
         self._out[command.migration_id] = _Out(command, span)
         self._telemetry.begin("out")
 
-    async def _ask(self, out: _Out, command: Ask) -> None:
+    async def _ask(self, out: _Out, command: commands.Ask) -> None:
         reply: Reply = None
         try:
             reply = await self._reply(out, command)
@@ -444,7 +422,7 @@ class MigrationService:
         self.core.on_reply(command, reply, self._loop.now())
         self._act()
 
-    async def _reply(self, out: _Out, command: Ask) -> Reserved | Committed | OwnsReply:
+    async def _reply(self, out: _Out, command: commands.Ask) -> Reserved | Committed | OwnsReply:
         bus, timeout_s = self._bus, command.timeout_s
         faults, ids = self._faults_of(command.migration_id), {"instance_id": command.destination_id}
         match command.message:
@@ -468,7 +446,7 @@ class MigrationService:
                 await faults.at(FaultPoint.SOURCE_OWNS)
                 return await bus.request(INSTANCE_OWNS.at(**ids), owns, timeout_s=timeout_s)
 
-    async def _connect(self, command: Connect) -> None:
+    async def _connect(self, command: commands.Connect) -> None:
         reserved, transport, is_connected = command.stage.reserved, self._transport, True
         assert reserved is not None and transport is not None
         try:
@@ -499,7 +477,7 @@ class MigrationService:
             self.core.on_sent(migration_id, False, self._loop.now())
             self._act()
 
-    async def _send(self, out: _Out, command: SendBlocks) -> None:
+    async def _send(self, out: _Out, command: commands.SendBlocks) -> None:
         stage, migration_id, transport = command.stage, command.migration_id, self._transport
         assert transport is not None
         attributes = {
@@ -525,7 +503,7 @@ class MigrationService:
     def _did_not_go(self, migration_id: str, stage: Stage, why: Exception | None) -> None:
         log.info("migration %s: blocks of stage %d did not go: %s", migration_id, stage.number, why)
 
-    async def _wind_up(self, out: _Out, command: WindUp) -> None:
+    async def _wind_up(self, out: _Out, command: commands.WindUp) -> None:
         if command.grace_s:
             await out.copies.wait_all(command.grace_s)
         await out.tasks.end_all()
@@ -570,7 +548,7 @@ class MigrationService:
         if incoming.span is not None:
             incoming.span.end({"tideway.migration.outcome": outcome, "tideway.migration.bytes": incoming.num_bytes})
 
-    async def _claim(self, incoming: _In, command: ClaimSlots) -> None:
+    async def _claim(self, incoming: _In, command: commands.ClaimSlots) -> None:
         claim = asyncio.ensure_future(asyncio.wrap_future(self._loop.claim_slots(command.model, command.slots)))
         # Not cancelled with whoever waits for it: the slots go back only after it.
         incoming.claims.append(claim)
@@ -584,7 +562,7 @@ class MigrationService:
         self.core.incoming.on_claimed(command.migration_id, command.stage, failure, self._loop.now())
         self._act()
 
-    def _expect(self, incoming: _In, command: ExpectBlocks) -> None:
+    def _expect(self, incoming: _In, command: commands.ExpectBlocks) -> None:
         transport = self._transport
         assert transport is not None
         address, ticket, failure = transport.address, b"", ""
@@ -600,7 +578,7 @@ class MigrationService:
             self._tasks.start(self._receive(incoming, command, transfer))
         self.core.incoming.on_expected(command.migration_id, command.stage, address, ticket, failure, self._loop.now())
 
-    async def _receive(self, incoming: _In, command: ExpectBlocks, transfer: Incoming) -> None:
+    async def _receive(self, incoming: _In, command: commands.ExpectBlocks, transfer: Incoming) -> None:
         assert incoming.span is not None
         attributes = {"tideway.migration.stage": command.stage, "tideway.migration.blocks": len(command.slots)}
         failure = ""

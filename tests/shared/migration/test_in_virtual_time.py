@@ -8,6 +8,7 @@ from collections import Counter
 from itertools import count
 from random import Random
 
+import msgspec
 import pytest
 
 from shared.cost_model import CostModel
@@ -20,7 +21,7 @@ from shared.engine.requests import Ended, Output
 from shared.engine.sequence import Move
 from shared.messages.cluster import InstanceInfo, LoadedModel, MoveOutcome
 from shared.messages.migration import AbortReason, Commit, MoveReason, Rebalance
-from shared.messages.requests import FinishReason, GenerationRequest, TokenEntry
+from shared.messages.requests import FinishReason, GenerationRequest, Priority, RequestClass, TokenEntry
 from shared.migration.commands import SendBlocks
 from shared.migration.incoming import Intake
 from shared.simulation.events import Events
@@ -31,6 +32,7 @@ from shared.streams import Outcome, StreamState
 from tests.shared.engine.fake_executor import FakeExecutor, expected_output, request
 
 SHAPE = ModelShape("a", 4, 3, 400)
+SLOT_BYTES = 1000
 ENDED_S = 1000.0
 """When nothing may be left of anything: what is remembered longest is forgotten after 600 s."""
 
@@ -38,9 +40,9 @@ ENDED_S = 1000.0
 class Node:
     """One instance."""
 
-    def __init__(self, world: World, name: str, num_merged: int, step_s: float) -> None:
+    def __init__(self, world: World, name: str, num_merged: int, step_s: float, token_budget: int = 64) -> None:
         configuration = Configuration(
-            num_merged=num_merged, num_rows=32, ordering="fcfs", token_budget=64, steps_in_flight=2,
+            num_merged=num_merged, num_rows=32, ordering="fcfs", token_budget=token_budget, steps_in_flight=2,
             interruption="off", move_cooldown_s=0.05,
         )  # fmt: skip
         self.world, self.name = world, name
@@ -60,7 +62,7 @@ class Node:
         # By its estimates a few blocks are worth a stage.
         self.moves = VirtualMigrations(
             world.network, self.host, self.intake, lambda: world.registry, lambda: str(next(world.ids)),
-            lambda _: 1000, 1e6, max_migrations=2, max_stages=8, rate_share=0.5,
+            lambda _: SLOT_BYTES, 1e6, max_migrations=2, max_stages=8, rate_share=0.5,
         )  # fmt: skip
         self.moves.on_over, self.moves.on_adopted, self.moves.on_blocks = self._over, self._adopted, self._copied
         self.outcomes: list[MoveOutcome] = []
@@ -122,7 +124,7 @@ class Node:
 
 
 class World:
-    def __init__(self, names: str = "abc", num_merged: int = 40, step_s: float = 0.01) -> None:
+    def __init__(self, names: str = "abc", num_merged: int = 40, step_s: float = 0.01, token_budget: int = 64) -> None:
         self.events = Events()
         self.network = Network(self.events)
         self.network.reach = self._reach
@@ -135,7 +137,7 @@ class World:
         self.has_ghosts = False
         """Some are taken for dead that live."""
         for name in names:
-            self.nodes[name] = Node(self, name, num_merged, step_s)
+            self.nodes[name] = Node(self, name, num_merged, step_s, token_budget)
 
     @property
     def living(self) -> list[Node]:
@@ -261,6 +263,105 @@ def test_the_schedulers_order_and_the_instances_own_do_not_end_each_other() -> N
     assert {outcome.destination_id for outcome in a.outcomes if outcome.is_moved} == {"b", "c"}
     world.run()
     world.check_streams()
+
+
+def test_destinations_are_tried_in_their_order_and_those_that_cannot_take_it_are_passed_over() -> None:
+    world = World("abcd")
+    world.nodes["b"].intake.models.clear()  # the registry does not know yet
+    world.registry["c"] = msgspec.structs.replace(world.registry["c"], models=[])
+    world.send("a", request("r1", list(range(50)), 300))
+    world.events.at(0.2, world.nodes["a"].rebalance, "b", "c", "nobody", "a", "d")
+    world.run()
+    world.check_streams()
+    assert [(one.destination_id, one.reason) for one in moved_outcomes(world)] == [("b", "refused"), ("d", "")]
+
+
+def test_a_full_destination_refuses_and_is_left_alone_for_a_while() -> None:
+    world = World("ab")
+    world.nodes["b"] = Node(world, "b", num_merged=10, step_s=0.01)
+    world.send("a", request("r1", [3] * 200, 150))
+    world.events.at(0.4, lambda: world.nodes["a"].rebalance("b", lease_s=1.2))
+    world.run()
+    world.check_streams()
+    outcomes = moved_outcomes(world)
+    assert {one.reason for one in outcomes} == {"refused"} and 2 <= len(outcomes) <= 3
+
+
+def test_blocks_that_the_destination_has_are_not_sent() -> None:
+    world = World("ab")
+    first = world.send("b", request("first", list(range(50)) * 4, 2))
+    sent = world.send("a", request("r1", list(range(50)) * 4, 150))
+    world.events.at(0.3, world.nodes["a"].rebalance, "b")
+    world.run()
+    world.check_streams()
+    assert world.streams["r1"].owner == "b" and first.prompt == sent.prompt
+    assert world.nodes["a"].moves.num_bytes < 45 * SLOT_BYTES, "of 50 blocks of the prompt and those of the output"
+
+
+@pytest.mark.parametrize(("reason", "most"), [(MoveReason.BALANCE, 2), (MoveReason.DRAIN, 4)])
+def test_a_drain_moves_everything_and_more_at_once(reason: MoveReason, most: int) -> None:
+    world = World("ab", num_merged=120)
+    a = world.nodes["a"]
+    for number in range(8):
+        kind = RequestClass.OFFLINE if number > 5 else RequestClass.ONLINE
+        world.send("a", request(f"r{number}", [number] * 30, 300, request_class=kind))
+    world.events.at(0.3, lambda: a.rebalance("b", reason=reason, lease_s=1.5))
+    at_once = 0
+    while world.events.now < 1.5:
+        world.events.run(lambda at_s=world.events.now: world.events.now > at_s, 2.0)  # type: ignore[misc]
+        at_once = max(at_once, a.moves.core.num_moving_out)
+    held = {one.request.request_id for one in a.engine.all_held()}
+    assert at_once == most
+    assert held == (set() if reason is MoveReason.DRAIN else {"r6", "r7"})
+    world.run()
+    world.check_streams()
+
+
+def test_a_pairing_ends_with_its_lease_or_at_once() -> None:
+    world = World("ab")
+    a = world.nodes["a"]
+    a.rebalance("b", lease_s=0.05)
+    for number in range(3):
+        world.events.at(0.1, world.send, "a", request(f"r{number}", [number] * 30, 60))
+    world.events.at(0.2, lambda: (a.rebalance("b", lease_s=30.0), a.rebalance()))
+    world.run()
+    world.check_streams()
+    assert not moved_outcomes(world)
+
+
+def test_a_request_goes_to_and_fro_until_its_placement_has_no_epochs_left() -> None:
+    world = World("ab")
+    world.send("a", request("r1", list(range(50)), 340, epoch=56))
+    for here, there in (("a", "b"), ("b", "a")):
+        world.nodes[here].rebalance(there, lease_s=60.0)
+    world.run()
+    world.check_streams()
+    outcomes = moved_outcomes(world)
+    assert all(outcome.is_moved for outcome in outcomes)
+    assert sorted(outcome.epoch for outcome in outcomes) == [57, 58, 59, 60, 61, 62]
+
+
+def test_one_that_would_wait_there_too_stays_and_leaves_the_destination_as_it_is() -> None:
+    world = World("ab", num_merged=20, token_budget=512)
+    for name, where in (("long", "a"), ("other", "b")):
+        world.send(where, request(name, [len(name)] * 150, 60))
+    world.events.at(0.2, world.send, "a", request("waits", [9] * 150, 60))
+    world.events.at(0.3, lambda: world.nodes["a"].rebalance("b", lease_s=0.1))
+    world.run()
+    world.check_streams()
+    how = {outcome.request_id: outcome.reason for outcome in moved_outcomes(world)}
+    assert how == {"waits": AbortReason.NOT_WORTH, "long": AbortReason.REFUSED}
+
+
+def test_one_that_is_not_worth_its_move_does_not_stop_others() -> None:
+    world = World("ab", step_s=0.001)
+    world.send("a", request("ending", [7] * 150, 60))
+    world.send("a", request("lasting", [9] * 20, 300, priority=Priority.HIGH))
+    world.events.at(0.03, lambda: world.nodes["a"].rebalance("b", lease_s=2.0))
+    world.run()
+    world.check_streams()
+    how = {outcome.request_id: outcome.reason for outcome in moved_outcomes(world)}
+    assert how["lasting"] == "" and how["ending"] in (AbortReason.NOT_WORTH, AbortReason.ENDED)
 
 
 def walk(seed: int, trouble: str) -> World:

@@ -5,18 +5,15 @@ from __future__ import annotations
 import asyncio
 import itertools
 
-from shared.engine.engine import Engine
 from shared.messages.catalogue import INSTANCE_CANCEL
 from shared.messages.cluster import DeviceGroup
-from shared.messages.migration import AbortReason, MoveReason
+from shared.messages.migration import MoveReason
 from shared.messages.requests import (
     Cancel,
     FinishReason,
     MovedRequest,
-    Priority,
     RequestClass,
 )
-from shared.migration.limits import DRAIN_CONCURRENCY
 from tests.shared.engine.fake_executor import expected_output, request
 
 PROMPT = list(range(50))
@@ -96,19 +93,6 @@ async def test_a_checkpoint_moves_from_host_memory_to_host_memory(make) -> None:
     assert ended.restored_blocks >= commit.num_blocks - 1
 
 
-async def test_a_refusal_leaves_the_request_where_it_is(make) -> None:
-    group = await make()
-    group.destination.intake.models.clear()
-    sent = request("r1", PROMPT, 100)
-    group.source.submit(sent)
-    await group.until(lambda: group.progress(sent) > 5)
-    group.source.rebalance("b")
-    await group.until(lambda: group.source.outcomes)
-    assert (group.source.outcomes[0].is_moved, group.source.outcomes[0].reason) == (False, "refused")
-    await group.ended(sent, owner="a")
-    assert group.gateway.owners["r1"] == (0, "a")
-
-
 async def test_blocks_of_a_group_of_several_devices_are_refused(make) -> None:
     group = await make(source={"group": DeviceGroup(("GPU-a", "GPU-b"))})
     sent = request("r1", PROMPT, 100)
@@ -118,54 +102,6 @@ async def test_blocks_of_a_group_of_several_devices_are_refused(make) -> None:
     await group.until(lambda: group.source.outcomes)
     assert group.source.outcomes[0].reason == "mismatch"
     await group.ended(sent, owner="a")
-
-
-async def test_the_next_destination_is_asked_where_one_refuses(make) -> None:
-    group = await make(names="abc")
-    group.destination.intake.models.clear()
-    sent = request("r1", PROMPT, 200)
-    group.source.submit(sent)
-    await group.until(lambda: group.progress(sent) > 5)
-    group.source.rebalance("b", "c")
-    await group.ended(sent, owner="c")
-    assert [outcome.is_moved for outcome in group.source.outcomes] == [False, True]
-
-
-async def test_a_destination_without_the_model_is_passed_over(make) -> None:
-    group = await make(names="abc")
-    group.destination.register(models=[])
-    sent = request("r1", PROMPT, 200)
-    group.source.submit(sent)
-    await group.until(lambda: group.progress(sent) > 5)
-    group.source.rebalance("b", "c", "nobody", "a")
-    await group.ended(sent, owner="c")
-    assert [outcome.destination_id for outcome in group.source.outcomes] == ["c"]
-
-
-async def test_a_full_destination_refuses(make) -> None:
-    group = await make(destination={"num_merged": 10})
-    sent = request("r1", [3] * 200, 100)
-    group.source.submit(sent)
-    await group.until(lambda: group.progress(sent) > 5)
-    group.source.rebalance("b")
-    await group.until(lambda: group.source.outcomes)
-    assert group.source.outcomes[0].reason == "refused"
-    group.source.rebalance()
-    await group.ended(sent, owner="a")
-
-
-async def test_blocks_that_the_destination_has_are_not_sent(make) -> None:
-    group = await make()
-    first = request("first", PROMPT * 4, 2)
-    group.destination.submit(first)
-    await group.ended(first)
-    sent = request("r1", PROMPT * 4, 100)
-    group.source.submit(sent)
-    await group.until(lambda: group.progress(sent) > 5)
-    group.source.rebalance("b")
-    await group.ended(first, sent)
-    assert group.gateway.owners["r1"][1] == "b"
-    assert metric(group.source, "tideway_migration_bytes_total", direction="out") < 150 * 4
 
 
 async def test_a_request_between_chunks_of_its_prompt_moves(make) -> None:
@@ -178,51 +114,6 @@ async def test_a_request_between_chunks_of_its_prompt_moves(make) -> None:
     commit, num_output = group.destination.adopted[0]
     assert num_output == 0 and 0 < commit.progress.num_computed < 400
     await group.ended(sent, owner="b")
-
-
-async def test_a_drain_moves_everything(make) -> None:
-    group = await make(source={"num_merged": 60}, max_migrations=3)
-    online = [request(f"on{i}", [i] * 60, 150) for i in range(6)]
-    offline = [request(f"off{i}", [50 + i] * 40, 100, request_class=RequestClass.OFFLINE) for i in range(3)]
-    for one in (*online, *offline):
-        group.source.submit(one)
-    await group.until(lambda: any(group.progress(one) > 3 for one in online))
-    group.source.intake.is_draining = True
-    group.source.rebalance("b", reason=MoveReason.DRAIN, lease_s=8.0)
-    await group.until(lambda: not group.source.loop.ask(Engine.num_held))
-    assert not any(one.request_id in group.gateway.ends for one in online)
-    await group.ended(*online, *offline, owner="b")
-
-
-async def test_a_drain_moves_four_at_once_where_balancing_moves_one(make) -> None:
-    for reason, most in ((MoveReason.BALANCE, 1), (MoveReason.DRAIN, 4)):
-        group = await make(step_s=0.005)
-        sent = [request(f"r{i}", [i] * 30, 150) for i in range(8)]
-        for one in sent:
-            group.source.submit(one)
-        await group.until(lambda: all(group.progress(one) > 3 for one in sent))  # noqa: B023  (awaited here)
-        group.source.intake.is_draining = reason is MoveReason.DRAIN
-        group.source.rebalance("b", reason=reason, lease_s=8.0, at_once=DRAIN_CONCURRENCY)
-        at_once = 0
-        while group.source.loop.ask(Engine.num_held) > 4:
-            at_once = max(at_once, group.source.service.core.num_moving_out)
-            await asyncio.sleep(0.001)
-        assert at_once == most
-        group.source.rebalance()
-        await group.ended(*sent)
-
-
-async def test_a_pairing_ends_with_its_lease_or_at_once(make) -> None:
-    group = await make(step_s=0.005)
-    sent = [request(f"r{i}", [i] * 30, 60) for i in range(3)]
-    group.source.rebalance("b", lease_s=0.05)
-    await asyncio.sleep(0.15)
-    for one in sent:
-        group.source.submit(one)
-    await group.until(lambda: all(group.progress(one) for one in sent))
-    group.source.rebalance("b", lease_s=30.0)
-    group.source.rebalance()
-    await group.ended(*sent, owner="a")
 
 
 async def test_without_a_transport_only_requests_without_kv_move(make) -> None:
@@ -252,23 +143,6 @@ async def test_a_cancel_follows_the_request(make) -> None:
     await group.settled()
 
 
-async def test_a_request_goes_to_and_fro(make) -> None:
-    group = await make(migration_cooldown_s=0.0)
-    sent = request("r1", PROMPT, 400)
-    group.source.submit(sent)
-    await group.until(lambda: group.progress(sent) > 5)
-    here, there = group.parties
-    for number in range(8):
-        here.rebalance(there.name, lease_s=30.0)
-        await group.until(lambda here=here: here.outcomes and here.outcomes[-1].is_moved)
-        here.rebalance()
-        assert here.outcomes[-1].epoch == number + 1
-        here.outcomes.clear()
-        here, there = there, here
-    await group.ended(sent, owner="a")
-    assert here.ended[0].request.epoch == 8
-
-
 async def test_many_move_at_once_and_lose_nothing(make) -> None:
     group = await make(migration_cooldown_s=0.02, max_migrations=4, names="abc")
     sent = [request(f"r{i}", [i, *range(i * 3 % 40)], 40 + i * 5) for i in range(24)]
@@ -288,46 +162,3 @@ async def test_many_move_at_once_and_lose_nothing(make) -> None:
     await group.ended(*sent)
     moved = sum(outcome.is_moved for party in group.parties for outcome in party.outcomes)
     assert moved >= 3
-
-
-async def test_an_epoch_at_the_end_of_its_placement_stays(make) -> None:
-    group = await make()
-    sent = request("r1", PROMPT, 80, epoch=62)
-    group.source.submit(sent)
-    await group.until(lambda: group.progress(sent) > 2)
-    group.source.rebalance("b", lease_s=5.0)
-    await group.ended(sent, owner="a")
-    assert not group.source.outcomes
-
-
-async def test_one_that_would_wait_there_too_stays_and_the_destination_is_no_worse_for_it(make) -> None:
-    group = await make(source={"num_merged": 20}, destination={"num_merged": 20})
-    long, waiting, other = (request(name, [number] * 150, 60) for number, name in enumerate(("long", "waits", "other")))
-    group.source.submit(long)
-    group.destination.submit(other)
-    await group.until(lambda: group.progress(long) > 2 and group.progress(other) > 2)
-    group.source.submit(waiting)
-    # Only a step that was planned with it shows that it does not fit.
-    known = group.progress(long)
-    await group.until(lambda: group.progress(long) > known + 2)
-    group.source.rebalance("b", lease_s=5.0)
-    await group.until(lambda: group.source.outcomes)
-    first = group.source.outcomes[0]
-    assert (first.request_id, first.is_moved, first.reason) == ("waits", False, AbortReason.NOT_WORTH)
-    await group.ended(long, waiting, other)
-
-
-async def test_one_that_is_not_worth_its_move_does_not_stop_others(make) -> None:
-    group = await make(step_s=0.05, migration_rate_share=2e-7)  # 80 ms for a block
-    ending = request("ending", [7] * 150, 40)
-    lasting = request("lasting", [9] * 20, 120, priority=Priority.HIGH)
-    group.source.submit(ending)
-    group.source.submit(lasting)
-    await group.until(lambda: group.progress(ending) and group.progress(lasting))
-    group.source.rebalance("b", lease_s=8.0)
-    await group.until(lambda: any(one.is_moved for one in group.source.outcomes))
-    stayed = [one.reason for one in group.source.outcomes if one.request_id == "ending"]
-    assert stayed and set(stayed) <= {"not_worth", "ended"} and len(stayed) < 10
-    group.source.rebalance()
-    await group.ended(ending, owner="a")
-    await group.ended(lasting, owner="b")
