@@ -582,6 +582,7 @@ class Fleet:
         if self.instances.get(instance.instance_id) is instance:
             del self.instances[instance.instance_id]
             self._tell_entry(instance.instance_id, None)
+            self.gateway.on_gone(instance.instance_id)
 
     def replace_scheduler(self, after_s: float = 0.5) -> None:
         """The scheduler dies; another takes over so much later, and learns from the instances who holds what."""

@@ -190,6 +190,13 @@ class Gateway:
         for lost in message.requests:
             self._lose(int(lost.request_id), lost.epoch)
 
+    def on_gone(self, instance_id: str) -> None:
+        """Its entry in the registry has expired: what still streamed from there is placed again, even if the scheduler does
+        not know of it because it took over meanwhile."""
+        for number in self.open_streams():
+            if self._streams[number].owner == instance_id:
+                self._lose(number, self._streams[number].epoch)
+
     def on_refused(self, request_id: str, error: str) -> None:
         self._end(int(request_id), FinishReason.ERROR, error)
 

@@ -183,6 +183,14 @@ def test_the_scenario_of_the_docs_runs(capsys: pytest.CaptureFixture[str]) -> No
     assert int(num_again) > 0 and float(gap_s) > 2.0
 
 
+def test_who_dies_while_a_new_scheduler_asks_keeps_no_stream() -> None:
+    fleet = fleet_of(3, "ab")
+    fleet.events.at(0.5, fleet.fail, "i1")
+    fleet.events.at(2.6, fleet.replace_scheduler, 0.2)
+    fleet.run(jobs_of(40, models="ab", output=30))
+    check_empty(fleet)
+
+
 @settings(max_examples=8, deadline=None)
 @given(data=st.data())
 def test_whatever_fails_every_request_ends_once_with_its_tokens(data: st.DataObject) -> None:
