@@ -139,6 +139,7 @@ def _instance(info: InstanceInfo, heard: HeardLoad | None, now: float) -> Instan
         node_id=info.node_id,
         state=info.state,
         device=info.device,
+        devices=list(info.group.devices),
         pid=info.pid,
         models=_models(info, heard),
         num_merged=info.num_merged,

@@ -153,6 +153,9 @@ class InstanceState(msgspec.Struct, kw_only=True):
     state: str
     """starting | ready | draining"""
     device: str
+    """cpu | cuda"""
+    devices: list[str] = []
+    """That it computes on."""
     pid: int
     models: list[InstanceModel]
     num_merged: int

@@ -440,6 +440,7 @@ def instance(name: str, incarnation: str, num_moved_in: int) -> InstanceState:
         node_id="node",
         state="ready",
         device="cpu",
+        devices=["cpu"],
         pid=1,
         models=[],
         num_merged=10,
