@@ -1,14 +1,6 @@
 """Which models can be served: one record a family, read by placement and worker alike.
 
-To add a family whose layers no module has yet:
-
-1. Write its record here, and add it to `FAMILIES`. From then on placement and gateway accept its checkpoints.
-2. Write its torch module, `services/worker/models/NAME.py`: a `DecoderModel` that reads its tensors by `WeightReader`
-   (llama.py and opt.py are examples of 150 lines), and tie it to the record in `LOADERS` (models/loading.py).
-3. Add a small random checkpoint to `VARIANTS` in tests/worker/checkpoints.py. The tests over all variants then hold it to
-   transformers' tokens, whatever the batching, and to its cuts.
-
-An architecture that differs from a family in names or details only is one more name in that family's record, and a variant.
+CONTRIBUTING.md says how a family is added: a record here, and a torch module in services/worker/models that is tied to it.
 """
 
 from __future__ import annotations
