@@ -163,10 +163,6 @@ class MigrationCore:
         """That are to lose their requests."""
         return frozenset(self._leaving)
 
-    def outgoing(self, migration_id: str) -> OutgoingMigration | None:
-        """That is under way out of here."""
-        return self._outgoing.get(migration_id)
-
     def outgoing_of(self, request_id: str) -> OutgoingMigration | None:
         departure = self._departures.get(request_id)
         return None if departure is None else departure.migration

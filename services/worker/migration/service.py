@@ -167,16 +167,11 @@ class MigrationService:
         core = self.core
         core.stop(self._loop.now())
         self._act()
-        deadline_s = self._loop.now() + STOP_S
-        while core.num_moving_out and (left_s := deadline_s - self._loop.now()) > 0:
-            self._rested.clear()
-            await set_within(self._rested, left_s)
+        await self._rest(STOP_S)
         for request_id in core.give_up(self._loop.now()):
             log.error("what became of request %s is unknown as the instance stops", request_id)
         self._act()
-        while core.num_moving_out:
-            self._rested.clear()
-            await self._rested.wait()
+        await self._rest(STOP_S)
         core.incoming.stop(self._loop.now())
         self._stopped.set()
         self._act()
@@ -186,6 +181,13 @@ class MigrationService:
             self._timer.cancel()
         for subscription in self._subscriptions:
             await subscription.stop()
+
+    async def _rest(self, timeout_s: float) -> None:
+        """Until no migration out of here is under way, if that is soon."""
+        deadline_s = self._loop.now() + timeout_s
+        while self.core.num_moving_out and (left_s := deadline_s - self._loop.now()) > 0:
+            self._rested.clear()
+            await set_within(self._rested, left_s)
 
     @property
     def num_moving(self) -> tuple[int, int]:

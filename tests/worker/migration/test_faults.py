@@ -176,17 +176,6 @@ async def test_a_destination_wrongly_taken_for_dead_gives_up_its_copy(make) -> N
     assert not group.destination.ended
 
 
-async def test_a_late_commit_is_refused_after_a_no(make) -> None:
-    """The source asks while Commit is held up at the destination; both agree that it stays."""
-    group = await make(destination={"fault_points": "destination.commit:delay:1.0"}, step_s=0.01)
-    sent = await begin(group, 100)
-    await group.until(lambda: group.source.outcomes)
-    assert (group.source.outcomes[0].is_moved, group.source.outcomes[0].epoch) == (False, 2)
-    await asyncio.sleep(0.5)
-    assert group.destination.loop.held_epoch("r1") is None
-    await group.ended(sent, owner="a")
-
-
 def test_fault_points_are_read_from_settings() -> None:
     points = FaultPoints("source.copy:fail, destination.commit:delay:0.5")
     assert points.has(FaultPoint.SOURCE_COPY) and not points.has(FaultPoint.SOURCE_COMMIT)
