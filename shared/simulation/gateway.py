@@ -66,7 +66,7 @@ def prompt_of(job: Job, number: int) -> np.ndarray:
     return prompt
 
 
-class Record(msgspec.Struct):
+class Record(msgspec.Struct, kw_only=True):
     """One request, as its user saw it. Seconds of the run; below 0: has not happened."""
 
     arrival_s: float
@@ -135,7 +135,10 @@ class Gateway:
     def expect(self, job: Job, then: Callable[[int], None] | None = None) -> int:
         """A request that will come. Returns its number; `then` is called with it when the request is over."""
         self.jobs.append(job)
-        self.records.append(Record(job.at_s, job.is_high, job.prompt_tokens, job.output_tokens))
+        record = Record(
+            arrival_s=job.at_s, is_high=job.is_high, prompt_tokens=job.prompt_tokens, output_tokens=job.output_tokens
+        )
+        self.records.append(record)
         number = len(self.jobs) - 1
         if then is not None:
             self._then[number] = then
