@@ -221,17 +221,12 @@ class BlockPool:
 
     def _reuse(self, blocks: ModelBlocks, count: int) -> list[int]:
         """Cached slots, the oldest first, with one reference each."""
-        references, hash_of, by_hash, per_merged = (
-            blocks.references,
-            blocks.hash_of,
-            blocks.by_hash,
-            blocks.slots_per_merged,
-        )
+        hash_of, by_hash = blocks.hash_of, blocks.by_hash
         slots = [blocks.cached.popitem(last=False)[0] for _ in range(count)]
         for slot in slots:
             del by_hash[hash_of.pop(slot)]
-            references[slot] = 1
-            self._change_used(blocks, slot // per_merged, 1)
+            blocks.references[slot] = 1
+            self._change_used(blocks, slot // blocks.slots_per_merged, 1)
         return slots
 
     def find(self, name: str, hashes: list[bytes]) -> list[int]:
@@ -257,11 +252,11 @@ class BlockPool:
     def release(self, name: str, slots: list[int]) -> None:
         """One reference less to each, last block first, so that the tail of a sequence is evicted before its head."""
         blocks = self._models[name]
-        references, let_go = blocks.references, self._let_go
+        references = blocks.references
         for slot in reversed(slots):
             left = references[slot] = references[slot] - 1
             if not left:
-                let_go(blocks, slot)
+                self._let_go(blocks, slot)
 
     def move(self, name: str, slot: int, merged: int) -> int:
         """What the used slot holds is to be in a slot of another merged block of the model, which has used ones and room:

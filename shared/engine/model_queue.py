@@ -80,15 +80,13 @@ class ModelQueue:
     @property
     def num_offline(self) -> int:
         """Held in whatever state."""
-        others = chain(
-            *(of_state.values() for of_state in (self.restoring, self.restored, self.suspended, self.leaving))
-        )
+        others = chain.from_iterable(s.values() for s in (self.restoring, self.restored, self.suspended, self.leaving))
         return len(self.running[_OFFLINE]) + len(self.waiting[_OFFLINE]) + sum(not s.is_online for s in others)
 
     def num_waiting_of(self, is_online: bool) -> int:
         """Waiting for their first or next admission."""
         ranks = ONLINE_RANKS if is_online else (_OFFLINE,)
-        return sum([len(self.waiting[rank]) for rank in ranks])
+        return sum(len(self.waiting[rank]) for rank in ranks)
 
     def has_work(self, rank: Rank) -> bool:
         """Whether a sequence of the rank waits, or runs and has something to compute now."""

@@ -158,46 +158,34 @@ class Planner:
         return max(room_s(streams.values()), least_s)
 
     def _limits(self, queue: ModelQueue, leading: Rank, begins_s: float) -> Limits:
-        if leading != Rank.OFFLINE and queue.only_decodes:
+        view = StepView(
+            model=queue.name,
+            now=begins_s,
+            cost_model=queue.cost_model,
+            is_online=leading != Rank.OFFLINE,
+            num_other_online=0,
+            max_known_tokens=queue.max_known_tokens,
+        )
+        if view.is_online and queue.only_decodes:
             # Nothing can join them, and they are never left out for the sake of time.
-            view = StepView(
-                model=queue.name,
-                now=begins_s,
-                cost_model=queue.cost_model,
-                is_online=True,
-                num_other_online=0,
-                max_known_tokens=queue.max_known_tokens,
-            )
             self.last_limits = self._token_budget.limits(view)
             return self.last_limits
-        if leading == Rank.OFFLINE:
+        if not view.is_online:
             # Online sequences of the model cannot run now, or this step would be led by them.
             num_online = sum(other.has_online_work() or other.restores_online() for other in self._queues.values())
-            view = StepView(
-                model=queue.name,
-                now=begins_s,
-                cost_model=queue.cost_model,
-                is_online=False,
-                num_other_online=num_online,
-                max_known_tokens=queue.max_known_tokens,
-            )
+            view = view._replace(num_other_online=num_online)
         else:
             num_others = sum(other.has_online_work() for other in self._queues.values() if other is not queue)
             own = queue.objectives(begins_s)
             tpot_s, slack_s, ttft_left_s = own if len(self._queues) == 1 else self._objectives(begins_s)
             has_both = max(tpot_s, own.ttft_left_s) < math.inf
-            view = StepView(
-                model=queue.name,
-                now=begins_s,
-                cost_model=queue.cost_model,
-                is_online=True,
+            view = view._replace(
                 num_other_online=num_others,
                 tpot_objective_s=tpot_s,
                 slack_s=slack_s,
                 ttft_left_s=ttft_left_s,
                 own_ttft_left_s=own.ttft_left_s,
                 online=queue.online_shape(sys.maxsize) if has_both else StepShape(),
-                max_known_tokens=queue.max_known_tokens,
             )
         limits = self._token_budget.limits(view)
         self.last_limits = limits._replace(limit_s=min(limits.limit_s, self._silence_limit_s(queue, begins_s)))
