@@ -48,7 +48,7 @@ test: development
 	$(BIN)/python -m pytest -n 3 -m "not gpu and not container" $(ARGS)
 
 test-fast: development
-	$(BIN)/python -m pytest -n 2 -m fast -p no:schemathesis $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m fast -p no:schemathesis $(ARGS)
 
 check: development
 	$(BIN)/ruff check .

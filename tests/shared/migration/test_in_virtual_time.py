@@ -410,6 +410,7 @@ def walk(seed: int, trouble: str) -> World:
     return world
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("trouble", ["messages", "a death", "ghosts"])
 def test_one_owner_or_none_and_nothing_left_whatever_happens(trouble: str) -> None:
     outcomes: Counter[str] = Counter()

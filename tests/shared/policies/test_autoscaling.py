@@ -231,6 +231,7 @@ def direction(decision: Decision) -> int:
     return -1 if isinstance(decision, Shrink) else 1
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(st.integers(0, 3), bounds_strategy, loads, st.integers(0, 40), st.integers(0, 40))
 def test_a_constant_load_is_met_without_going_to_and_fro(
