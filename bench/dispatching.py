@@ -47,7 +47,7 @@ class Cluster:
         self.num_requests = 0
         for name in self.names:
             models = [
-                LoadedModel(name=model, state="ready", max_model_len=4096, page_tokens=16, slots_per_merged=16)
+                LoadedModel(name=model, state="ready", max_model_len=4096, block_size=16, blocks_per_merged=16)
                 for model in MODELS
             ]
             self.core.apply(

@@ -41,7 +41,7 @@ MAX_OPEN = 500
 """Connections that the stranger holds at once."""
 CONNECT_TIMEOUT_S = 5.0
 CLOSE_TIMEOUT_S = 30.0
-SLOT_BYTES = 512 << 10
+BLOCK_BYTES = 512 << 10
 
 
 def payloads(random_: random.Random) -> Iterator[tuple[str, bytes]]:
@@ -125,16 +125,16 @@ def port_of(address: str) -> tuple[str, int]:
 async def opened(arguments: argparse.Namespace) -> KvTransport:
     transport = KvTransport(UcxNetwork("127.0.0.1"), TransportLimits(rate_fraction=None))
     await transport.open()
-    transport.register("m", torch.ones(int(arguments.mib * (1 << 20)) // SLOT_BYTES, SLOT_BYTES, dtype=torch.uint8))
+    transport.register("m", torch.ones(int(arguments.mib * (1 << 20)) // BLOCK_BYTES, BLOCK_BYTES, dtype=torch.uint8))
     return transport
 
 
 async def destination(arguments: argparse.Namespace) -> None:
     transport = await opened(arguments)
-    num_slots = int(arguments.mib * (1 << 20)) // SLOT_BYTES
+    num_blocks = int(arguments.mib * (1 << 20)) // BLOCK_BYTES
     print(json.dumps({"address": transport.address}), flush=True)
     while await asyncio.to_thread(sys.stdin.readline):
-        incoming = transport.expect("m", range(num_slots), deadline_s=60)
+        incoming = transport.expect("m", range(num_blocks), deadline_s=60)
         print(json.dumps({"ticket": incoming.ticket.hex(), "cpu_s": time.process_time()}), flush=True)
         await asyncio.wait([asyncio.ensure_future(incoming.wait())])
     await transport.close()
@@ -167,8 +167,8 @@ class Pair:
     async def throughput(self) -> dict[str, float]:
         """Medians of GB/s and of nanoseconds of processor time of both processes per byte."""
         speeds, costs, far = [], [], 0.0
-        num_slots = int(self._arguments.mib * (1 << 20)) // SLOT_BYTES
-        num_bytes = num_slots * SLOT_BYTES
+        num_blocks = int(self._arguments.mib * (1 << 20)) // BLOCK_BYTES
+        num_bytes = num_blocks * BLOCK_BYTES
         used = time.process_time()
         for _ in range(self._arguments.repeats + 1):
             asked = await self._ask()
@@ -177,7 +177,7 @@ class Pair:
             used, far = time.process_time(), asked["cpu_s"]
             started = time.perf_counter()
             ticket = bytes.fromhex(asked["ticket"])
-            await self._transport.send(self.address, ticket, "m", range(num_slots), deadline_s=60)
+            await self._transport.send(self.address, ticket, "m", range(num_blocks), deadline_s=60)
             speeds.append(num_bytes / (time.perf_counter() - started) / 1e9)
         return {"gb_s": statistics.median(speeds[1:]), "cpu_ns_byte": statistics.median(costs)}
 

@@ -49,31 +49,31 @@ PERFTEST_TIMEOUT_S = 10.0
 
 def message_bytes(arguments: argparse.Namespace) -> int:
     """As the transport chooses it."""
-    slot_bytes: int = arguments.slot_kib << 10
-    if slot_bytes >= TransportLimits().lone_slot_bytes:
-        return slot_bytes
+    block_bytes: int = arguments.block_kib << 10
+    if block_bytes >= TransportLimits().lone_block_bytes:
+        return block_bytes
     chunk_bytes: int = arguments.chunk_mib * MIB
-    return max(1, chunk_bytes // slot_bytes) * slot_bytes
+    return max(1, chunk_bytes // block_bytes) * block_bytes
 
 
 def sizes(arguments: argparse.Namespace) -> list[tuple[int, int]]:
-    """(bytes, slots) of each transfer."""
-    slot_bytes = arguments.slot_kib << 10
-    counts = [max(1, int(mib * MIB) // slot_bytes) for mib in arguments.mib]
-    return [(count * slot_bytes, count) for count in counts]
+    """(bytes, blocks) of each transfer."""
+    block_bytes = arguments.block_kib << 10
+    counts = [max(1, int(mib * MIB) // block_bytes) for mib in arguments.mib]
+    return [(count * block_bytes, count) for count in counts]
 
 
 async def transport_with_pool(network: UcxNetwork, arguments: argparse.Namespace) -> KvTransport:
     limits = TransportLimits(chunk_bytes=arguments.chunk_mib * MIB, rate_fraction=None)
     transport = KvTransport(network, limits)
     await transport.open()
-    slot_bytes, num_slots = arguments.slot_kib << 10, max(count for _, count in sizes(arguments))
+    block_bytes, num_blocks = arguments.block_kib << 10, max(count for _, count in sizes(arguments))
     gap = 64 if arguments.scattered else 0
     device = "cuda" if arguments.way else "cpu"
-    rows = torch.ones(num_slots, slot_bytes + gap, dtype=torch.uint8, device=device)
+    rows = torch.ones(num_blocks, block_bytes + gap, dtype=torch.uint8, device=device)
     if rows.is_cuda:
         torch.cuda.synchronize()  # the transport reads them on a stream of its own
-    transport.register("m", rows[:, :slot_bytes])
+    transport.register("m", rows[:, :block_bytes])
     return transport
 
 
@@ -228,14 +228,14 @@ async def source(arguments: argparse.Namespace, peer: subprocess.Popen[str]) -> 
     if arguments.way == "device" and not network.reads_device:
         print("UCX does not read CUDA memory here, so there is no way `device`", flush=True)
         arguments.mib = []
-    for mib, (size, num_slots) in zip(arguments.mib, sizes(arguments), strict=True):
+    for mib, (size, num_blocks) in zip(arguments.mib, sizes(arguments), strict=True):
         times: dict[str, list[float]] = {name: [] for name in ("transport", "raw", "memcpy", "perftest", "default")}
         cpu: dict[str, list[float]] = {"transport": [], "raw": []}
         far = 0.0
         for repeat in range(arguments.repeats + 1):
-            ticket = bytes.fromhex((await ask(str(num_slots)))["ticket"])
+            ticket = bytes.fromhex((await ask(str(num_blocks)))["ticket"])
             started, used = time.perf_counter(), time.process_time()
-            await transport.send(addresses["transport"], ticket, "m", range(num_slots), deadline_s=DEADLINE_S)
+            await transport.send(addresses["transport"], ticket, "m", range(num_blocks), deadline_s=DEADLINE_S)
             took = {"transport": time.perf_counter() - started}
             between = json.loads(await asyncio.to_thread(peer.stdout.readline))["cpu_s"]
             spent = {"transport": time.process_time() - used + between - far}
@@ -299,7 +299,7 @@ def main() -> None:
     parser.add_argument("--chunk-mib", type=int, default=TransportLimits().chunk_bytes // MIB)
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--pin", action="store_true", help="one core for each of the two processes")
-    parser.add_argument("--scattered", action="store_true", help="slots with gaps, so that they have to be fused")
+    parser.add_argument("--scattered", action="store_true", help="blocks with gaps, so that they have to be fused")
     parser.add_argument("--perftest", action=argparse.BooleanOptionalAction, default=True)
     add_device_option(parser)
     parser.add_argument("--json", action="store_true", help="print the result as JSON at the end")

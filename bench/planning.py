@@ -23,7 +23,7 @@ from shared.engine.plan import ModelShape, StepResult
 from shared.engine.recording import Configuration
 from shared.messages.requests import GenerationRequest, SamplingParams
 
-PROMPT_TOKENS, PAGE_TOKENS = 512, 16
+PROMPT_TOKENS, BLOCK_SIZE = 512, 16
 STEP_S = 0.03
 
 
@@ -42,10 +42,10 @@ def measure(num_sequences: int, num_steps: int, *, is_mixed: bool) -> list[float
     """Median microseconds of plan, apply and load over `num_steps` steps."""
     tokens = PROMPT_TOKENS + num_steps + num_sequences
     engine = Configuration(
-        num_merged=num_sequences * (tokens // PAGE_TOKENS + 1), num_rows=num_sequences, ordering="doubling_budget",
+        num_merged=num_sequences * (tokens // BLOCK_SIZE + 1), num_rows=num_sequences, ordering="doubling_budget",
         token_budget=8192, steps_in_flight=1,
     ).build()  # fmt: skip
-    engine.apply(AddModel(ModelShape("m", PAGE_TOKENS, 1, 2 * tokens)), 0.0)
+    engine.apply(AddModel(ModelShape("m", BLOCK_SIZE, 1, 2 * tokens)), 0.0)
     engine.apply(SetCostModel("m", DEVICES["a100"].cost_model), 0.0)
     taken_s = []
     gc.collect()

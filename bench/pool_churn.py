@@ -1,7 +1,7 @@
-"""An hour of virtual time on one instance with three models of different slot sizes: is what it reports free to be had?
+"""An hour of virtual time on one instance with three models of different block sizes: is what it reports free to be had?
 
 Requests of all three come and go: online ones by a rate that falls and rises in another rhythm for each model, offline ones
-as a backlog. Each minute all that a model could have is allocated in a copy of the engine, for each model, slots moved
+as a backlog. Each minute all that a model could have is allocated in a copy of the engine, for each model, blocks moved
 together where they must be, and held against the load report. Beside it stands what is free without a move, and the sum of
 the unused shares of all merged blocks.
 
@@ -25,13 +25,13 @@ import numpy as np
 from shared.cost_model import CostModel, shape_of
 from shared.engine.calls import AddModel, OnCopy, OnStep, SetCostModel, Submit
 from shared.engine.engine import Engine
+from shared.engine.memory.slab import KvGeometry, blocks_per_merged, choose_merged_bytes, waste
 from shared.engine.plan import ModelShape, StepResult
 from shared.engine.recording import Configuration
 from shared.engine.requests import Ended
-from shared.engine.slab import KvGeometry, choose_merged_bytes, slots_per_merged, waste
 from shared.messages.requests import GenerationRequest, RequestClass, SamplingParams, pack_tokens
 
-PAGE_TOKENS = 16
+BLOCK_SIZE = 16
 GEOMETRIES = {"7b": (32, 32, 128), "13b": (40, 40, 128), "70b": (80, 8, 128)}
 """Llama 2: layers, KV heads, dimensions of a head; in 16 bits."""
 COST_MODEL = CostModel(
@@ -64,8 +64,8 @@ class Minute(msgspec.Struct, frozen=True, kw_only=True):
 
 class Churn:
     def __init__(self, num_merged: int, seed: int) -> None:
-        sizes = {name: KvGeometry(*g, 2).block_bytes(PAGE_TOKENS) for name, g in GEOMETRIES.items()}
-        self.slot_bytes = sizes
+        sizes = {name: KvGeometry(*g, 2).block_bytes(BLOCK_SIZE) for name, g in GEOMETRIES.items()}
+        self.block_bytes = sizes
         self.merged_bytes = choose_merged_bytes(list(sizes.values()), at_least=32 << 20)
         configuration = Configuration(
             num_merged=num_merged,
@@ -78,8 +78,8 @@ class Churn:
         )
         self.engine: Engine = configuration.build()
         for name, size in sizes.items():
-            per_merged = slots_per_merged(self.merged_bytes, size)
-            self.engine.apply(AddModel(ModelShape(name, PAGE_TOKENS, per_merged, MAX_TOKENS + 1024)), 0.0)
+            per_merged = blocks_per_merged(self.merged_bytes, size)
+            self.engine.apply(AddModel(ModelShape(name, BLOCK_SIZE, per_merged, MAX_TOKENS + 1024)), 0.0)
             self.engine.apply(SetCostModel(name, COST_MODEL), 0.0)
         self._draw = np.random.default_rng(seed)
         self._arrivals: list[tuple[float, str]] = []
@@ -137,8 +137,8 @@ class Churn:
         engine, counters = self.engine, self.engine.counters
         load = engine.load()
         pool, queues = engine.pool, engine.memory.queues
-        used = sum(pool.num_used(name) / queue.shape.slots_per_merged for name, queue in queues.items())
-        moved = sum(count * self.slot_bytes[name] for name, count in counters.moved_blocks.items())
+        used = sum(pool.num_used(name) / queue.shape.blocks_per_merged for name, queue in queues.items())
+        moved = sum(count * self.block_bytes[name] for name, count in counters.moved_blocks.items())
         return Minute(
             at_s=self.now, reported=int(load.free_merged), can={name: allocatable(engine, name) for name in queues},
             free_now=pool.num_free_merged(), shares=pool.num_merged - used, freed=counters.freed_merged,
@@ -157,14 +157,14 @@ def allocatable(engine: Engine, name: str) -> int:
     """Whole merged blocks that the model gets beside what it uses, tried in a copy of the engine."""
     engine = copy.deepcopy(engine)
     pool, compaction = engine.pool, engine.memory.compaction
-    num_used, per_merged = pool.num_used(name), engine.memory.queues[name].shape.slots_per_merged
-    num_slots = compaction.reach(name, []).num_slots
-    while not compaction.make_room(name, num_slots):
+    num_used, per_merged = pool.num_used(name), engine.memory.queues[name].shape.blocks_per_merged
+    num_blocks = compaction.reach(name, []).num_blocks
+    while not compaction.make_room(name, num_blocks):
         compaction.begin_step()
         _settle(engine)
-    if pool.allocate(name, num_slots) is None:
-        raise RuntimeError(f"{num_slots} slots of {name} are not to be had")
-    return (num_slots + num_used) // per_merged - -(-num_used // per_merged)
+    if pool.allocate(name, num_blocks) is None:
+        raise RuntimeError(f"{num_blocks} blocks of {name} are not to be had")
+    return (num_blocks + num_used) // per_merged - -(-num_used // per_merged)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -175,10 +175,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     begun_s = time.monotonic()
     churn = Churn(options.merged, options.seed)
-    slots = {name: slots_per_merged(churn.merged_bytes, size) for name, size in churn.slot_bytes.items()}
-    unused = {name: f"{waste(churn.merged_bytes, size):.1%}" for name, size in churn.slot_bytes.items()}
+    blocks = {name: blocks_per_merged(churn.merged_bytes, size) for name, size in churn.block_bytes.items()}
+    unused = {name: f"{waste(churn.merged_bytes, size):.1%}" for name, size in churn.block_bytes.items()}
     print(
-        f"{options.merged} merged blocks of {churn.merged_bytes / 2**20:.1f} MiB; slots of one {slots}, unused {unused}\n"
+        f"{options.merged} merged blocks of {churn.merged_bytes / 2**20:.1f} MiB; blocks of one {blocks}, unused {unused}\n"
     )
     names = list(GEOMETRIES)
     columns = ["minute", "reported free", *(f"{name} can have" for name in names), "without moves", "sum of shares"]

@@ -30,8 +30,8 @@ from services.worker.engine_loop import EngineLoop
 from services.worker.executor import Executor
 from shared.engine.calls import AddModel, Submit
 from shared.engine.driver import StepStats
+from shared.engine.memory.slab import choose_merged_bytes
 from shared.engine.requests import Ended, Output
-from shared.engine.slab import choose_merged_bytes
 from shared.messages.cluster import ModelSpec
 from shared.messages.requests import GenerationRequest, SamplingParams, pack_tokens
 from shared.settings import InstanceSettings
@@ -68,7 +68,7 @@ class BareEngine:
         settings = InstanceSettings(device="cpu")
         probe = Executor("cpu", 1, 1 << 30, 1)
         prepared = probe.prepare_model(ModelSpec("model", str(checkpoint)))
-        merged_bytes = choose_merged_bytes([prepared.model.kv_shape(prepared.page_tokens).slot_bytes])
+        merged_bytes = choose_merged_bytes([prepared.model.kv_shape(prepared.block_size).block_bytes])
         num_merged = POOL_BYTES // merged_bytes
         executor = Executor("cpu", num_merged, merged_bytes, settings.max_running)
         engine = build_engine(settings, num_merged, "cpu")

@@ -10,7 +10,7 @@ from shared.cost_model import CostModel
 from shared.engine.plan import ModelShape
 from shared.engine.recording import Configuration
 from shared.policies.catalogue import DISPATCH_POLICIES, ORDERING_POLICIES
-from shared.policies.dispatch import Candidate, Candidates, DispatchPolicy, DispatchView, Rank, Wanted
+from shared.policies.dispatch import Candidate, Candidates, DispatchPolicy, DispatchView, PriorityClass, Wanted
 from shared.policies.ordering import ModelView, OrderingPolicy, SequenceView, model_of_first
 from shared.settings import SchedulerSettings
 from shared.simulation.fleet import Device, Fleet, Model
@@ -32,7 +32,7 @@ class ShortestPromptFirst(OrderingPolicy):
 class FullestThatFits(DispatchPolicy):
     """Among instances: so that others stay free for what needs much room."""
 
-    def rank(self, view: DispatchView) -> Rank:
+    def rank(self, view: DispatchView) -> PriorityClass:
         return (view.freeness,)
 
     def choose(self, request: Wanted, candidates: Candidates) -> Candidate | None:
@@ -44,7 +44,7 @@ ORDERING_POLICIES["shortest_prompt"] = ShortestPromptFirst
 DISPATCH_POLICIES["fullest"] = FullestThatFits
 
 MODEL = Model(
-    shape=ModelShape(name="model", page_tokens=16, slots_per_merged=1, max_model_len=4096),
+    shape=ModelShape(name="model", block_size=16, blocks_per_merged=1, max_model_len=4096),
     cost_model=CostModel(
         fixed_s=0.02, prefill_token_s=1e-4, prefill_attention_s=1e-8, decode_s=2e-4, decode_context_s=5e-7
     ),

@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from shared.engine.slab import KvGeometry
+from shared.engine.memory.slab import KvGeometry
 from shared.model_families import FAMILIES, ModelFamily, family_of
 
 SUPPORTED_ACTIVATIONS = ("silu", "swish", "relu", "gelu", "gelu_new", "gelu_pytorch_tanh")

@@ -80,10 +80,10 @@ class CostModel(msgspec.Struct, frozen=True, kw_only=True):
     layers_per_safepoint: int = 1
     safepoint_s: float = 0.0
     """What one safepoint adds to a step."""
-    checkpoint_slot_s: float = 0.0
-    """Copying one slot to host memory."""
-    restore_slot_s: float = 0.0
-    """Copying one slot back."""
+    checkpoint_block_s: float = 0.0
+    """Copying one block to host memory."""
+    restore_block_s: float = 0.0
+    """Copying one block back."""
     median_error: float = 0.0
     """Relative, on held-out steps."""
     p99_error: float = 0.0

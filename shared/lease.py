@@ -19,7 +19,7 @@ from typing import Any
 from shared.bus.interface import Bus, BusError, KeyValue, RevisionConflict, Watch
 from shared.messages.catalogue import LEASES, TERMS
 from shared.messages.channels import Bucket
-from shared.messages.cluster import SchedulerInfo
+from shared.messages.cluster import LeaseHolder
 from shared.messages.requests import ErrorCode, ErrorInfo
 from shared.tasks import set_within
 
@@ -46,7 +46,7 @@ class Lease:
         on_lose: Callable[[], Awaitable[None]],
         *,
         watches: bool = True,
-        terms: Bucket[SchedulerInfo] = TERMS,
+        terms: Bucket[LeaseHolder] = TERMS,
     ) -> None:
         """`terms`: where the last term is kept. `watches` False: the caller watches `LEASES`, for many leases at once, and
         passes on what it sees of this one to `on_change`."""
@@ -71,9 +71,9 @@ class Lease:
         self._is_stopping = False
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
-        self._leases: KeyValue[SchedulerInfo]
-        self._terms: KeyValue[SchedulerInfo]
-        self._watch: Watch[SchedulerInfo] | None = None
+        self._leases: KeyValue[LeaseHolder]
+        self._terms: KeyValue[LeaseHolder]
+        self._watch: Watch[LeaseHolder] | None = None
 
     @property
     def is_held(self) -> bool:
@@ -106,7 +106,7 @@ class Lease:
             self._stop_listening()
             self._stop_listening = None
 
-    def on_change(self, key: str, value: SchedulerInfo | None) -> None:
+    def on_change(self, key: str, value: LeaseHolder | None) -> None:
         """An entry of the bucket was written, or is gone (None)."""
         if key == self._key and value is None:
             self._wake.set()
@@ -144,7 +144,7 @@ class Lease:
     async def _acquire(self) -> None:
         """Returns with the lease in hand and a new term, or raises."""
         sent_s = self._bus.now()
-        self._revision = await self._leases.create(self._key, SchedulerInfo(self._holder_id, 0))
+        self._revision = await self._leases.create(self._key, LeaseHolder(self._holder_id, 0))
         self._valid_until_s = sent_s + TTL_S - SAFETY_S
         self.term = await self._draw_term()
         # Renewing proves that the lease was ours when the term was drawn, so terms grow in the order of leaders.
@@ -155,7 +155,7 @@ class Lease:
             last = await self._terms.get(self._key)
             # A server that lost its disk has forgotten the last term; whoever saw it has not.
             term = 1 + max(self._highest_term, last.value.term if last else 0)
-            info = SchedulerInfo(self._holder_id, term)
+            info = LeaseHolder(self._holder_id, term)
             try:
                 if last is None:
                     await self._terms.create(self._key, info)
@@ -166,7 +166,7 @@ class Lease:
                 continue  # somebody drew at the same time
 
     async def _renew(self) -> None:
-        info = SchedulerInfo(self._holder_id, self.term)
+        info = LeaseHolder(self._holder_id, self.term)
         sent_s = self._bus.now()
         if self._must_verify:
             # Revisions begin anew on a server that lost its store: equal numbers prove nothing.

@@ -150,7 +150,7 @@ class SchedulerSettings(BusSettings, frozen=True, kw_only=True):
     """Pairings begun over the whole cluster."""
     dispatch_growth_steps: Annotated[float, msgspec.Meta(ge=0)] = 32.0
     """Decode steps for which the requests of an instance have room to grow when one more is dispatched to it."""
-    max_gathering_share: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.25
+    max_defragmenting_share: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.25
     """Of the instances of a model: so many at once (at least one) get free memory together for a request that fits into
     none; other such requests stay in the queue for a while, and those that fit pass them."""
     autoscale: bool = False

@@ -98,7 +98,7 @@ _running: list[str] = []
 
 @functools.cache
 def _install() -> None:
-    """Once: an audit hook cannot be taken out again."""
+    """Once: an audit hook cannot be detached again."""
     sys.addaudithook(_audit)
 
 

@@ -29,7 +29,7 @@ MAX_STALLS = 1000
 
 
 class InvariantError(AssertionError):
-    """What no stall can explain: a stream that differs, a slot that leaked."""
+    """What no stall can explain: a stream that differs, a block that leaked."""
 
 
 @contextlib.contextmanager

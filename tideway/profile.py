@@ -21,7 +21,7 @@ from shared.bus.interface import Bus
 from shared.bus.nats_bus import NatsBus
 from shared.checkpoint import CheckpointError
 from shared.cost_model import CostModel
-from shared.engine import slab
+from shared.engine.memory import slab
 from shared.messages.cluster import ModelSpec
 from shared.settings import InstanceSettings, WorkerSettings, load
 from tideway.data_folder import DataFolder, OperatorError
@@ -123,8 +123,8 @@ def measure(
     loader = Executor(device, 1, slab.ALIGNMENT_BYTES, 1)
     tell("loading")
     prepared = loader.prepare_model(spec)
-    slot_bytes = prepared.model.kv_shape(prepared.page_tokens).slot_bytes
-    merged_bytes = slab.choose_merged_bytes([slot_bytes])
+    block_bytes = prepared.model.kv_shape(prepared.block_size).block_bytes
+    merged_bytes = slab.choose_merged_bytes([block_bytes])
     pool_bytes = min(MAX_POOL_BYTES, int(POOL_SHARE * loader.free_memory_bytes()))
     num_merged = max(1, pool_bytes // merged_bytes)
     executor = Executor(device, num_merged, merged_bytes, settings.max_running)
@@ -136,9 +136,9 @@ def measure(
         num_done += 1
         tell(f"{num_done} steps measured, {extent.time_s:.0f} s at most")
 
-    slots = range(num_merged * model.shape.slots_per_merged)
+    blocks = range(num_merged * model.shape.blocks_per_merged)
     max_step_tokens = settings.token_budget or DEFAULT_STEP_TOKENS[device.type]
-    return model, profiler.profile(executor, model, slots, max_step_tokens, extent, on_step=on_step)
+    return model, profiler.profile(executor, model, blocks, max_step_tokens, extent, on_step=on_step)
 
 
 def table(name: str, measured: Profile) -> Table:

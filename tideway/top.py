@@ -51,9 +51,9 @@ class Snapshot:
         return cls(client.instances(), client.models(), clock())
 
     @property
-    def num_moving(self) -> int:
+    def num_migrating(self) -> int:
         """Migrations under way."""
-        return sum(instance.load.num_moving_out for instance in self.instances.instances if instance.load)
+        return sum(instance.load.num_migrating_out for instance in self.instances.instances if instance.load)
 
 
 def moves_per_s(last: Snapshot | None, now: Snapshot) -> float | None:
@@ -65,7 +65,7 @@ def moves_per_s(last: Snapshot | None, now: Snapshot) -> float | None:
     for instance in now.instances.instances:
         known = before.get(instance.instance_id)
         if known and known.incarnation == instance.incarnation and known.load and instance.load:
-            num_new += instance.load.num_moved_in - known.load.num_moved_in
+            num_new += instance.load.num_migrated_in - known.load.num_migrated_in
     return max(0, num_new) / (now.taken_s - last.taken_s)
 
 
@@ -92,7 +92,7 @@ def _counts(snapshot: Snapshot, rate: float | None) -> Text:
         f"{sum(model.num_running for model in models)} running",
         f"{sum(model.num_waiting for model in models)} waiting",
         f"{num_queued} queued",
-        f"{snapshot.num_moving} moving",
+        f"{snapshot.num_migrating} moving",
     ]
     if rate is not None:
         parts.append(f"{rate:.1f} moves/s")
@@ -127,8 +127,8 @@ def _load(instance: InstanceState, bar: str) -> list[RenderableType]:
         str(load.num_offline),
         str(load.num_high),
         freeness,
-        f"{load.num_moving_out}/{load.num_moving_in}" if instance.migration else "off",
-        f"{load.num_moved_out}/{load.num_moved_in}",
+        f"{load.num_migrating_out}/{load.num_migrating_in}" if instance.migration else "off",
+        f"{load.num_migrated_out}/{load.num_migrated_in}",
     ]
 
 

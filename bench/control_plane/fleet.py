@@ -32,7 +32,7 @@ MODELS = ("llama", "opt")
 REPORTS_PER_S = 50
 """Of one instance: the most that it makes."""
 NUM_MERGED = 1000
-PAGE_TOKENS, SLOTS_PER_MERGED = 16, 1
+BLOCK_SIZE, BLOCKS_PER_MERGED = 16, 1
 SECONDS_OF_A_REQUEST = 2.0
 NUM_STEPS = 64
 """Reports until the walk of an instance's freeness begins anew."""
@@ -87,8 +87,8 @@ class Fleet:
                 name=model,
                 state="ready",
                 max_model_len=8192,
-                page_tokens=PAGE_TOKENS,
-                slots_per_merged=SLOTS_PER_MERGED,
+                block_size=BLOCK_SIZE,
+                blocks_per_merged=BLOCKS_PER_MERGED,
             )
             for model in MODELS
         ]
@@ -149,7 +149,7 @@ def _walk(random: Random, *, is_short: bool) -> list[_Load]:
     for offset in there + there[::-1]:
         num_running = random.randint(14, 18)
         freeness = centre + offset
-        merged = freeness / (PAGE_TOKENS * SLOTS_PER_MERGED)
+        merged = freeness / (BLOCK_SIZE * BLOCKS_PER_MERGED)
         loads = [
             ModelLoad(
                 model=model,

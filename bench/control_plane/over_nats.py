@@ -30,7 +30,7 @@ from shared.messages.catalogue import (
     SCHEDULER_ANNOUNCE,
     SCHEDULER_SUBMIT,
 )
-from shared.messages.cluster import SchedulerInfo
+from shared.messages.cluster import LeaseHolder
 from shared.messages.requests import Accepted, GenerationRequest, HeldRequests
 from shared.settings import BusSettings
 from tests.conftest import NatsServer, free_port
@@ -203,7 +203,7 @@ async def over_nats(num_instances: int, seconds: float, requests_per_s: float, s
     publisher = await Publisher.connect(server.port)
     announced = asyncio.Event()
 
-    def on_announce(_: SchedulerInfo) -> None:
+    def on_announce(_: LeaseHolder) -> None:
         announced.set()
 
     await bus.subscribe(SCHEDULER_ANNOUNCE, on_announce)

@@ -107,9 +107,9 @@ def _overhead(testbed: Testbed, num_pairs: int) -> tuple[list[float], list[float
     executor.set_layers_per_safepoint(MODEL, testbed.cost_model.layers_per_safepoint)
     num_tokens = min(setup.max_step_tokens, shape.max_model_len - 1, setup.pool_tokens // 2)
     tokens = generator(setup.seed, "safepoints").integers(FIRST_TOKEN_ID, testbed.vocab_size, num_tokens)
-    slots = list(range(-(-num_tokens // shape.page_tokens)))
+    blocks = list(range(-(-num_tokens // shape.block_size)))
     new = NewSequence(
-        0, pack_tokens(tokens.tolist()), num_tokens, SamplingParams(max_tokens=1 << 20, temperature=0.0), slots
+        0, pack_tokens(tokens.tolist()), num_tokens, SamplingParams(max_tokens=1 << 20, temperature=0.0), blocks
     )
     step_id = 0
 

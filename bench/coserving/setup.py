@@ -60,6 +60,6 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
         return engine
 
 
-def num_merged(pool_tokens: int, page_tokens: int, slots_per_merged: int) -> int:
+def num_merged(pool_tokens: int, block_size: int, blocks_per_merged: int) -> int:
     """Merged blocks of a pool for so many tokens."""
-    return max(1, -(-pool_tokens // page_tokens) // slots_per_merged)
+    return max(1, -(-pool_tokens // block_size) // blocks_per_merged)

@@ -20,7 +20,7 @@ from services.worker.profiled_steps import BRIEF, FULL
 from services.worker.profiler import profile
 from shared.cost_model import CostModel
 from shared.engine.engine import Engine
-from shared.engine.slab import choose_merged_bytes
+from shared.engine.memory.slab import choose_merged_bytes
 from shared.messages.cluster import ModelSpec
 
 SHAPES: dict[str, dict[str, Any]] = {
@@ -58,9 +58,9 @@ class Testbed:
         self._spec = ModelSpec(MODEL, str(make_checkpoint(Path(self._folder.name), SHAPES[setup.model], setup.dtype)))
         self._prepared = Executor(setup.device, 1, 1 << 30, 1).prepare_model(self._spec)
         self.vocab_size = self._prepared.model.vocab_size
-        slot_bytes = self._prepared.model.kv_shape(self._prepared.page_tokens).slot_bytes
-        self._merged_bytes = choose_merged_bytes([slot_bytes])
-        self._slots_per_merged = max(1, self._merged_bytes // slot_bytes)
+        block_bytes = self._prepared.model.kv_shape(self._prepared.block_size).block_bytes
+        self._merged_bytes = choose_merged_bytes([block_bytes])
+        self._blocks_per_merged = max(1, self._merged_bytes // block_bytes)
         self.cost_model = self._profile()
 
     def close(self) -> None:
@@ -68,7 +68,7 @@ class Testbed:
 
     def executor(self, pool_tokens: int) -> tuple[Executor, PreparedModel]:
         """A new one, with room in host memory, that the weights are not yet added to."""
-        num_blocks = num_merged(pool_tokens, self._prepared.page_tokens, self._slots_per_merged)
+        num_blocks = num_merged(pool_tokens, self._prepared.block_size, self._blocks_per_merged)
         executor = Executor(
             self.setup.device,
             num_blocks,
@@ -82,7 +82,7 @@ class Testbed:
         """A fresh engine and executor, and the model on both."""
         executor, prepared = self.executor(pool_tokens)
         shape = executor.add_model(prepared)
-        num_blocks = num_merged(pool_tokens, shape.page_tokens, shape.slots_per_merged)
+        num_blocks = num_merged(pool_tokens, shape.block_size, shape.blocks_per_merged)
         engine = self.setup.engine(system, shape, self.cost_model, num_blocks, objectives)
         executor.set_layers_per_safepoint(MODEL, self.cost_model.layers_per_safepoint)
         return engine, executor
@@ -96,14 +96,14 @@ class Testbed:
         executor, prepared = self.executor(setup.pool_tokens)
         shape = executor.add_model(prepared)
         model = profiled_model(self._spec, shape, executor.device)
-        num_blocks = num_merged(setup.pool_tokens, shape.page_tokens, shape.slots_per_merged)
-        slots = list(range(num_blocks * shape.slots_per_merged))
+        num_blocks = num_merged(setup.pool_tokens, shape.block_size, shape.blocks_per_merged)
+        blocks = list(range(num_blocks * shape.blocks_per_merged))
         extent = dataclasses.replace(FULL, max_step_s=1.0)
         if setup.device == "cpu":
             extent = dataclasses.replace(BRIEF, chunks=(16, 64, 256, 512), max_step_s=1.0)
         extent = dataclasses.replace(extent, time_s=setup.profile_s)
         try:
-            return profile(executor, model, slots, setup.max_step_tokens, extent).cost_model
+            return profile(executor, model, blocks, setup.max_step_tokens, extent).cost_model
         finally:
             executor.close()
 

@@ -33,11 +33,11 @@ SMOLLM_135M_ON_TWO_CORES = CostModel(
     mixed_s=0.006,
     num_layers=30,
     layers_per_safepoint=1,
-    checkpoint_slot_s=1.7e-4,
-    restore_slot_s=1.7e-4,
+    checkpoint_block_s=1.7e-4,
+    restore_block_s=1.7e-4,
 )
 """Rounded from profiles of the shape of SmolLM-135M in bfloat16, two threads of a quiet x86 server."""
-SHAPE = ModelShape(MODEL, page_tokens=32, slots_per_merged=2, max_model_len=2048, vocab_size=49152)
+SHAPE = ModelShape(MODEL, block_size=32, blocks_per_merged=2, max_model_len=2048, vocab_size=49152)
 TOKEN_ID = 5
 """What every step samples."""
 
@@ -71,7 +71,7 @@ class VirtualRun:
         setup = testbed.setup
         self._system, self._cost, self._noise = system, testbed.cost_model, testbed.noise
         self._backlog = backlog or setup.num_rows + 8
-        num_blocks = num_merged(pool_tokens or setup.pool_tokens, SHAPE.page_tokens, SHAPE.slots_per_merged)
+        num_blocks = num_merged(pool_tokens or setup.pool_tokens, SHAPE.block_size, SHAPE.blocks_per_merged)
         self._engine = setup.engine(system, SHAPE, self._cost, num_blocks, objectives)
         self._journal = Journal(self._engine, system, objectives)
         self._requests = Requests(setup.seed, SHAPE.vocab_size)

@@ -18,7 +18,7 @@ from bench.migration.experiments import EXPERIMENTS, Result, Setup
 from bench.migration.pair import Affinity
 from bench.reporting import judged, machine, table_of, write
 from services.worker.executor import Executor
-from shared.engine.slab import choose_merged_bytes
+from shared.engine.memory.slab import choose_merged_bytes
 from shared.messages.cluster import ModelSpec
 
 
@@ -27,22 +27,22 @@ def make_setup(folder: Path, arguments: argparse.Namespace) -> Setup:
     longest = max(arguments.lengths)
     shape = {**SHAPES[arguments.model], "max_position_embeddings": longest + 8192}
     make_checkpoint(folder, shape, device=arguments.device[0])
-    page_tokens, slot_bytes = kv_shape_of(folder, arguments.device[0])
+    block_size, block_bytes = kv_shape_of(folder, arguments.device[0])
     if arguments.ends[0]:
         gc.collect()
         torch.cuda.empty_cache()  # the instances need the memory
-    merged_bytes = choose_merged_bytes([slot_bytes])
+    merged_bytes = choose_merged_bytes([block_bytes])
     pool_tokens = 3 * longest + 16384
-    num_merged = -(-pool_tokens // page_tokens) // (merged_bytes // slot_bytes) + 1
+    num_merged = -(-pool_tokens // block_size) // (merged_bytes // block_bytes) + 1
     return Setup(
         checkpoint=folder,
         vocab_size=shape["vocab_size"],
-        page_tokens=page_tokens,
-        slot_bytes=slot_bytes,
+        block_size=block_size,
+        block_bytes=block_bytes,
         merged_bytes=merged_bytes,
         pool_bytes=num_merged * merged_bytes,
         lengths=tuple(arguments.lengths),
-        num_moves=arguments.moves,
+        num_migrations=arguments.moves,
         seed=arguments.seed,
         # Where a GPU computes, an engine's thread is no burden for the others, and one core is too little for two.
         is_pinned=not arguments.no_pinning and not arguments.ends[0],
@@ -52,9 +52,9 @@ def make_setup(folder: Path, arguments: argparse.Namespace) -> Setup:
 
 
 def kv_shape_of(folder: Path, device: str) -> tuple[int, int]:
-    """(tokens of a page, bytes of a slot)"""
+    """(tokens of a page, bytes of a block)"""
     prepared = Executor(device, 1, 1 << 30, 1).prepare_model(ModelSpec("model", str(folder)))
-    return prepared.page_tokens, prepared.model.kv_shape(prepared.page_tokens).slot_bytes
+    return prepared.block_size, prepared.model.kv_shape(prepared.block_size).block_bytes
 
 
 def report(name: str, result: Result, place: str) -> list[str]:

@@ -35,12 +35,12 @@ SETTLE_S = 2.0
 class Setup(msgspec.Struct, frozen=True, kw_only=True):
     checkpoint: Path
     vocab_size: int
-    page_tokens: int
-    slot_bytes: int
+    block_size: int
+    block_bytes: int
     merged_bytes: int
     pool_bytes: int
     lengths: tuple[int, ...] = (256, 1024, 2048, 4096, 8192)
-    num_moves: int = 12
+    num_migrations: int = 12
     num_neighbours: int = 4
     seed: int = 1
     is_pinned: bool = True
@@ -89,14 +89,14 @@ async def pair_of(setup: Setup, **environment: str) -> AsyncIterator[tuple[Pair,
             affinity.release(os.getpid())
 
 
-async def _moves(pair: Pair, stream: Stream, num_moves: int) -> list[tuple[float, float, float]]:
+async def _moves(pair: Pair, stream: Stream, num_migrations: int) -> list[tuple[float, float, float]]:
     """(pause, decode step beside it, seconds from the order to the first token at the destination) of each move."""
     figures = []
-    for _ in range(num_moves):
+    for _ in range(num_migrations):
         await pair.decoded(stream, BETWEEN_MOVES)
         started_s = time.perf_counter()
         outcome = await pair.move(stream)
-        if not outcome.is_moved:
+        if not outcome.is_migrated:
             raise RuntimeError(f"the request did not move: {outcome}")
         figures.append((*pause_s(stream), time.perf_counter() - started_s))
     return figures
@@ -122,12 +122,12 @@ async def pause(setup: Setup) -> Result:
     """One request of each length, moved to and fro while it decodes. The pause is from its last token at the source to its
     first at the destination, so a request that does not move has one of a decode step; the stall is what is beyond that."""
     figures: dict[int, list[tuple[float, float, float]]] = {length: [] for length in setup.lengths}
-    num_moves = -(-setup.num_moves // NUM_ROUNDS)
+    num_migrations = -(-setup.num_migrations // NUM_ROUNDS)
     async with pair_of(setup) as (pair, _):
         for _ in range(NUM_ROUNDS):
             for length in setup.lengths:
                 stream = await pair.submit("a", setup.prompt(length - BETWEEN_MOVES), MAX_TOKENS)
-                figures[length] += await _moves(pair, stream, num_moves)
+                figures[length] += await _moves(pair, stream, num_migrations)
                 await pair.cancel(stream)
     rows = [_row(length, found) for length, found in figures.items()]
     ratios = [row["pause / step"] for row in rows]
@@ -158,7 +158,7 @@ async def neighbours(setup: Setup) -> Result:
             stream = await pair.submit("a", setup.prompt(length), MAX_TOKENS)
             windows: dict[bool, list[tuple[float, float, float]]] = {True: [], False: []}
             took_s = ended_s = 0.0
-            for number in range(2 * setup.num_moves):
+            for number in range(2 * setup.num_migrations):
                 while time.perf_counter() < ended_s + took_s + SETTLE_S:
                     await pair.decoded(stream, 4)
                 started_s = time.perf_counter()
@@ -217,7 +217,7 @@ async def baselines(setup: Setup) -> Result:
     for name, environment in (("live migration", {}), ("blocking copy", {"TIDEWAY_MIGRATION_MAX_STAGES": "1"})):
         async with pair_of(setup, **environment) as (pair, _):
             stream = await pair.submit("a", setup.prompt(length - BETWEEN_MOVES), MAX_TOKENS)
-            figures = await _moves(pair, stream, max(2, setup.num_moves // 2))
+            figures = await _moves(pair, stream, max(2, setup.num_migrations // 2))
             rows.append({"way": name, **_row(length, figures)})
             if name == "live migration":
                 figures = []
@@ -249,10 +249,10 @@ async def baselines(setup: Setup) -> Result:
 async def transfer(setup: Setup) -> Result:
     """The KV of a request of each length between two processes, without instances: bench/kv_transport.py, on a GPU in both
     ways."""
-    mib = {length: -(-length // setup.page_tokens) * setup.slot_bytes / (1 << 20) for length in setup.lengths}
+    mib = {length: -(-length // setup.block_size) * setup.block_bytes / (1 << 20) for length in setup.lengths}
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "bench.kv_transport", "--json", "--no-perftest", "--repeats", "5"),
-        *("--slot-kib", str(setup.slot_bytes >> 10), "--device", *setup.devices),
+        *("--slot-kib", str(setup.block_bytes >> 10), "--device", *setup.devices),
         *("--mib", *(str(size) for size in mib.values())),
         stdout=asyncio.subprocess.PIPE,
     )

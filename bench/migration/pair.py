@@ -29,10 +29,10 @@ from shared.messages.cluster import (
     InstanceInfo,
     InstancePlan,
     LoadReport,
+    MigrationOutcome,
     ModelSpec,
-    MoveOutcome,
 )
-from shared.messages.migration import MoveReason, Rebalance
+from shared.messages.migration import MigrationReason, Rebalance
 from shared.messages.requests import (
     Cancel,
     ClearPrefixCache,
@@ -89,7 +89,7 @@ class Pair:
         self._environment = environment or {}
         self._affinity = affinity or Affinity()
         self.streams: dict[str, Stream] = {}
-        self.outcomes: list[MoveOutcome] = []
+        self.outcomes: list[MigrationOutcome] = []
         self.instances: dict[str, InstanceInfo] = {}
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
         self._changed = asyncio.Event()
@@ -170,7 +170,7 @@ class Pair:
         self._changed.set()
 
     def _on_report(self, report: LoadReport) -> None:
-        self.outcomes.extend(report.moves)
+        self.outcomes.extend(report.migrations)
         self._changed.set()
 
     def _on_frame(self, frame: TokenFrame) -> None:
@@ -230,7 +230,7 @@ class Pair:
         """So that no block is found at the destination."""
         self._bus.publish(CLEAR_PREFIX_CACHE, ClearPrefixCache())
 
-    async def move(self, stream: Stream) -> MoveOutcome:
+    async def move(self, stream: Stream) -> MigrationOutcome:
         """Has the stream's owner give one request away (the stream must be its first choice), and waits until the other
         instance has made two tokens."""
         source = stream.owner
@@ -238,9 +238,9 @@ class Pair:
         self.forget_caches()
         self.outcomes.clear()
         topic = INSTANCE_REBALANCE.at(instance_id=source)
-        self._bus.publish(topic, Rebalance([destination], MoveReason.BALANCE, MOVE_TIMEOUT_S))
+        self._bus.publish(topic, Rebalance([destination], MigrationReason.BALANCE, MOVE_TIMEOUT_S))
         await self.wait_for(lambda: stream.owner == destination, "the move")
-        self._bus.publish(topic, Rebalance([], MoveReason.BALANCE, 0.0))
+        self._bus.publish(topic, Rebalance([], MigrationReason.BALANCE, 0.0))
         await self.wait_for(lambda: self.outcomes, "the move's outcome")
         await self.decoded(stream, 2)
         return self.outcomes[0]

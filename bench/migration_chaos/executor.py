@@ -17,7 +17,7 @@ from shared.messages.requests import unpack_tokens
 CELL_BYTES = 8 * WORDS
 MERGED_BYTES = 2048
 SHAPES = {"a": ModelShape("a", 8, 4, 640), "b": ModelShape("b", 4, 8, 640)}
-assert all(s.page_tokens * s.slots_per_merged * CELL_BYTES == MERGED_BYTES for s in SHAPES.values())
+assert all(s.block_size * s.blocks_per_merged * CELL_BYTES == MERGED_BYTES for s in SHAPES.values())
 NO_OWNER = ""
 PREFILL_TOKENS_S = 8000.0
 """A step takes so much longer for each token beyond one a sequence."""
@@ -68,22 +68,22 @@ class ChaosExecutor:
     def close(self) -> None:
         """Nothing is held."""
 
-    # ------------------------------------------------------------------------------------------------- slots
+    # ------------------------------------------------------------------------------------------------- blocks
 
-    def slot_rows(self, model: str, on_host: bool) -> torch.Tensor:
+    def block_rows(self, model: str, on_host: bool) -> torch.Tensor:
         slab = self._host_slab if on_host else self._slab
-        return torch.from_numpy(slab.reshape(-1, SHAPES[model].page_tokens * CELL_BYTES))
+        return torch.from_numpy(slab.reshape(-1, SHAPES[model].block_size * CELL_BYTES))
 
-    def claim_slots(self, model: str, slots: list[int]) -> None:
-        for merged in {slot // SHAPES[model].slots_per_merged for slot in slots}:
+    def claim_blocks(self, model: str, blocks: list[int]) -> None:
+        for merged in {block // SHAPES[model].blocks_per_merged for block in blocks}:
             if self._owners[merged] != model:
                 self._owners[merged] = model
                 self._slab[merged * MERGED_BYTES : (merged + 1) * MERGED_BYTES] = 0
 
     def _blocks(self, model: str, on_host: bool = False) -> np.ndarray:
-        """`[num_slots, page_tokens, WORDS]` uint64."""
+        """`[num_blocks, block_size, WORDS]` uint64."""
         slab = self._host_slab if on_host else self._slab
-        return slab.view(np.uint64).reshape(-1, SHAPES[model].page_tokens, WORDS)
+        return slab.view(np.uint64).reshape(-1, SHAPES[model].block_size, WORDS)
 
     # ------------------------------------------------------------------------------------------------- steps
 
@@ -132,19 +132,19 @@ class ChaosExecutor:
 
     def _change_rows(self, plan: StepPlan) -> None:
         for new in plan.new_sequences:
-            self.claim_slots(plan.model, new.blocks)
+            self.claim_blocks(plan.model, new.blocks)
             self._rows[new.row] = _Row(plan.model, unpack_tokens(new.tokens), list(new.blocks))
-        for number, slots in plan.new_blocks:
-            self.claim_slots(plan.model, slots)
-            self._rows[number].blocks.extend(slots)
+        for number, blocks in plan.new_blocks:
+            self.claim_blocks(plan.model, blocks)
+            self._rows[number].blocks.extend(blocks)
 
     def _gather(self, row: _Row, end: int) -> np.ndarray:
         """Cells of the first `end` positions; `[at least end, WORDS]`."""
-        num_blocks = -(-end // SHAPES[row.model].page_tokens)
+        num_blocks = -(-end // SHAPES[row.model].block_size)
         return self._blocks(row.model)[row.blocks[:num_blocks]].reshape(-1, WORDS)
 
     def _write(self, row: _Row, start: int, new: np.ndarray) -> None:
-        page, blocks = SHAPES[row.model].page_tokens, self._blocks(row.model)
+        page, blocks = SHAPES[row.model].block_size, self._blocks(row.model)
         positions = np.arange(start, start + len(new))
         blocks[np.array(row.blocks)[positions // page], positions % page] = new
 
@@ -152,7 +152,7 @@ class ChaosExecutor:
         """Attention reads all of these: 0 where they are what they should be, else something of what they are."""
         found = self._gather(row, end)[:end] ^ cells(row.links[:end])
         wrong = np.flatnonzero(found.any(axis=1))
-        owners = {self._owners[slot // SHAPES[row.model].slots_per_merged] for slot in row.blocks}
+        owners = {self._owners[block // SHAPES[row.model].blocks_per_merged] for block in row.blocks}
         if len(wrong) or owners != {row.model}:
             shown = ", ".join(map(str, wrong[:8]))
             self._on_wrong(f"{len(wrong)} of {end} cells ({shown}..) of model {row.model}; owners {owners}")
@@ -163,15 +163,15 @@ class ChaosExecutor:
     def start_copy(self, copy: KvCopy) -> None:
         device, host = self._blocks(copy.model), self._blocks(copy.model, True)
         if copy.kind == CopyKind.MOVE:
-            self.claim_slots(copy.model, copy.target_slots)
-            device[copy.target_slots] = device[copy.device_slots]
-            for number, index, slot in copy.tables:
-                self._rows[number].blocks[index] = slot
+            self.claim_blocks(copy.model, copy.target_blocks)
+            device[copy.target_blocks] = device[copy.device_blocks]
+            for number, index, block in copy.tables:
+                self._rows[number].blocks[index] = block
         elif copy.kind == CopyKind.CHECKPOINT:
-            host[copy.host_slots] = device[copy.device_slots]
+            host[copy.host_blocks] = device[copy.device_blocks]
         else:
-            self.claim_slots(copy.model, copy.device_slots)
-            device[copy.device_slots] = host[copy.host_slots]
+            self.claim_blocks(copy.model, copy.device_blocks)
+            device[copy.device_blocks] = host[copy.host_blocks]
         self._copied.append((copy.copy_id, True))
         self._on_copied()
 

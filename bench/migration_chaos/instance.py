@@ -23,10 +23,10 @@ from bench.migration_chaos.network import SLOW_S, CuttableNetwork
 from services.worker import executor as executor_module
 from services.worker import instance as instance_module
 from services.worker import instance_main
-from services.worker import instance_moves as moves_module
+from services.worker import instance_migrations as moves_module
 from services.worker.instance import InstanceService
 from services.worker.kv_transport import transport as transport_module
-from services.worker.kv_transport.staging import SlotPool
+from services.worker.kv_transport.staging import KvPool
 from services.worker.kv_transport.transport import KvTransport, TransportLimits
 from services.worker.kv_transport.ucx import UcxNetwork
 from services.worker.migration import service as service_module
@@ -34,7 +34,7 @@ from services.worker.migration.faults import FaultAction, FaultPoints
 from services.worker.migration.service import MigrationService
 from shared.bus.interface import ServiceError
 from shared.messages.migration import (
-    MoveReason,
+    MigrationReason,
     PreAllocate,
     Reserved,
 )
@@ -97,7 +97,7 @@ class Driver:
     def _state(self) -> dict[str, Any]:
         """What is held of anything; all 0 where nothing goes on."""
         assert self.service is not None
-        loop, moves, transport = self.service._loop, self.service._moves._service, self.transport
+        loop, migrations, transport = self.service._loop, self.service._migrations._service, self.transport
         wrong = ""
         with loop.locked() as engine:
             try:
@@ -115,9 +115,9 @@ class Driver:
             }
             held["merged not free"] = engine.pool.num_merged - engine.load().free_merged
         held["transfers"] = 0 if transport is None else transport.num_active
-        held["migrations out"] = 0 if moves is None else moves.core.num_moving_out + len(moves._out)
-        held["migrations in"] = 0 if moves is None else moves.core.num_moving_in + len(moves._in)
-        held["disowned"] = 0 if moves is None else moves.core.incoming.num_disowned
+        held["migrations out"] = 0 if migrations is None else migrations.core.num_migrating_out + len(migrations._out)
+        held["migrations in"] = 0 if migrations is None else migrations.core.num_migrating_in + len(migrations._in)
+        held["disowned"] = 0 if migrations is None else migrations.core.incoming.num_disowned
         gc.collect()
         size = {
             "fds": len(os.listdir("/proc/self/fd")),
@@ -169,7 +169,7 @@ class _MigrationFaults(FaultPoints):
 class _Core(MigrationCore):
     def _begin_one(self, order: Any, now: float) -> bool:
         # Without a drain, each migration is one that the driver asked for.
-        if order.reason is MoveReason.BALANCE and not _driver.armed:
+        if order.reason is MigrationReason.BALANCE and not _driver.armed:
             return False
         return super()._begin_one(order, now)
 
@@ -196,8 +196,10 @@ class _Service(MigrationService):
 
     async def _wind_up(self, out: Any, command: WindUp) -> None:
         await super()._wind_up(out, command)
-        is_moved = command.outcome == MOVED
-        _driver.tell("ended", command.migration_id, is_moved, "" if is_moved else command.outcome, command.num_stages)
+        is_migrated = command.outcome == MOVED
+        _driver.tell(
+            "ended", command.migration_id, is_migrated, "" if is_migrated else command.outcome, command.num_stages
+        )
 
     async def on_pre_allocate(self, query: PreAllocate) -> Reserved:
         step = self._faults_of(query.migration_id).refusal
@@ -232,7 +234,7 @@ async def _open_transport(settings: InstanceSettings, *_: Any, **__: Any) -> KvT
     return transport
 
 
-class _Pool(SlotPool):
+class _Pool(KvPool):
     def scatter(self, *arguments: Any) -> int:
         if _driver.network is not None and _driver.network.is_slow:
             time.sleep(SLOW_S)
@@ -256,7 +258,7 @@ def run(settings: InstanceSettings, options: Options, connection: Connection) ->
         (instance_main, "host_pool_merged", lambda *_: options.num_host_merged),
         (service_module, "MigrationCore", _Core),
         (moves_module, "MigrationService", _Service),
-        (transport_module, "SlotPool", _Pool),
+        (transport_module, "KvPool", _Pool),
     ):
         assert hasattr(module, name)
         setattr(module, name, stand_in)

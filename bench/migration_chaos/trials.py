@@ -18,7 +18,7 @@ from bench.migration_chaos.streams import Streams, counters
 from services.worker.migration.faults import FaultAction
 from shared.bus.interface import Bus
 from shared.messages.catalogue import INSTANCE_REBALANCE
-from shared.messages.migration import MoveReason, Rebalance
+from shared.messages.migration import MigrationReason, Rebalance
 
 BEGIN_S = 0.6
 """A migration that was asked for begins within this time, or is asked for again elsewhere."""
@@ -169,10 +169,10 @@ class Trials:
             if (hit := self._migrations.get(migration_id)) is not None:
                 self._on_hit(hit, instance, point, action)
         elif name == "ended":
-            migration_id, is_moved, reason, num_stages = values
+            migration_id, is_migrated, reason, num_stages = values
             if (ended := self._migrations.pop(migration_id, None)) is not None:
                 ended.num_stages = num_stages
-                ended.end("moved" if is_moved else reason)
+                ended.end("moved" if is_migrated else reason)
                 self._count(ended)
         elif name == "died":
             for migration_id, lost in list(self._migrations.items()):
@@ -337,7 +337,7 @@ class Trials:
         source.tell("arm", trial, fault)
         names = [one.name for one in destinations[: random.choice((1, 1, 2))]]
         topic = INSTANCE_REBALANCE.at(instance_id=source.name)
-        self.bus.publish(topic, Rebalance(names, MoveReason.BALANCE, BEGIN_S, 4))
+        self.bus.publish(topic, Rebalance(names, MigrationReason.BALANCE, BEGIN_S, 4))
         died = asyncio.ensure_future(source.died.wait())
         await asyncio.wait([began, died], timeout=BEGIN_S, return_when=asyncio.FIRST_COMPLETED)
         died.cancel()

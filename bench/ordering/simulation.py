@@ -38,7 +38,7 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
 def simulate(setting: Setting, jobs: list[Job], order: str, *, mix_phases: bool, knows_times: bool = True) -> Run:
     """`knows_times`: finished requests' execution times reach the order; else it has the cost model's prediction alone."""
     configuration = Configuration(
-        num_merged=setting.pool_tokens // setting.page_tokens, num_rows=setting.num_rows, ordering=order,
+        num_merged=setting.pool_tokens // setting.block_size, num_rows=setting.num_rows, ordering=order,
         token_budget=setting.max_step_tokens, steps_in_flight=1, max_waiting=len(jobs) + 1, co_serving="priority_only",
         interruption="off", mix_phases=mix_phases,
     )  # fmt: skip
@@ -54,13 +54,13 @@ def simulate(setting: Setting, jobs: list[Job], order: str, *, mix_phases: bool,
     # Nothing waits in the scheduler: the order is the instance's alone.
     settings = SchedulerSettings(
         order_policy="fcfs", migration="off", max_queued=len(jobs) + 1, max_waiting_per_model=len(jobs) + 1,
-        dispatch_growth_steps=0.0, max_gathering_share=1.0,
+        dispatch_growth_steps=0.0, max_defragmenting_share=1.0,
     )  # fmt: skip
     fleet = Fleet(settings, noise=0.0, control_s=0.0, tells_statistics=knows_times)
     models = [
         Model(
             shape=ModelShape(
-                name=service.model, page_tokens=setting.page_tokens, slots_per_merged=1, max_model_len=1 << 20
+                name=service.model, block_size=setting.block_size, blocks_per_merged=1, max_model_len=1 << 20
             ),
             cost_model=setting.cost_model,
         )

@@ -48,7 +48,7 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
     num_rows: int
     pool_tokens: int
     services: tuple[Service, Service]
-    page_tokens: int = 32
+    block_size: int = 32
 
 
 def _lengths(mean_tokens: float, cv: float, max_tokens: int, min_tokens: int = 4) -> LogNormal:

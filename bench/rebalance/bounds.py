@@ -76,7 +76,7 @@ def curve(device: Device, num_instances: int, runs: Sequence[Sequence[Job]]) -> 
 def ideal(device: Device, num_instances: int, jobs: Sequence[Job], weight: float) -> Latencies:
     """`weight` 1: without priorities, first come, first served."""
     cost = device.cost_model
-    num_slots = num_instances * device.pool_tokens
+    num_blocks = num_instances * device.pool_tokens
     prompts = np.array([job.prompt_tokens for job in jobs], float)
     outputs = np.array([job.output_tokens for job in jobs], float)
     is_high = np.array([job.is_high for job in jobs])
@@ -90,7 +90,7 @@ def ideal(device: Device, num_instances: int, jobs: Sequence[Job], weight: float
         if weight != 1.0:
             waiting.sort(key=lambda number: (not is_high[number], number))
         used = float((prompts + done)[running].sum())
-        while waiting and used + prompts[waiting[0]] <= num_slots:
+        while waiting and used + prompts[waiting[0]] <= num_blocks:
             used += prompts[waiting[0]]
             running[waiting.pop(0)] = True
         held = np.flatnonzero(running)

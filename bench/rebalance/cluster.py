@@ -37,7 +37,7 @@ class System(msgspec.Struct, frozen=True, kw_only=True):
         )
         if not self.is_late:
             settings = msgspec.structs.replace(
-                settings, max_waiting_per_model=1 << 20, dispatch_growth_steps=0.0, max_gathering_share=1.0
+                settings, max_waiting_per_model=1 << 20, dispatch_growth_steps=0.0, max_defragmenting_share=1.0
             )
         return msgspec.structs.replace(settings, **self.scheduler)
 

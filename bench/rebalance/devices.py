@@ -14,7 +14,7 @@ from shared.simulation.gateway import MODEL
 class Device(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     cost_model: CostModel
-    page_tokens: int
+    block_size: int
     num_blocks: int
     """KV blocks in the pool of one instance; a merged block holds one."""
     num_rows: int
@@ -32,7 +32,7 @@ class Device(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def pool_tokens(self) -> int:
-        return self.num_blocks * self.page_tokens
+        return self.num_blocks * self.block_size
 
     def simulated(self, order: str) -> fleet.Device:
         configuration = Configuration(
@@ -47,7 +47,7 @@ class Device(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def model(self) -> fleet.Model:
-        shape = ModelShape(name=MODEL, page_tokens=self.page_tokens, slots_per_merged=1, max_model_len=1 << 20)
+        shape = ModelShape(name=MODEL, block_size=self.block_size, blocks_per_merged=1, max_model_len=1 << 20)
         return fleet.Model(shape=shape, cost_model=self.cost_model)
 
 
@@ -55,9 +55,9 @@ A10 = Device(
     name="a10",
     cost_model=CostModel(
         fixed_s=0.020, prefill_token_s=2e-5, prefill_attention_s=9e-9, decode_s=2e-4, decode_context_s=1e-6,
-        over_knee_s=2e-4, knee_tokens=100, checkpoint_slot_s=4e-4, restore_slot_s=4e-4,
+        over_knee_s=2e-4, knee_tokens=100, checkpoint_block_s=4e-4, restore_block_s=4e-4,
     ),
-    page_tokens=16,
+    block_size=16,
     num_blocks=851,
     num_rows=256,
     max_step_tokens=8192,
@@ -77,9 +77,9 @@ A100 = Device(
     name="a100",
     cost_model=CostModel(
         fixed_s=0.010, prefill_token_s=2e-5, prefill_attention_s=2e-9, decode_s=2e-5, decode_context_s=1.2e-7,
-        over_knee_s=2e-5, knee_tokens=200, checkpoint_slot_s=4e-4, restore_slot_s=4e-4,
+        over_knee_s=2e-5, knee_tokens=200, checkpoint_block_s=4e-4, restore_block_s=4e-4,
     ),
-    page_tokens=16,
+    block_size=16,
     num_blocks=7500,
     num_rows=256,
     max_step_tokens=8192,
@@ -97,9 +97,9 @@ CPU = Device(
     name="cpu",
     cost_model=CostModel(
         fixed_s=0.025, prefill_token_s=3.5e-4, prefill_attention_s=1e-6, decode_s=2.5e-3, decode_context_s=1e-6,
-        mixed_s=0.006, checkpoint_slot_s=1.7e-4, restore_slot_s=1.7e-4,
+        mixed_s=0.006, checkpoint_block_s=1.7e-4, restore_block_s=1.7e-4,
     ),
-    page_tokens=32,
+    block_size=32,
     num_blocks=256,
     num_rows=64,
     max_step_tokens=512,

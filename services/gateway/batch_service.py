@@ -18,7 +18,7 @@ from shared.bus.interface import BusError, Watch
 from shared.lease import Lease
 from shared.messages.batches import BatchProblem, BatchRecord
 from shared.messages.catalogue import BATCH_TERMS, LEASES
-from shared.messages.cluster import SchedulerInfo
+from shared.messages.cluster import LeaseHolder
 from shared.tasks import TaskSet, set_within
 
 logger = logging.getLogger(__name__)
@@ -59,7 +59,7 @@ class BatchService:
         self._wake = asyncio.Event()
         self._tasks = TaskSet()
         self._records: Watch[BatchRecord] | None = None
-        self._leases: Watch[SchedulerInfo] | None = None
+        self._leases: Watch[LeaseHolder] | None = None
         self._times_passed: dict[str, int] = {}
         """How often each unfinished batch made room for others here."""
         self._has_swept = False
@@ -101,7 +101,7 @@ class BatchService:
             await _attempt("contending for batches", self._contend)
             await set_within(self._wake, CHECK_INTERVAL_S)
 
-    def _on_lease(self, key: str, info: SchedulerInfo | None) -> None:
+    def _on_lease(self, key: str, info: LeaseHolder | None) -> None:
         claim = self._claims.get(key.removeprefix(_LEASE_PREFIX))
         if claim is not None:
             claim.lease.on_change(key, info)

@@ -82,7 +82,7 @@ def candidates(
             if num_sent:
                 # Where it is unbounded, what runs is no load.
                 num_counted = 0 if freeness == math.inf else num_running
-                needed = num_sent * merged_demand(num_tokens, own.page_tokens or 1, own.slots_per_merged or 1)
+                needed = num_sent * merged_demand(num_tokens, own.block_size or 1, own.blocks_per_merged or 1)
                 left = left_of(info.num_merged, freeness, num_counted) - needed
                 freeness = left / max(1, num_counted + num_sent)
             num_waiting = sum(loaded.num_waiting for loaded in info.models)
@@ -146,7 +146,7 @@ class Placer:
         """Returns when somebody took the request.
 
         Raises `ServiceError` with the refusal. `patient` (a client is already reading this stream): the wait is longer,
-        and a full queue is tried again too. `slots` bounds how many attempts run at once.
+        and a full queue is tried again too. `blocks` bounds how many attempts run at once.
         """
         patience_s = RECOVERY_PATIENCE_S if patient else PATIENCE_S
         give_up = math.inf

@@ -25,10 +25,10 @@ from shared.messages.catalogue import (
     INSTANCE_REPLAY,
     SCHEDULER_ANNOUNCE,
 )
-from shared.messages.cluster import InstanceExited, InstanceInfo, SchedulerInfo
+from shared.messages.cluster import InstanceExited, InstanceInfo, LeaseHolder
 from shared.messages.requests import (
     ErrorCode,
-    MovedRequest,
+    MigratedRequest,
     ReplayQuery,
     ReplayReply,
     RequestsLost,
@@ -172,7 +172,7 @@ class Recovery:
 
     # ---------------------------------------------------------------------------------------- a new scheduler
 
-    def _on_announce(self, scheduler: SchedulerInfo) -> None:
+    def _on_announce(self, scheduler: LeaseHolder) -> None:
         streams = [stream for stream in self._table.streams.values() if not stream.is_placing]
         logger.info("scheduler %s serves now; %d streams are announced to it", scheduler.scheduler_id, len(streams))
         for stream in streams:
@@ -244,7 +244,7 @@ class Recovery:
         epochs = {stream.request_id: stream.state.epoch for stream in streams}
         for stream in streams:
             stream.is_replaying = True
-        moved: list[MovedRequest] = []
+        moved: list[MigratedRequest] = []
         try:
             reply = await self._ask(instance_id, streams)
             unknown: Iterable[str] = reply.unknown
@@ -264,7 +264,7 @@ class Recovery:
             if known is not None and known.owner == instance_id and request_id in epochs:
                 self.lose(known, epochs[request_id], "unknown")
 
-    def _follow(self, moved: list[MovedRequest]) -> None:
+    def _follow(self, moved: list[MigratedRequest]) -> None:
         """Asks those that have the requests now. Each answer "moved" is of a higher epoch, so this ends."""
         streams: dict[str, list[Stream]] = defaultdict(list)
         for told in moved:

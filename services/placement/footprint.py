@@ -50,7 +50,7 @@ class DeviceFacts(NamedTuple):
     @classmethod
     def of(cls, node: NodeInfo) -> DeviceFacts:
         kind = "cuda" if node.device.startswith("cuda") else "cpu"
-        at_most = AttentionFacts("", (node.page_tokens,)) if node.page_tokens > 0 else AttentionFacts()
+        at_most = AttentionFacts("", (node.block_size,)) if node.block_size > 0 else AttentionFacts()
         return cls(kind, (*node.attention, at_most), node.step_tokens)
 
     def block_size(self, head_dim: int, dtype: str) -> int:
@@ -62,13 +62,13 @@ class DeviceFacts(NamedTuple):
 
 @dataclass(frozen=True)
 class Footprint:
-    """Memory of one model on one kind of device, in bytes; `least_slots` in KV blocks."""
+    """Memory of one model on one kind of device, in bytes; `least_blocks` in KV blocks."""
 
     weight_bytes: int
     activation_bytes: int
     """Peak during a step. Only one model of an instance is in a step at a time, so an instance needs the largest."""
-    slot_bytes: int
-    least_slots: int
+    block_bytes: int
+    least_blocks: int
 
 
 def footprint(spec: ModelSpec, shape: CheckpointShape, facts: DeviceFacts) -> Footprint:
@@ -80,6 +80,6 @@ def footprint(spec: ModelSpec, shape: CheckpointShape, facts: DeviceFacts) -> Fo
     return Footprint(
         weight_bytes=int(shape.weight_bytes * itemsize / ITEMSIZES[shape.dtype] * WEIGHT_MARGIN),
         activation_bytes=hidden + STEP_SEQUENCES * shape.vocab_size * LOGIT_BYTES[facts.kind],
-        slot_bytes=shape.kv_geometry(dtype).block_bytes(block_size),
-        least_slots=-(-longest // block_size),
+        block_bytes=shape.kv_geometry(dtype).block_bytes(block_size),
+        least_blocks=-(-longest // block_size),
     )

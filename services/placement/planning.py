@@ -26,7 +26,7 @@ import msgspec
 
 from services.placement.fleet import Fleet, instance_ids
 from services.placement.footprint import ConfiguredModel, DeviceFacts, Footprint, footprint
-from shared.engine import slab
+from shared.engine.memory import slab
 from shared.messages.cluster import (
     ONE_DEVICE,
     DeviceGroup,
@@ -49,7 +49,7 @@ need a restart of the instance."""
 
 NOBODY_OUT = Fleet()
 
-slots_per_merged = functools.lru_cache(maxsize=4096)(slab.slots_per_merged)
+blocks_per_merged = functools.lru_cache(maxsize=4096)(slab.blocks_per_merged)
 """Asked again and again for the same few pairs."""
 
 
@@ -85,7 +85,7 @@ class _Room:
         return self.capacity_bytes - weights - activations - (blocks + 1) * self.merged_bytes
 
     def fits(self, added: Footprint) -> bool:
-        return slots_per_merged(self.merged_bytes, added.slot_bytes) > 0 and self.free_bytes(added) >= 0
+        return blocks_per_merged(self.merged_bytes, added.block_bytes) > 0 and self.free_bytes(added) >= 0
 
     def keeps_pool(self, added: Footprint | None = None) -> bool:
         """Whether the incumbent's pool can stay as it is."""
@@ -115,7 +115,7 @@ class _Room:
         return InstancePlan(self.instance_id, self.node_id, models, pool_bytes, merged_bytes, self.group)
 
     def _blocks(self, size: Footprint) -> int:
-        return -(-size.least_slots // slots_per_merged(self.merged_bytes, size.slot_bytes))
+        return -(-size.least_blocks // blocks_per_merged(self.merged_bytes, size.block_bytes))
 
 
 def plan(
@@ -174,7 +174,7 @@ def wasted(
         device = devices.get(instance.node_id)
         for spec in instance.models:
             if device is not None and (shape := shapes.get(spec.name)) is not None:
-                share = slab.waste(instance.merged_bytes, footprint(spec, shape, device).slot_bytes)
+                share = slab.waste(instance.merged_bytes, footprint(spec, shape, device).block_bytes)
                 found.setdefault((device.kind, instance.merged_bytes), {})[spec.name] = share
     return found
 
@@ -243,20 +243,20 @@ def _for_instance(spec: ModelSpec) -> ModelSpec:
 
 def _choose_merged_blocks(rooms: list[_Room], sizes: dict[tuple[str, DeviceFacts], Footprint]) -> None:
     """One size for all rooms of a kind of device: the incumbents' (the most frequent) while every model fits into it,
-    else the best for all configured models that can be placed there at all (slab.py)."""
+    else the best for all configured models that can be placed there at all (memory/slab.py)."""
     for device in {room.facts.kind for room in rooms}:
         alike = [room for room in rooms if room.facts.kind == device and not room.is_frozen]
         largest_room = max((room.capacity_bytes for room in alike), default=0)
-        slots = [
-            size.slot_bytes
+        blocks = [
+            size.block_bytes
             for (_, facts), size in sizes.items()
             if facts.kind == device
-            and size.weight_bytes + size.activation_bytes + size.least_slots * size.slot_bytes <= largest_room
+            and size.weight_bytes + size.activation_bytes + size.least_blocks * size.block_bytes <= largest_room
         ]
         counts = Counter(room.incumbent.merged_bytes for room in alike if room.incumbent is not None)
         merged_bytes = max(counts, key=lambda m: (counts[m], m), default=0)
-        if not merged_bytes or not all(slots_per_merged(merged_bytes, slot) for slot in slots):
-            merged_bytes = slab.choose_merged_bytes(slots, at_least=LEAST_MERGED_BYTES[device])
+        if not merged_bytes or not all(blocks_per_merged(merged_bytes, block) for block in blocks):
+            merged_bytes = slab.choose_merged_bytes(blocks, at_least=LEAST_MERGED_BYTES[device])
         for room in alike:
             room.merged_bytes = merged_bytes
 
@@ -323,7 +323,7 @@ class _Placement:
             return "no instance is there to hold it" if self._has_nodes else "no worker node is registered"
         room = max(rooms, key=lambda r: (r.capacity_bytes - r.used_bytes, r.instance_id))
         size = self._sizes[name, room.facts]
-        least = size.least_slots * size.slot_bytes
+        least = size.least_blocks * size.block_bytes
         needed = size.weight_bytes + size.activation_bytes + least
         return (
             f"{name!r} needs {_mib(needed)} ({_mib(size.weight_bytes)} weights, {_mib(size.activation_bytes)} activations, "

@@ -98,7 +98,7 @@ class FleetKeeper:
             if num_more < 0:
                 chosen = self._backend.to_drain(-num_more, nodes, fleet.draining)
                 if len(chosen) < -num_more:
-                    raise refuse(f"only {len(chosen)} of {num_active} instances can be taken out", "num_instances",
+                    raise refuse(f"only {len(chosen)} of {num_active} instances can be detached", "num_instances",
                                  ErrorCode.CONFLICT)  # fmt: skip
                 return await self._change(fleet, fleet.drain(chosen, is_for_scaling=True))
             revived: list[str] = []

@@ -38,9 +38,9 @@ from shared.messages.cluster import (
     ExecutionStatisticsReport,
     InstanceExited,
     InstanceInfo,
+    LeaseHolder,
     LoadReport,
     ModelSpec,
-    SchedulerInfo,
     StatisticsReport,
 )
 from shared.messages.requests import (
@@ -63,7 +63,7 @@ from shared.scheduling.actions import (
     DrainAction,
     InstanceLost,
     LeftQueue,
-    MoveEnded,
+    MigrationEnded,
     NotifyLost,
     Paired,
     ProbeSilence,
@@ -112,7 +112,7 @@ class ActiveScheduler:
         self,
         bus: Bus,
         settings: SchedulerSettings,
-        info: SchedulerInfo,
+        info: LeaseHolder,
         observer: Observer,
         is_leader: Callable[[], bool],
         inherited: Mapping[str, ExecutionStatistics],
@@ -267,7 +267,7 @@ class ActiveScheduler:
                 self._bus.publish(INSTANCE_REBALANCE.at(instance_id=instance_id), rebalance)
             case Paired():
                 self._observer.on_paired(action)
-            case MoveEnded():
+            case MigrationEnded():
                 self._observer.on_move(action)
             case SendEntry(gateway_id, entry):
                 frame = TokenFrame(self._info.scheduler_id, [entry])
@@ -382,7 +382,7 @@ class ActiveScheduler:
 
 
 def _core(
-    settings: SchedulerSettings, info: SchedulerInfo, inherited: Mapping[str, ExecutionStatistics]
+    settings: SchedulerSettings, info: LeaseHolder, inherited: Mapping[str, ExecutionStatistics]
 ) -> SchedulerCore:
     """Recorded, if settings name a file. One that cannot be written keeps nobody from being served."""
     configuration = Configuration.of(settings, info.term, inherited)

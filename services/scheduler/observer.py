@@ -11,9 +11,9 @@ from opentelemetry.trace import Span, Status, StatusCode
 from prometheus_client import Counter, Gauge, Histogram
 
 from shared.messages.batches import GrantReply
-from shared.messages.migration import AbortReason, MoveReason
+from shared.messages.migration import AbortReason, MigrationReason
 from shared.messages.requests import ErrorInfo, GenerationRequest, RequestClass
-from shared.scheduling.actions import Dispatch, InstanceLost, LeftQueue, MoveEnded, Paired
+from shared.scheduling.actions import Dispatch, InstanceLost, LeftQueue, MigrationEnded, Paired
 from shared.scheduling.core import SchedulerCore
 from shared.scheduling.queue import Lane
 from shared.telemetry import Telemetry, context_of
@@ -55,14 +55,14 @@ class Observer:
         self._ledger = gauge("ledger_requests", "Requests dispatched that no load report has named yet")
         self._pairings = counter("pairings", "Times that an instance was told to give requests away, by why", "reason")
         self._pairs = gauge("pairs", "Instances that are to give requests away now, by why", "reason")
-        self._moves = counter("moves", "Migrations that ended, by how and by why they failed", "outcome", "reason")
+        self._migrations = counter("moves", "Migrations that ended, by how and by why they failed", "outcome", "reason")
         self._backoffs = gauge("move_backoffs", "Instances left out of pairings for a while after failed migrations")
         self._assigned = gauge("tracked_requests", "Requests queued, being dispatched or on instances")
         # What is counted later begins at 0, so that rates are known from the first event on.
-        self._moves.labels("moved", "")
+        self._migrations.labels("moved", "")
         for why_not in AbortReason:
-            self._moves.labels("aborted", why_not)
-        for reason in MoveReason:
+            self._migrations.labels("aborted", why_not)
+        for reason in MigrationReason:
             self._pairings.labels(reason)
         for request_class in RequestClass:
             self._queue_seconds.labels(request_class)
@@ -123,8 +123,8 @@ class Observer:
             "%s (freeness %.1f) gives to %s: %s", paired.instance_id, paired.freeness, ", ".join(names), reason
         )
 
-    def on_move(self, ended: MoveEnded) -> None:
-        self._moves.labels("aborted" if ended.reason else "moved", ended.reason).inc()
+    def on_move(self, ended: MigrationEnded) -> None:
+        self._migrations.labels("aborted" if ended.reason else "moved", ended.reason).inc()
 
     def on_granted(self, reply: GrantReply) -> None:
         for grant in reply.grants:
@@ -152,7 +152,7 @@ class Observer:
             for model, value in values.items():
                 gauge.labels(model).set(max(0, value or 0))
         reasons = Tally(pair.reason for pair in core.rescheduler.policy.pairs.values())
-        for reason in MoveReason:
+        for reason in MigrationReason:
             self._pairs.labels(reason).set(reasons[reason])
         self._backoffs.set(core.rescheduler.policy.num_backing_off(now))
         self._ledger.set(len(core.dispatcher.ledger))

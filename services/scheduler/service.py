@@ -13,8 +13,8 @@ from shared.messages.cluster import (
     ExecutionStatistics,
     ExecutionStatisticsReport,
     InstanceInfo,
+    LeaseHolder,
     ModelSpec,
-    SchedulerInfo,
 )
 from shared.policies.catalogue import DISPATCH_POLICIES, ORDERING_POLICIES
 from shared.scheduling.scaling import check_settings
@@ -82,7 +82,7 @@ class SchedulerService:
 
     async def _on_gain(self, term: int) -> None:
         assert self._registry is not None and self._models is not None
-        info = SchedulerInfo(self.scheduler_id, term)
+        info = LeaseHolder(self.scheduler_id, term)
         self._active = ActiveScheduler(
             self._bus,
             self._settings,

@@ -99,8 +99,8 @@ class CoServingTelemetry:
                 with contextlib.suppress(KeyError):
                     gauge.remove(model, self._engine, *filter(None, [str(value)]))
 
-    def on_counters(self, counters: EngineCounters, slot_bytes: Mapping[str, int], host_used_share: float) -> None:
-        """`counters` may grow meanwhile. `slot_bytes`: of the models that are loaded."""
+    def on_counters(self, counters: EngineCounters, block_bytes: Mapping[str, int], host_used_share: float) -> None:
+        """`counters` may grow meanwhile. `block_bytes`: of the models that are loaded."""
         for cause_and_mode, count in list(counters.preemptions.items()):
             self._advance(self._preemptions, cause_and_mode, count)
         self._advance(self._interrupted_steps, ("suspended",), counters.steps_suspended)
@@ -113,7 +113,7 @@ class CoServingTelemetry:
             ("moved_bytes", counters.moved_blocks),
         ):
             for model, count in list(blocks.items()):
-                self._advance(self._bytes[kind], (model,), count, slot_bytes.get(model, 0))
+                self._advance(self._bytes[kind], (model,), count, block_bytes.get(model, 0))
         self._advance(self._freed_merged, (), counters.freed_merged)
         partial = counters.recomputed_partial_tokens
         self._advance(self._recomputed, ("partial_block",), partial)

@@ -28,7 +28,7 @@ from shared import checkpoint
 from shared.bus.interface import Bus, BusError
 from shared.checkpoint import CheckpointError, run_dtype
 from shared.cost_model import CostModel, CostSource
-from shared.engine.calls import BorrowSlots, ReturnSlots, SetCostModel
+from shared.engine.calls import BorrowBlocks, ReturnBlocks, SetCostModel
 from shared.engine.engine import Engine
 from shared.engine.plan import ModelShape
 from shared.files import write_whole
@@ -42,9 +42,9 @@ T = TypeVar("T")
 
 IDLE_POLL_S = 0.5
 MAX_POOL_SHARE = 0.5
-"""Of the slots that are to be had; a profile lets fewer cached blocks go."""
+"""Of the blocks that are to be had; a profile lets fewer cached blocks go."""
 MAX_CPU_BYTES = 512 * 1024 * 1024
-"""Of slots; on CPU they take memory once they are written to."""
+"""Of blocks; on CPU they take memory once they are written to."""
 
 
 class CostModelStore:
@@ -116,11 +116,11 @@ def profiled_model(
     """Reads the checkpoint's headers (blocking). The key says all that step times depend on. Raises `CheckpointError`."""
     stored = checkpoint.describe(checkpoint.resolve(spec.source))
     dtype = run_dtype(spec.dtype, stored.dtype, device.type)
-    size = stored.kv_geometry(dtype).block_bytes(shape.page_tokens)
+    size = stored.kv_geometry(dtype).block_bytes(shape.block_size)
     parts = (
         stored.architecture, f"{stored.num_layers}-layers", f"{stored.hidden_size}-hidden",
         f"{stored.num_kv_heads}x{stored.head_dim}-kv", f"{stored.vocab_size}-vocabulary", f"{stored.weight_bytes}-bytes",
-        dtype, f"{shape.page_tokens}-page",
+        dtype, f"{shape.block_size}-page",
     )  # fmt: skip
     key = f"{'_'.join(parts)}/{device_name(device)}/tp{group.num_ranks}"
     return ProfiledModel(shape, stored.num_layers, size, key)
@@ -213,19 +213,19 @@ class CostModels:
             with loop.locked() as engine:
                 if name not in engine.memory.queues:
                     return None
-                num_slots = int(engine.pool.num_available(name) * MAX_POOL_SHARE)
+                num_blocks = int(engine.pool.num_available(name) * MAX_POOL_SHARE)
             if self._executor.device.type == "cpu":
-                num_slots = min(num_slots, MAX_CPU_BYTES // model.slot_bytes)
+                num_blocks = min(num_blocks, MAX_CPU_BYTES // model.block_bytes)
             if profiling is None:
-                profiling = Profiling(self._executor, model, num_slots, self._max_step_tokens, self._extent)
+                profiling = Profiling(self._executor, model, num_blocks, self._max_step_tokens, self._extent)
             with loop.locked() as engine:
-                slots = [] if engine.num_held() else engine.apply(BorrowSlots(name, profiling.num_slots), loop.now())
-            if not slots:
+                blocks = [] if engine.num_held() else engine.apply(BorrowBlocks(name, profiling.num_blocks), loop.now())
+            if not blocks:
                 return False
             try:
-                return profiling.run(slots, may_go_on)
+                return profiling.run(blocks, may_go_on)
             finally:
-                loop.apply(ReturnSlots(name, slots))
+                loop.apply(ReturnBlocks(name, blocks))
 
         try:
             while True:

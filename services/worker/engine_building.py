@@ -51,7 +51,7 @@ def build_engine(settings: InstanceSettings, num_merged: int, device: str, num_h
         prefetch=settings.prefetch,
         ttft_s=settings.ttft_ms / 1000,
         tpot_s=settings.tpot_ms / 1000,
-        move_cooldown_s=settings.migration_cooldown_s,
+        migration_cooldown_s=settings.migration_cooldown_s,
         high_priority_load=settings.high_priority_load,
         fits_costs=settings.profile != "off",
         least_share=settings.least_share,

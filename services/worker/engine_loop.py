@@ -5,8 +5,8 @@ Threads and who may touch what:
   `interrupt`, which the thread that brings a request may call while a step runs.
 - Any other thread (the event loop) may `apply` calls and `ask` questions: both take the lock, which is never held longer
   than one plan or apply (well under a millisecond).
-- `claim_slots` is a call of the executor too, so the loop's thread makes it, at its next turn: steps in flight go on.
-- `between_steps` hands a function to the loop's thread, which runs it when neither a step nor a copy of KV slots is in
+- `claim_blocks` is a call of the executor too, so the loop's thread makes it, at its next turn: steps in flight go on.
+- `between_steps` hands a function to the loop's thread, which runs it when neither a step nor a copy of KV blocks is in
   flight: loading and unloading of models touch executor and engine together.
 """
 
@@ -58,7 +58,7 @@ class StepExecutor(Protocol):
     def finished_copies(self) -> list[tuple[int, bool]]:
         """(copy id, whether it succeeded) of those that ended since the last call."""
 
-    def claim_slots(self, model: str, slots: list[int]) -> torch.cuda.Event | None:
+    def claim_blocks(self, model: str, blocks: list[int]) -> torch.cuda.Event | None:
         """They will be written to by something beside the steps: such writes on the device wait for the CUDA event that
         this returns, if it returns one. `KeyError` where the model is not here."""
 
@@ -100,7 +100,7 @@ class EngineLoop:
         self._calls: _Calls = deque()
         self._quick_calls: _Calls = deque()
         self._lost: Exception | None = None
-        """Why a move of slots was not carried out in a call."""
+        """Why a move of blocks was not carried out in a call."""
         executor.on_copy_finished(self._wake.set)
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._num_failed_in_a_row = 0
@@ -161,9 +161,9 @@ class EngineLoop:
         """Runs `function` in the loop's thread while no step and no copy is in flight. It reaches the engine like others."""
         return self._post(self._calls, function)
 
-    def claim_slots(self, model: str, slots: list[int]) -> Future[torch.cuda.Event | None]:
-        """Before something beside the steps writes to slots of a model, in the loop's thread beside the steps; its result is
-        the executor's (StepExecutor.claim_slots), or `KeyError`."""
+    def claim_blocks(self, model: str, blocks: list[int]) -> Future[torch.cuda.Event | None]:
+        """Before something beside the steps writes to blocks of a model, in the loop's thread beside the steps; its result
+        is the executor's (StepExecutor.claim_blocks), or `KeyError`."""
 
         def claim() -> torch.cuda.Event | None:
             # What moves made free is not overwritten before it has been moved.
@@ -174,7 +174,7 @@ class EngineLoop:
             except Exception as error:
                 self._lost = error
                 raise
-            return self._executor.claim_slots(model, slots)
+            return self._executor.claim_blocks(model, blocks)
 
         return self._post(self._quick_calls, claim)
 

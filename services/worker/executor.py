@@ -5,8 +5,8 @@ names those to run.
 
 `launch` puts a step on the device and `collect` waits for the oldest one launched; two steps may be in flight on CUDA.
 On CPU `launch` has computed the step when it returns. An interruptible step may be suspended between two layers
-(suspension.py); other steps run before it is resumed. Beside the steps, KV slots are copied to host memory and back
-(kv_copies.py). `prepare_model`, `interrupt` and `slot_rows` may be called from other threads while
+(suspension.py); other steps run before it is resumed. Beside the steps, KV blocks are copied to host memory and back
+(kv_copies.py). `prepare_model`, `interrupt` and `block_rows` may be called from other threads while
 steps run; everything else belongs to one thread.
 """
 
@@ -36,7 +36,7 @@ from services.worker.suspension import PartialForward, Safepoints, cuda_event
 from services.worker.transfer import beside_steps, to_device, to_host
 from shared import checkpoint
 from shared.checkpoint import CheckpointError
-from shared.engine import slab
+from shared.engine.memory import slab
 from shared.engine.plan import CopyKind, KvCopy, ModelShape, StepPlan, StepResult
 from shared.messages.cluster import ModelSpec
 
@@ -58,10 +58,10 @@ class PreparedModel:
     name: str
     model: DecoderModel
     max_model_len: int
-    page_tokens: int
+    block_size: int
     backend: AttentionBackend
     views: KvViews | None = None
-    """Of its KV slots, where graphs use them."""
+    """Of its KV blocks, where graphs use them."""
     graphs: DecodeGraphs | None = None
 
 
@@ -70,7 +70,7 @@ class _Loaded:
     model: DecoderModel
     views: KvViews
     backend: AttentionBackend
-    page_tokens: int
+    block_size: int
     max_model_len: int
     graphs: DecodeGraphs | None
     layers_per_safepoint: int
@@ -120,7 +120,7 @@ class Executor:
         self._safepoints = Safepoints(cuda_event if self.device.type == "cuda" else None)
         self._suspended: dict[int, PartialForward] = {}
         self._changed: torch.cuda.Event | None = None
-        """On the device, behind the last merged block that was zeroed for another model, or slot that was moved."""
+        """On the device, behind the last merged block that was zeroed for another model, or block that was moved."""
 
     # ------------------------------------------------------------------------------------------------ models
 
@@ -135,29 +135,29 @@ class Executor:
                 # back ends belong to the thread of the steps, so this one uses its own
                 _warm_up(model, *_choose(choose_backends(self.device), model), identity.max_model_len)
                 self._weights[identity] = model
-            backend, page_tokens = _choose(self._backends, model)
-            prepared = PreparedModel(spec.name, model, identity.max_model_len, page_tokens, backend)
+            backend, block_size = _choose(self._backends, model)
+            prepared = PreparedModel(spec.name, model, identity.max_model_len, block_size, backend)
             if self._capture is not None:
                 prepared.graphs = self._captured(prepared, self._capture)
         return prepared
 
     def _captured(self, prepared: PreparedModel, capture: Capture) -> DecodeGraphs:
         views = prepared.views = self._attach(prepared)
-        max_blocks = -(-prepared.max_model_len // prepared.page_tokens)
+        max_blocks = -(-prepared.max_model_len // prepared.block_size)
         graphs = DecodeGraphs(prepared.model, views, prepared.backend, self.num_rows, max_blocks, capture)
         graphs.capture_all()
         return graphs
 
     def _attach(self, prepared: PreparedModel) -> KvViews:
         """Raises `CheckpointError` where the model's KV blocks do not fit the pool."""
-        shape, merged_bytes = prepared.model.kv_shape(prepared.page_tokens), self._store.merged_bytes
-        slots_per_merged = slab.slots_per_merged(merged_bytes, shape.slot_bytes)
-        if slots_per_merged == 0:
+        shape, merged_bytes = prepared.model.kv_shape(prepared.block_size), self._store.merged_bytes
+        blocks_per_merged = slab.blocks_per_merged(merged_bytes, shape.block_bytes)
+        if blocks_per_merged == 0:
             raise CheckpointError(
-                f"a KV block of {prepared.name!r} takes {shape.slot_bytes} bytes, but the pool is cut into "
+                f"a KV block of {prepared.name!r} takes {shape.block_bytes} bytes, but the pool is cut into "
                 f"{merged_bytes}; the pool must be laid out for this model."
             )
-        return self._store.attach(shape, slots_per_merged)
+        return self._store.attach(shape, blocks_per_merged)
 
     @torch.inference_mode()
     def add_model(self, prepared: PreparedModel) -> ModelShape:
@@ -165,19 +165,19 @@ class Executor:
         if prepared.name in self._models:
             raise ValueError(f"model {prepared.name!r} is here already")
         views = prepared.views or self._attach(prepared)
-        slots_per_merged = views.slots_per_merged
+        blocks_per_merged = views.blocks_per_merged
         self._models[prepared.name] = _Loaded(
-            prepared.model, views, prepared.backend, prepared.page_tokens, prepared.max_model_len, prepared.graphs,
+            prepared.model, views, prepared.backend, prepared.block_size, prepared.max_model_len, prepared.graphs,
             self._layers_per_safepoint,
         )  # fmt: skip
-        self._rows.widen(prepared.max_model_len, -(-prepared.max_model_len // prepared.page_tokens))
+        self._rows.widen(prepared.max_model_len, -(-prepared.max_model_len // prepared.block_size))
         logger.info(
             "model %s: %s, %d KV blocks of %d tokens per merged block, %.1f %% of it wasted, attention by %s",
-            prepared.name, prepared.model.dtype, slots_per_merged, prepared.page_tokens,
-            100 * slab.waste(self._store.merged_bytes, views.shape.slot_bytes), prepared.backend.facts.name,
+            prepared.name, prepared.model.dtype, blocks_per_merged, prepared.block_size,
+            100 * slab.waste(self._store.merged_bytes, views.shape.block_bytes), prepared.backend.facts.name,
         )  # fmt: skip
         return ModelShape(
-            prepared.name, prepared.page_tokens, slots_per_merged, prepared.max_model_len, prepared.model.vocab_size,
+            prepared.name, prepared.block_size, blocks_per_merged, prepared.max_model_len, prepared.model.vocab_size,
             prepared.model.num_layers, self._layers_per_safepoint,
         )  # fmt: skip
 
@@ -266,7 +266,7 @@ class Executor:
         else:
             self._update_rows(plan, loaded)
             rows = np.array(plan.rows, np.int64)
-            layout = self._rows.layout(plan, rows, loaded.page_tokens, loaded.model)
+            layout = self._rows.layout(plan, rows, loaded.block_size, loaded.model)
             state = self._forward(plan, loaded, rows, layout)
         if state is None:
             share = self._suspended[plan.step_id].share
@@ -339,24 +339,24 @@ class Executor:
         for new in plan.new_sequences:
             self._rows.take(new, loaded.max_model_len, loaded.model.vocab_size)
             self._append_blocks(new.row, new.blocks, loaded)
-        for row, slots in plan.new_blocks:
-            self._append_blocks(row, slots, loaded)
+        for row, blocks in plan.new_blocks:
+            self._append_blocks(row, blocks, loaded)
 
-    def _append_blocks(self, row: int, slots: list[int], loaded: _Loaded) -> None:
-        array = np.array(slots, np.int32)
-        if len(array) and not 0 <= array.min() <= array.max() < loaded.views.num_slots:
-            raise IndexError(f"slots {array.min()}..{array.max()} of {loaded.views.num_slots}")
+    def _append_blocks(self, row: int, blocks: list[int], loaded: _Loaded) -> None:
+        array = np.array(blocks, np.int32)
+        if len(array) and not 0 <= array.min() <= array.max() < loaded.views.num_blocks:
+            raise IndexError(f"blocks {array.min()}..{array.max()} of {loaded.views.num_blocks}")
         self._claim(loaded.views, array)
         self._rows.append_blocks(row, array)
 
-    def _claim(self, views: KvViews, slots: np.ndarray) -> None:
-        if self._store.claim(views, slots):
+    def _claim(self, views: KvViews, blocks: np.ndarray) -> None:
+        if self._store.claim(views, blocks):
             self._changed = self._mark()
 
     # ------------------------------------------------------------------------------------------------ copies
 
     def start_copy(self, copy: KvCopy) -> None:
-        """Copies slots beside the steps; how it went is in `finished_copies`. A checkpoint sees what steps have written
+        """Copies blocks beside the steps; how it went is in `finished_copies`. A checkpoint sees what steps have written
         that were collected. Moves within the device take place at once, between the steps: `IndexError` or `KeyError`
         where one cannot."""
         if copy.kind == CopyKind.MOVE:
@@ -365,30 +365,30 @@ class Executor:
         loaded = self._models.get(copy.model)
         views = None if loaded is None else loaded.views
         if views is not None and copy.kind == CopyKind.RESTORE and self.copies.is_valid(copy, views):
-            self.claim_slots(copy.model, copy.device_slots)
+            self.claim_blocks(copy.model, copy.device_blocks)
         self.copies.start(copy, views, after=self._changed)
 
     def _move(self, copy: KvCopy) -> None:
         views = self._models[copy.model].views
         # Those that a reservation holds may not have been written to yet.
-        self._claim(views, np.array(copy.target_slots, np.int64))
-        self._store.move(views, copy.device_slots, copy.target_slots)
-        for row, index, slot in copy.tables:
-            self._rows.replace_block(row, index, slot)
+        self._claim(views, np.array(copy.target_blocks, np.int64))
+        self._store.move(views, copy.device_blocks, copy.target_blocks)
+        for row, index, block in copy.tables:
+            self._rows.replace_block(row, index, block)
         self._changed = self._mark()
         self.copies.await_move(copy, views, self._changed)
 
-    def claim_slots(self, model: str, slots: list[int]) -> torch.cuda.Event | None:
-        """Before anything but a step writes to slots of the model: it may be the first to write to their merged blocks, and
+    def claim_blocks(self, model: str, blocks: list[int]) -> torch.cuda.Event | None:
+        """Before anything but a step writes to blocks of the model: it may be the first to write to their merged blocks, and
         a later step of the model must find them claimed. On the device such writes wait for the event, if there is one.
         Raises `KeyError` where the model is not here."""
-        self._claim(self._models[model].views, np.array(slots, np.int64))
+        self._claim(self._models[model].views, np.array(blocks, np.int64))
         return self._changed
 
-    def slot_rows(self, model: str, on_host: bool) -> torch.Tensor:
-        """`[num_slots, slot_bytes]` uint8: the bytes of a model's slots, on the device or in the pool of checkpoints (no
+    def block_rows(self, model: str, on_host: bool) -> torch.Tensor:
+        """`[num_blocks, block_bytes]` uint8: the bytes of a model's blocks, on the device or in the pool of checkpoints (no
         rows where there is none). They stay where they are for as long as the executor lives."""
-        return self._store.slot_rows(self._models[model].views, self.copies.pool if on_host else None)
+        return self._store.block_rows(self._models[model].views, self.copies.pool if on_host else None)
 
     def finished_copies(self) -> list[tuple[int, bool]]:
         """(copy id, whether it succeeded) of those that ended since the last call."""
@@ -400,7 +400,7 @@ class Executor:
 
 
 def _choose(backends: list[AttentionBackend], model: DecoderModel) -> tuple[AttentionBackend, int]:
-    """The first that runs the model's heads, and its preferred page size."""
+    """The first that runs the model's heads, and its preferred block size."""
     for backend in backends:
         if backend.facts.runs(model.head_dim, str(model.dtype).removeprefix("torch.")):
             return backend, backend.facts.block_sizes[0]
@@ -408,18 +408,18 @@ def _choose(backends: list[AttentionBackend], model: DecoderModel) -> tuple[Atte
 
 
 @torch.inference_mode()
-def _warm_up(model: DecoderModel, backend: AttentionBackend, page_tokens: int, max_model_len: int) -> None:
+def _warm_up(model: DecoderModel, backend: AttentionBackend, block_size: int, max_model_len: int) -> None:
     """Prefills and decodes in a cache of their own, whose blocks are all the same one: compiles and initialises kernels
     before the model serves."""
-    shape, device = model.kv_shape(page_tokens), model.device
-    store = KvStore(1, -(-shape.slot_bytes // slab.ALIGNMENT_BYTES) * slab.ALIGNMENT_BYTES, device)
+    shape, device = model.kv_shape(block_size), model.device
+    store = KvStore(1, -(-shape.block_bytes // slab.ALIGNMENT_BYTES) * slab.ALIGNMENT_BYTES, device)
     views = store.attach(shape, 1)
     store.claim(views, np.zeros(1, np.int64))
     for num_rows, start, count in WARM_UP[device.type]:
         count = min(count, max_model_len - start)
-        tables = np.zeros((num_rows, -(-(start + count) // page_tokens)), np.int32)
+        tables = np.zeros((num_rows, -(-(start + count) // block_size)), np.int32)
         layout = BatchLayout(
-            np.full(num_rows, start), np.full(num_rows, count), tables, page_tokens, model.dtype, device, model.windows
+            np.full(num_rows, start), np.full(num_rows, count), tables, block_size, model.dtype, device, model.windows
         )
         positions = to_device(layout.positions, device)
         batch = ForwardBatch(torch.zeros_like(positions), positions, views, backend, backend.prepare(layout))

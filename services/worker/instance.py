@@ -1,8 +1,8 @@
 """One instance: the bus side of an engine.
 
 Owns: the instance's registry entry, its subjects, its load reports and token frames, the life of its models. The engine
-runs in a thread of its own (engine_loop.py); this side never waits for a step. Requests that move are instance_moves.py's.
-"""
+runs in a thread of its own (engine_loop.py); this side never waits for a step. Requests that move are
+instance_migrations.py's."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ import msgspec
 
 from services.worker.draining import Draining
 from services.worker.engine_loop import EngineLoop, StepExecutor
+from services.worker.instance_migrations import InstanceMigrations, KvPools, OpenTransport
 from services.worker.instance_models import InstanceModels, ModelExecutor, OnReady
-from services.worker.instance_moves import InstanceMoves, KvPools, OpenTransport
 from services.worker.instance_telemetry import InstanceTelemetry
 from services.worker.output_log import OutputLog, cut
 from shared.bus.interface import Bus, BusError, KeyValue, ServiceError, Subscription
@@ -120,7 +120,7 @@ class InstanceService:
         self._outputs = OutputLog()
         self._reports = LoadReports(self._id, self.incarnation)
         self._changed = asyncio.Event()
-        self._moves = InstanceMoves(
+        self._migrations = InstanceMigrations(
             bus=bus,
             settings=settings,
             loop=self._loop,
@@ -136,9 +136,9 @@ class InstanceService:
             report_soon=self._changed.set,
         )
         self._models = InstanceModels(
-            self._loop, executor, self._metrics, self.intake, self.touch, on_ready, self._moves
+            self._loop, executor, self._metrics, self.intake, self.touch, on_ready, self._migrations
         )
-        self._draining = Draining(bus, self._id, self._num_held, self._any_destination, self._moves.peers_known)
+        self._draining = Draining(bus, self._id, self._num_held, self._any_destination, self._migrations.peers_known)
         self._drain_task: asyncio.Task[None] | None = None
         self._is_ending = False
         """No drain is undone any more."""
@@ -165,7 +165,7 @@ class InstanceService:
             await bus.serve(INSTANCE_LOAD_MODEL.at(**ids), self._on_load_model),
             await bus.serve(INSTANCE_UNLOAD_MODEL.at(**ids), self._on_unload_model),
             await bus.serve(INSTANCE_DRAIN.at(**ids), self._on_drain),
-            await bus.subscribe(INSTANCE_CANCEL.at(**ids), self._moves.on_cancel),
+            await bus.subscribe(INSTANCE_CANCEL.at(**ids), self._migrations.on_cancel),
             await bus.subscribe(CLEAR_PREFIX_CACHE, lambda _: self._loop.apply(ClearPrefixCache())),
             await bus.subscribe(EXECUTION_STATISTICS, self._on_statistics),
         ]
@@ -173,7 +173,7 @@ class InstanceService:
         bus.on_reconnect(self.touch)
         for spec in self._plan.models:
             self._models.begin_load(spec)
-        await self._moves.start()
+        await self._migrations.start()
         self._tasks.start(self._report_loads(), "load reports")
         self._tasks.start(self._keep_registered(), "registry")
         log.info("instance %s serves (pool %d x %d bytes)", self._id, self._num_merged, self._plan.merged_bytes)
@@ -187,7 +187,7 @@ class InstanceService:
     async def stop(self) -> None:
         """Ends migrations, then leaves the registry; what is still running here is placed elsewhere by the scheduler."""
         self.intake.is_draining = self._is_ending = True
-        await self._moves.stop()
+        await self._migrations.stop()
         self._publish_load()
         await self._tasks.end_all()
         for subscription in self._subscriptions:
@@ -218,7 +218,7 @@ class InstanceService:
             raise ServiceError.of(ErrorCode.DRAINING, f"instance {self._id} is draining")
         if self._loop.failure:
             raise ServiceError.of(ErrorCode.UNAVAILABLE, f"instance {self._id} failed: {self._loop.failure}")
-        moved = self._moves.handed_over(request.request_id)
+        moved = self._migrations.handed_over(request.request_id)
         if moved is not None and request.epoch <= moved.epoch:
             # sent again by someone who does not know yet; its owner has it
             return Accepted(request.request_id)
@@ -248,7 +248,7 @@ class InstanceService:
                 entry, num_bytes = cut(entry, room_bytes)
                 room_bytes -= num_bytes
                 reply.entries.append(entry)
-            elif (owner := self._moves.owner(request_id, position.epoch)) is not None:
+            elif (owner := self._migrations.owner(request_id, position.epoch)) is not None:
                 reply.moved.append(owner)
             else:
                 reply.unknown.append(request_id)
@@ -271,7 +271,7 @@ class InstanceService:
                 raise ServiceError.of(ErrorCode.CONFLICT, f"instance {self._id} is about to end")
             if self._drain_task is not None:
                 self._drain_task.cancel()
-                self._moves.end_drain()
+                self._migrations.end_drain()
             self.intake.is_draining = False
             self.touch()
         elif not self.intake.is_draining:
@@ -286,13 +286,13 @@ class InstanceService:
         self.drained.set()
 
     def _num_held(self) -> int:
-        return self._loop.ask(Engine.num_held) + self._moves.has_work
+        return self._loop.ask(Engine.num_held) + self._migrations.has_work
 
     def _any_destination(self) -> bool:
-        held, moves_kv = self._loop.ask(Engine.held_requests), bool(self._moves.kv_address)
+        held, moves_kv = self._loop.ask(Engine.held_requests), bool(self._migrations.kv_address)
         with_kv = {request.model for request in held if request.running and moves_kv}
         waiting = {request.model for request in held if not request.running}
-        others = (info for name, info in self._moves.peers().items() if name != self._id)
+        others = (info for name, info in self._migrations.peers().items() if name != self._id)
         return any(can_take(info, with_kv) or can_take(info, waiting, with_kv=False) for info in others)
 
     # ---------------------------------------------------------------------------------- from the engine's thread
@@ -312,7 +312,7 @@ class InstanceService:
                     self._bus.publish(topic, frame)
             elif isinstance(effect, Ended):
                 self._on_ended(effect)
-        self._moves.on_effects(effects, stats)
+        self._migrations.on_effects(effects, stats)
         if stats is not None:
             self._metrics.on_step(stats)
         self._changed.set()
@@ -341,20 +341,20 @@ class InstanceService:
             used_share, host_used_share = engine.pool.used_share, engine.memory.host.used_share
         counters = self._loop.counters
         self._metrics.on_load(load_now, used_share, counters.num_preemptions)
-        self._metrics.coserving.on_counters(counters, self._slot_bytes(), host_used_share)
+        self._metrics.coserving.on_counters(counters, self._block_bytes(), host_used_share)
         for model, known in self._loop.ask(Engine.cost_models).items():
             self._metrics.coserving.on_costs(model, known)
             if self._cost_sources.get(model) != known.source:
                 self._cost_sources[model] = known.source
                 log.info("step times of %s: %s", model, known.source)
-        self._bus.publish(LOAD_REPORTS, self._reports.take(load_now, *self._moves.num_moving))
+        self._bus.publish(LOAD_REPORTS, self._reports.take(load_now, *self._migrations.num_migrating))
 
-    def _slot_bytes(self) -> dict[str, int]:
+    def _block_bytes(self) -> dict[str, int]:
         """A KV block's share of a merged block, of each model."""
         return {
-            model.name: self._plan.merged_bytes // model.slots_per_merged
+            model.name: self._plan.merged_bytes // model.blocks_per_merged
             for model in self._models.loaded({})
-            if model.slots_per_merged
+            if model.blocks_per_merged
         }
 
     def touch(self) -> None:
@@ -394,7 +394,7 @@ class InstanceService:
             device=self._settings.device,
             pid=os.getpid(),
             metrics_port=self._metrics_port,
-            kv_address=self._moves.kv_address,
+            kv_address=self._migrations.kv_address,
             dispatch_freeness=load.dispatch_freeness,
             group=self._plan.group,
         )

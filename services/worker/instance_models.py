@@ -50,10 +50,10 @@ class ModelExecutor(Protocol):
 
 
 class KvUsers:
-    """Who else uses the KV slots of models; called in the event loop. This one is nobody."""
+    """Who else uses the KV blocks of models; called in the event loop. This one is nobody."""
 
     def add_model(self, model: str) -> None:
-        """Its slots are there."""
+        """Its blocks are there."""
 
     def give_away(self, model: str) -> None:
         """The model is being unloaded: its requests should go elsewhere. Called again and again."""
@@ -62,14 +62,14 @@ class KvUsers:
         """They are over, or it stays here after all."""
 
     def remove_model(self, model: str) -> None:
-        """Nobody holds or reserves slots of the model any more."""
+        """Nobody holds or reserves blocks of the model any more."""
 
 
 class _Model(msgspec.Struct):
     spec: ModelSpec
     state: str
     shape: ModelShape | None = None
-    num_slots: int = 0
+    num_blocks: int = 0
     error: str = ""
     is_final: bool = False
     """Of one that failed: it would fail again."""
@@ -77,7 +77,7 @@ class _Model(msgspec.Struct):
 
 class InstanceModels:
     """`intake` is told which of them are ready. `on_change` is called after each change of state; `users` are told where KV
-    slots come and go. `on_ready(spec, shape, is_quiet)` is awaited beside everything else when a model has become ready;
+    blocks come and go. `on_ready(spec, shape, is_quiet)` is awaited beside everything else when a model has become ready;
     `is_quiet()`, from any thread: no model is being prepared."""
 
     def __init__(
@@ -118,8 +118,8 @@ class InstanceModels:
                 name=name,
                 state=model.state,
                 max_model_len=model.shape.max_model_len if model.shape else 0,
-                page_tokens=model.shape.page_tokens if model.shape else 0,
-                slots_per_merged=model.shape.slots_per_merged if model.shape else 0,
+                block_size=model.shape.block_size if model.shape else 0,
+                blocks_per_merged=model.shape.blocks_per_merged if model.shape else 0,
                 num_running=loads[name].num_running if name in loads else 0,
                 num_waiting=loads[name].num_waiting if name in loads else 0,
                 error=model.error,
@@ -172,9 +172,9 @@ class InstanceModels:
                 with self._loop.locked() as engine:
                     shape = engine.apply(AddModel(attached), now)
                     engine.apply(SetObjectives(shape.name, spec.ttft_ms / 1000, spec.tpot_ms / 1000), now)
-                    return shape, engine.pool.capacity_slots(shape.name)
+                    return shape, engine.pool.capacity_blocks(shape.name)
 
-            shape, num_slots = await asyncio.shield(asyncio.wrap_future(self._loop.between_steps(attach)))
+            shape, num_blocks = await asyncio.shield(asyncio.wrap_future(self._loop.between_steps(attach)))
         except asyncio.CancelledError:
             raise
         except CheckpointError as error:
@@ -188,9 +188,9 @@ class InstanceModels:
             log.exception("model %s could not be loaded", spec.name)
             model.state, model.error = "failed", f"{type(error).__name__}: {error}"
         else:
-            model.state, model.shape, model.num_slots = "ready", shape, num_slots
+            model.state, model.shape, model.num_blocks = "ready", shape, num_blocks
             self._intake.models.add(spec.name)
-            self._metrics.set_model(spec.name, shape.page_tokens, num_slots)
+            self._metrics.set_model(spec.name, shape.block_size, num_blocks)
             self._users.add_model(spec.name)
             log.info("model %s is ready after %.1f s: %s", spec.name, time.monotonic() - started_s, shape)
             self._tasks.start(self._tell_ready(spec, shape))
@@ -216,7 +216,7 @@ class InstanceModels:
             del self._models[name]
             self._users.remove_model(name)
             if model.shape is not None:
-                self._metrics.remove_model(name, model.shape.page_tokens, model.num_slots)
+                self._metrics.remove_model(name, model.shape.block_size, model.num_blocks)
             log.info("model %s is unloaded", name)
         finally:
             self._users.stop_giving(name)
@@ -240,5 +240,5 @@ class InstanceModels:
         deadline_s = time.monotonic() + DETACH_TIMEOUT_S
         while not await asyncio.shield(asyncio.wrap_future(self._loop.between_steps(detach))):
             if time.monotonic() > deadline_s:
-                raise TimeoutError(f"its KV slots are still in use after {DETACH_TIMEOUT_S:g} s")
+                raise TimeoutError(f"its KV blocks are still in use after {DETACH_TIMEOUT_S:g} s")
             await asyncio.sleep(POLL_S)

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from opentelemetry import trace
 from opentelemetry.util.types import AttributeValue
 
-from shared.engine.moving import TakenOut
+from shared.engine.handover import Detached
 from shared.engine.requests import Ended
 from shared.messages.requests import FinishReason, GenerationRequest
 from shared.telemetry import context_of
@@ -41,7 +41,7 @@ class InstanceSpans:
         is_error = ended.reason == FinishReason.ERROR
         self._make(ended.request, attributes, ended.here_since_s, times_s, is_error=is_error)
 
-    def moved(self, taken: TakenOut, destination_id: str) -> None:
+    def moved(self, taken: Detached, destination_id: str) -> None:
         """It is another's from now on."""
         request, progress = taken.request, taken.progress
 

@@ -128,8 +128,8 @@ class InstanceTelemetry:
             "tideway_instance_step_seconds", "Duration of a step", LABELS, registry=registry, buckets=LATENCY_BUCKETS
         )
 
-    def set_model(self, model: str, page_tokens: int, num_slots: int) -> None:
-        self._cache_config.labels(model, self._engine, str(page_tokens), str(num_slots)).set(1)
+    def set_model(self, model: str, block_size: int, num_blocks: int) -> None:
+        self._cache_config.labels(model, self._engine, str(block_size), str(num_blocks)).set(1)
         for gauge in (self._running, self._waiting, self._kv_usage):
             gauge.labels(model, self._engine).set(0)
         # Counters begin at 0, so that rates are known from the first request on.
@@ -139,8 +139,8 @@ class InstanceTelemetry:
             self._success.labels(model, self._engine, str(reason), str(request_class))
         self.coserving.set_model(model)
 
-    def remove_model(self, model: str, page_tokens: int, num_slots: int) -> None:
-        self._cache_config.remove(model, self._engine, str(page_tokens), str(num_slots))
+    def remove_model(self, model: str, block_size: int, num_blocks: int) -> None:
+        self._cache_config.remove(model, self._engine, str(block_size), str(num_blocks))
         for gauge in (self._running, self._waiting, self._kv_usage):
             gauge.remove(model, self._engine)
         self.coserving.remove_model(model)
@@ -187,6 +187,6 @@ class InstanceTelemetry:
                 self._tpot.labels(*labels).observe(decode_s / (num_new - 1))
                 self._max_itl.labels(*labels).observe(ended.max_itl_s)
 
-    def on_moved_away(self, model: str, num_new: int) -> None:
+    def on_migrated_away(self, model: str, num_new: int) -> None:
         """A request left for another instance after `num_new` tokens of here; all else is counted where it ends."""
         self._generation_tokens.labels(model, self._engine).inc(num_new)

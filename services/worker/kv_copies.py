@@ -1,11 +1,11 @@
-"""Checkpoints of KV slots in host memory: copies out and back, beside the steps (ConServe section 4.4).
+"""Checkpoints of KV blocks in host memory: copies out and back, beside the steps (ConServe section 4.4).
 
-The host pool is cut into merged blocks as the slab is, so a model's flat slot indices address it in the same way. One
-thread copies whole slots, each one run of bytes:
+The host pool is cut into merged blocks as the slab is, so a model's flat block indices address it in the same way. One
+thread copies whole blocks, each one run of bytes:
 
 - On CPU by memcpy without the interpreter's lock, and with less priority than the model's threads.
 - On CUDA by the copy engines on a stream of their own, from and to page-locked memory; unlike gather kernels they leave
-  the multiprocessors to the steps, and a slot is long enough for full bandwidth.
+  the multiprocessors to the steps, and a block is long enough for full bandwidth.
 
 A move within the device is not copied here: its end is waited for, and reported.
 
@@ -65,19 +65,19 @@ class KvCopies:
         self._thread: threading.Thread | None = None
 
     def is_valid(self, copy: KvCopy, views: KvViews) -> bool:
-        """Whether the slots it names exist."""
-        num_host_slots = self.pool.numel() // views.stride_bytes
+        """Whether the blocks it names exist."""
+        num_host_blocks = self.pool.numel() // views.stride_bytes
         return (
-            len(copy.device_slots) == len(copy.host_slots)
-            and all(0 <= slot < views.num_slots for slot in copy.device_slots)
-            and all(0 <= slot < num_host_slots for slot in copy.host_slots)
+            len(copy.device_blocks) == len(copy.host_blocks)
+            and all(0 <= block < views.num_blocks for block in copy.device_blocks)
+            and all(0 <= block < num_host_blocks for block in copy.host_blocks)
         )
 
     def start(self, copy: KvCopy, views: KvViews | None, *, after: torch.cuda.Event | None = None) -> None:
         """`views`: of the copy's model; None: it is not here, and the copy fails. `after`: on the device the copy waits
         for it."""
         if views is None or not self.is_valid(copy, views) or self._closing:
-            logger.error("%s %d of %s cannot be: no such slots", copy.kind, copy.copy_id, copy.model)
+            logger.error("%s %d of %s cannot be: no such blocks", copy.kind, copy.copy_id, copy.model)
             self._report(copy, False)
             return
         if not self._put(_Job(copy, views, after)):
@@ -152,22 +152,22 @@ class KvCopies:
             assert job.after is not None
             job.after.synchronize()
             return
-        device, host = self._store.slot_rows(job.views), self._store.slot_rows(job.views, self.pool)
+        device, host = self._store.block_rows(job.views), self._store.block_rows(job.views, self.pool)
         if copy.kind == CopyKind.CHECKPOINT:
-            source, target, pairs = device, host, zip(copy.device_slots, copy.host_slots, strict=True)
+            source, target, pairs = device, host, zip(copy.device_blocks, copy.host_blocks, strict=True)
         else:
-            source, target, pairs = host, device, zip(copy.host_slots, copy.device_slots, strict=True)
+            source, target, pairs = host, device, zip(copy.host_blocks, copy.device_blocks, strict=True)
         if self._stream is None:
             # numpy copies in this thread alone, where torch would start a team of threads beside the model's
             source_bytes, target_bytes = source.numpy(), target.numpy()
-            for from_slot, to_slot in pairs:
-                np.copyto(target_bytes[to_slot], source_bytes[from_slot])
+            for from_block, to_block in pairs:
+                np.copyto(target_bytes[to_block], source_bytes[from_block])
             return
         with torch.cuda.stream(self._stream):
             if job.after is not None:
                 self._stream.wait_event(job.after)
-            for from_slot, to_slot in pairs:
-                target[to_slot].copy_(source[from_slot], non_blocking=True)
+            for from_block, to_block in pairs:
+                target[to_block].copy_(source[from_block], non_blocking=True)
             done = cuda_event()
             done.record()
         done.synchronize()

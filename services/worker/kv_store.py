@@ -1,15 +1,15 @@
 """The KV slab: one flat byte tensor on a device that holds the KV blocks of all models of an instance.
 
-Geometry (see shared/engine/slab.py): merged blocks of `merged_bytes`; of a model, each holds `slots_per_merged` slots at
-a uniform stride. A slot is `[layers, 2 (K, V), kv_heads, page_tokens, head_dim]`, contiguous, so one block of a sequence
-is one run of bytes, a layer's K and V are strided views into the slab, and what a contiguous range of heads has of them is
-a run again: that of one rank of several.
+Geometry (see shared/engine/memory/slab.py): merged blocks of `merged_bytes`; of a model, each holds `blocks_per_merged`
+blocks at a uniform stride. A block is `[layers, 2 (K, V), kv_heads, block_size, head_dim]`, contiguous, so one block of a
+sequence is one run of bytes, a layer's K and V are strided views into the slab, and what a contiguous range of heads has of
+them is a run again: that of one rank of several.
 
 | memory | written by |
 |---|---|
-| a slot | attention's `write_kv`, for the model that owns the merged block |
+| a block | attention's `write_kv`, for the model that owns the merged block |
 | a merged block, whole | `claim`, when it goes to another model |
-| a slot that nobody uses | `move`, within the merged blocks of a model |
+| a block that nobody uses | `move`, within the merged blocks of a model |
 | the scratch merged block behind the last | padding rows of replayed graphs; nobody reads it |
 """
 
@@ -22,38 +22,38 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from shared.engine import slab
+from shared.engine.memory import slab
 
 NO_OWNER = -1
 
 
 class LayerKv(NamedTuple):
-    """One layer's cache, each `[num_flat_slots, page_tokens, kv_heads, head_dim]`, strided: heads lie outside of tokens."""
+    """One layer's cache, each `[num_flat_blocks, block_size, kv_heads, head_dim]`, strided: heads lie outside of tokens."""
 
     keys: torch.Tensor
     values: torch.Tensor
     runs: torch.Tensor
-    """`[rows, page_tokens * head_dim]`, each overlapping the next: one head's K or V in one slot is one of them."""
-    slot_rows: int
-    """Rows of `runs` from a slot to the next."""
+    """`[rows, block_size * head_dim]`, each overlapping the next: one head's K or V in one block is one of them."""
+    block_rows: int
+    """Rows of `runs` from a block to the next."""
     head_rows: int
     """Rows of `runs` from a head to the next: those of K, then those of V."""
 
 
 @dataclass(frozen=True)
 class KvShape:
-    """What of a model determines the size of its slots."""
+    """What of a model determines the size of its blocks."""
 
     num_layers: int
-    page_tokens: int
+    block_size: int
     num_kv_heads: int
     head_dim: int
     dtype: torch.dtype
 
     @property
-    def slot_bytes(self) -> int:
+    def block_bytes(self) -> int:
         kv = slab.KvGeometry(self.num_layers, self.num_kv_heads, self.head_dim, self.dtype.itemsize)
-        return kv.block_bytes(self.page_tokens)
+        return kv.block_bytes(self.block_size)
 
 
 @dataclass(frozen=True)
@@ -62,10 +62,10 @@ class KvViews:
 
     owner: int
     shape: KvShape
-    slots_per_merged: int
+    blocks_per_merged: int
     stride_bytes: int
-    num_slots: int
-    """Addressable flat slots; slot `num_slots` itself is scratch."""
+    num_blocks: int
+    """Addressable flat blocks; block `num_blocks` itself is scratch."""
     layers: tuple[LayerKv, ...]
 
 
@@ -82,19 +82,19 @@ class KvStore:
         self._owners = np.full(num_merged + 1, NO_OWNER, dtype=np.int64)
         self._next_owner = 0
 
-    def attach(self, shape: KvShape, slots_per_merged: int) -> KvViews:
+    def attach(self, shape: KvShape, blocks_per_merged: int) -> KvViews:
         """Views for one more model; costs no memory."""
-        stride_bytes, rest = divmod(self.merged_bytes, slots_per_merged)
-        if rest or stride_bytes % slab.ALIGNMENT_BYTES or stride_bytes < shape.slot_bytes:
-            raise ValueError(f"{slots_per_merged} slots do not divide a merged block of {self.merged_bytes} bytes")
+        stride_bytes, rest = divmod(self.merged_bytes, blocks_per_merged)
+        if rest or stride_bytes % slab.ALIGNMENT_BYTES or stride_bytes < shape.block_bytes:
+            raise ValueError(f"{blocks_per_merged} blocks do not divide a merged block of {self.merged_bytes} bytes")
         elements = self.slab.view(shape.dtype)
         stride = stride_bytes // shape.dtype.itemsize
-        num_slots = self.num_merged * slots_per_merged
-        size = (num_slots + 1, shape.page_tokens, shape.num_kv_heads, shape.head_dim)
-        run = shape.page_tokens * shape.head_dim
+        num_blocks = self.num_merged * blocks_per_merged
+        size = (num_blocks + 1, shape.block_size, shape.num_kv_heads, shape.head_dim)
+        run = shape.block_size * shape.head_dim
         half = shape.num_kv_heads * run
         row = math.gcd(stride, run)
-        num_rows = (num_slots * stride + 2 * half - run) // row + 1
+        num_rows = (num_blocks * stride + 2 * half - run) // row + 1
 
         def layer(start: int) -> LayerKv:
             keys, values = (
@@ -107,13 +107,13 @@ class KvStore:
         layers = tuple(layer(2 * half * i) for i in range(shape.num_layers))
         owner = self._next_owner
         self._next_owner += 1
-        return KvViews(owner, shape, slots_per_merged, stride_bytes, num_slots, layers)
+        return KvViews(owner, shape, blocks_per_merged, stride_bytes, num_blocks, layers)
 
-    def claim(self, views: KvViews, slots: np.ndarray) -> bool:
-        """Makes the merged blocks of these flat slots the model's, before it first writes there. A block that comes from
+    def claim(self, views: KvViews, blocks: np.ndarray) -> bool:
+        """Makes the merged blocks of these flat blocks the model's, before it first writes there. A block that comes from
         another model is zeroed: masked positions have attention weight 0, but 0 * NaN is NaN, and another model's bytes
         may read as NaN. Returns whether any was zeroed."""
-        merged = slots // views.slots_per_merged
+        merged = blocks // views.blocks_per_merged
         if (self._owners[merged] == views.owner).all():
             return False
         for index in np.unique(merged[self._owners[merged] != views.owner]).tolist():
@@ -121,31 +121,31 @@ class KvStore:
             self._owners[index] = views.owner
         return True
 
-    def move(self, views: KvViews, slots: list[int], targets: list[int]) -> None:
-        """Copies whole slots of a model to others in merged blocks that it has claimed, in order with the steps. Raises
-        `IndexError` for slots that do not exist."""
-        for slot in (*slots, *targets):
-            if not 0 <= slot < views.num_slots:
-                raise IndexError(f"slot {slot} of {views.num_slots}")
-        rows = self.slot_rows(views)
+    def move(self, views: KvViews, blocks: list[int], targets: list[int]) -> None:
+        """Copies whole blocks of a model to others in merged blocks that it has claimed, in order with the steps. Raises
+        `IndexError` for blocks that do not exist."""
+        for block in (*blocks, *targets):
+            if not 0 <= block < views.num_blocks:
+                raise IndexError(f"block {block} of {views.num_blocks}")
+        rows = self.block_rows(views)
         if self.slab.is_cuda:
-            for slot, target in zip(slots, targets, strict=True):
-                rows[target].copy_(rows[slot])
+            for block, target in zip(blocks, targets, strict=True):
+                rows[target].copy_(rows[block])
         else:
             # as in kv_copies.py: torch would start a team of threads for each
             cells = rows.numpy()
-            for slot, target in zip(slots, targets, strict=True):
-                cells[target] = cells[slot]
+            for block, target in zip(blocks, targets, strict=True):
+                cells[target] = cells[block]
 
-    def slot_rows(self, views: KvViews, pool: torch.Tensor | None = None) -> torch.Tensor:
-        """`[slots, slot_bytes]` uint8: the bytes of each slot, the unit of checkpoint and migration. `pool`: another flat
+    def block_rows(self, views: KvViews, pool: torch.Tensor | None = None) -> torch.Tensor:
+        """`[blocks, block_bytes]` uint8: the bytes of each block, the unit of checkpoint and migration. `pool`: another flat
         byte tensor of merged blocks of this size; None: the slab without its scratch block."""
         pool = self.slab[: self.num_merged * self.merged_bytes] if pool is None else pool
-        num_slots = pool.numel() // views.stride_bytes
-        return pool.view(num_slots, views.stride_bytes)[:, : views.shape.slot_bytes]
+        num_blocks = pool.numel() // views.stride_bytes
+        return pool.view(num_blocks, views.stride_bytes)[:, : views.shape.block_bytes]
 
-    def slot_view(self, views: KvViews, slot: int) -> torch.Tensor:
-        """The bytes of one slot, `[slot_bytes]` uint8."""
-        if not 0 <= slot < views.num_slots:
-            raise IndexError(f"slot {slot} of {views.num_slots}")
-        return self.slot_rows(views)[slot]
+    def block_view(self, views: KvViews, block: int) -> torch.Tensor:
+        """The bytes of one block, `[block_bytes]` uint8."""
+        if not 0 <= block < views.num_blocks:
+            raise IndexError(f"block {block} of {views.num_blocks}")
+        return self.block_rows(views)[block]

@@ -123,7 +123,7 @@ class NodeAgent:
             memory_bytes=machine.memory_bytes,
             device=machine.device,
             max_instances=machine.most_instances,
-            page_tokens=machine.attention[0].block_sizes[0],
+            block_size=machine.attention[0].block_sizes[0],
             attention=machine.attention,
             groups=machine.groups,
             step_tokens=step_tokens,

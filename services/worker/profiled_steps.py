@@ -66,17 +66,17 @@ ESSENTIAL = Extent((1, 4), (64, 256), (8, 32), (0, 128), 0, 0, 0.0, 0.0, 0)
 class Rows:
     """How long the sequence of each row must be for all works admitted; within what the executor has."""
 
-    def __init__(self, num_rows: int, num_slots: int, shape: ModelShape, max_step_tokens: int) -> None:
-        self.num_rows, self._max_slots, self.shape = num_rows, num_slots, shape
+    def __init__(self, num_rows: int, num_blocks: int, shape: ModelShape, max_step_tokens: int) -> None:
+        self.num_rows, self._max_blocks, self.shape = num_rows, num_blocks, shape
         self._max_step_tokens = max_step_tokens
         self.lengths: list[int] = []
 
-    def num_blocks(self, lengths: list[int]) -> list[int]:
-        return [-(-length // self.shape.page_tokens) for length in lengths]
+    def blocks_of(self, lengths: list[int]) -> list[int]:
+        return [-(-length // self.shape.block_size) for length in lengths]
 
     @property
-    def num_slots(self) -> int:
-        return sum(self.num_blocks(self.lengths))
+    def num_blocks(self) -> int:
+        return sum(self.blocks_of(self.lengths))
 
     def admit(self, work: Work) -> bool:
         """Whether there is room for the work, which is then kept for it."""
@@ -85,7 +85,7 @@ class Rows:
             len(lengths) <= self.num_rows
             and max(lengths) <= self.shape.max_model_len
             and sum(work.counts) <= self._max_step_tokens
-            and sum(self.num_blocks(lengths)) <= self._max_slots
+            and sum(self.blocks_of(lengths)) <= self._max_blocks
         )
         if admitted:
             self.lengths = lengths

@@ -1,7 +1,7 @@
 """Measures how long steps of given shapes take on a real executor, and fits a cost model to them (ConServe section 4.5).
 
 A profile is a sequence of steps that can be left after each and gone on with later, so that it runs in the gaps between
-requests. It uses the executor's rows and KV slots as sequences would, and leaves nothing in them that anybody reads.
+requests. It uses the executor's rows and KV blocks as sequences would, and leaves nothing in them that anybody reads.
 
 First each step runs once: kernels are compiled, memory is committed, and what would take too long is left out. Then all run
 in random order, again and again, and a low quantile counts: other work on the machine comes and goes, and only ever makes a
@@ -63,7 +63,7 @@ class ProfiledModel(msgspec.Struct, frozen=True):
 
     shape: ModelShape
     num_layers: int
-    slot_bytes: int
+    block_bytes: int
     key: str
 
 
@@ -81,26 +81,26 @@ class Profiling:
         self,
         executor: ProfiledExecutor,
         model: ProfiledModel,
-        num_slots: int,
+        num_blocks: int,
         max_step_tokens: int,
         extent: Extent = BRIEF,
         *,
         clock: Callable[[], float] | None = None,
         seed: int = 0,
     ) -> None:
-        """`num_slots`: KV slots of the model at most, all of which may be needed. `clock`: None: `step_clock`."""
+        """`num_blocks`: KV blocks of the model at most, all of which may be needed. `clock`: None: `step_clock`."""
         shape = model.shape
         self._executor, self._model, self._extent = executor, model, extent
         self._clock = clock or step_clock(executor.device)
         self._random = random.Random(seed)
-        self._rows = Rows(executor.num_rows, num_slots, shape, max_step_tokens)
+        self._rows = Rows(executor.num_rows, num_blocks, shape, max_step_tokens)
         self._essential = [work for work in grid(ESSENTIAL, self._random) if self._rows.admit(work)]
         fitted = [work for work in grid(extent, self._random) if self._rows.admit(work)]
         self._fitted = set(self._essential + fitted) | set(
             random_works(extent, self._random, self._rows, extent.num_mixed)
         )
         self._held_out = set(random_works(extent, self._random, self._rows, extent.num_held_out)) - self._fitted
-        self.num_slots = self._rows.num_slots
+        self.num_blocks = self._rows.num_blocks
         """That `run` needs."""
         self._tokens = pack_tokens([self._random.randrange(shape.vocab_size or 1) for _ in range(shape.max_model_len)])
         self._times: dict[Work, list[float]] = {}
@@ -110,10 +110,10 @@ class Profiling:
         self._copy_s = (0.0, 0.0)
         self._program = self._measure_all()
 
-    def run(self, slots: Sequence[int], may_go_on: Callable[[], bool] = lambda: True) -> bool:
-        """Goes on in the executor's thread with `num_slots` KV slots that are nobody else's, until the profile is
+    def run(self, blocks: Sequence[int], may_go_on: Callable[[], bool] = lambda: True) -> bool:
+        """Goes on in the executor's thread with `num_blocks` KV blocks that are nobody else's, until the profile is
         complete (True) or, asked after each step, may not go on. Raises `ProfileError`."""
-        self._announce(slots)
+        self._announce(blocks)
         return all(may_go_on() for _ in self._program)
 
     def result(self) -> Profile:
@@ -122,7 +122,7 @@ class Profiling:
         fitted = [(work, seconds) for work, seconds in seconds_of.items() if work in self._fitted]
         held_out = [(work, seconds) for work, seconds in seconds_of.items() if work in self._held_out]
         if not fitted:
-            raise ProfileError("no step fits the rows, slots and tokens that may be used")
+            raise ProfileError("no step fits the rows, blocks and tokens that may be used")
         cost_model = cost_fit.fit([(work.shape, seconds) for work, seconds in fitted])
         errors = cost_fit.errors(cost_model, [(work.shape, seconds) for work, seconds in held_out or fitted])
         cost_model = msgspec.structs.replace(
@@ -130,8 +130,8 @@ class Profiling:
             num_layers=self._model.num_layers,
             safepoint_s=self._safepoint[0],
             layers_per_safepoint=self._safepoint[1],
-            checkpoint_slot_s=self._copy_s[0],
-            restore_slot_s=self._copy_s[1],
+            checkpoint_block_s=self._copy_s[0],
+            restore_block_s=self._copy_s[1],
             median_error=errors[0],
             p99_error=errors[1],
         )
@@ -151,7 +151,7 @@ class Profiling:
                 self._times[work].append(self._time(work))
                 yield
         yield from self._measure_safepoints()
-        self._copy_s = _slot_copy_s(self._executor.device, self._model.slot_bytes, self._clock)
+        self._copy_s = _block_copy_s(self._executor.device, self._model.block_bytes, self._clock)
 
     def _warm_up(self) -> Iterator[None]:
         """Enters the works that are to be measured into `_times`."""
@@ -211,12 +211,12 @@ class Profiling:
         self._executor.set_layers_per_safepoint(name, layers)
         self._safepoint = (cost_s, layers)
 
-    def _announce(self, slots: Sequence[int]) -> None:
+    def _announce(self, blocks: Sequence[int]) -> None:
         """Gives each row a sequence as long as any work needs there; all begin with the same tokens."""
         if not self._rows.lengths:
             return
-        left, sampling = iter(slots), SamplingParams(max_tokens=1 << 30)
-        num_blocks = self._rows.num_blocks(self._rows.lengths)
+        left, sampling = iter(blocks), SamplingParams(max_tokens=1 << 30)
+        num_blocks = self._rows.blocks_of(self._rows.lengths)
         new = [
             NewSequence(row, self._tokens[: 4 * length], length, sampling, list(islice(left, num_blocks[row])))
             for row, length in enumerate(self._rows.lengths)
@@ -255,20 +255,20 @@ def step_clock(device: torch.device) -> Callable[[], float]:
 def profile(
     executor: ProfiledExecutor,
     model: ProfiledModel,
-    slots: Sequence[int],
+    blocks: Sequence[int],
     max_step_tokens: int,
     extent: Extent = FULL,
     *,
     on_step: Callable[[], None] = lambda: None,
 ) -> Profile:
-    """A whole profile at once. `slots`: KV slots that nobody else uses. Raises `ProfileError`."""
+    """A whole profile at once. `blocks`: KV blocks that nobody else uses. Raises `ProfileError`."""
 
     def go_on() -> bool:
         on_step()
         return True
 
-    profiling = Profiling(executor, model, len(slots), max_step_tokens, extent)
-    profiling.run(slots, go_on)
+    profiling = Profiling(executor, model, len(blocks), max_step_tokens, extent)
+    profiling.run(blocks, go_on)
     return profiling.result()
 
 
@@ -276,11 +276,11 @@ def _undisturbed_s(times: Sequence[float]) -> float:
     return float(np.quantile(times, UNDISTURBED_QUANTILE))
 
 
-def _slot_copy_s(device: torch.device, slot_bytes: int, clock: Callable[[], float]) -> tuple[float, float]:
-    """Seconds of one slot's copy to host memory and back."""
-    num = max(1, min(64, NUM_COPIED_BYTES // slot_bytes))
-    on_device = torch.zeros(num, slot_bytes, dtype=torch.uint8, device=device)
-    on_host = torch.zeros(num, slot_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
+def _block_copy_s(device: torch.device, block_bytes: int, clock: Callable[[], float]) -> tuple[float, float]:
+    """Seconds of one block's copy to host memory and back."""
+    num = max(1, min(64, NUM_COPIED_BYTES // block_bytes))
+    on_device = torch.zeros(num, block_bytes, dtype=torch.uint8, device=device)
+    on_host = torch.zeros(num, block_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
 
     def seconds(target: torch.Tensor, source: torch.Tensor) -> float:
         times = []

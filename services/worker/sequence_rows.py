@@ -45,28 +45,28 @@ class SequenceRows:
         self._num_blocks[new.row] = 0
         self.versions[new.row] += 1
 
-    def append_blocks(self, row: int, slots: np.ndarray) -> None:
+    def append_blocks(self, row: int, blocks: np.ndarray) -> None:
         begin = self._num_blocks[row]
-        self._tables[row, begin : begin + len(slots)] = slots
-        self._num_blocks[row] = begin + len(slots)
+        self._tables[row, begin : begin + len(blocks)] = blocks
+        self._num_blocks[row] = begin + len(blocks)
 
-    def replace_block(self, row: int, index: int, slot: int) -> None:
-        """Block `index` of the row's sequence is in another slot. A row whose step failed before it was told of the block
+    def replace_block(self, row: int, index: int, block: int) -> None:
+        """Block `index` of the row's sequence is in another block. A row whose step failed before it was told of the block
         stays as it is: its sequence will be preempted."""
         if index < self._num_blocks[row]:
-            self._tables[row, index] = slot
+            self._tables[row, index] = block
 
-    def layout(self, plan: StepPlan, rows: np.ndarray, page_tokens: int, model: DecoderModel) -> BatchLayout:
+    def layout(self, plan: StepPlan, rows: np.ndarray, block_size: int, model: DecoderModel) -> BatchLayout:
         """`rows`: those of the plan. Raises if they lack blocks for what is planned."""
         starts, counts = np.array(plan.starts, np.int64), np.array(plan.counts, np.int64)
-        pages = -(-(starts + counts) // page_tokens)
+        pages = -(-(starts + counts) // block_size)
         if (pages > self._num_blocks[rows]).any():
             short = rows[pages > self._num_blocks[rows]].tolist()
             raise ValueError(f"rows {short} lack KV blocks for the tokens planned")
         num_pages = int(pages.max())
         tables = self._tables[rows, :num_pages]
         tables = np.where(np.arange(num_pages) < pages[:, None], tables, tables[:, :1])
-        return BatchLayout(starts, counts, tables, page_tokens, model.dtype, self._device, model.windows)
+        return BatchLayout(starts, counts, tables, block_size, model.dtype, self._device, model.windows)
 
     def token_ids(self, rows: np.ndarray, layout: BatchLayout) -> torch.Tensor:
         """[T] int32 on the device: the tokens that a step computes."""

@@ -2,7 +2,7 @@
 
 A suspended forward pass owns all that the rest of it reads: hidden states, the inputs of its rows and its layout on the
 host, from which attention metadata is made again. What it has written to the KV cache stays valid for as long as its
-slots stay its own, which the engine sees to.
+blocks stay its own, which the engine sees to.
 """
 
 from __future__ import annotations

@@ -84,7 +84,7 @@ class PlannedStep:
 
     def roll_back(self) -> None:
         """Takes back what was counted as computed when it was planned; as no later step was planned upon it, the counts are
-        exact, and rows and slots are as they were before (their content at these positions is computed again)."""
+        exact, and rows and blocks are as they were before (their content at these positions is computed again)."""
         for sequence, generation, start, samples in zip(
             self.sequences, self.generations, self.plan.starts, self.plan.samples, strict=True
         ):

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, ClassVar, Generic, TypeVar
 
 from shared.cost_model import CostModel, CostSource
-from shared.engine.moving import PinnedBlocks, Reservation
+from shared.engine.handover import PinnedBlocks, Reservation
 from shared.engine.plan import ModelShape, StepResult
 from shared.messages.cluster import ExecutionStatistics
 from shared.messages.migration import Commit, PreAllocate
@@ -47,7 +47,7 @@ class AddModel(Call[ModelShape], frozen=True):
 
 class RemoveModel(Call[bool], frozen=True):
     """Ends what is left of the model's requests with GONE and forgets the model; False (call again later) while a step, a
-    copy or a migration in flight still uses its slots."""
+    copy or a migration in flight still uses its blocks."""
 
     name: str
 
@@ -86,22 +86,22 @@ class SetStatistics(Call[None], frozen=True):
         engine.charging.set_statistics(self.statistics)
 
 
-class BorrowSlots(Call[list[int]], frozen=True):
-    """Slots of a model, for measurements; to be given back soon. Empty where there are not so many."""
+class BorrowBlocks(Call[list[int]], frozen=True):
+    """Blocks of a model, for measurements; to be given back soon. Empty where there are not so many."""
 
     name: str
-    num_slots: int
+    num_blocks: int
 
     def on(self, engine: Engine, now: float) -> list[int]:
-        return engine.pool.allocate(self.name, self.num_slots) or []
+        return engine.pool.allocate(self.name, self.num_blocks) or []
 
 
-class ReturnSlots(Call[None], frozen=True):
+class ReturnBlocks(Call[None], frozen=True):
     name: str
-    slots: list[int]
+    blocks: list[int]
 
     def on(self, engine: Engine, now: float) -> None:
-        engine.pool.release(self.name, self.slots)
+        engine.pool.release(self.name, self.blocks)
 
 
 class ClearPrefixCache(Call[None], frozen=True):
@@ -182,11 +182,11 @@ class Unpin(Call[None], frozen=True):
         engine.outgoing.unpin(self.pinned)
 
 
-class TakeOut(Call[bool], frozen=True):
+class Detach(Call[bool], frozen=True):
     request_id: str
 
     def on(self, engine: Engine, now: float) -> bool:
-        return engine.outgoing.take_out(self.request_id, now)
+        return engine.outgoing.detach(self.request_id, now)
 
 
 class PinRest(Call[PinnedBlocks | None], frozen=True):
@@ -197,34 +197,34 @@ class PinRest(Call[PinnedBlocks | None], frozen=True):
         return engine.outgoing.pin_rest(self.request_id, self.first_block)
 
 
-class Seal(Call[bool], frozen=True):
+class Freeze(Call[bool], frozen=True):
     request_id: str
 
     def on(self, engine: Engine, now: float) -> bool:
-        return engine.outgoing.seal(self.request_id)
+        return engine.outgoing.freeze(self.request_id)
 
 
-class PutBack(Call[None], frozen=True):
+class Reattach(Call[None], frozen=True):
     brings_work = True
     request_id: str
     epoch: int | None = None
 
     def on(self, engine: Engine, now: float) -> None:
-        engine.outgoing.put_back(self.request_id, now, self.epoch)
+        engine.outgoing.reattach(self.request_id, now, self.epoch)
 
 
-class DropMoved(Call[bool], frozen=True):
+class Release(Call[bool], frozen=True):
     request_id: str
 
     def on(self, engine: Engine, now: float) -> bool:
-        return engine.outgoing.drop_moved(self.request_id)
+        return engine.outgoing.release(self.request_id)
 
 
-class EndMove(Call[None], frozen=True):
+class EndMigration(Call[None], frozen=True):
     request_id: str
 
     def on(self, engine: Engine, now: float) -> None:
-        engine.outgoing.end_move(self.request_id, now)
+        engine.outgoing.end_migration(self.request_id, now)
 
 
 # ---------------------------------------------------------------- from other instances: reservations.py, incoming.py
@@ -245,7 +245,7 @@ class Adopt(Call[ErrorInfo | None], frozen=True):
         return engine.incoming.adopt(self.commit, now)
 
 
-class Release(Call[None], frozen=True):
+class Unreserve(Call[None], frozen=True):
     migration_id: str
 
     def on(self, engine: Engine, now: float) -> None:

@@ -7,8 +7,8 @@ from __future__ import annotations
 import sys
 
 from shared.cost_model import CostModel, CostSource, KnownCosts, LiveScale, shape_of
-from shared.engine.allocator import Allocator
 from shared.engine.batch import PlannedStep
+from shared.engine.memory.allocator import Allocator
 from shared.engine.model_queue import ModelQueue
 from shared.live_costs import LiveCosts
 from shared.messages.cluster import ExecutionStatistics

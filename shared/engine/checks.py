@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 
-from shared.engine.allocator import Allocator
 from shared.engine.batch import PlannedStep
-from shared.engine.kv_blocks import BlockPool
+from shared.engine.handover import PinnedBlocks
+from shared.engine.memory.allocator import Allocator
+from shared.engine.memory.blocks import BlockPool
 from shared.engine.model_queue import ModelQueue
-from shared.engine.moving import PinnedBlocks
 from shared.engine.reservations import Reserved
-from shared.engine.sequence import Move, Sequence, State
+from shared.engine.sequence import Handover, Sequence, State
 
 
 def check_engine(
@@ -48,14 +48,14 @@ def _check_references(
     for sequence in sequences:
         device[sequence.model] += sequence.blocks
         host[sequence.model] += sequence.restore[1]
-    moving = [(owner.on_host, owner.model, owner.slots) for owner in pinned]
-    moving += [(owner.on_host, owner.model, owner.slots) for owner in reserved]
-    for on_host, model, slots in moving:
-        (host if on_host else device)[model] += slots
-    for model, slot in memory.compaction.references():
-        device[model].append(slot)
-    for is_device, model, slot in memory.host.references():
-        (device if is_device else host)[model].append(slot)
+    moving = [(owner.on_host, owner.model, owner.blocks) for owner in pinned]
+    moving += [(owner.on_host, owner.model, owner.blocks) for owner in reserved]
+    for on_host, model, blocks in moving:
+        (host if on_host else device)[model] += blocks
+    for model, block in memory.compaction.references():
+        device[model].append(block)
+    for is_device, model, block in memory.host.references():
+        (device if is_device else host)[model].append(block)
     for pool, expected in ((memory.pool, device), (memory.host.pool, host)):
         if pool is not None:
             _check_pool(pool, memory.queues, expected)
@@ -64,22 +64,22 @@ def _check_references(
 
 
 def _check_pool(pool: BlockPool, names: Iterable[str], expected: Mapping[str, list[int]]) -> None:
-    """`expected`: the slots of each model, one that has several references as often."""
+    """`expected`: the blocks of each model, one that has several references as often."""
     pool.check()
     for name in names:
         references = pool.references(name)
         counts = [0] * len(references)
-        for slot in expected.get(name, ()):
-            counts[slot] += 1
-        assert references == counts, f"references of the slots of {name}"
+        for block in expected.get(name, ()):
+            counts[block] += 1
+        assert references == counts, f"references of the blocks of {name}"
 
 
 def _check_queue(queue: ModelQueue, held: Mapping[str, Sequence]) -> None:
-    running = [sequence for of_rank in queue.running for sequence in of_rank.values()]
-    waiting = [sequence for of_rank in queue.waiting for sequence in of_rank]
+    running = [sequence for of_class in queue.running for sequence in of_class.values()]
+    waiting = [sequence for of_class in queue.waiting for sequence in of_class]
     for sequence in [*running, *queue.suspended.values()]:
         assert sequence.state == State.RUNNING and sequence.row >= 0
-        assert sequence.capacity == len(sequence.blocks) * queue.shape.page_tokens
+        assert sequence.capacity == len(sequence.blocks) * queue.shape.block_size
         assert len(sequence.host_blocks) <= len(sequence.hashes)
         if not sequence.is_spoilt:
             assert sequence.num_computed <= sequence.capacity
@@ -91,8 +91,8 @@ def _check_queue(queue: ModelQueue, held: Mapping[str, Sequence]) -> None:
     for sequence in queue.leaving.values():
         assert sequence.state == State.LEAVING and (sequence.row >= 0) == bool(sequence.blocks)
         assert sequence.is_spoilt or sequence.num_computed < sequence.total
-        assert sequence.move != Move.SEALED or not sequence.in_flight
+        assert sequence.handover != Handover.FROZEN or not sequence.in_flight
     for sequence in queue.all_held():
         assert (sequence.state == State.LEAVING) == (sequence.number in queue.leaving)
-        assert sequence.move != Move.SEALED or sequence.state == State.LEAVING
+        assert sequence.handover != Handover.FROZEN or sequence.state == State.LEAVING
         assert held[sequence.request.request_id] is sequence

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shared.engine.allocator import Allocator
+from shared.engine.memory.allocator import Allocator
 from shared.engine.sequence import Sequence
 from shared.policies.checkpointing import (
     CheckpointPolicy,
@@ -44,8 +44,8 @@ class Copying:
             return
         step_s = step_s or IDLE_STEP_S
         models = [queue.cost_model for queue in memory.queues.values() if queue.cost_model is not None]
-        save_s = max((model.checkpoint_slot_s for model in models), default=0.0)
-        restore_s = max((model.restore_slot_s for model in models), default=0.0)
+        save_s = max((model.checkpoint_block_s for model in models), default=0.0)
+        restore_s = max((model.restore_block_s for model in models), default=0.0)
         # What is under way takes its part of this step's time too.
         budget_s = COPY_SHARE * step_s - host.num_checkpointing_blocks * save_s - host.num_restoring_blocks * restore_s
         budget_s -= self._restore(budget_s, restore_s) * restore_s
@@ -71,7 +71,7 @@ class Copying:
         memory, host = self._memory, self._memory.host
         assert host.pool is not None
         running: list[Sequence] = [
-            sequence for queue in memory.queues.values() for of_rank in queue.running for sequence in of_rank.values()
+            sequence for queue in memory.queues.values() for of_class in queue.running for sequence in of_class.values()
         ]
         if not running:
             return
@@ -83,7 +83,7 @@ class Copying:
         if not any(unsaved):
             return
         used_share = memory.pool.used_share
-        per_merged = max(queue.shape.slots_per_merged for queue in memory.queues.values())
+        per_merged = max(queue.shape.blocks_per_merged for queue in memory.queues.values())
         view = PoolView(
             used_share=used_share,
             free_blocks=int((memory.pool.num_merged - memory.pool.used_merged()) * per_merged),
@@ -99,7 +99,7 @@ class Copying:
             blocks = min(blocks, int(budget_s / block_s))
         if blocks <= 0:
             return
-        running.sort(key=lambda sequence: victim_key(sequence, sequence.page_tokens))
+        running.sort(key=lambda sequence: victim_key(sequence, sequence.block_size))
         for sequence in running:
             if sequence.num_uncheckpointed:
                 begun = host.checkpoint(sequence, blocks)

@@ -6,13 +6,13 @@ The driver (the instance service, the simulator, a test) calls
     plan(now) -> StepPlan | None   the next step, to be executed strictly in order; at most `steps.max_in_flight` at once
     take_interrupt(now)            after an arrival: the step in flight that is to suspend itself, if any
     next_copies()                  KV copies to start beside the steps
-    effects() -> list              what happened since the last call: `Output`, `Ended`, `TakenOut`
+    effects() -> list              what happened since the last call: `Output`, `Ended`, `Detached`
     next_wakeup()                  when to apply `OnTime`
     load(now)                      for load reports
 
 The parts own their state, and meet here:
 
-    memory        rows and KV slots: who has them, who gives them up (allocator.py)
+    memory        rows and KV blocks: who has them, who gives them up (memory/allocator.py)
     requests      who is held, and how they end (requests.py)
     planner       fills the next step (planner.py)
     steps         in flight, suspended, rolled back (steps.py)
@@ -28,21 +28,21 @@ from typing import TypeVar
 import msgspec
 
 from shared.cost_model import KnownCosts
-from shared.engine.allocator import Allocator
 from shared.engine.calls import Call, TakeInterrupt
 from shared.engine.charging import Charging
 from shared.engine.checks import check_engine
 from shared.engine.copying import Copying
+from shared.engine.handover import Detached, MigrationCandidate
 from shared.engine.incoming import Incoming
 from shared.engine.load import InstanceLoad, instance_load
+from shared.engine.memory.allocator import Allocator
 from shared.engine.model_queue import ModelQueue
-from shared.engine.moving import MoveCandidate, TakenOut
 from shared.engine.outgoing import Outgoing
 from shared.engine.plan import KvCopy, ModelShape, StepPlan, StepResult
 from shared.engine.planner import Planner
 from shared.engine.requests import Ended, Output, RequestTable
 from shared.engine.reservations import Reservations
-from shared.engine.sequence import Move, Sequence, State
+from shared.engine.sequence import Handover, Sequence, State
 from shared.engine.steps import Steps
 from shared.messages.requests import ErrorCode, ErrorInfo, FinishReason, HeldRequest
 from shared.policies.checkpointing import AdaptiveCheckpoint, CheckpointPolicy
@@ -52,7 +52,7 @@ from shared.recording import Recorder
 
 R = TypeVar("R")
 
-Effect = Output | Ended | TakenOut
+Effect = Output | Ended | Detached
 
 
 class Engine:
@@ -75,7 +75,7 @@ class Engine:
         prefetch: bool = True,
         ttft_s: float = 1.5,
         tpot_s: float = 0.11,
-        move_cooldown_s: float = 1.0,
+        migration_cooldown_s: float = 1.0,
         high_priority_load: float = 0.0,
         fits_costs: bool = True,
         least_share: float = 0.25,
@@ -83,12 +83,11 @@ class Engine:
     ) -> None:
         """`interruption` of offline steps by online arrivals: suspend | discard | off. `num_host_merged`: merged blocks of
         host memory for checkpoints. `prefetch`: restore beside other steps of the model, not before them. `ttft_s`,
-        `tpot_s`: objectives where model and request name none. `move_cooldown_s`: a request that moved, or was to, stays
-        for so long. `high_priority_load`: share of the pool that is used beside requests of high priority; 0: from the
-        cost model. `fits_costs`: step times are learnt from the steps where no cost model is set; else nothing but the
+        `tpot_s`: objectives where model and request name none. `migration_cooldown_s`: a request that moved, or was to,
+        stays for so long. `high_priority_load`: share of the pool that is used beside requests of high priority; 0: from
+        the cost model. `fits_costs`: step times are learnt from the steps where no cost model is set; else nothing but the
         token budget bounds a step there. `least_share`: of the pool, that is divided evenly over the models and kept for
-        their online requests. `record` is given each call before it is carried out, each plan after it
-        was made."""
+        their online requests. `record` is given each call before it is carried out, each plan after it was made."""
         self.memory = Allocator(num_merged, num_rows, num_host_merged, ordering, least_share)
         self.planner = Planner(
             self.memory,
@@ -102,7 +101,7 @@ class Engine:
         self.requests = RequestTable(self.memory, max_waiting)
         self.charging = Charging(self.memory)
         self.steps = Steps(self.memory, self.planner, self.requests, self.charging, steps_in_flight)
-        self.outgoing = Outgoing(self.requests, self.memory, move_cooldown_s)
+        self.outgoing = Outgoing(self.requests, self.memory, migration_cooldown_s)
         self.reservations = Reservations(self.memory)
         self.incoming = Incoming(self.requests, self.memory, self.reservations)
         self.pool = self.memory.pool
@@ -127,7 +126,7 @@ class Engine:
         """See `AddModel`."""
         memory = self.memory
         memory.add_model(shape)
-        limit = min(shape.max_model_len, memory.pool.capacity_slots(shape.name) * shape.page_tokens)
+        limit = min(shape.max_model_len, memory.pool.capacity_blocks(shape.name) * shape.block_size)
         bounded = msgspec.structs.replace(shape, max_model_len=limit)
         queue = memory.queues[shape.name] = ModelQueue(bounded)
         queue.ttft_objective_s, queue.tpot_objective_s = self._objectives
@@ -137,7 +136,7 @@ class Engine:
 
     def remove_model(self, name: str, now: float) -> bool:
         """See `RemoveModel`."""
-        for sequence in [held for held in self.memory.queues[name].all_held() if held.move != Move.SEALED]:
+        for sequence in [held for held in self.memory.queues[name].all_held() if held.handover != Handover.FROZEN]:
             error = ErrorInfo(ErrorCode.GONE, f"model {name!r} was unloaded from this instance")
             self.requests.end(sequence, FinishReason.ERROR, now, error)
         self.steps.discard_if_empty(now)
@@ -246,7 +245,7 @@ class Engine:
             for sequence in self.requests.by_id.values()
         ]
 
-    def move_candidates(self, now: float, include_offline: bool = False) -> list[MoveCandidate]:
+    def migration_candidates(self, now: float, include_offline: bool = False) -> list[MigrationCandidate]:
         """See `Outgoing.candidates`."""
         return self.outgoing.candidates(now, include_offline)
 

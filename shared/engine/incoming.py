@@ -1,4 +1,4 @@
-"""Requests that come from other instances, with the slots that were reserved for them (reservations.py); the other end:
+"""Requests that come from other instances, with the blocks that were reserved for them (reservations.py); the other end:
 outgoing.py."""
 
 from __future__ import annotations
@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections import Counter
 from math import ceil
 
-from shared.engine.allocator import Allocator
+from shared.engine.memory.allocator import Allocator
 from shared.engine.model_queue import ModelQueue
 from shared.engine.requests import RequestTable
 from shared.engine.reservations import HASH_BYTES, Reservations, Reserved
@@ -60,7 +60,7 @@ class Incoming:
         self, commit: Commit, sequence: Sequence, reserved: Reserved | None, queue: ModelQueue
     ) -> ErrorInfo | None:
         """Whether what was reserved is what the request needs."""
-        page, num_computed, num_blocks = sequence.page_tokens, commit.progress.num_computed, commit.num_blocks
+        page, num_computed, num_blocks = sequence.block_size, commit.progress.num_computed, commit.num_blocks
         wanted = sequence.num_prompt + commit.request.sampling.max_tokens
         if wanted > queue.shape.max_model_len:
             message = f"{wanted} tokens at most; here {queue.name!r} takes {queue.shape.max_model_len}"
@@ -74,10 +74,14 @@ class Incoming:
         else:
             is_right = 0 < num_computed < sequence.num_tokens and num_computed <= num_blocks * page
         if num_blocks and reserved is not None:
-            same = (reserved.model, reserved.on_host, reserved.rank) == (queue.name, commit.on_host, sequence.rank)
+            same = (reserved.model, reserved.on_host, reserved.priority_class) == (
+                queue.name,
+                commit.on_host,
+                sequence.priority_class,
+            )
             num_hashes = min(len(reserved.hashes) // HASH_BYTES, sequence.num_tokens // page)
             hashes = b"".join(sequence.extend_hashes(num_hashes, page, queue.root))
-            is_right = is_right and same and num_blocks <= len(reserved.slots) and hashes == reserved.hashes
+            is_right = is_right and same and num_blocks <= len(reserved.blocks) and hashes == reserved.hashes
         return None if is_right else ErrorInfo(ErrorCode.BAD_REQUEST, "not the sequence that was announced")
 
     def _no_queue_for(self, sequence: Sequence) -> ErrorInfo | None:
@@ -86,44 +90,47 @@ class Incoming:
             return refused
         memory, shape = self._memory, self._memory.queues[sequence.model].shape
         before = [
-            s for queue in memory.queues.values() for of_rank in queue.waiting[: sequence.rank + 1] for s in of_rank
+            s
+            for queue in memory.queues.values()
+            for of_class in queue.waiting[: sequence.priority_class + 1]
+            for s in of_class
         ]
         wanted = Counter[str]()
         for other in before:
-            wanted[other.model] += memory.num_wanted_slots(other)
+            wanted[other.model] += memory.num_wanted_blocks(other)
         merged = sum(
-            ceil(num_slots / memory.queues[name].shape.slots_per_merged)
-            for name, num_slots in wanted.items()
+            ceil(num_blocks / memory.queues[name].shape.blocks_per_merged)
+            for name, num_blocks in wanted.items()
             if name != sequence.model
         )
-        needed = memory.num_wanted_slots(sequence) + wanted[sequence.model] + merged * shape.slots_per_merged
+        needed = memory.num_wanted_blocks(sequence) + wanted[sequence.model] + merged * shape.blocks_per_merged
         has_row = memory.num_free_rows + memory.num_offline_rows() > len(before)
         if not sequence.is_online or (has_row and memory.could_have(sequence.model, needed)):
             return None
         return ErrorInfo(ErrorCode.OVERLOADED, "it would wait here too")
 
     def _take_checkpoint(self, sequence: Sequence, reserved: Reserved, num_blocks: int, queue: ModelQueue) -> None:
-        pool, slots = self._memory.pool_of(True), reserved.slots[:num_blocks]
-        pool.release(queue.name, reserved.slots[num_blocks:])
-        pool.register(queue.name, slots, sequence.extend_hashes(num_blocks, sequence.page_tokens, queue.root))
-        sequence.host_blocks = slots
+        pool, blocks = self._memory.pool_of(True), reserved.blocks[:num_blocks]
+        pool.release(queue.name, reserved.blocks[num_blocks:])
+        pool.register(queue.name, blocks, sequence.extend_hashes(num_blocks, sequence.block_size, queue.root))
+        sequence.host_blocks = blocks
 
     def _take_blocks(
         self, sequence: Sequence, reserved: Reserved, num_computed: int, queue: ModelQueue, now: float
     ) -> ErrorInfo | None:
-        page, pool = sequence.page_tokens, self._memory.pool
-        missing = -(-sequence.total // page) - len(reserved.slots)
+        page, pool = sequence.block_size, self._memory.pool
+        missing = -(-sequence.total // page) - len(reserved.blocks)
         if missing > 0:
             has_room = pool.num_available(queue.name) >= missing
             if not has_room and (
-                not sequence.is_online or not self._memory.make_room_for_arrival(queue.name, missing, now)
+                not sequence.is_online or not self._memory.make_room_for_incoming(queue.name, missing, now)
             ):
                 return ErrorInfo(ErrorCode.OVERLOADED, "no room for the rest of its prompt")
-            slots = pool.allocate(queue.name, missing)
-            assert slots is not None
-            reserved.slots += slots
-        sequence.blocks = reserved.slots
-        sequence.capacity = len(reserved.slots) * page
+            blocks = pool.allocate(queue.name, missing)
+            assert blocks is not None
+            reserved.blocks += blocks
+        sequence.blocks = reserved.blocks
+        sequence.capacity = len(reserved.blocks) * page
         sequence.row = reserved.row
         sequence.num_computed = num_computed
         num_full = num_computed // page
@@ -149,7 +156,7 @@ class Incoming:
         sequence.num_recomputed = progress.num_recomputed
         sequence.num_restored_blocks = progress.num_restored_blocks
         sequence.num_suspensions = progress.num_suspensions
-        sequence.num_moves = progress.num_moves
+        sequence.num_migrations = progress.num_migrations
         sequence.peak_computed = progress.peak_computed
         sequence.moved_s = now
         self._requests.hold(sequence, now)
@@ -159,6 +166,6 @@ class Incoming:
             queue.restored[sequence.number] = sequence
             return
         if sequence.host_blocks:
-            slots, sequence.host_blocks = sequence.host_blocks, []
-            self._memory.host.hold(sequence, slots)
+            blocks, sequence.host_blocks = sequence.host_blocks, []
+            self._memory.host.hold(sequence, blocks)
         self._memory.enqueue(sequence, now)

@@ -2,10 +2,9 @@
 
 Freeness is Llumnix's (section 4.4; formulas: virtual_usage.py). Online requests count; offline work yields at once and is
 no load. Where there are several models, what each holds and needs counts as whole merged blocks, since what is left of one
-is of no use to the others; beside these count what cannot be moved together (compaction.py) and the least shares of models
-that hold less. What is on its way counts at both ends until it is handed over: a sequence that is leaving still has its
-slots and may come back; slots reserved for one that comes are taken from whoever else could have had them.
-"""
+is of no use to the others; beside these count what cannot be moved together (memory/compaction.py) and the least shares of
+models that hold less. What is on its way counts at both ends until it is handed over: a sequence that is leaving still has
+its blocks and may come back; blocks reserved for one that comes are taken from whoever else could have had them."""
 
 from __future__ import annotations
 
@@ -15,10 +14,10 @@ from math import ceil, inf
 import msgspec
 
 from shared.cost_model import StepShape
-from shared.engine.allocator import Allocator
-from shared.engine.model_queue import ONLINE_RANKS, ModelQueue
+from shared.engine.memory.allocator import Allocator
+from shared.engine.model_queue import ONLINE_CLASSES, ModelQueue
 from shared.engine.reservations import Reserved
-from shared.engine.sequence import Rank, Sequence
+from shared.engine.sequence import PriorityClass, Sequence
 from shared.messages.cluster import ModelLoad
 from shared.policies.virtual_usage import (
     decode_steps,
@@ -45,7 +44,8 @@ class InstanceLoad(msgspec.Struct, frozen=True, kw_only=True):
 
     dispatch_freeness: float
     free_merged: float
-    """That any model could have, after slots were moved together if need be; not counted what offline work would give up."""
+    """That any model could have, after blocks were moved together if need be; not counted what offline work would give
+    up."""
     num_running: int
     models: tuple[ModelLoad, ...]
     dispatch_freeness_high: float = 0.0
@@ -55,7 +55,7 @@ class InstanceLoad(msgspec.Struct, frozen=True, kw_only=True):
     scaling_freeness: float = 0.0
     """Decode steps."""
     num_high: int = 0
-    next_move_tokens: int = 0
+    next_migration_tokens: int = 0
     """Of the running online request that would move away first, cooldowns aside; 0: none runs."""
     running_freeness: float = inf
     """Decode steps."""
@@ -70,7 +70,7 @@ class _Totals:
         self._queues = queues
         self._held = dict.fromkeys(queues, 0)
         self._wanted = dict.fromkeys(queues, 0)
-        """Slots of each model: of those that run, leave or come, and of those that wait."""
+        """Blocks of each model: of those that run, leave or come, and of those that wait."""
         self.high = 0.0
         """Of all, what those of high priority hold or need."""
         self.step = self.waiting_step = 0.0
@@ -78,34 +78,34 @@ class _Totals:
         self.num_running = self.num_high = 0
         self.runs_normal = False
 
-    def run(self, num_sequences: int, num_blocks: int, rank: Rank, queue: ModelQueue) -> None:
+    def run(self, num_sequences: int, num_blocks: int, priority_class: PriorityClass, queue: ModelQueue) -> None:
         shape = queue.shape
         self._held[queue.name] += num_blocks
         self.step += num_sequences / shape.tokens_per_merged
         self.num_running += num_sequences
-        self._note_priority(rank, num_blocks / shape.slots_per_merged, num_sequences)
-        self.runs_normal |= rank == Rank.ONLINE_NORMAL and num_sequences > 0
+        self._note_priority(priority_class, num_blocks / shape.blocks_per_merged, num_sequences)
+        self.runs_normal |= priority_class == PriorityClass.ONLINE_NORMAL and num_sequences > 0
 
-    def arrive(self, num_blocks: int, rank: Rank, queue: ModelQueue) -> None:
+    def arrive(self, num_blocks: int, priority_class: PriorityClass, queue: ModelQueue) -> None:
         """No step makes a token for it yet, and it is not among the running requests of the report: its blocks count, but
         nothing is divided by it."""
         shape = queue.shape
         self._held[queue.name] += num_blocks
         self.waiting_step = max(self.waiting_step, 1 / shape.tokens_per_merged)
-        self._note_priority(rank, num_blocks / shape.slots_per_merged)
+        self._note_priority(priority_class, num_blocks / shape.blocks_per_merged)
 
-    def wait(self, sequences: list[Sequence], rank: Rank, queue: ModelQueue) -> None:
+    def wait(self, sequences: list[Sequence], priority_class: PriorityClass, queue: ModelQueue) -> None:
         if not sequences:
             return
         shape = queue.shape
         needed = [_num_blocks(sequence) for sequence in sequences]
         self._wanted[queue.name] += sum(needed)
         self.waiting_step = max(self.waiting_step, 1 / shape.tokens_per_merged)
-        for num_blocks in needed if rank == Rank.ONLINE_HIGH else ():
-            self._note_priority(rank, num_blocks / shape.slots_per_merged)
+        for num_blocks in needed if priority_class == PriorityClass.ONLINE_HIGH else ():
+            self._note_priority(priority_class, num_blocks / shape.blocks_per_merged)
 
-    def _note_priority(self, rank: int, usage: float, num_sequences: int = 1) -> None:
-        if rank == Rank.ONLINE_HIGH:
+    def _note_priority(self, priority_class: int, usage: float, num_sequences: int = 1) -> None:
+        if priority_class == PriorityClass.ONLINE_HIGH:
             self.num_high += num_sequences
             self.high += usage
 
@@ -116,8 +116,8 @@ class _Totals:
     @property
     def waiting(self) -> float:
         """What those that wait need beside it."""
-        slots = (self._held[name] + self._wanted[name] for name in self._queues)
-        return sum(map(self._merged, self._queues, slots)) - self.running
+        blocks = (self._held[name] + self._wanted[name] for name in self._queues)
+        return sum(map(self._merged, self._queues, blocks)) - self.running
 
     def head(self, sequence: Sequence | None) -> float:
         """What this one needs beside it."""
@@ -135,13 +135,13 @@ class _Totals:
         ]
         return sum(left) - min(left, default=0.0)
 
-    def _merged(self, name: str, num_slots: int) -> float:
-        share = num_slots / self._queues[name].shape.slots_per_merged
+    def _merged(self, name: str, num_blocks: int) -> float:
+        share = num_blocks / self._queues[name].shape.blocks_per_merged
         return share if len(self._queues) == 1 else ceil(share)
 
 
 def _num_blocks(sequence: Sequence) -> int:
-    return -(-sequence.total // sequence.page_tokens)
+    return -(-sequence.total // sequence.block_size)
 
 
 def instance_load(
@@ -158,14 +158,14 @@ def instance_load(
     totals, pool = _Totals(memory.queues), memory.pool
     models = []
     for queue in memory.queues.values():
-        for rank in ONLINE_RANKS:
-            held = _with_slots(queue, rank)
-            totals.run(len(held), sum([len(sequence.blocks) for sequence in held]), rank, queue)
-            totals.wait(queue.waiting[rank], rank, queue)
+        for priority_class in ONLINE_CLASSES:
+            held = _with_blocks(queue, priority_class)
+            totals.run(len(held), sum([len(sequence.blocks) for sequence in held]), priority_class, queue)
+            totals.wait(queue.waiting[priority_class], priority_class, queue)
         models.append(_model_load(memory, queue, offline_tokens_per_s, max_step_tokens))
     for coming in reserved:
         if coming.is_load:
-            totals.arrive(len(coming.slots), coming.rank, memory.queues[coming.model])
+            totals.arrive(len(coming.blocks), coming.priority_class, memory.queues[coming.model])
     free, stranded = pool.num_merged - pool.used_merged(), 0
     if len(memory.queues) > 1:
         kept_by = {name: memory.compaction.num_kept(name) for name in memory.queues}
@@ -188,26 +188,32 @@ def instance_load(
         migration_freeness=decode_steps(num_merged - moving, step),
         scaling_freeness=decode_steps(num_merged - usage, step),
         num_high=totals.num_high,
-        next_move_tokens=_next_move_tokens(memory),
+        next_migration_tokens=_next_migration_tokens(memory),
         running_freeness=decode_steps(num_merged - running, step),
         prompts_s=steps_s + sum(queue.prompts_s() for queue in memory.queues.values()),
     )
 
 
-def _next_move_tokens(memory: Allocator) -> int:
+def _next_migration_tokens(memory: Allocator) -> int:
     """In the order of `Outgoing.candidates`: lower priority first, then fewer blocks."""
-    for rank in reversed(ONLINE_RANKS):
-        if sizes := [len(s.tokens) for queue in memory.queues.values() for s in queue.running[rank].values()]:
+    for priority_class in reversed(ONLINE_CLASSES):
+        if sizes := [len(s.tokens) for queue in memory.queues.values() for s in queue.running[priority_class].values()]:
             return min(sizes)
     return 0
 
 
-def _with_slots(queue: ModelQueue, rank: Rank) -> list[Sequence]:
+def _with_blocks(queue: ModelQueue, priority_class: PriorityClass) -> list[Sequence]:
     """Those of the rank that run, are about to, or are leaving."""
     others = (queue.restoring, queue.restored, queue.leaving)
     return [
-        *queue.running[rank].values(),
-        *(sequence for of_state in others if of_state for sequence in of_state.values() if sequence.rank == rank),
+        *queue.running[priority_class].values(),
+        *(
+            sequence
+            for of_state in others
+            if of_state
+            for sequence in of_state.values()
+            if sequence.priority_class == priority_class
+        ),
     ]
 
 
@@ -215,8 +221,8 @@ def _head(memory: Allocator) -> Sequence | None:
     """The online sequence that is to be admitted next."""
     if (stuck := memory.stuck_online) is not None:
         return stuck
-    for rank in ONLINE_RANKS:
-        heads = [queue.waiting[rank][0] for queue in memory.queues.values() if queue.waiting[rank]]
+    for priority_class in ONLINE_CLASSES:
+        heads = [queue.waiting[priority_class][0] for queue in memory.queues.values() if queue.waiting[priority_class]]
         if heads:
             return min(heads, key=lambda sequence: sequence.arrived_s)
     return None
@@ -253,18 +259,18 @@ def _model_load(
 
 
 def _offline_room(memory: Allocator, queue: ModelQueue, tokens_per_s: float, max_step_tokens: int) -> int:
-    """Offline tokens (prompt and output) that could be given beyond those held: what the free slots hold or some seconds
+    """Offline tokens (prompt and output) that could be given beyond those held: what the free blocks hold or some seconds
     of work, whichever is less, minus what waits here already; at least a step's worth, so that the instance never runs dry
     between two reports."""
     held = sum(
         sequence.max_total
-        for sequence in (*queue.waiting[Rank.OFFLINE], *queue.restoring.values(), *queue.restored.values())
+        for sequence in (*queue.waiting[PriorityClass.OFFLINE], *queue.restoring.values(), *queue.restored.values())
         if not sequence.is_online
     )
     if queue.cost_model is not None and queue.is_cost_known and not memory.has_online_work():
         shape = StepShape(max_step_tokens, max_step_tokens * max_step_tokens / 2)
         tokens_per_s = max(tokens_per_s, max_step_tokens / queue.cost_model.predict(shape))
-    by_memory = memory.pool.num_available(queue.name) * queue.shape.page_tokens
+    by_memory = memory.pool.num_available(queue.name) * queue.shape.block_size
     if not memory.num_free_rows:
         by_memory = 0
     by_time = int(tokens_per_s * HOARD_S)

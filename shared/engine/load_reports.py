@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from shared.engine.load import InstanceLoad
 from shared.engine.requests import Ended
-from shared.messages.cluster import FinishedStats, LoadReport, MoveOutcome
+from shared.messages.cluster import FinishedStats, LoadReport, MigrationOutcome
 from shared.messages.requests import HeldRequest
 
 
@@ -15,26 +15,26 @@ class LoadReports:
         self._instance_id = instance_id
         self._incarnation = incarnation
         self._sequence = 0
-        self._num_moved_out = 0
-        self._num_moved_in = 0
+        self._num_migrated_out = 0
+        self._num_migrated_in = 0
         self._begin()
 
     def _begin(self) -> None:
         self.admitted: list[str] = []
         self.ended: list[str] = []
         self.finished: list[FinishedStats] = []
-        self.moves: list[MoveOutcome] = []
-        self.moved_in: list[HeldRequest] = []
+        self.migrations: list[MigrationOutcome] = []
+        self.migrated_in: list[HeldRequest] = []
 
     def on_ended(self, ended: Ended) -> None:
         self.ended.append(ended.request.request_id)
         self.finished.append(ended.stats())
 
-    def take(self, load: InstanceLoad, num_moving_out: int, num_moving_in: int) -> LoadReport:
-        """The next one. `num_moving_out`, `num_moving_in`: migrations under way."""
+    def take(self, load: InstanceLoad, num_migrating_out: int, num_migrating_in: int) -> LoadReport:
+        """The next one. `num_migrating_out`, `num_migrating_in`: migrations under way."""
         self._sequence += 1
-        self._num_moved_out += sum(outcome.is_moved for outcome in self.moves)
-        self._num_moved_in += len(self.moved_in)
+        self._num_migrated_out += sum(outcome.is_migrated for outcome in self.migrations)
+        self._num_migrated_in += len(self.migrated_in)
         report = LoadReport(
             instance_id=self._instance_id,
             incarnation=self._incarnation,
@@ -42,12 +42,12 @@ class LoadReports:
             admitted=tuple(self.admitted),
             ended=tuple(self.ended),
             finished=tuple(self.finished),
-            moves=tuple(self.moves),
-            moved_in=tuple(self.moved_in),
-            num_moving_out=num_moving_out,
-            num_moving_in=num_moving_in,
-            num_moved_out=self._num_moved_out,
-            num_moved_in=self._num_moved_in,
+            migrations=tuple(self.migrations),
+            migrated_in=tuple(self.migrated_in),
+            num_migrating_out=num_migrating_out,
+            num_migrating_in=num_migrating_in,
+            num_migrated_out=self._num_migrated_out,
+            num_migrated_in=self._num_migrated_in,
             **{name: getattr(load, name) for name in load.__struct_fields__},
         )
         self._begin()

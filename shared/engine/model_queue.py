@@ -9,14 +9,14 @@ from itertools import chain
 from typing import NamedTuple
 
 from shared.cost_model import CostModel, StepShape, prompt_s
-from shared.engine.kv_blocks import root_hash
+from shared.engine.memory.blocks import root_hash
 from shared.engine.plan import ModelShape
-from shared.engine.sequence import Rank, Sequence
+from shared.engine.sequence import PriorityClass, Sequence
 from shared.policies.silence import PLANNED_SHARE, SERVING_STEPS, allowed_silence_s
 from shared.policies.slo_budget import HEAD_START_TOKENS, MAX_SLACK, PACE
 
-ONLINE_RANKS = (Rank.ONLINE_HIGH, Rank.ONLINE_NORMAL)
-_OFFLINE = Rank.OFFLINE
+ONLINE_CLASSES = (PriorityClass.ONLINE_HIGH, PriorityClass.ONLINE_NORMAL)
+_OFFLINE = PriorityClass.OFFLINE
 
 
 class Objectives(NamedTuple):
@@ -37,8 +37,8 @@ class ModelQueue:
         self.shape = shape
         self.name = shape.name
         self.root = root_hash(shape.name)
-        self.waiting: tuple[list[Sequence], ...] = tuple([] for _ in Rank)
-        self.running: tuple[dict[int, Sequence], ...] = tuple({} for _ in Rank)
+        self.waiting: tuple[list[Sequence], ...] = tuple([] for _ in PriorityClass)
+        self.running: tuple[dict[int, Sequence], ...] = tuple({} for _ in PriorityClass)
         self.restoring: dict[int, Sequence] = {}
         """Their blocks are being copied back from host memory."""
         self.restored: dict[int, Sequence] = {}
@@ -70,12 +70,12 @@ class ModelQueue:
     @property
     def num_running(self) -> int:
         leaving = sum(sequence.row >= 0 for sequence in self.leaving.values())
-        return sum(len(of_rank) for of_rank in self.running) + len(self.suspended) + leaving
+        return sum(len(of_class) for of_class in self.running) + len(self.suspended) + leaving
 
     @property
     def num_waiting(self) -> int:
         leaving = sum(sequence.row < 0 for sequence in self.leaving.values())
-        return sum(len(of_rank) for of_rank in self.waiting) + len(self.restoring) + len(self.restored) + leaving
+        return sum(len(of_class) for of_class in self.waiting) + len(self.restoring) + len(self.restored) + leaving
 
     @property
     def num_offline(self) -> int:
@@ -85,34 +85,34 @@ class ModelQueue:
 
     def num_waiting_of(self, is_online: bool) -> int:
         """Waiting for their first or next admission."""
-        ranks = ONLINE_RANKS if is_online else (_OFFLINE,)
-        return sum(len(self.waiting[rank]) for rank in ranks)
+        classes = ONLINE_CLASSES if is_online else (_OFFLINE,)
+        return sum(len(self.waiting[priority_class]) for priority_class in classes)
 
-    def has_work(self, rank: Rank) -> bool:
+    def has_work(self, priority_class: PriorityClass) -> bool:
         """Whether a sequence of the rank waits, or runs and has something to compute now."""
-        return next(iter(self.runnable(rank)), None) is not None
+        return next(iter(self.runnable(priority_class)), None) is not None
 
     def has_online_work(self) -> bool:
-        return any(self.has_work(rank) for rank in ONLINE_RANKS)
+        return any(self.has_work(priority_class) for priority_class in ONLINE_CLASSES)
 
     @property
     def only_decodes(self) -> bool:
         """Whether all that it holds are online sequences that decode."""
         if any(self.waiting) or self.running[_OFFLINE] or self.restoring or self.restored or self.suspended:
             return False
-        running = chain(*(self.running[rank].values() for rank in ONLINE_RANKS))
+        running = chain(*(self.running[priority_class].values() for priority_class in ONLINE_CLASSES))
         return all(sequence.total - sequence.num_computed == 1 for sequence in running)
 
     def has_restored_decodes(self) -> bool:
         """Whether online sequences in decode have come, or come back, and did not run here yet."""
         return any(sequence.is_online and sequence.is_in_decode for sequence in self.restored.values())
 
-    def runnable(self, rank: int) -> Iterator[Sequence]:
-        yield from self.waiting[rank]
+    def runnable(self, priority_class: int) -> Iterator[Sequence]:
+        yield from self.waiting[priority_class]
         for sequence in self.restored.values():
-            if sequence.rank == rank:
+            if sequence.priority_class == priority_class:
                 yield sequence
-        for sequence in self.running[rank].values():
+        for sequence in self.running[priority_class].values():
             if sequence.total < sequence.max_total:
                 yield sequence
 
@@ -124,8 +124,8 @@ class ModelQueue:
         """See slo_budget.py for when a token is due."""
         tpot_s = token_due_s = first_due_s = math.inf
         for sequence in chain(
-            *(self.running[rank].values() for rank in ONLINE_RANKS),
-            *(self.waiting[rank] for rank in ONLINE_RANKS),
+            *(self.running[priority_class].values() for priority_class in ONLINE_CLASSES),
+            *(self.waiting[priority_class] for priority_class in ONLINE_CLASSES),
             *(
                 (s for s in of_state.values() if s.is_online)
                 for of_state in (self.restoring, self.restored)
@@ -146,12 +146,12 @@ class ModelQueue:
         return Objectives(tpot_s, min(token_due_s - now, MAX_SLACK * tpot_s), first_due_s - now)
 
     def streams(self, now: float) -> tuple[float, float]:
-        """Of its online sequences that have slots and their first token: the time left until the earliest is to run again
+        """Of its online sequences that have blocks and their first token: the time left until the earliest is to run again
         (inf: there are none), and the time that serving them takes. Those of a step in flight have run by `now`."""
         left_s, num, context = math.inf, 0, 0
         objective_s, silence_s = -1.0, 0.0
         restored = (sequence for sequence in self.restored.values() if sequence.is_online)
-        for sequence in chain(*(self.running[rank].values() for rank in ONLINE_RANKS), restored):
+        for sequence in chain(*(self.running[priority_class].values() for priority_class in ONLINE_CLASSES), restored):
             if sequence.first_token_s is None or sequence.total >= sequence.max_total:
                 continue
             num += 1
@@ -166,9 +166,11 @@ class ModelQueue:
             return left_s, 0.0
         return left_s, SERVING_STEPS * self.cost_model.predict(StepShape(0, 0.0, num, context))
 
-    def num_decoding(self, rank: Rank) -> int:
+    def num_decoding(self, priority_class: PriorityClass) -> int:
         """Running sequences of the rank that have one token to compute."""
-        return sum(s.total - s.num_computed == 1 and s.total < s.max_total for s in self.running[rank].values())
+        return sum(
+            s.total - s.num_computed == 1 and s.total < s.max_total for s in self.running[priority_class].values()
+        )
 
     def prompts_s(self) -> float:
         """Predicted time of what its online sequences lack of their prompts; 0 without a cost model."""
@@ -176,8 +178,8 @@ class ModelQueue:
             return 0.0
         cost = self.cost_model.prompt_cost
         seconds = 0.0
-        for rank in ONLINE_RANKS:
-            for sequence in [s for s in self.runnable(rank) if s.total - s.num_computed > 1]:
+        for priority_class in ONLINE_CLASSES:
+            for sequence in [s for s in self.runnable(priority_class) if s.total - s.num_computed > 1]:
                 seconds += prompt_s(cost, sequence.total - sequence.num_computed, sequence.num_computed)
         return seconds
 
@@ -185,8 +187,8 @@ class ModelQueue:
         """Of a step with all that its online sequences could run now, at most `max_tokens` prefill tokens."""
         prefill = decodes = context = 0
         attention = 0.0
-        for rank in ONLINE_RANKS:
-            for sequence in self.runnable(rank):
+        for priority_class in ONLINE_CLASSES:
+            for sequence in self.runnable(priority_class):
                 start, count = sequence.num_computed, sequence.total - sequence.num_computed
                 if count == 1:
                     decodes += 1
@@ -201,11 +203,11 @@ class ModelQueue:
 class Candidate:
     """A model with runnable sequences of one rank, as the ordering policy sees it."""
 
-    __slots__ = ("queue", "rank")
+    __slots__ = ("priority_class", "queue")
 
-    def __init__(self, queue: ModelQueue, rank: Rank) -> None:
+    def __init__(self, queue: ModelQueue, priority_class: PriorityClass) -> None:
         self.queue = queue
-        self.rank = rank
+        self.priority_class = priority_class
 
     @property
     def name(self) -> str:
@@ -216,7 +218,7 @@ class Candidate:
         return self.queue.last_planned_step
 
     def runnable(self) -> Iterable[Sequence]:
-        return self.queue.runnable(self.rank)
+        return self.queue.runnable(self.priority_class)
 
     def streams(self, now: float) -> tuple[float, float]:
         return self.queue.streams(now)

@@ -2,10 +2,10 @@
 
     candidates
     pin .. unpin                   each stage, while the request goes on
-    take_out -> effect TakenOut    then pin_rest, seal
-    drop_moved | put_back          at the end; end_move where it was never taken out
+    detach -> effect Detached    then pin_rest, seal
+    release | reattach          at the end; end_migration where it was never detached
 
-A sequence that was taken out is LEAVING: nobody plans it or takes its slots, but a cancel or its deadline ends it, until
+A sequence that was detached is LEAVING: nobody plans it or takes its blocks, but a cancel or its deadline ends it, until
 `seal`. Names of requests that are not held, or that were replaced by a later placement meanwhile, change nothing.
 """
 
@@ -15,73 +15,77 @@ from math import inf
 
 import msgspec
 
-from shared.engine.allocator import Allocator
-from shared.engine.model_queue import ONLINE_RANKS
-from shared.engine.moving import MoveCandidate, PinnedBlocks, TakenOut
+from shared.engine.handover import Detached, MigrationCandidate, PinnedBlocks
+from shared.engine.memory.allocator import Allocator
+from shared.engine.model_queue import ONLINE_CLASSES
 from shared.engine.requests import RequestTable
-from shared.engine.sequence import Move, Rank, Sequence, State
+from shared.engine.sequence import Handover, PriorityClass, Sequence, State
 from shared.messages.migration import SequenceProgress
 from shared.messages.requests import FinishReason, HeldRequest
-from shared.migration.source import may_move
+from shared.migration.source import may_migrate
 
 
 class Outgoing:
-    def __init__(self, requests: RequestTable, memory: Allocator, move_cooldown_s: float) -> None:
+    def __init__(self, requests: RequestTable, memory: Allocator, migration_cooldown_s: float) -> None:
         self._requests = requests
         self._memory = memory
-        self._move_cooldown_s = move_cooldown_s
+        self._migration_cooldown_s = migration_cooldown_s
         self.pinned: list[PinnedBlocks] = []
         self._awaited: list[Sequence] = []
         """Taken out, but a step in flight computes them."""
-        self._taken: list[tuple[Sequence, TakenOut]] = []
+        self._taken: list[tuple[Sequence, Detached]] = []
 
     def has_model(self, model: str) -> bool:
-        """Whether slots of the model are pinned, or one of its sequences is perhaps another instance's."""
+        """Whether blocks of the model are pinned, or one of its sequences is perhaps another instance's."""
         if any(pinned.model == model for pinned in self.pinned):
             return True
-        return any(sequence.move == Move.SEALED for sequence in self._memory.queues[model].leaving.values())
+        return any(sequence.handover == Handover.FROZEN for sequence in self._memory.queues[model].leaving.values())
 
-    def candidates(self, now: float, include_offline: bool = False) -> list[MoveCandidate]:
+    def candidates(self, now: float, include_offline: bool = False) -> list[MigrationCandidate]:
         """Requests that could leave now, in the order in which they should: online ones that wait, if the first has no room,
         then those that run: lower priority first, then fewer blocks. `include_offline` (to drain): all that
-        wait as well, and offline ones after the online ones, those of a suspended step last (`take_out` gives it up)."""
+        wait as well, and offline ones after the online ones, those of a suspended step last (`detach` gives it up)."""
         found: list[tuple[tuple[int, ...], Sequence]] = []
         gives_waiting = include_offline or self._memory.stuck_online is not None
         queues = self._memory.queues.values()
         # Normal ones leave for the sake of those of high priority, which do not follow while the last of them cool down.
-        keeps_high = not include_offline and any(queue.running[Rank.ONLINE_NORMAL] for queue in queues)
+        keeps_high = not include_offline and any(queue.running[PriorityClass.ONLINE_NORMAL] for queue in queues)
         for queue in queues:
-            for rank in ONLINE_RANKS:
-                if rank != Rank.ONLINE_HIGH or not keeps_high:
-                    found += [((1, -rank), s) for s in queue.running[rank].values() if s.total < s.max_total]
+            for priority_class in ONLINE_CLASSES:
+                if priority_class != PriorityClass.ONLINE_HIGH or not keeps_high:
+                    found += [
+                        ((1, -priority_class), s)
+                        for s in queue.running[priority_class].values()
+                        if s.total < s.max_total
+                    ]
                 if gives_waiting:
-                    found += [((0, rank), s) for s in queue.waiting[rank]]
+                    found += [((0, priority_class), s) for s in queue.waiting[priority_class]]
             if include_offline:
-                found += [((2,), s) for of_rank in queue.waiting[len(ONLINE_RANKS) :] for s in of_rank]
-                found += [((3,), s) for of_rank in queue.running[len(ONLINE_RANKS) :] for s in of_rank.values()]
+                found += [((2,), s) for of_class in queue.waiting[len(ONLINE_CLASSES) :] for s in of_class]
+                found += [((3,), s) for of_class in queue.running[len(ONLINE_CLASSES) :] for s in of_class.values()]
                 found += [((4,), s) for s in queue.suspended.values()]
         candidates = [
             ((*order, candidate.num_blocks, sequence.number), candidate)
             for order, sequence in found
-            if self._may_move(sequence, now)
+            if self._may_migrate(sequence, now)
             for candidate in (self._candidate(sequence),)
         ]
         candidates.sort(key=lambda pair: pair[0])
         return [candidate for _, candidate in candidates]
 
-    def _may_move(self, sequence: Sequence, now: float) -> bool:
+    def _may_migrate(self, sequence: Sequence, now: float) -> bool:
         return (
-            sequence.move == Move.NONE
-            and now - sequence.moved_s >= self._move_cooldown_s
+            sequence.handover == Handover.NONE
+            and now - sequence.moved_s >= self._migration_cooldown_s
             and not sequence.is_spoilt
-            and may_move(sequence.request.epoch)
+            and may_migrate(sequence.request.epoch)
         )
 
     @staticmethod
-    def _candidate(sequence: Sequence) -> MoveCandidate:
+    def _candidate(sequence: Sequence) -> MigrationCandidate:
         request, is_running = sequence.request, sequence.state == State.RUNNING
         if is_running:
-            num_blocks = min(len(sequence.blocks), -(-sequence.num_tokens // sequence.page_tokens))
+            num_blocks = min(len(sequence.blocks), -(-sequence.num_tokens // sequence.block_size))
         else:
             num_blocks = len(sequence.host_blocks)
         held = HeldRequest(
@@ -94,7 +98,7 @@ class Outgoing:
             is_online=sequence.is_online,
         )
         tokens_left = sequence.max_total - sequence.num_tokens
-        return MoveCandidate(held, request.request_class, request.priority, is_running, num_blocks, tokens_left)
+        return MigrationCandidate(held, request.request_class, request.priority, is_running, num_blocks, tokens_left)
 
     def pin(self, request_id: str, first_block: int) -> PinnedBlocks | None:
         """The filled blocks of a running sequence from `first_block` on, perhaps none, and up to one that is being moved
@@ -103,39 +107,43 @@ class Outgoing:
         sequence = self._requests.held(request_id)
         if sequence is None or self._has_lost(sequence):
             return None
-        if sequence.state not in (State.RUNNING, State.LEAVING) or sequence.is_spoilt or sequence.move == Move.SEALED:
+        if (
+            sequence.state not in (State.RUNNING, State.LEAVING)
+            or sequence.is_spoilt
+            or sequence.handover == Handover.FROZEN
+        ):
             return None
-        if first_block and sequence.move != Move.PINNED:
+        if first_block and sequence.handover != Handover.PINNED:
             return None
-        sequence.move = Move.PINNED
+        sequence.handover = Handover.PINNED
         num_settled = self._memory.compaction.num_settled(sequence, sequence.num_filled)
         return self._pin(sequence, sequence.blocks, first_block, num_settled, False)
 
     @staticmethod
     def _has_lost(sequence: Sequence) -> bool:
         """Tells once that a sequence was preempted while it was moving."""
-        if sequence.move != Move.LOST:
+        if sequence.handover != Handover.LOST:
             return False
-        sequence.move = Move.NONE
+        sequence.handover = Handover.NONE
         return True
 
     def _pin(self, sequence: Sequence, blocks: list[int], first: int, end: int, on_host: bool) -> PinnedBlocks:
         root = self._memory.queues[sequence.model].root
-        num_full = min(end, sequence.num_tokens // sequence.page_tokens)
-        hashes = sequence.extend_hashes(num_full, sequence.page_tokens, root, first)
+        num_full = min(end, sequence.num_tokens // sequence.block_size)
+        hashes = sequence.extend_hashes(num_full, sequence.block_size, root, first)
         pinned = PinnedBlocks(sequence.model, on_host, first, blocks[first:end], b"".join(hashes))
-        if pinned.slots:
-            self._memory.pool_of(on_host).retain(sequence.model, pinned.slots)
+        if pinned.blocks:
+            self._memory.pool_of(on_host).retain(sequence.model, pinned.blocks)
             self.pinned.append(pinned)
         return pinned
 
     def unpin(self, pinned: PinnedBlocks) -> None:
         if pinned in self.pinned:
             self.pinned.remove(pinned)
-            self._memory.pool_of(pinned.on_host).release(pinned.model, pinned.slots)
+            self._memory.pool_of(pinned.on_host).release(pinned.model, pinned.blocks)
 
-    def take_out(self, request_id: str, now: float) -> bool:
-        """Out of the batch (or the queue) when the steps in flight that compute it have returned: the effect `TakenOut`
+    def detach(self, request_id: str, now: float) -> bool:
+        """Out of the batch (or the queue) when the steps in flight that compute it have returned: the effect `Detached`
         says so, unless it ends in them. False: it is not here any more, was preempted since it was pinned, or is coming
         back from host memory."""
         sequence = self._requests.held(request_id)
@@ -163,9 +171,9 @@ class Outgoing:
             if sequence.in_flight or self._memory.compaction.num_settled(sequence, num_blocks) < num_blocks:
                 self._awaited.append(sequence)
             else:
-                self._taken.append((sequence, self._taken_out(sequence, now)))
+                self._taken.append((sequence, self._detached(sequence, now)))
 
-    def _taken_out(self, sequence: Sequence, now: float) -> TakenOut:
+    def _detached(self, sequence: Sequence, now: float) -> Detached:
         request, sampling = sequence.request, sequence.request.sampling
         # Where the model takes fewer tokens here than there, it ends as it would have here.
         max_tokens = sequence.max_total - sequence.num_prompt
@@ -194,15 +202,15 @@ class Outgoing:
             num_restored_blocks=sequence.num_restored_blocks,
             num_suspensions=sequence.num_suspensions,
             order_state=self._memory.ordering.export_state(sequence),
-            num_moves=sequence.num_moves + 1,
+            num_migrations=sequence.num_migrations + 1,
             last_ran_age_s=now - sequence.last_ran_s,
             peak_computed=sequence.peak_computed,
             last_token_age_s=-1.0 if sequence.last_token_s is None else now - sequence.last_token_s,
             max_itl_s=sequence.max_itl_s,
         )
-        return TakenOut(request.request_id, travelling, progress, now, sequence.here_since_s)
+        return Detached(request.request_id, travelling, progress, now, sequence.here_since_s)
 
-    def take_effects(self) -> list[TakenOut]:
+    def take_effects(self) -> list[Detached]:
         """Since the last call."""
         taken, self._taken = self._taken, []
         return [effect for sequence, effect in taken if sequence.state == State.LEAVING]
@@ -215,34 +223,38 @@ class Outgoing:
         return sequence
 
     def pin_rest(self, request_id: str, first_block: int) -> PinnedBlocks | None:
-        """After `TakenOut`: all blocks from `first_block` on that hold computed tokens, the last one perhaps partly filled;
+        """After `Detached`: all blocks from `first_block` on that hold computed tokens, the last one perhaps partly filled;
         of one that waits those in host memory, if there are. None: it has ended, or lost its KV since it was pinned."""
         sequence = self._left(request_id)
-        if sequence is None or sequence.move == Move.LOST or (first_block and sequence.move != Move.PINNED):
+        if (
+            sequence is None
+            or sequence.handover == Handover.LOST
+            or (first_block and sequence.handover != Handover.PINNED)
+        ):
             return None
         if sequence.row < 0 and sequence.host_blocks:
             return self._pin(sequence, sequence.host_blocks, first_block, len(sequence.host_blocks), True)
-        num_blocks = -(-sequence.num_computed // sequence.page_tokens)
+        num_blocks = -(-sequence.num_computed // sequence.block_size)
         return self._pin(sequence, sequence.blocks, first_block, num_blocks, False)
 
-    def seal(self, request_id: str) -> bool:
-        """After `TakenOut`: neither cancel nor deadline end it any more. False: it has ended."""
+    def freeze(self, request_id: str) -> bool:
+        """After `Detached`: neither cancel nor deadline end it any more. False: it has ended."""
         sequence = self._left(request_id)
         if sequence is None:
             return False
-        sequence.move = Move.SEALED
+        sequence.handover = Handover.FROZEN
         return True
 
-    def put_back(self, request_id: str, now: float, epoch: int | None = None) -> None:
-        """It goes on here, where it was, in `epoch` if given; what was to end it while it was sealed does so now."""
+    def reattach(self, request_id: str, now: float, epoch: int | None = None) -> None:
+        """It goes on here, where it was, in `epoch` if given; what was to end it while it was frozen does so now."""
         sequence = self._requests.held(request_id)
         if sequence is not None and sequence.state == State.LEAVING:
-            self._put_back(sequence, now, epoch)
+            self._reattach(sequence, now, epoch)
 
-    def _put_back(self, sequence: Sequence, now: float, epoch: int | None = None) -> None:
+    def _reattach(self, sequence: Sequence, now: float, epoch: int | None = None) -> None:
         if epoch is not None:
             sequence.request = msgspec.structs.replace(sequence.request, epoch=epoch)
-        sequence.move = Move.NONE
+        sequence.handover = Handover.NONE
         sequence.moved_s = now
         self._awaited = [other for other in self._awaited if other is not sequence]
         self._taken = [(other, taken) for other, taken in self._taken if other is not sequence]
@@ -252,20 +264,20 @@ class Outgoing:
         elif sequence.deadline_s <= now:
             self._requests.end_late(sequence, now)
 
-    def drop_moved(self, request_id: str) -> bool:
-        """Another instance's now: forgets it without an entry or an effect. True: a cancel came while it was sealed."""
+    def release(self, request_id: str) -> bool:
+        """Another instance's now: forgets it without an entry or an effect. True: a cancel came while it was frozen."""
         sequence = self._left(request_id)
         if sequence is None:
             return False
         self._requests.drop(sequence)
         return sequence.is_cancelled
 
-    def end_move(self, request_id: str, now: float) -> None:
-        """The move is off: it may move again after the cooldown. One that was taken out, but not sealed, is put back."""
+    def end_migration(self, request_id: str, now: float) -> None:
+        """The move is off: it may move again after the cooldown. One that was detached, but not frozen, is reattached."""
         sequence = self._requests.held(request_id)
-        if sequence is None or sequence.move == Move.SEALED:
+        if sequence is None or sequence.handover == Handover.FROZEN:
             return
         if sequence.state == State.LEAVING:
-            self._put_back(sequence, now)
-        sequence.move = Move.NONE
+            self._reattach(sequence, now)
+        sequence.handover = Handover.NONE
         sequence.moved_s = now

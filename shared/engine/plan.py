@@ -25,7 +25,7 @@ class NewSequence(msgspec.Struct, frozen=True, array_like=True):
     """How many of `tokens` are the prompt; the rest counts as output for penalties and `min_tokens`."""
     sampling: SamplingParams
     blocks: list[int]
-    """Its whole block table at this moment: flat slot indices of its model (see kv_blocks)."""
+    """Its whole block table at this moment: flat block indices of its model (see kv_blocks)."""
 
 
 class StepPlan(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
@@ -41,7 +41,7 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """Whether the last computed position's logits are sampled into the next token."""
     new_sequences: list[NewSequence]
     new_blocks: list[tuple[int, list[int]]]
-    """(row, slots appended to its block table), applied after `new_sequences`."""
+    """(row, blocks appended to its block table), applied after `new_sequences`."""
     num_decodes: tuple[int, int] = (0, 0)
     """Decoding sequences among the rows: online, offline."""
     is_interruptible: bool = False
@@ -84,34 +84,34 @@ class CopyKind(StrEnum):
 
 
 class KvCopy(msgspec.Struct, frozen=True, array_like=True):
-    """Effect: copy whole slots between the device's pool and the host's, beside the steps. The engine hands none of these
-    slots to anybody else before `on_copy(copy_id, ...)`; those of a restore are in no step planned before it, and those of
+    """Effect: copy whole blocks between the device's pool and the host's, beside the steps. The engine hands none of these
+    blocks to anybody else before `on_copy(copy_id, ...)`; those of a restore are in no step planned before it, and those of
     a checkpoint were filled by steps that have returned.
 
     A move is otherwise: it takes place between the steps, after all that were planned before it and before whatever else
-    the engine named after it (steps, copies, slots for transports), since its `device_slots` may be others' by then, and
-    sequences are in its `target_slots`. It cannot fail: an executor that cannot carry it out is of no more use."""
+    the engine named after it (steps, copies, blocks for transports), since its `device_blocks` may be others' by then, and
+    sequences are in its `target_blocks`. It cannot fail: an executor that cannot carry it out is of no more use."""
 
     copy_id: int
     kind: CopyKind
     model: str
-    device_slots: list[int]
-    host_slots: list[int]
-    """Same length; flat slot indices of the model in the host pool, which has merged blocks of the same size. None for a
+    device_blocks: list[int]
+    host_blocks: list[int]
+    """Same length; flat block indices of the model in the host pool, which has merged blocks of the same size. None for a
     move."""
-    target_slots: list[int] = []
+    target_blocks: list[int] = []
     """Of a move; same length."""
     tables: list[tuple[int, int, int]] = []
-    """Of a move: (row, index in its block table, the slot there from now on)."""
+    """Of a move: (row, index in its block table, the block there from now on)."""
 
 
 class ModelShape(msgspec.Struct, frozen=True, array_like=True):
     """What the engine must know of a loaded model."""
 
     name: str
-    page_tokens: int
+    block_size: int
     """Tokens in one KV block."""
-    slots_per_merged: int
+    blocks_per_merged: int
     """Blocks of this model in one merged block of the pool."""
     max_model_len: int
     vocab_size: int = 0
@@ -122,4 +122,4 @@ class ModelShape(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def tokens_per_merged(self) -> int:
-        return self.page_tokens * self.slots_per_merged
+        return self.block_size * self.blocks_per_merged

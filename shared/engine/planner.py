@@ -2,7 +2,7 @@
 
 Order of authority: online before offline and high before normal, always; then the ordering policy picks the model and
 the order within a class; then, of that model, decodes first and prefill chunks after, until the step's limits (tokens, and
-predicted time where an objective is to be kept), the rows or the KV pool are used up. Memory: allocator.py.
+predicted time where an objective is to be kept), the rows or the KV pool are used up. Memory: memory/allocator.py.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ import sys
 from typing import cast
 
 from shared.cost_model import StepShape
-from shared.engine.allocator import Allocator
 from shared.engine.batch import Batch, PlannedStep
-from shared.engine.model_queue import ONLINE_RANKS, Candidate, ModelQueue, Objectives
+from shared.engine.memory.allocator import Allocator
+from shared.engine.model_queue import ONLINE_CLASSES, Candidate, ModelQueue, Objectives
 from shared.engine.plan import NewSequence, StepPlan
-from shared.engine.sequence import Rank, Sequence, State
+from shared.engine.sequence import PriorityClass, Sequence, State
 from shared.policies.ordering import ModelView
 from shared.policies.silence import URGENT_S, is_overfull, room_s
 from shared.policies.token_budget import Limits, StepBudget, StepView, TokenBudgetPolicy
@@ -59,7 +59,7 @@ class Planner:
         self.last_limit_s = math.inf
         """What bounded that step's time."""
         self._token_budget = token_budget
-        self._ranks = tuple(Rank) if serves_offline else ONLINE_RANKS
+        self._classes = tuple(PriorityClass) if serves_offline else ONLINE_CLASSES
         self._may_interrupt = may_interrupt
         self._mix_phases = mix_phases and memory.ordering.mixes_phases
         self._prefetch = prefetch
@@ -98,25 +98,25 @@ class Planner:
         self._holds_offline = not is_alone and (self._memory.lacks_demanded() or self._waits_for_offline())
         if not is_alone and self._waits_for_share(now):
             return None
-        for rank in self._ranks:
-            if rank == Rank.OFFLINE and (self._memory.suspended is not None or self._holds_offline):
+        for priority_class in self._classes:
+            if priority_class == PriorityClass.OFFLINE and (self._memory.suspended is not None or self._holds_offline):
                 # What the objectives leave beside online steps goes to the suspended step first.
                 break
-            candidates = self._candidates(rank, begins_s)
+            candidates = self._candidates(priority_class, begins_s)
             while candidates:
                 picked, is_choice = candidates[0], len(candidates) > 1
                 if is_choice:
                     picked = cast(Candidate, self._ordering.pick_model(cast(list[ModelView], candidates), begins_s))
                 candidates.remove(picked)
                 queue = picked.queue
-                limits = self._limits(queue, rank, begins_s)
+                limits = self._limits(queue, priority_class, begins_s)
                 if limits.is_interruptible and not is_alone:
                     # It would keep the results of the step before it waiting; a short one does not.
                     if queue.cost_model is None:
                         continue
                     limits = limits._replace(limit_s=self._short_step_s(), is_interruptible=False)
                 limits = self._limits_for_expected(queue, limits, begins_s)
-                batch = self._fill(queue, picked.rank, limits, now)
+                batch = self._fill(queue, picked.priority_class, limits, now)
                 if batch.sequences:
                     queue.last_planned_step = step_id
                     if is_choice:
@@ -124,20 +124,24 @@ class Planner:
                     self.last_limit_s = min(
                         limits.limit_s, math.inf if batch.sequences[-1].is_online else limits.offline_limit_s
                     )
-                    return self._close(step_id, queue, batch, limits.is_interruptible and rank == Rank.OFFLINE, now)
+                    return self._close(
+                        step_id, queue, batch, limits.is_interruptible and priority_class == PriorityClass.OFFLINE, now
+                    )
         return None
 
-    def _candidates(self, rank: Rank, begins_s: float) -> list[Candidate]:
+    def _candidates(self, priority_class: PriorityClass, begins_s: float) -> list[Candidate]:
         """The models that could lead the step: those with work of the rank, and beside high priority those whose normal
         streams have stood still for as long as they may."""
         found = [
-            Candidate(queue, rank)
+            Candidate(queue, priority_class)
             for queue in self._queues.values()
-            if queue.has_work(rank) and (self._prefetch or not queue.restoring)
+            if queue.has_work(priority_class) and (self._prefetch or not queue.restoring)
         ]
-        if found and rank == Rank.ONLINE_HIGH:
+        if found and priority_class == PriorityClass.ONLINE_HIGH:
             others = [queue for queue in self._queues.values() if all(queue is not one.queue for one in found)]
-            found += [Candidate(queue, Rank.ONLINE_NORMAL) for queue in others if self._is_urgent(queue, begins_s)]
+            found += [
+                Candidate(queue, PriorityClass.ONLINE_NORMAL) for queue in others if self._is_urgent(queue, begins_s)
+            ]
         return found
 
     def _is_urgent(self, queue: ModelQueue, begins_s: float) -> bool:
@@ -157,12 +161,12 @@ class Planner:
             least_s = least_s or max(serving_s)
         return max(room_s(streams.values()), least_s)
 
-    def _limits(self, queue: ModelQueue, leading: Rank, begins_s: float) -> Limits:
+    def _limits(self, queue: ModelQueue, leading: PriorityClass, begins_s: float) -> Limits:
         view = StepView(
             model=queue.name,
             now=begins_s,
             cost_model=queue.cost_model,
-            is_online=leading != Rank.OFFLINE,
+            is_online=leading != PriorityClass.OFFLINE,
             num_other_online=0,
             max_known_tokens=queue.max_known_tokens,
         )
@@ -203,7 +207,7 @@ class Planner:
         short_s = EXPECTED_STEPS * queue.cost_model.predict(queue.online_shape(0))
         return limits._replace(limit_s=min(limits.limit_s, max(short_s, due_s - begins_s)))
 
-    def _fill(self, queue: ModelQueue, leading: Rank, limits: Limits, now: float) -> Batch:
+    def _fill(self, queue: ModelQueue, leading: PriorityClass, limits: Limits, now: float) -> Batch:
         """The batch of a model, rank by rank; empty if nothing of the leading rank can run."""
         if self._mix_phases:
             return self._fill_phases(queue, leading, limits, now, True, True)
@@ -215,29 +219,35 @@ class Planner:
         return batch if batch.sequences else self._fill_phases(queue, leading, limits, now, *phases[1])
 
     def _fill_phases(
-        self, queue: ModelQueue, leading: Rank, limits: Limits, now: float, decodes: bool, prefills: bool
+        self, queue: ModelQueue, leading: PriorityClass, limits: Limits, now: float, decodes: bool, prefills: bool
     ) -> Batch:
         batch = Batch(StepBudget(limits, queue.cost_model))
-        for rank in self._ranks:
-            if rank > leading and not batch.sequences:
+        for priority_class in self._classes:
+            if priority_class > leading and not batch.sequences:
                 break
-            if rank == Rank.OFFLINE:
+            if priority_class == PriorityClass.OFFLINE:
                 if self._memory.suspended is not None or self._holds_offline:
                     break
                 batch.budget.begin_offline()
-            chunks = self._add_decodes(queue, rank, batch, now, decodes) if queue.running[rank] else []
-            if not prefills or not (chunks or queue.waiting[rank] or queue.restored):
+            chunks = (
+                self._add_decodes(queue, priority_class, batch, now, decodes) if queue.running[priority_class] else []
+            )
+            if not prefills or not (chunks or queue.waiting[priority_class] or queue.restored):
                 continue
             # Who decoded elsewhere, or before it was preempted, has waited for a token already.
-            self._admit_restored(queue, rank, batch, now, decodes=True)
+            self._admit_restored(queue, priority_class, batch, now, decodes=True)
             # Prompts of high priority do not make the model's other streams stand still.
-            kept = queue.num_decoding(Rank.ONLINE_NORMAL) if decodes and rank == Rank.ONLINE_HIGH else 0
+            kept = (
+                queue.num_decoding(PriorityClass.ONLINE_NORMAL)
+                if decodes and priority_class == PriorityClass.ONLINE_HIGH
+                else 0
+            )
             kept = max(0, min(kept, batch.budget.tokens_left - MIN_ONLINE_CHUNK))
             batch.budget.tokens_left -= kept
             for sequence in chunks:
                 if sequence.state == State.RUNNING:
-                    self._add_prefill(sequence, batch, self._least_chunk(rank, batch))
-            self._admit(queue, rank, batch, now)
+                    self._add_prefill(sequence, batch, self._least_chunk(priority_class, batch))
+            self._admit(queue, priority_class, batch, now)
             batch.budget.tokens_left += kept
         return batch
 
@@ -297,17 +307,19 @@ class Planner:
 
     # ------------------------------------------------------------------------------------------------ filling
 
-    def _add_decodes(self, queue: ModelQueue, rank: Rank, batch: Batch, now: float, decodes: bool) -> list[Sequence]:
+    def _add_decodes(
+        self, queue: ModelQueue, priority_class: PriorityClass, batch: Batch, now: float, decodes: bool
+    ) -> list[Sequence]:
         """One token for each decoding sequence of the rank; returns those with more than one left to compute. This loop is
         the planner's hot path."""
-        running = list(queue.running[rank].values())
+        running = list(queue.running[priority_class].values())
         if not self._ordering.is_static:
             self._ordering.sort(running, now)
         prefills: list[Sequence] = []
         add_sequence, add_start = batch.sequences.append, batch.starts.append
         budget = batch.budget
         left = budget.tokens_left if decodes else 0
-        is_offline = rank == Rank.OFFLINE
+        is_offline = priority_class == PriorityClass.OFFLINE
         if is_offline:
             # Online decodes are never left out for the sake of time: an objective that online alone breaks is broken.
             left = min(left, budget.fits_decodes([s.num_computed for s in running if s.total - s.num_computed == 1]))
@@ -343,21 +355,21 @@ class Planner:
         """One more block for a decoding sequence, at the cost of later or lower ones if need be."""
         if sequence.state != State.RUNNING:
             return False
-        slots = self._memory.pool.allocate(sequence.model, 1)
-        if slots is None and self._memory.make_room(sequence, 1, now):
-            slots = self._memory.pool.allocate(sequence.model, 1)
-        if slots is None:
+        blocks = self._memory.pool.allocate(sequence.model, 1)
+        if blocks is None and self._memory.make_room(sequence, 1, now):
+            blocks = self._memory.pool.allocate(sequence.model, 1)
+        if blocks is None:
             # It keeps what it has and waits; a sequence before it in the order may take that as a victim's.
             return False
-        sequence.blocks.extend(slots)
-        sequence.capacity += sequence.page_tokens
-        batch.new_blocks.append((sequence.row, slots))
+        sequence.blocks.extend(blocks)
+        sequence.capacity += sequence.block_size
+        batch.new_blocks.append((sequence.row, blocks))
         return True
 
     @staticmethod
-    def _least_chunk(rank: Rank, batch: Batch) -> int:
+    def _least_chunk(priority_class: PriorityClass, batch: Batch) -> int:
         """Online prompts go on even where the decodes alone break their objective: one chunk a step."""
-        return MIN_ONLINE_CHUNK if rank != Rank.OFFLINE and not batch.has_chunk else 0
+        return MIN_ONLINE_CHUNK if priority_class != PriorityClass.OFFLINE and not batch.has_chunk else 0
 
     @staticmethod
     def _add_prefill(sequence: Sequence, batch: Batch, at_least: int) -> None:
@@ -367,18 +379,22 @@ class Planner:
         if count > 0:
             batch.add_chunk(sequence, count)
 
-    def _admit(self, queue: ModelQueue, rank: Rank, batch: Batch, now: float) -> None:
+    def _admit(self, queue: ModelQueue, priority_class: PriorityClass, batch: Batch, now: float) -> None:
         """Waiting sequences of the rank, in order, until one does not fit: nobody overtakes a head that lacks
         room, of whatever model."""
-        self._admit_restored(queue, rank, batch, now, decodes=False)
-        waiting = queue.waiting[rank]
+        self._admit_restored(queue, priority_class, batch, now, decodes=False)
+        waiting = queue.waiting[priority_class]
         if waiting and not self._ordering.is_static:
             self._ordering.sort(waiting, now)
-        while waiting and self._has_budget(rank, batch):
+        while waiting and self._has_budget(priority_class, batch):
             sequence = waiting[0]
             if self._is_behind_stuck(sequence, now):
                 return
-            num_kept = self._memory.demand.num_rows if self._memory.demand is not None and rank == Rank.OFFLINE else 0
+            num_kept = (
+                self._memory.demand.num_rows
+                if self._memory.demand is not None and priority_class == PriorityClass.OFFLINE
+                else 0
+            )
             has_row = self._memory.num_free_rows > num_kept or self._memory.make_row(sequence, now)
             if not has_row or not self._memory.allocate_prompt(queue, sequence, now):
                 self._memory.stuck = sequence
@@ -390,34 +406,36 @@ class Planner:
             else:
                 self._run(queue, sequence, batch, now)
 
-    def _admit_restored(self, queue: ModelQueue, rank: Rank, batch: Batch, now: float, *, decodes: bool) -> None:
+    def _admit_restored(
+        self, queue: ModelQueue, priority_class: PriorityClass, batch: Batch, now: float, *, decodes: bool
+    ) -> None:
         """`decodes`: those that lack one token alone."""
-        for sequence in [restored for restored in queue.restored.values() if restored.rank == rank]:
+        for sequence in [restored for restored in queue.restored.values() if restored.priority_class == priority_class]:
             if decodes and not sequence.is_in_decode:
                 continue
-            if not self._has_budget(rank, batch):
+            if not self._has_budget(priority_class, batch):
                 return
             del queue.restored[sequence.number]
             self._run(queue, sequence, batch, now)
 
-    def _has_budget(self, rank: Rank, batch: Batch) -> bool:
+    def _has_budget(self, priority_class: PriorityClass, batch: Batch) -> bool:
         """Whether a sequence of the rank could compute at least a token."""
         if batch.budget.tokens_left < 1:
             return False
-        return self._least_chunk(rank, batch) > 0 or batch.budget.fits_prefill(1, 0) > 0
+        return self._least_chunk(priority_class, batch) > 0 or batch.budget.fits_prefill(1, 0) > 0
 
     def _run(self, queue: ModelQueue, sequence: Sequence, batch: Batch, now: float) -> None:
-        """A sequence that has row and slots begins to run, with a chunk of at least a token: what its row is to hold travels
-        with a step that computes it."""
+        """A sequence that has row and blocks begins to run, with a chunk of at least a token: what its row is to hold
+        travels with a step that computes it."""
         self._memory.count_recomputed(sequence)
         sequence.state = State.RUNNING
-        queue.running[sequence.rank][sequence.number] = sequence
+        queue.running[sequence.priority_class][sequence.number] = sequence
         if sequence.first_planned_s is None:
             sequence.first_planned_s = now
         request, blocks = sequence.request, list(sequence.blocks)
         tokens = request.prompt + sequence.packed_output
         batch.new_sequences.append(NewSequence(sequence.row, tokens, sequence.num_prompt, request.sampling, blocks))
-        self._add_prefill(sequence, batch, max(1, self._least_chunk(Rank(sequence.rank), batch)))
+        self._add_prefill(sequence, batch, max(1, self._least_chunk(PriorityClass(sequence.priority_class), batch)))
 
     def _waits_for_offline(self) -> bool:
         """Whether an online sequence waits for what offline ones hold."""
@@ -426,7 +444,7 @@ class Planner:
             return False
         if not self._memory.num_free_rows:
             return self._memory.num_offline_rows() > 0
-        needed = self._memory.num_wanted_slots(stuck)
+        needed = self._memory.num_wanted_blocks(stuck)
         return self._memory.pool.num_available(stuck.model) < needed and self._memory.could_have(stuck.model, needed)
 
     def _waits_for_share(self, now: float) -> bool:
@@ -434,7 +452,7 @@ class Planner:
         stuck = self._memory.stuck_online
         if stuck is None or not self._memory.least_merged():
             return False
-        needed = self._memory.num_wanted_slots(stuck)
+        needed = self._memory.num_wanted_blocks(stuck)
         if self._memory.pool.num_available(stuck.model) >= needed:
             return False
         victims = list(self._memory.beyond_share(stuck, needed, now))

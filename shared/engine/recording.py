@@ -39,7 +39,7 @@ class Configuration(msgspec.Struct, frozen=True, tag="engine", kw_only=True):
     prefetch: bool = True
     ttft_s: float = 1.5
     tpot_s: float = 0.11
-    move_cooldown_s: float = 1.0
+    migration_cooldown_s: float = 1.0
     high_priority_load: float = 0.0
     fits_costs: bool = True
     least_share: float = 0.25
@@ -61,7 +61,7 @@ class Configuration(msgspec.Struct, frozen=True, tag="engine", kw_only=True):
             "prefetch": self.prefetch,
             "ttft_s": self.ttft_s,
             "tpot_s": self.tpot_s,
-            "move_cooldown_s": self.move_cooldown_s,
+            "migration_cooldown_s": self.migration_cooldown_s,
             "high_priority_load": self.high_priority_load,
             "fits_costs": self.fits_costs,
             "least_share": self.least_share,

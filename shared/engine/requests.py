@@ -7,9 +7,9 @@ from heapq import heapify, heappop, heappush
 
 import msgspec
 
-from shared.engine.allocator import Allocator
+from shared.engine.memory.allocator import Allocator
 from shared.engine.model_queue import ModelQueue
-from shared.engine.sequence import Move, Rank, Sequence, State, rank_of
+from shared.engine.sequence import Handover, PriorityClass, Sequence, State, priority_class_of
 from shared.messages.cluster import FinishedStats
 from shared.messages.requests import (
     ErrorCode,
@@ -55,7 +55,7 @@ class Ended(msgspec.Struct, frozen=True, kw_only=True):
     """Steps of it that were suspended."""
     ttft_objective_s: float = 0.0
     tpot_objective_s: float = 0.0
-    num_moves: int = 0
+    num_migrations: int = 0
     """From instance to instance."""
     here_since_s: float = 0.0
     """When this instance was given it: its submission, or its adoption from another."""
@@ -101,7 +101,7 @@ class RequestTable:
         queue = self._memory.queues.get(request.model)
         if queue is None:
             return ErrorInfo(ErrorCode.GONE, f"model {request.model!r} is not loaded on this instance", "model")
-        refused = self.misfit(request, queue) or self.queue_full(rank_of(request) != Rank.OFFLINE)
+        refused = self.misfit(request, queue) or self.queue_full(priority_class_of(request) != PriorityClass.OFFLINE)
         if refused:
             return refused
         if held is not None:
@@ -115,7 +115,7 @@ class RequestTable:
 
     def new_sequence(self, request: GenerationRequest, queue: ModelQueue, now: float) -> Sequence:
         self._num_submitted += 1
-        sequence = Sequence(request, self._num_submitted, now, queue.shape.max_model_len, queue.shape.page_tokens)
+        sequence = Sequence(request, self._num_submitted, now, queue.shape.max_model_len, queue.shape.block_size)
         sequence.ttft_due_s = sequence.arrived_s + (request.ttft_objective_s or queue.ttft_objective_s)
         sequence.tpot_objective_s = request.tpot_objective_s or queue.tpot_objective_s
         return sequence
@@ -172,7 +172,7 @@ class RequestTable:
         sequence = self._sequences.get(request_id)
         if sequence is None:
             return
-        if sequence.move == Move.SEALED:
+        if sequence.handover == Handover.FROZEN:
             sequence.is_cancelled = True
         else:
             self.end(sequence, FinishReason.CANCELLED, now)
@@ -246,7 +246,7 @@ class RequestTable:
                 num_suspensions=sequence.num_suspensions,
                 ttft_objective_s=sequence.ttft_due_s - sequence.arrived_s,
                 tpot_objective_s=sequence.tpot_objective_s,
-                num_moves=sequence.num_moves,
+                num_migrations=sequence.num_migrations,
                 here_since_s=sequence.here_since_s,
                 max_itl_s=sequence.max_itl_s,
             )
@@ -275,8 +275,8 @@ class RequestTable:
         """Ends requests past their deadline."""
         while (deadline := self.next_deadline()) is not None and deadline <= now:
             sequence = heappop(self._deadlines)[2]
-            # One that is sealed ends when it is put back.
-            if sequence.move != Move.SEALED:
+            # One that is frozen ends when it is reattached.
+            if sequence.handover != Handover.FROZEN:
                 self.end_late(sequence, now)
 
     def end_late(self, sequence: Sequence, now: float) -> None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 from enum import IntEnum
 from typing import Any
 
-from shared.engine.kv_blocks import chain_hash
+from shared.engine.memory.blocks import chain_hash
 from shared.messages.requests import (
     GenerationRequest,
     Priority,
@@ -26,16 +26,16 @@ from shared.messages.requests import (
 
 class State(IntEnum):
     WAITING = 0
-    """Without row and slots."""
+    """Without row and blocks."""
     RUNNING = 1
     RESTORING = 2
-    """Has its row and slots; host copies of its blocks are, or have been, copied into them."""
+    """Has its row and blocks; host copies of its blocks are, or have been, copied into them."""
     ENDED = 3
     LEAVING = 4
-    """Out of the batch (or the queue), on its way to another instance: keeps row and slots, is nobody's victim."""
+    """Out of the batch (or the queue), on its way to another instance: keeps row and blocks, is nobody's victim."""
 
 
-class Move(IntEnum):
+class Handover(IntEnum):
     """How far a sequence's move to another instance has come."""
 
     NONE = 0
@@ -43,11 +43,11 @@ class Move(IntEnum):
     """Its filled blocks are being sent while it goes on."""
     LOST = 2
     """It was preempted since: whoever moves it is told so at the next call."""
-    SEALED = 3
+    FROZEN = 3
     """It may be another's by now: neither cancel nor deadline ends it here."""
 
 
-class Rank(IntEnum):
+class PriorityClass(IntEnum):
     """Classes in strict order: a lower rank never waits for a higher one."""
 
     ONLINE_HIGH = 0
@@ -55,14 +55,14 @@ class Rank(IntEnum):
     OFFLINE = 2
 
 
-def rank_of_class(request_class: RequestClass, priority: Priority) -> Rank:
+def class_of_priority(request_class: RequestClass, priority: Priority) -> PriorityClass:
     if request_class == RequestClass.OFFLINE:
-        return Rank.OFFLINE
-    return Rank.ONLINE_HIGH if priority == Priority.HIGH else Rank.ONLINE_NORMAL
+        return PriorityClass.OFFLINE
+    return PriorityClass.ONLINE_HIGH if priority == Priority.HIGH else PriorityClass.ONLINE_NORMAL
 
 
-def rank_of(request: GenerationRequest) -> Rank:
-    return rank_of_class(request.request_class, request.priority)
+def priority_class_of(request: GenerationRequest) -> PriorityClass:
+    return class_of_priority(request.request_class, request.priority)
 
 
 class Sequence:
@@ -70,6 +70,7 @@ class Sequence:
 
     __slots__ = (
         "arrived_s",
+        "block_size",
         "blocks",
         "capacity",
         "deadline_s",
@@ -78,6 +79,7 @@ class Sequence:
         "first_token_s",
         "first_total",
         "generation",
+        "handover",
         "hashes",
         "here_since_s",
         "host_blocks",
@@ -91,14 +93,13 @@ class Sequence:
         "max_total",
         "min_total",
         "model",
-        "move",
         "moved_s",
         "next_register",
         "num_cached_tokens",
         "num_checkpointing",
         "num_computed",
         "num_failures",
-        "num_moves",
+        "num_migrations",
         "num_preemptions",
         "num_prompt",
         "num_recomputed",
@@ -106,9 +107,8 @@ class Sequence:
         "num_suspensions",
         "number",
         "order_state",
-        "page_tokens",
         "peak_computed",
-        "rank",
+        "priority_class",
         "request",
         "restore",
         "row",
@@ -122,19 +122,19 @@ class Sequence:
     )
 
     def __init__(
-        self, request: GenerationRequest, number: int, now: float, max_model_len: int, page_tokens: int
+        self, request: GenerationRequest, number: int, now: float, max_model_len: int, block_size: int
     ) -> None:
         sampling = request.sampling
         prompt = unpack_tokens(request.prompt)
         self.request = request
         self.model = request.model
         self.number = number
-        self.rank = rank_of(request)
-        self.is_online = self.rank != Rank.OFFLINE
+        self.priority_class = priority_class_of(request)
+        self.is_online = self.priority_class != PriorityClass.OFFLINE
         self.submitted_s = self.here_since_s = now
         self.arrived_s = now - request.waited_s
         self.deadline_s = now + request.timeout_s
-        self.page_tokens = page_tokens
+        self.block_size = block_size
         self.num_prompt = len(prompt)
         self.tokens = prompt + unpack_tokens(request.prior)
         self.total = len(self.tokens)
@@ -148,11 +148,11 @@ class Sequence:
         """Tokens that `blocks` can hold."""
         self.num_computed = 0
         self.in_flight = 0
-        """Steps in flight that compute this sequence; its slots stay its own until they return."""
+        """Steps in flight that compute this sequence; its blocks stay its own until they return."""
         self.generation = 0
         """Grows when planned work is rolled back: results of an older generation are dropped."""
         self.is_spoilt = False
-        """A step of it failed: its row and slots may not hold what they should, so it is to be preempted."""
+        """A step of it failed: its row and blocks may not hold what they should, so it is to be preempted."""
         self.hashes: list[bytes] = []
         """Chained hashes of the full blocks of known tokens, as far as they were needed."""
         self.next_register = 0
@@ -176,27 +176,27 @@ class Sequence:
         self.device_s = 0.0
         """Execution time charged so far: what its part of each step takes alone."""
         self.host_blocks: list[int] = []
-        """Host slots with the contents of the first blocks; each holds a reference."""
+        """Host blocks with the contents of the first blocks; each holds a reference."""
         self.num_checkpointing = 0
         """Blocks after those that are being copied to host memory."""
         self.restore: tuple[int, list[int]] = (0, [])
-        """(index of the first block, host slots) still to be copied back; each holds a reference."""
+        """(index of the first block, host blocks) still to be copied back; each holds a reference."""
         self.peak_computed = 0
         """Tokens that had been computed when it was last preempted."""
         self.num_recomputed = 0
         self.num_restored_blocks = 0
         self.num_suspensions = 0
-        self.move = Move.NONE
+        self.handover = Handover.NONE
         self.is_cancelled = False
-        """A cancel came while it was sealed."""
+        """A cancel came while it was frozen."""
         self.moved_s = float("-inf")
         """When its last move ended, here or not."""
-        self.num_moves = 0
+        self.num_migrations = 0
 
     @property
     def num_filled(self) -> int:
         """Blocks whose contents are final: filled by steps that have returned."""
-        return self.next_register // self.page_tokens - 1 if self.blocks else 0
+        return self.next_register // self.block_size - 1 if self.blocks else 0
 
     @property
     def num_uncheckpointed(self) -> int:
@@ -225,15 +225,15 @@ class Sequence:
     def packed_output(self) -> bytes:
         return pack_tokens(self.tokens[self.num_prompt :])
 
-    def extend_hashes(self, num_blocks: int, page_tokens: int, root: bytes, first_block: int = 0) -> list[bytes]:
+    def extend_hashes(self, num_blocks: int, block_size: int, root: bytes, first_block: int = 0) -> list[bytes]:
         """The chained hashes of the first `num_blocks` full blocks of known tokens, from `first_block` on."""
         hashes = self.hashes
-        first, end = len(hashes) * page_tokens, num_blocks * page_tokens
+        first, end = len(hashes) * block_size, num_blocks * block_size
         if first < end:
             in_prompt = end <= self.num_prompt
             packed = self.request.prompt[4 * first : 4 * end] if in_prompt else pack_tokens(self.tokens[first:end])
             previous = hashes[-1] if hashes else root
-            for at in range(0, len(packed), 4 * page_tokens):
-                previous = chain_hash(previous, packed[at : at + 4 * page_tokens])
+            for at in range(0, len(packed), 4 * block_size):
+                previous = chain_hash(previous, packed[at : at + 4 * block_size])
                 hashes.append(previous)
         return hashes[first_block:num_blocks]

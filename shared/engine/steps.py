@@ -14,9 +14,9 @@ import math
 from collections.abc import Mapping
 from struct import Struct
 
-from shared.engine.allocator import Allocator
 from shared.engine.batch import PlannedStep
 from shared.engine.charging import Charging
+from shared.engine.memory.allocator import Allocator
 from shared.engine.model_queue import ModelQueue
 from shared.engine.plan import StepResult
 from shared.engine.planner import Planner
@@ -235,7 +235,7 @@ class Steps:
 
     def _register_blocks(self, sequence: Sequence, queue: ModelQueue, num_computed: int) -> None:
         """Enters the blocks that this step filled in the prefix cache."""
-        page = queue.shape.page_tokens
+        page = queue.shape.block_size
         num_full = num_computed // page
         first = sequence.next_register // page - 1
         hashes = sequence.extend_hashes(num_full, page, queue.root, first)

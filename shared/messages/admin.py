@@ -112,8 +112,8 @@ class InstanceModel(msgspec.Struct, kw_only=True):
     state: str
     """loading | ready | unloading | failed"""
     max_model_len: int
-    page_tokens: int
-    slots_per_merged: int
+    block_size: int
+    blocks_per_merged: int
     num_running: int
     num_waiting: int
     error: str
@@ -136,12 +136,12 @@ class InstanceLoad(msgspec.Struct, kw_only=True):
     """Merged blocks."""
     migration_freeness: float | None
     """Decode steps until the KV pool is full."""
-    num_moving_out: int
+    num_migrating_out: int
     """Migrations under way."""
-    num_moving_in: int
-    num_moved_out: int
+    num_migrating_in: int
+    num_migrated_out: int
     """Since the instance started."""
-    num_moved_in: int
+    num_migrated_in: int
 
 
 class InstanceState(msgspec.Struct, kw_only=True):

@@ -24,12 +24,12 @@ from shared.messages.cluster import (
     ExecutionStatisticsReport,
     InstanceExited,
     InstanceInfo,
+    LeaseHolder,
     LoadReport,
     ModelSpec,
     ModelStatistics,
     NodeInfo,
     PlacementPlan,
-    SchedulerInfo,
     StatisticsReport,
     StoredCostModel,
 )
@@ -70,7 +70,7 @@ SCHEDULER_SUBMIT = Endpoint(
 SCHEDULER_CANCEL = Topic(f"{PREFIX}.scheduler.cancel", Cancel, sent_by=GATEWAY, heard_by=SCHEDULER)
 
 # scheduler -> everyone: a new leader serves now; gateways submit their unfinished requests again (same epoch)
-SCHEDULER_ANNOUNCE = Topic(f"{PREFIX}.scheduler.announce", SchedulerInfo, sent_by=SCHEDULER, heard_by=GATEWAY)
+SCHEDULER_ANNOUNCE = Topic(f"{PREFIX}.scheduler.announce", LeaseHolder, sent_by=SCHEDULER, heard_by=GATEWAY)
 SCHEDULER_STATISTICS = Topic(
     f"{PREFIX}.scheduler.statistics", StatisticsReport, sent_by=SCHEDULER, heard_by=GATEWAY | PLACEMENT | OPERATOR
 )
@@ -183,7 +183,7 @@ NODES = Bucket(
 """key: node id; writer: the node agent"""
 LEASES = Bucket(
     "tideway_leases",
-    SchedulerInfo,
+    LeaseHolder,
     ttl_s=3.0,
     writers={SCHEDULER: "scheduler", PLACEMENT: "placement", GATEWAY: "*"},
     read_by=GATEWAY | SCHEDULER | PLACEMENT | OPERATOR,
@@ -191,7 +191,7 @@ LEASES = Bucket(
 """keys "scheduler" and "placement"; writer: the holder"""
 TERMS = Bucket(
     "tideway_terms",
-    SchedulerInfo,
+    LeaseHolder,
     durable=True,
     writers={SCHEDULER: "scheduler", PLACEMENT: "placement"},
     read_by=SCHEDULER | PLACEMENT,
@@ -263,7 +263,7 @@ BATCH_RESULTS = Bucket(
 
 BATCH_TERMS = Bucket(
     "tideway_batch_terms",
-    SchedulerInfo,
+    LeaseHolder,
     durable=True,
     declared_by=GATEWAY,
     writers={GATEWAY: "*"},

@@ -57,9 +57,9 @@ class LoadedModel(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     state: str
     """loading | ready | unloading | failed"""
     max_model_len: Amount = 0
-    page_tokens: Amount = 0
+    block_size: Amount = 0
     """Tokens in one KV block."""
-    slots_per_merged: Amount = 0
+    blocks_per_merged: Amount = 0
     """KV blocks of this model in one merged block of the pool."""
     num_running: Amount = 0
     num_waiting: Amount = 0
@@ -103,7 +103,7 @@ class ModelLoad(msgspec.Struct, frozen=True, array_like=True, gc=False, kw_only=
     """Online requests among the waiting ones."""
     offline_room_tokens: Amount = 0
     """Offline tokens (prompt and output) beyond those held that could be given to the instance now: from what it computes of
-    them lately and its free KV slots."""
+    them lately and its free KV blocks."""
     budgets: tuple[Number, Number] = (0.0, 0.0)
     """Doubling budget of this model here: remaining seconds summed over its unfinished requests, and the smallest."""
     prompt_cost: tuple[Number, Number] = (0.0, 0.0)
@@ -125,14 +125,14 @@ class FinishedStats(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """Execution time charged to the request: what its part of each step takes alone on the instance."""
 
 
-class MoveOutcome(msgspec.Struct, frozen=True, array_like=True):
+class MigrationOutcome(msgspec.Struct, frozen=True, array_like=True):
     """How a migration ended, told by its source."""
 
     request_id: str
     destination_id: str
     epoch: Epoch
     """Of the owner now."""
-    is_moved: bool
+    is_migrated: bool
     reason: str = ""
     """An `AbortReason` if it did not move."""
 
@@ -167,17 +167,17 @@ class LoadReport(msgspec.Struct, frozen=True, array_like=True, gc=False, kw_only
     """Likewise as a normal request sees it, every waiting one counting."""
     num_high: Amount = 0
     """Online requests of high priority."""
-    moves: tuple[MoveOutcome, ...] = ()
+    migrations: tuple[MigrationOutcome, ...] = ()
     """Migrations out of here that ended since the last report."""
-    moved_in: tuple[HeldRequest, ...] = ()
+    migrated_in: tuple[HeldRequest, ...] = ()
     """Requests taken over from other instances since the last report."""
-    num_moving_out: Amount = 0
+    num_migrating_out: Amount = 0
     """Migrations under way, for whoever looks on; likewise those into here."""
-    num_moving_in: Amount = 0
-    num_moved_out: Amount = 0
+    num_migrating_in: Amount = 0
+    num_migrated_out: Amount = 0
     """Requests that moved away since the instance started; likewise those that came."""
-    num_moved_in: Amount = 0
-    next_move_tokens: Amount = 0
+    num_migrated_in: Amount = 0
+    next_migration_tokens: Amount = 0
     """Of the running online request that would move away first; 0: none runs."""
     running_freeness: Number = math.inf
     """Decode steps until the requests that run have filled the KV pool, as if nobody waited; +inf when idle."""
@@ -232,7 +232,7 @@ class NodeInfo(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """Why the plan could not be carried out whole, if it could not."""
     max_instances: Amount = 0
     """How many it could run; 0: `num_instances`."""
-    page_tokens: Amount = 0
+    block_size: Amount = 0
     """Of a KV block, at most; `attention` says more, but not all versions have it."""
     step_tokens: Amount = 512
     """Of a step, at most."""
@@ -313,7 +313,7 @@ class StatisticsReport(msgspec.Struct, frozen=True):
     models: list[ModelStatistics]
 
 
-class SchedulerInfo(msgspec.Struct, frozen=True, array_like=True):
+class LeaseHolder(msgspec.Struct, frozen=True, array_like=True):
     """The lease of the active scheduler or placement (bucket with TTL), and their announcement."""
 
     scheduler_id: str

@@ -10,7 +10,7 @@ from shared.messages.cluster import ONE_DEVICE, DeviceGroup
 from shared.messages.requests import Count, Epoch, GenerationRequest, Number, PeerId, Priority, RequestClass, Seconds
 
 
-class MoveReason(StrEnum):
+class MigrationReason(StrEnum):
     BALANCE = "balance"
     DRAIN = "drain"
 
@@ -25,7 +25,7 @@ class AbortReason(StrEnum):
     REFUSED = "refused"
     """The destination has no room, is draining, does not serve the model, or takes enough already."""
     MISMATCH = "mismatch"
-    """KV blocks of the two ends differ: page size, slot bytes, tensor-parallel size."""
+    """KV blocks of the two ends differ: block size, block bytes, tensor-parallel size."""
     TRANSFER_FAILED = "transfer_failed"
     DEADLINE = "deadline"
     UNREACHABLE = "unreachable"
@@ -43,7 +43,7 @@ class Rebalance(msgspec.Struct, frozen=True, array_like=True):
 
     destinations: list[PeerId]
     """Instance ids, freest first."""
-    reason: MoveReason
+    reason: MigrationReason
     lease_s: Seconds
     max_concurrent: Count = 1
     """Migrations out of the instance at once."""
@@ -66,8 +66,8 @@ class PreAllocate(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """Blocks `first_block .. first_block + num_blocks` of the sequence."""
     hashes: bytes
     """Chained hashes, 16 bytes each, of those of the blocks that are full."""
-    page_tokens: Count
-    slot_bytes: Count
+    block_size: Count
+    block_bytes: Count
     group: DeviceGroup = ONE_DEVICE
     """Of the source: each of its ranks has its KV heads' part of a block. Blocks are as in services/worker/kv_store.py."""
     on_host: bool = False
@@ -77,7 +77,7 @@ class PreAllocate(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     deadline_s: Seconds = 5.0
     """Time that the source gives the stage."""
     traceparent: str = ""
-    reason: MoveReason = MoveReason.BALANCE
+    reason: MigrationReason = MigrationReason.BALANCE
     arrives_s: Seconds = -1.0
     """Seconds after which the request may be handed over, at the earliest; below 0: unknown."""
     source_address: str = ""
@@ -118,7 +118,7 @@ class SequenceProgress(msgspec.Struct, frozen=True, array_like=True, kw_only=Tru
     num_suspensions: Count = 0
     order_state: tuple[Number, ...] = ()
     """The ordering policy's, as it exports it."""
-    num_moves: Count = 0
+    num_migrations: Count = 0
     """This one included."""
     last_ran_age_s: Seconds = 0.0
     """Since the last step that computed it; its arrival before the first."""

@@ -227,7 +227,7 @@ class ReplayQuery(msgspec.Struct, frozen=True, array_like=True):
     positions: list[StreamPosition]
 
 
-class MovedRequest(msgspec.Struct, frozen=True, array_like=True):
+class MigratedRequest(msgspec.Struct, frozen=True, array_like=True):
     """A request that was handed over: who owns it now, as far as the teller knows."""
 
     request_id: str
@@ -239,7 +239,7 @@ class ReplayReply(msgspec.Struct, frozen=True, array_like=True):
     entries: list[TokenEntry]
     unknown: list[str]
     """Request ids that this instance does not hold (any more) in the epoch asked for."""
-    moved: list[MovedRequest] = []
+    moved: list[MigratedRequest] = []
     """Those that it handed over lately: ask there."""
 
 

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import msgspec
 
-from shared.engine.moving import TakenOut
-from shared.messages.cluster import MoveOutcome
+from shared.engine.handover import Detached
+from shared.messages.cluster import MigrationOutcome
 from shared.messages.migration import (
     AbortMigration,
     AbortReason,
     Commit,
     Committed,
-    MoveReason,
+    MigrationReason,
     OwnsQuery,
     PreAllocate,
     Reserved,
@@ -57,7 +57,7 @@ class BeginOut(Command, frozen=True):
 
     request: GenerationRequest
     destination_id: str
-    reason: MoveReason
+    reason: MigrationReason
 
 
 class Ask(Command, frozen=True):
@@ -92,11 +92,11 @@ class BeginTransfer(Command, frozen=True):
 
 
 class SendBlocks(Command, frozen=True):
-    """Sends slots that stand for the blocks of the stage that the destination lacks: `on_sent`."""
+    """Sends blocks that stand for the blocks of the stage that the destination lacks: `on_sent`."""
 
     stage: Stage
     pool: str
-    slots: list[int]
+    blocks: list[int]
     timeout_s: float
     keeps_s: float
     """As of `BeginTransfer`, where that did not come before."""
@@ -109,17 +109,17 @@ class CancelTransfers(Command, frozen=True):
 class OutOver(Command, frozen=True):
     """It is known whose the request is; nothing else has happened to it here since."""
 
-    outcome: MoveOutcome
+    outcome: MigrationOutcome
     request: GenerationRequest
     """As it was held."""
-    taken: TakenOut | None
+    taken: Detached | None
     """As it left its batch, if it did."""
     pause_s: float | None = None
 
 
 class WindUp(Command, frozen=True):
     """The migration out of here wants nothing more. What is under way may still end within `grace_s`, and is then ended:
-    `on_rest` when nobody reads its slots any more."""
+    `on_rest` when nobody reads its blocks any more."""
 
     grace_s: float
     outcome: str
@@ -138,7 +138,7 @@ class BeginIn(Command, frozen=True):
 
 
 class EndIn(Command, frozen=True):
-    is_moved: bool
+    is_migrated: bool
     why: str
     """It was freed."""
 
@@ -149,13 +149,13 @@ class RefusedIn(Command, frozen=True):
     reason: AbortReason
 
 
-class ClaimSlots(Command, frozen=True):
-    """The slots' memory becomes the model's before anything is written there (claimed later, it would be zeroed):
+class ClaimBlocks(Command, frozen=True):
+    """The blocks' memory becomes the model's before anything is written there (claimed later, it would be zeroed):
     `on_claimed`."""
 
     stage: int
     model: str
-    slots: list[int]
+    blocks: list[int]
 
 
 class ExpectBlocks(Command, frozen=True):
@@ -163,7 +163,7 @@ class ExpectBlocks(Command, frozen=True):
 
     stage: int
     pool: str
-    slots: list[int]
+    blocks: list[int]
     deadline_s: float
     source_address: str
 
@@ -182,7 +182,7 @@ class AnswerCommit(Command, frozen=True):
 
 
 class StopWriting(Command, frozen=True):
-    """Ends transfers into the migration's slots: `on_quiet` when nobody writes there any more, nor claims them."""
+    """Ends transfers into the migration's blocks: `on_quiet` when nobody writes there any more, nor claims them."""
 
 
 class Adopted(Command, frozen=True):

@@ -2,7 +2,7 @@
 
 Who gives requests away, and to whom, is said by the scheduler (`on_rebalance`, a lease), and by the instance itself for a
 model that is to leave it (`give_away`): two orders, of which neither knows the other. Which requests go, and in which order,
-is the engine's (`Engine.move_candidates`).
+is the engine's (`Engine.migration_candidates`).
 
 A host hands in messages, effects of the engine, the registry's changes and the time (`next_wakeup`), and carries out
 `take_commands` after each.
@@ -17,17 +17,17 @@ from typing import Any
 import msgspec
 
 from shared.engine.driver import StepStats
-from shared.engine.moving import MoveCandidate, TakenOut
+from shared.engine.handover import Detached, MigrationCandidate
 from shared.engine.requests import Ended, Output
 from shared.messages.channels import MAX_MESSAGE_BYTES
 from shared.messages.cluster import DeviceGroup, InstanceInfo
-from shared.messages.migration import AbortMigration, AbortReason, MoveReason, Rebalance
-from shared.messages.requests import Cancel, GenerationRequest, MovedRequest
+from shared.messages.migration import AbortMigration, AbortReason, MigrationReason, Rebalance
+from shared.messages.requests import Cancel, GenerationRequest, MigratedRequest
 from shared.migration.commands import Ask, Command, Connect, Fault, Tell
 from shared.migration.incoming import IncomingMigrations, Intake
 from shared.migration.limits import DRAIN_CONCURRENCY, can_take, max_at_once
 from shared.migration.outgoing import EngineHost, KvEnd, OutgoingMigration, Reply, Site
-from shared.migration.source import Event, may_move
+from shared.migration.source import Event, may_migrate
 
 POLL_S = 0.02
 """While requests are to leave and none can, candidates are looked for so often."""
@@ -62,7 +62,7 @@ class _Order(msgspec.Struct, frozen=True):
 
     destinations: list[str]
     """Instance ids, in the order in which they are tried."""
-    reason: MoveReason
+    reason: MigrationReason
     until_s: float
     max_concurrent: int
     model: str = ""
@@ -72,11 +72,11 @@ class _Order(msgspec.Struct, frozen=True):
 class _Departure(msgspec.Struct):
     """A request that is to go to the first of some destinations that takes it."""
 
-    candidate: MoveCandidate
+    candidate: MigrationCandidate
     request: GenerationRequest
     left: list[InstanceInfo]
     """Destinations that have not been tried."""
-    reason: MoveReason
+    reason: MigrationReason
     migration: OutgoingMigration | None = None
 
 
@@ -127,7 +127,7 @@ class MigrationCore:
         """By request id."""
         self._outgoing: dict[str, OutgoingMigration] = {}
         """By migration id, until they are at rest."""
-        self._moved: dict[str, tuple[float, MovedRequest]] = {}
+        self._moved: dict[str, tuple[float, MigratedRequest]] = {}
         self._disowned: dict[str, tuple[float, InstanceInfo]] = {}
         """By migration id: destinations that were lost after Commit had been sent to them."""
         self._failed_until_s: dict[str, float] = {}
@@ -145,12 +145,12 @@ class MigrationCore:
     # ------------------------------------------------------------------------------------------------- state
 
     @property
-    def num_moving_out(self) -> int:
+    def num_migrating_out(self) -> int:
         """Requests."""
         return len(self._departures)
 
     @property
-    def num_moving_in(self) -> int:
+    def num_migrating_in(self) -> int:
         return self.incoming.num_in_progress
 
     def needs_peers(self, now: float) -> bool:
@@ -171,7 +171,7 @@ class MigrationCore:
         """Of the model's decode steps lately."""
         return self._site.step_s(model)
 
-    def moved(self, request_id: str, now: float) -> MovedRequest | None:
+    def moved(self, request_id: str, now: float) -> MigratedRequest | None:
         """To whom a request was handed over lately."""
         until_s, moved = self._moved.get(request_id, (0.0, None))
         return moved if until_s > now else None
@@ -194,7 +194,7 @@ class MigrationCore:
 
     def end_drain(self) -> None:
         """The instance is not to become empty after all: what the scheduler said to that end is over before its lease."""
-        if self.lease is not None and self.lease.reason is MoveReason.DRAIN:
+        if self.lease is not None and self.lease.reason is MigrationReason.DRAIN:
             self.lease = None
 
     def give_away(self, model: str, now: float) -> None:
@@ -211,7 +211,7 @@ class MigrationCore:
             if loaded.name == model
         )
         names = [name for _, name in destinations]
-        self._own[model] = _Order(names, MoveReason.DRAIN, now + OWN_LEASE_S, DRAIN_CONCURRENCY, model)
+        self._own[model] = _Order(names, MigrationReason.DRAIN, now + OWN_LEASE_S, DRAIN_CONCURRENCY, model)
         self._look_s = now
 
     def stop_giving(self, model: str) -> None:
@@ -239,8 +239,8 @@ class MigrationCore:
         destinations = [peers[name] for name in order.destinations if name in peers and name != self._site.instance_id]
         if not any(self._may_take(destination, now) for destination in destinations):
             return False
-        include_offline = self._intake.is_draining or order.reason is MoveReason.DRAIN
-        for candidate in self._site.engine.ask(lambda engine: engine.move_candidates(now, include_offline)):
+        include_offline = self._intake.is_draining or order.reason is MigrationReason.DRAIN
+        for candidate in self._site.engine.ask(lambda engine: engine.migration_candidates(now, include_offline)):
             held = candidate.request
             if (order.model and held.model != order.model) or not self._may_go(candidate, now):
                 continue
@@ -254,11 +254,11 @@ class MigrationCore:
             return True
         return False
 
-    def _may_go(self, candidate: MoveCandidate, now: float) -> bool:
+    def _may_go(self, candidate: MigrationCandidate, now: float) -> bool:
         held = candidate.request
         return (
             held.request_id not in self._departures
-            and may_move(held.epoch)
+            and may_migrate(held.epoch)
             and self._stays_until_s.get(held.request_id, 0.0) <= now
             and 4 * held.num_tokens <= MAX_COMMIT_BYTES
         )
@@ -270,7 +270,7 @@ class MigrationCore:
     def _may_take(self, destination: InstanceInfo, now: float) -> bool:
         return destination.state == "ready" and self._failed_until_s.get(destination.instance_id, 0.0) <= now
 
-    def _fits(self, candidate: MoveCandidate, destination: InstanceInfo, now: float) -> bool:
+    def _fits(self, candidate: MigrationCandidate, destination: InstanceInfo, now: float) -> bool:
         with_kv = bool(candidate.num_blocks)
         if not self._may_take(destination, now) or (with_kv and self._site.transport is None):
             return False
@@ -314,8 +314,8 @@ class MigrationCore:
         if migration.is_given_up:
             return
         self._forget(now)
-        if outcome.is_moved:
-            moved = MovedRequest(outcome.request_id, outcome.destination_id, outcome.epoch)
+        if outcome.is_migrated:
+            moved = MigratedRequest(outcome.request_id, outcome.destination_id, outcome.epoch)
             self._moved[outcome.request_id] = (now + FORWARD_S, moved)
             return
         if outcome.reason in _DESTINATION_FAULTS:
@@ -338,7 +338,7 @@ class MigrationCore:
         outcome, departure = migration.outcome, self._departures[migration.request_id]
         assert outcome is not None
         # A request that has been paused once in vain is left alone for a while.
-        is_over = outcome.is_moved or migration.was_paused or outcome.epoch != departure.request.epoch
+        is_over = outcome.is_migrated or migration.was_paused or outcome.epoch != departure.request.epoch
         if is_over or self._is_stopping or outcome.reason not in _DESTINATION_FAULTS:
             departure.left.clear()
         departure.migration = None
@@ -365,18 +365,18 @@ class MigrationCore:
 
     # --------------------------------------------------------------------------- from the engine and the registry
 
-    def on_effects(self, effects: Iterable[Output | Ended | TakenOut], now: float) -> None:
+    def on_effects(self, effects: Iterable[Output | Ended | Detached], now: float) -> None:
         """Of the engine, in order; outputs do not matter here."""
         for effect in effects:
-            if isinstance(effect, TakenOut):
-                self.on_taken_out(effect, now)
+            if isinstance(effect, Detached):
+                self.on_detached(effect, now)
             elif isinstance(effect, Ended) and (ending := self.outgoing_of(effect.request.request_id)) is not None:
                 self.feed(ending.migration_id, Event.GONE, AbortReason.ENDED, now)
 
-    def on_taken_out(self, taken: TakenOut, now: float) -> None:
+    def on_detached(self, taken: Detached, now: float) -> None:
         if (leaving := self.outgoing_of(taken.request_id)) is not None:
-            self._drive(leaving, now, leaving.on_taken_out, taken)
-        self.incoming.on_taken_out(taken)
+            self._drive(leaving, now, leaving.on_detached, taken)
+        self.incoming.on_detached(taken)
 
     def on_step(self, stats: StepStats, now: float) -> None:
         """A step has ended. The mean is of those that only decode: what a request waits for each token."""

@@ -4,7 +4,7 @@
                            '-----COMMIT---------------------------------^   '--NOT_ADOPTED--> FREEING
     OPEN, AWAITING --ABORT, STAGE_FAILED, OWNS, TIMEOUT--> FREEING --QUIET--> CLOSED
 
-Slots go back to the pool only when nobody writes to them any more (QUIET). A migration that is over is remembered, so that
+Blocks go back to the pool only when nobody writes to them any more (QUIET). A migration that is over is remembered, so that
 whatever of it still comes is answered as before: a "no" is final.
 """
 
@@ -21,7 +21,7 @@ MEMORY_S = 600.0
 class State(StrEnum):
     NEW = "new"
     OPEN = "open"
-    """Slots are reserved; blocks come."""
+    """Blocks are reserved; blocks come."""
     AWAITING = "awaiting"
     """Commit is here, the last blocks are not."""
     ADOPTING = "adopting"
@@ -53,7 +53,7 @@ class Event(StrEnum):
     OWNS = "owns"
     TIMEOUT = "timeout"
     QUIET = "quiet"
-    """Nobody writes to the slots any more."""
+    """Nobody writes to the blocks any more."""
     STOP = "stop"
     """This process ends."""
 
@@ -130,10 +130,10 @@ TABLE: dict[tuple[State, Event], _Row] = {
 """What is not in it changes nothing."""
 
 HOLDING = (State.OPEN, State.AWAITING, State.ADOPTING, State.FREEING)
-"""States in which slots may be reserved."""
+"""States in which blocks may be reserved."""
 
 
-class DestinationMove:
+class DestinationMigration:
     """One migration into here."""
 
     def __init__(self, now: float) -> None:

@@ -1,7 +1,7 @@
-"""Migrations into an instance: what `destination.DestinationMove` decides, for any number of them, in terms of the engine
-here and of commands.
+"""Migrations into an instance: what `destination.DestinationMigration` decides, for any number of them, in terms of the
+engine here and of commands.
 
-| slots | whose |
+| blocks | whose |
 |---|---|
 | reserved, blocks to come | the transport's, from `ExpectBlocks` until `on_stage` |
 | reserved, all blocks here | the reservation's |
@@ -16,9 +16,9 @@ from typing import NamedTuple
 
 import msgspec
 
-from shared.engine.calls import Adopt, DropMoved, Release, Reserve, Seal, TakeOut
-from shared.engine.moving import TakenOut
-from shared.messages.cluster import MoveOutcome
+from shared.engine.calls import Adopt, Detach, Freeze, Release, Reserve, Unreserve
+from shared.engine.handover import Detached
+from shared.messages.cluster import MigrationOutcome
 from shared.messages.migration import (
     AbortMigration,
     AbortReason,
@@ -31,10 +31,10 @@ from shared.messages.migration import (
 )
 from shared.messages.requests import ErrorCode, ErrorInfo
 from shared.migration import commands
-from shared.migration.destination import Action, DestinationMove, Event, State
+from shared.migration.destination import Action, DestinationMigration, Event, State
 from shared.migration.limits import max_at_once, pool_of
 from shared.migration.outgoing import Site
-from shared.migration.source import EPOCHS_OF_A_MOVE
+from shared.migration.source import EPOCHS_OF_A_MIGRATION
 
 SWEEP_S = 0.25
 """Deadlines are looked at so often while there are any."""
@@ -62,19 +62,19 @@ class Intake:
         return None
 
 
-class _Move:
+class _Migration:
     """One migration, as far as its decisions do not need to know."""
 
     def __init__(self, migration_id: str, request_id: str, now: float) -> None:
         self.migration_id = migration_id
         self.request_id = request_id
-        self.machine = DestinationMove(now)
+        self.machine = DestinationMigration(now)
         self.has_reserved = False
         self.asked: dict[int, PreAllocate] = {}
         """Room that is being made, by stage."""
         self.answers: dict[int, Reserved] = {}
         """Room that was made."""
-        self.slots: dict[int, list[int]] = {}
+        self.blocks: dict[int, list[int]] = {}
         self.commit: Commit | None = None
         self.refusal = ErrorInfo(ErrorCode.GONE, "the migration is over")
         self.owns: bool | None = None
@@ -94,7 +94,7 @@ class IncomingMigrations:
         self._site = site
         self._intake = intake
         self._max_migrations = max_migrations
-        self._moves: dict[str, _Move] = {}
+        self._migrations: dict[str, _Migration] = {}
         self._disowned: dict[str, _Disowned] = {}
         """Requests that run here but are not this instance's any more: a source that lost sight of it after Commit goes on
         itself. Forgotten without a word: an end would be taken for the request's own by whoever has not heard of the higher
@@ -113,23 +113,23 @@ class IncomingMigrations:
 
     def on_pre_allocate(self, query: PreAllocate, now: float) -> None:
         """Answered by `AnswerRoom`; asked again, alike."""
-        move = self._moves.get(query.migration_id)
-        if move is None:
+        migration = self._migrations.get(query.migration_id)
+        if migration is None:
             if (refused := self._refusal(query)) is not None:
                 self._site.say(commands.RefusedIn(query.migration_id, AbortReason.REFUSED))
                 self._site.say(commands.AnswerRoom(query.migration_id, query.stage, refused))
                 return
-            move = self._new(query.migration_id, query.request_id, now)
-        actions = move.machine.on_pre_allocate(query.stage, query.num_blocks, now)
+            migration = self._new(query.migration_id, query.request_id, now)
+        actions = migration.machine.on_pre_allocate(query.stage, query.num_blocks, now)
         if Action.RESERVE in actions:
-            self._count(move, query)
-            self._reserve(move, query, now)
+            self._count(migration, query)
+            self._reserve(migration, query, now)
         elif Action.REFUSE_STAGE in actions:
-            self._answer_room(move, query.stage, None)
-        elif query.stage in move.answers:
-            self._answer_room(move, query.stage, move.answers[query.stage])
-        elif query.stage not in move.asked:
-            self._answer_room(move, query.stage, None)
+            self._answer_room(migration, query.stage, None)
+        elif query.stage in migration.answers:
+            self._answer_room(migration, query.stage, migration.answers[query.stage])
+        elif query.stage not in migration.asked:
+            self._answer_room(migration, query.stage, None)
 
     def with_busy(self, reserved: Reserved, now: float) -> Reserved:
         """As it is told: with how long the steps in flight here go on."""
@@ -137,26 +137,26 @@ class IncomingMigrations:
 
     def on_commit(self, commit: Commit, now: float) -> None:
         """Answered by `AnswerCommit`, when all that was announced is here."""
-        move = self._moves.get(commit.migration_id)
-        if move is None:
-            move = self._new(commit.migration_id, commit.request.request_id, now)
-        if move.machine.state in (State.NEW, State.OPEN):
-            move.commit, move.source_id = commit, commit.source_id
-        self._do(move, move.machine.on_commit(commit.num_blocks, commit.request.epoch, now), now)
+        migration = self._migrations.get(commit.migration_id)
+        if migration is None:
+            migration = self._new(commit.migration_id, commit.request.request_id, now)
+        if migration.machine.state in (State.NEW, State.OPEN):
+            migration.commit, migration.source_id = commit, commit.source_id
+        self._do(migration, migration.machine.on_commit(commit.num_blocks, commit.request.epoch, now), now)
 
     def on_abort(self, abort: AbortMigration, now: float) -> None:
         event = Event.DISOWN if abort.reason == AbortReason.DESTINATION_LOST else Event.ABORT
-        move = self._moves.get(abort.migration_id) or self._new(abort.migration_id, "", now)
-        move.refusal = ErrorInfo(ErrorCode.GONE, f"the source aborted the migration: {abort.reason}")
-        self._on(move, event, now)
+        migration = self._migrations.get(abort.migration_id) or self._new(abort.migration_id, "", now)
+        migration.refusal = ErrorInfo(ErrorCode.GONE, f"the source aborted the migration: {abort.reason}")
+        self._on(migration, event, now)
 
     def on_owns(self, query: OwnsQuery, now: float) -> OwnsReply | ErrorInfo:
-        move = self._moves.get(query.migration_id) or self._new(query.migration_id, query.request_id, now)
-        move.owns = None
-        self._on(move, Event.OWNS, now)
-        if move.owns is None:
+        migration = self._migrations.get(query.migration_id) or self._new(query.migration_id, query.request_id, now)
+        migration.owns = None
+        self._on(migration, Event.OWNS, now)
+        if migration.owns is None:
             return ErrorInfo(ErrorCode.BUSY, "the request is being taken over")
-        return OwnsReply(move.owns)
+        return OwnsReply(migration.owns)
 
     def _refusal(self, query: PreAllocate) -> ErrorInfo | None:
         if (refused := self._not_taken(query.model)) is not None:
@@ -167,15 +167,15 @@ class IncomingMigrations:
         transport, num_ranks = self._site.transport, self._site.group.num_ranks
         if transport is None:
             return ErrorInfo(ErrorCode.UNAVAILABLE, "there is no KV transport here")
-        slot_bytes = transport.slot_bytes(pool_of(query.model, query.on_host))
-        if slot_bytes is None:
+        block_bytes = transport.block_bytes(pool_of(query.model, query.on_host))
+        if block_bytes is None:
             return ErrorInfo(ErrorCode.GONE, f"there is no such KV pool of {query.model!r} here", "model")
-        if (slot_bytes, num_ranks) != (query.slot_bytes, query.group.num_ranks):
+        if (block_bytes, num_ranks) != (query.block_bytes, query.group.num_ranks):
             message = (
-                f"KV blocks of {slot_bytes} bytes on {num_ranks} device(s), not of {query.slot_bytes} on "
+                f"KV blocks of {block_bytes} bytes on {num_ranks} device(s), not of {query.block_bytes} on "
                 f"{query.group.num_ranks}"
             )
-            return ErrorInfo(ErrorCode.BAD_REQUEST, message, "slot_bytes")
+            return ErrorInfo(ErrorCode.BAD_REQUEST, message, "block_bytes")
         return None
 
     def _not_taken(self, model: str) -> ErrorInfo | None:
@@ -186,61 +186,63 @@ class IncomingMigrations:
     # ------------------------------------------------------------------------------------- what came of commands
 
     def on_claimed(self, migration_id: str, stage: int, failure: str, now: float) -> None:
-        move = self._moves[migration_id]
-        query = move.asked.get(stage)
+        migration = self._migrations[migration_id]
+        query = migration.asked.get(stage)
         if query is None:
             return
-        if move.machine.state is not State.OPEN:
-            self._answer_room(move, stage, None)
+        if migration.machine.state is not State.OPEN:
+            self._answer_room(migration, stage, None)
         elif failure:
             self.on_expected(migration_id, stage, "", b"", failure, now)
         else:
-            self._expect(move, query)
+            self._expect(migration, query)
 
-    def _expect(self, move: _Move, query: PreAllocate) -> None:
-        pool, slots = pool_of(query.model, query.on_host), move.slots[query.stage]
+    def _expect(self, migration: _Migration, query: PreAllocate) -> None:
+        pool, blocks = pool_of(query.model, query.on_host), migration.blocks[query.stage]
         self._site.say(
-            commands.ExpectBlocks(move.migration_id, query.stage, pool, slots, query.deadline_s, query.source_address)
+            commands.ExpectBlocks(
+                migration.migration_id, query.stage, pool, blocks, query.deadline_s, query.source_address
+            )
         )
 
     def on_expected(self, migration_id: str, stage: int, address: str, ticket: bytes, failure: str, now: float) -> None:
         """`failure`: why they are not expected; empty where they are."""
-        move = self._moves[migration_id]
-        query = move.asked.get(stage)
+        migration = self._migrations[migration_id]
+        query = migration.asked.get(stage)
         if query is None:
             return
         if failure:
-            move.refusal = ErrorInfo(ErrorCode.GONE, f"the KV pool is not there any more: {failure}")
-            self._answer_room(move, stage, move.refusal)
-            self._on(move, Event.STAGE_FAILED, now)
+            migration.refusal = ErrorInfo(ErrorCode.GONE, f"the KV pool is not there any more: {failure}")
+            self._answer_room(migration, stage, migration.refusal)
+            self._on(migration, Event.STAGE_FAILED, now)
             return
-        move.machine.on_expected(stage, now + query.deadline_s, now)
-        num_held = query.num_blocks - len(move.slots[stage])
-        self._answer_room(move, stage, Reserved(migration_id, num_held, address, ticket))
+        migration.machine.on_expected(stage, now + query.deadline_s, now)
+        num_held = query.num_blocks - len(migration.blocks[stage])
+        self._answer_room(migration, stage, Reserved(migration_id, num_held, address, ticket))
 
     def on_stage(self, migration_id: str, stage: int, failure: str, now: float) -> None:
         """The stage's blocks are all here, or, for that reason, will not come."""
-        move = self._moves[migration_id]
+        migration = self._migrations[migration_id]
         if failure:
-            move.refusal = ErrorInfo(ErrorCode.GONE, f"the blocks of stage {stage} did not come: {failure}")
-        self._do(move, move.machine.on_stage(stage, not failure, now), now)
+            migration.refusal = ErrorInfo(ErrorCode.GONE, f"the blocks of stage {stage} did not come: {failure}")
+        self._do(migration, migration.machine.on_stage(stage, not failure, now), now)
 
     def on_quiet(self, migration_id: str, now: float) -> None:
-        """Nobody writes to the migration's slots any more."""
-        self._on(self._moves[migration_id], Event.QUIET, now)
+        """Nobody writes to the migration's blocks any more."""
+        self._on(self._migrations[migration_id], Event.QUIET, now)
 
     # -------------------------------------------------------------------------------------------- from the engine
 
-    def on_taken_out(self, taken: TakenOut) -> None:
+    def on_detached(self, taken: Detached) -> None:
         copy = self._disowned.get(taken.request_id)
         if copy is None or copy.epoch != taken.request.epoch:
             return
         del self._disowned[taken.request_id]
         engine = self._site.engine
-        if engine.apply(Seal(taken.request_id)):
-            engine.apply(DropMoved(taken.request_id))
-            epoch = copy.epoch - 1 + EPOCHS_OF_A_MOVE
-            outcome = MoveOutcome(taken.request_id, copy.source_id, epoch, True)
+        if engine.apply(Freeze(taken.request_id)):
+            engine.apply(Release(taken.request_id))
+            epoch = copy.epoch - 1 + EPOCHS_OF_A_MIGRATION
+            outcome = MigrationOutcome(taken.request_id, copy.source_id, epoch, True)
             self._site.say(commands.OutOver("", outcome, taken.request, taken))
 
     def on_step(self, model: str, began_s: float, now: float) -> None:
@@ -262,129 +264,133 @@ class IncomingMigrations:
         if self._sweep_s is None or self._sweep_s > now:
             return
         self._give_up_disowned()
-        for migration_id, move in list(self._moves.items()):
-            deadline_s = move.machine.deadline_s()
+        for migration_id, migration in list(self._migrations.items()):
+            deadline_s = migration.machine.deadline_s()
             if deadline_s is not None and deadline_s <= now:
-                move.refusal = ErrorInfo(ErrorCode.GONE, "the reservation was without traffic for too long")
-                self._on(move, Event.TIMEOUT, now)
-            elif move.machine.is_forgotten(now):
-                del self._moves[migration_id]
+                migration.refusal = ErrorInfo(ErrorCode.GONE, "the reservation was without traffic for too long")
+                self._on(migration, Event.TIMEOUT, now)
+            elif migration.machine.is_forgotten(now):
+                del self._migrations[migration_id]
         self._sweep_s = None
         self._sweep_soon(now)
 
     def _sweep_soon(self, now: float) -> None:
         if self.num_in_progress or self._disowned:
             self._sweep_s = now + SWEEP_S if self._sweep_s is None else min(self._sweep_s, now + SWEEP_S)
-        elif self._moves and self._sweep_s is None:
+        elif self._migrations and self._sweep_s is None:
             self._sweep_s = now + IDLE_SWEEP_S
 
     def stop(self, now: float) -> None:
         """Frees what is reserved, and takes nothing more."""
         self.is_stopping = True
-        for move in list(self._moves.values()):
-            self._on(move, Event.STOP, now)
+        for migration in list(self._migrations.values()):
+            self._on(migration, Event.STOP, now)
 
     # ------------------------------------------------------------------------------------------ one migration
 
-    def _new(self, migration_id: str, request_id: str, now: float) -> _Move:
-        move = self._moves[migration_id] = _Move(migration_id, request_id, now)
+    def _new(self, migration_id: str, request_id: str, now: float) -> _Migration:
+        migration = self._migrations[migration_id] = _Migration(migration_id, request_id, now)
         self._sweep_soon(now)
-        return move
+        return migration
 
-    def _on(self, move: _Move, event: Event, now: float) -> None:
-        self._do(move, move.machine.on(event, now), now)
+    def _on(self, migration: _Migration, event: Event, now: float) -> None:
+        self._do(migration, migration.machine.on(event, now), now)
 
-    def _do(self, move: _Move, actions: Sequence[Action], now: float) -> None:
+    def _do(self, migration: _Migration, actions: Sequence[Action], now: float) -> None:
         for action in actions:
             match action:
                 case Action.ADOPT:
-                    self._adopt(move, now)
+                    self._adopt(migration, now)
                 case Action.CONFIRM:
                     self._site.say(
-                        commands.AnswerCommit(move.migration_id, Committed(move.request_id, move.machine.epoch))
+                        commands.AnswerCommit(
+                            migration.migration_id, Committed(migration.request_id, migration.machine.epoch)
+                        )
                     )
                 case Action.REFUSE:
-                    self._site.say(commands.AnswerCommit(move.migration_id, move.refusal))
+                    self._site.say(commands.AnswerCommit(migration.migration_id, migration.refusal))
                 case Action.SAY_YES | Action.SAY_NO:
-                    move.owns = action is Action.SAY_YES
+                    migration.owns = action is Action.SAY_YES
                 case Action.STOP_WRITING:
-                    self._site.say(commands.StopWriting(move.migration_id))
+                    self._site.say(commands.StopWriting(migration.migration_id))
                 case Action.RELEASE:
-                    if move.has_reserved:
-                        self._site.engine.apply(Release(move.migration_id))
+                    if migration.has_reserved:
+                        self._site.engine.apply(Unreserve(migration.migration_id))
                 case Action.GIVE_UP:
-                    self._disowned[move.request_id] = _Disowned(move.machine.epoch, move.source_id)
+                    self._disowned[migration.request_id] = _Disowned(migration.machine.epoch, migration.source_id)
                     self._give_up_disowned()
                 case Action.RESERVE | Action.REFUSE_STAGE:
                     pass  # answered by on_pre_allocate
-        self._count(move)
+        self._count(migration)
         self._sweep_soon(now)
 
-    def _count(self, move: _Move, query: PreAllocate | None = None) -> None:
-        if move.machine.is_holding and not move.is_counted:
-            move.is_counted = True
+    def _count(self, migration: _Migration, query: PreAllocate | None = None) -> None:
+        if migration.machine.is_holding and not migration.is_counted:
+            migration.is_counted = True
             self.num_in_progress += 1
-            self._site.say(commands.BeginIn(move.migration_id, query))
-        elif move.is_counted and not move.machine.is_holding:
-            move.is_counted = False
+            self._site.say(commands.BeginIn(migration.migration_id, query))
+        elif migration.is_counted and not migration.machine.is_holding:
+            migration.is_counted = False
             self.num_in_progress -= 1
-            for stage in list(move.asked):
-                self._answer_room(move, stage, None)
-            is_moved = move.machine.state is State.OWNED
-            self._site.say(commands.EndIn(move.migration_id, is_moved, "" if is_moved else move.refusal.message))
+            for stage in list(migration.asked):
+                self._answer_room(migration, stage, None)
+            is_migrated = migration.machine.state is State.OWNED
+            self._site.say(
+                commands.EndIn(migration.migration_id, is_migrated, "" if is_migrated else migration.refusal.message)
+            )
             # What is remembered for long is small.
-            move.commit, move.answers, move.slots = None, {}, {}
+            migration.commit, migration.answers, migration.blocks = None, {}, {}
 
-    def _reserve(self, move: _Move, query: PreAllocate, now: float) -> None:
+    def _reserve(self, migration: _Migration, query: PreAllocate, now: float) -> None:
         """Room for one stage, until its blocks are expected."""
         stage = query.stage
         reservation = self._site.engine.apply(Reserve(query))
         if isinstance(reservation, ErrorInfo):
-            move.refusal = reservation
+            migration.refusal = reservation
             is_final = reservation.retry_after_s <= 0
-            self._site.say(commands.AnswerRoom(move.migration_id, stage, reservation))
-            self._do(move, move.machine.on_not_reserved(stage, is_final, now), now)
+            self._site.say(commands.AnswerRoom(migration.migration_id, stage, reservation))
+            self._do(migration, migration.machine.on_not_reserved(stage, is_final, now), now)
             return
-        move.has_reserved = True
-        move.slots[stage] = reservation.slots
-        if not reservation.slots:
-            self._answer_room(move, stage, Reserved(move.migration_id, reservation.num_held))
+        migration.has_reserved = True
+        migration.blocks[stage] = reservation.blocks
+        if not reservation.blocks:
+            self._answer_room(migration, stage, Reserved(migration.migration_id, reservation.num_held))
             return
-        move.asked[stage] = query
+        migration.asked[stage] = query
         if query.on_host:
-            self._expect(move, query)
+            self._expect(migration, query)
         else:
-            self._site.say(commands.ClaimSlots(move.migration_id, stage, query.model, reservation.slots))
+            self._site.say(commands.ClaimBlocks(migration.migration_id, stage, query.model, reservation.blocks))
 
-    def _answer_room(self, move: _Move, stage: int, answer: Reserved | ErrorInfo | None) -> None:
+    def _answer_room(self, migration: _Migration, stage: int, answer: Reserved | ErrorInfo | None) -> None:
         """None: it is over."""
-        move.asked.pop(stage, None)
+        migration.asked.pop(stage, None)
         if isinstance(answer, Reserved):
-            move.answers[stage] = answer
+            migration.answers[stage] = answer
         elif answer is None:
-            answer = ErrorInfo(ErrorCode.GONE, f"migration {move.migration_id} is over")
-        self._site.say(commands.AnswerRoom(move.migration_id, stage, answer))
+            answer = ErrorInfo(ErrorCode.GONE, f"migration {migration.migration_id} is over")
+        self._site.say(commands.AnswerRoom(migration.migration_id, stage, answer))
 
-    def _adopt(self, move: _Move, now: float) -> None:
-        commit = move.commit
+    def _adopt(self, migration: _Migration, now: float) -> None:
+        commit = migration.commit
         assert commit is not None
-        self._count(move)
+        self._count(migration)
         request = commit.request
         refused = self._not_taken(request.model)
         if refused is None:
             try:
                 refused = self._site.engine.apply(Adopt(commit))
             except Exception as error:
-                self._site.say(commands.Fault(move.migration_id, error))
+                self._site.say(commands.Fault(migration.migration_id, error))
                 refused = ErrorInfo(ErrorCode.INTERNAL, f"{type(error).__name__}: {error}")
         if refused is not None:
-            move.refusal = refused
-            self._on(move, Event.NOT_ADOPTED, now)
+            migration.refusal = refused
+            self._on(migration, Event.NOT_ADOPTED, now)
             return
-        self._site.say(commands.Adopted(move.migration_id, commit, len(request.prior) // 4))
+        self._site.say(commands.Adopted(migration.migration_id, commit, len(request.prior) // 4))
         if commit.progress.num_computed:
             self._first_steps.setdefault(request.model, []).append(now)
-        self._on(move, Event.ADOPTED, now)
+        self._on(migration, Event.ADOPTED, now)
 
     def _give_up_disowned(self) -> None:
         """Takes them out of their batches, those that cannot be now at the next call."""
@@ -392,4 +398,4 @@ class IncomingMigrations:
             if self._site.held_epoch(request_id) != copy.epoch:
                 del self._disowned[request_id]  # it has ended, or was placed again
             else:
-                self._site.engine.apply(TakeOut(request_id))
+                self._site.engine.apply(Detach(request_id))

@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Set as AbstractSet
 
 from shared.messages.cluster import InstanceInfo
-from shared.messages.migration import MoveReason
+from shared.messages.migration import MigrationReason
 
 DRAIN_CONCURRENCY = 4
 """Out of an instance that is to become empty, or a model on it, and as many into one that takes them: that it ends is worth
 more than how smoothly others are served there meanwhile."""
 
 
-def max_at_once(reason: MoveReason, max_migrations: int) -> int:
+def max_at_once(reason: MigrationReason, max_migrations: int) -> int:
     """Out of an instance, or into it, that is set to `max_migrations`."""
-    return max(DRAIN_CONCURRENCY, max_migrations) if reason == MoveReason.DRAIN else max_migrations
+    return max(DRAIN_CONCURRENCY, max_migrations) if reason == MigrationReason.DRAIN else max_migrations
 
 
 def can_take(peer: InstanceInfo, models: AbstractSet[str], with_kv: bool = True) -> bool:
@@ -25,5 +25,5 @@ def can_take(peer: InstanceInfo, models: AbstractSet[str], with_kv: bool = True)
 
 
 def pool_of(model: str, on_host: bool) -> str:
-    """The transport's name of the model's KV slots on the device, or of its checkpoints in host memory."""
+    """The transport's name of the model's KV blocks on the device, or of its checkpoints in host memory."""
     return f"host/{model}" if on_host else f"device/{model}"

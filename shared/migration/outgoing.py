@@ -1,4 +1,4 @@
-"""One migration out of an instance: what `source.SourceMove` decides, in terms of the engine here and of commands.
+"""One migration out of an instance: what `source.SourceMigration` decides, in terms of the engine here and of commands.
 
 From the moment at which the request has left its batch, nothing here waits for anything but the destination: room for the
 last blocks was announced before, the transfer that carries them was opened during the last step, and Commit travels beside
@@ -15,16 +15,16 @@ from typing import Protocol, TypeVar
 
 import msgspec
 
-from shared.engine.calls import Call, DropMoved, EndMove, Pin, PinRest, PutBack, Seal, TakeOut, Unpin
+from shared.engine.calls import Call, Detach, EndMigration, Freeze, Pin, PinRest, Reattach, Release, Unpin
 from shared.engine.engine import Engine
-from shared.engine.moving import MoveCandidate, PinnedBlocks, TakenOut, rebased
-from shared.messages.cluster import DeviceGroup, InstanceInfo, MoveOutcome
+from shared.engine.handover import Detached, MigrationCandidate, PinnedBlocks, rebased
+from shared.messages.cluster import DeviceGroup, InstanceInfo, MigrationOutcome
 from shared.messages.migration import (
     AbortMigration,
     AbortReason,
     Commit,
     Committed,
-    MoveReason,
+    MigrationReason,
     OwnsQuery,
     OwnsReply,
     PreAllocate,
@@ -45,7 +45,7 @@ from shared.migration.source import (
     RESERVE_S,
     Action,
     Event,
-    SourceMove,
+    SourceMigration,
     State,
 )
 
@@ -88,7 +88,7 @@ class KvEnd(Protocol):
     def address(self) -> str:
         """Where peers reach it."""
 
-    def slot_bytes(self, pool: str, /) -> int | None:
+    def block_bytes(self, pool: str, /) -> int | None:
         """Of a pool's KV block; None: there is no such pool."""
 
     def bandwidth_bytes_s(self, address: str, /) -> float | None:
@@ -123,10 +123,10 @@ class OutgoingMigration:
         self,
         site: Site,
         migration_id: str,
-        candidate: MoveCandidate,
+        candidate: MigrationCandidate,
         request: GenerationRequest,
         destination: InstanceInfo,
-        reason: MoveReason,
+        reason: MigrationReason,
         now: float,
     ) -> None:
         """`request`: as it is held."""
@@ -134,21 +134,21 @@ class OutgoingMigration:
         self.request_id = request.request_id
         self.request = request
         self.destination = destination
-        self.machine = SourceMove(request.epoch, now)
-        self.outcome: MoveOutcome | None = None
+        self.machine = SourceMigration(request.epoch, now)
+        self.outcome: MigrationOutcome | None = None
         """As soon as it is known whose the request is."""
         self.is_given_up = False
         """The process ends before that is known."""
         self.is_disowned = False
         """The destination was lost after Commit had been sent to it."""
-        self.taken: TakenOut | None = None
+        self.taken: Detached | None = None
         """The request as it left the batch."""
         self._site = site
         self._candidate = candidate
         self._model = request.model
-        self._block_size = site.engine.ask(lambda engine: engine.memory.queues[request.model].shape.page_tokens)
+        self._block_size = site.engine.ask(lambda engine: engine.memory.queues[request.model].shape.block_size)
         self._reason = reason
-        self._is_leaving = reason is MoveReason.DRAIN
+        self._is_leaving = reason is MigrationReason.DRAIN
         """An instance whose requests all go, so none of them has to be spared the work of copies."""
         self._events: deque[tuple[Event, AbortReason | None]] = deque()
         self._is_feeding = False
@@ -161,9 +161,9 @@ class OutgoingMigration:
         self._busy = Busy()
         self._pinned: PinnedBlocks | None = None
         """Of the stage under way."""
-        self._some_slot: list[int] = []
+        self._some_block: list[int] = []
         """One of the request's, if it has any."""
-        self._took_out_s: float | None = None
+        self._detached_s: float | None = None
         self._pause_s: float | None = None
         self._asked_s = 0.0
         """When room for the last of the stages was asked for first."""
@@ -172,7 +172,7 @@ class OutgoingMigration:
 
     @property
     def was_paused(self) -> bool:
-        """Whether the request was taken out of its batch."""
+        """Whether the request was detached from its batch."""
         return self._candidate.is_running and not self.machine.was_decoding
 
     @property
@@ -249,7 +249,7 @@ class OutgoingMigration:
         # That the last ones are there shows in the answer to Commit.
 
     def on_rest(self) -> None:
-        """Nobody reads its slots any more."""
+        """Nobody reads its blocks any more."""
         self._unpin()
 
     def _do(self, action: Action, now: float) -> None:
@@ -260,15 +260,15 @@ class OutgoingMigration:
             case Action.RESERVE:
                 self._asked_s, self._num_tries = now, 0
                 self._ask_for_room(self._stages[-1], now)
-            case Action.COPY | Action.TAKE_OUT if not self._is_still_worth():
+            case Action.COPY | Action.DETACH if not self._is_still_worth():
                 self.feed(Event.FAILED, now, AbortReason.NOT_WORTH)
             case Action.COPY:
                 assert self._pinned is not None
-                if not self._send(self._stages[-1], self._pinned.slots):
+                if not self._send(self._stages[-1], self._pinned.blocks):
                     self.on_sent(True, now)
-            case Action.TAKE_OUT:
-                self._took_out_s = now
-                if not engine.apply(TakeOut(self.request_id)):
+            case Action.DETACH:
+                self._detached_s = now
+                if not engine.apply(Detach(self.request_id)):
                     self._gone(now)
                     return
                 for stage in self._stages[self._num_copied :]:
@@ -287,14 +287,14 @@ class OutgoingMigration:
                 self._site.say(commands.CancelTransfers(self.migration_id))
                 if self._stages or self.taken is not None:
                     self._tell(AbortMigration(self.migration_id, self.machine.reason or AbortReason.UNREACHABLE))
-            case Action.END_MOVE:
-                engine.apply(EndMove(self.request_id))
-            case Action.PUT_BACK:
-                engine.apply(PutBack(self.request_id))
-                engine.apply(EndMove(self.request_id))  # where it could not be taken out
+            case Action.END_MIGRATION:
+                engine.apply(EndMigration(self.request_id))
+            case Action.REATTACH:
+                engine.apply(Reattach(self.request_id))
+                engine.apply(EndMigration(self.request_id))  # where it could not be detached
                 self._end_pause(now)
-            case Action.PUT_BACK_RAISED:
-                engine.apply(PutBack(self.request_id, self.machine.epoch))
+            case Action.REATTACH_RAISED:
+                engine.apply(Reattach(self.request_id, self.machine.epoch))
                 self._end_pause(now)
             case Action.DISOWN:
                 self.is_disowned = True
@@ -314,11 +314,11 @@ class OutgoingMigration:
         if pinned is None:
             self._gone(now)
             return
-        if not self._takes_kv or self._slot_bytes(False) is None:
+        if not self._takes_kv or self._block_bytes(False) is None:
             self.feed(Event.FAILED, now, AbortReason.UNREACHABLE)
             return
-        num_filled = len(pinned.slots)
-        self._some_slot = pinned.slots[-1:] or self._some_slot
+        num_filled = len(pinned.blocks)
+        self._some_block = pinned.blocks[-1:] or self._some_block
         self._num_left = num_filled + 1
         left_s, step_s = self._copy_s(self._num_left), self._site.step_s(self._model)
         last_s = self._copy_s(self._num_left, is_urgent=True)
@@ -420,8 +420,8 @@ class OutgoingMigration:
             first_block=stage.first_block,
             num_blocks=stage.num_blocks,
             hashes=stage.hashes,
-            page_tokens=self._block_size,
-            slot_bytes=self._slot_bytes(stage.on_host) or 0,
+            block_size=self._block_size,
+            block_bytes=self._block_bytes(stage.on_host) or 0,
             group=site.group,
             on_host=stage.on_host,
             max_tokens=self._candidate.request.num_tokens + self._candidate.tokens_left,
@@ -462,11 +462,11 @@ class OutgoingMigration:
 
     # ------------------------------------------------------------------------------------------------ the pause
 
-    def on_taken_out(self, taken: TakenOut, now: float) -> None:
+    def on_detached(self, taken: Detached, now: float) -> None:
         """The request has left its batch."""
         if self.machine.state is not State.LEAVING or self.taken is not None:
             return
-        if self._took_out_s is None or taken.taken_s < self._took_out_s:
+        if self._detached_s is None or taken.taken_s < self._detached_s:
             return
         self.taken = taken
         if taken.request.epoch != self.machine.epoch:
@@ -480,8 +480,8 @@ class OutgoingMigration:
             self._gone(now)
             return
         announced = sum(stage.num_blocks for stage in self._stages[self._num_copied :])
-        if len(rest.slots) <= announced:
-            self.feed(Event.TAKEN_OUT, now)
+        if len(rest.blocks) <= announced:
+            self.feed(Event.DETACHED, now)
         elif not self._candidate.is_running and not rest.on_host:
             # It got its turn meanwhile: to copy all of it now would be a long pause.
             self.feed(Event.FAILED, now, AbortReason.NOT_WORTH)
@@ -489,20 +489,20 @@ class OutgoingMigration:
             self.feed(Event.FAILED, now, AbortReason.UNREACHABLE)
         else:
             # Hashes of those that were announced went with them.
-            self._announce(len(rest.slots) - announced, rest.hashes[16 * announced :], rest.on_host, is_last=True)
-            self.feed(Event.TAKEN_OUT_SHORT, now)
+            self._announce(len(rest.blocks) - announced, rest.hashes[16 * announced :], rest.on_host, is_last=True)
+            self.feed(Event.DETACHED_SHORT, now)
 
     def _commit(self, now: float) -> None:
         taken, stages = self.taken, self._stages
         assert taken is not None
-        if not self._site.engine.apply(Seal(self.request_id)):
+        if not self._site.engine.apply(Freeze(self.request_id)):
             self._gone(now)
             return
-        slots = [] if self._pinned is None else self._pinned.slots
+        blocks = [] if self._pinned is None else self._pinned.blocks
         for stage in stages[self._num_copied :]:
-            part, slots = slots[: stage.num_blocks], slots[stage.num_blocks :]
+            part, blocks = blocks[: stage.num_blocks], blocks[stage.num_blocks :]
             # More was announced than is filled: what lies behind is never read before it is written.
-            filler = part[-1:] or self._some_slot
+            filler = part[-1:] or self._some_block
             self._send(stage, part + filler * (stage.num_blocks - len(part)))
         request, progress = rebased(taken, now)
         request = msgspec.structs.replace(request, epoch=self.machine.epoch + 1)
@@ -511,10 +511,10 @@ class OutgoingMigration:
         timeout_s = COMMIT_S + self._copy_deadline_s(stages[-1] if stages else None)
         self._site.say(commands.Ask(self.migration_id, self.destination.instance_id, commit, timeout_s))
 
-    def _send(self, stage: Stage, slots: list[int]) -> bool:
-        """`slots`: one for each block of the stage; False: the destination has them all."""
-        assert stage.reserved is not None and len(slots) == stage.num_blocks
-        missing = slots[stage.num_held :]
+    def _send(self, stage: Stage, blocks: list[int]) -> bool:
+        """`blocks`: one for each block of the stage; False: the destination has them all."""
+        assert stage.reserved is not None and len(blocks) == stage.num_blocks
+        missing = blocks[stage.num_held :]
         if missing:
             pool, timeout_s = pool_of(self._model, stage.on_host), self._copy_deadline_s(stage)
             self._site.say(
@@ -537,7 +537,7 @@ class OutgoingMigration:
     # ------------------------------------------------------------------------------------------------ how it ends
 
     def _drop(self, now: float) -> None:
-        was_cancelled = self._site.engine.apply(DropMoved(self.request_id))
+        was_cancelled = self._site.engine.apply(Release(self.request_id))
         self._end_pause(now)
         self.is_given_up = self.machine.state is not State.MOVED
         if was_cancelled and not self.is_given_up:
@@ -555,12 +555,14 @@ class OutgoingMigration:
 
     def _end(self) -> None:
         machine = self.machine
-        is_moved = machine.state is State.MOVED
-        reason = "" if is_moved else str(machine.reason or AbortReason.STOPPED)
-        self.outcome = MoveOutcome(self.request_id, self.destination.instance_id, machine.epoch, is_moved, reason)
+        is_migrated = machine.state is State.MOVED
+        reason = "" if is_migrated else str(machine.reason or AbortReason.STOPPED)
+        self.outcome = MigrationOutcome(
+            self.request_id, self.destination.instance_id, machine.epoch, is_migrated, reason
+        )
         if not self.is_given_up:
             self._site.say(commands.OutOver(self.migration_id, self.outcome, self.request, self.taken, self._pause_s))
-        grace_s, how = (ACKNOWLEDGE_S, MOVED) if is_moved else (0.0, reason)
+        grace_s, how = (ACKNOWLEDGE_S, MOVED) if is_migrated else (0.0, reason)
         self._site.say(commands.WindUp(self.migration_id, grace_s, how, machine.num_stages, machine.epoch))
 
     # ------------------------------------------------------------------------------------------------ helpers
@@ -577,9 +579,9 @@ class OutgoingMigration:
     def _takes_kv(self) -> bool:
         return self._site.transport is not None and bool(self.destination.kv_address)
 
-    def _slot_bytes(self, on_host: bool) -> int | None:
+    def _block_bytes(self, on_host: bool) -> int | None:
         transport = self._site.transport
-        return None if transport is None else transport.slot_bytes(pool_of(self._model, on_host))
+        return None if transport is None else transport.block_bytes(pool_of(self._model, on_host))
 
     def _bytes_s(self, num_bytes: int, is_urgent: bool) -> float:
         transport = self._site.transport
@@ -588,13 +590,13 @@ class OutgoingMigration:
 
     def _copy_s(self, num_blocks: int, is_urgent: bool = False) -> float:
         """To copy so many; beside the decode where it is not urgent."""
-        return self._bytes_s(num_blocks * (self._slot_bytes(False) or 0), is_urgent or self._is_leaving)
+        return self._bytes_s(num_blocks * (self._block_bytes(False) or 0), is_urgent or self._is_leaving)
 
     def _copy_deadline_s(self, stage: Stage | None) -> float:
         """How long the copy of a stage may take."""
         if stage is None:
             return copy_deadline_s(0.0)
-        return copy_deadline_s(self._bytes_s(stage.num_blocks * (self._slot_bytes(stage.on_host) or 0), False))
+        return copy_deadline_s(self._bytes_s(stage.num_blocks * (self._block_bytes(stage.on_host) or 0), False))
 
     def _keeps_s(self, stage: Stage) -> float:
         """For which its room is kept."""

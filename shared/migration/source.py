@@ -4,8 +4,8 @@
        |---WAIT---> WAITING --DUE--> DECIDING                               the destination is in a long step
        |---LAST---> ANNOUNCING --RESERVED--> LEAVING                             room for the last blocks, before the pause
        '---OUT--------------------------------^  |
-                                                 |--TAKEN_OUT---------> COMMITTING --COMMITTED--> MOVED
-                                                 '--TAKEN_OUT_SHORT--> EXTENDING --RESERVED--^
+                                                 |--DETACHED---------> COMMITTING --COMMITTED--> MOVED
+                                                 '--DETACHED_SHORT--> EXTENDING --RESERVED--^
     COMMITTING --NO_ANSWER--> ASKING --OWNS_YES--> MOVED
                                      --OWNS_NO, DESTINATION_LOST--> STAYED (in a higher epoch)
     any failure before Commit is sent --> STAYED
@@ -22,7 +22,7 @@ from shared.messages.migration import AbortReason
 from shared.messages.requests import PLACEMENT_EPOCHS
 from shared.migration.estimates import MAX_ASK_S
 
-EPOCHS_OF_A_MOVE = 2
+EPOCHS_OF_A_MIGRATION = 2
 """The destination's is one higher; a source that goes on after a Commit of unknown outcome takes two."""
 
 RESERVE_S = 3.0
@@ -30,7 +30,7 @@ RESERVE_S = 3.0
 CONNECT_S = 2.0
 """For the connection that the blocks need, where there is none yet."""
 LEAVE_S = 4.0
-"""Until a request that was taken out has left its batch: two steps at most."""
+"""Until a request that was detached has left its batch: two steps at most."""
 COMMIT_S = 1.5
 """For an answer to Commit, beside the time that the last blocks may take."""
 SLACK_S = 0.5
@@ -50,11 +50,11 @@ class State(StrEnum):
     """For the end of the destination's step."""
     ANNOUNCING = "announcing"
     LEAVING = "leaving"
-    """Is taken out of its batch."""
+    """Is detached from its batch."""
     EXTENDING = "extending"
     """Out of its batch, with more blocks than were announced."""
     COMMITTING = "committing"
-    """Sealed; the last blocks and Commit are under way."""
+    """Frozen; the last blocks and Commit are under way."""
     ASKING = "asking"
     """Commit is unanswered."""
     MOVED = "moved"
@@ -75,9 +75,9 @@ class Event(StrEnum):
     """Decided: out of the batch at once; how much is left shows then."""
     RESERVED = "reserved"
     COPIED = "copied"
-    TAKEN_OUT = "taken_out"
+    DETACHED = "detached"
     """Out of its batch, and what is left fits into what was announced."""
-    TAKEN_OUT_SHORT = "taken_out_short"
+    DETACHED_SHORT = "taken_out_short"
     COMMITTED = "committed"
     COMMIT_REFUSED = "commit_refused"
     """With a typed error: the destination never owned it."""
@@ -105,16 +105,16 @@ class Action(StrEnum):
     """Ask for room for the blocks decided upon."""
     COPY = "copy"
     """Send them."""
-    TAKE_OUT = "take_out"
+    DETACH = "detach"
     COMMIT = "commit"
     """Seal, then send the last blocks and Commit side by side; where sealing fails, GONE follows."""
     ASK = "ask"
     ABORT = "abort"
     """Stop what is under way and tell the destination."""
-    END_MOVE = "end_move"
-    """It was never taken out."""
-    PUT_BACK = "put_back"
-    PUT_BACK_RAISED = "put_back_raised"
+    END_MIGRATION = "end_migration"
+    """It was never detached."""
+    REATTACH = "reattach"
+    REATTACH_RAISED = "put_back_raised"
     """In an epoch above the one that the destination may have."""
     DISOWN = "disown"
     """Should the destination turn out to live: what it may have is not its own."""
@@ -124,10 +124,10 @@ class Action(StrEnum):
 _S, _E, _A = State, Event, Action
 _Row = tuple[State, tuple[Action, ...]]
 
-_DECODING: _Row = (_S.STAYED, (_A.ABORT, _A.END_MOVE))
-_OUT: _Row = (_S.STAYED, (_A.ABORT, _A.PUT_BACK))
-_RAISED: _Row = (_S.STAYED, (_A.ABORT, _A.PUT_BACK_RAISED))
-_LOST: _Row = (_S.STAYED, (_A.ABORT, _A.PUT_BACK_RAISED, _A.DISOWN))
+_DECODING: _Row = (_S.STAYED, (_A.ABORT, _A.END_MIGRATION))
+_OUT: _Row = (_S.STAYED, (_A.ABORT, _A.REATTACH))
+_RAISED: _Row = (_S.STAYED, (_A.ABORT, _A.REATTACH_RAISED))
+_LOST: _Row = (_S.STAYED, (_A.ABORT, _A.REATTACH_RAISED, _A.DISOWN))
 _DROPPED: _Row = (_S.MOVED, (_A.DROP,))
 
 
@@ -140,7 +140,7 @@ TABLE: dict[tuple[State, Event], _Row] = {
     **_failing(_S.DECIDING, _DECODING),
     (_S.DECIDING, _E.STAGE): (_S.RESERVING, (_A.RESERVE,)),
     (_S.DECIDING, _E.LAST): (_S.ANNOUNCING, (_A.RESERVE,)),
-    (_S.DECIDING, _E.OUT): (_S.LEAVING, (_A.TAKE_OUT,)),
+    (_S.DECIDING, _E.OUT): (_S.LEAVING, (_A.DETACH,)),
     (_S.DECIDING, _E.WAIT): (_S.WAITING, ()),
     **_failing(_S.WAITING, _DECODING),
     (_S.WAITING, _E.DUE): (_S.DECIDING, (_A.DECIDE,)),
@@ -149,10 +149,10 @@ TABLE: dict[tuple[State, Event], _Row] = {
     **_failing(_S.COPYING, _DECODING),
     (_S.COPYING, _E.COPIED): (_S.DECIDING, (_A.DECIDE,)),
     **_failing(_S.ANNOUNCING, _DECODING),
-    (_S.ANNOUNCING, _E.RESERVED): (_S.LEAVING, (_A.TAKE_OUT,)),
+    (_S.ANNOUNCING, _E.RESERVED): (_S.LEAVING, (_A.DETACH,)),
     **_failing(_S.LEAVING, _OUT),
-    (_S.LEAVING, _E.TAKEN_OUT): (_S.COMMITTING, (_A.COMMIT,)),
-    (_S.LEAVING, _E.TAKEN_OUT_SHORT): (_S.EXTENDING, (_A.RESERVE,)),
+    (_S.LEAVING, _E.DETACHED): (_S.COMMITTING, (_A.COMMIT,)),
+    (_S.LEAVING, _E.DETACHED_SHORT): (_S.EXTENDING, (_A.RESERVE,)),
     **_failing(_S.EXTENDING, _OUT),
     (_S.EXTENDING, _E.RESERVED): (_S.COMMITTING, (_A.COMMIT,)),
     # Only sealing can say GONE here: nothing has been sent then.
@@ -189,22 +189,22 @@ _DEADLINES_S = {
 }
 
 
-def may_move(epoch: int) -> bool:
+def may_migrate(epoch: int) -> bool:
     """Whether the placement has epochs left for a move that ends in the worst way."""
-    return epoch % PLACEMENT_EPOCHS + EPOCHS_OF_A_MOVE < PLACEMENT_EPOCHS
+    return epoch % PLACEMENT_EPOCHS + EPOCHS_OF_A_MIGRATION < PLACEMENT_EPOCHS
 
 
-class SourceMove:
+class SourceMigration:
     """One migration out of here."""
 
     def __init__(self, epoch: int, now: float) -> None:
         """`epoch`: the request's."""
-        assert may_move(epoch), f"epoch {epoch} is the last of its placement"
+        assert may_migrate(epoch), f"epoch {epoch} is the last of its placement"
         self.state = State.DECIDING
         self.epoch = epoch
         """Of the owner, as far as is known."""
         self.was_decoding = True
-        """Whether the request has never been taken out of its batch."""
+        """Whether the request has never been detached from its batch."""
         self.num_stages = 0
         """Stages reserved, or asked for."""
         self.reason: AbortReason | None = None
@@ -239,10 +239,10 @@ class SourceMove:
         for action in actions:
             if action is Action.RESERVE:
                 self.num_stages += 1
-            elif action is Action.TAKE_OUT:
+            elif action is Action.DETACH:
                 self.was_decoding = False
-            elif action is Action.PUT_BACK_RAISED:
-                self.epoch += EPOCHS_OF_A_MOVE
+            elif action is Action.REATTACH_RAISED:
+                self.epoch += EPOCHS_OF_A_MIGRATION
         if self.state is State.MOVED:
             self.epoch += 1
         elif event is Event.DESTINATION_LOST:

@@ -1,6 +1,6 @@
 """How many KV blocks are copied to host memory and back beside each step, and in which order: ConServe sections 4.4, 4.5.
 
-A block is one KV slot. Only full, computed blocks are copied: the tokens of a partly filled last block are recomputed.
+A block is one KV block. Only full, computed blocks are copied: the tokens of a partly filled last block are recomputed.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class HeldSequence(Protocol):
         """Arrival number on this instance."""
 
     @property
-    def rank(self) -> int:
+    def priority_class(self) -> int:
         """Its class: 0 runs first, the highest is offline."""
 
     @property
@@ -98,27 +98,33 @@ class HeldSequence(Protocol):
     def last_ran_s(self) -> float: ...
 
 
-def unsaved_blocks(sequence: HeldSequence, page_tokens: int) -> int:
+def unsaved_blocks(sequence: HeldSequence, block_size: int) -> int:
     """Full blocks that preemption would lose."""
-    return max(0, sequence.num_computed // page_tokens - sequence.num_checkpointed_blocks)
+    return max(0, sequence.num_computed // block_size - sequence.num_checkpointed_blocks)
 
 
-def victim_key(sequence: HeldSequence, page_tokens: int, enough_blocks: float = 0.0) -> tuple[float, ...]:
+def victim_key(sequence: HeldSequence, block_size: int, enough_blocks: float = 0.0) -> tuple[float, ...]:
     """Smallest is preempted first: offline, then what loses the fewest blocks (none if checkpointed), the latest deadline,
     the last arrival. Also the order in which blocks are checkpointed: likeliest victims first, and those nearly saved are
     saved whole before others are begun.
 
     Those that hold `enough_blocks` alone come before smaller ones, and of these the largest first: many small victims, one
     after another, would each see a pause for a need that one can meet."""
-    num_blocks = -(-sequence.num_computed // page_tokens)
+    num_blocks = -(-sequence.num_computed // block_size)
     if num_blocks < enough_blocks:
-        return (-sequence.rank, True, -num_blocks, -sequence.deadline_s, -sequence.number)
-    return (-sequence.rank, False, unsaved_blocks(sequence, page_tokens), -sequence.deadline_s, -sequence.number)
+        return (-sequence.priority_class, True, -num_blocks, -sequence.deadline_s, -sequence.number)
+    return (
+        -sequence.priority_class,
+        False,
+        unsaved_blocks(sequence, block_size),
+        -sequence.deadline_s,
+        -sequence.number,
+    )
 
 
 def restore_key(sequence: HeldSequence) -> tuple[float, ...]:
     """Smallest comes back first: higher classes, then the nearest deadline, then the longest waiting."""
-    return (sequence.rank, sequence.deadline_s, sequence.last_ran_s, sequence.number)
+    return (sequence.priority_class, sequence.deadline_s, sequence.last_ran_s, sequence.number)
 
 
 class SmoothedRate:

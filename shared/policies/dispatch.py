@@ -15,7 +15,7 @@ from typing import ClassVar, NamedTuple, Protocol
 
 from shared.policies.virtual_usage import left_of
 
-Rank = tuple[float, ...]
+DispatchKey = tuple[float, ...]
 
 NUM_TIMED = 16
 GRAIN_S = 0.1
@@ -106,7 +106,7 @@ class Candidates(Protocol):
         """The one that likely has the longest prefix of the prompt in its cache."""
 
     @property
-    def num_gathering(self) -> int:
+    def num_defragmenting(self) -> int:
         """Instances where a request waits for memory."""
 
     @property
@@ -115,7 +115,7 @@ class Candidates(Protocol):
 
 
 class DispatchParameters(NamedTuple):
-    max_gathering_share: float = 1.0
+    max_defragmenting_share: float = 1.0
     """Of the instances of a model: on so many at once, at least one, a request waits for memory."""
     cache_affinity_merged: float = 0.0
     """So much less free may an instance be that has the prompt's prefix."""
@@ -133,7 +133,7 @@ class DispatchPolicy:
     def __init__(self, parameters: DispatchParameters) -> None:
         self.parameters = parameters
 
-    def rank(self, view: DispatchView) -> Rank:
+    def rank(self, view: DispatchView) -> DispatchKey:
         """The place of an instance among the others, smallest first, whatever the request is."""
         raise NotImplementedError
 
@@ -146,14 +146,14 @@ class DispatchPolicy:
 class InTurn(DispatchPolicy):
     """Baseline, round robin: least recently chosen first, so that instances that come and go keep the turn fair."""
 
-    def rank(self, view: DispatchView) -> Rank:
+    def rank(self, view: DispatchView) -> DispatchKey:
         return (view.last_turn,)
 
 
 class FewestRequests(DispatchPolicy):
     """Baseline: least outstanding requests."""
 
-    def rank(self, view: DispatchView) -> Rank:
+    def rank(self, view: DispatchView) -> DispatchKey:
         return (view.num_requests,)
 
 
@@ -167,7 +167,7 @@ class Freest(DispatchPolicy):
     ranks_by_freeness = True
     asks_for_cached = True
 
-    def rank(self, view: DispatchView) -> Rank:
+    def rank(self, view: DispatchView) -> DispatchKey:
         return (-view.freeness, view.num_requests)
 
     def choose(self, request: Wanted, candidates: Candidates) -> Candidate | None:
@@ -183,7 +183,7 @@ class Freest(DispatchPolicy):
             freest = candidates.first(NUM_FREEST, is_enough)
             least = min(missing)
             best = freest[missing.index(least)]
-            if least > 0 and candidates.may_wait and not self._may_gather(freest, candidates):
+            if least > 0 and candidates.may_wait and not self._may_defragment(freest, candidates):
                 return None
         owner = candidates.cached()
         if owner is None or owner.instance_id == best.instance_id:
@@ -195,12 +195,12 @@ class Freest(DispatchPolicy):
         """Where there is memory."""
         return candidates.first(1)[0]
 
-    def _may_gather(self, freest: Sequence[Candidate], candidates: Candidates) -> bool:
+    def _may_defragment(self, freest: Sequence[Candidate], candidates: Candidates) -> bool:
         """Whether one more instance may get memory together for a request that fits nowhere: only if they have it together,
         beside all that waits for them, or one would keep memory idle for it until enough requests end."""
-        if (share := self.parameters.max_gathering_share) >= 1.0:
+        if (share := self.parameters.max_defragmenting_share) >= 1.0:
             return True
-        if candidates.num_gathering >= max(1, int(share * candidates.num_serving)):
+        if candidates.num_defragmenting >= max(1, int(share * candidates.num_serving)):
             return False
         left = sum(candidate.left_merged for candidate in freest if candidate.left_merged > -math.inf)
         return left - sum(candidate.in_flight_merged for candidate in freest) >= freest[0].demand_merged

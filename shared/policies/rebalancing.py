@@ -1,26 +1,26 @@
 """Who gives requests away, and who takes them (Llumnix, OSDI'24, section 4.4.3, with hysteresis and bounds).
 
 An instance whose migration freeness falls below `low` is a source until it rises to `release`. The least free source is
-paired with the freest taker, one pair out of an instance and one into it, and a pair lives while the source is one and the
-taker can take. Which request moves is the source's choice.
+paired with the freest destination, one pair out of an instance and one into it, and a pair lives while the source is one
+and the destination can take. Which request moves is the source's choice.
 
 A pair must be a gain for the request that would move next, of virtual usage v (as shares of the two pools' sizes):
 
-    (u_source - v)^2 + (u_taker + v)^2  <  u_source^2 + u_taker^2        and the taker keeps `least_left` decode steps
+    (u_source - v)^2 + (u_taker + v)^2  <  u_source^2 + u_taker^2        and the destination keeps `least_left` decode steps
 
-so that at constant load each move lowers the sum of squares, and nothing moves for ever. How much a taker must keep falls
-with the source's need, from `low` to half of it: a request that waits, or is about to be preempted, is worth more than the
-reserve of others. A running request gets no token while prompts are computed, so a taker is not busy with them
-for longer than the source, by predicted time, unless that one is pressed. To begin, a taker must be freer than that, by
-`high` to `low`.
+so that at constant load each move lowers the sum of squares, and nothing moves for ever. How much a destination must keep
+falls with the source's need, from `low` to half of it: a request that waits, or is about to be preempted, is worth more
+than the reserve of others. A running request gets no token while prompts are computed, so a destination is not busy with
+them for longer than the source, by predicted time, unless that one is memory-bound. To begin, a destination must be freer
+than that, by `high` to `low`.
 
-Who runs comes before who waits, on whatever instance. Where the requests that run will have filled the pool within `low / 2`
-steps and no taker is found so, those that wait count for nothing at either end: else memory that an instance gets together
-for a long one lies idle while requests of others are preempted for want of it.
+Who runs comes before who waits, on whatever instance. Where the requests that run will have filled the pool within `low /
+2` steps and no destination is found so, those that wait count for nothing at either end: else memory that an instance gets
+together for a long one lies idle while requests of others are preempted for want of it.
 
 An instance that is draining gives away to everyone who can take, whatever the load. Numbers of instances alone are looked
 at. `touch` is constant work and is called for every report; `step` looks at sources, pairs and, only if a source has no
-taker, at all instances.
+destination, at all instances.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from heapq import nlargest
 from operator import attrgetter
 from typing import NamedTuple
 
-from shared.messages.migration import AbortReason, MoveReason
+from shared.messages.migration import AbortReason, MigrationReason
 from shared.policies.virtual_usage import left_of
 
 BACKOFF_S = 0.5
@@ -41,17 +41,17 @@ BACKOFF_S = 0.5
 MAX_BACKOFF_S = 30.0
 BURST_S = 0.2
 """The bound on pairings is a token bucket that holds as many as come in this time."""
-MAX_DRAIN_TAKERS = 32
+MAX_DRAIN_DESTINATIONS = 32
 """Told to a draining instance."""
 MOST_PROMPTS_S = 0.25
-"""That a taker may be longer busy with prompts than the source."""
+"""That a destination may be longer busy with prompts than the source."""
 MAX_CHECKED = 48
 """Pairs of which a step asks whether they are still a gain, those first that were not asked for longest: in a cluster of
 hundreds of pairs everything else would wait for it."""
 
 LINK_FAILURES = frozenset({AbortReason.TRANSFER_FAILED, AbortReason.UNREACHABLE, AbortReason.DEADLINE})
 """Either end may be at fault."""
-TAKER_FAILURES = frozenset({AbortReason.REFUSED, AbortReason.MISMATCH, AbortReason.DESTINATION_LOST})
+DESTINATION_FAILURES = frozenset({AbortReason.REFUSED, AbortReason.MISMATCH, AbortReason.DESTINATION_LOST})
 
 
 class InstanceView(NamedTuple):
@@ -100,7 +100,7 @@ class InstanceView(NamedTuple):
         return self.usage_tokens / max(1, self.num_counted)
 
 
-class Taker(NamedTuple):
+class Destination(NamedTuple):
     """An instance that may be given requests: alive, ready and reachable."""
 
     instance_id: str
@@ -110,43 +110,47 @@ class Taker(NamedTuple):
     """As if nobody waited there."""
 
 
-def is_pressed(source: InstanceView, low: float) -> bool:
+def is_memory_bound(source: InstanceView, low: float) -> bool:
     """Whether requests that run are soon to be preempted there."""
     return source.running_freeness < low / 2
 
 
-def is_gain(source: InstanceView, taker: InstanceView, low: float) -> bool:
+def is_gain(source: InstanceView, destination: InstanceView, low: float) -> bool:
     """Whether moving the next request of the source, or else a typical one, lowers the sum of squared usage and leaves
-    the taker what it must keep."""
-    pays_in_time = taker.prompts_s <= source.prompts_s + MOST_PROMPTS_S
+    the destination what it must keep."""
+    pays_in_time = destination.prompts_s <= source.prompts_s + MOST_PROMPTS_S
     if pays_in_time and _is_better(
-        source, taker, source.spare_tokens, taker.spare_tokens, least_left(source.freeness, low)
+        source, destination, source.spare_tokens, destination.spare_tokens, least_left(source.freeness, low)
     ):
         return True
-    return is_pressed(source, low) and _is_better(source, taker, source.room_tokens, taker.room_tokens, low / 2)
+    return is_memory_bound(source, low) and _is_better(
+        source, destination, source.room_tokens, destination.room_tokens, low / 2
+    )
 
 
-def _is_better(source: InstanceView, taker: InstanceView, spare: float, taker_spare: float, kept_steps: float) -> bool:
-    if not (source.total_tokens > 0 and taker.total_tokens > 0):
+def _is_better(
+    source: InstanceView, destination: InstanceView, spare: float, destination_spare: float, kept_steps: float
+) -> bool:
+    if not (source.total_tokens > 0 and destination.total_tokens > 0):
         return False
     v = source.next_tokens or source.typical_tokens
-    mine, theirs = max(0.0, source.total_tokens - spare), max(0.0, taker.total_tokens - taker_spare)
+    mine, theirs = max(0.0, source.total_tokens - spare), max(0.0, destination.total_tokens - destination_spare)
     lowered = (mine**2 - (mine - v) ** 2) / source.total_tokens**2
-    raised = ((theirs + v) ** 2 - theirs**2) / taker.total_tokens**2
-    return lowered > raised and taker_spare - v >= kept_steps * (taker.num_running + 1)
+    raised = ((theirs + v) ** 2 - theirs**2) / destination.total_tokens**2
+    return lowered > raised and destination_spare - v >= kept_steps * (destination.num_running + 1)
 
 
 def least_left(freeness: float, low: float) -> float:
-    """Decode steps that a taker keeps beside a request from a source of that freeness."""
+    """Decode steps that a destination keeps beside a request from a source of that freeness."""
     return low / 2 if not freeness > 0 else min(low, (low + freeness) / 2)
 
 
 @dataclass(frozen=True, slots=True)
 class Pair:
     source: str
-    takers: tuple[str, ...]
+    destinations: tuple[str, ...]
     """One; of a draining source all that can take, freest first."""
-    reason: MoveReason
+    reason: MigrationReason
 
 
 class Changes(NamedTuple):
@@ -176,8 +180,8 @@ class _TokenBucket:
         self._level -= 1.0
 
 
-_freeness_of: Callable[[Taker], float] = attrgetter("freeness")
-_running_freeness_of: Callable[[Taker], float] = attrgetter("running_freeness")
+_freeness_of: Callable[[Destination], float] = attrgetter("freeness")
+_running_freeness_of: Callable[[Destination], float] = attrgetter("running_freeness")
 
 
 class Rebalancer:
@@ -231,15 +235,15 @@ class Rebalancer:
         self._sources.pop(instance_id, None)
         self._draining.discard(instance_id)
 
-    def on_move(self, source: str, taker: str, reason: str | None, now: float) -> None:
+    def on_move(self, source: str, destination: str, reason: str | None, now: float) -> None:
         """A move ended; `reason`: why it failed, None if it did not."""
         if reason is None:
             self._backoffs.pop(source, None)
-            self._backoffs.pop(taker, None)
+            self._backoffs.pop(destination, None)
             return
-        if reason in LINK_FAILURES or reason in TAKER_FAILURES:
+        if reason in LINK_FAILURES or reason in DESTINATION_FAILURES:
             # A want of room is news of its load, and no fault.
-            self._fail(taker, now, may_double=reason != AbortReason.REFUSED)
+            self._fail(destination, now, may_double=reason != AbortReason.REFUSED)
         if reason in LINK_FAILURES:
             self._fail(source, now)
 
@@ -250,10 +254,10 @@ class Rebalancer:
         self,
         now: float,
         view_of: Callable[[str], InstanceView | None],
-        takers_above: Callable[[float], Iterable[Taker]],
+        destinations_above: Callable[[float], Iterable[Destination]],
     ) -> Changes:
         """Ends pairs that are over and begins new ones. `view_of`: None for an instance that is gone or never reported;
-        `takers_above`: those that are at least so free, if nobody waited there."""
+        `destinations_above`: those that are at least so free, if nobody waited there."""
         changes = Changes([], [])
         draining: list[InstanceView] = []
         for name in list(self._draining):
@@ -265,7 +269,7 @@ class Rebalancer:
         num_checked = 0
         for pair in list(self.pairs.values()):
             is_drain = pair.source in self._draining
-            if pair.reason == MoveReason.DRAIN:
+            if pair.reason == MigrationReason.DRAIN:
                 is_kept = is_drain
             elif is_drain or pair.source not in self._sources:
                 is_kept = False
@@ -283,52 +287,54 @@ class Rebalancer:
             if name not in self.pairs and name not in self._draining and not self._is_backing_off(name, now)
         ]
         if draining:
-            takers = sorted(takers_above(-math.inf), key=lambda taker: -taker.freeness)
-            self._pair_draining(draining, takers, changes, now)
+            destinations = sorted(destinations_above(-math.inf), key=lambda destination: -destination.freeness)
+            self._pair_draining(draining, destinations, changes, now)
         if unpaired and self._bucket.has_one(now):
-            self._pair_sources(sorted(unpaired), takers_above(self.low / 2), view_of, changes, now)
+            self._pair_sources(sorted(unpaired), destinations_above(self.low / 2), view_of, changes, now)
         return changes
 
     # ------------------------------------------------------------------------------------------------ the parts
 
     def _is_kept(self, pair: Pair, view_of: Callable[[str], InstanceView | None], now: float) -> bool:
-        source, taker = view_of(pair.source), view_of(pair.takers[0])
-        if source is None or taker is None or not source.can_give or not taker.can_take:
+        source, destination = view_of(pair.source), view_of(pair.destinations[0])
+        if source is None or destination is None or not source.can_give or not destination.can_take:
             return False
-        if self._is_backing_off(pair.source, now) or self._is_backing_off(taker.instance_id, now):
+        if self._is_backing_off(pair.source, now) or self._is_backing_off(destination.instance_id, now):
             return False
-        return not source.models.isdisjoint(taker.models) and is_gain(source, taker, self.low)
+        return not source.models.isdisjoint(destination.models) and is_gain(source, destination, self.low)
 
-    def _pair_draining(self, draining: list[InstanceView], takers: list[Taker], changes: Changes, now: float) -> None:
+    def _pair_draining(
+        self, draining: list[InstanceView], destinations: list[Destination], changes: Changes, now: float
+    ) -> None:
         """Those that back off come last: they are better than nobody."""
-        ordered = sorted(takers, key=lambda taker: self._is_backing_off(taker.instance_id, now))
+        ordered = sorted(destinations, key=lambda destination: self._is_backing_off(destination.instance_id, now))
         for number, source in enumerate(sorted(draining)):
             able = [t.instance_id for t in ordered if t.instance_id != source.instance_id and source.leaving & t.models]
             # Several that drain at once begin with different ones.
             shift = number % len(able) if able else 0
-            names = tuple((able[shift:] + able[:shift])[:MAX_DRAIN_TAKERS])
+            names = tuple((able[shift:] + able[:shift])[:MAX_DRAIN_DESTINATIONS])
             known = self.pairs.get(source.instance_id)
             if known is not None and not names:
                 self._end(known, changes)
             elif names:
-                pair = Pair(source.instance_id, names, MoveReason.DRAIN)
-                if known is None or set(known.takers) != set(names):
+                pair = Pair(source.instance_id, names, MigrationReason.DRAIN)
+                if known is None or set(known.destinations) != set(names):
                     changes.begun.append(pair)
                 self.pairs[source.instance_id] = pair
 
     def _pair_sources(
         self,
         unpaired: list[tuple[float, str]],
-        takers: Iterable[Taker],
+        destinations: Iterable[Destination],
         view_of: Callable[[str], InstanceView | None],
         changes: Changes,
         now: float,
     ) -> None:
-        able = [taker for taker in takers if self._may_take(taker.instance_id)]
+        able = [destination for destination in destinations if self._may_take(destination.instance_id)]
         if self._backoffs:
-            able = [taker for taker in able if not self._is_backing_off(taker.instance_id, now)]
-        free = self._freest([taker for taker in able if taker.freeness >= self.low / 2], _freeness_of)
-        roomy: list[list[Taker]] | None = None
+            able = [destination for destination in able if not self._is_backing_off(destination.instance_id, now)]
+        free = self._freest([destination for destination in able if destination.freeness >= self.low / 2], _freeness_of)
+        roomy: list[list[Destination]] | None = None
         for _, name in unpaired:
             if not able or not self._bucket.has_one(now):
                 return
@@ -337,26 +343,26 @@ class Rebalancer:
                 self._sources.pop(name)
                 continue
             bar = least_left(source.freeness, self.low) * self.high / self.low
-            taker = self._taker_for(source, free, _freeness_of, bar, view_of)
-            if taker is None and is_pressed(source, self.low):
+            destination = self._destination_for(source, free, _freeness_of, bar, view_of)
+            if destination is None and is_memory_bound(source, self.low):
                 roomy = self._freest(able, _running_freeness_of) if roomy is None else roomy
-                taker = self._taker_for(source, roomy, _running_freeness_of, self.low / 2, view_of)
-            if taker is not None:
+                destination = self._destination_for(source, roomy, _running_freeness_of, self.low / 2, view_of)
+            if destination is not None:
                 self._bucket.take()
-                self._begin(Pair(source.instance_id, (taker,), MoveReason.BALANCE), changes)
+                self._begin(Pair(source.instance_id, (destination,), MigrationReason.BALANCE), changes)
 
-    def _freest(self, takers: list[Taker], key: Callable[[Taker], float]) -> list[list[Taker]]:
+    def _freest(self, destinations: list[Destination], key: Callable[[Destination], float]) -> list[list[Destination]]:
         """By the models served, the freest last: more of them than can be paired now are not needed."""
-        groups: dict[frozenset[str], list[Taker]] = {}
-        for taker in takers:
-            groups.setdefault(taker.models, []).append(taker)
+        groups: dict[frozenset[str], list[Destination]] = {}
+        for destination in destinations:
+            groups.setdefault(destination.models, []).append(destination)
         return [nlargest(self._bucket.capacity, group, key=key)[::-1] for group in groups.values()]
 
-    def _taker_for(
+    def _destination_for(
         self,
         source: InstanceView,
-        groups: list[list[Taker]],
-        key: Callable[[Taker], float],
+        groups: list[list[Destination]],
+        key: Callable[[Destination], float],
         bar: float,
         view_of: Callable[[str], InstanceView | None],
     ) -> str | None:
@@ -369,10 +375,10 @@ class Rebalancer:
                 group.pop()
             if group and not source.models.isdisjoint(group[-1].models):
                 freest.append(group[-1])
-        for taker in sorted(freest, key=key, reverse=True):
-            view = view_of(taker.instance_id)
-            if key(taker) >= bar and view is not None and is_gain(source, view, self.low):
-                return taker.instance_id
+        for destination in sorted(freest, key=key, reverse=True):
+            view = view_of(destination.instance_id)
+            if key(destination) >= bar and view is not None and is_gain(source, view, self.low):
+                return destination.instance_id
         return None
 
     def _may_take(self, instance_id: str) -> bool:
@@ -380,16 +386,16 @@ class Rebalancer:
 
     def _begin(self, pair: Pair, changes: Changes) -> None:
         self.pairs[pair.source] = pair
-        self._taking[pair.takers[0]] += 1
+        self._taking[pair.destinations[0]] += 1
         changes.begun.append(pair)
 
     def _end(self, pair: Pair, changes: Changes) -> None:
         del self.pairs[pair.source]
         changes.ended.append(pair)
-        if pair.reason == MoveReason.BALANCE:
-            self._taking[pair.takers[0]] -= 1
-            if not self._taking[pair.takers[0]]:
-                del self._taking[pair.takers[0]]
+        if pair.reason == MigrationReason.BALANCE:
+            self._taking[pair.destinations[0]] -= 1
+            if not self._taking[pair.destinations[0]]:
+                del self._taking[pair.destinations[0]]
 
     def _is_backing_off(self, instance_id: str, now: float) -> bool:
         backoff = self._backoffs.get(instance_id)

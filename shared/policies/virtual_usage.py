@@ -1,7 +1,7 @@
 """Virtual usage and freeness: how loaded an instance is, in one number (Llumnix, OSDI'24, section 4.4).
 
 Plain arithmetic over sums that the instance keeps anyway. All amounts are in merged blocks of the KV pool (fractions
-allowed, because a merged block holds several slots of one model). Only online requests are given in: offline work yields
+allowed, because a merged block holds several blocks of one model). Only online requests are given in: offline work yields
 at once and is therefore not load. Higher freeness is freer, everywhere.
 
     V(running request)       = its blocks, and as headroom HIGH_WEIGHT times as many if it is of high priority
@@ -15,7 +15,7 @@ To move those away that run already costs more than to send new ones elsewhere: 
 where no normal request runs that could leave.
 
 Where requests of several models run, a step of one token for each uses up sum(1 / tokens that a merged block holds) merged
-blocks; freeness over that is in decode steps, so that one threshold fits models of any slot size.
+blocks; freeness over that is in decode steps, so that one threshold fits models of any block size.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ HIGH_WEIGHT = 16.0
 """Of 12, 16 and 20 in simulation (bench/rebalance, priorities): with 20 normal requests took 6 % longer at one of three
 points."""
 
-MOVING_SHARE = 0.5
+MIGRATING_SHARE = 0.5
 """Of the headroom that counts for migration."""
 
 IDEAL_SLOWDOWN = 1.5
@@ -38,9 +38,9 @@ TYPICAL_CONTEXT_TOKENS = 256
 """Of one sequence, where a load in tokens is turned into a number of sequences."""
 
 
-def merged_demand(num_tokens: int, page_tokens: int, slots_per_merged: int) -> float:
-    """Merged blocks that `num_tokens` tokens of a model occupy: whole slots, as fractions of a merged block."""
-    return -(-num_tokens // page_tokens) / slots_per_merged
+def merged_demand(num_tokens: int, block_size: int, blocks_per_merged: int) -> float:
+    """Merged blocks that `num_tokens` tokens of a model occupy: whole blocks, as fractions of a merged block."""
+    return -(-num_tokens // block_size) / blocks_per_merged
 
 
 def headroom(total: float, ideal_load: float, high_usage: float) -> float:
@@ -82,11 +82,11 @@ def migration_virtual_usage(
 ) -> float:
     """The usage that decides who gives requests away: of the waiting ones only the head counts, because only it can be
     let in by moving a running one."""
-    return running + first_waiting + (MOVING_SHARE * high_headroom if runs_normal else 0.0)
+    return running + first_waiting + (MIGRATING_SHARE * high_headroom if runs_normal else 0.0)
 
 
 def freeness(total: float, virtual_usage: float, num_running: int) -> float:
-    """Blocks left for each running request, so about the decode steps (times page size) until memory runs out.
+    """Blocks left for each running request, so about the decode steps (times block size) until memory runs out.
 
     Negative when more is asked for than there is; +inf where nothing runs or waits.
     """

@@ -89,7 +89,7 @@ class Paired(msgspec.Struct, frozen=True, tag=True):
     freeness: float
 
 
-class MoveEnded(msgspec.Struct, frozen=True, tag=True):
+class MigrationEnded(msgspec.Struct, frozen=True, tag=True):
     """For metrics: a migration ended."""
 
     source_id: str
@@ -125,6 +125,6 @@ Action = (
     | LeftQueue
     | SendRebalance
     | Paired
-    | MoveEnded
+    | MigrationEnded
     | ScalingAction
 )

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from shared.cost_model import prompt_s
 from shared.messages.cluster import LoadReport
-from shared.policies.dispatch import DispatchPolicy, DispatchView, Rank, freeness_with_ledger
+from shared.policies.dispatch import DispatchKey, DispatchPolicy, DispatchView, freeness_with_ledger
 from shared.scheduling.cluster import ClusterView, InstanceState
 from shared.scheduling.in_flight import InFlightLedger, PrefixAffinity
 from shared.scheduling.queue import Lane
@@ -32,7 +32,7 @@ class CandidateIndex:
 
     def __init__(
         self,
-        rank_of: Callable[[str], Rank | None],
+        rank_of: Callable[[str], DispatchKey | None],
         version_of: Callable[[str], object] | None = None,
         on_ranked: Callable[[str], None] | None = None,
     ) -> None:
@@ -42,8 +42,8 @@ class CandidateIndex:
         self._touched: set[str] = set()
         self._hinted: dict[str, float] = {}
         self._versions: dict[str, object] = {}
-        self._ranks: dict[str, Rank] = {}
-        self._heap: list[tuple[Rank, str]] = []
+        self._ranks: dict[str, DispatchKey] = {}
+        self._heap: list[tuple[DispatchKey, str]] = []
 
     def touch(self, instance_id: str) -> None:
         """Something about the instance changed."""
@@ -77,7 +77,7 @@ class CandidateIndex:
         """The candidate of smallest rank among those that `is_fit`, which are asked about in order; ties go to the smaller
         id."""
         self._refresh()
-        taken: list[tuple[Rank, str]] = []
+        taken: list[tuple[DispatchKey, str]] = []
         found = None
         while self._heap:
             item = self._heap[0]
@@ -254,7 +254,7 @@ class Ranking:
 
     # ---------------------------------------------------------------------------------------------------- rank
 
-    def rank(self, lane: Lane, is_high: bool, instance_id: str) -> Rank | None:
+    def rank(self, lane: Lane, is_high: bool, instance_id: str) -> DispatchKey | None:
         """None: it may take no request of the lane."""
         state = self._cluster.get(instance_id)
         if state is None or not state.is_candidate or lane.model not in state.ready:
@@ -352,7 +352,7 @@ class CandidatesFor:
         affinity: PrefixAffinity | None,
         *,
         growth_steps: float,
-        num_gathering: int,
+        num_defragmenting: int,
         may_wait: bool,
         now: float,
     ) -> None:
@@ -360,7 +360,7 @@ class CandidatesFor:
         self.ranking = ranking
         self.ledger = ledger
         self.growth_steps = growth_steps
-        self.num_gathering = num_gathering
+        self.num_defragmenting = num_defragmenting
         self.may_wait = may_wait
         self.now = now
         self._num_tokens_at_most = request.num_tokens_at_most

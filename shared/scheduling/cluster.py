@@ -25,22 +25,22 @@ class ServedModel(NamedTuple):
     """A model as one instance serves it; 0 where the registry does not say."""
 
     max_model_len: int
-    page_tokens: int
-    slots_per_merged: int
+    block_size: int
+    blocks_per_merged: int
     num_merged: int
 
     @classmethod
     def of(cls, model: LoadedModel, info: InstanceInfo) -> ServedModel:
-        return cls(model.max_model_len, model.page_tokens, model.slots_per_merged, info.num_merged)
+        return cls(model.max_model_len, model.block_size, model.blocks_per_merged, info.num_merged)
 
     @property
     def tokens_per_merged(self) -> int:
-        return self.page_tokens * self.slots_per_merged
+        return self.block_size * self.blocks_per_merged
 
     def demand_merged(self, num_tokens: int) -> float:
-        if not (self.page_tokens and self.slots_per_merged):
+        if not (self.block_size and self.blocks_per_merged):
             return 0.0
-        return merged_demand(num_tokens, self.page_tokens, self.slots_per_merged)
+        return merged_demand(num_tokens, self.block_size, self.blocks_per_merged)
 
     def fits(self, num_tokens: int) -> bool:
         """Whether a sequence can grow to `num_tokens` in an empty pool."""
@@ -187,7 +187,7 @@ class InstanceState:
             leaving=self.leaving,
             can_give=can_give,
             can_take=self.can_take,
-            next_tokens=report.next_move_tokens,
+            next_tokens=report.next_migration_tokens,
             running_freeness=report.running_freeness,
             prompts_s=report.prompts_s,
         )
@@ -197,7 +197,7 @@ class InstanceState:
         tokens = num_running = 0
         for load in report.models:
             if load.num_running and (served := self.ready.get(load.model)) is not None:
-                tokens += load.num_running * served.page_tokens * served.slots_per_merged
+                tokens += load.num_running * served.block_size * served.blocks_per_merged
                 num_running += load.num_running
         if not num_running:
             tokens, num_running = sum(served.tokens_per_merged for served in self.ready.values()), len(self.ready)

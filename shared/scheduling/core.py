@@ -39,8 +39,8 @@ from shared.scheduling.dispatching import Dispatcher
 from shared.scheduling.intake import Intake
 from shared.scheduling.lifecycle import RequestLifecycle
 from shared.scheduling.membership import Membership
+from shared.scheduling.migrations import MigrationBook
 from shared.scheduling.monitor import ServiceMonitor
-from shared.scheduling.moves import MoveBook
 from shared.scheduling.queue import GlobalQueue
 from shared.scheduling.recovery import Inquiries
 from shared.scheduling.rescheduling import Rescheduler
@@ -67,7 +67,7 @@ class SchedulerCore:
         """What the parts want done."""
         self.cluster = ClusterView(settings.lost_after_s)
         self.queue = GlobalQueue(ordering_policy(settings.order_policy), settings.max_queued)
-        parameters = DispatchParameters(settings.max_gathering_share, settings.cache_affinity_merged)
+        parameters = DispatchParameters(settings.max_defragmenting_share, settings.cache_affinity_merged)
         self.dispatcher = Dispatcher(
             self.cluster,
             self.queue,
@@ -78,12 +78,12 @@ class SchedulerCore:
         self.rescheduler = Rescheduler(settings, self.cluster)
         self.scaler = Scaler(settings)
         self.life = life = RequestLifecycle(self.dispatcher, self._actions)
-        self.moves = MoveBook(self.cluster, life, self._actions)
-        self.inquiries = Inquiries(self.cluster, life, self.moves, self.rescheduler, self._actions)
+        self.migrations = MigrationBook(self.cluster, life, self._actions)
+        self.inquiries = Inquiries(self.cluster, life, self.migrations, self.rescheduler, self._actions)
         self.intake = Intake(self.cluster, self.dispatcher, life, self.inquiries, self._actions, term)
         self.delivery = Delivery(self.cluster, self.dispatcher, life, self.inquiries)
         self.membership = Membership(
-            self.cluster, self.dispatcher, life, self.moves, self.inquiries, self.rescheduler, self._actions
+            self.cluster, self.dispatcher, life, self.migrations, self.inquiries, self.rescheduler, self._actions
         )
         self.monitor = ServiceMonitor(inherited or {})
         for statistics in (inherited or {}).values():
@@ -131,10 +131,10 @@ class SchedulerCore:
             self.monitor.on_new_instance()
         for request_id in report.admitted:
             self.life.leave_ledger(request_id, instance_id)
-        for held in report.moved_in:
-            self.moves.moved_in(held, instance_id, now)
-        for outcome in report.moves:
-            self.moves.ended(outcome, instance_id, now)
+        for held in report.migrated_in:
+            self.migrations.migrated_in(held, instance_id, now)
+        for outcome in report.migrations:
+            self.migrations.ended(outcome, instance_id, now)
         for request_id in report.ended:
             self.inquiries.on_ended(request_id, instance_id, state, now)
         has_gap = last is not None and report.sequence != last.sequence + 1

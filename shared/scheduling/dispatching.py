@@ -55,7 +55,7 @@ class Dispatcher:
         self._policy = policy
         self._growth_steps = growth_steps
         self._affinity = PrefixAffinity() if policy.asks_for_cached else None
-        self._gathering: set[str] = set()
+        self._defragmenting: set[str] = set()
         """Instances where a request waits for memory."""
         self._held_back: dict[Lane, tuple[int, int]] = {}
         """Since `picks` began: of the lane's last request that is to wait, its tokens, now and at most."""
@@ -70,15 +70,15 @@ class Dispatcher:
     def on_report(self, report: LoadReport) -> None:
         instance_id = report.instance_id
         if report.dispatch_freeness < 0 and any(load.num_waiting_online for load in report.models):
-            self._gathering.add(instance_id)
-        elif instance_id in self._gathering and not self.ledger.num_requests(instance_id):
-            self._gathering.remove(instance_id)
+            self._defragmenting.add(instance_id)
+        elif instance_id in self._defragmenting and not self.ledger.num_requests(instance_id):
+            self._defragmenting.remove(instance_id)
         self.ranking.on_report(report)
 
     def touch(self, instance_id: str, before: Iterable[str] = ()) -> None:
         """See `Ranking.touch`."""
         if self._cluster.get(instance_id) is None:
-            self._gathering.discard(instance_id)
+            self._defragmenting.discard(instance_id)
         self.ranking.touch(instance_id, before)
 
     def offline_room(self, models: Iterable[str]) -> dict[str, int | None]:
@@ -143,7 +143,7 @@ class Dispatcher:
             self.ledger,
             self._affinity,
             growth_steps=self._growth_steps,
-            num_gathering=len(self._gathering),
+            num_defragmenting=len(self._defragmenting),
             may_wait=may_wait,
             now=now,
         )
@@ -166,7 +166,7 @@ class Dispatcher:
         instance_id, state = chosen.instance_id, chosen.state
         state.last_turn = self._last_pick[tracked.model] = self._num_picked
         if tracked.is_online and chosen.missing_merged > 0:
-            self._gathering.add(instance_id)
+            self._defragmenting.add(instance_id)
         entry = InFlight(
             tracked.model, tracked.is_online, chosen.demand_merged, chosen.prompt_s, tracked.num_tokens_at_most
         )

@@ -7,7 +7,7 @@ from shared.scheduling.actions import Action, InstanceLost, ProbeSilence
 from shared.scheduling.cluster import ClusterView, Liveness
 from shared.scheduling.dispatching import Dispatcher
 from shared.scheduling.lifecycle import RequestLifecycle
-from shared.scheduling.moves import MoveBook
+from shared.scheduling.migrations import MigrationBook
 from shared.scheduling.recovery import Inquiries
 from shared.scheduling.requests import RequestState
 from shared.scheduling.rescheduling import Rescheduler
@@ -19,7 +19,7 @@ class Membership:
         cluster: ClusterView,
         dispatcher: Dispatcher,
         life: RequestLifecycle,
-        moves: MoveBook,
+        migrations: MigrationBook,
         inquiries: Inquiries,
         rescheduler: Rescheduler,
         actions: list[Action],
@@ -27,7 +27,7 @@ class Membership:
         self._cluster = cluster
         self._dispatcher = dispatcher
         self._life = life
-        self._moves = moves
+        self._migrations = migrations
         self._inquiries = inquiries
         self._rescheduler = rescheduler
         self._actions = actions
@@ -85,7 +85,7 @@ class Membership:
             self._actions.append(InstanceLost(instance_id, reason, len(there)))
         for tracked in there:
             self._life.leave_ledger(tracked.request_id, instance_id)
-        self._moves.lose([tracked for tracked in there if tracked.state == RequestState.ASSIGNED], instance_id)
+        self._migrations.lose([tracked for tracked in there if tracked.state == RequestState.ASSIGNED], instance_id)
         for tracked in there:
             if tracked.state != RequestState.ASSIGNED:
                 self._life.place_again(tracked, now, raise_epoch=True)

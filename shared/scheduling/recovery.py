@@ -13,7 +13,7 @@ from shared.messages.requests import ErrorCode, HeldRequest
 from shared.scheduling.actions import Action, AskHeld
 from shared.scheduling.cluster import ClusterView, InstanceState
 from shared.scheduling.lifecycle import RequestLifecycle
-from shared.scheduling.moves import MoveBook, is_owner
+from shared.scheduling.migrations import MigrationBook, is_owner
 from shared.scheduling.requests import RequestState, RequestTable, TrackedRequest
 from shared.scheduling.rescheduling import Rescheduler
 
@@ -76,7 +76,7 @@ class Inquiries:
         self,
         cluster: ClusterView,
         life: RequestLifecycle,
-        moves: MoveBook,
+        migrations: MigrationBook,
         rescheduler: Rescheduler,
         actions: list[Action],
     ) -> None:
@@ -84,7 +84,7 @@ class Inquiries:
         """Live instances that did not say in time, at take-over, what they hold."""
         self._cluster = cluster
         self._life = life
-        self._moves = moves
+        self._migrations = migrations
         self._rescheduler = rescheduler
         self._actions = actions
 
@@ -138,7 +138,7 @@ class Inquiries:
         for tracked in result.forget:
             # Whether it ended there, or went down with where it has moved to, its gateway knows.
             if not tracked.is_confirmed or self._rescheduler.has_given(instance_id, now):
-                self._moves.lose([tracked], instance_id)
+                self._migrations.lose([tracked], instance_id)
             else:
                 life.forget(tracked)
         for item in result.adopt:

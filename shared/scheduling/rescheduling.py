@@ -7,9 +7,9 @@ more when it ends. A leader that vanishes leaves leases behind that run out by t
 from __future__ import annotations
 
 from shared.messages.cluster import LoadReport
-from shared.messages.migration import MoveReason, Rebalance
+from shared.messages.migration import MigrationReason, Rebalance
 from shared.migration.limits import DRAIN_CONCURRENCY
-from shared.policies.rebalancing import InstanceView, Pair, Rebalancer, Taker
+from shared.policies.rebalancing import Destination, InstanceView, Pair, Rebalancer
 from shared.scheduling.actions import Action, Paired, SendRebalance
 from shared.scheduling.cluster import ClusterView, InstanceState
 from shared.settings import SchedulerSettings
@@ -60,8 +60,8 @@ class Rescheduler:
             self.on_registry(report.instance_id, state, now)
         if self.policy.touch(report.instance_id, report.migration_freeness):
             self._wake(now)
-        for outcome in report.moves:
-            reason = None if outcome.is_moved else outcome.reason
+        for outcome in report.migrations:
+            reason = None if outcome.is_migrated else outcome.reason
             self.policy.on_move(report.instance_id, outcome.destination_id, reason, now)
 
     def on_registry(self, instance_id: str, state: InstanceState | None, now: float) -> None:
@@ -75,7 +75,7 @@ class Rescheduler:
         """What to tell whom, if it is time to look."""
         if self._next_s is None or now < self._next_s:
             return []
-        changes = self.policy.step(now, self._view_of, self._takers_above)
+        changes = self.policy.step(now, self._view_of, self._destinations_above)
         self._last_s = now
         self._next_s = None if self.policy.is_idle else now + self._between_s(self._interval_s)
         actions: list[Action] = []
@@ -96,8 +96,8 @@ class Rescheduler:
         return actions
 
     def _message(self, pair: Pair) -> Rebalance:
-        at_once = DRAIN_CONCURRENCY if pair.reason == MoveReason.DRAIN else 1
-        return Rebalance(list(pair.takers), pair.reason, self._lease_s, at_once)
+        at_once = DRAIN_CONCURRENCY if pair.reason == MigrationReason.DRAIN else 1
+        return Rebalance(list(pair.destinations), pair.reason, self._lease_s, at_once)
 
     def _wake(self, now: float) -> None:
         """A look is due soon, and at most so often."""
@@ -108,9 +108,9 @@ class Rescheduler:
         state = self._cluster.get(instance_id)
         return state.rebalancing_view() if state is not None else None
 
-    def _takers_above(self, freeness: float) -> list[Taker]:
+    def _destinations_above(self, freeness: float) -> list[Destination]:
         return [
-            Taker(instance_id, report.migration_freeness, state.names, report.running_freeness)
+            Destination(instance_id, report.migration_freeness, state.names, report.running_freeness)
             for instance_id, state in self._cluster
             if (report := state.report) is not None and report.running_freeness >= freeness and state.can_take
         ]

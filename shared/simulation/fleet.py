@@ -31,7 +31,7 @@ from shared.messages.cluster import (
     InstanceInfo,
     LoadedModel,
     LoadReport,
-    MoveOutcome,
+    MigrationOutcome,
 )
 from shared.messages.migration import Rebalance
 from shared.messages.requests import ErrorCode, ErrorInfo, GenerationRequest, HeldRequest
@@ -45,7 +45,7 @@ from shared.scheduling.actions import (
     DrainAction,
     InstanceLost,
     LeftQueue,
-    MoveEnded,
+    MigrationEnded,
     NotifyLost,
     Paired,
     ProbeSilence,
@@ -89,7 +89,7 @@ ENTRY_S = 3.0
 """Until the registry forgets an instance that does not write its entry any more."""
 ANSWER_S = 1.0
 """Until a call that is not answered is given up."""
-MOVING_SLOWDOWN = 1.01
+MIGRATING_SLOWDOWN = 1.01
 """Of the steps of an instance that sends or receives KV (Llumnix measures at most 1 %)."""
 PATIENCE_S = 3000.0
 """After the last arrival, for all to end."""
@@ -163,7 +163,7 @@ class Instance:
         """Of the last steps that held decodes, on average."""
         self.num_steps = 0
         self.on_step: Callable[[VirtualStep], None] = lambda step: None
-        self.moves: Moves | None = None
+        self.migrations: Moves | None = None
         """None: requests stay here."""
         self._fleet, self._events, self._gateway = fleet, fleet.events, fleet.gateway
         self._draw = np.random.default_rng(seed)
@@ -186,7 +186,7 @@ class Instance:
     @property
     def num_transfers(self) -> int:
         """Of KV, in or out."""
-        return 0 if self.moves is None else self.moves.num_transfers
+        return 0 if self.migrations is None else self.migrations.num_transfers
 
     @property
     def ready_models(self) -> set[str]:
@@ -196,15 +196,15 @@ class Instance:
     def stop(self) -> None:
         """At once, whatever it does."""
         self.host.is_stopped = True
-        if self.moves is not None:
-            self.moves.is_dead = True
+        if self.migrations is not None:
+            self.migrations.is_dead = True
 
     def info(self) -> InstanceInfo:
         served = [
             LoadedModel(
                 name=name, state="loading" if self.state == "starting" else state,
-                max_model_len=self._limits.get(name, 0), page_tokens=self.models[name].shape.page_tokens,
-                slots_per_merged=self.models[name].shape.slots_per_merged,
+                max_model_len=self._limits.get(name, 0), block_size=self.models[name].shape.block_size,
+                blocks_per_merged=self.models[name].shape.blocks_per_merged,
             )
             for name, state in self.model_states.items()
         ]  # fmt: skip
@@ -268,12 +268,12 @@ class Instance:
         if epoch is not None and (action.epoch is None or epoch <= action.epoch):
             self.host.apply(Cancel(action.request_id))
 
-    def report_move(self, outcome: MoveOutcome) -> None:
-        self.reports.moves.append(outcome)
+    def report_migration(self, outcome: MigrationOutcome) -> None:
+        self.reports.migrations.append(outcome)
         self.wake()
 
-    def report_moved_in(self, held: HeldRequest) -> None:
-        self.reports.moved_in.append(held)
+    def report_migrated_in(self, held: HeldRequest) -> None:
+        self.reports.migrated_in.append(held)
         self.wake()
 
     # ------------------------------------------------------------------------------------------------- steps
@@ -285,7 +285,7 @@ class Instance:
 
     def _slowdown(self) -> float:
         noise = float(np.exp(self._draw.normal(0.0, self._fleet.noise))) if self._fleet.noise else 1.0
-        return noise * (MOVING_SLOWDOWN if self.num_transfers else 1.0)
+        return noise * (MIGRATING_SLOWDOWN if self.num_transfers else 1.0)
 
     def _on_turn(self, step: VirtualStep | None) -> None:
         if (num_preemptions := self.engine.counters.num_preemptions) != self._num_preemptions:
@@ -308,9 +308,9 @@ class Instance:
     def _on_step(self, step: VirtualStep) -> None:
         self.num_steps += 1
         self.on_step(step)
-        if self.moves is not None and not step.is_suspended:
+        if self.migrations is not None and not step.is_suspended:
             plan = step.plan
-            self.moves.on_step(StepStats(plan.model, sum(plan.counts), plan.num_decodes, step.whole_s))
+            self.migrations.on_step(StepStats(plan.model, sum(plan.counts), plan.num_decodes, step.whole_s))
         self._report_soon()
 
     def _on_effects(self, effects: list[Effect]) -> None:
@@ -327,9 +327,9 @@ class Instance:
             elif effect.progress.num_computed:
                 travelling = effect.request
                 num_tokens = (len(travelling.prompt) + len(travelling.prior)) // 4
-                self._gateway.on_taken_out(travelling.request_id, num_tokens, self.step_s)
-        if self.moves is not None:
-            self.moves.on_effects(effects)
+                self._gateway.on_detached(travelling.request_id, num_tokens, self.step_s)
+        if self.migrations is not None:
+            self.migrations.on_effects(effects)
 
     # ----------------------------------------------------------------------------------------------- reports
 
@@ -348,7 +348,7 @@ class Instance:
         if self.is_gone:
             return
         self._reported_s = self._events.now
-        num_out = 0 if self.moves is None else self.moves.num_out
+        num_out = 0 if self.migrations is None else self.migrations.num_out
         num_in = self.num_transfers - num_out
         self._fleet.send_report(self.reports.take(self.engine.load(self._events.now), num_out, num_in))
 
@@ -408,7 +408,7 @@ class Scheduler:
             case ScaleUp() | DrainAction() | CancelDrain():
                 assert fleet.scale is not None
                 self.apply(OnScaled(fleet.scale(action)))
-            case Paired() | InstanceLost() | LeftQueue() | MoveEnded():  # for metrics
+            case Paired() | InstanceLost() | LeftQueue() | MigrationEnded():  # for metrics
                 pass
 
     def _dispatch(self, action: Dispatch) -> None:
@@ -491,7 +491,7 @@ class Fleet:
         instance.state = "starting" if start_s else "ready"
         self.instances[instance_id] = instance
         if self.migrations is not None:
-            instance.moves = self.migrations.add(instance)
+            instance.migrations = self.migrations.add(instance)
         for model in models:
             instance.attach(model)
         if start_s:

@@ -85,7 +85,7 @@ class Record(msgspec.Struct, kw_only=True):
     loss_s: float = 0.0
     """From each preemption to the next token."""
     recomputed_tokens: int = 0
-    num_moves: int = 0
+    num_migrations: int = 0
     num_placements: int = 0
     longest_gap_s: float = 0.0
     """Between two of its tokens."""
@@ -274,11 +274,11 @@ class Gateway:
         if num_preemptions > record.num_preemptions:
             record.num_preemptions, record.preempted_s = num_preemptions, self._now()
 
-    def on_taken_out(self, request_id: str, num_tokens: int, step_s: float) -> None:
+    def on_detached(self, request_id: str, num_tokens: int, step_s: float) -> None:
         """The request left its source's batch; its next token ends the pause."""
         record = self.records[int(request_id)]
         if record.last_s >= 0:  # else it waits for its first token, wherever it is
             self._paused[int(request_id)] = (num_tokens, record.last_s, step_s)
 
     def on_moved(self, request_id: str) -> None:
-        self.records[int(request_id)].num_moves += 1
+        self.records[int(request_id)].num_migrations += 1

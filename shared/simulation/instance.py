@@ -188,9 +188,9 @@ class VirtualInstance:
     def _start_copies(self, copies: list[KvCopy]) -> None:
         for copy in copies:
             cost = self._cost_model(copy.model)
-            slot_s = {CopyKind.RESTORE: cost.restore_slot_s, CopyKind.CHECKPOINT: cost.checkpoint_slot_s}
+            block_s = {CopyKind.RESTORE: cost.restore_block_s, CopyKind.CHECKPOINT: cost.checkpoint_block_s}
             begins_s = max(self._events.now, self._copies_end_s)
-            self._copies_end_s = begins_s + slot_s.get(copy.kind, 0.0) * len(copy.device_slots)
+            self._copies_end_s = begins_s + block_s.get(copy.kind, 0.0) * len(copy.device_blocks)
             self._events.at(self._copies_end_s, self._end_copy, copy.copy_id)
 
     def _end_copy(self, copy_id: int) -> None:

@@ -10,9 +10,9 @@ from itertools import count
 from shared.engine import calls
 from shared.engine.driver import StepStats
 from shared.engine.engine import Effect
-from shared.engine.moving import TakenOut
+from shared.engine.handover import Detached
 from shared.engine.requests import Ended
-from shared.messages.cluster import ONE_DEVICE, InstanceInfo, MoveOutcome
+from shared.messages.cluster import ONE_DEVICE, InstanceInfo, MigrationOutcome
 from shared.messages.migration import (
     AbortMigration,
     Commit,
@@ -84,14 +84,14 @@ class VirtualMigrations:
         intake: Intake,
         peers: Callable[[], Mapping[str, InstanceInfo]],
         new_id: Callable[[], str],
-        slot_bytes: Callable[[str], int],
+        block_bytes: Callable[[str], int],
         bandwidth_bytes_s: float,
         *,
         max_migrations: int,
         max_stages: int,
         rate_share: float,
     ) -> None:
-        """`slot_bytes`: of a model's KV block."""
+        """`block_bytes`: of a model's KV block."""
         self.address = intake.instance_id
         self.intake = intake
         self.num_transfers = 0
@@ -101,13 +101,13 @@ class VirtualMigrations:
         self.num_bytes = 0
         """Sent."""
         self.is_dead = False
-        self.on_over: Callable[[MoveOutcome, GenerationRequest, TakenOut | None], None] = lambda *_: None
+        self.on_over: Callable[[MigrationOutcome, GenerationRequest, Detached | None], None] = lambda *_: None
         self.on_adopted: Callable[[Commit, int], None] = lambda *_: None
         self.on_blocks: Callable[[VirtualMigrations, commands.SendBlocks, list[int]], None] = lambda *_: None
-        """Of `SendBlocks` of a source, which now lie in these slots."""
+        """Of `SendBlocks` of a source, which now lie in these blocks."""
         self._network, self._events, self._engine = network, network.events, engine
         self._bandwidth_bytes_s, self._rate_share = bandwidth_bytes_s, rate_share
-        self._slot_bytes = slot_bytes
+        self._block_bytes = block_bytes
         self.core = MigrationCore(
             engine,
             self,
@@ -128,9 +128,9 @@ class VirtualMigrations:
 
     # ------------------------------------------------------------------------------------------------ as `KvEnd`
 
-    def slot_bytes(self, pool: str, /) -> int | None:
+    def block_bytes(self, pool: str, /) -> int | None:
         where, _, model = pool.partition("/")
-        return self._slot_bytes(model) if where == "device" else None
+        return self._block_bytes(model) if where == "device" else None
 
     def bandwidth_bytes_s(self, _address: str, /) -> float | None:
         return self._bandwidth_bytes_s
@@ -145,7 +145,7 @@ class VirtualMigrations:
 
     def on_effects(self, effects: list[Effect]) -> None:
         """Of the engine; acted upon after what else happens at this moment."""
-        if any(isinstance(effect, TakenOut | Ended) for effect in effects):
+        if any(isinstance(effect, Detached | Ended) for effect in effects):
             self._events.after(0.0, self.tell, self.core.on_effects, effects)
 
     def on_step(self, stats: StepStats) -> None:
@@ -191,10 +191,10 @@ class VirtualMigrations:
                     after(grace_s, self._end_out, migration_id)
                 else:
                     self._end_out(migration_id)
-            case commands.ClaimSlots(_, number):
+            case commands.ClaimBlocks(_, number):
                 after(0.0, self.tell, core.incoming.on_claimed, migration_id, number, "")
-            case commands.ExpectBlocks(_, number, _, slots, deadline_s):
-                self._expected[migration_id, number] = slots
+            case commands.ExpectBlocks(_, number, _, blocks, deadline_s):
+                self._expected[migration_id, number] = blocks
                 after(deadline_s, self.on_stage, migration_id, number, "too late")
                 core.incoming.on_expected(migration_id, number, self.address, TICKET, "", self._events.now)
             case commands.AnswerRoom(_, number, room):
@@ -282,7 +282,7 @@ class VirtualMigrations:
         if peer is None or key not in peer._expected:
             self._network.send(commands.SendBlocks, lambda: self.tell(self.core.on_sent, command.migration_id, False))
             return
-        num_bytes = len(command.slots) * self._slot_bytes(command.pool.partition("/")[2])
+        num_bytes = len(command.blocks) * self._block_bytes(command.pool.partition("/")[2])
         self.num_bytes += num_bytes
         seconds = copy_s(num_bytes, self._bandwidth_bytes_s, 1.0 if stage.is_urgent else self._rate_share)
         seconds *= self.num_out + 1
@@ -295,11 +295,11 @@ class VirtualMigrations:
     def _arrive(self, transfer: _Transfer) -> None:
         peer, command = transfer.destination, transfer.command
         key = command.migration_id, command.stage.number
-        slots = peer._expected.get(key)
-        if self.is_dead or peer.is_dead or slots is None:
+        blocks = peer._expected.get(key)
+        if self.is_dead or peer.is_dead or blocks is None:
             self._fail(transfer)
         elif transfer.end():
-            peer.on_blocks(self, command, slots)
+            peer.on_blocks(self, command, blocks)
             peer.on_stage(*key, "")
             self.tell(self.core.on_sent, command.migration_id, True)
 
@@ -395,16 +395,16 @@ class FleetMigrations:
             Intake(instance.instance_id),
             lambda: self._registry,
             lambda: str(next(self._ids)),
-            lambda model: device.merged_bytes // instance.models[model].shape.slots_per_merged,
+            lambda model: device.merged_bytes // instance.models[model].shape.blocks_per_merged,
             device.bandwidth_bytes_s,
             max_migrations=self._max_migrations,
             max_stages=self._max_stages,
             rate_share=device.rate_share,
         )
 
-        def on_over(outcome: MoveOutcome, request: GenerationRequest, taken: TakenOut | None) -> None:
+        def on_over(outcome: MigrationOutcome, request: GenerationRequest, taken: Detached | None) -> None:
             gateway, how = self._fleet.gateway, outcome.reason
-            if outcome.is_moved:
+            if outcome.is_migrated:
                 is_waiting = taken is None or not taken.progress.num_computed
                 how = "moved waiting" if is_waiting else "moved"
                 gateway.on_moved(request.request_id)
@@ -412,13 +412,13 @@ class FleetMigrations:
                 entry = TokenEntry(request_id=request.request_id, epoch=outcome.epoch, offset=0, tokens=b"")
                 gateway.on_entries([entry], instance.instance_id)
             self.outcomes[how] = self.outcomes.get(how, 0) + 1
-            instance.report_move(outcome)
+            instance.report_migration(outcome)
 
         def on_adopted(commit: Commit, num_output: int) -> None:
             request = commit.request
             entry = TokenEntry(request_id=request.request_id, epoch=request.epoch, offset=num_output, tokens=b"")
             self._fleet.gateway.on_entries([entry], instance.instance_id)
-            instance.report_moved_in(
+            instance.report_migrated_in(
                 HeldRequest(
                     request_id=request.request_id,
                     gateway_id=request.gateway_id,

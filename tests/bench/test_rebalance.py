@@ -97,7 +97,11 @@ def test_every_request_gets_every_token_once_and_runs_repeat(system: System) -> 
             instance.engine.check()
             assert not instance.engine.all_held() and instance.num_transfers == 0
             assert instance.engine.pool.num_available("model") == device.num_blocks
-        return [record.latency_s for record in records], sum(r.num_moves for r in records), cluster.migrations.outcomes
+        return (
+            [record.latency_s for record in records],
+            sum(r.num_migrations for r in records),
+            cluster.migrations.outcomes,
+        )
 
     first = run()
     assert not system.migrates or first == run()
@@ -111,7 +115,7 @@ def test_a_drained_instance_is_emptied_by_moving_what_it_has() -> None:
     cluster.fleet.events.at(3.0, cluster.fleet.drain, "instance-0")
     records = cluster.run().records
     assert 3.0 < cluster.fleet.emptied_s["instance-0"] < 5.0
-    assert sum(record.num_moves for record in records) == 4
+    assert sum(record.num_migrations for record in records) == 4
     assert len(cluster.gateway.pauses) == 4
     assert all(0 < pause < 5 * step_s for _, pause, step_s in cluster.gateway.pauses)
 

@@ -85,7 +85,7 @@ def load(system: Stack, instance_id: str) -> dict:
 
 def num_moved(system: Stack, instance_id: str) -> int:
     """Requests that the instance took over from others."""
-    return load(system, instance_id)["num_moved_in"]
+    return load(system, instance_id)["num_migrated_in"]
 
 
 def metric(system: Stack, instance_id: str, name: str) -> float:

@@ -58,8 +58,8 @@ def test_every_point_and_way_to_fail_is_drawn() -> None:
     assert draw(Random("same")) == draw(Random("same"))
 
 
-@pytest.mark.parametrize("slot", [0, 1, 2])
-def test_a_changed_block_makes_other_tokens(slot: int) -> None:
+@pytest.mark.parametrize("block", [0, 1, 2])
+def test_a_changed_block_makes_other_tokens(block: int) -> None:
     """So the chaos run would see it."""
     wrongs: list[str] = []
     executor = ChaosExecutor(4, 0, 0.0, wrongs.append)
@@ -85,7 +85,7 @@ def test_a_changed_block_makes_other_tokens(slot: int) -> None:
     step(0, 20, first)
     step(20, 1)
     assert made == output("a", prompt, 2) and not wrongs
-    executor.slot_rows("a", False)[slot, 3] ^= 1
+    executor.block_rows("a", False)[block, 3] ^= 1
     step(21, 1)
     assert len(wrongs) == 1 and "1 of 22 cells" in wrongs[0]
     assert made[:2] == output("a", prompt, 2) and made != output("a", prompt, 3)

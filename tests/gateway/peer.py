@@ -186,7 +186,7 @@ class ScriptedPeer:
         kv_address: str = "",
     ) -> None:
         loaded = [
-            LoadedModel(name=name, state=state, max_model_len=256, page_tokens=16, num_running=num_running)
+            LoadedModel(name=name, state=state, max_model_len=256, block_size=16, num_running=num_running)
             for name in models
         ]
         info = InstanceInfo(

@@ -35,9 +35,9 @@ BUSY: dict[str, object] = {
     "num_running": 7,
     "models": [ModelLoad(model=MODEL, num_running=7, num_waiting=2, num_offline=3)],
     "num_high": 1,
-    "num_moving_out": 1,
-    "num_moved_out": 12,
-    "num_moved_in": 4,
+    "num_migrating_out": 1,
+    "num_migrated_out": 12,
+    "num_migrated_in": 4,
 }
 
 
@@ -68,10 +68,10 @@ async def test_instances_and_their_load(pair: Stack) -> None:
         "num_high": 1,
         "dispatch_freeness": -3.5,
         "migration_freeness": 40.0,
-        "num_moving_out": 1,
-        "num_moving_in": 0,
-        "num_moved_out": 12,
-        "num_moved_in": 4,
+        "num_migrating_out": 1,
+        "num_migrating_in": 0,
+        "num_migrated_out": 12,
+        "num_migrated_in": 4,
     }
     [model] = shown["b"]["models"]
     assert (model["name"], model["num_running"], model["num_waiting"]) == (MODEL, 7, 2), "the report is the newer"

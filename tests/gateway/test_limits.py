@@ -153,7 +153,7 @@ def test_bypass_candidates_fewest_requests_first() -> None:
 
 def test_in_bypass_the_freest_instance_comes_first_and_what_was_sent_there_counts() -> None:
     def instance(name: str, freeness: float, running: int) -> InstanceInfo:
-        loaded = LoadedModel(name="m", state="ready", page_tokens=16, slots_per_merged=2, num_running=running)
+        loaded = LoadedModel(name="m", state="ready", block_size=16, blocks_per_merged=2, num_running=running)
         return InstanceInfo(
             instance_id=name,
             incarnation="1",

@@ -14,7 +14,7 @@ from shared.messages.requests import (
     PLACEMENT_EPOCHS,
     FinishReason,
     GenerationRequest,
-    MovedRequest,
+    MigratedRequest,
     ReplayReply,
 )
 from shared.settings import BusSettings
@@ -92,8 +92,8 @@ async def test_an_owner_tells_whom_it_handed_the_request_to(impatient: None, man
     await manual.peer.add_instance("c", MODEL)
     rest = manual.peer.entry(request, 3, tokens[3:], FinishReason.STOP, epoch=2)
     manual.peer.replays = {  # all frames of the new owners are lost
-        "a": ReplayReply([], [], [MovedRequest(request.request_id, "b", 1)]),
-        "b": ReplayReply([], [], [MovedRequest(request.request_id, "c", 2)]),
+        "a": ReplayReply([], [], [MigratedRequest(request.request_id, "b", 1)]),
+        "b": ReplayReply([], [], [MigratedRequest(request.request_id, "c", 2)]),
         "c": ReplayReply([rest], []),
     }
     await finished_whole(reader, tokens)
@@ -107,7 +107,7 @@ async def test_a_request_whose_new_owner_is_none_is_placed_again(
     impatient: None, manual: Stack, destination: str
 ) -> None:
     reader, request, tokens = await begun(manual)
-    moved_on = MovedRequest(request.request_id, destination, PLACEMENT_EPOCHS + 1)
+    moved_on = MigratedRequest(request.request_id, destination, PLACEMENT_EPOCHS + 1)
     manual.peer.replays["a"] = ReplayReply([], [request.request_id], [moved_on])
     again = await manual.next_request(1)
     assert again.epoch == 2 * PLACEMENT_EPOCHS, "it outranks whom the request was handed to"
@@ -119,7 +119,7 @@ async def test_an_owner_that_names_nobody_who_is_there_and_says_nothing_new_has_
     impatient: None, manual: Stack
 ) -> None:
     reader, request, tokens = await begun(manual)
-    manual.peer.replays["a"] = ReplayReply([], [], [MovedRequest(request.request_id, "nobody", 0)])
+    manual.peer.replays["a"] = ReplayReply([], [], [MigratedRequest(request.request_id, "nobody", 0)])
     again = await manual.next_request(1)
     assert again.epoch == PLACEMENT_EPOCHS
     continue_from_prior(manual, again, tokens)
@@ -132,7 +132,7 @@ async def test_who_handed_a_request_over_is_not_taken_for_its_owner(impatient: N
     await manual.peer.stop_scheduler()
     rest = manual.peer.entry(request, 3, tokens[3:], FinishReason.STOP, epoch=1)
     manual.peer.replays = {
-        "a": ReplayReply([], [], [MovedRequest(request.request_id, "b", 0)]),
+        "a": ReplayReply([], [], [MigratedRequest(request.request_id, "b", 0)]),
         "b": ReplayReply([rest], []),
     }
     manual.gateway.context.table.streams[request.request_id].owned_by(None)

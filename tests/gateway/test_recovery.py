@@ -11,7 +11,7 @@ import pytest
 from services.gateway import placing, recovery, stream
 from shared.bus.interface import ServiceError
 from shared.messages.catalogue import INSTANCE_EXITED, SCHEDULER_ANNOUNCE
-from shared.messages.cluster import InstanceExited, ModelSpec, SchedulerInfo
+from shared.messages.cluster import InstanceExited, LeaseHolder, ModelSpec
 from shared.messages.requests import (
     PLACEMENT_EPOCHS,
     ErrorCode,
@@ -205,7 +205,7 @@ async def test_a_new_scheduler_hears_of_all_unfinished_requests(manual: Stack) -
     reader, request, tokens = await begun(manual)
     waiting = manual.read()
     queued = await manual.next_request(1)
-    manual.peer.bus.publish(SCHEDULER_ANNOUNCE, SchedulerInfo("second", 2))
+    manual.peer.bus.publish(SCHEDULER_ANNOUNCE, LeaseHolder("second", 2))
     await until(lambda: len(manual.peer.submitted) == 4, "both announced")
     announced = {again.request_id: again for again in manual.peer.submitted[2:]}
     assert announced[request.request_id].epoch == 0

@@ -15,7 +15,7 @@ from services.placement.fleet import Fleet
 from services.placement.footprint import ConfiguredModel, DeviceFacts, footprint
 from services.placement.planning import LEAST_MERGED_BYTES, MAX_CPU_POOL_BYTES, displaced, plan, wasted
 from shared.checkpoint import ITEMSIZES, CheckpointShape
-from shared.engine.slab import slots_per_merged
+from shared.engine.memory.slab import blocks_per_merged
 from shared.messages.cluster import AttentionFacts, DeviceGroup, ModelSpec, NodeInfo, PlacementPlan
 
 MIB = 1 << 20
@@ -72,7 +72,7 @@ def test_every_model_on_every_instance() -> None:
 
 
 def test_merged_blocks_are_the_smallest_that_waste_little_and_the_waste_is_told() -> None:
-    """Two models of 7 and 13 billion parameters on a GPU: slots of 64 and 100 MiB."""
+    """Two models of 7 and 13 billion parameters on a GPU: blocks of 64 and 100 MiB."""
     models = [
         model("7b", 13_000, layers=32, kv_heads=32, head_dim=128),
         model("13b", 25_000, layers=40, kv_heads=40, head_dim=128),
@@ -139,13 +139,13 @@ def test_one_more_model_fits_beside_the_pool_where_memory_is_short(device: str) 
     assert [i.pool_bytes for i in second.instances] == [i.pool_bytes for i in first.instances]
 
 
-def test_a_slot_that_does_not_fit_changes_the_merged_blocks() -> None:
+def test_a_block_that_does_not_fit_changes_the_merged_blocks() -> None:
     first = plan([model("a")], [node()], None)
     wide = model("wide", layers=80, kv_heads=32)
     second = plan([model("a"), wide], [node()], first)
-    slot = footprint(wide.spec, wide.shape or shape(), CPU).slot_bytes
-    assert slots_per_merged(first.instances[0].merged_bytes, slot) == 0
-    assert all(slots_per_merged(i.merged_bytes, slot) >= 1 for i in second.instances)
+    block = footprint(wide.spec, wide.shape or shape(), CPU).block_bytes
+    assert blocks_per_merged(first.instances[0].merged_bytes, block) == 0
+    assert all(blocks_per_merged(i.merged_bytes, block) >= 1 for i in second.instances)
     assert displaced(first, second) == []
 
 
@@ -223,12 +223,12 @@ def test_merged_blocks_hold_blocks_of_the_size_that_the_node_reports(
     blocks may be as large as any takes, and a number alone is of all."""
     llama = model("llama", layers=32, kv_heads=32, head_dim=head_dim)
     llama = replace(llama, spec=msgspec.structs.replace(llama.spec, dtype=dtype))
-    said = {"page_tokens": attention, "attention": ()} if isinstance(attention, int) else {"attention": attention}
+    said = {"block_size": attention, "attention": ()} if isinstance(attention, int) else {"attention": attention}
     gpu = msgspec.structs.replace(node(num_instances=1, memory=160 * GIB, device="cuda"), **said)
     (instance,) = plan([llama], [gpu], None).instances
     block = 32 * 2 * 32 * block_size * head_dim * ITEMSIZES[dtype]
-    assert footprint(llama.spec, llama.shape or shape(), DeviceFacts.of(gpu)).slot_bytes == block
-    assert slots_per_merged(instance.merged_bytes, block) >= 1
+    assert footprint(llama.spec, llama.shape or shape(), DeviceFacts.of(gpu)).block_bytes == block
+    assert blocks_per_merged(instance.merged_bytes, block) >= 1
 
 
 def test_names_of_one_checkpoint_take_the_memory_of_its_weights_once() -> None:
@@ -246,14 +246,14 @@ def test_names_of_one_checkpoint_take_the_memory_of_its_weights_once() -> None:
 def test_larger_steps_need_more_memory() -> None:
     few, many = (footprint(model("m").spec, shape(), CPU._replace(step_tokens=tokens)) for tokens in (512, 2048))
     assert many.activation_bytes > few.activation_bytes
-    assert many.slot_bytes == few.slot_bytes
+    assert many.block_bytes == few.block_bytes
 
 
 def test_a_changed_dtype_changes_the_cost() -> None:
     spec = ModelSpec("m", "/m")
     half = msgspec.structs.replace(spec, dtype="bfloat16")
     full_size, half_size = footprint(spec, shape(), CPU), footprint(half, shape(), CPU)
-    assert half_size.slot_bytes * 2 == full_size.slot_bytes
+    assert half_size.block_bytes * 2 == full_size.block_bytes
     assert math.isclose(half_size.weight_bytes * 2, full_size.weight_bytes, abs_tol=2)
 
 
@@ -358,9 +358,9 @@ def check(result: PlacementPlan, models: list[ConfiguredModel], nodes: list[Node
             of_spec = by_name[spec.name].shape
             assert of_spec is not None
             sizes.append(footprint(spec, of_spec, DeviceFacts.of(home)))
-        per_merged = [slots_per_merged(instance.merged_bytes, s.slot_bytes) for s in sizes]
+        per_merged = [blocks_per_merged(instance.merged_bytes, s.block_bytes) for s in sizes]
         assert all(per_merged)
-        least = sum(-(-s.least_slots // n) for s, n in zip(sizes, per_merged, strict=True)) * instance.merged_bytes
+        least = sum(-(-s.least_blocks // n) for s, n in zip(sizes, per_merged, strict=True)) * instance.merged_bytes
         assert least <= instance.pool_bytes
         assert instance.pool_bytes % instance.merged_bytes == 0
         used = sum(s.weight_bytes for s in sizes) + max(s.activation_bytes for s in sizes) + instance.pool_bytes

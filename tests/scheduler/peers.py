@@ -24,7 +24,7 @@ from shared.messages.catalogue import (
     SCHEDULER_CANCEL,
     SCHEDULER_SUBMIT,
 )
-from shared.messages.cluster import FinishedStats, InstanceExited, SchedulerInfo
+from shared.messages.cluster import FinishedStats, InstanceExited, LeaseHolder
 from shared.messages.requests import (
     Accepted,
     Cancel,
@@ -249,7 +249,7 @@ class ScriptedGateway:
         self.gateway_id = gateway_id
         self.frames: list[TokenFrame] = []
         self.lost: list[RequestsLost] = []
-        self.announced: list[SchedulerInfo] = []
+        self.announced: list[LeaseHolder] = []
         self.outputs: dict[str, list[int]] = {}
         self.ends: dict[str, TokenEntry] = {}
         self._unfinished: dict[str, GenerationRequest] = {}
@@ -316,7 +316,7 @@ class ScriptedGateway:
         if request is not None and item.epoch >= request.epoch:
             self.want(msgspec.structs.replace(request, epoch=next_placement(item.epoch)))
 
-    def _on_announce(self, info: SchedulerInfo) -> None:
+    def _on_announce(self, info: LeaseHolder) -> None:
         self.announced.append(info)
         for request in list(self._unfinished.values()):
             self.want(request)

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from shared.messages.catalogue import SCHEDULER_ANNOUNCE
-from shared.messages.cluster import SchedulerInfo
+from shared.messages.cluster import LeaseHolder
 from shared.settings import BusSettings
 from tests.conftest import NatsServer
 from tests.scheduler.conftest import NatsStage
@@ -52,7 +52,7 @@ async def test_a_killed_leader_is_replaced_and_its_view_rebuilt(
     leader = None
     try:
         gateway = await stage.gateway()
-        announced: list[SchedulerInfo] = []
+        announced: list[LeaseHolder] = []
         await gateway.bus.subscribe(SCHEDULER_ANNOUNCE, announced.append)
         leader = await start_process(nats_settings.nats_url, "scheduler-process")
         await eventually(lambda: announced, 30)

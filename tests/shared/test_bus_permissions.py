@@ -21,7 +21,7 @@ from shared.bus.nats_bus import NatsBus
 from shared.bus.permissions import MAX_NODE_INSTANCES, ROLES, permissions
 from shared.messages import catalogue
 from shared.messages.channels import Bucket, Endpoint, ObjectBucket, Role, Topic
-from shared.messages.cluster import PlacementPlan, SchedulerInfo
+from shared.messages.cluster import LeaseHolder, PlacementPlan
 from shared.messages.requests import (
     Accepted,
     Cancel,
@@ -366,7 +366,7 @@ def test_the_printed_users_start_a_server(monkeypatch: pytest.MonkeyPatch) -> No
 
 async def test_who_writes_one_key_cannot_clear_the_bucket(server: NatsServer, buses: dict[str, NatsBus]) -> None:
     leases = await buses["placement"].key_value(catalogue.LEASES)
-    await leases.put("placement", SchedulerInfo("p", 1))
+    await leases.put("placement", LeaseHolder("p", 1))
     client = await nats.connect(server.url, user="scheduler", password="scheduler", inbox_prefix="_INBOX.scheduler")
     for rollup in ("all", "sub"):
         with pytest.raises(nats.js.errors.APIError, match="rollup not permitted"):

@@ -12,7 +12,7 @@ from shared.cost_model import CostModel, StepShape
 from shared.policies.virtual_usage import (
     HIGH_WEIGHT,
     IDEAL_SLOWDOWN,
-    MOVING_SHARE,
+    MIGRATING_SHARE,
     TYPICAL_CONTEXT_TOKENS,
     decode_steps,
     dispatch_virtual_usage,
@@ -27,7 +27,7 @@ from shared.policies.virtual_usage import (
 blocks = st.floats(0, 1e4)
 
 
-def test_merged_demand_counts_whole_slots() -> None:
+def test_merged_demand_counts_whole_blocks() -> None:
     assert merged_demand(1, 16, 4) == 0.25
     assert merged_demand(16, 16, 4) == 0.25
     assert merged_demand(17, 16, 4) == 0.5
@@ -66,7 +66,7 @@ def test_headroom_grows_with_what_high_requests_hold_up_to_what_lies_above_the_i
 
 def test_headroom_counts_less_for_moves_and_not_where_nobody_could_leave() -> None:
     assert dispatch_virtual_usage(10, 0, high_headroom=40) == 50
-    assert migration_virtual_usage(10, 0, high_headroom=40) == 10 + 40 * MOVING_SHARE
+    assert migration_virtual_usage(10, 0, high_headroom=40) == 10 + 40 * MIGRATING_SHARE
     assert migration_virtual_usage(10, 0, high_headroom=40, runs_normal=False) == 10
 
 
@@ -84,7 +84,7 @@ def test_the_sums_are_those_over_single_requests(running: list[tuple[int, bool]]
     )
     head = waiting[0] if waiting else 0
     migration = migration_virtual_usage(held, head, high_headroom=room)
-    weight = MOVING_SHARE * HIGH_WEIGHT
+    weight = MIGRATING_SHARE * HIGH_WEIGHT
     assert migration == pytest.approx(sum(size * (1 + weight * is_high) for size, is_high in running) + head)
 
 

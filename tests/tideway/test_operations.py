@@ -59,8 +59,8 @@ async def stack(nats_settings: BusSettings, tmp_path: Path) -> AsyncIterator[Sta
             "num_running": 7,
             "models": [ModelLoad(model=MODEL, num_running=7, num_waiting=2)],
             "migration_freeness": 1234.5,
-            "num_moving_out": 1,
-            "num_moved_in": 5,
+            "num_migrating_out": 1,
+            "num_migrated_in": 5,
         }
         await until(lambda: len(stack.gateway.context.catalog.instances) == 2, "instances")
         yield stack
@@ -392,8 +392,8 @@ def on_instance(name: str, state: str, error: str = "", cost_model: str = "") ->
         name=name,
         state=state,
         max_model_len=512,
-        page_tokens=16,
-        slots_per_merged=1,
+        block_size=16,
+        blocks_per_merged=1,
         num_running=0,
         num_waiting=0,
         error=error,
@@ -419,7 +419,7 @@ def model_state(name: str, instances: dict[str, str]) -> ModelState:
     )
 
 
-def instance(name: str, incarnation: str, num_moved_in: int) -> InstanceState:
+def instance(name: str, incarnation: str, num_migrated_in: int) -> InstanceState:
     load = InstanceLoad(
         age_s=0.1,
         pool_use=0.5,
@@ -429,10 +429,10 @@ def instance(name: str, incarnation: str, num_moved_in: int) -> InstanceState:
         num_high=0,
         dispatch_freeness=None,
         migration_freeness=None,
-        num_moving_out=0,
-        num_moving_in=0,
-        num_moved_out=0,
-        num_moved_in=num_moved_in,
+        num_migrating_out=0,
+        num_migrating_in=0,
+        num_migrated_out=0,
+        num_migrated_in=num_migrated_in,
     )
     return InstanceState(
         instance_id=name,

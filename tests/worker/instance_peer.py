@@ -20,7 +20,7 @@ from shared.messages.cluster import InstanceInfo, LoadedModel
 from shared.messages.migration import (
     Commit,
     Committed,
-    MoveReason,
+    MigrationReason,
     OwnsQuery,
     OwnsReply,
     PreAllocate,
@@ -50,7 +50,7 @@ class Peer:
             incarnation="first",
             node_id="node",
             state="ready",
-            models=[LoadedModel(name="a", state="ready", max_model_len=600, page_tokens=4, slots_per_merged=3)],
+            models=[LoadedModel(name="a", state="ready", max_model_len=600, block_size=4, blocks_per_merged=3)],
             kv_address="local:nowhere",
         )
 
@@ -80,7 +80,7 @@ class Peer:
         return OwnsReply(any(commit.migration_id == query.migration_id for commit in self.commits))
 
 
-def rebalance(stage: Stage, reason: MoveReason = MoveReason.BALANCE, lease_s: float = 5.0) -> None:
+def rebalance(stage: Stage, reason: MigrationReason = MigrationReason.BALANCE, lease_s: float = 5.0) -> None:
     stage.bus.publish(INSTANCE_REBALANCE.at(**IDS), Rebalance(["node-1"], reason, lease_s))
 
 

@@ -92,7 +92,7 @@ class SteppedExecutor(FakeExecutor):
         copied, self._copied = self._copied, []
         return copied
 
-    def claim_slots(self, model: str, slots: list[int]) -> None:
+    def claim_blocks(self, model: str, blocks: list[int]) -> None:
         raise AssertionError("there is no transport")
 
     def on_copy_finished(self, callback: Callable[[], None]) -> None:
@@ -100,29 +100,29 @@ class SteppedExecutor(FakeExecutor):
 
 
 class SlabExecutor(SteppedExecutor):
-    """Its KV cells are bytes that a transport can read and write: a slot that was not claimed first loses what came."""
+    """Its KV cells are bytes that a transport can read and write: a block that was not claimed first loses what came."""
 
     def __init__(self) -> None:
         super().__init__()
         self._rows = {
-            shape.name: np.full((NUM_MERGED * shape.slots_per_merged, shape.page_tokens), EMPTY, np.int32)
+            shape.name: np.full((NUM_MERGED * shape.blocks_per_merged, shape.block_size), EMPTY, np.int32)
             for shape in SHAPES.values()
         }
 
-    def claim_slots(self, model: str, slots: list[int]) -> None:
-        for slot in slots:
-            self._slot(model, slot)
+    def claim_blocks(self, model: str, blocks: list[int]) -> None:
+        for block in blocks:
+            self._block(model, block)
 
-    def slot_rows(self, model: str, on_host: bool) -> torch.Tensor:
+    def block_rows(self, model: str, on_host: bool) -> torch.Tensor:
         rows = torch.from_numpy(self._rows[model]).view(torch.uint8)
         return rows[:0] if on_host else rows
 
-    def _slot(self, model: str, slot: int) -> Any:
-        merged, num_slots = slot // SHAPES[model].slots_per_merged, SHAPES[model].slots_per_merged
+    def _block(self, model: str, block: int) -> Any:
+        merged, num_blocks = block // SHAPES[model].blocks_per_merged, SHAPES[model].blocks_per_merged
         if self._merged_owner.get(merged) != model:
             self._merged_owner[merged] = model
-            self._rows[model][merged * num_slots : (merged + 1) * num_slots] = EMPTY
-        return self._rows[model][slot]
+            self._rows[model][merged * num_blocks : (merged + 1) * num_blocks] = EMPTY
+        return self._rows[model][block]
 
 
 class Stage:
@@ -229,7 +229,7 @@ async def instance_on(
         return info is not None and info.state == "ready"
 
     await stage.until(is_ready)
-    await stage.until(lambda: stage.service._moves._service)
+    await stage.until(lambda: stage.service._migrations._service)
     try:
         yield stage
     finally:

@@ -26,7 +26,7 @@ from shared.messages.cluster import (
     LoadReport,
     ModelSpec,
 )
-from shared.messages.migration import MoveReason, Rebalance
+from shared.messages.migration import MigrationReason, Rebalance
 from shared.messages.requests import (
     FinishReason,
     GenerationRequest,
@@ -97,7 +97,7 @@ class Neighbours:
         for request in requests:
             await self.bus.request(INSTANCE_SUBMIT.at(instance_id=instance_id), request, timeout_s=5)
 
-    def rebalance(self, source: str, *destinations: str, reason: MoveReason = MoveReason.BALANCE) -> None:
+    def rebalance(self, source: str, *destinations: str, reason: MigrationReason = MigrationReason.BALANCE) -> None:
         message = Rebalance([*destinations], reason, 0.5, max_concurrent=4)
         self.bus.publish(INSTANCE_REBALANCE.at(instance_id=source), message)
 

@@ -31,11 +31,11 @@ class Row:
 
 
 class Driver:
-    """The sequences of one model, with slots handed out in shuffled order from merged blocks it owns."""
+    """The sequences of one model, with blocks handed out in shuffled order from merged blocks it owns."""
 
     def __init__(self, executor: Executor, shape: ModelShape, merged: Sequence[int], seed: int = 0) -> None:
         self.executor, self.shape = executor, shape
-        per = shape.slots_per_merged
+        per = shape.blocks_per_merged
         self.free = [m * per + place for m in merged for place in range(per)]
         random.Random(seed).shuffle(self.free)
         self.step_id = 0
@@ -52,17 +52,17 @@ class Driver:
         new: list[NewSequence] = []
         appended: list[tuple[int, list[int]]] = []
         for sequence, count in work:
-            needed = -(-(sequence.computed + count) // self.shape.page_tokens) - len(sequence.blocks)
-            slots = [self.free.pop() for _ in range(needed)]
-            sequence.blocks += slots
+            needed = -(-(sequence.computed + count) // self.shape.block_size) - len(sequence.blocks)
+            blocks = [self.free.pop() for _ in range(needed)]
+            sequence.blocks += blocks
             if not sequence.announced:
                 sequence.announced = True
                 packed = pack_tokens(sequence.tokens)
                 new.append(
                     NewSequence(sequence.row, packed, sequence.num_prompt, sequence.sampling, list(sequence.blocks))
                 )
-            elif slots:
-                appended.append((sequence.row, slots))
+            elif blocks:
+                appended.append((sequence.row, blocks))
         samples = [s.computed + count == len(s.tokens) for s, count in work]
         plan = StepPlan(
             step_id=self.step_id,
@@ -89,6 +89,6 @@ class Driver:
             self.step([(s, 1) for s in sequences])
 
     def preempt(self, sequence: Row) -> None:
-        """Gives up its slots and row; it will be announced again with prompt and output."""
+        """Gives up its blocks and row; it will be announced again with prompt and output."""
         self.free[:0] = sequence.blocks
         sequence.blocks, sequence.computed, sequence.announced = [], 0, False

@@ -52,7 +52,7 @@ def name_of(dtype: torch.dtype) -> str:
 def make_case(
     device: str,
     lengths: Lengths,
-    page_tokens: int,
+    block_size: int,
     *,
     heads: tuple[int, int] = (6, 2),
     head_dim: int = 32,
@@ -62,13 +62,13 @@ def make_case(
 ) -> Case:
     generator = torch.Generator().manual_seed(seed)
     num_heads, num_kv_heads = heads
-    shape = KvShape(2, page_tokens, num_kv_heads, head_dim, dtype)
-    pages = [-(-(start + count) // page_tokens) for start, count in lengths]
+    shape = KvShape(2, block_size, num_kv_heads, head_dim, dtype)
+    pages = [-(-(start + count) // block_size) for start, count in lengths]
     per = 3
-    store = KvStore(-(-sum(pages) // per) + 1, per * (shape.slot_bytes + 64), torch.device(device))
+    store = KvStore(-(-sum(pages) // per) + 1, per * (shape.block_bytes + 64), torch.device(device))
     store.slab.fill_(0xFF)  # NaN wherever nobody wrote
     views = store.attach(shape, per)
-    order = torch.randperm(views.num_slots, generator=generator).to(torch.int32).numpy()
+    order = torch.randperm(views.num_blocks, generator=generator).to(torch.int32).numpy()
     tables = np.zeros((len(lengths), max(pages)), np.int32)
     taken = 0
     for row, count in enumerate(pages):
@@ -77,7 +77,7 @@ def make_case(
         taken += count
     store.claim(views, order[:taken])
     starts, counts = (np.array(column, np.int64) for column in zip(*lengths, strict=True))
-    layout = BatchLayout(starts, counts, tables, page_tokens, dtype, torch.device(device), windows)
+    layout = BatchLayout(starts, counts, tables, block_size, dtype, torch.device(device), windows)
 
     kv = views.layers[1]
     flat: dict[str, list[torch.Tensor]] = {"queries": [], "keys": [], "values": []}
@@ -87,8 +87,8 @@ def make_case(
         queries = torch.randn(count, num_heads, head_dim, generator=generator).to(dtype)
         keys, values = (torch.randn(total, num_kv_heads, head_dim, generator=generator).to(dtype) for _ in range(2))
         for position in range(start):
-            slot, offset = tables[row, position // page_tokens], position % page_tokens
-            kv.keys[slot, offset], kv.values[slot, offset] = keys[position], values[position]
+            block, offset = tables[row, position // block_size], position % block_size
+            kv.keys[block, offset], kv.values[block, offset] = keys[position], values[position]
         for name, tensor in (("queries", queries), ("keys", keys[start:]), ("values", values[start:])):
             flat[name].append(tensor)
         for window, outputs in expected.items():
@@ -120,7 +120,7 @@ def check(backend: AttentionBackend, case: Case, tolerance: float) -> None:
         for window, expected in case.expected.items():
             got = backend.attend(case.queries, case.keys, case.values, kv, metadata, window)
             torch.testing.assert_close(got.double(), expected, rtol=tolerance, atol=tolerance)
-    pages, at = case.layout.slots.astype(np.int64), case.layout.offsets
+    pages, at = case.layout.blocks.astype(np.int64), case.layout.offsets
     assert torch.equal(kv.keys[pages, at], case.keys) and torch.equal(kv.values[pages, at], case.values)
 
 
@@ -255,15 +255,15 @@ def flash_without_gpu(request: pytest.FixtureRequest, monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("name", BATCHES)
 def test_flash_back_end_calls_its_kernels_rightly(flash_without_gpu: FlashBackend, name: str) -> None:
-    (page_tokens,) = flash_without_gpu.facts.block_sizes
-    case = make_case("cpu", BATCHES[name], page_tokens, dtype=torch.bfloat16, windows=(24,))
+    (block_size,) = flash_without_gpu.facts.block_sizes
+    case = make_case("cpu", BATCHES[name], block_size, dtype=torch.bfloat16, windows=(24,))
     check(flash_without_gpu, case, 2e-2)
 
 
 def test_flash_back_end_replays_other_batches_from_the_same_memory(flash_without_gpu: FlashBackend) -> None:
-    (page_tokens,) = flash_without_gpu.facts.block_sizes
+    (block_size,) = flash_without_gpu.facts.block_sizes
     cases = [
-        make_case("cpu", lengths, page_tokens, dtype=torch.bfloat16, seed=i)
+        make_case("cpu", lengths, block_size, dtype=torch.bfloat16, seed=i)
         for i, lengths in enumerate([[(5, 1), (700, 1)], [(300, 1), (0, 1)], [(900, 1), (256, 1)]])
     ]
     static: Any = flash_without_gpu.allocate_replay(cases[0].layout, 12)

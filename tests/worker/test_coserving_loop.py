@@ -41,8 +41,8 @@ SLOW = CostModel(
     decode_s=0.005,
     decode_context_s=0.0,
     num_layers=3,
-    checkpoint_slot_s=0.001,
-    restore_slot_s=0.001,
+    checkpoint_block_s=0.001,
+    restore_block_s=0.001,
 )
 """Predicts steps long enough to be interrupted, and to be gone on with in parts."""
 
@@ -55,9 +55,9 @@ class Scene:
     def __init__(self, paths: list[Path], interruption: str, host_share: float, cost_model: CostModel | None) -> None:
         probe = Executor("cpu", 1, 1 << 20, 1)
         prepared = [probe.prepare_model(ModelSpec(path.name, str(path))) for path in paths]
-        slot_sizes = [model.model.kv_shape(model.page_tokens).slot_bytes for model in prepared]
-        merged_bytes = math.lcm(*slot_sizes)
-        num_merged = 7 * max(slot_sizes) // merged_bytes
+        block_sizes = [model.model.kv_shape(model.block_size).block_bytes for model in prepared]
+        merged_bytes = math.lcm(*block_sizes)
+        num_merged = 7 * max(block_sizes) // merged_bytes
         num_host_merged = int(num_merged * host_share)
         settings = InstanceSettings(
             max_running=8,

@@ -110,8 +110,8 @@ def ended(klass: RequestClass = RequestClass.ONLINE, **fields: Any) -> Ended:
         (ended(first_token_s=None, ended_s=11.0, reason=FinishReason.CANCELLED), None, None),
         (ended(first_token_s=None, ended_s=11.0, reason=FinishReason.DEADLINE), "missed", None),
         # moved: its times came with it, and so did what it had waited for when it left
-        (ended(prior=bytes(20), waited_s=1.6, num_moves=1), "met", "met"),
-        (ended(prior=bytes(20), waited_s=1.6, num_moves=1, ended_s=12.2), "met", "missed"),
+        (ended(prior=bytes(20), waited_s=1.6, num_migrations=1), "met", "met"),
+        (ended(prior=bytes(20), waited_s=1.6, num_migrations=1, ended_s=12.2), "met", "missed"),
         (ended(first_token_s=None, ended_s=11.0, reason=FinishReason.CANCELLED, waited_s=1.0), None, None),
         # placed again after 3 s, of which the first token took 1.2 s; and after 4 s, with one that took 1.6 s
         (ended(prior=bytes(20), ttft_s=1.2, arrived_s=7.0, num_output_tokens=101), "met", "met"),

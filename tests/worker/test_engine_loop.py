@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from services.worker.engine_loop import EngineLoop
-from shared.engine.calls import Adopt, Call, OnCopy, OnStep, OnTime, PutBack, Release, Submit
+from shared.engine.calls import Adopt, Call, OnCopy, OnStep, OnTime, Reattach, Submit, Unreserve
 from shared.engine.driver import StepStats
 from shared.engine.plan import CopyKind, KvCopy, StepPlan, StepResult
 from tests.shared.engine.fake_executor import request
@@ -100,10 +100,10 @@ class ScriptedExecutor:
     def start_copy(self, copy: KvCopy) -> None:
         self.started.append(copy)
 
-    def claim_slots(self, model: str, slots: list[int]) -> str:
+    def claim_blocks(self, model: str, blocks: list[int]) -> str:
         if model == "unknown":
             raise KeyError(model)
-        self.claimed.append((model, slots, threading.current_thread().name))
+        self.claimed.append((model, blocks, threading.current_thread().name))
         return "event"
 
     def end_copy(self, copy_id: int, ok: bool) -> None:
@@ -192,24 +192,24 @@ def test_calls_between_steps_wait_for_copies_too_and_nothing_is_planned_meanwhil
     until(lambda: scene.executor.launched)
 
 
-def test_slots_are_claimed_in_the_loops_thread_while_a_step_is_in_flight(scene: SimpleNamespace) -> None:
+def test_blocks_are_claimed_in_the_loops_thread_while_a_step_is_in_flight(scene: SimpleNamespace) -> None:
     scene.engine.steps.max_in_flight = 2
     scene.engine.plans.append(INTERRUPTIBLE)
     nudge(scene)
     until(lambda: scene.executor.launched)
-    future = scene.loop.claim_slots("m", [1, 2])
+    future = scene.loop.claim_blocks("m", [1, 2])
     scene.executor.go.set()
     assert future.result(10) == "event"
     assert scene.executor.claimed == [("m", [1, 2], "engine")]
 
 
 def test_a_claim_wakes_an_idle_loop_and_does_not_wait_for_calls_between_steps(scene: SimpleNamespace) -> None:
-    assert scene.loop.claim_slots("m", [1]).result(10) == "event"
+    assert scene.loop.claim_blocks("m", [1]).result(10) == "event"
     scene.engine.copies.append(COPY)
     nudge(scene)
     until(lambda: scene.executor.started)
     between = scene.loop.between_steps(lambda: len(scene.executor.claimed))
-    assert scene.loop.claim_slots("m", [2]).result(10) == "event"
+    assert scene.loop.claim_blocks("m", [2]).result(10) == "event"
     assert not between.done()
     scene.executor.end_copy(3, True)
     assert between.result(10) == 2
@@ -217,12 +217,12 @@ def test_a_claim_wakes_an_idle_loop_and_does_not_wait_for_calls_between_steps(sc
 
 def test_a_claim_that_fails_or_is_given_up_does_not_stop_the_loop(scene: SimpleNamespace) -> None:
     with pytest.raises(KeyError):
-        scene.loop.claim_slots("unknown", [1]).result(10)
+        scene.loop.claim_blocks("unknown", [1]).result(10)
     with scene.loop.locked():
-        futures = [scene.loop.claim_slots("m", [n]) for n in range(8)]
+        futures = [scene.loop.claim_blocks("m", [n]) for n in range(8)]
         given_up = [future.cancel() for future in futures]
-    assert scene.loop.claim_slots("m", [9]).result(10) == "event"
-    assert [slots[0] for _, slots, _ in scene.executor.claimed] == [
+    assert scene.loop.claim_blocks("m", [9]).result(10) == "event"
+    assert [blocks[0] for _, blocks, _ in scene.executor.claimed] == [
         *(n for n, is_given_up in enumerate(given_up) if not is_given_up),
         9,
     ]
@@ -230,14 +230,14 @@ def test_a_claim_that_fails_or_is_given_up_does_not_stop_the_loop(scene: SimpleN
 
 def test_calls_to_a_loop_that_has_ended_fail_at_once(scene: SimpleNamespace) -> None:
     scene.loop.stop(5)
-    for future in (scene.loop.claim_slots("m", [1]), scene.loop.between_steps(int)):
+    for future in (scene.loop.claim_blocks("m", [1]), scene.loop.between_steps(int)):
         with pytest.raises(RuntimeError, match="has ended"):
             future.result(1)
 
 
 def test_a_request_that_moves_in_or_is_put_back_interrupts_a_step_like_a_new_one(scene: SimpleNamespace) -> None:
     for number, come in enumerate(
-        (lambda: scene.loop.apply(Adopt(None)), lambda: scene.loop.apply(PutBack("r", 2))), 1
+        (lambda: scene.loop.apply(Adopt(None)), lambda: scene.loop.apply(Reattach("r", 2))), 1
     ):
         scene.executor.go.clear()
         scene.engine.plans.append(INTERRUPTIBLE)
@@ -247,40 +247,40 @@ def test_a_request_that_moves_in_or_is_put_back_interrupts_a_step_like_a_new_one
         come()
         until(lambda: len(scene.stats) == number)  # noqa: B023
         assert scene.stats[-1].is_suspended
-    assert Adopt(None) in scene.engine.told and PutBack("r", 2) in scene.engine.told
+    assert Adopt(None) in scene.engine.told and Reattach("r", 2) in scene.engine.told
 
 
 def test_room_that_becomes_free_wakes_the_loop(scene: SimpleNamespace) -> None:
     scene.engine.plans.append(INTERRUPTIBLE)
     scene.executor.go.set()
-    scene.loop.apply(Release("m1"))
+    scene.loop.apply(Unreserve("m1"))
     until(lambda: scene.executor.launched)
-    assert Release("m1") in scene.engine.told
+    assert Unreserve("m1") in scene.engine.told
 
 
-def test_slots_are_moved_before_what_they_left_is_claimed(scene: SimpleNamespace) -> None:
-    """A reservation moved slots away; it was made in another thread, and is to be written to before the next plan."""
+def test_blocks_are_moved_before_what_they_left_is_claimed(scene: SimpleNamespace) -> None:
+    """A reservation moved blocks away; it was made in another thread, and is to be written to before the next plan."""
     order: list[str] = []
-    started, claimed = scene.executor.start_copy, scene.executor.claim_slots
+    started, claimed = scene.executor.start_copy, scene.executor.claim_blocks
     scene.executor.start_copy = lambda copy: (order.append("move"), started(copy))
-    scene.executor.claim_slots = lambda *slots: (order.append("claim"), claimed(*slots))[1]
+    scene.executor.claim_blocks = lambda *blocks: (order.append("claim"), claimed(*blocks))[1]
     scene.engine.copies.append(KvCopy(5, CopyKind.MOVE, "m", [1], [], [2]))
-    assert scene.loop.claim_slots("m", [1]).result(5) == "event"
+    assert scene.loop.claim_blocks("m", [1]).result(5) == "event"
     assert order == ["move", "claim"]
 
 
 def test_a_move_that_cannot_be_carried_out_ends_the_loop(scene: SimpleNamespace) -> None:
-    """Nobody knows what the slots hold; the instance is of no more use."""
+    """Nobody knows what the blocks hold; the instance is of no more use."""
 
     def start_copy(_copy: KvCopy) -> None:
-        raise IndexError("no such slot")
+        raise IndexError("no such block")
 
     scene.executor.start_copy = start_copy
     scene.engine.copies.append(KvCopy(5, CopyKind.MOVE, "m", [1], [], [2]))
     with pytest.raises(IndexError):
-        scene.loop.claim_slots("m", [1]).result(5)
+        scene.loop.claim_blocks("m", [1]).result(5)
     scene.loop._thread.join(5)
-    assert "no such slot" in scene.loop.failure
+    assert "no such block" in scene.loop.failure
     scene.loop.failure = ""
 
 

@@ -34,9 +34,9 @@ def test_greedy_output_equals_transformers_under_pressure(tmp_path: Path, varian
     paths = {variant: write_checkpoint(tmp_path, variant) for variant in variants}
     probe = Executor("cpu", 1, 1 << 20, 1)
     prepared = [probe.prepare_model(ModelSpec(variant, str(path))) for variant, path in paths.items()]
-    slot_sizes = [model.model.kv_shape(model.page_tokens).slot_bytes for model in prepared]
-    merged_bytes = math.lcm(*slot_sizes)
-    num_merged = 20 * max(slot_sizes) // merged_bytes
+    block_sizes = [model.model.kv_shape(model.block_size).block_bytes for model in prepared]
+    merged_bytes = math.lcm(*block_sizes)
+    num_merged = 20 * max(block_sizes) // merged_bytes
     executor = Executor("cpu", num_merged, merged_bytes, 8)
     engine = Engine(num_merged, 8, FirstComeFirstServed(), FixedTokenBudget(48), steps_in_flight=2)
     for model in prepared:
@@ -77,7 +77,7 @@ def test_greedy_output_equals_transformers_under_pressure(tmp_path: Path, varian
                 for entry in effect.entries:
                     outputs.setdefault(entry.request_id, []).extend(unpack_tokens(entry.tokens))
     engine.check()
-    assert max(slot_sizes) == merged_bytes or engine.counters.moved_blocks.total() > 0
+    assert max(block_sizes) == merged_bytes or engine.counters.moved_blocks.total() > 0
     assert num_ended == len(requests) and engine.counters.num_preemptions > 0 and num_cached > 0
     for variant, path in paths.items():
         expected = reference_outputs(path, PROMPTS, NUM_TOKENS)

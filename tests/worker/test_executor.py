@@ -49,12 +49,12 @@ def load(executor: Executor, path: Path, name: str | None = None) -> ModelShape:
 def test_two_models_in_one_slab_take_turns_and_blocks(
     checkpoints: dict[str, Path], expected: dict[str, list[list[int]]]
 ) -> None:
-    """Merged blocks change hands between models of different slot sizes."""
+    """Merged blocks change hands between models of different block sizes."""
     executor = Executor("cpu", 12, MERGED_BYTES, 8)
     executor._store.slab.fill_(0xFF)  # NaN in every type
     names = ["llama", "opt"]
     shapes = [load(executor, checkpoints[v]) for v in names]
-    assert shapes[0].slots_per_merged != shapes[1].slots_per_merged
+    assert shapes[0].blocks_per_merged != shapes[1].blocks_per_merged
     for turn in range(2):
         merged = [range(6), range(6, 12)] if turn == 0 else [range(6, 12), range(6)]
         drivers = [Driver(executor, s, m, seed=turn) for s, m in zip(shapes, merged, strict=True)]
@@ -72,7 +72,7 @@ def test_two_models_in_one_slab_take_turns_and_blocks(
 def test_any_schedule_makes_the_same_tokens(
     checkpoints: dict[str, Path], expected: dict[str, list[list[int]]], variant: str, seed: int, device: str
 ) -> None:
-    """Random subsets, random chunks, rows and slots reused, preemption by recompute in the middle."""
+    """Random subsets, random chunks, rows and blocks reused, preemption by recompute in the middle."""
     chance = random.Random(seed)
     executor = Executor(device, 4, MERGED_BYTES, 6)
     driver = Driver(executor, load(executor, checkpoints[variant]), range(4), seed)
@@ -94,7 +94,7 @@ def test_sequences_share_the_blocks_of_a_common_prefix(checkpoints: dict[str, Pa
     executor = Executor("cpu", 4, MERGED_BYTES, 3)
     shape = load(executor, path)
     driver = Driver(executor, shape, range(4))
-    prefix = prompt_of(2 * shape.page_tokens)
+    prefix = prompt_of(2 * shape.block_size)
     prompts = [prefix + prompt_of(n) for n in (9, 21, 40)]
     first = driver.add(0, prompts[0])
     driver.step([(first, len(prompts[0]))])
@@ -163,7 +163,7 @@ def step_of(row: Row, shape: ModelShape, **changes: Any) -> StepPlan:
     ("changes", "words"),
     [
         ({"model": "nobody"}, "'nobody' is not loaded"),
-        ({"new_blocks": [(0, [10**6])]}, "slots 1000000..1000000 of"),
+        ({"new_blocks": [(0, [10**6])]}, "blocks 1000000..1000000 of"),
         ({"starts": [40]}, "rows [0] lack KV blocks"),
         ({"rows": [99]}, "IndexError"),
         (
@@ -191,7 +191,7 @@ def test_models_come_and_go(checkpoints: dict[str, Path], expected: dict[str, li
     executor = Executor(device, 4, MERGED_BYTES, 2)
     for name in ("first", "second"):
         shape = load(executor, checkpoints["opt"], name)
-        assert (shape.name, shape.page_tokens, shape.max_model_len) == (name, 32, 256)
+        assert (shape.name, shape.block_size, shape.max_model_len) == (name, 32, 256)
         driver = Driver(executor, shape, range(4), seed=1)
         row = driver.add(1, prompt_of(LENGTHS[1]))
         driver.step([(row, LENGTHS[1])])
@@ -442,10 +442,10 @@ def test_graphs_of_a_back_end_without_capture_are_not_used(
     assert row.output == expected["llama"][2]
 
 
-def test_a_sequence_goes_on_where_its_slots_were_copied_to(
+def test_a_sequence_goes_on_where_its_blocks_were_copied_to(
     checkpoints: dict[str, Path], expected: dict[str, list[list[int]]]
 ) -> None:
-    """Slots that are claimed before they are written keep what was written, where the model computes in their merged block
+    """Blocks that are claimed before they are written keep what was written, where the model computes in their merged block
     for the first time after it."""
     source, target = Executor("cpu", 6, MERGED_BYTES, 4), Executor("cpu", 6, MERGED_BYTES, 4, num_host_merged=1)
     target._store.slab.fill_(0xFF)
@@ -454,20 +454,20 @@ def test_a_sequence_goes_on_where_its_slots_were_copied_to(
     drivers[0].step([(moved, LENGTHS[1])])
     drivers[0].decode([moved], 4)
     free = drivers[1].free
-    slots = [free.pop() for _ in moved.blocks]
-    assert target.claim_slots("llama", slots) is None, "there is no device to wait for"
-    from_rows, to_rows = source.slot_rows("llama", on_host=False), target.slot_rows("llama", on_host=False)
+    blocks = [free.pop() for _ in moved.blocks]
+    assert target.claim_blocks("llama", blocks) is None, "there is no device to wait for"
+    from_rows, to_rows = source.block_rows("llama", on_host=False), target.block_rows("llama", on_host=False)
     assert from_rows.shape == to_rows.shape and from_rows.dtype == torch.uint8
-    assert len(to_rows) == 6 * drivers[1].shape.slots_per_merged
-    for mine, theirs in zip(moved.blocks, slots, strict=True):
+    assert len(to_rows) == 6 * drivers[1].shape.blocks_per_merged
+    for mine, theirs in zip(moved.blocks, blocks, strict=True):
         to_rows[theirs] = from_rows[mine]
-    moved.blocks, moved.announced, moved.row = slots, False, 3
+    moved.blocks, moved.announced, moved.row = blocks, False, 3
     drivers[1].decode([moved], STEPS - len(moved.output))
     assert moved.output == expected["llama"][1]
-    assert len(source.slot_rows("llama", on_host=True)) == 0
-    assert len(target.slot_rows("llama", on_host=True)) == drivers[1].shape.slots_per_merged
+    assert len(source.block_rows("llama", on_host=True)) == 0
+    assert len(target.block_rows("llama", on_host=True)) == drivers[1].shape.blocks_per_merged
     with pytest.raises(KeyError):
-        target.claim_slots("opt", [0])
+        target.claim_blocks("opt", [0])
 
 
 class _Queue:
@@ -486,25 +486,25 @@ class _Queue:
         monkeypatch.setattr(executor, "_mark", lambda: ("after zeroing", self.num_zeroed))
 
 
-def test_writes_to_claimed_slots_wait_for_zeroing_by_an_earlier_step(
+def test_writes_to_claimed_blocks_wait_for_zeroing_by_an_earlier_step(
     checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The step that first used the merged block may still be in the device's queue."""
     executor = Executor("cpu", 6, MERGED_BYTES, 4)
     driver = Driver(executor, load(executor, checkpoints["llama"]), range(6))
     _Queue(executor, monkeypatch)
-    assert executor.claim_slots("llama", []) is None
+    assert executor.claim_blocks("llama", []) is None
     row = driver.add(0, prompt_of(5))
     driver.step([(row, 5)])
-    per_merged = driver.shape.slots_per_merged
+    per_merged = driver.shape.blocks_per_merged
     first = row.blocks[0] // per_merged * per_merged
-    others = [slot for slot in range(first, first + per_merged) if slot not in row.blocks]
-    assert executor.claim_slots("llama", others) == ("after zeroing", 1)
+    others = [block for block in range(first, first + per_merged) if block not in row.blocks]
+    assert executor.claim_blocks("llama", others) == ("after zeroing", 1)
     elsewhere = (first + per_merged) % (6 * per_merged)
-    assert executor.claim_slots("llama", [elsewhere]) == ("after zeroing", 2)
+    assert executor.claim_blocks("llama", [elsewhere]) == ("after zeroing", 2)
 
 
-def test_a_sequence_goes_on_when_its_slots_were_moved(checkpoints: dict[str, Path]) -> None:
+def test_a_sequence_goes_on_when_its_blocks_were_moved(checkpoints: dict[str, Path]) -> None:
     """Between two steps; what was left behind is another model's at once."""
     outputs = []
     for moves in (False, True):
@@ -515,14 +515,16 @@ def test_a_sequence_goes_on_when_its_slots_were_moved(checkpoints: dict[str, Pat
         driver.step([(row, 100)])
         driver.decode([row], 3)
         if moves:
-            per_merged = driver.shape.slots_per_merged
-            slots = row.blocks[:]
-            targets = [4 * per_merged - 1 - index for index in range(len(slots))]
-            tables = [(0, index, slot) for index, slot in enumerate(targets)]
-            executor.start_copy(KvCopy(1, CopyKind.MOVE, "llama", slots, [], targets, tables))
+            per_merged = driver.shape.blocks_per_merged
+            blocks = row.blocks[:]
+            targets = [4 * per_merged - 1 - index for index in range(len(blocks))]
+            tables = [(0, index, block) for index, block in enumerate(targets)]
+            executor.start_copy(KvCopy(1, CopyKind.MOVE, "llama", blocks, [], targets, tables))
             assert executor.finished_copies() == [(1, True)]
             taken = other.add(1, prompt_of(30))
-            other.free = [merged * other.shape.slots_per_merged for merged in {slot // per_merged for slot in slots}]
+            other.free = [
+                merged * other.shape.blocks_per_merged for merged in {block // per_merged for block in blocks}
+            ]
             other.step([(taken, 30)])
             row.blocks = targets
             driver.free = [5 * per_merged - 1 - index for index in range(per_merged)]
@@ -536,9 +538,9 @@ def test_a_move_that_cannot_be_raises(checkpoints: dict[str, Path]) -> None:
     driver = Driver(executor, load(executor, checkpoints["llama"]), range(3))
     row = driver.add(0, prompt_of(5))
     driver.step([(row, 5)])
-    slots, num_slots = row.blocks[:1], 6 * driver.shape.slots_per_merged
+    blocks, num_blocks = row.blocks[:1], 6 * driver.shape.blocks_per_merged
     with pytest.raises(IndexError):
-        executor.start_copy(KvCopy(1, CopyKind.MOVE, "llama", [num_slots], [], slots))
+        executor.start_copy(KvCopy(1, CopyKind.MOVE, "llama", [num_blocks], [], blocks))
     with pytest.raises(KeyError):
         executor.start_copy(KvCopy(1, CopyKind.MOVE, "opt", [0], [], [0]))
 
@@ -546,7 +548,7 @@ def test_a_move_that_cannot_be_raises(checkpoints: dict[str, Path]) -> None:
 def test_copies_and_writes_wait_for_moves_before_them(
     checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a device they are on other queues than the steps, between which slots are moved."""
+    """On a device they are on other queues than the steps, between which blocks are moved."""
     executor = Executor("cpu", 6, MERGED_BYTES, 4, num_host_merged=1)
     driver = Driver(executor, load(executor, checkpoints["llama"]), range(1))
     row = driver.add(0, prompt_of(5))
@@ -556,9 +558,9 @@ def test_copies_and_writes_wait_for_moves_before_them(
     begun: list[Any] = []
     monkeypatch.setattr(executor.copies, "start", lambda copy, _views, after: begun.append((copy.kind, after)))
     monkeypatch.setattr(executor.copies, "await_move", lambda copy, _views, end: begun.append((copy.kind, end)))
-    (slot,), target = row.blocks, driver.free[0]
-    executor.start_copy(KvCopy(0, CopyKind.MOVE, "llama", [slot], [], [target], [(0, 0, target)]))
+    (block,), target = row.blocks, driver.free[0]
+    executor.start_copy(KvCopy(0, CopyKind.MOVE, "llama", [block], [], [target], [(0, 0, target)]))
     executor.start_copy(KvCopy(1, CopyKind.CHECKPOINT, "llama", [target], [0]))
-    executor.start_copy(KvCopy(2, CopyKind.RESTORE, "llama", [slot], [0]))
+    executor.start_copy(KvCopy(2, CopyKind.RESTORE, "llama", [block], [0]))
     assert begun == [(CopyKind.MOVE, 0), (CopyKind.CHECKPOINT, 0), (CopyKind.RESTORE, 0)]
-    assert executor.claim_slots("llama", [slot]) == 0
+    assert executor.claim_blocks("llama", [block]) == 0

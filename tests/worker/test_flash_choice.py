@@ -46,7 +46,7 @@ def install(monkeypatch: pytest.MonkeyPatch, *, second: bool, fourth: Any) -> No
 
 
 @pytest.mark.parametrize(
-    ("major", "second", "fourth", "name", "page_tokens"),
+    ("major", "second", "fourth", "name", "block_size"),
     [
         (HOPPER, True, current, "flash-attention 4", 128),
         (HOPPER, False, current, "flash-attention 4", 128),
@@ -57,11 +57,11 @@ def install(monkeypatch: pytest.MonkeyPatch, *, second: bool, fourth: Any) -> No
     ],
 )
 def test_the_newest_that_works_here_is_used(
-    monkeypatch: pytest.MonkeyPatch, major: int, second: bool, fourth: Any, name: str, page_tokens: int
+    monkeypatch: pytest.MonkeyPatch, major: int, second: bool, fourth: Any, name: str, block_size: int
 ) -> None:
     install(monkeypatch, second=second, fourth=fourth)
     facts = _choose_kernels(major)[1]
-    assert (facts.name, facts.block_sizes) == (name, (page_tokens,))
+    assert (facts.name, facts.block_sizes) == (name, (block_size,))
 
 
 def test_why_none_is_used_is_said(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ from services.worker.instance_main import first_of, local_address
 from shared.bus.interface import ServiceError
 from shared.engine.engine import Engine
 from shared.messages.cluster import LoadedModel
-from shared.messages.migration import MoveReason
+from shared.messages.migration import MigrationReason
 from shared.messages.requests import ErrorCode, RequestClass
 from shared.settings import BusSettings
 from tests.conftest import NatsServer
@@ -55,13 +55,13 @@ async def test_no_longer_for_an_instance_that_cannot(mobile: Stage, nats_setting
     }
     info = msgspec.structs.replace(Peer(mobile.bus).info, **changes[unfit])
     await Peer(mobile.bus).register(info)
-    await mobile.until(lambda: "node-1" in mobile.service._moves.peers())
+    await mobile.until(lambda: "node-1" in mobile.service._migrations.peers())
     assert await drained_after(mobile) < 5.0
 
 
 async def test_without_a_word_from_the_scheduler_it_waits_briefly(mobile: Stage) -> None:
     await Peer(mobile.bus).start()
-    await mobile.until(lambda: "node-1" in mobile.service._moves.peers())
+    await mobile.until(lambda: "node-1" in mobile.service._migrations.peers())
     assert 1.4 < await drained_after(mobile) < 5.0
     assert await held(mobile) == {"r0"}
 
@@ -69,7 +69,7 @@ async def test_without_a_word_from_the_scheduler_it_waits_briefly(mobile: Stage)
 async def test_it_ends_at_once_when_nothing_is_held_and_soon_when_everybody_else_drains_too(mobile: Stage) -> None:
     peer = Peer(mobile.bus)
     await peer.start()
-    await mobile.until(lambda: "node-1" in mobile.service._moves.peers())
+    await mobile.until(lambda: "node-1" in mobile.service._migrations.peers())
     drain = asyncio.create_task(drained_after(mobile))
     await mobile.until(lambda: mobile.info.state == "draining")
     await peer.register(msgspec.structs.replace(peer.info, state="draining"))
@@ -85,11 +85,11 @@ async def test_as_long_as_there_are_destinations_it_waits_until_its_requests_hav
     await peer.start()
     await mobile.submit(request("r1", OTHER_PROMPT, 100))
     await mobile.submit(request("r2", [1, 2], 100, request_class=RequestClass.OFFLINE))
-    await mobile.until(lambda: "node-1" in mobile.service._moves.peers())
+    await mobile.until(lambda: "node-1" in mobile.service._migrations.peers())
     drain = asyncio.create_task(drained_after(mobile))
     await mobile.until(lambda: mobile.info.state == "draining")
     for _ in range(5):
-        rebalance(mobile, MoveReason.DRAIN)
+        rebalance(mobile, MigrationReason.DRAIN)
         await asyncio.sleep(0.4)
     assert not drain.done(), "the scheduler still names a destination"
     with pytest.raises(ServiceError) as refused:
@@ -123,7 +123,7 @@ async def test_a_moment_without_anybody_or_anything_does_not_end_it(what: str) -
 
 async def test_requests_without_kv_can_go_where_there_is_no_transport(mobile: Stage) -> None:
     await Peer(mobile.bus).register(msgspec.structs.replace(Peer(mobile.bus).info, kv_address=""))
-    await mobile.until(lambda: "node-1" in mobile.service._moves.peers())
+    await mobile.until(lambda: "node-1" in mobile.service._migrations.peers())
     assert not mobile.service._any_destination()
     await mobile.submit(request("r1", OTHER_PROMPT, 100))
     assert mobile.service._any_destination()
@@ -134,7 +134,7 @@ async def test_without_nats_it_does_not_wait_for_long(fresh_nats: NatsServer) ->
     async with instance_on(settings, executor=SlabExecutor(), open_transport=local_transport) as stage:
         await Peer(stage.bus).start()
         await stage.submit_and_hold(request("r0", LONG_PROMPT, 100))
-        await stage.until(lambda: "node-1" in stage.service._moves.peers())
+        await stage.until(lambda: "node-1" in stage.service._migrations.peers())
         fresh_nats.kill()
         assert await drained_after(stage) < 4.0
 

@@ -8,7 +8,7 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from services.worker.instance_spans import InstanceSpans
-from shared.engine.moving import TakenOut
+from shared.engine.handover import Detached
 from shared.engine.requests import Ended
 from shared.messages.migration import SequenceProgress
 from shared.messages.requests import FinishReason, pack_tokens
@@ -82,7 +82,7 @@ def test_one_that_came_from_another_instance_shows_what_was_here(
 def test_one_that_moved_away_shows_what_was_here_and_where_it_went(collected: Collected) -> None:
     travelling = request("r", [1, 2, 3], 20, traceparent=PARENT, prior=pack_tokens([7, 8]))
     progress = SequenceProgress(first_planned_age_s=8.0, first_token_age_s=-1.0, submitted_age_s=9.0)
-    collected.spans.moved(TakenOut("r", travelling, progress, 19.5, here_since_s=10.5), "n-1")
+    collected.spans.moved(Detached("r", travelling, progress, 19.5, here_since_s=10.5), "n-1")
     expected = {"instance": (10.5, 20.0), "instance queue": (10.5, 11.5), "prefill": (11.5, 20.0)}
     assert collected.times_s() == expected
     attributes = collected.root.attributes
@@ -93,5 +93,5 @@ def test_one_that_moved_away_shows_what_was_here_and_where_it_went(collected: Co
 
 def test_without_a_trace_there_is_nothing(collected: Collected) -> None:
     untraced = request("r", [1], 20)
-    collected.spans.moved(TakenOut("r", untraced, SequenceProgress(), 19.5, 10.5), "n-1")
+    collected.spans.moved(Detached("r", untraced, SequenceProgress(), 19.5, 10.5), "n-1")
     assert collected.exporter.get_finished_spans() == ()

@@ -1,4 +1,4 @@
-"""Copies between the slab and host memory: whole slots, bit for bit, beside whatever the steps do."""
+"""Copies between the slab and host memory: whole blocks, bit for bit, beside whatever the steps do."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from services.worker import kv_copies
 from services.worker.executor import Executor
 from services.worker.kv_copies import KvCopies
 from services.worker.kv_store import KvShape, KvStore, KvViews
-from shared.engine import slab
+from shared.engine.memory import slab
 from shared.engine.plan import CopyKind, KvCopy
 from shared.messages.cluster import ModelSpec
 from tests.worker.checkpoints import prompt_of, write_checkpoint
 from tests.worker.step_driver import Driver
 
 MERGED_BYTES = 3 * 64 * 1024
-NARROW = KvShape(num_layers=3, page_tokens=4, num_kv_heads=2, head_dim=8, dtype=torch.float32)
-WIDE = KvShape(num_layers=2, page_tokens=4, num_kv_heads=5, head_dim=16, dtype=torch.bfloat16)
+NARROW = KvShape(num_layers=3, block_size=4, num_kv_heads=2, head_dim=8, dtype=torch.float32)
+WIDE = KvShape(num_layers=2, block_size=4, num_kv_heads=5, head_dim=16, dtype=torch.bfloat16)
 
 
 class Copier:
@@ -33,7 +33,7 @@ class Copier:
 
     def __init__(self, num_host_merged: int = 3, **options: Any) -> None:
         self.store = KvStore(5, MERGED_BYTES, torch.device("cpu"))
-        self.views = [self.store.attach(s, slab.slots_per_merged(MERGED_BYTES, s.slot_bytes)) for s in (NARROW, WIDE)]
+        self.views = [self.store.attach(s, slab.blocks_per_merged(MERGED_BYTES, s.block_bytes)) for s in (NARROW, WIDE)]
         self.copies = KvCopies(self.store, num_host_merged, **options)
         self.copies.pool.fill_(0xEE)
         self._changed = threading.Event()
@@ -49,8 +49,8 @@ class Copier:
         return [self.results[copy_id] for copy_id in copy_ids]
 
     def rows(self, views: KvViews) -> tuple[torch.Tensor, torch.Tensor]:
-        """The slots' bytes on the device and on the host."""
-        return self.store.slot_rows(views), self.store.slot_rows(views, self.copies.pool)
+        """The blocks' bytes on the device and on the host."""
+        return self.store.block_rows(views), self.store.block_rows(views, self.copies.pool)
 
 
 @contextmanager
@@ -62,12 +62,12 @@ def copier(**options: Any) -> Iterator[Copier]:
 
 
 @pytest.mark.parametrize("which", [0, 1])
-def test_slots_go_out_and_come_back_bit_for_bit_and_nothing_else_is_touched(which: int) -> None:
+def test_blocks_go_out_and_come_back_bit_for_bit_and_nothing_else_is_touched(which: int) -> None:
     with copier() as it:
         views = it.views[which]
         it.store.slab.random_(0, 256)
         device, host = it.rows(views)
-        num_device, num_host = 5 * views.slots_per_merged, 3 * views.slots_per_merged
+        num_device, num_host = 5 * views.blocks_per_merged, 3 * views.blocks_per_merged
         assert (len(device), len(host)) == (num_device, num_host)
         chance = np.random.default_rng(which)
         out, at = chance.permutation(num_device)[:9].tolist(), chance.permutation(num_host)[:9].tolist()
@@ -75,8 +75,8 @@ def test_slots_go_out_and_come_back_bit_for_bit_and_nothing_else_is_touched(whic
         assert it.wait(1) == [True]
         assert torch.equal(host[at], device[out])
         untouched = torch.ones(it.copies.pool.numel(), dtype=torch.bool)
-        for slot in at:
-            untouched[slot * views.stride_bytes : slot * views.stride_bytes + views.shape.slot_bytes] = False
+        for block in at:
+            untouched[block * views.stride_bytes : block * views.stride_bytes + views.shape.block_bytes] = False
         assert (it.copies.pool[untouched] == 0xEE).all()
 
         kept, before = device[out].clone(), it.store.slab.clone()
@@ -85,13 +85,13 @@ def test_slots_go_out_and_come_back_bit_for_bit_and_nothing_else_is_touched(whic
         assert it.wait(2) == [True]
         assert torch.equal(device[back], kept)
         changed = it.store.slab != before
-        for slot in back:
-            changed[slot * views.stride_bytes : slot * views.stride_bytes + views.shape.slot_bytes] = False
+        for block in back:
+            changed[block * views.stride_bytes : block * views.stride_bytes + views.shape.block_bytes] = False
         assert not changed.any()
 
 
 @pytest.mark.parametrize(("device", "host"), [([1, 2], [0]), ([-1], [0]), ([10**6], [0]), ([0], [10**6]), ([0], [-1])])
-def test_slots_that_do_not_exist_fail_the_copy_alone(device: list[int], host: list[int]) -> None:
+def test_blocks_that_do_not_exist_fail_the_copy_alone(device: list[int], host: list[int]) -> None:
     with copier() as it:
         it.copies.start(KvCopy(1, CopyKind.CHECKPOINT, "m", device, host), it.views[0])
         it.copies.start(KvCopy(2, CopyKind.CHECKPOINT, "m", [1], [1]), it.views[0])
@@ -147,7 +147,7 @@ def test_what_waits_is_bounded_and_fails_when_closed(monkeypatch: Any) -> None:
 
 
 def test_checkpoints_are_exact_while_steps_run_and_restores_go_where_another_model_was(tmp_path: Path) -> None:
-    """One sequence is checkpointed while others decode, loses its slots to another model, and continues from host memory
+    """One sequence is checkpointed while others decode, loses its blocks to another model, and continues from host memory
     in merged blocks that were the other's."""
     paths = [write_checkpoint(tmp_path, variant) for variant in ("llama", "opt")]
 
@@ -176,7 +176,7 @@ def test_checkpoints_are_exact_while_steps_run_and_restores_go_where_another_mod
 
     row, busy = driver.add(0, prompt_of(100)), driver.add(1, prompt_of(40))
     driver.step([(row, 100), (busy, 40)])
-    page = driver.shape.page_tokens
+    page = driver.shape.block_size
     host = [5, 1, 7]
     for index in range(3):
         copy = KvCopy(
@@ -187,13 +187,13 @@ def test_checkpoints_are_exact_while_steps_run_and_restores_go_where_another_mod
     for index in range(3):
         until(index)
     output = row.output
-    for slot in row.blocks:
-        executor._store.slab[slot * executor._models[driver.shape.name].views.stride_bytes :][:100] = 0xFF
+    for block in row.blocks:
+        executor._store.slab[block * executor._models[driver.shape.name].views.stride_bytes :][:100] = 0xFF
 
     taken = other.add(3, prompt_of(90))
     other.step([(taken, 90)])
-    merged = taken.blocks[0] // other.shape.slots_per_merged
-    per_merged = driver.shape.slots_per_merged
+    merged = taken.blocks[0] // other.shape.blocks_per_merged
+    per_merged = driver.shape.blocks_per_merged
     back = [merged * per_merged + place for place in (2, 0, 3)]
     executor.start_copy(KvCopy(7, CopyKind.RESTORE, driver.shape.name, back, host))
     driver.decode([busy], 2)

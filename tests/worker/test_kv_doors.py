@@ -25,7 +25,7 @@ from services.worker.kv_transport import KvTransport, TransferError, TransportLi
 from services.worker.kv_transport.doors import HANDSHAKE_S, KV_PORTS, MAX_WAITING, PortRange, devices_at, overdue
 from services.worker.kv_transport.telemetry import TransferMetrics
 from services.worker.kv_transport.ucx import HELLO_BYTES, Hello
-from tests.worker.test_kv_transport_processes import SLOT_BYTES, Peer
+from tests.worker.test_kv_transport_processes import BLOCK_BYTES, Peer
 
 ROOT = Path(__file__).parents[2]
 
@@ -119,7 +119,7 @@ async def test_noise_silence_and_half_a_handshake_end_and_cost_nothing_after(
     used = (await peer.ask("cpu"))["seconds"]
     await asyncio.sleep(1.0)
     assert (await peer.ask("cpu"))["seconds"] - used < 0.3
-    rows = torch.ones(1, SLOT_BYTES, dtype=torch.uint8)
+    rows = torch.ones(1, BLOCK_BYTES, dtype=torch.uint8)
     transport.register("m", rows)
     await transport.send(peer.address, await peer.expect([1]), "m", [0], deadline_s=20)
 

@@ -13,7 +13,7 @@ from services.worker.kv_transport import wire
 from services.worker.kv_transport.errors import LinkError, TransferError, TransferReason
 from services.worker.kv_transport.leases import Leases
 from services.worker.kv_transport.rates import Bandwidth, TokenBucket
-from services.worker.kv_transport.staging import SlotPool
+from services.worker.kv_transport.staging import KvPool
 from services.worker.kv_transport.ucx import uses_cuda
 
 
@@ -148,17 +148,17 @@ def test_the_checksum_sees_lines_that_changed_places() -> None:
     assert wire.checksum(shifted, 64) != before
 
 
-@pytest.mark.parametrize("slot_bytes", [24_640, 64 << 10, 300_000 & ~7, 1 << 20])
-def test_all_ways_to_sum_slots_agree(slot_bytes: int) -> None:
-    rows = torch.from_numpy(np.random.default_rng(slot_bytes).integers(0, 256, (12, slot_bytes), dtype=np.uint8))
-    pool, copy = SlotPool(rows), SlotPool(torch.zeros_like(rows))
-    staging = torch.empty(7 * slot_bytes, dtype=torch.uint8)
-    slots = range(3, 10)
-    run = pool.run_of(slots)
+@pytest.mark.parametrize("block_bytes", [24_640, 64 << 10, 300_000 & ~7, 1 << 20])
+def test_all_ways_to_sum_blocks_agree(block_bytes: int) -> None:
+    rows = torch.from_numpy(np.random.default_rng(block_bytes).integers(0, 256, (12, block_bytes), dtype=np.uint8))
+    pool, copy = KvPool(rows), KvPool(torch.zeros_like(rows))
+    staging = torch.empty(7 * block_bytes, dtype=torch.uint8)
+    blocks = range(3, 10)
+    run = pool.run_of(blocks)
     assert isinstance(run, np.ndarray)
     total = pool.checksum(run, 512)
-    assert pool.gather(slots, staging, 512) == total
-    assert copy.scatter(slots, staging, 512) == total
+    assert pool.gather(blocks, staging, 512) == total
+    assert copy.scatter(blocks, staging, 512) == total
     assert pool.checksum(staging, 512) == total  # as on a GPU
     assert wire.device_checksum(staging, 512, 3) == wire.checksum(staging.numpy(), 512, 3)
     assert pool.run_of([3, 5]) is None

@@ -25,13 +25,13 @@ from services.worker.kv_transport.faults import FaultPoint, Faults
 from services.worker.kv_transport.receiving import Incoming, Receipt
 from tests.stalls import Stopwatch
 
-SLOT_BYTES, NUM_SLOTS = 256 << 10, 64
+BLOCK_BYTES, NUM_BLOCKS = 256 << 10, 64
 LIMITS = TransportLimits(chunk_bytes=1 << 20, drain_s=0.3, rate_fraction=None)
 ROOT = Path(__file__).parents[2]
 
 
 def pool(seed: int) -> torch.Tensor:
-    return torch.from_numpy(np.random.default_rng(seed).integers(0, 256, (NUM_SLOTS, SLOT_BYTES), dtype=np.uint8))
+    return torch.from_numpy(np.random.default_rng(seed).integers(0, 256, (NUM_BLOCKS, BLOCK_BYTES), dtype=np.uint8))
 
 
 class Peer:
@@ -68,8 +68,8 @@ class Peer:
                 assert line, "the peer ended"
         return json.loads(line)
 
-    async def expect(self, slots: list[int], deadline_s: float = 5.0, stall_at: str = "") -> bytes:
-        answer = await self.ask("expect", slots=slots, deadline_s=deadline_s, stall_at=stall_at)
+    async def expect(self, blocks: list[int], deadline_s: float = 5.0, stall_at: str = "") -> bytes:
+        answer = await self.ask("expect", blocks=blocks, deadline_s=deadline_s, stall_at=stall_at)
         return bytes.fromhex(answer["ticket"])
 
     async def end(self) -> None:
@@ -108,13 +108,13 @@ async def reason_of(
 async def test_bytes_arrive_in_another_process(source: KvTransport, transports: str) -> None:
     peer = await Peer.start(UCX_TLS=transports)
     try:
-        for slots in ([5], list(range(40)), list(range(63, 20, -3))):
-            ticket = await peer.expect(slots)
-            await source.send(peer.address, ticket, "m", list(reversed(slots)), deadline_s=10)
+        for blocks in ([5], list(range(40)), list(range(63, 20, -3))):
+            ticket = await peer.expect(blocks)
+            await source.send(peer.address, ticket, "m", list(reversed(blocks)), deadline_s=10)
             assert (await peer.ask("result"))["reason"] is None
-            digest = (await peer.ask("digest", slots=slots))["digest"]
+            digest = (await peer.ask("digest", blocks=blocks))["digest"]
             assert digest == int(
-                pool(1)[list(reversed(slots))].to(torch.int64).mul(torch.arange(1, SLOT_BYTES + 1)).sum()
+                pool(1)[list(reversed(blocks))].to(torch.int64).mul(torch.arange(1, BLOCK_BYTES + 1)).sum()
             )
     finally:
         await peer.end()
@@ -177,8 +177,8 @@ async def test_idle_connections_and_expectations_cost_next_to_no_cpu(source: KvT
     waiting.cancel()
 
 
-async def test_a_stopped_source_gives_the_slots_back_soon_after_the_deadline_and_writes_no_more(peer: Peer) -> None:
-    """The slots are one run of memory: chunks arrive in them, and receives are posted when the source stops."""
+async def test_a_stopped_source_gives_the_blocks_back_soon_after_the_deadline_and_writes_no_more(peer: Peer) -> None:
+    """The blocks are one run of memory: chunks arrive in them, and receives are posted when the source stops."""
     opened = asyncio.Event()
 
     class Opened(Faults):
@@ -259,7 +259,7 @@ async def _peer() -> None:
         match request["command"]:
             case "expect":
                 faults.at_point = request["stall_at"]
-                incoming = transport.expect("m", request["slots"], deadline_s=request["deadline_s"])
+                incoming = transport.expect("m", request["blocks"], deadline_s=request["deadline_s"])
                 answer["ticket"] = incoming.ticket.hex()
             case "send":
                 faults.at_point = request["stall_at"]
@@ -277,8 +277,8 @@ async def _peer() -> None:
                 except TransferError as error:
                     answer["reason"] = error.reason
             case "digest":
-                weights = torch.arange(1, SLOT_BYTES + 1)
-                answer["digest"] = int(rows[request["slots"]].to(torch.int64).mul(weights).sum())
+                weights = torch.arange(1, BLOCK_BYTES + 1)
+                answer["digest"] = int(rows[request["blocks"]].to(torch.int64).mul(weights).sum())
             case "cpu":
                 answer["seconds"] = time.process_time()
                 answer["is_closed"] = is_closed.is_set()

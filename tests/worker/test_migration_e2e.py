@@ -15,7 +15,7 @@ from shared.bus.nats_bus import NatsBus
 from shared.engine.engine import Engine
 from shared.messages.admin import UnloadModel
 from shared.messages.catalogue import INSTANCE_CANCEL, INSTANCE_UNLOAD_MODEL
-from shared.messages.migration import MoveReason
+from shared.messages.migration import MigrationReason
 from shared.messages.requests import Cancel, FinishReason, RequestClass
 from shared.settings import BusSettings
 from tests.worker.instance_stage import Stage, instance_on
@@ -79,7 +79,7 @@ async def pair(nats_settings: BusSettings, checkpoint: Path) -> AsyncIterator[Pa
         both = ("node-0", "node-1")
 
         def see_each_other() -> bool:
-            views = [stage.service._moves.peers() for stage in (neighbours.source, neighbours.destination)]
+            views = [stage.service._migrations.peers() for stage in (neighbours.source, neighbours.destination)]
             return all(view[name].kv_address for view in views for name in both if name in view) and all(
                 len(view) == 2 for view in views
             )
@@ -105,10 +105,10 @@ async def test_streams_of_requests_that_move_are_those_of_requests_that_stay(pai
     assert moved
     for request in moved:
         assert await pair.replayed("node-1", request.request_id) == expected[request.request_id]
-    await pair.until(lambda: {move.request_id for r in pair.reports for move in r.moves if move.is_moved})
+    await pair.until(lambda: {move.request_id for r in pair.reports for move in r.migrations if move.is_migrated})
     ids = {request.request_id for request in moved}
-    assert {move.request_id for report in pair.reports for move in report.moves if move.is_moved} == ids
-    assert {held.request_id for report in pair.reports for held in report.moved_in} == ids
+    assert {move.request_id for report in pair.reports for move in report.migrations if move.is_migrated} == ids
+    assert {held.request_id for report in pair.reports for held in report.migrated_in} == ids
     ended = {report.instance_id: set(report.ended) for report in pair.reports if report.ended}
     assert not any(request_id in ended.get("node-0", ()) for request_id in ids)
     made = sum(
@@ -137,7 +137,7 @@ async def test_a_request_that_moves_back_and_forth_keeps_its_stream(pair: Pair) 
     await pair.ended(request)
     assert pair.gateway.tokens["r"] == expected["r"]
     assert await pair.replayed(here, "r") == expected["r"]
-    await pair.until(lambda: not pair.source.service._moves.has_work)
+    await pair.until(lambda: not pair.source.service._migrations.has_work)
     pair.check_nothing_is_left()
 
 
@@ -150,7 +150,7 @@ async def test_a_cancel_at_the_source_ends_a_request_that_has_moved(pair: Pair) 
     pair.bus.publish(INSTANCE_CANCEL.at(instance_id="node-0"), Cancel("r"))
     await pair.until(lambda: "r" in pair.gateway.ends)
     assert pair.gateway.ends["r"].finish_reason == FinishReason.CANCELLED
-    await pair.until(lambda: not pair.source.service._moves.has_work)
+    await pair.until(lambda: not pair.source.service._migrations.has_work)
     pair.check_nothing_is_left()
 
 
@@ -163,7 +163,7 @@ async def test_an_instance_that_ends_gives_all_its_requests_away(pair: Pair) -> 
     draining = asyncio.create_task(pair.source.service.drain_before_exit())
     while not draining.done():
         if pair.instances.entries["node-0"].state == "draining":
-            pair.rebalance("node-0", "node-1", reason=MoveReason.DRAIN)
+            pair.rebalance("node-0", "node-1", reason=MigrationReason.DRAIN)
         await asyncio.sleep(0.05)
     assert pair.source.service._loop.ask(Engine.num_held) == 0
     await pair.ended(*requests)
@@ -179,7 +179,7 @@ async def test_a_model_that_is_unloaded_gives_what_runs_away(pair: Pair) -> None
     await pair.until(lambda: all(pair.progress(request.request_id) > 10 for request in requests))
     await pair.bus.request(INSTANCE_UNLOAD_MODEL.at(instance_id="node-0"), UnloadModel("m", grace_s=20), timeout_s=5)
     await pair.until(lambda: not pair.source.info.models)
-    assert pair.source.service._moves._transport.slot_bytes("device/m") is None  # type: ignore[union-attr]
+    assert pair.source.service._migrations._transport.block_bytes("device/m") is None  # type: ignore[union-attr]
     await pair.ended(*requests)
     assert {request_id: pair.gateway.tokens[request_id] for request_id in expected} == expected
     assert {pair.owner(request.request_id) for request in requests} == {"node-1"}

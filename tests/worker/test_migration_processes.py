@@ -14,7 +14,7 @@ import msgspec
 import pytest
 
 from shared.messages.catalogue import INSTANCES
-from shared.messages.migration import MoveReason
+from shared.messages.migration import MigrationReason
 from shared.settings import BusSettings
 from tests.stalls import Stopwatch
 from tests.worker.neighbours import (
@@ -101,13 +101,15 @@ async def test_sigterm_moves_what_runs_to_another_process_over_ucx(
         info = neighbours.instances.entries.get("node-0")
         assert info is not None and source.poll() is None, processes.log("node-0")
         if info.state == "draining":
-            neighbours.rebalance("node-0", "node-1", reason=MoveReason.DRAIN)
+            neighbours.rebalance("node-0", "node-1", reason=MigrationReason.DRAIN)
         await asyncio.sleep(0.02)
     assert "r" not in neighbours.gateway.ends, "it moved while it ran"
     assert await exit_code(source, 10) == 0
     await neighbours.ended(request)
     assert neighbours.gateway.tokens["r"] == expected["r"]
-    assert any(move.is_moved for report in neighbours.reports for move in report.moves), "its last report says so"
+    assert any(move.is_migrated for report in neighbours.reports for move in report.migrations), (
+        "its last report says so"
+    )
 
 
 async def test_a_process_without_a_usable_ucx_says_so_serves_and_ends_at_once(

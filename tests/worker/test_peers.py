@@ -11,7 +11,7 @@ from services.worker import peers as peers_module
 from services.worker.peers import Peers
 from shared.messages.catalogue import INSTANCES
 from shared.messages.cluster import InstanceInfo
-from shared.messages.migration import MoveReason
+from shared.messages.migration import MigrationReason
 from shared.settings import BusSettings
 from tests.memory_bus import MemoryBus, MemoryHub
 from tests.shared.engine.fake_executor import request
@@ -46,7 +46,7 @@ async def until_closed(peers: Peers) -> None:
 
 async def test_an_idle_instance_watches_nobody(nats_settings: BusSettings) -> None:
     async with instance_on(nats_settings) as stage:
-        peers = stage.service._moves._peers
+        peers = stage.service._migrations._peers
         await stage.submit(request("r1", [1, 2, 3], 20))
         await stage.until(lambda: stage.end("r1"))
         assert not peers.is_watching
@@ -55,7 +55,7 @@ async def test_an_idle_instance_watches_nobody(nats_settings: BusSettings) -> No
         await asyncio.sleep(0.3)
         assert peers.is_watching, "as long as it may give something away"
         await until_closed(peers)
-        service = stage.service._moves._service
+        service = stage.service._migrations._service
         assert service is not None
         service.core._disowned["m"] = (stage.bus.now() + 60, INFO)
         await peers.known(5)
@@ -71,8 +71,8 @@ async def test_it_finds_destinations_though_it_watched_nobody_before(nats_settin
         await peer.start()
         await stage.submit_and_hold(request("r0", LONG_PROMPT, 50))
         await stage.submit(request("r1", OTHER_PROMPT, 50))
-        assert not stage.service._moves._peers.is_watching
-        rebalance(stage, MoveReason.DRAIN)
+        assert not stage.service._migrations._peers.is_watching
+        rebalance(stage, MigrationReason.DRAIN)
         stage.executor.gate.set()
         await stage.until(lambda: peer.commits)
 

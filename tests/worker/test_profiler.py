@@ -48,8 +48,8 @@ class SimulatedDevice:
     device = torch.device("cpu")
     launching_computes = False
 
-    def __init__(self, num_rows: int, slots: range, safepoint_s: float = 0.0, speed: float = 1.0) -> None:
-        self.num_rows, self.slots, self.safepoint_s, self.speed = num_rows, slots, safepoint_s, speed
+    def __init__(self, num_rows: int, blocks: range, safepoint_s: float = 0.0, speed: float = 1.0) -> None:
+        self.num_rows, self.blocks, self.safepoint_s, self.speed = num_rows, blocks, safepoint_s, speed
         self.now_s = 0.0
         self.num_steps = 0
         self.layers_per_safepoint = 0
@@ -66,8 +66,8 @@ class SimulatedDevice:
         self.num_steps += 1
         for new in plan.new_sequences:
             self._blocks[new.row] = new.blocks
-        used = [slot for new in plan.new_sequences for slot in new.blocks]
-        assert len(used) == len(set(used)) and all(slot in self.slots for slot in used)
+        used = [block for new in plan.new_sequences for block in new.blocks]
+        assert len(used) == len(set(used)) and all(block in self.blocks for block in used)
         for row, start, count in zip(plan.rows, plan.starts, plan.counts, strict=True):
             assert row < self.num_rows and start + count <= 32 * len(self._blocks[row])
         seconds = TRUE.predict(shape_of(plan.starts, plan.counts)) * self._draw.uniform(0.98, 1.02)
@@ -82,14 +82,14 @@ def model_of(max_model_len: int = 4096) -> ProfiledModel:
 
 
 def profiling_on(device: SimulatedDevice, extent: Extent, max_model_len: int = 4096) -> Profiling:
-    return Profiling(device, model_of(max_model_len), len(device.slots), 512, extent, clock=device.clock)
+    return Profiling(device, model_of(max_model_len), len(device.blocks), 512, extent, clock=device.clock)
 
 
 @pytest.mark.parametrize(("extent", "num_rows"), [(BRIEF, 68), (FULL, 260)])
 def test_a_profile_finds_the_step_times(extent: Extent, num_rows: int) -> None:
     device = SimulatedDevice(num_rows, range(100, 5000))
     profiling = profiling_on(device, extent)
-    assert profiling.run(device.slots[: profiling.num_slots])
+    assert profiling.run(device.blocks[: profiling.num_blocks])
     measured = profiling.result()
     assert not {work for work, _ in measured.fitted} & {work for work, _ in measured.held_out}
     assert len(measured.fitted) >= 25 and len(measured.held_out) >= 6
@@ -103,7 +103,7 @@ def test_a_profile_finds_the_step_times(extent: Extent, num_rows: int) -> None:
 def test_safepoints_are_as_dense_as_a_hundredth_of_the_step_allows(safepoint_s: float, layers: int) -> None:
     device = SimulatedDevice(8, range(200), safepoint_s)
     profiling = profiling_on(device, FULL)
-    profiling.run(device.slots)
+    profiling.run(device.blocks)
     cost_model = profiling.result().cost_model
     assert cost_model.layers_per_safepoint == device.layers_per_safepoint
     assert layers / 4 <= cost_model.layers_per_safepoint <= layers * 4
@@ -113,14 +113,14 @@ def test_safepoints_are_as_dense_as_a_hundredth_of_the_step_allows(safepoint_s: 
 def test_a_slow_device_is_measured_by_the_essential_steps_alone() -> None:
     device = SimulatedDevice(68, range(2000), speed=0.005)
     profiling = profiling_on(device, BRIEF)
-    assert profiling.run(device.slots)
+    assert profiling.run(device.blocks)
     assert 6 <= len(profiling.result().fitted) <= 14
 
 
 def test_small_rooms_are_kept_to() -> None:
     device = SimulatedDevice(2, range(6))
     profiling = profiling_on(device, BRIEF, max_model_len=80)
-    assert profiling.run(device.slots)
+    assert profiling.run(device.blocks)
     assert all(max(work.lengths) <= 80 for work, _ in profiling.result().fitted)
     nothing = SimulatedDevice(1, range(0))
     empty = profiling_on(nothing, BRIEF)
@@ -130,13 +130,13 @@ def test_small_rooms_are_kept_to() -> None:
 
 
 def test_a_profile_in_pieces_is_a_whole_one() -> None:
-    """It is stopped after each step, and goes on with other slots."""
+    """It is stopped after each step, and goes on with other blocks."""
     device = SimulatedDevice(68, range(10_000))
     profiling = profiling_on(device, BRIEF)
     num_pieces = 0
     while True:
         first, steps_before = num_pieces % 7 * 1000, device.num_steps
-        if profiling.run(range(first, first + profiling.num_slots), lambda: False):
+        if profiling.run(range(first, first + profiling.num_blocks), lambda: False):
             break
         # the one that makes the rows known, and one that is measured; two for safepoints
         assert device.num_steps - steps_before <= 3
@@ -208,13 +208,13 @@ def engine_cost(scene: SimpleNamespace) -> CostModel | None:
     return cost_model
 
 
-def test_a_real_executor_is_measured_within_its_slots(checkpoint: Path) -> None:
+def test_a_real_executor_is_measured_within_its_blocks(checkpoint: Path) -> None:
     executor = Executor("cpu", 12, 1 << 18, 8)
     shape = executor.add_model(executor.prepare_model(ModelSpec("m", str(checkpoint))))
     model = profiled_model(ModelSpec("m", str(checkpoint)), shape, torch.device("cpu"))
     assert model.num_layers == 3 and "float32" in model.key and model.key.endswith("/tp1")
     executor._store.slab.fill_(0x11)
-    mine = range(4 * shape.slots_per_merged, 8 * shape.slots_per_merged)
+    mine = range(4 * shape.blocks_per_merged, 8 * shape.blocks_per_merged)
     num_told = 0
 
     def on_step() -> None:
@@ -223,10 +223,10 @@ def test_a_real_executor_is_measured_within_its_slots(checkpoint: Path) -> None:
 
     measured = profile(executor, model, mine, 64, TINY, on_step=on_step)
     merged = executor._store.slab.view(13, -1)
-    assert (merged[:4] == 0x11).all() and (merged[8:] == 0x11).all(), "slots of others were written to"
+    assert (merged[:4] == 0x11).all() and (merged[8:] == 0x11).all(), "blocks of others were written to"
     assert num_told > len(measured.fitted) > 8
     cost_model = measured.cost_model
-    assert cost_model.checkpoint_slot_s > 0 and cost_model.restore_slot_s > 0
+    assert cost_model.checkpoint_block_s > 0 and cost_model.restore_block_s > 0
     assert cost_model.fixed_s > 0 and 0 < cost_model.median_error < 1
     assert cost_model.max_prefill_tokens(1.0, shape_of([], []), 0) > 64
     executor.close()

@@ -42,7 +42,7 @@ def make_executor(path: Path, **options: Any) -> tuple[Executor, ModelShape]:
 
 
 def new_sequence(row: int, length: int, **sampling: Any) -> NewSequence:
-    """With the three slots from `3 * row` on."""
+    """With the three blocks from `3 * row` on."""
     params = SamplingParams(**{"max_tokens": 99, "temperature": 0.0, "logprobs": 3} | sampling)
     return NewSequence(row, pack_tokens(prompt_of(length)), length, params, list(range(3 * row, 3 * row + 3)))
 
@@ -101,9 +101,9 @@ def following_step(shape: ModelShape) -> StepPlan:
 
 
 def other_step(step_id: int, shape: ModelShape) -> StepPlan:
-    """Another sequence in another row, with a slot in a merged block of its own."""
+    """Another sequence in another row, with a block in a merged block of its own."""
     new = msgspec.structs.replace(
-        new_sequence(6, 30, temperature=1.0), blocks=[step_id % 2 + 6 * shape.slots_per_merged]
+        new_sequence(6, 30, temperature=1.0), blocks=[step_id % 2 + 6 * shape.blocks_per_merged]
     )
     return StepPlan(
         step_id=step_id,
@@ -137,8 +137,8 @@ def interrupt_after(executor: Executor, shape: ModelShape, num_layers: int, step
 
 
 def kv_bytes(executor: Executor, shape: ModelShape) -> torch.Tensor:
-    """Of all slots of the sequences' rows."""
-    rows = executor._store.slot_rows(executor._models[shape.name].views)
+    """Of all blocks of the sequences' rows."""
+    rows = executor._store.block_rows(executor._models[shape.name].views)
     return rows[: 3 * NUM_ROWS].clone()
 
 

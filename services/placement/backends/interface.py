@@ -35,7 +35,7 @@ class ScalingBackend(ABC):
 
     @abstractmethod
     async def release(self, ended: Collection[str], nodes: Sequence[NodeInfo]) -> None:
-        """These were taken out by scaling, and have ended: what ran them may go. Called each second while there are any."""
+        """These were detached by scaling, and have ended: what ran them may go. Called each second while there are any."""
 
     @abstractmethod
     async def close(self) -> None:

@@ -34,7 +34,7 @@ class FlashUnavailable(Exception):
 class _Metadata:
     """S sequences, T tokens, P pages in the longest table."""
 
-    slots: torch.Tensor
+    blocks: torch.Tensor
     """[T] int64"""
     offsets: torch.Tensor
     """[T] int64"""
@@ -64,7 +64,7 @@ class FlashBackend(AttentionBackend):
             return to_device(array.astype(dtype, copy=False), layout.device)
 
         return _Metadata(
-            slots=moved(layout.slots, np.int64),
+            blocks=moved(layout.blocks, np.int64),
             offsets=moved(layout.offsets, np.int64),
             query_starts=moved(layout.query_starts, np.int32),
             contexts=moved(layout.contexts, np.int32),
@@ -75,7 +75,7 @@ class FlashBackend(AttentionBackend):
         )
 
     def write_kv(self, kv: LayerKv, keys: torch.Tensor, values: torch.Tensor, metadata: _Metadata) -> None:
-        at = (metadata.slots, metadata.offsets)
+        at = (metadata.blocks, metadata.offsets)
         kv.keys.index_put_(at, keys)
         kv.values.index_put_(at, values)
 
@@ -95,11 +95,11 @@ class FlashBackend(AttentionBackend):
         table = torch.zeros(len(layout.counts), max_pages, dtype=torch.int32, device=layout.device)
         table[:, : static.page_table.shape[1]] = static.page_table
         # a bound of every later replay, not of this layout alone
-        return replace(static, page_table=table, max_context=max_pages * layout.page_tokens)
+        return replace(static, page_table=table, max_context=max_pages * layout.block_size)
 
     def fill_replay(self, static: _Metadata, layout: BatchLayout) -> None:
         fresh = self.prepare(layout)
-        for name in ("slots", "offsets", "contexts", "context_starts"):
+        for name in ("blocks", "offsets", "contexts", "context_starts"):
             getattr(static, name).copy_(getattr(fresh, name))
         static.page_table[:, : fresh.page_table.shape[1]].copy_(fresh.page_table)
 

@@ -27,9 +27,9 @@ class BatchLayout:
     counts: np.ndarray
     """[S] int64: tokens computed now, at least 1."""
     block_tables: np.ndarray
-    """[S, P] int32: flat slots; entries past a sequence's last page repeat its first slot, so that padding reads memory
+    """[S, P] int32: flat blocks; entries past a sequence's last page repeat its first block, so that padding reads memory
     of the same model."""
-    page_tokens: int
+    block_size: int
     dtype: torch.dtype
     device: torch.device
     windows: tuple[int, ...] = ()
@@ -65,15 +65,15 @@ class BatchLayout:
         return result
 
     @cached_property
-    def slots(self) -> np.ndarray:
-        """[T] int32: the flat slot that each token's keys and values go to."""
-        taken: np.ndarray = self.block_tables[self.sequence_of_token, self.positions // self.page_tokens]
+    def blocks(self) -> np.ndarray:
+        """[T] int32: the flat block that each token's keys and values go to."""
+        taken: np.ndarray = self.block_tables[self.sequence_of_token, self.positions // self.block_size]
         return taken
 
     @cached_property
     def offsets(self) -> np.ndarray:
-        """[T] int64: the token's place in its slot."""
-        result: np.ndarray = self.positions % self.page_tokens
+        """[T] int64: the token's place in its block."""
+        result: np.ndarray = self.positions % self.block_size
         return result
 
 
@@ -89,7 +89,7 @@ class AttentionBackend(ABC):
 
     @abstractmethod
     def write_kv(self, kv: LayerKv, keys: torch.Tensor, values: torch.Tensor, metadata: Any) -> None:
-        """Stores this step's keys and values `[T, kv_heads, head_dim]` in their slots."""
+        """Stores this step's keys and values `[T, kv_heads, head_dim]` in their blocks."""
 
     @abstractmethod
     def attend(

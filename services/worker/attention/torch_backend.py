@@ -32,7 +32,7 @@ class _Group:
     num_queries: int
     num_pages: int
     pages: torch.Tensor | None
-    """[num_sequences * num_pages] slots to gather; None: the keys are those of this step alone."""
+    """[num_sequences * num_pages] blocks to gather; None: the keys are those of this step alone."""
     masks: dict[int | None, torch.Tensor | None]
     """Per window: [num_sequences, 1, num_queries, keys] to add to the scores; None where `is_causal` says it all."""
     tokens: torch.Tensor | None
@@ -45,7 +45,7 @@ class _Group:
 
 @dataclass
 class _Metadata:
-    slots: torch.Tensor
+    blocks: torch.Tensor
     offsets: torch.Tensor
     groups: list[_Group]
 
@@ -58,10 +58,10 @@ class TorchBackend(AttentionBackend):
     def prepare(self, layout: BatchLayout) -> _Metadata:
         order, bounds = _grouping(layout)
         groups = [_group(layout, order[begin:end], len(bounds) == 1) for begin, end in bounds]
-        return _Metadata(_tensor(layout.slots, layout), _tensor(layout.offsets, layout), groups)
+        return _Metadata(_tensor(layout.blocks, layout), _tensor(layout.offsets, layout), groups)
 
     def write_kv(self, kv: LayerKv, keys: torch.Tensor, values: torch.Tensor, metadata: _Metadata) -> None:
-        at = (metadata.slots, metadata.offsets)
+        at = (metadata.blocks, metadata.offsets)
         kv.keys.index_put_(at, keys)
         kv.values.index_put_(at, values)
 
@@ -130,7 +130,7 @@ class TorchBackend(AttentionBackend):
         num_kv_heads, head_dim = kv.keys.shape[-2:]
         if group.rows is None:
             halves_and_heads = torch.arange(2 * num_kv_heads, device=pages.device)[:, None]
-            group.rows = (halves_and_heads * kv.head_rows + pages * kv.slot_rows).flatten()
+            group.rows = (halves_and_heads * kv.head_rows + pages * kv.block_rows).flatten()
         shape = (len(group.rows), kv.runs.shape[1])
         space = self._workspace
         if space is None or space.numel() < shape[0] * shape[1] or space.dtype != kv.runs.dtype:
@@ -151,17 +151,17 @@ def _grouping(layout: BatchLayout) -> tuple[np.ndarray, list[tuple[int, int]]]:
     Sequences are sorted by (chunk or first chunk or decode, queries, pages), all descending; a group is closed when
     padding its next member to the group's first would waste more than the group's share and a new group's cost.
     """
-    pages = -(-layout.contexts // layout.page_tokens)
+    pages = -(-layout.contexts // layout.block_size)
     fresh = (layout.starts == 0) & (layout.counts > 1)
     kind = np.where(layout.counts == 1, 0, np.where(fresh, 1, 2))
     order = np.lexsort((-pages, -layout.counts, -kind))
     kinds, counts = kind[order], layout.counts[order]
-    work = counts * pages[order] * layout.page_tokens
+    work = counts * pages[order] * layout.block_size
     bounds, begin = [], 0
     while begin < len(order):
         same = kinds[begin:] == kinds[begin]
         limit = begin + (len(same) if same.all() else int(np.argmin(same)))
-        longest = np.maximum.accumulate(pages[order][begin:limit]) * layout.page_tokens * counts[begin]
+        longest = np.maximum.accumulate(pages[order][begin:limit]) * layout.block_size * counts[begin]
         real = np.cumsum(work[begin:limit])
         padded = longest * np.arange(1, limit - begin + 1)
         too_much = padded - real > real * _MAX_PADDING + _GROUP_COST_KEYS
@@ -186,8 +186,8 @@ def _group(layout: BatchLayout, members: np.ndarray, only: bool) -> _Group:
     if fresh:
         num_pages, num_keys, pages = 0, num_queries, None
     else:
-        num_pages = int(-(-contexts.max() // layout.page_tokens))
-        num_keys = num_pages * layout.page_tokens
+        num_pages = int(-(-contexts.max() // layout.block_size))
+        num_keys = num_pages * layout.block_size
         pages = _tensor(layout.block_tables[members, :num_pages].ravel(), layout)
     positions = starts[:, None] + query
     masks: dict[int | None, torch.Tensor | None] = {}

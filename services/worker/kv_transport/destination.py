@@ -15,7 +15,7 @@ from services.worker.kv_transport.faults import FaultPoint, Faults
 from services.worker.kv_transport.leases import Leases
 from services.worker.kv_transport.links import Refusal, name_of
 from services.worker.kv_transport.receiving import Incoming, Receipt, Receiver
-from services.worker.kv_transport.staging import SlotPool, StagingPairs
+from services.worker.kv_transport.staging import KvPool, StagingPairs
 from services.worker.kv_transport.wire import LINE_BYTES, VERSION, Accept, Cancel, Ended, Open
 from shared.tasks import TaskSet
 
@@ -60,10 +60,10 @@ class Destination:
     def num_active(self) -> int:
         return len(self._waiting) + len(self._running)
 
-    def expect(self, pool: SlotPool, slots: Sequence[int], deadline_s: float, peer: str | None) -> Incoming:
+    def expect(self, pool: KvPool, blocks: Sequence[int], deadline_s: float, peer: str | None) -> Incoming:
         ticket = secrets.token_bytes(16)
         self._leases.grant(ticket, self._loop.time() + deadline_s)
-        incoming = self._waiting[ticket] = Incoming(ticket, pool, slots, self._stop, peer)
+        incoming = self._waiting[ticket] = Incoming(ticket, pool, blocks, self._stop, peer)
         timer = self._loop.call_later(deadline_s, self._expire, ticket)
 
         def forget(_: Incoming) -> None:
@@ -83,12 +83,12 @@ class Destination:
                 raise TransferError(TransferReason.TICKET_OF_ANOTHER)  # which is not used up by that
             self._leases.redeem(message.ticket, self._loop.time())
             incoming = self._waiting[message.ticket]
-            if (message.version, message.slot_bytes) != (VERSION, incoming.pool.slot_bytes):
-                raise TransferError(TransferReason.MISMATCH, f"slots of {message.slot_bytes} bytes")
-            if message.num_slots != len(incoming.slots) or message.chunk_slots < 1:
-                raise TransferError(TransferReason.MISMATCH, f"{message.num_slots} slots, not {len(incoming.slots)}")
-            if message.chunk_slots > max(1, MAX_CHUNK_BYTES // message.slot_bytes):
-                raise TransferError(TransferReason.MISMATCH, f"{message.chunk_slots} slots in a chunk are too many")
+            if (message.version, message.block_bytes) != (VERSION, incoming.pool.block_bytes):
+                raise TransferError(TransferReason.MISMATCH, f"blocks of {message.block_bytes} bytes")
+            if message.num_blocks != len(incoming.blocks) or message.chunk_blocks < 1:
+                raise TransferError(TransferReason.MISMATCH, f"{message.num_blocks} blocks, not {len(incoming.blocks)}")
+            if message.chunk_blocks > max(1, MAX_CHUNK_BYTES // message.block_bytes):
+                raise TransferError(TransferReason.MISMATCH, f"{message.chunk_blocks} blocks in a chunk are too many")
             if message.checked_bytes % 8 or not 0 < message.checked_bytes <= LINE_BYTES:
                 raise TransferError(TransferReason.MISMATCH, f"{message.checked_bytes} checked bytes")
         except TransferError as error:
@@ -105,7 +105,7 @@ class Destination:
         for incoming in list(self._waiting.values()):
             incoming.fail(error)
 
-    def cancel_all(self, pool: SlotPool) -> None:
+    def cancel_all(self, pool: KvPool) -> None:
         for incoming in [*self._waiting.values()]:
             if incoming.pool is pool:
                 incoming.cancel()
@@ -125,7 +125,7 @@ class Destination:
         started = self._loop.time()
         pair = None
         try:
-            pair = await self._staging.take(message.chunk_slots * message.slot_bytes, incoming.pool)
+            pair = await self._staging.take(message.chunk_blocks * message.block_bytes, incoming.pool)
             await connection.say(Accept(message.transfer))
             await self._faults.at(FaultPoint.OPENED)
             ended = await Receiver(

@@ -16,7 +16,7 @@ class TransferReason(StrEnum):
     TICKET_OF_ANOTHER = "ticket_of_another"
     """It was made for another peer than the one that showed it."""
     MISMATCH = "mismatch"
-    """The two ends disagree on the number of slots or their size, or a slot does not exist."""
+    """The two ends disagree on the number of blocks or their size, or a block does not exist."""
     DEADLINE = "deadline"
     PEER_LOST = "peer_lost"
     """The connection broke during the transfer."""

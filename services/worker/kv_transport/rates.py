@@ -5,7 +5,7 @@ from __future__ import annotations
 
 class TokenBucket:
     """Limits bytes per second over all transfers that share it. Whoever takes goes into debt and waits until the debt is
-    paid, so takers are served in their order and a chunk may exceed the burst."""
+    paid, so destinations are served in their order and a chunk may exceed the burst."""
 
     def __init__(self, rate_bytes_s: float | None, burst_bytes: float) -> None:
         """`rate_bytes_s` None: no limit."""

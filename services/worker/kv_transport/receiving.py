@@ -15,7 +15,7 @@ import torch
 from services.worker.kv_transport.errors import TransferError, TransferReason
 from services.worker.kv_transport.faults import FaultPoint, Faults
 from services.worker.kv_transport.links import Buffer, Link, name_of
-from services.worker.kv_transport.staging import SlotPool, StagingPair, StagingPairs, buffer_of, to_end
+from services.worker.kv_transport.staging import KvPool, StagingPair, StagingPairs, buffer_of, to_end
 from services.worker.kv_transport.wire import WINDOW, Ended, Open, Sent, combined
 
 logger = logging.getLogger(__name__)
@@ -37,21 +37,21 @@ WITHDRAW_TIMEOUT_S = 5.0
 @dataclass(frozen=True)
 class _Posted:
     task: asyncio.Task[None]
-    slots: Sequence[int]
+    blocks: Sequence[int]
     buffer: Buffer
     staged: torch.Tensor | None
-    """None: it arrives in its slots, or is dropped."""
+    """None: it arrives in its blocks, or is dropped."""
 
 
 class Incoming:
-    """Slots that wait for their bytes. Ends once: with everything in the pool, or with a reason; after that the transport
-    never writes to the slots again. Made by `KvTransport.expect`."""
+    """Blocks that wait for their bytes. Ends once: with everything in the pool, or with a reason; after that the transport
+    never writes to the blocks again. Made by `KvTransport.expect`."""
 
     def __init__(
         self,
         ticket: bytes,
-        pool: SlotPool,
-        slots: Sequence[int],
+        pool: KvPool,
+        blocks: Sequence[int],
         on_cancel: Callable[[Incoming], None],
         peer: str | None = None,
     ) -> None:
@@ -59,7 +59,7 @@ class Incoming:
         self.ticket = ticket
         self.peer = peer
         self.pool = pool
-        self.slots = tuple(slots)
+        self.blocks = tuple(blocks)
         self.sent: asyncio.Future[Sent] = asyncio.get_running_loop().create_future()
         """What the source says it sent."""
         self._on_cancel = on_cancel
@@ -89,12 +89,12 @@ class Incoming:
         self._result.add_done_callback(lambda _: callback(self))
 
     async def wait(self) -> Receipt:
-        """Raises `TransferError`: at its deadline, or as soon afterwards as nothing writes to the slots any more, which
+        """Raises `TransferError`: at its deadline, or as soon afterwards as nothing writes to the blocks any more, which
         takes `drain_s` and the time to close a connection at most."""
         return await asyncio.shield(self._result)
 
     def cancel(self, why: TransferError | None = None) -> None:
-        """The slots are the caller's again when `wait` has raised; no effect after the end."""
+        """The blocks are the caller's again when `wait` has raised; no effect after the end."""
         if self.is_live:
             self.fail(why or TransferError(TransferReason.CANCELLED))
             self._on_cancel(self)
@@ -113,7 +113,7 @@ class Incoming:
         return self._failure
 
     def begin_write(self) -> None:
-        """Somebody may write to the slots until `end_write`; only while `is_live`."""
+        """Somebody may write to the blocks until `end_write`; only while `is_live`."""
         self._num_writers += 1
 
     def end_write(self) -> None:
@@ -182,15 +182,15 @@ class Receiver:
 
     async def _post_up_to(self, count: int) -> None:
         while self._num_posted < min(count, self._num_chunks):
-            start = self._num_posted * self._message.chunk_slots
-            slots = self._incoming.slots[start : start + self._message.chunk_slots]
-            self._posted.append(await self._post(slots))
+            start = self._num_posted * self._message.chunk_blocks
+            blocks = self._incoming.blocks[start : start + self._message.chunk_blocks]
+            self._posted.append(await self._post(blocks))
             self._num_posted += 1
 
-    async def _post(self, slots: Sequence[int]) -> _Posted:
-        incoming, size = self._incoming, len(slots) * self._message.slot_bytes
+    async def _post(self, blocks: Sequence[int]) -> _Posted:
+        incoming, size = self._incoming, len(blocks) * self._message.block_bytes
         staged = None
-        run = self._staging.run_of(incoming.pool, slots) if incoming.is_live else None
+        run = self._staging.run_of(incoming.pool, blocks) if incoming.is_live else None
         if run is not None:
             buffer = run
         elif incoming.is_live:
@@ -198,27 +198,27 @@ class Receiver:
             buffer = buffer_of(staged)
         else:
             if self._drain is None:
-                self._drain = np.empty(self._message.chunk_slots * self._message.slot_bytes, dtype=np.uint8)
+                self._drain = np.empty(self._message.chunk_blocks * self._message.block_bytes, dtype=np.uint8)
             buffer = self._drain
         task = asyncio.ensure_future(self._link.receive(self._message.transfer, buffer))
         task.add_done_callback(lambda done: done.cancelled() or done.exception())  # one error of several is raised
         if run is not None:
             incoming.begin_write()
             task.add_done_callback(lambda _: incoming.end_write())
-        return _Posted(task, slots, buffer, staged)
+        return _Posted(task, blocks, buffer, staged)
 
     async def _take(self, chunk: _Posted) -> None:
         incoming = self._incoming
         await self._faults.at(FaultPoint.CHUNK_ARRIVED, chunk.buffer)
         if not incoming.is_live:
             return
-        self._num_bytes += len(chunk.slots) * self._message.slot_bytes
+        self._num_bytes += len(chunk.blocks) * self._message.block_bytes
         checked = self._message.checked_bytes
         if chunk.staged is None:
             sums = self._loop.run_in_executor(self._executor, incoming.pool.checksum, chunk.buffer, checked)
             self._digests.append(sums)
             return
-        scatter = self._loop.run_in_executor(self._executor, incoming.pool.scatter, chunk.slots, chunk.staged, checked)
+        scatter = self._loop.run_in_executor(self._executor, incoming.pool.scatter, chunk.blocks, chunk.staged, checked)
         self._digests.append(scatter)
         incoming.begin_write()
         try:
@@ -242,7 +242,7 @@ class Receiver:
         if incoming.is_live and failure is not None:
             incoming.begin_write()
             try:  # attention may read what it masks, and must not find NaN there
-                await to_end(self._loop.run_in_executor(self._executor, incoming.pool.zero, incoming.slots))
+                await to_end(self._loop.run_in_executor(self._executor, incoming.pool.zero, incoming.blocks))
             finally:
                 incoming.fail(failure)
                 incoming.end_write()
@@ -258,4 +258,4 @@ class Receiver:
 
 
 def num_chunks(message: Open) -> int:
-    return -(-message.num_slots // message.chunk_slots)
+    return -(-message.num_blocks // message.chunk_blocks)

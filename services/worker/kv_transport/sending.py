@@ -15,7 +15,7 @@ from services.worker.kv_transport.errors import TransferError, TransferReason
 from services.worker.kv_transport.faults import FaultPoint, Faults
 from services.worker.kv_transport.links import Buffer, Link
 from services.worker.kv_transport.rates import TokenBucket
-from services.worker.kv_transport.staging import SlotPool, StagingPair, StagingPairs, buffer_of, to_end
+from services.worker.kv_transport.staging import KvPool, StagingPair, StagingPairs, buffer_of, to_end
 from services.worker.kv_transport.wire import CONTROL_TAG, WINDOW, Accept, Ended, Sent, combined, encode_control
 from shared.tasks import set_within
 
@@ -28,14 +28,14 @@ class Outgoing:
 
     address: str
     ticket: bytes
-    pool: SlotPool
-    num_slots: int
-    chunk_slots: int
+    pool: KvPool
+    num_blocks: int
+    chunk_blocks: int
     checked_bytes: int
     is_limited: bool
     transfer: int = 0
     """Its number on its connection."""
-    slots: asyncio.Future[Sequence[int]] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    blocks: asyncio.Future[Sequence[int]] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     """Empty, if it was stopped before they were named."""
     accepted: asyncio.Future[Accept] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     ended: asyncio.Future[Ended] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
@@ -58,9 +58,9 @@ class Outgoing:
         error = self.task.exception() if self.task.done() and not self.task.cancelled() else None
         return error if isinstance(error, TransferError) else None
 
-    def name(self, slots: Sequence[int]) -> None:
-        if not self.slots.done():
-            self.slots.set_result(slots)
+    def name(self, blocks: Sequence[int]) -> None:
+        if not self.blocks.done():
+            self.blocks.set_result(blocks)
 
     def stop(self) -> None:
         """No more is sent than the chunks under way, and fillers for the rest."""
@@ -92,10 +92,10 @@ async def send_chunks(
     faults: Faults,
     clock: Callable[[], float] = time.monotonic,
 ) -> tuple[int, int]:
-    """Sends the slots when they are named, or fillers once it was stopped. A chunk is gathered, or the one that needs no
+    """Sends the blocks when they are named, or fillers once it was stopped. A chunk is gathered, or the one that needs no
     gathering is summed, while those before are under way. Returns (bytes, checksum) of what was sent; `on_sent` hears the
-    bytes and seconds of each chunk. Raises `LinkError`, and `TransferError` (FAILED) when slots could not be read."""
-    pool, chunk_slots, all_slots = outgoing.pool, outgoing.chunk_slots, await outgoing.slots
+    bytes and seconds of each chunk. Raises `LinkError`, and `TransferError` (FAILED) when blocks could not be read."""
+    pool, chunk_blocks, all_blocks = outgoing.pool, outgoing.chunk_blocks, await outgoing.blocks
     num_bytes, index, checked = 0, 0, outgoing.checked_bytes
     digests: list[asyncio.Future[int]] = []
     sending: deque[asyncio.Task[None]] = deque()  # at most `WINDOW`, so the pair's buffer that is next is free
@@ -112,18 +112,18 @@ async def send_chunks(
         last_done = done
 
     try:
-        for start in range(0, len(all_slots), chunk_slots):
+        for start in range(0, len(all_blocks), chunk_blocks):
             if len(sending) == WINDOW:
                 await sending.popleft()
             if outgoing.stopped.is_set():
                 break
-            slots = all_slots[start : start + chunk_slots]
-            size = len(slots) * pool.slot_bytes
-            run = staging.run_of(pool, slots)
+            blocks = all_blocks[start : start + chunk_blocks]
+            size = len(blocks) * pool.block_bytes
+            run = staging.run_of(pool, blocks)
             try:
                 if run is None:
                     staged = (await pair.buffer(index, executor))[:size]
-                    digests.append(loop.run_in_executor(executor, pool.gather, slots, staged, checked))
+                    digests.append(loop.run_in_executor(executor, pool.gather, blocks, staged, checked))
                     await to_end(digests[-1])
             except Exception as error:
                 failure = TransferError(TransferReason.FAILED, f"gather: {error}")
@@ -138,7 +138,7 @@ async def send_chunks(
             if run is not None:
                 digests.append(loop.run_in_executor(executor, pool.checksum, run, checked))
             num_bytes, index = num_bytes + size, index + 1
-        num_fillers = -(-outgoing.num_slots // chunk_slots) - index
+        num_fillers = -(-outgoing.num_blocks // chunk_blocks) - index
         total = 0
         if not num_fillers:
             try:

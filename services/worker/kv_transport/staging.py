@@ -1,13 +1,13 @@
-"""Slots of a pool to and from the messages of a link, by a thread beside the event loop.
+"""Blocks of a pool to and from the messages of a link, by a thread beside the event loop.
 
-A chunk whose slots are one run of memory is sent from the pool and received into it. Otherwise its slots are fused in a
+A chunk whose blocks are one run of memory is sent from the pool and received into it. Otherwise its blocks are fused in a
 staging buffer. A link that cannot read device memory always gets staging, page-locked.
 
 | memory | owner |
 |---|---|
 | a staging pair | the transfer that took it, until it gives it back; never given back after its link broke within a call |
-| a slot of the source | the caller of `send` or `complete`; only read |
-| a slot of the destination | the transfer, from `expect` until it is ended; never written afterwards |
+| a block of the source | the caller of `send` or `complete`; only read |
+| a block of the destination | the transfer, from `expect` until it is ended; never written afterwards |
 """
 
 from __future__ import annotations
@@ -27,30 +27,31 @@ from services.worker.transfer import to_device
 T = TypeVar("T")
 
 
-class SlotPool:
-    """The slots of one model: `rows` is `[num_slots, slot_bytes]` uint8, of any row stride, on the CPU or a CUDA device."""
+class KvPool:
+    """The blocks of one model: `rows` is `[num_blocks, block_bytes]` uint8, of any row stride, on the CPU or a CUDA
+    device."""
 
     def __init__(self, rows: torch.Tensor) -> None:
         if rows.dim() != 2 or rows.dtype != torch.uint8 or rows.stride(1) != 1:
-            raise ValueError(f"a pool is [slots, bytes] uint8 with contiguous slots, not {rows.shape} {rows.dtype}")
-        self.num_slots, self.slot_bytes = rows.shape
+            raise ValueError(f"a pool is [blocks, bytes] uint8 with contiguous blocks, not {rows.shape} {rows.dtype}")
+        self.num_blocks, self.block_bytes = rows.shape
         self.on_device = rows.is_cuda
         self.device = rows.device
         self._rows = rows
         self._stream: Any = torch.cuda.Stream(rows.device) if rows.is_cuda else None  # type: ignore[no-untyped-call]
-        self._step = max(1, PIECE_BYTES // max(1, self.slot_bytes))
+        self._step = max(1, PIECE_BYTES // max(1, self.block_bytes))
 
-    def has(self, slots: Sequence[int]) -> bool:
-        return all(0 <= slot < self.num_slots for slot in slots)
+    def has(self, blocks: Sequence[int]) -> bool:
+        return all(0 <= block < self.num_blocks for block in blocks)
 
-    def run_of(self, slots: Sequence[int]) -> Buffer | None:
-        """`[len(slots) * slot_bytes]` uint8: the memory of the slots, if they are one run of it in this order."""
-        first = slots[0]
-        if len(slots) > 1 and (
-            self._rows.stride(0) != self.slot_bytes or any(slot != first + i for i, slot in enumerate(slots))
+    def run_of(self, blocks: Sequence[int]) -> Buffer | None:
+        """`[len(blocks) * block_bytes]` uint8: the memory of the blocks, if they are one run of it in this order."""
+        first = blocks[0]
+        if len(blocks) > 1 and (
+            self._rows.stride(0) != self.block_bytes or any(block != first + i for i, block in enumerate(blocks))
         ):
             return None
-        run = self._rows[first] if len(slots) == 1 else self._rows[first : first + len(slots)].view(-1)
+        run = self._rows[first] if len(blocks) == 1 else self._rows[first : first + len(blocks)].view(-1)
         return run if self.on_device else run.numpy()
 
     def checksum(self, payload: Buffer, checked_bytes: int) -> int:
@@ -62,7 +63,7 @@ class SlotPool:
         return self._sum(payload, checked_bytes)
 
     def _sum(self, payload: Buffer, checked_bytes: int) -> int:
-        step, seed = self._step * self.slot_bytes, 0
+        step, seed = self._step * self.block_bytes, 0
         if step % LINE_BYTES == 0:  # in one call, which needs the interpreter's lock only once; the sums are the same
             step = len(payload)
         for start in range(0, len(payload), step):
@@ -73,57 +74,57 @@ class SlotPool:
                 seed = checksum(piece, checked_bytes, seed)
         return seed
 
-    def gather(self, slots: Sequence[int], staging: torch.Tensor, checked_bytes: int) -> int:
-        """Copies slots one after the other into `staging`; returns their checksum."""
-        return self._copy(slots, staging, checked_bytes, True)
+    def gather(self, blocks: Sequence[int], staging: torch.Tensor, checked_bytes: int) -> int:
+        """Copies blocks one after the other into `staging`; returns their checksum."""
+        return self._copy(blocks, staging, checked_bytes, True)
 
-    def scatter(self, slots: Sequence[int], staging: torch.Tensor, checked_bytes: int) -> int:
-        return self._copy(slots, staging, checked_bytes, False)
+    def scatter(self, blocks: Sequence[int], staging: torch.Tensor, checked_bytes: int) -> int:
+        return self._copy(blocks, staging, checked_bytes, False)
 
-    def zero(self, slots: Sequence[int]) -> None:
+    def zero(self, blocks: Sequence[int]) -> None:
         if self._stream is None:
             rows = self._rows.numpy()
-            for slot in slots:
-                rows[slot] = 0
+            for block in blocks:
+                rows[block] = 0
             return
         with torch.cuda.stream(self._stream):
-            for slot in slots:
-                self._rows[slot].zero_()
+            for block in blocks:
+                self._rows[block].zero_()
         self._stream.synchronize()
 
-    def _copy(self, slots: Sequence[int], staging: torch.Tensor, checked_bytes: int, outward: bool) -> int:
-        blocks = staging[: len(slots) * self.slot_bytes].view(len(slots), self.slot_bytes)
+    def _copy(self, blocks: Sequence[int], staging: torch.Tensor, checked_bytes: int, outward: bool) -> int:
+        staged = staging[: len(blocks) * self.block_bytes].view(len(blocks), self.block_bytes)
         if self._stream is not None:
-            return self._copy_on_device(slots, blocks, checked_bytes, outward)
+            return self._copy_on_device(blocks, staged, checked_bytes, outward)
         # numpy copies in this thread alone, where torch would start a team of threads beside the model's
-        rows, host, seed = self._rows.numpy(), blocks.numpy(), 0
-        for start in range(0, len(slots), self._step):
+        rows, host, seed = self._rows.numpy(), staged.numpy(), 0
+        for start in range(0, len(blocks), self._step):
             piece = host[start : start + self._step]
             if not outward:
                 seed = checksum(piece.reshape(-1), checked_bytes, seed)
-            for block, slot in zip(piece, slots[start : start + self._step], strict=True):
-                np.copyto(*((block, rows[slot]) if outward else (rows[slot], block)))
+            for place, block in zip(piece, blocks[start : start + self._step], strict=True):
+                np.copyto(*((place, rows[block]) if outward else (rows[block], place)))
             if outward:
                 seed = checksum(piece.reshape(-1), checked_bytes, seed)
         return seed
 
-    def _copy_on_device(self, slots: Sequence[int], blocks: torch.Tensor, checked_bytes: int, outward: bool) -> int:
+    def _copy_on_device(self, blocks: Sequence[int], staged: torch.Tensor, checked_bytes: int, outward: bool) -> int:
         with torch.cuda.stream(self._stream):
-            if blocks.is_cuda:
-                index = to_device(np.array(slots, np.int64), self.device)
-                rows, words = as_words(self._rows, blocks)
+            if staged.is_cuda:
+                index = to_device(np.array(blocks, np.int64), self.device)
+                rows, words = as_words(self._rows, staged)
                 if outward:
                     torch.index_select(rows, 0, index, out=words)
                 else:
                     rows.index_copy_(0, index, words)
             else:
-                for row, begin, end in runs_of(slots):
-                    rows, piece = self._rows[row : row + end - begin], blocks[begin:end]
+                for row, begin, end in runs_of(blocks):
+                    rows, piece = self._rows[row : row + end - begin], staged[begin:end]
                     target, source = (piece, rows) if outward else (rows, piece)
                     target.copy_(source, non_blocking=True)
         if outward:
             self._stream.synchronize()
-        digest = self.checksum(buffer_of(blocks.view(-1)), checked_bytes)
+        digest = self.checksum(buffer_of(staged.view(-1)), checked_bytes)
         self._stream.synchronize()
         return digest
 
@@ -137,12 +138,12 @@ def as_words(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return tensors
 
 
-def runs_of(slots: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-    """(first slot, begin, end) of each stretch of consecutive slots: one copy each."""
+def runs_of(blocks: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+    """(first block, begin, end) of each stretch of consecutive blocks: one copy each."""
     begin = 0
-    for end in range(1, len(slots) + 1):
-        if end == len(slots) or slots[end] != slots[end - 1] + 1:
-            yield slots[begin], begin, end
+    for end in range(1, len(blocks) + 1):
+        if end == len(blocks) or blocks[end] != blocks[end - 1] + 1:
+            yield blocks[begin], begin, end
             begin = end
 
 
@@ -179,7 +180,7 @@ class StagingPairs:
         self._free: list[StagingPair] = []
         self.num_taken = 0
 
-    async def take(self, num_bytes: int, pool: SlotPool) -> StagingPair:
+    async def take(self, num_bytes: int, pool: KvPool) -> StagingPair:
         """Waits for one to be given back."""
         await self._permits.acquire()
         self.num_taken += 1
@@ -191,9 +192,9 @@ class StagingPairs:
         self._free = self._free[-1:]  # of other pools: one is kept
         return StagingPair(*kind)
 
-    def run_of(self, pool: SlotPool, slots: Sequence[int]) -> Buffer | None:
-        """The memory of these slots, if a link can read and write it as one message."""
-        return None if pool.on_device and not self._reads_device else pool.run_of(slots)
+    def run_of(self, pool: KvPool, blocks: Sequence[int]) -> Buffer | None:
+        """The memory of these blocks, if a link can read and write it as one message."""
+        return None if pool.on_device and not self._reads_device else pool.run_of(blocks)
 
     def give_back(self, pair: StagingPair, *, reusable: bool) -> None:
         """Not `reusable`: a broken link may still refer to them, so they are left to it."""

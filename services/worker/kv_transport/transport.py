@@ -1,11 +1,11 @@
-"""KV blocks from instance to instance: the transport, in terms of slots.
+"""KV blocks from instance to instance: the transport, in terms of blocks.
 
     destination                                           source
-    incoming = transport.expect(pool, slots, ...)
+    incoming = transport.expect(pool, blocks, ...)
     (incoming.ticket and transport.address travel in a control message)
-                                                          receipt = await transport.send(address, ticket, pool, slots, ...)
+                                                          receipt = await transport.send(address, ticket, pool, blocks, ...)
                                                           (or `begin` as soon as the ticket is there, and `complete` when
-                                                          the slots have their content)
+                                                          the blocks have their content)
     receipt = await incoming.wait()
 
 One connection per direction of a pair, made on first use, kept, and made again after an error. It carries any number of
@@ -32,7 +32,7 @@ from services.worker.kv_transport.links import Link, Network, Refusal, name_of
 from services.worker.kv_transport.rates import Bandwidth, TokenBucket
 from services.worker.kv_transport.receiving import Incoming, Receipt
 from services.worker.kv_transport.sending import Outgoing, send_chunks, verdict
-from services.worker.kv_transport.staging import SlotPool, StagingPairs
+from services.worker.kv_transport.staging import KvPool, StagingPairs
 from services.worker.kv_transport.telemetry import TransferMetrics
 from services.worker.kv_transport.wire import Open
 from shared.tasks import TaskSet
@@ -48,9 +48,9 @@ _REFUSALS = (
 @dataclass(frozen=True, kw_only=True)
 class TransportLimits:
     chunk_bytes: int = 8 << 20
-    """Bytes of a message, at least one slot; a transfer holds two such buffers at each end where slots must be fused."""
-    lone_slot_bytes: int = 2 << 20
-    """Slots at least this large are messages of their own: a message's fixed cost is less than that of copying twice."""
+    """Bytes of a message, at least one block; a transfer holds two such buffers at each end where blocks must be fused."""
+    lone_block_bytes: int = 2 << 20
+    """Blocks at least this large are messages of their own: a message's fixed cost is less than that of copying twice."""
     checked_bytes: int = 64
     """Of each 4 KiB of a message, how many the checksum covers; a multiple of 8."""
     max_transfers: int = 4
@@ -80,7 +80,7 @@ class KvTransport:
         self._faults = faults
         self._metrics = metrics or TransferMetrics(CollectorRegistry())
         network.on_refused = self._metrics.on_refused
-        self._pools: dict[str, SlotPool] = {}
+        self._pools: dict[str, KvPool] = {}
         self._connections: set[Connection] = set()
         self._dialled: dict[str, asyncio.Task[Connection]] = {}
         self._bandwidth: dict[str, Bandwidth] = {}
@@ -111,10 +111,10 @@ class KvTransport:
         self._open = True
 
     def register(self, pool: str, rows: torch.Tensor) -> None:
-        """`rows`: `[num_slots, slot_bytes]` uint8 (`KvStore.slot_rows`), which stays valid until `unregister` or `close`.
+        """`rows`: `[num_blocks, block_bytes]` uint8 (`KvStore.block_rows`), which stays valid until `unregister` or `close`.
         A name that is registered again means the new rows from then on."""
         self.unregister(pool)
-        self._pools[pool] = SlotPool(rows)
+        self._pools[pool] = KvPool(rows)
 
     def unregister(self, pool: str) -> None:
         """No new transfer finds the pool, and those under way on it are cancelled; who must know when the last byte was
@@ -127,18 +127,18 @@ class KvTransport:
                 if outgoing.pool is known:
                     outgoing.stop()
 
-    def slot_bytes(self, pool: str) -> int | None:
+    def block_bytes(self, pool: str) -> int | None:
         """Of a registered pool."""
         known = self._pools.get(pool)
-        return None if known is None else known.slot_bytes
+        return None if known is None else known.block_bytes
 
-    def expect(self, pool: str, slots: Sequence[int], *, deadline_s: float, peer: str | None = None) -> Incoming:
-        """Slots that a peer may fill until the deadline; they are the transport's until `Incoming.wait` ends. `peer`: only
+    def expect(self, pool: str, blocks: Sequence[int], *, deadline_s: float, peer: str | None = None) -> Incoming:
+        """Blocks that a peer may fill until the deadline; they are the transport's until `Incoming.wait` ends. `peer`: only
         the one whose transport has this address; None: whoever has the ticket. Raises `TransferError` (MISMATCH, CLOSED)."""
-        known = self._checked(pool, slots)
+        known = self._checked(pool, blocks)
         if peer is not None:
             self._network.admit(peer)
-        incoming = self._destination.expect(known, slots, deadline_s, peer)
+        incoming = self._destination.expect(known, blocks, deadline_s, peer)
         incoming.on_end(self._on_received)
         return incoming
 
@@ -157,32 +157,32 @@ class KvTransport:
         address: str,
         ticket: bytes,
         pool: str,
-        slots: Sequence[int],
+        blocks: Sequence[int],
         *,
         deadline_s: float,
         is_limited: bool = True,
     ) -> Receipt:
-        """Fills the slots that `ticket` stands for. Returns when the destination has acknowledged that all of it lies in
+        """Fills the blocks that `ticket` stands for. Returns when the destination has acknowledged that all of it lies in
         its pool. `is_limited`: by the rate limit. Cancelling the call ends the transfer. Raises `TransferError`."""
-        self._checked(pool, slots)
-        begun = self.begin(address, ticket, pool, len(slots), deadline_s=deadline_s, is_limited=is_limited)
-        return await self.complete(begun, slots, deadline_s=deadline_s)
+        self._checked(pool, blocks)
+        begun = self.begin(address, ticket, pool, len(blocks), deadline_s=deadline_s, is_limited=is_limited)
+        return await self.complete(begun, blocks, deadline_s=deadline_s)
 
     def begin(
-        self, address: str, ticket: bytes, pool: str, num_slots: int, *, deadline_s: float, is_limited: bool = True
+        self, address: str, ticket: bytes, pool: str, num_blocks: int, *, deadline_s: float, is_limited: bool = True
     ) -> Outgoing:
-        """Has the destination make ready for slots that `complete` will name, so that their bytes need not wait for it
+        """Has the destination make ready for blocks that `complete` will name, so that their bytes need not wait for it
         then. What is not completed by the deadline is cancelled. Raises `TransferError` (MISMATCH, CLOSED)."""
         source = self._checked(pool)
-        if num_slots < 1:
-            raise TransferError(TransferReason.MISMATCH, f"{num_slots} slots")
-        chunk_slots, checked_bytes = self._chunk_slots(source), self._limits.checked_bytes
+        if num_blocks < 1:
+            raise TransferError(TransferReason.MISMATCH, f"{num_blocks} blocks")
+        chunk_blocks, checked_bytes = self._chunk_blocks(source), self._limits.checked_bytes
         outgoing = Outgoing(
             address=address,
             ticket=ticket,
             pool=source,
-            num_slots=num_slots,
-            chunk_slots=chunk_slots,
+            num_blocks=num_blocks,
+            chunk_blocks=chunk_blocks,
             checked_bytes=checked_bytes,
             is_limited=is_limited,
         )
@@ -190,14 +190,14 @@ class KvTransport:
         outgoing.expiry = self._loop.call_later(deadline_s, self.cancel, outgoing, TransferReason.DEADLINE)
         return outgoing
 
-    async def complete(self, outgoing: Outgoing, slots: Sequence[int], *, deadline_s: float) -> Receipt:
-        """Sends the slots of a transfer that was begun; else as `send`."""
+    async def complete(self, outgoing: Outgoing, blocks: Sequence[int], *, deadline_s: float) -> Receipt:
+        """Sends the blocks of a transfer that was begun; else as `send`."""
         if outgoing.is_decided:
             raise TransferError(TransferReason.CANCELLED)
         outgoing.is_decided = True
         outgoing.expiry.cancel()
         try:
-            receipt = await self._completed(outgoing, tuple(slots), deadline_s)
+            receipt = await self._completed(outgoing, tuple(blocks), deadline_s)
         except TransferError as error:
             self._metrics.on_failed("out", error.reason)
             raise
@@ -208,12 +208,12 @@ class KvTransport:
         self._metrics.on_bandwidth(name_of(outgoing.address), self.bandwidth_bytes_s(outgoing.address))
         return receipt
 
-    async def _completed(self, outgoing: Outgoing, slots: Sequence[int], deadline_s: float) -> Receipt:
+    async def _completed(self, outgoing: Outgoing, blocks: Sequence[int], deadline_s: float) -> Receipt:
         started, task = self._loop.time(), outgoing.task
-        if len(slots) != outgoing.num_slots or not outgoing.pool.has(slots):
+        if len(blocks) != outgoing.num_blocks or not outgoing.pool.has(blocks):
             self._tasks.start(self._wind_up(outgoing))
-            raise TransferError(TransferReason.MISMATCH, f"not the {outgoing.num_slots} slots that were announced")
-        outgoing.name(slots)
+            raise TransferError(TransferReason.MISMATCH, f"not the {outgoing.num_blocks} blocks that were announced")
+        outgoing.name(blocks)
         try:
             async with asyncio.timeout(deadline_s):
                 num_bytes, checksum = await asyncio.shield(task)
@@ -278,7 +278,7 @@ class KvTransport:
     # ------------------------------------------------------------------------------------------------- source
 
     async def _send(self, outgoing: Outgoing) -> tuple[int, int]:
-        pair = await self._send_staging.take(outgoing.chunk_slots * outgoing.pool.slot_bytes, outgoing.pool)
+        pair = await self._send_staging.take(outgoing.chunk_blocks * outgoing.pool.block_bytes, outgoing.pool)
         connection: Connection | None = None
         try:
             connection = await self._connected(outgoing.address)
@@ -290,9 +290,9 @@ class KvTransport:
                 Open(
                     outgoing.transfer,
                     outgoing.ticket,
-                    outgoing.num_slots,
-                    pool.slot_bytes,
-                    outgoing.chunk_slots,
+                    outgoing.num_blocks,
+                    pool.block_bytes,
+                    outgoing.chunk_blocks,
                     outgoing.checked_bytes,
                 )
             )
@@ -393,15 +393,15 @@ class KvTransport:
 
     # ------------------------------------------------------------------------------------------------ helpers
 
-    def _checked(self, pool: str, slots: Sequence[int] | None = None) -> SlotPool:
+    def _checked(self, pool: str, blocks: Sequence[int] | None = None) -> KvPool:
         if not self._open:
             raise TransferError(TransferReason.CLOSED)
         known = self._pools.get(pool)
-        if known is None or (slots is not None and not (slots and known.has(slots))):
-            raise TransferError(TransferReason.MISMATCH, f"no such slots of {pool}")
+        if known is None or (blocks is not None and not (blocks and known.has(blocks))):
+            raise TransferError(TransferReason.MISMATCH, f"no such blocks of {pool}")
         return known
 
-    def _chunk_slots(self, pool: SlotPool) -> int:
-        if pool.slot_bytes >= self._limits.lone_slot_bytes:
+    def _chunk_blocks(self, pool: KvPool) -> int:
+        if pool.block_bytes >= self._limits.lone_block_bytes:
             return 1
-        return max(1, self._limits.chunk_bytes // pool.slot_bytes)
+        return max(1, self._limits.chunk_bytes // pool.block_bytes)

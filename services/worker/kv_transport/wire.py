@@ -1,10 +1,10 @@
 """What two ends say to each other on a link.
 
 Tag 0 carries control messages in frames of `CONTROL_BYTES`; tag n >= 1 the chunks of transfer n, in order, each one message
-of nothing but slots. The end that dialled is the source and numbers the transfers:
+of nothing but blocks. The end that dialled is the source and numbers the transfers:
 
     source                               destination
-    Open(ticket, slots, slot bytes)  ->
+    Open(ticket, blocks, block bytes)  ->
                                      <-  Accept | Ended(reason): then the destination closes the link
     chunk 0 .. n-1                   =>                                        at most `WINDOW` are on their way
     Sent(n, checksum)                ->
@@ -39,9 +39,9 @@ _LENGTH = struct.Struct("<H")
 class Open(msgspec.Struct, tag="open", array_like=True):
     transfer: int
     ticket: bytes
-    num_slots: int
-    slot_bytes: int
-    chunk_slots: int
+    num_blocks: int
+    block_bytes: int
+    chunk_blocks: int
     checked_bytes: int
     version: int = VERSION
 

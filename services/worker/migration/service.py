@@ -19,7 +19,7 @@ from services.worker.migration.telemetry import MigrationSpan, MigrationTelemetr
 from shared.bus.interface import Bus, BusError, ServiceError, Subscription
 from shared.engine.driver import StepStats
 from shared.engine.engine import Effect
-from shared.engine.moving import TakenOut
+from shared.engine.handover import Detached
 from shared.engine.requests import Output
 from shared.messages.catalogue import (
     INSTANCE_ABORT,
@@ -29,7 +29,7 @@ from shared.messages.catalogue import (
     INSTANCE_PRE_ALLOCATE,
     INSTANCE_REBALANCE,
 )
-from shared.messages.cluster import DeviceGroup, InstanceInfo, MoveOutcome
+from shared.messages.cluster import DeviceGroup, InstanceInfo, MigrationOutcome
 from shared.messages.migration import (
     AbortMigration,
     AbortReason,
@@ -41,7 +41,7 @@ from shared.messages.migration import (
     Rebalance,
     Reserved,
 )
-from shared.messages.requests import Cancel, ErrorCode, ErrorInfo, GenerationRequest, MovedRequest
+from shared.messages.requests import Cancel, ErrorCode, ErrorInfo, GenerationRequest, MigratedRequest
 from shared.migration import commands
 from shared.migration.commands import Command, Stage
 from shared.migration.core import MigrationCore
@@ -66,7 +66,7 @@ class Handovers(Protocol):
     def on_adopted(self, commit: Commit, num_output: int) -> None:
         """A request is this instance's from now on; so much of its output is another's."""
 
-    def on_move_ended(self, outcome: MoveOutcome, request: GenerationRequest, taken: TakenOut | None) -> None:
+    def on_migration_ended(self, outcome: MigrationOutcome, request: GenerationRequest, taken: Detached | None) -> None:
         """A migration out of here is over. `request`: as it was held; `taken`: as it left the batch, if it did."""
 
 
@@ -185,19 +185,19 @@ class MigrationService:
     async def _rest(self, timeout_s: float) -> None:
         """Until no migration out of here is under way, if that is soon."""
         deadline_s = self._loop.now() + timeout_s
-        while self.core.num_moving_out and (left_s := deadline_s - self._loop.now()) > 0:
+        while self.core.num_migrating_out and (left_s := deadline_s - self._loop.now()) > 0:
             self._rested.clear()
             await set_within(self._rested, left_s)
 
     @property
-    def num_moving(self) -> tuple[int, int]:
+    def num_migrating(self) -> tuple[int, int]:
         """Migrations out of here and into here that are under way."""
-        return self.core.num_moving_out, self.core.num_moving_in
+        return self.core.num_migrating_out, self.core.num_migrating_in
 
     @property
     def has_work(self) -> bool:
         """Whether a migration is under way, in or out."""
-        return any(self.num_moving)
+        return any(self.num_migrating)
 
     @property
     def needs_peers(self) -> bool:
@@ -212,21 +212,21 @@ class MigrationService:
             return
         now = self._loop.now()
         for effect in effects:
-            if isinstance(effect, TakenOut) and (migration := self.core.outgoing_of(effect.request_id)) is not None:
+            if isinstance(effect, Detached) and (migration := self.core.outgoing_of(effect.request_id)) is not None:
                 migration_id = migration.migration_id
-                if self._faults_of(migration_id).has(FaultPoint.SOURCE_TAKEN_OUT):
-                    self._out[migration_id].tasks.start(self._taken_out_late(migration_id, effect))
+                if self._faults_of(migration_id).has(FaultPoint.SOURCE_DETACHED):
+                    self._out[migration_id].tasks.start(self._detached_late(migration_id, effect))
                     continue
             self.core.on_effects([effect], now)
         self._act()
 
-    async def _taken_out_late(self, migration_id: str, taken: TakenOut) -> None:
+    async def _detached_late(self, migration_id: str, taken: Detached) -> None:
         try:
-            await self._faults_of(migration_id).at(FaultPoint.SOURCE_TAKEN_OUT)
+            await self._faults_of(migration_id).at(FaultPoint.SOURCE_DETACHED)
         except FaultError:
             self.core.feed(migration_id, Event.FAILED, AbortReason.UNREACHABLE, self._loop.now())
         else:
-            self.core.on_taken_out(taken, self._loop.now())
+            self.core.on_detached(taken, self._loop.now())
         self._act()
 
     def on_step(self, stats: StepStats) -> None:
@@ -239,7 +239,7 @@ class MigrationService:
         self.core.on_instance(instance_id, info, self._loop.now())
         self._act()
 
-    def moved(self, request_id: str) -> MovedRequest | None:
+    def moved(self, request_id: str) -> MigratedRequest | None:
         """To whom a request was handed over lately."""
         return self.core.moved(request_id, self._loop.now())
 
@@ -360,22 +360,22 @@ class MigrationService:
             case commands.OutOver(_, outcome, request, taken, pause_s):
                 if pause_s is not None:
                     self._telemetry.on_pause("source", pause_s)
-                if not outcome.is_moved:
+                if not outcome.is_migrated:
                     log.info(
                         "request %s did not move to %s: %s", outcome.request_id, outcome.destination_id, outcome.reason
                     )
-                self._handovers.on_move_ended(outcome, request, taken)
+                self._handovers.on_migration_ended(outcome, request, taken)
             case commands.WindUp():
                 self._winding_up.start(self._wind_up(self._out.pop(migration_id), command))
             case commands.BeginIn(_, query):
                 self._begin_in(migration_id, query)
-            case commands.EndIn(_, is_moved, why):
-                self._end_in(self._in.pop(migration_id), MOVED if is_moved else "freed")
+            case commands.EndIn(_, is_migrated, why):
+                self._end_in(self._in.pop(migration_id), MOVED if is_migrated else "freed")
                 if why:
                     log.info("migration %s into here is over: %s", migration_id, why)
             case commands.RefusedIn(_, reason):
                 self._telemetry.refused("in", "", reason)
-            case commands.ClaimSlots():
+            case commands.ClaimBlocks():
                 self._tasks.start(self._claim(self._in[migration_id], command))
             case commands.ExpectBlocks():
                 self._expect(self._in[migration_id], command)
@@ -487,14 +487,14 @@ class MigrationService:
             "tideway.migration.first_block": stage.first_block,
             "tideway.migration.blocks": stage.num_blocks,
             "tideway.migration.held": stage.num_held,
-            "tideway.migration.sent": len(command.slots),
+            "tideway.migration.sent": len(command.blocks),
         }
         is_sent = False
         try:
             with out.span.stage("migration.copy", attributes):
                 await self._faults_of(migration_id).at(FaultPoint.SOURCE_COPY)
                 begun = out.begun.get(stage.number) or self._begun(stage, command.pool, command.keeps_s)
-                receipt = await transport.complete(begun, command.slots, deadline_s=command.timeout_s)
+                receipt = await transport.complete(begun, command.blocks, deadline_s=command.timeout_s)
                 out.num_bytes += receipt.num_bytes
                 is_sent = True
         except (TransferError, FaultError) as error:
@@ -550,9 +550,9 @@ class MigrationService:
         if incoming.span is not None:
             incoming.span.end({"tideway.migration.outcome": outcome, "tideway.migration.bytes": incoming.num_bytes})
 
-    async def _claim(self, incoming: _In, command: commands.ClaimSlots) -> None:
-        claim = asyncio.ensure_future(asyncio.wrap_future(self._loop.claim_slots(command.model, command.slots)))
-        # Not cancelled with whoever waits for it: the slots go back only after it.
+    async def _claim(self, incoming: _In, command: commands.ClaimBlocks) -> None:
+        claim = asyncio.ensure_future(asyncio.wrap_future(self._loop.claim_blocks(command.model, command.blocks)))
+        # Not cancelled with whoever waits for it: the blocks go back only after it.
         incoming.claims.append(claim)
         failure = ""
         try:
@@ -570,7 +570,7 @@ class MigrationService:
         address, ticket, failure = transport.address, b"", ""
         try:
             transfer = transport.expect(
-                command.pool, command.slots, deadline_s=command.deadline_s, peer=command.source_address
+                command.pool, command.blocks, deadline_s=command.deadline_s, peer=command.source_address
             )
         except TransferError as error:
             failure = str(error)
@@ -582,7 +582,7 @@ class MigrationService:
 
     async def _receive(self, incoming: _In, command: commands.ExpectBlocks, transfer: Incoming) -> None:
         assert incoming.span is not None
-        attributes = {"tideway.migration.stage": command.stage, "tideway.migration.blocks": len(command.slots)}
+        attributes = {"tideway.migration.stage": command.stage, "tideway.migration.blocks": len(command.blocks)}
         failure = ""
         with incoming.span.stage("migration.receive.stage", attributes):
             try:

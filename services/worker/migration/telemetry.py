@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from opentelemetry import trace
 from prometheus_client import Counter, Gauge, Histogram
 
-from shared.messages.migration import MoveReason
+from shared.messages.migration import MigrationReason
 from shared.migration.outgoing import MOVED
 from shared.telemetry import Telemetry, context_of
 
@@ -47,7 +47,7 @@ class MigrationTelemetry:
         )
         # What is counted later begins at 0, so that rates are known from the first migration on.
         self._migrations.labels("in", "", MOVED)
-        for reason in MoveReason:
+        for reason in MigrationReason:
             self._migrations.labels("out", reason, MOVED)
         for direction in ("out", "in"):
             self._bytes.labels(direction)

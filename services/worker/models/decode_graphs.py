@@ -1,7 +1,7 @@
 """Decode steps as CUDA graphs: one launch instead of a thousand.
 
 A graph has a fixed number of rows, so decode batches are padded up to the next of a few batch sizes. Padding rows hold
-one token each in the scratch slot of the KV slab. A graph ends before the logits: those and sampling run on the real
+one token each in the scratch block of the KV slab. A graph ends before the logits: those and sampling run on the real
 rows. All graphs are captured before the model serves, the largest first, so that the others fit into its memory: they share
 one pool.
 """
@@ -62,8 +62,8 @@ class DecodeGraphs:
         self._graphs: dict[int, _Graph] = {}
         for layer in views.layers:
             # Where padding rows are masked, NaN would still come through.
-            layer.keys[views.num_slots].zero_()
-            layer.values[views.num_slots].zero_()
+            layer.keys[views.num_blocks].zero_()
+            layer.values[views.num_blocks].zero_()
 
     @torch.inference_mode()
     def capture_all(self) -> None:
@@ -95,7 +95,7 @@ class DecodeGraphs:
 
     def _padded(self, layout: BatchLayout, size: int) -> BatchLayout:
         missing = size - len(layout.counts)
-        scratch = np.full((missing, layout.block_tables.shape[1]), self._views.num_slots, np.int32)
+        scratch = np.full((missing, layout.block_tables.shape[1]), self._views.num_blocks, np.int32)
         return replace(
             layout,
             starts=np.concatenate((layout.starts, np.zeros(missing, np.int64))),
@@ -105,12 +105,12 @@ class DecodeGraphs:
 
     def _record(self, size: int) -> _Graph | None:
         model, ones = self._model, np.ones(size, np.int64)
-        tables = np.full((size, 1), self._views.num_slots, np.int32)
+        tables = np.full((size, 1), self._views.num_blocks, np.int32)
         layout = BatchLayout(
             np.zeros(size, np.int64),
             ones,
             tables,
-            self._views.shape.page_tokens,
+            self._views.shape.block_size,
             model.dtype,
             model.device,
             model.windows,

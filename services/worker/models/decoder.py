@@ -46,7 +46,7 @@ class ForwardState:
 
 class DecoderModel(ABC):
     """A forward pass is `begin`, `run_layers` over consecutive ranges that cover all layers, `logits`; it may pause
-    between two ranges for as long as its KV slots stay its own."""
+    between two ranges for as long as its KV blocks stay its own."""
 
     dtype: torch.dtype
     device: torch.device
@@ -58,8 +58,8 @@ class DecoderModel(ABC):
     windows: tuple[int, ...] = ()
     """Sliding windows that some layer uses."""
 
-    def kv_shape(self, page_tokens: int) -> KvShape:
-        return KvShape(self.num_layers, page_tokens, self.num_kv_heads, self.head_dim, self.dtype)
+    def kv_shape(self, block_size: int) -> KvShape:
+        return KvShape(self.num_layers, block_size, self.num_kv_heads, self.head_dim, self.dtype)
 
     @abstractmethod
     def begin(self, batch: ForwardBatch) -> ForwardState: ...

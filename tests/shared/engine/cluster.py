@@ -12,23 +12,23 @@ from shared.engine.calls import (
     AddModel,
     Adopt,
     Cancel,
-    DropMoved,
-    EndMove,
+    Detach,
+    EndMigration,
+    Freeze,
     OnCopy,
     OnStep,
     OnTime,
     Pin,
     PinRest,
-    PutBack,
+    Reattach,
     Release,
     Reserve,
-    Seal,
     Submit,
-    TakeOut,
     Unpin,
+    Unreserve,
 )
 from shared.engine.engine import Engine
-from shared.engine.moving import PinnedBlocks, Reservation, TakenOut, rebased
+from shared.engine.handover import Detached, PinnedBlocks, Reservation, rebased
 from shared.engine.plan import CopyKind, ModelShape, StepPlan, StepResult
 from shared.engine.requests import Ended, Output
 from shared.messages.migration import Commit, PreAllocate
@@ -98,12 +98,12 @@ class Moving:
         self.transfers: list[tuple[PinnedBlocks, Reservation]] = []
         """Under way."""
         self.ahead: list[int] | None = None
-        """Slots there for blocks that are not filled yet; the stage that announced them is the last."""
+        """Blocks there for blocks that are not filled yet; the stage that announced them is the last."""
         self.is_leaving = False
-        self.taken: TakenOut | None = None
+        self.taken: Detached | None = None
         self.on_host = False
         self.has_all = False
-        self.is_sealed = False
+        self.is_frozen = False
         self.is_committed = False
 
 
@@ -119,7 +119,7 @@ class Cluster:
         self.output: dict[str, list[int]] = {}
         self.ended: dict[str, Ended] = {}
         self.moving: list[Moving] = []
-        self.num_moves = 0
+        self.num_migrations = 0
         self.num_moved = 0
 
     # ------------------------------------------------------------------------------------------- what clients do
@@ -144,7 +144,7 @@ class Cluster:
         node, epoch = self.owner[name]
         sent = self.sent[name]
         fits = len(sent.prompt) // 4 + sent.sampling.max_tokens <= node.limits[sent.model]
-        if not fits or any(m.request_id == name and m.is_sealed for m in self.moving):
+        if not fits or any(m.request_id == name and m.is_frozen for m in self.moving):
             return
         prior = self.output[name][:cut]
         again = msgspec.structs.replace(sent, epoch=next_placement(epoch), prior=pack_tokens(prior))
@@ -156,19 +156,19 @@ class Cluster:
     # ----------------------------------------------------------------------------------------------------- moves
 
     def begin_move(self, source: Node, destination: Node, index: int, include_offline: bool = True) -> Moving | None:
-        candidates = source.engine.move_candidates(self.now, include_offline)
+        candidates = source.engine.migration_candidates(self.now, include_offline)
         if source is destination or not candidates:
             return None
         candidate = candidates[index % len(candidates)]
         if any(m.request_id == candidate.request.request_id for m in self.moving):
             return None
-        self.num_moves += 1
-        moving = Moving(self.num_moves, candidate.request.request_id, source, destination)
+        self.num_migrations += 1
+        moving = Moving(self.num_migrations, candidate.request.request_id, source, destination)
         self.moving.append(moving)
         if candidate.is_running:
             self.send_filled(moving)
         else:
-            self.take_out(moving)
+            self.detach(moving)
         return moving
 
     def _pre_allocate(self, moving: Moving, pinned: PinnedBlocks, num_ahead: int = 0) -> None:
@@ -182,10 +182,10 @@ class Cluster:
             priority=sent.priority,
             stage=moving.stage,
             first_block=moving.num_sent,
-            num_blocks=len(pinned.slots) + num_ahead,
+            num_blocks=len(pinned.blocks) + num_ahead,
             hashes=pinned.hashes,
-            page_tokens=moving.source.engine.memory.queues[pinned.model].shape.page_tokens,
-            slot_bytes=1,
+            block_size=moving.source.engine.memory.queues[pinned.model].shape.block_size,
+            block_bytes=1,
             on_host=pinned.on_host,
             max_tokens=len(sent.prompt) // 4 + 1,
         )
@@ -196,16 +196,16 @@ class Cluster:
             self.give_up(moving)
             return
         assert moving.destination.engine.apply(Reserve(query), self.now) == answer
-        assert len(answer.slots) + answer.num_held == len(pinned.slots) + num_ahead
-        num_slots = len(answer.slots) - num_ahead
+        assert len(answer.blocks) + answer.num_held == len(pinned.blocks) + num_ahead
+        num_blocks = len(answer.blocks) - num_ahead
         if num_ahead:
-            moving.ahead = answer.slots[num_slots:]
+            moving.ahead = answer.blocks[num_blocks:]
         moving.stage += 1
-        self._send(moving, pinned, msgspec.structs.replace(answer, slots=answer.slots[:num_slots]))
+        self._send(moving, pinned, msgspec.structs.replace(answer, blocks=answer.blocks[:num_blocks]))
 
     def _send(self, moving: Moving, pinned: PinnedBlocks, reservation: Reservation) -> None:
         moving.transfers.append((pinned, reservation))
-        moving.num_sent += len(pinned.slots)
+        moving.num_sent += len(pinned.blocks)
 
     def announce_last(self, moving: Moving) -> None:
         """A stage with room for the blocks that will be filled, or begun, until it has left the batch."""
@@ -224,7 +224,7 @@ class Cluster:
         pinned = moving.source.engine.apply(Pin(moving.request_id, moving.num_sent), 0.0)
         if pinned is None:
             self.give_up(moving)
-        elif pinned.slots:
+        elif pinned.blocks:
             self._pre_allocate(moving, pinned)
 
     def deliver(self, moving: Moving) -> None:
@@ -235,17 +235,17 @@ class Cluster:
         moving.source.take_copies()
         moving.destination.take_copies()
         source, destination = moving.source.executor, moving.destination.executor
-        for slot, other in zip(pinned.slots[reservation.num_held :], reservation.slots, strict=True):
+        for block, other in zip(pinned.blocks[reservation.num_held :], reservation.blocks, strict=True):
             if pinned.on_host:
-                destination._host[pinned.model, other] = list(source._host[pinned.model, slot])
+                destination._host[pinned.model, other] = list(source._host[pinned.model, block])
             else:
-                destination._slot(pinned.model, other)[:] = source._slot(pinned.model, slot)
+                destination._block(pinned.model, other)[:] = source._block(pinned.model, block)
         moving.source.engine.apply(Unpin(pinned), 0.0)
 
-    def take_out(self, moving: Moving) -> None:
+    def detach(self, moving: Moving) -> None:
         if moving.is_leaving:
             return
-        if moving.source.engine.apply(TakeOut(moving.request_id), self.now):
+        if moving.source.engine.apply(Detach(moving.request_id), self.now):
             moving.is_leaving = True
             self.collect()
         else:
@@ -260,24 +260,24 @@ class Cluster:
             return
         moving.on_host = pinned.on_host
         moving.has_all = True
-        if pinned.slots and moving.ahead is None:
+        if pinned.blocks and moving.ahead is None:
             self._pre_allocate(moving, pinned)
-        elif len(pinned.slots) > len(moving.ahead or []):
+        elif len(pinned.blocks) > len(moving.ahead or []):
             moving.source.engine.apply(Unpin(pinned), 0.0)
             self.give_up(moving)
-        elif pinned.slots:
-            self._send(moving, pinned, Reservation(moving.migration_id, 0, moving.ahead[: len(pinned.slots)]))
+        elif pinned.blocks:
+            self._send(moving, pinned, Reservation(moving.migration_id, 0, moving.ahead[: len(pinned.blocks)]))
 
-    def seal(self, moving: Moving) -> None:
-        if not moving.has_all or moving.transfers or moving.is_sealed:
+    def freeze(self, moving: Moving) -> None:
+        if not moving.has_all or moving.transfers or moving.is_frozen:
             return
-        if moving.source.engine.apply(Seal(moving.request_id), 0.0):
-            moving.is_sealed = True
+        if moving.source.engine.apply(Freeze(moving.request_id), 0.0):
+            moving.is_frozen = True
         else:
             self.give_up(moving)
 
     def commit(self, moving: Moving) -> None:
-        if not moving.is_sealed or moving.is_committed:
+        if not moving.is_frozen or moving.is_committed:
             return
         assert moving.taken is not None
         request, progress = rebased(moving.taken, self.now)
@@ -300,7 +300,7 @@ class Cluster:
         if not moving.is_committed:
             return
         self.moving.remove(moving)
-        if moving.source.engine.apply(DropMoved(moving.request_id), self.now):
+        if moving.source.engine.apply(Release(moving.request_id), self.now):
             moving.destination.engine.apply(Cancel(moving.request_id), self.now)
         self.collect()
 
@@ -311,15 +311,15 @@ class Cluster:
         self.moving.remove(moving)
         for pinned, _ in moving.transfers:
             moving.source.engine.apply(Unpin(pinned), 0.0)
-        moving.destination.engine.apply(Release(moving.migration_id), 0.0)
+        moving.destination.engine.apply(Unreserve(moving.migration_id), 0.0)
         node, epoch = self.owner[moving.request_id]
         if moving.is_leaving:
-            raised = epoch + 2 if raise_epoch and moving.is_sealed and node is moving.source else None
-            moving.source.engine.apply(PutBack(moving.request_id, raised), self.now)
+            raised = epoch + 2 if raise_epoch and moving.is_frozen and node is moving.source else None
+            moving.source.engine.apply(Reattach(moving.request_id, raised), self.now)
             if raised is not None and moving.request_id not in self.ended:
                 self.owner[moving.request_id] = (node, raised)
         else:
-            moving.source.engine.apply(EndMove(moving.request_id), self.now)
+            moving.source.engine.apply(EndMigration(moving.request_id), self.now)
         self.collect()
 
     # ------------------------------------------------------------------------------------------- what is seen of it
@@ -327,7 +327,7 @@ class Cluster:
     def collect(self) -> None:
         for node in self.nodes:
             for effect in node.engine.effects():
-                if isinstance(effect, TakenOut):
+                if isinstance(effect, Detached):
                     (moving,) = [m for m in self.moving if m.request_id == effect.request_id and m.source is node]
                     assert moving.is_leaving or moving.taken is None
                     moving.taken = effect

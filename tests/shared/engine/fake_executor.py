@@ -1,6 +1,6 @@
 """An executor without tensors: the token after a prefix is a hash of that prefix, read back through the block tables.
 
-It keeps what a real KV slab would hold (one cell per token and slot, with merged blocks shared by models), so a slot that
+It keeps what a real KV slab would hold (one cell per token and block, with merged blocks shared by models), so a block that
 is handed out too early, a wrong block table or a wrong count shows as a different token or as a failed assertion.
 """
 
@@ -76,18 +76,18 @@ class FakeExecutor:
 
     def _execute_launched(self) -> None:
         for plan in self._launched:
-            # One that may be suspended is alone, and no slot of its sequences is moved.
+            # One that may be suspended is alone, and no block of its sequences is moved.
             if not plan.is_interruptible and not plan.resumes:
                 self._results[plan.step_id] = self._execute(plan)
         self._launched = [plan for plan in self._launched if plan.step_id not in self._results]
 
     def _move(self, copy: KvCopy) -> None:
-        contents = [list(self._slot(copy.model, slot)) for slot in copy.device_slots]
-        for target, cells in zip(copy.target_slots, contents, strict=True):
-            self._slot(copy.model, target)[:] = cells
-        for row, index, slot in copy.tables:
+        contents = [list(self._block(copy.model, block)) for block in copy.device_blocks]
+        for target, cells in zip(copy.target_blocks, contents, strict=True):
+            self._block(copy.model, target)[:] = cells
+        for row, index, block in copy.tables:
             if index < len(self._blocks.get(row, ())):
-                self._blocks[row][index] = slot
+                self._blocks[row][index] = block
 
     def suspend(self, plan: StepPlan, share: float = 0.5) -> StepResult:
         """The step stops half-way: its row changes count, some of its cells hold garbage."""
@@ -105,13 +105,13 @@ class FakeExecutor:
     def copy(self, copy: KvCopy) -> None:
         if copy.kind == CopyKind.MOVE:
             return
-        for device, host in zip(copy.device_slots, copy.host_slots, strict=True):
+        for device, host in zip(copy.device_blocks, copy.host_blocks, strict=True):
             if copy.kind == CopyKind.CHECKPOINT:
-                cells = self._slot(copy.model, device)
+                cells = self._block(copy.model, device)
                 assert -1 not in cells and None not in cells, "a block was checkpointed before it was filled"
                 self._host[copy.model, host] = list(cells)
             else:
-                self._slot(copy.model, device)[:] = self._host[copy.model, host]
+                self._block(copy.model, device)[:] = self._host[copy.model, host]
 
     def execute(self, plan: StepPlan) -> StepResult:
         if plan.step_id in self._results:
@@ -144,8 +144,8 @@ class FakeExecutor:
             self._tokens[new.row] = unpack_tokens(new.tokens)
             self._blocks[new.row] = list(new.blocks)
             self._model[new.row] = plan.model
-        for row, slots in plan.new_blocks:
-            self._blocks[row].extend(slots)
+        for row, blocks in plan.new_blocks:
+            self._blocks[row].extend(blocks)
 
     def _sample(self, plan: StepPlan) -> list[int]:
         sampled = []
@@ -160,19 +160,19 @@ class FakeExecutor:
 
     def _cell(self, model: str, row: int, position: int) -> tuple[list[int | None], int]:
         shape = self._shapes[model]
-        return self._slot(model, self._blocks[row][position // shape.page_tokens]), position % shape.page_tokens
+        return self._block(model, self._blocks[row][position // shape.block_size]), position % shape.block_size
 
-    def _slot(self, model: str, slot: int) -> list[int | None]:
+    def _block(self, model: str, block: int) -> list[int | None]:
         shape = self._shapes[model]
-        merged = slot // shape.slots_per_merged
+        merged = block // shape.blocks_per_merged
         if self._merged_owner.get(merged) != model:
             for key in [key for key in self._cells if self._merged_of(key) == merged]:
                 del self._cells[key]
             self._merged_owner[merged] = model
-        return self._cells.setdefault((model, slot), [None] * shape.page_tokens)
+        return self._cells.setdefault((model, block), [None] * shape.block_size)
 
     def _merged_of(self, key: tuple[str, int]) -> int:
-        return key[1] // self._shapes[key[0]].slots_per_merged
+        return key[1] // self._shapes[key[0]].blocks_per_merged
 
     def _write(self, model: str, row: int, position: int) -> None:
         cells, index = self._cell(model, row, position)

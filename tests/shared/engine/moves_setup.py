@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from shared.engine.engine import Engine
-from shared.engine.moving import TakenOut
+from shared.engine.handover import Detached
 from shared.engine.plan import ModelShape
 from shared.messages.migration import PreAllocate
 from shared.messages.requests import Priority, RequestClass
@@ -26,7 +26,7 @@ def make(num_merged=20, rows=8, budget=64, ordering="fcfs", depth=1, host=0, coo
         steps_in_flight=depth,
         num_host_merged=host,
         checkpoint=AdaptiveCheckpoint(0.0),
-        move_cooldown_s=cooldown,
+        migration_cooldown_s=cooldown,
         **fields,
     )
     return Node(engine, [SHAPE])
@@ -54,10 +54,10 @@ def stage(node: Node, pinned, migration_id="m", number=0, **fields) -> PreAlloca
         priority=fields.pop("priority"),
         stage=number,
         first_block=fields.pop("first_block", pinned.first_block if pinned else 0),
-        num_blocks=fields.pop("num_blocks", len(pinned.slots) if pinned else 0),
+        num_blocks=fields.pop("num_blocks", len(pinned.blocks) if pinned else 0),
         hashes=pinned.hashes if pinned else b"",
-        page_tokens=fields.pop("page_tokens", 4),
-        slot_bytes=1,
+        block_size=fields.pop("block_size", 4),
+        block_bytes=1,
         **fields,
     )
 
@@ -66,6 +66,6 @@ def effects(node: Node, kind):
     return [effect for effect in node.engine.effects() if isinstance(effect, kind)]
 
 
-def taken(node: Node) -> TakenOut:
-    (effect,) = effects(node, TakenOut)
+def taken(node: Node) -> Detached:
+    (effect,) = effects(node, Detached)
     return effect

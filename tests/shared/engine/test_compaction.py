@@ -1,4 +1,4 @@
-"""Merged blocks go from model to model: packing, what is reported free, moving slots together, least shares."""
+"""Merged blocks go from model to model: packing, what is reported free, moving blocks together, least shares."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shared.engine.allocator import Allocator
-from shared.engine.calls import Cancel, ClearPrefixCache, Pin, Reserve, Submit, TakeOut
+from shared.engine.calls import Cancel, ClearPrefixCache, Detach, Pin, Reserve, Submit
 from shared.engine.engine import Engine
-from shared.engine.kv_blocks import BlockPool
+from shared.engine.memory.allocator import Allocator
+from shared.engine.memory.blocks import BlockPool
 from shared.engine.plan import CopyKind, ModelShape
 from shared.messages.migration import PreAllocate
 from shared.messages.requests import FinishReason, Priority, RequestClass
@@ -45,7 +45,7 @@ def turn(node: Node, now: float = 0.0) -> bool:
 
 
 def interleave(node: Node, num_merged: int, max_tokens: int = 300, **fields) -> list[str]:
-    """Sequences of model a with one slot each that fill so many merged blocks, in the order of their slots."""
+    """Sequences of model a with one block each that fill so many merged blocks, in the order of their blocks."""
     names = [f"a{number}" for number in range(8 * num_merged)]
     for number, name in enumerate(names):
         assert node.engine.apply(Submit(request(name, [number, 1], max_tokens, model="a", **fields)), 0.0) is None
@@ -56,12 +56,12 @@ def interleave(node: Node, num_merged: int, max_tokens: int = 300, **fields) -> 
 @pytest.fixture
 def _no_reserve(monkeypatch):
     """Nothing is kept free at admissions for who runs to grow."""
-    monkeypatch.setattr(Allocator, "reserve_slots", lambda *_: 0)
+    monkeypatch.setattr(Allocator, "reserve_blocks", lambda *_: 0)
 
 
 @pytest.mark.usefixtures("_no_reserve")
 def test_a_fragmented_pool_gives_what_it_reports():
-    """Every eighth slot of all merged blocks is used, twice: an average of a quarter."""
+    """Every eighth block of all merged blocks is used, twice: an average of a quarter."""
     node = make()
     names = interleave(node, 64)
     assert node.engine.load().free_merged == 0
@@ -80,48 +80,48 @@ def test_a_fragmented_pool_gives_what_it_reports():
     assert node.engine.counters.num_preemptions == 0 and node.engine.counters.freed_merged >= 47
 
 
-def test_slots_are_taken_from_the_fullest_merged_block_with_room():
+def test_blocks_are_taken_from_the_fullest_merged_block_with_room():
     pool = BlockPool(4)
     pool.add_model("a", 4, 4)
     pool.add_model("b", 4, 1)
-    slots = pool.allocate("a", 12)
+    blocks = pool.allocate("a", 12)
     assert pool.num_free_merged() == 1
-    kept = {merged: [slot for slot in slots if slot // 4 == merged] for merged in {slot // 4 for slot in slots}}
+    kept = {merged: [block for block in blocks if block // 4 == merged] for merged in {block // 4 for block in blocks}}
     one, two, three = kept.values()
     pool.release("a", [*one[:3], *two[:2], *three[:1]])
-    assert [slot // 4 for slot in pool.allocate("a", 3)] == [three[0] // 4, two[0] // 4, two[0] // 4]
+    assert [block // 4 for block in pool.allocate("a", 3)] == [three[0] // 4, two[0] // 4, two[0] // 4]
     pool.check()
     pool.release("a", [one[3]])
     assert pool.num_free_merged() == 2 and pool.num_available("b") == 2
 
 
-def test_what_is_cached_between_used_slots_goes_before_a_merged_block_that_all_could_have():
+def test_what_is_cached_between_used_blocks_goes_before_a_merged_block_that_all_could_have():
     pool = BlockPool(4)
     pool.add_model("a", 4, 4)
     pool.add_model("b", 4, 1)
-    slots = pool.allocate("a", 8)
-    for slot in slots:
-        pool.register("a", [slot], [bytes([slot])])
-    pool.release("a", [slot for slot in slots if slot % 4])
+    blocks = pool.allocate("a", 8)
+    for block in blocks:
+        pool.register("a", [block], [bytes([block])])
+    pool.release("a", [block for block in blocks if block % 4])
     pool.allocate("b", 2)
     b = pool.allocate("a", 6)
-    assert {slot // 4 for slot in b} == {slot // 4 for slot in slots}
+    assert {block // 4 for block in b} == {block // 4 for block in blocks}
     assert pool.num_free_merged() == 0
     pool.release("a", b)
     assert pool.num_available("b") == 0 and pool.num_own_room("a") == 6
     pool.check()
 
 
-def test_a_model_alone_keeps_what_is_cached_while_slots_are_free():
+def test_a_model_alone_keeps_what_is_cached_while_blocks_are_free():
     pool = BlockPool(4)
     pool.add_model("a", 4, 4)
-    slots = pool.allocate("a", 13)
-    for slot in slots[:12]:
-        pool.register("a", [slot], [bytes([slot])])
-    pool.release("a", slots[:12])
+    blocks = pool.allocate("a", 13)
+    for block in blocks[:12]:
+        pool.register("a", [block], [bytes([block])])
+    pool.release("a", blocks[:12])
     assert pool.used_merged() == 0.25
     assert pool.allocate("a", 3) is not None
-    assert pool.find("a", [bytes([slot]) for slot in slots[:12]]) == slots[:12]
+    assert pool.find("a", [bytes([block]) for block in blocks[:12]]) == blocks[:12]
 
 
 @pytest.mark.parametrize("depth", [1, 2])
@@ -161,7 +161,7 @@ def test_moved_sequences_go_on_as_if_nothing_had_happened(depth: int):
 
 
 @pytest.mark.usefixtures("_no_reserve")
-def test_slots_that_others_hold_are_not_moved_nor_counted():
+def test_blocks_that_others_hold_are_not_moved_nor_counted():
     node = make(num_merged=4)
     names = interleave(node, 4)
     for index, name in enumerate(names):
@@ -178,7 +178,7 @@ def test_slots_that_others_hold_are_not_moved_nor_counted():
     for _ in range(2):
         node.plan(0.0)
         node.step_returns(0.0)
-    moved = [slot for copy in node.copies for slot in copy.device_slots]
+    moved = [block for copy in node.copies for block in copy.device_blocks]
     assert set(moved) == set(held[2:])
     assert [node.engine.held(f"b{number}").row >= 0 for number in range(3)] == [True, True, False]
     pool.release("a", held[:2])
@@ -231,10 +231,10 @@ def test_what_is_being_moved_is_neither_pinned_nor_handed_over_before_it_is_ther
     (move,) = node.copies
     assert move.kind == CopyKind.MOVE
     (name,) = {
-        name for name in names if (held := node.engine.held(name)) and set(held.blocks[:1]) & set(move.target_slots)
+        name for name in names if (held := node.engine.held(name)) and set(held.blocks[:1]) & set(move.target_blocks)
     } or {None}
-    assert node.engine.apply(Pin(name, 0), 0.0).slots == []
-    node.engine.apply(TakeOut(name), 0.0)
+    assert node.engine.apply(Pin(name, 0), 0.0).blocks == []
+    node.engine.apply(Detach(name), 0.0)
     node.step_returns(0.0)
     assert not [effect for effect in node.engine.effects() if hasattr(effect, "progress")]
     node.copy_ends(0.0)
@@ -244,19 +244,19 @@ def test_what_is_being_moved_is_neither_pinned_nor_handed_over_before_it_is_ther
 
 @pytest.mark.usefixtures("_no_reserve")
 def test_nobody_is_preempted_for_what_would_not_help():
-    """Offline sequences hold seven slots of eight in each merged block, a copy the other: in sum more than a merged block,
+    """Offline sequences hold seven blocks of eight in each merged block, a copy the other: in sum more than a merged block,
     but none that would come free."""
     node = make(num_merged=2)
     names = interleave(node, 2, request_class=OFFLINE)
     pool = node.engine.pool
-    slots = [node.engine.held(name).blocks[0] for name in names[::8]]
-    pool.retain("a", slots)
+    blocks = [node.engine.held(name).blocks[0] for name in names[::8]]
+    pool.retain("a", blocks)
     node.engine.apply(Submit(request("online", [2] * 3, 4, model="b")), 0.0)
     for _ in range(2):
         node.plan(0.0)
         node.step_returns(0.0)
     assert node.engine.counters.num_preemptions == 0 and node.engine.held("online").row < 0
-    pool.release("a", slots)
+    pool.release("a", blocks)
     for _ in range(2):
         turn(node)
     assert node.engine.held("online").row >= 0 and node.engine.counters.num_preemptions == 8
@@ -264,8 +264,8 @@ def test_nobody_is_preempted_for_what_would_not_help():
 
 @pytest.mark.usefixtures("_no_reserve")
 def test_few_are_preempted_for_a_merged_block():
-    """A merged block of model a is full of one-slot sequences, which would go first, and another of two of four slots: with
-    the free slots beside them, one of these does."""
+    """A merged block of model a is full of one-slot sequences, which would go first, and another of two of four blocks: with
+    the free blocks beside them, one of these does."""
     node = make(num_merged=3)
     interleave(node, 1, request_class=OFFLINE)
     for number in range(2):
@@ -314,11 +314,11 @@ def running(node: Node, model: str) -> int:
 
 
 def test_a_large_request_that_was_preempted_comes_back_to_what_is_cached_of_it():
-    """What is cached of it is nobody's, so the model is still one without any slots."""
+    """What is cached of it is nobody's, so the model is still one without any blocks."""
     node = make(num_merged=4, least_share=0.9)
     memory, shape = node.engine.memory, node.engine.memory.queues["b"].shape
     assert memory.least_merged() == 1
-    num_tokens = 4 * shape.slots_per_merged * shape.page_tokens - 8
+    num_tokens = 4 * shape.blocks_per_merged * shape.block_size - 8
     node.engine.apply(Submit(request("b0", [1] * num_tokens, 8, model="b")), 0.0)
     for _ in range(40):
         turn(node)
@@ -419,8 +419,8 @@ def test_a_request_from_another_instance_is_not_let_into_a_share():
         first_block=0,
         num_blocks=29,
         hashes=b"",
-        page_tokens=8,
-        slot_bytes=1,
+        block_size=8,
+        block_bytes=1,
     )
     assert node.engine.apply(Reserve(query), 0.0).code == "overloaded"
 
@@ -442,8 +442,8 @@ CALLS = st.lists(
 @settings(max_examples=150, deadline=None)
 @given(st.integers(6, 24), st.sampled_from([1, 2]), CALLS)
 def test_what_is_reported_free_can_be_had_by_every_model(num_merged, depth, calls):
-    """After random arrivals, ends and preemptions; moves of slots are carried out by the way."""
-    with patch.object(Allocator, "reserve_slots", lambda *_: 0):
+    """After random arrivals, ends and preemptions; moves of blocks are carried out by the way."""
+    with patch.object(Allocator, "reserve_blocks", lambda *_: 0):
         check_what_is_reported(num_merged, depth, calls)
 
 
@@ -478,8 +478,8 @@ def check_what_is_reported(num_merged, depth, calls):
     assert free == int(free)
     for shape in shapes:
         # What one model has room for beside what it uses is its own.
-        wanted = int(free) * shape.slots_per_merged
-        promised = engine.memory.compaction.reach(shape.name).num_slots
+        wanted = int(free) * shape.blocks_per_merged
+        promised = engine.memory.compaction.reach(shape.name).num_blocks
         assert promised >= wanted
         for _ in range(200):
             if engine.memory.compaction.make_room(shape.name, promised):
@@ -488,14 +488,14 @@ def check_what_is_reported(num_merged, depth, calls):
             node.take_copies()
             while node.copies:
                 node.copy_ends(0.0)
-        slots = engine.pool.allocate(shape.name, promised)
-        assert slots is not None, "reported free, but not to be had"
+        blocks = engine.pool.allocate(shape.name, promised)
+        assert blocks is not None, "reported free, but not to be had"
         assert engine.pool.allocate(shape.name, 1) is None, "more than was reported"
-        engine.pool.release(shape.name, slots)
+        engine.pool.release(shape.name, blocks)
         engine.pool.check()
         assert engine.load().free_merged == free
-    for model, slots in held:
-        engine.pool.release(model, slots)
+    for model, blocks in held:
+        engine.pool.release(model, blocks)
     engine.check()
 
 
@@ -516,12 +516,12 @@ def test_packing_and_moves_keep_the_pools_invariants(calls):
         elif call == "register" and held:
             pool.register("a", [held[size % len(held)]], [number.to_bytes(2)])
         elif call == "move" and held:
-            slot = held[size % len(held)]
-            targets = [merged for used, merged in pool.busy_merged("a") if used < 5 and merged != slot // 5]
+            block = held[size % len(held)]
+            targets = [merged for used, merged in pool.busy_merged("a") if used < 5 and merged != block // 5]
             if targets:
-                held[size % len(held)] = pool.move("a", slot, targets[-1])
+                held[size % len(held)] = pool.move("a", block, targets[-1])
         pool.check()
         assert pool.num_available("b") == 2 * pool.num_free_merged()
-        assert pool.num_free_merged() == 6 - len({slot // 5 for slot in held})
-        assert sorted(slot for m in range(6) for slot in pool.used_slots("a", m)) == sorted(held)
+        assert pool.num_free_merged() == 6 - len({block // 5 for block in held})
+        assert sorted(block for m in range(6) for block in pool.used_blocks("a", m)) == sorted(held)
     assert pool.least_merged("a") == math.ceil(len(held) / 5)

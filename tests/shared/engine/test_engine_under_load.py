@@ -28,8 +28,8 @@ COST_MODEL = CostModel(
     decode_s=0.003,
     decode_context_s=0.0001,
     num_layers=16,
-    checkpoint_slot_s=0.001,
-    restore_slot_s=0.001,
+    checkpoint_block_s=0.001,
+    restore_block_s=0.001,
 )
 
 

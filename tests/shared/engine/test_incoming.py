@@ -8,19 +8,19 @@ import pytest
 from shared.cost_model import CostModel, StepShape
 from shared.engine.calls import (
     Adopt,
-    DropMoved,
+    Detach,
+    Freeze,
     OnStep,
     Pin,
     PinRest,
-    PutBack,
+    Reattach,
+    Release,
     RemoveModel,
-    Seal,
     SetCostModel,
     Submit,
-    TakeOut,
     Unpin,
 )
-from shared.engine.moving import TakenOut, rebased
+from shared.engine.handover import Detached, rebased
 from shared.engine.plan import StepResult
 from shared.engine.planner import EXPECTED_STEPS
 from shared.engine.sequence import State
@@ -33,11 +33,11 @@ from tests.shared.engine.moves_setup import OFFLINE, make, pair, run
 
 def move(cluster: Cluster, name: str = "r") -> None:
     """A whole move."""
-    candidates = cluster.nodes[0].engine.move_candidates(cluster.now, include_offline=True)
+    candidates = cluster.nodes[0].engine.migration_candidates(cluster.now, include_offline=True)
     index = [candidate.request.request_id for candidate in candidates].index(name)
     moving = cluster.begin_move(*cluster.nodes, index)
     assert moving is not None
-    for step in (cluster.deliver, cluster.take_out, cluster.send_rest, cluster.deliver, cluster.seal, cluster.commit):
+    for step in (cluster.deliver, cluster.detach, cluster.send_rest, cluster.deliver, cluster.freeze, cluster.commit):
         step(moving)
     assert moving.is_committed
     cluster.forget(moving)
@@ -58,12 +58,12 @@ def test_a_decoding_request_goes_on_where_it_was():
     assert (after.arrived_s, after.submitted_s, after.deadline_s) == (0.0, 0.0, 600.0)
     assert (after.first_planned_s, after.first_token_s, after.first_total) == (1.0, 1.0, 11)
     assert after.ttft_due_s == pytest.approx(0.7) and after.tpot_objective_s == before.tpot_objective_s
-    assert after.device_s == before.device_s and after.last_ran_s == 5.0 and after.num_moves == 1
+    assert after.device_s == before.device_s and after.last_ran_s == 5.0 and after.num_migrations == 1
     assert source.engine.pool.used_merged() == 0
     assert len(destination.engine.pool.find("a", after.hashes[:3])) == 3
     assert destination.plan(cluster.now) and destination.in_flight[0].num_tokens == 1
     cluster.finish()
-    assert cluster.ended["r"].first_token_s == 1.0 and cluster.ended["r"].num_moves == 1
+    assert cluster.ended["r"].first_token_s == 1.0 and cluster.ended["r"].num_migrations == 1
 
 
 def test_who_comes_runs_at_once_beside_little_of_the_prompts_that_wait():
@@ -141,16 +141,16 @@ def test_a_request_that_would_wait_there_too_stays():
     run(destination, 2)
     cluster.collect()
     moving = cluster.begin_move(source, destination, 0)
-    for step in (cluster.send_rest, cluster.seal, cluster.commit):
+    for step in (cluster.send_rest, cluster.freeze, cluster.commit):
         step(moving)
     assert moving not in cluster.moving and source.engine.held("r").state == State.WAITING
     cluster.finish()
 
 
-def committed(cluster: Cluster, source: Node, destination: Node) -> tuple[Commit, TakenOut]:
+def committed(cluster: Cluster, source: Node, destination: Node) -> tuple[Commit, Detached]:
     """All that is to be sent has been; the commit is not."""
     moving = cluster.begin_move(source, destination, 0)
-    for step in (cluster.deliver, cluster.take_out, cluster.send_rest, cluster.deliver, cluster.seal):
+    for step in (cluster.deliver, cluster.detach, cluster.send_rest, cluster.deliver, cluster.freeze):
         step(moving)
     request_, progress = rebased(moving.taken, cluster.now)
     request_ = msgspec.structs.replace(request_, epoch=1)
@@ -205,10 +205,10 @@ def test_a_later_placement_replaces_what_is_leaving():
     sent = request("r", [1, 2, 3], 20)
     node.engine.apply(Submit(sent), 0.0)
     run(node, 2)
-    assert node.engine.apply(TakeOut("r"), 0.0) and node.engine.apply(Seal("r"), 0.0)
+    assert node.engine.apply(Detach("r"), 0.0) and node.engine.apply(Freeze("r"), 0.0)
     assert node.engine.apply(Submit(msgspec.structs.replace(sent, epoch=64)), 0.0) is None
-    assert not node.engine.apply(DropMoved("r"), 0.0) and not node.engine.apply(Seal("r"), 0.0)
-    node.engine.apply(PutBack("r", 2), 0.0)
+    assert not node.engine.apply(Release("r"), 0.0) and not node.engine.apply(Freeze("r"), 0.0)
+    node.engine.apply(Reattach("r", 2), 0.0)
     assert node.engine.held("r").request.epoch == 64
     node.engine.check()
 
@@ -222,7 +222,7 @@ def test_a_later_placement_is_not_pinned_behind_what_was_sent_of_the_former():
     assert node.engine.apply(Submit(msgspec.structs.replace(sent, epoch=64)), 0.0) is None
     run(node, 2)
     assert node.engine.apply(Pin("r", 2), 0.0) is None
-    assert node.engine.apply(TakeOut("r"), 0.0) and node.engine.apply(PinRest("r", 2), 0.0) is None
+    assert node.engine.apply(Detach("r"), 0.0) and node.engine.apply(PinRest("r", 2), 0.0) is None
 
 
 def test_what_was_reserved_is_freed_where_the_request_comes_without_kv():
@@ -231,7 +231,7 @@ def test_what_was_reserved_is_freed_where_the_request_comes_without_kv():
     run(source, 3)
     cluster.collect()
     commit, _ = committed(cluster, source, destination)
-    lost = msgspec.structs.replace(commit, num_blocks=0, progress=SequenceProgress(num_moves=1))
+    lost = msgspec.structs.replace(commit, num_blocks=0, progress=SequenceProgress(num_migrations=1))
     assert destination.engine.apply(Adopt(lost), 0.0) is None
     assert destination.engine.pool.used_merged() == 0 and destination.engine.memory.num_free_rows == 8
     destination.engine.check()
@@ -241,9 +241,9 @@ def test_a_model_stays_while_one_of_its_requests_is_perhaps_anothers():
     node = make()
     node.engine.apply(Submit(request("r", [1, 2, 3], 20)), 0.0)
     run(node, 1)
-    assert node.engine.apply(TakeOut("r"), 0.0) and node.engine.apply(Seal("r"), 0.0)
+    assert node.engine.apply(Detach("r"), 0.0) and node.engine.apply(Freeze("r"), 0.0)
     assert not node.engine.apply(RemoveModel("a"), 0.0)
-    node.engine.apply(DropMoved("r"), 0.0)
+    node.engine.apply(Release("r"), 0.0)
     assert node.engine.apply(RemoveModel("a"), 0.0)
 
 

@@ -8,16 +8,16 @@ import msgspec
 import pytest
 
 from shared.cost_model import CostModel, StepShape
-from shared.engine.allocator import GROWTH_STEPS
-from shared.engine.calls import DropMoved, Release, Reserve, SetCostModel, Submit, TakeOut
+from shared.engine.calls import Detach, Release, Reserve, SetCostModel, Submit, Unreserve
 from shared.engine.engine import Engine
+from shared.engine.memory.allocator import GROWTH_STEPS
 from shared.engine.plan import ModelShape
-from shared.engine.sequence import Rank, State
+from shared.engine.sequence import PriorityClass, State
 from shared.messages.migration import PreAllocate
 from shared.messages.requests import Priority, RequestClass
 from shared.policies.baselines import RoundRobin
 from shared.policies.token_budget import FixedTokenBudget
-from shared.policies.virtual_usage import HIGH_WEIGHT, MOVING_SHARE
+from shared.policies.virtual_usage import HIGH_WEIGHT, MIGRATING_SHARE
 from tests.shared.engine.cluster import Node
 from tests.shared.engine.fake_executor import request
 
@@ -51,11 +51,11 @@ def reserve(node: Node, num_blocks: int, **fields) -> None:
         first_block=0,
         num_blocks=num_blocks,
         hashes=b"",
-        page_tokens=8,
-        slot_bytes=1,
+        block_size=8,
+        block_bytes=1,
         **fields,
     )
-    assert node.engine.apply(Reserve(query), 0.0).slots
+    assert node.engine.apply(Reserve(query), 0.0).blocks
 
 
 def test_idle_is_infinitely_free():
@@ -73,12 +73,12 @@ def test_freeness_in_steps_is_until_the_pool_is_full():
     assert load.migration_freeness == load.scaling_freeness == pytest.approx(38 * 16)
 
 
-def test_models_of_different_slots_are_weighted_by_what_a_step_takes():
+def test_models_of_different_blocks_are_weighted_by_what_a_step_takes():
     node = make()
     run(node, request("wide", list(range(30)), 50), request("narrow", list(range(30)), 50, model="b"))
     load = node.engine.load()
-    num_slots = sum(len(s.blocks) for s in node.engine.all_held() if s.model == "b")
-    assert load.migration_freeness == pytest.approx((40 - 2 - num_slots) / (1 / 16 + 1 / 4))
+    num_blocks = sum(len(s.blocks) for s in node.engine.all_held() if s.model == "b")
+    assert load.migration_freeness == pytest.approx((40 - 2 - num_blocks) / (1 / 16 + 1 / 4))
 
 
 @pytest.mark.parametrize("shapes", [[WIDE, NARROW], [NARROW, WIDE]])
@@ -131,18 +131,18 @@ def test_what_comes_and_what_leaves_is_load():
     node = make()
     run(node, request("r", list(range(30)), 50, priority=HIGH))
     alone = node.engine.load()
-    assert node.engine.apply(TakeOut("r"), 0.0)
-    assert alone.next_move_tokens == 32
-    assert node.engine.load() == msgspec.structs.replace(alone, next_move_tokens=0), "nobody else could move"
+    assert node.engine.apply(Detach("r"), 0.0)
+    assert alone.next_migration_tokens == 32
+    assert node.engine.load() == msgspec.structs.replace(alone, next_migration_tokens=0), "nobody else could move"
     reserve(node, 6)
     both = node.engine.load()
     assert both.dispatch_freeness_high == pytest.approx(both.migration_freeness / 16)
     assert both.dispatch_freeness == pytest.approx(alone.dispatch_freeness - 3), "still divided by the one that runs"
     assert both.num_high == 1
-    node.engine.apply(DropMoved("r"), 0.0)
+    node.engine.apply(Release("r"), 0.0)
     coming = node.engine.load()
     assert coming.migration_freeness == pytest.approx((40 - 3) * 16) and coming.num_high == 0
-    node.engine.apply(Release("m"), 0.0)
+    node.engine.apply(Unreserve("m"), 0.0)
     assert node.engine.load().migration_freeness == math.inf
 
 
@@ -156,10 +156,10 @@ def test_headroom_grows_with_what_high_requests_hold_and_only_normal_ones_see_it
     assert high.num_high == 2
     held = node.engine.all_held()
     used = math.ceil(sum(len(s.blocks) for s in held) / 2)
-    kept = HIGH_WEIGHT * sum(len(s.blocks) for s in held if s.rank == Rank.ONLINE_HIGH) / 2
+    kept = HIGH_WEIGHT * sum(len(s.blocks) for s in held if s.priority_class == PriorityClass.ONLINE_HIGH) / 2
     assert high.dispatch_freeness == pytest.approx((400 - used - kept) / 3)
     assert high.dispatch_freeness_high == pytest.approx((400 - used) / 3)
-    assert high.migration_freeness == pytest.approx((400 - used - MOVING_SHARE * kept) * 16 / 3)
+    assert high.migration_freeness == pytest.approx((400 - used - MIGRATING_SHARE * kept) * 16 / 3)
 
 
 def test_where_no_normal_request_runs_headroom_makes_no_source():
@@ -240,9 +240,9 @@ def test_where_no_load_slows_decode_there_is_no_headroom():
 def test_who_runs_has_room_to_grow_when_one_more_is_admitted(more: int):
     node = make(num_merged=30)
     run(node, *(request(f"r{number}", [number] * 35, 50) for number in range(4)))
-    num_left = node.engine.pool.num_available("a") - 4 * GROWTH_STEPS // WIDE.page_tokens
+    num_left = node.engine.pool.num_available("a") - 4 * GROWTH_STEPS // WIDE.block_size
     assert num_left > 0 and node.engine.load().num_running == 4
-    assert node.engine.apply(Submit(request("new", [99] * (WIDE.page_tokens * (num_left + more)), 50)), 0.0) is None
+    assert node.engine.apply(Submit(request("new", [99] * (WIDE.block_size * (num_left + more)), 50)), 0.0) is None
     node.plan(0.0)
     assert (node.engine.load().num_running == 5) == (not more)
 

@@ -44,7 +44,7 @@ CHANCES = {
     "give_up": 1,
 }
 """Of the events, in a random run."""
-STEPS = ("send_filled", "deliver", "announce_last", "take_out", "send_rest", "deliver", "seal", "commit", "forget")
+STEPS = ("send_filled", "deliver", "announce_last", "detach", "send_rest", "deliver", "freeze", "commit", "forget")
 
 
 class Events:
@@ -72,7 +72,7 @@ class Events:
             prefetch=choose.random() < 0.7,
             ttft_s=1.0,
             tpot_s=0.05,
-            move_cooldown_s=choose.choice([0.0, 0.2]),
+            migration_cooldown_s=choose.choice([0.0, 0.2]),
         )
         node = Node(engine, SHAPES)
         if choose.random() < 0.6:

@@ -96,7 +96,7 @@ def test_models_take_turns_in_round_robin():
     assert models in (["a", "b"] * 3, ["b", "a"] * 3)
 
 
-def test_offline_gives_its_slots_to_online_never_the_reverse():
+def test_offline_gives_its_blocks_to_online_never_the_reverse():
     engine, executor = make(num_merged=4, budget=100), FakeExecutor(SHAPES)
     offline = request("offline", list(range(20)), 10, request_class=OFFLINE)
     engine.apply(Submit(offline), 0.0)

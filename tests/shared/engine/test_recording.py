@@ -89,7 +89,7 @@ class RecordedEvents(Events):
             steps_in_flight=2,
             num_host_merged=4,
             checkpoint_start=0.0,
-            move_cooldown_s=0.1,
+            migration_cooldown_s=0.1,
         )
         return Node(recording.recorded(configuration, self.written[-1].append), SHAPES)
 
@@ -114,8 +114,8 @@ def test_moves_are_replayed_at_both_ends(seed):
         engine, num_plans = recording.replay(run)
         engine.check()
         assert num_plans > 50 and not engine.all_held()
-    assert seen >= {calls.Pin, calls.Unpin, calls.TakeOut, calls.PinRest, calls.Seal, calls.PutBack, calls.DropMoved}
-    assert seen >= {calls.EndMove, calls.Reserve, calls.Adopt, calls.Release}
+    assert seen >= {calls.Pin, calls.Unpin, calls.Detach, calls.PinRest, calls.Freeze, calls.Reattach, calls.Release}
+    assert seen >= {calls.EndMigration, calls.Reserve, calls.Adopt, calls.Unreserve}
 
 
 def test_a_torn_end_is_ignored():

@@ -6,8 +6,8 @@ import msgspec
 import pytest
 
 from shared.cost_model import CostModel, shape_of
-from shared.engine.calls import OnTime, Pin, Release, RemoveModel, Reserve, SetCostModel, Submit
-from shared.engine.moving import Reservation
+from shared.engine.calls import OnTime, Pin, RemoveModel, Reserve, SetCostModel, Submit, Unreserve
+from shared.engine.handover import Reservation
 from shared.engine.planner import EXPECTED_S, EXPECTED_STEPS
 from shared.engine.sequence import State
 from shared.messages.requests import ErrorCode, RequestClass
@@ -30,15 +30,15 @@ def test_reserve_finds_the_prefix_extends_and_is_answered_alike():
     run(node, 1)
     assert node.engine.pool.used_merged() == 0
     answer = node.engine.apply(Reserve(stage(node, pinned)), 0.0)
-    assert answer.num_held == 1 and len(answer.slots) == 1
+    assert answer.num_held == 1 and len(answer.blocks) == 1
     assert node.engine.apply(Reserve(stage(node, pinned)), 0.0) == answer
     later = node.engine.apply(Reserve(stage(node, None, number=1, first_block=2, num_blocks=2)), 0.0)
-    assert later.num_held == 0 and len(later.slots) == 2
+    assert later.num_held == 0 and len(later.blocks) == 2
     assert node.engine.pool.used_merged() == pytest.approx(4 / 3) and node.engine.memory.num_free_rows == 7
     assert not node.engine.apply(RemoveModel("a"), 0.0)
     node.engine.check()
-    node.engine.apply(Release("m"), 0.0)
-    node.engine.apply(Release("m"), 0.0)
+    node.engine.apply(Unreserve("m"), 0.0)
+    node.engine.apply(Unreserve("m"), 0.0)
     assert node.engine.pool.used_merged() == 0 and node.engine.memory.num_free_rows == 8
     assert node.engine.pool.find("a", [pinned.hashes[:16]]), "what was held is cached as before"
     node.engine.check()
@@ -47,7 +47,7 @@ def test_reserve_finds_the_prefix_extends_and_is_answered_alike():
 @pytest.mark.parametrize(
     ("fields", "code"),
     [
-        ({"page_tokens": 8}, ErrorCode.BAD_REQUEST),
+        ({"block_size": 8}, ErrorCode.BAD_REQUEST),
         ({"max_tokens": 61}, ErrorCode.TOO_LONG),
         ({"first_block": 1}, ErrorCode.GONE),
         ({"num_blocks": 1}, ErrorCode.BAD_REQUEST),
@@ -102,7 +102,7 @@ def test_what_offline_work_in_flight_holds_can_be_had_at_the_next_try(depth):
         node.plan(0.1)
     assert isinstance(node.engine.apply(Reserve(query), 0.1), Reservation)
     node.engine.check()
-    node.engine.apply(Release("m"), 0.0)
+    node.engine.apply(Unreserve("m"), 0.0)
     assert node.plan(0.2), "offline work goes on"
 
 
@@ -149,7 +149,7 @@ def test_steps_are_short_while_a_request_is_about_to_come():
     node = busy_node()
     assert isinstance(node.engine.apply(Reserve(stage(node, None, num_blocks=2, arrives_s=0.0)), 0.0), Reservation)
     assert planned_s(node, 0.0) <= SHORT_S
-    node.engine.apply(Release("m"), 0.0)
+    node.engine.apply(Unreserve("m"), 0.0)
     assert planned_s(node, 0.0) > 1.5 * SHORT_S, "nobody comes any more"
 
 
@@ -185,6 +185,6 @@ def test_a_stage_that_only_asks_needs_no_share():
     assert isinstance(node.engine.apply(Reserve(stage(node, pinned)), 0.0), Reservation)
     node.engine.memory.may_hold = lambda *share: False
     asked = node.engine.apply(Reserve(stage(node, None, number=1, first_block=2, num_blocks=0)), 0.0)
-    assert isinstance(asked, Reservation) and asked.slots == []
+    assert isinstance(asked, Reservation) and asked.blocks == []
     refused = node.engine.apply(Reserve(stage(node, None, number=2, first_block=2, num_blocks=1)), 0.0)
     assert refused.code == ErrorCode.OVERLOADED

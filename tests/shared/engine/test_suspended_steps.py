@@ -113,7 +113,7 @@ def test_it_is_resumed_whole_when_no_online_request_is_left():
     run.finish()
 
 
-def test_it_is_discarded_where_its_slots_are_needed():
+def test_it_is_discarded_where_its_blocks_are_needed():
     run = Clocked(num_merged=17)
     run.interrupted()
     run.sent.append(run.submit("large", list(range(400)), 3))
@@ -223,7 +223,7 @@ def test_nobody_is_preempted_for_blocks_that_a_copy_still_reads():
     for _ in range(4):
         run.step()
     copies = run.engine.next_copies()
-    assert sum(len(copy.device_slots) for copy in copies) > 20
+    assert sum(len(copy.device_blocks) for copy in copies) > 20
     run.submit("online", list(range(450)), 3)
     run.engine.plan(run.now)
     run.engine.check()

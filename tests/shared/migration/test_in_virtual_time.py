@@ -14,13 +14,13 @@ import pytest
 from shared.cost_model import CostModel
 from shared.engine.calls import AddModel, Cancel, SetCostModel, Submit
 from shared.engine.engine import Effect
-from shared.engine.moving import TakenOut
+from shared.engine.handover import Detached
 from shared.engine.plan import ModelShape
 from shared.engine.recording import Configuration
 from shared.engine.requests import Ended, Output
-from shared.engine.sequence import Move
-from shared.messages.cluster import InstanceInfo, LoadedModel, MoveOutcome
-from shared.messages.migration import AbortReason, Commit, MoveReason, Rebalance
+from shared.engine.sequence import Handover
+from shared.messages.cluster import InstanceInfo, LoadedModel, MigrationOutcome
+from shared.messages.migration import AbortReason, Commit, MigrationReason, Rebalance
 from shared.messages.requests import FinishReason, GenerationRequest, Priority, RequestClass, TokenEntry
 from shared.migration.commands import SendBlocks
 from shared.migration.incoming import Intake
@@ -32,7 +32,7 @@ from shared.streams import Outcome, StreamState
 from tests.shared.engine.fake_executor import FakeExecutor, expected_output, request
 
 SHAPE = ModelShape("a", 4, 3, 400)
-SLOT_BYTES = 1000
+BLOCK_BYTES = 1000
 ENDED_S = 1000.0
 """When nothing may be left of anything: what is remembered longest is forgotten after 600 s."""
 
@@ -43,7 +43,7 @@ class Node:
     def __init__(self, world: World, name: str, num_merged: int, step_s: float, token_budget: int = 64) -> None:
         configuration = Configuration(
             num_merged=num_merged, num_rows=32, ordering="fcfs", token_budget=token_budget, steps_in_flight=2,
-            interruption="off", move_cooldown_s=0.05,
+            interruption="off", migration_cooldown_s=0.05,
         )  # fmt: skip
         self.world, self.name = world, name
         self.engine = configuration.build()
@@ -62,16 +62,16 @@ class Node:
         # By its estimates a few blocks are worth a stage.
         self.moves = VirtualMigrations(
             world.network, self.host, self.intake, lambda: world.registry, lambda: str(next(world.ids)),
-            lambda _: SLOT_BYTES, 1e6, max_migrations=2, max_stages=8, rate_share=0.5,
+            lambda _: BLOCK_BYTES, 1e6, max_migrations=2, max_stages=8, rate_share=0.5,
         )  # fmt: skip
         self.moves.on_over, self.moves.on_adopted, self.moves.on_blocks = self._over, self._adopted, self._copied
-        self.outcomes: list[MoveOutcome] = []
+        self.outcomes: list[MigrationOutcome] = []
         self.num_ended = 0
         self.register()
 
     @property
     def info(self) -> InstanceInfo:
-        served = LoadedModel(name="a", state="ready", max_model_len=400, page_tokens=4, slots_per_merged=3)
+        served = LoadedModel(name="a", state="ready", max_model_len=400, block_size=4, blocks_per_merged=3)
         return InstanceInfo(
             instance_id=self.name, incarnation="1", node_id="node", state="ready", models=[served], num_merged=1,
             merged_bytes=1, device="cpu", kv_address=self.name,
@@ -82,7 +82,7 @@ class Node:
         for node in self.world.living:
             node.moves.tell(node.moves.core.on_instance, self.name, self.info)
 
-    def rebalance(self, *names: str, reason: MoveReason = MoveReason.BALANCE, lease_s: float = 0.5) -> None:
+    def rebalance(self, *names: str, reason: MigrationReason = MigrationReason.BALANCE, lease_s: float = 0.5) -> None:
         self.moves.tell(self.moves.core.on_rebalance, Rebalance([*names], reason, lease_s, 4))
 
     def submit(self, sent: GenerationRequest) -> None:
@@ -97,7 +97,7 @@ class Node:
                 self.num_ended += 1
         self.moves.on_effects(effects)
 
-    def _over(self, outcome: MoveOutcome, sent: GenerationRequest, taken: TakenOut | None) -> None:
+    def _over(self, outcome: MigrationOutcome, sent: GenerationRequest, taken: Detached | None) -> None:
         self.outcomes.append(outcome)
         self.world.check_owners(sent.request_id)
 
@@ -107,17 +107,17 @@ class Node:
         self.world.hear(self.name, entry)
         self.world.check_owners(adopted.request_id)
 
-    def _copied(self, source: VirtualMigrations, command: SendBlocks, slots: list[int]) -> None:
+    def _copied(self, source: VirtualMigrations, command: SendBlocks, blocks: list[int]) -> None:
         cells = self.world.nodes[source.address].executor
-        for slot, other in zip(command.slots, slots, strict=True):
-            self.executor._slot("a", other)[:] = cells._slot("a", slot)
+        for block, other in zip(command.blocks, blocks, strict=True):
+            self.executor._block("a", other)[:] = cells._block("a", block)
 
     def check_empty(self) -> None:
         engine, core = self.engine, self.moves.core
         engine.check()
         assert not engine.all_held() and engine.pool.used_merged() == 0
         assert not engine.outgoing.pinned and not [*engine.reservations]
-        assert (core.num_moving_out, core.num_moving_in, core.incoming.num_disowned) == (0, 0, 0)
+        assert (core.num_migrating_out, core.num_migrating_in, core.incoming.num_disowned) == (0, 0, 0)
         assert not self.moves._out and not self.moves._expected and not self.moves._coming
         assert self.moves.num_transfers == self.moves.num_out == 0
         assert not self.moves._rooms and not self.moves._verdicts
@@ -161,14 +161,14 @@ class World:
             self.streams[entry.request_id].finish_reason = entry.finish_reason
 
     def check_owners(self, request_id: str) -> None:
-        """No two run it in one epoch; a sealed one does not run. (One that was taken for dead may have handed on what its
+        """No two run it in one epoch; a frozen one does not run. (One that was taken for dead may have handed on what its
         source then goes on with: the gateway believes who speaks first in an epoch.)"""
         if self.has_ghosts:
             return
         epochs = [
             held.request.epoch
             for node in self.living
-            if (held := node.engine.held(request_id)) is not None and held.move != Move.SEALED
+            if (held := node.engine.held(request_id)) is not None and held.handover != Handover.FROZEN
         ]
         assert len(set(epochs)) == len(epochs), f"{request_id} runs twice in one of the epochs {epochs}"
 
@@ -196,7 +196,7 @@ class World:
             assert is_short or reason is FinishReason.LENGTH
 
 
-def moved_outcomes(world: World) -> list[MoveOutcome]:
+def moved_outcomes(world: World) -> list[MigrationOutcome]:
     return [outcome for node in world.nodes.values() for outcome in node.outcomes]
 
 
@@ -206,7 +206,7 @@ def test_a_running_request_moves_and_its_stream_goes_on() -> None:
     world.events.at(0.5, world.nodes["a"].rebalance, "b")
     world.run()
     (outcome,) = moved_outcomes(world)
-    assert (outcome.is_moved, outcome.destination_id, outcome.epoch) == (True, "b", 1)
+    assert (outcome.is_migrated, outcome.destination_id, outcome.epoch) == (True, "b", 1)
     world.check_streams()
     assert world.streams["r1"].owner == "b" and world.nodes["b"].num_ended == 1 and not world.nodes["a"].num_ended
     for node in world.nodes.values():
@@ -239,7 +239,7 @@ def test_a_commit_that_comes_after_a_no_is_refused() -> None:
     world.events.at(0.2, world.nodes["a"].rebalance, "b")
     world.run()
     outcome = moved_outcomes(world)[0]
-    assert (outcome.is_moved, outcome.epoch, outcome.reason) == (False, 2, AbortReason.UNREACHABLE)
+    assert (outcome.is_migrated, outcome.epoch, outcome.reason) == (False, 2, AbortReason.UNREACHABLE)
     world.check_streams()
     assert world.nodes["a"].num_ended == 1 and not world.nodes["b"].num_ended
 
@@ -249,7 +249,7 @@ def test_the_schedulers_order_and_the_instances_own_do_not_end_each_other() -> N
     a, core = world.nodes["a"], world.nodes["a"].moves.core
     for number in range(6):
         world.send("a", request(f"r{number}", [number] * 20, 300))
-    world.events.at(0.3, lambda: a.rebalance("b", reason=MoveReason.BALANCE, lease_s=60.0))
+    world.events.at(0.3, lambda: a.rebalance("b", reason=MigrationReason.BALANCE, lease_s=60.0))
     world.events.at(0.4, a.moves.tell, core.give_away, "a")
     world.run(0.41)
     assert core.lease is not None and core.leaving_models == {"a"}
@@ -260,7 +260,7 @@ def test_the_schedulers_order_and_the_instances_own_do_not_end_each_other() -> N
     assert core.lease is None
     world.run(1.4)
     assert not a.engine.all_held(), "its own order went on, and to whoever serves the model"
-    assert {outcome.destination_id for outcome in a.outcomes if outcome.is_moved} == {"b", "c"}
+    assert {outcome.destination_id for outcome in a.outcomes if outcome.is_migrated} == {"b", "c"}
     world.run()
     world.check_streams()
 
@@ -295,11 +295,11 @@ def test_blocks_that_the_destination_has_are_not_sent() -> None:
     world.run()
     world.check_streams()
     assert world.streams["r1"].owner == "b" and first.prompt == sent.prompt
-    assert world.nodes["a"].moves.num_bytes < 45 * SLOT_BYTES, "of 50 blocks of the prompt and those of the output"
+    assert world.nodes["a"].moves.num_bytes < 45 * BLOCK_BYTES, "of 50 blocks of the prompt and those of the output"
 
 
-@pytest.mark.parametrize(("reason", "most"), [(MoveReason.BALANCE, 2), (MoveReason.DRAIN, 4)])
-def test_a_drain_moves_everything_and_more_at_once(reason: MoveReason, most: int) -> None:
+@pytest.mark.parametrize(("reason", "most"), [(MigrationReason.BALANCE, 2), (MigrationReason.DRAIN, 4)])
+def test_a_drain_moves_everything_and_more_at_once(reason: MigrationReason, most: int) -> None:
     world = World("ab", num_merged=120)
     a = world.nodes["a"]
     for number in range(8):
@@ -309,10 +309,10 @@ def test_a_drain_moves_everything_and_more_at_once(reason: MoveReason, most: int
     at_once = 0
     while world.events.now < 1.5:
         world.events.run(lambda at_s=world.events.now: world.events.now > at_s, 2.0)  # type: ignore[misc]
-        at_once = max(at_once, a.moves.core.num_moving_out)
+        at_once = max(at_once, a.moves.core.num_migrating_out)
     held = {one.request.request_id for one in a.engine.all_held()}
     assert at_once == most
-    assert held == (set() if reason is MoveReason.DRAIN else {"r6", "r7"})
+    assert held == (set() if reason is MigrationReason.DRAIN else {"r6", "r7"})
     world.run()
     world.check_streams()
 
@@ -337,7 +337,7 @@ def test_a_request_goes_to_and_fro_until_its_placement_has_no_epochs_left() -> N
     world.run()
     world.check_streams()
     outcomes = moved_outcomes(world)
-    assert all(outcome.is_moved for outcome in outcomes)
+    assert all(outcome.is_migrated for outcome in outcomes)
     assert sorted(outcome.epoch for outcome in outcomes) == [57, 58, 59, 60, 61, 62]
 
 
@@ -387,7 +387,7 @@ def walk(seed: int, trouble: str) -> World:
         sent = request(f"r{number}", prompt, random.randrange(1, 200))
         events.at(random.random() * 10, world.send, random.choice(names), sent)
     for _ in range(60):
-        name, reason = random.choice(names), random.choice(list(MoveReason))
+        name, reason = random.choice(names), random.choice(list(MigrationReason))
         others = random.sample([other for other in names if other != name], 2)
         events.at(random.random() * 14, lambda n=name, o=others, r=reason: world.nodes[n].rebalance(*o, reason=r))
     for _ in range(3):

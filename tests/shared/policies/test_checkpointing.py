@@ -99,7 +99,7 @@ def test_all_is_saved_when_the_pool_is_full(growth_blocks_per_s: int, step_s: fl
 
 class Held(NamedTuple):
     number: int
-    rank: int = 2
+    priority_class: int = 2
     num_computed: int = 0
     num_checkpointed_blocks: int = 0
     deadline_s: float = 100.0
@@ -107,7 +107,7 @@ class Held(NamedTuple):
 
 
 def test_victims_lose_the_least_work() -> None:
-    online = Held(0, rank=1)
+    online = Held(0, priority_class=1)
     saved_long = Held(1, num_computed=330, num_checkpointed_blocks=20)  # all but the partly filled last block
     saved_late = Held(2, num_computed=32, num_checkpointed_blocks=2, deadline_s=200.0)
     unsaved_short = Held(3, num_computed=40)
@@ -131,7 +131,7 @@ def test_one_victim_that_frees_enough_comes_before_many_small_ones() -> None:
 
 
 def test_restores_by_class_then_deadline_then_wait() -> None:
-    online = Held(0, rank=0, deadline_s=1e9)
+    online = Held(0, priority_class=0, deadline_s=1e9)
     near = Held(1, deadline_s=50.0, last_ran_s=9.0)
     waited = Held(2, last_ran_s=1.0)
     recent = Held(3, last_ran_s=8.0)

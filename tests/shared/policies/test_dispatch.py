@@ -54,7 +54,7 @@ class Offered:
     ranked: Sequence[Plain]
     owner: str = ""
     may_wait: bool = True
-    num_gathering: int = 0
+    num_defragmenting: int = 0
     num_serving: int = 4
     asked: list[str] = field(default_factory=list)
 
@@ -121,9 +121,9 @@ class TestFreest:
 
     def test_few_gather_memory_unless_the_request_has_waited_for_long(self) -> None:
         full = [free(name, 1, 2.0) for name in "abcd"]
-        assert choose("freeness", *full, share=0.5, num_gathering=1) == "a"
-        assert choose("freeness", *full, share=0.5, num_gathering=2) == ""
-        assert choose("freeness", *full, share=0.5, num_gathering=2, may_wait=False) == "a"
+        assert choose("freeness", *full, share=0.5, num_defragmenting=1) == "a"
+        assert choose("freeness", *full, share=0.5, num_defragmenting=2) == ""
+        assert choose("freeness", *full, share=0.5, num_defragmenting=2, may_wait=False) == "a"
         in_pieces = [free(name, 1, 2.0, left_merged=1.0, demand_merged=4.0) for name in "abcd"]
         assert choose("freeness", *in_pieces, share=0.5) == "a"
         assert choose("freeness", *in_pieces[1:], share=0.5) == "", "not even together"

@@ -10,18 +10,18 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from shared.messages.migration import AbortReason, MoveReason
+from shared.messages.migration import AbortReason, MigrationReason
 from shared.policies.rebalancing import (
     BACKOFF_S,
     BURST_S,
     MAX_BACKOFF_S,
     MAX_CHECKED,
     MOST_PROMPTS_S,
+    Destination,
     InstanceView,
     Pair,
     Rebalancer,
-    Taker,
-    is_pressed,
+    is_memory_bound,
     least_left,
 )
 
@@ -85,32 +85,32 @@ class Cluster:
             self.policy.touch(view.instance_id, view.freeness)
             if view.leaving:
                 self.policy.drain(view.instance_id)
-        changes = self.policy.step(self.now, self.view, self.takers_above)
+        changes = self.policy.step(self.now, self.view, self.destinations_above)
         self.begun += changes.begun
         return changes.begun
 
     def view(self, name: str) -> InstanceView | None:
         return self.instances[name].view() if name in self.instances else None
 
-    def takers_above(self, freeness: float) -> list[Taker]:
+    def destinations_above(self, freeness: float) -> list[Destination]:
         views = [instance.view() for instance in self.instances.values()]
         able = [view for view in views if view.can_take and view.running_freeness >= freeness]
-        return [Taker(view.instance_id, view.freeness, view.models, view.running_freeness) for view in able]
+        return [Destination(view.instance_id, view.freeness, view.models, view.running_freeness) for view in able]
 
     def pairs(self) -> dict[str, tuple[str, ...]]:
-        return {pair.source: pair.takers for pair in self.policy.pairs.values()}
+        return {pair.source: pair.destinations for pair in self.policy.pairs.values()}
 
     def move(self) -> int:
-        """Each source gives its smallest request to its first taker that has room for it."""
+        """Each source gives its smallest request to its first destination that has room for it."""
         moved = 0
         for pair in list(self.policy.pairs.values()):
             source = self.instances[pair.source]
-            for taker in (self.instances[name] for name in pair.takers):
+            for destination in (self.instances[name] for name in pair.destinations):
                 mine = source.running or source.waiting
-                if mine and min(mine) <= taker.total - sum(taker.running):
+                if mine and min(mine) <= destination.total - sum(destination.running):
                     size = min(mine)
                     mine.remove(size)
-                    taker.running.append(size)
+                    destination.running.append(size)
                     moved += 1
                     break
             source.admit()
@@ -137,7 +137,7 @@ def test_the_least_free_gives_to_the_freest_one_to_one() -> None:
     )
     cluster.step()
     assert cluster.pairs() == {"fuller": ("idle",), "full": ("half",)}
-    assert [pair.reason for pair in cluster.begun] == [MoveReason.BALANCE] * 2
+    assert [pair.reason for pair in cluster.begun] == [MigrationReason.BALANCE] * 2
 
 
 def test_two_may_come_in_at_once_if_that_is_set() -> None:
@@ -197,7 +197,7 @@ def test_a_taker_that_fills_up_is_replaced() -> None:
 
 
 def test_one_long_request_alone_is_not_sent_round() -> None:
-    """It would leave an idle instance behind, and make its taker the next source."""
+    """It would leave an idle instance behind, and make its destination the next source."""
     cluster = Cluster(spread("full", 7900), spread("idle"))
     cluster.step()
     assert cluster.pairs() == {}
@@ -226,7 +226,7 @@ def test_a_draining_instance_gives_to_everyone_freest_first_whatever_the_load() 
     cluster = Cluster(leaving, spread("full", *[400] * 16), spread("half", *HALF), spread("also", 10, is_draining=True))
     cluster.step()
     assert cluster.pairs() == {"also": ("half", "full"), "leaving": ("full", "half")}, "not all to the same one first"
-    assert {pair.reason for pair in cluster.begun} == {MoveReason.DRAIN}
+    assert {pair.reason for pair in cluster.begun} == {MigrationReason.DRAIN}
     leaving.running = []
     cluster.step()
     assert list(cluster.pairs()) == ["also"]
@@ -241,7 +241,7 @@ def test_a_source_that_begins_to_drain_is_paired_anew() -> None:
     cluster.instances["full"].is_draining = True
     assert cluster.policy.drain("full")
     begun = cluster.step()
-    assert [(pair.reason, pair.takers) for pair in begun] == [(MoveReason.DRAIN, ("idle", "half"))]
+    assert [(pair.reason, pair.destinations) for pair in begun] == [(MigrationReason.DRAIN, ("idle", "half"))]
 
 
 def test_a_taker_of_failed_moves_is_left_out_for_longer_each_time() -> None:
@@ -290,15 +290,15 @@ def test_numbers_that_are_none_pair_nobody() -> None:
     cluster = Cluster(spread("full", *FULL))
     policy = cluster.policy
     policy.touch("full", 1.0)
-    changes = policy.step(1.0, cluster.view, lambda _: [Taker("nan", math.nan, M)])
+    changes = policy.step(1.0, cluster.view, lambda _: [Destination("nan", math.nan, M)])
     assert changes.begun == [] and not policy.touch("nan", math.nan)
 
 
 def test_a_thousand_sources_are_paired_at_a_bounded_rate() -> None:
     per_s = 50.0
     sources = [spread(f"s{n}", *FULL) for n in range(300)]
-    takers = [spread(f"t{n}") for n in range(300)]
-    cluster = Cluster(*sources, *takers, per_s=per_s)
+    destinations = [spread(f"t{n}") for n in range(300)]
+    cluster = Cluster(*sources, *destinations, per_s=per_s)
     for step in range(1, 21):
         cluster.step(0.1)
         assert len(cluster.begun) <= per_s * BURST_S + per_s * 0.1 * step
@@ -329,11 +329,11 @@ def test_each_pair_is_a_gain_and_each_end_is_in_one(parts: list[tuple[list[int],
     given_to: list[str] = []
     for pair in cluster.policy.pairs.values():
         source = cluster.instances[pair.source]
-        assert pair.source not in pair.takers
-        assert all(not source.models.isdisjoint(cluster.instances[name].models) for name in pair.takers)
-        assert all(cluster.instances[name].view().can_take for name in pair.takers)
-        if pair.reason == MoveReason.BALANCE:
-            (name,) = pair.takers
+        assert pair.source not in pair.destinations
+        assert all(not source.models.isdisjoint(cluster.instances[name].models) for name in pair.destinations)
+        assert all(cluster.instances[name].view().can_take for name in pair.destinations)
+        if pair.reason == MigrationReason.BALANCE:
+            (name,) = pair.destinations
             given_to.append(name)
             a, b = source.view(), cluster.instances[name].view()
             kept, v = least_left(a.freeness, LOW), a.next_tokens or a.typical_tokens
@@ -341,7 +341,7 @@ def test_each_pair_is_a_gain_and_each_end_is_in_one(parts: list[tuple[list[int],
             if b.freeness >= kept * HIGH / LOW and (b.spare_tokens - v) / (b.num_running + 1) >= kept:
                 mine, theirs = a.usage_tokens, b.usage_tokens
             else:
-                assert is_pressed(a, LOW) and (b.room_tokens - v) / (b.num_running + 1) >= LOW / 2
+                assert is_memory_bound(a, LOW) and (b.room_tokens - v) / (b.num_running + 1) >= LOW / 2
                 mine, theirs = a.total_tokens - a.room_tokens, b.total_tokens - b.room_tokens
             assert (mine - v) ** 2 + (theirs + v) ** 2 < mine**2 + theirs**2
     assert len(set(given_to)) == len(given_to)
@@ -363,7 +363,7 @@ def test_who_drains_is_paired_while_anybody_can_take(parts: list[tuple[list[int]
 
 
 def test_who_runs_comes_before_who_waits_elsewhere() -> None:
-    """The gatherer keeps 5,600 tokens for one that needs 7,000, and is itself in want of a taker."""
+    """The gatherer keeps 5,600 tokens for one that needs 7,000, and is itself in want of a destination."""
     gatherer = spread("gatherer", *[400] * 6, waiting=[7000])
     cluster = Cluster(spread("full", *FULL), gatherer)
     cluster.step()
@@ -378,8 +378,8 @@ def test_who_runs_comes_before_who_waits_elsewhere() -> None:
 def test_a_constant_load_comes_to_rest_and_nothing_returns(
     parts: list[tuple[list[int], bool, frozenset[str]]],
 ) -> None:
-    """Requests neither grow nor end. What moves away from an instance that is pressed leaves none pressed that was not; all
-    other moves lower the sum of squares; so it must stop."""
+    """Requests neither grow nor end. What moves away from an instance that is memory-bound leaves none memory-bound that
+    was not; all other moves lower the sum of squares; so it must stop."""
     assume(not any(is_draining for _, is_draining, _ in parts))
     cluster = build([(requests, False, M) for requests, _, _ in parts])
     squares = [sum(i.usage() ** 2 for i in cluster.instances.values())]
@@ -387,13 +387,13 @@ def test_a_constant_load_comes_to_rest_and_nothing_returns(
     quiet = 0
     for _ in range(40 * (num_requests + 1)):
         num_waiting = [len(i.waiting) for i in cluster.instances.values()]
-        num_pressed = sum(is_pressed(i.view(), LOW) for i in cluster.instances.values())
+        num_memory_bound = sum(is_memory_bound(i.view(), LOW) for i in cluster.instances.values())
         cluster.step()
         quiet = 0 if cluster.move() else quiet + 1
         squares.append(sum(i.usage() ** 2 for i in cluster.instances.values()))
         if num_waiting == [len(i.waiting) for i in cluster.instances.values()]:
-            assert sum(is_pressed(i.view(), LOW) for i in cluster.instances.values()) <= num_pressed
-        if not num_pressed and num_waiting == [len(i.waiting) for i in cluster.instances.values()]:
+            assert sum(is_memory_bound(i.view(), LOW) for i in cluster.instances.values()) <= num_memory_bound
+        if not num_memory_bound and num_waiting == [len(i.waiting) for i in cluster.instances.values()]:
             assert squares[-1] <= squares[-2] + 1e-6, "but for a new head of a queue, it only falls"
         if quiet == 10:
             break
@@ -401,13 +401,13 @@ def test_a_constant_load_comes_to_rest_and_nothing_returns(
 
 
 def test_a_taker_is_not_busy_with_prompts_for_longer_than_the_source() -> None:
-    for source_s, taker_s, is_made in ((0.0, 0.0, True), (2.0, 2.0, True), (0.0, MOST_PROMPTS_S + 0.1, False)):
-        cluster = Cluster(Instance("a", running=[1560] * 5, prompts_s=source_s), Instance("b", prompts_s=taker_s))
+    for source_s, destination_s, is_made in ((0.0, 0.0, True), (2.0, 2.0, True), (0.0, MOST_PROMPTS_S + 0.1, False)):
+        cluster = Cluster(Instance("a", running=[1560] * 5, prompts_s=source_s), Instance("b", prompts_s=destination_s))
         assert bool(cluster.step()) == is_made
 
 
 def test_who_is_about_to_be_preempted_moves_whatever_the_taker_computes() -> None:
     source = Instance("a", running=[1590] * 5)
-    assert is_pressed(source.view(), LOW)
+    assert is_memory_bound(source.view(), LOW)
     cluster = Cluster(source, Instance("b", prompts_s=9.0))
     assert [pair.source for pair in cluster.step()] == ["a"]

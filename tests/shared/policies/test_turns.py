@@ -62,7 +62,7 @@ def test_nobody_waits_for_ever_while_weights_change(changes: list[dict[str, floa
     waited = 0
     for weights in changes * 3:
         weights = {**weights, "z": 0.0}
-        taker = turns.next(weights)
-        turns.take(taker, weights)
-        waited = 0 if taker == "z" else waited + 1
+        destination = turns.next(weights)
+        turns.take(destination, weights)
+        waited = 0 if destination == "z" else waited + 1
         assert waited <= len("abcde") / LEAST_SHARE + len("abcde") + 1

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from shared.messages.cluster import MoveOutcome
+from shared.messages.cluster import MigrationOutcome
 from shared.messages.requests import (
     ErrorCode,
     ErrorInfo,
@@ -25,8 +25,8 @@ class Instance:
     running: set[str] = field(default_factory=set)
     admitted: list[str] = field(default_factory=list)
     ended: list[str] = field(default_factory=list)
-    moves: list[MoveOutcome] = field(default_factory=list)
-    moved_in: list[HeldRequest] = field(default_factory=list)
+    migrations: list[MigrationOutcome] = field(default_factory=list)
+    migrated_in: list[HeldRequest] = field(default_factory=list)
     moved_to: dict[str, str] = field(default_factory=dict)
     """Where cancels are forwarded."""
 
@@ -49,22 +49,24 @@ class Instance:
         """A migration that succeeds. A destination that holds the request already refuses."""
         request = self.held[request_id]
         if request_id in destination.held:
-            self.moves.append(MoveOutcome(request_id, destination.name, request.epoch, False, "refused"))
+            self.migrations.append(MigrationOutcome(request_id, destination.name, request.epoch, False, "refused"))
             return
         moved = msgspec.structs.replace(request, epoch=request.epoch + 1)
         del self.held[request_id]
         self.running.discard(request_id)
         self.moved_to[request_id] = destination.name
-        self.moves.append(MoveOutcome(request_id, destination.name, moved.epoch, True))
+        self.migrations.append(MigrationOutcome(request_id, destination.name, moved.epoch, True))
         destination.held[request_id] = moved
         destination.running.add(request_id)
-        destination.moved_in.append(held_as(moved, is_running=True))
+        destination.migrated_in.append(held_as(moved, is_running=True))
 
     def resume(self, request_id: str, destination_name: str) -> None:
         """A migration to an instance that is gone, and may have taken the request over before."""
         request = self.held[request_id]
         self.held[request_id] = msgspec.structs.replace(request, epoch=request.epoch + 2)
-        self.moves.append(MoveOutcome(request_id, destination_name, request.epoch + 2, False, "destination_lost"))
+        self.migrations.append(
+            MigrationOutcome(request_id, destination_name, request.epoch + 2, False, "destination_lost")
+        )
 
 
 def held_as(request: GenerationRequest, *, is_running: bool) -> HeldRequest:

@@ -9,8 +9,8 @@ from shared.messages.cluster import (
     InstanceInfo,
     LoadedModel,
     LoadReport,
+    MigrationOutcome,
     ModelLoad,
-    MoveOutcome,
 )
 from shared.messages.requests import (
     GenerationRequest,
@@ -21,8 +21,8 @@ from shared.messages.requests import (
     pack_tokens,
 )
 
-PAGE_TOKENS = 16
-SLOTS_PER_MERGED = 4
+BLOCK_SIZE = 16
+BLOCKS_PER_MERGED = 4
 
 
 def make_request(
@@ -71,8 +71,8 @@ def make_info(
             name=name,
             state=model_state,
             max_model_len=max_model_len,
-            page_tokens=PAGE_TOKENS,
-            slots_per_merged=SLOTS_PER_MERGED,
+            block_size=BLOCK_SIZE,
+            blocks_per_merged=BLOCKS_PER_MERGED,
         )
         for name in models or ("m",)
     ]
@@ -104,8 +104,8 @@ def make_report(
     freeness_high: float | None = None,
     migration_freeness: float = math.inf,
     num_high: int = 0,
-    moves: list[MoveOutcome] | None = None,
-    moved_in: list[HeldRequest] | None = None,
+    migrations: list[MigrationOutcome] | None = None,
+    migrated_in: list[HeldRequest] | None = None,
     prompts_s: float = 0.0,
     token_s: float = 0.0,
 ) -> LoadReport:
@@ -140,7 +140,7 @@ def make_report(
         dispatch_freeness_high=freeness if freeness_high is None else freeness_high,
         migration_freeness=migration_freeness,
         num_high=num_high,
-        moves=moves or [],
-        moved_in=moved_in or [],
+        migrations=migrations or [],
+        migrated_in=migrated_in or [],
         prompts_s=prompts_s,
     )

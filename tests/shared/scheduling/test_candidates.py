@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shared.policies.dispatch import Rank
+from shared.policies.dispatch import DispatchKey
 from shared.scheduling.candidates import CandidateIndex
 from shared.scheduling.in_flight import InFlight, InFlightLedger, PrefixAffinity
 
@@ -68,7 +68,7 @@ names = st.sampled_from([f"i{n}" for n in range(8)])
 class TestCandidateIndex:
     @given(st.lists(st.tuples(names, st.none() | st.integers(0, 3), st.booleans()), max_size=60))
     def test_best_equals_a_full_scan(self, changes: list[tuple[str, int | None, bool]]) -> None:
-        ranks: dict[str, Rank] = {}
+        ranks: dict[str, DispatchKey] = {}
         index = CandidateIndex(ranks.get)
         for name, rank, is_even_fit in changes:
             if rank is None:
@@ -91,7 +91,7 @@ class TestCandidateIndex:
     def test_only_touched_instances_are_ranked_again(self) -> None:
         asked: list[str] = []
 
-        def rank_of(name: str) -> Rank:
+        def rank_of(name: str) -> DispatchKey:
             asked.append(name)
             return (1.0,)
 

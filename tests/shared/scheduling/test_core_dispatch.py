@@ -254,7 +254,7 @@ def test_what_can_never_fit_is_refused_with_the_numbers() -> None:
     assert refused.param == "max_tokens"
     refused = driver.submit(make_request("t", num_prompt=2000))
     assert refused is not None and refused.param == "prompt"
-    # 8 merged blocks of 4 slots of 16 tokens.
+    # 8 merged blocks of 4 blocks of 16 tokens.
     refused = driver.submit(make_request("u", num_prompt=500, max_tokens=100))
     assert refused is not None and refused.code == ErrorCode.TOO_LONG and "512" in refused.message
     driver.up("b", max_model_len=1024, num_merged=80)

@@ -122,10 +122,10 @@ class World(RuleBasedStateMachine):
             room=room,
             admitted=instance.admitted,
             ended=instance.ended,
-            moves=instance.moves,
-            moved_in=instance.moved_in,
+            migrations=instance.migrations,
+            migrated_in=instance.migrated_in,
         )
-        instance.admitted, instance.ended, instance.moves, instance.moved_in = [], [], [], []
+        instance.admitted, instance.ended, instance.migrations, instance.migrated_in = [], [], [], []
         if not is_lost and instance.is_reachable:
             self.core.apply(OnReport(report), self.now)
 

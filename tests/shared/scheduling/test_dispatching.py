@@ -104,7 +104,7 @@ GROWTH_STEPS = 8.0
 
 def make_core(freeness: list[float], num_running: list[int], max_waiting: int, share: float = 1.0) -> SchedulerCore:
     settings = SchedulerSettings(
-        max_waiting_per_model=max_waiting, dispatch_growth_steps=GROWTH_STEPS, max_gathering_share=share
+        max_waiting_per_model=max_waiting, dispatch_growth_steps=GROWTH_STEPS, max_defragmenting_share=share
     )
     core = SchedulerCore(settings, term=1)
     for number, (free, running) in enumerate(zip(freeness, num_running, strict=True)):

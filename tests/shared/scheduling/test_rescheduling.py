@@ -8,8 +8,8 @@ from itertools import pairwise
 import pytest
 
 import shared.scheduling.rescheduling as rescheduling
-from shared.messages.cluster import MoveOutcome
-from shared.messages.migration import MoveReason, Rebalance
+from shared.messages.cluster import MigrationOutcome
+from shared.messages.migration import MigrationReason, Rebalance
 from shared.migration.limits import DRAIN_CONCURRENCY
 from shared.scheduling.actions import Paired, SendRebalance
 from shared.scheduling.calls import OnRegistry
@@ -36,7 +36,7 @@ def test_a_source_is_told_at_once_again_and_at_the_end() -> None:
     driver.report("b", migration_freeness=300.0, num_running=10)
     driver.pass_time(0.03)
     (first,) = driver.take(SendRebalance)
-    assert first == SendRebalance("a", Rebalance(["c"], MoveReason.BALANCE, LEASE_S, 1)), "the idle one is freest"
+    assert first == SendRebalance("a", Rebalance(["c"], MigrationReason.BALANCE, LEASE_S, 1)), "the idle one is freest"
     assert [(paired.instance_id, paired.freeness) for paired in driver.take(Paired)] == [("a", 5.0)]
     driver.pass_time(1.0)
     again = sent(driver)
@@ -85,7 +85,7 @@ def test_a_draining_instance_gives_to_all_that_can_take() -> None:
     driver.core.apply(OnRegistry("a", make_info("a", state="draining")), driver.now)
     driver.pass_time(0.03)
     (message,) = driver.take(SendRebalance)
-    assert message == SendRebalance("a", Rebalance(["c", "b"], MoveReason.DRAIN, LEASE_S, DRAIN_CONCURRENCY))
+    assert message == SendRebalance("a", Rebalance(["c", "b"], MigrationReason.DRAIN, LEASE_S, DRAIN_CONCURRENCY))
     driver.core.apply(OnRegistry("c", None), driver.now)
     driver.pass_time(0.11)
     assert sent(driver) == [("a", ["b"])], "at once when the list changes"
@@ -116,7 +116,9 @@ def test_failed_moves_leave_a_destination_out_for_a_while() -> None:
     driver.report("a", migration_freeness=5.0, num_running=10)
     driver.pass_time(0.03)
     assert sent(driver) == [("a", ["b"])]
-    driver.report("a", migration_freeness=5.0, num_running=10, moves=[MoveOutcome("r", "b", 0, False, "refused")])
+    driver.report(
+        "a", migration_freeness=5.0, num_running=10, migrations=[MigrationOutcome("r", "b", 0, False, "refused")]
+    )
     driver.pass_time(0.12)
     assert sent(driver) == [("a", [])]
     driver.pass_time(0.6)

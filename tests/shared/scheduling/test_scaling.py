@@ -30,7 +30,7 @@ class Cluster:
         self._sequence = 0
 
     def show(self, instance_id: str, state: str = "ready", *, model_state: str = "ready") -> None:
-        model = LoadedModel(name="m", state=model_state, max_model_len=2048, page_tokens=10, slots_per_merged=2)
+        model = LoadedModel(name="m", state=model_state, max_model_len=2048, block_size=10, blocks_per_merged=2)
         info = InstanceInfo(
             instance_id=instance_id,
             incarnation="1",

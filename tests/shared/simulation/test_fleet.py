@@ -21,7 +21,7 @@ from shared.simulation.migration import FleetMigrations
 
 COST = CostModel(
     fixed_s=0.01, prefill_token_s=1e-4, prefill_attention_s=1e-8, decode_s=1e-4, decode_context_s=1e-6,
-    num_layers=20, layers_per_safepoint=2, checkpoint_slot_s=1e-3, restore_slot_s=1e-3,
+    num_layers=20, layers_per_safepoint=2, checkpoint_block_s=1e-3, restore_block_s=1e-3,
 )  # fmt: skip
 DEVICE = Device(
     configuration=Configuration(
@@ -31,13 +31,13 @@ DEVICE = Device(
 
 
 def model(name: str, load_s: float = 0.0) -> Model:
-    shape = ModelShape(name=name, page_tokens=8, slots_per_merged=4, max_model_len=2000)
+    shape = ModelShape(name=name, block_size=8, blocks_per_merged=4, max_model_len=2000)
     return Model(shape=shape, cost_model=COST, load_s=load_s)
 
 
-def fleet_of(num_instances: int, models: str = "a", *, seed: int = 0, moves: bool = False) -> Fleet:
-    scheduling = SchedulerSettings(migration="auto" if moves else "off")
-    fleet = Fleet(scheduling, seed=seed, migrations=FleetMigrations if moves else None)
+def fleet_of(num_instances: int, models: str = "a", *, seed: int = 0, migrations: bool = False) -> Fleet:
+    scheduling = SchedulerSettings(migration="auto" if migrations else "off")
+    fleet = Fleet(scheduling, seed=seed, migrations=FleetMigrations if migrations else None)
     for number in range(num_instances):
         fleet.add_instance(f"i{number}", DEVICE, [model(name) for name in models])
     return fleet
@@ -59,8 +59,8 @@ def check_empty(fleet: Fleet) -> None:
         instance.engine.check()
         assert instance.is_gone or not instance.engine.all_held()
         if not instance.is_gone and not instance.engine.memory.has_copies("a"):
-            slots = instance.device.configuration.num_merged * 4
-            assert all(instance.engine.pool.num_available(name) == slots for name in instance.model_states)
+            blocks = instance.device.configuration.num_merged * 4
+            assert all(instance.engine.pool.num_available(name) == blocks for name in instance.model_states)
 
 
 def test_models_share_instances_and_each_request_gets_its_tokens() -> None:
@@ -121,15 +121,15 @@ def test_a_request_that_nobody_serves_ends_at_its_deadline() -> None:
     check_empty(fleet)
 
 
-@pytest.mark.parametrize("moves", [True, False])
-def test_a_placement_is_carried_out_while_it_serves(moves: bool) -> None:
-    fleet = fleet_of(2, "ab", moves=moves)
+@pytest.mark.parametrize("migrations", [True, False])
+def test_a_placement_is_carried_out_while_it_serves(migrations: bool) -> None:
+    fleet = fleet_of(2, "ab", migrations=migrations)
     plan = {"i1": [model("a")], "i2": [model("b"), model("c")]}
     fleet.events.at(1.0, lambda: fleet.carry_out(plan, DEVICE, start_s=0.5))
     records = fleet.run([*jobs_of(60, models="ab"), Job(1.1, 40, 10, model="c")]).records
     assert records[-1].first_s > 1.5
     assert all(record.num_placements == 1 for record in records), "all had the time to end, or to move"
-    assert any(record.num_moves for record in records) is moves
+    assert any(record.num_migrations for record in records) is migrations
     check_empty(fleet)
     states = {name: instance.model_states for name, instance in fleet.instances.items()}
     assert states == {"i1": {"a": "ready"}, "i2": {"b": "ready", "c": "ready"}}
@@ -195,14 +195,14 @@ def test_who_dies_while_a_new_scheduler_asks_keeps_no_stream() -> None:
 @given(data=st.data())
 def test_whatever_fails_every_request_ends_once_with_its_tokens(data: st.DataObject) -> None:
     """The gateway fails a run in which a token is repeated or left out, or a request ends twice or with an error."""
-    seed, moves = data.draw(st.integers(0, 1000)), data.draw(st.booleans())
+    seed, migrations = data.draw(st.integers(0, 1000)), data.draw(st.booleans())
     times = st.floats(0.0, 4.0)
     faults = data.draw(
         st.lists(st.tuples(st.sampled_from(["silent", "exited", "scheduler", "drain", "add"]), times), max_size=5)
     )
 
     def run() -> list[tuple[float, float, int]]:
-        fleet = fleet_of(3, "ab", seed=seed, moves=moves)
+        fleet = fleet_of(3, "ab", seed=seed, migrations=migrations)
 
         def fault(kind: str, number: int) -> None:
             alive = [name for name, one in fleet.instances.items() if not one.is_gone and one.state == "ready"]

@@ -27,8 +27,8 @@ COST = CostModel(
     decode_context_s=0.0,
     num_layers=20,
     layers_per_safepoint=2,
-    checkpoint_slot_s=0.001,
-    restore_slot_s=0.001,
+    checkpoint_block_s=0.001,
+    restore_block_s=0.001,
 )
 
 

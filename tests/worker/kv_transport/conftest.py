@@ -22,14 +22,14 @@ from services.worker.kv_transport import (
 )
 from services.worker.kv_transport.faults import NO_FAULTS, FaultPoint, Faults
 from services.worker.kv_transport.links import Buffer
-from services.worker.kv_transport.staging import SlotPool
+from services.worker.kv_transport.staging import KvPool
 from services.worker.kv_transport.telemetry import TransferMetrics
 from tests.worker.kv_transport.local import LocalHub, LocalNetwork
 
-SLOT_BYTES, STRIDE_BYTES, NUM_SLOTS = 24_640, 24_704, 64
+BLOCK_BYTES, STRIDE_BYTES, NUM_BLOCKS = 24_640, 24_704, 64
 LAYOUTS = ["fused", "runs", "lone"]
 LIMITS = TransportLimits(
-    chunk_bytes=5 * SLOT_BYTES, checked_bytes=4096, drain_s=0.3, first_ticket_s=0.3, rate_fraction=None
+    chunk_bytes=5 * BLOCK_BYTES, checked_bytes=4096, drain_s=0.3, first_ticket_s=0.3, rate_fraction=None
 )
 
 NEEDS_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
@@ -40,19 +40,19 @@ _device = "cpu"
 
 
 def pool(seed: int, stride_bytes: int = STRIDE_BYTES, device: str = "") -> torch.Tensor:
-    """`[NUM_SLOTS, SLOT_BYTES]` uint8 of random bytes, with gaps between the slots as in the KV slab."""
-    data = np.random.default_rng(seed).integers(0, 256, (NUM_SLOTS, stride_bytes), dtype=np.uint8)
-    return torch.from_numpy(data).to(device or _device)[:, :SLOT_BYTES]
+    """`[NUM_BLOCKS, BLOCK_BYTES]` uint8 of random bytes, with gaps between the blocks as in the KV slab."""
+    data = np.random.default_rng(seed).integers(0, 256, (NUM_BLOCKS, stride_bytes), dtype=np.uint8)
+    return torch.from_numpy(data).to(device or _device)[:, :BLOCK_BYTES]
 
 
 def laid_out(layout: str, seed: int, device: str = "") -> torch.Tensor:
     """`runs`: neighbours are one run of memory; else there are gaps."""
-    return pool(seed, SLOT_BYTES if layout == "runs" else STRIDE_BYTES, device)
+    return pool(seed, BLOCK_BYTES if layout == "runs" else STRIDE_BYTES, device)
 
 
 def limits_of(layout: str) -> TransportLimits:
-    """`lone`: each slot is a message, straight from pool to pool."""
-    return replace(LIMITS, lone_slot_bytes=SLOT_BYTES) if layout == "lone" else LIMITS
+    """`lone`: each block is a message, straight from pool to pool."""
+    return replace(LIMITS, lone_block_bytes=BLOCK_BYTES) if layout == "lone" else LIMITS
 
 
 @pytest.fixture(
@@ -80,9 +80,9 @@ def new_network(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
 @functools.cache
 def warm_up() -> None:
     """First uses of a GPU take longer than the deadlines of these tests."""
-    rows = SlotPool(torch.zeros(2, STRIDE_BYTES, dtype=torch.uint8, device="cuda")[:, :SLOT_BYTES])
+    rows = KvPool(torch.zeros(2, STRIDE_BYTES, dtype=torch.uint8, device="cuda")[:, :BLOCK_BYTES])
     for device, pinned in (("cuda", False), ("cpu", True)):
-        staging = torch.empty(2 * SLOT_BYTES, dtype=torch.uint8, device=device, pin_memory=pinned)
+        staging = torch.empty(2 * BLOCK_BYTES, dtype=torch.uint8, device=device, pin_memory=pinned)
         assert rows.gather([0, 1], staging, 64) == rows.scatter([1, 0], staging, 64)
     rows.zero([0])
 

@@ -1,4 +1,4 @@
-"""Transfers that are begun before their slots are known."""
+"""Transfers that are begun before their blocks are known."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ async def still_works(source: KvTransport, destination: KvTransport) -> None:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-async def test_what_is_in_the_slots_when_they_are_named_arrives(make: Make, layout: str) -> None:
+async def test_what_is_in_the_blocks_when_they_are_named_arrives(make: Make, layout: str) -> None:
     mine, theirs = laid_out(layout, 1), laid_out(layout, 2)
     opened = Opened()
     source, destination = await make(mine, limits=limits_of(layout)), await make(theirs, faults=opened)
@@ -109,7 +109,13 @@ async def test_a_peer_that_says_cancel_and_then_nothing_costs_no_more_than_the_d
     begun.stop()  # as by its Cancel
     connection = next(iter(source._connections))
     connection.outgoing[begun.transfer] = Outgoing(  # hears the rest
-        address=begun.address, ticket=b"", pool=begun.pool, num_slots=1, chunk_slots=1, checked_bytes=8, is_limited=True
+        address=begun.address,
+        ticket=b"",
+        pool=begun.pool,
+        num_blocks=1,
+        chunk_blocks=1,
+        checked_bytes=8,
+        is_limited=True,
     )
     connection.outgoing[-1] = begun
     await until(lambda: source.num_active == 0)
@@ -166,12 +172,12 @@ async def test_one_that_is_cancelled_at_once_does_not_use_its_ticket(make: Make)
     await still_works(source, destination)
 
 
-@pytest.mark.parametrize("slots", [range(19), range(50, 70)])
-async def test_other_slots_than_were_announced_are_refused(make: Make, slots: Sequence[int]) -> None:
+@pytest.mark.parametrize("blocks", [range(19), range(50, 70)])
+async def test_other_blocks_than_were_announced_are_refused(make: Make, blocks: Sequence[int]) -> None:
     source, destination = await make(), await make()
     incoming = destination.expect("m", range(20), deadline_s=5)
     begun = source.begin(destination.address, incoming.ticket, "m", 20, deadline_s=5)
-    assert await refusal(source.complete(begun, slots, deadline_s=5)) is TransferReason.MISMATCH
+    assert await refusal(source.complete(begun, blocks, deadline_s=5)) is TransferReason.MISMATCH
     with pytest.raises(TransferError, match="mismatch"):
         source.begin(destination.address, incoming.ticket, "m", 0, deadline_s=5)
     incoming.cancel()

@@ -26,9 +26,9 @@ from services.worker.kv_transport.staging import StagingPair
 from services.worker.kv_transport.telemetry import TransferMetrics
 from tests.stalls import Stopwatch
 from tests.worker.kv_transport.conftest import (
+    BLOCK_BYTES,
     LAYOUTS,
     LIMITS,
-    SLOT_BYTES,
     Make,
     Stall,
     laid_out,
@@ -163,7 +163,7 @@ async def test_a_cancelled_transfer_frees_everything_and_the_connection_lives(
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("after_chunks", [0, 1, 3, 7])
-async def test_slots_are_not_written_after_the_end_of_a_cancelled_transfer(
+async def test_blocks_are_not_written_after_the_end_of_a_cancelled_transfer(
     make: Make, layout: str, after_chunks: int
 ) -> None:
     theirs = laid_out(layout, 9)
@@ -224,10 +224,10 @@ async def test_taking_a_pool_away_cancels_its_transfers(make: Make, side: str) -
 
 
 async def test_staging_is_bounded_and_waiting_for_it_ends_at_the_deadline(make: Make) -> None:
-    one = TransportLimits(chunk_bytes=SLOT_BYTES, max_transfers=1, drain_s=0.3)
+    one = TransportLimits(chunk_bytes=BLOCK_BYTES, max_transfers=1, drain_s=0.3)
     stall = Stall(FaultPoint.CHUNK_READY)
     source, destination = await make(limits=one, faults=stall), await make()
-    first, second = (destination.expect("m", [slot], deadline_s=5) for slot in (1, 2))
+    first, second = (destination.expect("m", [block], deadline_s=5) for block in (1, 2))
     sending = asyncio.create_task(source.send(destination.address, first.ticket, "m", [1], deadline_s=5))
     await stall.reached.wait()
     waiting = source.send(destination.address, second.ticket, "m", [2], deadline_s=0.2)
@@ -259,7 +259,7 @@ async def test_a_destination_that_closes_is_noticed(make: Make) -> None:
 
 async def test_concurrent_transfers_share_the_rate_limit(make: Make) -> None:
     source, destination = await make(), await make()
-    rate = 40 * SLOT_BYTES / 0.2
+    rate = 40 * BLOCK_BYTES / 0.2
     source.limit_rate(rate)
     started = time.monotonic()
     with Stopwatch() as watch:
@@ -289,7 +289,7 @@ async def test_metrics_tell_bytes_reasons_and_bandwidth(new_network: Callable[[]
         def value(name: str, registry: CollectorRegistry = registry, **labels: str) -> float | None:
             return registry.get_sample_value(f"tideway_kv_transfer_{name}", labels)
 
-        assert value("bytes_total", direction=direction) == 2 * SLOT_BYTES
+        assert value("bytes_total", direction=direction) == 2 * BLOCK_BYTES
         assert value("seconds_count", direction=direction) == 1
         assert value("transfers_total", direction=direction, reason="done") == 1
         assert value("transfers_total", direction=direction, reason=reason) == 1

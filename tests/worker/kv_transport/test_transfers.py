@@ -22,10 +22,10 @@ from services.worker.kv_transport import (
 from services.worker.kv_transport.faults import FaultPoint
 from tests.stalls import Stopwatch
 from tests.worker.kv_transport.conftest import (
+    BLOCK_BYTES,
     LAYOUTS,
     NEEDS_CUDA,
-    NUM_SLOTS,
-    SLOT_BYTES,
+    NUM_BLOCKS,
     Harm,
     Make,
     Stall,
@@ -44,21 +44,21 @@ async def test_bytes_arrive_equal_and_only_where_they_should(make: Make, seed: i
     mine, theirs = laid_out(layout, 1), laid_out(layout, 2)
     before = theirs.clone()
     source, destination = await make(mine, limits=limits_of(layout)), await make(theirs)
-    count = chosen.choice([1, 4, 5, 6, 10, 11, 37, NUM_SLOTS])
-    from_slots, to_slots = chosen.sample(range(NUM_SLOTS), count), chosen.sample(range(NUM_SLOTS), count)
-    if layout == "runs":  # to scattered slots, from scattered slots, to a run
-        first = NUM_SLOTS - count
-        from_slots, to_slots = (
-            (list(range(first, NUM_SLOTS)), to_slots),
-            (from_slots, list(range(first, NUM_SLOTS))),
-            (list(range(count)), list(range(first, NUM_SLOTS))),
+    count = chosen.choice([1, 4, 5, 6, 10, 11, 37, NUM_BLOCKS])
+    from_blocks, to_blocks = chosen.sample(range(NUM_BLOCKS), count), chosen.sample(range(NUM_BLOCKS), count)
+    if layout == "runs":  # to scattered blocks, from scattered blocks, to a run
+        first = NUM_BLOCKS - count
+        from_blocks, to_blocks = (
+            (list(range(first, NUM_BLOCKS)), to_blocks),
+            (from_blocks, list(range(first, NUM_BLOCKS))),
+            (list(range(count)), list(range(first, NUM_BLOCKS))),
         )[seed % 3]
-    incoming = destination.expect("m", to_slots, deadline_s=5)
-    sent = await source.send(destination.address, incoming.ticket, "m", from_slots, deadline_s=5)
+    incoming = destination.expect("m", to_blocks, deadline_s=5)
+    sent = await source.send(destination.address, incoming.ticket, "m", from_blocks, deadline_s=5)
     received = await incoming.wait()
-    assert sent.num_bytes == received.num_bytes == count * SLOT_BYTES
+    assert sent.num_bytes == received.num_bytes == count * BLOCK_BYTES
     assert sent.checksum == received.checksum
-    before[to_slots] = mine[from_slots]
+    before[to_blocks] = mine[from_blocks]
     assert torch.equal(theirs, before)
     assert source.bandwidth_bytes_s(destination.address) is not None
 
@@ -70,12 +70,12 @@ async def test_several_transfers_at_once_in_both_directions(make: Make) -> None:
     work = []
     for number in range(12):
         near, far = (0, 1) if number % 2 else (1, 0)
-        from_slots = range(5 * (number // 2), 5 * (number // 2) + 5)
-        to_slots = [slot + 30 for slot in from_slots]
-        expected[far][to_slots] = rows[near][list(from_slots)]
-        incoming = ends[far].expect("m", to_slots, deadline_s=8)
+        from_blocks = range(5 * (number // 2), 5 * (number // 2) + 5)
+        to_blocks = [block + 30 for block in from_blocks]
+        expected[far][to_blocks] = rows[near][list(from_blocks)]
+        incoming = ends[far].expect("m", to_blocks, deadline_s=8)
         work += [
-            ends[near].send(ends[far].address, incoming.ticket, "m", list(from_slots), deadline_s=8),
+            ends[near].send(ends[far].address, incoming.ticket, "m", list(from_blocks), deadline_s=8),
             incoming.wait(),
         ]
     await asyncio.gather(*work)
@@ -129,14 +129,14 @@ async def test_an_expectation_nobody_fills_ends_at_its_deadline(make: Make) -> N
     assert await refusal(late) is TransferReason.TICKET_EXPIRED
 
 
-@pytest.mark.parametrize("slots", [[1, 2], [1]])
-async def test_both_ends_must_mean_the_same_slots(make: Make, slots: list[int]) -> None:
+@pytest.mark.parametrize("blocks", [[1, 2], [1]])
+async def test_both_ends_must_mean_the_same_blocks(make: Make, blocks: list[int]) -> None:
     source, destination = await make(torch.zeros(4, 128, dtype=torch.uint8)), await make()
     incoming = destination.expect("m", [3], deadline_s=3)
-    failed = source.send(destination.address, incoming.ticket, "m", slots, deadline_s=3)
+    failed = source.send(destination.address, incoming.ticket, "m", blocks, deadline_s=3)
     assert await refusal(failed) is TransferReason.MISMATCH
     assert await refusal(incoming.wait()) is TransferReason.MISMATCH
-    for bad in ([NUM_SLOTS], [-1], []):
+    for bad in ([NUM_BLOCKS], [-1], []):
         with pytest.raises(TransferError):
             destination.expect("m", bad, deadline_s=1)
 
@@ -163,7 +163,7 @@ async def test_a_peer_that_never_receives_costs_no_more_than_the_deadline(
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-async def test_a_changed_byte_is_noticed_and_the_slots_are_zeroed(make: Make, layout: str) -> None:
+async def test_a_changed_byte_is_noticed_and_the_blocks_are_zeroed(make: Make, layout: str) -> None:
     def change(payload: np.ndarray) -> None:
         payload[len(payload) // 3] ^= 4
 

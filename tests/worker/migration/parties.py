@@ -23,12 +23,12 @@ from shared.bus.nats_bus import NatsBus
 from shared.engine import calls
 from shared.engine.calls import AddModel, Submit
 from shared.engine.driver import StepStats
-from shared.engine.moving import TakenOut
+from shared.engine.handover import Detached
 from shared.engine.plan import CopyKind, KvCopy, ModelShape, StepPlan, StepResult
 from shared.engine.requests import Ended, Output
 from shared.messages.catalogue import INSTANCE_CANCEL, INSTANCE_REBALANCE
-from shared.messages.cluster import ONE_DEVICE, DeviceGroup, InstanceInfo, LoadedModel, MoveOutcome
-from shared.messages.migration import Commit, MoveReason, Rebalance
+from shared.messages.cluster import ONE_DEVICE, DeviceGroup, InstanceInfo, LoadedModel, MigrationOutcome
+from shared.messages.migration import Commit, MigrationReason, Rebalance
 from shared.messages.requests import (
     Cancel,
     GenerationRequest,
@@ -47,7 +47,7 @@ EMPTY, GARBAGE = -2, -1
 
 
 class SlabExecutor(FakeExecutor):
-    """Its cells lie in arrays that a transport can read and write: `[num_slots, page_tokens]` int32."""
+    """Its cells lie in arrays that a transport can read and write: `[num_blocks, block_size]` int32."""
 
     def __init__(self, num_merged: int = NUM_MERGED, step_s: float = 0.002) -> None:
         super().__init__([SHAPE])
@@ -55,9 +55,9 @@ class SlabExecutor(FakeExecutor):
         self.gate = threading.Event()
         self.gate.set()
         self.num_steps = 0
-        num_slots = num_merged * SHAPE.slots_per_merged
-        self.device = np.full((num_slots, SHAPE.page_tokens), EMPTY, np.int32)
-        self.host_cells = np.full((num_slots, SHAPE.page_tokens), EMPTY, np.int32)
+        num_blocks = num_merged * SHAPE.blocks_per_merged
+        self.device = np.full((num_blocks, SHAPE.block_size), EMPTY, np.int32)
+        self.host_cells = np.full((num_blocks, SHAPE.block_size), EMPTY, np.int32)
         self._results: deque[StepResult] = deque()
         self._copied: deque[tuple[int, bool]] = deque()
         self._on_copied: Callable[[], None] = lambda: None
@@ -65,17 +65,17 @@ class SlabExecutor(FakeExecutor):
     def rows(self, on_host: bool) -> torch.Tensor:
         return torch.from_numpy((self.host_cells if on_host else self.device).view(np.uint8))
 
-    def claim_slots(self, model: str, slots: list[int]) -> None:
-        for slot in slots:
-            self._slot(model, slot)
+    def claim_blocks(self, model: str, blocks: list[int]) -> None:
+        for block in blocks:
+            self._block(model, block)
 
-    def _slot(self, model: str, slot: int):
-        merged = slot // SHAPE.slots_per_merged
+    def _block(self, model: str, block: int):
+        merged = block // SHAPE.blocks_per_merged
         if self._merged_owner.get(merged) != model:
-            first = merged * SHAPE.slots_per_merged
-            self.device[first : first + SHAPE.slots_per_merged] = EMPTY
+            first = merged * SHAPE.blocks_per_merged
+            self.device[first : first + SHAPE.blocks_per_merged] = EMPTY
             self._merged_owner[merged] = model
-        return self.device[slot]
+        return self.device[block]
 
     def _read(self, model: str, row: int, position: int) -> int:
         return int(super()._read(model, row, position))
@@ -95,13 +95,13 @@ class SlabExecutor(FakeExecutor):
     def start_copy(self, copy: KvCopy) -> None:
         if copy.kind == CopyKind.MOVE:
             self.start([copy])
-            copy = msgspec.structs.replace(copy, device_slots=[])
-        for device, host in zip(copy.device_slots, copy.host_slots, strict=True):
+            copy = msgspec.structs.replace(copy, device_blocks=[])
+        for device, host in zip(copy.device_blocks, copy.host_blocks, strict=True):
             if copy.kind == CopyKind.CHECKPOINT:
-                assert EMPTY not in self._slot(copy.model, device)
-                self.host_cells[host] = self._slot(copy.model, device)
+                assert EMPTY not in self._block(copy.model, device)
+                self.host_cells[host] = self._block(copy.model, device)
             else:
-                self._slot(copy.model, device)[:] = self.host_cells[host]
+                self._block(copy.model, device)[:] = self.host_cells[host]
         self._copied.append((copy.copy_id, True))
         self._on_copied()
 
@@ -181,7 +181,7 @@ class Party:
         self.intake.models.add("a")
         self.is_dead = False
         self.adopted: list[tuple[Commit, int]] = []
-        self.outcomes: list[MoveOutcome] = []
+        self.outcomes: list[MigrationOutcome] = []
         self.ended: list[Ended] = []
         self.cancels: list[Cancel] = []
         self.engine = build_engine(settings, num_merged, "cpu", num_merged if settings.host_memory_bytes else 0)
@@ -216,8 +216,8 @@ class Party:
                 name="a",
                 state="ready",
                 max_model_len=600,
-                page_tokens=SHAPE.page_tokens,
-                slots_per_merged=SHAPE.slots_per_merged,
+                block_size=SHAPE.block_size,
+                blocks_per_merged=SHAPE.blocks_per_merged,
             )
         ]
         address = self.transport.address if self.transport is not None else ""
@@ -253,16 +253,16 @@ class Party:
             self.name, TokenEntry(request_id=request.request_id, epoch=request.epoch, offset=num_output, tokens=b"")
         )
 
-    def on_move_ended(self, outcome: MoveOutcome, request: GenerationRequest, taken: TakenOut | None) -> None:
+    def on_migration_ended(self, outcome: MigrationOutcome, request: GenerationRequest, taken: Detached | None) -> None:
         assert request.gateway_id == "gateway" and request.request_id == outcome.request_id
         self.outcomes.append(outcome)
         self.gateway.news.set()
 
     # engine
-    def _in_thread(self, effects: list[Output | Ended | TakenOut], stats: StepStats | None) -> None:
+    def _in_thread(self, effects: list[Output | Ended | Detached], stats: StepStats | None) -> None:
         self._event_loop.call_soon_threadsafe(self._on_effects, effects, stats)
 
-    def _on_effects(self, effects: list[Output | Ended | TakenOut], stats: StepStats | None) -> None:
+    def _on_effects(self, effects: list[Output | Ended | Detached], stats: StepStats | None) -> None:
         if self.is_dead:
             return
         for effect in effects:
@@ -289,7 +289,11 @@ class Party:
         assert self.loop.apply(Submit(request)) is None
 
     def rebalance(
-        self, *destinations: str, reason: MoveReason = MoveReason.BALANCE, lease_s: float = 0.3, at_once: int = 1
+        self,
+        *destinations: str,
+        reason: MigrationReason = MigrationReason.BALANCE,
+        lease_s: float = 0.3,
+        at_once: int = 1,
     ) -> None:
         topic = INSTANCE_REBALANCE.at(instance_id=self.name)
         self.bus.publish(topic, Rebalance([*destinations], reason, lease_s, at_once))
@@ -301,15 +305,15 @@ class Party:
         return is_empty and not self.service.has_work
 
     def check_idle(self) -> None:
-        """Nothing is held, and every slot is free."""
+        """Nothing is held, and every block is free."""
         with self.loop.locked() as engine:
             engine.check()
             assert not engine.all_held()
             assert engine.pool.used_merged() == 0, (
-                f"{self.name} leaks slots: {engine.outgoing.pinned}, {[*engine.reservations]}"
+                f"{self.name} leaks blocks: {engine.outgoing.pinned}, {[*engine.reservations]}"
             )
             host = engine.memory.host.pool
-            assert host is None or host.used_merged() == 0, f"{self.name} leaks host slots: {engine.outgoing.pinned}"
+            assert host is None or host.used_merged() == 0, f"{self.name} leaks host blocks: {engine.outgoing.pinned}"
 
 
 async def make_party(

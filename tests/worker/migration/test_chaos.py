@@ -96,7 +96,7 @@ async def test_streams_are_whole_whatever_fails(make, monkeypatch: pytest.Monkey
         assert known == (whole[: len(known)] if is_cancelled else whole)
     assert sum(len(party.ended) for party in group.parties) == len(sent)
     assert faults.num_failed > 3
-    assert any(outcome.is_moved for party in group.parties for outcome in party.outcomes)
+    assert any(outcome.is_migrated for party in group.parties for outcome in party.outcomes)
 
 
 @pytest.mark.parametrize("point", ["source.commit", "source.answer", "destination.committed"])
@@ -123,7 +123,7 @@ async def test_nats_dies_in_the_middle_of_a_commit(fresh_nats, point: str) -> No
         await group.until(lambda: group.source.outcomes, 20.0)
         outcome = group.source.outcomes[0]
         await group.until(lambda: "r1" in gateway.ends, 20.0)
-        await group.ended(sent, owner="b" if outcome.is_moved else "a")
+        await group.ended(sent, owner="b" if outcome.is_migrated else "a")
     finally:
         for party in parties:
             await party.stop()

@@ -67,9 +67,9 @@ async def test_the_stream_goes_on_whatever_fails(make, point: str) -> None:
     await group.until(lambda: group.source.outcomes)
     outcome = group.source.outcomes[0]
     lost_answers = ("source.answer", "destination.committed")
-    assert outcome.is_moved is (point in lost_answers)
+    assert outcome.is_migrated is (point in lost_answers)
     assert outcome.epoch == {"source.commit": 2, **dict.fromkeys(lost_answers, 1)}.get(point, 0)
-    await group.ended(sent, owner="b" if outcome.is_moved else "a")
+    await group.ended(sent, owner="b" if outcome.is_migrated else "a")
 
 
 @pytest.mark.parametrize("point", POINTS)
@@ -81,7 +81,7 @@ async def test_a_slow_point_only_costs_time(make, point: str, monkeypatch: pytes
     group = await make(**faults(point, "delay:0.1"), step_s=0.005)
     sent = await begin(group, 250)
     await group.until(lambda: group.source.outcomes)
-    assert group.source.outcomes[0].is_moved
+    assert group.source.outcomes[0].is_migrated
     await group.ended(sent, owner="b")
 
 
@@ -122,7 +122,7 @@ async def test_a_destination_that_is_gone_gives_the_request_back(make, reached: 
     outcome = group.source.outcomes[0]
     committing = ("source.commit", "source.answer", "destination.commit", "destination.committed")
     epochs = {0, 2} if point == "destination.copied" else {2} if point in committing else {0}
-    assert not outcome.is_moved and outcome.epoch in epochs
+    assert not outcome.is_migrated and outcome.epoch in epochs
     await group.ended(sent, owner="a")
     await asyncio.to_thread(destination.loop.stop, 5.0)
 
@@ -135,13 +135,13 @@ async def test_a_source_that_stops_leaves_nothing_behind(make, reached: set[str]
     source = group.source
     await source.service.stop()
     assert not source.service.has_work
-    moved = source.outcomes[-1].is_moved
+    moved = source.outcomes[-1].is_migrated
     held = [party.name for party in group.parties if party.loop.held_epoch("r1") is not None]
     assert held == ["b" if moved else "a"]
     await group.ended(sent, owner=held[0])
 
 
-@pytest.mark.parametrize("point", ["source.copy", "source.taken_out", "source.commit", "destination.copied"])
+@pytest.mark.parametrize("point", ["source.copy", "source.detached", "source.commit", "destination.copied"])
 async def test_a_source_that_dies_leaves_its_reservation_to_time(
     make, reached: set[str], point: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -171,7 +171,7 @@ async def test_a_destination_wrongly_taken_for_dead_gives_up_its_copy(make) -> N
     group.source.service.on_instance("b", info)
     await group.until(lambda: group.destination.loop.held_epoch("r1") is None)
     given_up = group.destination.outcomes[0]
-    assert (given_up.is_moved, given_up.destination_id, given_up.epoch) == (True, "a", 2)
+    assert (given_up.is_migrated, given_up.destination_id, given_up.epoch) == (True, "a", 2)
     await group.ended(sent, owner="a")
     assert not group.destination.ended
 

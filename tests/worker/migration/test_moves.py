@@ -7,11 +7,11 @@ import itertools
 
 from shared.messages.catalogue import INSTANCE_CANCEL
 from shared.messages.cluster import DeviceGroup
-from shared.messages.migration import MoveReason
+from shared.messages.migration import MigrationReason
 from shared.messages.requests import (
     Cancel,
     FinishReason,
-    MovedRequest,
+    MigratedRequest,
     RequestClass,
 )
 from tests.shared.engine.fake_executor import expected_output, request
@@ -31,8 +31,8 @@ async def test_a_running_request_moves_and_its_stream_goes_on(make) -> None:
     group.source.rebalance("b")
     await group.until(lambda: group.source.outcomes)
     outcome = group.source.outcomes[0]
-    assert outcome.is_moved and (outcome.epoch, outcome.destination_id) == (1, "b")
-    assert group.source.service.moved("r1") == MovedRequest("r1", "b", 1)
+    assert outcome.is_migrated and (outcome.epoch, outcome.destination_id) == (1, "b")
+    assert group.source.service.moved("r1") == MigratedRequest("r1", "b", 1)
     await group.ended(sent, owner="b")
     commit, num_output = group.destination.adopted[0]
     assert num_output > 20 and commit.request.epoch == 1 and commit.progress.num_computed >= 70
@@ -83,7 +83,7 @@ async def test_a_checkpoint_moves_from_host_memory_to_host_memory(make) -> None:
     group.source.submit(online)
     await group.until(lambda: group.progress(online) > 0)
     group.source.intake.is_draining = True
-    group.source.rebalance("b", reason=MoveReason.DRAIN, lease_s=2.0)
+    group.source.rebalance("b", reason=MigrationReason.DRAIN, lease_s=2.0)
     await group.until(lambda: any(commit.on_host for commit, _ in group.destination.adopted))
     commit = next(commit for commit, _ in group.destination.adopted if commit.on_host)
     assert commit.request.request_id == "offline" and commit.num_blocks > 10
@@ -160,5 +160,5 @@ async def test_many_move_at_once_and_lose_nothing(make) -> None:
     await group.until(lambda: all(one.request_id in group.gateway.ends for one in sent))
     stirring.cancel()
     await group.ended(*sent)
-    moved = sum(outcome.is_moved for party in group.parties for outcome in party.outcomes)
+    moved = sum(outcome.is_migrated for party in group.parties for outcome in party.outcomes)
     assert moved >= 3

@@ -82,4 +82,4 @@ async def test_a_destination_killed_at_a_point_gives_the_request_back(start: Sta
     del group.source.registry["b"]
     group.source.service.on_instance("b", None)
     await group.ended(sent, owner="a")
-    assert not any(outcome.is_moved for outcome in group.source.outcomes)
+    assert not any(outcome.is_migrated for outcome in group.source.outcomes)

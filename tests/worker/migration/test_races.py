@@ -12,14 +12,14 @@ import shared.migration.outgoing as outgoing_rules
 from services.worker.engine_loop import StepStats
 from services.worker.kv_transport import Outgoing
 from services.worker.migration.service import MigrationService
-from shared.engine.calls import Call, Pin, PinRest, Reserve, Seal, TakeOut
-from shared.engine.moving import TakenOut
+from shared.engine.calls import Call, Detach, Freeze, Pin, PinRest, Reserve
+from shared.engine.handover import Detached
 from shared.messages.catalogue import INSTANCE_CANCEL
 from shared.messages.migration import PreAllocate
 from shared.messages.requests import (
     Cancel,
     FinishReason,
-    MovedRequest,
+    MigratedRequest,
     pack_tokens,
 )
 from shared.migration.commands import Stage
@@ -69,7 +69,7 @@ async def test_a_sealed_request_goes_on_where_the_loss_of_its_destination_was_no
     await destination.bus.close()
     await group.until(lambda: group.source.outcomes)
     outcome = group.source.outcomes[0]
-    assert (outcome.is_moved, outcome.epoch, outcome.reason) == (False, 2, "destination_lost")
+    assert (outcome.is_migrated, outcome.epoch, outcome.reason) == (False, 2, "destination_lost")
     await group.ended(sent, owner="a")
     await destination.transport.close()
     await asyncio.to_thread(destination.loop.stop, 5.0)
@@ -89,7 +89,7 @@ async def test_a_request_that_is_placed_anew_here_is_not_handed_over_in_its_old_
     group.source.submit(again)
     await group.until(lambda: group.source.outcomes)
     outcome = group.source.outcomes[0]
-    assert not outcome.is_moved and outcome.epoch == 0
+    assert not outcome.is_migrated and outcome.epoch == 0
     assert group.source.loop.held_epoch("r1") == 64 and not group.destination.adopted
     await group.ended(sent, owner="a")
 
@@ -98,18 +98,18 @@ async def test_a_running_request_without_its_kv_is_not_handed_over(make, monkeyp
     """It was preempted after it had left its batch: what the destination has of it is no use without the rest."""
     group = await make(step_s=0.005)
     sent = await running(group)
-    on_taken_out = OutgoingMigration.on_taken_out
+    on_detached = OutgoingMigration.on_detached
 
-    def without_kv(self: OutgoingMigration, taken: TakenOut, now: float) -> None:
+    def without_kv(self: OutgoingMigration, taken: Detached, now: float) -> None:
         progress = msgspec.structs.replace(taken.progress, num_computed=0)
-        on_taken_out(self, msgspec.structs.replace(taken, progress=progress), now)
+        on_detached(self, msgspec.structs.replace(taken, progress=progress), now)
 
-    monkeypatch.setattr(OutgoingMigration, "on_taken_out", without_kv)
+    monkeypatch.setattr(OutgoingMigration, "on_detached", without_kv)
     apply = group.source.loop.apply
     monkeypatch.setattr(group.source.loop, "apply", lambda call: None if isinstance(call, PinRest) else apply(call))
     group.source.rebalance("b", lease_s=0.1)
     await group.until(lambda: group.source.outcomes)
-    assert (group.source.outcomes[0].is_moved, group.source.outcomes[0].reason) == (False, "preempted")
+    assert (group.source.outcomes[0].is_migrated, group.source.outcomes[0].reason) == (False, "preempted")
     assert not group.destination.adopted
     await group.ended(sent, owner="a")
 
@@ -132,7 +132,7 @@ async def test_a_cancel_does_not_go_to_and_fro(make) -> None:
     group = await make()
     far = group.source.loop.now() + 60
     for party, other, epoch in ((group.source, "b", 1), (group.destination, "a", 2)):
-        party.service.core._moved["r1"] = (far, MovedRequest("r1", other, epoch))
+        party.service.core._moved["r1"] = (far, MigratedRequest("r1", other, epoch))
     group.source.bus.publish(INSTANCE_CANCEL.at(instance_id="a"), Cancel("r1"))
     await group.until(lambda: group.destination.cancels)
     await asyncio.sleep(0.05)
@@ -161,11 +161,11 @@ async def test_room_for_the_last_blocks_is_kept_until_the_request_has_left_its_b
 
 async def test_the_transfer_of_the_last_blocks_is_open_when_the_request_leaves_its_batch(make, monkeypatch) -> None:
     opened: list[bool] = []
-    on_taken_out, begun = OutgoingMigration.on_taken_out, MigrationService._begun
+    on_detached, begun = OutgoingMigration.on_detached, MigrationService._begun
 
-    def noting(self: OutgoingMigration, taken: TakenOut, now: float) -> None:
+    def noting(self: OutgoingMigration, taken: Detached, now: float) -> None:
         opened.extend(one.accepted.done() for one in group.source.service._out[self.migration_id].begun.values())
-        on_taken_out(self, taken, now)
+        on_detached(self, taken, now)
 
     def beginning(self: MigrationService, stage: Stage, *rest: object) -> Outgoing:
         transfer = begun(self, stage, *rest)
@@ -173,14 +173,14 @@ async def test_the_transfer_of_the_last_blocks_is_open_when_the_request_leaves_i
             transfer.accepted.add_done_callback(lambda _: gate.set())
         return transfer
 
-    monkeypatch.setattr(OutgoingMigration, "on_taken_out", noting)
+    monkeypatch.setattr(OutgoingMigration, "on_detached", noting)
     monkeypatch.setattr(MigrationService, "_begun", beginning)
     group = await make(step_s=0.1)
     gate, apply = group.source.executor.gate, group.source.loop.apply
 
     def closing(call: Call):
         # The step that runs then lasts until the destination has answered, however slow the machine is.
-        if isinstance(call, TakeOut):
+        if isinstance(call, Detach):
             gate.clear()
         return apply(call)
 
@@ -192,14 +192,14 @@ async def test_the_transfer_of_the_last_blocks_is_open_when_the_request_leaves_i
 
 
 async def test_a_request_that_stays_leaves_no_transfer_open(make, monkeypatch) -> None:
-    group = await make(source={"fault_points": "source.taken_out:fail"}, step_s=0.02)
+    group = await make(source={"fault_points": "source.detached:fail"}, step_s=0.02)
     begun: list[Outgoing] = []
     begin = group.source.transport.begin
     monkeypatch.setattr(group.source.transport, "begin", lambda *a, **k: begun.append(begin(*a, **k)) or begun[-1])
     sent = await running(group, 100)
     group.source.rebalance("b", lease_s=0.05)
     await group.until(lambda: group.source.outcomes)
-    assert not group.source.outcomes[0].is_moved
+    assert not group.source.outcomes[0].is_migrated
     await group.until(lambda: begun and all(one.is_decided for one in begun), 2.0)
     await group.ended(sent, owner="a")
 
@@ -221,7 +221,7 @@ async def test_a_last_transfer_that_failed_before_the_request_left_keeps_it_here
     await group.until(lambda: group.source.outcomes)
     assert group.source.outcomes[0].reason == "transfer_failed"
     await group.ended(sent, owner="a")
-    assert Seal("r1") not in calls and not group.destination.adopted
+    assert Freeze("r1") not in calls and not group.destination.adopted
 
 
 @pytest.mark.parametrize("is_there", [True, False], ids=["prefix at the destination", "nothing there"])
@@ -258,7 +258,7 @@ async def test_an_error_in_the_driver_leaves_nothing_behind(make, monkeypatch) -
     monkeypatch.setattr(group.source.loop, "apply", fail)
     group.source.rebalance("b", lease_s=0.05)
     await group.until(lambda: group.source.outcomes)
-    assert not group.source.outcomes[0].is_moved
+    assert not group.source.outcomes[0].is_migrated
     await group.until(lambda: not metric(group.source, "tideway_migrations_in_progress", direction="out"))
     await group.ended(sent, owner="a")
 

@@ -1,8 +1,8 @@
-"""Geometry of the KV slab: one flat pool cut into merged blocks, shared by models of different slot sizes.
+"""Geometry of the KV slab: one flat pool cut into merged blocks, shared by models whose blocks differ in size.
 
-A slot holds one block of `page_tokens` tokens of one model for all its layers, K and V, as one run of bytes. A merged
-block holds slots of one model at a time at a uniform stride that divides the merged block exactly, so that the flat slot
-index `merged_id * slots_per_merged + place` addresses the whole slab with a single stride (SeaLLM section 4.4, unified
+A block holds `block_size` tokens of one model for all its layers, K and V, as one run of bytes. A merged
+block holds blocks of one model at a time at a uniform stride that divides the merged block exactly, so that the flat block
+index `merged_id * blocks_per_merged + place` addresses the whole slab with a single stride (SeaLLM section 4.4, unified
 KV cache; its second block-table index is `place`).
 """
 
@@ -12,7 +12,7 @@ import math
 from dataclasses import dataclass
 
 ALIGNMENT_BYTES = 64
-"""Slots start on this boundary; enough for vector loads and for every element type."""
+"""Blocks start on this boundary; enough for vector loads and for every element type."""
 
 MIN_MERGED_BYTES = 1 << 20
 
@@ -32,44 +32,44 @@ class KvGeometry:
         return self.num_layers * 2 * self.num_kv_heads * block_size * self.head_dim * self.itemsize
 
 
-def slots_per_merged(merged_bytes: int, slot_bytes: int) -> int:
-    """Most slots of a size that fit into a merged block at an exact, aligned stride; 0 if the slot is too large."""
-    for count in range(merged_bytes // slot_bytes, 0, -1):
+def blocks_per_merged(merged_bytes: int, block_bytes: int) -> int:
+    """Most blocks of a size that fit into a merged block at an exact, aligned stride; 0 if the block is too large."""
+    for count in range(merged_bytes // block_bytes, 0, -1):
         if merged_bytes % (count * ALIGNMENT_BYTES) == 0:
             return count
     return 0
 
 
-def waste(merged_bytes: int, slot_bytes: int) -> float:
-    """Share of a merged block that a model of this slot size leaves unused."""
-    return 1.0 - slots_per_merged(merged_bytes, slot_bytes) * slot_bytes / merged_bytes
+def waste(merged_bytes: int, block_bytes: int) -> float:
+    """Share of a merged block that a model of this block size leaves unused."""
+    return 1.0 - blocks_per_merged(merged_bytes, block_bytes) * block_bytes / merged_bytes
 
 
 MAX_WASTE = 0.05
 """Of a merged block, that may stay unused for the sake of a smaller one: a pool of few large blocks fragments."""
 
 
-def choose_merged_bytes(slot_sizes: list[int], *, at_least: int = MIN_MERGED_BYTES, max_slots: int = 64) -> int:
+def choose_merged_bytes(block_sizes: list[int], *, at_least: int = MIN_MERGED_BYTES, max_blocks: int = 64) -> int:
     """The smallest merged block of which no model leaves `MAX_WASTE` or more unused; if there is none, the one that wastes
-    the least. With up to `max_slots` slots of the smallest model, or two of the largest.
+    the least. With up to `max_blocks` blocks of the smallest model, or two of the largest.
 
-    In the smallest, the slots of some model end close to its end, so multiples of the slots are tried, rounded up to where
+    In the smallest, the blocks of some model end close to its end, so multiples of the blocks are tried, rounded up to where
     exact strides for all models exist.
     """
-    if not slot_sizes:
+    if not block_sizes:
         return at_least
-    sizes = sorted(set(slot_sizes))
-    limit = max(max_slots * sizes[0], 2 * sizes[-1], 2 * at_least)
+    sizes = sorted(set(block_sizes))
+    limit = max(max_blocks * sizes[0], 2 * sizes[-1], 2 * at_least)
     candidates = set()
     for size in sizes:
         for count in range(max(1, -(-max(sizes[-1], at_least) // size)), limit // size + 1):
             exact = count * size
             fitting = [exact // other for other in sizes]
             units = {math.lcm(*fitting), math.lcm(*range(1, 9))}
-            # A slot less of one model may be worth a finer rounding.
+            # A block less of one model may be worth a finer rounding.
             units |= {math.lcm(count, most - less) for most in fitting for less in (0, 1) if most > less}
             candidates |= {_round_up(exact, unit * ALIGNMENT_BYTES) for unit in units}
-    candidates |= {_round_up(at_least, count * ALIGNMENT_BYTES) for count in range(1, max_slots + 1)}
+    candidates |= {_round_up(at_least, count * ALIGNMENT_BYTES) for count in range(1, max_blocks + 1)}
     candidates = {c for c in candidates if c >= at_least}
 
     def most_wasted(merged_bytes: int) -> float:

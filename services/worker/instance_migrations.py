@@ -23,16 +23,16 @@ from shared.bus.interface import Bus
 from shared.engine import calls
 from shared.engine.driver import StepStats
 from shared.engine.engine import Effect
+from shared.engine.handover import Detached
 from shared.engine.load_reports import LoadReports
-from shared.engine.moving import TakenOut
 from shared.messages.catalogue import GATEWAY_FRAMES
-from shared.messages.cluster import DeviceGroup, InstanceInfo, MoveOutcome
+from shared.messages.cluster import DeviceGroup, InstanceInfo, MigrationOutcome
 from shared.messages.migration import Commit
 from shared.messages.requests import (
     Cancel,
     GenerationRequest,
     HeldRequest,
-    MovedRequest,
+    MigratedRequest,
     RequestClass,
     TokenEntry,
     TokenFrame,
@@ -90,16 +90,16 @@ class Handovers:
             running=progress.num_computed > 0 and not commit.on_host,
             is_online=is_online,
         )
-        self._reports.moved_in.append(held)
+        self._reports.migrated_in.append(held)
         self._report_soon()
 
-    def on_move_ended(self, outcome: MoveOutcome, request: GenerationRequest, taken: TakenOut | None) -> None:
-        self._reports.moves.append(outcome)
-        if outcome.is_moved:
+    def on_migration_ended(self, outcome: MigrationOutcome, request: GenerationRequest, taken: Detached | None) -> None:
+        self._reports.migrations.append(outcome)
+        if outcome.is_migrated:
             if taken is not None:
                 self._metrics.spans.moved(taken, outcome.destination_id)
             num_new = self._outputs.give_up(outcome.request_id, outcome.epoch)
-            self._metrics.on_moved_away(request.model, num_new)
+            self._metrics.on_migrated_away(request.model, num_new)
         elif (entry := self._outputs.raise_epoch(outcome.request_id, outcome.epoch)) is not None:
             self._tell(request.gateway_id, entry)
         self._report_soon()
@@ -109,11 +109,12 @@ class Handovers:
 
 
 class KvPools(Protocol):
-    def slot_rows(self, model: str, on_host: bool) -> torch.Tensor:
-        """`[num_slots, slot_bytes]` uint8: of a model's slots, which stay where they are; no rows where there is no pool."""
+    def block_rows(self, model: str, on_host: bool) -> torch.Tensor:
+        """`[num_blocks, block_bytes]` uint8: of a model's blocks, which stay where they are; no rows where there is no
+        pool."""
 
 
-class InstanceMoves(KvUsers):
+class InstanceMigrations(KvUsers):
     """`open_transport` None: KV does not move, as where the settings say so."""
 
     def __init__(
@@ -233,7 +234,7 @@ class InstanceMoves(KvUsers):
         if self._transport is None:
             return
         for on_host in (False, True):
-            rows = self._executor.slot_rows(model, on_host)
+            rows = self._executor.block_rows(model, on_host)
             if len(rows):
                 self._transport.register(pool_of(model, on_host), rows)
 
@@ -250,9 +251,9 @@ class InstanceMoves(KvUsers):
         return self._service is not None and self._service.has_work
 
     @property
-    def num_moving(self) -> tuple[int, int]:
+    def num_migrating(self) -> tuple[int, int]:
         """Migrations out of here and into here that are under way."""
-        return (0, 0) if self._service is None else self._service.num_moving
+        return (0, 0) if self._service is None else self._service.num_migrating
 
     def on_effects(self, effects: Sequence[Effect], stats: StepStats | None) -> None:
         if self._service is not None:
@@ -270,16 +271,16 @@ class InstanceMoves(KvUsers):
             assert self._service is not None
             self._service.forward_cancel(cancel.request_id)
 
-    def handed_over(self, request_id: str) -> MovedRequest | None:
+    def handed_over(self, request_id: str) -> MigratedRequest | None:
         """Who took a request over from here lately, if it has not come back since."""
         moved = None if self._service is None else self._service.moved(request_id)
         return moved if moved is not None and moved.epoch > self._known_epoch(request_id) else None
 
-    def owner(self, request_id: str, epoch: int) -> MovedRequest | None:
+    def owner(self, request_id: str, epoch: int) -> MigratedRequest | None:
         """Who has a request that is not here in `epoch` (any more): another, or this instance in a higher one."""
         moved = self.handed_over(request_id)
         if moved is None:
-            moved = MovedRequest(request_id, self._intake.instance_id, self._known_epoch(request_id))
+            moved = MigratedRequest(request_id, self._intake.instance_id, self._known_epoch(request_id))
         is_here = moved.instance_id == self._intake.instance_id
         return moved if moved.epoch > epoch or (moved.epoch == epoch and not is_here) else None
 

@@ -1,8 +1,8 @@
 """A request on its way to another instance, as the engines at both ends see it.
 
-Source: a candidate is chosen; its filled blocks are pinned stage by stage while it goes on decoding; then it is taken out
-of the batch (`take_out`, effect `TakenOut`), sealed, and in the end dropped (`drop_moved`) or put back.
-Destination: slots are reserved stage by stage, filled by the transport, and become a sequence's own (`adopt`) or are freed.
+Source: a candidate is chosen; its filled blocks are pinned stage by stage while it goes on decoding; then it is detached
+of the batch (`detach`, effect `Detached`), frozen, and in the end dropped (`release`) or reattached.
+Destination: blocks are reserved stage by stage, filled by the transport, and become a sequence's own (`adopt`) or are freed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from shared.messages.requests import (
 )
 
 
-class MoveCandidate(msgspec.Struct, frozen=True):
+class MigrationCandidate(msgspec.Struct, frozen=True):
     """A request that could leave, in the order in which they should."""
 
     request: HeldRequest
@@ -33,19 +33,19 @@ class MoveCandidate(msgspec.Struct, frozen=True):
 
 
 class PinnedBlocks(msgspec.Struct, frozen=True):
-    """Blocks `first_block ..` of a sequence whose contents are final. Each slot has one more reference, so that it stays as
+    """Blocks `first_block ..` of a sequence whose contents are final. Each block has one more reference, so that it stays as
     it is whatever becomes of the sequence, until `unpin`."""
 
     model: str
     on_host: bool
     first_block: int
-    slots: list[int]
+    blocks: list[int]
     hashes: bytes
-    """Chained, 16 bytes each; one for each slot that is a full block."""
+    """Chained, 16 bytes each; one for each block that is a full block."""
 
 
-class TakenOut(msgspec.Struct, frozen=True):
-    """Effect: the sequence has left the batch (after all its output so far went out as effects). It keeps its slots."""
+class Detached(msgspec.Struct, frozen=True):
+    """Effect: the sequence has left the batch (after all its output so far went out as effects). It keeps its blocks."""
 
     request_id: str
     request: GenerationRequest
@@ -57,16 +57,16 @@ class TakenOut(msgspec.Struct, frozen=True):
 
 
 class Reservation(msgspec.Struct, frozen=True):
-    """Slots for one stage of a sequence that comes; those of `held` need not be sent."""
+    """Blocks for one stage of a sequence that comes; those of `held` need not be sent."""
 
     migration_id: str
     num_held: int
     """Leading blocks of the stage that were found in the prefix cache."""
-    slots: list[int]
+    blocks: list[int]
     """For the others, in order."""
 
 
-def rebased(taken: TakenOut, now: float) -> tuple[GenerationRequest, SequenceProgress]:
+def rebased(taken: Detached, now: float) -> tuple[GenerationRequest, SequenceProgress]:
     """Request and progress with their durations up to `now`: what a Commit that is sent now holds."""
     request, progress, passed_s = taken.request, taken.progress, now - taken.taken_s
 

@@ -1,6 +1,6 @@
 """What load reports say of requests that moved from one instance to another.
 
-Both ends tell of a move: the destination that it took the request over (`moved_in`), the source how the move ended
+Both ends tell of a move: the destination that it took the request over (`migrated_in`), the source how the move ended
 (`moves`). The two come in any order, and either may be lost. As the epoch grows with each owner, the first that tells is
 right, and the other adds nothing. What only the source has told must be confirmed by the destination in time, or that is
 asked what it holds.
@@ -8,10 +8,10 @@ asked what it holds.
 
 from __future__ import annotations
 
-from shared.messages.cluster import MoveOutcome
+from shared.messages.cluster import MigrationOutcome
 from shared.messages.migration import AbortReason
 from shared.messages.requests import HeldRequest, LostRequest, RequestsLost
-from shared.scheduling.actions import Action, MoveEnded, NotifyLost
+from shared.scheduling.actions import Action, MigrationEnded, NotifyLost
 from shared.scheduling.cluster import ClusterView
 from shared.scheduling.lifecycle import RequestLifecycle
 from shared.scheduling.requests import RequestState, TrackedRequest
@@ -20,13 +20,13 @@ CONFIRM_S = 2.0
 """From the word of the source to that of the destination, whose reports are at most a second apart."""
 
 
-class MoveBook:
+class MigrationBook:
     def __init__(self, cluster: ClusterView, life: RequestLifecycle, actions: list[Action]) -> None:
         self._cluster = cluster
         self._life = life
         self._actions = actions
 
-    def moved_in(self, held: HeldRequest, instance_id: str, now: float) -> None:
+    def migrated_in(self, held: HeldRequest, instance_id: str, now: float) -> None:
         """The instance took a request over."""
         tracked = self._life.requests.get(held.request_id)
         if tracked is None or is_owner(held.epoch, tracked, instance_id):
@@ -37,13 +37,15 @@ class MoveBook:
             tracked.is_confirmed = True
             self._life.timers.discard(("confirm", held.request_id))
 
-    def ended(self, outcome: MoveOutcome, source_id: str, now: float) -> None:
+    def ended(self, outcome: MigrationOutcome, source_id: str, now: float) -> None:
         """A migration out of the instance ended. Known requests only: nothing else is said of where it came from."""
-        self._actions.append(MoveEnded(source_id, outcome.destination_id, "" if outcome.is_moved else outcome.reason))
+        self._actions.append(
+            MigrationEnded(source_id, outcome.destination_id, "" if outcome.is_migrated else outcome.reason)
+        )
         tracked = self._life.requests.get(outcome.request_id)
         if tracked is None:
             return
-        if not outcome.is_moved:
+        if not outcome.is_migrated:
             if outcome.reason != AbortReason.ENDED and is_owner(outcome.epoch, tracked, source_id):
                 # It went on at the source, which believes the destination dead; that may run it all the same.
                 self._life.change_owner(tracked, source_id, outcome.epoch, now, is_hand_over=False)

@@ -1,9 +1,9 @@
-"""Who holds the rows and slots of an instance, and who gives them up.
+"""Who holds the rows and blocks of an instance, and who gives them up.
 
-Where slots are short, lower ranks and later ones in the order are preempted: their slots are freed (full blocks stay
+Where blocks are short, lower ranks and later ones in the order are preempted: their blocks are freed (full blocks stay
 findable in the prefix cache, checkpointed ones in host memory) and they wait again. Among those that may be preempted, the
 one that loses the least work goes first, of online ones that of those that free enough for a while. A sequence that a step
-in flight computes is never a victim, because that step still writes its slots; one of a suspended step only when nothing
+in flight computes is never a victim, because that step still writes its blocks; one of a suspended step only when nothing
 else will do, because then that step is lost.
 """
 
@@ -15,13 +15,13 @@ from itertools import chain, count
 from typing import NamedTuple
 
 from shared.engine.batch import PlannedStep
-from shared.engine.compaction import Compaction
 from shared.engine.counters import EngineCounters
-from shared.engine.host_kv import HostKv
-from shared.engine.kv_blocks import BlockPool
-from shared.engine.model_queue import ONLINE_RANKS, ModelQueue
+from shared.engine.memory.blocks import BlockPool
+from shared.engine.memory.compaction import Compaction
+from shared.engine.memory.host import HostKv
+from shared.engine.model_queue import ONLINE_CLASSES, ModelQueue
 from shared.engine.plan import ModelShape
-from shared.engine.sequence import Move, Rank, Sequence, State
+from shared.engine.sequence import Handover, PriorityClass, Sequence, State
 from shared.policies.checkpointing import victim_key
 from shared.policies.ordering import OrderingPolicy
 
@@ -37,13 +37,13 @@ class Demand(NamedTuple):
     """What a sequence from another instance could not have because offline work in flight holds it."""
 
     model: str
-    num_slots: int
+    num_blocks: int
     num_rows: int
     until_s: float
 
 
 class Allocator:
-    """Queues, rows and KV slots of one instance."""
+    """Queues, rows and KV blocks of one instance."""
 
     def __init__(
         self, num_merged: int, num_rows: int, num_host_merged: int, ordering: OrderingPolicy, least_share: float
@@ -89,14 +89,14 @@ class Allocator:
 
     def order_key(self, sequence: Sequence, now: float) -> tuple[float, ...]:
         """Total order over all sequences of the instance: smaller runs first and is preempted last."""
-        return (sequence.rank, *self.ordering.key(sequence, now), sequence.number)
+        return (sequence.priority_class, *self.ordering.key(sequence, now), sequence.number)
 
     def add_model(self, shape: ModelShape) -> None:
         for pool in (self.pool, self.host):
-            pool.add_model(shape.name, shape.page_tokens, shape.slots_per_merged)
+            pool.add_model(shape.name, shape.block_size, shape.blocks_per_merged)
 
     def has_copies(self, model: str) -> bool:
-        """Whether copies under way read or write slots of the model."""
+        """Whether copies under way read or write blocks of the model."""
         return self.host.has_copies(model) or self.compaction.has_moves(model)
 
     def remove_model(self, name: str) -> None:
@@ -114,21 +114,21 @@ class Allocator:
 
     def enqueue(self, sequence: Sequence, now: float) -> None:
         sequence.state = State.WAITING
-        waiting = self.queues[sequence.model].waiting[sequence.rank]
+        waiting = self.queues[sequence.model].waiting[sequence.priority_class]
         insort(waiting, sequence, key=lambda other: self.order_key(other, now))
 
     def remove(self, sequence: Sequence) -> None:
-        """Takes a sequence out of its queue for good; slots that a step in flight uses are freed when it returns."""
-        self._take_out(sequence)
+        """Takes a sequence out of its queue for good; blocks that a step in flight uses are freed when it returns."""
+        self._detach(sequence)
         sequence.state = State.ENDED
         self.host.release(sequence)
         if not sequence.in_flight:
             self.free(sequence)
 
-    def _take_out(self, sequence: Sequence) -> None:
+    def _detach(self, sequence: Sequence) -> None:
         queue = self.queues[sequence.model]
         if sequence.state == State.WAITING:
-            queue.waiting[sequence.rank].remove(sequence)
+            queue.waiting[sequence.priority_class].remove(sequence)
         elif sequence.state == State.RESTORING:
             self.host.abandon_restore(sequence)
             if queue.restored.pop(sequence.number, None) is None:
@@ -136,10 +136,10 @@ class Allocator:
         elif sequence.state == State.LEAVING:
             del queue.leaving[sequence.number]
         elif queue.suspended.pop(sequence.number, None) is None:
-            del queue.running[sequence.rank][sequence.number]
+            del queue.running[sequence.priority_class][sequence.number]
 
     def free(self, sequence: Sequence) -> None:
-        """Gives row and slots back. Only without a step in flight that computes the sequence."""
+        """Gives row and blocks back. Only without a step in flight that computes the sequence."""
         assert not sequence.in_flight
         if sequence.row >= 0:
             self._free_rows.append(sequence.row)
@@ -150,17 +150,17 @@ class Allocator:
             sequence.capacity = 0
 
     def preempt(self, sequence: Sequence, now: float, cause: str) -> None:
-        """Takes slots and row from a sequence; it waits again (or goes on leaving) and what neither cache nor host memory
+        """Takes blocks and row from a sequence; it waits again (or goes on leaving) and what neither cache nor host memory
         has is computed again."""
         if sequence.num_computed:
             is_checkpointed = sequence.num_checkpointed_blocks >= sequence.num_filled > 0
             self.counters.preemptions[cause, "checkpointed" if is_checkpointed else "recompute"] += 1
             sequence.peak_computed = max(sequence.peak_computed, min(sequence.num_computed, sequence.num_tokens))
             sequence.num_preemptions += 1
-        if sequence.move == Move.PINNED:
-            sequence.move = Move.LOST
+        if sequence.handover == Handover.PINNED:
+            sequence.handover = Handover.LOST
         if sequence.state != State.LEAVING:
-            self._take_out(sequence)
+            self._detach(sequence)
         self.free(sequence)
         sequence.num_computed = 0
         sequence.total = sequence.num_tokens
@@ -171,23 +171,23 @@ class Allocator:
     # --------------------------------------------------------------------------------------------------- moves
 
     def leave(self, sequence: Sequence, now: float) -> None:
-        """A running or waiting sequence is not planned any more; row, slots and checkpoints stay its own. A suspended step
+        """A running or waiting sequence is not planned any more; row, blocks and checkpoints stay its own. A suspended step
         that holds it is given up."""
         queue = self.queues[sequence.model]
         if sequence.number in queue.suspended:
             self.discard_suspended(now)
-        self._take_out(sequence)
+        self._detach(sequence)
         sequence.state = State.LEAVING
         queue.leaving[sequence.number] = sequence
 
     def come_back(self, sequence: Sequence, now: float) -> None:
         """One that was leaving goes on where it was."""
-        self._take_out(sequence)
+        self._detach(sequence)
         if sequence.row < 0:
             self.enqueue(sequence, now)
         else:
             sequence.state = State.RUNNING
-            self.queues[sequence.model].running[sequence.rank][sequence.number] = sequence
+            self.queues[sequence.model].running[sequence.priority_class][sequence.number] = sequence
 
     def take_row(self) -> int:
         return self._free_rows.pop()
@@ -196,12 +196,12 @@ class Allocator:
         self._free_rows.append(row)
 
     def offline_holders(self) -> list[Sequence]:
-        """Offline sequences that hold slots."""
+        """Offline sequences that hold blocks."""
         return [
             sequence
             for queue in self.queues.values()
             for sequence in (
-                *queue.running[Rank.OFFLINE].values(),
+                *queue.running[PriorityClass.OFFLINE].values(),
                 *queue.restoring.values(),
                 *queue.restored.values(),
                 *queue.suspended.values(),
@@ -218,30 +218,30 @@ class Allocator:
             self.demand = None
             return
         if self.num_free_rows < demand.num_rows:
-            self.make_row_for_arrival(now)
-        if self.pool.num_available(demand.model) < demand.num_slots:
-            self.make_room_for_arrival(demand.model, demand.num_slots, now)
+            self.make_row_for_incoming(now)
+        if self.pool.num_available(demand.model) < demand.num_blocks:
+            self.make_room_for_incoming(demand.model, demand.num_blocks, now)
 
     def lacks_demanded(self) -> bool:
         demand = self.demand
         if demand is None:
             return False
-        return self.num_free_rows < demand.num_rows or self.pool.num_available(demand.model) < demand.num_slots
+        return self.num_free_rows < demand.num_rows or self.pool.num_available(demand.model) < demand.num_blocks
 
-    def make_room_for_arrival(self, model: str, num_slots: int, now: float) -> bool:
+    def make_room_for_incoming(self, model: str, num_blocks: int, now: float) -> bool:
         """As `make_room`, for what comes from another instance: only offline sequences give way to it."""
         victims = [sequence for sequence in self.offline_holders() if not sequence.in_flight]
-        return self._give_way(model, victims, num_slots, True, now)
+        return self._give_way(model, victims, num_blocks, True, now)
 
-    def make_row_for_arrival(self, now: float) -> bool:
+    def make_row_for_incoming(self, now: float) -> bool:
         return self._give_row([sequence for sequence in self.offline_holders() if not sequence.in_flight], now)
 
     def num_offline_rows(self) -> int:
         return len(self.offline_holders())
 
-    def could_have(self, model: str, num_slots: int) -> bool:
-        """Whether so many slots are available or held by offline work, perhaps of a step in flight."""
-        return self.reaches(model, self.offline_holders(), num_slots)
+    def could_have(self, model: str, num_blocks: int) -> bool:
+        """Whether so many blocks are available or held by offline work, perhaps of a step in flight."""
+        return self.reaches(model, self.offline_holders(), num_blocks)
 
     # -------------------------------------------------------------------------------------------- least shares
 
@@ -250,55 +250,55 @@ class Allocator:
         num_models = len(self.queues)
         return int(self._least_share * self.pool.num_merged / num_models) if num_models > 1 else 0
 
-    def _held_slots(self, rank: int = Rank.ONLINE_NORMAL) -> dict[str, int]:
-        """Slots of each model, without those of sequences that come after the rank."""
-        slots = {name: self.pool.num_used(name) for name in self.queues}
+    def _held_blocks(self, priority_class: int = PriorityClass.ONLINE_NORMAL) -> dict[str, int]:
+        """Blocks of each model, without those of sequences that come after the rank."""
+        blocks = {name: self.pool.num_used(name) for name in self.queues}
         for name, queue in self.queues.items():
             others = (queue.restoring, queue.restored, queue.suspended)
-            for sequence in chain(*(of_state.values() for of_state in (*queue.running[rank + 1 :], *others))):
-                if sequence.rank > rank:
-                    slots[name] -= len(sequence.blocks)
-        return {name: max(0, count) for name, count in slots.items()}
+            for sequence in chain(*(of_state.values() for of_state in (*queue.running[priority_class + 1 :], *others))):
+                if sequence.priority_class > priority_class:
+                    blocks[name] -= len(sequence.blocks)
+        return {name: max(0, count) for name, count in blocks.items()}
 
-    def _num_merged(self, model: str, num_slots: int) -> int:
-        return -(-num_slots // self.queues[model].shape.slots_per_merged)
+    def _num_merged(self, model: str, num_blocks: int) -> int:
+        return -(-num_blocks // self.queues[model].shape.blocks_per_merged)
 
     def is_below_share(self, model: str) -> bool:
         """Whether its online requests hold less than its least share."""
         least = self.least_merged()
-        return least > 0 and self._num_merged(model, self._held_slots()[model]) < least
+        return least > 0 and self._num_merged(model, self._held_blocks()[model]) < least
 
-    def may_hold(self, model: str, num_slots: int, rank: int) -> bool:
-        """Whether so many slots more of the model's online requests, up to this rank, leave the others their least shares. A
-        model without any may have one request of whatever size."""
+    def may_hold(self, model: str, num_blocks: int, priority_class: int) -> bool:
+        """Whether so many blocks more of the model's online requests, up to this rank, leave the others their least shares.
+        A model without any may have one request of whatever size."""
         least = self.least_merged()
         if not least:
             return True
-        missing = self._num_merged(model, max(0, num_slots - self.pool.num_own_room(model)))
+        missing = self._num_merged(model, max(0, num_blocks - self.pool.num_own_room(model)))
         if self.pool.num_free_merged() - missing >= least * (len(self.queues) - 1):
             return True
-        held = self._held_slots(rank)
-        wanted = self._num_merged(model, held[model] + num_slots)
+        held = self._held_blocks(priority_class)
+        wanted = self._num_merged(model, held[model] + num_blocks)
         if not held[model] or wanted <= least:
             return True
-        others = sum(max(least, self._num_merged(name, slots)) for name, slots in held.items() if name != model)
+        others = sum(max(least, self._num_merged(name, blocks)) for name, blocks in held.items() if name != model)
         return wanted + others <= self.pool.num_merged
 
-    def beyond_share(self, sequence: Sequence, num_slots: int, now: float) -> Iterator[Sequence]:
+    def beyond_share(self, sequence: Sequence, num_blocks: int, now: float) -> Iterator[Sequence]:
         """Where a waiting sequence asks for no more than the least share of its model: online ones of models that hold more
         than theirs, all but the first of each; perhaps in flight."""
         least = self.least_merged()
         if not least:
             return
-        held = self._held_slots()
-        if self._num_merged(sequence.model, held[sequence.model] + num_slots) > least:
+        held = self._held_blocks()
+        if self._num_merged(sequence.model, held[sequence.model] + num_blocks) > least:
             return
         for name, queue in self.queues.items():
             if name == sequence.model or self._num_merged(name, held[name]) <= least:
                 continue
-            running = [other for rank in ONLINE_RANKS for other in queue.running[rank].values()]
+            running = [other for priority_class in ONLINE_CLASSES for other in queue.running[priority_class].values()]
             running.sort(key=lambda other: self.order_key(other, now))
-            yield from (other for other in running[1:] if other.rank >= sequence.rank)
+            yield from (other for other in running[1:] if other.priority_class >= sequence.priority_class)
 
     # ---------------------------------------------------------------------------------------- admission
 
@@ -307,29 +307,29 @@ class Allocator:
         if lost > 0:
             sequence.num_recomputed += lost
             self.counters.recomputed_tokens += lost
-            full = sequence.peak_computed // sequence.page_tokens * sequence.page_tokens
+            full = sequence.peak_computed // sequence.block_size * sequence.block_size
             self.counters.recomputed_partial_tokens += sequence.peak_computed - max(full, sequence.num_computed)
         sequence.peak_computed = 0
 
     def allocate_prompt(self, queue: ModelQueue, sequence: Sequence, now: float) -> bool:
-        """Slots for all known tokens, from the prefix cache where it has them; what host memory has begins to be copied
+        """Blocks for all known tokens, from the prefix cache where it has them; what host memory has begins to be copied
         back (the sequence is then RESTORING). At least one token is computed."""
-        page = sequence.page_tokens
+        page = sequence.block_size
         num_blocks = -(-sequence.total // page)
         num_full = (sequence.total - 1) // page
         cached = self.pool.find(queue.name, sequence.extend_hashes(num_full, page, queue.root))
         missing = num_blocks - len(cached)
-        needed = missing + self.reserve_slots(queue, sequence.rank)
+        needed = missing + self.reserve_blocks(queue, sequence.priority_class)
         # Before the cached ones are its own, so that a model that holds nothing else counts as one without any.
-        unused = sum(not self.pool.num_references(queue.name, slot) for slot in cached)
-        may_hold = not sequence.is_online or self.may_hold(queue.name, needed + unused, sequence.rank)
+        unused = sum(not self.pool.num_references(queue.name, block) for block in cached)
+        may_hold = not sequence.is_online or self.may_hold(queue.name, needed + unused, sequence.priority_class)
         self.pool.retain(queue.name, cached)
         if not may_hold or (self.pool.num_available(queue.name) < needed and not self.make_room(sequence, needed, now)):
             self.pool.release(queue.name, cached)
             return False
-        slots = self.pool.allocate(queue.name, missing)
-        assert slots is not None
-        sequence.blocks = cached + slots
+        blocks = self.pool.allocate(queue.name, missing)
+        assert blocks is not None
+        sequence.blocks = cached + blocks
         sequence.capacity = num_blocks * page
         stored = [] if sequence.num_failures else self.host.find(sequence, len(cached), num_full)
         if stored:
@@ -340,8 +340,8 @@ class Allocator:
     @staticmethod
     def set_computed(sequence: Sequence, num_blocks: int) -> None:
         """The first blocks hold what they should."""
-        sequence.num_computed = num_blocks * sequence.page_tokens
-        sequence.next_register = sequence.num_computed + sequence.page_tokens
+        sequence.num_computed = num_blocks * sequence.block_size
+        sequence.next_register = sequence.num_computed + sequence.block_size
         if sequence.num_preemptions == 0:
             sequence.num_cached_tokens = min(sequence.num_computed, sequence.num_prompt)
 
@@ -356,37 +356,37 @@ class Allocator:
             sequence.num_failures += 1
             self.preempt(sequence, now, "failure")
 
-    def num_wanted_slots(self, sequence: Sequence) -> int:
+    def num_wanted_blocks(self, sequence: Sequence) -> int:
         """To admit a waiting sequence of which nothing is cached."""
         queue = self.queues[sequence.model]
-        return -(-sequence.total // sequence.page_tokens) + self.reserve_slots(queue, sequence.rank)
+        return -(-sequence.total // sequence.block_size) + self.reserve_blocks(queue, sequence.priority_class)
 
-    def reserve_slots(self, queue: ModelQueue, rank: Rank) -> int:
-        """Slots left free at an admission, so that running sequences of its rank or before can grow a while before somebody
+    def reserve_blocks(self, queue: ModelQueue, priority_class: PriorityClass) -> int:
+        """Blocks left free at an admission, so that running sequences of its rank or before can grow a while before somebody
         is preempted."""
         shape, pool = queue.shape, self.pool
         demanded = 0
-        if self.demand is not None and rank == Rank.OFFLINE:
-            demanded = self.demand.num_slots
+        if self.demand is not None and priority_class == PriorityClass.OFFLINE:
+            demanded = self.demand.num_blocks
             if self.demand.model != queue.name:
-                demanded = self._num_merged(self.demand.model, demanded) * shape.slots_per_merged
+                demanded = self._num_merged(self.demand.model, demanded) * shape.blocks_per_merged
         growth, growth_merged, is_alone = 0, 0, True
         for other in self.queues.values():
-            if not (num_running := sum(len(of_rank) for of_rank in other.running[: rank + 1])):
+            if not (num_running := sum(len(of_class) for of_class in other.running[: priority_class + 1])):
                 continue
             is_alone = False
-            slots = num_running * GROWTH_STEPS // other.shape.page_tokens
+            blocks = num_running * GROWTH_STEPS // other.shape.block_size
             if other is queue:
-                growth = slots
+                growth = blocks
             else:
-                growth_merged += self._num_merged(other.name, max(0, slots - pool.num_own_room(other.name)))
+                growth_merged += self._num_merged(other.name, max(0, blocks - pool.num_own_room(other.name)))
         if is_alone:
             return demanded
-        if growth_merged and rank != Rank.OFFLINE and self.is_below_share(queue.name):
+        if growth_merged and priority_class != PriorityClass.OFFLINE and self.is_below_share(queue.name):
             # For others to grow it need not wait.
             growth_merged = 0
-        growth += growth_merged * shape.slots_per_merged
-        return demanded + max(1, pool.capacity_slots(queue.name) // 100, growth)
+        growth += growth_merged * shape.blocks_per_merged
+        return demanded + max(1, pool.capacity_blocks(queue.name) // 100, growth)
 
     # ----------------------------------------------------------------------------------------- suspended steps
 
@@ -401,7 +401,7 @@ class Allocator:
             sequence.num_suspensions += not step.is_part
             if sequence.state == State.RUNNING:
                 queue.suspended[sequence.number] = sequence
-                del queue.running[sequence.rank][sequence.number]
+                del queue.running[sequence.priority_class][sequence.number]
 
     def take_discards(self) -> tuple[int, ...]:
         """Suspended steps given up since the last call."""
@@ -415,7 +415,7 @@ class Allocator:
         assert step is not None
         queue = self.queues[step.plan.model]
         for sequence in queue.suspended.values():
-            queue.running[sequence.rank][sequence.number] = sequence
+            queue.running[sequence.priority_class][sequence.number] = sequence
         queue.suspended.clear()
         return step
 
@@ -443,100 +443,104 @@ class Allocator:
     def _victims(self, sequence: Sequence, key: tuple[float, ...], now: float) -> Iterator[Sequence]:
         """Those that may have to give way to the sequence. A running sequence may take from anybody after it; a waiting one
         only from lower ranks (online gives way to online only by priority)."""
-        first_rank = sequence.rank + 1 if sequence.state == State.WAITING else sequence.rank
+        first_class = sequence.priority_class + 1 if sequence.state == State.WAITING else sequence.priority_class
         for queue in self.queues.values():
-            for rank in range(first_rank, len(Rank)):
-                for victim in queue.running[rank].values():
+            for priority_class in range(first_class, len(PriorityClass)):
+                for victim in queue.running[priority_class].values():
                     if not victim.in_flight and self.order_key(victim, now) > key:
                         yield victim
             for victim in (*queue.restoring.values(), *queue.restored.values()):
-                if victim.rank >= first_rank and self.order_key(victim, now) > key:
+                if victim.priority_class >= first_class and self.order_key(victim, now) > key:
                     yield victim
 
-    def make_room(self, sequence: Sequence, num_slots: int, now: float) -> bool:
-        """Preempts until `num_slots` are available to the sequence's model. Nobody is preempted where all victims together
+    def make_room(self, sequence: Sequence, num_blocks: int, now: float) -> bool:
+        """Preempts until `num_blocks` are available to the sequence's model. Nobody is preempted where all victims together
         would not do."""
         key = self.order_key(sequence, now)
         victims = list(self._victims(sequence, key, now))
         if (
             sequence.is_online
             and sequence.state == State.WAITING
-            and not self.reaches(sequence.model, victims, num_slots)
+            and not self.reaches(sequence.model, victims, num_blocks)
         ):
-            victims += [other for other in self.beyond_share(sequence, num_slots, now) if not other.in_flight]
-        return self._give_way(sequence.model, victims, num_slots, sequence.is_online, now)
+            victims += [other for other in self.beyond_share(sequence, num_blocks, now) if not other.in_flight]
+        return self._give_way(sequence.model, victims, num_blocks, sequence.is_online, now)
 
-    def _give_way(self, model: str, victims: list[Sequence], num_slots: int, may_discard: bool, now: float) -> bool:
+    def _give_way(self, model: str, victims: list[Sequence], num_blocks: int, may_discard: bool, now: float) -> bool:
         """`may_discard`: the suspended step, if its sequences are needed too."""
-        if self.reaches(model, [], num_slots):
-            return self.compaction.make_room(model, num_slots)
-        if not self.reaches(model, victims, num_slots):
+        if self.reaches(model, [], num_blocks):
+            return self.compaction.make_room(model, num_blocks)
+        if not self.reaches(model, victims, num_blocks):
             if self.suspended is None or not may_discard:
                 return False
             suspended = [held for queue in self.queues.values() for held in queue.suspended.values()]
-            if not self.reaches(model, [*victims, *suspended], num_slots):
+            if not self.reaches(model, [*victims, *suspended], num_blocks):
                 return False
             self.discard_suspended(now)
             victims += [held for held in suspended if held.state == State.RUNNING]
-        enough = max(num_slots / self.queues[model].shape.slots_per_merged, self._growth_merged(RELIEF_STEPS))
+        enough = max(num_blocks / self.queues[model].shape.blocks_per_merged, self._growth_merged(RELIEF_STEPS))
         victims.sort(key=lambda victim: self._victim_key(victim, enough))
-        for victim in self._needed(model, victims, num_slots):
+        for victim in self._needed(model, victims, num_blocks):
             self.preempt(victim, now, "memory")
         # Others would take what they gave up if the rest came later.
-        return self.compaction.make_room(model, num_slots, at_once=True)
+        return self.compaction.make_room(model, num_blocks, at_once=True)
 
-    def reaches(self, model: str, victims: list[Sequence], num_slots: int) -> bool:
-        """Whether the model could have so many slots if all of the victims were preempted, and slots moved together."""
+    def reaches(self, model: str, victims: list[Sequence], num_blocks: int) -> bool:
+        """Whether the model could have so many blocks if all of the victims were preempted, and blocks moved together."""
         best = self.compaction.best_reach(model)
         for victim in victims:
             best.give_up(victim)
-        if best.num_slots < num_slots or len(self.queues) == 1:
-            return best.num_slots >= num_slots
+        if best.num_blocks < num_blocks or len(self.queues) == 1:
+            return best.num_blocks >= num_blocks
         reach = self.compaction.reach(model, victims)
         for victim in victims:
             reach.give_up(victim)
-        return reach.num_slots >= num_slots
+        return reach.num_blocks >= num_blocks
 
-    def _needed(self, model: str, victims: list[Sequence], num_slots: int) -> list[Sequence]:
-        """Of the victims in their order as many as it takes, without those whose slots turn out not to help."""
+    def _needed(self, model: str, victims: list[Sequence], num_blocks: int) -> list[Sequence]:
+        """Of the victims in their order as many as it takes, without those whose blocks turn out not to help."""
         reach = self.compaction.reach(model, victims)
         chosen: list[Sequence] = []
         for victim in victims:
-            if reach.num_slots >= num_slots:
+            if reach.num_blocks >= num_blocks:
                 break
             reach.give_up(victim)
             chosen.append(victim)
         for victim in chosen[-2::-1]:
             reach.take_back(victim)
-            if reach.num_slots >= num_slots:
+            if reach.num_blocks >= num_blocks:
                 chosen.remove(victim)
             else:
                 reach.give_up(victim)
         # What is not given up may stand in the way of moving the rest.
-        return chosen if self.reaches(model, chosen, num_slots) else victims
+        return chosen if self.reaches(model, chosen, num_blocks) else victims
 
     def _growth_merged(self, num_steps: int) -> float:
         """Merged blocks that the running online sequences fill in so many steps."""
         queues = self.queues.values()
-        steps = sum(len(q.running[rank]) / q.shape.tokens_per_merged for q in queues for rank in ONLINE_RANKS)
+        steps = sum(
+            len(q.running[priority_class]) / q.shape.tokens_per_merged
+            for q in queues
+            for priority_class in ONLINE_CLASSES
+        )
         return num_steps * steps
 
     def _victim_key(self, victim: Sequence, enough_merged: float) -> tuple[float, ...]:
-        per_merged = self.queues[victim.model].shape.slots_per_merged
-        return victim_key(victim, victim.page_tokens, enough_merged * per_merged if victim.is_online else 0.0)
+        per_merged = self.queues[victim.model].shape.blocks_per_merged
+        return victim_key(victim, victim.block_size, enough_merged * per_merged if victim.is_online else 0.0)
 
     def make_row(self, sequence: Sequence, now: float) -> bool:
         """A row for a sequence of higher rank than some running one."""
         victims = [
             victim
             for queue in self.queues.values()
-            for of_rank in (*queue.running[sequence.rank + 1 :], queue.restoring, queue.restored)
-            for victim in of_rank.values()
-            if not victim.in_flight and victim.rank > sequence.rank
+            for of_class in (*queue.running[sequence.priority_class + 1 :], queue.restoring, queue.restored)
+            for victim in of_class.values()
+            if not victim.in_flight and victim.priority_class > sequence.priority_class
         ]
         if self._give_row(victims, now):
             return True
-        if self.suspended is None or sequence.rank == Rank.OFFLINE:
+        if self.suspended is None or sequence.priority_class == PriorityClass.OFFLINE:
             return False
         self.discard_suspended(now)
         return self.make_row(sequence, now)

@@ -1,11 +1,11 @@
-"""Merged blocks for a model that lacks them: who would have to give up its slots, and which slots are moved together.
+"""Merged blocks for a model that lacks them: who would have to give up its blocks, and which blocks are moved together.
 
-A merged block can be had by another model only when nothing in it is used. Of a model whose N used slots lie scattered,
-slots are moved from the emptiest merged blocks into the fullest that have room, until it keeps no more than
+A merged block can be had by another model only when nothing in it is used. Of a model whose N used blocks lie scattered,
+blocks are moved from the emptiest merged blocks into the fullest that have room, until it keeps no more than
 
-    max(ceil(N / slots per merged block), merged blocks with a slot that cannot be moved)
+    max(ceil(N / blocks per merged block), merged blocks with a block that cannot be moved)
 
-Only slots can be moved that running sequences hold and nobody else: not those that a copy, a transport, a reservation or a
+Only blocks can be moved that running sequences hold and nobody else: not those that a copy, a transport, a reservation or a
 suspended step uses, nor those of an offline sequence in flight, because its step may be suspended with its block table.
 Steps in flight do no harm: moves take place between them and the steps that are planned later (`KvCopy`).
 """
@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 
 from shared.engine.counters import EngineCounters
-from shared.engine.kv_blocks import BlockPool
+from shared.engine.memory.blocks import BlockPool
 from shared.engine.model_queue import ModelQueue
 from shared.engine.plan import CopyKind, KvCopy
 from shared.engine.sequence import Sequence
@@ -29,10 +29,10 @@ _Holders = dict[int, list[tuple[Sequence, int]]]
 
 
 class Reach:
-    """What a model could have if some sequences gave up their slots and what others hold were moved together."""
+    """What a model could have if some sequences gave up their blocks and what others hold were moved together."""
 
     def __init__(self, pool: BlockPool, model: str, per_merged: Mapping[str, int], fixed: Mapping[str, int]) -> None:
-        """`per_merged`: slots per merged block of each model; `fixed`: merged blocks of each that cannot be emptied."""
+        """`per_merged`: blocks per merged block of each model; `fixed`: merged blocks of each that cannot be emptied."""
         self._pool = pool
         self._model = model
         self._per_merged = per_merged
@@ -42,19 +42,19 @@ class Reach:
 
     def give_up(self, victim: Sequence) -> None:
         name, references = victim.model, self._pool.num_references
-        for slot in victim.blocks:
-            self._given_up[name, slot] += 1
+        for block in victim.blocks:
+            self._given_up[name, block] += 1
             # Not those that copies, or others with the same prefix, hold too.
-            self._used[name] -= self._given_up[name, slot] == references(name, slot)
+            self._used[name] -= self._given_up[name, block] == references(name, block)
 
     def take_back(self, victim: Sequence) -> None:
         name, references = victim.model, self._pool.num_references
-        for slot in victim.blocks:
-            self._used[name] += self._given_up[name, slot] == references(name, slot)
-            self._given_up[name, slot] -= 1
+        for block in victim.blocks:
+            self._used[name] += self._given_up[name, block] == references(name, block)
+            self._given_up[name, block] -= 1
 
     @property
-    def num_slots(self) -> int:
+    def num_blocks(self) -> int:
         own = self._per_merged[self._model]
         others = sum(
             max(self._fixed.get(name, 0), -(-self._used[name] // per_merged))
@@ -65,19 +65,19 @@ class Reach:
 
 
 class _Packing:
-    """The slots of one model on their way from the emptiest merged blocks to those that cannot be emptied, then to the
+    """The blocks of one model on their way from the emptiest merged blocks to those that cannot be emptied, then to the
     fullest of the others."""
 
     def __init__(self, pool: BlockPool, name: str, per_merged: int, holders: _Holders) -> None:
         self.name = name
-        self.slots: list[int] = []
+        self.blocks: list[int] = []
         self.targets: list[int] = []
         self.tables: list[tuple[int, int, int]] = []
         self._pool = pool
         self._per_merged = per_merged
         self._holders = holders
         order: list[tuple[bool, int, int]] = sorted(
-            (not all(self._is_movable(slot) for slot in pool.used_slots(name, merged)), num_used, merged)
+            (not all(self._is_movable(block) for block in pool.used_blocks(name, merged)), num_used, merged)
             for num_used, merged in pool.busy_merged(name)
         )
         self._sources = [(num_used, merged) for is_fixed, num_used, merged in reversed(order) if not is_fixed]
@@ -91,8 +91,8 @@ class _Packing:
         if self._sources and self._sources[0][1] == merged:
             del self._sources[0]
 
-    def _is_movable(self, slot: int) -> bool:
-        return len(self._holders.get(slot, ())) == self._pool.num_references(self.name, slot)
+    def _is_movable(self, block: int) -> bool:
+        return len(self._holders.get(block, ())) == self._pool.num_references(self.name, block)
 
     @property
     def can_free_one(self) -> bool:
@@ -106,15 +106,15 @@ class _Packing:
     def free_one(self) -> None:
         """Empties the next merged block."""
         _, source = self._sources.pop()
-        for slot in self._pool.used_slots(self.name, source):
+        for block in self._pool.used_blocks(self.name, source):
             while not self._fillable[-1][0]:
                 self._fillable.pop()
                 self._keep(self._fillable[-1][1])
             self._fillable[-1][0] -= 1
-            target = self._pool.move(self.name, slot, self._fillable[-1][1])
-            self.slots.append(slot)
+            target = self._pool.move(self.name, block, self._fillable[-1][1])
+            self.blocks.append(block)
             self.targets.append(target)
-            for sequence, index in self._holders[slot]:
+            for sequence, index in self._holders[block]:
                 sequence.blocks[index] = target
                 self.tables.append((sequence.row, index, target))
 
@@ -131,11 +131,11 @@ class Compaction:
         self._copy_ids = copy_ids
         self._started: list[KvCopy] = []
         self._moves: dict[int, KvCopy] = {}
-        """Under way: each target slot has one more reference."""
+        """Under way: each target block has one more reference."""
         self._targets: dict[str, set[int]] = {}
         """Of these, by model."""
         self._left = 0.0
-        """Merged blocks' worth of slots that may still be moved before the next step; below 0 after one that took more."""
+        """Merged blocks' worth of blocks that may still be moved before the next step; below 0 after one that took more."""
 
     def begin_step(self) -> None:
         bound = max(1.0, MOVED_SHARE * self._pool.num_merged)
@@ -144,15 +144,15 @@ class Compaction:
     # ------------------------------------------------------------------------------------------- what could be
 
     def num_kept(self, name: str) -> int:
-        """Merged blocks that hold used slots of the model when all that can be moved has been."""
-        per_merged = self._queues[name].shape.slots_per_merged
+        """Merged blocks that hold used blocks of the model when all that can be moved has been."""
+        per_merged = self._queues[name].shape.blocks_per_merged
         if self._pool.num_own_room(name) < per_merged:
             return self._pool.num_used_merged(name)
         return max(self._pool.least_merged(name), self._num_fixed(name, ()))
 
     def reach(self, model: str, victims: Collection[Sequence] = ()) -> Reach:
-        """For a model. `victims`: the slots of these are not in the way."""
-        per_merged = {name: queue.shape.slots_per_merged for name, queue in self._queues.items()}
+        """For a model. `victims`: the blocks of these are not in the way."""
+        per_merged = {name: queue.shape.blocks_per_merged for name, queue in self._queues.items()}
         touched = {victim.model for victim in victims}
         fixed = {
             name: self._num_fixed(name, victims)
@@ -162,13 +162,13 @@ class Compaction:
         return Reach(self._pool, model, per_merged, fixed)
 
     def best_reach(self, model: str) -> Reach:
-        """As if every slot could be moved: quickly found out."""
+        """As if every block could be moved: quickly found out."""
         return Reach(
-            self._pool, model, {name: queue.shape.slots_per_merged for name, queue in self._queues.items()}, {}
+            self._pool, model, {name: queue.shape.blocks_per_merged for name, queue in self._queues.items()}, {}
         )
 
     def _num_fixed(self, name: str, victims: Collection[Sequence]) -> int:
-        """Merged blocks of the model with a slot that others hold than the victims and those whose slots can be moved."""
+        """Merged blocks of the model with a block that others hold than the victims and those whose blocks can be moved."""
         held: Counter[int] = Counter()
         movable = self._movable(name)
         for sequence in movable.values():
@@ -178,7 +178,7 @@ class Compaction:
                 held.update(victim.blocks)
         references = self._pool.num_references
         return sum(
-            any(held[slot] != references(name, slot) for slot in self._pool.used_slots(name, merged))
+            any(held[block] != references(name, block) for block in self._pool.used_blocks(name, merged))
             for _, merged in self._pool.busy_merged(name)
         )
 
@@ -186,23 +186,23 @@ class Compaction:
         """By number: running sequences that are not on their way to a suspension."""
         return {
             number: sequence
-            for of_rank in self._queues[name].running
-            for number, sequence in of_rank.items()
+            for of_class in self._queues[name].running
+            for number, sequence in of_class.items()
             if not sequence.is_spoilt and (sequence.is_online or not sequence.in_flight)
         }
 
     # --------------------------------------------------------------------------------------------- what is done
 
-    def make_room(self, model: str, num_slots: int, at_once: bool = False) -> bool:
-        """Frees merged blocks of other models until so many slots are available; False: that is not possible, or too much
+    def make_room(self, model: str, num_blocks: int, at_once: bool = False) -> bool:
+        """Frees merged blocks of other models until so many blocks are available; False: that is not possible, or too much
         for one step. `at_once`: it is not too much, and later ones wait for it. Asked only for what `reach` promises."""
         pool = self._pool
         packings = [
-            _Packing(pool, name, queue.shape.slots_per_merged, self._holders(name))
+            _Packing(pool, name, queue.shape.blocks_per_merged, self._holders(name))
             for name, queue in self._queues.items()
-            if name != model and pool.num_own_room(name) >= queue.shape.slots_per_merged
+            if name != model and pool.num_own_room(name) >= queue.shape.blocks_per_merged
         ]
-        while pool.num_available(model) < num_slots:
+        while pool.num_available(model) < num_blocks:
             packing = min((p for p in packings if p.can_free_one), key=lambda p: p.least_share, default=None)
             if packing is None or (packing.least_share > self._left and not at_once):
                 break
@@ -210,25 +210,25 @@ class Compaction:
             self._counters.freed_merged += 1
             packing.free_one()
         for packing in packings:
-            if packing.slots:
-                slots, targets, tables = packing.slots, packing.targets, packing.tables
-                self._start(KvCopy(next(self._copy_ids), CopyKind.MOVE, packing.name, slots, [], targets, tables))
-        return pool.num_available(model) >= num_slots
+            if packing.blocks:
+                blocks, targets, tables = packing.blocks, packing.targets, packing.tables
+                self._start(KvCopy(next(self._copy_ids), CopyKind.MOVE, packing.name, blocks, [], targets, tables))
+        return pool.num_available(model) >= num_blocks
 
     def _holders(self, name: str) -> _Holders:
-        """Of each slot that can perhaps be moved: sequences, and where in their block tables."""
+        """Of each block that can perhaps be moved: sequences, and where in their block tables."""
         found: _Holders = {}
         for sequence in self._movable(name).values():
-            for index, slot in enumerate(sequence.blocks):
-                found.setdefault(slot, []).append((sequence, index))
+            for index, block in enumerate(sequence.blocks):
+                found.setdefault(block, []).append((sequence, index))
         return found
 
     def _start(self, move: KvCopy) -> None:
-        self._pool.retain(move.model, move.target_slots)
+        self._pool.retain(move.model, move.target_blocks)
         self._moves[move.copy_id] = move
-        self._targets.setdefault(move.model, set()).update(move.target_slots)
+        self._targets.setdefault(move.model, set()).update(move.target_blocks)
         self._started.append(move)
-        self._counters.moved_blocks[move.model] += len(move.target_slots)
+        self._counters.moved_blocks[move.model] += len(move.target_blocks)
 
     def started_copies(self) -> list[KvCopy]:
         """Those begun since the last call."""
@@ -236,14 +236,14 @@ class Compaction:
         return started
 
     def on_copy(self, copy_id: int, ok: bool) -> bool:
-        """Whether it was a move that has ended. `RuntimeError` if it failed: nobody knows what its slots hold."""
+        """Whether it was a move that has ended. `RuntimeError` if it failed: nobody knows what its blocks hold."""
         move = self._moves.pop(copy_id, None)
         if move is None:
             return False
         if not ok:
-            raise RuntimeError(f"slots of {move.model!r} could not be moved within the KV pool")
-        self._targets[move.model].difference_update(move.target_slots)
-        self._pool.release(move.model, move.target_slots)
+            raise RuntimeError(f"blocks of {move.model!r} could not be moved within the KV pool")
+        self._targets[move.model].difference_update(move.target_blocks)
+        self._pool.release(move.model, move.target_blocks)
         return True
 
     def num_settled(self, sequence: Sequence, end: int) -> int:
@@ -251,13 +251,13 @@ class Compaction:
         targets = self._targets.get(sequence.model)
         if not targets or targets.isdisjoint(sequence.blocks[:end]):
             return min(end, len(sequence.blocks))
-        return next(index for index, slot in enumerate(sequence.blocks) if slot in targets)
+        return next(index for index, block in enumerate(sequence.blocks) if block in targets)
 
     def has_moves(self, model: str) -> bool:
         return any(move.model == model for move in self._moves.values())
 
     def references(self) -> Iterator[tuple[str, int]]:
-        """(model, slot) of every reference held by moves; for tests."""
+        """(model, block) of every reference held by moves; for tests."""
         for move in self._moves.values():
-            for slot in move.target_slots:
-                yield move.model, slot
+            for block in move.target_blocks:
+                yield move.model, block

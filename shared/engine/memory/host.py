@@ -1,11 +1,11 @@
 """Host memory as the second tier of the KV pool: incremental checkpoints and their way back (ConServe section 4.4).
 
-A checkpoint is a host slot registered under the chained hash of its block, as in the device's prefix cache; a sequence
+A checkpoint is a host block registered under the chained hash of its block, as in the device's prefix cache; a sequence
 holds references to those of its own blocks, so that they outlive its preemption. When it has ended they stay findable
-until their slots are needed: a prefix cache of the second tier.
+until their blocks are needed: a prefix cache of the second tier.
 
-Copies run beside the steps. Each holds a reference to every slot it reads or writes until `on_copy`, so nothing that
-happens to a sequence meanwhile can hand these slots to anybody else.
+Copies run beside the steps. Each holds a reference to every block it reads or writes until `on_copy`, so nothing that
+happens to a sequence meanwhile can hand these blocks to anybody else.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from shared.engine.counters import EngineCounters
-from shared.engine.kv_blocks import BlockPool
+from shared.engine.memory.blocks import BlockPool
 from shared.engine.plan import CopyKind, KvCopy
 from shared.engine.sequence import Sequence, State
 
@@ -27,7 +27,7 @@ class _Copy:
         self.effect = effect
         self.sequence = sequence
         self.first_block = first_block
-        self.hashes = sequence.hashes[first_block : first_block + len(effect.device_slots)]
+        self.hashes = sequence.hashes[first_block : first_block + len(effect.device_blocks)]
         self.restore = sequence.restore[1]
         """Identifies the restore it is part of: a sequence that is preempted meanwhile begins another."""
 
@@ -54,9 +54,9 @@ class HostKv:
         """Of the pool, 0 to 1."""
         return 0.0 if self.pool is None else self.pool.used_share
 
-    def add_model(self, name: str, page_tokens: int, slots_per_merged: int) -> None:
+    def add_model(self, name: str, block_size: int, blocks_per_merged: int) -> None:
         if self.pool is not None:
-            self.pool.add_model(name, page_tokens, slots_per_merged)
+            self.pool.add_model(name, block_size, blocks_per_merged)
 
     def has_copies(self, model: str) -> bool:
         return any(copy.effect.model == model for copy in self._copies.values())
@@ -97,13 +97,13 @@ class HostKv:
         self.num_checkpointing_blocks += count
         return count
 
-    def hold(self, sequence: Sequence, host_slots: list[int]) -> None:
-        """The slots, each with a reference, hold its next blocks."""
-        if host_slots:
-            sequence.host_blocks.extend(host_slots)
+    def hold(self, sequence: Sequence, host_blocks: list[int]) -> None:
+        """The blocks, each with a reference, hold its next blocks."""
+        if host_blocks:
+            sequence.host_blocks.extend(host_blocks)
             self._holders[sequence.number] = sequence
 
-    def make_room(self, model: str, num_tokens: int, num_slots: int) -> None:
+    def make_room(self, model: str, num_tokens: int, num_blocks: int) -> None:
         """Gives up the checkpoints that are the cheapest to recompute for their size: those of the shortest sequences,
         if shorter than `num_tokens`, since a token costs the more the longer its context."""
         assert self.pool is not None
@@ -112,7 +112,7 @@ class HostKv:
         ]
         shorter.sort(key=lambda other: (other.num_tokens, other.number))
         for other in shorter:
-            if self.pool.num_available(model) >= num_slots:
+            if self.pool.num_available(model) >= num_blocks:
                 return
             self._counters.dropped_checkpoint_blocks[other.model] += len(other.host_blocks)
             self.release(other)
@@ -127,21 +127,21 @@ class HostKv:
     # ---------------------------------------------------------------------------------------------- restores
 
     def find(self, sequence: Sequence, first_block: int, num_blocks: int) -> list[int]:
-        """Host slots of the longest run of the sequence's blocks from `first_block` on, of the first `num_blocks`."""
+        """Host blocks of the longest run of the sequence's blocks from `first_block` on, of the first `num_blocks`."""
         if self.pool is None:
             return []
         own = sequence.host_blocks[first_block:num_blocks]
         return own + self.pool.find(sequence.model, sequence.hashes[first_block + len(own) : num_blocks])
 
-    def begin_restore(self, sequence: Sequence, first_block: int, host_slots: list[int]) -> None:
-        """`sequence.blocks` are allocated; those from `first_block` on are to be filled from the host slots."""
+    def begin_restore(self, sequence: Sequence, first_block: int, host_blocks: list[int]) -> None:
+        """`sequence.blocks` are allocated; those from `first_block` on are to be filled from the host blocks."""
         assert self.pool is not None
-        self.pool.retain(sequence.model, host_slots)
-        sequence.restore = (first_block, host_slots)
+        self.pool.retain(sequence.model, host_blocks)
+        sequence.restore = (first_block, host_blocks)
         sequence.state = State.RESTORING
 
     def abandon_restore(self, sequence: Sequence) -> None:
-        """Copies under way still arrive, in slots that are theirs, and end up in the prefix cache."""
+        """Copies under way still arrive, in blocks that are theirs, and end up in the prefix cache."""
         if self.pool is not None:
             self.pool.release(sequence.model, sequence.restore[1])
             sequence.restore = (0, [])
@@ -182,29 +182,29 @@ class HostKv:
 
     def _on_checkpoint(self, copy: _Copy, ok: bool) -> None:
         effect, sequence = copy.effect, copy.sequence
-        pool, count = self.pool, len(copy.effect.host_slots)
+        pool, count = self.pool, len(copy.effect.host_blocks)
         assert pool is not None
-        self.device.release(effect.model, effect.device_slots)
+        self.device.release(effect.model, effect.device_blocks)
         self.num_checkpointing_blocks -= count
         sequence.num_checkpointing -= count
         if ok:
             self._counters.checkpointed_blocks[effect.model] += count
-            pool.register(effect.model, effect.host_slots, copy.hashes)
+            pool.register(effect.model, effect.host_blocks, copy.hashes)
         if ok and sequence.state != State.ENDED and len(sequence.host_blocks) == copy.first_block:
-            self.hold(sequence, effect.host_slots)
+            self.hold(sequence, effect.host_blocks)
         else:
-            pool.release(effect.model, effect.host_slots)
+            pool.release(effect.model, effect.host_blocks)
 
     def _on_restore(self, copy: _Copy, ok: bool) -> tuple[Sequence, bool] | None:
         effect, sequence = copy.effect, copy.sequence
-        count = len(effect.host_slots)
+        count = len(effect.host_blocks)
         assert self.pool is not None
-        self.pool.release(effect.model, effect.host_slots)
+        self.pool.release(effect.model, effect.host_blocks)
         self.num_restoring_blocks -= count
         if ok:
             self._counters.restored_blocks[effect.model] += count
-            self.device.register(effect.model, effect.device_slots, copy.hashes)
-        self.device.release(effect.model, effect.device_slots)
+            self.device.register(effect.model, effect.device_blocks, copy.hashes)
+        self.device.release(effect.model, effect.device_blocks)
         if sequence.state != State.RESTORING or sequence.restore[1] is not copy.restore:
             return None
         if not ok:
@@ -217,12 +217,12 @@ class HostKv:
     # -------------------------------------------------------------------------------------------------- checks
 
     def references(self) -> Iterator[tuple[bool, str, int]]:
-        """(whether on the device, model, slot) of every reference held by copies and checkpoints; for tests."""
+        """(whether on the device, model, block) of every reference held by copies and checkpoints; for tests."""
         for copy in self._copies.values():
-            for slot in copy.effect.device_slots:
-                yield True, copy.effect.model, slot
-            for slot in copy.effect.host_slots:
-                yield False, copy.effect.model, slot
+            for block in copy.effect.device_blocks:
+                yield True, copy.effect.model, block
+            for block in copy.effect.host_blocks:
+                yield False, copy.effect.model, block
         for sequence in self._holders.values():
-            for slot in sequence.host_blocks:
-                yield False, sequence.model, slot
+            for block in sequence.host_blocks:
+                yield False, sequence.model, block
