@@ -10,7 +10,7 @@ from shared.cost_model import CostModel
 from shared.engine.plan import ModelShape
 from shared.engine.recording import Configuration
 from shared.policies.catalogue import DISPATCH_POLICIES, ORDERING_POLICIES
-from shared.policies.dispatch import Candidate, Candidates, DispatchPolicy, DispatchView, PriorityClass, Wanted
+from shared.policies.dispatch import Candidate, Candidates, DispatchKey, DispatchPolicy, DispatchView, Wanted
 from shared.policies.ordering import ModelView, OrderingPolicy, SequenceView, model_of_first
 from shared.settings import SchedulerSettings
 from shared.simulation.fleet import Device, Fleet, Model
@@ -32,7 +32,7 @@ class ShortestPromptFirst(OrderingPolicy):
 class FullestThatFits(DispatchPolicy):
     """Among instances: so that others stay free for what needs much room."""
 
-    def rank(self, view: DispatchView) -> PriorityClass:
+    def rank(self, view: DispatchView) -> DispatchKey:
         return (view.freeness,)
 
     def choose(self, request: Wanted, candidates: Candidates) -> Candidate | None:
