@@ -10,7 +10,7 @@ stays in the processor's caches; it is shown with UCX's defaults too. Repetition
 With `--device cuda` the pools lie on a GPU, and all is done twice: `device`, where UCX reads and writes them, by cuda_ipc
 where it can, and `host`, through page-locked memory, where raw and `ucx_perftest` send from memory of the host.
 
-    python -m bench.kv_transport [--mib 1 8 64] [--slot-kib 512] [--repeats 9] [--pin] [--no-perftest] [--device cuda]
+    python -m bench.kv_transport [--mib 1 8 64] [--block-kib 512] [--repeats 9] [--pin] [--no-perftest] [--device cuda]
 """
 
 from __future__ import annotations
@@ -295,7 +295,7 @@ def run(work: Coroutine[Any, Any, T], peer: subprocess.Popen[str] | None = None)
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
     parser.add_argument("--mib", type=float, nargs="+", default=[1, 8, 64])
-    parser.add_argument("--slot-kib", type=int, default=512)
+    parser.add_argument("--block-kib", type=int, default=512)
     parser.add_argument("--chunk-mib", type=int, default=TransportLimits().chunk_bytes // MIB)
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--pin", action="store_true", help="one core for each of the two processes")

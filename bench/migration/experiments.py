@@ -252,7 +252,7 @@ async def transfer(setup: Setup) -> Result:
     mib = {length: -(-length // setup.block_size) * setup.block_bytes / (1 << 20) for length in setup.lengths}
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "bench.kv_transport", "--json", "--no-perftest", "--repeats", "5"),
-        *("--slot-kib", str(setup.block_bytes >> 10), "--device", *setup.devices),
+        *("--block-kib", str(setup.block_bytes >> 10), "--device", *setup.devices),
         *("--mib", *(str(size) for size in mib.values())),
         stdout=asyncio.subprocess.PIPE,
     )

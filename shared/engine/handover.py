@@ -41,7 +41,7 @@ class PinnedBlocks(msgspec.Struct, frozen=True):
     first_block: int
     blocks: list[int]
     hashes: bytes
-    """Chained, 16 bytes each; one for each block that is a full block."""
+    """Chained, 16 bytes each; one for each block that is full."""
 
 
 class Detached(msgspec.Struct, frozen=True):

@@ -1,12 +1,12 @@
 """Requests on their way to other instances: what the source of a migration calls.
 
     candidates
-    pin .. unpin                   each stage, while the request goes on
-    detach -> effect Detached    then pin_rest, seal
-    release | reattach          at the end; end_migration where it was never detached
+    pin .. unpin                 each stage, while the request goes on
+    detach -> effect Detached    then pin_rest, freeze
+    release | reattach           at the end; end_migration where it was never detached
 
 A sequence that was detached is LEAVING: nobody plans it or takes its blocks, but a cancel or its deadline ends it, until
-`seal`. Names of requests that are not held, or that were replaced by a later placement meanwhile, change nothing.
+`freeze`. Names of requests that are not held, or that were replaced by a later placement meanwhile, change nothing.
 """
 
 from __future__ import annotations

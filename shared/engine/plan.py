@@ -25,7 +25,7 @@ class NewSequence(msgspec.Struct, frozen=True, array_like=True):
     """How many of `tokens` are the prompt; the rest counts as output for penalties and `min_tokens`."""
     sampling: SamplingParams
     blocks: list[int]
-    """Its whole block table at this moment: flat block indices of its model (see kv_blocks)."""
+    """Its whole block table at this moment: flat block indices of its model (memory/blocks.py)."""
 
 
 class StepPlan(msgspec.Struct, frozen=True, array_like=True, kw_only=True):

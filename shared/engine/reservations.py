@@ -25,7 +25,7 @@ RETRY_S = 0.02
 
 
 class Reserved:
-    """One sequence that comes: its first blocks, in order of its blocks."""
+    """One sequence that comes: its first blocks, in order."""
 
     __slots__ = ("blocks", "hashes", "model", "on_host", "priority_class", "row", "stages")
 
@@ -64,7 +64,7 @@ class Reservations:
         return any(reserved.model == model for reserved in self._reserved.values())
 
     def reserve(self, query: PreAllocate, now: float) -> Reservation | ErrorInfo:
-        """Blocks for the blocks of a stage, those after the leading ones that are in the prefix cache; with the first stage
+        """Room for the blocks of a stage, those after the leading ones that are in the prefix cache; with the first stage
         also a row, unless the blocks stay in host memory. The same stage again is answered alike. Offline sequences are
         preempted for online ones; those of a step in flight only when it has returned: the refusal then names a time
         after which to ask again (OVERLOADED with `retry_after_s`). Others: OVERLOADED, TOO_LONG (the model takes fewer

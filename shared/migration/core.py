@@ -19,6 +19,7 @@ import msgspec
 from shared.engine.driver import StepStats
 from shared.engine.handover import Detached, MigrationCandidate
 from shared.engine.requests import Ended, Output
+from shared.engine.sequence import Sequence
 from shared.messages.channels import MAX_MESSAGE_BYTES
 from shared.messages.cluster import DeviceGroup, InstanceInfo
 from shared.messages.migration import AbortMigration, AbortReason, MigrationReason, Rebalance
@@ -245,10 +246,10 @@ class MigrationCore:
             if (order.model and held.model != order.model) or not self._may_go(candidate, now):
                 continue
             fitting = [destination for destination in destinations if self._fits(candidate, destination, now)]
-            request = self._held_request(held.request_id) if fitting else None
-            if request is None or request.epoch != held.epoch:
+            sequence = self._held(held.request_id) if fitting else None
+            if sequence is None or sequence.request.epoch != held.epoch:
                 continue
-            departure = _Departure(candidate, request, fitting, order.reason)
+            departure = _Departure(candidate, sequence.request, fitting, order.reason)
             self._departures[held.request_id] = departure
             self._try_next(departure, now)
             return True
@@ -276,20 +277,27 @@ class MigrationCore:
             return False
         return can_take(destination, {candidate.request.model}, with_kv)
 
-    def _held_request(self, request_id: str) -> GenerationRequest | None:
-        sequence = self._site.engine.ask(lambda engine: engine.held(request_id))
-        return None if sequence is None else sequence.request
+    def _held(self, request_id: str) -> Sequence | None:
+        return self._site.engine.ask(lambda engine: engine.held(request_id))
 
     # ------------------------------------------------------------------------------------------------- out of here
 
     def _try_next(self, departure: _Departure, now: float) -> None:
         while departure.left:
             destination, request = departure.left.pop(0), departure.request
-            if not self._is_there(destination) or self._site.held_epoch(request.request_id) != request.epoch:
+            held = self._held(request.request_id)
+            if not self._is_there(destination) or held is None or held.request.epoch != request.epoch:
                 continue
             migration_id = self._new_id()
             migration = departure.migration = OutgoingMigration(
-                self._site, migration_id, departure.candidate, request, destination, departure.reason, now
+                self._site,
+                migration_id,
+                departure.candidate,
+                request,
+                held.block_size,
+                destination,
+                departure.reason,
+                now,
             )
             self._outgoing[migration_id] = migration
             self._drive(migration, now, migration.begin)

@@ -21,7 +21,7 @@ MEMORY_S = 600.0
 class State(StrEnum):
     NEW = "new"
     OPEN = "open"
-    """Blocks are reserved; blocks come."""
+    """Blocks are reserved; what they are to hold comes."""
     AWAITING = "awaiting"
     """Commit is here, the last blocks are not."""
     ADOPTING = "adopting"

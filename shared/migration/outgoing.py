@@ -125,11 +125,12 @@ class OutgoingMigration:
         migration_id: str,
         candidate: MigrationCandidate,
         request: GenerationRequest,
+        block_size: int,
         destination: InstanceInfo,
         reason: MigrationReason,
         now: float,
     ) -> None:
-        """`request`: as it is held."""
+        """`request`: as it is held; `block_size`: of its KV, in tokens."""
         self.migration_id = migration_id
         self.request_id = request.request_id
         self.request = request
@@ -146,7 +147,7 @@ class OutgoingMigration:
         self._site = site
         self._candidate = candidate
         self._model = request.model
-        self._block_size = site.engine.ask(lambda engine: engine.memory.queues[request.model].shape.block_size)
+        self._block_size = block_size
         self._reason = reason
         self._is_leaving = reason is MigrationReason.DRAIN
         """An instance whose requests all go, so none of them has to be spared the work of copies."""

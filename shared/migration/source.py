@@ -77,7 +77,7 @@ class Event(StrEnum):
     COPIED = "copied"
     DETACHED = "detached"
     """Out of its batch, and what is left fits into what was announced."""
-    DETACHED_SHORT = "taken_out_short"
+    DETACHED_SHORT = "detached_short"
     COMMITTED = "committed"
     COMMIT_REFUSED = "commit_refused"
     """With a typed error: the destination never owned it."""
@@ -107,14 +107,14 @@ class Action(StrEnum):
     """Send them."""
     DETACH = "detach"
     COMMIT = "commit"
-    """Seal, then send the last blocks and Commit side by side; where sealing fails, GONE follows."""
+    """Freeze, then send the last blocks and Commit side by side; where freezing fails, GONE follows."""
     ASK = "ask"
     ABORT = "abort"
     """Stop what is under way and tell the destination."""
     END_MIGRATION = "end_migration"
     """It was never detached."""
     REATTACH = "reattach"
-    REATTACH_RAISED = "put_back_raised"
+    REATTACH_RAISED = "reattach_raised"
     """In an epoch above the one that the destination may have."""
     DISOWN = "disown"
     """Should the destination turn out to live: what it may have is not its own."""
@@ -155,7 +155,7 @@ TABLE: dict[tuple[State, Event], _Row] = {
     (_S.LEAVING, _E.DETACHED_SHORT): (_S.EXTENDING, (_A.RESERVE,)),
     **_failing(_S.EXTENDING, _OUT),
     (_S.EXTENDING, _E.RESERVED): (_S.COMMITTING, (_A.COMMIT,)),
-    # Only sealing can say GONE here: nothing has been sent then.
+    # Only freezing can say GONE here: nothing has been sent then.
     (_S.COMMITTING, _E.GONE): (_S.STAYED, (_A.ABORT,)),
     (_S.COMMITTING, _E.COMMITTED): _DROPPED,
     (_S.COMMITTING, _E.COMMIT_REFUSED): _OUT,

@@ -1,6 +1,6 @@
 """How many KV blocks are copied to host memory and back beside each step, and in which order: ConServe sections 4.4, 4.5.
 
-A block is one KV block. Only full, computed blocks are copied: the tokens of a partly filled last block are recomputed.
+Only full, computed KV blocks are copied: the tokens of a partly filled last block are recomputed.
 """
 
 from __future__ import annotations

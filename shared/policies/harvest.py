@@ -14,7 +14,7 @@ import msgspec
 
 from shared.messages.batches import OfflineDemand, OfflineGrant
 
-MAX_MEMORY_BOUND_SHARE = 0.5
+MAX_PRESSED_SHARE = 0.5
 """Of the room, that batches under pressure have to themselves: whoever sets a short window does not stop all others."""
 HOPELESS = 2.0
 """A batch that needs so many times the time it has left, with the whole throughput, gains nothing from going first. (Not 1:
@@ -40,7 +40,7 @@ def allocate(
         room = max(0, room_tokens.get(model, 0))
         rate = tokens_per_s.get(model, 0.0)
         urgent = [index for index in own if is_under_pressure(own[index], rate, pressure_share)]
-        pressed = room - int(room * (1.0 - MAX_MEMORY_BOUND_SHARE))
+        pressed = room - int(room * (1.0 - MAX_PRESSED_SHARE))
         for index in sorted(urgent, key=lambda index: (own[index].slack_s, own[index].batch_id)):
             granted[index] = min(pressed, _wanted(own[index]))
             own[index] = msgspec.structs.replace(own[index], wanted_tokens=_wanted(own[index]) - granted[index])

@@ -6,7 +6,7 @@ and the destination can take. Which request moves is the source's choice.
 
 A pair must be a gain for the request that would move next, of virtual usage v (as shares of the two pools' sizes):
 
-    (u_source - v)^2 + (u_taker + v)^2  <  u_source^2 + u_taker^2        and the destination keeps `least_left` decode steps
+    (u - v)^2 + (w + v)^2  <  u^2 + w^2         u, w: of source and destination, which keeps `least_left` decode steps
 
 so that at constant load each move lowers the sum of squares, and nothing moves for ever. How much a destination must keep
 falls with the source's need, from `low` to half of it: a request that waits, or is about to be preempted, is worth more

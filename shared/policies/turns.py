@@ -27,16 +27,14 @@ class Turns:
         credits = self._after(weights)
         return max(credits, key=credits.__getitem__)
 
-    def take(self, destination: str, weights: Mapping[str, float]) -> None:
+    def take(self, taker: str, weights: Mapping[str, float]) -> None:
         """It had a turn while those with a weight wanted one. Who is not among them is forgotten."""
         credits = self._after(weights)
-        credits[destination] -= 1.0
+        credits[taker] -= 1.0
         self._credits = {other: min(1.0, max(-1.0, credit)) for other, credit in credits.items()}
 
     def _after(self, weights: Mapping[str, float]) -> dict[str, float]:
         least = LEAST_SHARE * max(weights.values())
-        counted = {destination: max(weight, least) for destination, weight in weights.items()}
+        counted = {taker: max(weight, least) for taker, weight in weights.items()}
         total = sum(counted.values()) or 1.0
-        return {
-            destination: self._credits.get(destination, 0.0) + weight / total for destination, weight in counted.items()
-        }
+        return {taker: self._credits.get(taker, 0.0) + weight / total for taker, weight in counted.items()}

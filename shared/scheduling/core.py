@@ -16,7 +16,7 @@ The parts own their state, and meet here:
     delivery      how dispatches were answered (delivery.py)
     inquiries     what instances hold, when that is not known (recovery.py)
     membership    instances that come and go (membership.py)
-    moves         requests that went from one instance to another (moves.py)
+    migrations    requests that went from one instance to another (migrations.py)
     rescheduler   who gives requests to whom (rescheduling.py)
     scaler        how many instances there are (scaling.py)
     monitor       execution times of models (monitor.py)

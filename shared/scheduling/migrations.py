@@ -1,8 +1,8 @@
 """What load reports say of requests that moved from one instance to another.
 
 Both ends tell of a move: the destination that it took the request over (`migrated_in`), the source how the move ended
-(`moves`). The two come in any order, and either may be lost. As the epoch grows with each owner, the first that tells is
-right, and the other adds nothing. What only the source has told must be confirmed by the destination in time, or that is
+(`migrations`). The two come in any order, and either may be lost. As the epoch grows with each owner, the first that tells
+is right, and the other adds nothing. What only the source has told must be confirmed by the destination in time, or that is
 asked what it holds.
 """
 

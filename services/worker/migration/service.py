@@ -326,13 +326,19 @@ class MigrationService:
 
     def _on_time(self) -> None:
         self._timer = None
-        self.core.on_time(self._loop.now())
-        self._act()
+        try:
+            self.core.on_time(self._loop.now())
+        finally:
+            self._act()
 
     def _carry_out_all(self) -> None:
         while due := self.core.take_commands():
             for command in due:
-                self._carry_out(command)
+                try:
+                    self._carry_out(command)
+                except Exception:
+                    # The others are still to be carried out: a migration that is not wound up would never be over.
+                    log.exception("migration %s: %s failed", command.migration_id, type(command).__name__)
 
     def _carry_out(self, command: Command) -> None:
         migration_id = command.migration_id

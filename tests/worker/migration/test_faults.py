@@ -199,3 +199,14 @@ async def test_a_fault_point_fails_where_it_is_asked_to() -> None:
     await points.at(FaultPoint.SOURCE_COMMIT)
     with pytest.raises(FaultError):
         await points.at(FaultPoint.SOURCE_COPY)
+
+
+async def test_a_fault_of_who_is_told_leaves_no_migration_under_way(make, monkeypatch: pytest.MonkeyPatch) -> None:
+    group = await make(step_s=0.005)
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("told in vain")
+
+    monkeypatch.setattr(group.source, "on_migration_ended", fail)
+    await group.ended(await begin(group), owner="b")
+    await group.until(lambda: not group.source.service.has_work)
