@@ -20,13 +20,11 @@ import msgspec
 from bench.coserving import experiments
 from bench.coserving.bench import SHORT, VIRTUAL, Bench, Durations, Options
 from bench.coserving.figures import write_figures
-from bench.coserving.journal import RunFailed
 from bench.coserving.objectives import objectives
 from bench.coserving.results import ExperimentResult
+from bench.coserving.runs import Objectives, RunFailed, Setup, VirtualTestbed
 from bench.coserving.safepoints import safepoints
-from bench.coserving.setup import Objectives, Setup
 from bench.coserving.testbed import SHAPES, Testbed
-from bench.coserving.virtual import VirtualTestbed
 from bench.coserving.workloads import OFFLINE_TRACE, ONLINE_TRACE, Scale, Workloads
 from bench.reporting import judged, write
 from shared.cost_model import CostModel

@@ -8,13 +8,9 @@ from typing import Any
 
 import msgspec
 
-from bench.coserving.journal import RunResult
 from bench.coserving.results import ExperimentResult, figures_of, online_records
-from bench.coserving.running import Run
-from bench.coserving.setup import Objectives
-from bench.coserving.systems import ONLINE_ONLY, VLLM_PP, System
-from bench.coserving.testbed import Testbed
-from bench.coserving.virtual import VirtualRun, VirtualTestbed
+from bench.coserving.runs import ONLINE_ONLY, VLLM_PP, Objectives, RunResult, System, VirtualRun, VirtualTestbed
+from bench.coserving.testbed import Run, Testbed
 from bench.coserving.workloads import Workloads
 from tideway.bench.summary import Distribution
 from tideway.bench.workload import PlannedRequest
@@ -107,16 +103,9 @@ class Bench:
             parameters={"options": self.options, "durations": self.durations, **parameters},
         )
 
-    def mirrored(self, systems: Sequence[System]) -> list[System]:
-        """A B C, or A B C C B A."""
-        return [*systems, *reversed(systems)] if self.durations.is_mirrored else list(systems)
-
-    def new_run(
-        self, system: System, objectives: Objectives, *, pool_tokens: int = 0, backlog: int = 0
-    ) -> Run | VirtualRun:
-        if isinstance(self.testbed, VirtualTestbed):
-            return VirtualRun(self.testbed, system, objectives, pool_tokens=pool_tokens, backlog=backlog)
-        return Run(self.testbed, system, objectives, pool_tokens=pool_tokens, backlog=backlog)
+    def new_run(self, system: System, objectives: Objectives, **options: int) -> Run | VirtualRun:
+        kind = VirtualRun if isinstance(self.testbed, VirtualTestbed) else Run
+        return kind(self.testbed, system, objectives, **options)
 
     def run(
         self,
@@ -143,7 +132,7 @@ class Bench:
         """Online requests per second (kind: trace or synthetic) that the engine completes when it never waits for any."""
         if kind not in self._capacities:
             requests = self.workloads.trace_as_backlog() if kind == "trace" else self.workloads.synthetic_as_backlog()
-            run = self.new_run(VLLM_PP, Objectives(1.5, 0.11), backlog=CAPACITY_CONCURRENCY)
+            run = self.new_run(VLLM_PP, Objectives(1.5, 0.11), num_held=CAPACITY_CONCURRENCY)
             duration_s = self.durations.capacity_s
             result = run.run([], requests, duration_s)
             computed = sum(sum(step.num_tokens) for step in result.steps)

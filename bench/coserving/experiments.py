@@ -8,7 +8,6 @@ from itertools import pairwise
 from typing import Any
 
 from bench.coserving.bench import Bench
-from bench.coserving.journal import RunResult
 from bench.coserving.results import (
     ExperimentResult,
     SystemFigures,
@@ -20,8 +19,7 @@ from bench.coserving.results import (
     set_ratios,
     system_table,
 )
-from bench.coserving.setup import Objectives
-from bench.coserving.systems import ABLATION, ONLINE_ONLY, TIDEWAY, VLLM_PP, System
+from bench.coserving.runs import ABLATION, ONLINE_ONLY, TIDEWAY, VLLM_PP, Objectives, RunResult, System
 from bench.reporting import Target
 from tideway.bench.workload import PlannedRequest
 
@@ -32,17 +30,52 @@ SWITCH_OBJECTIVE_SCALE = 1.25
 ALL_LOADS = "all"
 
 
-def _by_system(runs: Sequence[RunResult]) -> dict[str, list[RunResult]]:
-    grouped: dict[str, list[RunResult]] = {}
-    for run in runs:
-        grouped.setdefault(run.system, []).append(run)
-    return grouped
-
-
-def _figures(runs: Sequence[RunResult], warm_up_s: float) -> list[SystemFigures]:
-    figures = [figures_of(of_system, warm_up_s) for of_system in _by_system(runs).values()]
+def _run_all(
+    bench: Bench,
+    label: str,
+    order: Sequence[tuple[System, list[PlannedRequest]]],
+    duration_s: float,
+    warm_up_s: float,
+    objectives: Objectives,
+    pool_tokens: int = 0,
+) -> tuple[dict[str, list[RunResult]], list[SystemFigures]]:
+    """Returns the runs by system, and their figures."""
+    by_system: dict[str, list[RunResult]] = {}
+    for system, online in order:
+        run = bench.run(system, online, duration_s, objectives, pool_tokens=pool_tokens, label=f"{label}:")
+        by_system.setdefault(system.name, []).append(run)
+    figures = [figures_of(runs, warm_up_s) for runs in by_system.values()]
     set_ratios(figures)
-    return figures
+    return by_system, figures
+
+
+def _compare(
+    bench: Bench,
+    name: str,
+    title: str,
+    kind: str,
+    rate: float,
+    order: Sequence[tuple[System, list[PlannedRequest]]],
+    duration_s: float,
+    warm_up_s: float,
+    objectives: Objectives,
+    pool_tokens: int = 0,
+    **parameters: Any,
+) -> tuple[ExperimentResult, dict[str, list[RunResult]]]:
+    """Of systems under one load, `kind` of the capacity that `rate` is a share of."""
+    by_system, figures = _run_all(bench, name, order, duration_s, warm_up_s, objectives, pool_tokens)
+    result = bench.result(
+        name,
+        rate_rps=rate,
+        capacity_rps=bench.capacity(kind),
+        objectives=_objectives_ms(objectives),
+        order=[system.name for system, _ in order],
+        **parameters,
+    )
+    result.figures[ALL_LOADS] = figures
+    result.tables = [system_table(_title(title, rate, objectives), figures)]
+    result.series = {name: series_of(runs[-1]) for name, runs in by_system.items()}
+    return result, by_system
 
 
 def _of(figures: Sequence[SystemFigures], system: System) -> SystemFigures:
@@ -66,17 +99,8 @@ def trace(bench: Bench) -> ExperimentResult:
         for number, sample in enumerate(samples)
         for system in (systems[::-1] if number % 2 else systems)
     ]
-    runs = [bench.run(system, online, duration_s, objectives, label="trace:") for system, online in order]
-    figures = _figures(runs, warm_up_s)
-    result = bench.result(
-        "trace",
-        rate_rps=rate,
-        capacity_rps=bench.capacity("trace"),
-        objectives=_objectives_ms(objectives),
-        order=[system.name for system, _ in order],
-    )
-    result.figures[ALL_LOADS] = figures
-    result.tables = [system_table(_title("Trace", rate, objectives), figures)]
+    result, _ = _compare(bench, "trace", "Trace", "trace", rate, order, duration_s, warm_up_s, objectives)
+    figures = result.figures[ALL_LOADS]
     tideway, plain = _of(figures, TIDEWAY), _of(figures, VLLM_PP)
     cost = f"vLLM++: {plain.ratios['ttft_p99']:.3g} and {plain.ratios['tpot_p99']:.3g} times"
     result.targets = [
@@ -85,7 +109,6 @@ def trace(bench: Bench) -> ExperimentResult:
         Target(name="tokens per second over vLLM++'s", value=tideway.ratios["tokens_per_s"], limit=0.90, is_least=True),
         *_lost(tideway),
     ]
-    result.series = {name: series_of(of_system[-1]) for name, of_system in _by_system(runs).items()}
     return result
 
 
@@ -98,23 +121,15 @@ def on_off(bench: Bench) -> ExperimentResult:
     online = bench.workloads.on_off(rate, durations.off_s, durations.on_s, duration_s)
     objectives = bench.objectives(online, duration_s=duration_s, scale=SWITCH_OBJECTIVE_SCALE)
     order = (ONLINE_ONLY, TIDEWAY, VLLM_PP, TIDEWAY) if durations.is_mirrored else (ONLINE_ONLY, TIDEWAY, VLLM_PP)
-    runs = [bench.run(system, online, duration_s, objectives, label="onoff:") for system in order]
-    figures = _figures(runs, 0.0)
     starts_s = [number * cycle_s + durations.off_s for number in range(durations.num_cycles)]
     ends_s = [start_s + durations.on_s for start_s in starts_s]
-    result = bench.result(
-        "onoff",
-        rate_rps=rate,
-        capacity_rps=bench.capacity("synthetic"),
-        objectives=_objectives_ms(objectives),
-        order=[system.name for system in order],
-        on_at_s=starts_s,
-        off_at_s=ends_s,
-    )
-    result.figures[ALL_LOADS] = figures
+    result, by_system = _compare(
+        bench, "onoff", "ON/OFF phases", "synthetic", rate, [(system, online) for system in order], duration_s, 0.0,
+        objectives, on_at_s=starts_s, off_at_s=ends_s,
+    )  # fmt: skip
     rows: list[list[str]] = []
     measured: dict[str, dict[str, Any]] = {}
-    for name, of_system in _by_system(runs).items():
+    for name, of_system in by_system.items():
         violations, requests = _violations(of_system, starts_s)
         harvest = [harvest_delay_s(run, off_s) for run in of_system for off_s in ends_s if name != ONLINE_ONLY.name]
         beside = [beside_delay_s(run, off_s) for run in of_system for off_s in ends_s if name != ONLINE_ONLY.name]
@@ -139,10 +154,7 @@ def on_off(bench: Bench) -> ExperimentResult:
         "last online request ended -> offline step, ms (worst)",
         "ON->OFF -> step with offline tokens, ms (worst)",
     ]
-    result.tables = [
-        system_table(_title("ON/OFF phases", rate, objectives), figures),
-        Table(title="Switches", header=header, rows=rows),
-    ]
+    result.tables.append(Table(title="Switches", header=header, rows=rows))
     mine, alone = measured[TIDEWAY.name], measured[ONLINE_ONLY.name]
     result.targets = [
         Target(
@@ -158,9 +170,8 @@ def on_off(bench: Bench) -> ExperimentResult:
             limit=100,
             unit=" ms",
         ),
-        *_lost(_of(figures, TIDEWAY)),
+        *_lost(_of(result.figures[ALL_LOADS], TIDEWAY)),
     ]
-    result.series = {name: series_of(of_system[-1]) for name, of_system in _by_system(runs).items()}
     return result
 
 
@@ -235,8 +246,7 @@ def _sweep(bench: Bench, name: str, label: str, points: Sequence[tuple[float, fl
         if index in (0, len(points) - 1):
             order.append((VLLM_PP, order[-1][1]))
         key = f"{label} {value:g}"
-        runs = [bench.run(system, online, duration_s, objectives, label=f"{key}:") for system, online in order]
-        figures = _figures(runs, warm_up_s)
+        _, figures = _run_all(bench, key, order, duration_s, warm_up_s, objectives)
         result.figures[key] = figures
         result.tables.append(system_table(_title(key, rate_rps, objectives), figures))
         tideway = _of(figures, TIDEWAY)
@@ -254,22 +264,15 @@ def ablation(bench: Bench) -> ExperimentResult:
     pool_tokens = int(bench.options.ablation_pool_share * bench.testbed.setup.pool_tokens)
     online = bench.workloads.gamma(rate, 1.0, duration_s)
     objectives = bench.objectives(online, duration_s=duration_s)
-    order = [ONLINE_ONLY, *bench.mirrored(ABLATION)]
-    runs = [
-        bench.run(system, online, duration_s, objectives, pool_tokens=pool_tokens, label="ablation:")
-        for system in order
-    ]
-    figures = _figures(runs, warm_up_s)
-    result = bench.result(
-        "ablation",
-        rate_rps=rate,
-        pool_tokens=pool_tokens,
-        capacity_rps=bench.capacity("synthetic"),
-        objectives=_objectives_ms(objectives),
-        order=[system.name for system in order],
+    mirrored = ABLATION[::-1] if bench.durations.is_mirrored else ()
+    order = [(system, online) for system in (ONLINE_ONLY, *ABLATION, *mirrored)]
+    title = f"Ablation, pool of {pool_tokens} tokens"
+    result, _ = _compare(
+        bench, "ablation", title, "synthetic", rate, order, duration_s, warm_up_s, objectives, pool_tokens,
         systems={system.name: system for system in ABLATION},
-    )
-    result.figures[ALL_LOADS] = figures
+    )  # fmt: skip
+    result.parameters["pool_tokens"] = pool_tokens
+    figures = result.figures[ALL_LOADS]
     rows = []
     for before, after in pairwise(ABLATION):
         one, other = _of(figures, before), _of(figures, after)
@@ -284,10 +287,7 @@ def ablation(bench: Bench) -> ExperimentResult:
             ]
         )
     header = ["step", "what it adds", "P99 TTFT", "offline tokens/s", "recomputed tokens"]
-    result.tables = [
-        system_table(_title(f"Ablation, pool of {pool_tokens} tokens", rate, objectives), figures),
-        Table(title="Gain of each step over the one before", header=header, rows=rows),
-    ]
+    result.tables.append(Table(title="Gain of each step over the one before", header=header, rows=rows))
     first, last = _of(figures, ABLATION[1]), _of(figures, TIDEWAY)
     gain = ratio(last.offline_tokens_per_s, first.offline_tokens_per_s)
     result.targets = [
@@ -295,7 +295,6 @@ def ablation(bench: Bench) -> ExperimentResult:
                is_least=True),
         *_lost(last),
     ]  # fmt: skip
-    result.series = {name: series_of(of_system[-1]) for name, of_system in _by_system(runs).items()}
     return result
 
 

@@ -7,12 +7,10 @@ from collections.abc import Sequence
 
 import msgspec
 
-from bench.coserving.accounting import most_offline_tokens
+from bench.coserving.accounting import StepParts, most_offline_tokens
 from bench.coserving.bench import Bench
-from bench.coserving.journal import RunResult
 from bench.coserving.results import ExperimentResult, SystemFigures, Table, figures_of, online_records, ratio
-from bench.coserving.setup import Objectives
-from bench.coserving.systems import ONLINE_ONLY, TIDEWAY, VLLM_PP, System
+from bench.coserving.runs import ONLINE_ONLY, TIDEWAY, VLLM_PP, Objectives, RunResult, System
 from bench.reporting import Target
 from tideway.bench.records import RequestRecord
 from tideway.bench.summary import Distribution
@@ -171,13 +169,7 @@ def account(runs: Sequence[RunResult], warm_up_s: float) -> Account:
     steps = [step for run in runs for step in run.steps if warm_up_s <= step.end_s <= run.duration_s]
     parts = [step.parts for step in steps if step.parts is not None]
     begin, online, prompts, decodes = (
-        sum(part) / measured_s
-        for part in (
-            (one.begin_s for one in parts),
-            (one.online_s for one in parts),
-            (one.offline_prompts_s for one in parts),
-            (one.offline_decodes_s for one in parts),
-        )
+        sum(getattr(one, name) for one in parts) / measured_s for name in StepParts.__struct_fields__
     )
     busy = sum(step.end_s - step.start_s for step in steps) / measured_s
     num_prompt_tokens = sum(step.num_tokens[1] - step.num_decodes[1] for step in steps)
@@ -201,15 +193,14 @@ def _point(
     kept = {name: attainment(_records(runs, bench.durations.warm_up_s), pair) for name, runs in fixed.items()}
     least = attainment(_records(tideway, bench.durations.warm_up_s), pair)
     chosen = choose_limited({name: share for name, share in kept.items() if name != ONLINE_ONLY.name}, least)
-    alone, full, limited_figures = figures[ONLINE_ONLY.name], figures[VLLM_PP.name], figures[chosen]
     bound = _bound(bench, load, pair, fixed[ONLINE_ONLY.name], duration_s)
-    of = dict(zip(SHOWN, (alone, full, limited_figures, own), strict=True))
+    of = {**{name: figures[name] for name in SHOWN[:2]}, LIMITED: figures[chosen], TIDEWAY.name: own}
     return Point(
         load.name,
         label,
         pair,
-        dict(zip(SHOWN, (kept[ONLINE_ONLY.name], kept[VLLM_PP.name], kept[chosen], least), strict=True)),
-        {name: one.tokens_per_s for name, one in of.items()} | {BOUND: alone.tokens_per_s + bound},
+        {**{name: kept[name] for name in SHOWN[:2]}, LIMITED: kept[chosen], TIDEWAY.name: least},
+        {name: one.tokens_per_s for name, one in of.items()} | {BOUND: of[ONLINE_ONLY.name].tokens_per_s + bound},
         {name: one.offline_tokens_per_s for name, one in of.items()} | {BOUND: bound},
         chosen,
     )
@@ -273,11 +264,8 @@ def _lost(point: Point, accounts: dict[str, Account]) -> dict[str, float]:
     full, own = accounts[VLLM_PP.name], accounts[TIDEWAY.name]
     rate = ratio(point.offline_tokens_per_s[VLLM_PP.name], full.useful)
     lost = {
-        "smaller steps": rate * (own.begin - full.begin),
-        "online": rate * (own.online - full.online),
-        "recomputed": rate * (own.recomputed - full.recomputed),
-        "discarded": rate * (own.discarded - full.discarded),
-        "idle": rate * (own.idle - full.idle),
+        "smaller steps" if name == "begin" else name: rate * (getattr(own, name) - getattr(full, name))
+        for name in ("begin", "online", "recomputed", "discarded", "idle")
     }
     whole = point.offline_tokens_per_s[VLLM_PP.name] - point.offline_tokens_per_s[TIDEWAY.name]
     return lost | {"other mix of prompts and decodes": whole - sum(lost.values())}

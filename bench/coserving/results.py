@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from bench.coserving.journal import Counts, RunResult, Step
+from bench.coserving.runs import Counts, RunResult, Step
 from bench.reporting import Target, table
 from shared.messages.requests import RequestClass
 from tideway.bench.records import RequestRecord

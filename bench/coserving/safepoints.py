@@ -11,12 +11,9 @@ from statistics import median
 import numpy as np
 
 from bench.coserving.bench import Bench
-from bench.coserving.journal import FIRST_TOKEN_ID, RunFailed, Step
 from bench.coserving.results import ExperimentResult, Table
-from bench.coserving.setup import MODEL, Objectives
-from bench.coserving.systems import TIDEWAY
+from bench.coserving.runs import FIRST_TOKEN_ID, MODEL, TIDEWAY, Objectives, RunFailed, Step, VirtualTestbed
 from bench.coserving.testbed import Testbed
-from bench.coserving.virtual import VirtualTestbed
 from bench.reporting import Target
 from shared.cost_model import StepShape
 from shared.engine.plan import NewSequence, StepPlan

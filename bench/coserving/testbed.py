@@ -1,27 +1,48 @@
-"""The model, its cost model and the pools that all runs share, and a fresh engine for each of them."""
+"""Runs in real time: the model, its cost model and the pools that all share, and a fresh engine for each of them."""
 
 from __future__ import annotations
 
 import dataclasses
 import gc
 import tempfile
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from itertools import islice
 from pathlib import Path
+from queue import Empty, SimpleQueue
 from typing import Any
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from bench.coserving.setup import MODEL, Objectives, Setup, num_merged
-from bench.coserving.systems import System
+from bench.coserving.runs import (
+    MODEL,
+    Clients,
+    Objectives,
+    RunFailed,
+    RunResult,
+    Setup,
+    Step,
+    System,
+    num_merged,
+)
 from bench.reporting import machine
 from services.worker.cost_models import profiled_model
+from services.worker.engine_loop import EngineLoop
 from services.worker.executor import Executor, PreparedModel
 from services.worker.profiled_steps import BRIEF, FULL
 from services.worker.profiler import profile
 from shared.cost_model import CostModel
+from shared.engine.driver import StepStats
 from shared.engine.engine import Engine
 from shared.engine.memory.slab import choose_merged_bytes
+from shared.engine.plan import StepPlan, StepResult
+from shared.engine.requests import Ended, Output
 from shared.messages.cluster import ModelSpec
+from shared.messages.requests import GenerationRequest
+from tideway.bench.records import RequestRecord
+from tideway.bench.workload import PlannedRequest
 
 SHAPES: dict[str, dict[str, Any]] = {
     "135m": {  # SmolLM-135M
@@ -41,7 +62,6 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_attention_heads": 32, "num_key_value_heads": 32, "max_position_embeddings": 4096,
     },
 }  # fmt: skip
-
 
 SHARD_SIZE = "2GB"
 
@@ -123,3 +143,122 @@ def make_checkpoint(folder: Path, shape: dict[str, int], dtype: str = "bfloat16"
         torch.set_default_dtype(torch.float32)
     gc.collect()
     return folder
+
+
+class ObservedExecutor:
+    """An executor, and when each step was on it. `launch` and `collect` are called in the loop's thread alone."""
+
+    def __init__(self, inner: Executor, now: Callable[[], float], steps: list[Step]) -> None:
+        """`steps` is what those that were on it are added to."""
+        self._inner = inner
+        self._now = now
+        self._running: deque[Step] = deque()
+        self._steps = steps
+
+    def launch(self, plan: StepPlan) -> None:
+        now = self._now()
+        self._running.append(Step.of(plan, now, now, False))
+        self._inner.launch(plan)
+
+    def collect(self) -> StepResult:
+        result = self._inner.collect()
+        step = self._running.popleft()
+        step.start_s = max(step.start_s, self._steps[-1].end_s if self._steps else 0.0)
+        step.end_s = self._now()
+        step.is_suspended = result.suspended_share >= 0
+        self._steps.append(step)
+        return result
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+
+class Run:
+    """In real time. Threads: the engine loop's, which also notes outputs and steps, and the feeder (the caller), which
+    submits each request at its planned time and keeps offline requests held."""
+
+    def __init__(
+        self,
+        testbed: Testbed,
+        system: System,
+        objectives: Objectives,
+        *,
+        pool_tokens: int = 0,
+        num_held: int = 0,
+    ) -> None:
+        """As `VirtualRun`."""
+        setup = testbed.setup
+        engine, self._executor = testbed.build(system, pool_tokens or setup.pool_tokens, objectives)
+        self._origin_s = time.perf_counter()
+        self._clients = Clients(
+            setup,
+            system,
+            objectives,
+            engine,
+            testbed.vocab_size,
+            num_held,
+            self.now,
+            lambda call: self._loop.apply(call),
+        )
+        self._loop = EngineLoop(
+            engine,
+            ObservedExecutor(self._executor, self.now, self._clients.steps),
+            time.perf_counter,
+            self._on_effects,
+            on_failure=lambda: self._ended.put(None),
+            niceness=setup.niceness if setup.device == "cpu" else 0,
+        )
+        self._ended: SimpleQueue[RequestRecord | None] = SimpleQueue()
+
+    def now(self) -> float:
+        return time.perf_counter() - self._origin_s
+
+    def _on_effects(self, effects: list[Output | Ended], stats: StepStats | None) -> None:
+        if stats is not None:
+            self._clients.count_step()
+        for ended in self._clients.take_effects(effects, self.now()):
+            self._ended.put(ended)
+
+    def run(
+        self,
+        online: Sequence[PlannedRequest],
+        offline: Sequence[PlannedRequest],
+        duration_s: float,
+        *,
+        grace_s: float = 20.0,
+    ) -> RunResult:
+        """As `VirtualRun`'s."""
+        requests = deque(self._clients.expect(online, offline))
+        gc.collect()
+        gc.freeze()
+        self._origin_s = time.perf_counter()
+        try:
+            self._clients.begin()
+            self._loop.start()
+            while not self._clients.is_over(duration_s, grace_s):
+                self._feed(requests)
+            end_s = self.now()
+        finally:
+            self._loop.stop(60.0)
+            self._executor.close()
+            gc.unfreeze()
+        if self._loop.failure:
+            raise RunFailed(self._loop.failure)
+        return self._clients.result(duration_s, end_s)
+
+    def _feed(self, requests: deque[tuple[PlannedRequest, GenerationRequest]]) -> None:
+        """What is due; then waits until something is, or a request has ended."""
+        clients = self._clients
+        while requests and requests[0][0].at_s <= self.now():
+            clients.submit_online(*requests.popleft())
+        if self.now() >= clients.next_sample_s:
+            with self._loop.locked():
+                clients.sample(self.now())
+        due_s = min([clients.next_sample_s, *(planned.at_s for planned, _ in islice(requests, 1))])
+        try:
+            ended = self._ended.get(timeout=max(0.0, due_s - self.now()))
+        except Empty:
+            return
+        if ended is None:
+            raise RunFailed(self._loop.failure)
+        clients.take_ended(ended)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -44,101 +45,74 @@ class Workloads:
             self._traces = {path: read_trace(Path(path)) for path in self._paths.values()}
 
     def offline(self) -> list[PlannedRequest]:
-        scale = self.scale
-        stream = StreamSpec(
-            name="offline",
-            request_class=RequestClass.OFFLINE,
-            models={"model": 1},
-            arrivals=Closed(concurrency=1),
-            num_requests=NUM_OFFLINE,
-            max_total_tokens=scale.max_total_tokens,
-        )
         if self.has_traces:
-            source = self._source(OFFLINE_TRACE)
-            stream = msgspec.structs.replace(stream, lengths_from=source)
-        else:
-            stream = msgspec.structs.replace(stream, prompt_tokens=self._fixed(2588), output_tokens=self._fixed(291))
-        return plan_requests(Workload(streams=[stream], seed=self.seed), self._traces)
+            return self._backlog("offline", lengths_from=self._source(OFFLINE_TRACE), **self._bound)
+        return self._backlog("offline", **self._fixed(2588, 291), **self._bound)
 
     def trace(self, rate_rps: float, duration_s: float, seed: int = 0) -> list[PlannedRequest]:
         """As ConServe samples BurstGPT (6.1): the whole trace is squeezed into the run, and as many of its requests are
         kept, drawn by the seed, as the rate says."""
         if not self.has_traces:
-            return self._plan(self._like_trace(self._online(Gamma(rate_rps=rate_rps))), duration_s, seed)
+            return self._plan(duration_s, seed, Gamma(rate_rps=rate_rps), **self._like_trace())
         trace = self._traces[self._paths[self._online_trace]]
         assert trace.at_s is not None
         whole_s = float(trace.at_s[-1]) + 1e-3
         keep = min(1.0, rate_rps * duration_s / trace.at_s.size)
         source = msgspec.structs.replace(self._source(self._online_trace), time_scale=duration_s / whole_s, keep=keep)
-        stream = self._online(Replay(trace=source))
-        return self._plan(
-            msgspec.structs.replace(stream, max_total_tokens=self.scale.max_total_tokens), duration_s, seed
-        )
+        return self._plan(duration_s, seed, Replay(trace=source), **self._bound)
 
     def trace_as_backlog(self) -> list[PlannedRequest]:
         """The trace's lengths as offline requests, to measure the capacity."""
-        stream = StreamSpec(
-            name="capacity",
-            request_class=RequestClass.OFFLINE,
-            models={"model": 1},
-            arrivals=Closed(concurrency=1),
-            num_requests=NUM_OFFLINE,
-        )
         if self.has_traces:
-            source = self._source(self._online_trace)
-            stream = msgspec.structs.replace(stream, lengths_from=source, max_total_tokens=self.scale.max_total_tokens)
-        else:
-            stream = self._like_trace(stream)
-        return plan_requests(Workload(streams=[stream], seed=self.seed), self._traces)
+            return self._backlog("capacity", lengths_from=self._source(self._online_trace), **self._bound)
+        return self._backlog("capacity", **self._like_trace())
 
     def synthetic_as_backlog(self) -> list[PlannedRequest]:
-        stream = StreamSpec(
-            name="capacity",
-            request_class=RequestClass.OFFLINE,
-            models={"model": 1},
-            arrivals=Closed(concurrency=1),
-            num_requests=NUM_OFFLINE,
-            prompt_tokens=self._fixed(ONLINE_PROMPT_TOKENS),
-            output_tokens=self._fixed(ONLINE_OUTPUT_TOKENS),
-        )
-        return plan_requests(Workload(streams=[stream], seed=self.seed))
+        return self._backlog("capacity", **self._fixed(ONLINE_PROMPT_TOKENS, ONLINE_OUTPUT_TOKENS))
 
     def gamma(self, rate_rps: float, cv: float, duration_s: float, seed: int = 0) -> list[PlannedRequest]:
-        return self._plan(self._synthetic(Gamma(rate_rps=rate_rps, cv=cv)), duration_s, seed)
+        return self._synthetic(duration_s, seed, Gamma(rate_rps=rate_rps, cv=cv))
 
     def on_off(
         self, rate_rps: float, off_s: float, on_s: float, duration_s: float, seed: int = 0
     ) -> list[PlannedRequest]:
         """Begins with OFF, so that every ON is a switch."""
         phases = [Phase(duration_s=off_s, rate_rps=0.0), Phase(duration_s=on_s, rate_rps=rate_rps)]
-        return self._plan(self._synthetic(Phases(phases=phases)), duration_s, seed)
+        return self._synthetic(duration_s, seed, Phases(phases=phases))
 
-    def _online(self, arrivals: Arrivals) -> StreamSpec:
-        return StreamSpec(name="online", models={"model": 1}, arrivals=arrivals)
-
-    def _synthetic(self, arrivals: Arrivals) -> StreamSpec:
-        return msgspec.structs.replace(
-            self._online(arrivals),
-            prompt_tokens=self._fixed(ONLINE_PROMPT_TOKENS),
-            output_tokens=self._fixed(ONLINE_OUTPUT_TOKENS),
+    def _backlog(self, name: str, **lengths: Any) -> list[PlannedRequest]:
+        stream = StreamSpec(
+            name=name,
+            request_class=RequestClass.OFFLINE,
+            models={"model": 1},
+            arrivals=Closed(concurrency=1),
+            num_requests=NUM_OFFLINE,
+            **lengths,
         )
+        return plan_requests(Workload(streams=[stream], seed=self.seed), self._traces)
 
-    def _like_trace(self, stream: StreamSpec) -> StreamSpec:
-        factor = 1 / self.scale.length_divisor
-        return msgspec.structs.replace(
-            stream,
-            prompt_tokens=LogNormal(mean_tokens=TRACE_PROMPT_TOKENS * factor),
-            output_tokens=LogNormal(mean_tokens=TRACE_OUTPUT_TOKENS * factor),
-            max_total_tokens=self.scale.max_total_tokens,
-        )
+    def _synthetic(self, duration_s: float, seed: int, arrivals: Arrivals) -> list[PlannedRequest]:
+        return self._plan(duration_s, seed, arrivals, **self._fixed(ONLINE_PROMPT_TOKENS, ONLINE_OUTPUT_TOKENS))
 
-    def _plan(self, stream: StreamSpec, duration_s: float, seed: int) -> list[PlannedRequest]:
+    def _plan(self, duration_s: float, seed: int, arrivals: Arrivals, **lengths: Any) -> list[PlannedRequest]:
+        stream = StreamSpec(name="online", models={"model": 1}, arrivals=arrivals, **lengths)
         workload = Workload(streams=[stream], duration_s=duration_s, seed=1000 * self.seed + seed)
         return plan_requests(workload, self._traces)
+
+    @property
+    def _bound(self) -> dict[str, int]:
+        return {"max_total_tokens": self.scale.max_total_tokens}
+
+    def _like_trace(self) -> dict[str, Any]:
+        factor = 1 / self.scale.length_divisor
+        prompt, output = (LogNormal(mean_tokens=mean * factor) for mean in (TRACE_PROMPT_TOKENS, TRACE_OUTPUT_TOKENS))
+        return {"prompt_tokens": prompt, "output_tokens": output, **self._bound}
 
     def _source(self, name: str) -> TraceSource:
         factor = 1 / self.scale.length_divisor
         return TraceSource(path=self._paths[name], prompt_scale=factor, output_scale=factor)
 
-    def _fixed(self, tokens: int) -> Fixed:
-        return Fixed(tokens=max(1, round(tokens / self.scale.length_divisor)))
+    def _fixed(self, *tokens: int) -> dict[str, Fixed]:
+        """Of prompt and output."""
+        scaled = (Fixed(tokens=max(1, round(count / self.scale.length_divisor))) for count in tokens)
+        return dict(zip(("prompt_tokens", "output_tokens"), scaled, strict=True))

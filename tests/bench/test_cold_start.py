@@ -5,10 +5,16 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from bench.coserving.journal import RunResult
-from bench.coserving.setup import MODEL, Objectives, Setup
-from bench.coserving.systems import TIDEWAY
-from bench.coserving.virtual import SMOLLM_135M_ON_TWO_CORES, VirtualRun, VirtualTestbed
+from bench.coserving.runs import (
+    MODEL,
+    SMOLLM_135M_ON_TWO_CORES,
+    TIDEWAY,
+    Objectives,
+    RunResult,
+    Setup,
+    VirtualRun,
+    VirtualTestbed,
+)
 from shared.cost_model import CostModel, CostSource
 from shared.engine.calls import AddModel, SetCostModel
 from shared.engine.engine import Engine
@@ -24,11 +30,8 @@ class ColdSetup(Setup, frozen=True, kw_only=True):
     fits_costs: bool
 
     def engine(self, system, shape, cost_model, num_merged, objectives) -> Engine:  # type: ignore[no-untyped-def]
-        configuration = system.configuration(
-            num_merged=num_merged, num_rows=self.num_rows, num_host_merged=0, max_step_tokens=self.max_step_tokens,
-            steps_in_flight=1, ordering=self.ordering, ttft_s=objectives.ttft_s, tpot_s=objectives.tpot_s,
-        )  # fmt: skip
-        engine = msgspec.structs.replace(configuration, fits_costs=self.fits_costs).build()
+        configuration = self.configuration(system, num_merged, objectives)
+        engine = msgspec.structs.replace(configuration, num_host_merged=0, fits_costs=self.fits_costs).build()
         engine.apply(AddModel(msgspec.structs.replace(shape, num_layers=cost_model.num_layers)), 0.0)
         return engine
 
@@ -48,7 +51,7 @@ def run(fits_costs: bool, slowness: float, noise: float, seed: int) -> tuple[Run
     virtual = VirtualRun(testbed, TIDEWAY, objectives)
     online = [planned(slowness * 0.8 * n, 60 + 13 * n % 90, 40, RequestClass.ONLINE) for n in range(25)]
     offline = [planned(0.0, 900, 30, RequestClass.OFFLINE)]
-    return virtual.run(online, offline, 20.0 * slowness), virtual._engine
+    return virtual.run(online, offline, 20.0 * slowness), virtual.engine
 
 
 def tpots(result: RunResult) -> list[float]:

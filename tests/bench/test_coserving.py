@@ -16,7 +16,6 @@ from bench.coserving import __main__ as command
 from bench.coserving import experiments
 from bench.coserving.accounting import fewest_steps, most_offline_tokens, parts_of, request_s
 from bench.coserving.bench import SHORT, VIRTUAL, Bench, Durations, Options
-from bench.coserving.journal import Counts, RunResult, Sample, Step
 from bench.coserving.objectives import (
     account,
     attainment,
@@ -26,11 +25,24 @@ from bench.coserving.objectives import (
     tightest_objectives,
 )
 from bench.coserving.results import figures_of, online_records, series_of, set_ratios
+from bench.coserving.runs import (
+    ABLATION,
+    ONLINE_ONLY,
+    SMOLLM_135M_ON_TWO_CORES,
+    TIDEWAY,
+    VLLM_PP,
+    Counts,
+    Objectives,
+    RunResult,
+    Sample,
+    Setup,
+    Step,
+    System,
+    VirtualRun,
+    VirtualTestbed,
+)
 from bench.coserving.safepoints import met_step_s, safepoints
-from bench.coserving.setup import Objectives, Setup
-from bench.coserving.systems import ABLATION, ONLINE_ONLY, TIDEWAY, VLLM_PP, System
 from bench.coserving.testbed import Testbed
-from bench.coserving.virtual import SMOLLM_135M_ON_TWO_CORES, VirtualRun, VirtualTestbed
 from bench.coserving.workloads import OFFLINE_TRACE, ONLINE_TRACE, Scale, Workloads
 from bench.reporting import Target
 from shared.cost_model import StepShape
@@ -174,10 +186,7 @@ def test_on_off_load_begins_off(traces: Path) -> None:
 
 def test_each_step_of_the_ablation_adds_one_thing() -> None:
     def arguments(system: System) -> Configuration:
-        return system.configuration(
-            num_merged=8, num_rows=4, num_host_merged=8, max_step_tokens=64, steps_in_flight=1, ordering="fcfs",
-            ttft_s=1.0, tpot_s=0.1,
-        )  # fmt: skip
+        return SETUP.configuration(system, 8, Objectives(1.0, 0.1))
 
     def changed(one: System, other: System) -> set[str]:
         before, after = msgspec.structs.asdict(arguments(one)), msgspec.structs.asdict(arguments(other))
