@@ -24,7 +24,7 @@ def test_requests_show_in_the_reports_of_their_instance_once_each() -> None:
     assert [report.sequence - reports[0].sequence for report in reports] == [0, 1, 2, 3]
     assert [report.admitted for report in reports] == [("r",), (), (), ()]
     assert [report.ended for report in reports] == [(), (), ("r",), ()]
-    assert len(reports[2].finished) == 1 and reports[0].instance_id == fleet.names[1] and reports[0].moves == ()
+    assert len(reports[2].finished) == 1 and reports[0].instance_id == fleet.names[1] and reports[0].migrations == ()
 
 
 def test_every_report_is_taken_in_and_every_request_dispatched() -> None:

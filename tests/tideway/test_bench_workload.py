@@ -386,7 +386,9 @@ def test_contradictions_name_the_stream(fields: dict[str, Any], message: str) ->
 
 
 def test_the_documented_workload_and_options_are_taken(tmp_path: Path) -> None:
-    text = (REPOSITORY / "docs" / "benchmarks.md").read_text().split("`tideway bench`", 1)[1].split("\n## ", 1)[0]
+    text = (
+        (REPOSITORY / "docs" / "benchmarks.md").read_text().split("server: `tideway bench`", 1)[1].split("\n## ", 1)[0]
+    )
     (example,) = re.findall(r"```toml\n(.*?)```", text, re.DOTALL)
     (tmp_path / "azure.csv").write_text(AZURE)
     (tmp_path / "lengths.csv").write_text(LENGTHS)

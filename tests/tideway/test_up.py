@@ -229,7 +229,7 @@ async def test_a_service_that_refuses_its_settings_is_quoted(tmp_path: Path) -> 
 
 
 async def test_what_is_not_ready_in_time_is_named(tmp_path: Path) -> None:
-    run = Run(tmp_path, roles={"gateway": "plain"}, timeout_s=4.0)
+    run = Run(tmp_path, roles={"gateway": "plain"}, timeout_s=8.0)
     with pytest.raises(OperatorError, match=r"Not ready in time: API\. The log of gateway ends:\n  \| plain starts"):
         await run.start()
 

@@ -30,6 +30,7 @@ from shared.engine.requests import Ended
 from shared.messages.catalogue import COST_MODELS
 from shared.messages.channels import bucket_key
 from shared.messages.cluster import ModelSpec
+from shared.migration.incoming import Intake
 from tests.memory_bus import MemoryHub
 from tests.shared.engine.fake_executor import request
 from tests.worker.checkpoints import write_checkpoint
@@ -326,7 +327,7 @@ async def test_a_model_that_becomes_ready_gets_its_cost_model(scene: SimpleNames
         assert await provided.provide(spec, shape, is_quiet) is not None
 
     metrics: Any = SimpleNamespace(set_model=lambda *_: None)
-    models = InstanceModels(scene.loop, scene.executor, metrics, lambda: None, on_ready)
+    models = InstanceModels(scene.loop, scene.executor, metrics, Intake("i"), lambda: None, on_ready)
     models.begin_load(ModelSpec("second", scene.spec.source))
     await until(lambda: models.any_ready)
     await until(lambda: scene.engine.cost_models()["second"].source == CostSource.PROFILED)
