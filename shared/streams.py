@@ -1,6 +1,6 @@
 """The output of one request as this gateway has it: which tokens are known, and who may add to them.
 
-Pure: no clock, no I/O. Rules (architecture.md, "Messages"):
+Pure: no clock, no I/O. Rules:
 - An entry of a lower epoch than the highest seen is dropped, whoever sent it. A higher epoch takes over.
 - An epoch belongs to the instance that spoke first in it; what another one says in it is dropped.
 - Tokens are taken only at the expected position: what is known already is trimmed off, a gap changes nothing and asks

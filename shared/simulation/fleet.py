@@ -516,7 +516,7 @@ class Fleet:
         self.watch_drain(instance)
 
     def watch_drain(self, instance: Instance) -> None:
-        if instance.state != "draining":
+        if instance.is_gone or instance.state != "draining":
             return
         if instance.engine.all_held():
             self.events.after(0.01, self.watch_drain, instance)

@@ -42,7 +42,9 @@ class Scaling:
         fleet.scheduler.apply(LookAtScale({}))
         for instance_id in list(fleet.emptied_s):
             del fleet.emptied_s[instance_id]
-            instance = fleet.instances[instance_id]
+            instance = fleet.reach(instance_id)
+            if instance is None:
+                continue
             if instance.engine.all_held():  # dispatched before the scheduler knew
                 fleet.watch_drain(instance)
             elif instance.state == "draining":

@@ -18,6 +18,7 @@ from shared.simulation.batches import Batches
 from shared.simulation.fleet import Device, Fleet, Model
 from shared.simulation.gateway import Job
 from shared.simulation.migration import FleetMigrations
+from shared.simulation.scaling import Scaling
 
 COST = CostModel(
     fixed_s=0.01, prefill_token_s=1e-4, prefill_attention_s=1e-8, decode_s=1e-4, decode_context_s=1e-6,
@@ -69,6 +70,21 @@ def test_models_share_instances_and_each_request_gets_its_tokens() -> None:
     assert all(record.num_tokens == 30 and record.ended_s > 0 for record in records)
     assert all(instance.num_steps for instance in fleet.instances.values())
     check_empty(fleet)
+
+
+def test_instances_that_end_otherwise_while_they_drain_are_not_removed_twice() -> None:
+    fleet = fleet_of(3)
+    Scaling(fleet, lambda name: fleet.add_instance(name, DEVICE, [model("a")]))
+    fleet.drain("i1")
+    fleet.remove("i1")
+    fleet.events.at(0.3, fleet.drain, "i2")
+    fleet.events.at(0.3, fleet.fail, "i2")
+    fleet.run(jobs_of(20))
+    check_empty(fleet)
+    assert list(fleet.instances) == ["i0"]
+    num_done = fleet.events.num_done
+    fleet.events.run(lambda: False, fleet.events.now + 1.0)
+    assert fleet.events.num_done - num_done < 50  # nobody looks for ever whether a dead one is empty
 
 
 @pytest.mark.parametrize("is_noticed", [True, False])
