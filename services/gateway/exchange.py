@@ -134,7 +134,8 @@ class Call:
             if self.span.is_recording():
                 self.span.set_attributes(response_attributes(self.generation, self.call_id, self._model, now))
         if error is not None and outcome != "disconnected":
-            self.span.set_attribute("error.type", getattr(error, "code", None) or type(error).__name__)
+            known = of_info(error.info) if isinstance(error, BusError) else error
+            self.span.set_attribute("error.type", getattr(known, "code", None) or type(error).__name__)
             if status >= 500:
                 self.span.set_status(StatusCode.ERROR, str(error))
         self.span.end()

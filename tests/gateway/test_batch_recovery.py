@@ -286,3 +286,7 @@ async def test_each_line_has_a_span_linked_to_its_batch(nats_settings: BusSettin
         assert all(span.parent is None and span.attributes["gen_ai.usage.output_tokens"] > 0 for span in lines)
         traces = {request.traceparent.split("-")[1] for request in stack.peer.submitted}
         assert traces == {f"{span.context.trace_id:032x}" for span in lines}
+        stack.peer.refusal = ServiceError.of(ErrorCode.TOO_LONG, "more than fits")
+        await reach(stack.openai(), (await start(stack.openai(), [line(2)])).id, ended)
+        errors = [span.attributes.get("error.type") for span in spans.get_finished_spans() if span.links]
+        assert errors == [None, None, "context_length_exceeded"]
