@@ -16,12 +16,7 @@ from random import Random
 
 import msgspec
 
-from shared.messages.cluster import (
-    InstanceInfo,
-    LoadedModel,
-    LoadReport,
-    ModelLoad,
-)
+from shared.messages.cluster import InstanceInfo, LoadedModel, LoadReport, ModelLoad
 from shared.messages.requests import GenerationRequest, SamplingParams, pack_tokens
 from shared.scheduling.actions import Dispatch
 from shared.scheduling.calls import OnDispatched, OnRegistry, OnReport, Submit

@@ -89,21 +89,8 @@ async def _many(count: int, one: Callable[[], Awaitable[str]]) -> dict[str, int]
     return dict(Counter(await asyncio.gather(*(one() for _ in range(count)))))
 
 
-async def endless_header(plan: Plan) -> dict[str, int]:
-    return await _many(4, lambda: _pour(plan, b"GET /health HTTP/1.1\r\nhost: x\r\nx-long: ", b"a" * 65536))
-
-
-async def endless_headers(plan: Plan) -> dict[str, int]:
-    return await _many(4, lambda: _pour(plan, b"GET /health HTTP/1.1\r\nhost: x\r\n", b"x-more: a\r\n" * 6000))
-
-
-async def endless_uri(plan: Plan) -> dict[str, int]:
-    return await _many(4, lambda: _pour(plan, b"GET /", b"a" * 65536))
-
-
-async def endless_trailer(plan: Plan) -> dict[str, int]:
-    head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n0\r\nx-long: "
-    return await _many(4, lambda: _pour(plan, head, b"a" * 65536))
+def _endless(first: bytes, piece: bytes) -> Callable[[Plan], Awaitable[dict[str, int]]]:
+    return lambda plan: _many(4, lambda: _pour(plan, first, piece))
 
 
 async def half_open(plan: Plan) -> dict[str, int]:
@@ -138,14 +125,6 @@ async def streams(plan: Plan) -> dict[str, int]:
         return await _many(plan.streams, lambda: _outcome(client, plan.url + "/v1/completions", content))
 
 
-async def template_bomb(plan: Plan) -> dict[str, int]:
-    return await _chats(plan, "bomb")
-
-
-async def template_loop(plan: Plan) -> dict[str, int]:
-    return await _chats(plan, "loop")
-
-
 async def _chats(plan: Plan, model: str) -> dict[str, int]:
     content = json.dumps({"model": model, "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4}).encode()
     async with httpx.AsyncClient(timeout=plan.seconds) as client:
@@ -164,13 +143,27 @@ async def _outcome(client: httpx.AsyncClient, url: str, content: bytes) -> str:
     return f"{answer.status_code} {error.get('code')}{retry}: {str(error.get('message'))[:90]}"
 
 
-FLOODS = (endless_header, endless_headers, endless_uri, endless_trailer, half_open, slow_body, long_prompts, streams)
-TEMPLATE_FLOODS = (template_bomb, template_loop)
-BY_NAME = {flood.__name__: flood for flood in (*FLOODS, *TEMPLATE_FLOODS)}
+HEAD = b"GET /health HTTP/1.1\r\nhost: x\r\n"
+CHUNKED = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n0\r\n"
+FLOODS: dict[str, Callable[[Plan], Awaitable[dict[str, int]]]] = {
+    "endless_header": _endless(HEAD + b"x-long: ", b"a" * 65536),
+    "endless_headers": _endless(HEAD, b"x-more: a\r\n" * 6000),
+    "endless_uri": _endless(b"GET /", b"a" * 65536),
+    "endless_trailer": _endless(CHUNKED + b"x-long: ", b"a" * 65536),
+    "half_open": half_open,
+    "slow_body": slow_body,
+    "long_prompts": long_prompts,
+    "streams": streams,
+    "template_bomb": lambda plan: _chats(plan, "bomb"),
+    "template_loop": lambda plan: _chats(plan, "loop"),
+}
 
 
 def _run_flood(name: str, plan: Plan) -> dict[str, int]:
-    return asyncio.run(BY_NAME[name](plan))
+    async def run() -> dict[str, int]:
+        return await FLOODS[name](plan)
+
+    return asyncio.run(run())
 
 
 # --------------------------------------------------------------------------------------------------------- measuring
@@ -315,7 +308,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--url", help="of a gateway that runs; without it one is started, with all that it needs")
     parser.add_argument("--pid", type=int, default=0, help="of that gateway")
-    parser.add_argument("--only", nargs="+", choices=list(BY_NAME), default=[])
+    parser.add_argument("--only", nargs="+", choices=list(FLOODS), default=[])
     parser.add_argument("--seconds", type=float, default=45.0, help="of a flood that has no end of its own")
     parser.add_argument("--connections", type=int, default=400)
     parser.add_argument("--prompts", type=int, default=20)
@@ -324,8 +317,7 @@ def main() -> None:
     parser.add_argument("--bomb-characters", type=int, default=300_000_000)
     parser.add_argument("--result", type=Path, help="where to write the figures as JSON")
     arguments = parser.parse_args()
-    floods = FLOODS if arguments.url else (*FLOODS, *TEMPLATE_FLOODS)
-    names = arguments.only or [flood.__name__ for flood in floods]
+    names = arguments.only or [name for name in FLOODS if not (arguments.url and name.startswith("template"))]
 
     results = []
     with contextlib.ExitStack() as resources:
@@ -342,14 +334,7 @@ def main() -> None:
             system = resources.enter_context(Stack(models, num_instances=1, environment=environment))
             system.wait_ready()
             url, pid = system.url, system.processes["gateway"].pid
-        plan = Plan(
-            url,
-            arguments.seconds,
-            arguments.connections,
-            arguments.prompts,
-            arguments.prompt_bytes,
-            arguments.streams,
-        )
+        plan = Plan(url, *(getattr(arguments, name) for name in list(Plan.__dataclass_fields__)[1:]))
         for name in names:
             figures = asyncio.run(measure(name, plan, pid))
             show(figures)

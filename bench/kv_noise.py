@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 
-from bench.reporting import machine
+from bench.reporting import machine, processor_s
 from services.worker.kv_transport import KvTransport, TransportLimits, UcxNetwork
 
 MAGIC = struct.pack("<Q", 0xCAFEBABE12345678)
@@ -181,10 +181,6 @@ class Pair:
             speeds.append(num_bytes / (time.perf_counter() - started) / 1e9)
         return {"gb_s": statistics.median(speeds[1:]), "cpu_ns_byte": statistics.median(costs)}
 
-    def cpu_s(self) -> float:
-        fields = Path(f"/proc/{self.peer.pid}/stat").read_text().rpartition(")")[2].split()
-        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
     async def close(self) -> None:
         await self._transport.close()
 
@@ -194,15 +190,15 @@ async def measure(arguments: argparse.Namespace, peer: subprocess.Popen[str]) ->
     await pair.open()
     host, port = port_of(pair.address)
     before = await pair.throughput()
-    files, memory, used = open_files(peer.pid), resident_mib(peer.pid), pair.cpu_s()
+    files, memory, used = open_files(peer.pid), resident_mib(peer.pid), processor_s(peer.pid)
     started = time.monotonic()
     disturbed = await disturb(host, port, arguments.connections, payloads(random.Random(0)))
-    flood = {"seconds": time.monotonic() - started, "cpu_s": pair.cpu_s() - used}
+    flood = {"seconds": time.monotonic() - started, "cpu_s": processor_s(peer.pid) - used}
     num_others = int(arguments.connections * OTHER_SHARE)
     others = await disturb(host, port, num_others, messages(random.Random(1)), OTHER_HOST)
-    used = pair.cpu_s()
+    used = processor_s(peer.pid)
     await asyncio.sleep(2)
-    idle = (pair.cpu_s() - used) / 2
+    idle = (processor_s(peer.pid) - used) / 2
     result = {
         "connections": disturbed.num,
         "could_not_connect": disturbed.num_refused,

@@ -138,22 +138,8 @@ def perftest(
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     count = max(4, num_bytes // message_bytes)
-    options = [
-        "-p",
-        str(port),
-        "-t",
-        "tag_bw",
-        "-e",
-        "-s",
-        str(message_bytes),
-        "-n",
-        str(count),
-        "-w",
-        "2",
-        "-f",
-        "-v",
-        *(["-m", "cuda"] if arguments.way == "device" else []),
-    ]
+    options = f"-p {port} -t tag_bw -e -s {message_bytes} -n {count} -w 2 -f -v".split()
+    options += ["-m", "cuda"] if arguments.way == "device" else []
 
     def start(peer: list[str], core: int, end: dict[str, str]) -> subprocess.Popen[str]:
         place = ["taskset", "-c", str(cores[core])] if arguments.pin else []

@@ -15,7 +15,7 @@ import time
 
 import numpy as np
 
-from bench.rebalance.devices import DEVICES
+from bench.rebalance.cluster import DEVICES
 from bench.reporting import table
 from shared.engine.calls import AddModel, Cancel, OnStep, SetCostModel, Submit
 from shared.engine.engine import Engine

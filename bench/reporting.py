@@ -5,12 +5,16 @@ from __future__ import annotations
 import math
 import os
 import platform
-from collections.abc import Iterable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 def machine() -> dict[str, Any]:
@@ -90,6 +94,22 @@ def write(folder: Path, name: str, document: Any, text: str, *, indent: int = 1)
     stem.with_suffix(".json").write_bytes(content + b"\n")
     stem.with_suffix(".md").write_text(text.rstrip("\n") + "\n")
     return stem
+
+
+def save_figure(draw: Callable[[], Figure], path: Path) -> None:
+    """Or says why there are no plots."""
+    from tideway.bench.plots import PlotsUnavailable
+
+    try:
+        draw().savefig(path, dpi=110)
+    except PlotsUnavailable as error:
+        print(error, file=sys.stderr)
+
+
+def processor_s(pid: int) -> float:
+    """Of all threads of a process."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def _plain(value: Any) -> Any:

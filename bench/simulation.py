@@ -18,8 +18,7 @@ from typing import Any
 
 import msgspec
 
-from bench.rebalance.cluster import Cluster
-from bench.rebalance.devices import DEVICES
+from bench.rebalance.cluster import DEVICES, Cluster
 from bench.rebalance.experiments import NUM_INSTANCES, SYSTEMS, Plan, capacity_rps
 from bench.rebalance.workloads import Workload, draw_jobs
 from bench.reporting import table

@@ -13,12 +13,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from shared.messages.cluster import (
-    FinishedStats,
-    InstanceInfo,
-    LoadedModel,
-    ModelLoad,
-)
+from shared.messages.cluster import FinishedStats, InstanceInfo, LoadedModel, ModelLoad
 from shared.messages.requests import (
     FinishReason,
     GenerationRequest,

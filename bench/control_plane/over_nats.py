@@ -11,7 +11,6 @@ import asyncio
 import os
 import sys
 import time
-from pathlib import Path
 from random import Random
 
 import httpx
@@ -21,15 +20,10 @@ import numpy as np
 from nats.aio.msg import Msg
 
 from bench.control_plane.fleet import REPORTS_PER_S, Fleet, encode
+from bench.reporting import processor_s
 from shared.bus.interface import BusError
 from shared.bus.nats_bus import NatsBus
-from shared.messages.catalogue import (
-    INSTANCES,
-    LOAD_REPORTS,
-    PREFIX,
-    SCHEDULER_ANNOUNCE,
-    SCHEDULER_SUBMIT,
-)
+from shared.messages.catalogue import INSTANCES, LOAD_REPORTS, PREFIX, SCHEDULER_ANNOUNCE, SCHEDULER_SUBMIT
 from shared.messages.cluster import LeaseHolder
 from shared.messages.requests import Accepted, GenerationRequest, HeldRequests
 from shared.settings import BusSettings
@@ -59,11 +53,6 @@ class OverNats(msgspec.Struct, frozen=True, kw_only=True):
     """How long a process that only sleeps waited for the scheduler's core meanwhile (`witness`)."""
     load_average: float
     """Of the machine at the end: what else ran."""
-
-
-def processor_seconds(pid: int) -> float:
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 class Publisher:
@@ -229,12 +218,12 @@ async def over_nats(num_instances: int, seconds: float, requests_per_s: float, s
         url = f"http://127.0.0.1:{metrics_port}/metrics"
         async with httpx.AsyncClient(timeout=10.0) as client:
             handled = await _reports_handled(url, client)
-            began_s, cpu_s = time.monotonic(), processor_seconds(scheduler.pid)
+            began_s, cpu_s = time.monotonic(), processor_s(scheduler.pid)
             sent, messages = crowd.num_sent, crowd.num_rebalances
             crowd.waits_s.clear()
             stall_p99_ms, stall_max_ms = await _stalls_ms(cores[0], seconds)
             took_s = time.monotonic() - began_s
-            cpu_s = processor_seconds(scheduler.pid) - cpu_s
+            cpu_s = processor_s(scheduler.pid) - cpu_s
             sent, waits_ms = crowd.num_sent - sent, 1000 * np.array(crowd.waits_s)
             handled = await _reports_handled(url, client) - handled
         for task in tasks:

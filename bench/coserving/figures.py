@@ -12,7 +12,6 @@ from bench.coserving.results import ExperimentResult
 from tideway.bench.plots import new_figure
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 COLOURS = {
@@ -23,20 +22,11 @@ COLOURS = {
 
 def write_figures(result: ExperimentResult, stem: Path) -> list[Path]:
     """`stem`.NAME.png for each plot. Raises `PlotsUnavailable`."""
-    drawn: list[tuple[str, Figure]] = []
-    if result.experiment in ("burst", "rate"):
-        drawn.append(("sweep", _sweep(result)))
-    elif result.experiment == "ablation":
-        drawn.append(("steps", _steps(result)))
-    elif result.experiment == "objectives":
-        drawn.append(("curve", _curve(result)))
-    if result.experiment in ("trace", "onoff"):
-        drawn.append(("latency", _latency(result)))
-        drawn.append(("batch", _batch(result)))
+    plots = PLOTS.get(result.experiment, {})
     paths = []
-    for name, figure in drawn:
+    for name, draw in plots.items():
         path = stem.with_name(f"{stem.name}.{name}.png")
-        figure.savefig(path, dpi=110)
+        draw(result).savefig(path, dpi=110)
         paths.append(path)
     return paths
 
@@ -141,14 +131,25 @@ def _steps(result: ExperimentResult) -> Figure:
     figures = [one for one in result.figures["all"] if one.system != "online_only"]
     alone = next(one for one in result.figures["all"] if one.system == "online_only")
     names = [one.system for one in figures]
-    _bars(axes[0], names, [one.offline_tokens_per_s for one in figures], "offline tokens per s")
-    _bars(axes[1], names, [one.ttft_s.p99 * 1000 for one in figures], "TTFT P99, ms")
+    for axis, label, values in (
+        (axes[0], "offline tokens per s", [one.offline_tokens_per_s for one in figures]),
+        (axes[1], "TTFT P99, ms", [one.ttft_s.p99 * 1000 for one in figures]),
+    ):
+        axis.bar(names, values, color=[COLOURS[name] for name in names])
+        axis.set_ylabel(label)
     axes[1].axhline(alone.ttft_s.p99 * 1000, color="tab:red", linestyle="--", label="online_only")
     axes[1].legend(fontsize="small")
     axes[1].set_xlabel("")
     return figure
 
 
-def _bars(axis: Axes, names: list[str], values: list[float], label: str) -> None:
-    axis.bar(names, values, color=[COLOURS[name] for name in names])
-    axis.set_ylabel(label)
+_OVER_TIME = {"latency": _latency, "batch": _batch}
+PLOTS: dict[str, dict[str, Callable[[ExperimentResult], Figure]]] = {
+    "trace": _OVER_TIME,
+    "onoff": _OVER_TIME,
+    "burst": {"sweep": _sweep},
+    "rate": {"sweep": _sweep},
+    "ablation": {"steps": _steps},
+    "objectives": {"curve": _curve},
+}
+"""Of each experiment, by the name of the file."""

@@ -16,17 +16,7 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from bench.coserving.runs import (
-    MODEL,
-    Clients,
-    Objectives,
-    RunFailed,
-    RunResult,
-    Setup,
-    Step,
-    System,
-    num_merged,
-)
+from bench.coserving.runs import MODEL, Clients, Objectives, RunFailed, RunResult, Setup, Step, System, num_merged
 from bench.reporting import machine
 from services.worker.cost_models import profiled_model
 from services.worker.engine_loop import EngineLoop

@@ -14,7 +14,7 @@ import torch
 
 from bench.coserving.testbed import SHAPES, make_checkpoint
 from bench.devices import add_device_option, environments, gpu_names
-from bench.migration.experiments import EXPERIMENTS, Result, Setup
+from bench.migration.experiments import EXPERIMENTS, Setup
 from bench.migration.pair import Affinity
 from bench.reporting import judged, machine, table_of, write
 from services.worker.executor import Executor
@@ -27,7 +27,9 @@ def make_setup(folder: Path, arguments: argparse.Namespace) -> Setup:
     longest = max(arguments.lengths)
     shape = {**SHAPES[arguments.model], "max_position_embeddings": longest + 8192}
     make_checkpoint(folder, shape, device=arguments.device[0])
-    block_size, block_bytes = kv_shape_of(folder, arguments.device[0])
+    prepared = Executor(arguments.device[0], 1, 1 << 30, 1).prepare_model(ModelSpec("model", str(folder)))
+    block_size, block_bytes = prepared.block_size, prepared.model.kv_shape(prepared.block_size).block_bytes
+    del prepared
     if arguments.ends[0]:
         gc.collect()
         torch.cuda.empty_cache()  # the instances need the memory
@@ -49,18 +51,6 @@ def make_setup(folder: Path, arguments: argparse.Namespace) -> Setup:
         devices=tuple(arguments.device),
         ends=tuple(arguments.ends),
     )
-
-
-def kv_shape_of(folder: Path, device: str) -> tuple[int, int]:
-    """(tokens of a page, bytes of a block)"""
-    prepared = Executor(device, 1, 1 << 30, 1).prepare_model(ModelSpec("model", str(folder)))
-    return prepared.block_size, prepared.model.kv_shape(prepared.block_size).block_bytes
-
-
-def report(name: str, result: Result, place: str) -> list[str]:
-    """`place`: model and GPU; empty on CPU."""
-    lines = [f"**{result.title}**", "", *table_of(result.rows), "", *(f"- {target}" for target in result.targets)]
-    return [f"## {name}, {time.strftime('%Y-%m-%d')}{place}", "", *lines, ""]
 
 
 def main() -> None:
@@ -90,29 +80,25 @@ def main() -> None:
         for name in names:
             started_s = time.perf_counter()
             result = asyncio.run(EXPERIMENTS[name](setup))
-            lines = report(name, result, place)
+            date = time.strftime("%Y-%m-%d")
+            lines = [f"## {name}, {date}{place}", "", f"**{result.title}**", "", *table_of(result.rows), ""]
+            lines += [*(f"- {target}" for target in result.targets), ""]
             print("\n".join(lines), flush=True)
             if arguments.output:
-                save(arguments, setup, name, result, lines, time.perf_counter() - started_s)
-
-
-def save(
-    arguments: argparse.Namespace, setup: Setup, name: str, result: Result, lines: list[str], took_s: float
-) -> None:
-    content = {
-        "date": time.strftime("%Y-%m-%d"),
-        "machine": {**machine(), "gpu": arguments.gpu},
-        "device": " ".join(arguments.device),
-        "pinning": Affinity(setup.is_pinned).describe(),
-        "model": arguments.model,
-        "moves": arguments.moves,
-        "seed": arguments.seed,
-        "took_s": round(took_s, 1),
-        "rows": result.rows,
-        "targets": judged(result.targets),
-    }
-    kind = "-cuda" if arguments.gpu else ""
-    write(arguments.output, f"migration-{name}{kind}-{content['date']}", content, "\n".join(lines))
+                content = {
+                    "date": date,
+                    "machine": {**machine(), "gpu": arguments.gpu},
+                    "device": " ".join(arguments.device),
+                    "pinning": Affinity(setup.is_pinned).describe(),
+                    "model": arguments.model,
+                    "moves": arguments.moves,
+                    "seed": arguments.seed,
+                    "took_s": round(time.perf_counter() - started_s, 1),
+                    "rows": result.rows,
+                    "targets": judged(result.targets),
+                }
+                kind = "-cuda" if arguments.gpu else ""
+                write(arguments.output, f"migration-{name}{kind}-{date}", content, "\n".join(lines))
 
 
 if __name__ == "__main__":

@@ -25,13 +25,7 @@ from shared.messages.catalogue import (
     INSTANCES,
     LOAD_REPORTS,
 )
-from shared.messages.cluster import (
-    InstanceInfo,
-    InstancePlan,
-    LoadReport,
-    MigrationOutcome,
-    ModelSpec,
-)
+from shared.messages.cluster import InstanceInfo, InstancePlan, LoadReport, MigrationOutcome, ModelSpec
 from shared.messages.migration import MigrationReason, Rebalance
 from shared.messages.requests import (
     Cancel,

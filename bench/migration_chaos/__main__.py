@@ -28,7 +28,6 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--migrations", type=int, default=2000)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--first", type=int, default=0, help="number of the first trial")
     parser.add_argument("--instances", type=int, default=3)
     parser.add_argument("--streams", type=int, default=18)
     parser.add_argument("--at-once", type=int, default=6)
@@ -39,7 +38,6 @@ def main(arguments: list[str] | None = None) -> int:
         default="all",
         help="brief: those that cost little time; gentle: those that end no process; cuts: of networks",
     )
-    parser.add_argument("--log-level", default="INFO")
     parser.add_argument("--keep-logs", action="store_true")
     parser.add_argument("--output", type=Path)
     parsed = parser.parse_args(arguments)
@@ -56,13 +54,12 @@ def main(arguments: list[str] | None = None) -> int:
         num_at_once=parsed.at_once,
         rest_every=parsed.rest_every,
         faults=parsed.faults,
-        log_level=parsed.log_level,
         say=say,
     )
     say(f"logs are in {trials.cluster.folder}")
     with asyncio.Runner(loop_factory=new_event_loop) as runner:
         # Processes that run must not outlive this one.
-        running = runner.get_loop().create_task(trials.run(parsed.migrations, parsed.first))
+        running = runner.get_loop().create_task(trials.run(parsed.migrations))
         runner.get_loop().add_signal_handler(signal.SIGTERM, running.cancel)
         result = runner.get_loop().run_until_complete(running)
     text = markdown(result)

@@ -28,12 +28,7 @@ from shared.bus.interface import Bus, BusError
 from shared.bus.nats_bus import NatsBus
 from shared.messages.catalogue import INSTANCE_EXITED, INSTANCES, MODELS
 from shared.messages.channels import bucket_key
-from shared.messages.cluster import (
-    InstanceExited,
-    InstanceInfo,
-    InstancePlan,
-    ModelSpec,
-)
+from shared.messages.cluster import InstanceExited, InstanceInfo, InstancePlan, ModelSpec
 from shared.replica import serve
 from shared.service import run_service
 from shared.settings import BusSettings, InstanceSettings, SchedulerSettings
@@ -45,6 +40,8 @@ log = logging.getLogger(__name__)
 PRELOAD = ["bench.migration_chaos.instance", "services.scheduler.service", "ucxx"]
 NUM_MERGED = 160
 NUM_HOST_MERGED = 64
+NUM_SCHEDULERS = 2
+STEP_S = 0.005
 START_TIMEOUT_S = 60.0
 SPECS = [ModelSpec(name, f"/models/{name}") for name in SHAPES]
 
@@ -161,9 +158,8 @@ class Instance(Process):
             max_migrations=4,
             migration_cooldown_s=0.05,
             drain_grace_s=8.0,
-            log_level=cluster.log_level,
         )
-        options = Options(cluster.step_s, NUM_HOST_MERGED, str(self.log_path))
+        options = Options(STEP_S, NUM_HOST_MERGED, str(self.log_path))
         near, far = cluster.context.Pipe()
         self._connection = near
         self.process = cluster.context.Process(target=run_instance, args=(settings, options, far), daemon=True)
@@ -232,7 +228,6 @@ class Scheduler(Process):
             rebalance_low=-2e9,
             rebalance_high=-1e9,
             max_waiting_per_model=8,
-            log_level=cluster.log_level,
         )
         self.num_stops = 0
         self._pipe, far = cluster.context.Pipe()
@@ -251,18 +246,17 @@ class Scheduler(Process):
 
     async def held(self) -> dict[str, float]:
         """Of the leader: requests that it thinks of; {} of any other."""
-        names = ("is_leader", "tracked_requests", "ledger_requests")
+        found = dict.fromkeys(("is_leader", "tracked_requests", "ledger_requests"), 0.0)
         try:
             async with httpx.AsyncClient(timeout=2.0) as client:
                 text = (await client.get(f"http://127.0.0.1:{self.metrics_port}/metrics")).text
         except httpx.HTTPError:
             return {}
-        found = {}
         for line in text.splitlines():
-            name, _, value = line.rpartition(" ")
-            if name.removeprefix("tideway_scheduler_") in names:
-                found[name.removeprefix("tideway_scheduler_")] = float(value)
-        return found if found.pop("is_leader", 0.0) else {}
+            name, _, value = line.removeprefix("tideway_scheduler_").rpartition(" ")
+            if name in found:
+                found[name] = float(value)
+        return found if found.pop("is_leader") else {}
 
 
 class Cluster:
@@ -273,15 +267,9 @@ class Cluster:
         seed: int,
         num_instances: int,
         on_event: Callable[[Instance, tuple[Any, ...]], None],
-        *,
-        step_s: float = 0.005,
-        num_schedulers: int = 2,
-        log_level: str = "INFO",
     ) -> None:
         self.seed = seed
         self.random = Random(f"{seed} cluster")
-        self.step_s = step_s
-        self.log_level = log_level
         self.folder = Path(tempfile.mkdtemp(prefix="tideway-chaos-"))
         self.context = multiprocessing.get_context("forkserver")
         self.context.set_forkserver_preload(PRELOAD)
@@ -289,7 +277,7 @@ class Cluster:
         self.is_nats_up = True
         self.is_closing = False
         self.instances = [Instance(index, self, on_event) for index in range(num_instances)]
-        self.schedulers = [Scheduler(index, self) for index in range(num_schedulers)]
+        self.schedulers = [Scheduler(index, self) for index in range(NUM_SCHEDULERS)]
         self.registry: dict[str, InstanceInfo] = {}
         self.tasks = TaskSet()
 

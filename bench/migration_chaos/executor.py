@@ -1,19 +1,24 @@
-"""An executor without a model, with real KV: bytes in one slab that all models share, as `KvStore` lays them out."""
+"""The model of the chaos run, whose KV cell is a hash of the prefix, and its next token a function of the last cell; and its
+executor, with real KV: bytes in one slab that all models share, as `KvStore` lays them out."""
 
 from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 import torch
 
-from bench.migration_chaos.chains import WORDS, cells, extend, next_token, root
 from shared.engine.plan import CopyKind, KvCopy, ModelShape, StepPlan, StepResult
 from shared.messages.cluster import ModelSpec
 from shared.messages.requests import unpack_tokens
 
+WORDS = 8
+"""64-bit words of a KV cell."""
+_MASK = (1 << 64) - 1
+_FACTORS = np.arange(1, 2 * WORDS, 2, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+VOCABULARY = 997
 CELL_BYTES = 8 * WORDS
 MERGED_BYTES = 2048
 SHAPES = {"a": ModelShape("a", 8, 4, 640), "b": ModelShape("b", 4, 8, 640)}
@@ -21,6 +26,43 @@ assert all(s.block_size * s.blocks_per_merged * CELL_BYTES == MERGED_BYTES for s
 NO_OWNER = ""
 PREFILL_TOKENS_S = 8000.0
 """A step takes so much longer for each token beyond one a sequence."""
+
+
+def root(model: str) -> int:
+    return int.from_bytes(model.encode().ljust(8, b"~")[:8], "little")
+
+
+def extend(last: int, tokens: Iterable[int]) -> list[int]:
+    """A link for each token, after `last`; never 0."""
+    links = []
+    for token in tokens:
+        last = ((last ^ (token + 1)) * 0xBF58476D1CE4E5B9 + 0x94D049BB133111EB) & _MASK
+        last = (last ^ (last >> 29)) or 1
+        links.append(last)
+    return links
+
+
+def cells(links: np.ndarray) -> np.ndarray:
+    """`[n]` uint64 -> `[n, WORDS]` uint64."""
+    made: np.ndarray = links[:, None] * _FACTORS
+    return made
+
+
+def next_token(link: int) -> int:
+    return (link >> 17) % VOCABULARY
+
+
+def output(model: str, prompt: Sequence[int], max_tokens: int, stop: Iterable[int] = ()) -> list[int]:
+    """What an undisturbed run makes."""
+    stops = frozenset(stop)
+    made: list[int] = []
+    link = extend(root(model), prompt)[-1]
+    while len(made) < max_tokens:
+        made.append(next_token(link))
+        if made[-1] in stops:
+            break
+        (link,) = extend(link, made[-1:])
+    return made
 
 
 class _Row:

@@ -33,11 +33,7 @@ from services.worker.migration import service as service_module
 from services.worker.migration.faults import FaultAction, FaultPoints
 from services.worker.migration.service import MigrationService
 from shared.bus.interface import ServiceError
-from shared.messages.migration import (
-    MigrationReason,
-    PreAllocate,
-    Reserved,
-)
+from shared.messages.migration import MigrationReason, PreAllocate, Reserved
 from shared.messages.requests import ErrorCode
 from shared.migration.commands import BeginOut, Command, WindUp
 from shared.migration.core import MigrationCore

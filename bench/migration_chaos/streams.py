@@ -11,7 +11,7 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry
 
-from bench.migration_chaos.chains import VOCABULARY, output
+from bench.migration_chaos.executor import VOCABULARY, output
 from services.gateway.catalog import Catalog
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.placing import Placer

@@ -16,7 +16,6 @@ from bench.migration_chaos.faults import NOTE, Fault, draw
 from bench.migration_chaos.instance import read_tag
 from bench.migration_chaos.streams import Streams, counters
 from services.worker.migration.faults import FaultAction
-from shared.bus.interface import Bus
 from shared.messages.catalogue import INSTANCE_REBALANCE
 from shared.messages.migration import MigrationReason, Rebalance
 
@@ -87,12 +86,11 @@ class Trials:
         num_at_once: int = 6,
         rest_every: int = 100,
         faults: str = "all",
-        log_level: str = "INFO",
         say: Callable[[str], None] = lambda text: None,
     ) -> None:
         """`faults`: that are drawn, see `draw`."""
         self.result = Result(seed=seed)
-        self.cluster = Cluster(seed, num_instances, self._on_event, log_level=log_level)
+        self.cluster = Cluster(seed, num_instances, self._on_event)
         self._seed = seed
         self._num_streams = num_streams
         self._num_at_once = num_at_once
@@ -111,16 +109,12 @@ class Trials:
         self._streams: Streams | None = None
         self._started_s = time.monotonic()
 
-    @property
-    def bus(self) -> Bus:
-        return self.cluster.bus
-
-    async def run(self, num_migrations: int, first: int = 0) -> Result:
-        """Trials `first ..`, until so many migrations have met their faults."""
-        started_s = time.monotonic()
+    async def run(self, num_migrations: int) -> Result:
+        """Until so many migrations have met their faults."""
+        first, started_s = 0, time.monotonic()
         try:
             await self.cluster.start()
-            self._streams = Streams(self.bus, self._seed, self._fail)
+            self._streams = Streams(self.cluster.bus, self._seed, self._fail)
             await self._streams.start()
             while (missing := num_migrations - self.result.num_migrations) > 0:
                 first, begin = first + min(missing, self._rest_every), first
@@ -337,7 +331,7 @@ class Trials:
         source.tell("arm", trial, fault)
         names = [one.name for one in destinations[: random.choice((1, 1, 2))]]
         topic = INSTANCE_REBALANCE.at(instance_id=source.name)
-        self.bus.publish(topic, Rebalance(names, MigrationReason.BALANCE, BEGIN_S, 4))
+        self.cluster.bus.publish(topic, Rebalance(names, MigrationReason.BALANCE, BEGIN_S, 4))
         died = asyncio.ensure_future(source.died.wait())
         await asyncio.wait([began, died], timeout=BEGIN_S, return_when=asyncio.FIRST_COMPLETED)
         died.cancel()

@@ -14,11 +14,9 @@ from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
 
-from bench.ordering.comparing import LOADS, Plan, compare, plans
-from bench.ordering.results import draw
+from bench.ordering.results import LOADS, Plan, compare, draw, plans
 from bench.ordering.workloads import SEALLM, Lengths, read_lengths, real_settings
-from bench.reporting import machine, write
-from tideway.bench.plots import PlotsUnavailable
+from bench.reporting import machine, save_figure, write
 from tideway.bench.traces import TraceError
 
 
@@ -73,10 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     text = head + tables + "\n\n    " + "\n    ".join(verdicts)
     kind = "-real" if options.traces else "-short" if options.short else ""
     stem = write(options.output, f"{date}-ordering{kind}", result, text)
-    try:
-        draw(comparisons, f"Order of requests, {date}").savefig(stem.with_suffix(".png"), dpi=110)
-    except PlotsUnavailable as error:
-        print(error, file=sys.stderr)
+    save_figure(lambda: draw(comparisons, f"Order of requests, {date}"), stem.with_suffix(".png"))
     print(f"{took_s:.0f} s; written: {stem}.json, .md, .png")
     return 0
 

@@ -1,16 +1,19 @@
-"""Figures of runs, and what they are held against."""
+"""What is compared, the comparison, its runs spread over processes, its figures, and what they are held against."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import Executor
 from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
 
-from bench.ordering.simulation import Run
+from bench.ordering.simulation import Run, mean_times_alone_s, normalised, simulate
+from bench.ordering.workloads import ALIKE, MODERATE, SEALLM, SMALL, Lengths, Setting, draw_jobs
 from bench.reporting import met, table
 from shared.policies.silence import allowed_silence_s
+from shared.simulation.gateway import Job
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -25,6 +28,30 @@ LEAST_GAIN = 2.0
 GAIN_LOAD = 0.9
 
 
+ORDERS = (OURS, "fcfs", "round_robin", "mlfq", "seallm")
+COLD = OURS + " (cold)"
+"""It never hears of a finished request."""
+LOADS = (0.3, 0.5, 0.7, 0.8, 0.9, 0.95)
+FEW_LOADS = (0.5, 0.9)
+PROFILE_SEED = 1_000_003
+"""Of the requests by which capacity and times alone are measured: others than those that are compared."""
+
+
+class Plan(msgspec.Struct, frozen=True, kw_only=True):
+    """One comparison."""
+
+    setting: Setting
+    mix_phases: bool
+    loads: tuple[float, ...]
+    orders: tuple[str, ...] = ORDERS
+    is_real: bool = False
+    """Lengths are those of traces."""
+
+    @property
+    def name(self) -> str:
+        return f"{self.setting.name}, {'mixed' if self.mix_phases else 'separate'} phases"
+
+
 class Figures(msgspec.Struct, frozen=True, kw_only=True):
     """Of one order at one load: all seeds' requests together. Latencies are over the model's mean time alone."""
 
@@ -36,15 +63,12 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
     token_mean_s: float
     token_p99_s: float
     by_model: dict[str, float]
-    seed_means: list[float]
     max_itl_s: float = 0.0
     """Of all requests."""
     ratio: float = 1.0
     """Mean over that of the doubling budget."""
     num_switches: int = 0
-    num_steps: int = 0
     num_preemptions: int = 0
-    recomputed_tokens: int = 0
 
 
 def figures_of(order: str, load: float, runs: Sequence[tuple[Run, dict[str, np.ndarray]]]) -> Figures:
@@ -59,12 +83,9 @@ def figures_of(order: str, load: float, runs: Sequence[tuple[Run, dict[str, np.n
         token_mean_s=float(token.mean()),
         token_p99_s=float(np.percentile(token, 99)),
         by_model={model: float(values.mean()) for model, values in latencies.items()},
-        seed_means=[float(values["alone"].mean()) for _, values in runs],
         max_itl_s=max(max(run.max_itl_s) for run, _ in runs),
         num_switches=sum(run.num_switches for run, _ in runs),
-        num_steps=sum(run.num_steps for run, _ in runs),
         num_preemptions=sum(run.num_preemptions for run, _ in runs),
-        recomputed_tokens=sum(run.recomputed_tokens for run, _ in runs),
     )
 
 
@@ -73,7 +94,6 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str
     device: str
-    mix_phases: bool
     capacity_rps: float
     """Requests a second of a backlog under FCFS."""
     alone_s: dict[str, float]
@@ -143,6 +163,58 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
         ]  # fmt: skip
         title = f"**{self.name}: {self.device}; capacity {self.capacity_rps:.2f} requests/s; mean time alone {alone}**"
         return "\n".join([title, "", *table(head, rows)])
+
+
+def plans(is_short: bool, loads: tuple[float, ...] = ()) -> list[Plan]:
+    """`loads`: instead of those of each."""
+    if is_short:
+        return [Plan(setting=SEALLM, mix_phases=True, loads=loads or (0.9,))]
+    mains = [
+        Plan(setting=SEALLM, mix_phases=True, loads=loads or LOADS, orders=(*ORDERS, COLD)),
+        Plan(setting=SEALLM, mix_phases=False, loads=loads or LOADS),
+    ]
+    others = [
+        Plan(setting=one, mix_phases=True, loads=loads or FEW_LOADS, orders=(*ORDERS, COLD))
+        for one in (MODERATE, SMALL, ALIKE)
+    ]
+    return mains + others
+
+
+def compare(plan: Plan, num: int, seeds: Sequence[int], traces: dict[str, Lengths], pool: Executor) -> Comparison:
+    setting = plan.setting
+    known = {model: lengths for model, lengths in traces.items() if any(s.model == model for s in setting.services)}
+    backlog = draw_jobs(setting, num, 0.0, PROFILE_SEED, known)
+    capacity_rps = num / _run(setting, backlog, "fcfs", plan.mix_phases).end_s
+    alone_s = mean_times_alone_s(setting, backlog)
+    jobs = {
+        (load, seed): draw_jobs(setting, num, capacity_rps * load, seed, known) for load in plan.loads for seed in seeds
+    }
+    futures = {
+        (load, order, seed): pool.submit(_run, setting, jobs[load, seed], order, plan.mix_phases)
+        for load in plan.loads
+        for order in plan.orders
+        for seed in seeds
+    }
+    figures = []
+    for load in plan.loads:
+        for order in plan.orders:
+            runs = [(seed, futures[load, order, seed].result()) for seed in seeds]
+            pairs = [(run, normalised(run, jobs[load, seed], alone_s)) for seed, run in runs]
+            figures.append(figures_of(order, load, pairs))
+    comparison = Comparison(
+        name=plan.name,
+        is_real=plan.is_real,
+        device=setting.device,
+        capacity_rps=capacity_rps,
+        alone_s=alone_s,
+        figures=figures,
+    )
+    return comparison.with_ratios()
+
+
+def _run(setting: Setting, jobs: list[Job], order: str, mix_phases: bool) -> Run:
+    is_cold = order == COLD
+    return simulate(setting, jobs, OURS if is_cold else order, mix_phases=mix_phases, knows_times=not is_cold)
 
 
 def draw(comparisons: Sequence[Comparison], title: str) -> Figure:

@@ -32,7 +32,6 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
     num_switches: int
     """Steps of another model than the step before."""
     num_preemptions: int
-    recomputed_tokens: int
 
 
 def simulate(setting: Setting, jobs: list[Job], order: str, *, mix_phases: bool, knows_times: bool = True) -> Run:
@@ -70,15 +69,13 @@ def simulate(setting: Setting, jobs: list[Job], order: str, *, mix_phases: bool,
     steps = list[str]()
     instance.on_step = lambda step: steps.append(step.plan.model)
     records = fleet.run(jobs, patience_s=math.inf).records
-    counters = engine.counters
     return Run(
         latencies_s=[record.latency_s for record in records],
         max_itl_s=[record.longest_gap_s for record in records],
         end_s=fleet.events.now,
         num_steps=len(steps),
         num_switches=sum(one != other for one, other in pairwise(["", *steps])),
-        num_preemptions=counters.num_preemptions,
-        recomputed_tokens=counters.recomputed_tokens,
+        num_preemptions=engine.counters.num_preemptions,
     )
 
 

@@ -13,13 +13,12 @@ from pathlib import Path
 
 import msgspec
 
-from bench.rebalance.devices import DEVICES
+from bench.rebalance.cluster import DEVICES
 from bench.rebalance.experiments import DURATION_S, EXPERIMENTS, NUM_INSTANCES, Plan
 from bench.rebalance.results import draw_balance
 from bench.rebalance.workloads import MIXES, PREFILL_MIX
-from bench.reporting import machine, write
+from bench.reporting import machine, save_figure, write
 from shared.settings import SchedulerSettings
-from tideway.bench.plots import PlotsUnavailable
 
 TRACES = ("azure_llm_2023_conv.csv", "mooncake_conversation.jsonl")
 
@@ -84,12 +83,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         name = f"rebalance-{name}-{plan.device.name}{'-short' if options.short else ''}-{date}"
         stem = write(options.output, name, document, head + result.markdown())
         if result.figures:
-            try:
-                draw_balance(result.figures, f"{name}, {plan.device.name}, {date}").savefig(
-                    stem.with_suffix(".png"), dpi=110
-                )
-            except PlotsUnavailable as error:
-                print(error, file=sys.stderr)
+            title = f"{name}, {plan.device.name}, {date}"
+            save_figure(lambda: draw_balance(result.figures, title), stem.with_suffix(".png"))  # noqa: B023 (called at once)
         print(f"{took_s:.0f} s; written: {stem}.json, .md", flush=True)
     return 0
 

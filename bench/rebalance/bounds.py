@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from bench.rebalance.devices import Device
+from bench.rebalance.cluster import Device
 from shared.cost_model import StepShape
 from shared.simulation.gateway import Job
 

@@ -1,4 +1,5 @@
-"""Instances of one kind with the real scheduler's core, and the requests that they are given."""
+"""What instances run on (step times, KV pool, link; none of it is measured by this benchmark), and a cluster of instances of
+one kind with the real scheduler's core."""
 
 from __future__ import annotations
 
@@ -6,12 +7,119 @@ from collections.abc import Sequence
 
 import msgspec
 
-from bench.rebalance.devices import Device
+from shared.cost_model import CostModel
+from shared.engine.plan import ModelShape
+from shared.engine.recording import Configuration
 from shared.settings import SchedulerSettings
-from shared.simulation.fleet import Fleet
-from shared.simulation.gateway import Gateway, Job
+from shared.simulation import fleet
+from shared.simulation.gateway import MODEL, Gateway, Job
 from shared.simulation.migration import FleetMigrations
 from shared.simulation.scaling import Scaling
+
+
+class Device(msgspec.Struct, frozen=True, kw_only=True):
+    name: str
+    cost_model: CostModel
+    block_size: int
+    num_blocks: int
+    """KV blocks in the pool of one instance; a merged block holds one."""
+    num_rows: int
+    max_step_tokens: int
+    block_bytes: int
+    bandwidth_bytes_s: float
+    """Of the link between two instances; migrations use `rate_share` of it."""
+    rate_share: float = 0.5
+    max_length: int
+    """Tokens of a prompt, and of an output, at most."""
+    high_load: float
+    """Share of the pool up to which an instance with requests of high priority is loaded."""
+    ttft_s: float
+    tpot_s: float
+
+    @property
+    def pool_tokens(self) -> int:
+        return self.num_blocks * self.block_size
+
+    def simulated(self, order: str) -> fleet.Device:
+        configuration = Configuration(
+            num_merged=self.num_blocks, num_rows=self.num_rows, ordering=order, token_budget=self.max_step_tokens,
+            steps_in_flight=1, max_waiting=1 << 20, ttft_s=self.ttft_s, tpot_s=self.tpot_s,
+            high_priority_load=self.high_load,
+        )  # fmt: skip
+        return fleet.Device(
+            configuration=configuration, merged_bytes=self.block_bytes,
+            bandwidth_bytes_s=self.bandwidth_bytes_s, rate_share=self.rate_share,
+        )  # fmt: skip
+
+    @property
+    def model(self) -> fleet.Model:
+        shape = ModelShape(name=MODEL, block_size=self.block_size, blocks_per_merged=1, max_model_len=1 << 20)
+        return fleet.Model(shape=shape, cost_model=self.cost_model)
+
+
+A10 = Device(
+    name="a10",
+    cost_model=CostModel(
+        fixed_s=0.020, prefill_token_s=2e-5, prefill_attention_s=9e-9, decode_s=2e-4, decode_context_s=1e-6,
+        over_knee_s=2e-4, knee_tokens=100, checkpoint_block_s=4e-4, restore_block_s=4e-4,
+    ),
+    block_size=16,
+    num_blocks=851,
+    num_rows=256,
+    max_step_tokens=8192,
+    block_bytes=16 * 32 * 2 * 4096 * 2,
+    bandwidth_bytes_s=8e9,
+    max_length=6000,
+    high_load=1600 / 13616,
+    ttft_s=1.5,
+    tpot_s=0.11,
+)  # fmt: skip
+"""LLaMA-7B on one A10, made to fit Llumnix's figures, not measured: a pool of 851 blocks of 16 tokens (13,616 tokens of
+0.5 MB), decode steps of 20 ms alone and about 2.3 times that with a pool full of short sequences, 8k prompt tokens in 2.1 s
+(13.5 GFLOP a token at some 65 TFLOP/s), 64 Gb/s between instances, at most 1,600 tokens beside a request of high
+priority."""
+
+A100 = Device(
+    name="a100",
+    cost_model=CostModel(
+        fixed_s=0.010, prefill_token_s=2e-5, prefill_attention_s=2e-9, decode_s=2e-5, decode_context_s=1.2e-7,
+        over_knee_s=2e-5, knee_tokens=200, checkpoint_block_s=4e-4, restore_block_s=4e-4,
+    ),
+    block_size=16,
+    num_blocks=7500,
+    num_rows=256,
+    max_step_tokens=8192,
+    block_bytes=16 * 32 * 2 * 4096 * 2,
+    bandwidth_bytes_s=20e9,
+    max_length=8192,
+    high_load=0.3,
+    ttft_s=1.5,
+    tpot_s=0.11,
+)  # fmt: skip
+"""LLaMA-7B on an A100 of 80 GB, reckoned, not measured: 60 GB of KV (120,000 tokens), weights read in 10 ms, KV at 2 TB/s,
+8k prompt tokens in 0.2 to 0.4 s."""
+
+CPU = Device(
+    name="cpu",
+    cost_model=CostModel(
+        fixed_s=0.025, prefill_token_s=3.5e-4, prefill_attention_s=1e-6, decode_s=2.5e-3, decode_context_s=1e-6,
+        mixed_s=0.006, checkpoint_block_s=1.7e-4, restore_block_s=1.7e-4,
+    ),
+    block_size=32,
+    num_blocks=256,
+    num_rows=64,
+    max_step_tokens=512,
+    block_bytes=32 * 30 * 2 * 192 * 2,
+    bandwidth_bytes_s=1.5e9,
+    max_length=3600,
+    high_load=0.25,
+    ttft_s=1.5,
+    tpot_s=0.11,
+)  # fmt: skip
+"""A 135M-parameter Llama shape in bfloat16 on two x86 cores, rounded from profiles of a quiet machine; the link is
+shared memory. A pool of 8,192 tokens. Decodes are a tenth of a step's fixed cost each, so arithmetic runs out first."""
+
+DEVICES = {device.name: device for device in (A10, A100, CPU)}
 
 
 class System(msgspec.Struct, frozen=True, kw_only=True):
@@ -58,7 +166,7 @@ class Cluster:
     ) -> None:
         """`start_s`: the cluster grows and shrinks by its freeness, and an instance starts in so long."""
         settings = msgspec.structs.replace(system.settings(), autoscale=start_s is not None)
-        self.fleet = Fleet(
+        self.fleet = fleet.Fleet(
             settings, noise=noise, seed=seed, migrations=FleetMigrations, has_priorities=system.has_priorities
         )
         simulated, model = device.simulated(system.order), device.model

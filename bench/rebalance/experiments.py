@@ -6,13 +6,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
 
 from bench.rebalance.bounds import alone_s, curve, mean_size
-from bench.rebalance.cluster import Cluster, System
-from bench.rebalance.devices import Device
+from bench.rebalance.cluster import Cluster, Device, System
 from bench.rebalance.results import (
     LEAST_HIGH_GAIN,
     MOST_NORMAL_LOSS,
@@ -77,8 +77,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.structs.replace(known, order=self.order, **changes)
 
 
-def run_one(plan: Plan, system: System, jobs: Sequence[Job], seed: int) -> Cluster:
-    cluster = Cluster(plan.device, system, jobs, num_instances=NUM_INSTANCES, seed=seed)
+def run_one(plan: Plan, system: System, jobs: Sequence[Job], seed: int, **options: Any) -> Cluster:
+    cluster = Cluster(plan.device, system, jobs, seed=seed, **{"num_instances": NUM_INSTANCES, **options})
     cluster.run()
     return cluster
 
@@ -196,8 +196,7 @@ def priorities(plan: Plan, show: Callable[[str], None]) -> Experiment:
                 "TTFT high, mean": before.high_ttft.mean / after.high_ttft.mean,
                 "TTFT high, P99": before.high_ttft.p99 / after.high_ttft.p99,
             }  # fmt: skip
-            result.rows.append({name: value if name == "case" else round(value, 3) for name, value in row.items()})
-            show(str(result.rows[-1]))
+            result.add({name: value if name == "case" else round(value, 3) for name, value in row.items()}, show)
             result.verdicts += [
                 f"{met(gain >= LEAST_HIGH_GAIN)} {case}: mean latency of high priority {gain:.2f} times lower "
                 f"(alone on an instance {row['gain alone']:.2f})",
@@ -226,8 +225,7 @@ def fragmentation(plan: Plan, show: Callable[[str], None]) -> Experiment:
             for name, values in zip(systems, zip(*starts, strict=True), strict=False):
                 row = {"requests each": num_each, "prompt, of a pool": share, "seeds": len(values), "system": name,
                        "median start, s": float(np.median(values)), "worst, s": max(values)}  # fmt: skip
-                result.rows.append(row)
-                show(str(row))
+                result.add(row, show)
     worst = max((row["worst, s"] for row in result.rows if row["system"] == "tideway"), default=math.inf)
     before = min((row["median start, s"] for row in result.rows if row["system"] == "late"), default=0.0)
     result.verdicts = [
@@ -274,8 +272,7 @@ def drain(plan: Plan, show: Callable[[str], None]) -> Experiment:
                 cluster.run()
                 times.append(cluster.fleet.emptied_s.get("instance-0", cluster.fleet.events.now) - DRAIN_S)
             row = {"running": num, "system": name, "median, s": float(np.median(times)), "worst, s": max(times)}
-            result.rows.append(row)
-            show(str(row))
+            result.add(row, show)
     ratios = [
         slow["median, s"] / fast["median, s"] for slow, fast in zip(result.rows[::2], result.rows[1::2], strict=True)
     ]
@@ -296,18 +293,17 @@ def scaling(plan: Plan, show: Callable[[str], None]) -> Experiment:
             system = plan.system(name)
             bounds = {"scale_low": scale_low, "scale_high": 6 * scale_low, "max_instances": 8}
             system = msgspec.structs.replace(system, scheduler={**system.scheduler, **bounds})
-            fleets = []
-            for seed in plan.seeds:
-                jobs = draw_jobs(workload, plan.device, seed)
-                fleets.append(Cluster(plan.device, system, jobs, num_instances=2, seed=seed, start_s=START_S))
-                fleets[-1].run()
+            fleets = [
+                run_one(plan, system, draw_jobs(workload, plan.device, seed), seed, num_instances=2, start_s=START_S)
+                for seed in plan.seeds
+            ]
             one = figures_of(f"M-M, below {scale_low:g} grows ({rate_rps:.2f}/s)", name, fleets)
             result.figures.append(one)
-            result.rows.append(
-                {"threshold": scale_low, "system": name, "mean instances": one.mean_instances,
-                 "TTFT P99, s": one.ttft.p99, "latency mean, s": one.latency.mean, "latency P99, s": one.latency.p99}
-            )  # fmt: skip
-            show(str(result.rows[-1]))
+            row = {
+                "threshold": scale_low, "system": name, "mean instances": one.mean_instances,
+                "TTFT P99, s": one.ttft.p99, "latency mean, s": one.latency.mean, "latency P99, s": one.latency.p99,
+            }  # fmt: skip
+            result.add(row, show)
     result.verdicts = [
         f"        below {theirs['threshold']:g}: instances {theirs['mean instances']:.2f} -> {mine['mean instances']:.2f}, "
         f"P99 TTFT {theirs['TTFT P99, s']:.2f} -> {mine['TTFT P99, s']:.2f} s"

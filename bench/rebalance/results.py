@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
 
 from bench.rebalance.cluster import Cluster
-from bench.reporting import met, table
+from bench.reporting import met, table, table_of
 from shared.simulation.gateway import Record
 from tideway.bench.summary import Distribution
 
@@ -109,12 +109,16 @@ class Experiment(msgspec.Struct, kw_only=True):
     """Of experiments that measure something else."""
     verdicts: list[str] = []
 
+    def add(self, row: dict[str, Any], show: Callable[[str], None]) -> None:
+        self.rows.append(row)
+        show(str(row))
+
     def markdown(self) -> str:
         lines = [f"## {self.name}", "", self.about, ""]
         if self.figures:
             lines += [*_figures_table(self.figures), ""]
         if self.rows:
-            lines += table(list(self.rows[0]), [list(row.values()) for row in self.rows])
+            lines += table_of(self.rows)
         return "\n".join([*lines, "", *(f"    {verdict}" for verdict in self.verdicts)])
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from bench.rebalance.devices import Device
+from bench.rebalance.cluster import Device
 from shared.simulation.gateway import Job
 from tideway.bench.arrivals import renewal_times
 from tideway.bench.traces import Trace, read_trace, spread

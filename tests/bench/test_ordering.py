@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 
 from bench.ordering.__main__ import main
-from bench.ordering.comparing import ORDERS
-from bench.ordering.results import OURS, Comparison, Figures, figures_of
+from bench.ordering.results import ORDERS, OURS, Comparison, Figures, figures_of
 from bench.ordering.simulation import Run, mean_times_alone_s, normalised, simulate
 from bench.ordering.workloads import (
     ALIKE,
@@ -75,7 +74,6 @@ def test_latencies_are_over_the_models_mean_time_alone_without_the_first_and_las
         num_steps=1,
         num_switches=1,
         num_preemptions=0,
-        recomputed_tokens=0,
     )
     values = normalised(run, jobs, {"chat": 3.0, "summaries": 1.0})
     np.testing.assert_allclose(values["alone"], [2, 1, 2, 1, 2, 1, 2])
@@ -93,14 +91,13 @@ def comparison_of(means: Sequence[float], *, silence_s: float = 0.1, is_real: bo
     def figures(order: str, mean: float) -> Figures:
         run = Run(
             latencies_s=[1.0], max_itl_s=[silence_s], end_s=1, num_steps=1, num_switches=1, num_preemptions=0,
-            recomputed_tokens=0,
         )  # fmt: skip
         values = {"alone": np.array([mean]), "token": np.array([mean]), "chat": np.array([mean])}
         return figures_of(order, 0.9, [(run, values)])
 
     made = [figures(order, mean) for order, mean in zip(ORDERS, means, strict=True)]
     return Comparison(
-        name="c", device="d", mix_phases=True, capacity_rps=1.0, alone_s={"chat": 1.0}, figures=made, is_real=is_real
+        name="c", device="d", capacity_rps=1.0, alone_s={"chat": 1.0}, figures=made, is_real=is_real
     ).with_ratios()
 
 

@@ -11,8 +11,7 @@ import pytest
 
 from bench.rebalance.__main__ import main
 from bench.rebalance.bounds import alone_s, curve, ideal
-from bench.rebalance.cluster import Cluster, System
-from bench.rebalance.devices import A10, CPU, Device
+from bench.rebalance.cluster import A10, CPU, Cluster, Device, System
 from bench.rebalance.experiments import SYSTEMS
 from bench.rebalance.results import Experiment, Figures, balance_verdicts, figures_of
 from bench.rebalance.workloads import LENGTHS, MIXES, PREFILL_MIX, Workload, draw_jobs, power_law

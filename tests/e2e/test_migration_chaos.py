@@ -9,8 +9,7 @@ from random import Random
 
 import pytest
 
-from bench.migration_chaos.chains import output
-from bench.migration_chaos.executor import ChaosExecutor
+from bench.migration_chaos.executor import ChaosExecutor, output
 from bench.migration_chaos.faults import CUTS, POINTS, draw
 from bench.migration_chaos.trials import Trials
 from shared.engine.plan import NewSequence, StepPlan
