@@ -28,6 +28,7 @@ from typing import Any
 
 import torch
 
+from bench.kv_transport import ask, heard
 from bench.reporting import machine, processor_s
 from services.worker.kv_transport import KvTransport, TransportLimits, UcxNetwork
 
@@ -140,56 +141,30 @@ async def destination(arguments: argparse.Namespace) -> None:
     await transport.close()
 
 
-class Pair:
-    """A transport here, and one in the process that is disturbed."""
-
-    def __init__(self, arguments: argparse.Namespace, peer: subprocess.Popen[str]) -> None:
-        self._arguments = arguments
-        self.peer = peer
-        self.address = ""
-        self._transport: KvTransport
-
-    async def open(self) -> None:
-        self.address = (await self._line())["address"]
-        self._transport = await opened(self._arguments)
-
-    async def _line(self) -> dict[str, Any]:
-        assert self.peer.stdout
-        answer: dict[str, Any] = json.loads(await asyncio.to_thread(self.peer.stdout.readline))
-        return answer
-
-    async def _ask(self) -> dict[str, Any]:
-        assert self.peer.stdin
-        self.peer.stdin.write("\n")
-        self.peer.stdin.flush()
-        return await self._line()
-
-    async def throughput(self) -> dict[str, float]:
-        """Medians of GB/s and of nanoseconds of processor time of both processes per byte."""
-        speeds, costs, far = [], [], 0.0
-        num_blocks = int(self._arguments.mib * (1 << 20)) // BLOCK_BYTES
-        num_bytes = num_blocks * BLOCK_BYTES
-        used = time.process_time()
-        for _ in range(self._arguments.repeats + 1):
-            asked = await self._ask()
-            if far:
-                costs.append((time.process_time() - used + asked["cpu_s"] - far) / num_bytes * 1e9)
-            used, far = time.process_time(), asked["cpu_s"]
-            started = time.perf_counter()
-            ticket = bytes.fromhex(asked["ticket"])
-            await self._transport.send(self.address, ticket, "m", range(num_blocks), deadline_s=60)
-            speeds.append(num_bytes / (time.perf_counter() - started) / 1e9)
-        return {"gb_s": statistics.median(speeds[1:]), "cpu_ns_byte": statistics.median(costs)}
-
-    async def close(self) -> None:
-        await self._transport.close()
+async def throughput(
+    arguments: argparse.Namespace, peer: subprocess.Popen[str], transport: KvTransport, address: str
+) -> dict[str, float]:
+    """To the process that is disturbed: medians of GB/s and of nanoseconds of processor time of both processes per byte."""
+    speeds, costs, far = [], [], 0.0
+    num_blocks = int(arguments.mib * (1 << 20)) // BLOCK_BYTES
+    num_bytes = num_blocks * BLOCK_BYTES
+    used = time.process_time()
+    for _ in range(arguments.repeats + 1):
+        asked = await ask(peer, "")
+        if far:
+            costs.append((time.process_time() - used + asked["cpu_s"] - far) / num_bytes * 1e9)
+        used, far = time.process_time(), asked["cpu_s"]
+        started = time.perf_counter()
+        await transport.send(address, bytes.fromhex(asked["ticket"]), "m", range(num_blocks), deadline_s=60)
+        speeds.append(num_bytes / (time.perf_counter() - started) / 1e9)
+    return {"gb_s": statistics.median(speeds[1:]), "cpu_ns_byte": statistics.median(costs)}
 
 
 async def measure(arguments: argparse.Namespace, peer: subprocess.Popen[str]) -> dict[str, Any]:
-    pair = Pair(arguments, peer)
-    await pair.open()
-    host, port = port_of(pair.address)
-    before = await pair.throughput()
+    address = (await heard(peer))["address"]
+    transport = await opened(arguments)
+    host, port = port_of(address)
+    before = await throughput(arguments, peer, transport, address)
     files, memory, used = open_files(peer.pid), resident_mib(peer.pid), processor_s(peer.pid)
     started = time.monotonic()
     disturbed = await disturb(host, port, arguments.connections, payloads(random.Random(0)))
@@ -210,9 +185,9 @@ async def measure(arguments: argparse.Namespace, peer: subprocess.Popen[str]) ->
         "open_files": [files, open_files(peer.pid)],
         "resident_mib": [memory, resident_mib(peer.pid)],
         "before": before,
-        "after": await pair.throughput(),
+        "after": await throughput(arguments, peer, transport, address),
     }
-    await pair.close()
+    await transport.close()
     assert peer.stdin
     peer.stdin.close()
     return result

@@ -192,9 +192,22 @@ async def destination(arguments: argparse.Namespace) -> None:
     await raw.close()
 
 
+async def heard(peer: subprocess.Popen[str]) -> dict[str, Any]:
+    """What the second process says next."""
+    assert peer.stdout
+    answer: dict[str, Any] = json.loads(await asyncio.to_thread(peer.stdout.readline))
+    return answer
+
+
+async def ask(peer: subprocess.Popen[str], line: str) -> dict[str, Any]:
+    assert peer.stdin
+    peer.stdin.write(line + "\n")
+    peer.stdin.flush()
+    return await heard(peer)
+
+
 async def source(arguments: argparse.Namespace, peer: subprocess.Popen[str]) -> dict[str, object]:
-    assert peer.stdin and peer.stdout
-    addresses = json.loads(peer.stdout.readline())
+    addresses = await heard(peer)
     network = network_of(arguments)
     transport = await transport_with_pool(network_of(arguments), arguments)
     await network.open(lambda link: None)
@@ -204,13 +217,6 @@ async def source(arguments: argparse.Namespace, peer: subprocess.Popen[str]) -> 
     original, copied = raw_memory(arguments), raw_memory(arguments)
     rows = []
 
-    async def ask(line: str) -> dict[str, Any]:
-        assert peer.stdin and peer.stdout
-        peer.stdin.write(line + "\n")
-        peer.stdin.flush()
-        answer: dict[str, Any] = json.loads(await asyncio.to_thread(peer.stdout.readline))
-        return answer
-
     if arguments.way == "device" and not network.reads_device:
         print("UCX does not read CUDA memory here, so there is no way `device`", flush=True)
         arguments.mib = []
@@ -219,11 +225,11 @@ async def source(arguments: argparse.Namespace, peer: subprocess.Popen[str]) -> 
         cpu: dict[str, list[float]] = {"transport": [], "raw": []}
         far = 0.0
         for repeat in range(arguments.repeats + 1):
-            ticket = bytes.fromhex((await ask(str(num_blocks)))["ticket"])
+            ticket = bytes.fromhex((await ask(peer, str(num_blocks)))["ticket"])
             started, used = time.perf_counter(), time.process_time()
             await transport.send(addresses["transport"], ticket, "m", range(num_blocks), deadline_s=DEADLINE_S)
             took = {"transport": time.perf_counter() - started}
-            between = json.loads(await asyncio.to_thread(peer.stdout.readline))["cpu_s"]
+            between = (await heard(peer))["cpu_s"]
             spent = {"transport": time.process_time() - used + between - far}
             started, used = time.perf_counter(), time.process_time()
             await link.send(3, np.array([size, size_of_message], dtype=np.int64).view(np.uint8))
@@ -231,7 +237,7 @@ async def source(arguments: argparse.Namespace, peer: subprocess.Popen[str]) -> 
             await link.receive(2, answer)
             took["raw"] = time.perf_counter() - started
             used = time.process_time() - used
-            far = (await ask(""))["cpu_s"]
+            far = (await ask(peer, ""))["cpu_s"]
             spent["raw"] = used + far - between
             started = time.perf_counter()
             copy(copied[:size], original[:size])
@@ -262,6 +268,7 @@ async def source(arguments: argparse.Namespace, peer: subprocess.Popen[str]) -> 
     await link.abort()
     await transport.close()
     await network.close()
+    assert peer.stdin
     peer.stdin.close()
     gpus = ", ".join(dict.fromkeys([gpu_name(arguments), addresses["gpu"]]))
     return {"machine": {**machine(), "gpu": gpus}, "rows": rows}

@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -54,11 +55,7 @@ def main(arguments: list[str] | None = None) -> int:
     def say(text: str) -> None:
         print(f"[{time.monotonic() - started_s:6.1f} s] {text}", flush=True)
 
-    defaults = Setup()
-    setup = msgspec.structs.replace(
-        defaults,
-        **{name: value for name in Setup.__struct_fields__ if (value := getattr(parsed, name, None)) is not None},
-    )
+    setup, scale, options = (_filled(kind, parsed) for kind in (Setup, Scale, Options))
     if parsed.short:
         setup = msgspec.structs.replace(setup, profile_s=min(setup.profile_s, 6.0))
     if parsed.virtual and (parsed.model or parsed.device):
@@ -66,14 +63,9 @@ def main(arguments: list[str] | None = None) -> int:
     if not parsed.virtual and (parsed.noise or parsed.cost_model):
         parser.error("--noise and --cost-model are for --virtual")
     if setup.device == "cuda":
-        setup = msgspec.structs.replace(
-            setup,
-            max_step_tokens=parsed.max_step_tokens or 8192,
-            steps_in_flight=2,
-        )
+        setup = msgspec.structs.replace(setup, max_step_tokens=parsed.max_step_tokens or 8192, steps_in_flight=2)
     if not parsed.virtual and VIRTUAL_ONLY.intersection(parsed.experiments):
         parser.error(f"{', '.join(VIRTUAL_ONLY)} wants --virtual: hundreds of runs")
-    scale = Scale(length_divisor=parsed.length_divisor, max_total_tokens=parsed.max_total_tokens)
     workloads = Workloads(parsed.traces, scale, setup.seed, parsed.online_trace)
     names = parsed.experiments or [name for name in EXPERIMENTS if name not in VIRTUAL_ONLY]
     if not workloads.has_traces:
@@ -84,10 +76,6 @@ def main(arguments: list[str] | None = None) -> int:
         elif "trace" in names:
             say("experiment trace is left out")
             names = [name for name in names if name != "trace"]
-    options = Options(
-        load=parsed.load, on_load=parsed.on_load, ttft_ms=parsed.ttft_ms, tpot_ms=parsed.tpot_ms,
-        ablation_pool_share=parsed.ablation_pool_share, pairs=parsed.pairs or Options().pairs,
-    )  # fmt: skip
     command = shlex.join(["python", "-m", "bench.coserving", *arguments])
     testbed = _virtual(setup, parsed) if parsed.virtual else Testbed(setup)
     cost = testbed.cost_model
@@ -117,6 +105,12 @@ def main(arguments: list[str] | None = None) -> int:
     print(f"\n{len(missed)} targets missed" + "".join(f"\n  {line}" for line in missed))
     say("done")
     return 0
+
+
+def _filled(kind: type[msgspec.Struct], parsed: argparse.Namespace) -> Any:
+    """With the options that were given."""
+    given = {name: getattr(parsed, name, None) for name in kind.__struct_fields__}
+    return kind(**{name: value for name, value in given.items() if value is not None})
 
 
 def _virtual(setup: Setup, parsed: argparse.Namespace) -> VirtualTestbed:
