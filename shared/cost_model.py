@@ -80,9 +80,9 @@ class CostModel(msgspec.Struct, frozen=True, kw_only=True):
     layers_per_safepoint: int = 1
     safepoint_s: float = 0.0
     """What one safepoint adds to a step."""
-    checkpoint_block_s: float = 0.0
-    """Copying one block to host memory."""
-    restore_block_s: float = 0.0
+    checkpoint_block_s: float = msgspec.field(default=0.0, name="checkpoint_slot_s")
+    """Copying one block to host memory. Stored cost models have it, and the next one, by another name."""
+    restore_block_s: float = msgspec.field(default=0.0, name="restore_slot_s")
     """Copying one block back."""
     median_error: float = 0.0
     """Relative, on held-out steps."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -167,3 +168,14 @@ def test_few_steps_still_make_a_cost_model() -> None:
         cost_fit.fit([])
     with pytest.raises(ValueError):
         cost_fit.fit([(only, 0.0)])
+
+
+def test_what_is_stored_keeps_its_names() -> None:
+    """Cost models outlive versions, in NATS and in files; a copy that is taken for free would fill steps with copies."""
+    stored = (
+        b'{"fixed_s":0.1,"prefill_token_s":0.0,"prefill_attention_s":0.0,"decode_s":0.0,"decode_context_s":0.0,'
+        b'"checkpoint_slot_s":0.02,"restore_slot_s":0.03}'
+    )
+    known = msgspec.json.decode(stored, type=CostModel)
+    assert (known.checkpoint_block_s, known.restore_block_s) == (0.02, 0.03)
+    assert msgspec.json.decode(msgspec.json.encode(known), type=CostModel) == known
