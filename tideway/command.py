@@ -287,7 +287,9 @@ def replay(
         else:
             core, number = scheduling.replay(recorded)
             what, num_open = f"asked {number} times for actions", len(core.requests)
-    except (OSError, ReplayMismatch) as error:
+    except OSError as error:
+        raise OperatorError(f"{file}: {error.strerror}") from None
+    except ReplayMismatch as error:
         raise OperatorError(f"{file}: {error}") from None
     print(f"{what}, all as recorded; requests open at the end: {num_open}.")
 

@@ -263,6 +263,8 @@ async def list_models(connections: Connections, url: str, api_key: str) -> list[
             response = await client.get(f"{url}/v1/models", headers=_headers(api_key, "bench-models"), timeout=10.0)
         response.raise_for_status()
         return [model["id"] for model in response.json()["data"]]
+    except httpx.TransportError as error:
+        raise BenchError(f"{url} does not answer ({error}); --url says where the server is") from None
     except (httpx.HTTPError, KeyError, TypeError, ValueError) as error:
         raise BenchError(f"{url}/v1/models does not name the models ({error}); give --api-key or --model") from None
 
