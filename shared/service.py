@@ -113,10 +113,7 @@ def load_or_exit(kind: type[T]) -> T:
         sys.exit(OPERATOR_ERROR_EXIT_CODE)
 
 
-def run_service(
-    main: Callable[[asyncio.Event], Awaitable[None]],
-    settings: BusSettings,
-) -> None:
+def run_service(main: Callable[[asyncio.Event], Awaitable[None]], settings: BusSettings) -> None:
     """Runs `main(stop)` until it returns, then exits the process, which may have as many descriptors as the hard limit says.
 
     SIGINT and SIGTERM set `stop`; a second one ends the process at once. `OPERATOR_ERRORS` are printed as

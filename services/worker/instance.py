@@ -28,12 +28,7 @@ from shared.engine.driver import StepStats
 from shared.engine.engine import Effect, Engine
 from shared.engine.load_reports import LoadReports
 from shared.engine.requests import Ended, Output
-from shared.messages.admin import (
-    Done,
-    Drain,
-    LoadModel,
-    UnloadModel,
-)
+from shared.messages.admin import Done, Drain, LoadModel, UnloadModel
 from shared.messages.catalogue import (
     CLEAR_PREFIX_CACHE,
     EXECUTION_STATISTICS,

@@ -57,57 +57,6 @@ OPEN_TIMEOUT_S = 10.0
 PEERS_TIMEOUT_S = 2.0
 
 
-class Handovers:
-    """Tells of requests that come and go: their gateways, the next load report, and here the log of their output."""
-
-    def __init__(
-        self,
-        bus: Bus,
-        instance_id: str,
-        outputs: OutputLog,
-        reports: LoadReports,
-        metrics: InstanceTelemetry,
-        report_soon: Callable[[], None],
-    ) -> None:
-        self._bus = bus
-        self._instance_id = instance_id
-        self._outputs = outputs
-        self._reports = reports
-        self._metrics = metrics
-        self._report_soon = report_soon
-
-    def on_adopted(self, commit: Commit, num_output: int) -> None:
-        request, progress = commit.request, commit.progress
-        self._tell(request.gateway_id, self._outputs.adopt(request, progress.num_cached_tokens))
-        num_tokens = len(request.prompt) // 4 + num_output
-        is_online = request.request_class == RequestClass.ONLINE
-        held = HeldRequest(
-            request_id=request.request_id,
-            gateway_id=request.gateway_id,
-            epoch=request.epoch,
-            model=request.model,
-            num_tokens=num_tokens,
-            running=progress.num_computed > 0 and not commit.on_host,
-            is_online=is_online,
-        )
-        self._reports.migrated_in.append(held)
-        self._report_soon()
-
-    def on_migration_ended(self, outcome: MigrationOutcome, request: GenerationRequest, taken: Detached | None) -> None:
-        self._reports.migrations.append(outcome)
-        if outcome.is_migrated:
-            if taken is not None:
-                self._metrics.spans.moved(taken, outcome.destination_id)
-            num_new = self._outputs.give_up(outcome.request_id, outcome.epoch)
-            self._metrics.on_migrated_away(request.model, num_new)
-        elif (entry := self._outputs.raise_epoch(outcome.request_id, outcome.epoch)) is not None:
-            self._tell(request.gateway_id, entry)
-        self._report_soon()
-
-    def _tell(self, gateway_id: str, entry: TokenEntry) -> None:
-        self._bus.publish(GATEWAY_FRAMES.at(gateway_id=gateway_id), TokenFrame(self._instance_id, [entry]))
-
-
 class KvPools(Protocol):
     def block_rows(self, model: str, on_host: bool) -> torch.Tensor:
         """`[num_blocks, block_bytes]` uint8: of a model's blocks, which stay where they are; no rows where there is no
@@ -141,7 +90,9 @@ class InstanceMigrations(KvUsers):
         self._executor = executor
         self._outputs = outputs
         self._intake = intake
-        self._handovers = Handovers(bus, settings.instance_id, outputs, reports, metrics, report_soon)
+        self._reports = reports
+        self._metrics = metrics
+        self._report_soon = report_soon
         self._on_change = on_change
         self._available = Gauge(
             "tideway_migration_available",
@@ -182,7 +133,7 @@ class InstanceMigrations(KvUsers):
             transport=self._transport,
             intake=self._intake,
             peers=self.peers,
-            handovers=self._handovers,
+            handovers=self,
             telemetry=self._telemetry,
             group=self._group,
         )
@@ -238,6 +189,40 @@ class InstanceMigrations(KvUsers):
             if len(rows):
                 self._transport.register(pool_of(model, on_host), rows)
 
+    # ------------------------------------------------------- who has to know of requests that come and go
+
+    def on_adopted(self, commit: Commit, num_output: int) -> None:
+        request, progress = commit.request, commit.progress
+        self._tell(request.gateway_id, self._outputs.adopt(request, progress.num_cached_tokens))
+        num_tokens = len(request.prompt) // 4 + num_output
+        is_online = request.request_class == RequestClass.ONLINE
+        held = HeldRequest(
+            request_id=request.request_id,
+            gateway_id=request.gateway_id,
+            epoch=request.epoch,
+            model=request.model,
+            num_tokens=num_tokens,
+            running=progress.num_computed > 0 and not commit.on_host,
+            is_online=is_online,
+        )
+        self._reports.migrated_in.append(held)
+        self._report_soon()
+
+    def on_migration_ended(self, outcome: MigrationOutcome, request: GenerationRequest, taken: Detached | None) -> None:
+        self._reports.migrations.append(outcome)
+        if outcome.is_migrated:
+            if taken is not None:
+                self._metrics.spans.moved(taken, outcome.destination_id)
+            num_new = self._outputs.give_up(outcome.request_id, outcome.epoch)
+            self._metrics.on_migrated_away(request.model, num_new)
+        elif (entry := self._outputs.raise_epoch(outcome.request_id, outcome.epoch)) is not None:
+            self._tell(request.gateway_id, entry)
+        self._report_soon()
+
+    def _tell(self, gateway_id: str, entry: TokenEntry) -> None:
+        frame = TokenFrame(self._intake.instance_id, [entry])
+        self._bus.publish(GATEWAY_FRAMES.at(gateway_id=gateway_id), frame)
+
     # ------------------------------------------------------------------------------------------- the instance
 
     @property
@@ -248,7 +233,7 @@ class InstanceMigrations(KvUsers):
     @property
     def has_work(self) -> bool:
         """Whether migrations into or out of here are under way."""
-        return self._service is not None and self._service.has_work
+        return any(self.num_migrating)
 
     @property
     def num_migrating(self) -> tuple[int, int]:
@@ -273,7 +258,7 @@ class InstanceMigrations(KvUsers):
 
     def handed_over(self, request_id: str) -> MigratedRequest | None:
         """Who took a request over from here lately, if it has not come back since."""
-        moved = None if self._service is None else self._service.moved(request_id)
+        moved = None if self._service is None else self._service.core.moved(request_id, self._loop.now())
         return moved if moved is not None and moved.epoch > self._known_epoch(request_id) else None
 
     def owner(self, request_id: str, epoch: int) -> MigratedRequest | None:
@@ -289,7 +274,7 @@ class InstanceMigrations(KvUsers):
         return max(self._outputs.epoch(request_id), -1 if held_epoch is None else held_epoch)
 
     def _needs_peers(self) -> bool:
-        return self._service is not None and self._service.needs_peers
+        return self._service is not None and self._service.core.needs_peers(self._loop.now())
 
     def _on_instance(self, instance_id: str, info: InstanceInfo | None) -> None:
         if self._service is not None:

@@ -4,6 +4,7 @@ and dashboards made for vLLM work unchanged; every latency carries the class lab
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from itertools import product
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
@@ -18,24 +19,8 @@ from shared.messages.requests import FinishReason, RequestClass
 from shared.telemetry import Telemetry
 
 LATENCY_BUCKETS = (
-    0.001,
-    0.0025,
-    0.005,
-    0.01,
-    0.025,
-    0.05,
-    0.1,
-    0.25,
-    0.5,
-    1.0,
-    2.5,
-    5.0,
-    10.0,
-    30.0,
-    60.0,
-    120.0,
-    600.0,
-)
+    0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 600.0,
+)  # fmt: skip
 TOKEN_BUCKETS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 50000, 100000)
 LABELS = ("model_name", "engine")
 CLASS_LABELS = (*LABELS, "class")
@@ -75,39 +60,26 @@ class InstanceTelemetry:
         self._engine = instance_id
         self.spans = InstanceSpans(instance_id, telemetry.tracer, clock)
         self.coserving = CoServingTelemetry(instance_id, registry)
-        self._running = Gauge("vllm:num_requests_running", "Sequences in the batch", LABELS, registry=registry)
-        self._waiting = Gauge(
-            "vllm:num_requests_waiting", "Sequences waiting on the instance", LABELS, registry=registry
+        counter, gauge = partial(Counter, registry=registry), partial(Gauge, registry=registry)
+        histogram = partial(Histogram, registry=registry)
+        latency = partial(histogram, labelnames=CLASS_LABELS, buckets=LATENCY_BUCKETS)
+        self._running = gauge("vllm:num_requests_running", "Sequences in the batch", LABELS)
+        self._waiting = gauge("vllm:num_requests_waiting", "Sequences waiting on the instance", LABELS)
+        self._kv_usage = gauge("vllm:kv_cache_usage_perc", "Share of the KV pool in use, 0 to 1", LABELS)
+        self._cache_config = gauge(
+            "vllm:cache_config_info", "KV pool of a model", (*LABELS, "block_size", "num_gpu_blocks")
         )
-        self._kv_usage = Gauge(
-            "vllm:kv_cache_usage_perc", "Share of the KV pool in use, 0 to 1", LABELS, registry=registry
+        self._prompt_tokens = counter("vllm:prompt_tokens", "Prompt tokens", LABELS)
+        self._generation_tokens = counter("vllm:generation_tokens", "Tokens generated", LABELS)
+        self._cached_tokens = counter("vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache", LABELS)
+        self._queried_tokens = counter(
+            "vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache", LABELS
         )
-        self._cache_config = Gauge(
-            "vllm:cache_config_info",
-            "KV pool of a model",
-            (*LABELS, "block_size", "num_gpu_blocks"),
-            registry=registry,
-        )
-        self._prompt_tokens = Counter("vllm:prompt_tokens", "Prompt tokens", LABELS, registry=registry)
-        self._generation_tokens = Counter("vllm:generation_tokens", "Tokens generated", LABELS, registry=registry)
-        self._cached_tokens = Counter(
-            "vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache", LABELS, registry=registry
-        )
-        self._queried_tokens = Counter(
-            "vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache", LABELS, registry=registry
-        )
-        self._preemptions = Counter("vllm:num_preemptions", "Preemptions", ("engine",), registry=registry)
+        self._preemptions = counter("vllm:num_preemptions", "Preemptions", ("engine",))
         self._num_preemptions = 0
-        self._success = Counter(
-            "vllm:request_success",
-            "Requests ended, by reason",
-            (*LABELS, "finished_reason", "class"),
-            registry=registry,
+        self._success = counter(
+            "vllm:request_success", "Requests ended, by reason", (*LABELS, "finished_reason", "class")
         )
-
-        def latency(name: str, text: str) -> Histogram:
-            return Histogram(name, text, CLASS_LABELS, registry=registry, buckets=LATENCY_BUCKETS)
-
         self._ttft = latency("vllm:time_to_first_token_seconds", "Arrival on the instance to the first token")
         self._queue = latency("vllm:request_queue_time_seconds", "Arrival on the instance to the first step")
         self._prefill = latency("vllm:request_prefill_time_seconds", "First step to first token")
@@ -117,15 +89,15 @@ class InstanceTelemetry:
         self._itl = WeightedHistogram(
             "vllm:inter_token_latency_seconds", "Duration of a step, once per decoding sequence", CLASS_LABELS, registry
         )
-        self._max_itl = Histogram(
-            "tideway_instance_max_inter_token_latency_seconds", "Longest time between two tokens of a request, once each",
-            CLASS_LABELS, registry=registry, buckets=LATENCY_BUCKETS,
-        )  # fmt: skip
-        self._iteration_tokens = Histogram(
-            "vllm:iteration_tokens_total", "Tokens in a step", LABELS, registry=registry, buckets=TOKEN_BUCKETS
+        self._max_itl = latency(
+            "tideway_instance_max_inter_token_latency_seconds",
+            "Longest time between two tokens of a request, once each",
         )
-        self._step_seconds = Histogram(
-            "tideway_instance_step_seconds", "Duration of a step", LABELS, registry=registry, buckets=LATENCY_BUCKETS
+        self._iteration_tokens = histogram(
+            "vllm:iteration_tokens_total", "Tokens in a step", LABELS, buckets=TOKEN_BUCKETS
+        )
+        self._step_seconds = histogram(
+            "tideway_instance_step_seconds", "Duration of a step", LABELS, buckets=LATENCY_BUCKETS
         )
 
     def set_model(self, model: str, block_size: int, num_blocks: int) -> None:

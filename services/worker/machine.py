@@ -26,7 +26,7 @@ CPU_MEMORY_SHARE = 0.5
 GPU_MEMORY_SHARE = 0.9
 """Of the free memory of a GPU: the rest is for the CUDA context and what libraries allocate."""
 NVIDIA_SMI_TIMEOUT_S = 20.0
-PROBE_COMMAND = (sys.executable, "-m", "services.worker.attention.probe")
+PROBE_COMMAND = (sys.executable, "-m", "services.worker.attention.choice")
 PROBE_TIMEOUT_S = 120.0
 ROOT = Path("/")
 

@@ -26,14 +26,7 @@ import re
 from dataclasses import dataclass, field
 
 from shared.messages.admin import Drain, LoadModel, UnloadModel
-from shared.messages.cluster import (
-    ONE_DEVICE,
-    InstanceInfo,
-    InstancePlan,
-    LoadedModel,
-    ModelSpec,
-    PlacementPlan,
-)
+from shared.messages.cluster import ONE_DEVICE, InstanceInfo, InstancePlan, LoadedModel, ModelSpec, PlacementPlan
 
 BACK_OFF_FIRST_S = 0.5
 BACK_OFF_MOST_S = 30.0

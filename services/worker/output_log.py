@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
+
 import msgspec
 
-from services.worker.ended_requests import EndedRequests
 from shared.messages.requests import (
     UNKNOWN_LOGPROB,
     GenerationRequest,
@@ -42,6 +43,30 @@ def cut(entry: TokenEntry, room_bytes: int) -> tuple[TokenEntry, int]:
     return part, fitting * token_bytes
 
 
+class _EndedRequests:
+    """Each with its whole output and its end, so that a gateway that missed the last frame can ask again. Bounded in number
+    and age; time is an argument."""
+
+    def __init__(self, max_requests: int = 4096, keep_s: float = 60.0) -> None:
+        self._max_requests = max_requests
+        self._keep_s = keep_s
+        self._entries: OrderedDict[str, tuple[float, TokenEntry]] = OrderedDict()
+
+    def add(self, entry: TokenEntry, now: float) -> None:
+        """`entry`: offset 0, all output tokens, the finish reason."""
+        self._entries.pop(entry.request_id, None)
+        self._entries[entry.request_id] = (now, entry)
+        while self._entries:
+            oldest_id, (added_s, _) = next(iter(self._entries.items()))
+            if len(self._entries) <= self._max_requests and now - added_s <= self._keep_s:
+                break
+            del self._entries[oldest_id]
+
+    def get(self, request_id: str) -> TokenEntry | None:
+        found = self._entries.get(request_id)
+        return found[1] if found else None
+
+
 class _Live(msgspec.Struct):
     """Output of a request that has not ended, as entries showed it."""
 
@@ -70,7 +95,7 @@ class OutputLog:
 
     def __init__(self) -> None:
         self._live: dict[str, _Live] = {}
-        self._ended = EndedRequests()
+        self._ended = _EndedRequests()
 
     def frames(self, sender: str, entries: list[TokenEntry], now: float) -> list[TokenFrame]:
         """Remembers the entries of one gateway and packs them into frames."""

@@ -25,12 +25,7 @@ from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import msgspec
 
-from shared.messages.channels import (
-    Bucket,
-    Endpoint,
-    ObjectBucket,
-    Topic,
-)
+from shared.messages.channels import Bucket, Endpoint, ObjectBucket, Topic
 from shared.messages.requests import ErrorCode, ErrorInfo
 
 M = TypeVar("M")

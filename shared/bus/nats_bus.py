@@ -127,11 +127,7 @@ class NatsBus(Bus):
 
     @classmethod
     async def connect(
-        cls,
-        settings: BusSettings,
-        service: str,
-        service_id: str,
-        registry: CollectorRegistry | None = None,
+        cls, settings: BusSettings, service: str, service_id: str, registry: CollectorRegistry | None = None
     ) -> NatsBus:
         """Returns when NATS answers, however long that takes; says so in the log meanwhile. `SettingsError` if the URL
         or the files for TLS cannot be used."""

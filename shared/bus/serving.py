@@ -34,11 +34,7 @@ Answer = Callable[[bytes, ErrorInfo | None], None]
 
 class EndpointServer:
     def __init__(
-        self,
-        endpoint: Endpoint[Any, Any],
-        handler: Callable[[Any], Any],
-        max_concurrency: int,
-        metrics: BusMetrics,
+        self, endpoint: Endpoint[Any, Any], handler: Callable[[Any], Any], max_concurrency: int, metrics: BusMetrics
     ) -> None:
         """`handler`: returns the reply, or an awaitable of it if it is a coroutine function."""
         self.subject = endpoint.subject

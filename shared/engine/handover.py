@@ -10,12 +10,7 @@ from __future__ import annotations
 import msgspec
 
 from shared.messages.migration import SequenceProgress
-from shared.messages.requests import (
-    GenerationRequest,
-    HeldRequest,
-    Priority,
-    RequestClass,
-)
+from shared.messages.requests import GenerationRequest, HeldRequest, Priority, RequestClass
 
 
 class MigrationCandidate(msgspec.Struct, frozen=True):

@@ -46,25 +46,13 @@ class Configuration(msgspec.Struct, frozen=True, tag="engine", kw_only=True):
 
     def arguments(self) -> dict[str, Any]:
         """Of `Engine`; policy objects are new ones."""
-        return {
-            "num_merged": self.num_merged,
-            "num_rows": self.num_rows,
+        fields = msgspec.structs.asdict(self)
+        co_serving, checkpoint_start = fields.pop("co_serving"), fields.pop("checkpoint_start")
+        return fields | {
             "ordering": ordering_policy(self.ordering, mix_phases=self.mix_phases),
-            "token_budget": token_budget_policy(self.co_serving, self.token_budget),
-            "steps_in_flight": self.steps_in_flight,
-            "max_waiting": self.max_waiting,
-            "serves_offline": self.co_serving != "online_only",
-            "interruption": self.interruption,
-            "mix_phases": self.mix_phases,
-            "num_host_merged": self.num_host_merged,
-            "checkpoint": AdaptiveCheckpoint(self.checkpoint_start),
-            "prefetch": self.prefetch,
-            "ttft_s": self.ttft_s,
-            "tpot_s": self.tpot_s,
-            "migration_cooldown_s": self.migration_cooldown_s,
-            "high_priority_load": self.high_priority_load,
-            "fits_costs": self.fits_costs,
-            "least_share": self.least_share,
+            "token_budget": token_budget_policy(co_serving, self.token_budget),
+            "serves_offline": co_serving != "online_only",
+            "checkpoint": AdaptiveCheckpoint(checkpoint_start),
         }
 
     def build(self, record: Recorder | None = None) -> Engine:

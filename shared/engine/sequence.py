@@ -15,13 +15,7 @@ from enum import IntEnum
 from typing import Any
 
 from shared.engine.memory.blocks import chain_hash
-from shared.messages.requests import (
-    GenerationRequest,
-    Priority,
-    RequestClass,
-    pack_tokens,
-    unpack_tokens,
-)
+from shared.messages.requests import GenerationRequest, Priority, RequestClass, pack_tokens, unpack_tokens
 
 
 class State(IntEnum):

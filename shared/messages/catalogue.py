@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar
 
 from shared.messages.admin import (
     AddModel,
@@ -56,86 +56,69 @@ from shared.messages.requests import (
     TokenFrame,
 )
 
+T = TypeVar("T")
+
 PREFIX = "tideway.v1"
+_SCHEDULER, _PLACEMENT = f"{PREFIX}.scheduler", f"{PREFIX}.placement"
+_INSTANCE, _GATEWAY = f"{PREFIX}.instance.{{instance_id}}", f"{PREFIX}.gateway.{{gateway_id}}"
 
 GATEWAY, SCHEDULER, PLACEMENT, WORKER = Role.GATEWAY, Role.SCHEDULER, Role.PLACEMENT, Role.WORKER
 OWN_NODE, OPERATOR = Role.OWN_NODE, Role.OPERATOR
 """Who sends, hears, serves, writes and reads is what NATS permits (shared/bus/permissions.py)."""
 
 
+def _gateways_own(name: str, value: type[T], *, keys: str = ">", is_purged: bool = True) -> Bucket[T]:
+    """A bucket that is there for good and that gateways alone declare, write and read."""
+    purged_by = GATEWAY if is_purged else Role.NOBODY
+    return Bucket(
+        name, value, durable=True, declared_by=GATEWAY, writers={GATEWAY: keys}, read_by=GATEWAY, purged_by=purged_by
+    )
+
+
 # gateway -> scheduler (only the active scheduler serves these)
-SCHEDULER_SUBMIT = Endpoint(
-    f"{PREFIX}.scheduler.submit", GenerationRequest, Accepted, sent_by=GATEWAY, served_by=SCHEDULER
-)
-SCHEDULER_CANCEL = Topic(f"{PREFIX}.scheduler.cancel", Cancel, sent_by=GATEWAY, heard_by=SCHEDULER)
+SCHEDULER_SUBMIT = Endpoint(f"{_SCHEDULER}.submit", GenerationRequest, Accepted, sent_by=GATEWAY, served_by=SCHEDULER)
+SCHEDULER_CANCEL = Topic(f"{_SCHEDULER}.cancel", Cancel, sent_by=GATEWAY, heard_by=SCHEDULER)
 
 # scheduler -> everyone: a new leader serves now; gateways submit their unfinished requests again (same epoch)
-SCHEDULER_ANNOUNCE = Topic(f"{PREFIX}.scheduler.announce", LeaseHolder, sent_by=SCHEDULER, heard_by=GATEWAY)
+SCHEDULER_ANNOUNCE = Topic(f"{_SCHEDULER}.announce", LeaseHolder, sent_by=SCHEDULER, heard_by=GATEWAY)
 SCHEDULER_STATISTICS = Topic(
-    f"{PREFIX}.scheduler.statistics", StatisticsReport, sent_by=SCHEDULER, heard_by=GATEWAY | PLACEMENT | OPERATOR
+    f"{_SCHEDULER}.statistics", StatisticsReport, sent_by=SCHEDULER, heard_by=GATEWAY | PLACEMENT | OPERATOR
 )
 
 # scheduler -> instances
 EXECUTION_STATISTICS = Topic(
-    f"{PREFIX}.scheduler.execution_statistics",
-    ExecutionStatisticsReport,
-    sent_by=SCHEDULER,
-    heard_by=WORKER | SCHEDULER,
+    f"{_SCHEDULER}.execution_statistics", ExecutionStatisticsReport, sent_by=SCHEDULER, heard_by=WORKER | SCHEDULER
 )
 
 # gateway's batches -> scheduler
-SCHEDULER_GRANT = Endpoint(f"{PREFIX}.scheduler.grant", GrantQuery, GrantReply, sent_by=GATEWAY, served_by=SCHEDULER)
+SCHEDULER_GRANT = Endpoint(f"{_SCHEDULER}.grant", GrantQuery, GrantReply, sent_by=GATEWAY, served_by=SCHEDULER)
 
 # scheduler (or, in bypass, gateway) -> instance
 INSTANCE_SUBMIT = Endpoint(
-    f"{PREFIX}.instance.{{instance_id}}.submit",
-    GenerationRequest,
-    Accepted,
-    sent_by=SCHEDULER | GATEWAY,
-    served_by=WORKER,
+    f"{_INSTANCE}.submit", GenerationRequest, Accepted, sent_by=SCHEDULER | GATEWAY, served_by=WORKER
 )
-INSTANCE_CANCEL = Topic(
-    f"{PREFIX}.instance.{{instance_id}}.cancel", Cancel, sent_by=SCHEDULER | GATEWAY | WORKER, heard_by=WORKER
-)
-INSTANCE_REPLAY = Endpoint(
-    f"{PREFIX}.instance.{{instance_id}}.replay", ReplayQuery, ReplayReply, sent_by=GATEWAY, served_by=WORKER
-)
-INSTANCE_HELD = Endpoint(
-    f"{PREFIX}.instance.{{instance_id}}.held", ListHeldRequests, HeldRequests, sent_by=SCHEDULER, served_by=WORKER
-)
+INSTANCE_CANCEL = Topic(f"{_INSTANCE}.cancel", Cancel, sent_by=SCHEDULER | GATEWAY | WORKER, heard_by=WORKER)
+INSTANCE_REPLAY = Endpoint(f"{_INSTANCE}.replay", ReplayQuery, ReplayReply, sent_by=GATEWAY, served_by=WORKER)
+INSTANCE_HELD = Endpoint(f"{_INSTANCE}.held", ListHeldRequests, HeldRequests, sent_by=SCHEDULER, served_by=WORKER)
 
 # migration: scheduler -> source instance; source -> destination instance
-INSTANCE_REBALANCE = Topic(
-    f"{PREFIX}.instance.{{instance_id}}.rebalance", Rebalance, sent_by=SCHEDULER, heard_by=WORKER
-)
-INSTANCE_PRE_ALLOCATE = Endpoint(
-    f"{PREFIX}.instance.{{instance_id}}.pre_allocate", PreAllocate, Reserved, sent_by=WORKER, served_by=WORKER
-)
-INSTANCE_COMMIT = Endpoint(
-    f"{PREFIX}.instance.{{instance_id}}.commit", Commit, Committed, sent_by=WORKER, served_by=WORKER
-)
-INSTANCE_ABORT = Topic(f"{PREFIX}.instance.{{instance_id}}.abort", AbortMigration, sent_by=WORKER, heard_by=WORKER)
-INSTANCE_OWNS = Endpoint(
-    f"{PREFIX}.instance.{{instance_id}}.owns", OwnsQuery, OwnsReply, sent_by=WORKER, served_by=WORKER
-)
+INSTANCE_REBALANCE = Topic(f"{_INSTANCE}.rebalance", Rebalance, sent_by=SCHEDULER, heard_by=WORKER)
+INSTANCE_PRE_ALLOCATE = Endpoint(f"{_INSTANCE}.pre_allocate", PreAllocate, Reserved, sent_by=WORKER, served_by=WORKER)
+INSTANCE_COMMIT = Endpoint(f"{_INSTANCE}.commit", Commit, Committed, sent_by=WORKER, served_by=WORKER)
+INSTANCE_ABORT = Topic(f"{_INSTANCE}.abort", AbortMigration, sent_by=WORKER, heard_by=WORKER)
+INSTANCE_OWNS = Endpoint(f"{_INSTANCE}.owns", OwnsQuery, OwnsReply, sent_by=WORKER, served_by=WORKER)
 
 # gateway's developer mode -> all instances
 CLEAR_PREFIX_CACHE = Topic(f"{PREFIX}.instances.clear_prefix_cache", ClearPrefixCache, sent_by=GATEWAY, heard_by=WORKER)
 
 # node agent -> instance
-INSTANCE_LOAD_MODEL = Endpoint(
-    f"{PREFIX}.instance.{{instance_id}}.load_model", LoadModel, Done, sent_by=OWN_NODE, served_by=WORKER
-)
-INSTANCE_UNLOAD_MODEL = Endpoint(
-    f"{PREFIX}.instance.{{instance_id}}.unload_model", UnloadModel, Done, sent_by=OWN_NODE, served_by=WORKER
-)
-INSTANCE_DRAIN = Endpoint(f"{PREFIX}.instance.{{instance_id}}.drain", Drain, Done, sent_by=OWN_NODE, served_by=WORKER)
+INSTANCE_LOAD_MODEL = Endpoint(f"{_INSTANCE}.load_model", LoadModel, Done, sent_by=OWN_NODE, served_by=WORKER)
+INSTANCE_UNLOAD_MODEL = Endpoint(f"{_INSTANCE}.unload_model", UnloadModel, Done, sent_by=OWN_NODE, served_by=WORKER)
+INSTANCE_DRAIN = Endpoint(f"{_INSTANCE}.drain", Drain, Done, sent_by=OWN_NODE, served_by=WORKER)
 
 # instance (or scheduler) -> gateway
-GATEWAY_FRAMES = Topic(
-    f"{PREFIX}.gateway.{{gateway_id}}.frames", TokenFrame, sent_by=WORKER | SCHEDULER, heard_by=GATEWAY
-)
-GATEWAY_LOST = Topic(f"{PREFIX}.gateway.{{gateway_id}}.lost", RequestsLost, sent_by=SCHEDULER, heard_by=GATEWAY)
+GATEWAY_FRAMES = Topic(f"{_GATEWAY}.frames", TokenFrame, sent_by=WORKER | SCHEDULER, heard_by=GATEWAY)
+GATEWAY_LOST = Topic(f"{_GATEWAY}.lost", RequestsLost, sent_by=SCHEDULER, heard_by=GATEWAY)
 
 # instance -> scheduler; node agent -> everyone
 LOAD_REPORTS = Topic(f"{PREFIX}.load", LoadReport, sent_by=WORKER, heard_by=SCHEDULER | GATEWAY)
@@ -144,26 +127,20 @@ INSTANCE_EXITED = Topic(
 )
 
 # gateway's admin API -> placement (only the active one serves these)
-PLACEMENT_ADD_MODEL = Endpoint(
-    f"{PREFIX}.placement.add_model", AddModel, PlacementPlan, sent_by=GATEWAY, served_by=PLACEMENT
-)
+PLACEMENT_ADD_MODEL = Endpoint(f"{_PLACEMENT}.add_model", AddModel, PlacementPlan, sent_by=GATEWAY, served_by=PLACEMENT)
 PLACEMENT_REMOVE_MODEL = Endpoint(
-    f"{PREFIX}.placement.remove_model", RemoveModel, PlacementPlan, sent_by=GATEWAY, served_by=PLACEMENT
+    f"{_PLACEMENT}.remove_model", RemoveModel, PlacementPlan, sent_by=GATEWAY, served_by=PLACEMENT
 )
 PLACEMENT_DRAIN_INSTANCE = Endpoint(
-    f"{PREFIX}.placement.drain_instance", DrainInstance, PlacementPlan, sent_by=GATEWAY | SCHEDULER, served_by=PLACEMENT
+    f"{_PLACEMENT}.drain_instance", DrainInstance, PlacementPlan, sent_by=GATEWAY | SCHEDULER, served_by=PLACEMENT
 )
 PLACEMENT_SCALE_MODEL = Endpoint(
-    f"{PREFIX}.placement.scale_model", ScaleModel, PlacementPlan, sent_by=GATEWAY, served_by=PLACEMENT
+    f"{_PLACEMENT}.scale_model", ScaleModel, PlacementPlan, sent_by=GATEWAY, served_by=PLACEMENT
 )
 PLACEMENT_SCALE_INSTANCES = Endpoint(
-    f"{PREFIX}.placement.scale_instances",
-    ScaleInstances,
-    PlacementPlan,
-    sent_by=GATEWAY | SCHEDULER,
-    served_by=PLACEMENT,
+    f"{_PLACEMENT}.scale_instances", ScaleInstances, PlacementPlan, sent_by=GATEWAY | SCHEDULER, served_by=PLACEMENT
 )
-PLACEMENT_PLAN = Endpoint(f"{PREFIX}.placement.plan", GetPlan, PlacementPlan, sent_by=GATEWAY, served_by=PLACEMENT)
+PLACEMENT_PLAN = Endpoint(f"{_PLACEMENT}.plan", GetPlan, PlacementPlan, sent_by=GATEWAY, served_by=PLACEMENT)
 
 # placement -> node agent
 NODE_SCALE = Endpoint(f"{PREFIX}.node.{{node_id}}.scale", ScaleNode, Done, sent_by=PLACEMENT, served_by=WORKER)
@@ -216,15 +193,7 @@ PLANS = Bucket(
 STATISTICS = Bucket("tideway_statistics", ModelStatistics, durable=True, writers={PLACEMENT: ">"}, read_by=PLACEMENT)
 """key: `bucket_key(model name)`, totals since the model was added; writer: placement"""
 
-AUDIT = Bucket(
-    "tideway_audit",
-    AdminAction,
-    durable=True,
-    declared_by=GATEWAY,
-    writers={GATEWAY: ">"},
-    read_by=GATEWAY,
-    purged_by=GATEWAY,
-)
+AUDIT = _gateways_own("tideway_audit", AdminAction)
 """key: time in nanoseconds, gateway id; the last thousand tries to change something by the admin API"""
 
 COST_MODELS = Bucket(
@@ -235,41 +204,15 @@ COST_MODELS = Bucket(
     read_by=WORKER | OPERATOR,
 )
 """key: `bucket_key` of the stored model's `key`; writer: the instance that profiled"""
-FILES = Bucket(
-    "tideway_files",
-    StoredFile,
-    durable=True,
-    declared_by=GATEWAY,
-    writers={GATEWAY: ">"},
-    read_by=GATEWAY,
-    purged_by=GATEWAY,
-)
+FILES = _gateways_own("tideway_files", StoredFile)
 """key: file id; writer: gateway"""
 FILE_CONTENTS = ObjectBucket("tideway_file_contents", used_by=GATEWAY)
-BATCHES = Bucket(
-    "tideway_batches", BatchRecord, durable=True, declared_by=GATEWAY, writers={GATEWAY: ">"}, read_by=GATEWAY
-)
+BATCHES = _gateways_own("tideway_batches", BatchRecord, is_purged=False)
 """key: batch id; writer: the gateway that holds the batch's lease"""
-BATCH_RESULTS = Bucket(
-    "tideway_batch_results",
-    BatchLineResult,
-    durable=True,
-    declared_by=GATEWAY,
-    writers={GATEWAY: ">"},
-    read_by=GATEWAY,
-    purged_by=GATEWAY,
-)
+BATCH_RESULTS = _gateways_own("tideway_batch_results", BatchLineResult)
 """key: `<batch id>.<line index>`; created once, never changed; purged when the batch's files are written"""
 
-BATCH_TERMS = Bucket(
-    "tideway_batch_terms",
-    LeaseHolder,
-    durable=True,
-    declared_by=GATEWAY,
-    writers={GATEWAY: "*"},
-    read_by=GATEWAY,
-    purged_by=GATEWAY,
-)
+BATCH_TERMS = _gateways_own("tideway_batch_terms", LeaseHolder, keys="*")
 """the last term of each batch's lease, until the batch is forgotten"""
 
 

@@ -331,14 +331,7 @@ class OutgoingMigration:
         # What the step in flight computes of its prompt is filled only when that has ended.
         busy_s = (self._source_busy_s(now) if is_in_prefill else 0.0) or self._busy.left_s(now)
         choice = next_stage(
-            num_filled,
-            left_s,
-            self._previous_left_s,
-            last_s,
-            step_s,
-            self._num_copied,
-            self._site.max_stages,
-            busy_s,
+            num_filled, left_s, self._previous_left_s, last_s, step_s, self._num_copied, self._site.max_stages, busy_s
         )
         self._previous_left_s = left_s
         if choice is Next.WAIT and not self._wait(busy_s or 0.0, now):

@@ -39,10 +39,6 @@ class ExecutionTimeWindow:
             known = self._known[model] = ExecutionStatistics(model, mean_s, sqrt(variance), len(times_s))
         return known
 
-    def models(self) -> list[str]:
-        """Those of which something finished."""
-        return list(self._times_s)
-
     def forget(self, model: str) -> None:
         """The model was removed."""
         self._times_s.pop(model, None)

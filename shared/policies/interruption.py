@@ -12,11 +12,7 @@ from typing import NamedTuple
 
 
 def should_interrupt(
-    elapsed_s: float,
-    predicted_s: float,
-    left_s: float,
-    online_step_s: float,
-    safepoint_s: float = 0.0,
+    elapsed_s: float, predicted_s: float, left_s: float, online_step_s: float, safepoint_s: float = 0.0
 ) -> bool:
     """Whether to raise the flag in an interruptible step that was started `elapsed_s` ago, for an online request with
     `left_s` to its objective, whose prefill (with all online prompts before it) takes `online_step_s`.

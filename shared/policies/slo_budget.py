@@ -37,12 +37,7 @@ class SloTokenBudget(TokenBudgetPolicy):
     turns, so each has a share of 1/n."""
 
     def __init__(
-        self,
-        max_tokens: int,
-        *,
-        filler_share: float = 0.05,
-        chunking_share: float = 0.25,
-        other_step_s: float = 0.05,
+        self, max_tokens: int, *, filler_share: float = 0.05, chunking_share: float = 0.25, other_step_s: float = 0.05
     ) -> None:
         if max_tokens < 1:
             raise ValueError(f"token budget {max_tokens} must be at least 1")

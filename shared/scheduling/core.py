@@ -13,7 +13,7 @@ The parts own their state, and meet here:
     dispatcher    who goes where (dispatching.py, candidates.py, in_flight.py; policies/dispatch.py)
     life          each request from its coming to its end (lifecycle.py, requests.py)
     intake        what gateways want (intake.py), with their grants (harvest.py)
-    delivery      how dispatches were answered (delivery.py)
+    delivery      how dispatches were answered (recovery.py)
     inquiries     what instances hold, when that is not known (recovery.py)
     membership    instances that come and go (membership.py)
     migrations    requests that went from one instance to another (migrations.py)
@@ -34,7 +34,6 @@ from shared.recording import Recorder
 from shared.scheduling.actions import Action
 from shared.scheduling.calls import Call
 from shared.scheduling.cluster import ClusterView
-from shared.scheduling.delivery import Delivery
 from shared.scheduling.dispatching import Dispatcher
 from shared.scheduling.intake import Intake
 from shared.scheduling.lifecycle import RequestLifecycle
@@ -42,7 +41,7 @@ from shared.scheduling.membership import Membership
 from shared.scheduling.migrations import MigrationBook
 from shared.scheduling.monitor import ServiceMonitor
 from shared.scheduling.queue import GlobalQueue
-from shared.scheduling.recovery import Inquiries
+from shared.scheduling.recovery import Delivery, Inquiries
 from shared.scheduling.rescheduling import Rescheduler
 from shared.scheduling.scaling import Scaler
 from shared.settings import SchedulerSettings
@@ -64,7 +63,6 @@ class SchedulerCore:
         """`inherited`: execution statistics as the leader before published them. `record` is given each call before it is
         carried out, and what each call of `actions` said."""
         self._actions: list[Action] = []
-        """What the parts want done."""
         self.cluster = ClusterView(settings.lost_after_s)
         self.queue = GlobalQueue(ordering_policy(settings.order_policy), settings.max_queued)
         parameters = DispatchParameters(settings.max_defragmenting_share, settings.cache_affinity_merged)
@@ -77,14 +75,12 @@ class SchedulerCore:
         )
         self.rescheduler = Rescheduler(settings, self.cluster)
         self.scaler = Scaler(settings)
-        self.life = life = RequestLifecycle(self.dispatcher, self._actions)
-        self.migrations = MigrationBook(self.cluster, life, self._actions)
-        self.inquiries = Inquiries(self.cluster, life, self.migrations, self.rescheduler, self._actions)
-        self.intake = Intake(self.cluster, self.dispatcher, life, self.inquiries, self._actions, term)
-        self.delivery = Delivery(self.cluster, self.dispatcher, life, self.inquiries)
-        self.membership = Membership(
-            self.cluster, self.dispatcher, life, self.migrations, self.inquiries, self.rescheduler, self._actions
-        )
+        self.life = life = RequestLifecycle(self.dispatcher, self.say)
+        self.migrations = MigrationBook(self)
+        self.inquiries = Inquiries(self)
+        self.intake = Intake(self, term)
+        self.delivery = Delivery(self)
+        self.membership = Membership(self)
         self.monitor = ServiceMonitor(inherited or {})
         for statistics in (inherited or {}).values():
             self.queue.set_statistics(statistics)
@@ -92,6 +88,10 @@ class SchedulerCore:
         self.statistics = life.statistics
         self.grants = self.intake.grants
         self._record = record
+
+    def say(self, action: Action) -> None:
+        """What a part wants done."""
+        self._actions.append(action)
 
     def apply(self, call: Call[R], now: float) -> R:
         """Carries a call out, and returns what it says."""
@@ -144,20 +144,17 @@ class SchedulerCore:
         self.rescheduler.on_report(report, state, now)
 
     def on_model(self, model: str, is_known: bool, now: float) -> None:
-        """See `OnModel`."""
         if not is_known:
             self.monitor.forget(model)
         self.life.on_model(model, is_known, now)
 
     def take_execution_statistics(self) -> list[ExecutionStatistics]:
-        """See `TakeExecutionStatistics`."""
         changed = self.monitor.take()
         for statistics in changed:
             self.queue.set_statistics(statistics)
         return changed
 
     def look_at_scale(self, replicas: Mapping[str, int], now: float) -> None:
-        """See `LookAtScale`."""
         queued = {lane.model: length for lane, length in self.queue.lengths().items() if lane.is_online}
         self._actions += self.scaler.due(self.cluster, queued, now, replicas)
 

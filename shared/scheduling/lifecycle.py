@@ -7,6 +7,8 @@ a placement the request moves between instances, each of which has a higher epoc
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import msgspec
 
 from shared.messages.requests import (
@@ -32,14 +34,14 @@ Timer = tuple[str, str]
 
 
 class RequestLifecycle:
-    def __init__(self, dispatcher: Dispatcher, actions: list[Action]) -> None:
+    def __init__(self, dispatcher: Dispatcher, say: Callable[[Action], None]) -> None:
         self.requests = RequestTable()
         self.timers: Timers[Timer] = Timers()
         self.statistics = StatisticsCounter()
         self.removed_models: set[str] = set()
         """Nobody will serve them again."""
         self._dispatcher = dispatcher
-        self._actions = actions
+        self._say = say
         self._num_known = 0
 
     def next_number(self) -> int:
@@ -48,7 +50,6 @@ class RequestLifecycle:
         return self._num_known
 
     def on_model(self, model: str, is_known: bool, now: float) -> None:
-        """See `OnModel`."""
         if is_known:
             self.removed_models.discard(model)
             return
@@ -66,12 +67,9 @@ class RequestLifecycle:
         tracked.attempts += 1
         self.requests.move(tracked, RequestState.DISPATCHING, instance_id, now)
         request = msgspec.structs.replace(
-            tracked.request,
-            epoch=tracked.epoch,
-            timeout_s=tracked.deadline_s - now,
-            waited_s=now - tracked.arrived_s,
+            tracked.request, epoch=tracked.epoch, timeout_s=tracked.deadline_s - now, waited_s=now - tracked.arrived_s
         )
-        self._actions.append(Dispatch(instance_id, request))
+        self._say(Dispatch(instance_id, request))
 
     def assign(self, tracked: TrackedRequest, outcome: str, instance_id: str, now: float) -> None:
         """The instance has it. `outcome`: dispatched, or found there."""
@@ -79,7 +77,7 @@ class RequestLifecycle:
         self.requests.move(tracked, RequestState.ASSIGNED, instance_id, now)
         self.timers.set(("deadline", tracked.request_id), tracked.deadline_s + ASSIGNMENT_GRACE_S)
         if tracked.is_cancelled:
-            self._actions.append(CancelAt(instance_id, tracked.request_id))
+            self._say(CancelAt(instance_id, tracked.request_id))
         self.cancel_older_owners(tracked)
 
     def adopt(self, held: HeldRequest, instance_id: str, now: float) -> None:
@@ -118,13 +116,13 @@ class RequestLifecycle:
     def place_again(self, tracked: TrackedRequest, now: float, *, raise_epoch: bool) -> None:
         """Back to its place in the queue after a dispatch that failed, unless there is nothing left to do for it."""
         if tracked.is_cancelled or tracked.has_ended:
-            self._actions.append(CancelAt(tracked.instance_id, tracked.request_id))
+            self._say(CancelAt(tracked.instance_id, tracked.request_id))
             self.leave_queue(tracked, "cancelled" if tracked.is_cancelled else "dispatched", now)
             self.forget(tracked)
             return
         if tracked.model in self.removed_models:
             if raise_epoch:
-                self._actions.append(CancelAt(tracked.instance_id, tracked.request_id))
+                self._say(CancelAt(tracked.instance_id, tracked.request_id))
             self.end(tracked, FinishReason.ERROR, removed_error(tracked.model), now)
             return
         if raise_epoch:
@@ -145,7 +143,7 @@ class RequestLifecycle:
             finish_reason=reason,
             error=error,
         )
-        self._actions.append(SendEntry(tracked.gateway_id, entry))
+        self._say(SendEntry(tracked.gateway_id, entry))
         self.leave_queue(tracked, "deadline" if reason == FinishReason.DEADLINE else "refused", now)
         self.forget(tracked)
 
@@ -164,7 +162,7 @@ class RequestLifecycle:
         before it has seen the newer, for the end of the request. And never where the new owner is."""
         for instance_id, epoch in list(tracked.older_owners.items()):
             if epoch < tracked.gateway_epoch and instance_id != tracked.instance_id:
-                self._actions.append(CancelAt(instance_id, tracked.request_id, epoch))
+                self._say(CancelAt(instance_id, tracked.request_id, epoch))
                 del tracked.older_owners[instance_id]
 
     def leave_queue(self, tracked: TrackedRequest, outcome: str, now: float) -> None:
@@ -175,7 +173,7 @@ class RequestLifecycle:
         if tracked.request is None:
             return
         left_s = tracked.since_s if outcome == "dispatched" else now
-        self._actions.append(
+        self._say(
             LeftQueue(
                 tracked.request,
                 outcome,

@@ -11,14 +11,13 @@ import msgspec
 
 from shared import recording
 from shared.messages.cluster import ExecutionStatistics
-from shared.recording import Decided, Recorder
+from shared.recording import Recorder
 from shared.scheduling import calls
 from shared.scheduling.actions import Action, Dispatch, LeftQueue
 from shared.scheduling.core import SchedulerCore
 from shared.settings import BusSettings, SchedulerSettings
 
 CALLS: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(reduce(or_, calls.Call.__subclasses__()))
-_ACTIONS: msgspec.msgpack.Decoder[list[Action]] = msgspec.msgpack.Decoder(list[Action])
 
 _DECIDING = [name for name in SchedulerSettings.__struct_fields__ if name not in BusSettings.__struct_fields__]
 """The others say where the bus is, and its password."""
@@ -56,11 +55,6 @@ def _brief(action: Action) -> Action:
         request = msgspec.structs.replace(action.request, prompt=b"", prior=b"")
         return msgspec.structs.replace(action, request=request)
     return action
-
-
-def actions_of(decided: Decided) -> list[Action]:
-    """What the recorded core wanted done."""
-    return _ACTIONS.decode(decided.decision)
 
 
 def replay(recorded: bytes) -> tuple[SchedulerCore, int]:

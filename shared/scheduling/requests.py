@@ -16,12 +16,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any
 
-from shared.messages.requests import (
-    GenerationRequest,
-    HeldRequest,
-    Priority,
-    RequestClass,
-)
+from shared.messages.requests import GenerationRequest, HeldRequest, Priority, RequestClass
 
 FOUND_EXPIRY_S = 3600.0
 """After which a request that was found on an instance is forgotten: only the instance knows its deadline."""

@@ -81,7 +81,6 @@ class Scaler:
         return []
 
     def answered(self, released: Sequence[str] | None, now: float) -> None:
-        """See `OnScaled`."""
         if released is not None:
             # Not always the instance that was asked for: Kubernetes takes the last pod of a StatefulSet.
             self._own_drains.update(released)

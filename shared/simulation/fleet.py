@@ -12,7 +12,7 @@ tokens reach their users at once. See docs/simulation.md.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Protocol, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 import numpy as np
@@ -25,54 +25,19 @@ from shared.engine.load_reports import LoadReports
 from shared.engine.plan import ModelShape, StepPlan
 from shared.engine.recording import Configuration
 from shared.engine.requests import Ended, Output
-from shared.messages.cluster import (
-    ExecutionStatistics,
-    InstanceExited,
-    InstanceInfo,
-    LoadedModel,
-    LoadReport,
-    MigrationOutcome,
-)
+from shared.messages.cluster import ExecutionStatistics, InstanceExited, InstanceInfo, LoadedModel, MigrationOutcome
 from shared.messages.migration import Rebalance
 from shared.messages.requests import ErrorCode, ErrorInfo, GenerationRequest, HeldRequest
-from shared.scheduling import calls
-from shared.scheduling.actions import (
-    Action,
-    AskHeld,
-    CancelAt,
-    CancelDrain,
-    Dispatch,
-    DrainAction,
-    InstanceLost,
-    LeftQueue,
-    MigrationEnded,
-    NotifyLost,
-    Paired,
-    ProbeSilence,
-    ScaleUp,
-    ScalingAction,
-    SendEntry,
-    SendRebalance,
-)
-from shared.scheduling.calls import (
-    AskEveryone,
-    BeginServing,
-    Call,
-    DeclareLost,
-    OnDispatched,
-    OnExited,
-    OnHeld,
-    OnRegistry,
-    OnReport,
-    OnScaled,
-    OnTime,
-    TakeExecutionStatistics,
-)
+from shared.scheduling import actions, calls
+from shared.scheduling.calls import Call
 from shared.scheduling.core import SchedulerCore
 from shared.settings import SchedulerSettings
 from shared.simulation.events import Events
 from shared.simulation.gateway import LAST_TOKEN, Gateway, Job, RunFailed
 from shared.simulation.instance import VirtualInstance, VirtualStep
+
+if TYPE_CHECKING:
+    from shared.simulation.migration import FleetMigrations, VirtualMigrations
 
 T = TypeVar("T")
 
@@ -116,36 +81,6 @@ class Model(msgspec.Struct, frozen=True, kw_only=True):
     """From the decision until an instance that runs serves it."""
 
 
-class Moves(Protocol):
-    """Requests that move to and from one instance."""
-
-    num_transfers: int
-    """Under way, in or out."""
-    num_out: int
-    """Of these, out."""
-    is_dead: bool
-
-    def on_effects(self, effects: list[Effect], /) -> None: ...
-
-    def on_step(self, stats: StepStats, /) -> None: ...
-
-
-class Migrations(Protocol):
-    """Likewise of a fleet."""
-
-    def add(self, instance: Instance, /) -> Moves: ...
-
-    def on_instance(self, instance_id: str, info: InstanceInfo | None, /) -> None:
-        """Its entry in the registry is another, or gone."""
-
-    def on_rebalance(self, instance_id: str, rebalance: Rebalance, /) -> None: ...
-
-    def give_away(self, instance_id: str, model: str, /) -> None:
-        """The model is being unloaded there; again and again, until `stop_giving`."""
-
-    def stop_giving(self, instance_id: str, model: str, /) -> None: ...
-
-
 class Instance:
     """With the models, states and load reports of the instance service."""
 
@@ -163,7 +98,7 @@ class Instance:
         """Of the last steps that held decodes, on average."""
         self.num_steps = 0
         self.on_step: Callable[[VirtualStep], None] = lambda step: None
-        self.migrations: Moves | None = None
+        self.migrations: VirtualMigrations | None = None
         """None: requests stay here."""
         self._fleet, self._events, self._gateway = fleet, fleet.events, fleet.gateway
         self._draw = np.random.default_rng(seed)
@@ -263,7 +198,7 @@ class Instance:
             self._report_soon()
         return refused
 
-    def cancel(self, action: CancelAt) -> None:
+    def cancel(self, action: actions.CancelAt) -> None:
         epoch = self.engine.held_epoch(action.request_id)
         if epoch is not None and (action.epoch is None or epoch <= action.epoch):
             self.host.apply(Cancel(action.request_id))
@@ -350,7 +285,8 @@ class Instance:
         self._reported_s = self._events.now
         num_out = 0 if self.migrations is None else self.migrations.num_out
         num_in = self.num_transfers - num_out
-        self._fleet.send_report(self.reports.take(self.engine.load(self._events.now), num_out, num_in))
+        report = self.reports.take(self.engine.load(self._events.now), num_out, num_in)
+        self._fleet.tell(calls.OnReport(report))
 
 
 class Scheduler:
@@ -386,47 +322,49 @@ class Scheduler:
     def _on_timer(self, at_s: float) -> None:
         if at_s == self._timer_s:
             self._timer_s = -1.0
-            self.apply(OnTime())
+            self.apply(calls.OnTime())
 
-    def _carry_out(self, action: Action) -> None:
+    def _carry_out(self, action: actions.Action) -> None:
         fleet, after = self._fleet, self._events.after
         match action:
-            case Dispatch():
+            case actions.Dispatch():
                 after(fleet.control_s, self._dispatch, action)
-            case AskHeld():
+            case actions.AskHeld():
                 self._ask(action)
-            case SendRebalance(instance_id, rebalance):
+            case actions.SendRebalance(instance_id, rebalance):
                 after(fleet.control_s, fleet.on_rebalance, instance_id, rebalance)
-            case CancelAt():
+            case actions.CancelAt():
                 after(fleet.control_s, fleet.on_cancel, action)
-            case SendEntry(_, entry):
+            case actions.SendEntry(_, entry):
                 after(fleet.control_s, fleet.gateway.on_entries, [entry], None)
-            case NotifyLost(_, lost):
+            case actions.NotifyLost(_, lost):
                 after(fleet.control_s, fleet.gateway.on_lost, lost)
-            case ProbeSilence(instance_ids):  # the bus works
-                after(2 * fleet.control_s, self.apply, DeclareLost(instance_ids))
-            case ScaleUp() | DrainAction() | CancelDrain():
+            case actions.ProbeSilence(instance_ids):  # the bus works
+                after(2 * fleet.control_s, self.apply, calls.DeclareLost(instance_ids))
+            case actions.ScaleUp() | actions.DrainAction() | actions.CancelDrain():
                 assert fleet.scale is not None
-                self.apply(OnScaled(fleet.scale(action)))
-            case Paired() | InstanceLost() | LeftQueue() | MigrationEnded():  # for metrics
+                self.apply(calls.OnScaled(fleet.scale(action)))
+            case (
+                actions.Paired() | actions.InstanceLost() | actions.LeftQueue() | actions.MigrationEnded()
+            ):  # for metrics
                 pass
 
-    def _dispatch(self, action: Dispatch) -> None:
+    def _dispatch(self, action: actions.Dispatch) -> None:
         instance = self._fleet.reach(action.instance_id)
         if instance is None:
             error = ErrorInfo(ErrorCode.DEADLINE, f"{action.instance_id} does not answer")
-            self._events.after(ANSWER_S, self.apply, OnDispatched.to(action, error))
+            self._events.after(ANSWER_S, self.apply, calls.OnDispatched.to(action, error))
         else:
             self._events.after(
-                self._fleet.control_s, self.apply, OnDispatched.to(action, instance.submit(action.request))
+                self._fleet.control_s, self.apply, calls.OnDispatched.to(action, instance.submit(action.request))
             )
 
-    def _ask(self, ask: AskHeld) -> None:
+    def _ask(self, ask: actions.AskHeld) -> None:
         def answer() -> None:
             instance = self._fleet.reach(ask.instance_id)
             is_here = instance is not None and instance.incarnation == ask.incarnation
             held = instance.engine.held_requests() if instance is not None and is_here else None
-            self._events.after(self._fleet.control_s if is_here else ANSWER_S, self.apply, OnHeld(ask, held))
+            self._events.after(self._fleet.control_s if is_here else ANSWER_S, self.apply, calls.OnHeld(ask, held))
 
         self._events.after(self._fleet.control_s, answer)
 
@@ -440,7 +378,7 @@ class Fleet:
         *,
         noise: float = 0.05,
         seed: int = 0,
-        migrations: Callable[[Fleet], Migrations] | None = None,
+        migrations: Callable[[Fleet], FleetMigrations] | None = None,
         has_priorities: bool = True,
         control_s: float = CONTROL_S,
         tells_statistics: bool = True,
@@ -459,7 +397,7 @@ class Fleet:
         self.migrations = None if migrations is None else migrations(self)
         self.emptied_s: dict[str, float] = {}
         """When each instance that was drained held nothing any more."""
-        self.scale: Callable[[ScalingAction], list[str]] | None = None
+        self.scale: Callable[[actions.ScalingAction], list[str]] | None = None
         """Carries out what the scheduler wants, and says which instances it released for that."""
         self._statistics: dict[str, ExecutionStatistics] = {}
         self._num_made = 0
@@ -560,7 +498,7 @@ class Fleet:
             self.remove(instance.instance_id)
 
     def _tell_entry(self, instance_id: str, info: InstanceInfo | None) -> None:
-        self.scheduler.apply(OnRegistry(instance_id, info))
+        self.scheduler.apply(calls.OnRegistry(instance_id, info))
         if self.migrations is not None:
             self.migrations.on_instance(instance_id, info)
 
@@ -571,12 +509,8 @@ class Fleet:
         instance = self.instances[instance_id]
         instance.stop()
         if is_noticed:
-            exited = InstanceExited(instance_id, instance.incarnation, instance_id, 1)
-            self.events.after(self.control_s, self._on_exited, exited)
+            self.tell(calls.OnExited(InstanceExited(instance_id, instance.incarnation, instance_id, 1)))
         self.events.after(ENTRY_S, self._expire, instance)
-
-    def _on_exited(self, exited: InstanceExited) -> None:
-        self.scheduler.apply(OnExited(exited))
 
     def _expire(self, instance: Instance) -> None:
         if self.instances.get(instance.instance_id) is instance:
@@ -595,8 +529,8 @@ class Fleet:
         term = self.scheduler.term + 1
         self.scheduler = Scheduler(self, self.settings, term, self._statistics)
         for instance in self.instances.values():
-            self.core.apply(OnRegistry(instance.instance_id, instance.info()), self.events.now)
-        self.core.apply(AskEveryone(), self.events.now)
+            self.core.apply(calls.OnRegistry(instance.instance_id, instance.info()), self.events.now)
+        self.core.apply(calls.AskEveryone(), self.events.now)
         self.scheduler.is_serving = False
         self.scheduler.act()
         all_answer = all(self.reach(instance_id) is not None for instance_id in self.instances)
@@ -605,7 +539,7 @@ class Fleet:
     def _begin_serving(self, scheduler: Scheduler) -> None:
         if scheduler.is_over:
             return
-        scheduler.core.apply(BeginServing(), self.events.now)
+        scheduler.core.apply(calls.BeginServing(), self.events.now)
         scheduler.is_serving = True
         for number in self.gateway.open_streams():
             self.gateway.send(number)
@@ -637,23 +571,21 @@ class Fleet:
         if self.scheduler.is_serving and (refused := self.scheduler.apply(calls.Submit(request))):
             self.gateway.on_refused(request.request_id, refused.message)
 
-    def send_report(self, report: LoadReport) -> None:
-        self.events.after(self.control_s, self._on_report, report)
-
-    def _on_report(self, report: LoadReport) -> None:
-        self.scheduler.apply(OnReport(report))
+    def tell(self, call: Call[None]) -> None:
+        """Whoever is the scheduler when it arrives there."""
+        self.events.after(self.control_s, lambda: self.scheduler.apply(call))
 
     def on_rebalance(self, instance_id: str, rebalance: Rebalance) -> None:
         if self.migrations is not None and self.reach(instance_id) is not None:
             self.migrations.on_rebalance(instance_id, rebalance)
 
-    def on_cancel(self, action: CancelAt) -> None:
+    def on_cancel(self, action: actions.CancelAt) -> None:
         if (instance := self.reach(action.instance_id)) is not None:
             instance.cancel(action)
 
     def _tell_statistics(self) -> None:
         if not self.scheduler.is_over:
-            for statistics in self.core.apply(TakeExecutionStatistics(), self.events.now):
+            for statistics in self.core.apply(calls.TakeExecutionStatistics(), self.events.now):
                 self._statistics[statistics.model] = statistics
                 for instance in self.instances.values():
                     instance.engine.apply(SetStatistics(statistics), 0.0)

@@ -6,11 +6,12 @@ import asyncio
 from pathlib import Path
 
 import httpx
+import msgspec
 
 from shared.engine import recording
 from shared.recording import Applied, Decided, records
 from shared.scheduling import recording as scheduling
-from shared.scheduling.actions import Dispatch
+from shared.scheduling.actions import Action, Dispatch
 from shared.scheduling.calls import Submit
 from tests.e2e.stack import Stack
 
@@ -22,7 +23,8 @@ def submitted(recorded: bytes) -> list[str]:
 
 
 def dispatched(recorded: bytes) -> list[tuple[str, str]]:
-    actions = (scheduling.actions_of(record) for record in records(recorded) if isinstance(record, Decided))
+    decided = (record.decision for record in records(recorded) if isinstance(record, Decided))
+    actions = (msgspec.msgpack.decode(decision, type=list[Action]) for decision in decided)
     return [(a.request.request_id, a.instance_id) for some in actions for a in some if isinstance(a, Dispatch)]
 
 

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from services.worker.executor import Executor
 from services.worker.linear import Linear, packing_works
-from services.worker.models import activations
+from services.worker.models import decoder
 from services.worker.models.loading import LOADERS, identity_of, load_model
 from shared import checkpoint
 from shared.checkpoint import CheckpointError, run_dtype
@@ -192,7 +192,7 @@ def test_linear_falls_back_where_packing_fails(monkeypatch: pytest.MonkeyPatch) 
 def test_what_is_accepted_can_be_run() -> None:
     """Placement goes by the records in shared."""
     assert [family.name for family in FAMILIES] == list(LOADERS)
-    assert activations._ACTIVATIONS.keys() == set(checkpoint.SUPPORTED_ACTIVATIONS)
+    assert decoder.ACTIVATIONS.keys() == set(checkpoint.SUPPORTED_ACTIVATIONS)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

@@ -1,9 +1,11 @@
-"""Which attention back ends an executor has; chosen once at its start."""
+"""Which attention back ends an executor has; chosen once at its start. `python -m services.worker.attention.choice` prints
+what those of this machine's GPUs take, as JSON, for the node agent, which does not import torch."""
 
 from __future__ import annotations
 
 import logging
 
+import msgspec
 import torch
 
 from services.worker.attention.interface import AttentionBackend
@@ -24,3 +26,7 @@ def choose_backends(device: torch.device) -> list[AttentionBackend]:
     except FlashUnavailable as error:
         logger.warning("flash attention is not used: %s", error)
         return [fallback]
+
+
+if __name__ == "__main__":
+    print(msgspec.json.encode([backend.facts for backend in choose_backends(torch.device("cuda"))]).decode())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from services.worker.kv_transport.links import Refusal
@@ -14,33 +16,25 @@ class TransferMetrics:
     """`direction`: out | in. `reason`: done, or a `TransferReason`."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        self._bytes = Counter(
-            "tideway_kv_transfer_bytes", "KV bytes of transfers that succeeded", ("direction",), registry=registry
-        )
-        self._transfers = Counter(
+        counter = partial(Counter, registry=registry)
+        self._bytes = counter("tideway_kv_transfer_bytes", "KV bytes of transfers that succeeded", ("direction",))
+        self._transfers = counter(
             "tideway_kv_transfer_transfers",
             "Transfers ended, by direction and reason (done, or why they failed)",
             ("direction", "reason"),
-            registry=registry,
         )
         self._seconds = Histogram(
-            "tideway_kv_transfer_seconds",
-            "Duration of transfers that succeeded",
-            ("direction",),
-            registry=registry,
-            buckets=SECONDS_BUCKETS,
-        )
+            "tideway_kv_transfer_seconds", "Duration of transfers that succeeded", ("direction",),
+            registry=registry, buckets=SECONDS_BUCKETS,
+        )  # fmt: skip
         self._bandwidth = Gauge(
-            "tideway_kv_transfer_bandwidth_bytes_per_second",
-            "Measured to a peer, without the rate limit's waits",
-            ("peer",),
-            registry=registry,
-        )
-        self._refused = Counter(
+            "tideway_kv_transfer_bandwidth_bytes_per_second", "Measured to a peer, without the rate limit's waits",
+            ("peer",), registry=registry,
+        )  # fmt: skip
+        self._refused = counter(
             "tideway_kv_transfer_refused_connections",
             "Connections to the KV port that were refused: for their host, or for want of handshake, hello or ticket",
             ("reason",),
-            registry=registry,
         )
         self._connections = Gauge("tideway_kv_transfer_connections", "Open connections with peers", registry=registry)
 

@@ -41,7 +41,7 @@ from shared.messages.migration import (
     Rebalance,
     Reserved,
 )
-from shared.messages.requests import Cancel, ErrorCode, ErrorInfo, GenerationRequest, MigratedRequest
+from shared.messages.requests import Cancel, ErrorCode, ErrorInfo, GenerationRequest
 from shared.migration import commands
 from shared.migration.commands import Command, Stage
 from shared.migration.core import MigrationCore
@@ -108,7 +108,7 @@ class MigrationService:
         group: DeviceGroup,
     ) -> None:
         """`transport`: open, with the models' pools registered as they come and go; None: only requests without KV move.
-        `peers`: as of `MigrationCore`; changes are told (`on_instance`) while `needs_peers`."""
+        `peers`: as of `MigrationCore`; changes are told (`on_instance`) while the core `needs_peers`."""
         self._bus = bus
         self._instance_id = settings.instance_id
         self._loop = loop
@@ -199,11 +199,6 @@ class MigrationService:
         """Whether a migration is under way, in or out."""
         return any(self.num_migrating)
 
-    @property
-    def needs_peers(self) -> bool:
-        """Whether it has to hear of changes in the registry."""
-        return self.core.needs_peers(self._loop.now())
-
     # ------------------------------------------------------------------------------------- from the instance
 
     def on_effects(self, effects: Sequence[Effect]) -> None:
@@ -238,10 +233,6 @@ class MigrationService:
         """The registry entry of an instance changed, or is gone."""
         self.core.on_instance(instance_id, info, self._loop.now())
         self._act()
-
-    def moved(self, request_id: str) -> MigratedRequest | None:
-        """To whom a request was handed over lately."""
-        return self.core.moved(request_id, self._loop.now())
 
     def forward_cancel(self, request_id: str) -> None:
         """Passes a cancel on to the new owner, if the request has moved lately."""

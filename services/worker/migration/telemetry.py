@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 
 from opentelemetry import trace
 from prometheus_client import Counter, Gauge, Histogram
@@ -13,6 +14,7 @@ from shared.migration.outgoing import MOVED
 from shared.telemetry import Telemetry, context_of
 
 PAUSE_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 5.0)
+STAGE_BUCKETS = (0, 1, 2, 3, 4, 5, 6, 7, 8, 16)
 
 Attributes = Mapping[str, str | int | float | bool]
 
@@ -21,26 +23,22 @@ class MigrationTelemetry:
     def __init__(self, telemetry: Telemetry) -> None:
         registry = telemetry.registry
         self._tracer = telemetry.tracer
-        self._migrations = Counter(
+        counter, histogram = partial(Counter, registry=registry), partial(Histogram, registry=registry)
+        self._migrations = counter(
             "tideway_migrations",
             "Migrations ended, by direction (out | in), why they were begun, and outcome (moved, or why not)",
             ("direction", "reason", "outcome"),
-            registry=registry,
         )
-        self._pause = Histogram(
+        self._pause = histogram(
             "tideway_migration_pause_seconds",
             "What a request waits: at the source from leaving its batch to the answer to Commit, at the destination from "
             "there to the end of its first step",
             ("end",),
-            registry=registry,
             buckets=PAUSE_BUCKETS,
         )
-        self._bytes = Counter("tideway_migration_bytes", "KV bytes moved", ("direction",), registry=registry)
-        self._stages = Histogram(
-            "tideway_migration_stages",
-            "Stages of a migration that moved its request",
-            registry=registry,
-            buckets=(0, 1, 2, 3, 4, 5, 6, 7, 8, 16),
+        self._bytes = counter("tideway_migration_bytes", "KV bytes moved", ("direction",))
+        self._stages = histogram(
+            "tideway_migration_stages", "Stages of a migration that moved its request", buckets=STAGE_BUCKETS
         )
         self._in_progress = Gauge(
             "tideway_migrations_in_progress", "Migrations under way", ("direction",), registry=registry

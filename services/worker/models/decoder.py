@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from services.worker.attention.interface import AttentionBackend
 from services.worker.kv_store import KvShape, KvViews, LayerKv
+from shared.checkpoint import SUPPORTED_ACTIVATIONS, CheckpointError
 
 
 @dataclass
@@ -78,3 +82,22 @@ class DecoderModel(ABC):
         state = self.begin(batch)
         self.run_layers(state, 0, self.num_layers, batch)
         return state
+
+
+ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "silu": F.silu,
+    "swish": F.silu,
+    "relu": F.relu,
+    "gelu": F.gelu,
+    "gelu_new": partial(F.gelu, approximate="tanh"),
+    "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh"),
+}
+"""By their names in config.json."""
+
+
+def activation(name: str) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Raises `CheckpointError`."""
+    if name not in SUPPORTED_ACTIVATIONS:
+        supported = ", ".join(SUPPORTED_ACTIVATIONS)
+        raise CheckpointError(f"activation {name!r} is not supported; supported are {supported}.")
+    return ACTIVATIONS[name]

@@ -13,8 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from services.worker.linear import Linear
-from services.worker.models.activations import activation
-from services.worker.models.decoder import DecoderModel, ForwardBatch, ForwardState
+from services.worker.models.decoder import DecoderModel, ForwardBatch, ForwardState, activation
 from services.worker.models.rope import RotaryEmbedding, rotate
 from services.worker.models.weights import WeightReader
 from shared.checkpoint import CheckpointError, CheckpointShape, positive_int, rope_parameters

@@ -10,8 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from services.worker.linear import Linear
-from services.worker.models.activations import activation
-from services.worker.models.decoder import DecoderModel, ForwardBatch, ForwardState
+from services.worker.models.decoder import DecoderModel, ForwardBatch, ForwardState, activation
 from services.worker.models.weights import WeightReader
 from shared.checkpoint import CheckpointShape, positive_int
 

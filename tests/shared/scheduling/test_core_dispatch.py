@@ -13,7 +13,7 @@ from shared.scheduling.actions import (
     SendEntry,
 )
 from shared.scheduling.calls import OnRegistry
-from shared.scheduling.delivery import LEDGER_EXPIRY_S
+from shared.scheduling.recovery import LEDGER_EXPIRY_S
 from shared.scheduling.requests import RequestState
 from tests.shared.scheduling.driver import Driver
 from tests.shared.scheduling.samples import make_info, make_request

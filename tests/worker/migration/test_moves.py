@@ -32,7 +32,7 @@ async def test_a_running_request_moves_and_its_stream_goes_on(make) -> None:
     await group.until(lambda: group.source.outcomes)
     outcome = group.source.outcomes[0]
     assert outcome.is_migrated and (outcome.epoch, outcome.destination_id) == (1, "b")
-    assert group.source.service.moved("r1") == MigratedRequest("r1", "b", 1)
+    assert group.source.service.core.moved("r1", group.source.bus.now()) == MigratedRequest("r1", "b", 1)
     await group.ended(sent, owner="b")
     commit, num_output = group.destination.adopted[0]
     assert num_output > 20 and commit.request.epoch == 1 and commit.progress.num_computed >= 70
