@@ -6,16 +6,15 @@ import asyncio
 import logging
 import secrets
 from collections.abc import Callable, Sequence
-from concurrent.futures import Executor
 from dataclasses import dataclass
 
 from services.worker.kv_transport.connections import Connection
 from services.worker.kv_transport.errors import LinkError, TransferError, TransferReason
-from services.worker.kv_transport.faults import FaultPoint, Faults
+from services.worker.kv_transport.faults import FaultPoint
 from services.worker.kv_transport.leases import Leases
 from services.worker.kv_transport.links import Refusal, name_of
 from services.worker.kv_transport.receiving import Incoming, Receipt, Receiver
-from services.worker.kv_transport.staging import KvPool, StagingPairs
+from services.worker.kv_transport.staging import End, KvPool
 from services.worker.kv_transport.wire import LINE_BYTES, VERSION, Accept, Cancel, Ended, Open
 from shared.tasks import TaskSet
 
@@ -37,19 +36,15 @@ class Destination:
 
     def __init__(
         self,
-        staging: StagingPairs,
-        executor: Executor,
+        end: End,
         tasks: TaskSet,
-        faults: Faults,
         on_refused: Callable[[Refusal, int], None],
         *,
         drain_s: float,
     ) -> None:
         self._loop = asyncio.get_running_loop()
-        self._staging = staging
-        self._executor = executor
+        self._end = end
         self._tasks = tasks
-        self._faults = faults
         self._on_refused = on_refused
         self._drain_s = drain_s
         self._leases = Leases()
@@ -125,14 +120,12 @@ class Destination:
         started = self._loop.time()
         pair = None
         try:
-            pair = await self._staging.take(message.chunk_blocks * message.block_bytes, incoming.pool)
+            pair = await self._end.staging.take(message.chunk_blocks * message.block_bytes, incoming.pool)
             await connection.say(Accept(message.transfer))
-            await self._faults.at(FaultPoint.OPENED)
-            ended = await Receiver(
-                connection.link, message, incoming, self._staging, pair, self._executor, self._faults
-            ).run()
+            await self._end.faults.at(FaultPoint.OPENED)
+            ended = await Receiver(connection.link, message, incoming, self._end, pair).run()
             if ended.reason is None:
-                await self._faults.at(FaultPoint.BEFORE_END)
+                await self._end.faults.at(FaultPoint.BEFORE_END)
                 incoming.succeed(Receipt(ended.num_bytes, ended.checksum, self._loop.time() - started))
                 if incoming.failure is not None:  # stopped in between
                     ended.reason = incoming.failure.reason
@@ -149,7 +142,7 @@ class Destination:
             connection.incoming.pop(message.transfer, None)
             self._running.pop(message.ticket, None)
             if pair is not None:
-                self._staging.give_back(pair, reusable=not connection.is_lost)
+                self._end.staging.give_back(pair, reusable=not connection.is_lost)
 
     def _expire(self, ticket: bytes) -> None:
         self._leases.expire(self._loop.time())

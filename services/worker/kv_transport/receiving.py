@@ -6,16 +6,15 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Executor
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from services.worker.kv_transport.errors import TransferError, TransferReason
-from services.worker.kv_transport.faults import FaultPoint, Faults
+from services.worker.kv_transport.faults import FaultPoint
 from services.worker.kv_transport.links import Buffer, Link, name_of
-from services.worker.kv_transport.staging import KvPool, StagingPair, StagingPairs, buffer_of, to_end
+from services.worker.kv_transport.staging import End, KvPool, StagingPair, buffer_of, to_end
 from services.worker.kv_transport.wire import WINDOW, Ended, Open, Sent, combined
 
 logger = logging.getLogger(__name__)
@@ -129,23 +128,12 @@ class Receiver:
     """Takes the chunks of one transfer; `WINDOW` receives are posted at a time, so that one arrives while another is
     scattered or summed."""
 
-    def __init__(
-        self,
-        link: Link,
-        message: Open,
-        incoming: Incoming,
-        staging: StagingPairs,
-        pair: StagingPair,
-        executor: Executor,
-        faults: Faults,
-    ) -> None:
+    def __init__(self, link: Link, message: Open, incoming: Incoming, end: End, pair: StagingPair) -> None:
         self._link = link
         self._message = message
         self._incoming = incoming
-        self._staging = staging
+        self._end = end
         self._pair = pair
-        self._executor = executor
-        self._faults = faults
         self._num_chunks = num_chunks(message)
         self._posted: deque[_Posted] = deque()
         self._num_posted = 0
@@ -190,11 +178,11 @@ class Receiver:
     async def _post(self, blocks: Sequence[int]) -> _Posted:
         incoming, size = self._incoming, len(blocks) * self._message.block_bytes
         staged = None
-        run = self._staging.run_of(incoming.pool, blocks) if incoming.is_live else None
+        run = self._end.staging.run_of(incoming.pool, blocks) if incoming.is_live else None
         if run is not None:
             buffer = run
         elif incoming.is_live:
-            staged = (await self._pair.buffer(self._num_posted, self._executor))[:size]
+            staged = (await self._pair.buffer(self._num_posted, self._end.executor))[:size]
             buffer = buffer_of(staged)
         else:
             if self._drain is None:
@@ -209,16 +197,18 @@ class Receiver:
 
     async def _take(self, chunk: _Posted) -> None:
         incoming = self._incoming
-        await self._faults.at(FaultPoint.CHUNK_ARRIVED, chunk.buffer)
+        await self._end.faults.at(FaultPoint.CHUNK_ARRIVED, chunk.buffer)
         if not incoming.is_live:
             return
         self._num_bytes += len(chunk.blocks) * self._message.block_bytes
         checked = self._message.checked_bytes
         if chunk.staged is None:
-            sums = self._loop.run_in_executor(self._executor, incoming.pool.checksum, chunk.buffer, checked)
+            sums = self._loop.run_in_executor(self._end.executor, incoming.pool.checksum, chunk.buffer, checked)
             self._digests.append(sums)
             return
-        scatter = self._loop.run_in_executor(self._executor, incoming.pool.scatter, chunk.blocks, chunk.staged, checked)
+        scatter = self._loop.run_in_executor(
+            self._end.executor, incoming.pool.scatter, chunk.blocks, chunk.staged, checked
+        )
         self._digests.append(scatter)
         incoming.begin_write()
         try:
@@ -242,7 +232,7 @@ class Receiver:
         if incoming.is_live and failure is not None:
             incoming.begin_write()
             try:  # attention may read what it masks, and must not find NaN there
-                await to_end(self._loop.run_in_executor(self._executor, incoming.pool.zero, incoming.blocks))
+                await to_end(self._loop.run_in_executor(self._end.executor, incoming.pool.zero, incoming.blocks))
             finally:
                 incoming.fail(failure)
                 incoming.end_write()

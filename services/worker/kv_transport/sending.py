@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Executor
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from services.worker.kv_transport.errors import TransferError, TransferReason
-from services.worker.kv_transport.faults import FaultPoint, Faults
+from services.worker.kv_transport.faults import FaultPoint
 from services.worker.kv_transport.links import Buffer, Link
 from services.worker.kv_transport.rates import TokenBucket
-from services.worker.kv_transport.staging import KvPool, StagingPair, StagingPairs, buffer_of, to_end
+from services.worker.kv_transport.staging import End, KvPool, StagingPair, buffer_of, to_end
 from services.worker.kv_transport.wire import CONTROL_TAG, WINDOW, Accept, Ended, Sent, combined, encode_control
 from shared.tasks import set_within
 
@@ -84,18 +82,16 @@ class Outgoing:
 async def send_chunks(
     link: Link,
     outgoing: Outgoing,
-    staging: StagingPairs,
+    end: End,
     pair: StagingPair,
-    executor: Executor,
     bucket: TokenBucket,
     on_sent: Callable[[int, float], None],
-    faults: Faults,
-    clock: Callable[[], float] = time.monotonic,
+    clock: Callable[[], float],
 ) -> tuple[int, int]:
     """Sends the blocks when they are named, or fillers once it was stopped. A chunk is gathered, or the one that needs no
     gathering is summed, while those before are under way. Returns (bytes, checksum) of what was sent; `on_sent` hears the
     bytes and seconds of each chunk. Raises `LinkError`, and `TransferError` (FAILED) when blocks could not be read."""
-    pool, chunk_blocks, all_blocks = outgoing.pool, outgoing.chunk_blocks, await outgoing.blocks
+    executor, pool, chunk_blocks, all_blocks = end.executor, outgoing.pool, outgoing.chunk_blocks, await outgoing.blocks
     num_bytes, index, checked = 0, 0, outgoing.checked_bytes
     digests: list[asyncio.Future[int]] = []
     sending: deque[asyncio.Task[None]] = deque()  # at most `WINDOW`, so the pair's buffer that is next is free
@@ -119,7 +115,7 @@ async def send_chunks(
                 break
             blocks = all_blocks[start : start + chunk_blocks]
             size = len(blocks) * pool.block_bytes
-            run = staging.run_of(pool, blocks)
+            run = end.staging.run_of(pool, blocks)
             try:
                 if run is None:
                     staged = (await pair.buffer(index, executor))[:size]
@@ -131,7 +127,7 @@ async def send_chunks(
             payload = buffer_of(staged) if run is None else run
             if outgoing.is_limited and (pause_s := bucket.take(size, clock())) > 0:
                 await set_within(outgoing.stopped, pause_s)
-            await faults.at(FaultPoint.CHUNK_READY, payload)
+            await end.faults.at(FaultPoint.CHUNK_READY, payload)
             if outgoing.stopped.is_set():
                 break
             sending.append(asyncio.create_task(deliver(payload)))

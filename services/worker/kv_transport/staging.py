@@ -15,11 +15,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Executor
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
 
+from services.worker.kv_transport.faults import Faults
 from services.worker.kv_transport.links import Buffer
 from services.worker.kv_transport.wire import LINE_BYTES, PIECE_BYTES, checksum, device_checksum
 from services.worker.transfer import to_device
@@ -215,3 +217,12 @@ async def to_end(work: asyncio.Future[T]) -> T:
     except asyncio.CancelledError:
         await asyncio.wait([work])
         raise
+
+
+@dataclass(frozen=True)
+class End:
+    """What the transfers out of a transport have in common, or those into it."""
+
+    staging: StagingPairs
+    executor: Executor
+    faults: Faults

@@ -32,7 +32,7 @@ from services.worker.kv_transport.links import Link, Network, Refusal, name_of
 from services.worker.kv_transport.rates import Bandwidth, TokenBucket
 from services.worker.kv_transport.receiving import Incoming, Receipt
 from services.worker.kv_transport.sending import Outgoing, send_chunks, verdict
-from services.worker.kv_transport.staging import KvPool, StagingPairs
+from services.worker.kv_transport.staging import End, KvPool, StagingPairs
 from services.worker.kv_transport.telemetry import TransferMetrics
 from services.worker.kv_transport.wire import Open
 from shared.tasks import TaskSet
@@ -98,16 +98,9 @@ class KvTransport:
         self._loop = asyncio.get_running_loop()
         self.address = await self._network.open(self._on_link)
         reads_device = self._network.reads_device
-        self._send_staging = StagingPairs(self._limits.max_transfers, reads_device)
-        self._receive_staging = StagingPairs(self._limits.max_transfers, reads_device)
-        self._destination = Destination(
-            self._receive_staging,
-            self._executor,
-            self._tasks,
-            self._faults,
-            self._metrics.on_refused,
-            drain_s=self._limits.drain_s,
-        )
+        self._out = End(StagingPairs(self._limits.max_transfers, reads_device), self._executor, self._faults)
+        self._in = End(StagingPairs(self._limits.max_transfers, reads_device), self._executor, self._faults)
+        self._destination = Destination(self._in, self._tasks, self._metrics.on_refused, drain_s=self._limits.drain_s)
         self._open = True
 
     def register(self, pool: str, rows: torch.Tensor) -> None:
@@ -260,7 +253,7 @@ class KvTransport:
     @property
     def num_active(self) -> int:
         """Transfers that hold staging memory or wait for their source."""
-        return self._send_staging.num_taken + self._receive_staging.num_taken + self._destination.num_active
+        return self._out.staging.num_taken + self._in.staging.num_taken + self._destination.num_active
 
     async def close(self) -> None:
         """Fails what is under way with CLOSED. May be called again."""
@@ -278,7 +271,7 @@ class KvTransport:
     # ------------------------------------------------------------------------------------------------- source
 
     async def _send(self, outgoing: Outgoing) -> tuple[int, int]:
-        pair = await self._send_staging.take(outgoing.chunk_blocks * outgoing.pool.block_bytes, outgoing.pool)
+        pair = await self._out.staging.take(outgoing.chunk_blocks * outgoing.pool.block_bytes, outgoing.pool)
         connection: Connection | None = None
         try:
             connection = await self._connected(outgoing.address)
@@ -298,17 +291,7 @@ class KvTransport:
             )
             await outgoing.accepted
             on_sent = self._measure(outgoing.address)
-            sent = await send_chunks(
-                connection.link,
-                outgoing,
-                self._send_staging,
-                pair,
-                self._executor,
-                self._bucket,
-                on_sent,
-                self._faults,
-                self._loop.time,
-            )
+            sent = await send_chunks(connection.link, outgoing, self._out, pair, self._bucket, on_sent, self._loop.time)
             if error := verdict(await outgoing.ended, *sent):
                 raise error
             return sent
@@ -324,7 +307,7 @@ class KvTransport:
         finally:
             if connection is not None:
                 connection.outgoing.pop(outgoing.transfer, None)
-            self._send_staging.give_back(pair, reusable=connection is None or not connection.is_lost)
+            self._out.staging.give_back(pair, reusable=connection is None or not connection.is_lost)
 
     async def _connected(self, address: str) -> Connection:
         task = self._dialled.get(address)
