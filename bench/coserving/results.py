@@ -19,7 +19,6 @@ class SystemFigures(msgspec.Struct, kw_only=True):
     """Of all runs of one system under one load. Online latencies are over the runs' requests together."""
 
     system: str
-    num_runs: int
     num_online: int
     num_unfinished: int
     """Online requests that the end of a run cut off; they are in no percentile, so these are too good."""
@@ -32,9 +31,6 @@ class SystemFigures(msgspec.Struct, kw_only=True):
     offline_tokens_per_s: float
     busy_share: float
     """Of the time, that a step ran."""
-    tokens_computed_per_s: float
-    """Counted whenever computed."""
-    peak_pool_share: float
     counts: list[Counts]
     late_p99_s: float
     """Of the feeder."""
@@ -105,7 +101,6 @@ def figures_of(runs: Sequence[RunResult], warm_up_s: float) -> SystemFigures:
     steps = [[step for step in run.steps if warm_up_s <= step.end_s <= duration_s] for run in runs]
     return SystemFigures(
         system=runs[0].system,
-        num_runs=len(runs),
         num_online=len(online),
         num_unfinished=0 if latency is None else latency.num_unfinished,
         ttft_s=Distribution() if latency is None else latency.ttft_s,
@@ -116,8 +111,6 @@ def figures_of(runs: Sequence[RunResult], warm_up_s: float) -> SystemFigures:
         offline_tokens_per_s=sum(group.prompt_tokens_per_s + group.output_tokens_per_s for group in offline)
         / len(runs),
         busy_share=_mean(sum(step.end_s - step.start_s for step in of_run) / measured_s for of_run in steps),
-        tokens_computed_per_s=_mean(sum(sum(step.num_tokens) for step in of_run) / measured_s for of_run in steps),
-        peak_pool_share=max((sample.pool_used_share for run in runs for sample in run.samples), default=0.0),
         counts=[run.counts for run in runs],
         late_p99_s=max(run.late_p99_s for run in runs),
     )

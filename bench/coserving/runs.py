@@ -164,10 +164,7 @@ class Counts(msgspec.Struct, kw_only=True):
 
     preemptions: dict[str, int]
     steps_suspended: int
-    steps_resumed: int
     steps_discarded: int
-    checkpointed_blocks: int
-    restored_blocks: int
     dropped_checkpoint_blocks: int
     recomputed_tokens: int
     recomputed_partial_tokens: int

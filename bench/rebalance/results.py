@@ -60,7 +60,6 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
     moved_gigabytes: float
     mean_instances: float
     ttft_p99_by_seed: list[float]
-    num_preemptions_by_seed: list[int]
 
 
 def figures_of(case: str, system: str, clusters: Sequence[Cluster]) -> Figures:
@@ -91,7 +90,6 @@ def figures_of(case: str, system: str, clusters: Sequence[Cluster]) -> Figures:
         moved_gigabytes=sum(cluster.migrations.num_bytes for cluster in clusters) / 1e9,
         mean_instances=float(np.mean([cluster.mean_instances() for cluster in clusters])),
         ttft_p99_by_seed=[_p99(cluster.gateway.records) for cluster in clusters],
-        num_preemptions_by_seed=[sum(r.num_preemptions for r in cluster.gateway.records) for cluster in clusters],
     )
 
 

@@ -95,9 +95,8 @@ def record(name: str, arrival_s: float, times: list[float], *, online: bool = Tr
 
 def made_up_run(records: list[RequestRecord], steps: list[Step], system: str = "tideway") -> RunResult:
     counts = Counts(
-        preemptions={"memory/checkpointed": 2}, steps_suspended=3, steps_resumed=2, steps_discarded=1,
-        checkpointed_blocks=4, restored_blocks=4, dropped_checkpoint_blocks=0, recomputed_tokens=50,
-        recomputed_partial_tokens=20, online_tokens=1, harvested_tokens=1,
+        preemptions={"memory/checkpointed": 2}, steps_suspended=3, steps_discarded=1,
+        dropped_checkpoint_blocks=0, recomputed_tokens=50, recomputed_partial_tokens=20, online_tokens=1, harvested_tokens=1,
     )  # fmt: skip
     return RunResult(
         system=system, duration_s=10.0, end_s=12.0, records=records, steps=steps,
