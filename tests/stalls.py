@@ -133,7 +133,7 @@ def _look(core: int) -> None:
 
 
 if __name__ == "__main__":
+    os.write(1, b"looking\n")
     for one in sorted(os.sched_getaffinity(0)):
         threading.Thread(target=_look, args=(one,), daemon=True).start()
-    os.write(1, b"looking\n")
     sys.stdin.buffer.read()  # until whoever started this is gone

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import random
 import re
 import shutil
 import socket
@@ -20,6 +21,8 @@ PACKAGED_MODELS = Path(__file__).resolve().parent / "models"
 """Where a wheel has the demonstration models; a checkout has them in models/."""
 DEMONSTRATION_MODELS = ("tideway-demo-llama", "tideway-demo-opt")
 PORT_ATTEMPTS = 100
+LEAST_PORT, MAX_PORT = 21_000, 65_536
+"""Of those that are chosen here: after the ports of KV transfers (`TIDEWAY_KV_PORTS`)."""
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 
@@ -85,17 +88,23 @@ def check_port(host: str, port: int, option: str = "--port") -> None:
 
 
 def free_ports(count: int) -> list[int]:
-    """Loopback ports in a row that nothing listens on at this moment."""
+    """Loopback ports in a row that nothing listens on at this moment. Below those that the kernel gives to outgoing
+    connections, where there is room: one that asks whether a service listens yet could else be given that port itself."""
+    most = MAX_PORT if (ephemeral := _first_ephemeral_port()) < LEAST_PORT + 2 * count else ephemeral
     for _ in range(PORT_ATTEMPTS):
-        with contextlib.ExitStack() as open_sockets:
-            ports: list[int] = []
-            with contextlib.suppress(OSError, OverflowError):
-                for index in range(count):
-                    listener = open_sockets.enter_context(socket.socket())
-                    listener.bind(("127.0.0.1", ports[0] + index if ports else 0))
-                    ports.append(listener.getsockname()[1])
-                return ports
+        first = random.randrange(LEAST_PORT, most - count)
+        with contextlib.ExitStack() as open_sockets, contextlib.suppress(OSError):
+            for port in range(first, first + count):
+                open_sockets.enter_context(socket.socket()).bind(("127.0.0.1", port))
+            return list(range(first, first + count))
     raise OperatorError(f"No {count} free ports in a row were found on 127.0.0.1; this machine runs out of ports.")
+
+
+def _first_ephemeral_port() -> int:
+    try:
+        return int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    except (OSError, ValueError):
+        return MAX_PORT
 
 
 def free_memory_bytes(root: Path = Path("/")) -> int | None:

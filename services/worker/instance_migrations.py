@@ -31,13 +31,11 @@ from shared.messages.migration import Commit
 from shared.messages.requests import (
     Cancel,
     GenerationRequest,
-    HeldRequest,
     MigratedRequest,
-    RequestClass,
     TokenEntry,
     TokenFrame,
 )
-from shared.migration.incoming import Intake
+from shared.migration.incoming import Intake, held_after
 from shared.migration.limits import pool_of
 from shared.settings import InstanceSettings
 from shared.tasks import TaskSet
@@ -194,18 +192,7 @@ class InstanceMigrations(KvUsers):
     def on_adopted(self, commit: Commit, num_output: int) -> None:
         request, progress = commit.request, commit.progress
         self._tell(request.gateway_id, self._outputs.adopt(request, progress.num_cached_tokens))
-        num_tokens = len(request.prompt) // 4 + num_output
-        is_online = request.request_class == RequestClass.ONLINE
-        held = HeldRequest(
-            request_id=request.request_id,
-            gateway_id=request.gateway_id,
-            epoch=request.epoch,
-            model=request.model,
-            num_tokens=num_tokens,
-            running=progress.num_computed > 0 and not commit.on_host,
-            is_online=is_online,
-        )
-        self._reports.migrated_in.append(held)
+        self._reports.migrated_in.append(held_after(commit))
         self._report_soon()
 
     def on_migration_ended(self, outcome: MigrationOutcome, request: GenerationRequest, taken: Detached | None) -> None:

@@ -29,7 +29,7 @@ from shared.messages.migration import (
     PreAllocate,
     Reserved,
 )
-from shared.messages.requests import ErrorCode, ErrorInfo
+from shared.messages.requests import ErrorCode, ErrorInfo, HeldRequest, RequestClass
 from shared.migration import commands
 from shared.migration.destination import Action, DestinationMigration, Event, State
 from shared.migration.limits import max_at_once, pool_of
@@ -41,6 +41,20 @@ SWEEP_S = 0.25
 IDLE_SWEEP_S = 10.0
 RETRY_S = 0.02
 """After which a migration that comes in may be over."""
+
+
+def held_after(commit: Commit) -> HeldRequest:
+    """What the destination tells the scheduler that it holds once it has adopted the request."""
+    request = commit.request
+    return HeldRequest(
+        request_id=request.request_id,
+        gateway_id=request.gateway_id,
+        epoch=request.epoch,
+        model=request.model,
+        num_tokens=(len(request.prompt) + len(request.prior)) // 4,
+        running=commit.progress.num_computed > 0 and not commit.on_host,
+        is_online=request.request_class == RequestClass.ONLINE,
+    )
 
 
 class Intake:

@@ -23,12 +23,12 @@ from shared.messages.migration import (
     Rebalance,
     Reserved,
 )
-from shared.messages.requests import Cancel, ErrorCode, ErrorInfo, GenerationRequest, HeldRequest, TokenEntry
+from shared.messages.requests import Cancel, ErrorCode, ErrorInfo, GenerationRequest, TokenEntry
 from shared.migration import commands
 from shared.migration.commands import Command
 from shared.migration.core import MigrationCore
 from shared.migration.estimates import copy_s
-from shared.migration.incoming import Intake
+from shared.migration.incoming import Intake, held_after
 from shared.migration.outgoing import EngineHost, Reply
 from shared.simulation.events import Events
 from shared.simulation.fleet import CONTROL_S, Fleet, Instance
@@ -418,16 +418,7 @@ class FleetMigrations:
             request = commit.request
             entry = TokenEntry(request_id=request.request_id, epoch=request.epoch, offset=num_output, tokens=b"")
             self._fleet.gateway.on_entries([entry], instance.instance_id)
-            instance.report_migrated_in(
-                HeldRequest(
-                    request_id=request.request_id,
-                    gateway_id=request.gateway_id,
-                    epoch=request.epoch,
-                    model=request.model,
-                    num_tokens=len(request.prompt) // 4 + num_output,
-                    running=commit.progress.num_computed > 0,
-                )
-            )
+            instance.report_migrated_in(held_after(commit))
 
         host.on_over, host.on_adopted = on_over, on_adopted
         return host

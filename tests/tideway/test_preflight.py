@@ -90,6 +90,7 @@ def test_a_host_that_is_none() -> None:
 def test_free_ports_are_in_a_row() -> None:
     ports = free_ports(20)
     assert ports == list(range(ports[0], ports[0] + 20))
+    assert ports[-1] < int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0]), "of no connection"
     for port in ports:
         check_port("127.0.0.1", port)
 
