@@ -216,7 +216,7 @@ async def test_models_are_added_and_removed_without_moving_others(
         assert sorted(where(added).values(), key=len) == [{"a"}, {"a", "b"}]
         pools = [(i.instance_id, i.pool_bytes, i.merged_bytes) for i in first.instances]
         assert [(i.instance_id, i.pool_bytes, i.merged_bytes) for i in added.instances] == pools
-        assert cluster.models.entries["b"] == ModelSpec("b", sources["b"], replicas=1)
+        assert await until(lambda: cluster.models.entries.get("b")) == ModelSpec("b", sources["b"], replicas=1)
         assert await cluster.add(ModelSpec("b", sources["b"], replicas=1)) == added, "again: no effect"
 
         removed = await cluster.remove("b")

@@ -47,11 +47,11 @@ def short_deadlines(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(destination_rules, "IDLE_S", 0.8)
 
 
-async def begin(group: Group, num_tokens: int = 160, **fields):
+async def begin(group: Group, num_tokens: int = 160, lease_s: float = 0.1, **fields):
     sent = request("r1", PROMPT, num_tokens, **fields)
     group.source.submit(sent)
     await group.until(lambda: group.progress(sent) > 5)
-    group.source.rebalance("b", lease_s=0.1)
+    group.source.rebalance("b", lease_s=lease_s)
     return sent
 
 
@@ -88,13 +88,13 @@ async def test_a_slow_point_only_costs_time(make, point: str, monkeypatch: pytes
 @pytest.mark.parametrize("point", POINTS)
 async def test_a_cancel_at_any_point_ends_the_request_once(make, reached: set[str], point: str) -> None:
     group = await make(**faults(point, "delay:0.2"), step_s=0.005)
-    sent = await begin(group)
+    sent = await begin(group, 600, lease_s=10.0)  # a busy machine may need more than one try
     await group.until(lambda: point in reached)
     group.source.bus.publish(INSTANCE_CANCEL.at(instance_id="a"), Cancel("r1"))
     await group.until(lambda: "r1" in group.gateway.ends)
     assert group.gateway.ends["r1"].finish_reason == FinishReason.CANCELLED
     known = group.gateway.tokens["r1"]
-    assert known == expected_output(sent, 600)[: len(known)] and len(known) < 160
+    assert known == expected_output(sent, 600)[: len(known)] and len(known) < 600
     await group.settled()
     assert len(group.source.ended) + len(group.destination.ended) == 1
 
