@@ -240,6 +240,8 @@ class NodeInfo(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """Fastest first: a model takes the first that runs its heads in its dtype."""
     groups: tuple[DeviceGroup, ...] = ()
     """Instance k computes on `groups[k]`."""
+    devices: tuple[str, ...] = ()
+    """All that may be grouped, in their order: a group is a run of them, and its instance has the index of the first."""
 
 
 class InstancePlan(msgspec.Struct, frozen=True):

@@ -1,0 +1,188 @@
+"""What a search for a placement is given, and what it answers (SeaLLM, section 4): plain data, without a decision.
+
+A *group* is some devices of one node that compute one instance together, with tensor parallelism over all of them, and the
+models that share it; a plan is a set of groups. The live instance of a group has the index of its first device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+
+from shared.cost_model import CostModel
+
+DEFAULT_SLO_SCALE = 5.0
+"""A request is to take this many times its model's mean execution time at most (SeaLLM, section 6.1)."""
+
+
+class NodeFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """Devices of one kind that are near enough to each other for tensor parallelism."""
+
+    node_id: str
+    kind: str
+    """Of its devices: models cost alike on all of a kind."""
+    num_devices: int
+    memory_bytes: int
+    """Of each device, for weights, activations and KV pool."""
+    link_bytes_s: float = 8e9
+    """To other nodes, for requests that move."""
+    load_bytes_s: float = 2e9
+    """At which weights are read onto a device."""
+
+
+class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """A model as placement knows it. Bytes are of the whole model; each of p ranks has a p-th."""
+
+    name: str
+    weights: str
+    """Names with the same weights share one copy of them on an instance."""
+    weight_bytes: int
+    activation_bytes: int
+    """Peak of a step, of each rank. One model of an instance is in a step at a time: the largest counts."""
+    block_size: int
+    """Tokens of a KV block."""
+    block_bytes: int
+    """Of all layers, keys and values, all ranks."""
+    least_blocks: int
+    """A KV pool holds at least so many of them."""
+    max_model_len: int
+    num_layers: int
+    num_kv_heads: int
+    """p divides it."""
+    costs: dict[tuple[str, int], CostModel]
+    """By kind of device and p; it can be placed on no other. Keys are complete: what is not here cannot run."""
+    replicas: int | None = None
+    """On so many groups exactly; None: as many as pay."""
+
+
+class Traffic(NamedTuple):
+    """Requests in the order of their arrival, as parallel columns of n."""
+
+    models: tuple[str, ...]
+    """That `model` indexes."""
+    model: np.ndarray
+    """[n] int32"""
+    arrival_s: np.ndarray
+    """[n] float64, from the start of the interval."""
+    prompt_tokens: np.ndarray
+    """[n] int32"""
+    output_tokens: np.ndarray
+    """[n] int32, at least 1"""
+    is_online: np.ndarray
+    """[n] bool"""
+    interval_s: float
+    """That they cover, with its silent ends."""
+
+    @property
+    def num_requests(self) -> int:
+        return len(self.model)
+
+
+class Group(msgspec.Struct, frozen=True, order=True):
+    """An instance of the plan."""
+
+    node_id: str
+    devices: tuple[int, ...]
+    """Indices on the node, ascending."""
+    models: tuple[str, ...]
+    """Ascending."""
+
+    @property
+    def num_ranks(self) -> int:
+        return len(self.devices)
+
+    @property
+    def instance_id(self) -> str:
+        return f"{self.node_id}-{self.devices[0]}"
+
+
+class Plan(msgspec.Struct, frozen=True):
+    groups: tuple[Group, ...]
+    """Ascending; no device twice, none without a model."""
+
+
+class ModelPrediction(msgspec.Struct, frozen=True, kw_only=True):
+    """Of one model's online requests. Without any: attainment 1, the rest 0."""
+
+    num_requests: int
+    attainment: float
+    """Share of requests that end within their SLO; one that finds no group misses it."""
+    normalised_latency: float
+    """Mean latency over the model's mean execution time (SeaLLM, equation 1)."""
+    mean_latency_s: float
+    p99_latency_s: float
+    mean_ttft_s: float = 0.0
+    p99_ttft_s: float = 0.0
+    mean_tpot_s: float = 0.0
+
+
+class Prediction(msgspec.Struct, frozen=True, kw_only=True):
+    """Of a plan under some traffic."""
+
+    attainment: float
+    """Over all online requests; likewise the next."""
+    normalised_latency: float
+    models: dict[str, ModelPrediction]
+    offline_tokens_s: float = 0.0
+    use: dict[str, float] = {}
+    """Instance id -> share of the time in which it computes."""
+
+
+class Problem(msgspec.Struct, frozen=True, kw_only=True):
+    """One search."""
+
+    nodes: tuple[NodeFacts, ...]
+    models: tuple[ModelFacts, ...]
+    traffic: Traffic
+    slo_scale: float = DEFAULT_SLO_SCALE
+    execution_s: dict[str, float] = {}
+    """Mean execution time of each model that SLOs and normalised latency are reckoned by; of one that is missing, what its
+    requests take alone on its least group."""
+    max_models_per_group: int = 0
+    """0: as many as fit."""
+    incumbent: Plan | None = None
+
+
+class Rejected(msgspec.Struct, frozen=True):
+    """A plan that was looked at and not taken."""
+
+    plan: Plan
+    prediction: Prediction | None
+    """None: it was not worth a prediction."""
+    reason: str
+
+
+class Proposal(msgspec.Struct, frozen=True, kw_only=True):
+    """What a search answers."""
+
+    plan: Plan
+    prediction: Prediction
+    incumbent: Prediction | None
+    """Of the plan that runs, under the same traffic."""
+    rejected: tuple[Rejected, ...]
+    """Best first."""
+    search_s: float = 0.0
+    unplaced: dict[str, str] = {}
+    """Models that fit nowhere, and why."""
+
+
+def traffic(
+    rows: Sequence[tuple[float, str, int, int, bool]], interval_s: float, models: Sequence[str] | None = None
+) -> Traffic:
+    """From (arrival, model, prompt tokens, output tokens, whether online); sorted here. `models`: those that may have no
+    request."""
+    rows = sorted(rows)
+    names = tuple(sorted({row[1] for row in rows} | set(models or ())))
+    index: Mapping[str, int] = {name: number for number, name in enumerate(names)}
+    return Traffic(
+        names,
+        np.array([index[row[1]] for row in rows], np.int32),
+        np.array([row[0] for row in rows], np.float64),
+        np.array([row[2] for row in rows], np.int32),
+        np.array([max(1, row[3]) for row in rows], np.int32),
+        np.array([row[4] for row in rows], np.bool_),
+        interval_s,
+    )
