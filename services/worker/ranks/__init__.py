@@ -1,0 +1,1 @@
+"""The ranks of an instance's device group: one process each."""

@@ -1,0 +1,176 @@
+"""Ranks that compute one model together: what they say to each other while they do.
+
+Tensor parallelism (Shoeybi et al. 2019, "Megatron-LM") sums the ranks' parts of a layer's result and joins their parts of
+the logits. Pipeline parallelism (Narayanan et al. 2021) hands hidden states from one stage to the next: rank r of a stage
+talks to rank r of the others.
+
+Calls are collective: all ranks of a stage make the same ones in the same order, from one thread at a time. On CUDA they are
+queued on the current stream and return at once.
+"""
+
+from __future__ import annotations
+
+import datetime
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import FileStore, PrefixStore, Store
+
+JOIN_TIMEOUT_S = 120.0
+CALL_TIMEOUT_S = 60.0
+LOOPBACK = "127.0.0.1"
+"""The ranks of a group are on one machine."""
+
+
+class GroupError(Exception):
+    """The ranks did not find together, or one is lost: the group is of no more use."""
+
+
+class RankGroup(ABC):
+    """This process's place among the ranks, and its calls to them."""
+
+    rank: int = 0
+    """Among those that have a part of each weight."""
+    size: int = 1
+    stage: int = 0
+    """Which run of layers this rank has."""
+    num_stages: int = 1
+
+    @abstractmethod
+    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Sums the stage's tensors of one shape, in place, and returns `tensor`. Raises `GroupError`."""
+
+    @abstractmethod
+    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        """`[..., n]` of each rank of the stage -> `[..., size * n]`, in their order. Raises `GroupError`."""
+
+    @abstractmethod
+    def send(self, tensor: torch.Tensor, stage: int) -> None:
+        """To this rank's counterpart in another stage; returns when `tensor` may be changed. Raises `GroupError`."""
+
+    @abstractmethod
+    def receive(self, tensor: torch.Tensor, stage: int) -> torch.Tensor:
+        """Into `tensor`, of the shape and dtype that is sent; returns it. Raises `GroupError`."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Ends the connections; calls under way on other ranks fail."""
+
+    def layers_of(self, num_layers: int) -> range:
+        """Those of this rank's stage, of a model's: stages differ by one layer at most, the first ones have more."""
+        least, rest = divmod(num_layers, self.num_stages)
+        start = self.stage * least + min(self.stage, rest)
+        return range(start, start + least + (self.stage < rest))
+
+    @property
+    def is_first_stage(self) -> bool:
+        return self.stage == 0
+
+    @property
+    def is_last_stage(self) -> bool:
+        return self.stage == self.num_stages - 1
+
+
+class Alone(RankGroup):
+    """One rank: there is nobody to ask."""
+
+    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
+
+    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
+
+    def send(self, tensor: torch.Tensor, stage: int) -> None:
+        raise GroupError(f"there is no stage {stage}")
+
+    def receive(self, tensor: torch.Tensor, stage: int) -> torch.Tensor:
+        raise GroupError(f"there is no stage {stage}")
+
+    def close(self) -> None:
+        pass
+
+
+ALONE = Alone()
+
+
+class Ranks(RankGroup):
+    """Several processes of one machine, over torch.distributed's process groups: gloo between CPUs, NCCL between GPUs. They
+    are made directly, not as the process's default group, so that a process can be in several."""
+
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        rendezvous: Path,
+        device: torch.device,
+        *,
+        stage: int = 0,
+        num_stages: int = 1,
+        join_timeout_s: float = JOIN_TIMEOUT_S,
+        timeout_s: float = CALL_TIMEOUT_S,
+    ) -> None:
+        """Blocks until all ranks are there. `rendezvous`: a file that is new to this group, the same for all; nobody else
+        may write to its folder. `timeout_s`: of a call. Raises `GroupError`."""
+        if not (0 <= rank < size and 0 <= stage < num_stages):
+            raise ValueError(f"rank {rank} of {size} in stage {stage} of {num_stages}")
+        self.rank, self.size, self.stage, self.num_stages = rank, size, stage, num_stages
+        self._device = device
+        self._timeout = datetime.timedelta(seconds=timeout_s)
+        self._across: Any = None
+        try:
+            store = FileStore(str(rendezvous), size * num_stages)
+            store.set_timeout(datetime.timedelta(seconds=join_timeout_s))
+            self._within = self._join(PrefixStore(f"stage {stage}", store), rank, size)
+            if num_stages > 1:
+                self._across = self._join(PrefixStore(f"rank {rank}", store), stage, num_stages)
+        except RuntimeError as error:
+            raise GroupError(f"rank {rank} of {size} did not find the others: {error}") from error
+
+    def _join(self, store: Store, rank: int, size: int) -> Any:
+        if self._device.type == "cuda":
+            options: Any = dist.ProcessGroupNCCL.Options()
+            options._timeout = self._timeout
+            group: Any = dist.ProcessGroupNCCL(store, rank, size, options)
+            # Else the first call makes the communicator, which cannot be captured in a graph.
+            group.eager_connect_single_device(self._device)
+            return group
+        gloo: Any = dist.ProcessGroupGloo
+        options = gloo._Options()
+        options._devices = [gloo.create_device(hostname=LOOPBACK)]
+        options._timeout = self._timeout
+        return gloo(store, rank, size, options)
+
+    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+        self._call(lambda: self._within.allreduce([tensor]))
+        return tensor
+
+    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        own = tensor.contiguous()
+        parts = [torch.empty_like(own) for _ in range(self.size)]
+        self._call(lambda: self._within.allgather([parts], [own]))
+        return torch.cat(parts, -1)
+
+    def send(self, tensor: torch.Tensor, stage: int) -> None:
+        self._call(lambda: self._across.send([tensor.contiguous()], stage, 0))
+
+    def receive(self, tensor: torch.Tensor, stage: int) -> torch.Tensor:
+        self._call(lambda: self._across.recv([tensor], stage, 0))
+        return tensor
+
+    def _call(self, begin: Callable[[], Any]) -> None:
+        """Waits for the call; on CUDA the current stream waits, not this thread."""
+        try:
+            begin().wait()
+        except RuntimeError as error:
+            raise GroupError(
+                f"rank {self.rank} of {self.size} (stage {self.stage}) lost the others: {error}"
+            ) from error
+
+    def close(self) -> None:
+        for group in (self._across, self._within):
+            if group is not None:
+                group.shutdown()
