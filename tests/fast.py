@@ -20,8 +20,9 @@ import pytest
 REPOSITORY = Path(__file__).resolve().parent.parent
 
 MODELS = frozenset({"torch"})
-OUTSIDE = frozenset({"subprocess", "multiprocessing", "uvicorn", "ucxx"})
-"""What reaches other processes and ports: a test that needs them may hang on time."""
+OUTSIDE = frozenset({"subprocess", "multiprocessing", "uvicorn", "ucxx", "matplotlib"})
+"""What reaches other processes and ports: a test that needs them may hang on time. matplotlib looks for fonts with one when
+it is imported on a machine for the first time."""
 
 _FORBIDDEN_EVENTS = frozenset(
     {
