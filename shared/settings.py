@@ -210,7 +210,10 @@ class WorkerSettings(BusSettings, frozen=True, kw_only=True):
     device: str = "auto"
     """auto | cpu | cuda"""
     num_threads: int = 0
-    """Torch threads of one instance on CPU; 0: the machine's cores divided over the instances."""
+    """Torch threads of one device on CPU; 0: the machine's cores divided over the devices."""
+    tensor_parallel: Annotated[int, msgspec.Meta(ge=1)] = 1
+    """Devices that compute one instance together, each with a part of every weight: a power of two. On CPU a device is a
+    share of the cores, and each instance has so many of them."""
 
 
 class InstanceSettings(BusSettings, frozen=True, kw_only=True):

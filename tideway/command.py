@@ -27,7 +27,7 @@ from tideway.console import Reporter, TableConsole
 from tideway.data_folder import DataFolder, OperatorError
 from tideway.nats_config import nats_config
 from tideway.operations import AdminClient
-from tideway.preflight import parse_models
+from tideway.preflight import check_tensor_parallel, parse_models
 from tideway.profile import profile
 from tideway.status import show_status
 from tideway.top import show_top
@@ -85,6 +85,14 @@ def up(
             help="Up to how many it may grow (`tideway scale`); 0: not at all.",
         ),
     ] = 0,
+    tensor_parallel: Annotated[
+        int,
+        typer.Option(
+            envvar="TIDEWAY_TENSOR_PARALLEL",
+            min=1,
+            help="Devices (GPUs; on CPU shares of the cores) that compute each instance together: a power of two.",
+        ),
+    ] = 1,
     schedulers: Annotated[int, typer.Option(min=1, help="One is active, the others stand by.")] = 1,
     nats_url: Annotated[
         str, typer.Option(envvar="TIDEWAY_NATS_URL", help="Use this NATS server instead of starting one.")
@@ -105,6 +113,7 @@ def up(
         return
     if 0 < max_instances < instances:
         raise OperatorError(f"--max-instances {max_instances} is fewer than --instances {instances}.")
+    check_tensor_parallel(tensor_parallel)
     options = UpOptions(
         models=parse_models(model or []),
         data_dir=data_dir,
@@ -112,6 +121,7 @@ def up(
         port=port,
         num_instances=instances,
         max_instances=max_instances,
+        tensor_parallel=tensor_parallel,
         num_schedulers=schedulers,
         nats_url=nats_url,
         nats_port=nats_port,

@@ -133,6 +133,14 @@ def check_memory(free_bytes: int | None) -> None:
         )
 
 
+def check_tensor_parallel(num_ranks: int) -> None:
+    """Whether there are devices for it, the worker finds out."""
+    if num_ranks & (num_ranks - 1):
+        raise OperatorError(
+            f"--tensor-parallel {num_ranks}: weights are cut in halves, so it must be a power of two (1, 2, 4, 8)."
+        )
+
+
 def nats_server_binary() -> str:
     beside = Path(sys.executable).parent / "nats-server"
     found = str(beside) if beside.is_file() else shutil.which("nats-server")

@@ -112,7 +112,9 @@ def _instances(instances: InstanceStates, bar: str) -> Table:
         style = {"ready": "green", "draining": "yellow"}.get(state, "cyan")
         num_ready = sum(model.state == "ready" for model in instance.models)
         models = f"{num_ready}/{len(instance.models)}"
-        table.add_row(escape(instance.instance_id), Text(state, style), *_load(instance, bar), models)
+        name, num_devices = escape(instance.instance_id), len(instance.devices)
+        name += f" x{num_devices}" if num_devices > 1 else ""
+        table.add_row(name, Text(state, style), *_load(instance, bar), models)
     return table
 
 

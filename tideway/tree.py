@@ -45,6 +45,8 @@ class UpOptions:
     num_instances: int = 2
     max_instances: int = 0
     """To which it may grow, by hand or by itself (TIDEWAY_AUTOSCALE); memory is divided over so many. 0: not at all."""
+    tensor_parallel: int = 1
+    """Devices of each instance."""
     num_schedulers: int = 1
     nats_url: str = ""
     """A NATS server that runs already; empty: start one."""
@@ -147,13 +149,15 @@ def services(options: UpOptions, bus: dict[str, str], passwords: Mapping[str, st
             {
                 "TIDEWAY_NUM_INSTANCES": str(options.num_instances),
                 "TIDEWAY_MAX_NODE_INSTANCES": str(options.max_instances),
+                "TIDEWAY_TENSOR_PARALLEL": str(options.tensor_parallel),
                 "TIDEWAY_NODE_ID": node_id(),
                 "TIDEWAY_COST_MODELS_DIR": str(options.data_dir.absolute() / "cost_models"),
             },
         ),
     ]
-    # The worker is last because its instances, one a GPU where there are any, take the ports after its own for metrics.
-    ports = free_ports(len(replicas) + max(options.num_instances, options.max_instances, MAX_GPUS))
+    # The worker is last because its instances take the ports after its own for metrics, one for each device.
+    num_devices = max(options.num_instances, options.max_instances) * options.tensor_parallel
+    ports = free_ports(len(replicas) + max(num_devices, MAX_GPUS))
     result = []
     for (name, service, own), port in zip(replicas, ports, strict=False):
         environment = {**common, **own, "TIDEWAY_METRICS_PORT": str(port)}

@@ -43,8 +43,13 @@ def _without(instance_ids: tuple[str, ...], gone: Collection[str]) -> tuple[str,
 
 
 def instance_ids(nodes: Iterable[NodeInfo]) -> list[str]:
-    """All that the nodes have room for."""
-    return [f"{node.node_id}-{k}" for node in nodes for k in range(node.num_instances)]
+    """All that the nodes have room for: each is named after its first device."""
+    return [f"{node.node_id}-{k * num_ranks(node)}" for node in nodes for k in range(node.num_instances)]
+
+
+def num_ranks(node: NodeInfo) -> int:
+    """Devices of each of its instances."""
+    return node.groups[0].num_ranks if node.groups else 1
 
 
 def node_of(instance_id: str) -> tuple[str, int]:

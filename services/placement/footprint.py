@@ -3,9 +3,10 @@ shape, with the constants and their reasons."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from services.placement.fleet import num_ranks
 from shared.checkpoint import ITEMSIZES, CheckpointShape, run_dtype
 from shared.messages.cluster import AttentionFacts, ModelSpec, NodeInfo
 
@@ -46,12 +47,14 @@ class DeviceFacts(NamedTuple):
     attention: tuple[AttentionFacts, ...]
     """The last runs all models."""
     step_tokens: int
+    num_ranks: int = 1
+    """Devices of an instance, each with a part of every weight and KV block."""
 
     @classmethod
     def of(cls, node: NodeInfo) -> DeviceFacts:
         kind = "cuda" if node.device.startswith("cuda") else "cpu"
         at_most = AttentionFacts("", (node.block_size,)) if node.block_size > 0 else AttentionFacts()
-        return cls(kind, (*node.attention, at_most), node.step_tokens)
+        return cls(kind, (*node.attention, at_most), node.step_tokens, num_ranks(node))
 
     def block_size(self, head_dim: int, dtype: str) -> int:
         """Tokens in a KV block of such a model."""
@@ -62,7 +65,7 @@ class DeviceFacts(NamedTuple):
 
 @dataclass(frozen=True)
 class Footprint:
-    """Memory of one model on one kind of device, in bytes; `least_blocks` in KV blocks."""
+    """Memory of one model on each device of an instance, in bytes; `least_blocks` in KV blocks."""
 
     weight_bytes: int
     activation_bytes: int
@@ -77,9 +80,12 @@ def footprint(spec: ModelSpec, shape: CheckpointShape, facts: DeviceFacts) -> Fo
     block_size, itemsize = facts.block_size(shape.head_dim, dtype), ITEMSIZES[dtype]
     longest = min(spec.max_model_len or shape.max_model_len, LEAST_SEQUENCE_TOKENS)
     hidden = facts.step_tokens * HIDDEN_VECTORS * shape.hidden_size * itemsize
+    geometry = shape.kv_geometry(dtype)
+    # Where there are fewer heads than ranks, some ranks have the same one.
+    geometry = replace(geometry, num_kv_heads=-(-geometry.num_kv_heads // facts.num_ranks))
     return Footprint(
-        weight_bytes=int(shape.weight_bytes * itemsize / ITEMSIZES[shape.dtype] * WEIGHT_MARGIN),
+        weight_bytes=int(shape.weight_bytes / facts.num_ranks * itemsize / ITEMSIZES[shape.dtype] * WEIGHT_MARGIN),
         activation_bytes=hidden + STEP_SEQUENCES * shape.vocab_size * LOGIT_BYTES[facts.kind],
-        block_bytes=shape.kv_geometry(dtype).block_bytes(block_size),
+        block_bytes=geometry.block_bytes(block_size),
         least_blocks=-(-longest // block_size),
     )

@@ -5,6 +5,8 @@ evenly over the instances that it could run at most; an instance holds
 
     sum(weights) + max(activations) + KV pool + one merged block of scratch  <=  memory of the node / its most instances
 
+An instance of several devices is planned by what one of them holds, as all hold as much: a part of each weight and KV block.
+
 Stability comes before balance: what the incumbent plan placed stays where it is while it fits, with its KV pool (a pool
 cannot change under a running instance). New models take what is left; nothing is moved or evicted for them.
 
@@ -55,7 +57,7 @@ blocks_per_merged = functools.lru_cache(maxsize=4096)(slab.blocks_per_merged)
 
 @dataclass(kw_only=True)
 class _Room:
-    """One instance as the plan fills it."""
+    """One instance as the plan fills it. Bytes are of each of its devices; in plans they are of all."""
 
     instance_id: str
     node_id: str
@@ -89,11 +91,19 @@ class _Room:
 
     def keeps_pool(self, added: Footprint | None = None) -> bool:
         """Whether the incumbent's pool can stay as it is."""
-        if self.incumbent is None or self.incumbent.merged_bytes != self.merged_bytes:
+        if self.incumbent is None or self.incumbent_merged_bytes != self.merged_bytes:
             return False
         blocks = self.least_blocks + (0 if added is None else self._blocks(added))
         least_bytes = blocks * self.merged_bytes
-        return least_bytes <= self.incumbent.pool_bytes <= self.free_bytes(added) + least_bytes
+        pool_bytes = self.incumbent.pool_bytes // self.facts.num_ranks
+        return least_bytes <= pool_bytes <= self.free_bytes(added) + least_bytes
+
+    @property
+    def incumbent_merged_bytes(self) -> int:
+        """0 where there is none, or one of more or fewer devices."""
+        if self.incumbent is None or self.incumbent.group.num_ranks != self.facts.num_ranks:
+            return 0
+        return self.incumbent.merged_bytes // self.facts.num_ranks
 
     def add(self, spec: ModelSpec, size: Footprint) -> None:
         self.specs[spec.name] = spec
@@ -105,12 +115,13 @@ class _Room:
         if self.incumbent is not None and (self.is_frozen or self.keeps_pool()):
             pool_bytes, merged_bytes = self.incumbent.pool_bytes, self.incumbent.merged_bytes
         else:
-            merged_bytes = self.merged_bytes
+            num_ranks, merged_bytes = self.facts.num_ranks, self.merged_bytes
             least_bytes = self.least_blocks * merged_bytes
             pool_bytes = int((self.free_bytes() + least_bytes) * POOL_SHARE[self.facts.kind])
             if self.facts.kind == "cpu":
-                pool_bytes = min(pool_bytes, max_cpu_pool_bytes)
-            pool_bytes = max(pool_bytes // merged_bytes * merged_bytes, least_bytes)
+                pool_bytes = min(pool_bytes, max_cpu_pool_bytes // num_ranks)
+            pool_bytes = num_ranks * max(pool_bytes // merged_bytes * merged_bytes, least_bytes)
+            merged_bytes *= num_ranks
         models = [_for_instance(self.specs[name]) for name in sorted(self.specs)]
         return InstancePlan(self.instance_id, self.node_id, models, pool_bytes, merged_bytes, self.group)
 
@@ -174,7 +185,8 @@ def wasted(
         device = devices.get(instance.node_id)
         for spec in instance.models:
             if device is not None and (shape := shapes.get(spec.name)) is not None:
-                share = slab.waste(instance.merged_bytes, footprint(spec, shape, device).block_bytes)
+                merged_bytes = instance.merged_bytes // device.num_ranks
+                share = slab.waste(merged_bytes, footprint(spec, shape, device).block_bytes)
                 found.setdefault((device.kind, instance.merged_bytes), {})[spec.name] = share
     return found
 
@@ -197,8 +209,8 @@ def _rooms(
     before = {instance_id: i for instance_id, i in before.items() if instance_id not in draining}
     rooms = []
     for node in sorted(nodes, key=lambda n: n.node_id):
-        capacity = node.memory_bytes // max(1, node.num_instances, node.max_instances)
         facts = DeviceFacts.of(node)
+        capacity = node.memory_bytes // max(1, node.num_instances, node.max_instances) // facts.num_ranks
         for k, instance_id in enumerate(instance_ids([node])):
             if instance_id not in draining:
                 rooms.append(
@@ -244,19 +256,23 @@ def _for_instance(spec: ModelSpec) -> ModelSpec:
 def _choose_merged_blocks(rooms: list[_Room], sizes: dict[tuple[str, DeviceFacts], Footprint]) -> None:
     """One size for all rooms of a kind of device: the incumbents' (the most frequent) while every model fits into it,
     else the best for all configured models that can be placed there at all (memory/slab.py)."""
-    for device in {room.facts.kind for room in rooms}:
-        alike = [room for room in rooms if room.facts.kind == device and not room.is_frozen]
+    for device, num_ranks in {(room.facts.kind, room.facts.num_ranks) for room in rooms}:
+        alike = [
+            room
+            for room in rooms
+            if (room.facts.kind, room.facts.num_ranks) == (device, num_ranks) and not room.is_frozen
+        ]
         largest_room = max((room.capacity_bytes for room in alike), default=0)
         blocks = [
             size.block_bytes
             for (_, facts), size in sizes.items()
-            if facts.kind == device
+            if (facts.kind, facts.num_ranks) == (device, num_ranks)
             and size.weight_bytes + size.activation_bytes + size.least_blocks * size.block_bytes <= largest_room
         ]
-        counts = Counter(room.incumbent.merged_bytes for room in alike if room.incumbent is not None)
+        counts = Counter(room.incumbent_merged_bytes for room in alike if room.incumbent_merged_bytes)
         merged_bytes = max(counts, key=lambda m: (counts[m], m), default=0)
         if not merged_bytes or not all(blocks_per_merged(merged_bytes, block) for block in blocks):
-            merged_bytes = slab.choose_merged_bytes(blocks, at_least=LEAST_MERGED_BYTES[device])
+            merged_bytes = slab.choose_merged_bytes(blocks, at_least=LEAST_MERGED_BYTES[device] // num_ranks)
         for room in alike:
             room.merged_bytes = merged_bytes
 
@@ -325,10 +341,11 @@ class _Placement:
         size = self._sizes[name, room.facts]
         least = size.least_blocks * size.block_bytes
         needed = size.weight_bytes + size.activation_bytes + least
+        each = " on each device" if room.facts.num_ranks > 1 else ""
         return (
-            f"{name!r} needs {_mib(needed)} ({_mib(size.weight_bytes)} weights, {_mib(size.activation_bytes)} activations, "
-            f"{_mib(least)} least KV pool); the instance with the most room, {room.instance_id}, has "
-            f"{_mib(room.capacity_bytes - room.used_bytes)} free of {_mib(room.capacity_bytes)}"
+            f"{name!r} needs {_mib(needed)}{each} ({_mib(size.weight_bytes)} weights, "
+            f"{_mib(size.activation_bytes)} activations, {_mib(least)} least KV pool); the instance with the most room, "
+            f"{room.instance_id}, has {_mib(room.capacity_bytes - room.used_bytes)} free of {_mib(room.capacity_bytes)}"
         )
 
     def _wants_more(self, name: str) -> bool:

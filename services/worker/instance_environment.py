@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import msgspec
 
 from services.worker.machine import Machine
-from shared.messages.cluster import ONE_DEVICE, DeviceGroupError, InstancePlan
+from shared.messages.cluster import ONE_DEVICE, DeviceGroup, DeviceGroupError, InstancePlan
 from shared.settings import BusSettings, WorkerSettings
 
 
@@ -16,15 +16,14 @@ def instance_environment(
 ) -> dict[str, str]:
     """The environment of an instance's process: the agent's own, its bus settings, and what makes the instance.
 
-    Where the agent's metrics port is fixed, instance k serves metrics on that port + 1 + k, so that a scraper can be
-    told; else on any free port (see the registry). Raises `DeviceGroupError` for a group that the machine does not offer, or
-    that no instance can serve.
+    Where the agent's metrics port is fixed, the instance on the devices from k on serves metrics on that port + 1 + k, so
+    that a scraper can be told; else on any free port (see the registry). Rank 0 sees its own device alone, and gives the
+    other ranks theirs (ranks/). Raises `DeviceGroupError` for devices that the machine does not offer.
     """
     k = int(plan.instance_id.rpartition("-")[2])
-    group = machine.groups[k] if plan.group == ONE_DEVICE else plan.group
-    group.only_device()
-    if group not in machine.groups:
-        raise DeviceGroupError(f"{', '.join(group.devices)} is none of the devices here")
+    group = plan.group if plan.group != ONE_DEVICE else DeviceGroup(machine.devices[k : k + machine.num_ranks])
+    if not group.devices or not set(group.devices) <= set(machine.devices):
+        raise DeviceGroupError(f"not all of {', '.join(group.devices)} are devices here")
     values = {name: getattr(settings, name) for name in BusSettings.__struct_fields__}
     values |= {
         "metrics_port": settings.metrics_port + 1 + k if settings.metrics_port else 0,
@@ -37,5 +36,5 @@ def instance_environment(
     environment = {**base, "PYTHONUNBUFFERED": "1"}
     environment |= {"TIDEWAY_" + name.upper(): str(value) for name, value in values.items()}
     if machine.device == "cuda":
-        environment["CUDA_VISIBLE_DEVICES"] = group.only_device()
+        environment["CUDA_VISIBLE_DEVICES"] = group.devices[0]
     return environment

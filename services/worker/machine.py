@@ -41,9 +41,9 @@ class Machine:
     memory_bytes: int
     """For weights and KV pools of all instances."""
     num_threads: int
-    """Of one instance on CPU."""
+    """Of one device on CPU."""
     groups: tuple[DeviceGroup, ...] = ()
-    """Instance k computes on groups[k]."""
+    """Of the instances, in order; runs of equal length that cover the devices."""
     max_instances: int = 0
     """How many there may ever be: memory and cores are divided over so many. 0: `num_instances`."""
     attention: tuple[AttentionFacts, ...] = (AttentionFacts(),)
@@ -52,6 +52,16 @@ class Machine:
     @property
     def most_instances(self) -> int:
         return max(self.num_instances, self.max_instances)
+
+    @property
+    def num_ranks(self) -> int:
+        """Devices of each instance."""
+        return self.groups[0].num_ranks if self.groups else 1
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        """All, in their order."""
+        return tuple(device for group in self.groups for device in group.devices)
 
 
 def survey(settings: WorkerSettings, environment: Mapping[str, str] | None = None, root: Path = ROOT) -> Machine:
@@ -62,6 +72,9 @@ def survey(settings: WorkerSettings, environment: Mapping[str, str] | None = Non
         raise SettingsError(f"TIDEWAY_DEVICE={settings.device!r}: expected auto, cpu or cuda")
     if settings.num_instances < 1:
         raise SettingsError(f"TIDEWAY_NUM_INSTANCES={settings.num_instances}: expected 1 or more")
+    size = settings.tensor_parallel
+    if size & (size - 1):
+        raise SettingsError(f"TIDEWAY_TENSOR_PARALLEL={size}: expected a power of two")
     if settings.max_node_instances < 0:
         raise SettingsError(f"TIDEWAY_MAX_NODE_INSTANCES={settings.max_node_instances}: expected 0 or more")
     gpus = {} if settings.device == "cpu" else _free_gpu_memory(environment, root)
@@ -73,21 +86,25 @@ def survey(settings: WorkerSettings, environment: Mapping[str, str] | None = Non
     if settings.device == "cuda" and not gpus:
         raise SettingsError("TIDEWAY_DEVICE=cuda, but nvidia-smi finds no GPU that may be used")
     if gpus:
+        if len(gpus) % size:
+            raise SettingsError(f"TIDEWAY_TENSOR_PARALLEL={size}, but {len(gpus)} GPUs cannot be divided so")
         # The smallest share of all, as the plan divides memory evenly.
         free = int(min(gpus.values()) * GPU_MEMORY_SHARE) * len(gpus)
+        names = list(gpus)
         return Machine(
-            "cuda", len(gpus), settings.memory_bytes or free, settings.num_threads or 1,
-            tuple(DeviceGroup((gpu,)) for gpu in gpus), attention=_gpu_attention(environment),
+            "cuda", len(gpus) // size, settings.memory_bytes or free, settings.num_threads or 1,
+            tuple(DeviceGroup(tuple(names[k : k + size])) for k in range(0, len(names), size)),
+            attention=_gpu_attention(environment),
         )  # fmt: skip
     most = max(settings.num_instances, settings.max_node_instances)
     return Machine(
         "cpu",
         settings.num_instances,
         settings.memory_bytes or int(free_memory_bytes(root) * CPU_MEMORY_SHARE),
-        settings.num_threads or max(1, num_cores(root) // most),
+        settings.num_threads or max(1, num_cores(root) // (most * size)),
         max_instances=settings.max_node_instances,
         attention=(TORCH_CPU,),
-        groups=(DeviceGroup(("cpu",)),) * most,
+        groups=(DeviceGroup(("cpu",) * size),) * most,
     )
 
 

@@ -126,6 +126,7 @@ class NodeAgent:
             block_size=machine.attention[0].block_sizes[0],
             attention=machine.attention,
             groups=machine.groups,
+            devices=machine.devices,
             step_tokens=step_tokens,
         )
         self._has_seen_plan = False
@@ -205,7 +206,8 @@ class NodeAgent:
             )
             if not self._has_seen_plan:
                 self._has_seen_plan = True
-                self._offer(max(self._info.num_instances, num_planned(plan, self.node_id)))
+                num_devices = num_planned(plan, self.node_id)
+                self._offer(max(self._info.num_instances, -(-num_devices // self._machine.num_ranks)))
             self._state.on_plan(plan)
             self._wake.set()
 

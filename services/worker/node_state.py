@@ -89,7 +89,7 @@ def back_off_s(num_failures: int) -> float:
 
 
 def num_planned(plan: PlacementPlan, node_id: str) -> int:
-    """Instances that the plan knows of the node, those that are drained included."""
+    """Devices of the node up to the first one of the last instance that the plan knows, drained ones included."""
     ids = [i.instance_id for i in plan.instances] + plan.draining
     pattern = re.compile(re.escape(node_id) + r"-(\d+)")
     return max((int(match[1]) + 1 for i in ids if (match := pattern.fullmatch(i))), default=0)

@@ -39,15 +39,6 @@ class DeviceGroup(msgspec.Struct, frozen=True, array_like=True):
     def num_ranks(self) -> int:
         return len(self.devices)
 
-    def only_device(self) -> str:
-        """Raises `DeviceGroupError` where there are several."""
-        if self.num_ranks != 1:
-            raise DeviceGroupError(
-                f"a group of {self.num_ranks} devices ({', '.join(self.devices)}) cannot be served: tensor parallelism "
-                "(weights cut among ranks, their results summed, KV blocks of each) is not built"
-            )
-        return self.devices[0]
-
 
 ONE_DEVICE = DeviceGroup()
 

@@ -15,7 +15,7 @@ from services.placement.fleet import Fleet
 from services.placement.footprint import ConfiguredModel, DeviceFacts, footprint
 from services.placement.planning import LEAST_MERGED_BYTES, MAX_CPU_POOL_BYTES, displaced, plan, wasted
 from shared.checkpoint import ITEMSIZES, CheckpointShape
-from shared.engine.memory.slab import blocks_per_merged
+from shared.engine.memory.slab import ALIGNMENT_BYTES, blocks_per_merged
 from shared.messages.cluster import AttentionFacts, DeviceGroup, ModelSpec, NodeInfo, PlacementPlan
 
 MIB = 1 << 20
@@ -55,6 +55,7 @@ def node(node_id: str = "a", memory: int = 8 * GIB, num_instances: int = 2, devi
 
 
 CPU = DeviceFacts.of(node())
+GPU = DeviceFacts.of(node(device="cuda"))
 
 
 def where(result: PlacementPlan, name: str) -> list[str]:
@@ -199,6 +200,31 @@ def test_instances_are_planned_on_the_devices_that_the_node_has_for_them() -> No
     assert [(i.pool_bytes, i.group) for i in named.instances] == [
         (i.pool_bytes, g) for i, g in zip(unnamed.instances, groups, strict=True)
     ]
+
+
+def test_an_instance_of_several_devices_is_planned_by_their_shares() -> None:
+    """Each has a part of the weights and blocks, but activations of its own; the plan tells of all together."""
+    pairs = (DeviceGroup(("a", "b")), DeviceGroup(("c", "d")))
+    gpus = msgspec.structs.replace(node(memory=160 * GIB, device="cuda"), groups=pairs)
+    heavy = model("heavy", 60 * 1024, kv_heads=4)
+    assert plan([heavy], [node(memory=160 * GIB, num_instances=4, device="cuda")], None).unplaced
+    first = plan([heavy], [gpus], None)
+    assert [(i.instance_id, i.group) for i in first.instances] == [("a-0", pairs[0]), ("a-2", pairs[1])]
+    assert plan([heavy], [gpus], first) is first
+    whole, part = (footprint(heavy.spec, heavy.shape or shape(), facts) for facts in (GPU, GPU._replace(num_ranks=2)))
+    assert (part.block_bytes, part.activation_bytes) == (whole.block_bytes // 2, whole.activation_bytes)
+    for instance in first.instances:
+        assert instance.merged_bytes % (2 * ALIGNMENT_BYTES) == 0
+        each = (instance.pool_bytes + instance.merged_bytes) // 2 + part.weight_bytes + part.activation_bytes
+        assert instance.pool_bytes % instance.merged_bytes == 0
+        assert 30 * GIB < part.weight_bytes < each <= 40 * GIB
+    alone = plan(
+        [heavy], [msgspec.structs.replace(gpus, groups=(DeviceGroup(("a", "b", "c", "d")),), num_instances=1)], first
+    )
+    assert [i.instance_id for i in alone.instances] == ["a-0"], "a pool of fewer devices is not kept"
+    assert alone.instances[0].pool_bytes > 2 * first.instances[0].pool_bytes
+    single = footprint(heavy.spec, shape(kv_heads=1), GPU)
+    assert footprint(heavy.spec, shape(kv_heads=1), GPU._replace(num_ranks=2)).block_bytes == single.block_bytes
 
 
 FLASH_2 = AttentionFacts("flash-attention 2", (256,), ("float16", "bfloat16"), 256, 16)

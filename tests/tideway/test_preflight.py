@@ -14,6 +14,7 @@ from tideway.data_folder import DataFolder, OperatorError, State
 from tideway.preflight import (
     check_memory,
     check_port,
+    check_tensor_parallel,
     free_memory_bytes,
     free_ports,
     local_host,
@@ -192,3 +193,10 @@ def test_state_is_read_back_and_nonsense_is_none(tmp_path: Path) -> None:
     assert data.read_state() == state
     (tmp_path / "state.json").write_text("[]")
     assert data.read_state() is None
+
+
+def test_weights_are_cut_in_halves() -> None:
+    for num_ranks in (1, 2, 4, 8):
+        check_tensor_parallel(num_ranks)
+    with pytest.raises(OperatorError, match=r"--tensor-parallel 6: .* power of two"):
+        check_tensor_parallel(6)

@@ -353,6 +353,7 @@ def test_the_services_get_the_time_and_the_room_that_they_need(tmp_path: Path, m
     specs = made(num_instances=2, max_instances=6)
     assert specs["worker"].environment["TIDEWAY_NUM_INSTANCES"] == "2"
     assert specs["worker"].environment["TIDEWAY_MAX_NODE_INSTANCES"] == "6"
+    assert made(tensor_parallel=2)["worker"].environment["TIDEWAY_TENSOR_PARALLEL"] == "2"
     assert all("TIDEWAY_MAX_NODE_INSTANCES" not in spec.environment for name, spec in specs.items() if name != "worker")
     assert specs["worker"].stop_grace_s > InstanceSettings().drain_grace_s + STOP_MARGIN_S
     nats = tree.nats_spec("nats-server", DataFolder(tmp_path))

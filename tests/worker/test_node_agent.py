@@ -434,14 +434,25 @@ def test_the_environment_of_an_instance() -> None:
 @pytest.mark.parametrize(
     ("devices", "words"),
     [
-        (("GPU-aa", "GPU-bb"), "2 devices .GPU-aa, GPU-bb. .*tensor parallelism .* is not built"),
-        (("GPU-cc",), "GPU-cc is none"),
+        (("GPU-cc",), "GPU-cc are devices"),
+        (("GPU-aa", "GPU-cc"), "not all of GPU-aa, GPU-cc"),
     ],
 )
-def test_devices_that_cannot_be_served_are_refused(devices: tuple[str, ...], words: str) -> None:
+def test_devices_that_are_not_here_are_refused(devices: tuple[str, ...], words: str) -> None:
     planned = msgspec.structs.replace(plan(1, "a").instances[1], group=DeviceGroup(devices))
     with pytest.raises(DeviceGroupError, match=words):
         instance_environment(WorkerSettings(), GPUS, "n", planned, {})
+
+
+def test_an_instance_of_several_devices_is_named_after_its_first() -> None:
+    gpus = ("GPU-aa", "GPU-bb", "GPU-cc", "GPU-dd")
+    machine = Machine("cuda", 2, 1, 4, (DeviceGroup(gpus[:2]), DeviceGroup(gpus[2:])))
+    planned = InstancePlan("n-2", "n", [], 1, 1)
+    environment = instance_environment(WorkerSettings(metrics_port=9100), machine, "n", planned, {})
+    assert environment["CUDA_VISIBLE_DEVICES"] == "GPU-cc", "rank 0; it gives the others theirs"
+    assert environment["TIDEWAY_METRICS_PORT"] == "9103"
+    passed = msgspec.json.decode(environment["TIDEWAY_PLAN"], type=InstancePlan)
+    assert passed.group == machine.groups[1]
 
 
 async def test_a_node_id_must_fit_into_subjects(nats_settings: BusSettings) -> None:

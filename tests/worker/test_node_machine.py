@@ -154,6 +154,19 @@ def test_one_instance_a_gpu(with_gpus: Path) -> None:
     assert survey(WorkerSettings(), {"CUDA_VISIBLE_DEVICES": ""}, with_gpus).device == "cpu"
 
 
+def test_devices_are_grouped(with_gpus: Path) -> None:
+    found = survey(WorkerSettings(tensor_parallel=2), {}, with_gpus)
+    assert (found.num_instances, found.groups) == (1, (DeviceGroup(("GPU-aa11", "GPU-bb22")),))
+    assert (found.num_ranks, found.devices) == (2, ("GPU-aa11", "GPU-bb22"))
+    on_cpu = survey(WorkerSettings(tensor_parallel=2, num_instances=2, device="cpu"), {}, with_gpus)
+    assert (on_cpu.num_instances, on_cpu.groups, len(on_cpu.devices)) == (2, (DeviceGroup(("cpu", "cpu")),) * 2, 4)
+    assert on_cpu.num_threads == max(1, num_cores(with_gpus) // 4)
+    with pytest.raises(SettingsError, match="2 GPUs cannot be divided"):
+        survey(WorkerSettings(tensor_parallel=4), {}, with_gpus)
+    with pytest.raises(SettingsError, match="TIDEWAY_TENSOR_PARALLEL=3: expected a power of two"):
+        survey(WorkerSettings(tensor_parallel=3), {}, with_gpus)
+
+
 def test_a_gpu_that_cannot_be_used_is_a_clear_error(with_gpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "_torch_has_cuda", lambda: False)
     assert survey(WorkerSettings(), {}, with_gpus).device == "cpu"
