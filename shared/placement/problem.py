@@ -13,6 +13,12 @@ import msgspec
 import numpy as np
 
 from shared.cost_model import CostModel
+from shared.placement.plan import Group as Group
+from shared.placement.plan import ModelPrediction as ModelPrediction
+from shared.placement.plan import Plan as Plan
+from shared.placement.plan import Prediction as Prediction
+from shared.placement.plan import Proposal as Proposal
+from shared.placement.plan import Rejected as Rejected
 
 DEFAULT_SLO_SCALE = 5.0
 """A request is to take this many times its model's mean execution time at most (SeaLLM, section 6.1)."""
@@ -81,56 +87,6 @@ class Traffic(NamedTuple):
         return len(self.model)
 
 
-class Group(msgspec.Struct, frozen=True, order=True):
-    """An instance of the plan."""
-
-    node_id: str
-    devices: tuple[int, ...]
-    """Indices on the node, ascending."""
-    models: tuple[str, ...]
-    """Ascending."""
-
-    @property
-    def num_ranks(self) -> int:
-        return len(self.devices)
-
-    @property
-    def instance_id(self) -> str:
-        return f"{self.node_id}-{self.devices[0]}"
-
-
-class Plan(msgspec.Struct, frozen=True):
-    groups: tuple[Group, ...]
-    """Ascending; no device twice, none without a model."""
-
-
-class ModelPrediction(msgspec.Struct, frozen=True, kw_only=True):
-    """Of one model's online requests. Without any: attainment 1, the rest 0."""
-
-    num_requests: int
-    attainment: float
-    """Share of requests that end within their SLO; one that finds no group misses it."""
-    normalised_latency: float
-    """Mean latency over the model's mean execution time (SeaLLM, equation 1)."""
-    mean_latency_s: float
-    p99_latency_s: float
-    mean_ttft_s: float = 0.0
-    p99_ttft_s: float = 0.0
-    mean_tpot_s: float = 0.0
-
-
-class Prediction(msgspec.Struct, frozen=True, kw_only=True):
-    """Of a plan under some traffic."""
-
-    attainment: float
-    """Over all online requests; likewise the next."""
-    normalised_latency: float
-    models: dict[str, ModelPrediction]
-    offline_tokens_s: float = 0.0
-    use: dict[str, float] = {}
-    """Instance id -> share of the time in which it computes."""
-
-
 class Problem(msgspec.Struct, frozen=True, kw_only=True):
     """One search."""
 
@@ -144,29 +100,6 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True):
     max_models_per_group: int = 0
     """0: as many as fit."""
     incumbent: Plan | None = None
-
-
-class Rejected(msgspec.Struct, frozen=True):
-    """A plan that was looked at and not taken."""
-
-    plan: Plan
-    prediction: Prediction | None
-    """None: it was not worth a prediction."""
-    reason: str
-
-
-class Proposal(msgspec.Struct, frozen=True, kw_only=True):
-    """What a search answers."""
-
-    plan: Plan
-    prediction: Prediction
-    incumbent: Prediction | None
-    """Of the plan that runs, under the same traffic."""
-    rejected: tuple[Rejected, ...]
-    """Best first."""
-    search_s: float = 0.0
-    unplaced: dict[str, str] = {}
-    """Models that fit nowhere, and why."""
 
 
 def traffic(

@@ -1,0 +1,78 @@
+"""Plans and what is predicted of them, for whoever only shows them: without numpy. See problem.py."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class Group(msgspec.Struct, frozen=True, order=True):
+    """An instance of the plan."""
+
+    node_id: str
+    devices: tuple[int, ...]
+    """Indices on the node, ascending."""
+    models: tuple[str, ...]
+    """Ascending."""
+
+    @property
+    def num_ranks(self) -> int:
+        return len(self.devices)
+
+    @property
+    def instance_id(self) -> str:
+        return f"{self.node_id}-{self.devices[0]}"
+
+
+class Plan(msgspec.Struct, frozen=True):
+    groups: tuple[Group, ...]
+    """Ascending; no device twice, none without a model."""
+
+
+class ModelPrediction(msgspec.Struct, frozen=True, kw_only=True):
+    """Of one model's online requests. Without any: attainment 1, the rest 0."""
+
+    num_requests: int
+    attainment: float
+    """Share of requests that end within their SLO; one that finds no group misses it."""
+    normalised_latency: float
+    """Mean latency over the model's mean execution time (SeaLLM, equation 1)."""
+    mean_latency_s: float
+    p99_latency_s: float
+    mean_ttft_s: float = 0.0
+    p99_ttft_s: float = 0.0
+    mean_tpot_s: float = 0.0
+
+
+class Prediction(msgspec.Struct, frozen=True, kw_only=True):
+    """Of a plan under some traffic."""
+
+    attainment: float
+    """Over all online requests; likewise the next."""
+    normalised_latency: float
+    models: dict[str, ModelPrediction]
+    offline_tokens_s: float = 0.0
+    use: dict[str, float] = {}
+    """Instance id -> share of the time in which it computes."""
+
+
+class Rejected(msgspec.Struct, frozen=True):
+    """A plan that was looked at and not taken."""
+
+    plan: Plan
+    prediction: Prediction | None
+    """None: it was not worth a prediction."""
+    reason: str
+
+
+class Proposal(msgspec.Struct, frozen=True, kw_only=True):
+    """What a search answers."""
+
+    plan: Plan
+    prediction: Prediction
+    incumbent: Prediction | None
+    """Of the plan that runs, under the same traffic."""
+    rejected: tuple[Rejected, ...]
+    """Best first."""
+    search_s: float = 0.0
+    unplaced: dict[str, str] = {}
+    """Models that fit nowhere, and why."""

@@ -1,0 +1,177 @@
+"""When to search, and what is worth a change."""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shared.placement.problem import Group, ModelPrediction, Plan, Prediction, Problem, Proposal, traffic
+from shared.placement.replacement import (
+    Replacement,
+    ReplacementSettings,
+    change_s,
+    deviation,
+    next_interval_s,
+)
+from tests.shared.placement.test_memory import model, node
+
+SETTINGS = ReplacementSettings(initial_s=100, least_s=50, most_s=200)
+GIB = 1 << 30
+
+
+def prediction(**models: tuple[int, float, float]) -> Prediction:
+    """By model: requests, attainment, normalised latency."""
+    told = {
+        name: ModelPrediction(
+            num_requests=num, attainment=attainment, normalised_latency=latency, mean_latency_s=1, p99_latency_s=1
+        )
+        for name, (num, attainment, latency) in models.items()
+    }
+    total = sum(num for num, _, _ in models.values())
+    mean = [sum(row[0] * row[column] for row in models.values()) / max(1, total) for column in (1, 2)]
+    return Prediction(attainment=mean[0] if total else 1.0, normalised_latency=mean[1], models=told)
+
+
+@pytest.mark.parametrize(
+    ("predicted", "measured", "expected"),
+    [
+        (prediction(a=(50, 0.9, 2)), prediction(a=(80, 0.9, 2)), 0.0),
+        (prediction(a=(50, 0.9, 2)), prediction(a=(50, 0.9, 2.5)), 0.25),
+        (prediction(a=(50, 0.8, 2)), prediction(a=(50, 0.4, 2)), 0.5),
+        # Over all requests, as many as each model had.
+        (prediction(a=(50, 1, 2), b=(50, 1, 4)), prediction(a=(50, 1, 2), b=(50, 1, 4.6)), 0.1),
+        # A model with requests on one side alone: its share of them.
+        (prediction(a=(75, 1, 2), b=(25, 0.1, 9)), prediction(a=(75, 1, 2)), 0.25),
+        (prediction(a=(75, 1, 2)), prediction(a=(60, 1, 2), b=(40, 1, 2)), 0.4),
+        (prediction(a=(75, 1, 2)), prediction(b=(75, 1, 2)), 1.0),
+        (prediction(a=(75, 0, 2)), prediction(a=(75, 0, 2)), 0.0),
+        (prediction(a=(75, 0, 2)), prediction(a=(75, 0.5, 2)), math.inf),
+        (prediction(), prediction(), 0.0),
+    ],
+)
+def test_what_is_compared(predicted: Prediction, measured: Prediction, expected: float) -> None:
+    assert deviation(predicted, measured) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("interval_s", "latency", "expected_s"),
+    [(100, 2.1, 110), (100, 2.19, 110), (100, 2.3, 90), (100, 1.7, 90), (195, 2, 200), (52, 9, 50)],
+)
+def test_equation_8_within_bounds(interval_s: float, latency: float, expected_s: float) -> None:
+    found = next_interval_s(interval_s, prediction(a=(50, 1, 2)), prediction(a=(50, 1, latency)), SETTINGS)
+    assert found == pytest.approx(expected_s)
+
+
+def test_few_requests_say_nothing() -> None:
+    assert next_interval_s(100, prediction(a=(19, 1, 2)), prediction(a=(19, 1, 9)), SETTINGS) == 100
+    assert next_interval_s(100, prediction(a=(20, 1, 2)), prediction(a=(2, 1, 9)), SETTINGS) == 90
+
+
+@given(
+    latencies=st.lists(st.floats(0, 10), max_size=60),
+    bounds=st.tuples(st.floats(1, 100), st.floats(0, 100)),
+    initial_s=st.floats(1, 1000),
+)
+def test_the_interval_stays_within_its_bounds(
+    latencies: list[float], bounds: tuple[float, float], initial_s: float
+) -> None:
+    settings = ReplacementSettings(initial_s=initial_s, least_s=bounds[0], most_s=sum(bounds))
+    core, now_s = Replacement(settings, 0.0), 0.0
+    for latency in latencies:
+        assert settings.least_s <= core.interval_s <= settings.most_s
+        assert not core.due(math.nextafter(core.next_s, 0.0))
+        now_s = core.next_s
+        assert core.due(now_s)
+        core.begin(now_s, prediction(a=(50, 1, latency)))
+        core.settled(now_s, prediction(a=(50, 1, 2.0)))
+
+
+def test_a_fixed_interval_stays() -> None:
+    core = Replacement(ReplacementSettings(initial_s=100, least_s=100, most_s=100), 0.0)
+    core.settled(0.0, prediction(a=(50, 1, 2)))
+    core.begin(100.0, prediction(a=(50, 1, 9)))
+    assert core.interval_s == 100 and core.state.deviation == pytest.approx(3.5)
+    never = Replacement(ReplacementSettings(initial_s=math.inf, most_s=math.inf), 0.0)
+    assert not never.due(1e12)
+
+
+def test_what_is_asked_for_comes_at_once_and_ends_no_interval() -> None:
+    core = Replacement(SETTINGS, 0.0)
+    core.settled(10.0, prediction(a=(50, 1, 2)))
+    assert core.due(11.0) == ""
+    core.ask("model 'b' was added")
+    core.ask("later reasons are not told")
+    assert core.due(11.0) == "model 'b' was added"
+    assert core.window(11.0) == (-89.0, 11.0)
+    core.begin(11.0, prediction(a=(50, 1, 9)))
+    assert core.interval_s == 100 and core.due(12.0) == ""
+    core.settled(15.0, prediction(a=(50, 1, 2)))
+    assert core.next_s == 115.0 and core.due(115.0) == "the interval is over"
+
+
+def test_what_is_stored_is_taken_up() -> None:
+    core = Replacement(SETTINGS, 0.0)
+    core.settled(10.0, prediction(a=(50, 1, 2)))
+    stored = msgspec.json.encode(core.state)
+    again = Replacement(SETTINGS, 50.0, msgspec.json.decode(stored, type=type(core.state)))
+    again.begin(110.0, prediction(a=(50, 1, 3)))
+    assert again.interval_s == 90
+
+
+# ------------------------------------------------------------------------------------------------ worth a change
+
+ONE, TWO = Group("n", (0,), ("a",)), Group("n", (0, 1), ("a",))
+
+
+def problem(incumbent: Plan | None = None) -> Problem:
+    return Problem(nodes=(node(),), models=(model("a"), model("b")), traffic=traffic([], 100.0), incumbent=incumbent)
+
+
+def proposal(plan: Plan, before: tuple[float, float], after: tuple[float, float]) -> Proposal:
+    return Proposal(
+        plan=plan, prediction=prediction(a=(100, *after)), incumbent=prediction(a=(100, *before)), rejected=()
+    )
+
+
+def test_what_a_change_takes() -> None:
+    before, after = Plan((ONE,)), Plan((TWO,))
+    assert change_s(before, before, problem(), 15) == 0
+    load_s = 14 * GIB / 2e9
+    assert change_s(before, after, problem(), 15) == pytest.approx(load_s + 2 * 15)
+    both = Plan((Group("n", (0,), ("a", "b")),))
+    assert change_s(before, both, problem(), 15) == pytest.approx(load_s)
+    assert change_s(both, before, problem(), 15) == 0
+    shared = msgspec.structs.replace(problem(), models=(model("a"), model("b", weights="a")))
+    assert change_s(before, both, shared, 15) == 0
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "is_worth"),
+    [
+        ((0.5, 9), (0.9, 2), True),
+        ((0.90, 2), (0.905, 2), False),
+        ((1.0, 2.0), (1.0, 1.95), False),
+        ((1.0, 3.0), (1.0, 2.0), True),
+        ((1.0, 3.0), (0.995, 2.0), False),
+        # The change takes 9 % of the fleet's time in the next interval.
+        ((0.80, 3.0), (0.88, 2.9), False),
+    ],
+)
+def test_what_is_worth_a_change(before: tuple[float, float], after: tuple[float, float], is_worth: bool) -> None:
+    core = Replacement(SETTINGS, 0.0)
+    verdict = core.judge(proposal(Plan((TWO,)), before, after), problem(Plan((ONE,))))
+    assert verdict.is_worth is is_worth, verdict
+    assert 0.09 < verdict.cost < 0.1
+
+
+def test_a_plan_that_places_more_is_worth_it_and_one_that_places_less_is_not() -> None:
+    core = Replacement(SETTINGS, 0.0)
+    both = Plan((Group("n", (0,), ("a", "b")),))
+    assert core.judge(proposal(both, (1, 1), (0, 9)), problem(Plan((ONE,)))).is_worth
+    assert not core.judge(proposal(Plan((ONE,)), (0, 9), (1, 1)), problem(both)).is_worth
+    assert not core.judge(proposal(both, (0, 9), (1, 1)), problem(both)).is_worth
+    assert core.judge(proposal(both, (0, 9), (1, 1)), problem()).is_worth
