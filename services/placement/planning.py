@@ -27,7 +27,7 @@ from dataclasses import dataclass, field, replace
 import msgspec
 
 from services.placement.fleet import Fleet, instance_ids
-from services.placement.footprint import ConfiguredModel, DeviceFacts, Footprint, footprint
+from services.placement.footprint import ConfiguredModel, DeviceFacts, footprint
 from shared.engine.memory import slab
 from shared.messages.cluster import (
     ONE_DEVICE,
@@ -37,6 +37,7 @@ from shared.messages.cluster import (
     NodeInfo,
     PlacementPlan,
 )
+from shared.placement.footprint import Footprint
 
 MAX_CPU_POOL_BYTES = 1 << 30
 """On CPU the pool is main memory that others can use better: at tens of tokens per second it holds minutes of output."""

@@ -1,0 +1,302 @@
+"""Kinds of devices, and what a model's steps take on them: a roofline with the few efficiencies that were measured.
+
+A step reads each weight once and does two operations with each for every token. Up to the *knee* (as many tokens as the
+device computes in the time of that reading) most of the arithmetic hides behind the reading; beyond it arithmetic is what
+takes time. On p devices (tensor parallelism, Megatron-LM) weights, arithmetic and KV are divided by p, fixed costs are not,
+and each layer ends in two all-reduces of the tokens' hidden vectors.
+
+Every number of a `Hardware` has its source beside it, in `sources`. How well the efficiencies fit is in
+tests/shared/placement/test_hardware.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from shared.checkpoint import ITEMSIZES, CheckpointShape
+from shared.cost_model import CostModel
+
+RANKS = (1, 2, 4, 8)
+"""Devices of a group; powers of two (SeaLLM, section 4.1)."""
+FLOPS_ITEMSIZE = 2
+"""Bytes of an element for which `Hardware.flops` holds; larger ones take longer in proportion."""
+USABLE_SHARE = 0.9
+"""Of a GPU's memory, as a node agent takes it: the rest is for the context and what libraries allocate."""
+
+Positive = Annotated[float, Meta(gt=0)]
+NotNegative = Annotated[float, Meta(ge=0)]
+Share = Annotated[float, Meta(gt=0, le=1)]
+
+
+class Hardware(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A kind of device. Rates are of one device; shares say how much of them is reached."""
+
+    name: str
+    device: str = "cuda"
+    """cuda | cpu"""
+    memory_bytes: Annotated[int, Meta(gt=0)]
+    memory_share: Share = USABLE_SHARE
+    """That instances may take."""
+    memory_bytes_s: Positive
+    flops: Positive
+    """Dense, multiplications and additions, of 16-bit elements."""
+    weight_share: Share
+    """Of `memory_bytes_s`, reading weights."""
+    kv_share: Share
+    """Of `memory_bytes_s`, reading the KV of decodes."""
+    flops_share: Share
+    """Of `flops`, in the layers' products."""
+    attention_share: Share
+    """Of `flops`, in the attention of prompts."""
+    hidden_share: Annotated[float, Meta(ge=0, le=1)] = 0.0
+    """Of the arithmetic up to the knee, that hides behind the reading of weights."""
+    step_s: NotNegative = 0.0
+    """Fixed, of a step: planning, launching, sampling."""
+    layer_s: NotNegative = 0.0
+    """Fixed, of each layer: its kernels' launches and tails."""
+    decode_layer_s: NotNegative = 0.0
+    """Of each decoding sequence in each layer, beside its arithmetic and reading."""
+    mixed_layer_s: NotNegative = 0.0
+    """Of each layer of a step with chunks and decodes together."""
+    reduce_s: NotNegative
+    """Of an all-reduce among devices of a node, whatever its size."""
+    reduce_bytes_s: Positive
+    """At which each device sends and receives in an all-reduce."""
+    host_bytes_s: Positive
+    """Between device and host memory: checkpoints of KV."""
+    link_bytes_s: Positive
+    """From an instance to one of another node."""
+    load_bytes_s: Positive
+    """At which weights are read onto a device."""
+    block_size: Annotated[int, Meta(ge=1)] = 128
+    """Tokens of a KV block."""
+    step_tokens: Annotated[int, Meta(ge=1)] = 8192
+    """Of a step at most."""
+    sources: dict[str, str] = {}
+    """Field -> where its number is from."""
+    measured: dict[str, dict[int, CostModel]] = {}
+    """Cost models of models by their names, and by p: as they were measured; they go before what is reckoned here."""
+
+    @property
+    def usable_bytes(self) -> int:
+        return int(self.memory_bytes * self.memory_share)
+
+    @property
+    def steps_in_flight(self) -> int:
+        """As an instance's default."""
+        return 1 if self.device == "cpu" else 2
+
+
+def cost_model(
+    hardware: Hardware, shape: CheckpointShape, *, dtype: str = "", num_ranks: int = 1, block_size: int = 0
+) -> CostModel:
+    """Of a group of `num_ranks` devices. `dtype`: that it runs in; default: as stored. `block_size`: of a KV block, for
+    copies.
+
+    One table of the vocabulary counts as not multiplied by. Of a checkpoint with two, the head counts for every token
+    although only sampled ones meet it: 2 % of Llama-2-7B, 7 % of Llama-3.1-8B."""
+    itemsize = ITEMSIZES[dtype or shape.dtype]
+    layers, p = shape.num_layers, num_ranks
+    num_weights = shape.weight_bytes / ITEMSIZES[shape.dtype]
+    flops = hardware.flops * min(1.0, FLOPS_ITEMSIZE / itemsize) * p
+    read_s = num_weights * itemsize / (hardware.memory_bytes_s * hardware.weight_share * p)
+    token_s = 2 * (num_weights - shape.vocab_size * shape.hidden_size) / (flops * hardware.flops_share)
+    reduced_s = 0.0
+    if p > 1:
+        sent_bytes = 2 * (p - 1) / p * shape.hidden_size * itemsize
+        reduced_s = 2 * layers * sent_bytes / hardware.reduce_bytes_s
+    visible_s = (1 - hardware.hidden_share) * token_s + reduced_s
+    kv_bytes = shape.kv_geometry(dtype or shape.dtype).block_bytes(1)
+    copy_s = kv_bytes * (block_size or hardware.block_size) / (hardware.host_bytes_s * p)
+    return CostModel(
+        fixed_s=hardware.step_s + layers * (hardware.layer_s + (2 * hardware.reduce_s if p > 1 else 0.0)) + read_s,
+        prefill_token_s=visible_s,
+        prefill_attention_s=4 * shape.hidden_size * layers / (flops * hardware.attention_share),
+        decode_s=visible_s + layers * hardware.decode_layer_s,
+        decode_context_s=kv_bytes / (hardware.memory_bytes_s * hardware.kv_share * p),
+        over_knee_s=hardware.hidden_share * token_s,
+        knee_tokens=int(read_s / token_s),
+        mixed_s=layers * hardware.mixed_layer_s,
+        num_layers=layers,
+        checkpoint_block_s=copy_s,
+        restore_block_s=copy_s,
+    )
+
+
+def cost_models(
+    hardware: Hardware, name: str, shape: CheckpointShape, *, dtype: str = "", ranks: Iterable[int] = RANKS
+) -> dict[int, CostModel]:
+    """By p, as far as p divides the model's KV heads; measured ones of that name go first."""
+    reckoned = {p: cost_model(hardware, shape, dtype=dtype, num_ranks=p) for p in ranks if shape.num_kv_heads % p == 0}
+    return reckoned | hardware.measured.get(name, {})
+
+
+# ------------------------------------------------------------------------------------------------------- ready ones
+
+_FIT = (
+    "fitted, not to one engine but between two: DistServe's coefficients for OPT-13B and OPT-66B on A100-80G (simdistserve, "
+    "vLLM's engine and DistServe's own)"
+)
+_A100_FITTED = {
+    "weight_share": f"{_FIT}: decodes of 13B and 66B on 2 and 4 GPUs, own engine, read 1.57 to 1.67 TB/s",
+    "layer_s": f"{_FIT}: what is left of 13B on one GPU, own engine",
+    "step_s": f"{_FIT}: what vLLM's engine takes longer than that",
+    "reduce_s": f"{_FIT}: 13B on 2 and 4 GPUs, own engine: 19 to 26 us; Vidur counts 20 us",
+    "kv_share": f"{_FIT}: 13B on one GPU, vLLM: 0.593 us a token of context",
+    "flops_share": f"{_FIT}: 13B on one GPU, vLLM, 183 TFLOP/s; 66B on 4, vLLM, 214 TFLOP/s",
+    "attention_share": f"{_FIT}: 13B on one GPU, vLLM: 8.08e-6 ms a squared token",
+    "hidden_share": f"{_FIT}: decodes of 13B below and above a batch of 95, vLLM",
+}
+_AS_A100 = dict.fromkeys(_A100_FITTED, "as fitted on the A100")
+_SHARES = {
+    "memory_share": "services/worker/machine.py",
+    "block_size": "services/worker/attention/facts.py",
+    "step_tokens": "default of an instance",
+}
+_BUS = "three quarters of what the link has in one direction (assumed)"
+_PCIE4 = "PCIe 4.0 x16: 32 GB/s, four fifths of it (assumed)"
+_PCIE5 = "PCIe 5.0 x16: 64 GB/s, four fifths of it (assumed)"
+_LOAD = "assumed: one NVMe drive"
+
+A100_80G = Hardware(
+    name="A100-80G",
+    memory_bytes=80 * 10**9,
+    memory_bytes_s=2.039e12,
+    flops=312e12,
+    weight_share=0.795,
+    kv_share=0.677,
+    flops_share=0.62,
+    attention_share=0.1625,
+    hidden_share=0.5,
+    step_s=0.0035,
+    layer_s=1.0e-4,
+    reduce_s=2.2e-5,
+    reduce_bytes_s=225e9,
+    host_bytes_s=25.6e9,
+    link_bytes_s=25e9,
+    load_bytes_s=3e9,
+    sources=_A100_FITTED
+    | _SHARES
+    | {
+        "memory_bytes": "data sheet, A100 80GB SXM",
+        "memory_bytes_s": "data sheet",
+        "flops": "data sheet, BF16 without sparsity",
+        "reduce_bytes_s": f"NVLink, 600 GB/s in both directions; {_BUS}",
+        "host_bytes_s": _PCIE4,
+        "link_bytes_s": "DGX A100: 200 Gb/s a GPU",
+        "load_bytes_s": _LOAD,
+    },
+)
+A800_80G = msgspec.structs.replace(
+    A100_80G,
+    name="A800-80G",
+    reduce_bytes_s=150e9,
+    sources=A100_80G.sources
+    | _AS_A100
+    | {
+        "memory_bytes": "SeaLLM, section 6.1",
+        "memory_bytes_s": "an A100's",
+        "flops": "an A100's",
+        "reduce_bytes_s": f"SeaLLM, section 6.1: NVLink, 400 GB/s in both directions; {_BUS}",
+        "link_bytes_s": "SeaLLM, section 6.1: four NICs of 200 Gb/s a node, one an instance",
+    },
+)
+H100 = msgspec.structs.replace(
+    A100_80G,
+    name="H100",
+    memory_bytes_s=3.35e12,
+    flops=989e12,
+    reduce_bytes_s=337e9,
+    host_bytes_s=51.2e9,
+    link_bytes_s=50e9,
+    sources=A100_80G.sources
+    | _AS_A100
+    | {
+        "memory_bytes": "data sheet, H100 SXM",
+        "reduce_bytes_s": f"NVLink, 900 GB/s in both directions; {_BUS}",
+        "host_bytes_s": _PCIE5,
+        "link_bytes_s": "DGX H100: 400 Gb/s a GPU",
+    },
+)
+H200 = msgspec.structs.replace(
+    H100,
+    name="H200",
+    memory_bytes=141 * 10**9,
+    memory_bytes_s=4.8e12,
+    sources=H100.sources | {"memory_bytes": "data sheet, H200 SXM", "link_bytes_s": "as the H100"},
+)
+L4 = msgspec.structs.replace(
+    A100_80G,
+    name="L4",
+    memory_bytes=24 * 10**9,
+    memory_bytes_s=300e9,
+    flops=121e12,
+    reduce_s=4e-5,
+    reduce_bytes_s=12e9,
+    link_bytes_s=8e9,
+    sources=A100_80G.sources
+    | _AS_A100
+    | {
+        "memory_bytes": "data sheet",
+        "flops": "data sheet, half of BF16 with sparsity",
+        "reduce_s": "assumed: twice that of NVLink, since it goes over PCIe and the host",
+        "reduce_bytes_s": "assumed: PCIe 4.0 x16 through the host, 12 GB/s",
+        "link_bytes_s": "Llumnix, section 6.1: 64 Gb/s",
+    },
+)
+A10 = msgspec.structs.replace(
+    L4,
+    name="A10",
+    memory_bytes_s=600e9,
+    flops=125e12,
+    sources=L4.sources | {"flops": "data sheet, BF16 without sparsity"},
+)
+CPU = Hardware(
+    name="cpu",
+    device="cpu",
+    memory_bytes=4 << 30,
+    memory_share=1.0,
+    memory_bytes_s=25e9,
+    flops=607e9,
+    weight_share=1.0,
+    kv_share=0.92,
+    flops_share=1.0,
+    attention_share=0.114,
+    layer_s=4.73e-4,
+    decode_layer_s=7.1e-5,
+    mixed_layer_s=2.0e-4,
+    reduce_s=1.5e-4,
+    reduce_bytes_s=1.5e9,
+    host_bytes_s=2.2e9,
+    link_bytes_s=1.5e9,
+    load_bytes_s=1e9,
+    block_size=32,
+    step_tokens=512,
+    sources={
+        "memory_bytes": "assumed: what instances may take, of more",
+        "memory_share": "of that, all",
+        "memory_bytes_s": "measured: the sum of 256 MB of float32 in numpy, best of 8",
+        "flops": "fitted to the CPU of bench/rebalance: prompts of a 135M-parameter Llama shape, 0.35 ms a token",
+        "weight_share": "as measured",
+        "kv_share": "likewise: 1 us a token of context",
+        "flops_share": "as measured",
+        "attention_share": "likewise: 1 us a token and token before it",
+        "layer_s": "likewise: what reading the weights leaves of a step of 25 ms",
+        "decode_layer_s": "likewise: what arithmetic leaves of 2.5 ms a decode",
+        "mixed_layer_s": "likewise: 6 ms of a step with both",
+        "reduce_s": "assumed for gloo over shared memory",
+        "reduce_bytes_s": "as the link",
+        "host_bytes_s": "likewise: 0.17 ms a block of 32 tokens",
+        "link_bytes_s": "bench/rebalance: shared memory",
+        "load_bytes_s": "assumed: files that are in memory",
+        "block_size": "services/worker/attention/facts.py",
+        "step_tokens": "default of an instance",
+    },
+)
+
+HARDWARE = {hardware.name: hardware for hardware in (A800_80G, A100_80G, H100, H200, L4, A10, CPU)}
+"""By name."""

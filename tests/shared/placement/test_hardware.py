@@ -1,0 +1,122 @@
+"""Kinds of devices: where their numbers are from, how well they fit what others have measured, and how costs scale."""
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shared.cost_model import StepShape
+from shared.placement.facts import SHAPES, model_facts, node_facts
+from shared.placement.hardware import A100_80G, CPU, HARDWARE, Hardware, cost_model, cost_models
+
+PREFILL_S = {"vllm": (22.05e-3, 1.405e-4, 8.08e-9), "own": (18.10e-3, 1.019e-4, 7.12e-9)}
+DECODE_S = {"vllm": (23.48e-3, 5.93e-7, 6.07e-5), "own": (19.93e-3, 6.27e-7, 3.85e-5)}
+"""DistServe's coefficients for OPT-13B on one A100-80G (simdistserve's profile data), by engine: of a prompt of n tokens
+a + b*n + c*n^2; of n decodes of a sum of s tokens a + b*s + c*n."""
+
+
+@pytest.mark.parametrize("num_tokens", [512, 1024, 2048])
+def test_prompts_of_opt_13b_take_what_distserve_measured_of_vllm(num_tokens: int) -> None:
+    """-12.3 %, -9.8 % and -8.0 %; between vLLM's engine and DistServe's own, which is faster."""
+    model = cost_model(A100_80G, SHAPES["opt-13b"])
+    seconds = model.predict(StepShape(num_tokens, num_tokens**2 / 2))
+    vllm_s, own_s = (a + b * num_tokens + c * num_tokens**2 for a, b, c in PREFILL_S.values())
+    assert seconds == pytest.approx(vllm_s, rel=0.15)
+    assert own_s < seconds < vllm_s
+
+
+@pytest.mark.parametrize("batch", [1, 8, 16, 32, 64])
+@pytest.mark.parametrize("context", [100, 300, 1000])
+def test_decodes_of_opt_13b_take_what_distserve_measured_of_vllm(batch: int, context: int) -> None:
+    """Within 0.5 %."""
+    a, b, c = DECODE_S["vllm"]
+    seconds = cost_model(A100_80G, SHAPES["opt-13b"]).predict(StepShape(0, 0.0, batch, batch * context))
+    assert seconds == pytest.approx(a + b * batch * context + c * batch, rel=0.02)
+
+
+def test_opt_66b_on_four_lies_between_the_two_engines() -> None:
+    model = cost_model(A100_80G, SHAPES["opt-66b"], num_ranks=4)
+    assert model.fixed_s == pytest.approx(30.76e-3, rel=0.1)  # decodes, DistServe's engine
+    assert model.fixed_s == pytest.approx(32.98e-3, rel=0.05)  # decodes, vLLM's
+    seconds = model.predict(StepShape(1024, 1024**2 / 2))
+    assert seconds > 26.77e-3 + 1.376e-4 * 1024 + 7.56e-9 * 1024**2
+    assert seconds == pytest.approx(30.69e-3 + 1.5205e-4 * 1024 + 3.29e-8 * 1024**2, rel=0.05)
+
+
+def test_a_135m_shape_takes_what_it_was_measured_to_take_on_two_cores() -> None:
+    model = cost_model(CPU, SHAPES["llama-135m"], block_size=32)
+    expected = {
+        "fixed_s": 0.025, "prefill_token_s": 3.5e-4, "prefill_attention_s": 1e-6, "decode_s": 2.5e-3,
+        "decode_context_s": 1e-6, "mixed_s": 0.006, "checkpoint_block_s": 3.4e-4,
+    }  # fmt: skip
+    for name, seconds in expected.items():
+        assert getattr(model, name) == pytest.approx(seconds, rel=0.05), name
+
+
+@pytest.mark.parametrize("hardware", HARDWARE.values(), ids=HARDWARE)
+def test_every_number_has_a_source(hardware: Hardware) -> None:
+    numbers = {
+        field.name
+        for field in msgspec.structs.fields(Hardware)
+        if isinstance(value := getattr(hardware, field.name), int | float) and value
+    }
+    assert numbers <= set(hardware.sources)
+    assert all(hardware.sources.values())
+
+
+@pytest.mark.parametrize(
+    ("name", "num_weights"),
+    [("llama-2-7b", 6738415616), ("llama-2-13b", 13015864320), ("llama-2-70b", 68976648192),
+     ("llama-3.1-8b", 8030261248), ("opt-6.7b", 6658473984), ("opt-66b", 65719701504), ("llama-135m", 134515008)],
+)  # fmt: skip
+def test_ready_shapes_have_as_many_weights_as_their_models(name: str, num_weights: int) -> None:
+    assert SHAPES[name].weight_bytes == 2 * num_weights
+
+
+@given(
+    hardware=st.sampled_from(list(HARDWARE.values())),
+    shape=st.sampled_from(list(SHAPES.values())),
+    prefill=st.integers(0, 8192),
+    decodes=st.integers(0, 256),
+)
+def test_more_ranks_divide_reading_and_arithmetic_but_no_fixed_cost(hardware, shape, prefill, decodes) -> None:
+    step = StepShape(prefill, prefill**2 / 2, decodes, 500 * decodes)
+    one, two = (cost_model(hardware, shape, num_ranks=p) for p in (1, 2))
+    reduced_s = 2 * shape.num_layers * (
+        hardware.reduce_s + step.num_tokens * shape.hidden_size * 2 / hardware.reduce_bytes_s
+    )  # fmt: skip
+    assert two.predict(step) > one.predict(step) / 2
+    assert two.predict(step) <= one.predict(step) + reduced_s + 1e-12
+    assert two.decode_context_s == pytest.approx(one.decode_context_s / 2)
+
+
+def test_float32_weights_take_twice_the_bytes_and_the_time() -> None:
+    half, full = (cost_model(A100_80G, SHAPES["llama-2-7b"], dtype=dtype) for dtype in ("bfloat16", "float32"))
+    assert full.decode_context_s == pytest.approx(2 * half.decode_context_s)
+    assert full.prefill_token_s == pytest.approx(2 * half.prefill_token_s)
+
+
+def test_a_measured_cost_model_goes_first() -> None:
+    measured = cost_model(A100_80G, SHAPES["llama-2-7b"]).scaled(2.0)
+    hardware = msgspec.structs.replace(A100_80G, measured={"mine": {1: measured}})
+    assert cost_models(hardware, "mine", SHAPES["llama-2-7b"])[1] == measured
+    assert cost_models(hardware, "mine", SHAPES["llama-2-7b"])[2] != measured
+    assert cost_models(hardware, "other", SHAPES["llama-2-7b"])[1] != measured
+
+
+def test_facts_of_a_model_have_the_ranks_that_divide_its_heads() -> None:
+    facts = model_facts("llama", SHAPES["llama-135m"], [A100_80G, CPU])
+    assert set(facts.costs) == {("A100-80G", 1), ("cpu", 1)}
+    assert facts.block_size == 128  # the larger of the two kinds'
+    assert facts.block_bytes == 128 * 30 * 2 * 3 * 64 * 2
+    assert facts.weight_bytes > 269_030_016
+    with pytest.raises(ValueError, match="3 KV heads"):
+        model_facts("llama", SHAPES["llama-135m"], [A100_80G], ranks=(2, 4))
+
+
+def test_70b_needs_four_devices_by_its_weights_alone() -> None:
+    facts = model_facts("llama", SHAPES["llama-2-70b"], [A100_80G])
+    node = node_facts("node", A100_80G, 8)
+    assert set(facts.costs) == {("A100-80G", p) for p in (1, 2, 4, 8)}
+    assert facts.weight_bytes > node.memory_bytes
+    assert facts.weight_bytes < 2 * node.memory_bytes
