@@ -97,6 +97,8 @@ class Instance:
         self.step_s = 0.0
         """Of the last steps that held decodes, on average."""
         self.num_steps = 0
+        self.busy_s = 0.0
+        """In steps that have ended, or their parts."""
         self.on_step: Callable[[VirtualStep], None] = lambda step: None
         self.migrations: VirtualMigrations | None = None
         """None: requests stay here."""
@@ -242,6 +244,7 @@ class Instance:
 
     def _on_step(self, step: VirtualStep) -> None:
         self.num_steps += 1
+        self.busy_s += step.whole_s * (step.stop_share - step.done_share)
         self.on_step(step)
         if self.migrations is not None and not step.is_suspended:
             plan = step.plan

@@ -1,0 +1,60 @@
+"""How long requests take alone: what SLOs and normalised latencies are reckoned by (SeaLLM, equation 1 and section 6.1)."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from shared.cost_model import CostModel
+from shared.placement.memory import why_not
+from shared.placement.problem import ModelFacts, Problem
+
+STEP_TOKENS, CPU_STEP_TOKENS = 8192, 512
+"""Of a step at most, as instances have it by default."""
+
+
+def step_tokens(kind: str) -> int:
+    return CPU_STEP_TOKENS if kind == "cpu" else STEP_TOKENS
+
+
+def alone_s(cost: CostModel, prompt_tokens: np.ndarray, output_tokens: np.ndarray, max_step_tokens: int) -> np.ndarray:
+    """From arrival to the last token on an idle instance. `prompt_tokens`, `output_tokens`: [n], at least 1; -> [n]."""
+    prompt, decodes = prompt_tokens.astype(float), output_tokens - 1.0
+    chunks = np.ceil(prompt / max_step_tokens)
+    last = prompt - (chunks - 1) * max_step_tokens
+    over = (chunks - 1) * max(0, max_step_tokens - cost.knee_tokens) + np.maximum(0, last - cost.knee_tokens)
+    prefill_s = (
+        chunks * (cost.fixed_s + cost.prefill_s)
+        + cost.prefill_token_s * prompt
+        + cost.prefill_attention_s * prompt**2 / 2
+        + cost.over_knee_s * over
+    )
+    decode_s = cost.fixed_s + cost.decode_s + cost.over_knee_s * max(0, 1 - cost.knee_tokens)
+    context = decodes * prompt + decodes * (decodes - 1) / 2
+    seconds: np.ndarray = prefill_s + decodes * decode_s + cost.decode_context_s * context
+    return seconds
+
+
+def least_group(problem: Problem, model: ModelFacts) -> tuple[str, int] | None:
+    """Kind and number of the fewest devices that hold the model alone; None where it fits nowhere."""
+    nodes = {node.kind: node for node in problem.nodes}
+    fitting = [(p, kind) for kind, p in model.costs if kind in nodes and not why_not([model], nodes[kind], p)]
+    return None if not fitting else min(fitting)[::-1]
+
+
+def execution_s(problem: Problem) -> dict[str, float]:
+    """Mean execution time of each model of the problem: `problem.execution_s`, else what its online requests (without any,
+    all of its requests) take alone on its least group. Models without a request, or that fit nowhere, are left out."""
+    found = dict(problem.execution_s)
+    traffic = problem.traffic
+    for model in problem.models:
+        group = least_group(problem, model)
+        if model.name in found or group is None or model.name not in traffic.models:
+            continue
+        rows = traffic.model == traffic.models.index(model.name)
+        if (online := rows & traffic.is_online).any():
+            rows = online
+        if rows.any():
+            cost = model.costs[group]
+            seconds = alone_s(cost, traffic.prompt_tokens[rows], traffic.output_tokens[rows], step_tokens(group[0]))
+            found[model.name] = float(seconds.mean())
+    return found
