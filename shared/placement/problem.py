@@ -94,6 +94,8 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True):
     models: tuple[ModelFacts, ...]
     traffic: Traffic
     slo_scale: float = DEFAULT_SLO_SCALE
+    slo_scales: dict[str, float] = {}
+    """Of models with another."""
     execution_s: dict[str, float] = {}
     """Mean execution time of each model that SLOs and normalised latency are reckoned by; of one that is missing, what its
     requests take alone on its least group."""

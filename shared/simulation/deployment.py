@@ -201,7 +201,7 @@ def simulate(
     seconds = max(fleet.events.now, traffic.interval_s)
     requests = _requests(problem, fleet.gateway, numbers, num_sent, fleet.events.now)
     use = {name: instance.busy_s / seconds for name, instance in fleet.instances.items()}
-    measured = metrics.measure(requests, execution_s(problem), problem.slo_scale, use, seconds)
+    measured = metrics.measure(requests, execution_s(problem), problem.slo_scale_of, use, seconds)
     return Outcome(requests, measured, fleet, is_over)
 
 

@@ -3,7 +3,7 @@ alone (SeaLLM, section 6.1), objectives met, tokens, and how busy instances were
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import msgspec
 import numpy as np
@@ -86,13 +86,18 @@ def spread(values: np.ndarray) -> Spread:
 
 
 def measure(
-    requests: Requests, execution_s: Mapping[str, float], slo_scale: float, use: Mapping[str, float], seconds: float
+    requests: Requests,
+    execution_s: Mapping[str, float],
+    slo_scale: Callable[[str], float],
+    use: Mapping[str, float],
+    seconds: float,
 ) -> RunMetrics:
     """`execution_s`: mean execution time of each model; requests of a model without one (it fits nowhere) miss their SLO.
-    `seconds`: length of the run."""
+    `slo_scale`: of a model. `seconds`: length of the run."""
     alone_s = np.array([execution_s.get(name, np.nan) for name in requests.models])[requests.model]
     normalised = requests.latency_s / alone_s
-    meets = requests.is_done & (normalised <= slo_scale)
+    scales = np.array([slo_scale(name) for name in requests.models])[requests.model]
+    meets = requests.is_done & (normalised <= scales)
 
     def of(rows: np.ndarray) -> Metrics:
         online, offline = rows & requests.is_online, rows & ~requests.is_online

@@ -122,6 +122,11 @@ def test_offline_requests_and_batches_fill_what_is_left() -> None:
     assert nothing.offline_tokens_s == 0.0 and nothing.attainment == 1.0
 
 
+def test_a_model_may_have_an_slo_of_its_own() -> None:
+    predicted = predict(problem(ROWS, slo_scales={"opt-6.7b": 0.01}), SHARED)
+    assert [predicted.models[name].attainment for name in NAMES] == [1.0, 0.0]
+
+
 def test_progress_is_told() -> None:
     heard: list[float] = []
     simulate(problem(ROWS), SHARED, on_progress=heard.append)
@@ -140,7 +145,7 @@ def test_slos_are_multiples_of_the_mean_execution_time() -> None:
         prompt_tokens=columns * 10, output_tokens=columns * 5, num_tokens=np.array([5, 5, 2, 5]), ttft_s=columns,
         tpot_s=columns, latency_s=np.array([4.0, 6.0, 2.0, 1.0]), is_done=np.array([True, True, False, True]),
     )  # fmt: skip
-    found = measure(requests, {"a": 2.0}, 2.5, {}, 10.0)
+    found = measure(requests, {"a": 2.0}, lambda name: 2.5, {}, 10.0)
     assert found.total.attainment == pytest.approx(1 / 3)
     assert found.total.normalised_latency == pytest.approx(2.0)
     assert found.total.num_unserved == 1
