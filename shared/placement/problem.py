@@ -103,6 +103,9 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True):
     """0: as many as fit."""
     incumbent: Plan | None = None
 
+    def slo_scale_of(self, model: str) -> float:
+        return self.slo_scales.get(model, self.slo_scale)
+
 
 def traffic(
     rows: Sequence[tuple[float, str, int, int, bool]], interval_s: float, models: Sequence[str] | None = None
