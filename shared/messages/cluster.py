@@ -233,6 +233,10 @@ class NodeInfo(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """Instance k computes on `groups[k]`."""
     devices: tuple[str, ...] = ()
     """All that may be grouped, in their order: a group is a run of them, and its instance has the index of the first."""
+    fetched: tuple[str, ...] = ()
+    """Sources of the plan's `fetch` that are ready to be loaded here."""
+    fetch_problems: dict[str, str] = {}
+    """Of those, the ones that cannot be had, with the reason."""
 
 
 class InstancePlan(msgspec.Struct, frozen=True):
@@ -246,6 +250,35 @@ class InstancePlan(msgspec.Struct, frozen=True):
     group: DeviceGroup = ONE_DEVICE
 
 
+class PlanChange(msgspec.Struct, frozen=True, kw_only=True):
+    """A replacement: the way from one placement to another, which is carried out in stages (shared/placement/carry_out.py).
+    Times are Unix time."""
+
+    number: Amount
+    reason: str
+    stage: str
+    """fetch | change | settle | roll_back, and at its end: carried_out | rolled_back"""
+    begun_s: float
+    stage_s: float
+    """When the stage began."""
+    step_s: float
+    """When the last step began."""
+    before: list[InstancePlan]
+    target: list[InstancePlan]
+    steps: list[str] = []
+    """What was done so far, a line each."""
+    detours: list[str] = []
+    """`model on instance`: where the target does not have it, so that it is always somewhere."""
+    interrupted: list[str] = []
+    """Models that lost their last instance, as memory left no other way: their requests wait for the next."""
+    failure: str = ""
+    """Why it is rolled back."""
+
+    @property
+    def is_over(self) -> bool:
+        return self.stage in ("carried_out", "rolled_back")
+
+
 class PlacementPlan(msgspec.Struct, frozen=True):
     version: Amount
     instances: list[InstancePlan]
@@ -257,6 +290,12 @@ class PlacementPlan(msgspec.Struct, frozen=True):
     """Of those, the ones that scaling took out: the first to come back when there should be more."""
     unusable: dict[str, str] = {}
     """Models whose checkpoint cannot be used, with the reason: some of `unplaced`."""
+    is_chosen: bool = False
+    """Which models are on which groups was searched for, and stays so; else every model is wherever it fits."""
+    fetch: dict[str, list[str]] = {}
+    """Node -> sources of models that it makes ready to be loaded, in the background."""
+    change: PlanChange | None = None
+    """The replacement that is under way, or the last one."""
 
 
 class AdminAction(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,0 +1,301 @@
+"""How one placement becomes another: each row of the table, and whole changes in a small world with failures."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shared.messages.cluster import DeviceGroup, InstancePlan, ModelSpec, PlanChange
+from shared.placement.carry_out import (
+    CarryOutSettings,
+    Held,
+    View,
+    abandon,
+    advance,
+    begin,
+    instance_devices,
+    to_fetch,
+)
+
+SETTINGS = CarryOutSettings(fetch_s=100, step_s=50, settle_s=3)
+ROOM = 3
+"""Models that a device has memory for."""
+
+
+def place(instance_id: str, models: str, num_ranks: int = 1, pool: int = 1) -> InstancePlan:
+    """`models`: a letter each."""
+    specs = [ModelSpec(name, f"/models/{name}") for name in sorted(models)]
+    return InstancePlan(instance_id, instance_id.rpartition("-")[0], specs, pool, 1, DeviceGroup(("gpu",) * num_ranks))
+
+
+def fits(instance: InstancePlan, specs: Sequence[ModelSpec]) -> bool:
+    return len({spec.name for spec in specs}) <= ROOM * instance.group.num_ranks
+
+
+def shown(places: Sequence[InstancePlan], **states: str) -> dict[str, Held]:
+    """All ready, but for `states` of models."""
+    return {
+        p.instance_id: Held(p.group.num_ranks, {s.name: states.get(s.name, "ready") for s in p.models}) for p in places
+    }
+
+
+def names(instances: Sequence[InstancePlan]) -> dict[str, str]:
+    return {p.instance_id: "".join(spec.name for spec in p.models) for p in instances}
+
+
+def at(stage: str, before: list[InstancePlan], target: list[InstancePlan]) -> PlanChange:
+    return msgspec.structs.replace(begin(1, "why", before, target, 0.0), stage=stage)
+
+
+BEFORE, TARGET = [place("n-0", "a"), place("n-1", "b")], [place("n-0", "ab"), place("n-1", "b")]
+
+FETCHED = View(shown(BEFORE), fetched={("n", "/models/b")})
+
+
+@pytest.mark.parametrize(
+    ("stage", "running", "view", "now_s", "next_stage", "instances", "failure"),
+    [
+        ("fetch", BEFORE, View(shown(BEFORE)), 99, "fetch", {"n-0": "a", "n-1": "b"}, ""),
+        ("fetch", BEFORE, FETCHED, 99, "change", {"n-0": "a", "n-1": "b"}, ""),
+        ("fetch", BEFORE, View(shown(BEFORE)), 100, "rolled_back", {"n-0": "a", "n-1": "b"}, "in 100 s"),
+        ("fetch", BEFORE, View(shown(BEFORE), fetch_problems={("n", "/models/b"): "no such file"}), 1, "rolled_back",
+         {"n-0": "a", "n-1": "b"}, "no such file"),
+        ("fetch", BEFORE, View(shown(BEFORE), gone_nodes={"n"}), 1, "rolled_back", {"n-0": "a", "n-1": "b"}, "gone"),
+        ("fetch", BEFORE, View(shown(BEFORE), gone_nodes={"other"}), 1, "fetch", {"n-0": "a", "n-1": "b"}, ""),
+        ("change", BEFORE, View(shown(BEFORE)), 1, "change", {"n-0": "ab", "n-1": "b"}, ""),
+        ("change", TARGET, View(shown(BEFORE)), 1, "change", {"n-0": "ab", "n-1": "b"}, ""),
+        ("change", TARGET, View(shown(TARGET, b="loading")), 1, "change", {"n-0": "ab", "n-1": "b"}, ""),
+        ("change", TARGET, View(shown(TARGET)), 1, "settle", {"n-0": "ab", "n-1": "b"}, ""),
+        ("change", TARGET, View(shown(BEFORE)), 50, "roll_back", {"n-0": "a", "n-1": "b"}, "n-0 took more than 50 s"),
+        ("change", TARGET, View(shown(BEFORE), problems={"n-0": "cannot load b"}), 1, "roll_back",
+         {"n-0": "a", "n-1": "b"}, "n-0 cannot load b"),
+        ("change", TARGET, View(shown(BEFORE), problems={"n-1": "is as it was"}), 1, "change",
+         {"n-0": "ab", "n-1": "b"}, ""),
+        ("settle", TARGET, View(shown(TARGET)), 2, "settle", {"n-0": "ab", "n-1": "b"}, ""),
+        ("settle", TARGET, View(shown(TARGET)), 3, "carried_out", {"n-0": "ab", "n-1": "b"}, ""),
+        ("settle", TARGET, View(shown(BEFORE)), 3, "settle", {"n-0": "ab", "n-1": "b"}, ""),
+        ("settle", TARGET, View(shown(TARGET), problems={"n-0": "crashed"}), 3, "roll_back", {"n-0": "a", "n-1": "b"},
+         "crashed"),
+        ("roll_back", TARGET, View(shown(TARGET)), 1, "roll_back", {"n-0": "a", "n-1": "b"}, ""),
+        ("roll_back", BEFORE, View(shown(TARGET)), 1, "roll_back", {"n-0": "a", "n-1": "b"}, ""),
+        ("roll_back", BEFORE, View(shown(BEFORE)), 1, "rolled_back", {"n-0": "a", "n-1": "b"}, ""),
+        ("roll_back", TARGET, View({}), 50, "rolled_back", {"n-0": "a", "n-1": "b"}, "roll-back took"),
+        ("carried_out", TARGET, View({}), 999, "carried_out", {"n-0": "ab", "n-1": "b"}, ""),
+        ("rolled_back", BEFORE, View({}), 999, "rolled_back", {"n-0": "a", "n-1": "b"}, ""),
+    ],
+)  # fmt: skip
+def test_stages(
+    stage: str, running: list[InstancePlan], view: View, now_s: float, next_stage: str, instances: dict[str, str],
+    failure: str,
+) -> None:  # fmt: skip
+    change, after = advance(at(stage, BEFORE, TARGET), running, view, now_s, fits, SETTINGS)
+    assert (change.stage, names(after)) == (next_stage, instances)
+    assert failure in change.failure and bool(failure) == bool(change.failure)
+
+
+@pytest.mark.parametrize(("stage", "after"), [("fetch", "rolled_back"), ("change", "roll_back"), ("settle", "roll_back"),
+                                              ("carried_out", "carried_out"), ("roll_back", "roll_back")])  # fmt: skip
+def test_a_change_can_be_abandoned(stage: str, after: str) -> None:
+    assert abandon(at(stage, BEFORE, TARGET), "because", 5.0).stage == after
+
+
+def test_only_what_is_new_is_fetched() -> None:
+    assert to_fetch(begin(1, "", BEFORE, TARGET, 0.0)) == {"n": ["/models/b"]}
+    assert to_fetch(begin(1, "", TARGET, BEFORE, 0.0)) == {}
+
+
+# ---------------------------------------------------------------------------------------------------- whole changes
+
+
+@dataclass
+class World:
+    """Nodes that bring about what is published, a second at a time, as node agents do."""
+
+    fates: random.Random
+    failures: float = 0.0
+    """Of an action of an instance."""
+    held: dict[str, Held] = field(default_factory=dict)
+    published: list[InstancePlan] = field(default_factory=list)
+    problems: dict[str, str] = field(default_factory=dict)
+
+    def view(self) -> View:
+        sources = {(p.node_id, spec.source) for p in self.published for spec in p.models}
+        fetched = {(node, f"/models/{name}") for node in "nm" for name in "abcdefg"} | sources
+        return View(dict(self.held), fetched, {}, dict(self.problems))
+
+    def turn(self) -> None:
+        wanted = {p.instance_id: p for p in self.published}
+        self.problems = {i: text for i, text in self.problems.items() if i in wanted}
+        for instance_id in list(self.held):
+            if self.fates.random() < 0.3:
+                continue  # late
+            want, held = wanted.get(instance_id), self.held[instance_id]
+            if want is None or want.group.num_ranks != held.num_ranks:
+                if held.is_draining:
+                    del self.held[instance_id]
+                else:
+                    self.held[instance_id] = held._replace(is_draining=True)
+            elif self.fates.random() < self.failures / 4:
+                del self.held[instance_id]  # it dies, and is started again
+            else:
+                self._load(instance_id, want, held)
+        taken = set().union(*(instance_devices(i, held.num_ranks) for i, held in self.held.items()), set())
+        for instance_id, want in wanted.items():
+            devices = instance_devices(instance_id, want.group.num_ranks)
+            if instance_id not in self.held and not devices & taken and self.fates.random() < 0.7:
+                taken |= devices
+                if self.fates.random() < self.failures:
+                    self.problems[instance_id] = "does not start"
+                else:
+                    self.held[instance_id] = Held(want.group.num_ranks, {s.name: "loading" for s in want.models})
+
+    def _load(self, instance_id: str, want: InstancePlan, held: Held) -> None:
+        models = dict(held.models)
+        for spec in want.models:
+            if models.get(spec.name) == "loading" and self.fates.random() < self.failures:
+                models[spec.name] = "failed"
+                self.problems[instance_id] = f"could not load {spec.name}"
+            elif models.get(spec.name) == "loading":
+                models[spec.name] = "ready"
+            elif spec.name not in models:
+                models[spec.name] = "loading"
+        for name in models.keys() - {spec.name for spec in want.models}:
+            del models[name]
+        self.held[instance_id] = held._replace(models=models, is_draining=False)
+        assert len(models) <= ROOM * held.num_ranks, "memory is exceeded"
+
+    def serving(self, name: str) -> set[str]:
+        return {i for i, held in self.held.items() if held.models.get(name) == "ready" and not held.is_draining}
+
+
+@dataclass
+class Run:
+    change: PlanChange
+    instances: list[InstancePlan]
+    unserved: set[str] = field(default_factory=set)
+    """Models of both placements that were somewhere at the start, and that nobody served at some time."""
+
+
+def carried_out(
+    before: list[InstancePlan], target: list[InstancePlan], *, failures: float = 0.0, seed: int = 0, check: bool = True
+) -> Run:
+    world = World(random.Random(seed), failures, shown(before), list(before))
+    change, instances = begin(1, "why", before, target, 0.0), list(before)
+    run = Run(change, instances)
+    both = {s.name for p in before for s in p.models} & {s.name for p in target for s in p.models}
+    for now_s in range(3000):
+        # Also across a change of the leader: nothing but what is stored counts.
+        change = msgspec.json.decode(msgspec.json.encode(change), type=PlanChange)
+        view = world.view()
+        change, after = advance(change, instances, view, float(now_s), fits, SETTINGS)
+        told, instances = instances, after
+        devices = [d for p in instances for d in instance_devices(p.instance_id, p.group.num_ranks)]
+        assert len(devices) == len(set(devices)) and all(p.models for p in instances)
+        for name in both:
+            serving = world.serving(name)
+            if check and name not in change.interrupted and change.stage != "rolled_back":
+                had, has = (
+                    {p.instance_id for p in places if any(s.name == name for s in p.models)} & serving
+                    for places in (told, instances)
+                )
+                assert has or not had, f"{name} is taken from all that serve it"
+            if not serving:
+                run.unserved.add(name)
+        world.published = instances
+        if change.is_over:
+            break
+        world.turn()
+    run.change, run.instances = change, instances
+    assert change.is_over, change
+    return run
+
+
+def test_two_instances_swap_their_models() -> None:
+    run = carried_out([place("n-0", "a"), place("n-1", "b")], [place("n-0", "b"), place("n-1", "a")])
+    assert run.change.stage == "carried_out" and not run.unserved
+    assert run.change.steps == [
+        "load b on n-0", "load a on n-1", "unload a from n-0", "unload b from n-1",
+    ]  # fmt: skip
+
+
+def test_a_full_instance_hands_its_models_over_first() -> None:
+    run = carried_out([place("n-0", "abc"), place("n-1", "d")], [place("n-0", "ad"), place("n-1", "bc")])
+    assert run.change.stage == "carried_out" and not run.unserved and not run.change.detours
+
+
+def test_one_device_after_the_other_is_made_anew() -> None:
+    before = [place(f"n-{k}", "a") for k in range(4)]
+    run = carried_out(before, [place(f"n-{k}", "a", pool=2) for k in range(4)])
+    assert run.change.stage == "carried_out" and not run.unserved
+    assert [step.split()[0] for step in run.change.steps] == ["drain", "start"] * 4
+
+
+def test_two_devices_become_a_group_while_a_third_serves() -> None:
+    run = carried_out(
+        [place("n-0", "a"), place("n-1", "b"), place("n-2", "c")], [place("n-0", "ab", 2), place("n-2", "c")]
+    )
+    assert run.change.stage == "carried_out" and not run.unserved, run.change.steps
+    assert run.change.detours == ["a on n-2", "b on n-2"] and not run.change.interrupted
+
+
+def test_where_there_is_no_room_a_model_waits_and_says_so() -> None:
+    run = carried_out([place("n-0", "a"), place("n-1", "a")], [place("n-0", "a", 2)])
+    assert run.change.stage == "carried_out" and run.unserved == {"a"} == set(run.change.interrupted)
+    assert any("a waits: memory has no other room" in step for step in run.change.steps)
+
+
+def test_groups_become_single_devices_and_move_between_nodes() -> None:
+    before = [place("n-0", "ab", 2), place("m-0", "c", 2)]
+    target = [place("n-0", "c"), place("n-1", "ac"), place("m-0", "ab"), place("m-1", "b")]
+    run = carried_out(before, target)
+    assert run.change.stage == "carried_out" and not run.unserved, run.change.steps
+
+
+def test_a_model_that_cannot_be_loaded_rolls_all_back() -> None:
+    before = [place("n-0", "a"), place("n-1", "b")]
+    run = carried_out(before, [place("n-0", "ac"), place("n-1", "b")], failures=1.0, check=False)
+    assert run.change.stage == "rolled_back" and run.change.failure
+    assert names(run.instances) == {"n-0": "a", "n-1": "b"}
+
+
+@st.composite
+def placements(draw: st.DrawFn) -> list[InstancePlan]:
+    found = []
+    for node in "nm":
+        device = 0
+        while device < 4:
+            num_ranks = draw(st.sampled_from([1, 1, 1, 2, 4] if device == 0 else [1, 1, 2] if device == 2 else [1]))
+            models = draw(st.sets(st.sampled_from("abcdefg"), max_size=ROOM))
+            if models:
+                pool = draw(st.integers(1, 2))
+                found.append(place(f"{node}-{device}", "".join(models), num_ranks, pool))
+            device += num_ranks
+    return found
+
+
+@settings(max_examples=60, deadline=None)
+@given(before=placements(), target=placements(), seed=st.integers(0, 2**32))
+def test_every_change_is_carried_out_and_a_model_is_missed_only_where_it_is_said(
+    before: list[InstancePlan], target: list[InstancePlan], seed: int
+) -> None:
+    run = carried_out(before, target, seed=seed)
+    assert run.change.stage == "carried_out", run.change
+    assert names(run.instances) == names(target)
+    assert run.unserved <= set(run.change.interrupted)
+
+
+@settings(max_examples=60, deadline=None)
+@given(before=placements(), target=placements(), failures=st.floats(0, 0.3), seed=st.integers(0, 2**32))
+def test_with_failures_it_ends_carried_out_or_as_it_was(
+    before: list[InstancePlan], target: list[InstancePlan], failures: float, seed: int
+) -> None:
+    run = carried_out(before, target, failures=failures, seed=seed)
+    as_it_was = run.change.stage == "rolled_back"
+    assert run.change.failure if as_it_was else run.change.stage == "carried_out"
+    assert names(run.instances) == names(before if as_it_was else target)
