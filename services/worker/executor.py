@@ -8,6 +8,9 @@ On CPU `launch` has computed the step when it returns. An interruptible step may
 (suspension.py); other steps run before it is resumed. Beside the steps, KV blocks are copied to host memory and back
 (kv_copies.py). `prepare_model`, `interrupt` and `block_rows` may be called from other threads while
 steps run; everything else belongs to one thread.
+
+Of a group of ranks each has an executor, which is told the same in the same order: the same models, plans, copies and
+claims. Each has its part of the weights and of every block, under the same numbers, and samples the same tokens.
 """
 
 from __future__ import annotations
@@ -25,11 +28,14 @@ import torch
 from services.worker.attention.choice import choose_backends
 from services.worker.attention.interface import AttentionBackend, BatchLayout
 from services.worker.kv_copies import KvCopies
-from services.worker.kv_store import KvStore, KvViews
+from services.worker.kv_store import BlockParts, KvStore, KvViews
 from services.worker.machine import free_memory_bytes
 from services.worker.models.decode_graphs import Capture, DecodeGraphs, cuda_capture
 from services.worker.models.decoder import DecoderModel, ForwardBatch, ForwardState
 from services.worker.models.loading import Identity, identity_of, load_model
+from services.worker.ranks.agreement import FREE, Agreement, Follower, Leader
+from services.worker.ranks.group import ALONE, GroupError, RankGroup
+from services.worker.ranks.shared_memory import RankMemory
 from services.worker.sampling import SampledTokens
 from services.worker.sequence_rows import SequenceRows
 from services.worker.suspension import PartialForward, Safepoints, cuda_event
@@ -99,14 +105,23 @@ class Executor:
         capture: Capture | None = None,
         layers_per_safepoint: int = 0,
         num_host_merged: int = 0,
+        group: RankGroup = ALONE,
+        shared: RankMemory | None = None,
     ) -> None:
         """`num_rows`: sequences held at once at most. `capture`: records decode graphs; None: CUDA's on CUDA, else none
         are used. `layers_per_safepoint`: of interruptible steps; 0: the device's default. `num_host_merged`: merged blocks
-        of host memory for checkpoints."""
+        of host memory for checkpoints. `group`: of which this is one rank; `merged_bytes` is this rank's part. `shared`:
+        what the ranks share, needed where there are several; on CPU with regions of `region_bytes`."""
         self.device = torch.device(device)
         self.num_rows = num_rows
-        self._store = KvStore(num_merged, merged_bytes, self.device)
-        self.copies = KvCopies(self._store, num_host_merged)
+        self._group = group
+        self._shared = shared
+        slab_memory = host_memory = None
+        if shared is not None and shared.region_bytes:
+            memory = _split(shared.region(group.stage * group.size + group.rank), num_merged, merged_bytes)
+            slab_memory, host_memory = memory
+        self._store = KvStore(num_merged, merged_bytes, self.device, slab_memory)
+        self.copies = KvCopies(self._store, num_host_merged, memory=host_memory)
         self._backends = choose_backends(self.device)
         if capture is None and self.device.type == "cuda":
             capture = cuda_capture(self.device)
@@ -117,7 +132,7 @@ class Executor:
         self._rows = SequenceRows(num_rows, self.device)
         self._launched: deque[_Launched] = deque()
         self._layers_per_safepoint = layers_per_safepoint or LAYERS_PER_SAFEPOINT[self.device.type]
-        self._safepoints = Safepoints(cuda_event if self.device.type == "cuda" else None)
+        self._safepoints = Safepoints(cuda_event if self.device.type == "cuda" else None, _agreement(group, shared))
         self._suspended: dict[int, PartialForward] = {}
         self._changed: torch.cuda.Event | None = None
         """On the device, behind the last merged block that was zeroed for another model, or block that was moved."""
@@ -131,13 +146,14 @@ class Executor:
         with beside_steps(self.device):
             model = self._weights.get(identity)
             if model is None:
-                model = load_model(identity, self.device)
-                # back ends belong to the thread of the steps, so this one uses its own
-                _warm_up(model, *_choose(choose_backends(self.device), model), identity.max_model_len)
+                model = load_model(identity, self.device, self._group)
+                if self._group is ALONE:
+                    # back ends belong to the thread of the steps, so this one uses its own
+                    _warm_up(model, *_choose(choose_backends(self.device), model), identity.max_model_len)
                 self._weights[identity] = model
             backend, block_size = _choose(self._backends, model)
             prepared = PreparedModel(spec.name, model, identity.max_model_len, block_size, backend)
-            if self._capture is not None:
+            if self._group is ALONE and self._capture is not None:
                 prepared.graphs = self._captured(prepared, self._capture)
         return prepared
 
@@ -161,9 +177,15 @@ class Executor:
 
     @torch.inference_mode()
     def add_model(self, prepared: PreparedModel) -> ModelShape:
-        """Lets plans name the model. Raises `CheckpointError` if its KV blocks do not fit this executor's pool."""
+        """Lets plans name the model. Raises `CheckpointError` if its KV blocks do not fit this executor's pool. Of a group
+        it computes first steps and captures graphs too, since calls to other ranks have an order with those of steps."""
         if prepared.name in self._models:
             raise ValueError(f"model {prepared.name!r} is here already")
+        if self._group is not ALONE:
+            with beside_steps(self.device):
+                _warm_up(prepared.model, prepared.backend, prepared.block_size, prepared.max_model_len)
+                if self._capture is not None:
+                    prepared.graphs = self._captured(prepared, self._capture)
         views = prepared.views or self._attach(prepared)
         blocks_per_merged = views.blocks_per_merged
         self._models[prepared.name] = _Loaded(
@@ -223,9 +245,12 @@ class Executor:
         return self.collect()
 
     def launch(self, plan: StepPlan) -> None:
-        """Starts a step. Never raises for what happens in it: an error is in its result."""
+        """Starts a step. Never raises for what happens in it: an error is in its result. But `GroupError`: the ranks do not
+        know any more how far the others are."""
         try:
             self._launched.append(self._launch(plan))
+        except GroupError:
+            raise
         except Exception as error:
             logger.exception("step %d of %s failed", plan.step_id, plan.model)
             self._launched.append(_Launched(plan.step_id, error=f"{type(error).__name__}: {error}"))
@@ -385,10 +410,21 @@ class Executor:
         self._claim(self._models[model].views, np.array(blocks, np.int64))
         return self._changed
 
-    def block_rows(self, model: str, on_host: bool) -> torch.Tensor:
+    def block_rows(self, model: str, on_host: bool) -> torch.Tensor | BlockParts:
         """`[num_blocks, block_bytes]` uint8: the bytes of a model's blocks, on the device or in the pool of checkpoints (no
-        rows where there is none). They stay where they are for as long as the executor lives."""
-        return self._store.block_rows(self._models[model].views, self.copies.pool if on_host else None)
+        rows where there is none). They stay where they are for as long as the executor lives. Of a group: of all its ranks;
+        no rows where those of the others cannot be reached from here (CUDA)."""
+        views = self._models[model].views
+        if self._group is ALONE:
+            return self._store.block_rows(views, self.copies.pool if on_host else None)
+        pools: list[torch.Tensor] = []
+        if self._shared is not None and self._shared.region_bytes and self._group.num_stages == 1:
+            num_merged, merged_bytes = self._store.num_merged, self._store.merged_bytes
+            regions = (self._shared.region(rank) for rank in range(self._group.size))
+            pools = [_split(region, num_merged, merged_bytes)[on_host] for region in regions]
+        if not on_host:
+            pools = [pool[: self._store.pool.numel()] for pool in pools]
+        return BlockParts([self._store.block_rows(views, pool) for pool in pools], views.shape.run_bytes)
 
     def finished_copies(self) -> list[tuple[int, bool]]:
         """(copy id, whether it succeeded) of those that ended since the last call."""
@@ -397,6 +433,25 @@ class Executor:
     def on_copy_finished(self, callback: Callable[[], None]) -> None:
         """`callback` is called in the thread that copies, after each copy; it must not block."""
         self.copies.on_finished = callback
+
+
+def region_bytes(num_merged: int, merged_bytes: int, num_host_merged: int) -> int:
+    """Of a rank on CPU, in the memory that ranks share: its slab, and its pool of checkpoints."""
+    return (num_merged + 1 + num_host_merged) * merged_bytes
+
+
+def _split(region: torch.Tensor, num_merged: int, merged_bytes: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The slab, and the pool of checkpoints."""
+    end = (num_merged + 1) * merged_bytes
+    return region[:end], region[end:]
+
+
+def _agreement(group: RankGroup, shared: RankMemory | None) -> Agreement:
+    if group is ALONE:
+        return FREE
+    if shared is None:
+        raise ValueError("ranks need memory that they share")
+    return Leader(shared.words) if group.stage == group.rank == 0 else Follower(shared.words)
 
 
 def _choose(backends: list[AttentionBackend], model: DecoderModel) -> tuple[AttentionBackend, int]:

@@ -125,7 +125,6 @@ class InstanceService:
             metrics=self._metrics,
             intake=self.intake,
             telemetry=telemetry,
-            group=self._plan.group,
             open_transport=open_transport,
             on_change=self.touch,
             report_soon=self._changed.set,

@@ -26,7 +26,7 @@ from shared.engine.engine import Effect
 from shared.engine.handover import Detached
 from shared.engine.load_reports import LoadReports
 from shared.messages.catalogue import GATEWAY_FRAMES
-from shared.messages.cluster import DeviceGroup, InstanceInfo, MigrationOutcome
+from shared.messages.cluster import InstanceInfo, MigrationOutcome
 from shared.messages.migration import Commit
 from shared.messages.requests import (
     Cancel,
@@ -44,6 +44,7 @@ from shared.telemetry import Telemetry
 if TYPE_CHECKING:
     import torch
 
+    from services.worker.kv_store import BlockParts
     from services.worker.kv_transport.transport import KvTransport
 
 log = logging.getLogger(__name__)
@@ -56,7 +57,7 @@ PEERS_TIMEOUT_S = 2.0
 
 
 class KvPools(Protocol):
-    def block_rows(self, model: str, on_host: bool) -> torch.Tensor:
+    def block_rows(self, model: str, on_host: bool) -> torch.Tensor | BlockParts:
         """`[num_blocks, block_bytes]` uint8: of a model's blocks, which stay where they are; no rows where there is no
         pool."""
 
@@ -76,7 +77,6 @@ class InstanceMigrations(KvUsers):
         metrics: InstanceTelemetry,
         intake: Intake,
         telemetry: Telemetry,
-        group: DeviceGroup,
         open_transport: OpenTransport | None,
         on_change: Callable[[], None],
         report_soon: Callable[[], None],
@@ -99,7 +99,6 @@ class InstanceMigrations(KvUsers):
             registry=telemetry.registry,
         ).labels(settings.instance_id)
         self._telemetry = telemetry
-        self._group = group
         self._open_transport = open_transport
         self._transport: KvTransport | None = None
         self._service: MigrationService | None = None
@@ -133,7 +132,6 @@ class InstanceMigrations(KvUsers):
             peers=self.peers,
             handovers=self,
             telemetry=self._telemetry,
-            group=self._group,
         )
         await service.start()
         self._service = service

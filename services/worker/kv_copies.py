@@ -47,12 +47,20 @@ class _Job:
 
 
 class KvCopies:
-    def __init__(self, store: KvStore, num_host_merged: int, *, max_pending: int = MAX_PENDING) -> None:
-        """`num_host_merged`: merged blocks in the host pool; 0: there is none and every copy fails. Raises `RuntimeError`
-        if so much memory cannot be had (page-locked, on CUDA)."""
+    def __init__(
+        self,
+        store: KvStore,
+        num_host_merged: int,
+        *,
+        max_pending: int = MAX_PENDING,
+        memory: torch.Tensor | None = None,
+    ) -> None:
+        """`num_host_merged`: merged blocks in the host pool; 0: there is none and every copy fails. `memory`: to use for it,
+        uint8; None: it is allocated. Raises `RuntimeError` if so much memory cannot be had (page-locked, on CUDA)."""
         self._store = store
+        num_bytes = num_host_merged * store.merged_bytes
         # on CPU the pages are committed only when first written
-        self.pool = torch.empty(num_host_merged * store.merged_bytes, dtype=torch.uint8)
+        self.pool = torch.empty(num_bytes, dtype=torch.uint8) if memory is None else memory[:num_bytes]
         self._stream: Any = None
         if store.slab.is_cuda and num_host_merged:
             # torch's own pinned allocator rounds up to a power of two

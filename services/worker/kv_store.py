@@ -55,6 +55,27 @@ class KvShape:
         kv = slab.KvGeometry(self.num_layers, self.num_kv_heads, self.head_dim, self.dtype.itemsize)
         return kv.block_bytes(self.block_size)
 
+    @property
+    def run_bytes(self) -> int:
+        """Of a layer's K, or V, in a block."""
+        return self.num_kv_heads * self.block_size * self.head_dim * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class BlockParts:
+    """The blocks of a model, of which each of p ranks has a part: of each layer's K and V the run of its heads.
+
+    A whole block is `[layers, 2, p, run_bytes]`, the same for every p, in bytes and their order."""
+
+    ranks: list[torch.Tensor]
+    """`[num_blocks, part_bytes]` uint8 of each rank, of any row stride."""
+    run_bytes: int
+    """Of a rank, in a layer's K or V."""
+
+    def __len__(self) -> int:
+        """Blocks; 0 where not all ranks' parts can be reached."""
+        return len(self.ranks[0]) if self.ranks else 0
+
 
 @dataclass(frozen=True)
 class KvViews:
@@ -72,13 +93,17 @@ class KvViews:
 class KvStore:
     """Owns the slab tensor; gives models their views."""
 
-    def __init__(self, num_merged: int, merged_bytes: int, device: torch.device) -> None:
+    def __init__(
+        self, num_merged: int, merged_bytes: int, device: torch.device, memory: torch.Tensor | None = None
+    ) -> None:
+        """`memory`: `[(num_merged + 1) * merged_bytes]` uint8 to use, a storage of its own; None: it is allocated."""
         if num_merged <= 0 or merged_bytes <= 0 or merged_bytes % slab.ALIGNMENT_BYTES:
             raise ValueError(f"{num_merged} merged blocks of {merged_bytes} bytes make no slab")
         self.num_merged = num_merged
         self.merged_bytes = merged_bytes
         # empty, not zeros: on CPU the pages are committed only when first written
-        self.slab = torch.empty((num_merged + 1) * merged_bytes, dtype=torch.uint8, device=device)
+        num_bytes = (num_merged + 1) * merged_bytes
+        self.slab = torch.empty(num_bytes, dtype=torch.uint8, device=device) if memory is None else memory[:num_bytes]
         self._owners = np.full(num_merged + 1, NO_OWNER, dtype=np.int64)
         self._next_owner = 0
 
@@ -137,10 +162,15 @@ class KvStore:
             for block, target in zip(blocks, targets, strict=True):
                 cells[target] = cells[block]
 
+    @property
+    def pool(self) -> torch.Tensor:
+        """The slab without its scratch block."""
+        return self.slab[: self.num_merged * self.merged_bytes]
+
     def block_rows(self, views: KvViews, pool: torch.Tensor | None = None) -> torch.Tensor:
         """`[blocks, block_bytes]` uint8: the bytes of each block, the unit of checkpoint and migration. `pool`: another flat
-        byte tensor of merged blocks of this size; None: the slab without its scratch block."""
-        pool = self.slab[: self.num_merged * self.merged_bytes] if pool is None else pool
+        byte tensor of merged blocks of this size; None: the slab's."""
+        pool = self.pool if pool is None else pool
         num_blocks = pool.numel() // views.stride_bytes
         return pool.view(num_blocks, views.stride_bytes)[:, : views.shape.block_bytes]
 

@@ -16,6 +16,7 @@ import torch
 
 from services.worker.attention.interface import BatchLayout
 from services.worker.models.decoder import DecoderModel, ForwardBatch, ForwardState
+from services.worker.ranks.agreement import FREE, Agreement
 
 NO_STEP = -1
 
@@ -52,10 +53,13 @@ class Safepoints:
 
     On a GPU launching runs ahead of computing, so that the flag would be read when the last layer has long been launched.
     Therefore the end of each interval is marked, and after launching one interval the launching thread waits for the end
-    of the one before: at most two intervals are on the device, and an interrupted step leaves it within two."""
+    of the one before: at most two intervals are on the device, and an interrupted step leaves it within two.
 
-    def __init__(self, make_event: Callable[[], Event] | None) -> None:
+    All ranks of a group stop at the same safepoint: what one knows, the others are told (`Agreement`)."""
+
+    def __init__(self, make_event: Callable[[], Event] | None, agreement: Agreement = FREE) -> None:
         """`make_event`: None where launching computes (CPU)."""
+        self._agreement = agreement
         self._events = None if make_event is None else (make_event(), make_event())
         self._interrupted = NO_STEP
 
@@ -66,7 +70,7 @@ class Safepoints:
 
     def run(self, forward: PartialForward, step_id: int, layers_per_safepoint: int, stop_share: float = 1.0) -> bool:
         """Computes the layers that are left, or those within a share of all of them (at least to the next safepoint). False:
-        the step was interrupted, or stopped there, before the last of them."""
+        the step was interrupted, or stopped there, before the last of them. Raises `GroupError`."""
         try:
             return self._run(forward, step_id, layers_per_safepoint, stop_share)
         finally:
@@ -76,11 +80,12 @@ class Safepoints:
 
     def _run(self, forward: PartialForward, step_id: int, layers_per_safepoint: int, stop_share: float) -> bool:
         model, num_intervals = forward.model, 0
+        self._agreement.begin_run()
         last_start = stop_share * model.num_layers - layers_per_safepoint
         while forward.num_layers_done < model.num_layers:
             if stop_share < 1.0 and num_intervals and forward.num_layers_done > last_start:
                 return False
-            if self._interrupted == step_id:
+            if not self._agreement.goes_on(num_intervals, self._interrupted != step_id):
                 return False
             stop = min(forward.num_layers_done + layers_per_safepoint, model.num_layers)
             model.run_layers(forward.state, forward.num_layers_done, stop, forward.batch)

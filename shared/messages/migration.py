@@ -6,7 +6,6 @@ from enum import StrEnum
 
 import msgspec
 
-from shared.messages.cluster import ONE_DEVICE, DeviceGroup
 from shared.messages.requests import Count, Epoch, GenerationRequest, Number, PeerId, Priority, RequestClass, Seconds
 
 
@@ -68,8 +67,7 @@ class PreAllocate(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """Chained hashes, 16 bytes each, of those of the blocks that are full."""
     block_size: Count
     block_bytes: Count
-    group: DeviceGroup = ONE_DEVICE
-    """Of the source: each of its ranks has its KV heads' part of a block. Blocks are as in services/worker/kv_store.py."""
+    """Of a whole block, of which each rank of the source has a part. Blocks are as in services/worker/kv_store.py."""
     on_host: bool = False
     """The blocks are a checkpoint in host memory and stay one."""
     max_tokens: Count = 0

@@ -21,7 +21,7 @@ from shared.engine.handover import Detached, MigrationCandidate
 from shared.engine.requests import Ended, Output
 from shared.engine.sequence import Sequence
 from shared.messages.channels import MAX_MESSAGE_BYTES
-from shared.messages.cluster import DeviceGroup, InstanceInfo
+from shared.messages.cluster import InstanceInfo
 from shared.messages.migration import AbortMigration, AbortReason, MigrationReason, Rebalance
 from shared.messages.requests import Cancel, GenerationRequest, MigratedRequest
 from shared.migration.commands import Ask, Command, Connect, Fault, Tell
@@ -93,11 +93,9 @@ class MigrationCore:
         max_migrations: int,
         max_stages: int,
         rate_share: float,
-        group: DeviceGroup,
     ) -> None:
         """`peers`: the registry as it stands, this instance included; nothing where it is not known yet. `new_id`: of a
-        migration, unlike any other. `max_migrations`: out of the instance at once, and into it. `group`: as in
-        `Site`."""
+        migration, unlike any other. `max_migrations`: out of the instance at once, and into it."""
         self._intake = intake
         self._peers = peers
         self._new_id = new_id
@@ -108,7 +106,6 @@ class MigrationCore:
             instance_id=intake.instance_id,
             engine=engine,
             transport=transport,
-            group=group,
             rate_share=rate_share,
             max_stages=max_stages,
             step_s=lambda model: self._step_s.get(model, DEFAULT_STEP_S),

@@ -178,17 +178,15 @@ class IncomingMigrations:
         if (num_in := self.num_in_progress) >= max_at_once(query.reason, self._max_migrations):
             message = f"{num_in} migrations come in already"
             return ErrorInfo(ErrorCode.OVERLOADED, message, retry_after_s=RETRY_S)
-        transport, num_ranks = self._site.transport, self._site.group.num_ranks
+        transport = self._site.transport
         if transport is None:
             return ErrorInfo(ErrorCode.UNAVAILABLE, "there is no KV transport here")
         block_bytes = transport.block_bytes(pool_of(query.model, query.on_host))
         if block_bytes is None:
             return ErrorInfo(ErrorCode.GONE, f"there is no such KV pool of {query.model!r} here", "model")
-        if (block_bytes, num_ranks) != (query.block_bytes, query.group.num_ranks):
-            message = (
-                f"KV blocks of {block_bytes} bytes on {num_ranks} device(s), not of {query.block_bytes} on "
-                f"{query.group.num_ranks}"
-            )
+        # Whole blocks are the same on groups of any size.
+        if block_bytes != query.block_bytes:
+            message = f"KV blocks of {block_bytes} bytes, not of {query.block_bytes}"
             return ErrorInfo(ErrorCode.BAD_REQUEST, message, "block_bytes")
         return None
 

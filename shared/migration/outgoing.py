@@ -18,7 +18,7 @@ import msgspec
 from shared.engine.calls import Call, Detach, EndMigration, Freeze, Pin, PinRest, Reattach, Release, Unpin
 from shared.engine.engine import Engine
 from shared.engine.handover import Detached, MigrationCandidate, PinnedBlocks, rebased
-from shared.messages.cluster import DeviceGroup, InstanceInfo, MigrationOutcome
+from shared.messages.cluster import InstanceInfo, MigrationOutcome
 from shared.messages.migration import (
     AbortMigration,
     AbortReason,
@@ -103,8 +103,6 @@ class Site:
     engine: EngineHost
     transport: KvEnd | None
     """None: only requests without KV move."""
-    group: DeviceGroup
-    """The devices here, each of which holds a part of each KV block."""
     rate_share: float
     """Of the bandwidth, what copies may use that nobody waits for."""
     max_stages: int
@@ -416,7 +414,6 @@ class OutgoingMigration:
             hashes=stage.hashes,
             block_size=self._block_size,
             block_bytes=self._block_bytes(stage.on_host) or 0,
-            group=site.group,
             on_host=stage.on_host,
             max_tokens=self._candidate.request.num_tokens + self._candidate.tokens_left,
             deadline_s=self._keeps_s(stage),

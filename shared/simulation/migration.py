@@ -12,7 +12,7 @@ from shared.engine.driver import StepStats
 from shared.engine.engine import Effect
 from shared.engine.handover import Detached
 from shared.engine.requests import Ended
-from shared.messages.cluster import ONE_DEVICE, InstanceInfo, MigrationOutcome
+from shared.messages.cluster import InstanceInfo, MigrationOutcome
 from shared.messages.migration import (
     AbortMigration,
     Commit,
@@ -117,7 +117,6 @@ class VirtualMigrations:
             max_migrations=max_migrations,
             max_stages=max_stages,
             rate_share=rate_share,
-            group=ONE_DEVICE,
         )
         self._out: dict[str, list[_Transfer]] = {}
         self._expected: dict[tuple[str, int], list[int]] = {}

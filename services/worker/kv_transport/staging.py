@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
+from services.worker.kv_store import BlockParts
 from services.worker.kv_transport.faults import Faults
 from services.worker.kv_transport.links import Buffer
 from services.worker.kv_transport.wire import LINE_BYTES, PIECE_BYTES, checksum, device_checksum
@@ -31,15 +32,23 @@ T = TypeVar("T")
 
 class KvPool:
     """The blocks of one model: `rows` is `[num_blocks, block_bytes]` uint8, of any row stride, on the CPU or a CUDA
-    device."""
+    device; or, on the CPU, their parts, which are joined on the way out and cut on the way in."""
 
-    def __init__(self, rows: torch.Tensor) -> None:
+    def __init__(self, rows: torch.Tensor | BlockParts) -> None:
+        parts = rows if isinstance(rows, BlockParts) else BlockParts([rows], rows.shape[-1])
+        rows = parts.ranks[0]
         if rows.dim() != 2 or rows.dtype != torch.uint8 or rows.stride(1) != 1:
             raise ValueError(f"a pool is [blocks, bytes] uint8 with contiguous blocks, not {rows.shape} {rows.dtype}")
-        self.num_blocks, self.block_bytes = rows.shape
+        self.num_blocks, self.block_bytes = len(rows), rows.shape[1] * len(parts.ranks)
         self.on_device = rows.is_cuda
         self.device = rows.device
         self._rows = rows
+        self._cells: list[np.ndarray] = []
+        """`[num_blocks, runs, run_bytes]` of each rank, on the CPU."""
+        if not rows.is_cuda:
+            self._cells = [rank.numpy().reshape(len(rank), -1, parts.run_bytes) for rank in parts.ranks]
+        elif len(parts.ranks) > 1:
+            raise ValueError("parts of blocks on a device are not joined")
         self._stream: Any = torch.cuda.Stream(rows.device) if rows.is_cuda else None  # type: ignore[no-untyped-call]
         self._step = max(1, PIECE_BYTES // max(1, self.block_bytes))
 
@@ -48,6 +57,8 @@ class KvPool:
 
     def run_of(self, blocks: Sequence[int]) -> Buffer | None:
         """`[len(blocks) * block_bytes]` uint8: the memory of the blocks, if they are one run of it in this order."""
+        if len(self._cells) > 1:
+            return None
         first = blocks[0]
         if len(blocks) > 1 and (
             self._rows.stride(0) != self.block_bytes or any(block != first + i for i, block in enumerate(blocks))
@@ -85,9 +96,9 @@ class KvPool:
 
     def zero(self, blocks: Sequence[int]) -> None:
         if self._stream is None:
-            rows = self._rows.numpy()
-            for block in blocks:
-                rows[block] = 0
+            for cells in self._cells:
+                for block in blocks:
+                    cells[block] = 0
             return
         with torch.cuda.stream(self._stream):
             for block in blocks:
@@ -99,13 +110,15 @@ class KvPool:
         if self._stream is not None:
             return self._copy_on_device(blocks, staged, checked_bytes, outward)
         # numpy copies in this thread alone, where torch would start a team of threads beside the model's
-        rows, host, seed = self._rows.numpy(), staged.numpy(), 0
+        host, seed = staged.numpy(), 0
         for start in range(0, len(blocks), self._step):
             piece = host[start : start + self._step]
             if not outward:
                 seed = checksum(piece.reshape(-1), checked_bytes, seed)
             for place, block in zip(piece, blocks[start : start + self._step], strict=True):
-                np.copyto(*((place, rows[block]) if outward else (rows[block], place)))
+                whole = place.reshape(-1, len(self._cells), self._cells[0].shape[2])
+                for rank, cells in enumerate(self._cells):
+                    np.copyto(*((whole[:, rank], cells[block]) if outward else (cells[block], whole[:, rank])))
             if outward:
                 seed = checksum(piece.reshape(-1), checked_bytes, seed)
         return seed

@@ -24,6 +24,7 @@ from dataclasses import dataclass
 import torch
 from prometheus_client import CollectorRegistry
 
+from services.worker.kv_store import BlockParts
 from services.worker.kv_transport.connections import Connection
 from services.worker.kv_transport.destination import Destination
 from services.worker.kv_transport.errors import LinkError, TransferError, TransferReason
@@ -103,8 +104,8 @@ class KvTransport:
         self._destination = Destination(self._in, self._tasks, self._metrics.on_refused, drain_s=self._limits.drain_s)
         self._open = True
 
-    def register(self, pool: str, rows: torch.Tensor) -> None:
-        """`rows`: `[num_blocks, block_bytes]` uint8 (`KvStore.block_rows`), which stays valid until `unregister` or `close`.
+    def register(self, pool: str, rows: torch.Tensor | BlockParts) -> None:
+        """`rows`: `[num_blocks, block_bytes]` uint8 (`Executor.block_rows`), valid until `unregister` or `close`.
         A name that is registered again means the new rows from then on."""
         self.unregister(pool)
         self._pools[pool] = KvPool(rows)

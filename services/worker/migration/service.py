@@ -29,7 +29,7 @@ from shared.messages.catalogue import (
     INSTANCE_PRE_ALLOCATE,
     INSTANCE_REBALANCE,
 )
-from shared.messages.cluster import DeviceGroup, InstanceInfo, MigrationOutcome
+from shared.messages.cluster import InstanceInfo, MigrationOutcome
 from shared.messages.migration import (
     AbortMigration,
     AbortReason,
@@ -105,7 +105,6 @@ class MigrationService:
         peers: Callable[[], Mapping[str, InstanceInfo]],
         handovers: Handovers,
         telemetry: Telemetry,
-        group: DeviceGroup,
     ) -> None:
         """`transport`: open, with the models' pools registered as they come and go; None: only requests without KV move.
         `peers`: as of `MigrationCore`; changes are told (`on_instance`) while the core `needs_peers`."""
@@ -125,7 +124,6 @@ class MigrationService:
             max_migrations=settings.max_migrations,
             max_stages=settings.migration_max_stages,
             rate_share=settings.copy_rate_share,
-            group=group,
         )
         self._out: dict[str, _Out] = {}
         self._in: dict[str, _In] = {}

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 
 from services.worker.attention.interface import AttentionBackend
 from services.worker.kv_store import KvShape, KvViews, LayerKv
+from services.worker.ranks.group import RankGroup
 from shared.checkpoint import SUPPORTED_ACTIVATIONS, CheckpointError
 
 
@@ -47,16 +48,27 @@ class ForwardState:
     """[T, hidden_size]: the last layer's output, not yet added to the stream; None: nothing is."""
     rope: tuple[torch.Tensor, torch.Tensor] | None = None
 
+    @property
+    def residual(self) -> torch.Tensor:
+        """[T, hidden_size]: with all that was computed."""
+        return self.hidden if self.pending is None else self.hidden + self.pending
+
 
 class DecoderModel(ABC):
     """A forward pass is `begin`, `run_layers` over consecutive ranges that cover all layers, `logits`; it may pause
-    between two ranges for as long as its KV blocks stay its own."""
+    between two ranges for as long as its KV blocks stay its own.
+
+    Of several ranks each has a part of the heads; of several stages each has a run of the layers, whose indices are its own,
+    from 0, and only the last has `logits`."""
 
     dtype: torch.dtype
     device: torch.device
     vocab_size: int
+    hidden_size: int
     num_layers: int
+    """Of this stage."""
     num_heads: int
+    """Of this rank; so are `num_kv_heads`."""
     num_kv_heads: int
     head_dim: int
     windows: tuple[int, ...] = ()
@@ -66,7 +78,9 @@ class DecoderModel(ABC):
         return KvShape(self.num_layers, block_size, self.num_kv_heads, self.head_dim, self.dtype)
 
     @abstractmethod
-    def begin(self, batch: ForwardBatch) -> ForwardState: ...
+    def begin(self, batch: ForwardBatch, hidden: torch.Tensor | None = None) -> ForwardState:
+        """`hidden`: `[T, hidden_size]`, what the stage before has handed on (`residual` of its state); None: this is the
+        first stage, which embeds."""
 
     @abstractmethod
     def run_layers(self, state: ForwardState, start: int, stop: int, batch: ForwardBatch) -> None:
@@ -77,11 +91,20 @@ class DecoderModel(ABC):
         """[S, vocab_size] in the model's dtype, of the tokens at these indices ([S] int64; None: all), from a state after
         all layers. Does not change the state."""
 
-    def forward(self, batch: ForwardBatch) -> ForwardState:
-        """Runs all layers."""
-        state = self.begin(batch)
+    def forward(self, batch: ForwardBatch, hidden: torch.Tensor | None = None) -> ForwardState:
+        """Runs all layers; `hidden` as of `begin`."""
+        state = self.begin(batch, hidden)
         self.run_layers(state, 0, self.num_layers, batch)
         return state
+
+
+def heads_of_rank(num_heads: int, num_kv_heads: int, group: RankGroup) -> tuple[int, int]:
+    """(query heads, KV heads) of each rank. Raises `CheckpointError`."""
+    if num_heads % num_kv_heads:
+        raise CheckpointError(f"{num_heads} query heads do not divide over {num_kv_heads} KV heads.")
+    if num_kv_heads % group.size:
+        raise CheckpointError(f"{num_kv_heads} KV heads do not divide over {group.size} ranks.")
+    return num_heads // group.size, num_kv_heads // group.size
 
 
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {

@@ -13,10 +13,10 @@ import torch
 import torch.nn.functional as F
 
 from services.worker.linear import Linear
-from services.worker.models.decoder import DecoderModel, ForwardBatch, ForwardState, activation
+from services.worker.models.decoder import DecoderModel, ForwardBatch, ForwardState, activation, heads_of_rank
 from services.worker.models.rope import RotaryEmbedding, rotate
-from services.worker.models.weights import WeightReader
-from shared.checkpoint import CheckpointError, CheckpointShape, positive_int, rope_parameters
+from services.worker.models.weights import TokenEmbedding, WeightReader
+from shared.checkpoint import CheckpointShape, positive_int, rope_parameters
 
 
 @dataclass(kw_only=True)
@@ -36,15 +36,10 @@ class LlamaModel(DecoderModel):
     def __init__(
         self, reader: WeightReader, config: Mapping[str, Any], shape: CheckpointShape, max_model_len: int
     ) -> None:
-        self.dtype, self.device = reader.dtype, reader.device
-        self.vocab_size, self.num_layers = shape.vocab_size, shape.num_layers
-        self.num_heads, self.num_kv_heads = (
-            positive_int(config, "num_attention_heads", reader.config_file),
-            shape.num_kv_heads,
-        )
-        self.head_dim = shape.head_dim
-        if self.num_heads % self.num_kv_heads:
-            raise CheckpointError(f"{self.num_heads} query heads do not divide over {self.num_kv_heads} KV heads.")
+        self.dtype, self.device, self._group = reader.dtype, reader.device, reader.group
+        self.vocab_size, self.hidden_size, self.head_dim = shape.vocab_size, shape.hidden_size, shape.head_dim
+        num_heads = positive_int(config, "num_attention_heads", reader.config_file)
+        self.num_heads, self.num_kv_heads = heads_of_rank(num_heads, shape.num_kv_heads, self._group)
         self._eps = float(config.get("rms_norm_eps") or 1e-6)
         self._activation = activation(str(config.get("hidden_act") or "silu"))
         windows = _layer_windows(config, shape, max_model_len)
@@ -57,24 +52,27 @@ class LlamaModel(DecoderModel):
             self.device,
             self.dtype,
         )
+        layers = self._group.layers_of(shape.num_layers)
+        self.num_layers = len(layers)
+        is_first, is_last = self._group.is_first_stage, self._group.is_last_stage
+        is_tied = bool(config.get("tie_word_embeddings")) or "lm_head.weight" not in reader
         prefix = reader.prefix_of("embed_tokens.weight", ("model.", ""))
-        self._embedding = reader.get(f"{prefix}embed_tokens.weight", shape.vocab_size, shape.hidden_size)
-        self._layers = [
-            self._read_layer(reader, f"{prefix}layers.{i}.", config, shape, windows[i]) for i in range(self.num_layers)
-        ]
-        self._norm = reader.get(f"{prefix}norm.weight", shape.hidden_size)
-        if config.get("tie_word_embeddings") or "lm_head.weight" not in reader:
-            self._head = Linear(self._embedding, shared=True)
-            reader.finish(ignored=("lm_head.weight",))
-        else:
-            self._head = reader.linear(["lm_head"], shape.hidden_size, [shape.vocab_size])
-            reader.finish()
+        self._embedding = None
+        if is_first or (is_last and is_tied):
+            embedding = reader.get(f"{prefix}embed_tokens.weight", shape.vocab_size, shape.hidden_size)
+            self._embedding = TokenEmbedding(embedding, self._group)
+        self._layers = [self._read_layer(reader, f"{prefix}layers.{i}.", config, shape, windows[i]) for i in layers]
+        self._norm = self._head = None
+        if is_last:
+            self._norm = reader.get(f"{prefix}norm.weight", shape.hidden_size)
+            self._head = reader.head(shape.vocab_size, shape.hidden_size, tied_to=self._embedding if is_tied else None)
+        reader.finish(ignored=("lm_head.weight",) if is_tied else ())
 
     def _read_layer(
         self, reader: WeightReader, prefix: str, config: Mapping[str, Any], shape: CheckpointShape, window: int | None
     ) -> _Layer:
         hidden, inner = shape.hidden_size, positive_int(config, "intermediate_size", reader.config_file)
-        query, key = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        query, key = (n * self._group.size * self.head_dim for n in (self.num_heads, self.num_kv_heads))
         attention, mlp = f"{prefix}self_attn.", f"{prefix}mlp."
         return _Layer(
             input_norm=reader.get(f"{prefix}input_layernorm.weight", hidden),
@@ -88,18 +86,21 @@ class LlamaModel(DecoderModel):
             window=window,
         )
 
-    def begin(self, batch: ForwardBatch) -> ForwardState:
-        return ForwardState(F.embedding(batch.token_ids, self._embedding), None, self._rope(batch.positions))
+    def begin(self, batch: ForwardBatch, hidden: torch.Tensor | None = None) -> ForwardState:
+        if hidden is None:
+            assert self._embedding is not None
+            hidden = self._embedding(batch.token_ids)
+        return ForwardState(hidden, None, self._rope(batch.positions))
 
     def run_layers(self, state: ForwardState, start: int, stop: int, batch: ForwardBatch) -> None:
         for index in range(start, stop):
             layer = self._layers[index]
             normed = self._add_and_norm(state, layer.input_norm)
             attended = self._attention(layer, index, normed, state, batch)
-            state.pending = layer.out(attended)
+            state.pending = self._group.all_reduce(layer.out(attended))
             normed = self._add_and_norm(state, layer.post_norm)
             gate, up = layer.gate_up(normed).chunk(2, -1)
-            state.pending = layer.down(self._activation(gate).mul_(up))
+            state.pending = self._group.all_reduce(layer.down(self._activation(gate).mul_(up)))
 
     def _attention(
         self, layer: _Layer, index: int, normed: torch.Tensor, state: ForwardState, batch: ForwardBatch
@@ -124,7 +125,8 @@ class LlamaModel(DecoderModel):
         return F.rms_norm(state.hidden, weight.shape, weight, self._eps)
 
     def logits(self, state: ForwardState, tokens: torch.Tensor | None) -> torch.Tensor:
-        hidden = state.hidden if state.pending is None else state.hidden + state.pending
+        assert self._norm is not None and self._head is not None
+        hidden = state.residual
         if tokens is not None:
             hidden = hidden.index_select(0, tokens)
         return self._head(F.rms_norm(hidden, self._norm.shape, self._norm, self._eps))

@@ -12,17 +12,16 @@ from services.worker.models.decoder import DecoderModel
 from services.worker.models.llama import LlamaModel
 from services.worker.models.opt import OptModel
 from services.worker.models.weights import WeightReader
+from services.worker.ranks.group import ALONE, RankGroup
 from shared import checkpoint
 from shared.checkpoint import CheckpointError, CheckpointShape, run_dtype
-from shared.model_families import FAMILIES
+from shared.model_families import family_of
 
 Loader = Callable[[WeightReader, Mapping[str, Any], CheckpointShape, int], DecoderModel]
 """(weights, config.json, what it says, the longest sequence to serve). Raises `CheckpointError`."""
 
 LOADERS: dict[str, Loader] = {"llama": LlamaModel, "opt": OptModel}
 """By the family's name."""
-
-_LOADER_OF = {architecture: LOADERS[family.name] for family in FAMILIES for architecture in family.architectures}
 
 
 class Identity(NamedTuple):
@@ -46,10 +45,12 @@ def identity_of(path: Path, device: torch.device, *, dtype: str = "auto", max_mo
     return Identity(path, files, getattr(torch, run_dtype(dtype, shape.dtype, device.type)), length)
 
 
-def load_model(identity: Identity, device: torch.device) -> DecoderModel:
-    """Blocking, seconds to minutes. Raises `CheckpointError`."""
+def load_model(identity: Identity, device: torch.device, group: RankGroup = ALONE) -> DecoderModel:
+    """What this rank of `group` has of it. Blocking, seconds to minutes. Raises `CheckpointError`."""
     path = identity.path
     shape = checkpoint.describe(path)
-    reader = WeightReader(path, device, identity.dtype)
+    family = family_of(shape.architecture)
+    assert family is not None  # `describe` takes no others
+    reader = WeightReader(path, device, identity.dtype, group, family.cuts)
     with torch.inference_mode():
-        return _LOADER_OF[shape.architecture](reader, checkpoint.read_config(path), shape, identity.max_model_len)
+        return LOADERS[family.name](reader, checkpoint.read_config(path), shape, identity.max_model_len)

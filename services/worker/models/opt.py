@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 
 from services.worker.linear import Linear
-from services.worker.models.decoder import DecoderModel, ForwardBatch, ForwardState, activation
-from services.worker.models.weights import WeightReader
+from services.worker.models.decoder import DecoderModel, ForwardBatch, ForwardState, activation, heads_of_rank
+from services.worker.models.weights import TokenEmbedding, WeightReader
 from shared.checkpoint import CheckpointShape, positive_int
 
 _POSITION_OFFSET = 2
@@ -43,32 +43,36 @@ class OptModel(DecoderModel):
     def __init__(
         self, reader: WeightReader, config: Mapping[str, Any], shape: CheckpointShape, max_model_len: int
     ) -> None:
-        self.dtype, self.device = reader.dtype, reader.device
-        self.vocab_size, self.num_layers = shape.vocab_size, shape.num_layers
-        self.num_heads = self.num_kv_heads = shape.num_kv_heads
-        self.head_dim = shape.head_dim
+        self.dtype, self.device, self._group = reader.dtype, reader.device, reader.group
+        self.vocab_size, self.hidden_size, self.head_dim = shape.vocab_size, shape.hidden_size, shape.head_dim
+        self.num_heads, self.num_kv_heads = heads_of_rank(shape.num_kv_heads, shape.num_kv_heads, self._group)
         self._norm_first = bool(config.get("do_layer_norm_before", True))
         self._activation = activation(str(config.get("activation_function") or "relu"))
         hidden, width = shape.hidden_size, int(config.get("word_embed_proj_dim") or shape.hidden_size)
+        layers = self._group.layers_of(shape.num_layers)
+        self.num_layers = len(layers)
+        is_first, is_last = self._group.is_first_stage, self._group.is_last_stage
+        is_tied = bool(config.get("tie_word_embeddings", True)) or "lm_head.weight" not in reader
         prefix = reader.prefix_of("embed_tokens.weight", ("model.decoder.", "decoder.", ""))
-        self._embedding = reader.get(f"{prefix}embed_tokens.weight", shape.vocab_size, width)
-        num_positions = positive_int(config, "max_position_embeddings", reader.config_file) + _POSITION_OFFSET
-        self._positions = reader.get(f"{prefix}embed_positions.weight", num_positions, hidden)
-        self._project_in = self._project_out = None
-        if width != hidden:
-            self._project_in = reader.linear([f"{prefix}project_in"], width, [hidden])
-            self._project_out = reader.linear([f"{prefix}project_out"], hidden, [width])
+        self._embedding = self._positions = self._project_in = None
+        if is_first or (is_last and is_tied):
+            embedding = reader.get(f"{prefix}embed_tokens.weight", shape.vocab_size, width)
+            self._embedding = TokenEmbedding(embedding, self._group)
+        if is_first:
+            num_positions = positive_int(config, "max_position_embeddings", reader.config_file) + _POSITION_OFFSET
+            self._positions = reader.get(f"{prefix}embed_positions.weight", num_positions, hidden)
+            if width != hidden:
+                self._project_in = reader.linear([f"{prefix}project_in"], width, [hidden])
         ffn = positive_int(config, "ffn_dim", reader.config_file)
-        self._layers = [self._read_layer(reader, f"{prefix}layers.{i}.", hidden, ffn) for i in range(self.num_layers)]
-        self._final_norm = None
-        if self._norm_first and not config.get("_remove_final_layer_norm"):
-            self._final_norm = _read_norm(reader, f"{prefix}final_layer_norm", hidden)
-        if config.get("tie_word_embeddings", True) or "lm_head.weight" not in reader:
-            self._head = Linear(self._embedding, shared=True)
-            reader.finish(ignored=("lm_head.weight",))
-        else:
-            self._head = reader.linear(["lm_head"], width, [shape.vocab_size])
-            reader.finish()
+        self._layers = [self._read_layer(reader, f"{prefix}layers.{i}.", hidden, ffn) for i in layers]
+        self._final_norm = self._project_out = self._head = None
+        if is_last:
+            if self._norm_first and not config.get("_remove_final_layer_norm"):
+                self._final_norm = _read_norm(reader, f"{prefix}final_layer_norm", hidden)
+            if width != hidden:
+                self._project_out = reader.linear([f"{prefix}project_out"], hidden, [width])
+            self._head = reader.head(shape.vocab_size, width, tied_to=self._embedding if is_tied else None)
+        reader.finish(ignored=("lm_head.weight",) if is_tied else ())
 
     @staticmethod
     def _read_layer(reader: WeightReader, prefix: str, hidden: int, ffn: int) -> _Layer:
@@ -82,27 +86,31 @@ class OptModel(DecoderModel):
             fc2=reader.linear([f"{prefix}fc2"], ffn, [hidden]),
         )
 
-    def begin(self, batch: ForwardBatch) -> ForwardState:
-        hidden = F.embedding(batch.token_ids, self._embedding)
+    def begin(self, batch: ForwardBatch, hidden: torch.Tensor | None = None) -> ForwardState:
+        if hidden is not None:
+            return ForwardState(hidden)
+        assert self._embedding is not None and self._positions is not None
+        hidden = self._embedding(batch.token_ids)
         if self._project_in is not None:
             hidden = self._project_in(hidden)
         return ForwardState(hidden + F.embedding(batch.positions + _POSITION_OFFSET, self._positions))
 
     def run_layers(self, state: ForwardState, start: int, stop: int, batch: ForwardBatch) -> None:
-        hidden = state.hidden
+        hidden, all_reduce = state.hidden, self._group.all_reduce
         for index in range(start, stop):
             layer = self._layers[index]
             x = layer.attention_norm(hidden) if self._norm_first else hidden
             heads = layer.qkv(x).view(len(x), 3 * self.num_heads, self.head_dim)
             queries, keys, values = torch.split(heads, self.num_heads, 1)
-            hidden = hidden + layer.out(batch.attend(index, queries, keys, values).flatten(1))
+            hidden = hidden + all_reduce(layer.out(batch.attend(index, queries, keys, values).flatten(1)))
             hidden = hidden if self._norm_first else layer.attention_norm(hidden)
             x = layer.final_norm(hidden) if self._norm_first else hidden
-            hidden = hidden + layer.fc2(self._activation(layer.fc1(x)))
+            hidden = hidden + all_reduce(layer.fc2(self._activation(layer.fc1(x))))
             hidden = hidden if self._norm_first else layer.final_norm(hidden)
         state.hidden = hidden
 
     def logits(self, state: ForwardState, tokens: torch.Tensor | None) -> torch.Tensor:
+        assert self._head is not None
         hidden = state.hidden if tokens is None else state.hidden.index_select(0, tokens)
         if self._final_norm is not None:
             hidden = self._final_norm(hidden)

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import FileStore, PrefixStore, Store
+from torch.distributed.distributed_c10d import PrefixStore, Store
 
 JOIN_TIMEOUT_S = 120.0
 CALL_TIMEOUT_S = 60.0
@@ -122,7 +122,7 @@ class Ranks(RankGroup):
         self._timeout = datetime.timedelta(seconds=timeout_s)
         self._across: Any = None
         try:
-            store = FileStore(str(rendezvous), size * num_stages)
+            store: Any = dist.FileStore(str(rendezvous), size * num_stages)  # type: ignore[attr-defined]
             store.set_timeout(datetime.timedelta(seconds=join_timeout_s))
             self._within = self._join(PrefixStore(f"stage {stage}", store), rank, size)
             if num_stages > 1:

@@ -28,12 +28,11 @@ class RankMemory:
         fd = os.open(path, os.O_RDWR)
         try:
             # The mapping is never closed: tensors and arrays that see it hold it.
-            mapped = mmap.mmap(fd, total_bytes(num_ranks, region_bytes))
+            self._mapped = mmap.mmap(fd, total_bytes(num_ranks, region_bytes))
         finally:
             os.close(fd)
-        self.words = np.frombuffer(mapped, np.uint64, HEADER_BYTES // 8)
+        self.words = np.frombuffer(self._mapped, np.uint64, HEADER_BYTES // 8)
         """8 bytes each, zero at first; writing one is atomic."""
-        self._bytes = torch.frombuffer(mapped, dtype=torch.uint8)
 
     @staticmethod
     def create(num_ranks: int, region_bytes: int) -> RankMemory:
@@ -44,11 +43,11 @@ class RankMemory:
         return RankMemory(f"/proc/{os.getpid()}/fd/{fd}", num_ranks, region_bytes)
 
     def region(self, rank: int) -> torch.Tensor:
-        """`[region_bytes]` uint8"""
+        """`[region_bytes]` uint8, a storage of its own."""
         if not 0 <= rank < self.num_ranks:
             raise IndexError(f"rank {rank} of {self.num_ranks}")
         begin = HEADER_BYTES + rank * self.region_bytes
-        return self._bytes[begin : begin + self.region_bytes]
+        return torch.frombuffer(self._mapped, dtype=torch.uint8, count=self.region_bytes, offset=begin)
 
 
 def total_bytes(num_ranks: int, region_bytes: int) -> int:

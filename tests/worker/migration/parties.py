@@ -27,7 +27,7 @@ from shared.engine.handover import Detached
 from shared.engine.plan import CopyKind, KvCopy, ModelShape, StepPlan, StepResult
 from shared.engine.requests import Ended, Output
 from shared.messages.catalogue import INSTANCE_CANCEL, INSTANCE_REBALANCE
-from shared.messages.cluster import ONE_DEVICE, DeviceGroup, InstanceInfo, LoadedModel, MigrationOutcome
+from shared.messages.cluster import InstanceInfo, LoadedModel, MigrationOutcome
 from shared.messages.migration import Commit, MigrationReason, Rebalance
 from shared.messages.requests import (
     Cancel,
@@ -168,7 +168,6 @@ class Party:
         telemetry: Telemetry,
         executor: SlabExecutor,
         num_merged: int = NUM_MERGED,
-        group: DeviceGroup = ONE_DEVICE,
     ) -> None:
         self.name = name
         self.bus = bus
@@ -195,7 +194,6 @@ class Party:
             peers=lambda: self.registry,
             handovers=self,
             telemetry=telemetry,
-            group=group,
         )
 
     async def start(self) -> None:
@@ -325,7 +323,6 @@ async def make_party(
     *,
     step_s: float = 0.002,
     num_merged: int = NUM_MERGED,
-    group: DeviceGroup = ONE_DEVICE,
     bus: Bus | None = None,
     tracer: Tracer | None = None,
     **fields,
@@ -352,7 +349,6 @@ async def make_party(
         telemetry=telemetry,
         executor=executor,
         num_merged=num_merged,
-        group=group,
     )
     await party.start()
     return party

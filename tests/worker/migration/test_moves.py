@@ -6,7 +6,6 @@ import asyncio
 import itertools
 
 from shared.messages.catalogue import INSTANCE_CANCEL
-from shared.messages.cluster import DeviceGroup
 from shared.messages.migration import MigrationReason
 from shared.messages.requests import (
     Cancel,
@@ -91,17 +90,6 @@ async def test_a_checkpoint_moves_from_host_memory_to_host_memory(make) -> None:
     assert group.gateway.owners["offline"][1] == "b"
     ended = next(one for one in group.destination.ended if one.request.request_id == "offline")
     assert ended.restored_blocks >= commit.num_blocks - 1
-
-
-async def test_blocks_of_a_group_of_several_devices_are_refused(make) -> None:
-    group = await make(source={"group": DeviceGroup(("GPU-a", "GPU-b"))})
-    sent = request("r1", PROMPT, 100)
-    group.source.submit(sent)
-    await group.until(lambda: group.progress(sent) > 5)
-    group.source.rebalance("b")
-    await group.until(lambda: group.source.outcomes)
-    assert group.source.outcomes[0].reason == "mismatch"
-    await group.ended(sent, owner="a")
 
 
 async def test_a_request_between_chunks_of_its_prompt_moves(make) -> None:
