@@ -2,6 +2,7 @@
 
     MODELS, NODES, checkpoints -> planning.plan -> PLANS "current"
     SCHEDULER_STATISTICS -> TrafficStatistics -> STATISTICS
+    the requests themselves -> monitor.PlacementMonitor
     PLACEMENT_ADD_MODEL, PLACEMENT_REMOVE_MODEL, PLACEMENT_SCALE_MODEL, PLACEMENT_PLAN
     PLACEMENT_DRAIN_INSTANCE, PLACEMENT_SCALE_INSTANCES -> scaling.FleetKeeper
 
@@ -30,6 +31,7 @@ from services.placement.checkpoints import Checkpoints
 from services.placement.fleet import Fleet, NodePresence, node_of, serving
 from services.placement.footprint import ConfiguredModel
 from services.placement.metrics import PlacementMetrics
+from services.placement.monitor import PlacementMonitor
 from services.placement.plan_store import PlanStore
 from services.placement.planning import displaced, plan, wasted
 from services.placement.remembered import RememberedModels
@@ -121,8 +123,9 @@ class ActivePlacement:
         self._registered = registered
         self._is_leader = is_leader
         self._presence = NodePresence()
-        self._statistics = TrafficStatistics(bus.now())
+        self._statistics = TrafficStatistics()
         self._models: dict[str, ModelSpec] = {}
+        self.monitor = PlacementMonitor(bus, metrics, self._models, is_leader)
         self._plans = PlanStore(metrics, tracer)
         self._ready: frozenset[tuple[str, str]] = frozenset()
         """Models that served when the replicas of one were last changed, and on which instances."""
@@ -149,7 +152,7 @@ class ActivePlacement:
         self._model_bucket = await self._bus.key_value(MODELS)
         await self._plans.open(self._bus)
         self._statistics_bucket = await self._bus.key_value(STATISTICS)
-        self._models = {e.value.name: e.value for e in (await self._model_bucket.entries()).values()}
+        self._models.update({e.value.name: e.value for e in (await self._model_bucket.entries()).values()})
         totals = {e.value.model: e.value for e in (await self._statistics_bucket.entries()).values()}
         if not self._models and not totals:
             await self._recall()
@@ -165,6 +168,7 @@ class ActivePlacement:
                                seed.name, stored)  # fmt: skip
         for name in self._models:
             self._statistics.add_model(name, totals.get(name))
+        await self.monitor.open()
         await self._remembered.keep(self._models)
         self._registry = await self._bus.key_value(INSTANCES)
         keeper = FleetKeeper(self._backend, self._cluster, self._set_fleet, self._registry)
@@ -201,6 +205,7 @@ class ActivePlacement:
         """Stores what was counted; before leadership is given up."""
         try:
             await self._store_statistics()
+            await self.monitor.store()
         except BusError as error:
             logger.warning("the last statistics could not be stored: %s", error)
 
@@ -208,6 +213,7 @@ class ActivePlacement:
         """Stops serving."""
         for subscription in self._subscriptions:
             await subscription.stop()
+        await self.monitor.close()
         await self._tasks.end_all()
 
     def wake(self) -> None:
@@ -225,6 +231,7 @@ class ActivePlacement:
                     async with self._changing:
                         await self._replan()
                     await self._store_statistics()
+                    await self.monitor.store()
             except BusError as error:
                 logger.warning("placement could not write to the bus, trying again: %s", error)
             except Exception:
@@ -413,7 +420,7 @@ class ActivePlacement:
     # ---------------------------------------------------------------------------------------------- statistics
 
     def _on_statistics(self, report: StatisticsReport) -> None:
-        self._statistics.observe(report.models, self._bus.now())
+        self._statistics.observe(report.models)
 
     async def _store_statistics(self) -> None:
         """A crash loses what was counted since the last call, which is TICK_S or a little more ago. Raises `BusError`."""
@@ -426,7 +433,6 @@ class ActivePlacement:
                 raise
 
     def _show(self) -> None:
-        now = self._bus.now()
-        self._metrics.show(self._plans.plan, self._registered(), len(self._models))
-        for name in self._models:
-            self._metrics.show_traffic(name, self._statistics.rates(name, now))
+        num_queued = {name: self._statistics.num_queued(name) for name in self._models}
+        self._metrics.show(self._plans.plan, self._registered(), num_queued)
+        self.monitor.show()

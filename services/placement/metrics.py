@@ -4,24 +4,37 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
-from services.placement.statistics import TrafficRates
 from shared.bus.interface import Bus, BusError
 from shared.messages.cluster import NodeInfo, PlacementPlan
+from shared.messages.requests import RequestClass
+from shared.messages.traffic import ModelSummary, ModelTraffic
 
-_TRAFFIC = {
-    "arrivals_per_s": ("arrivals_per_second", "Requests that arrived per second"),
-    "output_tokens_per_s": ("output_tokens_per_second", "Output tokens per second of finished requests"),
-    "mean_prompt_tokens": ("mean_prompt_tokens", "Mean prompt tokens of a finished request"),
-    "mean_output_tokens": ("mean_output_tokens", "Mean output tokens of a finished request"),
-    "mean_queued_s": ("mean_queued_seconds", "Mean seconds that a finished request waited"),
-    "mean_execution_s": ("mean_execution_seconds", "Mean seconds that a finished request ran"),
-    "num_queued": ("num_queued", "Requests in the global queue"),
+_TRAFFIC: dict[str, tuple[str, Callable[[ModelSummary], float | None]]] = {
+    "arrivals_per_second": ("Requests that arrived per second", lambda one: one.arrivals_per_s),
+    "refused_per_second": ("Of those, refused for want of room", lambda one: one.num_refused / one.interval_s),
+    "output_tokens_per_second": (
+        "Output tokens per second of finished requests",
+        lambda one: one.num_finished * one.output_tokens.mean / one.interval_s,
+    ),
+    "mean_prompt_tokens": ("Mean prompt tokens of a request", lambda one: one.prompt_tokens.mean),
+    "mean_output_tokens": ("Mean output tokens of a finished request", lambda one: one.output_tokens.mean),
+    "mean_execution_seconds": (
+        "Mean seconds that a finished request takes alone on its instance",
+        lambda one: one.execution_s.mean,
+    ),
+    "mean_latency_seconds": ("Mean seconds from arrival to end", lambda one: one.latency_s.mean),
+    "p99_latency_seconds": ("99th percentile of that", lambda one: one.latency_s.p99),
+    "p99_ttft_seconds": ("99th percentile of the time to first token", lambda one: one.ttft_s.p99),
+    "mean_tpot_seconds": ("Mean time per output token after the first", lambda one: one.tpot_s.mean),
+    "normalised_latency": ("Mean latency over mean execution time", lambda one: one.normalised_latency),
+    "slo_attainment": ("Share of requests that ended within their SLO", lambda one: one.attainment),
 }
-"""Field of `TrafficRates` to the metric's name and help."""
+"""Name of a metric to its help and its value; None: there is none."""
 
 
 class PlacementMetrics:
@@ -38,11 +51,22 @@ class PlacementMetrics:
         self._draining = gauge("draining", "Instances that were drained on purpose", ("by",))
         self._replicas = gauge("model_replicas", "Instances of the current plan that hold the model", ("model",))
         self._traffic = {
-            field: gauge(f"model_{name}", f"{text} (last minute)", ("model",))
-            for field, (name, text) in _TRAFFIC.items()
+            name: gauge(f"model_{name}", f"{text} (last minute)", ("model", "class"))
+            for name, (text, _) in _TRAFFIC.items()
         }
+        self._num_queued = gauge("model_num_queued", "Requests in the global queue", ("model",))
+        self._log_requests = gauge("request_log_requests", "Requests that the service monitor keeps one by one")
+        self._log_thinned = gauge("request_log_thinned", "Requests left out of it so far, as there were too many")
+        self._log_expired = gauge("request_log_expired", "Requests that became too old for it so far")
+        self.num_dropped_rows = Counter(
+            "tideway_placement_dropped_rows", "Rows of requests that schedulers had no room to keep", registry=registry
+        )
 
-    def show(self, plan: PlacementPlan | None, nodes: Mapping[str, NodeInfo], num_models: int) -> None:
+    def show(self, plan: PlacementPlan | None, nodes: Mapping[str, NodeInfo], num_queued: Mapping[str, int]) -> None:
+        """`num_queued`: of each configured model."""
+        num_models = len(num_queued)
+        for name, count in num_queued.items():
+            self._num_queued.labels(name).set(count)
         self._nodes.set(len(nodes))
         replicas: dict[str, int] = {}
         for instance in plan.instances if plan is not None else ():
@@ -59,14 +83,24 @@ class PlacementMetrics:
         for name, count in replicas.items():
             self._replicas.labels(name).set(count)
 
-    def show_traffic(self, model: str, rates: TrafficRates) -> None:
-        for name, gauge in self._traffic.items():
-            gauge.labels(model).set(getattr(rates, name))
+    def show_traffic(self, traffic: ModelTraffic) -> None:
+        for request_class, one in ((RequestClass.ONLINE, traffic.online), (RequestClass.OFFLINE, traffic.offline)):
+            for name, (_, value_of) in _TRAFFIC.items():
+                value = value_of(one)
+                self._traffic[name].labels(traffic.model, request_class).set(math.nan if value is None else value)
+
+    def show_log(self, num_requests: int, num_thinned: int, num_expired: int) -> None:
+        self._log_requests.set(num_requests)
+        self._log_thinned.set(num_thinned)
+        self._log_expired.set(num_expired)
 
     def forget(self, model: str) -> None:
         for gauge in self._traffic.values():
-            if (model,) in gauge._metrics:
-                gauge.remove(model)
+            for request_class in RequestClass:
+                if (model, request_class) in gauge._metrics:
+                    gauge.remove(model, request_class)
+        if (model,) in self._num_queued._metrics:
+            self._num_queued.remove(model)
 
 
 logger = logging.getLogger(__name__)

@@ -1,15 +1,12 @@
-"""Traffic per model: totals since the model was added, and rates over a sliding window. Pure: time (seconds, monotonic)
-is an argument."""
+"""What each model has served since it was added, and how long its queue is. Pure."""
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass
+
+import msgspec
 
 from shared.messages.cluster import ModelStatistics
-
-WINDOW_S = 60.0
 
 
 def zero(model: str) -> ModelStatistics:
@@ -28,63 +25,43 @@ def zero(model: str) -> ModelStatistics:
 
 def add(left: ModelStatistics, right: ModelStatistics) -> ModelStatistics:
     """Sums over both intervals; `num_queued`, a level, is the later one's."""
-    return ModelStatistics(
-        model=left.model,
-        interval_s=left.interval_s + right.interval_s,
-        num_arrived=left.num_arrived + right.num_arrived,
-        num_finished=left.num_finished + right.num_finished,
-        prompt_tokens=left.prompt_tokens + right.prompt_tokens,
-        output_tokens=left.output_tokens + right.output_tokens,
-        queued_s=left.queued_s + right.queued_s,
-        execution_s=left.execution_s + right.execution_s,
-        num_queued=right.num_queued,
-    )
-
-
-@dataclass(frozen=True)
-class TrafficRates:
-    """Over the last WINDOW_S. Means are over finished requests, 0 where there are none."""
-
-    arrivals_per_s: float = 0.0
-    output_tokens_per_s: float = 0.0
-    mean_prompt_tokens: float = 0.0
-    mean_output_tokens: float = 0.0
-    mean_queued_s: float = 0.0
-    mean_execution_s: float = 0.0
-    num_queued: int = 0
-    """When the scheduler last reported this model; it reports those with traffic or a queue."""
+    summed = [field for field in ModelStatistics.__struct_fields__ if field not in ("model", "num_queued")]
+    return msgspec.structs.replace(right, **{field: getattr(left, field) + getattr(right, field) for field in summed})
 
 
 class TrafficStatistics:
     """Counts only models that were added."""
 
-    def __init__(self, now: float) -> None:
-        self._started_at = now
+    def __init__(self) -> None:
         self._totals: dict[str, ModelStatistics] = {}
-        self._recent: dict[str, deque[tuple[float, ModelStatistics]]] = {}
         self._changed: set[str] = set()
+        self._num_queued: dict[str, int] = {}
 
     def add_model(self, model: str, totals: ModelStatistics | None = None) -> None:
         """`totals`: as stored; None: it begins now."""
         self._totals[model] = totals or zero(model)
-        self._recent[model] = deque()
         if totals is None:
             self._changed.add(model)
 
     def remove_model(self, model: str) -> None:
         self._totals.pop(model, None)
-        self._recent.pop(model, None)
         self._changed.discard(model)
 
-    def observe(self, reports: Iterable[ModelStatistics], now: float) -> None:
+    def observe(self, reports: Iterable[ModelStatistics]) -> None:
+        """All that the scheduler says at once: a model that is not among it has no queue."""
+        self._num_queued.clear()
         for report in reports:
+            self._num_queued[report.model] = report.num_queued
             if report.model in self._totals:
                 self._totals[report.model] = add(self._totals[report.model], report)
-                self._recent[report.model].append((now, report))
                 self._changed.add(report.model)
 
     def totals(self, model: str) -> ModelStatistics:
         return self._totals[model]
+
+    def num_queued(self, model: str) -> int:
+        """When the scheduler last said so."""
+        return self._num_queued.get(model, 0)
 
     def take_changed(self) -> list[ModelStatistics]:
         """Totals that changed since the last call."""
@@ -94,22 +71,3 @@ class TrafficStatistics:
     def keep_changed(self, models: Iterable[str]) -> None:
         """What was taken could not be stored: it is due again."""
         self._changed |= self._totals.keys() & set(models)
-
-    def rates(self, model: str, now: float) -> TrafficRates:
-        recent = self._recent[model]
-        while recent and recent[0][0] <= now - WINDOW_S:
-            recent.popleft()
-        total = zero(model)
-        for _, report in recent:
-            total = add(total, report)
-        window_s = max(1.0, min(WINDOW_S, now - self._started_at))
-        finished = max(1, total.num_finished)
-        return TrafficRates(
-            total.num_arrived / window_s,
-            total.output_tokens / window_s,
-            total.prompt_tokens / finished,
-            total.output_tokens / finished,
-            total.queued_s / finished,
-            total.execution_s / finished,
-            total.num_queued,
-        )

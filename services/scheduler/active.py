@@ -27,6 +27,7 @@ from shared.messages.catalogue import (
     INSTANCE_REBALANCE,
     INSTANCE_SUBMIT,
     LOAD_REPORTS,
+    PLACEMENT_REQUESTS,
     SCHEDULER_ANNOUNCE,
     SCHEDULER_CANCEL,
     SCHEDULER_GRANT,
@@ -105,6 +106,9 @@ DISPATCH_TIMEOUT_S = 2.0
 HELD_TIMEOUT_S = 1.0
 """Also what an instance that does not answer may add to a take-over."""
 STATISTICS_INTERVAL_S = 1.0
+TELL_TIMEOUT_S = 2.0
+LAST_TELL_TIMEOUT_S = 0.3
+"""At the end of the term."""
 
 
 class ActiveScheduler:
@@ -125,6 +129,8 @@ class ActiveScheduler:
         self._observer = observer
         self._is_leader = is_leader
         self._core = _core(settings, info, inherited)
+        self._recorder = self._core.life.recorder
+        self._recorder.is_on = True
         self._subscriptions: list[Subscription] = []
         self._tasks = TaskSet()
         self._calls: set[asyncio.Future[Accepted]] = set()
@@ -136,6 +142,7 @@ class ActiveScheduler:
         """Since the turn began."""
         self._models = models
         self._is_closed = False
+        self._telling: asyncio.Task[None] | None = None
         self.is_serving = False
 
     async def open(self, instances: Mapping[str, InstanceInfo]) -> None:
@@ -154,6 +161,7 @@ class ActiveScheduler:
         self._subscriptions.append(await self._bus.serve(SCHEDULER_SUBMIT, self._submit))
         self._subscriptions.append(await self._bus.serve(SCHEDULER_GRANT, self._grant))
         self._tasks.start(self._publish_statistics())
+        self._telling = self._tasks.start(self._tell_requests())
         self.is_serving = True
         self._bus.publish(SCHEDULER_ANNOUNCE, self._info)
         logger.info(
@@ -171,6 +179,10 @@ class ActiveScheduler:
         self._subscriptions = []
         if self._timer is not None:
             self._timer.cancel()
+        if self._telling is not None:
+            self._telling.cancel()
+            self._telling = None
+            await self._tell(LAST_TELL_TIMEOUT_S)
         self._tasks.cancel_all()
         if self._calls:
             await asyncio.wait(self._calls, timeout=timeout_s)
@@ -347,6 +359,20 @@ class ActiveScheduler:
         if changed := self._apply(TakeExecutionStatistics()):
             report = ExecutionStatisticsReport(self._info.scheduler_id, changed)
             self._bus.publish(EXECUTION_STATISTICS, report)
+
+    async def _tell_requests(self) -> None:
+        while True:
+            await asyncio.sleep(STATISTICS_INTERVAL_S)
+            await self._tell(TELL_TIMEOUT_S)
+
+    async def _tell(self, timeout_s: float) -> None:
+        """Requests that came and ended, to the service monitor. What it does not acknowledge is told again."""
+        try:
+            while told := self._recorder.told(self._info.scheduler_id, self._bus.now()):
+                await self._bus.request(PLACEMENT_REQUESTS, told, timeout_s=timeout_s)
+                self._recorder.acknowledge(told)
+        except BusError as error:
+            logger.debug("placement does not take what requests there were: %s", error)
 
     def _scale_if_due(self, _now: float, _period_s: float) -> None:
         replicas = {spec.name: spec.replicas for spec in self._models.values() if spec.replicas is not None}

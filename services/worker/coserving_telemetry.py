@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from shared.cost_model import CostSource, KnownCosts
 from shared.engine.counters import EngineCounters
 from shared.engine.requests import Ended
-from shared.messages.requests import FinishReason, GenerationRequest, RequestClass
+from shared.messages.requests import GenerationRequest, RequestClass
 
 BUDGET_BUCKETS = (0.1, 0.25, 0.5, 0.75, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0, 4.0)
 
@@ -129,35 +129,10 @@ class CoServingTelemetry:
         self._seen[key] = count
 
     def on_ended(self, ended: Ended) -> None:
-        """As the client saw it, wherever its tokens were made. Offline requests count only where they name an objective
-        themselves."""
-        request = ended.request
-        is_online = request.request_class == RequestClass.ONLINE
-        first_token_s = ended.first_token_s
-        if request.ttft_s >= 0:
-            # placed again: the first token of here is a later one of the client's
-            first_token_s = ended.arrived_s + request.ttft_s
-        if first_token_s is None:
-            self._on_ended_without_token(ended, is_online)
-            return
-        num_later = ended.num_output_tokens - 1
-        found: list[tuple[str, float, float]] = []
-        if is_online or request.ttft_objective_s:
-            found.append(("ttft", first_token_s - ended.arrived_s, ended.ttft_objective_s))
-        if num_later > 0 and (is_online or request.tpot_objective_s):
-            found.append(("tpot", (ended.ended_s - first_token_s) / num_later, ended.tpot_objective_s))
-        for objective, value_s, objective_s in found:
-            if objective_s > 0:
-                self._count_slo(request, objective, value_s <= objective_s)
-
-    def _on_ended_without_token(self, ended: Ended, is_online: bool) -> None:
-        """One that was cancelled in time, or moved, says nothing of how it would have been served."""
-        request, objective_s = ended.request, ended.ttft_objective_s
-        if not objective_s > 0 or not (is_online or request.ttft_objective_s):
-            return
-        waited_s = ended.ended_s - ended.arrived_s
-        if ended.reason in (FinishReason.DEADLINE, FinishReason.ERROR) or waited_s > objective_s:
-            self._count_slo(request, "ttft", False)
+        """As the client saw it, wherever its tokens were made."""
+        for objective, is_met in zip(("ttft", "tpot"), ended.objectives_met(), strict=True):
+            if is_met is not None:
+                self._count_slo(ended.request, objective, is_met)
 
     def _count_slo(self, request: GenerationRequest, objective: str, is_met: bool) -> None:
         outcome = "met" if is_met else "missed"

@@ -65,6 +65,7 @@ class Ended(msgspec.Struct, frozen=True, kw_only=True):
     def stats(self) -> FinishedStats:
         """What the load report says of it."""
         planned_s = self.first_planned_s if self.first_planned_s is not None else self.ended_s
+        ttft_s, (is_ttft_met, is_tpot_met) = self.ttft_s, self.objectives_met()
         return FinishedStats(
             model=self.request.model,
             request_class=self.request.request_class,
@@ -74,7 +75,37 @@ class Ended(msgspec.Struct, frozen=True, kw_only=True):
             execution_s=self.ended_s - planned_s,
             finish_reason=self.reason,
             device_s=self.device_s,
+            latency_s=self.ended_s - self.arrived_s,
+            ttft_s=-1.0 if ttft_s is None else ttft_s,
+            is_whole=self.request.ttft_s < 0,
+            is_ttft_met=is_ttft_met,
+            is_tpot_met=is_tpot_met,
         )
+
+    @property
+    def ttft_s(self) -> float | None:
+        """From arrival, as the client saw it, wherever its tokens were made; None: it had none."""
+        if self.request.ttft_s >= 0:
+            # placed again: the first token of here is a later one of the client's
+            return self.request.ttft_s
+        return None if self.first_token_s is None else self.first_token_s - self.arrived_s
+
+    def objectives_met(self) -> tuple[bool | None, bool | None]:
+        """Time to first token and time per output token after it; None: there is no such objective (offline requests have
+        those that they name themselves), or it says nothing."""
+        request, ttft_s = self.request, self.ttft_s
+        is_online = request.request_class == RequestClass.ONLINE
+        has_ttft = self.ttft_objective_s > 0 and (is_online or request.ttft_objective_s > 0)
+        if ttft_s is None:
+            # One that was cancelled in time, or moved, says nothing of how it would have been served.
+            is_missed = self.reason in (FinishReason.DEADLINE, FinishReason.ERROR)
+            is_missed = is_missed or self.ended_s - self.arrived_s > self.ttft_objective_s
+            return (False if has_ttft and is_missed else None), None
+        is_tpot_met = None
+        num_later = self.num_output_tokens - 1
+        if num_later > 0 and self.tpot_objective_s > 0 and (is_online or request.tpot_objective_s > 0):
+            is_tpot_met = (self.ended_s - self.arrived_s - ttft_s) / num_later <= self.tpot_objective_s
+        return (ttft_s <= self.ttft_objective_s if has_ttft else None), is_tpot_met
 
 
 class RequestTable:

@@ -55,6 +55,7 @@ from shared.messages.requests import (
     RequestsLost,
     TokenFrame,
 )
+from shared.messages.traffic import GetTraffic, RequestRows, StoredTraffic, TrafficReply
 
 T = TypeVar("T")
 
@@ -142,6 +143,11 @@ PLACEMENT_SCALE_INSTANCES = Endpoint(
 )
 PLACEMENT_PLAN = Endpoint(f"{_PLACEMENT}.plan", GetPlan, PlacementPlan, sent_by=GATEWAY, served_by=PLACEMENT)
 
+PLACEMENT_TRAFFIC = Endpoint(f"{_PLACEMENT}.traffic", GetTraffic, TrafficReply, sent_by=GATEWAY, served_by=PLACEMENT)
+
+# scheduler -> placement
+PLACEMENT_REQUESTS = Endpoint(f"{_PLACEMENT}.requests", RequestRows, Done, sent_by=SCHEDULER, served_by=PLACEMENT)
+
 # placement -> node agent
 NODE_SCALE = Endpoint(f"{PREFIX}.node.{{node_id}}.scale", ScaleNode, Done, sent_by=PLACEMENT, served_by=WORKER)
 
@@ -192,6 +198,15 @@ PLANS = Bucket(
 """key "current"; writer: placement"""
 STATISTICS = Bucket("tideway_statistics", ModelStatistics, durable=True, writers={PLACEMENT: ">"}, read_by=PLACEMENT)
 """key: `bucket_key(model name)`, totals since the model was added; writer: placement"""
+REQUEST_LOG = Bucket(
+    "tideway_request_log",
+    StoredTraffic,
+    durable=True,
+    writers={PLACEMENT: ">"},
+    read_by=PLACEMENT,
+    purged_by=PLACEMENT,
+)
+"""key: `<slot of time>.<part>`; writer: placement"""
 
 AUDIT = _gateways_own("tideway_audit", AdminAction)
 """key: time in nanoseconds, gateway id; the last thousand tries to change something by the admin API"""

@@ -23,6 +23,8 @@ class ModelSpec(msgspec.Struct, frozen=True):
     """Objective for the time to first token of online requests that name none; 0: the instance's default."""
     tpot_ms: float = 0.0
     """Likewise for the time per output token after the first."""
+    slo_scale: float = 0.0
+    """Mean execution times that a request may take from arrival to end (SeaLLM, section 6.1); 0: the default, 5."""
 
 
 class DeviceGroupError(ValueError):
@@ -114,6 +116,14 @@ class FinishedStats(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     finish_reason: FinishReason
     device_s: Seconds = 0.0
     """Execution time charged to the request: what its part of each step takes alone on the instance."""
+    latency_s: Seconds = 0.0
+    """From its arrival at the gateway to its end, wherever it was; likewise to its first token (below 0: it had none)."""
+    ttft_s: Seconds = -1.0
+    is_whole: bool = True
+    """False: it was placed again with output, and what that took elsewhere is not in `device_s`."""
+    is_ttft_met: bool | None = None
+    """None: it has no such objective, or says nothing of it."""
+    is_tpot_met: bool | None = None
 
 
 class MigrationOutcome(msgspec.Struct, frozen=True, array_like=True):
@@ -327,7 +337,7 @@ class StoredCostModel(msgspec.Struct, frozen=True):
 
 
 class ModelStatistics(msgspec.Struct, frozen=True, kw_only=True):
-    """Traffic of one model since the last report; the scheduler publishes one per model and second."""
+    """Traffic of one model since the last report, of both classes; the scheduler publishes one per model and second."""
 
     model: str
     interval_s: Seconds
@@ -338,6 +348,13 @@ class ModelStatistics(msgspec.Struct, frozen=True, kw_only=True):
     queued_s: Seconds
     execution_s: Seconds
     num_queued: Amount
+    num_offline_arrived: Amount = 0
+    """Of those, offline; likewise the rest."""
+    num_offline_finished: Amount = 0
+    offline_prompt_tokens: Amount = 0
+    offline_output_tokens: Amount = 0
+    offline_queued_s: Seconds = 0.0
+    offline_execution_s: Seconds = 0.0
 
 
 class StatisticsReport(msgspec.Struct, frozen=True):

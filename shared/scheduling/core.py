@@ -123,6 +123,7 @@ class SchedulerCore:
             self.statistics.count_finished(report.finished)
             self.monitor.count_finished(report.finished)
             self.grants.count_finished(report.finished, now)
+            self._record_ends(report, now)
         heard = self.cluster.hear(report, now)
         if heard is None:
             return
@@ -142,6 +143,13 @@ class SchedulerCore:
             self.inquiries.ask_if_idle(instance_id, state, now)
         self.dispatcher.on_report(report)
         self.rescheduler.on_report(report, state, now)
+
+    def _record_ends(self, report: LoadReport, now: float) -> None:
+        for request_id, stats in zip(report.ended, report.finished, strict=False):
+            tracked = self.requests.get(request_id)
+            # Of one that is another's by now, it was an older epoch that ended there.
+            if tracked is None or tracked.instance_id == report.instance_id:
+                self.life.recorder.ended(request_id, stats, now)
 
     def on_model(self, model: str, is_known: bool, now: float) -> None:
         if not is_known:

@@ -5,7 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from shared.messages.batches import GrantQuery, GrantReply
-from shared.messages.requests import PLACEMENT_EPOCHS, ErrorInfo, GenerationRequest, RequestClass, next_placement
+from shared.messages.requests import (
+    PLACEMENT_EPOCHS,
+    ErrorInfo,
+    FinishReason,
+    GenerationRequest,
+    RequestClass,
+    next_placement,
+)
 from shared.scheduling.actions import CancelAt
 from shared.scheduling.harvest import GrantBook
 from shared.scheduling.lifecycle import removed_error
@@ -37,6 +44,7 @@ class Intake:
         # The bound is for new work. What ran before already counts as let in.
         is_online = request.request_class != RequestClass.OFFLINE
         if request.epoch == 0 and (refused := self._core.queue.refusal(is_online, now)):
+            self._core.life.recorder.refused(request, now)
             return refused
         tracked = TrackedRequest.submitted(request, self._core.life.next_number(), len(self._core.queue), now)
         if known is not None:
@@ -51,7 +59,8 @@ class Intake:
         if self._core.inquiries.unheard:
             tracked.epoch += self._term * TERM_EPOCHS
         if request.epoch == 0:
-            self._core.life.statistics.count_arrival(request.model)
+            self._core.life.statistics.count_arrival(request.model, is_online)
+            self._core.life.recorder.arrived(request, now)
             if not is_online:
                 self.grants.on_submitted(request.gateway_id, request.model, tracked.num_tokens_at_most)
         self._core.life.requests.add(tracked)
@@ -65,6 +74,7 @@ class Intake:
         for instance_id in tracked.older_owners:
             self._core.say(CancelAt(instance_id, request_id))
         if tracked.state == RequestState.QUEUED:
+            self._core.life.recorder.ended_here(tracked, FinishReason.CANCELLED, now)
             self._core.life.leave_queue(tracked, "cancelled", now)
             self._core.life.forget(tracked)
         elif tracked.state == RequestState.ASSIGNED:

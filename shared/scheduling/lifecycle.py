@@ -22,6 +22,7 @@ from shared.messages.requests import (
 )
 from shared.scheduling.actions import Action, CancelAt, Dispatch, LeftQueue, SendEntry
 from shared.scheduling.dispatching import Dispatcher
+from shared.scheduling.request_rows import RequestRecorder
 from shared.scheduling.requests import RequestState, RequestTable, TrackedRequest
 from shared.scheduling.statistics import StatisticsCounter
 from shared.scheduling.timers import Timers
@@ -38,6 +39,7 @@ class RequestLifecycle:
         self.requests = RequestTable()
         self.timers: Timers[Timer] = Timers()
         self.statistics = StatisticsCounter()
+        self.recorder = RequestRecorder()
         self.removed_models: set[str] = set()
         """Nobody will serve them again."""
         self._dispatcher = dispatcher
@@ -117,6 +119,8 @@ class RequestLifecycle:
         """Back to its place in the queue after a dispatch that failed, unless there is nothing left to do for it."""
         if tracked.is_cancelled or tracked.has_ended:
             self._say(CancelAt(tracked.instance_id, tracked.request_id))
+            if tracked.is_cancelled:
+                self.recorder.ended_here(tracked, FinishReason.CANCELLED, now)
             self.leave_queue(tracked, "cancelled" if tracked.is_cancelled else "dispatched", now)
             self.forget(tracked)
             return
@@ -144,6 +148,7 @@ class RequestLifecycle:
             error=error,
         )
         self._say(SendEntry(tracked.gateway_id, entry))
+        self.recorder.ended_here(tracked, reason, now)
         self.leave_queue(tracked, "deadline" if reason == FinishReason.DEADLINE else "refused", now)
         self.forget(tracked)
 
@@ -186,7 +191,7 @@ class RequestLifecycle:
         )
         if outcome == "dispatched":
             self._dispatcher.queue.count_dispatch(now)
-            self.statistics.count_queued(tracked.model, left_s - tracked.submitted_s)
+            self.statistics.count_queued(tracked.model, tracked.is_online, left_s - tracked.submitted_s)
 
     def forget(self, tracked: TrackedRequest) -> None:
         """It must have left the queue."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from shared.messages.cluster import ExecutionStatistics, FinishedStats
-from shared.messages.requests import FinishReason
+from shared.messages.requests import FinishReason, RequestClass
 from shared.policies.execution_statistics import ExecutionTimeWindow
 
 LEAST_CHANGE = 0.01
@@ -27,10 +27,11 @@ class ServiceMonitor:
         """Whether somebody may not know what is published."""
 
     def count_finished(self, finished: Sequence[FinishedStats]) -> None:
-        """Of requests that came to their own end; others say nothing of how long a request takes."""
+        """Of online requests that came to their own end; others say nothing of how long one takes."""
         for stats in finished:
             seconds = stats.device_s or stats.execution_s
-            if seconds > 0 and stats.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
+            is_told = stats.is_whole and stats.request_class == RequestClass.ONLINE
+            if is_told and seconds > 0 and stats.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
                 self._window.add(stats.model, seconds)
                 self._changed[stats.model] = None
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from services.placement.checkpoints import Checkpoints
 from services.placement.fleet import GRACE_S, NodePresence
 from services.placement.requests import check_length, check_spec
-from services.placement.statistics import WINDOW_S, TrafficStatistics
+from services.placement.statistics import TrafficStatistics
 from shared.bus.interface import ServiceError
 from shared.checkpoint import CheckpointError, CheckpointMissing, CheckpointShape
 from shared.messages.cluster import ModelSpec, ModelStatistics, NodeInfo
@@ -80,59 +80,44 @@ def report(model: str = "m", arrived: int = 2, finished: int = 1, tokens: int = 
 
 
 class TestTrafficStatistics:
-    def test_totals_and_rates(self) -> None:
-        statistics = TrafficStatistics(0.0)
+    def test_totals_and_queues(self) -> None:
+        statistics = TrafficStatistics()
         statistics.add_model("m", report(arrived=100, finished=90, tokens=1000))
         assert statistics.take_changed() == []
         for second in range(1, 11):
-            statistics.observe([report(queued=second), report("unknown")], float(second))
+            statistics.observe([report(queued=second), report("unknown")])
         totals = statistics.totals("m")
         assert (totals.num_arrived, totals.num_finished, totals.output_tokens) == (120, 100, 1100)
         assert totals.interval_s == 11.0
         assert statistics.take_changed() == [totals]
-        rates = statistics.rates("m", 10.0)
-        assert rates.arrivals_per_s == pytest.approx(2.0)
-        assert rates.output_tokens_per_s == pytest.approx(10.0)
-        assert (rates.mean_prompt_tokens, rates.mean_output_tokens) == (30.0, 10.0)
-        assert (rates.mean_queued_s, rates.mean_execution_s, rates.num_queued) == (0.5, 2.0, 10)
-
-    def test_rates_slide_and_totals_stay(self) -> None:
-        statistics = TrafficStatistics(0.0)
-        statistics.add_model("m")
-        statistics.observe([report(arrived=60)], 10.0)
-        assert statistics.rates("m", 10.0 + WINDOW_S - 0.1).arrivals_per_s == pytest.approx(1.0)
-        assert statistics.rates("m", 10.0 + WINDOW_S).arrivals_per_s == 0.0
-        assert statistics.totals("m").num_arrived == 60
+        assert statistics.num_queued("m") == 10
+        statistics.observe([report("n")])
+        assert statistics.num_queued("m") == 0, "it has no queue that is not in the report"
 
     def test_a_new_model_is_stored_at_once_and_a_removed_one_is_not(self) -> None:
-        statistics = TrafficStatistics(0.0)
+        statistics = TrafficStatistics()
         statistics.add_model("m")
         statistics.add_model("n")
         statistics.remove_model("n")
-        statistics.observe([report("n")], 1.0)
+        statistics.observe([report("n")])
         assert [totals.model for totals in statistics.take_changed()] == ["m"]
 
     def test_what_could_not_be_stored_is_due_again(self) -> None:
-        statistics = TrafficStatistics(0.0)
+        statistics = TrafficStatistics()
         statistics.add_model("m")
         (totals,) = statistics.take_changed()
         statistics.keep_changed([totals.model, "gone"])
         assert statistics.take_changed() == [totals]
         assert statistics.take_changed() == []
 
-    @given(st.lists(st.tuples(st.floats(0.01, 30.0), st.integers(0, 9), st.integers(0, 9)), max_size=30))
-    def test_nothing_is_lost_or_counted_twice(self, history: list[tuple[float, int, int]]) -> None:
-        statistics = TrafficStatistics(0.0)
+    @given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), max_size=30))
+    def test_nothing_is_lost_or_counted_twice(self, history: list[tuple[int, int]]) -> None:
+        statistics = TrafficStatistics()
         statistics.add_model("m")
-        now, times = 0.0, []
-        for gap_s, arrived, finished in history:
-            now += gap_s
-            times.append((now, arrived))
-            statistics.observe([report(arrived=arrived, finished=finished)], now)
-        assert statistics.totals("m").num_arrived == sum(arrived for _, arrived, _ in history)
-        recent = sum(arrived for at, arrived in times if at > now - WINDOW_S)
-        window_s = max(1.0, min(WINDOW_S, now))
-        assert statistics.rates("m", now).arrivals_per_s == pytest.approx(recent / window_s)
+        for arrived, finished in history:
+            statistics.observe([report(arrived=arrived, finished=finished)])
+        totals = statistics.totals("m")
+        assert (totals.num_arrived, totals.num_finished) == (sum(a for a, _ in history), sum(f for _, f in history))
 
 
 class TestRequests:

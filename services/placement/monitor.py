@@ -1,0 +1,145 @@
+"""SeaLLM's service monitor (section 3) as a part of the placement that leads: the log of requests, what is measured over an
+interval of it, and its copy in JetStream.
+
+    PLACEMENT_REQUESTS (the scheduler's rows) -> RequestLog -> REQUEST_LOG
+    PLACEMENT_TRAFFIC -> ModelTraffic of each model
+
+Rows are stored before they are acknowledged, and told again where they are not: a restart or a change of leader forgets
+none.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
+
+from services.placement.metrics import PlacementMetrics
+from shared.bus.interface import Bus, BusError, KeyValue, ServiceError, Subscription
+from shared.messages.admin import Done
+from shared.messages.catalogue import PLACEMENT_REQUESTS, PLACEMENT_TRAFFIC, REQUEST_LOG
+from shared.messages.cluster import ModelSpec
+from shared.messages.requests import ErrorCode
+from shared.messages.traffic import GetTraffic, ModelTraffic, RequestRows, StoredTraffic, TrafficReply
+from shared.monitor.request_log import MAX_AGE_S, SLOT_S, RequestLog, slot_index
+from shared.monitor.summary import mean_execution_s, model_traffic
+
+if TYPE_CHECKING:
+    from shared.placement.problem import Traffic
+
+logger = logging.getLogger(__name__)
+
+SHOWN_S = 60.0
+"""That metrics are over."""
+FREED_SHARE = 0.25
+"""Of the log's time that is given up, from the oldest on, where the store is full."""
+
+
+class PlacementMonitor:
+    def __init__(
+        self, bus: Bus, metrics: PlacementMetrics, models: Mapping[str, ModelSpec], is_leader: Callable[[], bool]
+    ) -> None:
+        """`models`: those that are configured, as they are at each moment."""
+        self._bus = bus
+        self._metrics = metrics
+        self._models = models
+        self._is_leader = is_leader
+        self._wall_s = time.time() - bus.now()
+        self._log = RequestLog(self.now())
+        self._bucket: KeyValue[StoredTraffic]
+        self._storing = asyncio.Lock()
+        self._subscriptions: list[Subscription] = []
+
+    def now(self) -> float:
+        """Unix time, which does not jump while this placement leads."""
+        return self._wall_s + self._bus.now()
+
+    async def open(self) -> None:
+        """Takes over what is stored, then serves. Raises `BusError`."""
+        self._bucket = await self._bus.key_value(REQUEST_LOG)
+        entries = await self._bucket.entries()
+        self._log.load((entry.value for entry in entries.values()), self.now())
+        await self._purge({int(key.partition(".")[0]) for key in entries if _is_old(key, self.now())})
+        self._subscriptions.append(await self._bus.serve(PLACEMENT_REQUESTS, self._on_requests))
+        self._subscriptions.append(await self._bus.serve(PLACEMENT_TRAFFIC, self._on_get_traffic))
+        logger.info("the service monitor has %d requests of before", self._log.num_requests)
+
+    async def close(self) -> None:
+        for subscription in self._subscriptions:
+            await subscription.stop()
+
+    # -------------------------------------------------------------------------------------------- what is measured
+
+    def traffic(self, interval_s: float) -> Traffic:
+        """What arrived in the last `interval_s` for the models that are configured."""
+        return self._log.traffic(self.now() - interval_s, self.now(), self._models)
+
+    def measured(self, interval_s: float) -> dict[str, ModelTraffic]:
+        """By model: what its last `interval_s` were like. SLOs and normalised latencies are reckoned by `execution_s`."""
+        now = self.now()
+        return {
+            name: model_traffic(self._log, name, now - interval_s, now, slo_scale=spec.slo_scale)
+            for name, spec in sorted(self._models.items())
+        }
+
+    def execution_s(self) -> dict[str, float]:
+        """Mean execution time of each model's online requests over the whole log; without those that none is known of."""
+        means = {name: mean_execution_s(self._log, name, self.now()) for name in self._models}
+        return {name: mean_s for name, mean_s in means.items() if mean_s}
+
+    def show(self) -> None:
+        """To Prometheus."""
+        self._metrics.show_log(self._log.num_requests, self._log.num_thinned, self._log.num_expired)
+        for traffic in self.measured(SHOWN_S).values():
+            self._metrics.show_traffic(traffic)
+
+    # -------------------------------------------------------------------------------------------------- handlers
+
+    async def _on_requests(self, told: RequestRows) -> Done:
+        if not self._is_leader():
+            raise ServiceError.of(ErrorCode.NOT_LEADER, "another placement leads")
+        if told.num_dropped:
+            logger.warning("%s had no room for %d rows of its requests", told.scheduler_id, told.num_dropped)
+            self._metrics.num_dropped_rows.inc(told.num_dropped)
+        self._log.add(told, self.now())
+        try:
+            await self.store()
+        except BusError as error:
+            logger.warning("requests are in the log and not stored yet, trying again: %s", error)
+        return Done()
+
+    async def _on_get_traffic(self, query: GetTraffic) -> TrafficReply:
+        if not self._is_leader():
+            raise ServiceError.of(ErrorCode.NOT_LEADER, "another placement leads")
+        if not SLOT_S <= query.interval_s <= MAX_AGE_S:
+            message = f"interval_s is {query.interval_s:g}: expected {SLOT_S:g} to {MAX_AGE_S:g}"
+            raise ServiceError.of(ErrorCode.BAD_REQUEST, message, "interval_s")
+        return TrafficReply(list(self.measured(query.interval_s).values()))
+
+    # --------------------------------------------------------------------------------------------------- storing
+
+    async def store(self) -> None:
+        """What changed since the last call. Raises `BusError`; then it is due again."""
+        async with self._storing:
+            await self._purge(self._log.expire(self.now()))
+            changed = self._log.take_changed(self.now())
+            left = list(changed)
+            try:
+                while left:
+                    await self._bucket.put(left[-1], changed[left[-1]])
+                    left.pop()
+            except BaseException as error:
+                self._log.keep_changed(left)
+                if isinstance(error, BusError) and error.code is ErrorCode.OVERLOADED:
+                    await self._purge(self._log.forget_oldest(FREED_SHARE))
+                raise
+
+    async def _purge(self, slots: set[int] | list[int]) -> None:
+        for slot in sorted(slots):
+            await self._bucket.purge(str(slot))
+
+
+def _is_old(key: str, now: float) -> bool:
+    return int(key.partition(".")[0]) < slot_index(now - MAX_AGE_S)

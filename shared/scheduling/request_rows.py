@@ -1,0 +1,128 @@
+"""What the scheduler tells the service monitor of requests: each at its arrival and at its end, until it is acknowledged."""
+
+from __future__ import annotations
+
+from collections import deque
+from itertools import islice
+from typing import NamedTuple
+
+from shared.messages.cluster import FinishedStats
+from shared.messages.requests import FinishReason, GenerationRequest, RequestClass
+from shared.messages.traffic import Outcome, RequestRow, RequestRows, request_number
+from shared.scheduling.requests import TrackedRequest
+
+MAX_KEPT = 32_768
+MAX_TOLD = 4096
+"""Rows of one message: some 250 KB."""
+
+_OUTCOMES = {
+    FinishReason.STOP: Outcome.FINISHED,
+    FinishReason.LENGTH: Outcome.FINISHED,
+    FinishReason.CANCELLED: Outcome.CANCELLED,
+    FinishReason.DEADLINE: Outcome.LATE,
+    FinishReason.ERROR: Outcome.FAILED,
+}
+
+
+class _Event(NamedTuple):
+    request_id: str
+    model: str
+    is_online: bool
+    arrived_s: float
+    prompt_tokens: int
+    outcome: Outcome
+    end: FinishedStats | None
+
+
+class RequestRecorder:
+    """Off until its host turns it on: a host that never takes rows keeps none."""
+
+    def __init__(self) -> None:
+        self.is_on = False
+        self.num_dropped = 0
+        """For want of room, so far."""
+        self._num_told_dropped = 0
+        self._events: deque[_Event] = deque()
+
+    def arrived(self, request: GenerationRequest, now: float) -> None:
+        self._of(request, now, Outcome.PENDING)
+
+    def refused(self, request: GenerationRequest, now: float) -> None:
+        self._of(request, now, Outcome.REFUSED)
+
+    def _of(self, request: GenerationRequest, now: float, outcome: Outcome) -> None:
+        is_online, num_prompt = request.request_class == RequestClass.ONLINE, len(request.prompt) // 4
+        arrived_s = now - request.waited_s
+        self._add(_Event(request.request_id, request.model, is_online, arrived_s, num_prompt, outcome, None))
+
+    def ended_here(self, tracked: TrackedRequest, reason: FinishReason, now: float) -> None:
+        """In the scheduler's hands, after whatever it did before."""
+        request = tracked.request
+        if request is None:
+            return
+        stats = FinishedStats(
+            model=tracked.model,
+            request_class=request.request_class,
+            prompt_tokens=tracked.num_prompt,
+            output_tokens=len(request.prior) // 4,
+            queued_s=0.0,
+            execution_s=0.0,
+            finish_reason=reason,
+            latency_s=now - tracked.arrived_s,
+            ttft_s=request.ttft_s,
+            is_whole=False,
+            is_ttft_met=False
+            if reason != FinishReason.CANCELLED and tracked.is_online and request.ttft_s < 0
+            else None,
+        )
+        self.ended(tracked.request_id, stats, now)
+
+    def ended(self, request_id: str, stats: FinishedStats, now: float) -> None:
+        is_online = stats.request_class == RequestClass.ONLINE
+        outcome = _OUTCOMES[stats.finish_reason]
+        arrived_s = now - stats.latency_s
+        self._add(_Event(request_id, stats.model, is_online, arrived_s, stats.prompt_tokens, outcome, stats))
+
+    def _add(self, event: _Event) -> None:
+        if not self.is_on:
+            return
+        if len(self._events) >= MAX_KEPT:
+            self.num_dropped += 1
+        else:
+            self._events.append(event)
+
+    def told(self, scheduler_id: str, now: float) -> RequestRows | None:
+        """The first rows that are not acknowledged; None: there are none."""
+        events = list(islice(self._events, MAX_TOLD))
+        if not events:
+            return None
+        models = sorted({event.model for event in events})
+        index = {model: number for number, model in enumerate(models)}
+        rows = [_row(event, index[event.model], now) for event in events]
+        return RequestRows(scheduler_id, models, rows, self.num_dropped - self._num_told_dropped)
+
+    def acknowledge(self, told: RequestRows) -> None:
+        self._num_told_dropped += told.num_dropped
+        for _ in told.rows:
+            self._events.popleft()
+
+
+def _row(event: _Event, model: int, now: float) -> RequestRow:
+    age_s = now - event.arrived_s
+    number, end = request_number(event.request_id), event.end
+    if end is None:
+        return RequestRow(number, model, event.is_online, age_s, event.prompt_tokens, event.outcome)
+    return RequestRow(
+        number,
+        model,
+        event.is_online,
+        age_s,
+        event.prompt_tokens,
+        event.outcome,
+        end.output_tokens,
+        end.latency_s,
+        end.ttft_s,
+        (end.device_s or end.execution_s) if end.is_whole else 0.0,
+        end.is_ttft_met,
+        end.is_tpot_met,
+    )
