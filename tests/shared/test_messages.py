@@ -54,9 +54,10 @@ def test_every_message_survives_the_wire(kind: type[msgspec.Struct]) -> None:
     assert decoder(kind).decode(encode(value)) == value
 
 
-def test_a_peer_that_counts_devices_instead_of_naming_them_does_not_misread_the_blocks() -> None:
+@pytest.mark.parametrize("devices", [1, ["cpu"]])
+def test_a_peer_whose_blocks_are_parts_by_device_does_not_misread_them(devices: object) -> None:
     builtins = msgspec.to_builtins(sample(migration.PreAllocate), builtin_types=(bytes,))
-    builtins[migration.PreAllocate.__struct_fields__.index("group")] = 1
+    builtins.insert(migration.PreAllocate.__struct_fields__.index("on_host"), devices)
     with pytest.raises(UNREADABLE):
         decoder(migration.PreAllocate).decode(encode(builtins))
 
