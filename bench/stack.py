@@ -46,10 +46,10 @@ VOCABULARY = SHAPES["135m"]["vocab_size"]
 POOL_BYTES = 1 << 30
 
 
-def add_tokenizer(folder: Path) -> None:
+def add_tokenizer(folder: Path, num_tokens: int = VOCABULARY) -> None:
     """Of the vocabulary's size: the gateway wants one, though prompts are token ids."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    words = [f"Ġw{index}" for index in range(VOCABULARY - len(alphabet) - 3)]
+    words = [f"Ġw{index}" for index in range(num_tokens - len(alphabet) - 3)]
     vocabulary = {token: index for index, token in enumerate(["<pad>", "<bos>", "<eos>", *alphabet, *words])}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -51,16 +51,16 @@ def nnls(matrix: np.ndarray, target: np.ndarray) -> np.ndarray:
     return x
 
 
-def fit(steps: Sequence[Measured]) -> CostModel:
-    """The step times only; copies, safepoints and errors are left at their defaults. Raises `ValueError` without any
-    step or with a duration that is not positive."""
+def fit(steps: Sequence[Measured], *, max_knees: int = 0) -> CostModel:
+    """The step times only; copies, safepoints and errors are left at their defaults. `max_knees`: so many are tried, evenly
+    over the steps' sizes; 0: each size. Raises `ValueError` without any step or with a duration that is not positive."""
     times = np.array([seconds for _, seconds in steps])
     if not len(times) or times.min() <= 0:
         raise ValueError("a fit needs steps of positive duration")
     without, least_error = _fit_knee(steps, times, 0)
     best, least_error = without, KNEE_GAIN * least_error
     tokens = sorted({shape.num_tokens for shape, _ in steps})
-    for knee in tokens[1:-1]:
+    for knee in tokens[1 : -1 : -(-len(tokens) // max_knees) if max_knees else 1]:
         candidate, error = _fit_knee(steps, times, knee)
         if error < least_error:
             best, least_error = candidate, error

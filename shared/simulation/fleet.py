@@ -222,7 +222,7 @@ class Instance:
 
     def _slowdown(self) -> float:
         noise = float(np.exp(self._draw.normal(0.0, self._fleet.noise))) if self._fleet.noise else 1.0
-        return noise * (MIGRATING_SLOWDOWN if self.num_transfers else 1.0)
+        return noise * (MIGRATING_SLOWDOWN if self.num_transfers else 1.0) * self._fleet.slowdown(self)
 
     def _on_turn(self, step: VirtualStep | None) -> None:
         if (num_preemptions := self.engine.counters.num_preemptions) != self._num_preemptions:
@@ -385,12 +385,14 @@ class Fleet:
         has_priorities: bool = True,
         control_s: float = CONTROL_S,
         tells_statistics: bool = True,
+        slowdown: Callable[[Instance], float] = lambda _: 1.0,
     ) -> None:
         """`noise`: standard deviation of the logarithm of step times around the cost model. `migrations`: of a fleet;
         None: requests stay where they are. `has_priorities`: else all requests are normal ones. `control_s`: of a message to
-        or from the scheduler. `tells_statistics`: instances hear of execution times."""
+        or from the scheduler. `tells_statistics`: instances hear of execution times.
+        `slowdown`: of a step that an instance begins now, beside noise: what others do to it that share its machine."""
         self.events = Events()
-        self.noise, self.seed, self.control_s = noise, seed, control_s
+        self.noise, self.seed, self.control_s, self.slowdown = noise, seed, control_s, slowdown
         self.gateway = Gateway(lambda: self.events.now, self._submit)
         self.gateway.has_priorities = has_priorities
         self.instances: dict[str, Instance] = {}

@@ -84,6 +84,10 @@ class VirtualInstance:
         self.is_stopped = False
         """It does nothing any more."""
 
+    @property
+    def is_computing(self) -> bool:
+        return bool(self._steps)
+
     def apply(self, call: Call[T]) -> T:
         """As the live instance's loop does."""
         now = self._events.now

@@ -1,0 +1,174 @@
+"""Simulated against live: two instances and three models on this machine, over HTTP, and the same requests on the same
+engines in virtual time (docs/benchmarks.md).
+
+    python -m bench.fidelity [--quick] [--output DIR]
+
+Takes some 15 minutes, --quick 3. Wants a machine that nothing else uses: its load average is in the result.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from bench.fidelity import simulated
+from bench.fidelity.live import LiveStack
+from bench.fidelity.observed import Observed
+from bench.fidelity.results import Cell, Comparison, Repeat, cell_order, draw
+from bench.fidelity.timing import Sample, Timing, execution_s, fit, samples, speed
+from bench.fidelity.workloads import CALIBRATION, MIXES, MODELS, VOCABULARY, Served, figures, planned
+from bench.reporting import judged, machine, save_figure, write
+from shared.messages.requests import pack_tokens
+from tideway.bench.prompts import prompt_token_ids
+from tideway.bench.workload import PlannedRequest
+
+LOADS = (0.3, 0.6, 0.95)
+SETTINGS = {"TIDEWAY_MIGRATION": "off"}
+"""Requests stay where they are: on a machine of two cores a copy takes one of them from the steps."""
+CALIBRATION_LOAD = 0.5
+
+
+class _Run(msgspec.Struct):
+    requests: list[PlannedRequest]
+    served: list[Served]
+    start_s: float
+    end_s: float
+    load_average: float
+
+
+class Bench:
+    def __init__(self, live: LiveStack, *, run_s: float, calibration_s: float, num_seeds: int) -> None:
+        self._live, self._run_s, self._calibration_s, self._num_seeds = live, run_s, calibration_s, num_seeds
+        self._calibrations: list[_Run] = []
+
+    def _send(self, requests: list[PlannedRequest]) -> _Run:
+        served, start_s = self._live.send(requests)
+        return _Run(requests, served, start_s, time.monotonic(), os.getloadavg()[0])
+
+    def _calibrate(self, rate_rps: float, duration_s: float) -> None:
+        number = len(self._calibrations)
+        name = f"calibration-{number}"
+        self._calibrations.append(self._send(planned(CALIBRATION, rate_rps, duration_s, name=name, seed=1000 + number)))
+
+    def run(self, loads: Sequence[float], repeats: int) -> Comparison:
+        """Raises `RunFailed` of live.py or of the simulation."""
+        live = self._live
+        observed = live.observed()
+        guess = Timing(cost_models=observed[0].cost_models, beside=1.0, noise=0.0, submit_s=0.0, answer_s=0.0)
+        rate_rps = simulated.capacity_rps(observed, guess, live.settings, CALIBRATION)
+        # The guess knows nothing of the services' share of the machine.
+        self._calibrate(0.25 * rate_rps, self._calibration_s)
+        timing = self._fit(live.observed())
+        rate_rps = CALIBRATION_LOAD * simulated.capacity_rps(observed, timing, live.settings, CALIBRATION)
+        self._calibrate(rate_rps, 3 * self._calibration_s)
+        timing = self._fit(live.observed())
+        rate_rps = CALIBRATION_LOAD * simulated.capacity_rps(observed, timing, live.settings, CALIBRATION)
+        capacity = {mix.name: simulated.capacity_rps(observed, timing, live.settings, mix) for mix in MIXES}
+        runs: dict[tuple[str, float, int], tuple[_Run, int]] = {}
+        for key in cell_order([mix.name for mix in MIXES], loads, repeats):
+            name, load, repeat = key
+            mix = next(mix for mix in MIXES if mix.name == name)
+            # The same requests again: what differs between repeats is the system's doing.
+            requests = planned(mix, load * capacity[name], self._run_s, name=f"{name}-{load}", seed=1)
+            requests = [msgspec.structs.replace(one, request_id=f"{one.request_id}-{repeat}") for one in requests]
+            runs[key] = (self._send(requests), len(self._calibrations))
+            self._calibrate(rate_rps, self._calibration_s)
+            print(f"{name}, load {load}, run {repeat + 1}: {len(requests)} requests, load average "
+                  f"{runs[key][0].load_average:.2f}", flush=True)  # fmt: skip
+        observed = live.observed()
+        return self._compare(observed, self._fit(observed), capacity, runs)
+
+    def _fit(self, observed: list[Observed]) -> Timing:
+        """To all that was sent of the other trace."""
+        submit_s: list[float] = []
+        answer_s: list[float] = []
+        submitted = {prompt: at_s for one in observed for prompt, at_s in one.submitted_s.items()}
+        first = {prompt: at_s for one in observed for prompt, at_s in one.first_s.items()}
+        for run in self._calibrations:
+            ordered = sorted(run.requests, key=lambda request: request.request_id)
+            for request, served in zip(ordered, run.served, strict=True):
+                prompt = pack_tokens(prompt_token_ids(request, VOCABULARY, 0))
+                submit_s.append(submitted[prompt] - run.start_s - served.arrival_s)
+                answer_s.append(served.first_s + run.start_s - first[prompt])
+        steps = samples(observed)
+        calibrating = [one for run in self._calibrations for one in _within(steps, run)]
+        return fit(calibrating, float(np.median(submit_s)), float(np.median(answer_s)))
+
+    def _compare(
+        self,
+        observed: list[Observed],
+        timing: Timing,
+        capacity: dict[str, float],
+        runs: dict[tuple[str, float, int], tuple[_Run, int]],
+    ) -> Comparison:
+        steps, settings = samples(observed), self._live.settings
+        cells: dict[tuple[str, float], Cell] = {}
+        for (name, load, _), (run, number) in runs.items():
+            lengths: dict[str, list[tuple[int, int]]] = {model: [] for model in MODELS}
+            for one in run.requests:
+                lengths[one.model].append((one.prompt_tokens, one.output_tokens))
+            alone_s = {model: execution_s(timing, model, pairs) for model, pairs in lengths.items() if pairs}
+            around = self._calibrations[number - 1 : number + 1]
+            before = speed(timing, [one for calibration in around for one in _within(steps, calibration)])
+            own = speed(timing, _within(steps, run))
+            by_speed = [
+                [
+                    figures(simulated.run(observed, timing, settings, run.requests, speed=factor, seed=seed), alone_s)
+                    for seed in range(self._num_seeds)
+                ]
+                for factor in (before, own)
+            ]
+            cell = cells.setdefault(
+                (name, load), Cell(workload=name, load=load, rate_rps=load * capacity[name], repeats=[])
+            )
+            cell.repeats.append(
+                Repeat(
+                    live=figures(run.served, alone_s), simulated=by_speed[0], hindsight=by_speed[1],
+                    speed=before, own_speed=own, load_average=run.load_average,
+                )
+            )  # fmt: skip
+        return Comparison(cells=list(cells.values()), timing=timing, capacity_rps=capacity)
+
+
+def _within(steps: Sequence[Sample], run: _Run) -> list[Sample]:
+    return [one for one in steps if run.start_s <= one.start_s < run.end_s]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m bench.fidelity", description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+    parser.add_argument("--quick", action="store_true", help="two loads, one run of each cell, shorter ones")
+    parser.add_argument("--output", type=Path, default=Path(".tideway/bench"), help="folder of JSON, table and plot")
+    parser.add_argument("--repeats", type=int, default=0, help="live runs of each cell; default: 2, quick 1")
+    parser.add_argument("--seconds", type=float, default=0.0, help="of arrivals of a run; default: 28, quick 12")
+    options = parser.parse_args(arguments)
+    quick = options.quick
+    began_s, before = time.monotonic(), machine()
+    with LiveStack(SETTINGS) as live:
+        bench = Bench(
+            live, run_s=options.seconds or (12.0 if quick else 28.0), calibration_s=5.0, num_seeds=2 if quick else 6
+        )
+        comparison = bench.run((0.3, 0.95) if quick else LOADS, options.repeats or (1 if quick else 2))
+    took_s, date = time.monotonic() - began_s, time.strftime("%Y-%m-%d")
+    targets = comparison.targets()
+    machines = {"before": before, "after": machine()}
+    head = f"# Simulated against live, {date}\n\n{machines}, {took_s:.0f} s\n\n"
+    text = head + comparison.markdown() + "\n\n    " + "\n    ".join(map(str, targets))
+    print(text)
+    result = {"date": date, "machine": machines, "command": " ".join(sys.argv[1:]), "took_s": round(took_s, 1),
+              "targets": judged(targets), "comparison": comparison}  # fmt: skip
+    stem = write(options.output, f"fidelity{'-quick' if quick else ''}-{date}", result, text)
+    save_figure(lambda: draw(comparison), stem.with_suffix(".png"))
+    print(f"written: {stem}.json, .md, .png")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,128 @@
+"""Live and simulated figures of each cell beside each other, as table, targets and plot. Pure but for the plot."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import msgspec
+import numpy as np
+
+from bench.fidelity.timing import Timing
+from bench.fidelity.workloads import Figures
+from bench.reporting import Target, table
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+METRICS = {
+    "normalised_latency": "mean normalised latency",
+    "p99_ttft_s": "P99 TTFT s",
+    "throughput_tokens_s": "output tokens/s",
+}
+MEDIAN_ERROR, WORST_ERROR = 0.03, 0.08
+
+
+class Repeat(msgspec.Struct, frozen=True, kw_only=True):
+    """A live run and its simulations."""
+
+    live: Figures
+    simulated: list[Figures]
+    """Of different noise; the steps' speed is that of the trace before and after the run."""
+    hindsight: list[Figures]
+    """The speed is that of the run's own steps: what is left is not the machine's drift."""
+    speed: float
+    own_speed: float
+    load_average: float
+
+
+class Cell(msgspec.Struct, frozen=True, kw_only=True):
+    workload: str
+    load: float
+    rate_rps: float
+    repeats: list[Repeat]
+
+    def live(self, metric: str) -> float:
+        return float(np.mean([getattr(one.live, metric) for one in self.repeats]))
+
+    def scatter(self, metric: str) -> float:
+        """Half the range of the live runs over their mean; 0 of one."""
+        values = [getattr(one.live, metric) for one in self.repeats]
+        return (max(values) - min(values)) / 2 / self.live(metric)
+
+    def simulated(self, metric: str, *, hindsight: bool = False) -> float:
+        runs = [figures for one in self.repeats for figures in (one.hindsight if hindsight else one.simulated)]
+        return float(np.mean([getattr(figures, metric) for figures in runs]))
+
+    def error(self, metric: str, *, hindsight: bool = False) -> float:
+        """Of the simulation, relative, with its sign."""
+        return self.simulated(metric, hindsight=hindsight) / self.live(metric) - 1
+
+
+class Comparison(msgspec.Struct, frozen=True, kw_only=True):
+    cells: list[Cell]
+    timing: Timing
+    capacity_rps: dict[str, float]
+
+    def errors(self, metric: str, *, hindsight: bool = False) -> list[float]:
+        return [abs(cell.error(metric, hindsight=hindsight)) for cell in self.cells]
+
+    def targets(self) -> list[Target]:
+        found = []
+        for metric, name in METRICS.items():
+            errors, scatter = self.errors(metric), [cell.scatter(metric) for cell in self.cells]
+            own = self.errors(metric, hindsight=True)
+            for how, limit, pick in (("median", MEDIAN_ERROR, np.median), ("worst", WORST_ERROR, np.max)):
+                note = (
+                    f"live runs differ from their mean by {100 * float(pick(scatter)):.1f} %; "
+                    f"{100 * float(pick(own)):.1f} % with each run's own speed"
+                )
+                value = 100 * float(pick(errors))
+                found.append(
+                    Target(name=f"{name}, {how} error", value=value, limit=100 * limit, unit=" %", note=note)
+                )  # fmt: skip
+        return found
+
+    def markdown(self) -> str:
+        header = ["workload", "load", "requests"]
+        for name in METRICS.values():
+            header += [f"{name}: live", "simulated", "error %", "live +- %"]
+        header += ["speed", "own speed"]
+        rows = []
+        for cell in self.cells:
+            row: list[object] = [cell.workload, cell.load, cell.repeats[0].live.num_requests]
+            for metric in METRICS:
+                row += [cell.live(metric), cell.simulated(metric)]
+                row += [f"{100 * cell.error(metric):+.1f}", f"{100 * cell.scatter(metric):.1f}"]
+            row += [float(np.mean([one.speed for one in cell.repeats]))]
+            rows.append([*row, float(np.mean([one.own_speed for one in cell.repeats]))])
+        timing = self.timing
+        fitted = (
+            f"Fitted to the other trace: a step takes {timing.beside:.2f} times as long while the other instance computes, "
+            f"noise {timing.noise:.3f}, {1e3 * timing.submit_s:.1f} ms from the client to the engine, "
+            f"{1e3 * timing.answer_s:.1f} ms back. Capacity: "
+            + ", ".join(f"{name} {rate:.1f} requests/s" for name, rate in self.capacity_rps.items())
+        )
+        return "\n".join([*table(header, rows), "", fitted + "."])
+
+
+def draw(comparison: Comparison) -> Figure:
+    """How far off each cell is, with the scatter of its live runs. Raises `PlotsUnavailable`."""
+    from tideway.bench.plots import new_figure
+
+    figure, axes = new_figure(len(METRICS), "Simulated over live")
+    cells = comparison.cells
+    for axis, (metric, name) in zip(axes, METRICS.items(), strict=True):
+        errors = [100 * cell.error(metric) for cell in cells]
+        axis.errorbar(range(len(cells)), errors, yerr=[100 * cell.scatter(metric) for cell in cells], fmt="o")
+        axis.axhspan(-100 * WORST_ERROR, 100 * WORST_ERROR, alpha=0.15)
+        axis.set_ylabel("%")
+        axis.set_title(name, fontsize="small")
+    axes[-1].set_xticks(range(len(cells)), [f"{cell.workload}\n{cell.load}" for cell in cells])
+    axes[-1].set_xlabel("workload, load (bars: live runs around their mean)")
+    return figure
+
+
+def cell_order(workloads: Sequence[str], loads: Sequence[float], repeats: int) -> list[tuple[str, float, int]]:
+    """(workload, load, repeat): all cells once before any comes again, so that repeats do not share a moment."""
+    return [(name, load, repeat) for repeat in range(repeats) for name in workloads for load in loads]

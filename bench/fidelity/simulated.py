@@ -1,0 +1,76 @@
+"""The same requests on the same engines, policies and pools in virtual time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import msgspec
+import numpy as np
+
+from bench.fidelity.observed import Observed
+from bench.fidelity.timing import Timing
+from bench.fidelity.workloads import Mix, Served, planned
+from shared.engine.calls import SetCostModel
+from shared.engine.engine import Engine
+from shared.engine.recording import Configuration
+from shared.settings import SchedulerSettings
+from shared.simulation.fleet import CONTROL_S, Device, Fleet, Instance, Model
+from shared.simulation.gateway import Job
+from tideway.bench.workload import PlannedRequest
+
+BACKLOG_REQUESTS = 150
+
+
+def run(
+    observed: Sequence[Observed],
+    timing: Timing,
+    settings: SchedulerSettings,
+    requests: Sequence[PlannedRequest],
+    *,
+    speed: float = 1.0,
+    seed: int = 0,
+    build: Callable[[Configuration], Engine] = Configuration.build,
+) -> list[Served]:
+    """Instances are those that were observed; engines know the cost models that the live ones were told. `speed`: factor of
+    all step times, of the machine at that time. Raises `RunFailed`."""
+    # The fleet's noise has the median 1, a cost model says the mean.
+    scale = speed / float(np.exp(timing.noise**2 / 2))
+
+    def slowdown(instance: Instance) -> float:
+        others = (one for one in fleet.instances.values() if one is not instance)
+        return timing.beside if any(one.host.is_computing for one in others) else 1.0
+
+    fleet = Fleet(settings, noise=timing.noise, seed=seed, slowdown=slowdown)
+    for number, one in enumerate(observed):
+        device = Device(configuration=one.configuration)
+        models = [
+            Model(shape=shape, cost_model=timing.cost_models[name].scaled(scale)) for name, shape in one.models.items()
+        ]
+        instance = fleet.add_instance(f"instance-{number}", device, models, engine=build(one.configuration))
+        _tell(instance.engine, one)
+    first_s = max(0.0, timing.submit_s - CONTROL_S)
+    jobs = [
+        Job(one.at_s + first_s, one.prompt_tokens, one.output_tokens, model=one.model)
+        for one in sorted(requests, key=lambda request: request.at_s)
+    ]
+    records = fleet.run(jobs).records
+    return [
+        Served(
+            job.model, job.at_s - first_s, record.first_s + timing.answer_s, record.last_s + timing.answer_s,
+            record.num_tokens,
+        )
+        for job, record in zip(jobs, records, strict=True)
+    ]  # fmt: skip
+
+
+def _tell(engine: Engine, observed: Observed) -> None:
+    for name, cost_model in observed.cost_models.items():
+        engine.apply(SetCostModel(name, cost_model), 0.0)
+
+
+def capacity_rps(observed: Sequence[Observed], timing: Timing, settings: SchedulerSettings, mix: Mix) -> float:
+    """Requests per second at which the instances work off a backlog of them."""
+    requests = planned(mix, 10.0, BACKLOG_REQUESTS / 10.0, name="backlog", seed=7)
+    at_once = [msgspec.structs.replace(one, at_s=1e-3 * number) for number, one in enumerate(requests)]
+    served = run(observed, timing, settings, at_once)
+    return len(served) / max(one.last_s for one in served)

@@ -1,0 +1,140 @@
+"""What a running system's times are, fitted to one trace, so that a simulation of other traces can be held against it. Pure.
+
+| | from |
+|---|---|
+| step times of each model | steps of the engines, from plan to plan: with what the host does in between |
+| factor of a step while the other instance computes | the same steps, by the share of each that the other was busy |
+| noise of steps | what the fit leaves |
+| time from a client to the engine, and back | arrivals and tokens at the client against those at the engine |
+| speed of the machine beside a run | its steps shortly before and after, over what the fit says of them |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+
+import msgspec
+import numpy as np
+
+from bench.fidelity.observed import Observed
+from shared import cost_fit
+from shared.cost_model import CostModel, StepShape
+
+MOST_NOISE = 1.0
+"""Logarithm of a step's time over the predicted one; beyond it, it was a stall of the machine."""
+BESIDE = (1.0, 1.03, 1.06, 1.1, 1.15, 1.2, 1.3, 1.4, 1.6, 1.8, 2.0)
+"""Factors that are tried."""
+SEARCH_STEPS, SEARCH_KNEES = 300, 2
+"""Of a model, for that."""
+KNEES = 12
+"""At which sizes of steps a cost model may have its knee."""
+
+
+class Sample(msgspec.Struct, frozen=True):
+    """A step of a machine on which two instances compute."""
+
+    model: str
+    shape: StepShape
+    seconds: float
+    """Until the next one began, where one could."""
+    beside: float
+    """Share of it in which the other instance computed."""
+    start_s: float
+
+
+class Timing(msgspec.Struct, frozen=True, kw_only=True):
+    """Of two instances on one machine."""
+
+    cost_models: dict[str, CostModel]
+    """Of a step while the other instance does nothing; its mean, noise included."""
+    beside: float
+    """Factor of a step while the other computes."""
+    noise: float
+    """Standard deviation of the logarithm of step times around the cost model."""
+    submit_s: float
+    """From a request's arrival at the client until the engine has it."""
+    answer_s: float
+    """From the end of a step until the client has its tokens."""
+
+
+def samples(observed: Sequence[Observed]) -> list[Sample]:
+    """Of two instances."""
+    result = []
+    busy = [_busy(one) for one in observed]
+    for one, others in zip(observed, reversed(busy), strict=True):
+        pauses = [after.start_s - step.end_s for step, after in pairwise(one.steps) if step.is_followed]
+        pause_s = float(np.median(pauses)) if pauses else 0.0
+        for step, after in zip(one.steps, [*one.steps[1:], None], strict=True):
+            followed = step.is_followed and after is not None
+            end_s = after.start_s if followed and after is not None else step.end_s + pause_s
+            seconds = end_s - step.start_s
+            share = _overlap_s(others, step.start_s, end_s) / seconds
+            result.append(Sample(step.model, step.shape, seconds, share, step.start_s))
+    return sorted(result, key=lambda sample: sample.start_s)
+
+
+def _busy(observed: Observed) -> np.ndarray:
+    """[n, 2]: start and end of each step, in order."""
+    return np.array([(step.start_s, step.end_s) for step in observed.steps], float).reshape(-1, 2)
+
+
+def _overlap_s(busy: np.ndarray, start_s: float, end_s: float) -> float:
+    first, last = np.searchsorted(busy[:, 1], start_s), np.searchsorted(busy[:, 0], end_s)
+    within = busy[first:last]
+    return float((np.minimum(within[:, 1], end_s) - np.maximum(within[:, 0], start_s)).clip(0).sum())
+
+
+def fit(steps: Sequence[Sample], submit_s: float, answer_s: float) -> Timing:
+    """The factor is that under which the cost models explain the steps best. Raises `ValueError` without steps."""
+    by_model: dict[str, list[Sample]] = {}
+    for sample in steps:
+        by_model.setdefault(sample.model, []).append(sample)
+    beside = min(BESIDE, key=lambda factor: _loss(by_model, factor))
+    costs = _cost_models(by_model, beside, KNEES)
+    for name, of_model in by_model.items():
+        # The mean is what adds up to latencies: stalls are part of it.
+        predicted = sum(costs[name].predict(one.shape) * _factor(beside, one) for one in of_model)
+        costs[name] = costs[name].scaled(sum(one.seconds for one in of_model) / predicted)
+    left = _logarithms(steps, costs, beside)
+    noise = float(np.std(left[np.abs(left) < MOST_NOISE]))
+    return Timing(cost_models=costs, beside=beside, noise=noise, submit_s=submit_s, answer_s=answer_s)
+
+
+def _loss(by_model: Mapping[str, Sequence[Sample]], beside: float) -> float:
+    thinned = {name: of_model[:: -(-len(of_model) // SEARCH_STEPS)] for name, of_model in by_model.items()}
+    steps = [one for of_model in thinned.values() for one in of_model]
+    left = _logarithms(steps, _cost_models(thinned, beside, SEARCH_KNEES), beside)
+    return float(np.abs(left - np.median(left)).mean())
+
+
+def _cost_models(by_model: Mapping[str, Sequence[Sample]], beside: float, max_knees: int) -> dict[str, CostModel]:
+    return {
+        name: cost_fit.fit([(one.shape, one.seconds / _factor(beside, one)) for one in of_model], max_knees=max_knees)
+        for name, of_model in by_model.items()
+    }
+
+
+def _factor(beside: float, sample: Sample) -> float:
+    return 1.0 / (1.0 - sample.beside + sample.beside / beside)
+
+
+def _logarithms(steps: Sequence[Sample], costs: Mapping[str, CostModel], beside: float) -> np.ndarray:
+    return np.log([one.seconds / (costs[one.model].predict(one.shape) * _factor(beside, one)) for one in steps])
+
+
+def speed(timing: Timing, steps: Sequence[Sample]) -> float:
+    """How long steps took, over what the fit says."""
+    predicted = sum(timing.cost_models[one.model].predict(one.shape) * _factor(timing.beside, one) for one in steps)
+    return sum(one.seconds for one in steps) / predicted
+
+
+def execution_s(timing: Timing, model: str, lengths: Sequence[tuple[int, int]]) -> float:
+    """Mean of what requests of so many prompt and output tokens take alone."""
+    cost = timing.cost_models[model]
+    seconds = []
+    for prompt, output in lengths:
+        first_s = cost.predict(StepShape(prompt, prompt * prompt / 2, 0, 0))
+        mean_context = prompt + (output - 1) / 2
+        seconds.append(first_s + (output - 1) * cost.predict(StepShape(0, 0.0, 1, round(mean_context))))
+    return float(np.mean(seconds))

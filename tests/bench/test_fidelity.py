@@ -1,0 +1,115 @@
+"""What bench/fidelity fits to the steps of a system whose times are known, and how it compares."""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+import pytest
+
+from bench.fidelity import simulated
+from bench.fidelity.observed import Observed, Step, observe
+from bench.fidelity.results import Cell, Comparison, Repeat, cell_order
+from bench.fidelity.timing import Timing, execution_s, fit, samples, speed
+from bench.fidelity.workloads import CALIBRATION, MIXES, MODELS, Figures, Served, figures, planned
+from shared.cost_model import CostModel, StepShape
+from shared.engine.engine import Engine
+from shared.engine.plan import ModelShape
+from shared.engine.recording import Configuration, recorded
+from shared.settings import SchedulerSettings
+
+COSTS = {
+    name: CostModel(
+        fixed_s=fixed_s, prefill_token_s=4e-4, prefill_attention_s=1e-7, decode_s=1e-3, decode_context_s=2e-6
+    )
+    for name, fixed_s in zip(MODELS, (0.008, 0.010, 0.018), strict=True)
+}
+TRUTH = Timing(cost_models=COSTS, beside=1.3, noise=0.05, submit_s=0.004, answer_s=0.003)
+CONFIGURATION = Configuration(
+    num_merged=200, num_rows=64, ordering="doubling_budget", token_budget=512, steps_in_flight=1
+)
+IDLE = Observed(
+    CONFIGURATION, {name: ModelShape(name, 32, 4, 1024, 4096) for name in MODELS}, COSTS, [], {}, {}
+)  # fmt: skip
+SETTINGS = SchedulerSettings(migration="off")
+
+
+def test_times_that_are_fitted_to_one_trace_predict_another() -> None:
+    recordings: list[list[bytes]] = []
+
+    def build(configuration: Configuration) -> Engine:
+        recordings.append([])
+        return recorded(configuration, recordings[-1].append)
+
+    requests = planned(CALIBRATION, 4.0, 40.0, name="calibration", seed=1)
+    simulated.run([IDLE, IDLE], TRUTH, SETTINGS, requests, build=build)
+    observed = [observe(b"".join(one)) for one in recordings]
+    assert all(one.models.keys() == MODELS.keys() and one.cost_models == COSTS for one in observed)
+    assert sum(len(one.submitted_s) for one in observed) == sum(len(one.first_s) for one in observed) == len(requests)
+
+    fitted = fit(samples(observed), TRUTH.submit_s, TRUTH.answer_s)
+    assert fitted.beside == pytest.approx(TRUTH.beside, abs=0.1)
+    assert fitted.noise == pytest.approx(TRUTH.noise, abs=0.02)
+    assert speed(fitted, samples(observed)) == pytest.approx(1.0)
+    for name in MODELS:
+        for shape in (StepShape(0, 0.0, 4, 400), StepShape(100, 5000.0, 0, 0), StepShape(60, 1800.0, 3, 300)):
+            assert fitted.cost_models[name].predict(shape) == pytest.approx(COSTS[name].predict(shape), rel=0.08)
+
+    for mix in MIXES[:2]:
+        requests = planned(mix, 4.0, 30.0, name=mix.name, seed=2)
+        alone_s = {name: execution_s(TRUTH, name, [(100, 20)]) for name in MODELS}
+        of_truth, of_fit = (
+            [figures(simulated.run([IDLE, IDLE], timing, SETTINGS, requests, seed=seed), alone_s) for seed in (3, 4)]
+            for timing in (TRUTH, fitted)
+        )
+        for metric, allowed in (("normalised_latency", 0.08), ("p99_ttft_s", 0.4), ("throughput_tokens_s", 0.02)):
+            mean = [np.mean([getattr(one, metric) for one in runs]) for runs in (of_truth, of_fit)]
+            assert mean[1] == pytest.approx(mean[0], rel=allowed), (mix.name, metric)
+
+
+def test_a_step_goes_on_until_the_next_where_requests_are_held() -> None:
+    shape = StepShape(0, 0.0, 1, 10)
+    one = [Step("small", shape, 0.0, 1.0, True), Step("small", shape, 1.2, 2.0, False)]
+    other = [Step("small", shape, 1.0, 1.5, False)]
+    first, others, second = samples([IDLE._replace(steps=one), IDLE._replace(steps=other)])
+    assert (first.seconds, others.seconds, second.seconds) == pytest.approx((1.2, 0.5, 1.0))
+    assert (first.beside, others.beside, second.beside) == pytest.approx((0.2 / 1.2, 0.3 / 0.5, 0.3))
+
+
+def test_a_slower_machine_is_simulated_slower() -> None:
+    requests = planned(MIXES[0], 2.0, 10.0, name="few", seed=2)
+    quiet, slow = (
+        sum(one.last_s - one.arrival_s for one in simulated.run([IDLE, IDLE], TRUTH, SETTINGS, requests, speed=factor))
+        for factor in (1.0, 1.5)
+    )
+    assert 1.4 * quiet < slow
+
+
+def test_figures_are_of_all_requests() -> None:
+    served = [Served("small", 0.0, 0.5, 1.0, 10), Served("large", 1.0, 2.0, 4.0, 20)]
+    found = figures(served, {"small": 0.5, "large": 2.0})
+    assert (found.normalised_latency, found.throughput_tokens_s, found.num_requests) == (1.75, 7.5, 2)
+    assert 0.5 < found.p99_ttft_s <= 1.0
+
+
+def test_errors_and_scatter_of_a_cell() -> None:
+    def found(latency: float) -> Figures:
+        return Figures(normalised_latency=latency, p99_ttft_s=1.0, throughput_tokens_s=100.0, num_requests=9)
+
+    repeats = [
+        Repeat(live=found(live), simulated=[found(2.2)], hindsight=[found(2.0)], speed=1.0, own_speed=1.0, load_average=0.1)
+        for live in (1.9, 2.1)
+    ]  # fmt: skip
+    cell = Cell(workload="chat", load=0.3, rate_rps=1.0, repeats=repeats)
+    assert cell.error("normalised_latency") == pytest.approx(0.1)
+    assert cell.error("normalised_latency", hindsight=True) == pytest.approx(0.0)
+    assert cell.scatter("normalised_latency") == pytest.approx(0.05)
+    comparison = Comparison(cells=[cell], timing=TRUTH, capacity_rps={"chat": 3.0})
+    assert [target.is_met for target in comparison.targets()] == [False, False, True, True, True, True]
+    assert "| chat" in comparison.markdown()
+    assert msgspec.convert(msgspec.to_builtins(comparison), Comparison) == comparison
+
+
+def test_all_cells_come_once_before_any_comes_again() -> None:
+    order = cell_order(("chat", "bursts"), (0.3, 0.6), 2)
+    assert len(order) == 8
+    assert {repeat for *_, repeat in order[:4]} == {0}
