@@ -473,13 +473,19 @@ class Fleet:
         self._tell_entry(instance_id, None)
 
     def carry_out(
-        self, plan: Mapping[str, Sequence[Model]], device: Device, *, start_s: float = 0.0, grace_s: float = 30.0
+        self,
+        plan: Mapping[str, Sequence[Model]],
+        device: Device | Callable[[str], Device],
+        *,
+        start_s: float | Callable[[str], float] = 0.0,
+        grace_s: float = 30.0,
     ) -> None:
         """Brings the fleet to a placement (instance -> its models) while it serves: instances that are in no plan drain and
-        are removed when they are empty, `grace_s` later at most; models come and go; new instances start in `start_s`."""
+        are removed when they are empty, `grace_s` later at most; models come and go; new instances start in `start_s`.
+        `device`, `start_s`: of all, or of each new one."""
         for instance_id, instance in list(self.instances.items()):
             wanted = {model.shape.name: model for model in plan.get(instance_id, ())}
-            if instance.is_gone:
+            if instance.is_gone or instance.state == "draining":
                 continue
             if instance_id not in plan:
                 self.drain(instance_id)
@@ -492,7 +498,9 @@ class Fleet:
                 if name not in instance.model_states:
                     instance.begin_load(model)
         for instance_id in [name for name in plan if name not in self.instances]:
-            self.add_instance(instance_id, device, plan[instance_id], start_s=start_s)
+            new_device = device(instance_id) if callable(device) else device
+            new_start_s = start_s(instance_id) if callable(start_s) else start_s
+            self.add_instance(instance_id, new_device, plan[instance_id], start_s=new_start_s)
 
     def _remove_when_empty(self, instance: Instance, deadline_s: float) -> None:
         if instance.is_gone or instance.state != "draining":

@@ -1,0 +1,377 @@
+"""Adaptive replacement in virtual time: the cores that the placement service hosts, on a fleet that serves meanwhile.
+
+    deploy(fleet, problem, plan)
+    replacement = FleetReplacement(fleet, problem, plan, search)
+    fleet.run(jobs)
+    replacement.searches, replacement.changes
+
+Modelled are times: a search takes `search_s`, weights are fetched at `fetch_bytes_s` by each node (at once where that is
+infinite: they are on its disk), a group that is made anew restarts in `ReplacementSettings.restart_s` and loads its models,
+one that stays loads what it lacks, each device its part at the node's rate.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+
+import msgspec
+import numpy as np
+
+from shared.engine.memory.slab import blocks_per_merged
+from shared.messages.cluster import DeviceGroup, InstancePlan, ModelSpec, PlanChange
+from shared.messages.requests import RequestClass
+from shared.placement.carry_out import CarryOutSettings, Held, View, advance, begin, instance_devices, to_fetch
+from shared.placement.execution import execution_s
+from shared.placement.memory import pool, why_not
+from shared.placement.problem import Group, ModelFacts, NodeFacts, Plan, Prediction, Problem, Proposal, Traffic, traffic
+from shared.placement.replacement import Replacement, ReplacementSettings, Verdict
+from shared.simulation import metrics
+from shared.simulation.deployment import LIVE, Serving, group_models
+from shared.simulation.fleet import Device, Fleet, Model
+
+CHECK_S = 1.0
+"""Between two looks at whether something is due."""
+KEPT_POOL = 1.25
+"""A group keeps its KV pool, and so its process, until it could have one that much larger."""
+GRACE_S = 30.0
+"""For requests to leave what is drained or unloaded."""
+
+
+class Search(msgspec.Struct, frozen=True, kw_only=True):
+    """One that has ended."""
+
+    at_s: float
+    """When it began."""
+    why: str
+    interval_s: float
+    """Of the interval that began with it."""
+    deviation: float | None
+    """Of the interval that ended with it; None: nothing was compared."""
+    measured: Prediction
+    verdict: Verdict
+    num_groups: int
+    """Of the plan that it found."""
+
+
+class FleetReplacement:
+    """Of a fleet that has a plan deployed, from now on."""
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        problem: Problem,
+        plan: Plan,
+        search: Callable[[Problem], Proposal],
+        *,
+        settings: ReplacementSettings | None = None,
+        carry_out: CarryOutSettings | None = None,
+        serving: Serving = LIVE,
+        search_s: float = 10.0,
+        fetch_bytes_s: float = math.inf,
+        predicted: Prediction | None = None,
+    ) -> None:
+        """`problem`: nodes, models and SLOs; its traffic is not used. Where it has no execution times, each search reckons
+        them from its own traffic. `predicted`: of the plan that is deployed."""
+        self.core = Replacement(settings or ReplacementSettings(), fleet.events.now)
+        self.core.settled(fleet.events.now, predicted)
+        self.searches: list[Search] = []
+        self.changes: list[PlanChange] = []
+        """That are over."""
+        self.plan = plan
+        """That serves, or did before the change that is under way."""
+        self._fleet, self._problem, self._search, self._serving = fleet, problem, search, serving
+        self._carry_out, self._search_s, self._fetch_bytes_s = carry_out or CarryOutSettings(), search_s, fetch_bytes_s
+        self._models = {model.name: model for model in problem.models}
+        self._nodes = {node.node_id: node for node in problem.nodes}
+        self._alone_s = dict(problem.execution_s)
+        self._running = places(problem, plan)
+        self._change: PlanChange | None = None
+        self._target = plan
+        self._predicted: dict[bool, Prediction | None] = {}
+        """Of the target of the change, and of the plan before it: whether it is carried out."""
+        self._num_ranks = {place.instance_id: place.group.num_ranks for place in self._running}
+        """Of the instances that were started."""
+        self._fetched: set[tuple[str, str]] = set()
+        self._is_searching = False
+        self._arrivals = np.empty(0)
+        """Of all requests that the gateway knows."""
+        self._fits = fits(problem)
+        fleet.events.after(CHECK_S, self._check)
+
+    @property
+    def interval_s(self) -> float:
+        return self.core.interval_s
+
+    def add_model(self, model: ModelFacts) -> None:
+        """It is placed at once, on the smallest group that holds it; then a search is due."""
+        self._models[model.name] = model
+        self._problem = msgspec.structs.replace(self._problem, models=tuple(self._models.values()))
+        self._fits = fits(self._problem)
+        self.core.ask(f"model {model.name!r} was added")
+        self._add_places()
+
+    def _add_places(self) -> None:
+        # A change that is under way has its own way to the end.
+        if self._change is None:
+            self.plan = with_new_models(self._problem, self.plan, self._running)
+            self._running = places(self._problem, self.plan, self._running)
+            self._bring_about()
+
+    # ------------------------------------------------------------------------------------------------ searching
+
+    def _check(self) -> None:
+        now = self._fleet.events.now
+        if self._change is not None:
+            self._go_on(self._change)
+        elif not self._is_searching and (why := self.core.due(now)):
+            window = self._traffic(*self.core.window(now))
+            measured = self.measured(self.core.since_s, now)
+            self.core.begin(now, measured)
+            if window.num_requests:
+                self._is_searching = True
+                self._fleet.events.after(self._search_s, self._end_search, now, why, window, measured)
+            else:
+                self.core.settled(now, None)
+        self._fleet.events.after(CHECK_S, self._check)
+
+    def _end_search(self, at_s: float, why: str, window: Traffic, measured: Prediction) -> None:
+        self._is_searching = False
+        problem = msgspec.structs.replace(self._problem, traffic=window, incumbent=self.plan)
+        if not self._problem.execution_s:
+            self._alone_s |= execution_s(problem)
+            problem = msgspec.structs.replace(problem, execution_s=dict(self._alone_s))
+        proposal = self._search(problem)
+        verdict = self.core.judge(proposal, problem)
+        self.searches.append(
+            Search(
+                at_s=at_s, why=why, interval_s=self.core.interval_s, deviation=self.core.state.deviation,
+                measured=measured, verdict=verdict, num_groups=len(proposal.plan.groups),
+            )
+        )  # fmt: skip
+        now = self._fleet.events.now
+        if not verdict.is_worth:
+            self.core.settled(now, proposal.incumbent)
+            return
+        target = places(problem, proposal.plan, self._running)
+        self._target, self._predicted = proposal.plan, {True: proposal.prediction, False: proposal.incumbent}
+        self._change = begin(len(self.changes) + 1, verdict.reason, self._running, target, now)
+        for node_id, sources in to_fetch(self._change).items():
+            num_bytes = 0
+            for source in sources:
+                num_bytes += max(model.weight_bytes for model in self._models.values() if model.weights == source)
+                self._fleet.events.after(num_bytes / self._fetch_bytes_s, self._fetched.add, (node_id, source))
+
+    def _go_on(self, change: PlanChange) -> None:
+        now = self._fleet.events.now
+        view = View(self._held(), frozenset(self._fetched))
+        self._change, running = advance(change, self._running, view, now, self._fits, self._carry_out)
+        if running != self._running:
+            self._running = running
+            self._bring_about()
+        if self._change.is_over:
+            is_done = self._change.stage == "carried_out"
+            self.changes.append(self._change)
+            self._change = None
+            if is_done:
+                self.plan = self._target
+            self.core.settled(now, self._predicted[is_done])
+            if {model.name for model in self._problem.models} - {n for g in self.plan.groups for n in g.models}:
+                self._add_places()
+
+    # ------------------------------------------------------------------------------------------------- the fleet
+
+    def _held(self) -> dict[str, Held]:
+        held = {}
+        for instance_id, instance in self._fleet.instances.items():
+            is_starting = instance.state == "starting"
+            states = {name: "loading" if is_starting else state for name, state in instance.model_states.items()}
+            held[instance_id] = Held(self._num_ranks[instance_id], states, instance.state == "draining")
+        return held
+
+    def _bring_about(self) -> None:
+        by_id = {place.instance_id: place for place in self._running}
+        models = {place.instance_id: self._place_models(place) for place in self._running}
+
+        def start_s(instance_id: str) -> float:
+            place = by_id[instance_id]
+            self._num_ranks[instance_id] = place.group.num_ranks
+            load_s = {spec.source: model.load_s for spec, model in zip(place.models, models[instance_id], strict=True)}
+            return self.core.settings.restart_s + sum(load_s.values())
+
+        self._fleet.carry_out(models, lambda name: self._device(by_id[name]), start_s=start_s, grace_s=GRACE_S)
+
+    def _device(self, place: InstancePlan) -> Device:
+        device, num_merged = (
+            self._serving.device(self._problem, group_of(place)),
+            place.pool_bytes // place.merged_bytes,
+        )
+        configuration = msgspec.structs.replace(
+            device.configuration, num_merged=num_merged,
+            num_host_merged=num_merged if device.configuration.num_host_merged else 0,
+        )  # fmt: skip
+        return msgspec.structs.replace(device, configuration=configuration, merged_bytes=place.merged_bytes)
+
+    def _place_models(self, place: InstancePlan) -> list[Model]:
+        """In the order of the place's models."""
+        found = {model.shape.name: model for model in group_models(self._problem, group_of(place))}
+        return [
+            msgspec.structs.replace(
+                found[spec.name],
+                shape=msgspec.structs.replace(
+                    found[spec.name].shape, blocks_per_merged=_blocks(place, self._models[spec.name])
+                ),
+            )
+            for spec in place.models
+        ]
+
+    # ---------------------------------------------------------------------------------------------- what was seen
+
+    def _window(self, since_s: float, until_s: float) -> list[int]:
+        """Numbers of the requests that arrived then."""
+        records = self._fleet.gateway.records
+        if len(records) > len(self._arrivals):
+            new = [record.arrival_s for record in records[len(self._arrivals) :]]
+            self._arrivals = np.concatenate([self._arrivals, new])
+        there = (self._arrivals >= since_s) & (self._arrivals < until_s)
+        return [number for number in np.flatnonzero(there).tolist() if records[number].num_placements]
+
+    def _traffic(self, since_s: float, until_s: float) -> Traffic:
+        """An answer that has not ended is taken to be as long as the model's were on average, or as it is by now."""
+        jobs, records, numbers = self._fleet.gateway.jobs, self._fleet.gateway.records, self._window(since_s, until_s)
+        since_s = max(since_s, 0.0)
+        lengths: dict[str, list[int]] = {}
+        for number in numbers:
+            if records[number].ended_s >= 0:
+                lengths.setdefault(jobs[number].model, []).append(records[number].num_tokens)
+        rows = []
+        for number in numbers:
+            job, record = jobs[number], records[number]
+            ended = lengths.get(job.model)
+            expected = int(np.mean(ended)) if ended and record.ended_s < 0 else 1
+            rows.append(
+                (job.at_s - since_s, job.model, job.prompt_tokens, max(expected, record.num_tokens),
+                 job.request_class is RequestClass.ONLINE)
+            )  # fmt: skip
+        return traffic(rows, until_s - since_s, sorted(self._models))
+
+    def measured(self, since_s: float, until_s: float) -> Prediction:
+        """Of the requests that arrived then and have ended, or have missed their SLO already."""
+        gateway, now = self._fleet.gateway, self._fleet.events.now
+        rows = []
+        for number in self._window(since_s, until_s):
+            job, record = gateway.jobs[number], gateway.records[number]
+            has_ended = record.ended_s >= 0
+            age_s = (record.ended_s if has_ended else now) - record.arrival_s
+            limit_s = self._problem.slo_scale_of(job.model) * self._alone_s.get(job.model, math.inf)
+            if has_ended or age_s > limit_s:
+                rows.append((job, record, age_s))
+        names = tuple(sorted(self._models))
+        index = {name: number for number, name in enumerate(names)}
+        requests = metrics.Requests(
+            models=names,
+            model=np.array([index[job.model] for job, _, _ in rows], np.int32),
+            is_online=np.array([job.request_class is RequestClass.ONLINE for job, _, _ in rows], np.bool_),
+            arrival_s=np.array([record.arrival_s for _, record, _ in rows]),
+            prompt_tokens=np.array([job.prompt_tokens for job, _, _ in rows], np.int32),
+            output_tokens=np.array([job.output_tokens for job, _, _ in rows], np.int32),
+            num_tokens=np.array([record.num_tokens for _, record, _ in rows], np.int32),
+            ttft_s=np.array([record.ttft_s if record.first_s >= 0 else np.nan for _, record, _ in rows]),
+            tpot_s=np.array([np.nan if record.tpot_s is None else record.tpot_s for _, record, _ in rows]),
+            latency_s=np.array([age_s for _, _, age_s in rows]),
+            is_done=np.array([record.ended_s >= 0 and not record.error for _, record, _ in rows], np.bool_),
+        )
+        return metrics.prediction(
+            metrics.measure(requests, self._alone_s, self._problem.slo_scale_of, {}, max(until_s - since_s, 1e-9))
+        )
+
+
+# ------------------------------------------------------------------------------------------------- plans and places
+
+
+def group_of(place: InstancePlan) -> Group:
+    devices = instance_devices(place.instance_id, place.group.num_ranks)
+    return Group(place.node_id, tuple(sorted(k for _, k in devices)), tuple(sorted(s.name for s in place.models)))
+
+
+def _blocks(place: InstancePlan, model: ModelFacts) -> int:
+    p = place.group.num_ranks
+    return blocks_per_merged(place.merged_bytes // p, -(-model.block_bytes // p))
+
+
+def places(problem: Problem, plan: Plan, before: Sequence[InstancePlan] = ()) -> list[InstancePlan]:
+    """The plan's instances. A group that runs keeps its KV pool where its models fit beside it, unless it could have a much
+    larger one."""
+    nodes, models = {node.node_id: node for node in problem.nodes}, {model.name: model for model in problem.models}
+    keeps, found = fits(problem), []
+    had = {(place.node_id, group_of(place).devices): place for place in before}
+    for group in plan.groups:
+        facts = [models[name] for name in group.models]
+        merged_bytes, num_merged = pool(facts, nodes[group.node_id], group.num_ranks)
+        specs = [ModelSpec(model.name, model.weights) for model in facts]
+        place = InstancePlan(
+            group.instance_id, group.node_id, specs, num_merged * merged_bytes, merged_bytes,
+            DeviceGroup(("",) * group.num_ranks),
+        )  # fmt: skip
+        old = had.get((group.node_id, group.devices))
+        if old is not None and place.pool_bytes <= KEPT_POOL * old.pool_bytes and keeps(old, specs):
+            place = msgspec.structs.replace(old, models=specs)
+        found.append(place)
+    return found
+
+
+def fits(problem: Problem) -> Callable[[InstancePlan, Sequence[ModelSpec]], bool]:
+    """Whether models fit beside the KV pool that an instance has: on each rank weights, activations and the pool with a
+    merged block of scratch, which must hold the least number of blocks of each."""
+    nodes, models = {node.node_id: node for node in problem.nodes}, {model.name: model for model in problem.models}
+    return partial(_fit, nodes, models)
+
+
+def _fit(
+    nodes: Mapping[str, NodeFacts], models: Mapping[str, ModelFacts], place: InstancePlan, specs: Sequence[ModelSpec]
+) -> bool:
+    facts: list[ModelFacts] = [models[name] for name in sorted({spec.name for spec in specs})]
+    node, p = nodes[place.node_id], place.group.num_ranks
+    if any((node.kind, p) not in model.costs or not _blocks(place, model) for model in facts):
+        return False
+    weights = {model.weights: model.weight_bytes for model in facts}
+    least = sum(-(-model.least_blocks // _blocks(place, model)) for model in facts) * place.merged_bytes
+    activations = max(model.activation_bytes for model in facts)
+    used = (sum(weights.values()) + place.pool_bytes + place.merged_bytes) / p + activations
+    return least <= place.pool_bytes and used <= node.memory_bytes
+
+
+def with_new_models(problem: Problem, plan: Plan, running: Sequence[InstancePlan]) -> Plan:
+    """The plan with those of the problem's models that it lacks, each on the smallest group that holds it: of free devices,
+    else one that has room beside its KV pool, the one with the fewest models. Others stay where they are. `running`: the
+    plan's instances."""
+    placed = {name for group in plan.groups for name in group.models}
+    for model in problem.models:
+        if model.name not in placed:
+            group = _free_group(problem, plan, model) or _shared_group(problem, plan, running, model)
+            if group is not None:
+                others = [other for other in plan.groups if other.instance_id != group.instance_id]
+                plan = Plan(tuple(sorted([*others, group])))
+    return plan
+
+
+def _free_group(problem: Problem, plan: Plan, model: ModelFacts) -> Group | None:
+    for p in sorted({p for _, p in model.costs}):
+        for node in problem.nodes:
+            taken = {device for group in plan.groups if group.node_id == node.node_id for device in group.devices}
+            runs = [tuple(range(first, first + p)) for first in range(0, node.num_devices - p + 1, p)]
+            free = [devices for devices in runs if not taken.intersection(devices)]
+            if free and not why_not([model], node, p):
+                return Group(node.node_id, free[0], (model.name,))
+    return None
+
+
+def _shared_group(problem: Problem, plan: Plan, running: Sequence[InstancePlan], model: ModelFacts) -> Group | None:
+    keeps, spec = fits(problem), ModelSpec(model.name, model.weights)
+    groups = {group.instance_id: group for group in plan.groups}
+    room = [groups[place.instance_id] for place in running if keeps(place, [*place.models, spec])]
+    if not room:
+        return None
+    best = min(room, key=lambda group: (group.num_ranks, len(group.models), group.instance_id))
+    return msgspec.structs.replace(best, models=tuple(sorted([*best.models, model.name])))

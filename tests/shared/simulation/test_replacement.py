@@ -1,0 +1,125 @@
+"""Adaptive replacement in virtual time: a fleet whose traffic turns to another model."""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+import numpy as np
+import pytest
+
+from shared.placement.facts import SHAPES, model_facts, node_facts
+from shared.placement.hardware import A800_80G
+from shared.placement.problem import Group, ModelPrediction, Plan, Prediction, Problem, Proposal, traffic
+from shared.placement.replacement import ReplacementSettings
+from shared.simulation.deployment import LIVE, deploy
+from shared.simulation.fleet import Fleet
+from shared.simulation.gateway import Job
+from shared.simulation.replacement import FleetReplacement, fits, places, with_new_models
+
+A, B, C = "llama-2-13b", "opt-13b", "llama-2-7b"
+SETTINGS = ReplacementSettings(initial_s=25, least_s=15, most_s=120, restart_s=5)
+
+
+def problem(*names: str) -> Problem:
+    return Problem(
+        nodes=(node_facts("n", A800_80G, 4),),
+        models=tuple(model_facts(name, SHAPES[name], [A800_80G], ranks=(1, 2)) for name in names),
+        traffic=traffic([], 1.0, names),
+        execution_s={A: 1.5, B: 1.5, C: 1.0},
+    )
+
+
+def plan(*groups: tuple[tuple[int, ...], tuple[str, ...]]) -> Plan:
+    return Plan(tuple(Group("n", devices, models) for devices, models in groups))
+
+
+MOSTLY_A = plan(((0,), (A,)), ((1,), (A,)), ((2,), (A,)), ((3,), (B,)))
+MOSTLY_B = plan(((0,), (A,)), ((1,), (B,)), ((2,), (B,)), ((3,), (B,)))
+
+
+def by_share(given: Problem) -> Proposal:
+    """The plan that has most groups for the model with most requests, whose traffic it serves well."""
+    counts = np.bincount(given.traffic.model, minlength=len(given.traffic.models))
+    most = given.traffic.models[int(np.argmax(counts))]
+    best = MOSTLY_B if most == B else MOSTLY_A
+    good, bad = (
+        Prediction(
+            attainment=attainment, normalised_latency=latency,
+            models={
+                name: ModelPrediction(
+                    num_requests=int(num), attainment=attainment, normalised_latency=latency,
+                    mean_latency_s=latency, p99_latency_s=latency,
+                )
+                for name, num in zip(given.traffic.models, counts, strict=True)
+            },
+        )
+        for attainment, latency in ((1.0, 1.0), (0.3, 9.0))
+    )  # fmt: skip
+    return Proposal(plan=best, prediction=good, incumbent=good if given.incumbent == best else bad, rejected=())
+
+
+def jobs(seed: int, until_s: float, turn_s: float, rate: float) -> list[Job]:
+    """Nine of ten for A, from `turn_s` on for B."""
+    draw = np.random.default_rng(seed)
+    times = np.cumsum(draw.exponential(1 / rate, int(until_s * rate)))
+    few = draw.random(len(times)) < 0.1
+    return [
+        Job(float(at_s), 600, 60, model=B if (at_s >= turn_s) != is_few else A)
+        for at_s, is_few in zip(times, few, strict=True)
+    ]
+
+
+def run(settings: ReplacementSettings) -> tuple[Fleet, FleetReplacement]:
+    given = problem(A, B)
+    fleet = LIVE.fleet(1)
+    deploy(fleet, given, MOSTLY_A)
+    replacement = FleetReplacement(fleet, given, MOSTLY_A, by_share, settings=settings, search_s=2.0)
+    fleet.run(jobs(1, 100, 30, 12.0))
+    return fleet, replacement
+
+
+@pytest.mark.slow
+def test_a_fleet_follows_its_traffic_without_losing_a_request() -> None:
+    fixed, without = run(ReplacementSettings(initial_s=math.inf, most_s=math.inf))
+    fleet, replacement = run(SETTINGS)
+    assert not without.searches
+    changes = replacement.changes
+    assert changes and all(change.stage == "carried_out" and not change.interrupted for change in changes), changes
+    assert replacement.plan == MOSTLY_B
+    assert {i: set(instance.model_states) for i, instance in fleet.instances.items()} == {
+        group.instance_id: set(group.models) for group in MOSTLY_B.groups
+    }
+    latencies = [np.mean([r.latency_s for r in f.gateway.records]) for f in (fleet, fixed)]
+    assert latencies[0] < 0.7 * latencies[1]
+    # The traffic turned, which no prediction foresaw.
+    assert max(search.deviation or 0 for search in replacement.searches) > 0.1
+    assert replacement.searches[-1].interval_s < SETTINGS.initial_s
+
+
+def test_a_new_model_is_placed_at_once_where_there_is_room() -> None:
+    given = problem(A, B)
+    fleet = LIVE.fleet(1)
+    first = plan(((0,), (A,)), ((1,), (B,)))
+    deploy(fleet, given, first)
+    replacement = FleetReplacement(fleet, given, first, by_share, settings=SETTINGS)
+    fleet.events.at(1.0, replacement.add_model, problem(C).models[0])
+    records = fleet.run([Job(0.1, 600, 40, model=A), Job(0.2, 600, 40, model=B), Job(2.0, 600, 40, model=C)]).records
+    assert replacement.plan == plan(((0,), (A,)), ((1,), (B,)), ((2,), (C,)))
+    load_s = given.models[0].weight_bytes / given.nodes[0].load_bytes_s
+    assert 6.0 < records[2].first_s < 7.0 + load_s
+    assert replacement.core.since_s >= 1.0, "a search was begun at once"
+
+
+def test_pools_stay_where_models_fit_beside_them() -> None:
+    given = problem(A, B, C)
+    both = places(given, plan(((0,), (A, B))))
+    alone = places(given, plan(((0,), (A,))), both)
+    # Without the other's 26 GB of weights the pool would be much larger.
+    assert alone[0].pool_bytes > 1.25 * both[0].pool_bytes
+    assert places(given, plan(((0,), (A, B))), both) == both
+    small = [msgspec.structs.replace(both[0], models=both[0].models[:1])]
+    again = places(given, plan(((0,), (A, B))), small)
+    assert again == both, "loaded beside the pool that runs"
+    assert fits(given)(both[0], both[0].models) and not fits(given)(alone[0], both[0].models)
+    assert with_new_models(given, plan(((0,), (A, B))), both).groups[-1] == Group("n", (1,), (C,))
