@@ -136,6 +136,7 @@ class RequestLog:
 
     def _arrive(self, row: RequestRow, model: str, arrived_s: float) -> LoggedRequest | None:
         slot = self._slot(arrived_s)
+        self.began_s = min(self.began_s, arrived_s)
         add_arrival(slot.sums_of(model, row.is_online), row)
         if not slot.keeps(row.number):
             self.num_thinned += 1

@@ -7,7 +7,7 @@ import contextlib
 import json
 import threading
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -38,7 +38,10 @@ from shared.messages.catalogue import (
     PLACEMENT_ADD_MODEL,
     PLACEMENT_PLAN,
     PLACEMENT_REMOVE_MODEL,
+    PLACEMENT_REQUESTS,
+    PLACEMENT_TRAFFIC,
     PLANS,
+    REQUEST_LOG,
     SCHEDULER_STATISTICS,
     STATISTICS,
 )
@@ -50,6 +53,15 @@ from shared.messages.cluster import (
     StatisticsReport,
 )
 from shared.messages.requests import ErrorCode
+from shared.messages.traffic import (
+    GetTraffic,
+    MeanStd,
+    ModelSummary,
+    Outcome,
+    RequestRow,
+    RequestRows,
+    request_number,
+)
 from shared.settings import BusSettings, PlacementSettings, SettingsError
 from shared.telemetry import Telemetry, start_telemetry
 from tests.conftest import NatsServer
@@ -444,6 +456,81 @@ async def test_statistics_are_kept_over_a_restart(
         cluster.bus.publish(SCHEDULER_STATISTICS, report)
         await until(lambda: cluster.statistics.entries["a"].num_arrived == 20)
         assert "unknown" not in cluster.statistics.entries
+
+
+def rows(*ended: tuple[str, float], pending: Sequence[str] = (), age_s: float = 20.0) -> RequestRows:
+    """Requests for "a": those that ended with their latency, and those that wait. All arrived `age_s` ago."""
+    told = [RequestRow(request_number(name), 0, True, age_s, 100) for name in pending]
+    for name, latency_s in ended:
+        told.append(
+            RequestRow(
+                request_number(name),
+                0,
+                True,
+                age_s,
+                100,
+                Outcome.FINISHED,
+                11,
+                latency_s,
+                latency_s / 2,
+                1.0,
+                True,
+                False,
+            )
+        )
+    return RequestRows("scheduler-1", ["a"], told)
+
+
+async def test_requests_are_kept_over_a_restart_and_a_change_of_leader(
+    nats_settings: BusSettings, cluster: Cluster, sources: dict[str, str]
+) -> None:
+    async def tell(told: RequestRows) -> None:
+        await cluster.bus.request(PLACEMENT_REQUESTS, told, timeout_s=5.0)
+
+    async def online() -> ModelSummary:
+        reply = await cluster.bus.request(PLACEMENT_TRAFFIC, GetTraffic(60.0), timeout_s=5.0)
+        (traffic,) = reply.models
+        assert traffic.model == "a" and traffic.offline.num_arrived == 0
+        return traffic.online
+
+    telemetry = start_telemetry("placement", "placement-1", nats_settings)
+    value = telemetry.registry.get_sample_value
+    async with placement(nats_settings, {"a": sources["a"]}, telemetry=telemetry) as first:
+        await until(lambda: first.is_active)
+        await tell(rows(pending=["waits", "r0", "r1"]))
+        await tell(rows(("r0", 2.0), ("r1", 10.0), ("r2", 4.0), age_s=20.5))
+        await tell(rows(("r0", 2.0)))  # a second time
+        summary = await online()
+        assert (summary.num_arrived, summary.num_finished) == (4, 3)
+        assert summary.prompt_tokens == MeanStd(100.0, 0.0) and summary.output_tokens.mean == 11.0
+        assert (summary.execution_s.mean, summary.slo_s) == (1.0, 5.0)
+        assert summary.attainment == 0.5, "one was late, one waits for longer than its SLO"
+        assert (summary.ttft_attainment, summary.tpot_attainment) == (1.0, 0.0)
+        labels = {"model": "a", "class": "online"}
+        await until(lambda: value("tideway_placement_model_slo_attainment", labels) == 0.5)
+        assert value("tideway_placement_model_p99_latency_seconds", labels) == pytest.approx(10.0)
+        assert value("tideway_placement_model_arrivals_per_second", {"model": "a", "class": "offline"}) == 0.0
+        assert value("tideway_placement_request_log_requests") == 4
+        with pytest.raises(ServiceError) as refused:
+            await cluster.bus.request(PLACEMENT_TRAFFIC, GetTraffic(1e9), timeout_s=5.0)
+        assert refused.value.info.param == "interval_s"
+        async with placement(nats_settings, {"a": sources["a"]}, name="standby") as standby:
+            await first.stop()
+            await until(lambda: standby.is_active)
+            assert (await online()).num_finished == 3
+            # It ends under another leader than it came under, and is that request.
+            await tell(rows(("waits", 12.0)))
+            assert ((await online()).num_arrived, (await online()).num_finished) == (4, 4)
+            stored = await (await cluster.bus.key_value(REQUEST_LOG)).entries()
+            assert sum(len(entry.value.ended) for entry in stored.values()) == 4, "stored before it was acknowledged"
+    async with placement(nats_settings, {"a": sources["a"]}, name="placement-3") as third:
+        await until(lambda: third.is_active)
+        summary = await online()
+        assert (summary.num_arrived, summary.num_finished, summary.attainment) == (4, 4, 0.5)
+        monitor = third._active.monitor  # type: ignore[union-attr]
+        traffic = monitor.traffic(60.0)
+        assert sorted(traffic.output_tokens) == [11] * 4 and traffic.models == ("a",)
+        assert monitor.execution_s() == {"a": 1.0}
 
 
 async def test_losing_nats_moves_nothing(fresh_nats: NatsServer, sources: dict[str, str]) -> None:

@@ -87,6 +87,7 @@ class ScriptedInstance:
         self._seconds_per_token = seconds_per_token
         self._max_running = max_running
         self._outputs: dict[str, list[int]] = {}
+        self._arrived_s: dict[str, float] = {}
         self._admitted: list[str] = []
         self._ended: list[str] = []
         self._finished: list[FinishedStats] = []
@@ -173,6 +174,7 @@ class ScriptedInstance:
             return
         self.held[request.request_id] = request
         self._outputs[request.request_id] = unpack_tokens(request.prior)
+        self._arrived_s[request.request_id] = self.bus.now() - request.waited_s
         self._admitted.append(request.request_id)
         self._report_soon()
 
@@ -226,6 +228,8 @@ class ScriptedInstance:
                 execution_s=0.1,
                 finish_reason=reason,
                 device_s=0.05,
+                latency_s=self.bus.now() - self._arrived_s.pop(request_id),
+                is_ttft_met=True,
             )
         )
         self._ended.append(request_id)

@@ -8,10 +8,12 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from shared.bus.interface import ServiceError
+from shared.messages.admin import Done
 from shared.messages.batches import GrantQuery, OfflineDemand
 from shared.messages.catalogue import (
     EXECUTION_STATISTICS,
     MODELS,
+    PLACEMENT_REQUESTS,
     SCHEDULER_GRANT,
     SCHEDULER_STATISTICS,
 )
@@ -22,6 +24,7 @@ from shared.messages.cluster import (
     StatisticsReport,
 )
 from shared.messages.requests import ErrorCode, FinishReason, GenerationRequest
+from shared.messages.traffic import Outcome, RequestRow, RequestRows, request_number
 from tests.scheduler.conftest import Stage
 from tests.scheduler.peers import ScriptedGateway, eventually, token_at
 from tests.shared.scheduling.samples import make_request
@@ -300,6 +303,47 @@ async def statistics_metrics_and_spans(stage: Stage) -> None:
     assert spans["queue"].attributes["tideway.num_attempts"] == 1  # type: ignore[index]
     # The two spans cannot be compared: one of them ends by the bus's clock, which may be virtual.
     assert spans["queue"].start_time <= spans["queue"].end_time  # type: ignore[operator]
+
+
+@scenario
+async def the_service_monitor_is_told_of_each_request_until_it_listens(stage: Stage) -> None:
+    scheduler = await stage.scheduler(max_queued=2)
+    gateway = await stage.gateway()
+    for number in range(2):
+        await gateway.submit(make_request(f"r{number}", waited_s=3.0, num_prompt=7 + number))
+    with pytest.raises(ServiceError):
+        await gateway.submit(make_request("refused"))
+    gateway.cancel("r1")
+    await asyncio.sleep(1.2)  # nobody listened so far
+
+    told: list[RequestRow] = []
+    is_refusing = True
+
+    async def listen(rows: RequestRows) -> Done:
+        if is_refusing:
+            raise ServiceError.of(ErrorCode.NOT_LEADER, "not yet")
+        assert rows.scheduler_id == "scheduler-1" and rows.models == ["m"] and not rows.num_dropped
+        told.extend(rows.rows)
+        return Done()
+
+    await gateway.bus.serve(PLACEMENT_REQUESTS, listen)
+    await asyncio.sleep(1.2)
+    is_refusing = False
+    await eventually(lambda: len(told) == 4)
+    assert [row.outcome for row in told] == [Outcome.PENDING, Outcome.PENDING, Outcome.REFUSED, Outcome.CANCELLED]
+    assert [row.number for row in told] == [request_number(name) for name in ("r0", "r1", "refused", "r1")]
+    assert [row.prompt_tokens for row in told] == [7, 8, 10, 8]
+    assert 5 < told[0].age_s < 9 and 2 < told[2].age_s < 6 and all(row.is_online for row in told)
+
+    instance = await stage.instance("a")
+    await eventually(lambda: "r0" in instance.held)
+    instance.finish("r0", num_tokens=20)
+    await eventually(lambda: not scheduler._active._core.requests._by_id)  # type: ignore[union-attr]
+    await scheduler.stop()
+    (row,) = told[4:]
+    assert (row.number, row.outcome) == (request_number("r0"), Outcome.FINISHED), "told at the end of the term at last"
+    assert (row.output_tokens, row.execution_s, row.is_ttft_met, row.is_tpot_met) == (20, 0.05, True, None)
+    assert 5 < row.latency_s <= row.age_s < 12
 
 
 @scenario
