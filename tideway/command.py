@@ -29,6 +29,7 @@ from tideway.nats_config import nats_config
 from tideway.operations import AdminClient
 from tideway.preflight import check_tensor_parallel, parse_models
 from tideway.profile import profile
+from tideway.simulate import simulate
 from tideway.status import show_status
 from tideway.top import show_top
 from tideway.tree import UpOptions, down_timeout_s
@@ -306,6 +307,7 @@ def replay(
 
 app.command()(bench)
 app.command()(profile)
+app.command()(simulate)
 app.command()(nats_config)
 app.command()(backup)
 app.command()(restore)

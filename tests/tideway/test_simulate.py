@@ -1,0 +1,61 @@
+"""`tideway simulate` as it is typed: the examples, the README's line, what it writes and how it refuses."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import matplotlib.figure  # noqa: F401  (plots are drawn: not a fast test)
+import msgspec
+import pytest
+from typer.testing import CliRunner
+
+from tests.tideway.readme import REPOSITORY, shell_lines
+from tideway.command import app
+from tideway.data_folder import OperatorError
+
+TWO_MODELS = REPOSITORY / "examples" / "simulate_two_models.toml"
+PNG = b"\x89PNG"
+
+
+def run(*words: str) -> str:
+    """What it says on stdout. Raises what the command raises."""
+    result = CliRunner().invoke(app, ["simulate", *words], env={"COLUMNS": "200"})
+    if result.exception is not None:
+        raise result.exception
+    return result.output
+
+
+def test_settings_are_compared_and_everything_is_written(tmp_path: Path) -> None:
+    file, plots = tmp_path / "result.json", tmp_path / "plots"
+    said = run(str(TWO_MODELS), "--duration", "4", "--seed", "3", "--json", str(file), "--plot", str(plots))
+    written = msgspec.json.decode(file.read_bytes())
+    assert [one["name"] for one in written] == ["apart", "shared, first come first served", "shared"]
+    for one in written:
+        assert one["name"] in said
+        assert one["scenario"]["duration_s"] == 4 and one["scenario"]["seed"] == 3
+        assert one["metrics"]["total"]["num_requests"] == written[0]["metrics"]["total"]["num_requests"] > 10
+        assert one["metrics"]["total"]["offline_tokens_s"] > 0 and one["is_over"]
+        for name in ("chat", "summaries"):
+            metrics = one["metrics"]["models"][name]
+            assert 0 <= metrics["attainment"] <= 1 and metrics["normalised_latency"] > 0.5
+            assert metrics["ttft_s"]["p99"] >= metrics["ttft_s"]["p50"] > 0
+    assert [sorted(one["metrics"]["use"]) for one in written] == [["node-0", "node-1"], ["node-0"], ["node-0"]]
+    for name in ("models.png", "latency.png", "use.png"):
+        assert (plots / name).read_bytes().startswith(PNG) and name in said
+
+
+def test_the_readmes_line_runs() -> None:
+    (line,) = [line for line in shell_lines() if line.startswith(".venv/bin/tideway simulate")]
+    file = line.split()[2]
+    said = run(str(REPOSITORY / file), "--duration", "2")
+    assert re.search(r"all .*%", said) and "node-0" in said
+
+
+def test_it_says_what_is_wrong_with_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "wrong.toml"
+    file.write_text(TWO_MODELS.read_text().replace("ttft_ms", "tttf_ms"))
+    with pytest.raises(OperatorError, match=r"serving\.tttf_ms: no such key; did you mean 'ttft_ms'\?"):
+        run(str(file))
+    with pytest.raises(OperatorError, match=r"nowhere\.toml"):
+        run(str(tmp_path / "nowhere.toml"))

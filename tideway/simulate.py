@@ -1,0 +1,180 @@
+"""`tideway simulate`: these models, these GPUs, this traffic: what happens? Several settings beside each other, in virtual
+time."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import msgspec
+import typer
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from tideway.console import TableConsole
+from tideway.data_folder import OperatorError
+
+if TYPE_CHECKING:
+    from shared.placement.problem import Plan, Problem
+    from shared.simulation.deployment import Outcome
+    from shared.simulation.metrics import Metrics, RunMetrics
+    from tideway.scenario import Setting
+
+HEAD = [
+    "model", "requests", "in SLO", "normalised", "latency s", "p50", "p99", "TTFT s", "p99", "TPOT ms", "p99", "tokens/s",
+    "offline tokens/s",
+]  # fmt: skip
+
+
+class Result(msgspec.Struct, frozen=True, kw_only=True):
+    """Of one setting."""
+
+    name: str
+    plan: Plan
+    metrics: RunMetrics
+    unplaced: dict[str, str]
+    """Models without a group, and why."""
+    is_over: bool
+    """Else some requests had not ended when the patience was."""
+    search_s: float
+    simulation_s: float
+    """Likewise; of this machine's CPU time."""
+
+
+def simulate(
+    file: Annotated[Path, typer.Argument(metavar="FILE.toml", help="What is asked; see docs/simulation.md.")],
+    seed: Annotated[int | None, typer.Option(min=0, help="Of traffic and noise. Default: the file's.")] = None,
+    duration: Annotated[float | None, typer.Option(help="Seconds of traffic. Default: the file's.")] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write all that is known.")] = None,
+    plot: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="Write plots, as PNG files (needs matplotlib).")
+    ] = None,
+) -> None:
+    """Say what models, machines and traffic would do, without any of them: simulated by the real scheduler and engine."""
+    from tideway import scenario, scenario_plots
+
+    if plot is not None:
+        scenario_plots.check_available()
+    changes = {key: value for key, value in (("seed", seed), ("duration_s", duration)) if value is not None}
+    settings = scenario.read(file, changes)
+    results, outcomes = [], []
+    with Progress(console=Console(stderr=True), transient=True) as progress:
+        for setting in settings:
+            task = progress.add_task(setting.name, total=1.0)
+            result, outcome = run(setting, lambda share, task=task: progress.update(task, completed=share))  # type: ignore[misc]
+            progress.update(task, completed=1.0)
+            results.append(result)
+            outcomes.append(outcome)
+    console = TableConsole()
+    for result in results:
+        show(result, console)
+    if json_file is not None:
+        write_json(json_file, settings, results)
+    if plot is not None:
+        for path in scenario_plots.write_plots(results, [outcome.requests for outcome in outcomes], plot):
+            console.print(f"{path} written")
+
+
+def run(setting: Setting, on_progress: Callable[[float], None] = lambda share: None) -> tuple[Result, Outcome]:
+    """Raises `ScenarioError`."""
+    from shared.simulation import deployment
+    from tideway.scenario import build
+
+    scenario, (problem, batches) = setting.scenario, build(setting)
+    started_s = time.process_time()
+    plan, unplaced = place(setting, problem)
+    placed_s = time.process_time()
+    outcome = deployment.simulate(
+        problem, plan, scenario.serving, seed=scenario.seed, batches=batches, patience_s=scenario.patience_s,
+        on_progress=on_progress,
+    )  # fmt: skip
+    result = Result(
+        name=setting.name, plan=plan, metrics=outcome.metrics, unplaced=unplaced, is_over=outcome.is_over,
+        search_s=placed_s - started_s, simulation_s=time.process_time() - placed_s,
+    )  # fmt: skip
+    return result, outcome
+
+
+def place(setting: Setting, problem: Problem) -> tuple[Plan, dict[str, str]]:
+    """The plan, and the models that it leaves out, with the reason. Raises `ScenarioError`."""
+    from shared.simulation.deployment import predict
+    from tideway.scenario import ScenarioError, explicit_plan
+
+    scenario = setting.scenario
+    if scenario.placement == "search":
+        from shared.placement import search  # type: ignore[attr-defined,unused-ignore]
+
+        faithful = partial(predict, serving=scenario.serving, seed=scenario.seed, patience_s=scenario.patience_s)
+        proposal = search.search(problem, evaluate=faithful if scenario.search_by == "simulation" else None)
+        return proposal.plan, dict(proposal.unplaced)
+    if scenario.placement == "groups":
+        plan = explicit_plan(scenario, problem)
+    else:
+        from shared.placement.estimator import estimate  # type: ignore[import-not-found,unused-ignore]
+
+        from shared.placement import baselines  # type: ignore[attr-defined,unused-ignore]
+
+        choose = baselines.dedicated if scenario.placement == "dedicated" else baselines.alpaserve
+        try:
+            plan = choose(problem, estimate)
+        except baselines.NoPlacement as error:
+            raise ScenarioError(f"setting {setting.name!r}: placement: {error}") from None
+    placed = {name for group in plan.groups for name in group.models}
+    return plan, {model.name: "no group has it" for model in problem.models if model.name not in placed}
+
+
+# ------------------------------------------------------------------------------------------------------------ showing
+
+
+def show(result: Result, console: Console) -> None:
+    metrics = result.metrics
+    table = Table(*HEAD[:1], title=f"[bold]{result.name}[/]", title_justify="left")
+    for head in HEAD[1:]:
+        table.add_column(head, justify="right")
+    for name, one in metrics.models.items():
+        table.add_row(*_row(name, one))
+    if len(metrics.models) > 1:
+        table.add_section()
+        table.add_row(*_row("all", metrics.total))
+    console.print(table)
+    groups = Table("instance", "devices", "models", "busy")
+    for group in result.plan.groups:
+        devices = f"{group.devices[0]}-{group.devices[-1]}" if group.num_ranks > 1 else str(group.devices[0])
+        use = f"{100 * metrics.use.get(group.instance_id, 0.0):.0f} %"
+        groups.add_row(group.instance_id, devices, ", ".join(group.models), use)
+    console.print(groups)
+    for name, reason in result.unplaced.items():
+        console.print(f"{name} is on no device: {reason}")
+    if not result.is_over:
+        console.print(f"{metrics.total.num_unserved} requests had not ended, or were refused, when the run was over.")
+    console.print(
+        f"{metrics.seconds:.0f} s in {result.simulation_s:.1f} s of CPU time"
+        + (f", placement found in {result.search_s:.1f} s" if result.search_s >= 0.05 else "")
+    )
+
+
+def _row(name: str, one: Metrics) -> list[str]:
+    if not one.num_requests:
+        return [name, "0", *["-"] * 9, "0", f"{one.offline_tokens_s:.0f}"]
+    return [
+        name, str(one.num_requests), f"{100 * one.attainment:.1f} %", f"{one.normalised_latency:.2f}",
+        f"{one.latency_s.mean:.2f}", f"{one.latency_s.p50:.2f}", f"{one.latency_s.p99:.2f}", f"{one.ttft_s.mean:.3f}",
+        f"{one.ttft_s.p99:.3f}", f"{1e3 * one.tpot_s.mean:.1f}", f"{1e3 * one.tpot_s.p99:.1f}", f"{one.tokens_s:.0f}",
+        f"{one.offline_tokens_s:.0f}",
+    ]  # fmt: skip
+
+
+def write_json(file: Path, settings: Sequence[Setting], results: Sequence[Result]) -> None:
+    """Raises `OperatorError`."""
+    content: list[dict[str, Any]] = [
+        msgspec.to_builtins(result) | {"scenario": msgspec.to_builtins(setting.scenario)}
+        for setting, result in zip(settings, results, strict=True)
+    ]
+    try:
+        file.write_bytes(msgspec.json.format(msgspec.json.encode(content), indent=1))
+    except OSError as error:
+        raise OperatorError(f"--json {file}: {error.strerror}") from None
