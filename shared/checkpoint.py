@@ -57,9 +57,10 @@ class CheckpointShape(msgspec.Struct, frozen=True, kw_only=True):
     weight_bytes: int
     eos_token_ids: tuple[int, ...]
 
-    def kv_geometry(self, dtype: str) -> KvGeometry:
-        """Of the model in that dtype, a key of ITEMSIZES."""
-        return KvGeometry(self.num_layers, self.num_kv_heads, self.head_dim, ITEMSIZES[dtype])
+    def kv_geometry(self, dtype: str, num_ranks: int = 1) -> KvGeometry:
+        """Of one rank's part of the model in that dtype, a key of ITEMSIZES. Where there are fewer heads than ranks, some
+        ranks have the same one."""
+        return KvGeometry(self.num_layers, -(-self.num_kv_heads // num_ranks), self.head_dim, ITEMSIZES[dtype])
 
 
 def resolve(source: str) -> Path:

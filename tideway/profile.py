@@ -10,25 +10,27 @@ import logging
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 import typer
 from rich.console import Console
 from rich.table import Table
 
+from shared import checkpoint
 from shared.bus.interface import Bus
 from shared.bus.nats_bus import NatsBus
 from shared.checkpoint import CheckpointError
 from shared.cost_model import CostModel
 from shared.engine.memory import slab
-from shared.messages.cluster import ModelSpec
+from shared.messages.cluster import AttentionFacts, InstancePlan, ModelSpec
 from shared.settings import InstanceSettings, WorkerSettings, load
 from tideway.data_folder import DataFolder, OperatorError
 from tideway.preflight import parse_models
 from tideway.tree import bus_settings
 
 if TYPE_CHECKING:
+    from services.worker.machine import Machine
     from services.worker.profiled_steps import Extent, Work
     from services.worker.profiler import Profile, ProfiledModel
 
@@ -37,11 +39,9 @@ log = logging.getLogger(__name__)
 FOLDER = "cost_models"
 """In the data folder."""
 CONNECT_TIMEOUT_S = 5.0
-DEFAULT_STEP_TOKENS = {"cpu": 512, "cuda": 8192}
-"""As an instance's where TIDEWAY_TOKEN_BUDGET says nothing."""
 MAX_POOL_BYTES = 2 * 1024**3
 POOL_SHARE = 0.25
-"""Of the memory that is free once the weights are there."""
+"""Of the memory that the weights leave."""
 
 
 def profile(
@@ -53,6 +53,10 @@ def profile(
     instances: Annotated[
         int, typer.Option(envvar="TIDEWAY_NUM_INSTANCES", min=1, help="That will share this machine's cores.")
     ] = 2,
+    tensor_parallel: Annotated[
+        int,
+        typer.Option(envvar="TIDEWAY_TENSOR_PARALLEL", min=1, help="Devices of each instance, as with `tideway up`."),
+    ] = 1,
     data_dir: Annotated[
         Path, typer.Option("--data-dir", envvar="TIDEWAY_DATA_DIR", help="Cost models go to its folder cost_models.")
     ] = Path(".tideway"),
@@ -72,18 +76,20 @@ def profile(
     data.prepare()
     try:
         for spec in specs:
-            asyncio.run(run(spec, data, instances, BRIEF if brief else FULL, Console()))
+            asyncio.run(run(spec, data, instances, tensor_parallel, BRIEF if brief else FULL, Console()))
     except (CheckpointError, ProfileError) as error:
         raise OperatorError(str(error)) from None
 
 
-async def run(spec: ModelSpec, data: DataFolder, num_instances: int, extent: Extent, console: Console) -> CostModel:
+async def run(
+    spec: ModelSpec, data: DataFolder, num_instances: int, tensor_parallel: int, extent: Extent, console: Console
+) -> CostModel:
     """Measures one model, prints the table, stores the result. Raises `CheckpointError` and `ProfileError`."""
     from services.worker.cost_models import CostModelStore
 
     with console.status(f"{spec.name}: measuring, {extent.time_s:.0f} s at most") as status:
         model, measured = await asyncio.to_thread(
-            measure, spec, num_instances, extent, lambda text: status.update(f"{spec.name}: {text}")
+            measure, spec, num_instances, tensor_parallel, extent, lambda text: status.update(f"{spec.name}: {text}")
         )
     console.print(table(spec.name, measured))
     cost_model = measured.cost_model
@@ -105,40 +111,57 @@ async def run(spec: ModelSpec, data: DataFolder, num_instances: int, extent: Ext
 
 
 def measure(
-    spec: ModelSpec, num_instances: int, extent: Extent, tell: Callable[[str], None]
+    spec: ModelSpec, num_instances: int, tensor_parallel: int, extent: Extent, tell: Callable[[str], None]
 ) -> tuple[ProfiledModel, Profile]:
-    """Blocking. Raises `CheckpointError` and `ProfileError`."""
+    """Blocking. Raises `CheckpointError`, `ProfileError`, and `SettingsError` for devices that are not here."""
     import torch
 
     from services.worker import profiler
     from services.worker.cost_models import profiled_model
-    from services.worker.executor import Executor
+    from services.worker.engine_building import make_executor, max_step_tokens, pool_merged
     from services.worker.machine import survey
+    from services.worker.ranks.starting import start_ranks
 
-    machine = survey(msgspec.structs.replace(load(WorkerSettings), num_instances=num_instances))
+    wanted = {"num_instances": num_instances, "tensor_parallel": tensor_parallel}
+    machine = survey(msgspec.structs.replace(load(WorkerSettings), **wanted))
+    plan = plan_of(spec, machine)
     settings = load(InstanceSettings)
-    device = torch.device(machine.device)
-    if device.type == "cpu":
+    settings = msgspec.structs.replace(settings, device=machine.device, num_threads=machine.num_threads)
+    other_ranks = start_ranks(plan.group)
+    if machine.device == "cpu":
         torch.set_num_threads(machine.num_threads)
-    loader = Executor(device, 1, slab.ALIGNMENT_BYTES, 1)
-    tell("loading")
-    prepared = loader.prepare_model(spec)
-    block_bytes = prepared.model.kv_shape(prepared.block_size).block_bytes
-    merged_bytes = slab.choose_merged_bytes([block_bytes])
-    pool_bytes = min(MAX_POOL_BYTES, int(POOL_SHARE * loader.free_memory_bytes()))
-    num_merged = max(1, pool_bytes // merged_bytes)
-    executor = Executor(device, num_merged, merged_bytes, settings.max_running)
-    model = profiled_model(spec, executor.add_model(prepared), device)
-    num_done = 0
+    executor = make_executor(settings, plan, 0, other_ranks)
+    try:
+        tell("loading")
+        prepared: Any = executor.prepare_model(spec)
+        shape = executor.add_model(prepared)
+        model = profiled_model(spec, shape, executor.device, plan.group)
+        num_done = 0
 
-    def on_step() -> None:
-        nonlocal num_done
-        num_done += 1
-        tell(f"{num_done} steps measured, {extent.time_s:.0f} s at most")
+        def on_step() -> None:
+            nonlocal num_done
+            num_done += 1
+            tell(f"{num_done} steps measured, {extent.time_s:.0f} s at most")
 
-    blocks = range(num_merged * model.shape.blocks_per_merged)
-    max_step_tokens = settings.token_budget or DEFAULT_STEP_TOKENS[device.type]
-    return model, profiler.profile(executor, model, blocks, max_step_tokens, extent, on_step=on_step)
+        blocks = range(pool_merged(plan) * shape.blocks_per_merged)
+        return model, profiler.profile(executor, model, blocks, max_step_tokens(settings), extent, on_step=on_step)
+    finally:
+        executor.close()
+
+
+def plan_of(spec: ModelSpec, machine: Machine) -> InstancePlan:
+    """An instance of the model alone, on the machine's first devices, with some of the memory that its weights leave."""
+    group = machine.groups[0]
+    stored = checkpoint.describe(checkpoint.resolve(spec.source))
+    dtype = checkpoint.run_dtype(spec.dtype, stored.dtype, machine.device)
+    block_size = next(
+        facts.block_sizes[0] for facts in (*machine.attention, AttentionFacts()) if facts.runs(stored.head_dim, dtype)
+    )
+    part = slab.choose_merged_bytes([stored.kv_geometry(dtype, group.num_ranks).block_bytes(block_size)])
+    merged_bytes = part * group.num_ranks
+    free_bytes = machine.memory_bytes // machine.most_instances - stored.weight_bytes
+    pool_bytes = max(merged_bytes, min(MAX_POOL_BYTES, int(POOL_SHARE * free_bytes)))
+    return InstancePlan("profile-0", "profile", [spec], pool_bytes, merged_bytes, group)
 
 
 def table(name: str, measured: Profile) -> Table:

@@ -116,7 +116,7 @@ def profiled_model(
     """Reads the checkpoint's headers (blocking). The key says all that step times depend on. Raises `CheckpointError`."""
     stored = checkpoint.describe(checkpoint.resolve(spec.source))
     dtype = run_dtype(spec.dtype, stored.dtype, device.type)
-    size = stored.kv_geometry(dtype).block_bytes(shape.block_size)
+    size = stored.kv_geometry(dtype, group.num_ranks).block_bytes(shape.block_size)
     parts = (
         stored.architecture, f"{stored.num_layers}-layers", f"{stored.hidden_size}-hidden",
         f"{stored.num_kv_heads}x{stored.head_dim}-kv", f"{stored.vocab_size}-vocabulary", f"{stored.weight_bytes}-bytes",

@@ -1,14 +1,29 @@
-"""An instance's engine, as its settings say."""
+"""An instance's engine and executor, as its settings and its plan say."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from services.worker.engine_loop import COMPUTE_NICENESS
 from services.worker.machine import free_memory_bytes
+from services.worker.ranks.messages import SetUp
+from services.worker.ranks.starting import RankProcess, join_ranks
 from shared.engine.engine import Engine
 from shared.engine.recording import Configuration, recorded
 from shared.messages.cluster import InstancePlan
 from shared.policies.catalogue import ORDERING_POLICIES, TOKEN_BUDGET_POLICIES
 from shared.recording import file_writer
 from shared.settings import InstanceSettings, SettingsError
+
+if TYPE_CHECKING:
+    from services.worker.executor import Executor
+    from services.worker.ranks.group_executor import GroupExecutor
+
+
+def pool_merged(plan: InstancePlan) -> int:
+    """Merged blocks of the KV pool."""
+    return max(1, plan.pool_bytes // plan.merged_bytes)
 
 
 def host_pool_merged(settings: InstanceSettings, plan: InstancePlan, device: str) -> int:
@@ -63,3 +78,29 @@ def build_engine(settings: InstanceSettings, num_merged: int, device: str, num_h
         except OSError as error:
             raise SettingsError(f"TIDEWAY_RECORD_FILE: {path!r} cannot be written: {error}") from None
     return configuration.build()
+
+
+def make_executor(
+    settings: InstanceSettings, plan: InstancePlan, num_host_merged: int, other_ranks: Sequence[RankProcess]
+) -> Executor | GroupExecutor:
+    """Of the devices of the plan, when all are there (blocking). `settings.device` is a device, not "auto"; `other_ranks`:
+    started for the plan's group. Raises `GroupError`."""
+    from services.worker.executor import Executor
+
+    merged_bytes = plan.merged_bytes // len(plan.group.devices)
+    if not other_ranks:
+        return Executor(
+            settings.device, pool_merged(plan), merged_bytes, settings.max_running, num_host_merged=num_host_merged
+        )
+    setup = SetUp(
+        device=settings.device,
+        num_merged=pool_merged(plan),
+        merged_bytes=merged_bytes,
+        num_rows=settings.max_running,
+        num_host_merged=num_host_merged,
+        num_threads=settings.num_threads,
+        niceness=COMPUTE_NICENESS if settings.device == "cpu" else 0,
+        log_level=settings.log_level,
+        log_format=settings.log_format,
+    )
+    return join_ranks(other_ranks, setup)

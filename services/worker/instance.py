@@ -16,7 +16,7 @@ from typing import Protocol
 import msgspec
 
 from services.worker.draining import Draining
-from services.worker.engine_loop import EngineLoop, StepExecutor
+from services.worker.engine_loop import COMPUTE_NICENESS, EngineLoop, StepExecutor
 from services.worker.instance_migrations import InstanceMigrations, KvPools, OpenTransport
 from services.worker.instance_models import InstanceModels, ModelExecutor, OnReady
 from services.worker.instance_telemetry import InstanceTelemetry
@@ -69,8 +69,6 @@ HEARTBEAT_S = 1.0
 """A load report and a registry entry are at most so far apart."""
 STUCK_STEP_S = 120.0
 """A step that runs for longer will not end: the instance gives up and is started again."""
-COMPUTE_NICENESS = 5
-"""Of the model's threads on CPU."""
 
 
 class InstanceExecutor(StepExecutor, ModelExecutor, KvPools, Protocol):

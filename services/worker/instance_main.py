@@ -19,7 +19,8 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from services.worker.engine_building import build_engine, host_pool_merged, max_step_tokens
+from services.worker.engine_building import build_engine, host_pool_merged, make_executor, max_step_tokens, pool_merged
+from services.worker.ranks.starting import start_ranks
 from shared.messages.cluster import InstancePlan
 from shared.migration.limits import DRAIN_CONCURRENCY
 from shared.service import load_or_exit, run_service, unless_stopped
@@ -37,25 +38,26 @@ log = logging.getLogger(__name__)
 
 
 async def main(stop: asyncio.Event, settings: InstanceSettings) -> None:
+    plan = msgspec.json.decode(settings.plan, type=InstancePlan)
+    other_ranks = start_ranks(plan.group)
     import torch
 
     from services.worker.cost_models import CostModels, CostModelStore
-    from services.worker.executor import Executor
     from services.worker.instance import InstanceService
     from shared.bus.nats_bus import NatsBus
 
-    plan = msgspec.json.decode(settings.plan, type=InstancePlan)
     device = settings.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if settings.num_threads and device == "cpu":
         torch.set_num_threads(settings.num_threads)
     settings = msgspec.structs.replace(settings, device=device)
-    num_merged = max(1, plan.pool_bytes // plan.merged_bytes)
     num_host_merged = host_pool_merged(settings, plan, device)
-    log.info("host memory for checkpoints: %d merged blocks of the %d of the KV pool", num_host_merged, num_merged)
-    engine = build_engine(settings, num_merged, device, num_host_merged)
-    executor = Executor(device, num_merged, plan.merged_bytes, settings.max_running, num_host_merged=num_host_merged)
+    log.info(
+        "host memory for checkpoints: %d merged blocks of the %d of the KV pool", num_host_merged, pool_merged(plan)
+    )
+    engine = build_engine(settings, pool_merged(plan), device, num_host_merged)
+    executor = await asyncio.to_thread(make_executor, settings, plan, num_host_merged, other_ranks)
     telemetry = start_telemetry("worker", settings.instance_id, settings)
     bus = await unless_stopped(NatsBus.connect(settings, "instance", settings.instance_id, telemetry.registry), stop)
     if bus is None:
@@ -74,7 +76,7 @@ async def main(stop: asyncio.Event, settings: InstanceSettings) -> None:
         engine,
         executor,
         provide_cost_models if wants_cost_models else None,
-        lambda: open_transport(settings, telemetry.registry, on_door_closed=stop.set),
+        None if other_ranks else lambda: open_transport(settings, telemetry.registry, on_door_closed=stop.set),
     )
     await service.start()
     gc.collect()

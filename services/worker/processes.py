@@ -47,6 +47,12 @@ if os.getppid() == int(sys.argv[1]):
 unless the parent has died before."""
 
 
+def dies_with_parent(command: Sequence[str]) -> list[str]:
+    """The command that becomes `command`, in a child of this process that the kernel kills when the thread that starts it
+    ends."""
+    return [sys.executable, "-I", "-S", "-c", _LAUNCHER, str(os.getpid()), *command]
+
+
 class LineWriter:
     """Writes lines to a stream from a thread of its own: a reader that does not read stops nobody."""
 
@@ -140,7 +146,7 @@ class Processes:
         kernel ties the process to the life of the thread; it takes milliseconds."""
         assert instance_id not in self._running
         popen = subprocess.Popen(
-            [sys.executable, "-I", "-S", "-c", _LAUNCHER, str(os.getpid()), *self._command],
+            dies_with_parent(self._command),
             env=environment,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,

@@ -64,6 +64,7 @@ class ProfiledModel(msgspec.Struct, frozen=True):
     shape: ModelShape
     num_layers: int
     block_bytes: int
+    """Of a block's part on each device: they are copied beside each other."""
     key: str
 
 

@@ -3,7 +3,7 @@ shape, with the constants and their reasons."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from shared.checkpoint import ITEMSIZES, CheckpointShape
 
@@ -52,12 +52,9 @@ def model_footprint(
     itemsize = ITEMSIZES[dtype]
     longest = min(max_model_len or shape.max_model_len, LEAST_SEQUENCE_TOKENS)
     hidden = step_tokens * HIDDEN_VECTORS * shape.hidden_size * itemsize
-    geometry = shape.kv_geometry(dtype)
-    # Where there are fewer heads than ranks, some ranks have the same one.
-    geometry = replace(geometry, num_kv_heads=-(-geometry.num_kv_heads // num_ranks))
     return Footprint(
         weight_bytes=int(shape.weight_bytes / num_ranks * itemsize / ITEMSIZES[shape.dtype] * WEIGHT_MARGIN),
         activation_bytes=hidden + STEP_SEQUENCES * shape.vocab_size * LOGIT_BYTES[device],
-        block_bytes=geometry.block_bytes(block_size),
+        block_bytes=shape.kv_geometry(dtype, num_ranks).block_bytes(block_size),
         least_blocks=-(-longest // block_size),
     )

@@ -28,8 +28,8 @@ def threads():
     torch.set_num_threads(before)
 
 
-def run(*models: str, data_dir: Path) -> None:
-    profile.profile(list(models), brief=True, instances=2, data_dir=data_dir)
+def run(*models: str, data_dir: Path, tensor_parallel: int = 1) -> None:
+    profile.profile(list(models), brief=True, instances=2, tensor_parallel=tensor_parallel, data_dir=data_dir)
 
 
 def test_a_model_is_measured_and_stored(
@@ -75,6 +75,14 @@ def test_without_nats_the_folder_has_it(
     run(str(write_checkpoint(tmp_path, "opt")), data_dir=tmp_path / "data")
     (file,) = (tmp_path / "data" / profile.FOLDER).rglob("*.json")
     assert f"Stored in {file}." in capsys.readouterr().out
+
+
+def test_several_devices_are_measured_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TIDEWAY_NATS_URL", raising=False)
+    run(str(write_checkpoint(tmp_path, "llama")), data_dir=tmp_path / "data", tensor_parallel=2)
+    (file,) = (tmp_path / "data" / profile.FOLDER).rglob("*.json")
+    assert file.name.endswith("tp2.json")
+    assert msgspec.json.decode(file.read_bytes(), type=CostModel).fixed_s > 0
 
 
 def test_without_the_worker_it_says_where_to_measure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,28 @@
+"""What every rank of an instance makes of its set-up: its place in the group, and its executor."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from services.worker.executor import Executor
+from services.worker.ranks.group import RankGroup, Ranks
+from services.worker.ranks.messages import SetUp
+from services.worker.ranks.shared_memory import RankMemory
+
+
+def join(setup: SetUp, memory: RankMemory) -> tuple[Executor, RankGroup]:
+    """Blocks until all ranks are there. Raises `GroupError`."""
+    device = torch.device(setup.device)
+    group = Ranks(setup.rank, setup.num_ranks, Path(setup.folder) / "rendezvous", device)
+    executor = Executor(
+        device,
+        setup.num_merged,
+        setup.merged_bytes,
+        setup.num_rows,
+        num_host_merged=setup.num_host_merged,
+        group=group,
+        shared=memory,
+    )
+    return executor, group

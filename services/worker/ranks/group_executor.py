@@ -1,0 +1,339 @@
+"""The executor of an instance of several devices, as rank 0 has it: what it is told to do, all ranks do in the same order.
+
+Each rank has an `Executor` of its part of the models. Rank 0 sends what it is told to the others and then does its own part;
+no answer is awaited while steps run. They compute the same from the same plans, and meet in the models' collective calls
+(group.py); the tokens that count are those of rank 0.
+
+A rank that is lost, or fails where others do not, leaves the group of no more use: `on_lost` ends the process, whatever its
+threads wait for. The node agent starts the instance again, and its requests go on elsewhere.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+import torch
+
+from services.worker.executor import Executor, PreparedModel
+from services.worker.ranks.group import GroupError, RankGroup
+from services.worker.ranks.messages import (
+    Add,
+    Answer,
+    Claim,
+    Close,
+    Copy,
+    CopyEnded,
+    Failed,
+    Forget,
+    FromRank,
+    Launch,
+    Prepare,
+    Ready,
+    Remove,
+    SetLayersPerSafepoint,
+    StepFailed,
+    ToRank,
+    framed,
+)
+from shared.engine.plan import KvCopy, ModelShape, StepPlan, StepResult
+from shared.messages.cluster import ModelSpec
+
+if TYPE_CHECKING:
+    from services.worker.kv_store import BlockParts
+    from services.worker.ranks.starting import RankProcess
+
+logger = logging.getLogger(__name__)
+
+ANSWER_TIMEOUT_S = 60.0
+"""For the other ranks, after rank 0 has done its part."""
+AGREE_TIMEOUT_S = 10.0
+"""A step that fails on one rank has failed on all by then; else the ranks are not where they should be."""
+CLOSE_TIMEOUT_S = 5.0
+
+
+def end_process(reason: str) -> None:
+    """Not by an exception: the thread that would raise it may wait for the rank that is lost."""
+    logger.critical("the instance ends: %s", reason)
+    logging.shutdown()
+    sys.stdout.flush()
+    os._exit(1)
+
+
+class Prepared:
+    """A model that all ranks have read."""
+
+    def __init__(self, number: int, own: PreparedModel) -> None:
+        self.number = number
+        self.own = own
+
+
+class _Call:
+    """The answers of the other ranks."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self._missing = num_ranks
+        self.answers: list[Answer] = []
+        self.done = threading.Event()
+
+    def add(self, answer: Answer) -> None:
+        self.answers.append(answer)
+        if len(self.answers) == self._missing:
+            self.done.set()
+
+
+class GroupExecutor:
+    """As `Executor` has it, which thread may call what."""
+
+    def __init__(
+        self,
+        others: Sequence[RankProcess],
+        folder: Path,
+        join: Callable[[], tuple[Executor, RankGroup]],
+        on_lost: Callable[[str], None] = end_process,
+    ) -> None:
+        """`others` know their set-up; `join` finds them. `folder` is removed at the end. Raises `GroupError`."""
+        self._others = others
+        self._folder = folder
+        self._on_lost = on_lost
+        self._lock = threading.Lock()
+        """Of what the threads that listen write."""
+        self._calls: dict[int, _Call] = {}
+        self._num_calls = 0
+        self._copies: dict[int, tuple[int, bool]] = {}
+        """By id: ranks that have not ended it, and whether those that have succeeded."""
+        self._ended_copies: deque[tuple[int, bool]] = deque()
+        self._on_copy_finished: Callable[[], None] = lambda: None
+        self._num_collected = 0
+        self._forgotten: deque[int] = deque()
+        """Prepared models that nobody has any more: told with the next message, as they may go at any time."""
+        self._failures = threading.Condition(self._lock)
+        self._failed_here: set[int] = set()
+        self._failed_there: dict[int, int] = {}
+        """Steps, and how many of the other ranks they failed on."""
+        self._is_over = False
+        self._ready = threading.Semaphore(0)
+        for other in others:
+            threading.Thread(target=self._listen, args=(other,), name=f"rank {other.rank}", daemon=True).start()
+        self._own, self._group = join()
+        for _ in others:
+            if not self._ready.acquire(timeout=ANSWER_TIMEOUT_S):
+                self._lose(f"not all ranks are ready {ANSWER_TIMEOUT_S:g} s after rank 0")
+        self.device = self._own.device
+        self.num_rows = self._own.num_rows
+
+    # ----------------------------------------------------------------------------------------------- models
+
+    def prepare_model(self, spec: ModelSpec) -> Prepared:
+        """Raises `CheckpointError`."""
+        number, call = self._begin_call()
+        self._tell(Prepare(number, spec))
+        with self._settled(call, f"reading {spec.name!r}"):
+            own = self._own.prepare_model(spec)
+        prepared = Prepared(number, own)
+        weakref.finalize(prepared, self._forgotten.append, number)
+        return prepared
+
+    def add_model(self, prepared: Prepared) -> ModelShape:
+        number, call = self._begin_call()
+        self._tell(Add(number, prepared.number))
+        with self._settled(call, "adding a model"):
+            shape = self._own.add_model(prepared.own)
+        if any(answer.shape != shape for answer in call.answers):
+            self._lose(f"ranks differ in the shape of {shape.name!r}: {shape} and {call.answers}")
+        return shape
+
+    def remove_model(self, name: str) -> None:
+        self._tell(Remove(name))
+        self._own.remove_model(name)
+
+    def set_layers_per_safepoint(self, name: str, num_layers: int) -> None:
+        self._tell(SetLayersPerSafepoint(name, num_layers))
+        self._own.set_layers_per_safepoint(name, num_layers)
+
+    def free_memory_bytes(self) -> int:
+        return self._own.free_memory_bytes()
+
+    # ------------------------------------------------------------------------------------------------- steps
+
+    @property
+    def launching_computes(self) -> bool:
+        return self._own.launching_computes
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        self.launch(plan)
+        return self.collect()
+
+    def launch(self, plan: StepPlan) -> None:
+        self._tell(Launch(plan))
+        self._own.launch(plan)
+
+    def interrupt(self, step_id: int) -> None:
+        """The others do what rank 0 decides at each safepoint (agreement.py)."""
+        self._own.interrupt(step_id)
+
+    def collect(self) -> StepResult:
+        result = self._own.collect()
+        self._num_collected += 1
+        if result.error:
+            self._agree_on_failure(result)
+        return result
+
+    def _agree_on_failure(self, result: StepResult) -> None:
+        """What is wrong with a plan every rank finds by itself before it computes. Any other failure leaves ranks behind the
+        others."""
+        step_id = result.step_id
+        with self._failures:
+            self._failed_here.add(step_id)
+            agree = self._failures.wait_for(
+                lambda: self._failed_there.get(step_id) == len(self._others), AGREE_TIMEOUT_S
+            )
+            self._failed_there.pop(step_id, None)
+        if not agree:
+            self._lose(f"step {step_id} failed on rank 0 and not on all others: {result.error}")
+
+    # ------------------------------------------------------------------------------------------------ copies
+
+    def start_copy(self, copy: KvCopy) -> None:
+        with self._lock:
+            self._copies[copy.copy_id] = (1 + len(self._others), True)
+        self._tell(Copy(copy, self._num_collected))
+        self._own.start_copy(copy)
+
+    def finished_copies(self) -> list[tuple[int, bool]]:
+        for copy_id, ok in self._own.finished_copies():
+            self._on_copy_ended(copy_id, ok)
+        ended = self._ended_copies
+        return [ended.popleft() for _ in range(len(ended))]
+
+    def on_copy_finished(self, callback: Callable[[], None]) -> None:
+        self._on_copy_finished = callback
+        self._own.on_copy_finished(callback)
+
+    def _on_copy_ended(self, copy_id: int, ok: bool) -> None:
+        with self._lock:
+            missing, all_ok = self._copies[copy_id]
+            self._copies[copy_id] = missing, all_ok = missing - 1, all_ok and ok
+            if missing:
+                return
+            del self._copies[copy_id]
+        self._ended_copies.append((copy_id, all_ok))
+
+    def claim_blocks(self, model: str, blocks: list[int]) -> torch.cuda.Event | None:
+        """Returns when all ranks have them."""
+        number, call = self._begin_call()
+        self._tell(Claim(number, model, blocks))
+        with self._settled(call, f"claiming blocks of {model!r}"):
+            return self._own.claim_blocks(model, blocks)
+
+    def block_rows(self, model: str, on_host: bool) -> torch.Tensor | BlockParts:
+        return self._own.block_rows(model, on_host)
+
+    def close(self) -> None:
+        """Ends the other ranks too."""
+        self._is_over = True
+        with contextlib.suppress(OSError):
+            self._tell(Close())
+        deadline_s = time.monotonic() + CLOSE_TIMEOUT_S
+        for other in self._others:
+            try:
+                other.process.wait(max(0.0, deadline_s - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                logger.warning("rank %d does not end; killing it", other.rank)
+                other.process.kill()
+                other.process.wait()
+            other.stream.close()
+        self._own.close()
+        self._group.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    # --------------------------------------------------------------------------------------- the other ranks
+
+    def _tell(self, message: ToRank) -> None:
+        """Raises `OSError` where a rank is gone."""
+        frame = framed(message)
+        while self._forgotten:
+            frame = framed(Forget(self._forgotten.popleft())) + frame
+        for other in self._others:
+            other.stream.send(frame)
+
+    def _begin_call(self) -> tuple[int, _Call]:
+        with self._lock:
+            self._num_calls += 1
+            call = self._calls[self._num_calls] = _Call(len(self._others))
+            return self._num_calls, call
+
+    @contextlib.contextmanager
+    def _settled(self, call: _Call, what: str) -> Iterator[None]:
+        """What is done within the others do as well; all succeed or all fail."""
+        failure = ""
+        try:
+            yield
+        except Exception as error:
+            failure = f"{type(error).__name__}: {error}"
+            raise
+        finally:
+            is_answered = call.done.wait(ANSWER_TIMEOUT_S)
+            failures = [answer.error for answer in call.answers]
+            if not is_answered or any(bool(error) != bool(failure) for error in failures):
+                told = "; ".join(error or "succeeded" for error in failures)
+                self._lose(f"ranks differ in {what}: rank 0: {failure or 'succeeded'}; the others: {told or 'no word'}")
+
+    def _listen(self, other: RankProcess) -> None:
+        """In a thread of its own."""
+        try:
+            while (message := other.stream.receive()) is not None:
+                self._on_message(other, message)
+        except Exception as error:
+            logger.exception("what rank %d said", other.rank)
+            self._lose_from_beside(f"rank {other.rank} is not understood: {error}")
+        if not self._is_over:
+            self._lose_from_beside(f"rank {other.rank} {other.how_it_ended()}")
+
+    def _on_message(self, other: RankProcess, message: FromRank) -> None:
+        match message:
+            case Ready():
+                self._ready.release()
+            case Answer(call_id):
+                with self._lock:
+                    call = self._calls[call_id]
+                    call.add(message)
+                    if call.done.is_set():
+                        del self._calls[call_id]
+            case CopyEnded(copy_id, ok):
+                self._on_copy_ended(copy_id, ok)
+                self._on_copy_finished()
+            case StepFailed(step_id, error):
+                with self._failures:
+                    self._failed_there[step_id] = self._failed_there.get(step_id, 0) + 1
+                    self._failures.notify_all()
+                check = threading.Timer(AGREE_TIMEOUT_S, self._check_failure, (other.rank, step_id, error))
+                check.daemon = True
+                check.start()
+            case Failed(error):
+                self._lose_from_beside(f"rank {other.rank} failed: {error}")
+
+    def _check_failure(self, rank: int, step_id: int, error: str) -> None:
+        with self._lock:
+            is_agreed = step_id in self._failed_here
+        if not is_agreed and not self._is_over:
+            self._lose_from_beside(f"step {step_id} failed on rank {rank} alone: {error}")
+
+    def _lose_from_beside(self, reason: str) -> None:
+        self._is_over = True
+        self._on_lost(reason)
+
+    def _lose(self, reason: str) -> NoReturn:
+        self._lose_from_beside(reason)
+        raise GroupError(reason)

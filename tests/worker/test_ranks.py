@@ -1,0 +1,164 @@
+"""Processes of a group: what rank 0 is told, all do, and whatever happens to one of them ends all."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from services.worker.ranks.group import GroupError
+from services.worker.ranks.group_executor import GroupExecutor
+from services.worker.ranks.messages import SetUp
+from services.worker.ranks.starting import RankProcess, join_ranks, start_ranks
+from shared.checkpoint import CheckpointError
+from shared.engine.plan import CopyKind, KvCopy, StepPlan
+from shared.messages.cluster import DeviceGroup, ModelSpec
+from tests.worker.checkpoints import prompt_of, reference_outputs, write_checkpoint
+from tests.worker.step_driver import Driver
+
+MERGED_BYTES = 1 << 18
+NUM_MERGED = 6
+PROMPT = prompt_of(70)
+STEPS = 12
+
+
+class Group:
+    """Two ranks on a CPU."""
+
+    def __init__(self) -> None:
+        self.lost: list[str] = []
+        self.is_lost = threading.Event()
+        self.others: list[RankProcess] = start_ranks(DeviceGroup(("cpu", "cpu")))
+        setup = SetUp(
+            device="cpu", num_merged=NUM_MERGED, merged_bytes=MERGED_BYTES // 2, num_rows=4,
+            num_host_merged=NUM_MERGED, num_threads=1,
+        )  # fmt: skip
+        self.executor: GroupExecutor = join_ranks(self.others, setup, self.lose)
+
+    def lose(self, reason: str) -> None:
+        self.lost.append(reason)
+        self.is_lost.set()
+
+    def close(self) -> None:
+        self.executor.close()
+        assert all(other.process.returncode is not None for other in self.others)
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("checkpoints"), "llama")
+
+
+@pytest.fixture(scope="module")
+def group() -> Iterator[Group]:
+    made = Group()
+    yield made
+    made.close()
+
+
+def until(condition: Callable[[], object], timeout_s: float = 10.0) -> None:
+    deadline_s = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
+
+
+def test_what_rank_0_is_told_all_do(group: Group, path: Path) -> None:
+    """Tokens as transformers has them, from blocks that were checkpointed, overwritten and restored on all ranks, after a
+    step that all refuse; models come and go."""
+    executor, expected = group.executor, reference_outputs(path, [PROMPT], STEPS)[0]
+    with pytest.raises(CheckpointError):
+        executor.prepare_model(ModelSpec("gone", str(path / "gone")))
+    for name in ("first", "second"):
+        shape = executor.add_model(executor.prepare_model(ModelSpec(name, str(path))))
+        driver = Driver(executor, shape, range(NUM_MERGED))  # type: ignore[arg-type]
+        row = driver.add(0, PROMPT)
+        driver.step([(row, len(PROMPT))])
+        driver.decode([row], 3)
+        copies = iter(range(100 * len(name), 200 * len(name)))
+
+        def copied(kind: CopyKind, blocks: list[int], host: list[int], name: str = name) -> None:
+            copy = KvCopy(next(copies), kind, name, blocks, host)  # noqa: B023
+            executor.start_copy(copy)
+            ended: list[tuple[int, bool]] = []
+            until(lambda: ended.extend(executor.finished_copies()) or ended)
+            assert ended == [(copy.copy_id, True)]
+
+        host = list(range(len(row.blocks)))
+        copied(CopyKind.CHECKPOINT, row.blocks, host)
+        other = driver.add(1, prompt_of(len(PROMPT)))
+        other.blocks = list(row.blocks)
+        driver.step([(other, len(PROMPT))])
+        executor.claim_blocks(name, row.blocks)
+        copied(CopyKind.RESTORE, row.blocks, host)
+        refused = executor.execute(
+            StepPlan(
+                step_id=99,
+                model="nobody",
+                rows=[0],
+                starts=[0],
+                counts=[1],
+                samples=[True],
+                new_sequences=[],
+                new_blocks=[],
+            )
+        )
+        assert "nobody" in refused.error
+        driver.decode([row], STEPS - 4)
+        assert row.output == expected
+        executor.remove_model(name)
+    assert not group.lost
+
+
+def test_an_interrupted_step_stops_on_all_ranks_and_goes_on(group: Group, path: Path) -> None:
+    executor = group.executor
+    shape = executor.add_model(executor.prepare_model(ModelSpec("model", str(path))))
+    executor.set_layers_per_safepoint("model", 1)
+    driver = Driver(executor, shape, range(NUM_MERGED))  # type: ignore[arg-type]
+    row, online = driver.add(0, PROMPT), driver.add(1, PROMPT)
+    driver.step([(row, 5)])
+    plan = StepPlan(
+        step_id=1000, model="model", rows=[0], starts=[5], counts=[len(PROMPT) - 5], samples=[True], new_sequences=[],
+        new_blocks=[(0, [driver.free.pop() for _ in range(-(-len(PROMPT) // shape.block_size) - len(row.blocks))])],
+        is_interruptible=True,
+    )  # fmt: skip
+    executor.interrupt(1000)
+    suspended = executor.execute(plan)
+    assert 0 <= suspended.suspended_share < 1
+    driver.step([(online, len(PROMPT))])
+    resumed = StepPlan(
+        step_id=1000, model="model", rows=plan.rows, starts=plan.starts, counts=plan.counts, samples=plan.samples,
+        new_sequences=[], new_blocks=[], is_interruptible=True, resumes=True,
+    )  # fmt: skip
+    assert executor.execute(resumed).tokens == online.output
+    executor.remove_model("model")
+    assert not group.lost
+
+
+def test_a_rank_that_dies_is_noticed_while_rank_0_waits_for_it(path: Path) -> None:
+    group = Group()
+    executor = group.executor
+    shape = executor.add_model(executor.prepare_model(ModelSpec("model", str(path))))
+    driver = Driver(executor, shape, range(NUM_MERGED))  # type: ignore[arg-type]
+    row = driver.add(0, PROMPT)
+    driver.step([(row, len(PROMPT))])
+    os.kill(group.others[0].process.pid, signal.SIGSTOP)  # rank 0 is in a collective call when the other dies
+
+    def step() -> None:
+        with contextlib.suppress(GroupError):
+            driver.decode([row], 1)
+
+    stepping = threading.Thread(target=step, daemon=True)
+    stepping.start()
+    time.sleep(0.2)
+    assert stepping.is_alive() and not group.lost
+    os.kill(group.others[0].process.pid, signal.SIGKILL)
+    assert group.is_lost.wait(1.0)
+    assert group.lost[0] == "rank 1 was killed by SIGKILL"
+    group.close()
