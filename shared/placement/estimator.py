@@ -1,0 +1,577 @@
+"""A coarse, fast estimate of what a plan does under a problem's traffic, to rank plans by before the faithful simulation
+(shared/simulation/deployment.py) looks at the best few. No step and no request is simulated on its own.
+
+Time is cut into bins. In each, every model of a group (a *pair*) has a number of decoding sequences n and of waiting
+requests w, both real numbers, and all pairs of all groups, of as many plans as are asked about, move on together:
+
+    a(m)     1 - exp(-n)                              how likely the model has something to decode
+    s(m)     a F + (D + C c) n                        a decode step of it; F, D, C: fixed, per sequence, per token of context
+    met      (1 - exp(-sum(n)))^(groups of the model - 1)         of n and s a request meets such a share: it goes elsewhere
+    turns    x(m) ~ (n / L^2)^1.25, at least 1/20 of the largest          as doubling budgets share them (doubling_budget.py)
+    cycle    F + (D + C c)(1 + n) + what the others take between two turns, at most as long as a stream may be silent
+    prefill  a share phi of the time, first come first served, up to chunk / (chunk + sum(s))
+    rate     (1 - phi) / cycle                        tokens of each of its sequences
+    memory   sequences are admitted while their KV fits the pool and there are rows
+
+New requests of a model go to its groups in proportion to their freeness (free blocks per request), squared, and less where
+prompts wait. Where arrivals outrun what a group can do, w grows, and what came later waits until all before it is admitted.
+
+Then each request is followed through its pair's curves: it starts when as many were admitted as had come, takes its own
+prompt's time, and ends when the pair has moved on by as many tokens as it outputs. Of models with many requests an evenly
+spread sample is followed; load always counts them all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from shared.placement.execution import alone_s, execution_s, step_tokens
+from shared.placement.memory import pool, why_not
+from shared.placement.problem import Group, ModelPrediction, Plan, Prediction, Problem
+from shared.policies.doubling_budget import LEAST_GAIN_SHARE
+from shared.policies.silence import MAX_SILENCE_S, PLANNED_SHARE
+from shared.policies.turns import LEAST_SHARE
+
+NUM_BINS = 96
+NUM_FITS = 3
+"""How often the time of prompts and the memory that is left for them are reckoned from each other."""
+NUM_TAIL_BINS = 24
+TAIL_GROWTH = 1.3
+"""After the interval, bins grow by this factor until the last requests have ended."""
+MAX_FOLLOWED = 6000
+"""Requests, over all models."""
+MAX_ROWS = 256
+"""Sequences of a group at once."""
+OTHERS_SHARE = 0.75
+"""Of what other models would take between two turns if all had something to run independently of each other: fitted."""
+MAX_PAIRS = 1 << 14
+"""Of a group with a model that are reckoned at once: what lies in the processor's caches."""
+WAIT_GRAIN_S = 0.2
+"""A group where prompts wait for so long is half as likely to get the next one."""
+EASE = 0.5
+"""How much of the way to the wanted split of arrivals is gone in a bin: they are told of each other's load late."""
+NEVER_S = 1e9
+
+Array = np.ndarray
+
+
+class Outcome(NamedTuple):
+    """Of one plan; per model, in the order of `Problem.models`."""
+
+    missed: Array
+    """Requests over their SLO, or without a group."""
+    normalised: Array
+    """Mean latency over mean execution time, of those with a group; 0 without any."""
+    attainment: float
+    normalised_latency: float
+    """Over all requests with a group."""
+    rates: Array
+    """[groups] requests per second that each group gets, in the order in which they were given."""
+
+    @property
+    def key(self) -> tuple[float, float]:
+        """Larger is better."""
+        return (self.attainment, -self.normalised_latency)
+
+
+class _Lengths(NamedTuple):
+    """Of a model's online requests."""
+
+    num: int
+    arrivals: Array
+    """[bins] requests."""
+    followed: Array
+    """Indices into the traffic."""
+    mean_output: float
+    context: float
+    """Tokens in the cache of a sequence that is decoding, on average over its tokens."""
+
+
+class _Cost(NamedTuple):
+    """Of a model on a group of one kind and size."""
+
+    fixed_s: float
+    token_s: float
+    """Of one more decoding sequence."""
+    over_s: float
+    knee: float
+    prefill_s: float
+    """Mean of a prompt."""
+    prefill_square: float
+    """Mean of its square."""
+    steps_s: float
+    """Fixed costs of a prompt's steps that hold no decodes."""
+    silent_weight: float
+    """x(m) = (silent_weight * n)^1.25."""
+    num_output: float
+    kv_bytes: float
+    """Of a sequence that is decoding."""
+    model: float
+    prompts: float
+    """Where the times of its followed prompts begin among all."""
+
+
+class _Layout(NamedTuple):
+    """Groups of one or more plans. Arrays are [groups, places]; a place is one model of the group, or empty."""
+
+    costs: Array
+    """[fields of _Cost, groups, places]"""
+    pool_bytes: Array
+    """[groups, 1]"""
+    chunk_s: Array
+    """[groups, 1] longest part of prompts in a step."""
+    plan: Array
+    """[groups]"""
+    stream: Array
+    """[groups, places] which arrivals; the last stream has none."""
+
+
+class _Course(NamedTuple):
+    """What came of it. Arrays are [bins, groups, places] but for `phi` and `steps_s`, [bins, groups]."""
+
+    split: Array
+    came: Array
+    admitted: Array
+    rate: Array
+    phi: Array
+    steps_s: Array
+    busy: Array
+    """[bins, groups] share of the time."""
+
+
+def estimate(problem: Problem, plan: Plan) -> Prediction:
+    """What the plan does under the problem's traffic, coarsely. Raises ValueError for a group that its models do not fit."""
+    return Estimator(problem).predict(plan)
+
+
+def _index(names: Sequence[str], name: str) -> int:
+    """-1 without it."""
+    return names.index(name) if name in names else -1
+
+
+class Estimator:
+    """Of many plans for one problem: what depends on the traffic alone is reckoned once."""
+
+    def __init__(self, problem: Problem, *, num_bins: int = NUM_BINS, max_followed: int = MAX_FOLLOWED) -> None:
+        self.problem = problem
+        self.num_estimated = 0
+        """Plans."""
+        traffic = problem.traffic
+        self._numbers = {model.name: number for number, model in enumerate(problem.models)}
+        self._nodes = {node.node_id: node for node in problem.nodes}
+        execution = execution_s(problem)
+        self.execution_s = np.array([execution.get(model.name, 1.0) for model in problem.models])
+        last_s = float(traffic.arrival_s[-1]) if traffic.num_requests else 0.0
+        span_s: float = max(traffic.interval_s, last_s, 1e-3)
+        width = span_s / num_bins
+        widths = np.concatenate([np.full(num_bins, width), width * TAIL_GROWTH ** np.arange(1, NUM_TAIL_BINS + 1)])
+        self._widths = widths
+        self._span_s = span_s
+        self._times = np.concatenate([[0.0], np.cumsum(widths)])
+        bins = np.minimum((traffic.arrival_s / width).astype(np.int64), num_bins - 1)
+        online = traffic.is_online
+        self._models = [
+            self._lengths(
+                np.flatnonzero((traffic.model == _index(traffic.models, model.name)) & online), bins, max_followed
+            )
+            for model in problem.models
+        ]
+        self.num_requests = np.array([lengths.num for lengths in self._models])
+        self._arrivals = np.stack([lengths.arrivals for lengths in self._models] or [np.zeros(len(widths))])
+        followed = [lengths.followed for lengths in self._models]
+        self._followed = np.concatenate([*followed, np.zeros(0, np.int64)]).astype(np.int64)
+        self._model_of = np.repeat(np.arange(len(followed)), np.array([len(each) for each in followed], np.int64))
+        num_followed = np.array([max(1, len(each)) for each in followed])
+        self._weight = (self.num_requests / num_followed)[self._model_of]
+        # Evenly spread, so that neighbours go to different groups (golden ratio).
+        self._place = np.concatenate(
+            [(np.arange(len(each)) * 0.6180339887498949) % 1.0 for each in followed] + [np.zeros(0)]
+        )
+        self._at_s = traffic.arrival_s[self._followed]
+        self._bin = bins[self._followed]
+        self._prompt = traffic.prompt_tokens[self._followed].astype(np.float64)
+        self._output = traffic.output_tokens[self._followed].astype(np.float64)
+        scales = np.array([problem.slo_scale_of(model.name) for model in problem.models])
+        self._slo_s = (scales * self.execution_s)[self._model_of]
+        longest = np.array([model.max_model_len for model in problem.models])
+        self._is_too_long = self._prompt + self._output > longest[self._model_of]
+        self._costs: dict[tuple[int, str, int], _Cost] = {}
+        self._prompt_s = np.zeros(0)
+        """Of the followed requests of one model after the other, on each kind and size of group that was asked about."""
+        self._groups: dict[tuple[tuple[str, ...], str, int, int], tuple[Array, float, float]] = {}
+
+    def _lengths(self, mine: Array, bins: Array, max_followed: int) -> _Lengths:
+        traffic, num_bins = self.problem.traffic, len(self._widths)
+        num = len(mine)
+        if not num:
+            return _Lengths(0, np.zeros(num_bins), mine, 1.0, 0.0)
+        share = max(32, int(max_followed * num / max(1, int(np.count_nonzero(traffic.is_online)))))
+        followed = mine if num <= share else mine[(np.arange(share) + 0.5).astype(np.int64) * num // share]
+        prompt, output = traffic.prompt_tokens[mine].astype(np.float64), traffic.output_tokens[mine].astype(np.float64)
+        context = float(np.sum(output * prompt + output * output / 2) / np.sum(output))
+        arrivals = np.bincount(bins[mine], minlength=num_bins).astype(np.float64)
+        return _Lengths(num, arrivals, followed, float(np.mean(output)), context)
+
+    # --------------------------------------------------------------------------------------------------- asking
+
+    def outcomes(self, plans: Sequence[Sequence[Group]]) -> list[Outcome]:
+        """Of each plan, as its groups in any order."""
+        found: list[Outcome] = []
+        first = 0
+        while first < len(plans):
+            end, num_pairs = first, 0
+            while end < len(plans) and (end == first or num_pairs < MAX_PAIRS):
+                num_pairs += sum(len(group.models) for group in plans[end])
+                end += 1
+            found += self._outcomes(plans[first:end])
+            first = end
+        self.num_estimated += len(plans)
+        return found
+
+    def predict(self, plan: Plan) -> Prediction:
+        """All that is known of one."""
+        layout = self._layout([plan.groups])
+        course = self._run(layout)
+        latency, ttft, _ = self._follow(layout, course, 1)
+        models = {}
+        for number, model in enumerate(self.problem.models):
+            mine = self._model_of == number
+            served = latency[mine] < NEVER_S
+            if not np.any(mine):
+                models[model.name] = ModelPrediction(
+                    num_requests=0, attainment=1.0, normalised_latency=0.0, mean_latency_s=0.0, p99_latency_s=0.0
+                )
+                continue
+            ended, first = latency[mine][served], ttft[mine][served]
+            many = self._output[mine][served]
+            has = bool(len(ended))
+            tpot = (ended - first)[many > 1] / (many[many > 1] - 1)
+            models[model.name] = ModelPrediction(
+                num_requests=int(self.num_requests[number]),
+                attainment=float(np.mean(latency[mine] <= self._slo_s[mine])),
+                normalised_latency=float(np.mean(ended) / self.execution_s[number]) if has else 0.0,
+                mean_latency_s=float(np.mean(ended)) if has else 0.0,
+                p99_latency_s=float(np.percentile(ended, 99)) if has else 0.0,
+                mean_ttft_s=float(np.mean(first)) if has else 0.0,
+                p99_ttft_s=float(np.percentile(first, 99)) if has else 0.0,
+                mean_tpot_s=float(np.mean(tpot)) if len(tpot) else 0.0,
+            )
+        outcome = self._measure(latency, np.zeros(0))
+        during = self._widths[:-NUM_TAIL_BINS]
+        use = during @ course.busy[:-NUM_TAIL_BINS] / np.sum(during)
+        return Prediction(
+            attainment=outcome.attainment,
+            normalised_latency=outcome.normalised_latency,
+            models=models,
+            offline_tokens_s=self._offline_tokens_s(plan, use),
+            use={group.instance_id: float(share) for group, share in zip(plan.groups, use, strict=True)},
+        )
+
+    def _outcomes(self, plans: Sequence[Sequence[Group]]) -> list[Outcome]:
+        layout = self._layout(plans)
+        course = self._run(layout)
+        latency, _, _ = self._follow(layout, course, len(plans))
+        came = np.sum(course.came, axis=(0, 2)) / self._span_s
+        num = len(self._followed)
+        found = []
+        for number in range(len(plans)):
+            found.append(self._measure(latency[number * num : (number + 1) * num], came[layout.plan == number]))
+        return found
+
+    def _measure(self, latency: Array, rates: Array) -> Outcome:
+        num_models, served = len(self.problem.models), latency < NEVER_S
+        weight = self._weight
+        missed = np.bincount(self._model_of, weight * (latency > self._slo_s), minlength=num_models)
+        counted = np.bincount(self._model_of, weight * served, minlength=num_models)
+        total = np.bincount(self._model_of, weight * np.where(served, latency, 0.0), minlength=num_models)
+        normalised = total / np.maximum(counted, 1e-9) / self.execution_s
+        num, num_served = float(np.sum(self.num_requests)), float(np.sum(counted))
+        return Outcome(
+            missed=missed,
+            normalised=normalised,
+            attainment=1.0 - float(np.sum(missed)) / num if num else 1.0,
+            normalised_latency=float(np.sum(total / self.execution_s)) / num_served if num_served else 0.0,
+            rates=rates,
+        )
+
+    # -------------------------------------------------------------------------------------------------- layout
+
+    def _cost(self, number: int, kind: str, num_ranks: int) -> _Cost:
+        key = (number, kind, num_ranks)
+        if (known := self._costs.get(key)) is not None:
+            return known
+        model, lengths = self.problem.models[number], self._models[number]
+        cost = model.costs[kind, num_ranks]
+        prompt = self._prompt[self._model_of == number]
+        alone = alone_s(cost, prompt, np.ones_like(prompt), step_tokens(kind))
+        fixed = np.ceil(prompt / step_tokens(kind)) * cost.fixed_s
+        beside = alone - fixed
+        output = self._output[self._model_of == number]
+        execution = alone + np.maximum(0.0, output - 1) * (
+            cost.fixed_s + cost.decode_s + cost.decode_context_s * lengths.context
+        )
+        mean_s, std_s = (float(np.mean(execution)), float(np.std(execution))) if len(execution) else (1.0, 0.0)
+        held_tokens = lengths.context + model.block_size / 2
+        found = _Cost(
+            fixed_s=cost.fixed_s,
+            token_s=cost.decode_s + cost.decode_context_s * lengths.context,
+            over_s=cost.over_knee_s,
+            knee=float(cost.knee_tokens),
+            prefill_s=float(np.mean(beside)) if len(prompt) else 0.0,
+            prefill_square=float(np.mean(alone * alone)) if len(prompt) else 0.0,
+            steps_s=float(np.mean(fixed)) if len(prompt) else 0.0,
+            silent_weight=1.0 / max(1e-12, LEAST_GAIN_SHARE * 1.5 * (mean_s + std_s) * mean_s),
+            num_output=max(lengths.mean_output - 1.0, 1e-3),
+            kv_bytes=model.block_bytes / model.block_size * held_tokens,
+            model=float(number),
+            prompts=float(len(self._prompt_s) - np.searchsorted(self._model_of, number)),
+        )
+        self._costs[key] = found
+        self._prompt_s = np.concatenate([self._prompt_s, alone])
+        return found
+
+    def _group(self, group: Group) -> tuple[Array, float, float]:
+        """Costs [fields, places], bytes of the pool, longest part of prompts in a step."""
+        node = self._nodes[group.node_id]
+        key = (group.models, node.kind, node.memory_bytes, group.num_ranks)
+        if (known := self._groups.get(key)) is not None:
+            return known
+        numbers = [self._numbers[name] for name in group.models]
+        models = [self.problem.models[number] for number in numbers]
+        if reason := why_not(models, node, group.num_ranks):
+            raise ValueError(f"{group.instance_id}: {reason}")
+        costs = [self._cost(number, node.kind, group.num_ranks) for number in numbers]
+        held = pool(models, node, group.num_ranks)
+        longest = max(
+            model.costs[node.kind, group.num_ranks].prefill_token_s * step_tokens(node.kind) for model in models
+        )
+        chunk_s = min(PLANNED_SHARE * MAX_SILENCE_S, max(longest, 1e-6))
+        found = (np.array(costs).T, float(held.merged_bytes * held.num_merged), chunk_s)
+        self._groups[key] = found
+        return found
+
+    def _layout(self, plans: Sequence[Sequence[Group]]) -> _Layout:
+        flat = [(number, group) for number, groups in enumerate(plans) for group in groups]
+        num_models = len(self.problem.models)
+        num_places = max((len(group.models) for _, group in flat), default=1)
+        costs = np.zeros((len(_Cost._fields), len(flat), num_places))
+        costs[_Cost._fields.index("model")] = -1.0
+        costs[_Cost._fields.index("num_output")] = 1.0
+        costs[_Cost._fields.index("fixed_s")] = 1.0
+        costs[_Cost._fields.index("knee")] = MAX_ROWS
+        pools, chunks = np.zeros((len(flat), 1)), np.zeros((len(flat), 1))
+        for row, (_, group) in enumerate(flat):
+            cost, pools[row, 0], chunks[row, 0] = self._group(group)
+            costs[:, row, : cost.shape[1]] = cost
+        plan = np.array([number for number, _ in flat], np.int64)
+        model = costs[_Cost._fields.index("model")].astype(np.int64)
+        stream = np.where(model >= 0, plan[:, None] * num_models + model, len(plans) * num_models)
+        return _Layout(costs, pools, chunks, plan, stream)
+
+    # ---------------------------------------------------------------------------------------------- through time
+
+    def _run(self, layout: _Layout) -> _Course:
+        cost = _Cost(*layout.costs)  # of arrays
+        num_models, num_bins = max(1, len(self.problem.models)), len(self._widths)
+        num_streams = int(layout.stream.max(initial=0)) + 1
+        shape = layout.stream.shape
+        flat = layout.stream.ravel()
+        is_empty = cost.model < 0
+        # an even split to begin with
+        held = np.bincount(flat, minlength=num_streams)
+        rivals = held[layout.stream] - 1.0
+        split = np.where(is_empty, 0.0, 1.0 / held[layout.stream])
+        arrivals = np.concatenate([self._arrivals.T, np.zeros((num_bins, 1))], axis=1)
+        of = np.where(is_empty, num_models, layout.stream % num_models)
+        has_knee = bool(np.any(cost.over_s > 0))
+        n, w = np.zeros(shape), np.zeros(shape)
+        splits, came, admitted, rates = (np.empty((num_bins, *shape)) for _ in range(4))
+        phis, steps, busy = (np.empty((num_bins, shape[0])) for _ in range(3))
+        least = np.where(is_empty, 0.0, 1e-9)
+        silence = PLANNED_SHARE * MAX_SILENCE_S
+        for number in range(num_bins):
+            width = self._widths[number]
+            arrive = arrivals[number][of] * split
+            active = -np.expm1(-n)
+            met = (-np.expm1(-np.add.reduce(n, 1, keepdims=True))) ** rivals
+            marginal = cost.token_s * n
+            if has_knee:
+                marginal += cost.over_s * np.maximum(0.0, n - cost.knee)
+            step = active * cost.fixed_s + marginal
+            total = np.add.reduce(step, 1, keepdims=True)
+            weight = cost.silent_weight * n
+            turn = weight * np.sqrt(np.sqrt(weight)) + least
+            turn = np.maximum(turn, LEAST_SHARE * np.maximum.reduce(turn, 1, keepdims=True))
+            others = (np.add.reduce(turn * step, 1, keepdims=True) - turn * step) / turn
+            cycle = (
+                cost.fixed_s
+                + cost.token_s
+                + met * (marginal + OTHERS_SHARE * np.minimum(others, np.maximum(total, silence)))
+            )
+            ready = w + arrive
+            seconds = ready * (cost.prefill_s + cost.steps_s * (1.0 - active))
+            needed = np.add.reduce(seconds, 1, keepdims=True)
+            most = layout.chunk_s / (layout.chunk_s + total)
+            done = np.minimum(1.0, most * width / (needed + 1e-12))
+            phi = done * needed / width
+            fits = np.ones_like(phi)
+            for attempt in range(NUM_FITS):
+                rate = (1.0 - phi * fits) / cycle
+                passed = width * rate / cost.num_output
+                left = np.exp(-passed)
+                stay = n * left
+                added = done * ready * (1.0 - left) / (passed + 1e-12)
+                # KV pool and rows
+                free = layout.pool_bytes - np.add.reduce(cost.kv_bytes * stay, 1, keepdims=True)
+                wanted = np.add.reduce(cost.kv_bytes * added, 1, keepdims=True)
+                rows = MAX_ROWS - np.add.reduce(stay, 1, keepdims=True)
+                fits = np.minimum(free / (wanted + 1e-9), rows / (np.add.reduce(added, 1, keepdims=True) + 1e-9))
+                fits = np.minimum(1.0, np.maximum(0.0, fits))
+                if attempt == 0 and np.min(fits, initial=1.0) == 1.0:
+                    break
+            phi = phi * fits
+            admit = done * ready * fits
+            n = stay + added * fits
+            w = ready - admit
+            splits[number], came[number], admitted[number], rates[number] = split, arrive, admit, rate
+            phis[number], steps[number] = phi[:, 0], total[:, 0]
+            many = np.add.reduce(n, 1, keepdims=True)
+            busy[number] = (phi + (1.0 - phi) * -np.expm1(-many))[:, 0]
+            # who gets the next
+            held_bytes = np.add.reduce(cost.kv_bytes * (n + w), 1, keepdims=True)
+            freeness = np.maximum(layout.pool_bytes - held_bytes, 1.0) / (1.0 + many)
+            wait = np.add.reduce(w * cost.prefill_s, 1, keepdims=True)
+            score = freeness / (1.0 + wait / WAIT_GRAIN_S)
+            score = np.where(is_empty, 0.0, score * score)
+            sums = np.bincount(flat, score.ravel(), minlength=num_streams)
+            split = split + EASE * (score / (sums[layout.stream] + 1e-300) - split)
+        return _Course(splits, came, admitted, rates, phis, steps, busy)
+
+    # -------------------------------------------------------------------------------------------------- requests
+
+    def _follow(self, layout: _Layout, course: _Course, num_plans: int) -> tuple[Array, Array, Array]:
+        """Latency and time to the first token of the followed requests [plans * followed], NEVER_S without a group; and the
+        flat place [groups * places] of each, -1 without."""
+        num_models, num = max(1, len(self.problem.models)), len(self._followed)
+        num_bins, num_groups, num_places = course.split.shape
+        latency, ttft = np.full(num_plans * num, NEVER_S), np.full(num_plans * num, NEVER_S)
+        chosen = np.full(num_plans * num, -1)
+        if not num or not num_groups:
+            return latency, ttft, chosen
+        stream = (np.arange(num_plans)[:, None] * num_models + self._model_of).ravel()
+        flat = layout.stream.ravel()
+        num_streams = num_plans * num_models
+        held = np.bincount(flat, minlength=num_streams + 1)[:num_streams]
+        served = np.flatnonzero((held[stream] > 0) & ~np.tile(self._is_too_long, num_plans))
+        if not len(served):
+            return latency, ttft, chosen
+        request = served % num
+        # where each goes: the cumulated split of its stream's places at its bin
+        order = np.argsort(flat, kind="stable")
+        order = order[: int(np.sum(held))]
+        ranks = np.cumsum(held > 0) - 1  # streams without a place take none
+        cumulated = np.cumsum(course.split.reshape(num_bins, -1)[:, order], axis=1)
+        width = cumulated.shape[1]
+        ladder = (cumulated + np.arange(num_bins)[:, None] * (width + 2.0)).ravel()
+        bins = self._bin[request]
+        target = bins * (width + 2.0) + ranks[stream[served]] + self._place[request]
+        at = np.searchsorted(ladder, target, side="right") - bins * width
+        ends = np.cumsum(held)
+        firsts = ends - held
+        at = np.minimum(np.maximum(at, firsts[stream[served]]), ends[stream[served]] - 1)
+        place = order[at]
+        group = place // num_places
+
+        # curves by place, with the start of time before them
+        def curve(steps: Array) -> Array:
+            return np.concatenate([np.zeros((1, steps.shape[1])), np.cumsum(steps, axis=0)])
+
+        came = curve(course.came.reshape(num_bins, -1))
+        admitted = curve(course.admitted.reshape(num_bins, -1))
+        moved = curve(course.rate.reshape(num_bins, -1) * self._widths[:, None])
+        at_s = self._at_s[request]
+        share = (at_s - self._times[bins]) / self._widths[bins]
+        arrived = came[bins, place] + share * (came[bins + 1, place] - came[bins, place])
+        waited = self._reaches(admitted, place, arrived * (1 - 1e-9) - 1e-9, bins)
+        start = np.maximum(at_s, waited)
+        start_bin = np.minimum(np.searchsorted(self._times, start, side="right") - 1, num_bins - 1)
+        phi = np.minimum(course.phi[start_bin, group], 0.95)
+        square = (
+            np.add.reduce((course.came * layout.costs[_Cost._fields.index("prefill_square")]), 2)
+            / self._widths[:, None]
+        )
+        residual = 0.5 * square[start_bin, group] / (1.0 - phi) + 0.5 * course.steps_s[start_bin, group]
+        prompts = layout.costs[_Cost._fields.index("prompts")].ravel()[place].astype(np.int64)
+        prompt_s = self._prompt_s[prompts + request]
+        stretch = 1.0 + course.steps_s[start_bin, group] / layout.chunk_s[group, 0]
+        first = start + residual + prompt_s * stretch
+        # decoding
+        first_bin = np.minimum(np.searchsorted(self._times, first, side="right") - 1, num_bins - 1)
+        rate = course.rate.reshape(num_bins, -1)
+        had = moved[first_bin, place] + (first - self._times[first_bin]) * rate[first_bin, place]
+        target = had + self._output[request] - 1.0
+        end = np.maximum(first, self._reaches(moved, place, target, first_bin, rate[-1]))
+        latency[served], ttft[served], chosen[served] = end - at_s, first - at_s, place
+        return latency, ttft, chosen
+
+    def _reaches(
+        self, curves: Array, place: Array, value: Array, first_bin: Array, slope: Array | None = None
+    ) -> Array:
+        """When the curves [bins + 1, places], which do not fall, reach the values, all at their own places; beyond their
+        ends they go on with the slope, or never get there."""
+        num_bins = len(curves) - 1
+        # bisection: all requests at once, log2(bins) gathers
+        low, high = first_bin.copy(), np.full_like(first_bin, num_bins)
+        for _ in range(num_bins.bit_length() + 1):
+            middle = (low + high) // 2
+            is_before = curves[middle, place] < value
+            low = np.where(is_before, middle, low)
+            high = np.where(is_before, high, middle)
+        high = np.maximum(high, 1)
+        below, above = curves[high - 1, place], curves[high, place]
+        share = np.clip((value - below) / np.maximum(above - below, 1e-12), 0.0, 1.0)
+        at = self._times[high - 1] + share * self._widths[high - 1]
+        beyond = value - curves[-1, place]
+        if slope is not None:
+            late = beyond / np.maximum(slope[place], 1e-9)
+        else:
+            # as fast as on average
+            late = beyond * self._times[-1] / np.maximum(curves[-1, place], 1e-9)
+        reached: Array = np.where(beyond > 0, np.minimum(self._times[-1] + late, NEVER_S / 10), at)
+        return reached
+
+    def _offline_tokens_s(self, plan: Plan, use: Array) -> float:
+        """Tokens per second of the offline requests' prompts and outputs, computed in the time that is left."""
+        traffic = self.problem.traffic
+        left = []
+        for number, model in enumerate(self.problem.models):
+            mine = (traffic.model == _index(traffic.models, model.name)) & ~traffic.is_online
+            if np.any(mine):
+                prompt, output = (
+                    traffic.prompt_tokens[mine].astype(np.float64),
+                    traffic.output_tokens[mine].astype(np.float64),
+                )
+                left.append([number, prompt, output, float(np.sum(prompt + output)) / self._span_s])
+        tokens_s = 0.0
+        for group, busy in zip(plan.groups, use, strict=True):
+            node = self._nodes[group.node_id]
+            mine = [each for each in left if self.problem.models[each[0]].name in group.models and each[3] > 0]
+            for each in mine:
+                number, prompt, output, wanted = each
+                cost = self.problem.models[number].costs[node.kind, group.num_ranks]
+                _, pool_bytes, _ = self._group(group)
+                context = float(np.mean(prompt) + np.mean(output) / 2)
+                model = self.problem.models[number]
+                rows = max(1.0, min(MAX_ROWS, pool_bytes / (model.block_bytes / model.block_size * context)))
+                token_s = cost.fixed_s / rows + cost.decode_s + cost.decode_context_s * context
+                request_s = float(
+                    np.mean(alone_s(cost, prompt, np.ones_like(prompt), step_tokens(node.kind)) + output * token_s)
+                )
+                share = max(0.0, 1.0 - float(busy)) / len(mine)
+                done = min(wanted, share / request_s * float(np.mean(prompt + output)))
+                each[3] -= done
+                tokens_s += done
+        return tokens_s

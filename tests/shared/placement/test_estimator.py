@@ -1,0 +1,138 @@
+"""The fast estimate of a plan."""
+
+from __future__ import annotations
+
+import math
+import time
+
+import msgspec
+import numpy as np
+import pytest
+
+from shared.placement.estimator import Estimator, estimate
+from shared.placement.execution import execution_s
+from shared.placement.problem import Group, Plan, traffic
+from tests.shared.placement.small import model, node, problem
+
+A, B = model("a"), model("b", 2.0)
+
+
+def on(*groups: tuple[int, tuple[str, ...]]) -> Plan:
+    """Groups of so many devices each, one after the other on a node."""
+    found, first = [], 0
+    for num_ranks, names in groups:
+        found.append(Group("n0", tuple(range(first, first + num_ranks)), names))
+        first += num_ranks
+    return Plan(tuple(found))
+
+
+def test_alone_a_request_takes_its_execution_time():
+    lone = problem([A], [node()], [0.0])
+    lone = msgspec.structs.replace(lone, traffic=traffic([(1.0, "a", 500, 200, True)], 60.0))
+    found = estimate(lone, on((1, ("a",))))
+    assert found.attainment == 1.0
+    assert found.models["a"].mean_latency_s == pytest.approx(execution_s(lone)["a"], rel=0.1)
+    assert found.models["a"].mean_ttft_s < 0.1
+
+
+def test_more_load_is_slower_up_to_saturation_and_far_beyond():
+    latencies, attained = [], []
+    for rate in (0.5, 4, 12, 40, 150):
+        found = estimate(problem([A, B], [node()], [rate, rate / 4]), on((1, ("a", "b")), (1, ("a",))))
+        latencies.append(found.normalised_latency)
+        attained.append(found.attainment)
+    assert latencies == sorted(latencies)
+    assert latencies[-1] > 5 * latencies[0]
+    assert attained[-1] < 0.5 < attained[0]
+
+
+def test_more_devices_are_not_slower():
+    loaded = problem([A], [node()], [30.0])
+    latencies = [estimate(loaded, on(*[(1, ("a",))] * num)).normalised_latency for num in (1, 2, 3, 4)]
+    assert latencies == sorted(latencies, reverse=True)
+
+
+def test_a_burst_is_worse_than_the_same_requests_spread():
+    spread = problem([A], [node()], [10.0])
+    times = spread.traffic.arrival_s / 10
+    burst = msgspec.structs.replace(spread, traffic=spread.traffic._replace(arrival_s=times))
+    plan = on((1, ("a",)))
+    assert estimate(burst, plan).normalised_latency > 1.5 * estimate(spread, plan).normalised_latency
+
+
+def test_long_prompts_delay_the_other_model_of_their_group():
+    rows = [(0.1 * number, "a", 60, 100, True) for number in range(500)]
+    long = [(0.8 * number, "b", 6000, 5, True) for number in range(60)]
+    both = msgspec.structs.replace(problem([A, B], [node()], [0, 0]), traffic=traffic(rows + long, 50.0))
+    together = estimate(both, on((1, ("a", "b"))))
+    apart = estimate(both, on((1, ("a",)), (1, ("b",))))
+    assert together.models["a"].mean_ttft_s > 2 * apart.models["a"].mean_ttft_s
+    assert together.normalised_latency > 1.5 * apart.normalised_latency
+
+
+def test_a_small_kv_pool_makes_requests_wait():
+    loaded = problem([A], [node()], [8.0])
+    small = msgspec.structs.replace(loaded, nodes=(node(memory_gb=18),))
+    plan = on((1, ("a",)))
+    assert estimate(small, plan).models["a"].mean_ttft_s > 3 * estimate(loaded, plan).models["a"].mean_ttft_s
+
+
+def test_requests_without_a_group_and_those_too_long_miss_their_slo():
+    both = problem([A, B], [node()], [2.0, 2.0])
+    found = estimate(both, on((1, ("a",))))
+    assert found.models["b"].attainment == 0.0
+    assert found.models["b"].num_requests > 0
+    assert found.attainment == pytest.approx(
+        found.models["a"].attainment * found.models["a"].num_requests / both.traffic.num_requests
+    )
+    short = msgspec.structs.replace(both, models=(msgspec.structs.replace(A, max_model_len=10), B))
+    assert estimate(short, on((1, ("a",)))).attainment == 0.0
+
+
+def test_a_model_that_does_not_fit_its_group_is_an_error():
+    with pytest.raises(ValueError, match="memory_bytes"):
+        estimate(problem([model("a", 8.0)], [node()], [1.0]), on((1, ("a",))))
+
+
+def test_plans_asked_about_together_get_what_each_gets_alone():
+    loaded = problem([A, B], [node()], [10.0, 3.0])
+    plans = [on((1, ("a", "b")), (1, ("a",))), on((2, ("a", "b"))), on((1, ("a",)), (1, ("b",)), (2, ("a", "b"))), on()]
+    estimator = Estimator(loaded)
+    together = estimator.outcomes([plan.groups for plan in plans])
+    for plan, outcome in zip(plans, together, strict=True):
+        alone = Estimator(loaded).outcomes([plan.groups])[0]
+        assert outcome.key == pytest.approx(alone.key)
+        assert np.allclose(outcome.rates, alone.rates)
+        if plan.groups:
+            assert estimate(loaded, plan).attainment == pytest.approx(outcome.attainment)
+
+
+def test_many_requests_are_followed_by_a_sample_and_all_count_as_load():
+    loaded = problem([A, B], [node()], [60.0, 20.0], interval_s=120.0)
+    plan = on((1, ("a",)), (1, ("a",)), (1, ("a", "b")), (1, ("b",)))
+    few, all_ = (Estimator(loaded, max_followed=num).outcomes([plan.groups])[0] for num in (400, 10**6))
+    assert few.normalised_latency == pytest.approx(all_.normalised_latency, rel=0.1)
+    assert few.attainment == pytest.approx(all_.attainment, abs=0.05)
+    assert few.rates == pytest.approx(all_.rates, rel=0.05)
+    assert sum(all_.rates) * 120.0 == pytest.approx(loaded.traffic.num_requests)
+
+
+def test_offline_requests_take_what_is_left():
+    rows = [(0.5 * number, "a", 100, 100, False) for number in range(2000)]
+    idle = msgspec.structs.replace(problem([A], [node()], [0.0]), traffic=traffic(rows, 1000.0))
+    busy_rows = rows + [(0.02 * number, "a", 300, 300, True) for number in range(50000)]
+    busy = msgspec.structs.replace(idle, traffic=traffic(busy_rows, 1000.0))
+    plan = on((1, ("a",)))
+    assert estimate(idle, plan).offline_tokens_s == pytest.approx(400.0, rel=0.01)
+    assert estimate(busy, plan).offline_tokens_s < 40.0
+    assert estimate(idle, plan).attainment == 1.0
+
+
+def test_it_is_fast():
+    loaded = problem([A, B], [node()], [150.0, 50.0], interval_s=100.0)
+    plan = on((1, ("a",)), (1, ("a",)), (1, ("a", "b")), (1, ("b",)))
+    began_s = time.perf_counter()
+    found = estimate(loaded, plan)
+    seconds = time.perf_counter() - began_s
+    assert not math.isnan(found.normalised_latency)
+    assert loaded.traffic.num_requests / seconds > 20_000
