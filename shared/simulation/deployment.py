@@ -55,6 +55,10 @@ class Serving(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Sequences of a step at most."""
     max_queued: Annotated[int, Meta(ge=1)] = 4096
     """Requests of a class in the scheduler's queue; beyond it they are refused."""
+    max_waiting: Annotated[int, Meta(ge=1)] = 1024
+    """Requests that an instance holds without having planned them; beyond it they are refused."""
+    least_share: Annotated[float, Meta(ge=0, le=1)] = 0.25
+    """Of the KV pool, that is divided evenly over the models of an instance; 1: each has its own part."""
     checkpoints: bool = True
     """Of KV in host memory, as much of it as the KV pool."""
     ttft_ms: Annotated[float, Meta(gt=0)] = 1500.0
@@ -86,6 +90,7 @@ class Serving(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             steps_in_flight=self.steps_in_flight or (1 if is_cpu else 2), co_serving=self.co_serving,
             interruption=self.interruption, mix_phases=self.mix_phases,
             num_host_merged=num_merged if self.checkpoints else 0, ttft_s=self.ttft_ms / 1000, tpot_s=self.tpot_ms / 1000,
+            max_waiting=self.max_waiting, least_share=self.least_share,
         )  # fmt: skip
         return Device(
             configuration=configuration, merged_bytes=merged_bytes, bandwidth_bytes_s=node.link_bytes_s,
