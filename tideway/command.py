@@ -16,6 +16,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from shared.engine import recording
+from shared.messages.traffic import DEFAULT_INTERVAL_S, LEAST_INTERVAL_S, MAX_INTERVAL_S
 from shared.recording import ReplayMismatch, header_of
 from shared.scheduling import recording as scheduling
 from shared.service import OPERATOR_ERROR_EXIT_CODE
@@ -25,6 +26,7 @@ from tideway.backup import backup, restore
 from tideway.bench.command import bench
 from tideway.console import Reporter, TableConsole
 from tideway.data_folder import DataFolder, OperatorError
+from tideway.models import show_models
 from tideway.nats_config import nats_config
 from tideway.operations import AdminClient
 from tideway.preflight import check_tensor_parallel, parse_models
@@ -260,6 +262,22 @@ def scale(
         else:
             replicas = None if number == "all" else int(number)
             operations.scale_model(client, model, replicas, wait_s=wait_s, say=print)
+
+
+@app.command()
+def models(
+    interval: Annotated[
+        int,
+        typer.Option(min=int(LEAST_INTERVAL_S), max=int(MAX_INTERVAL_S), help="Seconds up to now that it is about."),
+    ] = int(DEFAULT_INTERVAL_S),
+    as_json: AsJson = False,
+    url: GatewayUrl = "",
+    api_key: AdminKey = "",
+    data_dir: DataDir = DEFAULT_DATA_DIR,
+) -> None:
+    """Show what the models' traffic was like: rates, lengths, execution times, latencies, attainment."""
+    with AdminClient.of(DataFolder(data_dir), url, api_key) as client:
+        show_models(client, TableConsole(), interval_s=interval, as_json=as_json)
 
 
 @app.command()

@@ -78,8 +78,9 @@ class AdminClient:
     def instances(self) -> InstanceStates:
         return self._call("GET", "/admin/instances", InstanceStates)
 
-    def models(self) -> ModelStates:
-        return self._call("GET", "/admin/models", ModelStates)
+    def models(self, interval_s: int = 60) -> ModelStates:
+        """`interval_s`: that their traffic is told of."""
+        return self._call("GET", f"/admin/models?interval_s={interval_s}", ModelStates)
 
     def plan(self) -> PlacementPlan:
         return self._call("GET", "/admin/plan", PlacementPlan)

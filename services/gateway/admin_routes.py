@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable
+import asyncio
+import logging
+import re
+from collections.abc import Awaitable, Mapping
 from typing import TypeVar
 
 import msgspec
@@ -14,7 +17,7 @@ from services.gateway.audit import audited
 from services.gateway.bodies import read_message
 from services.gateway.catalog import loaded_model
 from services.gateway.context import GatewayContext
-from services.gateway.errors import ApiError, of_info
+from services.gateway.errors import ApiError, invalid, of_info
 from services.gateway.other_routes import json_response
 from services.gateway.replies import AuditLog
 from services.gateway.schemas import AddModelRequest, ScaleModelRequest, ScaleRequest
@@ -38,6 +41,7 @@ from shared.messages.catalogue import (
     PLACEMENT_REMOVE_MODEL,
     PLACEMENT_SCALE_INSTANCES,
     PLACEMENT_SCALE_MODEL,
+    PLACEMENT_TRAFFIC,
     PLANS,
 )
 from shared.messages.channels import Endpoint
@@ -46,9 +50,19 @@ from shared.messages.cluster import (
     PlacementPlan,
 )
 from shared.messages.requests import ErrorCode
+from shared.messages.traffic import (
+    DEFAULT_INTERVAL_S,
+    LEAST_INTERVAL_S,
+    MAX_INTERVAL_S,
+    GetTraffic,
+    ModelTraffic,
+)
+
+logger = logging.getLogger(__name__)
 
 PLACEMENT_TIMEOUT_S = 10.0
 PLAN_TIMEOUT_S = 2.0
+TRAFFIC_TIMEOUT_S = 2.0
 
 Q = TypeVar("Q")
 T = TypeVar("T")
@@ -94,9 +108,30 @@ async def _ask_placement(
     return json_response(await _api_errors(asking, **names))
 
 
+def _interval_of(query: Mapping[str, str]) -> float:
+    text = query.get("interval_s", f"{DEFAULT_INTERVAL_S:.0f}")
+    if not re.fullmatch(r"[0-9]{1,6}", text) or not LEAST_INTERVAL_S <= int(text) <= MAX_INTERVAL_S:
+        limits = f"{LEAST_INTERVAL_S:.0f} to {MAX_INTERVAL_S:.0f}"
+        raise invalid("interval_s", f"'interval_s' must be a whole number of seconds from {limits}.")
+    return float(text)
+
+
+async def _traffic(context: GatewayContext, interval_s: float) -> dict[str, ModelTraffic]:
+    """By model; none where no placement answers."""
+    try:
+        query = GetTraffic(interval_s)
+        reply = await context.bus.request(PLACEMENT_TRAFFIC, query, timeout_s=TRAFFIC_TIMEOUT_S)
+    except BusError as error:
+        logger.info("what the traffic was like is not known: %s", error)
+        return {}
+    return {traffic.model: traffic for traffic in reply.models}
+
+
 async def list_models(context: GatewayContext, request: Request) -> Response:
+    """Models, where they are, and what their traffic was like in the last `interval_s`."""
     _authenticate(context, request)
-    plan = await _api_errors(_stored_plan(context))
+    interval_s = _interval_of(request.query_params)
+    plan, traffic = await asyncio.gather(_api_errors(_stored_plan(context)), _traffic(context, interval_s))
     num_queued = context.loads.num_queued()
     unplaced = {} if plan is None else plan.unplaced
     states = []
@@ -115,12 +150,14 @@ async def list_models(context: GatewayContext, request: Request) -> Response:
                 replicas=spec.replicas,
                 ttft_ms=spec.ttft_ms,
                 tpot_ms=spec.tpot_ms,
+                slo_scale=spec.slo_scale,
                 instances={instance_id: model.state for instance_id, model in on_instances.items()},
                 unplaced=unplaced.get(spec.name),
                 failure=failure.message if (failure := context.catalog.failure(spec.name)) is not None else None,
                 num_running=sum(model.num_running for model in on_instances.values()),
                 num_waiting=sum(model.num_waiting for model in on_instances.values()),
                 num_queued=None if num_queued is None else num_queued.get(spec.name, 0),
+                traffic=traffic.get(spec.name),
             )
         )
     return json_response(ModelStates(states))
@@ -138,6 +175,7 @@ async def add_model(context: GatewayContext, request: Request) -> Response:
         message.replicas,
         message.ttft_ms or 0.0,
         message.tpot_ms or 0.0,
+        message.slo_scale or 0.0,
     )
     return await _ask_placement(context, PLACEMENT_ADD_MODEL, AddModel(spec))
 

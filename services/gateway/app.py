@@ -54,6 +54,7 @@ from services.gateway.schemas import (
 from shared.bus.interface import BusError
 from shared.messages.admin import InstanceStates, ModelStates
 from shared.messages.cluster import PlacementPlan
+from shared.messages.traffic import LEAST_INTERVAL_S, MAX_INTERVAL_S
 
 logger = logging.getLogger(__name__)
 
@@ -77,6 +78,8 @@ _FILE_LIST_QUERY = (
     ("order", {"type": "string", "enum": ["asc", "desc"]}),
     ("purpose", {"type": "string"}),
 )
+_INTERVAL = {"type": "integer", "minimum": int(LEAST_INTERVAL_S), "maximum": int(MAX_INTERVAL_S)}
+_MODELS_QUERY = (("interval_s", _INTERVAL),)
 _UPLOAD = {
     "type": "object",
     "required": ["file", "purpose"],
@@ -118,7 +121,9 @@ ROUTES = (
     Route("GET", "/ready", other_routes.ready, None, ReadyReply, not_ready_reply=ReadyReply),
     Route("GET", "/version", other_routes.show_version, None, VersionReply),
     Route("GET", "/metrics", other_routes.show_metrics, None, str),
-    Route("GET", "/admin/models", admin_routes.list_models, None, ModelStates, ADMIN_ERRORS),
+    Route(
+        "GET", "/admin/models", admin_routes.list_models, None, ModelStates, (400, *ADMIN_ERRORS), query=_MODELS_QUERY
+    ),
     Route("POST", "/admin/models", admin_routes.add_model, AddModelRequest, PlacementPlan, PLACEMENT_ERRORS),
     Route("DELETE", "/admin/models/{model:path}", admin_routes.remove_model, None, PlacementPlan, PLACEMENT_ERRORS),
     Route(

@@ -200,6 +200,8 @@ class AddModelRequest(msgspec.Struct, kw_only=True):
     """Objective of online requests that name none: time to first token."""
     tpot_ms: Milliseconds | None = None
     """Likewise per output token after the first."""
+    slo_scale: Annotated[float, Meta(ge=1, le=1000)] | None = None
+    """Times its model's mean execution time that a request may take from arrival to end; default 5."""
 
 
 class ScaleModelRequest(msgspec.Struct, kw_only=True):

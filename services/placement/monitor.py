@@ -22,8 +22,16 @@ from shared.messages.admin import Done
 from shared.messages.catalogue import PLACEMENT_REQUESTS, PLACEMENT_TRAFFIC, REQUEST_LOG
 from shared.messages.cluster import ModelSpec
 from shared.messages.requests import ErrorCode
-from shared.messages.traffic import GetTraffic, ModelTraffic, RequestRows, StoredTraffic, TrafficReply
-from shared.monitor.request_log import MAX_AGE_S, SLOT_S, RequestLog, slot_index
+from shared.messages.traffic import (
+    LEAST_INTERVAL_S,
+    MAX_INTERVAL_S,
+    GetTraffic,
+    ModelTraffic,
+    RequestRows,
+    StoredTraffic,
+    TrafficReply,
+)
+from shared.monitor.request_log import RequestLog, slot_index
 from shared.monitor.summary import mean_execution_s, model_traffic
 
 if TYPE_CHECKING:
@@ -113,8 +121,8 @@ class PlacementMonitor:
     async def _on_get_traffic(self, query: GetTraffic) -> TrafficReply:
         if not self._is_leader():
             raise ServiceError.of(ErrorCode.NOT_LEADER, "another placement leads")
-        if not SLOT_S <= query.interval_s <= MAX_AGE_S:
-            message = f"interval_s is {query.interval_s:g}: expected {SLOT_S:g} to {MAX_AGE_S:g}"
+        if not LEAST_INTERVAL_S <= query.interval_s <= MAX_INTERVAL_S:
+            message = f"interval_s is {query.interval_s:g}: expected {LEAST_INTERVAL_S:g} to {MAX_INTERVAL_S:g}"
             raise ServiceError.of(ErrorCode.BAD_REQUEST, message, "interval_s")
         return TrafficReply(list(self.measured(query.interval_s).values()))
 
@@ -142,4 +150,4 @@ class PlacementMonitor:
 
 
 def _is_old(key: str, now: float) -> bool:
-    return int(key.partition(".")[0]) < slot_index(now - MAX_AGE_S)
+    return int(key.partition(".")[0]) < slot_index(now - MAX_INTERVAL_S)

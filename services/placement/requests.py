@@ -9,6 +9,7 @@ from shared.checkpoint import ITEMSIZES, CheckpointShape
 from shared.messages.cluster import ModelSpec
 from shared.messages.requests import ErrorCode
 
+MAX_SLO_SCALE = 1000.0
 NAME_PATTERN = r"[A-Za-z0-9][A-Za-z0-9._:/-]{0,127}"
 
 
@@ -30,6 +31,8 @@ def check_spec(spec: ModelSpec) -> None:
     for field, value in (("max_model_len", spec.max_model_len), ("replicas", spec.replicas)):
         if value is not None and value < 1:
             raise refuse(f"{field} is {value}: expected 1 or more", field)
+    if spec.slo_scale and not 1 <= spec.slo_scale <= MAX_SLO_SCALE:
+        raise refuse(f"slo_scale is {spec.slo_scale:g}: expected 1 to {MAX_SLO_SCALE:g}, or 0", "slo_scale")
 
 
 def check_length(spec: ModelSpec, shape: CheckpointShape) -> None:

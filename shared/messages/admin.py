@@ -6,6 +6,7 @@ import msgspec
 
 from shared.messages.cluster import ModelSpec
 from shared.messages.requests import Seconds
+from shared.messages.traffic import ModelTraffic
 
 
 class AddModel(msgspec.Struct, frozen=True):
@@ -99,6 +100,10 @@ class ModelState(msgspec.Struct, kw_only=True):
     num_waiting: int
     num_queued: int | None
     """At the scheduler; None: it does not say."""
+    slo_scale: float = 0.0
+    """Mean execution times that a request may take; 0: the default, 5."""
+    traffic: ModelTraffic | None = None
+    """Over the interval that was asked for; None: no placement says it."""
 
 
 class ModelStates(msgspec.Struct):

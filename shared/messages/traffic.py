@@ -164,9 +164,14 @@ class ModelTraffic(msgspec.Struct, frozen=True, kw_only=True):
     offline: ModelSummary
 
 
+DEFAULT_INTERVAL_S = 600.0
+LEAST_INTERVAL_S, MAX_INTERVAL_S = 10.0, 6 * 3600.0
+"""One slot of the log, and how long it is kept."""
+
+
 class GetTraffic(msgspec.Struct, frozen=True):
-    interval_s: Seconds = 600.0
-    """Up to now."""
+    interval_s: Seconds = DEFAULT_INTERVAL_S
+    """Up to now; from `LEAST_INTERVAL_S` to `MAX_INTERVAL_S`."""
 
 
 class TrafficReply(msgspec.Struct, frozen=True):

@@ -15,16 +15,24 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from shared.messages.traffic import ClassSums, Outcome, RequestRow, RequestRows, StoredTraffic
+from shared.messages.traffic import (
+    LEAST_INTERVAL_S,
+    MAX_INTERVAL_S,
+    ClassSums,
+    Outcome,
+    RequestRow,
+    RequestRows,
+    StoredTraffic,
+)
 from shared.monitor.sums import add_arrival, add_end, merged
 
 if TYPE_CHECKING:
     from shared.placement.problem import Traffic
 
-SLOT_S = 10.0
+SLOT_S = LEAST_INTERVAL_S
 MAX_REQUESTS = 65_536
 MAX_SLOT_REQUESTS = 16_384
-MAX_AGE_S = 6 * 3600.0
+MAX_AGE_S = MAX_INTERVAL_S
 PART_ROWS = 2048
 """Arrivals, and as many ends, of one stored part: far below what a message may have."""
 THINNED_SHARE = 0.95

@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 
 from services.gateway import cluster_loads
 from shared.bus.interface import ServiceError
 from shared.messages.admin import ScaleInstances, ScaleModel
-from shared.messages.catalogue import INSTANCE_EXITED, LOAD_REPORTS, SCHEDULER_STATISTICS
+from shared.messages.catalogue import INSTANCE_EXITED, LOAD_REPORTS, PLACEMENT_TRAFFIC, SCHEDULER_STATISTICS
 from shared.messages.channels import Topic
 from shared.messages.cluster import (
     InstanceExited,
@@ -23,6 +24,7 @@ from shared.messages.cluster import (
     StatisticsReport,
 )
 from shared.messages.requests import ErrorCode
+from shared.messages.traffic import GetTraffic, ModelSummary, ModelTraffic, TrafficReply
 from shared.settings import BusSettings
 from tests.gateway.conftest import MODEL, Stack, running_gateway, running_stack
 from tests.gateway.peer import until
@@ -164,6 +166,30 @@ async def test_models_with_their_queues(stack: Stack) -> None:
     await until(lambda: stack.gateway.context.loads.num_queued(), "statistics")
     model = await only_model()
     assert (model["num_queued"], model["num_running"], model["num_waiting"]) == (17, 5, 0)
+
+
+async def test_models_with_their_traffic(stack: Stack) -> None:
+    asked: list[float] = []
+    online = ModelSummary(interval_s=60.0, num_arrived=90, arrivals_per_s=1.5, slo_s=4.0, attainment=0.75)
+
+    async def answer(query: GetTraffic) -> TrafficReply:
+        asked.append(query.interval_s)
+        return TrafficReply([ModelTraffic(model=MODEL, online=online, offline=ModelSummary(interval_s=60.0))])
+
+    async def only_model(query: str = "") -> dict[str, Any]:
+        [model] = (await stack.client.get(f"/admin/models{query}")).json()["models"]
+        return model
+
+    assert (await only_model())["traffic"] is None, "no placement answers"
+    await stack.peer.bus.serve(PLACEMENT_TRAFFIC, answer)
+    model = await only_model("?interval_s=60")
+    assert msgspec.convert(model["traffic"], ModelTraffic).online == online
+    assert model["traffic"]["offline"]["attainment"] is None and model["slo_scale"] == 0.0
+    await only_model()
+    assert asked == [60.0, 600.0]
+    for wrong in ("0", "9", "21601", "x", "-60", "6e1"):
+        answered = await stack.client.get(f"/admin/models?interval_s={wrong}")
+        assert (answered.status_code, answered.json()["error"]["param"]) == (400, "interval_s")
 
 
 async def test_an_instance_that_crashed_is_in_no_sum(stack: Stack) -> None:

@@ -137,6 +137,8 @@ class TestRequests:
             (ModelSpec("m", "/m", dtype="int8"), "dtype"),
             (ModelSpec("m", "/m", max_model_len=0), "max_model_len"),
             (ModelSpec("m", "/m", replicas=-1), "replicas"),
+            (ModelSpec("m", "/m", slo_scale=0.5), "slo_scale"),
+            (ModelSpec("m", "/m", slo_scale=1e9), "slo_scale"),
         ],
     )
     def test_the_field_at_fault_is_named(self, spec: ModelSpec, param: str) -> None:

@@ -24,7 +24,7 @@ from shared.messages.admin import (
     ScaleInstances,
     ScaleModel,
 )
-from shared.messages.catalogue import MODELS, SCHEDULER_STATISTICS
+from shared.messages.catalogue import MODELS, PLACEMENT_TRAFFIC, SCHEDULER_STATISTICS
 from shared.messages.channels import bucket_key
 from shared.messages.cluster import (
     InstanceInfo,
@@ -36,12 +36,14 @@ from shared.messages.cluster import (
     PlacementPlan,
     StatisticsReport,
 )
+from shared.messages.traffic import GetTraffic, MeanStd, ModelSummary, ModelTraffic, Spread, TrafficReply
 from shared.settings import BusSettings
 from tests.gateway.checkpoints import byte_level_tokenizer, write_checkpoint
 from tests.gateway.conftest import MODEL, Stack, running_stack
 from tests.gateway.peer import until
 from tideway import command, operations, status, top
 from tideway.data_folder import DataFolder, OperatorError, ProcessState, State
+from tideway.models import show_models
 from tideway.operations import AdminClient, UnavailableError
 from tideway.top import Snapshot, moves_per_s, show_top
 
@@ -333,6 +335,46 @@ async def test_one_view_of_top(stack: Stack) -> None:
     assert row.split() == ["b", "ready", "████░", "75%", "7+2", "0", "0", "1234", "1/0", "0/5", "1/1"]
     assert any(MODEL in line and " 17 " in line for line in rows)
     assert "Drained and gone: a" in text
+
+
+async def test_models_and_their_traffic(stack: Stack) -> None:
+    online = ModelSummary(
+        interval_s=60.0,
+        num_arrived=90,
+        num_finished=80,
+        num_refused=3,
+        arrivals_per_s=1.5,
+        prompt_tokens=MeanStd(120.0, 30.0),
+        output_tokens=MeanStd(64.0, 8.0),
+        execution_s=MeanStd(0.25, 0.1),
+        latency_s=Spread(0.5, 0.2, 0.4, 2.5),
+        slo_s=1.25,
+        attainment=0.875,
+    )
+
+    async def shown(as_json: bool = False) -> str:
+        output = io.StringIO()
+        with AdminClient(stack.url, "root") as client:
+            console = Console(file=output, width=200)
+            await asyncio.to_thread(show_models, client, console, interval_s=60, as_json=as_json)
+        return output.getvalue()
+
+    assert "not known" in await shown()
+    replies = [ModelTraffic(model=MODEL, online=online, offline=ModelSummary(interval_s=60.0))]
+
+    async def answer(_: GetTraffic) -> TrafficReply:
+        return TrafficReply(replies)
+
+    await stack.peer.bus.serve(PLACEMENT_TRAFFIC, answer)
+    [row] = [line for line in (await shown()).splitlines() if line.startswith(MODEL)]
+    expected = "online 1.5 3 120±30 64±8 250 ms 500 ms 400 ms 2.5 s 0 ms 0 ms 1.25 s 87.5% 0"
+    assert row.split() == [MODEL, *expected.split()]
+    assert not [line for line in (await shown()).splitlines() if "offline" in line]
+    replies[0] = msgspec.structs.replace(replies[0], offline=online)
+    [row] = [line for line in (await shown()).splitlines() if "offline" in line]
+    assert row.split()[:3] == ["offline", "1.5", "3"]
+    [state] = msgspec.json.decode(await shown(as_json=True), type=ModelStates).models
+    assert state.traffic == replies[0]
 
 
 def test_top_where_the_terminal_has_ascii_alone() -> None:

@@ -1,0 +1,73 @@
+"""`tideway models`: what the service monitor knows of each model's traffic, from the gateway's admin API."""
+
+from __future__ import annotations
+
+from msgspec import json
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from shared.messages.admin import ModelState
+from shared.messages.traffic import MeanStd, ModelSummary
+from tideway.console import fit
+from tideway.operations import AdminClient
+from tideway.top import LOOK
+
+LEAST_WANTED = ("TPOT\nmean", "TTFT\nP99", "refused", "latency\nP50", "waits")
+"""Columns that give way to long names of models."""
+
+
+def show_models(client: AdminClient, console: Console, *, interval_s: int, as_json: bool) -> None:
+    """Raises `OperatorError`."""
+    states = client.models(interval_s)
+    if as_json:
+        console.print(json.encode(states).decode(), markup=False, highlight=False, soft_wrap=True)
+        return
+    table = Table(
+        "model", "class", "req/s", "refused", "prompt\ntokens", "output\ntokens", "execution", "latency\nmean",
+        "latency\nP50", "latency\nP99", "TTFT\nP99", "TPOT\nmean", "SLO", "within\nSLO", "waits",
+        title=f"Models in the last {interval_s} s", **LOOK,
+    )  # fmt: skip
+    for state in states.models:
+        for row in _rows(state):
+            table.add_row(*row)
+    console.print(fit(table, console, LEAST_WANTED))
+    if any(state.traffic is None for state in states.models):
+        console.print("Of some the traffic is not known: no placement answers, or it does not know them yet.")
+
+
+def _rows(state: ModelState) -> list[list[str]]:
+    """Offline requests in a row of their own, if there were any."""
+    waits = str(state.num_waiting + (state.num_queued or 0))
+    if state.traffic is None:
+        return [[escape(state.name), *["?"] * 13, waits]]
+    rows = [[escape(state.name), "online", *_cells(state.traffic.online), waits]]
+    offline = state.traffic.offline
+    if offline.num_arrived or offline.num_finished:
+        rows.append(["", "offline", *_cells(offline), ""])
+    return rows
+
+
+def _cells(summary: ModelSummary) -> list[str]:
+    def seconds(value: float) -> str:
+        if not summary.num_finished:
+            return "-"
+        return f"{1000 * value:.3g} ms" if value < 1 else f"{value:.3g} s"
+
+    def spread(values: MeanStd) -> str:
+        return f"{values.mean:.0f}±{values.std:.0f}" if values.mean else "-"
+
+    return [
+        f"{summary.arrivals_per_s:.3g}",
+        str(summary.num_refused),
+        spread(summary.prompt_tokens),
+        spread(summary.output_tokens),
+        seconds(summary.execution_s.mean),
+        seconds(summary.latency_s.mean),
+        seconds(summary.latency_s.p50),
+        seconds(summary.latency_s.p99),
+        seconds(summary.ttft_s.p99),
+        seconds(summary.tpot_s.mean),
+        f"{summary.slo_s:.3g} s" if summary.slo_s else "-",
+        "-" if summary.attainment is None else f"{summary.attainment:.1%}",
+    ]
