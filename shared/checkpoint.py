@@ -56,6 +56,8 @@ class CheckpointShape(msgspec.Struct, frozen=True, kw_only=True):
     """As stored: float32, float16 or bfloat16. A float16 checkpoint runs in bfloat16 on CPU; the size is the same."""
     weight_bytes: int
     eos_token_ids: tuple[int, ...]
+    depends_on_length: bool = False
+    """Served up to another length it computes something else (LongRoPE's factors) or otherwise (sliding windows)."""
 
     def kv_geometry(self, dtype: str, num_ranks: int = 1) -> KvGeometry:
         """Of one rank's part of the model in that dtype, a key of ITEMSIZES. Where there are fewer heads than ranks, some
@@ -107,6 +109,7 @@ def describe(path: Path) -> CheckpointShape:
         dtype=_dtype(path, config),
         weight_bytes=sum(_tensor_bytes(f) for f in weight_files(path)),
         eos_token_ids=_eos_token_ids(path, config),
+        depends_on_length=_depends_on_length(config, architecture),
     )
 
 
@@ -209,6 +212,12 @@ def rope_parameters(config: Mapping[str, Any]) -> dict[str, Any]:
     merged |= config.get("rope_parameters") or {}
     merged["rope_type"] = merged.get("rope_type") or merged.get("type") or "default"
     return merged
+
+
+def _depends_on_length(config: Mapping[str, Any], architecture: str) -> bool:
+    has_windows = not architecture.startswith("Qwen") or bool(config.get("use_sliding_window"))
+    is_long = rope_parameters(config)["rope_type"] in ("longrope", "su")
+    return is_long or (has_windows and bool(config.get("sliding_window")))
 
 
 def _max_model_len(config: Mapping[str, Any], length: int) -> int:

@@ -355,8 +355,8 @@ class _Placement:
 
     def _size(self, name: str, room: _Room) -> Footprint:
         """What the model adds there: an instance has the weights of one checkpoint once, under however many names."""
-        size, weights = self._sizes[name, room.facts], _weights_of(self._configured[name].spec)
-        if any(_weights_of(spec) == weights for spec in room.specs.values()):
+        size, weights = self._sizes[name, room.facts], _weights_of(self._configured[name])
+        if any(_weights_of(self._configured[other]) == weights for other in room.specs):
             return replace(size, weight_bytes=0)
         return size
 
@@ -385,8 +385,10 @@ class _Placement:
         self.num_replicas[name] += 1
 
 
-def _weights_of(spec: ModelSpec) -> tuple[str, str, int | None]:
-    return (spec.source, spec.dtype, spec.max_model_len)
+def _weights_of(model: ConfiguredModel) -> tuple[str, str, int | None]:
+    """As the executor's identity of a model."""
+    spec, shape = model.spec, model.shape
+    return (spec.source, spec.dtype, spec.max_model_len if shape is None or shape.depends_on_length else None)
 
 
 def _mib(num_bytes: int) -> str:

@@ -152,7 +152,8 @@ class Executor:
                     _warm_up(model, *_choose(choose_backends(self.device), model), identity.max_model_len)
                 self._weights[identity] = model
             backend, block_size = _choose(self._backends, model)
-            prepared = PreparedModel(spec.name, model, identity.max_model_len, block_size, backend)
+            max_model_len = spec.max_model_len or identity.max_model_len
+            prepared = PreparedModel(spec.name, model, max_model_len, block_size, backend)
             if self._group is ALONE and self._capture is not None:
                 prepared.graphs = self._captured(prepared, self._capture)
         return prepared

@@ -269,6 +269,16 @@ def test_names_of_one_checkpoint_take_the_memory_of_its_weights_once() -> None:
     assert again is result
 
 
+def test_a_shorter_length_takes_weights_of_its_own_only_where_it_makes_another_model() -> None:
+    one = model("one", 2700)
+    short = ConfiguredModel(msgspec.structs.replace(one.spec, name="short", max_model_len=512), one.shape)
+    nodes = [node(memory=4 * GIB, num_instances=1)]
+    assert not plan([one, short], nodes, None).unplaced
+    windowed = msgspec.structs.replace(one.shape, depends_on_length=True)
+    models = [ConfiguredModel(each.spec, windowed) for each in (one, short)]
+    assert len(plan(models, nodes, None).unplaced) == 1
+
+
 def test_larger_steps_need_more_memory() -> None:
     few, many = (footprint(model("m").spec, shape(), CPU._replace(step_tokens=tokens)) for tokens in (512, 2048))
     assert many.activation_bytes > few.activation_bytes

@@ -85,6 +85,22 @@ def test_max_model_len_counts_the_rope_scaling(tmp_path: Path, changes: dict[str
 
 
 @pytest.mark.parametrize(
+    ("changes", "depends"),
+    [
+        ({}, False),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, False),
+        ({"rope_scaling": {"type": "longrope", "factor": 4.0}}, True),
+        ({"sliding_window": 64}, True),
+        ({"architectures": ["Qwen2ForCausalLM"], "sliding_window": 64, "use_sliding_window": False}, False),
+    ],
+)
+def test_a_length_makes_another_model_by_its_factors_or_windows(
+    tmp_path: Path, changes: dict[str, Any], depends: bool
+) -> None:
+    assert checkpoint.describe(make(tmp_path, **changes)).depends_on_length is depends
+
+
+@pytest.mark.parametrize(
     ("generation", "expected"),
     [(None, (2,)), ({"eos_token_id": [7, 8]}, (7, 8)), ({"eos_token_id": 9}, (9,)), ({"temperature": 1}, (2,))],
 )

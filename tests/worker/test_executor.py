@@ -227,13 +227,34 @@ def test_names_of_one_checkpoint_share_its_weights_until_the_last_is_gone(
     assert list(executor._weights.values()) == [executor._models["other"].model], "nothing else holds the weights"
 
 
-def test_another_dtype_or_length_or_file_is_another_model(checkpoints: dict[str, Path], tmp_path: Path) -> None:
+def test_lengths_share_weights_where_they_make_no_difference(checkpoints: dict[str, Path]) -> None:
+    """The second name is added and the first removed; each has its own bound."""
     executor = Executor("cpu", 4, MERGED_BYTES, 4)
-    path = write_checkpoint(tmp_path, "llama")
+    full = executor.prepare_model(ModelSpec("full", str(checkpoints["llama"])))
+    short = executor.prepare_model(ModelSpec("short", str(checkpoints["llama"]), max_model_len=40))
+    assert short.model is full.model
+    shapes = [executor.add_model(prepared) for prepared in (full, short)]
+    assert [shape.max_model_len for shape in shapes] == [256, 40]
+    executor.remove_model("full")
+    del full
+    driver = Driver(executor, shapes[1], range(4))
+    row = driver.add(0, prompt_of(LENGTHS[0]))
+    driver.step([(row, LENGTHS[0])])
+    assert len(executor._weights) == 1
+    long = executor.prepare_model(ModelSpec("long", str(checkpoints["llama"]), max_model_len=80))
+    assert long.model is short.model
+    assert "41 tokens exceed the model's 40" in executor.execute(step_of(driver.add(0, prompt_of(41)), shapes[1])).error
+
+
+def test_another_dtype_or_file_or_length_of_windows_is_another_model(
+    checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
+    executor = Executor("cpu", 4, MERGED_BYTES, 4)
+    path = write_checkpoint(tmp_path, "mistral-window")
     specs = [
         ModelSpec("a", str(path)),
         ModelSpec("b", str(path), dtype="bfloat16"),
-        ModelSpec("c", str(path), max_model_len=100),
+        ModelSpec("c", str(path), max_model_len=20),
     ]
     models = [executor.prepare_model(spec).model for spec in specs]
     weights = next(path.glob("*.safetensors"))
@@ -426,8 +447,8 @@ def test_the_warm_up_covers_long_prompts_and_many_sequences_on_cuda(
 
     monkeypatch.setattr(TorchBackend, "prepare", noted)
     monkeypatch.setitem(WARM_UP, "cpu", WARM_UP["cuda"])
-    Executor("cpu", 4, MERGED_BYTES, 12).prepare_model(ModelSpec("m", str(checkpoints["llama"]), max_model_len=200))
-    assert ran == [(1, 2), (1, 1), (1, 200), (257, 1)], "no longer than the model's sequences"
+    Executor("cpu", 4, MERGED_BYTES, 12).prepare_model(ModelSpec("m", str(checkpoints["llama"])))
+    assert ran == [(1, 2), (1, 1), (1, 256), (257, 1)], "no longer than the model's sequences"
     assert WARM_UP["cuda"][2][2] == 512
 
 

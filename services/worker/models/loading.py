@@ -32,7 +32,7 @@ class Identity(NamedTuple):
     """Of the weights: name, size and time of the last change."""
     dtype: torch.dtype
     max_model_len: int
-    """The longest sequence it serves."""
+    """The longest sequence it serves, where that makes a difference; else the checkpoint's own, whatever is asked for."""
 
 
 def identity_of(path: Path, device: torch.device, *, dtype: str = "auto", max_model_len: int | None = None) -> Identity:
@@ -41,8 +41,9 @@ def identity_of(path: Path, device: torch.device, *, dtype: str = "auto", max_mo
     length = max_model_len or shape.max_model_len
     if length > shape.max_model_len:
         raise CheckpointError(f"{path}: max_model_len {length} exceeds the model's own {shape.max_model_len}.")
+    served = length if shape.depends_on_length else shape.max_model_len
     files = tuple((file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in checkpoint.weight_files(path))
-    return Identity(path, files, getattr(torch, run_dtype(dtype, shape.dtype, device.type)), length)
+    return Identity(path, files, getattr(torch, run_dtype(dtype, shape.dtype, device.type)), served)
 
 
 def load_model(identity: Identity, device: torch.device, group: RankGroup = ALONE) -> DecoderModel:
