@@ -43,6 +43,5 @@ async def test_streams_survive_a_rank_and_are_those_of_one_device(stack: Stack, 
                 assert stream.text == other.text
             assert stream.error is None and stream.finish_reasons == ["length"]
             assert stream.usage["completion_tokens"] == MAX_TOKENS
-        said = system.log("worker-0", 1000)
-        assert "the instance ends: rank 1 was killed by SIGKILL" in said
-        system.wait_until(lambda: system.log("worker-0", 1000).count("started worker-0-2") == 2, "it is started again")
+        for words, count in (("the instance ends: rank 1 was killed by SIGKILL", 1), ("started worker-0-2", 2)):
+            system.wait_until(lambda: system.log("worker-0", 1000).count(words) >= count, words)  # noqa: B023

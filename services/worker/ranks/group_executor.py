@@ -47,7 +47,7 @@ from services.worker.ranks.messages import (
     ToRank,
     framed,
 )
-from shared.engine.plan import KvCopy, ModelShape, StepPlan, StepResult
+from shared.engine.plan import CopyKind, KvCopy, ModelShape, StepPlan, StepResult
 from shared.messages.cluster import ModelSpec
 
 if TYPE_CHECKING:
@@ -118,7 +118,7 @@ class GroupExecutor:
         self._num_collected = 0
         self._forgotten: deque[int] = deque()
         """Prepared models that nobody has any more: told with the next message, as they may go at any time."""
-        self._failures = threading.Condition(self._lock)
+        self._changes = threading.Condition(self._lock)
         self._failed_here: set[int] = set()
         self._failed_there: dict[int, int] = {}
         """Steps, and how many of the other ranks they failed on."""
@@ -194,9 +194,9 @@ class GroupExecutor:
         """What is wrong with a plan every rank finds by itself before it computes. Any other failure leaves ranks behind the
         others."""
         step_id = result.step_id
-        with self._failures:
+        with self._changes:
             self._failed_here.add(step_id)
-            agree = self._failures.wait_for(
+            agree = self._changes.wait_for(
                 lambda: self._failed_there.get(step_id) == len(self._others), AGREE_TIMEOUT_S
             )
             self._failed_there.pop(step_id, None)
@@ -206,10 +206,17 @@ class GroupExecutor:
     # ------------------------------------------------------------------------------------------------ copies
 
     def start_copy(self, copy: KvCopy) -> None:
+        """Where rank 0 may read the blocks of all ranks (CPU), a move has taken place on all when this returns."""
         with self._lock:
             self._copies[copy.copy_id] = (1 + len(self._others), True)
         self._tell(Copy(copy, self._num_collected))
         self._own.start_copy(copy)
+        if copy.kind == CopyKind.MOVE and self.launching_computes:
+            with self._changes:
+                # the last one is rank 0's own, which `finished_copies` counts
+                is_done = self._changes.wait_for(lambda: self._copies[copy.copy_id][0] == 1, ANSWER_TIMEOUT_S)
+            if not is_done:
+                self._lose(f"a move of blocks of {copy.model!r} is not done on all ranks after {ANSWER_TIMEOUT_S:g} s")
 
     def finished_copies(self) -> list[tuple[int, bool]]:
         for copy_id, ok in self._own.finished_copies():
@@ -225,6 +232,7 @@ class GroupExecutor:
         with self._lock:
             missing, all_ok = self._copies[copy_id]
             self._copies[copy_id] = missing, all_ok = missing - 1, all_ok and ok
+            self._changes.notify_all()
             if missing:
                 return
             del self._copies[copy_id]
@@ -315,9 +323,9 @@ class GroupExecutor:
                 self._on_copy_ended(copy_id, ok)
                 self._on_copy_finished()
             case StepFailed(step_id, error):
-                with self._failures:
+                with self._changes:
                     self._failed_there[step_id] = self._failed_there.get(step_id, 0) + 1
-                    self._failures.notify_all()
+                    self._changes.notify_all()
                 check = threading.Timer(AGREE_TIMEOUT_S, self._check_failure, (other.rank, step_id, error))
                 check.daemon = True
                 check.start()
