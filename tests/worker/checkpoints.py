@@ -92,11 +92,14 @@ VARIANTS: dict[str, tuple[type[PreTrainedModel], Any]] = {
 }
 
 
-def write_checkpoint(folder: Path, variant: str, *, dtype: torch.dtype = torch.float32, shards: bool = False) -> Path:
-    """A checkpoint with weights random enough that the next token depends on the whole prefix."""
+def write_checkpoint(
+    folder: Path, variant: str, *, dtype: torch.dtype = torch.float32, shards: bool = False, **changes: Any
+) -> Path:
+    """A checkpoint with weights random enough that the next token depends on the whole prefix. `changes`: to the config of
+    the variant."""
     kind, config = VARIANTS[variant]
     torch.manual_seed(sorted(VARIANTS).index(variant))
-    model = kind(config).to(dtype)
+    model = kind(type(config)(**config.to_dict() | changes)).to(dtype)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.dim() > 1:
