@@ -1,10 +1,9 @@
-"""Several ranks make, in float32, the tokens that one makes: every family, in chunks and batches, drawn and greedy, suspended
-and resumed, preempted, copied out and back, moved, and beside another model in one pool."""
+"""Several ranks make, in float32, the tokens that one makes: every family, in chunks and batches, drawn and greedy,
+suspended and resumed, preempted, copied out and back, moved, and beside another model in one pool."""
 
 from __future__ import annotations
 
 import math
-import random
 import threading
 import time
 from collections.abc import Iterator
@@ -166,16 +165,15 @@ class Run:
         )  # fmt: skip
         self.engine = configuration.build()
         self.outputs: dict[str, list[int]] = {}
-        self.num_suspended = self.num_ended = 0
+        self.num_ended = 0
         self._changed = threading.Condition()
         for shape in shapes:
             self.engine.apply(AddModel(shape), time.monotonic())
         self.loop = EngineLoop(self.engine, executor, time.monotonic, self._on_effects)
         self.loop.start()
 
-    def _on_effects(self, effects: list[Effect], stats: StepStats | None) -> None:
+    def _on_effects(self, effects: list[Effect], _stats: StepStats | None) -> None:
         with self._changed:
-            self.num_suspended += stats is not None and stats.is_suspended
             for effect in effects:
                 if isinstance(effect, Output):
                     for entry in effect.entries:
@@ -190,20 +188,20 @@ class Run:
 
 
 def test_two_ranks_under_the_engine_and_pressure(folder: Path, pair: Followers) -> None:
-    """Two models of different shapes in a pool too small for all: online requests interrupt offline steps, sequences are
-    preempted and come back from checkpoints, blocks move."""
+    """Two models of different shapes in a pool too small for all: offline sequences are preempted and come back from
+    checkpoints, blocks move."""
     paths = [write_checkpoint(folder, variant) for variant in ("llama3", "opt")]
     one = make_one()
     blocks = [one._models[one.load(path).name].views.shape.block_bytes for path in paths]
     merged_bytes = math.lcm(*blocks)
-    num_merged = 14 * max(blocks) // merged_bytes
+    num_merged = 10 * max(blocks) // merged_bytes
     requests = [
         GenerationRequest(
             request_id=f"{name}-{number}",
             gateway_id="gateway",
             model=name,
             prompt=pack_tokens(prompt_of(20 + 9 * number)),
-            sampling=SamplingParams(max_tokens=40, temperature=0.8 * (number % 2), seed=number),
+            sampling=SamplingParams(max_tokens=60, temperature=0.8 * (number % 2), seed=number),
             request_class=RequestClass.ONLINE if number > 3 else RequestClass.OFFLINE,
         )
         for number in range(7)
@@ -215,16 +213,12 @@ def test_two_ranks_under_the_engine_and_pressure(folder: Path, pair: Followers) 
         (pair.executor(num_merged, merged_bytes, 8, num_host_merged=num_merged), num_merged, num_merged),
     ):
         run = Run(executor, [executor.load(path) for path in paths], num, host)
-        chance = random.Random(0)
         for request in requests:
             assert run.loop.apply(Submit(request)) is None
-            if request.request_class == RequestClass.ONLINE:
-                time.sleep(chance.random() * 0.05)
         run.until(len(requests))
         run.loop.stop(10.0)
         run.engine.check()
         outputs.append(run.outputs)
     counters = run.engine.counters
-    assert counters.num_preemptions > 0 and run.num_suspended > 0
-    assert counters.restored_blocks.total() > 0
+    assert counters.num_preemptions > 0 and counters.restored_blocks.total() > 0 and counters.moved_blocks.total() > 0
     assert outputs[1] == outputs[0]

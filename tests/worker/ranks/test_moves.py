@@ -1,0 +1,102 @@
+"""A request moves between instances of one device and of two while it runs, and its stream is that of one that stays."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from contextlib import AsyncExitStack, closing
+from pathlib import Path
+from typing import Any
+
+from prometheus_client import CollectorRegistry
+
+from services.worker.executor import Executor
+from services.worker.kv_transport import KvTransport
+from services.worker.kv_transport.telemetry import TransferMetrics
+from services.worker.ranks.group_executor import GroupExecutor
+from services.worker.ranks.messages import SetUp
+from services.worker.ranks.starting import join_ranks, start_ranks
+from shared.bus.nats_bus import NatsBus
+from shared.messages.cluster import DeviceGroup
+from shared.settings import BusSettings
+from tests.worker.instance_stage import instance_on
+from tests.worker.kv_transport.local import LocalHub, LocalNetwork
+from tests.worker.neighbours import (
+    MERGED_BYTES,
+    NUM_MERGED,
+    Neighbours,
+    generation,
+    plan_of,
+    write_long_checkpoint,
+)
+
+ONE, TWO, OTHER_TWO = "node-0", "node-1", "node-3"
+NUM_ROWS = 8
+
+
+def executor_of_two() -> GroupExecutor:
+    setup = SetUp(
+        device="cpu", num_merged=NUM_MERGED, merged_bytes=MERGED_BYTES // 2, num_rows=NUM_ROWS, num_threads=1
+    )  # fmt: skip
+    return join_ranks(start_ranks(DeviceGroup(("cpu", "cpu"))), setup)
+
+
+async def test_a_request_moves_between_groups_of_equal_and_different_size(
+    nats_settings: BusSettings, tmp_path: Path
+) -> None:
+    checkpoint, hub = write_long_checkpoint(tmp_path), LocalHub()
+    metrics: list[CollectorRegistry] = []
+
+    async def open_transport() -> KvTransport:
+        metrics.append(CollectorRegistry())
+        transport = KvTransport(LocalNetwork(hub), metrics=TransferMetrics(metrics[-1]))
+        await transport.open()
+        return transport
+
+    def started(instance_id: str, executor: Any) -> Any:
+        return instance_on(
+            nats_settings, executor=executor, open_transport=open_transport, num_merged=NUM_MERGED,
+            instance_id=instance_id, plan=plan_of(instance_id, checkpoint), max_running=NUM_ROWS,
+            migration_cooldown_s=0.05,
+        )  # fmt: skip
+
+    async with AsyncExitStack() as stack:
+        executors: dict[str, Any] = {ONE: Executor("cpu", NUM_MERGED, MERGED_BYTES, NUM_ROWS)}
+        executors |= {name: stack.enter_context(closing(executor_of_two())) for name in (TWO, OTHER_TWO)}
+        bus = await NatsBus.connect(nats_settings, service="test", service_id="neighbours")
+        stack.push_async_callback(bus.close)
+        neighbours = Neighbours(bus)
+        await neighbours.start()
+        stages = [await stack.enter_async_context(started(name, one)) for name, one in executors.items()]
+
+        def see_each_other() -> bool:
+            views = [stage.service._migrations.peers() for stage in stages]
+            return all(sum(bool(peer.kv_address) for peer in view.values()) == len(stages) for view in views)
+
+        await neighbours.until(see_each_other)
+        requests = [generation("greedy", 100, 300), generation("sampled", 70, 300, "sampled")]
+        expected = await neighbours.undisturbed(ONE, *requests)
+        await neighbours.submit(ONE, *requests)
+        way = [ONE, TWO, OTHER_TWO, ONE]
+        for number, (here, there) in enumerate(itertools.pairwise(way), 1):
+            before = neighbours.progress("greedy")
+            await neighbours.until(lambda: neighbours.progress("greedy") > before + 10)  # noqa: B023
+            await asyncio.sleep(0.06)
+            neighbours.rebalance(here, there)
+            await neighbours.until(
+                lambda: all(neighbours.gateway.owners[r.request_id] == (number, there) for r in requests)  # noqa: B023
+            )
+            neighbours.rebalance(here)
+        await neighbours.ended(*requests)
+        assert {request_id: neighbours.gateway.tokens[request_id] for request_id in expected} == expected
+        moves = [move for report in neighbours.reports for move in report.migrations]
+        assert len(moves) == 2 * (len(way) - 1) and all(move.is_migrated for move in moves)
+        shape = executors[ONE]._models["m"].views.shape
+        least = sum(length // shape.block_size for length in (100, 70)) * shape.block_bytes
+        for registry in metrics[1:]:  # the first has the prompts' blocks in its cache
+            num_bytes = registry.get_sample_value("tideway_kv_transfer_bytes_total", {"direction": "in"})
+            assert num_bytes is not None and num_bytes >= least, "prompts are not computed again"
+        for stage in stages:
+            with stage.service._loop.locked() as engine:
+                engine.check()
+                assert not engine.all_held()
