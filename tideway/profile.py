@@ -1,11 +1,13 @@
 """`tideway profile`: measures models on this machine as an instance of it would run them, and stores their cost models.
 
-Into the data folder always, and into the key-value store of a Tideway that runs on it or that TIDEWAY_NATS_URL names.
+Into the data folder always, and into the key-value store of a Tideway that runs on it or that TIDEWAY_NATS_URL names. With
+`--hardware FILE` also what they say of the device, as a kind for `tideway simulate`.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import os
 from collections.abc import Callable
@@ -24,6 +26,7 @@ from shared.checkpoint import CheckpointError
 from shared.cost_model import CostModel
 from shared.engine.memory import slab
 from shared.messages.cluster import AttentionFacts, InstancePlan, ModelSpec
+from shared.placement.hardware import HARDWARE, USABLE_SHARE, Hardware, Profiled, fitted
 from shared.settings import InstanceSettings, WorkerSettings, load
 from tideway.data_folder import DataFolder, OperatorError
 from tideway.preflight import parse_models
@@ -60,6 +63,13 @@ def profile(
     data_dir: Annotated[
         Path, typer.Option("--data-dir", envvar="TIDEWAY_DATA_DIR", help="Cost models go to its folder cost_models.")
     ] = Path(".tideway"),
+    hardware: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Write what the models say of this device, for `tideway simulate`."),
+    ] = None,
+    base: Annotated[
+        str, typer.Option(help="Ready kind of device that has what is not measured. Default: by the device's name.")
+    ] = "",
 ) -> None:
     """Measure how long steps take, and store the cost models that instances plan with."""
     # Before torch is imported, as in an instance.
@@ -71,19 +81,78 @@ def profile(
         # The images of the other services.
         raise OperatorError(f"{error}: measure where a worker is installed, say in its container.") from None
 
-    specs = parse_models(model or [])
+    if base and base not in HARDWARE:
+        raise OperatorError(f"--base {base}: expected one of {', '.join(HARDWARE)}.")
+    if hardware is not None and tensor_parallel > 1:
+        raise OperatorError("--hardware says what one device does: measure without --tensor-parallel.")
+    specs, console = parse_models(model or []), Console()
     data = DataFolder(data_dir)
     data.prepare()
+    profiles = []
     try:
         for spec in specs:
-            asyncio.run(run(spec, data, instances, tensor_parallel, BRIEF if brief else FULL, Console()))
+            extent = BRIEF if brief else FULL
+            measured_model, cost_model = asyncio.run(run(spec, data, instances, tensor_parallel, extent, console))
+            profiles.append(profiled(spec, measured_model, cost_model))
     except (CheckpointError, ProfileError) as error:
         raise OperatorError(str(error)) from None
+    if hardware is not None:
+        write_hardware(hardware, fitted(this_device(base, instances, hardware.stem), profiles))
+        console.print(f"Kind of device {hardware.stem!r} written to {hardware}.", soft_wrap=True)
+
+
+def profiled(spec: ModelSpec, model: ProfiledModel, cost_model: CostModel) -> Profiled:
+    """Blocking. Raises `CheckpointError`."""
+    from services.worker.machine import survey
+
+    shape = checkpoint.describe(checkpoint.resolve(spec.source))
+    dtype = checkpoint.run_dtype(spec.dtype, shape.dtype, survey(load(WorkerSettings)).device)
+    return Profiled(spec.name, shape, dtype, model.shape.block_size, cost_model)
+
+
+def this_device(base: str, num_instances: int, name: str) -> Hardware:
+    """With what is not fitted: memory from this machine, the rest from the kind `base`, default: with the device's name."""
+    from services.worker.machine import survey
+
+    machine = survey(msgspec.structs.replace(load(WorkerSettings), num_instances=num_instances))
+    if machine.device == "cpu":
+        num_bytes, share, likely = machine.memory_bytes // num_instances, 1.0, "cpu"
+    else:
+        import torch
+
+        num_bytes, share = torch.cuda.mem_get_info()[1], USABLE_SHARE
+        words = torch.cuda.get_device_name().split()
+        likely = next((kind for kind in HARDWARE if kind.split("-")[0] in words), "A100-80G")
+    of = HARDWARE[base or likely]
+    return msgspec.structs.replace(
+        of, name=name, memory_bytes=num_bytes, memory_share=share,
+        sources={key: f"as {of.name}: {source}" for key, source in of.sources.items()} | {"memory_bytes": "this machine"},
+    )  # fmt: skip
+
+
+def write_hardware(file: Path, hardware: Hardware) -> None:
+    """As TOML, every number with its source beside it. Raises `OperatorError`."""
+    plain = msgspec.to_builtins(hardware)
+    sources, measured = plain.pop("sources"), plain.pop("measured")
+    # what JSON writes of strings and numbers, TOML reads
+    lines = [
+        f"{key} = {json.dumps(value)}" + (f"  # {sources[key]}" if key in sources else "")
+        for key, value in plain.items()
+    ]
+    for name, by_ranks in measured.items():
+        for ranks, cost in by_ranks.items():
+            lines += ["", f"[measured.{json.dumps(name)}.{ranks}]"]
+            lines += [f"{key} = {json.dumps(value)}" for key, value in cost.items()]
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise OperatorError(f"--hardware {file}: {error.strerror}") from None
 
 
 async def run(
     spec: ModelSpec, data: DataFolder, num_instances: int, tensor_parallel: int, extent: Extent, console: Console
-) -> CostModel:
+) -> tuple[ProfiledModel, CostModel]:
     """Measures one model, prints the table, stores the result. Raises `CheckpointError` and `ProfileError`."""
     from services.worker.cost_models import CostModelStore
 
@@ -107,7 +176,7 @@ async def run(
     if not places:
         raise OperatorError("The cost model could be stored nowhere.")
     console.print(f"Stored in {' and '.join(places)}.", soft_wrap=True)
-    return cost_model
+    return model, cost_model
 
 
 def measure(

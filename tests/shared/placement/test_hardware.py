@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from shared.cost_model import StepShape
 from shared.placement.facts import SHAPES, model_facts, node_facts
-from shared.placement.hardware import A100_80G, CPU, HARDWARE, Hardware, cost_model, cost_models
+from shared.placement.hardware import A100_80G, CPU, HARDWARE, Hardware, Profiled, cost_model, cost_models, fitted
 
 PREFILL_S = {"vllm": (22.05e-3, 1.405e-4, 8.08e-9), "own": (18.10e-3, 1.019e-4, 7.12e-9)}
 DECODE_S = {"vllm": (23.48e-3, 5.93e-7, 6.07e-5), "own": (19.93e-3, 6.27e-7, 3.85e-5)}
@@ -120,3 +120,61 @@ def test_70b_needs_four_devices_by_its_weights_alone() -> None:
     assert set(facts.costs) == {("A100-80G", p) for p in (1, 2, 4, 8)}
     assert facts.weight_bytes > node.memory_bytes
     assert facts.weight_bytes < 2 * node.memory_bytes
+
+
+SHARE = st.floats(0.1, 0.9)
+MODELS = [("llama-2-7b", "bfloat16"), ("llama-2-70b", "bfloat16"), ("opt-6.7b", "float32")]
+
+
+@given(
+    shares=st.tuples(SHARE, SHARE, SHARE, SHARE, st.floats(0, 0.9)),
+    layer_s=st.floats(1e-6, 1e-3),
+    decode_layer_s=st.floats(0, 1e-4),
+    host_bytes_s=st.floats(1e9, 1e11),
+)
+def test_what_was_measured_of_two_models_is_found_again(shares, layer_s, decode_layer_s, host_bytes_s) -> None:
+    names = ("weight_share", "kv_share", "flops_share", "attention_share", "hidden_share")
+    true = msgspec.structs.replace(
+        A100_80G, **dict(zip(names, shares, strict=True)), step_s=0.0, layer_s=layer_s, decode_layer_s=decode_layer_s,
+        host_bytes_s=host_bytes_s, prefill_layer_s=1e-5, mixed_layer_s=2e-5,
+    )  # fmt: skip
+    profiles = [
+        Profiled(name, SHAPES[name], dtype, 128, cost_model(true, SHAPES[name], dtype=dtype)) for name, dtype in MODELS
+    ]
+    found = fitted(A100_80G, profiles)
+    for name in (*names, "layer_s", "decode_layer_s", "host_bytes_s", "prefill_layer_s", "mixed_layer_s"):
+        assert getattr(found, name) == pytest.approx(getattr(true, name), rel=1e-3, abs=1e-9), name
+    assert found.memory_bytes_s == A100_80G.memory_bytes_s and found.reduce_s == A100_80G.reduce_s
+    assert cost_models(found, "llama-2-7b", SHAPES["llama-2-7b"])[1] == profiles[0].cost_model
+
+
+@given(fixed_s=st.floats(1e-3, 0.1), factor=st.floats(0.2, 5.0))
+def test_one_model_is_predicted_as_it_was_measured(fixed_s, factor) -> None:
+    shape = SHAPES["llama-2-7b"]
+    cost = msgspec.structs.replace(cost_model(A100_80G, shape).scaled(factor), fixed_s=fixed_s)
+    found = cost_model(fitted(A100_80G, [Profiled("m", shape, "bfloat16", 128, cost)]), shape)
+    for step in (StepShape(4096, 4096**2 / 2), StepShape(0, 0.0, 8, 8000), StepShape(0, 0.0, 1, 100)):
+        assert found.predict(step) == pytest.approx(cost.predict(step), rel=0.15)
+    assert found.fixed_s == pytest.approx(fixed_s)
+
+
+def test_what_a_profile_does_not_show_stays_as_it_is() -> None:
+    cost = msgspec.structs.replace(
+        cost_model(A100_80G, SHAPES["opt-6.7b"]), prefill_attention_s=0.0, decode_context_s=0.0
+    )
+    found = fitted(A100_80G, [Profiled("m", SHAPES["opt-6.7b"], "float16", 128, cost)])
+    assert (found.attention_share, found.kv_share) == (A100_80G.attention_share, A100_80G.kv_share)
+    assert found.sources["flops_share"] == "fitted to steps of m"
+    with pytest.raises(ValueError, match="profile"):
+        fitted(A100_80G, [])
+
+
+def test_a_device_that_is_faster_than_its_base_has_higher_rates() -> None:
+    shape = SHAPES["llama-2-7b"]
+    cost = cost_model(A100_80G, shape).scaled(0.2)
+    found = fitted(A100_80G, [Profiled("m", shape, "bfloat16", 128, cost)])
+    assert found.flops == pytest.approx(A100_80G.flops * 0.62 * 5)
+    assert max(found.flops_share, found.attention_share) == pytest.approx(1.0)
+    assert cost_model(found, shape).predict(StepShape(2048, 2048**2 / 2)) == pytest.approx(
+        cost.predict(StepShape(2048, 2048**2 / 2)), rel=0.1
+    )
