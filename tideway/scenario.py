@@ -388,10 +388,9 @@ def _model(spec: ModelSpec, index: int, hardware: list[Hardware], folder: Path) 
     given = {}
     for kind, by_ranks in spec.costs.items():
         _known(kind, [one.name for one in hardware], f"{at}.costs")
+        of = next(one.kind for one in hardware if one.name == kind)
         for p, cost in by_ranks.items():
-            given[kind, p] = (
-                cost if isinstance(cost, CostModel) else _stored(path_of(cost, folder), f"{at}.costs.{kind}")
-            )
+            given[of, p] = cost if isinstance(cost, CostModel) else _stored(path_of(cost, folder), f"{at}.costs.{kind}")
     return msgspec.structs.replace(facts, costs=facts.costs | given)
 
 

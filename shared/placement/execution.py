@@ -6,14 +6,14 @@ import numpy as np
 
 from shared.cost_model import CostModel
 from shared.placement.memory import why_not
-from shared.placement.problem import ModelFacts, Problem
+from shared.placement.problem import ModelFacts, Problem, is_cpu
 
 STEP_TOKENS, CPU_STEP_TOKENS = 8192, 512
 """Of a step at most, as instances have it by default."""
 
 
 def step_tokens(kind: str) -> int:
-    return CPU_STEP_TOKENS if kind == "cpu" else STEP_TOKENS
+    return CPU_STEP_TOKENS if is_cpu(kind) else STEP_TOKENS
 
 
 def alone_s(cost: CostModel, prompt_tokens: np.ndarray, output_tokens: np.ndarray, max_step_tokens: int) -> np.ndarray:

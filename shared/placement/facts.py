@@ -12,7 +12,7 @@ from shared.placement.problem import ModelFacts, NodeFacts
 
 def node_facts(node_id: str, hardware: Hardware, num_devices: int) -> NodeFacts:
     return NodeFacts(
-        node_id=node_id, kind=hardware.name, num_devices=num_devices, memory_bytes=hardware.usable_bytes,
+        node_id=node_id, kind=hardware.kind, num_devices=num_devices, memory_bytes=hardware.usable_bytes,
         link_bytes_s=hardware.link_bytes_s, load_bytes_s=hardware.load_bytes_s,
     )  # fmt: skip
 
@@ -35,19 +35,19 @@ def model_facts(
     Kinds of devices may differ in what they run a model in: bytes are the largest of any."""
     kinds = list(hardware)
     ranks = tuple(ranks)
-    dtypes = {kind.name: run_dtype(dtype, shape.dtype, kind.device) for kind in kinds}
+    dtypes = {kind.kind: run_dtype(dtype, shape.dtype, kind.device) for kind in kinds}
     block_size = max((kind.block_size for kind in kinds), default=0)
     footprints = [
         model_footprint(
-            shape, dtypes[kind.name], kind.device,
+            shape, dtypes[kind.kind], kind.device,
             block_size=block_size, step_tokens=kind.step_tokens, max_model_len=max_model_len,
         )
         for kind in kinds
     ]  # fmt: skip
     costs = {
-        (kind.name, p): cost
+        (kind.kind, p): cost
         for kind in kinds
-        for p, cost in cost_models(kind, name, shape, dtype=dtypes[kind.name], ranks=ranks).items()
+        for p, cost in cost_models(kind, name, shape, dtype=dtypes[kind.kind], ranks=ranks).items()
         if p in ranks
     }
     if not costs:

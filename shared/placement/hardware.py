@@ -21,6 +21,7 @@ from msgspec import Meta
 from shared.checkpoint import ITEMSIZES, CheckpointShape
 from shared.cost_fit import nnls
 from shared.cost_model import CostModel
+from shared.placement.problem import is_cpu
 
 RANKS = (1, 2, 4, 8)
 """Devices of a group; powers of two (SeaLLM, section 4.1)."""
@@ -86,13 +87,13 @@ class Hardware(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Cost models of models by their names, and by p: as they were measured; they go before what is reckoned here."""
 
     @property
-    def usable_bytes(self) -> int:
-        return int(self.memory_bytes * self.memory_share)
+    def kind(self) -> str:
+        """In placement."""
+        return f"cpu-{self.name}" if self.device == "cpu" and not is_cpu(self.name) else self.name
 
     @property
-    def steps_in_flight(self) -> int:
-        """As an instance's default."""
-        return 1 if self.device == "cpu" else 2
+    def usable_bytes(self) -> int:
+        return int(self.memory_bytes * self.memory_share)
 
 
 class _Work(NamedTuple):

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from shared.engine.memory import slab
-from shared.placement.problem import ModelFacts, NodeFacts
+from shared.placement.problem import ModelFacts, NodeFacts, is_cpu
 
 MAX_CPU_POOL_BYTES = 1 << 30
 """Of a device. On CPU the pool is main memory that others can use better."""
@@ -71,10 +71,9 @@ def why_not(models: Sequence[ModelFacts], node: NodeFacts, num_ranks: int) -> st
 def pool(models: Sequence[ModelFacts], node: NodeFacts, num_ranks: int) -> Pool:
     """Of a group that `why_not` has nothing against."""
     rank = _rank(models, node, num_ranks)
-    is_cpu = node.kind == "cpu"
     left = node.memory_bytes - rank.weights - rank.activations - rank.merged
-    share = int(left * (CPU_POOL_SHARE if is_cpu else POOL_SHARE))
-    if is_cpu:
+    share = int(left * (CPU_POOL_SHARE if is_cpu(node.kind) else POOL_SHARE))
+    if is_cpu(node.kind):
         share = min(share, MAX_CPU_POOL_BYTES)
     return Pool(rank.merged * num_ranks, max(share // rank.merged, rank.least_merged))
 
@@ -83,7 +82,7 @@ def _rank(models: Sequence[ModelFacts], node: NodeFacts, num_ranks: int) -> _Ran
     copies: dict[str, int] = {}
     for model in models:
         copies[model.weights] = max(copies.get(model.weights, 0), model.weight_bytes)
-    least = CPU_LEAST_MERGED_BYTES if node.kind == "cpu" else LEAST_MERGED_BYTES
+    least = CPU_LEAST_MERGED_BYTES if is_cpu(node.kind) else LEAST_MERGED_BYTES
     blocks = tuple(sorted(-(-model.block_bytes // num_ranks) for model in models))
     merged = _merged_bytes(blocks, -(-least // num_ranks))
     return _Rank(

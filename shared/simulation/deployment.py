@@ -21,7 +21,7 @@ from shared.engine.recording import Configuration
 from shared.messages.requests import RequestClass
 from shared.placement.execution import execution_s, step_tokens
 from shared.placement.memory import pool
-from shared.placement.problem import Group, ModelFacts, NodeFacts, Plan, Prediction, Problem
+from shared.placement.problem import Group, ModelFacts, NodeFacts, Plan, Prediction, Problem, is_cpu
 from shared.settings import InstanceSettings, SchedulerSettings
 from shared.simulation import metrics
 from shared.simulation.batches import Batches
@@ -83,18 +83,18 @@ class Serving(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         """What a group's instance runs on."""
         node = node_of(problem, group)
         merged_bytes, num_merged = pool(models_of(problem, group), node, group.num_ranks)
-        is_cpu = node.kind == "cpu"
+        on_cpu = is_cpu(node.kind)
         configuration = Configuration(
             num_merged=num_merged, num_rows=self.max_running, ordering=self.order_policy,
             token_budget=self.token_budget or step_tokens(node.kind),
-            steps_in_flight=self.steps_in_flight or (1 if is_cpu else 2), co_serving=self.co_serving,
+            steps_in_flight=self.steps_in_flight or (1 if on_cpu else 2), co_serving=self.co_serving,
             interruption=self.interruption, mix_phases=self.mix_phases,
             num_host_merged=num_merged if self.checkpoints else 0, ttft_s=self.ttft_ms / 1000, tpot_s=self.tpot_ms / 1000,
             max_waiting=self.max_waiting, least_share=self.least_share,
         )  # fmt: skip
         return Device(
             configuration=configuration, merged_bytes=merged_bytes, bandwidth_bytes_s=node.link_bytes_s,
-            rate_share=InstanceSettings(device="cpu" if is_cpu else "cuda").copy_rate_share,
+            rate_share=InstanceSettings(device="cpu" if on_cpu else "cuda").copy_rate_share,
         )  # fmt: skip
 
 
