@@ -18,6 +18,7 @@ from shared.settings import BusSettings
 from tests.worker.checkpoints import write_checkpoint
 from tideway import profile
 from tideway.data_folder import OperatorError
+from tideway.scenario import Setting, build, parse
 
 
 @pytest.fixture(autouse=True)
@@ -28,8 +29,10 @@ def threads():
     torch.set_num_threads(before)
 
 
-def run(*models: str, data_dir: Path, tensor_parallel: int = 1) -> None:
-    profile.profile(list(models), brief=True, instances=2, tensor_parallel=tensor_parallel, data_dir=data_dir)
+def run(*models: str, data_dir: Path, tensor_parallel: int = 1, hardware: Path | None = None) -> None:
+    profile.profile(
+        list(models), brief=True, instances=2, tensor_parallel=tensor_parallel, data_dir=data_dir, hardware=hardware
+    )
 
 
 def test_a_model_is_measured_and_stored(
@@ -72,9 +75,26 @@ def test_without_nats_the_folder_has_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.delenv("TIDEWAY_NATS_URL", raising=False)
-    run(str(write_checkpoint(tmp_path, "opt")), data_dir=tmp_path / "data")
+    hardware, checkpoint = tmp_path / "mine.toml", write_checkpoint(tmp_path, "opt")
+    run(f"small={checkpoint}", data_dir=tmp_path / "data", hardware=hardware)
     (file,) = (tmp_path / "data" / profile.FOLDER).rglob("*.json")
-    assert f"Stored in {file}." in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert f"Stored in {file}." in said and "Kind of device 'mine' written" in said
+
+    model = {"name": "small", "checkpoint": str(checkpoint)}
+    content = {
+        "nodes": [{"hardware": "here", "devices": 2}],
+        "hardware": {"here": {"file": str(hardware)}},
+        "models": [model, model | {"name": "other"}],
+        "traffic": [{"name": "t", "models": "small", "arrivals": "poisson:1", "prompt_tokens": 5, "output_tokens": 5}],
+    }
+    problem = build(Setting("test", parse(content), tmp_path)).problem
+    small, other = problem.models
+    measured = msgspec.json.decode(file.read_bytes(), type=CostModel)
+    assert problem.nodes[0].kind == "cpu-here" and problem.nodes[0].memory_bytes > 1 << 20
+    assert small.costs["cpu-here", 1] == measured
+    # the same shape under a name that was not measured, by what was measured
+    assert other.costs["cpu-here", 1].fixed_s == pytest.approx(measured.fixed_s, rel=0.05)
 
 
 def test_several_devices_are_measured_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
