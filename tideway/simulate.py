@@ -114,9 +114,8 @@ def place(setting: Setting, problem: Problem) -> tuple[Plan, dict[str, str]]:
     if scenario.placement == "groups":
         plan = explicit_plan(scenario, problem)
     else:
-        from shared.placement.estimator import estimate  # type: ignore[import-not-found,unused-ignore]
-
-        from shared.placement import baselines  # type: ignore[attr-defined,unused-ignore]
+        from shared.placement import baselines
+        from shared.placement.estimator import estimate
 
         choose = baselines.dedicated if scenario.placement == "dedicated" else baselines.alpaserve
         try:
