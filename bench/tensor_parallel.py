@@ -1,0 +1,183 @@
+"""What a step costs on two ranks of a CPU, a thread each, over gloo: on one rank, on two, on two whose calls to each other
+are left out, and those calls alone, back to back, as one step makes them.
+
+    python -m bench.tensor_parallel [--rounds 20] [--dtype bfloat16]
+
+The kinds alternate, so that a drift of the machine cancels. Of each the least time counts: whatever else runs here takes one
+of the two cores, and both ranks wait for the slower one. Times are those of rank 0.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+
+from bench.coserving.testbed import SHAPES, make_checkpoint
+from bench.reporting import Target, judged, machine, table_of, write
+from bench.sharing_overhead import DECODES, PREFILL, Place
+from services.worker.executor import Executor, region_bytes
+from services.worker.ranks.group import RankGroup, Ranks
+from services.worker.ranks.shared_memory import RankMemory
+from shared.engine.memory.slab import choose_merged_bytes
+from shared.messages.cluster import ModelSpec
+
+SHAPE = SHAPES["135m"] | {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64}
+"""SmolLM-135M, but for its 9 heads and 3 KV heads, which two ranks do not divide."""
+NUM_RANKS = 2
+POOL_BYTES = 1 << 29
+WARM_UP_ROUNDS = 3
+MAX_FACTOR = 1.1
+CPU = torch.device("cpu")
+
+
+class Switch(RankGroup):
+    """A group whose calls can be left out, and are kept in mind."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self.rank, self.size = ranks.rank, ranks.size
+        self._ranks = ranks
+        self.is_on = True
+        self.calls: list[tuple[bool, torch.Size, torch.dtype]] = []
+        """(whether it was an all-gather, shape, dtype)"""
+
+    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+        self.calls.append((False, tensor.shape, tensor.dtype))
+        return self._ranks.all_reduce(tensor) if self.is_on else tensor
+
+    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        self.calls.append((True, tensor.shape, tensor.dtype))
+        return self._ranks.all_gather(tensor) if self.is_on else torch.cat([tensor] * self.size, -1)
+
+    def send(self, tensor: torch.Tensor, stage: int) -> None:
+        raise AssertionError
+
+    def receive(self, tensor: torch.Tensor, stage: int) -> torch.Tensor:
+        raise AssertionError
+
+    def close(self) -> None:
+        self._ranks.close()
+
+    def meet(self) -> None:
+        """All ranks leave it at the same time, nearly."""
+        self._ranks.all_reduce(torch.zeros(1))
+
+
+def compute(
+    rank: int, rendezvous: Path, memory: tuple[str, int], checkpoint: Path, rounds: int
+) -> dict[str, list[float]]:
+    """Seconds of each kind in each round, on this rank; all ranks do the same."""
+    torch.set_num_threads(1)
+    group = Switch(Ranks(rank, NUM_RANKS, rendezvous, CPU))
+    spec = ModelSpec("model", str(checkpoint))
+    one = Executor(CPU, 1, 1 << 30, 1)
+    prepared = one.prepare_model(spec)
+    merged_bytes = choose_merged_bytes([prepared.model.kv_shape(prepared.block_size).block_bytes])
+    merged_bytes += -merged_bytes % (NUM_RANKS * 64)
+    num_merged, num_rows = POOL_BYTES // merged_bytes, DECODES["cpu"][0] + 1
+    single = Executor(CPU, num_merged, merged_bytes, num_rows)
+    part = merged_bytes // NUM_RANKS
+    double = Executor(CPU, num_merged, part, num_rows, group=group, shared=RankMemory(memory[0], NUM_RANKS, memory[1]))
+    places = [Place(each, each.add_model(each.prepare_model(spec)), 0, 0) for each in (single, double)]
+    for place in places:
+        place.clock = time.perf_counter
+    alone, together = places
+
+    def without_calls(step: Callable[[], float]) -> float:
+        group.is_on = False
+        try:
+            return step()
+        finally:
+            group.is_on = True
+
+    def calls_alone(step: Callable[[], float]) -> float:
+        group.calls.clear()
+        without_calls(step)
+        made = [(is_gather, torch.zeros(shape, dtype=dtype)) for is_gather, shape, dtype in group.calls]
+        group.meet()
+        started_s = time.perf_counter()
+        for is_gather, tensor in made:
+            if is_gather:
+                group._ranks.all_gather(tensor)
+            else:
+                group._ranks.all_reduce(tensor)
+        return time.perf_counter() - started_s
+
+    seconds: dict[str, list[float]] = {}
+    for number in range(WARM_UP_ROUNDS + rounds):
+        for name, mine, ours in (
+            ("decode", alone.decode_s, together.decode_s),
+            ("prefill", alone.prefill_s, together.prefill_s),
+        ):
+            kinds: dict[str, Callable[[], float]] = {
+                "one rank": lambda mine=mine: mine() if rank == 0 else 0.0,  # type: ignore[misc]
+                "two ranks": ours,
+                "without calls": lambda ours=ours: without_calls(ours),  # type: ignore[misc]
+                "calls alone": lambda ours=ours: calls_alone(ours),  # type: ignore[misc]
+            }
+            for kind, measure in kinds.items():
+                group.meet()
+                value = measure()
+                if number >= WARM_UP_ROUNDS:
+                    seconds.setdefault(f"{name}, {kind}", []).append(value)
+    for executor in (one, single, double):
+        executor.close()
+    group.meet()
+    group.close()
+    return seconds
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m bench.tensor_parallel", description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--dtype", default="bfloat16", help="of the weights")
+    parser.add_argument("--output", type=Path, default=Path(".tideway/bench"))
+    options = parser.parse_args(arguments)
+    with tempfile.TemporaryDirectory(prefix="tideway-ranks-") as name:
+        folder = Path(name)
+        checkpoint = make_checkpoint(folder / "model", SHAPE, options.dtype)
+        memory = RankMemory.create(NUM_RANKS, region_bytes(POOL_BYTES >> 20, 1 << 20, 0))
+        common = (folder / "rendezvous", (memory.path, memory.region_bytes), checkpoint, options.rounds)
+        other = multiprocessing.get_context("spawn").Process(target=compute, args=(1, *common), daemon=True)
+        other.start()
+        seconds = compute(0, *common)
+        other.join(30)
+    rows, targets = [], []
+    for step in ("decode", "prefill"):
+        kinds = {kind: seconds[f"{step}, {kind}"] for kind in ("one rank", "two ranks", "without calls", "calls alone")}
+        least = {kind: 1e3 * min(values) for kind, values in kinds.items()}
+        sums = least["without calls"] + least["calls alone"]
+        rows += [
+            {"step": step, "": which, **{f"{kind} ms": 1e3 * of(values) for kind, values in kinds.items()}}
+            for which, of in (("least", min), ("median", statistics.median))
+        ]
+        targets.append(
+            Target(
+                name=f"{step} on two ranks over its own computing and its calls alone", value=least["two ranks"] / sums,
+                limit=MAX_FACTOR, note=f"of one rank's time: {least['two ranks'] / least['one rank']:.2f}",
+            )
+        )  # fmt: skip
+    date = time.strftime("%Y-%m-%d")
+    text = "\n".join([
+        f"# Two ranks on CPU, {date}", "",
+        f"{machine()}, {options.dtype}, 135M parameters, a thread a rank; decode of {DECODES['cpu'][0]} sequences at "
+        f"{DECODES['cpu'][1]} tokens, prefill of {PREFILL['cpu']}; {options.rounds} rounds", "",
+        *table_of(rows), "", *map(str, targets),
+    ])  # fmt: skip
+    print(text)
+    result = {"date": date, "machine": machine(), "dtype": options.dtype, "shape": SHAPE, "seconds": seconds,
+              "targets": judged(targets)}  # fmt: skip
+    print(f"written: {write(options.output, f'tensor-parallel-{date}', result, text)}.json, .md")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
