@@ -32,7 +32,7 @@ from shared.messages.traffic import (
     TrafficReply,
 )
 from shared.monitor.request_log import RequestLog, slot_index
-from shared.monitor.summary import mean_execution_s, model_traffic
+from shared.monitor.summary import traffic_by_model
 
 if TYPE_CHECKING:
     from shared.placement.problem import Traffic
@@ -41,6 +41,8 @@ logger = logging.getLogger(__name__)
 
 SHOWN_S = 60.0
 """That metrics are over."""
+SHOW_INTERVAL_S = 5.0
+"""Between two looks at them: with some ten thousand requests in the log each takes a tenth of a second."""
 FREED_SHARE = 0.25
 """Of the log's time that is given up, from the oldest on, where the store is full."""
 
@@ -58,6 +60,7 @@ class PlacementMonitor:
         self._log = RequestLog(self.now())
         self._bucket: KeyValue[StoredTraffic]
         self._storing = asyncio.Lock()
+        self._show_at = float("-inf")
         self._subscriptions: list[Subscription] = []
 
     def now(self) -> float:
@@ -87,18 +90,19 @@ class PlacementMonitor:
     def measured(self, interval_s: float) -> dict[str, ModelTraffic]:
         """By model: what its last `interval_s` were like. SLOs and normalised latencies are reckoned by `execution_s`."""
         now = self.now()
-        return {
-            name: model_traffic(self._log, name, now - interval_s, now, slo_scale=spec.slo_scale)
-            for name, spec in sorted(self._models.items())
-        }
+        scales = {name: spec.slo_scale for name, spec in sorted(self._models.items())}
+        return traffic_by_model(self._log, scales, now - interval_s, now)
 
     def execution_s(self) -> dict[str, float]:
         """Mean execution time of each model's online requests over the whole log; without those that none is known of."""
-        means = {name: mean_execution_s(self._log, name, self.now()) for name in self._models}
+        means = {name: self._log.mean_execution_s(name) for name in self._models}
         return {name: mean_s for name, mean_s in means.items() if mean_s}
 
     def show(self) -> None:
-        """To Prometheus."""
+        """To Prometheus, if that is due."""
+        if self._bus.now() < self._show_at:
+            return
+        self._show_at = self._bus.now() + SHOW_INTERVAL_S
         self._metrics.show_log(self._log.num_requests, self._log.num_thinned, self._log.num_expired)
         for traffic in self.measured(SHOWN_S).values():
             self._metrics.show_traffic(traffic)

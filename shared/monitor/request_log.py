@@ -19,12 +19,13 @@ from shared.messages.traffic import (
     LEAST_INTERVAL_S,
     MAX_INTERVAL_S,
     ClassSums,
+    Moments,
     Outcome,
     RequestRow,
     RequestRows,
     StoredTraffic,
 )
-from shared.monitor.sums import add_arrival, add_end, merged
+from shared.monitor.sums import add_arrival, add_end, merge, merged
 
 if TYPE_CHECKING:
     from shared.placement.problem import Traffic
@@ -108,6 +109,8 @@ class RequestLog:
         self._max_age_s = max_age_s
         self._slots: dict[int, Slot] = {}
         self._known: dict[int, LoggedRequest] = {}
+        self._execution: dict[tuple[str, bool], Moments] = {}
+        """Execution times in all slots, by model and whether online."""
 
     @property
     def num_requests(self) -> int:
@@ -161,6 +164,8 @@ class RequestLog:
             return
         slot = self._slot(arrived_s + row.latency_s)
         add_end(slot.sums_of(model, row.is_online), row)
+        if row.outcome == Outcome.FINISHED and row.execution_s > 0:
+            merge(self._execution_of(model, row.is_online), Moments(1, row.execution_s))
         if request is not None and request.row.number in self._known:
             request.row = row
             slot.ended.append(request)
@@ -180,6 +185,8 @@ class RequestLog:
         for index in gone:
             slot = self._slots.pop(index)
             self.num_expired += len(slot.arrived)
+            for key, sums in slot.sums.items():
+                merge(self._execution_of(*key), sums.execution_s, -1)
             for number in slot.arrived:
                 del self._known[number]
         return gone
@@ -236,6 +243,7 @@ class RequestLog:
             slot.num_parts += 1
             for model, is_online, sums in part.sums:
                 slot.sums[part.models[model], is_online] = sums
+                merge(self._execution_of(part.models[model], is_online), sums.execution_s)
         for part in parts:
             slot = self._slots[part.slot]
             for row in part.arrived:
@@ -257,6 +265,17 @@ class RequestLog:
 
     def models(self) -> set[str]:
         return {model for slot in self._slots.values() for model, _ in slot.sums}
+
+    def mean_execution_s(self, model: str) -> float:
+        """Of all online requests that finished, else of offline ones; 0: none has."""
+        for is_online in (True, False):
+            moments = self._execution_of(model, is_online)
+            if moments.count:
+                return moments.total / moments.count
+        return 0.0
+
+    def _execution_of(self, model: str, is_online: bool) -> Moments:
+        return self._execution.setdefault((model, is_online), Moments())
 
     def sums(self, model: str, is_online: bool, since_s: float, until_s: float) -> ClassSums:
         """Of all slots that the interval touches."""

@@ -1,55 +1,62 @@
-"""What a model's traffic was like in an interval (SeaLLM, section 3). Counts, means and deviations are from exact sums,
+"""What models' traffic was like in an interval (SeaLLM, section 3). Counts, means and deviations are from exact sums,
 percentiles and attainment from the requests of the log. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Mapping
 
-from shared.messages.traffic import ModelSummary, ModelTraffic, Moments, Outcome, Spread
-from shared.monitor.request_log import SLOT_S, LoggedRequest, RequestLog, slot_index
+from shared.messages.traffic import ClassSums, MeanStd, ModelSummary, ModelTraffic, Moments, Outcome, RequestRow, Spread
+from shared.monitor.request_log import SLOT_S, RequestLog, slot_index
 from shared.monitor.sums import mean_std, tpot_s
 
 DEFAULT_SLO_SCALE = 5.0
 """As `shared.placement.problem`, which needs numpy."""
 
-
-def model_traffic(
-    log: RequestLog, model: str, since_s: float, until_s: float, *, slo_scale: float = 0.0, execution_s: float = 0.0
-) -> ModelTraffic:
-    """`slo_scale`: mean execution times that a request may take; 0: the default. `execution_s`: that mean; 0: as of the
-    whole log."""
-    execution_s = execution_s or mean_execution_s(log, model, until_s)
-    slo_s = execution_s * (slo_scale or DEFAULT_SLO_SCALE)
-    online, offline = (
-        _summary(log, model, is_online, since_s, until_s, execution_s, slo_s) for is_online in (True, False)
-    )
-    return ModelTraffic(model=model, online=online, offline=offline)
+Key = tuple[str, bool]
+"""A model, and whether online."""
 
 
-def mean_execution_s(log: RequestLog, model: str, now: float) -> float:
-    """Of the log's online requests, else of its offline ones; 0: nothing has finished."""
-    for is_online in (True, False):
-        if mean_s := mean_std(log.sums(model, is_online, log.began_s, now).execution_s).mean:
-            return mean_s
-    return 0.0
+def traffic_by_model(
+    log: RequestLog,
+    slo_scales: Mapping[str, float],
+    since_s: float,
+    until_s: float,
+    *,
+    execution_s: Mapping[str, float] | None = None,
+) -> dict[str, ModelTraffic]:
+    """Of each model in `slo_scales`: mean execution times that its requests may take; 0: the default. `execution_s`: those
+    means; of one that is missing, as of the whole log."""
+    since_s = max(log.began_s, slot_index(since_s) * SLOT_S)
+    means = {model: (execution_s or {}).get(model) or log.mean_execution_s(model) for model in slo_scales}
+    slos = {model: means[model] * (scale or DEFAULT_SLO_SCALE) for model, scale in slo_scales.items()}
+    finished: dict[Key, list[tuple[RequestRow, int]]] = {}
+    for request in log.ended(since_s, until_s):
+        if request.row.outcome == Outcome.FINISHED:
+            finished.setdefault((request.model, request.row.is_online), []).append((request.row, request.weight))
+    attainment = _attainment(log, slos, since_s, until_s)
+
+    def summary(model: str, is_online: bool) -> ModelSummary:
+        key = (model, is_online)
+        sums = log.sums(model, is_online, since_s, until_s)
+        rows = finished.get(key, [])
+        return _summary(sums, rows, attainment.get(key), until_s - since_s, means[model], slos[model])
+
+    return {
+        model: ModelTraffic(model=model, online=summary(model, True), offline=summary(model, False))
+        for model in slo_scales
+    }
 
 
 def _summary(
-    log: RequestLog, model: str, is_online: bool, since_s: float, until_s: float, execution_s: float, slo_s: float
+    sums: ClassSums,
+    finished: list[tuple[RequestRow, int]],
+    attainment: float | None,
+    interval_s: float,
+    execution_s: float,
+    slo_s: float,
 ) -> ModelSummary:
-    since_s = max(log.began_s, slot_index(since_s) * SLOT_S)
-    sums = log.sums(model, is_online, since_s, until_s)
-    interval_s = max(1e-9, until_s - since_s)
-    finished = [
-        (request.row, request.weight)
-        for request in log.ended(since_s, until_s)
-        if request.model == model and request.row.is_online == is_online and request.row.outcome == Outcome.FINISHED
-    ]
-    attainment = None
-    if slo_s:
-        arrived = log.arrived(since_s - slo_s - SLOT_S, until_s)
-        own = (request for request in arrived if request.model == model and request.row.is_online == is_online)
-        attainment = _attainment(own, slo_s, since_s, until_s)
+    """`finished`: the log's requests that did, and how many each stands for."""
+    interval_s = max(1e-9, interval_s)
     latency = _spread(sums.latency_s, [(row.latency_s, weight) for row, weight in finished])
     later = ((tpot_s(row), weight) for row, weight in finished)
     return ModelSummary(
@@ -74,20 +81,23 @@ def _summary(
     )
 
 
-def _attainment(requests: Iterable[LoggedRequest], slo_s: float, since_s: float, until_s: float) -> float | None:
+def _attainment(log: RequestLog, slos: Mapping[str, float], since_s: float, until_s: float) -> dict[Key, float]:
     """A request is decided when it ends, or when its SLO has passed: so those that wait for ever count as well, and each
     in one interval only. A client that goes before says nothing."""
-    num_met = num_decided = 0
-    for request in requests:
-        row, decided_s = request.row, request.arrived_s + slo_s
+    counts: dict[Key, tuple[int, int]] = {}
+    for request in log.arrived(since_s - max(slos.values(), default=0.0) - SLOT_S, until_s):
+        row, slo_s = request.row, slos.get(request.model, 0.0)
+        if not slo_s:
+            continue
         is_over = row.outcome != Outcome.PENDING and row.latency_s <= slo_s
-        if is_over:
-            decided_s = request.arrived_s + row.latency_s
+        decided_s = request.arrived_s + (row.latency_s if is_over else slo_s)
         if not since_s <= decided_s < until_s or (is_over and row.outcome == Outcome.CANCELLED):
             continue
-        num_decided += request.weight
-        num_met += request.weight * (is_over and row.outcome == Outcome.FINISHED)
-    return num_met / num_decided if num_decided else None
+        key = (request.model, row.is_online)
+        num_met, num_decided = counts.get(key, (0, 0))
+        is_met = is_over and row.outcome == Outcome.FINISHED
+        counts[key] = (num_met + request.weight * is_met, num_decided + request.weight)
+    return {key: num_met / num_decided for key, (num_met, num_decided) in counts.items()}
 
 
 def _share(counts: tuple[int, int]) -> float | None:
@@ -96,7 +106,7 @@ def _share(counts: tuple[int, int]) -> float | None:
 
 
 def _spread(moments: Moments, values: list[tuple[float, int]]) -> Spread:
-    known = mean_std(moments)
+    known: MeanStd = mean_std(moments)
     values.sort()
     return Spread(known.mean, known.std, weighted_quantile(values, 0.5), weighted_quantile(values, 0.99))
 

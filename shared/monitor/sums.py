@@ -7,9 +7,6 @@ from math import sqrt
 
 from shared.messages.traffic import ClassSums, MeanStd, Moments, Outcome, RequestRow
 
-_MOMENTS = ("prompt_tokens", "output_tokens", "execution_s", "latency_s", "ttft_s", "tpot_s")
-_COUNTS = ("arrived", "refused", "finished", "cancelled", "failed")
-
 
 def _add(moments: Moments, value: float) -> None:
     moments.count += 1
@@ -31,10 +28,10 @@ def add_arrival(sums: ClassSums, row: RequestRow) -> None:
 
 def add_end(sums: ClassSums, row: RequestRow) -> None:
     """Of a row whose outcome is not PENDING."""
-    for name, is_met in (("ttft_met", row.is_ttft_met), ("tpot_met", row.is_tpot_met)):
-        if is_met is not None:
-            num_met, num = getattr(sums, name)
-            setattr(sums, name, (num_met + is_met, num + 1))
+    if row.is_ttft_met is not None:
+        sums.ttft_met = (sums.ttft_met[0] + row.is_ttft_met, sums.ttft_met[1] + 1)
+    if row.is_tpot_met is not None:
+        sums.tpot_met = (sums.tpot_met[0] + row.is_tpot_met, sums.tpot_met[1] + 1)
     match row.outcome:
         case Outcome.REFUSED:
             sums.refused += 1
@@ -54,16 +51,27 @@ def add_end(sums: ClassSums, row: RequestRow) -> None:
             sums.failed += 1
 
 
+def merge(total: Moments, part: Moments, sign: int = 1) -> None:
+    """Adds `part` to `total`; with -1 takes it away again."""
+    total.count += sign * part.count
+    total.total += sign * part.total
+    total.squares += sign * part.squares
+
+
 def merged(parts: Iterable[ClassSums]) -> ClassSums:
     total = ClassSums()
     for part in parts:
-        for name in _COUNTS:
-            setattr(total, name, getattr(total, name) + getattr(part, name))
-        for name in _MOMENTS:
-            own, other = getattr(total, name), getattr(part, name)
-            own.count += other.count
-            own.total += other.total
-            own.squares += other.squares
+        total.arrived += part.arrived
+        total.refused += part.refused
+        total.finished += part.finished
+        total.cancelled += part.cancelled
+        total.failed += part.failed
+        merge(total.prompt_tokens, part.prompt_tokens)
+        merge(total.output_tokens, part.output_tokens)
+        merge(total.execution_s, part.execution_s)
+        merge(total.latency_s, part.latency_s)
+        merge(total.ttft_s, part.ttft_s)
+        merge(total.tpot_s, part.tpot_s)
         total.ttft_met = (total.ttft_met[0] + part.ttft_met[0], total.ttft_met[1] + part.ttft_met[1])
         total.tpot_met = (total.tpot_met[0] + part.tpot_met[0], total.tpot_met[1] + part.tpot_met[1])
     return total

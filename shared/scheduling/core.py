@@ -123,7 +123,6 @@ class SchedulerCore:
             self.statistics.count_finished(report.finished)
             self.monitor.count_finished(report.finished)
             self.grants.count_finished(report.finished, now)
-            self._record_ends(report, now)
         heard = self.cluster.hear(report, now)
         if heard is None:
             return
@@ -136,6 +135,7 @@ class SchedulerCore:
             self.migrations.migrated_in(held, instance_id, now)
         for outcome in report.migrations:
             self.migrations.ended(outcome, instance_id, now)
+        self._record_ends(report, now)
         for request_id in report.ended:
             self.inquiries.on_ended(request_id, instance_id, state, now)
         has_gap = last is not None and report.sequence != last.sequence + 1

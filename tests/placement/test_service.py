@@ -18,6 +18,7 @@ import pytest
 
 from services.placement import active as active_module
 from services.placement import fleet
+from services.placement import monitor as monitor_module
 from services.placement.backends.interface import ScalingBackend
 from services.placement.checkpoints import read_shape
 from services.placement.service import PlacementService
@@ -482,8 +483,10 @@ def rows(*ended: tuple[str, float], pending: Sequence[str] = (), age_s: float = 
 
 
 async def test_requests_are_kept_over_a_restart_and_a_change_of_leader(
-    nats_settings: BusSettings, cluster: Cluster, sources: dict[str, str]
+    nats_settings: BusSettings, cluster: Cluster, sources: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(monitor_module, "SHOW_INTERVAL_S", 0.0)
+
     async def tell(told: RequestRows) -> None:
         await cluster.bus.request(PLACEMENT_REQUESTS, told, timeout_s=5.0)
 

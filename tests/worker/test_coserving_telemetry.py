@@ -129,6 +129,13 @@ def test_objectives_met_and_missed(one: Ended, ttft: str | None, tpot: str | Non
         for outcome in ("met", "missed"):
             value = shown("slo_total", model_name="a", klass=klass, objective=objective, outcome=outcome)
             assert value == (1 if outcome == expected else None), (objective, outcome)
+    told = one.stats()
+    is_met = {"met": True, "missed": False, None: None}
+    assert (told.is_ttft_met, told.is_tpot_met) == (is_met[ttft], is_met[tpot])
+    assert told.latency_s == one.ended_s - one.arrived_s, "over all of its life"
+    assert told.is_whole == (one.request.ttft_s < 0)
+    own_ttft_s = -1.0 if one.first_token_s is None else one.first_token_s - one.arrived_s
+    assert told.ttft_s == (own_ttft_s if told.is_whole else one.request.ttft_s)
 
 
 def test_budget_use_counts_steps_that_were_limited() -> None:

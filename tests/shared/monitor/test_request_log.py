@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shared.messages.traffic import Outcome, RequestRow, RequestRows, StoredTraffic, request_number
+from shared.messages.traffic import ModelTraffic, Outcome, RequestRow, RequestRows, StoredTraffic, request_number
 from shared.monitor.request_log import SLOT_S, RequestLog
-from shared.monitor.summary import mean_execution_s, model_traffic, weighted_quantile
+from shared.monitor.summary import traffic_by_model, weighted_quantile
 from shared.placement.problem import Traffic
 
 BEGAN_S = 1_000_000.0
@@ -111,7 +111,7 @@ def test_a_summary_is_what_happened(happened: list[Request], is_told_twice: bool
         log.load(stored, until_s)
     for index, model in enumerate(MODELS):
         since_s = BEGAN_S + 20  # a slot's beginning
-        told = model_traffic(log, model, since_s, until_s, slo_scale=2.0, execution_s=3.0)
+        told = traffic_by_model(log, {model: 2.0}, since_s, until_s, execution_s={model: 3.0})[model]
         for summary, is_online in ((told.online, True), (told.offline, False)):
             own = [r for r in happened if r.model == index and r.is_online == is_online]
             arrived = [r for r in own if since_s <= r.arrived_s < until_s]
@@ -182,7 +182,7 @@ def test_a_log_that_is_full_keeps_rates_and_says_what_it_left_out() -> None:
     play(log, happened, BEGAN_S + 100)
     assert 200 < log.num_requests <= 300
     assert log.num_thinned == len(happened) - log.num_requests
-    told = model_traffic(log, "a", BEGAN_S, BEGAN_S + 100)
+    told = traffic_by_model(log, {"a": 0.0}, BEGAN_S, BEGAN_S + 100)["a"]
     latencies = [r.latency_s for r in happened if r.model == 0]
     assert told.online.num_arrived == told.online.num_finished == 1200, "sums are over all"
     assert told.online.latency_s.mean == pytest.approx(np.mean(latencies))
@@ -234,7 +234,7 @@ def test_slots_that_are_too_old_go_and_so_does_what_they_had() -> None:
     gone = log.expire(BEGAN_S + 75)
     assert gone == [int(BEGAN_S // SLOT_S)] and log.num_expired == num - log.num_requests > 0
     assert len(log.expire(BEGAN_S + 1000)) >= 3 and log.num_requests == 0
-    assert log.models() == set() and mean_execution_s(log, "a", BEGAN_S + 1000) == 0.0
+    assert log.models() == set() and log.mean_execution_s("a") == 0.0
 
 
 def test_an_end_without_its_arrival_is_a_request_all_the_same() -> None:
@@ -242,7 +242,7 @@ def test_an_end_without_its_arrival_is_a_request_all_the_same() -> None:
     log.add(
         RequestRows("s", ["a"], [RequestRow(8, 0, True, 5.0, 100, Outcome.FINISHED, 9, 4.0, 1.0, 2.0)]), BEGAN_S + 10
     )
-    told = model_traffic(log, "a", BEGAN_S, BEGAN_S + 10).online
+    told = traffic_by_model(log, {"a": 0.0}, BEGAN_S, BEGAN_S + 10)["a"].online
     assert (told.num_arrived, told.num_finished, told.slo_s, told.attainment) == (1, 1, 10.0, 1.0)
     assert told.normalised_latency == 2.0
 
@@ -257,9 +257,13 @@ def test_stored_parts_follow_what_was_thinned() -> None:
     again = RequestLog(BEGAN_S + 60, max_requests=6000)
     again.load(stored.values(), BEGAN_S + 60)
     assert again.num_requests == log.num_requests and again.began_s == BEGAN_S
-    for model in MODELS:
-        interval = (model, BEGAN_S, BEGAN_S + 60)
-        assert model_traffic(again, *interval) == model_traffic(log, *interval)
+    assert again.mean_execution_s("a") == pytest.approx(log.mean_execution_s("a"))
+
+    def told(by: RequestLog) -> dict[str, ModelTraffic]:
+        scales, means = dict.fromkeys(MODELS, 3.0), dict.fromkeys(MODELS, 1.0)
+        return traffic_by_model(by, scales, BEGAN_S, BEGAN_S + 60, execution_s=means)
+
+    assert told(again) == told(log) and told(log)["a"].online.attainment is not None
 
 
 @given(st.lists(st.tuples(st.floats(0, 100), st.integers(1, 5)), min_size=1), st.floats(0.01, 1.0))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from shared.messages.cluster import ExecutionStatistics, FinishedStats
@@ -48,6 +49,16 @@ def test_requests_that_did_not_end_by_themselves_do_not_count() -> None:
     assert monitor.take() == []
     monitor.count_finished([finished(0.0, execution_s=4.0, reason=FinishReason.LENGTH)])
     assert monitor.take() == [ExecutionStatistics("m", 4.0, 0.0, 1)], "where the device's time is not measured"
+
+
+def test_offline_requests_and_those_that_were_computed_elsewhere_say_nothing_of_online_ones() -> None:
+    monitor = ServiceMonitor({})
+    offline = msgspec.structs.replace(finished(30.0), request_class=RequestClass.OFFLINE)
+    placed_again = msgspec.structs.replace(finished(0.1), is_whole=False)
+    monitor.count_finished([offline, placed_again])
+    assert monitor.take() == []
+    monitor.count_finished([finished(1.0), offline, placed_again])
+    assert monitor.take() == [ExecutionStatistics("m", 1.0, 0.0, 1)]
 
 
 @pytest.mark.parametrize("num_before", [3, 1000])
