@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 
+import torch
+
 from shared.messages.catalogue import INSTANCE_CANCEL
 from shared.messages.migration import MigrationReason
 from shared.messages.requests import (
@@ -13,6 +15,7 @@ from shared.messages.requests import (
     MigratedRequest,
     RequestClass,
 )
+from shared.migration.limits import pool_of
 from tests.shared.engine.fake_executor import expected_output, request
 
 PROMPT = list(range(50))
@@ -90,6 +93,18 @@ async def test_a_checkpoint_moves_from_host_memory_to_host_memory(make) -> None:
     assert group.gateway.owners["offline"][1] == "b"
     ended = next(one for one in group.destination.ended if one.request.request_id == "offline")
     assert ended.restored_blocks >= commit.num_blocks - 1
+
+
+async def test_blocks_of_another_size_are_refused(make) -> None:
+    group = await make()
+    group.destination.transport.register(pool_of("a", False), torch.zeros(8, 64, dtype=torch.uint8))
+    sent = request("r1", PROMPT, 100)
+    group.source.submit(sent)
+    await group.until(lambda: group.progress(sent) > 5)
+    group.source.rebalance("b")
+    await group.until(lambda: group.source.outcomes)
+    assert group.source.outcomes[0].reason == "mismatch"
+    await group.ended(sent, owner="a")
 
 
 async def test_a_request_between_chunks_of_its_prompt_moves(make) -> None:
