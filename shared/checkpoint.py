@@ -65,6 +65,17 @@ class CheckpointShape(msgspec.Struct, frozen=True, kw_only=True):
         return KvGeometry(self.num_layers, -(-self.num_kv_heads // num_ranks), self.head_dim, ITEMSIZES[dtype])
 
 
+def cost_key(shape: CheckpointShape, dtype: str, block_size: int) -> str:
+    """What the keys of its stored cost models begin with: all of a model that step times depend on. Then follow, after
+    slashes, the device and the number of ranks (`tp2`)."""
+    parts = (
+        shape.architecture, f"{shape.num_layers}-layers", f"{shape.hidden_size}-hidden",
+        f"{shape.num_kv_heads}x{shape.head_dim}-kv", f"{shape.vocab_size}-vocabulary", f"{shape.weight_bytes}-bytes",
+        dtype, f"{block_size}-page",
+    )  # fmt: skip
+    return "_".join(parts)
+
+
 def resolve(source: str) -> Path:
     """The folder of a checkpoint: `source` itself if it is a folder, else a snapshot of that hub id (blocking: may
     download)."""

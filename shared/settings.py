@@ -182,6 +182,24 @@ class PlacementSettings(BusSettings, frozen=True, kw_only=True):
     """Who starts and ends instances: local (node agents, up to their `max_node_instances`) | kubernetes"""
     kubernetes_workload: str = "statefulset/tideway-worker"
     """Whose replicas are set: (deployment | statefulset)/name, in the pod's namespace."""
+    replacement: str = "off"
+    """Whether better placements are searched for: off (when asked) | advise (and shown) | auto (and carried out)"""
+    replacement_interval_s: Annotated[float, msgspec.Meta(gt=0)] = 600.0
+    """Until the first search; later intervals adapt, within `replacement_least_s` and `replacement_most_s`."""
+    replacement_least_s: Annotated[float, msgspec.Meta(gt=0)] = 60.0
+    replacement_most_s: Annotated[float, msgspec.Meta(gt=0)] = 21600.0
+    replacement_beta: Annotated[float, msgspec.Meta(gt=0, lt=1)] = 0.1
+    """Relative difference between what was predicted and what was measured that makes the interval shorter by this share;
+    else it grows by it."""
+    slo_scale: Annotated[float, msgspec.Meta(gt=0)] = 5.0
+    """Mean execution times that a request of a model without a scale of its own may take."""
+    max_models_per_group: Annotated[int, msgspec.Meta(ge=0)] = 0
+    """That a search puts together; 0: as many as fit."""
+    max_ranks: Annotated[int, msgspec.Meta(ge=1)] = 8
+    """Devices of a group that a search makes, at most."""
+    hardware: str = ""
+    """Profile of the nodes' GPUs (shared/placement/hardware.py), for models whose step times were not measured; empty: by
+    the name under which they were measured."""
 
     def model_specs(self) -> list[ModelSpec]:
         text = self.models.strip()

@@ -5,6 +5,7 @@
     the requests themselves -> monitor.PlacementMonitor
     PLACEMENT_ADD_MODEL, PLACEMENT_REMOVE_MODEL, PLACEMENT_SCALE_MODEL, PLACEMENT_PLAN
     PLACEMENT_DRAIN_INSTANCE, PLACEMENT_SCALE_INSTANCES -> scaling.FleetKeeper
+    PLACEMENT_REPLACEMENT, PLACEMENT_CHANGE_PLAN -> replacing.Replacing, whose changes of the plan go before others
 
 What is stored is what counts: a change of the models is written first, then planned. Whoever leads next begins with the
 buckets alone. Which instances are drained is part of the plan.
@@ -19,8 +20,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import msgspec
@@ -30,23 +30,35 @@ from services.placement.backends.interface import ScalingBackend
 from services.placement.checkpoints import Checkpoints
 from services.placement.fleet import Fleet, NodePresence, node_of, serving
 from services.placement.footprint import ConfiguredModel
+from services.placement.inputs import Inputs
 from services.placement.metrics import PlacementMetrics
 from services.placement.monitor import PlacementMonitor
 from services.placement.plan_store import PlanStore
-from services.placement.planning import displaced, plan, wasted
+from services.placement.planning import displaced, wasted
 from services.placement.remembered import RememberedModels
+from services.placement.replacing import Replacing, Search
 from services.placement.requests import check_length, check_spec, refuse
 from services.placement.scaling import Cluster, FleetKeeper
 from services.placement.statistics import TrafficStatistics
 from shared.bus.interface import Bus, BusError, KeyValue, ServiceError, Subscription
-from shared.messages.admin import AddModel, GetPlan, RemoveModel, ScaleModel
+from shared.messages.admin import (
+    AddModel,
+    ChangePlan,
+    GetPlan,
+    GetReplacement,
+    RemoveModel,
+    ReplacementState,
+    ScaleModel,
+)
 from shared.messages.catalogue import (
     INSTANCES,
     MODELS,
     PLACEMENT_ADD_MODEL,
+    PLACEMENT_CHANGE_PLAN,
     PLACEMENT_DRAIN_INSTANCE,
     PLACEMENT_PLAN,
     PLACEMENT_REMOVE_MODEL,
+    PLACEMENT_REPLACEMENT,
     PLACEMENT_SCALE_INSTANCES,
     PLACEMENT_SCALE_MODEL,
     SCHEDULER_STATISTICS,
@@ -62,9 +74,11 @@ from shared.messages.cluster import (
     StatisticsReport,
 )
 from shared.messages.requests import ErrorCode, ErrorInfo
+from shared.settings import PlacementSettings
 from shared.tasks import TaskSet, set_within
 
 Q = TypeVar("Q")
+R = TypeVar("R")
 
 logger = logging.getLogger(__name__)
 
@@ -79,22 +93,6 @@ ADD_READ_S = 8.0
 """For the checkpoint of a new model within the call, less than the caller's patience; a download goes on after it."""
 
 
-@dataclass(frozen=True)
-class _Inputs:
-    """All that a plan follows from."""
-
-    models: list[ConfiguredModel]
-    nodes: list[NodeInfo]
-    held_nodes: frozenset[str]
-    incumbent: PlacementPlan | None
-    fleet: Fleet
-    ready: frozenset[tuple[str, str]]
-
-    async def plan(self) -> PlacementPlan:
-        planned = partial(plan, held_nodes=self.held_nodes, fleet=self.fleet, ready=self.ready)
-        return await asyncio.to_thread(planned, self.models, self.nodes, self.incumbent)
-
-
 class ActivePlacement:
     """Made anew for each time of leadership."""
 
@@ -102,8 +100,8 @@ class ActivePlacement:
         self,
         *,
         bus: Bus,
+        settings: PlacementSettings,
         seeds: list[ModelSpec],
-        retry_s: float,
         metrics: PlacementMetrics,
         tracer: Tracer,
         checkpoints: Checkpoints,
@@ -111,11 +109,12 @@ class ActivePlacement:
         remembered: RememberedModels,
         registered: Callable[[], Mapping[str, NodeInfo]],
         is_leader: Callable[[], bool],
+        search: Search,
     ) -> None:
-        """`registered`: the nodes at this moment. `retry_s`: after which an unreadable checkpoint is tried again."""
+        """`registered`: the nodes at this moment."""
         self._bus = bus
         self._seeds = seeds
-        self._retry_s = retry_s
+        self._retry_s = settings.interval_s
         self._metrics = metrics
         self._checkpoints = checkpoints
         self._backend = backend
@@ -125,16 +124,20 @@ class ActivePlacement:
         self._presence = NodePresence()
         self._statistics = TrafficStatistics()
         self._models: dict[str, ModelSpec] = {}
-        self.monitor = PlacementMonitor(bus, metrics, self._models, is_leader)
+        self.monitor = PlacementMonitor(bus, metrics, self._models, is_leader, settings.slo_scale)
         self._plans = PlanStore(metrics, tracer)
         self._ready: frozenset[tuple[str, str]] = frozenset()
         """Models that served when the replicas of one were last changed, and on which instances."""
-        self._planned: _Inputs | None = None
+        self._planned: Inputs | None = None
         """What the current plan was made from."""
         self._retry_at = 0.0
         self._told_waste: dict[tuple[str, int], dict[str, float]] = {}
         self._changing = asyncio.Lock()
         """Held while models or plan change."""
+        self._replacing = Replacing(
+            bus, settings, metrics, tracer, self._plans, self.monitor, lambda: self._inputs(self._models), registered,
+            self._changing, search,
+        )  # fmt: skip
         self._wake = asyncio.Event()
         self._first_read: asyncio.Task[None]
         """Of the checkpoints. A plan made before it leaves models where they are."""
@@ -169,6 +172,7 @@ class ActivePlacement:
         for name in self._models:
             self._statistics.add_model(name, totals.get(name))
         await self.monitor.open()
+        await self._replacing.open()
         await self._remembered.keep(self._models)
         self._registry = await self._bus.key_value(INSTANCES)
         keeper = FleetKeeper(self._backend, self._cluster, self._set_fleet, self._registry)
@@ -183,6 +187,8 @@ class ActivePlacement:
         made.append(await serve(PLACEMENT_DRAIN_INSTANCE, self._to_the_end(keeper.drain)))
         made.append(await serve(PLACEMENT_SCALE_INSTANCES, self._to_the_end(keeper.scale)))
         made.append(await serve(PLACEMENT_PLAN, self._on_get_plan))
+        made.append(await serve(PLACEMENT_REPLACEMENT, self._on_get_replacement))
+        made.append(await serve(PLACEMENT_CHANGE_PLAN, self._to_the_end(self._change_plan)))
         made.append(await self._bus.subscribe(SCHEDULER_STATISTICS, self._on_statistics))
         self._tasks.start(self._run())
         self._tasks.start(keeper.tend_for_ever(self._is_leader))
@@ -214,6 +220,7 @@ class ActivePlacement:
         for subscription in self._subscriptions:
             await subscription.stop()
         await self.monitor.close()
+        await self._replacing.close()
         await self._tasks.end_all()
 
     def wake(self) -> None:
@@ -229,7 +236,8 @@ class ActivePlacement:
                 if self._is_leader():
                     self._retry_checkpoints()
                     async with self._changing:
-                        await self._replan()
+                        if not await self._replacing.tick():
+                            await self._replan()
                     await self._store_statistics()
                     await self.monitor.store()
             except BusError as error:
@@ -254,18 +262,23 @@ class ActivePlacement:
         nodes, held = self._presence.view(self._registered(), planned, self._bus.now())
         return Cluster(nodes, held, self._plans.plan)
 
-    def _inputs(self, models: Mapping[str, ModelSpec], fleet: Fleet | None = None) -> _Inputs:
+    def _inputs(self, models: Mapping[str, ModelSpec], fleet: Fleet | None = None) -> Inputs:
         cluster = self._cluster()
         configured = [
             ConfiguredModel(spec, self._checkpoints.shape(spec.source), self._checkpoints.problem(spec.source))
             for spec in models.values()
         ]
-        return _Inputs(configured, cluster.nodes, cluster.held, cluster.plan, fleet or cluster.fleet, self._ready)
+        return Inputs(configured, cluster.nodes, cluster.held, cluster.plan, fleet or cluster.fleet, self._ready)
 
     async def _replan(self, fleet: Fleet | None = None) -> None:
         """Publishes the plan for the models as they are, if it differs. `fleet`: in place of the stored one. Call it with
         `_changing` held."""
         await self._plans.refresh()
+        if not await self._replacing.supersede("models or instances were changed"):
+            if fleet is not None and fleet != Fleet.of(self._plans.plan):
+                message = "a replacement is under way: nothing can be drained or scaled now"
+                raise ServiceError.of(ErrorCode.UNAVAILABLE, message, retry_after_s=10.0)
+            return  # it is planned for when the replacement is over
         for _ in range(PUBLISH_ATTEMPTS):
             inputs = self._inputs(self._models, fleet)
             if inputs == self._planned or (self._plans.plan is None and not inputs.nodes):
@@ -294,6 +307,14 @@ class ActivePlacement:
         self._check_leader()
         return self._plans.current
 
+    async def _on_get_replacement(self, _query: GetReplacement) -> ReplacementState:
+        self._check_leader()
+        return self._replacing.state()
+
+    async def _change_plan(self, query: ChangePlan) -> ReplacementState:
+        async with self._change():
+            return await self._replacing.on_change_plan(query)
+
     async def _on_add_model(self, query: AddModel) -> PlacementPlan:
         self._check_leader()
         check_spec(query.spec)
@@ -302,8 +323,8 @@ class ActivePlacement:
         await self._have_read()
         return await asyncio.shield(self._tasks.start(self._add(query.spec)))
 
-    def _to_the_end(self, change: Callable[[Q], Coroutine[Any, Any, PlacementPlan]]) -> Callable[[Q], Any]:
-        async def handle(query: Q) -> PlacementPlan:
+    def _to_the_end(self, change: Callable[[Q], Coroutine[Any, Any, R]]) -> Callable[[Q], Any]:
+        async def handle(query: Q) -> R:
             self._check_leader()
             await self._have_read()
             return await asyncio.shield(self._tasks.start(change(query)))

@@ -90,5 +90,8 @@ class NodePresence:
             self._missing_since = {}
         self._missing_since = {node: self._missing_since.get(node, now) for node in missing}
         held = frozenset(node for node, since in self._missing_since.items() if now - since < GRACE_S)
-        nodes = [msgspec.structs.replace(info, plan_version=0, problem="") for _, info in sorted(registered.items())]
+        nodes = [
+            msgspec.structs.replace(info, plan_version=0, problem="", fetched=(), fetch_problems={})
+            for _, info in sorted(registered.items())
+        ]
         return nodes, held

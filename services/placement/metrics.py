@@ -7,12 +7,13 @@ import logging
 import math
 from collections.abc import Callable, Mapping
 
-from prometheus_client import CollectorRegistry, Counter, Gauge
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from shared.bus.interface import Bus, BusError
-from shared.messages.cluster import NodeInfo, PlacementPlan
+from shared.messages.cluster import NodeInfo, PlacementPlan, PlanChange
 from shared.messages.requests import RequestClass
 from shared.messages.traffic import ModelSummary, ModelTraffic
+from shared.placement.plan import Prediction
 
 _TRAFFIC: dict[str, tuple[str, Callable[[ModelSummary], float | None]]] = {
     "arrivals_per_second": ("Requests that arrived per second", lambda one: one.arrivals_per_s),
@@ -50,6 +51,28 @@ class PlacementMetrics:
         self._instances = gauge("instances", "Instances of the current plan")
         self._draining = gauge("draining", "Instances that were drained on purpose", ("by",))
         self._replicas = gauge("model_replicas", "Instances of the current plan that hold the model", ("model",))
+        self.searches = Counter(
+            "tideway_placement_searches",
+            "Searches for a placement: better, kept (none was worth its change), failed",
+            ["outcome"],
+            registry=registry,
+        )
+        self.search_seconds = Histogram(
+            "tideway_placement_search_seconds", "Of a search", registry=registry, buckets=(0.3, 1, 3, 10, 30, 100, 300)
+        )
+        self.replacements = Counter(
+            "tideway_placement_replacements", "Replacements that are over", ["end"], registry=registry
+        )
+        self.roll_backs = Counter(
+            "tideway_placement_roll_backs",
+            "Replacements that were rolled back: fetch, node_gone, instance, timeout, superseded, operator",
+            ["cause"],
+            registry=registry,
+        )
+        self._stage = gauge("replacement_stage", "1: the replacement that is under way is there", ("stage",))
+        self.interval = gauge("replacement_interval_seconds", "Between two searches")
+        self._attainment = gauge("replacement_attainment", "Predicted and measured, this interval", ("kind",))
+        self._latency = gauge("replacement_normalised_latency", "Predicted and measured, this interval", ("kind",))
         self._traffic = {
             name: gauge(f"model_{name}", f"{text} (last minute)", ("model", "class"))
             for name, (text, _) in _TRAFFIC.items()
@@ -93,6 +116,16 @@ class PlacementMetrics:
         self._log_requests.set(num_requests)
         self._log_thinned.set(num_thinned)
         self._log_expired.set(num_expired)
+
+    def show_stage(self, change: PlanChange | None) -> None:
+        for stage in ("fetch", "change", "settle", "roll_back"):
+            self._stage.labels(stage).set(change is not None and change.stage == stage)
+
+    def show_interval(self, predicted: Prediction | None, measured: Prediction | None) -> None:
+        for kind, found in (("predicted", predicted), ("measured", measured)):
+            if found is not None:
+                self._attainment.labels(kind).set(found.attainment)
+                self._latency.labels(kind).set(found.normalised_latency)
 
     def forget(self, model: str) -> None:
         for gauge in self._traffic.values():

@@ -49,13 +49,20 @@ FREED_SHARE = 0.25
 
 class PlacementMonitor:
     def __init__(
-        self, bus: Bus, metrics: PlacementMetrics, models: Mapping[str, ModelSpec], is_leader: Callable[[], bool]
+        self,
+        bus: Bus,
+        metrics: PlacementMetrics,
+        models: Mapping[str, ModelSpec],
+        is_leader: Callable[[], bool],
+        slo_scale: float = 0.0,
     ) -> None:
-        """`models`: those that are configured, as they are at each moment."""
+        """`models`: those that are configured, as they are at each moment. `slo_scale`: of those without one of their own;
+        0: the default."""
         self._bus = bus
         self._metrics = metrics
         self._models = models
         self._is_leader = is_leader
+        self._slo_scale = slo_scale
         self._wall_s = time.time() - bus.now()
         self._log = RequestLog(self.now())
         self._bucket: KeyValue[StoredTraffic]
@@ -90,7 +97,7 @@ class PlacementMonitor:
     def measured(self, interval_s: float) -> dict[str, ModelTraffic]:
         """By model: what its last `interval_s` were like. SLOs and normalised latencies are reckoned by `execution_s`."""
         now = self.now()
-        scales = {name: spec.slo_scale for name, spec in sorted(self._models.items())}
+        scales = {name: spec.slo_scale or self._slo_scale for name, spec in sorted(self._models.items())}
         return traffic_by_model(self._log, scales, now - interval_s, now)
 
     def execution_s(self) -> dict[str, float]:

@@ -15,22 +15,24 @@ That holds for instances of nodes that are away for a moment, and for those with
 just now.
 
 An instance that is draining is no room at all: what was there goes where there is room, if it is not there already.
+
+A plan whose assignment was *chosen* (by a search, `chosen`) keeps it: models stay on their groups and go on no others.
+What is new, or was lost with a node, is put on the smallest group that holds it, of free devices where there are any.
 """
 
 from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import msgspec
 
-from services.placement.fleet import Fleet, instance_ids
+from services.placement.fleet import Fleet, instance_ids, node_of, num_ranks
 from services.placement.footprint import ConfiguredModel, DeviceFacts, footprint
 from shared.engine.memory import slab
 from shared.messages.cluster import (
-    ONE_DEVICE,
     DeviceGroup,
     InstancePlan,
     ModelSpec,
@@ -38,6 +40,7 @@ from shared.messages.cluster import (
     PlacementPlan,
 )
 from shared.placement.footprint import Footprint
+from shared.placement.plan import Group
 
 MAX_CPU_POOL_BYTES = 1 << 30
 """On CPU the pool is main memory that others can use better: at tens of tokens per second it holds minutes of output."""
@@ -50,7 +53,21 @@ LEAST_MERGED_BYTES = {"cpu": 4 << 20, "cuda": 32 << 20}
 """Merged blocks are at least so large, so that a model that is added later usually fits into them: other merged blocks
 need a restart of the instance."""
 
+KEPT_POOL = 1.25
+"""A chosen group keeps its KV pool, and so its process, until it could have one that much larger."""
+
+GROUP_SIZES = (1, 2, 4, 8)
+"""Devices of a group that is made for a new model."""
+
 NOBODY_OUT = Fleet()
+
+Layout = Mapping[str, Sequence[tuple[int, int]]]
+"""By node: first device and number of devices of each instance that it has, or could have."""
+
+
+class DoesNotFit(Exception):
+    """A chosen assignment cannot be had; the message says why."""
+
 
 blocks_per_merged = functools.lru_cache(maxsize=4096)(slab.blocks_per_merged)
 """Asked again and again for the same few pairs."""
@@ -112,19 +129,24 @@ class _Room:
         self.activation_bytes = max(self.activation_bytes, size.activation_bytes)
         self.least_blocks += self._blocks(size)
 
-    def plan(self, max_cpu_pool_bytes: int) -> InstancePlan:
-        if self.incumbent is not None and (self.is_frozen or self.keeps_pool()):
+    def plan(self, max_cpu_pool_bytes: int, kept_pool: float = float("inf")) -> InstancePlan:
+        """`kept_pool`: the pool of before stays, where it can, unless the best one is so many times as large."""
+        pool_bytes, merged_bytes = (0, 0) if self.is_frozen else self._best_pool(max_cpu_pool_bytes)
+        if self.incumbent is not None and (
+            self.is_frozen or (self.keeps_pool() and pool_bytes <= kept_pool * self.incumbent.pool_bytes)
+        ):
             pool_bytes, merged_bytes = self.incumbent.pool_bytes, self.incumbent.merged_bytes
-        else:
-            num_ranks, merged_bytes = self.facts.num_ranks, self.merged_bytes
-            least_bytes = self.least_blocks * merged_bytes
-            pool_bytes = int((self.free_bytes() + least_bytes) * POOL_SHARE[self.facts.kind])
-            if self.facts.kind == "cpu":
-                pool_bytes = min(pool_bytes, max_cpu_pool_bytes // num_ranks)
-            pool_bytes = num_ranks * max(pool_bytes // merged_bytes * merged_bytes, least_bytes)
-            merged_bytes *= num_ranks
         models = [_for_instance(self.specs[name]) for name in sorted(self.specs)]
         return InstancePlan(self.instance_id, self.node_id, models, pool_bytes, merged_bytes, self.group)
+
+    def _best_pool(self, max_cpu_pool_bytes: int) -> tuple[int, int]:
+        """Bytes of the pool and of a merged block, of all devices."""
+        num_ranks, merged_bytes = self.facts.num_ranks, self.merged_bytes
+        least_bytes = self.least_blocks * merged_bytes
+        pool_bytes = int((self.free_bytes() + least_bytes) * POOL_SHARE[self.facts.kind])
+        if self.facts.kind == "cpu":
+            pool_bytes = min(pool_bytes, max_cpu_pool_bytes // num_ranks)
+        return num_ranks * max(pool_bytes // merged_bytes * merged_bytes, least_bytes), num_ranks * merged_bytes
 
     def _blocks(self, size: Footprint) -> int:
         return -(-size.least_blocks // blocks_per_merged(self.merged_bytes, size.block_bytes))
@@ -148,19 +170,21 @@ def plan(
     """
     configured = {model.spec.name: model for model in sorted(models, key=lambda m: m.spec.name)}
     draining = frozenset(fleet.draining)
-    rooms = _rooms(configured, nodes, incumbent, held_nodes, draining)
-    sizes = {
-        (name, facts): footprint(model.spec, model.shape, facts)
-        for facts in dict.fromkeys(room.facts for room in rooms if not room.is_frozen)
-        for name, model in configured.items()
-        if model.shape is not None
-    }
-    _choose_merged_blocks(rooms, sizes)
-    placement = _Placement(configured, rooms, sizes, has_nodes=bool(nodes))
-    placement.keep_incumbents(ready)
-    placement.fill()
+    layouts: list[Layout] = [_offered(nodes)]
+    if is_chosen := incumbent is not None and incumbent.is_chosen:
+        layouts = [_kept(nodes, incumbent, size) for size in GROUP_SIZES]
+    placements = []
+    for layout in layouts:
+        rooms = _rooms(configured, nodes, layout, incumbent, held_nodes, draining)
+        placement = _Placement(configured, rooms, has_nodes=bool(nodes))
+        placement.keep_incumbents(ready)
+        placement.fill(everywhere=not is_chosen)
+        placements.append(placement)
+        if all(placement.num_replicas[name] for name, model in configured.items() if model.shape is not None):
+            break
+    placement = max(placements, key=lambda p: sum(num > 0 for num in p.num_replicas.values()))
 
-    instances = [room.plan(max_cpu_pool_bytes) for room in rooms if room.specs]
+    instances = [room.plan(max_cpu_pool_bytes) for room in placement.rooms if room.specs]
     out = sorted(draining.intersection(instance_ids(nodes)))
     unplaced = {
         name: f"{reason}; {', '.join(out)} drained" if out and configured[name].shape is not None else reason
@@ -169,10 +193,64 @@ def plan(
     }
     version = 1 if incumbent is None else incumbent.version + 1
     unusable = {name: configured[name].problem for name in unplaced if configured[name].shape is None}
-    new = PlacementPlan(version, instances, unplaced, list(fleet.draining), list(fleet.released), unusable)
+    new = PlacementPlan(version, instances, unplaced, list(fleet.draining), list(fleet.released), unusable, is_chosen)
+    if incumbent is not None:
+        new = msgspec.structs.replace(new, change=incumbent.change)
     if incumbent is not None and msgspec.structs.replace(new, version=incumbent.version) == incumbent:
         return incumbent
     return new
+
+
+def chosen(
+    models: Sequence[ConfiguredModel],
+    nodes: Sequence[NodeInfo],
+    incumbent: PlacementPlan,
+    groups: Iterable[Group],
+    *,
+    max_cpu_pool_bytes: int = MAX_CPU_POOL_BYTES,
+) -> list[InstancePlan]:
+    """Instances of exactly these groups. A group that is there keeps its KV pool where it can (`KEPT_POOL`). Raises
+    `DoesNotFit`."""
+    wanted = {group.instance_id: group for group in groups}
+    configured = {model.spec.name: model for model in sorted(models, key=lambda m: m.spec.name)}
+    layout: dict[str, list[tuple[int, int]]] = {}
+    for group in sorted(wanted.values()):
+        layout.setdefault(group.node_id, []).append((group.devices[0], group.num_ranks))
+    rooms = _rooms(configured, nodes, layout, incumbent, (), ())
+    if missing := wanted.keys() - {room.instance_id for room in rooms}:
+        raise DoesNotFit(f"the devices of {', '.join(sorted(missing))} are not there")
+    placement = _Placement(configured, rooms, has_nodes=True)
+    for room in rooms:
+        for name in wanted[room.instance_id].models:
+            if not placement.has_place(name, room):
+                raise DoesNotFit(f"{name!r} does not fit on {room.instance_id} beside what is to be there")
+            placement.put(name, room)
+    return [room.plan(max_cpu_pool_bytes, KEPT_POOL) for room in rooms]
+
+
+def fits(
+    models: Sequence[ConfiguredModel], nodes: Sequence[NodeInfo]
+) -> Callable[[InstancePlan, Sequence[ModelSpec]], bool]:
+    """Whether an instance can hold such models with the KV pool that it has."""
+    configured = {model.spec.name: model for model in models if model.shape is not None}
+
+    def hold(place: InstancePlan, specs: Sequence[ModelSpec]) -> bool:
+        names = {spec.name for spec in specs}
+        first = node_of(place.instance_id)[1]
+        incumbent = PlacementPlan(0, [place])
+        rooms = _rooms({}, nodes, {place.node_id: [(first, place.group.num_ranks)]}, incumbent, (), ())
+        if not rooms or not names <= configured.keys():
+            return False
+        placement = _Placement({name: configured[name] for name in sorted(names)}, rooms, has_nodes=True)
+        if rooms[0].merged_bytes != rooms[0].incumbent_merged_bytes:
+            return False
+        for name in sorted(names):
+            if not placement.has_place(name, rooms[0]):
+                return False
+            placement.put(name, rooms[0])
+        return rooms[0].keeps_pool()
+
+    return hold
 
 
 def wasted(
@@ -180,12 +258,13 @@ def wasted(
 ) -> dict[tuple[str, int], dict[str, float]]:
     """Of the merged blocks of each size on a kind of device, the share that each model leaves unused."""
     shapes = {model.spec.name: model.shape for model in models}
-    devices = {node.node_id: DeviceFacts.of(node) for node in nodes}
+    kinds = {node.node_id: DeviceFacts.of(node) for node in nodes}
     found: dict[tuple[str, int], dict[str, float]] = {}
     for instance in new.instances:
-        device = devices.get(instance.node_id)
+        device = kinds.get(instance.node_id)
         for spec in instance.models:
             if device is not None and (shape := shapes.get(spec.name)) is not None:
+                device = device._replace(num_ranks=instance.group.num_ranks)
                 merged_bytes = instance.merged_bytes // device.num_ranks
                 share = slab.waste(merged_bytes, footprint(spec, shape, device).block_bytes)
                 found.setdefault((device.kind, instance.merged_bytes), {})[spec.name] = share
@@ -199,9 +278,39 @@ def displaced(before: PlacementPlan | None, after: PlacementPlan) -> list[tuple[
     return [pair for pair in had if pair not in kept]
 
 
+def _devices(node: NodeInfo) -> tuple[str, ...]:
+    """Those that the node offers now, by their names."""
+    known = node.devices or tuple(device for group in node.groups for device in group.devices)
+    num = node.num_instances * num_ranks(node)
+    return (known + ("",) * num)[:num]
+
+
+def _offered(nodes: Iterable[NodeInfo]) -> Layout:
+    """The groups that nodes make of themselves."""
+    return {node.node_id: [(k * num_ranks(node), num_ranks(node)) for k in range(node.num_instances)] for node in nodes}
+
+
+def _kept(nodes: Iterable[NodeInfo], incumbent: PlacementPlan | None, num_free_ranks: int) -> Layout:
+    """The groups that are there, and groups of so many of the devices that are free."""
+    layout: dict[str, list[tuple[int, int]]] = {}
+    for node in nodes:
+        groups = [
+            (node_of(place.instance_id)[1], place.group.num_ranks)
+            for place in (incumbent.instances if incumbent is not None else ())
+            if place.node_id == node.node_id
+        ]
+        taken = {first + rank for first, size in groups for rank in range(size)}
+        for first in range(0, len(_devices(node)) - num_free_ranks + 1, num_free_ranks):
+            if not taken.intersection(range(first, first + num_free_ranks)):
+                groups.append((first, num_free_ranks))
+        layout[node.node_id] = sorted(groups)
+    return layout
+
+
 def _rooms(
     configured: dict[str, ConfiguredModel],
     nodes: Iterable[NodeInfo],
+    layout: Layout,
     incumbent: PlacementPlan | None,
     held_nodes: Collection[str],
     draining: Collection[str],
@@ -210,18 +319,20 @@ def _rooms(
     before = {instance_id: i for instance_id, i in before.items() if instance_id not in draining}
     rooms = []
     for node in sorted(nodes, key=lambda n: n.node_id):
-        facts = DeviceFacts.of(node)
-        capacity = node.memory_bytes // max(1, node.num_instances, node.max_instances) // facts.num_ranks
-        for k, instance_id in enumerate(instance_ids([node])):
-            if instance_id not in draining:
+        of_node, devices = DeviceFacts.of(node), _devices(node)
+        capacity = node.memory_bytes // max(1, node.num_instances, node.max_instances) // of_node.num_ranks
+        for first, size in layout.get(node.node_id, ()):
+            instance_id = f"{node.node_id}-{first}"
+            if instance_id not in draining and first + size <= len(devices):
+                group = DeviceGroup(devices[first : first + size])
                 rooms.append(
                     _Room(
                         instance_id=instance_id,
                         node_id=node.node_id,
-                        facts=facts,
+                        facts=of_node._replace(num_ranks=size),
                         capacity_bytes=capacity,
                         incumbent=before.get(instance_id),
-                        group=node.groups[k] if k < len(node.groups) else ONE_DEVICE,
+                        group=group,
                     )
                 )
     present = {node.node_id for node in nodes}
@@ -257,23 +368,21 @@ def _for_instance(spec: ModelSpec) -> ModelSpec:
 def _choose_merged_blocks(rooms: list[_Room], sizes: dict[tuple[str, DeviceFacts], Footprint]) -> None:
     """One size for all rooms of a kind of device: the incumbents' (the most frequent) while every model fits into it,
     else the best for all configured models that can be placed there at all (memory/slab.py)."""
-    for device, num_ranks in {(room.facts.kind, room.facts.num_ranks) for room in rooms}:
+    for device, size in {(room.facts.kind, room.facts.num_ranks) for room in rooms}:
         alike = [
-            room
-            for room in rooms
-            if (room.facts.kind, room.facts.num_ranks) == (device, num_ranks) and not room.is_frozen
+            room for room in rooms if (room.facts.kind, room.facts.num_ranks) == (device, size) and not room.is_frozen
         ]
         largest_room = max((room.capacity_bytes for room in alike), default=0)
         blocks = [
-            size.block_bytes
-            for (_, facts), size in sizes.items()
-            if (facts.kind, facts.num_ranks) == (device, num_ranks)
-            and size.weight_bytes + size.activation_bytes + size.least_blocks * size.block_bytes <= largest_room
+            one.block_bytes
+            for (_, facts), one in sizes.items()
+            if (facts.kind, facts.num_ranks) == (device, size)
+            and one.weight_bytes + one.activation_bytes + one.least_blocks * one.block_bytes <= largest_room
         ]
         counts = Counter(room.incumbent_merged_bytes for room in alike if room.incumbent_merged_bytes)
         merged_bytes = max(counts, key=lambda m: (counts[m], m), default=0)
         if not merged_bytes or not all(blocks_per_merged(merged_bytes, block) for block in blocks):
-            merged_bytes = slab.choose_merged_bytes(blocks, at_least=LEAST_MERGED_BYTES[device] // num_ranks)
+            merged_bytes = slab.choose_merged_bytes(blocks, at_least=LEAST_MERGED_BYTES[device] // size)
         for room in alike:
             room.merged_bytes = merged_bytes
 
@@ -285,18 +394,23 @@ class _Placement:
         self,
         configured: dict[str, ConfiguredModel],
         rooms: list[_Room],
-        sizes: dict[tuple[str, DeviceFacts], Footprint],
         *,
         has_nodes: bool,
     ) -> None:
         self._configured = configured
         self._has_nodes = has_nodes
-        self._rooms = rooms
-        self._sizes = sizes
+        self.rooms = rooms
+        self._sizes = {
+            (name, facts): footprint(model.spec, model.shape, facts)
+            for facts in dict.fromkeys(room.facts for room in rooms if not room.is_frozen)
+            for name, model in configured.items()
+            if model.shape is not None
+        }
+        _choose_merged_blocks(rooms, self._sizes)
         self.num_replicas = dict.fromkeys(configured, 0)
 
     def keep_incumbents(self, ready: Collection[tuple[str, str]]) -> None:
-        placed = [(spec, room) for room in self._rooms if room.incumbent for spec in room.incumbent.models]
+        placed = [(spec, room) for room in self.rooms if room.incumbent for spec in room.incumbent.models]
         for spec, room in sorted(placed, key=lambda pair: (pair[0].name, pair[1].instance_id) not in ready):
             if not _stays(self._configured, spec) or not self._wants_more(spec.name):
                 continue
@@ -304,11 +418,12 @@ class _Placement:
                 room.specs[spec.name] = spec
                 self.num_replicas[spec.name] += 1
             elif room.fits(self._size(spec.name, room)):
-                self._put(spec.name, room)
+                self.put(spec.name, room)
 
-    def fill(self) -> None:
+    def fill(self, *, everywhere: bool) -> None:
         """First one replica of each model, so that none takes the last room of another; then the asked numbers of
-        replicas; then every instance with every model that has no number. Large models first, as they fit in fewest."""
+        replicas; then, if `everywhere`, every instance with every model that has no number. Large models first, as they
+        fit in fewest."""
         names = sorted(
             (name for name, model in self._configured.items() if model.shape is not None),
             key=lambda name: (-self._weight(name), name),
@@ -320,18 +435,18 @@ class _Placement:
             if self._configured[name].spec.replicas is not None:
                 while self._wants_more(name) and self._put_in_best_room(name):
                     pass
-        for room in self._rooms:
+        for room in self.rooms if everywhere else ():
             # The rarest model first, so that scarce memory is shared evenly.
             for name in sorted(names, key=lambda n: self.num_replicas[n]):
-                if self._wants_more(name) and self._has_place(name, room):
-                    self._put(name, room)
+                if self._wants_more(name) and self.has_place(name, room):
+                    self.put(name, room)
 
     def why_unplaced(self, name: str) -> str:
         """Empty for a model whose checkpoint is still being read."""
         model = self._configured[name]
         if model.shape is None:
             return model.problem
-        rooms = [room for room in self._rooms if not room.is_frozen]
+        rooms = [room for room in self.rooms if not room.is_frozen]
         if not rooms:
             unread = next((other for other in self._configured.values() if other.shape is None and other.problem), None)
             if unread is not None:
@@ -363,24 +478,25 @@ class _Placement:
     def _weight(self, name: str) -> int:
         return max((size.weight_bytes for (n, _), size in self._sizes.items() if n == name), default=0)
 
-    def _has_place(self, name: str, room: _Room) -> bool:
+    def has_place(self, name: str, room: _Room) -> bool:
         return not room.is_frozen and name not in room.specs and room.fits(self._size(name, room))
 
     def _put_in_best_room(self, name: str) -> bool:
-        """Where no pool must change, if there is such a room; among those, where the most is left."""
+        """Where no pool must change, if there is such a room; among those, on the fewest devices, where the most is left."""
         best = max(
-            (room for room in self._rooms if self._has_place(name, room)),
+            (room for room in self.rooms if self.has_place(name, room)),
             key=lambda room: (
                 room.incumbent is None or room.keeps_pool(self._size(name, room)),
+                -room.facts.num_ranks,
                 room.free_bytes(self._size(name, room)),
             ),
             default=None,
         )
         if best is not None:
-            self._put(name, best)
+            self.put(name, best)
         return best is not None
 
-    def _put(self, name: str, room: _Room) -> None:
+    def put(self, name: str, room: _Room) -> None:
         room.add(self._configured[name].spec, self._size(name, room))
         self.num_replicas[name] += 1
 

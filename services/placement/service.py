@@ -11,7 +11,9 @@ from services.placement.backends.local import LocalBackend
 from services.placement.checkpoints import Checkpoints, read_shape
 from services.placement.metrics import NatsMetrics, PlacementMetrics
 from services.placement.remembered import RememberedModels
+from services.placement.replacing import Search, replacement_settings
 from services.placement.requests import check_spec
+from services.placement.searching import search_elsewhere
 from shared.bus.interface import Bus, BusError, Watch
 from shared.checkpoint import CheckpointShape
 from shared.lease import Lease
@@ -37,7 +39,7 @@ def scaling_backend(bus: Bus, settings: PlacementSettings) -> ScalingBackend:
 
 class PlacementService:
     """One replica. Any number may run; one of them is active. `read`: how a checkpoint's shape is found (blocking).
-    `backend`: in place of the settings'."""
+    `backend`: in place of the settings'. `search`: for a placement."""
 
     def __init__(
         self,
@@ -46,6 +48,7 @@ class PlacementService:
         telemetry: Telemetry,
         read: Callable[[str], CheckpointShape] = read_shape,
         backend: ScalingBackend | None = None,
+        search: Search = search_elsewhere,
     ) -> None:
         self.placement_id = settings.placement_id or default_id("placement")
         self._seeds = settings.model_specs()
@@ -56,6 +59,8 @@ class PlacementService:
                 raise SettingsError(f"TIDEWAY_MODELS: {error.info.message}") from None
         if settings.interval_s <= 0:
             raise SettingsError(f"TIDEWAY_INTERVAL_S={settings.interval_s:g}: expected more than 0")
+        replacement_settings(settings)
+        self._search = search
         self._backend = backend or scaling_backend(bus, settings)
         self._bus = bus
         self._settings = settings
@@ -105,8 +110,8 @@ class PlacementService:
     async def _on_gain(self, _term: int) -> None:
         self._active = ActivePlacement(
             bus=self._bus,
+            settings=self._settings,
             seeds=self._seeds,
-            retry_s=self._settings.interval_s,
             metrics=self._metrics,
             tracer=self._telemetry.tracer,
             checkpoints=self._checkpoints,
@@ -114,6 +119,7 @@ class PlacementService:
             remembered=self._remembered,
             registered=self._registered,
             is_leader=lambda: self._lease.is_held,
+            search=self._search,
         )
         await self._active.open()
         self._metrics.is_leader.set(1)

@@ -117,12 +117,7 @@ def profiled_model(
     stored = checkpoint.describe(checkpoint.resolve(spec.source))
     dtype = run_dtype(spec.dtype, stored.dtype, device.type)
     size = stored.kv_geometry(dtype, group.num_ranks).block_bytes(shape.block_size)
-    parts = (
-        stored.architecture, f"{stored.num_layers}-layers", f"{stored.hidden_size}-hidden",
-        f"{stored.num_kv_heads}x{stored.head_dim}-kv", f"{stored.vocab_size}-vocabulary", f"{stored.weight_bytes}-bytes",
-        dtype, f"{shape.block_size}-page",
-    )  # fmt: skip
-    key = f"{'_'.join(parts)}/{device_name(device)}/tp{group.num_ranks}"
+    key = f"{checkpoint.cost_key(stored, dtype, shape.block_size)}/{device_name(device)}/tp{group.num_ranks}"
     return ProfiledModel(shape, stored.num_layers, size, key)
 
 

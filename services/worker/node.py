@@ -28,9 +28,11 @@ from typing import Any
 
 import msgspec
 from opentelemetry import trace
+from opentelemetry.context import Context
 from opentelemetry.trace import Span, Status, StatusCode
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
+from services.worker.fetching import Fetching
 from services.worker.instance_environment import instance_environment
 from services.worker.machine import Machine
 from services.worker.node_state import Action, Ask, Kill, NodeState, Query, Start, Terminate, num_planned
@@ -59,7 +61,7 @@ from shared.messages.cluster import (
 from shared.messages.requests import ErrorCode
 from shared.settings import SettingsError, WorkerSettings, default_id
 from shared.tasks import TaskSet, set_within
-from shared.telemetry import Telemetry
+from shared.telemetry import Telemetry, context_of
 
 logger = logging.getLogger(__name__)
 
@@ -129,6 +131,7 @@ class NodeAgent:
             devices=machine.devices,
             step_tokens=step_tokens,
         )
+        self._fetching = Fetching(self._show_fetched)
         self._has_seen_plan = False
         self._reported: dict[str, str] = {}
         """Instance id -> the last incarnation whose end was published."""
@@ -202,14 +205,23 @@ class NodeAgent:
         if key == "current" and plan is not None:
             self._end_plan_span()
             self._plan_span = self._telemetry.tracer.start_span(
-                "node.apply_plan", attributes={"tideway.node": self.node_id, "tideway.plan_version": plan.version}
+                "node.apply_plan",
+                context=plan_context(plan),
+                attributes={"tideway.node": self.node_id, "tideway.plan_version": plan.version},
             )
+            self._fetching.want(plan.fetch.get(self.node_id, []))
+            self._show_fetched()
             if not self._has_seen_plan:
                 self._has_seen_plan = True
                 num_devices = num_planned(plan, self.node_id)
                 self._offer(max(self._info.num_instances, -(-num_devices // self._machine.num_ranks)))
             self._state.on_plan(plan)
             self._wake.set()
+
+    def _show_fetched(self) -> None:
+        fetched, problems = self._fetching.fetched, self._fetching.problems
+        self._info = msgspec.structs.replace(self._info, fetched=fetched, fetch_problems=problems)
+        self._info_changed.set()
 
     def _on_scale(self, query: ScaleNode) -> Done:
         """Fewer take effect with the plan that follows: it drains the instances that are over."""
@@ -365,6 +377,13 @@ class NodeAgent:
                     logger.warning("could not register the node: %s", error)
                 is_registered = False
             await set_within(self._info_changed, REGISTER_INTERVAL_S)
+
+
+def plan_context(plan: PlacementPlan) -> Context | None:
+    """Of the replacement that a plan is a step of."""
+    if plan.change is None or plan.change.is_over or not plan.change.trace:
+        return None
+    return context_of(plan.change.trace)
 
 
 def _is_alive(pid: int) -> bool:

@@ -5,7 +5,7 @@ Life of an instance's process (one row each; anything else is ignored):
 
 | phase    | event                                   | next     | action of `step`                        |
 |----------|-----------------------------------------|----------|-----------------------------------------|
-| absent   | planned, back-off over                  | starting | Start                                   |
+| absent   | planned, back-off over, devices free    | starting | Start                                   |
 | starting | registered                              | up       |                                         |
 | starting | no longer planned so                    | stopping | Terminate (it serves nobody yet)        |
 | up       | a model more or less in the plan        | up       | LoadModel, UnloadModel                  |
@@ -15,7 +15,8 @@ Life of an instance's process (one row each; anything else is ignored):
 | stopping | too slow                                | stopping | Terminate, then Kill                    |
 | any      | process exited                          | absent   | (back-off, unless it was to stop)       |
 
-Rules: what the plan leaves unchanged is not touched. A pool changes only by a restart, of one instance at a time, and
+Rules: no device is of two processes at once: an instance starts when all that had its devices have ended. What the plan
+leaves unchanged is not touched. A pool changes only by a restart, of one instance at a time, and
 only while all others of this node that are planned are up and load nothing. A request to an instance is repeated while
 its effect does not show in the registry. Registry entries of other processes are the caller's to filter out.
 """
@@ -26,7 +27,15 @@ import re
 from dataclasses import dataclass, field
 
 from shared.messages.admin import Drain, LoadModel, UnloadModel
-from shared.messages.cluster import ONE_DEVICE, InstanceInfo, InstancePlan, LoadedModel, ModelSpec, PlacementPlan
+from shared.messages.cluster import (
+    ONE_DEVICE,
+    InstanceInfo,
+    InstancePlan,
+    LoadedModel,
+    ModelSpec,
+    PlacementPlan,
+    instance_devices,
+)
 
 BACK_OFF_FIRST_S = 0.5
 BACK_OFF_MOST_S = 30.0
@@ -89,10 +98,11 @@ def back_off_s(num_failures: int) -> float:
 
 
 def num_planned(plan: PlacementPlan, node_id: str) -> int:
-    """Devices of the node up to the first one of the last instance that the plan knows, drained ones included."""
-    ids = [i.instance_id for i in plan.instances] + plan.draining
+    """Devices of the node up to the last one of the last instance that the plan knows, drained ones included (of which it
+    knows one device each)."""
+    ranks = dict.fromkeys(plan.draining, 1) | {i.instance_id: i.group.num_ranks for i in plan.instances}
     pattern = re.compile(re.escape(node_id) + r"-(\d+)")
-    return max((int(match[1]) + 1 for i in ids if (match := pattern.fullmatch(i))), default=0)
+    return max((int(match[1]) + num for i, num in ranks.items() if (match := pattern.fullmatch(i))), default=0)
 
 
 @dataclass
@@ -155,6 +165,8 @@ class _Process:
     def has_pool_of(self, plan: InstancePlan) -> bool:
         """And computes on its devices, where both name any."""
         if self.plan.group != plan.group and ONE_DEVICE not in (self.plan.group, plan.group):
+            return False
+        if self.plan.group.num_ranks != plan.group.num_ranks:
             return False
         return (self.plan.pool_bytes, self.plan.merged_bytes) == (plan.pool_bytes, plan.merged_bytes)
 
@@ -248,7 +260,7 @@ class NodeState:
             if process is None:
                 if desired is None:
                     del self._instances[instance_id]
-                elif now >= instance.start_at:
+                elif now >= instance.start_at and not self._is_taken(desired):
                     instance.process = _Process(
                         plan=desired, started_at=now, heard_at=now, specs={spec.name: spec for spec in desired.models}
                     )
@@ -261,6 +273,12 @@ class NodeState:
             else:
                 actions += self._step_running(instance_id, process, desired, now)
         return actions
+
+    def _is_taken(self, plan: InstancePlan) -> bool:
+        """Whether a process has a device of the instance."""
+        running = [instance.process.plan for instance in self._instances.values() if instance.process is not None]
+        wanted = instance_devices(plan.instance_id, plan.group.num_ranks)
+        return any(wanted & instance_devices(other.instance_id, other.group.num_ranks) for other in running)
 
     def _step_running(
         self, instance_id: str, process: _Process, desired: InstancePlan | None, now: float

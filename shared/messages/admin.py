@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
 
-from shared.messages.cluster import ModelSpec
+from shared.messages.cluster import InstancePlan, ModelSpec, PlacementPlan
 from shared.messages.requests import Seconds
 from shared.messages.traffic import ModelTraffic
+from shared.placement.plan import Plan, Prediction, Rejected
 
 
 class AddModel(msgspec.Struct, frozen=True):
@@ -51,6 +54,74 @@ class DrainInstance(msgspec.Struct, frozen=True):
     is_for_scaling: bool = False
     """One instance less is wanted, best this one: it is brought back when more are. (An operator's drain stays until it is
     undone.)"""
+
+
+class GetReplacement(msgspec.Struct, frozen=True):
+    pass
+
+
+class ChangePlan(msgspec.Struct, frozen=True):
+    """Operator to placement: `search` for a better plan; `apply` the one that was found (search first, where none was found
+    for the plan that runs); `roll_back` the change that is under way, or the last one. Answered at once."""
+
+    action: Literal["search", "apply", "roll_back"]
+
+
+class PlanProposal(msgspec.Struct, frozen=True, kw_only=True):
+    """What a search found."""
+
+    found_s: float
+    """Unix time."""
+    why: str
+    """It was searched."""
+    version: int
+    """Of the plan that ran then."""
+    is_worth: bool
+    """Whether it is worth its change; `verdict` says why."""
+    verdict: str
+    plan: Plan
+    prediction: Prediction
+    before: Plan
+    """That ran then."""
+    incumbent: Prediction | None
+    """Of that."""
+    rejected: list[Rejected]
+    """Best first."""
+    unplaced: dict[str, str]
+    search_s: float
+    interval_s: float
+    """Of the traffic that all is predicted for."""
+    num_requests: int
+    target: list[InstancePlan]
+    """The plan's instances, with the KV pools that they would have."""
+
+
+class ReplacementState(msgspec.Struct, frozen=True, kw_only=True):
+    """Of adaptive replacement. Times are Unix time."""
+
+    mode: str
+    """off | advise | auto"""
+    interval_s: float
+    since_s: float
+    """When the interval began."""
+    searching: str = ""
+    """Why a search is under way."""
+    problem: str = ""
+    """Why the last search found nothing."""
+    predicted: Prediction | None = None
+    """For this interval."""
+    measured: Prediction | None = None
+    """In this interval so far."""
+    deviation: float | None = None
+    """Of the last interval that ended: relative difference of measured from predicted."""
+    proposal: PlanProposal | None = None
+
+
+class ShownPlan(PlacementPlan, frozen=True):
+    """The plan as the operator sees it."""
+
+    replacement: ReplacementState | None = None
+    """None: placement does not answer."""
 
 
 class ScaleModel(msgspec.Struct, frozen=True):

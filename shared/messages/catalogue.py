@@ -6,12 +6,15 @@ from typing import Any, TypeVar
 
 from shared.messages.admin import (
     AddModel,
+    ChangePlan,
     Done,
     Drain,
     DrainInstance,
     GetPlan,
+    GetReplacement,
     LoadModel,
     RemoveModel,
+    ReplacementState,
     ScaleInstances,
     ScaleModel,
     ScaleNode,
@@ -143,6 +146,12 @@ PLACEMENT_SCALE_INSTANCES = Endpoint(
 )
 PLACEMENT_PLAN = Endpoint(f"{_PLACEMENT}.plan", GetPlan, PlacementPlan, sent_by=GATEWAY, served_by=PLACEMENT)
 
+PLACEMENT_REPLACEMENT = Endpoint(
+    f"{_PLACEMENT}.replacement", GetReplacement, ReplacementState, sent_by=GATEWAY, served_by=PLACEMENT
+)
+PLACEMENT_CHANGE_PLAN = Endpoint(
+    f"{_PLACEMENT}.change_plan", ChangePlan, ReplacementState, sent_by=GATEWAY, served_by=PLACEMENT
+)
 PLACEMENT_TRAFFIC = Endpoint(f"{_PLACEMENT}.traffic", GetTraffic, TrafficReply, sent_by=GATEWAY, served_by=PLACEMENT)
 
 # scheduler -> placement
@@ -196,6 +205,10 @@ PLANS = Bucket(
     read_by=GATEWAY | PLACEMENT | WORKER | OPERATOR,
 )
 """key "current"; writer: placement"""
+REPLACEMENT = Bucket(
+    "tideway_replacement", ReplacementState, durable=True, writers={PLACEMENT: "current"}, read_by=PLACEMENT
+)
+"""key "current"; writer: placement"""
 STATISTICS = Bucket("tideway_statistics", ModelStatistics, durable=True, writers={PLACEMENT: ">"}, read_by=PLACEMENT)
 """key: `bucket_key(model name)`, totals since the model was added; writer: placement"""
 REQUEST_LOG = Bucket(
@@ -216,7 +229,7 @@ COST_MODELS = Bucket(
     StoredCostModel,
     durable=True,
     writers={WORKER: ">", OPERATOR: ">"},
-    read_by=WORKER | OPERATOR,
+    read_by=WORKER | OPERATOR | PLACEMENT,
 )
 """key: `bucket_key` of the stored model's `key`; writer: the instance that profiled"""
 FILES = _gateways_own("tideway_files", StoredFile)

@@ -260,6 +260,12 @@ class InstancePlan(msgspec.Struct, frozen=True):
     group: DeviceGroup = ONE_DEVICE
 
 
+def instance_devices(instance_id: str, num_ranks: int) -> set[tuple[str, int]]:
+    """(node, index) of those that an instance computes on."""
+    node_id, _, first = instance_id.rpartition("-")
+    return {(node_id, int(first) + rank) for rank in range(num_ranks)}
+
+
 class PlanChange(msgspec.Struct, frozen=True, kw_only=True):
     """A replacement: the way from one placement to another, which is carried out in stages (shared/placement/carry_out.py).
     Times are Unix time."""
@@ -283,6 +289,13 @@ class PlanChange(msgspec.Struct, frozen=True, kw_only=True):
     """Models that lost their last instance, as memory left no other way: their requests wait for the next."""
     failure: str = ""
     """Why it is rolled back."""
+    cause: str = ""
+    """Of that: fetch | node_gone | instance | timeout | superseded | operator"""
+    is_chosen: bool = True
+    """`PlacementPlan.is_chosen` of the target; likewise of before."""
+    was_chosen: bool = False
+    trace: str = ""
+    """W3C trace parent of its span; empty: it is not traced."""
 
     @property
     def is_over(self) -> bool:

@@ -34,7 +34,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from shared.messages.cluster import InstancePlan, ModelSpec, PlanChange
+from shared.messages.cluster import InstancePlan, ModelSpec, PlanChange, instance_devices
 
 Fits = Callable[[InstancePlan, Sequence[ModelSpec]], bool]
 """Whether a running instance, with the KV pool that it has, can hold these models at once."""
@@ -109,8 +109,9 @@ def advance(
         case "fetch":
             return _fetching(change, running, view, now_s, settings)
         case "change" | "settle":
-            if failure := _failure(change, running, view, now_s, settings):
-                change = _replace(change, stage="roll_back", stage_s=now_s, step_s=now_s, failure=failure, detours=[])
+            cause, failure = _failure(change, running, view, now_s, settings)
+            if cause:
+                change = abandon(change, cause, failure, now_s)
                 return _step(change, running, change.before, view, now_s, fits)
             if change.stage == "change":
                 return _step(change, running, change.target, view, now_s, fits)
@@ -130,18 +131,12 @@ def advance(
     return change, list(running)
 
 
-def abandon(change: PlanChange, reason: str, now_s: float) -> PlanChange:
+def abandon(change: PlanChange, cause: str, failure: str, now_s: float) -> PlanChange:
     """It is to be rolled back. One that has changed nothing yet is over at once."""
     if change.is_over or change.stage == "roll_back":
         return change
     stage = "rolled_back" if change.stage == "fetch" else "roll_back"
-    return _replace(change, stage=stage, stage_s=now_s, step_s=now_s, failure=reason, detours=[])
-
-
-def instance_devices(instance_id: str, num_ranks: int) -> set[tuple[str, int]]:
-    """(node, index) of those that an instance computes on."""
-    node_id, _, first = instance_id.rpartition("-")
-    return {(node_id, int(first) + rank) for rank in range(num_ranks)}
+    return _replace(change, stage=stage, stage_s=now_s, step_s=now_s, cause=cause, failure=failure, detours=[])
 
 
 # ------------------------------------------------------------------------------------------------------- stages
@@ -152,35 +147,35 @@ def _fetching(
 ) -> Progress:
     wanted = [(node, source) for node, sources in to_fetch(change).items() for source in sources]
     missing = [pair for pair in wanted if pair not in view.fetched]
-    failure = ""
     if gone := sorted({place.node_id for place in change.target}.intersection(view.gone_nodes)):
-        failure = f"{', '.join(gone)} is gone"
+        change = abandon(change, "node_gone", f"{', '.join(gone)} is gone", now_s)
     elif problem := next((pair for pair in missing if pair in view.fetch_problems), None):
         failure = f"{problem[0]} cannot fetch {problem[1]}: {view.fetch_problems[problem]}"
+        change = abandon(change, "fetch", failure, now_s)
     elif not missing:
-        return _replace(change, stage="change", stage_s=now_s, step_s=now_s), list(running)
+        change = _replace(change, stage="change", stage_s=now_s, step_s=now_s)
     elif now_s - change.stage_s >= settings.fetch_s:
         failure = f"{missing[0][0]} has not fetched {missing[0][1]} in {settings.fetch_s:.0f} s"
-    if failure:
-        change = _replace(change, stage="rolled_back", stage_s=now_s, failure=failure)
+        change = abandon(change, "timeout", failure, now_s)
     return change, list(running)
 
 
 def _failure(
     change: PlanChange, running: Sequence[InstancePlan], view: View, now_s: float, settings: CarryOutSettings
-) -> str:
+) -> tuple[str, str]:
+    """Its cause, and why; empty: there is none."""
     if gone := sorted({place.node_id for place in change.target}.intersection(view.gone_nodes)):
-        return f"{', '.join(gone)} is gone"
+        return "node_gone", f"{', '.join(gone)} is gone"
     before = {place.instance_id: place for place in change.before}
     for place in running:
         # What was so before is no fault of the change.
         if (problem := view.problems.get(place.instance_id)) and before.get(place.instance_id) != place:
-            return f"{place.instance_id} {problem}"
+            return "instance", f"{place.instance_id} {problem}"
     if change.stage == "change" and now_s - change.step_s >= settings.step_s:
         late = [place.instance_id for place in running if not _serves(place, view)]
         left = sorted(_going(change, running, view))
-        return f"{', '.join(late + left) or 'a step'} took more than {settings.step_s:.0f} s"
-    return ""
+        return "timeout", f"{', '.join(late + left) or 'a step'} took more than {settings.step_s:.0f} s"
+    return "", ""
 
 
 def _step(

@@ -20,9 +20,9 @@ import msgspec
 import numpy as np
 
 from shared.engine.memory.slab import blocks_per_merged
-from shared.messages.cluster import DeviceGroup, InstancePlan, ModelSpec, PlanChange
+from shared.messages.cluster import DeviceGroup, InstancePlan, ModelSpec, PlanChange, instance_devices
 from shared.messages.requests import RequestClass
-from shared.placement.carry_out import CarryOutSettings, Held, View, advance, begin, instance_devices, to_fetch
+from shared.placement.carry_out import CarryOutSettings, Held, View, advance, begin, to_fetch
 from shared.placement.execution import execution_s
 from shared.placement.memory import pool, why_not
 from shared.placement.problem import Group, ModelFacts, NodeFacts, Plan, Prediction, Problem, Proposal, Traffic, traffic

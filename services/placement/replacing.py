@@ -1,0 +1,400 @@
+"""Adaptive replacement, live (SeaLLM, section 4.3): hosts the cores of `shared.placement`, which decide.
+
+    PlacementMonitor -> Replacement -> a search elsewhere -> proposal -> planning.chosen -> PlanChange
+    INSTANCES, NODES -> View -> advance -> PLANS "current", a step at a time
+
+What is stored is what counts: the stage of a change is in the plan, the interval and the last proposal in REPLACEMENT.
+Whoever leads next goes on from there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+
+import msgspec
+from opentelemetry import trace
+from opentelemetry.trace import Span, Status, StatusCode, Tracer
+from opentelemetry.util.types import AttributeValue
+
+from services.placement.inputs import Inputs
+from services.placement.live_problem import ProblemError, live_problem, measured_prediction, plan_of
+from services.placement.metrics import PlacementMetrics
+from services.placement.monitor import PlacementMonitor
+from services.placement.plan_store import PlanStore
+from services.placement.planning import DoesNotFit, chosen, fits
+from services.placement.requests import refuse
+from shared.bus.interface import Bus, BusError, KeyValue, UnreadableEntry
+from shared.messages.admin import ChangePlan, PlanProposal, ReplacementState
+from shared.messages.catalogue import COST_MODELS, INSTANCES, REPLACEMENT
+from shared.messages.cluster import (
+    InstanceInfo,
+    InstancePlan,
+    NodeInfo,
+    PlanChange,
+    StoredCostModel,
+)
+from shared.messages.requests import ErrorCode
+from shared.monitor.request_log import MAX_AGE_S, SLOT_S
+from shared.placement import carry_out
+from shared.placement.carry_out import CarryOutSettings, Held, View, advance
+from shared.placement.plan import Prediction
+from shared.placement.problem import Problem, Proposal
+from shared.placement.replacement import IntervalState, Replacement, ReplacementSettings, Verdict
+from shared.settings import PlacementSettings, SettingsError
+from shared.tasks import TaskSet
+from shared.telemetry import context_of, current_traceparent
+
+logger = logging.getLogger(__name__)
+
+MODES = ("off", "advise", "auto")
+STATE_KEY = "current"
+SHOWN_REJECTED = 8
+
+Search = Callable[[Problem], Awaitable[Proposal]]
+
+
+def replacement_settings(settings: PlacementSettings) -> ReplacementSettings:
+    """Raises `SettingsError`."""
+    if settings.replacement not in MODES:
+        raise SettingsError(f"TIDEWAY_REPLACEMENT={settings.replacement!r}: expected {', '.join(MODES)}")
+    if settings.replacement_least_s > settings.replacement_most_s:
+        raise SettingsError(
+            f"TIDEWAY_REPLACEMENT_LEAST_S={settings.replacement_least_s:g} is more than TIDEWAY_REPLACEMENT_MOST_S"
+        )
+    return ReplacementSettings(
+        initial_s=settings.replacement_interval_s,
+        least_s=settings.replacement_least_s,
+        most_s=settings.replacement_most_s,
+        beta=settings.replacement_beta,
+    )
+
+
+class Replacing:
+    """Of the placement that leads."""
+
+    def __init__(
+        self,
+        bus: Bus,
+        settings: PlacementSettings,
+        metrics: PlacementMetrics,
+        tracer: Tracer,
+        plans: PlanStore,
+        monitor: PlacementMonitor,
+        inputs: Callable[[], Inputs],
+        registered: Callable[[], Mapping[str, NodeInfo]],
+        alone: asyncio.Lock,
+        search: Search,
+        carry_out_settings: CarryOutSettings | None = None,
+    ) -> None:
+        """`registered`: the nodes as they say they are now. `alone`: held by whoever changes the plan; `tick` is called
+        with it."""
+        self._bus, self._settings, self._metrics, self._tracer = bus, settings, metrics, tracer
+        self._plans, self._monitor, self._alone = plans, monitor, alone
+        self._inputs, self._registered = inputs, registered
+        self._run_search, self._carry_out = search, carry_out_settings or CarryOutSettings()
+        self._core = Replacement(replacement_settings(settings), monitor.now())
+        self._proposal: PlanProposal | None = None
+        self._searching = ""
+        self._problem = ""
+        self._stored: ReplacementState | None = None
+        self._seen: tuple[frozenset[str], frozenset[str]] | None = None
+        """Models and nodes at the last tick."""
+        self._span: Span = trace.INVALID_SPAN
+        self._stage_span: Span = trace.INVALID_SPAN
+        self._stage = ""
+        self._tasks = TaskSet()
+        self._bucket: KeyValue[ReplacementState]
+        self._registry: KeyValue[InstanceInfo]
+        self._costs: KeyValue[StoredCostModel]
+
+    async def open(self) -> None:
+        """Takes over what is stored. Raises `BusError`."""
+        self._bucket = await self._bus.key_value(REPLACEMENT)
+        self._registry = await self._bus.key_value(INSTANCES)
+        self._costs = await self._bus.key_value(COST_MODELS)
+        try:
+            entry = await self._bucket.get(STATE_KEY)
+        except UnreadableEntry as error:
+            logger.error("%s; the interval of replacement begins anew", error)
+            return
+        if entry is not None:
+            self._stored, self._proposal = entry.value, entry.value.proposal
+            state = IntervalState(
+                interval_s=entry.value.interval_s, since_s=entry.value.since_s, predicted=entry.value.predicted,
+                deviation=entry.value.deviation,
+            )  # fmt: skip
+            self._core = Replacement(self._core.settings, self._monitor.now(), state)
+
+    async def close(self) -> None:
+        await self._tasks.end_all()
+        for span in (self._stage_span, self._span):
+            span.end()
+
+    @property
+    def change(self) -> PlanChange | None:
+        """That is under way."""
+        change = self._plans.current.change
+        return None if change is None or change.is_over else change
+
+    def state(self) -> ReplacementState:
+        return ReplacementState(
+            mode=self._settings.replacement, interval_s=self._core.interval_s, since_s=self._core.since_s,
+            searching=self._searching, problem=self._problem, predicted=self._core.state.predicted,
+            measured=self._measured(), deviation=self._core.state.deviation, proposal=self._proposal,
+        )  # fmt: skip
+
+    async def tick(self) -> bool:
+        """Whether a change is under way, so that no other plan is to be made. Call it each second, and when nodes change.
+        Raises `BusError`."""
+        inputs = self._inputs()
+        is_on = self._settings.replacement != "off"
+        if is_on:
+            self._notice(inputs)
+        if (change := self.change) is not None:
+            await self._go_on(change, inputs)
+        elif is_on and not self._searching and (why := self._core.due(self._monitor.now())):
+            self._begin_search(why, is_applied=False)
+        await self._store()
+        self._metrics.interval.set(self._core.interval_s)
+        self._metrics.show_stage(self.change)
+        self._metrics.show_interval(self._core.state.predicted, self._measured() if is_on else None)
+        return self.change is not None
+
+    async def on_change_plan(self, query: ChangePlan) -> ReplacementState:
+        """Call it with the lock that `tick` is called with."""
+        now, plan = self._monitor.now(), self._plans.current
+        change = self.change
+        if query.action == "roll_back":
+            if change is not None:
+                await self._publish(carry_out.abandon(change, "operator", "the operator asked for it", now))
+            elif plan.change is None or plan.change.stage != "carried_out":
+                raise refuse("no replacement was carried out that could be rolled back", "action", ErrorCode.CONFLICT)
+            else:
+                reason = f"the operator rolls replacement {plan.change.number} back"
+                await self._begin_change(reason, plan.change.before, is_chosen=plan.change.was_chosen)
+            return self.state()
+        if change is not None:
+            message = f"replacement {change.number} is under way (stage {change.stage}); roll it back, or wait"
+            raise refuse(message, "action", ErrorCode.CONFLICT)
+        if query.action == "apply" and self._proposal is not None and self._proposal.version == plan.version:
+            try:
+                await self._apply(self._proposal)
+            except ProblemError as error:
+                raise refuse(str(error), "action", ErrorCode.CONFLICT) from None
+        elif not self._searching:
+            self._begin_search("an operator asked for it", is_applied=query.action == "apply")
+        else:
+            raise refuse(f"a search is under way ({self._searching})", "action", ErrorCode.CONFLICT)
+        return self.state()
+
+    async def supersede(self, why: str) -> bool:
+        """Another plan is to be made. A change that has changed nothing yet is over; else False: it comes first."""
+        change = self.change
+        if change is not None and change.stage == "fetch":
+            await self._publish(carry_out.abandon(change, "superseded", why, self._monitor.now()))
+        return self.change is None
+
+    # ------------------------------------------------------------------------------------------------- searching
+
+    def _notice(self, inputs: Inputs) -> None:
+        models = frozenset(model.spec.name for model in inputs.models)
+        nodes = frozenset(node.node_id for node in inputs.nodes) | inputs.held_nodes
+        if self._seen is not None:
+            for names, what in (
+                (models - self._seen[0], "model {} was added"),
+                (self._seen[1] - nodes, "node {} is gone"),
+                (nodes - self._seen[1], "node {} came"),
+            ):
+                if names:
+                    self._core.ask(what.format(", ".join(sorted(names))))
+        self._seen = (models, nodes)
+
+    def _measured(self) -> Prediction:
+        """In this interval so far."""
+        interval_s = min(MAX_AGE_S, max(SLOT_S, self._monitor.now() - self._core.since_s))
+        return measured_prediction(self._monitor.measured(interval_s))
+
+    def _begin_search(self, why: str, *, is_applied: bool) -> None:
+        self._searching, self._problem = why, ""
+        self._tasks.start(self._search(why, is_applied))
+
+    async def _search(self, why: str, is_applied: bool) -> None:
+        began_s, outcome, predicted = self._monitor.now(), "failed", None
+        logger.info("searching for a placement: %s", why)
+        try:
+            with self._tracer.start_as_current_span("placement.search", attributes={"tideway.reason": why}):
+                proposal, verdict = await self._found(why)
+            self._proposal, predicted = proposal, proposal.incumbent
+            outcome = "better" if verdict.is_worth else "kept"
+            logger.info("a search over %d requests took %.1f s: %s", proposal.num_requests, proposal.search_s,
+                        verdict.reason)  # fmt: skip
+            if is_applied or (verdict.is_worth and self._settings.replacement == "auto"):
+                async with self._alone:
+                    await self._apply(proposal)
+        except (ProblemError, DoesNotFit, BusError) as error:
+            self._problem = str(error)
+            logger.info("no placement was found: %s", error)
+        except Exception as error:
+            self._problem = f"the search failed: {error!r}"
+            logger.exception("the search failed")
+        finally:
+            self._searching = ""
+            if self.change is None:
+                self._core.settled(self._monitor.now(), predicted)
+            self._metrics.searches.labels(outcome).inc()
+            self._metrics.search_seconds.observe(self._monitor.now() - began_s)
+
+    async def _found(self, why: str) -> tuple[PlanProposal, Verdict]:
+        inputs, plan, settings = self._inputs(), self._plans.current, self._settings
+        interval_s = min(MAX_AGE_S, self._core.interval_s)
+        self._core.begin(self._monitor.now(), self._measured())
+        traffic, execution_s = self._monitor.traffic(interval_s), self._monitor.execution_s()
+        stored = [entry.value for entry in (await self._costs.entries()).values()]
+        problem = await asyncio.to_thread(
+            live_problem, inputs.models, inputs.nodes, plan.instances, inputs.fleet.draining, stored, traffic,
+            execution_s, gpu=settings.hardware, slo_scale=settings.slo_scale,
+            max_models_per_group=settings.max_models_per_group, max_ranks=settings.max_ranks,
+        )  # fmt: skip
+        began_s = self._monitor.now()
+        found = await self._run_search(problem)
+        verdict = self._core.judge(found, problem)
+        target = await asyncio.to_thread(chosen, inputs.models, inputs.nodes, plan, found.plan.groups)
+        assert problem.incumbent is not None
+        proposal = PlanProposal(
+            found_s=self._monitor.now(), why=why, version=plan.version, is_worth=verdict.is_worth, verdict=verdict.reason,
+            plan=found.plan, prediction=found.prediction, before=problem.incumbent, incumbent=found.incumbent,
+            rejected=list(found.rejected[:SHOWN_REJECTED]), unplaced=found.unplaced,
+            search_s=self._monitor.now() - began_s, interval_s=interval_s, num_requests=traffic.num_requests,
+            target=target,
+        )  # fmt: skip
+        return proposal, verdict
+
+    # ---------------------------------------------------------------------------------------------- carrying out
+
+    async def _apply(self, proposal: PlanProposal) -> None:
+        """Raises `ProblemError` where the plan is another than it was made for."""
+        plan = self._plans.current
+        if self.change is not None or plan_of(plan.instances) != proposal.before:
+            self._core.ask("the plan changed while a better one was searched for")
+            raise ProblemError("the plan changed while a better one was searched for")
+        if proposal.plan == proposal.before:
+            return
+        reason = f"{proposal.why}: {proposal.verdict}"
+        await self._begin_change(reason, proposal.target, is_chosen=True)
+
+    async def _begin_change(self, reason: str, target: Sequence[InstancePlan], *, is_chosen: bool) -> None:
+        plan, now = self._plans.current, self._monitor.now()
+        number = 1 if plan.change is None else plan.change.number + 1
+        change = carry_out.begin(number, reason, plan.instances, target, now)
+        self._span = self._tracer.start_span(
+            "placement.replacement", attributes={"tideway.replacement": number, "tideway.reason": reason}
+        )
+        with trace.use_span(self._span):
+            traced = current_traceparent()
+        change = msgspec.structs.replace(change, is_chosen=is_chosen, was_chosen=plan.is_chosen, trace=traced)
+        logger.info("replacement %d begins: %s", number, reason)
+        await self._publish(change)
+
+    async def _go_on(self, change: PlanChange, inputs: Inputs) -> None:
+        plan = self._plans.current
+        if change.stage == "fetch" and _by_id((await inputs.plan()).instances) != _by_id(plan.instances):
+            await self.supersede("models, nodes or drained instances changed")
+            return
+        view = await self._view(change, inputs)
+        can_hold = await asyncio.to_thread(fits, inputs.models, inputs.nodes)
+        after, instances = await asyncio.to_thread(
+            advance, change, plan.instances, view, self._monitor.now(), can_hold, self._carry_out
+        )
+        self._follow(change)
+        if after != change or _by_id(instances) != _by_id(plan.instances):
+            for step in after.steps[len(change.steps) :]:
+                logger.info("replacement %d: %s", change.number, step)
+                self._stage_span.add_event(step)
+            await self._publish(after, instances)
+
+    async def _view(self, change: PlanChange, inputs: Inputs) -> View:
+        held, problems = {}, {}
+        for entry in (await self._registry.entries()).values():
+            info = entry.value
+            states = {model.name: model.state for model in info.models}
+            held[info.instance_id] = Held(info.group.num_ranks, states, info.state == "draining")
+            failed = [
+                f"could not load {model.name!r}: {model.error}" for model in info.models if model.state == "failed"
+            ]
+            if failed:
+                problems[info.instance_id] = "; ".join(failed)
+        registered = self._registered().values()
+        for node in registered:
+            for text in filter(None, node.problem.split("; ")):
+                instance_id, _, reason = text.partition(" ")
+                problems.setdefault(instance_id, reason)
+        nodes = {place.node_id for place in (*change.before, *change.target)}
+        return View(
+            held=held,
+            fetched={(node.node_id, source) for node in registered for source in node.fetched},
+            fetch_problems={(n.node_id, source): text for n in registered for source, text in n.fetch_problems.items()},
+            problems=problems,
+            gone_nodes=nodes - {node.node_id for node in inputs.nodes} - inputs.held_nodes,
+        )
+
+    async def _publish(self, change: PlanChange, instances: Sequence[InstancePlan] | None = None) -> None:
+        """What is stored by somebody else meanwhile is looked at in the next tick."""
+        plan = self._plans.current
+        match change.stage:
+            case "fetch":
+                is_chosen = change.was_chosen
+            case "rolled_back":
+                is_chosen = change.was_chosen
+            case "carried_out":
+                is_chosen = change.is_chosen
+            case _:
+                is_chosen = True  # a plan between the two stays as it is
+        new = msgspec.structs.replace(
+            plan, version=plan.version + 1, instances=plan.instances if instances is None else list(instances),
+            is_chosen=is_chosen, change=change, fetch={} if change.is_over else carry_out.to_fetch(change),
+        )  # fmt: skip
+        if await self._plans.publish(new):
+            self._follow(change)
+
+    def _follow(self, change: PlanChange) -> None:
+        """Traces and metrics of the stage that is stored now; also of one that another leader began."""
+        if change.stage == self._stage:
+            return
+        self._stage = change.stage
+        self._stage_span.end()
+        attributes: dict[str, AttributeValue] = {
+            "tideway.replacement": change.number,
+            "tideway.reason": change.failure or change.reason,
+        }
+        if not change.is_over:
+            context = context_of(change.trace)
+            self._stage_span = self._tracer.start_span(f"replacement.{change.stage}", context, attributes=attributes)
+            logger.info("replacement %d: stage %s", change.number, change.stage)
+            return
+        self._metrics.replacements.labels(change.stage).inc()
+        if change.stage == "rolled_back":
+            self._metrics.roll_backs.labels(change.cause).inc()
+            self._span.set_status(Status(StatusCode.ERROR, change.failure))
+            logger.warning("replacement %d is rolled back: %s", change.number, change.failure)
+        else:
+            logger.info("replacement %d is carried out", change.number)
+        self._span.set_attribute("tideway.end", change.stage)
+        self._span.end()
+        is_proposed = self._proposal is not None and _by_id(self._proposal.target) == _by_id(change.target)
+        predicted = None
+        if self._proposal is not None and is_proposed:
+            predicted = self._proposal.prediction if change.stage == "carried_out" else self._proposal.incumbent
+        self._core.settled(self._monitor.now(), predicted)
+
+    async def _store(self) -> None:
+        """What another leader would need; not what changes by itself."""
+        state = msgspec.structs.replace(self.state(), measured=None, searching="")
+        if state != self._stored:
+            await self._bucket.put(STATE_KEY, state)
+            self._stored = state
+
+
+def _by_id(places: Sequence[InstancePlan]) -> list[InstancePlan]:
+    return sorted(places, key=lambda place: place.instance_id)

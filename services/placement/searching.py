@@ -1,0 +1,47 @@
+"""A search in a process of its own, at low priority, so that neither the event loop nor what serves on this machine
+waits."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from multiprocessing import get_context
+
+from services.placement.live_problem import ProblemError
+from shared.placement.problem import Problem, Proposal
+
+SEARCH_S = 900.0
+"""After which it is given up."""
+MAX_PROCESSES = 8
+
+
+def _begin() -> None:
+    os.nice(15)
+
+
+def _search(problem: Problem) -> Proposal:
+    from shared.placement.search import search
+
+    num_devices = sum(node.num_devices for node in problem.nodes)
+    # A small problem is solved before another process has imported numpy.
+    num_processes = min(MAX_PROCESSES, os.cpu_count() or 1) if num_devices > 16 else 1
+    proposal: Proposal = search(problem, num_processes=num_processes)
+    return proposal
+
+
+async def search_elsewhere(problem: Problem) -> Proposal:
+    """Raises `ProblemError` where nothing comes of it. When it is cancelled, the process is killed."""
+    pool = ProcessPoolExecutor(1, mp_context=get_context("spawn"), initializer=_begin)
+    try:
+        return await asyncio.wait_for(asyncio.wrap_future(pool.submit(_search, problem)), SEARCH_S)
+    except TimeoutError:
+        raise ProblemError(f"the search took more than {SEARCH_S:.0f} s") from None
+    except BrokenProcessPool:
+        raise ProblemError("the search's process was killed") from None
+    finally:
+        processes = list((pool._processes or {}).values())
+        pool.shutdown(wait=False, cancel_futures=True)
+        for process in processes:
+            process.kill()
