@@ -16,24 +16,24 @@ from shared.messages.traffic import ModelSummary, ModelTraffic
 from shared.placement.plan import Prediction
 
 _TRAFFIC: dict[str, tuple[str, Callable[[ModelSummary], float | None]]] = {
-    "arrivals_per_second": ("Requests that arrived per second", lambda one: one.arrivals_per_s),
-    "refused_per_second": ("Of those, refused for want of room", lambda one: one.num_refused / one.interval_s),
-    "output_tokens_per_second": (
+    "model_arrivals_per_second": ("Requests that arrived per second", lambda one: one.arrivals_per_s),
+    "model_refused_per_second": ("Of those, refused for want of room", lambda one: one.num_refused / one.interval_s),
+    "model_output_tokens_per_second": (
         "Output tokens per second of finished requests",
         lambda one: one.num_finished * one.output_tokens.mean / one.interval_s,
     ),
-    "mean_prompt_tokens": ("Mean prompt tokens of a request", lambda one: one.prompt_tokens.mean),
-    "mean_output_tokens": ("Mean output tokens of a finished request", lambda one: one.output_tokens.mean),
-    "mean_execution_seconds": (
+    "model_mean_prompt_tokens": ("Mean prompt tokens of a request", lambda one: one.prompt_tokens.mean),
+    "model_mean_output_tokens": ("Mean output tokens of a finished request", lambda one: one.output_tokens.mean),
+    "model_mean_execution_seconds": (
         "Mean seconds that a finished request takes alone on its instance",
         lambda one: one.execution_s.mean,
     ),
-    "mean_latency_seconds": ("Mean seconds from arrival to end", lambda one: one.latency_s.mean),
-    "p99_latency_seconds": ("99th percentile of that", lambda one: one.latency_s.p99),
-    "p99_ttft_seconds": ("99th percentile of the time to first token", lambda one: one.ttft_s.p99),
-    "mean_tpot_seconds": ("Mean time per output token after the first", lambda one: one.tpot_s.mean),
-    "normalised_latency": ("Mean latency over mean execution time", lambda one: one.normalised_latency),
-    "slo_attainment": ("Share of requests that ended within their SLO", lambda one: one.attainment),
+    "model_mean_latency_seconds": ("Mean seconds from arrival to end", lambda one: one.latency_s.mean),
+    "model_p99_latency_seconds": ("99th percentile of that", lambda one: one.latency_s.p99),
+    "model_p99_ttft_seconds": ("99th percentile of the time to first token", lambda one: one.ttft_s.p99),
+    "model_mean_tpot_seconds": ("Mean time per output token after the first", lambda one: one.tpot_s.mean),
+    "model_normalised_latency": ("Mean latency over mean execution time", lambda one: one.normalised_latency),
+    "model_slo_attainment": ("Share of requests that ended within their SLO", lambda one: one.attainment),
 }
 """Name of a metric to its help and its value; None: there is none."""
 
@@ -74,8 +74,7 @@ class PlacementMetrics:
         self._attainment = gauge("replacement_attainment", "Predicted and measured, this interval", ("kind",))
         self._latency = gauge("replacement_normalised_latency", "Predicted and measured, this interval", ("kind",))
         self._traffic = {
-            name: gauge(f"model_{name}", f"{text} (last minute)", ("model", "class"))
-            for name, (text, _) in _TRAFFIC.items()
+            name: gauge(name, f"{text} (last minute)", ("model", "class")) for name, (text, _) in _TRAFFIC.items()
         }
         self._num_queued = gauge("model_num_queued", "Requests in the global queue", ("model",))
         self._log_requests = gauge("request_log_requests", "Requests that the service monitor keeps one by one")
