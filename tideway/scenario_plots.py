@@ -25,7 +25,7 @@ BARS: list[tuple[str, Callable[[Metrics], float]]] = [
     ("mean TPOT, ms", lambda one: 1e3 * one.tpot_s.mean),
 ]
 MAX_INSTANCES = 64
-"""In one plot."""
+"""Of a setting, in a plot."""
 
 
 def check_available() -> None:
@@ -59,15 +59,18 @@ def write_plots(results: Sequence[Result], requests: Sequence[Requests], folder:
     axes[-1].set_xlabel("s")
     figure.savefig(folder / "latency.png", dpi=110)
 
-    figure, axes = new_figure(len(results))
-    for one, result in zip(axes, results, strict=True):
+    figure, axes = new_figure()
+    names: list[str] = []
+    for result in results:
         use = dict(list(result.metrics.use.items())[:MAX_INSTANCES])
-        one.bar(range(len(use)), [100 * value for value in use.values()])
-        one.set_xticks(range(len(use)), list(use), rotation=60, fontsize="x-small")
-        one.tick_params(labelbottom=True)
-        one.set_ylim(0, 100)
-        one.set_ylabel("busy, %")
-        one.set_title(result.name, fontsize="small")
+        axes[0].bar(
+            range(len(names), len(names) + len(use)), [100 * value for value in use.values()], label=result.name
+        )
+        names += use
+    axes[0].set_xticks(range(len(names)), names, rotation=60, fontsize="x-small")
+    axes[0].set_ylim(0, 100)
+    axes[0].set_ylabel("busy, %")
+    axes[0].legend(fontsize="small")
     axes[-1].set_xlabel("")
     figure.savefig(folder / "use.png", dpi=110)
     return [folder / name for name in ("models.png", "latency.png", "use.png")]
