@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import platform
@@ -108,8 +109,34 @@ def save_figure(draw: Callable[[], Figure], path: Path) -> None:
 
 def processor_s(pid: int) -> float:
     """Of all threads of a process."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    return _processor_s(_stat(pid))
+
+
+def others_processor_s() -> float:
+    """Of all processes of the machine but this one and its descendants, since it was started; those that have ended beneath
+    this one count as others', so that of a difference only what ended meanwhile does."""
+    fields = [int(word) for word in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
+    all_s = (sum(fields) - fields[3] - fields[4]) / os.sysconf("SC_CLK_TCK")  # without idle and waiting for disks
+    stats: dict[int, list[str]] = {}
+    for path in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it has ended
+            stats[int(path.name)] = _stat(int(path.name))
+    return all_s - sum(_processor_s(stats[pid]) for pid in stats if _is_ours(pid, stats))
+
+
+def _is_ours(pid: int, stats: Mapping[int, list[str]]) -> bool:
+    while pid in stats and pid != os.getpid():
+        pid = int(stats[pid][1])
+    return pid == os.getpid()
+
+
+def _stat(pid: int) -> list[str]:
+    """Fields of a process from its state on."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+
+
+def _processor_s(stat: Sequence[str]) -> float:
+    return (int(stat[11]) + int(stat[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def _plain(value: Any) -> Any:

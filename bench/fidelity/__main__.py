@@ -24,7 +24,7 @@ from bench.fidelity.observed import Observed
 from bench.fidelity.results import Cell, Comparison, Repeat, cell_order, draw
 from bench.fidelity.timing import Sample, Timing, execution_s, fit, samples, speed
 from bench.fidelity.workloads import CALIBRATION, MIXES, MODELS, VOCABULARY, Served, figures, planned
-from bench.reporting import judged, machine, save_figure, write
+from bench.reporting import judged, machine, others_processor_s, save_figure, write
 from shared.messages.requests import pack_tokens
 from tideway.bench.prompts import prompt_token_ids
 from tideway.bench.workload import PlannedRequest
@@ -40,7 +40,8 @@ class _Run(msgspec.Struct):
     served: list[Served]
     start_s: float
     end_s: float
-    load_average: float
+    others_share: float
+    """Of the machine's processor time then, that processes beside the stack and this one took."""
 
 
 class Bench:
@@ -49,8 +50,11 @@ class Bench:
         self._calibrations: list[_Run] = []
 
     def _send(self, requests: list[PlannedRequest]) -> _Run:
+        others_s, began_s = others_processor_s(), time.monotonic()
         served, start_s = self._live.send(requests)
-        return _Run(requests, served, start_s, time.monotonic(), os.getloadavg()[0])
+        end_s = time.monotonic()
+        others = (others_processor_s() - others_s) / (end_s - began_s) / len(os.sched_getaffinity(0))
+        return _Run(requests, served, start_s, end_s, others)
 
     def _calibrate(self, rate_rps: float, duration_s: float) -> None:
         number = len(self._calibrations)
@@ -80,8 +84,8 @@ class Bench:
             requests = [msgspec.structs.replace(one, request_id=f"{one.request_id}-{repeat}") for one in requests]
             runs[key] = (self._send(requests), len(self._calibrations))
             self._calibrate(rate_rps, self._calibration_s)
-            print(f"{name}, load {load}, run {repeat + 1}: {len(requests)} requests, load average "
-                  f"{runs[key][0].load_average:.2f}", flush=True)  # fmt: skip
+            print(f"{name}, load {load}, run {repeat + 1}: {len(requests)} requests, others took "
+                  f"{100 * runs[key][0].others_share:.0f} % of the machine", flush=True)  # fmt: skip
         observed = live.observed()
         return self._compare(observed, self._fit(observed), capacity, runs)
 
@@ -121,9 +125,9 @@ class Bench:
             by_speed = [
                 [
                     figures(simulated.run(observed, timing, settings, run.requests, speed=factor, seed=seed), alone_s)
-                    for seed in range(self._num_seeds)
+                    for seed in range(num_seeds)
                 ]
-                for factor in (before, own)
+                for factor, num_seeds in ((before, self._num_seeds), (own, -(-self._num_seeds // 2)))
             ]
             cell = cells.setdefault(
                 (name, load), Cell(workload=name, load=load, rate_rps=load * capacity[name], repeats=[])
@@ -131,7 +135,7 @@ class Bench:
             cell.repeats.append(
                 Repeat(
                     live=figures(run.served, alone_s), simulated=by_speed[0], hindsight=by_speed[1],
-                    speed=before, own_speed=own, load_average=run.load_average,
+                    speed=before, own_speed=own, others_share=run.others_share,
                 )
             )  # fmt: skip
         return Comparison(cells=list(cells.values()), timing=timing, capacity_rps=capacity)

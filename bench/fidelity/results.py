@@ -33,7 +33,8 @@ class Repeat(msgspec.Struct, frozen=True, kw_only=True):
     """The speed is that of the run's own steps: what is left is not the machine's drift."""
     speed: float
     own_speed: float
-    load_average: float
+    others_share: float
+    """Of the machine's processor time during the run, that others took."""
 
 
 class Cell(msgspec.Struct, frozen=True, kw_only=True):
@@ -87,7 +88,7 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
         header = ["workload", "load", "requests"]
         for name in METRICS.values():
             header += [f"{name}: live", "simulated", "error %", "live +- %"]
-        header += ["speed", "own speed"]
+        header += ["speed", "own speed", "others %"]
         rows = []
         for cell in self.cells:
             row: list[object] = [cell.workload, cell.load, cell.repeats[0].live.num_requests]
@@ -95,7 +96,8 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
                 row += [cell.live(metric), cell.simulated(metric)]
                 row += [f"{100 * cell.error(metric):+.1f}", f"{100 * cell.scatter(metric):.1f}"]
             row += [float(np.mean([one.speed for one in cell.repeats]))]
-            rows.append([*row, float(np.mean([one.own_speed for one in cell.repeats]))])
+            row += [float(np.mean([one.own_speed for one in cell.repeats]))]
+            rows.append([*row, f"{100 * max(one.others_share for one in cell.repeats):.0f}"])
         timing = self.timing
         fitted = (
             f"Fitted to the other trace: a step takes {timing.beside:.2f} times as long while the other instance computes, "
