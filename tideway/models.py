@@ -13,7 +13,16 @@ from tideway.console import fit
 from tideway.operations import AdminClient
 from tideway.top import LOOK
 
-LEAST_WANTED = ("TPOT\nmean", "TTFT\nP99", "refused", "latency\nP50", "waits")
+LEAST_WANTED = (
+    "TPOT\nmean",
+    "TTFT\nP99",
+    "refused",
+    "latency\nP50",
+    "waits",
+    "output\ntokens",
+    "prompt\ntokens",
+    "latency\nmean",
+)
 """Columns that give way to long names of models."""
 
 

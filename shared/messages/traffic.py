@@ -147,9 +147,9 @@ class ModelSummary(msgspec.Struct, frozen=True, kw_only=True):
     ttft_s: Spread = Spread()
     tpot_s: Spread = Spread()
     normalised_latency: float = 0.0
-    """Mean latency over the mean execution time that SLOs are reckoned by (SeaLLM, equation 1); 0: not known."""
+    """Mean latency over the mean execution time that SLOs are reckoned by (SeaLLM, equation 1); 0: not known, or offline."""
     slo_s: float = 0.0
-    """Latency that a request is to have at most; 0: not known, as nothing has finished yet."""
+    """Latency that a request is to have at most; 0: not known, as nothing has finished yet, or offline."""
     attainment: float | None = None
     """Share of requests that ended within it, of those that ended in the interval or whose `slo_s` passed in it; None: there
     were none."""

@@ -267,12 +267,9 @@ class RequestLog:
         return {model for slot in self._slots.values() for model, _ in slot.sums}
 
     def mean_execution_s(self, model: str) -> float:
-        """Of all online requests that finished, else of offline ones; 0: none has."""
-        for is_online in (True, False):
-            moments = self._execution_of(model, is_online)
-            if moments.count:
-                return moments.total / moments.count
-        return 0.0
+        """Of all its online requests that finished; 0: none has."""
+        moments = self._execution_of(model, True)
+        return moments.total / moments.count if moments.count else 0.0
 
     def _execution_of(self, model: str, is_online: bool) -> Moments:
         return self._execution.setdefault((model, is_online), Moments())

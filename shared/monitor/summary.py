@@ -24,8 +24,8 @@ def traffic_by_model(
     *,
     execution_s: Mapping[str, float] | None = None,
 ) -> dict[str, ModelTraffic]:
-    """Of each model in `slo_scales`: mean execution times that its requests may take; 0: the default. `execution_s`: those
-    means; of one that is missing, as of the whole log."""
+    """Of each model in `slo_scales`: mean execution times that its online requests may take; 0: the default. `execution_s`:
+    those means; of one that is missing, as of the whole log. Offline requests have no SLO."""
     since_s = max(log.began_s, slot_index(since_s) * SLOT_S)
     means = {model: (execution_s or {}).get(model) or log.mean_execution_s(model) for model in slo_scales}
     slos = {model: means[model] * (scale or DEFAULT_SLO_SCALE) for model, scale in slo_scales.items()}
@@ -39,7 +39,8 @@ def traffic_by_model(
         key = (model, is_online)
         sums = log.sums(model, is_online, since_s, until_s)
         rows = finished.get(key, [])
-        return _summary(sums, rows, attainment.get(key), until_s - since_s, means[model], slos[model])
+        mean_s, slo_s = (means[model], slos[model]) if is_online else (0.0, 0.0)
+        return _summary(sums, rows, attainment.get(key), until_s - since_s, mean_s, slo_s)
 
     return {
         model: ModelTraffic(model=model, online=summary(model, True), offline=summary(model, False))
@@ -87,7 +88,7 @@ def _attainment(log: RequestLog, slos: Mapping[str, float], since_s: float, unti
     counts: dict[Key, tuple[int, int]] = {}
     for request in log.arrived(since_s - max(slos.values(), default=0.0) - SLOT_S, until_s):
         row, slo_s = request.row, slos.get(request.model, 0.0)
-        if not slo_s:
+        if not slo_s or not row.is_online:
             continue
         is_over = row.outcome != Outcome.PENDING and row.latency_s <= slo_s
         decided_s = request.arrived_s + (row.latency_s if is_over else slo_s)

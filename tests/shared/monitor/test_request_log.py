@@ -148,7 +148,8 @@ def test_a_summary_is_what_happened(happened: list[Request], is_told_twice: bool
                 r for r in own
                 if (r.outcome == Outcome.PENDING or r.latency_s > 6) and since_s <= r.arrived_s + 6 < until_s
             ]  # fmt: skip
-            num = len(decided) + len(late)
+            num = (len(decided) + len(late)) if is_online else 0
+            assert summary.slo_s == (6.0 if is_online else 0.0)
             assert summary.attainment == (pytest.approx(sum(decided.values()) / num) if num else None)
 
 
