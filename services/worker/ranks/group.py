@@ -118,6 +118,8 @@ class Ranks(RankGroup):
         if not (0 <= rank < size and 0 <= stage < num_stages):
             raise ValueError(f"rank {rank} of {size} in stage {stage} of {num_stages}")
         self.rank, self.size, self.stage, self.num_stages = rank, size, stage, num_stages
+        if device.type == "cuda" and device.index is None:
+            device = torch.device("cuda", torch.cuda.current_device())
         self._device = device
         self._timeout = datetime.timedelta(seconds=timeout_s)
         self._across: Any = None

@@ -94,6 +94,7 @@ class GroupOfExecutors:
         self._key = key
         self._copied: Counter[int] = Counter()
         self._failed: set[int] = set()
+        self._on_finished: Callable[[], None] = lambda: None
 
     def _on_all(self, name: str, *args: Any) -> list[Any]:
         self._followers.tell(self._key, name, *args)

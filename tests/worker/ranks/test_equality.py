@@ -12,9 +12,11 @@ from typing import Any
 
 import msgspec
 import pytest
+import torch
 
 from services.worker.engine_loop import EngineLoop
 from services.worker.executor import Executor
+from services.worker.kv_transport.staging import KvPool
 from services.worker.models.decoder import ForwardBatch, ForwardState
 from services.worker.models.loading import identity_of, load_model
 from services.worker.ranks.group import Alone
@@ -22,7 +24,7 @@ from shared.checkpoint import CheckpointError
 from shared.engine.calls import AddModel, Submit
 from shared.engine.driver import StepStats
 from shared.engine.engine import Effect
-from shared.engine.plan import ModelShape
+from shared.engine.plan import CopyKind, KvCopy, ModelShape
 from shared.engine.recording import Configuration
 from shared.engine.requests import Ended, Output
 from shared.messages.cluster import ModelSpec
@@ -153,6 +155,33 @@ def interrupt_after(executor: GroupOfExecutors, shape: ModelShape, num_layers: i
         original(state, start, stop, batch)
 
     model.run_layers = run_layers  # type: ignore[method-assign]
+
+
+def test_whole_blocks_are_joined_from_all_ranks_parts_on_the_device_and_on_the_host(
+    folder: Path, pair: Followers
+) -> None:
+    path = write_checkpoint(folder, "opt")
+    found = []
+    for executor in (make_one(num_host_merged=1), pair.executor(NUM_MERGED, MERGED_BYTES, 8, num_host_merged=1)):
+        driver = Driver(executor, executor.load(path), range(NUM_MERGED))  # type: ignore[arg-type]
+        row = driver.add(0, prompt_of(70))
+        driver.step([(row, 70)])
+        full = row.blocks[: 70 // driver.shape.block_size]
+        executor.start_copy(KvCopy(1, CopyKind.CHECKPOINT, "opt", full, list(range(len(full)))))
+        ended: list[tuple[int, bool]] = []
+        deadline_s = time.monotonic() + 20.0
+        while not ended and time.monotonic() < deadline_s:
+            ended = executor.finished_copies()
+        assert ended == [(1, True)]
+        wholes = []
+        for on_host, blocks in ((False, full), (True, range(len(full)))):
+            pool = KvPool(executor.block_rows("opt", on_host))
+            whole = torch.zeros(len(full) * pool.block_bytes, dtype=torch.uint8)
+            pool.gather(blocks, whole, 64)
+            wholes.append(whole)
+        assert torch.equal(*wholes)
+        found.append(wholes[0].view(torch.float32))
+    torch.testing.assert_close(found[1], found[0], rtol=1e-3, atol=1e-4)
 
 
 class Run:
