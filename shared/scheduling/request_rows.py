@@ -39,10 +39,13 @@ class RequestRecorder:
 
     def __init__(self) -> None:
         self.is_on = False
-        self.num_dropped = 0
-        """For want of room, so far."""
-        self._num_told_dropped = 0
         self._events: deque[_Event] = deque()
+        self._num_gone = 0
+        """Events before those, acknowledged or dropped."""
+        self._told_to = 0
+        """Events, counted likewise, that were told last."""
+        self._num_dropped = 0
+        """Since it was last acknowledged."""
 
     def arrived(self, request: GenerationRequest, now: float) -> None:
         self._of(request, now, Outcome.PENDING)
@@ -87,9 +90,14 @@ class RequestRecorder:
         if not self.is_on:
             return
         if len(self._events) >= MAX_KEPT:
-            self.num_dropped += 1
-        else:
-            self._events.append(event)
+            # Not the newest: an end without its arrival is still a whole request.
+            self._forget_first()
+            self._num_dropped += 1
+        self._events.append(event)
+
+    def _forget_first(self) -> None:
+        self._events.popleft()
+        self._num_gone += 1
 
     def told(self, scheduler_id: str, now: float) -> RequestRows | None:
         """The first rows that are not acknowledged; None: there are none."""
@@ -99,12 +107,14 @@ class RequestRecorder:
         models = sorted({event.model for event in events})
         index = {model: number for number, model in enumerate(models)}
         rows = [_row(event, index[event.model], now) for event in events]
-        return RequestRows(scheduler_id, models, rows, self.num_dropped - self._num_told_dropped)
+        self._told_to = self._num_gone + len(events)
+        return RequestRows(scheduler_id, models, rows, self._num_dropped)
 
     def acknowledge(self, told: RequestRows) -> None:
-        self._num_told_dropped += told.num_dropped
-        for _ in told.rows:
-            self._events.popleft()
+        """Of what `told` returned last."""
+        self._num_dropped -= told.num_dropped
+        while self._num_gone < self._told_to:
+            self._forget_first()
 
 
 def _row(event: _Event, model: int, now: float) -> RequestRow:

@@ -22,6 +22,7 @@ from services.placement import monitor as monitor_module
 from services.placement.backends.interface import ScalingBackend
 from services.placement.checkpoints import read_shape
 from services.placement.service import PlacementService
+from shared.bus import nats_key_value
 from shared.bus.interface import Bus, KeyValue, ServiceError
 from shared.bus.nats_bus import NatsBus
 from shared.checkpoint import CheckpointShape
@@ -534,6 +535,30 @@ async def test_requests_are_kept_over_a_restart_and_a_change_of_leader(
         traffic = monitor.traffic(60.0)
         assert sorted(traffic.output_tokens) == [11] * 4 and traffic.models == ("a",)
         assert monitor.execution_s() == {"a": 1.0}
+
+
+async def test_a_full_store_costs_the_oldest_requests(
+    fresh_nats: NatsServer, sources: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nats_key_value, "DURABLE_BUCKET_BYTES", 64 * 1024)
+    settings = BusSettings(nats_url=fresh_nats.url)
+    bus = await NatsBus.connect(settings, service="test", service_id="scheduler")
+    async with placement(settings, {"a": sources["a"]}) as first:
+        await until(lambda: first.is_active)
+        for age_s in range(300, 0, -10):
+            told = rows(pending=[f"{age_s}-{number}" for number in range(100)], age_s=float(age_s))
+            await bus.request(PLACEMENT_REQUESTS, told, timeout_s=5.0)
+        log = first._active.monitor._log  # type: ignore[union-attr]
+        await until(lambda: not any(slot.is_changed for slot in log._slots.values()))
+        assert 500 < log.num_requests < 3000 and log.num_expired == 3000 - log.num_requests
+    async with placement(settings, {"a": sources["a"]}, name="second") as second:
+        await until(lambda: second.is_active)
+        kept = second._active.monitor._log  # type: ignore[union-attr]
+        assert kept.num_requests == log.num_requests
+        assert {r.row.number for r in kept.arrived(0.0, time.time())} >= {
+            request_number(f"10-{number}") for number in range(100)
+        }, "the newest"
+    await bus.close()
 
 
 async def test_losing_nats_moves_nothing(fresh_nats: NatsServer, sources: dict[str, str]) -> None:

@@ -136,6 +136,18 @@ def test_rows_are_bounded_and_those_without_room_counted(monkeypatch: pytest.Mon
         messages.append(message)
         recorder.acknowledge(message)
     assert [(len(message.rows), message.num_dropped) for message in messages] == [(3, 3), (2, 0)]
+    assert [row.number for message in messages for row in message.rows] == [
+        request_number(f"r{number}") for number in range(3, 8)
+    ]
+    driver.submit(make_request("s"))
+    message = recorder.told("s", driver.now)
+    assert message is not None
+    for number in range(7):
+        driver.submit(make_request(f"t{number}"))  # what was told, and more, is dropped before it is acknowledged
+    recorder.acknowledge(message)
+    message = recorder.told("s", driver.now)
+    assert message is not None and message.num_dropped == 3
+    assert [row.number for row in message.rows] == [request_number(f"t{number}") for number in (2, 3, 4)]
     quiet = Driver()
     quiet.submit(make_request("r"))
     assert quiet.core.life.recorder.told("s", quiet.now) is None, "a host that takes no rows keeps none"
