@@ -85,6 +85,23 @@ class StreamState:
     def position(self) -> StreamPosition:
         return StreamPosition(self.request_id, self.epoch, len(self.tokens))
 
+    def extend(self, entry: TokenEntry, sender: str | None) -> bool:
+        """`accept` of the next tokens of a stream that goes on, from its owner; False: they are none, nothing changed."""
+        if (
+            sender is not self.owner
+            or sender is None
+            or entry.finish_reason is not None
+            or entry.epoch != self.epoch
+            or entry.offset != len(self.tokens)
+            or not entry.tokens
+            or self.finish_reason is not None
+            or self.num_cached_tokens is None
+            or self._has_logprobs
+        ):
+            return False
+        self.tokens.frombytes(entry.tokens)
+        return True
+
     def accept(self, entry: TokenEntry, sender: str | None) -> Outcome:
         """`sender`: the instance that speaks; None: a scheduler, which owns nothing and may end any request."""
         if self.finish_reason is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from shared.engine.memory.allocator import Allocator
-from shared.engine.sequence import Sequence
+from shared.engine.sequence import PriorityClass, Sequence
 from shared.policies.checkpointing import (
     CheckpointPolicy,
     PoolView,
@@ -73,7 +73,9 @@ class Copying:
         running: list[Sequence] = [
             sequence for queue in memory.queues.values() for of_class in queue.running for sequence in of_class.values()
         ]
-        if not running:
+        used_share = memory.pool.used_share
+        has_offline = any(queue.running[PriorityClass.OFFLINE] for queue in memory.queues.values())
+        if not running or used_share < self._policy.starts_at(has_offline=has_offline):
             return
         saved = [0, 0]
         unsaved = [0, 0]
@@ -82,7 +84,6 @@ class Copying:
             unsaved[sequence.is_online] += sequence.num_uncheckpointed
         if not any(unsaved):
             return
-        used_share = memory.pool.used_share
         per_merged = max(queue.shape.blocks_per_merged for queue in memory.queues.values())
         view = PoolView(
             used_share=used_share,

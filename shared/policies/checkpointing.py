@@ -34,6 +34,10 @@ class CheckpointPolicy(ABC):
     def blocks_now(self, view: PoolView) -> int:
         """How many blocks to start copying beside the next step, in the order of `victim_key`."""
 
+    def starts_at(self, *, has_offline: bool) -> float:
+        """Used share of the pool below which the answer is 0. `has_offline`: offline sequences run."""
+        return 0.0
+
 
 class AdaptiveCheckpoint(CheckpointPolicy):
     """With u = used share of the pool, and s = `start_share` for offline sequences, `online_start_share` for online ones:
@@ -49,6 +53,9 @@ class AdaptiveCheckpoint(CheckpointPolicy):
     def __init__(self, start_share: float = 0.5, *, online_start_share: float = 0.9) -> None:
         self._start_share = start_share
         self._online_start_share = max(start_share, online_start_share)
+
+    def starts_at(self, *, has_offline: bool) -> float:
+        return self._start_share if has_offline else self._online_start_share
 
     def blocks_now(self, view: PoolView) -> int:
         wanted = _wanted(view, self._start_share, view.saved_blocks, view.unsaved_blocks)

@@ -56,6 +56,8 @@ ANSWER_S = 1.0
 """Until a call that is not answered is given up."""
 MIGRATING_SLOWDOWN = 1.01
 """Of the steps of an instance that sends or receives KV (Llumnix measures at most 1 %)."""
+NUM_NOISES = 256
+"""Drawn at once."""
 PATIENCE_S = 3000.0
 """After the last arrival, for all to end."""
 
@@ -104,6 +106,8 @@ class Instance:
         """None: requests stay here."""
         self._fleet, self._events, self._gateway = fleet, fleet.events, fleet.gateway
         self._draw = np.random.default_rng(seed)
+        self._noises: list[float] = []
+        """Of the next steps, the last first."""
         self.host = VirtualInstance(
             engine, fleet.events, lambda model: self.models[model].cost_model, self._sample, self._on_effects,
             on_turn=self._on_turn, on_step=self._on_step, slowdown=self._slowdown,
@@ -221,8 +225,9 @@ class Instance:
         self._report_soon()
 
     def _slowdown(self) -> float:
-        noise = float(np.exp(self._draw.normal(0.0, self._fleet.noise))) if self._fleet.noise else 1.0
-        return noise * (MIGRATING_SLOWDOWN if self.num_transfers else 1.0) * self._fleet.slowdown(self)
+        if not self._noises:
+            self._noises = np.exp(self._draw.normal(0.0, self._fleet.noise, NUM_NOISES))[::-1].tolist()
+        return self._noises.pop() * (MIGRATING_SLOWDOWN if self.num_transfers else 1.0) * self._fleet.slowdown(self)
 
     def _on_turn(self, step: VirtualStep | None) -> None:
         if (num_preemptions := self.engine.counters.num_preemptions) != self._num_preemptions:

@@ -219,8 +219,8 @@ class Gateway:
         for entry in entries:
             number = int(entry.request_id)
             stream = streams[number]
-            outcome = stream.accept(entry, sender)
-            if outcome is not Outcome.NEWS:
+            goes_on = stream.extend(entry, sender)
+            if not goes_on and (outcome := stream.accept(entry, sender)) is not Outcome.NEWS:
                 if outcome is Outcome.GIVEN_UP:
                     self._lose(number, entry.epoch)
                 elif outcome is Outcome.GAP:
@@ -241,7 +241,7 @@ class Gateway:
                 record.last_s = now
                 if self._paused and (pause := self._paused.pop(number, None)) is not None:
                     self.pauses.append((pause[0], now - pause[1], pause[2]))
-            if stream.finish_reason is not None:
+            if not goes_on and stream.finish_reason is not None:
                 self._end(number, stream.finish_reason, entry.error.message if entry.error else "")
 
     def _end(self, number: int, reason: FinishReason, error: str = "") -> None:

@@ -49,6 +49,38 @@ def test_takes_tokens_in_order_and_trims_what_it_knows() -> None:
     assert stream.num_cached_tokens == 4
 
 
+ENTRIES = st.builds(
+    entry,
+    offset=st.integers(0, 6),
+    tokens=st.lists(st.integers(3, 9), max_size=3),
+    finish=st.sampled_from([None, None, None, FinishReason.STOP, FinishReason.CANCELLED]),
+    epoch=st.integers(0, 1),
+)
+
+
+@given(
+    entries=st.lists(st.tuples(ENTRIES, st.sampled_from([A, B, None])), max_size=12), logprobs=st.sampled_from([-1, 0])
+)
+def test_extending_is_accepting_where_it_does_anything(entries, logprobs: int) -> None:
+    plain, fast = state(logprobs=logprobs), state(logprobs=logprobs)
+    for one, sender in entries:
+        outcome = plain.accept(one, sender)
+        if fast.extend(one, sender):
+            assert outcome is Outcome.NEWS and plain.finish_reason is None
+        else:
+            assert fast.accept(one, sender) is outcome
+        for name in StreamState.__slots__:
+            assert getattr(fast, name) == getattr(plain, name), name
+
+
+def test_the_owners_next_tokens_extend_a_stream() -> None:
+    stream = state()
+    stream.accept(entry(0, [5]), A)
+    assert stream.extend(entry(1, [6]), A)
+    assert not stream.extend(entry(1, [6]), A) and not stream.extend(entry(2, [7]), B)
+    assert stream.tokens.tolist() == [5, 6]
+
+
 def test_a_lower_epoch_is_stale_and_a_higher_one_takes_over() -> None:
     stream = state()
     stream.accept(entry(0, [5]), A)

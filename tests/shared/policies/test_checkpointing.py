@@ -31,6 +31,21 @@ def test_nothing_is_copied_below_the_start() -> None:
     assert policy.blocks_now(VIEW._replace(used_share=0.49, growth_blocks_per_s=1e6)) == 0
 
 
+@given(
+    start=st.floats(0, 1),
+    online=st.floats(0, 1),
+    used=st.floats(0, 1),
+    has_offline=st.booleans(),
+    growth=st.floats(0, 1e6),
+)
+def test_nothing_is_copied_below_what_the_policy_names(start, online, used, has_offline, growth) -> None:
+    policy = AdaptiveCheckpoint(start, online_start_share=online)
+    view = VIEW._replace(
+        used_share=used, growth_blocks_per_s=growth, unsaved_blocks=600 if has_offline else 0, unsaved_online_blocks=600
+    )
+    assert used >= policy.starts_at(has_offline=has_offline) or policy.blocks_now(view) == 0
+
+
 def test_the_saved_share_follows_the_pool() -> None:
     policy = AdaptiveCheckpoint(0.5)
     assert policy.blocks_now(VIEW._replace(used_share=0.5)) == 0
