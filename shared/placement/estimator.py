@@ -38,8 +38,8 @@ from shared.policies.turns import LEAST_SHARE
 NUM_BINS = 96
 NUM_FITS = 3
 """How often the time of prompts and the memory that is left for them are reckoned from each other."""
-NUM_TAIL_BINS = 24
-TAIL_GROWTH = 1.3
+NUM_TAIL_BINS = 20
+TAIL_GROWTH = 1.4
 """After the interval, bins grow by this factor until the last requests have ended."""
 MAX_FOLLOWED = 6000
 """Requests, over all models."""
@@ -155,7 +155,14 @@ def _index(names: Sequence[str], name: str) -> int:
 class Estimator:
     """Of many plans for one problem: what depends on the traffic alone is reckoned once."""
 
-    def __init__(self, problem: Problem, *, num_bins: int = NUM_BINS, max_followed: int = MAX_FOLLOWED) -> None:
+    def __init__(
+        self,
+        problem: Problem,
+        *,
+        num_bins: int = NUM_BINS,
+        num_tail_bins: int = NUM_TAIL_BINS,
+        max_followed: int = MAX_FOLLOWED,
+    ) -> None:
         self.problem = problem
         self.num_estimated = 0
         """Plans."""
@@ -167,8 +174,8 @@ class Estimator:
         last_s = float(traffic.arrival_s[-1]) if traffic.num_requests else 0.0
         span_s: float = max(traffic.interval_s, last_s, 1e-3)
         width = span_s / num_bins
-        widths = np.concatenate([np.full(num_bins, width), width * TAIL_GROWTH ** np.arange(1, NUM_TAIL_BINS + 1)])
-        self._widths = widths
+        widths = np.concatenate([np.full(num_bins, width), width * TAIL_GROWTH ** np.arange(1, num_tail_bins + 1)])
+        self._widths, self._num_bins = widths, num_bins
         self._span_s = span_s
         self._times = np.concatenate([[0.0], np.cumsum(widths)])
         bins = np.minimum((traffic.arrival_s / width).astype(np.int64), num_bins - 1)
@@ -260,8 +267,8 @@ class Estimator:
                 mean_tpot_s=float(np.mean(tpot)) if len(tpot) else 0.0,
             )
         outcome = self._measure(latency, np.zeros(0))
-        during = self._widths[:-NUM_TAIL_BINS]
-        use = during @ course.busy[:-NUM_TAIL_BINS] / np.sum(during)
+        during = self._widths[: self._num_bins]
+        use = during @ course.busy[: self._num_bins] / np.sum(during)
         return Prediction(
             attainment=outcome.attainment,
             normalised_latency=outcome.normalised_latency,

@@ -1,0 +1,619 @@
+"""The best plan for a problem: SeaLLM's placement algorithm (section 4.1, Algorithm 1 of its appendix), and moves beyond it.
+
+    for each p in powers of two, and each limit of models that share a group:
+        cut all nodes into groups of p devices, larger ones where a model does not fit
+        until nothing can be added:
+            UI(model) = requests over their SLO + 1e-4 * normalised latency           of the plan so far, by the estimator
+            the group with the lowest request rate gets the model with the highest UI that fits
+    from the best of these, and from the plan that runs:
+        add, drop, replace or exchange a model, make a group like another, split a group, join two       while it is better
+
+Larger attainment is better, in steps of `ATTAINMENT_GRAIN`, then smaller normalised latency. Where a cluster has many
+groups, a round of Algorithm 1 gives models to several of them, each time with the UI of a model that got one more of c
+groups times c / (c + 1); moves are drawn, with a seed, and made to several like groups at once.
+
+The best few are evaluated by the faithful simulation if there is one. Of those that are as good, the one that is the least
+to load from where the models are now is taken; groups that are alike are named so that most stays in place.
+Same problem, same answer, on however many processes.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+from itertools import pairwise
+from multiprocessing import get_context
+from typing import NamedTuple
+
+import numpy as np
+
+from shared.placement.estimator import Estimator, Outcome
+from shared.placement.memory import why_not
+from shared.placement.problem import Group, ModelFacts, NodeFacts, Plan, Prediction, Problem, Proposal, Rejected
+from shared.placement.replacement import ReplacementSettings, change_s
+
+ALPHA = 1e-4
+"""Of normalised latency in a model's unserved index."""
+ATTAINMENT_GRAIN = 1e-3
+LATENCY_GRAIN = 0.02
+"""Relative: plans whose normalised latencies differ by less, and attainments by less than the grain, are as good."""
+
+
+class Effort(NamedTuple):
+    limits: tuple[int, ...]
+    """Of the models that share a group; 0: as many as fit."""
+    num_starts: int
+    """Plans of Algorithm 1 from which moves are tried."""
+    num_pairs: int
+    """Of a group with a model, over all plans that moves lead to from one start; but `LEAST_MOVES` in each of `LEAST_ROUNDS`
+    are tried at least."""
+
+
+EFFORTS = ((16, Effort((1, 2, 0), 3, 1 << 14)), (128, Effort((2, 0), 2, 1 << 13)), (1 << 62, Effort((2,), 1, 1 << 13)))
+"""Up to so many devices."""
+ROUND_GROUPS = 16
+"""So many groups get models one by one; of k times as many, k do in a round."""
+PATIENCE = 12
+"""Rounds of Algorithm 1 without a better plan, after which it ends."""
+QUICK_BINS, QUICK_TAIL_BINS, QUICK_FOLLOWED = 36, 12, 1000
+"""Of the estimates that Algorithm 1 and moves go by; the plans that are left at the end are estimated with more."""
+NUM_HOT = 8
+"""Models with the highest unserved index: moves give groups to these."""
+MAX_MOVES = 256
+"""Tried in a round."""
+LEAST_MOVES, LEAST_ROUNDS = 24, 4
+NUM_ESTIMATED = 16
+"""Of the best by the quick estimate, that are estimated with more bins."""
+NUM_EVALUATED = 4
+NUM_REJECTED = 8
+
+Slots = tuple[Group, ...]
+"""All devices; groups may be without a model."""
+Key = tuple[float, ...]
+Evaluate = Callable[[Problem, Plan], Prediction]
+
+
+class Found(NamedTuple):
+    key: Key
+    """Larger is better."""
+    slots: Slots
+
+
+def search(problem: Problem, *, evaluate: Evaluate | None = None, num_processes: int = 1) -> Proposal:
+    """The best plan that was found; the incumbent where nothing better was. `evaluate`: the faithful simulation, asked about
+    the best few and the incumbent; must be picklable for `num_processes` above 1."""
+    searcher = Searcher(problem)
+    if num_processes > 1:
+        with ProcessPoolExecutor(num_processes, get_context("spawn"), _begin, (problem,)) as pool:
+            found = _find(searcher, lambda asked: list(pool.map(_do, asked)))
+            return _propose(
+                searcher, found, evaluate, lambda call, plans: list(pool.map(partial(_evaluated, call), plans))
+            )
+    found = _find(searcher, lambda asked: [searcher.do(each) for each in asked])
+    return _propose(searcher, found, evaluate, lambda call, plans: [call(problem, plan) for plan in plans])
+
+
+class _Asked(NamedTuple):
+    """Work that other work does not depend on."""
+
+    num_ranks: int = 0
+    limit: int = 0
+    start: Slots = ()
+    """Moves from here instead of Algorithm 1."""
+
+
+def _find(searcher: Searcher, do: Callable[[Sequence[_Asked]], Sequence[list[Found]]]) -> list[Found]:
+    """Distinct plans, best first."""
+    starts = _distinct(each for found in do(searcher.starts()) for each in found)
+    incumbent = searcher.incumbent
+    asked = [_Asked(start=each.slots) for each in starts[: searcher.effort.num_starts]]
+    if incumbent:
+        asked.append(_Asked(start=incumbent))
+    return _distinct([*starts, *(each for found in do(asked) for each in found)])
+
+
+def _distinct(found: Iterable[Found]) -> list[Found]:
+    known: dict[Slots, Found] = {}
+    for each in sorted(found, key=lambda one: one.key, reverse=True):
+        known.setdefault(each.slots, each)
+    return list(known.values())
+
+
+_searchers: list[Searcher] = []
+"""Of a worker process."""
+
+
+def _begin(problem: Problem) -> None:
+    _searchers[:] = [Searcher(problem)]
+
+
+def _do(asked: _Asked) -> list[Found]:
+    return _searchers[0].do(asked)
+
+
+def _evaluated(evaluate: Evaluate, plan: Plan) -> Prediction:
+    return evaluate(_searchers[0].problem, plan)
+
+
+def plan_of(slots: Iterable[Group]) -> Plan:
+    return Plan(tuple(sorted(group for group in slots if group.models)))
+
+
+class Searcher:
+    """The parts of a search over one problem."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self.num_devices = sum(node.num_devices for node in problem.nodes)
+        self.effort = next(effort for at_most, effort in EFFORTS if self.num_devices <= at_most)
+        self.estimator = Estimator(problem)
+        self._quick = Estimator(
+            problem, num_bins=QUICK_BINS, num_tail_bins=QUICK_TAIL_BINS, max_followed=QUICK_FOLLOWED
+        )
+        self.nodes: dict[str, NodeFacts] = {node.node_id: node for node in problem.nodes}
+        self.models: dict[str, ModelFacts] = {model.name: model for model in problem.models}
+        self._numbers = {model.name: number for number, model in enumerate(problem.models)}
+        self._fits: dict[tuple[tuple[str, ...], str, int, int], bool] = {}
+        self.most_ranks = max((node.num_devices for node in problem.nodes), default=0)
+        sizes: list[int] = [1 << power for power in range(self.most_ranks.bit_length())]
+        self._least: dict[str, int] = {}
+        """Devices of the smallest group that holds the model alone."""
+        for name in self.models:
+            for size in sizes:
+                if any(self.fits((name,), node, size) for node in problem.nodes):
+                    self._least[name] = size
+                    break
+        self.needed = {name: self.models[name].replicas or 1 for name in self._least}
+        """Groups that a model must have, of those that fit anywhere; one with 0 replicas is placed nowhere."""
+        self.needed |= {name: 0 for name in self._least if self.models[name].replicas == 0}
+        self.incumbent = self._incumbent()
+
+    # --------------------------------------------------------------------------------------------------- what fits
+
+    def fits(self, names: tuple[str, ...], node: NodeFacts, num_ranks: int) -> bool:
+        """`names`: ascending."""
+        limit = self.problem.max_models_per_group
+        if num_ranks > node.num_devices or (limit and len(names) > limit):
+            return False
+        key = (names, node.kind, node.memory_bytes, num_ranks)
+        if (known := self._fits.get(key)) is None:
+            known = not why_not([self.models[name] for name in names], node, num_ranks)
+            self._fits[key] = known
+        return known
+
+    def changed(self, group: Group, names: Iterable[str]) -> Group | None:
+        """The group with these models; None: they do not fit."""
+        models = tuple(sorted(set(names)))
+        if not self.fits(models, self.nodes[group.node_id], group.num_ranks):
+            return None
+        return Group(group.node_id, group.devices, models)
+
+    def num_groups(self, slots: Iterable[Group]) -> Counter[str]:
+        return Counter(name for group in slots for name in group.models)
+
+    def num_lacking(self, slots: Iterable[Group]) -> int:
+        """Groups that models must have and have not, or have beyond what they may."""
+        counts = self.num_groups(slots)
+        lacking = sum(max(0, least - counts[name]) for name, least in self.needed.items())
+        return lacking + sum(
+            max(0, counts[name] - (self.models[name].replicas or counts[name])) for name in self.needed
+        )
+
+    def key(self, slots: Iterable[Group], outcome: Outcome | Prediction) -> Key:
+        """Larger is better."""
+        attainment = round(outcome.attainment / ATTAINMENT_GRAIN)
+        return (-self.num_lacking(slots), attainment, -outcome.normalised_latency)
+
+    def unserved(self, outcome: Outcome) -> np.ndarray:
+        """[models] Equation 6."""
+        return np.asarray(outcome.missed + ALPHA * outcome.normalised)
+
+    def _incumbent(self) -> Slots:
+        """What of it still stands, with the devices that it leaves; empty without one."""
+        if self.problem.incumbent is None:
+            return ()
+        slots: list[Group] = []
+        taken: set[tuple[str, int]] = set()
+        for group in self.problem.incumbent.groups:
+            node = self.nodes.get(group.node_id)
+            if node is None or group.devices[-1] >= node.num_devices:
+                continue
+            names = tuple(name for name in group.models if self.needed.get(name))
+            if names and self.fits(names, node, group.num_ranks):
+                slots.append(Group(group.node_id, group.devices, names))
+                taken |= {(group.node_id, device) for device in group.devices}
+        if not slots:
+            return ()
+        for node in self.problem.nodes:
+            for device in range(node.num_devices):
+                if (node.node_id, device) not in taken:
+                    slots.append(Group(node.node_id, (device,), ()))
+        return tuple(sorted(slots))
+
+    # ------------------------------------------------------------------------------------------------- Algorithm 1
+
+    def starts(self) -> list[_Asked]:
+        limits = self.effort.limits
+        if own := self.problem.max_models_per_group:
+            limits = tuple(dict.fromkeys(min(limit or own, own) for limit in limits))
+        return [_Asked(2**power, limit) for power in range(self.most_ranks.bit_length()) for limit in limits]
+
+    def do(self, asked: _Asked) -> list[Found]:
+        return self.improved(asked.start) if asked.start else self.allocated(asked.num_ranks, asked.limit)
+
+    def cut(self, num_ranks: int) -> Slots:
+        """All nodes in groups of so many devices (what is left of a node in smaller ones), and some joined for the models
+        that do not fit these, by their share of all work."""
+        found: list[Group] = []
+        for node in self.problem.nodes:
+            first, size = 0, num_ranks
+            while first < node.num_devices:
+                while first + size > node.num_devices:
+                    size //= 2
+                found.append(Group(node.node_id, tuple(range(first, first + size)), ()))
+                first += size
+        slots = sorted(found)
+        for size in sorted({least for least in self._least.values() if least > num_ranks}):
+            large = [name for name, least in self._least.items() if least == size]
+            total = self._work(self._least)
+            share = self._work(large) / total if total > 0 else 0.0
+            wanted = max(1, round(share * sum(node.num_devices for node in self.problem.nodes) / size))
+            for _ in range(wanted):
+                if (joined := self._join(slots, size, large)) is None:
+                    break
+                slots = joined
+        return tuple(slots)
+
+    def _work(self, names: Iterable[str]) -> float:
+        """Seconds of a device."""
+        estimator = self.estimator
+        numbers = [(self._numbers[name], self._least[name]) for name in names]
+        return float(sum(estimator.num_requests[at] * estimator.execution_s[at] * size for at, size in numbers))
+
+    def _join(self, slots: list[Group], size: int, names: Sequence[str]) -> list[Group] | None:
+        """The last aligned groups that are together so large, as one; None where there are none left."""
+        for node in reversed(self.problem.nodes):
+            if not any(self.fits((name,), node, size) for name in names):
+                continue
+            for first in range((node.num_devices // size - 1) * size, -1, -size):
+                inside = [s for s in slots if s.node_id == node.node_id and first <= s.devices[0] < first + size]
+                if all(s.num_ranks < size and s.devices[-1] < first + size for s in inside):
+                    joined = Group(node.node_id, tuple(range(first, first + size)), ())
+                    return sorted([*(s for s in slots if s not in inside), joined])
+        return None
+
+    def allocated(self, num_ranks: int, limit: int) -> list[Found]:
+        """Of groups of so many devices, with so many models each at most (0: as many as fit)."""
+        slots = self.cut(num_ranks)
+        if limit and limit * len(slots) < sum(self.needed.values()):
+            return []
+        first: list[str] = []
+        for _ in range(3):
+            found, counts = self._allocated(slots, limit, first)
+            if found:
+                return [self._found(found)]
+            lacking = [name for name, least in self.needed.items() if counts[name] < least]
+            first = self._by_size({*first, *lacking})
+        found, _ = self._allocated(slots, limit, self._by_size(self.needed), is_last=True)
+        return [self._found(found)]
+
+    def _found(self, slots: Slots) -> Found:
+        return Found(self.key(slots, self._quick.outcomes([[group for group in slots if group.models]])[0]), slots)
+
+    def _by_size(self, names: Iterable[str]) -> list[str]:
+        return sorted(names, key=lambda name: (-self.models[name].weight_bytes, name))
+
+    def _allocated(
+        self, start: Slots, limit: int, first: Sequence[str], *, is_last: bool = False
+    ) -> tuple[Slots, Counter[str]]:
+        """The best plan on the way of Algorithm 1 in which no model lacks a group (none: empty, but for `is_last`), and how
+        many groups each got in the end. `first`: models that get their groups before all others."""
+        slots = list(start)
+        counts: Counter[str] = Counter()
+
+        def can(group: Group, name: str) -> Group | None:
+            most = self.models[name].replicas
+            if (
+                name in group.models
+                or (limit and len(group.models) >= limit)
+                or (most is not None and counts[name] >= most)
+            ):
+                return None
+            return self.changed(group, (*group.models, name))
+
+        for name in first:
+            for index in sorted(
+                range(len(slots)), key=lambda index: (len(slots[index].models), slots[index].num_ranks)
+            ):
+                if counts[name] < self.needed[name] and (grown := can(slots[index], name)) is not None:
+                    slots[index] = grown
+                    counts[name] += 1
+        names = [name for name in self.needed if self.needed[name]]
+        at_once = max(1, len(slots) // ROUND_GROUPS)
+        best: tuple[Key, Slots] | None = None
+        num_worse = 0
+        while num_worse < PATIENCE:
+            lacking = [name for name in names if counts[name] < self.needed[name]]
+            alike = {(self._kind(group), group.models): group for group in slots} if lacking else {}
+            if not is_last and not all(any(can(group, name) for group in alike.values()) for name in lacking):
+                return (), counts
+            full = [index for index, group in enumerate(slots) if group.models]
+            outcome = self._quick.outcomes([[slots[index] for index in full]])[0]
+            if not lacking or is_last:
+                num_worse += 1
+                if best is None or self.key(slots, outcome) > best[0]:
+                    best, num_worse = (self.key(slots, outcome), tuple(slots)), 0
+            rates = np.zeros(len(slots))
+            rates[full] = outcome.rates
+            unserved = self.unserved(outcome)
+            num_added = 0
+            for index in np.argsort(rates, kind="stable").tolist():
+                for name in sorted(names, key=lambda name: (-unserved[self._numbers[name]], counts[name], name)):
+                    if (grown := can(slots[index], name)) is not None:
+                        slots[index] = grown
+                        counts[name] += 1
+                        unserved[self._numbers[name]] *= (counts[name] - 1) / counts[name] if counts[name] > 1 else 0.5
+                        num_added += 1
+                        break
+                if num_added == at_once:
+                    break
+            if not num_added:
+                break
+        return (() if best is None else best[1]), counts
+
+    def _kind(self, group: Group) -> tuple[str, int, int]:
+        """Groups of which all models say the same."""
+        node = self.nodes[group.node_id]
+        return (node.kind, node.memory_bytes, group.num_ranks)
+
+    # -------------------------------------------------------------------------------------------------------- moves
+
+    def improved(self, start: Slots) -> list[Found]:
+        """By the best move of each round, while that is better: the last plan, and the best others of all rounds."""
+        outcome = self._quick.outcomes([[group for group in start if group.models]])[0]
+        now = Found(self.key(start, outcome), start)
+        found = [now]
+        known = {self._signature(start)}
+        draw = np.random.default_rng(len(start))
+        num_pairs = max(1, sum(len(group.models) for group in start))
+        most = min(MAX_MOVES, max(LEAST_MOVES, self.effort.num_pairs // LEAST_ROUNDS // num_pairs))
+        left = max(self.effort.num_pairs, LEAST_ROUNDS * LEAST_MOVES * num_pairs)
+        while left > 0:
+            moves: list[Slots] = []
+            for slots in self._moves(now.slots, outcome, self.num_groups(now.slots)):
+                if (signature := self._signature(slots)) not in known:
+                    known.add(signature)
+                    moves.append(slots)
+            if not moves:
+                break
+            if len(moves) > most:
+                moves = [moves[index] for index in sorted(draw.choice(len(moves), most, replace=False).tolist())]
+            outcomes = self._quick.outcomes([[group for group in slots if group.models] for slots in moves])
+            left -= max(1, len(moves) * num_pairs)
+            tried = [Found(self.key(slots, each), slots) for each, slots in zip(outcomes, moves, strict=True)]
+            found = _distinct([*found, *tried])[:NUM_REJECTED]
+            best = max(range(len(tried)), key=lambda index: tried[index].key)
+            if tried[best].key <= now.key:
+                break
+            now, outcome = tried[best], outcomes[best]
+        return found
+
+    def _signature(self, slots: Slots) -> int:
+        """Of groups that do the same, wherever they are."""
+        return hash(tuple(sorted((self._kind(group), group.models) for group in slots)))
+
+    def _moves(self, slots: Slots, outcome: Outcome, counts: Counter[str]) -> Iterable[Slots]:
+        """Plans that differ in a group or two, or in several of a kind alike; models lack no more groups than before."""
+        unserved = self.unserved(outcome)
+        names = [name for name in self.needed if self.needed[name]]
+        lacking = {name for name in names if counts[name] < self.needed[name]}
+        hot = sorted(names, key=lambda name: (name not in lacking, -unserved[self._numbers[name]], name))[:NUM_HOT]
+        kinds: dict[tuple[tuple[str, int, int], tuple[str, ...]], list[int]] = {}
+        for index, group in enumerate(slots):
+            kinds.setdefault((self._kind(group), group.models), []).append(index)
+        alike = list(kinds.values())
+        for indices in alike:
+            group = slots[indices[0]]
+            sets: list[tuple[str, ...]] = []
+            for name in hot:
+                if name not in group.models:
+                    sets += [(*group.models, name), (name,)]
+                    sets += [(*(other for other in group.models if other != out), name) for out in group.models]
+            sets += [tuple(other for other in group.models if other != out) for out in group.models]
+            sets += [slots[others[0]].models for others in alike if slots[others[0]].num_ranks == group.num_ranks]
+            for models in dict.fromkeys(tuple(sorted(each)) for each in sets):
+                for many in dict.fromkeys((1, max(1, len(indices) // 4))):
+                    yield from self._with(
+                        slots, counts, {index: [(0, group.num_ranks, models)] for index in indices[:many]}
+                    )
+            yield from self._splits(slots, counts, indices[0])
+        yield from self._joins(slots, counts)
+        for position, indices in enumerate(alike):
+            for others in alike[position + 1 :]:
+                first, second = slots[indices[0]], slots[others[0]]
+                for one in first.models:
+                    for two in second.models:
+                        if one not in second.models and two not in first.models:
+                            left = tuple(sorted({*first.models, two} - {one}))
+                            right = tuple(sorted({*second.models, one} - {two}))
+                            yield from self._with(
+                                slots,
+                                counts,
+                                {indices[0]: [(0, first.num_ranks, left)], others[0]: [(0, second.num_ranks, right)]},
+                            )
+
+    def _splits(self, slots: Slots, counts: Counter[str], index: int) -> Iterable[Slots]:
+        group = slots[index]
+        half, models = group.num_ranks // 2, group.models
+        if group.num_ranks < 2:
+            return
+        pairs = [(models, models)]
+        for number in range(1, 2 ** min(len(models), 4)):
+            one = tuple(name for place, name in enumerate(models) if number >> place & 1)
+            pairs += [(one, tuple(name for name in models if name not in one)), (one, models)]
+        for left, right in dict.fromkeys(pairs):
+            yield from self._with(slots, counts, {index: [(0, half, left), (half, half, right)]})
+
+    def _joins(self, slots: Slots, counts: Counter[str]) -> Iterable[Slots]:
+        """`slots`: ascending, so neighbours are beside each other."""
+        known = set()
+        for index, (one, two) in enumerate(pairwise(slots)):
+            size = one.num_ranks
+            is_pair = one.node_id == two.node_id and two.num_ranks == size and two.devices[0] == one.devices[0] + size
+            if not is_pair or one.devices[0] % (2 * size) or (one.models, two.models, size) in known:
+                continue
+            known.add((one.models, two.models, size))
+            for models in dict.fromkeys((tuple(sorted({*one.models, *two.models})), one.models, two.models)):
+                yield from self._with(slots, counts, {index: [(0, 2 * size, models)], index + 1: []})
+
+    def _with(
+        self, slots: Slots, counts: Counter[str], changes: dict[int, list[tuple[int, int, tuple[str, ...]]]]
+    ) -> Iterable[Slots]:
+        """With slots replaced by groups of (first device from the slot's first, devices, models); none if it is no plan."""
+        made: list[Group] = []
+        delta: Counter[str] = Counter()
+        for index, parts in changes.items():
+            slot = slots[index]
+            delta.subtract(slot.models)
+            for first, size, models in parts:
+                begin = slot.devices[0] + first
+                group = Group(slot.node_id, tuple(range(begin, begin + size)), models)
+                if models and not self.fits(models, self.nodes[slot.node_id], size):
+                    return
+                delta.update(models)
+                made.append(group)
+        lacking = 0
+        for name, change in delta.items():
+            most, after = self.models[name].replicas, counts[name] + change
+            if change > 0 and most is not None and after > most:
+                return
+            lacking += max(0, self.needed[name] - after) - max(0, self.needed[name] - counts[name])
+        if lacking > 0:
+            return
+        yield tuple(sorted([*(group for index, group in enumerate(slots) if index not in changes), *made]))
+
+    # ------------------------------------------------------------------------------------------------------- stability
+
+    def aligned(self, slots: Slots) -> Slots:
+        """The same plan with models on those of like groups where they are now."""
+        incumbent = self.problem.incumbent
+        if incumbent is None:
+            return slots
+        held = {(group.node_id, group.devices): frozenset(group.models) for group in incumbent.groups}
+        places: dict[tuple[str, int, int], list[Group]] = {}
+        for group in slots:
+            places.setdefault(self._kind(group), []).append(group)
+        found: list[Group] = []
+        for groups in places.values():
+            sets = [group.models for group in groups]
+            free = [(group.node_id, group.devices) for group in groups]
+            for is_exact in (True, False):
+                for place in list(free):
+                    has = held.get(place, frozenset())
+                    best = max(sets, key=lambda models: (self._kept(models, has), -len(models)))
+                    if not is_exact or (frozenset(best) == has and place in held):
+                        sets.remove(best)
+                        free.remove(place)
+                        found.append(Group(*place, best))
+        return tuple(sorted(found))
+
+    def _kept(self, models: tuple[str, ...], has: frozenset[str]) -> tuple[bool, int]:
+        kept = sum(self.models[name].weight_bytes for name in models if name in has)
+        return (frozenset(models) == has, kept)
+
+    def change_s(self, plan: Plan) -> float:
+        """Seconds of devices that going there from the incumbent takes."""
+        return change_s(self.problem.incumbent, plan, self.problem, ReplacementSettings().restart_s)
+
+    def unplaced(self, plan: Plan) -> dict[str, str]:
+        """Models without their groups, and why."""
+        counts, found = self.num_groups(plan.groups), {}
+        for name, model in self.models.items():
+            if name not in self.needed:
+                sizes = [
+                    (node, num_ranks)
+                    for node in self.problem.nodes
+                    for kind, num_ranks in model.costs
+                    if kind == node.kind
+                ]
+                if not sizes:
+                    found[name] = f"costs: {name!r} is not known to run on any kind of device that is there"
+                    continue
+                node, num_ranks = max(
+                    sizes, key=lambda size: (min(size[1], size[0].num_devices), size[0].memory_bytes, -size[1])
+                )
+                found[name] = why_not([model], node, num_ranks)
+            elif counts[name] < self.needed[name]:
+                what = (
+                    "no group has"
+                    if not counts[name]
+                    else f"{counts[name]} of {self.needed[name]} groups; no other has"
+                )
+                found[name] = f"{what} memory for {name!r} beside the other models"
+        return found
+
+
+# ---------------------------------------------------------------------------------------------------------- the choice
+
+
+def _propose(
+    searcher: Searcher,
+    found: Sequence[Found],
+    evaluate: Evaluate | None,
+    evaluated: Callable[[Evaluate, Sequence[Plan]], list[Prediction]],
+) -> Proposal:
+    problem, incumbent = searcher.problem, plan_of(searcher.incumbent)
+    plans = list(dict.fromkeys(plan_of(searcher.aligned(each.slots)) for each in found)) or [incumbent]
+    plans = plans[:NUM_ESTIMATED]
+    outcomes = searcher.estimator.outcomes([plan.groups for plan in plans])
+    order = sorted(
+        range(len(plans)), key=lambda number: searcher.key(plans[number].groups, outcomes[number]), reverse=True
+    )
+    plans = [plans[number] for number in order]
+    asked = plans[:NUM_EVALUATED]
+    has_incumbent = bool(incumbent.groups)
+    if has_incumbent and incumbent not in asked:
+        asked.append(incumbent)
+    predict = searcher.estimator.predict
+    predictions = [predict(plan) for plan in asked] if evaluate is None else evaluated(evaluate, asked)
+    known = dict(zip(asked, predictions, strict=True))
+    keys = {plan: searcher.key(plan.groups, known[plan]) for plan in asked}
+    best = max(asked, key=keys.__getitem__)
+    equals = [plan for plan in asked if keys[plan][0] == keys[best][0] and _is_as_good(known[plan], known[best])]
+    if problem.incumbent is not None:
+        best = min(equals, key=lambda plan: (searcher.change_s(plan), asked.index(plan)))
+    others = sorted((plan for plan in asked if plan != best), key=keys.__getitem__, reverse=True)
+    others += [plan for plan in plans if plan not in known][: NUM_REJECTED - len(others)]
+    return Proposal(
+        plan=best,
+        prediction=known[best],
+        incumbent=known.get(incumbent) if has_incumbent else None,
+        rejected=tuple(
+            Rejected(plan, known.get(plan), _reason(searcher, plan, known.get(plan), best, known[best]))
+            for plan in others
+        ),
+        unplaced=searcher.unplaced(best),
+    )
+
+
+def _is_as_good(one: Prediction, best: Prediction) -> bool:
+    return (
+        one.attainment >= best.attainment - ATTAINMENT_GRAIN
+        and one.normalised_latency <= best.normalised_latency * (1 + LATENCY_GRAIN)
+    )
+
+
+def _reason(searcher: Searcher, plan: Plan, prediction: Prediction | None, best: Plan, taken: Prediction) -> str:
+    if prediction is None:
+        return "less by the estimate than those that were simulated"
+    if searcher.num_lacking(plan.groups) > searcher.num_lacking(best.groups):
+        return "not every model has its groups"
+    if _is_as_good(prediction, taken) and searcher.problem.incumbent is not None:
+        return (
+            f"as good, but {searcher.change_s(plan):.0f} s of devices to change to, not {searcher.change_s(best):.0f} s"
+        )
+    if round(prediction.attainment / ATTAINMENT_GRAIN) < round(taken.attainment / ATTAINMENT_GRAIN):
+        return f"attainment {prediction.attainment:.1%}, not {taken.attainment:.1%}"
+    return f"normalised latency {prediction.normalised_latency:.3g}, not {taken.normalised_latency:.3g}"

@@ -1,0 +1,199 @@
+"""The search for a plan."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shared.placement.estimator import Estimator
+from shared.placement.memory import why_not
+from shared.placement.problem import Group, Plan, Prediction, Problem
+from shared.placement.search import ATTAINMENT_GRAIN, LATENCY_GRAIN, Searcher, search
+from tests.shared.placement.small import model, node, problem
+
+
+def check(found: Plan, asked: Problem) -> None:
+    """It is a plan for the problem."""
+    nodes, models = {each.node_id: each for each in asked.nodes}, {each.name: each for each in asked.models}
+    devices = [(group.node_id, device) for group in found.groups for device in group.devices]
+    assert len(devices) == len(set(devices))
+    assert list(found.groups) == sorted(found.groups)
+    for group in found.groups:
+        assert group.models
+        assert list(group.models) == sorted(set(group.models))
+        assert group.devices == tuple(range(group.devices[0], group.devices[0] + group.num_ranks))
+        assert not why_not([models[name] for name in group.models], nodes[group.node_id], group.num_ranks)
+        if asked.max_models_per_group:
+            assert len(group.models) <= asked.max_models_per_group
+
+
+def counts_of(plan: Plan) -> Counter[str]:
+    return Counter(name for group in plan.groups for name in group.models)
+
+
+SIZES = st.sampled_from([0.3, 1.0, 2.0, 5.0, 12.0, 30.0])
+
+
+@st.composite
+def problems(draw):
+    sizes = draw(st.lists(SIZES, min_size=1, max_size=4))
+    models = [
+        model(f"m{number}", size, replicas=draw(st.sampled_from([None, None, 1, 2])))
+        for number, size in enumerate(sizes)
+    ]
+    nodes = [
+        node(f"n{number}", draw(st.sampled_from([1, 2, 3, 4])), draw(st.sampled_from([24, 72])))
+        for number in range(draw(st.integers(1, 2)))
+    ]
+    rates = [draw(st.sampled_from([0.0, 0.3, 3.0])) for _ in models]
+    limit = draw(st.sampled_from([0, 0, 2]))
+    return problem(models, nodes, rates, interval_s=10.0, seed=draw(st.integers(0, 99)), max_models_per_group=limit)
+
+
+@pytest.mark.slow
+@settings(max_examples=5, deadline=None)
+@given(problems())
+def test_a_plan_holds_every_model_or_says_why_and_is_the_same_each_time(asked):
+    found = search(asked)
+    check(found.plan, asked)
+    counts = counts_of(found.plan)
+    for each in asked.models:
+        wanted = each.replicas or 1
+        assert counts[each.name] >= wanted or found.unplaced[each.name]
+        assert each.replicas is None or counts[each.name] <= each.replicas
+    assert search(asked) == found
+    again = search(msgspec.structs.replace(asked, incumbent=found.plan))
+    if not found.plan.groups:
+        return
+    assert again.incumbent is not None
+    assert again.prediction.attainment >= again.incumbent.attainment - ATTAINMENT_GRAIN
+    if again.prediction.attainment <= again.incumbent.attainment:
+        assert again.prediction.normalised_latency <= again.incumbent.normalised_latency * (1 + LATENCY_GRAIN)
+
+
+def all_plans(asked: Problem) -> list[tuple[Group, ...]]:
+    """Of one node of 2 or 4 devices."""
+    (only,) = asked.nodes
+    cuts = {2: [(2,), (1, 1)], 4: [(4,), (2, 2), (2, 1, 1), (1, 1, 1, 1)]}[only.num_devices]
+    names = [each.name for each in asked.models]
+    sets = [tuple(each) for size in range(len(names) + 1) for each in itertools.combinations(names, size)]
+    models = {each.name: each for each in asked.models}
+    found = []
+    for cut in cuts:
+        fitting = [[each for each in sets if not why_not([models[name] for name in each], only, p)] for p in cut]
+        for chosen in itertools.product(*fitting):
+            if any(chosen[i] > chosen[i + 1] for i in range(len(cut) - 1) if cut[i] == cut[i + 1]):
+                continue
+            if set(names) != {name for each in chosen for name in each}:
+                continue
+            first, groups = 0, []
+            for p, each in zip(cut, chosen, strict=True):
+                if each:
+                    groups.append(Group(only.node_id, tuple(range(first, first + p)), each))
+                first += p
+            found.append(tuple(groups))
+    return found
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_it_is_as_good_as_the_best_of_all_plans(seed):
+    models = [model("a"), model("b", 2.0), model("c", 0.5)]
+    rates = [(6.0, 1.0, 2.0), (12.0, 0.3, 12.0)][seed]
+    asked = problem(models, [node(num_devices=4)], rates, seed=seed)
+    plans = all_plans(asked)
+    outcomes = Estimator(asked).outcomes(plans)
+    searcher = Searcher(asked)
+    best = max(map(searcher.key, plans, outcomes))
+    found = search(asked).prediction
+    attainment = round(found.attainment / ATTAINMENT_GRAIN)
+    assert attainment >= best[1] - 1
+    assert found.normalised_latency <= -best[2] * (1 + LATENCY_GRAIN) or attainment > best[1]
+
+
+def test_the_model_with_more_requests_gets_more_groups():
+    asked = problem([model("busy"), model("calm")], [node(num_devices=4)], [40.0, 1.0], max_models_per_group=1)
+    (found,) = Searcher(asked).allocated(1, 1)
+    assert Counter(group.models for group in found.slots) == {("busy",): 3, ("calm",): 1}
+
+
+def test_two_groups_are_joined_for_a_model_that_does_not_fit_one():
+    asked = problem([model("small"), model("large", 8.0)], [node(num_devices=4)], [2.0, 0.5])
+    cut = Searcher(asked).cut(1)
+    assert [group.num_ranks for group in cut] == [1, 1, 2]
+    assert all("large" in group.models for group in search(asked).plan.groups if group.num_ranks == 2)
+
+
+def test_a_model_that_fits_nowhere_is_explained_and_the_others_are_placed():
+    asked = problem([model("small"), model("giant", 100.0), model("odd", costs={})], [node()], [1.0, 1.0, 1.0])
+    found = search(asked)
+    assert found.unplaced["giant"].startswith("memory_bytes")
+    assert found.unplaced["odd"].startswith("costs")
+    assert set(counts_of(found.plan)) == {"small"}
+    assert found.prediction.models["giant"].attainment == 0.0
+
+
+def test_nothing_to_place_and_nowhere_to_place_it():
+    assert search(problem([], [node()], [])).plan == Plan(())
+    nowhere = search(problem([model("a")], [], [1.0]))
+    assert nowhere.plan == Plan(())
+    assert nowhere.unplaced["a"]
+
+
+def test_a_model_goes_to_the_kind_of_device_that_it_runs_on():
+    here = node("n0", 2)
+    there = msgspec.structs.replace(node("n1", 2), kind="other")
+    other = model("b")
+    other = msgspec.structs.replace(other, costs={("other", p): cost for (_, p), cost in other.costs.items()})
+    found = search(problem([model("a"), other], [here, there], [2.0, 2.0])).plan
+    assert {(group.node_id, name) for group in found.groups for name in group.models} == {("n0", "a"), ("n1", "b")}
+
+
+def test_what_is_as_good_stays_where_it_is():
+    models = [model("a"), model("b")]
+    asked = problem(models, [node(num_devices=2)], [4.0, 4.0], max_models_per_group=1)
+    mirrored = Plan((Group("n0", (0,), ("b",)), Group("n0", (1,), ("a",))))
+    found = search(msgspec.structs.replace(asked, incumbent=mirrored))
+    assert found.plan == mirrored
+    assert found.incumbent == found.prediction
+
+
+def test_the_simulation_has_the_last_word_and_is_asked_of_few():
+    asked = problem([model("a"), model("b", 2.0)], [node()], [8.0, 2.0])
+    told = []
+
+    def evaluate(of: Problem, plan: Plan) -> Prediction:
+        told.append(plan)
+        return Prediction(attainment=len(told) / 10, normalised_latency=1.0, models={})
+
+    found = search(asked, evaluate=evaluate)
+    assert 1 < len(told) <= 5
+    assert found.plan == told[-1]
+    assert found.prediction.attainment == len(told) / 10
+    simulated = [each for each in found.rejected if each.prediction is not None]
+    assert len(simulated) == len(told) - 1
+    assert all("attainment" in each.reason for each in simulated)
+    assert [each.prediction.attainment for each in simulated] == sorted(
+        (each.prediction.attainment for each in simulated), reverse=True
+    )
+
+
+def test_where_not_all_models_fit_beside_each_other_as_many_as_do_are_placed():
+    models = [model("a", 4.0), model("b", 4.0), model("c", 0.5)]
+    found = search(problem(models, [node(num_devices=1)], [1.0, 2.0, 1.0]))
+    assert len(counts_of(found.plan)) == 2
+    (left,) = found.unplaced
+    assert left in "ab"
+    assert found.unplaced[left] == f"no group has memory for {left!r} beside the other models"
+
+
+def test_an_incumbent_on_nodes_that_are_gone_is_left():
+    asked = problem([model("a")], [node("n1", 2)], [2.0])
+    gone = Plan((Group("n0", (0,), ("a",)), Group("n1", (0,), ("a", "was"))))
+    found = search(msgspec.structs.replace(asked, incumbent=gone))
+    check(found.plan, asked)
+    assert found.incumbent is not None
