@@ -59,10 +59,11 @@ class CheckpointShape(msgspec.Struct, frozen=True, kw_only=True):
     depends_on_length: bool = False
     """Served up to another length it computes something else (LongRoPE's factors) or otherwise (sliding windows)."""
 
-    def kv_geometry(self, dtype: str, num_ranks: int = 1) -> KvGeometry:
-        """Of one rank's part of the model in that dtype, a key of ITEMSIZES. Where there are fewer heads than ranks, some
-        ranks have the same one."""
-        return KvGeometry(self.num_layers, -(-self.num_kv_heads // num_ranks), self.head_dim, ITEMSIZES[dtype])
+    def kv_geometry(self, dtype: str, num_ranks: int = 1, num_stages: int = 1) -> KvGeometry:
+        """Of one rank's part of the model in that dtype, a key of ITEMSIZES: where there are fewer heads than ranks, some
+        ranks have the same one; of several stages, the one with the most layers."""
+        num_layers, num_kv_heads = -(-self.num_layers // num_stages), -(-self.num_kv_heads // num_ranks)
+        return KvGeometry(num_layers, num_kv_heads, self.head_dim, ITEMSIZES[dtype])
 
 
 def cost_key(shape: CheckpointShape, dtype: str, block_size: int) -> str:

@@ -232,6 +232,8 @@ class WorkerSettings(BusSettings, frozen=True, kw_only=True):
     tensor_parallel: Annotated[int, msgspec.Meta(ge=1)] = 1
     """Devices that compute one instance together, each with a part of every weight: a power of two. On CPU a device is a
     share of the cores, and each instance has so many of them."""
+    pipeline_parallel: Annotated[int, msgspec.Meta(ge=1)] = 1
+    """Stages of each instance, each with a run of the layers and `tensor_parallel` devices."""
 
 
 class InstanceSettings(BusSettings, frozen=True, kw_only=True):

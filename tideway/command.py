@@ -96,6 +96,14 @@ def up(
             help="Devices (GPUs; on CPU shares of the cores) that compute each instance together: a power of two.",
         ),
     ] = 1,
+    pipeline_parallel: Annotated[
+        int,
+        typer.Option(
+            envvar="TIDEWAY_PIPELINE_PARALLEL",
+            min=1,
+            help="Stages of each instance, each with a run of the layers and its own devices.",
+        ),
+    ] = 1,
     schedulers: Annotated[int, typer.Option(min=1, help="One is active, the others stand by.")] = 1,
     nats_url: Annotated[
         str, typer.Option(envvar="TIDEWAY_NATS_URL", help="Use this NATS server instead of starting one.")
@@ -125,6 +133,7 @@ def up(
         num_instances=instances,
         max_instances=max_instances,
         tensor_parallel=tensor_parallel,
+        pipeline_parallel=pipeline_parallel,
         num_schedulers=schedulers,
         nats_url=nats_url,
         nats_port=nats_port,

@@ -226,8 +226,8 @@ def plan_of(spec: ModelSpec, machine: Machine) -> InstancePlan:
     block_size = next(
         facts.block_sizes[0] for facts in (*machine.attention, AttentionFacts()) if facts.runs(stored.head_dim, dtype)
     )
-    part = slab.choose_merged_bytes([stored.kv_geometry(dtype, group.num_ranks).block_bytes(block_size)])
-    merged_bytes = part * group.num_ranks
+    part = stored.kv_geometry(dtype, group.stage_size, group.num_stages).block_bytes(block_size)
+    merged_bytes = slab.choose_merged_bytes([part]) * group.num_ranks
     free_bytes = machine.memory_bytes // machine.most_instances - stored.weight_bytes
     pool_bytes = max(merged_bytes, min(MAX_POOL_BYTES, int(POOL_SHARE * free_bytes)))
     return InstancePlan("profile-0", "profile", [spec], pool_bytes, merged_bytes, group)

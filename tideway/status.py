@@ -167,7 +167,8 @@ def _instances(instances: Mapping[str, InstanceInfo], nodes: Mapping[str, NodeIn
         )
         pool = f"{info.num_merged * info.merged_bytes / 2**20:,.0f} MiB"
         port = f":{info.metrics_port}" if info.metrics_port else ""
-        device = info.device if info.group.num_ranks == 1 else f"{info.group.num_ranks} x {info.device}"
+        num_devices = info.group.num_ranks
+        device = info.device if num_devices == 1 else f"{num_devices} x {info.device}"
         table.add_row(instance_id, info.state, device, pool, "yes" if info.kv_address else "no", port, models)
     for node_id, node in sorted(nodes.items()):
         if node.problem:

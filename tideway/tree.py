@@ -46,7 +46,8 @@ class UpOptions:
     max_instances: int = 0
     """To which it may grow, by hand or by itself (TIDEWAY_AUTOSCALE); memory is divided over so many. 0: not at all."""
     tensor_parallel: int = 1
-    """Devices of each instance."""
+    pipeline_parallel: int = 1
+    """Stages of each instance, each of `tensor_parallel` devices."""
     num_schedulers: int = 1
     nats_url: str = ""
     """A NATS server that runs already; empty: start one."""
@@ -150,13 +151,16 @@ def services(options: UpOptions, bus: dict[str, str], passwords: Mapping[str, st
                 "TIDEWAY_NUM_INSTANCES": str(options.num_instances),
                 "TIDEWAY_MAX_NODE_INSTANCES": str(options.max_instances),
                 "TIDEWAY_TENSOR_PARALLEL": str(options.tensor_parallel),
+                "TIDEWAY_PIPELINE_PARALLEL": str(options.pipeline_parallel),
                 "TIDEWAY_NODE_ID": node_id(),
                 "TIDEWAY_COST_MODELS_DIR": str(options.data_dir.absolute() / "cost_models"),
             },
         ),
     ]
     # The worker is last because its instances take the ports after its own for metrics, one for each device.
-    num_devices = max(options.num_instances, options.max_instances) * options.tensor_parallel
+    num_devices = (
+        max(options.num_instances, options.max_instances) * options.tensor_parallel * options.pipeline_parallel
+    )
     ports = free_ports(len(replicas) + max(num_devices, MAX_GPUS))
     result = []
     for (name, service, own), port in zip(replicas, ports, strict=False):

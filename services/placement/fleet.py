@@ -52,6 +52,11 @@ def num_ranks(node: NodeInfo) -> int:
     return node.groups[0].num_ranks if node.groups else 1
 
 
+def num_stages(node: NodeInfo, num_devices: int) -> int:
+    """Of an instance of so many of its devices: as the node says, where it is one of those that the node offers."""
+    return node.groups[0].num_stages if node.groups and node.groups[0].num_ranks == num_devices else 1
+
+
 def node_of(instance_id: str) -> tuple[str, int]:
     """(node id, index); the index is -1 for what is no instance id."""
     node_id, _, index = instance_id.rpartition("-")

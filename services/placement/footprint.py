@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from services.placement.fleet import num_ranks
-from shared.checkpoint import CheckpointShape, run_dtype
+from services.placement.fleet import num_ranks, num_stages
+from shared.checkpoint import ITEMSIZES, CheckpointShape, run_dtype
 from shared.messages.cluster import AttentionFacts, ModelSpec, NodeInfo
 from shared.placement.footprint import Footprint, model_footprint
 
@@ -31,12 +31,15 @@ class DeviceFacts(NamedTuple):
     step_tokens: int
     num_ranks: int = 1
     """Devices of an instance, each with a part of every weight and KV block."""
+    num_stages: int = 1
+    """Over which the layers are divided, each with `num_ranks / num_stages` devices."""
 
     @classmethod
     def of(cls, node: NodeInfo) -> DeviceFacts:
         kind = "cuda" if node.device.startswith("cuda") else "cpu"
         at_most = AttentionFacts("", (node.block_size,)) if node.block_size > 0 else AttentionFacts()
-        return cls(kind, (*node.attention, at_most), node.step_tokens, num_ranks(node))
+        size = num_ranks(node)
+        return cls(kind, (*node.attention, at_most), node.step_tokens, size, num_stages(node, size))
 
     def block_size(self, head_dim: int, dtype: str) -> int:
         """Tokens in a KV block of such a model."""
@@ -48,12 +51,25 @@ class DeviceFacts(NamedTuple):
 def footprint(spec: ModelSpec, shape: CheckpointShape, facts: DeviceFacts) -> Footprint:
     """`spec.dtype` is "auto" (as stored) or a key of ITEMSIZES."""
     dtype = run_dtype(spec.dtype, shape.dtype, facts.kind)
-    return model_footprint(
+    block_size = facts.block_size(shape.head_dim, dtype)
+    of_stage = facts.num_ranks // facts.num_stages
+    whole = model_footprint(
         shape,
         dtype,
         facts.kind,
-        block_size=facts.block_size(shape.head_dim, dtype),
+        block_size=block_size,
         step_tokens=facts.step_tokens,
         max_model_len=spec.max_model_len or 0,
-        num_ranks=facts.num_ranks,
+        num_ranks=of_stage,
+    )
+    if facts.num_stages == 1:
+        return whole
+    # Of the first stage, which has the most layers; the last one may have the embedding too, as its head.
+    most_layers = -(-shape.num_layers // facts.num_stages)
+    embedding_bytes = shape.vocab_size * shape.hidden_size * ITEMSIZES[dtype] // of_stage
+    layer_bytes = max(0, whole.weight_bytes - embedding_bytes) // shape.num_layers
+    return replace(
+        whole,
+        weight_bytes=embedding_bytes + most_layers * layer_bytes,
+        block_bytes=shape.kv_geometry(dtype, of_stage, facts.num_stages).block_bytes(block_size),
     )

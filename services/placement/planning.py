@@ -29,7 +29,7 @@ from dataclasses import dataclass, field, replace
 
 import msgspec
 
-from services.placement.fleet import Fleet, instance_ids, node_of, num_ranks
+from services.placement.fleet import Fleet, instance_ids, node_of, num_ranks, num_stages
 from services.placement.footprint import ConfiguredModel, DeviceFacts, footprint
 from shared.engine.memory import slab
 from shared.messages.cluster import (
@@ -264,7 +264,7 @@ def wasted(
         device = kinds.get(instance.node_id)
         for spec in instance.models:
             if device is not None and (shape := shapes.get(spec.name)) is not None:
-                device = device._replace(num_ranks=instance.group.num_ranks)
+                device = device._replace(num_ranks=instance.group.num_ranks, num_stages=instance.group.num_stages)
                 merged_bytes = instance.merged_bytes // device.num_ranks
                 share = slab.waste(merged_bytes, footprint(spec, shape, device).block_bytes)
                 found.setdefault((device.kind, instance.merged_bytes), {})[spec.name] = share
@@ -324,12 +324,12 @@ def _rooms(
         for first, size in layout.get(node.node_id, ()):
             instance_id = f"{node.node_id}-{first}"
             if instance_id not in draining and first + size <= len(devices):
-                group = DeviceGroup(devices[first : first + size])
+                group = DeviceGroup(devices[first : first + size], num_stages(node, size))
                 rooms.append(
                     _Room(
                         instance_id=instance_id,
                         node_id=node.node_id,
-                        facts=of_node._replace(num_ranks=size),
+                        facts=of_node._replace(num_ranks=size, num_stages=group.num_stages),
                         capacity_bytes=capacity,
                         incumbent=before.get(instance_id),
                         group=group,

@@ -116,8 +116,9 @@ def profiled_model(
     """Reads the checkpoint's headers (blocking). The key says all that step times depend on. Raises `CheckpointError`."""
     stored = checkpoint.describe(checkpoint.resolve(spec.source))
     dtype = run_dtype(spec.dtype, stored.dtype, device.type)
-    size = stored.kv_geometry(dtype, group.num_ranks).block_bytes(shape.block_size)
-    key = f"{checkpoint.cost_key(stored, dtype, shape.block_size)}/{device_name(device)}/tp{group.num_ranks}"
+    size = stored.kv_geometry(dtype, group.stage_size, group.num_stages).block_bytes(shape.block_size)
+    stages = f"-pp{group.num_stages}" if group.num_stages > 1 else ""
+    key = f"{checkpoint.cost_key(stored, dtype, shape.block_size)}/{device_name(device)}/tp{group.stage_size}{stages}"
     return ProfiledModel(shape, stored.num_layers, size, key)
 
 

@@ -41,7 +41,9 @@ def max_step_tokens(settings: InstanceSettings) -> int:
     return settings.token_budget or (8192 if settings.device == "cuda" else 512)
 
 
-def build_engine(settings: InstanceSettings, num_merged: int, device: str, num_host_merged: int = 0) -> Engine:
+def build_engine(
+    settings: InstanceSettings, num_merged: int, device: str, num_host_merged: int = 0, num_stages: int = 1
+) -> Engine:
     """The engine as settings say; recorded where they name a file. Raises `SettingsError`."""
     on_cuda = device == "cuda"
     for name, value, known in (
@@ -57,7 +59,7 @@ def build_engine(settings: InstanceSettings, num_merged: int, device: str, num_h
         num_rows=settings.max_running,
         ordering=settings.order_policy,
         token_budget=max_step_tokens(settings),
-        steps_in_flight=settings.steps_in_flight or (2 if on_cuda else 1),
+        steps_in_flight=settings.steps_in_flight or (num_stages if num_stages > 1 else 2 if on_cuda else 1),
         co_serving=settings.co_serving,
         interruption=settings.interruption,
         mix_phases=settings.mix_phases,
@@ -70,6 +72,7 @@ def build_engine(settings: InstanceSettings, num_merged: int, device: str, num_h
         high_priority_load=settings.high_priority_load,
         fits_costs=settings.profile != "off",
         least_share=settings.least_share,
+        num_stages=num_stages,
     )
     if settings.record_file:
         path = f"{settings.record_file}.{settings.instance_id}"
@@ -87,7 +90,7 @@ def make_executor(
     started for the plan's group. Raises `GroupError`."""
     from services.worker.executor import Executor
 
-    merged_bytes = plan.merged_bytes // len(plan.group.devices)
+    merged_bytes = plan.merged_bytes // plan.group.num_ranks
     if not other_ranks:
         return Executor(
             settings.device, pool_merged(plan), merged_bytes, settings.max_running, num_host_merged=num_host_merged
@@ -102,5 +105,6 @@ def make_executor(
         niceness=COMPUTE_NICENESS if settings.device == "cpu" else 0,
         log_level=settings.log_level,
         log_format=settings.log_format,
+        num_stages=plan.group.num_stages,
     )
     return join_ranks(other_ranks, setup)

@@ -66,6 +66,8 @@ class PreparedModel:
     max_model_len: int
     block_size: int
     backend: AttentionBackend
+    num_layers: int
+    """Of all stages."""
     views: KvViews | None = None
     """Of its KV blocks, where graphs use them."""
     graphs: DecodeGraphs | None = None
@@ -80,6 +82,16 @@ class _Loaded:
     max_model_len: int
     graphs: DecodeGraphs | None
     layers_per_safepoint: int
+
+
+@dataclass
+class _Awaited:
+    """Whose tokens another stage samples, and where they go: `positions` of `rows`, [S] each."""
+
+    rows: np.ndarray
+    positions: np.ndarray
+    versions: np.ndarray
+    """Which of its successive owners each row had."""
 
 
 @dataclass
@@ -123,7 +135,9 @@ class Executor:
         self._store = KvStore(num_merged, merged_bytes, self.device, slab_memory)
         self.copies = KvCopies(self._store, num_host_merged, memory=host_memory)
         self._backends = choose_backends(self.device)
-        if capture is None and self.device.type == "cuda":
+        if group.num_stages > 1:
+            capture = None  # what a stage is handed lies elsewhere at each step
+        elif capture is None and self.device.type == "cuda":
             capture = cuda_capture(self.device)
         self._capture = capture
         self._models: dict[str, _Loaded] = {}
@@ -134,6 +148,8 @@ class Executor:
         self._layers_per_safepoint = layers_per_safepoint or LAYERS_PER_SAFEPOINT[self.device.type]
         self._safepoints = Safepoints(cuda_event if self.device.type == "cuda" else None, _agreement(group, shared))
         self._suspended: dict[int, PartialForward] = {}
+        self._awaited: dict[int, _Awaited] = {}
+        """By step, on the first of several stages."""
         self._changed: torch.cuda.Event | None = None
         """On the device, behind the last merged block that was zeroed for another model, or block that was moved."""
 
@@ -145,15 +161,18 @@ class Executor:
         identity = identity_of(path, self.device, dtype=spec.dtype, max_model_len=spec.max_model_len)
         with beside_steps(self.device):
             model = self._weights.get(identity)
+            num_layers = checkpoint.describe(path).num_layers
+            if num_layers < self._group.num_stages:
+                raise CheckpointError(f"{num_layers} layers do not divide over {self._group.num_stages} stages.")
             if model is None:
                 model = load_model(identity, self.device, self._group)
                 if self._group is ALONE:
                     # back ends belong to the thread of the steps, so this one uses its own
-                    _warm_up(model, *_choose(choose_backends(self.device), model), identity.max_model_len)
+                    _warm_up(model, *_choose(choose_backends(self.device), model), identity.max_model_len, ALONE)
                 self._weights[identity] = model
             backend, block_size = _choose(self._backends, model)
             max_model_len = spec.max_model_len or identity.max_model_len
-            prepared = PreparedModel(spec.name, model, max_model_len, block_size, backend)
+            prepared = PreparedModel(spec.name, model, max_model_len, block_size, backend, num_layers)
             if self._group is ALONE and self._capture is not None:
                 prepared.graphs = self._captured(prepared, self._capture)
         return prepared
@@ -168,10 +187,13 @@ class Executor:
     def _attach(self, prepared: PreparedModel) -> KvViews:
         """Raises `CheckpointError` where the model's KV blocks do not fit the pool."""
         shape, merged_bytes = prepared.model.kv_shape(prepared.block_size), self._store.merged_bytes
-        blocks_per_merged = slab.blocks_per_merged(merged_bytes, shape.block_bytes)
+        # Blocks have the same numbers on all stages, so there is room for those of the one with the most layers.
+        most_layers = -(-prepared.num_layers // self._group.num_stages)
+        block_bytes = shape.block_bytes // shape.num_layers * most_layers
+        blocks_per_merged = slab.blocks_per_merged(merged_bytes, block_bytes)
         if blocks_per_merged == 0:
             raise CheckpointError(
-                f"a KV block of {prepared.name!r} takes {shape.block_bytes} bytes, but the pool is cut into "
+                f"a KV block of {prepared.name!r} takes {block_bytes} bytes, but the pool is cut into "
                 f"{merged_bytes}; the pool must be laid out for this model."
             )
         return self._store.attach(shape, blocks_per_merged)
@@ -184,7 +206,7 @@ class Executor:
             raise ValueError(f"model {prepared.name!r} is here already")
         if self._group is not ALONE:
             with beside_steps(self.device):
-                _warm_up(prepared.model, prepared.backend, prepared.block_size, prepared.max_model_len)
+                _warm_up(prepared.model, prepared.backend, prepared.block_size, prepared.max_model_len, self._group)
                 if self._capture is not None:
                     prepared.graphs = self._captured(prepared, self._capture)
         views = prepared.views or self._attach(prepared)
@@ -201,7 +223,7 @@ class Executor:
         )  # fmt: skip
         return ModelShape(
             prepared.name, prepared.block_size, blocks_per_merged, prepared.max_model_len, prepared.model.vocab_size,
-            prepared.model.num_layers, self._layers_per_safepoint,
+            prepared.num_layers, self._layers_per_safepoint,
         )  # fmt: skip
 
     def remove_model(self, name: str) -> None:
@@ -297,7 +319,25 @@ class Executor:
         if state is None:
             share = self._suspended[plan.step_id].share
             return _Launched(plan.step_id, done=self._mark(), suspended_share=share)
-        return self._sample(plan, loaded, rows, layout, state)
+        if self._group.is_last_stage:
+            return self._sample(plan, loaded, rows, layout, state)
+        return self._hand_on(plan, rows, layout, state)
+
+    def _hand_on(self, plan: StepPlan, rows: np.ndarray, layout: BatchLayout, state: ForwardState) -> _Launched:
+        """To the next stage. The tokens come back by `enter_tokens`."""
+        self._group.send(state.residual, self._group.stage + 1)
+        if self._group.is_first_stage:
+            sampled_of = np.flatnonzero(np.array(plan.samples, bool))
+            sampled = rows[sampled_of]
+            self._awaited[plan.step_id] = _Awaited(sampled, layout.contexts[sampled_of], self._rows.versions[sampled])
+        return _Launched(plan.step_id, done=self._mark())
+
+    @torch.inference_mode()
+    def enter_tokens(self, step_id: int, tokens: list[int]) -> None:
+        """On the first of several stages: what the last one has sampled in the step, before a step computes them."""
+        awaited = self._awaited.pop(step_id)
+        is_same = self._rows.versions[awaited.rows] == awaited.versions
+        self._rows.enter(awaited.rows[is_same], awaited.positions[is_same], np.array(tokens, np.int32)[is_same])
 
     def _forward(self, plan: StepPlan, loaded: _Loaded, rows: np.ndarray, layout: BatchLayout) -> ForwardState | None:
         """The state after all layers, whose first T tokens are those of the step; None: it was suspended."""
@@ -307,11 +347,15 @@ class Executor:
             state = loaded.graphs.run(token_ids, positions, layout)
             if state is not None:
                 return state
-        backend = loaded.backend
+        backend, model = loaded.backend, loaded.model
         batch = ForwardBatch(token_ids, positions, loaded.views, backend, backend.prepare(layout))
+        hidden = None
+        if not self._group.is_first_stage:
+            hidden = torch.empty(len(token_ids), model.hidden_size, dtype=model.dtype, device=self.device)
+            self._group.receive(hidden, self._group.stage - 1)
         if not plan.is_interruptible:
-            return loaded.model.forward(batch)
-        begun = loaded.model.begin(batch)
+            return model.forward(batch, hidden)
+        begun = model.begin(batch, hidden)
         versions = self._rows.versions[rows]
         return self._advance(plan, loaded, PartialForward(loaded.model, rows, versions, layout, batch, begun))
 
@@ -464,9 +508,11 @@ def _choose(backends: list[AttentionBackend], model: DecoderModel) -> tuple[Atte
 
 
 @torch.inference_mode()
-def _warm_up(model: DecoderModel, backend: AttentionBackend, block_size: int, max_model_len: int) -> None:
+def _warm_up(
+    model: DecoderModel, backend: AttentionBackend, block_size: int, max_model_len: int, group: RankGroup
+) -> None:
     """Prefills and decodes in a cache of their own, whose blocks are all the same one: compiles and initialises kernels
-    before the model serves."""
+    before the model serves. Each stage by itself."""
     shape, device = model.kv_shape(block_size), model.device
     store = KvStore(1, -(-shape.block_bytes // slab.ALIGNMENT_BYTES) * slab.ALIGNMENT_BYTES, device)
     views = store.attach(shape, 1)
@@ -479,6 +525,7 @@ def _warm_up(model: DecoderModel, backend: AttentionBackend, block_size: int, ma
         )
         positions = to_device(layout.positions, device)
         batch = ForwardBatch(torch.zeros_like(positions), positions, views, backend, backend.prepare(layout))
-        state = model.forward(batch)
-        last_tokens = layout.query_starts[1:] - 1
-        model.logits(state, to_device(last_tokens, device))
+        hidden = torch.zeros(len(positions), model.hidden_size, dtype=model.dtype, device=device)
+        state = model.forward(batch, None if group.is_first_stage else hidden)
+        if group.is_last_stage:
+            model.logits(state, to_device(layout.query_starts[1:] - 1, device))

@@ -21,7 +21,8 @@ def instance_environment(
     other ranks theirs (ranks/). Raises `DeviceGroupError` for devices that the machine does not offer.
     """
     k = int(plan.instance_id.rpartition("-")[2])
-    group = plan.group if plan.group != ONE_DEVICE else DeviceGroup(machine.devices[k : k + machine.num_ranks])
+    size, num_stages = machine.group_size, machine.groups[0].num_stages
+    group = plan.group if plan.group != ONE_DEVICE else DeviceGroup(machine.devices[k : k + size], num_stages)
     if not group.devices or not set(group.devices) <= set(machine.devices):
         raise DeviceGroupError(f"not all of {', '.join(group.devices)} are devices here")
     values = {name: getattr(settings, name) for name in BusSettings.__struct_fields__}

@@ -56,7 +56,7 @@ async def main(stop: asyncio.Event, settings: InstanceSettings) -> None:
     log.info(
         "host memory for checkpoints: %d merged blocks of the %d of the KV pool", num_host_merged, pool_merged(plan)
     )
-    engine = build_engine(settings, pool_merged(plan), device, num_host_merged)
+    engine = build_engine(settings, pool_merged(plan), device, num_host_merged, plan.group.num_stages)
     executor = await asyncio.to_thread(make_executor, settings, plan, num_host_merged, other_ranks)
     telemetry = start_telemetry("worker", settings.instance_id, settings)
     bus = await unless_stopped(NatsBus.connect(settings, "instance", settings.instance_id, telemetry.registry), stop)
@@ -76,9 +76,9 @@ async def main(stop: asyncio.Event, settings: InstanceSettings) -> None:
         engine,
         executor,
         provide_cost_models if wants_cost_models else None,
-        # On CPU rank 0 reaches the blocks of all ranks.
+        # On CPU rank 0 reaches the blocks of all ranks of its stage.
         None
-        if other_ranks and device != "cpu"
+        if other_ranks and (device != "cpu" or plan.group.num_stages > 1)
         else lambda: open_transport(settings, telemetry.registry, on_door_closed=stop.set),
     )
     await service.start()

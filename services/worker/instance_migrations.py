@@ -139,7 +139,7 @@ class InstanceMigrations(KvUsers):
         self._on_change()
 
     async def _opened(self) -> KvTransport | None:
-        reason = "the settings say so"
+        reason = "the settings say so" if self._settings.migration == "off" else "none reaches all of its devices"
         if self._open_transport is not None and self._settings.migration != "off":
             try:
                 async with asyncio.timeout(OPEN_TIMEOUT_S):

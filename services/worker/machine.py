@@ -54,7 +54,7 @@ class Machine:
         return max(self.num_instances, self.max_instances)
 
     @property
-    def num_ranks(self) -> int:
+    def group_size(self) -> int:
         """Devices of each instance."""
         return self.groups[0].num_ranks if self.groups else 1
 
@@ -72,9 +72,9 @@ def survey(settings: WorkerSettings, environment: Mapping[str, str] | None = Non
         raise SettingsError(f"TIDEWAY_DEVICE={settings.device!r}: expected auto, cpu or cuda")
     if settings.num_instances < 1:
         raise SettingsError(f"TIDEWAY_NUM_INSTANCES={settings.num_instances}: expected 1 or more")
-    size = settings.tensor_parallel
-    if size & (size - 1):
-        raise SettingsError(f"TIDEWAY_TENSOR_PARALLEL={size}: expected a power of two")
+    num_stages, size = settings.pipeline_parallel, settings.tensor_parallel * settings.pipeline_parallel
+    if settings.tensor_parallel & (settings.tensor_parallel - 1):
+        raise SettingsError(f"TIDEWAY_TENSOR_PARALLEL={settings.tensor_parallel}: expected a power of two")
     if settings.max_node_instances < 0:
         raise SettingsError(f"TIDEWAY_MAX_NODE_INSTANCES={settings.max_node_instances}: expected 0 or more")
     gpus = {} if settings.device == "cpu" else _free_gpu_memory(environment, root)
@@ -87,13 +87,16 @@ def survey(settings: WorkerSettings, environment: Mapping[str, str] | None = Non
         raise SettingsError("TIDEWAY_DEVICE=cuda, but nvidia-smi finds no GPU that may be used")
     if gpus:
         if len(gpus) % size:
-            raise SettingsError(f"TIDEWAY_TENSOR_PARALLEL={size}, but {len(gpus)} GPUs cannot be divided so")
+            raise SettingsError(
+                f"TIDEWAY_TENSOR_PARALLEL={settings.tensor_parallel}, TIDEWAY_PIPELINE_PARALLEL={num_stages}, but "
+                f"{len(gpus)} GPUs cannot be divided so"
+            )
         # The smallest share of all, as the plan divides memory evenly.
         free = int(min(gpus.values()) * GPU_MEMORY_SHARE) * len(gpus)
         names = list(gpus)
         return Machine(
             "cuda", len(gpus) // size, settings.memory_bytes or free, settings.num_threads or 1,
-            tuple(DeviceGroup(tuple(names[k : k + size])) for k in range(0, len(names), size)),
+            tuple(DeviceGroup(tuple(names[k : k + size]), num_stages) for k in range(0, len(names), size)),
             attention=_gpu_attention(environment),
         )  # fmt: skip
     most = max(settings.num_instances, settings.max_node_instances)
@@ -104,7 +107,7 @@ def survey(settings: WorkerSettings, environment: Mapping[str, str] | None = Non
         settings.num_threads or max(1, num_cores(root) // (most * size)),
         max_instances=settings.max_node_instances,
         attention=(TORCH_CPU,),
-        groups=(DeviceGroup(("cpu",) * size),) * most,
+        groups=(DeviceGroup(("cpu",) * size, num_stages),) * most,
     )
 
 

@@ -214,7 +214,7 @@ class NodeAgent:
             if not self._has_seen_plan:
                 self._has_seen_plan = True
                 num_devices = num_planned(plan, self.node_id)
-                self._offer(max(self._info.num_instances, -(-num_devices // self._machine.num_ranks)))
+                self._offer(max(self._info.num_instances, -(-num_devices // self._machine.group_size)))
             self._state.on_plan(plan)
             self._wake.set()
 

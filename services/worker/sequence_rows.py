@@ -79,5 +79,9 @@ class SequenceRows:
         self._tokens.view(-1).index_copy_(0, self._places(rows, positions), sampled.tokens.int())
         return sampled
 
+    def enter(self, rows: np.ndarray, positions: np.ndarray, tokens: np.ndarray) -> None:
+        """Tokens that were sampled elsewhere. [S] each, `tokens` int32."""
+        self._tokens.view(-1).index_copy_(0, self._places(rows, positions), to_device(tokens, self._device))
+
     def _places(self, rows: np.ndarray, positions: np.ndarray) -> torch.Tensor:
         return to_device(rows * self._tokens.shape[1] + positions, self._device)

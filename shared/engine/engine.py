@@ -79,6 +79,7 @@ class Engine:
         high_priority_load: float = 0.0,
         fits_costs: bool = True,
         least_share: float = 0.25,
+        num_stages: int = 1,
         record: Recorder | None = None,
     ) -> None:
         """`interruption` of offline steps by online arrivals: suspend | discard | off. `num_host_merged`: merged blocks of
@@ -87,16 +88,19 @@ class Engine:
         stays for so long. `high_priority_load`: share of the pool that is used beside requests of high priority; 0: from
         the cost model. `fits_costs`: step times are learnt from the steps where no cost model is set; else nothing but the
         token budget bounds a step there. `least_share`: of the pool, that is divided evenly over the models and kept for
-        their online requests. `record` is given each call before it is carried out, each plan after it was made."""
+        their online requests. `num_stages`: of the pipeline that computes a step; with several none is interrupted,
+        and as many should be in flight. `record` is given each call before it is carried out, each plan after it was
+        made."""
         self.memory = Allocator(num_merged, num_rows, num_host_merged, ordering, least_share)
         self.planner = Planner(
             self.memory,
             token_budget,
             serves_offline=serves_offline,
-            may_interrupt=interruption != "off",
+            may_interrupt=interruption != "off" and num_stages == 1,
             mix_phases=mix_phases,
             prefetch=prefetch,
             plans_ahead=steps_in_flight > 1,
+            num_stages=num_stages,
         )
         self.requests = RequestTable(self.memory, max_waiting)
         self.charging = Charging(self.memory)

@@ -50,7 +50,10 @@ class Planner:
         mix_phases: bool,
         prefetch: bool,
         plans_ahead: bool,
+        num_stages: int = 1,
     ) -> None:
+        """`num_stages`: the first stage of a pipeline knows a step's tokens when the last one has sampled them, so with
+        several no sequence is in two steps at once, and steps share the sequences that decode among them."""
         self._memory = memory
         self._queues = memory.queues
         self._ordering = memory.ordering
@@ -64,6 +67,7 @@ class Planner:
         self._mix_phases = mix_phases and memory.ordering.mixes_phases
         self._prefetch = prefetch
         self._plans_ahead = plans_ahead
+        self._num_stages = num_stages
         self._holds_offline = False
         """No offline sequence joins the step that is being planned."""
 
@@ -110,7 +114,7 @@ class Planner:
                 candidates.remove(picked)
                 queue = picked.queue
                 limits = self._limits(queue, priority_class, begins_s)
-                if limits.is_interruptible and not is_alone:
+                if limits.is_interruptible and not is_alone and self._num_stages == 1:
                     # It would keep the results of the step before it waiting; a short one does not.
                     if queue.cost_model is None:
                         continue
@@ -319,6 +323,9 @@ class Planner:
         add_sequence, add_start = batch.sequences.append, batch.starts.append
         budget = batch.budget
         left = budget.tokens_left if decodes else 0
+        if self._num_stages > 1:
+            left = min(left, -(-len(running) // self._num_stages))
+            running = [sequence for sequence in running if not sequence.in_flight]
         is_offline = priority_class == PriorityClass.OFFLINE
         if is_offline:
             # Online decodes are never left out for the sake of time: an objective that online alone breaks is broken.

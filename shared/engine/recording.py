@@ -43,6 +43,7 @@ class Configuration(msgspec.Struct, frozen=True, tag="engine", kw_only=True):
     high_priority_load: float = 0.0
     fits_costs: bool = True
     least_share: float = 0.25
+    num_stages: int = 1
 
     def arguments(self) -> dict[str, Any]:
         """Of `Engine`; policy objects are new ones."""

@@ -32,14 +32,22 @@ class DeviceGroupError(ValueError):
 
 
 class DeviceGroup(msgspec.Struct, frozen=True, array_like=True):
-    """What an instance computes on: rank i on `devices[i]`."""
+    """What an instance computes on: of p ranks in each stage, rank i of stage k on `devices[k * p + i]`."""
 
     devices: tuple[str, ...] = ("",)
     """`cpu`, or as CUDA_VISIBLE_DEVICES names GPUs; empty: the one that the node has for the instance."""
 
+    num_stages: int = 1
+    """Runs of layers, of which each stage has one (pipeline parallelism)."""
+
     @property
     def num_ranks(self) -> int:
         return len(self.devices)
+
+    @property
+    def stage_size(self) -> int:
+        """Ranks of a stage, each with a part of its weights (tensor parallelism)."""
+        return len(self.devices) // self.num_stages
 
 
 ONE_DEVICE = DeviceGroup()

@@ -227,6 +227,17 @@ def test_an_instance_of_several_devices_is_planned_by_their_shares() -> None:
     assert footprint(heavy.spec, shape(kv_heads=1), GPU._replace(num_ranks=2)).block_bytes == single.block_bytes
 
 
+def test_the_first_stage_has_the_embedding_and_the_most_layers() -> None:
+    deep = model("deep", 300, layers=5)
+    groups = (DeviceGroup(("a", "b"), 2),)
+    gpu = msgspec.structs.replace(node(memory=80 * GIB, num_instances=1, device="cuda"), groups=groups)
+    (instance,) = plan([deep], [gpu], None).instances
+    assert instance.group == groups[0]
+    whole, part = (footprint(deep.spec, deep.shape or shape(), facts) for facts in (GPU, DeviceFacts.of(gpu)))
+    assert part.block_bytes == whole.block_bytes // 5 * 3
+    assert whole.weight_bytes * 3 // 5 < part.weight_bytes < whole.weight_bytes
+
+
 FLASH_2 = AttentionFacts("flash-attention 2", (256,), ("float16", "bfloat16"), 256, 16)
 TORCH = AttentionFacts("torch", (128, 64))
 

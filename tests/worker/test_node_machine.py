@@ -157,10 +157,12 @@ def test_one_instance_a_gpu(with_gpus: Path) -> None:
 def test_devices_are_grouped(with_gpus: Path) -> None:
     found = survey(WorkerSettings(tensor_parallel=2), {}, with_gpus)
     assert (found.num_instances, found.groups) == (1, (DeviceGroup(("GPU-aa11", "GPU-bb22")),))
-    assert (found.num_ranks, found.devices) == (2, ("GPU-aa11", "GPU-bb22"))
+    assert (found.group_size, found.devices) == (2, ("GPU-aa11", "GPU-bb22"))
     on_cpu = survey(WorkerSettings(tensor_parallel=2, num_instances=2, device="cpu"), {}, with_gpus)
     assert (on_cpu.num_instances, on_cpu.groups, len(on_cpu.devices)) == (2, (DeviceGroup(("cpu", "cpu")),) * 2, 4)
     assert on_cpu.num_threads == max(1, num_cores(with_gpus) // 4)
+    staged = survey(WorkerSettings(pipeline_parallel=2), {}, with_gpus)
+    assert staged.groups == (DeviceGroup(("GPU-aa11", "GPU-bb22"), 2),) and staged.groups[0].stage_size == 1
     with pytest.raises(SettingsError, match="2 GPUs cannot be divided"):
         survey(WorkerSettings(tensor_parallel=4), {}, with_gpus)
     with pytest.raises(SettingsError, match="TIDEWAY_TENSOR_PARALLEL=3: expected a power of two"):

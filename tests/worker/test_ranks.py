@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -17,8 +18,15 @@ from services.worker.ranks.group_executor import GroupExecutor
 from services.worker.ranks.messages import SetUp
 from services.worker.ranks.starting import RankProcess, join_ranks, start_ranks
 from shared.checkpoint import CheckpointError
+from shared.engine.calls import AddModel, Submit
+from shared.engine.driver import Driver as EngineDriver
+from shared.engine.engine import Engine
 from shared.engine.plan import CopyKind, KvCopy, StepPlan
+from shared.engine.requests import Ended, Output
 from shared.messages.cluster import DeviceGroup, ModelSpec
+from shared.messages.requests import GenerationRequest, SamplingParams, pack_tokens, unpack_tokens
+from shared.policies.ordering import FirstComeFirstServed
+from shared.policies.token_budget import FixedTokenBudget
 from tests.worker.checkpoints import prompt_of, reference_outputs, write_checkpoint
 from tests.worker.step_driver import Driver
 
@@ -29,15 +37,15 @@ STEPS = 12
 
 
 class Group:
-    """Two ranks on a CPU."""
+    """Ranks on a CPU."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_devices: int = 2, num_stages: int = 1) -> None:
         self.lost: list[str] = []
         self.is_lost = threading.Event()
-        self.others: list[RankProcess] = start_ranks(DeviceGroup(("cpu", "cpu")))
+        self.others: list[RankProcess] = start_ranks(DeviceGroup(("cpu",) * num_devices, num_stages))
         setup = SetUp(
-            device="cpu", num_merged=NUM_MERGED, merged_bytes=MERGED_BYTES // 2, num_rows=4,
-            num_host_merged=NUM_MERGED, num_threads=1,
+            device="cpu", num_merged=NUM_MERGED, merged_bytes=MERGED_BYTES // num_devices, num_rows=4,
+            num_host_merged=NUM_MERGED, num_threads=1, num_stages=num_stages,
         )  # fmt: skip
         self.executor: GroupExecutor = join_ranks(self.others, setup, self.lose)
 
@@ -161,4 +169,56 @@ def test_a_rank_that_dies_is_noticed_while_rank_0_waits_for_it(path: Path) -> No
     os.kill(group.others[0].process.pid, signal.SIGKILL)
     assert group.is_lost.wait(1.0)
     assert group.lost[0] == "rank 1 was killed by SIGKILL"
+    group.close()
+
+
+@pytest.mark.parametrize("num_devices", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_stages_make_the_tokens_of_one_device(tmp_path: Path, num_devices: int) -> None:
+    """Two stages share three layers; steps of other sequences, and of another model, are in flight at once."""
+    group = Group(num_devices, num_stages=2)
+    executor = group.executor
+    paths = {variant: write_checkpoint(tmp_path, variant) for variant in ("llama-tied-bias", "opt")}
+    prompts = [prompt_of(length) for length in (70, 33, 9, 61)]
+    engine = Engine(NUM_MERGED, 4, FirstComeFirstServed(), FixedTokenBudget(48), steps_in_flight=2, num_stages=2)
+    for variant, path in paths.items():
+        shape = executor.add_model(executor.prepare_model(ModelSpec(variant, str(path))))
+        assert shape.num_layers == 3
+        engine.apply(AddModel(shape), 0.0)
+        for index, prompt in enumerate(prompts):
+            sampling = SamplingParams(max_tokens=30, temperature=0.0)
+            request = GenerationRequest(
+                request_id=f"{variant} {index}",
+                gateway_id="g",
+                model=variant,
+                prompt=pack_tokens(prompt),
+                sampling=sampling,
+            )
+            assert engine.apply(Submit(request), 0.0) is None
+    driver, outputs, num_ended, depths = EngineDriver(engine), dict[str, list[int]](), 0, Counter[int]()
+    for now in range(20_000):
+        turn = driver.turn(float(now))
+        for copy in turn.copies:
+            executor.start_copy(copy)
+        if turn.plan is not None:
+            executor.launch(turn.plan)
+        effects = turn.effects
+        if driver.collects:
+            depths[len(engine.steps.in_flight)] += 1
+            turn, _ = driver.on_result(executor.collect(), float(now))
+            effects += turn.effects
+            for copy in turn.copies:
+                executor.start_copy(copy)
+        for copy in driver.on_copies(executor.finished_copies(), float(now)):
+            executor.start_copy(copy)
+        for effect in effects:
+            if isinstance(effect, Output):
+                for entry in effect.entries:
+                    outputs.setdefault(entry.request_id, []).extend(unpack_tokens(entry.tokens))
+            num_ended += isinstance(effect, Ended)
+        if num_ended == len(paths) * len(prompts):
+            break
+    for variant, path in paths.items():
+        expected = reference_outputs(path, prompts, 30)
+        assert [outputs[f"{variant} {index}"] for index in range(len(prompts))] == expected
+    assert depths[2] > depths[1] and not group.lost
     group.close()

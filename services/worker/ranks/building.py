@@ -15,7 +15,9 @@ from services.worker.ranks.shared_memory import RankMemory
 def join(setup: SetUp, memory: RankMemory) -> tuple[Executor, RankGroup]:
     """Blocks until all ranks are there. Raises `GroupError`."""
     device = torch.device(setup.device)
-    group = Ranks(setup.rank, setup.num_ranks, Path(setup.folder) / "rendezvous", device)
+    stage, rank = divmod(setup.rank, size := setup.num_ranks // setup.num_stages)
+    rendezvous = Path(setup.folder) / "rendezvous"
+    group = Ranks(rank, size, rendezvous, device, stage=stage, num_stages=setup.num_stages)
     executor = Executor(
         device,
         setup.num_merged,

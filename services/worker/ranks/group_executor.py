@@ -35,6 +35,7 @@ from services.worker.ranks.messages import (
     Close,
     Copy,
     CopyEnded,
+    EnterTokens,
     Failed,
     Forget,
     FromRank,
@@ -43,6 +44,7 @@ from services.worker.ranks.messages import (
     Ready,
     Remove,
     SetLayersPerSafepoint,
+    StepEnded,
     StepFailed,
     ToRank,
     framed,
@@ -122,6 +124,8 @@ class GroupExecutor:
         self._failed_here: set[int] = set()
         self._failed_there: dict[int, int] = {}
         """Steps, and how many of the other ranks they failed on."""
+        self._results: deque[StepResult] = deque()
+        """That the last of several stages has told."""
         self._is_over = False
         self._ready = threading.Semaphore(0)
         for other in others:
@@ -188,6 +192,20 @@ class GroupExecutor:
         self._num_collected += 1
         if result.error:
             self._agree_on_failure(result)
+        elif not self._group.is_last_stage:
+            result = self._sampled(result.step_id)
+        return result
+
+    def _sampled(self, step_id: int) -> StepResult:
+        """By the last stage; the first one is told, before a later step computes these tokens."""
+        with self._changes:
+            self._changes.wait_for(lambda: self._results or self._is_over)
+            if self._is_over:
+                raise GroupError("a rank is lost")
+            result = self._results.popleft()
+        assert result.step_id == step_id, "stages compute the steps in one order"
+        self._tell(EnterTokens(step_id, result.tokens), self._others[: self._group.size - 1])
+        self._own.enter_tokens(step_id, result.tokens)
         return result
 
     def _agree_on_failure(self, result: StepResult) -> None:
@@ -268,12 +286,14 @@ class GroupExecutor:
 
     # --------------------------------------------------------------------------------------- the other ranks
 
-    def _tell(self, message: ToRank) -> None:
-        """Raises `OSError` where a rank is gone."""
-        frame = framed(message)
+    def _tell(self, message: ToRank, ranks: Sequence[RankProcess] | None = None) -> None:
+        """All the others, or some. Raises `OSError` where a rank is gone."""
         while self._forgotten:
-            frame = framed(Forget(self._forgotten.popleft())) + frame
-        for other in self._others:
+            forget = framed(Forget(self._forgotten.popleft()))
+            for other in self._others:
+                other.stream.send(forget)
+        frame = framed(message)
+        for other in self._others if ranks is None else ranks:
             other.stream.send(frame)
 
     def _begin_call(self) -> tuple[int, _Call]:
@@ -322,6 +342,10 @@ class GroupExecutor:
             case CopyEnded(copy_id, ok):
                 self._on_copy_ended(copy_id, ok)
                 self._on_copy_finished()
+            case StepEnded(result):
+                with self._changes:
+                    self._results.append(result)
+                    self._changes.notify_all()
             case StepFailed(step_id, error):
                 with self._changes:
                     self._failed_there[step_id] = self._failed_there.get(step_id, 0) + 1
@@ -341,6 +365,8 @@ class GroupExecutor:
     def _lose_from_beside(self, reason: str) -> None:
         self._is_over = True
         self._on_lost(reason)
+        with self._changes:
+            self._changes.notify_all()
 
     def _lose(self, reason: str) -> NoReturn:
         self._lose_from_beside(reason)

@@ -14,7 +14,7 @@ from typing import Generic, TypeVar
 
 import msgspec
 
-from shared.engine.plan import KvCopy, ModelShape, StepPlan
+from shared.engine.plan import KvCopy, ModelShape, StepPlan, StepResult
 from shared.messages.cluster import ModelSpec
 
 # ------------------------------------------------------------------------------------------ rank 0 to the others
@@ -36,7 +36,10 @@ class SetUp(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     log_level: str = "INFO"
     log_format: str = "text"
     rank: int = 0
+    """Over all stages."""
     num_ranks: int = 1
+    """Of all stages."""
+    num_stages: int = 1
     folder: str = ""
     """Where the ranks find each other."""
     memory: str = ""
@@ -88,11 +91,18 @@ class SetLayersPerSafepoint(msgspec.Struct, frozen=True, tag=True):
     num_layers: int
 
 
+class EnterTokens(msgspec.Struct, frozen=True, tag=True):
+    """To the first stage: what the last one has sampled in a step."""
+
+    step_id: int
+    tokens: list[int]
+
+
 class Close(msgspec.Struct, frozen=True, tag=True):
     pass
 
 
-ToRank = SetUp | Launch | Copy | Claim | Prepare | Add | Forget | Remove | SetLayersPerSafepoint | Close
+ToRank = SetUp | Launch | Copy | Claim | Prepare | Add | Forget | Remove | SetLayersPerSafepoint | EnterTokens | Close
 
 # ------------------------------------------------------------------------------------------ the others to rank 0
 
@@ -113,6 +123,12 @@ class CopyEnded(msgspec.Struct, frozen=True, tag=True):
     ok: bool
 
 
+class StepEnded(msgspec.Struct, frozen=True, tag=True):
+    """From the first rank of the last of several stages."""
+
+    result: StepResult
+
+
 class StepFailed(msgspec.Struct, frozen=True, tag=True):
     step_id: int
     error: str
@@ -124,7 +140,7 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
     error: str
 
 
-FromRank = Ready | Answer | CopyEnded | StepFailed | Failed
+FromRank = Ready | Answer | CopyEnded | StepEnded | StepFailed | Failed
 
 # ---------------------------------------------------------------------------------------------------- the stream
 

@@ -24,6 +24,7 @@ from services.worker.ranks.messages import (
     Close,
     Copy,
     CopyEnded,
+    EnterTokens,
     Failed,
     Forget,
     FromRank,
@@ -33,6 +34,7 @@ from services.worker.ranks.messages import (
     Remove,
     SetLayersPerSafepoint,
     SetUp,
+    StepEnded,
     StepFailed,
     Stream,
     ToRank,
@@ -55,9 +57,11 @@ MAX_IN_FLIGHT = 2
 class Member:
     """One of the other ranks."""
 
-    def __init__(self, stream: Stream[ToRank], executor: Executor) -> None:
+    def __init__(self, stream: Stream[ToRank], executor: Executor, *, tells_results: bool) -> None:
+        """`tells_results`: this rank's tokens are those that count."""
         self._stream = stream
         self._executor = executor
+        self._tells_results = tells_results
         self._prepared: dict[int, PreparedModel] = {}
         self._num_collected = 0
         executor.on_copy_finished(self._tell_copies)
@@ -97,6 +101,8 @@ class Member:
                 self._prepared.pop(prepared, None)
             case Remove(name):
                 executor.remove_model(name)
+            case EnterTokens(step_id, tokens):
+                executor.enter_tokens(step_id, tokens)
             case SetLayersPerSafepoint(name, num_layers):
                 executor.set_layers_per_safepoint(name, num_layers)
 
@@ -123,6 +129,8 @@ class Member:
         self._num_collected += 1
         if result.error:
             self._tell(StepFailed(result.step_id, result.error))
+        elif self._tells_results:
+            self._tell(StepEnded(result))
 
     def _tell_copies(self) -> None:
         """In the thread that copies."""
@@ -162,7 +170,9 @@ def _serve(stream: Stream[ToRank], setup: SetUp) -> None:
         torch.set_num_threads(setup.num_threads)
     os.nice(setup.niceness)
     executor, group = join(setup, RankMemory(setup.memory, setup.num_ranks, setup.region_bytes))
-    member = Member(stream, executor)
+    member = Member(
+        stream, executor, tells_results=group.is_last_stage and not group.is_first_stage and group.rank == 0
+    )
     stream.send(framed(Ready()))
     gc.collect()
     gc.freeze()
