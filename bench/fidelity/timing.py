@@ -92,13 +92,32 @@ def fit(steps: Sequence[Sample], submit_s: float, answer_s: float) -> Timing:
         by_model.setdefault(sample.model, []).append(sample)
     beside = min(BESIDE, key=lambda factor: _loss(by_model, factor))
     costs = _cost_models(by_model, beside, KNEES)
-    for name, of_model in by_model.items():
-        # The mean is what adds up to latencies: stalls are part of it.
-        predicted = sum(costs[name].predict(one.shape) * _factor(beside, one) for one in of_model)
-        costs[name] = costs[name].scaled(sum(one.seconds for one in of_model) / predicted)
+    costs = {name: _to_means(costs[name], of_model, beside) for name, of_model in by_model.items()}
     left = _logarithms(steps, costs, beside)
     noise = float(np.std(left[np.abs(left) < MOST_NOISE]))
     return Timing(cost_models=costs, beside=beside, noise=noise, submit_s=submit_s, answer_s=answer_s)
+
+
+def _to_means(cost: CostModel, of_model: Sequence[Sample], beside: float) -> CostModel:
+    """So that decodes alone, and steps with chunks, take as long as they did in sum: sums are what adds up to latencies, and
+    stalls are part of them."""
+    decodes = [one for one in of_model if not one.shape.prefill_tokens]
+    chunks = [one for one in of_model if one.shape.prefill_tokens]
+    if decodes:
+        cost = cost.scaled(sum(one.seconds for one in decodes) / _predicted_s(cost, decodes, beside))
+    without = msgspec.structs.replace(cost, **dict.fromkeys(_OF_CHUNKS, 0.0))
+    rest_s = _predicted_s(without, chunks, beside)
+    if (of_chunks_s := _predicted_s(cost, chunks, beside) - rest_s) > 0:
+        scale = min(2.0, max(0.5, (sum(one.seconds for one in chunks) - rest_s) / of_chunks_s))
+        cost = msgspec.structs.replace(cost, **{name: scale * getattr(cost, name) for name in _OF_CHUNKS})
+    return cost
+
+
+_OF_CHUNKS = ("prefill_token_s", "prefill_attention_s", "prefill_s", "mixed_s")
+
+
+def _predicted_s(cost: CostModel, steps: Sequence[Sample], beside: float) -> float:
+    return sum(cost.predict(one.shape) * _factor(beside, one) for one in steps)
 
 
 def _loss(by_model: Mapping[str, Sequence[Sample]], beside: float) -> float:
@@ -125,8 +144,9 @@ def _logarithms(steps: Sequence[Sample], costs: Mapping[str, CostModel], beside:
 
 def speed(timing: Timing, steps: Sequence[Sample]) -> float:
     """How long steps took, over what the fit says."""
-    predicted = sum(timing.cost_models[one.model].predict(one.shape) * _factor(timing.beside, one) for one in steps)
-    return sum(one.seconds for one in steps) / predicted
+    return sum(one.seconds for one in steps) / sum(
+        _predicted_s(timing.cost_models[one.model], [one], timing.beside) for one in steps
+    )
 
 
 def execution_s(timing: Timing, model: str, lengths: Sequence[tuple[int, int]]) -> float:

@@ -74,7 +74,7 @@ MIXES = (
 )  # fmt: skip
 CALIBRATION = Mix(
     name="calibration", models={"small": 1.0, "medium": 1.0, "large": 1.0}, cv=1.0, phases=((2.0, 1.5), (1.0, 0.0)),
-    prompt_tokens=Uniform(min_tokens=4, max_tokens=250), output_tokens=Uniform(min_tokens=4, max_tokens=40),
+    prompt_tokens=Uniform(min_tokens=4, max_tokens=300), output_tokens=Uniform(min_tokens=2, max_tokens=50),
 )  # fmt: skip
 """Lengths are evenly spread, so that all kinds of steps are seen; pauses, in which one instance computes alone."""
 
