@@ -33,6 +33,7 @@ class InstanceSpans:
             "tideway.num_recomputed_tokens": ended.recomputed_tokens,
             "tideway.num_restored_blocks": ended.restored_blocks,
             "tideway.device_s": ended.device_s,
+            "tideway.latency_s": ended.ended_s - ended.arrived_s,
             "tideway.max_itl_s": ended.max_itl_s,
             "tideway.ttft_objective_s": ended.ttft_objective_s,
             "tideway.tpot_objective_s": ended.tpot_objective_s,
