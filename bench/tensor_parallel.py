@@ -1,10 +1,11 @@
 """What a step costs on two ranks of a CPU, a thread each, over gloo: on one rank, on two, on two whose calls to each other
 are left out, and those calls alone, back to back, as one step makes them.
 
-    python -m bench.tensor_parallel [--rounds 20] [--dtype bfloat16]
+    python -m bench.tensor_parallel [--rounds 20] [--dtype bfloat16] [--patience 0]
 
 The kinds alternate, so that a drift of the machine cancels. Of each the least time counts: whatever else runs here takes one
-of the two cores, and both ranks wait for the slower one. Times are those of rank 0.
+of the two cores, and both ranks wait for the slower one. Times are those of rank 0. `--patience`: seconds that each round
+may wait until others leave the machine alone.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from pathlib import Path
 import torch
 
 from bench.coserving.testbed import SHAPES, make_checkpoint
-from bench.reporting import Target, judged, machine, table_of, write
+from bench.reporting import Target, judged, machine, others_processor_s, table_of, write
 from bench.sharing_overhead import DECODES, PREFILL, Place
 from services.worker.executor import Executor, region_bytes
 from services.worker.ranks.group import RankGroup, Ranks
@@ -35,6 +36,8 @@ NUM_RANKS = 2
 POOL_BYTES = 1 << 29
 WARM_UP_ROUNDS = 3
 MAX_FACTOR = 1.1
+QUIET_S, QUIET_SHARE = 0.3, 0.1
+"""The machine is quiet where others take no more than this of a core for so long."""
 CPU = torch.device("cpu")
 
 
@@ -70,12 +73,21 @@ class Switch(RankGroup):
         self._ranks.all_reduce(torch.zeros(1))
 
 
+def wait_for_quiet(patience_s: float) -> None:
+    deadline_s = time.monotonic() + patience_s
+    while time.monotonic() < deadline_s:
+        taken_s = others_processor_s()
+        time.sleep(QUIET_S)
+        if others_processor_s() - taken_s <= QUIET_SHARE * QUIET_S:
+            return
+
+
 def compute(
-    rank: int, rendezvous: Path, memory: tuple[str, int], checkpoint: Path, rounds: int
+    rank: int, rendezvous: Path, memory: tuple[str, int], checkpoint: Path, rounds: int, patience_s: float
 ) -> dict[str, list[float]]:
     """Seconds of each kind in each round, on this rank; all ranks do the same."""
     torch.set_num_threads(1)
-    group = Switch(Ranks(rank, NUM_RANKS, rendezvous, CPU))
+    group = Switch(Ranks(rank, NUM_RANKS, rendezvous, CPU, timeout_s=60.0 + patience_s))
     spec = ModelSpec("model", str(checkpoint))
     one = Executor(CPU, 1, 1 << 30, 1)
     prepared = one.prepare_model(spec)
@@ -122,6 +134,8 @@ def compute(
                 "without calls": lambda ours=ours: without_calls(ours),  # type: ignore[misc]
                 "calls alone": lambda ours=ours: calls_alone(ours),  # type: ignore[misc]
             }
+            if rank == 0:
+                wait_for_quiet(patience_s)
             for kind, measure in kinds.items():
                 group.meet()
                 value = measure()
@@ -139,13 +153,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
                                      formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--dtype", default="bfloat16", help="of the weights")
+    parser.add_argument("--patience", type=float, default=0.0, help="s, for each round; default: 0")
     parser.add_argument("--output", type=Path, default=Path(".tideway/bench"))
     options = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory(prefix="tideway-ranks-") as name:
         folder = Path(name)
         checkpoint = make_checkpoint(folder / "model", SHAPE, options.dtype)
         memory = RankMemory.create(NUM_RANKS, region_bytes(POOL_BYTES >> 20, 1 << 20, 0))
-        common = (folder / "rendezvous", (memory.path, memory.region_bytes), checkpoint, options.rounds)
+        common = (
+            folder / "rendezvous", (memory.path, memory.region_bytes), checkpoint, options.rounds, options.patience
+        )  # fmt: skip
         other = multiprocessing.get_context("spawn").Process(target=compute, args=(1, *common), daemon=True)
         other.start()
         seconds = compute(0, *common)

@@ -469,7 +469,8 @@ class Executor:
             pools = [_split(region, num_merged, merged_bytes)[on_host] for region in regions]
         if not on_host:
             pools = [pool[: self._store.pool.numel()] for pool in pools]
-        return BlockParts([self._store.block_rows(views, pool) for pool in pools], views.shape.run_bytes)
+        ranks = [self._store.block_rows(views, pool) for pool in pools]
+        return BlockParts([ranks] if ranks else [], views.shape.run_bytes)
 
     def finished_copies(self) -> list[tuple[int, bool]]:
         """(copy id, whether it succeeded) of those that ended since the last call."""

@@ -63,18 +63,18 @@ class KvShape:
 
 @dataclass(frozen=True)
 class BlockParts:
-    """The blocks of a model, of which each of p ranks has a part: of each layer's K and V the run of its heads.
+    """The blocks of a model, of which each rank has a part: of the K and V of each layer of its stage the run of its heads.
 
-    A whole block is `[layers, 2, p, run_bytes]`, the same for every p, in bytes and their order."""
+    A whole block is `[layers, 2, p, run_bytes]`, the same bytes in the same order for every p and any number of stages."""
 
-    ranks: list[torch.Tensor]
-    """`[num_blocks, part_bytes]` uint8 of each rank, of any row stride."""
+    stages: list[list[torch.Tensor]]
+    """`[num_blocks, part_bytes]` uint8 of each of p ranks of each stage, of any row stride."""
     run_bytes: int
     """Of a rank, in a layer's K or V."""
 
     def __len__(self) -> int:
         """Blocks; 0 where not all ranks' parts can be reached."""
-        return len(self.ranks[0]) if self.ranks else 0
+        return len(self.stages[0][0]) if self.stages else 0
 
 
 @dataclass(frozen=True)

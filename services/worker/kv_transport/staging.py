@@ -16,7 +16,7 @@ import asyncio
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -30,25 +30,50 @@ from services.worker.transfer import to_device
 T = TypeVar("T")
 
 
+class _Part(NamedTuple):
+    """What a rank has of each block."""
+
+    stage: slice
+    """Of a whole block's bytes, those of the rank's stage."""
+    rank: int
+    num_ranks: int
+    """Of the stage."""
+    cells: np.ndarray
+    """`[num_blocks, runs, run_bytes]`: the rank's."""
+
+    def of(self, block: np.ndarray) -> np.ndarray:
+        """`[runs, run_bytes]` of a whole one."""
+        part: np.ndarray = block[self.stage].reshape(-1, self.num_ranks, self.cells.shape[2])[:, self.rank]
+        return part
+
+
+def _parts(blocks: BlockParts) -> Iterator[_Part]:
+    begin = 0
+    for ranks in blocks.stages:
+        end = begin + len(ranks) * ranks[0].shape[1]
+        for rank, rows in enumerate(ranks):
+            cells = rows.numpy().reshape(len(rows), -1, blocks.run_bytes)
+            yield _Part(slice(begin, end), rank, len(ranks), cells)
+        begin = end
+
+
 class KvPool:
     """The blocks of one model: `rows` is `[num_blocks, block_bytes]` uint8, of any row stride, on the CPU or a CUDA
     device; or, on the CPU, their parts, which are joined on the way out and cut on the way in."""
 
     def __init__(self, rows: torch.Tensor | BlockParts) -> None:
-        parts = rows if isinstance(rows, BlockParts) else BlockParts([rows], rows.shape[-1])
-        rows = parts.ranks[0]
+        parts = rows if isinstance(rows, BlockParts) else BlockParts([[rows]], rows.shape[-1])
+        rows = parts.stages[0][0]
         if rows.dim() != 2 or rows.dtype != torch.uint8 or rows.stride(1) != 1:
             raise ValueError(f"a pool is [blocks, bytes] uint8 with contiguous blocks, not {rows.shape} {rows.dtype}")
-        self.num_blocks, self.block_bytes = len(rows), rows.shape[1] * len(parts.ranks)
+        self.num_blocks, self.block_bytes = len(rows), sum(rank.shape[1] for ranks in parts.stages for rank in ranks)
         self.on_device = rows.is_cuda
         self.device = rows.device
         self._rows = rows
-        self._cells: list[np.ndarray] = []
-        """`[num_blocks, runs, run_bytes]` of each rank, on the CPU."""
-        if not rows.is_cuda:
-            self._cells = [rank.numpy().reshape(len(rank), -1, parts.run_bytes) for rank in parts.ranks]
-        elif len(parts.ranks) > 1:
+        if rows.is_cuda and self.block_bytes > rows.shape[1]:
             raise ValueError("parts of blocks on a device are not joined")
+        self._parts: list[_Part] = [] if rows.is_cuda else list(_parts(parts))
+        """On the CPU."""
         self._stream: Any = torch.cuda.Stream(rows.device) if rows.is_cuda else None  # type: ignore[no-untyped-call]
         self._step = max(1, PIECE_BYTES // max(1, self.block_bytes))
 
@@ -57,7 +82,7 @@ class KvPool:
 
     def run_of(self, blocks: Sequence[int]) -> Buffer | None:
         """`[len(blocks) * block_bytes]` uint8: the memory of the blocks, if they are one run of it in this order."""
-        if len(self._cells) > 1:
+        if len(self._parts) > 1:
             return None
         first = blocks[0]
         if len(blocks) > 1 and (
@@ -96,9 +121,9 @@ class KvPool:
 
     def zero(self, blocks: Sequence[int]) -> None:
         if self._stream is None:
-            for cells in self._cells:
+            for part in self._parts:
                 for block in blocks:
-                    cells[block] = 0
+                    part.cells[block] = 0
             return
         with torch.cuda.stream(self._stream):
             for block in blocks:
@@ -116,9 +141,9 @@ class KvPool:
             if not outward:
                 seed = checksum(piece.reshape(-1), checked_bytes, seed)
             for place, block in zip(piece, blocks[start : start + self._step], strict=True):
-                whole = place.reshape(-1, len(self._cells), self._cells[0].shape[2])
-                for rank, cells in enumerate(self._cells):
-                    np.copyto(*((whole[:, rank], cells[block]) if outward else (cells[block], whole[:, rank])))
+                for part in self._parts:
+                    staged_part, cells = part.of(place), part.cells[block]
+                    np.copyto(*((staged_part, cells) if outward else (cells, staged_part)))
             if outward:
                 seed = checksum(piece.reshape(-1), checked_bytes, seed)
         return seed

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -89,31 +90,42 @@ def test_ranks_parts_of_a_tensor_make_the_whole(tmp_path: Path, size: int) -> No
         parts[0].get(f"{layer}mlp.down_proj.weight", 48, 40)
 
 
-@pytest.mark.parametrize(("source_ranks", "target_ranks"), [(1, 2), (2, 1), (2, 4), (4, 2), (2, 2)])
-def test_blocks_of_groups_of_any_size_are_the_same_on_the_way(source_ranks: int, target_ranks: int) -> None:
-    """Heads of K and V of each layer come to the rank that has them there."""
+@pytest.mark.parametrize(
+    ("source_shape", "target_shape"),
+    [((1, 1), (1, 2)), ((1, 2), (1, 1)), ((1, 2), (1, 4)), ((2, 2), (3, 1)), ((2, 1), (1, 2))],
+)
+def test_blocks_of_groups_of_any_shape_are_the_same_on_the_way(
+    source_shape: tuple[int, int], target_shape: tuple[int, int]
+) -> None:
+    """(stages, ranks of each). Heads of K and V of each layer come to the rank that has them there."""
     layers, heads, run, num_blocks = 3, 8, 48, 5
     whole = torch.randint(0, 256, (num_blocks, layers, 2, heads, run), dtype=torch.uint8)
 
-    def parts(num_ranks: int, blocks: torch.Tensor) -> tuple[BlockParts, list[torch.Tensor]]:
-        """With a gap between the blocks, as in the slab; and the ranks' heads."""
-        slabs = [
-            torch.zeros(num_blocks, layers * 2 * heads // num_ranks * run + 64, dtype=torch.uint8)
-            for _ in range(num_ranks)
-        ]
-        rows = [slab[:, :-64] for slab in slabs]
-        views = [row.unflatten(1, (layers, 2, heads // num_ranks, run)) for row in rows]  # type: ignore[no-untyped-call]
-        for view, part in zip(views, blocks.chunk(num_ranks, 3), strict=True):
-            view.copy_(part)
-        return BlockParts(rows, heads // num_ranks * run), views
+    def parts(shape: tuple[int, int], blocks: torch.Tensor) -> tuple[BlockParts, Callable[[], torch.Tensor]]:
+        """With a gap between the blocks, as in the slab; and what lies there, whole."""
+        num_stages, num_ranks = shape
+        stages, views = [], []
+        for stage in range(num_stages):
+            own = place(stage=stage, num_stages=num_stages).layers_of(layers)
+            slabs = [
+                torch.zeros(num_blocks, len(own) * 2 * heads // num_ranks * run + 64, dtype=torch.uint8)
+                for _ in range(num_ranks)
+            ]
+            stages.append([slab[:, :-64] for slab in slabs])
+            views.append([rows.unflatten(1, (len(own), 2, -1, run)) for rows in stages[-1]])  # type: ignore[no-untyped-call]
+            for view, part in zip(views[-1], blocks[:, own.start : own.stop].chunk(num_ranks, 3), strict=True):
+                view.copy_(part)
+        return BlockParts(stages, heads // num_ranks * run), lambda: torch.cat(
+            [torch.cat(ranks, 3) for ranks in views], 1
+        )
 
-    source, target = parts(source_ranks, whole)[0], parts(target_ranks, torch.zeros_like(whole))
-    pools = KvPool(source), KvPool(target[0])
+    source, (target, whole_target) = parts(source_shape, whole)[0], parts(target_shape, torch.zeros_like(whole))
+    pools = KvPool(source), KvPool(target)
     assert pools[0].block_bytes == pools[1].block_bytes == layers * 2 * heads * run
     staging = torch.zeros(3 * pools[0].block_bytes, dtype=torch.uint8)
     out, into = [4, 0, 3], [1, 2, 4]
     assert pools[0].gather(out, staging, 64) == pools[1].scatter(into, staging, 64)
-    assert torch.equal(torch.cat(target[1], 3)[into], whole[out])
+    assert torch.equal(whole_target()[into], whole[out])
     pools[1].zero(into)
-    assert not torch.cat(target[1], 3).any()
-    assert (pools[0].run_of([1]) is None) == (source_ranks > 1)
+    assert not whole_target().any()
+    assert (pools[0].run_of([1]) is None) == (source_shape != (1, 1))
