@@ -22,6 +22,7 @@ from shared.scheduling import recording as scheduling
 from shared.service import OPERATOR_ERROR_EXIT_CODE
 from shared.settings import SettingsError
 from tideway import operations
+from tideway import plan as plans
 from tideway.backup import backup, restore
 from tideway.bench.command import bench
 from tideway.console import Reporter, TableConsole
@@ -287,6 +288,35 @@ def models(
     """Show what the models' traffic was like: rates, lengths, execution times, latencies, attainment."""
     with AdminClient.of(DataFolder(data_dir), url, api_key) as client:
         show_models(client, TableConsole(), interval_s=interval, as_json=as_json)
+
+
+@app.command()
+def plan(
+    search: Annotated[bool, typer.Option("--search", help="Search for a better plan first.")] = False,
+    apply: Annotated[
+        bool, typer.Option("--apply", help="Carry out the proposed plan (search first where there is none).")
+    ] = False,
+    rollback: Annotated[
+        bool, typer.Option("--rollback", help="Undo the replacement that is under way, or the last one.")
+    ] = False,
+    timeout: Timeout = 3600.0,
+    as_json: AsJson = False,
+    url: GatewayUrl = "",
+    api_key: AdminKey = "",
+    data_dir: DataDir = DEFAULT_DATA_DIR,
+) -> None:
+    """Show which models are on which instances, and what a search proposes instead: requests that meet their SLO, and mean
+    latency over mean execution time, measured and predicted."""
+    if search + apply + rollback > 1:
+        raise OperatorError("--search, --apply and --rollback exclude each other.")
+    with AdminClient.of(DataFolder(data_dir), url, api_key) as client:
+        say = print if not as_json else lambda _: None
+        if search:
+            plans.search(client, wait_s=timeout, say=say)
+        if apply or rollback:
+            plans.carry_out(client, "apply" if apply else "roll_back", wait_s=timeout, say=say)
+        if as_json or not (apply or rollback):
+            plans.show_plan(client, TableConsole(), as_json=as_json)
 
 
 @app.command()

@@ -14,7 +14,7 @@ from urllib.parse import quote
 import httpx
 import msgspec
 
-from shared.messages.admin import InstanceState, InstanceStates, ModelState, ModelStates
+from shared.messages.admin import InstanceState, InstanceStates, ModelState, ModelStates, ReplacementState, ShownPlan
 from shared.messages.cluster import InstancePlan, PlacementPlan
 from tideway.data_folder import DataFolder, OperatorError
 
@@ -84,6 +84,12 @@ class AdminClient:
 
     def plan(self) -> PlacementPlan:
         return self._call("GET", "/admin/plan", PlacementPlan)
+
+    def shown_plan(self) -> ShownPlan:
+        return self._call("GET", "/admin/plan", ShownPlan)
+
+    def change_plan(self, action: str) -> ReplacementState:
+        return self._call("POST", "/admin/plan", ReplacementState, {"action": action})
 
     def drain(self, instance_id: str, *, is_undone: bool) -> PlacementPlan:
         if not re.fullmatch(INSTANCE_ID, instance_id):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import re
 from collections.abc import Awaitable, Mapping
@@ -20,25 +21,30 @@ from services.gateway.context import GatewayContext
 from services.gateway.errors import ApiError, invalid, of_info
 from services.gateway.other_routes import json_response
 from services.gateway.replies import AuditLog
-from services.gateway.schemas import AddModelRequest, ScaleModelRequest, ScaleRequest
+from services.gateway.schemas import AddModelRequest, ChangePlanRequest, ScaleModelRequest, ScaleRequest
 from shared.bus.interface import BusError
 from shared.messages.admin import (
     AddModel,
+    ChangePlan,
     DrainInstance,
     GetPlan,
+    GetReplacement,
     InstanceStates,
     ModelState,
     ModelStates,
     RemoveModel,
     ScaleInstances,
     ScaleModel,
+    ShownPlan,
 )
 from shared.messages.catalogue import (
     NODES,
     PLACEMENT_ADD_MODEL,
+    PLACEMENT_CHANGE_PLAN,
     PLACEMENT_DRAIN_INSTANCE,
     PLACEMENT_PLAN,
     PLACEMENT_REMOVE_MODEL,
+    PLACEMENT_REPLACEMENT,
     PLACEMENT_SCALE_INSTANCES,
     PLACEMENT_SCALE_MODEL,
     PLACEMENT_TRAFFIC,
@@ -69,6 +75,7 @@ T = TypeVar("T")
 
 _ADD_MODEL = msgspec.json.Decoder(AddModelRequest)
 _SCALE_MODEL = msgspec.json.Decoder(ScaleModelRequest)
+_CHANGE_PLAN = msgspec.json.Decoder(ChangePlanRequest)
 _SCALE = msgspec.json.Decoder(ScaleRequest)
 
 
@@ -230,8 +237,18 @@ async def _set_draining(context: GatewayContext, request: Request, *, is_undone:
     return json_response(plan)
 
 
+@audited
+async def change_plan(context: GatewayContext, request: Request) -> Response:
+    """Adaptive replacement: a search, or the change to another plan and back. Answered at once; `GET /admin/plan` shows what
+    comes of it."""
+    _authenticate(context, request)
+    message = await _read(context, request, _CHANGE_PLAN)
+    asking = context.bus.request(PLACEMENT_CHANGE_PLAN, ChangePlan(message.action), timeout_s=PLACEMENT_TIMEOUT_S)
+    return json_response(await _api_errors(asking))
+
+
 async def show_plan(context: GatewayContext, request: Request) -> Response:
-    """Placement's plan; its stored copy where placement is away."""
+    """Placement's plan, and what it knows of a better one; the plan's stored copy where placement is away."""
     _authenticate(context, request)
     plan: PlacementPlan | None
     try:
@@ -240,7 +257,11 @@ async def show_plan(context: GatewayContext, request: Request) -> Response:
         plan = await _api_errors(_stored_plan(context))
     if plan is None:
         raise ApiError(404, "There is no placement plan yet.", code="no_plan")
-    return json_response(plan)
+    shown = ShownPlan(**msgspec.structs.asdict(plan))
+    with contextlib.suppress(BusError):
+        state = await context.bus.request(PLACEMENT_REPLACEMENT, GetReplacement(), timeout_s=PLAN_TIMEOUT_S)
+        shown = msgspec.structs.replace(shown, replacement=state)
+    return json_response(shown)
 
 
 async def list_instances(context: GatewayContext, request: Request) -> Response:

@@ -43,6 +43,7 @@ from services.gateway.replies import (
 )
 from services.gateway.schemas import (
     AddModelRequest,
+    ChangePlanRequest,
     ChatRequest,
     CompletionRequest,
     CreateBatchRequest,
@@ -52,7 +53,7 @@ from services.gateway.schemas import (
     TokenizeRequest,
 )
 from shared.bus.interface import BusError
-from shared.messages.admin import InstanceStates, ModelStates
+from shared.messages.admin import InstanceStates, ModelStates, ReplacementState, ShownPlan
 from shared.messages.cluster import PlacementPlan
 from shared.messages.traffic import LEAST_INTERVAL_S, MAX_INTERVAL_S
 
@@ -140,7 +141,8 @@ ROUTES = (
     Route("POST", "/admin/instances/{instance_id}/undrain", admin_routes.undrain_instance, *_PLANNED),
     Route("GET", "/admin/nodes", admin_routes.list_nodes, None, dict, ADMIN_ERRORS),
     Route("GET", "/admin/audit", admin_routes.list_audit, None, AuditLog, ADMIN_ERRORS),
-    Route("GET", "/admin/plan", admin_routes.show_plan, None, PlacementPlan, (404, *ADMIN_ERRORS)),
+    Route("GET", "/admin/plan", admin_routes.show_plan, None, ShownPlan, (404, *ADMIN_ERRORS)),
+    Route("POST", "/admin/plan", admin_routes.change_plan, ChangePlanRequest, ReplacementState, PLACEMENT_ERRORS),
 )
 DEVELOPER_ROUTES = (Route("POST", "/reset_prefix_cache", other_routes.reset_prefix_cache, None, None),)
 

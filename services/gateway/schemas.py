@@ -214,6 +214,11 @@ class ScaleRequest(msgspec.Struct, kw_only=True):
     """How many there are to be, over all nodes."""
 
 
+class ChangePlanRequest(msgspec.Struct, kw_only=True):
+    action: Literal["search", "apply", "roll_back"]
+    """Search for a plan; carry out the one that was found; go back to the one of before."""
+
+
 class OutputExpiry(msgspec.Struct, frozen=True):
     anchor: Literal["created_at"]
     seconds: Annotated[int, Meta(ge=3600, le=2_592_000)]

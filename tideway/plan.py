@@ -1,0 +1,197 @@
+"""`tideway plan`: the placement that runs and the one that a search proposes, what is predicted of both and what was
+measured, and the way from one to the other."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+
+import msgspec
+from rich.markup import escape
+from rich.table import Table
+
+from shared.messages.admin import PlanProposal, ReplacementState, ShownPlan
+from shared.messages.cluster import PlanChange
+from shared.placement.plan import Plan, Prediction
+from tideway.console import TableConsole, fit
+from tideway.data_folder import OperatorError
+from tideway.operations import AdminClient, UnavailableError
+
+POLL_INTERVAL_S = 0.5
+STAGES = {
+    "fetch": "nodes fetch the weights; nothing changes before all have them",
+    "change": "models and instances change place, step by step",
+    "settle": "everything serves; it is watched for a moment",
+    "roll_back": "back to the plan of before",
+    "carried_out": "carried out",
+    "rolled_back": "rolled back",
+}
+
+
+def show_plan(client: AdminClient, console: TableConsole, *, as_json: bool) -> None:
+    plan = client.shown_plan()
+    if as_json:
+        console.print(msgspec.json.encode(plan).decode(), soft_wrap=True, markup=False)
+        return
+    state = _state(plan)
+    console.print(_describe(state))
+    proposal = state.proposal
+    is_current = proposal is not None and proposal.version == plan.version
+    console.print(_places(plan, proposal if is_current else None))
+    console.print(fit(_models(state, proposal if is_current else None), console, ("requests",)))
+    for name, reason in plan.unplaced.items():
+        console.print(f"{escape(name)} is on no instance: {escape(reason)}")
+    if proposal is None:
+        console.print("No search has found a plan yet: tideway plan --search.")
+    elif not is_current:
+        console.print("The last proposal was for another plan than the one that runs: tideway plan --search.")
+    else:
+        console.print(f"Proposed: {escape(proposal.verdict)}.")
+        for rejected in proposal.rejected:
+            console.print(f"  rejected: {escape(_line(rejected.plan))}: {escape(rejected.reason)}")
+        for name, reason in proposal.unplaced.items():
+            console.print(f"  {escape(name)} fits nowhere: {escape(reason)}")
+    if plan.change is not None:
+        console.print(_told(plan.change))
+
+
+def search(client: AdminClient, *, wait_s: float, say: Callable[[str], None]) -> None:
+    """Raises `OperatorError` where none comes of it."""
+    client.change_plan("search")
+    say("Searching.")
+    state = _searched(client, wait_s)
+    assert state.proposal is not None
+    say(f"The search over {state.proposal.num_requests} requests took {state.proposal.search_s:.1f} s.")
+
+
+def _searched(client: AdminClient, wait_s: float) -> ReplacementState:
+    deadline_s = time.monotonic() + wait_s
+    while (state := _state(client.shown_plan())).searching:
+        if time.monotonic() >= deadline_s:
+            raise OperatorError(f"The search is not over after {wait_s:g} s. It goes on by itself.")
+        time.sleep(POLL_INTERVAL_S)
+    if state.problem:
+        raise OperatorError(f"No plan was found: {state.problem}.")
+    return state
+
+
+def carry_out(client: AdminClient, action: str, *, wait_s: float, say: Callable[[str], None]) -> None:
+    """`action`: apply | roll_back. Shows stages and steps as they come; `OperatorError` where it is rolled back."""
+    before = client.shown_plan().change
+    seen = before.number if before is not None else 0
+    if before is not None and not before.is_over:
+        seen -= 1  # this one is followed to its end
+    if client.change_plan(action).searching:
+        say("Searching.")
+        _searched(client, wait_s)
+    deadline_s = time.monotonic() + wait_s
+    stage, num_steps = "", 0
+    while True:
+        try:
+            plan = client.shown_plan()
+        except UnavailableError as error:
+            say(f"  {error}")
+            time.sleep(POLL_INTERVAL_S)
+            continue
+        finally:
+            if time.monotonic() >= deadline_s:
+                raise OperatorError(f"The plan is not carried out after {wait_s:g} s. It goes on by itself.")
+        change = plan.change
+        if change is None or change.number <= seen:
+            proposal = _state(plan).proposal
+            if proposal is not None and proposal.plan == proposal.before:
+                say("The best plan found is the one that runs; nothing changes.")
+                return
+            raise OperatorError(f"Nothing is carried out: {_state(plan).problem or 'placement says no reason'}.")
+        if not stage:
+            say(f"Replacement {change.number}: {change.reason}")
+        for step in change.steps[num_steps:]:
+            say(f"    {step}")
+        num_steps = len(change.steps)
+        if change.stage != stage:
+            stage = change.stage
+            say(f"  {stage}: {STAGES.get(stage, '')}")
+        if change.is_over:
+            for name in change.interrupted:
+                say(f"  {name} had no instance for a while: its requests waited.")
+            if change.stage == "rolled_back" and action == "apply":
+                raise OperatorError(f"Rolled back: {change.failure}.")
+            return
+        time.sleep(POLL_INTERVAL_S)
+
+
+def _state(plan: ShownPlan) -> ReplacementState:
+    if plan.replacement is None:
+        raise UnavailableError("Placement does not answer.")
+    return plan.replacement
+
+
+def _describe(state: ReplacementState) -> str:
+    age_s = time.time() - state.since_s
+    text = f"Replacement is {state.mode} (TIDEWAY_REPLACEMENT); {age_s:.0f} of {state.interval_s:.0f} s of an interval passed"
+    if state.deviation is not None:
+        text += f"; the last one differed from its prediction by {state.deviation:.0%}"
+    if state.searching:
+        text += f". Searching now: {state.searching}"
+    elif state.problem:
+        text += f". The last search found nothing: {state.problem}"
+    return escape(text.rstrip(".")) + "."
+
+
+def _places(plan: ShownPlan, proposal: PlanProposal | None) -> Table:
+    table = Table(box=None, header_style="bold", padding=(0, 2, 0, 0))
+    for header in ("instance", "devices", "models now", "proposed"):
+        table.add_column(header)
+    now = {place.instance_id: place for place in plan.instances}
+    wanted = {place.instance_id: place for place in (proposal.target if proposal is not None else ())}
+    for instance_id in sorted(now.keys() | wanted.keys()):
+        old, new = now.get(instance_id), wanted.get(instance_id)
+        ranks = [str(place.group.num_ranks) for place in (old, new) if place is not None]
+        names = [", ".join(spec.name for spec in place.models) if place is not None else "-" for place in (old, new)]
+        if proposal is None:
+            names[1] = ""
+        elif old is not None and new is not None and old != new and names[0] == names[1]:
+            names[1] += " (made anew: another KV pool or devices)"
+        table.add_row(instance_id, " -> ".join(dict.fromkeys(ranks)), *map(escape, names))
+    return table
+
+
+def _models(state: ReplacementState, proposal: PlanProposal | None) -> Table:
+    """Attainment and normalised latency: measured in this interval, predicted for it, and by the last search under the
+    traffic that it saw, for the plan that ran and for the one it proposes."""
+    found = {
+        "measured": state.measured,
+        "predicted": state.predicted,
+        "as now": proposal.incumbent if proposal is not None else None,
+        "proposed": proposal.prediction if proposal is not None else None,
+    }
+    table = Table(box=None, header_style="bold", padding=(0, 2, 0, 0))
+    table.add_column("model")
+    table.add_column("requests", justify="right")
+    for kind in found:
+        table.add_column(kind, justify="right")
+    names = sorted({name for prediction in found.values() if prediction is not None for name in prediction.models})
+    for name in names:
+        num = state.measured.models[name].num_requests if state.measured and name in state.measured.models else 0
+        table.add_row(escape(name), str(num), *(_cell(prediction, name) for prediction in found.values()))
+    return table
+
+
+def _cell(prediction: Prediction | None, name: str) -> str:
+    model = prediction.models.get(name) if prediction is not None else None
+    if model is None or not model.num_requests:
+        return "-"
+    return f"{model.attainment:.1%} {model.normalised_latency:.2f}x"
+
+
+def _line(plan: Plan) -> str:
+    groups: Iterable[str] = (
+        f"{group.instance_id}{f' x{group.num_ranks}' if group.num_ranks > 1 else ''}: {'+'.join(group.models)}"
+        for group in plan.groups
+    )
+    return "; ".join(groups)
+
+
+def _told(change: PlanChange) -> str:
+    text = f"Replacement {change.number} ({change.reason}): {change.stage}"
+    return escape(text + (f", because {change.failure}" if change.failure else "")) + "."
