@@ -14,9 +14,12 @@ import msgspec
 from shared.bus.interface import Bus, KeyValue, ServiceError, Subscription
 from shared.messages.admin import (
     AddModel,
+    ChangePlan,
     DrainInstance,
     GetPlan,
+    GetReplacement,
     RemoveModel,
+    ReplacementState,
     ScaleInstances,
     ScaleModel,
 )
@@ -31,9 +34,11 @@ from shared.messages.catalogue import (
     LOAD_REPORTS,
     MODELS,
     PLACEMENT_ADD_MODEL,
+    PLACEMENT_CHANGE_PLAN,
     PLACEMENT_DRAIN_INSTANCE,
     PLACEMENT_PLAN,
     PLACEMENT_REMOVE_MODEL,
+    PLACEMENT_REPLACEMENT,
     PLACEMENT_SCALE_INSTANCES,
     PLACEMENT_SCALE_MODEL,
     PLANS,
@@ -106,6 +111,7 @@ class ScriptedPeer:
         """Of those."""
         self.replay_queries: list[tuple[str, ReplayQuery]] = []
         self.plan = PlacementPlan(1, [])
+        self.replacement = ReplacementState(mode="advise", interval_s=600.0, since_s=1.0)
         self.loads: dict[str, dict[str, object]] = {}
         """Fields of the load reports of an instance; one that has none here says nothing."""
         self.num_reports = 0
@@ -130,6 +136,8 @@ class ScriptedPeer:
         await self.bus.serve(PLACEMENT_ADD_MODEL, self._add_model)
         await self.bus.serve(PLACEMENT_REMOVE_MODEL, self._remove_model)
         await self.bus.serve(PLACEMENT_PLAN, self._show_plan)
+        await self.bus.serve(PLACEMENT_REPLACEMENT, self._show_replacement)
+        await self.bus.serve(PLACEMENT_CHANGE_PLAN, self._change_plan)
         await self.bus.serve(PLACEMENT_DRAIN_INSTANCE, self._drain)
         await self.bus.serve(PLACEMENT_SCALE_MODEL, self._scale)
         await self.bus.serve(PLACEMENT_SCALE_INSTANCES, self._scale)
@@ -344,6 +352,15 @@ class ScriptedPeer:
 
     async def _show_plan(self, message: GetPlan) -> PlacementPlan:
         return self.plan
+
+    async def _show_replacement(self, message: GetReplacement) -> ReplacementState:
+        return self.replacement
+
+    async def _change_plan(self, message: ChangePlan) -> ReplacementState:
+        if message.action == "roll_back":
+            raise ServiceError.of(ErrorCode.CONFLICT, "no replacement was carried out", "action")
+        self.replacement = msgspec.structs.replace(self.replacement, searching=message.action)
+        return self.replacement
 
 
 def prior_tokens(request: GenerationRequest) -> list[int]:

@@ -158,7 +158,15 @@ async def test_admin(stack: Stack, checkpoint: Path, plain_checkpoint: Path) -> 
     assert (states["org/second"]["instances"], states["org/second"]["replicas"]) == ({}, 1)
     assert (states["org/second"]["ttft_ms"], states["org/second"]["tpot_ms"]) == (300, 25.5)
     assert (states[MODEL]["ttft_ms"], states[MODEL]["tpot_ms"]) == (0, 0)
-    assert (await client.get("/admin/plan")).json()["version"] == 7
+    shown = (await client.get("/admin/plan")).json()
+    assert (shown["version"], shown["replacement"]["mode"]) == (7, "advise")
+    begun = await client.post("/admin/plan", json={"action": "search"})
+    assert (begun.status_code, begun.json()["searching"]) == (200, "search")
+    refused = await client.post("/admin/plan", json={"action": "roll_back"})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (409, "action")
+    assert (await client.post("/admin/plan", json={"action": "jump"})).status_code == 400
+    [_, __, audited, *_rest] = (await client.get("/admin/audit")).json()["actions"]
+    assert (audited["action"], audited["body"]) == ("POST /admin/plan", '{"action":"search"}')
     removed = await client.delete("/admin/models/org/second")
     assert removed.json()["version"] == 8
     await until(lambda: len(stack.gateway.context.catalog.models) == 1, "removal")

@@ -21,6 +21,8 @@ from services.placement import fleet
 from services.placement import monitor as monitor_module
 from services.placement.backends.interface import ScalingBackend
 from services.placement.checkpoints import read_shape
+from services.placement.replacing import Search
+from services.placement.searching import search_elsewhere
 from services.placement.service import PlacementService
 from shared.bus import nats_key_value
 from shared.bus.interface import Bus, KeyValue, ServiceError
@@ -183,14 +185,17 @@ async def placement(
     read: Callable[[str], CheckpointShape] = read_shape,
     backend: ScalingBackend | None = None,
     models_file: str = "",
+    search: Search = search_elsewhere,
+    **more: Any,
 ) -> AsyncIterator[PlacementService]:
+    """`more`: settings."""
     pairs = ",".join(f"{model}={source}" for model, source in (models or {}).items())
     settings = PlacementSettings(
-        nats_url=nats.nats_url, placement_id=name, models=pairs, interval_s=0.5, models_file=models_file
+        nats_url=nats.nats_url, placement_id=name, models=pairs, interval_s=0.5, models_file=models_file, **more
     )
     bus = await NatsBus.connect(settings, service="placement", service_id=name)
     telemetry = telemetry or start_telemetry("placement", name, settings)
-    service = PlacementService(bus, settings, telemetry, read, backend)
+    service = PlacementService(bus, settings, telemetry, read, backend, search)
     await service.start()
     try:
         yield service

@@ -1,0 +1,268 @@
+"""Replacements by the placement service, on a real NATS server. Node agents decide as real ones do; their instances, the
+scheduler and the search are scripted."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+
+import pytest
+
+from services.placement import active as active_module
+from services.placement import replacing as replacing_module
+from shared.bus.interface import ServiceError
+from shared.messages.admin import ChangePlan, GetReplacement, ReplacementState
+from shared.messages.catalogue import PLACEMENT_CHANGE_PLAN, PLACEMENT_REPLACEMENT, PLACEMENT_REQUESTS
+from shared.messages.cluster import ModelSpec, PlanChange
+from shared.messages.requests import ErrorCode
+from shared.messages.traffic import Outcome, RequestRow, RequestRows, request_number
+from shared.placement.carry_out import CarryOutSettings
+from shared.placement.plan import Group, ModelPrediction, Plan, Prediction, Proposal
+from shared.placement.problem import Problem
+from shared.settings import BusSettings, SettingsError
+from shared.telemetry import start_telemetry
+from tests.placement.node_agent import ScriptedNode
+from tests.placement.test_service import Cluster, cluster, placement, sources, until, where
+
+__all__ = ["cluster", "sources"]
+
+APART = Plan((Group("n", (0,), ("a",)), Group("n", (1,), ("b",))))
+TOGETHER = Plan((Group("n", (0, 1), ("a", "b", "c")),))
+
+
+def predicted(attainment: float, num_requests: int = 30) -> Prediction:
+    model = ModelPrediction(
+        num_requests=num_requests, attainment=attainment, normalised_latency=2.0, mean_latency_s=1.0, p99_latency_s=2.0
+    )
+    return Prediction(attainment=attainment, normalised_latency=2.0, models={"a": model})
+
+
+def finds(plan: Plan, problems: list[Problem] | None = None) -> Callable[[Problem], Awaitable[Proposal]]:
+    async def search(problem: Problem) -> Proposal:
+        if problems is not None:
+            problems.append(problem)
+        return Proposal(plan=plan, prediction=predicted(1.0), incumbent=predicted(0.5), rejected=())
+
+    return search
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(active_module, "TICK_S", 0.1)
+    monkeypatch.setattr(active_module, "DEBOUNCE_S", 0.02)
+    monkeypatch.setattr(replacing_module, "CarryOutSettings", lambda: CarryOutSettings(step_s=5.0, settle_s=0.3))
+
+
+@pytest.fixture
+async def node(cluster: Cluster) -> AsyncIterator[ScriptedNode]:
+    node = ScriptedNode(cluster.bus, "n")
+    await node.start()
+    yield node
+    await node.stop()
+
+
+async def tell_requests(cluster: Cluster, num: int = 30, age_s: float = 15.0) -> None:
+    rows = [
+        RequestRow(request_number(f"r{i}"), i % 2, True, age_s, 100, Outcome.FINISHED, 20, age_s / 2, 0.1, 0.1)
+        for i in range(num)
+    ]
+    await cluster.bus.request(PLACEMENT_REQUESTS, RequestRows("scheduler-1", ["a", "b"], rows), timeout_s=5.0)
+
+
+async def ask(cluster: Cluster, action: str) -> ReplacementState:
+    return await cluster.bus.request(PLACEMENT_CHANGE_PLAN, ChangePlan(action), timeout_s=5.0)  # type: ignore[arg-type]
+
+
+async def show(cluster: Cluster) -> ReplacementState:
+    return await cluster.bus.request(PLACEMENT_REPLACEMENT, GetReplacement(), timeout_s=5.0)
+
+
+async def ended(cluster: Cluster, number: int = 1) -> PlanChange:
+    def change() -> PlanChange | None:
+        found = cluster.plans[-1].change
+        return found if found is not None and found.number == number and found.is_over else None
+
+    found: PlanChange = await until(change)
+    return found
+
+
+async def served(cluster: Cluster, node: ScriptedNode, expected: dict[str, set[str]]) -> None:
+    await until(lambda: node.models == expected and where(cluster.plans[-1]) == expected)
+
+
+EVERYWHERE = {"n-0": {"a", "b"}, "n-1": {"a", "b"}}
+
+
+async def test_what_is_applied_stays_and_can_be_rolled_back(
+    nats_settings: BusSettings, cluster: Cluster, node: ScriptedNode, sources: dict[str, str]
+) -> None:
+    problems: list[Problem] = []
+    models = {name: sources[name] for name in "ab"}
+    telemetry = start_telemetry("placement", "placement-1", nats_settings)
+    async with placement(nats_settings, models, search=finds(APART, problems), telemetry=telemetry):
+        await served(cluster, node, EVERYWHERE)
+        with pytest.raises(ServiceError, match="no replacement was carried out"):
+            await ask(cluster, "roll_back")
+        await ask(cluster, "apply")
+        await until_problem(cluster, "no request came")
+        await tell_requests(cluster)
+        assert (await ask(cluster, "apply")).searching
+        change = await ended(cluster)
+        assert change.stage == "carried_out" and change.steps and not change.interrupted, change
+        await served(cluster, node, {"n-0": {"a"}, "n-1": {"b"}})
+        assert not node.ever_missing
+        (problem,) = problems
+        assert problem.incumbent == Plan((Group("n", (0,), ("a", "b")), Group("n", (1,), ("a", "b"))))
+        assert (problem.traffic.num_requests, problem.nodes[0].num_devices) == (30, 2)
+        assert {key for model in problem.models for key in model.costs} == {("cpu", 1), ("cpu", 2)}
+        state = await show(cluster)
+        assert state.predicted == predicted(1.0) and state.proposal is not None and state.proposal.is_worth
+        value = telemetry.registry.get_sample_value
+        assert value("tideway_placement_replacements_total", {"end": "carried_out"}) == 1
+        assert value("tideway_placement_searches_total", {"outcome": "better"}) == 1
+        assert value("tideway_placement_searches_total", {"outcome": "failed"}) == 1
+        # A new model goes on one group, and disturbs no other.
+        await cluster.add(ModelSpec("c", sources["c"]))
+        await until(lambda: sum("c" in names for names in node.models.values()) == 1)
+        assert cluster.plans[-1].is_chosen
+    async with placement(nats_settings, models, name="placement-2", search=finds(APART)) as service:
+        await until(lambda: service.is_active)
+        version = cluster.plans[-1].version
+        await asyncio.sleep(0.5)
+        assert cluster.plans[-1].version == version, "a restart changes nothing"
+        assert (await show(cluster)).predicted == predicted(1.0), "what was predicted is remembered"
+        await cluster.remove("c")
+        await ask(cluster, "roll_back")
+        change = await ended(cluster, 2)
+        assert change.stage == "carried_out" and not cluster.plans[-1].is_chosen
+        await served(cluster, node, EVERYWHERE)
+        assert not node.ever_missing - {"c"}
+
+
+async def until_problem(cluster: Cluster, text: str) -> None:
+    for _ in range(100):
+        if text in (await show(cluster)).problem:
+            return
+        await asyncio.sleep(0.05)
+    raise AssertionError((await show(cluster)).problem)
+
+
+async def test_devices_become_one_group_and_an_interruption_is_told(
+    nats_settings: BusSettings, cluster: Cluster, node: ScriptedNode, sources: dict[str, str]
+) -> None:
+    models = {name: sources[name] for name in "ab"}
+    async with placement(nats_settings, models, search=finds(TOGETHER), replacement="auto"):
+        await served(cluster, node, EVERYWHERE)
+        await tell_requests(cluster)
+        await cluster.add(ModelSpec("c", sources["c"]))
+        change = await ended(cluster)
+        assert change.reason.startswith("model c was added") and change.stage == "carried_out"
+        assert change.interrupted == ["a", "b", "c"] and "memory has no other room" in " ".join(change.steps)
+        await served(cluster, node, {"n-0": {"a", "b", "c"}})
+        assert cluster.plans[-1].instances[0].group.num_ranks == 2
+        await ask(cluster, "search")
+        again = await ask_until_kept(cluster)
+        assert "is the one that runs" in again.proposal.verdict if again.proposal is not None else False
+        assert cluster.plans[-1].change is not None and cluster.plans[-1].change.number == 1
+
+
+async def ask_until_kept(cluster: Cluster) -> ReplacementState:
+    for _ in range(100):
+        state = await show(cluster)
+        if state.proposal is not None and not state.proposal.is_worth:
+            return state
+        await asyncio.sleep(0.05)
+    raise AssertionError(await show(cluster))
+
+
+async def test_a_model_that_cannot_be_loaded_rolls_back_with_its_reason(
+    nats_settings: BusSettings, cluster: Cluster, node: ScriptedNode, sources: dict[str, str]
+) -> None:
+    plans: list[Plan] = []
+
+    async def search(problem: Problem) -> Proposal:
+        return await finds(plans[0])(problem)
+
+    telemetry = start_telemetry("placement", "placement-1", nats_settings)
+    async with placement(nats_settings, {"a": sources["a"]}, search=search, telemetry=telemetry):
+        await until(lambda: node.models == {"n-0": {"a"}, "n-1": {"a"}})
+        await cluster.add(ModelSpec("b", sources["b"], replicas=1))
+        await until(lambda: any("b" in names for names in node.models.values()))
+        before = where(cluster.plans[-1])
+        here, there = (0, 1) if "b" in before["n-0"] else (1, 0)
+        plans.append(Plan(tuple(sorted([Group("n", (here,), ("a",)), Group("n", (there,), ("b",))]))))
+        node.failing = {"b"}
+        await tell_requests(cluster)
+        await ask(cluster, "apply")
+        change = await ended(cluster)
+        assert (change.stage, change.cause) == ("rolled_back", "instance"), change
+        assert change.failure == f"n-{there} could not load 'b': no such tensor"
+        assert where(cluster.plans[-1]) == before and not cluster.plans[-1].is_chosen
+        assert not node.ever_missing
+        value = telemetry.registry.get_sample_value
+        assert value("tideway_placement_roll_backs_total", {"cause": "instance"}) == 1
+
+
+async def test_weights_that_cannot_be_fetched_change_nothing(
+    nats_settings: BusSettings, cluster: Cluster, node: ScriptedNode, sources: dict[str, str]
+) -> None:
+    models = {name: sources[name] for name in "ab"}
+    async with placement(nats_settings, models, search=finds(APART)):
+        await served(cluster, node, EVERYWHERE)
+        await tell_requests(cluster)
+        await ask(cluster, "apply")
+        await ended(cluster)
+        await served(cluster, node, {"n-0": {"a"}, "n-1": {"b"}})
+        node.fetch_problems = {sources["b"]: "the disk is full"}
+        await ask(cluster, "roll_back")
+        change = await ended(cluster, 2)
+        assert (change.stage, change.cause) == ("rolled_back", "fetch") and "the disk is full" in change.failure
+        assert not change.steps and where(cluster.plans[-1]) == {"n-0": {"a"}, "n-1": {"b"}}
+        assert cluster.plans[-1].is_chosen and not cluster.plans[-1].fetch
+
+
+async def test_the_next_leader_goes_on_with_a_change_and_an_operator_may_stop_it(
+    nats_settings: BusSettings, cluster: Cluster, node: ScriptedNode, sources: dict[str, str]
+) -> None:
+    models = {name: sources[name] for name in "ab"}
+
+    def stage() -> str:
+        change = cluster.plans[-1].change
+        return change.stage if change is not None else ""
+
+    async with placement(nats_settings, models, search=finds(APART)) as first:
+        await served(cluster, node, EVERYWHERE)
+        await tell_requests(cluster)
+        await ask(cluster, "apply")
+        await ended(cluster)
+        node.is_fetching = False
+        await ask(cluster, "roll_back")
+        await until(lambda: stage() == "fetch")
+        with pytest.raises(ServiceError) as caught:
+            await ask(cluster, "search")
+        assert caught.value.code is ErrorCode.CONFLICT
+        assert first.is_active
+    node.is_fetching = True
+    async with placement(nats_settings, models, name="placement-2", search=finds(APART)):
+        change = await ended(cluster, 2)
+        assert change.stage == "carried_out"
+        await served(cluster, node, EVERYWHERE)
+        node.is_fetching = False
+        await tell_requests(cluster, 40)
+        await ask(cluster, "apply")
+        # Both are everywhere already: nothing is fetched, so the change is under way at once.
+        change = await ended(cluster, 3)
+        assert change.stage == "carried_out"
+        await ask(cluster, "roll_back")
+        await until(lambda: stage() == "fetch")
+        await ask(cluster, "roll_back")
+        change = await ended(cluster, 4)
+        assert (change.stage, change.cause) == ("rolled_back", "operator")
+        assert where(cluster.plans[-1]) == {"n-0": {"a"}, "n-1": {"b"}}
+
+
+async def test_settings_are_checked(nats_settings: BusSettings) -> None:
+    for wrong in ({"replacement": "always"}, {"replacement_least_s": 9.0, "replacement_most_s": 1.0}):
+        with pytest.raises(SettingsError, match="TIDEWAY_REPLACEMENT"):
+            async with placement(nats_settings, **wrong):
+                pass
