@@ -11,10 +11,14 @@ from multiprocessing import get_context
 
 from services.placement.live_problem import ProblemError
 from shared.placement.problem import Problem, Proposal
+from shared.placement.search import search
+from shared.simulation.deployment import predict
 
 SEARCH_S = 900.0
 """After which it is given up."""
 MAX_PROCESSES = 8
+MAX_SIMULATED = 20_000
+"""Requests for which the best plans are simulated as well; of more the estimate must do."""
 
 
 def _begin() -> None:
@@ -22,13 +26,11 @@ def _begin() -> None:
 
 
 def _search(problem: Problem) -> Proposal:
-    from shared.placement.search import search
-
     num_devices = sum(node.num_devices for node in problem.nodes)
     # A small problem is solved before another process has imported numpy.
     num_processes = min(MAX_PROCESSES, os.cpu_count() or 1) if num_devices > 16 else 1
-    proposal: Proposal = search(problem, num_processes=num_processes)
-    return proposal
+    evaluate = predict if problem.traffic.num_requests <= MAX_SIMULATED else None
+    return search(problem, evaluate=evaluate, num_processes=num_processes)
 
 
 async def search_elsewhere(problem: Problem) -> Proposal:
