@@ -12,7 +12,8 @@ export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
 .PHONY: help up down status test test-fast check bench bench-coserving bench-coserving-short bench-ordering bench-rebalance \
-	bench-migration bench-migration-gpu bench-migration-chaos bench-control-plane bench-fidelity clean install development
+	bench-migration bench-migration-gpu bench-migration-chaos bench-control-plane bench-fidelity bench-sharing \
+	clean install development
 
 help:
 	@echo "make up       install what is needed, start Tideway on http://127.0.0.1:8000 (Ctrl-C stops it)"
@@ -30,6 +31,7 @@ help:
 	@echo "make bench-migration-gpu    the same and the transfer, on a GPU with the shape of Llama-2-7B"
 	@echo "make bench-migration-chaos  2,000 moves with a fault each, about 20 minutes"
 	@echo "make bench-control-plane    load reports of up to 1,024 instances to one scheduler, about 2 minutes"
+	@echo "make bench-sharing          SeaLLM's evaluation on 32 simulated A800, about half an hour; ARGS=figure6: that alone"
 	@echo "make bench-fidelity         simulated against live, two instances and three models, about 15 minutes"
 	@echo "make clean    remove .venv, .tideway and caches"
 
@@ -83,6 +85,9 @@ bench-migration-chaos: development
 
 bench-control-plane: development
 	$(BIN)/python -m bench.control_plane $(ARGS)
+
+bench-sharing: development
+	$(BIN)/python -m bench.sharing $(ARGS)
 
 bench-fidelity: development
 	$(BIN)/python -m bench.fidelity --output bench/results $(ARGS)

@@ -93,8 +93,7 @@ def alpaserve(problem: Problem, evaluate: Evaluate) -> Plan:
             why = why or str(missing)
             continue
         why = "not all models fit together"
-        for plan in _greedy(problem, slots, evaluate):
-            prediction = evaluate(problem, plan)
+        for plan, prediction in _greedy(problem, slots, evaluate):
             score = (-prediction.attainment, prediction.normalised_latency)
             is_whole = len({name for group in plan.groups for name in group.models}) == len(problem.models)
             if is_whole and (best is None or score < best[0]):
@@ -129,7 +128,9 @@ def _slots(problem: Problem, size: int) -> list[tuple[NodeFacts, tuple[int, ...]
     return slots
 
 
-def _greedy(problem: Problem, slots: Sequence[tuple[NodeFacts, tuple[int, ...]]], evaluate: Evaluate) -> Iterator[Plan]:
+def _greedy(
+    problem: Problem, slots: Sequence[tuple[NodeFacts, tuple[int, ...]]], evaluate: Evaluate
+) -> Iterator[tuple[Plan, Prediction]]:
     models = {model.name: model for model in problem.models}
     counts = np.bincount(problem.traffic.model, minlength=len(problem.traffic.models))
     requests = dict(zip(problem.traffic.models, counts.tolist(), strict=True))
@@ -141,9 +142,8 @@ def _greedy(problem: Problem, slots: Sequence[tuple[NodeFacts, tuple[int, ...]]]
             if names
         ]
         plan = plan_of(groups)
-        if groups:
-            yield plan
         prediction = evaluate(problem, plan)
+        yield plan, prediction
         placed = {name for names in held for name in names}
         unserved = {
             name: requests.get(name, 0) * (1 - prediction.models[name].attainment if name in placed else 1)

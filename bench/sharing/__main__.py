@@ -1,0 +1,111 @@
+"""SeaLLM's evaluation in virtual time: eight services of four models on 32 A800 of four nodes, bursts; Tideway, dedicated
+instances, AlpaServe and MuxServe.
+
+python -m bench.sharing [figure6 figure8 figure10 figure11 figure12 figure13 kv] [--duration S] [--output DIR]
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from bench.reporting import judged, machine, save_figure, write
+from bench.sharing import kv
+from bench.sharing.experiments import FIGURES, PAPER, TIDEWAY, Figure, Point, run_points, targets
+from bench.sharing.results import Outcome, draw, draw_scales, outcome_table, ratios, scale_table
+from bench.sharing.systems import SEED
+from bench.sharing.workloads import CHAT, RATES, SUMMARIES, TRACES
+
+KV = "kv"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m bench.sharing", description=__doc__)
+    parser.add_argument("figures", nargs="*", metavar="FIGURE", help=f"of {', '.join([*FIGURES, KV])}; default: all")
+    parser.add_argument("--duration", type=float, default=0.0, help="of arrivals, seconds of virtual time")
+    parser.add_argument("--seed", type=int, default=SEED, help="of lengths and arrivals")
+    parser.add_argument("--systems", default="", help="comma-separated; default: all of the figure")
+    parser.add_argument("--xs", default="", help="of the horizontal axis, comma-separated; default: all of the figure")
+    parser.add_argument("--processes", type=int, default=1)
+    parser.add_argument("--output", type=Path, default=Path(".tideway/bench"), help="folder of JSON, table and plot")
+    options = parser.parse_args(arguments)
+    names = options.figures or [*FIGURES, KV]
+    if unknown := sorted(set(names) - {*FIGURES, KV}):
+        parser.error(f"unknown figures: {', '.join(unknown)}")
+    chosen = {name: _points(FIGURES[name], options) for name in names if name != KV}
+    if empty := [name for name, points in chosen.items() if not points]:
+        parser.error(f"no point of {', '.join(empty)} is left")
+    for name in names:
+        started_s, date = time.monotonic(), time.strftime("%Y-%m-%d")
+        head = {"date": date, "machine": machine(), "command": " ".join(sys.argv[1:]), "traces": traces()}
+        if name == KV:
+            found = kv.compare()
+            text = kv.markdown(found)
+            document: dict[str, Any] = {"comparison": found}
+        else:
+            document, text = _run(name, chosen[name], options.processes)
+        print(text)
+        took_s = time.monotonic() - started_s
+        title = f"SeaLLM's {name} in virtual time, {date}"
+        note = f"{machine()}, {took_s:.0f} s; {traces()}"
+        stem = write(
+            options.output, f"sharing-{name}-{date}", {**head, "took_s": round(took_s, 1), **document},
+            f"# {title}\n\n{note}\n\n{text}",
+        )  # fmt: skip
+        if name != KV:
+            plot(name, document["outcomes"], title, stem.with_suffix(".png"))
+        print(f"{took_s:.0f} s; written: {stem}.json, .md")
+    return 0
+
+
+def _points(figure: Figure, options: argparse.Namespace) -> list[Point]:
+    systems = options.systems.split(",") if options.systems else None
+    xs = set(map(float, options.xs.split(","))) if options.xs else None
+    return [
+        msgspec.structs.replace(point, case=msgspec.structs.replace(point.case, seed=options.seed))
+        for point in figure.points(options.duration or figure.run_s)
+        if (systems is None or point.system.name in systems) and (xs is None or point.x in xs)
+    ]
+
+
+def _run(name: str, points: list[Point], num_processes: int) -> tuple[dict[str, Any], str]:
+    """What is written down of a figure: as JSON, as text."""
+    figure = FIGURES[name]
+
+    def show(one: Outcome) -> None:
+        told = one.error or f"normalised {one.normalised_latency:.2f}, attainment {one.attainment:.1%}"
+        print(f"{figure.x_name} {one.x:g}, {one.system}: {told}, {one.took_s:.0f} s", flush=True)
+
+    outcomes = run_points(points, num_processes, show)
+    lines = [f"{figure.about} Here {points[0].case.run_s:g} s.", "", *outcome_table(outcomes, figure.x_name)]
+    aims = []
+    if any(one.system == TIDEWAY.name for one in outcomes):
+        lines += ["", *ratios(outcomes, TIDEWAY.name, PAPER)]
+        aims = targets(outcomes) if name == "figure6" else []
+    if name == "figure10":
+        lines += ["", "Attainment by the SLO's scale:", "", *scale_table(outcomes)]
+    text = "\n".join([*lines, "", *(f"    {aim}" for aim in aims)])
+    return {"points": points, "outcomes": outcomes, "targets": judged(aims)}, text
+
+
+def plot(name: str, outcomes: Sequence[Outcome], title: str, path: Path) -> None:
+    if name == "figure10":
+        save_figure(lambda: draw_scales(outcomes, title), path)
+    else:
+        save_figure(lambda: draw(outcomes, title, FIGURES[name].x_name), path)
+
+
+def traces() -> str:
+    """Which of the traces were there."""
+    found = [name for name in (CHAT, SUMMARIES, RATES) if (TRACES / name).exists()]
+    return f"traces: {', '.join(found)}" if found else "no traces: lengths of SeaLLM's table 1, made-up rates"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

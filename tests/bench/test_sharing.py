@@ -1,0 +1,119 @@
+"""SeaLLM's evaluation, small: workloads are seeded and of the shape that is asked for, every system serves every request."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+
+from bench.sharing import kv
+from bench.sharing.__main__ import main
+from bench.sharing.experiments import SYSTEMS, Point, run_point, targets
+from bench.sharing.results import Outcome
+from bench.sharing.systems import MUXSERVE, Case, System, drawn
+from bench.sharing.workloads import NUM_SAMPLED, SHAPES, Workload, clusters, draw, services
+
+NOWHERE = Path("/nonexistent")
+WORKLOAD = Workload(rate_rps=20.0)
+
+
+@pytest.mark.parametrize("folder", [None, NOWHERE], ids=["traces", "table-1"])
+def test_services_are_clusters_of_lengths_with_models(folder: Path | None) -> None:
+    known = services(WORKLOAD) if folder is None else services(WORKLOAD, folder)
+    assert len(known) == 8
+    assert sorted(service.shape for service in known) == sorted(SHAPES * 2)
+    assert sum(service.share for service in known) == pytest.approx(1.0)
+    total = np.concatenate([service.lengths for service in known])
+    assert len(total) <= 2 * NUM_SAMPLED
+    assert total.min() >= 1
+    assert total.sum(1).max() <= WORKLOAD.max_tokens
+    assert [service.name for service in known] == [
+        service.name for service in services(WORKLOAD, folder or Path("../shared/traces"))
+    ]
+
+
+def test_clusters_part_what_lies_apart() -> None:
+    rng = np.random.default_rng(1)
+    centres = np.array([[0.0, 0.0], [0.0, 9.0], [9.0, 0.0], [9.0, 9.0]])
+    of = rng.integers(0, 4, 200)
+    found = clusters(centres[of] + rng.normal(0, 0.1, (200, 2)), 4, rng)
+    assert len({(int(one), int(other)) for one, other in zip(of, found, strict=True)}) == 4
+
+
+def test_traffic_is_seeded_bursty_and_at_its_rate() -> None:
+    history, run = draw(WORKLOAD, 200.0, 300.0, 5)
+    again = draw(WORKLOAD, 200.0, 300.0, 5)[1]
+    other = draw(WORKLOAD, 200.0, 300.0, 6)[1]
+    assert (run.arrival_s == again.arrival_s).all()
+    assert run.num_requests != other.num_requests or (run.arrival_s != other.arrival_s).any()
+    assert history.num_requests + run.num_requests == pytest.approx(20.0 * 500, rel=0.01)
+    assert (np.diff(run.arrival_s) >= 0).all()
+    assert 0 <= run.arrival_s[0] <= run.arrival_s[-1] < 300.0
+    own = np.diff(run.arrival_s[run.model == np.bincount(run.model).argmax()])
+    assert own.std() / own.mean() > 2.0
+
+
+def test_skew_keeps_requests_and_times_and_makes_runs_of_services() -> None:
+    plain = draw(WORKLOAD, 0.0, 300.0, 5)[1]
+    skewed = draw(msgspec.structs.replace(WORKLOAD, num_consecutive=16), 0.0, 300.0, 5)[1]
+    assert (plain.arrival_s == skewed.arrival_s).all()
+    assert (np.bincount(plain.model) == np.bincount(skewed.model)).all()
+    assert np.count_nonzero(np.diff(skewed.model)) < 0.2 * np.count_nonzero(np.diff(plain.model))
+
+
+def test_an_error_of_outputs_leaves_the_history_and_the_prompts() -> None:
+    plain = draw(WORKLOAD, 100.0, 100.0, 5)
+    wrong = draw(msgspec.structs.replace(WORKLOAD, output_error=4.0), 100.0, 100.0, 5)
+    assert (plain[0].output_tokens == wrong[0].output_tokens).all()
+    assert (plain[1].prompt_tokens == wrong[1].prompt_tokens).all()
+    assert wrong[1].output_tokens.mean() > 1.5 * plain[1].output_tokens.mean()
+    assert wrong[1].output_tokens.min() == 1
+    assert (wrong[1].output_tokens + wrong[1].prompt_tokens).max() <= WORKLOAD.max_tokens
+
+
+@pytest.mark.parametrize("system", SYSTEMS, ids=lambda system: system.name)
+def test_every_system_serves_all_and_the_same_again(system: System) -> None:
+    case = Case(workload=Workload(rate_rps=2.0, num_services=2), num_devices=4, history_s=40.0, run_s=20.0)
+    found, again = (run_point(Point(x=2.0, system=system, case=case)) for _ in range(2))
+    assert not found.error
+    assert found.num_requests == drawn(case)[1].num_requests
+    assert 0 < found.normalised_latency < 20
+    assert len(found.placement) >= 1
+    assert msgspec.structs.replace(again, took_s=found.took_s) == found
+
+
+def test_a_system_without_a_placement_says_so() -> None:
+    case = Case(workload=Workload(rate_rps=1.0), num_devices=2, history_s=40.0, run_s=20.0)
+    assert "fits no node" in run_point(Point(x=1.0, system=MUXSERVE, case=case)).error
+
+
+def test_targets_are_of_the_worst_and_of_the_last_rate() -> None:
+    outcomes = [
+        Outcome(x=x, system=system, normalised_latency=latency, attainment=0.95)
+        for x, system, latency in [
+            (2.0, "tideway", 4.0),
+            (50.0, "tideway", 2.0),
+            (2.0, "vllm", 1.0),
+            (50.0, "vllm", 19.0),
+        ]
+    ]
+    assert [(aim.value, aim.is_met) for aim in targets(outcomes)] == [(4.0, False), (0.95, True), (9.5, True)]
+
+
+def test_merged_blocks_hold_nearly_what_split_ones_do_with_tables_a_thousandth_the_size() -> None:
+    for one in kv.compare():
+        assert one.entries["split"] > 1000 * one.entries["merged"]
+        assert one.held_alone["merged"] >= 0.9 * one.held_alone["split"] > one.held_alone["fixed"]
+        assert abs(one.held_both["merged"] - one.held_both["fixed"]) <= 2
+
+
+def test_what_is_written_down(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["kv", "--output", str(tmp_path)]) == 0
+    (path,) = tmp_path.glob("sharing-kv-*.json")
+    assert len(json.loads(path.read_text())["comparison"]) == 9
+    assert "llama-2-13b" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        main(["figure6", "--systems", "none"])
