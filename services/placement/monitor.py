@@ -31,7 +31,7 @@ from shared.messages.traffic import (
     StoredTraffic,
     TrafficReply,
 )
-from shared.monitor.request_log import RequestLog, slot_index
+from shared.monitor.request_log import RequestLog
 from shared.monitor.summary import traffic_by_model
 
 if TYPE_CHECKING:
@@ -79,7 +79,6 @@ class PlacementMonitor:
         self._bucket = await self._bus.key_value(REQUEST_LOG)
         entries = await self._bucket.entries()
         self._log.load((entry.value for entry in entries.values()), self.now())
-        await self._purge({int(key.partition(".")[0]) for key in entries if _is_old(key, self.now())})
         self._subscriptions.append(await self._bus.serve(PLACEMENT_REQUESTS, self._on_requests))
         self._subscriptions.append(await self._bus.serve(PLACEMENT_TRAFFIC, self._on_get_traffic))
         logger.info("the service monitor has %d requests of before", self._log.num_requests)
@@ -142,7 +141,8 @@ class PlacementMonitor:
     async def store(self) -> None:
         """What changed since the last call. Raises `BusError`; then it is due again."""
         async with self._storing:
-            await self._purge(self._log.expire(self.now()))
+            self._log.expire(self.now())
+            await self._purge()
             changed = self._log.take_changed(self.now())
             left = list(changed)
             try:
@@ -152,13 +152,11 @@ class PlacementMonitor:
             except BaseException as error:
                 self._log.keep_changed(left)
                 if isinstance(error, BusError) and error.code is ErrorCode.OVERLOADED:
-                    await self._purge(self._log.forget_oldest(FREED_SHARE))
+                    self._log.forget_oldest(FREED_SHARE)
+                    await self._purge()
                 raise
 
-    async def _purge(self, slots: set[int] | list[int]) -> None:
-        for slot in sorted(slots):
+    async def _purge(self) -> None:
+        while (slot := self._log.next_gone()) is not None:
             await self._bucket.purge(str(slot))
-
-
-def _is_old(key: str, now: float) -> bool:
-    return int(key.partition(".")[0]) < slot_index(now - MAX_INTERVAL_S)
+            self._log.purged(slot)

@@ -111,6 +111,8 @@ class RequestLog:
         self._known: dict[int, LoggedRequest] = {}
         self._execution: dict[tuple[str, bool], Moments] = {}
         """Execution times in all slots, by model and whether online."""
+        self._gone: set[int] = set()
+        """Slots that are forgotten here and perhaps still stored."""
 
     @property
     def num_requests(self) -> int:
@@ -122,7 +124,7 @@ class RequestLog:
     def add(self, told: RequestRows, now: float) -> None:
         """What is told twice counts once (of a request that was left out: twice)."""
         for row in told.rows:
-            arrived_s = now - row.age_s
+            arrived_s = now - max(0.0, row.age_s)
             if row.model >= len(told.models) or arrived_s < now - self._max_age_s:
                 continue
             model = told.models[row.model]
@@ -172,16 +174,17 @@ class RequestLog:
 
     # -------------------------------------------------------------------------------------------------- bounding
 
-    def expire(self, now: float) -> list[int]:
-        """Forgets slots that are too old; returns their indices."""
+    def expire(self, now: float) -> None:
+        """Forgets slots that are too old."""
         oldest = slot_index(now - self._max_age_s)
-        return self._forget([index for index in self._slots if index < oldest])
+        self._forget([index for index in self._slots if index < oldest])
 
-    def forget_oldest(self, share: float) -> list[int]:
+    def forget_oldest(self, share: float) -> None:
         """Likewise the oldest slots, so many of them."""
-        return self._forget(sorted(self._slots)[: max(1, int(share * len(self._slots)))])
+        self._forget(sorted(self._slots)[: max(1, int(share * len(self._slots)))])
 
-    def _forget(self, gone: list[int]) -> list[int]:
+    def _forget(self, gone: list[int]) -> None:
+        self._gone.update(gone)
         for index in gone:
             slot = self._slots.pop(index)
             self.num_expired += len(slot.arrived)
@@ -189,7 +192,6 @@ class RequestLog:
                 merge(self._execution_of(*key), sums.execution_s, -1)
             for number in slot.arrived:
                 del self._known[number]
-        return gone
 
     def _thin(self) -> None:
         """The fullest slots, one after the other, by half."""
@@ -233,6 +235,13 @@ class RequestLog:
         for key in keys:
             if slot := self._slots.get(int(key.partition(".")[0])):
                 slot.is_changed = True
+
+    def next_gone(self) -> int | None:
+        """A slot that is to be stored no more, until `purged` says so."""
+        return next(iter(self._gone - self._slots.keys()), None)
+
+    def purged(self, slot: int) -> None:
+        self._gone.discard(slot)
 
     def load(self, parts: Iterable[StoredTraffic], now: float) -> None:
         """What was stored, into an empty log."""

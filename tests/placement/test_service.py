@@ -556,6 +556,8 @@ async def test_a_full_store_costs_the_oldest_requests(
         log = first._active.monitor._log  # type: ignore[union-attr]
         await until(lambda: not any(slot.is_changed for slot in log._slots.values()))
         assert 500 < log.num_requests < 3000 and log.num_expired == 3000 - log.num_requests
+        stored = await (await bus.key_value(REQUEST_LOG)).entries()
+        assert {int(key.partition(".")[0]) for key in stored} == log._slots.keys(), "what is forgotten is purged"
     async with placement(settings, {"a": sources["a"]}, name="second") as second:
         await until(lambda: second.is_active)
         kept = second._active.monitor._log  # type: ignore[union-attr]

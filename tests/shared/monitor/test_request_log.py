@@ -232,9 +232,13 @@ def test_slots_that_are_too_old_go_and_so_does_what_they_had() -> None:
     log = RequestLog(BEGAN_S, max_age_s=60)
     play(log, poisson(5, 30), BEGAN_S + 100)
     num = log.num_requests
-    gone = log.expire(BEGAN_S + 75)
-    assert gone == [int(BEGAN_S // SLOT_S)] and log.num_expired == num - log.num_requests > 0
-    assert len(log.expire(BEGAN_S + 1000)) >= 3 and log.num_requests == 0
+    log.expire(BEGAN_S + 75)
+    first = int(BEGAN_S // SLOT_S)
+    assert log.next_gone() == log.next_gone() == first and log.num_expired == num - log.num_requests > 0
+    log.purged(first)
+    assert log.next_gone() is None
+    log.expire(BEGAN_S + 1000)
+    assert log.num_requests == 0 and log.next_gone() is not None
     assert log.models() == set() and log.mean_execution_s("a") == 0.0
 
 
