@@ -99,6 +99,8 @@ def test_without_nats_the_folder_has_it(
 
 def test_several_devices_are_measured_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TIDEWAY_NATS_URL", raising=False)
+    monkeypatch.setenv("TIDEWAY_TOKEN_BUDGET", "32")
+    monkeypatch.setenv("TIDEWAY_MAX_RUNNING", "2")
     run(str(write_checkpoint(tmp_path, "llama")), data_dir=tmp_path / "data", tensor_parallel=2)
     (file,) = (tmp_path / "data" / profile.FOLDER).rglob("*.json")
     assert file.name.endswith("tp2.json")

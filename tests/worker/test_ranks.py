@@ -149,29 +149,6 @@ def test_an_interrupted_step_stops_on_all_ranks_and_goes_on(group: Group, path: 
     assert not group.lost
 
 
-def test_a_rank_that_dies_is_noticed_while_rank_0_waits_for_it(path: Path) -> None:
-    group = Group()
-    executor = group.executor
-    shape = executor.add_model(executor.prepare_model(ModelSpec("model", str(path))))
-    driver = Driver(executor, shape, range(NUM_MERGED))  # type: ignore[arg-type]
-    row = driver.add(0, PROMPT)
-    driver.step([(row, len(PROMPT))])
-    os.kill(group.others[0].process.pid, signal.SIGSTOP)  # rank 0 is in a collective call when the other dies
-
-    def step() -> None:
-        with contextlib.suppress(GroupError):
-            driver.decode([row], 1)
-
-    stepping = threading.Thread(target=step, daemon=True)
-    stepping.start()
-    time.sleep(0.2)
-    assert stepping.is_alive() and not group.lost
-    os.kill(group.others[0].process.pid, signal.SIGKILL)
-    assert group.is_lost.wait(1.0)
-    assert group.lost[0] == "rank 1 was killed by SIGKILL"
-    group.close()
-
-
 @pytest.mark.parametrize("num_devices", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_stages_make_the_tokens_of_one_device(tmp_path: Path, num_devices: int) -> None:
     """Two stages share three layers; steps of other sequences, and of another model, are in flight at once."""
@@ -222,3 +199,25 @@ def test_stages_make_the_tokens_of_one_device(tmp_path: Path, num_devices: int) 
         assert [outputs[f"{variant} {index}"] for index in range(len(prompts))] == expected
     assert depths[2] > depths[1] and not group.lost
     group.close()
+
+
+def test_a_rank_that_dies_is_noticed_while_rank_0_waits_for_it(group: Group, path: Path) -> None:
+    """The last test of the group."""
+    executor = group.executor
+    shape = executor.add_model(executor.prepare_model(ModelSpec("model", str(path))))
+    driver = Driver(executor, shape, range(NUM_MERGED))  # type: ignore[arg-type]
+    row = driver.add(0, PROMPT)
+    driver.step([(row, len(PROMPT))])
+    os.kill(group.others[0].process.pid, signal.SIGSTOP)  # rank 0 is in a collective call when the other dies
+
+    def step() -> None:
+        with contextlib.suppress(GroupError):
+            driver.decode([row], 1)
+
+    stepping = threading.Thread(target=step, daemon=True)
+    stepping.start()
+    time.sleep(0.2)
+    assert stepping.is_alive() and not group.lost
+    os.kill(group.others[0].process.pid, signal.SIGKILL)
+    assert group.is_lost.wait(1.0)
+    assert group.lost[0] == "rank 1 was killed by SIGKILL"
