@@ -31,8 +31,8 @@ from shared.engine.plan import ModelShape, NewSequence, StepPlan
 from shared.messages.cluster import ModelSpec
 from shared.messages.requests import SamplingParams, pack_tokens
 
-POOL_BYTES = {"cpu": 1 << 29, "cuda": 24 << 30}
-DECODES = {"cpu": (8, 256), "cuda": (64, 1024)}
+POOL_BYTES = {"cpu": 1 << 29, "cuda": 32 << 30}
+DECODES = {"cpu": (8, 256), "cuda": (32, 512)}
 """(sequences, tokens in the cache of each) of a decode step."""
 PREFILL = {"cpu": 128, "cuda": 2048}
 MAX_OVERHEAD = 0.02
@@ -123,7 +123,7 @@ def measure(checkpoints: Sequence[Path], device: str, rounds: int) -> tuple[list
     """The first checkpoint's model, alone on an executor and among all of them on another."""
     kind = torch.device(device).type
     specs = [ModelSpec(f"model-{number}", str(path)) for number, path in enumerate(checkpoints)]
-    probe = Executor(device, 1, 1 << 30, 1, capture=None if kind == "cpu" else _no_graphs)
+    probe = Executor(device, 1, 1 << 30, 1)
     sizes = [_block_bytes(probe.prepare_model(spec)) for spec in specs]
     alone_bytes, merged_bytes = choose_merged_bytes(sizes[:1], at_least=1), choose_merged_bytes(sizes)
     # Their own executor each, so that one and the same weights are beside nobody and beside others.
@@ -172,10 +172,6 @@ def _after(places: Sequence[Place], step: Callable[[], float]) -> Callable[[], f
         return step()
 
     return run
-
-
-def _no_graphs(*_: object) -> None:
-    raise AssertionError("nothing runs on the probe")
 
 
 def _block_bytes(prepared: PreparedModel) -> int:
