@@ -13,7 +13,7 @@ export PYTHONDONTWRITEBYTECODE :=
 .DEFAULT_GOAL := help
 .PHONY: help up down status test test-fast check bench bench-coserving bench-coserving-short bench-ordering bench-rebalance \
 	bench-migration bench-migration-gpu bench-migration-chaos bench-control-plane bench-fidelity bench-sharing \
-	clean install development
+	bench-unified clean install development
 
 help:
 	@echo "make up       install what is needed, start Tideway on http://127.0.0.1:8000 (Ctrl-C stops it)"
@@ -33,6 +33,7 @@ help:
 	@echo "make bench-control-plane    load reports of up to 1,024 instances to one scheduler, about 2 minutes"
 	@echo "make bench-sharing          SeaLLM's evaluation on 32 simulated A800, about half an hour; ARGS=figure6: that alone"
 	@echo "make bench-fidelity         simulated against live, two instances and three models, about 15 minutes"
+	@echo "make bench-unified          all parts against each of them switched off, 32 GPUs in virtual time; ARGS=live: here"
 	@echo "make clean    remove .venv, .tideway and caches"
 
 install:
@@ -91,6 +92,9 @@ bench-sharing: development
 
 bench-fidelity: development
 	$(BIN)/python -m bench.fidelity --output bench/results $(ARGS)
+
+bench-unified: development
+	$(BIN)/python -m bench.unified $(or $(ARGS),simulated) --output bench/results
 
 clean:
 	@if [ -x $(BIN)/tideway ]; then $(BIN)/tideway down; fi

@@ -1,0 +1,109 @@
+"""The three papers in one run: several models, batches in the background, requests that move and a placement that follows
+the traffic, against the same with each part switched off (docs/benchmarks.md).
+
+    python -m bench.unified simulated [--seconds 90] [--rate 40] [--seeds 101]
+    python -m bench.unified live [--seconds 30] [--rate 4]
+
+Simulated: 32 A800, about 15 minutes of one core. Live: three small models on this machine, about 8 minutes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from bench.reporting import machine, save_figure, write
+from bench.unified.variants import VARIANTS, Row, Variant, markdown, of_seeds
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+def simulated(variants: Sequence[Variant], options: argparse.Namespace) -> list[Row]:
+    """Variants and seeds in processes beside each other."""
+    from bench.unified.simulated import simulate
+
+    seeds = [int(seed) for seed in options.seeds.split(",")]
+    jobs = [(variant, seed, options.seconds or 90.0, options.rate or 40.0) for variant in variants for seed in seeds]
+    rows: list[Row] = []
+    # the parent holds threads of numpy's, so children are not forked from it
+    with ProcessPoolExecutor(min(options.processes, len(jobs)), mp_context=get_context("spawn")) as pool:
+        for row in pool.map(simulate, jobs):
+            rows.append(row)
+            print(f"{row.variant}: {row.num_requests} requests, attainment {row.attainment:.3f}", flush=True)
+    return [of_seeds(rows[first : first + len(seeds)]) for first in range(0, len(rows), len(seeds))]
+
+
+def live(variants: Sequence[Variant], options: argparse.Namespace) -> list[Row]:
+    from bench.unified.live import Checkpoints, run
+
+    execution_s: dict[str, float] = {}
+    rows = []
+    with Checkpoints() as checkpoints:
+        for variant in variants:
+            rows.append(
+                run(
+                    variant, checkpoints.sources, execution_s,
+                    rate_rps=options.rate or 4.0, run_s=options.seconds or 30.0, seed=1,
+                )
+            )  # fmt: skip
+            print(
+                f"{variant.name}: {rows[-1].num_requests} requests, load average {os.getloadavg()[0]:.2f}", flush=True
+            )
+    return rows
+
+
+def draw(rows: Sequence[Row]) -> Figure:
+    """What the users see over what batches get. Raises `PlotsUnavailable`."""
+    from tideway.bench.plots import new_figure
+
+    figure, axes = new_figure(2, "Each part switched off")
+    names = {"attainment": "attainment", "normalised_latency": "normalised latency"}
+    for axis, (field, name) in zip(axes, names.items(), strict=True):
+        for index, row in enumerate(rows):
+            axis.plot(row.offline_tokens_s, getattr(row, field), "o", color=f"C{index % 10}", label=row.variant)
+        axis.set_ylabel(name)
+    axes[1].set_yscale("log")
+    axes[0].legend(fontsize="x-small")
+    axes[1].set_xlabel("offline tokens/s")
+    return figure
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m bench.unified", description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+    parser.add_argument("where", choices=("simulated", "live"))
+    parser.add_argument("--seconds", type=float, default=0.0, help="of arrivals; default: 90 simulated, 30 live")
+    parser.add_argument("--rate", type=float, default=0.0, help="requests/s; default: 40 simulated, 4 live")
+    parser.add_argument("--seeds", default="101", help="of simulated runs, comma-separated; their means are shown")
+    parser.add_argument("--processes", type=int, default=2, help="of simulated runs")
+    parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="variants whose names begin so")
+    parser.add_argument("--output", type=Path, default=Path(".tideway/bench"), help="folder of JSON, table and plot")
+    options = parser.parse_args(arguments)
+    # The live placement stays as it is in all of them.
+    variants = [one for one in VARIANTS if options.where == "simulated" or one.name != "no adaptive replacement"]
+    variants = [one for one in variants if not options.only or one.name.startswith(tuple(options.only))]
+    if not variants:
+        parser.error(f"--only {' '.join(options.only)}: variants are {', '.join(one.name for one in VARIANTS)}")
+    began_s = time.monotonic()
+    rows = (simulated if options.where == "simulated" else live)(variants, options)
+    took_s, date = time.monotonic() - began_s, time.strftime("%Y-%m-%d")
+    text = f"# Each part switched off, {options.where}, {date}\n\n{machine()}, {took_s:.0f} s\n\n{markdown(rows)}"
+    print(text)
+    result = {"date": date, "machine": machine(), "command": " ".join(sys.argv[1:]), "took_s": round(took_s, 1),
+              "variants": variants, "rows": rows}  # fmt: skip
+    stem = write(options.output, f"unified-{options.where}-{date}", result, text)
+    save_figure(lambda: draw(rows), stem.with_suffix(".png"))
+    print(f"written: {stem}.json, .md, .png")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,181 @@
+"""The variants on this machine: the whole stack over HTTP with three small models, three instances of one thread each,
+people who wait and offline requests that fill what is left. The placement stays: replacement is compared in virtual time.
+
+Dedicated instances: one for each model. Use is the instances' processor time over that of the machine."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import os
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+
+import httpx
+import numpy as np
+
+from bench.coserving.testbed import make_checkpoint
+from bench.fidelity.workloads import MIXES, MODELS, VOCABULARY
+from bench.reporting import processor_s
+from bench.stack import add_tokenizer
+from bench.unified.variants import Online, Row, Variant, row
+from shared.messages.requests import RequestClass
+from tests.e2e.stack import Stack
+from tideway.bench.arrivals import Closed
+from tideway.bench.client import Target
+from tideway.bench.lengths import Fixed
+from tideway.bench.records import RequestRecord
+from tideway.bench.session import Session, run_session
+from tideway.bench.summary import tokens_within
+from tideway.bench.workload import StreamSpec, Workload
+
+NUM_INSTANCES = len(MODELS)
+OFFLINE_STREAMS = 12
+LINE_TOKENS = (256, 48)
+WARM_UP_S = 4.0
+"""Its requests are sent and not counted."""
+MIX = MIXES[1]
+MIGRATIONS = 'tideway_scheduler_moves_total{outcome="moved"'
+
+
+class Checkpoints:
+    """Of the three models; removed at the end."""
+
+    def __init__(self) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="tideway-unified-")
+        self.sources: dict[str, str] = {}
+
+    def __enter__(self) -> Checkpoints:
+        for name, shape in MODELS.items():
+            path = Path(self._folder.name) / name
+            self.sources[name] = str(make_checkpoint(path, shape))
+            add_tokenizer(path, VOCABULARY)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._folder.cleanup()
+
+
+def environment(variant: Variant, sources: dict[str, str]) -> dict[str, str]:
+    """What makes `tideway up` this variant."""
+    models = [
+        {"name": name, "source": source} | ({} if variant.shares else {"replicas": 1})
+        for name, source in sources.items()
+    ]
+    return {
+        "TIDEWAY_NUM_THREADS": "1",
+        "TIDEWAY_MODELS": json.dumps(models),
+        "TIDEWAY_ORDER_POLICY": variant.order_policy,
+        "TIDEWAY_CO_SERVING": variant.co_serving,
+        "TIDEWAY_INTERRUPTION": variant.interruption,
+        "TIDEWAY_MIGRATION": variant.migration,
+    }
+
+
+def workload(variant: Variant, *, rate_rps: float, run_s: float, seed: int) -> Workload:
+    streams = [
+        StreamSpec(
+            name="online", models=MIX.models, arrivals=MIX.arrivals(rate_rps),
+            prompt_tokens=MIX.prompt_tokens, output_tokens=MIX.output_tokens,
+        )
+    ]  # fmt: skip
+    if variant.harvests:
+        streams.append(
+            StreamSpec(
+                name="offline", request_class=RequestClass.OFFLINE, models=MIX.models,
+                arrivals=Closed(concurrency=OFFLINE_STREAMS), num_requests=int(40 * run_s),
+                prompt_tokens=Fixed(tokens=LINE_TOKENS[0]), output_tokens=Fixed(tokens=LINE_TOKENS[1]),
+            )
+        )  # fmt: skip
+    return Workload(streams=streams, duration_s=WARM_UP_S + run_s, seed=seed)
+
+
+def run(
+    variant: Variant,
+    sources: dict[str, str],
+    execution_s: dict[str, float],
+    *,
+    rate_rps: float,
+    run_s: float,
+    seed: int,
+) -> Row:
+    """Fills in `execution_s` (mean time of each model's requests alone) where it is empty."""
+    with Stack(sources, num_instances=NUM_INSTANCES, environment=environment(variant, sources)) as stack:
+        stack.wait_until(lambda: _is_ready(stack, variant), "each model where it is to be")
+        if not execution_s:
+            execution_s |= _alone_s(stack.url)
+        pids = [instance["pid"] for instance in stack.instances()]
+        busy_s, began_s = sum(map(processor_s, pids)), time.monotonic()
+        session = Session(target=_target(stack.url), drain_s=30.0, warmup_s=WARM_UP_S)
+        result = asyncio.run(run_session(session, workload(variant, rate_rps=rate_rps, run_s=run_s, seed=seed)))
+        seconds = time.monotonic() - began_s
+        use = (sum(map(processor_s, pids)) - busy_s) / (seconds * len(os.sched_getaffinity(0)))
+        migrations = _migrations(stack)
+    return _row(variant, result.records, execution_s, run_s, use, migrations)
+
+
+def _row(
+    variant: Variant,
+    records: Sequence[RequestRecord],
+    execution_s: dict[str, float],
+    run_s: float,
+    use: float,
+    migrations: int,
+) -> Row:
+    online, offline_tokens = [], 0.0
+    for record in records:
+        if record.request_class is RequestClass.OFFLINE:
+            offline_tokens += tokens_within(record, WARM_UP_S, WARM_UP_S + run_s)
+            if record.first_token_s is not None and WARM_UP_S <= record.first_token_s <= WARM_UP_S + run_s:
+                offline_tokens += record.prompt_tokens or record.planned_prompt_tokens
+        elif record.arrival_s >= WARM_UP_S:
+            is_done = record.is_success and record.latency_s is not None
+            online.append(
+                Online(
+                    record.latency_s or math.inf if is_done else math.inf,
+                    math.inf if record.ttft_s is None else record.ttft_s,
+                    math.nan if record.tpot_s is None else record.tpot_s,
+                    record.max_itl_s or 0.0,
+                    execution_s[record.model],
+                )
+            )
+    return row(variant, online, offline_tokens_s=offline_tokens / run_s, use=use, migrations=migrations)
+
+
+def _target(url: str) -> Target:
+    return Target(url=url, ignore_eos=True, vocabulary=VOCABULARY)
+
+
+def _is_ready(stack: Stack, variant: Variant) -> bool:
+    instances = stack.instances()
+    served = [{model["name"] for model in one["models"] if model["state"] == "ready"} for one in instances]
+    if len(served) < NUM_INSTANCES or set().union(*served) < set(MODELS):
+        return False
+    is_placed = all(len(names) == (len(MODELS) if variant.shares else 1) for names in served)
+    return is_placed and httpx.get(f"{stack.url}/ready", timeout=5).status_code == 200
+
+
+def _alone_s(url: str, num: int = 6) -> dict[str, float]:
+    """Mean latency of each model's requests, one after the other on the idle stack."""
+    found = {}
+    for name in MODELS:
+        stream = StreamSpec(
+            name=f"alone-{name}", models={name: 1.0}, arrivals=Closed(concurrency=1), num_requests=num,
+            prompt_tokens=MIX.prompt_tokens, output_tokens=MIX.output_tokens,
+        )  # fmt: skip
+        result = asyncio.run(run_session(Session(target=_target(url)), Workload(streams=[stream], seed=5)))
+        found[name] = float(np.mean([record.latency_s for record in result.records]))
+    return found
+
+
+def _migrations(stack: Stack) -> int:
+    """That succeeded, by the scheduler's counter."""
+    text = httpx.get(f"http://127.0.0.1:{stack.metrics_ports['scheduler-0']}/metrics", timeout=5).text
+    lines = [line for line in text.splitlines() if line.startswith(MIGRATIONS)]
+    return int(sum(float(line.rpartition(" ")[2]) for line in lines))

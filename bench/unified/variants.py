@@ -1,0 +1,148 @@
+"""The whole system, and the same with one part of it switched off at a time; what is compared, as a table. Pure.
+
+| paper | parts |
+|---|---|
+| SeaLLM | several models on a group, the order by doubling budgets, placement that follows the traffic |
+| ConServe | batches in the background, within what the objectives leave, offline steps that are suspended |
+| Llumnix | requests that move while they run |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+
+from bench.reporting import table_of
+
+
+class Variant(msgspec.Struct, frozen=True, kw_only=True):
+    name: str
+    shares: bool = True
+    """Models have groups in common; else each has instances of its own on as many devices."""
+    harvests: bool = True
+    """Batches run in the background; else they wait for another time."""
+    co_serving: str = "slo"
+    interruption: str = "suspend"
+    migration: str = "auto"
+    order_policy: str = "doubling_budget"
+    is_adaptive: bool = True
+    """The placement follows the traffic."""
+
+
+WHOLE = Variant(name="all parts")
+VARIANTS = (
+    WHOLE,
+    Variant(name="no sharing: dedicated instances", shares=False, is_adaptive=False),
+    Variant(name="first come, first served", order_policy="fcfs"),
+    Variant(name="no adaptive replacement", is_adaptive=False),
+    Variant(name="no migration", migration="off"),
+    Variant(name="no harvest: batches wait", harvests=False),
+    Variant(name="no SLO budget for batches", co_serving="priority_only"),
+    Variant(name="no suspension", interruption="off"),
+    Variant(
+        name="none of the parts", shares=False, is_adaptive=False, order_policy="fcfs", migration="off",
+        co_serving="priority_only", interruption="off",
+    ),
+)  # fmt: skip
+
+
+class Online(msgspec.Struct, frozen=True):
+    """An online request, as its user saw it. Seconds; inf: never."""
+
+    latency_s: float
+    ttft_s: float
+    tpot_s: float
+    """nan: of one token."""
+    silence_s: float
+    """The longest time between two of its tokens."""
+    execution_s: float
+    """Mean of its model."""
+
+
+class Row(msgspec.Struct, frozen=True, kw_only=True):
+    """Of a variant, over its runs."""
+
+    variant: str
+    num_requests: int
+    num_failed: int
+    """Without their answer when the run was over."""
+    ttft_p99_s: float
+    tpot_p99_s: float
+    normalised_latency: float
+    attainment: float
+    """Share that took at most `SLO_SCALE` times the mean execution time of their model."""
+    silence_p99_s: float
+    silence_max_s: float
+    offline_tokens_s: float
+    """Prompts and answers of batches that were computed."""
+    use: float
+    """Share of the devices' time in which they compute."""
+    migrations: int
+    changes: int
+    """Of the placement."""
+
+
+SLO_SCALE = 5.0
+
+
+def row(
+    variant: Variant,
+    online: Sequence[Online],
+    *,
+    offline_tokens_s: float,
+    use: float,
+    migrations: int = 0,
+    changes: int = 0,
+) -> Row:
+    latency, ttft, tpot, silence, execution = np.array([msgspec.structs.astuple(one) for one in online], float).T
+    normalised, is_done = latency / execution, np.isfinite(latency)
+    return Row(
+        variant=variant.name,
+        num_requests=len(online),
+        num_failed=int((~is_done).sum()),
+        ttft_p99_s=float(np.percentile(ttft, 99, method="higher")),
+        tpot_p99_s=float(np.nanpercentile(tpot, 99)),
+        normalised_latency=float(normalised[is_done].mean()),
+        attainment=float((normalised <= SLO_SCALE).mean()),
+        silence_p99_s=float(np.percentile(silence, 99)),
+        silence_max_s=float(silence.max()),
+        offline_tokens_s=offline_tokens_s,
+        use=use,
+        migrations=migrations,
+        changes=changes,
+    )
+
+
+def of_seeds(rows: Sequence[Row]) -> Row:
+    """Of one variant: counts added up, the longest silence of any, means of the rest."""
+    values = {name: [getattr(one, name) for one in rows] for name in Row.__struct_fields__}
+    counts = {name: sum(values[name]) for name in ("num_requests", "num_failed", "migrations", "changes")}
+    named = {"variant": rows[0].variant, "silence_max_s": max(values["silence_max_s"])} | counts
+    means = {name: float(np.mean(each)) for name, each in values.items() if name not in named}
+    return Row(**named, **means)
+
+
+def markdown(rows: Sequence[Row]) -> str:
+    return "\n".join(
+        table_of(
+            [
+                {
+                    "": one.variant,
+                    "attainment": f"{one.attainment:.3f}",
+                    "normalised latency": one.normalised_latency,
+                    "TTFT P99 s": one.ttft_p99_s,
+                    "TPOT P99 ms": 1e3 * one.tpot_p99_s,
+                    "silence P99 s": one.silence_p99_s,
+                    "longest s": one.silence_max_s,
+                    "offline tokens/s": f"{one.offline_tokens_s:,.0f}",
+                    "use": f"{one.use:.2f}",
+                    "moved": one.migrations,
+                    "placements": one.changes,
+                    "failed": one.num_failed,
+                }
+                for one in rows
+            ]
+        )
+    )

@@ -1,0 +1,45 @@
+"""What bench/unified compares, and how it adds up."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from bench.unified.variants import VARIANTS, WHOLE, Online, Variant, markdown, of_seeds, row
+
+
+def test_each_variant_but_the_last_lacks_one_part() -> None:
+    parts = [name for name in Variant.__struct_fields__ if name != "name"]
+    differ = [{name for name in parts if getattr(one, name) != getattr(WHOLE, name)} for one in VARIANTS]
+    assert not differ[0]
+    # Dedicated instances have nothing to place anew.
+    assert differ[1] == {"shares", "is_adaptive"}
+    assert all(len(one) == 1 for one in differ[2:-1])
+    assert differ[-1] == set(parts) - {"harvests"}, "batches are there, and nothing protects the others from them"
+    assert len({one.name for one in VARIANTS}) == len(VARIANTS)
+
+
+def test_who_gets_no_answer_misses_the_objective_and_counts_in_no_mean() -> None:
+    online = [
+        Online(2.0, 0.5, 0.05, 0.1, 1.0),
+        Online(6.0, 1.0, math.nan, 0.3, 1.0),
+        Online(math.inf, math.inf, math.nan, 0.0, 2.0),
+    ]
+    found = row(WHOLE, online, offline_tokens_s=100.0, use=0.5, migrations=3)
+    assert (found.num_requests, found.num_failed, found.migrations) == (3, 1, 3)
+    assert found.attainment == pytest.approx(1 / 3)
+    assert found.normalised_latency == 4.0
+    assert found.ttft_p99_s == math.inf
+    assert (found.tpot_p99_s, found.silence_max_s) == (0.05, 0.3)
+    assert "| all parts" in markdown([found])
+
+
+def test_seeds_are_averaged_and_their_counts_added() -> None:
+    rows = [
+        row(WHOLE, [Online(latency, 0.5, 0.05, silence, 1.0)], offline_tokens_s=100.0, use=use, changes=1)
+        for latency, silence, use in ((2.0, 0.1, 0.4), (4.0, 0.3, 0.6))
+    ]
+    both = of_seeds(rows)
+    assert (both.normalised_latency, both.silence_max_s, both.use) == (3.0, 0.3, 0.5)
+    assert (both.num_requests, both.changes) == (2, 2)
