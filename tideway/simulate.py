@@ -106,7 +106,7 @@ def place(setting: Setting, problem: Problem) -> tuple[Plan, dict[str, str]]:
 
     scenario = setting.scenario
     if scenario.placement == "search":
-        from shared.placement import search  # type: ignore[attr-defined,unused-ignore]
+        from shared.placement import search
 
         faithful = partial(predict, serving=scenario.serving, seed=scenario.seed, patience_s=scenario.patience_s)
         proposal = search.search(problem, evaluate=faithful if scenario.search_by == "simulation" else None)

@@ -45,6 +45,24 @@ def test_settings_are_compared_and_everything_is_written(tmp_path: Path) -> None
         assert (plots / name).read_bytes().startswith(PNG) and name in said
 
 
+def test_placements_are_found(tmp_path: Path) -> None:
+    file = tmp_path / "placements.toml"
+    settings = [
+        ("search", 'placement = "search"'),
+        ("checked", 'placement = "search"\nsearch_by = "simulation"'),
+        ("dedicated", 'placement = "dedicated"'),
+        ("alpaserve", 'placement = "alpaserve"'),
+    ]
+    plain = TWO_MODELS.read_text().split("[[batches]]")[0]
+    file.write_text(plain + "".join(f'[[settings]]\nname = "{name}"\n{keys}\n' for name, keys in settings))
+    written = tmp_path / "result.json"
+    run(str(file), "--duration", "2", "--json", str(written))
+    for one in msgspec.json.decode(written.read_bytes()):
+        placed = {name for group in one["plan"]["groups"] for name in group["models"]}
+        assert placed == {"chat", "summaries"} and not one["unplaced"], one["name"]
+        assert one["metrics"]["total"]["num_unserved"] == 0
+
+
 def test_the_readmes_line_runs() -> None:
     (line,) = [line for line in shell_lines() if line.startswith(".venv/bin/tideway simulate")]
     file = line.split()[2]
