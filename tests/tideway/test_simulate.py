@@ -28,13 +28,13 @@ def run(*words: str) -> str:
 
 def test_settings_are_compared_and_everything_is_written(tmp_path: Path) -> None:
     file, plots = tmp_path / "result.json", tmp_path / "plots"
-    said = run(str(TWO_MODELS), "--duration", "4", "--seed", "3", "--json", str(file), "--plot", str(plots))
+    said = run(str(TWO_MODELS), "--duration", "2", "--seed", "3", "--json", str(file), "--plot", str(plots))
     written = msgspec.json.decode(file.read_bytes())
     assert [one["name"] for one in written] == ["apart", "shared, first come first served", "shared"]
     for one in written:
         assert one["name"] in said
-        assert one["scenario"]["duration_s"] == 4 and one["scenario"]["seed"] == 3
-        assert one["metrics"]["total"]["num_requests"] == written[0]["metrics"]["total"]["num_requests"] > 10
+        assert one["scenario"]["duration_s"] == 2 and one["scenario"]["seed"] == 3
+        assert one["metrics"]["total"]["num_requests"] == written[0]["metrics"]["total"]["num_requests"] > 3
         assert one["metrics"]["total"]["offline_tokens_s"] > 0 and one["is_over"]
         for name in ("chat", "summaries"):
             metrics = one["metrics"]["models"][name]
@@ -66,7 +66,7 @@ def test_placements_are_found(tmp_path: Path) -> None:
 def test_the_readmes_line_runs() -> None:
     (line,) = [line for line in shell_lines() if line.startswith(".venv/bin/tideway simulate")]
     file = line.split()[2]
-    said = run(str(REPOSITORY / file), "--duration", "2")
+    said = run(str(REPOSITORY / file), "--duration", "1")
     assert re.search(r"all .*%", said) and "node-0" in said
 
 
