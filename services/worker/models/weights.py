@@ -19,11 +19,6 @@ _DERIVED = ("rotary_emb.inv_freq", "attn.bias", "attn.masked_bias")
 """Buffers that older exporters stored with the weights."""
 
 
-def part_of(whole: int, num_ranks: int) -> int:
-    """Of one rank."""
-    return -(-whole // num_ranks)
-
-
 class TokenEmbedding:
     """Each rank has a part of the vocabulary's rows."""
 
@@ -124,7 +119,7 @@ class WeightReader:
         if axis >= len(shape):
             # A bias of what is summed over the ranks.
             return handle.get_tensor(name) if rank == 0 else torch.zeros(shape)
-        count = part_of(shape[axis], size)
+        count = -(-shape[axis] // size)
         begin, end = (min(shape[axis], at * count) for at in (rank, rank + 1))
         tensor = handle.get_slice(name)[(slice(None),) * axis + (slice(begin, end),)]
         missing = count - (end - begin)
