@@ -51,7 +51,7 @@ class Effort(NamedTuple):
     are tried at least."""
 
 
-EFFORTS = ((16, Effort((1, 2, 0), 3, 1 << 14)), (128, Effort((2, 0), 2, 1 << 13)), (1 << 62, Effort((2,), 1, 1 << 13)))
+EFFORTS = ((16, Effort((1, 2, 0), 3, 1 << 14)), (128, Effort((2,), 2, 1 << 13)), (1 << 62, Effort((2,), 1, 1 << 13)))
 """Up to so many devices."""
 ROUND_GROUPS = 16
 """So many groups get models one by one; of k times as many, k do in a round."""
@@ -507,21 +507,27 @@ class Searcher:
             places.setdefault(self._kind(group), []).append(group)
         found: list[Group] = []
         for groups in places.values():
-            sets = [group.models for group in groups]
-            free = [(group.node_id, group.devices) for group in groups]
-            for is_exact in (True, False):
-                for place in list(free):
-                    has = held.get(place, frozenset())
-                    best = max(sets, key=lambda models: (self._kept(models, has), -len(models)))
-                    if not is_exact or (frozenset(best) == has and place in held):
-                        sets.remove(best)
-                        free.remove(place)
-                        found.append(Group(*place, best))
+            sets = Counter(group.models for group in groups)
+            places_left = []
+            for group in groups:
+                models = tuple(sorted(held.get((group.node_id, group.devices), ())))
+                if sets[models]:
+                    sets[models] -= 1
+                    found.append(Group(group.node_id, group.devices, models))
+                else:
+                    places_left.append(group)
+            for group in places_left:
+                has = held.get((group.node_id, group.devices), frozenset())
+                models = max(
+                    (each for each, left in sets.items() if left), key=lambda each: (self._kept(each, has), each)
+                )
+                sets[models] -= 1
+                found.append(Group(group.node_id, group.devices, models))
         return tuple(sorted(found))
 
-    def _kept(self, models: tuple[str, ...], has: frozenset[str]) -> tuple[bool, int]:
-        kept = sum(self.models[name].weight_bytes for name in models if name in has)
-        return (frozenset(models) == has, kept)
+    def _kept(self, names: tuple[str, ...], has: frozenset[str]) -> int:
+        """Bytes that need not be loaded, less those that must be."""
+        return sum(self.models[name].weight_bytes * (1 if name in has else -1) for name in names)
 
     def change_s(self, plan: Plan) -> float:
         """Seconds of devices that going there from the incumbent takes."""

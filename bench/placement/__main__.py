@@ -1,0 +1,45 @@
+"""The search for a placement: its time (`speed`), its distance from the best of all plans (`optimum`), whether the estimate
+ranks plans as the faithful simulation does (`rank`), and a day of several models' traffic with plans that follow it (`day`).
+
+python -m bench.placement {speed,optimum,rank,day} ... [--seed N] [--output DIR]
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from bench.placement import day, experiments
+from bench.reporting import judged, machine, table_of, write
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    known = {
+        "speed": experiments.speed, "optimum": experiments.optimum, "rank": experiments.rank, "day": day.day,
+    }  # fmt: skip
+    parser = argparse.ArgumentParser(prog="python -m bench.placement", description=__doc__)
+    parser.add_argument("experiments", nargs="+", choices=sorted(known))
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--output", type=Path, default=Path(".tideway/bench"), help="folder of JSON and table")
+    options = parser.parse_args(arguments)
+    for name in options.experiments:
+        began_s = time.monotonic()
+        found = known[name](options.seed)
+        took_s, date = time.monotonic() - began_s, time.strftime("%Y-%m-%d")
+        lines = [*table_of(found.rows), "", found.notes, "", *(f"    {target}" for target in found.targets)]
+        head = f"# Placement: {name}, {date}\n\n{machine()}, seed {options.seed}, {took_s:.0f} s\n\n"
+        document = {
+            "date": date, "machine": machine(), "seed": options.seed, "took_s": round(took_s, 1), "rows": found.rows,
+            "notes": found.notes, "targets": judged(found.targets),
+        }  # fmt: skip
+        stem = write(options.output, f"placement-{name}-{date}", document, head + "\n".join(lines))
+        print("\n".join(lines))
+        print(f"{took_s:.0f} s; written: {stem}.json, .md", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
