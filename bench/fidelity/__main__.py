@@ -32,7 +32,6 @@ from tideway.bench.workload import PlannedRequest
 LOADS = (0.3, 0.6, 0.95)
 SETTINGS = {"TIDEWAY_MIGRATION": "off"}
 """Requests stay where they are: on a machine of two cores a copy takes one of them from the steps."""
-CALIBRATION_LOAD = 0.5
 
 
 class _Run(msgspec.Struct):
@@ -70,22 +69,24 @@ class Bench:
         # The guess knows nothing of the services' share of the machine.
         self._calibrate(0.25 * rate_rps, self._calibration_s)
         timing = self._fit(live.observed())
-        rate_rps = CALIBRATION_LOAD * simulated.capacity_rps(observed, timing, live.settings, CALIBRATION)
-        self._calibrate(rate_rps, 3 * self._calibration_s)
+        rate_rps = simulated.capacity_rps(observed, timing, live.settings, CALIBRATION)
+        self._calibrate(0.5 * rate_rps, 3 * self._calibration_s)
         timing = self._fit(live.observed())
-        rate_rps = CALIBRATION_LOAD * simulated.capacity_rps(observed, timing, live.settings, CALIBRATION)
+        rate_rps = simulated.capacity_rps(observed, timing, live.settings, CALIBRATION)
         capacity = {mix.name: simulated.capacity_rps(observed, timing, live.settings, mix) for mix in MIXES}
         runs: dict[tuple[str, float, int], tuple[_Run, int]] = {}
         for key in cell_order([mix.name for mix in MIXES], loads, repeats):
             name, load, repeat = key
+            # At the load of the run: what the services take of the machine grows with it.
+            self._calibrate(load * rate_rps, self._calibration_s)
             mix = next(mix for mix in MIXES if mix.name == name)
             # The same requests again: what differs between repeats is the system's doing.
             requests = planned(mix, load * capacity[name], self._run_s, name=f"{name}-{load}", seed=1)
             requests = [msgspec.structs.replace(one, request_id=f"{one.request_id}-{repeat}") for one in requests]
             runs[key] = (self._send(requests), len(self._calibrations))
-            self._calibrate(rate_rps, self._calibration_s)
             print(f"{name}, load {load}, run {repeat + 1}: {len(requests)} requests, others took "
                   f"{100 * runs[key][0].others_share:.0f} % of the machine", flush=True)  # fmt: skip
+        self._calibrate(loads[-1] * rate_rps, self._calibration_s)
         observed = live.observed()
         return self._compare(observed, self._fit(observed), capacity, runs)
 
@@ -157,7 +158,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     began_s, before = time.monotonic(), machine()
     with LiveStack(SETTINGS) as live:
         bench = Bench(
-            live, run_s=options.seconds or (12.0 if quick else 28.0), calibration_s=5.0, num_seeds=2 if quick else 6
+            live, run_s=options.seconds or (12.0 if quick else 28.0), calibration_s=6.0, num_seeds=2 if quick else 6
         )
         comparison = bench.run((0.3, 0.95) if quick else LOADS, options.repeats or (1 if quick else 2))
     took_s, date = time.monotonic() - began_s, time.strftime("%Y-%m-%d")

@@ -126,5 +126,6 @@ def draw(comparison: Comparison) -> Figure:
 
 
 def cell_order(workloads: Sequence[str], loads: Sequence[float], repeats: int) -> list[tuple[str, float, int]]:
-    """(workload, load, repeat): all cells once before any comes again, so that repeats do not share a moment."""
-    return [(name, load, repeat) for repeat in range(repeats) for name in workloads for load in loads]
+    """(workload, load, repeat): all cells once before any comes again, so that repeats do not share a moment, and those of a
+    load one after the other."""
+    return [(name, load, repeat) for repeat in range(repeats) for load in loads for name in workloads]
