@@ -140,6 +140,7 @@ def _instance(info: InstanceInfo, heard: HeardLoad | None, now: float) -> Instan
         state=info.state,
         device=info.device,
         devices=list(info.group.devices),
+        num_stages=info.group.num_stages,
         pid=info.pid,
         models=_models(info, heard),
         num_merged=info.num_merged,

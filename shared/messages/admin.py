@@ -232,6 +232,8 @@ class InstanceState(msgspec.Struct, kw_only=True):
     """cpu | cuda"""
     devices: list[str] = []
     """That it computes on."""
+    num_stages: int = 1
+    """Over which its layers are divided; each has as many of the devices."""
     pid: int
     models: list[InstanceModel]
     num_merged: int
