@@ -34,6 +34,7 @@ from shared.placement.problem import (
     Problem,
     Traffic,
 )
+from shared.placement.replacement import ReplacementSettings
 from shared.policies.catalogue import DISPATCH_POLICIES, ORDERING_POLICIES, TOKEN_BUDGET_POLICIES
 from shared.simulation.deployment import BatchLines, Serving
 from tideway.bench.arrivals import Arrivals, Closed, Constant, Gamma, Phases, Poisson, Replay
@@ -130,6 +131,24 @@ class GroupSpec(_Spec, frozen=True, kw_only=True):
     models: Annotated[list[str], Meta(min_length=1)]
 
 
+class ReplacementSpec(_Spec, frozen=True, kw_only=True):
+    """Another placement is looked for from time to time, by what came lately (SeaLLM, section 4.3)."""
+
+    interval_s: Positive = 600.0
+    """At first."""
+    is_fixed: bool = False
+    """Else the interval shrinks and grows."""
+    least_s: Positive = 60.0
+    most_s: Positive = 6 * 3600.0
+    beta: Annotated[float, Meta(gt=0, lt=1)] = 0.1
+    search_s: Annotated[float, Meta(ge=0)] = 10.0
+    """That a search takes."""
+
+    def settings(self) -> ReplacementSettings:
+        least_s, most_s = (self.interval_s, self.interval_s) if self.is_fixed else (self.least_s, self.most_s)
+        return ReplacementSettings(initial_s=self.interval_s, least_s=least_s, most_s=most_s, beta=self.beta)
+
+
 class Scenario(_Spec, frozen=True, kw_only=True):
     duration_s: Positive = 120.0
     seed: Annotated[int, Meta(ge=0)] = 0
@@ -152,6 +171,8 @@ class Scenario(_Spec, frozen=True, kw_only=True):
     groups: list[GroupSpec] = []
     """For the placement "groups"."""
     serving: Serving = Serving()
+    replacement: ReplacementSpec | None = None
+    """None: the placement stays."""
 
 
 class Setting(NamedTuple):

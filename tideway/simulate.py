@@ -21,7 +21,9 @@ from tideway.data_folder import OperatorError
 if TYPE_CHECKING:
     from shared.placement.problem import Plan, Problem
     from shared.simulation.deployment import Outcome
+    from shared.simulation.fleet import Fleet
     from shared.simulation.metrics import Metrics, RunMetrics
+    from shared.simulation.replacement import FleetReplacement
     from tideway.scenario import Setting
 
 HEAD = [
@@ -30,14 +32,27 @@ HEAD = [
 ]  # fmt: skip
 
 
+class Change(msgspec.Struct, frozen=True, kw_only=True):
+    """Of the placement, or a search for one."""
+
+    at_s: float
+    """When the search began, or the change was over."""
+    what: str
+    """searched | carried_out | rolled_back"""
+    reason: str
+
+
 class Result(msgspec.Struct, frozen=True, kw_only=True):
     """Of one setting."""
 
     name: str
     plan: Plan
+    """At the end."""
     metrics: RunMetrics
     unplaced: dict[str, str]
     """Models without a group, and why."""
+    changes: list[Change]
+    """Of the placement while it served."""
     is_over: bool
     """Else some requests had not ended when the patience was."""
     search_s: float
@@ -85,18 +100,39 @@ def run(setting: Setting, on_progress: Callable[[float], None] = lambda share: N
     from tideway.scenario import build
 
     scenario, (problem, batches) = setting.scenario, build(setting)
+    changing: list[FleetReplacement] = []
+
+    def replace(fleet: Fleet) -> None:
+        from shared.placement.search import search
+        from shared.simulation.replacement import FleetReplacement
+
+        if (spec := scenario.replacement) is not None:
+            settings = spec.settings()
+            changing.append(
+                FleetReplacement(
+                    fleet, problem, plan, search, settings=settings, serving=scenario.serving, search_s=spec.search_s
+                )
+            )
+
     started_s = time.process_time()
     plan, unplaced = place(setting, problem)
     placed_s = time.process_time()
     outcome = deployment.simulate(
         problem, plan, scenario.serving, seed=scenario.seed, batches=batches, patience_s=scenario.patience_s,
-        on_progress=on_progress,
+        on_progress=on_progress, on_deployed=replace,
     )  # fmt: skip
     result = Result(
-        name=setting.name, plan=plan, metrics=outcome.metrics, unplaced=unplaced, is_over=outcome.is_over,
+        name=setting.name, plan=changing[0].plan if changing else plan, metrics=outcome.metrics, unplaced=unplaced,
+        changes=[change for one in changing for change in _changes(one)], is_over=outcome.is_over,
         search_s=placed_s - started_s, simulation_s=time.process_time() - placed_s,
     )  # fmt: skip
     return result, outcome
+
+
+def _changes(replacement: FleetReplacement) -> list[Change]:
+    looks = [Change(at_s=search.at_s, what="searched", reason=search.verdict.reason) for search in replacement.searches]
+    changes = [Change(at_s=one.stage_s, what=one.stage, reason=one.reason) for one in replacement.changes]
+    return sorted([*looks, *changes], key=lambda one: one.at_s)
 
 
 def place(setting: Setting, problem: Problem) -> tuple[Plan, dict[str, str]]:
@@ -148,6 +184,8 @@ def show(result: Result, console: Console) -> None:
     console.print(groups)
     for name, reason in result.unplaced.items():
         console.print(f"{name} is on no device: {reason}")
+    for change in result.changes:
+        console.print(f"{change.at_s:.0f} s, placement {change.what.replace('_', ' ')}: {change.reason}")
     if not result.is_over:
         console.print(f"{metrics.total.num_unserved} requests had not ended, or were refused, when the run was over.")
     console.print(

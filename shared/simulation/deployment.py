@@ -164,12 +164,15 @@ def simulate(
     batches: Sequence[BatchLines] = (),
     patience_s: float = PATIENCE_S,
     on_progress: Callable[[float], None] = lambda share: None,
+    on_deployed: Callable[[Fleet], object] = lambda fleet: None,
 ) -> Outcome:
     """Plays the traffic until its interval is over and all online requests have ended, `patience_s` later at most.
-    `on_progress` hears the share of the interval that is over, at times."""
+    `on_progress` hears the share of the interval that is over, at times. `on_deployed` gets the fleet before it serves, for
+    more to happen in it; requests of models that no instance has then are not sent."""
     fleet = serving.fleet(seed)
     fleet.gateway.is_strict = False
     deploy(fleet, problem, plan, serving)
+    on_deployed(fleet)
     traffic, numbers = problem.traffic, np.full(problem.traffic.num_requests, -1)
     left = _Left()
     longest = _longest(fleet)
@@ -205,7 +208,7 @@ def simulate(
     is_over = fleet.events.run(lambda: not left.num and fleet.events.now >= traffic.interval_s, limit_s)
     seconds = max(fleet.events.now, traffic.interval_s)
     requests = _requests(problem, fleet.gateway, numbers, num_sent, fleet.events.now)
-    use = {name: instance.busy_s / seconds for name, instance in fleet.instances.items()}
+    use = {name: fleet.busy_s[name] / seconds for name in sorted({*fleet.busy_s, *fleet.instances})}
     measured = metrics.measure(requests, execution_s(problem), problem.slo_scale_of, use, seconds)
     return Outcome(requests, measured, fleet, is_over)
 

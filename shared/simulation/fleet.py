@@ -11,6 +11,7 @@ tokens reach their users at once. See docs/simulation.md.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
@@ -99,8 +100,6 @@ class Instance:
         self.step_s = 0.0
         """Of the last steps that held decodes, on average."""
         self.num_steps = 0
-        self.busy_s = 0.0
-        """In steps that have ended, or their parts."""
         self.on_step: Callable[[VirtualStep], None] = lambda step: None
         self.migrations: VirtualMigrations | None = None
         """None: requests stay here."""
@@ -249,7 +248,7 @@ class Instance:
 
     def _on_step(self, step: VirtualStep) -> None:
         self.num_steps += 1
-        self.busy_s += step.whole_s * (step.stop_share - step.done_share)
+        self._fleet.busy_s[self.instance_id] += step.whole_s * (step.stop_share - step.done_share)
         self.on_step(step)
         if self.migrations is not None and not step.is_suspended:
             plan = step.plan
@@ -409,6 +408,8 @@ class Fleet:
         """When each instance that was drained held nothing any more."""
         self.scale: Callable[[actions.ScalingAction], list[str]] | None = None
         """Carries out what the scheduler wants, and says which instances it released for that."""
+        self.busy_s: defaultdict[str, float] = defaultdict(float)
+        """Of each instance, in steps that have ended or parts of them; also of instances that are gone."""
         self._statistics: dict[str, ExecutionStatistics] = {}
         self._num_made = 0
         if tells_statistics:

@@ -63,6 +63,18 @@ def test_placements_are_found(tmp_path: Path) -> None:
         assert one["metrics"]["total"]["num_unserved"] == 0
 
 
+def test_another_placement_is_looked_for_while_it_serves(tmp_path: Path) -> None:
+    file, written = tmp_path / "changes.toml", tmp_path / "result.json"
+    plain = TWO_MODELS.read_text().split("[[batches]]")[0].replace("gamma:6:4", "poisson:2")
+    groups = 'groups = [{ node = "node", devices = [0], models = ["chat", "summaries"] }]'
+    file.write_text(f"{plain}[[settings]]\n{groups}\nreplacement = {{ interval_s = 10, least_s = 10, search_s = 1 }}\n")
+    said = run(str(file), "--duration", "25", "--json", str(written))
+    (result,) = msgspec.json.decode(written.read_bytes())
+    assert [change["what"] for change in result["changes"]][:2] == ["searched", "searched"]
+    assert 10 <= result["changes"][0]["at_s"] < 12 and result["changes"][0]["reason"] in said.replace("\n", " ")
+    assert result["metrics"]["total"]["num_unserved"] == 0
+
+
 def test_the_readmes_line_runs() -> None:
     (line,) = [line for line in shell_lines() if line.startswith(".venv/bin/tideway simulate")]
     file = line.split()[2]
