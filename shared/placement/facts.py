@@ -47,7 +47,9 @@ def model_facts(
     costs = {
         (kind.kind, p): cost
         for kind in kinds
-        for p, cost in cost_models(kind, name, shape, dtype=dtypes[kind.kind], ranks=ranks).items()
+        for p, cost in cost_models(
+            kind, name, shape, dtype=dtypes[kind.kind], ranks=ranks, block_size=block_size
+        ).items()
         if p in ranks
     }
     if not costs:

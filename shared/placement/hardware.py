@@ -156,10 +156,20 @@ def cost_model(
 
 
 def cost_models(
-    hardware: Hardware, name: str, shape: CheckpointShape, *, dtype: str = "", ranks: Iterable[int] = RANKS
+    hardware: Hardware,
+    name: str,
+    shape: CheckpointShape,
+    *,
+    dtype: str = "",
+    ranks: Iterable[int] = RANKS,
+    block_size: int = 0,
 ) -> dict[int, CostModel]:
     """By p, as far as p divides the model's KV heads; measured ones of that name go first."""
-    reckoned = {p: cost_model(hardware, shape, dtype=dtype, num_ranks=p) for p in ranks if shape.num_kv_heads % p == 0}
+    reckoned = {
+        p: cost_model(hardware, shape, dtype=dtype, num_ranks=p, block_size=block_size)
+        for p in ranks
+        if shape.num_kv_heads % p == 0
+    }
     return reckoned | hardware.measured.get(name, {})
 
 

@@ -109,6 +109,7 @@ def test_facts_of_a_model_have_the_ranks_that_divide_its_heads() -> None:
     assert set(facts.costs) == {("A100-80G", 1), ("cpu", 1)}
     assert facts.block_size == 128  # the larger of the two kinds'
     assert facts.block_bytes == 128 * 30 * 2 * 3 * 64 * 2
+    assert facts.costs["cpu", 1].checkpoint_block_s == pytest.approx(facts.block_bytes / CPU.host_bytes_s)
     assert facts.weight_bytes > 269_030_016
     with pytest.raises(ValueError, match="3 KV heads"):
         model_facts("llama", SHAPES["llama-135m"], [A100_80G], ranks=(2, 4))
