@@ -27,7 +27,7 @@ MODELS: dict[str, dict[str, int]] = {
         ("small", 384, 1024, 12, 6), ("medium", 576, 1536, 10, 9), ("large", 576, 1536, 20, 9)
     )
 }  # fmt: skip
-"""Llama shapes of 17 to 70 million parameters, with random weights."""
+"""Llama shapes of 20 to 73 million parameters, with random weights."""
 MAX_PROMPT_TOKENS, MAX_OUTPUT_TOKENS = 448, 120
 
 

@@ -87,9 +87,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="variants whose names begin so")
     parser.add_argument("--output", type=Path, default=Path(".tideway/bench"), help="folder of JSON, table and plot")
     options = parser.parse_args(arguments)
-    # The live placement stays as it is in all of them.
-    variants = [one for one in VARIANTS if options.where == "simulated" or one.name != "no adaptive replacement"]
-    variants = [one for one in variants if not options.only or one.name.startswith(tuple(options.only))]
+    variants = [one for one in VARIANTS if not options.only or one.name.startswith(tuple(options.only))]
     if not variants:
         parser.error(f"--only {' '.join(options.only)}: variants are {', '.join(one.name for one in VARIANTS)}")
     began_s = time.monotonic()

@@ -1,5 +1,5 @@
 """The variants on this machine: the whole stack over HTTP with three small models, three instances of one thread each,
-people who wait and offline requests that fill what is left. The placement stays: replacement is compared in virtual time.
+people who wait and offline requests that fill what is left.
 
 Dedicated instances: one for each model. Use is the instances' processor time over that of the machine."""
 
@@ -38,6 +38,8 @@ OFFLINE_STREAMS = 12
 LINE_TOKENS = (256, 48)
 WARM_UP_S = 4.0
 """Its requests are sent and not counted."""
+REPLACEMENT_S = 10.0
+"""Between searches: a run is short."""
 MIX = MIXES[1]
 MIGRATIONS = 'tideway_scheduler_moves_total{outcome="moved"'
 
@@ -75,6 +77,9 @@ def environment(variant: Variant, sources: dict[str, str]) -> dict[str, str]:
         "TIDEWAY_CO_SERVING": variant.co_serving,
         "TIDEWAY_INTERRUPTION": variant.interruption,
         "TIDEWAY_MIGRATION": variant.migration,
+        "TIDEWAY_REPLACEMENT": "auto" if variant.is_adaptive else "off",
+        "TIDEWAY_REPLACEMENT_INTERVAL_S": str(REPLACEMENT_S),
+        "TIDEWAY_REPLACEMENT_LEAST_S": str(REPLACEMENT_S),
     }
 
 
@@ -110,14 +115,13 @@ def run(
         stack.wait_until(lambda: _is_ready(stack, variant), "each model where it is to be")
         if not execution_s:
             execution_s |= _alone_s(stack.url)
-        pids = [instance["pid"] for instance in stack.instances()]
-        busy_s, began_s = sum(map(processor_s, pids)), time.monotonic()
+        busy_s, began_s = _busy_s(stack), time.monotonic()
         session = Session(target=_target(stack.url), drain_s=30.0, warmup_s=WARM_UP_S)
         result = asyncio.run(run_session(session, workload(variant, rate_rps=rate_rps, run_s=run_s, seed=seed)))
         seconds = time.monotonic() - began_s
-        use = (sum(map(processor_s, pids)) - busy_s) / (seconds * len(os.sched_getaffinity(0)))
-        migrations = _migrations(stack)
-    return _row(variant, result.records, execution_s, run_s, use, migrations)
+        use = (_busy_s(stack) - busy_s) / (seconds * len(os.sched_getaffinity(0)))
+        counts = {"migrations": _migrations(stack), "changes": _changes(stack)}
+    return _row(variant, result.records, execution_s, run_s, use, counts)
 
 
 def _row(
@@ -126,7 +130,7 @@ def _row(
     execution_s: dict[str, float],
     run_s: float,
     use: float,
-    migrations: int,
+    counts: dict[str, int],
 ) -> Row:
     online, offline_tokens = [], 0.0
     for record in records:
@@ -145,7 +149,7 @@ def _row(
                     execution_s[record.model],
                 )
             )
-    return row(variant, online, offline_tokens_s=offline_tokens / run_s, use=use, migrations=migrations)
+    return row(variant, online, offline_tokens_s=offline_tokens / run_s, use=use, **counts)
 
 
 def _target(url: str) -> Target:
@@ -179,3 +183,14 @@ def _migrations(stack: Stack) -> int:
     text = httpx.get(f"http://127.0.0.1:{stack.metrics_ports['scheduler-0']}/metrics", timeout=5).text
     lines = [line for line in text.splitlines() if line.startswith(MIGRATIONS)]
     return int(sum(float(line.rpartition(" ")[2]) for line in lines))
+
+
+def _changes(stack: Stack) -> int:
+    """Placements that were carried out."""
+    change = httpx.get(f"{stack.url}/admin/plan", timeout=5).json().get("change")
+    return 0 if change is None else change["number"] - (change["stage"] != "carried_out")
+
+
+def _busy_s(stack: Stack) -> float:
+    """Processor time of the instances that are there; one that was started anew has lost its past."""
+    return sum(processor_s(instance["pid"]) for instance in stack.instances())
