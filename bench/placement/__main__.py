@@ -1,7 +1,7 @@
 """The search for a placement: its time (`speed`), its distance from the best of all plans (`optimum`), whether the estimate
 ranks plans as the faithful simulation does (`rank`), and a day of several models' traffic with plans that follow it (`day`).
 
-python -m bench.placement {speed,optimum,rank,day} ... [--seed N] [--output DIR]
+python -m bench.placement {speed,optimum,rank,day} ... [--seed N] [--output DIR] [--compression X]
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from bench.placement import day, experiments
@@ -17,14 +17,20 @@ from bench.reporting import judged, machine, table_of, write
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    known = {
-        "speed": experiments.speed, "optimum": experiments.optimum, "rank": experiments.rank, "day": day.day,
-    }  # fmt: skip
     parser = argparse.ArgumentParser(prog="python -m bench.placement", description=__doc__)
-    parser.add_argument("experiments", nargs="+", choices=sorted(known))
+    parser.add_argument("experiments", nargs="+", choices=("speed", "optimum", "rank", "day"))
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--output", type=Path, default=Path(".tideway/bench"), help="folder of JSON and table")
+    parser.add_argument(
+        "--compression", type=float, default=day.COMPRESSION, help="how many times as fast the day passes"
+    )
     options = parser.parse_args(arguments)
+    known: dict[str, Callable[[int], experiments.Table]] = {
+        "speed": experiments.speed,
+        "optimum": experiments.optimum,
+        "rank": experiments.rank,
+        "day": lambda seed: day.day(seed, options.compression),
+    }
     for name in options.experiments:
         began_s = time.monotonic()
         found = known[name](options.seed)

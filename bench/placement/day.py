@@ -1,9 +1,10 @@
 """A day of five production models' request rates (ServeGen, by its table of rates), with real lengths, on eight simulated
 L4s: plans that are searched for again and again, at fixed and at adaptive intervals.
 
-The day passes `COMPRESSION` times as fast, intervals with it; what a change costs (weights to load, restarts, a search)
-takes its real time, so it weighs that many times more than on a real day. Shapes of rates are the table's; each model's mean
-is set so that all have the same share of the devices' time.
+The day passes `compression` times as fast, and so do its intervals, searches, restarts and the loading of weights: a change
+takes the share of the day that it would. Requests take the time that they take, and there are that many times fewer of them,
+so a search knows less than on a real day. Shapes of rates are the table's; each model's mean is set so that all have the
+same share of the devices' time.
 """
 
 from __future__ import annotations
@@ -39,6 +40,8 @@ MODELS = {
 }
 """Of the table of rates: the shape that stands for it, and whose lengths its requests have."""
 COMPRESSION = 24.0
+SEARCH_S = 10.0
+"""That a search takes; of the day."""
 DAY_S = 86400.0
 WINDOW_S = 600.0
 NUM_DEVICES = 8
@@ -48,11 +51,12 @@ INTERVALS_S = {"adaptive": 3600.0, "10 minutes": 600.0, "1 hour": 3600.0, "6 hou
 """Of the day; adaptive: the first."""
 
 
-def settings(name: str) -> ReplacementSettings:
-    interval_s = INTERVALS_S[name] / COMPRESSION
+def settings(name: str, compression: float) -> ReplacementSettings:
+    initial_s = least_s = most_s = INTERVALS_S[name] / compression
     if name == "adaptive":
-        return ReplacementSettings(initial_s=interval_s, least_s=600 / COMPRESSION, most_s=6 * 3600 / COMPRESSION)
-    return ReplacementSettings(initial_s=interval_s, least_s=interval_s, most_s=interval_s)
+        least_s, most_s = INTERVALS_S["10 minutes"] / compression, INTERVALS_S["6 hours"] / compression
+    restart_s = ReplacementSettings().restart_s / compression
+    return ReplacementSettings(initial_s=initial_s, least_s=least_s, most_s=most_s, restart_s=restart_s)
 
 
 def rates(folder: Path) -> dict[str, np.ndarray]:
@@ -72,7 +76,7 @@ def rates(folder: Path) -> dict[str, np.ndarray]:
     return found
 
 
-def draw_day(folder: Path, seed: int) -> tuple[Traffic, list[ModelFacts]]:
+def draw_day(folder: Path, seed: int, compression: float) -> tuple[Traffic, list[ModelFacts]]:
     shapes = rates(folder)
     rows: list[tuple[float, str, int, int, bool]] = []
     models = []
@@ -88,7 +92,7 @@ def draw_day(folder: Path, seed: int) -> tuple[Traffic, list[ModelFacts]]:
         cost = facts.costs[L4.kind, num_ranks]
         mean_s = float(alone_s(cost, prompts, outputs, step_tokens(L4.kind)).mean()) * num_ranks
         rate = LOAD * NUM_DEVICES / len(MODELS) / mean_s
-        window_s = WINDOW_S / COMPRESSION
+        window_s = WINDOW_S / compression
         for number, share in enumerate(shapes[name].tolist()):
             num = int(rng.poisson(rate * share * window_s))
             chosen = rng.integers(0, len(prompts), num)
@@ -99,7 +103,7 @@ def draw_day(folder: Path, seed: int) -> tuple[Traffic, list[ModelFacts]]:
                     at_s.tolist(), prompts[chosen].tolist(), outputs[chosen].tolist(), strict=True
                 )
             ]
-    return traffic(rows, DAY_S / COMPRESSION, list(MODELS)), models
+    return traffic(rows, DAY_S / compression, list(MODELS)), models
 
 
 def _first(arrivals: Traffic, seconds: float) -> Traffic:
@@ -110,11 +114,13 @@ def _first(arrivals: Traffic, seconds: float) -> Traffic:
     )  # fmt: skip
 
 
-def day(seed: int = 1, folder: Path = TRACES) -> Table:
-    arrivals, models = draw_day(folder, seed)
-    whole = Problem(nodes=(node_facts("node", L4, NUM_DEVICES),), models=tuple(models), traffic=arrivals)
+def day(seed: int = 1, compression: float = COMPRESSION, folder: Path = TRACES) -> Table:
+    arrivals, models = draw_day(folder, seed, compression)
+    node = node_facts("node", L4, NUM_DEVICES)
+    node = msgspec.structs.replace(node, load_bytes_s=node.load_bytes_s * compression)
+    whole = Problem(nodes=(node,), models=tuple(models), traffic=arrivals)
     # All begin with the plan for the first hour.
-    begun = search(msgspec.structs.replace(whole, traffic=_first(arrivals, 3600 / COMPRESSION)))
+    begun = search(msgspec.structs.replace(whole, traffic=_first(arrivals, 3600 / compression)))
     jobs = [
         Job(at_s, prompt, output, model=arrivals.models[model])
         for model, at_s, prompt, output in zip(*(column.tolist() for column in arrivals[1:5]), strict=True)
@@ -127,13 +133,20 @@ def day(seed: int = 1, folder: Path = TRACES) -> Table:
         fleet = LIVE.fleet(seed)
         deploy(fleet, problem, begun.plan)
         replacement = FleetReplacement(
-            fleet, problem, begun.plan, search, settings=settings(name), predicted=begun.prediction, search_s=2.0
+            fleet,
+            problem,
+            begun.plan,
+            search,
+            settings=settings(name, compression),
+            predicted=begun.prediction,
+            search_s=SEARCH_S / compression,
         )
         records = fleet.run(jobs).records
         normalised = np.array([record.latency_s / alone[job.model] for record, job in zip(records, jobs, strict=True)])
         stages = Counter(change.stage for change in replacement.changes)
         cost = sum(each.verdict.cost * each.interval_s for each in replacement.searches if each.verdict.is_worth)
         latencies[name] = float(normalised.mean())
+        has_interval = math.isfinite(replacement.interval_s)
         rows.append(
             {
                 "interval": name, "requests": len(jobs), "attainment": f"{np.mean(normalised <= whole.slo_scale):.4f}",
@@ -141,7 +154,7 @@ def day(seed: int = 1, folder: Path = TRACES) -> Table:
                 "searches": len(replacement.searches), "changes": stages["carried_out"],
                 "rolled back": sum(stages.values()) - stages["carried_out"],
                 "share of the fleet's time for changes": f"{cost / arrivals.interval_s:.2%}",
-                "last interval, s": round(replacement.interval_s, 1) if math.isfinite(replacement.interval_s) else "-",
+                "last interval, minutes": round(replacement.interval_s * compression / 60) if has_interval else "-",
             }
         )  # fmt: skip
         print(rows[-1], flush=True)
@@ -152,7 +165,7 @@ def day(seed: int = 1, folder: Path = TRACES) -> Table:
                limit=1.0),
     ]  # fmt: skip
     notes = (
-        f"{NUM_DEVICES} L4s; a day {COMPRESSION:g} times as fast: intervals are of the day, changes cost what they do; "
-        f"restart of a group {ReplacementSettings().restart_s:g} s beside loading its weights"
+        f"{NUM_DEVICES} L4s; a day {compression:g} times as fast, changes too, with as many times fewer requests; restart "
+        f"of a group {ReplacementSettings().restart_s:g} s of the day beside loading its weights"
     )
     return Table(name="day", rows=rows, targets=targets, notes=notes)

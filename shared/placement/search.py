@@ -51,11 +51,11 @@ class Effort(NamedTuple):
     are tried at least."""
 
 
-EFFORTS = ((16, Effort((1, 2, 0), 3, 1 << 14)), (128, Effort((2,), 2, 1 << 13)), (1 << 62, Effort((2,), 1, 1 << 13)))
+EFFORTS = ((16, Effort((1, 2, 0), 3, 1 << 14)), (128, Effort((2,), 2, 6000)), (1 << 62, Effort((2,), 1, 6000)))
 """Up to so many devices."""
 ROUND_GROUPS = 16
 """So many groups get models one by one; of k times as many, k do in a round."""
-PATIENCE = 12
+PATIENCE = 8
 """Rounds of Algorithm 1 without a better plan, after which it ends."""
 QUICK_BINS, QUICK_TAIL_BINS, QUICK_FOLLOWED = 36, 12, 1000
 """Of the estimates that Algorithm 1 and moves go by; the plans that are left at the end are estimated with more."""
@@ -64,7 +64,7 @@ NUM_HOT = 8
 MAX_MOVES = 256
 """Tried in a round."""
 LEAST_MOVES, LEAST_ROUNDS = 24, 4
-NUM_ESTIMATED = 16
+NUM_ESTIMATED = 10
 """Of the best by the quick estimate, that are estimated with more bins."""
 NUM_EVALUATED = 4
 NUM_REJECTED = 8
