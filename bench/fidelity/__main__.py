@@ -152,13 +152,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--quick", action="store_true", help="two loads, one run of each cell, shorter ones")
     parser.add_argument("--output", type=Path, default=Path(".tideway/bench"), help="folder of JSON, table and plot")
     parser.add_argument("--repeats", type=int, default=0, help="live runs of each cell; default: 2, quick 1")
-    parser.add_argument("--seconds", type=float, default=0.0, help="of arrivals of a run; default: 28, quick 12")
+    parser.add_argument("--seconds", type=float, default=0.0, help="of arrivals of a run; default: 24, quick 12")
     options = parser.parse_args(arguments)
     quick = options.quick
     began_s, before = time.monotonic(), machine()
     with LiveStack(SETTINGS) as live:
         bench = Bench(
-            live, run_s=options.seconds or (12.0 if quick else 28.0), calibration_s=6.0, num_seeds=2 if quick else 6
+            live, run_s=options.seconds or (12.0 if quick else 24.0), calibration_s=6.0, num_seeds=2 if quick else 4
         )
         comparison = bench.run((0.3, 0.95) if quick else LOADS, options.repeats or (1 if quick else 2))
     took_s, date = time.monotonic() - began_s, time.strftime("%Y-%m-%d")
