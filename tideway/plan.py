@@ -128,7 +128,7 @@ def _state(plan: ShownPlan) -> ReplacementState:
 
 def _describe(state: ReplacementState) -> str:
     age_s = time.time() - state.since_s
-    text = f"Replacement is {state.mode} (TIDEWAY_REPLACEMENT); {age_s:.0f} of the interval's {state.interval_s:.0f} s passed"
+    text = f"Replacement is {state.mode} (TIDEWAY_REPLACEMENT); {age_s:.0f} s of {state.interval_s:.0f} s are over"
     if state.deviation is not None:
         text += f"; the last one differed from its prediction by {state.deviation:.0%}"
     if state.searching:

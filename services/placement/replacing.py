@@ -173,14 +173,16 @@ class Replacing:
                 raise refuse("no replacement was carried out that could be rolled back", "action", ErrorCode.CONFLICT)
             else:
                 reason = f"the operator rolls replacement {plan.change.number} back"
-                await self._begin_change(reason, plan.change.before, is_chosen=plan.change.was_chosen)
+                await self._begin_change(reason, self._before(plan.change), is_chosen=plan.change.was_chosen)
             return self.state()
         if change is not None:
             message = f"replacement {change.number} is under way (stage {change.stage}); roll it back, or wait"
             raise refuse(message, "action", ErrorCode.CONFLICT)
-        if query.action == "apply" and self._proposal is not None and self._proposal.version == plan.version:
+        found = self._proposal
+        is_new = found is not None and found.version == plan.version and found.plan != found.before
+        if query.action == "apply" and found is not None and is_new:
             try:
-                await self._apply(self._proposal)
+                await self._apply(found)
             except ProblemError as error:
                 raise refuse(str(error), "action", ErrorCode.CONFLICT) from None
         elif not self._searching:
@@ -283,6 +285,21 @@ class Replacing:
             return
         reason = f"{proposal.why}: {proposal.verdict}"
         await self._begin_change(reason, proposal.target, is_chosen=True)
+
+    def _before(self, change: PlanChange) -> list[InstancePlan]:
+        """The placement that a change began with; models that were added since stay where they are, as far as their
+        instances are to be there."""
+        configured = {model.spec.name: model.spec for model in self._inputs().models}
+        had = {spec.name for place in change.before for spec in place.models}
+        now = {place.instance_id: place for place in self._plans.current.instances}
+        places = []
+        for place in change.before:
+            there = now[place.instance_id].models if place.instance_id in now else []
+            added = [spec for spec in there if spec.name not in had]
+            specs = [spec for spec in place.models if spec.name in configured] + added
+            if specs:
+                places.append(msgspec.structs.replace(place, models=sorted(specs, key=lambda spec: spec.name)))
+        return places
 
     async def _begin_change(self, reason: str, target: Sequence[InstancePlan], *, is_chosen: bool) -> None:
         plan, now = self._plans.current, self._monitor.now()

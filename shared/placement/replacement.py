@@ -145,8 +145,10 @@ def judge(proposal: Proposal, problem: Problem, interval_s: float, settings: Rep
     if problem.incumbent is not None and proposal.plan == problem.incumbent:
         return Verdict(is_worth=False, reason="the best plan found is the one that runs")
     before, after = proposal.incumbent, proposal.prediction
-    if problem.incumbent is None or before is None:
-        return Verdict(is_worth=True, reason="no plan runs that could be compared")
+    if problem.incumbent is None or not problem.incumbent.groups:
+        return Verdict(is_worth=True, reason="no plan runs yet")
+    if before is None:
+        return Verdict(is_worth=True, reason="the plan that runs breaks a limit of models or devices of a group")
     placed = {name for group in problem.incumbent.groups for name in group.models}
     now_placed = {name for group in proposal.plan.groups for name in group.models}
     if more := sorted(now_placed - placed):

@@ -33,7 +33,14 @@ def recordings(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="package")
 def stack(checkpoints: dict[str, str], collector: OtlpCollector, recordings: Path) -> Iterator[Stack]:
-    environment = {"TIDEWAY_OTLP_ENDPOINT": collector.endpoint, "TIDEWAY_RECORD_FILE": str(recordings / "of")}
+    environment = {
+        "TIDEWAY_OTLP_ENDPOINT": collector.endpoint,
+        "TIDEWAY_RECORD_FILE": str(recordings / "of"),
+        # A search, which only its test asks for, looks at the last seconds, and wants each model on an instance of its own.
+        "TIDEWAY_MAX_MODELS_PER_GROUP": "1",
+        "TIDEWAY_REPLACEMENT_INTERVAL_S": "10",
+        "TIDEWAY_REPLACEMENT_LEAST_S": "10",
+    }
     with Stack(checkpoints, environment=environment) as stack:
         stack.wait_ready()
         yield stack

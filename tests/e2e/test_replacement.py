@@ -1,0 +1,79 @@
+"""A replacement under load, as clients and operators see it: no request is lost and no stream broken, and one trace shows
+the way. A third model is added to the loaded cluster meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import httpx
+
+from tests.e2e.otlp_collector import CollectedSpan, OtlpCollector
+from tests.e2e.stack import Stack
+from tests.e2e.streams import Stream, run_streams
+from tests.stalls import whatever_the_machine_does
+
+NUM_STREAMS = 12
+MAX_TOKENS = 450
+
+
+def assert_same(streams: list[Stream], expected: list[Stream]) -> None:
+    assert [stream.error for stream in streams if stream.error] == []
+    for stream, other in zip(streams, expected, strict=True):
+        assert stream.ended_well and stream.usage is not None and stream.usage["completion_tokens"] == MAX_TOKENS
+        with whatever_the_machine_does():
+            assert stream.text == other.text
+
+
+def serving(stack: Stack) -> dict[str, set[str]]:
+    return {
+        one["instance_id"]: {model["name"] for model in one["models"] if model["state"] == "ready"}
+        for one in stack.instances()
+    }
+
+
+def of_replacement(collector: OtlpCollector, number: int) -> list[CollectedSpan]:
+    for span in list(collector.spans):
+        if span.name == "placement.replacement" and span.attributes["tideway.replacement"] == number:
+            return [other for other in list(collector.spans) if other.trace_id == span.trace_id]
+    return []
+
+
+async def test_streams_and_a_third_model_do_not_notice_a_replacement_and_its_way_back(
+    stack: Stack, collector: OtlpCollector, checkpoints: Mapping[str, str]
+) -> None:
+    models = ["llama", "opt"]
+
+    async def streams(disturb=None, after_tokens: int = 0) -> list[Stream]:
+        return await run_streams(stack.url, models, NUM_STREAMS, MAX_TOKENS, after_tokens=after_tokens, disturb=disturb)
+
+    told: list[str] = []
+    expected = await streams()
+    stack.tideway("plan", "--search")
+    shown = stack.tideway("plan")
+    assert "breaks a limit" in shown and "100.0%" in shown
+
+    assert_same(await streams(lambda: told.append(stack.tideway("plan", "--apply")), NUM_STREAMS * 5), expected)
+    assert "unload" in told[0] and "carried_out" in told[0]
+    assert sorted(map(sorted, serving(stack).values())) == [["llama"], ["opt"]]
+
+    def remove_third() -> None:
+        httpx.delete(f"{stack.url}/admin/models/third", timeout=20)
+
+    def add_third_and_go_back() -> None:
+        third = {"name": "third", "source": checkpoints["llama"]}
+        assert httpx.post(f"{stack.url}/admin/models", json=third, timeout=20).status_code == 200
+        body = {"model": "third", "prompt": "x", "max_tokens": 5}
+        assert httpx.post(f"{stack.url}/v1/completions", json=body, timeout=30).status_code == 200
+        assert sum("third" in names for names in serving(stack).values()) == 1
+        told.append(stack.tideway("plan", "--rollback"))
+
+    try:
+        assert_same(await streams(add_third_and_go_back, NUM_STREAMS * 5), expected)
+    finally:
+        remove_third()
+    assert "load" in told[1] and "carried_out" in told[1]
+    stack.wait_until(lambda: list(serving(stack).values()) == [set(models)] * 2, "all models on all instances")
+    for number in (1, 2):
+        stack.wait_until(lambda number=number: of_replacement(collector, number), f"the trace of replacement {number}")
+        names = {span.name for span in of_replacement(collector, number)}
+        assert names >= {"replacement.fetch", "replacement.change", "replacement.settle", "node.apply_plan"}, names
