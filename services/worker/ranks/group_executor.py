@@ -364,6 +364,7 @@ class GroupExecutor:
 
     def _lose_from_beside(self, reason: str) -> None:
         self._is_over = True
+        shutil.rmtree(self._folder, ignore_errors=True)
         self._on_lost(reason)
         with self._changes:
             self._changes.notify_all()
