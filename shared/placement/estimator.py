@@ -36,7 +36,7 @@ from shared.policies.silence import MAX_SILENCE_S, PLANNED_SHARE
 from shared.policies.turns import LEAST_SHARE
 
 NUM_BINS = 96
-NUM_FITS = 3
+NUM_FITS = 4
 """How often the time of prompts and the memory that is left for them are reckoned from each other."""
 NUM_TAIL_BINS = 20
 TAIL_GROWTH = 1.4
@@ -435,8 +435,8 @@ class Estimator:
                 free = layout.pool_bytes - np.add.reduce(cost.kv_bytes * stay, 1, keepdims=True)
                 wanted = np.add.reduce(cost.kv_bytes * added, 1, keepdims=True)
                 rows = MAX_ROWS - np.add.reduce(stay, 1, keepdims=True)
-                fits = np.minimum(free / (wanted + 1e-9), rows / (np.add.reduce(added, 1, keepdims=True) + 1e-9))
-                fits = np.minimum(1.0, np.maximum(0.0, fits))
+                most = np.minimum(free / (wanted + 1e-9), rows / (np.add.reduce(added, 1, keepdims=True) + 1e-9))
+                fits = 0.5 * (fits + np.minimum(1.0, np.maximum(0.0, most)))
                 if attempt == 0 and np.min(fits, initial=1.0) == 1.0:
                     break
             phi = phi * fits
