@@ -1,20 +1,22 @@
 """What a step costs on two ranks of a CPU, a thread each, over gloo: on one rank, on two, on two whose calls to each other
 are left out, and those calls alone, back to back, as one step makes them.
 
-    python -m bench.tensor_parallel [--rounds 20] [--dtype bfloat16] [--patience 0]
+    python -m bench.tensor_parallel [--rounds 20] [--dtype bfloat16] [--realtime]
 
 The kinds alternate, so that a drift of the machine cancels. Of each the least time counts: whatever else runs here takes one
-of the two cores, and both ranks wait for the slower one. Times are those of rank 0. `--patience`: seconds that each round
-may wait until others leave the machine alone.
+of the two cores, and both ranks wait for the slower one. Times are those of rank 0. `--realtime` gives the ranks precedence
+over all else (it needs the privilege), for some seconds.
 """
 
 from __future__ import annotations
 
 import argparse
 import multiprocessing
+import os
 import statistics
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -22,7 +24,7 @@ from pathlib import Path
 import torch
 
 from bench.coserving.testbed import SHAPES, make_checkpoint
-from bench.reporting import Target, judged, machine, others_processor_s, table_of, write
+from bench.reporting import Target, judged, machine, table_of, write
 from bench.sharing_overhead import DECODES, PREFILL, Place
 from services.worker.executor import Executor, region_bytes
 from services.worker.ranks.group import RankGroup, Ranks
@@ -36,8 +38,6 @@ NUM_RANKS = 2
 POOL_BYTES = 1 << 29
 WARM_UP_ROUNDS = 3
 MAX_FACTOR = 1.1
-QUIET_S, QUIET_SHARE = 0.3, 0.1
-"""The machine is quiet where others take no more than this of a core for so long."""
 CPU = torch.device("cpu")
 
 
@@ -73,21 +73,20 @@ class Switch(RankGroup):
         self._ranks.all_reduce(torch.zeros(1))
 
 
-def wait_for_quiet(patience_s: float) -> None:
-    deadline_s = time.monotonic() + patience_s
-    while time.monotonic() < deadline_s:
-        taken_s = others_processor_s()
-        time.sleep(QUIET_S)
-        if others_processor_s() - taken_s <= QUIET_SHARE * QUIET_S:
-            return
+def take_precedence() -> None:
+    """Of this process over all others; its threads that carry messages go before the one that computes. Raises
+    `PermissionError`."""
+    for task in map(int, os.listdir("/proc/self/task")):
+        priority = 10 if task == threading.get_native_id() else 20
+        os.sched_setscheduler(task, os.SCHED_RR, os.sched_param(priority))
 
 
 def compute(
-    rank: int, rendezvous: Path, memory: tuple[str, int], checkpoint: Path, rounds: int, patience_s: float
+    rank: int, rendezvous: Path, memory: tuple[str, int], checkpoint: Path, rounds: int, is_first: bool
 ) -> dict[str, list[float]]:
     """Seconds of each kind in each round, on this rank; all ranks do the same."""
     torch.set_num_threads(1)
-    group = Switch(Ranks(rank, NUM_RANKS, rendezvous, CPU, timeout_s=60.0 + patience_s))
+    group = Switch(Ranks(rank, NUM_RANKS, rendezvous, CPU))
     spec = ModelSpec("model", str(checkpoint))
     one = Executor(CPU, 1, 1 << 30, 1)
     prepared = one.prepare_model(spec)
@@ -124,6 +123,8 @@ def compute(
 
     seconds: dict[str, list[float]] = {}
     for number in range(WARM_UP_ROUNDS + rounds):
+        if is_first and number == 1:
+            take_precedence()
         for name, mine, ours in (
             ("decode", alone.decode_s, together.decode_s),
             ("prefill", alone.prefill_s, together.prefill_s),
@@ -134,8 +135,6 @@ def compute(
                 "without calls": lambda ours=ours: without_calls(ours),  # type: ignore[misc]
                 "calls alone": lambda ours=ours: calls_alone(ours),  # type: ignore[misc]
             }
-            if rank == 0:
-                wait_for_quiet(patience_s)
             for kind, measure in kinds.items():
                 group.meet()
                 value = measure()
@@ -153,7 +152,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                                      formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--dtype", default="bfloat16", help="of the weights")
-    parser.add_argument("--patience", type=float, default=0.0, help="s, for each round; default: 0")
+    parser.add_argument("--realtime", action="store_true", help="precedence over all other processes")
     parser.add_argument("--output", type=Path, default=Path(".tideway/bench"))
     options = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory(prefix="tideway-ranks-") as name:
@@ -161,7 +160,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         checkpoint = make_checkpoint(folder / "model", SHAPE, options.dtype)
         memory = RankMemory.create(NUM_RANKS, region_bytes(POOL_BYTES >> 20, 1 << 20, 0))
         common = (
-            folder / "rendezvous", (memory.path, memory.region_bytes), checkpoint, options.rounds, options.patience
+            folder / "rendezvous", (memory.path, memory.region_bytes), checkpoint, options.rounds, options.realtime
         )  # fmt: skip
         other = multiprocessing.get_context("spawn").Process(target=compute, args=(1, *common), daemon=True)
         other.start()
@@ -190,8 +189,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         *table_of(rows), "", *map(str, targets),
     ])  # fmt: skip
     print(text)
-    result = {"date": date, "machine": machine(), "dtype": options.dtype, "shape": SHAPE, "seconds": seconds,
-              "targets": judged(targets)}  # fmt: skip
+    result = {
+        "date": date, "machine": machine(), "dtype": options.dtype, "realtime": options.realtime, "shape": SHAPE,
+        "seconds": seconds, "targets": judged(targets),
+    }  # fmt: skip
     print(f"written: {write(options.output, f'tensor-parallel-{date}', result, text)}.json, .md")
     return 0
 
