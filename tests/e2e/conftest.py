@@ -38,8 +38,8 @@ def stack(checkpoints: dict[str, str], collector: OtlpCollector, recordings: Pat
         "TIDEWAY_RECORD_FILE": str(recordings / "of"),
         # A search, which only its test asks for, looks at the last seconds, and wants each model on an instance of its own.
         "TIDEWAY_MAX_MODELS_PER_GROUP": "1",
-        "TIDEWAY_REPLACEMENT_INTERVAL_S": "10",
-        "TIDEWAY_REPLACEMENT_LEAST_S": "10",
+        "TIDEWAY_REPLACEMENT_INTERVAL_S": "30",
+        "TIDEWAY_REPLACEMENT_LEAST_S": "30",
     }
     with Stack(checkpoints, environment=environment) as stack:
         stack.wait_ready()
