@@ -13,10 +13,20 @@ from hypothesis import strategies as st
 
 from services.placement.fleet import Fleet
 from services.placement.footprint import ConfiguredModel, DeviceFacts, footprint
-from services.placement.planning import LEAST_MERGED_BYTES, MAX_CPU_POOL_BYTES, displaced, plan, wasted
+from services.placement.planning import (
+    LEAST_MERGED_BYTES,
+    MAX_CPU_POOL_BYTES,
+    DoesNotFit,
+    chosen,
+    displaced,
+    fits,
+    plan,
+    wasted,
+)
 from shared.checkpoint import ITEMSIZES, CheckpointShape
 from shared.engine.memory.slab import ALIGNMENT_BYTES, blocks_per_merged
 from shared.messages.cluster import AttentionFacts, DeviceGroup, ModelSpec, NodeInfo, PlacementPlan
+from shared.placement.plan import Group
 
 MIB = 1 << 20
 GIB = 1 << 30
@@ -492,3 +502,59 @@ def test_a_large_cluster_is_planned_quickly(num_nodes: int) -> None:
     result = plan(models, nodes, None)
     assert time.perf_counter() - begin < 5.0
     assert result.unplaced == {}
+
+
+# ------------------------------------------------------------------------------------------- a chosen assignment
+
+CHOSEN_MODELS = [model("a"), model("b"), model("c", 300)]
+FOUR = [node("n", 16 * GIB, 4)]
+GROUPS = [Group("n", (0, 1), ("a",)), Group("n", (2,), ("b",))]
+
+
+def with_groups(groups: list[Group], models: list[ConfiguredModel], nodes: list[NodeInfo]) -> PlacementPlan:
+    before = plan(models, nodes, None)
+    return msgspec.structs.replace(before, instances=chosen(models, nodes, before, groups), is_chosen=True)
+
+
+def test_a_chosen_assignment_is_had_as_it_is_and_stays() -> None:
+    first = with_groups(GROUPS, CHOSEN_MODELS[:2], FOUR)
+    assert [(i.instance_id, i.group.num_ranks) for i in first.instances] == [("n-0", 2), ("n-2", 1)]
+    assert plan(CHOSEN_MODELS[:2], FOUR, first) is first, "no model goes where it was not chosen to be"
+    (merged_bytes, pool_bytes) = (first.instances[0].merged_bytes, first.instances[0].pool_bytes)
+    assert merged_bytes % (2 * ALIGNMENT_BYTES) == 0 and pool_bytes % merged_bytes == 0
+
+
+def test_a_new_model_goes_on_free_devices_and_then_on_the_smallest_group() -> None:
+    first = with_groups(GROUPS, CHOSEN_MODELS[:2], FOUR)
+    second = plan(CHOSEN_MODELS, FOUR, first)
+    assert where(second, "c") == ["n-3"] and second.is_chosen
+    assert second.instances[:2] == first.instances
+    fourth = plan([*CHOSEN_MODELS, model("d")], FOUR, second)
+    (place,) = where(fourth, "d")
+    assert place in ("n-2", "n-3") and displaced(second, fourth) == []
+    without_a_node = plan(CHOSEN_MODELS, [node("m", 16 * GIB, 1)], second)
+    assert {name: where(without_a_node, name) for name in "abc"} == {"a": ["m-0"], "b": ["m-0"], "c": ["m-0"]}
+
+
+def test_a_large_model_gets_a_group_of_free_devices() -> None:
+    nodes = [node("n", 4 * GIB, 4)]
+    first = with_groups([Group("n", (0,), ("a",))], CHOSEN_MODELS[:1], nodes)
+    large = plan([CHOSEN_MODELS[0], model("large", 1100)], nodes, first)
+    assert [(i.instance_id, i.group.num_ranks) for i in large.instances] == [("n-0", 1), ("n-2", 2)]
+
+
+def test_what_cannot_be_had_is_said() -> None:
+    before = plan(CHOSEN_MODELS, FOUR, None)
+    with pytest.raises(DoesNotFit, match="'c' does not fit on n-0"):
+        chosen([model("c", 5000)], FOUR, before, [Group("n", (0,), ("c",))])
+    with pytest.raises(DoesNotFit, match="the devices of n-3 are not there"):
+        chosen(CHOSEN_MODELS, FOUR, before, [Group("n", (3, 4), ("a",))])
+
+
+def test_whether_models_fit_beside_the_pool_that_an_instance_has() -> None:
+    first = with_groups(GROUPS, CHOSEN_MODELS[:2], FOUR)
+    can_hold = fits([*CHOSEN_MODELS, model("large", 5000)], FOUR)
+    specs = {each.spec.name: each.spec for each in [*CHOSEN_MODELS, model("large", 5000)]}
+    assert can_hold(first.instances[1], [specs["a"], specs["b"]])
+    assert not can_hold(first.instances[1], [specs["b"], specs["large"]])
+    assert not can_hold(first.instances[1], [ModelSpec("unknown", "/x")])
