@@ -51,6 +51,8 @@ logger = logging.getLogger(__name__)
 MODES = ("off", "advise", "auto")
 STATE_KEY = "current"
 SHOWN_REJECTED = 8
+SHOW_INTERVAL_S = 10.0
+"""Between two looks at what was measured, for metrics."""
 
 Search = Callable[[Problem], Awaitable[Proposal]]
 
@@ -99,6 +101,8 @@ class Replacing:
         self._searching = ""
         self._problem = ""
         self._stored: ReplacementState | None = None
+        self._shown_s = 0.0
+        """When metrics were."""
         self._seen: tuple[frozenset[str], frozenset[str]] | None = None
         """Models and nodes at the last tick."""
         self._span: Span = trace.INVALID_SPAN
@@ -139,10 +143,14 @@ class Replacing:
         return None if change is None or change.is_over else change
 
     def state(self) -> ReplacementState:
+        return msgspec.structs.replace(self._to_store(), searching=self._searching, measured=self._measured())
+
+    def _to_store(self) -> ReplacementState:
+        """What another leader needs; not what changes by itself."""
         return ReplacementState(
             mode=self._settings.replacement, interval_s=self._core.interval_s, since_s=self._core.since_s,
-            searching=self._searching, problem=self._problem, predicted=self._core.state.predicted,
-            measured=self._measured(), deviation=self._core.state.deviation, proposal=self._proposal,
+            problem=self._problem, predicted=self._core.state.predicted, deviation=self._core.state.deviation,
+            proposal=self._proposal,
         )  # fmt: skip
 
     async def tick(self) -> bool:
@@ -159,7 +167,9 @@ class Replacing:
         await self._store()
         self._metrics.interval.set(self._core.interval_s)
         self._metrics.show_stage(self.change)
-        self._metrics.show_interval(self._core.state.predicted, self._measured() if is_on else None)
+        if is_on and self._monitor.now() >= self._shown_s + SHOW_INTERVAL_S:
+            self._shown_s = self._monitor.now()
+            self._metrics.show_interval(self._core.state.predicted, self._measured())
         return self.change is not None
 
     async def on_change_plan(self, query: ChangePlan) -> ReplacementState:
@@ -406,8 +416,7 @@ class Replacing:
         self._core.settled(self._monitor.now(), predicted)
 
     async def _store(self) -> None:
-        """What another leader would need; not what changes by itself."""
-        state = msgspec.structs.replace(self.state(), measured=None, searching="")
+        state = self._to_store()
         if state != self._stored:
             await self._bucket.put(STATE_KEY, state)
             self._stored = state

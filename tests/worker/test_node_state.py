@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.worker import node_state
-from services.worker.node_state import Action, Ask, Kill, NodeState, Start, Terminate, back_off_s
+from services.worker.node_state import Action, Ask, Kill, NodeState, Start, Terminate, back_off_s, num_planned
 from shared.messages.admin import Drain, LoadModel, UnloadModel
 from shared.messages.cluster import (
     DeviceGroup,
@@ -488,3 +488,20 @@ def test_one_that_crashes_in_a_loop_is_not_ready_until_it_stays() -> None:
             assert state.unready(now) == [], "once is no loop"
     assert state.unready(now) == ["n-0 was killed by SIGKILL (2 times in a row) and has just come back"]
     assert state.unready(now + node_state.HEALTHY_AFTER_S) == []
+
+
+def test_an_instance_starts_when_no_other_has_its_devices_any_more() -> None:
+    one, two = instance_plan(0), instance_plan(1)
+    both = msgspec.structs.replace(instance_plan(0, "b"), group=DeviceGroup(("x", "y")))
+    state = started(one, two)
+    state.on_plan(plan(2, both))
+    assert state.step(2.0) == [drain("n-0"), drain("n-1")]
+    for k in (0, 1):
+        state.on_registry(f"n-{k}", None, 3.0)
+    assert state.on_exit("n-0", "", 3.0) is False
+    assert state.step(3.0) == [], "n-1 still runs on the second device"
+    state.on_exit("n-1", "", 4.0)
+    assert state.step(4.0) == [Start(both)]
+    state.on_plan(plan(3, one, two))
+    assert [type(action) for action in state.step(5.0)] == [Terminate]
+    assert num_planned(plan(4, both), "n") == 2
