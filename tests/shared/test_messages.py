@@ -34,6 +34,8 @@ def sample(kind: Any) -> Any:
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if origin in (types.UnionType, typing.Union):
         return sample(next(argument for argument in arguments if argument is not type(None)))
+    if origin is typing.Literal:
+        return arguments[-1]
     if origin is tuple:
         return tuple(sample(argument) for argument in arguments if argument is not Ellipsis)
     if origin is list:
