@@ -1,10 +1,10 @@
 """The three papers in one run: several models, batches in the background, requests that move and a placement that follows
 the traffic, against the same with each part switched off (docs/benchmarks.md).
 
-    python -m bench.unified simulated [--seconds 90] [--rate 40] [--seeds 101]
+    python -m bench.unified simulated [--seconds 60] [--rate 50] [--seeds 101]
     python -m bench.unified live [--seconds 30] [--rate 4]
 
-Simulated: 32 A800, about 15 minutes of one core. Live: three small models on this machine, about 8 minutes.
+Simulated: 32 A800, about 6 minutes of one core. Live: three small models on this machine, about 8 minutes.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def simulated(variants: Sequence[Variant], options: argparse.Namespace) -> list[
     from bench.unified.simulated import simulate
 
     seeds = [int(seed) for seed in options.seeds.split(",")]
-    jobs = [(variant, seed, options.seconds or 90.0, options.rate or 40.0) for variant in variants for seed in seeds]
+    jobs = [(variant, seed, options.seconds or 60.0, options.rate or 50.0) for variant in variants for seed in seeds]
     rows: list[Row] = []
     # the parent holds threads of numpy's, so children are not forked from it
     with ProcessPoolExecutor(min(options.processes, len(jobs)), mp_context=get_context("spawn")) as pool:
@@ -80,8 +80,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.unified", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
     parser.add_argument("where", choices=("simulated", "live"))
-    parser.add_argument("--seconds", type=float, default=0.0, help="of arrivals; default: 90 simulated, 30 live")
-    parser.add_argument("--rate", type=float, default=0.0, help="requests/s; default: 40 simulated, 4 live")
+    parser.add_argument("--seconds", type=float, default=0.0, help="of arrivals; default: 60 simulated, 30 live")
+    parser.add_argument("--rate", type=float, default=0.0, help="requests/s; default: 50 simulated, 4 live")
     parser.add_argument("--seeds", default="101", help="of simulated runs, comma-separated; their means are shown")
     parser.add_argument("--processes", type=int, default=2, help="of simulated runs")
     parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="variants whose names begin so")
