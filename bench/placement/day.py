@@ -153,7 +153,7 @@ def day(seed: int = 1, compression: float = COMPRESSION, folder: Path = TRACES) 
                 "normalised latency": round(latencies[name], 3), "P99": round(float(np.percentile(normalised, 99)), 2),
                 "searches": len(replacement.searches), "changes": stages["carried_out"],
                 "rolled back": sum(stages.values()) - stages["carried_out"],
-                "share of the fleet's time for changes": f"{cost / arrivals.interval_s:.2%}",
+                "share of the fleet's time for changes": f"{cost / arrivals.interval_s:.3%}",
                 "last interval, minutes": round(replacement.interval_s * compression / 60) if has_interval else "-",
             }
         )  # fmt: skip

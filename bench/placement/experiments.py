@@ -129,8 +129,9 @@ def optimum(seed: int = 1, num_problems: int = 12) -> Table:
         found = search(problem).prediction
         attainment = round(found.attainment / ATTAINMENT_GRAIN)
         lost.append((best[1] - attainment) * ATTAINMENT_GRAIN)
-        # Where attainments differ, latency is not what was compared.
-        distances.append(found.normalised_latency / -best[2] - 1 if attainment == best[1] else 0.0)
+        # Where attainments differ by more than a grain, latency is not what was compared.
+        is_near = abs(attainment - best[1]) <= 1
+        distances.append(found.normalised_latency / -best[2] - 1 if is_near else 0.0)
         rows.append(
             {
                 "devices": num_devices, "models": num_models, "req/s": rate, "plans": len(plans),

@@ -49,9 +49,15 @@ class Effort(NamedTuple):
     num_pairs: int
     """Of a group with a model, over all plans that moves lead to from one start; but `LEAST_MOVES` in each of `LEAST_ROUNDS`
     are tried at least."""
+    num_estimated: int
+    """Of the best by the quick estimate, that are estimated with more bins."""
 
 
-EFFORTS = ((16, Effort((1, 2, 0), 3, 1 << 14)), (128, Effort((2,), 2, 6000)), (1 << 62, Effort((2,), 1, 6000)))
+EFFORTS = (
+    (16, Effort((1, 2, 0), 3, 1 << 14, 64)),
+    (128, Effort((2,), 2, 6000, 12)),
+    (1 << 62, Effort((2,), 1, 6000, 8)),
+)
 """Up to so many devices."""
 ROUND_GROUPS = 16
 """So many groups get models one by one; of k times as many, k do in a round."""
@@ -64,8 +70,6 @@ NUM_HOT = 8
 MAX_MOVES = 256
 """Tried in a round."""
 LEAST_MOVES, LEAST_ROUNDS = 24, 4
-NUM_ESTIMATED = 10
-"""Of the best by the quick estimate, that are estimated with more bins."""
 NUM_EVALUATED = 4
 NUM_REJECTED = 8
 
@@ -393,7 +397,7 @@ class Searcher:
             outcomes = self._quick.outcomes([[group for group in slots if group.models] for slots in moves])
             left -= max(1, len(moves) * num_pairs)
             tried = [Found(self.key(slots, each), slots) for each, slots in zip(outcomes, moves, strict=True)]
-            found = _distinct([*found, *tried])[:NUM_REJECTED]
+            found = _distinct([*found, *tried])[: self.effort.num_estimated]
             best = max(range(len(tried)), key=lambda index: tried[index].key)
             if tried[best].key <= now.key:
                 break
@@ -572,7 +576,7 @@ def _propose(
 ) -> Proposal:
     problem, incumbent = searcher.problem, plan_of(searcher.incumbent)
     plans = list(dict.fromkeys(plan_of(searcher.aligned(each.slots)) for each in found)) or [incumbent]
-    plans = plans[:NUM_ESTIMATED]
+    plans = plans[: searcher.effort.num_estimated]
     outcomes = searcher.estimator.outcomes([plan.groups for plan in plans])
     order = sorted(
         range(len(plans)), key=lambda number: searcher.key(plans[number].groups, outcomes[number]), reverse=True
