@@ -6,7 +6,7 @@
             UI(model) = requests over their SLO + 1e-4 * normalised latency           of the plan so far, by the estimator
             the group with the lowest request rate gets the model with the highest UI that fits
     from the best of these, and from the plan that runs:
-        add, drop, replace or exchange a model, make a group like another, split a group, join two       while it is better
+        add, drop, replace or exchange a model, make a group like another, split a group, join two
 
 Larger attainment is better, in steps of `ATTAINMENT_GRAIN`, then smaller normalised latency. Where a cluster has many
 groups, a round of Algorithm 1 gives models to several of them, each time with the UI of a model that got one more of c
@@ -70,6 +70,8 @@ NUM_HOT = 8
 MAX_MOVES = 256
 """Tried in a round."""
 LEAST_MOVES, LEAST_ROUNDS = 24, 4
+MOVE_PATIENCE = 3
+"""Rounds of moves without a better plan, after which they end."""
 NUM_EVALUATED = 4
 NUM_REJECTED = 8
 
@@ -375,10 +377,10 @@ class Searcher:
     # -------------------------------------------------------------------------------------------------------- moves
 
     def improved(self, start: Slots) -> list[Found]:
-        """By the best move of each round, while that is better: the last plan, and the best others of all rounds."""
+        """By the best move of each round, also a bad one, until some rounds have brought nothing better: the best plans."""
         outcome = self._quick.outcomes([[group for group in start if group.models]])[0]
         now = Found(self.key(start, outcome), start)
-        found = [now]
+        found, found_key, num_worse = [now], now.key, 0
         known = {self._signature(start)}
         draw = np.random.default_rng(len(start))
         num_pairs = max(1, sum(len(group.models) for group in start))
@@ -399,7 +401,9 @@ class Searcher:
             tried = [Found(self.key(slots, each), slots) for each, slots in zip(outcomes, moves, strict=True)]
             found = _distinct([*found, *tried])[: self.effort.num_estimated]
             best = max(range(len(tried)), key=lambda index: tried[index].key)
-            if tried[best].key <= now.key:
+            num_worse = 0 if tried[best].key > found_key else num_worse + 1
+            found_key = max(found_key, tried[best].key)
+            if num_worse == MOVE_PATIENCE:
                 break
             now, outcome = tried[best], outcomes[best]
         return found
@@ -432,7 +436,7 @@ class Searcher:
                     yield from self._with(
                         slots, counts, {index: [(0, group.num_ranks, models)] for index in indices[:many]}
                     )
-            yield from self._splits(slots, counts, indices[0])
+            yield from self._splits(slots, counts, indices[0], hot)
         yield from self._joins(slots, counts)
         for position, indices in enumerate(alike):
             for others in alike[position + 1 :]:
@@ -448,12 +452,12 @@ class Searcher:
                                 {indices[0]: [(0, first.num_ranks, left)], others[0]: [(0, second.num_ranks, right)]},
                             )
 
-    def _splits(self, slots: Slots, counts: Counter[str], index: int) -> Iterable[Slots]:
+    def _splits(self, slots: Slots, counts: Counter[str], index: int, hot: Sequence[str]) -> Iterable[Slots]:
         group = slots[index]
         half, models = group.num_ranks // 2, group.models
         if group.num_ranks < 2:
             return
-        pairs = [(models, models)]
+        pairs = [(models, models), *((models, (name,)) for name in hot)]
         for number in range(1, 2 ** min(len(models), 4)):
             one = tuple(name for place, name in enumerate(models) if number >> place & 1)
             pairs += [(one, tuple(name for name in models if name not in one)), (one, models)]
