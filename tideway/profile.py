@@ -26,7 +26,7 @@ from shared.checkpoint import CheckpointError
 from shared.cost_model import CostModel
 from shared.engine.memory import slab
 from shared.messages.cluster import AttentionFacts, InstancePlan, ModelSpec
-from shared.placement.hardware import HARDWARE, USABLE_SHARE, Hardware, Profiled, fitted
+from shared.placement.hardware import HARDWARE, USABLE_SHARE, Hardware
 from shared.settings import InstanceSettings, WorkerSettings, load
 from tideway.data_folder import DataFolder, OperatorError
 from tideway.preflight import parse_models
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from services.worker.machine import Machine
     from services.worker.profiled_steps import Extent, Work
     from services.worker.profiler import Profile, ProfiledModel
+    from shared.placement.hardware_fit import Profiled
 
 log = logging.getLogger(__name__)
 
@@ -97,6 +98,8 @@ def profile(
     except (CheckpointError, ProfileError) as error:
         raise OperatorError(str(error)) from None
     if hardware is not None:
+        from shared.placement.hardware_fit import fitted
+
         write_hardware(hardware, fitted(this_device(base, instances, hardware.stem), profiles))
         console.print(f"Kind of device {hardware.stem!r} written to {hardware}.", soft_wrap=True)
 
@@ -104,6 +107,7 @@ def profile(
 def profiled(spec: ModelSpec, model: ProfiledModel, cost_model: CostModel) -> Profiled:
     """Blocking. Raises `CheckpointError`."""
     from services.worker.machine import survey
+    from shared.placement.hardware_fit import Profiled
 
     shape = checkpoint.describe(checkpoint.resolve(spec.source))
     dtype = checkpoint.run_dtype(spec.dtype, shape.dtype, survey(load(WorkerSettings)).device)

@@ -6,7 +6,8 @@ import numpy as np
 
 from shared.cost_model import CostModel
 from shared.placement.memory import why_not
-from shared.placement.problem import ModelFacts, Problem, is_cpu
+from shared.placement.plan import is_cpu
+from shared.placement.problem import ModelFacts, Problem
 
 STEP_TOKENS, CPU_STEP_TOKENS = 8192, 512
 """Of a step at most, as instances have it by default."""

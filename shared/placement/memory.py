@@ -14,7 +14,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from shared.engine.memory import slab
-from shared.placement.problem import ModelFacts, NodeFacts, is_cpu
+from shared.placement.plan import is_cpu
+from shared.placement.problem import ModelFacts, NodeFacts
 
 MAX_CPU_POOL_BYTES = 1 << 30
 """Of a device. On CPU the pool is main memory that others can use better."""

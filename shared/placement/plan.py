@@ -76,3 +76,8 @@ class Proposal(msgspec.Struct, frozen=True, kw_only=True):
     search_s: float = 0.0
     unplaced: dict[str, str] = {}
     """Models that fit nowhere, and why."""
+
+
+def is_cpu(kind: str) -> bool:
+    """Kinds of devices that are CPUs are named "cpu", or "cpu-" and more."""
+    return kind.split("-")[0] == "cpu"

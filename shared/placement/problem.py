@@ -24,11 +24,6 @@ DEFAULT_SLO_SCALE = 5.0
 """A request is to take this many times its model's mean execution time at most (SeaLLM, section 6.1)."""
 
 
-def is_cpu(kind: str) -> bool:
-    """Kinds of devices that are CPUs are named "cpu", or "cpu-" and more."""
-    return kind.split("-")[0] == "cpu"
-
-
 class NodeFacts(msgspec.Struct, frozen=True, kw_only=True):
     """Devices of one kind that are near enough to each other for tensor parallelism."""
 

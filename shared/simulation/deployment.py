@@ -21,7 +21,8 @@ from shared.engine.recording import Configuration
 from shared.messages.requests import RequestClass
 from shared.placement.execution import execution_s, step_tokens
 from shared.placement.memory import pool
-from shared.placement.problem import Group, ModelFacts, NodeFacts, Plan, Prediction, Problem, is_cpu
+from shared.placement.plan import is_cpu
+from shared.placement.problem import Group, ModelFacts, NodeFacts, Plan, Prediction, Problem
 from shared.settings import InstanceSettings, SchedulerSettings
 from shared.simulation import metrics
 from shared.simulation.batches import Batches

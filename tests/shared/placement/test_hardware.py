@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 
 from shared.cost_model import StepShape
 from shared.placement.facts import SHAPES, model_facts, node_facts
-from shared.placement.hardware import A100_80G, CPU, HARDWARE, Hardware, Profiled, cost_model, cost_models, fitted
+from shared.placement.hardware import A100_80G, CPU, HARDWARE, Hardware, cost_model, cost_models
+from shared.placement.hardware_fit import Profiled, fitted
 
 PREFILL_S = {"vllm": (22.05e-3, 1.405e-4, 8.08e-9), "own": (18.10e-3, 1.019e-4, 7.12e-9)}
 DECODE_S = {"vllm": (23.48e-3, 5.93e-7, 6.07e-5), "own": (19.93e-3, 6.27e-7, 3.85e-5)}
