@@ -67,9 +67,7 @@ def search(client: AdminClient, *, wait_s: float, say: Callable[[str], None]) ->
 def _searched(client: AdminClient, wait_s: float) -> ReplacementState:
     deadline_s = time.monotonic() + wait_s
     while (state := _state(client.shown_plan())).searching:
-        if time.monotonic() >= deadline_s:
-            raise OperatorError(f"The search is not over after {wait_s:g} s. It goes on by itself.")
-        time.sleep(POLL_INTERVAL_S)
+        _pause(deadline_s, f"The search is not over after {wait_s:g} s. It goes on by itself.")
     if state.problem:
         raise OperatorError(f"No plan was found: {state.problem}.")
     return state
@@ -91,11 +89,8 @@ def carry_out(client: AdminClient, action: str, *, wait_s: float, say: Callable[
             plan = client.shown_plan()
         except UnavailableError as error:
             say(f"  {error}")
-            time.sleep(POLL_INTERVAL_S)
+            _pause(deadline_s, f"The plan is not carried out after {wait_s:g} s. It goes on by itself.")
             continue
-        finally:
-            if time.monotonic() >= deadline_s:
-                raise OperatorError(f"The plan is not carried out after {wait_s:g} s. It goes on by itself.")
         change = plan.change
         if change is None or change.number <= seen:
             proposal = _state(plan).proposal
@@ -117,7 +112,13 @@ def carry_out(client: AdminClient, action: str, *, wait_s: float, say: Callable[
             if change.stage == "rolled_back" and action == "apply":
                 raise OperatorError(f"Rolled back: {change.failure}.")
             return
-        time.sleep(POLL_INTERVAL_S)
+        _pause(deadline_s, f"The plan is not carried out after {wait_s:g} s. It goes on by itself.")
+
+
+def _pause(deadline_s: float, late: str) -> None:
+    if time.monotonic() >= deadline_s:
+        raise OperatorError(late)
+    time.sleep(POLL_INTERVAL_S)
 
 
 def _state(plan: ShownPlan) -> ReplacementState:
