@@ -141,7 +141,8 @@ def change_s(before: Plan | None, after: Plan, problem: Problem, restart_s: floa
 
 
 def judge(proposal: Proposal, problem: Problem, interval_s: float, settings: ReplacementSettings) -> Verdict:
-    """Whether the proposal is worth a change, if it has to pay within the next interval."""
+    """Whether the proposal is worth a change, if it has to pay within the next interval. A gain that is no larger than its
+    standard error over so many requests is none: other requests will come."""
     if problem.incumbent is not None and proposal.plan == problem.incumbent:
         return Verdict(is_worth=False, reason="the best plan found is the one that runs")
     before, after = proposal.incumbent, proposal.prediction
@@ -164,8 +165,11 @@ def judge(proposal: Proposal, problem: Problem, interval_s: float, settings: Rep
     told = f"attainment {before.attainment:.1%} -> {after.attainment:.1%}, normalised latency "
     told += f"{before.normalised_latency:.3g} -> {after.normalised_latency:.3g}, "
     told += f"for {cost:.2%} of the fleet's time until the next search"
-    more_attained = gain > max(settings.least_attainment_gain, cost)
-    faster = gain >= 0 and latency_gain > max(settings.least_latency_gain, cost)
+    num = max(1, num_requests(after))
+    attainment_error = math.sqrt(before.attainment * (1.0 - before.attainment) / num)
+    more_attained = gain > max(settings.least_attainment_gain, cost, attainment_error)
+    # Latencies are taken to vary as much as their mean is.
+    faster = gain >= 0 and latency_gain > max(settings.least_latency_gain, cost, 1.0 / math.sqrt(num))
     return Verdict(
         is_worth=more_attained or faster, reason=told if more_attained or faster else f"too little is gained: {told}",
         attainment_gain=gain, latency_gain=latency_gain, cost=cost,

@@ -168,6 +168,19 @@ def test_what_is_worth_a_change(before: tuple[float, float], after: tuple[float,
     assert 0.09 < verdict.cost < 0.1
 
 
+def test_what_few_requests_show_may_be_chance() -> None:
+    core = Replacement(msgspec.structs.replace(SETTINGS, initial_s=10_000.0, most_s=10_000.0), 0.0)
+    for num, is_worth in ((20, False), (2_000, True)):
+        for before, after in (((0.90, 2.0), (0.93, 2.0)), ((1.0, 2.0), (1.0, 1.7))):
+            found = Proposal(
+                plan=Plan((TWO,)),
+                prediction=prediction(a=(num, *after)),
+                incumbent=prediction(a=(num, *before)),
+                rejected=(),
+            )
+            assert core.judge(found, problem(Plan((ONE,)))).is_worth is is_worth, (num, before)
+
+
 def test_a_plan_that_places_more_is_worth_it_and_one_that_places_less_is_not() -> None:
     core = Replacement(SETTINGS, 0.0)
     both = Plan((Group("n", (0,), ("a", "b")),))
