@@ -76,8 +76,8 @@ class Scene:
 
 @pytest.fixture
 def scene(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Scene]:
-    monkeypatch.setattr(group_executor, "AGREE_TIMEOUT_S", 0.1)
-    monkeypatch.setattr(group_executor, "ANSWER_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(group_executor, "AGREE_TIMEOUT_S", 0.4)
+    monkeypatch.setattr(group_executor, "ANSWER_TIMEOUT_S", 0.6)
     made = Scene(tmp_path)
     yield made
     made.process.kill()
@@ -87,7 +87,7 @@ def scene(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Scene]:
 def test_a_plan_that_all_refuse_is_an_error_of_the_step(scene: Scene) -> None:
     scene.answers[Launch] = lambda message: StepFailed(message.plan.step_id, "KeyError")  # type: ignore[union-attr]
     assert "nobody" in scene.executor.execute(UNKNOWN).error
-    time.sleep(0.2)
+    time.sleep(0.6)
     assert not scene.lost
 
 
@@ -100,6 +100,12 @@ def test_a_step_that_fails_on_rank_0_alone_ends_the_group(scene: Scene) -> None:
 def test_a_step_that_fails_on_another_rank_alone_ends_the_group(scene: Scene) -> None:
     scene.say(StepFailed(7, "out of memory"))
     assert scene.until_lost() == "step 7 failed on rank 1 alone: out of memory"
+
+
+def test_a_last_stage_that_says_nothing_ends_the_group(scene: Scene) -> None:
+    with pytest.raises(GroupError, match="the last stage has not ended step 5"):
+        scene.executor._sampled(5)
+    assert scene.lost
 
 
 def test_a_model_that_one_rank_cannot_read_ends_the_group(scene: Scene, tmp_path: Path) -> None:

@@ -199,10 +199,12 @@ class GroupExecutor:
     def _sampled(self, step_id: int) -> StepResult:
         """By the last stage; the first one is told, before a later step computes these tokens."""
         with self._changes:
-            self._changes.wait_for(lambda: self._results or self._is_over)
+            self._changes.wait_for(lambda: self._results or self._is_over, ANSWER_TIMEOUT_S)
             if self._is_over:
                 raise GroupError("a rank is lost")
-            result = self._results.popleft()
+            result = self._results.popleft() if self._results else None
+        if result is None:
+            self._lose(f"the last stage has not ended step {step_id} {ANSWER_TIMEOUT_S:g} s after the first")
         assert result.step_id == step_id, "stages compute the steps in one order"
         self._tell(EnterTokens(step_id, result.tokens), self._others[: self._group.size - 1])
         self._own.enter_tokens(step_id, result.tokens)

@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 IDLE_S = 0.05
-"""Without a message, after which steps that run are waited for."""
+"""Without a message, after which steps that run are waited for; at once by the rank whose tokens count."""
 MAX_IN_FLIGHT = 2
 """Steps that may run when a third is to be launched."""
 
@@ -62,6 +62,7 @@ class Member:
         self._stream = stream
         self._executor = executor
         self._tells_results = tells_results
+        self._idle_s = 0.0 if tells_results else IDLE_S
         self._prepared: dict[int, PreparedModel] = {}
         self._num_collected = 0
         executor.on_copy_finished(self._tell_copies)
@@ -70,7 +71,7 @@ class Member:
         """Until rank 0 is gone, or says that it is over. Raises what leaves this rank behind the others."""
         while True:
             try:
-                message = self._stream.receive(IDLE_S if self._executor.num_in_flight else None)
+                message = self._stream.receive(self._idle_s if self._executor.num_in_flight else None)
             except TimeoutError:
                 self._collect()
                 continue
