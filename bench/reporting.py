@@ -35,6 +35,12 @@ def machine() -> dict[str, Any]:
     }
 
 
+def command() -> str:
+    """That this process was started with."""
+    spec = sys.modules["__main__"].__spec__
+    return " ".join(["python -m", spec.name.removesuffix(".__main__") if spec else sys.argv[0], *sys.argv[1:]])
+
+
 def met(is_met: bool) -> str:
     return "met    " if is_met else "MISSED "
 
@@ -88,12 +94,15 @@ def table_of(rows: Sequence[Mapping[str, object]]) -> list[str]:
 
 
 def write(folder: Path, name: str, document: Any, text: str, *, indent: int = 1) -> Path:
-    """NAME.json and NAME.md. Returns the path of both without their endings. `indent`: -1 for all of the JSON in a line."""
+    """NAME.json and NAME.md, both with the command. Returns the path of both without their endings. `indent`: -1 for all of
+    the JSON in a line."""
     folder.mkdir(parents=True, exist_ok=True)
     stem = folder / name
+    if isinstance(document, dict):
+        document = {"command": command(), **document}
     content = msgspec.json.format(msgspec.json.encode(document, enc_hook=_plain), indent=indent)
     stem.with_suffix(".json").write_bytes(content + b"\n")
-    stem.with_suffix(".md").write_text(text.rstrip("\n") + "\n")
+    stem.with_suffix(".md").write_text(f"{text.rstrip()}\n\nBy `{command()}`.\n")
     return stem
 
 

@@ -167,7 +167,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     head = f"# Simulated against live, {date}\n\n{machines}, {took_s:.0f} s\n\n"
     text = head + comparison.markdown() + "\n\n    " + "\n    ".join(map(str, targets))
     print(text)
-    result = {"date": date, "machine": machines, "command": " ".join(sys.argv[1:]), "took_s": round(took_s, 1),
+    result = {"date": date, "machine": machines, "took_s": round(took_s, 1),
               "targets": judged(targets), "comparison": comparison}  # fmt: skip
     stem = write(options.output, f"fidelity{'-quick' if quick else ''}-{date}", result, text)
     save_figure(lambda: draw(comparison), stem.with_suffix(".png"))

@@ -62,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print("\n".join(verdicts))
     date, took_s = time.strftime("%Y-%m-%d"), time.monotonic() - started
     result = {
-        "date": date, "machine": machine(), "command": " ".join(sys.argv[1:]), "took_s": round(took_s, 1),
+        "date": date, "machine": machine(), "took_s": round(took_s, 1),
         "seeds": list(seeds), "requests": num, "traces": options.trace, "plans": [plan for plan, _ in compared],
         "comparisons": comparisons, "verdicts": verdicts,
     }  # fmt: skip

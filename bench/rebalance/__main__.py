@@ -71,7 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(result.markdown() + "\n", flush=True)
         date, took_s = time.strftime("%Y-%m-%d"), time.monotonic() - started
         document = {
-            "date": date, "machine": machine(), "command": " ".join(sys.argv[1:]), "took_s": round(took_s, 1),
+            "date": date, "machine": machine(), "took_s": round(took_s, 1),
             "plan": msgspec.structs.replace(plan, traces=()), "traces": [path.name for path in plan.traces],
             "result": result,
         }  # fmt: skip

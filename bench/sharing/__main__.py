@@ -43,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"no point of {', '.join(empty)} is left")
     for name in names:
         started_s, date = time.monotonic(), time.strftime("%Y-%m-%d")
-        head = {"date": date, "machine": machine(), "command": " ".join(sys.argv[1:]), "traces": traces()}
+        head = {"date": date, "machine": machine(), "traces": traces()}
         if name == KV:
             found = kv.compare()
             text = kv.markdown(found)

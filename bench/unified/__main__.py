@@ -51,7 +51,7 @@ def live(variants: Sequence[Variant], options: argparse.Namespace) -> list[Row]:
             rows.append(
                 run(
                     variant, checkpoints.sources, execution_s,
-                    rate_rps=options.rate or 4.0, run_s=options.seconds or 30.0, seed=1,
+                    rate_rps=options.rate or 4.0, run_s=options.seconds or 30.0, seed=int(options.seeds.split(",")[0]),
                 )
             )  # fmt: skip
             print(
@@ -82,7 +82,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("where", choices=("simulated", "live"))
     parser.add_argument("--seconds", type=float, default=0.0, help="of arrivals; default: 60 simulated, 30 live")
     parser.add_argument("--rate", type=float, default=0.0, help="requests/s; default: 50 simulated, 4 live")
-    parser.add_argument("--seeds", default="101", help="of simulated runs, comma-separated; their means are shown")
+    parser.add_argument(
+        "--seeds", default="101", help="comma-separated; of simulated runs the means, live the first one"
+    )
     parser.add_argument("--processes", type=int, default=2, help="of simulated runs")
     parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="variants whose names begin so")
     parser.add_argument("--output", type=Path, default=Path(".tideway/bench"), help="folder of JSON, table and plot")
@@ -95,8 +97,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     took_s, date = time.monotonic() - began_s, time.strftime("%Y-%m-%d")
     text = f"# Each part switched off, {options.where}, {date}\n\n{machine()}, {took_s:.0f} s\n\n{markdown(rows)}"
     print(text)
-    result = {"date": date, "machine": machine(), "command": " ".join(sys.argv[1:]), "took_s": round(took_s, 1),
-              "variants": variants, "rows": rows}  # fmt: skip
+    result = {"date": date, "machine": machine(), "took_s": round(took_s, 1),
+              "seeds": options.seeds, "variants": variants, "rows": rows}  # fmt: skip
     stem = write(options.output, f"unified-{options.where}-{date}", result, text)
     save_figure(lambda: draw(rows), stem.with_suffix(".png"))
     print(f"written: {stem}.json, .md, .png")
