@@ -41,7 +41,9 @@ WARM_UP_S = 4.0
 REPLACEMENT_S = 10.0
 """Between searches: a run is short."""
 MIX = MIXES[1]
-MIGRATIONS = 'tideway_scheduler_moves_total{outcome="moved"'
+MIGRATIONS = "scheduler-0", 'tideway_scheduler_moves_total{outcome="moved"'
+CHANGES = "placement", 'tideway_placement_replacements_total{end="carried_out"'
+"""Services and the counters of them."""
 
 
 class Checkpoints:
@@ -120,7 +122,7 @@ def run(
         result = asyncio.run(run_session(session, workload(variant, rate_rps=rate_rps, run_s=run_s, seed=seed)))
         seconds = time.monotonic() - began_s
         use = (_busy_s(stack) - busy_s) / (seconds * len(os.sched_getaffinity(0)))
-        counts = {"migrations": _migrations(stack), "changes": _changes(stack)}
+        counts = {"migrations": _counted(stack, *MIGRATIONS), "changes": _counted(stack, *CHANGES)}
     return _row(variant, result.records, execution_s, run_s, use, counts)
 
 
@@ -178,17 +180,9 @@ def _alone_s(url: str, num: int = 6) -> dict[str, float]:
     return found
 
 
-def _migrations(stack: Stack) -> int:
-    """That succeeded, by the scheduler's counter."""
-    text = httpx.get(f"http://127.0.0.1:{stack.metrics_ports['scheduler-0']}/metrics", timeout=5).text
-    lines = [line for line in text.splitlines() if line.startswith(MIGRATIONS)]
-    return int(sum(float(line.rpartition(" ")[2]) for line in lines))
-
-
-def _changes(stack: Stack) -> int:
-    """Placements that were carried out."""
-    change = httpx.get(f"{stack.url}/admin/plan", timeout=5).json().get("change")
-    return 0 if change is None else change["number"] - (change["stage"] != "carried_out")
+def _counted(stack: Stack, service: str, counter: str) -> int:
+    text = httpx.get(f"http://127.0.0.1:{stack.metrics_ports[service]}/metrics", timeout=5).text
+    return int(sum(float(line.rpartition(" ")[2]) for line in text.splitlines() if line.startswith(counter)))
 
 
 def _busy_s(stack: Stack) -> float:
