@@ -251,17 +251,16 @@ async def show_plan(context: GatewayContext, request: Request) -> Response:
     """Placement's plan, and what it knows of a better one; the plan's stored copy where placement is away."""
     _authenticate(context, request)
     plan: PlacementPlan | None
+    state = None
     try:
         plan = await context.bus.request(PLACEMENT_PLAN, GetPlan(), timeout_s=PLAN_TIMEOUT_S)
+        with contextlib.suppress(BusError):
+            state = await context.bus.request(PLACEMENT_REPLACEMENT, GetReplacement(), timeout_s=PLAN_TIMEOUT_S)
     except BusError:
         plan = await _api_errors(_stored_plan(context))
     if plan is None:
         raise ApiError(404, "There is no placement plan yet.", code="no_plan")
-    shown = ShownPlan(**msgspec.structs.asdict(plan))
-    with contextlib.suppress(BusError):
-        state = await context.bus.request(PLACEMENT_REPLACEMENT, GetReplacement(), timeout_s=PLAN_TIMEOUT_S)
-        shown = msgspec.structs.replace(shown, replacement=state)
-    return json_response(shown)
+    return json_response(ShownPlan(**msgspec.structs.asdict(plan), replacement=state))
 
 
 async def list_instances(context: GatewayContext, request: Request) -> Response:

@@ -2,11 +2,12 @@
 
 Step times are those that instances measured (COST_MODELS). Of a group size that was not measured they are the hardware
 profile's, scaled by how much a measured one of the model differs from it. Devices that were drained, and those behind them
-on their node, are left out.
+on their node, are left out; while an instance is planned there, nothing is searched for.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import msgspec
@@ -55,12 +56,18 @@ def live_problem(
     ]
     if not facts:
         raise ProblemError("no device is there")
+    within, places = {node.node_id: node.num_devices for node in facts}, list(places)
+    if beyond := sorted(
+        place.instance_id
+        for place in places
+        if node_of(place.instance_id)[1] + place.group.num_ranks > within.get(place.node_id, 0)
+    ):
+        raise ProblemError(f"{', '.join(beyond)}: its node is away, or one before it there was drained")
     largest = min(max_ranks, max(node.num_devices for node in facts))
     found = []
     for model in models:
         assert model.shape is not None
         found.append(_model_facts(model.spec, model.shape, nodes, kinds, measured, largest))
-    here = {node.node_id for node in facts}
     return Problem(
         nodes=tuple(facts),
         models=tuple(found),
@@ -69,7 +76,7 @@ def live_problem(
         slo_scales={model.spec.name: model.spec.slo_scale for model in models if model.spec.slo_scale},
         execution_s=dict(execution_s),
         max_models_per_group=max_models_per_group,
-        incumbent=plan_of([place for place in places if place.node_id in here]),
+        incumbent=plan_of(places),
     )
 
 
@@ -116,8 +123,9 @@ def _hardware(node: NodeInfo, gpu: str, measured: Sequence[StoredCostModel]) -> 
     if gpu:
         return HARDWARE[gpu]
     for entry in reversed(measured):
+        words = re.split(r"[^A-Za-z0-9]+", entry.key)
         for hardware in HARDWARE.values():
-            if hardware.device == "cuda" and hardware.name.partition("-")[0] in entry.key.split("/")[-2:][0]:
+            if hardware.device == "cuda" and hardware.name.partition("-")[0] in words:
                 return hardware
     return A100_80G
 

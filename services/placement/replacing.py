@@ -329,10 +329,13 @@ class Replacing:
         if change.stage == "fetch" and _by_id((await inputs.plan()).instances) != _by_id(plan.instances):
             await self.supersede("models, nodes or drained instances changed")
             return
-        view = await self._view(change, inputs)
+        there = {spec.name for place in (*change.before, *change.target, *plan.instances) for spec in place.models}
+        removed = there - {model.spec.name for model in inputs.models}
+        known, running = carry_out.forget(change, plan.instances, removed) if removed else (change, plan.instances)
+        view = await self._view(known, inputs)
         can_hold = await asyncio.to_thread(fits, inputs.models, inputs.nodes)
         after, instances = await asyncio.to_thread(
-            advance, change, plan.instances, view, self._monitor.now(), can_hold, self._carry_out
+            advance, known, running, view, self._monitor.now(), can_hold, self._carry_out
         )
         self._follow(change)
         if after != change or _by_id(instances) != _by_id(plan.instances):

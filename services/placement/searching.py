@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import suppress
 from multiprocessing import get_context
 
 from services.placement.live_problem import ProblemError
@@ -23,6 +25,7 @@ MAX_SIMULATED = 20_000
 
 def _begin() -> None:
     os.nice(15)
+    os.setpgid(0, 0)  # with the processes that it starts
 
 
 def _search(problem: Problem) -> Proposal:
@@ -34,7 +37,7 @@ def _search(problem: Problem) -> Proposal:
 
 
 async def search_elsewhere(problem: Problem) -> Proposal:
-    """Raises `ProblemError` where nothing comes of it. When it is cancelled, the process is killed."""
+    """Raises `ProblemError` where nothing comes of it. When it is cancelled, the process and its own are killed."""
     pool = ProcessPoolExecutor(1, mp_context=get_context("spawn"), initializer=_begin)
     try:
         return await asyncio.wait_for(asyncio.wrap_future(pool.submit(_search, problem)), SEARCH_S)
@@ -47,3 +50,6 @@ async def search_elsewhere(problem: Problem) -> Proposal:
         pool.shutdown(wait=False, cancel_futures=True)
         for process in processes:
             process.kill()
+            if process.pid is not None:
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)

@@ -13,7 +13,7 @@ publishes the instances that it answers and shows what came of them (SeaLLM, sec
 | change    | all is as the target has it                    | settle                                   |
 | change    | an instance fails, a node is gone, a step takes too long | roll_back                      |
 | settle    | all serves for `settle_s`                      | carried_out                              |
-| settle    | an instance fails, or a node is gone           | roll_back                                |
+| settle    | an instance fails or is away for as long as a step may take, a node is gone | roll_back   |
 | roll_back | a step is possible                             | roll_back, with other instances          |
 | roll_back | all is as it was before                        | rolled_back                              |
 | roll_back | a step takes too long                          | rolled_back (node agents go on trying)   |
@@ -139,6 +139,15 @@ def abandon(change: PlanChange, cause: str, failure: str, now_s: float) -> PlanC
     return _replace(change, stage=stage, stage_s=now_s, step_s=now_s, cause=cause, failure=failure, detours=[])
 
 
+def forget(change: PlanChange, running: Sequence[InstancePlan], names: Collection[str]) -> Progress:
+    """Models that were removed meanwhile: no instance has them, now or in the end."""
+
+    def left(places: Iterable[InstancePlan]) -> list[InstancePlan]:
+        return [place for place in (_without(place, names) for place in places) if place.models]
+
+    return _replace(change, before=left(change.before), target=left(change.target)), left(running)
+
+
 # ------------------------------------------------------------------------------------------------------- stages
 
 
@@ -171,7 +180,8 @@ def _failure(
         # What was so before is no fault of the change.
         if (problem := view.problems.get(place.instance_id)) and before.get(place.instance_id) != place:
             return "instance", f"{place.instance_id} {problem}"
-    if change.stage == "change" and now_s - change.step_s >= settings.step_s:
+    is_waiting = change.stage == "change" or not _is_reached(change, running, view)
+    if is_waiting and now_s - change.step_s >= settings.step_s:
         late = [place.instance_id for place in running if not _serves(place, view)]
         left = sorted(_going(change, running, view))
         return "timeout", f"{', '.join(late + left) or 'a step'} took more than {settings.step_s:.0f} s"

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from services.placement.fleet import Fleet
 from services.placement.footprint import ConfiguredModel, DeviceFacts, footprint
+from services.placement.live_problem import ProblemError, live_problem
 from services.placement.planning import (
     LEAST_MERGED_BYTES,
     MAX_CPU_POOL_BYTES,
@@ -25,8 +26,9 @@ from services.placement.planning import (
 )
 from shared.checkpoint import ITEMSIZES, CheckpointShape
 from shared.engine.memory.slab import ALIGNMENT_BYTES, blocks_per_merged
-from shared.messages.cluster import AttentionFacts, DeviceGroup, ModelSpec, NodeInfo, PlacementPlan
+from shared.messages.cluster import AttentionFacts, DeviceGroup, ModelSpec, NodeInfo, PlacementPlan, StoredCostModel
 from shared.placement.plan import Group
+from shared.placement.problem import Problem, traffic
 
 MIB = 1 << 20
 GIB = 1 << 30
@@ -558,3 +560,30 @@ def test_whether_models_fit_beside_the_pool_that_an_instance_has() -> None:
     assert can_hold(first.instances[1], [specs["a"], specs["b"]])
     assert not can_hold(first.instances[1], [specs["b"], specs["large"]])
     assert not can_hold(first.instances[1], [ModelSpec("unknown", "/x")])
+
+
+def problem_of(incumbent: PlacementPlan, *draining: str, keys: tuple[str, ...] = (), device: str = "cpu") -> Problem:
+    return live_problem(
+        [model("one")], [node(num_instances=4, device=device)], incumbent.instances, draining,
+        [StoredCostModel(key, b"", 0.0) for key in keys], traffic([(0.0, "one", 10, 10, True)], 10.0), {},
+        slo_scale=5.0, max_models_per_group=0, max_ranks=2,
+    )  # fmt: skip
+
+
+def test_a_search_sees_the_devices_up_to_one_that_is_drained_and_none_is_made_while_others_lie_beyond() -> None:
+    everywhere = plan([model("one")], [node(num_instances=4)], None)
+    whole = problem_of(everywhere)
+    assert whole.nodes[0].num_devices == 4 and whole.incumbent is not None and len(whole.incumbent.groups) == 4
+    shorter = plan([model("one")], [node(num_instances=4)], everywhere, fleet=Fleet(draining=("a-3",)))
+    assert problem_of(shorter, "a-3").nodes[0].num_devices == 3
+    broken = plan([model("one")], [node(num_instances=4)], everywhere, fleet=Fleet(draining=("a-1",)))
+    with pytest.raises(ProblemError, match=r"a-2, a-3: .* was drained"):
+        problem_of(broken, "a-1")
+
+
+@pytest.mark.parametrize(
+    ("device", "kind"), [("NVIDIA A10", "A10"), ("NVIDIA L40S", "A100-80G"), ("NVIDIA A100-SXM4-80GB", "A100-80G")]
+)
+def test_a_gpu_is_known_by_the_name_that_it_was_measured_under(device: str, kind: str) -> None:
+    found = problem_of(PlacementPlan(1, []), keys=(f"Llama_32-layers/{device}/tp1",), device="cuda")
+    assert found.nodes[0].kind == kind

@@ -19,6 +19,7 @@ from shared.placement.carry_out import (
     abandon,
     advance,
     begin,
+    forget,
     to_fetch,
 )
 
@@ -79,6 +80,7 @@ FETCHED = View(shown(BEFORE), fetched={("n", "/models/b")})
         ("settle", TARGET, View(shown(TARGET)), 2, "settle", {"n-0": "ab", "n-1": "b"}, ""),
         ("settle", TARGET, View(shown(TARGET)), 3, "carried_out", {"n-0": "ab", "n-1": "b"}, ""),
         ("settle", TARGET, View(shown(BEFORE)), 3, "settle", {"n-0": "ab", "n-1": "b"}, ""),
+        ("settle", TARGET, View(shown(BEFORE)), 50, "roll_back", {"n-0": "a", "n-1": "b"}, "n-0 took more than 50 s"),
         ("settle", TARGET, View(shown(TARGET), problems={"n-0": "crashed"}), 3, "roll_back", {"n-0": "a", "n-1": "b"},
          "crashed"),
         ("roll_back", TARGET, View(shown(TARGET)), 1, "roll_back", {"n-0": "a", "n-1": "b"}, ""),
@@ -102,6 +104,11 @@ def test_stages(
                                               ("carried_out", "carried_out"), ("roll_back", "roll_back")])  # fmt: skip
 def test_a_change_can_be_abandoned(stage: str, after: str) -> None:
     assert abandon(at(stage, BEFORE, TARGET), "operator", "because", 5.0).stage == after
+
+
+def test_models_that_are_removed_are_in_neither_placement() -> None:
+    change, running = forget(at("change", BEFORE, TARGET), TARGET, {"b"})
+    assert names(change.before) == names(change.target) == names(running) == {"n-0": "a"}
 
 
 def test_only_what_is_new_is_fetched() -> None:
