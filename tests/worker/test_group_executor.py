@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from services.worker.executor import Executor
-from services.worker.ranks import group_executor
+from services.worker.ranks import group_executor, messages
 from services.worker.ranks.group import ALONE, GroupError
 from services.worker.ranks.group_executor import GroupExecutor
 from services.worker.ranks.messages import (
@@ -133,6 +133,14 @@ def test_a_copy_has_ended_when_it_has_on_all_ranks_and_failed_if_on_one(scene: S
     while not ended:
         ended = scene.executor.finished_copies()
     assert ended == [(2, False)]
+
+
+def test_sending_to_a_rank_that_takes_nothing_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(messages, "SEND_TIMEOUT_S", 0.1)
+    ours, theirs = socket.socketpair()
+    with theirs, pytest.raises(OSError, match="unavailable"):
+        Stream[FromRank](ours, FromRank).send(bytes(16 << 20))
+    ours.close()
 
 
 def test_a_stream_that_ends_or_says_what_nobody_understands_ends_the_group(scene: Scene) -> None:

@@ -144,7 +144,10 @@ FromRank = Ready | Answer | CopyEnded | StepEnded | StepFailed | Failed
 
 # ---------------------------------------------------------------------------------------------------- the stream
 
+SEND_TIMEOUT_S = 60.0
+"""For the other end to take anything of what is sent."""
 _length = Struct("<I")
+_timeval = Struct("ll")
 _BUFFER_BYTES = 1 << 20
 """Of a socket: plans with new prompts do not make the sender wait."""
 _READ_BYTES = 1 << 18
@@ -158,12 +161,15 @@ class Stream(Generic[T]):
     def __init__(self, end: socket.socket, incoming: object) -> None:
         self._socket = end
         end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER_BYTES)
+        timeout = _timeval.pack(*divmod(int(SEND_TIMEOUT_S * 1e6), 1_000_000))
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeout)
         self._decoder: msgspec.msgpack.Decoder[T] = msgspec.msgpack.Decoder(incoming)
         self._received = bytearray()
         self._sending = threading.Lock()
 
     def send(self, frame: bytes) -> None:
-        """What `framed` made. Waits where the other end is far behind. Raises `OSError` where it is gone."""
+        """What `framed` made. Waits where the other end is far behind. Raises `OSError` where it is gone, or takes
+        nothing for `SEND_TIMEOUT_S`."""
         with self._sending:
             self._socket.sendall(frame)
 
