@@ -20,7 +20,8 @@ from shared.messages.cluster import InstancePlan, ModelSpec, NodeInfo, StoredCos
 from shared.messages.traffic import ModelTraffic
 from shared.placement.facts import model_facts
 from shared.placement.hardware import A100_80G, CPU, HARDWARE, RANKS, Hardware, cost_models
-from shared.placement.problem import Group, ModelFacts, ModelPrediction, NodeFacts, Plan, Prediction, Problem, Traffic
+from shared.placement.plan import group_of, plan_of
+from shared.placement.problem import ModelFacts, ModelPrediction, NodeFacts, Prediction, Problem, Traffic
 
 
 class ProblemError(Exception):
@@ -76,18 +77,8 @@ def live_problem(
         slo_scales={model.spec.name: model.spec.slo_scale for model in models if model.spec.slo_scale},
         execution_s=dict(execution_s),
         max_models_per_group=max_models_per_group,
-        incumbent=plan_of(places),
+        incumbent=plan_of(map(group_of, places)),
     )
-
-
-def plan_of(places: Iterable[InstancePlan]) -> Plan:
-    """As a search sees it."""
-    groups = []
-    for place in places:
-        first = node_of(place.instance_id)[1]
-        devices = tuple(range(first, first + place.group.num_ranks))
-        groups.append(Group(place.node_id, devices, tuple(sorted(spec.name for spec in place.models))))
-    return Plan(tuple(sorted(groups)))
 
 
 def measured_prediction(traffic: Mapping[str, ModelTraffic]) -> Prediction:

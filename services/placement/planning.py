@@ -40,24 +40,9 @@ from shared.messages.cluster import (
     PlacementPlan,
 )
 from shared.placement.footprint import Footprint
+from shared.placement.hardware import RANKS
+from shared.placement.memory import KEPT_POOL, LEAST_MERGED_BYTES, MAX_CPU_POOL_BYTES, POOL_SHARE
 from shared.placement.plan import Group
-
-MAX_CPU_POOL_BYTES = 1 << 30
-"""On CPU the pool is main memory that others can use better: at tens of tokens per second it holds minutes of output."""
-
-POOL_SHARE = {"cpu": 0.75, "cuda": 0.9}
-"""Of what weights and activations leave: the rest stays free, so that one more model usually fits without a restart. Less
-of a GPU, where the pool is what limits the batch."""
-
-LEAST_MERGED_BYTES = {"cpu": 4 << 20, "cuda": 32 << 20}
-"""Merged blocks are at least so large, so that a model that is added later usually fits into them: other merged blocks
-need a restart of the instance."""
-
-KEPT_POOL = 1.25
-"""A chosen group keeps its KV pool, and so its process, until it could have one that much larger."""
-
-GROUP_SIZES = (1, 2, 4, 8)
-"""Devices of a group that is made for a new model."""
 
 NOBODY_OUT = Fleet()
 
@@ -172,7 +157,7 @@ def plan(
     draining = frozenset(fleet.draining)
     layouts: list[Layout] = [_offered(nodes)]
     if is_chosen := incumbent is not None and incumbent.is_chosen:
-        layouts = [_kept(nodes, incumbent, size) for size in GROUP_SIZES]
+        layouts = [_kept(nodes, incumbent, size) for size in RANKS]
     placements = []
     for layout in layouts:
         rooms = _rooms(configured, nodes, layout, incumbent, held_nodes, draining)

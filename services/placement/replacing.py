@@ -19,7 +19,7 @@ from opentelemetry.trace import Span, Status, StatusCode, Tracer
 from opentelemetry.util.types import AttributeValue
 
 from services.placement.inputs import Inputs
-from services.placement.live_problem import ProblemError, live_problem, measured_prediction, plan_of
+from services.placement.live_problem import ProblemError, live_problem, measured_prediction
 from services.placement.metrics import PlacementMetrics
 from services.placement.monitor import PlacementMonitor
 from services.placement.plan_store import PlanStore
@@ -39,7 +39,7 @@ from shared.messages.requests import ErrorCode
 from shared.monitor.request_log import MAX_AGE_S, SLOT_S
 from shared.placement import carry_out
 from shared.placement.carry_out import CarryOutSettings, Held, View, advance
-from shared.placement.plan import Prediction
+from shared.placement.plan import Prediction, group_of, plan_of
 from shared.placement.problem import Problem, Proposal
 from shared.placement.replacement import IntervalState, Replacement, ReplacementSettings, Verdict
 from shared.settings import PlacementSettings, SettingsError
@@ -288,7 +288,7 @@ class Replacing:
     async def _apply(self, proposal: PlanProposal) -> None:
         """Raises `ProblemError` where the plan is another than it was made for."""
         plan = self._plans.current
-        if self.change is not None or plan_of(plan.instances) != proposal.before:
+        if self.change is not None or plan_of(map(group_of, plan.instances)) != proposal.before:
             self._core.ask("the plan changed while a better one was searched for")
             raise ProblemError("the plan changed while a better one was searched for")
         if proposal.plan == proposal.before:

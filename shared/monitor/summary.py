@@ -8,9 +8,7 @@ from collections.abc import Mapping
 from shared.messages.traffic import ClassSums, MeanStd, ModelSummary, ModelTraffic, Moments, Outcome, RequestRow, Spread
 from shared.monitor.request_log import SLOT_S, RequestLog, slot_index
 from shared.monitor.sums import mean_std, tpot_s
-
-DEFAULT_SLO_SCALE = 5.0
-"""As `shared.placement.problem`, which needs numpy."""
+from shared.placement.plan import DEFAULT_SLO_SCALE
 
 Key = tuple[str, bool]
 """A model, and whether online."""

@@ -13,6 +13,7 @@ import numpy as np
 
 from shared.cost_model import CostModel, StepShape
 from shared.placement.memory import pool, why_not
+from shared.placement.plan import plan_of
 from shared.placement.problem import Group, ModelFacts, NodeFacts, Plan, Prediction, Problem
 from shared.policies.multiplexing import Units
 
@@ -313,12 +314,12 @@ def _throughput(
                 prefills
                 + needs[name].output_tokens
                 * _decode_s(costs[name], needs[name], batch[name])
-                * max(1.0, 4 / units[name])
+                * max(1.0, DECODE_UNITS[-1] / units[name])
             )
             for name in costs
         }
 
-    least_units = dict.fromkeys(costs, 4)
+    least_units = dict.fromkeys(costs, DECODE_UNITS[-1])
     while open_models:
         served = rates(least_units)
         name = min(open_models, key=lambda one: served[one] / max(needs[one].rate_rps, 1e-9))
@@ -353,7 +354,3 @@ def _prefill_s(cost: CostModel, needs: Needs, batch: int) -> float:
 
 def _decode_s(cost: CostModel, needs: Needs, batch: int) -> float:
     return cost.predict(StepShape(0, 0.0, batch, int(batch * (needs.prompt_tokens + needs.output_tokens / 2))))
-
-
-def plan_of(groups: Iterator[Group] | Sequence[Group]) -> Plan:
-    return Plan(tuple(sorted(groups)))

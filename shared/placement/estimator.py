@@ -242,7 +242,7 @@ class Estimator:
         """All that is known of one."""
         layout = self._layout([plan.groups])
         course = self._run(layout)
-        latency, ttft, _ = self._follow(layout, course, 1)
+        latency, ttft = self._follow(layout, course, 1)
         models = {}
         for number, model in enumerate(self.problem.models):
             mine = self._model_of == number
@@ -280,7 +280,7 @@ class Estimator:
     def _outcomes(self, plans: Sequence[Sequence[Group]]) -> list[Outcome]:
         layout = self._layout(plans)
         course = self._run(layout)
-        latency, _, _ = self._follow(layout, course, len(plans))
+        latency, _ = self._follow(layout, course, len(plans))
         came = np.sum(course.came, axis=(0, 2)) / self._span_s
         num = len(self._followed)
         found = []
@@ -459,22 +459,20 @@ class Estimator:
 
     # -------------------------------------------------------------------------------------------------- requests
 
-    def _follow(self, layout: _Layout, course: _Course, num_plans: int) -> tuple[Array, Array, Array]:
-        """Latency and time to the first token of the followed requests [plans * followed], NEVER_S without a group; and the
-        flat place [groups * places] of each, -1 without."""
+    def _follow(self, layout: _Layout, course: _Course, num_plans: int) -> tuple[Array, Array]:
+        """Latency and time to the first token of the followed requests [plans * followed], NEVER_S without a group."""
         num_models, num = max(1, len(self.problem.models)), len(self._followed)
         num_bins, num_groups, num_places = course.split.shape
         latency, ttft = np.full(num_plans * num, NEVER_S), np.full(num_plans * num, NEVER_S)
-        chosen = np.full(num_plans * num, -1)
         if not num or not num_groups:
-            return latency, ttft, chosen
+            return latency, ttft
         stream = (np.arange(num_plans)[:, None] * num_models + self._model_of).ravel()
         flat = layout.stream.ravel()
         num_streams = num_plans * num_models
         held = np.bincount(flat, minlength=num_streams + 1)[:num_streams]
         served = np.flatnonzero((held[stream] > 0) & ~np.tile(self._is_too_long, num_plans))
         if not len(served):
-            return latency, ttft, chosen
+            return latency, ttft
         request = served % num
         # where each goes: the cumulated split of its stream's places at its bin
         order = np.argsort(flat, kind="stable")
@@ -521,8 +519,8 @@ class Estimator:
         had = moved[first_bin, place] + (first - self._times[first_bin]) * rate[first_bin, place]
         target = had + self._output[request] - 1.0
         end = np.maximum(first, self._reaches(moved, place, target, first_bin, rate[-1]))
-        latency[served], ttft[served], chosen[served] = end - at_s, first - at_s, place
-        return latency, ttft, chosen
+        latency[served], ttft[served] = end - at_s, first - at_s
+        return latency, ttft
 
     def _reaches(
         self, curves: Array, place: Array, value: Array, first_bin: Array, slope: Array | None = None

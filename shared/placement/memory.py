@@ -18,13 +18,19 @@ from shared.placement.plan import is_cpu
 from shared.placement.problem import ModelFacts, NodeFacts
 
 MAX_CPU_POOL_BYTES = 1 << 30
-"""Of a device. On CPU the pool is main memory that others can use better."""
+"""Of a whole group. On CPU the pool is main memory that others can use better: at tens of tokens per second it holds minutes
+of output."""
 
-POOL_SHARE, CPU_POOL_SHARE = 0.9, 0.75
-"""Of what weights and activations leave: the rest stays free, so that one more model usually fits without a restart."""
+POOL_SHARE = {"cpu": 0.75, "cuda": 0.9}
+"""Of what weights and activations leave: the rest stays free, so that one more model usually fits without a restart. Less
+of a GPU, where the pool is what limits the batch."""
 
-LEAST_MERGED_BYTES, CPU_LEAST_MERGED_BYTES = 32 << 20, 4 << 20
-"""Of a whole group: merged blocks are at least so large, so that a model that is added later usually fits into them."""
+LEAST_MERGED_BYTES = {"cpu": 4 << 20, "cuda": 32 << 20}
+"""Of a whole group: merged blocks are at least so large, so that a model that is added later usually fits into them (other
+merged blocks need a restart of the instance)."""
+
+KEPT_POOL = 1.25
+"""A group keeps its KV pool, and so its process, until it could have one that much larger."""
 
 
 class Pool(NamedTuple):
@@ -73,19 +79,22 @@ def pool(models: Sequence[ModelFacts], node: NodeFacts, num_ranks: int) -> Pool:
     """Of a group that `why_not` has nothing against."""
     rank = _rank(models, node, num_ranks)
     left = node.memory_bytes - rank.weights - rank.activations - rank.merged
-    share = int(left * (CPU_POOL_SHARE if is_cpu(node.kind) else POOL_SHARE))
+    share = int(left * POOL_SHARE[_device(node)])
     if is_cpu(node.kind):
-        share = min(share, MAX_CPU_POOL_BYTES)
+        share = min(share, MAX_CPU_POOL_BYTES // num_ranks)
     return Pool(rank.merged * num_ranks, max(share // rank.merged, rank.least_merged))
+
+
+def _device(node: NodeFacts) -> str:
+    return "cpu" if is_cpu(node.kind) else "cuda"
 
 
 def _rank(models: Sequence[ModelFacts], node: NodeFacts, num_ranks: int) -> _Rank:
     copies: dict[str, int] = {}
     for model in models:
         copies[model.weights] = max(copies.get(model.weights, 0), model.weight_bytes)
-    least = CPU_LEAST_MERGED_BYTES if is_cpu(node.kind) else LEAST_MERGED_BYTES
     blocks = tuple(sorted(-(-model.block_bytes // num_ranks) for model in models))
-    merged = _merged_bytes(blocks, -(-least // num_ranks))
+    merged = _merged_bytes(blocks, -(-LEAST_MERGED_BYTES[_device(node)] // num_ranks))
     return _Rank(
         weights=-(-sum(copies.values()) // num_ranks),
         activations=max((model.activation_bytes for model in models), default=0),

@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import msgspec
+
+from shared.messages.cluster import InstancePlan, instance_devices
+
+DEFAULT_SLO_SCALE = 5.0
+"""A request is to take this many times its model's mean execution time at most (SeaLLM, section 6.1)."""
 
 
 class Group(msgspec.Struct, frozen=True, order=True):
@@ -26,6 +33,16 @@ class Group(msgspec.Struct, frozen=True, order=True):
 class Plan(msgspec.Struct, frozen=True):
     groups: tuple[Group, ...]
     """Ascending; no device twice, none without a model."""
+
+
+def group_of(place: InstancePlan) -> Group:
+    devices = instance_devices(place.instance_id, place.group.num_ranks)
+    return Group(place.node_id, tuple(sorted(k for _, k in devices)), tuple(sorted(s.name for s in place.models)))
+
+
+def plan_of(groups: Iterable[Group]) -> Plan:
+    """Without the groups that have no model."""
+    return Plan(tuple(sorted(group for group in groups if group.models)))
 
 
 class ModelPrediction(msgspec.Struct, frozen=True, kw_only=True):

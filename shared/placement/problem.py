@@ -13,15 +13,13 @@ import msgspec
 import numpy as np
 
 from shared.cost_model import CostModel
+from shared.placement.plan import DEFAULT_SLO_SCALE as DEFAULT_SLO_SCALE
 from shared.placement.plan import Group as Group
 from shared.placement.plan import ModelPrediction as ModelPrediction
 from shared.placement.plan import Plan as Plan
 from shared.placement.plan import Prediction as Prediction
 from shared.placement.plan import Proposal as Proposal
 from shared.placement.plan import Rejected as Rejected
-
-DEFAULT_SLO_SCALE = 5.0
-"""A request is to take this many times its model's mean execution time at most (SeaLLM, section 6.1)."""
 
 
 class NodeFacts(msgspec.Struct, frozen=True, kw_only=True):

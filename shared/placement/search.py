@@ -31,6 +31,7 @@ import numpy as np
 
 from shared.placement.estimator import Estimator, Outcome
 from shared.placement.memory import why_not
+from shared.placement.plan import plan_of
 from shared.placement.problem import Group, ModelFacts, NodeFacts, Plan, Prediction, Problem, Proposal, Rejected
 from shared.placement.replacement import ReplacementSettings, change_s
 
@@ -143,10 +144,6 @@ def _evaluated(evaluate: Evaluate, plan: Plan) -> Prediction:
     return evaluate(_searchers[0].problem, plan)
 
 
-def plan_of(slots: Iterable[Group]) -> Plan:
-    return Plan(tuple(sorted(group for group in slots if group.models)))
-
-
 class Searcher:
     """The parts of a search over one problem."""
 
@@ -171,9 +168,9 @@ class Searcher:
                 if any(self.fits((name,), node, size) for node in problem.nodes):
                     self._least[name] = size
                     break
-        self.needed = {name: self.models[name].replicas or 1 for name in self._least}
+        replicas = {name: self.models[name].replicas for name in self._least}
+        self.needed = {name: 1 if num is None else num for name, num in replicas.items()}
         """Groups that a model must have, of those that fit anywhere; one with 0 replicas is placed nowhere."""
-        self.needed |= {name: 0 for name in self._least if self.models[name].replicas == 0}
         self.incumbent = self._incumbent()
 
     # --------------------------------------------------------------------------------------------------- what fits

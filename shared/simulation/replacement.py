@@ -20,11 +20,12 @@ import msgspec
 import numpy as np
 
 from shared.engine.memory.slab import blocks_per_merged
-from shared.messages.cluster import DeviceGroup, InstancePlan, ModelSpec, PlanChange, instance_devices
+from shared.messages.cluster import DeviceGroup, InstancePlan, ModelSpec, PlanChange
 from shared.messages.requests import RequestClass
 from shared.placement.carry_out import CarryOutSettings, Held, View, advance, begin, to_fetch
 from shared.placement.execution import execution_s
-from shared.placement.memory import pool, why_not
+from shared.placement.memory import KEPT_POOL, pool, why_not
+from shared.placement.plan import group_of
 from shared.placement.problem import Group, ModelFacts, NodeFacts, Plan, Prediction, Problem, Proposal, Traffic, traffic
 from shared.placement.replacement import Replacement, ReplacementSettings, Verdict
 from shared.simulation import metrics
@@ -33,8 +34,6 @@ from shared.simulation.fleet import Device, Fleet, Model
 
 CHECK_S = 1.0
 """Between two looks at whether something is due."""
-KEPT_POOL = 1.25
-"""A group keeps its KV pool, and so its process, until it could have one that much larger."""
 GRACE_S = 30.0
 """For requests to leave what is drained or unloaded."""
 
@@ -288,11 +287,6 @@ class FleetReplacement:
 
 
 # ------------------------------------------------------------------------------------------------- plans and places
-
-
-def group_of(place: InstancePlan) -> Group:
-    devices = instance_devices(place.instance_id, place.group.num_ranks)
-    return Group(place.node_id, tuple(sorted(k for _, k in devices)), tuple(sorted(s.name for s in place.models)))
 
 
 def _blocks(place: InstancePlan, model: ModelFacts) -> int:

@@ -15,8 +15,6 @@ from services.placement.fleet import Fleet
 from services.placement.footprint import ConfiguredModel, DeviceFacts, footprint
 from services.placement.live_problem import ProblemError, live_problem
 from services.placement.planning import (
-    LEAST_MERGED_BYTES,
-    MAX_CPU_POOL_BYTES,
     DoesNotFit,
     chosen,
     displaced,
@@ -27,6 +25,7 @@ from services.placement.planning import (
 from shared.checkpoint import ITEMSIZES, CheckpointShape
 from shared.engine.memory.slab import ALIGNMENT_BYTES, blocks_per_merged
 from shared.messages.cluster import AttentionFacts, DeviceGroup, ModelSpec, NodeInfo, PlacementPlan, StoredCostModel
+from shared.placement.memory import LEAST_MERGED_BYTES, MAX_CPU_POOL_BYTES
 from shared.placement.plan import Group
 from shared.placement.problem import Problem, traffic
 
