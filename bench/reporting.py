@@ -6,6 +6,7 @@ import contextlib
 import math
 import os
 import platform
+import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -36,9 +37,10 @@ def machine() -> dict[str, Any]:
 
 
 def command() -> str:
-    """That this process was started with."""
+    """That this process was started with, but for where results go."""
     spec = sys.modules["__main__"].__spec__
-    return " ".join(["python -m", spec.name.removesuffix(".__main__") if spec else sys.argv[0], *sys.argv[1:]])
+    words = ["python -m", spec.name.removesuffix(".__main__") if spec else sys.argv[0], *sys.argv[1:]]
+    return re.sub(r" --output[ =]\S+", "", " ".join(words))
 
 
 def met(is_met: bool) -> str:
