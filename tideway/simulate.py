@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import msgspec
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import Progress
 from rich.table import Table
 
@@ -167,7 +168,7 @@ def place(setting: Setting, problem: Problem) -> tuple[Plan, dict[str, str]]:
 
 def show(result: Result, console: Console) -> None:
     metrics = result.metrics
-    table = Table(*HEAD[:1], title=f"[bold]{result.name}[/]", title_justify="left")
+    table = Table(*HEAD[:1], title=f"[bold]{escape(result.name)}[/]", title_justify="left")
     for head in HEAD[1:]:
         table.add_column(head, justify="right")
     for name, one in metrics.models.items():

@@ -131,8 +131,8 @@ def test_offline_requests_take_what_is_left():
 def test_it_is_fast():
     loaded = problem([A, B], [node()], [150.0, 50.0], interval_s=100.0)
     plan = on((1, ("a",)), (1, ("a",)), (1, ("a", "b")), (1, ("b",)))
-    began_s = time.perf_counter()
+    began_s = time.process_time()
     found = estimate(loaded, plan)
-    seconds = time.perf_counter() - began_s
+    seconds = time.process_time() - began_s
     assert not math.isnan(found.normalised_latency)
     assert loaded.traffic.num_requests / seconds > 20_000

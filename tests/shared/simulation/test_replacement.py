@@ -18,7 +18,7 @@ from shared.simulation.gateway import Job
 from shared.simulation.replacement import FleetReplacement, fits, places, with_new_models
 
 A, B, C = "llama-2-13b", "opt-13b", "llama-2-7b"
-SETTINGS = ReplacementSettings(initial_s=25, least_s=15, most_s=120, restart_s=5)
+SETTINGS = ReplacementSettings(initial_s=12, least_s=6, most_s=120, restart_s=5)
 
 
 def problem(*names: str) -> Problem:
@@ -75,7 +75,7 @@ def run(settings: ReplacementSettings) -> tuple[Fleet, FleetReplacement]:
     fleet = LIVE.fleet(1)
     deploy(fleet, given, MOSTLY_A)
     replacement = FleetReplacement(fleet, given, MOSTLY_A, by_share, settings=settings, search_s=2.0)
-    fleet.run(jobs(1, 100, 30, 12.0))
+    fleet.run(jobs(1, 60, 10, 12.0))
     return fleet, replacement
 
 
