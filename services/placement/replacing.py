@@ -51,6 +51,8 @@ logger = logging.getLogger(__name__)
 MODES = ("off", "advise", "auto")
 STATE_KEY = "current"
 SHOWN_REJECTED = 8
+STORED_SHARE = 0.9
+"""Of what NATS lets a message have, that is stored at most."""
 SHOW_INTERVAL_S = 10.0
 """Between two looks at what was measured, for metrics."""
 
@@ -421,7 +423,10 @@ class Replacing:
     async def _store(self) -> None:
         state = self._to_store()
         if state != self._stored:
-            await self._bucket.put(STATE_KEY, state)
+            # A proposal for hundreds of groups may be too large for an entry: then the next leader searches anew.
+            is_large = len(msgspec.msgpack.encode(state)) > STORED_SHARE * self._bus.max_payload_bytes
+            stored = msgspec.structs.replace(state, proposal=None) if is_large else state
+            await self._bucket.put(STATE_KEY, stored)
             self._stored = state
 
 

@@ -12,7 +12,7 @@ from services.placement import active as active_module
 from services.placement import replacing as replacing_module
 from shared.bus.interface import ServiceError
 from shared.messages.admin import ChangePlan, GetReplacement, ReplacementState
-from shared.messages.catalogue import PLACEMENT_CHANGE_PLAN, PLACEMENT_REPLACEMENT, PLACEMENT_REQUESTS
+from shared.messages.catalogue import PLACEMENT_CHANGE_PLAN, PLACEMENT_REPLACEMENT, PLACEMENT_REQUESTS, REPLACEMENT
 from shared.messages.cluster import ModelSpec, PlanChange
 from shared.messages.requests import ErrorCode
 from shared.messages.traffic import Outcome, RequestRow, RequestRows, request_number
@@ -201,6 +201,26 @@ async def test_a_model_that_cannot_be_loaded_rolls_back_with_its_reason(
         assert not node.ever_missing
         value = telemetry.registry.get_sample_value
         assert value("tideway_placement_roll_backs_total", {"cause": "instance"}) == 1
+
+
+async def test_a_proposal_too_large_to_be_stored_is_known_while_it_leads(
+    nats_settings: BusSettings, cluster: Cluster, sources: dict[str, str], node: ScriptedNode,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(replacing_module, "STORED_SHARE", 0.0)
+    bucket = await cluster.bus.key_value(REPLACEMENT)
+    async with placement(nats_settings, {name: sources[name] for name in "ab"}, search=finds(APART)):
+        await served(cluster, node, EVERYWHERE)
+        await tell_requests(cluster)
+        await ask(cluster, "apply")
+        assert (await ended(cluster)).stage == "carried_out"
+        assert (await show(cluster)).proposal is not None
+        for _ in range(100):
+            entry = await bucket.get("current")
+            if entry is not None and entry.value.predicted == predicted(1.0):
+                break
+            await asyncio.sleep(0.05)
+        assert entry is not None and entry.value.predicted == predicted(1.0) and entry.value.proposal is None
 
 
 async def test_weights_that_cannot_be_fetched_change_nothing(
