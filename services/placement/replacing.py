@@ -51,8 +51,8 @@ logger = logging.getLogger(__name__)
 MODES = ("off", "advise", "auto")
 STATE_KEY = "current"
 SHOWN_REJECTED = 8
-STORED_SHARE = 0.9
-"""Of what NATS lets a message have, that is stored at most."""
+STORED_SHARE, LARGEST_CHANGE = 0.9, 0.75
+"""Of what NATS lets a message have: what is stored of a search at most, and a plan with a change that begins."""
 SHOW_INTERVAL_S = 10.0
 """Between two looks at what was measured, for metrics."""
 
@@ -176,6 +176,13 @@ class Replacing:
 
     async def on_change_plan(self, query: ChangePlan) -> ReplacementState:
         """Call it with the lock that `tick` is called with."""
+        try:
+            await self._do(query)
+        except ProblemError as error:
+            raise refuse(str(error), "action", ErrorCode.CONFLICT) from None
+        return self.state()
+
+    async def _do(self, query: ChangePlan) -> None:
         now, plan = self._monitor.now(), self._plans.current
         change = self.change
         if query.action == "roll_back":
@@ -186,22 +193,18 @@ class Replacing:
             else:
                 reason = f"the operator rolls replacement {plan.change.number} back"
                 await self._begin_change(reason, self._before(plan.change), is_chosen=plan.change.was_chosen)
-            return self.state()
+            return
         if change is not None:
             message = f"replacement {change.number} is under way (stage {change.stage}); roll it back, or wait"
             raise refuse(message, "action", ErrorCode.CONFLICT)
         found = self._proposal
         is_new = found is not None and found.version == plan.version and found.plan != found.before
         if query.action == "apply" and found is not None and is_new:
-            try:
-                await self._apply(found)
-            except ProblemError as error:
-                raise refuse(str(error), "action", ErrorCode.CONFLICT) from None
+            await self._apply(found)
         elif not self._searching:
             self._begin_search("an operator asked for it", is_applied=query.action == "apply")
         else:
             raise refuse(f"a search is under way ({self._searching})", "action", ErrorCode.CONFLICT)
-        return self.state()
 
     async def supersede(self, why: str) -> bool:
         """Another plan is to be made. A change that has changed nothing yet is over; else False: it comes first."""
@@ -317,6 +320,10 @@ class Replacing:
         plan, now = self._plans.current, self._monitor.now()
         number = 1 if plan.change is None else plan.change.number + 1
         change = carry_out.begin(number, reason, plan.instances, target, now)
+        # With room for what is told of its steps: it could neither go on nor back otherwise.
+        size = len(msgspec.msgpack.encode(msgspec.structs.replace(plan, change=change)))
+        if size > LARGEST_CHANGE * self._bus.max_payload_bytes:
+            raise ProblemError(f"a plan of {size} bytes with its change is too large for NATS (max_payload)")
         self._span = self._tracer.start_span(
             "placement.replacement", attributes={"tideway.replacement": number, "tideway.reason": reason}
         )

@@ -20,8 +20,8 @@ SEARCH_S = 900.0
 """After which it is given up."""
 MAX_PROCESSES = 8
 MAX_SIMULATED = 5_000
-"""Requests for which the best plans are simulated as well: some hundred a second, five plans, far below `SEARCH_S`. Of more the
-estimate must do."""
+"""Requests for which the best plans are simulated as well: some hundred a second, five plans, far below `SEARCH_S`. Of
+more the estimate must do."""
 
 
 def _begin() -> None:
