@@ -26,6 +26,7 @@ STAGES = {
     "carried_out": "carried out",
     "rolled_back": "rolled back",
 }
+STAGES_WITH_STEPS = ("change", "roll_back")
 
 
 def show_plan(client: AdminClient, console: TableConsole, *, as_json: bool) -> None:
@@ -100,12 +101,9 @@ def carry_out(client: AdminClient, action: str, *, wait_s: float, say: Callable[
             raise OperatorError(f"Nothing is carried out: {_state(plan).problem or 'placement says no reason'}.")
         if not stage:
             say(f"Replacement {change.number}: {change.reason}")
-        for step in change.steps[num_steps:]:
-            say(f"    {step}")
-        num_steps = len(change.steps)
-        if change.stage != stage:
-            stage = change.stage
-            say(f"  {stage}: {STAGES.get(stage, '')}")
+        for line in lines_of(change, stage, num_steps):
+            say(line)
+        stage, num_steps = change.stage, len(change.steps)
         if change.is_over:
             for name in change.interrupted:
                 say(f"  {name} had no instance for a while: its requests waited.")
@@ -113,6 +111,20 @@ def carry_out(client: AdminClient, action: str, *, wait_s: float, say: Callable[
                 raise OperatorError(f"Rolled back: {change.failure}.")
             return
         _pause(deadline_s, f"The plan is not carried out after {wait_s:g} s. It goes on by itself.")
+
+
+def lines_of(change: PlanChange, stage: str, num_steps: int) -> list[str]:
+    """What is new since `stage` (empty: nothing was told) and so many steps were told. A step stands below its stage, also
+    where that stage was over before it was seen."""
+    steps = [f"    {step}" for step in change.steps[num_steps:]]
+    if change.stage == stage:
+        return steps
+    if steps and stage not in STAGES_WITH_STEPS:
+        seen = change.stage if change.stage in STAGES_WITH_STEPS else "change"
+        steps.insert(0, f"  {seen}: {STAGES[seen]}")
+        if seen == change.stage:
+            return steps
+    return [*steps, f"  {change.stage}: {STAGES.get(change.stage, '')}"]
 
 
 def _pause(deadline_s: float, late: str) -> None:
@@ -129,7 +141,8 @@ def _state(plan: ShownPlan) -> ReplacementState:
 
 def _describe(state: ReplacementState) -> str:
     age_s = time.time() - state.since_s
-    text = f"Replacement is {state.mode} (TIDEWAY_REPLACEMENT); {age_s:.0f} s of {state.interval_s:.0f} s are over"
+    text = f"Replacement is {state.mode} (TIDEWAY_REPLACEMENT); this interval of {state.interval_s:.0f} s began "
+    text += f"{age_s:.0f} s ago"
     if state.deviation is not None:
         text += f"; the last one differed from its prediction by {state.deviation:.0%}"
     if state.searching:

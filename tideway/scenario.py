@@ -197,7 +197,9 @@ def read(file: Path, changes: Mapping[str, Any] | None = None) -> list[Setting]:
     `ScenarioError`."""
     try:
         content = tomllib.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        raise ScenarioError(f"{file}: {error.strerror}") from None
+    except ValueError as error:
         raise ScenarioError(f"{file}: {error}") from None
     content |= changes or {}
     overrides = content.pop("settings", [])
@@ -362,7 +364,9 @@ def hardware_file(file: Path) -> dict[str, Any]:
     """As `tideway profile --hardware` writes it. Raises `ScenarioError`."""
     try:
         return tomllib.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        raise ScenarioError(f"{file}: {error.strerror}") from None
+    except ValueError as error:
         raise ScenarioError(f"{file}: {error}") from None
 
 

@@ -78,7 +78,8 @@ def simulate(
     changes = {key: value for key, value in (("seed", seed), ("duration_s", duration)) if value is not None}
     settings = scenario.read(file, changes)
     results, outcomes = [], []
-    with Progress(console=Console(stderr=True), transient=True) as progress:
+    errors = Console(stderr=True)
+    with Progress(console=errors, transient=True, disable=not errors.is_terminal) as progress:
         for setting in settings:
             task = progress.add_task(setting.name, total=1.0)
             result, outcome = run(setting, lambda share, task=task: progress.update(task, completed=share))  # type: ignore[misc]
@@ -190,7 +191,7 @@ def show(result: Result, console: Console) -> None:
     if not result.is_over:
         console.print(f"{metrics.total.num_unserved} requests had not ended, or were refused, when the run was over.")
     console.print(
-        f"{metrics.seconds:.0f} s in {result.simulation_s:.1f} s of CPU time"
+        f"{metrics.seconds:.0f} s simulated in {result.simulation_s:.1f} s of CPU time"
         + (f", placement found in {result.search_s:.1f} s" if result.search_s >= 0.05 else "")
     )
 

@@ -169,6 +169,8 @@ def _instances(instances: Mapping[str, InstanceInfo], nodes: Mapping[str, NodeIn
         port = f":{info.metrics_port}" if info.metrics_port else ""
         num_devices = info.group.num_ranks
         device = info.device if num_devices == 1 else f"{num_devices} x {info.device}"
+        if info.group.num_stages > 1:
+            device += f", {info.group.num_stages} stages"
         table.add_row(instance_id, info.state, device, pool, "yes" if info.kv_address else "no", port, models)
     for node_id, node in sorted(nodes.items()):
         if node.problem:

@@ -197,9 +197,12 @@ class Replacing:
         if change is not None:
             message = f"replacement {change.number} is under way (stage {change.stage}); roll it back, or wait"
             raise refuse(message, "action", ErrorCode.CONFLICT)
-        found = self._proposal
-        is_new = found is not None and found.version == plan.version and found.plan != found.before
-        if query.action == "apply" and found is not None and is_new:
+        found = self._proposal if query.action == "apply" else None
+        if found is not None and found.version != plan.version:
+            found = None
+        if found is not None and found.plan == found.before and now - found.found_s <= self._core.interval_s:
+            pass  # the plan that runs was the best a moment ago
+        elif found is not None and found.plan != found.before:
             await self._apply(found)
         elif not self._searching:
             self._begin_search("an operator asked for it", is_applied=query.action == "apply")

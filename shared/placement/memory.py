@@ -67,9 +67,10 @@ def why_not(models: Sequence[ModelFacts], node: NodeFacts, num_ranks: int) -> st
     rank = _rank(models, node, num_ranks)
     if rank.needed <= node.memory_bytes:
         return ""
+    where = "one device" if num_ranks == 1 else f"each of {num_ranks} devices"
     return (
-        f"memory_bytes: {', '.join(sorted(model.name for model in models))} need {_mib(rank.needed)} on each of {num_ranks} "
-        f"devices ({_mib(rank.weights)} weights, {_mib(rank.activations)} activations, "
+        f"memory_bytes: {', '.join(sorted(model.name for model in models))} {'needs' if len(models) == 1 else 'need'} "
+        f"{_mib(rank.needed)} on {where} ({_mib(rank.weights)} weights, {_mib(rank.activations)} activations, "
         f"{_mib(rank.needed - rank.weights - rank.activations)} least KV pool and scratch); there are "
         f"{_mib(node.memory_bytes)}"
     )

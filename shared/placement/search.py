@@ -622,9 +622,10 @@ def _reason(searcher: Searcher, plan: Plan, prediction: Prediction | None, best:
     if searcher.num_lacking(plan.groups) > searcher.num_lacking(best.groups):
         return "not every model has its groups"
     if _is_as_good(prediction, taken) and searcher.problem.incumbent is not None:
-        return (
-            f"as good, but {searcher.change_s(plan):.0f} s of devices to change to, not {searcher.change_s(best):.0f} s"
-        )
+        cost_s, least_s = searcher.change_s(plan), searcher.change_s(best)
+        if cost_s == least_s:
+            return "as good, and as much to change"
+        return f"as good, but {cost_s:.2g} s of devices to change to, not {least_s:.2g} s"
     if round(prediction.attainment / ATTAINMENT_GRAIN) < round(taken.attainment / ATTAINMENT_GRAIN):
         return f"attainment {prediction.attainment:.1%}, not {taken.attainment:.1%}"
     return f"normalised latency {prediction.normalised_latency:.3g}, not {taken.normalised_latency:.3g}"

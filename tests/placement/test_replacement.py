@@ -163,6 +163,7 @@ async def test_devices_become_one_group_and_an_interruption_is_told(
         await ask(cluster, "search")
         again = await ask_until_kept(cluster)
         assert "is the one that runs" in again.proposal.verdict if again.proposal is not None else False
+        assert not (await ask(cluster, "apply")).searching, "that is known already"
         assert cluster.plans[-1].change is not None and cluster.plans[-1].change.number == 1
 
 

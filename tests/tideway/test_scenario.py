@@ -151,7 +151,7 @@ def test_what_cannot_be_is_refused_by_its_key(key: str, value: Any, message: str
 def test_a_group_that_does_not_fit_says_by_how_much() -> None:
     models = [{"name": "a", "shape": "llama-2-70b"}, {"name": "b", "shape": "opt-6.7b"}]
     one = setting(models=models, groups=[{"node": "node", "devices": [0], "models": ["a"]}])
-    with pytest.raises(ScenarioError, match=r"groups\[0\]: memory_bytes: a need 1\d\d,\d{3} MiB on each of 1 devices"):
+    with pytest.raises(ScenarioError, match=r"groups\[0\]: memory_bytes: a needs 1\d\d,\d{3} MiB on one device"):
         explicit_plan(one.scenario, build(one).problem)
 
 
