@@ -200,11 +200,11 @@ class Replacing:
         found = self._proposal if query.action == "apply" else None
         if found is not None and found.version != plan.version:
             found = None
-        if found is not None and found.plan == found.before and now - found.found_s <= self._core.interval_s:
-            pass  # the plan that runs was the best a moment ago
-        elif found is not None and found.plan != found.before:
+        if found is not None and found.plan != found.before:
             await self._apply(found)
         elif not self._searching:
+            if found is not None and now - found.found_s <= self._core.interval_s:
+                return  # the plan that runs was the best a moment ago
             self._begin_search("an operator asked for it", is_applied=query.action == "apply")
         else:
             raise refuse(f"a search is under way ({self._searching})", "action", ErrorCode.CONFLICT)
