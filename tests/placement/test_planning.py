@@ -499,9 +499,9 @@ def test_draining_moves_nothing_of_what_stays(
 def test_a_large_cluster_is_planned_quickly(num_nodes: int) -> None:
     models = [model(f"m{i}", 50 + i * 10, replicas=None if i % 3 else 4) for i in range(64)]
     nodes = [node(f"n{i}", 64 * GIB, 8, "cuda") for i in range(num_nodes)]
-    begin = time.perf_counter()
+    begin = time.process_time()
     result = plan(models, nodes, None)
-    assert time.perf_counter() - begin < 5.0
+    assert time.process_time() - begin < 5.0
     assert result.unplaced == {}
 
 

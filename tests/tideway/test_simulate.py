@@ -26,13 +26,15 @@ def run(*words: str) -> str:
     return result.output
 
 
-def test_settings_are_compared_and_everything_is_written(tmp_path: Path) -> None:
+def test_the_readmes_settings_are_compared_and_everything_is_written(tmp_path: Path) -> None:
+    (line,) = [line for line in shell_lines() if line.startswith(".venv/bin/tideway simulate")]
+    assert line.split()[2] == str(TWO_MODELS.relative_to(REPOSITORY))
     file, plots = tmp_path / "result.json", tmp_path / "plots"
     said = run(str(TWO_MODELS), "--duration", "2", "--seed", "3", "--json", str(file), "--plot", str(plots))
     written = msgspec.json.decode(file.read_bytes())
     assert [one["name"] for one in written] == ["apart", "shared, first come first served", "shared"]
     for one in written:
-        assert one["name"] in said
+        assert one["name"] in said and re.search(r"all .*%", said)
         assert one["scenario"]["duration_s"] == 2 and one["scenario"]["seed"] == 3
         assert one["metrics"]["total"]["num_requests"] == written[0]["metrics"]["total"]["num_requests"] > 3
         assert one["metrics"]["total"]["offline_tokens_s"] > 0 and one["is_over"]
@@ -73,13 +75,6 @@ def test_another_placement_is_looked_for_while_it_serves(tmp_path: Path) -> None
     assert [change["what"] for change in result["changes"]][:2] == ["searched", "searched"]
     assert 10 <= result["changes"][0]["at_s"] < 12 and result["changes"][0]["reason"] in said.replace("\n", " ")
     assert result["metrics"]["total"]["num_unserved"] == 0
-
-
-def test_the_readmes_line_runs() -> None:
-    (line,) = [line for line in shell_lines() if line.startswith(".venv/bin/tideway simulate")]
-    file = line.split()[2]
-    said = run(str(REPOSITORY / file), "--duration", "1")
-    assert re.search(r"all .*%", said) and "node-0" in said
 
 
 def test_it_says_what_is_wrong_with_the_file(tmp_path: Path) -> None:
