@@ -594,7 +594,7 @@ def _propose(
     best = max(asked, key=keys.__getitem__)
     equals = [plan for plan in asked if keys[plan][0] == keys[best][0] and _is_as_good(known[plan], known[best])]
     if problem.incumbent is not None:
-        best = min(equals, key=lambda plan: (searcher.change_s(plan), asked.index(plan)))
+        best = min(equals, key=lambda plan: (searcher.change_s(plan), plan != incumbent, asked.index(plan)))
     others = sorted((plan for plan in asked if plan != best), key=keys.__getitem__, reverse=True)
     others += [plan for plan in plans if plan not in known][: NUM_REJECTED - len(others)]
     return Proposal(

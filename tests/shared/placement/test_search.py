@@ -191,6 +191,14 @@ def test_where_not_all_models_fit_beside_each_other_as_many_as_do_are_placed():
     assert found.unplaced[left] == f"no group has memory for {left!r} beside the other models"
 
 
+def test_a_copy_that_nobody_asks_for_stays_where_it_is():
+    """To unload it takes no time, and nothing is gained by it."""
+    nodes = [node(f"n{number}", 1) for number in range(4)]
+    asked = problem([model("used"), model("idle")], nodes, [0.5, 0.0], interval_s=10.0)
+    everywhere = Plan(tuple(Group(each.node_id, (0,), ("idle", "used")) for each in nodes))
+    assert search(msgspec.structs.replace(asked, incumbent=everywhere)).plan == everywhere
+
+
 def test_an_incumbent_on_nodes_that_are_gone_is_left():
     asked = problem([model("a")], [node("n1", 2)], [2.0])
     gone = Plan((Group("n0", (0,), ("a",)), Group("n1", (0,), ("a", "was"))))
