@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import types
 import typing
-from enum import StrEnum
+from enum import Enum
 from typing import Any
 
 import msgspec
@@ -45,7 +45,7 @@ def sample(kind: Any) -> Any:
     if issubclass(kind, msgspec.Struct):
         hints = typing.get_type_hints(kind)
         return kind(**{field: sample(hints[field]) for field in kind.__struct_fields__})
-    if issubclass(kind, StrEnum):
+    if issubclass(kind, Enum):
         return list(kind)[-1]
     return {str: "text", int: 7, float: 0.25, bool: True, bytes: b"\x01\x00\x00\x00"}[kind]
 

@@ -151,7 +151,8 @@ def test_every_request_makes_its_tokens(
     if interruption == "off":
         assert scene.num_suspended_steps == counters.steps_suspended == 0
     else:
-        assert scene.num_suspended_steps == counters.steps_suspended >= 2
+        # A step that goes on in parts stops at the end of each as well.
+        assert scene.num_suspended_steps >= counters.steps_suspended >= 2
         assert (counters.steps_resumed > 0) == (interruption == "suspend")
         assert not scene.executor._suspended
     assert bool(counters.checkpointed_blocks) == bool(host_share)

@@ -103,8 +103,8 @@ def test_layers_can_be_run_in_ranges(tmp_path: Path) -> None:
     driver = Driver(executor, executor.add_model(prepared), range(4))
     model = prepared.model
 
-    def in_ranges(batch: object) -> object:
-        state = model.begin(batch)  # type: ignore[arg-type]
+    def in_ranges(batch: object, hidden: torch.Tensor | None = None) -> object:
+        state = model.begin(batch, hidden)  # type: ignore[arg-type]
         for layer in range(model.num_layers):
             model.run_layers(state, layer, layer + 1, batch)  # type: ignore[arg-type]
         return state
@@ -145,9 +145,9 @@ def test_a_checkpoint_that_does_not_fit_its_config_is_refused(
 
 def test_lengths_and_dtypes(tmp_path: Path) -> None:
     path = write_checkpoint(tmp_path, "llama", dtype=torch.float16)
-    identity = identity_of(path, CPU, max_model_len=100)
-    model, length = load_model(identity, CPU), identity.max_model_len
-    assert (model.dtype, length) == (torch.bfloat16, 100)
+    assert load_model(identity_of(path, CPU, max_model_len=100), CPU).dtype == torch.bfloat16
+    executor = Executor("cpu", 1, MERGED_BYTES, 1)
+    assert executor.prepare_model(ModelSpec("m", str(path), max_model_len=100)).max_model_len == 100
     assert load_model(identity_of(path, CPU, dtype="float32"), CPU).dtype == torch.float32
     assert run_dtype("auto", "float16", "cuda") == "float16"
     with pytest.raises(CheckpointError, match="exceeds the model's own 256"):
