@@ -11,7 +11,7 @@ BENCHES ?= planning dispatching stack
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help up down status test test-fast check bench bench-coserving bench-coserving-short bench-ordering bench-rebalance \
+.PHONY: help up down status test test-fast test-long check bench bench-coserving bench-coserving-short bench-ordering bench-rebalance \
 	bench-migration bench-migration-gpu bench-migration-chaos bench-control-plane bench-fidelity bench-sharing \
 	bench-unified clean install development
 
@@ -20,7 +20,7 @@ help:
 	@echo "              in the background: make up ARGS=--detach    all options: make up ARGS=--help"
 	@echo "make down     stop a Tideway that runs in the background"
 	@echo "make status   what runs, and how it is"
-	@echo "make test     all tests that need neither a GPU nor a container engine"
+	@echo "make test     the tests that need neither a GPU nor a container engine; make test-long: those that take longest"
 	@echo "make test-fast  those that need no process, port or model: under a minute"
 	@echo "make check    formatting, lint, types, and who imports whom"
 	@echo "make bench    the measurements in bench/"
@@ -49,7 +49,10 @@ down status:
 	@if [ -x $(BIN)/tideway ]; then exec $(BIN)/tideway $@ $(ARGS); else echo "Tideway is not installed here: make up"; fi
 
 test: development
-	$(BIN)/python -m pytest -n 3 -m "not gpu and not container" $(ARGS)
+	$(BIN)/python -m pytest -n 3 -m "not gpu and not container and not long" $(ARGS)
+
+test-long: development
+	$(BIN)/python -m pytest -n 2 -m "long and not gpu and not container" $(ARGS)
 
 test-fast: development
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m fast -p no:schemathesis $(ARGS)

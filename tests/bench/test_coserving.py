@@ -227,6 +227,7 @@ def test_a_run_serves_all_online_requests_and_never_runs_dry(bench: Bench, syste
         assert not any(step.is_interruptible for step in result.steps)
 
 
+@pytest.mark.long
 def test_experiments_end_to_end(bench: Bench, tmp_path: Path) -> None:
     found = [run(bench) for run in (experiments.trace, experiments.ablation, safepoints)]
     for result in found:
@@ -410,6 +411,7 @@ def test_a_devices_time_is_accounted_for(virtual: Bench) -> None:
         assert max(sum(step.num_tokens) for step in run.steps) <= (system.step_tokens or 512)
 
 
+@pytest.mark.long
 def test_the_curve_of_objectives_end_to_end(virtual: Bench, tmp_path: Path) -> None:
     short = msgspec.structs.replace(SHORT, point_s=20.0, grace_s=60.0)
     options = Options(pairs=(Objectives(1.5, 0.11),))

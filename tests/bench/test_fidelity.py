@@ -33,6 +33,7 @@ IDLE = Observed(
 SETTINGS = SchedulerSettings(migration="off")
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_times_that_are_fitted_to_one_trace_predict_another() -> None:
     recordings: list[list[bytes]] = []

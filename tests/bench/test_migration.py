@@ -13,6 +13,7 @@ import pytest
 from bench.devices import environments
 
 
+@pytest.mark.long
 def test_the_pause_of_each_length_is_measured_and_judged(tmp_path: Path) -> None:
     pytest.importorskip("ucxx")
     command = [sys.executable, "-m", "bench.migration", "pause", "--model", "tiny", "--no-pinning"]

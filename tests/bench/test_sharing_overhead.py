@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from bench.coserving.testbed import SHAPES, make_checkpoint
 from bench.sharing_overhead import compare, measure, weights_memory
 
 
+@pytest.mark.long
 def test_three_models_on_one_executor_are_measured(tmp_path: Path) -> None:
     checkpoints = [make_checkpoint(tmp_path / str(number), SHAPES["tiny"]) for number in range(3)]
     measured, facts = measure(checkpoints, "cpu", 4)

@@ -69,4 +69,4 @@ def test_every_panel_has_its_metric(stack: Stack) -> None:
     traffic = {model["name"]: model["traffic"] for model in httpx.get(f"{stack.url}/admin/models").json()["models"]}
     online, offline = traffic["llama"]["online"], traffic["llama"]["offline"]
     assert online["num_finished"] >= 1 and online["latency_s"]["p99"] > 0 and online["attainment"] is not None
-    assert offline["num_finished"] >= 1 and offline["output_tokens"]["mean"] == 2.0
+    assert offline["num_finished"] >= 1 and offline["output_tokens"]["mean"] >= 1

@@ -97,6 +97,7 @@ def test_two_ranks_make_the_tokens_of_one_in_every_family(folder: Path, pair: Fo
         assert_same(generate(two, path), generate(one, path))
 
 
+@pytest.mark.long
 def test_four_ranks_make_the_tokens_of_one(folder: Path) -> None:
     """Three of which have an equal part of the vocabulary, and the last less."""
     sizes = {"hidden_size": 64, "num_attention_heads": 8, "num_key_value_heads": 4, "intermediate_size": 82}
