@@ -11,6 +11,8 @@ import logging
 import os
 import re
 from collections.abc import Callable, Iterator
+from functools import reduce
+from operator import or_
 from typing import Any, Protocol
 
 import msgspec
@@ -53,6 +55,11 @@ class ReplayMismatch(Exception):
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(Applied | Decided).decode
+
+
+def decoder_of(calls: type[Call]) -> msgspec.msgpack.Decoder[Any]:
+    """Of all inputs of one core: the kinds of `calls` that are known by now."""
+    return msgspec.msgpack.Decoder(reduce(or_, calls.__subclasses__()))
 
 
 def framed(record: msgspec.Struct) -> bytes:

@@ -10,11 +10,11 @@ import numpy as np
 
 from bench.reporting import table
 from bench.sharing.systems import Run
+from shared.placement.plan import DEFAULT_SLO_SCALE
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-SLO_SCALE = 5.0
 SCALES = (1.0, 2.0, 3.0, 5.0, 7.0, 10.0)
 """Of SLOs that are multiples of a service's mean execution time."""
 
@@ -30,7 +30,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     """Mean of latency over the mean execution time of the request's service."""
     p99_latency_s: float = 0.0
     attainment: float = 0.0
-    """Share within `SLO_SCALE` times what the request itself takes alone."""
+    """Share within `DEFAULT_SLO_SCALE` times what the request itself takes alone."""
     mean_attainments: list[float] = []
     """Share within `SCALES` times the mean execution time of its service."""
     services: dict[str, tuple[int, float, float]] = {}
@@ -59,7 +59,7 @@ def outcome(x: float, system: str, seed: int, run: Run, took_s: float) -> Outcom
     ttft = np.array([record.ttft_s for record in records])
     tpot = np.array([record.tpot_s for record in records if record.tpot_s is not None])
     silence = np.array([record.longest_gap_s for record in records])
-    in_time = latency <= SLO_SCALE * run.alone_s
+    in_time = latency <= DEFAULT_SLO_SCALE * run.alone_s
     normalised = latency / run.execution_s
     own = {name: run.service == index for index, name in enumerate(run.services)}
     return Outcome(

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from bench.sharing.systems import Case, drawn, jobs_of
+from bench.sharing.systems import SEARCH_S, Case, drawn, jobs_of
 from bench.sharing.workloads import Workload
 from bench.unified.variants import Online, Row, Variant, row
 from shared.messages.requests import RequestClass
@@ -29,7 +29,6 @@ from shared.simulation.replacement import FleetReplacement
 LINES = 400
 """Of each service; more than any variant gets done."""
 LINE_TOKENS = (1024, 128)
-SEARCH_S = 5.0
 ADAPTIVE = ReplacementSettings(initial_s=30.0, least_s=20.0, most_s=600.0)
 """The trace of rates runs thirty times faster than it was recorded, and so do the intervals."""
 PATIENCE_S = 120.0

@@ -15,6 +15,7 @@ import msgspec
 import numpy as np
 
 from bench.reporting import table_of
+from shared.placement.plan import DEFAULT_SLO_SCALE
 
 
 class Variant(msgspec.Struct, frozen=True, kw_only=True):
@@ -72,7 +73,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     tpot_p99_s: float
     normalised_latency: float
     attainment: float
-    """Share that took at most `SLO_SCALE` times the mean execution time of their model."""
+    """Share that took at most `DEFAULT_SLO_SCALE` times the mean execution time of their model."""
     silence_p99_s: float
     silence_max_s: float
     offline_tokens_s: float
@@ -82,9 +83,6 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     migrations: int
     changes: int
     """Of the placement."""
-
-
-SLO_SCALE = 5.0
 
 
 def row(
@@ -105,7 +103,7 @@ def row(
         ttft_p99_s=float(np.percentile(ttft, 99, method="higher")),
         tpot_p99_s=float(np.nanpercentile(tpot, 99)),
         normalised_latency=float(normalised[is_done].mean()),
-        attainment=float((normalised <= SLO_SCALE).mean()),
+        attainment=float((normalised <= DEFAULT_SLO_SCALE).mean()),
         silence_p99_s=float(np.percentile(silence, 99)),
         silence_max_s=float(silence.max()),
         offline_tokens_s=offline_tokens_s,

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import reduce
-from operator import or_
 from typing import Any
 
 import msgspec
@@ -16,7 +14,7 @@ from shared.policies.catalogue import ordering_policy, token_budget_policy
 from shared.policies.checkpointing import AdaptiveCheckpoint
 from shared.recording import Recorder
 
-CALLS: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(reduce(or_, calls.Call.__subclasses__()))
+CALLS = recording.decoder_of(calls.Call)
 
 
 class Configuration(msgspec.Struct, frozen=True, tag="engine", kw_only=True):

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import reduce
-from operator import or_
 from typing import Any
 
 import msgspec
@@ -17,7 +15,7 @@ from shared.scheduling.actions import Action, Dispatch, LeftQueue
 from shared.scheduling.core import SchedulerCore
 from shared.settings import BusSettings, SchedulerSettings
 
-CALLS: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(reduce(or_, calls.Call.__subclasses__()))
+CALLS = recording.decoder_of(calls.Call)
 
 _DECIDING = [name for name in SchedulerSettings.__struct_fields__ if name not in BusSettings.__struct_fields__]
 """The others say where the bus is, and its password."""
