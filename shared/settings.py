@@ -245,6 +245,9 @@ class InstanceSettings(BusSettings, frozen=True, kw_only=True):
     """The InstancePlan as JSON."""
     device: str = "auto"
     num_threads: int = 0
+    deterministic: bool = False
+    """A sequence's tokens and log-probabilities depend on it alone, to the last bit: not on what shares its steps, nor on
+    how often and where it was interrupted."""
     max_running: int = 256
     """Sequences in one batch at most."""
     token_budget: int = 0

@@ -105,6 +105,14 @@ def up(
             help="Stages of each instance, each with a run of the layers and its own devices.",
         ),
     ] = 1,
+    deterministic: Annotated[
+        bool,
+        typer.Option(
+            "--deterministic",
+            envvar="TIDEWAY_DETERMINISTIC",
+            help="A request's tokens depend on it alone, to the last bit. Slower.",
+        ),
+    ] = False,
     schedulers: Annotated[int, typer.Option(min=1, help="One is active, the others stand by.")] = 1,
     nats_url: Annotated[
         str, typer.Option(envvar="TIDEWAY_NATS_URL", help="Use this NATS server instead of starting one.")
@@ -135,6 +143,7 @@ def up(
         max_instances=max_instances,
         tensor_parallel=tensor_parallel,
         pipeline_parallel=pipeline_parallel,
+        deterministic=deterministic,
         num_schedulers=schedulers,
         nats_url=nats_url,
         nats_port=nats_port,

@@ -48,6 +48,7 @@ class UpOptions:
     tensor_parallel: int = 1
     pipeline_parallel: int = 1
     """Stages of each instance, each of `tensor_parallel` devices."""
+    deterministic: bool = False
     num_schedulers: int = 1
     nats_url: str = ""
     """A NATS server that runs already; empty: start one."""
@@ -152,6 +153,7 @@ def services(options: UpOptions, bus: dict[str, str], passwords: Mapping[str, st
                 "TIDEWAY_MAX_NODE_INSTANCES": str(options.max_instances),
                 "TIDEWAY_TENSOR_PARALLEL": str(options.tensor_parallel),
                 "TIDEWAY_PIPELINE_PARALLEL": str(options.pipeline_parallel),
+                **({"TIDEWAY_DETERMINISTIC": "true"} if options.deterministic else {}),
                 "TIDEWAY_NODE_ID": node_id(),
                 "TIDEWAY_COST_MODELS_DIR": str(options.data_dir.absolute() / "cost_models"),
             },

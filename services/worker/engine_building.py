@@ -93,13 +93,19 @@ def make_executor(
     merged_bytes = plan.merged_bytes // plan.group.num_ranks
     if not other_ranks:
         return Executor(
-            settings.device, pool_merged(plan), merged_bytes, settings.max_running, num_host_merged=num_host_merged
+            settings.device,
+            pool_merged(plan),
+            merged_bytes,
+            settings.max_running,
+            num_host_merged=num_host_merged,
+            deterministic=settings.deterministic,
         )
     setup = SetUp(
         device=settings.device,
         num_merged=pool_merged(plan),
         merged_bytes=merged_bytes,
         num_rows=settings.max_running,
+        deterministic=settings.deterministic,
         num_host_merged=num_host_merged,
         num_threads=settings.num_threads,
         niceness=COMPUTE_NICENESS if settings.device == "cpu" else 0,

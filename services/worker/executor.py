@@ -27,6 +27,7 @@ import torch
 
 from services.worker.attention.choice import choose_backends
 from services.worker.attention.interface import AttentionBackend, BatchLayout
+from services.worker.deterministic import FAST, INVARIANT, Numerics
 from services.worker.kv_copies import KvCopies
 from services.worker.kv_store import BlockParts, KvStore, KvViews
 from services.worker.machine import free_memory_bytes
@@ -119,11 +120,13 @@ class Executor:
         num_host_merged: int = 0,
         group: RankGroup = ALONE,
         shared: RankMemory | None = None,
+        deterministic: bool = False,
     ) -> None:
         """`num_rows`: sequences held at once at most. `capture`: records decode graphs; None: CUDA's on CUDA, else none
         are used. `layers_per_safepoint`: of interruptible steps; 0: the device's default. `num_host_merged`: merged blocks
         of host memory for checkpoints. `group`: of which this is one rank; `merged_bytes` is this rank's part. `shared`:
-        what the ranks share, needed where there are several; on CPU with regions of `region_bytes`."""
+        what the ranks share, needed where there are several; on CPU with regions of `region_bytes`. `deterministic`: a
+        sequence's tokens depend on nothing but itself (deterministic.py)."""
         self.device = torch.device(device)
         self.num_rows = num_rows
         self._group = group
@@ -134,7 +137,8 @@ class Executor:
             slab_memory, host_memory = memory
         self._store = KvStore(num_merged, merged_bytes, self.device, slab_memory)
         self.copies = KvCopies(self._store, num_host_merged, memory=host_memory)
-        self._backends = choose_backends(self.device)
+        self._numerics = INVARIANT if deterministic else FAST
+        self._backends = choose_backends(self.device, deterministic=deterministic)
         if group.num_stages > 1:
             capture = None  # what a stage is handed lies elsewhere at each step
         elif capture is None and self.device.type == "cuda":
@@ -143,7 +147,7 @@ class Executor:
         self._models: dict[str, _Loaded] = {}
         self._weights: WeakValueDictionary[Identity, DecoderModel] = WeakValueDictionary()
         """Those of one checkpoint are one model under however many names, for as long as any of them is here."""
-        self._rows = SequenceRows(num_rows, self.device)
+        self._rows = SequenceRows(num_rows, self.device, one_by_one=deterministic)
         self._launched: deque[_Launched] = deque()
         self._layers_per_safepoint = layers_per_safepoint or LAYERS_PER_SAFEPOINT[self.device.type]
         self._safepoints = Safepoints(cuda_event if self.device.type == "cuda" else None, _agreement(group, shared))
@@ -164,13 +168,18 @@ class Executor:
             num_layers = checkpoint.describe(path).num_layers
             if num_layers < self._group.num_stages:
                 raise CheckpointError(f"{num_layers} layers do not divide over {self._group.num_stages} stages.")
+            is_new = model is None
             if model is None:
-                model = load_model(identity, self.device, self._group)
+                model = load_model(identity, self.device, self._group, self._numerics)
+            # back ends belong to the thread of the steps, so this one uses its own
+            backends = choose_backends(self.device, deterministic=self._numerics is INVARIANT)
+            chosen = _choose(backends, model, self._numerics)
+            block_size = backends[chosen].facts.block_sizes[0]
+            if is_new:
                 if self._group is ALONE:
-                    # back ends belong to the thread of the steps, so this one uses its own
-                    _warm_up(model, *_choose(choose_backends(self.device), model), identity.max_model_len, ALONE)
+                    _warm_up(model, backends[chosen], block_size, identity.max_model_len, ALONE)
                 self._weights[identity] = model
-            backend, block_size = _choose(self._backends, model)
+            backend = self._backends[chosen]
             max_model_len = spec.max_model_len or identity.max_model_len
             prepared = PreparedModel(spec.name, model, max_model_len, block_size, backend, num_layers)
             if self._group is ALONE and self._capture is not None:
@@ -500,12 +509,14 @@ def _agreement(group: RankGroup, shared: RankMemory | None) -> Agreement:
     return Leader(shared.words) if group.stage == group.rank == 0 else Follower(shared.words)
 
 
-def _choose(backends: list[AttentionBackend], model: DecoderModel) -> tuple[AttentionBackend, int]:
-    """The first that runs the model's heads, and its preferred block size."""
-    for backend in backends:
-        if backend.facts.runs(model.head_dim, str(model.dtype).removeprefix("torch.")):
-            return backend, backend.facts.block_sizes[0]
-    raise CheckpointError(f"no attention back end runs heads of {model.head_dim} in {model.dtype}.")
+def _choose(backends: list[AttentionBackend], model: DecoderModel, numerics: Numerics) -> int:
+    """Index of the first that runs the model's heads."""
+    for index, backend in enumerate(backends):
+        if backend.facts.runs(model.head_dim, str(model.dtype).removeprefix("torch.")) and numerics.suits(
+            backend, model
+        ):
+            return index
+    raise CheckpointError(f"no attention back end runs heads of {model.head_dim} in {model.dtype}{numerics.asks}.")
 
 
 @torch.inference_mode()

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 
 from services.worker.transfer import to_device, to_host
 from shared.messages.requests import SamplingParams, TokenLogprob
@@ -69,7 +70,9 @@ class LogprobTensors:
 class SamplingRows:
     """Sampling parameters of every row of an executor, as host columns."""
 
-    def __init__(self, num_rows: int) -> None:
+    def __init__(self, num_rows: int, *, one_by_one: bool = False) -> None:
+        """`one_by_one`: what is done to the logits of one sample takes none of its shapes from others of the step."""
+        self._one_by_one = one_by_one
         self._temperature = np.zeros(num_rows, np.float32)
         self._top_k = np.zeros(num_rows, np.int64)
         self._top_p = np.ones(num_rows, np.float32)
@@ -122,6 +125,13 @@ class SamplingRows:
         `token_table`: [num_rows, width] int32, every row's tokens so far, on the device of the logits."""
         if self._plain[rows].all():
             return SampledTokens(_argmax(logits))
+        if self._one_by_one and len(rows) > 1:
+            return _joined(
+                [
+                    self.sample(logits[i : i + 1], rows[i : i + 1], positions[i : i + 1], token_table)
+                    for i in range(len(rows))
+                ]
+            )
         adjusted = self._adjust(logits, rows, positions, token_table)
         drawn = np.flatnonzero(self._temperature[rows] > 0)
         if len(drawn) == len(rows):
@@ -226,6 +236,27 @@ class SamplingRows:
         ranks = (logprobs > chosen).sum(-1) + 1
         top = logprobs.topk(min(int(wanted.max()), logits.shape[1]), -1)
         return LogprobTensors(indices, wanted[indices], chosen[:, 0], ranks, top.values, top.indices)
+
+
+def _joined(samples: list[SampledTokens]) -> SampledTokens:
+    """Of one sequence each."""
+    tokens = torch.cat([sample.tokens for sample in samples])
+    reported = [(i, sample.logprobs) for i, sample in enumerate(samples) if sample.logprobs is not None]
+    if not reported:
+        return SampledTokens(tokens)
+    parts = [part for _, part in reported]
+    widest = max(part.top_ids.shape[1] for part in parts)
+    return SampledTokens(
+        tokens,
+        LogprobTensors(
+            np.array([i for i, _ in reported]),
+            np.concatenate([part.wanted for part in parts]),
+            torch.cat([part.chosen for part in parts]),
+            torch.cat([part.ranks for part in parts]),
+            torch.cat([F.pad(part.top_logprobs, (0, widest - part.top_logprobs.shape[1])) for part in parts]),
+            torch.cat([F.pad(part.top_ids, (0, widest - part.top_ids.shape[1])) for part in parts]),
+        ),
+    )
 
 
 def gumbel_noise(seeds: np.ndarray, positions: np.ndarray, like: torch.Tensor) -> torch.Tensor:

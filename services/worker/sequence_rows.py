@@ -14,12 +14,13 @@ from shared.engine.plan import NewSequence, StepPlan
 
 
 class SequenceRows:
-    def __init__(self, num_rows: int, device: torch.device) -> None:
+    def __init__(self, num_rows: int, device: torch.device, *, one_by_one: bool = False) -> None:
+        """`one_by_one`: as of `SamplingRows`."""
         self._device = device
         self._tokens = torch.zeros(num_rows, 1, dtype=torch.int32, device=device)
         self._tables = np.zeros((num_rows, 1), np.int32)
         self._num_blocks = np.zeros(num_rows, np.int64)
-        self._sampling = SamplingRows(num_rows)
+        self._sampling = SamplingRows(num_rows, one_by_one=one_by_one)
         self.versions = np.zeros(num_rows, np.int64)
         """Of each row: how many sequences have taken it."""
 

@@ -9,14 +9,16 @@ import msgspec
 import torch
 
 from services.worker.attention.interface import AttentionBackend
+from services.worker.attention.tile_backend import TileBackend
 from services.worker.attention.torch_backend import TorchBackend
 
 logger = logging.getLogger(__name__)
 
 
-def choose_backends(device: torch.device) -> list[AttentionBackend]:
-    """Fastest first. A model takes the first that runs its heads in its dtype; torch, the last, runs all."""
-    fallback: AttentionBackend = TorchBackend(device)
+def choose_backends(device: torch.device, *, deterministic: bool = False) -> list[AttentionBackend]:
+    """Fastest first. A model takes the first that runs its heads in its dtype; torch, the last, runs all. `deterministic`:
+    those whose result for a token depends on its sequence alone."""
+    fallback: AttentionBackend = TileBackend(device) if deterministic else TorchBackend(device)
     if device.type != "cuda":
         return [fallback]
     from services.worker.attention.flash_backend import FlashBackend, FlashUnavailable

@@ -25,22 +25,54 @@ _GROUP_COST_KEYS = 2048
 
 
 @dataclass
+class Pages:
+    """Blocks whose keys and values are gathered, as many of each sequence."""
+
+    num_sequences: int
+    blocks: torch.Tensor
+    """[num_sequences * pages] int64"""
+    rows: torch.Tensor | None = None
+    """[2 * kv_heads * num_sequences * pages] of `LayerKv.runs`, the same for all layers; None: not known yet."""
+
+
+class Gathering:
+    """Brings pages of sequences together, in a workspace reused by all layers: fresh memory of this size would cost more in
+    page faults than the copy itself."""
+
+    def __init__(self) -> None:
+        self._workspace: torch.Tensor | None = None
+
+    def gather(self, kv: LayerKv, pages: Pages) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V, [sequences, kv_heads, keys, head_dim], until the next call."""
+        num_kv_heads, head_dim = kv.keys.shape[-2:]
+        if pages.rows is None:
+            halves_and_heads = torch.arange(2 * num_kv_heads, device=pages.blocks.device)[:, None]
+            pages.rows = (halves_and_heads * kv.head_rows + pages.blocks * kv.block_rows).flatten()
+        shape = (len(pages.rows), kv.runs.shape[1])
+        space = self._workspace
+        if space is None or space.numel() < shape[0] * shape[1] or space.dtype != kv.runs.dtype:
+            space = self._workspace = torch.empty(shape, dtype=kv.runs.dtype, device=kv.runs.device)
+        out = space.view(-1)[: shape[0] * shape[1]].view(shape)
+        torch.index_select(kv.runs, 0, pages.rows, out=out)
+        keys, values = out.view(2, num_kv_heads, pages.num_sequences, -1, head_dim).transpose(1, 2).unbind(0)
+        return keys, values
+
+
+@dataclass
 class _Group:
     """Sequences that attend together, padded to `num_queries` queries and `num_pages` pages each."""
 
     num_sequences: int
     num_queries: int
     num_pages: int
-    pages: torch.Tensor | None
-    """[num_sequences * num_pages] blocks to gather; None: the keys are those of this step alone."""
+    pages: Pages | None
+    """Of the group's sequences; None: the keys are those of this step alone."""
     masks: dict[int | None, torch.Tensor | None]
     """Per window: [num_sequences, 1, num_queries, keys] to add to the scores; None where `is_causal` says it all."""
     tokens: torch.Tensor | None
     """[num_sequences * num_queries] flat token of each padded query; None: the flat batch is already that."""
     valid: torch.Tensor | None
     """Indices of the real ones among the padded queries; None: all are."""
-    rows: torch.Tensor | None = None
-    """[2 * kv_heads * num_sequences * num_pages] of `LayerKv.runs`, the same for all layers; None: not known yet."""
 
 
 @dataclass
@@ -53,7 +85,7 @@ class _Metadata:
 class TorchBackend(AttentionBackend):
     def __init__(self, device: torch.device) -> None:
         self.facts = TORCH_CPU if device.type == "cpu" else TORCH_CUDA
-        self._workspace: torch.Tensor | None = None
+        self._gathering = Gathering()
 
     def prepare(self, layout: BatchLayout) -> _Metadata:
         order, bounds = _grouping(layout)
@@ -105,7 +137,7 @@ class TorchBackend(AttentionBackend):
         num_kv_heads = kv.keys.shape[-2]
         sequences, length = group.num_sequences, group.num_queries
         if group.pages is not None:
-            keys, values = self._gather(kv, group.pages, group)
+            keys, values = self._gathering.gather(kv, group.pages)
         else:
             shape = (sequences, -1, num_kv_heads, head_dim)
             keys, values = keys.view(shape).transpose(1, 2), values.view(shape).transpose(1, 2)
@@ -123,22 +155,6 @@ class TorchBackend(AttentionBackend):
             enable_gqa=num_heads != num_kv_heads,
         )
         return out.transpose(1, 2).reshape(queries.shape)
-
-    def _gather(self, kv: LayerKv, pages: torch.Tensor, group: _Group) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V of the group's pages, [sequences, kv_heads, keys, head_dim], in a workspace reused by all layers: fresh
-        memory of this size would cost more in page faults than the copy itself."""
-        num_kv_heads, head_dim = kv.keys.shape[-2:]
-        if group.rows is None:
-            halves_and_heads = torch.arange(2 * num_kv_heads, device=pages.device)[:, None]
-            group.rows = (halves_and_heads * kv.head_rows + pages * kv.block_rows).flatten()
-        shape = (len(group.rows), kv.runs.shape[1])
-        space = self._workspace
-        if space is None or space.numel() < shape[0] * shape[1] or space.dtype != kv.runs.dtype:
-            space = self._workspace = torch.empty(shape, dtype=kv.runs.dtype, device=kv.runs.device)
-        out = space.view(-1)[: shape[0] * shape[1]].view(shape)
-        torch.index_select(kv.runs, 0, group.rows, out=out)
-        keys, values = out.view(2, num_kv_heads, group.num_sequences, -1, head_dim).transpose(1, 2).unbind(0)
-        return keys, values
 
 
 def _tensor(array: np.ndarray, layout: BatchLayout) -> torch.Tensor:
@@ -188,7 +204,7 @@ def _group(layout: BatchLayout, members: np.ndarray, only: bool) -> _Group:
     else:
         num_pages = int(-(-contexts.max() // layout.block_size))
         num_keys = num_pages * layout.block_size
-        pages = _tensor(layout.block_tables[members, :num_pages].ravel(), layout)
+        pages = Pages(len(members), _tensor(layout.block_tables[members, :num_pages].ravel(), layout))
     positions = starts[:, None] + query
     masks: dict[int | None, torch.Tensor | None] = {}
     masks[None] = None if fresh else _mask(layout, positions, num_keys, None)

@@ -41,10 +41,10 @@ class LlamaModel(DecoderModel):
         num_heads = positive_int(config, "num_attention_heads", reader.config_file)
         self.num_heads, self.num_kv_heads = heads_of_rank(num_heads, shape.num_kv_heads, self._group)
         self._eps = float(config.get("rms_norm_eps") or 1e-6)
-        self._activation = activation(str(config.get("hidden_act") or "silu"))
+        self._activation = reader.numerics.by_rows(activation(str(config.get("hidden_act") or "silu")))
         windows = _layer_windows(config, shape, max_model_len)
         self.windows = tuple(sorted({w for w in windows if w is not None}))
-        self._rope = RotaryEmbedding(
+        rope = RotaryEmbedding(
             self.head_dim,
             rope_parameters(config),
             positive_int(config, "max_position_embeddings", reader.config_file),
@@ -52,6 +52,7 @@ class LlamaModel(DecoderModel):
             self.device,
             self.dtype,
         )
+        self._rope = reader.numerics.rope(rope, max_model_len)
         layers = self._group.layers_of(shape.num_layers)
         self.num_layers = len(layers)
         is_first, is_last = self._group.is_first_stage, self._group.is_last_stage

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from services.worker.deterministic import FAST, Numerics
 from services.worker.models.decoder import DecoderModel
 from services.worker.models.llama import LlamaModel
 from services.worker.models.opt import OptModel
@@ -46,12 +47,14 @@ def identity_of(path: Path, device: torch.device, *, dtype: str = "auto", max_mo
     return Identity(path, files, getattr(torch, run_dtype(dtype, shape.dtype, device.type)), served)
 
 
-def load_model(identity: Identity, device: torch.device, group: RankGroup = ALONE) -> DecoderModel:
+def load_model(
+    identity: Identity, device: torch.device, group: RankGroup = ALONE, numerics: Numerics = FAST
+) -> DecoderModel:
     """What this rank of `group` has of it. Blocking, seconds to minutes. Raises `CheckpointError`."""
     path = identity.path
     shape = checkpoint.describe(path)
     family = family_of(shape.architecture)
     assert family is not None  # `describe` takes no others
-    reader = WeightReader(path, device, identity.dtype, group, family.cuts)
+    reader = WeightReader(path, device, identity.dtype, group, family.cuts, numerics)
     with torch.inference_mode():
         return LOADERS[family.name](reader, checkpoint.read_config(path), shape, identity.max_model_len)

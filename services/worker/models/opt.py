@@ -47,7 +47,7 @@ class OptModel(DecoderModel):
         self.vocab_size, self.hidden_size, self.head_dim = shape.vocab_size, shape.hidden_size, shape.head_dim
         self.num_heads, self.num_kv_heads = heads_of_rank(shape.num_kv_heads, shape.num_kv_heads, self._group)
         self._norm_first = bool(config.get("do_layer_norm_before", True))
-        self._activation = activation(str(config.get("activation_function") or "relu"))
+        self._activation = reader.numerics.by_rows(activation(str(config.get("activation_function") or "relu")))
         hidden, width = shape.hidden_size, int(config.get("word_embed_proj_dim") or shape.hidden_size)
         layers = self._group.layers_of(shape.num_layers)
         self.num_layers = len(layers)

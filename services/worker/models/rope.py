@@ -7,12 +7,18 @@ would be large. The formulas are those of transformers' `modeling_rope_utils`.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
 from shared.checkpoint import CheckpointError
+
+_TABLE_BLOCK = 64
+"""Positions; torch computes so few angles in one thread."""
+
+Rope = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+"""As `RotaryEmbedding.__call__`."""
 
 
 class RotaryEmbedding:
@@ -28,6 +34,7 @@ class RotaryEmbedding:
         dtype: torch.dtype,
     ) -> None:
         """`rope`: as `shared.checkpoint.rope_parameters` gives it."""
+        self.device = device
         self._dtype = dtype
         self._head_dim = head_dim
         self._theta = float(rope["rope_theta"])
@@ -78,6 +85,22 @@ class RotaryEmbedding:
         growth = factor * length / original - (factor - 1)
         base = self._theta * growth ** (self._head_dim / (self._head_dim - 2))
         return 1.0 / base**self._exponents
+
+
+class PositionTable:
+    """cos and sin of all positions, computed in blocks of a fixed shape, so that those of a position do not depend on the
+    others of a step."""
+
+    def __init__(self, rope: RotaryEmbedding, num_positions: int) -> None:
+        device = rope.device
+        blocks = [
+            rope(torch.arange(start, start + _TABLE_BLOCK, device=device))
+            for start in range(0, num_positions, _TABLE_BLOCK)
+        ]
+        self._cos, self._sin = (torch.cat(halves) for halves in zip(*blocks, strict=True))
+
+    def __call__(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._cos.index_select(0, positions), self._sin.index_select(0, positions)
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

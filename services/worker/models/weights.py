@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
 
+from services.worker.deterministic import FAST, Numerics
 from services.worker.linear import Linear
 from services.worker.ranks.group import ALONE, RankGroup
 from shared.checkpoint import CheckpointError, weight_files
@@ -64,9 +65,11 @@ class WeightReader:
         dtype: torch.dtype,
         group: RankGroup = ALONE,
         cuts: Mapping[str, int] | None = None,
+        numerics: Numerics = FAST,
     ) -> None:
         """`cuts`: as of `ModelFamily`."""
         self.group = group
+        self.numerics = numerics
         self._cuts = cuts or {}
         self.path = path
         self.config_file = path / "config.json"
@@ -142,7 +145,7 @@ class WeightReader:
             ]
         weight = weights[0] if len(weights) == 1 else torch.cat(weights)
         del weights
-        return Linear(weight, torch.cat(present) if present else None)
+        return self.numerics.linear(weight, torch.cat(present) if present else None)
 
     def dtype_zeros(self, size: int) -> torch.Tensor:
         return torch.zeros(size, dtype=self.dtype, device=self.device)
@@ -152,7 +155,7 @@ class WeightReader:
         linear = (
             self.linear(["lm_head"], hidden_size, [vocab_size])
             if tied_to is None
-            else Linear(tied_to.weight, shared=True)
+            else self.numerics.linear(tied_to.weight, shared=True)
         )
         return TokenHead(linear, vocab_size, self.group)
 

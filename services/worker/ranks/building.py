@@ -26,5 +26,6 @@ def join(setup: SetUp, memory: RankMemory) -> tuple[Executor, RankGroup]:
         num_host_merged=setup.num_host_merged,
         group=group,
         shared=memory,
+        deterministic=setup.deterministic,
     )
     return executor, group

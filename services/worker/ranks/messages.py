@@ -29,6 +29,7 @@ class SetUp(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     merged_bytes: int
     """Of this rank's part of a merged block."""
     num_rows: int
+    deterministic: bool = False
     num_host_merged: int = 0
     num_threads: int = 0
     """On CPU; 0: torch's own choice."""
