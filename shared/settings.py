@@ -254,6 +254,12 @@ class InstanceSettings(BusSettings, frozen=True, kw_only=True):
     """Tokens in one step at most; 0: 512 on CPU, 8192 on CUDA."""
     steps_in_flight: int = 0
     """0: 1 on CPU, 2 on CUDA."""
+    prompt_lookup: Annotated[int, msgspec.Meta(ge=0, le=64)] = 0
+    """Tokens guessed at most for a sequence in a step: those that followed its last tokens elsewhere in it; 0: off."""
+    prompt_lookup_min: Annotated[int, msgspec.Meta(ge=1, le=16)] = 2
+    """So many of the last tokens must have stood before."""
+    prompt_lookup_max: Annotated[int, msgspec.Meta(ge=1, le=16)] = 4
+    """Up to so many are compared where there are several such places."""
     order_policy: str = "doubling_budget"
     """Of the sequences of one class: doubling_budget | seallm | fcfs | round_robin | mlfq"""
     mix_phases: bool = True

@@ -47,6 +47,14 @@ class CoServingTelemetry:
         self._slo = counter(
             "slo", "Requests by whether they met their objective", "model_name", "class", "objective", "outcome"
         )
+        self._guesses = {
+            name: Counter(name, text, ("engine", "model_name"), registry=registry)
+            for name, text in (
+                ("vllm:spec_decode_num_drafts", "How often tokens of a sequence were guessed in a step"),
+                ("vllm:spec_decode_num_draft_tokens", "Tokens guessed"),
+                ("vllm:spec_decode_num_accepted_tokens", "Guessed tokens that came true"),
+            )
+        }
         self._host_use = Gauge(
             "tideway_instance_host_pool_use", "Share of the host memory for checkpoints in use, 0 to 1", ("engine",),
             registry=registry,
@@ -82,7 +90,7 @@ class CoServingTelemetry:
 
     def set_model(self, model: str) -> None:
         """It was loaded: its counters begin at 0, so that rates are known from the first event on."""
-        for counter in self._bytes.values():
+        for counter in (*self._bytes.values(), *self._guesses.values()):
             counter.labels(self._engine, model)
         self._budget_use.labels(model, self._engine)
         for request_class, objective, outcome in product(RequestClass, ("ttft", "tpot"), ("met", "missed")):
@@ -114,6 +122,13 @@ class CoServingTelemetry:
         ):
             for model, count in list(blocks.items()):
                 self._advance(self._bytes[kind], (model,), count, block_bytes.get(model, 0))
+        for name, counts in (
+            ("vllm:spec_decode_num_drafts", counters.drafts),
+            ("vllm:spec_decode_num_draft_tokens", counters.drafted_tokens),
+            ("vllm:spec_decode_num_accepted_tokens", counters.accepted_tokens),
+        ):
+            for model, count in list(counts.items()):
+                self._advance(self._guesses[name], (model,), count)
         self._advance(self._freed_merged, (), counters.freed_merged)
         partial = counters.recomputed_partial_tokens
         self._advance(self._recomputed, ("partial_block",), partial)

@@ -13,6 +13,7 @@ from shared.engine.engine import Engine
 from shared.engine.recording import Configuration, recorded
 from shared.messages.cluster import InstancePlan
 from shared.policies.catalogue import ORDERING_POLICIES, TOKEN_BUDGET_POLICIES
+from shared.policies.prompt_lookup import LookupSettings
 from shared.recording import file_writer
 from shared.settings import InstanceSettings, SettingsError
 
@@ -54,6 +55,10 @@ def build_engine(
     ):
         if value not in known:
             raise SettingsError(f"TIDEWAY_{name}={value!r}: expected one of {', '.join(known)}")
+    lookup = LookupSettings(settings.prompt_lookup, settings.prompt_lookup_min, settings.prompt_lookup_max)
+    if lookup.min_ngram > lookup.max_ngram:
+        message = f"TIDEWAY_PROMPT_LOOKUP_MIN={lookup.min_ngram} is more than TIDEWAY_PROMPT_LOOKUP_MAX"
+        raise SettingsError(f"{message}={lookup.max_ngram}")
     configuration = Configuration(
         num_merged=num_merged,
         num_rows=settings.max_running,
@@ -73,6 +78,7 @@ def build_engine(
         fits_costs=settings.profile != "off",
         least_share=settings.least_share,
         num_stages=num_stages,
+        lookup=lookup,
     )
     if settings.record_file:
         path = f"{settings.record_file}.{settings.instance_id}"

@@ -316,6 +316,7 @@ class Executor:
         loaded = self._models.get(plan.model)
         if loaded is None:
             raise KeyError(f"model {plan.model!r} is not loaded")
+        plan = plan.expanded()
         if plan.resumes:
             forward = self._resumed(plan, loaded)
             rows, layout = forward.rows, forward.layout
@@ -323,6 +324,8 @@ class Executor:
         else:
             self._update_rows(plan, loaded)
             rows = np.array(plan.rows, np.int64)
+            if plan.drafts:
+                self._rows.enter_drafts(plan)
             layout = self._rows.layout(plan, rows, loaded.block_size, loaded.model)
             state = self._forward(plan, loaded, rows, layout)
         if state is None:

@@ -80,6 +80,12 @@ class SequenceRows:
         self._tokens.view(-1).index_copy_(0, self._places(rows, positions), sampled.tokens.int())
         return sampled
 
+    def enter_drafts(self, expanded: StepPlan) -> None:
+        """The guessed tokens of a plan (`StepPlan.expanded`), at the positions of their columns, which are its last."""
+        tokens = np.array([token for _, drafted in expanded.drafts for token in drafted], np.int32)
+        rows = np.array(expanded.rows[-len(tokens) :], np.int64)
+        self.enter(rows, np.array(expanded.starts[-len(tokens) :], np.int64), tokens)
+
     def enter(self, rows: np.ndarray, positions: np.ndarray, tokens: np.ndarray) -> None:
         """Tokens that were sampled elsewhere. [S] each, `tokens` int32."""
         self._tokens.view(-1).index_copy_(0, self._places(rows, positions), to_device(tokens, self._device))

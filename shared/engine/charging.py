@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import sys
 
-from shared.cost_model import CostModel, CostSource, KnownCosts, LiveScale, shape_of
+from shared.cost_model import CostModel, CostSource, KnownCosts, LiveScale
 from shared.engine.batch import PlannedStep
 from shared.engine.memory.allocator import Allocator
 from shared.engine.model_queue import ModelQueue
@@ -90,6 +90,9 @@ class Charging:
                 step_share = min(1.0, count / step.sequences[index].num_prompt)
                 prefill_s = cost.prefill_cost_s(count, plan.starts[index])
                 seconds[index] = prefill_s + step_share * (cost.fixed_s + cost.prefill_s)
+        for index, drafted in plan.drafts:
+            if cost is not None:
+                seconds[index] += len(drafted) * cost.decode_cost_s(plan.starts[index])
         for sequence, execution_s in zip(step.sequences, seconds, strict=True):
             sequence.device_s += execution_s
             sequence.last_ran_s = now
@@ -107,7 +110,7 @@ class Charging:
     def _learn(self, queue: ModelQueue, step: PlannedStep) -> None:
         """What the step says of the model's step times."""
         if (live := self._live.get(queue.name)) is not None:
-            is_changed = live.observe(shape_of(step.plan.starts, step.plan.counts), step.ran_s)
+            is_changed = live.observe(step.plan.shape, step.ran_s)
             queue.cost_model, queue.max_known_tokens = live.cost_model, live.max_step_tokens
             queue.is_cost_known = live.is_known
             if is_changed and live.is_known:

@@ -35,6 +35,11 @@ class EngineCounters:
         self.harvested_tokens = 0
         """Computed for offline requests."""
 
+        self.drafts: Counter[str] = Counter()
+        """Of each model: how often tokens of a sequence were guessed in a step, how many, and how many of them were kept."""
+        self.drafted_tokens: Counter[str] = Counter()
+        self.accepted_tokens: Counter[str] = Counter()
+
     @property
     def num_preemptions(self) -> int:
         return self.preemptions.total()

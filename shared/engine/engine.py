@@ -32,6 +32,7 @@ from shared.engine.calls import Call, TakeInterrupt
 from shared.engine.charging import Charging
 from shared.engine.checks import check_engine
 from shared.engine.copying import Copying
+from shared.engine.drafting import Drafting
 from shared.engine.handover import Detached, MigrationCandidate
 from shared.engine.incoming import Incoming
 from shared.engine.load import InstanceLoad, instance_load
@@ -47,6 +48,7 @@ from shared.engine.steps import Steps
 from shared.messages.requests import ErrorCode, ErrorInfo, FinishReason, HeldRequest
 from shared.policies.checkpointing import AdaptiveCheckpoint, CheckpointPolicy
 from shared.policies.ordering import OrderingPolicy
+from shared.policies.prompt_lookup import LookupSettings
 from shared.policies.token_budget import TokenBudgetPolicy
 from shared.recording import Recorder
 
@@ -80,6 +82,7 @@ class Engine:
         fits_costs: bool = True,
         least_share: float = 0.25,
         num_stages: int = 1,
+        lookup: LookupSettings = LookupSettings(),  # noqa: B008 - immutable
         record: Recorder | None = None,
     ) -> None:
         """`interruption` of offline steps by online arrivals: suspend | discard | off. `num_host_merged`: merged blocks of
@@ -89,12 +92,13 @@ class Engine:
         the cost model. `fits_costs`: step times are learnt from the steps where no cost model is set; else nothing but the
         token budget bounds a step there. `least_share`: of the pool, that is divided evenly over the models and kept for
         their online requests. `num_stages`: of the pipeline that computes a step; with several none is interrupted,
-        and as many should be in flight. `record` is given each call before it is carried out, each plan after it was
-        made."""
+        and as many should be in flight. `lookup`: which tokens are guessed; pipelines guess none. `record` is given each
+        call before it is carried out, each plan after it was made."""
         self.memory = Allocator(num_merged, num_rows, num_host_merged, ordering, least_share)
         self.planner = Planner(
             self.memory,
             token_budget,
+            Drafting(lookup if num_stages == 1 else LookupSettings(), self.memory.pool),
             serves_offline=serves_offline,
             may_interrupt=interruption != "off" and num_stages == 1,
             mix_phases=mix_phases,

@@ -12,6 +12,7 @@ from enum import StrEnum
 
 import msgspec
 
+from shared.cost_model import StepShape, shape_of
 from shared.messages.requests import SamplingParams, TokenLogprob
 
 
@@ -54,15 +55,43 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     first, also where it resumes), but not before the next one."""
     discards: tuple[int, ...] = ()
     """Suspended steps that will not be resumed: what is kept of them can be dropped."""
+    drafts: list[tuple[int, list[int]]] = []
+    """(index of a column, tokens guessed to follow the one that it samples): see `expanded`."""
 
     @property
     def num_tokens(self) -> int:
+        """Without drafts."""
         return sum(self.counts)
+
+    @property
+    def shape(self) -> StepShape:
+        """With drafts, each of which costs as much as a decode."""
+        expanded = self.expanded()
+        return shape_of(expanded.starts, expanded.counts)
+
+    def expanded(self) -> StepPlan:
+        """As it is executed: behind the columns each draft token is one of its own, at the position where it would be, and
+        what follows it is sampled. The executor puts draft tokens into the row before; what is sampled overwrites them."""
+        if not self.drafts:
+            return self
+        rows, starts = list(self.rows), list(self.starts)
+        for index, tokens in self.drafts:
+            first = starts[index] + self.counts[index]
+            rows += [rows[index]] * len(tokens)
+            starts += range(first, first + len(tokens))
+        num_drafts = len(rows) - len(self.rows)
+        return msgspec.structs.replace(
+            self,
+            rows=rows,
+            starts=starts,
+            counts=self.counts + [1] * num_drafts,
+            samples=self.samples + [True] * num_drafts,
+        )
 
 
 class StepResult(msgspec.Struct, frozen=True, array_like=True):
-    """The sampled tokens, one for each True in `samples`, in order. `error` set: the step failed; its row changes
-    count (they come first), its computation does not."""
+    """The sampled tokens, one for each True in `samples`, in order, then one after each draft token. `error` set: the step
+    failed; its row changes count (they come first), its computation does not."""
 
     step_id: int
     tokens: list[int]

@@ -13,6 +13,7 @@ from typing import cast
 
 from shared.cost_model import StepShape
 from shared.engine.batch import Batch, PlannedStep
+from shared.engine.drafting import Drafting
 from shared.engine.memory.allocator import Allocator
 from shared.engine.model_queue import ONLINE_CLASSES, Candidate, ModelQueue, Objectives
 from shared.engine.plan import NewSequence, StepPlan
@@ -44,6 +45,7 @@ class Planner:
         self,
         memory: Allocator,
         token_budget: TokenBudgetPolicy,
+        drafting: Drafting,
         *,
         serves_offline: bool,
         may_interrupt: bool,
@@ -62,6 +64,7 @@ class Planner:
         self.last_limit_s = math.inf
         """What bounded that step's time."""
         self._token_budget = token_budget
+        self._drafting = drafting
         self._classes = tuple(PriorityClass) if serves_offline else ONLINE_CLASSES
         self._may_interrupt = may_interrupt
         self._mix_phases = mix_phases and memory.ordering.mixes_phases
@@ -101,6 +104,8 @@ class Planner:
         # With steps always in flight, offline sequences would never be free to give their room up.
         self._holds_offline = not is_alone and (self._memory.lacks_demanded() or self._waits_for_offline())
         if not is_alone and self._waits_for_share(now):
+            return None
+        if not is_alone and self._drafting.is_on and self._drafting.awaits(self._queues.values()):
             return None
         for priority_class in self._classes:
             if priority_class == PriorityClass.OFFLINE and (self._memory.suspended is not None or self._holds_offline):
@@ -259,6 +264,7 @@ class Planner:
         sequences = batch.sequences
         # Nothing online waits in a suspended step, and what runs online can be moved within the pool at any time.
         is_interruptible = is_interruptible and not sequences[0].is_online
+        drafts = self._drafting.add(queue, batch) if self._drafting.is_on else []
         predicted_s = 0.0 if queue.cost_model is None else queue.cost_model.predict(batch.budget.shape)
         if self._plans_ahead and 0.0 < predicted_s <= self._short_step_s():
             # Better replayed as a graph, and with a second step planned behind it, than with safepoints.
@@ -275,6 +281,7 @@ class Planner:
             num_decodes=(batch.num_online_decodes, batch.num_offline_decodes),
             is_interruptible=is_interruptible and self._may_interrupt,
             discards=self._memory.take_discards(),
+            drafts=drafts,
         )
         step = PlannedStep(plan, sequences, now, predicted_s, queue.cost_scale)
         if queue.cost_model is not None:
@@ -304,6 +311,7 @@ class Planner:
             resumes=True,
             stop_share=stop_share,
             discards=self._memory.take_discards(),
+            drafts=plan.drafts,
         )
         step.planned_s = now
         step.is_interrupted = False

@@ -12,6 +12,7 @@ from shared.engine import calls
 from shared.engine.engine import Engine
 from shared.policies.catalogue import ordering_policy, token_budget_policy
 from shared.policies.checkpointing import AdaptiveCheckpoint
+from shared.policies.prompt_lookup import LookupSettings
 from shared.recording import Recorder
 
 CALLS = recording.decoder_of(calls.Call)
@@ -42,6 +43,7 @@ class Configuration(msgspec.Struct, frozen=True, tag="engine", kw_only=True):
     fits_costs: bool = True
     least_share: float = 0.25
     num_stages: int = 1
+    lookup: LookupSettings = LookupSettings()
 
     def arguments(self) -> dict[str, Any]:
         """Of `Engine`; policy objects are new ones."""

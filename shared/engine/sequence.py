@@ -12,10 +12,13 @@ Counts of a sequence (all in tokens):
 from __future__ import annotations
 
 from enum import IntEnum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shared.engine.memory.blocks import chain_hash
 from shared.messages.requests import GenerationRequest, Priority, RequestClass, pack_tokens, unpack_tokens
+
+if TYPE_CHECKING:
+    from shared.policies.prompt_lookup import PromptLookup
 
 
 class State(IntEnum):
@@ -83,6 +86,7 @@ class Sequence:
         "is_spoilt",
         "last_ran_s",
         "last_token_s",
+        "lookup",
         "max_itl_s",
         "max_total",
         "min_total",
@@ -186,6 +190,8 @@ class Sequence:
         self.moved_s = float("-inf")
         """When its last move ended, here or not."""
         self.num_migrations = 0
+        self.lookup: PromptLookup | None = None
+        """Where drafts were looked for (drafting.py)."""
 
     @property
     def num_filled(self) -> int:

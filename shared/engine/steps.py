@@ -5,7 +5,7 @@ Computed-token counts advance when a step is planned, so that the next step can 
 rolled back: its sequences are preempted, because the executor's copy of them cannot be trusted any more, and results that
 steps in flight still bring for them are dropped by generation number. Results for unknown steps or ended requests change
 nothing. A step that may be interrupted is never followed by a second one in flight, so a suspended step is rolled back
-exactly if it is given up.
+exactly if it is given up. Neither is one with drafts (drafting.py).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from shared.engine.plan import StepResult
 from shared.engine.planner import Planner
 from shared.engine.requests import RequestTable
 from shared.engine.sequence import Sequence, State
-from shared.messages.requests import ErrorCode, ErrorInfo, FinishReason, TokenEntry, TokenLogprob
+from shared.messages.requests import ErrorCode, ErrorInfo, FinishReason, TokenEntry, TokenLogprob, pack_tokens
 from shared.policies.interruption import Next, SuspendedStep, should_interrupt, what_next
 
 MAX_STEP_FAILURES = 3
@@ -61,7 +61,7 @@ class Steps:
         planned = None
         # Parts of a suspended step and online steps take turns, so nothing is planned ahead while there is one.
         depth = self.max_in_flight if self._memory.suspended is None else 1
-        if len(in_flight) < depth and not any(step.plan.is_interruptible for step in in_flight):
+        if len(in_flight) < depth and not any(step.plan.is_interruptible or step.plan.drafts for step in in_flight):
             begins_s = max((now, *(self._predicted_end_s(step) for step in in_flight)))
             planned = self._resume(now) or self._planner.plan(self._num_planned, now, begins_s, is_alone=not in_flight)
             if planned is None and not in_flight and self._memory.suspended is not None:
@@ -174,6 +174,8 @@ class Steps:
         else:
             self._charging.charge(step, now)
             self._apply(step, result, now)
+            if step.plan.drafts:
+                self._accept(step, result, now)
         self._memory.settle(step, now)
         return True
 
@@ -232,6 +234,57 @@ class Steps:
                 outputs[request.gateway_id] = [entry]
             else:
                 entries.append(entry)
+
+    def _accept(self, step: PlannedStep, result: StepResult, now: float) -> None:
+        """Of the drafts those that are what was sampled before them: each is the next token, and so is what was sampled
+        after the last of them. Noise depends on seed and position alone, so these are the tokens that single steps would
+        have sampled."""
+        plan, counters = step.plan, self._memory.counters
+        queue = self._memory.queues[plan.model]
+        end = sum(plan.samples)
+        for index, drafted in plan.drafts:
+            first, end = end, end + len(drafted)
+            sequence = step.sequences[index]
+            counters.drafts[plan.model] += 1
+            counters.drafted_tokens[plan.model] += len(drafted)
+            if sequence.generation != step.generations[index] or sequence.state is _ENDED:
+                continue
+            known, kept, reason = sequence.tokens, 0, None
+            for draft, token in zip(drafted, result.tokens[first:end], strict=True):
+                if known[-1] != draft or reason is not None:
+                    break
+                known.append(token)
+                kept += 1
+                reason = self._requests.finish_reason(sequence, token)
+            if not kept:
+                continue
+            counters.accepted_tokens[plan.model] += kept
+            if sequence.is_online:
+                counters.online_tokens += kept
+            else:
+                counters.harvested_tokens += kept
+            sequence.num_computed += kept
+            sequence.total += kept
+            if sequence.num_computed >= sequence.next_register:
+                self._register_blocks(sequence, queue, sequence.num_computed)
+            tokens = pack_tokens(known[-kept:])
+            logprobs: tuple[TokenLogprob, ...] = ()
+            if result.logprobs is not None:
+                logprobs = tuple(one for one in result.logprobs[first : first + kept] if one is not None)
+            if reason is not None:
+                self._requests.end(sequence, reason, now, tokens=tokens, logprobs=logprobs)
+                continue
+            request = sequence.request
+            entry = TokenEntry(
+                request_id=request.request_id,
+                epoch=request.epoch,
+                offset=sequence.num_output - kept,
+                tokens=tokens,
+                finish_reason=None,
+                logprobs=logprobs,
+                num_cached_tokens=sequence.num_cached_tokens,
+            )
+            self._requests.outputs.setdefault(request.gateway_id, []).append(entry)
 
     def _register_blocks(self, sequence: Sequence, queue: ModelQueue, num_computed: int) -> None:
         """Enters the blocks that this step filled in the prefix cache."""

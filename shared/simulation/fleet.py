@@ -237,7 +237,7 @@ class Instance:
             self.step_s += 0.1 * (step.whole_s - self.step_s)
 
     def _sample(self, plan: StepPlan) -> list[int]:
-        rows = self._rows
+        rows, plan = self._rows, plan.expanded()
         for new in plan.new_sequences:
             rows[new.row] = self._gateway.answer_of(new.sampling.seed)
         return [

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import TypeVar
 
-from shared.cost_model import CostModel, shape_of
+from shared.cost_model import CostModel
 from shared.engine.calls import Call
 from shared.engine.driver import Driver
 from shared.engine.engine import Effect, Engine
@@ -153,7 +153,7 @@ class VirtualInstance:
         return step
 
     def _duration_s(self, plan: StepPlan, cost: CostModel) -> float:
-        seconds = cost.predict(shape_of(plan.starts, plan.counts))
+        seconds = cost.predict(plan.shape)
         if plan.is_interruptible:
             seconds += cost.safepoint_s * cost.num_layers / cost.layers_per_safepoint
         return seconds * self._slowdown()

@@ -150,6 +150,23 @@ def test_parity(device: str, backend_name: str, name: str, dtype: torch.dtype) -
         check(backend, case, 2e-5 if dtype == torch.float32 else 2e-2)
 
 
+@pytest.mark.parametrize(("device", "backend_name"), BACKENDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_tokens_of_a_sequence_may_be_rows_of_their_own(device: str, backend_name: str, dtype: torch.dtype) -> None:
+    """As guessed tokens are: each sees the keys that the same call of `write_kv` has stored for those before it."""
+    backend = backend_of(device, backend_name)
+    page = backend.facts.block_sizes[0]
+    case = make_case(device, [(page - 2, 5), (70, 1), (3, 2)], page, dtype=dtype, windows=(24,))
+    ragged = case.layout
+    starts, tables = ragged.positions, ragged.block_tables[ragged.sequence_of_token]
+    pages = starts // page + 1
+    tables = np.where(np.arange(tables.shape[1]) < pages[:, None], tables, tables[:, :1])
+    case.layout = BatchLayout(
+        starts, np.ones(len(starts), np.int64), tables, page, dtype, torch.device(device), ragged.windows
+    )
+    check(backend, case, 2e-5 if dtype == torch.float32 else 2e-2)
+
+
 @settings(max_examples=60, deadline=None)
 @given(
     st.lists(st.tuples(st.integers(0, 90), st.integers(1, 40)), min_size=1, max_size=7),

@@ -160,3 +160,23 @@ def test_host_memory_follows_the_pool_within_what_is_free() -> None:
 def test_unknown_policies_are_refused_with_what_is_known(name: str) -> None:
     with pytest.raises(SettingsError, match=f"TIDEWAY_{name.upper()}='nonsense': expected one of "):
         build_engine(InstanceSettings(**{name: "nonsense"}), 4, "cpu")
+
+
+def test_guessed_tokens_are_counted_by_the_names_of_vllm() -> None:
+    shown, counters = Shown(), EngineCounters()
+    shown.telemetry.set_model("m")
+    counters.drafts["m"], counters.drafted_tokens["m"], counters.accepted_tokens["m"] = 2, 8, 5
+    for _ in range(2):
+        shown.telemetry.on_counters(counters, {"m": 1}, 0.0)
+    labels = {"engine": "i", "model_name": "m"}
+    values = [
+        shown.registry.get_sample_value(f"vllm:spec_decode_num_{name}_total", labels)
+        for name in ("drafts", "draft_tokens", "accepted_tokens")
+    ]
+    assert values == [2, 8, 5]
+
+
+def test_a_lookup_of_more_tokens_than_are_compared_is_refused() -> None:
+    with pytest.raises(SettingsError, match="TIDEWAY_PROMPT_LOOKUP_MIN=5 is more than"):
+        build_engine(InstanceSettings(prompt_lookup=4, prompt_lookup_min=5), 4, "cpu")
+    assert build_engine(InstanceSettings(prompt_lookup=4), 4, "cpu").steps.max_in_flight == 1

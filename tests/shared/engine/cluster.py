@@ -6,6 +6,8 @@ see is collected as a gateway would: only from the owner, without a gap or a rep
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import msgspec
 
 from shared.engine.calls import (
@@ -42,17 +44,20 @@ from shared.messages.requests import (
     pack_tokens,
     unpack_tokens,
 )
-from tests.shared.engine.fake_executor import FakeExecutor, expected_output
+from tests.shared.engine.fake_executor import FakeExecutor, expected_output, next_token
 
 REFUSALS = (ErrorCode.OVERLOADED, ErrorCode.TOO_LONG, ErrorCode.CONFLICT)
 
 
 class Node:
-    def __init__(self, engine: Engine, shapes: list[ModelShape]) -> None:
+    def __init__(
+        self, engine: Engine, shapes: list[ModelShape], next_token: Callable[[list[int]], int] = next_token
+    ) -> None:
+        self.next_token = next_token
         self.engine = engine
         self.limits = {shape.name: engine.apply(AddModel(shape), 0.0).max_model_len for shape in shapes}
         self.num_rows = engine.memory.num_free_rows
-        self.executor = FakeExecutor(shapes)
+        self.executor = FakeExecutor(shapes, next_token)
         self.in_flight: list[StepPlan] = []
         self.copies: list = []
 
@@ -393,7 +398,7 @@ class Cluster:
             assert engine.pool.used_merged() == 0
             assert engine.memory.host.pool is None or engine.memory.host.pool.used_merged() == 0
         for name, ended in self.ended.items():
-            expected = expected_output(self.sent[name], self.limit[name])
+            expected = expected_output(self.sent[name], self.limit[name], self.nodes[0].next_token)
             if ended.reason in (FinishReason.STOP, FinishReason.LENGTH):
                 assert self.output[name] == expected, name
                 assert ended.num_output_tokens == len(expected)

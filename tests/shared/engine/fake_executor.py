@@ -6,6 +6,7 @@ is handed out too early, a wrong block table or a wrong count shows as a differe
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from hashlib import blake2b
 
 from shared.engine.plan import CopyKind, KvCopy, ModelShape, StepPlan, StepResult
@@ -21,7 +22,15 @@ def next_token(prefix: list[int]) -> int:
     return int.from_bytes(blake2b(pack_tokens(prefix), digest_size=4).digest(), "little") % 1000
 
 
-def expected_output(request: GenerationRequest, max_model_len: int) -> list[int]:
+def repeating_token(prefix: list[int]) -> int:
+    """Of a model that mostly goes on as it did three tokens ago, or round among few tokens."""
+    drawn = next_token(prefix)
+    return prefix[-3] if drawn % 8 and len(prefix) > 3 else drawn % 5
+
+
+def expected_output(
+    request: GenerationRequest, max_model_len: int, next_token: Callable[[list[int]], int] = next_token
+) -> list[int]:
     """What an undisturbed run of the request makes (one request at a time, no paging, no cache)."""
     tokens = unpack_tokens(request.prompt)
     limit = min(len(tokens) + request.sampling.max_tokens, max_model_len)
@@ -49,7 +58,8 @@ def request(request_id: str, prompt: list[int], max_tokens: int, **fields) -> Ge
 
 
 class FakeExecutor:
-    def __init__(self, shapes: list[ModelShape]) -> None:
+    def __init__(self, shapes: list[ModelShape], next_token: Callable[[list[int]], int] = next_token) -> None:
+        self._next_token = next_token
         self._shapes = {shape.name: shape for shape in shapes}
         self._cells: dict[tuple[str, int], list[int | None]] = {}
         self._merged_owner: dict[int, str] = {}
@@ -95,6 +105,7 @@ class FakeExecutor:
         assert plan.is_interruptible and (plan.step_id in self._suspended) is plan.resumes
         if not plan.resumes:
             self._apply_rows(plan)
+        plan = plan.expanded()
         for row, start, count in zip(plan.rows, plan.starts, plan.counts, strict=True):
             for position in range(start, start + count):
                 cells, index = self._cell(plan.model, row, position)
@@ -126,13 +137,17 @@ class FakeExecutor:
             return self.suspend(plan, plan.stop_share)
         if plan.resumes:
             first = self._suspended.pop(plan.step_id)
-            assert (plan.rows, plan.starts, plan.counts) == (first.rows, first.starts, first.counts)
+            expanded = plan.expanded()
+            assert (expanded.rows, expanded.starts, expanded.counts) == (first.rows, first.starts, first.counts)
             assert not plan.new_sequences and not plan.new_blocks
         return self._compute(plan)
 
     def _compute(self, plan: StepPlan) -> StepResult:
         self._apply_rows(plan)
         assert len(set(plan.rows)) == len(plan.rows), "a sequence twice in one step"
+        for index, drafted in plan.drafts:
+            self._tokens[plan.rows[index]][plan.starts[index] + plan.counts[index] :] = drafted
+        plan = plan.expanded()
         for row, start, count in zip(plan.rows, plan.starts, plan.counts, strict=True):
             assert self._model[row] == plan.model
             for position in range(start, start + count):
@@ -152,11 +167,11 @@ class FakeExecutor:
         for row, start, count, samples in zip(plan.rows, plan.starts, plan.counts, plan.samples, strict=True):
             if samples:
                 end = start + count
-                token = next_token([self._read(plan.model, row, position) for position in range(end)])
-                del self._tokens[row][end:]
-                self._tokens[row].append(token)
-                sampled.append(token)
-        return sampled
+                token = self._next_token([self._read(plan.model, row, position) for position in range(end)])
+                sampled.append((row, end, token))
+        for row, end, token in sampled:
+            self._tokens[row][end : end + 1] = [token]
+        return [token for _, _, token in sampled]
 
     def _cell(self, model: str, row: int, position: int) -> tuple[list[int | None], int]:
         shape = self._shapes[model]

@@ -21,9 +21,10 @@ from shared.messages.requests import (
 )
 from shared.policies.catalogue import ORDERING_POLICIES, ordering_policy
 from shared.policies.checkpointing import AdaptiveCheckpoint
+from shared.policies.prompt_lookup import LookupSettings
 from shared.policies.slo_budget import SloTokenBudget
 from shared.policies.token_budget import FixedTokenBudget
-from tests.shared.engine.fake_executor import FakeExecutor, expected_output, request
+from tests.shared.engine.fake_executor import FakeExecutor, expected_output, next_token, repeating_token, request
 
 SHAPES = [ModelShape("a", 4, 3, 60), ModelShape("b", 2, 2, 24)]
 COST_MODEL = CostModel(
@@ -53,6 +54,7 @@ class EngineMachine(RuleBasedStateMachine):
         prefetch=st.booleans(),
         has_cost_model=st.booleans(),
         least_share=st.sampled_from([0.0, 0.25, 0.7]),
+        lookup=st.sampled_from([LookupSettings(), LookupSettings(1, 1, 1), LookupSettings(6, 1, 3)]),
     )
     def start(
         self,
@@ -69,7 +71,9 @@ class EngineMachine(RuleBasedStateMachine):
         prefetch,
         has_cost_model,
         least_share,
+        lookup,
     ):
+        self.next_token = repeating_token if lookup.num_tokens else next_token
         self.engine = Engine(
             num_merged,
             rows,
@@ -85,9 +89,10 @@ class EngineMachine(RuleBasedStateMachine):
             ttft_s=1.0,
             tpot_s=0.05,
             least_share=least_share,
+            lookup=lookup,
         )
         self.limits = {shape.name: self.engine.apply(AddModel(shape), 0.0).max_model_len for shape in SHAPES}
-        self.executor = FakeExecutor(SHAPES)
+        self.executor = FakeExecutor(SHAPES, self.next_token)
         self.now = 0.0
         self.sent = {}
         self.output = {}
@@ -250,7 +255,7 @@ class EngineMachine(RuleBasedStateMachine):
         assert self.engine.memory.host.pool is None or self.engine.memory.host.pool.used_merged() == 0
         assert self.engine.memory.suspended is None
         for name, ended in self.ended.items():
-            expected = expected_output(self.sent[name], self.limits[self.sent[name].model])
+            expected = expected_output(self.sent[name], self.limits[self.sent[name].model], self.next_token)
             if ended.reason in (FinishReason.STOP, FinishReason.LENGTH):
                 assert self.output[name] == expected, name
                 stops = self.sent[name].sampling.stop_token_ids

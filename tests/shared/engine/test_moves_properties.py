@@ -15,10 +15,11 @@ from shared.engine.engine import Engine
 from shared.engine.plan import ModelShape
 from shared.policies.catalogue import ORDERING_POLICIES, ordering_policy
 from shared.policies.checkpointing import AdaptiveCheckpoint
+from shared.policies.prompt_lookup import LookupSettings
 from shared.policies.slo_budget import SloTokenBudget
 from shared.policies.token_budget import FixedTokenBudget
 from tests.shared.engine.cluster import Cluster, Node, classes
-from tests.shared.engine.fake_executor import request
+from tests.shared.engine.fake_executor import next_token, repeating_token, request
 
 SHAPES = [ModelShape("a", 4, 3, 60), ModelShape("b", 2, 2, 24)]
 COST_MODEL = CostModel(
@@ -52,6 +53,7 @@ class Events:
 
     def __init__(self, chooser: random.Random) -> None:
         self.chooser = chooser
+        self.guesses = chooser.random() < 0.3
         self.cluster = Cluster([self._node() for _ in range(3)])
 
     def _node(self) -> Node:
@@ -73,8 +75,9 @@ class Events:
             ttft_s=1.0,
             tpot_s=0.05,
             migration_cooldown_s=choose.choice([0.0, 0.2]),
+            lookup=LookupSettings(choose.choice([0, 2, 6]), 1, 3) if self.guesses else LookupSettings(),
         )
-        node = Node(engine, SHAPES)
+        node = Node(engine, SHAPES, repeating_token if self.guesses else next_token)
         if choose.random() < 0.6:
             for shape in SHAPES:
                 engine.apply(SetCostModel(shape.name, COST_MODEL), 0.0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+import msgspec
 import pytest
 
 from shared import recording as records
@@ -12,23 +13,26 @@ from shared.engine import calls, recording
 from shared.engine.calls import AddModel, Cancel, OnCopy, OnStep, OnTime, Submit
 from shared.engine.plan import ModelShape
 from shared.messages.requests import Priority, RequestClass
+from shared.policies.prompt_lookup import LookupSettings
 from tests.shared.engine.cluster import Node
-from tests.shared.engine.fake_executor import FakeExecutor, request
+from tests.shared.engine.fake_executor import FakeExecutor, next_token, repeating_token, request
 from tests.shared.engine.test_moves_properties import CHANCES, Events
 
 SHAPES = [ModelShape("a", 4, 3, 60), ModelShape("b", 2, 2, 24)]
 
 
-def record_random_run(seed: int) -> bytes:
+def record_random_run(seed: int, lookup: LookupSettings = LookupSettings()) -> bytes:  # noqa: B008 - immutable
     chooser = random.Random(seed)
     written: list[bytes] = []
     engine = recording.recorded(
-        recording.Configuration(num_merged=6, num_rows=4, ordering="fcfs", token_budget=8, steps_in_flight=2),
+        recording.Configuration(
+            num_merged=6, num_rows=4, ordering="fcfs", token_budget=8, steps_in_flight=2, lookup=lookup
+        ),
         written.append,
     )
     for shape in SHAPES:
         engine.apply(AddModel(shape), 0.0)
-    executor = FakeExecutor(SHAPES)
+    executor = FakeExecutor(SHAPES, repeating_token if lookup.num_tokens else next_token)
     in_flight = []
     for tick in range(400):
         now = tick * 0.01
@@ -70,6 +74,26 @@ def test_replay_makes_the_same_plans(seed):
     engine.check()
     assert num_plans == 400
     assert engine.cost_models()["a"].source == CostSource.LIVE
+
+
+def test_replay_guesses_the_same_tokens():
+    run = record_random_run(0, LookupSettings(4, 1, 3))
+    engine, _ = recording.replay(run)
+    engine.check()
+    assert engine.counters.accepted_tokens.total() > 10
+
+
+def test_recordings_from_before_drafts_replay():
+    """A plan had one field less, which is empty where nothing is guessed."""
+    frames = []
+    for frame in records.frames(record_random_run(1)):
+        record = msgspec.msgpack.decode(frame)
+        if record["type"] == "Decided" and record["decision"]:
+            plan = msgspec.msgpack.decode(record["decision"])
+            assert plan.pop() == []
+            frame = msgspec.msgpack.encode(record | {"decision": msgspec.msgpack.encode(plan)})
+        frames.append(len(frame).to_bytes(records.LENGTH_BYTES, "little") + frame)
+    assert recording.replay(b"".join(frames))[1] == 400
 
 
 class RecordedEvents(Events):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 
@@ -13,6 +14,7 @@ from shared.engine.plan import ModelShape
 from shared.engine.recording import Configuration
 from shared.engine.requests import Ended, Output
 from shared.messages.requests import FinishReason, RequestClass, unpack_tokens
+from shared.policies.prompt_lookup import LookupSettings
 from shared.simulation.events import Events
 from shared.simulation.instance import VirtualInstance, VirtualStep
 from tests.shared.engine.fake_executor import request
@@ -33,7 +35,7 @@ COST = CostModel(
 
 
 class Run:
-    def __init__(self, num_merged: int = 60, **options: float) -> None:
+    def __init__(self, num_merged: int = 60, **options: Any) -> None:
         self.events = Events()
         configuration = Configuration(
             num_merged=num_merged,
@@ -46,7 +48,7 @@ class Run:
         self.outputs: dict[str, list[int]] = {}
         self.ended: dict[str, Ended] = {}
         self.instance = VirtualInstance(
-            configuration.build(), self.events, lambda _: COST, lambda plan: [TOKEN] * sum(plan.samples),
+            configuration.build(), self.events, lambda _: COST, lambda plan: [TOKEN] * sum(plan.expanded().samples),
             self.on_effects, on_step=self.steps.append,
         )  # fmt: skip
         self.instance.apply(AddModel(SHAPE))
@@ -79,6 +81,19 @@ def test_steps_run_one_after_the_other_and_make_what_they_should(depth: int) -> 
     assert run.outputs == {f"r{number}": 12 * [TOKEN] for number in range(6)}
     assert all(one.end_s <= after.start_s for one, after in zip(run.steps, run.steps[1:], strict=False))
     assert run.events.now == pytest.approx(run.ended["r5"].ended_s)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_guesses_that_come_true_save_steps_that_each_take_longer(depth: int) -> None:
+    run, plain = Run(steps_in_flight=depth, lookup=LookupSettings(4)), Run(steps_in_flight=depth)
+    for one in (run, plain):
+        for number in range(3):
+            one.submit_at(0.01 * number, f"r{number}", 30 + number, 40)
+        one.until_ended(3)
+    assert run.outputs == plain.outputs and run.events.now < 0.7 * plain.events.now
+    guessed = max(run.steps, key=lambda step: sum(len(tokens) for _, tokens in step.plan.drafts))
+    num_drafts = sum(len(tokens) for _, tokens in guessed.plan.drafts)
+    assert guessed.whole_s == pytest.approx(COST.fixed_s + COST.decode_s * (3 + num_drafts)) and num_drafts == 12
 
 
 def test_an_online_request_stops_an_offline_step_at_its_next_safepoint_and_it_goes_on_later() -> None:
