@@ -29,6 +29,7 @@ from services.worker.attention.invariance import is_invariant
 from services.worker.linear import Linear
 from services.worker.models.decoder import DecoderModel
 from services.worker.models.rope import PositionTable, Rope, RotaryEmbedding
+from services.worker.ops import TorchOps, choose_ops
 
 logger = logging.getLogger(__name__)
 
@@ -70,6 +71,9 @@ class Numerics:
         """`num_positions`: of the longest sequence."""
         return rope
 
+    def ops(self, device: torch.device, dtype: torch.dtype, head_dim: int) -> TorchOps:
+        return choose_ops(device, dtype, head_dim)
+
 
 class InvariantNumerics(Numerics):
     """Of deterministic mode."""
@@ -90,6 +94,9 @@ class InvariantNumerics(Numerics):
 
     def rope(self, rope: RotaryEmbedding, num_positions: int) -> Rope:
         return PositionTable(rope, num_positions)
+
+    def ops(self, device: torch.device, dtype: torch.dtype, head_dim: int) -> TorchOps:
+        return TorchOps()
 
 
 FAST = Numerics()

@@ -40,7 +40,7 @@ from services.worker.ranks.shared_memory import RankMemory
 from services.worker.sampling import SampledTokens
 from services.worker.sequence_rows import SequenceRows
 from services.worker.suspension import PartialForward, Safepoints, cuda_event
-from services.worker.transfer import beside_steps, to_device, to_host
+from services.worker.transfer import beside_steps, pack_to_device, to_device, to_host
 from shared import checkpoint
 from shared.checkpoint import CheckpointError
 from shared.engine.memory import slab
@@ -353,12 +353,13 @@ class Executor:
 
     def _forward(self, plan: StepPlan, loaded: _Loaded, rows: np.ndarray, layout: BatchLayout) -> ForwardState | None:
         """The state after all layers, whose first T tokens are those of the step; None: it was suspended."""
-        token_ids = self._rows.token_ids(rows, layout)
-        positions = to_device(layout.positions, self.device)
+        places = self._rows.token_places(rows, layout)
         if loaded.graphs is not None and layout.all_decode and not plan.is_interruptible:
-            state = loaded.graphs.run(token_ids, positions, layout)
+            state = loaded.graphs.run(self._rows.tokens, places, layout)
             if state is not None:
                 return state
+        token_places, positions = pack_to_device([places, layout.positions], self.device)
+        token_ids = self._rows.tokens.index_select(0, token_places)
         backend, model = loaded.backend, loaded.model
         batch = ForwardBatch(token_ids, positions, loaded.views, backend, backend.prepare(layout))
         hidden = None
@@ -397,6 +398,8 @@ class Executor:
         sampled_of = np.flatnonzero(np.array(plan.samples, bool))
         if not len(sampled_of):
             return self._finish(plan.step_id, SampledTokens(torch.empty(0, dtype=torch.int64, device=self.device)))
+        if state.most_likely is not None and len(sampled_of) == len(rows) and self._rows.are_plain(rows):
+            return self._finish(plan.step_id, SampledTokens(state.most_likely()))
         last_tokens = layout.query_starts[1:][sampled_of] - 1
         every_token = len(last_tokens) == len(state.hidden)
         logits = loaded.model.logits(state, None if every_token else to_device(last_tokens, self.device))
@@ -536,8 +539,9 @@ def _warm_up(
         count = min(count, max_model_len - start)
         tables = np.zeros((num_rows, -(-(start + count) // block_size)), np.int32)
         layout = BatchLayout(
-            np.full(num_rows, start), np.full(num_rows, count), tables, block_size, model.dtype, device, model.windows
-        )
+            np.full(num_rows, start), np.full(num_rows, count), tables, block_size, model.dtype, device, model.windows,
+            model.heads,
+        )  # fmt: skip
         positions = to_device(layout.positions, device)
         batch = ForwardBatch(torch.zeros_like(positions), positions, views, backend, backend.prepare(layout))
         hidden = torch.zeros(len(positions), model.hidden_size, dtype=model.dtype, device=device)

@@ -16,10 +16,14 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from services.worker.nucleus import by_bisection, by_sorting
 from services.worker.transfer import to_device, to_host
 from shared.messages.requests import SamplingParams, TokenLogprob
 
 _NEGATIVE_INFINITY = float("-inf")
+
+MAX_SORTED = 1024
+"""Largest scores of a row that are sorted on CUDA."""
 
 
 @dataclass
@@ -116,6 +120,9 @@ class SamplingRows:
             and row not in self._stop_ids
         )  # fmt: skip
 
+    def are_plain(self, rows: np.ndarray) -> bool:
+        return bool(self._plain[rows].all())
+
     def sample(
         self, logits: torch.Tensor, rows: np.ndarray, positions: np.ndarray, token_table: torch.Tensor
     ) -> SampledTokens:
@@ -123,7 +130,7 @@ class SamplingRows:
 
         `logits`: [S, vocab]. `rows`, `positions`: [S] int64, the sequences' rows and the positions of the new tokens.
         `token_table`: [num_rows, width] int32, every row's tokens so far, on the device of the logits."""
-        if self._plain[rows].all():
+        if self.are_plain(rows):
             return SampledTokens(_argmax(logits))
         if self._one_by_one and len(rows) > 1:
             return _joined(
@@ -211,17 +218,13 @@ class SamplingRows:
         limited = nucleus | (top_k < vocab)
         if not limited.any():
             return threshold
-        best = _largest(scores, int(top_k[limited].max()))
-        kept = torch.arange(best.shape[1], device=scores.device) < _to(top_k, scores)[:, None]
-        if threshold is not None:
-            kept &= best >= threshold
-        if nucleus.any():
-            mass = best.softmax(-1).mul_(kept)
-            through = mass.cumsum(-1)
-            # a token is in while the mass before it has not reached top_p; the most likely always is
-            kept &= through - mass < _to(np.where(nucleus, top_p, 2), scores)[:, None] * through[:, -1:]
-            kept[:, 0] = True
-        last = best.gather(1, kept.sum(-1, keepdim=True) - 1)
+        num_kept = int(top_k[limited].max())
+        of_k = _to(top_k, scores)[:, None]
+        of_p = _to(np.where(nucleus, top_p, 2).astype(np.float32), scores)[:, None]
+        if scores.device.type == "cpu" or num_kept <= MAX_SORTED:
+            last = by_sorting(scores, _largest(scores, num_kept), of_k, of_p, threshold)
+        else:
+            last = by_bisection(scores, of_k if (top_k < vocab).any() else None, of_p, threshold)
         last = last.masked_fill(_to(~limited, scores)[:, None], _NEGATIVE_INFINITY)
         return last if threshold is None else torch.maximum(last, threshold)
 

@@ -67,17 +67,27 @@ class SequenceRows:
         num_pages = int(pages.max())
         tables = self._tables[rows, :num_pages]
         tables = np.where(np.arange(num_pages) < pages[:, None], tables, tables[:, :1])
-        return BatchLayout(starts, counts, tables, block_size, model.dtype, self._device, model.windows)
+        return BatchLayout(starts, counts, tables, block_size, model.dtype, self._device, model.windows, model.heads)
 
-    def token_ids(self, rows: np.ndarray, layout: BatchLayout) -> torch.Tensor:
-        """[T] int32 on the device: the tokens that a step computes."""
+    @property
+    def tokens(self) -> torch.Tensor:
+        """Of all rows, flat, int32 on the device; another tensor after `widen`."""
+        return self._tokens.view(-1)
+
+    def token_places(self, rows: np.ndarray, layout: BatchLayout) -> np.ndarray:
+        """[T] int64: where in `tokens` those are that a step computes."""
         token_rows = rows if layout.all_decode else rows[layout.sequence_of_token]
-        return self._tokens.view(-1).index_select(0, self._places(token_rows, layout.positions))
+        places: np.ndarray = token_rows * self._tokens.shape[1] + layout.positions
+        return places
+
+    def are_plain(self, rows: np.ndarray) -> bool:
+        """Whether the most likely token is all that is asked for in these rows."""
+        return self._sampling.are_plain(rows)
 
     def sample(self, logits: torch.Tensor, rows: np.ndarray, positions: np.ndarray) -> SampledTokens:
         """Chooses the tokens at these positions and enters them. `logits`: [S, vocab]; `rows`, `positions`: [S] int64."""
         sampled = self._sampling.sample(logits, rows, positions, self._tokens)
-        self._tokens.view(-1).index_copy_(0, self._places(rows, positions), sampled.tokens.int())
+        self.tokens.index_copy_(0, self._places(rows, positions), sampled.tokens.int())
         return sampled
 
     def enter_drafts(self, expanded: StepPlan) -> None:
@@ -88,7 +98,7 @@ class SequenceRows:
 
     def enter(self, rows: np.ndarray, positions: np.ndarray, tokens: np.ndarray) -> None:
         """Tokens that were sampled elsewhere. [S] each, `tokens` int32."""
-        self._tokens.view(-1).index_copy_(0, self._places(rows, positions), to_device(tokens, self._device))
+        self.tokens.index_copy_(0, self._places(rows, positions), to_device(tokens, self._device))
 
     def _places(self, rows: np.ndarray, positions: np.ndarray) -> torch.Tensor:
         return to_device(rows * self._tokens.shape[1] + positions, self._device)

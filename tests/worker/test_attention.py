@@ -16,9 +16,12 @@ from hypothesis import strategies as st
 
 from services.worker.attention.choice import choose_backends
 from services.worker.attention.flash_backend import FlashBackend, FlashUnavailable
-from services.worker.attention.interface import AttentionBackend, BatchLayout
+from services.worker.attention.flashinfer_backend import FlashInferBackend
+from services.worker.attention.interface import AttentionBackend, BatchLayout, Heads
 from services.worker.attention.torch_backend import TorchBackend, _grouping
 from services.worker.kv_store import KvShape, KvStore, KvViews
+from services.worker.transfer import StaticInputs
+from tests.worker import fake_flashinfer
 
 torch.set_num_threads(1)
 
@@ -77,7 +80,16 @@ def make_case(
         taken += count
     store.claim(views, order[:taken])
     starts, counts = (np.array(column, np.int64) for column in zip(*lengths, strict=True))
-    layout = BatchLayout(starts, counts, tables, block_size, dtype, torch.device(device), windows)
+    layout = BatchLayout(
+        starts,
+        counts,
+        tables,
+        block_size,
+        dtype,
+        torch.device(device),
+        windows,
+        Heads(num_heads, num_kv_heads, head_dim),
+    )
 
     kv = views.layers[1]
     flat: dict[str, list[torch.Tensor]] = {"queries": [], "keys": [], "values": []}
@@ -283,10 +295,13 @@ def test_flash_back_end_replays_other_batches_from_the_same_memory(flash_without
         make_case("cpu", lengths, block_size, dtype=torch.bfloat16, seed=i)
         for i, lengths in enumerate([[(5, 1), (700, 1)], [(300, 1), (0, 1)], [(900, 1), (256, 1)]])
     ]
-    static: Any = flash_without_gpu.allocate_replay(cases[0].layout, 12)
+    inputs = StaticInputs(flash_without_gpu.replay_fields(cases[0].layout, 12), torch.device("cpu"))
+    inputs.fill(flash_without_gpu.replay_values(cases[0].layout))
+    static: Any = flash_without_gpu.allocate_replay(cases[0].layout, inputs.tensors, 12, None)
     addresses = {k: v.data_ptr() for k, v in vars(static).items() if isinstance(v, torch.Tensor)}
     for case in cases:
-        flash_without_gpu.fill_replay(static, case.layout)
+        inputs.fill(flash_without_gpu.replay_values(case.layout))
+        flash_without_gpu.begin_replay(static, case.layout)
         kv = case.views.layers[1]
         flash_without_gpu.write_kv(kv, case.keys, case.values, static)
         if flash_without_gpu.facts.name == "flash-attention 4":
@@ -314,7 +329,68 @@ def test_no_kernels_is_said(monkeypatch: pytest.MonkeyPatch, major: int, words: 
     assert [b.facts.name for b in choose_backends(torch.device("cuda"))] == ["torch"]
 
 
+def flashinfer_without_gpu() -> FlashInferBackend:
+    device = torch.device("cpu")
+    return FlashInferBackend(device, TorchBackend(device), fake_flashinfer)
+
+
+DECODES = [name for name, lengths in BATCHES.items() if all(count == 1 for _, count in lengths)]
+SHAPES = [((6, 2), 64), ((8, 1), 128), ((4, 4), 64)]
+
+
+@pytest.mark.parametrize("name", BATCHES)
+@pytest.mark.parametrize(("heads", "head_dim"), SHAPES)
+def test_flashinfer_decodes_and_leaves_the_rest_to_the_other(name: str, heads: tuple[int, int], head_dim: int) -> None:
+    backend = flashinfer_without_gpu()
+    assert backend.facts.runs(head_dim, "bfloat16") and not backend.facts.runs(96, "bfloat16")
+    case = make_case("cpu", BATCHES[name], 32, heads=heads, head_dim=head_dim, dtype=torch.bfloat16, windows=(24,))
+    check(backend, case, 2e-2)
+    assert bool(backend._wrappers) == (name in DECODES)
+
+
+def test_flashinfer_replays_other_batches_from_the_same_memory() -> None:
+    backend, device = flashinfer_without_gpu(), torch.device("cpu")
+    cases = [
+        make_case("cpu", lengths, 32, heads=(8, 2), head_dim=64, dtype=torch.bfloat16, windows=(40,), seed=i)
+        for i, lengths in enumerate([[(5, 1), (300, 1)], [(64, 1), (0, 1)], [(370, 1), (31, 1)]])
+    ]
+    fields = backend.replay_fields(cases[0].layout, 12)
+    assert fields is not None
+    inputs = StaticInputs(fields, device)
+    inputs.fill(backend.replay_values(cases[0].layout))
+    larger = backend.allocate_replay(cases[0].layout, inputs.tensors, 12, None)
+    static = backend.allocate_replay(cases[0].layout, inputs.tensors, 12, larger)
+    assert static.workspace is larger.workspace
+    for case in cases:
+        inputs.fill(backend.replay_values(case.layout))
+        backend.begin_replay(static, case.layout)
+        kv = case.views.layers[1]
+        backend.write_kv(kv, case.keys, case.values, static)
+        for window, expected in case.expected.items():
+            got = backend.attend(case.queries, case.keys, case.values, kv, static, window)
+            torch.testing.assert_close(got.double(), expected, rtol=2e-2, atol=2e-2)
+
+
+def test_a_model_that_flashinfer_cannot_decode_is_left_to_the_other(caplog: pytest.LogCaptureFixture) -> None:
+    class Broken:
+        BatchDecodeWithPagedKVCacheWrapper = fake_flashinfer.BatchDecodeWithPagedKVCacheWrapper
+
+        @staticmethod
+        def append_paged_kv_cache(*_: Any, **__: Any) -> None:
+            raise RuntimeError("no kernel image is available")
+
+    device = torch.device("cpu")
+    backend = FlashInferBackend(device, TorchBackend(device), Broken)
+    case = make_case("cpu", BATCHES["one decode"], 32, heads=(4, 1), head_dim=64, dtype=torch.bfloat16)
+    check(backend, case, 2e-2)
+    assert "no kernel image is available" in caplog.text
+    assert backend.replay_fields(case.layout, 4) is None
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
-def test_cuda_prefers_flash_attention() -> None:
-    assert choose_backends(torch.device("cuda"))[0].facts.name.startswith("flash")
+def test_cuda_prefers_kernels_of_its_own() -> None:
+    names = [backend.facts.name for backend in choose_backends(torch.device("cuda"))]
+    if len(names) == 1:
+        pytest.skip("neither flash-attention nor FlashInfer is installed")
+    assert names[0] != "torch" == names[-1]

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 
@@ -17,6 +18,7 @@ from services.worker.attention.torch_backend import TorchBackend
 from services.worker.executor import WARM_UP, Executor
 from services.worker.models.decode_graphs import Replayable
 from services.worker.models.decoder import ForwardState
+from services.worker.transfer import Field
 from shared.checkpoint import CheckpointError
 from shared.engine.plan import CopyKind, KvCopy, ModelShape, NewSequence, StepPlan
 from shared.messages.cluster import ModelSpec
@@ -322,26 +324,37 @@ class StaticTorchBackend(TorchBackend):
         super().__init__(device)
         self.filled: list[int] = []
 
-    def allocate_replay(self, layout: BatchLayout, max_pages: int) -> Any:
+    def replay_fields(self, layout: BatchLayout, max_pages: int) -> dict[str, Field]:
+        return {"tables": Field(np.int32, len(layout.counts) * max_pages)}
+
+    def replay_values(self, layout: BatchLayout) -> dict[str, np.ndarray]:
+        return {"tables": layout.block_tables}
+
+    def allocate_replay(self, layout: BatchLayout, fields: Any, max_pages: int, larger: Any | None) -> Any:
         return self.prepare(layout)
 
-    def fill_replay(self, static: Any, layout: BatchLayout) -> None:
+    def begin_replay(self, static: Any, layout: BatchLayout) -> None:
         static.__dict__.update(self.prepare(layout).__dict__)
         self.filled.append(len(layout.counts))
 
 
-def eager_capture(forward: Callable[[], ForwardState]) -> tuple[ForwardState, Replayable]:
+def eager_capture(function: Callable[[], Any]) -> tuple[Any, Replayable]:
     """Runs the function again at each replay and copies what it makes into the memory of the first run."""
-    static = forward()
+    static = function()
 
     class Graph:
         def replay(self) -> None:
-            fresh = forward()
-            static.hidden.copy_(fresh.hidden)
-            assert static.pending is not None and fresh.pending is not None
-            static.pending.copy_(fresh.pending)
+            for old, new in zip(tensors(static), tensors(function()), strict=True):
+                old.copy_(new)
 
     return static, Graph()
+
+
+def tensors(result: ForwardState | torch.Tensor) -> list[torch.Tensor]:
+    if isinstance(result, torch.Tensor):
+        return [result]
+    assert result.pending is not None
+    return [result.hidden, result.pending]
 
 
 def test_decode_graphs_pad_to_their_sizes(checkpoints: dict[str, Path], expected: dict[str, list[list[int]]]) -> None:
@@ -401,29 +414,29 @@ def test_launching_waits_for_nothing_on_the_device(checkpoints: dict[str, Path])
 def test_graphs_are_captured_before_the_model_serves_the_largest_first(checkpoints: dict[str, Path]) -> None:
     sizes: list[int] = []
 
-    def capture(forward: Callable[[], ForwardState]) -> tuple[ForwardState, Replayable]:
-        state, graph = eager_capture(forward)
-        sizes.append(len(state.hidden))
-        assert state.hidden.isfinite().all(), "padding rows read NaN"
-        return state, graph
+    def capture(function: Callable[[], Any]) -> tuple[Any, Replayable]:
+        result, graph = eager_capture(function)
+        sizes.append(len(tensors(result)[0]))
+        assert tensors(result)[0].isfinite().all(), "padding rows read NaN"
+        return result, graph
 
     executor = Executor("cpu", 4, MERGED_BYTES, 12, capture=capture)
     executor._store.slab.fill_(0xFF)
     executor._backends = [StaticTorchBackend(torch.device("cpu"))]
     shape = load(executor, checkpoints["llama"])
-    assert sizes == [16, 8, 4, 2, 1]
+    assert sizes == [16, 16, 8, 8, 4, 4, 2, 2, 1, 1], "layers, and the most likely tokens"
     driver = Driver(executor, shape, range(4))
     driver.decode([driver.add(0, prompt_of(5))], 3)
-    assert len(sizes) == 5
+    assert len(sizes) == 10
 
 
 def test_where_a_graph_cannot_be_captured_steps_run_without(
     checkpoints: dict[str, Path], expected: dict[str, list[list[int]]]
 ) -> None:
-    def capture(forward: Callable[[], ForwardState]) -> tuple[ForwardState, Replayable]:
-        if len(forward().hidden) == 4:
+    def capture(function: Callable[[], Any]) -> tuple[Any, Replayable]:
+        if len(tensors(function())[0]) == 4:
             raise RuntimeError("out of memory")
-        return eager_capture(forward)
+        return eager_capture(function)
 
     executor = Executor("cpu", 4, MERGED_BYTES, 12, capture=capture)
     backend = StaticTorchBackend(torch.device("cpu"))

@@ -22,12 +22,19 @@ def choose_backends(device: torch.device, *, deterministic: bool = False) -> lis
     if device.type != "cuda":
         return [fallback]
     from services.worker.attention.flash_backend import FlashBackend, FlashUnavailable
+    from services.worker.attention.flashinfer_backend import FlashInferBackend, FlashInferUnavailable
 
+    found = [fallback]
     try:
-        return [FlashBackend(device), fallback]
+        found.insert(0, FlashBackend(device))
     except FlashUnavailable as error:
         logger.warning("flash attention is not used: %s", error)
-        return [fallback]
+    if not deterministic:  # how it divides a context over processors depends on what else is in the step
+        try:
+            found.insert(0, FlashInferBackend(device, found[0]))
+        except FlashInferUnavailable as error:
+            logger.warning("decodes have no kernels of their own: %s", error)
+    return found
 
 
 if __name__ == "__main__":

@@ -12,3 +12,10 @@ TORCH_CUDA = AttentionFacts("torch", (128, 64, 32, 256), tuple(ITEMSIZES))
 
 def flash(generation: int, block_size: int, max_head_dim: int) -> AttentionFacts:
     return AttentionFacts(f"flash-attention {generation}", (block_size,), ("float16", "bfloat16"), max_head_dim, 16)
+
+
+def flashinfer(chunks: AttentionFacts) -> AttentionFacts:
+    """Decodes, beside a back end for all else: heads of 64 and 128."""
+    dtypes = tuple(dtype for dtype in ("float16", "bfloat16") if dtype in chunks.dtypes)
+    name = f"FlashInfer, {chunks.name} for prompts"
+    return AttentionFacts(name, chunks.block_sizes, dtypes, 128, 64)

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -22,7 +22,7 @@ import torch
 from services.worker.attention.facts import flash
 from services.worker.attention.interface import AttentionBackend, BatchLayout
 from services.worker.kv_store import LayerKv
-from services.worker.transfer import to_device
+from services.worker.transfer import Field, pack_to_device
 from shared.messages.cluster import AttentionFacts
 
 
@@ -49,6 +49,8 @@ class _Metadata:
     max_queries: int
     max_context: int
     """Bound on `contexts`; of a captured batch, the whole table."""
+    packed_tables: torch.Tensor | None = None
+    """Of a captured batch: where each replay's table arrives, as wide as that replay needs it."""
 
 
 class FlashBackend(AttentionBackend):
@@ -60,19 +62,14 @@ class FlashBackend(AttentionBackend):
         self._attend, self.facts = _choose_kernels(major)
 
     def prepare(self, layout: BatchLayout) -> _Metadata:
-        def moved(array: np.ndarray, dtype: type[np.generic]) -> torch.Tensor:
-            return to_device(array.astype(dtype, copy=False), layout.device)
-
+        values = self.replay_values(layout)
+        moved = pack_to_device([*values.values(), layout.query_starts.astype(np.int32)], layout.device)
+        fields, query_starts = dict(zip(values, moved, strict=False)), moved[-1]
+        table = fields.pop("tables").view(layout.block_tables.shape)
         return _Metadata(
-            blocks=moved(layout.blocks, np.int64),
-            offsets=moved(layout.offsets, np.int64),
-            query_starts=moved(layout.query_starts, np.int32),
-            contexts=moved(layout.contexts, np.int32),
-            context_starts=moved(np.concatenate(([0], np.cumsum(layout.contexts))), np.int32),
-            page_table=moved(layout.block_tables, np.int32),
-            max_queries=int(layout.counts.max()),
+            **fields, query_starts=query_starts, page_table=table, max_queries=int(layout.counts.max()),
             max_context=int(layout.contexts.max()),
-        )
+        )  # fmt: skip
 
     def write_kv(self, kv: LayerKv, keys: torch.Tensor, values: torch.Tensor, metadata: _Metadata) -> None:
         at = (metadata.blocks, metadata.offsets)
@@ -90,18 +87,48 @@ class FlashBackend(AttentionBackend):
     ) -> torch.Tensor:
         return self._attend(queries, kv, metadata, window)
 
-    def allocate_replay(self, layout: BatchLayout, max_pages: int) -> _Metadata:
-        static = self.prepare(layout)
-        table = torch.zeros(len(layout.counts), max_pages, dtype=torch.int32, device=layout.device)
-        table[:, : static.page_table.shape[1]] = static.page_table
-        # a bound of every later replay, not of this layout alone
-        return replace(static, page_table=table, max_context=max_pages * layout.block_size)
+    def replay_fields(self, layout: BatchLayout, max_pages: int) -> Mapping[str, Field]:
+        num_rows = len(layout.counts)
+        return {
+            "blocks": Field(np.int64, num_rows),
+            "offsets": Field(np.int64, num_rows),
+            "contexts": Field(np.int32, num_rows),
+            "context_starts": Field(np.int32, num_rows + 1),
+            "tables": Field(np.int32, num_rows * max_pages),
+        }
 
-    def fill_replay(self, static: _Metadata, layout: BatchLayout) -> None:
-        fresh = self.prepare(layout)
-        for name in ("blocks", "offsets", "contexts", "context_starts"):
-            getattr(static, name).copy_(getattr(fresh, name))
-        static.page_table[:, : fresh.page_table.shape[1]].copy_(fresh.page_table)
+    def replay_values(self, layout: BatchLayout) -> Mapping[str, np.ndarray]:
+        return {
+            "blocks": layout.blocks.astype(np.int64),
+            "offsets": layout.offsets,
+            "contexts": layout.contexts.astype(np.int32),
+            "context_starts": np.concatenate(([0], np.cumsum(layout.contexts))).astype(np.int32),
+            "tables": layout.block_tables,
+        }
+
+    def allocate_replay(
+        self, layout: BatchLayout, fields: Mapping[str, torch.Tensor], max_pages: int, larger: _Metadata | None
+    ) -> _Metadata:
+        num_rows = len(layout.counts)
+        static = _Metadata(
+            blocks=fields["blocks"],
+            offsets=fields["offsets"],
+            query_starts=torch.arange(num_rows + 1, dtype=torch.int32, device=layout.device),
+            contexts=fields["contexts"],
+            context_starts=fields["context_starts"],
+            page_table=torch.zeros(num_rows, max_pages, dtype=torch.int32, device=layout.device),
+            max_queries=1,
+            max_context=max_pages * layout.block_size,
+            packed_tables=fields["tables"],
+        )
+        self.begin_replay(static, layout)
+        return static
+
+    def begin_replay(self, static: _Metadata, layout: BatchLayout) -> None:
+        assert static.packed_tables is not None
+        num_rows, num_pages = layout.block_tables.shape
+        packed = static.packed_tables[: num_rows * num_pages].view(num_rows, num_pages)
+        static.page_table[:, :num_pages].copy_(packed)
 
 
 _FLASH4_ARGUMENTS = {

@@ -7,15 +7,26 @@ Once per step the executor describes the batch (`BatchLayout`) and the back end 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from services.worker.kv_store import LayerKv
+from services.worker.transfer import Field
 from shared.messages.cluster import AttentionFacts
+
+
+class Heads(NamedTuple):
+    """Of a model's attention, on one rank."""
+
+    queries: int
+    keys: int
+    """And as many of values."""
+    dim: int
 
 
 @dataclass(frozen=True)
@@ -34,6 +45,8 @@ class BatchLayout:
     device: torch.device
     windows: tuple[int, ...] = ()
     """Sliding windows that layers of the model use; layers without one attend to everything."""
+    heads: Heads | None = None
+    """For back ends that plan a step before its queries are there."""
 
     @cached_property
     def contexts(self) -> np.ndarray:
@@ -104,12 +117,27 @@ class AttentionBackend(ABC):
         """Causal attention of `queries [T, heads, head_dim]` over each one's sequence, scaled by head_dim ** -0.5;
         after `write_kv` of the same keys and values. -> [T, heads, head_dim]"""
 
-    def allocate_replay(self, layout: BatchLayout, max_pages: int) -> Any | None:
-        """Metadata in static memory for a captured graph of as many decode rows as `layout` has, with block tables of up
-        to `max_pages`; None if this back end's work cannot be captured. Called once a batch size while the model is being
-        loaded: in another thread than the rest, as are the calls that are captured."""
+    # ---- captured graphs: decode batches of fixed numbers of rows, whose inputs lie in static memory ----
+
+    def replay_fields(self, layout: BatchLayout, max_pages: int) -> Mapping[str, Field] | None:
+        """What a replay is told, for as many rows as `layout` has, with block tables of up to `max_pages`; None: this back
+        end's work cannot be captured."""
         return None
 
-    def fill_replay(self, static: Any, layout: BatchLayout) -> None:
-        """Copies a decode batch, padded by the caller to the captured size, into what `allocate_replay` gave."""
+    def replay_values(self, layout: BatchLayout) -> Mapping[str, np.ndarray]:
+        """The fields' values for a decode batch, padded by the caller to the captured size. Only the last may have less than
+        its size."""
+        raise NotImplementedError(f"{self.facts.name} has no graphs")
+
+    def allocate_replay(
+        self, layout: BatchLayout, fields: Mapping[str, torch.Tensor], max_pages: int, larger: Any | None
+    ) -> Any:
+        """Metadata for captured steps of as many rows as `layout` has, over the static memory of the fields, which have
+        `layout`'s values. `larger`: of the model's next larger size, whose working memory may be shared; None: this is the
+        largest. Called while the model is being loaded, in another thread than the rest, as are the calls that are
+        captured."""
+        raise NotImplementedError(f"{self.facts.name} has no graphs")
+
+    def begin_replay(self, static: Any, layout: BatchLayout) -> None:
+        """Once the fields are filled, before what was captured with this metadata is replayed."""
         raise NotImplementedError(f"{self.facts.name} has no graphs")

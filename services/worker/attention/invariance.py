@@ -92,7 +92,7 @@ class _Probe:
             which, starts, counts = (np.array(column, np.int64) for column in zip(*work, strict=True))
             layout = BatchLayout(
                 starts, counts, self._tables[which], self._block_size, self._model.dtype, self._model.device,
-                self._model.windows,
+                self._model.windows, self._model.heads,
             )  # fmt: skip
             metadata = self._backend.prepare(layout)
             queries, keys, values = (

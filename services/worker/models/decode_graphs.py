@@ -1,18 +1,18 @@
 """Decode steps as CUDA graphs: one launch instead of a thousand.
 
 A graph has a fixed number of rows, so decode batches are padded up to the next of a few batch sizes. Padding rows hold
-one token each in the scratch block of the KV slab. A graph ends before the logits: those and sampling run on the real
-rows. All graphs are captured before the model serves, the largest first, so that the others fit into its memory: they share
-one pool.
+one token each in the scratch block of the KV slab. All that a step must tell its graph goes there in one copy. A graph ends
+before the logits: those and sampling run on the real rows; but the most likely tokens, which are all that greedy sequences
+need, are a graph of their own behind it. All graphs are captured before the model serves, the largest first, so that the
+others fit into its memory: they share one pool.
 """
 
 from __future__ import annotations
 
 import logging
-from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -20,8 +20,11 @@ import torch
 from services.worker.attention.interface import AttentionBackend, BatchLayout
 from services.worker.kv_store import KvViews
 from services.worker.models.decoder import DecoderModel, ForwardBatch, ForwardState
+from services.worker.transfer import Field, StaticInputs
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T", ForwardState, torch.Tensor)
 
 _SMALL_SIZES = (1, 2, 4)
 _SIZE_STEP = 8
@@ -31,15 +34,20 @@ class Replayable(Protocol):
     def replay(self) -> None: ...
 
 
-Capture = Callable[[Callable[[], ForwardState]], tuple[ForwardState, Replayable]]
-"""Records a function; each replay renews the state that came with the recording."""
+class Capture(Protocol):
+    def __call__(self, function: Callable[[], T], /) -> tuple[T, Replayable]:
+        """Records a function; each replay renews the result that came with the recording."""
 
 
 @dataclass
 class _Graph:
+    inputs: StaticInputs
     batch: ForwardBatch
     state: ForwardState
-    graph: Replayable
+    layers: Replayable
+    most_likely: torch.Tensor
+    head: Replayable
+    """Makes `most_likely`."""
 
 
 class DecodeGraphs:
@@ -78,20 +86,31 @@ class DecodeGraphs:
                 return
             self._graphs[size] = graph
 
-    def run(self, token_ids: torch.Tensor, positions: torch.Tensor, layout: BatchLayout) -> ForwardState | None:
+    def run(self, tokens: torch.Tensor, places: np.ndarray, layout: BatchLayout) -> ForwardState | None:
         """The state after all layers of a decode batch, of which only the first rows are real; valid until the next
-        `run`. None if this batch cannot be replayed. `token_ids`, `positions`: [S] on the device."""
-        size = self._sizes[bisect_left(self._sizes, len(token_ids))]
+        `run`. None if this batch cannot be replayed. `tokens`: int32 on the device, of which those at `places` ([S] int64)
+        are computed."""
+        size = next((size for size in self._sizes if size >= len(places)), 0)
         graph = self._graphs.get(size)
         if graph is None:
             return None
         padded = self._padded(layout, size)
-        self._attention.fill_replay(graph.batch.metadata, padded)
-        graph.batch.token_ids[: len(token_ids)].copy_(token_ids)
-        graph.batch.positions[: len(positions)].copy_(positions)
-        graph.graph.replay()
+        graph.inputs.fill(self._values(padded, np.pad(places, (0, size - len(places)))))
+        self._attention.begin_replay(graph.batch.metadata, padded)
+        torch.index_select(tokens, 0, graph.inputs.tensors["places"], out=graph.batch.token_ids)
+        graph.layers.replay()
+
+        def most_likely() -> torch.Tensor:
+            graph.head.replay()
+            found = graph.most_likely[: len(places)].clone()
+            tokens.index_copy_(0, graph.inputs.tensors["places"][: len(places)] + 1, found.int())
+            return found
+
         # the graph's tensors stay; what the caller does to the state must not reach them
-        return replace(graph.state)
+        return replace(graph.state, most_likely=most_likely)
+
+    def _values(self, layout: BatchLayout, places: np.ndarray) -> dict[str, np.ndarray]:
+        return {"places": places, "positions": layout.positions, **self._attention.replay_values(layout)}
 
     def _padded(self, layout: BatchLayout, size: int) -> BatchLayout:
         missing = size - len(layout.counts)
@@ -104,23 +123,32 @@ class DecodeGraphs:
         )
 
     def _record(self, size: int) -> _Graph | None:
-        model, ones = self._model, np.ones(size, np.int64)
-        tables = np.full((size, 1), self._views.num_blocks, np.int32)
+        model, device = self._model, self._model.device
         layout = BatchLayout(
             np.zeros(size, np.int64),
-            ones,
-            tables,
+            np.ones(size, np.int64),
+            np.full((size, 1), self._views.num_blocks, np.int32),
             self._views.shape.block_size,
             model.dtype,
-            model.device,
+            device,
             model.windows,
+            model.heads,
         )
-        metadata: Any = self._attention.allocate_replay(layout, self._max_pages)
-        if metadata is None:
+        attention_fields = self._attention.replay_fields(layout, self._max_pages)
+        if attention_fields is None:
             return None
-        zeros = torch.zeros(len(layout.counts), dtype=torch.int64, device=layout.device)
-        batch = ForwardBatch(zeros, zeros.clone(), self._views, self._attention, metadata)
-        return _Graph(batch, *self._capture(lambda: self._model.forward(batch)))
+        own = {"places": Field(np.int64, size), "positions": Field(np.int64, size)}
+        inputs = StaticInputs({**own, **attention_fields}, device)
+        inputs.fill(self._values(layout, np.zeros(size, np.int64)))
+        larger = next(reversed(self._graphs.values()), None)
+        metadata: Any = self._attention.allocate_replay(
+            layout, inputs.tensors, self._max_pages, None if larger is None else larger.batch.metadata
+        )
+        token_ids = torch.zeros(size, dtype=torch.int32, device=device)
+        batch = ForwardBatch(token_ids, inputs.tensors["positions"], self._views, self._attention, metadata)
+        state, layers = self._capture(lambda: model.forward(batch))
+        most_likely, head = self._capture(lambda: model.logits(state, None).argmax(-1))
+        return _Graph(inputs, batch, state, layers, most_likely, head)
 
 
 def cuda_capture(device: torch.device) -> Capture:
@@ -128,16 +156,16 @@ def cuda_capture(device: torch.device) -> Capture:
     pool = torch.cuda.graph_pool_handle()
     stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
-    def capture(forward: Callable[[], ForwardState]) -> tuple[ForwardState, Replayable]:
+    def capture(function: Callable[[], T], /) -> tuple[T, Replayable]:
         # once outside of the graph: libraries initialise themselves and kernels are compiled at first use
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
-            forward()
+            function()
         torch.cuda.current_stream(device).wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         # thread_local: another thread may be loading a model onto the device meanwhile
         with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
-            state = forward()
-        return state, graph
+            result = function()
+        return result, graph
 
     return capture

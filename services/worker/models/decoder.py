@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from services.worker.attention.interface import AttentionBackend
+from services.worker.attention.interface import AttentionBackend, Heads
 from services.worker.kv_store import KvShape, KvViews, LayerKv
 from services.worker.ranks.group import RankGroup
 from shared.checkpoint import SUPPORTED_ACTIVATIONS, CheckpointError
@@ -47,6 +47,9 @@ class ForwardState:
     pending: torch.Tensor | None = None
     """[T, hidden_size]: the last layer's output, not yet added to the stream; None: nothing is."""
     rope: tuple[torch.Tensor, torch.Tensor] | None = None
+    most_likely: Callable[[], torch.Tensor] | None = None
+    """Where the pass was replayed from a graph, until the next one is: computes the token with the largest logit after each
+    of the batch's S tokens, [S] int64, and puts it behind that one."""
 
     @property
     def residual(self) -> torch.Tensor:
@@ -73,6 +76,10 @@ class DecoderModel(ABC):
     head_dim: int
     windows: tuple[int, ...] = ()
     """Sliding windows that some layer uses."""
+
+    @property
+    def heads(self) -> Heads:
+        return Heads(self.num_heads, self.num_kv_heads, self.head_dim)
 
     def kv_shape(self, block_size: int) -> KvShape:
         return KvShape(self.num_layers, block_size, self.num_kv_heads, self.head_dim, self.dtype)

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 
 from services.worker.linear import Linear
 from services.worker.models.decoder import DecoderModel, ForwardBatch, ForwardState, activation, heads_of_rank
-from services.worker.models.rope import RotaryEmbedding, rotate
+from services.worker.models.rope import RotaryEmbedding
 from services.worker.models.weights import TokenEmbedding, WeightReader
 from shared.checkpoint import CheckpointShape, positive_int, rope_parameters
 
@@ -42,6 +42,7 @@ class LlamaModel(DecoderModel):
         self.num_heads, self.num_kv_heads = heads_of_rank(num_heads, shape.num_kv_heads, self._group)
         self._eps = float(config.get("rms_norm_eps") or 1e-6)
         self._activation = reader.numerics.by_rows(activation(str(config.get("hidden_act") or "silu")))
+        self._ops = reader.numerics.ops(self.device, self.dtype, self.head_dim)
         windows = _layer_windows(config, shape, max_model_len)
         self.windows = tuple(sorted({w for w in windows if w is not None}))
         rope = RotaryEmbedding(
@@ -91,7 +92,7 @@ class LlamaModel(DecoderModel):
         if hidden is None:
             assert self._embedding is not None
             hidden = self._embedding(batch.token_ids)
-        return ForwardState(hidden, None, self._rope(batch.positions))
+        return ForwardState(hidden, None, self._ops.rope(self._rope, batch.positions))
 
     def run_layers(self, state: ForwardState, start: int, stop: int, batch: ForwardBatch) -> None:
         for index in range(start, stop):
@@ -100,8 +101,7 @@ class LlamaModel(DecoderModel):
             attended = self._attention(layer, index, normed, state, batch)
             state.pending = self._group.all_reduce(layer.out(attended))
             normed = self._add_and_norm(state, layer.post_norm)
-            gate, up = layer.gate_up(normed).chunk(2, -1)
-            state.pending = self._group.all_reduce(layer.down(self._activation(gate).mul_(up)))
+            state.pending = self._group.all_reduce(layer.down(self._gated(layer.gate_up(normed))))
 
     def _attention(
         self, layer: _Layer, index: int, normed: torch.Tensor, state: ForwardState, batch: ForwardBatch
@@ -110,27 +110,35 @@ class LlamaModel(DecoderModel):
         heads = layer.qkv(normed).view(len(normed), -1, self.head_dim)
         if layer.query_norm is not None and layer.key_norm is not None:
             queries, keys, values = torch.split(heads, [self.num_heads, self.num_kv_heads, self.num_kv_heads], 1)
-            queries = F.rms_norm(queries, (self.head_dim,), layer.query_norm, self._eps)
-            keys = F.rms_norm(keys, (self.head_dim,), layer.key_norm, self._eps)
-            rotated = rotate(torch.cat((queries, keys), 1), *state.rope)
+            queries = self._ops.rms_norm(queries, layer.query_norm, self._eps)
+            keys = self._ops.rms_norm(keys, layer.key_norm, self._eps)
+            rotated = self._ops.rotate(torch.cat((queries, keys), 1), state.rope)
         else:
-            rotated = rotate(heads[:, : -self.num_kv_heads], *state.rope)
+            rotated = self._ops.rotate(heads[:, : -self.num_kv_heads], state.rope)
             values = heads[:, -self.num_kv_heads :]
         queries, keys = torch.split(rotated, [self.num_heads, self.num_kv_heads], 1)
         return batch.attend(index, queries, keys, values, layer.window).flatten(1)
 
     def _add_and_norm(self, state: ForwardState, weight: torch.Tensor) -> torch.Tensor:
-        if state.pending is not None:
-            state.hidden = state.hidden + state.pending
-            state.pending = None
-        return F.rms_norm(state.hidden, weight.shape, weight, self._eps)
+        if state.pending is None:
+            return self._ops.rms_norm(state.hidden, weight, self._eps)
+        normed, state.hidden = self._ops.add_rms_norm(state.hidden, state.pending, weight, self._eps)
+        state.pending = None
+        return normed
+
+    def _gated(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """[T, 2 * inner] -> [T, inner]"""
+        if self._activation is F.silu:
+            return self._ops.silu_and_mul(gate_up)
+        gate, up = gate_up.chunk(2, -1)
+        return self._activation(gate).mul_(up)
 
     def logits(self, state: ForwardState, tokens: torch.Tensor | None) -> torch.Tensor:
         assert self._norm is not None and self._head is not None
         hidden = state.residual
         if tokens is not None:
             hidden = hidden.index_select(0, tokens)
-        return self._head(F.rms_norm(hidden, self._norm.shape, self._norm, self._eps))
+        return self._head(self._ops.rms_norm(hidden, self._norm, self._eps))
 
 
 def _layer_windows(config: Mapping[str, Any], shape: CheckpointShape, max_model_len: int) -> list[int | None]:

@@ -65,12 +65,17 @@ class RotaryEmbedding:
 
     def __call__(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """[T] int64 -> cos and signed sin, each [T, 1, head_dim] in the model's dtype."""
+        cos, sin = self.cos_sin(positions)
+        cos, sin = torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
+        return cos.to(self._dtype)[:, None], sin.to(self._dtype)[:, None]
+
+    def cos_sin(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """[T] int64 -> cos and sin, each [T, head_dim / 2] float32."""
         angles = positions[:, None].float() * self._inverse_at(positions)
         cos, sin = angles.cos(), angles.sin()
-        cos, sin = torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
         if self.attention_factor != 1.0:
             cos, sin = cos * self.attention_factor, sin * self.attention_factor
-        return cos.to(self._dtype)[:, None], sin.to(self._dtype)[:, None]
+        return cos, sin
 
     def _inverse_at(self, positions: torch.Tensor) -> torch.Tensor:
         """[head_dim / 2], or [T, head_dim / 2] where frequencies depend on the position.
