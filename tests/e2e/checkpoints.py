@@ -37,7 +37,15 @@ def save_tokenizer(folder: Path) -> int:
     return len(vocabulary)
 
 
-def make_llama(folder: Path, *, seed: int = 0, hidden: int = 64, layers: int = 2, max_len: int = 1024) -> Path:
+def make_llama(
+    folder: Path,
+    *,
+    seed: int = 0,
+    hidden: int = 64,
+    layers: int = 2,
+    max_len: int = 1024,
+    dtype: torch.dtype = torch.float32,
+) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     vocabulary = save_tokenizer(folder)
     torch.manual_seed(seed)
@@ -54,7 +62,7 @@ def make_llama(folder: Path, *, seed: int = 0, hidden: int = 64, layers: int = 2
         pad_token_id=0,
         initializer_range=0.3,
     )
-    LlamaForCausalLM(config).float().save_pretrained(folder)
+    LlamaForCausalLM(config).to(dtype).save_pretrained(folder)
     return folder
 
 

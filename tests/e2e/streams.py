@@ -17,6 +17,8 @@ class Stream:
 
     prompt: list[int]
     text: str = ""
+    logprobs: list[float] = field(default_factory=list)
+    """Of the tokens, where they were asked for."""
     num_tokens: int = 0
     finish_reasons: list[str] = field(default_factory=list)
     error: dict | None = None
@@ -64,6 +66,8 @@ async def stream_completion(
             elif chunk["choices"]:
                 choice = chunk["choices"][0]
                 stream.text += choice.get("text") or ""
+                if choice.get("logprobs"):
+                    stream.logprobs += choice["logprobs"]["token_logprobs"]
                 if choice.get("finish_reason"):
                     stream.finish_reasons.append(choice["finish_reason"])
                 num_new = chunk["usage"]["completion_tokens"] - stream.num_tokens
