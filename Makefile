@@ -5,7 +5,7 @@ PYTHON ?= python3
 ARGS ?=
 BIN := .venv/bin
 # Those that need no running Tideway; bench/load.py puts load on one.
-BENCHES ?= planning dispatching stack
+BENCHES ?= planning dispatching stack gateway steps
 
 # Else each process that a test starts compiles its sources again.
 export PYTHONDONTWRITEBYTECODE :=
@@ -13,7 +13,7 @@ export PYTHONDONTWRITEBYTECODE :=
 .DEFAULT_GOAL := help
 .PHONY: help up down status test test-fast test-long check bench bench-coserving bench-coserving-short bench-ordering bench-rebalance \
 	bench-migration bench-migration-gpu bench-migration-chaos bench-control-plane bench-fidelity bench-sharing \
-	bench-unified clean install development
+	bench-unified bench-peers clean install development
 
 help:
 	@echo "make up       install what is needed, start Tideway on http://127.0.0.1:8000 (Ctrl-C stops it)"
@@ -34,6 +34,7 @@ help:
 	@echo "make bench-sharing          SeaLLM's evaluation on 32 simulated A800, about half an hour; ARGS=figure6: that alone"
 	@echo "make bench-fidelity         simulated against live, two instances and three models, about 15 minutes"
 	@echo "make bench-unified          all parts against each of them switched off, 32 GPUs in virtual time; ARGS=live: here"
+	@echo "make bench-peers            beside vLLM and llama.cpp on this CPU, about an hour; ARGS=--quick: 10 minutes"
 	@echo "make clean    remove .venv, .tideway and caches"
 
 install:
@@ -98,6 +99,9 @@ bench-fidelity: development
 
 bench-unified: development
 	$(BIN)/python -m bench.unified $(or $(ARGS),simulated) --output bench/results
+
+bench-peers: development
+	$(BIN)/python -m bench.peers $(ARGS)
 
 clean:
 	@if [ -x $(BIN)/tideway ]; then $(BIN)/tideway down; fi

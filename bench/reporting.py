@@ -123,22 +123,34 @@ def processor_s(pid: int) -> float:
     return _processor_s(_stat(pid))
 
 
+def tree_processor_s(pid: int) -> float:
+    """Of all threads of a process and of its descendants that are alive."""
+    stats = _stats()
+    return sum(_processor_s(stats[each]) for each in stats if _descends(each, stats, pid))
+
+
 def others_processor_s() -> float:
     """Of all processes of the machine but this one and its descendants, since it was started; those that have ended beneath
     this one count as others', so that of a difference only what ended meanwhile does."""
     fields = [int(word) for word in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
     all_s = (sum(fields) - fields[3] - fields[4]) / os.sysconf("SC_CLK_TCK")  # without idle and waiting for disks
+    stats = _stats()
+    return all_s - sum(_processor_s(stats[pid]) for pid in stats if _descends(pid, stats, os.getpid()))
+
+
+def _stats() -> dict[int, list[str]]:
+    """By process, of all that run."""
     stats: dict[int, list[str]] = {}
     for path in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # it has ended
             stats[int(path.name)] = _stat(int(path.name))
-    return all_s - sum(_processor_s(stats[pid]) for pid in stats if _is_ours(pid, stats))
+    return stats
 
 
-def _is_ours(pid: int, stats: Mapping[int, list[str]]) -> bool:
-    while pid in stats and pid != os.getpid():
+def _descends(pid: int, stats: Mapping[int, list[str]], ancestor: int) -> bool:
+    while pid in stats and pid != ancestor:
         pid = int(stats[pid][1])
-    return pid == os.getpid()
+    return pid == ancestor
 
 
 def _stat(pid: int) -> list[str]:

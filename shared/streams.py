@@ -88,7 +88,7 @@ class StreamState:
     def extend(self, entry: TokenEntry, sender: str | None) -> bool:
         """`accept` of the next tokens of a stream that goes on, from its owner; False: they are none, nothing changed."""
         if (
-            sender is not self.owner
+            sender != self.owner
             or sender is None
             or entry.finish_reason is not None
             or entry.epoch != self.epoch

@@ -109,15 +109,27 @@ class ChunkWriter:
         self._options = options
         self._tokenizer = tokenizer
         self._end = b'],"usage":null}\n\n' if options.includes_usage else b"]}\n\n"
+        self._before_text: dict[int, bytes] = {}
+        """By choice: what most of its chunks begin with."""
+        self._after_text = (b"}" if self._is_chat else b"") + b',"logprobs":null,"finish_reason":null}'
 
     def chunks(self, deltas: list[Delta], usage: Usage | None) -> bytes:
         """`usage` so far, if the client wants it in every chunk."""
         end = self._end if usage is None else b'],"usage":' + _ENCODE(usage) + b"}\n\n"
         parts: list[bytes] = []
         for delta in deltas:
-            if delta.text or delta.is_first or delta.finish_reason is not None or delta.tokens:
+            if delta.finish_reason is None and not delta.is_first and not delta.tokens:
+                if delta.text:
+                    parts += (self._before(delta.index), _ENCODE(delta.text), self._after_text, end)
+            elif delta.text or delta.is_first or delta.finish_reason is not None or delta.tokens:
                 parts += (self._head, self._choice(delta), end)
         return b"".join(parts)
+
+    def _before(self, index: int) -> bytes:
+        if (found := self._before_text.get(index)) is None:
+            text = b'"delta":{"content":' if self._is_chat else b'"text":'
+            found = self._before_text[index] = self._head + b'{"index":%d,' % index + text
+        return found
 
     def _choice(self, delta: Delta) -> bytes:
         finish = b"null" if delta.finish_reason is None else b'"' + delta.finish_reason.encode() + b'"'

@@ -1,6 +1,7 @@
 """Token ids to text while they come: never half a character, never a stop string, never a token's text twice.
 
-Pure. `Detokenizer` turns tokens into text pieces, `StopStrings` decides how much of the text may be shown.
+Pure. `Detokenizer` turns tokens into text pieces, `StopStrings` decides how much of the text may be shown. Both run on the
+event loop: what a token alone is as text is remembered, so that most tokens cost less than handing them to a thread would.
 """
 
 from __future__ import annotations
@@ -12,6 +13,25 @@ MAX_PENDING_TOKENS = 32
 """A character has at most 4 bytes, so at most 4 tokens; a longer run without one is garbage and is shown as such."""
 
 
+class Decoding:
+    """How a tokenizer makes text of ids, for all of its streams: the text of each token alone is remembered."""
+
+    __slots__ = ("_alone", "decode", "joins_bytes")
+
+    def __init__(self, decode: Callable[[list[int]], str], *, joins_bytes: bool = False) -> None:
+        """`decode`: ids to text. `joins_bytes`: it puts the bytes of all tokens together and reads them as UTF-8, as
+        byte-level BPE does, so that what are whole characters alone are the same anywhere behind whole characters."""
+        self.decode = decode
+        self.joins_bytes = joins_bytes
+        self._alone: dict[int, str] = {}
+
+    def alone(self, token_id: int) -> str:
+        text = self._alone.get(token_id)
+        if text is None:
+            text = self._alone[token_id] = self.decode([token_id])
+        return text
+
+
 class Detokenizer:
     """Incremental decoding by a sliding window (the method of text-generation-inference and vLLM).
 
@@ -20,11 +40,11 @@ class Detokenizer:
     what its context decodes to, is the new piece; it waits while it ends in an incomplete character.
     """
 
-    __slots__ = ("_context_text", "_decode", "_hidden_ids", "_num_context", "_window")
+    __slots__ = ("_context_text", "_decoding", "_hidden_ids", "_num_context", "_window")
 
-    def __init__(self, decode: Callable[[list[int]], str], hidden_ids: frozenset[int]) -> None:
-        """`decode`: ids to text. `hidden_ids`: special tokens, which have no text."""
-        self._decode = decode
+    def __init__(self, decoding: Decoding, hidden_ids: frozenset[int]) -> None:
+        """`hidden_ids`: special tokens, which have no text."""
+        self._decoding = decoding
         self._hidden_ids = hidden_ids
         self._window: list[int] = []
         self._num_context = 0
@@ -34,8 +54,15 @@ class Detokenizer:
         """The text that this token completes; often all of its own, sometimes none."""
         if token_id in self._hidden_ids:
             return ""
+        decoding = self._decoding
+        if decoding.joins_bytes and len(self._window) == self._num_context:
+            piece = decoding.alone(token_id)
+            if piece and REPLACEMENT not in piece:
+                self._window = [token_id]
+                self._num_context, self._context_text = 1, piece
+                return piece
         self._window.append(token_id)
-        text = self._decode(self._window)
+        text = decoding.decode(self._window)
         num_pending = len(self._window) - self._num_context
         if text.endswith(REPLACEMENT) and num_pending <= MAX_PENDING_TOKENS:
             return ""
@@ -43,15 +70,18 @@ class Detokenizer:
         if piece:
             del self._window[: self._num_context]
             self._num_context = len(self._window)
-            self._context_text = self._decode(self._window)
+            is_one = self._num_context == 1
+            self._context_text = decoding.alone(self._window[0]) if is_one else decoding.decode(self._window)
         elif num_pending > MAX_PENDING_TOKENS:
             del self._window[self._num_context :]  # ids without a text of their own
         return piece
 
     def flush(self) -> str:
         """What is pending at the end, less an incomplete last character."""
-        piece = self._decode(self._window)[len(self._context_text) :].rstrip(REPLACEMENT) if self._window else ""
-        self._window = self._window[:0]
+        piece = ""
+        if len(self._window) > self._num_context:
+            piece = self._decoding.decode(self._window)[len(self._context_text) :].rstrip(REPLACEMENT)
+        self._window = []
         self._num_context, self._context_text = 0, ""
         return piece
 

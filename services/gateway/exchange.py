@@ -21,6 +21,7 @@ from services.gateway.answers import ChunkWriter, Collector, Operation
 from services.gateway.context import GatewayContext
 from services.gateway.errors import ApiError, of_info
 from services.gateway.generation import Delta, Generation, Prompt
+from services.gateway.http_limits import AnswerBody
 from services.gateway.metrics import CallMetrics
 from services.gateway.parsing import Options
 from services.gateway.schemas import GenerationFields
@@ -244,7 +245,11 @@ def measure(metrics: CallMetrics, generation: Generation, now: float) -> None:
 
 
 class EventStream(Response):
-    """A generation's answer as server-sent events, sent straight to the server: one write for all that is new."""
+    """A generation's answer as server-sent events, one write for all that is new.
+
+    Most news are written where they come, at the end of the event loop's turn, without waking a task. The task of the
+    request writes the beginning and the end, and waits where the client reads slowly; what comes meanwhile goes into one
+    write."""
 
     def __init__(
         self,
@@ -265,9 +270,17 @@ class EventStream(Response):
         self._writer = writer
         self._first = first
         self._keep_alive_s = keep_alive_s
+        self._body: AnswerBody | None = None
+        """None: the task writes all, since the server has no such way or the client is to hear of silence."""
+        self._is_due = False
+        """`_write_news` is about to run."""
+        self._broken: Exception | None = None
+        """What it failed with."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         exchange = self._exchange
+        if self._keep_alive_s is None:
+            self._body = scope["state"].get("answer_body")
         parent = trace.set_span_in_context(exchange.call.span)
         failure: BaseException | None = None
         with exchange.context.telemetry.tracer.start_as_current_span("stream", parent):
@@ -304,10 +317,44 @@ class EventStream(Response):
             if body:
                 await send({"type": "http.response.body", "body": body, "more_body": True})
             try:
-                deltas = await self._exchange.next_deltas(generation, self._keep_alive_s)
+                deltas = await self._next_deltas()
             except TimeoutError:
                 await send(self._silence())
                 deltas = []
+
+    async def _next_deltas(self) -> list[Delta]:
+        """Those that are the task's to write."""
+        self._generation.listener = None if self._body is None else self._on_news
+        try:
+            deltas = await self._exchange.next_deltas(self._generation, self._keep_alive_s)
+        finally:
+            self._generation.listener = None
+        if self._broken is not None:
+            raise self._broken
+        return deltas
+
+    def _on_news(self) -> None:
+        if not self._is_due:
+            self._is_due = True
+            asyncio.get_running_loop().call_soon(self._write_news)
+
+    def _write_news(self) -> None:
+        self._is_due = False
+        generation, body = self._generation, self._body
+        if generation.listener is None or body is None:
+            return  # the task was woken and has them
+        if not body.takes_more:
+            generation.wake()
+            return
+        try:
+            deltas = generation.advance()
+            usage = generation.usage() if generation.options.has_continuous_usage else None
+            if chunks := self._writer.chunks(deltas, usage):
+                body.write(chunks)
+        except Exception as error:
+            self._broken = error
+        if generation.is_done or generation.failure is not None or self._broken is not None:
+            generation.wake()
 
     def _silence(self) -> Message:
         return {"type": "http.response.body", "body": self._writer.keep_alive(), "more_body": True}

@@ -152,6 +152,8 @@ class Generation:
             for i in range(n)
         ]
         self._num_unfinished = len(self.choices)
+        self.listener: Callable[[], None] | None = None
+        """Called at news instead of ending the wait in `news`; it must not block."""
         self._dirty: list[Choice] = []
         self._news = asyncio.Event()
 
@@ -196,7 +198,10 @@ class Generation:
         if not choice.is_dirty:
             choice.is_dirty = True
             self._dirty.append(choice)
-        self._news.set()
+        if self.listener is None:
+            self._news.set()
+        else:
+            self.listener()
 
     def wake(self) -> None:
         """Makes `news` return."""

@@ -14,7 +14,7 @@ from collections import Counter
 from typing import Any
 
 import httptools
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from services.gateway.errors import ApiError
 from services.gateway.metrics import GatewayMetrics
@@ -106,6 +106,9 @@ class Connections:
             if not self._by_address[protocol.address]:
                 del self._by_address[protocol.address]
 
+    def all(self) -> list[LimitedProtocol]:
+        return list(self._open)
+
     def count(self, reason: str) -> None:
         self._metrics.refused_connections.labels(reason).inc()
 
@@ -115,8 +118,26 @@ class Connections:
             await asyncio.sleep(SWEEP_S)
             now = time.monotonic()
             elapsed_s, previous = min(now - previous, 2 * SWEEP_S), now
-            for protocol in list(self._open):
+            for protocol in self.all():
                 protocol.on_sweep(elapsed_s)
+
+
+class AnswerBody:
+    """Writes parts of an answer's body at once, as uvicorn's `send` would in a task."""
+
+    def __init__(self, cycle: RequestResponseCycle) -> None:
+        self._cycle = cycle
+
+    @property
+    def takes_more(self) -> bool:
+        """False: the client reads too slowly, has gone, or the answer is not begun or over. `send` knows what to do then."""
+        cycle = self._cycle
+        is_under_way = cycle.chunked_encoding and not cycle.response_complete
+        return bool(is_under_way and not cycle.flow.write_paused and not cycle.disconnected)
+
+    def write(self, part: bytes) -> None:
+        """Only where it takes more; `part` is not empty."""
+        self._cycle.transport.write(b"%x\r\n%b\r\n" % (len(part), part))
 
 
 class _RefusedError(Exception):
@@ -204,6 +225,7 @@ class LimitedProtocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         self._has_moved = True
         super().on_headers_complete()
+        self.scope["state"]["answer_body"] = AnswerBody(self.cycle)
         self._is_in_head = False
         self._waiting.begin(is_head=False)
         if self._all.is_leaving:

@@ -103,6 +103,10 @@ class StreamTable:
         behind: list[Stream] = []
         for entry in entries:
             stream = self.streams.get(entry.request_id)
+            if stream is not None and stream.state.extend(entry, sender):
+                stream.heard(now)
+                stream.on_news()
+                continue
             if stream is None:
                 if entry.finish_reason is None:  # its cancel was lost, or overtaken by its dispatch
                     self._metrics.dropped_entries.labels("unknown").inc()

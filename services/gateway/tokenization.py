@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, decoders
 
 from services.gateway.chat_templates import load_template, plain_messages, read_tokenizer_config
-from services.gateway.detokenization import Detokenizer
+from services.gateway.detokenization import Decoding, Detokenizer
 from services.gateway.errors import ApiError
 from services.gateway.text_bounds import longest_token_characters
 from services.gateway.text_pool import SHORT_CHARACTERS, TextPool
@@ -77,6 +77,8 @@ class ModelTokenizer:
         added = tokenizer.get_added_tokens_decoder()
         self._special_ids = frozenset(i for i, token in added.items() if token.special)
         self._is_byte_level = b'"ByteLevel"' in (tokenizer.decoder.__getstate__() if tokenizer.decoder else b"")
+        decode = functools.partial(tokenizer.decode, skip_special_tokens=False)
+        self._decoding = Decoding(decode, joins_bytes=isinstance(tokenizer.decoder, decoders.ByteLevel))
         bos = config.get("bos_token")
         self._bos_id = tokenizer.token_to_id(bos["content"] if isinstance(bos, dict) else bos) if bos else None
         self._add_bos: bool | None = config.get("add_bos_token")
@@ -106,8 +108,7 @@ class ModelTokenizer:
         return text
 
     def detokenizer(self, skip_special_tokens: bool = True) -> Detokenizer:
-        decode = functools.partial(self._tokenizer.decode, skip_special_tokens=False)
-        return Detokenizer(decode, self._special_ids if skip_special_tokens else frozenset())
+        return Detokenizer(self._decoding, self._special_ids if skip_special_tokens else frozenset())
 
     def token_bytes(self, token_id: int) -> bytes:
         """What the token stands for; half a character is possible. Empty for an id without a token."""

@@ -8,22 +8,25 @@ import itertools
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, decoders
 
-from services.gateway.detokenization import REPLACEMENT, Detokenizer, StopStrings
+from services.gateway.detokenization import REPLACEMENT, Decoding, Detokenizer, StopStrings
 from tests.gateway.checkpoints import byte_level_tokenizer, sentencepiece_tokenizer
 
 TOKENIZERS = {"byte-level": byte_level_tokenizer(), "sentencepiece": sentencepiece_tokenizer()}
 
 
-def detokenizer(tokenizer: Tokenizer) -> Detokenizer:
+def detokenizer(tokenizer: Tokenizer, *, knows_bytes: bool = True) -> Detokenizer:
+    """`knows_bytes`: that of a byte-level tokenizer, as the gateway does."""
     added = tokenizer.get_added_tokens_decoder()
     special = frozenset(i for i, token in added.items() if token.special)
-    return Detokenizer(functools.partial(tokenizer.decode, skip_special_tokens=False), special)
+    joins_bytes = knows_bytes and isinstance(tokenizer.decoder, decoders.ByteLevel)
+    decoding = Decoding(functools.partial(tokenizer.decode, skip_special_tokens=False), joins_bytes=joins_bytes)
+    return Detokenizer(decoding, special)
 
 
-def pieces_of(tokenizer: Tokenizer, ids: list[int]) -> list[str]:
-    incremental = detokenizer(tokenizer)
+def pieces_of(tokenizer: Tokenizer, ids: list[int], *, knows_bytes: bool = True) -> list[str]:
+    incremental = detokenizer(tokenizer, knows_bytes=knows_bytes)
     return [*(incremental.push(i) for i in ids), incremental.flush()]
 
 
@@ -44,6 +47,12 @@ def test_pieces_of_any_tokens_add_up(ids: list[int]) -> None:
     shown = "".join(pieces_of(tokenizer, ids))
     assert whole.startswith(shown)
     assert set(whole[len(shown) :]) <= {REPLACEMENT}, "only an incomplete last character may be missing"
+
+
+@given(st.lists(st.integers(0, TOKENIZERS["byte-level"].get_vocab_size() - 1), max_size=80))
+def test_pieces_are_the_same_without_what_is_known_of_bytes(ids: list[int]) -> None:
+    tokenizer = TOKENIZERS["byte-level"]
+    assert pieces_of(tokenizer, ids) == pieces_of(tokenizer, ids, knows_bytes=False)
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)

@@ -105,6 +105,28 @@ async def test_the_first_chunk_comes_with_the_first_token(stack: Stack) -> None:
     assert reader.headers["traceparent"].split("-")[1] == request.traceparent.split("-")[1]
 
 
+async def test_what_comes_while_a_client_does_not_read_is_one_chunk(stack: Stack) -> None:
+    stack.peer.automatic = False
+    tokens = stack.ids("the tide comes in, the tide goes out")
+    reader = stack.read()
+    request = await stack.next_request()
+    stack.peer.emit(request, 0, tokens[:1])
+    await until(lambda: reader.chunks, "first chunk")
+    protocols = stack.gateway.context.connections.all()
+    for protocol in protocols:
+        protocol.pause_writing()  # as the transport does where the client takes nothing
+    for offset in range(1, len(tokens)):
+        stack.peer.emit(request, offset, [tokens[offset]], FinishReason.LENGTH if offset == len(tokens) - 1 else None)
+        await stack.peer.bus.round_trip_s()
+    await until(lambda: stack.gateway.context.table.streams == {}, "the end, though nobody reads")
+    assert len(reader.chunks) == 1
+    for protocol in protocols:
+        protocol.resume_writing()
+    await reader.end()
+    assert reader.text == "the tide comes in, the tide goes out" and reader.is_complete
+    assert len(reader.chunks) <= 3, "those from before, while it waited, and since"
+
+
 async def test_streamed_text_is_the_whole_text_and_valid_utf8(stack: Stack) -> None:
     for text in ("emoji 😀 and 👩‍🚀 stay whole", "日本語 and naïve café", "<think>hm", " leading space"):
         stack.say(text)

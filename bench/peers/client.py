@@ -1,0 +1,51 @@
+"""One measurement of one server: `vllm bench serve`, from vLLM's environment."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import tempfile
+from pathlib import Path
+
+from bench.peers.results import Case, Measured
+from bench.peers.servers import Server, ServerError, Vllm, environment
+from bench.reporting import others_processor_s
+
+TIMEOUT_S = 1200.0
+
+
+def measure(client: Vllm, server: Server, checkpoint: Path, case: Case, number: int, seed: int) -> Measured:
+    """`number`: of the round. Raises `ServerError` where not all requests were answered."""
+    with tempfile.TemporaryDirectory(prefix="tideway-peers-") as folder:
+        command = [
+            client.binary, "bench", "serve", "--backend", "openai", "--endpoint", "/v1/completions",
+            "--base-url", server.url, "--model", checkpoint.name, "--tokenizer", checkpoint, "--dataset-name", "random",
+            "--random-input-len", str(case.input_tokens), "--random-output-len", str(case.output_tokens), "--ignore-eos",
+            "--temperature", "0", "--seed", str(seed), "--num-warmups", "0", "--num-prompts", str(case.num_prompts),
+            "--max-concurrency", str(case.concurrency), "--percentile-metrics", "ttft,tpot",
+            "--metric-percentiles", "99", "--disable-tqdm", "--save-result", "--result-dir", folder,
+            "--result-filename", "result.json",
+        ]  # fmt: skip
+        others_s = others_processor_s()
+        done = subprocess.run(
+            command, env=environment({}), capture_output=True, text=True, timeout=TIMEOUT_S, stdin=subprocess.DEVNULL
+        )
+        others_s = others_processor_s() - others_s
+        file = Path(folder) / "result.json"
+        if done.returncode or not file.exists():
+            raise ServerError(f"the client failed on {server.name}:\n{(done.stdout + done.stderr)[-3000:]}")
+        found = json.loads(file.read_text())
+    if found["completed"] != case.num_prompts:
+        raise ServerError(f"{server.name} answered {found['completed']} of {case.num_prompts} requests of {case.name}")
+    return Measured(
+        server=server.name,
+        case=case.name,
+        round=number,
+        duration_s=found["duration"],
+        output_tokens_per_s=found["output_throughput"],
+        mean_ttft_ms=found["mean_ttft_ms"],
+        p99_ttft_ms=found["p99_ttft_ms"],
+        mean_tpot_ms=found["mean_tpot_ms"],
+        p99_tpot_ms=found["p99_tpot_ms"],
+        others_cores=max(0.0, others_s) / found["duration"],
+    )
