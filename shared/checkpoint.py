@@ -15,7 +15,13 @@ from typing import Any
 import msgspec
 
 from shared.engine.memory.slab import KvGeometry
-from shared.model_families import FAMILIES, ModelFamily, family_of
+from shared.model_families import FAMILIES, TRANSFORMERS, ModelFamily, family_of
+from shared.quantization import (
+    QUANTIZATIONS,
+    QuantizationError,
+    StoredQuantization,
+    stored_quantization,
+)
 
 SUPPORTED_ACTIVATIONS = ("silu", "swish", "relu", "gelu", "gelu_new", "gelu_pytorch_tanh")
 SUPPORTED_ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope", "su")
@@ -26,9 +32,11 @@ ITEMSIZES = {"float32": 4, "float16": 2, "bfloat16": 2}
 _HEADER_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _INDEX_FILE = "model.safetensors.index.json"
 _ADAPTER_FILE = "adapter_config.json"
+_ROUTERS = (".gate.weight", ".router.weight")
 _TOKENIZER_FILES = (("tokenizer.json",), ("tokenizer.model",), ("vocab.json", "merges.txt"))
 _MAX_HEADER_BYTES = 100 * 1024 * 1024
 _HUB_PATTERNS = ["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt"]
+_LONG_ROPE = ("longrope", "su")
 _FIXED_LENGTH_ROPE = ("default", "llama3", "longrope", "su", "mrope")
 """Rope types whose `max_position_embeddings` already counts the scaling; with the others the factor multiplies it."""
 
@@ -58,6 +66,12 @@ class CheckpointShape(msgspec.Struct, frozen=True, kw_only=True):
     eos_token_ids: tuple[int, ...]
     depends_on_length: bool = False
     """Served up to another length it computes something else (LongRoPE's factors) or otherwise (sliding windows)."""
+    linear_bytes: int = 0
+    """Of `weight_bytes`, those of layers' matrices, which may be quantised."""
+    is_divisible: bool = True
+    """Whether several devices can compute it together."""
+    stored_as: str = ""
+    """How the checkpoint is quantised: awq, gptq, compressed-tensors; empty: it is not."""
 
     def kv_geometry(self, dtype: str, num_ranks: int = 1, num_stages: int = 1) -> KvGeometry:
         """Of one rank's part of the model in that dtype, a key of ITEMSIZES: where there are fewer heads than ranks, some
@@ -99,13 +113,36 @@ def resolve(source: str) -> Path:
         ) from error
 
 
+def quantized(shape: CheckpointShape, quantization: str) -> CheckpointShape:
+    """With the weights of one that is run with `--quantization`, a key of QUANTIZATIONS (empty: as it is), counted in its
+    own dtype as if it ran in one of 16 bits. Raises `CheckpointError`."""
+    if not quantization:
+        return shape
+    if quantization not in QUANTIZATIONS:
+        raise CheckpointError(f"quantization {quantization!r} is not one of {', '.join(QUANTIZATIONS)}.")
+    if shape.stored_as:
+        raise CheckpointError(
+            f"quantization {quantization!r}: the checkpoint is quantised already ({shape.stored_as})."
+        )
+    fewer = shape.linear_bytes * (1 - QUANTIZATIONS[quantization] / 2)
+    return msgspec.structs.replace(shape, weight_bytes=shape.weight_bytes - int(fewer), linear_bytes=0)
+
+
 def describe(path: Path) -> CheckpointShape:
     """Reads config.json, generation_config.json and the safetensors headers of the checkpoint in `path`. Refuses what the
     worker could not run, as far as that can be known without the weights."""
-    config = read_config(path)
+    config, file = read_config(path), path / "config.json"
     family, architecture = _family(path, config)
-    keys, file = family.keys, path / "config.json"
-    _check_is_supported(file, config, config.get(keys.activation))
+    keys = family.keys
+    stored = read_stored_quantization(path, config)
+    if family is TRANSFORMERS:
+        config = _in_llamas_words(config)
+        if stored is not None:
+            raise CheckpointError(
+                f"{file}: quantization_config: {architecture} runs through transformers, where quantised weights are not "
+                "supported."
+            )
+    _check_is_supported(file, config, None if family is TRANSFORMERS else config.get(keys.activation))
     hidden_size = positive_int(config, keys.hidden_size, file)
     num_heads = positive_int(config, keys.num_heads, file)
     if not config.get(keys.head_dim) and hidden_size % num_heads:
@@ -117,9 +154,12 @@ def describe(path: Path) -> CheckpointShape:
         head_dim=int(config.get(keys.head_dim) or hidden_size // num_heads),
         hidden_size=hidden_size,
         vocab_size=positive_int(config, "vocab_size", file),
-        max_model_len=_max_model_len(config, positive_int(config, keys.max_positions, file)),
+        max_model_len=_max_model_len(config, architecture, positive_int(config, keys.max_positions, file)),
         dtype=_dtype(path, config),
         weight_bytes=sum(_tensor_bytes(f) for f in weight_files(path)),
+        linear_bytes=sum(_linear_bytes(f, family) for f in weight_files(path)),
+        is_divisible=family is not TRANSFORMERS,
+        stored_as="" if stored is None else stored.method,
         eos_token_ids=_eos_token_ids(path, config),
         depends_on_length=_depends_on_length(config, architecture),
     )
@@ -169,12 +209,6 @@ def check_tokenizer(path: Path) -> None:
 
 
 def _check_is_supported(file: Path, config: Mapping[str, Any], activation: Any) -> None:
-    for key in ("quantization_config", "compression_config"):
-        if quantization := config.get(key):
-            method = quantization.get("quant_method") if isinstance(quantization, dict) else None
-            raise CheckpointError(
-                f"{file}: {key} ({method or 'no quant_method'}): quantised weights are not supported."
-            )
     rope_type = rope_parameters(config)["rope_type"]
     for what, value, known in (
         ("activation", activation, SUPPORTED_ACTIVATIONS),
@@ -184,16 +218,79 @@ def _check_is_supported(file: Path, config: Mapping[str, Any], activation: Any) 
             raise CheckpointError(f"{file}: {what} {value!r} is not supported; supported are {', '.join(known)}.")
 
 
+def read_stored_quantization(path: Path, config: Mapping[str, Any]) -> StoredQuantization | None:
+    """How the weights of the checkpoint in `path` are quantised; None: they are not. Raises `CheckpointError`."""
+    try:
+        return stored_quantization(config)
+    except QuantizationError as error:
+        raise CheckpointError(f"{path / 'config.json'}: {error}.") from None
+
+
 def _family(path: Path, config: Mapping[str, Any]) -> tuple[ModelFamily, str]:
     """With the first supported entry of `architectures`."""
-    named = config.get("architectures") or []
+    named = [str(name) for name in config.get("architectures") or []]
     for architecture in named:
         if (family := family_of(architecture)) is not None:
             return family, architecture
+    file, shown = path / "config.json", ", ".join(named) or "(none named)"
+    for architecture in named:
+        if architecture.endswith(("ForCausalLM", "LMHeadModel")):
+            if reason := _why_not_by_transformers(config):
+                raise CheckpointError(f"{file}: architecture {shown} is not supported: {reason}.")
+            return TRANSFORMERS, architecture
+    native = ", ".join(a for family in FAMILIES for a in family.architectures)
     raise CheckpointError(
-        f"{path / 'config.json'}: architecture {', '.join(map(str, named)) or '(none named)'} is not supported; "
-        f"supported are {', '.join(a for family in FAMILIES for a in family.architectures)}."
+        f"{file}: architecture {shown} is not supported; supported are {native}, and causal language models that "
+        "transformers runs."
     )
+
+
+_OTHER_WORDS = {
+    "num_hidden_layers": ("n_layer", "n_layers", "num_layers"),
+    "num_attention_heads": ("n_head", "n_heads", "num_heads"),
+    "num_key_value_heads": ("num_kv_heads", "n_head_kv"),
+    "hidden_size": ("n_embd", "d_model"),
+    "max_position_embeddings": ("n_positions", "n_ctx", "max_seq_len", "max_sequence_length", "seq_length"),
+}
+"""Under which keys architectures beyond the native ones have what `ConfigKeys` names."""
+
+_SEQUENTIAL_LAYERS = ("mamba", "linear_attention", "conv", "recurrent", "rwkv", "ssm", "chunked_attention")
+_SEQUENTIAL_KEYS = ("mamba", "ssm_", "state_size", "conv_kernel", "linear_num_", "rwkv", "lru_width", "time_mix")
+
+
+def _in_llamas_words(config: Mapping[str, Any]) -> dict[str, Any]:
+    renamed = dict(config)
+    for key, others in _OTHER_WORDS.items():
+        if renamed.get(key) is None:
+            renamed[key] = next((config[other] for other in others if config.get(other) is not None), None)
+    if config.get("multi_query") and not config.get("num_key_value_heads"):
+        renamed["num_key_value_heads"] = 1
+    return renamed
+
+
+def _why_not_by_transformers(config: Mapping[str, Any]) -> str:
+    """What of config.json rules out that transformers runs the model over our KV blocks; empty: nothing. The worker finds
+    the rest when it loads the model."""
+    if config.get("is_encoder_decoder"):
+        return "is_encoder_decoder: it has an encoder"
+    if config.get("kv_lora_rank"):
+        return "kv_lora_rank: its attention (MLA) has keys and values of other shapes than KV blocks hold"
+    if kinds := sorted(
+        {str(kind) for key in ("layer_types", "layers_block_type") for kind in config.get(key) or ()
+         if any(word in str(kind) for word in _SEQUENTIAL_LAYERS)}
+    ):  # fmt: skip
+        return f"layer_types: {', '.join(kinds)} have a state that is no KV cache"
+    if keys := sorted(key for key in config if key.startswith(_SEQUENTIAL_KEYS)):
+        return f"{keys[0]}: state-space and recurrent layers have a state that is no KV cache"
+    for key in ("num_attention_heads", "num_key_value_heads", "head_dim"):
+        if isinstance(config.get(key), list):
+            return f"{key}: layers differ in it, but KV blocks have one shape"
+    for key in ("num_kv_shared_layers", "global_head_dim", "attention_chunk_size", "alibi", "cross_layer_attention"):
+        if config.get(key):
+            return f"{key}: {config[key]}"
+    if (rope := rope_parameters(config)["rope_type"]) in ("dynamic", *_LONG_ROPE):
+        return f"rope scaling {rope!r}: in transformers it depends on the longest sequence of a batch"
+    return ""
 
 
 def weight_files(path: Path) -> list[Path]:
@@ -221,21 +318,32 @@ def rope_parameters(config: Mapping[str, Any]) -> dict[str, Any]:
     `rope_parameters`, older ones in `rope_theta` and `rope_scaling` (there with `type` for `rope_type`)."""
     merged: dict[str, Any] = {"rope_theta": config.get("rope_theta") or 10000.0}
     merged |= config.get("rope_scaling") or {}
-    merged |= config.get("rope_parameters") or {}
+    parameters = config.get("rope_parameters") or {}
+    merged |= parameters.get("full_attention", parameters)
+    if merged.get("type") in _LONG_ROPE or merged.get("rope_type") in _LONG_ROPE:
+        merged.setdefault("original_max_position_embeddings", config.get("original_max_position_embeddings"))
     merged["rope_type"] = merged.get("rope_type") or merged.get("type") or "default"
     return merged
 
 
+def local_rope_parameters(config: Mapping[str, Any], architecture: str) -> dict[str, Any] | None:
+    """Likewise of layers that attend within a window, where they have their own."""
+    if not architecture.startswith("Gemma3"):
+        return None
+    own = (config.get("rope_parameters") or {}).get("sliding_attention") or {}
+    return {"rope_theta": config.get("rope_local_base_freq") or 10000.0, "rope_type": "default"} | own
+
+
 def _depends_on_length(config: Mapping[str, Any], architecture: str) -> bool:
     has_windows = not architecture.startswith("Qwen") or bool(config.get("use_sliding_window"))
-    is_long = rope_parameters(config)["rope_type"] in ("longrope", "su")
+    is_long = rope_parameters(config)["rope_type"] in _LONG_ROPE
     return is_long or (has_windows and bool(config.get("sliding_window")))
 
 
-def _max_model_len(config: Mapping[str, Any], length: int) -> int:
+def _max_model_len(config: Mapping[str, Any], architecture: str, length: int) -> int:
     """`length`: positions that config.json names."""
     rope = rope_parameters(config)
-    if rope["rope_type"] in _FIXED_LENGTH_ROPE:
+    if rope["rope_type"] in _FIXED_LENGTH_ROPE or architecture.startswith("Gemma3"):
         return length
     if rope["rope_type"] == "yarn":
         length = int(rope.get("original_max_position_embeddings") or length)
@@ -294,6 +402,18 @@ def read_safetensors_header(file: Path) -> dict[str, dict[str, Any]]:
 
 def _tensor_bytes(file: Path) -> int:
     return sum(end - begin for begin, end in (t["data_offsets"] for t in read_safetensors_header(file).values()))
+
+
+def _linear_bytes(file: Path, family: ModelFamily) -> int:
+    """Of the matrices of layers; of experts only where they are read one by one."""
+    tensors = read_safetensors_header(file)
+    if family is TRANSFORMERS and any("expert" in name for name in tensors):
+        return 0
+    return sum(
+        t["data_offsets"][1] - t["data_offsets"][0]
+        for name, t in tensors.items()
+        if len(t["shape"]) == 2 and any(part.isdigit() for part in name.split(".")) and not name.endswith(_ROUTERS)
+    )
 
 
 def _eos_token_ids(path: Path, config: Mapping[str, Any]) -> tuple[int, ...]:

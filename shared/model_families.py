@@ -54,7 +54,18 @@ _QUERIES_KEYS_VALUES = {"q_proj": OUTPUTS, "k_proj": OUTPUTS, "v_proj": OUTPUTS}
 FAMILIES = (
     ModelFamily(
         "llama",
-        ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"),
+        (
+            "LlamaForCausalLM",
+            "MistralForCausalLM",
+            "MixtralForCausalLM",
+            "Qwen2ForCausalLM",
+            "Qwen3ForCausalLM",
+            "Qwen3MoeForCausalLM",
+            "Phi3ForCausalLM",
+            "GemmaForCausalLM",
+            "Gemma2ForCausalLM",
+            "Gemma3ForCausalLM",
+        ),
         {
             **_EMBEDDINGS,
             **_QUERIES_KEYS_VALUES,
@@ -62,6 +73,12 @@ FAMILIES = (
             "gate_proj": OUTPUTS,
             "up_proj": OUTPUTS,
             "down_proj": INPUTS,
+            # Phi-3's, of which each part is cut, and Mixtral's experts
+            "qkv_proj": OUTPUTS,
+            "gate_up_proj": OUTPUTS,
+            "w1": OUTPUTS,
+            "w3": OUTPUTS,
+            "w2": INPUTS,
         },
     ),
     ModelFamily(
@@ -72,7 +89,10 @@ FAMILIES = (
     ),
 )
 
+TRANSFORMERS = ModelFamily("transformers", (), {})
+"""Every other causal language model that transformers can run over our KV blocks, on one device."""
+
 
 def family_of(architecture: object) -> ModelFamily | None:
-    """None: it is not supported."""
+    """None: it has no torch module of its own here."""
     return next((family for family in FAMILIES if architecture in family.architectures), None)

@@ -81,7 +81,7 @@ class InvariantNumerics(Numerics):
     asks = " with the same bits in every batch (TIDEWAY_DETERMINISTIC)"
 
     def suits(self, backend: AttentionBackend, model: DecoderModel) -> bool:
-        suits = is_invariant(backend, model)
+        suits = not model.softcap and is_invariant(backend, model)
         if not suits:
             logger.warning("%s gives attention other bits in other batches, so it is not used", backend.facts.name)
         return suits

@@ -162,7 +162,9 @@ class Executor:
     def prepare_model(self, spec: ModelSpec) -> PreparedModel:
         """Reads a checkpoint (blocking: seconds to minutes). Raises `CheckpointError`."""
         path: Path = checkpoint.resolve(spec.source)
-        identity = identity_of(path, self.device, dtype=spec.dtype, max_model_len=spec.max_model_len)
+        identity = identity_of(
+            path, self.device, dtype=spec.dtype, max_model_len=spec.max_model_len, quantization=spec.quantization
+        )
         with beside_steps(self.device):
             model = self._weights.get(identity)
             num_layers = checkpoint.describe(path).num_layers
@@ -222,7 +224,7 @@ class Executor:
         blocks_per_merged = views.blocks_per_merged
         self._models[prepared.name] = _Loaded(
             prepared.model, views, prepared.backend, prepared.block_size, prepared.max_model_len, prepared.graphs,
-            self._layers_per_safepoint,
+            max(self._layers_per_safepoint, prepared.model.layers_at_once),
         )  # fmt: skip
         self._rows.widen(prepared.max_model_len, -(-prepared.max_model_len // prepared.block_size))
         logger.info(
@@ -232,7 +234,7 @@ class Executor:
         )  # fmt: skip
         return ModelShape(
             prepared.name, prepared.block_size, blocks_per_merged, prepared.max_model_len, prepared.model.vocab_size,
-            prepared.num_layers, self._layers_per_safepoint,
+            prepared.num_layers, self._models[prepared.name].layers_per_safepoint,
         )  # fmt: skip
 
     def remove_model(self, name: str) -> None:
@@ -252,7 +254,8 @@ class Executor:
         """Between two checks of an interruptible step of the model."""
         if num_layers < 1:
             raise ValueError(f"{num_layers} layers per safepoint")
-        self._models[name].layers_per_safepoint = num_layers
+        loaded = self._models[name]
+        loaded.layers_per_safepoint = max(num_layers, loaded.model.layers_at_once)
 
     def close(self) -> None:
         """Ends the thread that copies; copies not yet done fail."""

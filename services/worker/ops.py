@@ -53,6 +53,13 @@ class TorchOps:
         return rotate(heads, *rope)
 
 
+class WideNormOps(TorchOps):
+    """Norms in float32, by weights in float32 (Gemma's)."""
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        return F.rms_norm(x.float(), weight.shape, weight.float(), eps).to(x.dtype)
+
+
 class FlashInferOps(TorchOps):
     """Calls kernels with the signatures of FlashInfer 0.6 and 0.7."""
 

@@ -25,6 +25,8 @@ class ModelSpec(msgspec.Struct, frozen=True):
     """Likewise for the time per output token after the first."""
     slo_scale: float = 0.0
     """Mean execution times that a request may take from arrival to end (SeaLLM, section 6.1); 0: the default, 5."""
+    quantization: str = ""
+    """Of the weights of a checkpoint that is not quantised: int8 | int4 | fp8; empty: none."""
 
 
 class DeviceGroupError(ValueError):

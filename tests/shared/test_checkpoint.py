@@ -143,15 +143,15 @@ def test_shards_are_those_of_the_index(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"architectures": ["FalconForCausalLM"]}, ["config.json", "FalconForCausalLM", "LlamaForCausalLM"]),
+        ({"architectures": ["BertForMaskedLM"]}, ["config.json", "BertForMaskedLM", "LlamaForCausalLM"]),
         ({"architectures": None}, ["none named"]),
         ({"hidden_size": None}, ["config.json", "hidden_size", "None"]),
         ({"vocab_size": -3}, ["vocab_size", "-3"]),
         ({"num_attention_heads": 7}, ["64", "7"]),
         ({"max_position_embeddings": "long"}, ["max_position_embeddings", "'long'"]),
         (
-            {"quantization_config": {"quant_method": "awq", "bits": 4}},
-            ["quantization_config", "(awq)", "not supported"],
+            {"quantization_config": {"quant_method": "bitsandbytes", "bits": 4}},
+            ["quantization_config.quant_method", "'bitsandbytes'", "not supported"],
         ),
         ({"hidden_act": "mish"}, ["activation 'mish'", "silu"]),
         ({"rope_scaling": {"type": "mrope"}}, ["rope scaling 'mrope'", "yarn"]),

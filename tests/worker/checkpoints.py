@@ -3,23 +3,36 @@
 from __future__ import annotations
 
 import random
+import zlib
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    GemmaConfig,
+    GemmaForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
     OPTConfig,
     OPTForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
 torch.set_num_threads(1)  # tensors this small are slower on several threads, much so on a loaded machine
@@ -80,6 +93,30 @@ VARIANTS: dict[str, tuple[type[PreTrainedModel], Any]] = {
     ),
     "qwen3": (Qwen3ForCausalLM, Qwen3Config(**_GATED, head_dim=16)),
     "qwen3-yarn": (Qwen3ForCausalLM, Qwen3Config(**_GATED, head_dim=8, rope_scaling=dict(_YARN))),
+    "phi3": (Phi3ForCausalLM, Phi3Config(**_GATED, sliding_window=24)),
+    "phi3-partial": (Phi3ForCausalLM, Phi3Config(**_GATED | {"num_attention_heads": 4}, partial_rotary_factor=0.5)),
+    "gemma": (GemmaForCausalLM, GemmaConfig(**_GATED, head_dim=16)),
+    "gemma2": (
+        Gemma2ForCausalLM,
+        Gemma2Config(**_GATED, head_dim=16, sliding_window=24, query_pre_attn_scalar=40, attn_logit_softcapping=3.0),
+    ),
+    "gemma3": (
+        Gemma3ForCausalLM,
+        Gemma3TextConfig(**_GATED, head_dim=16, sliding_window=20, query_pre_attn_scalar=24, sliding_window_pattern=3),
+    ),
+    "mixtral": (MixtralForCausalLM, MixtralConfig(**_GATED, num_local_experts=5)),
+    "qwen3-moe": (
+        Qwen3MoeForCausalLM,
+        Qwen3MoeConfig(
+            **_GATED,
+            head_dim=16,
+            num_experts=6,
+            num_experts_per_tok=3,
+            moe_intermediate_size=32,
+            norm_topk_prob=True,
+            mlp_only_layers=[1],
+        ),
+    ),
     "opt": (OPTForCausalLM, OPTConfig(**_COMMON, ffn_dim=96)),
     "opt-post-norm-projected": (
         OPTForCausalLM,
@@ -98,12 +135,14 @@ def write_checkpoint(
     """A checkpoint with weights random enough that the next token depends on the whole prefix. `changes`: to the config of
     the variant."""
     kind, config = VARIANTS[variant]
-    torch.manual_seed(sorted(VARIANTS).index(variant))
+    torch.manual_seed(zlib.crc32(variant.encode()))
     model = kind(type(config)(**config.to_dict() | changes)).to(dtype)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.dim() > 1:
                 scale = 0.3 if "position" in name else 1.0 if "embed" in name or "head" in name else 0.5
+                if "embed" in name and variant.startswith("gemma"):
+                    scale = 0.1  # multiplied again when it is read
                 parameter.normal_(0, scale)
             elif name.endswith("bias"):
                 parameter.normal_(0, 0.05)

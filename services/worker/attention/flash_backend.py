@@ -49,6 +49,7 @@ class _Metadata:
     max_queries: int
     max_context: int
     """Bound on `contexts`; of a captured batch, the whole table."""
+    softcap: float
     packed_tables: torch.Tensor | None = None
     """Of a captured batch: where each replay's table arrives, as wide as that replay needs it."""
 
@@ -69,6 +70,7 @@ class FlashBackend(AttentionBackend):
         return _Metadata(
             **fields, query_starts=query_starts, page_table=table, max_queries=int(layout.counts.max()),
             max_context=int(layout.contexts.max()),
+            softcap=layout.softcap,
         )  # fmt: skip
 
     def write_kv(self, kv: LayerKv, keys: torch.Tensor, values: torch.Tensor, metadata: _Metadata) -> None:
@@ -119,6 +121,7 @@ class FlashBackend(AttentionBackend):
             page_table=torch.zeros(num_rows, max_pages, dtype=torch.int32, device=layout.device),
             max_queries=1,
             max_context=max_pages * layout.block_size,
+            softcap=layout.softcap,
             packed_tables=fields["tables"],
         )
         self.begin_replay(static, layout)
@@ -133,6 +136,7 @@ class FlashBackend(AttentionBackend):
 
 _FLASH4_ARGUMENTS = {
     "cu_seqlens_q", "max_seqlen_q", "max_seqlen_k", "seqused_k", "page_table", "causal", "window_size", "num_splits",
+    "softcap",
 }  # fmt: skip
 
 _Attend = Callable[[torch.Tensor, LayerKv, _Metadata, "int | None"], torch.Tensor]
@@ -184,6 +188,7 @@ def _flash4(major: int) -> _Attend:
             causal=True,
             window_size=(None, None) if window is None else (window - 1, 0),
             num_splits=num_splits,
+            softcap=metadata.softcap,
         )
         return _only_output(result)
 
@@ -204,6 +209,7 @@ def _flash2() -> _Attend:
                 block_table=metadata.page_table,
                 causal=True,
                 window_size=limits,
+                softcap=metadata.softcap,
             )
             return _only_output(result).flatten(0, 1)
         result = flash_attn_varlen_func(
@@ -216,6 +222,7 @@ def _flash2() -> _Attend:
             metadata.max_context,
             causal=True,
             window_size=limits,
+            softcap=metadata.softcap,
             block_table=metadata.page_table,
         )
         return _only_output(result)

@@ -212,7 +212,10 @@ class FlashInferBackend(AttentionBackend):
 
     def _runs(self, layout: BatchLayout) -> bool:
         assert layout.heads is not None
-        return all(_works(self._kernels, layout.heads, layout.dtype, w, self._device) for w in (None, *layout.windows))
+        windows = (None, *layout.windows)
+        return not layout.softcap and all(
+            _works(self._kernels, layout.heads, layout.dtype, window, self._device) for window in windows
+        )
 
     def _eager(self, window: int | None, layout: BatchLayout, workspace: _Workspace) -> _Wrapper:
         key = window, _uses_tensor_cores(layout)

@@ -27,6 +27,8 @@ class Heads(NamedTuple):
     keys: int
     """And as many of values."""
     dim: int
+    softcap: float = 0.0
+    """Scores become cap * tanh(score / cap) before the softmax (Gemma 2), in all layers; 0: they stay."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,10 @@ class BatchLayout:
     """Sliding windows that layers of the model use; layers without one attend to everything."""
     heads: Heads | None = None
     """For back ends that plan a step before its queries are there."""
+
+    @property
+    def softcap(self) -> float:
+        return 0.0 if self.heads is None else self.heads.softcap
 
     @cached_property
     def contexts(self) -> np.ndarray:

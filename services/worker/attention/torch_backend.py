@@ -80,6 +80,7 @@ class _Metadata:
     blocks: torch.Tensor
     offsets: torch.Tensor
     groups: list[_Group]
+    softcap: float
 
 
 class TorchBackend(AttentionBackend):
@@ -90,7 +91,7 @@ class TorchBackend(AttentionBackend):
     def prepare(self, layout: BatchLayout) -> _Metadata:
         order, bounds = _grouping(layout)
         groups = [_group(layout, order[begin:end], len(bounds) == 1) for begin, end in bounds]
-        return _Metadata(_tensor(layout.blocks, layout), _tensor(layout.offsets, layout), groups)
+        return _Metadata(_tensor(layout.blocks, layout), _tensor(layout.offsets, layout), groups, layout.softcap)
 
     def write_kv(self, kv: LayerKv, keys: torch.Tensor, values: torch.Tensor, metadata: _Metadata) -> None:
         at = (metadata.blocks, metadata.offsets)
@@ -107,16 +108,16 @@ class TorchBackend(AttentionBackend):
         window: int | None,
     ) -> torch.Tensor:
         if len(metadata.groups) == 1 and metadata.groups[0].tokens is None:
-            return self._attend_group(queries, keys, values, kv, metadata.groups[0], window)
+            return self._attend_group(queries, keys, values, kv, metadata.groups[0], window, metadata.softcap)
         out = torch.empty_like(queries)
         for group in metadata.groups:
             assert group.tokens is not None
             chosen = queries.index_select(0, group.tokens)
             if group.pages is None:
                 own = keys.index_select(0, group.tokens), values.index_select(0, group.tokens)
-                result = self._attend_group(chosen, *own, kv, group, window)
+                result = self._attend_group(chosen, *own, kv, group, window, metadata.softcap)
             else:
-                result = self._attend_group(chosen, keys, values, kv, group, window)
+                result = self._attend_group(chosen, keys, values, kv, group, window, metadata.softcap)
             if group.valid is None:
                 out.index_copy_(0, group.tokens, result)
             else:
@@ -131,6 +132,7 @@ class TorchBackend(AttentionBackend):
         kv: LayerKv,
         group: _Group,
         window: int | None,
+        softcap: float,
     ) -> torch.Tensor:
         """All tensors [num_sequences * num_queries, heads, head_dim]."""
         num_heads, head_dim = queries.shape[-2:]
@@ -142,6 +144,9 @@ class TorchBackend(AttentionBackend):
             shape = (sequences, -1, num_kv_heads, head_dim)
             keys, values = keys.view(shape).transpose(1, 2), values.view(shape).transpose(1, 2)
         mask = group.masks.get(window, group.masks[None])
+        if softcap:
+            grouped = queries.view(sequences, length, num_heads, head_dim).transpose(1, 2)
+            return _capped_attention(grouped, keys, values, mask, softcap).transpose(1, 2).reshape(queries.shape)
         if length == 1:
             # the query heads that share a KV head are that head's rows: no expansion of K and V
             grouped = queries.view(sequences, num_kv_heads, num_heads // num_kv_heads, head_dim)
@@ -155,6 +160,23 @@ class TorchBackend(AttentionBackend):
             enable_gqa=num_heads != num_kv_heads,
         )
         return out.transpose(1, 2).reshape(queries.shape)
+
+
+def _capped_attention(
+    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None, softcap: float
+) -> torch.Tensor:
+    """Gemma 2's, which torch has no operator for: scores are capped before the softmax. `[sequences, heads, tokens,
+    head_dim]` each, with fewer heads of keys and values; `mask` None: causal."""
+    num_sequences, _, num_queries, head_dim = queries.shape
+    num_kv_heads, num_keys = keys.shape[1:3]
+    grouped = queries.reshape(num_sequences, num_kv_heads, -1, num_queries, head_dim) * head_dim**-0.5
+    scores = torch.tanh(grouped @ keys[:, :, None].mT / softcap) * softcap
+    if mask is None:
+        hidden = torch.ones(num_queries, num_keys, dtype=torch.bool, device=scores.device).triu_(1)
+        scores = scores.masked_fill_(hidden, float("-inf"))
+    else:
+        scores = scores + mask[:, :, None]
+    return (scores.softmax(-1, dtype=torch.float32).to(values.dtype) @ values[:, :, None]).flatten(1, 2)
 
 
 def _tensor(array: np.ndarray, layout: BatchLayout) -> torch.Tensor:

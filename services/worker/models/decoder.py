@@ -50,6 +50,8 @@ class ForwardState:
     most_likely: Callable[[], torch.Tensor] | None = None
     """Where the pass was replayed from a graph, until the next one is: computes the token with the largest logit after each
     of the batch's S tokens, [S] int64, and puts it behind that one."""
+    local_rope: tuple[torch.Tensor, torch.Tensor] | None = None
+    """Of layers that attend within a window, in models where those are rotated by other frequencies."""
 
     @property
     def residual(self) -> torch.Tensor:
@@ -74,12 +76,16 @@ class DecoderModel(ABC):
     """Of this rank; so are `num_kv_heads`."""
     num_kv_heads: int
     head_dim: int
+    layers_at_once: int = 1
+    """That `run_layers` takes at least: all, where a forward pass cannot be cut."""
     windows: tuple[int, ...] = ()
     """Sliding windows that some layer uses."""
+    softcap: float = 0.0
+    """Of the attention scores of all layers: cap * tanh(score / cap); 0: none."""
 
     @property
     def heads(self) -> Heads:
-        return Heads(self.num_heads, self.num_kv_heads, self.head_dim)
+        return Heads(self.num_heads, self.num_kv_heads, self.head_dim, self.softcap)
 
     def kv_shape(self, block_size: int) -> KvShape:
         return KvShape(self.num_layers, block_size, self.num_kv_heads, self.head_dim, self.dtype)

@@ -1,6 +1,7 @@
-"""Llama 2 and 3, Mistral, Qwen2 and Qwen3: RMS norm, rotary embeddings, gated MLP, grouped-query attention.
+"""Llama 2 and 3, Mistral, Mixtral, Qwen2, Qwen3, Qwen3-MoE, Phi-3 and Gemma 1 to 3: RMS norm, rotary embeddings, gated MLP
+or experts, grouped-query attention.
 
-They differ in biases (taken where the checkpoint has them), Qwen3's norms of queries and keys, and sliding windows.
+They differ in biases and norms of queries and keys, taken where the checkpoint has them, and in what parts.py names.
 """
 
 from __future__ import annotations
@@ -12,24 +13,37 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from services.worker.linear import Linear
 from services.worker.models.decoder import DecoderModel, ForwardBatch, ForwardState, activation, heads_of_rank
-from services.worker.models.rope import RotaryEmbedding
+from services.worker.models.experts import Experts
+from services.worker.models.parts import layer_kinds, layer_windows, parts_of
+from services.worker.models.rope import Rope, RotaryEmbedding
 from services.worker.models.weights import TokenEmbedding, WeightReader
-from shared.checkpoint import CheckpointShape, positive_int, rope_parameters
+from services.worker.ops import WideNormOps
+from services.worker.quantized_linear import AnyLinear
+from shared.checkpoint import CheckpointShape, local_rope_parameters, positive_int, rope_parameters
+
+
+@dataclass(kw_only=True)
+class _Mlp:
+    gate_up: AnyLinear
+    down: AnyLinear
 
 
 @dataclass(kw_only=True)
 class _Layer:
     input_norm: torch.Tensor
-    qkv: Linear
+    qkv: AnyLinear
     query_norm: torch.Tensor | None
     key_norm: torch.Tensor | None
-    out: Linear
+    out: AnyLinear
+    out_norm: torch.Tensor | None
+    """Of what attention gives, before it is added; `mlp_norm` likewise."""
     post_norm: torch.Tensor
-    gate_up: Linear
-    down: Linear
+    mlp: _Mlp | Experts
+    mlp_norm: torch.Tensor | None
     window: int | None
+    is_local: bool
+    """Rotated as local layers are, in models where those have their own frequencies."""
 
 
 class LlamaModel(DecoderModel):
@@ -41,58 +55,109 @@ class LlamaModel(DecoderModel):
         num_heads = positive_int(config, "num_attention_heads", reader.config_file)
         self.num_heads, self.num_kv_heads = heads_of_rank(num_heads, shape.num_kv_heads, self._group)
         self._eps = float(config.get("rms_norm_eps") or 1e-6)
-        self._activation = reader.numerics.by_rows(activation(str(config.get("hidden_act") or "silu")))
-        self._ops = reader.numerics.ops(self.device, self.dtype, self.head_dim)
-        windows = _layer_windows(config, shape, max_model_len)
-        self.windows = tuple(sorted({w for w in windows if w is not None}))
-        rope = RotaryEmbedding(
-            self.head_dim,
-            rope_parameters(config),
-            positive_int(config, "max_position_embeddings", reader.config_file),
-            max_model_len,
-            self.device,
-            self.dtype,
-        )
-        self._rope = reader.numerics.rope(rope, max_model_len)
+        self._parts = parts = parts_of(config, shape)
+        self.softcap = parts.softcap
+        self._activation = reader.numerics.by_rows(activation(parts.activation))
+        is_plain = not parts.has_norm_offset and parts.rotary_dim == self.head_dim
+        self._ops = reader.numerics.ops(self.device, self.dtype, self.head_dim) if is_plain else WideNormOps()
+        self._cap = reader.numerics.by_rows(lambda logits: logits.div(parts.logit_softcap).tanh_())
+        # as the product of two tensors of this dtype rounds it
+        self._embedding_scale = torch.tensor(parts.embedding_scale, dtype=self.dtype).item()
+        self._windows, self._kinds = layer_windows(config, shape, max_model_len), layer_kinds(config, shape)
+        self.windows = tuple(sorted({w for w in self._windows if w is not None}))
+        max_positions = positive_int(config, "max_position_embeddings", reader.config_file)
+
+        def rotary(rope: Mapping[str, Any]) -> Rope:
+            made = RotaryEmbedding(parts.rotary_dim, rope, max_positions, max_model_len, self.device, self.dtype)
+            return reader.numerics.rope(made, max_model_len)
+
+        local = local_rope_parameters(config, shape.architecture)
+        self._rope = rotary(rope_parameters(config))
+        self._local_rope = None if local is None else rotary(local)
         layers = self._group.layers_of(shape.num_layers)
         self.num_layers = len(layers)
         is_first, is_last = self._group.is_first_stage, self._group.is_last_stage
-        is_tied = bool(config.get("tie_word_embeddings")) or "lm_head.weight" not in reader
+        is_tied = bool(config.get("tie_word_embeddings")) or not reader.has_layer("lm_head")
         prefix = reader.prefix_of("embed_tokens.weight", ("model.", ""))
         self._embedding = None
         if is_first or (is_last and is_tied):
             embedding = reader.get(f"{prefix}embed_tokens.weight", shape.vocab_size, shape.hidden_size)
             self._embedding = TokenEmbedding(embedding, self._group)
-        self._layers = [self._read_layer(reader, f"{prefix}layers.{i}.", config, shape, windows[i]) for i in layers]
+        self._layers = [self._read_layer(reader, f"{prefix}layers.{i}.", i, config, shape) for i in layers]
         self._norm = self._head = None
         if is_last:
-            self._norm = reader.get(f"{prefix}norm.weight", shape.hidden_size)
+            self._norm = self._read_norm(reader, f"{prefix}norm.weight", shape.hidden_size)
             self._head = reader.head(shape.vocab_size, shape.hidden_size, tied_to=self._embedding if is_tied else None)
         reader.finish(ignored=("lm_head.weight",) if is_tied else ())
 
     def _read_layer(
-        self, reader: WeightReader, prefix: str, config: Mapping[str, Any], shape: CheckpointShape, window: int | None
+        self, reader: WeightReader, prefix: str, index: int, config: Mapping[str, Any], shape: CheckpointShape
     ) -> _Layer:
-        hidden, inner = shape.hidden_size, positive_int(config, "intermediate_size", reader.config_file)
+        parts, hidden = self._parts, shape.hidden_size
         query, key = (n * self._group.size * self.head_dim for n in (self.num_heads, self.num_kv_heads))
-        attention, mlp = f"{prefix}self_attn.", f"{prefix}mlp."
+        attention = f"{prefix}self_attn."
+        names = [f"{attention}{x}_proj" for x in (("qkv",) if parts.has_fused_weights else "qkv")]
+        has_query_norm = f"{attention}q_norm.weight" in reader
+        post_norms = ("post_attention_layernorm",) * 2
+        if parts.has_post_norms:
+            post_norms = ("post_attention_layernorm", "pre_feedforward_layernorm")
         return _Layer(
-            input_norm=reader.get(f"{prefix}input_layernorm.weight", hidden),
-            qkv=reader.linear([f"{attention}{x}_proj" for x in "qkv"], hidden, [query, key, key]),
-            query_norm=reader.get_optional(f"{attention}q_norm.weight", self.head_dim),
-            key_norm=reader.get_optional(f"{attention}k_norm.weight", self.head_dim),
+            input_norm=self._read_norm(reader, f"{prefix}input_layernorm.weight", hidden),
+            qkv=reader.linear(names, hidden, [query, key, key]),
+            query_norm=self._read_norm(reader, f"{attention}q_norm.weight", self.head_dim) if has_query_norm else None,
+            key_norm=self._read_norm(reader, f"{attention}k_norm.weight", self.head_dim) if has_query_norm else None,
             out=reader.linear([f"{attention}o_proj"], query, [hidden]),
-            post_norm=reader.get(f"{prefix}post_attention_layernorm.weight", hidden),
-            gate_up=reader.linear([f"{mlp}gate_proj", f"{mlp}up_proj"], hidden, [inner, inner]),
-            down=reader.linear([f"{mlp}down_proj"], inner, [hidden]),
-            window=window,
+            out_norm=self._read_norm(reader, f"{prefix}{post_norms[0]}.weight", hidden)
+            if parts.has_post_norms
+            else None,
+            post_norm=self._read_norm(reader, f"{prefix}{post_norms[1]}.weight", hidden),
+            mlp=self._read_mlp(reader, prefix, index, config, hidden),
+            mlp_norm=(
+                self._read_norm(reader, f"{prefix}post_feedforward_layernorm.weight", hidden)
+                if parts.has_post_norms
+                else None
+            ),
+            window=self._windows[index],
+            is_local=self._local_rope is not None and self._kinds[index],
+        )
+
+    def _read_norm(self, reader: WeightReader, name: str, size: int) -> torch.Tensor:
+        weight = reader.get(name, size)
+        return 1 + weight.float() if self._parts.has_norm_offset else weight
+
+    def _read_mlp(
+        self, reader: WeightReader, prefix: str, index: int, config: Mapping[str, Any], hidden: int
+    ) -> _Mlp | Experts:
+        experts, mlp = self._parts.experts, f"{prefix}mlp."
+        if experts is None or index not in experts.layers:
+            inner = positive_int(config, "intermediate_size", reader.config_file)
+            names = ["gate_up_proj"] if self._parts.has_fused_weights else ["gate_proj", "up_proj"]
+            return _Mlp(
+                gate_up=reader.linear([mlp + name for name in names], hidden, [inner, inner]),
+                down=reader.linear([f"{mlp}down_proj"], inner, [hidden]),
+            )
+        block, gate, up, down = experts.names
+        of_experts = [f"{prefix}{block}.experts.{i}." for i in range(experts.num_experts)]
+        inner = experts.inner_size
+        return Experts(
+            reader.router(f"{prefix}{block}.gate", hidden, experts.num_experts),
+            reader.linears([[e + gate, e + up] for e in of_experts], hidden, [inner, inner]),
+            reader.linears([[e + down] for e in of_experts], inner, [hidden]),
+            self._activation,
+            num_experts=experts.num_experts,
+            top_k=experts.top_k,
+            is_renormalised=experts.is_renormalised,
         )
 
     def begin(self, batch: ForwardBatch, hidden: torch.Tensor | None = None) -> ForwardState:
         if hidden is None:
             assert self._embedding is not None
             hidden = self._embedding(batch.token_ids)
-        return ForwardState(hidden, None, self._ops.rope(self._rope, batch.positions))
+            if self._embedding_scale != 1.0:
+                hidden = hidden * self._embedding_scale
+        local = None if self._local_rope is None else self._ops.rope(self._local_rope, batch.positions)
+        rope = self._ops.rope(self._rope, batch.positions)
+        return ForwardState(hidden, None, rope, local_rope=local)
 
     def run_layers(self, state: ForwardState, start: int, stop: int, batch: ForwardBatch) -> None:
         for index in range(start, stop):
@@ -100,23 +165,34 @@ class LlamaModel(DecoderModel):
             normed = self._add_and_norm(state, layer.input_norm)
             attended = self._attention(layer, index, normed, state, batch)
             state.pending = self._group.all_reduce(layer.out(attended))
+            if layer.out_norm is not None:
+                state.pending = self._ops.rms_norm(state.pending, layer.out_norm, self._eps)
             normed = self._add_and_norm(state, layer.post_norm)
-            state.pending = self._group.all_reduce(layer.down(self._gated(layer.gate_up(normed))))
+            if isinstance(layer.mlp, Experts):
+                result = layer.mlp(normed)
+            else:
+                result = layer.mlp.down(self._gated(layer.mlp.gate_up(normed)))
+            state.pending = self._group.all_reduce(result)
+            if layer.mlp_norm is not None:
+                state.pending = self._ops.rms_norm(state.pending, layer.mlp_norm, self._eps)
 
     def _attention(
         self, layer: _Layer, index: int, normed: torch.Tensor, state: ForwardState, batch: ForwardBatch
     ) -> torch.Tensor:
-        assert state.rope is not None
+        rope = state.local_rope if layer.is_local else state.rope
+        assert rope is not None
         heads = layer.qkv(normed).view(len(normed), -1, self.head_dim)
         if layer.query_norm is not None and layer.key_norm is not None:
             queries, keys, values = torch.split(heads, [self.num_heads, self.num_kv_heads, self.num_kv_heads], 1)
             queries = self._ops.rms_norm(queries, layer.query_norm, self._eps)
             keys = self._ops.rms_norm(keys, layer.key_norm, self._eps)
-            rotated = self._ops.rotate(torch.cat((queries, keys), 1), state.rope)
+            rotated = self._ops.rotate(torch.cat((queries, keys), 1), rope)
         else:
-            rotated = self._ops.rotate(heads[:, : -self.num_kv_heads], state.rope)
+            rotated = self._ops.rotate(heads[:, : -self.num_kv_heads], rope)
             values = heads[:, -self.num_kv_heads :]
         queries, keys = torch.split(rotated, [self.num_heads, self.num_kv_heads], 1)
+        if self._parts.query_scale != 1.0:
+            queries = queries * self._parts.query_scale
         return batch.attend(index, queries, keys, values, layer.window).flatten(1)
 
     def _add_and_norm(self, state: ForwardState, weight: torch.Tensor) -> torch.Tensor:
@@ -138,20 +214,5 @@ class LlamaModel(DecoderModel):
         hidden = state.residual
         if tokens is not None:
             hidden = hidden.index_select(0, tokens)
-        return self._head(self._ops.rms_norm(hidden, self._norm, self._eps))
-
-
-def _layer_windows(config: Mapping[str, Any], shape: CheckpointShape, max_model_len: int) -> list[int | None]:
-    """Each layer's sliding window; None where it attends to everything or the window covers every sequence."""
-    window = config.get("sliding_window")
-    if shape.architecture.startswith("Qwen") and not config.get("use_sliding_window"):
-        window = None
-    if not window or window >= max_model_len:
-        return [None] * shape.num_layers
-    kinds = config.get("layer_types")
-    if kinds is None and shape.architecture.startswith("Qwen"):
-        full = int(config.get("max_window_layers") or 0)
-        kinds = ["full_attention" if i < full else "sliding_attention" for i in range(shape.num_layers)]
-    if kinds is None:
-        return [int(window)] * shape.num_layers
-    return [int(window) if kind == "sliding_attention" else None for kind in kinds]
+        logits = self._head(self._ops.rms_norm(hidden, self._norm, self._eps))
+        return self._cap(logits).mul_(self._parts.logit_softcap) if self._parts.logit_softcap else logits

@@ -12,16 +12,17 @@ from services.worker.deterministic import FAST, Numerics
 from services.worker.models.decoder import DecoderModel
 from services.worker.models.llama import LlamaModel
 from services.worker.models.opt import OptModel
+from services.worker.models.transformers_model import TransformersModel
 from services.worker.models.weights import WeightReader
 from services.worker.ranks.group import ALONE, RankGroup
 from shared import checkpoint
 from shared.checkpoint import CheckpointError, CheckpointShape, run_dtype
-from shared.model_families import family_of
+from shared.model_families import TRANSFORMERS, family_of
 
 Loader = Callable[[WeightReader, Mapping[str, Any], CheckpointShape, int], DecoderModel]
 """(weights, config.json, what it says, the longest sequence to serve). Raises `CheckpointError`."""
 
-LOADERS: dict[str, Loader] = {"llama": LlamaModel, "opt": OptModel}
+LOADERS: dict[str, Loader] = {"llama": LlamaModel, "opt": OptModel, "transformers": TransformersModel}
 """By the family's name."""
 
 
@@ -34,17 +35,21 @@ class Identity(NamedTuple):
     dtype: torch.dtype
     max_model_len: int
     """The longest sequence it serves, where that makes a difference; else the checkpoint's own, whatever is asked for."""
+    quantization: str
 
 
-def identity_of(path: Path, device: torch.device, *, dtype: str = "auto", max_model_len: int | None = None) -> Identity:
-    """`dtype`: auto, float32, bfloat16 or float16; `max_model_len` None: the model's own. Raises `CheckpointError`."""
-    shape = checkpoint.describe(path)
+def identity_of(
+    path: Path, device: torch.device, *, dtype: str = "auto", max_model_len: int | None = None, quantization: str = ""
+) -> Identity:
+    """`dtype`: auto, float32, bfloat16 or float16; `max_model_len` None: the model's own; `quantization`: a key of
+    QUANTIZATIONS, or empty. Raises `CheckpointError`."""
+    shape = checkpoint.quantized(checkpoint.describe(path), quantization)
     length = max_model_len or shape.max_model_len
     if length > shape.max_model_len:
         raise CheckpointError(f"{path}: max_model_len {length} exceeds the model's own {shape.max_model_len}.")
     served = length if shape.depends_on_length else shape.max_model_len
     files = tuple((file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in checkpoint.weight_files(path))
-    return Identity(path, files, getattr(torch, run_dtype(dtype, shape.dtype, device.type)), served)
+    return Identity(path, files, getattr(torch, run_dtype(dtype, shape.dtype, device.type)), served, quantization)
 
 
 def load_model(
@@ -53,8 +58,11 @@ def load_model(
     """What this rank of `group` has of it. Blocking, seconds to minutes. Raises `CheckpointError`."""
     path = identity.path
     shape = checkpoint.describe(path)
-    family = family_of(shape.architecture)
-    assert family is not None  # `describe` takes no others
-    reader = WeightReader(path, device, identity.dtype, group, family.cuts, numerics)
+    family = family_of(shape.architecture) or TRANSFORMERS
+    config = checkpoint.read_config(path)
+    stored = checkpoint.read_stored_quantization(path, config)
+    reader = WeightReader(
+        path, device, identity.dtype, group, family.cuts, numerics, stored=stored, quantization=identity.quantization
+    )
     with torch.inference_mode():
-        return LOADERS[family.name](reader, checkpoint.read_config(path), shape, identity.max_model_len)
+        return LOADERS[family.name](reader, config, shape, identity.max_model_len)

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from services.worker.linear import Linear
 from services.worker.models.decoder import DecoderModel, ForwardBatch, ForwardState, activation, heads_of_rank
 from services.worker.models.weights import TokenEmbedding, WeightReader
+from services.worker.quantized_linear import AnyLinear
 from shared.checkpoint import CheckpointShape, positive_int
 
 _POSITION_OFFSET = 2
@@ -32,11 +32,11 @@ class _Norm:
 @dataclass
 class _Layer:
     attention_norm: _Norm
-    qkv: Linear
-    out: Linear
+    qkv: AnyLinear
+    out: AnyLinear
     final_norm: _Norm
-    fc1: Linear
-    fc2: Linear
+    fc1: AnyLinear
+    fc2: AnyLinear
 
 
 class OptModel(DecoderModel):

@@ -110,7 +110,10 @@ class PositionTable:
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """Rotates `x [T, heads, head_dim]`; first and second half of head_dim are the pairs' parts. `sin` has the sign of
-    the first half turned, so that swapping the halves is all that is left."""
+    the first half turned, so that swapping the halves is all that is left. Where they are of fewer dimensions than x, the
+    rest of x stays."""
+    if (width := cos.shape[-1]) < x.shape[-1]:
+        return torch.cat((rotate(x[..., :width], cos, sin), x[..., width:]), -1)
     return (x * cos).addcmul_(x.roll(x.shape[-1] // 2, -1), sin)
 
 

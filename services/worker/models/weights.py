@@ -3,7 +3,7 @@ reads its part alone."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +12,12 @@ import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
 
 from services.worker.deterministic import FAST, Numerics
-from services.worker.linear import Linear
+from services.worker.models import stored_weights
+from services.worker.quantized_linear import AnyLinear, GroupedWeights, from_groups, quantized
 from services.worker.ranks.group import ALONE, RankGroup
 from shared.checkpoint import CheckpointError, weight_files
+from shared.model_families import OUTPUTS
+from shared.quantization import StoredQuantization
 
 _DERIVED = ("rotary_emb.inv_freq", "attn.bias", "attn.masked_bias")
 """Buffers that older exporters stored with the weights."""
@@ -41,7 +44,7 @@ class TokenEmbedding:
 class TokenHead:
     """Each rank computes the logits of a part of the vocabulary, and gets all."""
 
-    def __init__(self, linear: Linear, vocab_size: int, group: RankGroup) -> None:
+    def __init__(self, linear: AnyLinear, vocab_size: int, group: RankGroup) -> None:
         self._linear = linear
         self._vocab_size = vocab_size
         self._group = group
@@ -66,8 +69,15 @@ class WeightReader:
         group: RankGroup = ALONE,
         cuts: Mapping[str, int] | None = None,
         numerics: Numerics = FAST,
+        *,
+        stored: StoredQuantization | None = None,
+        quantization: str = "",
     ) -> None:
-        """`cuts`: as of `ModelFamily`."""
+        """`cuts`: as of `ModelFamily`. `stored`: how layers are quantised in the files. `quantization`: what to make of
+        layers that are not, a key of QUANTIZATIONS; empty: nothing."""
+        if quantization and numerics is not FAST:
+            raise CheckpointError(f"quantization {quantization!r} is not possible{numerics.asks}.")
+        self.stored, self._quantization = stored, quantization
         self.group = group
         self.numerics = numerics
         self._cuts = cuts or {}
@@ -87,6 +97,13 @@ class WeightReader:
     def __contains__(self, name: str) -> bool:
         return name in self._files
 
+    def has_layer(self, name: str) -> bool:
+        """Whether there is a linear layer of this name, quantised or not."""
+        return f"{name}.weight" in self or self._is_quantized(name)
+
+    def _is_quantized(self, name: str) -> bool:
+        return self.stored is not None and f"{name}.{stored_weights.mark(self.stored)}" in self
+
     def prefix_of(self, name: str, prefixes: tuple[str, ...]) -> str:
         """The first of `prefixes` with which `name` exists; exporters differ in the leading module names."""
         for prefix in prefixes:
@@ -94,9 +111,10 @@ class WeightReader:
                 return prefix
         raise CheckpointError(f"{self.path} has no tensor {prefixes[0]}{name}.")
 
-    def get(self, name: str, *shape: int) -> torch.Tensor:
+    def get(self, name: str, *shape: int, fused: Sequence[int] = ()) -> torch.Tensor:
         """This rank's part of the tensor, which must have this shape as a whole. The last part is padded with zeros where
-        the ranks do not divide the whole."""
+        the ranks do not divide the whole. `fused`: the outputs of layers that are stored one behind the other, each of which
+        is cut."""
         if name not in self._files:
             raise CheckpointError(f"{self.path} has no tensor {name}.")
         handle, file = self._files[name]
@@ -106,14 +124,14 @@ class WeightReader:
                 raise CheckpointError(
                     f"{file}: tensor {name} has shape {list(found)}, but config.json asks for {list(shape)}."
                 )
-            tensor = self._part(handle, name, shape)
+            tensor = self._part(handle, name, shape, fused)
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{file}: tensor {name} cannot be read: {error}") from None
         self._unread.discard(name)
         # copied even if nothing changes: a tensor in mapped memory would keep the whole file mapped
         return tensor.to(device=self.device, dtype=self.dtype, copy=True)
 
-    def _part(self, handle: Any, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+    def _part(self, handle: Any, name: str, shape: tuple[int, ...], fused: Sequence[int] = ()) -> torch.Tensor:
         """Reads no more of the file than this."""
         rank, size = self.group.rank, self.group.size
         axis = self._cuts.get(name.split(".")[-2]) if size > 1 else None
@@ -122,19 +140,61 @@ class WeightReader:
         if axis >= len(shape):
             # A bias of what is summed over the ranks.
             return handle.get_tensor(name) if rank == 0 else torch.zeros(shape)
-        count = -(-shape[axis] // size)
-        begin, end = (min(shape[axis], at * count) for at in (rank, rank + 1))
-        tensor = handle.get_slice(name)[(slice(None),) * axis + (slice(begin, end),)]
-        missing = count - (end - begin)
-        if missing:
-            tensor = F.pad(tensor, (0, 0) * (len(shape) - 1 - axis) + (0, missing))
-        return tensor  # type: ignore[no-any-return]
+        parts, start = [], 0
+        for whole in fused if fused and axis == OUTPUTS else (shape[axis],):
+            count = -(-whole // size)
+            begin, end = (start + min(whole, at * count) for at in (rank, rank + 1))
+            tensor = handle.get_slice(name)[(slice(None),) * axis + (slice(begin, end),)]
+            if missing := count - (end - begin):
+                tensor = F.pad(tensor, (0, 0) * (len(shape) - 1 - axis) + (0, missing))
+            parts.append(tensor)
+            start += whole
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def get_optional(self, name: str, *shape: int) -> torch.Tensor | None:
-        return self.get(name, *shape) if name in self else None
+    def get_optional(self, name: str, *shape: int, fused: Sequence[int] = ()) -> torch.Tensor | None:
+        return self.get(name, *shape, fused=fused) if name in self else None
 
-    def linear(self, names: list[str], in_features: int, out_features: list[int]) -> Linear:
-        """One layer fused from those at `names` (without ".weight") by stacking their outputs; biases where stored."""
+    def linear(self, names: list[str], in_features: int, out_features: list[int]) -> AnyLinear:
+        """One layer fused from those at `names` (without ".weight") by stacking their outputs; biases where stored. One name
+        of several outputs: they are stored fused."""
+        if self._is_quantized(names[0]):
+            return self._stored_linear(names, in_features, out_features)
+        return self.made(*self._fused(names, in_features, out_features), is_head=names == ["lm_head"])
+
+    def made(
+        self, weight: torch.Tensor, bias: torch.Tensor | None, *, is_head: bool = False, shared: bool = False
+    ) -> AnyLinear:
+        """In as few bits as is asked for, but the head."""
+        if self._quantization and not is_head:
+            return quantized(weight, bias, self._quantization)
+        return self.numerics.linear(weight, bias, shared=shared)
+
+    def router(self, name: str, in_features: int, num_experts: int) -> AnyLinear:
+        return self.numerics.linear(self.get(f"{name}.weight", num_experts, in_features))
+
+    def linears(
+        self, names: Sequence[list[str]], in_features: int, out_features: list[int]
+    ) -> list[AnyLinear] | torch.Tensor:
+        """Of the experts of a layer, each as of `linear`, without biases. Where grouped matrix products run: all weights
+        `[experts, inputs, outputs]`, outputs outside of inputs."""
+        if self.device.type == "cpu" or self.numerics is not FAST or self.stored is not None or self._quantization:
+            return [self.linear(of_expert, in_features, out_features) for of_expert in names]
+        stacked: torch.Tensor | None = None
+        for index, of_expert in enumerate(names):
+            weight, _ = self._fused(of_expert, in_features, out_features)
+            if stacked is None:
+                stacked = weight.new_empty(len(names), *weight.shape)
+            stacked[index] = weight
+        assert stacked is not None
+        return stacked.mT
+
+    def _fused(
+        self, names: list[str], in_features: int, out_features: list[int]
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        if len(names) == 1 < len(out_features):
+            name, size = names[0], sum(out_features)
+            weight = self.get(f"{name}.weight", size, in_features, fused=out_features)
+            return weight, self.get_optional(f"{name}.bias", size, fused=out_features)
         weights = [self.get(f"{n}.weight", out, in_features) for n, out in zip(names, out_features, strict=True)]
         biases = [self.get_optional(f"{n}.bias", out) for n, out in zip(names, out_features, strict=True)]
         present = [b for b in biases if b is not None]
@@ -144,8 +204,57 @@ class WeightReader:
                 for bias, weight in zip(biases, weights, strict=True)
             ]
         weight = weights[0] if len(weights) == 1 else torch.cat(weights)
-        del weights
-        return self.numerics.linear(weight, torch.cat(present) if present else None)
+        return weight, torch.cat(present) if present else None
+
+    def _stored_linear(self, names: list[str], in_features: int, out_features: list[int]) -> AnyLinear:
+        assert self.stored is not None
+        wholes = out_features if len(names) == len(out_features) else [sum(out_features)]
+        biases = [
+            self.get_optional(f"{n}.bias", out, fused=out_features if len(names) == 1 else ())
+            for n, out in zip(names, wholes, strict=True)
+        ]
+        bias = torch.cat([b for b in biases if b is not None]) if None not in biases else None
+        parts: list[GroupedWeights] = []
+        for name, out in zip(names, wholes, strict=True):
+            try:
+                whole = stored_weights.read_groups(self.stored, self._stored_tensors(name), out, in_features)
+                parts.append(self._cut_groups(whole, name, out_features if len(names) == 1 else [out]))
+            except CheckpointError as error:
+                raise CheckpointError(f"{self.path}: {name}: {error}.") from None
+        moved = [part.to(self.device) for part in parts]
+        if self.numerics is not FAST:
+            return self.made(torch.cat([part.dequantized() for part in moved]).to(self.dtype), bias)
+        return from_groups(moved, bias, self.dtype)
+
+    def _cut_groups(self, weights: GroupedWeights, name: str, fused: Sequence[int]) -> GroupedWeights:
+        rank, size = self.group.rank, self.group.size
+        axis = self._cuts.get(name.split(".")[-1]) if size > 1 else None
+        if axis is None:
+            return weights
+        if axis == OUTPUTS:
+            if any(whole % size for whole in fused):
+                raise CheckpointError(f"{list(fused)} outputs do not divide over {size} ranks")
+            starts = [sum(fused[:i]) for i in range(len(fused))]
+            chosen = [
+                torch.arange(start + rank * whole // size, start + (rank + 1) * whole // size)
+                for start, whole in zip(starts, fused, strict=True)
+            ]
+            return weights.of_outputs(torch.cat(chosen))
+        unit = weights.group_size if weights.scales.shape[1] > 1 else 1
+        if weights.columns is not None or weights.values.shape[1] % (size * unit):
+            raise CheckpointError(f"groups of {weights.group_size} inputs cannot be cut over {size} ranks")
+        return weights.of_inputs(rank, size)
+
+    def _stored_tensors(self, name: str) -> stored_weights.Read:
+        def read(part: str) -> torch.Tensor | None:
+            key = f"{name}.{part}"
+            if key not in self._files:
+                return None
+            self._unread.discard(key)
+            tensor: torch.Tensor = self._files[key][0].get_tensor(key)
+            return tensor
+
+        return read
 
     def dtype_zeros(self, size: int) -> torch.Tensor:
         return torch.zeros(size, dtype=self.dtype, device=self.device)
@@ -164,6 +273,8 @@ class WeightReader:
         nothing is checked."""
         if self.group.num_stages > 1:
             return
+        if self.stored is not None:
+            ignored += stored_weights.IGNORED
         left = sorted(n for n in self._unread if not n.endswith(_DERIVED + ignored))
         if left:
             shown = ", ".join(left[:4]) + (f" and {len(left) - 4} more" if len(left) > 4 else "")
