@@ -11,7 +11,8 @@ wrote them: the steps take the time that they take, and a guess is right where t
     prose     a page after another page
     noise     tokens drawn at random: nothing repeats
 
-Runs without and with guesses alternate (A B B A); ratios are medians over the rounds. Step times are learnt as an instance
+All times are the process's processor time, on one thread, so that others on the machine count little. Runs without and with
+guesses alternate (A B B A); ratios are medians over the rounds. Step times are learnt as an instance
 does; a first run of each setting, in which they are, does not count.
 """
 
@@ -24,6 +25,7 @@ import statistics
 import tempfile
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from tokenizers import Tokenizer
@@ -64,6 +66,15 @@ def texts(num_tokens: int) -> dict[str, tuple[list[int], list[int]]]:
     return {**found, "noise": (drawn[:PROMPT_TOKENS], drawn[PROMPT_TOKENS:])}
 
 
+class Run(NamedTuple):
+    decodes_s: float
+    """Of the steps without prompts."""
+    kept_share: float
+    """Of the guesses."""
+    step_tokens: float
+    """That a step brings each stream."""
+
+
 class Bench:
     def __init__(self, prepared: PreparedModel, merged_bytes: int, streams: int, guesses: int) -> None:
         self._streams = streams
@@ -76,12 +87,11 @@ class Bench:
             lookup=LookupSettings(guesses),
         ).build()  # fmt: skip
         self._engine.apply(AddModel(self._executor.add_model(prepared)), 0.0)
-        self._began_s = time.perf_counter()
+        self._began_s = time.process_time()
         self._num_requests = 0
         self._rows: dict[int, str] = {}
 
-    def run(self, prompt: list[int], output: list[int]) -> tuple[float, float]:
-        """Seconds of decoding after all prompts are computed, and the share of the guesses that came true."""
+    def run(self, prompt: list[int], output: list[int]) -> Run:
         engine, counters = self._engine, self._engine.counters
         before = counters.drafted_tokens.total(), counters.accepted_tokens.total()
         text = prompt + output
@@ -92,9 +102,9 @@ class Bench:
                 sampling=SamplingParams(max_tokens=len(output), temperature=0.0),
             )  # fmt: skip
             assert engine.apply(Submit(request), self._now()) is None
-        decodes_s, num_ended = 0.0, 0
+        decodes_s, num_steps, num_ended = 0.0, 0, 0
         while num_ended < self._streams:
-            began_s = time.perf_counter()
+            began_s = time.process_time()
             plan = engine.plan(self._now())
             assert plan is not None
             self._executor.launch(plan)
@@ -103,12 +113,14 @@ class Bench:
             engine.apply(OnStep(_forced(plan, result, text)), self._now())
             num_ended += sum(isinstance(effect, Ended) for effect in engine.effects())
             if max(plan.counts) == 1:
-                decodes_s += time.perf_counter() - began_s
+                decodes_s += time.process_time() - began_s
+                num_steps += 1
         drafted = counters.drafted_tokens.total() - before[0]
-        return decodes_s, (counters.accepted_tokens.total() - before[1]) / max(1, drafted)
+        kept = counters.accepted_tokens.total() - before[1]
+        return Run(decodes_s, kept / max(1, drafted), 1 + kept / (num_steps * self._streams))
 
     def _now(self) -> float:
-        return time.perf_counter() - self._began_s
+        return time.process_time() - self._began_s
 
 
 def _forced(plan: StepPlan, result: StepResult, text: list[int]) -> StepResult:
@@ -125,10 +137,9 @@ def main() -> None:
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 4, 16])
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
-    torch.set_num_threads(options.threads)
+    torch.set_num_threads(1)
     rows = []
     with tempfile.TemporaryDirectory(prefix="tideway-lookup-") as folder:
         path = make_checkpoint(Path(folder), SHAPES[options.shape], "bfloat16")
@@ -139,23 +150,20 @@ def main() -> None:
             for name, (prompt, output) in texts(options.tokens).items():
                 for bench in (plain, guessing):
                     bench.run(prompt, output)
-                ratios, shares, plain_s, guessed_s = [], [], [], []
-                for _ in range(options.rounds):
-                    first, (second, share), (third, _), last = (
-                        b.run(prompt, output) for b in (plain, guessing, guessing, plain)
-                    )
-                    plain_s += [first[0], last[0]]
-                    guessed_s += [second, third]
-                    ratios.append((first[0] + last[0]) / (second + third))
-                    shares.append(share)
+                runs: list[list[Run]] = [[], []]
+                for which in options.rounds * (0, 1, 1, 0):
+                    runs[which].append((plain, guessing)[which].run(prompt, output))
                 num_tokens = streams * (len(output) - 1)
+                seconds = [statistics.median(run.decodes_s for run in of) for of in runs]
+                pairs = zip(*runs, strict=True)
                 row = (
-                    streams, name, num_tokens / statistics.median(plain_s), num_tokens / statistics.median(guessed_s),
-                    statistics.median(ratios), statistics.median(shares),
+                    streams, name, num_tokens / seconds[0], num_tokens / seconds[1],
+                    statistics.median(without.decodes_s / with_.decodes_s for without, with_ in pairs),
+                    runs[1][0].step_tokens, runs[1][0].kept_share,
                 )  # fmt: skip
                 rows.append(row)
                 print(*row, flush=True)
-    header = ("streams", "text", "tokens/s without", "tokens/s with", "ratio", "share of guesses kept")
+    header = ("streams", "text", "tokens/s without", "tokens/s with", "ratio", "tokens a step", "guesses kept")
     text = "\n".join(table(header, rows))
     print(text)
     if options.output is not None:
