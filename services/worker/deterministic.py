@@ -83,7 +83,7 @@ class InvariantNumerics(Numerics):
     def suits(self, backend: AttentionBackend, model: DecoderModel) -> bool:
         suits = not model.softcap and is_invariant(backend, model)
         if not suits:
-            logger.warning("%s gives attention other bits in other batches, so it is not used", backend.facts.name)
+            logger.info("not used, as attention has other bits in other batches: %s", type(backend).__name__)
         return suits
 
     def linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None, *, shared: bool = False) -> Linear:
@@ -174,7 +174,7 @@ def tile_sizes(
     sizes = {size for size in OTHER_ROWS[device.type] if agrees(size)} if agrees(base) else set()
     # a tile of one row has only one place
     found = tuple(sorted(sizes | {base})) if sizes or agrees(base) else (1,)
-    logger.info("linear %d x %d in %s: tiles of %s rows", in_features, out_features, dtype, found)
+    logger.debug("linear %d x %d in %s: tiles of %s rows", in_features, out_features, dtype, found)
     return found
 
 

@@ -9,7 +9,7 @@ import msgspec
 import torch
 
 from services.worker.attention.interface import AttentionBackend
-from services.worker.attention.tile_backend import TileBackend
+from services.worker.attention.tile_backend import SMALL_SEGMENT_KEYS, SMALL_TILE_ROWS, TileBackend
 from services.worker.attention.torch_backend import TorchBackend
 
 logger = logging.getLogger(__name__)
@@ -18,15 +18,18 @@ logger = logging.getLogger(__name__)
 def choose_backends(device: torch.device, *, deterministic: bool = False) -> list[AttentionBackend]:
     """Fastest first. A model takes the first that runs its heads in its dtype; torch, the last, runs all. `deterministic`:
     those whose result for a token depends on its sequence alone."""
-    fallback: AttentionBackend = TileBackend(device) if deterministic else TorchBackend(device)
+    fallbacks: list[AttentionBackend] = [TorchBackend(device)]
+    if deterministic:
+        small = TileBackend(device, decode_rows=SMALL_TILE_ROWS, key_step=SMALL_SEGMENT_KEYS)
+        fallbacks = [small, TileBackend(device)]
     if device.type != "cuda":
-        return [fallback]
+        return fallbacks
     from services.worker.attention.flash_backend import FlashBackend, FlashUnavailable
     from services.worker.attention.flashinfer_backend import FlashInferBackend, FlashInferUnavailable
 
-    found = [fallback]
+    found = fallbacks
     try:
-        found.insert(0, FlashBackend(device))
+        found.insert(0, FlashBackend(device, is_split=not deterministic))
     except FlashUnavailable as error:
         logger.warning("flash attention is not used: %s", error)
     if not deterministic:  # how it divides a context over processors depends on what else is in the step

@@ -57,10 +57,10 @@ class _Metadata:
 class FlashBackend(AttentionBackend):
     """Kernels are compiled at their first use with a shape, so models are warmed up before they serve."""
 
-    def __init__(self, device: torch.device) -> None:
-        """Raises `FlashUnavailable`."""
+    def __init__(self, device: torch.device, *, is_split: bool = True) -> None:
+        """`is_split`: a context may be divided over processors, by what else is in the step. Raises `FlashUnavailable`."""
         major, _ = torch.cuda.get_device_capability(device)
-        self._attend, self.facts = _choose_kernels(major)
+        self._attend, self.facts = _choose_kernels(major, is_split=is_split)
 
     def prepare(self, layout: BatchLayout) -> _Metadata:
         values = self.replay_values(layout)
@@ -142,18 +142,18 @@ _FLASH4_ARGUMENTS = {
 _Attend = Callable[[torch.Tensor, LayerKv, _Metadata, "int | None"], torch.Tensor]
 
 
-def _choose_kernels(major: int) -> tuple[_Attend, AttentionFacts]:
-    """For devices of this compute capability."""
+def _choose_kernels(major: int, *, is_split: bool = True) -> tuple[_Attend, AttentionFacts]:
+    """For devices of this compute capability. `is_split`: as of `FlashBackend`."""
     problems = []
     if major in (9, 10, 11):  # elsewhere flash-attention 4 has no paging
         try:
-            return _flash4(major), flash(4, 128, 256 if major == 9 else 128)
+            return _flash4(major, is_split), flash(4, 128, 256 if major == 9 else 128)
         # Its compiler checks versions and devices when it is imported, with errors of any kind.
         except Exception as error:
             problems.append(_problem("flash-attn-4", error))
     if major >= 8:
         try:
-            return _flash2(), flash(2, 256, 256)
+            return _flash2(is_split), flash(2, 256, 256)
         except Exception as error:
             problems.append(_problem("flash-attn", error))
     raise FlashUnavailable("; ".join(problems) or f"compute capability {major} is too old")
@@ -165,7 +165,7 @@ def _problem(package: str, error: Exception) -> str:
     return f"{package} cannot be used ({type(error).__name__}: {error})"
 
 
-def _flash4(major: int) -> _Attend:
+def _flash4(major: int, is_split: bool) -> _Attend:
     # kernels are compiled in Python; without its cache on disk every process would compile them again
     os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
     from flash_attn.cute import flash_attn_varlen_func
@@ -173,7 +173,7 @@ def _flash4(major: int) -> _Attend:
     # flash-attn 2 brings an early copy of this module along, which lacks some of them.
     if missing := _FLASH4_ARGUMENTS - inspect.signature(flash_attn_varlen_func).parameters.keys():
         raise ImportError(f"flash_attn.cute is too old: it knows no {', '.join(sorted(missing))}")
-    num_splits = 1 if major == 9 else 0  # 0: as many as a heuristic says; Hopper's kernel has no splits
+    num_splits = 1 if major == 9 or not is_split else 0  # 0: as many as a heuristic says; Hopper's kernel has no splits
 
     def attend(queries: torch.Tensor, kv: LayerKv, metadata: _Metadata, window: int | None) -> torch.Tensor:
         result: Any = flash_attn_varlen_func(
@@ -195,12 +195,12 @@ def _flash4(major: int) -> _Attend:
     return attend
 
 
-def _flash2() -> _Attend:
+def _flash2(is_split: bool) -> _Attend:
     from flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
 
     def attend(queries: torch.Tensor, kv: LayerKv, metadata: _Metadata, window: int | None) -> torch.Tensor:
         limits = (-1, -1) if window is None else (window - 1, 0)
-        if metadata.max_queries == 1:
+        if metadata.max_queries == 1 and is_split:
             result: Any = flash_attn_with_kvcache(
                 queries[:, None],
                 kv.keys,

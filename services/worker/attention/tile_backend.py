@@ -26,6 +26,8 @@ TILE_ROWS = 32
 """Of a KV head: each query has one for each of the heads that share it."""
 SEGMENT_KEYS = 512
 """What torch's kernel for CPUs takes at a time; a multiple of every block size."""
+SMALL_TILE_ROWS, SMALL_SEGMENT_KEYS = 8, 128
+"""With which most kernels make the same bits."""
 
 
 @dataclass
@@ -54,7 +56,10 @@ class _Metadata:
 
 
 class TileBackend(AttentionBackend):
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, *, decode_rows: int = TILE_ROWS, key_step: int = SEGMENT_KEYS) -> None:
+        """`decode_rows`: of the tiles of decodes; `key_step`: of it a multiple is computed of the last segment. Whether
+        small ones make the bits of large ones is to be tried (invariance.py)."""
+        self._decode_rows, self._key_step = decode_rows, key_step
         self.facts = TORCH_CPU if device.type == "cpu" else TORCH_CUDA
         self._gathering = Gathering()
 
@@ -79,7 +84,7 @@ class TileBackend(AttentionBackend):
         num_kv_heads = kv.keys.shape[-2]
         per_head = num_heads // num_kv_heads
         if not metadata.groups:
-            metadata.groups = _groups(metadata.layout, per_head)
+            metadata.groups = _groups(metadata.layout, per_head, self._decode_rows, self._key_step)
         out = torch.empty_like(queries, memory_format=torch.contiguous_format)
         for group in metadata.groups:
             tiles = (group.num_tiles, -1, num_kv_heads, per_head, head_dim)
@@ -104,39 +109,40 @@ def _tensor(array: np.ndarray, layout: BatchLayout) -> torch.Tensor:
     return to_device(array.astype(np.int64, copy=False), layout.device)
 
 
-def _groups(layout: BatchLayout, per_head: int) -> list[_Group]:
+def _groups(layout: BatchLayout, per_head: int, decode_rows: int, key_step: int) -> list[_Group]:
     """`per_head`: query heads of a KV head."""
-    size = max(1, TILE_ROWS // per_head)
-    first, last = layout.starts // size, (layout.contexts - 1) // size
+    sizes = np.where(layout.counts == 1, max(1, decode_rows // per_head), max(1, TILE_ROWS // per_head))
+    first, last = layout.starts // sizes, (layout.contexts - 1) // sizes
     num_tiles = last - first + 1
     sequences = np.repeat(np.arange(len(layout.counts)), num_tiles)
-    within = np.arange(len(sequences)) - np.repeat(np.cumsum(num_tiles) - num_tiles, num_tiles)
-    tiles = first[sequences] + within
-    ends = np.minimum((tiles + 1) * size, layout.contexts[sequences])
-    segments = -(-ends // SEGMENT_KEYS)
-    # those of a chunk share its sequence's keys; those that are alone are put together
+    tiles = np.arange(len(sequences)) - np.repeat(np.cumsum(num_tiles) - num_tiles, num_tiles) + first[sequences]
+    sizes = sizes[sequences]
+    ends = np.minimum((tiles + 1) * sizes, layout.contexts[sequences])
+    # tiles of a chunk share its sequence's keys; those that are alone are put together
     alone = num_tiles[sequences] == 1
-    keys = np.stack((np.where(alone, -1, sequences), segments), 1)
-    return [
-        _group(layout, sequences[members], tiles[members], size, per_head, int(segments[members[0]]))
-        for members in (np.flatnonzero((keys == key).all(1)) for key in np.unique(keys, axis=0))
-    ]
+    keys = np.stack((np.where(alone, -1, sequences), sizes, -(-ends // key_step) * key_step), 1)
+    found, group_of = np.unique(keys, axis=0, return_inverse=True)
+    groups = []
+    for index, (_, size, num_keys) in enumerate(found.tolist()):
+        members = np.flatnonzero(group_of.ravel() == index)
+        groups.append(_group(layout, sequences[members], tiles[members], size, per_head, num_keys))
+    return groups
 
 
 def _group(
-    layout: BatchLayout, sequences: np.ndarray, tiles: np.ndarray, size: int, per_head: int, num_segments: int
+    layout: BatchLayout, sequences: np.ndarray, tiles: np.ndarray, size: int, per_head: int, num_keys: int
 ) -> _Group:
-    num_keys = num_segments * SEGMENT_KEYS
     positions = tiles[:, None] * size + np.arange(size)
     starts, contexts = layout.starts[sequences][:, None], layout.contexts[sequences][:, None]
     valid = np.flatnonzero(((positions >= starts) & (positions < contexts)).ravel())
     positions = positions.clip(starts, contexts - 1)
     tokens = (layout.query_starts[sequences][:, None] + positions - starts).ravel()
-    owners = sequences[:1] if len(tiles) > 1 and sequences[0] == sequences[-1] else sequences
-    num_pages = num_keys // layout.block_size
+    owners = np.unique(sequences) if len(sequences) > 1 and sequences[0] == sequences[-1] else sequences
+    num_pages = -(-num_keys // layout.block_size)
     tables = layout.block_tables[owners][:, np.minimum(np.arange(num_pages), layout.block_tables.shape[1] - 1)]
     masks: dict[int | None, torch.Tensor] = {
-        window: _mask(layout, np.repeat(positions, per_head, 1), num_keys, window) for window in (None, *layout.windows)
+        window: _mask(layout, np.repeat(positions, per_head, 1), num_pages * layout.block_size, window)
+        for window in (None, *layout.windows)
     }
     return _Group(
         len(tiles), Pages(len(owners), _tensor(tables.ravel(), layout)), masks,
