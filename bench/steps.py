@@ -153,7 +153,7 @@ class Session:
         """Of the last step."""
         parts = self.parts = Parts()
         parts.watch(executor, "_update_rows", "rows")
-        for name in ("layout", "token_ids"):
+        for name in ("layout", "token_places"):
             parts.watch(executor._rows, name, "rows")
         parts.watch(executor._rows, "sample", "sampling")
         parts.watch(prepared.backend, "prepare", "attention metadata")
@@ -336,7 +336,7 @@ def measured(session: Session, name: str, num_tokens: int, run: Callable[[], Non
 def decode(session: Session, alone: Alone, floors: Floors, batch: int, context: int, repeats: int) -> Step:
     length = context - repeats
     for _ in range(batch):
-        session.submit(length, 4 * repeats)
+        session.submit(length, 3 * repeats + 2 * batch)
     while session.step() != (batch, True):
         pass
     found = measured(session, f"decode x {batch}", batch, lambda: check(session.step(), batch), repeats)

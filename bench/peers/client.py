@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import tempfile
+import time
 from pathlib import Path
 
 from bench.peers.results import Case, Measured
@@ -26,11 +28,11 @@ def measure(client: Vllm, server: Server, checkpoint: Path, case: Case, number: 
             "--metric-percentiles", "99", "--disable-tqdm", "--save-result", "--result-dir", folder,
             "--result-filename", "result.json",
         ]  # fmt: skip
-        others_s = others_processor_s()
+        began_s, before_s = time.monotonic(), _others_s()
         done = subprocess.run(
             command, env=environment({}), capture_output=True, text=True, timeout=TIMEOUT_S, stdin=subprocess.DEVNULL
         )
-        others_s = others_processor_s() - others_s
+        others_cores = (_others_s() - before_s) / (time.monotonic() - began_s)
         file = Path(folder) / "result.json"
         if done.returncode or not file.exists():
             raise ServerError(f"the client failed on {server.name}:\n{(done.stdout + done.stderr)[-3000:]}")
@@ -47,5 +49,11 @@ def measure(client: Vllm, server: Server, checkpoint: Path, case: Case, number: 
         p99_ttft_ms=found["p99_ttft_ms"],
         mean_tpot_ms=found["mean_tpot_ms"],
         p99_tpot_ms=found["p99_tpot_ms"],
-        others_cores=max(0.0, others_s) / found["duration"],
+        others_cores=max(0.0, others_cores),
     )
+
+
+def _others_s() -> float:
+    """Processor time of what is no part of this bench; a client that has ended is."""
+    times = os.times()
+    return others_processor_s() - times.children_user - times.children_system
