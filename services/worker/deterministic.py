@@ -11,8 +11,10 @@ bfloat16 a token's keys and values come out otherwise in another batch, or when 
 | rotary angles | read from a table by position |
 | attention | tiles of queries over segments of keys, both cut at fixed positions (attention/tile_backend.py) |
 | sampling, log-probabilities | row by row (`SamplingRows`) |
+| sums over ranks | in their order (`Ranks`) |
 
-Norms, embeddings, residual sums and masks do each row alone in any case. Sums over ranks are those of two ranks at most.
+Norms, embeddings, residual sums and masks do each row alone in any case. Bits may differ between kinds of processors, numbers
+of threads or of devices, and releases of libraries.
 """
 
 from __future__ import annotations

@@ -17,7 +17,9 @@ def join(setup: SetUp, memory: RankMemory) -> tuple[Executor, RankGroup]:
     device = torch.device(setup.device)
     stage, rank = divmod(setup.rank, size := setup.num_ranks // setup.num_stages)
     rendezvous = Path(setup.folder) / "rendezvous"
-    group = Ranks(rank, size, rendezvous, device, stage=stage, num_stages=setup.num_stages)
+    group = Ranks(
+        rank, size, rendezvous, device, stage=stage, num_stages=setup.num_stages, in_order=setup.deterministic
+    )
     executor = Executor(
         device,
         setup.num_merged,

@@ -110,17 +110,20 @@ class Ranks(RankGroup):
         *,
         stage: int = 0,
         num_stages: int = 1,
+        in_order: bool = False,
         join_timeout_s: float = JOIN_TIMEOUT_S,
         timeout_s: float = CALL_TIMEOUT_S,
     ) -> None:
         """Blocks until all ranks are there. `rendezvous`: a file that is new to this group, the same for all; nobody else
-        may write to its folder. `timeout_s`: of a call. Raises `GroupError`."""
+        may write to its folder. `in_order`: sums are taken in the order of the ranks, so that an element's does not depend on
+        its place; of two ranks it does not in any case. `timeout_s`: of a call. Raises `GroupError`."""
         if not (0 <= rank < size and 0 <= stage < num_stages):
             raise ValueError(f"rank {rank} of {size} in stage {stage} of {num_stages}")
         self.rank, self.size, self.stage, self.num_stages = rank, size, stage, num_stages
         if device.type == "cuda" and device.index is None:
             device = torch.device("cuda", torch.cuda.current_device())
         self._device = device
+        self._in_order = in_order and size > 2
         self._timeout = datetime.timedelta(seconds=timeout_s)
         self._across: Any = None
         try:
@@ -147,14 +150,23 @@ class Ranks(RankGroup):
         return gloo(store, rank, size, options)
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+        if self._in_order:
+            first, *others = self._gathered(tensor)
+            tensor.copy_(first)
+            for part in others:
+                tensor.add_(part)
+            return tensor
         self._call(lambda: self._within.allreduce([tensor]))
         return tensor
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        return torch.cat(self._gathered(tensor), -1)
+
+    def _gathered(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         own = tensor.contiguous()
         parts = [torch.empty_like(own) for _ in range(self.size)]
         self._call(lambda: self._within.allgather([parts], [own]))
-        return torch.cat(parts, -1)
+        return parts
 
     def send(self, tensor: torch.Tensor, stage: int) -> None:
         self._call(lambda: self._across.send([tensor.contiguous()], stage, 0))
