@@ -149,6 +149,7 @@ class ActiveScheduler:
         """Rebuilds the view of who holds what, then serves. `instances`: the registry as it stands; changes after this
         call come by `on_registry`."""
         for instance_id, info in instances.items():
+            self._observer.on_registry(instance_id, info)
             self._apply(OnRegistry(instance_id, info))
         self._subscriptions.append(await self._bus.subscribe(LOAD_REPORTS, self._on_report))
         self._subscriptions.append(await self._bus.subscribe(SCHEDULER_CANCEL, self._on_cancel))
@@ -220,6 +221,7 @@ class ActiveScheduler:
         self._act()
 
     def on_registry(self, instance_id: str, info: InstanceInfo | None) -> None:
+        self._observer.on_registry(instance_id, info)
         self._apply(OnRegistry(instance_id, info))
         self._act()
 

@@ -11,6 +11,7 @@ from opentelemetry.trace import Span, Status, StatusCode
 from prometheus_client import Counter, Gauge, Histogram
 
 from shared.messages.batches import GrantReply
+from shared.messages.cluster import InstanceInfo
 from shared.messages.migration import AbortReason, MigrationReason
 from shared.messages.requests import ErrorInfo, GenerationRequest, RequestClass
 from shared.scheduling.actions import Dispatch, InstanceLost, LeftQueue, MigrationEnded, Paired
@@ -26,6 +27,8 @@ _SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 3
 class Observer:
     def __init__(self, telemetry: Telemetry) -> None:
         self._tracer = telemetry.tracer
+        self._fingerprints: dict[str, dict[str, str]] = {}
+        """Of the models of each instance, by name, in deterministic mode."""
         registry = telemetry.registry
 
         def counter(name: str, text: str, *labels: str) -> Counter:
@@ -66,6 +69,20 @@ class Observer:
             self._pairings.labels(reason)
         for request_class in RequestClass:
             self._queue_seconds.labels(request_class)
+
+    def on_registry(self, instance_id: str, info: InstanceInfo | None) -> None:
+        """Says where instances make other bits of one model, in deterministic mode."""
+        before = self._fingerprints.pop(instance_id, {})
+        now = {model.name: model.fingerprint for model in (info.models if info else ()) if model.fingerprint}
+        for name in now.keys() - before.keys():
+            others = {known.get(name, now[name]) for known in self._fingerprints.values()} - {now[name]}
+            if others:
+                logger.warning(
+                    "model %s has the fingerprint %s on %s, and %s elsewhere: a stream that goes on there may differ, in "
+                    "spite of TIDEWAY_DETERMINISTIC", name, now[name], instance_id, ", ".join(sorted(others)),
+                )  # fmt: skip
+        if now:
+            self._fingerprints[instance_id] = now
 
     def on_left_queue(self, left: LeftQueue, now: float) -> None:
         """Counts, and records the span `queue`, which is over now: from submission to the dispatch that succeeded."""

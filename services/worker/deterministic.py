@@ -13,8 +13,8 @@ bfloat16 a token's keys and values come out otherwise in another batch, or when 
 | sampling, log-probabilities | row by row (`SamplingRows`) |
 | sums over ranks | in their order (`Ranks`) |
 
-Norms, embeddings, residual sums and masks do each row alone in any case. Bits may differ between kinds of processors, numbers
-of threads or of devices, and releases of libraries.
+Norms, embeddings, residual sums and masks do each row alone in any case. Bits may differ between kinds of processors,
+numbers of threads or of devices, and releases of libraries: instances compare fingerprints (`LoadedModel.fingerprint`).
 """
 
 from __future__ import annotations

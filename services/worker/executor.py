@@ -15,6 +15,7 @@ claims. Each has its part of the weights and of every block, under the same numb
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from collections import deque
 from collections.abc import Callable
@@ -72,6 +73,7 @@ class PreparedModel:
     views: KvViews | None = None
     """Of its KV blocks, where graphs use them."""
     graphs: DecodeGraphs | None = None
+    fingerprint: str = ""
 
 
 @dataclass
@@ -184,6 +186,9 @@ class Executor:
             backend = self._backends[chosen]
             max_model_len = spec.max_model_len or identity.max_model_len
             prepared = PreparedModel(spec.name, model, max_model_len, block_size, backend, num_layers)
+            if self._group is ALONE and self._numerics is INVARIANT:
+                prepared.fingerprint = _fingerprint(model, backends[chosen], block_size, max_model_len)
+                logger.info("model %s: deterministic, fingerprint %s", spec.name, prepared.fingerprint)
             if self._group is ALONE and self._capture is not None:
                 prepared.graphs = self._captured(prepared, self._capture)
         return prepared
@@ -234,7 +239,7 @@ class Executor:
         )  # fmt: skip
         return ModelShape(
             prepared.name, prepared.block_size, blocks_per_merged, prepared.max_model_len, prepared.model.vocab_size,
-            prepared.num_layers, self._models[prepared.name].layers_per_safepoint,
+            prepared.num_layers, self._models[prepared.name].layers_per_safepoint, prepared.fingerprint,
         )  # fmt: skip
 
     def remove_model(self, name: str) -> None:
@@ -532,22 +537,42 @@ def _choose(backends: list[AttentionBackend], model: DecoderModel, numerics: Num
 def _warm_up(
     model: DecoderModel, backend: AttentionBackend, block_size: int, max_model_len: int, group: RankGroup
 ) -> None:
-    """Prefills and decodes in a cache of their own, whose blocks are all the same one: compiles and initialises kernels
-    before the model serves. Each stage by itself."""
+    """Prefills and decodes: compiles and initialises kernels before the model serves. Each stage by itself."""
+    for num_rows, start, count in WARM_UP[model.device.type]:
+        _lone_step(model, backend, block_size, group, num_rows, start, min(count, max_model_len - start))
+
+
+@torch.inference_mode()
+def _fingerprint(model: DecoderModel, backend: AttentionBackend, block_size: int, max_model_len: int) -> str:
+    """The same where the model makes the same bits."""
+    logits = _lone_step(model, backend, block_size, ALONE, 1, 0, min(block_size, max_model_len, model.vocab_size))
+    assert logits is not None
+    return hashlib.sha256(logits.float().cpu().numpy().tobytes()).hexdigest()[:16]
+
+
+def _lone_step(
+    model: DecoderModel,
+    backend: AttentionBackend,
+    block_size: int,
+    group: RankGroup,
+    num_rows: int,
+    start: int,
+    count: int,
+) -> torch.Tensor | None:
+    """In a cache of its own, whose blocks are all the same one. The rows' logits, on the last stage."""
     shape, device = model.kv_shape(block_size), model.device
     store = KvStore(1, -(-shape.block_bytes // slab.ALIGNMENT_BYTES) * slab.ALIGNMENT_BYTES, device)
     views = store.attach(shape, 1)
     store.claim(views, np.zeros(1, np.int64))
-    for num_rows, start, count in WARM_UP[device.type]:
-        count = min(count, max_model_len - start)
-        tables = np.zeros((num_rows, -(-(start + count) // block_size)), np.int32)
-        layout = BatchLayout(
-            np.full(num_rows, start), np.full(num_rows, count), tables, block_size, model.dtype, device, model.windows,
-            model.heads,
-        )  # fmt: skip
-        positions = to_device(layout.positions, device)
-        batch = ForwardBatch(torch.zeros_like(positions), positions, views, backend, backend.prepare(layout))
-        hidden = torch.zeros(len(positions), model.hidden_size, dtype=model.dtype, device=device)
-        state = model.forward(batch, None if group.is_first_stage else hidden)
-        if group.is_last_stage:
-            model.logits(state, to_device(layout.query_starts[1:] - 1, device))
+    tables = np.zeros((num_rows, -(-(start + count) // block_size)), np.int32)
+    layout = BatchLayout(
+        np.full(num_rows, start), np.full(num_rows, count), tables, block_size, model.dtype, device, model.windows,
+        model.heads,
+    )  # fmt: skip
+    positions = to_device(layout.positions, device)
+    batch = ForwardBatch(positions % model.vocab_size, positions, views, backend, backend.prepare(layout))
+    hidden = torch.zeros(len(positions), model.hidden_size, dtype=model.dtype, device=device)
+    state = model.forward(batch, None if group.is_first_stage else hidden)
+    if not group.is_last_stage:
+        return None
+    return model.logits(state, to_device(layout.query_starts[1:] - 1, device))

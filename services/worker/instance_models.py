@@ -125,6 +125,7 @@ class InstanceModels:
                 error=model.error,
                 cost_model=str(costs[name].source) if name in costs else "",
                 is_final=model.is_final,
+                fingerprint=model.shape.fingerprint if model.shape else "",
             )
             for name, model in self._models.items()
         ]

@@ -148,6 +148,8 @@ class ModelShape(msgspec.Struct, frozen=True, array_like=True):
     num_layers: int = 1
     layers_per_safepoint: int = 1
     """Of interruptible steps, until a measured cost model says otherwise."""
+    fingerprint: str = ""
+    """Of the bits that it makes on this executor, in deterministic mode."""
 
     @property
     def tokens_per_merged(self) -> int:

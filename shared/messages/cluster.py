@@ -71,6 +71,8 @@ class LoadedModel(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """Where its step times are from: a `CostSource`; empty: the token budget alone bounds its steps."""
     is_final: bool = False
     """Of one that failed: loading the same checkpoint again would fail again."""
+    fingerprint: str = ""
+    """In deterministic mode: instances on which it is the same make the same bits. Groups of several devices have none."""
 
 
 class InstanceInfo(msgspec.Struct, frozen=True, array_like=True, kw_only=True):

@@ -115,8 +115,8 @@ class Ranks(RankGroup):
         timeout_s: float = CALL_TIMEOUT_S,
     ) -> None:
         """Blocks until all ranks are there. `rendezvous`: a file that is new to this group, the same for all; nobody else
-        may write to its folder. `in_order`: sums are taken in the order of the ranks, so that an element's does not depend on
-        its place; of two ranks it does not in any case. `timeout_s`: of a call. Raises `GroupError`."""
+        may write to its folder. `in_order`: sums are taken in the order of the ranks, so that an element's does not depend
+        on its place; of two ranks it does not in any case. `timeout_s`: of a call. Raises `GroupError`."""
         if not (0 <= rank < size and 0 <= stage < num_stages):
             raise ValueError(f"rank {rank} of {size} in stage {stage} of {num_stages}")
         self.rank, self.size, self.stage, self.num_stages = rank, size, stage, num_stages
