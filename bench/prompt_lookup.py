@@ -2,6 +2,7 @@
 model and random weights.
 
     python -m bench.prompt_lookup [--shape 135m] [--guesses 8] [--streams 1 4 16] [--tokens 256] [--rounds 2]
+        [--texts edit prose]
 
 What such a model would say repeats nothing, so the executor's tokens are replaced by those of given texts, as if the model
 wrote them: the steps take the time that they take, and a guess is right where the text is so. The texts:
@@ -137,6 +138,7 @@ def main() -> None:
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 4, 16])
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--texts", nargs="+", choices=("edit", "summary", "prose", "noise"))
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -148,6 +150,8 @@ def main() -> None:
         for streams in options.streams:
             plain, guessing = (Bench(prepared, merged_bytes, streams, n) for n in (0, options.guesses))
             for name, (prompt, output) in texts(options.tokens).items():
+                if options.texts and name not in options.texts:
+                    continue
                 for bench in (plain, guessing):
                     bench.run(prompt, output)
                 runs: list[list[Run]] = [[], []]
