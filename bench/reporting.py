@@ -129,6 +129,16 @@ def tree_processor_s(pid: int) -> float:
     return sum(_processor_s(stats[each]) for each in stats if _descends(each, stats, pid))
 
 
+def take_precedence(pid: int, niceness: int) -> None:
+    """Of a process and its descendants over other sessions' on a machine that is in use: where the kernel groups threads by
+    sessions, `nice` counts within one only. Below 0 it needs root's rights; raises `OSError` without."""
+    stats = _stats()
+    for each in stats:
+        if _descends(each, stats, pid):
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+                Path(f"/proc/{each}/autogroup").write_text(str(niceness))
+
+
 def others_processor_s() -> float:
     """Of all processes of the machine but this one and its descendants, since it was started; those that have ended beneath
     this one count as others', so that of a difference only what ended meanwhile does."""

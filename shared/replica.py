@@ -4,6 +4,7 @@ it closed again."""
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 from collections.abc import Callable
 from functools import partial
@@ -46,6 +47,9 @@ async def serve(name: str, make: Make[S], settings: S, stop: asyncio.Event) -> N
         # One that stands by is healthy, too.
         telemetry.ask(lambda: [] if bus.is_connected else ["not connected to NATS"])
         await service.start()
+        # Modules and what was put together stays for good: no collection is to stand still over it.
+        gc.collect()
+        gc.freeze()
         await stop.wait()
     finally:
         await service.stop()

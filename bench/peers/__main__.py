@@ -27,7 +27,7 @@ from bench.peers.checkpoints import SHAPES, make_checkpoint
 from bench.peers.client import measure
 from bench.peers.results import Case, Measured
 from bench.peers.servers import LlamaCpp, Server, ServerError, Tideway, Vllm
-from bench.reporting import judged, machine, save_figure, write
+from bench.reporting import judged, machine, save_figure, take_precedence, write
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 OWN = "tideway"
@@ -56,7 +56,7 @@ def compare(
         for server in servers:
             began_s = time.monotonic()
             stack.callback(server.stop)
-            server.start(checkpoint)
+            server.start(checkpoint, arguments.precedence)
             print(f"{server.name} is up after {time.monotonic() - began_s:.0f} s", flush=True)
         for number, server in enumerate(servers):
             measure(client, server, checkpoint, WARM_UP, -1, 1000 + number)
@@ -99,6 +99,13 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--rounds", type=int, default=None)
     parser.add_argument("--quick", action="store_true")
+    parser.add_argument(
+        "--precedence",
+        type=int,
+        default=0,
+        metavar="NICENESS",
+        help="of servers and client over what else runs here, say -15",
+    )
     parser.add_argument("--set-up", action="store_true", help="install, compile, make checkpoints; measure nothing")
     parser.add_argument("--output", type=Path, default=REPOSITORY / "bench/results")
     parser.add_argument("--name", default="", help="of the result, beside the date")
@@ -112,6 +119,8 @@ def main() -> None:
     arguments = parse_arguments()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("bench.peers: ended"))  # no server is to stay
     folder = arguments.folder.resolve()
+    if arguments.precedence:
+        take_precedence(os.getpid(), arguments.precedence)
     client = Vllm("vllm", folder)
     servers: list[Server] = []
     if not arguments.no_tideway:

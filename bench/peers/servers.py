@@ -21,7 +21,7 @@ from pathlib import Path
 import httpx
 
 from bench.peers.gguf_file import __file__ as GGUF_SCRIPT
-from bench.reporting import tree_processor_s
+from bench.reporting import take_precedence, tree_processor_s
 from tests.conftest import free_port
 
 START_TIMEOUT_S = 600.0
@@ -75,8 +75,9 @@ class Server(ABC):
 
     health_path = "/health"
 
-    def start(self, checkpoint: Path) -> None:
-        """Returns when it serves the model, whose name is that of the checkpoint's folder."""
+    def start(self, checkpoint: Path, precedence: int = 0) -> None:
+        """Returns when it serves the model, whose name is that of the checkpoint's folder. `precedence`: a niceness, see
+        `reporting.take_precedence`; 0: none."""
         port = free_port()
         command, more = self._command(checkpoint, port)
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -90,6 +91,8 @@ class Server(ABC):
             if self._process.poll() is not None or time.monotonic() > deadline_s:
                 self.stop()
                 raise ServerError(f"{self.name} did not start:\n{tail(self.log)}")
+            if precedence:
+                take_precedence(self._process.pid, precedence)  # also of what it has started by now
             time.sleep(0.5)
 
     def _is_healthy(self) -> bool:
