@@ -10,12 +10,16 @@ from typing import Any
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    Cohere2Config,
+    Cohere2ForCausalLM,
     Gemma2Config,
     Gemma2ForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
     GemmaConfig,
     GemmaForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -26,6 +30,8 @@ from transformers import (
     OPTForCausalLM,
     Phi3Config,
     Phi3ForCausalLM,
+    PhiConfig,
+    PhiForCausalLM,
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
@@ -128,13 +134,26 @@ VARIANTS: dict[str, tuple[type[PreTrainedModel], Any]] = {
     ),
 }
 
+BY_TRANSFORMERS: dict[str, tuple[type[PreTrainedModel], Any]] = {
+    "gpt2": (
+        GPT2LMHeadModel,
+        GPT2Config(vocab_size=VOCAB_SIZE, n_embd=48, n_layer=3, n_head=6, n_positions=256, bos_token_id=1, eos_token_id=2),
+    ),
+    "phi": (PhiForCausalLM, PhiConfig(**_COMMON, intermediate_size=80, partial_rotary_factor=0.5)),
+    "cohere2": (
+        Cohere2ForCausalLM,
+        Cohere2Config(**_COMMON | {"pad_token_id": 0}, num_key_value_heads=2, intermediate_size=80, sliding_window=24),
+    ),
+}
+"""Of architectures that have no module of their own here."""
+
 
 def write_checkpoint(
     folder: Path, variant: str, *, dtype: torch.dtype = torch.float32, shards: bool = False, **changes: Any
 ) -> Path:
     """A checkpoint with weights random enough that the next token depends on the whole prefix. `changes`: to the config of
     the variant."""
-    kind, config = VARIANTS[variant]
+    kind, config = (VARIANTS | BY_TRANSFORMERS)[variant]
     torch.manual_seed(zlib.crc32(variant.encode()))
     model = kind(type(config)(**config.to_dict() | changes)).to(dtype)
     with torch.no_grad():

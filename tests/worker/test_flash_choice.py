@@ -16,6 +16,7 @@ HOPPER, AMPERE = 9, 8
 def current(
     q: Any, k: Any, v: Any, cu_seqlens_q: Any = None, max_seqlen_q: Any = None, max_seqlen_k: Any = None,
     seqused_k: Any = None, page_table: Any = None, causal: bool = False, window_size: Any = None, num_splits: int = 1,
+    softcap: float = 0.0,
 ) -> None:  # fmt: skip
     """As flash-attn-4 has it."""
 
@@ -66,7 +67,7 @@ def test_the_newest_that_works_here_is_used(
 
 def test_why_none_is_used_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, second=False, fourth=early)
-    with pytest.raises(FlashUnavailable, match=r"knows no max_seqlen_k, max_seqlen_q, num_splits\); flash-attn cannot"):
+    with pytest.raises(FlashUnavailable, match=r"knows no max_seqlen_k, max_seqlen_q, num_splits, softcap\); flash-attn cannot"):
         _choose_kernels(HOPPER)
     with pytest.raises(FlashUnavailable, match="compute capability 7 is too old"):
         _choose_kernels(7)

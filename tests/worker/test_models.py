@@ -19,7 +19,7 @@ from shared import checkpoint
 from shared.checkpoint import CheckpointError, run_dtype
 from shared.messages.cluster import ModelSpec
 from shared.model_families import FAMILIES, TRANSFORMERS, family_of
-from tests.worker.checkpoints import VARIANTS, prompt_of, reference_outputs, write_checkpoint
+from tests.worker.checkpoints import BY_TRANSFORMERS, VARIANTS, prompt_of, reference_outputs, write_checkpoint
 from tests.worker.step_driver import Driver
 
 CPU = torch.device("cpu")
@@ -41,7 +41,7 @@ def generate(path: Path, prompts: list[list[int]], steps: int, *, max_model_len:
 
 @pytest.mark.parametrize(
     ("variant", "shards"),
-    [(v, False) for v in VARIANTS if v != "mistral-longrope"] + [("llama", True), ("opt", True)],
+    [(v, False) for v in (*VARIANTS, *BY_TRANSFORMERS) if v != "mistral-longrope"] + [("llama", True), ("opt", True)],
 )
 def test_greedy_output_equals_transformers(tmp_path: Path, variant: str, shards: bool) -> None:
     path = write_checkpoint(tmp_path, variant, shards=shards)

@@ -134,9 +134,21 @@ class _Given(nn.Module):
     """In the place of the layers: hands on what they gave, so that the outer model computes logits of it."""
 
     def forward(self, *args: Any, inputs_embeds: torch.Tensor, **kwargs: Any) -> Any:
-        from transformers.modeling_outputs import BaseModelOutputWithPast
+        return _Result(inputs_embeds)
 
-        return BaseModelOutputWithPast(last_hidden_state=inputs_embeds)
+
+class _Result(tuple[torch.Tensor]):
+    """As a model's output object: all but the hidden states is None."""
+
+    def __new__(cls, last_hidden_state: torch.Tensor) -> _Result:
+        return super().__new__(cls, (last_hidden_state,))
+
+    @property
+    def last_hidden_state(self) -> torch.Tensor:
+        return self[0]
+
+    def __getattr__(self, name: str) -> None:
+        return None
 
 
 class _Projection(nn.Module):
