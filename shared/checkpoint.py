@@ -71,7 +71,7 @@ class CheckpointShape(msgspec.Struct, frozen=True, kw_only=True):
     is_divisible: bool = True
     """Whether several devices can compute it together."""
     stored_as: str = ""
-    """How the checkpoint is quantised: awq, gptq, compressed-tensors; empty: it is not."""
+    """How the weights are quantised, by the checkpoint or by `quantized`; empty: they are not."""
 
     def kv_geometry(self, dtype: str, num_ranks: int = 1, num_stages: int = 1) -> KvGeometry:
         """Of one rank's part of the model in that dtype, a key of ITEMSIZES: where there are fewer heads than ranks, some
@@ -86,7 +86,7 @@ def cost_key(shape: CheckpointShape, dtype: str, block_size: int) -> str:
     parts = (
         shape.architecture, f"{shape.num_layers}-layers", f"{shape.hidden_size}-hidden",
         f"{shape.num_kv_heads}x{shape.head_dim}-kv", f"{shape.vocab_size}-vocabulary", f"{shape.weight_bytes}-bytes",
-        dtype, f"{block_size}-page",
+        dtype, f"{block_size}-page", *([shape.stored_as] if shape.stored_as else []),
     )  # fmt: skip
     return "_".join(parts)
 
@@ -125,7 +125,9 @@ def quantized(shape: CheckpointShape, quantization: str) -> CheckpointShape:
             f"quantization {quantization!r}: the checkpoint is quantised already ({shape.stored_as})."
         )
     fewer = shape.linear_bytes * (1 - QUANTIZATIONS[quantization] / 2)
-    return msgspec.structs.replace(shape, weight_bytes=shape.weight_bytes - int(fewer), linear_bytes=0)
+    return msgspec.structs.replace(
+        shape, weight_bytes=shape.weight_bytes - int(fewer), linear_bytes=0, stored_as=quantization
+    )
 
 
 def describe(path: Path) -> CheckpointShape:
@@ -147,6 +149,9 @@ def describe(path: Path) -> CheckpointShape:
     num_heads = positive_int(config, keys.num_heads, file)
     if not config.get(keys.head_dim) and hidden_size % num_heads:
         raise CheckpointError(f"{file}: hidden_size {hidden_size} is no multiple of num_attention_heads {num_heads}.")
+    linear_bytes = sum(_linear_bytes(f, family) for f in weight_files(path))
+    # the worker has no products of them on every device
+    is_widened = stored is not None and stored.bits == 8 and stored.method != "int8"
     return CheckpointShape(
         architecture=architecture,
         num_layers=positive_int(config, keys.num_layers, file),
@@ -156,8 +161,8 @@ def describe(path: Path) -> CheckpointShape:
         vocab_size=positive_int(config, "vocab_size", file),
         max_model_len=_max_model_len(config, architecture, positive_int(config, keys.max_positions, file)),
         dtype=_dtype(path, config),
-        weight_bytes=sum(_tensor_bytes(f) for f in weight_files(path)),
-        linear_bytes=sum(_linear_bytes(f, family) for f in weight_files(path)),
+        weight_bytes=sum(_tensor_bytes(f) for f in weight_files(path)) + (linear_bytes if is_widened else 0),
+        linear_bytes=linear_bytes,
         is_divisible=family is not TRANSFORMERS,
         stored_as="" if stored is None else stored.method,
         eos_token_ids=_eos_token_ids(path, config),

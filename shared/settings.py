@@ -175,6 +175,8 @@ class PlacementSettings(BusSettings, frozen=True, kw_only=True):
     placement_id: str = ""
     models: str = ""
     """JSON list of ModelSpec, or comma-separated `name=source` pairs: the models to begin with."""
+    quantization: str = ""
+    """Of the weights of those that name none: int8 | int4 | fp8; empty: none."""
     models_file: str = ""
     """Where the models as they are now are kept besides, for the day on which NATS loses its store; empty: nowhere."""
     interval_s: float = 10.0
@@ -207,15 +209,20 @@ class PlacementSettings(BusSettings, frozen=True, kw_only=True):
             return []
         if text.startswith("["):
             try:
-                return msgspec.json.decode(text, type=list[ModelSpec])
+                specs = msgspec.json.decode(text, type=list[ModelSpec])
             except msgspec.MsgspecError as error:
                 raise SettingsError(f"TIDEWAY_MODELS is not a JSON list of models: {error}") from None
+            return [self._quantized(spec) for spec in specs]
         pairs = [item.strip() for item in text.split(",") if item.strip()]
         specs = []
         for pair in pairs:
             name, equals, source = pair.partition("=")
-            specs.append(ModelSpec(name=name.strip(), source=source.strip() if equals else name.strip()))
+            spec = ModelSpec(name=name.strip(), source=source.strip() if equals else name.strip())
+            specs.append(self._quantized(spec))
         return specs
+
+    def _quantized(self, spec: ModelSpec) -> ModelSpec:
+        return msgspec.structs.replace(spec, quantization=spec.quantization or self.quantization)
 
 
 class WorkerSettings(BusSettings, frozen=True, kw_only=True):

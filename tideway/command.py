@@ -78,6 +78,13 @@ def up(
         list[str] | None,
         typer.Option(help="NAME=FOLDER or NAME=HUB_ID; repeatable. Without any, the two demonstration models."),
     ] = None,
+    quantization: Annotated[
+        str,
+        typer.Option(
+            envvar="TIDEWAY_QUANTIZATION",
+            help="Round the weights of the models' layers to so few bits: int8, int4 or fp8.",
+        ),
+    ] = "",
     host: Annotated[str, typer.Option(envvar="TIDEWAY_HOST", help="Address the gateway listens on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(envvar="TIDEWAY_PORT", min=1, max=65535, help="Port of the gateway.")] = 8000,
     instances: Annotated[int, typer.Option(envvar="TIDEWAY_NUM_INSTANCES", min=1, help="Engines on this machine.")] = 2,
@@ -135,7 +142,7 @@ def up(
         raise OperatorError(f"--max-instances {max_instances} is fewer than --instances {instances}.")
     check_tensor_parallel(tensor_parallel)
     options = UpOptions(
-        models=parse_models(model or []),
+        models=parse_models(model or [], quantization),
         data_dir=data_dir,
         host=host,
         port=port,

@@ -50,7 +50,8 @@ def _rows(state: ModelState) -> list[list[str]]:
     waits = str(state.num_waiting + (state.num_queued or 0))
     if state.traffic is None:
         return [[escape(state.name), *["?"] * 13, waits]]
-    rows = [[escape(state.name), "online", *_cells(state.traffic.online), waits]]
+    name = escape(f"{state.name} ({state.quantization})" if state.quantization else state.name)
+    rows = [[name, "online", *_cells(state.traffic.online), waits]]
     offline = state.traffic.offline
     if offline.num_arrived or offline.num_finished:
         rows.append(["", "offline", *_cells(offline), ""])

@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from shared.messages.cluster import ModelSpec
+from shared.quantization import QUANTIZATIONS
 from tideway.data_folder import OperatorError
 
 MINIMUM_MEMORY_BYTES = 2 * 1024**3
@@ -26,11 +27,13 @@ LEAST_PORT, MAX_PORT = 21_000, 65_536
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 
-def parse_models(arguments: Iterable[str]) -> list[ModelSpec]:
-    """Models from `NAME=SOURCE` or `SOURCE` arguments; without any, the demonstration models.
+def parse_models(arguments: Iterable[str], quantization: str = "") -> list[ModelSpec]:
+    """Models from `NAME=SOURCE` or `SOURCE` arguments; without any, the demonstration models. `quantization`: of all.
 
     Folders become absolute paths. Raises `OperatorError` for a source that is neither a checkpoint's folder nor a hub id.
     """
+    if quantization and quantization not in QUANTIZATIONS:
+        raise OperatorError(f"--quantization {quantization} is not one of {', '.join(QUANTIZATIONS)}.")
     folder = PACKAGED_MODELS if PACKAGED_MODELS.is_dir() else REPOSITORY / "models"
     arguments = list(arguments) or [str(folder / name) for name in DEMONSTRATION_MODELS]
     specs: dict[str, ModelSpec] = {}
@@ -52,7 +55,7 @@ def parse_models(arguments: Iterable[str]) -> list[ModelSpec]:
         name = name or source
         if name in specs:
             raise OperatorError(f"Two models are named {name}. Name one of them: --model NAME=SOURCE.")
-        specs[name] = ModelSpec(name=name, source=source)
+        specs[name] = ModelSpec(name=name, source=source, quantization=quantization)
     return list(specs.values())
 
 

@@ -158,6 +158,7 @@ async def list_models(context: GatewayContext, request: Request) -> Response:
                 ttft_ms=spec.ttft_ms,
                 tpot_ms=spec.tpot_ms,
                 slo_scale=spec.slo_scale,
+                quantization=spec.quantization,
                 instances={instance_id: model.state for instance_id, model in on_instances.items()},
                 unplaced=unplaced.get(spec.name),
                 failure=failure.message if (failure := context.catalog.failure(spec.name)) is not None else None,
@@ -183,6 +184,7 @@ async def add_model(context: GatewayContext, request: Request) -> Response:
         message.ttft_ms or 0.0,
         message.tpot_ms or 0.0,
         message.slo_scale or 0.0,
+        message.quantization or "",
     )
     return await _ask_placement(context, PLACEMENT_ADD_MODEL, AddModel(spec))
 

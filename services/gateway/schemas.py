@@ -202,6 +202,8 @@ class AddModelRequest(msgspec.Struct, kw_only=True):
     """Likewise per output token after the first."""
     slo_scale: Annotated[float, Meta(ge=1, le=1000)] | None = None
     """Times its model's mean execution time that a request may take from arrival to end; default 5."""
+    quantization: Literal["int8", "int4", "fp8"] | None = None
+    """Of the weights, where the checkpoint is not quantised."""
 
 
 class ScaleModelRequest(msgspec.Struct, kw_only=True):

@@ -37,10 +37,11 @@ from services.placement.plan_store import PlanStore
 from services.placement.planning import displaced, wasted
 from services.placement.remembered import RememberedModels
 from services.placement.replacing import Replacing, Search
-from services.placement.requests import check_length, check_spec, refuse
+from services.placement.requests import check_length, check_quantization, check_spec, refuse
 from services.placement.scaling import Cluster, FleetKeeper
 from services.placement.statistics import TrafficStatistics
 from shared.bus.interface import Bus, BusError, KeyValue, ServiceError, Subscription
+from shared.checkpoint import CheckpointError, quantized
 from shared.messages.admin import (
     AddModel,
     ChangePlan,
@@ -264,11 +265,17 @@ class ActivePlacement:
 
     def _inputs(self, models: Mapping[str, ModelSpec], fleet: Fleet | None = None) -> Inputs:
         cluster = self._cluster()
-        configured = [
-            ConfiguredModel(spec, self._checkpoints.shape(spec.source), self._checkpoints.problem(spec.source))
-            for spec in models.values()
-        ]
+        configured = [self._configured(spec) for spec in models.values()]
         return Inputs(configured, cluster.nodes, cluster.held, cluster.plan, fleet or cluster.fleet, self._ready)
+
+    def _configured(self, spec: ModelSpec) -> ConfiguredModel:
+        shape, problem = self._checkpoints.shape(spec.source), self._checkpoints.problem(spec.source)
+        if shape is not None:
+            try:
+                shape = quantized(shape, spec.quantization)
+            except CheckpointError as error:
+                return ConfiguredModel(spec, None, str(error))
+        return ConfiguredModel(spec, shape, problem)
 
     async def _replan(self, fleet: Fleet | None = None) -> None:
         """Publishes the plan for the models as they are, if it differs. `fleet`: in place of the stored one. Call it with
@@ -400,6 +407,7 @@ class ActivePlacement:
             message = f"the checkpoint {spec.source!r} is being fetched; add the model again when it is there"
             raise ServiceError.of(ErrorCode.UNAVAILABLE, message, "source", retry_after_s=10.0)
         check_length(spec, shape)
+        check_quantization(spec, shape)
 
     async def _check_fits(self, spec: ModelSpec) -> None:
         if not self._registered():

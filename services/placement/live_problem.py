@@ -159,7 +159,7 @@ def _model_facts(
         costs |= {(kind.name, p): known.get(p, cost.scaled(factor)) for p, cost in reckoned.items()}
     try:
         made = model_facts(
-            spec.name, shape, hardware.values(), weights=f"{spec.source} {spec.dtype}", dtype=spec.dtype,
+            spec.name, shape, hardware.values(), weights=f"{spec.source} {spec.dtype} {spec.quantization}", dtype=spec.dtype,
             max_model_len=spec.max_model_len or 0, ranks=ranks, replicas=spec.replicas,
         )  # fmt: skip
     except ValueError as error:

@@ -486,10 +486,11 @@ class _Placement:
         self.num_replicas[name] += 1
 
 
-def _weights_of(model: ConfiguredModel) -> tuple[str, str, int | None]:
+def _weights_of(model: ConfiguredModel) -> tuple[str, str, str, int | None]:
     """As the executor's identity of a model."""
     spec, shape = model.spec, model.shape
-    return (spec.source, spec.dtype, spec.max_model_len if shape is None or shape.depends_on_length else None)
+    length = spec.max_model_len if shape is None or shape.depends_on_length else None
+    return spec.source, spec.dtype, spec.quantization, length
 
 
 def _mib(num_bytes: int) -> str:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import re
 
 from shared.bus.interface import ServiceError
-from shared.checkpoint import ITEMSIZES, CheckpointShape
+from shared.checkpoint import ITEMSIZES, CheckpointError, CheckpointShape, quantized
 from shared.messages.cluster import ModelSpec
 from shared.messages.requests import ErrorCode
+from shared.quantization import QUANTIZATIONS
 
 MAX_SLO_SCALE = 1000.0
 NAME_PATTERN = r"[A-Za-z0-9][A-Za-z0-9._:/-]{0,127}"
@@ -28,11 +29,20 @@ def check_spec(spec: ModelSpec) -> None:
         raise refuse("source is empty: a folder in Hugging Face format, or a hub id", "source")
     if spec.dtype != "auto" and spec.dtype not in ITEMSIZES:
         raise refuse(f"dtype {spec.dtype!r}: expected auto, {', '.join(ITEMSIZES)}", "dtype")
+    if spec.quantization and spec.quantization not in QUANTIZATIONS:
+        raise refuse(f"quantization {spec.quantization!r}: expected {', '.join(QUANTIZATIONS)}", "quantization")
     for field, value in (("max_model_len", spec.max_model_len), ("replicas", spec.replicas)):
         if value is not None and value < 1:
             raise refuse(f"{field} is {value}: expected 1 or more", field)
     if spec.slo_scale and not 1 <= spec.slo_scale <= MAX_SLO_SCALE:
         raise refuse(f"slo_scale is {spec.slo_scale:g}: expected 1 to {MAX_SLO_SCALE:g}, or 0", "slo_scale")
+
+
+def check_quantization(spec: ModelSpec, shape: CheckpointShape) -> None:
+    try:
+        quantized(shape, spec.quantization)
+    except CheckpointError as error:
+        raise refuse(str(error), "quantization") from None
 
 
 def check_length(spec: ModelSpec, shape: CheckpointShape) -> None:

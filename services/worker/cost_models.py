@@ -114,7 +114,7 @@ def profiled_model(
     spec: ModelSpec, shape: ModelShape, device: torch.device, group: DeviceGroup = ONE_DEVICE
 ) -> ProfiledModel:
     """Reads the checkpoint's headers (blocking). The key says all that step times depend on. Raises `CheckpointError`."""
-    stored = checkpoint.describe(checkpoint.resolve(spec.source))
+    stored = checkpoint.quantized(checkpoint.describe(checkpoint.resolve(spec.source)), spec.quantization)
     dtype = run_dtype(spec.dtype, stored.dtype, device.type)
     size = stored.kv_geometry(dtype, group.stage_size, group.num_stages).block_bytes(shape.block_size)
     stages = f"-pp{group.num_stages}" if group.num_stages > 1 else ""

@@ -26,7 +26,7 @@ AnyLinear = Callable[[torch.Tensor], torch.Tensor]
 _INT4_GROUPS = (32, 64, 128, 256)
 _TILE_COLUMNS = 8
 """Tiles of 16 inputs that int4 weights are packed by on CUDA."""
-_INT8_ROWS = 4
+_INT8_ROWS = 12
 """Up to which int8 products read the weights as they are; for more rows they are widened first, on CPU."""
 
 

@@ -175,6 +175,8 @@ class ModelState(msgspec.Struct, kw_only=True):
     """Mean execution times that a request may take; 0: the default, 5."""
     traffic: ModelTraffic | None = None
     """Over the interval that was asked for; None: no placement says it."""
+    quantization: str = ""
+    """Of weights that the checkpoint has unquantised; empty: none."""
 
 
 class ModelStates(msgspec.Struct):

@@ -34,7 +34,7 @@ def model_facts(
 
     Kinds of devices may differ in what they run a model in: bytes are the largest of any."""
     kinds = list(hardware)
-    ranks = tuple(ranks)
+    ranks = tuple(p for p in ranks if p == 1 or shape.is_divisible)
     dtypes = {kind.kind: run_dtype(dtype, shape.dtype, kind.device) for kind in kinds}
     block_size = max((kind.block_size for kind in kinds), default=0)
     footprints = [

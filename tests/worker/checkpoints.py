@@ -137,7 +137,9 @@ VARIANTS: dict[str, tuple[type[PreTrainedModel], Any]] = {
 BY_TRANSFORMERS: dict[str, tuple[type[PreTrainedModel], Any]] = {
     "gpt2": (
         GPT2LMHeadModel,
-        GPT2Config(vocab_size=VOCAB_SIZE, n_embd=48, n_layer=3, n_head=6, n_positions=256, bos_token_id=1, eos_token_id=2),
+        GPT2Config(
+            vocab_size=VOCAB_SIZE, n_embd=48, n_layer=3, n_head=6, n_positions=256, bos_token_id=1, eos_token_id=2
+        ),
     ),
     "phi": (PhiForCausalLM, PhiConfig(**_COMMON, intermediate_size=80, partial_rotary_factor=0.5)),
     "cohere2": (
