@@ -13,7 +13,7 @@ export PYTHONDONTWRITEBYTECODE :=
 .DEFAULT_GOAL := help
 .PHONY: help up down status test test-fast test-long check bench bench-coserving bench-coserving-short bench-ordering bench-rebalance \
 	bench-migration bench-migration-gpu bench-migration-chaos bench-control-plane bench-fidelity bench-sharing \
-	bench-unified bench-peers clean install development
+	bench-unified bench-peers gpu gpu-wheels clean install development
 
 help:
 	@echo "make up       install what is needed, start Tideway on http://127.0.0.1:8000 (Ctrl-C stops it)"
@@ -35,6 +35,8 @@ help:
 	@echo "make bench-fidelity         simulated against live, two instances and three models, about 15 minutes"
 	@echo "make bench-unified          all parts against each of them switched off, 32 GPUs in virtual time; ARGS=live: here"
 	@echo "make bench-peers            beside vLLM and llama.cpp on this CPU, about an hour; ARGS=--quick: 10 minutes"
+	@echo "make gpu      everything that only a CUDA machine shows, within 9 minutes; ARGS=--quick: small shapes, on any machine"
+	@echo "make gpu-wheels             what make gpu needs on a machine with torch alone, for .tideway/gpu there"
 	@echo "make clean    remove .venv, .tideway and caches"
 
 install:
@@ -84,6 +86,12 @@ bench-migration: development
 
 bench-migration-gpu: development
 	$(BIN)/python -m bench.migration --device cuda --model llama-2-7b --output bench/results $(ARGS)
+
+gpu:
+	$(or $(wildcard $(BIN)/python),$(PYTHON)) -m bench.gpu $(ARGS)
+
+gpu-wheels:
+	$(or $(wildcard $(BIN)/python),$(PYTHON)) -m bench.gpu.wheels $(ARGS)
 
 bench-migration-chaos: development
 	$(BIN)/python -m bench.migration_chaos $(ARGS)

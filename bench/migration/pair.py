@@ -123,7 +123,7 @@ class Pair:
         plan = InstancePlan(name, name, [ModelSpec(MODEL, str(self._checkpoint))], self._pool_bytes, self._merged_bytes)
         environment = {
             **os.environ,
-            "PYTHONPATH": str(REPOSITORY),
+            "PYTHONPATH": os.pathsep.join(filter(None, (str(REPOSITORY), os.environ.get("PYTHONPATH")))),
             "TIDEWAY_NATS_URL": self._nats.url,
             "TIDEWAY_NODE_ID": name,
             "TIDEWAY_INSTANCE_ID": name,

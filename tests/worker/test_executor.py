@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from services.worker.attention.flashinfer_backend import FlashInferBackend
 from services.worker.attention.interface import BatchLayout
 from services.worker.attention.torch_backend import TorchBackend
 from services.worker.executor import WARM_UP, Executor
@@ -23,6 +24,7 @@ from shared.checkpoint import CheckpointError
 from shared.engine.plan import CopyKind, KvCopy, ModelShape, NewSequence, StepPlan
 from shared.messages.cluster import ModelSpec
 from shared.messages.requests import SamplingParams, pack_tokens
+from tests.worker import fake_flashinfer
 from tests.worker.checkpoints import prompt_of, reference_outputs, write_checkpoint
 from tests.worker.step_driver import Driver, Row
 
@@ -30,7 +32,7 @@ MERGED_BYTES = 1 << 18
 LENGTHS = (5, 40, 60, 33)
 STEPS = 12
 NEEDS_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
-ON_EACH_DEVICE = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=NEEDS_CUDA)])
+ON_EACH_DEVICE = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, NEEDS_CUDA])])
 
 
 @pytest.fixture(scope="module")
@@ -374,22 +376,51 @@ def test_decode_graphs_pad_to_their_sizes(checkpoints: dict[str, Path], expected
     assert set(backend.filled) == {1, 2, 4}
 
 
+@pytest.mark.gpu
 @NEEDS_CUDA
-def test_graphs_on_cuda_make_the_tokens_of_steps_without(checkpoints: dict[str, Path]) -> None:
+def test_graphs_on_cuda_make_the_tokens_of_steps_without(tmp_path: Path) -> None:
+    """Greedy and drawn; with a head size that FlashInfer has kernels for, where it is installed."""
+    path = write_checkpoint(tmp_path, "qwen3", dtype=torch.bfloat16, head_dim=64)
     outputs = []
     for with_graphs in (True, False):
-        executor = Executor("cuda", 8, 1 << 20, 12)
-        spec = ModelSpec("m", str(checkpoints["qwen3"]), dtype="bfloat16")
-        driver = Driver(executor, executor.add_model(executor.prepare_model(spec)), range(8))
+        executor = Executor("cuda", 16, 1 << 20, 12)
+        driver = Driver(executor, load(executor, path, "m"), range(16))
         if not with_graphs:
             executor._models["m"].graphs = None
-        rows = [driver.add(i, prompt_of(n)) for i, n in enumerate(LENGTHS)]
+        elif len(executor._backends) > 1:
+            graphs = executor._models["m"].graphs
+            assert graphs is not None and graphs.num_captured == 5
+        rows = [driver.add(i, prompt_of(n), temperature=0.7 * (i % 2), seed=i) for i, n in enumerate(LENGTHS)]
         driver.step([(row, len(row.tokens)) for row in rows])
         driver.decode(rows, STEPS)
+        driver.decode(rows[::2], STEPS)
         outputs.append([row.output for row in rows])
     assert outputs[0] == outputs[1]
 
 
+def test_flashinfers_graphs_make_the_tokens_of_steps_without(tmp_path: Path) -> None:
+    """With kernels in plain torch: padding, planning and static memory are those of CUDA."""
+    path = write_checkpoint(tmp_path, "qwen3", dtype=torch.bfloat16, head_dim=64)
+    outputs, num_plans = [], []
+    for capture in (eager_capture, None):
+        executor = Executor("cpu", 16, 1 << 20, 12, capture=capture)
+        device = torch.device("cpu")
+        executor._backends = [FlashInferBackend(device, TorchBackend(device), fake_flashinfer)]
+        shape = load(executor, path, "m")
+        graphs = executor._models["m"].graphs
+        assert (graphs is None) == (capture is None)
+        driver = Driver(executor, shape, range(16))
+        rows = [driver.add(i, prompt_of(n), temperature=0.7 * (i % 2), seed=i) for i, n in enumerate(LENGTHS)]
+        driver.step([(row, len(row.tokens)) for row in rows])
+        for group in (rows, rows[:3], rows[2:], rows[1:2]):
+            driver.decode(group, 2)
+        outputs.append([row.output for row in rows])
+        num_plans.append(len(executor._backends[0]._wrappers))
+    assert outputs[0] == outputs[1]
+    assert num_plans == [0, 1], "graphs have wrappers of their own"
+
+
+@pytest.mark.gpu
 @NEEDS_CUDA
 def test_launching_waits_for_nothing_on_the_device(checkpoints: dict[str, Path]) -> None:
     executor = Executor("cuda", 8, 1 << 20, 12)

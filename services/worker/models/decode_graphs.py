@@ -73,6 +73,11 @@ class DecodeGraphs:
             layer.keys[views.num_blocks].zero_()
             layer.values[views.num_blocks].zero_()
 
+    @property
+    def num_captured(self) -> int:
+        """Of the sizes."""
+        return len(self._graphs)
+
     @torch.inference_mode()
     def capture_all(self) -> None:
         """In any thread, while other models run. A size that cannot be captured, and those below it, run without."""
