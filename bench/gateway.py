@@ -94,6 +94,7 @@ class Client(asyncio.Protocol):
         self.arrivals_s: list[float] = []
         """Of each token, of a watched one."""
         self._rest = b""
+        self._num_characters = 0
         self._is_accepted = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -113,7 +114,8 @@ class Client(asyncio.Protocol):
                 if line.startswith(b"data: {"):
                     for choice in json.loads(line[6:])["choices"]:
                         text = choice["text"] if "text" in choice else choice["delta"].get("content", "")
-                        self.arrivals_s += [now] * (len(text) // 4)
+                        self._num_characters += len(text)
+                self.arrivals_s += [now] * (self._num_characters // 4 - len(self.arrivals_s))
         if b"[DONE]" in data and not self.done.done():
             self.done.set_result(None)
             self._transport.close()
@@ -316,6 +318,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--output", type=Path, help="folder for the result")
     arguments = parser.parse_args()
+    on = machine()  # before the cores are divided
     trees = {OWN: REPOSITORY}
     trees |= {name: Path(folder).resolve() for name, folder in (each.split("=", 1) for each in arguments.tree)}
     with (
@@ -328,8 +331,8 @@ def main() -> None:
     print("\n".join(lines))
     if arguments.output:
         date = time.strftime("%Y-%m-%d")
-        document = {"date": date, "machine": machine(), "turns": [msgspec.structs.asdict(turn) for turn in turns]}
-        text = "\n".join([f"# The gateway's time for a token, {date}", "", *lines, "", f"- machine: {machine()}"])
+        document = {"date": date, "machine": on, "turns": [msgspec.structs.asdict(turn) for turn in turns]}
+        text = "\n".join([f"# The gateway's time for a token, {date}", "", *lines, "", f"- machine: {on}"])
         write(arguments.output, f"gateway-{date}", document, text)
 
 

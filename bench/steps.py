@@ -55,6 +55,8 @@ from shared.messages.requests import (
 from shared.settings import InstanceSettings
 
 POOL_BYTES = 1 << 30
+MANY_ROWS = 256
+"""With which plain products reach their rate."""
 LEAST_SHARE = 0.6
 """Of the floor's rate, that a step is to reach."""
 BEFORE = ("plan", "rows", "attention metadata", "embedding, rotations' angles")
@@ -222,7 +224,10 @@ class Alone:
             "gate_up": model.hidden_size,
             "down": shape["intermediate_size"],
         }
-        self._linears = [(getattr(layer, name), width) for layer in model._layers for name, width in inputs.items()]
+        parts = [part for layer in model._layers for part in (layer, getattr(layer, "mlp", None))]
+        self._linears = [
+            (vars(part)[name], inputs[name]) for part in parts if part for name in inputs if name in vars(part)
+        ]
         self._model = model
 
     def linears_us(self, num_tokens: int) -> float:
@@ -344,9 +349,9 @@ def decode(session: Session, alone: Alone, floors: Floors, batch: int, context: 
     found.linears_us, found.attention_us = alone.linears_us(batch), alone.attention_us(session.batch)
     session.finish()
     read = floors.weight_bytes + batch * context * floors.kv_bytes_per_token
-    rate = floors.read_bytes_per_s()
-    found.floor_us = max(read / rate * 1e6, floors.products_us(batch) if batch > 1 else 0.0)
-    found.floor = f"weights and KV read at {rate / 1e9:.1f} GB/s" + (", or plain products" if batch > 1 else "")
+    bytes_per_s, flop_per_us = floors.read_bytes_per_s(), floors.flop(MANY_ROWS) / floors.products_us(MANY_ROWS)
+    found.floor_us = max(read / bytes_per_s * 1e6, floors.flop(batch) / flop_per_us)
+    found.floor = f"weights and KV read at {bytes_per_s / 1e9:.1f} GB/s, or products at {flop_per_us / 1e3:.0f} GFLOP/s"
     return found
 
 

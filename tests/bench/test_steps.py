@@ -1,0 +1,50 @@
+"""bench/steps and bench/gateway run, and tell parts from each other."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from bench import gateway
+from bench.coserving.testbed import SHAPES as SMALL_SHAPES
+from bench.peers import checkpoints
+from bench.steps import GATEWAY, LAYERS, Alone, Floors, Parts, Session, decode, prefill, rows
+
+
+def test_a_part_does_not_have_the_time_of_those_it_calls() -> None:
+    parts = Parts()
+    inner = parts.of("inner", lambda: time.sleep(0.02))
+    outer = parts.of("outer", lambda: (inner(), time.sleep(0.01), inner()))
+    outer()
+    assert not parts.us, "off"
+    parts.is_on = True
+    outer()
+    assert 40_000 <= parts.us["inner"] < 40_000 + parts.us["outer"]
+    assert 10_000 <= parts.us["outer"] < 40_000
+
+
+@pytest.mark.long
+def test_parts_of_steps_add_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shape = {**SMALL_SHAPES["tiny"], "vocab_size": 2000}
+    monkeypatch.setitem(checkpoints.SHAPES, "tiny", shape)
+    session = Session(checkpoints.make_checkpoint(tmp_path, "tiny"), 1)
+    alone, floors = Alone(session.model, shape), Floors(session.model, shape)
+    with torch.inference_mode():
+        steps = [decode(session, alone, floors, 4, 64, 8), prefill(session, alone, floors, 64, 2)]
+    for step in steps:
+        assert step.parts_us[LAYERS] > 0 and step.parts_us[GATEWAY] > 0 and step.floor_us > 0
+        assert sum(step.parts_us.values()) <= 2 * step.total_us  # medians of each
+    assert all(len(row) == 3 for row in rows(steps))
+
+
+@pytest.mark.long
+def test_a_gateway_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gateway, "LOADS", (gateway.Load(4, 100.0, 40),))
+    turns = asyncio.run(gateway.Bench(tmp_path).run({"own": gateway.REPOSITORY}, list(gateway.KINDS), 1))
+    assert len(turns) == 2 * len(gateway.KINDS)
+    for turn in turns:
+        assert turn.gateway_us > 0 and turn.p99_ms > 0 and 0.2 < turn.chunks_per_token < 1.2
