@@ -26,10 +26,12 @@ CPU = torch.device("cpu")
 MERGED_BYTES = 1 << 18
 
 
-def generate(path: Path, prompts: list[list[int]], steps: int, *, max_model_len: int | None = None) -> list[list[int]]:
+def generate(
+    path: Path, prompts: list[list[int]], steps: int, *, max_model_len: int | None = None, quantization: str = ""
+) -> list[list[int]]:
     """Prefill in chunks of 13 while the first to finish decode already, then decode together."""
     executor = Executor("cpu", 16, MERGED_BYTES, len(prompts))
-    spec = ModelSpec("m", str(path), max_model_len=max_model_len)
+    spec = ModelSpec("m", str(path), max_model_len=max_model_len, quantization=quantization)
     driver = Driver(executor, executor.add_model(executor.prepare_model(spec)), range(16))
     rows = [driver.add(i, prompt) for i, prompt in enumerate(prompts)]
     while any(not r.output for r in rows):

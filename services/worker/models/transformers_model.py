@@ -191,6 +191,7 @@ def _attention(
 def _load(reader: WeightReader, named: str) -> Any:
     """The model with its weights, and our attention and linears in it."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AttentionInterface, AutoConfig
+    from transformers.pytorch_utils import Conv1D
 
     AttentionInterface.register(_IMPLEMENTATION, _attention)
     try:
@@ -211,10 +212,11 @@ def _load(reader: WeightReader, named: str) -> Any:
     embedding = model.get_input_embeddings()
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
-            if type(child) is nn.Linear:
+            if type(child) in (nn.Linear, Conv1D):
                 is_tied = child is head and child.weight is embedding.weight
+                weight = child.weight.data if type(child) is nn.Linear else child.weight.data.T.contiguous()
                 bias = None if child.bias is None else child.bias.data
-                linear = reader.made(child.weight.data, bias, is_head=child is head, shared=is_tied)
+                linear = reader.made(weight, bias, is_head=child is head, shared=is_tied)
                 setattr(parent, name, _Projection(linear))
     return model
 
