@@ -166,6 +166,7 @@ def _models(info: InstanceInfo, heard: HeardLoad | None) -> list[InstanceModel]:
             num_waiting=counts.num_waiting,
             error=loaded.error,
             cost_model=loaded.cost_model,
+            fingerprint=loaded.fingerprint,
         )
         for loaded in info.models
         for counts in [reported.get(loaded.name, loaded)]

@@ -118,7 +118,8 @@ def profiled_model(
     dtype = run_dtype(spec.dtype, stored.dtype, device.type)
     size = stored.kv_geometry(dtype, group.stage_size, group.num_stages).block_bytes(shape.block_size)
     stages = f"-pp{group.num_stages}" if group.num_stages > 1 else ""
-    key = f"{checkpoint.cost_key(stored, dtype, shape.block_size)}/{device_name(device)}/tp{group.stage_size}{stages}"
+    device_and_mode = device_name(device) + ("-deterministic" if shape.fingerprint else "")
+    key = f"{checkpoint.cost_key(stored, dtype, shape.block_size)}/{device_and_mode}/tp{group.stage_size}{stages}"
     return ProfiledModel(shape, stored.num_layers, size, key)
 
 

@@ -45,8 +45,8 @@ MAX_PROBE_OPERATIONS = 2e10
 """Multiplications and additions of one probe."""
 SHIFTS = (0, 1, 6, 13, 23)
 """By how many places rows are moved in probes."""
-SERIAL_ELEMENTS = 32767
-"""Of a tensor on CPU that torch does not divide over threads (at::internal::GRAIN_SIZE is one more)."""
+SERIAL_ELEMENTS = 16384
+"""Of a tensor on CPU that torch does not divide over threads (GELU's kernel from more on, others from 32,768)."""
 VECTOR_ELEMENTS = 64
 """A multiple of what any vector loop of torch takes at a time: what is left over takes another path."""
 
@@ -183,6 +183,7 @@ def tile_sizes(
 def _in_groups(function: RowFunction, x: torch.Tensor) -> torch.Tensor:
     if x.device.type != "cpu":
         return function(x)
-    width = x.shape[1]
+    # a single row of a wider tensor counts as contiguous, for which torch may have another kernel
+    x, width = x.contiguous(), x.shape[1]
     rows = max(1, SERIAL_ELEMENTS // width) if width % VECTOR_ELEMENTS == 0 else 1
     return function(x) if len(x) <= rows else torch.cat([function(part) for part in torch.split(x, rows)])

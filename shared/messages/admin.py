@@ -197,6 +197,8 @@ class InstanceModel(msgspec.Struct, kw_only=True):
     error: str
     cost_model: str
     """Where its step times are from: none | live | profiled | stored; empty: it has none"""
+    fingerprint: str = ""
+    """Of the bits that it makes in deterministic mode; empty: it is not in it, or has several devices."""
 
 
 class InstanceLoad(msgspec.Struct, kw_only=True):
