@@ -34,6 +34,8 @@ TESTS = (
 )  # fmt: skip
 """What has variants for CUDA."""
 KILL_AFTER_S = 5.0
+LEAST_S = 5.0
+"""What must be left for a part to begin."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,7 @@ PARTS = (
     Part("products", 40, "Products of 16 and 8 bits"),
     Part("migration", 150, "Requests that move between two instances on the device", ("kernels",)),
     Part("sharing", 120, "Two models on one executor", ("kernels",)),
+    Part("lock", 60, "The interpreter's lock"),
     Part("decode_fp8", 90, "Decode with float8 weights", ("kernels", "rates", "checkpoint")),
 )
 
@@ -74,12 +77,14 @@ class Outcome:
 
 
 class Run:
-    def __init__(self, options: argparse.Namespace, environment: dict[str, str], device: str) -> None:
+    def __init__(
+        self, options: argparse.Namespace, environment: dict[str, str], device: str, parts: Sequence[Part]
+    ) -> None:
         self.options, self.environment, self.device = options, environment, device
         self.is_quick = options.quick or device == "cpu"
         self.started_s = time.monotonic()
         self.scratch = Path(tempfile.mkdtemp(prefix="tideway-gpu-", dir=scratch_root()))
-        self.outcomes = {part.name: Outcome(part.name, part.title) for part in PARTS}
+        self.outcomes = {part.name: Outcome(part.name, part.title) for part in parts}
         options.output.mkdir(parents=True, exist_ok=True)
         self.log = (options.output / "gpu.log").open("w")
 
@@ -106,14 +111,18 @@ class Run:
         if part.name == "sharing":
             return [python, "-m", "bench.sharing_overhead", "--device", self.device, "--models", model, model, "--rounds",
                     "5" if self.is_quick else "20", *results]  # fmt: skip
+        if part.name == "lock":
+            return [python, "-m", "bench.interpreter_lock", "--steps", "20" if self.is_quick else "100", "--rounds", "2",
+                    *results]  # fmt: skip
         return [python, "-m", "bench.gpu.parts", part.name, "--device", self.device, "--scratch", str(self.scratch),
                 "--rows", str(rows), *(["--quick"] if self.is_quick else [])]  # fmt: skip
 
     def start(self, part: Part) -> Running:
         limit_s = min(part.limit_s, self.left_s())
         outcome = self.outcomes[part.name]
-        missing = [name for name in part.needs if self.outcomes[name].state != "done" and name != "kernels"]
-        if missing or limit_s < 5:
+        done = {name for name, other in self.outcomes.items() if other.state == "done"}
+        missing = [name for name in part.needs if name not in done and name != "kernels"]
+        if missing or limit_s < LEAST_S:
             outcome.state = f"left out: needs {', '.join(missing)}" if missing else "left out: no time was left"
             return Running(part, None, time.monotonic(), 0.0)
         print(f"[{time.monotonic() - self.started_s:6.1f} s] {part.name}", flush=True)
@@ -146,7 +155,7 @@ class Run:
         try:
             if part.name == "tests":
                 return rows_of_tests(self.scratch / "tests.xml")
-            if part.name in ("migration", "sharing"):
+            if part.name in ("migration", "sharing", "lock"):
                 return [
                     row for file in sorted((self.scratch / part.name).glob("*.json")) for row in rows_of_bench(file)
                 ]
@@ -292,7 +301,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"no such part: {', '.join(sorted(unknown))}")
     chosen = [part for part in PARTS if not options.parts or part.name in options.parts]
     environment = environment_of(options.site)
-    run = Run(options, environment, find_device(environment))
+    run = Run(options, environment, find_device(environment), chosen)
     print(f"on {run.device}{', small shapes' if run.is_quick else ''}; results in {options.output}", flush=True)
     beside: list[Running] = []
     try:
