@@ -27,6 +27,8 @@ LLAMA: dict[str, Any] = {
     "eos_token_id": 2,
 }
 
+OTHER = {"architectures": ["NewForCausalLM"]}
+
 
 def write_safetensors(file: Path, **tensors: tuple[str, list[int], int]) -> None:
     """Tensors as name=(dtype, shape, bytes)."""
@@ -66,6 +68,15 @@ def test_head_size_and_kv_heads_default_to_the_attention_heads(tmp_path: Path) -
     shape = checkpoint.describe(make(tmp_path, num_key_value_heads=None))
     assert (shape.num_kv_heads, shape.head_dim) == (8, 8)
     assert checkpoint.describe(make(tmp_path, head_dim=32)).head_dim == 32
+
+
+def test_other_architectures_may_have_other_words(tmp_path: Path) -> None:
+    names = {"hidden_size": "n_embd", "num_hidden_layers": "n_layer", "num_attention_heads": "n_head"}
+    renamed = {names[key]: LLAMA[key] for key in names} | {"n_positions": 512, "multi_query": True}
+    gone = dict.fromkeys((*names, "max_position_embeddings", "num_key_value_heads"))
+    shape = checkpoint.describe(make(tmp_path, architectures=["GPTBigCodeForCausalLM"], **renamed, **gone))
+    assert (shape.num_layers, shape.num_kv_heads, shape.head_dim, shape.max_model_len) == (2, 1, 8, 512)
+    assert not shape.is_divisible
 
 
 @pytest.mark.parametrize(
@@ -154,6 +165,15 @@ def test_shards_are_those_of_the_index(tmp_path: Path) -> None:
             ["quantization_config.quant_method", "'bitsandbytes'", "not supported"],
         ),
         ({"hidden_act": "mish"}, ["activation 'mish'", "silu"]),
+        (OTHER | {"kv_lora_rank": 512}, ["NewForCausalLM", "kv_lora_rank", "MLA"]),
+        (OTHER | {"is_encoder_decoder": True}, ["is_encoder_decoder"]),
+        (OTHER | {"layer_types": ["full_attention", "linear_attention"]}, ["layer_types", "linear_attention"]),
+        (OTHER | {"mamba_d_state": 16}, ["mamba_d_state", "state"]),
+        (OTHER | {"num_key_value_heads": [2, 4]}, ["num_key_value_heads", "one shape"]),
+        (OTHER | {"alibi": True}, ["alibi"]),
+        (OTHER | {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, ["'dynamic'", "batch"]),
+        (OTHER | {"max_position_embeddings": None}, ["max_position_embeddings"]),
+        (OTHER | {"quantization_config": {"quant_method": "awq", "bits": 4}}, ["NewForCausalLM", "quantised"]),
         ({"rope_scaling": {"type": "mrope"}}, ["rope scaling 'mrope'", "yarn"]),
     ],
 )

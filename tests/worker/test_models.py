@@ -9,21 +9,43 @@ import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    BloomConfig,
+    BloomForCausalLM,
+    GptOssConfig,
+    GptOssForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 
 from services.worker.executor import Executor
 from services.worker.linear import Linear, packing_works
 from services.worker.models import decoder
 from services.worker.models.loading import LOADERS, identity_of, load_model
+from services.worker.ranks.group import Alone
 from shared import checkpoint
 from shared.checkpoint import CheckpointError, run_dtype
+from shared.engine.plan import NewSequence, StepPlan
 from shared.messages.cluster import ModelSpec
+from shared.messages.requests import SamplingParams, pack_tokens
 from shared.model_families import FAMILIES, TRANSFORMERS, family_of
 from tests.worker.checkpoints import BY_TRANSFORMERS, VARIANTS, prompt_of, reference_outputs, write_checkpoint
 from tests.worker.step_driver import Driver
 
 CPU = torch.device("cpu")
 MERGED_BYTES = 1 << 18
+TINY = {
+    "vocab_size": 50,
+    "hidden_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 48,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+}
 
 
 def generate(
@@ -116,6 +138,51 @@ def test_layers_can_be_run_in_ranges(tmp_path: Path) -> None:
     driver.step([(row, 20)])
     driver.decode([row], 5)
     assert [row.output] == reference_outputs(path, [prompt_of(20)], 6)
+
+
+def test_layers_by_transformers_run_at_once(tmp_path: Path) -> None:
+    executor = Executor("cpu", 16, MERGED_BYTES, 2)
+    path = write_checkpoint(tmp_path, "gpt2")
+    shape = executor.add_model(executor.prepare_model(ModelSpec("m", str(path))))
+    assert shape.layers_per_safepoint == shape.num_layers == 3
+    executor.set_layers_per_safepoint("m", 1)
+    step = StepPlan(
+        7, "m", rows=[0], starts=[0], counts=[20], samples=[True], is_interruptible=True,
+        new_sequences=[NewSequence(0, SamplingParams(max_tokens=9, temperature=0.0), 20, pack_tokens(prompt_of(20)), [0])],
+    )  # fmt: skip
+    executor.interrupt(7)
+    assert executor.execute(step).suspended_share == 0.0
+    resumed = StepPlan(7, "m", rows=[0], starts=[0], counts=[20], samples=[True], is_interruptible=True, resumes=True)
+    assert [executor.execute(resumed).tokens] == reference_outputs(path, [prompt_of(20)], 1)
+
+
+@pytest.mark.parametrize(
+    ("kind", "config", "message"),
+    [
+        (GptOssForCausalLM, GptOssConfig(**TINY, num_local_experts=2, head_dim=8), "attention with s_aux"),
+        (
+            BloomForCausalLM,
+            BloomConfig(vocab_size=50, hidden_size=32, n_layer=1, n_head=2, seq_length=64),
+            "be replaced",
+        ),
+        (None, None, "not known to the installed transformers"),
+    ],
+)
+def test_what_transformers_cannot_run_here_is_refused(
+    tmp_path: Path, kind: type[PreTrainedModel] | None, config: PreTrainedConfig | None, message: str
+) -> None:
+    if kind is None:
+        path = write_checkpoint(tmp_path, "llama")
+        change_config(path, architectures=["NewForCausalLM"], model_type="new")
+    else:
+        path = tmp_path / "model"
+        kind(config).save_pretrained(path)
+    with pytest.raises(CheckpointError, match=message):
+        load_model(identity_of(path, CPU), CPU)
+    group = Alone()
+    group.size = 2
+    with pytest.raises(CheckpointError, match=r"run by transformers.*several devices"):
+        load_model(identity_of(path, CPU), CPU, group)
 
 
 def change_config(path: Path, **changes: object) -> None:
