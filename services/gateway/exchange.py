@@ -104,6 +104,7 @@ class Call:
             traceparent=current_traceparent(),
             ttft_objective_s=(message.ttft_ms or 0.0) / 1000,
             tpot_objective_s=(message.tpot_ms or 0.0) / 1000,
+            prompt_lookup=-1 if message.prompt_lookup is None else message.prompt_lookup,
         )
         self.generation = Generation(
             table=self.context.table,

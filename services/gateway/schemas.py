@@ -95,6 +95,8 @@ class GenerationFields(msgspec.Struct, kw_only=True):
     """Objective for the time per output token after the first; likewise."""
     request_timeout_s: Annotated[float, Meta(gt=0)] | None = msgspec.field(default=None, name="x-request-timeout")
     """Seconds; the header of that name does the same. Never more than the server's own limit."""
+    prompt_lookup: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
+    """Tokens guessed at most in a step; never more than the instance guesses."""
     user: str | None = None
     response_format: OnlyTextFormat = None
     best_of: int | None = None

@@ -89,6 +89,8 @@ class Drafting:
             sequence = entry[1]
             # The token after the last draft is sampled too.
             most = min(self._settings.num_tokens, sequence.max_total - sequence.total)
+            if sequence.request.prompt_lookup >= 0:
+                most = min(most, sequence.request.prompt_lookup)
             if most < 1:
                 continue
             if sequence.lookup is None:

@@ -153,6 +153,8 @@ class GenerationRequest(msgspec.Struct, frozen=True, array_like=True, kw_only=Tr
     """Time per output token after the first; 0: the model's."""
     ttft_s: Seconds = -1.0
     """From its arrival to the first token of `prior`; below 0: it is not known, or there is none."""
+    prompt_lookup: Annotated[int, Meta(ge=-1, le=2**31 - 1)] = -1
+    """Tokens guessed at most for it in a step; -1: as many as the instance guesses, which is the most in any case."""
 
 
 class Cancel(msgspec.Struct, frozen=True, array_like=True):

@@ -50,7 +50,7 @@ class PromptLookup:
     `_table` has the last position before which a gram with a given hash stands, `_previous` for each position the one
     before it in the same slot; four bytes each. What is found is compared with the tokens, so hashes may collide."""
 
-    __slots__ = ("_at", "_bits", "_max_ngram", "_ngram", "_num_seen", "_previous", "_table", "hit_rate")
+    __slots__ = ("_at", "_bits", "_max_ngram", "_ngram", "_num_seen", "_previous", "_slot", "_table", "hit_rate")
 
     def __init__(self, settings: LookupSettings) -> None:
         self._ngram = settings.min_ngram
@@ -59,6 +59,8 @@ class PromptLookup:
         self._at = -1
         """Where the next token is expected to have stood before; -1: nowhere."""
         self._bits = 0
+        self._slot = 0
+        """Of the last tokens."""
         self._table = array("i")
         self._previous = array("i")
         self.hit_rate = FIRST_HIT_RATE
@@ -72,6 +74,7 @@ class PromptLookup:
         self._num_seen = num
         if not self._bits or num - seen >= _BULK_TOKENS or num > 1 << self._bits:
             self._enter_all(tokens)
+            self._slot = self._slot_of(tokens, num)
             self._at = self._find(tokens, num)
             return self._at >= 0
         for position in range(seen, num):
@@ -79,7 +82,10 @@ class PromptLookup:
                 is_hit = tokens[self._at] == tokens[position]
                 self.hit_rate += HIT_WEIGHT * (is_hit - self.hit_rate)
                 self._at = self._at + 1 if is_hit else -1
-            self._enter(tokens, position)
+            if position >= self._ngram:
+                self._previous.append(self._table[self._slot])
+                self._table[self._slot] = position
+            self._slot = self._slot_of(tokens, position + 1)
             if self._at < 0:
                 self._at = self._find(tokens, position + 1)
         return self._at >= 0
@@ -92,22 +98,15 @@ class PromptLookup:
             found += found[: count - len(found)]
         return found
 
-    def _slot(self, tokens: list[int], end: int) -> int:
+    def _slot_of(self, tokens: list[int], end: int) -> int:
         """Of the gram before `end`."""
         value = 0
         for token in tokens[end - self._ngram : end]:
             value = value * _FACTOR + token & _MASK
         return (value * _MIX & _MASK) >> 32 - self._bits
 
-    def _enter(self, tokens: list[int], position: int) -> None:
-        if position < self._ngram:
-            return
-        slot = self._slot(tokens, position)
-        self._previous.append(self._table[slot])
-        self._table[slot] = position
-
     def _enter_all(self, tokens: list[int]) -> None:
-        """As `_enter` of each position, into a new table with room for as many again."""
+        """All positions, into a new table with room for as many again."""
         num, n = len(tokens), self._ngram
         self._bits = max(_MIN_SLOT_BITS, num.bit_length() + 1)
         table = np.full(1 << self._bits, -1, np.int32)
@@ -126,12 +125,11 @@ class PromptLookup:
         self._table, self._previous = array("i", table.tobytes()), array("i", previous.tobytes())
 
     def _find(self, tokens: list[int], end: int) -> int:
-        """The position before which the longest match of the tokens before `end` stands; -1: there is none."""
+        """The position before which the longest match of the tokens before `end`, whose slot is known, stands; -1: there is
+        none."""
         n, most = self._ngram, self._max_ngram
-        if end < n:
-            return -1
         best, longest = -1, n - 1
-        at = self._table[self._slot(tokens, end)]
+        at = self._table[self._slot] if end >= n else -1
         for _ in range(MAX_CANDIDATES):
             if at < 0:
                 break

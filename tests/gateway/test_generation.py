@@ -397,16 +397,16 @@ async def test_keep_alive_only_on_request(stack: Stack) -> None:
 
 
 async def test_objectives_and_the_class_travel_with_the_request(stack: Stack) -> None:
-    fields = {"prompt": "x", "ttft_ms": 250, "tpot_ms": 12.5, "service_tier": "flex"}
+    fields = {"prompt": "x", "ttft_ms": 250, "tpot_ms": 12.5, "service_tier": "flex", "prompt_lookup": 3}
     answer = await stack.post("/v1/completions", **fields)
     assert answer.json()["service_tier"] == "flex"
     request = await stack.next_request()
-    assert (request.ttft_objective_s, request.tpot_objective_s) == (0.25, 0.0125)
+    assert (request.ttft_objective_s, request.tpot_objective_s, request.prompt_lookup) == (0.25, 0.0125, 3)
     assert request.request_class is RequestClass.OFFLINE
     answer = await stack.post("/v1/completions", prompt="x", service_tier="auto")
     assert answer.json()["service_tier"] == "default"
     request = await stack.next_request(1)
-    assert (request.ttft_objective_s, request.tpot_objective_s) == (0.0, 0.0)
+    assert (request.ttft_objective_s, request.tpot_objective_s, request.prompt_lookup) == (0.0, 0.0, -1)
     assert request.request_class is RequestClass.ONLINE
     for name in ("ttft_ms", "tpot_ms"):
         for value in (0, -1, 1e9, "fast"):

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from services.worker.executor import Executor
 from shared.engine.calls import AddModel, OnStep, Submit
@@ -33,8 +34,10 @@ SAMPLING: list[dict[str, Any]] = [
 Outputs = dict[str, tuple[list[int], list[TokenLogprob]]]
 
 
-def run(path: Path, num_tokens: int, steps_in_flight: int = 1) -> tuple[Outputs, Engine, int]:
-    executor = Executor("cpu", 12, 1 << 18, 8)
+def run(
+    path: Path, num_tokens: int, steps_in_flight: int = 1, deterministic: bool = False
+) -> tuple[Outputs, Engine, int]:
+    executor = Executor("cpu", 12, 1 << 18, 8, deterministic=deterministic)
     lookup = LookupSettings(num_tokens, 1, 3)
     engine = Engine(
         12, 8, FirstComeFirstServed(), FixedTokenBudget(64), steps_in_flight=steps_in_flight, fits_costs=False,
@@ -82,3 +85,10 @@ def test_guesses_change_no_token_and_no_log_probability(tmp_path: Path, variant:
         assert [one.top_ids for one in got[name][1]] == [one.top_ids for one in logprobs]
     assert len(expected["6"][0]) > 30 and len(expected["1"][1]) == 40
     assert engine.counters.accepted_tokens["m"] > 30 and num_steps < num_plain_steps
+
+
+def test_in_deterministic_mode_they_change_no_bit(tmp_path: Path) -> None:
+    path = write_checkpoint(tmp_path, "llama", dtype=torch.bfloat16)
+    expected, _, _ = run(path, 0, deterministic=True)
+    got, engine, _ = run(path, 4, deterministic=True)
+    assert got == expected and engine.counters.accepted_tokens["m"] > 30

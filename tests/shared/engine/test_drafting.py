@@ -193,6 +193,22 @@ def test_guesses_take_no_more_than_the_step_has_left() -> None:
     assert max(plan.num_tokens + sum(len(tokens) for _, tokens in plan.drafts) for plan in run.plans) <= 9
 
 
+def test_a_request_may_have_fewer_guesses_or_none() -> None:
+    run = Run(going_round, cost=None)
+    sent = [request(f"r{most}", [0, 1, 2, 3, 4, 0, most % 5], 40, prompt_lookup=most) for most in (-1, 0, 2, 100)]
+    run.submit(*sent)
+    rows = {}
+    while run.plan() is not None:
+        rows |= {run.engine.held(each.request_id).row: each for each in sent if run.engine.held(each.request_id)}
+        run.step_returns()
+    longest = dict.fromkeys((-1, 0, 2, 100), 0)
+    for plan in run.plans:
+        for index, tokens in plan.drafts:
+            most = rows[plan.rows[index]].prompt_lookup
+            longest[most] = max(longest[most], len(tokens))
+    assert longest == {-1: 6, 0: 0, 2: 2, 100: 6}
+
+
 def test_only_kept_tokens_are_found_in_the_prefix_cache() -> None:
     """The fake executor fails where a cached block holds other tokens than those that it was found by."""
     run = Run()
