@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from msgspec.structs import replace
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
@@ -146,13 +147,14 @@ def test_layers_by_transformers_run_at_once(tmp_path: Path) -> None:
     shape = executor.add_model(executor.prepare_model(ModelSpec("m", str(path))))
     assert shape.layers_per_safepoint == shape.num_layers == 3
     executor.set_layers_per_safepoint("m", 1)
+    new = NewSequence(0, pack_tokens(prompt_of(20)), 20, SamplingParams(max_tokens=9, temperature=0.0), [0])
     step = StepPlan(
-        7, "m", rows=[0], starts=[0], counts=[20], samples=[True], is_interruptible=True,
-        new_sequences=[NewSequence(0, SamplingParams(max_tokens=9, temperature=0.0), 20, pack_tokens(prompt_of(20)), [0])],
+        step_id=7, model="m", rows=[0], starts=[0], counts=[20], samples=[True], new_sequences=[new], new_blocks=[],
+        is_interruptible=True,
     )  # fmt: skip
     executor.interrupt(7)
     assert executor.execute(step).suspended_share == 0.0
-    resumed = StepPlan(7, "m", rows=[0], starts=[0], counts=[20], samples=[True], is_interruptible=True, resumes=True)
+    resumed = replace(step, new_sequences=[], resumes=True)
     assert [executor.execute(resumed).tokens] == reference_outputs(path, [prompt_of(20)], 1)
 
 

@@ -120,10 +120,11 @@ class TransformersModel(DecoderModel):
             raise
         except Exception as error:
             raise CheckpointError(f"{self._named} cannot be run: {type(error).__name__}: {error}") from error
-        if [call.layer for call in calls] != list(range(self.num_layers)):
-            missing = sorted(set(range(self.num_layers)) - {call.layer for call in calls})
+        layers = [call.layer for call in calls]
+        if layers != list(range(self.num_layers)):
+            wrong = [i for i in range(self.num_layers) if layers.count(i) != 1] or layers
             raise CheckpointError(
-                f"{self._named}: layers {missing[:8]} do not attend once each through transformers' attention interface."
+                f"{self._named}: layers {wrong[:8]} do not attend once each through transformers' attention interface."
             )
         if len({call.softcap for call in calls}) > 1:
             raise CheckpointError(f"{self._named}: layers differ in how attention scores are capped.")
