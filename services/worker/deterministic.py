@@ -30,7 +30,7 @@ from services.worker.attention.interface import AttentionBackend
 from services.worker.attention.invariance import is_invariant
 from services.worker.linear import Linear
 from services.worker.models.decoder import DecoderModel
-from services.worker.models.rope import PositionTable, Rope, RotaryEmbedding
+from services.worker.models.rope import RotaryEmbedding
 from services.worker.ops import TorchOps, choose_ops
 
 logger = logging.getLogger(__name__)
@@ -69,7 +69,7 @@ class Numerics:
         """`function` does the same to each element."""
         return function
 
-    def rope(self, rope: RotaryEmbedding, num_positions: int) -> Rope:
+    def rope(self, rope: RotaryEmbedding, num_positions: int) -> RotaryEmbedding:
         """`num_positions`: of the longest sequence."""
         return rope
 
@@ -94,8 +94,9 @@ class InvariantNumerics(Numerics):
     def by_rows(self, function: RowFunction) -> RowFunction:
         return functools.partial(_in_groups, function)
 
-    def rope(self, rope: RotaryEmbedding, num_positions: int) -> Rope:
-        return PositionTable(rope, num_positions)
+    def rope(self, rope: RotaryEmbedding, num_positions: int) -> RotaryEmbedding:
+        rope.tabulate(num_positions)
+        return rope
 
     def ops(self, device: torch.device, dtype: torch.dtype, head_dim: int) -> TorchOps:
         return TorchOps()

@@ -34,8 +34,8 @@ class RotaryEmbedding:
         dtype: torch.dtype,
     ) -> None:
         """`rope`: as `shared.checkpoint.rope_parameters` gives it."""
-        self.device = device
         self._dtype = dtype
+        self._table: tuple[torch.Tensor, torch.Tensor] | None = None
         self._head_dim = head_dim
         self._theta = float(rope["rope_theta"])
         self._dynamic: tuple[float, int] | None = None
@@ -71,11 +71,22 @@ class RotaryEmbedding:
 
     def cos_sin(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """[T] int64 -> cos and sin, each [T, head_dim / 2] float32."""
+        if self._table is not None:
+            return self._table[0].index_select(0, positions), self._table[1].index_select(0, positions)
         angles = positions[:, None].float() * self._inverse_at(positions)
         cos, sin = angles.cos(), angles.sin()
         if self.attention_factor != 1.0:
             cos, sin = cos * self.attention_factor, sin * self.attention_factor
         return cos, sin
+
+    def tabulate(self, num_positions: int) -> None:
+        """Computes all positions now, in blocks of a fixed shape, so that those of a position do not depend on the others of
+        a step."""
+        blocks = [
+            self.cos_sin(torch.arange(start, start + _TABLE_BLOCK, device=self._inverse.device))
+            for start in range(0, num_positions, _TABLE_BLOCK)
+        ]
+        self._table = torch.cat([cos for cos, _ in blocks]), torch.cat([sin for _, sin in blocks])
 
     def _inverse_at(self, positions: torch.Tensor) -> torch.Tensor:
         """[head_dim / 2], or [T, head_dim / 2] where frequencies depend on the position.
@@ -90,22 +101,6 @@ class RotaryEmbedding:
         growth = factor * length / original - (factor - 1)
         base = self._theta * growth ** (self._head_dim / (self._head_dim - 2))
         return 1.0 / base**self._exponents
-
-
-class PositionTable:
-    """cos and sin of all positions, computed in blocks of a fixed shape, so that those of a position do not depend on the
-    others of a step."""
-
-    def __init__(self, rope: RotaryEmbedding, num_positions: int) -> None:
-        device = rope.device
-        blocks = [
-            rope(torch.arange(start, start + _TABLE_BLOCK, device=device))
-            for start in range(0, num_positions, _TABLE_BLOCK)
-        ]
-        self._cos, self._sin = (torch.cat(halves) for halves in zip(*blocks, strict=True))
-
-    def __call__(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return self._cos.index_select(0, positions), self._sin.index_select(0, positions)
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
