@@ -43,7 +43,7 @@ def cases(concurrencies: Sequence[int], is_quick: bool) -> list[Case]:
         Case(f"{streams} stream{'s' * (streams > 1)}", 256, 64, streams, max(least, streams * each))
         for streams in concurrencies
     ]
-    return [*found, Case("prefill 2k", 2048, 2, 1, num_long)]
+    return [*found, Case(f"{results.PREFILL} 2k", 2048, 8, 1, num_long)]
 
 
 def compare(

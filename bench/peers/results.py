@@ -13,8 +13,10 @@ from bench.reporting import Target, table
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+PREFILL = "prefill"
+"""What names of cases begin with that are about prompts: their rate is that of the first token."""
 LEAST_THROUGHPUT_RATIO = 1.2
-"""Of the best peer's output tokens per second."""
+"""Of the best peer's rate."""
 MOST_LATENCY_RATIO = 1.0
 """Of the same peer's P99."""
 
@@ -56,6 +58,11 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     mean_tpot_ms: float
     p99_tpot_ms: float
 
+    @property
+    def rate(self) -> float:
+        """Output tokens per second, or first tokens."""
+        return 1e3 / self.mean_ttft_ms if self.case.startswith(PREFILL) else self.output_tokens_per_s
+
 
 def turns(servers: Sequence[str]) -> list[str]:
     """The order of a round, A B B A or A B C C B A, so that a steady drift of the machine's speed cancels."""
@@ -89,12 +96,8 @@ def _row(turns: Sequence[Measured]) -> Row:
 
 
 def best_peer(rows: Sequence[Row], case: str, own: str) -> Row | None:
-    """The one with the most tokens per second; None: there is no other server."""
-    return max(
-        (row for row in rows if row.case == case and row.server != own),
-        key=lambda row: row.output_tokens_per_s,
-        default=None,
-    )
+    """The one with the highest rate; None: there is no other server."""
+    return max((row for row in rows if row.case == case and row.server != own), key=lambda row: row.rate, default=None)
 
 
 def targets(rows: Sequence[Row], own: str) -> list[Target]:
@@ -105,10 +108,10 @@ def targets(rows: Sequence[Row], own: str) -> list[Target]:
         if row.server != own or peer is None:
             continue
         note = f"against {peer.server}"
-        ratio = row.output_tokens_per_s / peer.output_tokens_per_s
+        ratio = row.rate / peer.rate
         found.append(
             Target(
-                name=f"{row.case}: output tokens per second", value=ratio, limit=LEAST_THROUGHPUT_RATIO, is_least=True,
+                name=f"{row.case}: tokens per second", value=ratio, limit=LEAST_THROUGHPUT_RATIO, is_least=True,
                 note=note,
             )
         )  # fmt: skip
@@ -129,7 +132,7 @@ def page(rows: Sequence[Row], own: str) -> list[str]:
     lines = []
     for row in rows:
         mine = next((each for each in rows if each.case == row.case and each.server == own), None)
-        ratio = "" if mine is None else f"{mine.output_tokens_per_s / row.output_tokens_per_s:.2f}"
+        ratio = "" if mine is None else f"{mine.rate / row.rate:.2f}"
         lines.append(
             (
                 row.case, row.server, f"{row.output_tokens_per_s:.1f}", ratio, f"{row.mean_ttft_ms:.0f}",

@@ -239,8 +239,8 @@ class LlamaCpp(Server):
             unfinished.rename(file)
         command = [
             str(self._binary), "--model", str(file), "--alias", checkpoint.name, "--host", "127.0.0.1", "--port", str(port),
-            "--threads", str(threads()), "--parallel", str(MAX_SEQUENCES), "--kv-unified",
-            "--ctx-size", str(CONTEXT_TOKENS * 8), "--no-cache-prompt", "--cache-ram", "0",
+            "--threads", str(threads()), "--parallel", str(MAX_SEQUENCES), "--no-kv-unified",
+            "--ctx-size", str(CONTEXT_TOKENS * MAX_SEQUENCES), "--no-cache-prompt", "--cache-ram", "0",
         ]  # fmt: skip
         return command, {}
 
