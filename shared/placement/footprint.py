@@ -18,9 +18,9 @@ HIDDEN_VECTORS = 16
 """Activations alive at once per token, in vectors of hidden_size: residual, normalised input, queries, keys, values and
 attention output (6), gate, up and their product (about 3 to 4 times hidden_size each; 10 with buffers reused)."""
 
-LOGIT_BYTES = {"cpu": 2 * 4, "cuda": 40}
-"""Per vocabulary entry and sampled row: float32 logits and one copy that sampling sorts or masks. On CUDA a sort for top-p
-takes more: logits, scores, the sorted ones with their indices (12), a second copy of these (12), probabilities and sums."""
+LOGIT_BYTES = {"cpu": 2 * 4, "cuda": 28}
+"""Per vocabulary entry and sampled row: float32 logits and one copy that sampling sorts or masks. On CUDA at most: logits, a
+copy with penalties, scores, and four more while noise is made or a threshold is sought, nothing of which is sorted."""
 
 WEIGHT_MARGIN = 1.02
 """Rotary tables, allocator rounding and packed layouts on top of the tensors in the files."""

@@ -37,8 +37,8 @@ LEAST_TENSOR_CORE_GROUP = 4
 _LEAST_WORKSPACE_BYTES = 128 << 20
 """FlashInfer's own advice."""
 _PLAN_BYTES = 2 << 20
-_QUERY_TILE = 16
-"""Rows that a tensor core kernel computes for one query."""
+_QUERY_TILES = (16, 64)
+"""Rows that a tensor core kernel computes at once: one for each query head of a KV head, up to 16 or more."""
 _TOLERANCE = 2e-2
 
 
@@ -270,7 +270,8 @@ def _workspace_bytes(layout: BatchLayout) -> int:
     on_cuda = layout.device.type == "cuda"
     num_processors = torch.cuda.get_device_properties(layout.device).multi_processor_count if on_cuda else 1
     num_rows = 2 * max(len(layout.counts), num_processors)
-    return max(_LEAST_WORKSPACE_BYTES, 4 * num_rows * _QUERY_TILE * layout.heads.queries * layout.heads.dim)
+    tile = next((t for t in _QUERY_TILES if layout.heads.queries <= t * layout.heads.keys), _QUERY_TILES[-1])
+    return max(_LEAST_WORKSPACE_BYTES, 4 * num_rows * tile * layout.heads.queries * layout.heads.dim)
 
 
 @functools.cache
