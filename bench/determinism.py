@@ -41,7 +41,7 @@ CONTEXT = 290
 """Of decodes."""
 DECODES = (1, 8, 32)
 PROMPTS = (256, 2048)
-MEMORY_BYTES = 60 << 20
+MEMORY_BYTES = 44 << 20
 """Of both instances: not enough for all streams at once."""
 
 
