@@ -61,7 +61,7 @@ PARTS = (
     Part("sampling", 40, "Sampling"),
     Part("products", 40, "Products of 16 and 8 bits"),
     Part("migration", 150, "Requests that move between two instances on the device", ("kernels",)),
-    Part("sharing", 120, "Two models on one executor", ("kernels",)),
+    Part("sharing", 150, "Two models on one executor", ("kernels",)),
     Part("lock", 60, "The interpreter's lock"),
     Part("decode_fp8", 90, "Decode with float8 weights", ("kernels", "rates", "checkpoint")),
 )
@@ -129,8 +129,8 @@ class Run:
         self.log.write(f"\n===== {part.name}\n")
         self.log.flush()
         process = subprocess.Popen(
-            self.command(part), cwd=REPOSITORY, env=self.environment, stdin=subprocess.DEVNULL, stdout=self.log,
-            stderr=subprocess.STDOUT, start_new_session=True,
+            self.command(part), cwd=REPOSITORY, env=self.environment | {"TMPDIR": str(self.scratch)},
+            stdin=subprocess.DEVNULL, stdout=self.log, stderr=subprocess.STDOUT, start_new_session=True,
         )  # fmt: skip
         return Running(part, process, time.monotonic(), limit_s)
 

@@ -3,12 +3,15 @@ any machine that they are called rightly."""
 
 from __future__ import annotations
 
+import itertools
 import math
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+
+_plan_ids = itertools.count(1)
 
 Cache = tuple[torch.Tensor, torch.Tensor]
 
@@ -25,10 +28,10 @@ class BatchDecodeWithPagedKVCacheWrapper:
         self.workspace = float_workspace_buffer
         self.is_fixed = use_cuda_graph
         self.buffers = paged_kv_indptr_buffer, paged_kv_indices_buffer, paged_kv_last_page_len_buffer
-        self.num_plans = 0
 
     def reset_workspace_buffer(self, float_workspace_buffer: torch.Tensor, int_workspace_buffer: torch.Tensor) -> None:
         assert float_workspace_buffer is self.workspace and int_workspace_buffer.dtype == torch.uint8
+        self.plan_memory = int_workspace_buffer[:8].view(torch.int64)
 
     def plan(
         self, indptr: torch.Tensor, indices: torch.Tensor, last_page_len: torch.Tensor, num_qo_heads: int,
@@ -50,9 +53,11 @@ class BatchDecodeWithPagedKVCacheWrapper:
         self.shape = num_qo_heads, num_kv_heads, head_dim, page_size
         self.dtypes = q_data_type, kv_data_type
         self.window_left = window_left
-        self.num_plans += 1
+        self.plan_id = next(_plan_ids)
+        self.plan_memory.fill_(self.plan_id)
 
     def run(self, q: torch.Tensor, paged_kv_cache: Cache) -> torch.Tensor:
+        assert int(self.plan_memory) == self.plan_id, "another plan lies where this one was"
         heads, kv_heads, dim, page_size = self.shape
         k, v = paged_kv_cache
         assert k.stride() == v.stride() and k.shape == v.shape and k.stride(3) == 1

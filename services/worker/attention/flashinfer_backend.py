@@ -46,18 +46,19 @@ class FlashInferUnavailable(Exception):
     """It is not installed, or not for this device."""
 
 
-@dataclass
 class _Workspace:
     """Of wrappers that run one after the other on one stream."""
 
-    floats: torch.Tensor
-    plan: torch.Tensor
-
-    @classmethod
-    def of(cls, layout: BatchLayout) -> _Workspace:
+    def __init__(self, layout: BatchLayout) -> None:
         """For as many rows as `layout` has."""
-        sizes = _workspace_bytes(layout), _PLAN_BYTES
-        return cls(*(torch.empty(size, dtype=torch.uint8, device=layout.device) for size in sizes))
+        self.floats = torch.empty(_workspace_bytes(layout), dtype=torch.uint8, device=layout.device)
+        self._plans: dict[int | None, torch.Tensor] = {}
+
+    def plan(self, window: int | None) -> torch.Tensor:
+        """Where the plan of the window's layers lies: in a step all plans are made before its first layer."""
+        if window not in self._plans:
+            self._plans[window] = torch.empty(_PLAN_BYTES, dtype=torch.uint8, device=self.floats.device)
+        return self._plans[window]
 
 
 class _Wrapper:
@@ -140,7 +141,7 @@ class FlashInferBackend(AttentionBackend):
         rows = np.arange(len(layout.counts), dtype=np.int32)
         positions, starts, last, pages, of_rows = pack_to_device([*values.values(), rows], layout.device)
         if self._workspace is None or self._workspace.floats.numel() < _workspace_bytes(layout):
-            self._workspace = _Workspace.of(layout)
+            self._workspace = _Workspace(layout)
             self._wrappers.clear()
         wrappers = {window: self._eager(window, layout, self._workspace) for window in (None, *layout.windows)}
         decode = _Decode(of_rows, positions, starts, last, pages, wrappers)
@@ -188,7 +189,7 @@ class FlashInferBackend(AttentionBackend):
     ) -> Any:
         if not self._runs(layout):
             return self._chunks.allocate_replay(layout, fields, max_pages, larger)
-        workspace = _Workspace.of(layout) if larger is None else larger.workspace
+        workspace = _Workspace(layout) if larger is None else larger.workspace
         buffers = {
             "use_cuda_graph": True,
             "paged_kv_indptr_buffer": fields["page_starts"],
@@ -229,7 +230,7 @@ class FlashInferBackend(AttentionBackend):
             workspace.floats, "HND", use_tensor_cores=uses_tensor_cores, backend="fa2" if uses_tensor_cores else "auto",
             **options,
         )  # fmt: skip
-        inner.reset_workspace_buffer(workspace.floats, workspace.plan)
+        inner.reset_workspace_buffer(workspace.floats, workspace.plan(window))
         return _Wrapper(inner, window)
 
 
