@@ -34,7 +34,6 @@ class EngineCounters:
         """Computed (prompt and output) for online requests."""
         self.harvested_tokens = 0
         """Computed for offline requests."""
-
         self.drafts: Counter[str] = Counter()
         """Of each model: how often tokens of a sequence were guessed in a step, how many, and how many of them were kept."""
         self.drafted_tokens: Counter[str] = Counter()
