@@ -112,8 +112,7 @@ class InvariantLinear(Linear):
     __slots__ = ("_sizes",)
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None, *, shared: bool = False) -> None:
-        out_features, in_features = weight.shape
-        self._sizes = tile_sizes(in_features, out_features, weight.dtype, weight.device, bias is not None)
+        self._sizes = tile_sizes(weight.shape, weight.dtype, weight.device, bias is not None, shared)
         super().__init__(weight, bias, shared=shared)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -143,13 +142,13 @@ def tiles(num_rows: int, sizes: tuple[int, ...]) -> Iterator[tuple[int, int, int
 
 @functools.cache
 def tile_sizes(
-    in_features: int, out_features: int, dtype: torch.dtype, device: torch.device, has_bias: bool
+    shape: tuple[int, int], dtype: torch.dtype, device: torch.device, has_bias: bool, shared: bool
 ) -> tuple[int, ...]:
-    """Ascending: tiles of which a `Linear` of this shape gives the same bits for a row at every place.
+    """Ascending: tiles of which a `Linear` of a weight like this gives the same bits for a row at every place.
 
     They are found by weights whose halves cancel each other but for rounding, so that hardly an element of the result
     survives another order of its sum."""
-    generator = torch.Generator().manual_seed(0)
+    (out_features, in_features), generator = shape, torch.Generator().manual_seed(0)
 
     def random(rows: int) -> torch.Tensor:
         return torch.randn(rows, -(-in_features // 2), generator=generator)
@@ -157,7 +156,7 @@ def tile_sizes(
     half = random(out_features)
     weight = torch.cat((half, half), 1)[:, :in_features].to(device, dtype)
     bias = torch.zeros(out_features, dtype=dtype, device=device) if has_bias else None
-    linear = Linear(weight, bias)
+    linear = Linear(weight, bias, shared=shared)
     base = BASE_ROWS[device.type]
     half = random(base) * 2.0 ** torch.randint(0, 9, (base, half.shape[1]), generator=generator)
     rows = torch.cat((half, -half), 1)[:, :in_features].to(device, dtype)
@@ -174,9 +173,9 @@ def tile_sizes(
                 return False
         return True
 
-    sizes = {size for size in OTHER_ROWS[device.type] if agrees(size)} if agrees(base) else set()
-    # a tile of one row has only one place
-    found = tuple(sorted(sizes | {base})) if sizes or agrees(base) else (1,)
+    found: tuple[int, ...] = (1,)  # it has only one place
+    if agrees(base):
+        found = tuple(sorted({base, *(size for size in OTHER_ROWS[device.type] if agrees(size))}))
     logger.debug("linear %d x %d in %s: tiles of %s rows", in_features, out_features, dtype, found)
     return found
 

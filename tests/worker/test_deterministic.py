@@ -12,6 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from services.worker import linear
 from services.worker.deterministic import INVARIANT, tiles
 from services.worker.executor import Executor
 from services.worker.models.decoder import activation
@@ -187,3 +188,19 @@ def test_a_table_of_angles_has_what_each_position_has() -> None:
     positions = torch.tensor([0, 63, 64, 130, 199, 5])
     for got, expected in zip(tabulated(positions), computed(positions), strict=True):
         torch.testing.assert_close(got, expected)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_rows_product_is_the_same_in_any_batch(
+    dtype: torch.dtype, shared: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the weight is too large to be packed a second time. The halves of the sums cancel each other."""
+    monkeypatch.setattr(linear, "_MAX_SHARED_COPY_BYTES", 0)
+    torch.manual_seed(0)
+    half, x = torch.randn(72, 776), torch.randn(75, 776)
+    layer = INVARIANT.linear(torch.cat((half, half), 1).to(dtype), shared=shared)
+    rows = torch.cat((x, -x), 1).to(dtype)
+    whole = layer(rows)
+    for part in (slice(0, 1), slice(7, 10), slice(70, 75), slice(3, 45)):
+        assert torch.equal(layer(rows[part]), whole[part])
