@@ -16,7 +16,7 @@ from bench.gpu.__main__ import Part, Run
 from bench.gpu.wheels import archive, requirements
 
 PARTS = (
-    Part("fails", 30, "Fails"), Part("hangs", 2.0, "Hangs"), Part("works", 30, "Works"),
+    Part("fails", 30, "Fails"), Part("hangs", 1.5, "Hangs"), Part("works", 30, "Works"),
     Part("waits", 30, "Waits", ("fails",)),
 )  # fmt: skip
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
@@ -22,6 +22,7 @@ ARRAYS = st.lists(
 )
 
 
+@settings(max_examples=25)
 @given(ARRAYS)
 def test_what_is_packed_is_unpacked(values: list[np.ndarray]) -> None:
     packed, places = pack(values, pinned=False)
