@@ -87,6 +87,7 @@ def test_guesses_change_no_token_and_no_log_probability(tmp_path: Path, variant:
     assert engine.counters.accepted_tokens["m"] > 30 and num_steps < num_plain_steps
 
 
+@pytest.mark.slow
 def test_in_deterministic_mode_they_change_no_bit(tmp_path: Path) -> None:
     path = write_checkpoint(tmp_path, "llama", dtype=torch.bfloat16)
     expected, _, _ = run(path, 0, deterministic=True)
