@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 import torch
 import torch.nn.functional as F
 
+from services.worker.fp8_linear import Fp8Linear
 from services.worker.linear import Linear
-from shared.checkpoint import CheckpointError
 from shared.quantization import GROUP_SIZE
 
 logger = logging.getLogger(__name__)
@@ -75,9 +75,9 @@ class GroupedWeights:
 
 def quantized(weight: torch.Tensor, bias: torch.Tensor | None, quantization: str) -> AnyLinear:
     """Of a weight `[out_features, in_features]` that is not quantised, rounded to the nearest. One whose shape does not fit
-    stays as it is. Raises `CheckpointError` where this device has no such products."""
+    stays as it is."""
     if quantization == "fp8":
-        return fp8_linear(weight, bias)
+        return Fp8Linear(weight, bias)
     if quantization == "int8":
         scales = weight.abs().amax(1).float().clamp_(min=1e-12) / 127
         values = (weight.float() / scales[:, None]).round_().to(torch.int8)
@@ -104,7 +104,8 @@ def from_groups(parts: list[GroupedWeights], bias: torch.Tensor | None, dtype: t
     values, scales, zeros = (torch.cat([getattr(part, n) for part in parts]) for n in ("values", "scales", "zeros"))
     weights = GroupedWeights(values, scales, zeros, parts[0].bits, parts[0].columns)
     if weights.values.is_floating_point():
-        return stored_fp8(weights, bias, dtype)
+        widened = weights.dequantized().to(dtype)
+        return Fp8Linear(widened, bias) if widened.is_cuda else Linear(widened, bias)
     shape, device = weights.values.shape, weights.values.device
     if weights.bits == 4 and weights.group_size in _INT4_GROUPS and int4_works(device.type, dtype, *_odd(shape)):
         return Int4Linear(weights, bias, dtype)
@@ -158,20 +159,6 @@ class Int4Linear:
         operator = torch.ops.aten._weight_int4pack_mm_for_cpu if self._is_cpu else torch.ops.aten._weight_int4pack_mm
         result: torch.Tensor = operator(x.contiguous(), self._packed, self._group_size, self._scales_and_zeros)
         return result if self._bias is None else result.add_(self._bias)
-
-
-def stored_fp8(weights: GroupedWeights, bias: torch.Tensor | None, dtype: torch.dtype) -> AnyLinear:
-    return Linear(weights.dequantized().to(dtype), bias)
-
-
-def fp8_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> AnyLinear:
-    """Raises `CheckpointError`."""
-    try:
-        from services.worker.fp8_linear import Fp8Linear
-    except ImportError:
-        raise CheckpointError("quantization 'fp8': this device has no products of such weights.") from None
-    linear: AnyLinear = Fp8Linear(weight, bias)
-    return linear
 
 
 def _odd(shape: torch.Size) -> tuple[int, int]:

@@ -18,6 +18,8 @@ from transformers import (
     GptOssForCausalLM,
     PreTrainedConfig,
     PreTrainedModel,
+    ZayaConfig,
+    ZayaForCausalLM,
 )
 
 from services.worker.executor import Executor
@@ -166,6 +168,11 @@ def test_layers_by_transformers_run_at_once(tmp_path: Path) -> None:
             BloomForCausalLM,
             BloomConfig(vocab_size=50, hidden_size=32, n_layer=1, n_head=2, seq_length=64),
             "be replaced",
+        ),
+        (
+            ZayaForCausalLM,
+            ZayaConfig(**{key: value for key, value in TINY.items() if key != "rope_parameters"}),
+            "mix tokens outside of attention",
         ),
         (None, None, "not known to the installed transformers"),
     ],

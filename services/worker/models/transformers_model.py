@@ -21,7 +21,8 @@ from services.worker.models.weights import WeightReader
 from shared.checkpoint import CheckpointError, CheckpointShape
 
 _IMPLEMENTATION = "tideway"
-_PROBE_TOKENS = 3
+_LARGEST_CHANGE = 0.1
+"""Of a token's hidden state by rounding, where tokens before it are others and attention does not see them."""
 _CHANGES_SCORES = ("s_aux", "position_bias", "attention_bias", "alibi", "head_mask")
 """Arguments of an attention function that ours cannot heed."""
 
@@ -111,24 +112,31 @@ class TransformersModel(DecoderModel):
                     f"{self._named}: layer {call.layer} has keys of {list(found[0])} and values of {list(found[1])} (heads, "
                     f"size), but KV blocks hold {list(expected)} for each."
                 )
-            return torch.zeros_like(call.queries)
+            # each token sees itself alone
+            return call.values.repeat_interleave(call.queries.shape[1] // self.num_kv_heads, 1)
 
-        tokens = torch.zeros(_PROBE_TOKENS, dtype=torch.int64, device=self.device)
+        def last_of(*tokens: int) -> torch.Tensor:
+            embedded = self._embedding(torch.tensor(tokens, device=self.device))
+            return self._run(embedded, torch.arange(len(tokens), device=self.device), record)[-1].float()
+
         try:
-            self._run(self._embedding(tokens), torch.arange(_PROBE_TOKENS, device=self.device), record)
+            hidden = last_of(0, 1, 2)
+            layers = [call.layer for call in calls]
+            change = (last_of(3, 4, 2) - hidden).norm() / hidden.norm()
         except CheckpointError:
             raise
         except Exception as error:
             raise CheckpointError(f"{self._named} cannot be run: {type(error).__name__}: {error}") from error
-        layers = [call.layer for call in calls]
         if layers != list(range(self.num_layers)):
             wrong = [i for i in range(self.num_layers) if layers.count(i) != 1] or layers
             raise CheckpointError(
                 f"{self._named}: layers {wrong[:8]} do not attend once each through transformers' attention interface."
             )
+        if change > _LARGEST_CHANGE:
+            raise CheckpointError(f"{self._named}: its layers mix tokens outside of attention.")
         if len({call.softcap for call in calls}) > 1:
             raise CheckpointError(f"{self._named}: layers differ in how attention scores are capped.")
-        return calls
+        return calls[: self.num_layers]
 
 
 class _Given(nn.Module):
@@ -168,13 +176,15 @@ def _attention(
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
     *,
-    tideway_attend: _Attend,
+    tideway_attend: _Attend | None = None,
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
     """As transformers calls it: `[1, heads, T, head_dim]` each -> `[1, T, heads, head_dim]`."""
+    if tideway_attend is None:
+        raise TypeError("its layers hand no arguments on to their attention")
     unsupported = [name for name in _CHANGES_SCORES if others.get(name) is not None]
     if attention_mask is not None:
         unsupported.append("a mask of its own")
