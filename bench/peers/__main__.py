@@ -52,6 +52,8 @@ def compare(
     """All of one checkpoint, and the cores that each server takes while it idles."""
     measured: list[Measured] = []
     by_name = {server.name: server for server in servers}
+    left_out: set[str] = set()
+    """Those that have failed."""
     with contextlib.ExitStack() as stack:
         for server in servers:
             began_s = time.monotonic()
@@ -69,7 +71,14 @@ def compare(
                 order = results.turns(list(by_name))
                 for turn, name in enumerate(order):
                     # The same prompts for all; others in the second half, since Tideway would find those of the first.
-                    one = measure(client, by_name[name], checkpoint, case, number, seed + (turn >= len(servers)))
+                    if name in left_out:
+                        continue
+                    try:
+                        one = measure(client, by_name[name], checkpoint, case, number, seed + (2 * turn >= len(order)))
+                    except ServerError as error:
+                        print(f"{error}; it is left out from here on", flush=True)
+                        left_out.add(name)
+                        continue
                     measured.append(one)
                     print(
                         f"{checkpoint.name} {case.name:11} {name:10} {one.output_tokens_per_s:7.1f} tok/s  "

@@ -23,6 +23,8 @@ SHAPES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 SPECIAL_TOKENS = ("<pad>", "<bos>", "<eos>")
 """Ids 0, 1 and 2."""
+NUM_SINGLE = len(SPECIAL_TOKENS) + 256
+"""Ids of those and of single bytes."""
 
 
 def make_tokenizer(num_tokens: int) -> Tokenizer:
@@ -51,6 +53,16 @@ def _byte_level(vocabulary: dict[str, int], merges: list[tuple[str, str]]) -> To
     return tokenizer
 
 
+def _never_chosen(file: Path, tokens: list[int]) -> None:
+    """Their scores are 0, which others exceed: a random model would end in halves of characters, for which some servers send
+    no chunk. `file`: of a model whose embedding is its head."""
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(file)
+    tensors["model.embed_tokens.weight"][tokens] = 0
+    save_file(tensors, file, {"format": "pt"})
+
+
 def make_checkpoint(folder: Path, shape: str) -> Path:
     """Made once; returns its folder below `folder`."""
     target = folder / shape
@@ -63,7 +75,11 @@ def make_checkpoint(folder: Path, shape: str) -> Path:
     # Names of older transformers, which some servers bring.
     config = {"rope_theta": 10000.0, "torch_dtype": "bfloat16", **json.loads(config_file.read_text())}
     config_file.write_text(json.dumps(config, indent=1))
-    make_tokenizer(SHAPES[shape]["vocab_size"]).save(str(target / "tokenizer.json"))
+    tokenizer = make_tokenizer(SHAPES[shape]["vocab_size"])
+    tokenizer.save(str(target / "tokenizer.json"))
+    single = {token: tokenizer.decode([token]) for token in range(NUM_SINGLE)}
+    no_text = [token for token, text in single.items() if not (text.isascii() and text.isprintable() and text)]
+    _never_chosen(target / "model.safetensors", no_text)
     (target / "tokenizer_config.json").write_text(
         json.dumps(
             {
