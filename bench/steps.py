@@ -39,7 +39,7 @@ from services.worker.executor import Executor
 from services.worker.models.decoder import ForwardBatch
 from services.worker.output_log import OutputLog
 from shared.bus.codec import decoder, encode
-from shared.engine.calls import AddModel, Submit
+from shared.engine.calls import AddModel, Cancel, Submit
 from shared.engine.driver import Driver
 from shared.engine.memory.slab import choose_merged_bytes
 from shared.engine.requests import Ended, Output
@@ -177,7 +177,7 @@ class Session:
         self._num_requests += 1
         prompt = [self._chooser.randrange(3, self.model.vocab_size) for _ in range(num_prompt_tokens)]
         request = GenerationRequest(
-            request_id=f"cmpl-{self._num_requests:032x}-0",
+            request_id=request_id_of(self._num_requests),
             gateway_id="gateway",
             model="model",
             prompt=pack_tokens(prompt),
@@ -208,9 +208,22 @@ class Session:
             for frame in self._outputs.frames("instance", effect.entries, time.monotonic())
         ]
 
+    def cancel(self) -> None:
+        """All that are open."""
+        for number in range(self._num_requests + 1):
+            self._engine.apply(Cancel(request_id_of(number)), time.monotonic())
+        turn = self._driver.turn(time.monotonic())
+        assert turn.plan is None
+        self.num_open -= sum(isinstance(effect, Ended) for effect in turn.effects)
+        assert self.num_open == 0
+
     def finish(self) -> None:
         while self.num_open:
             self.step()
+
+
+def request_id_of(number: int) -> str:
+    return f"cmpl-{number:032x}-0"
 
 
 class Alone:
@@ -341,13 +354,13 @@ def measured(session: Session, name: str, num_tokens: int, run: Callable[[], Non
 def decode(session: Session, alone: Alone, floors: Floors, batch: int, context: int, repeats: int) -> Step:
     length = context - repeats
     for _ in range(batch):
-        session.submit(length, 3 * repeats + 2 * batch)
+        session.submit(length, 2 * context)
     while session.step() != (batch, True):
         pass
     found = measured(session, f"decode x {batch}", batch, lambda: check(session.step(), batch), repeats)
     assert session.batch is not None
     found.linears_us, found.attention_us = alone.linears_us(batch), alone.attention_us(session.batch)
-    session.finish()
+    session.cancel()
     read = floors.weight_bytes + batch * context * floors.kv_bytes_per_token
     bytes_per_s, flop_per_us = floors.read_bytes_per_s(), floors.flop(MANY_ROWS) / floors.products_us(MANY_ROWS)
     found.floor_us = max(read / bytes_per_s * 1e6, floors.flop(batch) / flop_per_us)
