@@ -20,6 +20,8 @@ from transformers import (
     GemmaForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -141,6 +143,7 @@ BY_TRANSFORMERS: dict[str, tuple[type[PreTrainedModel], Any]] = {
             vocab_size=VOCAB_SIZE, n_embd=48, n_layer=3, n_head=6, n_positions=256, bos_token_id=1, eos_token_id=2
         ),
     ),
+    "gpt-neox": (GPTNeoXForCausalLM, GPTNeoXConfig(**_COMMON, intermediate_size=80)),
     "phi": (PhiForCausalLM, PhiConfig(**_COMMON, intermediate_size=80, partial_rotary_factor=0.5)),
     "cohere2": (
         Cohere2ForCausalLM,

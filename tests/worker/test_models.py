@@ -194,6 +194,15 @@ def test_what_transformers_cannot_run_here_is_refused(
         load_model(identity_of(path, CPU), CPU, group)
 
 
+def test_a_tensor_that_transformers_does_not_find_is_named(tmp_path: Path) -> None:
+    path = write_checkpoint(tmp_path, "phi")
+    tensors = load_file(path / "model.safetensors")
+    del tensors["model.layers.1.mlp.fc1.weight"]
+    save_file(tensors, path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"has no tensor model\.layers\.1\.mlp\.fc1\.weight"):
+        load_model(identity_of(path, CPU), CPU)
+
+
 def change_config(path: Path, **changes: object) -> None:
     config = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps(config | changes))

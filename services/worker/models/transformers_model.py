@@ -213,11 +213,15 @@ def _load(reader: WeightReader, named: str) -> Any:
     if not getattr(kind, "_supports_attention_backend", False):
         raise CheckpointError(f"{named}: its attention in transformers cannot be replaced.")
     try:
-        model: Any = _in_dtype(kind, reader.dtype).from_pretrained(
-            reader.path, config=config, dtype=torch.float32, attn_implementation=_IMPLEMENTATION, local_files_only=True
-        )
+        model, found = _in_dtype(kind, reader.dtype).from_pretrained(
+            reader.path, config=config, dtype=torch.float32, attn_implementation=_IMPLEMENTATION,
+            local_files_only=True, output_loading_info=True,
+        )  # fmt: skip
     except Exception as error:
         raise CheckpointError(f"{named} cannot be loaded: {type(error).__name__}: {error}") from error
+    for what, problem in (("missing_keys", "has no tensor"), ("mismatched_keys", "has other shapes for")):
+        if found.get(what):
+            raise CheckpointError(f"{named} {problem} {', '.join(map(str, sorted(found[what])[:4]))}.")
     model.eval().to(reader.device)
     head = model.get_output_embeddings()
     embedding = model.get_input_embeddings()
@@ -242,7 +246,8 @@ def _in_dtype(kind: Any, dtype: torch.dtype) -> Any:
             for parameter in self.parameters():
                 parameter.data = parameter.data.to(dtype)
 
-    InDtype.__name__ = InDtype.__qualname__ = kind.__name__
+    # by these transformers finds what names the weights have in files
+    InDtype.__name__, InDtype.__module__ = kind.__name__, kind.__module__
     return InDtype
 
 
