@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import threading
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from services.placement.checkpoints import Checkpoints
 from services.placement.fleet import GRACE_S, NodePresence
-from services.placement.requests import check_length, check_spec
+from services.placement.requests import check_length, check_quantization, check_spec
 from services.placement.statistics import TrafficStatistics
 from shared.bus.interface import ServiceError
 from shared.checkpoint import CheckpointError, CheckpointMissing, CheckpointShape
@@ -139,6 +140,7 @@ class TestRequests:
             (ModelSpec("m", "/m", replicas=-1), "replicas"),
             (ModelSpec("m", "/m", slo_scale=0.5), "slo_scale"),
             (ModelSpec("m", "/m", slo_scale=1e9), "slo_scale"),
+            (ModelSpec("m", "/m", quantization="int2"), "quantization"),
         ],
     )
     def test_the_field_at_fault_is_named(self, spec: ModelSpec, param: str) -> None:
@@ -149,6 +151,13 @@ class TestRequests:
     def test_a_length_beyond_the_checkpoint(self) -> None:
         with pytest.raises(ServiceError, match="max_model_len is 513, but the checkpoint allows 512 tokens"):
             check_length(ModelSpec("m", "/m", max_model_len=513), SHAPE)
+
+    def test_a_checkpoint_that_is_quantised_already(self) -> None:
+        stored = msgspec.structs.replace(SHAPE, stored_as="awq")
+        check_quantization(ModelSpec("m", "/m"), stored)
+        with pytest.raises(ServiceError, match="quantised already .awq.") as caught:
+            check_quantization(ModelSpec("m", "/m", quantization="int8"), stored)
+        assert caught.value.info.param == "quantization"
 
 
 class TestCheckpoints:

@@ -82,6 +82,9 @@ def test_models_as_pairs_as_json_and_from_a_file(tmp_path: Path) -> None:
     file.write_text('[[models]]\nname = "a"\nsource = "/models/a"\n[[models]]\nname = "org/b"\nsource = "org/b"\n')
     assert load(PlacementSettings, {"TIDEWAY_CONFIG": str(file)}).model_specs() == expected
     assert load(PlacementSettings, {}).model_specs() == []
+    text = '[{"name": "a", "source": "/a", "quantization": "int4"}, {"name": "b", "source": "/b"}]'
+    settings = load(PlacementSettings, {"TIDEWAY_MODELS": text, "TIDEWAY_QUANTIZATION": "int8"})
+    assert [spec.quantization for spec in settings.model_specs()] == ["int4", "int8"]
     with pytest.raises(SettingsError, match="TIDEWAY_MODELS"):
         load(PlacementSettings, {"TIDEWAY_MODELS": '[{"name": 1}]'}).model_specs()
 

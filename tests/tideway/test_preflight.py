@@ -50,6 +50,9 @@ def test_a_relative_folder_becomes_absolute(tmp_path: Path, monkeypatch: pytest.
 
 def test_the_demonstration_models_are_the_default() -> None:
     assert [spec.name for spec in parse_models([])] == ["tideway-demo-llama", "tideway-demo-opt"]
+    assert {spec.quantization for spec in parse_models([], "int8")} == {"int8"}
+    with pytest.raises(OperatorError, match="--quantization int3 is not one of int8, int4, fp8"):
+        parse_models([], "int3")
 
 
 @pytest.mark.parametrize(

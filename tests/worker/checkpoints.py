@@ -101,8 +101,10 @@ VARIANTS: dict[str, tuple[type[PreTrainedModel], Any]] = {
     ),
     "qwen3": (Qwen3ForCausalLM, Qwen3Config(**_GATED, head_dim=16)),
     "qwen3-yarn": (Qwen3ForCausalLM, Qwen3Config(**_GATED, head_dim=8, rope_scaling=dict(_YARN))),
-    "phi3": (Phi3ForCausalLM, Phi3Config(**_GATED, sliding_window=24)),
-    "phi3-partial": (Phi3ForCausalLM, Phi3Config(**_GATED | {"num_attention_heads": 4}, partial_rotary_factor=0.5)),
+    "phi3": (
+        Phi3ForCausalLM,
+        Phi3Config(**_GATED | {"num_attention_heads": 4}, partial_rotary_factor=0.5, sliding_window=24),
+    ),
     "gemma": (GemmaForCausalLM, GemmaConfig(**_GATED, head_dim=16)),
     "gemma2": (
         Gemma2ForCausalLM,
