@@ -31,7 +31,7 @@ from tests.worker.test_models import generate
 
 CPU = torch.device("cpu")
 GROUP = 32
-SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 8}
+SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 8, "num_hidden_layers": 2}
 Tensors = dict[str, torch.Tensor]
 
 
@@ -155,8 +155,7 @@ def store(folder: Path, name: str) -> tuple[Path, Path]:
 @pytest.mark.parametrize("name", STORED)
 def test_quantised_checkpoints_give_the_tokens_of_their_values(tmp_path: Path, name: str) -> None:
     path, plain = store(tmp_path, name)
-    prompts = [prompt_of(n) for n in (5, 40)]
-    assert generate(path, prompts, 8) == reference_outputs(plain, prompts, 8)
+    assert generate(path, [prompt_of(40)], 6) == reference_outputs(plain, [prompt_of(40)], 6)
     shape = checkpoint.describe(path)
     assert shape.stored_as == name.partition("-")[0] and shape.dtype == "float32"
     with pytest.raises(CheckpointError, match="is quantised already"):
@@ -243,7 +242,7 @@ def test_products_are_those_of_the_dequantised_weights() -> None:
     ("variant", "kind"), [*(("llama", kind) for kind in QUANTIZATIONS), ("qwen3-moe", "int4"), ("gpt2", "int8")]
 )
 def test_models_run_with_quantised_layers(tmp_path: Path, variant: str, kind: str) -> None:
-    sizes = {"n_embd": 64, "n_head": 8} if variant == "gpt2" else SIZES
+    sizes = {"n_embd": 64, "n_head": 8, "n_layer": 2} if variant == "gpt2" else SIZES
     path = write_checkpoint(tmp_path, variant, **sizes)
     shape = checkpoint.describe(path)
     smaller = checkpoint.quantized(shape, kind)
