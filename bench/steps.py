@@ -57,6 +57,8 @@ from shared.settings import InstanceSettings
 POOL_BYTES = 1 << 30
 MANY_ROWS = 256
 """With which plain products reach their rate."""
+WARM_UP_STEPS = 60
+"""Before the first that is measured: an engine fits its cost model most often at its first steps."""
 LEAST_SHARE = 0.6
 """Of the floor's rate, that a step is to reach."""
 BEFORE = ("plan", "rows", "attention metadata", "embedding, rotations' angles")
@@ -442,6 +444,8 @@ def main() -> None:
     shape = SHAPES[arguments.shape]
     alone, floors = Alone(session.model, shape), Floors(session.model, shape)
     with torch.inference_mode():
+        session.submit(arguments.context, WARM_UP_STEPS)
+        session.finish()
         steps = [
             *(decode(session, alone, floors, n, arguments.context, arguments.repeats) for n in arguments.decodes),
             *(prefill(session, alone, floors, n, max(2, arguments.repeats // 5)) for n in arguments.prefills),
