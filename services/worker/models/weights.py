@@ -197,14 +197,8 @@ class WeightReader:
             return weight, self.get_optional(f"{name}.bias", size, fused=out_features)
         weights = [self.get(f"{n}.weight", out, in_features) for n, out in zip(names, out_features, strict=True)]
         biases = [self.get_optional(f"{n}.bias", out) for n, out in zip(names, out_features, strict=True)]
-        present = [b for b in biases if b is not None]
-        if present and len(present) != len(biases):
-            present = [
-                self.dtype_zeros(len(weight)) if bias is None else bias
-                for bias, weight in zip(biases, weights, strict=True)
-            ]
         weight = weights[0] if len(weights) == 1 else torch.cat(weights)
-        return weight, torch.cat(present) if present else None
+        return weight, self._joined(biases, [len(weight) for weight in weights])
 
     def _stored_linear(self, names: list[str], in_features: int, out_features: list[int]) -> AnyLinear:
         assert self.stored is not None
@@ -213,7 +207,6 @@ class WeightReader:
             self.get_optional(f"{n}.bias", out, fused=out_features if len(names) == 1 else ())
             for n, out in zip(names, wholes, strict=True)
         ]
-        bias = torch.cat([b for b in biases if b is not None]) if None not in biases else None
         parts: list[GroupedWeights] = []
         for name, out in zip(names, wholes, strict=True):
             try:
@@ -221,6 +214,7 @@ class WeightReader:
                 parts.append(self._cut_groups(whole, name, out_features if len(names) == 1 else [out]))
             except CheckpointError as error:
                 raise CheckpointError(f"{self.path}: {name}: {error}.") from None
+        bias = self._joined(biases, [len(part.values) for part in parts])
         moved = [part.to(self.device) for part in parts]
         if self.numerics is not FAST:
             return self.made(torch.cat([part.dequantized() for part in moved]).to(self.dtype), bias)
@@ -256,8 +250,12 @@ class WeightReader:
 
         return read
 
-    def dtype_zeros(self, size: int) -> torch.Tensor:
-        return torch.zeros(size, dtype=self.dtype, device=self.device)
+    def _joined(self, biases: list[torch.Tensor | None], sizes: list[int]) -> torch.Tensor | None:
+        """Zeros where some have none."""
+        if all(bias is None for bias in biases):
+            return None
+        zeros = torch.zeros(max(sizes), dtype=self.dtype, device=self.device)
+        return torch.cat([zeros[:n] if bias is None else bias for bias, n in zip(biases, sizes, strict=True)])
 
     def head(self, vocab_size: int, hidden_size: int, *, tied_to: TokenEmbedding | None) -> TokenHead:
         """`tied_to`: the weights are those of the embedding; None: they are the checkpoint's lm_head."""
