@@ -146,6 +146,8 @@ def main() -> None:
             return
         for checkpoint in checkpoints:
             measured, idle_cores = compare(servers, client, checkpoint, arguments)
+            if not measured:
+                sys.exit("bench.peers: no server could be measured")
             report(servers, measured, idle_cores, checkpoint.name, arguments)
     except ServerError as error:
         sys.exit(f"bench.peers: {error}")

@@ -23,9 +23,11 @@ def measure(client: Vllm, server: Server, checkpoint: Path, case: Case, number: 
             client.binary, "bench", "serve", "--backend", "openai", "--endpoint", "/v1/completions",
             "--base-url", server.url, "--model", checkpoint.name, "--tokenizer", checkpoint, "--dataset-name", "random",
             "--random-input-len", str(case.input_tokens), "--random-output-len", str(case.output_tokens), "--ignore-eos",
+            # llama.cpp's server closes connections that the client would use again.
+            "--header", "Connection=close",
             "--temperature", "0", "--seed", str(seed), "--num-warmups", "0", "--num-prompts", str(case.num_prompts),
             "--max-concurrency", str(case.concurrency), "--percentile-metrics", "ttft,tpot",
-            "--metric-percentiles", "99", "--disable-tqdm", "--save-result", "--result-dir", folder,
+            "--metric-percentiles", "99", "--disable-tqdm", "--save-result", "--save-detailed", "--result-dir", folder,
             "--result-filename", "result.json",
         ]  # fmt: skip
         began_s, before_s = time.monotonic(), _others_s()
@@ -38,7 +40,9 @@ def measure(client: Vllm, server: Server, checkpoint: Path, case: Case, number: 
             raise ServerError(f"the client failed on {server.name}:\n{(done.stdout + done.stderr)[-3000:]}")
         found = json.loads(file.read_text())
     if found["completed"] != case.num_prompts:
-        raise ServerError(f"{server.name} answered {found['completed']} of {case.num_prompts} requests of {case.name}")
+        why = next((error.strip().splitlines()[-1] for error in found.get("errors", ()) if error and error.strip()), "")
+        answered = f"{found['completed']} of {case.num_prompts} requests of {case.name}"
+        raise ServerError(f"{server.name} answered {answered}: {why}")
     return Measured(
         server=server.name,
         case=case.name,
