@@ -286,6 +286,15 @@ def install(pip: list[str], venv: Path, extras: set[str]) -> None:
     print(f"  installed in {seconds:.0f} s", flush=True)
 
 
+def build_kernels(venv: Path) -> None:
+    """Compiles the kernels of the CPU path. Where that fails the first instance that starts tries again, and else computes
+    without them."""
+    command = [str(python_of(venv)), "-m", "services.worker.native.building"]
+    with (venv / "install.log").open("a") as log:
+        if subprocess.run(command, cwd=REPOSITORY, stdin=subprocess.DEVNULL, stdout=log, stderr=log).returncode:
+            print("  kernels for the CPU could not be compiled: it will be slower. See " + log.name, file=sys.stderr)
+
+
 UCX_OF_CUDA_12 = ("ucxx-cu12", "libucxx-cu12", "libucx-cu12")
 UCX_OF_CUDA_13 = "ucxx-cu13>=0.52"
 
@@ -329,6 +338,7 @@ def main() -> int:
         pip = pip_of(venv) or make_venv(venv)
         install(pip, venv, extras)
         match_ucx(pip, venv)
+        build_kernels(venv)
         # Written last: an installation that was interrupted has none.
         (venv / "stamp.json").write_text(json.dumps({"hash": stamp_hash(), "extras": sorted(extras)}))
     except SetupError as error:

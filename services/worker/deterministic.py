@@ -112,10 +112,14 @@ class InvariantLinear(Linear):
     __slots__ = ("_sizes",)
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None, *, shared: bool = False) -> None:
-        self._sizes = tile_sizes(weight.shape, weight.dtype, weight.device, bias is not None, shared)
         super().__init__(weight, bias, shared=shared)
+        self._sizes: tuple[int, ...] = ()
+        if self.compiled is None:
+            self._sizes = tile_sizes(weight.shape, weight.dtype, weight.device, bias is not None, shared)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        if self.compiled is not None:  # each row's sums have their own fixed order (native/kernels.c)
+            return super().__call__(x)
         parts = []
         for start, stop, size in tiles(len(x), self._sizes):
             part = x[start:stop]

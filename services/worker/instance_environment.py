@@ -38,4 +38,7 @@ def instance_environment(
     environment |= {"TIDEWAY_" + name.upper(): str(value) for name, value in values.items()}
     if machine.device == "cuda":
         environment["CUDA_VISIBLE_DEVICES"] = group.devices[0]
+    else:
+        # glibc asks for huge pages: weights are read whole at each step, and every 4 KiB of them would need an entry
+        environment.setdefault("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1")
     return environment

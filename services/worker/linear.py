@@ -1,6 +1,7 @@
-"""Linear layers. On CPU the weights are prepacked for oneDNN, which saves the repacking of each call.
+"""Linear layers. On CPU the weights are packed: for the compiled kernels, else for oneDNN, which saves the repacking of each
+call.
 
-The packing operators are private to torch (its Inductor uses them), so they are used only after a self-test shows that
+oneDNN's packing operators are private to torch (its Inductor uses them), so they are used only after a self-test shows that
 they exist and give what `F.linear` gives.
 """
 
@@ -11,6 +12,8 @@ import logging
 
 import torch
 import torch.nn.functional as F
+
+from services.worker.native.library import PackedWeight, packs
 
 logger = logging.getLogger(__name__)
 
@@ -23,18 +26,24 @@ _MAX_SHARED_COPY_BYTES = 64 * 1024 * 1024
 class Linear:
     """`x @ weight.T + bias`. The weight given is not kept where a packed copy replaces it."""
 
-    __slots__ = ("_bias", "_packed", "_weight")
+    __slots__ = ("_bias", "_packed", "_weight", "compiled")
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None, *, shared: bool = False) -> None:
         """`weight`: [out_features, in_features], on its device in its dtype. `bias`: [out_features]. `shared`: the caller
         keeps the weight (a tied embedding), so that packing it costs memory; done only where it is little."""
         self._bias = bias
         affordable = not shared or weight.nbytes <= _MAX_SHARED_COPY_BYTES
-        self._packed = weight.device.type == "cpu" and affordable and packing_works(weight.dtype)
-        self._weight = _pack(weight) if self._packed else weight
+        self.compiled = PackedWeight(weight, bias) if affordable and packs(weight) else None
+        """In the form of the compiled kernels, where they compute it."""
+        self._packed = False
+        if self.compiled is None:
+            self._packed = weight.device.type == "cpu" and affordable and packing_works(weight.dtype)
+            self._weight = _pack(weight) if self._packed else weight
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[rows, in_features] -> [rows, out_features]"""
+        if self.compiled is not None:
+            return self.compiled(x)
         if self._packed:
             return _packed_linear(x, self._weight, self._bias)
         return F.linear(x, self._weight, self._bias)

@@ -15,8 +15,6 @@ from __future__ import annotations
 from array import array
 from typing import NamedTuple
 
-import numpy as np
-
 from shared.cost_model import CostModel, StepShape
 
 FIRST_HIT_RATE = 0.5
@@ -107,6 +105,8 @@ class PromptLookup:
 
     def _enter_all(self, tokens: list[int]) -> None:
         """All positions, into a new table with room for as many again."""
+        import numpy as np  # the command and the scheduler import this module, and have none
+
         num, n = len(tokens), self._ngram
         self._bits = max(_MIN_SLOT_BITS, num.bit_length() + 1)
         table = np.full(1 << self._bits, -1, np.int32)

@@ -19,6 +19,7 @@ from services.worker.attention.torch_backend import TorchBackend
 from services.worker.executor import WARM_UP, Executor
 from services.worker.models.decode_graphs import Replayable
 from services.worker.models.decoder import ForwardState
+from services.worker.native import library
 from services.worker.transfer import Field
 from shared.checkpoint import CheckpointError
 from shared.engine.plan import CopyKind, KvCopy, ModelShape, NewSequence, StepPlan
@@ -318,6 +319,12 @@ def test_sampling_and_logprobs_do_not_depend_on_the_batch(checkpoints: dict[str,
     assert others[1].logprobs == [None] * len(others[1].output) or all(p is None for p in others[1].logprobs)
 
 
+@pytest.fixture
+def torch_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where there is no compiler."""
+    monkeypatch.setattr(library, "_team_of", lambda num_threads: None)
+
+
 class StaticTorchBackend(TorchBackend):
     """Gives captured batches what flash attention gives them, static metadata, so that the graphs' padding and buffers
     are tested without a GPU."""
@@ -359,6 +366,7 @@ def tensors(result: ForwardState | torch.Tensor) -> list[torch.Tensor]:
     return [result.hidden, result.pending]
 
 
+@pytest.mark.usefixtures("torch_alone")
 def test_decode_graphs_pad_to_their_sizes(checkpoints: dict[str, Path], expected: dict[str, list[list[int]]]) -> None:
     executor = Executor("cpu", 4, MERGED_BYTES, 12, capture=eager_capture)
     backend = StaticTorchBackend(torch.device("cpu"))
@@ -442,6 +450,7 @@ def test_launching_waits_for_nothing_on_the_device(checkpoints: dict[str, Path])
     assert len(row.output) == 4
 
 
+@pytest.mark.usefixtures("torch_alone")
 def test_graphs_are_captured_before_the_model_serves_the_largest_first(checkpoints: dict[str, Path]) -> None:
     sizes: list[int] = []
 
@@ -461,6 +470,7 @@ def test_graphs_are_captured_before_the_model_serves_the_largest_first(checkpoin
     assert len(sizes) == 10
 
 
+@pytest.mark.usefixtures("torch_alone")
 def test_where_a_graph_cannot_be_captured_steps_run_without(
     checkpoints: dict[str, Path], expected: dict[str, list[list[int]]]
 ) -> None:

@@ -26,6 +26,7 @@ from services.worker.executor import Executor
 from services.worker.linear import Linear, packing_works
 from services.worker.models import decoder
 from services.worker.models.loading import LOADERS, identity_of, load_model
+from services.worker.native import library
 from services.worker.ranks.group import Alone
 from shared import checkpoint
 from shared.checkpoint import CheckpointError, run_dtype
@@ -255,6 +256,7 @@ def test_linear_equals_torch(dtype: torch.dtype, rows: int, with_bias: bool) -> 
 
 
 def test_a_shared_weight_is_packed_only_where_the_copy_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(library, "_team_of", lambda num_threads: None)
     weight, x = torch.randn(32, 16), torch.randn(2, 16)
     assert Linear(weight, shared=True)._packed
     monkeypatch.setattr("services.worker.linear._MAX_SHARED_COPY_BYTES", weight.nbytes - 1)
@@ -266,6 +268,7 @@ def test_linear_falls_back_where_packing_fails(monkeypatch: pytest.MonkeyPatch) 
     def broken(weight: torch.Tensor) -> torch.Tensor:
         raise RuntimeError("no such operator")
 
+    monkeypatch.setattr(library, "_team_of", lambda num_threads: None)
     monkeypatch.setattr("services.worker.linear._pack", broken)
     packing_works.cache_clear()
     try:

@@ -8,9 +8,11 @@ import logging
 import msgspec
 import torch
 
+from services.worker.attention.compiled_backend import CompiledBackend
 from services.worker.attention.interface import AttentionBackend
 from services.worker.attention.tile_backend import SMALL_SEGMENT_KEYS, SMALL_TILE_ROWS, TileBackend
 from services.worker.attention.torch_backend import TorchBackend
+from services.worker.native.library import kernels
 
 logger = logging.getLogger(__name__)
 
@@ -23,7 +25,8 @@ def choose_backends(device: torch.device, *, deterministic: bool = False) -> lis
         small = TileBackend(device, decode_rows=SMALL_TILE_ROWS, key_step=SMALL_SEGMENT_KEYS)
         fallbacks = [small, TileBackend(device)]
     if device.type != "cuda":
-        return fallbacks
+        compiled = kernels()
+        return fallbacks if compiled is None else [CompiledBackend(compiled), *fallbacks]
     from services.worker.attention.flash_backend import FlashBackend, FlashUnavailable
     from services.worker.attention.flashinfer_backend import FlashInferBackend, FlashInferUnavailable
 

@@ -13,11 +13,14 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from services.worker.attention.compiled_backend import CompiledBatch
+from services.worker.models.compiled_layers import CompiledLayers
 from services.worker.models.decoder import DecoderModel, ForwardBatch, ForwardState, activation, heads_of_rank
 from services.worker.models.experts import Experts
-from services.worker.models.parts import layer_kinds, layer_windows, parts_of
-from services.worker.models.rope import Rope, RotaryEmbedding
+from services.worker.models.parts import Parts, layer_kinds, layer_windows, parts_of
+from services.worker.models.rope import RotaryEmbedding
 from services.worker.models.weights import TokenEmbedding, WeightReader
+from services.worker.native.library import PackedWeight
 from services.worker.ops import WideNormOps
 from services.worker.quantized_linear import AnyLinear
 from shared.checkpoint import CheckpointShape, local_rope_parameters, positive_int, rope_parameters
@@ -25,7 +28,8 @@ from shared.checkpoint import CheckpointShape, local_rope_parameters, positive_i
 
 @dataclass(kw_only=True)
 class _Mlp:
-    gate_up: AnyLinear
+    gate_up: AnyLinear | PackedWeight
+    """Packed: with the activation, else without."""
     down: AnyLinear
 
 
@@ -67,7 +71,7 @@ class LlamaModel(DecoderModel):
         self.windows = tuple(sorted({w for w in self._windows if w is not None}))
         max_positions = positive_int(config, "max_position_embeddings", reader.config_file)
 
-        def rotary(rope: Mapping[str, Any]) -> Rope:
+        def rotary(rope: Mapping[str, Any]) -> RotaryEmbedding:
             made = RotaryEmbedding(parts.rotary_dim, rope, max_positions, max_model_len, self.device, self.dtype)
             return reader.numerics.rope(made, max_model_len)
 
@@ -84,11 +88,19 @@ class LlamaModel(DecoderModel):
             embedding = reader.get(f"{prefix}embed_tokens.weight", shape.vocab_size, shape.hidden_size)
             self._embedding = TokenEmbedding(embedding, self._group)
         self._layers = [self._read_layer(reader, f"{prefix}layers.{i}.", i, config, shape) for i in layers]
+        self._compiled = None
+        if is_plain and self._is_llama(parts):
+            self._compiled = CompiledLayers.of(self._layers, self, parts.activation, self._eps)
         self._norm = self._head = None
         if is_last:
             self._norm = self._read_norm(reader, f"{prefix}norm.weight", shape.hidden_size)
             self._head = reader.head(shape.vocab_size, shape.hidden_size, tied_to=self._embedding if is_tied else None)
         reader.finish(ignored=("lm_head.weight",) if is_tied else ())
+
+    def _is_llama(self, parts: Parts) -> bool:
+        """Without what the compiled layers do not have."""
+        others = parts.has_post_norms or parts.softcap or parts.query_scale != 1.0 or self._local_rope is not None
+        return not others and all(isinstance(layer.mlp, _Mlp) for layer in self._layers)
 
     def _read_layer(
         self, reader: WeightReader, prefix: str, index: int, config: Mapping[str, Any], shape: CheckpointShape
@@ -155,11 +167,21 @@ class LlamaModel(DecoderModel):
             hidden = self._embedding(batch.token_ids)
             if self._embedding_scale != 1.0:
                 hidden = hidden * self._embedding_scale
+        if self._compiled_with(batch) is not None:
+            return ForwardState(hidden, None, self._rope.cos_sin(batch.positions))
         local = None if self._local_rope is None else self._ops.rope(self._local_rope, batch.positions)
         rope = self._ops.rope(self._rope, batch.positions)
         return ForwardState(hidden, None, rope, local_rope=local)
 
+    def _compiled_with(self, batch: ForwardBatch) -> CompiledLayers | None:
+        """Where the layers and the attention of this batch are compiled."""
+        return self._compiled if isinstance(batch.metadata, CompiledBatch) else None
+
     def run_layers(self, state: ForwardState, start: int, stop: int, batch: ForwardBatch) -> None:
+        compiled = self._compiled_with(batch)
+        if compiled is not None:
+            compiled.run(state, start, stop, batch, self._group)
+            return
         for index in range(start, stop):
             layer = self._layers[index]
             normed = self._add_and_norm(state, layer.input_norm)
@@ -171,7 +193,7 @@ class LlamaModel(DecoderModel):
             if isinstance(layer.mlp, Experts):
                 result = layer.mlp(normed)
             else:
-                result = layer.mlp.down(self._gated(layer.mlp.gate_up(normed)))
+                result = layer.mlp.down(self._gated(layer.mlp.gate_up, normed))
             state.pending = self._group.all_reduce(result)
             if layer.mlp_norm is not None:
                 state.pending = self._ops.rms_norm(state.pending, layer.mlp_norm, self._eps)
@@ -202,8 +224,11 @@ class LlamaModel(DecoderModel):
         state.pending = None
         return normed
 
-    def _gated(self, gate_up: torch.Tensor) -> torch.Tensor:
-        """[T, 2 * inner] -> [T, inner]"""
+    def _gated(self, linear: AnyLinear | PackedWeight, normed: torch.Tensor) -> torch.Tensor:
+        """[T, hidden_size] -> [T, inner]"""
+        gate_up = linear(normed)
+        if isinstance(linear, PackedWeight):
+            return gate_up
         if self._activation is F.silu:
             return self._ops.silu_and_mul(gate_up)
         gate, up = gate_up.chunk(2, -1)

@@ -1,0 +1,94 @@
+"""The layers of a Llama-like decoder by the compiled kernels: one call for all of them, or for as many as lie between two
+safepoints or two sums over ranks."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from services.worker.attention.compiled_backend import kv_struct
+from services.worker.kv_store import KvViews
+from services.worker.linear import Linear
+from services.worker.models.decoder import DecoderModel, ForwardBatch, ForwardState
+from services.worker.native.library import (
+    ACTIVATIONS,
+    LANES,
+    MAX_HEAD_DIM,
+    DecoderStruct,
+    KvStruct,
+    LayerStruct,
+    PassStruct,
+    address,
+    kernels,
+)  # fmt: skip
+from services.worker.ranks.group import RankGroup
+
+
+class CompiledLayers:
+    def __init__(self, layers: Sequence[Any], model: DecoderModel, activation: str, eps: float) -> None:
+        """Use `of`, which knows what can be compiled. Keeps the layers, whose weights are pointed to, and packs those of the
+        gates anew."""
+        self._keeps = list(layers)
+        for layer in layers:
+            layer.mlp.gate_up = layer.mlp.gate_up.compiled.gated(activation)
+        self._structs = (LayerStruct * len(layers))(*map(_layer_struct, layers))
+        self._inner_size = layers[0].mlp.gate_up.out_features
+        self._heads_width = (model.num_heads + 2 * model.num_kv_heads) * model.head_dim
+        self._attended_width = model.num_heads * model.head_dim
+        self._decoder = DecoderStruct(
+            self._structs, model.hidden_size, self._inner_size, model.num_heads, model.num_kv_heads, model.head_dim,
+            model.dtype == torch.bfloat16, ACTIVATIONS[activation], eps,
+        )  # fmt: skip
+        self._kv: tuple[KvViews, ctypes.Array[KvStruct]] | None = None
+
+    @classmethod
+    def of(cls, layers: Sequence[Any], model: DecoderModel, activation: str, eps: float) -> CompiledLayers | None:
+        """`layers`: with the attributes of llama.py's. None: something of it is not compiled."""
+        linears = [linear for one in layers for linear in (one.qkv, one.out, one.mlp.gate_up, one.mlp.down)]
+        if not linears or not all(isinstance(linear, Linear) and linear.compiled for linear in linears):
+            return None
+        if not all(one.mlp.gate_up.compiled.can_be_gated(activation) for one in layers):
+            return None
+        if model.head_dim % (2 * LANES) or model.head_dim > MAX_HEAD_DIM or model.hidden_size % LANES:
+            return None
+        return cls(layers, model, activation, eps)
+
+    def run(self, state: ForwardState, start: int, stop: int, batch: ForwardBatch, group: RankGroup) -> None:
+        """Advances `state`, whose `rope` is of `RotaryEmbedding.cos_sin`, over layers start..stop-1. Raises `GroupError`."""
+        compiled = kernels()
+        assert compiled is not None and state.rope is not None
+        num_tokens, dtype = len(state.hidden), state.hidden.dtype
+        has_pending = state.pending is not None
+        if state.pending is None:
+            state.pending = torch.empty_like(state.hidden)
+        work = [
+            torch.empty(num_tokens, width, dtype=dtype)
+            for width in (state.hidden.shape[1], self._heads_width, self._attended_width, self._inner_size)
+        ]
+        forward = PassStruct(
+            ctypes.pointer(batch.metadata.struct), self._kv_of(batch.kv), address(state.hidden), address(state.pending),
+            *map(address, state.rope), *map(address, work), 2 * start, 2 * stop, has_pending,
+        )  # fmt: skip
+        if group.size == 1:
+            compiled.run_parts(self._decoder, forward)
+            return
+        for part in range(2 * start, 2 * stop):
+            forward.first, forward.last = part, part + 1
+            compiled.run_parts(self._decoder, forward)
+            state.pending = group.all_reduce(state.pending)
+            forward.pending, forward.has_pending = address(state.pending), True
+
+    def _kv_of(self, views: KvViews) -> ctypes.Array[KvStruct]:
+        known = self._kv
+        if known is None or known[0] is not views:
+            known = self._kv = views, (KvStruct * len(views.layers))(*map(kv_struct, views.layers))
+        return known[1]
+
+
+def _layer_struct(layer: Any) -> LayerStruct:
+    packed = (layer.qkv.compiled, layer.out.compiled, layer.mlp.gate_up, layer.mlp.down.compiled)
+    norms = (layer.input_norm, layer.post_norm, layer.query_norm, layer.key_norm)
+    return LayerStruct(*map(address, norms), *(one.struct for one in packed), layer.window or 0)

@@ -1,0 +1,874 @@
+/* What a decoder computes on a CPU: matrix products with packed weights, RMS norms, rotary embeddings, the writing of keys and
+ * values to their blocks, paged attention, gated activations. Built by building.py, called through ctypes by library.py.
+ *
+ * Elements are float32 or bfloat16; sums are float32. A word is 32 bits: one float32, or two bfloat16 that are neighbours along
+ * the axis that is summed over. All products are sums over words, of which `dot` takes one, so one kernel serves both.
+ *
+ * Every result depends on its own inputs alone, to the last bit: each sum runs over its words in one fixed order, whatever the
+ * number of rows, of sequences or of threads. Keys are taken in tiles that begin at multiples of KEY_TILE of the sequence, so
+ * that a token's attention is the same as part of a prompt and as a decode.
+ *
+ * Threads: a team that waits by spinning for a moment, then by sleeping. Work of a phase is taken piece by piece, so that a
+ * thread that is delayed delays only its piece. */
+
+#define _GNU_SOURCE
+#include <linux/futex.h>
+#include <math.h>
+#include <pthread.h>
+#include <sched.h>
+#include <stdatomic.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+#define ALWAYS static inline __attribute__((always_inline))
+#define UNROLL _Pragma("GCC unroll 16")
+#define LANES 16
+
+typedef float floats __attribute__((vector_size(64)));
+typedef uint32_t words __attribute__((vector_size(64)));
+typedef int32_t ints __attribute__((vector_size(64)));
+typedef uint16_t halves __attribute__((vector_size(32)));
+typedef float floats_at __attribute__((vector_size(64), aligned(4), may_alias));
+typedef uint32_t words_at __attribute__((vector_size(64), aligned(4), may_alias));
+typedef uint16_t halves_at __attribute__((vector_size(32), aligned(2), may_alias));
+typedef uint32_t word_at __attribute__((aligned(4), may_alias));
+
+/* ------------------------------------------------------------------------------------------------------- elements */
+
+ALWAYS floats splat(float x) { return x - (floats){0}; }
+
+ALWAYS floats choose(ints where, floats a, floats b) {
+    return (floats)((where & (ints)a) | (~where & (ints)b));
+}
+
+ALWAYS floats fma16(floats a, floats b, floats c) {
+#if defined(__AVX512F__)
+    return (floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#else
+    return a * b + c;
+#endif
+}
+
+/* acc + the product of a word with each lane's. */
+ALWAYS floats dot(const int bf16, floats acc, words b, uint32_t a) {
+    if (!bf16) {
+        float x;
+        memcpy(&x, &a, 4);
+        return fma16(splat(x), (floats)b, acc);
+    }
+#if defined(__AVX512BF16__)
+    return (floats)_mm512_dpbf16_ps((__m512)acc, (__m512bh)b, (__m512bh)_mm512_set1_epi32((int)a));
+#else
+    uint32_t low = a << 16, high = a & 0xffff0000u;
+    float x, y;
+    memcpy(&x, &low, 4);
+    memcpy(&y, &high, 4);
+    acc = fma16(splat(x), (floats)(b << 16), acc);
+    return fma16(splat(y), (floats)(b & 0xffff0000u), acc);
+#endif
+}
+
+ALWAYS floats load(const int bf16, const void *from, long i) {
+    if (!bf16) return *(const floats_at *)((const float *)from + i);
+    halves h = *(const halves_at *)((const uint16_t *)from + i);
+    return (floats)(__builtin_convertvector(h, words) << 16);
+}
+
+ALWAYS halves to_bf16(floats x) {
+#if defined(__AVX512BF16__)
+    return (halves)_mm512_cvtneps_pbh((__m512)x);
+#else
+    words bits = (words)x, rounded = bits + 0x7fff + ((bits >> 16) & 1);
+    words is_nan = (words)(x != x);
+    return __builtin_convertvector(((is_nan & (bits | 0x400000)) | (~is_nan & rounded)) >> 16, halves);
+#endif
+}
+
+ALWAYS void store(const int bf16, void *to, long i, floats x) {
+    if (bf16) *(halves_at *)((uint16_t *)to + i) = to_bf16(x);
+    else *(floats_at *)((float *)to + i) = x;
+}
+
+ALWAYS void store_some(const int bf16, void *to, long i, floats x, long count) {
+    if (count >= LANES) {
+        store(bf16, to, i, x);
+        return;
+    }
+    char buffer[64];
+    store(bf16, buffer, 0, x);
+    const int size = bf16 ? 2 : 4;
+    memcpy((char *)to + i * size, buffer, count * size);
+}
+
+ALWAYS float add_lanes(floats x) {
+    float sum[8];
+    for (int i = 0; i < 8; i++) sum[i] = x[i] + x[i + 8];
+    for (int i = 0; i < 4; i++) sum[i] += sum[i + 4];
+    return (sum[0] + sum[2]) + (sum[1] + sum[3]);
+}
+
+ALWAYS floats larger(floats a, floats b) {
+#if defined(__AVX512F__)
+    return (floats)_mm512_max_ps((__m512)a, (__m512)b);
+#else
+    return choose(a > b, a, b);
+#endif
+}
+
+ALWAYS float largest_lane(floats x) {
+#if defined(__AVX512F__)
+    return _mm512_reduce_max_ps((__m512)x);
+#else
+    float best = x[0];
+    for (int i = 1; i < LANES; i++) best = x[i] > best ? x[i] : best;
+    return best;
+#endif
+}
+
+/* 2 ** x by a polynomial of its fraction in [-0.5, 0.5]; relative error below 2e-7; 0 below -126. */
+ALWAYS floats exp2_of(floats x) {
+    x = choose(x < -127.0f, splat(-127.0f), x);
+    x = choose(x > 127.0f, splat(127.0f), x);
+    floats shifted = x + 12582912.0f; /* 1.5 * 2 ** 23: its last bits are the nearest integer */
+    floats fraction = x - (shifted - 12582912.0f);
+    floats y = splat(1.535336188e-4f);
+    y = fma16(y, fraction, splat(1.339887440e-3f));
+    y = fma16(y, fraction, splat(9.618437357e-3f));
+    y = fma16(y, fraction, splat(5.550332548e-2f));
+    y = fma16(y, fraction, splat(2.402264791e-1f));
+    y = fma16(y, fraction, splat(6.931472028e-1f));
+    y = fma16(y, fraction, splat(1.0f));
+    ints exponent = (ints)shifted - 0x4b400000;
+    floats scale = (floats)((exponent + 127) << 23);
+    return choose(x <= -126.5f, splat(0.0f), y * scale);
+}
+
+ALWAYS floats sigmoid(floats x) { return 1.0f / (1.0f + exp2_of(x * -1.44269504f)); }
+
+enum { SILU = 0, GELU_TANH = 1, RELU = 2 };
+
+ALWAYS floats activate(int kind, floats x) {
+    if (kind == SILU) return x * sigmoid(x);
+    if (kind == GELU_TANH) return x * sigmoid(1.59576912f * fma16(x * x * x, splat(0.044715f), x));
+    return choose(x > 0.0f, x, splat(0.0f));
+}
+
+/* ----------------------------------------------------------------------------------------------------------- team */
+
+#define SPINS 4000
+#define MAX_THREADS 256
+
+typedef struct {
+    _Alignas(64) atomic_uint generation; /* of calls */
+    _Alignas(64) atomic_uint passed;     /* barriers */
+    _Alignas(64) atomic_int arrived;
+    _Alignas(64) atomic_long taken[2]; /* pieces of the phase, by its parity; the other is 0 */
+    char apart[64];
+    atomic_int num_sleeping;
+    int num_threads;
+    void (*function)(void *team, int thread, const void *argument);
+    const void *argument;
+    pthread_mutex_t in_use;
+    int num_cpus, cpus[MAX_THREADS], caller_cpu; /* that the process may use; num_cpus 0: not one for each thread */
+    pthread_t threads[MAX_THREADS];
+    struct start { void *team; int thread; } starts[MAX_THREADS];
+} Team;
+
+typedef struct {
+    Team *team;
+    int parity;
+} Worker;
+
+ALWAYS void relax(void) {
+#if defined(__x86_64__)
+    _mm_pause();
+#elif defined(__aarch64__)
+    __asm__ volatile("yield");
+#endif
+}
+
+static void await_change(Team *team, atomic_uint *value, unsigned old) {
+    for (int i = 0; i < SPINS; i++) {
+        if (atomic_load_explicit(value, memory_order_acquire) != old) return;
+        relax();
+    }
+    atomic_fetch_add(&team->num_sleeping, 1);
+    while (atomic_load(value) == old) syscall(SYS_futex, value, FUTEX_WAIT_PRIVATE, old, NULL, NULL, 0);
+    atomic_fetch_sub(&team->num_sleeping, 1);
+}
+
+static void change(Team *team, atomic_uint *value) {
+    atomic_fetch_add(value, 1);
+    if (atomic_load(&team->num_sleeping)) syscall(SYS_futex, value, FUTEX_WAKE_PRIVATE, MAX_THREADS, NULL, NULL, 0);
+}
+
+/* The next piece of this phase. */
+ALWAYS long take(Worker *worker) {
+    return atomic_fetch_add_explicit(&worker->team->taken[worker->parity], 1, memory_order_relaxed);
+}
+
+/* Ends a phase: all its pieces are done when it returns. */
+static void sync_team(Worker *worker) {
+    Team *team = worker->team;
+    unsigned passed = atomic_load(&team->passed);
+    if (atomic_fetch_add(&team->arrived, 1) + 1 == team->num_threads) {
+        atomic_store(&team->arrived, 0);
+        atomic_store(&team->taken[worker->parity], 0);
+        change(team, &team->passed);
+    } else {
+        await_change(team, &team->passed, passed);
+    }
+    worker->parity ^= 1;
+}
+
+static void *team_member(void *start) {
+    Team *team = ((struct start *)start)->team;
+    int thread = ((struct start *)start)->thread;
+    for (unsigned generation = 0;; generation++) {
+        await_change(team, &team->generation, generation);
+        team->function(team, thread, team->argument);
+    }
+    return NULL;
+}
+
+/* NULL: no memory, or no threads. Lives as long as the process. */
+Team *tideway_team(int num_threads) {
+    Team *team = NULL;
+    if (num_threads < 1 || num_threads > MAX_THREADS || posix_memalign((void **)&team, 64, sizeof(Team))) return NULL;
+    memset(team, 0, sizeof(Team));
+    team->num_threads = num_threads;
+    team->caller_cpu = -1;
+    pthread_mutex_init(&team->in_use, NULL);
+    cpu_set_t allowed;
+    if (!sched_getaffinity(0, sizeof allowed, &allowed) && CPU_COUNT(&allowed) == num_threads)
+        for (int cpu = 0; cpu < CPU_SETSIZE; cpu++)
+            if (CPU_ISSET(cpu, &allowed)) team->cpus[team->num_cpus++] = cpu;
+    for (int i = 1; i < num_threads; i++) {
+        team->starts[i].team = team;
+        team->starts[i].thread = i;
+        if (pthread_create(&team->threads[i], NULL, team_member, &team->starts[i])) return NULL;
+        pthread_detach(team->threads[i]);
+    }
+    return team;
+}
+
+/* Each member gets a core that is not the caller's: two that share one would wait for each other by turns. */
+static void spread(Team *team) {
+    int cpu = sched_getcpu(), thread = 1;
+    if (cpu == team->caller_cpu) return;
+    team->caller_cpu = cpu;
+    for (int i = 0; i < team->num_cpus && thread < team->num_threads; i++) {
+        if (team->cpus[i] == cpu) continue;
+        cpu_set_t one;
+        CPU_ZERO(&one);
+        CPU_SET(team->cpus[i], &one);
+        pthread_setaffinity_np(team->threads[thread++], sizeof one, &one);
+    }
+}
+
+/* Every `function` ends in `sync_team`, after an even number of phases. */
+static void run_team(Team *team, void (*function)(void *, int, const void *), const void *argument) {
+    pthread_mutex_lock(&team->in_use);
+    if (team->num_cpus > 1) spread(team);
+    team->function = function;
+    team->argument = argument;
+    change(team, &team->generation);
+    function(team, 0, argument);
+    pthread_mutex_unlock(&team->in_use);
+}
+
+ALWAYS void even_phases(Worker *worker) {
+    if (worker->parity) sync_team(worker);
+}
+
+/* -------------------------------------------------------------------------------------------------------- linear */
+
+#define PANEL 32 /* outputs */
+#define ROWS 12  /* of a register tile */
+
+typedef struct {
+    const words *weight; /* [panels, in_words, PANEL] words; outputs beyond the last are 0 */
+    const float *bias;   /* [panels * PANEL], or NULL */
+    int64_t in_words;
+    int64_t num_outputs;
+} Linear;
+
+ALWAYS void tile(const int bf16, const int rows, const uint32_t *a, long a_stride, const words *b, long in_words,
+                 floats acc[ROWS][2]) {
+    UNROLL for (int r = 0; r < rows; r++) acc[r][0] = acc[r][1] = splat(0.0f);
+    for (long k = 0; k < in_words; k++) {
+        words b0 = b[2 * k], b1 = b[2 * k + 1];
+        __builtin_prefetch(b + 2 * k + 64);
+        __builtin_prefetch(b + 2 * k + 65);
+        UNROLL for (int r = 0; r < rows; r++) {
+            uint32_t word = ((const word_at *)a)[r * a_stride + k];
+            acc[r][0] = dot(bf16, acc[r][0], b0, word);
+            acc[r][1] = dot(bf16, acc[r][1], b1, word);
+        }
+    }
+}
+
+typedef struct {
+    const Linear *linear;
+    const void *x; /* [rows, in_words] words, row stride in words */
+    int64_t num_rows, x_stride;
+    void *out; /* [rows, num_outputs] elements, row stride in elements */
+    int64_t out_stride;
+    int32_t gated; /* a panel is 16 gates, then their 16 ups: [rows, num_outputs / 2] come out */
+    int32_t activation;
+} Product;
+
+ALWAYS void panel_rows(const int bf16, const int rows, const Product *p, long panel, long row) {
+    const Linear *linear = p->linear;
+    floats acc[ROWS][2];
+    tile(bf16, rows, (const uint32_t *)p->x + row * p->x_stride, p->x_stride,
+         linear->weight + panel * linear->in_words * 2, linear->in_words, acc);
+    const float *bias = linear->bias ? linear->bias + panel * PANEL : NULL;
+    UNROLL for (int r = 0; r < rows; r++) {
+        floats first = acc[r][0], second = acc[r][1];
+        if (bias) {
+            first += *(const floats_at *)bias;
+            second += *(const floats_at *)(bias + LANES);
+        }
+        long at = (row + r) * p->out_stride;
+        if (p->gated) {
+            store_some(bf16, p->out, at + panel * LANES, activate(p->activation, first) * second,
+                       linear->num_outputs / 2 - panel * LANES);
+        } else {
+            long begin = panel * PANEL, left = linear->num_outputs - begin;
+            store_some(bf16, p->out, at + begin, first, left);
+            if (left > LANES) store_some(bf16, p->out, at + begin + LANES, second, left - LANES);
+        }
+    }
+}
+
+static void panel_tail(const int bf16, int rows, const Product *p, long panel, long row) {
+#define TAIL(n) case n: if (bf16) panel_rows(1, n, p, panel, row); else panel_rows(0, n, p, panel, row); break;
+    switch (rows) { TAIL(1) TAIL(2) TAIL(3) TAIL(4) TAIL(5) TAIL(6) TAIL(7) TAIL(8) TAIL(9) TAIL(10) TAIL(11) TAIL(12) }
+#undef TAIL
+}
+
+/* A phase. Many rows are cut, so that those of one piece stay in the cache of a core, and few panels still make many pieces. */
+static void multiply(const int bf16, Worker *worker, const Product *p) {
+    const long panels = (p->linear->num_outputs + PANEL - 1) / PANEL;
+    long group = 20 * ROWS, groups = (p->num_rows + group - 1) / group;
+    if (groups > 1) group = ((p->num_rows + groups - 1) / groups + ROWS - 1) / ROWS * ROWS;
+    for (long piece; (piece = take(worker)) < panels * groups;) {
+        long panel = piece % panels, row = piece / panels * group;
+        long end = row + group < p->num_rows ? row + group : p->num_rows;
+        /* tiles of almost equal height: 12 + 12 + 8 takes as long as 11 + 11 + 10 at best */
+        long tiles = (end - row + ROWS - 1) / ROWS;
+        for (; tiles > 0; tiles--) {
+            long rows = (end - row + tiles - 1) / tiles;
+            panel_tail(bf16, (int)rows, p, panel, row);
+            row += rows;
+        }
+    }
+    sync_team(worker);
+}
+
+/* ---------------------------------------------------------------------------------------------------------- norm */
+
+/* hidden += pending (if given); x = hidden / rms(hidden) * weight. A phase. */
+static void add_and_norm(const int bf16, Worker *worker, void *hidden, const void *pending, const void *weight, float eps,
+                         void *x, long num_rows, long width) {
+    const int size = bf16 ? 2 : 4;
+    for (long row; (row = take(worker)) < num_rows;) {
+        char *h = (char *)hidden + row * width * size, *to = (char *)x + row * width * size;
+        const char *add = pending ? (const char *)pending + row * width * size : NULL;
+        floats squares = splat(0.0f);
+        for (long i = 0; i < width; i += LANES) {
+            floats value = load(bf16, h, i);
+            if (add) {
+                value += load(bf16, add, i);
+                store(bf16, h, i, value);
+                if (bf16) value = load(bf16, h, i);
+            }
+            squares = fma16(value, value, squares);
+        }
+        floats scale = splat(1.0f / sqrtf(add_lanes(squares) / (float)width + eps));
+        for (long i = 0; i < width; i += LANES) store(bf16, to, i, load(bf16, h, i) * scale * load(bf16, weight, i));
+    }
+    sync_team(worker);
+}
+
+/* ----------------------------------------------------------------------------------------------------- attention */
+
+#define KEY_TILE 64
+#define TILE_VECTORS (KEY_TILE / LANES)
+#define QUERY_ROWS 64 /* pairs of query and head that go over the keys together */
+#define GROUP 4       /* of them in registers */
+
+typedef struct {
+    int64_t num_sequences, num_tokens, table_width, block_size;
+    const int64_t *starts, *counts, *query_starts; /* [sequences], the last [sequences + 1] */
+    const int32_t *tables;                         /* [sequences, table_width] */
+    const int64_t *positions;                      /* [tokens] */
+    const int32_t *blocks;                         /* [tokens]: where each token's keys and values go */
+    const int64_t *offsets;
+} Batch;
+
+typedef struct {
+    char *keys, *values;                /* of block 0 */
+    int64_t block_stride, head_stride;  /* in elements */
+} Kv;
+
+typedef struct {
+    int32_t num_heads, num_kv_heads, head_dim, is_bf16;
+    int64_t window; /* 0: none */
+    float scale, soft_cap; /* soft_cap 0: none */
+} Heads;
+
+/* 16 x 16 words, in place. */
+ALWAYS void transpose(words v[LANES]) {
+#define LOW(s, l) ((l) & (s) ? 16 + (l) - (s) : (l))
+#define HIGH(s, l) ((l) & (s) ? 16 + (l) : (l) + (s))
+#define LANES_OF(f, s) \
+    (words) { f(s, 0), f(s, 1), f(s, 2), f(s, 3), f(s, 4), f(s, 5), f(s, 6), f(s, 7), f(s, 8), f(s, 9), f(s, 10), \
+              f(s, 11), f(s, 12), f(s, 13), f(s, 14), f(s, 15) }
+#define STAGE(s) \
+    UNROLL for (int i = 0; i < LANES; i++) \
+        if (!(i & (s))) { \
+            words a = v[i], b = v[i + (s)]; \
+            v[i] = __builtin_shuffle(a, b, LANES_OF(LOW, s)); \
+            v[i + (s)] = __builtin_shuffle(a, b, LANES_OF(HIGH, s)); \
+        }
+    STAGE(8) STAGE(4) STAGE(2) STAGE(1)
+#undef STAGE
+#undef LANES_OF
+#undef LOW
+#undef HIGH
+}
+
+/* keys [KEY_TILE, head_dim] -> packed [words of head_dim, KEY_TILE]; keys from `valid` on are 0. */
+ALWAYS void pack_keys(const int bf16, const Batch *batch, const Kv *kv, const int32_t *table, long head, long head_dim,
+                      long first, long valid, words *packed) {
+    const long size = bf16 ? 2 : 4, width = head_dim * size / 4;
+    for (long group = 0; group < TILE_VECTORS; group++) {
+        long key = first + group * LANES, count = valid - group * LANES;
+        const char *at = NULL;
+        if (count > 0)
+            at = kv->keys + ((long)table[key / batch->block_size] * kv->block_stride + head * kv->head_stride +
+                             key % batch->block_size * head_dim) * size;
+        for (long w = 0; w < width; w += LANES) {
+            words v[LANES];
+            long missing = width - w < LANES ? width - w : LANES;
+            UNROLL for (int i = 0; i < LANES; i++) {
+                v[i] = (words){0};
+                if (i >= count) continue;
+                if (missing == LANES) v[i] = *(const words_at *)(at + (i * width + w) * 4);
+                else memcpy(&v[i], at + (i * width + w) * 4, missing * 4);
+            }
+            transpose(v);
+            for (int i = 0; i < missing; i++) packed[(w + i) * TILE_VECTORS + group] = v[i];
+        }
+    }
+}
+
+/* values [KEY_TILE, head_dim] -> packed [chunks of 64 of head_dim, words of KEY_TILE, 64]; keys from `valid` on are 0. */
+ALWAYS void pack_values(const int bf16, const Batch *batch, const Kv *kv, const int32_t *table, long head, long head_dim,
+                        long first, long valid, words *packed) {
+    const long size = bf16 ? 2 : 4, per_word = bf16 ? 2 : 1, length = KEY_TILE / per_word;
+    for (long j = 0; j < length; j++) {
+        const char *rows[2] = {NULL, NULL};
+        for (long k = 0; k < per_word; k++) {
+            long key = first + j * per_word + k;
+            if (j * per_word + k < valid)
+                rows[k] = kv->values + ((long)table[key / batch->block_size] * kv->block_stride + head * kv->head_stride +
+                                        key % batch->block_size * head_dim) * size;
+        }
+        for (long d = 0; d < head_dim; d += LANES) {
+            words *to = packed + (d / 64 * length + j) * TILE_VECTORS + d % 64 / LANES;
+            if (bf16) {
+                words low = {0}, high = {0};
+                if (rows[0]) low = __builtin_convertvector(*(const halves_at *)(rows[0] + d * 2), words);
+                if (rows[1]) high = __builtin_convertvector(*(const halves_at *)(rows[1] + d * 2), words);
+                *to = low | high << 16;
+            } else {
+                *to = (words){0};
+                if (rows[0]) *to = *(const words_at *)(rows[0] + d * 4);
+            }
+        }
+    }
+}
+
+/* acc[rows][4] += a [rows, length] words x b [length, 64] words. */
+ALWAYS void accumulate(const int bf16, const int rows, const uint32_t *const *a, const words *b, long length,
+                       floats acc[GROUP][TILE_VECTORS]) {
+    for (long k = 0; k < length; k++) {
+        UNROLL for (int r = 0; r < rows; r++) {
+            uint32_t word = ((const word_at *)a[r])[k];
+            UNROLL for (int v = 0; v < TILE_VECTORS; v++)
+                acc[r][v] = dot(bf16, acc[r][v], b[k * TILE_VECTORS + v], word);
+        }
+    }
+}
+
+typedef struct {
+    floats sum;     /* of weights, lane by lane */
+    float largest;  /* score so far */
+    int64_t position;
+} Row;
+
+/* One tile of keys for up to GROUP rows: scores, weights, and what they make of the values (Milakov and Gimelshein 2018). */
+ALWAYS void attend_group(const int bf16, const int rows, const Heads *heads, const uint32_t *const *queries, Row *state,
+                         floats *out, const words *keys, const words *values, long first) {
+    const long head_dim = heads->head_dim, per_word = bf16 ? 2 : 1, chunks = (head_dim + 63) / 64;
+    floats scores[GROUP][TILE_VECTORS];
+    UNROLL for (int r = 0; r < rows; r++) UNROLL for (int v = 0; v < TILE_VECTORS; v++) scores[r][v] = splat(0.0f);
+    accumulate(bf16, rows, queries, keys, head_dim / per_word, scores);
+    _Alignas(64) char weights[GROUP][KEY_TILE * 4];
+    const uint32_t *weight_words[GROUP];
+    const ints lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    UNROLL for (int r = 0; r < rows; r++) {
+        /* in units of ln 2, so that weights are powers of 2 */
+        float scale = heads->scale * 1.44269504f, cap = heads->soft_cap;
+        UNROLL for (int v = 0; v < TILE_VECTORS; v++) {
+            if (cap > 0.0f) {
+                floats x = scores[r][v] * (heads->scale / cap);
+                scores[r][v] = (2.0f * sigmoid(2.0f * x) - 1.0f) * (cap * 1.44269504f);
+            } else {
+                scores[r][v] *= scale;
+            }
+        }
+        long newest = state[r].position - first, oldest = heads->window ? newest - heads->window : -1;
+        if (newest < KEY_TILE - 1 || oldest >= 0) {
+            UNROLL for (int v = 0; v < TILE_VECTORS; v++) {
+                ints key = lanes + v * LANES;
+                ints hidden = (key > (int)(newest > KEY_TILE ? KEY_TILE : newest)) |
+                              (key <= (int)(oldest < -1 ? -1 : oldest > KEY_TILE ? KEY_TILE : oldest));
+                scores[r][v] = choose(hidden, splat(-INFINITY), scores[r][v]);
+            }
+        }
+        float best = largest_lane(larger(larger(scores[r][0], scores[r][1]), larger(scores[r][2], scores[r][3])));
+        if (best > state[r].largest) {
+            floats shrink = exp2_of(splat(state[r].largest - best));
+            state[r].sum *= shrink;
+            for (long i = 0; i < chunks * TILE_VECTORS; i++) out[r * chunks * TILE_VECTORS + i] *= shrink;
+            state[r].largest = best;
+        }
+        UNROLL for (int v = 0; v < TILE_VECTORS; v++) {
+            floats weight = exp2_of(scores[r][v] - state[r].largest);
+            state[r].sum += weight;
+            store(bf16, weights[r], v * LANES, weight);
+        }
+        weight_words[r] = (const uint32_t *)weights[r];
+    }
+    const long length = KEY_TILE / per_word;
+    for (long c = 0; c < chunks; c++) {
+        floats acc[GROUP][TILE_VECTORS];
+        UNROLL for (int r = 0; r < rows; r++)
+            UNROLL for (int v = 0; v < TILE_VECTORS; v++) acc[r][v] = out[(r * chunks + c) * TILE_VECTORS + v];
+        accumulate(bf16, rows, weight_words, values + c * length * TILE_VECTORS, length, acc);
+        UNROLL for (int r = 0; r < rows; r++)
+            UNROLL for (int v = 0; v < TILE_VECTORS; v++) out[(r * chunks + c) * TILE_VECTORS + v] = acc[r][v];
+    }
+}
+
+#define MAX_HEAD_DIM 256
+
+/* Queries first_query .. first_query + num_queries - 1 of a sequence, `shared` heads that share a KV head. */
+static void attend_tile(const int bf16, const Batch *batch, const Kv *kv, const Heads *heads, long sequence, long kv_head,
+                        long first_head, long shared, long first_query, long num_queries, const void *queries,
+                        long query_stride, void *out, long out_stride) {
+    const long size = bf16 ? 2 : 4, head_dim = heads->head_dim, chunks = (head_dim + 63) / 64;
+    const long num_rows = num_queries * shared;
+    const long token = batch->query_starts[sequence] + first_query, position = batch->starts[sequence] + first_query;
+    const int32_t *table = batch->tables + sequence * batch->table_width;
+    static _Thread_local words keys[MAX_HEAD_DIM * TILE_VECTORS], values[MAX_HEAD_DIM * TILE_VECTORS];
+    static _Thread_local floats sums[QUERY_ROWS * MAX_HEAD_DIM / LANES];
+    static _Thread_local Row state[QUERY_ROWS];
+    const uint32_t *query[QUERY_ROWS];
+    for (long r = 0; r < num_rows; r++) {
+        long t = token + r / shared, head = first_head + r % shared;
+        query[r] = (const uint32_t *)((const char *)queries + (t * query_stride + head * head_dim) * size);
+        state[r] = (Row){splat(0.0f), -1e30f, position + r / shared};
+    }
+    memset(sums, 0, num_rows * chunks * TILE_VECTORS * sizeof(floats));
+    if (head_dim % 64) memset(values, 0, sizeof values);
+    const long last = position + num_queries - 1, context = last + 1;
+    long first = heads->window && position - heads->window + 1 > 0 ? position - heads->window + 1 : 0;
+    for (first -= first % KEY_TILE; first <= last; first += KEY_TILE) {
+        long valid = context - first < KEY_TILE ? context - first : KEY_TILE;
+        pack_keys(bf16, batch, kv, table, kv_head, head_dim, first, valid, keys);
+        pack_values(bf16, batch, kv, table, kv_head, head_dim, first, valid, values);
+        for (long r = 0; r < num_rows; r += GROUP) {
+            if (state[r + GROUP < num_rows ? r + GROUP - 1 : num_rows - 1].position < first) continue;
+            floats *to = sums + r * chunks * TILE_VECTORS;
+#define ROWS_OF(n) attend_group(bf16, n, heads, query + r, state + r, to, keys, values, first)
+            switch (num_rows - r) {
+            case 1: ROWS_OF(1); break;
+            case 2: ROWS_OF(2); break;
+            case 3: ROWS_OF(3); break;
+            default: ROWS_OF(4);
+            }
+#undef ROWS_OF
+        }
+    }
+    for (long r = 0; r < num_rows; r++) {
+        long t = token + r / shared, head = first_head + r % shared;
+        floats inverse = splat(1.0f / add_lanes(state[r].sum));
+        for (long d = 0; d < head_dim; d += LANES)
+            store(bf16, out, t * out_stride + head * head_dim + d,
+                  sums[(r * chunks + d / 64) * TILE_VECTORS + d % 64 / LANES] * inverse);
+    }
+}
+
+/* A phase: `queries` [tokens, heads, head_dim] -> `out`, row strides in elements. */
+static void attend(const int bf16, Worker *worker, const Batch *batch, const Kv *kv, const Heads *heads, const void *queries,
+                   long query_stride, void *out, long out_stride) {
+    const long shared = heads->num_heads / heads->num_kv_heads, span = shared < QUERY_ROWS ? shared : QUERY_ROWS;
+    const long spans = (shared + span - 1) / span, most = QUERY_ROWS / span;
+    long piece = take(worker), begin = 0;
+    for (long sequence = 0; sequence < batch->num_sequences; sequence++) {
+        const long count = batch->counts[sequence], tiles = (count + most - 1) / most;
+        const long end = begin + tiles * heads->num_kv_heads * spans;
+        for (; piece < end; piece = take(worker)) {
+            long index = piece - begin, head = index % (heads->num_kv_heads * spans);
+            long query = index / (heads->num_kv_heads * spans) * most, kv_head = head / spans, skipped = head % spans * span;
+            long num_queries = count - query < most ? count - query : most;
+            attend_tile(bf16, batch, kv, heads, sequence, kv_head, kv_head * shared + skipped,
+                        shared - skipped < span ? shared - skipped : span, query, num_queries, queries, query_stride, out,
+                        out_stride);
+        }
+        begin = end;
+    }
+    sync_team(worker);
+}
+
+/* Rotates the first half of a head's first `rotary` elements with the second (GPT-NeoX's order); norms it before, if asked. */
+ALWAYS void turn(const int bf16, void *head, long head_dim, const void *norm, float eps, const float *cosines,
+                 const float *sines) {
+    if (norm) {
+        floats squares = splat(0.0f);
+        for (long d = 0; d < head_dim; d += LANES) {
+            floats value = load(bf16, head, d);
+            squares = fma16(value, value, squares);
+        }
+        floats scale = splat(1.0f / sqrtf(add_lanes(squares) / (float)head_dim + eps));
+        for (long d = 0; d < head_dim; d += LANES) store(bf16, head, d, load(bf16, head, d) * scale * load(bf16, norm, d));
+    }
+    const long half = head_dim / 2;
+    for (long d = 0; d < half; d += LANES) {
+        floats low = load(bf16, head, d), high = load(bf16, head, d + half);
+        floats cosine = *(const floats_at *)(cosines + d), sine = *(const floats_at *)(sines + d);
+        store(bf16, head, d, fma16(low, cosine, -(high * sine)));
+        store(bf16, head, d + half, fma16(high, cosine, low * sine));
+    }
+}
+
+ALWAYS void write_token(const int bf16, const Batch *batch, const Kv *kv, const Heads *heads, long token, const char *keys,
+                        const char *values) {
+    const long size = bf16 ? 2 : 4, bytes = heads->head_dim * size;
+    for (long h = 0; h < heads->num_kv_heads; h++) {
+        long at = ((long)batch->blocks[token] * kv->block_stride + h * kv->head_stride) * size + batch->offsets[token] * bytes;
+        memcpy(kv->keys + at, keys + h * bytes, bytes);
+        memcpy(kv->values + at, values + h * bytes, bytes);
+    }
+}
+
+/* -------------------------------------------------------------------------------------------------------- layers */
+
+typedef struct {
+    const void *input_norm, *post_norm;   /* [hidden] */
+    const void *query_norm, *key_norm;    /* [head_dim], or NULL */
+    Linear qkv, out, gate_up, down;
+    int64_t window;
+} Layer;
+
+typedef struct {
+    const Layer *layers;
+    int64_t hidden_size, inner_size;
+    int32_t num_heads, num_kv_heads, head_dim, is_bf16, activation;
+    float eps;
+} Decoder;
+
+typedef struct {
+    const Batch *batch;
+    const Kv *kv;                   /* by layer */
+    void *hidden, *pending;         /* [tokens, hidden_size] */
+    const float *cosines, *sines;   /* [tokens, head_dim / 2] */
+    void *normed, *heads, *attended, *inner; /* [tokens, ...] to work in */
+    int64_t first, last;            /* parts: 2 * layer is its attention, 2 * layer + 1 its MLP */
+    int32_t has_pending;
+} Pass;
+
+typedef struct {
+    const Decoder *decoder;
+    const Pass *pass;
+} PassOfDecoder;
+
+ALWAYS void run_parts(const int bf16, Worker *worker, const Decoder *decoder, const Pass *pass) {
+    const Batch *batch = pass->batch;
+    const long size = bf16 ? 2 : 4, tokens = batch->num_tokens, width = decoder->hidden_size, head_dim = decoder->head_dim;
+    const long num_heads = decoder->num_heads, num_kv_heads = decoder->num_kv_heads;
+    const long heads_width = (num_heads + 2 * num_kv_heads) * head_dim, per_word = bf16 ? 2 : 1;
+    for (long part = pass->first; part < pass->last; part++) {
+        const Layer *layer = decoder->layers + part / 2;
+        const void *pending = part > pass->first || pass->has_pending ? pass->pending : NULL;
+        if (part % 2 == 0) {
+            const Kv *kv = pass->kv + part / 2;
+            const Heads heads = {num_heads, num_kv_heads, head_dim, bf16, layer->window, 1.0f / sqrtf((float)head_dim), 0.0f};
+            add_and_norm(bf16, worker, pass->hidden, pending, layer->input_norm, decoder->eps, pass->normed, tokens, width);
+            multiply(bf16, worker, &(Product){&layer->qkv, pass->normed, tokens, width / per_word, pass->heads, heads_width, 0, 0});
+            for (long t; (t = take(worker)) < tokens;) {
+                char *of_token = (char *)pass->heads + t * heads_width * size;
+                const float *cosines = pass->cosines + t * (head_dim / 2), *sines = pass->sines + t * (head_dim / 2);
+                for (long h = 0; h < num_heads + num_kv_heads; h++)
+                    turn(bf16, of_token + h * head_dim * size, head_dim, h < num_heads ? layer->query_norm : layer->key_norm,
+                         decoder->eps, cosines, sines);
+                const char *keys = of_token + num_heads * head_dim * size;
+                write_token(bf16, batch, kv, &heads, t, keys, keys + num_kv_heads * head_dim * size);
+            }
+            sync_team(worker);
+            attend(bf16, worker, batch, kv, &heads, pass->heads, heads_width, pass->attended, num_heads * head_dim);
+            multiply(bf16, worker, &(Product){&layer->out, pass->attended, tokens, num_heads * head_dim / per_word, pass->pending,
+                                              width, 0, 0});
+        } else {
+            const long inner = decoder->inner_size;
+            add_and_norm(bf16, worker, pass->hidden, pending, layer->post_norm, decoder->eps, pass->normed, tokens, width);
+            multiply(bf16, worker, &(Product){&layer->gate_up, pass->normed, tokens, width / per_word, pass->inner, inner, 1,
+                                              decoder->activation});
+            multiply(bf16, worker, &(Product){&layer->down, pass->inner, tokens, inner / per_word, pass->pending, width, 0, 0});
+        }
+    }
+    even_phases(worker);
+}
+
+static void pass_member(void *team, int thread, const void *argument) {
+    const PassOfDecoder *both = argument;
+    Worker worker = {team, 0};
+    if (both->decoder->is_bf16) run_parts(1, &worker, both->decoder, both->pass);
+    else run_parts(0, &worker, both->decoder, both->pass);
+    (void)thread;
+}
+
+void tideway_run_parts(Team *team, const Decoder *decoder, const Pass *pass) {
+    run_team(team, pass_member, &(PassOfDecoder){decoder, pass});
+}
+
+/* ------------------------------------------------------------------------------------------------- one at a time */
+
+typedef struct {
+    Product product;
+    int32_t is_bf16;
+} LinearCall;
+
+static void linear_member(void *team, int thread, const void *argument) {
+    const LinearCall *call = argument;
+    Worker worker = {team, 0};
+    if (call->is_bf16) multiply(1, &worker, &call->product);
+    else multiply(0, &worker, &call->product);
+    even_phases(&worker);
+    (void)thread;
+}
+
+void tideway_linear(Team *team, const LinearCall *call) { run_team(team, linear_member, call); }
+
+typedef struct {
+    const Batch *batch;
+    const Kv *kv;
+    const Heads *heads;
+    const char *queries, *keys, *values;                  /* [tokens, heads or kv_heads, head_dim] */
+    int64_t query_stride, key_stride, value_stride;       /* of tokens, in elements */
+    void *out;                                            /* [tokens, heads, head_dim] */
+} AttentionCall;
+
+static void attention_member(void *team, int thread, const void *argument) {
+    const AttentionCall *call = argument;
+    const Heads *heads = call->heads;
+    const long out_stride = (long)heads->num_heads * heads->head_dim, size = heads->is_bf16 ? 2 : 4;
+    Worker worker = {team, 0};
+    if (call->keys) {
+        for (long t; (t = take(&worker)) < call->batch->num_tokens;) {
+            const char *keys = call->keys + t * call->key_stride * size, *values = call->values + t * call->value_stride * size;
+            if (heads->is_bf16) write_token(1, call->batch, call->kv, heads, t, keys, values);
+            else write_token(0, call->batch, call->kv, heads, t, keys, values);
+        }
+        sync_team(&worker);
+    }
+    if (call->queries) {
+        if (heads->is_bf16) attend(1, &worker, call->batch, call->kv, heads, call->queries, call->query_stride, call->out, out_stride);
+        else attend(0, &worker, call->batch, call->kv, heads, call->queries, call->query_stride, call->out, out_stride);
+    }
+    even_phases(&worker);
+    (void)thread;
+}
+
+/* Writes keys and values, if given; then attends, if queries are given. */
+void tideway_attention(Team *team, const AttentionCall *call) { run_team(team, attention_member, call); }
+
+typedef struct {
+    const void *hidden, *pending, *weight;
+    void *added, *out;
+    int64_t num_rows, width;
+    float eps;
+    int32_t is_bf16;
+} NormCall;
+
+static void norm_member(void *team, int thread, const void *argument) {
+    const NormCall *c = argument;
+    Worker worker = {team, 0};
+    if (c->is_bf16) add_and_norm(1, &worker, c->added, c->pending, c->weight, c->eps, c->out, c->num_rows, c->width);
+    else add_and_norm(0, &worker, c->added, c->pending, c->weight, c->eps, c->out, c->num_rows, c->width);
+    even_phases(&worker);
+    (void)thread;
+}
+
+/* `added` += `pending`, if given; `out`: its RMS norm. */
+void tideway_norm(Team *team, const NormCall *call) { run_team(team, norm_member, call); }
+
+typedef struct {
+    const void *scores; /* [rows, width] */
+    int64_t num_rows, width, is_bf16;
+    int64_t *best; /* [rows] */
+} ArgmaxCall;
+
+ALWAYS int64_t argmax_of(const int bf16, const void *scores, long row, long width) {
+    const char *at = (const char *)scores + row * width * (bf16 ? 2 : 4);
+    floats best = splat(-INFINITY);
+    long whole = width - width % LANES;
+    for (long i = 0; i < whole; i += LANES) best = larger(load(bf16, at, i), best);
+    float most = largest_lane(best);
+    for (long i = whole; i < width; i++) {
+        floats one = splat(bf16 ? 0.0f : ((const float *)at)[i]);
+        if (bf16) {
+            uint32_t bits = (uint32_t)((const uint16_t *)at)[i] << 16;
+            float x;
+            memcpy(&x, &bits, 4);
+            one = splat(x);
+        }
+        most = one[0] > most ? one[0] : most;
+    }
+    for (long i = 0; i < whole; i += LANES) {
+        ints is_best = load(bf16, at, i) == splat(most);
+        for (int lane = 0; lane < LANES; lane++)
+            if (is_best[lane]) return i + lane;
+    }
+    for (long i = whole; i < width; i++) {
+        uint32_t bits = bf16 ? (uint32_t)((const uint16_t *)at)[i] << 16 : ((const word_at *)at)[i];
+        float x;
+        memcpy(&x, &bits, 4);
+        if (x == most) return i;
+    }
+    return 0;
+}
+
+static void argmax_member(void *team, int thread, const void *argument) {
+    const ArgmaxCall *c = argument;
+    Worker worker = {team, 0};
+    for (long row; (row = take(&worker)) < c->num_rows;)
+        c->best[row] = c->is_bf16 ? argmax_of(1, c->scores, row, c->width) : argmax_of(0, c->scores, row, c->width);
+    sync_team(&worker);
+    even_phases(&worker);
+    (void)thread;
+}
+
+/* The first of the largest of each row. */
+void tideway_argmax(Team *team, const ArgmaxCall *call) { run_team(team, argmax_member, call); }

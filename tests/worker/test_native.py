@@ -1,0 +1,98 @@
+"""The compiled kernels against torch, and that a row's bits do not depend on what is computed with it. Attention,
+layers and whole models run them in the tests of those."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from services.worker.models.decoder import activation
+from services.worker.native import building, library
+from services.worker.native.library import ACTIVATIONS, Kernels, PackedWeight, kernels, packs
+
+COMPILED = kernels()
+needs_kernels = pytest.mark.skipif(
+    COMPILED is None or not packs(torch.zeros(32, 32)), reason="needs a compiler and AVX-512"
+)
+DTYPES = [d for d in library.DTYPES if COMPILED is not None and packs(torch.zeros(32, 32, dtype=d))]
+
+
+def random(*shape: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("outputs", "inputs"), [(32, 2), (50, 96), (320, 192)])
+def test_a_product_has_torchs_result_and_its_rows_the_same_bits_alone(
+    dtype: torch.dtype, outputs: int, inputs: int
+) -> None:
+    weight, bias, x = (random(*shape, dtype=dtype) for shape in ((outputs, inputs), (outputs,), (257, inputs)))
+    linear = PackedWeight(weight, bias)
+    whole = linear(x)
+    torch.testing.assert_close(whole, F.linear(x, weight, bias))
+    for start, stop in ((0, 1), (5, 17), (100, 257)):
+        assert torch.equal(linear(x[start:stop]), whole[start:stop])
+    assert torch.equal(linear(x[:, :2].contiguous() if inputs == 2 else x.repeat(1, 2)[:, :inputs]), whole)
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_gates_are_those_of_torch(dtype: torch.dtype, name: str) -> None:
+    weight, bias, x = random(192, 64, dtype=dtype), random(192, dtype=dtype), 3 * random(33, 64, dtype=dtype)
+    gate, up = F.linear(x.float(), weight.float(), bias.float()).chunk(2, -1)
+    torch.testing.assert_close(
+        PackedWeight(weight, bias).gated(name)(x), (activation(name)(gate) * up).to(dtype), rtol=1e-2, atol=1e-2
+    )
+    assert not PackedWeight(weight[:190], None).can_be_gated(name)
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", [1, 16, 49, 1000])
+def test_the_first_of_the_largest_is_found(dtype: torch.dtype, width: int) -> None:
+    scores = random(9, width, dtype=dtype)
+    scores[3] = scores[3].amax()
+    scores[4, width // 2 :] = scores[4].amax()
+    scores[5] = float("-inf")
+    assert COMPILED is not None
+    assert COMPILED.argmax(scores).tolist() == scores.float().numpy().argmax(-1).tolist()
+
+
+@needs_kernels
+def test_threads_of_a_team_compute_together_for_callers_that_take_turns() -> None:
+    weight, x = random(640, 128, dtype=torch.float32), random(40, 128, dtype=torch.float32)
+    linear, expected = PackedWeight(weight), F.linear(x, weight)
+    loaded = library._library()
+    assert loaded is not None
+    team = Kernels(loaded, 3)
+    wrong = []
+
+    def call() -> None:
+        for _ in range(50):
+            if not torch.allclose(team.linear(x, linear), expected, atol=1e-4):
+                wrong.append(1)
+
+    callers = [threading.Thread(target=call) for _ in range(3)]
+    for caller in callers:
+        caller.start()
+    for caller in callers:
+        caller.join(60)
+    assert not wrong and not any(caller.is_alive() for caller in callers)
+
+
+def test_without_a_compiler_it_says_so_and_torch_computes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(building, "_folders", lambda: [tmp_path / "built"])
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    with pytest.raises(building.BuildError, match="no C compiler"):
+        building.find_or_build()
+    library._library.cache_clear()
+    try:
+        assert library._library() is None
+    finally:
+        library._library.cache_clear()
