@@ -20,6 +20,7 @@
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/resource.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 #if defined(__x86_64__)
@@ -176,7 +177,9 @@ typedef struct {
     const void *argument;
     pthread_mutex_t in_use;
     int num_cpus, cpus[MAX_THREADS], caller_cpu; /* that the process may use; num_cpus 0: not one for each thread */
+    int niceness;
     pthread_t threads[MAX_THREADS];
+    atomic_int ids[MAX_THREADS]; /* the kernel's, of the threads; 0 until they run */
     struct start { void *team; int thread; } starts[MAX_THREADS];
 } Team;
 
@@ -230,6 +233,7 @@ static void sync_team(Worker *worker) {
 static void *team_member(void *start) {
     Team *team = ((struct start *)start)->team;
     int thread = ((struct start *)start)->thread;
+    atomic_store(&team->ids[thread], (int)syscall(SYS_gettid));
     for (unsigned generation = 0;; generation++) {
         await_change(team, &team->generation, generation);
         team->function(team, thread, team->argument);
@@ -258,6 +262,19 @@ Team *tideway_team(int num_threads) {
     return team;
 }
 
+/* Members yield to what their caller yields to. */
+static void take_niceness(Team *team) {
+    int niceness = getpriority(PRIO_PROCESS, 0);
+    if (niceness == team->niceness) return;
+    int known = 1;
+    for (int thread = 1; thread < team->num_threads; thread++) {
+        int id = atomic_load(&team->ids[thread]);
+        if (id) setpriority(PRIO_PROCESS, id, niceness);
+        else known = 0;
+    }
+    if (known) team->niceness = niceness;
+}
+
 /* Each member gets a core that is not the caller's: two that share one would wait for each other by turns. */
 static void spread(Team *team) {
     int cpu = sched_getcpu(), thread = 1;
@@ -275,6 +292,7 @@ static void spread(Team *team) {
 /* Every `function` ends in `sync_team`, after an even number of phases. */
 static void run_team(Team *team, void (*function)(void *, int, const void *), const void *argument) {
     pthread_mutex_lock(&team->in_use);
+    if (team->num_threads > 1) take_niceness(team);
     if (team->num_cpus > 1) spread(team);
     team->function = function;
     team->argument = argument;
@@ -803,26 +821,6 @@ static void attention_member(void *team, int thread, const void *argument) {
 
 /* Writes keys and values, if given; then attends, if queries are given. */
 void tideway_attention(Team *team, const AttentionCall *call) { run_team(team, attention_member, call); }
-
-typedef struct {
-    const void *hidden, *pending, *weight;
-    void *added, *out;
-    int64_t num_rows, width;
-    float eps;
-    int32_t is_bf16;
-} NormCall;
-
-static void norm_member(void *team, int thread, const void *argument) {
-    const NormCall *c = argument;
-    Worker worker = {team, 0};
-    if (c->is_bf16) add_and_norm(1, &worker, c->added, c->pending, c->weight, c->eps, c->out, c->num_rows, c->width);
-    else add_and_norm(0, &worker, c->added, c->pending, c->weight, c->eps, c->out, c->num_rows, c->width);
-    even_phases(&worker);
-    (void)thread;
-}
-
-/* `added` += `pending`, if given; `out`: its RMS norm. */
-void tideway_norm(Team *team, const NormCall *call) { run_team(team, norm_member, call); }
 
 typedef struct {
     const void *scores; /* [rows, width] */

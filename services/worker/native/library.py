@@ -88,13 +88,6 @@ class AttentionStruct(ctypes.Structure):
     ]  # fmt: skip
 
 
-class NormStruct(ctypes.Structure):
-    _fields_ = [
-        ("hidden", c_void_p), ("pending", c_void_p), ("weight", c_void_p), ("added", c_void_p), ("out", c_void_p),
-        ("num_rows", c_int64), ("width", c_int64), ("eps", c_float), ("is_bf16", c_int32),
-    ]  # fmt: skip
-
-
 class ArgmaxStruct(ctypes.Structure):
     _fields_ = [
         ("scores", c_void_p), ("num_rows", c_int64), ("width", c_int64), ("is_bf16", c_int64), ("best", c_void_p),
