@@ -129,6 +129,8 @@ STORED: dict[str, tuple[dict[str, object], Callable[[torch.Tensor], tuple[Tensor
     "int8": (compressed("int-quantized", num_bits=8, type="int", strategy="channel"), int8),
     "fp8": (compressed("float-quantized", num_bits=8, type="float", strategy="tensor"), fp8),
 }
+QUICK = ("awq", "gptq-act-order", "packed-zeros", "fp8")
+"""Of them those that are run each time."""
 
 
 def store(folder: Path, name: str) -> tuple[Path, Path]:
@@ -152,7 +154,9 @@ def store(folder: Path, name: str) -> tuple[Path, Path]:
     return path, plain
 
 
-@pytest.mark.parametrize("name", STORED)
+@pytest.mark.parametrize(
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.long) for name in STORED]
+)
 def test_quantised_checkpoints_give_the_tokens_of_their_values(tmp_path: Path, name: str) -> None:
     path, plain = store(tmp_path, name)
     assert generate(path, [prompt_of(40)], 6) == reference_outputs(plain, [prompt_of(40)], 6)
@@ -162,7 +166,7 @@ def test_quantised_checkpoints_give_the_tokens_of_their_values(tmp_path: Path, n
         identity_of(path, CPU, quantization="int8")
 
 
-@pytest.mark.parametrize("name", ["awq", "gptq-8", "fp8"])
+@pytest.mark.parametrize("name", ["awq", "fp8"])
 def test_ranks_have_the_parts_of_quantised_layers(tmp_path: Path, name: str) -> None:
     """Whose inputs are cut between groups."""
     path, plain = store(tmp_path, name)
