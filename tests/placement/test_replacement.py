@@ -201,7 +201,8 @@ async def test_a_model_that_cannot_be_loaded_rolls_back_with_its_reason(
         assert where(cluster.plans[-1]) == before and not cluster.plans[-1].is_chosen
         assert not node.ever_missing
         value = telemetry.registry.get_sample_value
-        assert value("tideway_placement_roll_backs_total", {"cause": "instance"}) == 1
+        # It is counted after the change has been published.
+    await until(lambda: value("tideway_placement_roll_backs_total", {"cause": "instance"}) == 1)
 
 
 async def test_a_proposal_too_large_to_be_stored_is_known_while_it_leads(

@@ -307,9 +307,9 @@ async def test_foreign_clients_are_answered_or_ignored(nats_settings: BusSetting
         await bus.serve(PING, echo)
         body = msgspec.msgpack.encode(Ping("x"))
         for timeout in ("soon", "nan", "1e400", "5"):
-            reply = await client.request(PING.subject, body, timeout=2, headers={"Tideway-Timeout": timeout})
+            reply = await client.request(PING.subject, body, timeout=10, headers={"Tideway-Timeout": timeout})
             assert msgspec.msgpack.decode(reply.data, type=Pong) == Pong("x")
-        late = await client.request(PING.subject, body, timeout=2, headers={"Tideway-Timeout": "-1"})
+        late = await client.request(PING.subject, body, timeout=10, headers={"Tideway-Timeout": "-1"})
         assert late.headers is not None and late.headers["Nats-Service-Error-Code"] == "504"
         await client.publish(PING.subject, body)
         await client.flush()
@@ -321,7 +321,7 @@ async def test_foreign_clients_are_answered_or_ignored(nats_settings: BusSetting
         token = trace_context.attach(context_of(TRACEPARENT))
         bus.publish(NEWS.at(place="here"), Ping("x"), traced=True)
         trace_context.detach(token)
-        message = await heard.next_msg(timeout=2)
+        message = await heard.next_msg(timeout=10)
         assert message.headers == {"traceparent": TRACEPARENT}
     finally:
         await client.close()
