@@ -39,6 +39,11 @@ class LayerKv(NamedTuple):
     head_rows: int
     """Rows of `runs` from a head to the next: those of K, then those of V."""
 
+    def put(self, blocks: torch.Tensor, offsets: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Stores `[T, kv_heads, head_dim]` each, at these places of these blocks, [T] each."""
+        self.keys.index_put_((blocks, offsets), keys)
+        self.values.index_put_((blocks, offsets), values)
+
 
 @dataclass(frozen=True)
 class KvShape:

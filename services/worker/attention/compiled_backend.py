@@ -44,14 +44,16 @@ class CompiledBackend(AttentionBackend):
         self._kernels = kernels
 
     def prepare(self, layout: BatchLayout) -> CompiledBatch:
+        per_sequence = (layout.starts, layout.counts, layout.query_starts)
         arrays = (
-            np.ascontiguousarray(layout.starts, np.int64), np.ascontiguousarray(layout.counts, np.int64),
-            np.ascontiguousarray(layout.query_starts, np.int64), np.ascontiguousarray(layout.block_tables, np.int32),
-            np.ascontiguousarray(layout.positions, np.int64), np.ascontiguousarray(layout.blocks, np.int32),
+            *(np.ascontiguousarray(array, np.int64) for array in per_sequence),
+            np.ascontiguousarray(layout.block_tables, np.int32),
+            np.ascontiguousarray(layout.blocks, np.int32),
             np.ascontiguousarray(layout.offsets, np.int64),
-        )  # fmt: skip
-        num_sequences, width = arrays[3].shape
-        struct = BatchStruct(num_sequences, len(arrays[4]), width, layout.block_size, *map(address, arrays))
+        )
+        num_sequences, width = layout.block_tables.shape
+        num_tokens = len(layout.blocks)
+        struct = BatchStruct(num_sequences, num_tokens, width, layout.block_size, *map(address, arrays))
         return CompiledBatch(struct, arrays, layout.softcap)
 
     def write_kv(self, kv: LayerKv, keys: torch.Tensor, values: torch.Tensor, metadata: CompiledBatch) -> None:

@@ -74,9 +74,7 @@ class FlashBackend(AttentionBackend):
         )  # fmt: skip
 
     def write_kv(self, kv: LayerKv, keys: torch.Tensor, values: torch.Tensor, metadata: _Metadata) -> None:
-        at = (metadata.blocks, metadata.offsets)
-        kv.keys.index_put_(at, keys)
-        kv.values.index_put_(at, values)
+        kv.put(metadata.blocks, metadata.offsets, keys, values)
 
     def attend(
         self,

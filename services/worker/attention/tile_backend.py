@@ -67,9 +67,7 @@ class TileBackend(AttentionBackend):
         return _Metadata(layout, _tensor(layout.blocks, layout), _tensor(layout.offsets, layout))
 
     def write_kv(self, kv: LayerKv, keys: torch.Tensor, values: torch.Tensor, metadata: _Metadata) -> None:
-        at = (metadata.blocks, metadata.offsets)
-        kv.keys.index_put_(at, keys)
-        kv.values.index_put_(at, values)
+        kv.put(metadata.blocks, metadata.offsets, keys, values)
 
     def attend(
         self,

@@ -427,7 +427,6 @@ typedef struct {
     int64_t num_sequences, num_tokens, table_width, block_size;
     const int64_t *starts, *counts, *query_starts; /* [sequences], the last [sequences + 1] */
     const int32_t *tables;                         /* [sequences, table_width] */
-    const int64_t *positions;                      /* [tokens] */
     const int32_t *blocks;                         /* [tokens]: where each token's keys and values go */
     const int64_t *offsets;
 } Batch;
@@ -464,24 +463,31 @@ ALWAYS void transpose(words v[LANES]) {
 #undef HIGH
 }
 
+/* The first of LANES keys, or values, that lie together in a block: block sizes are multiples of LANES. */
+ALWAYS const char *rows_of(const int bf16, const Batch *batch, const Kv *kv, const char *first_block, const int32_t *table,
+                           long head, long head_dim, long key) {
+    long block = key / batch->block_size, offset = key - block * batch->block_size;
+    return first_block + ((long)table[block] * kv->block_stride + head * kv->head_stride + offset * head_dim) * (bf16 ? 2 : 4);
+}
+
 /* keys [KEY_TILE, head_dim] -> packed [words of head_dim, KEY_TILE]; keys from `valid` on are 0. */
 ALWAYS void pack_keys(const int bf16, const Batch *batch, const Kv *kv, const int32_t *table, long head, long head_dim,
                       long first, long valid, words *packed) {
-    const long size = bf16 ? 2 : 4, width = head_dim * size / 4;
+    const long width = head_dim * (bf16 ? 2 : 4) / 4;
     for (long group = 0; group < TILE_VECTORS; group++) {
-        long key = first + group * LANES, count = valid - group * LANES;
+        long count = valid - group * LANES;
         const char *at = NULL;
-        if (count > 0)
-            at = kv->keys + ((long)table[key / batch->block_size] * kv->block_stride + head * kv->head_stride +
-                             key % batch->block_size * head_dim) * size;
+        if (count > 0) at = rows_of(bf16, batch, kv, kv->keys, table, head, head_dim, first + group * LANES);
         for (long w = 0; w < width; w += LANES) {
             words v[LANES];
             long missing = width - w < LANES ? width - w : LANES;
-            UNROLL for (int i = 0; i < LANES; i++) {
-                v[i] = (words){0};
-                if (i >= count) continue;
-                if (missing == LANES) v[i] = *(const words_at *)(at + (i * width + w) * 4);
-                else memcpy(&v[i], at + (i * width + w) * 4, missing * 4);
+            if (count >= LANES && missing == LANES) {
+                UNROLL for (int i = 0; i < LANES; i++) v[i] = *(const words_at *)(at + (i * width + w) * 4);
+            } else {
+                for (int i = 0; i < LANES; i++) {
+                    v[i] = (words){0};
+                    if (i < count) memcpy(&v[i], at + (i * width + w) * 4, missing * 4);
+                }
             }
             transpose(v);
             for (int i = 0; i < missing; i++) packed[(w + i) * TILE_VECTORS + group] = v[i];
@@ -492,25 +498,22 @@ ALWAYS void pack_keys(const int bf16, const Batch *batch, const Kv *kv, const in
 /* values [KEY_TILE, head_dim] -> packed [chunks of 64 of head_dim, words of KEY_TILE, 64]; keys from `valid` on are 0. */
 ALWAYS void pack_values(const int bf16, const Batch *batch, const Kv *kv, const int32_t *table, long head, long head_dim,
                         long first, long valid, words *packed) {
-    const long size = bf16 ? 2 : 4, per_word = bf16 ? 2 : 1, length = KEY_TILE / per_word;
-    for (long j = 0; j < length; j++) {
-        const char *rows[2] = {NULL, NULL};
-        for (long k = 0; k < per_word; k++) {
-            long key = first + j * per_word + k;
-            if (j * per_word + k < valid)
-                rows[k] = kv->values + ((long)table[key / batch->block_size] * kv->block_stride + head * kv->head_stride +
-                                        key % batch->block_size * head_dim) * size;
-        }
-        for (long d = 0; d < head_dim; d += LANES) {
-            words *to = packed + (d / 64 * length + j) * TILE_VECTORS + d % 64 / LANES;
-            if (bf16) {
-                words low = {0}, high = {0};
-                if (rows[0]) low = __builtin_convertvector(*(const halves_at *)(rows[0] + d * 2), words);
-                if (rows[1]) high = __builtin_convertvector(*(const halves_at *)(rows[1] + d * 2), words);
-                *to = low | high << 16;
-            } else {
-                *to = (words){0};
-                if (rows[0]) *to = *(const words_at *)(rows[0] + d * 4);
+    const long bytes = head_dim * (bf16 ? 2 : 4), per_word = bf16 ? 2 : 1, length = KEY_TILE / per_word;
+    for (long key = 0; key < KEY_TILE; key += LANES) {
+        const char *rows = NULL;
+        if (key < valid) rows = rows_of(bf16, batch, kv, kv->values, table, head, head_dim, first + key);
+        for (long k = 0; k < LANES; k += per_word) {
+            long count = valid - key - k;
+            const char *row = rows + k * bytes;
+            for (long d = 0; d < head_dim; d += LANES) {
+                words word = {0};
+                if (bf16) {
+                    if (count > 0) word = __builtin_convertvector(*(const halves_at *)(row + d * 2), words);
+                    if (count > 1) word |= __builtin_convertvector(*(const halves_at *)(row + bytes + d * 2), words) << 16;
+                } else if (count > 0) {
+                    word = *(const words_at *)(row + d * 4);
+                }
+                packed[(d / 64 * length + (key + k) / per_word) * TILE_VECTORS + d % 64 / LANES] = word;
             }
         }
     }

@@ -42,7 +42,7 @@ class BatchStruct(ctypes.Structure):
     _fields_ = [
         ("num_sequences", c_int64), ("num_tokens", c_int64), ("table_width", c_int64), ("block_size", c_int64),
         ("starts", c_void_p), ("counts", c_void_p), ("query_starts", c_void_p), ("tables", c_void_p),
-        ("positions", c_void_p), ("blocks", c_void_p), ("offsets", c_void_p),
+        ("blocks", c_void_p), ("offsets", c_void_p),
     ]  # fmt: skip
 
 
