@@ -422,6 +422,7 @@ static void add_and_norm(const int bf16, Worker *worker, void *hidden, const voi
 #define TILE_VECTORS (KEY_TILE / LANES)
 #define QUERY_ROWS 64 /* pairs of query and head that go over the keys together */
 #define GROUP 4       /* of them in registers */
+#define MAX_HEAD_DIM 256
 
 typedef struct {
     int64_t num_sequences, num_tokens, table_width, block_size;
@@ -470,6 +471,30 @@ ALWAYS const char *rows_of(const int bf16, const Batch *batch, const Kv *kv, con
     return first_block + ((long)table[block] * kv->block_stride + head * kv->head_stride + offset * head_dim) * (bf16 ? 2 : 4);
 }
 
+/* Where a tile's keys, or values, lie: runs of LANES rows, the last of which may have rows that are not used. */
+typedef struct {
+    const char *runs[TILE_VECTORS];
+    long lines; /* of 64 bytes a run */
+} Lines;
+
+ALWAYS Lines lines_of(const int bf16, const Batch *batch, const Kv *kv, const char *first_block, const int32_t *table,
+                      long head, long head_dim, long first, long context) {
+    Lines found = {{NULL}, 0};
+    if (first >= context) return found;
+    found.lines = LANES * head_dim * (bf16 ? 2 : 4) / 64;
+    for (int i = 0; i < TILE_VECTORS; i++) {
+        long key = first + i * LANES;
+        found.runs[i] = rows_of(bf16, batch, kv, first_block, table, head, head_dim, key < context ? key : first);
+    }
+    return found;
+}
+
+/* Asks for a line of each run: blocks lie far apart, where the processor does not read ahead by itself. */
+ALWAYS void fetch(const Lines *lines, long line) {
+    if (line < lines->lines)
+        UNROLL for (int i = 0; i < TILE_VECTORS; i++) __builtin_prefetch(lines->runs[i] + line * 64, 0, 2);
+}
+
 /* keys [KEY_TILE, head_dim] -> packed [words of head_dim, KEY_TILE]; keys from `valid` on are 0. */
 ALWAYS void pack_keys(const int bf16, const Batch *batch, const Kv *kv, const int32_t *table, long head, long head_dim,
                       long first, long valid, words *packed) {
@@ -495,34 +520,45 @@ ALWAYS void pack_keys(const int bf16, const Batch *batch, const Kv *kv, const in
     }
 }
 
-/* values [KEY_TILE, head_dim] -> packed [chunks of 64 of head_dim, words of KEY_TILE, 64]; keys from `valid` on are 0. */
+/* values [KEY_TILE, head_dim] -> packed [chunks of 64 of head_dim, words of KEY_TILE, 64]; keys from `valid` on are 0.
+ * Of bfloat16, each 32 elements of a head lie there as the even ones, then the odd ones: words need no shuffling so. */
 ALWAYS void pack_values(const int bf16, const Batch *batch, const Kv *kv, const int32_t *table, long head, long head_dim,
                         long first, long valid, words *packed) {
     const long bytes = head_dim * (bf16 ? 2 : 4), per_word = bf16 ? 2 : 1, length = KEY_TILE / per_word;
+    static const char zeros[MAX_HEAD_DIM * 4];
     for (long key = 0; key < KEY_TILE; key += LANES) {
         const char *rows = NULL;
         if (key < valid) rows = rows_of(bf16, batch, kv, kv->values, table, head, head_dim, first + key);
         for (long k = 0; k < LANES; k += per_word) {
-            long count = valid - key - k;
-            const char *row = rows + k * bytes;
-            for (long d = 0; d < head_dim; d += LANES) {
-                words word = {0};
-                if (bf16) {
-                    if (count > 0) word = __builtin_convertvector(*(const halves_at *)(row + d * 2), words);
-                    if (count > 1) word |= __builtin_convertvector(*(const halves_at *)(row + bytes + d * 2), words) << 16;
-                } else if (count > 0) {
-                    word = *(const words_at *)(row + d * 4);
+            const long count = valid - key - k;
+            const char *row = count > 0 ? rows + k * bytes : zeros, *next = count > 1 ? row + bytes : zeros;
+            words *to = packed + (key + k) / per_word * TILE_VECTORS;
+            for (long d = 0; d < head_dim; d += 64, to += length * TILE_VECTORS) {
+                const long vectors = head_dim - d < 64 ? (head_dim - d) / LANES : TILE_VECTORS;
+                if (!bf16) {
+                    for (long v = 0; v < vectors; v++) to[v] = *(const words_at *)(row + (d + v * LANES) * 4);
+                    continue;
                 }
-                packed[(d / 64 * length + (key + k) / per_word) * TILE_VECTORS + d % 64 / LANES] = word;
+                for (long v = 0; v + 1 < vectors; v += 2) {
+                    words a = *(const words_at *)(row + (d + v * LANES) * 2), b = *(const words_at *)(next + (d + v * LANES) * 2);
+                    to[v] = (a & 0xffff) | b << 16;
+                    to[v + 1] = a >> 16 | (b & 0xffff0000u);
+                }
+                if (vectors % 2) {
+                    const long at = (d + (vectors - 1) * LANES) * 2;
+                    to[vectors - 1] = __builtin_convertvector(*(const halves_at *)(row + at), words) |
+                                      __builtin_convertvector(*(const halves_at *)(next + at), words) << 16;
+                }
             }
         }
     }
 }
 
-/* acc[rows][4] += a [rows, length] words x b [length, 64] words. */
+/* acc[rows][4] += a [rows, length] words x b [length, 64] words; `next`, from a line on, is fetched meanwhile. */
 ALWAYS void accumulate(const int bf16, const int rows, const uint32_t *const *a, const words *b, long length,
-                       floats acc[GROUP][TILE_VECTORS]) {
+                       floats acc[GROUP][TILE_VECTORS], const Lines *next, long line) {
     for (long k = 0; k < length; k++) {
+        fetch(next, line + k);
         UNROLL for (int r = 0; r < rows; r++) {
             uint32_t word = ((const word_at *)a[r])[k];
             UNROLL for (int v = 0; v < TILE_VECTORS; v++)
@@ -539,11 +575,12 @@ typedef struct {
 
 /* One tile of keys for up to GROUP rows: scores, weights, and what they make of the values (Milakov and Gimelshein 2018). */
 ALWAYS void attend_group(const int bf16, const int rows, const Heads *heads, const uint32_t *const *queries, Row *state,
-                         floats *out, const words *keys, const words *values, long first) {
+                         floats *out, const words *keys, const words *values, long first, const Lines *next_keys,
+                         const Lines *next_values) {
     const long head_dim = heads->head_dim, per_word = bf16 ? 2 : 1, chunks = (head_dim + 63) / 64;
     floats scores[GROUP][TILE_VECTORS];
     UNROLL for (int r = 0; r < rows; r++) UNROLL for (int v = 0; v < TILE_VECTORS; v++) scores[r][v] = splat(0.0f);
-    accumulate(bf16, rows, queries, keys, head_dim / per_word, scores);
+    accumulate(bf16, rows, queries, keys, head_dim / per_word, scores, next_keys, 0);
     _Alignas(64) char weights[GROUP][KEY_TILE * 4];
     const uint32_t *weight_words[GROUP];
     const ints lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
@@ -586,13 +623,11 @@ ALWAYS void attend_group(const int bf16, const int rows, const Heads *heads, con
         floats acc[GROUP][TILE_VECTORS];
         UNROLL for (int r = 0; r < rows; r++)
             UNROLL for (int v = 0; v < TILE_VECTORS; v++) acc[r][v] = out[(r * chunks + c) * TILE_VECTORS + v];
-        accumulate(bf16, rows, weight_words, values + c * length * TILE_VECTORS, length, acc);
+        accumulate(bf16, rows, weight_words, values + c * length * TILE_VECTORS, length, acc, next_values, c * length);
         UNROLL for (int r = 0; r < rows; r++)
             UNROLL for (int v = 0; v < TILE_VECTORS; v++) out[(r * chunks + c) * TILE_VECTORS + v] = acc[r][v];
     }
 }
-
-#define MAX_HEAD_DIM 256
 
 /* Queries first_query .. first_query + num_queries - 1 of a sequence, `shared` heads that share a KV head. */
 static void attend_tile(const int bf16, const Batch *batch, const Kv *kv, const Heads *heads, long sequence, long kv_head,
@@ -615,14 +650,21 @@ static void attend_tile(const int bf16, const Batch *batch, const Kv *kv, const 
     if (head_dim % 64) memset(values, 0, sizeof values);
     const long last = position + num_queries - 1, context = last + 1;
     long first = heads->window && position - heads->window + 1 > 0 ? position - heads->window + 1 : 0;
-    for (first -= first % KEY_TILE; first <= last; first += KEY_TILE) {
+    first -= first % KEY_TILE;
+    Lines next_keys = lines_of(bf16, batch, kv, kv->keys, table, kv_head, head_dim, first, context);
+    Lines next_values = lines_of(bf16, batch, kv, kv->values, table, kv_head, head_dim, first, context);
+    for (long line = 0; line < next_keys.lines; line++) fetch(&next_keys, line);
+    for (long line = 0; line < next_values.lines; line++) fetch(&next_values, line);
+    for (; first <= last; first += KEY_TILE) {
         long valid = context - first < KEY_TILE ? context - first : KEY_TILE;
         pack_keys(bf16, batch, kv, table, kv_head, head_dim, first, valid, keys);
         pack_values(bf16, batch, kv, table, kv_head, head_dim, first, valid, values);
+        next_keys = lines_of(bf16, batch, kv, kv->keys, table, kv_head, head_dim, first + KEY_TILE, context);
+        next_values = lines_of(bf16, batch, kv, kv->values, table, kv_head, head_dim, first + KEY_TILE, context);
         for (long r = 0; r < num_rows; r += GROUP) {
             if (state[r + GROUP < num_rows ? r + GROUP - 1 : num_rows - 1].position < first) continue;
             floats *to = sums + r * chunks * TILE_VECTORS;
-#define ROWS_OF(n) attend_group(bf16, n, heads, query + r, state + r, to, keys, values, first)
+#define ROWS_OF(n) attend_group(bf16, n, heads, query + r, state + r, to, keys, values, first, &next_keys, &next_values)
             switch (num_rows - r) {
             case 1: ROWS_OF(1); break;
             case 2: ROWS_OF(2); break;
@@ -630,14 +672,21 @@ static void attend_tile(const int bf16, const Batch *batch, const Kv *kv, const 
             default: ROWS_OF(4);
             }
 #undef ROWS_OF
+            next_keys.lines = next_values.lines = 0;
         }
     }
     for (long r = 0; r < num_rows; r++) {
         long t = token + r / shared, head = first_head + r % shared;
         floats inverse = splat(1.0f / add_lanes(state[r].sum));
-        for (long d = 0; d < head_dim; d += LANES)
-            store(bf16, out, t * out_stride + head * head_dim + d,
-                  sums[(r * chunks + d / 64) * TILE_VECTORS + d % 64 / LANES] * inverse);
+        const floats *sum = sums + r * chunks * TILE_VECTORS;
+        const long at = t * out_stride + head * head_dim;
+        long d = 0;
+        for (; bf16 && d + 2 * LANES <= head_dim; d += 2 * LANES) {
+            words even = __builtin_convertvector(to_bf16(sum[d / LANES] * inverse), words);
+            words odd = __builtin_convertvector(to_bf16(sum[d / LANES + 1] * inverse), words);
+            *(words_at *)((uint16_t *)out + at + d) = even | odd << 16;
+        }
+        for (; d < head_dim; d += LANES) store(bf16, out, at + d, sum[d / LANES] * inverse);
     }
 }
 
