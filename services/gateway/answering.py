@@ -24,6 +24,7 @@ from services.gateway.parsing import (
     Options,
     check_num_characters,
     check_num_sequences,
+    check_prompt_logprobs,
     check_token_ids,
     max_tokens_of,
     options_of,
@@ -171,8 +172,12 @@ async def make_prompts(
             add_special = message.add_special_tokens is not False
             all_ids = await context.tokenizers.encode(tokenizer, texts, add_special, param)
     prompts = []
+    # One token is made then, and not shown: the prompt's log-probabilities come with it.
+    shows_output = requested != 0 or options.num_prompt_top < 0
+    requested = requested if shows_output else 1
     for ids, text_or_ids in zip(all_ids, texts_or_ids, strict=True):
         check_token_ids(ids, tokenizer.vocab_size, param)
+        check_prompt_logprobs(len(ids), options.num_prompt_top, param)
         sampling = sampling_of(
             message,
             options,
@@ -185,7 +190,7 @@ async def make_prompts(
             echo_text = text_or_ids
         elif options.echo:
             echo_text = await context.tokenizers.decode(tokenizer, ids, options.skips_special_tokens)
-        prompts.append(Prompt(ids, sampling, echo_text))
+        prompts.append(Prompt(ids, sampling, echo_text, shows_output))
     return prompts
 
 

@@ -7,6 +7,7 @@ asked for, `[DONE]`. A failure is an error object, and then the end.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -23,6 +24,7 @@ from services.gateway.replies import (
     Completion,
     CompletionChoice,
     FinishedBy,
+    PromptLogprobs,
     Usage,
 )
 from services.gateway.tokenization import ModelTokenizer
@@ -55,7 +57,9 @@ class Collector:
         options: Options,
         tokenizer: ModelTokenizer,
         usage: Usage,
+        prompts: Sequence[PromptLogprobs | msgspec.UnsetType],
     ) -> bytes:
+        """`prompts`: log-probabilities of each choice's prompt, where they were asked for."""
         tier = options.service_tier or msgspec.UNSET
         num_top = options.num_top_logprobs
         answer: ChatCompletion | Completion
@@ -69,7 +73,7 @@ class Collector:
                 )
                 for index, part in enumerate(self._parts)
             ]
-            answer = ChatCompletion(call_id, "chat.completion", created, model, chat_choices, usage, tier)
+            answer = ChatCompletion(call_id, "chat.completion", created, model, chat_choices, usage, tier, prompts[0])
         else:
             choices = [
                 CompletionChoice(
@@ -77,6 +81,7 @@ class Collector:
                     "".join(part.texts),
                     None if num_top is None else completion_logprobs(tokenizer, part.tokens, num_top),
                     part.finish_reason,
+                    prompts[index],
                 )
                 for index, part in enumerate(self._parts)
             ]

@@ -10,6 +10,7 @@ import uuid
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
+import msgspec
 from opentelemetry import trace
 from opentelemetry.trace import Span, SpanKind, StatusCode
 from starlette.requests import ClientDisconnect, Request
@@ -22,6 +23,7 @@ from services.gateway.context import GatewayContext
 from services.gateway.errors import ApiError, of_info
 from services.gateway.generation import Delta, Generation, Prompt
 from services.gateway.http_limits import AnswerBody
+from services.gateway.logprobs import prompt_logprobs
 from services.gateway.metrics import CallMetrics
 from services.gateway.parsing import Options
 from services.gateway.schemas import GenerationFields
@@ -123,7 +125,13 @@ class Call:
         """Of the answer in one piece."""
         options, tokenizer = generation.options, generation.tokenizer
         created, usage = int(time.time()), generation.usage()
-        return answer.body(self.operation, self.call_id, created, self._model, options, tokenizer, usage)
+        prompts = [
+            msgspec.UNSET
+            if options.prompt_logprobs is None
+            else prompt_logprobs(tokenizer, choice.prompt.tokens, choice.prompt_logprobs(), options.prompt_logprobs)
+            for choice in generation.choices
+        ]
+        return answer.body(self.operation, self.call_id, created, self._model, options, tokenizer, usage, prompts)
 
     def end(self, error: BaseException | None) -> None:
         """`error` None: the whole answer was made. To be called once."""

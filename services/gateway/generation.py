@@ -26,7 +26,9 @@ from shared.messages.requests import (
     FinishReason,
     GenerationRequest,
     SamplingParams,
+    TokenLogprob,
     pack_tokens,
+    unpack_logprobs,
 )
 
 
@@ -48,6 +50,8 @@ class Prompt:
     sampling: SamplingParams
     echo_text: str = ""
     """Put before the output."""
+    shows_output: bool = True
+    """Else the request ends with its first token, which is not shown."""
 
 
 class Choice:
@@ -68,6 +72,8 @@ class Choice:
         self._min_tokens = prompt.sampling.min_tokens
         self._detokenizer = tokenizer.detokenizer(options.skips_special_tokens)
         self._stops = StopStrings(options.stops, options.shows_stop)
+        self._options = options
+        self._tokenizer = tokenizer
         self._num_decoded = 0
         self._hidden: deque[ShownToken] | None = None if options.num_top_logprobs is None else deque()
 
@@ -82,14 +88,18 @@ class Choice:
         has_ended = state.finish_reason in (FinishReason.STOP, FinishReason.LENGTH)
         if self.num_tokens == len(state.tokens) and not has_ended:
             return None
+        if not self.prompt.shows_output:
+            self.finish_reason = "length"
+            return Delta(self.index, self.prompt.echo_text, True, self.finish_reason, self._echoed_tokens())
         text = self.prompt.echo_text if self._is_first else ""
+        echoed = self._echoed_tokens() if self._is_first else ()
         while self.num_tokens < len(state.tokens):
             token_id = state.tokens[self.num_tokens]
             # A token that ends the output is its end and not its text, even where it has one.
             piece = "" if token_id in self._stop_token_ids else self._detokenizer.push(token_id)
             if self._hidden is not None:
-                start, end = self._num_decoded, self._num_decoded + len(piece)
-                self._hidden.append(ShownToken(token_id, state.logprobs[self.num_tokens], start, end))
+                start = len(self.prompt.echo_text) + self._num_decoded
+                self._hidden.append(ShownToken(token_id, state.logprobs[self.num_tokens], start, start + len(piece)))
             self.num_tokens += 1
             text += self._show(piece, self.num_tokens <= self._min_tokens)
             if self.finish_reason is not None:
@@ -99,7 +109,7 @@ class Choice:
             if self.finish_reason is None:
                 text += self._stops.flush()
                 self.finish_reason = "stop" if state.finish_reason is FinishReason.STOP else "length"
-        delta = Delta(self.index, text, self._is_first, self.finish_reason, self._tokens_now_shown())
+        delta = Delta(self.index, text, self._is_first, self.finish_reason, (*echoed, *self._tokens_now_shown()))
         self._is_first = False
         return delta
 
@@ -119,8 +129,28 @@ class Choice:
         if not hidden:
             return ()
         shown = []
-        while hidden and hidden[0].end <= self._stops.num_released:
+        num_released = len(self.prompt.echo_text) + self._stops.num_released
+        while hidden and hidden[0].end <= num_released:
             shown.append(hidden.popleft())
+        return shown
+
+    def prompt_logprobs(self) -> list[TokenLogprob | None]:
+        """Of each token of the prompt, once the first token has come. None for the first token, and for all where the
+        instance that had them is gone and its successor has them not."""
+        num_tokens, num_top = len(self.prompt.tokens), self.prompt.sampling.prompt_logprobs
+        first = self.stream.state.logprobs[0] if self.stream is not None and self.stream.state.logprobs else None
+        known = [] if first is None else unpack_logprobs(first.prompt, num_top)
+        return [None, *known] if len(known) == num_tokens - 1 else [None] * num_tokens
+
+    def _echoed_tokens(self) -> Sequence[ShownToken]:
+        """Those of the prompt, where it is part of the text and log-probabilities were asked for."""
+        if self._hidden is None or not self._options.echo:
+            return ()
+        detokenizer = self._tokenizer.detokenizer(self._options.skips_special_tokens)
+        shown, end, last = [], 0, len(self.prompt.echo_text)
+        for token_id, logprob in zip(self.prompt.tokens, self.prompt_logprobs(), strict=True):
+            start, end = end, min(last, end + len(detokenizer.push(token_id)))
+            shown.append(ShownToken(token_id, logprob, start, end))
         return shown
 
 

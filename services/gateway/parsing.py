@@ -14,7 +14,13 @@ from typing import Any
 from services.gateway.errors import ApiError, invalid
 from services.gateway.schemas import ALLOWED_VALUES, ChatRequest, CompletionRequest, GenerationFields
 from shared.messages.channels import MAX_MESSAGE_BYTES
-from shared.messages.requests import Priority, RequestClass, SamplingParams
+from shared.messages.requests import (
+    MAX_PROMPT_LOGPROBS_BYTES,
+    Priority,
+    RequestClass,
+    SamplingParams,
+    packed_logprob_bytes,
+)
 
 MAX_SEQUENCES = 256
 """Prompts times `n` in one call."""
@@ -44,6 +50,15 @@ class Options:
     """The tier that is used, where the request named one."""
     timeout_s: float
     echo: bool
+    prompt_logprobs: int | None
+    """As the field of that name."""
+
+    @property
+    def num_prompt_top(self) -> int:
+        """Alternatives to each token of a prompt that are needed; -1: its log-probabilities are not."""
+        of_field = -1 if self.prompt_logprobs is None else self.prompt_logprobs
+        of_echo = self.num_top_logprobs if self.echo and self.num_top_logprobs is not None else -1
+        return max(of_field, of_echo)
 
 
 def refuse_unsupported(request: GenerationFields) -> None:
@@ -78,10 +93,12 @@ def options_of(request: ChatRequest | CompletionRequest, headers: Mapping[str, s
     else:
         num_top_logprobs = request.logprobs
         echo = bool(request.echo)
-        if echo and num_top_logprobs is not None:
-            raise invalid("logprobs", "'logprobs' cannot be had with 'echo': prompts have no log-probabilities here.")
-        if request.max_tokens == 0 and not echo:
-            raise invalid("max_tokens", "'max_tokens' must be at least 1 (0 is allowed with 'echo').")
+        if request.max_tokens == 0 and not echo and request.prompt_logprobs is None:
+            raise invalid(
+                "max_tokens", "'max_tokens' must be at least 1 (0 is allowed with 'echo' or 'prompt_logprobs')."
+            )
+    if request.prompt_logprobs is not None and request.stream:
+        raise invalid("prompt_logprobs", "'prompt_logprobs' cannot be had in a stream.")
     urgent = request.priority == "high" or (isinstance(request.priority, int) and request.priority < 0)
     is_offline = request.service_tier == "flex"
     is_high = not is_offline and (urgent or request.service_tier == "priority")
@@ -102,6 +119,7 @@ def options_of(request: ChatRequest | CompletionRequest, headers: Mapping[str, s
         service_tier=tier if request.service_tier is not None else None,
         timeout_s=timeout_of(request, headers, limit_s),
         echo=echo,
+        prompt_logprobs=request.prompt_logprobs,
     )
 
 
@@ -144,6 +162,19 @@ def check_num_characters(num_characters: int, limit: int | None, max_model_len: 
             f"fits into; you requested {num_characters} characters in '{param}'.",
             param=param,
             code="context_length_exceeded",
+        )
+
+
+def check_prompt_logprobs(num_prompt_tokens: int, num_top: int, param: str) -> None:
+    """`num_top`: as of `Options.num_prompt_top`."""
+    if num_top < 0:
+        return
+    limit = MAX_PROMPT_LOGPROBS_BYTES // packed_logprob_bytes(num_top)
+    if num_prompt_tokens > limit:
+        raise invalid(
+            param,
+            f"Log-probabilities of a prompt, with {num_top} alternatives to each token, can be had of {limit} tokens at "
+            f"most; you requested {num_prompt_tokens}. Ask for fewer alternatives or cut the prompt.",
         )
 
 
@@ -191,6 +222,8 @@ def sampling_of(
     if not request.ignore_eos:
         stop_token_ids = tuple(dict.fromkeys((*eos_token_ids, *stop_token_ids)))
 
+    num_prompt_top = min(options.num_prompt_top, vocab_size)
+
     def or_default(value: float | None, default: float) -> float:
         return default if value is None else value
 
@@ -206,6 +239,7 @@ def sampling_of(
         frequency_penalty=or_default(request.frequency_penalty, 0.0),
         seed=(secrets.randbits(63) if request.seed is None else request.seed) & SEED_MASK,
         stop_token_ids=stop_token_ids,
-        logprobs=-1 if options.num_top_logprobs is None else options.num_top_logprobs,
+        logprobs=max(-1 if options.num_top_logprobs is None else options.num_top_logprobs, min(0, num_prompt_top)),
         logit_bias=_logit_bias(request.logit_bias or {}, vocab_size),
+        prompt_logprobs=num_prompt_top,
     )

@@ -42,9 +42,21 @@ class ChatLogprobs(msgspec.Struct):
 
 class CompletionLogprobs(msgspec.Struct):
     text_offset: list[int]
-    token_logprobs: list[float]
+    token_logprobs: list[float | None]
+    """None: of the first token of a prompt (with `echo`)."""
     tokens: list[str]
-    top_logprobs: list[dict[str, float]]
+    top_logprobs: list[dict[str, float] | None]
+
+
+class PromptLogprob(msgspec.Struct):
+    logprob: float
+    rank: int
+    """1 is the most likely."""
+    decoded_token: str
+
+
+PromptLogprobs = list[dict[str, PromptLogprob] | None]
+"""Of each token of a prompt, by token id; None for the first."""
 
 
 class AssistantMessage(msgspec.Struct):
@@ -69,6 +81,7 @@ class ChatCompletion(msgspec.Struct):
     usage: Usage
     service_tier: str | msgspec.UnsetType = msgspec.UNSET
     """The tier that was used, where the request named one."""
+    prompt_logprobs: PromptLogprobs | msgspec.UnsetType = msgspec.UNSET
 
 
 class CompletionChoice(msgspec.Struct):
@@ -76,6 +89,7 @@ class CompletionChoice(msgspec.Struct):
     text: str
     logprobs: CompletionLogprobs | None
     finish_reason: FinishedBy
+    prompt_logprobs: PromptLogprobs | msgspec.UnsetType = msgspec.UNSET
 
 
 class Completion(msgspec.Struct):

@@ -97,6 +97,8 @@ class GenerationFields(msgspec.Struct, kw_only=True):
     """Seconds; the header of that name does the same. Never more than the server's own limit."""
     prompt_lookup: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
     """Tokens guessed at most in a step; never more than the instance guesses."""
+    prompt_logprobs: Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    """The log-probability of each token of the prompt, with so many of the most likely. Not in a stream."""
     user: str | None = None
     response_format: OnlyTextFormat = None
     best_of: int | None = None
@@ -108,7 +110,6 @@ class GenerationFields(msgspec.Struct, kw_only=True):
     function_call: OnlyNoTool = None
     modalities: OnlyText = None
     audio: OnlyNull = None
-    prompt_logprobs: OnlyNull = None
     use_beam_search: OnlyFalse = None
     truncate_prompt_tokens: OnlyNull = None
     chat_template: OnlyNull = None
@@ -135,8 +136,9 @@ ALLOWED_VALUES = _allowed_values()
 class CompletionRequest(GenerationFields, kw_only=True):
     prompt: Prompt
     max_tokens: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
-    """Default 16. 0 is allowed with `echo`."""
+    """Default 16. 0 is allowed with `echo` or `prompt_logprobs`."""
     logprobs: Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    """With `echo`, of the prompt's tokens too."""
     echo: bool | None = None
     add_special_tokens: bool | None = None
 

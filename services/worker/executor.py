@@ -19,7 +19,7 @@ import hashlib
 import logging
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from weakref import WeakValueDictionary
 
@@ -107,6 +107,7 @@ class _Launched:
     done: torch.cuda.Event | None = None
     error: str = ""
     suspended_share: float = -1.0
+    prompt_logprobs: list[tuple[int, torch.Tensor]] = field(default_factory=list)
 
 
 class Executor:
@@ -312,7 +313,12 @@ class Executor:
                 return StepResult(step_id, [], suspended_share=launched.suspended_share)
             tokens = (sampled.tokens if launched.host_tokens is None else launched.host_tokens).tolist()
             logprobs = sampled.logprobs
-            return StepResult(step_id, tokens, logprobs.to_messages(len(tokens)) if logprobs else None)
+            return StepResult(
+                step_id,
+                tokens,
+                logprobs.to_messages(len(tokens)) if logprobs else None,
+                prompt_logprobs=[(index, rows.numpy().tobytes()) for index, rows in launched.prompt_logprobs],
+            )
         except Exception as error:
             logger.exception("step %d failed on the device", step_id)
             return StepResult(step_id, [], error=f"{type(error).__name__}: {error}")
@@ -403,22 +409,27 @@ class Executor:
     def _sample(
         self, plan: StepPlan, loaded: _Loaded, rows: np.ndarray, layout: BatchLayout, state: ForwardState
     ) -> _Launched:
-        sampled_of = np.flatnonzero(np.array(plan.samples, bool))
-        if not len(sampled_of):
-            return self._finish(plan.step_id, SampledTokens(torch.empty(0, dtype=torch.int64, device=self.device)))
-        if state.most_likely is not None and len(sampled_of) == len(rows) and self._rows.are_plain(rows):
-            return self._finish(plan.step_id, SampledTokens(state.most_likely()))
-        last_tokens = layout.query_starts[1:][sampled_of] - 1
-        every_token = len(last_tokens) == len(state.hidden)
-        logits = loaded.model.logits(state, None if every_token else to_device(last_tokens, self.device))
-        return self._finish(plan.step_id, self._rows.sample(logits, rows[sampled_of], layout.contexts[sampled_of]))
-
-    def _finish(self, step_id: int, sampled: SampledTokens) -> _Launched:
+        prompts = self._rows.prompt_logprobs(loaded.model, state, rows, layout)
+        sampled = self._sampled(plan, loaded.model, rows, layout, state)
         if self.device.type == "cpu":
-            return _Launched(step_id, sampled)
+            return _Launched(plan.step_id, sampled, prompt_logprobs=prompts)
         if sampled.logprobs is not None:
             sampled.logprobs = sampled.logprobs.on_host()
-        return _Launched(step_id, sampled, to_host(sampled.tokens), self._mark())
+        prompts = [(index, to_host(packed)) for index, packed in prompts]
+        return _Launched(plan.step_id, sampled, to_host(sampled.tokens), self._mark(), prompt_logprobs=prompts)
+
+    def _sampled(
+        self, plan: StepPlan, model: DecoderModel, rows: np.ndarray, layout: BatchLayout, state: ForwardState
+    ) -> SampledTokens:
+        sampled_of = np.flatnonzero(np.array(plan.samples, bool))
+        if not len(sampled_of):
+            return SampledTokens(torch.empty(0, dtype=torch.int64, device=self.device))
+        if state.most_likely is not None and len(sampled_of) == len(rows) and self._rows.are_plain(rows):
+            return SampledTokens(state.most_likely())
+        last_tokens = layout.query_starts[1:][sampled_of] - 1
+        every_token = len(last_tokens) == len(state.hidden)
+        logits = model.logits(state, None if every_token else to_device(last_tokens, self.device))
+        return self._rows.sample(logits, rows[sampled_of], layout.contexts[sampled_of])
 
     def _mark(self) -> torch.cuda.Event | None:
         """An event behind all that was launched; None where launching computes."""

@@ -18,6 +18,14 @@ from shared.messages.requests import (
 
 MAX_FRAME_ENTRIES = 512
 """Keeps a frame under the bus's message limit even with log-probabilities."""
+ENTRY_BYTES = 1024
+"""At most, without log-probabilities of a prompt."""
+MAX_ENDED_PROMPT_BYTES = 64 << 20
+"""Of log-probabilities of prompts of requests that have ended."""
+
+
+def _prompt_bytes(entry: TokenEntry) -> int:
+    return len(entry.logprobs[0].prompt) if entry.logprobs else 0
 
 
 def cut(entry: TokenEntry, room_bytes: int) -> tuple[TokenEntry, int]:
@@ -26,12 +34,12 @@ def cut(entry: TokenEntry, room_bytes: int) -> tuple[TokenEntry, int]:
     num_tokens = len(entry.tokens) // 4
     if not num_tokens:
         return entry, 0
-    token_bytes = 4
+    token_bytes, prompt_bytes = 4, _prompt_bytes(entry)
     if entry.logprobs:
         token_bytes += 16 + 15 * max(len(logprob.top_ids) for logprob in entry.logprobs)
-    fitting = max(0, room_bytes) // token_bytes
+    fitting = max(0, room_bytes - prompt_bytes) // token_bytes
     if fitting >= num_tokens:
-        return entry, num_tokens * token_bytes
+        return entry, num_tokens * token_bytes + prompt_bytes
     part = msgspec.structs.replace(
         entry,
         tokens=entry.tokens[: 4 * fitting],
@@ -40,7 +48,7 @@ def cut(entry: TokenEntry, room_bytes: int) -> tuple[TokenEntry, int]:
         error=None,
         timing=None,
     )
-    return part, fitting * token_bytes
+    return part, fitting * token_bytes + (prompt_bytes if fitting else 0)
 
 
 class _EndedRequests:
@@ -51,16 +59,23 @@ class _EndedRequests:
         self._max_requests = max_requests
         self._keep_s = keep_s
         self._entries: OrderedDict[str, tuple[float, TokenEntry]] = OrderedDict()
+        self._prompt_bytes = 0
 
     def add(self, entry: TokenEntry, now: float) -> None:
         """`entry`: offset 0, all output tokens, the finish reason."""
-        self._entries.pop(entry.request_id, None)
+        self._drop(entry.request_id)
         self._entries[entry.request_id] = (now, entry)
+        self._prompt_bytes += _prompt_bytes(entry)
         while self._entries:
             oldest_id, (added_s, _) = next(iter(self._entries.items()))
-            if len(self._entries) <= self._max_requests and now - added_s <= self._keep_s:
+            is_in_bounds = len(self._entries) <= self._max_requests and self._prompt_bytes <= MAX_ENDED_PROMPT_BYTES
+            if is_in_bounds and now - added_s <= self._keep_s:
                 break
-            del self._entries[oldest_id]
+            self._drop(oldest_id)
+
+    def _drop(self, request_id: str) -> None:
+        if (found := self._entries.pop(request_id, None)) is not None:
+            self._prompt_bytes -= _prompt_bytes(found[1])
 
     def get(self, request_id: str) -> TokenEntry | None:
         found = self._entries.get(request_id)
@@ -101,10 +116,14 @@ class OutputLog:
         """Remembers the entries of one gateway and packs them into frames."""
         for entry in entries:
             self._remember(entry, now)
-        return [
-            TokenFrame(sender, entries[first : first + MAX_FRAME_ENTRIES])
-            for first in range(0, len(entries), MAX_FRAME_ENTRIES)
-        ]
+        frames, first, num_bytes = [], 0, 0
+        for index, entry in enumerate(entries):
+            entry_bytes = ENTRY_BYTES + _prompt_bytes(entry)
+            if num_bytes + entry_bytes > MAX_FRAME_ENTRIES * ENTRY_BYTES:
+                frames.append(TokenFrame(sender, entries[first:index]))
+                first, num_bytes = index, 0
+            num_bytes += entry_bytes
+        return [*frames, TokenFrame(sender, entries[first:])] if entries else []
 
     def adopt(self, request: GenerationRequest, num_cached_tokens: int) -> TokenEntry:
         """The request goes on here with all its output so far as `prior`. Returns the entry without tokens from which its

@@ -7,7 +7,8 @@ import numpy as np
 import torch
 
 from services.worker.attention.interface import BatchLayout
-from services.worker.models.decoder import DecoderModel
+from services.worker.models.decoder import DecoderModel, ForwardState
+from services.worker.prompt_logprobs import PromptLogprobs, packed_logprobs
 from services.worker.sampling import SampledTokens, SamplingRows
 from services.worker.transfer import to_device
 from shared.engine.plan import NewSequence, StepPlan
@@ -21,6 +22,7 @@ class SequenceRows:
         self._tables = np.zeros((num_rows, 1), np.int32)
         self._num_blocks = np.zeros(num_rows, np.int64)
         self._sampling = SamplingRows(num_rows, one_by_one=one_by_one)
+        self.prompts = PromptLogprobs(num_rows)
         self.versions = np.zeros(num_rows, np.int64)
         """Of each row: how many sequences have taken it."""
 
@@ -43,6 +45,7 @@ class SequenceRows:
             raise ValueError(f"token ids {tokens.min()}..{tokens.max()} of a vocabulary of {vocab_size}")
         self._tokens[new.row, : len(tokens)] = to_device(tokens.copy(), self._device)
         self._sampling.set(new.row, new.sampling, new.prompt_tokens)
+        self.prompts.set(new.row, new.sampling, new.prompt_tokens, has_output=len(tokens) > new.prompt_tokens)
         self._num_blocks[new.row] = 0
         self.versions[new.row] += 1
 
@@ -79,6 +82,18 @@ class SequenceRows:
         token_rows = rows if layout.all_decode else rows[layout.sequence_of_token]
         places: np.ndarray = token_rows * self._tokens.shape[1] + layout.positions
         return places
+
+    def prompt_logprobs(
+        self, model: DecoderModel, state: ForwardState, rows: np.ndarray, layout: BatchLayout
+    ) -> list[tuple[int, torch.Tensor]]:
+        """Of the sequences of a step that want them: their index in it, and what `packed_logprobs` makes of the prompt's
+        tokens after each that it computed."""
+        found = []
+        for index, num_positions, num_top in self.prompts.wanted(rows, layout):
+            start, first = int(layout.starts[index]), int(layout.query_starts[index])
+            following = self._tokens[int(rows[index]), start + 1 : start + 1 + num_positions]
+            found.append((index, packed_logprobs(model, state, first, following, num_top)))
+        return found
 
     def are_plain(self, rows: np.ndarray) -> bool:
         """Whether the most likely token is all that is asked for in these rows."""

@@ -79,7 +79,13 @@ class Outgoing:
             and now - sequence.moved_s >= self._migration_cooldown_s
             and not sequence.is_spoilt
             and may_migrate(sequence.request.epoch)
+            and not self._is_scoring(sequence)
         )
+
+    @staticmethod
+    def _is_scoring(sequence: Sequence) -> bool:
+        """Whether log-probabilities of its prompt lie here that do not travel; one that waits has them computed again."""
+        return sequence.prompt_logprobs is not None and sequence.state != State.WAITING
 
     @staticmethod
     def _candidate(sequence: Sequence) -> MigrationCandidate:
@@ -105,7 +111,7 @@ class Outgoing:
         within the pool; the first call (with 0) marks it as moving. None: it does not run, or was preempted since the first
         call."""
         sequence = self._requests.held(request_id)
-        if sequence is None or self._has_lost(sequence):
+        if sequence is None or self._has_lost(sequence) or self._is_scoring(sequence):
             return None
         if (
             sequence.state not in (State.RUNNING, State.LEAVING)
@@ -147,7 +153,7 @@ class Outgoing:
         says so, unless it ends in them. False: it is not here any more, was preempted since it was pinned, or is coming
         back from host memory."""
         sequence = self._requests.held(request_id)
-        if sequence is None or self._has_lost(sequence) or sequence.is_spoilt:
+        if sequence is None or self._has_lost(sequence) or sequence.is_spoilt or self._is_scoring(sequence):
             return False
         if sequence.state not in (State.RUNNING, State.WAITING):
             return False

@@ -101,6 +101,9 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True):
     suspended_share: float = -1.0
     """At least 0: the step was interrupted at a safepoint after this share of its layers and is kept to be resumed;
     nothing was sampled."""
+    prompt_logprobs: list[tuple[int, bytes]] = []
+    """(index of a column, packed log-probabilities of the prompt's tokens after each that it computed), of sequences that
+    asked for them."""
 
 
 class CopyKind(StrEnum):

@@ -15,7 +15,14 @@ from enum import IntEnum
 from typing import TYPE_CHECKING, Any
 
 from shared.engine.memory.blocks import chain_hash
-from shared.messages.requests import GenerationRequest, Priority, RequestClass, pack_tokens, unpack_tokens
+from shared.messages.requests import (
+    GenerationRequest,
+    Priority,
+    RequestClass,
+    pack_tokens,
+    packed_logprob_bytes,
+    unpack_tokens,
+)
 
 if TYPE_CHECKING:
     from shared.policies.prompt_lookup import PromptLookup
@@ -107,6 +114,7 @@ class Sequence:
         "order_state",
         "peak_computed",
         "priority_class",
+        "prompt_logprobs",
         "request",
         "restore",
         "row",
@@ -192,6 +200,11 @@ class Sequence:
         self.num_migrations = 0
         self.lookup: PromptLookup | None = None
         """Where drafts were looked for (drafting.py)."""
+        self.prompt_logprobs: bytearray | None = None
+        """Packed, of the prompt's tokens from the second on, as far as they are known. None: nobody asked, or they went out
+        with the first token."""
+        if sampling.prompt_logprobs >= 0 and not request.prior:
+            self.prompt_logprobs = bytearray()
 
     @property
     def num_filled(self) -> int:
@@ -212,6 +225,27 @@ class Sequence:
     def is_in_decode(self) -> bool:
         """Whether one token is all that is to be computed of it now."""
         return self.total - self.num_computed == 1
+
+    @property
+    def num_reusable(self) -> int:
+        """Of its first tokens, those that need not be computed where their KV is found: all but the last, or as many as have
+        given the log-probability of the token after them, where that is asked for."""
+        if self.prompt_logprobs is None:
+            return self.total - 1
+        return len(self.prompt_logprobs) // packed_logprob_bytes(self.request.sampling.prompt_logprobs)
+
+    def add_prompt_logprobs(self, start: int, packed: bytes) -> None:
+        """Of the prompt's tokens after position `start` and those that follow it. What is known from before a preemption is
+        left as it is."""
+        if self.prompt_logprobs is not None:
+            known = start * packed_logprob_bytes(self.request.sampling.prompt_logprobs)
+            assert known <= len(self.prompt_logprobs), "nothing between them was left out (num_reusable)"
+            self.prompt_logprobs += packed[len(self.prompt_logprobs) - known :]
+
+    def take_prompt_logprobs(self) -> bytes:
+        """Once, with the first token."""
+        packed, self.prompt_logprobs = self.prompt_logprobs, None
+        return bytes(packed or b"")
 
     @property
     def num_tokens(self) -> int:

@@ -14,6 +14,8 @@ import math
 from collections.abc import Mapping
 from struct import Struct
 
+import msgspec
+
 from shared.engine.batch import PlannedStep
 from shared.engine.charging import Charging
 from shared.engine.memory.allocator import Allocator
@@ -189,6 +191,9 @@ class Steps:
         plan, tokens, logprobs = step.plan, result.tokens, result.logprobs
         queue = self._memory.queues[plan.model]
         outputs, none = self._requests.outputs, ()
+        for index, packed in result.prompt_logprobs:
+            if step.sequences[index].generation == step.generations[index]:
+                step.sequences[index].add_prompt_logprobs(plan.starts[index], packed)
         position = -1
         for sequence, generation, start, count, samples in zip(
             step.sequences, step.generations, plan.starts, plan.counts, plan.samples, strict=True
@@ -213,6 +218,8 @@ class Steps:
             sequence.last_token_s = now
             entry_logprobs: tuple[TokenLogprob, ...] = none
             if logprobs is not None and (logprob := logprobs[position]) is not None:
+                if sequence.prompt_logprobs is not None:
+                    logprob = msgspec.structs.replace(logprob, prompt=sequence.take_prompt_logprobs())
                 entry_logprobs = (logprob,)
             if (token in sequence.stop_ids and len(known) > sequence.min_total) or len(known) >= sequence.max_total:
                 reason = self._requests.finish_reason(sequence, token)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from enum import StrEnum
+from struct import Struct
 from typing import Annotated
 
 import msgspec
@@ -123,6 +124,9 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True, kw_only=True)
     logprobs: Annotated[int, Meta(ge=-1, le=2**31 - 1)] = -1
     """-1: none; k >= 0: the chosen token's log-probability and the k most likely."""
     logit_bias: tuple[tuple[TokenId, Annotated[float, Meta(ge=-1000, le=1000)]], ...] = ()
+    prompt_logprobs: Annotated[int, Meta(ge=-1, le=2**31 - 1)] = -1
+    """-1: none; k >= 0: as `logprobs` for the tokens of the prompt, which come with the first output token's; so that needs
+    `logprobs` of 0 or more."""
 
 
 class GenerationRequest(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
@@ -176,10 +180,30 @@ class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
     top_logprobs: tuple[Number, ...] = ()
     rank: Count = 0
     """1 is the most likely."""
+    prompt: bytes = b""
+    """Of a first output token: the log-probabilities of the prompt's tokens from the second on (`unpack_logprobs`)."""
 
 
 UNKNOWN_LOGPROB = TokenLogprob(-9999.0)
 """Stands for one that an instance did not send."""
+
+
+MAX_PROMPT_LOGPROBS_BYTES = 384 * 1024
+"""Packed, of one prompt: they travel in one message with its first token."""
+
+
+def packed_logprob_bytes(num_top: int) -> int:
+    """Of one packed log-probability with its `num_top` alternatives: float32 and rank as int32, then the alternatives' ids
+    as int32, then their float32."""
+    return 8 + 8 * num_top
+
+
+def unpack_logprobs(packed: bytes, num_top: int) -> list[TokenLogprob]:
+    row = Struct(f"=fi{num_top}i{num_top}f")
+    return [
+        TokenLogprob(logprob, tuple(rest[:num_top]), tuple(rest[num_top:]), rank)
+        for logprob, rank, *rest in row.iter_unpack(packed)
+    ]
 
 
 class RequestTiming(msgspec.Struct, frozen=True, array_like=True):

@@ -8,6 +8,7 @@ import math
 import os
 import time
 from collections.abc import Callable
+from struct import pack
 
 import msgspec
 
@@ -80,6 +81,12 @@ async def until(condition: Callable[[], object], what: str = "condition") -> Non
     while not condition():
         assert time.monotonic() < deadline, f"{what}: not within {DEADLINE_S} s"
         await asyncio.sleep(0.005)
+
+
+def prompt_logprobs(prompt: list[int], num_top: int) -> bytes:
+    """Of each token its id with a minus, rank 7, and the ids 1, 2, .. as the most likely."""
+    ids, values = range(1, num_top + 1), [-0.25] * num_top
+    return b"".join(pack(f"=fi{num_top}i{num_top}f", -token, 7, *ids, *values) for token in prompt[1:])
 
 
 class ScriptedPeer:
@@ -298,6 +305,9 @@ class ScriptedPeer:
                 )
                 for t in tokens
             )
+        if request.sampling.prompt_logprobs >= 0 and offset == 0 and logprobs:
+            prompt = prompt_logprobs(unpack_tokens(request.prompt), request.sampling.prompt_logprobs)
+            logprobs = (msgspec.structs.replace(logprobs[0], prompt=prompt), *logprobs[1:])
         return TokenEntry(
             request_id=request.request_id,
             epoch=request.epoch if epoch is None else epoch,

@@ -7,7 +7,10 @@ import json
 from typing import Any
 
 import msgspec
+import pytest
 
+from services.gateway.errors import ApiError
+from services.gateway.parsing import check_prompt_logprobs
 from services.gateway.replies import ChatCompletion, Completion
 from services.gateway.schemas import ChatRequest, CompletionRequest
 from shared.messages.requests import (
@@ -233,6 +236,63 @@ async def test_completion_logprobs(stack: Stack) -> None:
     assert logprobs["token_logprobs"] == [-0.5] * len(tokens)
     assert all(2 <= len(top) <= 3 for top in logprobs["top_logprobs"])
     assert all(token in top for token, top in zip(logprobs["tokens"], logprobs["top_logprobs"], strict=True))
+
+
+async def test_echo_with_logprobs_begins_with_those_of_the_prompt(stack: Stack) -> None:
+    stack.say(" wide sea", FinishReason.LENGTH)
+    prompt = stack.ids("the é")
+    for asked in (prompt, "the é"):
+        answer = await stack.post(
+            "/v1/completions", prompt=asked, echo=True, logprobs=2, max_tokens=9, add_special_tokens=False
+        )
+        choice = answer.json()["choices"][0]
+        logprobs = choice["logprobs"]
+        assert choice["text"] == "the é wide sea"
+        assert len(logprobs["tokens"]) == len(prompt) + len(stack.ids(" wide sea"))
+        assert logprobs["token_logprobs"][0] is None and logprobs["top_logprobs"][0] is None
+        assert logprobs["token_logprobs"][1 : len(prompt)] == [-float(token) for token in prompt[1:]]
+        assert all(len(top) == 3 for top in logprobs["top_logprobs"][1 : len(prompt)])
+        assert logprobs["text_offset"][len(prompt)] == len("the é") and logprobs["text_offset"][0] == 0
+        assert logprobs["text_offset"] == sorted(logprobs["text_offset"])
+    chunks = await events(stack, "/v1/completions", prompt=prompt, echo=True, logprobs=2, max_tokens=9)
+    streamed = [each for chunk in chunks for each in (chunk["choices"][0]["logprobs"] or {"tokens": []})["tokens"]]
+    assert streamed == logprobs["tokens"]
+
+
+async def test_a_prompt_is_scored_without_output(stack: Stack) -> None:
+    stack.say("never shown")
+    prompts = [stack.ids("one two"), stack.ids("three")]
+    answer = (
+        await stack.post("/v1/completions", prompt=prompts, echo=True, logprobs=1, max_tokens=0, temperature=0)
+    ).json()
+    assert [choice["text"] for choice in answer["choices"]] == ["one two", "three"]
+    assert [len(choice["logprobs"]["tokens"]) for choice in answer["choices"]] == list(map(len, prompts))
+    assert all(choice["finish_reason"] == "length" for choice in answer["choices"])
+    assert answer["usage"]["completion_tokens"] == 0
+    assert [request.sampling.max_tokens for request in stack.peer.submitted] == [1, 1]
+
+
+async def test_prompt_logprobs_as_vllm_has_them(stack: Stack) -> None:
+    stack.say("yes")
+    prompt = stack.ids("one two")
+    choice = (await stack.post("/v1/completions", prompt=prompt, prompt_logprobs=2)).json()["choices"][0]
+    assert choice["logprobs"] is None and choice["text"] == "yes"
+    first, *others = choice["prompt_logprobs"]
+    assert first is None and len(others) == len(prompt) - 1
+    for token, told in zip(prompt[1:], others, strict=True):
+        assert next(iter(told)) == str(token) and len(told) == 3
+        assert told[str(token)]["logprob"] == -float(token) and told[str(token)]["rank"] == 7
+    chat = (await stack.post("/v1/chat/completions", messages=HI, prompt_logprobs=0)).json()
+    assert chat["prompt_logprobs"][0] is None and all(len(told) == 1 for told in chat["prompt_logprobs"][1:])
+    assert "prompt_logprobs" not in (await stack.post("/v1/chat/completions", messages=HI)).json()
+
+
+def test_a_prompt_whose_logprobs_are_too_many_is_refused() -> None:
+    check_prompt_logprobs(2340, 20, "prompt")
+    with pytest.raises(ApiError, match="2340 tokens at most; you requested 2341") as refused:
+        check_prompt_logprobs(2341, 20, "prompt")
+    assert (refused.value.status, refused.value.param) == (400, "prompt")
+    check_prompt_logprobs(10**6, -1, "prompt")
 
 
 async def test_logprobs_show_no_part_of_a_stop_string(stack: Stack) -> None:

@@ -24,6 +24,7 @@ class Row:
     computed: int = 0
     announced: bool = False
     logprobs: list[TokenLogprob | None] = field(default_factory=list)
+    prompt_logprobs: bytes = b""
 
     @property
     def output(self) -> list[int]:
@@ -77,6 +78,8 @@ class Driver:
         result = self.executor.execute(plan)
         assert result.error == "" and result.step_id == self.step_id
         assert len(result.tokens) == sum(samples)
+        for index, packed in result.prompt_logprobs:
+            work[index][0].prompt_logprobs += packed
         sampled = [sequence for (sequence, _), sample in zip(work, samples, strict=True) if sample]
         for sequence, count in work:
             sequence.computed += count

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from services.worker.output_log import OutputLog
+from services.worker.output_log import OutputLog, cut
 from shared.messages.requests import (
     UNKNOWN_LOGPROB,
     FinishReason,
@@ -108,3 +108,35 @@ def test_the_end_is_remembered_with_its_epoch(outputs: OutputLog) -> None:
     again = msgspec.structs.replace(request("r", [7], 10), epoch=3)
     outputs.adopt(again, 0)
     assert outputs.epoch("r") == 3
+
+
+def test_logprobs_of_prompts_go_into_frames_that_a_message_holds() -> None:
+    logprob = TokenLogprob(-0.5, prompt=bytes(300_000))
+    entries = [
+        TokenEntry(request_id=f"r{i}", epoch=1, offset=0, tokens=pack_tokens([3]), logprobs=(logprob,))
+        for i in range(3)
+    ]
+    outputs = OutputLog()
+    frames = outputs.frames("here", entries, 1.0)
+    assert [len(frame.entries) for frame in frames] == [1, 1, 1]
+    entry = outputs.replay(StreamPosition("r0", 1, 0))
+    assert entry is not None and entry.logprobs == (logprob,)
+    assert cut(entry, 300_000) == (msgspec.structs.replace(entry, tokens=b"", logprobs=()), 0)
+    assert cut(entry, 300_100)[0] == entry
+
+
+def test_ended_requests_keep_few_bytes_of_prompts() -> None:
+    outputs = OutputLog()
+    logprob = TokenLogprob(-0.5, prompt=bytes(380_000))
+    for i in range(200):
+        entry = TokenEntry(
+            request_id=f"r{i}",
+            epoch=1,
+            offset=0,
+            tokens=pack_tokens([3]),
+            logprobs=(logprob,),
+            finish_reason=FinishReason.LENGTH,
+        )
+        outputs.frames("here", [entry], 1.0)
+    kept = [i for i in range(200) if outputs.replay(StreamPosition(f"r{i}", 1, 0)) is not None]
+    assert kept == list(range(200 - (64 << 20) // 380_000, 200))

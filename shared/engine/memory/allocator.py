@@ -316,7 +316,7 @@ class Allocator:
         back (the sequence is then RESTORING). At least one token is computed."""
         page = sequence.block_size
         num_blocks = -(-sequence.total // page)
-        num_full = (sequence.total - 1) // page
+        num_full = sequence.num_reusable // page
         cached = self.pool.find(queue.name, sequence.extend_hashes(num_full, page, queue.root))
         missing = num_blocks - len(cached)
         needed = missing + self.reserve_blocks(queue, sequence.priority_class)

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from hashlib import blake2b
+from struct import pack
 
 from shared.engine.plan import CopyKind, KvCopy, ModelShape, StepPlan, StepResult
 from shared.messages.requests import (
     GenerationRequest,
     SamplingParams,
+    TokenLogprob,
     pack_tokens,
     unpack_tokens,
 )
@@ -46,7 +48,9 @@ def expected_output(
 
 def request(request_id: str, prompt: list[int], max_tokens: int, **fields) -> GenerationRequest:
     sampling = {
-        key: fields.pop(key) for key in ("min_tokens", "stop_token_ids", "temperature", "logprobs") if key in fields
+        key: fields.pop(key)
+        for key in ("min_tokens", "stop_token_ids", "temperature", "logprobs", "prompt_logprobs")
+        if key in fields
     }
     fields = {"gateway_id": "gateway", "model": "a", **fields}
     return GenerationRequest(
@@ -55,6 +59,15 @@ def request(request_id: str, prompt: list[int], max_tokens: int, **fields) -> Ge
         sampling=SamplingParams(max_tokens=max_tokens, **sampling),
         **fields,
     )
+
+
+def prompt_logprobs(prompt: list[int]) -> bytes:
+    """What a request that asks for them, without alternatives, is to be told of its prompt."""
+    return b"".join(_logprob(prompt[: position + 1], prompt[position + 1]) for position in range(len(prompt) - 1))
+
+
+def _logprob(prefix: list[int], following: int) -> bytes:
+    return pack("=fi", next_token(prefix), following)
 
 
 class FakeExecutor:
@@ -66,6 +79,8 @@ class FakeExecutor:
         self._tokens: dict[int, list[int]] = {}
         self._blocks: dict[int, list[int]] = {}
         self._model: dict[int, str] = {}
+        self._scored: dict[int, int] = {}
+        """Rows that want log-probabilities of their prompt, with its length."""
         self._suspended: dict[int, StepPlan] = {}
         self._host: dict[tuple[str, int], list[int | None]] = {}
         self._launched: list[StepPlan] = []
@@ -152,13 +167,30 @@ class FakeExecutor:
             assert self._model[row] == plan.model
             for position in range(start, start + count):
                 self._write(plan.model, row, position)
-        return StepResult(plan.step_id, self._sample(plan))
+        prompts = [
+            (index, self._score(plan.model, row, start, count))
+            for index, (row, start, count) in enumerate(zip(plan.rows, plan.starts, plan.counts, strict=True))
+            if start + 1 < self._scored.get(row, 0)
+        ]
+        tokens = self._sample(plan)
+        logprobs = [TokenLogprob(0.0) for _ in tokens] if self._scored else None
+        return StepResult(plan.step_id, tokens, logprobs, prompt_logprobs=prompts)
+
+    def _score(self, model: str, row: int, start: int, count: int) -> bytes:
+        end = min(start + count, self._scored[row] - 1)
+        prefix = [self._read(model, row, position) for position in range(end)]
+        return b"".join(
+            _logprob(prefix[: position + 1], self._tokens[row][position + 1]) for position in range(start, end)
+        )
 
     def _apply_rows(self, plan: StepPlan) -> None:
         for new in plan.new_sequences:
             self._tokens[new.row] = unpack_tokens(new.tokens)
             self._blocks[new.row] = list(new.blocks)
             self._model[new.row] = plan.model
+            self._scored.pop(new.row, None)
+            if new.sampling.prompt_logprobs >= 0:
+                self._scored[new.row] = new.prompt_tokens
         for row, blocks in plan.new_blocks:
             self._blocks[row].extend(blocks)
 

@@ -24,7 +24,14 @@ from shared.policies.checkpointing import AdaptiveCheckpoint
 from shared.policies.prompt_lookup import LookupSettings
 from shared.policies.slo_budget import SloTokenBudget
 from shared.policies.token_budget import FixedTokenBudget
-from tests.shared.engine.fake_executor import FakeExecutor, expected_output, next_token, repeating_token, request
+from tests.shared.engine.fake_executor import (
+    FakeExecutor,
+    expected_output,
+    next_token,
+    prompt_logprobs,
+    repeating_token,
+    request,
+)
 
 SHAPES = [ModelShape("a", 4, 3, 60), ModelShape("b", 2, 2, 24)]
 COST_MODEL = CostModel(
@@ -114,8 +121,9 @@ class EngineMachine(RuleBasedStateMachine):
         offline=st.booleans(),
         high=st.booleans(),
         timeout_s=st.sampled_from([5.0, 1000.0]),
+        scored=st.booleans(),
     )
-    def submit(self, prompt, max_tokens, min_tokens, stops, model, offline, high, timeout_s):
+    def submit(self, prompt, max_tokens, min_tokens, stops, model, offline, high, timeout_s, scored):
         name = f"r{len(self.sent)}"
         sent = request(
             name,
@@ -127,6 +135,8 @@ class EngineMachine(RuleBasedStateMachine):
             request_class=RequestClass.OFFLINE if offline else RequestClass.ONLINE,
             priority=Priority.HIGH if high else Priority.NORMAL,
             timeout_s=timeout_s,
+            logprobs=0 if scored else -1,
+            prompt_logprobs=0 if scored else -1,
         )
         refused = self.engine.apply(Submit(sent), self.now)
         if refused is None:
@@ -230,6 +240,12 @@ class EngineMachine(RuleBasedStateMachine):
             for entry in effect.entries:
                 output = self.output[entry.request_id]
                 assert entry.offset == len(output), "a repeated or missing token"
+                sent = self.sent[entry.request_id]
+                if entry.tokens and sent.sampling.prompt_logprobs >= 0:
+                    told = b"" if output else prompt_logprobs(unpack_tokens(sent.prompt))
+                    assert [logprob.prompt for logprob in entry.logprobs] == [told] + [b""] * (
+                        len(entry.tokens) // 4 - 1
+                    )
                 output.extend(unpack_tokens(entry.tokens))
 
     def teardown(self):
