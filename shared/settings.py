@@ -120,6 +120,10 @@ class GatewaySettings(BusSettings, frozen=True, kw_only=True):
     it 429."""
     max_submissions: Annotated[int, msgspec.Meta(ge=1)] = 64
     """Requests on their way to a scheduler or instance at once; others wait for their turn."""
+    max_timelines: Annotated[int, msgspec.Meta(ge=0)] = 2048
+    """Requests that are over whose timelines are kept; 0: none has one."""
+    timeline_s: Annotated[float, msgspec.Meta(gt=0)] = 900.0
+    """For so long."""
     leave_s: Annotated[float, msgspec.Meta(ge=0)] = 0.0
     """When told to stop: for so long it says that it is not ready, and still serves all that comes."""
     stop_grace_s: Annotated[float, msgspec.Meta(ge=0)] = 15.0

@@ -21,7 +21,7 @@ from shared.recording import ReplayMismatch, header_of
 from shared.scheduling import recording as scheduling
 from shared.service import OPERATOR_ERROR_EXIT_CODE
 from shared.settings import SettingsError
-from tideway import operations
+from tideway import operations, requests
 from tideway import plan as plans
 from tideway.backup import backup, restore
 from tideway.bench.command import bench
@@ -40,7 +40,7 @@ from tideway.up import Up
 
 POLL_INTERVAL_S = 0.1
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+app = typer.Typer(no_args_is_help=True, add_completion=True, pretty_exceptions_enable=False)
 
 
 def _version() -> str:
@@ -333,6 +333,52 @@ def plan(
             plans.carry_out(client, "apply" if apply else "roll_back", wait_s=timeout, say=say)
         if as_json or not (apply or rollback):
             plans.show_plan(client, TableConsole(), as_json=as_json)
+
+
+@app.command()
+def request(
+    request_id: Annotated[
+        str,
+        typer.Argument(
+            metavar="[ID]",
+            help="Of an answer (`chatcmpl-...`), of one of its sequences, or the `x-request-id` of its HTTP answer.",
+            show_default=False,
+        ),
+    ] = "",
+    limit: Annotated[int, typer.Option(min=1, max=200, help="Without ID: so many, the newest first.")] = 20,
+    model: Annotated[str, typer.Option(help="Without ID: of this model alone.")] = "",
+    missed: Annotated[bool, typer.Option("--missed", help="Without ID: that missed an objective.")] = False,
+    running: Annotated[bool, typer.Option("--running", help="Without ID: that run now.")] = False,
+    as_json: AsJson = False,
+    url: GatewayUrl = "",
+    api_key: AdminKey = "",
+    data_dir: DataDir = DEFAULT_DATA_DIR,
+) -> None:
+    """Show what happened to a request and where its time went, or which requests there were; those of the last minutes are
+    known."""
+    with AdminClient.of(DataFolder(data_dir), url, api_key) as client:
+        if request_id:
+            requests.show_request(client, TableConsole(), request_id, as_json=as_json)
+        else:
+            wanted = {"limit": limit, "model": model, "missed": missed, "running": running}
+            requests.list_requests(client, TableConsole(), as_json=as_json, **wanted)  # type: ignore[arg-type]
+
+
+@app.command()
+def explain(
+    slo: Annotated[
+        bool, typer.Option("--slo", help="Objectives that requests missed: the one thing explained.")
+    ] = True,
+    interval: Annotated[int, typer.Option(min=10, max=900, help="Seconds up to now that it is about.")] = 300,
+    as_json: AsJson = False,
+    url: GatewayUrl = "",
+    api_key: AdminKey = "",
+    data_dir: DataDir = DEFAULT_DATA_DIR,
+) -> None:
+    """Explain where the time of those requests went that missed their objectives."""
+    del slo
+    with AdminClient.of(DataFolder(data_dir), url, api_key) as client:
+        requests.explain_slo(client, TableConsole(), interval_s=interval, as_json=as_json)
 
 
 @app.command()

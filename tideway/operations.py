@@ -9,13 +9,14 @@ import re
 import time
 from collections.abc import Callable, Collection, Iterable
 from typing import Any, TypeVar
-from urllib.parse import quote
+from urllib.parse import quote, urlencode
 
 import httpx
 import msgspec
 
 from shared.messages.admin import InstanceState, InstanceStates, ModelState, ModelStates, ReplacementState, ShownPlan
 from shared.messages.cluster import InstancePlan, PlacementPlan
+from shared.messages.timeline import RequestTimelines, SloExplanation
 from tideway.data_folder import DataFolder, OperatorError
 
 DEFAULT_URL = "http://127.0.0.1:8000"
@@ -87,6 +88,19 @@ class AdminClient:
 
     def shown_plan(self) -> ShownPlan:
         return self._call("GET", "/admin/plan", ShownPlan)
+
+    def request_timelines(self, request_id: str) -> RequestTimelines:
+        """Of one request, by any of its ids."""
+        return self._call("GET", f"/admin/requests/{quote(request_id, safe='')}", RequestTimelines)
+
+    def latest_requests(self, *, limit: int, model: str, missed: bool, running: bool) -> RequestTimelines:
+        query = urlencode(
+            {"limit": limit, "model": model, "missed": f"{missed}".lower(), "running": f"{running}".lower()}
+        )
+        return self._call("GET", f"/admin/requests?{query}", RequestTimelines)
+
+    def explain_slo(self, interval_s: int) -> SloExplanation:
+        return self._call("GET", f"/admin/slo?interval_s={interval_s}", SloExplanation)
 
     def change_plan(self, action: str) -> ReplacementState:
         return self._call("POST", "/admin/plan", ReplacementState, {"action": action})

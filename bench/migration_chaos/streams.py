@@ -17,6 +17,7 @@ from services.gateway.metrics import GatewayMetrics
 from services.gateway.placing import Placer
 from services.gateway.stream import Stream
 from services.gateway.stream_table import StreamTable
+from services.gateway.timelines import Timelines
 from shared.bus.interface import Bus, ServiceError
 from shared.messages.cluster import ModelSpec
 from shared.messages.requests import (
@@ -57,7 +58,7 @@ class Streams:
         self.metrics = GatewayMetrics(CollectorRegistry())
         catalog = Catalog(bus, _NoTokenizers())  # type: ignore[arg-type]
         placer = Placer(bus, catalog, self.metrics, max_submissions=64)
-        self.table = StreamTable(bus, GATEWAY_ID, catalog, placer, self.metrics)
+        self.table = StreamTable(bus, GATEWAY_ID, catalog, placer, self.metrics, Timelines(bus, GATEWAY_ID, 0, 1.0))
         self._catalog = catalog
         self._expected: dict[str, list[int]] = {}
         self._numbers = itertools.count()

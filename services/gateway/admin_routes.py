@@ -56,6 +56,7 @@ from shared.messages.cluster import (
     PlacementPlan,
 )
 from shared.messages.requests import ErrorCode
+from shared.messages.timeline import ListTimelines, RequestTimelines
 from shared.messages.traffic import (
     DEFAULT_INTERVAL_S,
     LEAST_INTERVAL_S,
@@ -66,6 +67,7 @@ from shared.messages.traffic import (
 
 logger = logging.getLogger(__name__)
 
+MAX_REQUESTS_LISTED = 200
 PLACEMENT_TIMEOUT_S = 10.0
 PLAN_TIMEOUT_S = 2.0
 TRAFFIC_TIMEOUT_S = 2.0
@@ -275,6 +277,53 @@ async def list_instances(context: GatewayContext, request: Request) -> Response:
     except BusError:
         draining = None
     return json_response(InstanceStates(await context.loads.states(), draining))
+
+
+async def show_request(context: GatewayContext, request: Request) -> Response:
+    """The timeline of a request that runs or ended lately: by the id of its answer, of one of its sequences, or of its HTTP
+    request (`x-request-id`)."""
+    _authenticate(context, request)
+    request_id = request.path_params["request_id"]
+    if not (found := await context.timelines.find_anywhere(request_id)):
+        raise ApiError(
+            404,
+            f"Nothing is known of the request {request_id[:200]!r}: timelines are kept for "
+            f"{context.settings.timeline_s:.0f} s after a request's end, of the last {context.settings.max_timelines}.",
+            param="request_id",
+            code="request_not_found",
+        )
+    return json_response(RequestTimelines(found))
+
+
+async def list_requests(context: GatewayContext, request: Request) -> Response:
+    """Requests that run, and the last that ended, the newest first, without their events."""
+    _authenticate(context, request)
+    query = request.query_params
+    limit = _whole(query, "limit", 50, 1, MAX_REQUESTS_LISTED)
+    flags = {name: _flag(query, name) for name in ("missed", "running")}
+    wanted = ListTimelines(limit, query.get("model", ""), flags["missed"], flags["running"])
+    return json_response(RequestTimelines(await context.timelines.list_everywhere(wanted)))
+
+
+async def explain_slo(context: GatewayContext, request: Request) -> Response:
+    """Where the time of those went that missed an objective, by model."""
+    _authenticate(context, request)
+    interval_s = _whole(request.query_params, "interval_s", 300, 10, int(context.timelines.kept_s))
+    return json_response(await context.timelines.explain_everywhere(float(interval_s)))
+
+
+def _whole(query: Mapping[str, str], name: str, default: int, least: int, most: int) -> int:
+    text = query.get(name, str(default))
+    if not re.fullmatch(r"[0-9]{1,6}", text) or not least <= int(text) <= most:
+        raise invalid(name, f"{name!r} must be a whole number from {least} to {most}.")
+    return int(text)
+
+
+def _flag(query: Mapping[str, str], name: str) -> bool:
+    text = query.get(name, "false")
+    if text not in ("true", "false"):
+        raise invalid(name, f"{name!r} must be true or false.")
+    return text == "true"
 
 
 async def list_audit(context: GatewayContext, request: Request) -> Response:

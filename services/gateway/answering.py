@@ -104,6 +104,7 @@ async def _generate(
         raise ApiError(408, message_text, type="timeout_error", code="deadline_exceeded") from None
     key.charge_prompt(sum(len(prompt.tokens) for prompt in prompts), context.bus.now())
 
+    context.timelines.name(exchange.call.call_id, request.state.request_id)
     generation = exchange.call.plan(message, options, prompts, tokenizer, key.charge_output)
     with context.telemetry.tracer.start_as_current_span("place"):
         await exchange.unless_gone(generation.start())

@@ -55,6 +55,7 @@ from services.gateway.schemas import (
 from shared.bus.interface import BusError
 from shared.messages.admin import InstanceStates, ModelStates, ReplacementState, ShownPlan
 from shared.messages.cluster import PlacementPlan
+from shared.messages.timeline import RequestTimelines, SloExplanation
 from shared.messages.traffic import LEAST_INTERVAL_S, MAX_INTERVAL_S
 
 logger = logging.getLogger(__name__)
@@ -81,6 +82,14 @@ _FILE_LIST_QUERY = (
 )
 _INTERVAL = {"type": "integer", "minimum": int(LEAST_INTERVAL_S), "maximum": int(MAX_INTERVAL_S)}
 _MODELS_QUERY = (("interval_s", _INTERVAL),)
+_FLAG = {"type": "string", "enum": ["true", "false"]}
+_REQUESTS_QUERY = (
+    ("limit", {**_LIMITS, "maximum": admin_routes.MAX_REQUESTS_LISTED}),
+    ("model", {"type": "string"}),
+    ("missed", _FLAG),
+    ("running", _FLAG),
+)
+_SLO_QUERY = (("interval_s", {"type": "integer", "minimum": 10, "maximum": 900}),)
 _UPLOAD = {
     "type": "object",
     "required": ["file", "purpose"],
@@ -141,6 +150,19 @@ ROUTES = (
     Route("POST", "/admin/instances/{instance_id}/undrain", admin_routes.undrain_instance, *_PLANNED),
     Route("GET", "/admin/nodes", admin_routes.list_nodes, None, dict, ADMIN_ERRORS),
     Route("GET", "/admin/audit", admin_routes.list_audit, None, AuditLog, ADMIN_ERRORS),
+    Route(
+        "GET",
+        "/admin/requests",
+        admin_routes.list_requests,
+        None,
+        RequestTimelines,
+        (400, *ADMIN_ERRORS),
+        query=_REQUESTS_QUERY,
+    ),
+    Route(
+        "GET", "/admin/requests/{request_id}", admin_routes.show_request, None, RequestTimelines, (404, *ADMIN_ERRORS)
+    ),
+    Route("GET", "/admin/slo", admin_routes.explain_slo, None, SloExplanation, (400, *ADMIN_ERRORS), query=_SLO_QUERY),
     Route("GET", "/admin/plan", admin_routes.show_plan, None, ShownPlan, (404, *ADMIN_ERRORS)),
     Route("POST", "/admin/plan", admin_routes.change_plan, ChangePlanRequest, ReplacementState, PLACEMENT_ERRORS),
 )

@@ -14,6 +14,7 @@ from services.gateway.files import Files
 from services.gateway.http_limits import Connections
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.stream_table import StreamTable
+from services.gateway.timelines import Timelines
 from services.gateway.tokenization import Tokenizers
 from shared.bus.interface import Bus
 from shared.settings import GatewaySettings
@@ -34,6 +35,7 @@ class GatewayContext:
     catalog: Catalog
     loads: ClusterLoads
     table: StreamTable
+    timelines: Timelines
     files: Files
     batches: Batches
     audit: Audit

@@ -143,12 +143,22 @@ class Call:
             measure(self.metrics, self.generation, now)
             if self.span.is_recording():
                 self.span.set_attributes(response_attributes(self.generation, self.call_id, self._model, now))
+                self._name_events()
         if error is not None and outcome != "disconnected":
             known = of_info(error.info) if isinstance(error, BusError) else error
             self.span.set_attribute("error.type", getattr(known, "code", None) or type(error).__name__)
             if status >= 500:
                 self.span.set_status(StatusCode.ERROR, str(error))
         self.span.end()
+
+    def _name_events(self) -> None:
+        """On the span: what the gateway knows of the call's sequences."""
+        assert self.generation is not None
+        for choice in self.generation.choices:
+            for event in self.context.timelines.events_of(f"{self.call_id}-{choice.index}"):
+                about = {"tideway.cause": event.cause, "tideway.place": event.place}
+                known = {name: value for name, value in about.items() if value}
+                self.span.add_event(event.kind, {"tideway.choice": choice.index, **known}, int(event.at_s * 1e9))
 
 
 class Exchange:

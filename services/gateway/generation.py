@@ -281,6 +281,7 @@ class Generation:
         if choice.num_tokens > 1:
             self.metrics.max_inter_token.observe(choice.max_itl_s)
         if choice.stream is not None:
+            choice.stream.is_enough = True
             self.table.close(choice.stream)
 
     def close(self) -> None:

@@ -18,6 +18,7 @@ from services.gateway.catalog import DRAINING, Catalog, serves
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.placing import NOBODY_CODES, Placer
 from services.gateway.stream import MAX_QUIET_S, QUIET_S, Stream
+from services.gateway.timelines import Timelines
 from shared.bus.interface import Bus, BusError, ServiceError, Subscription
 from shared.messages.catalogue import (
     GATEWAY_LOST,
@@ -63,11 +64,20 @@ class Streams(Protocol):
 
 
 class Recovery:
-    def __init__(self, bus: Bus, catalog: Catalog, placer: Placer, metrics: GatewayMetrics, table: Streams) -> None:
+    def __init__(
+        self,
+        bus: Bus,
+        catalog: Catalog,
+        placer: Placer,
+        metrics: GatewayMetrics,
+        timelines: Timelines,
+        table: Streams,
+    ) -> None:
         self._bus = bus
         self._catalog = catalog
         self._placer = placer
         self._metrics = metrics
+        self._timelines = timelines
         self._table = table
         self._known: dict[str, tuple[str, bool]] = {}
         """By instance: its incarnation, and whether it was draining, when last heard of."""
@@ -150,6 +160,7 @@ class Recovery:
             self._table.fail(stream, ErrorCode.INTERNAL, message)
             return
         self._metrics.replacements.labels(reason).inc()
+        self._timelines.lose(stream, owner, reason)
         logger.info("%s: owner %s lost (%s) at %d tokens", stream.request_id, owner, reason, num_tokens)
         stream.must_place = True
         if not stream.is_placing:

@@ -29,6 +29,7 @@ from services.gateway.metrics import GatewayMetrics
 from services.gateway.placing import Placer
 from services.gateway.stream_table import StreamTable
 from services.gateway.text_pool import TextPool
+from services.gateway.timelines import Timelines
 from services.gateway.tokenization import Tokenizers
 from shared.bus.interface import Bus
 from shared.settings import GatewaySettings, SettingsError, default_id
@@ -82,7 +83,8 @@ class GatewayService:
         tokenizers = Tokenizers(TextPool(settings, metrics))
         catalog = Catalog(bus, tokenizers)
         self._placer = Placer(bus, catalog, metrics, settings.max_submissions)
-        table = StreamTable(bus, gateway_id, catalog, self._placer, metrics)
+        timelines = Timelines(bus, gateway_id, settings.max_timelines, settings.timeline_s)
+        table = StreamTable(bus, gateway_id, catalog, self._placer, metrics, timelines)
         admission = Admission(read_keys(settings), read_admin_keys(settings), settings.max_in_flight)
         self.context = GatewayContext(
             gateway_id=gateway_id,
@@ -97,6 +99,7 @@ class GatewayService:
             catalog=catalog,
             loads=ClusterLoads(bus, catalog),
             table=table,
+            timelines=timelines,
             files=Files(bus),
             batches=Batches(bus),
             audit=Audit(bus, gateway_id, metrics),
@@ -117,6 +120,7 @@ class GatewayService:
         self._placer.start()
         await context.catalog.start(context.table.on_instance)
         await context.loads.start()
+        await context.timelines.start()
         await context.table.start()
         await context.files.start()
         await context.batches.start()
@@ -170,6 +174,7 @@ class GatewayService:
             await self._serving
         await self._tasks.end_all()
         self._placer.stop()
+        await self.context.timelines.stop()
         await self.context.loads.stop()
         await self.context.catalog.stop()
         await self.context.tokenizers.close()

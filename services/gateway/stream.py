@@ -25,6 +25,8 @@ class Stream:
         self.deadline = arrived_at + request.timeout_s
         self.owner_incarnation: str | None = None
         self.is_open = True
+        self.is_enough = False
+        """Its client has all that it wants, though it may go on: a stop string came."""
         self.is_placing = False
         self.is_replaying = False
         self.must_place = False

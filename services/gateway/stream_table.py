@@ -13,6 +13,7 @@ from services.gateway.metrics import GatewayMetrics
 from services.gateway.placing import Placer
 from services.gateway.recovery import Recovery
 from services.gateway.stream import Stream
+from services.gateway.timelines import Timelines
 from shared.bus.interface import Bus, Subscription
 from shared.messages.catalogue import GATEWAY_FRAMES, INSTANCE_CANCEL, SCHEDULER_CANCEL
 from shared.messages.cluster import InstanceInfo
@@ -30,7 +31,15 @@ from shared.streams import Outcome
 
 
 class StreamTable:
-    def __init__(self, bus: Bus, gateway_id: str, catalog: Catalog, placer: Placer, metrics: GatewayMetrics) -> None:
+    def __init__(
+        self,
+        bus: Bus,
+        gateway_id: str,
+        catalog: Catalog,
+        placer: Placer,
+        metrics: GatewayMetrics,
+        timelines: Timelines,
+    ) -> None:
         self.streams: dict[str, Stream] = {}
         """The open ones, by request id."""
         self._bus = bus
@@ -38,7 +47,8 @@ class StreamTable:
         self._catalog = catalog
         self._placer = placer
         self._metrics = metrics
-        self._recovery = Recovery(bus, catalog, placer, metrics, self)
+        self._timelines = timelines
+        self._recovery = Recovery(bus, catalog, placer, metrics, timelines, self)
         self._subscription: Subscription | None = None
         metrics.open_streams.set_function(lambda: len(self.streams))
 
@@ -60,6 +70,7 @@ class StreamTable:
         stream = Stream(request, arrived_at, on_news)
         self.streams[stream.request_id] = stream
         stream.is_placing = True
+        self._timelines.begin(stream, request, arrived_at)
         try:
             await self._placer.place(stream, patient=False)
         except BaseException:
@@ -84,12 +95,12 @@ class StreamTable:
 
     def end(self, stream: Stream) -> None:
         """Its state has a finish reason."""
-        self._forget(stream)
         state = stream.state
         if state.finish_reason is FinishReason.DEADLINE:
             stream.failure = state.error or ErrorInfo(ErrorCode.DEADLINE, "The request's time limit has passed.")
         elif state.finish_reason is FinishReason.ERROR:
             stream.failure = state.error or ErrorInfo(ErrorCode.INTERNAL, "The instance failed on this request.")
+        self._forget(stream)
         stream.on_news()
 
     def fail(self, stream: Stream, code: ErrorCode, message: str) -> None:
@@ -159,6 +170,7 @@ class StreamTable:
     def _forget(self, stream: Stream) -> None:
         stream.is_open = False
         self.streams.pop(stream.request_id, None)
+        self._timelines.end(stream)
 
 
 def _was_moved(earlier: int, later: int) -> bool:

@@ -53,7 +53,9 @@ from shared.messages.requests import (
     ListHeldRequests,
     TokenFrame,
 )
+from shared.messages.timeline import EventKind, RequestEvent
 from shared.recording import file_writer
+from shared.request_events import EventPost
 from shared.scheduling import calls
 from shared.scheduling.actions import (
     Action,
@@ -72,6 +74,7 @@ from shared.scheduling.actions import (
     ScalingAction,
     SendEntry,
     SendRebalance,
+    Waits,
 )
 from shared.scheduling.calls import (
     AskEveryone,
@@ -131,6 +134,7 @@ class ActiveScheduler:
         self._core = _core(settings, info, inherited)
         self._recorder = self._core.life.recorder
         self._recorder.is_on = True
+        self._events = EventPost(bus, info.scheduler_id)
         self._subscriptions: list[Subscription] = []
         self._tasks = TaskSet()
         self._calls: set[asyncio.Future[Accepted]] = set()
@@ -185,6 +189,7 @@ class ActiveScheduler:
             self._telling = None
             await self._tell(LAST_TELL_TIMEOUT_S)
         self._tasks.cancel_all()
+        self._events.flush()
         if self._calls:
             await asyncio.wait(self._calls, timeout=timeout_s)
 
@@ -275,6 +280,8 @@ class ActiveScheduler:
                 self._dispatch(action)
             case LeftQueue():
                 self._observer.on_left_queue(action, self._bus.now())
+            case Waits(gateway_id, request_id, epoch, num_ahead, why):
+                self._tell_event(gateway_id, request_id, epoch, EventKind.QUEUED, why, numbers=(num_ahead,))
             case CancelAt(instance_id, request_id, epoch):
                 self._bus.publish(INSTANCE_CANCEL.at(instance_id=instance_id), Cancel(request_id, epoch))
             case SendRebalance(instance_id, rebalance):
@@ -303,6 +310,10 @@ class ActiveScheduler:
         started_s = self._bus.now()
         endpoint = INSTANCE_SUBMIT.at(instance_id=dispatch.instance_id)
         span = self._observer.begin_dispatch(dispatch)
+        request, place = dispatch.request, dispatch.instance_id
+        about = request.gateway_id, request.request_id, request.epoch
+        numbers = (dispatch.freeness, dispatch.num_serving)
+        self._tell_event(*about, EventKind.DISPATCHED, dispatch.why, place, numbers)
         with use_span(span):
             call = self._bus.send_request(endpoint, dispatch.request, timeout_s=DISPATCH_TIMEOUT_S)
 
@@ -312,12 +323,26 @@ class ActiveScheduler:
             if error is not None:
                 reason = f"{error.code}: {error.message}"
                 logger.info("%s did not take %s: %s", dispatch.instance_id, dispatch.request.request_id, reason)
+                self._tell_event(*about, EventKind.REFUSED, error.code, place)
             self._observer.end_dispatch(dispatch, span, error, self._bus.now() - started_s)
             self._apply(OnDispatched.to(dispatch, error))
             self._act_soon()
 
         self._calls.add(call)
         call.add_done_callback(on_answer)
+
+    def _tell_event(
+        self,
+        gateway_id: str,
+        request_id: str,
+        epoch: int,
+        kind: EventKind,
+        cause: str,
+        place: str = "",
+        numbers: tuple[float, ...] = (),
+    ) -> None:
+        event = RequestEvent(request_id, epoch, kind, self._bus.now(), cause, place, numbers)
+        self._events.add(gateway_id, event)
 
     async def _ask_held(self, ask: AskHeld) -> None:
         held = None

@@ -116,6 +116,7 @@ class Observer:
                 **_attributes(dispatch.request),
                 "tideway.instance_id": dispatch.instance_id,
                 "tideway.epoch": dispatch.request.epoch,
+                "tideway.dispatched_for": dispatch.why,
             },
         )
 

@@ -27,6 +27,7 @@ from shared.engine.counters import EngineCounters
 from shared.engine.driver import Driver, StepStats
 from shared.engine.engine import Effect, Engine
 from shared.engine.plan import KvCopy, StepPlan, StepResult
+from shared.messages.timeline import RequestEvent
 
 if TYPE_CHECKING:
     import torch
@@ -138,6 +139,11 @@ class EngineLoop:
         """What `question` finds, which changes nothing and is quick: a method of `Engine`, say."""
         with self._lock:
             return question(self._engine)
+
+    def take_events(self) -> list[tuple[str, RequestEvent]]:
+        """See `EventLog.take`."""
+        with self._lock:
+            return self._engine.memory.events.take()
 
     def held_epoch(self, request_id: str) -> int | None:
         """The epoch in which a request is held; None if it is not."""

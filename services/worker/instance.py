@@ -21,6 +21,7 @@ from services.worker.instance_migrations import InstanceMigrations, KvPools, Ope
 from services.worker.instance_models import InstanceModels, ModelExecutor, OnReady
 from services.worker.instance_telemetry import InstanceTelemetry
 from services.worker.output_log import OutputLog, cut
+from services.worker.request_events import InstanceEvents
 from shared.bus.interface import Bus, BusError, KeyValue, ServiceError, Subscription
 from shared.cost_model import CostSource
 from shared.engine.calls import ClearPrefixCache, SetStatistics, Submit
@@ -109,6 +110,8 @@ class InstanceService:
             on_failure=self._on_failure_in_thread,
             niceness=niceness,
         )
+        engine.memory.events.is_on = True
+        self._events = InstanceEvents(bus, self._loop, self._id, are_traced=bool(settings.otlp_endpoint))
         on_ready = None if provide_cost_models is None else provide_cost_models(self._loop)
         self._outputs = OutputLog()
         self._reports = LoadReports(self._id, self.incarnation)
@@ -121,6 +124,7 @@ class InstanceService:
             outputs=self._outputs,
             reports=self._reports,
             metrics=self._metrics,
+            events=self._events,
             intake=self.intake,
             telemetry=telemetry,
             open_transport=open_transport,
@@ -181,6 +185,7 @@ class InstanceService:
         self.intake.is_draining = self._is_ending = True
         await self._migrations.stop()
         self._publish_load()
+        self._events.flush()
         await self._tasks.end_all()
         for subscription in self._subscriptions:
             await subscription.stop()
@@ -312,7 +317,7 @@ class InstanceService:
     def _on_ended(self, ended: Ended) -> None:
         self._reports.on_ended(ended)
         self._metrics.on_ended(ended)
-        self._metrics.spans.ended(ended)
+        self._metrics.spans.ended(ended, self._events.of_span(ended.request.request_id))
 
     # ----------------------------------------------------------------------------------------- reports, registry
 
@@ -328,6 +333,7 @@ class InstanceService:
 
     def _publish_load(self) -> None:
         now = self._loop.now()
+        self._events.collect()
         with self._loop.locked() as engine:
             load_now = engine.load(now)
             used_share, host_used_share = engine.pool.used_share, engine.memory.host.used_share

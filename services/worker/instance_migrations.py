@@ -19,6 +19,7 @@ from services.worker.instance_telemetry import InstanceTelemetry
 from services.worker.migration.service import MigrationService
 from services.worker.output_log import OutputLog
 from services.worker.peers import Peers
+from services.worker.request_events import InstanceEvents
 from shared.bus.interface import Bus
 from shared.engine import calls
 from shared.engine.driver import StepStats
@@ -27,7 +28,7 @@ from shared.engine.handover import Detached
 from shared.engine.load_reports import LoadReports
 from shared.messages.catalogue import GATEWAY_FRAMES
 from shared.messages.cluster import InstanceInfo, MigrationOutcome
-from shared.messages.migration import Commit
+from shared.messages.migration import Commit, MigrationReason
 from shared.messages.requests import (
     Cancel,
     GenerationRequest,
@@ -35,6 +36,7 @@ from shared.messages.requests import (
     TokenEntry,
     TokenFrame,
 )
+from shared.messages.timeline import EventKind
 from shared.migration.incoming import Intake, held_after
 from shared.migration.limits import pool_of
 from shared.settings import InstanceSettings
@@ -75,6 +77,7 @@ class InstanceMigrations(KvUsers):
         outputs: OutputLog,
         reports: LoadReports,
         metrics: InstanceTelemetry,
+        events: InstanceEvents,
         intake: Intake,
         telemetry: Telemetry,
         open_transport: OpenTransport | None,
@@ -90,6 +93,7 @@ class InstanceMigrations(KvUsers):
         self._intake = intake
         self._reports = reports
         self._metrics = metrics
+        self._events = events
         self._report_soon = report_soon
         self._on_change = on_change
         self._available = Gauge(
@@ -193,15 +197,20 @@ class InstanceMigrations(KvUsers):
         self._reports.migrated_in.append(held_after(commit))
         self._report_soon()
 
+    def on_migration_begun(self, request: GenerationRequest, destination_id: str, reason: MigrationReason) -> None:
+        self._events.add(request, EventKind.MIGRATING, reason, destination_id)
+
     def on_migration_ended(self, outcome: MigrationOutcome, request: GenerationRequest, taken: Detached | None) -> None:
         self._reports.migrations.append(outcome)
         if outcome.is_migrated:
             if taken is not None:
-                self._metrics.spans.moved(taken, outcome.destination_id)
+                self._metrics.spans.moved(taken, outcome.destination_id, self._events.of_span(outcome.request_id))
             num_new = self._outputs.give_up(outcome.request_id, outcome.epoch)
             self._metrics.on_migrated_away(request.model, num_new)
-        elif (entry := self._outputs.raise_epoch(outcome.request_id, outcome.epoch)) is not None:
-            self._tell(request.gateway_id, entry)
+        else:
+            self._events.add(request, EventKind.STAYED, outcome.reason, outcome.destination_id)
+            if (entry := self._outputs.raise_epoch(outcome.request_id, outcome.epoch)) is not None:
+                self._tell(request.gateway_id, entry)
         self._report_soon()
 
     def _tell(self, gateway_id: str, entry: TokenEntry) -> None:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from opentelemetry import trace
 from opentelemetry.util.types import AttributeValue
@@ -12,6 +12,7 @@ from opentelemetry.util.types import AttributeValue
 from shared.engine.handover import Detached
 from shared.engine.requests import Ended
 from shared.messages.requests import FinishReason, GenerationRequest
+from shared.messages.timeline import RequestEvent
 from shared.telemetry import context_of
 
 
@@ -22,7 +23,8 @@ class InstanceSpans:
         self._tracer = tracer
         self._clock = clock
 
-    def ended(self, ended: Ended) -> None:
+    def ended(self, ended: Ended, events: Sequence[RequestEvent] = ()) -> None:
+        """`events`: what happened to it here, for the span to name; likewise of `moved`."""
         attributes: dict[str, AttributeValue] = {
             "gen_ai.usage.input_tokens": ended.num_prompt_tokens,
             "gen_ai.usage.output_tokens": ended.num_output_tokens,
@@ -40,9 +42,9 @@ class InstanceSpans:
         }
         times_s = (ended.submitted_s, ended.first_planned_s, ended.first_token_s, ended.ended_s)
         is_error = ended.reason == FinishReason.ERROR
-        self._make(ended.request, attributes, ended.here_since_s, times_s, is_error=is_error)
+        self._make(ended.request, attributes, ended.here_since_s, times_s, events, is_error=is_error)
 
-    def moved(self, taken: Detached, destination_id: str) -> None:
+    def moved(self, taken: Detached, destination_id: str, events: Sequence[RequestEvent] = ()) -> None:
         """It is another's from now on."""
         request, progress = taken.request, taken.progress
 
@@ -60,7 +62,7 @@ class InstanceSpans:
             at_s(progress.first_token_age_s),
             self._clock(),
         )
-        self._make(request, attributes, taken.here_since_s, times_s)
+        self._make(request, attributes, taken.here_since_s, times_s, events)
 
     def _make(
         self,
@@ -68,6 +70,7 @@ class InstanceSpans:
         attributes: dict[str, AttributeValue],
         since_s: float,
         times_s: tuple[float, float | None, float | None, float],
+        events: Sequence[RequestEvent],
         *,
         is_error: bool = False,
     ) -> None:
@@ -93,6 +96,9 @@ class InstanceSpans:
             start_time=wall_ns(since_s),
             attributes={**about, **attributes},
         )
+        for event in events:
+            about_event = {"tideway.cause": event.cause, "tideway.place": event.place}
+            root.add_event(event.kind, {key: value for key, value in about_event.items() if value}, wall_ns(event.at_s))
         if is_error:
             root.set_status(trace.StatusCode.ERROR)
         context = trace.set_span_in_context(root)

@@ -13,6 +13,7 @@ from shared.engine.reservations import HASH_BYTES, Reservations, Reserved
 from shared.engine.sequence import Sequence, State
 from shared.messages.migration import Commit, SequenceProgress
 from shared.messages.requests import ErrorCode, ErrorInfo
+from shared.messages.timeline import EventKind
 
 
 class Incoming:
@@ -54,6 +55,8 @@ class Incoming:
         if held is not None:
             self._requests.drop(held)
         self._continue(sequence, commit.progress, queue, now)
+        numbers = (float(commit.progress.num_computed),)
+        self._memory.events.add(sequence, EventKind.MOVED, now, numbers=numbers, place=commit.source_id)
         return None
 
     def _refused_reserved(

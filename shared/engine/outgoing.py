@@ -22,6 +22,7 @@ from shared.engine.requests import RequestTable
 from shared.engine.sequence import Handover, PriorityClass, Sequence, State
 from shared.messages.migration import SequenceProgress
 from shared.messages.requests import FinishReason, HeldRequest
+from shared.messages.timeline import EventKind
 from shared.migration.source import may_migrate
 
 
@@ -178,6 +179,7 @@ class Outgoing:
                 self._awaited.append(sequence)
             else:
                 self._taken.append((sequence, self._detached(sequence, now)))
+                self._memory.events.add(sequence, EventKind.LEFT_BATCH, now)
 
     def _detached(self, sequence: Sequence, now: float) -> Detached:
         request, sampling = sequence.request, sequence.request.sampling

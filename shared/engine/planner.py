@@ -18,6 +18,7 @@ from shared.engine.memory.allocator import Allocator
 from shared.engine.model_queue import ONLINE_CLASSES, Candidate, ModelQueue, Objectives
 from shared.engine.plan import NewSequence, StepPlan
 from shared.engine.sequence import PriorityClass, Sequence, State
+from shared.messages.timeline import EventKind
 from shared.policies.ordering import ModelView
 from shared.policies.silence import URGENT_S, is_overfull, room_s
 from shared.policies.token_budget import Limits, StepBudget, StepView, TokenBudgetPolicy
@@ -447,6 +448,8 @@ class Planner:
         queue.running[sequence.priority_class][sequence.number] = sequence
         if sequence.first_planned_s is None:
             sequence.first_planned_s = now
+        numbers = (sequence.num_computed, sequence.total - sequence.num_computed)
+        self._memory.events.add(sequence, EventKind.ADMITTED, now, numbers=numbers)
         request, blocks = sequence.request, list(sequence.blocks)
         tokens = request.prompt + sequence.packed_output
         batch.new_sequences.append(NewSequence(sequence.row, tokens, sequence.num_prompt, request.sampling, blocks))

@@ -22,6 +22,7 @@ from shared.messages.requests import (
     TokenLogprob,
     unpack_tokens,
 )
+from shared.messages.timeline import EventKind
 
 
 class Output(msgspec.Struct, frozen=True):
@@ -94,8 +95,8 @@ class Ended(msgspec.Struct, frozen=True, kw_only=True):
         """Time to first token and time per output token after it; None: there is no such objective (offline requests have
         those that they name themselves), or it says nothing."""
         request, ttft_s = self.request, self.ttft_s
-        is_online = request.request_class == RequestClass.ONLINE
-        has_ttft = self.ttft_objective_s > 0 and (is_online or request.ttft_objective_s > 0)
+        has_ttft, has_tpot = has_objectives(request)
+        has_ttft = has_ttft and self.ttft_objective_s > 0
         if ttft_s is None:
             # One that was cancelled in time, or moved, says nothing of how it would have been served.
             is_missed = self.reason in (FinishReason.DEADLINE, FinishReason.ERROR)
@@ -103,9 +104,16 @@ class Ended(msgspec.Struct, frozen=True, kw_only=True):
             return (False if has_ttft and is_missed else None), None
         is_tpot_met = None
         num_later = self.num_output_tokens - 1
-        if num_later > 0 and self.tpot_objective_s > 0 and (is_online or request.tpot_objective_s > 0):
+        if num_later > 0 and self.tpot_objective_s > 0 and has_tpot:
             is_tpot_met = (self.ended_s - self.arrived_s - ttft_s) / num_later <= self.tpot_objective_s
         return (ttft_s <= self.ttft_objective_s if has_ttft else None), is_tpot_met
+
+
+def has_objectives(request: GenerationRequest) -> tuple[bool, bool]:
+    """Whether it is to meet one for the time to first token, and one per output token: offline requests have those that they
+    name themselves."""
+    is_online = request.request_class == RequestClass.ONLINE
+    return is_online or request.ttft_objective_s > 0, is_online or request.tpot_objective_s > 0
 
 
 class RequestTable:
@@ -139,6 +147,13 @@ class RequestTable:
             self.drop(held)
         sequence = self.new_sequence(request, queue, now)
         self.hold(sequence, now)
+        num_before = sum(len(of_class) for of_class in queue.waiting)
+        has_ttft, has_tpot = has_objectives(request)
+        objectives = (
+            sequence.ttft_due_s - sequence.arrived_s if has_ttft else 0.0,
+            sequence.tpot_objective_s if has_tpot else 0.0,
+        )
+        self._memory.events.add(sequence, EventKind.ARRIVED, now, numbers=(*objectives, num_before))
         self._memory.enqueue(sequence, now)
         if sequence.num_output and (reason := self.finish_reason(sequence, sequence.tokens[-1])):
             self.end(sequence, reason, now)
@@ -258,6 +273,8 @@ class RequestTable:
             timing=timing,
         )
         self.outputs.setdefault(request.gateway_id, []).append(entry)
+        numbers = (sequence.device_s, sequence.num_output)
+        self._memory.events.add(sequence, EventKind.ENDED, now, reason.value, numbers)
         self._ended.append(
             Ended(
                 request=request,

@@ -90,6 +90,7 @@ class Sequence:
         "in_flight",
         "is_cancelled",
         "is_online",
+        "is_silent",
         "is_spoilt",
         "last_ran_s",
         "last_token_s",
@@ -166,6 +167,8 @@ class Sequence:
         self.num_cached_tokens = 0
         self.num_preemptions = 0
         self.num_failures = 0
+        self.is_silent = True
+        """It has made no token since it came here, or was preempted."""
         self.first_planned_s: float | None = None
         self.first_token_s: float | None = None
         self.first_total = 0

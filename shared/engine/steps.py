@@ -25,6 +25,7 @@ from shared.engine.planner import Planner
 from shared.engine.requests import RequestTable
 from shared.engine.sequence import Sequence, State
 from shared.messages.requests import ErrorCode, ErrorInfo, FinishReason, TokenEntry, TokenLogprob, pack_tokens
+from shared.messages.timeline import EventKind
 from shared.policies.interruption import Next, SuspendedStep, should_interrupt, what_next
 
 MAX_STEP_FAILURES = 3
@@ -128,6 +129,7 @@ class Steps:
         step.is_part = stop_share < 1.0
         if not step.is_part:
             self._memory.counters.steps_resumed += 1
+            self._memory.tell_resumed(step, now)
         return step
 
     def _safepoint_share(self, step: PlannedStep) -> float:
@@ -210,9 +212,8 @@ class Steps:
             known = sequence.tokens
             offset = len(known) - sequence.num_prompt
             known.append(token)
-            if sequence.first_token_s is None:
-                sequence.first_token_s = now
-                sequence.first_total = len(known)
+            if sequence.is_silent:
+                self._end_silence(sequence, now)
             if sequence.last_token_s is not None and now - sequence.last_token_s > sequence.max_itl_s:
                 sequence.max_itl_s = now - sequence.last_token_s
             sequence.last_token_s = now
@@ -241,6 +242,15 @@ class Steps:
                 outputs[request.gateway_id] = [entry]
             else:
                 entries.append(entry)
+
+    def _end_silence(self, sequence: Sequence, now: float) -> None:
+        """With its last known token, the first of here or since it was preempted."""
+        sequence.is_silent = False
+        if sequence.first_token_s is None:
+            sequence.first_token_s = now
+            sequence.first_total = len(sequence.tokens)
+        kind = EventKind.FIRST_TOKEN if sequence.num_output == 1 else EventKind.GOES_ON
+        self._memory.events.add(sequence, kind, now, numbers=(sequence.device_s,))
 
     def _accept(self, step: PlannedStep, result: StepResult, now: float) -> None:
         """Of the drafts those that are what was sampled before them: each is the next token, and so is what was sampled

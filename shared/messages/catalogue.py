@@ -58,6 +58,7 @@ from shared.messages.requests import (
     RequestsLost,
     TokenFrame,
 )
+from shared.messages.timeline import AskGateways, RequestEvents, ToldByGateway
 from shared.messages.traffic import GetTraffic, RequestRows, StoredTraffic, TrafficReply
 
 T = TypeVar("T")
@@ -123,6 +124,12 @@ INSTANCE_DRAIN = Endpoint(f"{_INSTANCE}.drain", Drain, Done, sent_by=OWN_NODE, s
 # instance (or scheduler) -> gateway
 GATEWAY_FRAMES = Topic(f"{_GATEWAY}.frames", TokenFrame, sent_by=WORKER | SCHEDULER, heard_by=GATEWAY)
 GATEWAY_LOST = Topic(f"{_GATEWAY}.lost", RequestsLost, sent_by=SCHEDULER, heard_by=GATEWAY)
+GATEWAY_EVENTS = Topic(f"{_GATEWAY}.events", RequestEvents, sent_by=WORKER | SCHEDULER, heard_by=GATEWAY)
+"""For timelines: what is lost is missing there, and nowhere else."""
+
+# gateway -> gateways, for timelines: each has those of its own requests
+ASK_GATEWAYS = Topic(f"{PREFIX}.gateways.ask", AskGateways, sent_by=GATEWAY, heard_by=GATEWAY)
+GATEWAY_TOLD = Topic(f"{_GATEWAY}.told", ToldByGateway, sent_by=GATEWAY, heard_by=GATEWAY)
 
 # instance -> scheduler; node agent -> everyone
 LOAD_REPORTS = Topic(f"{PREFIX}.load", LoadReport, sent_by=WORKER, heard_by=SCHEDULER | GATEWAY)

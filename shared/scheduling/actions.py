@@ -13,6 +13,23 @@ class Dispatch(msgspec.Struct, frozen=True, tag=True):
 
     instance_id: str
     request: GenerationRequest
+    why: str = ""
+    """It goes there."""
+    freeness: float = 0.0
+    """Of the instance, when it was chosen; infinite where it idles."""
+    num_serving: int = 0
+    """Instances that serve the model."""
+
+
+class Waits(msgspec.Struct, frozen=True, tag=True):
+    """For timelines: a request is in the queue, and cannot be dispatched at once."""
+
+    gateway_id: str
+    request_id: str
+    epoch: int
+    num_ahead: int
+    """Length of the queue when it came."""
+    why: str
 
 
 class AskHeld(msgspec.Struct, frozen=True, tag=True):
@@ -123,6 +140,7 @@ Action = (
     | InstanceLost
     | ProbeSilence
     | LeftQueue
+    | Waits
     | SendRebalance
     | Paired
     | MigrationEnded

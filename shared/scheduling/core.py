@@ -103,6 +103,7 @@ class SchedulerCore:
         """Dispatches what can be dispatched, and returns everything there is to do since the last call."""
         for tracked, instance_id in self.dispatcher.picks(now):
             self.life.dispatch(tracked, instance_id, now)
+        self.life.tell_who_waits(now)
         actions = self._actions + self.rescheduler.due(now)
         self._actions.clear()
         if self._record is not None:

@@ -148,12 +148,43 @@ class Dispatcher:
             now=now,
         )
         best = candidates.first(1)
-        if not best or not tracked.is_online:
-            return best[0] if best else None
+        if not best:
+            return None
+        if not tracked.is_online:
+            tracked.chosen_for = ("has the most room for offline tokens", best[0].view.freeness)
+            return best[0]
         chosen = cast(Seen | None, self._policy.choose(tracked, candidates))
         if chosen is None:
             self._held_back[lane_of(tracked)] = (tracked.num_tokens, tracked.num_tokens_at_most)
+        else:
+            tracked.chosen_for = (self._why(tracked, chosen, best[0]), chosen.view.freeness)
         return chosen
+
+    def _why(self, tracked: TrackedRequest, chosen: Seen, first: Seen) -> str:
+        """In words for whoever asks why it went there."""
+        if chosen.missing_merged > 0:
+            return "waits there for memory to come together"
+        if chosen.instance_id == first.instance_id:
+            return "the freest" if self._policy.ranks_by_freeness else "next by the dispatch policy"
+        affinity, prompt = self._affinity, tracked.request.prompt if tracked.request is not None else b""
+        if affinity is not None and affinity.likely_owner(tracked.model, prompt) == chosen.instance_id:
+            return "has its prompt's beginning in its cache"
+        return "begins its prompt sooner than freer ones"
+
+    def num_serving(self, model: str) -> int:
+        """Instances that serve the model."""
+        return self._cluster.num_serving(model)
+
+    def why_waiting(self, tracked: TrackedRequest, now: float) -> str:
+        """In words, of one that `picks` left in the queue."""
+        lane = lane_of(tracked)
+        if not self.num_serving(tracked.model):
+            return "no instance serves the model"
+        if self.ranking.index(lane, tracked.is_high).is_empty():
+            what = "has room for another that waits" if tracked.is_online else "has room for offline tokens"
+            return f"no instance {what}"
+        is_first = self.queue.first(lane, now)[0] is tracked
+        return "no instance has the memory for it" if is_first else "others of its model are before it"
 
     def _is_held_back(self, tracked: TrackedRequest) -> bool:
         """Room only gets less while requests are picked: who needs no less than another that found none finds none."""

@@ -20,7 +20,7 @@ from shared.messages.requests import (
     TokenEntry,
     next_placement,
 )
-from shared.scheduling.actions import Action, CancelAt, Dispatch, LeftQueue, SendEntry
+from shared.scheduling.actions import Action, CancelAt, Dispatch, LeftQueue, SendEntry, Waits
 from shared.scheduling.dispatching import Dispatcher
 from shared.scheduling.request_rows import RequestRecorder
 from shared.scheduling.requests import RequestState, RequestTable, TrackedRequest
@@ -45,6 +45,8 @@ class RequestLifecycle:
         self._dispatcher = dispatcher
         self._say = say
         self._num_known = 0
+        self._entered: list[TrackedRequest] = []
+        """The queue, since it was last looked at who did."""
 
     def next_number(self) -> int:
         """Of a request that comes, in the order of arrival."""
@@ -62,6 +64,16 @@ class RequestLifecycle:
     def enqueue(self, tracked: TrackedRequest, now: float) -> None:
         self.timers.set(("deadline", tracked.request_id), tracked.deadline_s)
         self._dispatcher.enqueue(tracked, now)
+        self._entered.append(tracked)
+
+    def tell_who_waits(self, now: float) -> None:
+        """Of those that entered the queue since the last call, those that are still there."""
+        for tracked in self._entered:
+            if tracked.state == RequestState.QUEUED and self.requests.get(tracked.request_id) is tracked:
+                why = self._dispatcher.why_waiting(tracked, now)
+                waits = Waits(tracked.gateway_id, tracked.request_id, tracked.epoch, tracked.num_ahead, why)
+                self._say(waits)
+        self._entered.clear()
 
     def dispatch(self, tracked: TrackedRequest, instance_id: str, now: float) -> None:
         """After the dispatcher has picked it."""
@@ -71,7 +83,9 @@ class RequestLifecycle:
         request = msgspec.structs.replace(
             tracked.request, epoch=tracked.epoch, timeout_s=tracked.deadline_s - now, waited_s=now - tracked.arrived_s
         )
-        self._say(Dispatch(instance_id, request))
+        why, freeness = tracked.chosen_for
+        num_serving = self._dispatcher.num_serving(tracked.model)
+        self._say(Dispatch(instance_id, request, why, freeness, num_serving))
 
     def assign(self, tracked: TrackedRequest, outcome: str, instance_id: str, now: float) -> None:
         """The instance has it. `outcome`: dispatched, or found there."""

@@ -60,6 +60,8 @@ class TrackedRequest:
     """Length of the queue at its arrival."""
     instance_id: str = ""
     """Where it is being dispatched, asked for or assigned."""
+    chosen_for: tuple[str, float] = ("", 0.0)
+    """Why the dispatcher chose its instance, and how free that was."""
     attempts: int = 0
     num_failures: int = 0
     """Attempts that failed inside an instance (not refusals)."""

@@ -352,8 +352,12 @@ class Scheduler:
                 assert fleet.scale is not None
                 self.apply(calls.OnScaled(fleet.scale(action)))
             case (
-                actions.Paired() | actions.InstanceLost() | actions.LeftQueue() | actions.MigrationEnded()
-            ):  # for metrics
+                actions.Paired()
+                | actions.InstanceLost()
+                | actions.LeftQueue()
+                | actions.MigrationEnded()
+                | actions.Waits()
+            ):  # for metrics and timelines
                 pass
 
     def _dispatch(self, action: actions.Dispatch) -> None:

@@ -35,6 +35,7 @@ from shared.messages.migration import (
     AbortReason,
     Commit,
     Committed,
+    MigrationReason,
     OwnsQuery,
     OwnsReply,
     PreAllocate,
@@ -65,6 +66,9 @@ class Handovers(Protocol):
 
     def on_adopted(self, commit: Commit, num_output: int) -> None:
         """A request is this instance's from now on; so much of its output is another's."""
+
+    def on_migration_begun(self, request: GenerationRequest, destination_id: str, reason: MigrationReason) -> None:
+        """One out of here."""
 
     def on_migration_ended(self, outcome: MigrationOutcome, request: GenerationRequest, taken: Detached | None) -> None:
         """A migration out of here is over. `request`: as it was held; `taken`: as it left the batch, if it did."""
@@ -404,6 +408,7 @@ class MigrationService:
         span = self._telemetry.span("migration", command.request.traceparent, attributes)
         self._out[command.migration_id] = _Out(command, span)
         self._telemetry.begin("out")
+        self._handovers.on_migration_begun(command.request, command.destination_id, command.reason)
 
     async def _ask(self, out: _Out, command: commands.Ask) -> None:
         reply: Reply = None

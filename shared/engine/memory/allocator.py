@@ -16,12 +16,14 @@ from typing import NamedTuple
 
 from shared.engine.batch import PlannedStep
 from shared.engine.counters import EngineCounters
+from shared.engine.events import EventLog
 from shared.engine.memory.blocks import BlockPool
 from shared.engine.memory.compaction import Compaction
 from shared.engine.memory.host import HostKv
 from shared.engine.model_queue import ONLINE_CLASSES, ModelQueue
 from shared.engine.plan import ModelShape
 from shared.engine.sequence import Handover, PriorityClass, Sequence, State
+from shared.messages.timeline import EventKind
 from shared.policies.checkpointing import victim_key
 from shared.policies.ordering import OrderingPolicy
 
@@ -50,6 +52,7 @@ class Allocator:
     ) -> None:
         self.pool = BlockPool(num_merged)
         self.counters = EngineCounters()
+        self.events = EventLog()
         self.queues: dict[str, ModelQueue] = {}
         copy_ids = count()
         self.host = HostKv(self.pool, num_host_merged, self.counters, copy_ids)
@@ -157,6 +160,8 @@ class Allocator:
             self.counters.preemptions[cause, "checkpointed" if is_checkpointed else "recompute"] += 1
             sequence.peak_computed = max(sequence.peak_computed, min(sequence.num_computed, sequence.num_tokens))
             sequence.num_preemptions += 1
+            checkpointed = min(sequence.num_computed, len(sequence.host_blocks) * sequence.block_size)
+            self.events.add(sequence, EventKind.PREEMPTED, now, cause, (sequence.num_computed, checkpointed))
         if sequence.handover == Handover.PINNED:
             sequence.handover = Handover.LOST
         if sequence.state != State.LEAVING:
@@ -165,6 +170,7 @@ class Allocator:
         sequence.num_computed = 0
         sequence.total = sequence.num_tokens
         sequence.is_spoilt = False
+        sequence.is_silent = True
         if sequence.state != State.LEAVING:
             self.enqueue(sequence, now)
 
@@ -333,6 +339,7 @@ class Allocator:
         sequence.capacity = num_blocks * page
         stored = [] if sequence.num_failures else self.host.find(sequence, len(cached), num_full)
         if stored:
+            self.events.add(sequence, EventKind.RESTORING, now, numbers=(len(stored),))
             self.host.begin_restore(sequence, len(cached), stored)
         self.set_computed(sequence, len(cached))
         return True
@@ -352,6 +359,7 @@ class Allocator:
             del queue.restoring[sequence.number]
             queue.restored[sequence.number] = sequence
             self.set_computed(sequence, sequence.restore[0])
+            self.events.add(sequence, EventKind.RESTORED, now)
         else:
             sequence.num_failures += 1
             self.preempt(sequence, now, "failure")
@@ -398,7 +406,9 @@ class Allocator:
         self.suspended = step
         queue = self.queues[step.plan.model]
         for sequence in step.sequences:
-            sequence.num_suspensions += not step.is_part
+            if not step.is_part:
+                sequence.num_suspensions += 1
+                self.events.add(sequence, EventKind.SUSPENDED, now)
             if sequence.state == State.RUNNING:
                 queue.suspended[sequence.number] = sequence
                 del queue.running[sequence.priority_class][sequence.number]
@@ -419,12 +429,19 @@ class Allocator:
         queue.suspended.clear()
         return step
 
+    def tell_resumed(self, step: PlannedStep, now: float, cause: str = "") -> None:
+        """The suspended step goes on to its end, or is given up."""
+        for sequence in step.sequences:
+            if sequence.state is not _ENDED:
+                self.events.add(sequence, EventKind.RESUMED, now, cause)
+
     def discard_suspended(self, now: float) -> None:
         """Gives the suspended step up: its planned tokens are computed again."""
         step = self.take_suspended()
         self.counters.steps_discarded += 1
         self.counters.discarded_tokens += int(step.plan.num_tokens * step.done_share)
         self._discards.append(step.plan.step_id)
+        self.tell_resumed(step, now, "discarded")
         step.roll_back()
         self.settle(step, now)
 

@@ -251,6 +251,9 @@ class Party:
             self.name, TokenEntry(request_id=request.request_id, epoch=request.epoch, offset=num_output, tokens=b"")
         )
 
+    def on_migration_begun(self, request: GenerationRequest, destination_id: str, reason: MigrationReason) -> None:
+        assert request.gateway_id == "gateway" and destination_id != self.name and reason in MigrationReason
+
     def on_migration_ended(self, outcome: MigrationOutcome, request: GenerationRequest, taken: Detached | None) -> None:
         assert request.gateway_id == "gateway" and request.request_id == outcome.request_id
         self.outcomes.append(outcome)

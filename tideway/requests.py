@@ -1,0 +1,142 @@
+"""`tideway request` and `tideway explain`: what happened to requests, and where the time of those that were late went."""
+
+from __future__ import annotations
+
+from msgspec import json
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
+
+from shared.messages.timeline import MissedObjective, Phase, SequenceTimeline, SloExplanation
+from shared.monitor.timeline import Times, parts_of, seconds, words
+from tideway.operations import AdminClient
+from tideway.top import LOOK
+
+BAR_CELLS = 40
+STYLES = {
+    Phase.GATEWAY: "bright_black",
+    Phase.QUEUE: "yellow",
+    Phase.DISPATCH: "bright_black",
+    Phase.INSTANCE_QUEUE: "yellow",
+    Phase.PREFILL: "blue",
+    Phase.DELIVERY: "bright_black",
+    Phase.DECODE: "green",
+    Phase.PREEMPTED: "red",
+    Phase.RECOMPUTE: "magenta",
+    Phase.RESTORE: "magenta",
+    Phase.SUSPENDED: "red",
+    Phase.MOVE: "cyan",
+    Phase.RESCUE: "red",
+}
+
+
+def show_request(client: AdminClient, console: Console, request_id: str, *, as_json: bool) -> None:
+    """Raises `OperatorError`."""
+    timelines = client.request_timelines(request_id)
+    if as_json:
+        _print_json(console, timelines)
+        return
+    for timeline in timelines.requests:
+        _show_timeline(timeline, console)
+
+
+def list_requests(
+    client: AdminClient, console: Console, *, limit: int, model: str, missed: bool, running: bool, as_json: bool
+) -> None:
+    """Raises `OperatorError`."""
+    timelines = client.latest_requests(limit=limit, model=model, missed=missed, running=running)
+    if as_json:
+        _print_json(console, timelines)
+        return
+    table = Table("id", "model", "class", "state", "instance", title="Requests, the newest first", **LOOK)
+    for name in ("TTFT", "time", "tokens", "preempted", "moved", "lost"):
+        table.add_column(name, justify="right")
+    table.add_column("SLO")
+    for one in timelines.requests:
+        missed_names = ", ".join(o.name.upper() for o in one.objectives if not o.is_met)
+        slo = Text(f"missed {missed_names}", "red") if missed_names else Text("met" if one.objectives else "-")
+        table.add_row(
+            one.id,
+            escape(one.model),
+            one.request_class.value,
+            one.state,
+            one.instance_id or "-",
+            "-" if one.ttft_s is None else seconds(one.ttft_s),
+            seconds(one.duration_s),
+            f"{one.prompt_tokens}+{one.output_tokens}",
+            *(str(number) if number else "" for number in (one.num_preemptions, one.num_moves, one.num_losses)),
+            slo,
+        )
+    console.print(table if timelines.requests else "No request runs, and none ended lately.")
+
+
+def explain_slo(client: AdminClient, console: Console, *, interval_s: int, as_json: bool) -> None:
+    """Raises `OperatorError`."""
+    explained = client.explain_slo(interval_s)
+    if as_json:
+        _print_json(console, explained)
+        return
+    if not explained.objectives:
+        console.print(f"No request with an objective ended in the last {interval_s} s.")
+        return
+    console.print(_missed_table(explained))
+    for one in explained.objectives:
+        if one.num_missed:
+            console.print(_told(one))
+
+
+def _missed_table(explained: SloExplanation) -> Table:
+    title = f"Objectives in the last {explained.interval_s:.0f} s"
+    table = Table("model", "objective", title=title, **LOOK)
+    for name in ("requests", "missed", "share", "objective", "measured\nof these"):
+        table.add_column(name, justify="right")
+    for one in explained.objectives:
+        of_missed = (seconds(one.objective_s), seconds(one.measured_s)) if one.num_missed else ("-", "-")
+        share = f"{one.num_missed / one.num_judged:.1%}"
+        name = {"ttft": "time to first token", "tpot": "time per output token"}[one.name]
+        table.add_row(escape(one.model), name, str(one.num_judged), str(one.num_missed), share, *of_missed)
+    return table
+
+
+def _told(one: MissedObjective) -> Text:
+    total_s = sum(part.seconds for part in one.parts)
+    head = f"\n{one.model}, {one.name.upper()}: of the {seconds(total_s)} of a request that missed it, on average\n"
+    text = Text(head, "bold")
+    for part in one.parts:
+        if part.seconds >= 0.005 * total_s:
+            cells = round(BAR_CELLS * part.seconds / total_s)
+            text.append(f"  {part.phase:24}{seconds(part.seconds):>9} {part.seconds / total_s:5.0%} ", "not bold")
+            text.append("█" * cells + "\n", STYLES.get(part.phase, "default"))
+    return text.append(f"  For example: {', '.join(one.examples)}", "dim")
+
+
+def _show_timeline(timeline: SequenceTimeline, console: Console) -> None:
+    head = f"{timeline.id}  {timeline.model}  {timeline.request_class}  {timeline.state}"
+    console.print(Text(head, "bold"), soft_wrap=True)
+    ttft = "no token yet" if timeline.ttft_s is None else f"first token after {seconds(timeline.ttft_s)}"
+    tokens = f"{timeline.prompt_tokens} prompt and {timeline.output_tokens} output tokens"
+    console.print(f"{ttft}, {seconds(timeline.duration_s)} in all; {tokens}; gateway {timeline.gateway_id}")
+    spent = Times()
+    bar = Text()
+    for phase in timeline.phases:
+        spent[phase.phase] += phase.end_s - phase.begin_s
+        cells = round(2 * BAR_CELLS * (phase.end_s - phase.begin_s) / max(1e-9, timeline.duration_s))
+        bar.append("█" * cells, STYLES.get(phase.phase, "default"))
+    console.print(bar)
+    console.print(words(parts_of(spent)), soft_wrap=True)
+    for objective in timeline.objectives:
+        console.print(Text(objective.text, "green" if objective.is_met else "red"), soft_wrap=True)
+    table = Table("after", "what", "by", "", **LOOK)
+    table.columns[0].justify = "right"
+    for event in timeline.events:
+        what = event.kind.replace("_", " ")
+        table.add_row(seconds(max(0.0, event.after_s)), what, escape(event.teller), escape(event.text))
+    console.print(table)
+    if timeline.num_left_out:
+        console.print(f"{timeline.num_left_out} events in between are left out.")
+    console.print()
+
+
+def _print_json(console: Console, told: object) -> None:
+    console.print(json.encode(told).decode(), markup=False, highlight=False, soft_wrap=True)
