@@ -13,7 +13,7 @@ import socket
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, get_args, get_origin
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 
 import msgspec
 
@@ -259,6 +259,9 @@ class InstanceSettings(BusSettings, frozen=True, kw_only=True):
     deterministic: bool = False
     """A sequence's tokens and log-probabilities depend on it alone, to the last bit: not on what shares its steps, nor on
     how often and where it was interrupted."""
+    compiled_kernels: Literal["auto", "off"] = "auto"
+    """On CPU: auto: where they are, or can be made | off: torch's operators. From the environment alone: each process that
+    asks which back ends there are reads it."""
     max_running: int = 256
     """Sequences in one batch at most."""
     token_budget: int = 0

@@ -45,7 +45,7 @@ class CompiledBackend(AttentionBackend):
 
     def prepare(self, layout: BatchLayout) -> CompiledBatch:
         per_sequence = (layout.starts, layout.counts, layout.query_starts)
-        arrays = (
+        arrays: tuple[np.ndarray, ...] = (
             *(np.ascontiguousarray(array, np.int64) for array in per_sequence),
             np.ascontiguousarray(layout.block_tables, np.int32),
             np.ascontiguousarray(layout.blocks, np.int32),
