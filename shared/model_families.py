@@ -45,6 +45,8 @@ class ModelFamily:
     cuts: Mapping[str, int]
     """Last name of a module -> axis of its weight."""
     keys: ConfigKeys = field(default_factory=ConfigKeys)
+    adapted: tuple[str, ...] = ()
+    """Last names of the modules that LoRA adapters may change."""
 
 
 _EMBEDDINGS = {"embed_tokens": OUTPUTS, "lm_head": OUTPUTS}
@@ -80,12 +82,24 @@ FAMILIES = (
             "w3": OUTPUTS,
             "w2": INPUTS,
         },
+        adapted=(
+            "q_proj",
+            "k_proj",
+            "v_proj",
+            "o_proj",
+            "gate_proj",
+            "up_proj",
+            "down_proj",
+            "qkv_proj",
+            "gate_up_proj",
+        ),
     ),
     ModelFamily(
         "opt",
         ("OPTForCausalLM",),
         {**_EMBEDDINGS, **_QUERIES_KEYS_VALUES, "out_proj": INPUTS, "fc1": OUTPUTS, "fc2": INPUTS},
         ConfigKeys(activation="activation_function"),
+        ("q_proj", "k_proj", "v_proj", "out_proj", "fc1", "fc2"),
     ),
 )
 

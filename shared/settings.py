@@ -274,6 +274,10 @@ class InstanceSettings(BusSettings, frozen=True, kw_only=True):
     """So many of the last tokens must have stood before."""
     prompt_lookup_max: Annotated[int, msgspec.Meta(ge=1, le=16)] = 4
     """Up to so many are compared where there are several such places."""
+    max_adapters: Annotated[int, msgspec.Meta(ge=1)] = 32
+    """LoRA adapters that are loaded at once, of all models; the least recently used go."""
+    adapter_memory_bytes: Annotated[int, msgspec.Meta(ge=0)] = 512 * 1024 * 1024
+    """Of them together, on each device."""
     order_policy: str = "doubling_budget"
     """Of the sequences of one class: doubling_budget | seallm | fcfs | round_robin | mlfq"""
     mix_phases: bool = True

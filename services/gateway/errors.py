@@ -69,6 +69,7 @@ _MEANINGS: dict[ErrorCode, tuple[int, str, str]] = {
     ErrorCode.DRAINING: (503, "service_unavailable", "unavailable"),
     ErrorCode.NOT_LEADER: (503, "service_unavailable", "unavailable"),
     ErrorCode.MODEL_FAILED: (503, "service_unavailable", MODEL_FAILED),
+    ErrorCode.LOADING: (503, "service_unavailable", "unavailable"),
     ErrorCode.UNAVAILABLE: (503, "service_unavailable", "unavailable"),
 }
 """A passed deadline is 408, not 504: the limit is the client's own (or the operator's), not a defect of a server."""

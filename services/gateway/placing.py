@@ -40,7 +40,7 @@ NOBODY_CODES = frozenset(
 """Answers that say that this peer cannot take the request, not that the request cannot be taken."""
 MAYBE_DELIVERED_CODES = frozenset({ErrorCode.UNAVAILABLE, ErrorCode.DEADLINE, ErrorCode.INTERNAL})
 """The peer may have taken the request all the same (a connection that broke after sending also says UNAVAILABLE)."""
-PASSING_CODES = NOBODY_CODES | {ErrorCode.BUSY}
+PASSING_CODES = NOBODY_CODES | {ErrorCode.BUSY, ErrorCode.LOADING}
 """Worth another attempt soon; a full queue (OVERLOADED) is not, for a client that can be told so."""
 
 

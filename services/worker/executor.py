@@ -32,6 +32,7 @@ from services.worker.deterministic import FAST, INVARIANT, Numerics
 from services.worker.kv_copies import KvCopies
 from services.worker.kv_store import BlockParts, KvStore, KvViews
 from services.worker.machine import free_memory_bytes
+from services.worker.models.adapters import BatchAdapters, LoraWeights, read_lora
 from services.worker.models.decode_graphs import Capture, DecodeGraphs, cuda_capture
 from services.worker.models.decoder import DecoderModel, ForwardBatch, ForwardState
 from services.worker.models.loading import Identity, identity_of, load_model
@@ -43,10 +44,12 @@ from services.worker.sequence_rows import SequenceRows
 from services.worker.suspension import PartialForward, Safepoints, cuda_event
 from services.worker.transfer import beside_steps, pack_to_device, to_device, to_host
 from shared import checkpoint
+from shared.adapters import describe_adapter
 from shared.checkpoint import CheckpointError
 from shared.engine.memory import slab
 from shared.engine.plan import CopyKind, KvCopy, ModelShape, StepPlan, StepResult
 from shared.messages.cluster import ModelSpec
+from shared.messages.requests import Adapter
 
 logger = logging.getLogger(__name__)
 
@@ -85,6 +88,12 @@ class _Loaded:
     max_model_len: int
     graphs: DecodeGraphs | None
     layers_per_safepoint: int
+
+
+@dataclass
+class _LoadedAdapter:
+    model: str
+    weights: LoraWeights
 
 
 @dataclass
@@ -150,6 +159,8 @@ class Executor:
         self._models: dict[str, _Loaded] = {}
         self._weights: WeakValueDictionary[Identity, DecoderModel] = WeakValueDictionary()
         """Those of one checkpoint are one model under however many names, for as long as any of them is here."""
+        self._adapters: dict[str, _LoadedAdapter] = {}
+        """By version."""
         self._rows = SequenceRows(num_rows, self.device, one_by_one=deterministic)
         self._launched: deque[_Launched] = deque()
         self._layers_per_safepoint = layers_per_safepoint or LAYERS_PER_SAFEPOINT[self.device.type]
@@ -247,9 +258,30 @@ class Executor:
         """Frees the model's weights, unless another name has them too, and drops its suspended steps; no launched step may
         use it."""
         views = self._models.pop(name).views
+        self._adapters = {version: one for version, one in self._adapters.items() if one.model != name}
         self._suspended = {i: forward for i, forward in self._suspended.items() if forward.batch.kv is not views}
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
+
+    def load_adapter(self, model: str, adapter: Adapter) -> int:
+        """Lets plans of the model name the adapter; returns its bytes on the device. Blocking; from any thread, beside
+        steps. Raises `CheckpointError`, `KeyError` where the model is not here."""
+        base = self._models[model].model
+        files = describe_adapter(checkpoint.resolve(adapter.source))
+        if not base.adaptable:
+            raise CheckpointError(
+                f"{adapter.name!r}: the base model {model!r} runs through transformers, without adapters."
+            )
+        if self._numerics is INVARIANT:
+            raise CheckpointError(f"{adapter.name!r}: adapters are not computed{self._numerics.asks}.")
+        with torch.inference_mode(), beside_steps(self.device):
+            weights = read_lora(files, base.adaptable, base.layers, self._group, self.device, base.dtype)
+        self._adapters[adapter.version] = _LoadedAdapter(model, weights)
+        return weights.num_bytes
+
+    def drop_adapter(self, version: str) -> None:
+        """Between steps. Suspended ones keep what they need of it."""
+        self._adapters.pop(version, None)
 
     @property
     def launching_computes(self) -> bool:
@@ -368,14 +400,15 @@ class Executor:
     def _forward(self, plan: StepPlan, loaded: _Loaded, rows: np.ndarray, layout: BatchLayout) -> ForwardState | None:
         """The state after all layers, whose first T tokens are those of the step; None: it was suspended."""
         places = self._rows.token_places(rows, layout)
-        if loaded.graphs is not None and layout.all_decode and not plan.is_interruptible:
+        adapters = self._batch_adapters(rows, layout)
+        if adapters is None and loaded.graphs is not None and layout.all_decode and not plan.is_interruptible:
             state = loaded.graphs.run(self._rows.tokens, places, layout)
             if state is not None:
                 return state
         token_places, positions = pack_to_device([places, layout.positions], self.device)
         token_ids = self._rows.tokens.index_select(0, token_places)
         backend, model = loaded.backend, loaded.model
-        batch = ForwardBatch(token_ids, positions, loaded.views, backend, backend.prepare(layout))
+        batch = ForwardBatch(token_ids, positions, loaded.views, backend, backend.prepare(layout), adapters)
         hidden = None
         if not self._group.is_first_stage:
             hidden = torch.empty(len(token_ids), model.hidden_size, dtype=model.dtype, device=self.device)
@@ -385,6 +418,25 @@ class Executor:
         begun = model.begin(batch, hidden)
         versions = self._rows.versions[rows]
         return self._advance(plan, loaded, PartialForward(loaded.model, rows, versions, layout, batch, begun))
+
+    def _batch_adapters(self, rows: np.ndarray, layout: BatchLayout) -> BatchAdapters | None:
+        """None: no row has one."""
+        by_version: dict[str, list[int]] = {}
+        for index, row in enumerate(rows.tolist()):
+            if version := self._rows.adapters[row]:
+                by_version.setdefault(version, []).append(index)
+        if not by_version:
+            return None
+        groups: list[tuple[LoraWeights, torch.Tensor | None]] = []
+        for version, indices in by_version.items():
+            tokens = None
+            if len(indices) < len(rows):
+                of_adapter = np.array(indices, np.int64)
+                if not layout.all_decode:
+                    of_adapter = np.flatnonzero(np.isin(layout.sequence_of_token, of_adapter))
+                tokens = to_device(of_adapter, self.device)
+            groups.append((self._adapters[version].weights, tokens))
+        return BatchAdapters(groups)
 
     def _advance(self, plan: StepPlan, loaded: _Loaded, forward: PartialForward) -> ForwardState | None:
         """Runs the layers that are left, with safepoints if the plan is interruptible; None: it was suspended."""

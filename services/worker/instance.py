@@ -10,13 +10,14 @@ import asyncio
 import logging
 import os
 import uuid
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Callable, Coroutine
+from typing import Any, Protocol
 
 import msgspec
 
 from services.worker.draining import Draining
 from services.worker.engine_loop import COMPUTE_NICENESS, EngineLoop, StepExecutor
+from services.worker.instance_adapters import AdapterExecutor, InstanceAdapters
 from services.worker.instance_migrations import InstanceMigrations, KvPools, OpenTransport
 from services.worker.instance_models import InstanceModels, ModelExecutor, OnReady
 from services.worker.instance_telemetry import InstanceTelemetry
@@ -48,6 +49,7 @@ from shared.messages.channels import MAX_MESSAGE_BYTES
 from shared.messages.cluster import ExecutionStatisticsReport, InstanceInfo, InstancePlan
 from shared.messages.requests import (
     Accepted,
+    Adapter,
     ErrorCode,
     GenerationRequest,
     HeldRequests,
@@ -72,7 +74,7 @@ STUCK_STEP_S = 120.0
 """A step that runs for longer will not end: the instance gives up and is started again."""
 
 
-class InstanceExecutor(StepExecutor, ModelExecutor, KvPools, Protocol):
+class InstanceExecutor(StepExecutor, ModelExecutor, AdapterExecutor, KvPools, Protocol):
     """What computes on an instance's devices."""
 
 
@@ -131,8 +133,19 @@ class InstanceService:
             on_change=self.touch,
             report_soon=self._changed.set,
         )
+        self._adapters = InstanceAdapters(
+            self._loop,
+            executor,
+            lambda model: model in self.intake.models,
+            self.touch,
+            telemetry.registry,
+            self._id,
+            max_adapters=settings.max_adapters,
+            max_bytes=settings.adapter_memory_bytes,
+        )
+        self.intake.missing_adapter = self._adapters.missing
         self._models = InstanceModels(
-            self._loop, executor, self._metrics, self.intake, self.touch, on_ready, self._migrations
+            self._loop, executor, self._metrics, self.intake, self.touch, on_ready, self._migrations, self._adapters
         )
         self._draining = Draining(bus, self._id, self._num_held, self._any_destination, self._migrations.peers_known)
         self._drain_task: asyncio.Task[None] | None = None
@@ -167,6 +180,7 @@ class InstanceService:
         ]
         self._registry = await bus.key_value(INSTANCES)
         bus.on_reconnect(self.touch)
+        await self._adapters.start(bus)
         for spec in self._plan.models:
             self._models.begin_load(spec)
         await self._migrations.start()
@@ -194,6 +208,7 @@ class InstanceService:
                 await self._registry.delete(self._id)
             except BusError as error:
                 log.warning("the registry entry was left to expire: %s", error)
+        await self._adapters.stop()
         await self._models.stop()
         await asyncio.to_thread(self._loop.stop, 5.0)
 
@@ -210,7 +225,22 @@ class InstanceService:
 
     # ------------------------------------------------------------------------------------------------ handlers
 
-    def _on_submit(self, request: GenerationRequest) -> Accepted:
+    def _on_submit(self, request: GenerationRequest) -> Accepted | Coroutine[Any, Any, Accepted]:
+        """Goes on in a task where an adapter has to be loaded first."""
+        adapter = request.adapter
+        if adapter is None or not self._takes_now(request) or self._adapters.is_loaded(adapter):
+            return self._submit(request)
+        return self._submit_with_adapter(request, adapter)
+
+    def _takes_now(self, request: GenerationRequest) -> bool:
+        """Else it is refused, whatever adapter it has."""
+        return self.intake.refusal(request.model) is None and not self._loop.failure
+
+    async def _submit_with_adapter(self, request: GenerationRequest, adapter: Adapter) -> Accepted:
+        await self._adapters.provide(request.model, adapter)
+        return self._submit(request)
+
+    def _submit(self, request: GenerationRequest) -> Accepted:
         if self.intake.is_draining:
             raise ServiceError.of(ErrorCode.DRAINING, f"instance {self._id} is draining")
         if self._loop.failure:

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import msgspec
 
 from services.worker.engine_loop import EngineLoop
+from services.worker.instance_adapters import InstanceAdapters
 from services.worker.instance_telemetry import InstanceTelemetry
 from shared.bus.interface import ServiceError
 from shared.checkpoint import CheckpointError, CheckpointMissing
@@ -89,9 +90,11 @@ class InstanceModels:
         on_change: Callable[[], None],
         on_ready: OnReady | None = None,
         users: KvUsers | None = None,
+        adapters: InstanceAdapters | None = None,
     ) -> None:
         self._loop = loop
         self._users = users or KvUsers()
+        self._adapters = adapters
         self._executor = executor
         self._metrics = metrics
         self._intake = intake
@@ -126,6 +129,7 @@ class InstanceModels:
                 cost_model=str(costs[name].source) if name in costs else "",
                 is_final=model.is_final,
                 fingerprint=model.shape.fingerprint if model.shape else "",
+                adapters=() if self._adapters is None else self._adapters.names(name),
             )
             for name, model in self._models.items()
         ]
@@ -193,6 +197,8 @@ class InstanceModels:
             self._intake.models.add(spec.name)
             self._metrics.set_model(spec.name, shape.block_size, num_blocks)
             self._users.add_model(spec.name)
+            if self._adapters is not None:
+                self._adapters.on_model_ready(spec.name)
             log.info("model %s is ready after %.1f s: %s", spec.name, time.monotonic() - started_s, shape)
             self._tasks.start(self._tell_ready(spec, shape))
         self._on_change()
@@ -216,6 +222,8 @@ class InstanceModels:
         else:
             del self._models[name]
             self._users.remove_model(name)
+            if self._adapters is not None:
+                self._adapters.forget_model(name)
             if model.shape is not None:
                 self._metrics.remove_model(name, model.shape.block_size, model.num_blocks)
             log.info("model %s is unloaded", name)

@@ -25,6 +25,8 @@ class SequenceRows:
         self.prompts = PromptLogprobs(num_rows)
         self.versions = np.zeros(num_rows, np.int64)
         """Of each row: how many sequences have taken it."""
+        self.adapters = [""] * num_rows
+        """Of each row: version of the adapter that its sequence is computed with; empty: none."""
 
     def widen(self, max_model_len: int, max_blocks: int) -> None:
         """Rows long enough for `max_model_len` tokens and the one sampled after the last."""
@@ -48,6 +50,7 @@ class SequenceRows:
         self.prompts.set(new.row, new.sampling, new.prompt_tokens, has_output=len(tokens) > new.prompt_tokens)
         self._num_blocks[new.row] = 0
         self.versions[new.row] += 1
+        self.adapters[new.row] = new.adapter
 
     def append_blocks(self, row: int, blocks: np.ndarray) -> None:
         begin = self._num_blocks[row]

@@ -1,8 +1,8 @@
 """One served endpoint, whatever the transport: bounded concurrency, deadline, typed errors, trace context, statistics.
 
 Every request is answered exactly once. There is no queue: beyond `max_concurrency` running handlers the answer is BUSY.
-A handler still running when its requester has given up is cancelled. A handler that is a plain function has nothing to
-wait for and runs at once, without a task.
+A handler still running when its requester has given up is cancelled. A handler that is a plain function runs at once,
+without a task; where it has to wait after all, it returns a coroutine, which goes on in one.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import contextvars
 import inspect
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 from opentelemetry import context as trace_context
@@ -65,11 +65,19 @@ class EndpointServer:
             return
         trace = context_of(traceparent)
         if self._is_plain:
-            self._run_at_once(data, trace, answer)
-            return
+            self._run_at_once(data, timeout_s, trace, answer)
+        else:
+            self._start(self._handle(data), timeout_s, trace, answer)
+
+    async def _handle(self, data: bytes) -> Any:
+        return await self._handler(self._query(data))
+
+    def _start(
+        self, work: Coroutine[Any, Any, Any], timeout_s: float | None, trace: trace_context.Context, answer: Answer
+    ) -> None:
         context = contextvars.copy_context()
         context.run(trace_context.attach, trace)
-        task = asyncio.get_running_loop().create_task(self._run(data, timeout_s, answer), context=context)
+        task = asyncio.get_running_loop().create_task(self._run(work, timeout_s, answer), context=context)
         self._running.add(task)
         task.add_done_callback(self._running.discard)
 
@@ -82,12 +90,16 @@ class EndpointServer:
             if late:
                 await asyncio.wait(late, timeout=CANCEL_TIMEOUT_S)
 
-    def _run_at_once(self, data: bytes, trace: trace_context.Context, answer: Answer) -> None:
+    def _run_at_once(self, data: bytes, timeout_s: float | None, trace: trace_context.Context, answer: Answer) -> None:
         started_s = time.perf_counter()
         body, error = b"", None
         token = trace_context.attach(trace)
         try:
-            body = encode(self._handler(self._query(data)))
+            reply = self._handler(self._query(data))
+            if inspect.iscoroutine(reply):
+                self._start(reply, timeout_s, trace, answer)
+                return
+            body = encode(reply)
         except ServiceError as raised:
             error = raised.info
         except Exception as raised:
@@ -96,14 +108,14 @@ class EndpointServer:
             trace_context.detach(token)
         self._end(started_s, body, error, answer)
 
-    async def _run(self, data: bytes, timeout_s: float | None, answer: Answer) -> None:
+    async def _run(self, work: Coroutine[Any, Any, Any], timeout_s: float | None, answer: Answer) -> None:
         started_s = time.perf_counter()
         body = b""
         error: ErrorInfo | None = self._closing  # unless it comes to an end of its own
         self._handlers.inc()
         try:
             async with asyncio.timeout(timeout_s) as deadline:
-                body = encode(await self._handler(self._query(data)))
+                body = encode(await work)
             error = None
         except ServiceError as raised:
             error = raised.info

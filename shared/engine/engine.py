@@ -238,6 +238,11 @@ class Engine:
     def num_held(self, model: str | None = None) -> int:
         return sum(1 for sequence in self.requests.by_id.values() if model is None or sequence.model == model)
 
+    def adapters_held(self) -> set[str]:
+        """Versions of those that requests here are computed with."""
+        held = (sequence.request.adapter for sequence in self.requests.by_id.values())
+        return {adapter.version for adapter in held if adapter is not None}
+
     def held_requests(self) -> list[HeldRequest]:
         """One that is leaving counts until it has left."""
         return [

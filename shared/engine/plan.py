@@ -27,6 +27,8 @@ class NewSequence(msgspec.Struct, frozen=True, array_like=True):
     sampling: SamplingParams
     blocks: list[int]
     """Its whole block table at this moment: flat block indices of its model (memory/blocks.py)."""
+    adapter: str = ""
+    """Version of the LoRA adapter that it is computed with; empty: none."""
 
 
 class StepPlan(msgspec.Struct, frozen=True, array_like=True, kw_only=True):

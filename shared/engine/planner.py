@@ -452,7 +452,10 @@ class Planner:
         self._memory.events.add(sequence, EventKind.ADMITTED, now, numbers=numbers)
         request, blocks = sequence.request, list(sequence.blocks)
         tokens = request.prompt + sequence.packed_output
-        batch.new_sequences.append(NewSequence(sequence.row, tokens, sequence.num_prompt, request.sampling, blocks))
+        adapter = "" if request.adapter is None else request.adapter.version
+        batch.new_sequences.append(
+            NewSequence(sequence.row, tokens, sequence.num_prompt, request.sampling, blocks, adapter)
+        )
         self._add_prefill(sequence, batch, max(1, self._least_chunk(PriorityClass(sequence.priority_class), batch)))
 
     def _waits_for_offline(self) -> bool:

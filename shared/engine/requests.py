@@ -81,6 +81,7 @@ class Ended(msgspec.Struct, frozen=True, kw_only=True):
             is_whole=self.request.ttft_s < 0,
             is_ttft_met=is_ttft_met,
             is_tpot_met=is_tpot_met,
+            adapter="" if self.request.adapter is None else self.request.adapter.name,
         )
 
     @property

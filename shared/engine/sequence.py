@@ -263,12 +263,16 @@ class Sequence:
         return pack_tokens(self.tokens[self.num_prompt :])
 
     def extend_hashes(self, num_blocks: int, block_size: int, root: bytes, first_block: int = 0) -> list[bytes]:
-        """The chained hashes of the first `num_blocks` full blocks of known tokens, from `first_block` on."""
+        """The chained hashes of the first `num_blocks` full blocks of known tokens, from `first_block` on. `root`: of the
+        model; with an adapter the chain begins elsewhere, as its keys and values are others."""
         hashes = self.hashes
         first, end = len(hashes) * block_size, num_blocks * block_size
         if first < end:
             in_prompt = end <= self.num_prompt
             packed = self.request.prompt[4 * first : 4 * end] if in_prompt else pack_tokens(self.tokens[first:end])
+            adapter = self.request.adapter
+            if not hashes and adapter is not None:
+                root = chain_hash(root, adapter.version.encode())
             previous = hashes[-1] if hashes else root
             for at in range(0, len(packed), 4 * block_size):
                 previous = chain_hash(previous, packed[at : at + 4 * block_size])

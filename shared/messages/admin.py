@@ -6,7 +6,7 @@ from typing import Literal
 
 import msgspec
 
-from shared.messages.cluster import InstancePlan, ModelSpec, PlacementPlan
+from shared.messages.cluster import AdapterSpec, InstancePlan, ModelSpec, PlacementPlan
 from shared.messages.requests import Seconds
 from shared.messages.traffic import ModelTraffic
 from shared.placement.plan import Plan, Prediction, Rejected
@@ -17,6 +17,17 @@ class AddModel(msgspec.Struct, frozen=True):
 
 
 class RemoveModel(msgspec.Struct, frozen=True):
+    name: str
+
+
+class AddAdapter(msgspec.Struct, frozen=True):
+    spec: AdapterSpec
+    """Without what is read when it is added."""
+
+
+class RemoveAdapter(msgspec.Struct, frozen=True):
+    """Requests that have it go on; new ones are not taken."""
+
     name: str
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, TypeVar
 
 from shared.messages.admin import (
+    AddAdapter,
     AddModel,
     ChangePlan,
     Done,
@@ -13,6 +14,7 @@ from shared.messages.admin import (
     GetPlan,
     GetReplacement,
     LoadModel,
+    RemoveAdapter,
     RemoveModel,
     ReplacementState,
     ScaleInstances,
@@ -23,6 +25,7 @@ from shared.messages.admin import (
 from shared.messages.batches import BatchLineResult, BatchRecord, GrantQuery, GrantReply, StoredFile
 from shared.messages.channels import Bucket, Endpoint, ObjectBucket, Role, Topic
 from shared.messages.cluster import (
+    AdapterSpec,
     AdminAction,
     ExecutionStatisticsReport,
     InstanceExited,
@@ -142,6 +145,12 @@ PLACEMENT_ADD_MODEL = Endpoint(f"{_PLACEMENT}.add_model", AddModel, PlacementPla
 PLACEMENT_REMOVE_MODEL = Endpoint(
     f"{_PLACEMENT}.remove_model", RemoveModel, PlacementPlan, sent_by=GATEWAY, served_by=PLACEMENT
 )
+PLACEMENT_ADD_ADAPTER = Endpoint(
+    f"{_PLACEMENT}.add_adapter", AddAdapter, AdapterSpec, sent_by=GATEWAY, served_by=PLACEMENT
+)
+PLACEMENT_REMOVE_ADAPTER = Endpoint(
+    f"{_PLACEMENT}.remove_adapter", RemoveAdapter, Done, sent_by=GATEWAY, served_by=PLACEMENT
+)
 PLACEMENT_DRAIN_INSTANCE = Endpoint(
     f"{_PLACEMENT}.drain_instance", DrainInstance, PlacementPlan, sent_by=GATEWAY | SCHEDULER, served_by=PLACEMENT
 )
@@ -204,6 +213,14 @@ MODELS = Bucket(
     read_by=GATEWAY | SCHEDULER | PLACEMENT | OPERATOR,
 )
 """key: `bucket_key(model name)`; writer: placement"""
+ADAPTERS = Bucket(
+    "tideway_adapters",
+    AdapterSpec,
+    durable=True,
+    writers={PLACEMENT: ">"},
+    read_by=GATEWAY | PLACEMENT | WORKER | OPERATOR,
+)
+"""key: `bucket_key(adapter name)`; writer: placement"""
 PLANS = Bucket(
     "tideway_plans",
     PlacementPlan,

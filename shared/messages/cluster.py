@@ -7,7 +7,7 @@ from typing import Annotated
 
 import msgspec
 
-from shared.messages.requests import Amount, Epoch, FinishReason, HeldRequest, Number, RequestClass, Seconds
+from shared.messages.requests import Adapter, Amount, Epoch, FinishReason, HeldRequest, Number, RequestClass, Seconds
 
 
 class ModelSpec(msgspec.Struct, frozen=True):
@@ -27,6 +27,33 @@ class ModelSpec(msgspec.Struct, frozen=True):
     """Mean execution times that a request may take from arrival to end (SeaLLM, section 6.1); 0: the default, 5."""
     quantization: str = ""
     """Of the weights of a checkpoint that is not quantised: int8 | int4 | fp8; empty: none."""
+
+
+class AdapterSpec(msgspec.Struct, frozen=True):
+    """A LoRA adapter as the operator configures it: to clients a model of its own. `source`: a folder in PEFT's format, or a
+    hub id."""
+
+    name: str
+    base: str
+    """The model whose weights it is computed with."""
+    source: str
+    ttft_ms: float = 0.0
+    """Objectives as of `ModelSpec`; 0: the base model's."""
+    tpot_ms: float = 0.0
+    slo_scale: float = 0.0
+    """Likewise."""
+    version: str = ""
+    """As in `Adapter`; given when it is added. What follows is read then, too."""
+    rank: int = 0
+    """The largest of its matrices."""
+    num_values: int = 0
+    """In all its matrices."""
+    added_s: float = 0.0
+    """Unix time."""
+
+    @property
+    def adapter(self) -> Adapter:
+        return Adapter(self.name, self.version, self.source)
 
 
 class DeviceGroupError(ValueError):
@@ -73,6 +100,8 @@ class LoadedModel(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """Of one that failed: loading the same checkpoint again would fail again."""
     fingerprint: str = ""
     """In deterministic mode: instances on which it is the same make the same bits. Groups of several devices have none."""
+    adapters: tuple[str, ...] = ()
+    """Names of its LoRA adapters that are loaded."""
 
 
 class InstanceInfo(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
@@ -136,6 +165,13 @@ class FinishedStats(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     is_ttft_met: bool | None = None
     """None: it has no such objective, or says nothing of it."""
     is_tpot_met: bool | None = None
+    adapter: str = ""
+    """Name of the LoRA adapter that it was computed with; empty: none."""
+
+    @property
+    def public_model(self) -> str:
+        """The model as its client named it."""
+        return self.adapter or self.model
 
 
 class MigrationOutcome(msgspec.Struct, frozen=True, array_like=True):

@@ -6,7 +6,17 @@ from enum import StrEnum
 
 import msgspec
 
-from shared.messages.requests import Count, Epoch, GenerationRequest, Number, PeerId, Priority, RequestClass, Seconds
+from shared.messages.requests import (
+    Adapter,
+    Count,
+    Epoch,
+    GenerationRequest,
+    Number,
+    PeerId,
+    Priority,
+    RequestClass,
+    Seconds,
+)
 
 
 class MigrationReason(StrEnum):
@@ -80,6 +90,8 @@ class PreAllocate(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """Seconds after which the request may be handed over, at the earliest; below 0: unknown."""
     source_address: str = ""
     """Of the source's KV transport: the ticket is good for that one only."""
+    adapter: Adapter | None = None
+    """Of the request: the destination has it before it takes the request."""
 
 
 class Reserved(msgspec.Struct, frozen=True, array_like=True):

@@ -88,6 +88,8 @@ class ErrorCode(StrEnum):
     INTERNAL = "internal"
     MODEL_FAILED = "model_failed"
     """The model cannot be loaded, and could not by trying again."""
+    LOADING = "loading"
+    """What the request needs (a LoRA adapter) is being loaded there: ask again."""
     UNAVAILABLE = "unavailable"
     """The needed peer (scheduler, instance, NATS) cannot be reached."""
     STORAGE_FULL = "storage_full"
@@ -129,6 +131,17 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True, kw_only=True)
     `logprobs` of 0 or more."""
 
 
+class Adapter(msgspec.Struct, frozen=True, array_like=True):
+    """A LoRA adapter (Hu et al. 2021): what a request is computed with beside the weights of its model."""
+
+    name: str
+    """Of the model that it is to clients."""
+    version: str
+    """Another one each time that it is added: KV of two versions is never shared."""
+    source: str
+    """A folder in PEFT's format, or a hub id."""
+
+
 class GenerationRequest(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """One sequence to generate, from gateway to scheduler to instance. A client's `n > 1` is n of these."""
 
@@ -159,6 +172,13 @@ class GenerationRequest(msgspec.Struct, frozen=True, array_like=True, kw_only=Tr
     """From its arrival to the first token of `prior`; below 0: it is not known, or there is none."""
     prompt_lookup: Annotated[int, Meta(ge=-1, le=2**31 - 1)] = -1
     """Tokens guessed at most for it in a step; -1: as many as the instance guesses, which is the most in any case."""
+    adapter: Adapter | None = None
+    """Of `model`; None: it is computed with the model's own weights."""
+
+    @property
+    def public_model(self) -> str:
+        """The model as its client named it, under which it is counted."""
+        return self.model if self.adapter is None else self.adapter.name
 
 
 class Cancel(msgspec.Struct, frozen=True, array_like=True):

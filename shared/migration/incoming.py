@@ -11,7 +11,7 @@ engine here and of commands.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -29,7 +29,7 @@ from shared.messages.migration import (
     PreAllocate,
     Reserved,
 )
-from shared.messages.requests import ErrorCode, ErrorInfo, HeldRequest, RequestClass
+from shared.messages.requests import Adapter, ErrorCode, ErrorInfo, HeldRequest, RequestClass
 from shared.migration import commands
 from shared.migration.destination import Action, DestinationMigration, Event, State
 from shared.migration.limits import max_at_once, pool_of
@@ -66,14 +66,16 @@ class Intake:
         """It takes no requests, and gives all away."""
         self.models: set[str] = set()
         """That take requests here."""
+        self.missing_adapter: Callable[[str, Adapter], ErrorInfo | None] = lambda _model, _adapter: None
+        """Of a model: why requests with the adapter cannot be computed here now. What is not loaded begins to be."""
 
-    def refusal(self, model: str) -> ErrorInfo | None:
+    def refusal(self, model: str, adapter: Adapter | None = None) -> ErrorInfo | None:
         """Of a request of the model."""
         if self.is_draining:
             return ErrorInfo(ErrorCode.DRAINING, f"instance {self.instance_id} is draining")
         if model not in self.models:
             return ErrorInfo(ErrorCode.GONE, f"model {model!r} takes no requests here", "model")
-        return None
+        return None if adapter is None else self.missing_adapter(model, adapter)
 
 
 class _Migration:
@@ -173,7 +175,7 @@ class IncomingMigrations:
         return OwnsReply(migration.owns)
 
     def _refusal(self, query: PreAllocate) -> ErrorInfo | None:
-        if (refused := self._not_taken(query.model)) is not None:
+        if (refused := self._not_taken(query.model, query.adapter)) is not None:
             return refused
         if (num_in := self.num_in_progress) >= max_at_once(query.reason, self._max_migrations):
             message = f"{num_in} migrations come in already"
@@ -190,10 +192,10 @@ class IncomingMigrations:
             return ErrorInfo(ErrorCode.BAD_REQUEST, message, "block_bytes")
         return None
 
-    def _not_taken(self, model: str) -> ErrorInfo | None:
+    def _not_taken(self, model: str, adapter: Adapter | None) -> ErrorInfo | None:
         if self.is_stopping:
             return ErrorInfo(ErrorCode.DRAINING, f"instance {self._site.instance_id} is draining")
-        return self._intake.refusal(model)
+        return self._intake.refusal(model, adapter)
 
     # ------------------------------------------------------------------------------------- what came of commands
 
@@ -388,7 +390,7 @@ class IncomingMigrations:
         assert commit is not None
         self._count(migration)
         request = commit.request
-        refused = self._not_taken(request.model)
+        refused = self._not_taken(request.model, request.adapter)
         if refused is None:
             try:
                 refused = self._site.engine.apply(Adopt(commit))

@@ -59,6 +59,8 @@ MAX_TRIES = 5
 MAX_RETRY_S = 0.1
 """What counts as soon."""
 
+_SOON = (ErrorCode.OVERLOADED, ErrorCode.LOADING)
+
 Reply = Reserved | Committed | OwnsReply | ErrorInfo | None
 """Of a peer; None: whether it has heard the message is not known."""
 
@@ -420,6 +422,7 @@ class OutgoingMigration:
             reason=self._reason,
             arrives_s=stage.arrives_s,
             source_address="" if site.transport is None else site.transport.address,
+            adapter=request.adapter,
         )
         self._num_tries += 1
         left_s = max(0.0, self._asked_s + RESERVE_S - now)
@@ -440,7 +443,7 @@ class OutgoingMigration:
         assert reply is None or isinstance(reply, ErrorInfo)
         if reply is None:
             self.feed(Event.FAILED, now, AbortReason.UNREACHABLE)
-        elif reply.code is not ErrorCode.OVERLOADED or not 0 < reply.retry_after_s <= MAX_RETRY_S:
+        elif reply.code not in _SOON or not 0 < reply.retry_after_s <= MAX_RETRY_S:
             self.feed(Event.FAILED, now, _REASONS.get(reply.code, AbortReason.REFUSED))
         elif self._num_tries >= MAX_TRIES or now + reply.retry_after_s >= self._asked_s + RESERVE_S:
             self.feed(Event.FAILED, now, AbortReason.REFUSED)

@@ -365,6 +365,7 @@ class CandidatesFor:
         self.now = now
         self._num_tokens_at_most = request.num_tokens_at_most
         self._prompt = request.request.prompt if request.request else b""
+        self._public_model = request.request.public_model if request.request else request.model
         self._index = index
         self._cluster = cluster
         self._affinity = affinity
@@ -389,7 +390,7 @@ class CandidatesFor:
     def cached(self) -> Seen | None:
         if self._affinity is None:
             return None
-        owner = self._affinity.likely_owner(self.model, self._prompt)
+        owner = self._affinity.likely_owner(self._public_model, self._prompt)
         return self._fitting(owner) if owner is not None and owner in self._index else None
 
     def _fitting(self, instance_id: str) -> Seen | None:

@@ -203,7 +203,7 @@ class Dispatcher:
         )
         self.ledger.add(tracked.request_id, instance_id, entry)
         if self._affinity is not None and tracked.request is not None:
-            self._affinity.record(tracked.model, tracked.request.prompt, instance_id)
+            self._affinity.record(tracked.request.public_model, tracked.request.prompt, instance_id)
         self.ranking.worsen(instance_id, state)
 
     def _has_candidates(self, lane: Lane) -> bool:

@@ -21,7 +21,7 @@ from shared.scheduling.requests import RequestState, RequestTable, TrackedReques
 if TYPE_CHECKING:
     from shared.scheduling.core import SchedulerCore
 
-FINAL = frozenset({ErrorCode.TOO_LONG, ErrorCode.BAD_REQUEST})
+FINAL = frozenset({ErrorCode.TOO_LONG, ErrorCode.BAD_REQUEST, ErrorCode.MODEL_FAILED})
 """Refusals that every instance would repeat."""
 FULL = frozenset({ErrorCode.OVERLOADED, ErrorCode.BUSY})
 UNCERTAIN = frozenset({ErrorCode.DEADLINE, ErrorCode.CONFLICT})
@@ -195,7 +195,9 @@ class Delivery:
             # Online requests may go there all the same; offline ones when the next report shows room.
             state.load.offline_room.clear()
             self._core.dispatcher.touch(instance_id)
-        elif state is not None:
+        elif (
+            state is not None and error.code != ErrorCode.LOADING
+        ):  # such an answer comes late; others it does not concern
             self._back_off(instance_id, state, error.retry_after_s, now)
         if error.code in UNCERTAIN and state is not None:
             life.requests.move(tracked, RequestState.ASKING, instance_id, now)

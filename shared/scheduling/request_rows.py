@@ -56,7 +56,7 @@ class RequestRecorder:
     def _of(self, request: GenerationRequest, now: float, outcome: Outcome) -> None:
         is_online, num_prompt = request.request_class == RequestClass.ONLINE, len(request.prompt) // 4
         arrived_s = now - request.waited_s
-        self._add(_Event(request.request_id, request.model, is_online, arrived_s, num_prompt, outcome, None))
+        self._add(_Event(request.request_id, request.public_model, is_online, arrived_s, num_prompt, outcome, None))
 
     def ended_here(self, tracked: TrackedRequest, reason: FinishReason, now: float) -> None:
         """In the scheduler's hands, after whatever it did before."""
@@ -77,6 +77,7 @@ class RequestRecorder:
             is_ttft_met=False
             if reason != FinishReason.CANCELLED and tracked.is_online and request.ttft_s < 0
             else None,
+            adapter="" if request.adapter is None else request.adapter.name,
         )
         self.ended(tracked.request_id, stats, now)
 
@@ -84,7 +85,7 @@ class RequestRecorder:
         is_online = stats.request_class == RequestClass.ONLINE
         outcome = _OUTCOMES[stats.finish_reason]
         arrived_s = now - stats.latency_s
-        self._add(_Event(request_id, stats.model, is_online, arrived_s, stats.prompt_tokens, outcome, stats))
+        self._add(_Event(request_id, stats.public_model, is_online, arrived_s, stats.prompt_tokens, outcome, stats))
 
     def _add(self, event: _Event) -> None:
         if not self.is_on:

@@ -42,7 +42,7 @@ class StatisticsCounter:
 
     def count_finished(self, finished: Sequence[FinishedStats]) -> None:
         for stats in finished:
-            counts = self._counts[stats.model]
+            counts = self._counts[stats.public_model]
             counts.num_finished += 1
             counts.prompt_tokens += stats.prompt_tokens
             counts.output_tokens += stats.output_tokens

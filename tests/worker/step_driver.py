@@ -25,6 +25,7 @@ class Row:
     announced: bool = False
     logprobs: list[TokenLogprob | None] = field(default_factory=list)
     prompt_logprobs: bytes = b""
+    adapter: str = ""
 
     @property
     def output(self) -> list[int]:
@@ -41,11 +42,10 @@ class Driver:
         random.Random(seed).shuffle(self.free)
         self.step_id = 0
 
-    def add(self, row: int, prompt: list[int], **sampling: Any) -> Row:
-        """`sampling`: fields of SamplingParams; greedy without any."""
-        return Row(
-            row, list(prompt), len(prompt), SamplingParams(**{"max_tokens": 1 << 20, "temperature": 0.0} | sampling)
-        )
+    def add(self, row: int, prompt: list[int], adapter: str = "", **sampling: Any) -> Row:
+        """`adapter`: its version; `sampling`: fields of SamplingParams; greedy without any."""
+        params = SamplingParams(**{"max_tokens": 1 << 20, "temperature": 0.0} | sampling)
+        return Row(row, list(prompt), len(prompt), params, adapter=adapter)
 
     def step(self, work: Sequence[tuple[Row, int]]) -> None:
         """Computes the next `count` tokens of each sequence; samples those that reach their end."""
@@ -59,8 +59,9 @@ class Driver:
             if not sequence.announced:
                 sequence.announced = True
                 packed = pack_tokens(sequence.tokens)
+                blocks = list(sequence.blocks)
                 new.append(
-                    NewSequence(sequence.row, packed, sequence.num_prompt, sequence.sampling, list(sequence.blocks))
+                    NewSequence(sequence.row, packed, sequence.num_prompt, sequence.sampling, blocks, sequence.adapter)
                 )
             elif blocks:
                 appended.append((sequence.row, blocks))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -13,6 +13,7 @@ import torch.nn.functional as F
 
 from services.worker.attention.interface import AttentionBackend, Heads
 from services.worker.kv_store import KvShape, KvViews, LayerKv
+from services.worker.models.adapters import Adaptable, BatchAdapters
 from services.worker.ranks.group import RankGroup
 from shared.checkpoint import SUPPORTED_ACTIVATIONS, CheckpointError
 
@@ -28,6 +29,14 @@ class ForwardBatch:
     kv: KvViews
     attention: AttentionBackend
     metadata: Any
+    adapters: BatchAdapters | None = None
+    """None: no token is computed with one."""
+
+    def adapted(self, result: torch.Tensor, inputs: torch.Tensor, layer: int, linear: str) -> torch.Tensor:
+        """`result`, the product of `inputs` with a linear layer, and what adapters add to it (in place)."""
+        if self.adapters is not None:
+            self.adapters.add(result, inputs, layer, linear)
+        return result
 
     def attend(
         self, layer: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, window: int | None = None
@@ -82,6 +91,11 @@ class DecoderModel(ABC):
     """Sliding windows that some layer uses."""
     softcap: float = 0.0
     """Of the attention scores of all layers: cap * tanh(score / cap); 0: none."""
+    layers: range
+    """Of the whole model's, those of this stage."""
+    adaptable: Sequence[Mapping[str, Adaptable]] = ()
+    """Of each layer: the modules that LoRA adapters may change, by name, those of a fused layer in the order of its outputs.
+    Empty: there are none."""
 
     @property
     def heads(self) -> Heads:

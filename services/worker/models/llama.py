@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from services.worker.attention.compiled_backend import CompiledBatch
+from services.worker.models.adapters import Adaptable
 from services.worker.models.compiled_layers import CompiledLayers
 from services.worker.models.decoder import DecoderModel, ForwardBatch, ForwardState, activation, heads_of_rank
 from services.worker.models.experts import Experts
@@ -24,6 +25,7 @@ from services.worker.native.library import PackedWeight
 from services.worker.ops import WideNormOps
 from services.worker.quantized_linear import AnyLinear
 from shared.checkpoint import CheckpointShape, local_rope_parameters, positive_int, rope_parameters
+from shared.model_families import INPUTS, OUTPUTS
 
 
 @dataclass(kw_only=True)
@@ -78,7 +80,7 @@ class LlamaModel(DecoderModel):
         local = local_rope_parameters(config, shape.architecture)
         self._rope = rotary(rope_parameters(config))
         self._local_rope = None if local is None else rotary(local)
-        layers = self._group.layers_of(shape.num_layers)
+        self.layers = layers = self._group.layers_of(shape.num_layers)
         self.num_layers = len(layers)
         is_first, is_last = self._group.is_first_stage, self._group.is_last_stage
         is_tied = bool(config.get("tie_word_embeddings")) or not reader.has_layer("lm_head")
@@ -88,6 +90,7 @@ class LlamaModel(DecoderModel):
             embedding = reader.get(f"{prefix}embed_tokens.weight", shape.vocab_size, shape.hidden_size)
             self._embedding = TokenEmbedding(embedding, self._group)
         self._layers = [self._read_layer(reader, f"{prefix}layers.{i}.", i, config, shape) for i in layers]
+        self.adaptable = [self._adaptable(layer, config, shape.hidden_size) for layer in self._layers]
         self._compiled = None
         if is_plain and self._is_llama(parts):
             self._compiled = CompiledLayers.of(self._layers, self, parts.activation, self._eps)
@@ -133,6 +136,26 @@ class LlamaModel(DecoderModel):
             is_local=self._local_rope is not None and self._kinds[index],
         )
 
+    def _adaptable(self, layer: _Layer, config: Mapping[str, Any], hidden: int) -> dict[str, Adaptable]:
+        query, key = (n * self._group.size * self.head_dim for n in (self.num_heads, self.num_kv_heads))
+        inner = int(config.get("intermediate_size") or 0)
+        wide = {
+            "qkv": {"q_proj": query, "k_proj": key, "v_proj": key},
+            "gate_up": {"gate_proj": inner, "up_proj": inner},
+        }
+        found = {}
+        for linear, outputs in wide.items():
+            if linear == "gate_up" and not isinstance(layer.mlp, _Mlp):
+                continue
+            if self._parts.has_fused_weights:
+                found[f"{linear}_proj"] = Adaptable(linear, hidden, tuple(outputs.values()), OUTPUTS)
+            else:
+                found |= {name: Adaptable(linear, hidden, (n,), OUTPUTS) for name, n in outputs.items()}
+        found["o_proj"] = Adaptable("out", query, (hidden,), INPUTS)
+        if isinstance(layer.mlp, _Mlp):
+            found["down_proj"] = Adaptable("down", inner, (hidden,), INPUTS)
+        return found
+
     def _read_norm(self, reader: WeightReader, name: str, size: int) -> torch.Tensor:
         weight = reader.get(name, size)
         return 1 + weight.float() if self._parts.has_norm_offset else weight
@@ -175,7 +198,7 @@ class LlamaModel(DecoderModel):
 
     def _compiled_with(self, batch: ForwardBatch) -> CompiledLayers | None:
         """Where the layers and the attention of this batch are compiled."""
-        return self._compiled if isinstance(batch.metadata, CompiledBatch) else None
+        return self._compiled if isinstance(batch.metadata, CompiledBatch) and batch.adapters is None else None
 
     def run_layers(self, state: ForwardState, start: int, stop: int, batch: ForwardBatch) -> None:
         compiled = self._compiled_with(batch)
@@ -186,14 +209,15 @@ class LlamaModel(DecoderModel):
             layer = self._layers[index]
             normed = self._add_and_norm(state, layer.input_norm)
             attended = self._attention(layer, index, normed, state, batch)
-            state.pending = self._group.all_reduce(layer.out(attended))
+            state.pending = self._group.all_reduce(batch.adapted(layer.out(attended), attended, index, "out"))
             if layer.out_norm is not None:
                 state.pending = self._ops.rms_norm(state.pending, layer.out_norm, self._eps)
             normed = self._add_and_norm(state, layer.post_norm)
             if isinstance(layer.mlp, Experts):
                 result = layer.mlp(normed)
             else:
-                result = layer.mlp.down(self._gated(layer.mlp.gate_up, normed))
+                gated = self._gated(layer.mlp.gate_up, normed, index, batch)
+                result = batch.adapted(layer.mlp.down(gated), gated, index, "down")
             state.pending = self._group.all_reduce(result)
             if layer.mlp_norm is not None:
                 state.pending = self._ops.rms_norm(state.pending, layer.mlp_norm, self._eps)
@@ -203,7 +227,7 @@ class LlamaModel(DecoderModel):
     ) -> torch.Tensor:
         rope = state.local_rope if layer.is_local else state.rope
         assert rope is not None
-        heads = layer.qkv(normed).view(len(normed), -1, self.head_dim)
+        heads = batch.adapted(layer.qkv(normed), normed, index, "qkv").view(len(normed), -1, self.head_dim)
         if layer.query_norm is not None and layer.key_norm is not None:
             queries, keys, values = torch.split(heads, [self.num_heads, self.num_kv_heads, self.num_kv_heads], 1)
             queries = self._ops.rms_norm(queries, layer.query_norm, self._eps)
@@ -224,11 +248,17 @@ class LlamaModel(DecoderModel):
         state.pending = None
         return normed
 
-    def _gated(self, linear: AnyLinear | PackedWeight, normed: torch.Tensor) -> torch.Tensor:
+    def _gated(
+        self, linear: AnyLinear | PackedWeight, normed: torch.Tensor, index: int, batch: ForwardBatch
+    ) -> torch.Tensor:
         """[T, hidden_size] -> [T, inner]"""
-        gate_up = linear(normed)
         if isinstance(linear, PackedWeight):
-            return gate_up
+            if batch.adapters is None:
+                return linear(normed)
+            gate_up = linear.ungated(normed)
+        else:
+            gate_up = linear(normed)
+        gate_up = batch.adapted(gate_up, normed, index, "gate_up")
         if self._activation is F.silu:
             return self._ops.silu_and_mul(gate_up)
         gate, up = gate_up.chunk(2, -1)

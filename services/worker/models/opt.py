@@ -9,10 +9,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from services.worker.models.adapters import Adaptable
 from services.worker.models.decoder import DecoderModel, ForwardBatch, ForwardState, activation, heads_of_rank
 from services.worker.models.weights import TokenEmbedding, WeightReader
 from services.worker.quantized_linear import AnyLinear
 from shared.checkpoint import CheckpointShape, positive_int
+from shared.model_families import INPUTS, OUTPUTS
 
 _POSITION_OFFSET = 2
 """Row of the position table that position 0 takes; inherited from fairseq's padding rows."""
@@ -49,7 +51,7 @@ class OptModel(DecoderModel):
         self._norm_first = bool(config.get("do_layer_norm_before", True))
         self._activation = reader.numerics.by_rows(activation(str(config.get("activation_function") or "relu")))
         hidden, width = shape.hidden_size, int(config.get("word_embed_proj_dim") or shape.hidden_size)
-        layers = self._group.layers_of(shape.num_layers)
+        self.layers = layers = self._group.layers_of(shape.num_layers)
         self.num_layers = len(layers)
         is_first, is_last = self._group.is_first_stage, self._group.is_last_stage
         is_tied = bool(config.get("tie_word_embeddings", True)) or "lm_head.weight" not in reader
@@ -65,6 +67,10 @@ class OptModel(DecoderModel):
                 self._project_in = reader.linear([f"{prefix}project_in"], width, [hidden])
         ffn = positive_int(config, "ffn_dim", reader.config_file)
         self._layers = [self._read_layer(reader, f"{prefix}layers.{i}.", hidden, ffn) for i in layers]
+        modules = {f"{x}_proj": Adaptable("qkv", hidden, (hidden,), OUTPUTS) for x in "qkv"}
+        modules["out_proj"] = Adaptable("out", hidden, (hidden,), INPUTS)
+        modules |= {"fc1": Adaptable("fc1", hidden, (ffn,), OUTPUTS), "fc2": Adaptable("fc2", ffn, (hidden,), INPUTS)}
+        self.adaptable = [modules] * self.num_layers
         self._final_norm = self._project_out = self._head = None
         if is_last:
             if self._norm_first and not config.get("_remove_final_layer_norm"):
@@ -100,12 +106,14 @@ class OptModel(DecoderModel):
         for index in range(start, stop):
             layer = self._layers[index]
             x = layer.attention_norm(hidden) if self._norm_first else hidden
-            heads = layer.qkv(x).view(len(x), 3 * self.num_heads, self.head_dim)
+            heads = batch.adapted(layer.qkv(x), x, index, "qkv").view(len(x), 3 * self.num_heads, self.head_dim)
             queries, keys, values = torch.split(heads, self.num_heads, 1)
-            hidden = hidden + all_reduce(layer.out(batch.attend(index, queries, keys, values).flatten(1)))
+            attended = batch.attend(index, queries, keys, values).flatten(1)
+            hidden = hidden + all_reduce(batch.adapted(layer.out(attended), attended, index, "out"))
             hidden = hidden if self._norm_first else layer.attention_norm(hidden)
             x = layer.final_norm(hidden) if self._norm_first else hidden
-            hidden = hidden + all_reduce(layer.fc2(self._activation(layer.fc1(x))))
+            inner = self._activation(batch.adapted(layer.fc1(x), x, index, "fc1"))
+            hidden = hidden + all_reduce(batch.adapted(layer.fc2(inner), inner, index, "fc2"))
             hidden = hidden if self._norm_first else layer.final_norm(hidden)
         state.hidden = hidden
 

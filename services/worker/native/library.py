@@ -10,6 +10,7 @@ import ctypes
 import functools
 import logging
 import os
+from copy import copy
 from ctypes import POINTER, c_float, c_int32, c_int64, c_void_p
 from typing import Any
 
@@ -164,6 +165,12 @@ class PackedWeight:
         gated = PackedWeight.__new__(PackedWeight)
         gated._set(_interleaved(words), bias, ACTIVATIONS[activation])
         return gated
+
+    def ungated(self, x: torch.Tensor) -> torch.Tensor:
+        """Of one that is `gated`: [rows, in_features] -> [rows, 2 * out_features], without the activation, gates first."""
+        plain = copy(self)
+        plain.activation, plain.out_features = None, self._num_outputs
+        return plain(x).view(len(x), -1, 2, LANES).transpose(1, 2).reshape(len(x), -1)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[rows, in_features] -> [rows, out_features]"""

@@ -35,11 +35,13 @@ from services.worker.ranks.messages import (
     Close,
     Copy,
     CopyEnded,
+    DropAdapter,
     EnterTokens,
     Failed,
     Forget,
     FromRank,
     Launch,
+    LoadAdapter,
     Prepare,
     Ready,
     Remove,
@@ -51,6 +53,7 @@ from services.worker.ranks.messages import (
 )
 from shared.engine.plan import CopyKind, KvCopy, ModelShape, StepPlan, StepResult
 from shared.messages.cluster import ModelSpec
+from shared.messages.requests import Adapter
 
 if TYPE_CHECKING:
     from services.worker.kv_store import BlockParts
@@ -161,6 +164,17 @@ class GroupExecutor:
     def remove_model(self, name: str) -> None:
         self._tell(Remove(name))
         self._own.remove_model(name)
+
+    def load_adapter(self, model: str, adapter: Adapter) -> int:
+        """Returns when all ranks have it; the bytes are rank 0's. Raises `CheckpointError`."""
+        number, call = self._begin_call()
+        self._tell(LoadAdapter(number, model, adapter))
+        with self._settled(call, f"reading the adapter {adapter.name!r}"):
+            return self._own.load_adapter(model, adapter)
+
+    def drop_adapter(self, version: str) -> None:
+        self._tell(DropAdapter(version))
+        self._own.drop_adapter(version)
 
     def set_layers_per_safepoint(self, name: str, num_layers: int) -> None:
         self._tell(SetLayersPerSafepoint(name, num_layers))

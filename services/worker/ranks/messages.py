@@ -16,6 +16,7 @@ import msgspec
 
 from shared.engine.plan import KvCopy, ModelShape, StepPlan, StepResult
 from shared.messages.cluster import ModelSpec
+from shared.messages.requests import Adapter
 
 # ------------------------------------------------------------------------------------------ rank 0 to the others
 
@@ -87,6 +88,18 @@ class Remove(msgspec.Struct, frozen=True, tag=True):
     name: str
 
 
+class LoadAdapter(msgspec.Struct, frozen=True, tag=True):
+    """Beside everything else."""
+
+    call_id: int
+    model: str
+    adapter: Adapter
+
+
+class DropAdapter(msgspec.Struct, frozen=True, tag=True):
+    version: str
+
+
 class SetLayersPerSafepoint(msgspec.Struct, frozen=True, tag=True):
     name: str
     num_layers: int
@@ -103,7 +116,10 @@ class Close(msgspec.Struct, frozen=True, tag=True):
     pass
 
 
-ToRank = SetUp | Launch | Copy | Claim | Prepare | Add | Forget | Remove | SetLayersPerSafepoint | EnterTokens | Close
+ToRank = (
+    SetUp | Launch | Copy | Claim | Prepare | Add | Forget | Remove | LoadAdapter | DropAdapter | SetLayersPerSafepoint
+    | EnterTokens | Close
+)  # fmt: skip
 
 # ------------------------------------------------------------------------------------------ the others to rank 0
 

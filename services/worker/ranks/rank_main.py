@@ -24,11 +24,13 @@ from services.worker.ranks.messages import (
     Close,
     Copy,
     CopyEnded,
+    DropAdapter,
     EnterTokens,
     Failed,
     Forget,
     FromRank,
     Launch,
+    LoadAdapter,
     Prepare,
     Ready,
     Remove,
@@ -102,6 +104,10 @@ class Member:
                 self._prepared.pop(prepared, None)
             case Remove(name):
                 executor.remove_model(name)
+            case LoadAdapter():
+                threading.Thread(target=self._load_adapter, args=(message,), name="loader", daemon=True).start()
+            case DropAdapter(version):
+                executor.drop_adapter(version)
             case EnterTokens(step_id, tokens):
                 executor.enter_tokens(step_id, tokens)
             case SetLayersPerSafepoint(name, num_layers):
@@ -115,6 +121,12 @@ class Member:
             self._prepared[message.call_id] = self._executor.prepare_model(message.spec)
 
         self._answer(message.call_id, prepare)
+
+    def _load_adapter(self, message: LoadAdapter) -> None:
+        def load() -> None:
+            self._executor.load_adapter(message.model, message.adapter)
+
+        self._answer(message.call_id, load)
 
     def _answer(self, call_id: int, call: Callable[[], ModelShape | None]) -> None:
         """An error is for rank 0 to compare with its own."""

@@ -1,0 +1,151 @@
+"""LoRA adapters make what checkpoints with the same weights merged into them make."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from services.worker.executor import Executor
+from services.worker.native import library
+from shared.adapters import check_base, describe_adapter
+from shared.checkpoint import CheckpointError
+from shared.engine.plan import ModelShape
+from shared.messages.cluster import ModelSpec
+from shared.messages.requests import Adapter
+from tests.worker.adapters import ALL, OPT, merged, write_adapter
+from tests.worker.checkpoints import prompt_of, write_checkpoint
+from tests.worker.step_driver import Driver, Row
+
+MERGED_BYTES = 1 << 18
+LENGTHS = (5, 40, 33, 21)
+STEPS = 12
+
+
+def load(executor: Executor, path: Path) -> ModelShape:
+    return executor.add_model(executor.prepare_model(ModelSpec(path.name, str(path))))
+
+
+def run(driver: Driver, rows: list[Row], chunk: int = 13) -> list[Row]:
+    """Prompts in chunks beside the decodes of those that are done with theirs."""
+    while unfinished := [row for row in rows if len(row.output) < STEPS]:
+        driver.step([(row, min(chunk, len(row.tokens) - row.computed)) for row in unfinished])
+    return rows
+
+
+def alone(path: Path, prompt: list[int]) -> Row:
+    executor = Executor("cpu", 8, MERGED_BYTES, 1)
+    driver = Driver(executor, load(executor, path), range(8))
+    return run(driver, [driver.add(0, prompt, logprobs=3)])[0]
+
+
+def assert_same(mine: Row, theirs: Row) -> None:
+    assert mine.output == theirs.output
+    for one, other in zip(mine.logprobs, theirs.logprobs, strict=True):
+        assert one is not None and other is not None and one.top_ids == other.top_ids
+        assert one.top_logprobs == pytest.approx(other.top_logprobs, abs=2e-3)
+
+
+@pytest.mark.parametrize("kernels", ["compiled", "torch"])
+@pytest.mark.parametrize(
+    ("variant", "modules"),
+    [("llama", ALL), ("llama-tied-bias", ("q_proj", "v_proj")), ("opt", OPT), ("qwen3", ("up_proj", "o_proj")),
+     ("phi3", ("qkv_proj", "gate_up_proj", "down_proj")), ("gemma2", ALL), ("mixtral", ("q_proj", "o_proj"))],
+)  # fmt: skip
+def test_a_batch_of_several_adapters_equals_merged_weights(
+    tmp_path: Path, variant: str, modules: tuple[str, ...], kernels: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of ranks 1, 4 and 11, beside a request of the base model, in one batch with prompts in chunks."""
+    if kernels == "torch":
+        if variant not in ("llama", "opt"):
+            pytest.skip("the same code")
+        monkeypatch.setattr(library, "kernels", lambda: None)
+    base = write_checkpoint(tmp_path, variant)
+    adapters = [
+        write_adapter(tmp_path / "one", base, modules, rank=4),
+        write_adapter(tmp_path / "two", base, modules[:1], rank=11, alpha=30, seed=1, use_rslora=True),
+        write_adapter(tmp_path / "three", base, modules[-1:], rank=1, alpha=3, seed=2),
+    ]
+    executor = Executor("cpu", 16, MERGED_BYTES, 4)
+    driver = Driver(executor, load(executor, base), range(16))
+    for adapter in adapters:
+        assert executor.load_adapter(base.name, adapter) > 0
+    prompts = [prompt_of(n) for n in LENGTHS]
+    versions = ["", *(adapter.version for adapter in adapters)]
+    rows = run(
+        driver, [driver.add(i, p, v, logprobs=3) for i, (p, v) in enumerate(zip(prompts, versions, strict=True))]
+    )
+    paths = [base, *(merged(tmp_path / f"{adapter.name}-merged", base, adapter) for adapter in adapters)]
+    for row, path, prompt in zip(rows, paths, prompts, strict=True):
+        assert_same(row, alone(path, prompt))
+    assert alone(base, prompts[1]).output != rows[1].output
+
+
+def test_a_batch_of_one_adapter_and_one_without_any_on_the_same_weights(tmp_path: Path) -> None:
+    base = write_checkpoint(tmp_path, "llama")
+    adapter = write_adapter(tmp_path / "one", base)
+    executor = Executor("cpu", 16, MERGED_BYTES, 4)
+    driver = Driver(executor, load(executor, base), range(16))
+    executor.load_adapter("llama", adapter)
+    prompt = prompt_of(30)
+    run(driver, [rows := driver.add(0, prompt, adapter.version, logprobs=3)])
+    assert_same(rows, alone(merged(tmp_path / "merged", base, adapter), prompt))
+    executor.drop_adapter(adapter.version)
+    again = driver.add(1, prompt, logprobs=3)
+    run(driver, [again])
+    assert_same(again, alone(base, prompt))
+
+
+def change(path: Path, **tensors: torch.Tensor | None) -> None:
+    """Of the first module of the first layer: `lora_A`, say; None takes it out."""
+    file = path / "adapter_model.safetensors"
+    held = load_file(file)
+    for side, tensor in tensors.items():
+        name = next(name for name in sorted(held) if side in name)
+        del held[name]
+        if tensor is not None:
+            held[name] = tensor
+    save_file(held, file)
+
+
+@pytest.mark.parametrize(
+    ("config", "tensors", "message"),
+    [
+        ({"peft_type": "IA3"}, {}, "peft_type 'IA3' is not supported; supported is LORA"),
+        ({"use_dora": True}, {}, "use_dora: DoRA's magnitudes are not supported"),
+        ({"modules_to_save": ["lm_head"]}, {}, "modules_to_save: whole modules"),
+        ({"bias": "all"}, {}, "bias 'all' is not supported; supported is none"),
+        ({"lora_alpha": 0}, {}, "lora_alpha of model.layers.0.*must be a positive number, but is 0"),
+        ({"r": 7}, {}, "r of model.layers.0.* is 7, but its tensors are of rank 4"),
+        ({"r": 300}, {"lora_A": torch.zeros(300, 48), "lora_B": torch.zeros(48, 300)}, "is 300; the limit is 256"),
+        ({}, {"lora_B": None}, "has no lora_B"),
+        ({}, {"lora_A": torch.zeros(4, 47)}, "A.weight has 47 inputs, but the base model's .* has 48"),
+        ({}, {"lora_A": torch.zeros(3, 48)}, "but .* is of rank 3"),
+    ],
+)
+def test_what_cannot_be_used_is_told_with_its_field(
+    tmp_path: Path, config: dict[str, object], tensors: dict[str, torch.Tensor | None], message: str
+) -> None:
+    base = write_checkpoint(tmp_path, "llama")
+    path = Path(write_adapter(tmp_path / "one", base, ("q_proj",), **config).source)
+    change(path, **tensors)
+    with pytest.raises(CheckpointError, match=message):
+        check_base(describe_adapter(path), base, "llama")
+
+
+def test_modules_that_the_base_model_lacks_are_refused_by_placement_and_worker(tmp_path: Path) -> None:
+    base, other = write_checkpoint(tmp_path, "llama"), write_checkpoint(tmp_path, "opt")
+    adapter = write_adapter(tmp_path / "one", other, ("fc1", "q_proj"))
+    message = "target_modules fc1.*q_proj, k_proj"
+    with pytest.raises(CheckpointError, match=message):
+        check_base(describe_adapter(Path(adapter.source)), base, "llama")
+    executor = Executor("cpu", 4, MERGED_BYTES, 1)
+    load(executor, base)
+    with pytest.raises(CheckpointError, match=message):
+        executor.load_adapter("llama", adapter)
+    with pytest.raises(CheckpointError, match="runs through transformers"):
+        check_base(describe_adapter(Path(adapter.source)), base, "transformers")
+    with pytest.raises(CheckpointError, match=r"adapter_config\.json is missing"):
+        executor.load_adapter("llama", Adapter("none", "v", str(base)))
