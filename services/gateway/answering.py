@@ -20,6 +20,7 @@ from services.gateway.exchange import CLIENT_GONE_STATUS, ClientGone, EventStrea
 from services.gateway.generation import Delta, Prompt
 from services.gateway.parsing import (
     DEFAULT_COMPLETION_TOKENS,
+    MAX_SEQUENCE_BYTES,
     MAX_SEQUENCES,
     Options,
     check_num_characters,
@@ -157,6 +158,10 @@ async def make_prompts(
     texts_or_ids: list[str] | list[list[int]],
 ) -> list[Prompt]:
     max_model_len = context.catalog.max_model_len(spec, tokenizer)
+    grammar = options.grammar
+    if grammar is not None:
+        max_model_len = min(max_model_len, (MAX_SEQUENCE_BYTES - len(grammar.text)) // 4)
+        await context.tokenizers.check_grammar(tokenizer, grammar)
     if isinstance(message, ChatRequest):
         requested = message.max_completion_tokens if message.max_completion_tokens is not None else message.max_tokens
         default = None
@@ -185,6 +190,7 @@ async def make_prompts(
             max_tokens=max_tokens_of(requested, default, len(ids), max_model_len, param),
             eos_token_ids=tokenizer.eos_token_ids,
             vocab_size=tokenizer.vocab_size,
+            grammar="" if grammar is None else grammar.text,
         )
         echo_text = ""
         if options.echo and isinstance(text_or_ids, str):

@@ -13,6 +13,7 @@ from typing import Any
 
 from services.gateway.errors import ApiError, invalid
 from services.gateway.schemas import ALLOWED_VALUES, ChatRequest, CompletionRequest, GenerationFields
+from services.gateway.structured import Grammar, check_options, grammar_of
 from shared.messages.channels import MAX_MESSAGE_BYTES
 from shared.messages.requests import (
     MAX_PROMPT_LOGPROBS_BYTES,
@@ -25,9 +26,10 @@ from shared.messages.requests import (
 MAX_SEQUENCES = 256
 """Prompts times `n` in one call."""
 DEFAULT_COMPLETION_TOKENS = 16
-MAX_SEQUENCE_TOKENS = (MAX_MESSAGE_BYTES - 16 * 1024) // 4
-"""Prompt and output travel in one message (the output when a request is placed again), 4 bytes a token; the rest of it
-holds the sampling parameters."""
+MAX_SEQUENCE_BYTES = MAX_MESSAGE_BYTES - 16 * 1024
+"""Prompt, output and grammar travel in one message (the output when a request is placed again); the rest of it holds the
+sampling parameters."""
+MAX_SEQUENCE_TOKENS = MAX_SEQUENCE_BYTES // 4
 SEED_MASK = 2**63 - 1
 
 
@@ -50,6 +52,8 @@ class Options:
     """The tier that is used, where the request named one."""
     timeout_s: float
     echo: bool
+    grammar: Grammar | None
+    """That the request's fields ask for."""
     prompt_logprobs: int | None
     """As the field of that name."""
 
@@ -105,6 +109,9 @@ def options_of(request: ChatRequest | CompletionRequest, headers: Mapping[str, s
     tier = "flex" if is_offline else "priority" if is_high else "default"
     stream_options = request.stream_options
     stop = request.stop or ()
+    grammar = grammar_of(request)
+    if grammar is not None:
+        check_options(request, grammar)
     return Options(
         num_choices=request.n or 1,
         is_stream=bool(request.stream),
@@ -120,6 +127,7 @@ def options_of(request: ChatRequest | CompletionRequest, headers: Mapping[str, s
         timeout_s=timeout_of(request, headers, limit_s),
         echo=echo,
         prompt_logprobs=request.prompt_logprobs,
+        grammar=grammar,
     )
 
 
@@ -212,7 +220,13 @@ def _logit_bias(bias: dict[str, float], vocab_size: int) -> tuple[tuple[int, flo
 
 
 def sampling_of(
-    request: GenerationFields, options: Options, *, max_tokens: int, eos_token_ids: tuple[int, ...], vocab_size: int
+    request: GenerationFields,
+    options: Options,
+    *,
+    max_tokens: int,
+    eos_token_ids: tuple[int, ...],
+    vocab_size: int,
+    grammar: str = "",
 ) -> SamplingParams:
     """For the first choice; the i-th has `seed + i`."""
     min_tokens = request.min_tokens or 0
@@ -242,4 +256,5 @@ def sampling_of(
         logprobs=max(-1 if options.num_top_logprobs is None else options.num_top_logprobs, min(0, num_prompt_top)),
         logit_bias=_logit_bias(request.logit_bias or {}, vocab_size),
         prompt_logprobs=num_prompt_top,
+        grammar=grammar,
     )

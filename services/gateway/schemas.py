@@ -19,6 +19,8 @@ MAX_STOP_TOKEN_IDS = 256
 MAX_LOGIT_BIASES = 1024
 MAX_TOP_LOGPROBS = 20
 MAX_MESSAGES = 16384
+MAX_GRAMMAR_CHARACTERS = 128 * 1024
+MAX_STRUCTURED_CHOICES = 4096
 INT64 = Meta(ge=-(2**63), le=2**63 - 1)
 
 TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
@@ -36,7 +38,6 @@ OnlyEmptyText = Annotated[Any, Meta(extra_json_schema={"enum": [None, ""]})]
 OnlyEmptyList = Annotated[Any, Meta(extra_json_schema={"enum": [None, []]})]
 OnlyNoTool = Annotated[Any, Meta(extra_json_schema={"enum": [None, "none", "auto"]})]
 OnlyText = Annotated[Any, Meta(extra_json_schema={"enum": [None, ["text"]]})]
-OnlyTextFormat = Annotated[Any, Meta(extra_json_schema={"enum": [None, {"type": "text"}]})]
 
 _TOKEN_IDS = {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0, "maximum": 2**31 - 1}}
 Prompt = Annotated[
@@ -59,6 +60,45 @@ class StreamOptions(msgspec.Struct, frozen=True):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
     """Usage so far in every chunk."""
+
+
+class TextFormat(msgspec.Struct, frozen=True, tag_field="type", tag="text"):
+    pass
+
+
+class JsonObjectFormat(msgspec.Struct, frozen=True, tag_field="type", tag="json_object"):
+    pass
+
+
+class JsonSchema(msgspec.Struct, frozen=True):
+    schema: dict[str, Any] | bool
+    name: str | None = None
+    description: str | None = None
+    strict: bool | None = None
+    """false: what cannot be enforced is ignored; else it is refused."""
+
+
+class JsonSchemaFormat(msgspec.Struct, frozen=True, tag_field="type", tag="json_schema"):
+    json_schema: JsonSchema
+
+
+ResponseFormat = TextFormat | JsonObjectFormat | JsonSchemaFormat
+Source = Annotated[str, Meta(min_length=1, max_length=MAX_GRAMMAR_CHARACTERS)]
+Choices = Annotated[list[Annotated[str, Meta(min_length=1)]], Meta(min_length=1, max_length=MAX_STRUCTURED_CHOICES)]
+
+
+class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True):
+    """As vLLM has it. One of `json`, `regex`, `choice`, `grammar` and `json_object`."""
+
+    json: str | dict[str, Any] | bool | None = None
+    """A schema."""
+    regex: Source | None = None
+    choice: Choices | None = None
+    grammar: Source | None = None
+    """Lark, or EBNF as llama.cpp writes it."""
+    json_object: bool | None = None
+    whitespace_pattern: Source | None = None
+    """Of white space in JSON, where any is allowed."""
 
 
 class GenerationFields(msgspec.Struct, kw_only=True):
@@ -100,7 +140,13 @@ class GenerationFields(msgspec.Struct, kw_only=True):
     prompt_logprobs: Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     """The log-probability of each token of the prompt, with so many of the most likely. Not in a stream."""
     user: str | None = None
-    response_format: OnlyTextFormat = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: str | dict[str, Any] | bool | None = None
+    """As `structured_outputs.json`; so are those below."""
+    guided_regex: Source | None = None
+    guided_choice: Choices | None = None
+    guided_grammar: Source | None = None
     best_of: int | None = None
     """Only `n`."""
     suffix: OnlyEmptyText = None
@@ -114,11 +160,6 @@ class GenerationFields(msgspec.Struct, kw_only=True):
     truncate_prompt_tokens: OnlyNull = None
     chat_template: OnlyNull = None
     documents: OnlyEmptyList = None
-    guided_json: OnlyNull = None
-    guided_regex: OnlyNull = None
-    guided_choice: OnlyNull = None
-    guided_grammar: OnlyNull = None
-    structured_outputs: OnlyNull = None
 
 
 def _allowed_values() -> dict[str, list[Any]]:

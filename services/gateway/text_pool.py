@@ -15,13 +15,15 @@ import os
 import signal
 import sys
 import time
+from collections import OrderedDict
 from collections.abc import Iterator
 from pathlib import Path
 
 from services.gateway import text_work
 from services.gateway.errors import ApiError
 from services.gateway.metrics import GatewayMetrics
-from services.gateway.text_work import LENGTH_BYTES, MEMORY_EXIT_CODE, Encode, Render, Result
+from services.gateway.structured import Grammar
+from services.gateway.text_work import LENGTH_BYTES, MEMORY_EXIT_CODE, Encode, Render, Result, TryGrammar
 from shared.messages.cluster import ModelSpec
 from shared.settings import GatewaySettings
 
@@ -36,6 +38,8 @@ PAUSE_S = 30.0
 START_MARGIN_S = 10.0
 """Beyond a text's own time, for a process that cannot even end itself."""
 RETRY_AFTER_S = 1.0
+MAX_TRIED_GRAMMARS = 256
+"""Whose outcome is remembered."""
 REPOSITORY = Path(__file__).resolve().parents[2]
 
 
@@ -110,6 +114,8 @@ class TextPool:
         self._num_characters = 0
         self._paused: dict[str, tuple[float, str]] = {}
         """By folder: until when its template is not run, and why."""
+        self._tried: OrderedDict[str, ApiError | None] = OrderedDict()
+        """By the text of a grammar: why it cannot be followed, if it cannot."""
         metrics.text_characters.set_function(lambda: self._num_characters)
 
     @contextlib.contextmanager
@@ -160,6 +166,28 @@ class TextPool:
             message = f"Tokenising the {num_characters} characters of '{param}' {self._why(error)}."
             raise ApiError(400, message, param=param, code="text_too_large") from None
         return [array.array("I", ids).tolist() for ids in result.ids]
+
+    async def check_grammar(self, grammar: Grammar) -> None:
+        """Raises `ApiError` 400 where it cannot be followed."""
+        text, param = grammar.text, grammar.param
+        if text not in self._tried:
+            refusal: ApiError | None = None
+            try:
+                with self.room(len(text)):
+                    await self._run(text_work.encode(TryGrammar(text, param)), len(text))
+            except _KilledError as error:
+                message = f"Trying the grammar of '{param}' {self._why(error)}."
+                refusal = ApiError(400, message, param=param, code="invalid_value")
+            except ApiError as error:
+                if error.status != 400:
+                    raise
+                refusal = error
+            self._tried[text] = refusal
+            if len(self._tried) > MAX_TRIED_GRAMMARS:
+                self._tried.popitem(last=False)
+        self._tried.move_to_end(text)
+        if (known := self._tried[text]) is not None:
+            raise ApiError(400, known.message, param=param, code=known.code)
 
     def _why(self, error: _KilledError) -> str:
         settings = self._settings

@@ -1,4 +1,5 @@
-"""`python -m services.gateway.text_work`: renders chat templates and tokenises long texts for `text_pool`, one at a time.
+"""`python -m services.gateway.text_work`: renders chat templates, tokenises long texts and tries grammars for `text_pool`,
+one at a time.
 
 A chat template is a program that came with a checkpoint, and a long text takes hundreds of megabytes to tokenise: here both
 may run out of time (the process ends itself by an alarm, which no loop escapes) or memory, and nothing else notices.
@@ -47,6 +48,14 @@ class Encode(msgspec.Struct, tag=True):
     add_special_tokens: bool
 
 
+class TryGrammar(msgspec.Struct, tag=True):
+    """Whether a grammar (`structured.Grammar.text`) can be followed."""
+
+    text: str
+    param: str
+    """The field at fault if it cannot."""
+
+
 class Refusal(msgspec.Struct):
     """An `ApiError` 400."""
 
@@ -65,7 +74,7 @@ class Result(msgspec.Struct):
 
 
 encode = msgspec.msgpack.Encoder().encode
-decode_task = msgspec.msgpack.Decoder(Render | Encode).decode
+decode_task = msgspec.msgpack.Decoder(Render | Encode | TryGrammar).decode
 decode_result = msgspec.msgpack.Decoder(Result).decode
 
 
@@ -81,8 +90,10 @@ def _tokenizer(spec: ModelSpec) -> Any:
     return load_tokenizer(spec)
 
 
-def work(task: Render | Encode) -> Result:
+def work(task: Render | Encode | TryGrammar) -> Result:
     try:
+        if isinstance(task, TryGrammar):
+            return Result(refusal=_why_not(task))
         if isinstance(task, Render):
             text = _template(task.folder).render(
                 task.messages,
@@ -97,6 +108,15 @@ def work(task: Render | Encode) -> Result:
         return Result(ids=[array.array("I", each).tobytes() for each in ids])
     except ApiError as error:
         return Result(refusal=Refusal(error.message, error.param, error.code))
+
+
+def _why_not(task: TryGrammar) -> Refusal | None:
+    from llguidance import LLMatcher
+
+    reason = LLMatcher.validate_grammar(task.text)
+    if not reason:
+        return None
+    return Refusal(f"Invalid value for '{task.param}': {reason.strip()}", task.param, "invalid_value")
 
 
 def _serve(tasks: BinaryIO, results: BinaryIO, timeout_s: float) -> None:

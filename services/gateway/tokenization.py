@@ -21,7 +21,8 @@ from tokenizers import Tokenizer, decoders
 
 from services.gateway.chat_templates import load_template, plain_messages, read_tokenizer_config
 from services.gateway.detokenization import Decoding, Detokenizer
-from services.gateway.errors import ApiError
+from services.gateway.errors import ApiError, invalid
+from services.gateway.structured import Grammar
 from services.gateway.text_bounds import longest_token_characters
 from services.gateway.text_pool import SHORT_CHARACTERS, TextPool
 from services.gateway.text_work import Encode, Render
@@ -240,6 +241,13 @@ class Tokenizers:
         task = Render(tokenizer.spec.source, plain_messages(messages), max_characters=max_characters, **options)
         result = await self._pool.render(task)
         return result.text, result.num_characters
+
+    async def check_grammar(self, tokenizer: ModelTokenizer, grammar: Grammar) -> None:
+        """Raises `ApiError` 400 where the model's output cannot be made to follow it."""
+        if not tokenizer.eos_token_ids:
+            reason = "this model has no token that ends its output, which the end of a grammar needs"
+            raise invalid(grammar.param, f"'{grammar.param}' cannot be had: {reason}.", "unsupported_value")
+        await self._pool.check_grammar(grammar)
 
     async def pieces(self, tokenizer: ModelTokenizer, ids: list[int]) -> list[str]:
         """`ModelTokenizer.token_piece` of each."""

@@ -19,6 +19,7 @@ import hashlib
 import logging
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 from weakref import WeakValueDictionary
@@ -29,6 +30,7 @@ import torch
 from services.worker.attention.choice import choose_backends
 from services.worker.attention.interface import AttentionBackend, BatchLayout
 from services.worker.deterministic import FAST, INVARIANT, Numerics
+from services.worker.grammars import GrammarCounters, GrammarRows, Guides, Vocabulary
 from services.worker.kv_copies import KvCopies
 from services.worker.kv_store import BlockParts, KvStore, KvViews
 from services.worker.machine import free_memory_bytes
@@ -77,6 +79,8 @@ class PreparedModel:
     """Of its KV blocks, where graphs use them."""
     graphs: DecodeGraphs | None = None
     fingerprint: str = ""
+    vocabulary: Future[Vocabulary] | None = None
+    """For grammars; None: this rank samples nothing."""
 
 
 @dataclass
@@ -88,6 +92,7 @@ class _Loaded:
     max_model_len: int
     graphs: DecodeGraphs | None
     layers_per_safepoint: int
+    vocabulary: Future[Vocabulary] | None
 
 
 @dataclass
@@ -117,6 +122,9 @@ class _Launched:
     error: str = ""
     suspended_share: float = -1.0
     prompt_logprobs: list[tuple[int, torch.Tensor]] = field(default_factory=list)
+    guides: Guides | None = None
+    """Of its samples that follow a grammar, until they have been told what was sampled."""
+    unguided: list[tuple[int, str]] = field(default_factory=list)
 
 
 class Executor:
@@ -162,6 +170,7 @@ class Executor:
         self._adapters: dict[str, _LoadedAdapter] = {}
         """By version."""
         self._rows = SequenceRows(num_rows, self.device, one_by_one=deterministic)
+        self._grammars = GrammarRows()
         self._launched: deque[_Launched] = deque()
         self._layers_per_safepoint = layers_per_safepoint or LAYERS_PER_SAFEPOINT[self.device.type]
         self._safepoints = Safepoints(cuda_event if self.device.type == "cuda" else None, _agreement(group, shared))
@@ -203,6 +212,8 @@ class Executor:
                 logger.info("model %s: deterministic, fingerprint %s", spec.name, prepared.fingerprint)
             if self._group is ALONE and self._capture is not None:
                 prepared.graphs = self._captured(prepared, self._capture)
+            if self._group.is_last_stage:
+                prepared.vocabulary = self._grammars.load(path, model.vocab_size)
         return prepared
 
     def _captured(self, prepared: PreparedModel, capture: Capture) -> DecodeGraphs:
@@ -241,7 +252,7 @@ class Executor:
         blocks_per_merged = views.blocks_per_merged
         self._models[prepared.name] = _Loaded(
             prepared.model, views, prepared.backend, prepared.block_size, prepared.max_model_len, prepared.graphs,
-            max(self._layers_per_safepoint, prepared.model.layers_at_once),
+            max(self._layers_per_safepoint, prepared.model.layers_at_once), prepared.vocabulary,
         )  # fmt: skip
         self._rows.widen(prepared.max_model_len, -(-prepared.max_model_len // prepared.block_size))
         logger.info(
@@ -296,8 +307,14 @@ class Executor:
         loaded.layers_per_safepoint = max(num_layers, loaded.model.layers_at_once)
 
     def close(self) -> None:
-        """Ends the thread that copies; copies not yet done fail."""
+        """Ends the threads beside the steps; copies not yet done fail."""
         self.copies.close()
+        self._grammars.close()
+
+    @property
+    def grammar_counters(self) -> GrammarCounters:
+        """They go on growing; to be read only."""
+        return self._grammars.counters
 
     def free_memory_bytes(self) -> int:
         """Memory that new weights may take on the device now. On CPU the pages of the KV pool that were never written
@@ -344,11 +361,13 @@ class Executor:
             if sampled is None:
                 return StepResult(step_id, [], suspended_share=launched.suspended_share)
             tokens = (sampled.tokens if launched.host_tokens is None else launched.host_tokens).tolist()
+            self._advance_grammars(launched, tokens)
             logprobs = sampled.logprobs
             return StepResult(
                 step_id,
                 tokens,
                 logprobs.to_messages(len(tokens)) if logprobs else None,
+                unguided=launched.unguided,
                 prompt_logprobs=[(index, rows.numpy().tobytes()) for index, rows in launched.prompt_logprobs],
             )
         except Exception as error:
@@ -462,18 +481,32 @@ class Executor:
         self, plan: StepPlan, loaded: _Loaded, rows: np.ndarray, layout: BatchLayout, state: ForwardState
     ) -> _Launched:
         prompts = self._rows.prompt_logprobs(loaded.model, state, rows, layout)
-        sampled = self._sampled(plan, loaded.model, rows, layout, state)
+        sampled_of = np.flatnonzero(np.array(plan.samples, bool))
+        guides = self._grammars.of(rows[sampled_of])
+        sampled = self._sampled(loaded.model, rows, layout, state, sampled_of, guides)
+        launched = _Launched(plan.step_id, sampled, guides=guides, unguided=[] if guides is None else guides.failed)
         if self.device.type == "cpu":
-            return _Launched(plan.step_id, sampled, prompt_logprobs=prompts)
+            launched.prompt_logprobs = prompts
+            if guides is not None:
+                self._advance_grammars(launched, sampled.tokens.tolist())
+            return launched
         if sampled.logprobs is not None:
             sampled.logprobs = sampled.logprobs.on_host()
-        prompts = [(index, to_host(packed)) for index, packed in prompts]
-        return _Launched(plan.step_id, sampled, to_host(sampled.tokens), self._mark(), prompt_logprobs=prompts)
+        launched.prompt_logprobs = [(index, to_host(packed)) for index, packed in prompts]
+        launched.host_tokens = to_host(sampled.tokens)
+        launched.done = self._mark()
+        return launched
 
     def _sampled(
-        self, plan: StepPlan, model: DecoderModel, rows: np.ndarray, layout: BatchLayout, state: ForwardState
+        self,
+        model: DecoderModel,
+        rows: np.ndarray,
+        layout: BatchLayout,
+        state: ForwardState,
+        sampled_of: np.ndarray,
+        guides: Guides | None,
     ) -> SampledTokens:
-        sampled_of = np.flatnonzero(np.array(plan.samples, bool))
+        """`sampled_of`: which of the rows are sampled; `guides`: theirs."""
         if not len(sampled_of):
             return SampledTokens(torch.empty(0, dtype=torch.int64, device=self.device))
         if state.most_likely is not None and len(sampled_of) == len(rows) and self._rows.are_plain(rows):
@@ -481,7 +514,21 @@ class Executor:
         last_tokens = layout.query_starts[1:][sampled_of] - 1
         every_token = len(last_tokens) == len(state.hidden)
         logits = model.logits(state, None if every_token else to_device(last_tokens, self.device))
-        return self._rows.sample(logits, rows[sampled_of], layout.contexts[sampled_of])
+        masks = None
+        if guides is not None:
+            # The model's part of the step is on the device by now: nothing stands still for the step before it.
+            for launched in self._launched:
+                if launched.guides is not None and launched.done is not None and launched.host_tokens is not None:
+                    launched.done.synchronize()
+                    self._advance_grammars(launched, launched.host_tokens.tolist())
+            masks = guides.masks()
+        return self._rows.sample(logits, rows[sampled_of], layout.contexts[sampled_of], masks)
+
+    def _advance_grammars(self, launched: _Launched, tokens: list[int]) -> None:
+        """As soon as the step's tokens are known, and once."""
+        if launched.guides is not None:
+            self._grammars.advance(launched.guides, tokens)
+            launched.guides = None
 
     def _mark(self) -> torch.cuda.Event | None:
         """An event behind all that was launched; None where launching computes."""
@@ -494,6 +541,8 @@ class Executor:
     def _update_rows(self, plan: StepPlan, loaded: _Loaded) -> None:
         for new in plan.new_sequences:
             self._rows.take(new, loaded.max_model_len, loaded.model.vocab_size)
+            output = np.frombuffer(new.tokens, np.int32)[new.prompt_tokens :]
+            self._grammars.take(new.row, new.sampling.grammar, output, loaded.vocabulary)
             self._append_blocks(new.row, new.blocks, loaded)
         for row, blocks in plan.new_blocks:
             self._append_blocks(row, blocks, loaded)

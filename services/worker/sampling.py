@@ -4,8 +4,8 @@ Noise is counter-based: a pure function of (seed, position, token id), so what a
 others share its batch, nor on preemption, retries or the instance it runs on. Choosing is Gumbel-max: the argmax of
 logits plus Gumbel noise is a draw from their softmax, with no synchronisation and no cumulative sums.
 
-Order as in vLLM: penalties, bias, masked stop ids, then temperature, min-p, top-k, top-p. Log-probabilities are those of
-the logits as the model gave them.
+Order as in vLLM: penalties, bias, masked stop ids, the grammar's mask, then temperature, min-p, top-k, top-p.
+Log-probabilities are those of the logits as the model gave them.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from services.worker.grammars import Masks
 from services.worker.native.library import DTYPES, kernels
 from services.worker.nucleus import by_bisection, by_sorting
 from services.worker.transfer import to_device, to_host
@@ -118,29 +119,41 @@ class SamplingRows:
             self._stop_ids[row] = params.stop_token_ids
         self._plain[row] = (
             params.temperature == 0 and params.logprobs < 0 and not penalised and row not in self._biases
-            and row not in self._stop_ids
+            and row not in self._stop_ids and not params.grammar
         )  # fmt: skip
 
     def are_plain(self, rows: np.ndarray) -> bool:
         return bool(self._plain[rows].all())
 
     def sample(
-        self, logits: torch.Tensor, rows: np.ndarray, positions: np.ndarray, token_table: torch.Tensor
+        self,
+        logits: torch.Tensor,
+        rows: np.ndarray,
+        positions: np.ndarray,
+        token_table: torch.Tensor,
+        masks: Masks | None = None,
     ) -> SampledTokens:
         """Chooses a token for each of S sequences.
 
         `logits`: [S, vocab]. `rows`, `positions`: [S] int64, the sequences' rows and the positions of the new tokens.
-        `token_table`: [num_rows, width] int32, every row's tokens so far, on the device of the logits."""
+        `token_table`: [num_rows, width] int32, every row's tokens so far, on the device of the logits. `masks`: of those
+        that follow a grammar."""
         if self.are_plain(rows):
             return SampledTokens(_argmax(logits))
         if self._one_by_one and len(rows) > 1:
             return _joined(
                 [
-                    self.sample(logits[i : i + 1], rows[i : i + 1], positions[i : i + 1], token_table)
+                    self.sample(
+                        logits[i : i + 1], rows[i : i + 1], positions[i : i + 1], token_table, masks and masks.of(i)
+                    )
                     for i in range(len(rows))
                 ]
             )
         adjusted = self._adjust(logits, rows, positions, token_table)
+        if masks is not None:
+            if adjusted is logits and (self._logprobs[rows] >= 0).any():
+                adjusted = logits.clone()
+            _mask_out(adjusted, masks)
         drawn = np.flatnonzero(self._temperature[rows] > 0)
         if len(drawn) == len(rows):
             tokens = self._draw(adjusted, rows, positions)
@@ -281,6 +294,22 @@ def gumbel_noise(seeds: np.ndarray, positions: np.ndarray, like: torch.Tensor) -
     uniform = x.float().add_(0.5).mul_(2.0**-31)
     # -log(-log(1 - u)) resolves the upper tail, which decides, as finely as floats near 0 are
     return uniform.neg_().clamp_(min=-1 + 2.0**-24).log1p_().neg_().log_().neg_()
+
+
+def _mask_out(scores: torch.Tensor, masks: Masks) -> None:
+    """Leaves what the masks allow, in `scores` [S, vocab]."""
+    vocab = scores.shape[1]
+    if scores.device.type == "cpu":
+        bits = np.unpackbits(masks.words.view(np.uint8), axis=1, count=vocab, bitorder="little")
+        forbidden = torch.from_numpy(bits ^ 1).view(torch.bool)
+    else:
+        places = torch.arange(32, dtype=torch.int32, device=scores.device)
+        forbidden = (_to(masks.words, scores)[:, :, None] >> places & 1).flatten(1)[:, :vocab] == 0
+    if len(masks.indices) == len(scores):
+        scores.masked_fill_(forbidden, _NEGATIVE_INFINITY)
+        return
+    index = _to(masks.indices, scores)
+    scores.index_copy_(0, index, scores.index_select(0, index).masked_fill_(forbidden, _NEGATIVE_INFINITY))
 
 
 def _argmax(scores: torch.Tensor) -> torch.Tensor:

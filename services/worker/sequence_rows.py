@@ -7,6 +7,7 @@ import numpy as np
 import torch
 
 from services.worker.attention.interface import BatchLayout
+from services.worker.grammars import Masks
 from services.worker.models.decoder import DecoderModel, ForwardState
 from services.worker.prompt_logprobs import PromptLogprobs, packed_logprobs
 from services.worker.sampling import SampledTokens, SamplingRows
@@ -102,9 +103,12 @@ class SequenceRows:
         """Whether the most likely token is all that is asked for in these rows."""
         return self._sampling.are_plain(rows)
 
-    def sample(self, logits: torch.Tensor, rows: np.ndarray, positions: np.ndarray) -> SampledTokens:
-        """Chooses the tokens at these positions and enters them. `logits`: [S, vocab]; `rows`, `positions`: [S] int64."""
-        sampled = self._sampling.sample(logits, rows, positions, self._tokens)
+    def sample(
+        self, logits: torch.Tensor, rows: np.ndarray, positions: np.ndarray, masks: Masks | None = None
+    ) -> SampledTokens:
+        """Chooses the tokens at these positions and enters them. `logits`: [S, vocab]; `rows`, `positions`: [S] int64;
+        `masks`: of those that follow a grammar."""
+        sampled = self._sampling.sample(logits, rows, positions, self._tokens, masks)
         self.tokens.index_copy_(0, self._places(rows, positions), sampled.tokens.int())
         return sampled
 

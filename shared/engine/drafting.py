@@ -89,6 +89,9 @@ class Drafting:
             sequence = entry[1]
             # The token after the last draft is sampled too.
             most = min(self._settings.num_tokens, sequence.max_total - sequence.total)
+            if sequence.request.sampling.grammar:
+                # What a grammar allows after a draft is known when the draft is: later than the step begins.
+                continue
             if sequence.request.prompt_lookup >= 0:
                 most = min(most, sequence.request.prompt_lookup)
             if most < 1:

@@ -106,6 +106,8 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True):
     prompt_logprobs: list[tuple[int, bytes]] = []
     """(index of a column, packed log-probabilities of the prompt's tokens after each that it computed), of sequences that
     asked for them."""
+    unguided: list[tuple[int, str]] = []
+    """(index among the tokens, why) of those whose grammar could not be followed: their requests are over."""
 
 
 class CopyKind(StrEnum):

@@ -177,6 +177,8 @@ class Steps:
             self._roll_back(step, result.error, now)
         else:
             self._charging.charge(step, now)
+            if result.unguided:
+                self._end_unguided(step, result, now)
             self._apply(step, result, now)
             if step.plan.drafts:
                 self._accept(step, result, now)
@@ -251,6 +253,15 @@ class Steps:
             sequence.first_total = len(sequence.tokens)
         kind = EventKind.FIRST_TOKEN if sequence.num_output == 1 else EventKind.GOES_ON
         self._memory.events.add(sequence, kind, now, numbers=(sequence.device_s,))
+
+    def _end_unguided(self, step: PlannedStep, result: StepResult, now: float) -> None:
+        """Of requests whose grammar could not be followed; the other tokens of the step are good."""
+        sampled = [i for i, samples in enumerate(step.plan.samples) if samples]
+        for position, reason in result.unguided:
+            sequence = step.sequences[sampled[position]]
+            if sequence.generation == step.generations[sampled[position]] and sequence.state is not _ENDED:
+                error = ErrorInfo(ErrorCode.BAD_REQUEST, f"The output's grammar cannot be followed: {reason}")
+                self._requests.end(sequence, FinishReason.ERROR, now, error)
 
     def _accept(self, step: PlannedStep, result: StepResult, now: float) -> None:
         """Of the drafts those that are what was sampled before them: each is the next token, and so is what was sampled

@@ -129,6 +129,9 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True, kw_only=True)
     prompt_logprobs: Annotated[int, Meta(ge=-1, le=2**31 - 1)] = -1
     """-1: none; k >= 0: as `logprobs` for the tokens of the prompt, which come with the first output token's; so that needs
     `logprobs` of 0 or more."""
+    grammar: str = ""
+    """That the output follows, as llguidance takes it (JSON); empty: none. Whoever runs the request makes its matcher from
+    this and the output so far, so that nothing else of it travels."""
 
 
 class Adapter(msgspec.Struct, frozen=True, array_like=True):

@@ -67,8 +67,8 @@ FIELDS_OF_COMPLETIONS: list[tuple[dict[str, Any], str, str]] = [
     ({"suffix": "x"}, "suffix", "not supported"),
     ({"service_tier": "gold"}, "service_tier", "gold"),
     ({"priority": "low"}, "priority", "low"),
-    ({"response_format": {"type": "json_object"}}, "response_format", "not supported"),
-    ({"guided_json": {}}, "guided_json", "not supported"),
+    ({"response_format": {"type": "xml"}}, "response_format.type", "xml"),
+    ({"guided_json": 5}, "guided_json", "Expected"),
     ({"x-request-timeout": 0}, "x-request-timeout", "> 0"),
     ({"stream": "yes"}, "stream", "bool"),
     ({"stream_options": []}, "stream_options", "object"),
@@ -99,7 +99,7 @@ FIELDS_OF_CHAT: list[tuple[dict[str, Any], str, str]] = [
     ({"max_completion_tokens": 0}, "max_completion_tokens", ">= 1"),
     ({"tools": [{"type": "function"}]}, "tools", "not supported"),
     ({"tool_choice": "required"}, "tool_choice", "not supported"),
-    ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format", "not supported"),
+    ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format.json_schema.schema", "Missing"),
     ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs", "messages"),
 ]
 

@@ -1,0 +1,156 @@
+"""From what a request asks of its output's form to the grammar that workers follow.
+
+Fields as in OpenAI's API (`response_format`) and vLLM's (`structured_outputs`, and `guided_*` of before). A grammar travels
+as llguidance takes it, in JSON; whether it can be followed is found out in a process of `text_pool`, since a grammar is a
+program of whoever sent it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+from llguidance import regex_to_lark
+from llguidance.gbnf_to_lark import gbnf_to_lark
+
+from services.gateway.errors import invalid
+from services.gateway.schemas import (
+    GenerationFields,
+    JsonObjectFormat,
+    JsonSchemaFormat,
+    StructuredOutputs,
+)
+
+MAX_GRAMMAR_BYTES = 128 * 1024
+"""It travels with the request."""
+
+JSON_SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+"""As Python's `json.dumps` writes it and most models were trained to: where any white space may come, small models write
+nothing else."""
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """That an output follows."""
+
+    text: str
+    """As llguidance takes it."""
+    kind: str
+    """json, regex, choice, grammar or tools: a label of metrics."""
+    param: str
+    """The field that asks for it."""
+
+
+def json_grammar(schema: Any, *, is_lenient: bool = False, whitespace: str | None = None) -> dict[str, Any]:
+    """Of values of a JSON schema. `is_lenient`: keywords that cannot be enforced are ignored."""
+    spacing = JSON_SPACING if whitespace is None else {"whitespace_pattern": whitespace}
+    if isinstance(schema, bool):
+        schema = {} if schema else {"not": {}}
+    return {"json_schema": {**schema, "x-guidance": {**spacing, "lenient": is_lenient}}}
+
+
+def lark_grammar(source: str) -> dict[str, Any]:
+    return {"lark_grammar": source}
+
+
+def choice_grammar(choices: Sequence[str]) -> dict[str, Any]:
+    return lark_grammar("start: " + " | ".join(map(lark_text, choices)))
+
+
+def lark_text(text: str) -> str:
+    """A literal."""
+    return msgspec.json.encode(text).decode()
+
+
+def encoded(grammar: dict[str, Any], kind: str, param: str) -> Grammar:
+    """Raises `ApiError` where it is too long."""
+    text = msgspec.json.encode({"grammars": [grammar]})
+    if len(text) > MAX_GRAMMAR_BYTES:
+        raise invalid(param, f"'{param}' makes a grammar of {len(text)} bytes; the limit is {MAX_GRAMMAR_BYTES}.")
+    return Grammar(text.decode(), kind, param)
+
+
+def grammar_of(request: GenerationFields) -> Grammar | None:
+    """That the request's fields ask for; None: none does. Raises `ApiError` 400 with the field at fault."""
+    found = [grammar for grammar in (_of_format(request), *_of_guided(request), *_of_structured(request)) if grammar]
+    if len(found) > 1:
+        one, other = found[0].param, found[1].param
+        raise invalid(other, f"'{other}' cannot be had with '{one}': an output follows one grammar.")
+    return found[0] if found else None
+
+
+def check_options(request: GenerationFields, grammar: Grammar) -> None:
+    """Refuses what contradicts a grammar, which alone says where the output ends."""
+    if request.ignore_eos:
+        raise invalid("ignore_eos", f"'ignore_eos' cannot be had with '{grammar.param}', which ends the output.")
+    if request.min_tokens:
+        raise invalid("min_tokens", f"'min_tokens' cannot be had with '{grammar.param}', which ends the output.")
+
+
+def _of_format(request: GenerationFields) -> Grammar | None:
+    match request.response_format:
+        case JsonObjectFormat():
+            return encoded(json_grammar({"type": "object"}), "json", "response_format")
+        case JsonSchemaFormat(json_schema):
+            param = "response_format.json_schema.schema"
+            return encoded(json_grammar(json_schema.schema, is_lenient=json_schema.strict is False), "json", param)
+        case _:
+            return None
+
+
+def _of_guided(request: GenerationFields) -> list[Grammar]:
+    return _of_fields(
+        "guided_",
+        StructuredOutputs(
+            json=request.guided_json,
+            regex=request.guided_regex,
+            choice=request.guided_choice,
+            grammar=request.guided_grammar,
+        ),
+    )
+
+
+def _of_structured(request: GenerationFields) -> list[Grammar]:
+    return [] if request.structured_outputs is None else _of_fields("structured_outputs.", request.structured_outputs)
+
+
+def _of_fields(prefix: str, fields: StructuredOutputs) -> list[Grammar]:
+    found = []
+    if fields.json is not None:
+        param = prefix + "json"
+        found.append(
+            encoded(json_grammar(_schema(fields.json, param), whitespace=fields.whitespace_pattern), "json", param)
+        )
+    if fields.json_object:
+        spaced = json_grammar({"type": "object"}, whitespace=fields.whitespace_pattern)
+        found.append(encoded(spaced, "json", prefix + "json_object"))
+    if fields.regex is not None:
+        regex = lark_grammar(f"start: /{regex_to_lark(fields.regex)}/")
+        found.append(encoded(regex, "regex", prefix + "regex"))
+    if fields.choice is not None:
+        found.append(encoded(choice_grammar(fields.choice), "choice", prefix + "choice"))
+    if fields.grammar is not None:
+        found.append(encoded(lark_grammar(_lark(fields.grammar, prefix + "grammar")), "grammar", prefix + "grammar"))
+    return found
+
+
+def _schema(value: str | dict[str, Any] | bool, param: str) -> Any:
+    """vLLM takes a schema as text too."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return msgspec.json.decode(value, type=dict[str, Any] | bool)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise invalid(param, f"'{param}' is no JSON schema: {error}.") from None
+
+
+def _lark(source: str, param: str) -> str:
+    """Lark as it is; EBNF as llama.cpp and xgrammar write it (`root ::= ...`), translated."""
+    if "::=" not in source:
+        return source
+    try:
+        return str(gbnf_to_lark(source))
+    except Exception as error:  # the translator raises plain Exception
+        raise invalid(param, f"'{param}' is no EBNF grammar: {error}.") from None

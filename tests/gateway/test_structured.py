@@ -1,0 +1,105 @@
+"""What asks for a form of the output: what reaches the workers, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from llguidance import LLMatcher, LLTokenizer
+
+from shared.messages.requests import FinishReason
+from tests.gateway.conftest import Stack
+
+HI = [{"role": "user", "content": "Hi"}]
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
+
+
+def json_schema(schema: Any, **more: Any) -> dict[str, Any]:
+    return {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": schema, **more}}}
+
+
+FORMS: list[tuple[dict[str, Any], str, str]] = [
+    (json_schema(SCHEMA, strict=True), '{"a": 1}', '{"b": 1}'),
+    ({"response_format": {"type": "json_object"}}, '{"b": [1, {}]}', "[1]"),
+    ({"structured_outputs": {"json": SCHEMA}}, '{"a": 12}', '{"a": "1"}'),
+    ({"structured_outputs": {"json": json.dumps(SCHEMA)}}, '{"a": 12}', "{}"),
+    ({"structured_outputs": {"json": SCHEMA, "whitespace_pattern": "[ ]?"}}, '{"a":12}', '{"a":  12}'),
+    ({"structured_outputs": {"json_object": True}}, "{}", "1"),
+    ({"structured_outputs": {"regex": r"\d+/[a-z]"}}, "12/x", "x/x"),
+    ({"structured_outputs": {"choice": ["yes", 'a "no"']}}, 'a "no"', "maybe"),
+    ({"structured_outputs": {"grammar": 'start: "a" DIGIT+\nDIGIT: /[0-9]/'}}, "a12", "12"),
+    ({"structured_outputs": {"grammar": 'root ::= "x" [0-9]+'}}, "x12", "12"),
+    ({"guided_json": SCHEMA}, '{"a": -1}', "null"),
+    ({"guided_regex": "[ab]{2}"}, "ab", "abc"),
+    ({"guided_choice": ["red", "blue"]}, "red", "redblue"),
+    ({"guided_grammar": 'start: "ok"'}, "ok", "no"),
+]
+
+
+def follows(stack: Stack, grammar: str, text: str) -> bool:
+    matcher = LLMatcher(LLTokenizer(stack.tokenizer.to_str()), grammar, log_level=0)
+    return matcher.try_consume_tokens(ids := stack.ids(text)) == len(ids) and matcher.is_accepting()
+
+
+async def test_every_spelling_reaches_the_workers_as_a_grammar(stack: Stack) -> None:
+    for body, good, bad in FORMS:
+        stack.say(good)
+        stack.peer.submitted.clear()
+        answer = await stack.post("/v1/chat/completions", messages=HI, n=2, seed=1, **body)
+        assert answer.status_code == 200, answer.text
+        assert [choice["message"]["content"] for choice in answer.json()["choices"]] == [good, good]
+        answer = await stack.post("/v1/completions", prompt="x", max_tokens=50, **body)
+        assert answer.json()["choices"][0]["text"] == good
+        grammars = {request.sampling.grammar for request in stack.peer.submitted}
+        assert len(stack.peer.submitted) == 3 and len(grammars) == 1
+        grammar = grammars.pop()
+        assert follows(stack, grammar, good) and not follows(stack, grammar, bad)
+
+
+REFUSED: list[tuple[dict[str, Any], str, str]] = [
+    (json_schema({"type": "array", "uniqueItems": True}), "response_format.json_schema.schema", "uniqueItems"),
+    (json_schema({"type": "strng"}), "response_format.json_schema.schema", "strng"),
+    (json_schema({"$ref": "#/$defs/gone"}), "response_format.json_schema.schema", "gone"),
+    ({"response_format": {"type": "xml"}}, "response_format.type", "xml"),
+    ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "json_schema"),
+    ({"guided_regex": "(a"}, "guided_regex", "unclosed"),
+    ({"guided_json": "{"}, "guided_json", "JSON schema"),
+    ({"guided_choice": []}, "guided_choice", "length"),
+    ({"guided_grammar": "start: x"}, "guided_grammar", 'unknown name: "x"'),
+    ({"guided_grammar": "root ::= ("}, "guided_grammar", "EBNF"),
+    ({"guided_regex": "a", "guided_choice": ["b"]}, "guided_choice", "guided_regex"),
+    ({"structured_outputs": {"regex": "a", "json": {}}}, "structured_outputs.regex", "structured_outputs.json"),
+    ({"guided_regex": "a", "ignore_eos": True}, "ignore_eos", "guided_regex"),
+    ({"guided_regex": "a", "min_tokens": 3}, "min_tokens", "guided_regex"),
+    ({"guided_choice": ["x" * 200_000]}, "guided_choice", "the limit is"),
+]
+
+
+async def test_what_cannot_be_followed_is_refused_with_its_reason(stack: Stack) -> None:
+    for body, param, words in [*REFUSED, *REFUSED]:
+        answer = await stack.post("/v1/chat/completions", messages=HI, **body)
+        error = answer.json()["error"]
+        assert (answer.status_code, error["type"], error["param"]) == (400, "invalid_request_error", param)
+        assert words in error["message"], error["message"]
+    assert stack.peer.submitted == []
+
+
+async def test_a_lenient_schema_leaves_out_what_cannot_be_enforced(stack: Stack) -> None:
+    stack.say("[1]")
+    body = json_schema({"type": "array", "uniqueItems": True}, strict=False)
+    assert (await stack.post("/v1/chat/completions", messages=HI, **body)).status_code == 200
+
+
+async def test_a_structured_answer_is_streamed(stack: Stack) -> None:
+    stack.say('{"a": 1}', FinishReason.STOP)
+    reader = stack.read("/v1/chat/completions", messages=HI, **json_schema(SCHEMA))
+    await reader.end()
+    assert json.loads(reader.text) == {"a": 1} and reader.is_complete
+
+
+async def test_a_grammar_takes_of_the_room_of_its_tokens(stack: Stack) -> None:
+    """They travel in one message."""
+    stack.say("x")
+    choices = ["x" * 1000 + str(number) for number in range(100)]
+    assert (await stack.post("/v1/completions", prompt="x", guided_choice=choices)).status_code == 200
+    assert len(stack.peer.submitted[0].sampling.grammar) > 100_000
