@@ -21,7 +21,7 @@ from shared.recording import ReplayMismatch, header_of
 from shared.scheduling import recording as scheduling
 from shared.service import OPERATOR_ERROR_EXIT_CODE
 from shared.settings import SettingsError
-from tideway import operations, requests
+from tideway import operations, requests, routes
 from tideway import plan as plans
 from tideway.backup import backup, restore
 from tideway.bench.command import bench
@@ -402,6 +402,9 @@ def top(
 def _leave(number: int, _: object) -> NoReturn:
     """Through all that puts the terminal in order again."""
     sys.exit(128 + number)
+
+
+app.add_typer(routes.app, name="route")
 
 
 @app.command()

@@ -14,7 +14,16 @@ from urllib.parse import quote, urlencode
 import httpx
 import msgspec
 
-from shared.messages.admin import InstanceState, InstanceStates, ModelState, ModelStates, ReplacementState, ShownPlan
+from shared.messages.admin import (
+    InstanceState,
+    InstanceStates,
+    ModelState,
+    ModelStates,
+    ReplacementState,
+    RouteState,
+    RouteStates,
+    ShownPlan,
+)
 from shared.messages.cluster import InstancePlan, PlacementPlan
 from shared.messages.timeline import RequestTimelines, SloExplanation
 from tideway.data_folder import DataFolder, OperatorError
@@ -116,6 +125,15 @@ class AdminClient:
 
     def scale_instances(self, num_instances: int) -> PlacementPlan:
         return self._call("POST", "/admin/scale", PlacementPlan, {"instances": num_instances})
+
+    def routes(self) -> RouteStates:
+        return self._call("GET", "/admin/routes", RouteStates)
+
+    def set_route(self, body: dict[str, Any]) -> RouteState:
+        return self._call("POST", "/admin/routes", RouteState, body)
+
+    def delete_route(self, name: str) -> None:
+        self._call("DELETE", f"/admin/routes/{quote(name)}", dict)
 
     def _call(self, method: str, path: str, kind: type[T], body: dict[str, Any] | None = None) -> T:
         try:

@@ -81,14 +81,14 @@ _CHANGE_PLAN = msgspec.json.Decoder(ChangePlanRequest)
 _SCALE = msgspec.json.Decoder(ScaleRequest)
 
 
-def _authenticate(context: GatewayContext, request: Request) -> None:
+def authenticate_operator(context: GatewayContext, request: Request) -> None:
     admin = context.admission.authenticate_admin(request.headers.get("authorization"))
     request.state.admin = admin.name
     if request.method != "GET" and admin.role is not AdminRole.OPERATE:
         raise ApiError(403, f"The admin key {admin.name!r} may read, but change nothing.", code="admin_read_only")
 
 
-async def _read(context: GatewayContext, request: Request, decoder: msgspec.json.Decoder[T]) -> T:
+async def read_audited(context: GatewayContext, request: Request, decoder: msgspec.json.Decoder[T]) -> T:
     """The body, which the audit log shows too."""
     message: T = await read_message(request, decoder, context.bodies)
     request.state.audited_body = msgspec.json.encode(message).decode()
@@ -138,7 +138,7 @@ async def _traffic(context: GatewayContext, interval_s: float) -> dict[str, Mode
 
 async def list_models(context: GatewayContext, request: Request) -> Response:
     """Models, where they are, and what their traffic was like in the last `interval_s`."""
-    _authenticate(context, request)
+    authenticate_operator(context, request)
     interval_s = _interval_of(request.query_params)
     plan, traffic = await asyncio.gather(_api_errors(_stored_plan(context)), _traffic(context, interval_s))
     num_queued = context.loads.num_queued()
@@ -175,8 +175,8 @@ async def list_models(context: GatewayContext, request: Request) -> Response:
 
 @audited
 async def add_model(context: GatewayContext, request: Request) -> Response:
-    _authenticate(context, request)
-    message = await _read(context, request, _ADD_MODEL)
+    authenticate_operator(context, request)
+    message = await read_audited(context, request, _ADD_MODEL)
     spec = ModelSpec(
         message.name,
         message.source,
@@ -193,7 +193,7 @@ async def add_model(context: GatewayContext, request: Request) -> Response:
 
 @audited
 async def remove_model(context: GatewayContext, request: Request) -> Response:
-    _authenticate(context, request)
+    authenticate_operator(context, request)
     name = context.catalog.spec(request.path_params["model"]).name
     return await _ask_placement(context, PLACEMENT_REMOVE_MODEL, RemoveModel(name))
 
@@ -201,17 +201,17 @@ async def remove_model(context: GatewayContext, request: Request) -> Response:
 @audited
 async def scale_model(context: GatewayContext, request: Request) -> Response:
     """Sets on how many instances the model is; the answer is the new plan."""
-    _authenticate(context, request)
+    authenticate_operator(context, request)
     name = context.catalog.spec(request.path_params["model"]).name
-    message = await _read(context, request, _SCALE_MODEL)
+    message = await read_audited(context, request, _SCALE_MODEL)
     return await _ask_placement(context, PLACEMENT_SCALE_MODEL, ScaleModel(name, message.replicas))
 
 
 @audited
 async def scale_instances(context: GatewayContext, request: Request) -> Response:
     """Sets how many instances there are: started by the nodes or by Kubernetes, drained before they end."""
-    _authenticate(context, request)
-    message = await _read(context, request, _SCALE)
+    authenticate_operator(context, request)
+    message = await read_audited(context, request, _SCALE)
     query = ScaleInstances(message.instances)
     return await _ask_placement(context, PLACEMENT_SCALE_INSTANCES, query, num_instances="instances")
 
@@ -230,7 +230,7 @@ async def undrain_instance(context: GatewayContext, request: Request) -> Respons
 
 
 async def _set_draining(context: GatewayContext, request: Request, *, is_undone: bool) -> Response:
-    _authenticate(context, request)
+    authenticate_operator(context, request)
     message = DrainInstance(request.path_params["instance_id"], is_undone)
     try:
         plan = await context.bus.request(PLACEMENT_DRAIN_INSTANCE, message, timeout_s=PLACEMENT_TIMEOUT_S)
@@ -245,15 +245,15 @@ async def _set_draining(context: GatewayContext, request: Request, *, is_undone:
 async def change_plan(context: GatewayContext, request: Request) -> Response:
     """Adaptive replacement: a search, or the change to another plan and back. Answered at once; `GET /admin/plan` shows what
     comes of it."""
-    _authenticate(context, request)
-    message = await _read(context, request, _CHANGE_PLAN)
+    authenticate_operator(context, request)
+    message = await read_audited(context, request, _CHANGE_PLAN)
     asking = context.bus.request(PLACEMENT_CHANGE_PLAN, ChangePlan(message.action), timeout_s=PLACEMENT_TIMEOUT_S)
     return json_response(await _api_errors(asking))
 
 
 async def show_plan(context: GatewayContext, request: Request) -> Response:
     """Placement's plan, and what it knows of a better one; the plan's stored copy where placement is away."""
-    _authenticate(context, request)
+    authenticate_operator(context, request)
     plan: PlacementPlan | None
     state = None
     try:
@@ -269,7 +269,7 @@ async def show_plan(context: GatewayContext, request: Request) -> Response:
 
 async def list_instances(context: GatewayContext, request: Request) -> Response:
     """Those that are alive, with what they reported of their load; also while the bus is away, as they were known then."""
-    _authenticate(context, request)
+    authenticate_operator(context, request)
     draining: list[str] | None = []
     try:
         if (plan := await _stored_plan(context)) is not None:
@@ -282,7 +282,7 @@ async def list_instances(context: GatewayContext, request: Request) -> Response:
 async def show_request(context: GatewayContext, request: Request) -> Response:
     """The timeline of a request that runs or ended lately: by the id of its answer, of one of its sequences, or of its HTTP
     request (`x-request-id`)."""
-    _authenticate(context, request)
+    authenticate_operator(context, request)
     request_id = request.path_params["request_id"]
     if not (found := await context.timelines.find_anywhere(request_id)):
         raise ApiError(
@@ -297,7 +297,7 @@ async def show_request(context: GatewayContext, request: Request) -> Response:
 
 async def list_requests(context: GatewayContext, request: Request) -> Response:
     """Requests that run, and the last that ended, the newest first, without their events."""
-    _authenticate(context, request)
+    authenticate_operator(context, request)
     query = request.query_params
     limit = _whole(query, "limit", 50, 1, MAX_REQUESTS_LISTED)
     flags = {name: _flag(query, name) for name in ("missed", "running")}
@@ -307,7 +307,7 @@ async def list_requests(context: GatewayContext, request: Request) -> Response:
 
 async def explain_slo(context: GatewayContext, request: Request) -> Response:
     """Where the time of those went that missed an objective, by model."""
-    _authenticate(context, request)
+    authenticate_operator(context, request)
     interval_s = _whole(request.query_params, "interval_s", 300, 10, int(context.timelines.kept_s))
     return json_response(await context.timelines.explain_everywhere(float(interval_s)))
 
@@ -328,12 +328,12 @@ def _flag(query: Mapping[str, str], name: str) -> bool:
 
 async def list_audit(context: GatewayContext, request: Request) -> Response:
     """The last tries to change something by the admin API, of all gateways, the newest first."""
-    _authenticate(context, request)
+    authenticate_operator(context, request)
     return json_response(AuditLog(await _api_errors(context.audit.actions())))
 
 
 async def list_nodes(context: GatewayContext, request: Request) -> Response:
-    _authenticate(context, request)
+    authenticate_operator(context, request)
 
     async def entries() -> list[dict[str, object]]:
         nodes = await (await context.bus.key_value(NODES)).entries()

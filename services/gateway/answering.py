@@ -82,6 +82,9 @@ async def _generate(
     settings, admission = context.settings, context.admission
     key = exchange.key = admission.authenticate(request.headers.get("authorization"))
     message = await read_message(request, decoder, context.bodies)
+    call = exchange.call
+    call.routed = context.routes.resolve(message.model, key.tenant, message.user, call.call_id)
+    message.model = call.routed.model
     spec = context.catalog.spec(message.model)
     context.catalog.check_can_be_served(spec.name)
     options = options_of(message, request.headers, settings.request_timeout_s)
@@ -109,13 +112,13 @@ async def _generate(
     generation = exchange.call.plan(message, options, prompts, tokenizer, key.charge_output)
     with context.telemetry.tracer.start_as_current_span("place"):
         await exchange.unless_gone(generation.start())
+    context.mirrors.send(call, message, options)
 
-    headers = exchange.rate_limits()
+    headers = {**exchange.rate_limits(), **call.headers()}
     if traceparent := current_traceparent():
         headers["traceparent"] = traceparent
     if options.is_stream:
-        call = exchange.call
-        writer = ChunkWriter(call.operation, call.call_id, int(time.time()), spec.name, options, tokenizer)
+        writer = ChunkWriter(call.operation, call.call_id, int(time.time()), call.shown_model, options, tokenizer)
         # The first token decides about the status: until it comes, a failure is still an HTTP error.
         first: list[Delta] = []
         while not first:

@@ -35,7 +35,7 @@ from services.gateway.batch_state import (
     is_terminal,
     predicted_finish_s,
 )
-from services.gateway.batch_validation import ENDPOINTS, LineChecker, custom_id_of, read_line
+from services.gateway.batch_validation import ENDPOINTS, Body, LineChecker, custom_id_of, read_line
 from services.gateway.batches import ResultsFull
 from services.gateway.context import GatewayContext
 from services.gateway.errors import ApiError, of_info
@@ -145,7 +145,7 @@ class BatchRun:
             return None
         try:
             # All its lines were found good; those of a model that was removed since fail one by one.
-            return (await self._check(lambda model: True)).finish()
+            return (await self._check(self._model_of)).finish()
         except InputError as error:
             if not self._record.num_total:
                 raise
@@ -153,7 +153,7 @@ class BatchRun:
             return LinePlan.of_lost_input(self._record)
 
     async def _validate(self) -> LinePlan | None:
-        checker = await self._check(self._context.catalog.has)
+        checker = await self._check(self._known_model_of)
         plan = checker.finish()
         if checker.problems and not self._is_cancelled.is_set():
             await self._change(lambda r: failed(r, checker.problems, time.time()))
@@ -166,9 +166,16 @@ class BatchRun:
         await self._change(lambda r: conclude(r, BatchFiles(), time.time()))
         return None
 
-    async def _check(self, has_model: Callable[[str], bool]) -> LineChecker:
+    def _model_of(self, body: Body, custom_id: str) -> str:
+        return self._context.routes.resolve(body.model, self._record.tenant, body.user, custom_id).model
+
+    def _known_model_of(self, body: Body, custom_id: str) -> str | None:
+        model = self._model_of(body, custom_id)
+        return model if self._context.catalog.has(model) else None
+
+    async def _check(self, model_of: Callable[[Body, str], str | None]) -> LineChecker:
         """Reads the lines, to their end unless the batch is hopeless or was cancelled before it was begun."""
-        checker = LineChecker(self._record.endpoint, self._context.settings.max_batch_lines, has_model)
+        checker = LineChecker(self._record.endpoint, self._context.settings.max_batch_lines, model_of)
         is_new = self._record.status == "validating"
         async for line in self._lines():
             checker.take(line.number, line.raw)

@@ -101,13 +101,13 @@ def estimated_tokens(body: Body) -> int:
 
 
 class LineChecker:
-    """Takes all lines of a file in order. `has_model(name)`: whether it is served here."""
+    """Takes all lines of a file in order. `model_of(body, custom_id)`: the model that answers a line; None: none is here."""
 
-    def __init__(self, endpoint: str, max_lines: int, has_model: Callable[[str], bool]) -> None:
+    def __init__(self, endpoint: str, max_lines: int, model_of: Callable[[Body, str], str | None]) -> None:
         self.problems: list[BatchProblem] = []
         self._endpoint = endpoint
         self._max_lines = max_lines
-        self._has_model = has_model
+        self._model_of_line = model_of
         self._custom_ids: set[str] = set()
         self._models: dict[str, int] = {}
         self._model_of = array("H")
@@ -123,7 +123,7 @@ class LineChecker:
         model, tokens = "", 0
         try:
             custom_id, body = read_line(raw, self._endpoint)
-            model, tokens = body.model, self._check(custom_id, body)
+            model, tokens = self._check(custom_id, body)
         except ApiError as error:
             self._refuse(error.code or "invalid_value", error.message, number, error.param)
         self._model_of.append(self._models.setdefault(model, len(self._models)))
@@ -132,7 +132,7 @@ class LineChecker:
             message = f"The file has more than {self._max_lines} lines, the most that a batch may have."
             self._refuse("too_many_lines", message, number, None)
 
-    def _check(self, custom_id: str, body: Body) -> int:
+    def _check(self, custom_id: str, body: Body) -> tuple[str, int]:
         if custom_id in self._custom_ids:
             message = f"The custom_id {custom_id!r} is not unique in the file."
             raise invalid("custom_id", message, "duplicate_custom_id")
@@ -146,9 +146,9 @@ class LineChecker:
         except ApiError as error:
             error.param = f"body.{error.param}" if error.param else "body"
             raise
-        if not self._has_model(body.model):
+        if (model := self._model_of_line(body, custom_id)) is None:
             raise invalid("body.model", f"The model '{body.model[:200]}' does not exist.", "model_not_found")
-        return estimated_tokens(body)
+        return model, estimated_tokens(body)
 
     def _refuse(self, code: str, message: str, line: int | None, param: str | None) -> None:
         if len(self.problems) < MAX_PROBLEMS:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from services.gateway.admission import Admission
 from services.gateway.audit import Audit
@@ -13,12 +14,16 @@ from services.gateway.cluster_loads import ClusterLoads
 from services.gateway.files import Files
 from services.gateway.http_limits import Connections
 from services.gateway.metrics import GatewayMetrics
+from services.gateway.routes import Routes
 from services.gateway.stream_table import StreamTable
 from services.gateway.timelines import Timelines
 from services.gateway.tokenization import Tokenizers
 from shared.bus.interface import Bus
 from shared.settings import GatewaySettings
 from shared.telemetry import Telemetry
+
+if TYPE_CHECKING:
+    from services.gateway.mirrors import Mirrors
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +38,8 @@ class GatewayContext:
     bodies: BodyRoom
     tokenizers: Tokenizers
     catalog: Catalog
+    routes: Routes
+    mirrors: Mirrors
     loads: ClusterLoads
     table: StreamTable
     timelines: Timelines

@@ -26,9 +26,10 @@ from services.gateway.http_limits import AnswerBody
 from services.gateway.logprobs import prompt_logprobs
 from services.gateway.metrics import CallMetrics
 from services.gateway.parsing import Options
+from services.gateway.routes import Routed
 from services.gateway.schemas import GenerationFields
 from services.gateway.tokenization import ModelTokenizer
-from services.gateway.tracing import queue_s, request_attributes, response_attributes
+from services.gateway.tracing import queue_s, request_attributes, response_attributes, route_attributes
 from shared.bus.interface import BusError
 from shared.messages.requests import GenerationRequest, RequestClass
 from shared.telemetry import context_of, current_traceparent
@@ -38,6 +39,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 CLIENT_GONE_STATUS = 499
+MODEL_HEADER = "x-tideway-model"
 ID_PREFIXES = {"chat": "chatcmpl-", "text_completion": "cmpl-"}
 
 
@@ -65,8 +67,10 @@ def outcome_of(error: BaseException | None) -> tuple[str, int]:
 class Call:
     """Over HTTP, or a line of a batch."""
 
-    def __init__(self, context: GatewayContext, operation: Operation, span: Span) -> None:
+    def __init__(self, context: GatewayContext, operation: Operation, span: Span, *, is_mirror: bool = False) -> None:
+        """`is_mirror`: nobody sees the answer."""
         self.context = context
+        self._is_mirror = is_mirror
         self.operation = operation
         self.call_id = ID_PREFIXES[operation] + uuid.uuid4().hex
         self.arrived_at = context.bus.now()
@@ -76,13 +80,31 @@ class Call:
         """None before it is understood."""
         self.generation: Generation | None = None
         self._model = "unknown"
+        self.routed: Routed | None = None
+        """None before its model's name was looked up."""
+
+    @property
+    def _class_label(self) -> str:
+        """In metrics."""
+        return "mirror" if self._is_mirror else self.request_class.value
+
+    @property
+    def shown_model(self) -> str:
+        """As the client calls it."""
+        return self._model if self.routed is None or self.routed.route is None else self.routed.route.name
+
+    def headers(self) -> dict[str, str]:
+        """That say which model answers, where that is not the name that was asked for."""
+        return {} if self.routed is None or self.routed.route is None else {MODEL_HEADER: self.routed.model}
 
     def identify(self, model: str, request: GenerationFields, options: Options) -> None:
         """The request is understood: from here on it counts under its model and class."""
         self._model, self.request_class = model, options.request_class
-        self.metrics = self.context.metrics.of_call(self.operation, model, options.request_class)
+        self.metrics = self.context.metrics.of_call(self.operation, model, self._class_label)
         if self.span.is_recording():
             self.span.set_attributes(request_attributes(self.operation, model, request, options))
+            if self.routed is not None and self.routed.route is not None:
+                self.span.set_attributes(route_attributes(self.routed))
 
     def plan(
         self,
@@ -107,6 +129,7 @@ class Call:
             ttft_objective_s=(message.ttft_ms or 0.0) / 1000,
             tpot_objective_s=(message.tpot_ms or 0.0) / 1000,
             prompt_lookup=-1 if message.prompt_lookup is None else message.prompt_lookup,
+            is_mirror=self._is_mirror,
         )
         self.generation = Generation(
             table=self.context.table,
@@ -131,12 +154,15 @@ class Call:
             else prompt_logprobs(tokenizer, choice.prompt.tokens, choice.prompt_logprobs(), options.prompt_logprobs)
             for choice in generation.choices
         ]
-        return answer.body(self.operation, self.call_id, created, self._model, options, tokenizer, usage, prompts)
+        return answer.body(self.operation, self.call_id, created, self.shown_model, options, tokenizer, usage, prompts)
 
     def end(self, error: BaseException | None) -> None:
         """`error` None: the whole answer was made. To be called once."""
         outcome, status = outcome_of(error)
-        self.context.metrics.requests.labels(self._model, self.request_class.value, outcome).inc()
+        metrics = self.context.metrics
+        metrics.requests.labels(self._model, self._class_label, outcome).inc()
+        if self.routed is not None and self.routed.route is not None:
+            metrics.route_requests.labels(self.routed.route.name, self.routed.model, self.routed.role, outcome).inc()
         if self.generation is not None and self.metrics is not None:
             now = self.context.bus.now()
             self.generation.close()

@@ -88,10 +88,13 @@ async def answer_line(
         priority=Priority.NORMAL,
         service_tier=None if asked.service_tier is None else "flex",
     )
+    routed = context.routes.resolve(message.model, key.tenant, message.user, custom_id)
+    message.model = routed.model
     spec = context.catalog.spec(message.model)
     # A trace of its own: one of 50,000 lines would be of no use to anybody.
     span = context.telemetry.tracer.start_span(f"batch line {spec.name}", Context(), links=[Link(batch)])
     call = Call(context, operation, span)
+    call.routed = routed
     call.identify(spec.name, message, options)
     context.metrics.batch_lines_in_flight.inc()
     error: BaseException | None = None

@@ -1,5 +1,5 @@
-"""Prometheus metrics of the gateway. Labels are bounded: `model` is a served model's name, `class` online or offline,
-`outcome` one of `OUTCOMES`. Durations are seconds from the arrival of the HTTP request unless said otherwise."""
+"""Prometheus metrics of the gateway. Labels are bounded: `model` is a served model's name, `class` online, offline
+or mirror, `outcome` one of `OUTCOMES`. Durations are seconds from the arrival of the HTTP request unless said otherwise."""
 
 from __future__ import annotations
 
@@ -66,6 +66,14 @@ class GatewayMetrics:
             return Histogram(full_name, f"gen_ai.server.{name}", labels, buckets=buckets, registry=registry)
 
         self.requests = counter("requests", "Generation requests ended, by outcome", "model", "class", "outcome")
+        self.route_requests = counter(
+            "route_requests",
+            "Requests of routes ended, by the model that answered, as what (arm, fallback, mirror) and how",
+            "route",
+            "model",
+            "role",
+            "outcome",
+        )
         self.in_flight = gauge("in_flight_requests", "HTTP generation requests in flight", "class")
         self.open_streams = gauge("open_streams", "Sequences being generated for clients")
         self.disconnects = counter("disconnected_clients", "Clients that went away before the end")
@@ -109,7 +117,7 @@ class GatewayMetrics:
         self._gen_ai_duration = gen_ai("request.duration", GEN_AI_DURATION_BUCKETS)
         self._gen_ai_first_token = gen_ai("time_to_first_token", GEN_AI_FIRST_TOKEN_BUCKETS)
         self._gen_ai_per_token = gen_ai("time_per_output_token", GEN_AI_TOKEN_BUCKETS)
-        self._calls: dict[tuple[str, str, RequestClass], CallMetrics] = {}
+        self._calls: dict[tuple[str, str, str], CallMetrics] = {}
         for request_class in RequestClass:
             self.in_flight.labels(request_class.value)
 
@@ -126,11 +134,12 @@ class GatewayMetrics:
             for family in collector.collect():
                 yield name, family
 
-    def of_call(self, operation: str, model: str, request_class: RequestClass) -> CallMetrics:
-        key = (operation, model, request_class)
+    def of_call(self, operation: str, model: str, class_label: str) -> CallMetrics:
+        """`class_label`: online, offline, or mirror."""
+        key = (operation, model, class_label)
         if (found := self._calls.get(key)) is None:
-            both = (model, request_class.value)
-            gen_ai = (operation, "tideway", model, request_class.value)
+            both = (model, class_label)
+            gen_ai = (operation, "tideway", model, class_label)
             found = self._calls[key] = CallMetrics(
                 first_token=self._first_token.labels(*both),
                 inter_token=self._inter_token.labels(*both),

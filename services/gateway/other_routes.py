@@ -28,6 +28,7 @@ from services.gateway.vllm_metrics import vllm_text
 from shared.messages.catalogue import CLEAR_PREFIX_CACHE
 from shared.messages.cluster import ModelSpec
 from shared.messages.requests import ClearPrefixCache
+from shared.messages.routes import Route
 from shared.telemetry import METRICS_TYPE, metrics_text
 
 _TOKENIZE = msgspec.json.Decoder(TokenizeRequest)
@@ -48,11 +49,23 @@ def _card(context: GatewayContext, spec: ModelSpec) -> ModelCard:
 async def list_models(context: GatewayContext, request: Request) -> Response:
     context.admission.authenticate(request.headers.get("authorization"))
     served = [spec for spec in context.catalog.models if context.catalog.failure(spec.name) is None]
-    return json_response(ModelList("list", [_card(context, spec) for spec in served]))
+    cards = [_route_card(context, route) for route in context.routes.all()]
+    cards += [_card(context, spec) for spec in served if context.routes.get(spec.name) is None]
+    return json_response(ModelList("list", cards))
+
+
+def _route_card(context: GatewayContext, route: Route) -> ModelCard:
+    """`max_model_len`: the least of its arms."""
+    models = [arm.model for arm in route.arms if arm.weight]
+    lengths = [context.catalog.reported_max_model_len(model) for model in models]
+    limit = min((length for length in lengths if length is not None), default=None)
+    return ModelCard(route.name, "model", int(route.changed_s), "tideway", ", ".join(models), None, limit)
 
 
 async def get_model(context: GatewayContext, request: Request) -> Response:
     context.admission.authenticate(request.headers.get("authorization"))
+    if (route := context.routes.get(request.path_params["model"])) is not None:
+        return json_response(_route_card(context, route))
     spec = context.catalog.spec(request.path_params["model"])
     context.catalog.check_can_be_served(spec.name)
     return json_response(_card(context, spec))
@@ -63,12 +76,17 @@ def _check_num_tokens(num_tokens: int, param: str) -> None:
         raise invalid(param, f"'{param}': {num_tokens} token ids; the limit is {MAX_SEQUENCE_TOKENS}.")
 
 
+def _spec(context: GatewayContext, name: str | None) -> ModelSpec:
+    """Of a route's name: of one of its models."""
+    return context.catalog.spec(name if name is None else context.routes.model_of(name))
+
+
 async def tokenize(context: GatewayContext, request: Request) -> Response:
     context.admission.authenticate(request.headers.get("authorization"))
     message = await read_message(request, _TOKENIZE, context.bodies)
     if (message.prompt is None) == (message.messages is None):
         raise invalid("prompt", "Exactly one of 'prompt' and 'messages' is needed.")
-    spec = context.catalog.spec(message.model)
+    spec = _spec(context, message.model)
     tokenizer = await context.tokenizers.get(spec)
     if message.prompt is None:
         ids = await chat_ids(context, tokenizer, message)
@@ -86,7 +104,7 @@ async def detokenize(context: GatewayContext, request: Request) -> Response:
     context.admission.authenticate(request.headers.get("authorization"))
     message = await read_message(request, _DETOKENIZE, context.bodies)
     _check_num_tokens(len(message.tokens), "tokens")
-    tokenizer = await context.tokenizers.get(context.catalog.spec(message.model))
+    tokenizer = await context.tokenizers.get(_spec(context, message.model))
     if message.tokens:
         check_token_ids(message.tokens, tokenizer.vocab_size, "tokens")
     return json_response(DetokenizeReply(await context.tokenizers.decode(tokenizer, message.tokens)))

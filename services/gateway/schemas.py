@@ -29,6 +29,7 @@ Penalty = Annotated[float, Meta(ge=-2, le=2)]
 Bias = Annotated[float, Meta(ge=-100, le=100)]
 Milliseconds = Annotated[float, Meta(gt=0, le=3_600_000)]
 ModelName = Annotated[str, Meta(min_length=1, max_length=512)]
+PublicName = Annotated[str, Meta(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9][A-Za-z0-9._:/-]*$")]
 
 # Fields that would change the answer in ways that this server cannot: they are accepted where they are without effect
 # and refused otherwise (parsing.refuse_unsupported), because ignoring them would be a wrong answer.
@@ -236,7 +237,7 @@ class DetokenizeRequest(msgspec.Struct, kw_only=True):
 class AddModelRequest(msgspec.Struct, kw_only=True):
     """A model to serve. `source`: a folder in Hugging Face format, or a hub id."""
 
-    name: Annotated[str, Meta(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9][A-Za-z0-9._:/-]*$")]
+    name: PublicName
     source: Annotated[str, Meta(min_length=1, max_length=4096)]
     dtype: Literal["auto", "float32", "float16", "bfloat16"] | None = None
     max_model_len: Annotated[int, Meta(ge=1, le=2**31 - 1)] | None = None
@@ -259,6 +260,20 @@ class ScaleModelRequest(msgspec.Struct, kw_only=True):
 class ScaleRequest(msgspec.Struct, kw_only=True):
     instances: Annotated[int, Meta(ge=1, le=10_000)]
     """How many there are to be, over all nodes."""
+
+
+class SetRouteRequest(msgspec.Struct, kw_only=True):
+    """A public name for models. It may be that of a model, which is then reached by routes alone."""
+
+    name: PublicName
+    arms: Annotated[dict[ModelName, Annotated[float, Meta(ge=0, le=1_000_000)]], Meta(min_length=1, max_length=64)]
+    """Weights by model: each answers its weight over the sum of all."""
+    sticky: Literal["none", "key", "user"] | None = None
+    """What stays with one model: nothing, all requests of an API key, or all with the same `user` of a key."""
+    mirrors: Annotated[dict[ModelName, Annotated[float, Meta(ge=0, le=1)]], Meta(max_length=8)] | None = None
+    """Shares by model: so many of the requests are sent there too, uncharged and unseen, in the offline class."""
+    fallbacks: Annotated[list[ModelName], Meta(max_length=16)] | None = None
+    """Models that answer while no instance serves any of `arms`; the first that can."""
 
 
 class ChangePlanRequest(msgspec.Struct, kw_only=True):

@@ -26,7 +26,9 @@ from services.gateway.context import GatewayContext
 from services.gateway.files import Files
 from services.gateway.http_limits import Connections, LimitedProtocol
 from services.gateway.metrics import GatewayMetrics
+from services.gateway.mirrors import Mirrors
 from services.gateway.placing import Placer
+from services.gateway.routes import Routes
 from services.gateway.stream_table import StreamTable
 from services.gateway.text_pool import TextPool
 from services.gateway.timelines import Timelines
@@ -97,6 +99,8 @@ class GatewayService:
             bodies=BodyRoom(settings.max_body_bytes, settings.max_body_bytes_in_flight),
             tokenizers=tokenizers,
             catalog=catalog,
+            routes=Routes(bus, catalog),
+            mirrors=Mirrors(),
             loads=ClusterLoads(bus, catalog),
             table=table,
             timelines=timelines,
@@ -119,6 +123,7 @@ class GatewayService:
         self.port = listener.getsockname()[1]
         self._placer.start()
         await context.catalog.start(context.table.on_instance)
+        await context.routes.start()
         await context.loads.start()
         await context.timelines.start()
         await context.table.start()
@@ -165,6 +170,7 @@ class GatewayService:
                 await asyncio.sleep(settings.leave_s)
             self._server.should_exit = True
             await asyncio.wait({self._serving}, timeout=settings.stop_grace_s)
+        await self.context.mirrors.stop()
         await self.context.table.stop()
         if self._serving is not None:
             await asyncio.wait({self._serving}, timeout=ENDING_S)
@@ -176,6 +182,7 @@ class GatewayService:
         self._placer.stop()
         await self.context.timelines.stop()
         await self.context.loads.stop()
+        await self.context.routes.stop()
         await self.context.catalog.stop()
         await self.context.tokenizers.close()
 

@@ -9,6 +9,7 @@ from opentelemetry.util.types import AttributeValue
 
 from services.gateway.generation import Generation
 from services.gateway.parsing import Options
+from services.gateway.routes import Routed
 from services.gateway.schemas import GenerationFields
 
 Attributes = dict[str, AttributeValue]
@@ -35,6 +36,12 @@ def request_attributes(operation: str, model: str, request: GenerationFields, op
     }
     attributes.update({name: value for name, value in optional.items() if value is not None})
     return attributes
+
+
+def route_attributes(routed: Routed) -> Attributes:
+    """Of a request that names a route."""
+    assert routed.route is not None
+    return {"tideway.route": routed.route.name, "tideway.route_role": routed.role.value}
 
 
 def response_attributes(generation: Generation, call_id: str, model: str, now: float) -> Attributes:

@@ -82,6 +82,7 @@ class Ended(msgspec.Struct, frozen=True, kw_only=True):
             is_ttft_met=is_ttft_met,
             is_tpot_met=is_tpot_met,
             adapter="" if self.request.adapter is None else self.request.adapter.name,
+            is_mirror=self.request.is_mirror,
         )
 
     @property

@@ -266,3 +266,24 @@ class InstanceStates(msgspec.Struct):
     instances: list[InstanceState]
     draining: list[str] | None
     """Those that the plan leaves out until that is undone, here or gone; None: the plan cannot be read now."""
+
+
+class RouteState(msgspec.Struct, kw_only=True):
+    """A public name and the models that answer for it."""
+
+    name: str
+    arms: dict[str, float]
+    """Weights by model."""
+    sticky: str
+    """none | key | user"""
+    mirrors: dict[str, float]
+    """Shares by model."""
+    fallbacks: list[str]
+    changed_s: float
+    """Unix time."""
+    down: list[str]
+    """Of these models, those that no instance serves now."""
+
+
+class RouteStates(msgspec.Struct):
+    routes: list[RouteState]

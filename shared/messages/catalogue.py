@@ -61,6 +61,7 @@ from shared.messages.requests import (
     RequestsLost,
     TokenFrame,
 )
+from shared.messages.routes import Route
 from shared.messages.timeline import AskGateways, RequestEvents, ToldByGateway
 from shared.messages.traffic import GetTraffic, RequestRows, StoredTraffic, TrafficReply
 
@@ -245,6 +246,8 @@ REQUEST_LOG = Bucket(
 )
 """key: `<slot of time>.<part>`; writer: placement"""
 
+ROUTES = _gateways_own("tideway_routes", Route, is_purged=False)
+"""key: `bucket_key(route's name)`; writer: gateway"""
 AUDIT = _gateways_own("tideway_audit", AdminAction)
 """key: time in nanoseconds, gateway id; the last thousand tries to change something by the admin API"""
 

@@ -167,6 +167,7 @@ class FinishedStats(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     is_tpot_met: bool | None = None
     adapter: str = ""
     """Name of the LoRA adapter that it was computed with; empty: none."""
+    is_mirror: bool = False
 
     @property
     def public_model(self) -> str:

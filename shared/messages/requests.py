@@ -177,6 +177,8 @@ class GenerationRequest(msgspec.Struct, frozen=True, array_like=True, kw_only=Tr
     """Tokens guessed at most for it in a step; -1: as many as the instance guesses, which is the most in any case."""
     adapter: Adapter | None = None
     """Of `model`; None: it is computed with the model's own weights."""
+    is_mirror: bool = False
+    """A copy of another, whose answer nobody sees: in no statistics."""
 
     @property
     def public_model(self) -> str:

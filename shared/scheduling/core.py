@@ -120,10 +120,10 @@ class SchedulerCore:
     def on_report(self, report: LoadReport, now: float) -> None:
         """What an instance says of itself, to all whom it concerns."""
         instance_id = report.instance_id
-        if report.finished:
-            self.statistics.count_finished(report.finished)
-            self.monitor.count_finished(report.finished)
-            self.grants.count_finished(report.finished, now)
+        if finished := [stats for stats in report.finished if not stats.is_mirror]:
+            self.statistics.count_finished(finished)
+            self.monitor.count_finished(finished)
+            self.grants.count_finished(finished, now)
         heard = self.cluster.hear(report, now)
         if heard is None:
             return

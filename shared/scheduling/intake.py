@@ -58,7 +58,7 @@ class Intake:
             tracked.epoch = next_placement(request.epoch)
         if self._core.inquiries.unheard:
             tracked.epoch += self._term * TERM_EPOCHS
-        if request.epoch == 0:
+        if request.epoch == 0 and not request.is_mirror:
             self._core.life.statistics.count_arrival(request.public_model, is_online)
             self._core.life.recorder.arrived(request, now)
             if not is_online:

@@ -205,7 +205,9 @@ class RequestLifecycle:
         )
         if outcome == "dispatched":
             self._dispatcher.queue.count_dispatch(now)
-            self.statistics.count_queued(tracked.request.public_model, tracked.is_online, left_s - tracked.submitted_s)
+            if not tracked.request.is_mirror:
+                model, waited_s = tracked.request.public_model, left_s - tracked.submitted_s
+                self.statistics.count_queued(model, tracked.is_online, waited_s)
 
     def forget(self, tracked: TrackedRequest) -> None:
         """It must have left the queue."""

@@ -54,6 +54,8 @@ class RequestRecorder:
         self._of(request, now, Outcome.REFUSED)
 
     def _of(self, request: GenerationRequest, now: float, outcome: Outcome) -> None:
+        if request.is_mirror:
+            return
         is_online, num_prompt = request.request_class == RequestClass.ONLINE, len(request.prompt) // 4
         arrived_s = now - request.waited_s
         self._add(_Event(request.request_id, request.public_model, is_online, arrived_s, num_prompt, outcome, None))
@@ -61,7 +63,7 @@ class RequestRecorder:
     def ended_here(self, tracked: TrackedRequest, reason: FinishReason, now: float) -> None:
         """In the scheduler's hands, after whatever it did before."""
         request = tracked.request
-        if request is None:
+        if request is None or request.is_mirror:
             return
         stats = FinishedStats(
             model=tracked.model,
@@ -82,6 +84,8 @@ class RequestRecorder:
         self.ended(tracked.request_id, stats, now)
 
     def ended(self, request_id: str, stats: FinishedStats, now: float) -> None:
+        if stats.is_mirror:
+            return
         is_online = stats.request_class == RequestClass.ONLINE
         outcome = _OUTCOMES[stats.finish_reason]
         arrived_s = now - stats.latency_s

@@ -1,0 +1,140 @@
+"""Public names for models, over HTTP: splits, stickiness, mirrors, fallbacks, and who may change them."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from shared.messages.cluster import ModelSpec
+from shared.messages.requests import RequestClass
+from shared.settings import BusSettings
+from tests.gateway.batching import ended, jsonl, reach
+from tests.gateway.conftest import Stack, running_stack
+from tests.gateway.peer import until
+
+HI = [{"role": "user", "content": "Hi"}]
+
+
+@pytest.fixture
+async def two(nats_settings: BusSettings, checkpoint: Path) -> AsyncIterator[Stack]:
+    specs = [ModelSpec("old", str(checkpoint)), ModelSpec("new", str(checkpoint))]
+    async with running_stack(nats_settings, specs, api_keys="one,two", admin_api_key="admin") as stack:
+        stack.say("Hello world")
+        stack.client.headers["Authorization"] = "Bearer one"
+        yield stack
+
+
+async def set_route(stack: Stack, name: str = "public", **fields: object) -> None:
+    headers = {"Authorization": "Bearer admin"}
+    answer = await stack.client.post("/admin/routes", json={"name": name, **fields}, headers=headers)
+    assert answer.status_code == 200, answer.text
+    routes = stack.gateway.context.routes
+    await until(
+        lambda: (found := routes.get(name)) and {arm.model for arm in found.arms} == {*fields["arms"]}, "a route"
+    )  # type: ignore[misc]
+
+
+async def ask(stack: Stack, model: str = "public", **fields: object) -> str:
+    """Which model answered."""
+    answer = await stack.client.post("/v1/chat/completions", json={"model": model, "messages": HI, **fields})
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["model"] == model
+    answered = stack.peer.submitted[-1].model
+    assert answer.headers.get("x-tideway-model", model) == answered
+    return answered
+
+
+async def test_a_route_splits_by_weight_and_a_user_stays(two: Stack) -> None:
+    await set_route(two, arms={"old": 1, "new": 1})
+    assert {await ask(two) for _ in range(24)} == {"old", "new"}
+    await set_route(two, arms={"old": 1, "new": 1}, sticky="user")
+    for user in ("ada", "grace", "edsger"):
+        assert len({await ask(two, user=user) for _ in range(5)}) == 1
+    listed = (await two.client.get("/v1/models")).json()["data"]
+    assert {card["id"]: card["root"] for card in listed}["public"] == "old, new"
+    assert (await two.client.get("/v1/models/public")).json()["id"] == "public"
+    counted = await two.post("/tokenize", model="public", prompt="one two")
+    assert counted.json()["count"] > 0
+    await two.until_metrics('tideway_gateway_route_requests_total{model="new",outcome="ok",role="arm",route="public"}')
+
+
+async def test_a_models_own_name_may_be_routed_and_given_back(two: Stack) -> None:
+    await set_route(two, "old", arms={"new": 1})
+    assert await ask(two, "old") == "new"
+    assert [card["id"] for card in (await two.client.get("/v1/models")).json()["data"]].count("old") == 1
+    headers = {"Authorization": "Bearer admin"}
+    assert (await two.client.delete("/admin/routes/old", headers=headers)).status_code == 200
+    await until(lambda: two.gateway.context.routes.get("old") is None, "no route")
+    assert await ask(two, "old") == "old"
+    assert (await two.client.delete("/admin/routes/old", headers=headers)).status_code == 404
+    audit = (await two.client.get("/admin/audit", headers=headers)).json()["actions"]
+    assert "DELETE /admin/routes/old" in [action["action"] for action in audit]
+
+
+async def test_a_mirror_is_asked_uncharged_and_unseen(nats_settings: BusSettings, checkpoint: Path) -> None:
+    specs = [ModelSpec("old", str(checkpoint)), ModelSpec("new", str(checkpoint))]
+    async with running_stack(nats_settings, specs, api_keys="one::1000") as stack:
+        stack.say("Hello world")
+        stack.client.headers["Authorization"] = "Bearer one"
+        routes = stack.gateway.context.routes
+        from shared.messages.routes import Arm, Mirror, Route
+
+        await routes.put(Route(name="public", arms=(Arm(model="old"),), mirrors=(Mirror(model="new", share=1.0),)))
+        await until(lambda: routes.get("public"), "a route")
+        answer = await stack.client.post(
+            "/v1/completions", json={"model": "public", "prompt": [5] * 40, "stream": True, "seed": 3}
+        )
+        assert answer.text.count("data: ") > 1
+        await stack.until_metrics(
+            'tideway_gateway_route_requests_total{model="new",outcome="ok",role="mirror",route="public"} 1.0',
+            'tideway_gateway_requests_total{class="mirror",model="new",outcome="ok"} 1.0',
+        )
+        own, mirrored = sorted(stack.peer.submitted, key=lambda request: request.is_mirror)
+        assert (own.model, mirrored.model, mirrored.is_mirror) == ("old", "new", True)
+        assert mirrored.request_class is RequestClass.OFFLINE and own.request_class is RequestClass.ONLINE
+        assert mirrored.prompt == own.prompt and mirrored.sampling == own.sampling
+        (key,) = stack.gateway.context.admission._keys.values()
+        assert key.window.total(stack.gateway.context.bus.now()) == 40 + len(stack.ids("Hello world")) + 1
+
+
+async def test_who_is_down_is_passed_over(two: Stack) -> None:
+    await set_route(two, arms={"old": 1}, fallbacks=["new"])
+    assert await ask(two) == "old"
+    await two.peer.add_instance("a", "new")
+    routes = two.gateway.context.routes
+    await until(lambda: not routes.is_up("old"), "the model to be down")
+    assert await ask(two) == "new"
+    headers = {"Authorization": "Bearer admin"}
+    (state,) = (await two.client.get("/admin/routes", headers=headers)).json()["routes"]
+    assert state["down"] == ["old"] and state["fallbacks"] == ["new"]
+    await two.until_metrics('role="fallback",route="public"} 1.0')
+
+
+async def test_a_batch_may_name_a_route(two: Stack) -> None:
+    await set_route(two, arms={"new": 1})
+    body = {"model": "public", "prompt": "x", "max_tokens": 3}
+    line = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": body}
+    async with two.openai("one") as client:
+        file = await client.files.create(file=("lines.jsonl", jsonl([line])), purpose="batch")
+        batch = await client.batches.create(input_file_id=file.id, endpoint="/v1/completions", completion_window="24h")
+        batch = await reach(client, batch.id, ended)
+    assert batch.status == "completed" and [request.model for request in two.peer.submitted] == ["new"]
+
+
+async def test_what_is_wrong_with_a_route_is_told(two: Stack) -> None:
+    admin = {"Authorization": "Bearer admin"}
+    for body, param in (
+        ({"name": "public", "arms": {}}, "arms"),
+        ({"name": "public", "arms": {"old": 0}}, "arms"),
+        ({"name": "public", "arms": {"old": -1}}, "arms[...]"),
+        ({"name": "a b", "arms": {"old": 1}}, "name"),
+        ({"name": "public", "arms": {"nobody": 1}}, "model"),
+        ({"name": "public", "arms": {"old": 1}, "mirrors": {"new": 2}}, "mirrors[...]"),
+        ({"name": "public", "arms": {"old": 1}, "sticky": "hair"}, "sticky"),
+    ):
+        answer = await two.client.post("/admin/routes", json=body, headers=admin)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), answer.text
+    assert (await two.client.post("/admin/routes", json={"name": "p", "arms": {"old": 1}})).status_code == 401
+    assert (await two.client.get("/admin/routes", headers=admin)).json() == {"routes": []}

@@ -1,0 +1,116 @@
+"""`tideway route`: public names that split their requests over models."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import typer
+from rich.markup import escape
+from rich.table import Table
+
+from shared.messages.admin import RouteState
+from tideway.console import TableConsole
+from tideway.data_folder import DataFolder, OperatorError
+from tideway.operations import AdminClient
+from tideway.top import LOOK
+
+app = typer.Typer(no_args_is_help=True, help="Public names that split their requests over models.")
+
+Url = Annotated[
+    str,
+    typer.Option(
+        "--url", envvar="TIDEWAY_URL", help="Of a gateway; default: the one that runs on the data folder, with its key."
+    ),
+]
+Key = Annotated[
+    str, typer.Option("--api-key", envvar="TIDEWAY_ADMIN_API_KEY", help="For /admin; default: the data folder's.")
+]
+Data = Annotated[Path, typer.Option("--data-dir", envvar="TIDEWAY_DATA_DIR", help="Where Tideway's files lie.")]
+DATA = Path(".tideway")
+
+
+@app.command("list")
+def list_routes(
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object, for programs.")] = False,
+    url: Url = "",
+    api_key: Key = "",
+    data_dir: Data = DATA,
+) -> None:
+    """Show all routes, with their models and which of these are down."""
+    with AdminClient.of(DataFolder(data_dir), url, api_key) as client:
+        states = client.routes()
+    if as_json:
+        print(msgspec.json.encode(states).decode())
+    elif not states.routes:
+        print("There is no route; tideway route set NAME MODEL=WEIGHT ... makes one.")
+    else:
+        TableConsole().print(_table(states.routes))
+
+
+def _table(routes: list[RouteState]) -> Table:
+    table = Table("route", "models", "sticky", "mirrors", "fallbacks", "down", **LOOK)
+    for route in routes:
+        total = sum(route.arms.values())
+        cells = (
+            route.name,
+            ", ".join(f"{model} {weight / total:.3g}" for model, weight in route.arms.items()),
+            route.sticky,
+            ", ".join(f"{model} {share:g}" for model, share in route.mirrors.items()),
+            ", ".join(route.fallbacks),
+            ", ".join(route.down),
+        )
+        table.add_row(*map(escape, cells))
+    return table
+
+
+@app.command("set")
+def set_route(
+    name: Annotated[str, typer.Argument(help="What clients call it; a model's name too: it is routed then.")],
+    models: Annotated[list[str], typer.Argument(metavar="MODEL[=WEIGHT]...", help="Weights are 1 unless said.")],
+    sticky: Annotated[
+        str, typer.Option(help="What stays with one model: none, key (of the API) or user (of the request).")
+    ] = "none",
+    mirror: Annotated[
+        list[str] | None, typer.Option(metavar="MODEL=SHARE", help="Also sent there, unseen; repeatable.")
+    ] = None,
+    fallback: Annotated[
+        list[str] | None, typer.Option(metavar="MODEL", help="While none of the models is up; repeatable, in order.")
+    ] = None,
+    url: Url = "",
+    api_key: Key = "",
+    data_dir: Data = DATA,
+) -> None:
+    """Make a route, or replace the one of that name: `set chat llama=9 new-llama=1`; `set old-name llama` renames."""
+    body = {
+        "name": name,
+        "arms": dict(_pair(text, 1.0) for text in models),
+        "sticky": sticky,
+        "mirrors": dict(_pair(text, None) for text in mirror or ()),
+        "fallbacks": fallback or [],
+    }
+    with AdminClient.of(DataFolder(data_dir), url, api_key) as client:
+        print(client.place)
+        TableConsole().print(_table([client.set_route(body)]))
+
+
+def _pair(text: str, default: float | None) -> tuple[str, float]:
+    model, equals, number = text.rpartition("=")
+    if not equals and default is not None:
+        return text, default
+    if not model or not re.fullmatch(r"\d+(\.\d*)?|\.\d+", number):
+        raise OperatorError(f"{text!r}: expected a model, = and a number.")
+    return model, float(number)
+
+
+@app.command("delete")
+def delete_route(
+    name: Annotated[str, typer.Argument()], url: Url = "", api_key: Key = "", data_dir: Data = DATA
+) -> None:
+    """Remove a route. Where a model has its name, requests go to that again."""
+    with AdminClient.of(DataFolder(data_dir), url, api_key) as client:
+        print(client.place)
+        client.delete_route(name)
+        print(f"There is no route {name} any more.")
