@@ -1,4 +1,4 @@
-"""What a step costs on two ranks of a CPU, a thread each, over gloo: on one rank, on two, on two whose calls to each other
+"""What a step costs on two ranks of a CPU, a thread each: on one rank, on two, on two whose calls to each other
 are left out, and those calls alone, back to back, as one step makes them.
 
     python -m bench.tensor_parallel [--rounds 20] [--dtype bfloat16] [--realtime]
@@ -20,6 +20,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -41,15 +42,28 @@ MAX_FACTOR = 1.1
 CPU = torch.device("cpu")
 
 
+class Nobody:
+    """Stands for the other ranks in compiled layers whose sums are left out."""
+
+    pointer = None
+    is_lost = False
+
+
 class Switch(RankGroup):
-    """A group whose calls can be left out, and are kept in mind."""
+    """A group whose calls can be left out, and noted then."""
 
     def __init__(self, ranks: Ranks) -> None:
         self.rank, self.size = ranks.rank, ranks.size
         self._ranks = ranks
-        self.is_on = True
+        self.turn(on=True)
         self.calls: list[tuple[bool, torch.Size, torch.dtype]] = []
         """(whether it was an all-gather, shape, dtype)"""
+
+    def turn(self, *, on: bool, noting: bool = False) -> None:
+        """Calls that compiled layers make by themselves are not noted: where all are to be, layers run one by one."""
+        self.is_on = on
+        compiled: Any = None if self._ranks.exchange is None or noting else Nobody()
+        self.exchange = self._ranks.exchange if on else compiled
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         self.calls.append((False, tensor.shape, tensor.dtype))
@@ -101,16 +115,16 @@ def compute(
         place.clock = time.perf_counter
     alone, together = places
 
-    def without_calls(step: Callable[[], float]) -> float:
-        group.is_on = False
+    def without_calls(step: Callable[[], float], *, noting: bool = False) -> float:
+        group.turn(on=False, noting=noting)
         try:
             return step()
         finally:
-            group.is_on = True
+            group.turn(on=True)
 
     def calls_alone(step: Callable[[], float]) -> float:
         group.calls.clear()
-        without_calls(step)
+        without_calls(step, noting=True)
         made = [(is_gather, torch.zeros(shape, dtype=dtype)) for is_gather, shape, dtype in group.calls]
         group.meet()
         started_s = time.perf_counter()

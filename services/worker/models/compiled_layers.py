@@ -1,5 +1,5 @@
 """The layers of a Llama-like decoder by the compiled kernels: one call for all of them, or for as many as lie between two
-safepoints or two sums over ranks."""
+safepoints; sums over ranks are in between."""
 
 from __future__ import annotations
 
@@ -72,8 +72,10 @@ class CompiledLayers:
             ctypes.pointer(batch.metadata.struct), self._kv_of(batch.kv), address(state.hidden), address(state.pending),
             *map(address, state.rope), *map(address, work), 2 * start, 2 * stop, has_pending,
         )  # fmt: skip
-        if group.size == 1:
+        if group.size == 1 or group.exchange is not None:
+            forward.ranks = None if group.exchange is None else group.exchange.pointer
             compiled.run_parts(self._decoder, forward)
+            group.raise_if_lost()
             return
         for part in range(2 * start, 2 * stop):
             forward.first, forward.last = part, part + 1

@@ -22,6 +22,7 @@
 #include <string.h>
 #include <sys/resource.h>
 #include <sys/syscall.h>
+#include <time.h>
 #include <unistd.h>
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -185,7 +186,7 @@ typedef struct {
 
 typedef struct {
     Team *team;
-    int parity;
+    int parity, thread;
 } Worker;
 
 ALWAYS void relax(void) {
@@ -303,6 +304,112 @@ static void run_team(Team *team, void (*function)(void *, int, const void *), co
 
 ALWAYS void even_phases(Worker *worker) {
     if (worker->parity) sync_team(worker);
+}
+
+/* ---------------------------------------------------------------------------------------------------------- ranks */
+
+/* Processes of one machine that compute one model together, and what they tell each other through memory that all map. A call
+ * is made by all of them, in one order. Of three calls in a row no two use the same slots but the first and the last, and who
+ * makes the last has seen that all made the second, so that nobody still reads the first's. */
+
+#define RANK_SPINS 20000
+
+typedef struct {
+    _Alignas(64) atomic_uint calls; /* whose part of this rank can be read */
+} Arrival;
+
+typedef struct {
+    Arrival *arrivals;      /* [size]; then the number of ranks that sleep, as one more */
+    char *slots;            /* [2, size, slot_bytes] */
+    int64_t slot_bytes;     /* a multiple of 64 */
+    int64_t timeout_ns;     /* for the others to come */
+    int32_t rank, size;
+    uint32_t calls;
+    int32_t is_lost;        /* a rank did not come: the group is of no more use */
+} Ranks;
+
+static int64_t now_ns(void) {
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return now.tv_sec * 1000000000LL + now.tv_nsec;
+}
+
+static int has_come(const Ranks *ranks, int rank) {
+    return (int32_t)(atomic_load(&ranks->arrivals[rank].calls) - ranks->calls) >= 0;
+}
+
+/* Returns when that rank's part can be read; 0: it did not come in time. */
+static int await_rank(const Ranks *ranks, int rank) {
+    for (int i = 0; i < RANK_SPINS; i++) {
+        if (has_come(ranks, rank)) return 1;
+        relax();
+    }
+    atomic_uint *num_sleeping = &ranks->arrivals[ranks->size].calls;
+    const int64_t end = now_ns() + ranks->timeout_ns;
+    atomic_fetch_add(num_sleeping, 1);
+    int came;
+    while (!(came = has_come(ranks, rank)) && now_ns() < end) {
+        unsigned calls = atomic_load(&ranks->arrivals[rank].calls);
+        const struct timespec slice = {0, 100000000};
+        if (!has_come(ranks, rank)) syscall(SYS_futex, &ranks->arrivals[rank].calls, FUTEX_WAIT, calls, &slice, NULL, 0);
+    }
+    atomic_fetch_sub(num_sleeping, 1);
+    return came;
+}
+
+/* Shows `bytes` to the other ranks and waits for theirs. The slots, one a rank; NULL: not all came. */
+static const char *exchange(Ranks *ranks, const void *data, long bytes) {
+    if (ranks->is_lost) return NULL;
+    char *slots = ranks->slots + (ranks->calls & 1) * ranks->size * ranks->slot_bytes;
+    memcpy(slots + ranks->rank * ranks->slot_bytes, data, bytes);
+    ranks->calls++;
+    atomic_uint *calls = &ranks->arrivals[ranks->rank].calls;
+    atomic_store(calls, ranks->calls);
+    if (atomic_load(&ranks->arrivals[ranks->size].calls)) syscall(SYS_futex, calls, FUTEX_WAKE, MAX_THREADS, NULL, NULL, 0);
+    for (int rank = 0; rank < ranks->size; rank++)
+        if (rank != ranks->rank && !await_rank(ranks, rank)) {
+            ranks->is_lost = 1;
+            return NULL;
+        }
+    return slots;
+}
+
+/* data = the sum of all ranks' in float32, in their order, so that it has the same bits on all. */
+ALWAYS void sum_over_ranks(const int bf16, Ranks *ranks, void *data, long count) {
+    const long size = bf16 ? 2 : 4, most = ranks->slot_bytes / size;
+    for (long begin = 0; begin < count; begin += most) {
+        const long length = count - begin < most ? count - begin : most;
+        char *part = (char *)data + begin * size;
+        const char *slots = exchange(ranks, part, length * size);
+        if (!slots) return;
+        for (long i = 0; i < length; i += LANES) {
+            floats sum = load(bf16, slots, i);
+            for (int rank = 1; rank < ranks->size; rank++) sum += load(bf16, slots + rank * ranks->slot_bytes, i);
+            store_some(bf16, part, i, sum, length - i);
+        }
+    }
+}
+
+/* 0: a rank is lost. */
+int tideway_sum_over_ranks(Ranks *ranks, void *data, int64_t count, int is_bf16) {
+    if (is_bf16) sum_over_ranks(1, ranks, data, count);
+    else sum_over_ranks(0, ranks, data, count);
+    return !ranks->is_lost;
+}
+
+/* out [rows, size * row_bytes]: each rank's rows beside each other, in their order; row_bytes <= slot_bytes. 0: a rank is lost. */
+int tideway_join_over_ranks(Ranks *ranks, const char *rows, int64_t num_rows, int64_t row_bytes, char *out) {
+    const long most = ranks->slot_bytes / row_bytes;
+    for (long begin = 0; begin < num_rows; begin += most) {
+        const long count = num_rows - begin < most ? num_rows - begin : most;
+        const char *slots = exchange(ranks, rows + begin * row_bytes, count * row_bytes);
+        if (!slots) return 0;
+        for (int rank = 0; rank < ranks->size; rank++)
+            for (long row = 0; row < count; row++)
+                memcpy(out + ((begin + row) * ranks->size + rank) * row_bytes,
+                       slots + rank * ranks->slot_bytes + row * row_bytes, row_bytes);
+    }
+    return 1;
 }
 
 /* -------------------------------------------------------------------------------------------------------- linear */
@@ -767,6 +874,7 @@ typedef struct {
     void *normed, *heads, *attended, *inner; /* [tokens, ...] to work in */
     int64_t first, last;            /* parts: 2 * layer is its attention, 2 * layer + 1 its MLP */
     int32_t has_pending;
+    Ranks *ranks;                   /* each part is summed over them; NULL: one has it all */
 } Pass;
 
 typedef struct {
@@ -807,16 +915,19 @@ ALWAYS void run_parts(const int bf16, Worker *worker, const Decoder *decoder, co
                                               decoder->activation});
             multiply(bf16, worker, &(Product){&layer->down, pass->inner, tokens, inner / per_word, pass->pending, width, 0, 0});
         }
+        if (pass->ranks) {
+            if (worker->thread == 0) sum_over_ranks(bf16, pass->ranks, pass->pending, tokens * width);
+            sync_team(worker);
+        }
     }
     even_phases(worker);
 }
 
 static void pass_member(void *team, int thread, const void *argument) {
     const PassOfDecoder *both = argument;
-    Worker worker = {team, 0};
+    Worker worker = {team, 0, thread};
     if (both->decoder->is_bf16) run_parts(1, &worker, both->decoder, both->pass);
     else run_parts(0, &worker, both->decoder, both->pass);
-    (void)thread;
 }
 
 void tideway_run_parts(Team *team, const Decoder *decoder, const Pass *pass) {
@@ -832,11 +943,10 @@ typedef struct {
 
 static void linear_member(void *team, int thread, const void *argument) {
     const LinearCall *call = argument;
-    Worker worker = {team, 0};
+    Worker worker = {team, 0, thread};
     if (call->is_bf16) multiply(1, &worker, &call->product);
     else multiply(0, &worker, &call->product);
     even_phases(&worker);
-    (void)thread;
 }
 
 void tideway_linear(Team *team, const LinearCall *call) { run_team(team, linear_member, call); }
@@ -854,7 +964,7 @@ static void attention_member(void *team, int thread, const void *argument) {
     const AttentionCall *call = argument;
     const Heads *heads = call->heads;
     const long out_stride = (long)heads->num_heads * heads->head_dim, size = heads->is_bf16 ? 2 : 4;
-    Worker worker = {team, 0};
+    Worker worker = {team, 0, thread};
     if (call->keys) {
         for (long t; (t = take(&worker)) < call->batch->num_tokens;) {
             const char *keys = call->keys + t * call->key_stride * size, *values = call->values + t * call->value_stride * size;
@@ -868,7 +978,6 @@ static void attention_member(void *team, int thread, const void *argument) {
         else attend(0, &worker, call->batch, call->kv, heads, call->queries, call->query_stride, call->out, out_stride);
     }
     even_phases(&worker);
-    (void)thread;
 }
 
 /* Writes keys and values, if given; then attends, if queries are given. */
@@ -912,12 +1021,11 @@ ALWAYS int64_t argmax_of(const int bf16, const void *scores, long row, long widt
 
 static void argmax_member(void *team, int thread, const void *argument) {
     const ArgmaxCall *c = argument;
-    Worker worker = {team, 0};
+    Worker worker = {team, 0, thread};
     for (long row; (row = take(&worker)) < c->num_rows;)
         c->best[row] = c->is_bf16 ? argmax_of(1, c->scores, row, c->width) : argmax_of(0, c->scores, row, c->width);
     sync_team(&worker);
     even_phases(&worker);
-    (void)thread;
 }
 
 /* The first of the largest of each row. */

@@ -11,7 +11,7 @@ import functools
 import logging
 import os
 from copy import copy
-from ctypes import POINTER, c_float, c_int32, c_int64, c_void_p
+from ctypes import POINTER, c_float, c_int32, c_int64, c_uint32, c_void_p
 from typing import Any
 
 import torch
@@ -73,11 +73,19 @@ class DecoderStruct(ctypes.Structure):
     ]  # fmt: skip
 
 
+class RanksStruct(ctypes.Structure):
+    _fields_ = [
+        ("arrivals", c_void_p), ("slots", c_void_p), ("slot_bytes", c_int64), ("timeout_ns", c_int64), ("rank", c_int32),
+        ("size", c_int32), ("calls", c_uint32), ("is_lost", c_int32),
+    ]  # fmt: skip
+
+
 class PassStruct(ctypes.Structure):
     _fields_ = [
         ("batch", POINTER(BatchStruct)), ("kv", POINTER(KvStruct)), ("hidden", c_void_p), ("pending", c_void_p),
         ("cosines", c_void_p), ("sines", c_void_p), ("normed", c_void_p), ("heads", c_void_p), ("attended", c_void_p),
         ("inner", c_void_p), ("first", c_int64), ("last", c_int64), ("has_pending", c_int32),
+        ("ranks", POINTER(RanksStruct)),
     ]  # fmt: skip
 
 
@@ -122,6 +130,33 @@ class Kernels:
 
     def run_parts(self, decoder: DecoderStruct, forward: PassStruct) -> None:
         self._library.tideway_run_parts(self._team, ctypes.byref(decoder), ctypes.byref(forward))
+
+    def sum_over_ranks(self, ranks: RanksStruct, tensor: torch.Tensor) -> bool:
+        """In place, contiguous. False: a rank is lost."""
+        return bool(
+            self._library.tideway_sum_over_ranks(
+                ctypes.byref(ranks),
+                c_void_p(tensor.data_ptr()),
+                c_int64(tensor.numel()),
+                tensor.dtype == torch.bfloat16,
+            )
+        )
+
+    def join_over_ranks(self, ranks: RanksStruct, tensor: torch.Tensor) -> torch.Tensor | None:
+        """`[..., n]`, contiguous -> `[..., size * n]`. None: a rank is lost."""
+        *outer, width = tensor.shape
+        out = torch.empty(*outer, ranks.size * width, dtype=tensor.dtype)
+        row_bytes = width * tensor.itemsize
+        num_rows = tensor.numel() // width
+        call = self._library.tideway_join_over_ranks
+        came = call(
+            ctypes.byref(ranks),
+            c_void_p(tensor.data_ptr()),
+            c_int64(num_rows),
+            c_int64(row_bytes),
+            c_void_p(out.data_ptr()),
+        )
+        return out if came else None
 
     def argmax(self, scores: torch.Tensor) -> torch.Tensor:
         """[R, width] contiguous -> [R] int64: the first of the largest."""

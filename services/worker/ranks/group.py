@@ -20,6 +20,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
+from services.worker.ranks.exchange import Exchange, meet
+
 JOIN_TIMEOUT_S = 120.0
 CALL_TIMEOUT_S = 60.0
 LOOPBACK = "127.0.0.1"
@@ -39,6 +41,13 @@ class RankGroup(ABC):
     stage: int = 0
     """Which run of layers this rank has."""
     num_stages: int = 1
+    exchange: Exchange | None = None
+    """Through which compiled kernels may sum by themselves; then `raise_if_lost` is to be asked."""
+
+    def raise_if_lost(self) -> None:
+        """Raises `GroupError` if a sum through `exchange` was not made."""
+        if self.exchange is not None and self.exchange.is_lost:
+            raise GroupError(f"rank {self.rank} of {self.size} (stage {self.stage}) lost the others: they did not come")
 
     @abstractmethod
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -99,7 +108,8 @@ ALONE = Alone()
 
 class Ranks(RankGroup):
     """Several processes of one machine, over torch.distributed's process groups: gloo between CPUs, NCCL between GPUs. They
-    are made directly, not as the process's default group, so that a process can be in several."""
+    are made directly, not as the process's default group, so that a process can be in several. CPUs with compiled kernels
+    sum and join through memory that they share."""
 
     def __init__(
         self,
@@ -129,10 +139,13 @@ class Ranks(RankGroup):
         try:
             store: Any = dist.FileStore(str(rendezvous), size * num_stages)  # type: ignore[attr-defined]
             store.set_timeout(datetime.timedelta(seconds=join_timeout_s))
-            self._within = self._join(PrefixStore(f"stage {stage}", store), rank, size)
+            of_stage = PrefixStore(f"stage {stage}", store)
+            self._within = self._join(of_stage, rank, size)
+            if device.type == "cpu" and size > 1:
+                self.exchange = meet(of_stage, rank, size, timeout_s)
             if num_stages > 1:
                 self._across = self._join(PrefixStore(f"rank {rank}", store), stage, num_stages)
-        except RuntimeError as error:
+        except (RuntimeError, OSError) as error:
             raise GroupError(f"rank {rank} of {size} did not find the others: {error}") from error
 
     def _join(self, store: Store, rank: int, size: int) -> Any:
@@ -150,16 +163,25 @@ class Ranks(RankGroup):
         return gloo(store, rank, size, options)
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+        if self.exchange is not None and self.exchange.takes(tensor):
+            self.exchange.sum(tensor)
+            self.raise_if_lost()
+            return tensor
         if self._in_order:
             first, *others = self._gathered(tensor)
-            tensor.copy_(first)
+            total = first.float()
             for part in others:
-                tensor.add_(part)
-            return tensor
+                total += part
+            return tensor.copy_(total)
         self._call(lambda: self._within.allreduce([tensor]))
         return tensor
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        if self.exchange is not None and self.exchange.takes(tensor, whole_rows=True):
+            joined = self.exchange.join(tensor)
+            self.raise_if_lost()
+            assert joined is not None
+            return joined
         return torch.cat(self._gathered(tensor), -1)
 
     def _gathered(self, tensor: torch.Tensor) -> list[torch.Tensor]:
