@@ -72,6 +72,8 @@ class CheckpointShape(msgspec.Struct, frozen=True, kw_only=True):
     """Whether several devices can compute it together."""
     stored_as: str = ""
     """How the weights are quantised, by the checkpoint or by `quantized`; empty: they are not."""
+    adapter_bytes: int = 0
+    """On each device, beside the weights, for LoRA adapters."""
 
     def kv_geometry(self, dtype: str, num_ranks: int = 1, num_stages: int = 1) -> KvGeometry:
         """Of one rank's part of the model in that dtype, a key of ITEMSIZES: where there are fewer heads than ranks, some
@@ -199,7 +201,7 @@ def read_config(path: Path) -> dict[str, Any]:
     if not (path / "config.json").exists():
         if (path / _ADAPTER_FILE).is_file():
             base = read_json(path / _ADAPTER_FILE).get("base_model_name_or_path") or "a base model"
-            raise CheckpointError(f"{path} is an adapter of {base}; it would have to be merged into that first.")
+            raise CheckpointError(f"{path} is an adapter of {base}: add it with that as its base model.")
         if found := sorted(file.name for file in path.glob("*.gguf")):
             raise CheckpointError(f"{path} holds GGUF files ({', '.join(found[:3])}), which are not supported.")
     return read_json(path / "config.json")

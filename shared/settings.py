@@ -17,11 +17,12 @@ from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 
 import msgspec
 
-from shared.messages.cluster import ModelSpec
+from shared.messages.cluster import AdapterSpec, ModelSpec
 
 T = TypeVar("T")
 
 RECORD_MAX_BYTES = 256 << 20
+ADAPTER_MEMORY_BYTES = 512 << 20
 
 SubjectPart = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9_-]*$")]
 """An id that becomes part of a subject."""
@@ -181,6 +182,12 @@ class PlacementSettings(BusSettings, frozen=True, kw_only=True):
     """JSON list of ModelSpec, or comma-separated `name=source` pairs: the models to begin with."""
     quantization: str = ""
     """Of the weights of those that name none: int8 | int4 | fp8; empty: none."""
+    adapters: str = ""
+    """JSON list of AdapterSpec, or comma-separated `name=base=source`: the LoRA adapters to begin with."""
+    max_adapter_rank: Annotated[int, msgspec.Meta(ge=1, le=256)] = 64
+    """Of an adapter that is added."""
+    adapter_memory_bytes: Annotated[int, msgspec.Meta(ge=0)] = ADAPTER_MEMORY_BYTES
+    """For the adapters of a model, on each device: what instances are planned with, and hold at most."""
     models_file: str = ""
     """Where the models as they are now are kept besides, for the day on which NATS loses its store; empty: nowhere."""
     interval_s: float = 10.0
@@ -223,6 +230,21 @@ class PlacementSettings(BusSettings, frozen=True, kw_only=True):
             name, equals, source = pair.partition("=")
             spec = ModelSpec(name=name.strip(), source=source.strip() if equals else name.strip())
             specs.append(self._quantized(spec))
+        return specs
+
+    def adapter_specs(self) -> list[AdapterSpec]:
+        text = self.adapters.strip()
+        if text.startswith("["):
+            try:
+                return msgspec.json.decode(text, type=list[AdapterSpec])
+            except msgspec.MsgspecError as error:
+                raise SettingsError(f"TIDEWAY_ADAPTERS is not a JSON list of adapters: {error}") from None
+        specs = []
+        for item in filter(None, map(str.strip, text.split(","))):
+            parts = [part.strip() for part in item.split("=", 2)]
+            if len(parts) != 3 or not all(parts):
+                raise SettingsError(f"TIDEWAY_ADAPTERS: {item!r}: expected name=base=source")
+            specs.append(AdapterSpec(*parts))
         return specs
 
     def _quantized(self, spec: ModelSpec) -> ModelSpec:
@@ -276,7 +298,7 @@ class InstanceSettings(BusSettings, frozen=True, kw_only=True):
     """Up to so many are compared where there are several such places."""
     max_adapters: Annotated[int, msgspec.Meta(ge=1)] = 32
     """LoRA adapters that are loaded at once, of all models; the least recently used go."""
-    adapter_memory_bytes: Annotated[int, msgspec.Meta(ge=0)] = 512 * 1024 * 1024
+    adapter_memory_bytes: Annotated[int, msgspec.Meta(ge=0)] = ADAPTER_MEMORY_BYTES
     """Of them together, on each device."""
     order_policy: str = "doubling_budget"
     """Of the sequences of one class: doubling_budget | seallm | fcfs | round_robin | mlfq"""

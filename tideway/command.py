@@ -30,7 +30,7 @@ from tideway.data_folder import DataFolder, OperatorError
 from tideway.models import show_models
 from tideway.nats_config import nats_config
 from tideway.operations import AdminClient
-from tideway.preflight import check_tensor_parallel, parse_models
+from tideway.preflight import check_tensor_parallel, parse_adapters, parse_models
 from tideway.profile import profile
 from tideway.simulate import simulate
 from tideway.status import show_status
@@ -77,6 +77,10 @@ def up(
     model: Annotated[
         list[str] | None,
         typer.Option(help="NAME=FOLDER or NAME=HUB_ID; repeatable. Without any, the two demonstration models."),
+    ] = None,
+    adapter: Annotated[
+        list[str] | None,
+        typer.Option(help="A LoRA adapter: NAME=MODEL=FOLDER or NAME=MODEL=HUB_ID; repeatable."),
     ] = None,
     quantization: Annotated[
         str,
@@ -142,7 +146,8 @@ def up(
         raise OperatorError(f"--max-instances {max_instances} is fewer than --instances {instances}.")
     check_tensor_parallel(tensor_parallel)
     options = UpOptions(
-        models=parse_models(model or [], quantization),
+        models=(models := parse_models(model or [], quantization)),
+        adapters=parse_adapters(adapter or [], models),
         data_dir=data_dir,
         host=host,
         port=port,
@@ -304,6 +309,37 @@ def models(
     """Show what the models' traffic was like: rates, lengths, execution times, latencies, attainment."""
     with AdminClient.of(DataFolder(data_dir), url, api_key) as client:
         show_models(client, TableConsole(), interval_s=interval, as_json=as_json)
+
+
+@app.command("load-adapter")
+def load_adapter(
+    name: Annotated[str, typer.Argument(help="Of the model that it is to clients.")],
+    source: Annotated[str, typer.Argument(help="Folder in PEFT's format, as the workers see it, or a hub id.")],
+    base: Annotated[str, typer.Option(help="The model whose weights it is computed with.")],
+    ttft_ms: Annotated[float, typer.Option(min=0, help="Objectives; 0: the base model's.")] = 0.0,
+    tpot_ms: Annotated[float, typer.Option(min=0)] = 0.0,
+    url: GatewayUrl = "",
+    api_key: AdminKey = "",
+    data_dir: DataDir = DEFAULT_DATA_DIR,
+) -> None:
+    """Serve a LoRA adapter as a model of its own."""
+    with AdminClient.of(DataFolder(data_dir), url, api_key) as client:
+        folder = Path(source).expanduser()
+        client.load_adapter(name, str(folder.resolve()) if folder.is_dir() else source, base, ttft_ms, tpot_ms)
+        print(f"{name} is served, with the weights of {base}.")
+
+
+@app.command("unload-adapter")
+def unload_adapter(
+    name: Annotated[str, typer.Argument(help="As `tideway models` names it.")],
+    url: GatewayUrl = "",
+    api_key: AdminKey = "",
+    data_dir: DataDir = DEFAULT_DATA_DIR,
+) -> None:
+    """Take no new requests for a LoRA adapter. Those that run end as usual."""
+    with AdminClient.of(DataFolder(data_dir), url, api_key) as client:
+        client.unload_adapter(name)
+        print(f"{name} is not served any more.")
 
 
 @app.command()

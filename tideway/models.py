@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from shared.messages.admin import ModelState
+from shared.messages.admin import AdapterState, ModelState
 from shared.messages.traffic import MeanStd, ModelSummary
 from tideway.console import fit
 from tideway.operations import AdminClient
@@ -37,20 +37,23 @@ def show_models(client: AdminClient, console: Console, *, interval_s: int, as_js
         "latency\nP50", "latency\nP99", "TTFT\nP99", "TPOT\nmean", "SLO", "within\nSLO", "waits",
         title=f"Models in the last {interval_s} s", **LOOK,
     )  # fmt: skip
-    for state in states.models:
+    for state in (*states.models, *states.adapters):
         for row in _rows(state):
             table.add_row(*row)
     console.print(fit(table, console, LEAST_WANTED))
-    if any(state.traffic is None for state in states.models):
+    if any(state.traffic is None for state in (*states.models, *states.adapters)):
         console.print("Of some the traffic is not known: no placement answers, or it does not know them yet.")
 
 
-def _rows(state: ModelState) -> list[list[str]]:
+def _rows(state: ModelState | AdapterState) -> list[list[str]]:
     """Offline requests in a row of their own, if there were any."""
-    waits = str(state.num_waiting + (state.num_queued or 0))
+    if isinstance(state, AdapterState):
+        waits, note = "", f"on {state.base}"  # its requests wait as its base model's
+    else:
+        waits, note = str(state.num_waiting + (state.num_queued or 0)), state.quantization
     if state.traffic is None:
         return [[escape(state.name), *["?"] * 13, waits]]
-    name = escape(f"{state.name} ({state.quantization})" if state.quantization else state.name)
+    name = escape(f"{state.name} ({note})" if note else state.name)
     rows = [[name, "online", *_cells(state.traffic.online), waits]]
     offline = state.traffic.offline
     if offline.num_arrived or offline.num_finished:

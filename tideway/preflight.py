@@ -9,10 +9,10 @@ import re
 import shutil
 import socket
 import sys
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 
-from shared.messages.cluster import ModelSpec
+from shared.messages.cluster import AdapterSpec, ModelSpec
 from shared.quantization import QUANTIZATIONS
 from tideway.data_folder import OperatorError
 
@@ -56,6 +56,28 @@ def parse_models(arguments: Iterable[str], quantization: str = "") -> list[Model
         if name in specs:
             raise OperatorError(f"Two models are named {name}. Name one of them: --model NAME=SOURCE.")
         specs[name] = ModelSpec(name=name, source=source, quantization=quantization)
+    return list(specs.values())
+
+
+def parse_adapters(arguments: Iterable[str], models: Collection[ModelSpec]) -> list[AdapterSpec]:
+    """LoRA adapters from `NAME=MODEL=SOURCE` arguments. Folders become absolute paths. Raises `OperatorError`."""
+    specs: dict[str, AdapterSpec] = {}
+    for argument in arguments:
+        name, base, source = [*argument.split("=", 2), "", ""][:3]
+        folder = Path(source).expanduser()
+        if not (name and base and source):
+            raise OperatorError(f"--adapter {argument}: write NAME=MODEL=FOLDER or NAME=MODEL=ORGANISATION/ADAPTER.")
+        if all(model.name != base for model in models):
+            raise OperatorError(f"--adapter {argument}: no model is named {base}.")
+        if name in specs or any(model.name == name for model in models):
+            raise OperatorError(f"Two models are named {name}. Name one of them otherwise.")
+        if folder.is_dir():
+            if not (folder / "adapter_config.json").is_file():
+                raise OperatorError(f"{source} is no LoRA adapter in PEFT's format: it holds no adapter_config.json.")
+            source = str(folder.resolve())
+        elif source.startswith(("/", ".", "~")) or not _HUB_ID.fullmatch(source):
+            raise OperatorError(f"--adapter {argument}: {source} is neither a folder nor a Hugging Face id.")
+        specs[name] = AdapterSpec(name, base, source)
     return list(specs.values())
 
 

@@ -7,12 +7,12 @@ import os
 import shutil
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
 
-from shared.messages.cluster import ModelSpec
+from shared.messages.cluster import AdapterSpec, ModelSpec
 from shared.settings import BusSettings, GatewaySettings, InstanceSettings, default_id, load
 from tideway.data_folder import Credentials, DataFolder, State
 from tideway.nats_config import nats_users
@@ -39,6 +39,7 @@ GATEWAY_PHASE, SERVICES_PHASE, NATS_PHASE = 0, 1, 2
 class UpOptions:
     models: list[ModelSpec]
     data_dir: Path
+    adapters: list[AdapterSpec] = field(default_factory=list)
     host: str = "127.0.0.1"
     port: int = 8000
     has_tls: bool = False
@@ -141,6 +142,7 @@ def services(options: UpOptions, bus: dict[str, str], passwords: Mapping[str, st
             "placement",
             {
                 "TIDEWAY_MODELS": models,
+                **({"TIDEWAY_ADAPTERS": msgspec.json.encode(options.adapters).decode()} if options.adapters else {}),
                 "TIDEWAY_MODELS_FILE": str(options.data_dir.absolute() / "models.json"),
             },
         ),

@@ -21,9 +21,18 @@ from services.gateway.context import GatewayContext
 from services.gateway.errors import ApiError, invalid, of_info
 from services.gateway.other_routes import json_response
 from services.gateway.replies import AuditLog
-from services.gateway.schemas import AddModelRequest, ChangePlanRequest, ScaleModelRequest, ScaleRequest
+from services.gateway.schemas import (
+    AddModelRequest,
+    ChangePlanRequest,
+    LoadAdapterRequest,
+    ScaleModelRequest,
+    ScaleRequest,
+    UnloadAdapterRequest,
+)
 from shared.bus.interface import BusError
 from shared.messages.admin import (
+    AdapterState,
+    AddAdapter,
     AddModel,
     ChangePlan,
     DrainInstance,
@@ -32,6 +41,7 @@ from shared.messages.admin import (
     InstanceStates,
     ModelState,
     ModelStates,
+    RemoveAdapter,
     RemoveModel,
     ScaleInstances,
     ScaleModel,
@@ -39,10 +49,12 @@ from shared.messages.admin import (
 )
 from shared.messages.catalogue import (
     NODES,
+    PLACEMENT_ADD_ADAPTER,
     PLACEMENT_ADD_MODEL,
     PLACEMENT_CHANGE_PLAN,
     PLACEMENT_DRAIN_INSTANCE,
     PLACEMENT_PLAN,
+    PLACEMENT_REMOVE_ADAPTER,
     PLACEMENT_REMOVE_MODEL,
     PLACEMENT_REPLACEMENT,
     PLACEMENT_SCALE_INSTANCES,
@@ -52,6 +64,7 @@ from shared.messages.catalogue import (
 )
 from shared.messages.channels import Endpoint
 from shared.messages.cluster import (
+    AdapterSpec,
     ModelSpec,
     PlacementPlan,
 )
@@ -76,6 +89,8 @@ Q = TypeVar("Q")
 T = TypeVar("T")
 
 _ADD_MODEL = msgspec.json.Decoder(AddModelRequest)
+_LOAD_ADAPTER = msgspec.json.Decoder(LoadAdapterRequest)
+_UNLOAD_ADAPTER = msgspec.json.Decoder(UnloadAdapterRequest)
 _SCALE_MODEL = msgspec.json.Decoder(ScaleModelRequest)
 _CHANGE_PLAN = msgspec.json.Decoder(ChangePlanRequest)
 _SCALE = msgspec.json.Decoder(ScaleRequest)
@@ -170,13 +185,45 @@ async def list_models(context: GatewayContext, request: Request) -> Response:
                 traffic=traffic.get(spec.name),
             )
         )
-    return json_response(ModelStates(states))
+    return json_response(
+        ModelStates(states, [_adapter_state(context, spec, traffic) for spec in context.catalog.adapters])
+    )
+
+
+def _adapter_state(context: GatewayContext, spec: AdapterSpec, traffic: Mapping[str, ModelTraffic]) -> AdapterState:
+    bases = [(info.instance_id, loaded_model(info, spec.base)) for info in context.catalog.alive.values()]
+    return AdapterState(
+        name=spec.name,
+        base=spec.base,
+        source=spec.source,
+        rank=spec.rank,
+        num_values=spec.num_values,
+        ttft_ms=spec.ttft_ms,
+        tpot_ms=spec.tpot_ms,
+        slo_scale=spec.slo_scale,
+        loaded_on=[instance_id for instance_id, base in bases if base is not None and spec.name in base.adapters],
+        traffic=traffic.get(spec.name),
+    )
 
 
 @audited
 async def add_model(context: GatewayContext, request: Request) -> Response:
     authenticate_operator(context, request)
     message = await read_audited(context, request, _ADD_MODEL)
+    if message.base is not None:
+        for field in ("dtype", "max_model_len", "replicas", "quantization"):
+            if getattr(message, field) is not None:
+                raise invalid(field, f"'{field}' cannot be set of an adapter: it has that of its base model.")
+        adapter = AdapterSpec(
+            message.name,
+            message.base,
+            message.source,
+            message.ttft_ms or 0.0,
+            message.tpot_ms or 0.0,
+            message.slo_scale or 0.0,
+        )
+        await _add_adapter(context, adapter)
+        return await _ask_placement(context, PLACEMENT_PLAN, GetPlan())
     spec = ModelSpec(
         message.name,
         message.source,
@@ -194,8 +241,57 @@ async def add_model(context: GatewayContext, request: Request) -> Response:
 @audited
 async def remove_model(context: GatewayContext, request: Request) -> Response:
     authenticate_operator(context, request)
+    if (adapter := context.catalog.adapter(request.path_params["model"])) is not None:
+        await _remove_adapter(context, adapter.name)
+        return await _ask_placement(context, PLACEMENT_PLAN, GetPlan())
     name = context.catalog.spec(request.path_params["model"]).name
     return await _ask_placement(context, PLACEMENT_REMOVE_MODEL, RemoveModel(name))
+
+
+async def _add_adapter(context: GatewayContext, spec: AdapterSpec, **names: str) -> AdapterSpec:
+    """`names`: as of `_api_errors`. Returns when this gateway takes requests for it."""
+    asking = context.bus.request(PLACEMENT_ADD_ADAPTER, AddAdapter(spec), timeout_s=PLACEMENT_TIMEOUT_S)
+    added = await _api_errors(asking, **names)
+    await context.catalog.adapters_show(
+        lambda: (known := context.catalog.adapter(spec.name)) is not None and known == added
+    )
+    return added
+
+
+async def _remove_adapter(context: GatewayContext, name: str) -> None:
+    query = RemoveAdapter(name)
+    await _api_errors(context.bus.request(PLACEMENT_REMOVE_ADAPTER, query, timeout_s=PLACEMENT_TIMEOUT_S))
+    await context.catalog.adapters_show(lambda: context.catalog.adapter(name) is None)
+
+
+@audited
+async def load_adapter(context: GatewayContext, request: Request) -> Response:
+    """As vLLM has it; needs the admin key."""
+    authenticate_operator(context, request)
+    message = await read_audited(context, request, _LOAD_ADAPTER)
+    known = context.catalog.adapter(message.lora_name)
+    if known is not None and not message.load_inplace:
+        raise ApiError(400, f"The adapter '{known.name}' is loaded already.", param="lora_name", code="adapter_exists")
+    base = message.base_model_name or (known.base if known is not None else None)
+    if base is None and len(context.catalog.models) != 1:
+        raise invalid("base_model_name", "'base_model_name' is required where a server has several models.")
+    spec = AdapterSpec(message.lora_name, base or context.catalog.models[0].name, message.lora_path)
+    if known is not None:
+        await _remove_adapter(context, known.name)
+    await _add_adapter(context, spec, name="lora_name", source="lora_path", base="base_model_name")
+    return Response(f"Success: LoRA adapter '{spec.name}' added successfully.", media_type="text/plain")
+
+
+@audited
+async def unload_adapter(context: GatewayContext, request: Request) -> Response:
+    authenticate_operator(context, request)
+    message = await read_audited(context, request, _UNLOAD_ADAPTER)
+    if context.catalog.adapter(message.lora_name) is None:
+        known = ", ".join(f"'{adapter.name}'" for adapter in context.catalog.adapters) or "none"
+        message_text = f"There is no adapter '{message.lora_name[:200]}'. Adapters: {known}."
+        raise ApiError(404, message_text, param="lora_name", code="model_not_found")
+    await _remove_adapter(context, message.lora_name)
+    return Response(f"Success: LoRA adapter '{message.lora_name}' removed successfully.", media_type="text/plain")
 
 
 @audited

@@ -89,7 +89,7 @@ async def _generate(
     context.catalog.check_can_be_served(spec.name)
     options = options_of(message, request.headers, settings.request_timeout_s)
     keep_alive_s = _keep_alive_s(request)
-    exchange.identify(spec.name, message, options)
+    exchange.identify(message.model, message, options)
     texts_or_ids = prompts_of(message.prompt) if isinstance(message, CompletionRequest) else [""]
     limit = min(MAX_SEQUENCES, settings.max_in_flight)
     num_sequences = check_num_sequences(len(texts_or_ids), options.num_choices, limit)

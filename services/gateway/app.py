@@ -48,10 +48,12 @@ from services.gateway.schemas import (
     CompletionRequest,
     CreateBatchRequest,
     DetokenizeRequest,
+    LoadAdapterRequest,
     ScaleModelRequest,
     ScaleRequest,
     SetRouteRequest,
     TokenizeRequest,
+    UnloadAdapterRequest,
 )
 from shared.bus.interface import BusError
 from shared.messages.admin import InstanceStates, ModelStates, ReplacementState, RouteState, RouteStates, ShownPlan
@@ -123,6 +125,8 @@ ROUTES = (
     Route("POST", "/v1/batches/{batch_id}/cancel", batch_routes.cancel_batch, None, BatchObject, BATCH_ERRORS),
     Route("GET", "/v1/models", other_routes.list_models, None, ModelList, (401,)),
     Route("GET", "/v1/models/{model:path}", other_routes.get_model, None, ModelCard, (401, 404, 503)),
+    Route("POST", "/v1/load_lora_adapter", admin_routes.load_adapter, LoadAdapterRequest, str, PLACEMENT_ERRORS),
+    Route("POST", "/v1/unload_lora_adapter", admin_routes.unload_adapter, UnloadAdapterRequest, str, PLACEMENT_ERRORS),
     Route("POST", "/tokenize", *_TOKENIZE, TOKENIZER_ERRORS),
     Route("POST", "/v1/tokenize", *_TOKENIZE, TOKENIZER_ERRORS),
     Route("POST", "/detokenize", *_DETOKENIZE, TOKENIZER_ERRORS),

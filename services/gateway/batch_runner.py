@@ -308,7 +308,7 @@ class BatchRun:
         return OfflineDemand(
             record.batch_id,
             record.tenant,
-            self._book.plan.models[model],
+            self._context.catalog.base(self._book.plan.models[model]),
             wanted_tokens,
             self._book.unfinished_tokens(model),
             max(0.0, record.deadline_s - time.time()),
@@ -406,7 +406,9 @@ class BatchRun:
                 logger.exception("%s: progress is not shown", self._record.batch_id)
 
     def _with_progress(self, record: BatchRecord) -> BatchRecord:
-        shares = {model: self._grants.feed.share_per_s(model) for model in self._book.plan.models}
+        shares = {
+            model: self._grants.feed.share_per_s(self._context.catalog.base(model)) for model in self._book.plan.models
+        }
         finish_s = predicted_finish_s(self._book, self._pace, shares, time.time())
         return msgspec.structs.replace(self._book.counted(record), predicted_finish_s=finish_s)
 

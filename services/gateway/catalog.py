@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections.abc import Callable
+from contextlib import suppress
 
 from services.gateway.errors import ApiError
 from services.gateway.parsing import MAX_SEQUENCE_TOKENS
 from services.gateway.tokenization import ModelTokenizer, Tokenizers
 from shared.bus.interface import Bus, ServiceError, Subscription, Watch
-from shared.messages.catalogue import INSTANCE_EXITED, INSTANCES, MODELS, PLANS
+from shared.messages.catalogue import ADAPTERS, INSTANCE_EXITED, INSTANCES, MODELS, PLANS
 from shared.messages.channels import bucket_key
-from shared.messages.cluster import InstanceExited, InstanceInfo, LoadedModel, ModelSpec, PlacementPlan
+from shared.messages.cluster import AdapterSpec, InstanceExited, InstanceInfo, LoadedModel, ModelSpec, PlacementPlan
 from shared.messages.requests import ErrorCode, ErrorInfo
 
 logger = logging.getLogger(__name__)
@@ -20,6 +22,8 @@ logger = logging.getLogger(__name__)
 READY = "ready"
 DRAINING = "draining"
 FAILED = "failed"
+CHANGE_S = 2.0
+"""For what placement has stored to be seen here."""
 
 
 def loaded_model(instance: InstanceInfo, model: str) -> LoadedModel | None:
@@ -41,6 +45,8 @@ class Catalog:
         self._models: dict[str, tuple[ModelSpec, int]] = {}
         """By bucket key, with the Unix second in which this gateway learned of the model."""
         self._model_watch: Watch[ModelSpec] | None = None
+        self._adapter_watch: Watch[AdapterSpec] | None = None
+        self._adapters_changed = asyncio.Event()
         self._instance_watch: Watch[InstanceInfo] | None = None
         self._plan_watch: Watch[PlacementPlan] | None = None
         self._exited: set[tuple[str, str]] = set()
@@ -51,11 +57,12 @@ class Catalog:
         """`on_instance(instance_id, info)` is called for each change of an instance; None: it is gone."""
         self._instance_watch = await (await self._bus.key_value(INSTANCES)).watch(on_instance)
         self._model_watch = await (await self._bus.key_value(MODELS)).watch(self._on_model)
+        self._adapter_watch = await (await self._bus.key_value(ADAPTERS)).watch(lambda *_: self._adapters_changed.set())
         self._plan_watch = await (await self._bus.key_value(PLANS)).watch()
         self._exits = await self._bus.subscribe(INSTANCE_EXITED, self._on_exited)
 
     async def stop(self) -> None:
-        for source in (self._exits, self._model_watch, self._plan_watch, self._instance_watch):
+        for source in (self._exits, self._model_watch, self._adapter_watch, self._plan_watch, self._instance_watch):
             if source is not None:
                 await source.stop()
 
@@ -83,7 +90,32 @@ class Catalog:
         return {i: info for i, info in self.instances.items() if (i, info.incarnation) not in self._exited}
 
     def has(self, model: str) -> bool:
-        return bucket_key(model) in self._models
+        """Whether it is the name of a model, or of an adapter of one."""
+        return bucket_key(self.base(model)) in self._models
+
+    @property
+    def adapters(self) -> list[AdapterSpec]:
+        """LoRA adapters: to clients models of their own."""
+        return [] if self._adapter_watch is None else list(self._adapter_watch.entries.values())
+
+    def adapter(self, model: str | None) -> AdapterSpec | None:
+        """None: it is no adapter's name."""
+        if model is None or self._adapter_watch is None:
+            return None
+        return self._adapter_watch.entries.get(bucket_key(model))
+
+    async def adapters_show(self, is_shown: Callable[[], bool]) -> None:
+        """Returns when a change of the adapters has come here, or after `CHANGE_S`."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(CHANGE_S):
+                while not is_shown():
+                    self._adapters_changed.clear()
+                    await self._adapters_changed.wait()
+
+    def base(self, model: str) -> str:
+        """Of an adapter, the model that computes it; else the model itself."""
+        adapter = self.adapter(model)
+        return model if adapter is None else adapter.base
 
     @property
     def models(self) -> list[ModelSpec]:
@@ -94,13 +126,14 @@ class Catalog:
         return self._models[bucket_key(model)][1]
 
     def spec(self, model: str | None) -> ModelSpec:
-        """Raises `ApiError` 404. None stands for the only model, where there is one only."""
+        """The model of this name, or the base model of the adapter. Raises `ApiError` 404. None stands for the only model,
+        where there is one only."""
         if model is None and len(self._models) == 1:
             return self.models[0]
         if model is None:
             raise ApiError(400, "'model' is required where a server has several.", param="model", code="missing_field")
-        if (found := self._models.get(bucket_key(model))) is None:
-            known = ", ".join(f"'{spec.name}'" for spec in self.models) or "none yet"
+        if (found := self._models.get(bucket_key(self.base(model)))) is None:
+            known = ", ".join(f"'{spec.name}'" for spec in (*self.models, *self.adapters)) or "none yet"
             raise ApiError(
                 404,
                 f"The model '{model[:200]}' does not exist. Models served here: {known}.",

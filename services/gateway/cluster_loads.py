@@ -167,6 +167,7 @@ def _models(info: InstanceInfo, heard: HeardLoad | None) -> list[InstanceModel]:
             error=loaded.error,
             cost_model=loaded.cost_model,
             fingerprint=loaded.fingerprint,
+            adapters=list(loaded.adapters),
         )
         for loaded in info.models
         for counts in [reported.get(loaded.name, loaded)]

@@ -116,20 +116,26 @@ class Call:
     ) -> Generation:
         """What is to be generated; `Generation.start` places it. `on_output`: see there."""
         assert self.metrics is not None
+        adapter = self.context.catalog.adapter(message.model)
+        ttft_ms, tpot_ms = message.ttft_ms or 0.0, message.tpot_ms or 0.0
+        if adapter is not None and options.request_class is RequestClass.ONLINE:
+            # What the instance takes where none is named are its base model's.
+            ttft_ms, tpot_ms = ttft_ms or adapter.ttft_ms, tpot_ms or adapter.tpot_ms
         template = GenerationRequest(
             request_id=self.call_id,
             gateway_id=self.context.gateway_id,
-            model=message.model,
+            model=message.model if adapter is None else adapter.base,
             prompt=b"",
             sampling=prompts[0].sampling,
             request_class=options.request_class,
             priority=options.priority,
             timeout_s=options.timeout_s,
             traceparent=current_traceparent(),
-            ttft_objective_s=(message.ttft_ms or 0.0) / 1000,
-            tpot_objective_s=(message.tpot_ms or 0.0) / 1000,
+            ttft_objective_s=ttft_ms / 1000,
+            tpot_objective_s=tpot_ms / 1000,
             prompt_lookup=-1 if message.prompt_lookup is None else message.prompt_lookup,
             is_mirror=self._is_mirror,
+            adapter=None if adapter is None else adapter.adapter,
         )
         self.generation = Generation(
             table=self.context.table,

@@ -92,10 +92,10 @@ async def answer_line(
     message.model = routed.model
     spec = context.catalog.spec(message.model)
     # A trace of its own: one of 50,000 lines would be of no use to anybody.
-    span = context.telemetry.tracer.start_span(f"batch line {spec.name}", Context(), links=[Link(batch)])
+    span = context.telemetry.tracer.start_span(f"batch line {message.model}", Context(), links=[Link(batch)])
     call = Call(context, operation, span)
     call.routed = routed
-    call.identify(spec.name, message, options)
+    call.identify(message.model, message, options)
     context.metrics.batch_lines_in_flight.inc()
     error: BaseException | None = None
 

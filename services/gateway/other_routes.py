@@ -26,7 +26,7 @@ from services.gateway.replies import (
 from services.gateway.schemas import DetokenizeRequest, TokenizeRequest
 from services.gateway.vllm_metrics import vllm_text
 from shared.messages.catalogue import CLEAR_PREFIX_CACHE
-from shared.messages.cluster import ModelSpec
+from shared.messages.cluster import AdapterSpec, ModelSpec
 from shared.messages.requests import ClearPrefixCache
 from shared.messages.routes import Route
 from shared.telemetry import METRICS_TYPE, metrics_text
@@ -46,11 +46,21 @@ def _card(context: GatewayContext, spec: ModelSpec) -> ModelCard:
     )
 
 
+def _adapter_card(context: GatewayContext, adapter: AdapterSpec) -> ModelCard:
+    card = _card(context, context.catalog.spec(adapter.name))
+    return msgspec.structs.replace(
+        card, id=adapter.name, created=int(adapter.added_s), root=adapter.source, parent=adapter.base
+    )
+
+
 async def list_models(context: GatewayContext, request: Request) -> Response:
     context.admission.authenticate(request.headers.get("authorization"))
     served = [spec for spec in context.catalog.models if context.catalog.failure(spec.name) is None]
     cards = [_route_card(context, route) for route in context.routes.all()]
     cards += [_card(context, spec) for spec in served if context.routes.get(spec.name) is None]
+    names = {spec.name for spec in served}
+    adapters = [adapter for adapter in context.catalog.adapters if adapter.base in names]
+    cards += [_adapter_card(context, adapter) for adapter in adapters if context.routes.get(adapter.name) is None]
     return json_response(ModelList("list", cards))
 
 
@@ -68,7 +78,8 @@ async def get_model(context: GatewayContext, request: Request) -> Response:
         return json_response(_route_card(context, route))
     spec = context.catalog.spec(request.path_params["model"])
     context.catalog.check_can_be_served(spec.name)
-    return json_response(_card(context, spec))
+    adapter = context.catalog.adapter(request.path_params["model"])
+    return json_response(_card(context, spec) if adapter is None else _adapter_card(context, adapter))
 
 
 def _check_num_tokens(num_tokens: int, param: str) -> None:

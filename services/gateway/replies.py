@@ -108,7 +108,8 @@ class ModelCard(msgspec.Struct):
     created: int
     owned_by: str
     root: str
-    parent: None
+    parent: str | None
+    """Of a LoRA adapter: its base model."""
     max_model_len: int | None
     """None: no instance has loaded the model yet and its operator set no limit."""
 

@@ -47,7 +47,9 @@ class Routes:
 
     def is_up(self, model: str) -> bool:
         """Whether an instance serves it now."""
-        return self._catalog.has(model) and any(serves(info, model) for info in self._catalog.alive.values())
+        return self._catalog.has(model) and any(
+            serves(info, self._catalog.base(model)) for info in self._catalog.alive.values()
+        )
 
     def resolve(self, name: str, tenant: str, user: str | None, request_id: str) -> Routed:
         """`name`: of a route or, where there is none, of a model. `request_id`: whatever is drawn anew by each request."""

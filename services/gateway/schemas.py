@@ -234,8 +234,27 @@ class DetokenizeRequest(msgspec.Struct, kw_only=True):
     tokens: list[TokenId]
 
 
+class LoadAdapterRequest(msgspec.Struct, kw_only=True):
+    """A LoRA adapter to serve as a model of its own, as vLLM is told of it."""
+
+    lora_name: Annotated[str, Meta(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9][A-Za-z0-9._:/-]*$")]
+    lora_path: Annotated[str, Meta(min_length=1, max_length=4096)]
+    """A folder in PEFT's format, or a hub id."""
+    base_model_name: ModelName | None = None
+    """May be left out where the server has one model."""
+    load_inplace: bool | None = None
+    """Whether an adapter that is there under this name is replaced."""
+
+
+class UnloadAdapterRequest(msgspec.Struct, kw_only=True):
+    lora_name: ModelName
+    lora_int_id: int | None = None
+    """Not used."""
+
+
 class AddModelRequest(msgspec.Struct, kw_only=True):
-    """A model to serve. `source`: a folder in Hugging Face format, or a hub id."""
+    """A model to serve. `source`: a folder in Hugging Face format, or a hub id. With `base` a LoRA adapter of that model, in
+    PEFT's format."""
 
     name: PublicName
     source: Annotated[str, Meta(min_length=1, max_length=4096)]
@@ -250,6 +269,8 @@ class AddModelRequest(msgspec.Struct, kw_only=True):
     """Times its model's mean execution time that a request may take from arrival to end; default 5."""
     quantization: Literal["int8", "int4", "fp8"] | None = None
     """Of the weights, where the checkpoint is not quantised."""
+    base: ModelName | None = None
+    """Of a LoRA adapter: the model whose weights it is computed with."""
 
 
 class ScaleModelRequest(msgspec.Struct, kw_only=True):

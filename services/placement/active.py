@@ -4,6 +4,7 @@
     SCHEDULER_STATISTICS -> TrafficStatistics -> STATISTICS
     the requests themselves -> monitor.PlacementMonitor
     PLACEMENT_ADD_MODEL, PLACEMENT_REMOVE_MODEL, PLACEMENT_SCALE_MODEL, PLACEMENT_PLAN
+    PLACEMENT_ADD_ADAPTER, PLACEMENT_REMOVE_ADAPTER -> ADAPTERS
     PLACEMENT_DRAIN_INSTANCE, PLACEMENT_SCALE_INSTANCES -> scaling.FleetKeeper
     PLACEMENT_REPLACEMENT, PLACEMENT_CHANGE_PLAN -> replacing.Replacing, whose changes of the plan go before others
 
@@ -18,7 +19,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+import uuid
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Set
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -26,6 +28,7 @@ from typing import Any, TypeVar
 import msgspec
 from opentelemetry.trace import Tracer
 
+from services.placement.adapters import check_adapter, is_same, read_adapter, with_adapters
 from services.placement.backends.interface import ScalingBackend
 from services.placement.checkpoints import Checkpoints
 from services.placement.fleet import Fleet, NodePresence, node_of, serving
@@ -43,21 +46,27 @@ from services.placement.statistics import TrafficStatistics
 from shared.bus.interface import Bus, BusError, KeyValue, ServiceError, Subscription
 from shared.checkpoint import CheckpointError, quantized
 from shared.messages.admin import (
+    AddAdapter,
     AddModel,
     ChangePlan,
+    Done,
     GetPlan,
     GetReplacement,
+    RemoveAdapter,
     RemoveModel,
     ReplacementState,
     ScaleModel,
 )
 from shared.messages.catalogue import (
+    ADAPTERS,
     INSTANCES,
     MODELS,
+    PLACEMENT_ADD_ADAPTER,
     PLACEMENT_ADD_MODEL,
     PLACEMENT_CHANGE_PLAN,
     PLACEMENT_DRAIN_INSTANCE,
     PLACEMENT_PLAN,
+    PLACEMENT_REMOVE_ADAPTER,
     PLACEMENT_REMOVE_MODEL,
     PLACEMENT_REPLACEMENT,
     PLACEMENT_SCALE_INSTANCES,
@@ -67,6 +76,7 @@ from shared.messages.catalogue import (
 )
 from shared.messages.channels import bucket_key
 from shared.messages.cluster import (
+    AdapterSpec,
     InstanceInfo,
     ModelSpec,
     ModelStatistics,
@@ -125,7 +135,10 @@ class ActivePlacement:
         self._presence = NodePresence()
         self._statistics = TrafficStatistics()
         self._models: dict[str, ModelSpec] = {}
-        self.monitor = PlacementMonitor(bus, metrics, self._models, is_leader, settings.slo_scale)
+        self._adapters: dict[str, AdapterSpec] = {}
+        self._adapter_seeds = settings.adapter_specs()
+        self._max_adapter_rank, self._adapter_memory_bytes = settings.max_adapter_rank, settings.adapter_memory_bytes
+        self.monitor = PlacementMonitor(bus, metrics, self._models, is_leader, settings.slo_scale, self._adapters)
         self._plans = PlanStore(metrics, tracer)
         self._ready: frozenset[tuple[str, str]] = frozenset()
         """Models that served when the replicas of one were last changed, and on which instances."""
@@ -146,6 +159,7 @@ class ActivePlacement:
         self._tasks = TaskSet(told=ServiceError)
         self.is_open = False
         self._model_bucket: KeyValue[ModelSpec]
+        self._adapter_bucket: KeyValue[AdapterSpec]
         self._statistics_bucket: KeyValue[ModelStatistics]
         self._registry: KeyValue[InstanceInfo]
 
@@ -156,7 +170,9 @@ class ActivePlacement:
         self._model_bucket = await self._bus.key_value(MODELS)
         await self._plans.open(self._bus)
         self._statistics_bucket = await self._bus.key_value(STATISTICS)
+        self._adapter_bucket = await self._bus.key_value(ADAPTERS)
         self._models.update({e.value.name: e.value for e in (await self._model_bucket.entries()).values()})
+        self._adapters.update({e.value.name: e.value for e in (await self._adapter_bucket.entries()).values()})
         totals = {e.value.model: e.value for e in (await self._statistics_bucket.entries()).values()}
         if not self._models and not totals:
             await self._recall()
@@ -170,7 +186,7 @@ class ActivePlacement:
             elif stored != seed:
                 logger.warning("model %r differs from TIDEWAY_MODELS and stays: %s; to change it, remove it first",
                                seed.name, stored)  # fmt: skip
-        for name in self._models:
+        for name in (*self._models, *self._adapters):
             self._statistics.add_model(name, totals.get(name))
         await self.monitor.open()
         await self._replacing.open()
@@ -184,6 +200,8 @@ class ActivePlacement:
         serve, made = self._bus.serve, self._subscriptions
         made.append(await serve(PLACEMENT_ADD_MODEL, self._on_add_model))
         made.append(await serve(PLACEMENT_REMOVE_MODEL, self._to_the_end(self._remove)))
+        made.append(await serve(PLACEMENT_ADD_ADAPTER, self._to_the_end(self._add_adapter)))
+        made.append(await serve(PLACEMENT_REMOVE_ADAPTER, self._to_the_end(self._remove_adapter)))
         made.append(await serve(PLACEMENT_SCALE_MODEL, self._to_the_end(self._scale_model)))
         made.append(await serve(PLACEMENT_DRAIN_INSTANCE, self._to_the_end(keeper.drain)))
         made.append(await serve(PLACEMENT_SCALE_INSTANCES, self._to_the_end(keeper.scale)))
@@ -192,6 +210,7 @@ class ActivePlacement:
         made.append(await serve(PLACEMENT_CHANGE_PLAN, self._to_the_end(self._change_plan)))
         made.append(await self._bus.subscribe(SCHEDULER_STATISTICS, self._on_statistics))
         self._tasks.start(self._run())
+        self._tasks.start(self._add_seeds(totals.keys()), "adapters of TIDEWAY_ADAPTERS")
         self._tasks.start(keeper.tend_for_ever(self._is_leader))
         self.is_open = True
         logger.info("placement leads with %d models", len(self._models))
@@ -263,16 +282,23 @@ class ActivePlacement:
         nodes, held = self._presence.view(self._registered(), planned, self._bus.now())
         return Cluster(nodes, held, self._plans.plan)
 
-    def _inputs(self, models: Mapping[str, ModelSpec], fleet: Fleet | None = None) -> Inputs:
+    def _inputs(
+        self,
+        models: Mapping[str, ModelSpec],
+        fleet: Fleet | None = None,
+        adapters: Mapping[str, AdapterSpec] | None = None,
+    ) -> Inputs:
         cluster = self._cluster()
-        configured = [self._configured(spec) for spec in models.values()]
+        adapters = self._adapters if adapters is None else adapters
+        configured = [self._configured(spec, adapters) for spec in models.values()]
         return Inputs(configured, cluster.nodes, cluster.held, cluster.plan, fleet or cluster.fleet, self._ready)
 
-    def _configured(self, spec: ModelSpec) -> ConfiguredModel:
+    def _configured(self, spec: ModelSpec, adapters: Mapping[str, AdapterSpec]) -> ConfiguredModel:
         shape, problem = self._checkpoints.shape(spec.source), self._checkpoints.problem(spec.source)
         if shape is not None:
             try:
                 shape = quantized(shape, spec.quantization)
+                shape = with_adapters(shape, spec, adapters.values(), self._adapter_memory_bytes)
             except CheckpointError as error:
                 return ConfiguredModel(spec, None, str(error))
         return ConfiguredModel(spec, shape, problem)
@@ -325,6 +351,8 @@ class ActivePlacement:
     async def _on_add_model(self, query: AddModel) -> PlacementPlan:
         self._check_leader()
         check_spec(query.spec)
+        if query.spec.name in self._adapters:
+            raise refuse(f"{query.spec.name!r} is an adapter's name", "name", ErrorCode.CONFLICT)
         if query.spec.name not in self._models:
             await self._read_checkpoint(query.spec)
         await self._have_read()
@@ -365,6 +393,9 @@ class ActivePlacement:
         async with self._change():
             if name not in self._models:
                 raise refuse(f"there is no model {name!r}", "name", ErrorCode.UNKNOWN_MODEL)
+            if on_it := sorted(adapter.name for adapter in self._adapters.values() if adapter.base == name):
+                message = f"{', '.join(on_it)}: adapters of {name!r}, which have to be removed first"
+                raise refuse(message, "name", ErrorCode.CONFLICT)
             # Its totals stay: they tell that it was here, should the settings still name it.
             await self._store_statistics()
             await self._model_bucket.delete(bucket_key(name))
@@ -375,6 +406,95 @@ class ActivePlacement:
             self._checkpoints.forget_all_but({spec.source for spec in self._models.values()})
             logger.info("model %r was removed", name)
             return await self._carry_out()
+
+    async def _add_adapter(self, query: AddAdapter) -> AdapterSpec:
+        spec = query.spec
+        check_adapter(spec)
+        if (known := self._adapters.get(spec.name)) is None:
+            spec = await self._read_adapter(spec)
+        async with self._change():
+            if (known := self._adapters.get(spec.name)) is not None:
+                if not is_same(known, spec):
+                    raise refuse(f"adapter {spec.name!r} is there with another definition", "name", ErrorCode.CONFLICT)
+                return known
+            if spec.name in self._models:
+                raise refuse(f"{spec.name!r} is a model's name", "name", ErrorCode.CONFLICT)
+            await self._check_adapter_fits(spec)
+            await self._adapter_bucket.put(bucket_key(spec.name), spec)
+            self._adapters[spec.name] = spec
+            self._statistics.add_model(spec.name)
+            logger.info("adapter %r of %r was added: %s", spec.name, spec.base, spec)
+            await self._carry_out()
+            return spec
+
+    async def _remove_adapter(self, query: RemoveAdapter) -> Done:
+        name = query.name
+        async with self._change():
+            if name not in self._adapters:
+                raise refuse(f"there is no adapter {name!r}", "name", ErrorCode.UNKNOWN_MODEL)
+            await self._store_statistics()
+            await self._adapter_bucket.delete(bucket_key(name))
+            del self._adapters[name]
+            self._statistics.remove_model(name)
+            self._metrics.forget(name)
+            logger.info("adapter %r was removed", name)
+            await self._carry_out()
+            return Done()
+
+    async def _read_adapter(self, spec: AdapterSpec) -> AdapterSpec:
+        """With what its files say. Raises `ServiceError`."""
+        base = self._models.get(spec.base)
+        if base is None:
+            known = ", ".join(map(repr, self._models)) or "none yet"
+            raise refuse(f"there is no model {spec.base!r}; models: {known}", "base", ErrorCode.UNKNOWN_MODEL)
+        shape = self._checkpoints.shape(base.source)
+        if shape is None:
+            message = f"the checkpoint of {spec.base!r} is not known yet; add the adapter again when it is"
+            raise ServiceError.of(ErrorCode.UNAVAILABLE, message, "base", retry_after_s=10.0)
+        try:
+            async with asyncio.timeout(ADD_READ_S):
+                files = await asyncio.to_thread(read_adapter, spec.source, base, shape, self._max_adapter_rank)
+        except CheckpointError as error:
+            raise refuse(str(error), "source") from None
+        except TimeoutError:
+            message = f"the adapter {spec.source!r} is being fetched; add it again when it is there"
+            raise ServiceError.of(ErrorCode.UNAVAILABLE, message, "source", retry_after_s=10.0) from None
+        return msgspec.structs.replace(
+            spec, version=uuid.uuid4().hex, rank=files.rank, num_values=files.num_values, added_s=self.monitor.now()
+        )
+
+    async def _check_adapter_fits(self, spec: AdapterSpec) -> None:
+        """Beside all that is placed, whose KV pools cannot change under running instances."""
+        without = await self._inputs(self._models).plan()
+        tentative = await self._inputs(self._models, adapters={**self._adapters, spec.name: spec}).plan()
+        running, before, after = (
+            {place.instance_id: (place.pool_bytes, len(place.models)) for place in plan.instances}
+            for plan in (self._plans.current, without, tentative)
+        )
+        if changed := sorted(name for name, place in running.items() if before.get(name) == place != after.get(name)):
+            message = f"its {spec.num_values} values do not fit beside the KV pool of {', '.join(changed)}"
+            raise refuse(message, "source")
+
+    async def _add_seeds(self, added_before: Set[str]) -> None:
+        """Adapters of the settings, as soon as their base models are known. Those that the operator removed stay so."""
+        waiting = [seed for seed in self._adapter_seeds if seed.name not in self._adapters]
+        for seed in waiting:
+            if seed.name in added_before:
+                logger.warning(
+                    "adapter %r of TIDEWAY_ADAPTERS was removed by the operator and stays removed", seed.name
+                )
+        waiting = [seed for seed in waiting if seed.name not in added_before]
+        while waiting:
+            for seed in list(waiting):
+                try:
+                    await self._add_adapter(AddAdapter(seed))
+                except BusError as error:
+                    level = logging.INFO if error.info.retry_after_s else logging.ERROR
+                    logger.log(level, "adapter %r of TIDEWAY_ADAPTERS cannot be added: %s", seed.name, error)
+                    if error.info.retry_after_s:
+                        continue
+                waiting.remove(seed)
+            await asyncio.sleep(TICK_S)
 
     async def _scale_model(self, query: ScaleModel) -> PlacementPlan:
         async with self._change():

@@ -20,7 +20,7 @@ from services.placement.metrics import PlacementMetrics
 from shared.bus.interface import Bus, BusError, KeyValue, ServiceError, Subscription
 from shared.messages.admin import Done
 from shared.messages.catalogue import PLACEMENT_REQUESTS, PLACEMENT_TRAFFIC, REQUEST_LOG
-from shared.messages.cluster import ModelSpec
+from shared.messages.cluster import AdapterSpec, ModelSpec
 from shared.messages.requests import ErrorCode
 from shared.messages.traffic import (
     LEAST_INTERVAL_S,
@@ -55,12 +55,14 @@ class PlacementMonitor:
         models: Mapping[str, ModelSpec],
         is_leader: Callable[[], bool],
         slo_scale: float = 0.0,
+        adapters: Mapping[str, AdapterSpec] | None = None,
     ) -> None:
-        """`models`: those that are configured, as they are at each moment. `slo_scale`: of those without one of their own;
-        0: the default."""
+        """`models`, `adapters`: those that are configured, as they are at each moment. `slo_scale`: of those without one of
+        their own; 0: the default."""
         self._bus = bus
         self._metrics = metrics
         self._models = models
+        self._adapters = {} if adapters is None else adapters
         self._is_leader = is_leader
         self._slo_scale = slo_scale
         self._wall_s = time.time() - bus.now()
@@ -91,12 +93,15 @@ class PlacementMonitor:
 
     def traffic(self, interval_s: float) -> Traffic:
         """What arrived in the last `interval_s` for the models that are configured."""
-        return self._log.traffic(self.now() - interval_s, self.now(), self._models)
+        bases = {name: spec.base for name, spec in self._adapters.items()}
+        return self._log.traffic(self.now() - interval_s, self.now(), self._models, bases)
 
     def measured(self, interval_s: float) -> dict[str, ModelTraffic]:
         """By model: what its last `interval_s` were like. SLOs and normalised latencies are reckoned by `execution_s`."""
         now = self.now()
         scales = {name: spec.slo_scale or self._slo_scale for name, spec in sorted(self._models.items())}
+        for name, adapter in sorted(self._adapters.items()):
+            scales[name] = adapter.slo_scale or scales.get(adapter.base, self._slo_scale)
         return traffic_by_model(self._log, scales, now - interval_s, now)
 
     def execution_s(self) -> dict[str, float]:

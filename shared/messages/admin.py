@@ -190,8 +190,28 @@ class ModelState(msgspec.Struct, kw_only=True):
     """Of weights that the checkpoint has unquantised; empty: none."""
 
 
+class AdapterState(msgspec.Struct, kw_only=True):
+    """A LoRA adapter as the operator sees it; its requests run and wait as its base model's."""
+
+    name: str
+    base: str
+    source: str
+    rank: int
+    """The largest of its matrices."""
+    num_values: int
+    """In all of them."""
+    ttft_ms: float
+    """As of `ModelState`; 0: the base model's."""
+    tpot_ms: float
+    slo_scale: float
+    loaded_on: list[str]
+    """Instance ids."""
+    traffic: ModelTraffic | None = None
+
+
 class ModelStates(msgspec.Struct):
     models: list[ModelState]
+    adapters: list[AdapterState] = []
 
 
 class InstanceModel(msgspec.Struct, kw_only=True):
@@ -210,6 +230,8 @@ class InstanceModel(msgspec.Struct, kw_only=True):
     """Where its step times are from: none | live | profiled | stored; empty: it has none"""
     fingerprint: str = ""
     """Of the bits that it makes in deterministic mode; empty: it is not in it, or has several devices."""
+    adapters: list[str] = []
+    """Names of its LoRA adapters that are loaded."""
 
 
 class InstanceLoad(msgspec.Struct, kw_only=True):

@@ -9,7 +9,7 @@ twice as many. So every part of the log is covered, and rates stay right. Slots 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from heapq import heapify, heapreplace
 from typing import TYPE_CHECKING
 
@@ -307,11 +307,17 @@ class RequestLog:
             return (self._slots[index] for index in sorted(self._slots) if first <= index <= last)
         return (self._slots[index] for index in range(first, last + 1) if index in self._slots)
 
-    def traffic(self, since_s: float, until_s: float, models: Iterable[str] | None = None) -> Traffic:
+    def traffic(
+        self,
+        since_s: float,
+        until_s: float,
+        models: Iterable[str] | None = None,
+        bases: Mapping[str, str] | None = None,
+    ) -> Traffic:
         """What arrived in the interval, for a search: see `shared.monitor.traffic`."""
         from shared.monitor.traffic import traffic  # whoever only records needs no numpy
 
-        return traffic(self, since_s, until_s, models)
+        return traffic(self, since_s, until_s, models, bases)
 
 
 def _stored(slot: Slot, at_s: float, began_s: float) -> dict[str, StoredTraffic]:

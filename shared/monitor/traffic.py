@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 
@@ -12,15 +12,22 @@ from shared.placement.problem import Traffic
 from shared.policies.predicted_statistics import OUTPUT_TOKENS
 
 
-def traffic(log: RequestLog, since_s: float, until_s: float, models: Iterable[str] | None = None) -> Traffic:
+def traffic(
+    log: RequestLog,
+    since_s: float,
+    until_s: float,
+    models: Iterable[str] | None = None,
+    bases: Mapping[str, str] | None = None,
+) -> Traffic:
     """All that arrived in the interval, those too that were refused or have not ended. How long the output of one that did
     not finish would be is not known: it is drawn from the outputs of its model that did, with a fixed seed. Where requests
     were left out, those of their model that the slot kept become as many as arrived in it, spread evenly. `models`: only
-    of these."""
+    of these. `bases`: of what was asked for under other names (adapters), the model that computed it."""
     since_s = max(since_s, log.began_s)
     requests = sorted(log.arrived(since_s, until_s), key=lambda request: request.arrived_s)
     names = tuple(sorted({request.model for request in requests} if models is None else set(models)))
     index = {name: number for number, name in enumerate(names)}
+    index |= {name: index[base] for name, base in (bases or {}).items() if base in index}
     requests = [request for request in requests if request.model in index]
     copies_of = _copies(log, since_s, until_s)
     weights = np.array([copies_of[request.row.number] for request in requests], np.int64)

@@ -53,7 +53,8 @@ def model_footprint(
     longest = min(max_model_len or shape.max_model_len, LEAST_SEQUENCE_TOKENS)
     hidden = step_tokens * HIDDEN_VECTORS * shape.hidden_size * itemsize
     return Footprint(
-        weight_bytes=int(shape.weight_bytes / num_ranks * itemsize / ITEMSIZES[shape.dtype] * WEIGHT_MARGIN),
+        weight_bytes=int(shape.weight_bytes / num_ranks * itemsize / ITEMSIZES[shape.dtype] * WEIGHT_MARGIN)
+        + shape.adapter_bytes,
         activation_bytes=hidden + STEP_SEQUENCES * shape.vocab_size * LOGIT_BYTES[device],
         block_bytes=shape.kv_geometry(dtype, num_ranks).block_bytes(block_size),
         least_blocks=-(-longest // block_size),

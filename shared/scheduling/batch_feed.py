@@ -107,6 +107,8 @@ class BatchFeed:
         """By batch and model."""
         self._gateway_id = gateway_id
         self._granted_s = -inf
+        self._asked: dict[tuple[str, str], tuple[str, str]] = {}
+        """Batch and model of each account's demand: a model and its adapters ask for tokens of one model."""
 
     def open(self, batch_id: str, model: str, demand: Callable[[int], OfflineDemand]) -> Account:
         account = self.accounts[batch_id, model] = Account(demand)
@@ -125,8 +127,9 @@ class BatchFeed:
             if now - self._granted_s > MAX_INTERVAL_S:
                 self._apply(GrantReply([], 0.0, self.tokens_per_s))
             return None
-        demands = [demand for account in self.accounts.values() if (demand := account.ask()) is not None]
-        return GrantQuery(self._gateway_id, demands)
+        demands = {key: demand for key, account in self.accounts.items() if (demand := account.ask()) is not None}
+        self._asked = {key: (demand.batch_id, demand.model) for key, demand in demands.items()}
+        return GrantQuery(self._gateway_id, list(demands.values()))
 
     def answered(self, reply: GrantReply | None, now: float) -> float:
         self.is_refused = reply is None
@@ -139,6 +142,9 @@ class BatchFeed:
 
     def _apply(self, reply: GrantReply) -> None:
         self.tokens_per_s = reply.tokens_per_s
-        granted = {(grant.batch_id, grant.model): grant.tokens for grant in reply.grants}
+        granted: dict[tuple[str, str], list[int]] = {}
+        for grant in reversed(reply.grants):
+            granted.setdefault((grant.batch_id, grant.model), []).append(grant.tokens)
         for key, account in self.accounts.items():
-            account.grant(granted.get(key, 0))
+            of_demand = granted.get(self._asked.get(key, key))
+            account.grant(of_demand.pop() if of_demand else 0)

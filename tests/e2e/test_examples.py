@@ -36,6 +36,9 @@ def test_the_examples(stack: Stack, checkpoints: dict[str, str], tmp_path: Path)
     lines = run(stack, "two_models", str(models))
     assert sorted(line.partition(":")[0] for line in lines) == ["patient"] * 3 + ["quick"] * 3
 
+    plain, adapted = (line.partition(": ") for line in run(stack, "lora", "llama"))
+    assert (plain[0], adapted[0]) == ("llama", "tiny-lora") and plain[2] != adapted[2]
+
     ran, same = run(stack, "drain_under_load", "llama")
     assert ran.endswith("which is drained") and same.startswith("6 of 6 "), (ran, same)
     stack.wait_ready()

@@ -212,7 +212,7 @@ def test_formats_that_are_not_supported_are_named(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="is a GGUF file, which is not supported"):
         checkpoint.resolve(str(tmp_path / "model-q4.gguf"))
     (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "some/base"}')
-    with pytest.raises(CheckpointError, match=r"is an adapter of some/base; it would have to be merged"):
+    with pytest.raises(CheckpointError, match=r"is an adapter of some/base: add it with that as its base model"):
         checkpoint.describe(tmp_path)
 
 

@@ -1,0 +1,50 @@
+"""LoRA adapters as the operator configures them: checks, and what they take of their base model's memory. Pure, but for
+`read_adapter`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+import msgspec
+
+from services.placement.requests import MAX_SLO_SCALE, NAME_PATTERN, refuse
+from shared.adapters import AdapterFiles, check_base, describe_adapter
+from shared.checkpoint import ITEMSIZES, CheckpointShape, resolve
+from shared.messages.cluster import AdapterSpec, ModelSpec
+from shared.model_families import TRANSFORMERS, family_of
+
+
+def check_adapter(spec: AdapterSpec) -> None:
+    """What can be said without its files. Raises `ServiceError`."""
+    if not re.fullmatch(NAME_PATTERN, spec.name):
+        raise refuse(
+            f"{spec.name!r} is no model name: 1 to 128 letters, digits and . _ : / -, the first a letter or digit",
+            "name",
+        )
+    if not spec.source.strip():
+        raise refuse("source is empty: a folder with adapter_config.json, or a hub id", "source")
+    if spec.slo_scale and not 1 <= spec.slo_scale <= MAX_SLO_SCALE:
+        raise refuse(f"slo_scale is {spec.slo_scale:g}: expected 1 to {MAX_SLO_SCALE:g}, or 0", "slo_scale")
+
+
+def read_adapter(source: str, base: ModelSpec, shape: CheckpointShape, max_rank: int) -> AdapterFiles:
+    """Blocking; `CheckpointError`. `shape`: of the base model's checkpoint."""
+    files = describe_adapter(resolve(source), max_rank)
+    check_base(files, resolve(base.source), (family_of(shape.architecture) or TRANSFORMERS).name)
+    return files
+
+
+def is_same(known: AdapterSpec, asked: AdapterSpec) -> bool:
+    """Whether the operator asks for what is there."""
+    filled = {"version": known.version, "rank": known.rank, "num_values": known.num_values, "added_s": known.added_s}
+    return msgspec.structs.replace(asked, **filled) == known
+
+
+def with_adapters(
+    shape: CheckpointShape, base: ModelSpec, adapters: Iterable[AdapterSpec], max_bytes: int
+) -> CheckpointShape:
+    """The base model's shape with the memory of its adapters, of which instances hold `max_bytes` at most."""
+    itemsize = ITEMSIZES[shape.dtype if base.dtype == "auto" else base.dtype]
+    wanted = itemsize * sum(spec.num_values for spec in adapters if spec.base == base.name)
+    return msgspec.structs.replace(shape, adapter_bytes=min(wanted, max_bytes)) if wanted else shape
