@@ -241,10 +241,10 @@ class PlacementSettings(BusSettings, frozen=True, kw_only=True):
                 raise SettingsError(f"TIDEWAY_ADAPTERS is not a JSON list of adapters: {error}") from None
         specs = []
         for item in filter(None, map(str.strip, text.split(","))):
-            parts = [part.strip() for part in item.split("=", 2)]
-            if len(parts) != 3 or not all(parts):
+            name, base, source = map(str.strip, [*item.split("=", 2), "", ""][:3])
+            if not (name and base and source):
                 raise SettingsError(f"TIDEWAY_ADAPTERS: {item!r}: expected name=base=source")
-            specs.append(AdapterSpec(*parts))
+            specs.append(AdapterSpec(name, base, source))
         return specs
 
     def _quantized(self, spec: ModelSpec) -> ModelSpec:

@@ -37,11 +37,12 @@ def show_models(client: AdminClient, console: Console, *, interval_s: int, as_js
         "latency\nP50", "latency\nP99", "TTFT\nP99", "TPOT\nmean", "SLO", "within\nSLO", "waits",
         title=f"Models in the last {interval_s} s", **LOOK,
     )  # fmt: skip
-    for state in (*states.models, *states.adapters):
+    shown: list[ModelState | AdapterState] = [*states.models, *states.adapters]
+    for state in shown:
         for row in _rows(state):
             table.add_row(*row)
     console.print(fit(table, console, LEAST_WANTED))
-    if any(state.traffic is None for state in (*states.models, *states.adapters)):
+    if any(state.traffic is None for state in shown):
         console.print("Of some the traffic is not known: no placement answers, or it does not know them yet.")
 
 

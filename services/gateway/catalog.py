@@ -121,6 +121,11 @@ class Catalog:
     def models(self) -> list[ModelSpec]:
         return [spec for spec, _ in self._models.values()]
 
+    @property
+    def names(self) -> list[str]:
+        """Of models and adapters."""
+        return [spec.name for spec in self.models] + [spec.name for spec in self.adapters]
+
     def created(self, model: str) -> int:
         """Unix seconds."""
         return self._models[bucket_key(model)][1]
@@ -133,7 +138,7 @@ class Catalog:
         if model is None:
             raise ApiError(400, "'model' is required where a server has several.", param="model", code="missing_field")
         if (found := self._models.get(bucket_key(self.base(model)))) is None:
-            known = ", ".join(f"'{spec.name}'" for spec in (*self.models, *self.adapters)) or "none yet"
+            known = ", ".join(f"'{name}'" for name in self.names) or "none yet"
             raise ApiError(
                 404,
                 f"The model '{model[:200]}' does not exist. Models served here: {known}.",

@@ -14,11 +14,14 @@ import msgspec
 
 from shared.bus.interface import Bus, KeyValue, ServiceError, Subscription
 from shared.messages.admin import (
+    AddAdapter,
     AddModel,
     ChangePlan,
+    Done,
     DrainInstance,
     GetPlan,
     GetReplacement,
+    RemoveAdapter,
     RemoveModel,
     ReplacementState,
     ScaleInstances,
@@ -26,6 +29,7 @@ from shared.messages.admin import (
 )
 from shared.messages.batches import GrantQuery, GrantReply, OfflineGrant
 from shared.messages.catalogue import (
+    ADAPTERS,
     GATEWAY_FRAMES,
     GATEWAY_LOST,
     INSTANCE_CANCEL,
@@ -34,10 +38,12 @@ from shared.messages.catalogue import (
     INSTANCES,
     LOAD_REPORTS,
     MODELS,
+    PLACEMENT_ADD_ADAPTER,
     PLACEMENT_ADD_MODEL,
     PLACEMENT_CHANGE_PLAN,
     PLACEMENT_DRAIN_INSTANCE,
     PLACEMENT_PLAN,
+    PLACEMENT_REMOVE_ADAPTER,
     PLACEMENT_REMOVE_MODEL,
     PLACEMENT_REPLACEMENT,
     PLACEMENT_SCALE_INSTANCES,
@@ -49,6 +55,7 @@ from shared.messages.catalogue import (
 )
 from shared.messages.channels import bucket_key
 from shared.messages.cluster import (
+    AdapterSpec,
     InstanceInfo,
     LoadedModel,
     LoadReport,
@@ -142,6 +149,8 @@ class ScriptedPeer:
             await self.start_scheduler()
         await self.bus.serve(PLACEMENT_ADD_MODEL, self._add_model)
         await self.bus.serve(PLACEMENT_REMOVE_MODEL, self._remove_model)
+        await self.bus.serve(PLACEMENT_ADD_ADAPTER, self._add_adapter)
+        await self.bus.serve(PLACEMENT_REMOVE_ADAPTER, self._remove_adapter)
         await self.bus.serve(PLACEMENT_PLAN, self._show_plan)
         await self.bus.serve(PLACEMENT_REPLACEMENT, self._show_replacement)
         await self.bus.serve(PLACEMENT_CHANGE_PLAN, self._change_plan)
@@ -343,6 +352,17 @@ class ScriptedPeer:
         await self._models.delete(bucket_key(message.name))
         self.plan = msgspec.structs.replace(self.plan, version=self.plan.version + 1)
         return self.plan
+
+    async def _add_adapter(self, message: AddAdapter) -> AdapterSpec:
+        if not await asyncio.to_thread(os.path.isdir, message.spec.source):
+            raise ServiceError.of(ErrorCode.BAD_REQUEST, f"{message.spec.source} does not exist", "source")
+        spec = msgspec.structs.replace(message.spec, version="1", rank=4, added_s=7.0)
+        await (await self.bus.key_value(ADAPTERS)).put(bucket_key(spec.name), spec)
+        return spec
+
+    async def _remove_adapter(self, message: RemoveAdapter) -> Done:
+        await (await self.bus.key_value(ADAPTERS)).delete(bucket_key(message.name))
+        return Done()
 
     async def _drain(self, message: DrainInstance) -> PlacementPlan:
         draining = [i for i in self.plan.draining if i != message.instance_id]

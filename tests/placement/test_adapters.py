@@ -1,0 +1,101 @@
+"""LoRA adapters as placement keeps them: checked against the base model, counted in plans, there again after a restart."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from services.placement.adapters import with_adapters
+from services.placement.footprint import DeviceFacts, footprint
+from shared.bus.interface import ServiceError
+from shared.checkpoint import describe
+from shared.messages.admin import AddAdapter, RemoveAdapter
+from shared.messages.catalogue import ADAPTERS, PLACEMENT_ADD_ADAPTER, PLACEMENT_REMOVE_ADAPTER
+from shared.messages.cluster import AdapterSpec, AttentionFacts, ModelSpec
+from shared.messages.requests import ErrorCode
+from shared.settings import BusSettings
+from tests.placement.test_service import Cluster, cluster, placement, until  # noqa: F401
+from tests.worker.adapters import write_adapter
+from tests.worker.checkpoints import write_checkpoint
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    path = write_checkpoint(tmp_path, "llama")
+    (path / "tokenizer.json").write_text("{}")
+    return path
+
+
+async def refused(cluster: Cluster, spec: AdapterSpec) -> tuple[ErrorCode, str, str]:  # noqa: F811
+    with pytest.raises(ServiceError) as caught:
+        await cluster.bus.request(PLACEMENT_ADD_ADAPTER, AddAdapter(spec), timeout_s=10)
+    info = caught.value.info
+    return info.code, info.param, info.message
+
+
+@pytest.fixture
+async def adapters(cluster: Cluster) -> AsyncIterator[dict[str, AdapterSpec]]:  # noqa: F811
+    watch = await (await cluster.bus.key_value(ADAPTERS)).watch()
+    yield watch.entries  # type: ignore[misc]
+    await watch.stop()
+
+
+async def test_adapters_come_and_go_and_stay_over_a_restart(
+    nats_settings: BusSettings,
+    cluster: Cluster,  # noqa: F811
+    adapters: dict[str, AdapterSpec],
+    base: Path,
+    tmp_path: Path,
+) -> None:
+    adapter = write_adapter(tmp_path / "poet", base, rank=4)
+    wide = write_adapter(tmp_path / "wide", base, ("q_proj",), rank=40)
+    async with placement(nats_settings, {"m": str(base)}, max_adapter_rank=32):
+        cluster.start_node("n")
+        await cluster.placed("m", "n-0 n-1")
+        pools = {place.instance_id: place.pool_bytes for place in cluster.plans[-1].instances}
+        asked = AdapterSpec("poet", "m", adapter.source, ttft_ms=300)
+        added = await cluster.bus.request(PLACEMENT_ADD_ADAPTER, AddAdapter(asked), timeout_s=10)
+        assert (added.rank, added.ttft_ms, added.num_values > 1000, len(added.version)) == (4, 300, True, 32)
+        again = await cluster.bus.request(PLACEMENT_ADD_ADAPTER, AddAdapter(asked), timeout_s=10)
+        assert again == added, "the same definition changes nothing"
+        assert {place.instance_id: place.pool_bytes for place in cluster.plans[-1].instances} == pools
+        cases = [
+            (AdapterSpec("poet", "m", wide.source), ErrorCode.CONFLICT, "name", "another definition"),
+            (AdapterSpec("m", "m", adapter.source), ErrorCode.CONFLICT, "name", "a model's name"),
+            (AdapterSpec("x", "nobody", adapter.source), ErrorCode.UNKNOWN_MODEL, "base", "no model 'nobody'"),
+            (AdapterSpec("x", "m", str(tmp_path / "none")), ErrorCode.BAD_REQUEST, "source", "does not exist"),
+            (AdapterSpec("x", "m", str(base)), ErrorCode.BAD_REQUEST, "source", "adapter_config.json is missing"),
+            (AdapterSpec("wide", "m", wide.source), ErrorCode.BAD_REQUEST, "source", "is 40; the limit is 32"),
+            (AdapterSpec("x y", "m", adapter.source), ErrorCode.BAD_REQUEST, "name", "no model name"),
+        ]
+        for spec, code, param, message in cases:
+            found = await refused(cluster, spec)
+            assert found[:2] == (code, param) and message in found[2], found
+        assert (await cluster.refusal(ModelSpec("poet", str(base))))[:2] == (ErrorCode.CONFLICT, "name")
+        with pytest.raises(ServiceError, match="adapters of 'm'"):
+            await cluster.remove("m")
+    assert [spec.version for spec in adapters.values()] == [added.version]
+    seeds = f"poet=m={adapter.source},other=m={adapter.source}"
+    async with placement(nats_settings, {"m": str(base)}, name="placement-2", adapters=seeds):
+        await until(lambda: len(adapters) == 2)
+        assert added in adapters.values(), "it is there as it was"
+        await cluster.bus.request(PLACEMENT_REMOVE_ADAPTER, RemoveAdapter("poet"), timeout_s=10)
+        await until(lambda: [spec.name for spec in adapters.values()] == ["other"])
+    async with placement(nats_settings, {"m": str(base)}, name="placement-3", adapters=seeds) as last:
+        await until(lambda: last.is_active)
+        await cluster.bus.request(PLACEMENT_REMOVE_ADAPTER, RemoveAdapter("other"), timeout_s=10)
+        await until(lambda: not adapters)
+
+
+def test_memory_of_adapters_is_planned_up_to_what_instances_hold(base: Path) -> None:
+    shape, spec = describe(base), ModelSpec("m", str(base))
+    facts = DeviceFacts("cpu", (AttentionFacts(),), 512)
+    of = [AdapterSpec("a", "m", "", num_values=1000), AdapterSpec("b", "m", "", num_values=500)]
+    others = [AdapterSpec("c", "other", "", num_values=9000)]
+    plain = footprint(spec, shape, facts).weight_bytes
+    for max_bytes, extra in ((1 << 20, 6000), (5000, 5000)):
+        counted = with_adapters(shape, spec, of + others, max_bytes)
+        assert footprint(spec, counted, facts).weight_bytes - plain == extra
+    assert with_adapters(shape, spec, others, 1 << 20) == shape
