@@ -174,7 +174,8 @@ class Catalog:
         return [spec.name for spec in self.models if any(serves(info, spec.name) for info in instances)]
 
     def reported_max_model_len(self, model: str) -> int | None:
-        """The least that the instances which have loaded it report; None: none has."""
+        """The least that the instances which have loaded it, or the base model of the adapter, report; None: none has."""
+        model = self.base(model)
         lengths = [
             loaded.max_model_len
             for info in self.instances.values()

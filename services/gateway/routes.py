@@ -68,7 +68,7 @@ class Routes:
         models = [arm.model for arm in route.arms] + [mirror.model for mirror in route.mirrors] + [*route.fallbacks]
         for model in models:
             if not self._catalog.has(model):
-                known = ", ".join(repr(spec.name) for spec in self._catalog.models) or "none"
+                known = ", ".join(map(repr, self._catalog.names)) or "none"
                 message = f"There is no model '{model[:200]}'; a route leads to models, and those there are: {known}."
                 raise ApiError(400, message, param="model", code="model_not_found")
         await self._stored.put(bucket_key(route.name), route)
