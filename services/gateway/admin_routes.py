@@ -408,6 +408,12 @@ async def explain_slo(context: GatewayContext, request: Request) -> Response:
     return json_response(await context.timelines.explain_everywhere(float(interval_s)))
 
 
+async def show_console_state(context: GatewayContext, request: Request) -> Response:
+    """All that the console draws: instances with their KV pools, queues, requests that run and that move, batches."""
+    authenticate_operator(context, request)
+    return json_response(await _api_errors(context.console.state()))
+
+
 def _whole(query: Mapping[str, str], name: str, default: int, least: int, most: int) -> int:
     text = query.get(name, str(default))
     if not re.fullmatch(r"[0-9]{1,6}", text) or not least <= int(text) <= most:

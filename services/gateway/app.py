@@ -21,6 +21,7 @@ from services.gateway import admin_routes, batch_routes, file_routes, other_rout
 from services.gateway.admission import RATE_LIMIT_HEADERS
 from services.gateway.answering import answer_chat, answer_completion
 from services.gateway.bodies import EarlyAnswer
+from services.gateway.console import pages
 from services.gateway.context import GatewayContext
 from services.gateway.errors import ApiError, of_info
 from services.gateway.exchange import CLIENT_GONE_STATUS
@@ -58,6 +59,7 @@ from services.gateway.schemas import (
 from shared.bus.interface import BusError
 from shared.messages.admin import InstanceStates, ModelStates, ReplacementState, RouteState, RouteStates, ShownPlan
 from shared.messages.cluster import PlacementPlan
+from shared.messages.console import ConsoleState
 from shared.messages.timeline import RequestTimelines, SloExplanation
 from shared.messages.traffic import LEAST_INTERVAL_S, MAX_INTERVAL_S
 
@@ -158,6 +160,7 @@ ROUTES = (
     Route("POST", "/admin/instances/{instance_id}/undrain", admin_routes.undrain_instance, *_PLANNED),
     Route("GET", "/admin/nodes", admin_routes.list_nodes, None, dict, ADMIN_ERRORS),
     Route("GET", "/admin/audit", admin_routes.list_audit, None, AuditLog, ADMIN_ERRORS),
+    Route("GET", "/admin/console/state", admin_routes.show_console_state, None, ConsoleState, ADMIN_ERRORS),
     Route(
         "GET",
         "/admin/requests",
@@ -174,6 +177,8 @@ ROUTES = (
     Route("GET", "/admin/plan", admin_routes.show_plan, None, ShownPlan, (404, *ADMIN_ERRORS)),
     Route("POST", "/admin/plan", admin_routes.change_plan, ChangePlanRequest, ReplacementState, PLACEMENT_ERRORS),
 )
+PAGES = (("/console", pages.show_page), ("/console/{file}", pages.show_file))
+"""For browsers, and no part of the API."""
 DEVELOPER_ROUTES = (Route("POST", "/reset_prefix_cache", other_routes.reset_prefix_cache, None, None),)
 
 
@@ -183,6 +188,8 @@ def make_app(context: GatewayContext) -> FastAPI:
     routes = (*ROUTES, *DEVELOPER_ROUTES) if context.settings.developer_mode else ROUTES
     for route in routes:
         app.router.add_route(route.path, functools.partial(route.handler, context), [route.method])
+    for path, page in PAGES:
+        app.router.add_route(path, functools.partial(page, context), ["GET"])
     app.openapi = functools.partial(describe, routes)  # type: ignore[method-assign]
     app.add_exception_handler(ApiError, _on_api_error)  # type: ignore[arg-type]
     app.add_exception_handler(BusError, _on_bus_error)  # type: ignore[arg-type]

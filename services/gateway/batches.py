@@ -180,6 +180,11 @@ class Batches:
         own = [record for record in records if record.tenant == tenant]
         return sorted(own, key=lambda record: (record.created_s, record.batch_id), reverse=True)
 
+    def progress(self, limit: int) -> list[BatchRecord]:
+        """Of all tenants: those that are not over, and the last that ended."""
+        records = self._watch.entries.values() if self._watch is not None else ()
+        return sorted(records, key=lambda record: (is_terminal(record), -record.created_s))[:limit]
+
     async def change(self, batch_id: str, change: Callable[[BatchRecord], BatchRecord]) -> BatchRecord | None:
         """Applies a pure function to the record as it is; returns the outcome, None where there is no such batch."""
         while True:

@@ -86,6 +86,15 @@ class ClusterLoads:
             return None
         return {model.model: model.num_queued for model in self._statistics[0].models}
 
+    def queue_lengths(self) -> Mapping[str, tuple[int, int]] | None:
+        """Likewise, online and offline ones."""
+        if self.num_queued() is None or self._statistics is None:
+            return None
+        return {
+            model.model: (model.num_queued - model.num_offline_queued, model.num_offline_queued)
+            for model in self._statistics[0].models
+        }
+
     def _present(self) -> set[tuple[str, str]]:
         """Ids and incarnations."""
         return {(instance_id, info.incarnation) for instance_id, info in self._catalog.alive.items()}

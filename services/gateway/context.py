@@ -11,6 +11,7 @@ from services.gateway.batches import Batches
 from services.gateway.bodies import BodyRoom
 from services.gateway.catalog import Catalog
 from services.gateway.cluster_loads import ClusterLoads
+from services.gateway.console.state import Console
 from services.gateway.files import Files
 from services.gateway.http_limits import Connections
 from services.gateway.metrics import GatewayMetrics
@@ -46,3 +47,4 @@ class GatewayContext:
     files: Files
     batches: Batches
     audit: Audit
+    console: Console

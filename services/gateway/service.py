@@ -22,6 +22,7 @@ from services.gateway.batches import Batches
 from services.gateway.bodies import BodyRoom
 from services.gateway.catalog import Catalog
 from services.gateway.cluster_loads import ClusterLoads
+from services.gateway.console.state import Console
 from services.gateway.context import GatewayContext
 from services.gateway.files import Files
 from services.gateway.http_limits import Connections, LimitedProtocol
@@ -84,6 +85,7 @@ class GatewayService:
         metrics = GatewayMetrics(telemetry.registry)
         tokenizers = Tokenizers(TextPool(settings, metrics))
         catalog = Catalog(bus, tokenizers)
+        loads, batches = ClusterLoads(bus, catalog), Batches(bus)
         self._placer = Placer(bus, catalog, metrics, settings.max_submissions)
         timelines = Timelines(bus, gateway_id, settings.max_timelines, settings.timeline_s)
         table = StreamTable(bus, gateway_id, catalog, self._placer, metrics, timelines)
@@ -101,12 +103,13 @@ class GatewayService:
             catalog=catalog,
             routes=Routes(bus, catalog),
             mirrors=Mirrors(),
-            loads=ClusterLoads(bus, catalog),
+            loads=loads,
             table=table,
             timelines=timelines,
             files=Files(bus),
-            batches=Batches(bus),
+            batches=batches,
             audit=Audit(bus, gateway_id, metrics),
+            console=Console(bus, gateway_id, catalog, loads, timelines, batches),
         )
         self._key_files = KeyFiles(settings, admission, metrics)
         self._batch_service = BatchService(self.context)

@@ -14,6 +14,7 @@ from math import isfinite
 from services.gateway.stream import Stream
 from shared.bus.interface import Bus, Subscription
 from shared.messages.catalogue import ASK_GATEWAYS, GATEWAY_EVENTS, GATEWAY_TOLD
+from shared.messages.console import Move
 from shared.messages.requests import FinishReason, GenerationRequest, RequestClass
 from shared.messages.timeline import (
     AskGateways,
@@ -40,6 +41,10 @@ KNOWN_S = 60.0
 """So long after it was last heard of a gateway is waited for."""
 ASK_ALL_S = 10.0
 """So often those that are not known yet are given time to answer too."""
+
+MAX_MOVES = 256
+MOVES_SHOWN_S = 4.0
+_OF_MOVES = (EventKind.MIGRATING, EventKind.MOVED, EventKind.STAYED)
 
 Question = FindTimeline | ListTimelines | ExplainSlo
 
@@ -73,6 +78,16 @@ class _Timeline:
 
 
 @dataclass
+class _Move:
+    source_id: str
+    destination_id: str
+    reason: str
+    begun_s: float
+    outcome: str = ""
+    ended_s: float = 0.0
+
+
+@dataclass
 class _Answers:
     told: list[ToldByGateway]
     are_enough: asyncio.Event
@@ -99,6 +114,8 @@ class Timelines:
         self._others: dict[str, float] = {}
         """Gateways that have asked or told something, and when they last did."""
         self._answers: dict[int, _Answers] = {}
+        self._moves: OrderedDict[str, _Move] = OrderedDict()
+        """The last of each request."""
 
     async def start(self) -> None:
         bus, ids = self._bus, {"gateway_id": self._gateway_id}
@@ -161,7 +178,29 @@ class Timelines:
                 if (stream := self._streams.get(event.request_id)) is not None:
                     self._see(timeline, stream)
                 timeline.course.add(message.sender, event)
+                if event.kind in _OF_MOVES:
+                    self._follow(message.sender, event)
         self._sweep()
+
+    def _follow(self, teller: str, event: RequestEvent) -> None:
+        if event.kind is EventKind.MIGRATING:
+            self._moves[event.request_id] = _Move(teller, event.place, event.cause, event.at_s)
+            while len(self._moves) > MAX_MOVES:
+                self._moves.popitem(last=False)
+        elif (move := self._moves.get(event.request_id)) is not None and not move.outcome:
+            move.outcome = "moved" if event.kind is EventKind.MOVED else event.cause
+            move.ended_s = event.at_s
+
+    def moves(self) -> list[Move]:
+        """Under way, or over for `MOVES_SHOWN_S` at most."""
+        now, shown = time.time(), []
+        for request_id, move in self._moves.items():
+            is_open = request_id in self._open and not move.outcome
+            ended_age_s = None if is_open else now - (move.ended_s or move.begun_s)
+            if ended_age_s is None or ended_age_s < MOVES_SHOWN_S:
+                place = move.source_id, move.destination_id
+                shown.append(Move(request_id, *place, move.reason, now - move.begun_s, move.outcome, ended_age_s))
+        return shown
 
     def _note(
         self,

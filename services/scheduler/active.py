@@ -379,9 +379,11 @@ class ActiveScheduler:
 
     def _tell_statistics(self, _now: float, period_s: float) -> None:
         num_queued: Counter[str] = Counter()
+        num_offline: Counter[str] = Counter()
         for lane, length in self._core.queue.lengths().items():
             num_queued[lane.model] += length
-        models = self._core.statistics.take(period_s, num_queued)
+            num_offline[lane.model] += 0 if lane.is_online else length
+        models = self._core.statistics.take(period_s, num_queued, num_offline)
         self._bus.publish(SCHEDULER_STATISTICS, StatisticsReport(self._info.scheduler_id, models))
         if changed := self._apply(TakeExecutionStatistics()):
             report = ExecutionStatisticsReport(self._info.scheduler_id, changed)

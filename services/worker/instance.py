@@ -39,6 +39,7 @@ from shared.messages.catalogue import (
     INSTANCE_DRAIN,
     INSTANCE_HELD,
     INSTANCE_LOAD_MODEL,
+    INSTANCE_POOL,
     INSTANCE_REPLAY,
     INSTANCE_SUBMIT,
     INSTANCE_UNLOAD_MODEL,
@@ -47,6 +48,7 @@ from shared.messages.catalogue import (
 )
 from shared.messages.channels import MAX_MESSAGE_BYTES
 from shared.messages.cluster import ExecutionStatisticsReport, InstanceInfo, InstancePlan
+from shared.messages.console import PoolView, ShowPool
 from shared.messages.requests import (
     Accepted,
     Adapter,
@@ -171,6 +173,7 @@ class InstanceService:
             await bus.serve(INSTANCE_SUBMIT.at(**ids), self._on_submit),
             await bus.serve(INSTANCE_REPLAY.at(**ids), self._on_replay),
             await bus.serve(INSTANCE_HELD.at(**ids), self._on_held),
+            await bus.serve(INSTANCE_POOL.at(**ids), self._on_show_pool),
             await bus.serve(INSTANCE_LOAD_MODEL.at(**ids), self._on_load_model),
             await bus.serve(INSTANCE_UNLOAD_MODEL.at(**ids), self._on_unload_model),
             await bus.serve(INSTANCE_DRAIN.at(**ids), self._on_drain),
@@ -283,6 +286,9 @@ class InstanceService:
 
     def _on_held(self, _query: ListHeldRequests) -> HeldRequests:
         return HeldRequests(self._loop.ask(Engine.held_requests))
+
+    def _on_show_pool(self, _query: ShowPool) -> PoolView:
+        return self._loop.ask(Engine.pool_view)
 
     def _on_load_model(self, query: LoadModel) -> Done:
         self._models.begin_load(query.spec)

@@ -41,10 +41,12 @@ from shared.engine.model_queue import ModelQueue
 from shared.engine.outgoing import Outgoing
 from shared.engine.plan import KvCopy, ModelShape, StepPlan, StepResult
 from shared.engine.planner import Planner
+from shared.engine.pool_view import pool_view
 from shared.engine.requests import Ended, Output, RequestTable
 from shared.engine.reservations import Reservations
 from shared.engine.sequence import Handover, Sequence, State
 from shared.engine.steps import Steps
+from shared.messages.console import PoolView
 from shared.messages.requests import ErrorCode, ErrorInfo, FinishReason, HeldRequest
 from shared.policies.checkpointing import AdaptiveCheckpoint, CheckpointPolicy
 from shared.policies.ordering import OrderingPolicy
@@ -257,6 +259,10 @@ class Engine:
             )
             for sequence in self.requests.by_id.values()
         ]
+
+    def pool_view(self) -> PoolView:
+        """For the console."""
+        return pool_view(self.memory, self.requests.all_held())
 
     def migration_candidates(self, now: float, include_offline: bool = False) -> list[MigrationCandidate]:
         """See `Outgoing.candidates`."""

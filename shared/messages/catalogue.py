@@ -39,6 +39,7 @@ from shared.messages.cluster import (
     StatisticsReport,
     StoredCostModel,
 )
+from shared.messages.console import PoolView, ShowPool
 from shared.messages.migration import (
     AbortMigration,
     Commit,
@@ -109,6 +110,8 @@ INSTANCE_SUBMIT = Endpoint(
 INSTANCE_CANCEL = Topic(f"{_INSTANCE}.cancel", Cancel, sent_by=SCHEDULER | GATEWAY | WORKER, heard_by=WORKER)
 INSTANCE_REPLAY = Endpoint(f"{_INSTANCE}.replay", ReplayQuery, ReplayReply, sent_by=GATEWAY, served_by=WORKER)
 INSTANCE_HELD = Endpoint(f"{_INSTANCE}.held", ListHeldRequests, HeldRequests, sent_by=SCHEDULER, served_by=WORKER)
+INSTANCE_POOL = Endpoint(f"{_INSTANCE}.pool", ShowPool, PoolView, sent_by=GATEWAY, served_by=WORKER)
+"""While somebody looks at the console."""
 
 # migration: scheduler -> source instance; source -> destination instance
 INSTANCE_REBALANCE = Topic(f"{_INSTANCE}.rebalance", Rebalance, sent_by=SCHEDULER, heard_by=WORKER)

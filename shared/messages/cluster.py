@@ -417,6 +417,7 @@ class ModelStatistics(msgspec.Struct, frozen=True, kw_only=True):
     offline_output_tokens: Amount = 0
     offline_queued_s: Seconds = 0.0
     offline_execution_s: Seconds = 0.0
+    num_offline_queued: Amount = 0
 
 
 class StatisticsReport(msgspec.Struct, frozen=True):

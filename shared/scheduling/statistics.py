@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from types import MappingProxyType
 
 from shared.messages.cluster import FinishedStats, ModelStatistics
 from shared.messages.requests import RequestClass
@@ -55,12 +56,22 @@ class StatisticsCounter:
                 counts.offline_queued_s += stats.queued_s
                 counts.offline_execution_s += stats.execution_s
 
-    def take(self, interval_s: float, num_queued: dict[str, int]) -> list[ModelStatistics]:
-        """What was counted since the last call, `interval_s` ago, for models with traffic or a queue."""
+    def take(
+        self,
+        interval_s: float,
+        num_queued: Mapping[str, int],
+        num_offline_queued: Mapping[str, int] = MappingProxyType({}),
+    ) -> list[ModelStatistics]:
+        """What was counted since the last call, `interval_s` ago, for models with traffic or a queue. `num_offline_queued`:
+        of those that are queued, the offline ones."""
         counted, self._counts = self._counts, defaultdict(_Counts)
         return [
             ModelStatistics(
-                model=model, interval_s=interval_s, num_queued=num_queued.get(model, 0), **asdict(counted[model])
+                model=model,
+                interval_s=interval_s,
+                num_queued=num_queued.get(model, 0),
+                num_offline_queued=num_offline_queued.get(model, 0),
+                **asdict(counted[model]),
             )
             for model in sorted(counted.keys() | num_queued.keys())
         ]

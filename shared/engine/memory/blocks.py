@@ -290,6 +290,12 @@ class BlockPool:
                 by_hash[block_hash] = block
                 hash_of[block] = block_hash
 
+    def cells(self) -> Iterator[tuple[int, str, float]]:
+        """(merged block, its model, the share of its blocks that are used) of those that belong to a model."""
+        for merged, owner in enumerate(self._owner):
+            if owner is not None:
+                yield merged, owner, self._num_used[merged] / self._models[owner].blocks_per_merged
+
     def references(self, name: str) -> list[int]:
         """Of each of the model's blocks; read only."""
         return self._models[name].references

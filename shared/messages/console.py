@@ -1,0 +1,98 @@
+"""What the console shows beyond the other endpoints: the KV pool of each instance block by block, and all of it at once."""
+
+from __future__ import annotations
+
+import msgspec
+
+from shared.messages.admin import InstanceState
+from shared.messages.requests import Count
+from shared.messages.timeline import SequenceTimeline
+
+MAX_POOL_SEQUENCES = 512
+MAX_POOL_CELLS = 8192
+"""Merged blocks that are named for sequences, over all of them."""
+
+
+class ShowPool(msgspec.Struct, frozen=True, array_like=True):
+    """Gateway to instance, while somebody looks at it."""
+
+
+class PoolSequence(msgspec.Struct, frozen=True):
+    request_id: str
+    model: Count
+    """Index in the view's models."""
+    state: str
+    """waiting | running | restoring | suspended | leaving"""
+    is_online: bool
+    num_tokens: Count
+    num_blocks: Count
+    num_host_blocks: Count
+    """Of its KV blocks, those with a checkpoint in host memory."""
+    merged: list[int]
+    """Merged blocks in which its KV lies."""
+
+
+class PoolView(msgspec.Struct, frozen=True, kw_only=True):
+    models: list[str]
+    owners: bytes
+    """Of each merged block: 0 where it is free, else one more than the index of its model."""
+    use: bytes
+    """Of each merged block, the share of its KV blocks that are used: 0 to 255. The others are free or cached."""
+    host_owners: bytes
+    """Likewise of host memory."""
+    host_use: bytes
+    sequences: list[PoolSequence]
+    """The first `MAX_POOL_SEQUENCES` that are held."""
+    num_sequences: Count
+
+
+class QueueLength(msgspec.Struct, frozen=True):
+    """At the scheduler."""
+
+    model: str
+    online: int
+    offline: int
+
+
+class Move(msgspec.Struct, frozen=True):
+    """A migration of a request of this gateway, under way or over lately."""
+
+    request_id: str
+    source_id: str
+    destination_id: str
+    reason: str
+    age_s: float
+    """Since it began."""
+    outcome: str = ""
+    """moved, or why it did not; empty: it is under way."""
+    ended_age_s: float | None = None
+
+
+class BatchProgress(msgspec.Struct, frozen=True, kw_only=True):
+    batch_id: str
+    status: str
+    model: str
+    num_total: int
+    num_completed: int
+    num_failed: int
+    created_s: float
+    """Unix time; likewise the next two."""
+    deadline_s: float
+    predicted_finish_s: float | None
+
+
+class ConsoleState(msgspec.Struct, frozen=True, kw_only=True):
+    now_s: float
+    """Unix time."""
+    gateway_id: str
+    instances: list[InstanceState]
+    draining: list[str]
+    """Instances that the plan leaves out."""
+    pools: dict[str, PoolView]
+    """By instance; those that did not answer in time have none."""
+    queues: list[QueueLength] | None
+    """None: no scheduler says."""
+    requests: list[SequenceTimeline]
+    """That run, of all gateways."""
+    moves: list[Move]
+    batches: list[BatchProgress]

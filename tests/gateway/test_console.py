@@ -1,0 +1,246 @@
+"""The console in a headless Chromium, by clicks and by keyboard, on the real gateway; the peers on the bus are scripted, the
+KV pools that they show are a real engine's."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from shared.engine.calls import Submit
+from shared.engine.engine import Engine
+from shared.engine.plan import ModelShape
+from shared.messages.admin import ScaleInstances, ScaleModel
+from shared.messages.catalogue import GATEWAY_EVENTS, INSTANCE_POOL, SCHEDULER_STATISTICS
+from shared.messages.cluster import ModelSpec, ModelStatistics, StatisticsReport
+from shared.messages.console import PoolView
+from shared.messages.requests import RequestClass
+from shared.messages.timeline import EventKind, RequestEvent, RequestEvents
+from shared.policies.catalogue import ordering_policy
+from shared.policies.token_budget import FixedTokenBudget
+from shared.settings import BusSettings
+from tests.browser.driver import ENTER, MISSING, RIGHT, TAB, Browser
+from tests.gateway.conftest import MODEL, Stack, running_stack
+from tests.gateway.peer import until
+from tests.shared.engine.cluster import Node
+from tests.shared.engine.fake_executor import request
+
+ADMIN_KEY = "let-me-look"
+
+
+def engine_with(*request_ids: str) -> Engine:
+    """With one sequence in decode and one that waits for others, of which each block is a cell."""
+    engine = Engine(48, 8, ordering_policy("fcfs"), FixedTokenBudget(64), num_host_merged=16, steps_in_flight=1)
+    node = Node(engine, [ModelShape(MODEL, 4, 2, 200)])
+    for number, request_id in enumerate(request_ids):
+        offline = {"request_class": RequestClass.OFFLINE if number else RequestClass.ONLINE}
+        assert engine.apply(Submit(request(request_id, [number] * 40, 60, model=MODEL, **offline)), 0.0) is None
+    for _ in range(3):
+        node.plan(0.0)
+        node.step_returns(0.0)
+    return engine
+
+
+@pytest.fixture
+async def stack(nats_settings: BusSettings, checkpoint: Path) -> AsyncIterator[Stack]:
+    specs = [ModelSpec(MODEL, str(checkpoint))]
+    async with running_stack(nats_settings, specs, admin_api_key=ADMIN_KEY) as stack:
+        await stack.peer.add_instance("b", MODEL, kv_address="127.0.0.1:1")
+        await until(lambda: len(stack.gateway.context.catalog.instances) == 2, "instances")
+        stack.peer.loads = {"a": {"num_running": 2}, "b": {}}
+        yield stack
+
+
+async def test_pages_are_whole_and_let_nothing_in_from_elsewhere(stack: Stack) -> None:
+    page = await stack.client.get("/console")
+    assert page.status_code == 200 and page.headers["content-type"].startswith("text/html")
+    assert "default-src 'none'" in page.headers["content-security-policy"]
+    for name in ("console.css", "console.js", "dom.js", "icon.svg"):
+        file = await stack.client.get(f"/console/{name}")
+        assert file.status_code == 200 and "http://" not in file.text.replace("http://www.w3.org/", "")
+        again = await stack.client.get(f"/console/{name}", headers={"if-none-match": file.headers["etag"]})
+        assert again.status_code == 304
+    for name in ("nobody.js", "..%2F__init__.py", "pages.py"):
+        assert (await stack.client.get(f"/console/{name}")).status_code == 404
+
+
+async def test_its_state_needs_the_admin_key_and_is_put_together_twice_a_second_at_most(stack: Stack) -> None:
+    assert (await stack.client.get("/admin/console/state")).status_code == 401
+    asked = 0
+
+    def show(_: object) -> PoolView:
+        nonlocal asked
+        asked += 1
+        return engine_with("r0", "r1").pool_view()
+
+    await stack.peer.bus.serve(INSTANCE_POOL.at(instance_id="a"), show)
+    headers = {"authorization": f"Bearer {ADMIN_KEY}"}
+    answers = await asyncio.gather(*(stack.client.get("/admin/console/state", headers=headers) for _ in range(10)))
+    assert {answer.status_code for answer in answers} == {200} and asked == 1
+    state = answers[0].json()
+    assert [one["instance_id"] for one in state["instances"]] == ["a", "b"] and list(state["pools"]) == ["a"]
+    pool = state["pools"]["a"]
+    assert (pool["models"], [one["request_id"] for one in pool["sequences"]]) == ([MODEL], ["r0", "r1"])
+    assert pool["sequences"][0]["num_blocks"] == 11 and len(pool["sequences"][0]["merged"]) == 6
+    assert [one["is_online"] for one in pool["sequences"]] == [True, False]
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    """Each test's gateway has a port of its own, and so nothing of what another's page keeps."""
+    if MISSING:
+        pytest.skip(MISSING)
+    browser = Browser(tmp_path_factory.mktemp("profile"))
+    try:
+        yield browser
+    finally:
+        browser.close()
+
+
+async def test_an_operator_looks_on_and_acts(stack: Stack, browser: Browser) -> None:
+    stack.peer.automatic = False
+    reader = stack.read()
+    sent = await stack.next_request()
+    engine = engine_with(sent.request_id, "another")
+    await stack.peer.bus.serve(INSTANCE_POOL.at(instance_id="a"), lambda _: engine.pool_view())
+
+    def tell() -> None:
+        """What the scheduler says each second, and of a move that is under way."""
+        queued = {"num_arrived": 1, "num_finished": 0, "prompt_tokens": 0, "output_tokens": 0}
+        statistics = ModelStatistics(
+            model=MODEL, interval_s=1.0, queued_s=0, execution_s=0, num_queued=7, num_offline_queued=3, **queued
+        )
+        stack.peer.bus.publish(SCHEDULER_STATISTICS, StatisticsReport("s", [statistics]))
+        topic = GATEWAY_EVENTS.at(gateway_id=stack.gateway.context.gateway_id)
+        event = RequestEvent(sent.request_id, 0, EventKind.MIGRATING, 1.7e9, "balance", "b")
+        stack.peer.bus.publish(topic, RequestEvents("a", [event]))
+
+    async def telling() -> None:
+        while True:
+            tell()
+            await asyncio.sleep(0.5)
+
+    task = asyncio.create_task(telling())
+    try:
+        await asyncio.to_thread(_look_and_act, browser, stack, sent.request_id)
+        assert [type(one) for one in stack.peer.scaled] == [ScaleModel, ScaleInstances]
+        assert stack.peer.scaled[-1] == ScaleInstances(3)
+        stack.peer.emit(sent, 0, [*stack.ids("Hello"), stack.eos])
+    finally:
+        task.cancel()
+        await reader.hang_up()
+
+
+def _look_and_act(browser: Browser, stack: Stack, request_id: str) -> None:
+    browser.open(f"{stack.url}/console")
+    # The gateway wants a key: the dialog is there by itself, and is used by keyboard.
+    browser.until(lambda: browser.run("return document.getElementById('keys-dialog').open"), "the dialog for keys")
+    browser.write("#admin-key", ADMIN_KEY)
+    browser.press(ENTER)
+    browser.until_text("#instances", "a", "b", "ready")
+    browser.until_text("#queues", MODEL, "4 online, 3 offline")
+    pool = "return document.querySelector('#instance-a canvas.pool').getAttribute('aria-label')"
+    browser.until(lambda: "48; used by" in browser.run(pool), "the pool of a")
+    painted = (
+        "const canvas = document.querySelector('#instance-a canvas.pool');"
+        "const pixels = canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height).data;"
+        "return new Set(new Uint32Array(pixels.buffer)).size"
+    )
+    assert browser.run(painted) > 2, "free blocks, used ones, and what is between them"
+    cells = "return document.querySelectorAll('#instance-a .cells button').length"
+    assert browser.run(cells) == 2
+    browser.until(lambda: browser.run("return document.querySelectorAll('#moves g').length") == 1, "the move")
+    assert "a to b, balance" in browser.run("return document.querySelector('#moves title').textContent")
+
+    browser.click("#instance-a .cells button")
+    browser.until_text("#timeline", request_id, "received", "submitted", "migrating")
+    assert browser.run("return document.activeElement.id") == "timeline"
+
+    # An action asks first; the page says what came of it.
+    browser.click("#instance-b .drain")
+    browser.until(lambda: browser.run("return document.getElementById('sure-dialog').open"), "a question")
+    assert "Drain b?" in browser.text("#sure-dialog")
+    browser.click("#sure-ok")
+    browser.until_text("#news", "Drain b: done")
+    browser.click("#models button[aria-label$='one instance more']")
+    browser.until_text("#news", "done")
+    browser.write("#num-instances", "3")
+    browser.press(ENTER)
+    browser.until_text("#news", "3 instances: done")
+
+    # Tabs by keyboard.
+    browser.run("document.getElementById('tab-requests').focus()")
+    browser.press(RIGHT)
+    assert browser.run("return document.activeElement.id") == "tab-slo"
+    browser.press(RIGHT, TAB)
+    assert browser.run("return document.activeElement.id") == "chat-log"
+
+    unnamed = (
+        "return [...document.querySelectorAll('button, input, select, textarea')].filter(one =>"
+        " !(one.innerText?.trim() || one.ariaLabel || one.labels?.length)).map(one => one.outerHTML)"
+    )
+    assert browser.run(unnamed) == [], "everything that takes the focus has a name"
+    _is_readable(browser)
+    assert [line for line in browser.log() if stack.url in line and "401" not in line] == []
+
+
+CONTRAST = """
+const light = (colour) => { const [r, g, b] = colour.match(/[0-9.]+/g).slice(0, 3).map((c) => c / 255).map((c) =>
+  c <= 0.03928 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4); return 0.2126 * r + 0.7152 * g + 0.0722 * b; };
+const behind = (one) => { for (; one; one = one.parentElement) { const of = getComputedStyle(one).backgroundColor;
+  if (!/, 0\\)$|transparent/.test(of)) return of; } return "rgb(255, 255, 255)"; };
+const low = [];
+for (const one of document.querySelectorAll("body *")) {
+  const isText = (node) => node.nodeType === 3 && node.data.trim();
+  if (!one.checkVisibility() || one.disabled || ![...one.childNodes].some(isText)) continue;
+  const [a, b] = [getComputedStyle(one).color, behind(one)].map(light).sort((x, y) => y - x);
+  if ((a + 0.05) / (b + 0.05) < 4.5) low.push(one.tagName + " " + one.textContent.slice(0, 30));
+}
+return low;
+"""
+
+
+def _is_readable(browser: Browser) -> None:
+    shots = []
+    for is_dark in (False, True):
+        browser.set_dark(is_dark)
+        theme = f"return document.documentElement.dataset.theme === '{'dark' if is_dark else 'light'}'"
+        browser.until(partial(browser.run, theme), "the theme")
+        assert browser.run(CONTRAST) == [], "text of too little contrast"
+        extent = "const page = document.documentElement; return [page.scrollWidth, page.scrollHeight]"
+        assert browser.run(extent) == browser.run("return [innerWidth, innerHeight]"), "all on one screen"
+        shots.append(browser.screenshot())
+    assert shots[0] != shots[1]
+
+
+async def test_a_chat_shows_its_stream_and_its_timeline(stack: Stack, browser: Browser) -> None:
+    stack.say("Hello world")
+
+    def chat() -> None:
+        browser.open(f"{stack.url}/console")
+        browser.until(lambda: browser.run("return document.getElementById('keys-dialog').open"), "the dialog for keys")
+        browser.write("#admin-key", ADMIN_KEY)
+        browser.press(ENTER)
+        browser.click("#tab-chat")
+        browser.until(lambda: browser.run("return document.getElementById('chat-model').value") == MODEL, "the model")
+        browser.write("#chat-text", "Who is there?")
+        browser.press(ENTER)
+        browser.until_text("#chat-log", "Who is there?", "Hello world", "timeline")
+        browser.click("#chat-log button")
+        browser.until_text("#timeline", "chatcmpl-", "ended", "stop")
+
+    await asyncio.to_thread(chat)
+
+
+async def test_the_description_of_the_api_is_shown_without_the_internet(stack: Stack, browser: Browser) -> None:
+    def read() -> None:
+        browser.open("about:blank")
+        browser.log()  # of pages before it
+        browser.open(f"{stack.url}/docs")
+        browser.until_text("#swagger-ui", "/v1/chat/completions", "/admin/requests/{request_id}")
+        assert browser.log() == []
+
+    await asyncio.to_thread(read)
