@@ -234,6 +234,7 @@ async def add_model(context: GatewayContext, request: Request) -> Response:
         message.tpot_ms or 0.0,
         message.slo_scale or 0.0,
         message.quantization or "",
+        message.tool_format or "",
     )
     return await _ask_placement(context, PLACEMENT_ADD_MODEL, AddModel(spec))
 

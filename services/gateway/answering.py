@@ -33,6 +33,7 @@ from services.gateway.parsing import (
     sampling_of,
 )
 from services.gateway.schemas import ChatRequest, CompletionRequest, GenerationFields
+from services.gateway.structured import check_options
 from services.gateway.tokenization import ModelTokenizer
 from shared.bus.interface import BusError
 from shared.messages.cluster import ModelSpec
@@ -162,14 +163,18 @@ async def make_prompts(
 ) -> list[Prompt]:
     max_model_len = context.catalog.max_model_len(spec, tokenizer)
     grammar = options.grammar
+    if options.tools is not None:
+        grammar = options.tools.grammar_with(grammar, tokenizer.tool_format, tokenizer.special_token_id) or grammar
     if grammar is not None:
+        check_options(message, grammar)
         max_model_len = min(max_model_len, (MAX_SEQUENCE_BYTES - len(grammar.text)) // 4)
         await context.tokenizers.check_grammar(tokenizer, grammar)
     if isinstance(message, ChatRequest):
         requested = message.max_completion_tokens if message.max_completion_tokens is not None else message.max_tokens
         default = None
         param = "messages"
-        all_ids = [await chat_ids(context, tokenizer, message, max_model_len)]
+        tools = None if options.tools is None else options.tools.definitions()
+        all_ids = [await chat_ids(context, tokenizer, message, max_model_len, tools)]
         texts_or_ids = [""]
     else:
         assert isinstance(message, CompletionRequest)
@@ -205,7 +210,11 @@ async def make_prompts(
 
 
 async def chat_ids(
-    context: GatewayContext, tokenizer: ModelTokenizer, message: Any, max_model_len: int | None = None
+    context: GatewayContext,
+    tokenizer: ModelTokenizer,
+    message: Any,
+    max_model_len: int | None = None,
+    tools: list[dict[str, Any]] | None = None,
 ) -> list[int]:
     """The prompt that the chat template makes of a message list. `message`: a ChatRequest or TokenizeRequest.
     `max_model_len`: a text that is longer for certain is refused untokenised; None: none is."""
@@ -214,6 +223,7 @@ async def chat_ids(
         tokenizer,
         message.messages,
         limit,
+        tools,
         add_generation_prompt=message.add_generation_prompt is not False,
         continue_final_message=bool(message.continue_final_message),
         variables=message.chat_template_kwargs,

@@ -19,12 +19,14 @@ from services.gateway.logprobs import ShownToken, chat_logprobs, completion_logp
 from services.gateway.parsing import Options
 from services.gateway.replies import (
     AssistantMessage,
+    CalledFunction,
     ChatChoice,
     ChatCompletion,
     Completion,
     CompletionChoice,
     FinishedBy,
     PromptLogprobs,
+    ToolCall,
     Usage,
 )
 from services.gateway.tokenization import ModelTokenizer
@@ -35,6 +37,22 @@ class _Part:
     texts: list[str] = field(default_factory=list)
     tokens: list[ShownToken] = field(default_factory=list)
     finish_reason: FinishedBy = "length"
+    calls: dict[int, ToolCall] = field(default_factory=dict)
+
+    def add(self, delta: Delta) -> None:
+        self.texts.append(delta.text)
+        self.tokens.extend(delta.tokens)
+        self.finish_reason = delta.finish_reason or self.finish_reason
+        for chunk in delta.calls:
+            if chunk.id is not msgspec.UNSET and chunk.function.name is not msgspec.UNSET:
+                self.calls[chunk.index] = ToolCall(chunk.id, "function", CalledFunction(chunk.function.name, ""))
+            self.calls[chunk.index].function.arguments += chunk.function.arguments
+
+    def message(self) -> AssistantMessage:
+        text = "".join(self.texts)
+        if not self.calls:
+            return AssistantMessage("assistant", text)
+        return AssistantMessage("assistant", text or None, tool_calls=list(self.calls.values()))
 
 
 class Collector:
@@ -43,10 +61,7 @@ class Collector:
 
     def add(self, deltas: list[Delta]) -> None:
         for delta in deltas:
-            part = self._parts[delta.index]
-            part.texts.append(delta.text)
-            part.tokens.extend(delta.tokens)
-            part.finish_reason = delta.finish_reason or part.finish_reason
+            self._parts[delta.index].add(delta)
 
     def body(
         self,
@@ -67,7 +82,7 @@ class Collector:
             chat_choices = [
                 ChatChoice(
                     index,
-                    AssistantMessage("assistant", "".join(part.texts)),
+                    part.message(),
                     None if num_top is None else chat_logprobs(tokenizer, part.tokens, num_top),
                     part.finish_reason,
                 )
@@ -123,10 +138,10 @@ class ChunkWriter:
         end = self._end if usage is None else b'],"usage":' + _ENCODE(usage) + b"}\n\n"
         parts: list[bytes] = []
         for delta in deltas:
-            if delta.finish_reason is None and not delta.is_first and not delta.tokens:
+            if delta.finish_reason is None and not delta.is_first and not delta.tokens and not delta.calls:
                 if delta.text:
                     parts += (self._before(delta.index), _ENCODE(delta.text), self._after_text, end)
-            elif delta.text or delta.is_first or delta.finish_reason is not None or delta.tokens:
+            elif delta.text or delta.is_first or delta.finish_reason is not None or delta.tokens or delta.calls:
                 parts += (self._head, self._choice(delta), end)
         return b"".join(parts)
 
@@ -146,12 +161,12 @@ class ChunkWriter:
                 self._logprobs(delta),
                 finish,
             )
-        if delta.is_first:
-            content = b'{"role":"assistant","content":' + _ENCODE(delta.text) + b"}"
-        elif delta.text:
-            content = b'{"content":' + _ENCODE(delta.text) + b"}"
-        else:
-            content = b"{}"
+        fields: dict[str, object] = {"role": "assistant"} if delta.is_first else {}
+        if delta.text or delta.is_first:
+            fields["content"] = delta.text if delta.text or not delta.calls else None
+        if delta.calls:
+            fields["tool_calls"] = delta.calls
+        content = _ENCODE(fields)
         return b'{"index":%b,"delta":%b,"logprobs":%b,"finish_reason":%b}' % (
             index,
             content,

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
-from jinja2 import nodes
+from jinja2 import meta, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -67,15 +67,22 @@ def _environment() -> ImmutableSandboxedEnvironment:
 class ChatTemplate:
     """A template with the special tokens that it may use."""
 
-    def __init__(self, source: str, special_tokens: dict[str, str]) -> None:
-        """Raises `jinja2.TemplateSyntaxError`."""
+    def __init__(self, source: str, special_tokens: dict[str, str], tool_source: str | None = None) -> None:
+        """`tool_source`: of a template of its own for chats with tools. Raises `jinja2.TemplateSyntaxError`."""
         _environment().parse(source)
         self._source = source
+        self.tool_source = tool_source or source
+        self.takes_tools = "tools" in meta.find_undeclared_variables(_environment().parse(self.tool_source))
+        """It tells the model of them."""
         self._special_tokens = special_tokens
 
     @functools.cached_property
     def _template(self) -> jinja2.Template:
         return _environment().from_string(self._source)
+
+    @functools.cached_property
+    def _tool_template(self) -> jinja2.Template:
+        return _environment().from_string(self.tool_source)
 
     def render(
         self,
@@ -84,6 +91,7 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         variables: dict[str, Any] | None = None,
+        tools: list[dict[str, Any]] | None = None,
     ) -> str:
         """Raises `ApiError` 400 where the template refuses the messages (for example roles that do not alternate).
 
@@ -97,9 +105,9 @@ class ChatTemplate:
             final_text = str(messages[-1]["content"] or "")
             messages = [*messages[:-1], {**messages[-1], "content": _PLACE_OF_FINAL_MESSAGE}]
         try:
-            text = self._template.render(
+            text = (self._tool_template if tools else self._template).render(
                 {
-                    "tools": None,
+                    "tools": tools,
                     "documents": None,
                     **self._special_tokens,
                     **(variables or {}),
@@ -130,7 +138,7 @@ def read_tokenizer_config(folder: Path) -> dict[str, Any]:
 
 def load_template(folder: Path, config: dict[str, Any]) -> ChatTemplate:
     """The template of the checkpoint in `folder`; `config` is its tokenizer_config.json."""
-    source = _source(folder, config)
+    source, tool_source = _source(folder, config), _named(config.get("chat_template"), "tool_use")
     if source is None:
         logger.warning("%s has no chat template; the default is used (one line a message, 'Role: text')", folder)
         source = DEFAULT_TEMPLATE
@@ -140,7 +148,7 @@ def load_template(folder: Path, config: dict[str, Any]) -> ChatTemplate:
             text = value.get("content") if isinstance(value, dict) else value
             if isinstance(text, str):
                 special_tokens[name] = text
-    return ChatTemplate(source, special_tokens)
+    return ChatTemplate(source, special_tokens, tool_source)
 
 
 def _source(folder: Path, config: dict[str, Any]) -> str | None:
@@ -151,10 +159,14 @@ def _source(folder: Path, config: dict[str, Any]) -> str | None:
     file = folder / "chat_template.json"
     if found is None and file.is_file():
         found = json.loads(file.read_text(encoding="utf-8")).get("chat_template")
-    if isinstance(found, list):  # several named templates
-        named = {entry["name"]: entry["template"] for entry in found}
-        found = named.get("default")
-    return found if isinstance(found, str) else None
+    return found if isinstance(found, str) else _named(found, "default")
+
+
+def _named(templates: Any, name: str) -> str | None:
+    """Of several named templates."""
+    if not isinstance(templates, list):
+        return None
+    return next((str(one["template"]) for one in templates if one["name"] == name), None)
 
 
 def _with_arguments(call: dict[str, Any]) -> dict[str, Any]:

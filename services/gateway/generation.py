@@ -17,10 +17,11 @@ from services.gateway.detokenization import StopStrings
 from services.gateway.logprobs import ShownToken
 from services.gateway.metrics import CallMetrics
 from services.gateway.parsing import SEED_MASK, Options
-from services.gateway.replies import FinishedBy, PromptTokensDetails, Usage
+from services.gateway.replies import FinishedBy, PromptTokensDetails, ToolCallChunk, Usage
 from services.gateway.stream import Stream
 from services.gateway.stream_table import StreamTable
 from services.gateway.tokenization import ModelTokenizer
+from services.gateway.tools.calls import CallWatch
 from shared.messages.requests import (
     ErrorInfo,
     FinishReason,
@@ -42,6 +43,7 @@ class Delta:
     finish_reason: FinishedBy | None
     tokens: Sequence[ShownToken] = ()
     """Those whose text is shown by now, where log-probabilities were asked for."""
+    calls: Sequence[ToolCallChunk] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +72,9 @@ class Choice:
         self._is_first = True
         self._stop_token_ids = frozenset(prompt.sampling.stop_token_ids)
         self._min_tokens = prompt.sampling.min_tokens
-        self._detokenizer = tokenizer.detokenizer(options.skips_special_tokens)
+        self._calls = None if options.tools is None else CallWatch(tokenizer.tool_format, options.tools)
+        skips = options.skips_special_tokens and (self._calls is None or not tokenizer.tool_format.keeps_special_tokens)
+        self._detokenizer = tokenizer.detokenizer(skips)
         self._stops = StopStrings(options.stops, options.shows_stop)
         self._options = options
         self._tokenizer = tokenizer
@@ -109,7 +113,13 @@ class Choice:
             if self.finish_reason is None:
                 text += self._stops.flush()
                 self.finish_reason = "stop" if state.finish_reason is FinishReason.STOP else "length"
-        delta = Delta(self.index, text, self._is_first, self.finish_reason, (*echoed, *self._tokens_now_shown()))
+        calls: Sequence[ToolCallChunk] = ()
+        if self._calls is not None:
+            text, calls = self._calls.take(text, is_over=self.finish_reason is not None)
+            if self._calls.has_calls and self.finish_reason == "stop":
+                self.finish_reason = "tool_calls"
+        tokens = (*echoed, *self._tokens_now_shown())
+        delta = Delta(self.index, text, self._is_first, self.finish_reason, tokens, calls)
         self._is_first = False
         return delta
 

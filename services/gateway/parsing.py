@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from services.gateway.errors import ApiError, invalid
-from services.gateway.schemas import ALLOWED_VALUES, ChatRequest, CompletionRequest, GenerationFields
+from services.gateway.schemas import ChatRequest, CompletionRequest, GenerationFields, allowed_values
 from services.gateway.structured import Grammar, check_options, grammar_of
+from services.gateway.tools.use import ToolUse, tool_use_of
 from shared.messages.channels import MAX_MESSAGE_BYTES
 from shared.messages.requests import (
     MAX_PROMPT_LOGPROBS_BYTES,
@@ -54,6 +55,7 @@ class Options:
     echo: bool
     grammar: Grammar | None
     """That the request's fields ask for."""
+    tools: ToolUse | None
     prompt_logprobs: int | None
     """As the field of that name."""
 
@@ -66,7 +68,7 @@ class Options:
 
 
 def refuse_unsupported(request: GenerationFields) -> None:
-    for name, allowed in ALLOWED_VALUES.items():
+    for name, allowed in allowed_values(type(request)).items():
         if getattr(request, name) not in allowed:
             values = ", ".join(map(json.dumps, allowed))
             raise invalid(name, f"'{name}' is not supported by this server; it may be {values}.", "unsupported_value")
@@ -110,8 +112,13 @@ def options_of(request: ChatRequest | CompletionRequest, headers: Mapping[str, s
     stream_options = request.stream_options
     stop = request.stop or ()
     grammar = grammar_of(request)
+    tools = tool_use_of(request) if isinstance(request, ChatRequest) else None
     if grammar is not None:
         check_options(request, grammar)
+        if tools is not None and not tools.is_required and grammar.schema is None:
+            raise invalid(
+                "tools", f"'tools' cannot be had with '{grammar.param}': only JSON may come instead of calls."
+            )
     return Options(
         num_choices=request.n or 1,
         is_stream=bool(request.stream),
@@ -128,6 +135,7 @@ def options_of(request: ChatRequest | CompletionRequest, headers: Mapping[str, s
         echo=echo,
         prompt_logprobs=request.prompt_logprobs,
         grammar=grammar,
+        tools=tools,
     )
 
 

@@ -8,7 +8,7 @@ import msgspec
 
 from shared.messages.cluster import AdminAction
 
-FinishedBy = Literal["stop", "length"]
+FinishedBy = Literal["stop", "length", "tool_calls"]
 
 
 class PromptTokensDetails(msgspec.Struct):
@@ -59,10 +59,38 @@ PromptLogprobs = list[dict[str, PromptLogprob] | None]
 """Of each token of a prompt, by token id; None for the first."""
 
 
+class CalledFunction(msgspec.Struct):
+    name: str
+    arguments: str
+    """JSON, as the model wrote it."""
+
+
+class ToolCall(msgspec.Struct):
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
+
+
+class FunctionChunk(msgspec.Struct):
+    arguments: str
+    name: str | msgspec.UnsetType = msgspec.UNSET
+
+
+class ToolCallChunk(msgspec.Struct):
+    """What is new of a call in a stream; id, type and name come with its first."""
+
+    index: int
+    function: FunctionChunk
+    id: str | msgspec.UnsetType = msgspec.UNSET
+    type: Literal["function"] | msgspec.UnsetType = msgspec.UNSET
+
+
 class AssistantMessage(msgspec.Struct):
     role: Literal["assistant"]
-    content: str
+    content: str | None
+    """None: it has tool calls alone."""
     refusal: None = None
+    tool_calls: list[ToolCall] | msgspec.UnsetType = msgspec.UNSET
 
 
 class ChatChoice(msgspec.Struct):

@@ -7,6 +7,7 @@ are in `parsing`.
 
 from __future__ import annotations
 
+import functools
 from typing import Annotated, Any, Literal, get_type_hints
 
 import msgspec
@@ -21,6 +22,7 @@ MAX_TOP_LOGPROBS = 20
 MAX_MESSAGES = 16384
 MAX_GRAMMAR_CHARACTERS = 128 * 1024
 MAX_STRUCTURED_CHOICES = 4096
+MAX_TOOLS = 1024
 INT64 = Meta(ge=-(2**63), le=2**63 - 1)
 
 TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
@@ -163,16 +165,15 @@ class GenerationFields(msgspec.Struct, kw_only=True):
     documents: OnlyEmptyList = None
 
 
-def _allowed_values() -> dict[str, list[Any]]:
+@functools.cache
+def allowed_values(request: type[GenerationFields]) -> dict[str, list[Any]]:
+    """Of the fields that take only these."""
     allowed = {}
-    for name, hint in get_type_hints(GenerationFields, include_extras=True).items():
+    for name, hint in get_type_hints(request, include_extras=True).items():
         for meta in getattr(hint, "__metadata__", ()):
             if isinstance(meta, Meta) and meta.extra_json_schema and "enum" in meta.extra_json_schema:
                 allowed[name] = meta.extra_json_schema["enum"]
     return allowed
-
-
-ALLOWED_VALUES = _allowed_values()
 
 
 class CompletionRequest(GenerationFields, kw_only=True):
@@ -198,6 +199,32 @@ class ChatMessage(msgspec.Struct, frozen=True):
     tool_call_id: str | None = None
 
 
+FunctionName = Annotated[str, Meta(pattern="^[a-zA-Z0-9_.:-]{1,128}$")]
+
+
+class FunctionDefinition(msgspec.Struct, frozen=True):
+    name: FunctionName
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    """A schema; none takes no arguments."""
+    strict: bool | None = None
+    """true: a schema that cannot be enforced is refused, where calls are; else what cannot be is ignored."""
+
+
+class Tool(msgspec.Struct, frozen=True):
+    type: Literal["function"]
+    function: FunctionDefinition
+
+
+class NamedFunction(msgspec.Struct, frozen=True):
+    name: str
+
+
+class NamedTool(msgspec.Struct, frozen=True):
+    type: Literal["function"]
+    function: NamedFunction
+
+
 Messages = Annotated[list[ChatMessage], Meta(min_length=1, max_length=MAX_MESSAGES)]
 
 
@@ -213,6 +240,10 @@ class ChatRequest(GenerationFields, kw_only=True):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     add_special_tokens: bool | None = None
+    tools: Annotated[list[Tool], Meta(max_length=MAX_TOOLS)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
+    """false: one call at most."""
 
 
 class TokenizeRequest(msgspec.Struct, kw_only=True):
@@ -271,6 +302,8 @@ class AddModelRequest(msgspec.Struct, kw_only=True):
     """Of the weights, where the checkpoint is not quantised."""
     base: ModelName | None = None
     """Of a LoRA adapter: the model whose weights it is computed with."""
+    tool_format: Literal["hermes", "llama3", "mistral", "mistral-named", "json"] | None = None
+    """How it writes calls of tools, where its chat template does not tell."""
 
 
 class ScaleModelRequest(msgspec.Struct, kw_only=True):

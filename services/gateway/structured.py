@@ -41,6 +41,8 @@ class Grammar:
     """json, regex, choice, grammar or tools: a label of metrics."""
     param: str
     """The field that asks for it."""
+    schema: dict[str, Any] | None = None
+    """Where it is of JSON: as llguidance takes it."""
 
 
 def json_grammar(schema: Any, *, is_lenient: bool = False, whitespace: str | None = None) -> dict[str, Any]:
@@ -69,7 +71,7 @@ def encoded(grammar: dict[str, Any], kind: str, param: str) -> Grammar:
     text = msgspec.json.encode({"grammars": [grammar]})
     if len(text) > MAX_GRAMMAR_BYTES:
         raise invalid(param, f"'{param}' makes a grammar of {len(text)} bytes; the limit is {MAX_GRAMMAR_BYTES}.")
-    return Grammar(text.decode(), kind, param)
+    return Grammar(text.decode(), kind, param, grammar.get("json_schema"))
 
 
 def grammar_of(request: GenerationFields) -> Grammar | None:

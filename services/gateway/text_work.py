@@ -39,6 +39,7 @@ class Render(msgspec.Struct, tag=True):
     variables: dict[str, Any] | None
     max_characters: int | None
     """Of the text; None: any number."""
+    tools: list[dict[str, Any]] | None = None
 
 
 class Encode(msgspec.Struct, tag=True):
@@ -100,6 +101,7 @@ def work(task: Render | Encode | TryGrammar) -> Result:
                 add_generation_prompt=task.add_generation_prompt,
                 continue_final_message=task.continue_final_message,
                 variables=task.variables,
+                tools=task.tools,
             )
             is_too_long = task.max_characters is not None and len(text) > task.max_characters
             return Result("" if is_too_long else text, len(text))

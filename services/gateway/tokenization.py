@@ -26,6 +26,7 @@ from services.gateway.structured import Grammar
 from services.gateway.text_bounds import longest_token_characters
 from services.gateway.text_pool import SHORT_CHARACTERS, TextPool
 from services.gateway.text_work import Encode, Render
+from services.gateway.tools.formats import PLAIN, ToolFormat, format_of, with_instructions
 from shared.checkpoint import CheckpointError, describe, resolve
 from shared.messages.cluster import ModelSpec
 
@@ -64,9 +65,12 @@ class ModelTokenizer:
         eos_token_ids: tuple[int, ...],
         max_model_len: int,
         vocab_size: int,
+        tool_format: ToolFormat = PLAIN,
+        takes_tools: bool = False,
     ) -> None:
         """`vocab_size`: of the model's embedding, which may be more than the tokenizer names. `config`:
-        tokenizer_config.json. `spec`: with the checkpoint's folder as its source."""
+        tokenizer_config.json. `spec`: with the checkpoint's folder as its source. `tool_format`: of the calls that the model
+        writes; `takes_tools`: its chat template tells it of tools."""
         tokenizer.no_truncation()
         tokenizer.no_padding()
         self._tokenizer = tokenizer
@@ -75,6 +79,8 @@ class ModelTokenizer:
         self.eos_token_ids = eos_token_ids
         self.max_model_len = max_model_len
         self.vocab_size = vocab_size
+        self.tool_format = tool_format
+        self.takes_tools = takes_tools
         added = tokenizer.get_added_tokens_decoder()
         self._special_ids = frozenset(i for i, token in added.items() if token.special)
         self._is_byte_level = b'"ByteLevel"' in (tokenizer.decoder.__getstate__() if tokenizer.decoder else b"")
@@ -83,6 +89,11 @@ class ModelTokenizer:
         bos = config.get("bos_token")
         self._bos_id = tokenizer.token_to_id(bos["content"] if isinstance(bos, dict) else bos) if bos else None
         self._add_bos: bool | None = config.get("add_bos_token")
+
+    def special_token_id(self, piece: str) -> int | None:
+        """None: there is no such special token."""
+        token_id: int | None = self._tokenizer.token_to_id(piece)
+        return token_id if token_id in self._special_ids else None
 
     # ------------------------------------------------------------------------------------------- text to ids
 
@@ -145,7 +156,7 @@ def load_tokenizer(spec: ModelSpec) -> ModelTokenizer:
             tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
         else:
             tokenizer = _convert(folder)
-        load_template(folder, config)  # one that cannot be used is told of now; `text_work` runs it
+        template = load_template(folder, config)  # one that cannot be used is told of now; `text_work` runs it
     except CheckpointError:
         raise
     except Exception as error:  # the tokenizers library raises plain Exception
@@ -158,6 +169,8 @@ def load_tokenizer(spec: ModelSpec) -> ModelTokenizer:
         eos_token_ids=shape.eos_token_ids,
         max_model_len=max_model_len,
         vocab_size=shape.vocab_size,
+        tool_format=format_of(template.tool_source, spec.tool_format),
+        takes_tools=template.takes_tools,
     )
 
 
@@ -234,11 +247,19 @@ class Tokenizers:
             return await self._on_thread(lambda: [tokenizer.encode(text, add_special_tokens) for text in texts])
 
     async def render(
-        self, tokenizer: ModelTokenizer, messages: list[Any], max_characters: int | None, **options: Any
+        self,
+        tokenizer: ModelTokenizer,
+        messages: list[Any],
+        max_characters: int | None,
+        tools: list[dict[str, Any]] | None = None,
+        **options: Any,
     ) -> tuple[str, int]:
         """The text that the chat template makes of the messages, and its length; of one longer than `max_characters` only
         the length. `options`: see `ChatTemplate.render`. Raises `ApiError`."""
-        task = Render(tokenizer.spec.source, plain_messages(messages), max_characters=max_characters, **options)
+        plain = plain_messages(messages)
+        if tools and not tokenizer.takes_tools:
+            plain, tools = with_instructions(plain, tools), None
+        task = Render(tokenizer.spec.source, plain, max_characters=max_characters, tools=tools, **options)
         result = await self._pool.render(task)
         return result.text, result.num_characters
 

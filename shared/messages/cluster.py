@@ -27,6 +27,8 @@ class ModelSpec(msgspec.Struct, frozen=True):
     """Mean execution times that a request may take from arrival to end (SeaLLM, section 6.1); 0: the default, 5."""
     quantization: str = ""
     """Of the weights of a checkpoint that is not quantised: int8 | int4 | fp8; empty: none."""
+    tool_format: str = ""
+    """How it writes calls of tools (services/gateway/tools/formats.py); empty: as its chat template says."""
 
 
 class AdapterSpec(msgspec.Struct, frozen=True):

@@ -60,7 +60,9 @@ def sentencepiece_tokenizer() -> Tokenizer:
     return tokenizer
 
 
-def write_checkpoint(folder: Path, tokenizer: Tokenizer, chat_template: str | None = CHAT_TEMPLATE) -> Path:
+def write_checkpoint(
+    folder: Path, tokenizer: Tokenizer, chat_template: str | None = CHAT_TEMPLATE, max_len: int = MAX_MODEL_LEN
+) -> Path:
     folder.mkdir(parents=True)
     tokenizer.save(str(folder / "tokenizer.json"))
     config = {
@@ -69,7 +71,7 @@ def write_checkpoint(folder: Path, tokenizer: Tokenizer, chat_template: str | No
         "num_attention_heads": 2,
         "num_hidden_layers": 1,
         "vocab_size": tokenizer.get_vocab_size(),
-        "max_position_embeddings": MAX_MODEL_LEN,
+        "max_position_embeddings": max_len,
         "eos_token_id": tokenizer.token_to_id("</s>"),
         "dtype": "float32",
     }

@@ -208,9 +208,10 @@ class ScriptedPeer:
         state: str = "ready",
         num_running: int = 0,
         kv_address: str = "",
+        max_model_len: int = 256,
     ) -> None:
         loaded = [
-            LoadedModel(name=name, state=state, max_model_len=256, block_size=16, num_running=num_running)
+            LoadedModel(name=name, state=state, max_model_len=max_model_len, block_size=16, num_running=num_running)
             for name in models
         ]
         info = InstanceInfo(

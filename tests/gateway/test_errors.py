@@ -97,8 +97,8 @@ FIELDS_OF_CHAT: list[tuple[dict[str, Any], str, str]] = [
     ),
     ({"top_logprobs": 2}, "top_logprobs", "logprobs"),
     ({"max_completion_tokens": 0}, "max_completion_tokens", ">= 1"),
-    ({"tools": [{"type": "function"}]}, "tools", "not supported"),
-    ({"tool_choice": "required"}, "tool_choice", "not supported"),
+    ({"tools": [{"type": "function"}]}, "tools[0].function", "Missing"),
+    ({"tool_choice": "required"}, "tool_choice", "needs 'tools'"),
     ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format.json_schema.schema", "Missing"),
     ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs", "messages"),
 ]

@@ -1,0 +1,76 @@
+"""What a chat request says of tools."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from services.gateway.errors import invalid
+from services.gateway.schemas import ChatRequest, FunctionDefinition, NamedTool, Tool
+from services.gateway.structured import Grammar, encoded, lark_grammar
+from services.gateway.tools.formats import ToolFormat
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolUse:
+    tools: tuple[Tool, ...]
+    """That may be called: one, where one is named."""
+    all_tools: tuple[Tool, ...]
+    """That the model is told of."""
+    is_required: bool
+    """By `required` or by name."""
+    is_parallel: bool
+    """Several calls in one output."""
+
+    @property
+    def names(self) -> frozenset[str]:
+        return frozenset(tool.function.name for tool in self.tools)
+
+    def definitions(self) -> list[dict[str, Any]]:
+        """As templates are given them."""
+        return [_plain(tool) for tool in self.all_tools]
+
+    def grammar_with(
+        self, wanted: Grammar | None, spelled: ToolFormat, special_token_id: Callable[[str], int | None]
+    ) -> Grammar | None:
+        """That makes the model call, or answer as is `wanted` where it need not. None: it may do as it likes. Raises
+        `ApiError`."""
+        if wanted is None and not self.is_required:
+            return None
+        functions = [tool.function for tool in self.tools]
+        answer = None if self.is_required or wanted is None else wanted.schema
+        source = spelled.grammar(functions, self.is_parallel, special_token_id, answer)
+        return encoded(lark_grammar(source), "tools", "tools")
+
+
+def _plain(tool: Tool) -> dict[str, Any]:
+    """Without what is absent, in the order that templates print."""
+    function: FunctionDefinition = tool.function
+    fields = {"name": function.name, "description": function.description, "parameters": function.parameters}
+    return {"type": "function", "function": {name: value for name, value in fields.items() if value is not None}}
+
+
+def tool_use_of(request: ChatRequest) -> ToolUse | None:
+    """None: the model is told of none. Raises `ApiError` 400."""
+    tools, choice = tuple(request.tools or ()), request.tool_choice
+    if not tools:
+        if choice not in (None, "none", "auto"):
+            raise invalid("tool_choice", "'tool_choice' needs 'tools'.")
+        return None
+    names = [tool.function.name for tool in tools]
+    if repeated := next((name for name in names if names.count(name) > 1), None):
+        raise invalid("tools", f"'tools' has two functions of the name '{repeated}'.")
+    if choice == "none":
+        return None
+    chosen = tools
+    if isinstance(choice, NamedTool):
+        chosen = tuple(tool for tool in tools if tool.function.name == choice.function.name)
+        if not chosen:
+            raise invalid("tool_choice", f"'tool_choice' names '{choice.function.name}', which 'tools' has not.")
+    return ToolUse(
+        tools=chosen,
+        all_tools=tools,
+        is_required=choice == "required" or isinstance(choice, NamedTool),
+        is_parallel=request.parallel_tool_calls is not False and not isinstance(choice, NamedTool),
+    )
