@@ -66,7 +66,7 @@ class _Timeline:
     def __init__(self, request: GenerationRequest, http_request_id: str) -> None:
         self.request_id = request.request_id
         self.http_request_id = http_request_id
-        self.model = request.model
+        self.model = request.public_model
         self.request_class: RequestClass = request.request_class
         self.num_prompt = len(request.prompt) // 4
         self.num_output = 0

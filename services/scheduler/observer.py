@@ -179,7 +179,7 @@ class Observer:
 
 def _attributes(request: GenerationRequest) -> dict[str, str]:
     return {
-        "gen_ai.request.model": request.model,
+        "gen_ai.request.model": request.public_model,
         "tideway.request_id": request.request_id,
         "tideway.request_class": request.request_class.value,
         "tideway.priority": request.priority.value,

@@ -151,4 +151,4 @@ class CoServingTelemetry:
 
     def _count_slo(self, request: GenerationRequest, objective: str, is_met: bool) -> None:
         outcome = "met" if is_met else "missed"
-        self._slo.labels(self._engine, request.model, str(request.request_class), objective, outcome).inc()
+        self._slo.labels(self._engine, request.public_model, str(request.request_class), objective, outcome).inc()

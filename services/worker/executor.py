@@ -440,12 +440,12 @@ class Executor:
 
     def _batch_adapters(self, rows: np.ndarray, layout: BatchLayout) -> BatchAdapters | None:
         """None: no row has one."""
+        if not self._rows.is_adapted[rows].any():
+            return None
         by_version: dict[str, list[int]] = {}
         for index, row in enumerate(rows.tolist()):
             if version := self._rows.adapters[row]:
                 by_version.setdefault(version, []).append(index)
-        if not by_version:
-            return None
         groups: list[tuple[LoraWeights, torch.Tensor | None]] = []
         for version, indices in by_version.items():
             tokens = None

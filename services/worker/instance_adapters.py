@@ -21,7 +21,7 @@ import prometheus_client
 
 from services.worker.engine_loop import EngineLoop
 from shared.bus.interface import Bus, ServiceError, Watch
-from shared.checkpoint import CheckpointError, CheckpointMissing
+from shared.checkpoint import CheckpointError
 from shared.engine.engine import Engine
 from shared.messages.catalogue import ADAPTERS
 from shared.messages.cluster import AdapterSpec
@@ -221,18 +221,16 @@ class InstanceAdapters:
 
     def _fail(self, model: str, adapter: Adapter, error: Exception) -> None:
         self._loads.labels(self._instance_id, "failed").inc()
-        code, reason = ErrorCode.MODEL_FAILED, str(error)
+        reason = str(error)
         if isinstance(error, TimeoutError):
             reason = f"it was not loaded within {LOAD_TIMEOUT_S:g} s"
-        elif isinstance(error, CheckpointMissing | KeyError):
-            # Not here; elsewhere it may be.
-            code = ErrorCode.GONE
-            reason = f"model {model!r} is not here" if isinstance(error, KeyError) else reason
+        elif isinstance(error, KeyError):
+            reason = f"model {model!r} is not here"
         elif not isinstance(error, CheckpointError | OSError | MemoryError):
             log.error("adapter %s of %s", adapter.name, model, exc_info=error)
             reason = f"{type(error).__name__}: {error}"
         log.warning("adapter %s of %s could not be loaded: %s", adapter.name, model, reason)
-        info = ErrorInfo(code, f"the adapter {adapter.name!r} cannot be loaded: {reason}", "model")
+        info = ErrorInfo(ErrorCode.MODEL_FAILED, f"the adapter {adapter.name!r} cannot be loaded: {reason}", "model")
         now = self._loop.now()
         self._failed = {version: known for version, known in self._failed.items() if known[0] > now}
         self._failed[adapter.version] = now + FAILURE_S, info

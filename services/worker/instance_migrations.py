@@ -206,7 +206,7 @@ class InstanceMigrations(KvUsers):
             if taken is not None:
                 self._metrics.spans.moved(taken, outcome.destination_id, self._events.of_span(outcome.request_id))
             num_new = self._outputs.give_up(outcome.request_id, outcome.epoch)
-            self._metrics.on_migrated_away(request.model, num_new)
+            self._metrics.on_migrated_away(request.public_model, num_new)
         else:
             self._events.add(request, EventKind.STAYED, outcome.reason, outcome.destination_id)
             if (entry := self._outputs.raise_epoch(outcome.request_id, outcome.epoch)) is not None:

@@ -88,7 +88,8 @@ class InstanceSpans:
             "tideway.request_id": request.request_id,
             "tideway.epoch": request.epoch,
             "tideway.request_class": str(request.request_class),
-            "gen_ai.request.model": request.model,
+            "gen_ai.request.model": request.public_model,
+            **({} if request.adapter is None else {"tideway.base_model": request.model}),
         }
         root = self._tracer.start_span(
             "instance",

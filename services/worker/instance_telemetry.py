@@ -139,7 +139,7 @@ class InstanceTelemetry:
     def on_ended(self, ended: Ended) -> None:
         self.coserving.on_ended(ended)
         request = ended.request
-        model, engine, klass = request.model, self._engine, str(request.request_class)
+        model, engine, klass = request.public_model, self._engine, str(request.request_class)
         num_new = ended.num_output_tokens - len(request.prior) // 4
         self._success.labels(model, engine, str(ended.reason), klass).inc()
         self._prompt_tokens.labels(model, engine).inc(ended.num_prompt_tokens)

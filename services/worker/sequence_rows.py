@@ -28,6 +28,7 @@ class SequenceRows:
         """Of each row: how many sequences have taken it."""
         self.adapters = [""] * num_rows
         """Of each row: version of the adapter that its sequence is computed with; empty: none."""
+        self.is_adapted = np.zeros(num_rows, bool)
 
     def widen(self, max_model_len: int, max_blocks: int) -> None:
         """Rows long enough for `max_model_len` tokens and the one sampled after the last."""
@@ -51,7 +52,7 @@ class SequenceRows:
         self.prompts.set(new.row, new.sampling, new.prompt_tokens, has_output=len(tokens) > new.prompt_tokens)
         self._num_blocks[new.row] = 0
         self.versions[new.row] += 1
-        self.adapters[new.row] = new.adapter
+        self.adapters[new.row], self.is_adapted[new.row] = new.adapter, bool(new.adapter)
 
     def append_blocks(self, row: int, blocks: np.ndarray) -> None:
         begin = self._num_blocks[row]
