@@ -13,9 +13,10 @@ from services.worker import instance_adapters
 from shared.bus.interface import BusError
 from shared.checkpoint import CheckpointError
 from shared.messages.admin import UnloadModel
-from shared.messages.catalogue import ADAPTERS, INSTANCE_SUBMIT, INSTANCE_UNLOAD_MODEL
+from shared.messages.catalogue import ADAPTERS, INSTANCE_COMMIT, INSTANCE_SUBMIT, INSTANCE_UNLOAD_MODEL
 from shared.messages.channels import bucket_key
 from shared.messages.cluster import AdapterSpec
+from shared.messages.migration import Commit, Committed, SequenceProgress
 from shared.messages.requests import Adapter, ErrorCode, FinishReason
 from shared.settings import BusSettings
 from tests.shared.engine.fake_executor import request
@@ -146,3 +147,23 @@ async def test_keys_and_values_are_shared_within_an_adapter_alone(nats_settings:
             await stage.until(lambda name=name: stage.end(name))
             cached.append(stage.end(name).num_cached_tokens)
         assert cached == [0, 28, 0, 0, 28, 28]
+
+
+async def test_a_request_that_moves_here_is_taken_when_its_adapter_is_loaded(nats_settings: BusSettings) -> None:
+    async with instance(nats_settings) as stage:
+        stage.executor.may_load.clear()
+        moved = request("r1", [1, 2, 3], 9, epoch=1, adapter=adapter("a"))
+
+        async def commit(number: int) -> Committed:
+            sent = Commit(f"m{number}", "node-1", moved, SequenceProgress())
+            return await stage.bus.request(INSTANCE_COMMIT.at(**IDS), sent, timeout_s=5)
+
+        with pytest.raises(BusError) as refused:
+            await commit(1)
+        assert refused.value.code == ErrorCode.LOADING
+        stage.executor.may_load.set()
+        await stage.until(lambda: stage.executor.held)
+        await stage.until(lambda: stage.info.models[0].adapters == ("a",))
+        assert await commit(2) == Committed("r1", 1)
+        await stage.until(lambda: stage.end("r1"))
+        assert stage.end("r1").finish_reason == FinishReason.LENGTH

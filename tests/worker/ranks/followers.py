@@ -20,6 +20,7 @@ from services.worker.ranks.group import RankGroup, Ranks
 from services.worker.ranks.shared_memory import RankMemory
 from shared.engine.plan import KvCopy, ModelShape, StepPlan, StepResult
 from shared.messages.cluster import ModelSpec
+from shared.messages.requests import Adapter
 
 TIMEOUT_S = 60.0
 CPU = torch.device("cpu")
@@ -107,6 +108,9 @@ class GroupOfExecutors:
         shape = self.leader.add_model(self.leader.prepare_model(spec))
         assert self._followers.answers() == [shape] * (self._followers.size - 1)
         return shape
+
+    def load_adapter(self, model: str, adapter: Adapter) -> int:
+        return int(self._on_all("load_adapter", model, adapter)[0])
 
     def launch(self, plan: StepPlan) -> None:
         self._followers.tell(self._key, "launch", plan)

@@ -29,6 +29,7 @@ from shared.engine.recording import Configuration
 from shared.engine.requests import Ended, Output
 from shared.messages.cluster import ModelSpec
 from shared.messages.requests import GenerationRequest, RequestClass, SamplingParams, pack_tokens, unpack_tokens
+from tests.worker.adapters import ALL, OPT, write_adapter
 from tests.worker.checkpoints import VARIANTS, prompt_of, write_checkpoint
 from tests.worker.ranks.followers import CPU, Followers, GroupOfExecutors, followers
 from tests.worker.step_driver import Driver
@@ -95,6 +96,26 @@ def test_two_ranks_make_the_tokens_of_one_in_every_family(folder: Path, pair: Fo
     for variant in sorted(VARIANTS.keys() - {"llama-linear", "llama3", "mistral", "qwen3-yarn", "qwen2", "gemma"}):
         path = write_checkpoint(folder, variant)
         assert_same(generate(two, path), generate(one, path))
+
+
+def test_two_ranks_make_the_tokens_of_one_with_adapters(folder: Path, pair: Followers) -> None:
+    """A row of each of two adapters and one without; Phi-3's layers are fused, and OPT's are others."""
+    for variant, modules in (("llama", ALL), ("opt", OPT), ("phi3", ("qkv_proj", "gate_up_proj", "down_proj"))):
+        path = write_checkpoint(folder, variant)
+        adapters = [write_adapter(folder / f"{variant}-lora{n}", path, modules, rank=n, seed=n) for n in (3, 4)]
+        outputs = []
+        for executor in (make_one(), pair.executor(NUM_MERGED, MERGED_BYTES, 8)):
+            driver = Driver(executor, executor.load(path), range(NUM_MERGED))  # type: ignore[arg-type]
+            for adapter in adapters:
+                executor.load_adapter(variant, adapter)
+            versions = ["", *(adapter.version for adapter in adapters)]
+            rows = [driver.add(i, prompt_of(30), version) for i, version in enumerate(versions)]
+            while any(len(row.output) < STEPS for row in rows):
+                driver.step([(row, min(25, len(row.tokens) - row.computed)) for row in rows])
+            executor.remove_model(variant)
+            outputs.append([row.output for row in rows])
+        assert outputs[0] == outputs[1]
+        assert len(set(map(tuple, outputs[0]))) == 3
 
 
 @pytest.mark.long
