@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
+from collections.abc import Awaitable
 from typing import Any
 
 import msgspec
@@ -12,12 +14,13 @@ from opentelemetry import trace
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
+from services.gateway.admission import Key
 from services.gateway.answers import ChunkWriter, Collector, Operation
 from services.gateway.bodies import read_message
 from services.gateway.context import GatewayContext
 from services.gateway.errors import ApiError, invalid, of_info
 from services.gateway.exchange import CLIENT_GONE_STATUS, ClientGone, EventStream, Exchange
-from services.gateway.generation import Delta, Prompt
+from services.gateway.generation import Delta, Generation, Prompt
 from services.gateway.parsing import (
     DEFAULT_COMPLETION_TOKENS,
     MAX_SEQUENCE_BYTES,
@@ -59,9 +62,14 @@ async def _answer(
     context: GatewayContext, request: Request, operation: Operation, decoder: msgspec.json.Decoder[Any]
 ) -> Response:
     exchange = Exchange(context, request, operation)
+    return await answered(exchange, _generate(context, request, exchange, decoder))
+
+
+async def answered(exchange: Exchange, work: Awaitable[Response]) -> Response:
+    """What `work` makes; where it fails, the exchange ends."""
     with trace.use_span(exchange.call.span, end_on_exit=False, record_exception=False, set_status_on_exception=False):
         try:
-            return await _generate(context, request, exchange, decoder)
+            return await work
         except (ClientGone, ClientDisconnect) as error:
             exchange.end(error)
             return Response(status_code=CLIENT_GONE_STATUS)
@@ -80,21 +88,42 @@ async def _answer(
 async def _generate(
     context: GatewayContext, request: Request, exchange: Exchange, decoder: msgspec.json.Decoder[Any]
 ) -> Response:
-    settings, admission = context.settings, context.admission
-    key = exchange.key = admission.authenticate(request.headers.get("authorization"))
+    key = exchange.key = context.admission.authenticate(request.headers.get("authorization"))
     message = await read_message(request, decoder, context.bodies)
-    call = exchange.call
+    keep_alive_s = keep_alive_of(request)
+    generation, headers = await begin(context, request, exchange, key, message)
+    call, options, tokenizer = exchange.call, generation.options, generation.tokenizer
+    if options.is_stream:
+        writer = ChunkWriter(call.operation, call.call_id, int(time.time()), call.shown_model, options, tokenizer)
+        first = await first_deltas(exchange, generation, keep_alive_s)
+        return EventStream(exchange, generation, writer, first, headers, keep_alive_s)
+    collector = Collector(len(generation.choices))
+    while not generation.is_done:
+        collector.add(await exchange.next_deltas(generation))
+    body = exchange.call.body(collector, generation)
+    exchange.end(None)
+    return Response(body, media_type="application/json", headers=headers)
+
+
+async def begin(
+    context: GatewayContext,
+    request: Request,
+    exchange: Exchange,
+    key: Key,
+    message: ChatRequest | CompletionRequest,
+) -> tuple[Generation, dict[str, str]]:
+    """Checks, tokenises and places what was asked; also the answer's headers."""
+    settings, call = context.settings, exchange.call
     call.routed = context.routes.resolve(message.model, key.tenant, message.user, call.call_id)
     message.model = call.routed.model
     spec = context.catalog.spec(message.model)
     context.catalog.check_can_be_served(spec.name)
     options = options_of(message, request.headers, settings.request_timeout_s)
-    keep_alive_s = _keep_alive_s(request)
     exchange.identify(message.model, message, options)
     texts_or_ids = prompts_of(message.prompt) if isinstance(message, CompletionRequest) else [""]
     limit = min(MAX_SEQUENCES, settings.max_in_flight)
     num_sequences = check_num_sequences(len(texts_or_ids), options.num_choices, limit)
-    exchange.ticket = admission.enter(key, num_sequences, options.request_class, options.priority)
+    exchange.ticket = context.admission.enter(key, num_sequences, options.request_class, options.priority)
     exchange.watch_client()
 
     try:
@@ -118,25 +147,20 @@ async def _generate(
     headers = {**exchange.rate_limits(), **call.headers()}
     if traceparent := current_traceparent():
         headers["traceparent"] = traceparent
-    if options.is_stream:
-        writer = ChunkWriter(call.operation, call.call_id, int(time.time()), call.shown_model, options, tokenizer)
-        # The first token decides about the status: until it comes, a failure is still an HTTP error.
-        first: list[Delta] = []
-        while not first:
-            try:
-                first = await exchange.next_deltas(generation, keep_alive_s)
-            except TimeoutError:
-                break
-        return EventStream(exchange, generation, writer, first, headers, keep_alive_s)
-    collector = Collector(len(generation.choices))
-    while not generation.is_done:
-        collector.add(await exchange.next_deltas(generation))
-    body = exchange.call.body(collector, generation)
-    exchange.end(None)
-    return Response(body, media_type="application/json", headers=headers)
+    return generation, headers
 
 
-def _keep_alive_s(request: Request) -> float | None:
+async def first_deltas(exchange: Exchange, generation: Generation, timeout_s: float | None) -> list[Delta]:
+    """Those that a stream begins with; none after `timeout_s` of silence. They decide about the status: until they come, a
+    failure is still an HTTP error."""
+    with contextlib.suppress(TimeoutError):
+        while not (first := await exchange.next_deltas(generation, timeout_s)):
+            pass
+        return first
+    return []
+
+
+def keep_alive_of(request: Request) -> float | None:
     """Off unless asked for: some clients take any chunk for a token."""
     text = request.headers.get("x-keep-alive-interval")
     if text is None:

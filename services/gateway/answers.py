@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, Protocol
 
 import msgspec
 
@@ -111,6 +111,22 @@ _OBJECTS = {"chat": "chat.completion.chunk", "text_completion": "text_completion
 _ENCODE = msgspec.json.Encoder().encode
 
 
+class StreamWriter(Protocol):
+    """How a generation becomes server-sent events."""
+
+    def chunks(self, deltas: list[Delta], usage: Usage | None) -> bytes:
+        """`usage` so far, if the client wants it in every chunk."""
+
+    async def before_end(self, usage: Usage) -> None:
+        """After the last delta, what takes time before the client may know of the end."""
+
+    def end(self, usage: Usage) -> bytes: ...
+
+    def error(self, error: ApiError) -> bytes: ...
+
+    def keep_alive(self) -> bytes: ...
+
+
 class ChunkWriter:
     def __init__(
         self,
@@ -181,6 +197,9 @@ class ChunkWriter:
         if self._is_chat:
             return _ENCODE(chat_logprobs(self._tokenizer, delta.tokens, num_top))
         return _ENCODE(completion_logprobs(self._tokenizer, delta.tokens, num_top))
+
+    async def before_end(self, usage: Usage) -> None:
+        pass
 
     def end(self, usage: Usage) -> bytes:
         if not self._options.includes_usage:

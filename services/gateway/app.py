@@ -42,6 +42,8 @@ from services.gateway.replies import (
     TokenizeReply,
     VersionReply,
 )
+from services.gateway.responses import routes as responses
+from services.gateway.responses.messages import DeletedResponse, ResponseObject, ResponseRequest
 from services.gateway.schemas import (
     AddModelRequest,
     ChangePlanRequest,
@@ -70,6 +72,7 @@ _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 Handler = Callable[[GatewayContext, Request], Awaitable[Response]]
 
 GENERATION_ERRORS = (400, 401, 403, 404, 408, 413, 415, 429, 500, 503)
+RESPONSE_ERRORS = (*GENERATION_ERRORS, 507)
 TOKENIZER_ERRORS = (400, 401, 404, 408, 413, 415, 429, 503)
 ADMIN_ERRORS = (401, 403, 408, 409, 429, 500, 503, 507)
 PLACEMENT_ERRORS = (400, 404, 413, 415, *ADMIN_ERRORS)
@@ -116,6 +119,9 @@ _PLANNED = (None, PlacementPlan, (400, 404, *ADMIN_ERRORS))
 ROUTES = (
     Route("POST", "/v1/chat/completions", answer_chat, ChatRequest, ChatCompletion, GENERATION_ERRORS, True),
     Route("POST", "/v1/completions", answer_completion, CompletionRequest, Completion, GENERATION_ERRORS, True),
+    Route("POST", "/v1/responses", responses.create_response, ResponseRequest, ResponseObject, RESPONSE_ERRORS, True),
+    Route("GET", "/v1/responses/{response_id}", responses.get_response, None, ResponseObject, FILE_ERRORS),
+    Route("DELETE", "/v1/responses/{response_id}", responses.delete_response, None, DeletedResponse, FILE_ERRORS),
     Route("POST", "/v1/files", file_routes.upload_file, None, FileObject, (400, 413, 415, *FILE_ERRORS), form=_UPLOAD),
     Route("GET", "/v1/files", file_routes.list_files, None, FileList, (400, *FILE_ERRORS), query=_FILE_LIST_QUERY),
     Route("GET", "/v1/files/{file_id}", file_routes.get_file, None, FileObject, FILE_ERRORS),

@@ -15,6 +15,7 @@ from services.gateway.console.state import Console
 from services.gateway.files import Files
 from services.gateway.http_limits import Connections
 from services.gateway.metrics import GatewayMetrics
+from services.gateway.responses.store import Responses
 from services.gateway.routes import Routes
 from services.gateway.stream_table import StreamTable
 from services.gateway.timelines import Timelines
@@ -40,6 +41,7 @@ class GatewayContext:
     tokenizers: Tokenizers
     catalog: Catalog
     routes: Routes
+    responses: Responses
     mirrors: Mirrors
     loads: ClusterLoads
     table: StreamTable

@@ -18,7 +18,7 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from services.gateway.admission import Key, Ticket
-from services.gateway.answers import ChunkWriter, Collector, Operation
+from services.gateway.answers import Collector, Operation, StreamWriter
 from services.gateway.context import GatewayContext
 from services.gateway.errors import ApiError, of_info
 from services.gateway.generation import Delta, Generation, Prompt
@@ -306,7 +306,7 @@ class EventStream(Response):
         self,
         exchange: Exchange,
         generation: Generation,
-        writer: ChunkWriter,
+        writer: StreamWriter,
         first: list[Delta],
         headers: dict[str, str],
         keep_alive_s: float | None,
@@ -363,6 +363,7 @@ class EventStream(Response):
         while True:
             body = writer.chunks(deltas, generation.usage() if has_continuous_usage else None)
             if generation.is_done:
+                await writer.before_end(generation.usage())
                 await send({"type": "http.response.body", "body": body + writer.end(generation.usage())})
                 return
             if body:

@@ -29,6 +29,7 @@ from services.gateway.http_limits import Connections, LimitedProtocol
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.mirrors import Mirrors
 from services.gateway.placing import Placer
+from services.gateway.responses.store import Responses
 from services.gateway.routes import Routes
 from services.gateway.stream_table import StreamTable
 from services.gateway.text_pool import TextPool
@@ -102,6 +103,7 @@ class GatewayService:
             tokenizers=tokenizers,
             catalog=catalog,
             routes=Routes(bus, catalog),
+            responses=Responses(bus, metrics, settings.max_responses_bytes),
             mirrors=Mirrors(),
             loads=loads,
             table=table,
@@ -127,6 +129,7 @@ class GatewayService:
         self._placer.start()
         await context.catalog.start(context.table.on_instance)
         await context.routes.start()
+        await context.responses.start()
         await context.loads.start()
         await context.timelines.start()
         await context.table.start()

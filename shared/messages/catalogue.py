@@ -62,6 +62,7 @@ from shared.messages.requests import (
     RequestsLost,
     TokenFrame,
 )
+from shared.messages.responses import StoredResponse
 from shared.messages.routes import Route
 from shared.messages.timeline import AskGateways, RequestEvents, ToldByGateway
 from shared.messages.traffic import GetTraffic, RequestRows, StoredTraffic, TrafficReply
@@ -249,6 +250,17 @@ REQUEST_LOG = Bucket(
 )
 """key: `<slot of time>.<part>`; writer: placement"""
 
+RESPONSES = Bucket(
+    "tideway_responses",
+    StoredResponse,
+    ttl_s=86_400.0,
+    durable=True,
+    declared_by=GATEWAY,
+    writers={GATEWAY: ">"},
+    read_by=GATEWAY,
+    purged_by=GATEWAY,
+)
+"""key: response id; writer: the gateway that made it"""
 ROUTES = _gateways_own("tideway_routes", Route, is_purged=False)
 """key: `bucket_key(route's name)`; writer: gateway"""
 AUDIT = _gateways_own("tideway_audit", AdminAction)

@@ -56,3 +56,16 @@ def test_a_batch_of_a_file(client: openai.OpenAI, stack: Stack) -> None:
     answers = [json.loads(line) for line in output.splitlines()]
     assert [answer["custom_id"] for answer in answers] == [f"line-{number}" for number in range(4)]
     assert all(answer["response"]["body"]["usage"]["completion_tokens"] == 4 for answer in answers)
+
+
+def test_responses_whole_streamed_and_continued(client: openai.OpenAI) -> None:
+    asked = {"model": LLAMA, "input": "What is a compiler?", "max_output_tokens": 16, "temperature": 0}
+    whole = client.responses.create(**asked)
+    assert whole.output_text
+    with client.responses.stream(**asked) as stream:
+        deltas = [event.delta for event in stream if event.type == "response.output_text.delta"]
+        assert "".join(deltas) == stream.get_final_response().output_text == whole.output_text
+    again = client.responses.create(**{**asked, "input": "And a linker?"}, previous_response_id=whole.id)
+    assert again.output_text and again.usage.input_tokens > whole.usage.input_tokens
+    assert client.responses.retrieve(again.id).output_text == again.output_text
+    client.responses.delete(again.id)

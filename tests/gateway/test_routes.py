@@ -9,6 +9,7 @@ import pytest
 
 from shared.messages.cluster import ModelSpec
 from shared.messages.requests import RequestClass
+from shared.messages.routes import Arm, Mirror, Route
 from shared.settings import BusSettings
 from tests.gateway.batching import ended, jsonl, reach
 from tests.gateway.conftest import Stack, running_stack
@@ -79,8 +80,6 @@ async def test_a_mirror_is_asked_uncharged_and_unseen(nats_settings: BusSettings
         stack.say("Hello world")
         stack.client.headers["Authorization"] = "Bearer one"
         routes = stack.gateway.context.routes
-        from shared.messages.routes import Arm, Mirror, Route
-
         await routes.put(Route(name="public", arms=(Arm(model="old"),), mirrors=(Mirror(model="new", share=1.0),)))
         await until(lambda: routes.get("public"), "a route")
         answer = await stack.client.post(

@@ -1,0 +1,71 @@
+"""Responses that may be read and continued by their ids: in JetStream, for a day, within a bound in bytes."""
+
+from __future__ import annotations
+
+import logging
+
+import msgspec
+
+from services.gateway.errors import ApiError
+from services.gateway.files import is_id
+from services.gateway.metrics import GatewayMetrics
+from services.gateway.responses.conversion import items_of_output
+from services.gateway.responses.messages import InputItem, ResponseObject
+from shared.bus.interface import Bus, BusError, KeyValue
+from shared.messages.catalogue import RESPONSES
+from shared.messages.channels import MAX_MESSAGE_BYTES
+from shared.messages.responses import StoredResponse
+
+logger = logging.getLogger(__name__)
+
+ID_PREFIX = "resp_"
+MAX_RESPONSE_BYTES = MAX_MESSAGE_BYTES - 4096
+"""Of one with its whole conversation."""
+
+_ITEMS = msgspec.json.Decoder(list[InputItem])
+
+
+class Responses:
+    def __init__(self, bus: Bus, metrics: GatewayMetrics, max_bytes: int) -> None:
+        self._bus = bus
+        self._metrics = metrics
+        self._max_bytes = max_bytes
+        self._stored: KeyValue[StoredResponse]
+
+    async def start(self) -> None:
+        self._stored = await self._bus.key_value(RESPONSES, max_bytes=self._max_bytes)
+
+    async def keep(self, response: ResponseObject, tenant: str, items: list[InputItem]) -> None:
+        """`items`: the conversation up to its answer. Where it cannot be kept its `store` says so, and a metric."""
+        if not response.store:
+            return
+        conversation = msgspec.json.encode(items + items_of_output(response.output))
+        stored = StoredResponse(tenant, msgspec.json.encode(response), conversation)
+        outcome = "stored"
+        if len(stored.body) + len(stored.conversation) > MAX_RESPONSE_BYTES:
+            outcome = "too_large"
+        else:
+            try:
+                await self._stored.put(response.id, stored)
+            except BusError as error:
+                logger.warning("%s is not stored: %s", response.id, error)
+                outcome = "failed"
+        response.store = outcome == "stored"
+        self._metrics.stored_responses.labels(outcome).inc()
+
+    async def get(self, response_id: str, tenant: str, param: str = "response_id") -> StoredResponse:
+        """Raises `ApiError` 404, `BusError`."""
+        entry = await self._stored.get(response_id) if is_id(response_id, ID_PREFIX) else None
+        if entry is None or entry.value.tenant != tenant:
+            message = f"There is no response '{response_id[:100]}': it is not kept any more, or never was."
+            raise ApiError(404, message, param=param, code="response_not_found")
+        return entry.value
+
+    async def conversation(self, response_id: str, tenant: str) -> list[InputItem]:
+        """Up to and with its answer. Raises as `get`."""
+        return _ITEMS.decode((await self.get(response_id, tenant, "previous_response_id")).conversation)
+
+    async def delete(self, response_id: str, tenant: str) -> None:
+        """Those that continue it keep what they have of it. Raises as `get`."""
+        await self.get(response_id, tenant)
+        await self._stored.purge(response_id)

@@ -1,0 +1,176 @@
+"""A response while it is made: its items from deltas, and the events that tell of them.
+
+Events in order: created, in_progress; of each item added, its deltas, done; then completed, incomplete or failed. Each has
+the next `sequence_number`.
+"""
+
+from __future__ import annotations
+
+import copy
+import uuid
+from collections.abc import Awaitable, Callable
+from typing import Any, Literal
+
+import msgspec
+
+from services.gateway.errors import ApiError
+from services.gateway.generation import Delta
+from services.gateway.logprobs import chat_logprobs
+from services.gateway.replies import Usage
+from services.gateway.responses.messages import (
+    IncompleteDetails,
+    InputTokensDetails,
+    OutputItem,
+    OutputText,
+    OutputTokensDetails,
+    ResponseFailure,
+    ResponseObject,
+    ResponseUsage,
+)
+from services.gateway.tokenization import ModelTokenizer
+
+Event = tuple[str, dict[str, Any]]
+"""Type, and fields beside it."""
+
+
+class ResponseBuilder:
+    def __init__(self, response: ResponseObject, tokenizer: ModelTokenizer, num_top: int | None) -> None:
+        """`num_top`: alternatives to each token that are told of; None: no log-probabilities are."""
+        self.response = response
+        self._tokenizer = tokenizer
+        self._num_top = num_top
+        self._is_open = False
+        """Whether the last item goes on."""
+        self._finish_reason: str | None = None
+
+    def take(self, delta: Delta) -> list[Event]:
+        events: list[Event] = []
+        if delta.text or delta.tokens:
+            events += self._take_text(delta)
+        for chunk in getattr(delta, "calls", ()):
+            if chunk.id is not msgspec.UNSET and chunk.function.name is not msgspec.UNSET:
+                events += self._close("completed")
+                item = OutputItem(
+                    id=f"fc_{uuid.uuid4().hex}",
+                    type="function_call",
+                    status="in_progress",
+                    call_id=chunk.id,
+                    name=chunk.function.name,
+                    arguments="",
+                )
+                events.append(self._open(item))
+            item = self.response.output[-1]
+            item.arguments = (item.arguments or "") + chunk.function.arguments
+            if chunk.function.arguments:
+                fields = {"item_id": item.id, "delta": chunk.function.arguments}
+                events.append(("response.function_call_arguments.delta", {**self._place, **fields}))
+        self._finish_reason = delta.finish_reason or self._finish_reason
+        return events
+
+    def _take_text(self, delta: Delta) -> list[Event]:
+        events: list[Event] = []
+        if not self._is_open or self.response.output[-1].type != "message":
+            events += self._close("completed")
+            item = OutputItem(
+                id=f"msg_{uuid.uuid4().hex}", type="message", status="in_progress", role="assistant", content=[]
+            )
+            events.append(self._open(item))
+            part = {"item_id": item.id, "content_index": 0, "part": OutputText()}
+            events.append(("response.content_part.added", {**self._place, **part}))
+            item.content = [OutputText(annotations=[], logprobs=[])]
+        item = self.response.output[-1]
+        assert item.content
+        logprobs = [] if self._num_top is None else chat_logprobs(self._tokenizer, delta.tokens, self._num_top).content
+        item.content[0].text += delta.text
+        item.content[0].logprobs += logprobs
+        fields = {"item_id": item.id, "content_index": 0, "delta": delta.text, "logprobs": logprobs}
+        events.append(("response.output_text.delta", {**self._place, **fields}))
+        return events
+
+    @property
+    def _place(self) -> dict[str, Any]:
+        return {"output_index": len(self.response.output) - 1}
+
+    def _open(self, item: OutputItem) -> Event:
+        self.response.output.append(item)
+        self._is_open = True
+        return "response.output_item.added", {**self._place, "item": copy.copy(item)}
+
+    def _close(self, status: Literal["completed", "incomplete"]) -> list[Event]:
+        if not self._is_open:
+            return []
+        self._is_open = False
+        item = self.response.output[-1]
+        item.status = status
+        place = {**self._place, "item_id": item.id}
+        events: list[Event] = []
+        if item.type == "function_call":
+            fields = {"arguments": item.arguments, "name": item.name}
+            events.append(("response.function_call_arguments.done", {**place, **fields}))
+        else:
+            assert item.content
+            (part,) = item.content
+            text = {"content_index": 0, "text": part.text, "logprobs": part.logprobs}
+            events.append(("response.output_text.done", {**place, **text}))
+            events.append(("response.content_part.done", {**place, "content_index": 0, "part": part}))
+        events.append(("response.output_item.done", {**self._place, "item": item}))
+        return events
+
+    def finish(self, usage: Usage) -> list[Event]:
+        """After the last delta."""
+        response, is_cut = self.response, self._finish_reason == "length"
+        events = [] if response.output else self._take_text(Delta(0, "", True, None))
+        response.status = "incomplete" if is_cut else "completed"
+        response.incomplete_details = IncompleteDetails("max_output_tokens") if is_cut else None
+        response.usage = ResponseUsage(
+            usage.prompt_tokens,
+            InputTokensDetails(usage.prompt_tokens_details.cached_tokens),
+            usage.completion_tokens,
+            OutputTokensDetails(0),
+            usage.total_tokens,
+        )
+        return events + self._close("incomplete" if is_cut else "completed")
+
+
+class ResponseWriter:
+    """The events of a stream; as `answers.ChunkWriter`."""
+
+    def __init__(self, builder: ResponseBuilder, keep: Callable[[ResponseObject], Awaitable[None]]) -> None:
+        """`keep` stores a whole response."""
+        self._builder = builder
+        self._keep = keep
+        self._num_events = 0
+        self._last: list[Event] = []
+
+    def chunks(self, deltas: list[Delta], usage: Usage | None) -> bytes:
+        return self._begin() + self._encoded([event for delta in deltas for event in self._builder.take(delta)])
+
+    def _begin(self) -> bytes:
+        if self._num_events:
+            return b""
+        whole = {"response": self._builder.response}
+        return self._encoded([("response.created", whole), ("response.in_progress", whole)])
+
+    async def before_end(self, usage: Usage) -> None:
+        self._last = self._builder.finish(usage)
+        await self._keep(self._builder.response)
+
+    def end(self, usage: Usage) -> bytes:
+        response = self._builder.response
+        return self._encoded([*self._last, (f"response.{response.status}", {"response": response})])
+
+    def error(self, error: ApiError) -> bytes:
+        response = self._builder.response
+        response.status, response.error = "failed", ResponseFailure(error.code or "server_error", error.message)
+        return self._begin() + self._encoded([("response.failed", {"response": response})])
+
+    def keep_alive(self) -> bytes:
+        return b": keep-alive\n\n"
+
+    def _encoded(self, events: list[Event]) -> bytes:
+        parts = []
+        for kind, fields in events:
+            data = msgspec.json.encode({"type": kind, "sequence_number": self._num_events, **fields})
+            parts.append(b"event: " + kind.encode() + b"\ndata: " + data + b"\n\n")
+            self._num_events += 1
+        return b"".join(parts)

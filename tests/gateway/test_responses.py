@@ -1,0 +1,168 @@
+"""The Responses API over a real socket, with OpenAI's client."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import openai
+import pytest
+
+from services.gateway.responses.conversion import chat_request, items_of
+from services.gateway.responses.messages import ResponseRequest
+from shared.messages.cluster import ModelSpec
+from shared.messages.requests import ErrorCode, ErrorInfo, FinishReason, unpack_tokens
+from shared.settings import BusSettings
+from tests.gateway.conftest import MODEL, Stack, running_stack
+
+
+def prompt_of(stack: Stack, number: int = -1) -> str:
+    return stack.tokenizer.decode(unpack_tokens(stack.peer.submitted[number].prompt), skip_special_tokens=False)
+
+
+async def test_a_conversation_goes_on_by_id(stack: Stack) -> None:
+    async with stack.openai() as client:
+        first = await client.responses.create(
+            model=MODEL, input="Hi", instructions="Be short.", max_output_tokens=20, metadata={"a": "b"}
+        )
+        assert first.status == "completed" and first.output_text == "Hello world" and first.store
+        assert first.usage is not None and first.usage.output_tokens == len(stack.ids("Hello world")) + 1
+        assert first.metadata == {"a": "b"} and first.instructions == "Be short."
+        assert prompt_of(stack) == "<|system|>Be short.<|end|><|user|>Hi<|end|><|assistant|>"
+        again = await client.responses.create(model=MODEL, input="And?", previous_response_id=first.id)
+        assert again.previous_response_id == first.id
+        expected = "<|user|>Hi<|end|><|assistant|>Hello world<|end|><|user|>And?<|end|><|assistant|>"
+        assert prompt_of(stack) == expected
+        found = await client.responses.retrieve(first.id)
+        assert found.model_dump() == first.model_dump()
+        await client.responses.delete(first.id)
+        for read in (client.responses.retrieve, client.responses.delete):
+            with pytest.raises(openai.NotFoundError):
+                await read(first.id)
+        with pytest.raises(openai.NotFoundError) as gone:
+            await client.responses.create(model=MODEL, input="And?", previous_response_id=first.id)
+        assert gone.value.param == "previous_response_id"  # type: ignore[union-attr]
+        # What continues it has what it needs of it.
+        third = await client.responses.create(model=MODEL, input="So?", previous_response_id=again.id)
+        assert third.output_text == "Hello world" and prompt_of(stack).startswith(
+            expected.removesuffix("<|assistant|>")
+        )
+
+
+async def test_a_stream_has_openais_events(stack: Stack) -> None:
+    async with stack.openai() as client, client.responses.stream(model=MODEL, input="Hi") as stream:
+        events = [event async for event in stream]
+        final = await stream.get_final_response()
+    kinds = [event.type for event in events if event.type != "response.output_text.delta"]
+    assert kinds == [
+        "response.created",
+        "response.in_progress",
+        "response.output_item.added",
+        "response.content_part.added",
+        "response.output_text.done",
+        "response.content_part.done",
+        "response.output_item.done",
+        "response.completed",
+    ]
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    deltas = "".join(event.delta for event in events if event.type == "response.output_text.delta")
+    assert deltas == final.output_text == "Hello world"
+    async with stack.openai() as client:
+        assert (await client.responses.retrieve(final.id)).output_text == "Hello world"
+
+
+async def test_what_is_cut_is_incomplete_and_what_is_not_stored_is_nowhere(stack: Stack) -> None:
+    stack.say("one two", FinishReason.LENGTH)
+    async with stack.openai() as client:
+        cut = await client.responses.create(model=MODEL, input="Hi", store=False, max_output_tokens=2)
+        assert cut.status == "incomplete" and cut.incomplete_details is not None
+        assert cut.incomplete_details.reason == "max_output_tokens" and cut.output[0].status == "incomplete"
+        with pytest.raises(openai.NotFoundError):
+            await client.responses.retrieve(cut.id)
+        stack.peer.automatic = False
+        with pytest.raises(openai.APIStatusError) as late:
+            await client.responses.create(model=MODEL, input="Hi", extra_headers={"x-request-timeout": "0.3"})
+        assert late.value.status_code == 408
+
+
+async def test_logprobs_of_a_response(stack: Stack) -> None:
+    async with stack.openai() as client:
+        answer = await client.responses.create(
+            model=MODEL, input="Hi", top_logprobs=2, include=["message.output_text.logprobs"]
+        )
+    (part,) = answer.output[0].content  # type: ignore[union-attr]
+    assert part.logprobs and all(len(each.top_logprobs) == 2 for each in part.logprobs)
+
+
+@pytest.fixture
+async def keyed(nats_settings: BusSettings, checkpoint: Path) -> AsyncIterator[Stack]:
+    async with running_stack(nats_settings, [ModelSpec(MODEL, str(checkpoint))], api_keys="one,two") as stack:
+        stack.say("Hello world")
+        yield stack
+
+
+async def test_responses_are_their_keys(keyed: Stack) -> None:
+    async with keyed.openai("one") as one, keyed.openai("two") as two:
+        mine = await one.responses.create(model=MODEL, input="Hi")
+        with pytest.raises(openai.NotFoundError):
+            await two.responses.retrieve(mine.id)
+        with pytest.raises(openai.NotFoundError):
+            await two.responses.create(model=MODEL, input="Hi", previous_response_id=mine.id)
+
+
+async def test_what_cannot_be_had_is_told(stack: Stack) -> None:
+    bodies: list[tuple[dict[str, Any], str]] = [
+        ({"input": []}, "input"),
+        ({"input": [{"role": "user"}]}, "input[0].content"),
+        ({"input": [{"type": "function_call", "name": "f", "arguments": "{}"}]}, "input[0].call_id"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0].type"),
+        ({"input": "x", "background": True}, "background"),
+        ({"input": "x", "truncation": "auto"}, "truncation"),
+        ({"input": "x", "tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"input": "x", "max_output_tokens": 0}, "max_output_tokens"),
+        ({"input": "x", "text": {"format": {"type": "json_schema"}}}, "text.format.schema"),
+    ]
+    for body, param in bodies:
+        answer = await stack.client.post("/v1/responses", json={"model": MODEL, **body})
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), answer.text
+    assert not stack.peer.submitted
+
+
+async def test_a_failure_in_the_stream_is_an_event(stack: Stack) -> None:
+    stack.peer.automatic = False
+    async with stack.openai() as client:
+        asking = asyncio.create_task(client.responses.create(model=MODEL, input="Hi", stream=True))
+        request = await stack.next_request()
+        stack.peer.emit(request, 0, stack.ids("one"))
+        stream = await asking
+        error = ErrorInfo(ErrorCode.INTERNAL, "the device is lost")
+        stack.peer.emit(request, len(stack.ids("one")), [], FinishReason.ERROR, error=error)
+        events = [event async for event in stream]
+    assert events[-1].type == "response.failed" and events[-1].response.error is not None
+
+
+def test_calls_and_their_results_become_messages_of_a_chat() -> None:
+    call = {
+        "type": "function_call",
+        "call_id": "c1",
+        "name": "f",
+        "arguments": "{}",
+        "id": "fc_1",
+        "status": "completed",
+    }
+    items: list[dict[str, Any]] = [
+        {"role": "user", "content": [{"type": "input_text", "text": "a"}, {"type": "input_text", "text": "b"}]},
+        {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "hm", "annotations": []}]},
+        call,
+        {**call, "call_id": "c2"},
+        {"type": "function_call_output", "call_id": "c1", "output": "1"},
+        {"type": "reasoning", "summary": []},
+    ]
+    request = msgspec.convert({"model": "m", "input": items}, ResponseRequest)
+    messages = chat_request(request, items_of(request)).messages
+    assert [message.role for message in messages] == ["user", "assistant", "tool"]
+    assert messages[0].content == "ab" and messages[1].content == "hm" and messages[2].tool_call_id == "c1"
+    assert [each["id"] for each in messages[1].tool_calls or ()] == ["c1", "c2"]
