@@ -63,7 +63,7 @@ class Mirrors:
         error: BaseException | None = None
         try:
             spec = context.catalog.spec(routed.model)
-            call.identify(spec.name, message, options)
+            call.identify(message.model, message, options)
             tokenizer = await context.tokenizers.get(spec)
             texts_or_ids = prompts_of(message.prompt) if isinstance(message, CompletionRequest) else [""]
             prompts = await make_prompts(context, spec, tokenizer, message, options, texts_or_ids)
