@@ -12,7 +12,7 @@ from rich.table import Table
 
 from shared.messages.admin import PlanProposal, ReplacementState, ShownPlan
 from shared.messages.cluster import PlanChange
-from shared.placement.plan import Plan, Prediction
+from shared.placement.plan import Plan, Prediction, Trial
 from tideway.console import TableConsole, fit
 from tideway.data_folder import OperatorError
 from tideway.operations import AdminClient, UnavailableError
@@ -47,7 +47,10 @@ def show_plan(client: AdminClient, console: TableConsole, *, as_json: bool) -> N
     elif not is_current:
         console.print("The last proposal was for another plan than the one that runs: tideway plan --search.")
     else:
-        console.print(f"Proposed: {escape(proposal.verdict)}.")
+        worth = "worth a change" if proposal.is_worth else "not worth a change"
+        console.print(f"Proposed, {worth} ({proposal.cause or 'no cause is known'}): {escape(proposal.verdict)}.")
+        if proposal.trial is not None and proposal.plan != proposal.before:
+            console.print(_trial(proposal.trial))
         for rejected in proposal.rejected:
             console.print(f"  rejected: {escape(_line(rejected.plan))}: {escape(rejected.reason)}")
         for name, reason in proposal.unplaced.items():
@@ -188,6 +191,28 @@ def _models(state: ReplacementState, proposal: PlanProposal | None) -> Table:
     for name in names:
         num = state.measured.models[name].num_requests if state.measured and name in state.measured.models else 0
         table.add_row(escape(name), str(num), *(_cell(prediction, name) for prediction in found.values()))
+    return table
+
+
+def _trial(trial: Trial) -> Table:
+    """Attainment and normalised latency on the traffic of late, without the change and with it."""
+    title = (
+        f"The change takes {trial.change_s:.0f} s, in which {trial.lost_device_s:.0f} s of devices serve nobody, and "
+    )
+    title += f"{trial.moved_bytes / 1e9:.2g} GB of KV move"
+    if trial.interrupted:
+        title += f"; {', '.join(trial.interrupted)} would wait"
+    table = Table(title=escape(title), title_justify="left", box=None, header_style="bold", padding=(0, 2, 0, 0))
+    for header in ("on the last", "requests", "as now", "changed", "were it free"):
+        table.add_column(header, justify="right")
+    for one in trial.horizons:
+        pairs = (
+            (one.stay_attainment, one.stay_latency),
+            (one.change_attainment, one.change_latency),
+            (one.free_attainment, one.free_latency),
+        )
+        cells = [f"{attainment:.1%} {latency:.2f}x" for attainment, latency in pairs]
+        table.add_row(f"{one.seconds:.0f} s", str(one.num_requests), *cells)
     return table
 
 

@@ -1,7 +1,7 @@
 """The search for a placement: its time (`speed`), its distance from the best of all plans (`optimum`), whether the estimate
 ranks plans as the faithful simulation does (`rank`), and a day of several models' traffic with plans that follow it (`day`).
 
-python -m bench.placement {speed,optimum,rank,day} ... [--seed N] [--output DIR] [--compression X]
+python -m bench.placement {speed,optimum,rank,day} ... [--seed N] [--output DIR] [--load X]
 """
 
 from __future__ import annotations
@@ -21,15 +21,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("experiments", nargs="+", choices=("speed", "optimum", "rank", "day"))
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--output", type=Path, default=Path(".tideway/bench"), help="folder of JSON and table")
-    parser.add_argument(
-        "--compression", type=float, default=day.COMPRESSION, help="how many times as fast the day passes"
-    )
+    parser.add_argument("--load", type=float, default=day.LOAD, help="of the day, see bench/placement/day.py")
     options = parser.parse_args(arguments)
     known: dict[str, Callable[[int], experiments.Table]] = {
         "speed": experiments.speed,
         "optimum": experiments.optimum,
         "rank": experiments.rank,
-        "day": lambda seed: day.day(seed, options.compression),
+        "day": lambda seed: day.day(seed, options.load),
     }
     for name in options.experiments:
         began_s = time.monotonic()

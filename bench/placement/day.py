@@ -1,33 +1,39 @@
-"""A day of five production models' request rates (ServeGen, by its table of rates), with real lengths, on eight simulated
-L4s: plans that are searched for again and again, at fixed and at adaptive intervals.
+"""A day of five production models' request rates (ServeGen's table), with real lengths, on eight L4s: plans that are
+searched for again and again, at fixed and at adaptive intervals, against the plan of the first hour.
 
-The day passes `compression` times as fast, and so do its intervals, searches, restarts and the loading of weights: a change
-takes the share of the day that it would. Requests take the time that they take, and there are that many times fewer of them,
-so a search knows less than on a real day. Shapes of rates are the table's; each model's mean is set so that all have the
-same share of the devices' time.
+The day has its whole length and all of its requests (some hundred thousand), which no step is simulated of: what comes of a
+plan is what the estimator that the search goes by says (shared/placement/estimator.py), followed request by request, with
+the groups that serve while a plan changes (shared/placement/rehearsal.py). The core of replacement is the live one. So the
+day says how intervals and changes follow real traffic, not how good the estimate is: for that some stretches of the day are
+simulated faithfully on the plans that served then, and both are shown side by side.
+
+Each stretch between two searches begins with the traffic of `LEAD_S` before it. Shapes of rates are the table's; each
+model's mean is set so that all have the same share of the devices' time.
 """
 
 from __future__ import annotations
 
 import csv
 import math
-from collections import Counter
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
 
 from bench.placement.experiments import Table
 from bench.reporting import Target
+from shared.placement.estimator import Estimator
 from shared.placement.execution import alone_s, execution_s, step_tokens
 from shared.placement.facts import SHAPES, model_facts, node_facts
 from shared.placement.hardware import L4
-from shared.placement.problem import ModelFacts, Problem, Traffic, traffic
-from shared.placement.replacement import ReplacementSettings
+from shared.placement.plan import ModelPrediction, Prediction
+from shared.placement.problem import ModelFacts, Plan, Problem, Traffic
+from shared.placement.rehearsal import Episode, rehearse
+from shared.placement.replacement import Replacement, ReplacementSettings
 from shared.placement.search import search
-from shared.simulation.deployment import LIVE, deploy
-from shared.simulation.gateway import Job
-from shared.simulation.replacement import FleetReplacement
+from shared.simulation import metrics
+from shared.simulation.deployment import simulate
 from tideway.bench.traces import read_trace
 
 TRACES = Path("../shared/traces")
@@ -39,24 +45,28 @@ MODELS = {
     "mm-image": ("opt-6.7b", "arxiv_summarization_lengths.csv"),
 }
 """Of the table of rates: the shape that stands for it, and whose lengths its requests have."""
-COMPRESSION = 24.0
 SEARCH_S = 10.0
-"""That a search takes; of the day."""
+"""That a search takes."""
 DAY_S = 86400.0
 WINDOW_S = 600.0
 NUM_DEVICES = 8
 LOAD = 4.0
 """Mean time of requests alone, times their devices, over the devices' time; they are served in batches."""
+LEAD_S = 120.0
+MOST_S = 3600.0
+"""Of a stretch that is estimated at once."""
+BIN_S = 2.5
 INTERVALS_S = {"adaptive": 3600.0, "10 minutes": 600.0, "1 hour": 3600.0, "6 hours": 6 * 3600.0, "none": math.inf}
-"""Of the day; adaptive: the first."""
+"""Adaptive: the first."""
+CHECKED_S, NUM_CHECKED = 120.0, 4
+"""Length and number of the stretches that are simulated faithfully, evenly over the day."""
 
 
-def settings(name: str, compression: float) -> ReplacementSettings:
-    initial_s = least_s = most_s = INTERVALS_S[name] / compression
+def settings(name: str) -> ReplacementSettings:
+    initial_s = least_s = most_s = INTERVALS_S[name]
     if name == "adaptive":
-        least_s, most_s = INTERVALS_S["10 minutes"] / compression, INTERVALS_S["6 hours"] / compression
-    restart_s = ReplacementSettings().restart_s / compression
-    return ReplacementSettings(initial_s=initial_s, least_s=least_s, most_s=most_s, restart_s=restart_s)
+        least_s, most_s = INTERVALS_S["10 minutes"], INTERVALS_S["6 hours"]
+    return ReplacementSettings(initial_s=initial_s, least_s=least_s, most_s=most_s)
 
 
 def rates(folder: Path) -> dict[str, np.ndarray]:
@@ -76,10 +86,9 @@ def rates(folder: Path) -> dict[str, np.ndarray]:
     return found
 
 
-def draw_day(folder: Path, seed: int, compression: float) -> tuple[Traffic, list[ModelFacts]]:
+def draw_day(folder: Path, seed: int, load: float) -> tuple[Traffic, list[ModelFacts]]:
     shapes = rates(folder)
-    rows: list[tuple[float, str, int, int, bool]] = []
-    models = []
+    columns, models = [], []
     for index, (name, (shape, lengths)) in enumerate(MODELS.items()):
         rng = np.random.default_rng([seed, index])
         facts = model_facts(shape, SHAPES[shape], [L4])
@@ -91,81 +100,213 @@ def draw_day(folder: Path, seed: int, compression: float) -> tuple[Traffic, list
         num_ranks = 1 if facts.weight_bytes < 20e9 else 2
         cost = facts.costs[L4.kind, num_ranks]
         mean_s = float(alone_s(cost, prompts, outputs, step_tokens(L4.kind)).mean()) * num_ranks
-        rate = LOAD * NUM_DEVICES / len(MODELS) / mean_s
-        window_s = WINDOW_S / compression
-        for number, share in enumerate(shapes[name].tolist()):
-            num = int(rng.poisson(rate * share * window_s))
-            chosen = rng.integers(0, len(prompts), num)
-            at_s = (number + rng.uniform(0, 1, num)) * window_s
-            rows += [
-                (at, name, prompt, output, True)
-                for at, prompt, output in zip(
-                    at_s.tolist(), prompts[chosen].tolist(), outputs[chosen].tolist(), strict=True
-                )
-            ]
-    return traffic(rows, DAY_S / compression, list(MODELS)), models
-
-
-def _first(arrivals: Traffic, seconds: float) -> Traffic:
-    there = arrivals.arrival_s < seconds
+        rate = load * NUM_DEVICES / len(MODELS) / mean_s
+        num = rng.poisson(rate * shapes[name] * WINDOW_S)
+        at_s = (np.repeat(np.arange(len(num)), num) + rng.uniform(0, 1, num.sum())) * WINDOW_S
+        chosen = rng.integers(0, len(prompts), num.sum())
+        columns.append(np.stack([np.full(num.sum(), index), at_s, prompts[chosen], outputs[chosen]]))
+    model, at_s, prompt, output = np.concatenate(columns, axis=1)
+    order = np.argsort(at_s, kind="stable")
     return Traffic(
-        arrivals.models, arrivals.model[there], arrivals.arrival_s[there], arrivals.prompt_tokens[there],
-        arrivals.output_tokens[there], arrivals.is_online[there], seconds,
+        tuple(MODELS), model[order].astype(np.int32), at_s[order], prompt[order].astype(np.int32),
+        output[order].astype(np.int32), np.ones(len(order), np.bool_), DAY_S,
+    ), models  # fmt: skip
+
+
+def between(arrivals: Traffic, since_s: float, until_s: float) -> Traffic:
+    """Times from `since_s` on."""
+    there = slice(*np.searchsorted(arrivals.arrival_s, [since_s, until_s]).tolist())
+    return Traffic(
+        arrivals.models, arrivals.model[there], arrivals.arrival_s[there] - since_s, arrivals.prompt_tokens[there],
+        arrivals.output_tokens[there], arrivals.is_online[there], until_s - since_s,
     )  # fmt: skip
 
 
-def day(seed: int = 1, compression: float = COMPRESSION, folder: Path = TRACES) -> Table:
-    arrivals, models = draw_day(folder, seed, compression)
-    node = node_facts("node", L4, NUM_DEVICES)
-    node = msgspec.structs.replace(node, load_bytes_s=node.load_bytes_s * compression)
-    whole = Problem(nodes=(node,), models=tuple(models), traffic=arrivals)
+class _Stretch(NamedTuple):
+    """Of requests that were followed, parallel over n."""
+
+    model: np.ndarray
+    weight: np.ndarray
+    is_late: np.ndarray
+    normalised: np.ndarray
+
+
+class _Way(NamedTuple):
+    """To another plan."""
+
+    begin_s: float
+    seconds: float
+    episodes: list[Episode]
+    """From `begin_s` on."""
+
+
+class Day:
+    """Of one system."""
+
+    def __init__(self, problem: Problem, plan: Plan, predicted: Prediction, settings: ReplacementSettings) -> None:
+        """`problem.traffic`: of the day. `plan`: that serves first, of which that is predicted."""
+        self.core = Replacement(settings, 0.0)
+        self.core.settled(0.0, predicted)
+        self.num_searches, self.num_changes = 0, 0
+        self.causes: dict[str, int] = {}
+        self.changing_s, self.lost_device_s, self.late_by_changes = 0.0, 0.0, 0.0
+        """Of all changes; and the requests that were late because of them, by the estimate."""
+        self.plans = [(0.0, plan)]
+        """From when on each served."""
+        self._problem, self._plan = problem, plan
+        self._stretches: list[_Stretch] = []
+        self._way: _Way | None = None
+
+    def play(self) -> _Stretch:
+        now_s = 0.0
+        while now_s < DAY_S:
+            until_s = min(DAY_S, self.core.next_s)
+            first = len(self._stretches)
+            while now_s < until_s:
+                end_s = min(until_s, now_s + MOST_S)
+                self._stretches.append(self._estimated(now_s, end_s))
+                now_s = end_s
+            if now_s < DAY_S:
+                self._search(now_s, _joined(self._stretches[first:]))
+        return _joined(self._stretches)
+
+    def _search(self, now_s: float, seen: _Stretch) -> None:
+        self.core.begin(now_s, self._measured(seen))
+        window = between(self._problem.traffic, *self._known(*self.core.window(now_s)))
+        evidence = between(self._problem.traffic, *self._known(*self.core.evidence(now_s)))
+        problem = msgspec.structs.replace(
+            self._problem, traffic=window, evidence=evidence, incumbent=self._plan
+        )  # fmt: skip
+        proposal = search(problem)
+        verdict = self.core.judge(proposal, problem, None)
+        self.num_searches += 1
+        self.causes[verdict.cause] = self.causes.get(verdict.cause, 0) + 1
+        if not verdict.is_worth:
+            # The interval begins when the search is over.
+            self.core.settled(now_s, proposal.incumbent)
+            return
+        rehearsal = rehearse(problem, self._plan, proposal.plan)
+        self._way = _Way(now_s + SEARCH_S, rehearsal.seconds, rehearsal.episodes)
+        self.num_changes += 1
+        self.changing_s += rehearsal.seconds
+        self.lost_device_s += rehearsal.lost_device_s
+        self._plan = proposal.plan
+        self.plans.append((now_s + SEARCH_S + rehearsal.seconds, proposal.plan))
+        self.core.settled(now_s, proposal.prediction)
+
+    def _known(self, since_s: float, until_s: float) -> tuple[float, float]:
+        return max(0.0, since_s), until_s
+
+    def _estimated(self, now_s: float, until_s: float) -> _Stretch:
+        lead_s = min(LEAD_S, now_s)
+        since_s = now_s - lead_s
+        problem = msgspec.structs.replace(self._problem, traffic=between(self._problem.traffic, since_s, until_s))
+        way = self._way
+        free = [Episode(group) for group in self._plan.groups]
+        courses = [free]
+        if way is not None and since_s < way.begin_s + way.seconds:
+            at_s = way.begin_s - since_s
+            courses = [[Episode(one.group, at_s + one.start_s if one.start_s else -math.inf, at_s + one.end_s)
+                        for one in way.episodes], free]  # fmt: skip
+        estimator = Estimator(problem, num_bins=max(96, int((until_s - since_s) / BIN_S)), max_followed=20_000)
+        served = estimator.served(courses)
+        mine = served.at_s >= lead_s
+        if len(courses) > 1:
+            more_late = served.is_late[0].astype(float) - served.is_late[1]
+            self.late_by_changes += float(more_late[mine] @ served.weight[mine])
+        return _Stretch(served.model[mine], served.weight[mine], served.is_late[0, mine], served.normalised[0, mine])
+
+    def _measured(self, seen: _Stretch) -> Prediction:
+        models = {}
+        for index, model in enumerate(self._problem.models):
+            mine = seen.model == index
+            if weight := float(seen.weight[mine].sum()):
+                normalised = float(seen.normalised[mine] @ seen.weight[mine]) / weight
+                models[model.name] = ModelPrediction(
+                    num_requests=round(weight),
+                    attainment=1.0 - float(seen.is_late[mine] @ seen.weight[mine]) / weight,
+                    normalised_latency=normalised, mean_latency_s=0.0, p99_latency_s=0.0,
+                )  # fmt: skip
+        weight = float(seen.weight.sum())
+        return Prediction(
+            attainment=1.0 - float(seen.is_late @ seen.weight) / weight,
+            normalised_latency=float(seen.normalised @ seen.weight) / weight, models=models,
+        )  # fmt: skip
+
+    def served_by(self, at_s: float) -> Plan:
+        return [plan for since_s, plan in self.plans if since_s <= at_s][-1]
+
+
+def _joined(stretches: list[_Stretch]) -> _Stretch:
+    return _Stretch(*(np.concatenate(columns) for columns in zip(*stretches, strict=True)))
+
+
+def _weighted_percentile(values: np.ndarray, weights: np.ndarray, share: float) -> float:
+    order = np.argsort(values)
+    passed = np.cumsum(weights[order])
+    return float(values[order][np.searchsorted(passed, share * passed[-1])])
+
+
+def day(seed: int = 1, load: float = LOAD, folder: Path = TRACES) -> Table:
+    arrivals, models = draw_day(folder, seed, load)
+    whole = Problem(nodes=(node_facts("node", L4, NUM_DEVICES),), models=tuple(models), traffic=arrivals)
+    problem = msgspec.structs.replace(whole, execution_s=execution_s(whole))
     # All begin with the plan for the first hour.
-    begun = search(msgspec.structs.replace(whole, traffic=_first(arrivals, 3600 / compression)))
-    jobs = [
-        Job(at_s, prompt, output, model=arrivals.models[model])
-        for model, at_s, prompt, output in zip(*(column.tolist() for column in arrivals[1:5]), strict=True)
-    ]
-    alone = execution_s(whole)
-    problem = msgspec.structs.replace(whole, execution_s=alone)
+    begun = search(msgspec.structs.replace(problem, traffic=between(arrivals, 0.0, 3600.0)))
     rows: list[dict[str, object]] = []
     latencies: dict[str, float] = {}
+    attainments: dict[str, float] = {}
+    days: dict[str, Day] = {}
     for name in INTERVALS_S:
-        fleet = LIVE.fleet(seed)
-        deploy(fleet, problem, begun.plan)
-        replacement = FleetReplacement(
-            fleet,
-            problem,
-            begun.plan,
-            search,
-            settings=settings(name, compression),
-            predicted=begun.prediction,
-            search_s=SEARCH_S / compression,
-        )
-        records = fleet.run(jobs).records
-        normalised = np.array([record.latency_s / alone[job.model] for record, job in zip(records, jobs, strict=True)])
-        stages = Counter(change.stage for change in replacement.changes)
-        cost = sum(each.verdict.cost * each.interval_s for each in replacement.searches if each.verdict.is_worth)
-        latencies[name] = float(normalised.mean())
-        has_interval = math.isfinite(replacement.interval_s)
+        one = days[name] = Day(problem, begun.plan, begun.prediction, settings(name))
+        found = one.play()
+        total = float(found.weight.sum())
+        attainments[name] = 1.0 - float(found.is_late @ found.weight) / total
+        latencies[name] = float(found.normalised @ found.weight) / total
+        interval_s = one.core.interval_s
         rows.append(
             {
-                "interval": name, "requests": len(jobs), "attainment": f"{np.mean(normalised <= whole.slo_scale):.4f}",
-                "normalised latency": round(latencies[name], 3), "P99": round(float(np.percentile(normalised, 99)), 2),
-                "searches": len(replacement.searches), "changes": stages["carried_out"],
-                "rolled back": sum(stages.values()) - stages["carried_out"],
-                "share of the fleet's time for changes": f"{cost / arrivals.interval_s:.3%}",
-                "last interval, minutes": round(replacement.interval_s * compression / 60) if has_interval else "-",
+                "interval": name, "requests": arrivals.num_requests, "attainment": f"{attainments[name]:.4f}",
+                "normalised latency": round(latencies[name], 3),
+                "P99": round(_weighted_percentile(found.normalised, found.weight, 0.99), 2),
+                "searches": one.num_searches, "changes": one.num_changes,
+                "minutes of changes": round(one.changing_s / 60, 1),
+                "device minutes that served nobody": round(one.lost_device_s / 60, 1),
+                "attainment that changes cost": f"{one.late_by_changes / total:.4f}",
+                "verdicts": ", ".join(f"{cause} {num}" for cause, num in sorted(one.causes.items())) or "-",
+                "last interval, minutes": round(interval_s / 60) if math.isfinite(interval_s) else "-",
             }
         )  # fmt: skip
         print(rows[-1], flush=True)
-    best_fixed = min(value for name, value in latencies.items() if name not in ("adaptive", "none"))
+    best_fixed = max(attainments[name] for name in attainments if name not in ("adaptive", "none"))
     targets = [
+        Target(name="attainment, adaptive over none", value=attainments["adaptive"] / attainments["none"], limit=1.0,
+               is_least=True),
+        Target(name="attainment, adaptive over the best fixed interval", value=attainments["adaptive"] / best_fixed,
+               limit=1.0, is_least=True),
         Target(name="normalised latency, adaptive over none", value=latencies["adaptive"] / latencies["none"], limit=1.0),
-        Target(name="normalised latency, adaptive over the best fixed interval", value=latencies["adaptive"] / best_fixed,
-               limit=1.0),
     ]  # fmt: skip
     notes = (
-        f"{NUM_DEVICES} L4s; a day {compression:g} times as fast, changes too, with as many times fewer requests; restart "
-        f"of a group {ReplacementSettings().restart_s:g} s of the day beside loading its weights"
+        f"{NUM_DEVICES} L4s, load {load:g}, the whole day, by the estimator; a restart takes {problem.times.restart_s:g} s "
+        f"beside loading, a drain {problem.times.drain_s:g} s, a search {SEARCH_S:g} s. "
+        + _checked(problem, {name: days[name] for name in ("adaptive", "none")}, seed)
     )
     return Table(name="day", rows=rows, targets=targets, notes=notes)
+
+
+def _checked(problem: Problem, days: dict[str, Day], seed: int) -> str:
+    """Stretches of the day on the plans that served then, faithfully and by the estimate."""
+    told = []
+    for number in range(NUM_CHECKED):
+        at_s = (number + 0.5) * DAY_S / NUM_CHECKED
+        stretch = msgspec.structs.replace(problem, traffic=between(problem.traffic, at_s, at_s + CHECKED_S))
+        for name, one in days.items():
+            plan = one.served_by(at_s)
+            faithful = metrics.prediction(simulate(stretch, plan, seed=seed).metrics)
+            estimated = Estimator(stretch).predict(plan)
+            told.append(
+                f"{at_s / 3600:.0f} h {name} {faithful.attainment:.3f}, {faithful.normalised_latency:.2f} "
+                f"(estimated {estimated.attainment:.3f}, {estimated.normalised_latency:.2f})"
+            )
+    head = f"Attainment and normalised latency of stretches of {CHECKED_S:g} s simulated faithfully: "
+    return head + "; ".join(told)

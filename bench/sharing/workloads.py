@@ -8,6 +8,7 @@ each service's rate is that of a production model (ServeGen's rates) where the f
 
 from __future__ import annotations
 
+import math
 from functools import cache
 from pathlib import Path
 
@@ -60,6 +61,9 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
     output_error: float = 0.0
     """Standard deviation of a Gaussian that is added to each output length, in output lengths (the paper's accuracy of
     profiles); the history has none."""
+    turn_s: float = math.inf
+    """Of the run: from then on the most popular service has the share of the least popular one, the second that of the last
+    but one, and so on."""
     services_seed: int = 1
     """Of lengths, models and popularity."""
 
@@ -145,10 +149,15 @@ def draw(
     end_s = history_s + run_s
     shapes = rate_shapes(workload, int(np.ceil(end_s / workload.window_s)), seed)
     columns = []
+    shares = sorted(service.share for service in known)
+    turned = dict(zip(shares, reversed(shares), strict=True))
+    turns = np.arange(shapes.shape[1]) * workload.window_s >= history_s + workload.turn_s
     for index, service in enumerate(known):
         rng = np.random.default_rng([seed, 2, index])
+        popularity = np.where(turns, turned[service.share], service.share)
         steps: RateSteps = [
-            (workload.window_s, float(workload.rate_rps * service.share * shape)) for shape in shapes[index]
+            (workload.window_s, float(workload.rate_rps * share * shape))
+            for share, shape in zip(popularity, shapes[index], strict=True)
         ]
         arrivals = renewal_times(steps, workload.cv, rng, duration_s=end_s)
         lengths = service.lengths[rng.integers(0, len(service.lengths), len(arrivals))]

@@ -41,9 +41,10 @@ def live_problem(
     slo_scale: float,
     max_models_per_group: int,
     max_ranks: int,
+    evidence: Traffic | None = None,
 ) -> Problem:
-    """`places`: of the plan that runs. `stored`: of COST_MODELS. `gpu`: name of a hardware profile. Raises
-    `ProblemError`."""
+    """`places`: of the plan that runs. `stored`: of COST_MODELS. `gpu`: name of a hardware profile. `evidence`: see
+    `Problem`. Raises `ProblemError`."""
     if unread := [model.spec.name for model in models if model.shape is None]:
         raise ProblemError(f"the checkpoint of {', '.join(unread)} is not known")
     if not traffic.num_requests:
@@ -78,6 +79,7 @@ def live_problem(
         execution_s=dict(execution_s),
         max_models_per_group=max_models_per_group,
         incumbent=plan_of(map(group_of, places)),
+        evidence=evidence,
     )
 
 

@@ -57,6 +57,10 @@ class PlacementMetrics:
             ["outcome"],
             registry=registry,
         )
+        self.verdicts = Counter(
+            "tideway_placement_verdicts", "Searches by why their plan was worth a change, or was not", ["cause"],
+            registry=registry,
+        )  # fmt: skip
         self.search_seconds = Histogram(
             "tideway_placement_search_seconds", "Of a search", registry=registry, buckets=(0.3, 1, 3, 10, 30, 100, 300)
         )

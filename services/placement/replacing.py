@@ -42,6 +42,7 @@ from shared.placement.carry_out import CarryOutSettings, Held, View, advance
 from shared.placement.plan import Prediction, group_of, plan_of
 from shared.placement.problem import Problem, Proposal
 from shared.placement.replacement import IntervalState, Replacement, ReplacementSettings, Verdict
+from shared.placement.trial import evidence_s
 from shared.settings import PlacementSettings, SettingsError
 from shared.tasks import TaskSet
 from shared.telemetry import context_of, current_traceparent
@@ -129,7 +130,7 @@ class Replacing:
             self._stored, self._proposal = entry.value, entry.value.proposal
             state = IntervalState(
                 interval_s=entry.value.interval_s, since_s=entry.value.since_s, predicted=entry.value.predicted,
-                deviation=entry.value.deviation,
+                deviation=entry.value.deviation, change_s=entry.value.change_s,
             )  # fmt: skip
             self._core = Replacement(self._core.settings, self._monitor.now(), state)
 
@@ -152,7 +153,7 @@ class Replacing:
         return ReplacementState(
             mode=self._settings.replacement, interval_s=self._core.interval_s, since_s=self._core.since_s,
             problem=self._problem, predicted=self._core.state.predicted, deviation=self._core.state.deviation,
-            proposal=self._proposal,
+            proposal=self._proposal, change_s=self._core.state.change_s,
         )  # fmt: skip
 
     async def tick(self) -> bool:
@@ -248,6 +249,7 @@ class Replacing:
                 proposal, verdict = await self._found(why)
             self._proposal, predicted = proposal, proposal.incumbent
             outcome = "better" if verdict.is_worth else "kept"
+            self._metrics.verdicts.labels(verdict.cause).inc()
             logger.info("a search over %d requests took %.1f s: %s", proposal.num_requests, proposal.search_s,
                         verdict.reason)  # fmt: skip
             if is_applied or (verdict.is_worth and self._settings.replacement == "auto"):
@@ -268,25 +270,27 @@ class Replacing:
 
     async def _found(self, why: str) -> tuple[PlanProposal, Verdict]:
         inputs, plan, settings = self._inputs(), self._plans.current, self._settings
-        interval_s = min(MAX_AGE_S, self._core.interval_s)
+        window_s = min(MAX_AGE_S, self._core.window_s)
         self._core.begin(self._monitor.now(), self._measured())
-        traffic, execution_s = self._monitor.traffic(interval_s), self._monitor.execution_s()
+        traffic, execution_s = self._monitor.traffic(window_s), self._monitor.execution_s()
+        evidence = self._monitor.traffic(min(MAX_AGE_S, evidence_s(window_s)))
+        seen = measured_prediction(self._monitor.measured(max(SLOT_S, window_s)))
         stored = [entry.value for entry in (await self._costs.entries()).values()]
         problem = await asyncio.to_thread(
             live_problem, inputs.models, inputs.nodes, plan.instances, inputs.fleet.draining, stored, traffic,
             execution_s, gpu=settings.hardware, slo_scale=settings.slo_scale,
-            max_models_per_group=settings.max_models_per_group, max_ranks=settings.max_ranks,
+            max_models_per_group=settings.max_models_per_group, max_ranks=settings.max_ranks, evidence=evidence,
         )  # fmt: skip
         began_s = self._monitor.now()
         found = await self._run_search(problem)
-        verdict = self._core.judge(found, problem)
+        verdict = self._core.judge(found, problem, seen)
         target = await asyncio.to_thread(chosen, inputs.models, inputs.nodes, plan, found.plan.groups)
         assert problem.incumbent is not None
         proposal = PlanProposal(
             found_s=self._monitor.now(), why=why, version=plan.version, is_worth=verdict.is_worth, verdict=verdict.reason,
-            plan=found.plan, prediction=found.prediction, before=problem.incumbent, incumbent=found.incumbent,
-            rejected=list(found.rejected[:SHOWN_REJECTED]), unplaced=found.unplaced,
-            search_s=self._monitor.now() - began_s, interval_s=interval_s, num_requests=traffic.num_requests,
+            cause=verdict.cause, trial=found.trial, plan=found.plan, prediction=found.prediction, before=problem.incumbent,
+            incumbent=found.incumbent, rejected=list(found.rejected[:SHOWN_REJECTED]), unplaced=found.unplaced,
+            search_s=self._monitor.now() - began_s, interval_s=window_s, num_requests=traffic.num_requests,
             target=target,
         )  # fmt: skip
         return proposal, verdict

@@ -9,7 +9,7 @@ import msgspec
 from shared.messages.cluster import AdapterSpec, InstancePlan, ModelSpec, PlacementPlan
 from shared.messages.requests import Seconds
 from shared.messages.traffic import ModelTraffic
-from shared.placement.plan import Plan, Prediction, Rejected
+from shared.placement.plan import Plan, Prediction, Rejected, Trial
 
 
 class AddModel(msgspec.Struct, frozen=True):
@@ -105,6 +105,10 @@ class PlanProposal(msgspec.Struct, frozen=True, kw_only=True):
     num_requests: int
     target: list[InstancePlan]
     """The plan's instances, with the KV pools that they would have."""
+    cause: str = ""
+    """Of the verdict: see `shared.placement.replacement.Cause`."""
+    trial: Trial | None = None
+    """What the change would take and bring; None: nothing has to change, or a model gets or loses its last place."""
 
 
 class ReplacementState(msgspec.Struct, frozen=True, kw_only=True):
@@ -126,6 +130,8 @@ class ReplacementState(msgspec.Struct, frozen=True, kw_only=True):
     deviation: float | None = None
     """Of the last interval that ended: relative difference of measured from predicted."""
     proposal: PlanProposal | None = None
+    change_s: float = 0.0
+    """That the last change that was tried takes; a search goes by the traffic of twice that at least."""
 
 
 class ShownPlan(PlacementPlan, frozen=True):

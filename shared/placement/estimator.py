@@ -31,6 +31,7 @@ import numpy as np
 from shared.placement.execution import alone_s, execution_s, step_tokens
 from shared.placement.memory import pool, why_not
 from shared.placement.problem import Group, ModelPrediction, Plan, Prediction, Problem
+from shared.placement.rehearsal import Episode
 from shared.policies.doubling_budget import LEAST_GAIN_SHARE
 from shared.policies.silence import MAX_SILENCE_S, PLANNED_SHARE
 from shared.policies.turns import LEAST_SHARE
@@ -127,6 +128,29 @@ class _Layout(NamedTuple):
     """[groups]"""
     stream: Array
     """[groups, places] which arrivals; the last stream has none."""
+    is_open: Array | None = None
+    """[bins, groups, places] share of the bin in which the place takes requests; None: always."""
+    serves: Array | None = None
+    """[bins, groups] share of the bin in which the group has begun to serve; None: always."""
+
+
+class Served(NamedTuple):
+    """The same n followed requests, in the order of their arrival, on each of some plans."""
+
+    at_s: Array
+    """[n]"""
+    weight: Array
+    """[n] requests that each stands for."""
+    model: Array
+    """[n] index into `Problem.models`"""
+    tokens: Array
+    """[n] in the cache, on average over the output."""
+    execution_s: Array
+    """[models]"""
+    is_late: Array
+    """[plans, n] over its SLO, or without a group."""
+    normalised: Array
+    """[plans, n] latency, of at most the time that the traffic covers, over the model's mean execution time."""
 
 
 class _Course(NamedTuple):
@@ -237,6 +261,44 @@ class Estimator:
             first = end
         self.num_estimated += len(plans)
         return found
+
+    def served(self, courses: Sequence[Sequence[Episode]]) -> Served:
+        """Single requests while groups come and go, in each of the courses. Requests of a model that no group takes wait for
+        the next one that does."""
+        layout = self._layout([[episode.group for episode in course] for course in courses])
+        layout = self._timed(layout, [episode for course in courses for episode in course])
+        latency, _ = self._follow(layout, self._run(layout), len(courses))
+        latency = latency.reshape(len(courses), -1)
+        order = np.argsort(self._at_s, kind="stable")
+        model = self._model_of[order]
+        return Served(
+            at_s=self._at_s[order],
+            weight=self._weight[order],
+            model=model,
+            tokens=(self._prompt + self._output / 2)[order],
+            execution_s=self.execution_s,
+            is_late=(latency > self._slo_s)[:, order],
+            normalised=np.minimum(latency, self._span_s)[:, order] / self.execution_s[model],
+        )
+
+    def _timed(self, layout: _Layout, episodes: Sequence[Episode]) -> _Layout:
+        starts = np.array([episode.start_s for episode in episodes])
+        ends = np.array([episode.end_s for episode in episodes])
+        begin, end, widths = self._times[:-1, None], self._times[1:, None], self._widths[:, None]
+        serves = np.maximum(0.0, end - np.maximum(begin, starts)) / widths
+        shares = np.maximum(0.0, np.minimum(end, ends) - np.maximum(begin, starts)) / widths
+        is_open = np.repeat(shares[:, :, None], layout.stream.shape[1], axis=2)
+        places: dict[int, list[tuple[int, int]]] = {}
+        for row, streams in enumerate(layout.stream.tolist()):
+            for place, stream in enumerate(streams):
+                places.setdefault(stream, []).append((row, place))
+        for found in places.values():
+            rows = [row for row, _ in found]
+            for number in np.flatnonzero(shares[:, rows].sum(1) <= 0).tolist():
+                coming = [one for one in found if starts[one[0]] >= begin[number, 0]]
+                row, place = min(coming, key=lambda one: starts[one[0]]) if coming else found[-1]
+                is_open[number, row, place] = 1.0
+        return layout._replace(is_open=is_open, serves=serves)
 
     def predict(self, plan: Plan) -> Prediction:
         """All that is known of one."""
@@ -395,6 +457,17 @@ class Estimator:
         of = np.where(is_empty, num_models, layout.stream % num_models)
         has_knee = bool(np.any(cost.over_s > 0))
         n, w = np.zeros(shape), np.zeros(shape)
+
+        def to_open(split: Array, number: int) -> Array:
+            """Arrivals go to places that take them."""
+            if layout.is_open is None or number >= num_bins:
+                return split
+            wanted = (split + 1e-9) * layout.is_open[number]
+            sums = np.bincount(flat, wanted.ravel(), minlength=num_streams)
+            shared: Array = wanted / (sums[layout.stream] + 1e-300)
+            return shared
+
+        split = to_open(split, 0)
         splits, came, admitted, rates = (np.empty((num_bins, *shape)) for _ in range(4))
         phis, steps, busy = (np.empty((num_bins, shape[0])) for _ in range(3))
         least = np.where(is_empty, 0.0, 1e-9)
@@ -422,6 +495,8 @@ class Estimator:
             seconds = ready * (cost.prefill_s + cost.steps_s * (1.0 - active))
             needed = np.add.reduce(seconds, 1, keepdims=True)
             most = layout.chunk_s / (layout.chunk_s + total)
+            if layout.serves is not None:
+                most = most * layout.serves[number][:, None]
             done = np.minimum(1.0, most * width / (needed + 1e-12))
             phi = done * needed / width
             fits = np.ones_like(phi)
@@ -454,7 +529,7 @@ class Estimator:
             score = freeness / (1.0 + wait / WAIT_GRAIN_S)
             score = np.where(is_empty, 0.0, score * score)
             sums = np.bincount(flat, score.ravel(), minlength=num_streams)
-            split = split + EASE * (score / (sums[layout.stream] + 1e-300) - split)
+            split = to_open(split + EASE * (score / (sums[layout.stream] + 1e-300) - split), number + 1)
         return _Course(splits, came, admitted, rates, phis, steps, busy)
 
     # -------------------------------------------------------------------------------------------------- requests

@@ -72,6 +72,40 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True):
     """Instance id -> share of the time in which it computes."""
 
 
+class Horizon(msgspec.Struct, frozen=True, kw_only=True):
+    """The last `seconds` of traffic, estimated three times for the same requests: on the plan that runs (`stay`), with a
+    change to another that begins at their beginning (`change`), and on that other from the beginning (`free`)."""
+
+    seconds: float
+    num_requests: int
+    """Online ones."""
+    stay_attainment: float
+    change_attainment: float
+    free_attainment: float
+    attainment_error: float
+    """Standard error of what the change gains, as it varies in time; likewise of latency."""
+    stay_latency: float
+    """Normalised latency, likewise the next."""
+    change_latency: float
+    free_latency: float
+    latency_error: float
+
+
+class Trial(msgspec.Struct, frozen=True, kw_only=True):
+    """A change of the plan, tried on the traffic of late."""
+
+    change_s: float
+    """Until it would be over."""
+    lost_device_s: float
+    """Devices times seconds that would serve nobody."""
+    moved_bytes: int
+    """KV of the requests that would have to leave their instances."""
+    interrupted: list[str]
+    """Models that nobody would serve for a time."""
+    horizons: list[Horizon]
+    """Ascending; the first is the interval of searches. Without those that are shorter than the change takes."""
+
+
 class Rejected(msgspec.Struct, frozen=True):
     """A plan that was looked at and not taken."""
 
@@ -93,6 +127,8 @@ class Proposal(msgspec.Struct, frozen=True, kw_only=True):
     search_s: float = 0.0
     unplaced: dict[str, str] = {}
     """Models that fit nowhere, and why."""
+    trial: Trial | None = None
+    """None: nothing runs that would have to change, or nobody tried it."""
 
 
 def is_cpu(kind: str) -> bool:

@@ -85,6 +85,15 @@ class Traffic(NamedTuple):
         return len(self.model)
 
 
+class ChangeTimes(msgspec.Struct, frozen=True, kw_only=True):
+    """What the steps of a change take beside loading weights, which the nodes' `load_bytes_s` says."""
+
+    restart_s: float = 15.0
+    """In which a group that is made anew serves nobody, without the time that its weights take."""
+    drain_s: float = 15.0
+    """Until what is drained or unloaded holds no request any more."""
+
+
 class Problem(msgspec.Struct, frozen=True, kw_only=True):
     """One search."""
 
@@ -100,6 +109,9 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True):
     max_models_per_group: int = 0
     """0: as many as fit."""
     incumbent: Plan | None = None
+    evidence: Traffic | None = None
+    """What arrived up to now, for longer than the traffic to search with: a change is tried on it. None: on the traffic."""
+    times: ChangeTimes = ChangeTimes()
 
     def slo_scale_of(self, model: str) -> float:
         return self.slo_scales.get(model, self.slo_scale)

@@ -5,7 +5,7 @@
     if reason := replacement.due(now_s):
         replacement.begin(now_s, measured)            # of the time since `replacement.since_s`
         ...                                           # a search under the traffic of `replacement.window(now_s)`
-        verdict = replacement.judge(proposal, problem)
+        verdict = replacement.judge(proposal, problem, measured_in_the_window)
         replacement.settled(now_s, prediction)        # of the plan that serves from now on
 
 An interval begins when a plan serves, with what is predicted of it, and ends `interval_s` later. What was measured since
@@ -17,11 +17,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection
+from typing import Literal, NamedTuple
 
 import msgspec
 
-from shared.placement.plan import ModelPrediction, Plan, Prediction, Proposal
-from shared.placement.problem import ModelFacts, NodeFacts, Problem
+from shared.placement.plan import Horizon, ModelPrediction, Prediction, Proposal, Trial
+from shared.placement.problem import Problem
+from shared.placement.rehearsal import change_s
+from shared.placement.trial import evidence_s
+
+ATTAINMENT_GRAIN = 1e-3
+"""Attainments that differ by less are as good."""
 
 
 class ReplacementSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -36,9 +42,11 @@ class ReplacementSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Online requests of an interval, predicted or measured, below which nothing is concluded from it."""
     least_attainment_gain: float = 0.01
     least_latency_gain: float = 0.05
-    """Share by which normalised latency falls at least where attainment stays."""
-    restart_s: float = 15.0
-    """In which a group that is made anew serves nobody, without the time that its weights take."""
+    """Share by which normalised latency falls at least where attainment stays; both with the cost of the change."""
+    errors: float = 2.0
+    """Standard errors that a gain is beyond at least."""
+    window_changes: float = 2.0
+    """Times that a change takes, of whose traffic a plan is searched with at least."""
 
 
 class IntervalState(msgspec.Struct, frozen=True, kw_only=True):
@@ -51,16 +59,33 @@ class IntervalState(msgspec.Struct, frozen=True, kw_only=True):
     """Of the plan that serves; None: none yet, or of a search that failed."""
     deviation: float | None = None
     """Of the last interval that was compared."""
+    change_s: float = 0.0
+    """That the last change that was tried takes."""
+
+
+Cause = Literal[
+    "none_runs", "limit_broken", "places_more", "pays",
+    "same_plan", "places_fewer", "takes_too_long", "small_gain", "cost", "serves_better", "chance",
+]  # fmt: skip
+"""Why a change is worth it (the first four), or is not."""
 
 
 class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     is_worth: bool
+    cause: Cause
     reason: str
     attainment_gain: float = 0.0
+    """With the change's cost, less by what was measured better than it was predicted; likewise the next."""
     latency_gain: float = 0.0
     """Share by which the mean normalised latency falls."""
     cost: float = 0.0
-    """Share of the fleet's time in the next interval that the change takes."""
+    """Attainment that the change itself costs."""
+    horizon_s: float = 0.0
+    """Time in which it pays, or does not."""
+    change_s: float = 0.0
+    """That the change takes."""
+    lost_device_s: float = 0.0
+    """Devices times seconds of that which would serve nobody."""
 
 
 class _Totals(msgspec.Struct, frozen=True):
@@ -123,56 +148,110 @@ def next_interval_s(
     return min(max(interval_s * (1.0 + factor), settings.least_s), settings.most_s)
 
 
-def change_s(before: Plan | None, after: Plan, problem: Problem, restart_s: float) -> float:
-    """Seconds of a device that going from one plan to another takes: groups that are made anew restart and load all their
-    models, others load what they lack."""
-    nodes: dict[str, NodeFacts] = {node.node_id: node for node in problem.nodes}
-    models: dict[str, ModelFacts] = {model.name: model for model in problem.models}
-    held = {} if before is None else {(group.node_id, group.devices): group.models for group in before.groups}
-    total = 0.0
-    for group in after.groups:
-        has = held.get((group.node_id, group.devices))
-        there = {models[name].weights for name in has or () if name in models}
-        weights = {models[name].weights: models[name].weight_bytes for name in group.models}
-        load_s = sum(num for name, num in weights.items() if name not in there) / nodes[group.node_id].load_bytes_s
-        # Each rank reads a p-th of the bytes, and all of them wait for that.
-        total += load_s + (group.num_ranks * restart_s if has is None else 0.0)
-    return total
-
-
-def judge(proposal: Proposal, problem: Problem, interval_s: float, settings: ReplacementSettings) -> Verdict:
-    """Whether the proposal is worth a change, if it has to pay within the next interval. A gain that is no larger than its
-    standard error over so many requests is none: other requests will come."""
+def judge(
+    proposal: Proposal,
+    problem: Problem,
+    interval_s: float,
+    settings: ReplacementSettings,
+    measured: Prediction | None = None,
+) -> Verdict:
+    """Whether the proposal is worth a change. It is if on some horizon of its trial more is gained than the change costs, by
+    more than `errors` standard errors. One that was not tried is to pay until the next search. `measured`: of the plan that
+    runs, under the problem's traffic. By how much that is better than what is predicted of it, by so much is the gain taken
+    to be an error of the prediction."""
     if problem.incumbent is not None and proposal.plan == problem.incumbent:
-        return Verdict(is_worth=False, reason="the best plan found is the one that runs")
-    before, after = proposal.incumbent, proposal.prediction
+        return Verdict(is_worth=False, cause="same_plan", reason="the best plan found is the one that runs")
     if problem.incumbent is None or not problem.incumbent.groups:
-        return Verdict(is_worth=True, reason="no plan runs yet")
-    if before is None:
-        return Verdict(is_worth=True, reason="the plan that runs breaks a limit of models or devices of a group")
+        return Verdict(is_worth=True, cause="none_runs", reason="no plan runs yet")
+    if proposal.incumbent is None:
+        told = "the plan that runs breaks a limit of models or devices of a group"
+        return Verdict(is_worth=True, cause="limit_broken", reason=told)
     placed = {name for group in problem.incumbent.groups for name in group.models}
     now_placed = {name for group in proposal.plan.groups for name in group.models}
     if more := sorted(now_placed - placed):
-        return Verdict(is_worth=True, reason=f"{', '.join(more)} would be placed")
+        return Verdict(is_worth=True, cause="places_more", reason=f"{', '.join(more)} would be placed")
     if fewer := sorted((placed - now_placed) & {model.name for model in problem.models}):
-        return Verdict(is_worth=False, reason=f"{', '.join(fewer)} would be on no group")
-    num_devices = sum(node.num_devices for node in problem.nodes)
-    cost = change_s(problem.incumbent, proposal.plan, problem, settings.restart_s) / (num_devices * interval_s)
-    gain = after.attainment - before.attainment
-    latency_gain = 0.0
-    if before.normalised_latency > 0:
-        latency_gain = 1.0 - after.normalised_latency / before.normalised_latency
-    told = f"attainment {before.attainment:.1%} -> {after.attainment:.1%}, normalised latency "
-    told += f"{before.normalised_latency:.3g} -> {after.normalised_latency:.3g}, "
-    told += f"for {cost:.2%} of the fleet's time until the next search"
+        return Verdict(is_worth=False, cause="places_fewer", reason=f"{', '.join(fewer)} would be on no group")
+    trial = proposal.trial or _untried(proposal, problem, interval_s)
+    if not trial.horizons:
+        told = f"the change takes {trial.change_s:.0f} s, and not so much of the traffic is known"
+        return Verdict(is_worth=False, cause="takes_too_long", reason=told, change_s=trial.change_s)
+    better = _better(proposal.incumbent, measured, settings)
+    verdicts = [_verdict(trial, horizon, better, settings) for horizon in trial.horizons]
+    pays = next((verdict for verdict in verdicts if verdict.is_worth), None)
+    return pays or max(verdicts, key=lambda verdict: (verdict.attainment_gain, verdict.latency_gain))
+
+
+class _Better(NamedTuple):
+    """What was measured, than what was predicted of the same plan and traffic."""
+
+    attainment: float = 0.0
+    latency: float = 0.0
+    """Share of the predicted normalised latency."""
+
+
+def _better(predicted: Prediction, measured: Prediction | None, settings: ReplacementSettings) -> _Better:
+    if measured is None or num_requests(measured) < settings.least_requests:
+        return _Better()
+    latency = 0.0
+    if predicted.normalised_latency > 0:
+        latency = max(0.0, 1.0 - measured.normalised_latency / predicted.normalised_latency)
+    return _Better(max(0.0, measured.attainment - predicted.attainment), latency)
+
+
+def _untried(proposal: Proposal, problem: Problem, interval_s: float) -> Trial:
+    """By what is predicted of both plans, and the share of the fleet's time until the next search that the change takes."""
+    before, after = proposal.incumbent, proposal.prediction
+    assert before is not None
+    seconds = change_s(problem.incumbent, proposal.plan, problem)
+    share = min(1.0, seconds / (sum(node.num_devices for node in problem.nodes) * interval_s))
     num = max(1, num_requests(after))
-    attainment_error = math.sqrt(before.attainment * (1.0 - before.attainment) / num)
-    more_attained = gain > max(settings.least_attainment_gain, cost, attainment_error)
-    # Latencies are taken to vary as much as their mean is.
-    faster = gain >= 0 and latency_gain > max(settings.least_latency_gain, cost, 1.0 / math.sqrt(num))
+    horizon = Horizon(
+        seconds=interval_s, num_requests=num, stay_attainment=before.attainment, free_attainment=after.attainment,
+        change_attainment=after.attainment - share,
+        attainment_error=math.sqrt(before.attainment * (1.0 - before.attainment) / num),
+        stay_latency=before.normalised_latency, free_latency=after.normalised_latency,
+        change_latency=after.normalised_latency + share * before.normalised_latency,
+        # Latencies are taken to vary as much as their mean is.
+        latency_error=before.normalised_latency / math.sqrt(num),
+    )  # fmt: skip
+    return Trial(change_s=0.0, lost_device_s=seconds, moved_bytes=0, interrupted=[], horizons=[horizon])
+
+
+def _verdict(trial: Trial, on: Horizon, better: _Better, settings: ReplacementSettings) -> Verdict:
+    error = settings.errors * on.attainment_error
+    gain = on.change_attainment - on.stay_attainment
+    slower = max(on.stay_latency, 1e-9)
+    latency_gain, latency_error = 1.0 - on.change_latency / slower, settings.errors * on.latency_error / slower
+    most, least = settings.least_attainment_gain, settings.least_latency_gain
+
+    def is_enough(gain: float, latency_gain: float, *, margin: float = 0.0) -> bool:
+        more_attained = gain > max(most, margin * error)
+        faster = gain >= -ATTAINMENT_GRAIN and latency_gain > max(least, margin * latency_error)
+        return more_attained or faster
+
+    free = on.free_attainment - on.stay_attainment, 1.0 - on.free_latency / slower
+    real = gain - better.attainment, latency_gain - better.latency
+    cause: Cause
+    if not is_enough(*free):
+        cause, why = "small_gain", "too little is gained"
+    elif not is_enough(gain, latency_gain):
+        cause, why = "cost", "the change costs more than it gains"
+    elif not is_enough(*real):
+        cause, why = "serves_better", "the plan that runs serves better than is predicted of it"
+    elif not is_enough(*real, margin=1.0):
+        cause, why = "chance", "the gain may be chance"
+    else:
+        cause, why = "pays", ""
+    told = (
+        f"in {on.seconds:.0f} s like the last ones attainment {on.stay_attainment:.1%} -> {on.change_attainment:.1%} "
+    )
+    told += f"({on.free_attainment:.1%} without the change's {trial.change_s:.0f} s), normalised latency "
+    told += f"{on.stay_latency:.3g} -> {on.change_latency:.3g} ({on.free_latency:.3g})"
     return Verdict(
-        is_worth=more_attained or faster, reason=told if more_attained or faster else f"too little is gained: {told}",
-        attainment_gain=gain, latency_gain=latency_gain, cost=cost,
+        is_worth=cause == "pays", cause=cause, reason=f"{why}: {told}" if why else told, attainment_gain=real[0],
+        latency_gain=real[1], cost=on.free_attainment - on.change_attainment, horizon_s=on.seconds,
+        change_s=trial.change_s, lost_device_s=trial.lost_device_s,
     )  # fmt: skip
 
 
@@ -213,9 +292,18 @@ class Replacement:
         """Why a search is due; empty: none is."""
         return self._asked or ("the interval is over" if now_s >= self.next_s else "")
 
+    @property
+    def window_s(self) -> float:
+        """Length of the traffic to search with: the last interval's, also where a search was asked for early; but longer
+        where a change takes long, as a plan that fits the traffic of less time is over before it serves."""
+        return max(self.interval_s, self.settings.window_changes * self.state.change_s)
+
     def window(self, now_s: float) -> tuple[float, float]:
-        """Of the traffic to search with: the last interval's length, also where a search was asked for early."""
-        return (now_s - self.interval_s, now_s)
+        return (now_s - self.window_s, now_s)
+
+    def evidence(self, now_s: float) -> tuple[float, float]:
+        """Of the traffic that a change is tried on."""
+        return (now_s - evidence_s(self.window_s), now_s)
 
     def begin(self, now_s: float, measured: Prediction | None) -> None:
         """A search begins. `measured`: since `since_s`; None: that is not known. If the interval is over, the next one's
@@ -229,8 +317,12 @@ class Replacement:
         # Another search is not due before this one ends, and an interval later at the latest if it never does.
         self.state = msgspec.structs.replace(state, since_s=now_s, predicted=None)
 
-    def judge(self, proposal: Proposal, problem: Problem) -> Verdict:
-        return judge(proposal, problem, self.interval_s, self.settings)
+    def judge(self, proposal: Proposal, problem: Problem, measured: Prediction | None = None) -> Verdict:
+        """`measured`: of the plan that runs, in the window that was searched with."""
+        verdict = judge(proposal, problem, self.interval_s, self.settings, measured)
+        if proposal.trial is not None:
+            self.state = msgspec.structs.replace(self.state, change_s=proposal.trial.change_s)
+        return verdict
 
     def settled(self, now_s: float, predicted: Prediction | None) -> None:
         """A plan serves, of which that is predicted: an interval begins."""

@@ -27,13 +27,15 @@ from itertools import pairwise
 from multiprocessing import get_context
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 
 from shared.placement.estimator import Estimator, Outcome
 from shared.placement.memory import why_not
 from shared.placement.plan import plan_of
 from shared.placement.problem import Group, ModelFacts, NodeFacts, Plan, Prediction, Problem, Proposal, Rejected
-from shared.placement.replacement import ReplacementSettings, change_s
+from shared.placement.rehearsal import change_s
+from shared.placement.trial import try_change
 
 ALPHA = 1e-4
 """Of normalised latency in a model's unserved index."""
@@ -536,7 +538,7 @@ class Searcher:
 
     def change_s(self, plan: Plan) -> float:
         """Seconds of devices that going there from the incumbent takes."""
-        return change_s(self.problem.incumbent, plan, self.problem, ReplacementSettings().restart_s)
+        return change_s(self.problem.incumbent, plan, self.problem)
 
     def unplaced(self, plan: Plan) -> dict[str, str]:
         """Models without their groups, and why."""
@@ -595,6 +597,11 @@ def _propose(
     equals = [plan for plan in asked if keys[plan][0] == keys[best][0] and _is_as_good(known[plan], known[best])]
     if problem.incumbent is not None:
         best = min(equals, key=lambda plan: (searcher.change_s(plan), plan != incumbent, asked.index(plan)))
+    trial = (
+        try_change(msgspec.structs.replace(problem, incumbent=incumbent), best)
+        if has_incumbent and best != incumbent
+        else None
+    )
     others = sorted((plan for plan in asked if plan != best), key=keys.__getitem__, reverse=True)
     others += [plan for plan in plans if plan not in known][: NUM_REJECTED - len(others)]
     return Proposal(
@@ -606,6 +613,7 @@ def _propose(
             for plan in others
         ),
         unplaced=searcher.unplaced(best),
+        trial=trial,
     )
 
 

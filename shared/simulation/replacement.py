@@ -6,27 +6,25 @@
     replacement.searches, replacement.changes
 
 Modelled are times: a search takes `search_s`, weights are fetched at `fetch_bytes_s` by each node (at once where that is
-infinite: they are on its disk), a group that is made anew restarts in `ReplacementSettings.restart_s` and loads its models,
+infinite: they are on its disk), a group that is made anew restarts in `Problem.times.restart_s` and loads its models,
 one that stays loads what it lacks, each device its part at the node's rate.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable
 
 import msgspec
 import numpy as np
 
-from shared.engine.memory.slab import blocks_per_merged
-from shared.messages.cluster import DeviceGroup, InstancePlan, ModelSpec, PlanChange
+from shared.messages.cluster import InstancePlan, PlanChange
 from shared.messages.requests import RequestClass
 from shared.placement.carry_out import CarryOutSettings, Held, View, advance, begin, to_fetch
 from shared.placement.execution import execution_s
-from shared.placement.memory import KEPT_POOL, pool, why_not
+from shared.placement.places import blocks, fits, places, with_new_models
 from shared.placement.plan import group_of
-from shared.placement.problem import Group, ModelFacts, NodeFacts, Plan, Prediction, Problem, Proposal, Traffic, traffic
+from shared.placement.problem import ModelFacts, Plan, Prediction, Problem, Proposal, Traffic, traffic
 from shared.placement.replacement import Replacement, ReplacementSettings, Verdict
 from shared.simulation import metrics
 from shared.simulation.deployment import LIVE, Serving, group_models
@@ -125,24 +123,27 @@ class FleetReplacement:
         if self._change is not None:
             self._go_on(self._change)
         elif not self._is_searching and (why := self.core.due(now)):
-            window = self._traffic(*self.core.window(now))
-            measured = self.measured(self.core.since_s, now)
+            window, evidence = self._traffic(*self.core.window(now)), self._traffic(*self.core.evidence(now))
+            measured, seen = self.measured(self.core.since_s, now), self.measured(*self.core.window(now), is_known=True)
             self.core.begin(now, measured)
             if window.num_requests:
                 self._is_searching = True
-                self._fleet.events.after(self._search_s, self._end_search, now, why, window, measured)
+                self._fleet.events.after(self._search_s, self._end_search, now, why, window, evidence, measured, seen)
             else:
                 self.core.settled(now, None)
         self._fleet.events.after(CHECK_S, self._check)
 
-    def _end_search(self, at_s: float, why: str, window: Traffic, measured: Prediction) -> None:
+    def _end_search(
+        self, at_s: float, why: str, window: Traffic, evidence: Traffic, measured: Prediction, seen: Prediction
+    ) -> None:
+        """`measured`: in the interval; `seen`: in the window."""
         self._is_searching = False
-        problem = msgspec.structs.replace(self._problem, traffic=window, incumbent=self.plan)
+        problem = msgspec.structs.replace(self._problem, traffic=window, evidence=evidence, incumbent=self.plan)
         if not self._problem.execution_s:
             self._alone_s |= execution_s(problem)
             problem = msgspec.structs.replace(problem, execution_s=dict(self._alone_s))
         proposal = self._search(problem)
-        verdict = self.core.judge(proposal, problem)
+        verdict = self.core.judge(proposal, problem, seen)
         self.searches.append(
             Search(
                 at_s=at_s, why=why, interval_s=self.core.interval_s, deviation=self.core.state.deviation,
@@ -197,7 +198,7 @@ class FleetReplacement:
             place = by_id[instance_id]
             self._num_ranks[instance_id] = place.group.num_ranks
             load_s = {spec.source: model.load_s for spec, model in zip(place.models, models[instance_id], strict=True)}
-            return self.core.settings.restart_s + sum(load_s.values())
+            return self._problem.times.restart_s + sum(load_s.values())
 
         self._fleet.carry_out(models, lambda name: self._device(by_id[name]), start_s=start_s, grace_s=GRACE_S)
 
@@ -219,7 +220,7 @@ class FleetReplacement:
             msgspec.structs.replace(
                 found[spec.name],
                 shape=msgspec.structs.replace(
-                    found[spec.name].shape, blocks_per_merged=_blocks(place, self._models[spec.name])
+                    found[spec.name].shape, blocks_per_merged=blocks(place, self._models[spec.name])
                 ),
             )
             for spec in place.models
@@ -255,8 +256,9 @@ class FleetReplacement:
             )  # fmt: skip
         return traffic(rows, until_s - since_s, sorted(self._models))
 
-    def measured(self, since_s: float, until_s: float) -> Prediction:
-        """Of the requests that arrived then and have ended, or have missed their SLO already."""
+    def measured(self, since_s: float, until_s: float, *, is_known: bool = False) -> Prediction:
+        """Of the requests that arrived then and have ended, or have missed their SLO already; `is_known`: only of those that
+        arrived so long ago that all of their kind have done so: among others the fast ones are too many."""
         gateway, now = self._fleet.gateway, self._fleet.events.now
         rows = []
         for number in self._window(since_s, until_s):
@@ -264,8 +266,9 @@ class FleetReplacement:
             has_ended = record.ended_s >= 0
             age_s = (record.ended_s if has_ended else now) - record.arrival_s
             limit_s = self._problem.slo_scale_of(job.model) * self._alone_s.get(job.model, math.inf)
-            if has_ended or age_s > limit_s:
-                rows.append((job, record, age_s))
+            if now - record.arrival_s < limit_s if is_known else not has_ended and age_s <= limit_s:
+                continue
+            rows.append((job, record, age_s))
         names = tuple(sorted(self._models))
         index = {name: number for number, name in enumerate(names)}
         requests = metrics.Requests(
@@ -284,88 +287,3 @@ class FleetReplacement:
         return metrics.prediction(
             metrics.measure(requests, self._alone_s, self._problem.slo_scale_of, {}, max(until_s - since_s, 1e-9))
         )
-
-
-# ------------------------------------------------------------------------------------------------- plans and places
-
-
-def _blocks(place: InstancePlan, model: ModelFacts) -> int:
-    p = place.group.num_ranks
-    return blocks_per_merged(place.merged_bytes // p, -(-model.block_bytes // p))
-
-
-def places(problem: Problem, plan: Plan, before: Sequence[InstancePlan] = ()) -> list[InstancePlan]:
-    """The plan's instances. A group that runs keeps its KV pool where its models fit beside it, unless it could have a much
-    larger one."""
-    nodes, models = {node.node_id: node for node in problem.nodes}, {model.name: model for model in problem.models}
-    keeps, found = fits(problem), []
-    had = {(place.node_id, group_of(place).devices): place for place in before}
-    for group in plan.groups:
-        facts = [models[name] for name in group.models]
-        merged_bytes, num_merged = pool(facts, nodes[group.node_id], group.num_ranks)
-        specs = [ModelSpec(model.name, model.weights) for model in facts]
-        place = InstancePlan(
-            group.instance_id, group.node_id, specs, num_merged * merged_bytes, merged_bytes,
-            DeviceGroup(("",) * group.num_ranks),
-        )  # fmt: skip
-        old = had.get((group.node_id, group.devices))
-        if old is not None and place.pool_bytes <= KEPT_POOL * old.pool_bytes and keeps(old, specs):
-            place = msgspec.structs.replace(old, models=specs)
-        found.append(place)
-    return found
-
-
-def fits(problem: Problem) -> Callable[[InstancePlan, Sequence[ModelSpec]], bool]:
-    """Whether models fit beside the KV pool that an instance has: on each rank weights, activations and the pool with a
-    merged block of scratch, which must hold the least number of blocks of each."""
-    nodes, models = {node.node_id: node for node in problem.nodes}, {model.name: model for model in problem.models}
-    return partial(_fit, nodes, models)
-
-
-def _fit(
-    nodes: Mapping[str, NodeFacts], models: Mapping[str, ModelFacts], place: InstancePlan, specs: Sequence[ModelSpec]
-) -> bool:
-    facts: list[ModelFacts] = [models[name] for name in sorted({spec.name for spec in specs})]
-    node, p = nodes[place.node_id], place.group.num_ranks
-    if any((node.kind, p) not in model.costs or not _blocks(place, model) for model in facts):
-        return False
-    weights = {model.weights: model.weight_bytes for model in facts}
-    least = sum(-(-model.least_blocks // _blocks(place, model)) for model in facts) * place.merged_bytes
-    activations = max(model.activation_bytes for model in facts)
-    used = (sum(weights.values()) + place.pool_bytes + place.merged_bytes) / p + activations
-    return least <= place.pool_bytes and used <= node.memory_bytes
-
-
-def with_new_models(problem: Problem, plan: Plan, running: Sequence[InstancePlan]) -> Plan:
-    """The plan with those of the problem's models that it lacks, each on the smallest group that holds it: of free devices,
-    else one that has room beside its KV pool, the one with the fewest models. Others stay where they are. `running`: the
-    plan's instances."""
-    placed = {name for group in plan.groups for name in group.models}
-    for model in problem.models:
-        if model.name not in placed:
-            group = _free_group(problem, plan, model) or _shared_group(problem, plan, running, model)
-            if group is not None:
-                others = [other for other in plan.groups if other.instance_id != group.instance_id]
-                plan = Plan(tuple(sorted([*others, group])))
-    return plan
-
-
-def _free_group(problem: Problem, plan: Plan, model: ModelFacts) -> Group | None:
-    for p in sorted({p for _, p in model.costs}):
-        for node in problem.nodes:
-            taken = {device for group in plan.groups if group.node_id == node.node_id for device in group.devices}
-            runs = [tuple(range(first, first + p)) for first in range(0, node.num_devices - p + 1, p)]
-            free = [devices for devices in runs if not taken.intersection(devices)]
-            if free and not why_not([model], node, p):
-                return Group(node.node_id, free[0], (model.name,))
-    return None
-
-
-def _shared_group(problem: Problem, plan: Plan, running: Sequence[InstancePlan], model: ModelFacts) -> Group | None:
-    keeps, spec = fits(problem), ModelSpec(model.name, model.weights)
-    groups = {group.instance_id: group for group in plan.groups}
-    room = [groups[place.instance_id] for place in running if keeps(place, [*place.models, spec])]
-    if not room:
-        return None
-    best = min(room, key=lambda group: (group.num_ranks, len(group.models), group.instance_id))
-    return msgspec.structs.replace(best, models=tuple(sorted([*best.models, model.name])))

@@ -9,14 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shared.placement.plan import Horizon, Trial
 from shared.placement.problem import Group, ModelPrediction, Plan, Prediction, Problem, Proposal, traffic
-from shared.placement.replacement import (
-    Replacement,
-    ReplacementSettings,
-    change_s,
-    deviation,
-    next_interval_s,
-)
+from shared.placement.rehearsal import change_s
+from shared.placement.replacement import Replacement, ReplacementSettings, deviation, next_interval_s
 from tests.shared.placement.test_memory import model, node
 
 SETTINGS = ReplacementSettings(initial_s=100, least_s=50, most_s=200)
@@ -139,14 +135,14 @@ def proposal(plan: Plan, before: tuple[float, float], after: tuple[float, float]
 
 def test_what_a_change_takes() -> None:
     before, after = Plan((ONE,)), Plan((TWO,))
-    assert change_s(before, before, problem(), 15) == 0
+    assert change_s(before, before, problem()) == 0
     load_s = 14 * GIB / 2e9
-    assert change_s(before, after, problem(), 15) == pytest.approx(load_s + 2 * 15)
+    assert change_s(before, after, problem()) == pytest.approx(load_s + 2 * 15)
     both = Plan((Group("n", (0,), ("a", "b")),))
-    assert change_s(before, both, problem(), 15) == pytest.approx(load_s)
-    assert change_s(both, before, problem(), 15) == 0
+    assert change_s(before, both, problem()) == pytest.approx(load_s)
+    assert change_s(both, before, problem()) == 0
     shared = msgspec.structs.replace(problem(), models=(model("a"), model("b", weights="a")))
-    assert change_s(before, both, shared, 15) == 0
+    assert change_s(before, both, shared) == 0
 
 
 @pytest.mark.parametrize(
@@ -155,9 +151,9 @@ def test_what_a_change_takes() -> None:
         ((0.5, 9), (0.9, 2), True),
         ((0.90, 2), (0.905, 2), False),
         ((1.0, 2.0), (1.0, 1.95), False),
-        ((1.0, 3.0), (1.0, 2.0), True),
+        # The change takes 9 % of the fleet's time in the next interval, and as many requests.
+        ((1.0, 3.0), (1.0, 2.0), False),
         ((1.0, 3.0), (0.995, 2.0), False),
-        # The change takes 9 % of the fleet's time in the next interval.
         ((0.80, 3.0), (0.88, 2.9), False),
     ],
 )
@@ -166,6 +162,7 @@ def test_what_is_worth_a_change(before: tuple[float, float], after: tuple[float,
     verdict = core.judge(proposal(Plan((TWO,)), before, after), problem(Plan((ONE,))))
     assert verdict.is_worth is is_worth, verdict
     assert 0.09 < verdict.cost < 0.1
+    assert verdict.cause == ("pays" if is_worth else verdict.cause) and (verdict.cause != "pays") is not is_worth
 
 
 def test_what_few_requests_show_may_be_chance() -> None:
@@ -178,7 +175,8 @@ def test_what_few_requests_show_may_be_chance() -> None:
                 incumbent=prediction(a=(num, *before)),
                 rejected=(),
             )
-            assert core.judge(found, problem(Plan((ONE,)))).is_worth is is_worth, (num, before)
+            verdict = core.judge(found, problem(Plan((ONE,))))
+            assert (verdict.is_worth, verdict.cause) == (is_worth, "pays" if is_worth else "chance"), (num, before)
 
 
 def test_a_plan_that_places_more_is_worth_it_and_one_that_places_less_is_not() -> None:
@@ -188,3 +186,75 @@ def test_a_plan_that_places_more_is_worth_it_and_one_that_places_less_is_not() -
     assert not core.judge(proposal(Plan((ONE,)), (0, 9), (1, 1)), problem(both)).is_worth
     assert not core.judge(proposal(both, (0, 9), (1, 1)), problem(both)).is_worth
     assert core.judge(proposal(both, (0, 9), (1, 1)), problem()).is_worth
+
+
+def horizon(
+    seconds: float,
+    stay: tuple[float, float],
+    change: tuple[float, float],
+    free: tuple[float, float],
+    error: float = 0.001,
+) -> Horizon:
+    return Horizon(
+        seconds=seconds, num_requests=1000, stay_attainment=stay[0], change_attainment=change[0], free_attainment=free[0],
+        attainment_error=error, stay_latency=stay[1], change_latency=change[1], free_latency=free[1],
+        latency_error=10 * error,
+    )  # fmt: skip
+
+
+def tried(*horizons: Horizon) -> Proposal:
+    trial = Trial(change_s=40, lost_device_s=100, moved_bytes=10**9, interrupted=[], horizons=list(horizons))
+    return msgspec.structs.replace(proposal(Plan((TWO,)), (0.8, 3.0), (0.9, 2.0)), trial=trial)
+
+
+STAY, FREE = (0.8, 3.0), (0.9, 2.0)
+
+
+@pytest.mark.parametrize(
+    ("horizons", "cause"),
+    [
+        ([], "takes_too_long"),
+        ([horizon(60, STAY, (0.7, 4.0), FREE)], "cost"),
+        ([horizon(60, STAY, (0.7, 4.0), FREE), horizon(120, STAY, (0.85, 2.5), FREE)], "pays"),
+        ([horizon(60, STAY, (0.7, 4.0), (0.805, 2.9))], "small_gain"),
+        ([horizon(60, STAY, (0.85, 2.5), FREE, error=0.03)], "chance"),
+        # As much attained, sooner.
+        ([horizon(60, (1.0, 3.0), (1.0, 2.5), (1.0, 2.4))], "pays"),
+        ([horizon(60, (1.0, 3.0), (0.99, 2.5), (1.0, 2.4))], "cost"),
+    ],
+)
+def test_a_change_has_to_pay_on_some_stretch(horizons: list[Horizon], cause: str) -> None:
+    core = Replacement(SETTINGS, 0.0)
+    verdict = core.judge(tried(*horizons), problem(Plan((ONE,))))
+    assert (verdict.cause, verdict.is_worth) == (cause, cause == "pays"), verdict
+    assert core.window_s == 100 and core.state.change_s == 40
+    assert msgspec.json.decode(msgspec.json.encode(core.state), type=type(core.state)) == core.state
+
+
+def test_a_plan_that_serves_better_than_predicted_is_not_left_for_what_is_predicted() -> None:
+    found = tried(horizon(60, STAY, (0.85, 2.5), FREE))
+    for measured, cause in (
+        (prediction(a=(100, 0.95, 1.5)), "serves_better"),
+        (prediction(a=(100, 0.7, 4.0)), "pays"),
+        (prediction(a=(5, 1.0, 1.0)), "pays"),  # too few to say so
+    ):
+        assert Replacement(SETTINGS, 0.0).judge(found, problem(Plan((ONE,))), measured).cause == cause
+
+
+@given(st.floats(0, 1), st.floats(0, 1), st.floats(0, 1), st.floats(0.001, 0.1))
+def test_nothing_that_costs_more_than_it_gains_is_done(stay: float, change: float, free: float, error: float) -> None:
+    found = tried(horizon(60, (stay, 3.0), (change, 3.0), (free, 3.0), error))
+    verdict = Replacement(SETTINGS, 0.0).judge(found, problem(Plan((ONE,))))
+    if verdict.is_worth:
+        assert change > stay + 2 * error - 1e-9
+    assert verdict.reason
+
+
+def test_a_search_sees_twice_the_time_that_a_change_takes() -> None:
+    core = Replacement(SETTINGS, 0.0)
+    slow = tried()
+    assert slow.trial is not None
+    trial = msgspec.structs.replace(slow.trial, change_s=300.0)
+    core.judge(msgspec.structs.replace(slow, trial=trial), problem(Plan((ONE,))))
+    assert core.interval_s == 100 and core.window(1000.0) == (400.0, 1000.0)
+    assert core.evidence(1000.0)[0] < 400.0

@@ -10,15 +10,16 @@ import pytest
 
 from shared.placement.facts import SHAPES, model_facts, node_facts
 from shared.placement.hardware import A800_80G
-from shared.placement.problem import Group, ModelPrediction, Plan, Prediction, Problem, Proposal, traffic
+from shared.placement.places import fits, places, with_new_models
+from shared.placement.problem import ChangeTimes, Group, ModelPrediction, Plan, Prediction, Problem, Proposal, traffic
 from shared.placement.replacement import ReplacementSettings
 from shared.simulation.deployment import LIVE, deploy
 from shared.simulation.fleet import Fleet
 from shared.simulation.gateway import Job
-from shared.simulation.replacement import FleetReplacement, fits, places, with_new_models
+from shared.simulation.replacement import FleetReplacement
 
 A, B, C = "llama-2-13b", "opt-13b", "llama-2-7b"
-SETTINGS = ReplacementSettings(initial_s=12, least_s=6, most_s=120, restart_s=5)
+SETTINGS = ReplacementSettings(initial_s=12, least_s=6, most_s=120)
 
 
 def problem(*names: str) -> Problem:
@@ -27,6 +28,7 @@ def problem(*names: str) -> Problem:
         models=tuple(model_facts(name, SHAPES[name], [A800_80G], ranks=(1, 2)) for name in names),
         traffic=traffic([], 1.0, names),
         execution_s={A: 1.5, B: 1.5, C: 1.0},
+        times=ChangeTimes(restart_s=5),
     )
 
 
