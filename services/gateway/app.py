@@ -17,7 +17,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from services.gateway import admin_routes, batch_routes, file_routes, other_routes, route_admin
+from services.gateway import admin_routes, batch_routes, file_routes, other_routes, pooling_routes, route_admin
 from services.gateway.admission import RATE_LIMIT_HEADERS
 from services.gateway.answering import answer_chat, answer_completion
 from services.gateway.bodies import EarlyAnswer
@@ -122,6 +122,10 @@ ROUTES = (
     Route("POST", "/v1/responses", responses.create_response, ResponseRequest, ResponseObject, RESPONSE_ERRORS, True),
     Route("GET", "/v1/responses/{response_id}", responses.get_response, None, ResponseObject, FILE_ERRORS),
     Route("DELETE", "/v1/responses/{response_id}", responses.delete_response, None, DeletedResponse, FILE_ERRORS),
+    *(
+        Route("POST", path, pooling_routes.refuse_pooling, None, dict, (400, 401))
+        for path in ("/v1/embeddings", "/v1/rerank", "/v1/score")
+    ),
     Route("POST", "/v1/files", file_routes.upload_file, None, FileObject, (400, 413, 415, *FILE_ERRORS), form=_UPLOAD),
     Route("GET", "/v1/files", file_routes.list_files, None, FileList, (400, *FILE_ERRORS), query=_FILE_LIST_QUERY),
     Route("GET", "/v1/files/{file_id}", file_routes.get_file, None, FileObject, FILE_ERRORS),

@@ -300,3 +300,9 @@ async def test_a_checkpoint_that_cannot_be_read(nats_settings: BusSettings, chec
         assert "config.json" in error["message"]
         stack.say("fine")
         assert (await stack.post("/v1/completions", prompt="x")).status_code == 200
+
+
+@pytest.mark.parametrize("path", ["/v1/embeddings", "/v1/rerank", "/v1/score"])
+async def test_endpoints_of_other_models_say_what_to_use(stack: Stack, path: str) -> None:
+    error = error_of(await stack.client.post(path, json={"model": "tide", "input": "x"}), 400)
+    assert error["code"] == "unsupported_endpoint" and "causal" in error["message"] and "Serve a" in error["message"]
