@@ -21,7 +21,7 @@ from shared.recording import ReplayMismatch, header_of
 from shared.scheduling import recording as scheduling
 from shared.service import OPERATOR_ERROR_EXIT_CODE
 from shared.settings import SettingsError
-from tideway import operations, requests, routes
+from tideway import completion, operations, requests, routes
 from tideway import plan as plans
 from tideway.backup import backup, restore
 from tideway.bench.command import bench
@@ -243,7 +243,10 @@ Timeout = Annotated[float, typer.Option(min=1.0, help="Seconds to wait at most."
 
 @app.command()
 def drain(
-    instance: Annotated[str, typer.Argument(help="As `tideway status` and `tideway top` name it.")],
+    instance: Annotated[
+        str,
+        typer.Argument(help="As `tideway status` and `tideway top` name it.", autocompletion=completion.instances),
+    ],
     undo: Annotated[bool, typer.Option("--undo", help="Put it back into the plan.")] = False,
     wait: Annotated[bool, typer.Option("--wait", help="Until it is gone; with --undo, until it is ready.")] = False,
     timeout: Timeout = 600.0,
@@ -260,7 +263,12 @@ def drain(
 
 @app.command()
 def scale(
-    model: Annotated[str, typer.Argument(metavar="[MODEL]", help="A model, with N.", show_default=False)] = "",
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="[MODEL]", help="A model, with N.", show_default=False, autocompletion=completion.models
+        ),
+    ] = "",
     number: Annotated[
         str, typer.Argument(metavar="[N]", help="On how many instances it is to be, or all.", show_default=False)
     ] = "",
@@ -379,10 +387,11 @@ def request(
             metavar="[ID]",
             help="Of an answer (`chatcmpl-...`), of one of its sequences, or the `x-request-id` of its HTTP answer.",
             show_default=False,
+            autocompletion=completion.requests,
         ),
     ] = "",
     limit: Annotated[int, typer.Option(min=1, max=200, help="Without ID: so many, the newest first.")] = 20,
-    model: Annotated[str, typer.Option(help="Without ID: of this model alone.")] = "",
+    model: Annotated[str, typer.Option(help="Without ID: of this model alone.", autocompletion=completion.models)] = "",
     missed: Annotated[bool, typer.Option("--missed", help="Without ID: that missed an objective.")] = False,
     running: Annotated[bool, typer.Option("--running", help="Without ID: that run now.")] = False,
     as_json: AsJson = False,

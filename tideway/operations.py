@@ -46,7 +46,15 @@ class UnavailableError(OperatorError):
 class AdminClient:
     """Every failure is an `OperatorError` that says what to do."""
 
-    def __init__(self, url: str, api_key: str = "", *, doubt: str = "", data: DataFolder | None = None) -> None:
+    def __init__(
+        self,
+        url: str,
+        api_key: str = "",
+        *,
+        doubt: str = "",
+        data: DataFolder | None = None,
+        timeout_s: float = REQUEST_TIMEOUT_S,
+    ) -> None:
         """`doubt`: what to say first if nothing answers there. `data`: the folder that the gateway runs on, if it was found
         by that."""
         self._doubt = doubt
@@ -54,19 +62,27 @@ class AdminClient:
         self.url = url.rstrip("/").removesuffix("/v1")
         headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
         try:
-            self._http = httpx.Client(base_url=self.url, headers=headers, timeout=REQUEST_TIMEOUT_S)
+            self._http = httpx.Client(base_url=self.url, headers=headers, timeout=timeout_s)
         except httpx.InvalidURL as error:
             raise OperatorError(f"{url} is no address of a gateway: {error}.") from None
 
     @classmethod
-    def of(cls, data: DataFolder, url: str, api_key: str, *, may_guess: bool = False) -> AdminClient:
+    def of(
+        cls,
+        data: DataFolder,
+        url: str,
+        api_key: str,
+        *,
+        may_guess: bool = False,
+        timeout_s: float = REQUEST_TIMEOUT_S,
+    ) -> AdminClient:
         """For the gateway at `url`; where that is empty, for the one that runs on the data folder, with its key; where none
         does, for the one at `DEFAULT_URL` if `may_guess`."""
         if url:
-            return cls(url, api_key)
+            return cls(url, api_key, timeout_s=timeout_s)
         state = data.running_state()
         if state is not None:
-            return cls(state.address, api_key or data.credentials().admin_api_key, data=data)
+            return cls(state.address, api_key or data.credentials().admin_api_key, data=data, timeout_s=timeout_s)
         if not may_guess:
             raise OperatorError(f"Nothing runs on {data.path}; give --url (TIDEWAY_URL) or another --data-dir.")
         return cls(DEFAULT_URL, api_key, doubt=f"Nothing runs on {data.path}. ")

@@ -255,13 +255,14 @@ class Timelines:
     def latest(
         self, limit: int, model: str = "", is_missed: bool = False, is_open: bool = False
     ) -> list[SequenceTimeline]:
-        """Without events, those that run first, then the last that ended. `is_missed`: those alone that missed an objective;
-        `is_open`: that run."""
+        """Without events, those that run first (of them online ones), then the last that ended. `is_missed`: those alone
+        that missed an objective; `is_open`: that run."""
         self._sweep()
 
         def wanted() -> Iterator[SequenceTimeline]:
-            for timelines in (self._open, {} if is_open else self._ended):
-                for timeline in reversed(timelines.values()):
+            running = sorted(self._open.values(), key=lambda timeline: timeline.request_class)
+            for timelines in (reversed(running), () if is_open else reversed(self._ended.values())):
+                for timeline in timelines:
                     if model and timeline.model != model:
                         continue
                     shown = self._shown(timeline, is_whole=False)
@@ -288,7 +289,7 @@ class Timelines:
         found = self.latest(wanted.limit, wanted.model, wanted.is_missed, wanted.is_open)
         for each in await self._ask_known(wanted):
             found += each.requests
-        found.sort(key=lambda shown: (shown.is_over, -shown.arrived_s - shown.duration_s))
+        found.sort(key=_place)
         return found[: wanted.limit]
 
     async def explain_everywhere(self, interval_s: float) -> SloExplanation:
@@ -397,6 +398,12 @@ class Timelines:
                 for teller, event in course.told
             ]
         return shown
+
+
+def _place(shown: SequenceTimeline) -> tuple[bool, bool, float]:
+    """In a list: running ones first, and of them online ones; the newest first."""
+    is_offline = shown.request_class is RequestClass.OFFLINE
+    return shown.is_over, is_offline and not shown.is_over, -shown.arrived_s - shown.is_over * shown.duration_s
 
 
 def call_of(sequence_id: str) -> str:
