@@ -41,6 +41,9 @@ _REFUSED = {
 """Keys of the configuration that ask for more than LoRA, and what they ask for."""
 
 
+_FUSED = {"q_proj": "qkv", "k_proj": "qkv", "v_proj": "qkv", "gate_proj": "gate_up", "up_proj": "gate_up"}
+
+
 class AdaptedModule(msgspec.Struct, frozen=True, kw_only=True):
     """A pair of matrices of an adapter."""
 
@@ -57,10 +60,6 @@ class AdaptedModule(msgspec.Struct, frozen=True, kw_only=True):
     outputs: int
     scale: float
 
-    @property
-    def num_values(self) -> int:
-        return self.rank * (self.inputs + self.outputs)
-
 
 class AdapterFiles(msgspec.Struct, frozen=True, kw_only=True):
     """An adapter, but for the numbers in it."""
@@ -75,7 +74,14 @@ class AdapterFiles(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def num_values(self) -> int:
-        return sum(module.num_values for module in self.modules)
+        """As instances hold them: modules that are one layer there have one matrix B, with zeros between them."""
+        fused: dict[tuple[int, str], list[AdaptedModule]] = {}
+        for module in self.modules:
+            fused.setdefault((module.layer, _FUSED.get(module.module, module.module)), []).append(module)
+        return sum(
+            sum(module.rank for module in one) * (one[0].inputs + sum(module.outputs for module in one))
+            for one in fused.values()
+        )
 
 
 def describe_adapter(path: Path, max_rank: int = MAX_RANK) -> AdapterFiles:

@@ -446,14 +446,14 @@ class Executor:
         for index, row in enumerate(rows.tolist()):
             if version := self._rows.adapters[row]:
                 by_version.setdefault(version, []).append(index)
-        groups: list[tuple[LoraWeights, torch.Tensor | None]] = []
+        groups: list[tuple[LoraWeights, slice | torch.Tensor]] = []
         for version, indices in by_version.items():
-            tokens = None
-            if len(indices) < len(rows):
-                of_adapter = np.array(indices, np.int64)
-                if not layout.all_decode:
-                    of_adapter = np.flatnonzero(np.isin(layout.sequence_of_token, of_adapter))
-                tokens = to_device(of_adapter, self.device)
+            of_adapter = np.array(indices, np.int64)
+            if not layout.all_decode:
+                of_adapter = np.flatnonzero(np.isin(layout.sequence_of_token, of_adapter))
+            first, end = int(of_adapter[0]), int(of_adapter[-1]) + 1
+            is_run = end - first == len(of_adapter)
+            tokens = slice(first, end) if is_run else to_device(of_adapter, self.device)
             groups.append((self._adapters[version].weights, tokens))
         return BatchAdapters(groups)
 

@@ -49,7 +49,7 @@ class AdapterSpec(msgspec.Struct, frozen=True):
     rank: int = 0
     """The largest of its matrices."""
     num_values: int = 0
-    """In all its matrices."""
+    """In all its matrices, as instances hold them."""
     added_s: float = 0.0
     """Unix time."""
 

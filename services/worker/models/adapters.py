@@ -2,8 +2,7 @@
 are of requests with an adapter.
 
 Tokens are grouped by adapter. Layers that are fused (queries, keys and values; gates and what they are multiplied with) have
-one product with the A matrices of all their parts, and one with each part's B. Of a group each rank has the part of A or B
-that goes with its part of the layer.
+their modules' matrices in one. Of a group each rank has the part of A or B that goes with its part of the layer.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
 
+from services.worker.linear import Linear
 from services.worker.ranks.group import RankGroup
 from shared.adapters import AdaptedModule, AdapterFiles
 from shared.checkpoint import CheckpointError
@@ -34,33 +34,21 @@ class Adaptable(NamedTuple):
     """OUTPUTS or INPUTS: along which axis of the weight ranks have parts."""
 
 
-class _Part(NamedTuple):
-    """Of a fused layer: `rank` columns of the product with A that make `outputs` of its results."""
+class Change:
+    """What an adapter adds to the product of one linear layer, fused or not: two products, of which the first has the A
+    matrices of all its modules, and the second their B matrices, with zeros where a module has no outputs."""
 
-    ranks: slice
-    outputs: slice
-    b: torch.Tensor
-    """[rank, outputs], scaled"""
+    def __init__(self, a: torch.Tensor, b: torch.Tensor) -> None:
+        """`a`: [ranks, inputs]; `b`: [outputs, ranks], scaled."""
+        self.num_bytes = a.nbytes + b.nbytes
+        self._lower, self._raise = Linear(a), Linear(b)
 
-
-class Change(NamedTuple):
-    """What an adapter adds to the product of one linear layer."""
-
-    a: torch.Tensor
-    """[inputs, ranks]"""
-    parts: list[_Part]
-
-    def add_to(self, result: torch.Tensor, inputs: torch.Tensor, tokens: torch.Tensor | None) -> None:
-        """`result`: [T, outputs], in place; `inputs`: [T, inputs]; `tokens`: [t] int64, those that it is for; None: all."""
-        if tokens is not None:
-            inputs = inputs.index_select(0, tokens)
-        lowered = inputs @ self.a
-        for part in self.parts:
-            outputs = result[:, part.outputs]
-            if tokens is None:
-                outputs.addmm_(lowered[:, part.ranks], part.b)
-            else:
-                outputs.index_add_(0, tokens, lowered[:, part.ranks] @ part.b)
+    def add_to(self, result: torch.Tensor, inputs: torch.Tensor, tokens: slice | torch.Tensor) -> None:
+        """`result`: [T, outputs], in place; `inputs`: [T, inputs]; `tokens`: those that it is for, [t] int64 or a run."""
+        if isinstance(tokens, slice):
+            result[tokens] += self._raise(self._lower(inputs[tokens]))
+        else:
+            result.index_add_(0, tokens, self._raise(self._lower(inputs.index_select(0, tokens))))
 
 
 class LoraWeights:
@@ -72,14 +60,14 @@ class LoraWeights:
 
     @property
     def num_bytes(self) -> int:
-        return sum(c.a.nbytes + sum(part.b.nbytes for part in c.parts) for c in self.changes.values())
+        return sum(change.num_bytes for change in self.changes.values())
 
 
 class BatchAdapters:
     """Which tokens of a step are computed with which adapters."""
 
-    def __init__(self, groups: Sequence[tuple[LoraWeights, torch.Tensor | None]]) -> None:
-        """Tokens ([t] int64 on the device; None: all of the step), each in one group at most."""
+    def __init__(self, groups: Sequence[tuple[LoraWeights, slice | torch.Tensor]]) -> None:
+        """Tokens ([t] int64 on the device, or a run of them), each in one group at most."""
         self._groups = groups
 
     def add(self, result: torch.Tensor, inputs: torch.Tensor, layer: int, linear: str) -> None:
@@ -121,26 +109,25 @@ def read_lora(
                     )
                 for linear in {known[name].linear for name in modules}:
                     of_linear = {name: where for name, where in known.items() if where.linear == linear}
-                    change = _change(files, of_linear, modules, read, group)
-                    a, parts = change.a.to(dtype), [part._replace(b=part.b.to(dtype)) for part in change.parts]
-                    changes[layer, linear] = Change(a, parts)
+                    a, b = _matrices(files, of_linear, modules, read, group)
+                    changes[layer, linear] = Change(a.to(dtype), b.to(dtype))
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{files.weights} cannot be read: {error}") from None
     return LoraWeights(changes)
 
 
-def _change(
+def _matrices(
     files: AdapterFiles,
     known: Mapping[str, Adaptable],
     modules: Mapping[str, AdaptedModule],
     read: Callable[[str], torch.Tensor],
     group: RankGroup,
-) -> Change:
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """[ranks, inputs] and [outputs, ranks] of one linear layer, this rank's part."""
     lowering: list[torch.Tensor] = []
-    parts: list[_Part] = []
-    num_ranks = start = 0
+    raising: list[tuple[int, torch.Tensor]] = []
+    start = 0
     for name, where in known.items():
-        num_outputs = sum(-(-n // group.size) for n in where.outputs) if where.cut == OUTPUTS else sum(where.outputs)
         if (module := modules.get(name)) is not None:
             expected = where.inputs, sum(where.outputs)
             if (module.inputs, module.outputs) != expected:
@@ -153,11 +140,17 @@ def _change(
                 b = _cut(b, where.outputs, group)
             else:
                 a = _cut(a.T, (where.inputs,), group).T
-            ranks = slice(num_ranks, num_ranks := num_ranks + module.rank)
-            parts.append(_Part(ranks, slice(start, start + num_outputs), b.T.contiguous()))
             lowering.append(a)
-        start += num_outputs
-    return Change(torch.cat(lowering).T.contiguous(), parts)
+            raising.append((start, b))
+        start += sum(-(-n // group.size) for n in where.outputs) if where.cut == OUTPUTS else sum(where.outputs)
+    a = torch.cat(lowering)
+    # An even number of ranks: the compiled kernels read inputs by words of 32 bits.
+    a = F.pad(a, (0, 0, 0, len(a) % 2))
+    b_all, rank = a.new_zeros(start, len(a)), 0
+    for first, b in raising:
+        b_all[first : first + len(b), rank : rank + b.shape[1]] = b
+        rank += b.shape[1]
+    return a, b_all
 
 
 def _cut(matrix: torch.Tensor, fused: Sequence[int], group: RankGroup) -> torch.Tensor:
