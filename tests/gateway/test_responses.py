@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,9 @@ from services.gateway.responses.messages import ResponseRequest
 from shared.messages.cluster import ModelSpec
 from shared.messages.requests import ErrorCode, ErrorInfo, FinishReason, unpack_tokens
 from shared.settings import BusSettings
+from tests.gateway.checkpoints import byte_level_tokenizer, write_checkpoint
 from tests.gateway.conftest import MODEL, Stack, running_stack
+from tests.gateway.test_tools import BOTH, MAX_LEN, TEMPLATE, TOOLS, with_room
 
 
 def prompt_of(stack: Stack, number: int = -1) -> str:
@@ -166,3 +169,33 @@ def test_calls_and_their_results_become_messages_of_a_chat() -> None:
     assert [message.role for message in messages] == ["user", "assistant", "tool"]
     assert messages[0].content == "ab" and messages[1].content == "hm" and messages[2].tool_call_id == "c1"
     assert [each["id"] for each in messages[1].tool_calls or ()] == ["c1", "c2"]
+
+
+async def test_calls_of_functions_and_what_they_returned(nats_settings: BusSettings, tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path / "tools", byte_level_tokenizer(), TEMPLATE, MAX_LEN)
+    tools = [{"type": "function", **tool["function"]} for tool in TOOLS]
+    async with with_room(nats_settings, folder) as stack, stack.openai() as client:
+        stack.say("Let me see.\n" + BOTH)
+        whole = await client.responses.create(model=MODEL, input="Hi", tools=tools)  # type: ignore[arg-type]
+        async with client.responses.stream(model=MODEL, input="Hi", tools=tools) as stream:  # type: ignore[arg-type]
+            kinds = [event.type async for event in stream]
+            streamed = await stream.get_final_response()
+        for answer in (whole, streamed):
+            assert answer.output_text == "Let me see." and answer.status == "completed"
+            calls = [(item.name, json.loads(item.arguments)) for item in answer.output if item.type == "function_call"]
+            assert calls == [("weather", {"city": "Rome"}), ("now", {})]
+        assert kinds.count("response.output_item.added") == kinds.count("response.output_item.done") == 3
+        assert kinds.count("response.function_call_arguments.done") == 2
+        stack.say("Sunny.")
+        results = [
+            {"type": "function_call_output", "call_id": item.call_id, "output": "21 C"}
+            for item in whole.output
+            if item.type == "function_call"
+        ]
+        again = await client.responses.create(
+            model=MODEL, input=results, previous_response_id=whole.id, tool_choice="none", tools=tools
+        )  # type: ignore[call-overload]
+        assert again.output_text == "Sunny."
+        assert prompt_of(stack).endswith(
+            "<|user|>Hi<|end|><|assistant|>Let me see.weather(Rome)now()<|end|><|tool|>21 C<|end|><|tool|>21 C<|end|>"
+        )

@@ -47,7 +47,7 @@ class ResponseBuilder:
         events: list[Event] = []
         if delta.text or delta.tokens:
             events += self._take_text(delta)
-        for chunk in getattr(delta, "calls", ()):
+        for chunk in delta.calls:
             if chunk.id is not msgspec.UNSET and chunk.function.name is not msgspec.UNSET:
                 events += self._close("completed")
                 item = OutputItem(
