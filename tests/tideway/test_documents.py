@@ -19,6 +19,7 @@ from shared.cost_model import CostSource
 from shared.policies.rebalancing import MAX_CHECKED
 from shared.scheduling.rescheduling import SOON_S
 from shared.settings import GatewaySettings, InstanceSettings, PlacementSettings, SchedulerSettings, WorkerSettings
+from tests.tideway.nats_rows import bucket_rows, subject_rows
 from tests.tideway.readme import REPOSITORY, curl_lines, python_examples, shell_lines
 from tideway.command import app
 from tideway.preflight import DEMONSTRATION_MODELS
@@ -165,3 +166,8 @@ def test_how_often_rebalancing_looks_and_at_how_many_pairs_is_as_documented() ->
     text = " ".join((REPOSITORY / "docs" / "design" / "policies.md").read_text().split())
     assert f"and {1000 * SOON_S:.0f} ms after a report that crosses a threshold" in text
     assert f"a look asks {MAX_CHECKED} in turn" in text
+
+
+def test_every_subject_and_bucket_is_listed() -> None:
+    rows = [line for line in (REPOSITORY / "docs/nats.md").read_text().splitlines() if line.startswith("| `")]
+    assert rows == [*subject_rows(), *bucket_rows()], "python -m tests.tideway.nats_rows"
