@@ -44,6 +44,7 @@ class PlannedStep:
     __slots__ = (
         "done_share",
         "generations",
+        "interrupted_s",
         "is_interrupted",
         "is_long",
         "is_part",
@@ -81,6 +82,8 @@ class PlannedStep:
         """Of its layers, when it was suspended."""
         self.suspended_s = 0.0
         """When it was suspended."""
+        self.interrupted_s = 0.0
+        """When it was suspended for the sake of an online request, which parts of it stop for by themselves."""
 
     def roll_back(self) -> None:
         """Takes back what was counted as computed when it was planned; as no later step was planned upon it, the counts are

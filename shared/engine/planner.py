@@ -99,18 +99,22 @@ class Planner:
 
     # -------------------------------------------------------------------------------------------------- plan
 
-    def plan(self, step_id: int, now: float, begins_s: float, is_alone: bool) -> PlannedStep | None:
+    def plan(
+        self, step_id: int, now: float, begins_s: float, is_alone: bool, holds_offline: bool = False
+    ) -> PlannedStep | None:
         """The next step, or None where nothing can run before a step in flight returns, a copy ends or a request
-        arrives. `begins_s`: when it will begin, as far as is known; `is_alone`: no other step is in flight."""
+        arrives. `begins_s`: when it will begin, as far as is known; `is_alone`: no other step is in flight;
+        `holds_offline`: no offline sequence joins it."""
         # With steps always in flight, offline sequences would never be free to give their room up.
-        self._holds_offline = not is_alone and (self._memory.lacks_demanded() or self._waits_for_offline())
+        self._holds_offline = holds_offline or (
+            not is_alone and (self._memory.lacks_demanded() or self._waits_for_offline())
+        )
         if not is_alone and self._waits_for_share(now):
             return None
         if not is_alone and self._drafting.is_on and self._drafting.awaits(self._queues.values()):
             return None
         for priority_class in self._classes:
-            if priority_class == PriorityClass.OFFLINE and (self._memory.suspended is not None or self._holds_offline):
-                # What the objectives leave beside online steps goes to the suspended step first.
+            if priority_class == PriorityClass.OFFLINE and self._holds_offline:
                 break
             candidates = self._candidates(priority_class, begins_s)
             while candidates:
@@ -236,7 +240,7 @@ class Planner:
             if priority_class > leading and not batch.sequences:
                 break
             if priority_class == PriorityClass.OFFLINE:
-                if self._memory.suspended is not None or self._holds_offline:
+                if self._holds_offline:
                     break
                 batch.budget.begin_offline()
             chunks = (

@@ -26,7 +26,7 @@ from shared.engine.requests import RequestTable
 from shared.engine.sequence import Sequence, State
 from shared.messages.requests import ErrorCode, ErrorInfo, FinishReason, TokenEntry, TokenLogprob, pack_tokens
 from shared.messages.timeline import EventKind
-from shared.policies.interruption import Next, SuspendedStep, should_interrupt, what_next
+from shared.policies.interruption import Next, SuspendedStep, should_interrupt, waits, what_next
 
 MAX_STEP_FAILURES = 3
 """A request whose steps failed so many times ends with an error instead of being tried again."""
@@ -61,12 +61,18 @@ class Steps:
     def plan(self, now: float) -> PlannedStep | None:
         """The next step to execute, or None where none can be planned now."""
         in_flight = self._in_flight.values()
-        planned = None
-        # Parts of a suspended step and online steps take turns, so nothing is planned ahead while there is one.
-        depth = self.max_in_flight if self._memory.suspended is None else 1
+        planned, stays = None, self._waits(now)
+        # Parts of a suspended step and online steps take turns, so nothing is planned ahead then, nor before it is resumed.
+        depth = self.max_in_flight if stays or self._memory.suspended is None else 1
         if len(in_flight) < depth and not any(step.plan.is_interruptible or step.plan.drafts for step in in_flight):
             begins_s = max((now, *(self._predicted_end_s(step) for step in in_flight)))
-            planned = self._resume(now) or self._planner.plan(self._num_planned, now, begins_s, is_alone=not in_flight)
+            planned = None if stays else self._resume(now)
+            if planned is None:
+                # What the objectives leave beside online steps goes to its parts first.
+                keeps = not stays and self._memory.suspended is not None
+                planned = self._planner.plan(
+                    self._num_planned, now, begins_s, is_alone=not in_flight, holds_offline=keeps
+                )
             if planned is None and not in_flight and self._memory.suspended is not None:
                 # Online requests wait for what only others can give them.
                 planned = self._go_on(1.0, now)
@@ -76,6 +82,15 @@ class Steps:
             self._in_flight[planned.plan.step_id] = planned
         self._last_plan_s = now
         return planned
+
+    def _waits(self, now: float) -> bool:
+        """Whether a suspended step waits for a time without online work; others are planned as if it were not there."""
+        self.discard_if_empty(now)
+        step = self._memory.suspended
+        if step is None:
+            return False
+        objective_s = self._memory.queues[step.plan.model].ttft_objective_s
+        return waits(now - step.interrupted_s, objective_s, has_online=self._memory.has_online_work())
 
     @property
     def running(self) -> PlannedStep | None:
@@ -100,7 +115,6 @@ class Steps:
 
     def _resume(self, now: float) -> PlannedStep | None:
         """The suspended step, if it is to go on now; gives it up if that is cheaper."""
-        self.discard_if_empty(now)
         step = self._memory.suspended
         if step is None:
             return None

@@ -18,9 +18,9 @@ def should_interrupt(
     `left_s` to its objective, whose prefill (with all online prompts before it) takes `online_step_s`.
 
     A step over its prediction is expected to go on for as long as it has been over. `safepoint_s`: time between two
-    safepoints; a step that ends before the next is left alone, and as much is kept as margin."""
+    safepoints; a step that ends before the next, or hardly later, is left alone; as much is kept as margin."""
     remaining_s = abs(predicted_s - elapsed_s)
-    if remaining_s <= safepoint_s:
+    if remaining_s <= safepoint_s + LEAST_GAIN_S:
         return False
     return remaining_s > PATIENCE_SHARE * left_s or remaining_s + online_step_s + safepoint_s > left_s
 
@@ -28,6 +28,23 @@ def should_interrupt(
 PATIENCE_SHARE = 0.01
 """Of the time left to a first token, that an offline step may go on for. ConServe waits for as long as the objective allows
 at all, because what it stops is lost; a suspended step is not, so there is little to be gained by making somebody wait."""
+
+
+LEAST_GAIN_S = 0.002
+"""What an arrival must gain by stopping a step: that and going on with it later take some tenths of a millisecond of the
+executor, and a turn of its host."""
+
+WAIT_TTFTS = 2.0
+"""Times the objective of a first token, for which a suspended step waits for a time without online work."""
+
+
+def waits(waited_s: float, ttft_objective_s: float, *, has_online: bool) -> bool:
+    """Whether a step that was interrupted `waited_s` ago stays as it is; afterwards `what_next` says.
+
+    A part of it shares nothing with the online step beside it, not even the reading of the weights: it would make users slower
+    and offline work no faster, provided that a time without online work comes. Until then other offline sequences fill online
+    steps. But online work may also never end."""
+    return has_online and waited_s < WAIT_TTFTS * ttft_objective_s
 
 
 class SuspendedStep(NamedTuple):
@@ -53,7 +70,7 @@ def what_next(suspended: SuspendedStep, *, has_online: bool, spare_s: float = 0.
     `has_online`: an online sequence of any model is runnable. `spare_s`: what the objectives leave beside an online step;
     `safepoint_s`: time between two safepoints, the least that can be run of it.
 
-    While it waits nothing else is computed in the spare time, as that is its own; spare time shorter than a safepoint
+    From now on nothing else is computed in the spare time, as that is its own; spare time shorter than a safepoint
     interval is lost. Discarding repeats `done_s` instead. Which is cheaper depends on how long online work goes on, which
     nobody knows: losing as much as the work is worth costs at most twice the better of the two (ski rental)."""
     if not has_online or suspended.remaining_s <= spare_s:

@@ -402,6 +402,7 @@ class Allocator:
         """The step stopped at a safepoint; its sequences stay as they are until it is resumed or discarded."""
         if not step.is_part:
             self.counters.steps_suspended += 1
+            step.interrupted_s = now
         step.done_share, step.suspended_s = share, now
         self.suspended = step
         queue = self.queues[step.plan.model]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from shared.cost_model import CostModel, shape_of
 from shared.engine.calls import AddModel, Cancel, OnCopy, OnStep, SetCostModel, Submit
 from shared.engine.engine import Engine
@@ -10,14 +12,15 @@ from shared.engine.requests import Output
 from shared.messages.requests import RequestClass, unpack_tokens
 from shared.policies.catalogue import ordering_policy
 from shared.policies.checkpointing import AdaptiveCheckpoint
-from shared.policies.slo_budget import HEAD_START_TOKENS, PACE, SloTokenBudget
+from shared.policies.interruption import WAIT_TTFTS
+from shared.policies.slo_budget import PACE, SloTokenBudget
 from tests.shared.engine.fake_executor import FakeExecutor, expected_output, request
 
 SHAPE = ModelShape("a", 8, 4, 2000)
 COST_MODEL = CostModel(
     fixed_s=0.01, prefill_token_s=0.001, prefill_attention_s=0.0, decode_s=0.001, decode_context_s=0.0, num_layers=20
 )
-TPOT_S = 0.1
+TTFT_S, TPOT_S = 1.0, 0.1
 
 
 class Clocked:
@@ -25,7 +28,7 @@ class Clocked:
 
     def __init__(self, num_merged=60, cost_model=COST_MODEL, **options) -> None:
         budget = SloTokenBudget(512)
-        self.engine = Engine(num_merged, 8, ordering_policy("fcfs"), budget, ttft_s=1.0, tpot_s=TPOT_S, **options)
+        self.engine = Engine(num_merged, 8, ordering_policy("fcfs"), budget, ttft_s=TTFT_S, tpot_s=TPOT_S, **options)
         self.engine.apply(AddModel(SHAPE), 0.0)
         if cost_model:
             self.engine.apply(SetCostModel("a", cost_model), 0.0)
@@ -58,13 +61,13 @@ class Clocked:
                     self.outputs.setdefault(entry.request_id, []).extend(unpack_tokens(entry.tokens))
         return plan
 
-    def interrupted(self, **options):
-        """With an offline step of 500 tokens suspended half-way by an online request that wants 20 tokens."""
+    def interrupted(self, num_online_tokens: int = 20):
+        """With an offline step of 500 tokens suspended half-way by an online request that wants so many tokens."""
         self.sent = [self.submit("offline", list(range(500)), 3, offline=True)]
         plan = self.engine.plan(self.now)
         assert plan.is_interruptible and self.engine.take_interrupt(self.now) is None
         self.now += 0.255
-        self.sent.append(self.submit("online", [1, 2, 3], 20))
+        self.sent.append(self.submit("online", [1, 2, 3], num_online_tokens))
         assert self.engine.take_interrupt(self.now) == plan.step_id
         assert self.engine.take_interrupt(self.now) is None
         self.done_share[plan.step_id] = 0.5
@@ -73,7 +76,7 @@ class Clocked:
         return plan
 
     def finish(self) -> None:
-        for _ in range(100):
+        for _ in range(400):
             if not self.engine.all_held():
                 break
             self.step()
@@ -83,7 +86,7 @@ class Clocked:
 
 def test_it_goes_on_in_parts_beside_online_steps_under_their_objective():
     run = Clocked()
-    suspended = run.interrupted()
+    suspended = run.interrupted(250)
     first = run.step()
     assert first.step_id != suspended.step_id and first.num_tokens == 3
     kinds, ends = [], [run.now]
@@ -93,14 +96,47 @@ def test_it_goes_on_in_parts_beside_online_steps_under_their_objective():
         if not kinds[-1]:
             ends.append(run.now)
     num_first = kinds.index(True)
-    assert num_first >= HEAD_START_TOKENS, "who decodes gets ahead of the pace first"
-    assert kinds[num_first : num_first + 4] == [True, False, True, False], "parts and online steps take turns"
+    assert ends[num_first] - ends[0] == pytest.approx(WAIT_TTFTS * TTFT_S, abs=0.03), "online work might have ended"
+    assert kinds[num_first:] == [True, False, True], "parts and online steps take turns"
     for num_later, end_s in enumerate(ends):
         assert end_s - ends[0] <= PACE * TPOT_S * num_later + 1e-9
     run.finish()
     counters = run.engine.counters
     assert (counters.steps_suspended, counters.steps_resumed, counters.steps_discarded) == (1, 1, 0)
     assert counters.recomputed_tokens == 0
+
+
+def test_while_it_waits_for_a_time_without_online_work_others_fill_online_steps():
+    run = Clocked()
+    suspended = run.interrupted(60)
+    run.sent.append(run.submit("other", list(range(600, 620)), 10, offline=True))
+    mixed = 0
+    while run.engine.held("online") is not None:
+        plan = run.step()
+        assert plan.step_id != suspended.step_id, "users would be slower for it"
+        mixed += plan.num_decodes == (1, 1)
+    assert mixed == 9, "the other one's prompt, and a token with each of so many steps"
+    assert run.step().step_id == suspended.step_id
+    run.finish()
+    assert run.engine.counters.steps_discarded == 0
+
+
+def test_while_it_waits_steps_are_planned_ahead_and_none_before_it_is_resumed():
+    run = Clocked(steps_in_flight=2)
+    suspended = run.interrupted(10)
+    run.step()
+    planned = []
+    while run.engine.held("online") is not None:
+        if (plan := run.engine.plan(run.now)) is not None:
+            planned.append(plan)
+            if len(planned) == 1 and run.engine.held("online").total < 13:
+                assert (ahead := run.engine.plan(run.now)) is not None
+                planned.append(ahead)
+        run.now += 0.011
+        run.engine.apply(OnStep(run.executor.execute(planned.pop(0))), run.now)
+        run.engine.check()
+    assert not planned
+    assert run.step().step_id == suspended.step_id
 
 
 def test_it_is_resumed_whole_when_no_online_request_is_left():
@@ -153,13 +189,13 @@ def test_without_interruption_no_step_can_be_stopped():
 
 def test_without_a_cost_model_it_is_interrupted_at_once_and_waits_as_long_as_its_work_is_worth():
     run = Clocked(cost_model=None, fits_costs=False)
-    run.interrupted()
+    run.interrupted(250)
     begun = run.now
     while run.engine.counters.steps_discarded == 0:
         waited_s = run.now - begun
         run.step()
         run.now += 0.02
-    assert 0.255 < waited_s < 0.255 + HEAD_START_TOKENS * TPOT_S, "getting ahead of the pace costs it nothing"
+    assert waited_s == pytest.approx(WAIT_TTFTS * TTFT_S + 0.255, abs=0.1), "at first it costs nothing"
     run.finish()
 
 

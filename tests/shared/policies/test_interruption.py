@@ -4,7 +4,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shared.policies.interruption import Next, SuspendedStep, should_interrupt, what_next
+from shared.policies.interruption import (
+    LEAST_GAIN_S,
+    WAIT_TTFTS,
+    Next,
+    SuspendedStep,
+    should_interrupt,
+    waits,
+    what_next,
+)
 
 times = st.floats(0, 10)
 
@@ -15,6 +23,7 @@ times = st.floats(0, 10)
         (0.99, 1.0, 1.5, 0.0, False),  # it ends within a hundredth of the time left
         (0.95, 1.0, 1.5, 0.0, True),  # later than that
         (0.997, 1.0, 0.3, 0.0, True),  # 0.003 + 0.3 does not fit
+        (0.997, 1.0, -9.0, 0.0015, False),  # nor hardly after it
         (0.95, 1.0, 0.1, 0.1, False),  # it ends before the next safepoint
         (0.0, 1.0, -9.0, 0.1, True),  # late already: less late is better
         (2.0, 1.0, 1.2, 0.1, True),  # over its prediction by as much as it took
@@ -34,6 +43,27 @@ def test_a_longer_wait_never_speaks_against_interrupting(
     if should_interrupt(elapsed, predicted, left, step, safepoint):
         assert should_interrupt(elapsed, predicted, left - more, step, safepoint)
         assert should_interrupt(elapsed, predicted, left, step + more, safepoint)
+
+
+@settings(deadline=None)
+@given(times, st.floats(-10, 10), times, st.floats(0, 0.1))
+def test_no_step_is_stopped_that_ends_before_it_could_have_been(
+    elapsed: float, left: float, step: float, safepoint: float
+) -> None:
+    assert not should_interrupt(elapsed, elapsed + safepoint + 0.99 * LEAST_GAIN_S, left, step, safepoint)
+
+
+@settings(deadline=None)
+@given(st.floats(0.05, 10), st.floats(0.05, 5))
+def test_a_step_that_is_long_beside_the_objective_is_stopped(predicted: float, left: float) -> None:
+    """Whatever else: nobody waits for more than a hundredth of the time that is left."""
+    assert should_interrupt(0.0, predicted, left, 0.01, 0.002)
+
+
+def test_a_suspended_step_waits_for_a_time_without_online_work_and_not_for_ever() -> None:
+    assert waits(0.0, 1.5, has_online=True)
+    assert not waits(0.0, 1.5, has_online=False)
+    assert not waits(1.5 * WAIT_TTFTS, 1.5, has_online=True)
 
 
 def test_what_becomes_of_a_suspended_step() -> None:
