@@ -29,7 +29,13 @@ from services.gateway.parsing import Options
 from services.gateway.routes import Routed
 from services.gateway.schemas import GenerationFields
 from services.gateway.tokenization import ModelTokenizer
-from services.gateway.tracing import queue_s, request_attributes, response_attributes, route_attributes
+from services.gateway.tracing import (
+    queue_s,
+    request_attributes,
+    response_attributes,
+    route_attributes,
+    structured_attributes,
+)
 from shared.bus.interface import BusError
 from shared.messages.requests import GenerationRequest, RequestClass
 from shared.telemetry import context_of, current_traceparent
@@ -116,6 +122,8 @@ class Call:
     ) -> Generation:
         """What is to be generated; `Generation.start` places it. `on_output`: see there."""
         assert self.metrics is not None
+        if prompts[0].sampling.grammar:
+            self._count_structured(options)
         adapter = self.context.catalog.adapter(message.model)
         ttft_ms, tpot_ms = message.ttft_ms or 0.0, message.tpot_ms or 0.0
         if adapter is not None and options.request_class is RequestClass.ONLINE:
@@ -149,6 +157,12 @@ class Call:
             on_output=on_output,
         )
         return self.generation
+
+    def _count_structured(self, options: Options) -> None:
+        kind = "tools" if options.grammar is None or options.tools is not None else options.grammar.kind
+        self.context.metrics.structured_requests.labels(self._model, kind).inc()
+        if self.span.is_recording():
+            self.span.set_attributes(structured_attributes(kind))
 
     def body(self, answer: Collector, generation: Generation) -> bytes:
         """Of the answer in one piece."""

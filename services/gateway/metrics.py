@@ -79,6 +79,9 @@ class GatewayMetrics:
         )
         self.in_flight = gauge("in_flight_requests", "HTTP generation requests in flight", "class")
         self.open_streams = gauge("open_streams", "Sequences being generated for clients")
+        self.structured_requests = counter(
+            "structured_requests", "Requests whose output follows a grammar, by what asks for it", "model", "kind"
+        )
         self.disconnects = counter("disconnected_clients", "Clients that went away before the end")
         self.replacements = counter("replacements", "Requests placed again after their owner was lost", "reason")
         self.moved_streams = counter("moved_streams", "Times that a sequence was handed from instance to instance")

@@ -26,6 +26,7 @@ def request_attributes(operation: str, model: str, request: GenerationFields, op
         "gen_ai.request.stop_sequences": options.stops or None,
         "gen_ai.request.choice.count": options.num_choices if options.num_choices > 1 else None,
         "gen_ai.request.stream": options.is_stream or None,
+        "tideway.num_tools": None if options.tools is None else len(options.tools.all_tools),
     }
     attributes: Attributes = {
         "gen_ai.operation.name": operation,
@@ -42,6 +43,14 @@ def route_attributes(routed: Routed) -> Attributes:
     """Of a request that names a route."""
     assert routed.route is not None
     return {"tideway.route": routed.route.name, "tideway.route_role": routed.role.value}
+
+
+def structured_attributes(kind: str) -> Attributes:
+    """`kind`: what the output is made to follow."""
+    attributes: Attributes = {"tideway.grammar": kind}
+    if kind == "json":
+        attributes["gen_ai.output.type"] = "json"
+    return attributes
 
 
 def response_attributes(generation: Generation, call_id: str, model: str, now: float) -> Attributes:

@@ -17,6 +17,7 @@ import msgspec
 
 from services.worker.draining import Draining
 from services.worker.engine_loop import COMPUTE_NICENESS, EngineLoop, StepExecutor
+from services.worker.grammar_telemetry import FollowsGrammars, GrammarTelemetry
 from services.worker.instance_adapters import AdapterExecutor, InstanceAdapters
 from services.worker.instance_migrations import InstanceMigrations, KvPools, OpenTransport
 from services.worker.instance_models import InstanceModels, ModelExecutor, OnReady
@@ -104,6 +105,8 @@ class InstanceService:
         """The engine is of no more use: the process should end, so that its requests go on elsewhere."""
         self._plan = msgspec.json.decode(settings.plan, type=InstancePlan)
         self._metrics = InstanceTelemetry(self._id, telemetry, bus.now)
+        if isinstance(executor, FollowsGrammars):
+            GrammarTelemetry(self._id, telemetry.registry, executor.grammar_counters)
         self._telemetry = telemetry
         niceness = COMPUTE_NICENESS if settings.device == "cpu" else 0
         self._loop = EngineLoop(

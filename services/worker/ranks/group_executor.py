@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, NoReturn
 import torch
 
 from services.worker.executor import Executor, PreparedModel
+from services.worker.grammars import GrammarCounters
 from services.worker.ranks.group import GroupError, RankGroup
 from services.worker.ranks.messages import (
     Add,
@@ -184,6 +185,11 @@ class GroupExecutor:
         return self._own.free_memory_bytes()
 
     # ------------------------------------------------------------------------------------------------- steps
+
+    @property
+    def grammar_counters(self) -> GrammarCounters:
+        """Of this rank; the last of several stages has its own."""
+        return self._own.grammar_counters
 
     @property
     def launching_computes(self) -> bool:
