@@ -4,12 +4,13 @@ death of one, and unloaded."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import httpx
 import pytest
 
+from tests.e2e.checkpoints import make_llama
 from tests.e2e.stack import Stack
 from tests.e2e.streams import Stream, stream_completion
 from tests.stalls import whatever_the_machine_does
@@ -62,7 +63,7 @@ def test_adapters_come_serve_survive_and_go(
 
     models = [first.name, second.name, "llama"] * 4
     expected = asyncio.run(run(stack, models))
-    disturbed = asyncio.run(run(stack, models, dies_after=100))
+    disturbed = asyncio.run(run(stack, models, 100, lambda: stack.kill_instance(0)))
     with whatever_the_machine_does():
         assert [stream.text for stream in disturbed] == [stream.text for stream in expected]
     assert all(stream.ended_well for stream in disturbed)
@@ -83,20 +84,43 @@ def test_adapters_come_serve_survive_and_go(
     assert complete(client, "llama") == texts["llama"]
 
 
-async def run(stack: Stack, models: list[str], dies_after: int | None = None) -> list[Stream]:
-    """`dies_after`: so many tokens an instance is killed."""
-    seen = 0
+async def run(
+    stack: Stack, models: list[str], after: int | None = None, disturb: Callable[[], object] | None = None
+) -> list[Stream]:
+    """`disturb` is called `after` so many tokens."""
+    seen, disturbing = 0, []
 
     def on_tokens(count: int) -> None:
         nonlocal seen
-        is_due = dies_after is not None and seen < dies_after <= seen + count
+        is_due = after is not None and seen < after <= seen + count
         seen += count
-        if is_due:
-            stack.kill_instance(0)
+        if is_due and disturb is not None:
+            disturbing.append(asyncio.create_task(asyncio.to_thread(disturb)))
 
     async with httpx.AsyncClient(timeout=120) as client:
         streams = [
-            stream_completion(client, stack.url, model, [3 + i, *PROMPT], 120, on_tokens)
+            stream_completion(client, stack.url, model, [3 + i, *PROMPT], 240, on_tokens)
             for i, model in enumerate(models)
         ]
-        return list(await asyncio.gather(*streams))
+        done = list(await asyncio.gather(*streams))
+    await asyncio.gather(*disturbing)
+    return done
+
+
+@pytest.mark.long
+def test_requests_move_with_their_adapters(tmp_path: Path) -> None:
+    """Out of an instance that is drained, KV and all. The adapter is one of the settings."""
+    base = make_llama(tmp_path / "llama", layers=12)
+    adapter = write_adapter(tmp_path / "lora", base)
+    environment = {"TIDEWAY_PROFILE": "off", "TIDEWAY_ADAPTERS": f"lora=llama={adapter.source}"}
+    with Stack({"llama": str(base)}, environment=environment) as stack, httpx.Client(base_url=stack.url) as client:
+        stack.wait_ready()
+        stack.wait_until(lambda: client.get("/v1/models/lora").status_code == 200, "the adapter")
+        expected = asyncio.run(run(stack, ["lora", "llama"] * 4))
+        drained = sorted(one["instance_id"] for one in stack.instances())[0]
+        disturbed = asyncio.run(run(stack, ["lora", "llama"] * 4, 100, lambda: stack.tideway("drain", drained)))
+        with whatever_the_machine_does():
+            assert [stream.text for stream in disturbed] == [stream.text for stream in expected]
+        stack.wait_until(lambda: not stack.instance(drained), "it is gone")
+        moved = [one["load"] for one in client.get("/admin/instances").json()["instances"]]
+        assert sum(load["num_migrated_in"] for load in moved if load) > 0
