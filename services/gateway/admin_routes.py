@@ -249,9 +249,12 @@ async def remove_model(context: GatewayContext, request: Request) -> Response:
     return await _ask_placement(context, PLACEMENT_REMOVE_MODEL, RemoveModel(name))
 
 
-async def _add_adapter(context: GatewayContext, spec: AdapterSpec, **names: str) -> AdapterSpec:
+async def _add_adapter(
+    context: GatewayContext, spec: AdapterSpec, *, replaces: bool = False, **names: str
+) -> AdapterSpec:
     """`names`: as of `_api_errors`. Returns when this gateway takes requests for it."""
-    asking = context.bus.request(PLACEMENT_ADD_ADAPTER, AddAdapter(spec), timeout_s=PLACEMENT_TIMEOUT_S)
+    query = AddAdapter(spec, replaces)
+    asking = context.bus.request(PLACEMENT_ADD_ADAPTER, query, timeout_s=PLACEMENT_TIMEOUT_S)
     added = await _api_errors(asking, **names)
     await context.catalog.adapters_show(
         lambda: (known := context.catalog.adapter(spec.name)) is not None and known == added
@@ -277,9 +280,8 @@ async def load_adapter(context: GatewayContext, request: Request) -> Response:
     if base is None and len(context.catalog.models) != 1:
         raise invalid("base_model_name", "'base_model_name' is required where a server has several models.")
     spec = AdapterSpec(message.lora_name, base or context.catalog.models[0].name, message.lora_path)
-    if known is not None:
-        await _remove_adapter(context, known.name)
-    await _add_adapter(context, spec, name="lora_name", source="lora_path", base="base_model_name")
+    names = {"name": "lora_name", "source": "lora_path", "base": "base_model_name"}
+    await _add_adapter(context, spec, replaces=known is not None, **names)
     return Response(f"Success: LoRA adapter '{spec.name}' added successfully.", media_type="text/plain")
 
 

@@ -410,10 +410,11 @@ class ActivePlacement:
     async def _add_adapter(self, query: AddAdapter) -> AdapterSpec:
         spec = query.spec
         check_adapter(spec)
-        if (known := self._adapters.get(spec.name)) is None:
+        if spec.name not in self._adapters or query.replaces:
             spec = await self._read_adapter(spec)
         async with self._change():
-            if (known := self._adapters.get(spec.name)) is not None:
+            known = self._adapters.get(spec.name)
+            if known is not None and not query.replaces:
                 if not is_same(known, spec):
                     raise refuse(f"adapter {spec.name!r} is there with another definition", "name", ErrorCode.CONFLICT)
                 return known
@@ -422,7 +423,8 @@ class ActivePlacement:
             await self._check_adapter_fits(spec)
             await self._adapter_bucket.put(bucket_key(spec.name), spec)
             self._adapters[spec.name] = spec
-            self._statistics.add_model(spec.name)
+            if known is None:
+                self._statistics.add_model(spec.name)
             logger.info("adapter %r of %r was added: %s", spec.name, spec.base, spec)
             await self._carry_out()
             return spec

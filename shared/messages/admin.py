@@ -23,6 +23,8 @@ class RemoveModel(msgspec.Struct, frozen=True):
 class AddAdapter(msgspec.Struct, frozen=True):
     spec: AdapterSpec
     """Without what is read when it is added."""
+    replaces: bool = False
+    """An adapter of that name, if there is one: requests that have it go on with it."""
 
 
 class RemoveAdapter(msgspec.Struct, frozen=True):

@@ -50,6 +50,7 @@ async def test_adapters_come_and_go_and_stay_over_a_restart(
     tmp_path: Path,
 ) -> None:
     adapter = write_adapter(tmp_path / "poet", base, rank=4)
+    plain = write_adapter(tmp_path / "plain", base, ("q_proj",), rank=4)
     wide = write_adapter(tmp_path / "wide", base, ("q_proj",), rank=40)
     async with placement(nats_settings, {"m": str(base)}, max_adapter_rank=32):
         cluster.start_node("n")
@@ -73,6 +74,10 @@ async def test_adapters_come_and_go_and_stay_over_a_restart(
         for spec, code, param, message in cases:
             found = await refused(cluster, spec)
             assert found[:2] == (code, param) and message in found[2], found
+        other = AddAdapter(AdapterSpec("poet", "m", plain.source), replaces=True)
+        replaced = await cluster.bus.request(PLACEMENT_ADD_ADAPTER, other, timeout_s=10)
+        assert replaced.version != added.version and replaced.num_values < added.num_values
+        added = replaced
         assert (await cluster.refusal(ModelSpec("poet", str(base))))[:2] == (ErrorCode.CONFLICT, "name")
         with pytest.raises(ServiceError, match="adapters of 'm'"):
             await cluster.remove("m")
