@@ -100,7 +100,7 @@ class Catalog:
 
     def adapter(self, model: str | None) -> AdapterSpec | None:
         """None: it is no adapter's name."""
-        if model is None or self._adapter_watch is None:
+        if model is None or self._adapter_watch is None or not self._adapter_watch.entries:
             return None
         return self._adapter_watch.entries.get(bucket_key(model))
 
