@@ -6,15 +6,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from msgspec.structs import replace
 from safetensors.torch import load_file, save_file
 
 from services.worker.executor import Executor
 from services.worker.native import library
 from shared.adapters import check_base, describe_adapter
 from shared.checkpoint import CheckpointError
-from shared.engine.plan import ModelShape
+from shared.engine.plan import ModelShape, NewSequence, StepPlan
 from shared.messages.cluster import ModelSpec
-from shared.messages.requests import Adapter
+from shared.messages.requests import Adapter, SamplingParams, pack_tokens
 from tests.worker.adapters import ALL, OPT, merged, write_adapter
 from tests.worker.checkpoints import prompt_of, write_checkpoint
 from tests.worker.step_driver import Driver, Row
@@ -149,3 +150,24 @@ def test_modules_that_the_base_model_lacks_are_refused_by_placement_and_worker(t
         check_base(describe_adapter(Path(adapter.source)), base, "transformers")
     with pytest.raises(CheckpointError, match=r"adapter_config\.json is missing"):
         executor.load_adapter("llama", Adapter("none", "v", str(base)))
+
+
+def test_a_suspended_step_goes_on_with_its_adapter(tmp_path: Path) -> None:
+    """Whether or not it is still loaded."""
+    base = write_checkpoint(tmp_path, "llama")
+    adapter = write_adapter(tmp_path / "one", base)
+    executor = Executor("cpu", 8, MERGED_BYTES, 1)
+    shape = load(executor, base)
+    executor.load_adapter("llama", adapter)
+    prompt = prompt_of(30)
+    sampling = SamplingParams(max_tokens=9, temperature=0.0)
+    blocks = list(range(-(-31 // shape.block_size)))
+    new = NewSequence(0, pack_tokens(prompt), 30, sampling, blocks, adapter.version)
+    plan = StepPlan(
+        step_id=1, model="llama", rows=[0], starts=[0], counts=[30], samples=[True], new_sequences=[new], new_blocks=[],
+        is_interruptible=True, stop_share=0.4,
+    )  # fmt: skip
+    assert 0 < executor.execute(plan).suspended_share < 1
+    executor.drop_adapter(adapter.version)
+    result = executor.execute(replace(plan, new_sequences=[], resumes=True, stop_share=1.0))
+    assert result.tokens == alone(merged(tmp_path / "merged", base, adapter), prompt).output[:1]
