@@ -126,8 +126,9 @@ function showMoves(moves) {
   const known = new Map([...overlay.children].map((group) => [group.dataset.key, group]));
   for (const move of shown) {
     const [x1, y1] = at(move.source_id), [x2, y2] = at(move.destination_id);
-    const bend = Math.max(40, Math.hypot(x2 - x1, y2 - y1) / 4);
-    const path = `M${x1},${y1} Q${(x1 + x2) / 2 - (y2 - y1) / 4 + bend / 4},${(y1 + y2) / 2 + (x2 - x1) / 4} ${x2},${y2}`;
+    // Several between the same two lie beside each other.
+    const bend = 0.15 + 0.45 * ((parseInt(move.request_id.slice(-8, -2), 16) % 97) / 97 || 0.2);
+    const path = `M${x1},${y1} Q${(x1 + x2) / 2 - (y2 - y1) * bend},${(y1 + y2) / 2 + (x2 - x1) * bend} ${x2},${y2}`;
     let group = known.get(move.request_id);
     known.delete(move.request_id);
     if (!group) {
@@ -138,7 +139,7 @@ function showMoves(moves) {
       dot.setAttribute("r", "6");
       if (!isCalm.matches) {
         const motion = document.createElementNS(SVG, "animateMotion");
-        motion.setAttribute("dur", "1.1s"); motion.setAttribute("repeatCount", "indefinite");
+        motion.setAttribute("dur", `${0.9 + Math.random() / 2}s`); motion.setAttribute("repeatCount", "indefinite");
         dot.append(motion);
       }
       group.append(title, line, dot);
