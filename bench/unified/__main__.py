@@ -3,8 +3,10 @@ the traffic, against the same with each part switched off (docs/benchmarks.md).
 
     python -m bench.unified simulated [--seconds 60] [--rate 50] [--seeds 101]
     python -m bench.unified live [--seconds 30] [--rate 4]
+    python -m bench.unified small [--seeds 101,102]
 
-Simulated: 32 A800, about 6 minutes of one core. Live: three small models on this machine, about 8 minutes.
+Simulated: 32 A800, about 6 minutes of one core. Live: three small models on this machine, about 9 minutes. Small: these in
+virtual time, with short and long steps (small.py), about 2 minutes a seed.
 """
 
 from __future__ import annotations
@@ -13,32 +15,57 @@ import argparse
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
+
+import msgspec
 
 from bench.reporting import machine, save_figure, write
-from bench.unified.variants import VARIANTS, Row, Variant, markdown, of_seeds
+from bench.unified.variants import VARIANTS, WHOLE, Row, Variant, markdown, of_seeds
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+J = TypeVar("J")
+
 
 def simulated(variants: Sequence[Variant], options: argparse.Namespace) -> list[Row]:
-    """Variants and seeds in processes beside each other."""
     from bench.unified.simulated import simulate
 
     seeds = [int(seed) for seed in options.seeds.split(",")]
     jobs = [(variant, seed, options.seconds or 60.0, options.rate or 50.0) for variant in variants for seed in seeds]
+    return _in_processes(simulate, jobs, len(seeds), options.processes)
+
+
+def small(variants: Sequence[Variant], options: argparse.Namespace) -> list[Row]:
+    """Each variant in each case. Without the one that has nothing placed anew: here nothing is."""
+    from bench.unified.small import CASES, simulate
+
+    seeds = [int(seed) for seed in options.seeds.split(",")]
+    differ = [
+        one for one in variants if one is WHOLE or msgspec.structs.replace(one, name="", is_adaptive=True) != _WHOLE
+    ]
+    jobs = [(variant, case, seed) for case in CASES for variant in differ for seed in seeds]
+    rows = _in_processes(simulate, jobs, len(seeds), options.processes)
+    names = [f"{case.name}: {variant.name}" for case in CASES for variant in differ]
+    return [msgspec.structs.replace(row, variant=name) for row, name in zip(rows, names, strict=True)]
+
+
+_WHOLE = msgspec.structs.replace(WHOLE, name="")
+
+
+def _in_processes(simulate: Callable[[J], Row], jobs: Sequence[J], num_seeds: int, num_processes: int) -> list[Row]:
+    """Jobs beside each other; of each `num_seeds` after one another the mean."""
     rows: list[Row] = []
     # the parent holds threads of numpy's, so children are not forked from it
-    with ProcessPoolExecutor(min(options.processes, len(jobs)), mp_context=get_context("spawn")) as pool:
+    with ProcessPoolExecutor(min(num_processes, len(jobs)), mp_context=get_context("spawn")) as pool:
         for row in pool.map(simulate, jobs):
             rows.append(row)
             print(f"{row.variant}: {row.num_requests} requests, attainment {row.attainment:.3f}", flush=True)
-    return [of_seeds(rows[first : first + len(seeds)]) for first in range(0, len(rows), len(seeds))]
+    return [of_seeds(rows[first : first + num_seeds]) for first in range(0, len(rows), num_seeds)]
 
 
 def live(variants: Sequence[Variant], options: argparse.Namespace) -> list[Row]:
@@ -47,6 +74,7 @@ def live(variants: Sequence[Variant], options: argparse.Namespace) -> list[Row]:
     execution_s: dict[str, float] = {}
     rows = []
     with Checkpoints() as checkpoints:
+        checkpoints.profile()
         for variant in variants:
             rows.append(
                 run(
@@ -79,7 +107,7 @@ def draw(rows: Sequence[Row]) -> Figure:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.unified", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
-    parser.add_argument("where", choices=("simulated", "live"))
+    parser.add_argument("where", choices=("simulated", "live", "small"))
     parser.add_argument("--seconds", type=float, default=0.0, help="of arrivals; default: 60 simulated, 30 live")
     parser.add_argument("--rate", type=float, default=0.0, help="requests/s; default: 50 simulated, 4 live")
     parser.add_argument(
@@ -93,7 +121,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not variants:
         parser.error(f"--only {' '.join(options.only)}: variants are {', '.join(one.name for one in VARIANTS)}")
     began_s = time.monotonic()
-    rows = (simulated if options.where == "simulated" else live)(variants, options)
+    rows = {"simulated": simulated, "live": live, "small": small}[options.where](variants, options)
     took_s, date = time.monotonic() - began_s, time.strftime("%Y-%m-%d")
     text = f"# Each part switched off, {options.where}, {date}\n\n{machine()}, {took_s:.0f} s\n\n{markdown(rows)}"
     print(text)

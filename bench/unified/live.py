@@ -38,6 +38,7 @@ OFFLINE_STREAMS = 12
 LINE_TOKENS = (256, 48)
 WARM_UP_S = 4.0
 """Its requests are sent and not counted."""
+PROFILE_TIMEOUT_S = 180.0
 REPLACEMENT_S = 10.0
 """Between searches: a run is short."""
 MIX = MIXES[1]
@@ -59,6 +60,15 @@ class Checkpoints:
             self.sources[name] = str(make_checkpoint(path, shape))
             add_tokenizer(path, VOCABULARY)
         return self
+
+    def profile(self) -> None:
+        """Stores the step times of all: where they are not known an instance measures them between requests, and the rows
+        before it comes to its end would have less of the machine and worse knowledge than those after."""
+        stored = Path(self._folder.name) / "cost_models"
+        with Stack(self.sources, num_instances=1, environment={"TIDEWAY_NUM_THREADS": "1"}) as stack:
+            stack.wait_until(
+                lambda: len(list(stored.rglob("*.json"))) == len(self.sources), "step times of all", PROFILE_TIMEOUT_S
+            )
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None

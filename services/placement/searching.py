@@ -25,7 +25,7 @@ more the estimate must do."""
 
 
 def _begin() -> None:
-    os.nice(15)
+    os.nice(19)  # threads of models that are computed on CPU have 5
     os.setpgid(0, 0)  # with the processes that it starts
 
 

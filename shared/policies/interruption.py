@@ -41,9 +41,9 @@ WAIT_TTFTS = 2.0
 def waits(waited_s: float, ttft_objective_s: float, *, has_online: bool) -> bool:
     """Whether a step that was interrupted `waited_s` ago stays as it is; afterwards `what_next` says.
 
-    A part of it shares nothing with the online step beside it, not even the reading of the weights: it would make users slower
-    and offline work no faster, provided that a time without online work comes. Until then other offline sequences fill online
-    steps. But online work may also never end."""
+    A part of it shares nothing with the online step beside it, not even the reading of the weights: it would make users
+    slower and offline work no faster, provided that a time without online work comes. Until then other offline sequences
+    fill online steps. But online work may also never end."""
     return has_online and waited_s < WAIT_TTFTS * ttft_objective_s
 
 

@@ -130,8 +130,8 @@ def test_while_it_waits_steps_are_planned_ahead_and_none_before_it_is_resumed():
         if (plan := run.engine.plan(run.now)) is not None:
             planned.append(plan)
             if len(planned) == 1 and run.engine.held("online").total < 13:
-                assert (ahead := run.engine.plan(run.now)) is not None
-                planned.append(ahead)
+                planned.append(run.engine.plan(run.now))
+                assert planned[-1] is not None
         run.now += 0.011
         run.engine.apply(OnStep(run.executor.execute(planned.pop(0))), run.now)
         run.engine.check()
