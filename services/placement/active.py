@@ -38,7 +38,7 @@ from services.placement.metrics import PlacementMetrics
 from services.placement.monitor import PlacementMonitor
 from services.placement.plan_store import PlanStore
 from services.placement.planning import displaced, wasted
-from services.placement.remembered import RememberedModels
+from services.placement.remembered import Remembered
 from services.placement.replacing import Replacing, Search
 from services.placement.requests import check_length, check_quantization, check_spec, refuse
 from services.placement.scaling import Cluster, FleetKeeper
@@ -117,7 +117,8 @@ class ActivePlacement:
         tracer: Tracer,
         checkpoints: Checkpoints,
         backend: ScalingBackend,
-        remembered: RememberedModels,
+        remembered: Remembered[ModelSpec],
+        remembered_adapters: Remembered[AdapterSpec],
         registered: Callable[[], Mapping[str, NodeInfo]],
         is_leader: Callable[[], bool],
         search: Search,
@@ -130,6 +131,7 @@ class ActivePlacement:
         self._checkpoints = checkpoints
         self._backend = backend
         self._remembered = remembered
+        self._remembered_adapters = remembered_adapters
         self._registered = registered
         self._is_leader = is_leader
         self._presence = NodePresence()
@@ -191,6 +193,7 @@ class ActivePlacement:
         await self.monitor.open()
         await self._replacing.open()
         await self._remembered.keep(self._models)
+        await self._remembered_adapters.keep(self._adapters)
         self._registry = await self._bus.key_value(INSTANCES)
         keeper = FleetKeeper(self._backend, self._cluster, self._set_fleet, self._registry)
         self._retry_checkpoints()
@@ -226,6 +229,10 @@ class ActivePlacement:
             logger.warning("NATS has an empty store: model %r is added again as it was last", spec.name)
             await self._model_bucket.put(bucket_key(spec.name), spec)
             self._models[spec.name] = spec
+        for adapter in await self._remembered_adapters.load():
+            logger.warning("NATS has an empty store: adapter %r is added again as it was last", adapter.name)
+            await self._adapter_bucket.put(bucket_key(adapter.name), adapter)
+            self._adapters[adapter.name] = adapter
 
     async def flush(self) -> None:
         """Stores what was counted; before leadership is given up."""
@@ -423,6 +430,7 @@ class ActivePlacement:
             await self._check_adapter_fits(spec)
             await self._adapter_bucket.put(bucket_key(spec.name), spec)
             self._adapters[spec.name] = spec
+            await self._remembered_adapters.keep(self._adapters)
             if known is None:
                 self._statistics.add_model(spec.name)
             logger.info("adapter %r of %r was added: %s", spec.name, spec.base, spec)
@@ -437,6 +445,7 @@ class ActivePlacement:
             await self._store_statistics()
             await self._adapter_bucket.delete(bucket_key(name))
             del self._adapters[name]
+            await self._remembered_adapters.keep(self._adapters)
             self._statistics.remove_model(name)
             self._metrics.forget(name)
             logger.info("adapter %r was removed", name)

@@ -1,6 +1,6 @@
-"""The models that were configured last, outside of the store: in this process, and in a file where one is named. What was
-added at run time comes back from there when NATS has lost its store. Whoever leads keeps what it changes; a replica that
-stands by follows what is stored."""
+"""The models, or adapters, that were configured last, outside of the store: in this process, and in a file where one is
+named. What was added at run time comes back from there when NATS has lost its store. Whoever leads keeps what it changes; a
+replica that stands by follows what is stored."""
 
 from __future__ import annotations
 
@@ -8,24 +8,31 @@ import asyncio
 import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Generic, TypeVar
 
 import msgspec
 
 from shared.bus.interface import Bus, BusError, KeyValue, Watch
 from shared.files import write_whole
-from shared.messages.catalogue import MODELS, STATISTICS
-from shared.messages.cluster import ModelSpec, ModelStatistics
+from shared.messages.catalogue import STATISTICS
+from shared.messages.channels import Bucket
+from shared.messages.cluster import AdapterSpec, ModelSpec, ModelStatistics
 
 logger = logging.getLogger(__name__)
 
 RETRY_S = 1.0
 
 
-class RememberedModels:
-    def __init__(self, path: str) -> None:
+Spec = TypeVar("Spec", ModelSpec, AdapterSpec)
+
+
+class Remembered(Generic[Spec]):
+    def __init__(self, path: str, bucket: Bucket[Spec], decoder: msgspec.json.Decoder[list[Spec]]) -> None:
         """`path`: empty for no file."""
         self._path = Path(path) if path else None
-        self._models: list[ModelSpec] = []
+        self._bucket = bucket
+        self._decoder = decoder
+        self._specs: list[Spec] = []
         self._writing = asyncio.Lock()
         self._following: asyncio.Task[None] | None = None
 
@@ -33,13 +40,13 @@ class RememberedModels:
         """Until `stop`; not while this replica leads."""
         changed = asyncio.Event()
         changed.set()
-        watch = await (await bus.key_value(MODELS)).watch(lambda *_: changed.set())
+        watch = await (await bus.key_value(self._bucket)).watch(lambda *_: changed.set())
         statistics = await bus.key_value(STATISTICS)
         self._following = asyncio.create_task(self._follow(watch, statistics, changed, leads), name="models stored")
 
     async def _follow(
         self,
-        watch: Watch[ModelSpec],
+        watch: Watch[Spec],
         statistics: KeyValue[ModelStatistics],
         changed: asyncio.Event,
         leads: Callable[[], bool],
@@ -66,26 +73,26 @@ class RememberedModels:
             self._following.cancel()
             await asyncio.gather(self._following, return_exceptions=True)
 
-    async def load(self) -> list[ModelSpec]:
+    async def load(self) -> list[Spec]:
         """None are known where nothing was kept, or where it cannot be read, which is logged."""
-        if self._models or self._path is None:
-            return self._models
+        if self._specs or self._path is None:
+            return self._specs
         try:
-            return msgspec.json.decode(await asyncio.to_thread(self._path.read_bytes), type=list[ModelSpec])
+            return self._decoder.decode(await asyncio.to_thread(self._path.read_bytes))
         except FileNotFoundError:
             pass
         except (OSError, msgspec.MsgspecError) as error:
-            logger.error("%s cannot be read, so models that were added at run time are lost: %s", self._path, error)
+            logger.error("%s cannot be read, so what was added at run time is lost: %s", self._path, error)
         return []
 
-    async def keep(self, models: Mapping[str, ModelSpec]) -> None:
+    async def keep(self, specs: Mapping[str, Spec]) -> None:
         """A file that cannot be written is logged: what is stored is what counts."""
-        self._models = list(models.values())
+        self._specs = list(specs.values())
         if self._path is not None:
             try:
                 async with self._writing:
                     await asyncio.to_thread(
-                        write_whole, self._path, msgspec.json.format(msgspec.json.encode(self._models))
+                        write_whole, self._path, msgspec.json.format(msgspec.json.encode(self._specs))
                     )
             except OSError as error:
-                logger.error("%s does not have the models as they are: %s", self._path, error)
+                logger.error("%s does not have what is configured now: %s", self._path, error)

@@ -5,21 +5,23 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
+import msgspec
+
 from services.placement.active import ActivePlacement
 from services.placement.backends.interface import ScalingBackend
 from services.placement.backends.local import LocalBackend
 from services.placement.checkpoints import Checkpoints, read_shape
 from services.placement.metrics import NatsMetrics, PlacementMetrics
-from services.placement.remembered import RememberedModels
+from services.placement.remembered import Remembered
 from services.placement.replacing import Search, replacement_settings
 from services.placement.requests import check_spec
 from services.placement.searching import search_elsewhere
 from shared.bus.interface import Bus, BusError, Watch
 from shared.checkpoint import CheckpointShape
 from shared.lease import Lease
-from shared.messages.catalogue import NODES, buckets_declared_by
+from shared.messages.catalogue import ADAPTERS, MODELS, NODES, buckets_declared_by
 from shared.messages.channels import Role
-from shared.messages.cluster import NodeInfo
+from shared.messages.cluster import AdapterSpec, ModelSpec, NodeInfo
 from shared.settings import PlacementSettings, SettingsError, default_id
 from shared.telemetry import Telemetry
 
@@ -69,7 +71,9 @@ class PlacementService:
         self._nats_metrics = NatsMetrics(telemetry.registry)
         self._looking: asyncio.Task[None] | None = None
         self._checkpoints = Checkpoints(self._wake, read)
-        self._remembered = RememberedModels(settings.models_file)
+        self._remembered = Remembered(settings.models_file, MODELS, msgspec.json.Decoder(list[ModelSpec]))
+        adapters_file = f"{settings.models_file}.adapters" if settings.models_file else ""
+        self._remembered_adapters = Remembered(adapters_file, ADAPTERS, msgspec.json.Decoder(list[AdapterSpec]))
         self._lease = Lease(bus, "placement", self.placement_id, self._on_gain, self._on_lose)
         self._nodes: Watch[NodeInfo] | None = None
         self._active: ActivePlacement | None = None
@@ -84,6 +88,7 @@ class PlacementService:
             await self._bus.key_value(bucket)
         self._nodes = await (await self._bus.key_value(NODES)).watch(lambda *_: self._wake())
         await self._remembered.follow(self._bus, lambda: self._active is not None)
+        await self._remembered_adapters.follow(self._bus, lambda: self._active is not None)
         await self._lease.start()
         self._looking = asyncio.create_task(self._nats_metrics.run(self._bus), name="streams of NATS")
 
@@ -93,6 +98,7 @@ class PlacementService:
             await self._active.flush()
         await self._lease.stop()
         await self._remembered.stop()
+        await self._remembered_adapters.stop()
         if self._looking is not None:
             self._looking.cancel()
             await asyncio.gather(self._looking, return_exceptions=True)
@@ -117,6 +123,7 @@ class PlacementService:
             checkpoints=self._checkpoints,
             backend=self._backend,
             remembered=self._remembered,
+            remembered_adapters=self._remembered_adapters,
             registered=self._registered,
             is_leader=lambda: self._lease.is_held,
             search=self._search,

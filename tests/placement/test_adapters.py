@@ -16,6 +16,7 @@ from shared.messages.catalogue import ADAPTERS, PLACEMENT_ADD_ADAPTER, PLACEMENT
 from shared.messages.cluster import AdapterSpec, AttentionFacts, ModelSpec
 from shared.messages.requests import ErrorCode
 from shared.settings import BusSettings
+from tests.conftest import NatsServer
 from tests.placement.test_service import Cluster, cluster, placement, until  # noqa: F401
 from tests.worker.adapters import write_adapter
 from tests.worker.checkpoints import write_checkpoint
@@ -44,6 +45,7 @@ async def adapters(cluster: Cluster) -> AsyncIterator[dict[str, AdapterSpec]]:  
 
 async def test_adapters_come_and_go_and_stay_over_a_restart(
     nats_settings: BusSettings,
+    nats_server: NatsServer,
     cluster: Cluster,  # noqa: F811
     adapters: dict[str, AdapterSpec],
     base: Path,
@@ -88,10 +90,20 @@ async def test_adapters_come_and_go_and_stay_over_a_restart(
         assert added in adapters.values(), "it is there as it was"
         await cluster.bus.request(PLACEMENT_REMOVE_ADAPTER, RemoveAdapter("poet"), timeout_s=10)
         await until(lambda: [spec.name for spec in adapters.values()] == ["other"])
-    async with placement(nats_settings, {"m": str(base)}, name="placement-3", adapters=seeds) as last:
+    file = str(tmp_path / "models.json")
+    async with placement(nats_settings, {"m": str(base)}, name="placement-3", models_file=file) as last:
+        await until(lambda: last.is_active)
+    nats_server.delete_streams()
+    async with placement(nats_settings, {"m": str(base)}, name="placement-4", models_file=file):
+        bucket = await cluster.bus.key_value(ADAPTERS)
+        kept = {}
+        while not kept:
+            kept = {entry.value.name for entry in (await bucket.entries()).values()}
+        assert kept == {"other"}, "as it was, from the file"
+    async with placement(nats_settings, {"m": str(base)}, name="placement-5") as last:
         await until(lambda: last.is_active)
         await cluster.bus.request(PLACEMENT_REMOVE_ADAPTER, RemoveAdapter("other"), timeout_s=10)
-        await until(lambda: not adapters)
+        assert not await bucket.entries()
 
 
 def test_memory_of_adapters_is_planned_up_to_what_instances_hold(base: Path) -> None:
