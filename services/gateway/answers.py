@@ -7,6 +7,7 @@ asked for, `[DONE]`. A failure is an error object, and then the end.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
@@ -127,6 +128,17 @@ class StreamWriter(Protocol):
     def keep_alive(self) -> bytes: ...
 
 
+_LINE_ENDS = {end.encode(): json.dumps(end)[1:-1].encode() for end in "\x85\u2028\u2029"}
+
+
+def on_one_line(encoded: bytes) -> bytes:
+    """JSON in which what Unicode takes for the end of a line is escaped: many clients split streams of events there."""
+    if not encoded.isascii():
+        for end, escaped in _LINE_ENDS.items():
+            encoded = encoded.replace(end, escaped)
+    return encoded
+
+
 class ChunkWriter:
     def __init__(
         self,
@@ -159,7 +171,7 @@ class ChunkWriter:
                     parts += (self._before(delta.index), _ENCODE(delta.text), self._after_text, end)
             elif delta.text or delta.is_first or delta.finish_reason is not None or delta.tokens or delta.calls:
                 parts += (self._head, self._choice(delta), end)
-        return b"".join(parts)
+        return on_one_line(b"".join(parts))
 
     def _before(self, index: int) -> bytes:
         if (found := self._before_text.get(index)) is None:

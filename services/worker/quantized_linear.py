@@ -1,7 +1,8 @@
 """Linear layers whose weights have few bits; inputs and results stay in the model's dtype.
 
-torch's operators for these products are private (its Inductor uses them), so each is used only after a self-test shows that
-it gives the dequantised product here; else weights are dequantised when they are loaded.
+The compiled kernels multiply them where they run. torch's operators for these products are private (its Inductor uses them),
+so each is used only after a self-test shows that it gives the dequantised product here; else weights are dequantised when
+they are loaded.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import torch.nn.functional as F
 
 from services.worker.fp8_linear import Fp8Linear
 from services.worker.linear import Linear
+from services.worker.native.library import PackedIntegers, packs_integers
 from shared.quantization import GROUP_SIZE
 
 logger = logging.getLogger(__name__)
@@ -82,9 +84,9 @@ def quantized(weight: torch.Tensor, bias: torch.Tensor | None, quantization: str
         scales = weight.abs().amax(1).float().clamp_(min=1e-12) / 127
         values = (weight.float() / scales[:, None]).round_().to(torch.int8)
         return Int8Linear(values, scales.to(weight.dtype), bias)
-    if weight.shape[1] % GROUP_SIZE or not int4_works(weight.device.type, weight.dtype, *_odd(weight.shape)):
+    if weight.shape[1] % GROUP_SIZE or not _takes_int4(rounded := rounded_to_int4(weight), weight.dtype):
         return Linear(weight, bias)
-    return Int4Linear(rounded_to_int4(weight), bias, weight.dtype)
+    return Int4Linear(rounded, bias, weight.dtype)
 
 
 def rounded_to_int4(weight: torch.Tensor) -> GroupedWeights:
@@ -106,8 +108,7 @@ def from_groups(parts: list[GroupedWeights], bias: torch.Tensor | None, dtype: t
     if weights.values.is_floating_point():
         widened = weights.dequantized().to(dtype)
         return Fp8Linear(widened, bias) if widened.is_cuda else Linear(widened, bias)
-    shape, device = weights.values.shape, weights.values.device
-    if weights.bits == 4 and weights.group_size in _INT4_GROUPS and int4_works(device.type, dtype, *_odd(shape)):
+    if weights.bits == 4 and _takes_int4(weights, dtype):
         return Int4Linear(weights, bias, dtype)
     if weights.bits == 8 and weights.scales.shape[1] == 1 and bool((weights.zeros == 128).all()):
         values = (weights.values.to(torch.int16) - 128).to(torch.int8)
@@ -120,14 +121,19 @@ def from_groups(parts: list[GroupedWeights], bias: torch.Tensor | None, dtype: t
 class Int8Linear:
     """A scale for each output."""
 
-    __slots__ = ("_bias", "_packed", "_scales", "_values")
+    __slots__ = ("_bias", "_packed", "_scales", "_values", "compiled")
 
     def __init__(self, values: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None) -> None:
         """`values`: [out_features, in_features] int8. `scales`: [out_features] in the dtype of what comes in."""
+        self.compiled = _compiled(values, scales[:, None], None, bias, scales.dtype)
+        if self.compiled is not None:
+            return
         self._values, self._scales, self._bias = values.contiguous(), scales, bias
         self._packed = values.device.type == "cpu" and int8_works(scales.dtype)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        if self.compiled is not None:
+            return self.compiled(x)
         if self._packed and len(x) <= _INT8_ROWS:
             result: torch.Tensor = torch.ops.aten._weight_int8pack_mm(x, self._values, self._scales)
         else:
@@ -139,9 +145,14 @@ class Int8Linear:
 class Int4Linear:
     """A scale and a zero for each group of inputs."""
 
-    __slots__ = ("_bias", "_columns", "_group_size", "_is_cpu", "_packed", "_scales_and_zeros")
+    __slots__ = ("_bias", "_columns", "_group_size", "_is_cpu", "_packed", "_scales_and_zeros", "compiled")
 
     def __init__(self, weights: GroupedWeights, bias: torch.Tensor | None, dtype: torch.dtype) -> None:
+        self.compiled = None
+        if weights.columns is None:
+            self.compiled = _compiled(weights.values, weights.scales, weights.zeros, bias, dtype)
+        if self.compiled is not None:
+            return
         self._bias, self._columns, self._group_size = bias, weights.columns, weights.group_size
         self._is_cpu = weights.values.device.type == "cpu"
         # torch's: (value - 8) * scale + zero
@@ -154,11 +165,30 @@ class Int4Linear:
             self._packed = torch.ops.aten._convert_weight_to_int4pack(pairs.contiguous(), _TILE_COLUMNS)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        if self.compiled is not None:
+            return self.compiled(x)
         if self._columns is not None:
             x = x.index_select(1, self._columns)
         operator = torch.ops.aten._weight_int4pack_mm_for_cpu if self._is_cpu else torch.ops.aten._weight_int4pack_mm
         result: torch.Tensor = operator(x.contiguous(), self._packed, self._group_size, self._scales_and_zeros)
         return result if self._bias is None else result.add_(self._bias)
+
+
+def _compiled(
+    values: torch.Tensor,
+    scales: torch.Tensor,
+    zeros: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    dtype: torch.dtype,
+) -> PackedIntegers | None:
+    return PackedIntegers(values, scales, zeros, bias) if packs_integers(values, scales, zeros, dtype) else None
+
+
+def _takes_int4(weights: GroupedWeights, dtype: torch.dtype) -> bool:
+    values, zeros = weights.values, weights.zeros
+    if weights.columns is None and packs_integers(values, weights.scales, zeros, dtype):
+        return True
+    return weights.group_size in _INT4_GROUPS and int4_works(values.device.type, dtype, *_odd(values.shape))
 
 
 def _odd(shape: torch.Size) -> tuple[int, int]:

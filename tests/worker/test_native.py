@@ -12,7 +12,15 @@ import torch.nn.functional as F
 
 from services.worker.models.decoder import activation
 from services.worker.native import building, library
-from services.worker.native.library import ACTIVATIONS, Kernels, PackedWeight, kernels, packs
+from services.worker.native.library import (
+    ACTIVATIONS,
+    Kernels,
+    PackedIntegers,
+    PackedWeight,
+    kernels,
+    packs,
+    packs_integers,
+)
 
 COMPILED = kernels()
 needs_kernels = pytest.mark.skipif(
@@ -38,6 +46,34 @@ def test_a_product_has_torchs_result_and_its_rows_the_same_bits_alone(
     for start, stop in ((0, 1), (5, 17), (100, 257)):
         assert torch.equal(linear(x[start:stop]), whole[start:stop])
     assert torch.equal(linear(x[:, :2].contiguous() if inputs == 2 else x.repeat(1, 2)[:, :inputs]), whole)
+
+
+@pytest.mark.skipif(torch.bfloat16 not in DTYPES, reason="needs AVX512-BF16")
+@pytest.mark.parametrize("group_size", [None, 32, 192])
+@pytest.mark.parametrize("outputs", [32, 70])
+def test_weights_of_few_bits_are_the_numbers_they_stand_for(group_size: int | None, outputs: int) -> None:
+    """int8 without groups, else int4."""
+    generator = torch.Generator().manual_seed(0)
+    inputs, zeros = 192, None
+    num_groups = inputs // (group_size or inputs)
+    scales = torch.rand(outputs, num_groups, generator=generator) / 64
+    if group_size is None:
+        values = torch.randint(-127, 128, (outputs, inputs), generator=generator).to(torch.int8)
+    else:
+        values = torch.randint(0, 16, (outputs, inputs), generator=generator).to(torch.uint8)
+        zeros = torch.randint(0, 17, scales.shape, generator=generator).float()
+    assert packs_integers(values, scales, zeros, torch.bfloat16)
+    bias, x = random(outputs, dtype=torch.bfloat16), random(257, inputs, dtype=torch.bfloat16)
+    numbers = values.float().view(outputs, num_groups, -1) - (0 if zeros is None else zeros[..., None])
+    expected = F.linear(x.float(), (numbers * scales[..., None]).flatten(1), bias.float())
+    linear = PackedIntegers(values, scales, zeros, bias)
+    whole = linear(x)
+    torch.testing.assert_close(whole, expected.bfloat16(), rtol=2e-2, atol=2e-3)
+    for start, stop in ((0, 1), (5, 17), (100, 257)):
+        assert torch.equal(linear(x[start:stop]), whole[start:stop])
+    if linear.can_be_gated("silu"):
+        gates, ups = expected.chunk(2, -1)
+        torch.testing.assert_close(linear.gated("silu")(x), (F.silu(gates) * ups).bfloat16(), rtol=2e-2, atol=2e-2)
 
 
 @needs_kernels

@@ -39,6 +39,7 @@ typedef uint16_t halves __attribute__((vector_size(32)));
 typedef float floats_at __attribute__((vector_size(64), aligned(4), may_alias));
 typedef uint32_t words_at __attribute__((vector_size(64), aligned(4), may_alias));
 typedef uint16_t halves_at __attribute__((vector_size(32), aligned(2), may_alias));
+typedef int8_t bytes_at __attribute__((vector_size(16), aligned(1), may_alias));
 typedef uint32_t word_at __attribute__((aligned(4), may_alias));
 
 /* ------------------------------------------------------------------------------------------------------- elements */
@@ -417,24 +418,112 @@ int tideway_join_over_ranks(Ranks *ranks, const char *rows, int64_t num_rows, in
 #define PANEL 32 /* outputs */
 #define ROWS 12  /* of a register tile */
 
+enum { WORDS = 0, INT8 = 1, INT4 = 2 };
+
+/* Weights of few bits are whole numbers that bfloat16 holds exactly; the sums of their products over a group of inputs are
+ * multiplied by its scales. */
 typedef struct {
-    const words *weight; /* [panels, in_words, PANEL] words; outputs beyond the last are 0 */
+    const void *weight;  /* WORDS: [panels, in_words, PANEL] words; outputs beyond the last are 0
+                          * INT8: [panels, in_words, 2, 2, LANES]: of 16 outputs the first inputs of their words, then the second
+                          * INT4: [panels, in_words, LANES, 2]: outputs i and 16 + i in the low and the high 4 bits */
     const float *bias;   /* [panels * PANEL], or NULL */
-    int64_t in_words;
-    int64_t num_outputs;
+    const float *scales; /* [panels, groups, PANEL], unless WORDS */
+    const words *zeros;  /* INT4: [panels, groups, PANEL] words: 16 less the zero, in both halves */
+    int64_t in_words, num_outputs, group_words;
+    int32_t kind;
 } Linear;
 
-ALWAYS void tile(const int bf16, const int rows, const uint32_t *a, long a_stride, const words *b, long in_words,
-                 floats acc[ROWS][2]) {
+ALWAYS floats to_floats(const char *from) {
+#if defined(__AVX512F__)
+    return (floats)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)from)));
+#else
+    return __builtin_convertvector(*(const bytes_at *)from, floats);
+#endif
+}
+
+/* What turns the 4 bits of INT4 into bfloat16, in a group. */
+typedef struct {
+    words numbers;    /* -16 .. 15 as bfloat16 */
+    words zeros[2];
+} Fours;
+
+ALWAYS Fours fours_of(const Linear *linear, long panel, long group) {
+    Fours found;
+    uint16_t *numbers = (uint16_t *)&found.numbers;
+    UNROLL for (int i = 0; i < 32; i++) {
+        float number = (float)(i - 16);
+        uint32_t bits;
+        memcpy(&bits, &number, 4);
+        numbers[i] = bits >> 16;
+    }
+    const words *zeros = linear->zeros + (panel * (linear->in_words / linear->group_words) + group) * 2;
+    found.zeros[0] = zeros[0];
+    found.zeros[1] = zeros[1];
+    return found;
+}
+
+ALWAYS long bytes_of(const int kind) { return kind == WORDS ? PANEL * 4 : kind == INT8 ? PANEL * 2 : PANEL; }
+
+/* A panel's word k of each output. `at`: of its word 0. */
+ALWAYS void panel_words(const int kind, const char *at, long k, const Fours *fours, words b[2]) {
+    at += k * bytes_of(kind);
+    __builtin_prefetch(at + 4096);
+    if (kind == WORDS) {
+        __builtin_prefetch(at + 4096 + 64);
+        b[0] = ((const words *)at)[0];
+        b[1] = ((const words *)at)[1];
+    } else if (kind == INT8) {
+        UNROLL for (int i = 0; i < 2; i++) {
+            words low = (words)to_floats(at + i * 2 * LANES), high = (words)to_floats(at + i * 2 * LANES + LANES);
+            b[i] = low >> 16 | (high & 0xffff0000u);
+        }
+    } else {
+#if defined(__AVX512BW__)
+        __m512i both = _mm512_cvtepu8_epi16(_mm256_loadu_si256((const __m256i *)at));
+        __m512i low = _mm512_add_epi16(_mm512_and_si512(both, _mm512_set1_epi16(15)), (__m512i)fours->zeros[0]);
+        __m512i high = _mm512_add_epi16(_mm512_srli_epi16(both, 4), (__m512i)fours->zeros[1]);
+        b[0] = (words)_mm512_permutexvar_epi16(low, (__m512i)fours->numbers);
+        b[1] = (words)_mm512_permutexvar_epi16(high, (__m512i)fours->numbers);
+#else
+        b[0] = b[1] = (words){0};
+#endif
+    }
+}
+
+ALWAYS void clear(const int rows, floats acc[ROWS][2]) {
     UNROLL for (int r = 0; r < rows; r++) acc[r][0] = acc[r][1] = splat(0.0f);
-    for (long k = 0; k < in_words; k++) {
-        words b0 = b[2 * k], b1 = b[2 * k + 1];
-        __builtin_prefetch(b + 2 * k + 64);
-        __builtin_prefetch(b + 2 * k + 65);
+}
+
+/* acc = a [rows, words first .. end - 1] x a panel's. */
+ALWAYS void tile(const int bf16, const int kind, const int rows, const uint32_t *a, long a_stride, const char *panel,
+                 const Fours *fours, long first, long end, floats acc[ROWS][2]) {
+    clear(rows, acc);
+    for (long k = first; k < end; k++) {
+        words b[2];
+        panel_words(kind, panel, k, fours, b);
         UNROLL for (int r = 0; r < rows; r++) {
             uint32_t word = ((const word_at *)a)[r * a_stride + k];
-            acc[r][0] = dot(bf16, acc[r][0], b0, word);
-            acc[r][1] = dot(bf16, acc[r][1], b1, word);
+            acc[r][0] = dot(bf16, acc[r][0], b[0], word);
+            acc[r][1] = dot(bf16, acc[r][1], b[1], word);
+        }
+    }
+}
+
+/* `tile` of a whole panel of few bits, or of its words when it was unpacked. */
+ALWAYS void grouped_tile(const int kind, const int rows, const uint32_t *a, long a_stride, const Linear *linear, long panel,
+                         const char *at, floats acc[ROWS][2]) {
+    const long length = linear->group_words, groups = linear->in_words / length;
+    clear(rows, acc);
+    for (long group = 0; group < groups; group++) {
+        floats sums[ROWS][2];
+        Fours fours;
+        if (kind == INT4) fours = fours_of(linear, panel, group);
+        tile(1, kind, rows, a, a_stride, at, &fours, group * length, (group + 1) * length, sums);
+        const float *scales = linear->scales + (panel * groups + group) * PANEL;
+        floats first = *(const floats_at *)scales, second = *(const floats_at *)(scales + LANES);
+        UNROLL for (int r = 0; r < rows; r++) {
+            acc[r][0] = fma16(sums[r][0], first, acc[r][0]);
+            acc[r][1] = fma16(sums[r][1], second, acc[r][1]);
         }
     }
 }
@@ -449,11 +538,16 @@ typedef struct {
     int32_t activation;
 } Product;
 
-ALWAYS void panel_rows(const int bf16, const int rows, const Product *p, long panel, long row) {
+/* `unpacked`: the words of a panel of few bits, or NULL. */
+ALWAYS void panel_rows(const int bf16, const int kind, const int rows, const Product *p, long panel, long row,
+                       const words *unpacked) {
     const Linear *linear = p->linear;
+    const uint32_t *x = (const uint32_t *)p->x + row * p->x_stride;
+    const char *at = (const char *)linear->weight + panel * linear->in_words * bytes_of(kind);
     floats acc[ROWS][2];
-    tile(bf16, rows, (const uint32_t *)p->x + row * p->x_stride, p->x_stride,
-         linear->weight + panel * linear->in_words * 2, linear->in_words, acc);
+    if (unpacked) grouped_tile(WORDS, rows, x, p->x_stride, linear, panel, (const char *)unpacked, acc);
+    else if (kind != WORDS) grouped_tile(kind, rows, x, p->x_stride, linear, panel, at, acc);
+    else tile(bf16, WORDS, rows, x, p->x_stride, at, NULL, 0, linear->in_words, acc);
     const float *bias = linear->bias ? linear->bias + panel * PANEL : NULL;
     UNROLL for (int r = 0; r < rows; r++) {
         floats first = acc[r][0], second = acc[r][1];
@@ -473,10 +567,39 @@ ALWAYS void panel_rows(const int bf16, const int rows, const Product *p, long pa
     }
 }
 
-static void panel_tail(const int bf16, int rows, const Product *p, long panel, long row) {
-#define TAIL(n) case n: if (bf16) panel_rows(1, n, p, panel, row); else panel_rows(0, n, p, panel, row); break;
+static void panel_tail(const int bf16, int rows, const Product *p, long panel, long row, const words *unpacked) {
+#define TAIL(n) \
+    case n: \
+        if (unpacked) panel_rows(1, WORDS, n, p, panel, row, unpacked); \
+        else if (p->linear->kind == INT8) panel_rows(1, INT8, n, p, panel, row, NULL); \
+        else if (p->linear->kind == INT4) panel_rows(1, INT4, n, p, panel, row, NULL); \
+        else if (bf16) panel_rows(1, WORDS, n, p, panel, row, NULL); \
+        else panel_rows(0, WORDS, n, p, panel, row, NULL); \
+        break;
     switch (rows) { TAIL(1) TAIL(2) TAIL(3) TAIL(4) TAIL(5) TAIL(6) TAIL(7) TAIL(8) TAIL(9) TAIL(10) TAIL(11) TAIL(12) }
 #undef TAIL
+}
+
+/* A panel of few bits for more than one tile of rows; NULL: there is no memory for it. */
+static const words *unpacked_panel(const Linear *linear, long panel) {
+    static _Thread_local words *space;
+    static _Thread_local long capacity; /* words of 32 bits in each of a panel's outputs */
+    if (linear->in_words > capacity) {
+        free(space);
+        capacity = 0;
+        if (posix_memalign((void **)&space, 64, linear->in_words * 2 * sizeof(words))) return space = NULL;
+        capacity = linear->in_words;
+    }
+    const char *at = (const char *)linear->weight;
+    for (long k = 0; k < linear->in_words; k++) {
+        if (linear->kind == INT8) {
+            panel_words(INT8, at + panel * linear->in_words * bytes_of(INT8), k, NULL, space + 2 * k);
+        } else {
+            Fours fours = fours_of(linear, panel, k / linear->group_words);
+            panel_words(INT4, at + panel * linear->in_words * bytes_of(INT4), k, &fours, space + 2 * k);
+        }
+    }
+    return space;
 }
 
 /* A phase. Many rows are cut, so that those of one piece stay in the cache of a core, and few panels still make many pieces. */
@@ -489,9 +612,10 @@ static void multiply(const int bf16, Worker *worker, const Product *p) {
         long end = row + group < p->num_rows ? row + group : p->num_rows;
         /* tiles of almost equal height: 12 + 12 + 8 takes as long as 11 + 11 + 10 at best */
         long tiles = (end - row + ROWS - 1) / ROWS;
+        const words *unpacked = p->linear->kind != WORDS && tiles > 1 ? unpacked_panel(p->linear, panel) : NULL;
         for (; tiles > 0; tiles--) {
             long rows = (end - row + tiles - 1) / tiles;
-            panel_tail(bf16, (int)rows, p, panel, row);
+            panel_tail(bf16, (int)rows, p, panel, row, unpacked);
             row += rows;
         }
     }

@@ -10,6 +10,7 @@ import ctypes
 import functools
 import logging
 import os
+from abc import ABC, abstractmethod
 from copy import copy
 from ctypes import POINTER, c_float, c_int32, c_int64, c_uint32, c_void_p
 from typing import Any
@@ -29,7 +30,10 @@ ACTIVATIONS = {"silu": 0, "swish": 0, "gelu_new": 1, "gelu_pytorch_tanh": 1, "re
 
 
 class LinearStruct(ctypes.Structure):
-    _fields_ = [("weight", c_void_p), ("bias", c_void_p), ("in_words", c_int64), ("num_outputs", c_int64)]
+    _fields_ = [
+        ("weight", c_void_p), ("bias", c_void_p), ("scales", c_void_p), ("zeros", c_void_p), ("in_words", c_int64),
+        ("num_outputs", c_int64), ("group_words", c_int64), ("kind", c_int32),
+    ]  # fmt: skip
 
 
 class ProductStruct(ctypes.Structure):
@@ -113,7 +117,7 @@ class Kernels:
         if not self._team:
             raise OSError(f"no {num_threads} threads can be started")
 
-    def linear(self, x: torch.Tensor, weight: PackedWeight) -> torch.Tensor:
+    def linear(self, x: torch.Tensor, weight: Packed) -> torch.Tensor:
         """[rows, in_features] -> [rows, out_features]"""
         if x.stride(-1) != 1 or x.stride(0) * x.itemsize % 4:
             x = x.contiguous()
@@ -168,38 +172,28 @@ class Kernels:
         return best
 
 
-class PackedWeight:
-    """`[out_features, in_features]` as panels of 32 outputs, in words of 32 bits."""
+class Packed(ABC):
+    """A linear layer's weight in the form of the kernels, for an activation of its outputs or none."""
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
-        """Neither is kept."""
-        words = weight.contiguous().view(torch.int32)
-        self._set(words, None if bias is None else bias.float(), None)
+    struct: LinearStruct
 
-    def _set(self, words: torch.Tensor, bias: torch.Tensor | None, activation: int | None) -> None:
-        """`words`: [out_features, in_words]"""
-        num_outputs, num_words = words.shape
-        missing = -num_outputs % PANEL
-        panels = torch.nn.functional.pad(words, (0, 0, 0, missing)).view(-1, PANEL, num_words)
-        self._panels = panels.transpose(1, 2).contiguous()
-        self._bias = None if bias is None else torch.nn.functional.pad(bias, (0, missing))
+    def __init__(self, num_outputs: int, bias: torch.Tensor | None, activation: int | None) -> None:
         self._num_outputs = num_outputs
+        self._bias = None if bias is None else torch.nn.functional.pad(bias.float(), (0, -num_outputs % PANEL))
         self.activation = activation
         self.out_features = num_outputs if activation is None else num_outputs // 2
-        self.struct = LinearStruct(address(self._panels), address(self._bias), num_words, num_outputs)
-        self.pointer = ctypes.pointer(self.struct)
+
+    @property
+    def pointer(self) -> ctypes._Pointer[LinearStruct]:
+        return ctypes.pointer(self.struct)
 
     def can_be_gated(self, activation: str) -> bool:
         return activation in ACTIVATIONS and self._num_outputs % (2 * LANES) == 0
 
-    def gated(self, activation: str) -> PackedWeight:
+    @abstractmethod
+    def gated(self, activation: str) -> Packed:
         """The first half of the outputs are gates of the second: what comes out is the product of both, after `activation`
         (its name in config.json) of the gates."""
-        words = self._panels.transpose(1, 2).reshape(-1, self._panels.shape[1])[: self._num_outputs]
-        bias = None if self._bias is None else _interleaved(self._bias[: self._num_outputs])
-        gated = PackedWeight.__new__(PackedWeight)
-        gated._set(_interleaved(words), bias, ACTIVATIONS[activation])
-        return gated
 
     def ungated(self, x: torch.Tensor) -> torch.Tensor:
         """Of one that is `gated`: [rows, in_features] -> [rows, 2 * out_features], without the activation, gates first."""
@@ -207,11 +201,88 @@ class PackedWeight:
         plain.activation, plain.out_features = None, self._num_outputs
         return plain(x).view(len(x), -1, 2, LANES).transpose(1, 2).reshape(len(x), -1)
 
+    def _interleaved_bias(self) -> torch.Tensor | None:
+        return None if self._bias is None else _interleaved(self._bias[: self._num_outputs])
+
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[rows, in_features] -> [rows, out_features]"""
         compiled = kernels()
         assert compiled is not None  # `packs` has seen to it
         return compiled.linear(x, self)
+
+
+class PackedWeight(Packed):
+    """`[out_features, in_features]` as panels of 32 outputs, in words of 32 bits."""
+
+    def __init__(
+        self, weight: torch.Tensor, bias: torch.Tensor | None = None, *, activation: int | None = None
+    ) -> None:
+        """Neither is kept."""
+        super().__init__(len(weight), bias, activation)
+        self._panels = _panels(weight.contiguous().view(torch.int32)).contiguous()
+        self.struct = LinearStruct(
+            address(self._panels), address(self._bias), in_words=self._panels.shape[1], num_outputs=len(weight)
+        )
+
+    def gated(self, activation: str) -> PackedWeight:
+        words = self._panels.transpose(1, 2).flatten(0, 1)[: self._num_outputs]
+        return PackedWeight(_interleaved(words), self._interleaved_bias(), activation=ACTIVATIONS[activation])
+
+
+class PackedIntegers(Packed):
+    """`(values[n, k] - zeros[n, k // group]) * scales[n, k // group]` for inputs in bfloat16, G groups: panels of 32 outputs
+    in 4 or 8 bits each."""
+
+    def __init__(
+        self,
+        values: torch.Tensor,
+        scales: torch.Tensor,
+        zeros: torch.Tensor | None,
+        bias: torch.Tensor | None = None,
+        *,
+        activation: int | None = None,
+    ) -> None:
+        """`values`: [out_features, in_features], int8, or uint8 below 16 with `zeros`, [out_features, G], whole numbers from
+        0 to 16. `scales`: [out_features, G]. Groups have an even number of inputs. None is kept."""
+        super().__init__(len(values), bias, activation)
+        num_outputs, num_inputs = values.shape
+        # [panels, in_words, 32 outputs, 2 inputs]
+        pairs = _panels(values.view(num_outputs, -1, 2))
+        if zeros is None:
+            packed = pairs.view(*pairs.shape[:2], 2, LANES, 2).transpose(3, 4)
+        else:
+            low, high = pairs[:, :, :LANES], pairs[:, :, LANES:]
+            packed = low | high << 4
+        self._packed = packed.contiguous()
+        self._scales = _panels(scales.float()).contiguous()
+        self._zeros = None if zeros is None else _panels((16 - zeros).int() * 0x10001).contiguous()
+        self.struct = LinearStruct(
+            address(self._packed), address(self._bias), address(self._scales), address(self._zeros), num_inputs // 2,
+            num_outputs, num_inputs // 2 // scales.shape[1], 1 if zeros is None else 2,
+        )  # fmt: skip
+
+    def gated(self, activation: str) -> PackedIntegers:
+        if self._zeros is None:
+            pairs, zeros = self._packed.transpose(3, 4).flatten(2, 3), None
+        else:
+            pairs, zeros = torch.cat((self._packed & 15, self._packed >> 4), 2), 16 - (self._rows(self._zeros) & 0xFFFF)
+        values, scales = self._rows(pairs).flatten(1), self._rows(self._scales)
+        return PackedIntegers(
+            _interleaved(values),
+            _interleaved(scales),
+            None if zeros is None else _interleaved(zeros),
+            self._interleaved_bias(),
+            activation=ACTIVATIONS[activation],
+        )
+
+    def _rows(self, panels: torch.Tensor) -> torch.Tensor:
+        return panels.transpose(1, 2).flatten(0, 1)[: self._num_outputs]
+
+
+def _panels(rows: torch.Tensor) -> torch.Tensor:
+    """`[out_features, n, ...]` -> `[panels, n, 32, ...]`, zeros behind the last."""
+    missing = rows.new_zeros(-len(rows) % PANEL, *rows.shape[1:])
+    return torch.cat((rows, missing)).view(-1, PANEL, *rows.shape[1:]).transpose(1, 2)
 
 
 def _interleaved(rows: torch.Tensor) -> torch.Tensor:
@@ -224,10 +295,23 @@ def packs(weight: torch.Tensor) -> bool:
     instructions; those for whole tiles (AMX) torch uses and these kernels do not."""
     if weight.device.type != "cpu" or weight.dtype not in DTYPES or kernels() is None:
         return False
-    needs = "avx512f" if weight.dtype == torch.float32 else "avx512_bf16"
-    if needs not in cpu_flags() or "amx_bf16" in cpu_flags():
+    if not _is_fast_with(weight.dtype):
         return False
     return weight.shape[1] * weight.itemsize % 4 == 0
+
+
+def packs_integers(values: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, dtype: torch.dtype) -> bool:
+    """Whether `PackedIntegers` takes these, [out_features, in_features] and [out_features, G], for inputs of `dtype`."""
+    if values.device.type != "cpu" or dtype != torch.bfloat16 or kernels() is None or not _is_fast_with(dtype):
+        return False
+    if values.shape[1] // scales.shape[1] % 2:
+        return False
+    return zeros is None or bool(((zeros >= 0) & (zeros <= 16) & (zeros == zeros.round())).all())
+
+
+def _is_fast_with(dtype: torch.dtype) -> bool:
+    needs = "avx512f" if dtype == torch.float32 else "avx512_bf16"
+    return needs in cpu_flags() and "amx_bf16" not in cpu_flags()
 
 
 @functools.cache
