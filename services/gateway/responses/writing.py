@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from services.gateway.answers import on_one_line
 from services.gateway.errors import ApiError
 from services.gateway.generation import Delta
 from services.gateway.logprobs import chat_logprobs
@@ -171,6 +172,6 @@ class ResponseWriter:
         parts = []
         for kind, fields in events:
             data = msgspec.json.encode({"type": kind, "sequence_number": self._num_events, **fields})
-            parts.append(b"event: " + kind.encode() + b"\ndata: " + data + b"\n\n")
+            parts.append(b"event: " + kind.encode() + b"\ndata: " + on_one_line(data) + b"\n\n")
             self._num_events += 1
         return b"".join(parts)
