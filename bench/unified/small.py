@@ -56,6 +56,7 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
 
 CASES = (
     Case(name="short steps"),
+    Case(name="short steps, many lines", num_lines=60, run_s=30.0),
     Case(name="short steps, busy", rate_rps=7.0),
     Case(name="short steps, chat", mix=MIXES[0], rate_rps=3.5),
     Case(name="steps to 1 s, few requests", rate_rps=1.0, line_tokens=(700, 40), num_lines=24, token_budget=2048),

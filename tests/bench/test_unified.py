@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 
+import msgspec
 import pytest
 
+from bench.unified.small import CASES, simulate
 from bench.unified.variants import VARIANTS, WHOLE, Online, Variant, markdown, of_seeds, row
 
 
@@ -43,3 +45,14 @@ def test_seeds_are_averaged_and_their_counts_added() -> None:
     both = of_seeds(rows)
     assert (both.normalised_latency, both.silence_max_s, both.use) == (3.0, 0.3, 0.5)
     assert (both.num_requests, both.changes) == (2, 2)
+
+
+def test_suspension_makes_users_faster_where_steps_are_short_too() -> None:
+    case = msgspec.structs.replace(CASES[0], run_s=10.0, rate_rps=6.0, num_lines=30)
+    off = next(one for one in VARIANTS if one.name == "no suspension")
+    with_it, without = (simulate((variant, case, 101)) for variant in (WHOLE, off))
+    assert with_it.num_requests == without.num_requests > 40
+    assert with_it.num_failed == without.num_failed == 0
+    assert with_it.attainment >= without.attainment and with_it.normalised_latency < without.normalised_latency
+    assert with_it.offline_tokens_s > 0.9 * without.offline_tokens_s
+    assert simulate((WHOLE, case, 101)) == with_it, "the same again"
