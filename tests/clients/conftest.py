@@ -1,9 +1,9 @@
 """Clients that people use, unchanged, on one running system with the demonstration models.
 
 `stack`     the system, on free ports; `url` and `base_url` (with /v1) are where its gateway listens
-`command`   finds a client's program, beside this Python or on the path; the test is skipped where it is not installed
+`command`   runs a client's program, which the test `needs_program`
 
-A test asks for a client by `pytest.importorskip`, so that those run which are installed. docs/clients.md says which were
+A test asks for a library by `pytest.importorskip`, so that those run which are installed. docs/clients.md says which were
 run by hand, and how.
 """
 
@@ -22,6 +22,17 @@ from tests.e2e.stack import REPOSITORY, Stack
 LLAMA, OPT = "tideway-demo-llama", "tideway-demo-opt"
 """The one has a chat template."""
 CLIENT_TIMEOUT_S = 200.0
+
+
+def program(name: str) -> str | None:
+    """A client's program, beside this Python or on the path; None: it is not installed."""
+    beside = Path(sys.executable).with_name(name)
+    return str(beside) if beside.exists() else shutil.which(name)
+
+
+def needs_program(name: str) -> pytest.MarkDecorator:
+    """Skips before the system is started."""
+    return pytest.mark.skipif(program(name) is None, reason=f"{name} is not installed")
 
 
 @pytest.fixture(scope="package")
@@ -48,10 +59,8 @@ def command(tmp_path: Path) -> Callable[..., str]:
     """Runs a program with these arguments in an empty folder, and returns what it printed."""
 
     def run(name: str, *arguments: str) -> str:
-        beside = Path(sys.executable).with_name(name)
-        found = str(beside) if beside.exists() else shutil.which(name)
-        if found is None:
-            pytest.skip(f"{name} is not installed")
+        found = program(name)
+        assert found is not None
         done = subprocess.run(
             [found, *arguments], cwd=tmp_path, capture_output=True, text=True, timeout=CLIENT_TIMEOUT_S
         )

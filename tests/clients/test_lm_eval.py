@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.clients.conftest import LLAMA
+from tests.clients.conftest import LLAMA, needs_program
 from tests.e2e.stack import REPOSITORY
 
 TASK = """
@@ -30,6 +30,7 @@ QUESTIONS = [
 ]
 
 
+@needs_program("lm_eval")
 @pytest.mark.parametrize(("kind", "metric"), [("multiple_choice", "acc"), ("loglikelihood_rolling", "word_perplexity")])
 @pytest.mark.parametrize("batch_size", [1, 4])
 def test_loglikelihood(
@@ -41,7 +42,6 @@ def test_loglikelihood(
     metric: str,
     batch_size: int,
 ) -> None:
-    pytest.importorskip("lm_eval")
     for name, value in {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_HOME": str(tmp_path / "hf")}.items():
         monkeypatch.setitem(os.environ, name, value)
     file = tmp_path / "questions.jsonl"

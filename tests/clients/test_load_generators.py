@@ -6,12 +6,13 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
-from tests.clients.conftest import LLAMA, OPT
+from tests.clients.conftest import LLAMA, OPT, needs_program
 from tests.e2e.stack import REPOSITORY
 
 NUM_REQUESTS = 6
 
 
+@needs_program("guidellm")
 def test_guidellm(url: str, command: Callable[..., str], tmp_path: Path) -> None:
     tokenizer = REPOSITORY / "models" / LLAMA
     command(
@@ -26,6 +27,7 @@ def test_guidellm(url: str, command: Callable[..., str], tmp_path: Path) -> None
     assert report["benchmarks"][0]["metrics"]["request_totals"]["successful"] == NUM_REQUESTS
 
 
+@needs_program("aiperf")
 def test_aiperf(url: str, command: Callable[..., str], tmp_path: Path) -> None:
     command(
         "aiperf",
@@ -37,6 +39,7 @@ def test_aiperf(url: str, command: Callable[..., str], tmp_path: Path) -> None:
     assert json.loads(report.read_text())["request_count"]["avg"] == NUM_REQUESTS
 
 
+@needs_program("vllm")
 def test_vllm_bench_serve(url: str, command: Callable[..., str], tmp_path: Path) -> None:
     command(
         "vllm",
