@@ -22,12 +22,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--output", type=Path, default=Path(".tideway/bench"), help="folder of JSON and table")
     parser.add_argument("--load", type=float, default=day.LOAD, help="of the day, see bench/placement/day.py")
+    parser.add_argument("--processes", type=int, default=2, help="of the day, in which its rows are made")
+    parser.add_argument(
+        "--intervals",
+        nargs="+",
+        default=list(day.INTERVALS_S),
+        choices=list(day.INTERVALS_S),
+        help="of the day; adaptive and none are always there",
+    )
     options = parser.parse_args(arguments)
     known: dict[str, Callable[[int], experiments.Table]] = {
         "speed": experiments.speed,
         "optimum": experiments.optimum,
         "rank": experiments.rank,
-        "day": lambda seed: day.day(seed, options.load),
+        "day": lambda seed: day.day(
+            seed, options.load, options.processes, list(dict.fromkeys(["adaptive", "none", *options.intervals]))
+        ),
     }
     for name in options.experiments:
         began_s = time.monotonic()

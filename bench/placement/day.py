@@ -15,6 +15,9 @@ from __future__ import annotations
 
 import csv
 import math
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from multiprocessing import get_context
 from pathlib import Path
 from typing import NamedTuple
 
@@ -28,7 +31,7 @@ from shared.placement.execution import alone_s, execution_s, step_tokens
 from shared.placement.facts import SHAPES, model_facts, node_facts
 from shared.placement.hardware import L4
 from shared.placement.plan import ModelPrediction, Prediction
-from shared.placement.problem import ModelFacts, Plan, Problem, Traffic
+from shared.placement.problem import ModelFacts, Plan, Problem, Proposal, Traffic
 from shared.placement.rehearsal import Episode, rehearse
 from shared.placement.replacement import Replacement, ReplacementSettings
 from shared.placement.search import search
@@ -233,75 +236,99 @@ class Day:
             normalised_latency=float(seen.normalised @ seen.weight) / weight, models=models,
         )  # fmt: skip
 
-    def served_by(self, at_s: float) -> Plan:
-        return [plan for since_s, plan in self.plans if since_s <= at_s][-1]
-
 
 def _joined(stretches: list[_Stretch]) -> _Stretch:
     return _Stretch(*(np.concatenate(columns) for columns in zip(*stretches, strict=True)))
 
 
-def _weighted_percentile(values: np.ndarray, weights: np.ndarray, share: float) -> float:
+def _percentile(values: np.ndarray, weights: np.ndarray, share: float) -> float:
     order = np.argsort(values)
     passed = np.cumsum(weights[order])
     return float(values[order][np.searchsorted(passed, share * passed[-1])])
 
 
-def day(seed: int = 1, load: float = LOAD, folder: Path = TRACES) -> Table:
+class Played(NamedTuple):
+    """What came of a day."""
+
+    row: dict[str, object]
+    attainment: float
+    latency: float
+    plans: list[tuple[float, Plan]]
+
+
+def begun(seed: int, load: float, folder: Path) -> tuple[Problem, Proposal]:
+    """The day, and the plan for its first hour, with which all begin."""
     arrivals, models = draw_day(folder, seed, load)
     whole = Problem(nodes=(node_facts("node", L4, NUM_DEVICES),), models=tuple(models), traffic=arrivals)
     problem = msgspec.structs.replace(whole, execution_s=execution_s(whole))
-    # All begin with the plan for the first hour.
-    begun = search(msgspec.structs.replace(problem, traffic=between(arrivals, 0.0, 3600.0)))
-    rows: list[dict[str, object]] = []
-    latencies: dict[str, float] = {}
-    attainments: dict[str, float] = {}
-    days: dict[str, Day] = {}
-    for name in INTERVALS_S:
-        one = days[name] = Day(problem, begun.plan, begun.prediction, settings(name))
-        found = one.play()
-        total = float(found.weight.sum())
-        attainments[name] = 1.0 - float(found.is_late @ found.weight) / total
-        latencies[name] = float(found.normalised @ found.weight) / total
-        interval_s = one.core.interval_s
-        rows.append(
-            {
-                "interval": name, "requests": arrivals.num_requests, "attainment": f"{attainments[name]:.4f}",
-                "normalised latency": round(latencies[name], 3),
-                "P99": round(_weighted_percentile(found.normalised, found.weight, 0.99), 2),
-                "searches": one.num_searches, "changes": one.num_changes,
-                "minutes of changes": round(one.changing_s / 60, 1),
-                "device minutes that served nobody": round(one.lost_device_s / 60, 1),
-                "attainment that changes cost": f"{one.late_by_changes / total:.4f}",
-                "verdicts": ", ".join(f"{cause} {num}" for cause, num in sorted(one.causes.items())) or "-",
-                "last interval, minutes": round(interval_s / 60) if math.isfinite(interval_s) else "-",
-            }
-        )  # fmt: skip
-        print(rows[-1], flush=True)
-    best_fixed = max(attainments[name] for name in attainments if name not in ("adaptive", "none"))
+    return problem, search(msgspec.structs.replace(problem, traffic=between(arrivals, 0.0, 3600.0)))
+
+
+def play(job: tuple[str, int, float, Path]) -> Played:
+    """`job`: name of the intervals, seed, load, folder of traces."""
+    name, seed, load, folder = job
+    problem, first = begun(seed, load, folder)
+    one = Day(problem, first.plan, first.prediction, settings(name))
+    found = one.play()
+    total = float(found.weight.sum())
+    attainment = 1.0 - float(found.is_late @ found.weight) / total
+    latency = float(found.normalised @ found.weight) / total
+    interval_s = one.core.interval_s
+    row: dict[str, object] = {
+        "interval": name, "requests": problem.traffic.num_requests, "attainment": f"{attainment:.4f}",
+        "normalised latency": round(latency, 3), "P99": round(_percentile(found.normalised, found.weight, 0.99), 2),
+        "searches": one.num_searches, "changes": one.num_changes, "minutes of changes": round(one.changing_s / 60, 1),
+        "device minutes that served nobody": round(one.lost_device_s / 60, 1),
+        "attainment that changes cost": f"{one.late_by_changes / total:.4f}",
+        "verdicts": ", ".join(f"{cause} {num}" for cause, num in sorted(one.causes.items())) or "-",
+        "last interval, minutes": round(interval_s / 60) if math.isfinite(interval_s) else "-",
+    }  # fmt: skip
+    return Played(row, attainment, latency, one.plans)
+
+
+def day(
+    seed: int = 1,
+    load: float = LOAD,
+    num_processes: int = 2,
+    names: Sequence[str] = tuple(INTERVALS_S),
+    folder: Path = TRACES,
+) -> Table:
+    """`names`: of intervals, with adaptive and none among them."""
+    played: dict[str, Played] = {}
+    with ProcessPoolExecutor(num_processes, mp_context=get_context("spawn")) as pool:
+        # The one with most searches first.
+        order = sorted(names, key=INTERVALS_S.__getitem__)
+        waiting = {pool.submit(play, (name, seed, load, folder)): name for name in order}
+        for one in as_completed(waiting):
+            played[waiting[one]] = one.result()
+            print(played[waiting[one]].row, flush=True)
+    problem, _ = begun(seed, load, folder)
+    fixed = [found.attainment for name, found in played.items() if name not in ("adaptive", "none")]
+    adaptive, none = played["adaptive"], played["none"]
     targets = [
-        Target(name="attainment, adaptive over none", value=attainments["adaptive"] / attainments["none"], limit=1.0,
+        Target(name="attainment, adaptive over none", value=adaptive.attainment / none.attainment, limit=1.0, is_least=True),
+        Target(name="attainment, adaptive over the best fixed interval", value=adaptive.attainment / max(fixed), limit=1.0,
                is_least=True),
-        Target(name="attainment, adaptive over the best fixed interval", value=attainments["adaptive"] / best_fixed,
-               limit=1.0, is_least=True),
-        Target(name="normalised latency, adaptive over none", value=latencies["adaptive"] / latencies["none"], limit=1.0),
+        Target(name="normalised latency, adaptive over none", value=adaptive.latency / none.latency, limit=1.0),
     ]  # fmt: skip
     notes = (
         f"{NUM_DEVICES} L4s, load {load:g}, the whole day, by the estimator; a restart takes {problem.times.restart_s:g} s "
         f"beside loading, a drain {problem.times.drain_s:g} s, a search {SEARCH_S:g} s. "
-        + _checked(problem, {name: days[name] for name in ("adaptive", "none")}, seed)
+        + _checked(problem, {"adaptive": adaptive.plans, "none": none.plans}, seed)
     )
-    return Table(name="day", rows=rows, targets=targets, notes=notes)
+    return Table(
+        name="day", rows=[played[name].row for name in INTERVALS_S if name in played], targets=targets, notes=notes
+    )
 
 
-def _checked(problem: Problem, days: dict[str, Day], seed: int) -> str:
+def _checked(problem: Problem, days: dict[str, list[tuple[float, Plan]]], seed: int) -> str:
     """Stretches of the day on the plans that served then, faithfully and by the estimate."""
     told = []
     for number in range(NUM_CHECKED):
         at_s = (number + 0.5) * DAY_S / NUM_CHECKED
         stretch = msgspec.structs.replace(problem, traffic=between(problem.traffic, at_s, at_s + CHECKED_S))
-        for name, one in days.items():
-            plan = one.served_by(at_s)
+        for name, plans in days.items():
+            plan = [plan for since_s, plan in plans if since_s <= at_s][-1]
             faithful = metrics.prediction(simulate(stretch, plan, seed=seed).metrics)
             estimated = Estimator(stretch).predict(plan)
             told.append(

@@ -1,7 +1,7 @@
 """The three papers in one run: several models, batches in the background, requests that move and a placement that follows
 the traffic, against the same with each part switched off (docs/benchmarks.md).
 
-    python -m bench.unified simulated [--seconds 60] [--rate 50] [--seeds 101]
+    python -m bench.unified simulated [--seconds 60] [--rate 50] [--seeds 101] [--turn 150]
     python -m bench.unified live [--seconds 30] [--rate 4]
     python -m bench.unified small [--seeds 101,102]
 
@@ -12,6 +12,7 @@ virtual time, with short and long steps (small.py), about 2 minutes a seed.
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import sys
 import time
@@ -36,7 +37,8 @@ def simulated(variants: Sequence[Variant], options: argparse.Namespace) -> list[
     from bench.unified.simulated import simulate
 
     seeds = [int(seed) for seed in options.seeds.split(",")]
-    jobs = [(variant, seed, options.seconds or 60.0, options.rate or 50.0) for variant in variants for seed in seeds]
+    case = options.seconds or 60.0, options.rate or 50.0, options.turn or math.inf
+    jobs = [(variant, seed, *case) for variant in variants for seed in seeds]
     return _in_processes(simulate, jobs, len(seeds), options.processes)
 
 
@@ -113,6 +115,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--seeds", default="101", help="comma-separated; of simulated runs the means, live the first one"
     )
+    parser.add_argument(
+        "--turn",
+        type=float,
+        default=0.0,
+        help="of simulated runs: after so many seconds the popularity of services is turned round; 0: never",
+    )
     parser.add_argument("--processes", type=int, default=2, help="of simulated runs")
     parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="variants whose names begin so")
     parser.add_argument("--output", type=Path, default=Path(".tideway/bench"), help="folder of JSON, table and plot")
@@ -123,11 +131,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     began_s = time.monotonic()
     rows = {"simulated": simulated, "live": live, "small": small}[options.where](variants, options)
     took_s, date = time.monotonic() - began_s, time.strftime("%Y-%m-%d")
-    text = f"# Each part switched off, {options.where}, {date}\n\n{machine()}, {took_s:.0f} s\n\n{markdown(rows)}"
+    asked = " ".join(sys.argv[1:] if arguments is None else arguments)
+    text = f"# Each part switched off, {options.where}, {date}\n\n{machine()}, {took_s:.0f} s\n\n{markdown(rows)}\n\n"
+    text += f"By `python -m bench.unified {asked}`.\n"
     print(text)
     result = {"date": date, "machine": machine(), "took_s": round(took_s, 1),
               "seeds": options.seeds, "variants": variants, "rows": rows}  # fmt: skip
-    stem = write(options.output, f"unified-{options.where}-{date}", result, text)
+    stem = write(options.output, f"unified-{options.where}{'-turn' if options.turn else ''}-{date}", result, text)
     save_figure(lambda: draw(rows), stem.with_suffix(".png"))
     print(f"written: {stem}.json, .md, .png")
     return 0

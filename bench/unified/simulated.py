@@ -35,14 +35,15 @@ PATIENCE_S = 120.0
 """After the last arrival; who has no answer by then has none."""
 
 
-def case(*, seed: int, run_s: float, rate_rps: float) -> Case:
-    return Case(workload=Workload(rate_rps=rate_rps), seed=seed, history_s=120.0, run_s=run_s)
+def case(*, seed: int, run_s: float, rate_rps: float, turn_s: float = math.inf) -> Case:
+    return Case(workload=Workload(rate_rps=rate_rps, turn_s=turn_s), seed=seed, history_s=120.0, run_s=run_s)
 
 
-def simulate(job: tuple[Variant, int, float, float]) -> Row:
-    """`job`: variant, seed, seconds of arrivals, requests a second. Raises `RunFailed`, `NoPlacement`."""
-    variant, seed, run_s, rate_rps = job
-    return run(variant, case(seed=seed, run_s=run_s, rate_rps=rate_rps))
+def simulate(job: tuple[Variant, int, float, float, float]) -> Row:
+    """`job`: variant, seed, seconds of arrivals, requests a second, seconds after which popularity is turned round. Raises
+    `RunFailed`, `NoPlacement`."""
+    variant, seed, run_s, rate_rps, turn_s = job
+    return run(variant, case(seed=seed, run_s=run_s, rate_rps=rate_rps, turn_s=turn_s))
 
 
 def serving(variant: Variant) -> Serving:

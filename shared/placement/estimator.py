@@ -39,6 +39,8 @@ from shared.policies.turns import LEAST_SHARE
 NUM_BINS = 96
 NUM_FITS = 4
 """How often the time of prompts and the memory that is left for them are reckoned from each other."""
+FEW_GROUPS = 256
+"""Of so few all are reckoned anew rather than some picked out."""
 NUM_TAIL_BINS = 20
 TAIL_GROWTH = 1.4
 """After the interval, bins grow by this factor until the last requests have ended."""
@@ -452,6 +454,7 @@ class Estimator:
         # an even split to begin with
         held = np.bincount(flat, minlength=num_streams)
         rivals = held[layout.stream] - 1.0
+        has_rivals = (rivals > 0) & ~is_empty
         split = np.where(is_empty, 0.0, 1.0 / held[layout.stream])
         arrivals = np.concatenate([self._arrivals.T, np.zeros((num_bins, 1))], axis=1)
         of = np.where(is_empty, num_models, layout.stream % num_models)
@@ -476,7 +479,7 @@ class Estimator:
             width = self._widths[number]
             arrive = arrivals[number][of] * split
             active = -np.expm1(-n)
-            met = (-np.expm1(-np.add.reduce(n, 1, keepdims=True))) ** rivals
+            met = np.power(-np.expm1(-np.add.reduce(n, 1, keepdims=True)), rivals, out=np.ones(shape), where=has_rivals)
             marginal = cost.token_s * n
             if has_knee:
                 marginal += cost.over_s * np.maximum(0.0, n - cost.knee)
@@ -500,20 +503,18 @@ class Estimator:
             done = np.minimum(1.0, most * width / (needed + 1e-12))
             phi = done * needed / width
             fits = np.ones_like(phi)
-            for attempt in range(NUM_FITS):
-                rate = (1.0 - phi * fits) / cycle
-                passed = width * rate / cost.num_output
-                left = np.exp(-passed)
-                stay = n * left
-                added = done * ready * (1.0 - left) / (passed + 1e-12)
-                # KV pool and rows
-                free = layout.pool_bytes - np.add.reduce(cost.kv_bytes * stay, 1, keepdims=True)
-                wanted = np.add.reduce(cost.kv_bytes * added, 1, keepdims=True)
-                rows = MAX_ROWS - np.add.reduce(stay, 1, keepdims=True)
-                most = np.minimum(free / (wanted + 1e-9), rows / (np.add.reduce(added, 1, keepdims=True) + 1e-9))
-                fits = 0.5 * (fits + np.minimum(1.0, np.maximum(0.0, most)))
-                if attempt == 0 and np.min(fits, initial=1.0) == 1.0:
-                    break
+            rate, stay, added = self._admitted(layout.pool_bytes, cost, n, ready, done, phi, cycle, width, fits)
+            short = fits[:, 0] < 1.0
+            if short.any():
+                # A group in which all fits is done. Of many groups only the others are reckoned again.
+                rows = short if len(fits) > FEW_GROUPS else slice(None)
+                held = _Cost(*layout.costs[:, rows])
+                pools, *parts = (each[rows] for each in (layout.pool_bytes, n, ready, done, phi, cycle))
+                left = fits[rows]
+                for _ in range(NUM_FITS - 1):
+                    found = self._admitted(pools, held, *parts, width, left)
+                rate[rows], stay[rows], added[rows] = found
+                fits[rows] = left
             phi = phi * fits
             admit = done * ready * fits
             n = stay + added * fits
@@ -531,6 +532,32 @@ class Estimator:
             sums = np.bincount(flat, score.ravel(), minlength=num_streams)
             split = to_open(split + EASE * (score / (sums[layout.stream] + 1e-300) - split), number + 1)
         return _Course(splits, came, admitted, rates, phis, steps, busy)
+
+    @staticmethod
+    def _admitted(
+        pool_bytes: Array,
+        cost: _Cost,
+        n: Array,
+        ready: Array,
+        done: Array,
+        phi: Array,
+        cycle: Array,
+        width: float,
+        fits: Array,
+    ) -> tuple[Array, Array, Array]:
+        """Tokens a second of each sequence, those that stay, and those that come if all fit; makes `fits` the share of them
+        that does, in KV pool and rows."""
+        rate = (1.0 - phi * fits) / cycle
+        passed = width * rate / cost.num_output
+        left = np.exp(-passed)
+        stay = n * left
+        added = done * ready * (1.0 - left) / (passed + 1e-12)
+        free = pool_bytes - np.add.reduce(cost.kv_bytes * stay, 1, keepdims=True)
+        wanted = np.add.reduce(cost.kv_bytes * added, 1, keepdims=True)
+        rows = MAX_ROWS - np.add.reduce(stay, 1, keepdims=True)
+        most = np.minimum(free / (wanted + 1e-9), rows / (np.add.reduce(added, 1, keepdims=True) + 1e-9))
+        np.multiply(0.5, fits + np.minimum(1.0, np.maximum(0.0, most)), out=fits)
+        return rate, stay, added
 
     # -------------------------------------------------------------------------------------------------- requests
 
@@ -604,14 +631,16 @@ class Estimator:
         ends they go on with the slope, or never get there."""
         num_bins = len(curves) - 1
         # bisection: all requests at once, log2(bins) gathers
+        flat, num_places = curves.ravel(), curves.shape[1]
         low, high = first_bin.copy(), np.full_like(first_bin, num_bins)
         for _ in range(num_bins.bit_length() + 1):
-            middle = (low + high) // 2
-            is_before = curves[middle, place] < value
+            middle = (low + high) >> 1
+            is_before = flat.take(middle * num_places + place) < value
             low = np.where(is_before, middle, low)
             high = np.where(is_before, high, middle)
         high = np.maximum(high, 1)
-        below, above = curves[high - 1, place], curves[high, place]
+        at = high * num_places + place
+        below, above = flat.take(at - num_places), flat.take(at)
         share = np.clip((value - below) / np.maximum(above - below, 1e-12), 0.0, 1.0)
         at = self._times[high - 1] + share * self._widths[high - 1]
         beyond = value - curves[-1, place]

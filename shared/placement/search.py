@@ -20,7 +20,7 @@ Same problem, same answer, on however many processes.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from itertools import pairwise
@@ -90,21 +90,25 @@ class Found(NamedTuple):
     slots: Slots
 
 
+Allocation = Generator[Slots, Outcome, list[Found]]
+"""A run of Algorithm 1: asks what comes of a plan, is told, and ends with the best ones."""
+
+
 def search(problem: Problem, *, evaluate: Evaluate | None = None, num_processes: int = 1) -> Proposal:
     """The best plan that was found; the incumbent where nothing better was. `evaluate`: the faithful simulation, asked about
     the best few and the incumbent; must be picklable for `num_processes` above 1."""
     searcher = Searcher(problem)
     if num_processes > 1:
         with ProcessPoolExecutor(num_processes, get_context("spawn"), _begin, (problem,)) as pool:
-            found = _find(searcher, lambda asked: list(pool.map(_do, asked)))
+            found = _find(searcher, lambda asked: _divided(asked, num_processes, pool))
             return _propose(
                 searcher, found, evaluate, lambda call, plans: list(pool.map(partial(_evaluated, call), plans))
             )
-    found = _find(searcher, lambda asked: [searcher.do(each) for each in asked])
+    found = _find(searcher, searcher.do)
     return _propose(searcher, found, evaluate, lambda call, plans: [call(problem, plan) for plan in plans])
 
 
-class _Asked(NamedTuple):
+class Asked(NamedTuple):
     """Work that other work does not depend on."""
 
     num_ranks: int = 0
@@ -113,13 +117,13 @@ class _Asked(NamedTuple):
     """Moves from here instead of Algorithm 1."""
 
 
-def _find(searcher: Searcher, do: Callable[[Sequence[_Asked]], Sequence[list[Found]]]) -> list[Found]:
+def _find(searcher: Searcher, do: Callable[[Sequence[Asked]], Sequence[list[Found]]]) -> list[Found]:
     """Distinct plans, best first."""
     starts = _distinct(each for found in do(searcher.starts()) for each in found)
     incumbent = searcher.incumbent
-    asked = [_Asked(start=each.slots) for each in starts[: searcher.effort.num_starts]]
+    asked = [Asked(start=each.slots) for each in starts[: searcher.effort.num_starts]]
     if incumbent:
-        asked.append(_Asked(start=incumbent))
+        asked.append(Asked(start=incumbent))
     return _distinct([*starts, *(each for found in do(asked) for each in found)])
 
 
@@ -138,8 +142,14 @@ def _begin(problem: Problem) -> None:
     _searchers[:] = [Searcher(problem)]
 
 
-def _do(asked: _Asked) -> list[Found]:
+def _do(asked: Sequence[Asked]) -> list[list[Found]]:
     return _searchers[0].do(asked)
+
+
+def _divided(asked: Sequence[Asked], num: int, pool: ProcessPoolExecutor) -> list[list[Found]]:
+    """Each process gets every so manyth."""
+    parts = list(pool.map(_do, [asked[first::num] for first in range(num)]))
+    return [parts[index % num][index // num] for index in range(len(asked))]
 
 
 def _evaluated(evaluate: Evaluate, plan: Plan) -> Prediction:
@@ -239,14 +249,33 @@ class Searcher:
 
     # ------------------------------------------------------------------------------------------------- Algorithm 1
 
-    def starts(self) -> list[_Asked]:
+    def starts(self) -> list[Asked]:
         limits = self.effort.limits
         if own := self.problem.max_models_per_group:
             limits = tuple(dict.fromkeys(min(limit or own, own) for limit in limits))
-        return [_Asked(2**power, limit) for power in range(self.most_ranks.bit_length()) for limit in limits]
+        return [Asked(2**power, limit) for power in range(self.most_ranks.bit_length()) for limit in limits]
 
-    def do(self, asked: _Asked) -> list[Found]:
-        return self.improved(asked.start) if asked.start else self.allocated(asked.num_ranks, asked.limit)
+    def do(self, asked: Sequence[Asked]) -> list[list[Found]]:
+        """Runs of Algorithm 1 go on side by side: in each round the plans of all are estimated at once."""
+        found: list[list[Found]] = [self.improved(each.start) if each.start else [] for each in asked]
+        runs: dict[int, tuple[Allocation, Slots]] = {}
+
+        def go_on(number: int, run: Allocation, outcome: Outcome | None) -> None:
+            try:
+                runs[number] = run, run.send(outcome)
+            except StopIteration as ended:
+                runs.pop(number, None)
+                found[number] = ended.value
+
+        for number, each in enumerate(asked):
+            if not each.start:
+                go_on(number, self.allocated(each.num_ranks, each.limit), None)
+        while runs:
+            now = list(runs.items())
+            outcomes = self._quick.outcomes([[group for group in slots if group.models] for _, (_, slots) in now])
+            for (number, (run, _)), outcome in zip(now, outcomes, strict=True):
+                go_on(number, run, outcome)
+        return found
 
     def cut(self, num_ranks: int) -> Slots:
         """All nodes in groups of so many devices (what is left of a node in smaller ones), and some joined for the models
@@ -289,30 +318,28 @@ class Searcher:
                     return sorted([*(s for s in slots if s not in inside), joined])
         return None
 
-    def allocated(self, num_ranks: int, limit: int) -> list[Found]:
+    def allocated(self, num_ranks: int, limit: int) -> Allocation:
         """Of groups of so many devices, with so many models each at most (0: as many as fit)."""
         slots = self.cut(num_ranks)
         if limit and limit * len(slots) < sum(self.needed.values()):
             return []
         first: list[str] = []
         for _ in range(3):
-            found, counts = self._allocated(slots, limit, first)
+            found, counts = yield from self._allocated(slots, limit, first)
             if found:
-                return [self._found(found)]
+                break
             lacking = [name for name, least in self.needed.items() if counts[name] < least]
             first = self._by_size({*first, *lacking})
-        found, _ = self._allocated(slots, limit, self._by_size(self.needed), is_last=True)
-        return [self._found(found)]
-
-    def _found(self, slots: Slots) -> Found:
-        return Found(self.key(slots, self._quick.outcomes([[group for group in slots if group.models]])[0]), slots)
+        else:
+            found, _ = yield from self._allocated(slots, limit, self._by_size(self.needed), is_last=True)
+        return [Found(self.key(found, (yield found)), found)]
 
     def _by_size(self, names: Iterable[str]) -> list[str]:
         return sorted(names, key=lambda name: (-self.models[name].weight_bytes, name))
 
     def _allocated(
         self, start: Slots, limit: int, first: Sequence[str], *, is_last: bool = False
-    ) -> tuple[Slots, Counter[str]]:
+    ) -> Generator[Slots, Outcome, tuple[Slots, Counter[str]]]:
         """The best plan on the way of Algorithm 1 in which no model lacks a group (none: empty, but for `is_last`), and how
         many groups each got in the end. `first`: models that get their groups before all others."""
         slots = list(start)
@@ -345,7 +372,7 @@ class Searcher:
             if not is_last and not all(any(can(group, name) for group in alike.values()) for name in lacking):
                 return (), counts
             full = [index for index, group in enumerate(slots) if group.models]
-            outcome = self._quick.outcomes([[slots[index] for index in full]])[0]
+            outcome = yield tuple(slots)
             if not lacking or is_last:
                 num_worse += 1
                 if best is None or self.key(slots, outcome) > best[0]:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from shared.placement.estimator import Estimator
 from shared.placement.memory import why_not
 from shared.placement.problem import Group, Plan, Prediction, Problem
-from shared.placement.search import ATTAINMENT_GRAIN, LATENCY_GRAIN, Searcher, search
+from shared.placement.search import ATTAINMENT_GRAIN, LATENCY_GRAIN, Asked, Searcher, search
 from tests.shared.placement.small import model, node, problem
 
 
@@ -117,7 +117,7 @@ def test_it_is_as_good_as_the_best_of_all_plans(seed):
 
 def test_the_model_with_more_requests_gets_more_groups():
     asked = problem([model("busy"), model("calm")], [node(num_devices=4)], [40.0, 1.0], max_models_per_group=1)
-    (found,) = Searcher(asked).allocated(1, 1)
+    ((found,),) = Searcher(asked).do([Asked(1, 1)])
     assert Counter(group.models for group in found.slots) == {("busy",): 3, ("calm",): 1}
 
 
