@@ -39,7 +39,7 @@ async def refused(cluster: Cluster, spec: AdapterSpec) -> tuple[ErrorCode, str, 
 @pytest.fixture
 async def adapters(cluster: Cluster) -> AsyncIterator[dict[str, AdapterSpec]]:  # noqa: F811
     watch = await (await cluster.bus.key_value(ADAPTERS)).watch()
-    yield watch.entries  # type: ignore[misc]
+    yield watch.entries
     await watch.stop()
 
 
@@ -96,7 +96,7 @@ async def test_adapters_come_and_go_and_stay_over_a_restart(
     nats_server.delete_streams()
     async with placement(nats_settings, {"m": str(base)}, name="placement-4", models_file=file):
         bucket = await cluster.bus.key_value(ADAPTERS)
-        kept = {}
+        kept: set[str] = set()
         while not kept:
             kept = {entry.value.name for entry in (await bucket.entries()).values()}
         assert kept == {"other"}, "as it was, from the file"
