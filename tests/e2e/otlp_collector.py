@@ -20,6 +20,8 @@ class CollectedSpan:
     start_ns: int
     end_ns: int
     attributes: dict[str, object]
+    events: tuple[str, ...] = ()
+    """Their names."""
 
 
 class OtlpCollector:
@@ -64,6 +66,7 @@ class OtlpCollector:
                             span.start_time_unix_nano,
                             span.end_time_unix_nano,
                             attributes,
+                            tuple(event.name for event in span.events),
                         )
                     )
 

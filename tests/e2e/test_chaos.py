@@ -9,6 +9,7 @@ import signal
 import time
 from collections.abc import Iterator
 
+import httpx
 import pytest
 
 from tests.e2e.stack import Stack
@@ -62,9 +63,22 @@ async def test_an_instance_dies(system, undisturbed):
     killed: list[dict] = []
     streams = await disturbed(system, lambda: killed.append(system.kill_instance(0)))
     assert_same(streams, undisturbed)
+    # None, where a machine that stood still let all of them end before it was killed.
+    for shown in rescued_timelines(system)[:1]:
+        lost = next(event for event in shown["events"] if event["kind"] == "lost")
+        assert lost["place"] == killed[0]["instance_id"]
+        assert any(phase["phase"] == "rescue" and phase["end_s"] > lost["after_s"] for phase in shown["phases"])
     pids = {killed[0]["pid"]}
     system.wait_until(lambda: not pids & {one["pid"] for one in system.instances()}, "the dead instance is forgotten")
     system.wait_ready()
+
+
+def rescued_timelines(system: Stack) -> list[dict]:
+    """Of the requests that lost their instance."""
+    with httpx.Client(base_url=system.url, timeout=5) as client:
+        listed = client.get("/admin/requests?limit=200").json()["requests"]
+        ids = [one["id"] for one in listed if one["num_losses"]]
+        return [client.get(f"/admin/requests/{request_id}").json()["requests"][0] for request_id in ids]
 
 
 async def test_an_instance_stops_answering(system, undisturbed):
