@@ -239,11 +239,14 @@ class Sequence:
 
     def add_prompt_logprobs(self, start: int, packed: bytes) -> None:
         """Of the prompt's tokens after position `start` and those that follow it. What is known from before a preemption is
-        left as it is."""
-        if self.prompt_logprobs is not None:
-            known = start * packed_logprob_bytes(self.request.sampling.prompt_logprobs)
-            assert known <= len(self.prompt_logprobs), "nothing between them was left out (num_reusable)"
-            self.prompt_logprobs += packed[len(self.prompt_logprobs) - known :]
+        left as it is. Where some before them were never computed here, none are told of."""
+        if self.prompt_logprobs is None:
+            return
+        first = start * packed_logprob_bytes(self.request.sampling.prompt_logprobs)
+        if first > len(self.prompt_logprobs):
+            self.prompt_logprobs = None
+        else:
+            self.prompt_logprobs += packed[len(self.prompt_logprobs) - first :]
 
     def take_prompt_logprobs(self) -> bytes:
         """Once, with the first token."""
