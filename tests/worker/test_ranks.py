@@ -24,9 +24,10 @@ from shared.engine.engine import Engine
 from shared.engine.plan import CopyKind, KvCopy, StepPlan
 from shared.engine.requests import Ended, Output
 from shared.messages.cluster import DeviceGroup, ModelSpec
-from shared.messages.requests import GenerationRequest, SamplingParams, pack_tokens, unpack_tokens
+from shared.messages.requests import Adapter, GenerationRequest, SamplingParams, pack_tokens, unpack_tokens
 from shared.policies.ordering import FirstComeFirstServed
 from shared.policies.token_budget import FixedTokenBudget
+from tests.worker.adapters import merged, write_adapter
 from tests.worker.checkpoints import prompt_of, reference_outputs, write_checkpoint
 from tests.worker.step_driver import Driver
 
@@ -121,6 +122,23 @@ def test_what_rank_0_is_told_all_do(group: Group, path: Path) -> None:
         driver.decode([row], STEPS - 4)
         assert row.output == expected
         executor.remove_model(name)
+    assert not group.lost
+
+
+def test_adapters_are_loaded_on_all_ranks(group: Group, path: Path, tmp_path: Path) -> None:
+    executor, adapter = group.executor, write_adapter(tmp_path / "lora", path)
+    expected = reference_outputs(merged(tmp_path / "merged", path, adapter), [PROMPT], STEPS)[0]
+    shape = executor.add_model(executor.prepare_model(ModelSpec("adapted", str(path))))
+    with pytest.raises(CheckpointError, match="adapter_config"):
+        executor.load_adapter("adapted", Adapter("none", "none", str(tmp_path)))
+    assert executor.load_adapter("adapted", adapter) > 0
+    driver = Driver(executor, shape, range(NUM_MERGED))  # type: ignore[arg-type]
+    row = driver.add(0, PROMPT, adapter.version)
+    driver.step([(row, len(PROMPT))])
+    driver.decode([row], STEPS - 1)
+    assert row.output == expected
+    executor.drop_adapter(adapter.version)
+    executor.remove_model("adapted")
     assert not group.lost
 
 
