@@ -298,18 +298,29 @@ def gumbel_noise(seeds: np.ndarray, positions: np.ndarray, like: torch.Tensor) -
 
 def _mask_out(scores: torch.Tensor, masks: Masks) -> None:
     """Leaves what the masks allow, in `scores` [S, vocab]."""
-    vocab = scores.shape[1]
-    if scores.device.type == "cpu":
-        bits = np.unpackbits(masks.words.view(np.uint8), axis=1, count=vocab, bitorder="little")
-        forbidden = torch.from_numpy(bits ^ 1).view(torch.bool)
-    else:
-        places = torch.arange(32, dtype=torch.int32, device=scores.device)
-        forbidden = (_to(masks.words, scores)[:, :, None] >> places & 1).flatten(1)[:, :vocab] == 0
     if len(masks.indices) == len(scores):
-        scores.masked_fill_(forbidden, _NEGATIVE_INFINITY)
+        _mask_rows(scores, masks.words)
         return
     index = _to(masks.indices, scores)
-    scores.index_copy_(0, index, scores.index_select(0, index).masked_fill_(forbidden, _NEGATIVE_INFINITY))
+    masked = scores.index_select(0, index)
+    _mask_rows(masked, masks.words)
+    scores.index_copy_(0, index, masked)
+
+
+def _mask_rows(scores: torch.Tensor, words: np.ndarray) -> None:
+    """`scores` [G, vocab], `words` [G, ceil(vocab / 32)] int32."""
+    vocab = scores.shape[1]
+    if scores.device.type != "cpu":
+        places = torch.arange(32, dtype=torch.int32, device=scores.device)
+        forbidden = (_to(words, scores)[:, :, None] >> places & 1).flatten(1)[:, :vocab] == 0
+        scores.masked_fill_(forbidden, _NEGATIVE_INFINITY)
+        return
+    # On CPU torch chooses element by element, ten times slower than by the bits of the numbers.
+    bits = np.unpackbits(words.view(np.uint8), axis=1, count=vocab, bitorder="little")
+    integers = torch.int16 if scores.itemsize == 2 else torch.int32
+    keep = torch.from_numpy(np.negative(bits.view(np.int8))).to(integers)
+    infinity = int(torch.tensor(_NEGATIVE_INFINITY, dtype=scores.dtype).view(integers))
+    scores.view(integers).bitwise_and_(keep).bitwise_or_(keep.bitwise_not_().bitwise_and_(infinity))
 
 
 def _argmax(scores: torch.Tensor) -> torch.Tensor:

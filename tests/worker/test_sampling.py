@@ -12,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from services.worker.grammars import Masks
 from services.worker.sampling import SampledTokens, SamplingRows, gumbel_noise
 from shared.messages.requests import SamplingParams
 
@@ -262,3 +263,24 @@ def test_logprobs_are_those_of_the_raw_logits() -> None:
         assert list(message.top_ids) == top.indices.tolist()
         assert list(message.top_logprobs) == pytest.approx(top.values.tolist(), abs=1e-5)
     assert messages[1] is not None and messages[1].rank == VOCAB
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("vocab", [64, 77])
+def test_masks_leave_what_they_allow(dtype: torch.dtype, vocab: int) -> None:
+    logits = torch.randn(4, vocab).to(dtype)
+    allowed = np.random.default_rng(0).random((2, vocab)) < 0.2
+    bits = np.packbits(np.pad(allowed, ((0, 0), (0, -vocab % 32))), axis=1, bitorder="little")
+    masks = Masks(np.array([0, 2]), bits.view(np.int32))
+    rows = SamplingRows(4)
+    for row in range(4):
+        rows.set(row, params(temperature=row % 2, logprobs=0, grammar="" if row % 2 else "{}"), 0)
+    table = torch.zeros(4, 1, dtype=torch.int32)
+    before = logits.clone()
+    got = rows.sample(logits, np.arange(4), np.zeros(4, np.int64), table, masks)
+    for index, row in ((0, 0), (1, 2)):
+        best = before[row].float().masked_fill(~torch.from_numpy(allowed[index]), float("-inf"))
+        assert got.tokens[row] == best.argmax()
+    assert torch.equal(logits, before) and got.logprobs is not None
+    free = rows.sample(logits[[1, 3]], np.array([1, 3]), np.zeros(2, np.int64), table)
+    assert got.tokens[[1, 3]].tolist() == free.tokens.tolist()
