@@ -151,13 +151,13 @@ class Dispatcher:
         if not best:
             return None
         if not tracked.is_online:
-            tracked.chosen_for = ("has the most room for offline tokens", best[0].view.freeness)
+            tracked.chosen_for = ("has the most room for offline tokens", best[0].state.freeness(False).freeness)
             return best[0]
         chosen = cast(Seen | None, self._policy.choose(tracked, candidates))
         if chosen is None:
             self._held_back[lane_of(tracked)] = (tracked.num_tokens, tracked.num_tokens_at_most)
         else:
-            tracked.chosen_for = (self._why(tracked, chosen, best[0]), chosen.view.freeness)
+            tracked.chosen_for = (self._why(tracked, chosen, best[0]), chosen.state.freeness(tracked.is_high).freeness)
         return chosen
 
     def _why(self, tracked: TrackedRequest, chosen: Seen, first: Seen) -> str:
