@@ -503,16 +503,15 @@ class Estimator:
             done = np.minimum(1.0, most * width / (needed + 1e-12))
             phi = done * needed / width
             fits = np.ones_like(phi)
-            rate, stay, added = self._admitted(layout.pool_bytes, cost, n, ready, done, phi, cycle, width, fits)
+            asked = (layout.pool_bytes, n, ready, done, phi, cycle)
+            rate, stay, added = self._admitted(width, fits, cost, *asked)
             short = fits[:, 0] < 1.0
             if short.any():
                 # A group in which all fits is done. Of many groups only the others are reckoned again.
                 rows = short if len(fits) > FEW_GROUPS else slice(None)
-                held = _Cost(*layout.costs[:, rows])
-                pools, *parts = (each[rows] for each in (layout.pool_bytes, n, ready, done, phi, cycle))
-                left = fits[rows]
+                costs, some, left = _Cost(*layout.costs[:, rows]), [each[rows] for each in asked], fits[rows]
                 for _ in range(NUM_FITS - 1):
-                    found = self._admitted(pools, held, *parts, width, left)
+                    found = self._admitted(width, left, costs, *some)
                 rate[rows], stay[rows], added[rows] = found
                 fits[rows] = left
             phi = phi * fits
@@ -535,15 +534,15 @@ class Estimator:
 
     @staticmethod
     def _admitted(
-        pool_bytes: Array,
+        width: float,
+        fits: Array,
         cost: _Cost,
+        pool_bytes: Array,
         n: Array,
         ready: Array,
         done: Array,
         phi: Array,
         cycle: Array,
-        width: float,
-        fits: Array,
     ) -> tuple[Array, Array, Array]:
         """Tokens a second of each sequence, those that stay, and those that come if all fit; makes `fits` the share of them
         that does, in KV pool and rows."""

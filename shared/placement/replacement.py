@@ -156,9 +156,9 @@ def judge(
     measured: Prediction | None = None,
 ) -> Verdict:
     """Whether the proposal is worth a change. It is if on some horizon of its trial more is gained than the change costs, by
-    more than `errors` standard errors. One that was not tried is to pay until the next search. `measured`: of the plan that
-    runs, under the problem's traffic. By how much that is better than what is predicted of it, by so much is the gain taken
-    to be an error of the prediction."""
+    more than `errors` standard errors, and on the next longer one nothing is lost. One that was not tried is to pay until
+    the next search. `measured`: of the plan that runs, under the problem's traffic. By how much that is better than what is
+    predicted of it, by so much is the gain taken to be an error of the prediction."""
     if problem.incumbent is not None and proposal.plan == problem.incumbent:
         return Verdict(is_worth=False, cause="same_plan", reason="the best plan found is the one that runs")
     if problem.incumbent is None or not problem.incumbent.groups:
@@ -178,8 +178,19 @@ def judge(
         return Verdict(is_worth=False, cause="takes_too_long", reason=told, change_s=trial.change_s)
     better = _better(proposal.incumbent, measured, settings)
     verdicts = [_verdict(trial, horizon, better, settings) for horizon in trial.horizons]
-    pays = next((verdict for verdict in verdicts if verdict.is_worth), None)
-    return pays or max(verdicts, key=lambda verdict: (verdict.attainment_gain, verdict.latency_gain))
+    if proposal.trial is None:
+        return verdicts[0]
+    for number, verdict in enumerate(verdicts):
+        longer = trial.horizons[min(number + 1, len(verdicts) - 1)]
+        keeps = longer.change_attainment >= longer.stay_attainment - ATTAINMENT_GRAIN
+        # The traffic that the plan was searched with says too much good of it.
+        if verdict.is_worth and keeps and len(verdicts) > 1:
+            return verdict
+    best = max(verdicts, key=lambda verdict: (verdict.is_worth, verdict.attainment_gain, verdict.latency_gain))
+    if not best.is_worth:
+        return best
+    reason = f"only the last {best.horizon_s:.0f} s, not a longer time, say that it pays: {best.reason}"
+    return msgspec.structs.replace(best, is_worth=False, cause="chance", reason=reason)
 
 
 class _Better(NamedTuple):

@@ -262,7 +262,7 @@ class Searcher:
 
         def go_on(number: int, run: Allocation, outcome: Outcome | None) -> None:
             try:
-                runs[number] = run, run.send(outcome)
+                runs[number] = run, next(run) if outcome is None else run.send(outcome)
             except StopIteration as ended:
                 runs.pop(number, None)
                 found[number] = ended.value

@@ -219,7 +219,11 @@ STAY, FREE = (0.8, 3.0), (0.9, 2.0)
         ([horizon(60, STAY, (0.7, 4.0), (0.805, 2.9))], "small_gain"),
         ([horizon(60, STAY, (0.85, 2.5), FREE, error=0.03)], "chance"),
         # As much attained, sooner.
-        ([horizon(60, (1.0, 3.0), (1.0, 2.5), (1.0, 2.4))], "pays"),
+        ([horizon(60, (1.0, 3.0), (1.0, 2.5), (1.0, 2.4))] * 2, "pays"),
+        # What it was searched with is not enough, nor what a longer time denies.
+        ([horizon(60, STAY, (0.85, 2.5), FREE)], "chance"),
+        ([horizon(60, STAY, (0.85, 2.5), FREE), horizon(120, STAY, (0.79, 3.1), FREE)], "chance"),
+        ([horizon(60, STAY, (0.85, 2.5), FREE), horizon(120, STAY, (0.8, 3.1), FREE)], "pays"),
         ([horizon(60, (1.0, 3.0), (0.99, 2.5), (1.0, 2.4))], "cost"),
     ],
 )
@@ -232,7 +236,7 @@ def test_a_change_has_to_pay_on_some_stretch(horizons: list[Horizon], cause: str
 
 
 def test_a_plan_that_serves_better_than_predicted_is_not_left_for_what_is_predicted() -> None:
-    found = tried(horizon(60, STAY, (0.85, 2.5), FREE))
+    found = tried(*[horizon(60, STAY, (0.85, 2.5), FREE)] * 2)
     for measured, cause in (
         (prediction(a=(100, 0.95, 1.5)), "serves_better"),
         (prediction(a=(100, 0.7, 4.0)), "pays"),
@@ -243,7 +247,7 @@ def test_a_plan_that_serves_better_than_predicted_is_not_left_for_what_is_predic
 
 @given(st.floats(0, 1), st.floats(0, 1), st.floats(0, 1), st.floats(0.001, 0.1))
 def test_nothing_that_costs_more_than_it_gains_is_done(stay: float, change: float, free: float, error: float) -> None:
-    found = tried(horizon(60, (stay, 3.0), (change, 3.0), (free, 3.0), error))
+    found = tried(*[horizon(60, (stay, 3.0), (change, 3.0), (free, 3.0), error)] * 2)
     verdict = Replacement(SETTINGS, 0.0).judge(found, problem(Plan((ONE,))))
     if verdict.is_worth:
         assert change > stay + 2 * error - 1e-9
