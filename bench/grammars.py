@@ -3,14 +3,15 @@
     python -m bench.grammars libraries SUITE [--schemas 200]
     python -m bench.grammars streams [--shape 135m] [--streams 32] [--tokens 60] [--rounds 3]
 
-`libraries` takes each library that is installed (xgrammar by `pip install --no-deps xgrammar apache-tvm-ffi`) in a process of its
-own. Coverage: of the JSON Schema Test Suite (SUITE: json/tests/draft2020-12 of the jsonschema package's source), the schemas that are taken, and the instances on whose validity
-library and suite agree, written as one line of JSON; of Kubernetes' schemas (kubernetes-validate), those that are taken. Times:
-of masks on random walks through outputs of the Kubernetes schemas, over a vocabulary of 128,000 pieces of this project's text,
-on one thread. Memory: what the process has grown by when all of these schemas are compiled and kept.
+`libraries` takes each library that is installed (xgrammar by `pip install --no-deps xgrammar apache-tvm-ffi`) in a process
+of its own. Coverage: of the JSON Schema Test Suite (SUITE: json/tests/draft2020-12 of the source of the jsonschema package),
+the schemas that are taken, and the instances on whose validity library and suite agree, written as one line of JSON; of the
+schemas of Kubernetes (kubernetes-validate), those that are taken. Times: of masks on random walks through outputs of these,
+over a vocabulary of 128,000 pieces of this project's text, on one thread. Memory: what the process has grown by when all of
+these schemas are compiled and kept.
 
-`streams`: the executor on a checkpoint of random weights, or the first demonstration model, decoding only; runs without and with
-a grammar alternate (A B B A).
+`streams`: the executor on a checkpoint of random weights, or the first demonstration model, decoding only; runs without and
+with a grammar alternate (A B B A).
 """
 
 from __future__ import annotations
@@ -148,7 +149,7 @@ def pieces() -> list[bytes]:
             found[word[:end].encode()] = found.get(word[:end].encode(), 0) + 1
     drawn = random.Random(0)
     ranked = sorted(found, key=lambda piece: -found[piece])
-    known = {*ranked}
+    known = set(ranked)
     while len(ranked) < VOCABULARY:
         piece = drawn.choice(ranked[:20_000]) + drawn.choice(ranked[:2_000]).strip()
         if piece not in known and len(piece) < 24:
@@ -179,7 +180,7 @@ def kubernetes(num_schemas: int) -> list[Any]:
 def _with_definitions(schema: Any, definitions: dict[str, Any]) -> Any:
     """With those that it refers to, directly or not, and without its name, which references would be relative to."""
     text, found = json.dumps(schema), dict[str, Any]()
-    while missing := {name for name in re.findall(r'#/\$defs/([^"]+)"', text)} - found.keys():
+    while missing := set(re.findall(r'#/\$defs/([^"]+)"', text)) - found.keys():
         for name in missing:
             found[name] = definitions[name]
         text = json.dumps([schema, found])
@@ -291,7 +292,8 @@ def streams(shape: str, num_streams: int, num_tokens: int, rounds: int) -> dict[
                 max_tokens=num_tokens, temperature=temperature, seed=1, grammar=grammar if kind == "json" else "",
             )  # fmt: skip
             request = GenerationRequest(
-                request_id=str(next(number)), gateway_id="g", model="m", prompt=pack_tokens(list(range(100, 132))), sampling=sampling
+                request_id=str(next(number)), gateway_id="g", model="m", prompt=pack_tokens(list(range(100, 132))),
+                sampling=sampling,
             )  # fmt: skip
             assert engine.apply(Submit(request), time.perf_counter()) is None
         decoding_s, decoded = 0.0, 0
@@ -317,12 +319,12 @@ def streams(shape: str, num_streams: int, num_tokens: int, rounds: int) -> dict[
             rates.setdefault((kind, temperature), []).append(run(kind, temperature))
         waited = executor.grammar_counters.wait_s
         free, guided = (statistics.median(rates[kind, temperature]) for kind in ("free", "json"))
-        print(f"temperature {temperature:g}: {free:.0f} tokens/s free, {guided:.0f} structured ({100 * (guided / free - 1):+.1f} %); "
-              f"waited for masks {1e6 * waited / (2 * rounds * num_tokens):.0f} us a step")  # fmt: skip
+        change, wait_us = 100 * (guided / free - 1), 1e6 * waited / (2 * rounds * num_tokens)
+        print(f"temperature {temperature:g}: {free:.0f} tokens/s free, {guided:.0f} structured ({change:+.1f} %)")
+        print(f"  waited for masks {wait_us:.0f} us a step")
     counters = executor.grammar_counters
-    print(
-        f"a mask takes {1e6 * counters.mask_s / counters.masks:.0f} us, {counters.compiled} compiled in {counters.compile_s:.3f} s"
-    )
+    mask_us = 1e6 * counters.mask_s / counters.masks
+    print(f"a mask takes {mask_us:.0f} us, {counters.compiled} compiled in {counters.compile_s:.3f} s")
     executor.close()
     return {f"{kind} {temperature:g}": values for (kind, temperature), values in rates.items()}
 

@@ -103,6 +103,7 @@ def test_instructor(base_url: str, messages: list[Any]) -> None:
 
 def test_litellm(base_url: str, messages: list[Any]) -> None:
     litellm = pytest.importorskip("litellm")
+    pytest.importorskip("mcp")  # which its way to tools imports
     asked: dict[str, Any] = {
         "model": f"hosted_vllm/{LLAMA}", "api_base": base_url, "api_key": "none", "messages": messages, "timeout": 60,
     }  # fmt: skip
