@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 RETRY_S = 1.0
 
 
-Spec = TypeVar("Spec", ModelSpec, AdapterSpec)
+Spec = TypeVar("Spec", bound=ModelSpec | AdapterSpec)
 
 
 class Remembered(Generic[Spec]):
