@@ -315,6 +315,10 @@ def _mask_rows(scores: torch.Tensor, words: np.ndarray) -> None:
         forbidden = (_to(words, scores)[:, :, None] >> places & 1).flatten(1)[:, :vocab] == 0
         scores.masked_fill_(forbidden, _NEGATIVE_INFINITY)
         return
+    compiled = kernels() if scores.dtype in DTYPES and scores.is_contiguous() else None
+    if compiled is not None:
+        compiled.mask(scores, words)
+        return
     # On CPU torch chooses element by element, ten times slower than by the bits of the numbers.
     bits = np.unpackbits(words.view(np.uint8), axis=1, count=vocab, bitorder="little")
     integers = torch.int16 if scores.itemsize == 2 else torch.int32

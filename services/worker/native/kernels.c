@@ -1154,3 +1154,39 @@ static void argmax_member(void *team, int thread, const void *argument) {
 
 /* The first of the largest of each row. */
 void tideway_argmax(Team *team, const ArgmaxCall *call) { run_team(team, argmax_member, call); }
+
+typedef struct {
+    void *scores; /* [rows, width] */
+    int64_t num_rows, width, is_bf16;
+    const uint32_t *allowed; /* [rows, (width + 31) / 32]: bit t % 32 of word t / 32 says whether t stays */
+} MaskCall;
+
+ALWAYS void mask_row(const int bf16, const MaskCall *call, long row) {
+    const long size = bf16 ? 2 : 4;
+    char *scores = (char *)call->scores + row * call->width * size;
+    const uint32_t *allowed = call->allowed + row * ((call->width + 31) / 32);
+    const words lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    for (long i = 0; i < call->width; i += LANES) {
+        const uint32_t bits = allowed[i / 32] >> i % 32;
+        const long left = call->width - i;
+        if ((bits & 0xffff) == 0xffff) continue;
+        char some[64] = {0};
+        if (left < LANES) memcpy(some, scores + i * size, left * size);
+        floats score = left < LANES ? load(bf16, some, 0) : load(bf16, scores, i);
+        store_some(bf16, scores, i, choose(-(ints)((bits >> lanes) & 1), score, splat(-INFINITY)), left);
+    }
+}
+
+static void mask_member(void *team, int thread, const void *argument) {
+    const MaskCall *call = argument;
+    Worker worker = {team, 0, thread};
+    for (long row; (row = take(&worker)) < call->num_rows;) {
+        if (call->is_bf16) mask_row(1, call, row);
+        else mask_row(0, call, row);
+    }
+    sync_team(&worker);
+    even_phases(&worker);
+}
+
+/* What is not allowed becomes -infinity. */
+void tideway_mask(Team *team, const MaskCall *call) { run_team(team, mask_member, call); }

@@ -15,6 +15,7 @@ from copy import copy
 from ctypes import POINTER, c_float, c_int32, c_int64, c_uint32, c_void_p
 from typing import Any
 
+import numpy as np
 import torch
 
 from services.worker.native.building import BuildError, cpu_flags, find_or_build
@@ -107,6 +108,12 @@ class ArgmaxStruct(ctypes.Structure):
     ]  # fmt: skip
 
 
+class MaskStruct(ctypes.Structure):
+    _fields_ = [
+        ("scores", c_void_p), ("num_rows", c_int64), ("width", c_int64), ("is_bf16", c_int64), ("allowed", c_void_p),
+    ]  # fmt: skip
+
+
 class Kernels:
     """`team`: threads that compute together."""
 
@@ -170,6 +177,15 @@ class Kernels:
         )
         self._library.tideway_argmax(self._team, ctypes.byref(call))
         return best
+
+    def mask(self, scores: torch.Tensor, allowed: np.ndarray) -> None:
+        """`scores` [R, width], contiguous, are -infinity where bit t % 32 of word t // 32 of `allowed` is 0, which is
+        [R, ceil(width / 32)] int32."""
+        allowed = np.ascontiguousarray(allowed)
+        call = MaskStruct(
+            scores.data_ptr(), len(scores), scores.shape[1], scores.dtype == torch.bfloat16, allowed.ctypes.data
+        )
+        self._library.tideway_mask(self._team, ctypes.byref(call))
 
 
 class Packed(ABC):
