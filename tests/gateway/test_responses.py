@@ -6,16 +6,21 @@ import asyncio
 import json
 from collections.abc import AsyncIterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import openai
 import pytest
 
+from services.gateway.generation import Delta
+from services.gateway.logprobs import ShownToken
+from services.gateway.replies import FunctionChunk, ToolCallChunk
 from services.gateway.responses.conversion import chat_request, items_of
 from services.gateway.responses.messages import ResponseRequest
+from services.gateway.responses.writing import ResponseBuilder
 from shared.messages.cluster import ModelSpec
-from shared.messages.requests import ErrorCode, ErrorInfo, FinishReason, unpack_tokens
+from shared.messages.requests import ErrorCode, ErrorInfo, FinishReason, TokenLogprob, unpack_tokens
 from shared.settings import BusSettings
 from tests.gateway.checkpoints import byte_level_tokenizer, write_checkpoint
 from tests.gateway.conftest import MODEL, Stack, running_stack
@@ -127,6 +132,12 @@ async def test_what_cannot_be_had_is_told(stack: Stack) -> None:
         ({"input": "x", "tools": [{"type": "web_search"}]}, "tools[0].type"),
         ({"input": "x", "max_output_tokens": 0}, "max_output_tokens"),
         ({"input": "x", "text": {"format": {"type": "json_schema"}}}, "text.format.schema"),
+        (
+            {"input": "x", "text": {"format": {"type": "json_schema", "schema": {"type": "strng"}}}},
+            "text.format.schema",
+        ),
+        ({"input": "x", "tools": [{"type": "function", "name": "a b"}]}, "tools[0].name"),
+        ({"input": "x" * 4000}, "input"),
     ]
     for body, param in bodies:
         answer = await stack.client.post("/v1/responses", json={"model": MODEL, **body})
@@ -169,6 +180,28 @@ def test_calls_and_their_results_become_messages_of_a_chat() -> None:
     assert [message.role for message in messages] == ["user", "assistant", "tool"]
     assert messages[0].content == "ab" and messages[1].content == "hm" and messages[2].tool_call_id == "c1"
     assert [each["id"] for each in messages[1].tool_calls or ()] == ["c1", "c2"]
+
+
+def test_what_follows_a_call_and_its_tokens_leave_it_whole() -> None:
+    response: Any = SimpleNamespace(output=[])
+    tokenizer: Any = SimpleNamespace(token_text=str, token_bytes=lambda token_id: b"")
+    builder = ResponseBuilder(response, tokenizer, 0)
+    known = TokenLogprob(-1.0)
+    token = ShownToken(7, known, 0, 0)
+    begin = ToolCallChunk(0, FunctionChunk("", "weather"), "c1", "function")
+    events = builder.take(Delta(0, "", True, None, [token]))
+    events += builder.take(Delta(0, "", False, None, [token], [begin]))
+    events += builder.take(Delta(0, "", False, None, [token], [ToolCallChunk(0, FunctionChunk('{"city": '))]))
+    events += builder.take(Delta(0, "", False, None, [token]))
+    events += builder.take(Delta(0, "Done", False, None, [token], [ToolCallChunk(0, FunctionChunk('"Rome"}'))]))
+    events += builder.take(Delta(0, ".", False, None, [token]))
+    call, message = response.output
+    assert (call.type, call.arguments, call.status) == ("function_call", '{"city": "Rome"}', "completed")
+    assert message.type == "message" and message.content[0].text == "Done."
+    kinds = [kind.removeprefix("response.") for kind, _ in events]
+    assert kinds.count("output_item.added") == 2 and kinds.index("output_item.done") > kinds.index(
+        "function_call_arguments.delta"
+    )
 
 
 async def test_calls_of_functions_and_what_they_returned(nats_settings: BusSettings, tmp_path: Path) -> None:

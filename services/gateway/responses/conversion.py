@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from services.gateway.errors import invalid
+from services.gateway.errors import ApiError, invalid
 from services.gateway.responses.messages import (
     FunctionTool,
     InputItem,
@@ -20,6 +20,14 @@ from services.gateway.responses.messages import (
 from services.gateway.schemas import ChatRequest
 
 LOGPROBS = "message.output_text.logprobs"
+_NAMES = {
+    "messages": "input",
+    "max_tokens": "max_output_tokens",
+    "max_completion_tokens": "max_output_tokens",
+    "response_format": "text.format",
+    "response_format.json_schema.schema": "text.format.schema",
+}
+"""Of fields: here by what they are called in a chat."""
 
 
 def items_of(request: ResponseRequest) -> list[InputItem]:
@@ -83,6 +91,14 @@ def chat_request(request: ResponseRequest, items: Sequence[InputItem]) -> ChatRe
         return msgspec.convert({name: value for name, value in fields.items() if value is not None}, ChatRequest)
     except msgspec.ValidationError as error:
         raise invalid("input", f"{error}.") from None
+
+
+def renamed(error: ApiError) -> ApiError:
+    """That a chat was refused with, with the field as it is called here."""
+    if error.param in _NAMES:
+        error.message = error.message.replace(f"'{error.param}'", f"'{_NAMES[error.param]}'")
+        error.param = _NAMES[error.param]
+    return error
 
 
 def _text(content: str | list[TextPart] | None) -> str:

@@ -11,6 +11,7 @@ from services.gateway.replies import ChatTokenLogprob
 from services.gateway.schemas import (
     MAX_MESSAGES,
     MAX_TOP_LOGPROBS,
+    FunctionName,
     MetadataKey,
     MetadataValue,
     Milliseconds,
@@ -42,7 +43,7 @@ class InputItem(msgspec.Struct, frozen=True, omit_defaults=True):
 
 class FunctionTool(msgspec.Struct, frozen=True):
     type: Literal["function"]
-    name: str
+    name: FunctionName
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None

@@ -12,10 +12,11 @@ from starlette.responses import Response
 from services.gateway.answering import answered, begin, first_deltas, keep_alive_of
 from services.gateway.bodies import read_message
 from services.gateway.context import GatewayContext
+from services.gateway.errors import ApiError
 from services.gateway.exchange import EventStream, Exchange
 from services.gateway.other_routes import json_response
 from services.gateway.parsing import Options
-from services.gateway.responses.conversion import chat_request, items_of
+from services.gateway.responses.conversion import chat_request, items_of, renamed
 from services.gateway.responses.messages import (
     DeletedResponse,
     ResponseObject,
@@ -43,7 +44,10 @@ async def _create(context: GatewayContext, request: Request, exchange: Exchange)
     if message.previous_response_id is not None:
         items = await context.responses.conversation(message.previous_response_id, key.tenant) + items
     keep_alive_s = keep_alive_of(request)
-    generation, headers = await begin(context, request, exchange, key, chat_request(message, items))
+    try:
+        generation, headers = await begin(context, request, exchange, key, chat_request(message, items))
+    except ApiError as error:
+        raise renamed(error) from None
     response = _opened(message, exchange, generation.options)
     builder = ResponseBuilder(response, generation.tokenizer, generation.options.num_top_logprobs)
 

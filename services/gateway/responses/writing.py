@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import uuid
+from collections import deque
 from collections.abc import Awaitable, Callable
 from typing import Any, Literal
 
@@ -16,8 +17,8 @@ import msgspec
 from services.gateway.answers import on_one_line
 from services.gateway.errors import ApiError
 from services.gateway.generation import Delta
-from services.gateway.logprobs import chat_logprobs
-from services.gateway.replies import Usage
+from services.gateway.logprobs import ShownToken, chat_logprobs
+from services.gateway.replies import ToolCallChunk, Usage
 from services.gateway.responses.messages import (
     IncompleteDetails,
     InputTokensDetails,
@@ -43,34 +44,51 @@ class ResponseBuilder:
         self._is_open = False
         """Whether the last item goes on."""
         self._finish_reason: str | None = None
+        self._untold: list[ShownToken] = []
+        """Tokens without text, of the message that may follow."""
 
     def take(self, delta: Delta) -> list[Event]:
+        calls = deque(delta.calls)
         events: list[Event] = []
-        if delta.text or delta.tokens:
-            events += self._take_text(delta)
-        for chunk in delta.calls:
-            if chunk.id is not msgspec.UNSET and chunk.function.name is not msgspec.UNSET:
-                events += self._close("completed")
-                item = OutputItem(
-                    id=f"fc_{uuid.uuid4().hex}",
-                    type="function_call",
-                    status="in_progress",
-                    call_id=chunk.id,
-                    name=chunk.function.name,
-                    arguments="",
-                )
-                events.append(self._open(item))
-            item = self.response.output[-1]
-            item.arguments = (item.arguments or "") + chunk.function.arguments
-            if chunk.function.arguments:
-                fields = {"item_id": item.id, "delta": chunk.function.arguments}
-                events.append(("response.function_call_arguments.delta", {**self._place, **fields}))
+        # What is left of the open call was before the text, which was before the next call.
+        while calls and calls[0].id is msgspec.UNSET:
+            events += self._take_arguments(calls.popleft())
+        self._untold += delta.tokens
+        if delta.text or (self._untold and self._is_in_message):
+            events += self._take_text(delta.text)
+        for chunk in calls:
+            events += self._take_arguments(chunk)
         self._finish_reason = delta.finish_reason or self._finish_reason
         return events
 
-    def _take_text(self, delta: Delta) -> list[Event]:
+    @property
+    def _is_in_message(self) -> bool:
+        return self._is_open and self.response.output[-1].type == "message"
+
+    def _take_arguments(self, chunk: ToolCallChunk) -> list[Event]:
         events: list[Event] = []
-        if not self._is_open or self.response.output[-1].type != "message":
+        self._untold.clear()  # those of a call are told of nowhere
+        if chunk.id is not msgspec.UNSET and chunk.function.name is not msgspec.UNSET:
+            events += self._close("completed")
+            item = OutputItem(
+                id=f"fc_{uuid.uuid4().hex}",
+                type="function_call",
+                status="in_progress",
+                call_id=chunk.id,
+                name=chunk.function.name,
+                arguments="",
+            )
+            events.append(self._open(item))
+        item = self.response.output[-1]
+        item.arguments = (item.arguments or "") + chunk.function.arguments
+        if chunk.function.arguments:
+            fields = {"item_id": item.id, "delta": chunk.function.arguments}
+            events.append(("response.function_call_arguments.delta", {**self._place, **fields}))
+        return events
+
+    def _take_text(self, text: str) -> list[Event]:
+        events: list[Event] = []
+        if not self._is_in_message:
             events += self._close("completed")
             item = OutputItem(
                 id=f"msg_{uuid.uuid4().hex}", type="message", status="in_progress", role="assistant", content=[]
@@ -81,10 +99,11 @@ class ResponseBuilder:
             item.content = [OutputText(annotations=[], logprobs=[])]
         item = self.response.output[-1]
         assert item.content
-        logprobs = [] if self._num_top is None else chat_logprobs(self._tokenizer, delta.tokens, self._num_top).content
-        item.content[0].text += delta.text
+        logprobs = [] if self._num_top is None else chat_logprobs(self._tokenizer, self._untold, self._num_top).content
+        self._untold.clear()
+        item.content[0].text += text
         item.content[0].logprobs += logprobs
-        fields = {"item_id": item.id, "content_index": 0, "delta": delta.text, "logprobs": logprobs}
+        fields = {"item_id": item.id, "content_index": 0, "delta": text, "logprobs": logprobs}
         events.append(("response.output_text.delta", {**self._place, **fields}))
         return events
 
@@ -120,7 +139,7 @@ class ResponseBuilder:
     def finish(self, usage: Usage) -> list[Event]:
         """After the last delta."""
         response, is_cut = self.response, self._finish_reason == "length"
-        events = [] if response.output else self._take_text(Delta(0, "", True, None))
+        events = [] if response.output else self._take_text("")
         response.status = "incomplete" if is_cut else "completed"
         response.incomplete_details = IncompleteDetails("max_output_tokens") if is_cut else None
         response.usage = ResponseUsage(
