@@ -30,6 +30,8 @@ OUTPUTS: list[tuple[str, str, str, list[tuple[str, Any]]]] = [
     ("hermes", f"<tool_call>{call()}", "", [WEATHER]),
     ("hermes", f'<tool_call>\n{{"arguments": {ARGUMENTS}, "name": "weather"}}\n</tool_call> done', " done", [WEATHER]),
     ("hermes", f"<tool_call>\n{call('weather', json.dumps(ARGUMENTS))}\n</tool_call>", "", [WEATHER]),
+    ("hermes", '<tool_call>\n{"name": "now"}\n</tool_call>', "", [NOW]),
+    ("hermes", f"<tool_call>{call('')}</tool_call>", f"<tool_call>{call('')}</tool_call>", []),
     ("hermes", "a < b, <tool_box> and </tool_call>  ", "a < b, <tool_box> and </tool_call>  ", []),
     ("hermes", "<tool_call>\nno call\n</tool_call>", "<tool_call>\nno call\n</tool_call>", []),
     ("llama3", call(key="parameters"), "", [WEATHER]),
@@ -43,6 +45,7 @@ OUTPUTS: list[tuple[str, str, str, list[tuple[str, Any]]]] = [
     ("mistral", "[TOOL_BOX] [1]", "[TOOL_BOX] [1]", []),
     ("mistral-named", f"[TOOL_CALLS]weather[ARGS]{ARGUMENTS}[TOOL_CALLS]now[ARGS]{{}}", "", [WEATHER, NOW]),
     ("mistral-named", f"[TOOL_CALLS]weather[CALL_ID]123456789[ARGS]{ARGUMENTS}", "", [WEATHER]),
+    ("mistral-named", "[TOOL_CALLS]\v{}", "\v{}", []),
     ("json", f"[{call()}, {call('now', '{}')}]", "", [WEATHER, NOW]),
     ("json", "[1, 2] and {", "[1, 2] and {", []),
     ("json", " text", " text", []),
@@ -71,6 +74,11 @@ def test_calls_are_found_wherever_the_text_is_cut(
     cuts = [[text[:first], text[first:]] for first in range(len(text) + 1)]
     for pieces in [*cuts, list(text), [text[i : i + 3] for i in range(0, len(text), 3)]]:
         assert read(FORMATS[name].parser(NAMES), pieces) == (content, calls), pieces
+
+
+def test_a_name_that_is_nested_deep_is_content() -> None:
+    text = '<tool_call>{"name": ' + "[" * 5000 + "]" * 5000 + "}</tool_call>"
+    assert read(FORMATS["hermes"].parser(NAMES), [text]) == (text, [])
 
 
 def test_arguments_come_as_they_are_written() -> None:

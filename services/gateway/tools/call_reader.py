@@ -148,5 +148,7 @@ class CallReader:
 def _loaded(text: str) -> object:
     try:
         return json.loads(text)
+    except RecursionError:
+        return None
     except ValueError:
         return text.strip('"')

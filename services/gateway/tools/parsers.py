@@ -43,6 +43,8 @@ class ToolParser(ABC):
         self._call_text = ""
         self._is_begun = False
         """The call's name is known and was told."""
+        self._has_arguments = False
+        """Of the call some were told."""
         self.num_calls = 0
 
     def feed(self, text: str) -> Parsed:
@@ -91,7 +93,7 @@ class ToolParser(ABC):
 
     def _begin_call(self, marks: str = "") -> None:
         """`marks`: what was taken before it, content if it is no call."""
-        self._call, self._call_text, self._is_begun = CallReader(), marks, False
+        self._call, self._call_text, self._is_begun, self._has_arguments = CallReader(), marks, False, False
 
     def _read_call(self, *, is_certain: bool) -> bool | None:
         """Whether the text was a call to its end; None: more is needed. `is_certain`: a call of any name is one."""
@@ -100,12 +102,17 @@ class ToolParser(ABC):
         count = call.feed(self._rest)
         self._call_text += self._rest[:count]
         self._rest = self._rest[count:]
-        if not self._is_begun and call.name is not None and (is_certain or call.name in self._names):
+        if not self._is_begun and call.name and (is_certain or call.name in self._names):
             self._is_begun = True
             self._tell(CallDelta(self.num_calls, call.name))
             self.num_calls += 1
-        if self._is_begun and (arguments := call.take_arguments()):
-            self._tell(CallDelta(self.num_calls - 1, arguments=arguments))
+        if self._is_begun:
+            arguments = call.take_arguments()
+            self._has_arguments |= bool(arguments)
+            if call.is_done and not self._has_arguments:
+                arguments = "{}"
+            if arguments:
+                self._tell(CallDelta(self.num_calls - 1, arguments=arguments))
         if not call.is_done and not call.is_broken:
             return None
         self._call = None
@@ -241,7 +248,12 @@ class MarkedParser(ToolParser):
         name, found, arguments = self._rest.partition("{")
         if not found:
             return False
-        self._tell(CallDelta(self.num_calls, name.removesuffix(self.ARGUMENTS).partition("[")[0].strip()))
+        name = name.removesuffix(self.ARGUMENTS).partition("[")[0].strip()
+        if not name:
+            self._say(self._rest)
+            self._rest = ""
+            return False
+        self._tell(CallDelta(self.num_calls, name))
         self.num_calls += 1
         self._rest = found + arguments
         self._value = ValueReader()
