@@ -44,6 +44,11 @@ class Grammar:
     schema: dict[str, Any] | None = None
     """Where it is of JSON: as llguidance takes it."""
 
+    @property
+    def num_bytes(self) -> int:
+        """Of a message, that it takes."""
+        return len(self.text.encode())
+
 
 def json_grammar(schema: Any, *, is_lenient: bool = False, whitespace: str | None = None) -> dict[str, Any]:
     """Of values of a JSON schema. `is_lenient`: keywords that cannot be enforced are ignored."""
@@ -68,7 +73,10 @@ def lark_text(text: str) -> str:
 
 def encoded(grammar: dict[str, Any], kind: str, param: str) -> Grammar:
     """Raises `ApiError` where it is too long."""
-    text = msgspec.json.encode({"grammars": [grammar]})
+    try:
+        text = msgspec.json.encode({"grammars": [grammar]})
+    except RecursionError:
+        raise invalid(param, f"'{param}' is nested too deep.") from None
     if len(text) > MAX_GRAMMAR_BYTES:
         raise invalid(param, f"'{param}' makes a grammar of {len(text)} bytes; the limit is {MAX_GRAMMAR_BYTES}.")
     return Grammar(text.decode(), kind, param, grammar.get("json_schema"))

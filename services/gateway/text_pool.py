@@ -11,6 +11,7 @@ import array
 import asyncio
 import contextlib
 import logging
+import math
 import os
 import signal
 import sys
@@ -34,7 +35,7 @@ SHORT_CHARACTERS = 64 * 1024
 SMALL_BYTES = 16 * 1024
 """Messages and variables that are no reason for a template to fail: it is the template."""
 PAUSE_S = 30.0
-"""Without a template that had to be killed."""
+"""Without a template, or a grammar, that had to be killed."""
 START_MARGIN_S = 10.0
 """Beyond a text's own time, for a process that cannot even end itself."""
 RETRY_AFTER_S = 1.0
@@ -114,8 +115,8 @@ class TextPool:
         self._num_characters = 0
         self._paused: dict[str, tuple[float, str]] = {}
         """By folder: until when its template is not run, and why."""
-        self._tried: OrderedDict[str, ApiError | None] = OrderedDict()
-        """By the text of a grammar: why it cannot be followed, if it cannot."""
+        self._tried: OrderedDict[str, tuple[ApiError | None, float]] = OrderedDict()
+        """By the text of a grammar: why it cannot be followed, if it cannot, and until when that is believed."""
         metrics.text_characters.set_function(lambda: self._num_characters)
 
     @contextlib.contextmanager
@@ -170,23 +171,25 @@ class TextPool:
     async def check_grammar(self, grammar: Grammar) -> None:
         """Raises `ApiError` 400 where it cannot be followed."""
         text, param = grammar.text, grammar.param
-        if text not in self._tried:
+        if text not in self._tried or self._tried[text][1] < time.monotonic():
             refusal: ApiError | None = None
+            until_s = math.inf
             try:
                 with self.room(len(text)):
                     await self._run(text_work.encode(TryGrammar(text, param)), len(text))
             except _KilledError as error:
                 message = f"Trying the grammar of '{param}' {self._why(error)}."
                 refusal = ApiError(400, message, param=param, code="invalid_value")
+                until_s = time.monotonic() + PAUSE_S  # the machine may have stood still
             except ApiError as error:
                 if error.status != 400:
                     raise
                 refusal = error
-            self._tried[text] = refusal
+            self._tried[text] = refusal, until_s
             if len(self._tried) > MAX_TRIED_GRAMMARS:
                 self._tried.popitem(last=False)
         self._tried.move_to_end(text)
-        if (known := self._tried[text]) is not None:
+        if (known := self._tried[text][0]) is not None:
             raise ApiError(400, known.message, param=param, code=known.code)
 
     def _why(self, error: _KilledError) -> str:

@@ -15,6 +15,7 @@ import os
 import resource
 import signal
 import sys
+import time
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -27,6 +28,8 @@ from shared.messages.cluster import ModelSpec
 MEMORY_EXIT_CODE = 3
 LENGTH_BYTES = 8
 MAX_TEMPLATES, MAX_TOKENIZERS = 64, 4
+MAX_GRAMMAR_CPU_S = 0.5
+"""To try a grammar. An instance takes two to three times as long to compile it, and its steps wait for that."""
 
 
 class Render(msgspec.Struct, tag=True):
@@ -115,7 +118,11 @@ def work(task: Render | Encode | TryGrammar) -> Result:
 def _why_not(task: TryGrammar) -> Refusal | None:
     from llguidance import LLMatcher
 
+    begun_s = time.process_time()
     reason = LLMatcher.validate_grammar(task.text)
+    taken_s = time.process_time() - begun_s
+    if not reason and taken_s > MAX_GRAMMAR_CPU_S:
+        reason = f"it takes {taken_s:.2f} s of computing to be tried; the limit is {MAX_GRAMMAR_CPU_S:g} s."
     if not reason:
         return None
     return Refusal(f"Invalid value for '{task.param}': {reason.strip()}", task.param, "invalid_value")

@@ -5,9 +5,17 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import pytest
 from llguidance import LLMatcher, LLTokenizer
+from prometheus_client import CollectorRegistry
 
+from services.gateway import text_pool, text_work
+from services.gateway.errors import ApiError
+from services.gateway.metrics import GatewayMetrics
+from services.gateway.structured import Grammar, encoded, json_grammar
+from services.gateway.text_pool import TextPool
 from shared.messages.requests import FinishReason
+from shared.settings import GatewaySettings
 from tests.gateway.conftest import Stack
 
 HI = [{"role": "user", "content": "Hi"}]
@@ -16,6 +24,10 @@ SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required"
 
 def json_schema(schema: Any, **more: Any) -> dict[str, Any]:
     return {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": schema, **more}}}
+
+
+def json_grammar_text(schema: Any) -> str:
+    return encoded(json_grammar(schema), "json", "guided_json").text
 
 
 FORMS: list[tuple[dict[str, Any], str, str]] = [
@@ -82,6 +94,43 @@ async def test_what_cannot_be_followed_is_refused_with_its_reason(stack: Stack) 
         assert (answer.status_code, error["type"], error["param"]) == (400, "invalid_request_error", param)
         assert words in error["message"], error["message"]
     assert stack.peer.submitted == []
+
+
+async def test_what_takes_long_to_compile_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    task = text_work.TryGrammar(json_grammar_text({"type": "object"}), "guided_json")
+    assert text_work.work(task).refusal is None
+    monkeypatch.setattr(text_work, "MAX_GRAMMAR_CPU_S", 0.0)
+    refusal = text_work.work(task).refusal
+    assert refusal is not None and refusal.param == "guided_json" and "the limit is 0 s" in refusal.message
+
+
+async def test_a_trial_that_was_killed_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = TextPool(GatewaySettings(), GatewayMetrics(CollectorRegistry()))
+    grammar = Grammar(json_grammar_text({}), "json", "guided_json")
+    outcomes: list[Exception | None] = [text_pool._KilledError("time"), None]
+
+    async def run(task: bytes, num_characters: int) -> None:
+        if (outcome := outcomes.pop(0)) is not None:
+            raise outcome
+
+    monkeypatch.setattr(pool, "_run", run)
+    for _ in range(2):
+        with pytest.raises(ApiError, match="takes longer than"):
+            await pool.check_grammar(grammar)
+    assert len(outcomes) == 1, "it is remembered"
+    pool._tried[grammar.text] = pool._tried[grammar.text][0], 0.0
+    for _ in range(2):
+        await pool.check_grammar(grammar)
+    assert not outcomes
+
+
+def test_a_grammars_size_is_in_bytes_and_its_depth_is_bounded() -> None:
+    assert Grammar("\u6f6e", "choice", "guided_choice").num_bytes == 3
+    schema: dict[str, Any] = {}
+    for _ in range(100_000):
+        schema = {"items": schema}
+    with pytest.raises(ApiError, match="nested too deep"):
+        encoded(json_grammar(schema), "json", "guided_json")
 
 
 async def test_a_lenient_schema_leaves_out_what_cannot_be_enforced(stack: Stack) -> None:
