@@ -212,8 +212,8 @@ class Executor:
                 logger.info("model %s: deterministic, fingerprint %s", spec.name, prepared.fingerprint)
             if self._group is ALONE and self._capture is not None:
                 prepared.graphs = self._captured(prepared, self._capture)
-            if self._group.is_last_stage:
-                prepared.vocabulary = self._grammars.load(path, model.vocab_size)
+        if self._group.is_last_stage:
+            prepared.vocabulary = self._grammars.load(path, model.vocab_size)
         return prepared
 
     def _captured(self, prepared: PreparedModel, capture: Capture) -> DecodeGraphs:

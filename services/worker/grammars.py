@@ -68,7 +68,7 @@ class GrammarCounters:
 
 
 class Vocabulary:
-    """A model's tokens as grammars see them, with the grammars compiled for it. Belongs to one thread."""
+    """A model's tokens as grammars see them, with the grammars compiled for it. Of one thread, once it is made."""
 
     def __init__(self, folder: Path, vocab_size: int) -> None:
         """Blocking. Raises `CheckpointError` where the tokenizer cannot be used."""
@@ -139,12 +139,15 @@ class Guides:
     def masks(self) -> Masks | None:
         """Waits until they are made. None where none of them could be."""
         begun_s = time.perf_counter()
+        due_s = begun_s + MAX_MASK_WAIT_S
         indices, words = [], []
         for index, guide in zip(self.indices, self.guides, strict=True):
             try:
-                guide.ready.result(MAX_MASK_WAIT_S)
+                guide.ready.result(max(0.0, due_s - time.perf_counter()))
             except TimeoutError:
                 guide.error = f"its next token was not found in {MAX_MASK_WAIT_S:g} s"
+            except BaseException as error:  # a panic of the library is no Exception
+                guide.error = str(error) or type(error).__name__
             if guide.error or guide.mask is None:
                 self.failed.append((index, guide.error or "the output has ended"))
             else:
@@ -164,8 +167,13 @@ class GrammarRows:
         self._threads: llguidance.LLExecutor | None = None
 
     def load(self, folder: Path, vocab_size: int) -> Future[Vocabulary]:
-        """A model's, in the thread. From any thread."""
-        return self._thread.submit(Vocabulary, folder, vocab_size)
+        """A model's. Blocking, seconds where it is large; from any thread, beside masks."""
+        loaded: Future[Vocabulary] = Future()
+        try:
+            loaded.set_result(Vocabulary(folder, vocab_size))
+        except Exception as error:  # the model serves all but grammars
+            loaded.set_exception(error)
+        return loaded
 
     def take(self, row: int, grammar: str, output: np.ndarray, vocabulary: Future[Vocabulary] | None) -> None:
         """A sequence takes the row. `output`: its tokens so far, int32."""
@@ -202,7 +210,7 @@ class GrammarRows:
             if output and not guide.matcher.consume_tokens(output):
                 raise ValueError(f"the output so far does not follow it: {guide.matcher.get_error()}")
             self.counters.replayed_tokens += len(output)
-        except Exception as error:
+        except BaseException as error:  # a panic of the library is no Exception
             self._fail(guide, str(error))
         else:
             self._make_masks([(guide, guide.matcher)])
@@ -214,12 +222,15 @@ class GrammarRows:
             vocabulary, matcher = guide.vocabulary, guide.matcher
             if vocabulary is None or matcher is None:
                 continue
-            if token in vocabulary.eos_token_ids:
-                guide.matcher = None  # a step that was launched already may sample for it once more
-            elif matcher.consume_token(token):
-                going.append((guide, matcher))
-            else:
-                self._fail(guide, matcher.get_error() or f"token {token} does not follow")
+            try:
+                if token in vocabulary.eos_token_ids:
+                    guide.matcher = None  # a step that was launched already may sample for it once more
+                elif matcher.consume_token(token):
+                    going.append((guide, matcher))
+                else:
+                    self._fail(guide, matcher.get_error() or f"token {token} does not follow")
+            except BaseException as error:
+                self._fail(guide, str(error))
         if going:
             self._make_masks(going)
 
@@ -237,7 +248,7 @@ class GrammarRows:
                     self._threads = llguidance.LLExecutor(min(MAX_THREADS, os.cpu_count() or 1))
                 matchers = [(matcher, index) for index, (_, matcher) in enumerate(going)]
                 llguidance.numpy.fill_next_token_bitmask_par(self._threads, matchers, words)
-        except Exception as error:  # the library panics, say
+        except BaseException as error:  # the library panics, say
             for guide, _ in going:
                 self._fail(guide, str(error))
             return

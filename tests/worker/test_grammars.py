@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 import re
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
+import llguidance.numpy
 import pytest
 from tokenizers import Tokenizer
 
+from services.worker import grammars
 from services.worker.executor import Executor
+from services.worker.grammars import GrammarCounters, Guides, _Guide
 from shared.engine.calls import AddModel, OnStep, Submit
 from shared.engine.engine import Engine
 from shared.engine.requests import Ended, Output
@@ -177,6 +181,30 @@ def test_a_grammar_that_cannot_be_followed_ends_its_request_alone(checkpoint: Pa
     assert [end.reason for end in ended] == [FinishReason.ERROR, FinishReason.STOP, FinishReason.ERROR]
     check_json(tokenizer.decode(outputs[1][:-1]))
     assert outputs[0] == outputs[2] == [] and executor.grammar_counters.failures == 2
+
+
+class Panic(BaseException):
+    """As PyO3 raises those of the library."""
+
+
+def test_a_panic_of_the_library_ends_its_request_alone(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def panic(*_: Any) -> None:
+        raise Panic("index out of bounds")
+
+    monkeypatch.setattr(llguidance.numpy, "fill_next_token_bitmask", panic)
+    _, ended, _, executor = run(checkpoint, [{"max_tokens": 5}, WISHES[0]])
+    assert [end.reason for end in ended] == [FinishReason.LENGTH, FinishReason.ERROR]
+    assert executor.grammar_counters.failures == 1
+
+
+def test_masks_that_do_not_come_are_waited_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammars, "MAX_MASK_WAIT_S", 0.05)
+    late = [_Guide() for _ in range(400)]
+    for guide in late:
+        guide.ready = Future()
+    guides = Guides(list(range(len(late))), late, counters := GrammarCounters())
+    assert guides.masks() is None and len(guides.failed) == len(late)
+    assert counters.wait_s < 10.0, "one after the other they would take 20 s"
 
 
 def test_a_model_without_a_tokenizer_serves_all_but_grammars(tmp_path: Path) -> None:
