@@ -26,6 +26,7 @@ from services.gateway.parsing import (
     MAX_SEQUENCE_BYTES,
     MAX_SEQUENCES,
     Options,
+    check_all_prompt_logprobs,
     check_num_characters,
     check_num_sequences,
     check_prompt_logprobs,
@@ -150,6 +151,21 @@ async def begin(
     return generation, headers
 
 
+async def prompts_in_time(
+    context: GatewayContext, spec: ModelSpec, message: ChatRequest | CompletionRequest, options: Options
+) -> tuple[list[Prompt], ModelTokenizer]:
+    """Of a request that comes from no client. Raises `ApiError`, 408 when its time has passed."""
+    context.catalog.check_can_be_served(spec.name)
+    try:
+        async with asyncio.timeout(options.timeout_s):
+            tokenizer = await context.tokenizers.get(spec)
+            texts_or_ids = prompts_of(message.prompt) if isinstance(message, CompletionRequest) else [""]
+            return await make_prompts(context, spec, tokenizer, message, options, texts_or_ids), tokenizer
+    except TimeoutError:
+        message_text = "The request's time limit has passed."
+        raise ApiError(408, message_text, type="timeout_error", code="deadline_exceeded") from None
+
+
 async def first_deltas(exchange: Exchange, generation: Generation, timeout_s: float | None) -> list[Delta]:
     """Those that a stream begins with; none after `timeout_s` of silence. They decide about the status: until they come, a
     failure is still an HTTP error."""
@@ -191,7 +207,7 @@ async def make_prompts(
         grammar = options.tools.grammar_with(grammar, tokenizer.tool_format, tokenizer.special_token_id) or grammar
     if grammar is not None:
         check_options(message, grammar)
-        max_model_len = min(max_model_len, (MAX_SEQUENCE_BYTES - len(grammar.text)) // 4)
+        max_model_len = min(max_model_len, (MAX_SEQUENCE_BYTES - grammar.num_bytes) // 4)
         await context.tokenizers.check_grammar(tokenizer, grammar)
     if isinstance(message, ChatRequest):
         requested = message.max_completion_tokens if message.max_completion_tokens is not None else message.max_tokens
@@ -209,6 +225,7 @@ async def make_prompts(
                 check_num_characters(len(text), tokenizer.max_characters(max_model_len), max_model_len, param)
             add_special = message.add_special_tokens is not False
             all_ids = await context.tokenizers.encode(tokenizer, texts, add_special, param)
+    check_all_prompt_logprobs(sum(map(len, all_ids)) * options.num_choices, options.num_prompt_top, param)
     prompts = []
     # One token is made then, and not shown: the prompt's log-probabilities come with it.
     shows_output = requested != 0 or options.num_prompt_top < 0

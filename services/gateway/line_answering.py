@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import uuid
 from collections.abc import Callable
@@ -13,20 +12,16 @@ from opentelemetry.context import Context
 from opentelemetry.trace import Link, SpanContext
 
 from services.gateway.admission import Key, PromptCharge
-from services.gateway.answering import make_prompts
+from services.gateway.answering import prompts_in_time
 from services.gateway.answers import Collector, Operation
 from services.gateway.batch_validation import Body
 from services.gateway.context import GatewayContext
 from services.gateway.errors import ApiError
 from services.gateway.exchange import Call
-from services.gateway.generation import Prompt
-from services.gateway.parsing import Options, options_of, prompts_of
+from services.gateway.parsing import options_of
 from services.gateway.replies import Usage
-from services.gateway.schemas import CompletionRequest
-from services.gateway.tokenization import ModelTokenizer
 from shared.bus.interface import ServiceError
 from shared.messages.batches import BatchLineResult
-from shared.messages.cluster import ModelSpec
 from shared.messages.requests import Priority, RequestClass
 
 
@@ -105,7 +100,7 @@ async def answer_line(
 
     try:
         with trace.use_span(span, end_on_exit=False, record_exception=False, set_status_on_exception=False):
-            prompts, tokenizer = await _prompts(context, spec, message, options)
+            prompts, tokenizer = await prompts_in_time(context, spec, message, options)
             charge.charge(key, sum(len(prompt.tokens) for prompt in prompts), context.bus.now())
             generation = call.plan(message, options, prompts, tokenizer, count_output)
             await generation.start()
@@ -125,17 +120,3 @@ async def answer_line(
         context.metrics.batch_lines_in_flight.dec()
         call.end(error)
     return encode_line(custom_id, LineResponse(200, call.call_id, msgspec.Raw(body)), None, generation.usage())
-
-
-async def _prompts(
-    context: GatewayContext, spec: ModelSpec, message: Body, options: Options
-) -> tuple[list[Prompt], ModelTokenizer]:
-    context.catalog.check_can_be_served(spec.name)
-    try:
-        async with asyncio.timeout(options.timeout_s):
-            tokenizer = await context.tokenizers.get(spec)
-            texts_or_ids = prompts_of(message.prompt) if isinstance(message, CompletionRequest) else [""]
-            return await make_prompts(context, spec, tokenizer, message, options, texts_or_ids), tokenizer
-    except TimeoutError:
-        message_text = "The line's time limit has passed."
-        raise ApiError(408, message_text, type="timeout_error", code="deadline_exceeded") from None

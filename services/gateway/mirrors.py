@@ -12,12 +12,12 @@ import logging
 
 from opentelemetry import trace
 
-from services.gateway.answering import make_prompts
+from services.gateway.answering import prompts_in_time
 from services.gateway.errors import ApiError
 from services.gateway.exchange import Call
-from services.gateway.parsing import Options, prompts_of
+from services.gateway.parsing import Options
 from services.gateway.routes import Routed
-from services.gateway.schemas import CompletionRequest, GenerationFields
+from services.gateway.schemas import ChatRequest, CompletionRequest
 from shared.bus.interface import BusError, ServiceError
 from shared.messages.requests import Priority, RequestClass
 from shared.policies.routing import Role, mirrored_to
@@ -34,7 +34,7 @@ class Mirrors:
         self._tasks = TaskSet()
         self._num_in_flight = 0
 
-    def send(self, call: Call, message: GenerationFields, options: Options) -> None:
+    def send(self, call: Call, message: ChatRequest | CompletionRequest, options: Options) -> None:
         """Begins the copies of a request that is being answered; returns at once."""
         route = None if call.routed is None else call.routed.route
         if route is None:
@@ -48,7 +48,9 @@ class Mirrors:
             mirrored.model = model
             self._tasks.start(self._run(call, Routed(model, route, Role.MIRROR), mirrored, options), "mirror")
 
-    async def _run(self, original: Call, routed: Routed, message: GenerationFields, options: Options) -> None:
+    async def _run(
+        self, original: Call, routed: Routed, message: ChatRequest | CompletionRequest, options: Options
+    ) -> None:
         context = original.context
         options = dataclasses.replace(
             options,
@@ -64,9 +66,7 @@ class Mirrors:
         try:
             spec = context.catalog.spec(routed.model)
             call.identify(message.model, message, options)
-            tokenizer = await context.tokenizers.get(spec)
-            texts_or_ids = prompts_of(message.prompt) if isinstance(message, CompletionRequest) else [""]
-            prompts = await make_prompts(context, spec, tokenizer, message, options, texts_or_ids)
+            prompts, tokenizer = await prompts_in_time(context, spec, message, options)
             generation = call.plan(message, options, prompts, tokenizer, lambda num_tokens, now: None)
             await generation.start()
             while not generation.is_done:

@@ -31,6 +31,8 @@ MAX_SEQUENCE_BYTES = MAX_MESSAGE_BYTES - 16 * 1024
 """Prompt, output and grammar travel in one message (the output when a request is placed again); the rest of it holds the
 sampling parameters."""
 MAX_SEQUENCE_TOKENS = MAX_SEQUENCE_BYTES // 4
+MAX_CALL_LOGPROBS_BYTES = 4 * 1024 * 1024
+"""Of prompts, packed: many times that as JSON, which is made in one go."""
 SEED_MASK = 2**63 - 1
 
 
@@ -191,6 +193,20 @@ def check_prompt_logprobs(num_prompt_tokens: int, num_top: int, param: str) -> N
             param,
             f"Log-probabilities of a prompt, with {num_top} alternatives to each token, can be had of {limit} tokens at "
             f"most; you requested {num_prompt_tokens}. Ask for fewer alternatives or cut the prompt.",
+        )
+
+
+def check_all_prompt_logprobs(num_tokens: int, num_top: int, param: str) -> None:
+    """`num_tokens`: of the prompts of all sequences of a call."""
+    if num_top < 0:
+        return
+    limit = MAX_CALL_LOGPROBS_BYTES // packed_logprob_bytes(num_top)
+    if num_tokens > limit:
+        raise invalid(
+            param,
+            f"Log-probabilities of prompts, with {num_top} alternatives to each token, can be had of {limit} tokens in a "
+            f"request at most; you requested {num_tokens} over all its sequences. Ask for fewer alternatives, or for less "
+            "in one request.",
         )
 
 

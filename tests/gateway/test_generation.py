@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from services.gateway import parsing
 from services.gateway.errors import ApiError
 from services.gateway.parsing import check_prompt_logprobs
 from services.gateway.replies import ChatCompletion, Completion
@@ -17,6 +18,7 @@ from shared.messages.requests import (
     FinishReason,
     Priority,
     RequestClass,
+    packed_logprob_bytes,
     unpack_tokens,
 )
 from tests.gateway.conftest import MODEL, Stack
@@ -293,6 +295,15 @@ def test_a_prompt_whose_logprobs_are_too_many_is_refused() -> None:
         check_prompt_logprobs(2341, 20, "prompt")
     assert (refused.value.status, refused.value.param) == (400, "prompt")
     check_prompt_logprobs(10**6, -1, "prompt")
+
+
+async def test_logprobs_of_all_prompts_of_a_request_are_bounded(stack: Stack, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parsing, "MAX_CALL_LOGPROBS_BYTES", 12 * packed_logprob_bytes(1))
+    body: dict[str, Any] = {"prompt": [[5, 6, 7], [5, 6, 7]], "echo": True, "logprobs": 1, "max_tokens": 0}
+    assert (await stack.post("/v1/completions", **body, n=2)).status_code == 200
+    refused = await stack.post("/v1/completions", **body, n=3)
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "prompt")
+    assert "12 tokens in a request at most; you requested 18" in refused.json()["error"]["message"]
 
 
 async def test_logprobs_show_no_part_of_a_stop_string(stack: Stack) -> None:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 
+from services.gateway.answering import prompts_in_time
+from services.gateway.errors import ApiError
+from services.gateway.parsing import options_of
+from services.gateway.schemas import CompletionRequest
 from shared.messages.cluster import ModelSpec
 from shared.messages.requests import RequestClass
 from shared.messages.routes import Arm, Mirror, Route
@@ -96,6 +101,17 @@ async def test_a_mirror_is_asked_uncharged_and_unseen(nats_settings: BusSettings
         assert mirrored.prompt == own.prompt and mirrored.sampling == own.sampling
         (key,) = stack.gateway.context.admission._keys.values()
         assert key.window.total(stack.gateway.context.bus.now()) == 40 + len(stack.ids("Hello world")) + 1
+
+
+async def test_what_no_client_waits_for_has_its_time_all_the_same(two: Stack, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Mirrored requests, lines of batches: a tokenizer that never comes."""
+    context = two.gateway.context
+    monkeypatch.setattr(context.tokenizers, "get", lambda spec: asyncio.Event().wait())
+    message = CompletionRequest(model="old", prompt="x")
+    options = options_of(message, {}, 0.01)
+    with pytest.raises(ApiError) as late:
+        await prompts_in_time(context, context.catalog.spec("old"), message, options)
+    assert late.value.status == 408
 
 
 async def test_who_is_down_is_passed_over(two: Stack) -> None:
