@@ -71,7 +71,7 @@ def replayed(system: Stack) -> float:
     """Output tokens that matchers were brought through again, over the instances."""
     name, total = "tideway_instance_grammar_replayed_tokens_total", 0.0
     for instance in system.instances():
-        text = httpx.get(f"http://127.0.0.1:{instance['metrics_port']}/metrics", timeout=5).text
+        text = httpx.get(f"http://127.0.0.1:{instance['metrics_port']}/metrics", timeout=60).text
         total += sum(float(line.rpartition(" ")[2]) for line in text.splitlines() if line.startswith(name + "{"))
     return total
 
@@ -81,7 +81,7 @@ def test_through_a_drain_and_the_death_of_an_instance(system: Stack, undisturbed
     victim = sorted(system.instances(), key=lambda one: one["instance_id"])[0]
 
     def drain() -> None:
-        answer = httpx.post(f"{system.url}/admin/instances/{victim['instance_id']}/drain", timeout=15)
+        answer = httpx.post(f"{system.url}/admin/instances/{victim['instance_id']}/drain", timeout=60)
         assert answer.status_code == 200
 
     check(streams_of(system, drain), undisturbed)
