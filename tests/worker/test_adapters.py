@@ -25,8 +25,8 @@ LENGTHS = (5, 40, 33, 21)
 STEPS = 12
 
 
-def load(executor: Executor, path: Path) -> ModelShape:
-    return executor.add_model(executor.prepare_model(ModelSpec(path.name, str(path))))
+def load(executor: Executor, path: Path, quantization: str = "") -> ModelShape:
+    return executor.add_model(executor.prepare_model(ModelSpec(path.name, str(path), quantization=quantization)))
 
 
 def run(driver: Driver, rows: list[Row], chunk: int = 13) -> list[Row]:
@@ -97,6 +97,32 @@ def test_a_batch_of_one_adapter_and_one_without_any_on_the_same_weights(tmp_path
     again = driver.add(1, prompt, logprobs=3)
     run(driver, [again])
     assert_same(again, alone(base, prompt))
+
+
+@pytest.mark.parametrize("quantization", ["", "int8", "int4"])
+def test_beside_layers_that_are_computed_in_one_call(
+    tmp_path: Path, quantization: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the compiled kernels run all layers of a step without adapters: as torch's operators have it."""
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
+    base = write_checkpoint(
+        tmp_path, "llama", dtype=torch.bfloat16, hidden_size=128, intermediate_size=128, **heads, num_hidden_layers=2
+    )
+    adapters = [write_adapter(tmp_path / "all", base), write_adapter(tmp_path / "some", base, ("q_proj",), seed=1)]
+    versions = ["", *(adapter.version for adapter in adapters)]
+    found = []
+    for kernels in (library.kernels, lambda: None):
+        monkeypatch.setattr(library, "kernels", kernels)
+        executor = Executor("cpu", 16, MERGED_BYTES, 4)
+        driver = Driver(executor, load(executor, base, quantization), range(16))
+        for adapter in adapters:
+            executor.load_adapter("llama", adapter)
+        rows = [driver.add(i, prompt_of(20), version, logprobs=1) for i, version in enumerate(versions)]
+        driver.step([(row, 20) for row in rows])
+        found.append([row.logprobs[0] for row in rows])
+    for mine, theirs in zip(*found, strict=True):
+        assert mine is not None and theirs is not None
+        assert mine.top_logprobs == pytest.approx(theirs.top_logprobs, abs=0.15)
 
 
 def change(path: Path, **tensors: torch.Tensor | None) -> None:

@@ -21,7 +21,7 @@ from services.worker.models.experts import Experts
 from services.worker.models.parts import Parts, layer_kinds, layer_windows, parts_of
 from services.worker.models.rope import RotaryEmbedding
 from services.worker.models.weights import TokenEmbedding, WeightReader
-from services.worker.native.library import PackedWeight
+from services.worker.native.library import Packed
 from services.worker.ops import WideNormOps
 from services.worker.quantized_linear import AnyLinear
 from shared.checkpoint import CheckpointShape, local_rope_parameters, positive_int, rope_parameters
@@ -30,7 +30,7 @@ from shared.model_families import INPUTS, OUTPUTS
 
 @dataclass(kw_only=True)
 class _Mlp:
-    gate_up: AnyLinear | PackedWeight
+    gate_up: AnyLinear | Packed
     """Packed: with the activation, else without."""
     down: AnyLinear
 
@@ -248,11 +248,9 @@ class LlamaModel(DecoderModel):
         state.pending = None
         return normed
 
-    def _gated(
-        self, linear: AnyLinear | PackedWeight, normed: torch.Tensor, index: int, batch: ForwardBatch
-    ) -> torch.Tensor:
+    def _gated(self, linear: AnyLinear | Packed, normed: torch.Tensor, index: int, batch: ForwardBatch) -> torch.Tensor:
         """[T, hidden_size] -> [T, inner]"""
-        if isinstance(linear, PackedWeight):
+        if isinstance(linear, Packed):
             if batch.adapters is None:
                 return linear(normed)
             gate_up = linear.ungated(normed)

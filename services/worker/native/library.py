@@ -126,6 +126,7 @@ class Kernels:
 
     def linear(self, x: torch.Tensor, weight: Packed) -> torch.Tensor:
         """[rows, in_features] -> [rows, out_features]"""
+        assert x.shape[1] * x.itemsize == 4 * weight.struct.in_words, "the kernels would read beyond it"
         if x.stride(-1) != 1 or x.stride(0) * x.itemsize % 4:
             x = x.contiguous()
         out = torch.empty(len(x), weight.out_features, dtype=x.dtype)
