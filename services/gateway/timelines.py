@@ -22,6 +22,7 @@ from shared.messages.timeline import (
     ExplainSlo,
     FindTimeline,
     ListTimelines,
+    Objective,
     RequestEvent,
     RequestEvents,
     SequenceTimeline,
@@ -54,7 +55,7 @@ class _Timeline:
         "course",
         "ended_s",
         "http_request_id",
-        "is_judged",
+        "is_missed",
         "model",
         "num_output",
         "num_prompt",
@@ -74,7 +75,8 @@ class _Timeline:
         self.state = ""
         """How it ended; empty: it has not."""
         self.ended_s = 0.0
-        self.is_judged = False
+        self.is_missed: bool | None = None
+        """Whether it missed an objective; None: that is not settled."""
 
 
 @dataclass
@@ -227,10 +229,10 @@ class Timelines:
         unix_s = time.time()
         while self._unjudged and self._unjudged[0].ended_s <= unix_s - SETTLE_S:
             timeline = self._unjudged.popleft()
-            timeline.is_judged = True
+            judged = objectives(timeline.course, timeline.ended_s, timeline.num_output)
+            timeline.is_missed = _is_missed(judged)
             # What was cut off by its client says nothing of how it would have been served.
             if timeline.state != CANCELLED:
-                judged = objectives(timeline.course, timeline.ended_s, timeline.num_output)
                 self._book.count(timeline.request_id, timeline.model, judged, timeline.ended_s)
         while self._ended:
             oldest = next(iter(self._ended.values()))
@@ -265,11 +267,17 @@ class Timelines:
                 for timeline in timelines:
                     if model and timeline.model != model:
                         continue
-                    shown = self._shown(timeline, is_whole=False)
-                    if not is_missed or any(not objective.is_met for objective in shown.objectives):
-                        yield shown
+                    # Most have met theirs: nothing more is worked out of these.
+                    if not is_missed or self._has_missed(timeline):
+                        yield self._shown(timeline, is_whole=False)
 
         return list(islice(wanted(), limit))
+
+    @staticmethod
+    def _has_missed(timeline: _Timeline) -> bool:
+        if timeline.is_missed is None and timeline.state:
+            return _is_missed(objectives(timeline.course, timeline.ended_s, timeline.num_output))
+        return bool(timeline.is_missed)
 
     def explain(self, interval_s: float) -> SloExplanation:
         self._sweep()
@@ -300,7 +308,8 @@ class Timelines:
 
     async def _ask_known(self, question: ListTimelines | ExplainSlo) -> list[ToldByGateway]:
         since = self._bus.now() - KNOWN_S
-        known = {gateway_id for gateway_id, heard_at in self._others.items() if heard_at > since}
+        self._others = {gateway_id: heard_at for gateway_id, heard_at in self._others.items() if heard_at > since}
+        known = set(self._others)
         is_due = self._bus.now() - self._asked_at >= ASK_ALL_S
         if not known and not is_due:
             return []
@@ -398,6 +407,10 @@ class Timelines:
                 for teller, event in course.told
             ]
         return shown
+
+
+def _is_missed(judged: list[Objective]) -> bool:
+    return any(not objective.is_met for objective in judged)
 
 
 def _place(shown: SequenceTimeline) -> tuple[bool, bool, float]:

@@ -82,6 +82,21 @@ async def test_what_missed_its_objective_is_explained(stack: Stack, monkeypatch)
     assert (await stack.client.get("/admin/requests?running=true")).json()["requests"] == []
 
 
+async def test_requests_that_met_their_objectives_are_judged_once(stack: Stack, monkeypatch) -> None:
+    monkeypatch.setattr(module, "SETTLE_S", 0.0)
+    stack.say("Hello")
+    for _ in range(3):
+        assert (await stack.post("/v1/completions", prompt="x", max_tokens=5)).status_code == 200
+    kept = stack.gateway.context.timelines
+    assert len(kept.latest(5)) == 3
+
+    def again(*_: object) -> None:
+        raise AssertionError("a list of those that missed theirs works nothing out of the others")
+
+    monkeypatch.setattr(module, "objectives", again)
+    assert kept.latest(5, is_missed=True) == []
+
+
 async def test_refusals_name_the_field(stack: Stack) -> None:
     for query, name in (("limit=0", "limit"), ("missed=perhaps", "missed")):
         answer = await stack.client.get(f"/admin/requests?{query}")
