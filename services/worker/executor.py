@@ -269,7 +269,9 @@ class Executor:
         """Frees the model's weights, unless another name has them too, and drops its suspended steps; no launched step may
         use it."""
         views = self._models.pop(name).views
-        self._adapters = {version: one for version, one in self._adapters.items() if one.model != name}
+        # not made anew: a thread that loads may write to it
+        for version in [version for version, one in list(self._adapters.items()) if one.model == name]:
+            self._adapters.pop(version, None)
         self._suspended = {i: forward for i, forward in self._suspended.items() if forward.batch.kv is not views}
         if self.device.type == "cuda":
             torch.cuda.empty_cache()

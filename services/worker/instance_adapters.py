@@ -181,7 +181,11 @@ class InstanceAdapters:
 
     async def _retire(self, version: str) -> None:
         """Drops one that was removed when its requests here have ended."""
-        while version in self._loaded and not await self._drop(version):
+        while version in self._loaded:
+            # Not while it may be loaded again, for a request that comes here from an instance that died.
+            async with self._turn:
+                if version not in self._loaded or await self._drop(version):
+                    return
             await asyncio.sleep(RETIRE_POLL_S)
 
     def _load_ahead(self, spec: AdapterSpec) -> None:
@@ -202,11 +206,15 @@ class InstanceAdapters:
         try:
             async with self._turn:
                 started_s = self._loop.now()
-                async with asyncio.timeout(LOAD_TIMEOUT_S):
-                    num_bytes = await asyncio.to_thread(self._executor.load_adapter, model, adapter)
+                num_bytes = await self._read(model, adapter)
                 seconds = self._loop.now() - started_s
-                if not await self._make_room(num_bytes):
-                    self._executor.drop_adapter(adapter.version)
+                is_kept = False
+                try:
+                    is_kept = await self._make_room(num_bytes) and self._is_ready(model)
+                finally:
+                    if not is_kept:
+                        self._executor.drop_adapter(adapter.version)
+                if not is_kept:
                     return
                 self._loaded[adapter.version] = _Loaded(adapter, model, num_bytes)
         except Exception as error:
@@ -218,6 +226,22 @@ class InstanceAdapters:
         finally:
             del self._loading[adapter.version]
             self._show()
+
+    async def _read(self, model: str, adapter: Adapter) -> int:
+        """Its bytes on the device. Raises `TimeoutError`, and what `AdapterExecutor.load_adapter` does."""
+        reading = asyncio.ensure_future(asyncio.to_thread(self._executor.load_adapter, model, adapter))
+        try:
+            async with asyncio.timeout(LOAD_TIMEOUT_S):
+                return await asyncio.shield(reading)
+        except TimeoutError:
+            # The thread goes on; what it brings nobody waits for.
+            reading.add_done_callback(lambda done: self._discard(adapter.version, done))
+            raise
+
+    def _discard(self, version: str, read: asyncio.Future[int]) -> None:
+        is_there = not read.cancelled() and read.exception() is None
+        if is_there and version not in self._loaded and version not in self._loading:
+            self._executor.drop_adapter(version)
 
     def _fail(self, model: str, adapter: Adapter, error: Exception) -> None:
         self._loads.labels(self._instance_id, "failed").inc()

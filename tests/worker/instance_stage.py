@@ -179,7 +179,7 @@ class Stage:
         await self.submit(sent)
         await self.until(self.executor.at_gate.is_set)
 
-    async def until(self, condition: Callable[[], Any], timeout_s: float = 10.0) -> None:
+    async def until(self, condition: Callable[[], Any], timeout_s: float = 60.0) -> None:
         async with asyncio.timeout(timeout_s):
             while not condition():
                 self.news.clear()

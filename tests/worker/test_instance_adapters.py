@@ -30,12 +30,13 @@ class Adapting(SteppedExecutor):
         super().__init__()
         self.held: list[str] = []
         self.loads: list[str] = []
+        self.dropped: list[str] = []
         self.may_load = threading.Event()
         self.may_load.set()
 
     def load_adapter(self, model: str, adapter: Adapter) -> int:
         self.loads.append(adapter.version)
-        self.may_load.wait(20)
+        self.may_load.wait(60)
         if adapter.source == "bad":
             raise CheckpointError("bad/adapter_config.json is missing.")
         self.held.append(adapter.version)
@@ -43,6 +44,7 @@ class Adapting(SteppedExecutor):
 
     def drop_adapter(self, version: str) -> None:
         self.held.remove(version)
+        self.dropped.append(version)
 
     def execute(self, plan: Any) -> Any:
         assert {new.adapter for new in plan.new_sequences} <= {"", *self.held}
@@ -65,7 +67,7 @@ async def complete(stage: Stage, name: str, of: Adapter | None, num_tokens: int 
 
 async def refusal(stage: Stage, sent: Any) -> tuple[ErrorCode, str]:
     with pytest.raises(BusError) as refused:
-        await stage.bus.request(INSTANCE_SUBMIT.at(**IDS), sent, timeout_s=5)
+        await stage.bus.request(INSTANCE_SUBMIT.at(**IDS), sent, timeout_s=60)
     return refused.value.code, refused.value.info.message
 
 
@@ -107,6 +109,7 @@ async def test_requests_wait_for_an_adapter_that_is_loading_and_for_room(
         assert executor.held == ["v-b"]
         code, message = await refusal(stage, request("r3", [1], 5, adapter=adapter("wide", "four")))
         assert code == ErrorCode.MODEL_FAILED and "takes 400 bytes, and TIDEWAY_ADAPTER_MEMORY_BYTES" in message
+        assert executor.held == ["v-b"], "what is too large does not stay"
         code, message = await refusal(stage, request("r4", [1], 5, adapter=adapter("x", "bad")))
         assert code == ErrorCode.MODEL_FAILED and "adapter_config.json is missing" in message
         assert (await refusal(stage, request("r5", [1], 5, adapter=adapter("x", "bad"))))[0] == code
@@ -133,9 +136,34 @@ async def test_those_of_the_catalogue_are_loaded_ahead_and_dropped_when_their_re
 
         await bucket.put(bucket_key("poet"), spec)
         await stage.until(lambda: executor.held == ["v-poet"])
-        await stage.bus.request(INSTANCE_UNLOAD_MODEL.at(**IDS), UnloadModel("a"), timeout_s=5)
+        await stage.bus.request(INSTANCE_UNLOAD_MODEL.at(**IDS), UnloadModel("a"), timeout_s=60)
         await stage.until(lambda: not stage.info.models)
         assert (await refusal(stage, request("r2", [1], 5, adapter=spec.adapter)))[0] == ErrorCode.GONE
+
+
+async def test_what_is_read_too_late_does_not_stay(nats_settings: BusSettings, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(instance_adapters, "SUBMIT_WAIT_S", 0.1)
+    async with instance(nats_settings) as stage:
+        executor = stage.executor
+        executor.may_load.clear()
+        monkeypatch.setattr(instance_adapters, "LOAD_TIMEOUT_S", 0.05)
+        sent = request("r1", [1, 2], 5, adapter=adapter("a"))
+        monkeypatch.setattr(instance_adapters, "FAILURE_S", 3600.0)
+        refused = None
+        while refused != ErrorCode.MODEL_FAILED:
+            refused, message = await refusal(stage, sent)
+        assert "not loaded within 0.05 s" in message
+        executor.may_load.set()
+        await stage.until(lambda: executor.dropped == ["v-a"])
+
+        monkeypatch.setattr(instance_adapters, "LOAD_TIMEOUT_S", 120.0)
+        executor.may_load.clear()
+        assert (await refusal(stage, request("r2", [1], 5, adapter=adapter("b"))))[0] == ErrorCode.LOADING
+        await stage.bus.request(INSTANCE_UNLOAD_MODEL.at(**IDS), UnloadModel("a"), timeout_s=60)
+        await stage.until(lambda: not stage.info.models)
+        executor.may_load.set()
+        await stage.until(lambda: executor.dropped == ["v-a", "v-b"])
+        assert not executor.held
 
 
 async def test_keys_and_values_are_shared_within_an_adapter_alone(nats_settings: BusSettings) -> None:
@@ -156,7 +184,7 @@ async def test_a_request_that_moves_here_is_taken_when_its_adapter_is_loaded(nat
 
         async def commit(number: int) -> Committed:
             sent = Commit(f"m{number}", "node-1", moved, SequenceProgress())
-            return await stage.bus.request(INSTANCE_COMMIT.at(**IDS), sent, timeout_s=5)
+            return await stage.bus.request(INSTANCE_COMMIT.at(**IDS), sent, timeout_s=60)
 
         with pytest.raises(BusError) as refused:
             await commit(1)
