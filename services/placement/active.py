@@ -415,7 +415,7 @@ class ActivePlacement:
             return await self._carry_out()
 
     async def _add_adapter(self, query: AddAdapter) -> AdapterSpec:
-        spec = query.spec
+        spec = msgspec.structs.replace(query.spec, version="")
         check_adapter(spec)
         if spec.name not in self._adapters or query.replaces:
             spec = await self._read_adapter(spec)
@@ -427,6 +427,11 @@ class ActivePlacement:
                 return known
             if spec.name in self._models:
                 raise refuse(f"{spec.name!r} is a model's name", "name", ErrorCode.CONFLICT)
+            # Either may have been removed since the files were read, or were not.
+            self._base_of(spec)
+            if not spec.version:
+                message = f"adapter {spec.name!r} was removed just now; add it again"
+                raise ServiceError.of(ErrorCode.UNAVAILABLE, message, "name", retry_after_s=1.0)
             await self._check_adapter_fits(spec)
             await self._adapter_bucket.put(bucket_key(spec.name), spec)
             self._adapters[spec.name] = spec
@@ -452,12 +457,17 @@ class ActivePlacement:
             await self._carry_out()
             return Done()
 
-    async def _read_adapter(self, spec: AdapterSpec) -> AdapterSpec:
-        """With what its files say. Raises `ServiceError`."""
+    def _base_of(self, spec: AdapterSpec) -> ModelSpec:
+        """Raises `ServiceError`."""
         base = self._models.get(spec.base)
         if base is None:
             known = ", ".join(map(repr, self._models)) or "none yet"
             raise refuse(f"there is no model {spec.base!r}; models: {known}", "base", ErrorCode.UNKNOWN_MODEL)
+        return base
+
+    async def _read_adapter(self, spec: AdapterSpec) -> AdapterSpec:
+        """With what its files say. Raises `ServiceError`."""
+        base = self._base_of(spec)
         shape = self._checkpoints.shape(base.source)
         if shape is None:
             message = f"the checkpoint of {spec.base!r} is not known yet; add the adapter again when it is"

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from services.placement.adapters import with_adapters
+from services.placement import active
+from services.placement.adapters import read_adapter, with_adapters
 from services.placement.footprint import DeviceFacts, footprint
+from shared.adapters import AdapterFiles
 from shared.bus.interface import ServiceError
 from shared.checkpoint import describe
 from shared.messages.admin import AddAdapter, RemoveAdapter
@@ -31,7 +36,7 @@ def base(tmp_path: Path) -> Path:
 
 async def refused(cluster: Cluster, spec: AdapterSpec) -> tuple[ErrorCode, str, str]:  # noqa: F811
     with pytest.raises(ServiceError) as caught:
-        await cluster.bus.request(PLACEMENT_ADD_ADAPTER, AddAdapter(spec), timeout_s=10)
+        await cluster.bus.request(PLACEMENT_ADD_ADAPTER, AddAdapter(spec), timeout_s=60)
     info = caught.value.info
     return info.code, info.param, info.message
 
@@ -59,9 +64,9 @@ async def test_adapters_come_and_go_and_stay_over_a_restart(
         await cluster.placed("m", "n-0 n-1")
         pools = {place.instance_id: place.pool_bytes for place in cluster.plans[-1].instances}
         asked = AdapterSpec("poet", "m", adapter.source, ttft_ms=300)
-        added = await cluster.bus.request(PLACEMENT_ADD_ADAPTER, AddAdapter(asked), timeout_s=10)
+        added = await cluster.bus.request(PLACEMENT_ADD_ADAPTER, AddAdapter(asked), timeout_s=60)
         assert (added.rank, added.ttft_ms, added.num_values > 1000, len(added.version)) == (4, 300, True, 32)
-        again = await cluster.bus.request(PLACEMENT_ADD_ADAPTER, AddAdapter(asked), timeout_s=10)
+        again = await cluster.bus.request(PLACEMENT_ADD_ADAPTER, AddAdapter(asked), timeout_s=60)
         assert again == added, "the same definition changes nothing"
         assert {place.instance_id: place.pool_bytes for place in cluster.plans[-1].instances} == pools
         cases = [
@@ -77,7 +82,7 @@ async def test_adapters_come_and_go_and_stay_over_a_restart(
             found = await refused(cluster, spec)
             assert found[:2] == (code, param) and message in found[2], found
         other = AddAdapter(AdapterSpec("poet", "m", plain.source), replaces=True)
-        replaced = await cluster.bus.request(PLACEMENT_ADD_ADAPTER, other, timeout_s=10)
+        replaced = await cluster.bus.request(PLACEMENT_ADD_ADAPTER, other, timeout_s=60)
         assert replaced.version != added.version and replaced.num_values < added.num_values
         added = replaced
         assert (await cluster.refusal(ModelSpec("poet", str(base))))[:2] == (ErrorCode.CONFLICT, "name")
@@ -88,7 +93,7 @@ async def test_adapters_come_and_go_and_stay_over_a_restart(
     async with placement(nats_settings, {"m": str(base)}, name="placement-2", adapters=seeds):
         await until(lambda: len(adapters) == 2)
         assert added in adapters.values(), "it is there as it was"
-        await cluster.bus.request(PLACEMENT_REMOVE_ADAPTER, RemoveAdapter("poet"), timeout_s=10)
+        await cluster.bus.request(PLACEMENT_REMOVE_ADAPTER, RemoveAdapter("poet"), timeout_s=60)
         await until(lambda: [spec.name for spec in adapters.values()] == ["other"])
     file = str(tmp_path / "models.json")
     async with placement(nats_settings, {"m": str(base)}, name="placement-3", models_file=file) as last:
@@ -102,8 +107,36 @@ async def test_adapters_come_and_go_and_stay_over_a_restart(
         assert kept == {"other"}, "as it was, from the file"
     async with placement(nats_settings, {"m": str(base)}, name="placement-5") as last:
         await until(lambda: last.is_active)
-        await cluster.bus.request(PLACEMENT_REMOVE_ADAPTER, RemoveAdapter("other"), timeout_s=10)
+        await cluster.bus.request(PLACEMENT_REMOVE_ADAPTER, RemoveAdapter("other"), timeout_s=60)
         assert not await bucket.entries()
+
+
+async def test_an_adapter_whose_base_goes_while_its_files_are_read_is_refused(
+    nats_settings: BusSettings,
+    cluster: Cluster,  # noqa: F811
+    base: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    adapter = write_adapter(tmp_path / "poet", base)
+    begun, may_end = threading.Event(), threading.Event()
+
+    def read(*args: Any) -> AdapterFiles:
+        begun.set()
+        may_end.wait(60)
+        return read_adapter(*args)
+
+    monkeypatch.setattr(active, "read_adapter", read)
+    monkeypatch.setattr(active, "ADD_READ_S", 60.0)
+    async with placement(nats_settings, {"m": str(base)}):
+        cluster.start_node("n")
+        await cluster.placed("m", "n-0 n-1")
+        adding = asyncio.create_task(refused(cluster, AdapterSpec("poet", "m", adapter.source)))
+        await until(begun.is_set)
+        await cluster.remove("m")
+        may_end.set()
+        assert (await adding)[:2] == (ErrorCode.UNKNOWN_MODEL, "base")
+        assert not await (await cluster.bus.key_value(ADAPTERS)).entries()
 
 
 def test_memory_of_adapters_is_planned_up_to_what_instances_hold(base: Path) -> None:
