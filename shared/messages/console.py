@@ -6,7 +6,6 @@ import msgspec
 
 from shared.messages.admin import InstanceState
 from shared.messages.requests import Count
-from shared.messages.timeline import SequenceTimeline
 
 MAX_POOL_SEQUENCES = 512
 MAX_POOL_CELLS = 8192
@@ -92,7 +91,5 @@ class ConsoleState(msgspec.Struct, frozen=True, kw_only=True):
     """By instance; those that did not answer in time have none."""
     queues: list[QueueLength] | None
     """None: no scheduler says."""
-    requests: list[SequenceTimeline]
-    """That run, of all gateways."""
     moves: list[Move]
     batches: list[BatchProgress]

@@ -10,12 +10,14 @@ from pathlib import Path
 
 import pytest
 
+from services.gateway.console import state as console_state
 from shared.engine.calls import Submit
 from shared.engine.engine import Engine
 from shared.engine.plan import ModelShape
 from shared.messages.admin import ScaleInstances, ScaleModel
-from shared.messages.catalogue import GATEWAY_EVENTS, INSTANCE_POOL, SCHEDULER_STATISTICS
-from shared.messages.cluster import ModelSpec, ModelStatistics, StatisticsReport
+from shared.messages.catalogue import ADAPTERS, GATEWAY_EVENTS, INSTANCE_POOL, SCHEDULER_STATISTICS
+from shared.messages.channels import bucket_key
+from shared.messages.cluster import AdapterSpec, ModelSpec, ModelStatistics, StatisticsReport
 from shared.messages.console import PoolView
 from shared.messages.requests import RequestClass
 from shared.messages.timeline import EventKind, RequestEvent, RequestEvents
@@ -67,7 +69,10 @@ async def test_pages_are_whole_and_let_nothing_in_from_elsewhere(stack: Stack) -
         assert (await stack.client.get(f"/console/{name}")).status_code == 404
 
 
-async def test_its_state_needs_the_admin_key_and_is_put_together_twice_a_second_at_most(stack: Stack) -> None:
+async def test_its_state_needs_the_admin_key_and_is_put_together_once_in_a_while(
+    stack: Stack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(console_state, "FRESH_S", 3600.0)
     assert (await stack.client.get("/admin/console/state")).status_code == 401
     asked = 0
 
@@ -218,6 +223,9 @@ def _is_readable(browser: Browser) -> None:
 
 async def test_a_chat_shows_its_stream_and_its_timeline(stack: Stack, browser: Browser) -> None:
     stack.say("Hello world")
+    await (await stack.peer.bus.key_value(ADAPTERS)).put(
+        bucket_key("poet"), AdapterSpec("poet", MODEL, "f", version="v")
+    )
 
     def chat() -> None:
         browser.open(f"{stack.url}/console")
@@ -229,6 +237,8 @@ async def test_a_chat_shows_its_stream_and_its_timeline(stack: Stack, browser: B
         browser.write("#chat-text", "Who is there?")
         browser.press(ENTER)
         browser.until_text("#chat-log", "Who is there?", "Hello world", "timeline")
+        names = "return [...document.getElementById('chat-model').options].map((one) => one.value)"
+        assert browser.run(names) == [MODEL, "poet"]
         browser.click("#chat-log button")
         browser.until_text("#timeline", "chatcmpl-", "ended", "stop")
 

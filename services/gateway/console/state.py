@@ -14,7 +14,6 @@ from shared.bus.interface import Bus, BusError
 from shared.messages.admin import InstanceState
 from shared.messages.catalogue import INSTANCE_POOL, PLANS
 from shared.messages.console import BatchProgress, ConsoleState, PoolView, QueueLength, ShowPool
-from shared.messages.timeline import ListTimelines
 
 logger = logging.getLogger(__name__)
 
@@ -22,7 +21,6 @@ FRESH_S = 0.5
 POOL_TIMEOUT_S = 0.5
 MAX_POOLS = 32
 """Instances of which pools are asked for: the first by name."""
-MAX_REQUESTS = 200
 MAX_BATCHES = 20
 
 
@@ -48,11 +46,7 @@ class Console:
 
     async def _look(self) -> ConsoleState:
         instances = sorted(await self._loads.states(), key=lambda instance: instance.instance_id)
-        pools, draining, requests = await asyncio.gather(
-            self._pools(instances[:MAX_POOLS]),
-            self._draining(),
-            self._timelines.list_everywhere(ListTimelines(MAX_REQUESTS, is_open=True)),
-        )
+        pools, draining = await asyncio.gather(self._pools(instances[:MAX_POOLS]), self._draining())
         return ConsoleState(
             now_s=time.time(),
             gateway_id=self._gateway_id,
@@ -60,7 +54,6 @@ class Console:
             draining=draining,
             pools=pools,
             queues=self._queues(),
-            requests=requests,
             moves=self._timelines.moves(),
             batches=self._progress(),
         )

@@ -11,7 +11,7 @@ export function setUpChat(onRequest) {
   byId("chat-text").addEventListener("keydown", (event) => {
     if (event.key === "Enter" && !event.shiftKey) { event.preventDefault(); byId("chat-form").requestSubmit(); }
   });
-  byId("chat-clear").addEventListener("click", () => { running?.abort(); messages = []; byId("chat-log").replaceChildren(); byId("chat-text").focus(); });
+  byId("chat-clear").addEventListener("click", () => { running?.abort(); running = null; messages = []; byId("chat-send").textContent = "Send"; byId("chat-log").replaceChildren(); byId("chat-text").focus(); });
 }
 
 export function showChatModels(names) {
@@ -31,28 +31,29 @@ function paragraph(who, text) {
 async function send(onRequest) {
   const field = byId("chat-text"), text = field.value.trim(), log = byId("chat-log"), model = byId("chat-model").value;
   if (!text || !model) return;
-  messages.push({role: "user", content: text});
+  // What is begun anew is another conversation, and goes on without this answer.
+  const conversation = messages, mine = running = new AbortController();
+  conversation.push({role: "user", content: text});
   paragraph("you", text);
   field.value = "";
   const answer = paragraph(model, "");
-  running = new AbortController();
   byId("chat-send").textContent = "Stop";
   const beganMs = performance.now();
   let firstMs = null;
   try {
-    const {id, usage} = await chat(model, messages, Number(byId("chat-tokens").value) || 128, (piece) => {
+    const {id, usage} = await chat(model, conversation, Number(byId("chat-tokens").value) || 128, (piece) => {
       firstMs ??= performance.now() - beganMs;
       answer.append(piece);
       log.scrollTop = log.scrollHeight;
-    }, running.signal);
+    }, mine.signal);
     const about = `first token after ${seconds((firstMs ?? 0) / 1000)}, ${usage?.completion_tokens ?? "?"} tokens in ${seconds((performance.now() - beganMs) / 1000)} `;
     answer.parentElement.append(element("span", {class: "who"}, about, element("button", {class: "link", type: "button", onclick: () => onRequest(id)}, "timeline")));
   } catch (error) {
     if (error.name !== "AbortError") answer.parentElement.append(element("span", {class: "bad"}, error.message));
   } finally {
-    messages.push({role: "assistant", content: answer.textContent});
-    running = null;
-    byId("chat-send").textContent = "Send";
+    if (answer.textContent) conversation.push({role: "assistant", content: answer.textContent});
+    else conversation.pop();
+    if (running === mine) { running = null; byId("chat-send").textContent = "Send"; }
     log.scrollTop = log.scrollHeight;
   }
 }

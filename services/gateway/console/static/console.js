@@ -65,10 +65,11 @@ async function lookAtTimeline() {
 }
 
 async function lookSlowly() {
-  const [{models}, plan] = await Promise.all([admin("GET", "/models?interval_s=60"), admin("GET", "/plan").catch(() => null)]);
+  const [{models, adapters}, plan] = await Promise.all([admin("GET", "/models?interval_s=60"), admin("GET", "/plan").catch(() => null)]);
   showModels(models, {onScale: scaleModel, onRemove: removeModel});
   showPlan(plan, {onPlan: changePlan});
-  showChatModels(models.filter((model) => !model.failure).map((model) => model.name));
+  const served = models.filter((model) => !model.failure).map((model) => model.name);
+  showChatModels([...served, ...adapters.filter((adapter) => served.includes(adapter.base)).map((adapter) => adapter.name)]);
   if (!byId("panel-slo").hidden) showSlo(await admin("GET", "/slo?interval_s=300"), openRequest);
 }
 

@@ -28,6 +28,7 @@ export function showQueues(queues) {
 
 export function showModels(models, {onScale, onRemove}) {
   const online = (model) => model.traffic?.online;
+  const numberOf = (model) => model.replicas ?? Object.keys(model.instances).length;
   const columns = [
     ["model", (model) => ({key: model.name, make: () => [dot(model.name), model.name]}), {class: "name"}],
     ["on", (model) => {
@@ -39,8 +40,8 @@ export function showModels(models, {onScale, onRemove}) {
     ["TTFT P99", (model) => (online(model)?.num_finished ? seconds(online(model).ttft_s.p99) : "–")],
     ["TPOT", (model) => (online(model)?.num_finished ? seconds(online(model).tpot_s.mean) : "–")],
     ["in SLO", (model) => percent(online(model)?.attainment)],
-    ["", (model) => ({key: `${model.name} ${model.replicas}`, make: () => {
-      const number = model.replicas ?? Object.keys(model.instances).length;
+    ["", (model) => ({key: `${model.name} ${numberOf(model)}`, make: () => {
+      const number = numberOf(model);
       const button = (text, label, act, off = false) => element("button", {class: "tiny", type: "button", "aria-label": label, title: label, onclick: act, disabled: off}, text);
       return [
         button("−", `${model.name} on one instance less`, () => onScale(model.name, number - 1), number <= 1), " ",
