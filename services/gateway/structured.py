@@ -7,6 +7,7 @@ program of whoever sent it.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -29,6 +30,9 @@ MAX_GRAMMAR_BYTES = 128 * 1024
 JSON_SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """As Python's `json.dumps` writes it and most models were trained to: where any white space may come, small models write
 nothing else."""
+
+
+_EBNF_RULE = re.compile(r"^[ \t]*[\w-]+[ \t]*::=", re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +162,7 @@ def _schema(value: str | dict[str, Any] | bool, param: str) -> Any:
 
 def _lark(source: str, param: str) -> str:
     """Lark as it is; EBNF as llama.cpp and xgrammar write it (`root ::= ...`), translated."""
-    if "::=" not in source:
+    if _EBNF_RULE.search(source) is None:
         return source
     try:
         return str(gbnf_to_lark(source))

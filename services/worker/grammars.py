@@ -28,6 +28,8 @@ logger = logging.getLogger(__name__)
 
 MAX_COMPILED = 128
 """Grammars of a model that are kept compiled."""
+MAX_COMPILED_CHARACTERS = 1 << 20
+"""Of these together; compiled they take some hundred times as much."""
 MAX_THREADS = 8
 """That make the masks of one step."""
 _LIMITS = llguidance.LLParserLimits(verbose_errors=False)
@@ -83,6 +85,7 @@ class Vocabulary:
         except Exception as error:  # the library raises plain ValueError and more
             raise CheckpointError(f"the tokenizer of {folder} cannot be used with grammars: {error}") from error
         self._compiled: OrderedDict[str, llguidance.LLMatcher] = OrderedDict()
+        self._num_characters = 0
 
     def matcher(self, grammar: str, counters: GrammarCounters) -> llguidance.LLMatcher:
         """At the beginning of the output. Raises `ValueError`."""
@@ -95,8 +98,9 @@ class Vocabulary:
             counters.compiled += 1
             counters.compile_s += time.perf_counter() - begun_s
             self._compiled[grammar] = found
-            if len(self._compiled) > MAX_COMPILED:
-                self._compiled.popitem(last=False)
+            self._num_characters += len(grammar)
+            while len(self._compiled) > MAX_COMPILED or self._num_characters > MAX_COMPILED_CHARACTERS:
+                self._num_characters -= len(self._compiled.popitem(last=False)[0])
         else:
             counters.cached += 1
             self._compiled.move_to_end(grammar)

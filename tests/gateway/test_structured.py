@@ -41,6 +41,7 @@ FORMS: list[tuple[dict[str, Any], str, str]] = [
     ({"structured_outputs": {"choice": ["yes", 'a "no"']}}, 'a "no"', "maybe"),
     ({"structured_outputs": {"grammar": 'start: "a" DIGIT+\nDIGIT: /[0-9]/'}}, "a12", "12"),
     ({"structured_outputs": {"grammar": 'root ::= "x" [0-9]+'}}, "x12", "12"),
+    ({"structured_outputs": {"grammar": 'start: "a ::= b"'}}, "a ::= b", "a"),
     ({"guided_json": SCHEMA}, '{"a": -1}', "null"),
     ({"guided_regex": "[ab]{2}"}, "ab", "abc"),
     ({"guided_choice": ["red", "blue"]}, "red", "redblue"),

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 
 from services.worker import grammars
 from services.worker.executor import Executor
-from services.worker.grammars import GrammarCounters, Guides, _Guide
+from services.worker.grammars import GrammarCounters, Guides, Vocabulary, _Guide
 from shared.engine.calls import AddModel, OnStep, Submit
 from shared.engine.engine import Engine
 from shared.engine.requests import Ended, Output
@@ -181,6 +181,20 @@ def test_a_grammar_that_cannot_be_followed_ends_its_request_alone(checkpoint: Pa
     assert [end.reason for end in ended] == [FinishReason.ERROR, FinishReason.STOP, FinishReason.ERROR]
     check_json(tokenizer.decode(outputs[1][:-1]))
     assert outputs[0] == outputs[2] == [] and executor.grammar_counters.failures == 2
+
+
+def test_compiled_grammars_are_kept_within_bounds(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    vocabulary = Vocabulary(checkpoint, Tokenizer.from_file(str(checkpoint / "tokenizer.json")).get_vocab_size())
+    counters = GrammarCounters()
+    of = [grammar(lark_grammar=f'start: "{letter}"') for letter in "abc"]
+    monkeypatch.setattr(grammars, "MAX_COMPILED_CHARACTERS", 2 * len(of[0]))
+    for text, num_compiled in ((of[0], 1), (of[1], 2), (of[0], 2), (of[2], 3), (of[0], 3), (of[1], 4)):
+        vocabulary.matcher(text, counters)
+        assert counters.compiled == num_compiled
+    assert (counters.cached, len(vocabulary._compiled), vocabulary._num_characters) == (2, 2, 2 * len(of[0]))
+    monkeypatch.setattr(grammars, "MAX_COMPILED", 1)
+    vocabulary.matcher(of[2], counters)
+    assert list(vocabulary._compiled) == [of[2]]
 
 
 class Panic(BaseException):
