@@ -30,8 +30,8 @@ class Remembered(Generic[Spec]):
     def __init__(self, path: str, bucket: Bucket[Spec], decoder: msgspec.json.Decoder[list[Spec]]) -> None:
         """`path`: empty for no file."""
         self._path = Path(path) if path else None
-        self._bucket = bucket
-        self._decoder = decoder
+        self._bucket: Bucket[Spec] = bucket
+        self._decoder: msgspec.json.Decoder[list[Spec]] = decoder
         self._specs: list[Spec] = []
         self._writing = asyncio.Lock()
         self._following: asyncio.Task[None] | None = None
@@ -78,7 +78,8 @@ class Remembered(Generic[Spec]):
         if self._specs or self._path is None:
             return self._specs
         try:
-            return self._decoder.decode(await asyncio.to_thread(self._path.read_bytes))
+            found: list[Spec] = self._decoder.decode(await asyncio.to_thread(self._path.read_bytes))
+            return found
         except FileNotFoundError:
             pass
         except (OSError, msgspec.MsgspecError) as error:
