@@ -180,11 +180,11 @@ class InstanceAdapters:
             self._load_ahead(spec)
 
     async def _retire(self, version: str) -> None:
-        """Drops one that was removed when its requests here have ended."""
-        while version in self._loaded:
+        """Drops one that was removed when it has been read and its requests here have ended."""
+        while version in self._loaded or version in self._loading:
             # Not while it may be loaded again, for a request that comes here from an instance that died.
             async with self._turn:
-                if version not in self._loaded or await self._drop(version):
+                if version in self._loaded and await self._drop(version):
                     return
             await asyncio.sleep(RETIRE_POLL_S)
 

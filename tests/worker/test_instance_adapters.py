@@ -134,6 +134,13 @@ async def test_those_of_the_catalogue_are_loaded_ahead_and_dropped_when_their_re
         assert stage.end("r1").finish_reason == FinishReason.LENGTH
         await stage.until(lambda: not executor.held)
 
+        executor.may_load.clear()
+        await bucket.put(bucket_key("brief"), AdapterSpec("brief", "a", "f", version="v-brief"))
+        await stage.until(lambda: "v-brief" in executor.loads)
+        await bucket.delete(bucket_key("brief"))
+        executor.may_load.set()
+        await stage.until(lambda: "v-brief" in executor.dropped)
+
         await bucket.put(bucket_key("poet"), spec)
         await stage.until(lambda: executor.held == ["v-poet"])
         await stage.bus.request(INSTANCE_UNLOAD_MODEL.at(**IDS), UnloadModel("a"), timeout_s=60)
