@@ -239,6 +239,7 @@ async def test_a_chat_shows_its_stream_and_its_timeline(stack: Stack, browser: B
         browser.until_text("#chat-log", "Who is there?", "Hello world", "timeline")
         names = "return [...document.getElementById('chat-model').options].map((one) => one.value)"
         assert browser.run(names) == [MODEL, "poet"]
+        assert {"poet", MODEL} <= set(browser.text("#adapters tbody").split())
         browser.click("#chat-log button")
         browser.until_text("#timeline", "chatcmpl-", "ended", "stop")
 

@@ -6,7 +6,7 @@ import {byId, element, keyed, put} from "./dom.js";
 import {drawAll, showInstances} from "./instances.js";
 import {drawHistory, remember} from "./history.js";
 import {showRequests, showSlo, showTimeline} from "./requests.js";
-import {showBatches, showModels, showPlan, showQueues} from "./side.js";
+import {showAdapters, showBatches, showModels, showPlan, showQueues} from "./side.js";
 
 const STATE_MS = 1000, SLOW_MS = 4000;
 let shownRequest = "";
@@ -67,6 +67,7 @@ async function lookAtTimeline() {
 async function lookSlowly() {
   const [{models, adapters}, plan] = await Promise.all([admin("GET", "/models?interval_s=60"), admin("GET", "/plan").catch(() => null)]);
   showModels(models, {onScale: scaleModel, onRemove: removeModel});
+  showAdapters(adapters, {onRemove: removeModel});
   showPlan(plan, {onPlan: changePlan});
   const served = models.filter((model) => !model.failure).map((model) => model.name);
   showChatModels([...served, ...adapters.filter((adapter) => served.includes(adapter.base)).map((adapter) => adapter.name)]);

@@ -57,6 +57,25 @@ export function showModels(models, {onScale, onRemove}) {
   put(note, problems.map((model) => `${model.name}: ${model.failure ?? model.unplaced}`).join("; "));
 }
 
+/** LoRA adapters: models of their own to clients; they run and wait as their base models' requests. */
+export function showAdapters(adapters, {onRemove}) {
+  const container = byId("adapters"), online = (adapter) => adapter.traffic?.online;
+  container.hidden = !adapters.length;
+  table(container, "LoRA adapters and their traffic in the last minute", [
+    ["adapter", (adapter) => ({key: adapter.name, make: () => [dot(adapter.name), adapter.name]}), {class: "name"}],
+    ["of", (adapter) => adapter.base],
+    ["rank", (adapter) => adapter.rank],
+    ["loaded on", (adapter) => adapter.loaded_on.length],
+    ["req/s", (adapter) => online(adapter)?.arrivals_per_s.toFixed(2) ?? "–"],
+    ["TTFT P99", (adapter) => (online(adapter)?.num_finished ? seconds(online(adapter).ttft_s.p99) : "–")],
+    ["in SLO", (adapter) => percent(online(adapter)?.attainment)],
+    ["", (adapter) => ({key: adapter.name, make: () => {
+      const label = `Remove ${adapter.name}`;
+      return element("button", {class: "tiny", type: "button", "aria-label": label, title: label, onclick: () => onRemove(adapter.name)}, "×");
+    }})],
+  ], adapters, (adapter) => adapter.name);
+}
+
 const groups = (plan) => plan.instances.map((one) => `${one.instance_id}: ${one.models.map((model) => model.name).join(", ") || "nothing"}`);
 
 /** Predicted against measured: of the interval that runs, and what a search proposes. */
