@@ -74,7 +74,7 @@ from tests.placement.checkpoints import write_checkpoint
 GIB = 1 << 30
 
 
-async def until(condition: Callable[[], Any], timeout_s: float = 20.0) -> Any:
+async def until(condition: Callable[[], Any], timeout_s: float = 60.0) -> Any:
     """The first truthy result; polls."""
     deadline = time.monotonic() + timeout_s
     while not (result := condition()):
@@ -146,7 +146,7 @@ class Cluster:
         return await self.bus.request(PLACEMENT_ADD_MODEL, AddModel(spec), timeout_s=timeout_s)
 
     async def remove(self, name: str) -> PlacementPlan:
-        return await self.bus.request(PLACEMENT_REMOVE_MODEL, RemoveModel(name), timeout_s=10.0)
+        return await self.bus.request(PLACEMENT_REMOVE_MODEL, RemoveModel(name), timeout_s=60.0)
 
     async def refusal(self, spec: ModelSpec) -> tuple[ErrorCode, str, str]:
         with pytest.raises(ServiceError) as caught:
@@ -218,7 +218,7 @@ async def test_seeds_are_placed_on_every_instance(
         cluster.start_node("n")
         plan = await cluster.placed("a b", "n-0 n-1")
         assert service.is_active
-        assert await cluster.bus.request(PLACEMENT_PLAN, GetPlan(), timeout_s=5.0) == plan
+        assert await cluster.bus.request(PLACEMENT_PLAN, GetPlan(), timeout_s=60.0) == plan
         cluster.start_node("m", num_instances=1)
         grown = await cluster.placed("a b", "m-0 n-0 n-1")
         assert [i for i in grown.instances if i.node_id == "n"] == plan.instances
@@ -384,7 +384,7 @@ async def test_a_restart_changes_nothing_and_removed_seeds_stay_removed(
         before = await cluster.placed("a c", "n-0 n-1")
     async with placement(nats_settings, seeds, name="placement-2") as service:
         await until(lambda: service.is_active)
-        assert await cluster.bus.request(PLACEMENT_PLAN, GetPlan(), timeout_s=5.0) == before
+        assert await cluster.bus.request(PLACEMENT_PLAN, GetPlan(), timeout_s=60.0) == before
         assert set(cluster.models.entries) == {"a", "c"}
         await cluster.add(ModelSpec("b", sources["b"]))
         await cluster.placed("a b c", "n-0 n-1")
@@ -494,10 +494,10 @@ async def test_requests_are_kept_over_a_restart_and_a_change_of_leader(
     monkeypatch.setattr(monitor_module, "SHOW_INTERVAL_S", 0.0)
 
     async def tell(told: RequestRows) -> None:
-        await cluster.bus.request(PLACEMENT_REQUESTS, told, timeout_s=5.0)
+        await cluster.bus.request(PLACEMENT_REQUESTS, told, timeout_s=60.0)
 
     async def online() -> ModelSummary:
-        reply = await cluster.bus.request(PLACEMENT_TRAFFIC, GetTraffic(60.0), timeout_s=5.0)
+        reply = await cluster.bus.request(PLACEMENT_TRAFFIC, GetTraffic(60.0), timeout_s=60.0)
         (traffic,) = reply.models
         assert traffic.model == "a" and traffic.offline.num_arrived == 0
         return traffic.online
@@ -521,7 +521,7 @@ async def test_requests_are_kept_over_a_restart_and_a_change_of_leader(
         assert value("tideway_placement_model_arrivals_per_second", {"model": "a", "class": "offline"}) == 0.0
         assert value("tideway_placement_request_log_requests") == 4
         with pytest.raises(ServiceError) as refused:
-            await cluster.bus.request(PLACEMENT_TRAFFIC, GetTraffic(1e9), timeout_s=5.0)
+            await cluster.bus.request(PLACEMENT_TRAFFIC, GetTraffic(1e9), timeout_s=60.0)
         assert refused.value.info.param == "interval_s"
         async with placement(nats_settings, {"a": sources["a"]}, name="standby") as standby:
             await first.stop()
@@ -552,7 +552,7 @@ async def test_a_full_store_costs_the_oldest_requests(
         await until(lambda: first.is_active)
         for age_s in range(300, 0, -10):
             told = rows(pending=[f"{age_s}-{number}" for number in range(100)], age_s=float(age_s))
-            await bus.request(PLACEMENT_REQUESTS, told, timeout_s=5.0)
+            await bus.request(PLACEMENT_REQUESTS, told, timeout_s=60.0)
         log = first._active.monitor._log  # type: ignore[union-attr]
         await until(lambda: not any(slot.is_changed for slot in log._slots.values()))
         assert 500 < log.num_requests < 3000 and log.num_expired == 3000 - log.num_requests
