@@ -52,7 +52,7 @@ down status:
 	@if [ -x $(BIN)/tideway ]; then exec $(BIN)/tideway $@ $(ARGS); else echo "Tideway is not installed here: make up"; fi
 
 test: development
-	$(BIN)/python -m pytest -n 3 -m "not gpu and not container and not long" $(ARGS)
+	$(BIN)/python -m pytest -n 4 -m "not gpu and not container and not long" $(ARGS)
 
 test-long: development
 	$(BIN)/python -m pytest -n 2 -m "long and not gpu and not container" $(ARGS)

@@ -232,7 +232,7 @@ class ExplainSlo(msgspec.Struct, frozen=True, tag=True):
 class AskGateways(msgspec.Struct, frozen=True):
     """Gateway to all gateways, of which each knows its own requests alone."""
 
-    asker_id: PeerId
+    asker_id: Annotated[PeerId, msgspec.Meta(min_length=1)]
     number: int
     """Of the asker's questions."""
     question: FindTimeline | ListTimelines | ExplainSlo

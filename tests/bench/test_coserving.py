@@ -260,6 +260,7 @@ def virtual(tmp_path_factory: pytest.TempPathFactory) -> Bench:
     return Bench(VirtualTestbed(Setup()), workloads, VIRTUAL, Options(), "test")
 
 
+@pytest.mark.long
 def test_users_cannot_tell_co_serving_from_serving_alone(virtual: Bench, tmp_path: Path) -> None:
     few = msgspec.structs.replace(VIRTUAL, num_samples=3)
     result = experiments.trace(Bench(virtual.testbed, virtual.workloads, few, Options(), "test"))

@@ -30,6 +30,7 @@ def test_the_pause_of_each_length_is_measured_and_judged(tmp_path: Path) -> None
     assert len(result["targets"]) == 2
 
 
+@pytest.mark.long
 def test_the_transfer_of_each_length_is_measured(tmp_path: Path) -> None:
     pytest.importorskip("ucxx")
     command = [sys.executable, "-m", "bench.migration", "transfer", "--model", "tiny", "--output", str(tmp_path)]

@@ -192,7 +192,7 @@ async def test_admin_without_placement(nats_settings: BusSettings) -> None:
         assert answer.status_code == 503
         assert int(answer.headers["retry-after"]) >= 1
         assert (await client.get("/admin/plan")).status_code == 404
-        assert (await client.get("/admin/models")).json() == {"models": []}
+        assert (await client.get("/admin/models")).json() == {"models": [], "adapters": []}
 
 
 async def test_api_keys(nats_settings: BusSettings, checkpoint: Path, tmp_path: Path) -> None:

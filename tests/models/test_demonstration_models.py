@@ -168,6 +168,7 @@ def test_most_answers_end_by_themselves_and_differ_in_length(name, tokenizer, mo
     assert max(ended) > 4 * min(ended)
 
 
+@pytest.mark.long
 def test_text_stays_sensible_far_beyond_the_usual_training_length(tokenizer, model):
     ids = tokenizer.encode("The history of the computer")
     ids = generate(model, ids, 1000, eos_token_id=None)

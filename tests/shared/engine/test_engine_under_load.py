@@ -148,8 +148,15 @@ def go(run: Run, steps: int = 250) -> None:
     run.finish()
 
 
+LONG = ("fcfs", "mlfq")
+"""Policies that take a minute to end what the others have long ended."""
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("ordering", sorted(ORDERING_POLICIES))
+@pytest.mark.parametrize(
+    "ordering",
+    [pytest.param(name, marks=pytest.mark.long if name in LONG else []) for name in sorted(ORDERING_POLICIES)],
+)
 def test_every_output_is_that_of_an_undisturbed_run(ordering):
     used = Counter()
     for seed in range(6):
