@@ -9,6 +9,7 @@ from openai import AsyncOpenAI
 
 URL = os.environ.get("TIDEWAY_URL", "http://127.0.0.1:8000")
 KEY = os.environ.get("TIDEWAY_API_KEY", "none")
+ADMIN_KEY = os.environ.get("TIDEWAY_ADMIN_API_KEY", KEY)
 NUM_STREAMS, NUM_TOKENS = 6, 300
 
 
@@ -32,7 +33,7 @@ async def main() -> None:
     client = AsyncOpenAI(base_url=f"{URL}/v1", api_key=KEY)
     model = sys.argv[1] if len(sys.argv) > 1 else (await client.models.list()).data[0].id
     undisturbed = await all_streams(client, model)
-    async with httpx.AsyncClient(base_url=URL, headers={"Authorization": f"Bearer {KEY}"}, timeout=30) as admin:
+    async with httpx.AsyncClient(base_url=URL, headers={"Authorization": f"Bearer {ADMIN_KEY}"}, timeout=30) as admin:
 
         async def num_running(instance_id: str) -> int:
             instances = (await admin.get("/admin/instances")).raise_for_status().json()["instances"]

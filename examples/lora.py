@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 
 URL = os.environ.get("TIDEWAY_URL", "http://127.0.0.1:8000")
 KEY = os.environ.get("TIDEWAY_API_KEY", "none")
+ADMIN_KEY = os.environ.get("TIDEWAY_ADMIN_API_KEY", KEY)
 BASE = sys.argv[1] if len(sys.argv) > 1 else "tideway-demo-llama"
 RANK = 4
 
@@ -32,7 +33,7 @@ def write_adapter(folder: Path, base: Path) -> None:
 
 
 client = OpenAI(base_url=f"{URL}/v1", api_key=KEY)
-with httpx.Client(base_url=URL, headers={"Authorization": f"Bearer {KEY}"}, timeout=30) as admin:
+with httpx.Client(base_url=URL, headers={"Authorization": f"Bearer {ADMIN_KEY}"}, timeout=30) as admin:
     models = admin.get("/admin/models").raise_for_status().json()["models"]
     source = next(Path(model["source"]) for model in models if model["name"] == BASE)
     with tempfile.TemporaryDirectory() as folder:

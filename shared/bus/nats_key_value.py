@@ -38,7 +38,7 @@ def _stream_of(bucket: Bucket[Any], max_bytes: int | None) -> StreamConfig:
         max_bytes=max_bytes or (DURABLE_BUCKET_BYTES if bucket.durable else MEMORY_BUCKET_BYTES),
         duplicate_window=min(bucket.ttl_s or DUPLICATE_WINDOW_S, DUPLICATE_WINDOW_S),
         storage=StorageType.FILE if bucket.durable else StorageType.MEMORY,
-        discard=DiscardPolicy.NEW,
+        discard=DiscardPolicy.OLD if bucket.drops_oldest else DiscardPolicy.NEW,
         # Whoever may write one key could clear the bucket by a header.
         allow_rollup_hdrs=False,
         deny_delete=True,

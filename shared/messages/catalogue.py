@@ -255,6 +255,7 @@ RESPONSES = Bucket(
     StoredResponse,
     ttl_s=86_400.0,
     durable=True,
+    drops_oldest=True,
     declared_by=GATEWAY,
     writers={GATEWAY: ">"},
     read_by=GATEWAY,

@@ -37,6 +37,19 @@ async def test_what_streams_hold_is_told(fresh_nats: NatsServer, connect_to: Con
     assert 1000 < use.used_bytes < 2000
 
 
+async def test_a_bucket_that_is_full_refuses_or_drops_the_oldest(fresh_nats: NatsServer, connect_to: ConnectTo) -> None:
+    bus = await connect_to(fresh_nats)
+    refuses = await bus.key_value(Bucket("tideway_test_refuses", Ping), max_bytes=4096)
+    drops = await bus.key_value(Bucket("tideway_test_drops", Ping, drops_oldest=True), max_bytes=4096)
+    for number in range(8):
+        await drops.put(str(number), Ping("x" * 1000))
+    with pytest.raises(BusError):
+        for number in range(8):
+            await refuses.put(str(number), Ping("x" * 1000))
+    assert set(await drops.entries()) == {"5", "6", "7"}
+    assert set(await refuses.entries()) == {"0", "1", "2"}
+
+
 # --------------------------------------------------------------------------------------------------- loss of streams
 
 
