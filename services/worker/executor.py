@@ -19,7 +19,6 @@ import hashlib
 import logging
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 from weakref import WeakValueDictionary
@@ -79,7 +78,8 @@ class PreparedModel:
     """Of its KV blocks, where graphs use them."""
     graphs: DecodeGraphs | None = None
     fingerprint: str = ""
-    vocabulary: Future[Vocabulary] | None = None
+    vocabulary: Vocabulary | str = "no grammar is followed here"
+    """Or why there is none."""
     """For grammars; None: this rank samples nothing."""
 
 
@@ -92,7 +92,7 @@ class _Loaded:
     max_model_len: int
     graphs: DecodeGraphs | None
     layers_per_safepoint: int
-    vocabulary: Future[Vocabulary] | None
+    vocabulary: Vocabulary | str
 
 
 @dataclass

@@ -170,16 +170,14 @@ class GrammarRows:
         self._thread = ThreadPoolExecutor(1, "grammars")
         self._threads: llguidance.LLExecutor | None = None
 
-    def load(self, folder: Path, vocab_size: int) -> Future[Vocabulary]:
-        """A model's. Blocking, seconds where it is large; from any thread, beside masks."""
-        loaded: Future[Vocabulary] = Future()
+    def load(self, folder: Path, vocab_size: int) -> Vocabulary | str:
+        """A model's, or why it serves all but grammars. Blocking, seconds where it is large; from any thread."""
         try:
-            loaded.set_result(Vocabulary(folder, vocab_size))
-        except Exception as error:  # the model serves all but grammars
-            loaded.set_exception(error)
-        return loaded
+            return Vocabulary(folder, vocab_size)
+        except Exception as error:
+            return str(error)
 
-    def take(self, row: int, grammar: str, output: np.ndarray, vocabulary: Future[Vocabulary] | None) -> None:
+    def take(self, row: int, grammar: str, output: np.ndarray, vocabulary: Vocabulary | str) -> None:
         """A sequence takes the row. `output`: its tokens so far, int32."""
         self._guides.pop(row, None)
         if grammar:
@@ -205,11 +203,11 @@ class GrammarRows:
 
     # ------------------------------------------------------------------------------------------- in the thread
 
-    def _begin(self, guide: _Guide, grammar: str, output: list[int], vocabulary: Future[Vocabulary] | None) -> None:
+    def _begin(self, guide: _Guide, grammar: str, output: list[int], vocabulary: Vocabulary | str) -> None:
         try:
-            if vocabulary is None:
-                raise CheckpointError("this model's tokens are not known here")
-            guide.vocabulary = vocabulary.result()
+            if isinstance(vocabulary, str):
+                raise ValueError(vocabulary)
+            guide.vocabulary = vocabulary
             guide.matcher = guide.vocabulary.matcher(grammar, self.counters)
             if output and not guide.matcher.consume_tokens(output):
                 raise ValueError(f"the output so far does not follow it: {guide.matcher.get_error()}")

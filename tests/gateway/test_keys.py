@@ -13,7 +13,7 @@ import pytest
 from services.gateway import admission as admission_module
 from services.gateway import audit, batch_state, line_answering
 from services.gateway.admission import AdminKey, AdminRole, Admission, Key, PromptCharge, read_admin_keys, read_keys
-from services.gateway.answering import make_prompts
+from services.gateway.answering import prompts_in_time
 from services.gateway.errors import ApiError
 from shared.bus.interface import ServiceError
 from shared.messages.catalogue import AUDIT
@@ -178,9 +178,9 @@ async def test_a_batch_line_counts_once_and_waits_untokenised(
     async def counting(*given: Any) -> Any:
         nonlocal num_made
         num_made += 1
-        return await make_prompts(*given)
+        return await prompts_in_time(*given)
 
-    monkeypatch.setattr(line_answering, "make_prompts", counting)
+    monkeypatch.setattr(line_answering, "prompts_in_time", counting)
     specs = [ModelSpec(MODEL, str(checkpoint))]
     async with running_stack(nats_settings, specs, api_keys="secret::100") as stack:
         stack.say("Hello world")
