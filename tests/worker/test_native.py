@@ -4,6 +4,7 @@ layers and whole models run them in the tests of those."""
 from __future__ import annotations
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -132,3 +133,26 @@ def test_without_a_compiler_it_says_so_and_torch_computes(monkeypatch: pytest.Mo
         assert library._library() is None
     finally:
         library._library.cache_clear()
+
+
+def test_who_starts_together_compiles_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    folder, made = tmp_path / "built", []
+    both_have_looked, find, looked = threading.Barrier(2), building.find, threading.local()
+
+    def find_with_the_other() -> Path | None:
+        path = find()
+        if not hasattr(looked, "once"):
+            looked.once = both_have_looked.wait(60)
+        return path
+
+    def build() -> Path:
+        made.append(folder / building._name(building._native()))
+        made[-1].touch()
+        return made[-1]
+
+    monkeypatch.setattr(building, "_folders", lambda: [folder])
+    monkeypatch.setattr(building, "find", find_with_the_other)
+    monkeypatch.setattr(building, "build", build)
+    with ThreadPoolExecutor(2) as pool:
+        paths = set(pool.map(lambda _: building.find_or_build(), range(2), timeout=60))
+    assert paths == set(made) and len(made) == 1
