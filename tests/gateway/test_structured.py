@@ -16,8 +16,10 @@ from services.gateway.structured import Grammar, encoded, json_grammar
 from services.gateway.text_pool import TextPool
 from shared.messages.requests import FinishReason
 from shared.settings import GatewaySettings
+from tests.gateway.batching import ended, line, reach, read, start
 from tests.gateway.conftest import Stack
 
+CHATS = "/v1/chat/completions"
 HI = [{"role": "user", "content": "Hi"}]
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
 
@@ -67,6 +69,24 @@ async def test_every_spelling_reaches_the_workers_as_a_grammar(stack: Stack) -> 
         assert len(stack.peer.submitted) == 3 and len(grammars) == 1
         grammar = grammars.pop()
         assert follows(stack, grammar, good) and not follows(stack, grammar, bad)
+
+
+async def test_lines_of_batches_have_forms_too(stack: Stack) -> None:
+    stack.say('{"a": 1}')
+    client = stack.openai()
+    lines = [
+        line(0, CHATS, messages=HI, **json_schema(SCHEMA)),
+        line(1, CHATS, messages=HI, guided_choice=["yes", "no"]),
+        line(2, CHATS, messages=HI, **json_schema({"type": "strng"})),
+    ]
+    batch = await reach(client, (await start(client, lines, endpoint=CHATS)).id, ended)
+    answered = await read(client, batch.output_file_id)
+    assert answered[0]["response"]["body"]["choices"][0]["message"]["content"] == '{"a": 1}'
+    grammars = [request.sampling.grammar for request in stack.peer.submitted]
+    assert all(grammars) and len(set(grammars)) == 2
+    assert follows(stack, grammars[0], '{"a": 1}') or follows(stack, grammars[1], '{"a": 1}')
+    (refused,) = await read(client, batch.error_file_id)
+    assert refused["custom_id"] == "id-2" and "strng" in refused["response"]["body"]["error"]["message"]
 
 
 REFUSED: list[tuple[dict[str, Any], str, str]] = [
