@@ -48,7 +48,7 @@ def test_a_route_splits_mirrors_and_leaves_no_trace_in_statistics(stack: Stack) 
         answer = httpx.post(f"{stack.url}/v1/completions", json=body, timeout=60)
         assert answer.json()["model"] == "chat" and answer.headers["x-tideway-model"] == "llama"
     stack.wait_until(mirrored, "five mirrored requests")
-    stack.wait_until(lambda: arrived("llama") == before[0] + 5, "the log of requests")
+    stack.wait_until(lambda: arrived("llama") >= before[0] + 5, "the log of requests")
     assert arrived("opt") == before[1]
     assert "chat" in stack.tideway("route", "list")
     stack.tideway("route", "delete", "chat")
