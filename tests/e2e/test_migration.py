@@ -32,6 +32,14 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
+def collector() -> Iterator[OtlpCollector]:
+    """Of these systems alone: others have moves too, of requests that nobody here knows."""
+    collector = OtlpCollector()
+    yield collector
+    collector.close()
+
+
+@pytest.fixture(scope="module")
 def machine(checkpoints: dict[str, str], collector: OtlpCollector) -> Iterator[Stack]:
     """One worker that may grow."""
     environment = {
