@@ -3,6 +3,8 @@ layers and whole models run them in the tests of those."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -121,6 +123,14 @@ def test_threads_of_a_team_compute_together_for_callers_that_take_turns() -> Non
     for caller in callers:
         caller.join(60)
     assert not wrong and not any(caller.is_alive() for caller in callers)
+
+
+@needs_kernels
+def test_a_team_does_not_look_at_what_it_was_asked_when_it_is_done() -> None:
+    """Memory of a caller that has gone on."""
+    command = [sys.executable, "-m", "tests.worker.forgotten_passes"]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert (ran.returncode, ran.stdout) == (0, "done\n"), ran.stderr
 
 
 def test_without_a_compiler_it_says_so_and_torch_computes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -291,7 +291,7 @@ static void spread(Team *team) {
     }
 }
 
-/* Every `function` ends in `sync_team`, after an even number of phases. */
+/* Every `function` ends in `sync_team`, after an even number of phases, and then looks at nothing of the argument. */
 static void run_team(Team *team, void (*function)(void *, int, const void *), const void *argument) {
     pthread_mutex_lock(&team->in_use);
     if (team->num_threads > 1) take_niceness(team);
@@ -1006,7 +1006,9 @@ typedef struct {
     const Pass *pass;
 } PassOfDecoder;
 
-ALWAYS void run_parts(const int bf16, Worker *worker, const Decoder *decoder, const Pass *pass) {
+/* What is asked for is read before the first barrier: it may be gone once a member has come to the last one. */
+ALWAYS void run_parts(const int bf16, Worker *worker, const Decoder *decoder, const Pass *given) {
+    const Pass copied = *given, *pass = &copied;
     const Batch *batch = pass->batch;
     const long size = bf16 ? 2 : 4, tokens = batch->num_tokens, width = decoder->hidden_size, head_dim = decoder->head_dim;
     const long num_heads = decoder->num_heads, num_kv_heads = decoder->num_kv_heads;
