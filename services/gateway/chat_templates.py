@@ -21,6 +21,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from services.gateway.errors import invalid
+from services.gateway.schemas import is_nested_deep
 
 logger = logging.getLogger(__name__)
 
@@ -176,9 +177,11 @@ def _with_arguments(call: dict[str, Any]) -> dict[str, Any]:
         return call
     try:
         arguments = json.loads(function["arguments"] or "{}")
-    except ValueError:  # as the model wrote it
+    except (ValueError, RecursionError):
         return call
-    return {**call, "function": {**function, "arguments": arguments}} if isinstance(arguments, dict) else call
+    if not isinstance(arguments, dict) or is_nested_deep(arguments):  # text as the model wrote it
+        return call
+    return {**call, "function": {**function, "arguments": arguments}}
 
 
 def plain_messages(messages: list[Any]) -> list[dict[str, Any]]:

@@ -107,9 +107,9 @@ def decode(decoder: msgspec.json.Decoder[T], body: bytes | bytearray) -> T:
     try:
         return decoder.decode(body)
     except msgspec.ValidationError as error:
-        # "Expected `int` - at `$.field`" or "... - at `key` in `$.field`"
-        sentence, _, place = str(error).partition(" - at ")
-        param = place.rpartition("`$")[2].rstrip("`").removeprefix(".")
+        # "Expected `int` - at `$.field`" or "... - at `key` in `$.field`"; a struct's own check names its field first.
+        sentence, *places = str(error).split(" - at ")
+        param = "".join(place.rpartition("`$")[2].rstrip("`") for place in reversed(places)).removeprefix(".")
         if missing := _MISSING.search(sentence):
             param = f"{param}.{missing[1]}" if param else missing[1]
             raise invalid(param, f"Missing required parameter: '{param}'.") from None

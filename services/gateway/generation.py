@@ -73,8 +73,7 @@ class Choice:
         self._stop_token_ids = frozenset(prompt.sampling.stop_token_ids)
         self._min_tokens = prompt.sampling.min_tokens
         self._calls = None if options.tools is None else CallWatch(tokenizer.tool_format, options.tools)
-        skips = options.skips_special_tokens and (self._calls is None or not tokenizer.tool_format.keeps_special_tokens)
-        self._detokenizer = tokenizer.detokenizer(skips)
+        self._detokenizer = tokenizer.detokenizer(options.skips_special_tokens, has_calls=self._calls is not None)
         self._stops = StopStrings(options.stops, options.shows_stop)
         self._options = options
         self._tokenizer = tokenizer

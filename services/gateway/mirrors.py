@@ -1,7 +1,8 @@
 """Copies of requests for models that are to be tried: nobody sees the answers and nobody is charged.
 
-They run in the offline class, so that they take no room from others, and are marked as mirrored: neither the statistics per
-model nor what follows from these (placement, objectives, orders) know of them. Metrics have them under the class `mirror`.
+They run in the offline class without objectives, so that they take no room from others, and are marked as mirrored: neither
+the statistics per model nor what follows from these (placement, orders) know of them. Metrics have them under the class
+`mirror`.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ class Mirrors:
                 continue
             self._num_in_flight += 1
             mirrored = copy.copy(message)
-            mirrored.model = model
+            mirrored.model, mirrored.ttft_ms, mirrored.tpot_ms = model, None, None
             self._tasks.start(self._run(call, Routed(model, route, Role.MIRROR), mirrored, options), "mirror")
 
     async def _run(

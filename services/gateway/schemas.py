@@ -23,6 +23,8 @@ MAX_MESSAGES = 16384
 MAX_GRAMMAR_CHARACTERS = 128 * 1024
 MAX_STRUCTURED_CHOICES = 4096
 MAX_TOOLS = 1024
+MAX_NESTING = 100
+"""Objects and lists in each other, where a request may bring any: others that read or write them stop not far above."""
 INT64 = Meta(ge=-(2**63), le=2**63 - 1)
 
 TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
@@ -59,6 +61,28 @@ Prompt = Annotated[
 """A text, a list of texts, token ids, or a list of lists of token ids."""
 
 
+def is_nested_deep(value: Any) -> bool:
+    """Whether JSON is nested deeper than `MAX_NESTING`."""
+    containers = [value]
+    for _ in range(MAX_NESTING + 1):
+        containers = [
+            child
+            for container in containers
+            if isinstance(container, dict | list)
+            for child in (container.values() if isinstance(container, dict) else container)
+        ]
+        if not containers:
+            return False
+    return True
+
+
+def check_nesting(**fields: Any) -> None:
+    """Of a struct that is being decoded: what is raised becomes a `ValidationError` with the field's place."""
+    for name, value in fields.items():
+        if is_nested_deep(value):
+            raise ValueError(f"Nested deeper than {MAX_NESTING} objects and lists - at `$.{name}`")
+
+
 class StreamOptions(msgspec.Struct, frozen=True):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
@@ -79,6 +103,9 @@ class JsonSchema(msgspec.Struct, frozen=True):
     description: str | None = None
     strict: bool | None = None
     """false: what cannot be enforced is ignored; else it is refused."""
+
+    def __post_init__(self) -> None:
+        check_nesting(schema=self.schema)
 
 
 class JsonSchemaFormat(msgspec.Struct, frozen=True, tag_field="type", tag="json_schema"):
@@ -102,6 +129,9 @@ class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True):
     json_object: bool | None = None
     whitespace_pattern: Source | None = None
     """Of white space in JSON, where any is allowed."""
+
+    def __post_init__(self) -> None:
+        check_nesting(json=self.json)
 
 
 class GenerationFields(msgspec.Struct, kw_only=True):
@@ -164,6 +194,9 @@ class GenerationFields(msgspec.Struct, kw_only=True):
     chat_template: OnlyNull = None
     documents: OnlyEmptyList = None
 
+    def __post_init__(self) -> None:
+        check_nesting(guided_json=self.guided_json)
+
 
 @functools.cache
 def allowed_values(request: type[GenerationFields]) -> dict[str, list[Any]]:
@@ -198,6 +231,10 @@ class ChatMessage(msgspec.Struct, frozen=True):
     tool_calls: list[dict[str, Any]] | None = None
     tool_call_id: str | None = None
 
+    def __post_init__(self) -> None:
+        if self.tool_calls is not None:
+            check_nesting(tool_calls=self.tool_calls)
+
 
 FunctionName = Annotated[str, Meta(pattern="^[a-zA-Z0-9_.:-]{1,128}$")]
 
@@ -209,6 +246,9 @@ class FunctionDefinition(msgspec.Struct, frozen=True):
     """A schema; none takes no arguments."""
     strict: bool | None = None
     """true: a schema that cannot be enforced is refused, where calls are; else what cannot be is ignored."""
+
+    def __post_init__(self) -> None:
+        check_nesting(parameters=self.parameters)
 
 
 class Tool(msgspec.Struct, frozen=True):
@@ -245,6 +285,10 @@ class ChatRequest(GenerationFields, kw_only=True):
     parallel_tool_calls: bool | None = None
     """false: one call at most."""
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_nesting(chat_template_kwargs=self.chat_template_kwargs)
+
 
 class TokenizeRequest(msgspec.Struct, kw_only=True):
     """Either `prompt` or `messages`."""
@@ -258,6 +302,9 @@ class TokenizeRequest(msgspec.Struct, kw_only=True):
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     return_token_strs: bool | None = None
+
+    def __post_init__(self) -> None:
+        check_nesting(chat_template_kwargs=self.chat_template_kwargs)
 
 
 class DetokenizeRequest(msgspec.Struct, kw_only=True):

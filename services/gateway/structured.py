@@ -18,10 +18,12 @@ from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from services.gateway.errors import invalid
 from services.gateway.schemas import (
+    MAX_NESTING,
     GenerationFields,
     JsonObjectFormat,
     JsonSchemaFormat,
     StructuredOutputs,
+    is_nested_deep,
 )
 
 MAX_GRAMMAR_BYTES = 128 * 1024
@@ -77,10 +79,7 @@ def lark_text(text: str) -> str:
 
 def encoded(grammar: dict[str, Any], kind: str, param: str) -> Grammar:
     """Raises `ApiError` where it is too long."""
-    try:
-        text = msgspec.json.encode({"grammars": [grammar]})
-    except RecursionError:
-        raise invalid(param, f"'{param}' is nested too deep.") from None
+    text = msgspec.json.encode({"grammars": [grammar]})
     if len(text) > MAX_GRAMMAR_BYTES:
         raise invalid(param, f"'{param}' makes a grammar of {len(text)} bytes; the limit is {MAX_GRAMMAR_BYTES}.")
     return Grammar(text.decode(), kind, param, grammar.get("json_schema"))
@@ -155,9 +154,12 @@ def _schema(value: str | dict[str, Any] | bool, param: str) -> Any:
     if not isinstance(value, str):
         return value
     try:
-        return msgspec.json.decode(value, type=dict[str, Any] | bool)
+        schema = msgspec.json.decode(value, type=dict[str, Any] | bool)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise invalid(param, f"'{param}' is no JSON schema: {error}.") from None
+    if is_nested_deep(schema):
+        raise invalid(param, f"'{param}' is nested deeper than {MAX_NESTING} objects and lists.")
+    return schema
 
 
 def _lark(source: str, param: str) -> str:

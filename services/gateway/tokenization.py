@@ -83,6 +83,7 @@ class ModelTokenizer:
         self.takes_tools = takes_tools
         added = tokenizer.get_added_tokens_decoder()
         self._special_ids = frozenset(i for i, token in added.items() if token.special)
+        self._hidden_beside_calls = self._special_ids.difference(map(tokenizer.token_to_id, tool_format.marks))
         self._is_byte_level = b'"ByteLevel"' in (tokenizer.decoder.__getstate__() if tokenizer.decoder else b"")
         decode = functools.partial(tokenizer.decode, skip_special_tokens=False)
         self._decoding = Decoding(decode, joins_bytes=isinstance(tokenizer.decoder, decoders.ByteLevel))
@@ -119,8 +120,10 @@ class ModelTokenizer:
         text: str = self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
         return text
 
-    def detokenizer(self, skip_special_tokens: bool = True) -> Detokenizer:
-        return Detokenizer(self._decoding, self._special_ids if skip_special_tokens else frozenset())
+    def detokenizer(self, skip_special_tokens: bool = True, *, has_calls: bool = False) -> Detokenizer:
+        """`has_calls`: calls of tools are looked for, so the marks of these have text, special tokens or not."""
+        hidden_ids = self._hidden_beside_calls if has_calls else self._special_ids
+        return Detokenizer(self._decoding, hidden_ids if skip_special_tokens else frozenset())
 
     def token_bytes(self, token_id: int) -> bytes:
         """What the token stands for; half a character is possible. Empty for an id without a token."""

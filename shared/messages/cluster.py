@@ -28,7 +28,7 @@ class ModelSpec(msgspec.Struct, frozen=True):
     quantization: str = ""
     """Of the weights of a checkpoint that is not quantised: int8 | int4 | fp8; empty: none."""
     tool_format: str = ""
-    """How it writes calls of tools (services/gateway/tools/formats.py); empty: as its chat template says."""
+    """How it writes calls of tools, one of `TOOL_FORMATS`; empty: as its chat template says."""
 
 
 class AdapterSpec(msgspec.Struct, frozen=True):

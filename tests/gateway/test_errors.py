@@ -306,3 +306,44 @@ async def test_a_checkpoint_that_cannot_be_read(nats_settings: BusSettings, chec
 async def test_endpoints_of_other_models_say_what_to_use(stack: Stack, path: str) -> None:
     error = error_of(await stack.client.post(path, json={"model": "tide", "input": "x"}), 400)
     assert error["code"] == "unsupported_endpoint" and "causal" in error["message"] and "Serve a" in error["message"]
+
+
+def nested(depth: int) -> dict[str, Any]:
+    value: dict[str, Any] = {}
+    for _ in range(depth - 1):
+        value = {"items": value}
+    return value
+
+
+@pytest.mark.parametrize("depth", [102, 900, 950, 980, 100_000])
+async def test_what_is_nested_deep_is_refused_by_name(stack: Stack, depth: int) -> None:
+    """Just below what the decoder takes too, where less is left for all that follows."""
+    mark = '"DEEP"'
+    deep = '{"items":' * (depth - 1) + "{}" + "}" * (depth - 1)
+    function = {"name": "f", "parameters": "DEEP"}
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}, "more": "DEEP"}
+    form = {"type": "json_schema", "name": "x", "schema": "DEEP"}
+    chat, responses = "/v1/chat/completions", "/v1/responses"
+    bodies: list[tuple[str, dict[str, Any], str]] = [
+        (chat, {"guided_json": "DEEP"}, "guided_json"),
+        (chat, {"guided_json": deep}, "guided_json"),
+        (chat, {"structured_outputs": {"json": "DEEP"}}, "structured_outputs.json"),
+        (chat, {"response_format": {"type": "json_schema", "json_schema": form}}, "response_format.json_schema.schema"),
+        (chat, {"tools": [{"type": "function", "function": function}]}, "tools[0].function.parameters"),
+        (chat, {"messages": [{"role": "assistant", "content": "x", "tool_calls": [call]}]}, "messages[0].tool_calls"),
+        (chat, {"chat_template_kwargs": "DEEP"}, "chat_template_kwargs"),
+        ("/tokenize", {"chat_template_kwargs": "DEEP"}, "chat_template_kwargs"),
+        (responses, {"input": "x", "text": {"format": form}}, "text.format.schema"),
+        (responses, {"input": "x", "tools": [{"type": "function", **function}]}, "tools[0].parameters"),
+    ]
+    for path, body, param in bodies:
+        text = json.dumps({"model": MODEL, "messages": HI, **body}).replace(mark, deep)
+        answer = await stack.client.post(path, content=text, headers={"content-type": "application/json"})
+        error = error_of(answer, 400)
+        assert error["param"] == param or (depth > 900 and error["code"] == "invalid_json"), error
+
+
+async def test_what_is_nested_less_deep_is_taken(stack: Stack) -> None:
+    for name in ("chat_template_kwargs", "guided_json"):
+        answer = await stack.post("/v1/chat/completions", messages=HI, **{name: nested(50)})
+        assert answer.status_code == 200, answer.text

@@ -32,14 +32,18 @@ async def two(nats_settings: BusSettings, checkpoint: Path) -> AsyncIterator[Sta
         yield stack
 
 
-async def set_route(stack: Stack, name: str = "public", **fields: object) -> None:
-    headers = {"Authorization": "Bearer admin"}
-    answer = await stack.client.post("/admin/routes", json={"name": name, **fields}, headers=headers)
+async def set_route(
+    stack: Stack, name: str = "public", *, arms: dict[str, float], sticky: str = "none", **fields: object
+) -> None:
+    body = {"name": name, "arms": arms, "sticky": sticky, **fields}
+    answer = await stack.client.post("/admin/routes", json=body, headers={"Authorization": "Bearer admin"})
     assert answer.status_code == 200, answer.text
-    routes = stack.gateway.context.routes
-    await until(
-        lambda: (found := routes.get(name)) and {arm.model for arm in found.arms} == {*fields["arms"]}, "a route"
-    )  # type: ignore[misc]
+
+    def is_known() -> bool:
+        found = stack.gateway.context.routes.get(name)
+        return found is not None and found.sticky == sticky and {arm.model for arm in found.arms} == {*arms}
+
+    await until(is_known, "a route")
 
 
 async def ask(stack: Stack, model: str = "public", **fields: object) -> str:
@@ -88,7 +92,8 @@ async def test_a_mirror_is_asked_uncharged_and_unseen(nats_settings: BusSettings
         await routes.put(Route(name="public", arms=(Arm(model="old"),), mirrors=(Mirror(model="new", share=1.0),)))
         await until(lambda: routes.get("public"), "a route")
         answer = await stack.client.post(
-            "/v1/completions", json={"model": "public", "prompt": [5] * 40, "stream": True, "seed": 3}
+            "/v1/completions",
+            json={"model": "public", "prompt": [5] * 40, "stream": True, "seed": 3, "ttft_ms": 300, "tpot_ms": 50},
         )
         assert answer.text.count("data: ") > 1
         await stack.until_metrics(
@@ -99,6 +104,8 @@ async def test_a_mirror_is_asked_uncharged_and_unseen(nats_settings: BusSettings
         assert (own.model, mirrored.model, mirrored.is_mirror) == ("old", "new", True)
         assert mirrored.request_class is RequestClass.OFFLINE and own.request_class is RequestClass.ONLINE
         assert mirrored.prompt == own.prompt and mirrored.sampling == own.sampling
+        assert (own.ttft_objective_s, own.tpot_objective_s) == (0.3, 0.05)
+        assert (mirrored.ttft_objective_s, mirrored.tpot_objective_s) == (0.0, 0.0)
         (key,) = stack.gateway.context.admission._keys.values()
         assert key.window.total(stack.gateway.context.bus.now()) == 40 + len(stack.ids("Hello world")) + 1
 

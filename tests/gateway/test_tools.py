@@ -131,6 +131,19 @@ async def test_arguments_in_the_history_reach_the_template_as_objects(tools: Sta
     assert "weather(Oslo)<|end|><|tool|>Rain" in prompt
 
 
+@pytest.mark.parametrize("depth", [101, 900, 960, 100_000])
+async def test_arguments_in_the_history_that_are_nested_deep_stay_text(tools: Stack, depth: int) -> None:
+    """A model may have written them."""
+    tools.say("Rain.")
+    arguments = "[" * depth + "]" * depth
+    called = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": f'{{"city": {arguments}}}'}}
+    messages = [*HI, {"role": "assistant", "content": None, "tool_calls": [called]}]
+    answer = await tools.post("/v1/chat/completions", messages=messages, tools=TOOLS)
+    assert answer.status_code == 200, answer.text
+    prompt = tools.tokenizer.decode(unpack_tokens(tools.peer.submitted[0].prompt), skip_special_tokens=False)
+    assert prompt.endswith("f()<|end|>")
+
+
 async def test_a_template_that_knows_no_tools(nats_settings: BusSettings, tmp_path: Path) -> None:
     folder = write_checkpoint(tmp_path / "plain", byte_level_tokenizer(), max_len=MAX_LEN)
     async with with_room(nats_settings, folder) as stack:
@@ -139,6 +152,24 @@ async def test_a_template_that_knows_no_tools(nats_settings: BusSettings, tmp_pa
         called = answer["choices"][0]["message"]["tool_calls"][0]["function"]
         assert called == {"name": "weather", "arguments": '{"city": "Oslo"}'}
         assert "weather" in stack.tokenizer.decode(unpack_tokens(stack.peer.submitted[0].prompt))
+
+
+async def test_marks_that_are_special_tokens_are_seen(nats_settings: BusSettings, tmp_path: Path) -> None:
+    """Other special tokens are hidden as ever."""
+    tokenizer = byte_level_tokenizer()
+    tokenizer.add_special_tokens(["<tool_call>", "</tool_call>"])
+    folder = write_checkpoint(tmp_path / "special", tokenizer, TEMPLATE, MAX_LEN)
+    async with with_room(nats_settings, folder) as stack:
+        stack.say("Well.<|user|> " + BOTH)
+        whole = (await stack.post("/v1/chat/completions", messages=HI, tools=TOOLS)).json()["choices"][0]
+        assert (whole["finish_reason"], whole["message"]["content"]) == ("tool_calls", "Well.")
+        assert [call["function"]["name"] for call in whole["message"]["tool_calls"]] == ["weather", "now"]
+        told = (await stack.post("/v1/chat/completions", messages=HI)).json()["choices"][0]["message"]["content"]
+        assert "<tool_call>" not in told
+        stack.say(BOTH)
+        required = await stack.post("/v1/chat/completions", messages=HI, tools=TOOLS, tool_choice="required")
+        assert len(required.json()["choices"][0]["message"]["tool_calls"]) == 2
+        assert follows(stack, stack.peer.submitted[-1].sampling.grammar, BOTH)
 
 
 async def test_what_is_refused(tools: Stack) -> None:

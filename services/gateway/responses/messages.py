@@ -18,6 +18,7 @@ from services.gateway.schemas import (
     ModelName,
     OnlyFalse,
     OnlyNull,
+    check_nesting,
 )
 
 ResponseId = Annotated[str, Meta(min_length=1, max_length=128)]
@@ -48,6 +49,9 @@ class FunctionTool(msgspec.Struct, frozen=True):
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
 
+    def __post_init__(self) -> None:
+        check_nesting(parameters=self.parameters)
+
 
 class NamedFunctionTool(msgspec.Struct, frozen=True):
     type: Literal["function"]
@@ -60,6 +64,9 @@ class TextFormat(msgspec.Struct, frozen=True):
     description: str | None = None
     schema: dict[str, Any] | None = None
     strict: bool | None = None
+
+    def __post_init__(self) -> None:
+        check_nesting(schema=self.schema)
 
 
 class TextOptions(msgspec.Struct, frozen=True):

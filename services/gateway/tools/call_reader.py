@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 from enum import Enum, auto
 
-NAME_KEYS = ("name",)
 ARGUMENT_KEYS = ("arguments", "parameters")
 _SPACE = " \t\r\n"
 
@@ -15,10 +14,8 @@ class _At(Enum):
     START = auto()
     KEY = auto()
     """Or the end."""
-    IN_KEY = auto()
     COLON = auto()
     VALUE = auto()
-    IN_VALUE = auto()
     END = auto()
     BROKEN = auto()
 
@@ -27,10 +24,10 @@ class ValueReader:
     """Where a JSON value ends that begins with the first character given. It is not checked further."""
 
     def __init__(self) -> None:
+        self._is_begun = False
         self._depth = 0
         self._in_string = False
         self._is_escaped = False
-        self._is_scalar: bool | None = None
         self.is_done = False
 
     def feed(self, text: str) -> int:
@@ -44,7 +41,7 @@ class ValueReader:
                 elif character == '"':
                     self._in_string = False
                     self.is_done = self._depth == 0
-            elif self._is_scalar:
+            elif self._is_begun and self._depth == 0:  # a number, true, false or null
                 if character in _SPACE or character in ",}]":
                     self.is_done = True
                     return place
@@ -55,10 +52,7 @@ class ValueReader:
             elif character in "}]":
                 self._depth -= 1
                 self.is_done = self._depth == 0
-            elif self._depth == 0:
-                self._is_scalar = True
-            if self._is_scalar is None:
-                self._is_scalar = False
+            self._is_begun = True
             if self.is_done:
                 return place + 1
         return len(text)
@@ -69,9 +63,10 @@ class CallReader:
         self.name: str | None = None
         self._arguments = ""
         self._key = ""
-        self._value_text = ""
-        self._value = ValueReader()
-        self._key_reader = ValueReader()
+        self._value: ValueReader | None = None
+        """Of the key or value that has begun."""
+        self._string: str | None = None
+        """What there is of it, if it is a string: that counts when it is whole."""
         self._at = _At.START
 
     @property
@@ -91,64 +86,59 @@ class CallReader:
     def feed(self, text: str) -> int:
         """How many of the characters belong to it: all, unless it has ended or is broken."""
         place = 0
-        while place < len(text) and self._at not in (_At.END, _At.BROKEN):
-            place += self._step(text[place:])
+        while place < len(text) and not (self.is_done or self.is_broken):
+            if self._value is None:
+                self._step(text[place])
+            if self._value is not None:
+                place += self._read(self._value, text[place:])
+            else:
+                place += 1
         return place
 
-    def _step(self, text: str) -> int:
-        character = text[0]
-        if self._at is _At.IN_KEY:
-            count = self._key_reader.feed(text)
-            self._key += text[:count]
-            if self._key_reader.is_done:
-                self._key = str(_loaded(self._key))
-                self._at = _At.COLON
-            return count
-        if self._at is _At.IN_VALUE:
-            return self._read_value(text)
+    def _step(self, character: str) -> None:
         if character in _SPACE:
-            return 1
+            return
         match self._at, character:
             case _At.START, "{":
                 self._at = _At.KEY
-            case _At.KEY, "}":
-                self._at = _At.END
             case _At.KEY, ",":
                 pass
-            case _At.KEY, '"':
-                self._key, self._key_reader, self._at = "", ValueReader(), _At.IN_KEY
-                return 0
+            case _At.KEY, "}":
+                self._at = _At.END
             case _At.COLON, ":":
                 self._at = _At.VALUE
-            case _At.VALUE, _:
-                self._value_text, self._value, self._at = "", ValueReader(), _At.IN_VALUE
-                return 0
+            case (_At.KEY, '"') | (_At.VALUE, _) if character not in ",:]}":
+                self._value, self._string = ValueReader(), "" if character == '"' else None
             case _:
                 self._at = _At.BROKEN
-        return 1
 
-    def _read_value(self, text: str) -> int:
-        count = self._value.feed(text)
-        piece, is_arguments = text[:count], self._key in ARGUMENT_KEYS
-        # Arguments as a JSON string of JSON are told of when they can be decoded.
-        is_text = (self._value_text or piece)[:1] == '"'
-        self._value_text += piece
-        if is_arguments and not is_text:
-            self._arguments += piece
-        if self._value.is_done:
-            self._at = _At.KEY
-            value = _loaded(self._value_text) if self._key in NAME_KEYS or is_text else None
-            if self._key in NAME_KEYS and isinstance(value, str):
-                self.name = value
-            elif is_arguments and is_text:
-                self._arguments += str(value)
+    def _read(self, value: ValueReader, text: str) -> int:
+        count = value.feed(text)
+        if self._string is not None:
+            self._string += text[:count]
+        elif self._key in ARGUMENT_KEYS:
+            self._arguments += text[:count]
+        if value.is_done:
+            self._value = None
+            self._end(None if self._string is None else _text_of(self._string))
         return count
 
+    def _end(self, text: str | None) -> None:
+        """Of a key or value. `text`: if it was a string."""
+        if self._at is _At.KEY:
+            self._key, self._at = text or "", _At.COLON
+            return
+        self._at = _At.KEY
+        if text is not None and self._key == "name":
+            self.name = text
+        elif text is not None and self._key in ARGUMENT_KEYS:
+            self._arguments += text  # JSON in a string
 
-def _loaded(text: str) -> object:
+
+def _text_of(string: str) -> str:
+    """Of a JSON string as models write it: with line breaks, wrong escapes, halves of characters."""
     try:
-        return json.loads(text)
-    except RecursionError:
-        return None
+        text = str(json.loads(string, strict=False))
     except ValueError:
-        return text.strip('"')
+        text = string.strip('"')
+    return text.encode(errors="replace").decode()

@@ -44,13 +44,8 @@ class ToolFormat:
     separator: str
     end: str = ""
     marks: tuple[str, ...] = ()
-    """That may be special tokens."""
+    """That may be special tokens; the parser sees them all the same."""
     new_id: Callable[[], str] = _long_id
-
-    @property
-    def keeps_special_tokens(self) -> bool:
-        """The parser needs them."""
-        return bool(self.marks)
 
     def grammar(
         self,
@@ -95,6 +90,7 @@ HERMES = ToolFormat(
     head='{"name": "NAME", "arguments": ',
     separator="\n</tool_call>\n<tool_call>\n",
     end="\n</tool_call>",
+    marks=("<tool_call>", "</tool_call>"),
 )
 """Nous Hermes 2 Pro and later, Qwen2.5, Qwen3."""
 LLAMA3 = ToolFormat(
@@ -126,7 +122,7 @@ MISTRAL_NAMED = ToolFormat(
     head="NAME[ARGS]",
     tail="",
     separator="[TOOL_CALLS]",
-    marks=("[TOOL_CALLS]", "[ARGS]"),
+    marks=("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"),
     new_id=_nine_characters,
 )
 """Mistral Small 3.2, Magistral, Devstral."""

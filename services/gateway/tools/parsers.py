@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Collection
 from dataclasses import dataclass, field
@@ -100,7 +101,8 @@ class ToolParser(ABC):
         call = self._call
         assert call is not None
         count = call.feed(self._rest)
-        self._call_text += self._rest[:count]
+        if not self._is_begun:
+            self._call_text += self._rest[:count]
         self._rest = self._rest[count:]
         if not self._is_begun and call.name and (is_certain or call.name in self._names):
             self._is_begun = True
@@ -109,7 +111,7 @@ class ToolParser(ABC):
         if self._is_begun:
             arguments = call.take_arguments()
             self._has_arguments |= bool(arguments)
-            if call.is_done and not self._has_arguments:
+            if (call.is_done or call.is_broken) and not self._has_arguments:
                 arguments = "{}"
             if arguments:
                 self._tell(CallDelta(self.num_calls - 1, arguments=arguments))
@@ -207,7 +209,8 @@ class BareParser(ToolParser):
 class MarkedParser(ToolParser):
     """After `[TOOL_CALLS]` either `[{...}, {...}]`, or `name{...}` with a mark each, `[ARGS]` perhaps between (Mistral)."""
 
-    MARK, ARGUMENTS = "[TOOL_CALLS]", "[ARGS]"
+    MARK = "[TOOL_CALLS]"
+    NAME = re.compile(r"[\w.:-]+")
 
     def __init__(self, names: Collection[str]) -> None:
         super().__init__(names)
@@ -230,33 +233,33 @@ class MarkedParser(ToolParser):
         if not self._is_marked:
             self._is_marked = self._say_until(self.MARK)
             return self._is_marked
-        self._rest = self._rest.lstrip(" \t\r\n[],") if not self._is_mark_next() else self._rest
-        if not self._rest:
-            return False
+        self._rest = self._rest.lstrip(" \t\r\n],")
         if self._rest.startswith(self.MARK):
             self._rest = self._rest[len(self.MARK) :]
-            return True
-        if self._rest[0] == "{":
+        elif self.MARK.startswith(self._rest):
+            return False
+        elif self._rest[0] == "[":
+            self._rest = self._rest[1:]
+        elif self._rest[0] == "{":
             self._begin_call()
-            return True
-        return self._begin_named()
-
-    def _is_mark_next(self) -> bool:
-        return self._rest[:1] == "[" and (self.MARK.startswith(self._rest) or self._rest.startswith(self.MARK))
+        else:
+            return self._begin_named()
+        return True
 
     def _begin_named(self) -> bool:
-        name, found, arguments = self._rest.partition("{")
+        before, found, arguments = self._rest.partition("{")
         if not found:
             return False
-        name = name.removesuffix(self.ARGUMENTS).partition("[")[0].strip()
-        if not name:
-            self._say(self._rest)
-            self._rest = ""
-            return False
-        self._tell(CallDelta(self.num_calls, name))
-        self.num_calls += 1
-        self._rest = found + arguments
-        self._value = ValueReader()
+        name = before.partition("[")[0].strip()
+        if self.NAME.fullmatch(name):
+            self._tell(CallDelta(self.num_calls, name))
+            self.num_calls += 1
+            self._rest = found + arguments
+            self._value = ValueReader()
+        else:
+            self._say(before + found)
+            self._rest = arguments
+            self._is_marked = False
         return True
 
 
