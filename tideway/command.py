@@ -16,6 +16,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from shared.engine import recording
+from shared.messages.cluster import TOOL_FORMATS
 from shared.messages.traffic import DEFAULT_INTERVAL_S, LEAST_INTERVAL_S, MAX_INTERVAL_S
 from shared.recording import ReplayMismatch, header_of
 from shared.scheduling import recording as scheduling
@@ -89,6 +90,13 @@ def up(
             help="Round the weights of the models' layers to so few bits: int8, int4 or fp8.",
         ),
     ] = "",
+    tool_format: Annotated[
+        list[str] | None,
+        typer.Option(
+            help=f"How models write calls of tools, where their chat templates do not tell: {', '.join(TOOL_FORMATS)}, "
+            "or NAME=FORMAT of one model; repeatable.",
+        ),
+    ] = None,
     host: Annotated[str, typer.Option(envvar="TIDEWAY_HOST", help="Address the gateway listens on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(envvar="TIDEWAY_PORT", min=1, max=65535, help="Port of the gateway.")] = 8000,
     instances: Annotated[int, typer.Option(envvar="TIDEWAY_NUM_INSTANCES", min=1, help="Engines on this machine.")] = 2,
@@ -146,7 +154,7 @@ def up(
         raise OperatorError(f"--max-instances {max_instances} is fewer than --instances {instances}.")
     check_tensor_parallel(tensor_parallel)
     options = UpOptions(
-        models=(models := parse_models(model or [], quantization)),
+        models=(models := parse_models(model or [], quantization, tool_format or [])),
         adapters=parse_adapters(adapter or [], models),
         data_dir=data_dir,
         host=host,

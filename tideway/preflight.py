@@ -12,7 +12,9 @@ import sys
 from collections.abc import Collection, Iterable
 from pathlib import Path
 
-from shared.messages.cluster import AdapterSpec, ModelSpec
+import msgspec
+
+from shared.messages.cluster import TOOL_FORMATS, AdapterSpec, ModelSpec
 from shared.quantization import QUANTIZATIONS
 from tideway.data_folder import OperatorError
 
@@ -27,8 +29,9 @@ LEAST_PORT, MAX_PORT = 21_000, 65_536
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 
-def parse_models(arguments: Iterable[str], quantization: str = "") -> list[ModelSpec]:
+def parse_models(arguments: Iterable[str], quantization: str = "", tool_formats: Iterable[str] = ()) -> list[ModelSpec]:
     """Models from `NAME=SOURCE` or `SOURCE` arguments; without any, the demonstration models. `quantization`: of all.
+    `tool_formats`: `FORMAT` of all, `NAME=FORMAT` of one.
 
     Folders become absolute paths. Raises `OperatorError` for a source that is neither a checkpoint's folder nor a hub id.
     """
@@ -56,6 +59,14 @@ def parse_models(arguments: Iterable[str], quantization: str = "") -> list[Model
         if name in specs:
             raise OperatorError(f"Two models are named {name}. Name one of them: --model NAME=SOURCE.")
         specs[name] = ModelSpec(name=name, source=source, quantization=quantization)
+    for argument in sorted(tool_formats, key=lambda argument: "=" in argument):  # what is said of one goes before
+        name, _, tool_format = argument.rpartition("=")
+        if tool_format not in TOOL_FORMATS:
+            raise OperatorError(f"--tool-format {argument}: write one of {', '.join(TOOL_FORMATS)}, or NAME=FORMAT.")
+        if name and name not in specs:
+            raise OperatorError(f"--tool-format {argument}: no model is named {name}.")
+        for each in [name] if name else specs:
+            specs[each] = msgspec.structs.replace(specs[each], tool_format=tool_format)
     return list(specs.values())
 
 

@@ -211,7 +211,7 @@ async def add_model(context: GatewayContext, request: Request) -> Response:
     authenticate_operator(context, request)
     message = await read_audited(context, request, _ADD_MODEL)
     if message.base is not None:
-        for field in ("dtype", "max_model_len", "replicas", "quantization"):
+        for field in ("dtype", "max_model_len", "replicas", "quantization", "tool_format"):
             if getattr(message, field) is not None:
                 raise invalid(field, f"'{field}' cannot be set of an adapter: it has that of its base model.")
         adapter = AdapterSpec(

@@ -6,7 +6,7 @@ import re
 
 from shared.bus.interface import ServiceError
 from shared.checkpoint import ITEMSIZES, CheckpointError, CheckpointShape, quantized
-from shared.messages.cluster import ModelSpec
+from shared.messages.cluster import TOOL_FORMATS, ModelSpec
 from shared.messages.requests import ErrorCode
 from shared.quantization import QUANTIZATIONS
 
@@ -31,6 +31,8 @@ def check_spec(spec: ModelSpec) -> None:
         raise refuse(f"dtype {spec.dtype!r}: expected auto, {', '.join(ITEMSIZES)}", "dtype")
     if spec.quantization and spec.quantization not in QUANTIZATIONS:
         raise refuse(f"quantization {spec.quantization!r}: expected {', '.join(QUANTIZATIONS)}", "quantization")
+    if spec.tool_format and spec.tool_format not in TOOL_FORMATS:
+        raise refuse(f"tool_format {spec.tool_format!r}: expected {', '.join(TOOL_FORMATS)}", "tool_format")
     for field, value in (("max_model_len", spec.max_model_len), ("replicas", spec.replicas)):
         if value is not None and value < 1:
             raise refuse(f"{field} is {value}: expected 1 or more", field)

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import math
-from typing import Annotated
+from typing import Annotated, Literal, get_args
 
 import msgspec
 
 from shared.messages.requests import Adapter, Amount, Epoch, FinishReason, HeldRequest, Number, RequestClass, Seconds
+
+ToolFormatName = Literal["hermes", "llama3", "mistral", "mistral-named", "json"]
+"""As of services/gateway/tools/formats.py."""
+TOOL_FORMATS: tuple[str, ...] = get_args(ToolFormatName)
 
 
 class ModelSpec(msgspec.Struct, frozen=True):

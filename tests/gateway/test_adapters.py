@@ -57,10 +57,11 @@ async def test_vllms_endpoints(stack: Stack, tmp_path: Path) -> None:
     assert replaced.status_code == 200, replaced.text
     absent = await stack.client.post("/v1/load_lora_adapter", json={"lora_name": "x", "lora_path": "/nowhere"})
     assert (absent.status_code, absent.json()["error"]["param"]) == (400, "lora_path")
-    odd = await stack.client.post(
-        "/admin/models", json={"name": "x", "source": str(tmp_path), "base": MODEL, "dtype": "float32"}
-    )
-    assert (odd.status_code, odd.json()["error"]["param"]) == (400, "dtype")
+    for field, value in (("dtype", "float32"), ("tool_format", "hermes")):
+        odd = await stack.client.post(
+            "/admin/models", json={"name": "x", "source": str(tmp_path), "base": MODEL, field: value}
+        )
+        assert (odd.status_code, odd.json()["error"]["param"]) == (400, field)
     unloaded = await stack.client.post("/v1/unload_lora_adapter", json={"lora_name": "poet"})
     assert unloaded.status_code == 200
     unknown = await stack.client.post("/v1/unload_lora_adapter", json={"lora_name": "poet"})

@@ -11,6 +11,7 @@ from llguidance import LLMatcher
 from services.gateway.schemas import FunctionDefinition
 from services.gateway.tools.formats import FORMATS, format_of, with_instructions
 from services.gateway.tools.parsers import Parsed, ToolParser
+from shared.messages.cluster import TOOL_FORMATS
 
 NAMES = {"weather", "now"}
 ARGUMENTS = '{"city": "Ro\\"me {[", "days": [1, {"a": null}], "x": -2.5e3}'
@@ -103,6 +104,10 @@ def test_a_grammar_allows_what_the_parser_reads(name: str) -> None:
         for answer in (None, {"type": "object"}):
             source = FORMATS[name].grammar(functions, number is None, lambda piece, number=number: number, answer)
             assert LLMatcher.validate_grammar(json.dumps({"grammars": [{"lark_grammar": source}]})) == ""
+
+
+def test_every_format_may_be_named() -> None:
+    assert tuple(FORMATS) == TOOL_FORMATS
 
 
 def test_the_template_says_which_format() -> None:

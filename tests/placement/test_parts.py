@@ -141,6 +141,7 @@ class TestRequests:
             (ModelSpec("m", "/m", slo_scale=0.5), "slo_scale"),
             (ModelSpec("m", "/m", slo_scale=1e9), "slo_scale"),
             (ModelSpec("m", "/m", quantization="int2"), "quantization"),
+            (ModelSpec("m", "/m", tool_format="xml"), "tool_format"),
         ],
     )
     def test_the_field_at_fault_is_named(self, spec: ModelSpec, param: str) -> None:

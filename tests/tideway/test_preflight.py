@@ -55,6 +55,16 @@ def test_the_demonstration_models_are_the_default() -> None:
         parse_models([], "int3")
 
 
+def test_how_models_write_calls_of_tools() -> None:
+    models = ["a=org/a", "b=org/b"]
+    specs = parse_models(models, "", ["b=llama3", "hermes"])
+    assert [spec.tool_format for spec in specs] == ["hermes", "llama3"]
+    assert [spec.tool_format for spec in parse_models(models)] == ["", ""]
+    for argument, sentence in (("xml", "--tool-format xml: write one of hermes"), ("c=json", "no model is named c")):
+        with pytest.raises(OperatorError, match=sentence):
+            parse_models(models, "", [argument])
+
+
 @pytest.mark.parametrize(
     "arguments, sentence",
     [
