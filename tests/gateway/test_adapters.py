@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from shared.messages.requests import Adapter, RequestClass
+from tests.gateway.batching import ended, line, reach, start
 from tests.gateway.conftest import MODEL, Stack
-from tests.gateway.peer import until
 
 
 async def load(stack: Stack, name: str, source: Path, **more: object) -> None:
@@ -73,24 +72,9 @@ async def test_a_batch_of_an_adapter_and_its_base_model_asks_for_tokens_of_one_m
 ) -> None:
     stack.peer.script = lambda request: [72]
     await load(stack, "poet", tmp_path)
-    lines = [
-        {"custom_id": f"{i}", "method": "POST", "url": "/v1/completions", "body": {"model": name, "prompt": "a"}}
-        for i, name in enumerate(["poet", MODEL, "poet"])
-    ]
-    data = "\n".join(map(json.dumps, lines)).encode()
-    file = await stack.client.post("/v1/files", files={"file": ("in.jsonl", data)}, data={"purpose": "batch"})
-    body = {"input_file_id": file.json()["id"], "endpoint": "/v1/completions", "completion_window": "24h"}
-    batch = (await stack.client.post("/v1/batches", json=body)).json()
-
-    states: list[dict] = []
-
-    async def look() -> None:
-        states.append((await stack.client.get(f"/v1/batches/{batch['id']}")).json())
-
-    while not states or states[-1]["status"] not in ("completed", "failed"):
-        await look()
-        assert len(states) < 2000
-    assert (states[-1]["status"], states[-1]["request_counts"]["completed"]) == ("completed", 3), states[-1]
-    await until(lambda: len(stack.peer.submitted) == 3)
+    client = stack.openai()
+    batch = await start(client, [line(number, model=name) for number, name in enumerate(["poet", MODEL, "poet"])])
+    done = await reach(client, batch.id, ended)
+    assert done.status == "completed" and len(stack.peer.submitted) == 3, done
     assert {demand.model for query in stack.peer.grant_queries for demand in query.demands} == {MODEL}
     assert sorted(request.public_model for request in stack.peer.submitted) == ["poet", "poet", MODEL]

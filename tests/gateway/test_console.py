@@ -4,8 +4,10 @@ KV pools that they show are a real engine's."""
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import AsyncIterator, Iterator
 from functools import partial
+from importlib.resources import files
 from pathlib import Path
 
 import pytest
@@ -67,6 +69,17 @@ async def test_pages_are_whole_and_let_nothing_in_from_elsewhere(stack: Stack) -
         assert again.status_code == 304
     for name in ("nobody.js", "..%2F__init__.py", "pages.py"):
         assert (await stack.client.get(f"/console/{name}")).status_code == 404
+
+
+def test_scripts_ask_for_elements_that_the_page_has() -> None:
+    static = files("services.gateway.console").joinpath("static")
+    scripts = "".join(file.read_text() for file in static.iterdir() if file.name.endswith(".js"))
+    asked = set(re.findall(r'byId\("([\w-]+)"\)', scripts))
+    assert (
+        {"model-base", "timeline-close"}
+        <= asked
+        <= set(re.findall(r' id="([\w-]+)"', static.joinpath("index.html").read_text()))
+    )
 
 
 async def test_its_state_needs_the_admin_key_and_is_put_together_once_in_a_while(
@@ -219,6 +232,27 @@ def _is_readable(browser: Browser) -> None:
         assert browser.run(extent) == browser.run("return [innerWidth, innerHeight]"), "all on one screen"
         shots.append(browser.screenshot())
     assert shots[0] != shots[1]
+
+
+async def test_an_adapter_is_added(stack: Stack, browser: Browser, tmp_path: Path) -> None:
+    def add() -> None:
+        browser.open(f"{stack.url}/console")
+        browser.until(lambda: browser.run("return document.getElementById('keys-dialog').open"), "the dialog for keys")
+        browser.write("#admin-key", ADMIN_KEY)
+        browser.press(ENTER)
+        browser.until_text("#models", MODEL)
+        browser.click("#add-model")
+        browser.write("#model-name", "poet")
+        browser.write("#model-source", str(tmp_path))
+        browser.click(f"#model-base option[value='{MODEL}']")
+        assert browser.run("return document.getElementById('model-replicas').disabled")
+        browser.click("#model-dialog .main")
+        browser.until_text("#news", "Add poet: done")
+        browser.until_text("#adapters", "poet")
+
+    await asyncio.to_thread(add)
+    [adapter] = stack.gateway.context.catalog.adapters
+    assert (adapter.name, adapter.base, adapter.source) == ("poet", MODEL, str(tmp_path))
 
 
 async def test_a_chat_shows_its_stream_and_its_timeline(stack: Stack, browser: Browser) -> None:

@@ -6,6 +6,8 @@ import asyncio
 import logging
 import time
 
+import msgspec
+
 from services.gateway.batches import Batches
 from services.gateway.catalog import Catalog
 from services.gateway.cluster_loads import ClusterLoads
@@ -86,17 +88,5 @@ class Console:
         return [QueueLength(name, *lengths.get(name, (0, 0))) for name in names]
 
     def _progress(self) -> list[BatchProgress]:
-        return [
-            BatchProgress(
-                batch_id=record.batch_id,
-                status=record.status,
-                model=record.model,
-                num_total=record.num_total,
-                num_completed=record.num_completed,
-                num_failed=record.num_failed,
-                created_s=record.created_s,
-                deadline_s=record.deadline_s,
-                predicted_finish_s=record.predicted_finish_s,
-            )
-            for record in self._batches.progress(MAX_BATCHES)
-        ]
+        records = self._batches.progress(MAX_BATCHES)
+        return msgspec.convert(records, list[BatchProgress], from_attributes=True)

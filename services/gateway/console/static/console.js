@@ -10,6 +10,8 @@ import {showAdapters, showBatches, showModels, showPlan, showQueues} from "./sid
 
 const STATE_MS = 1000, SLOW_MS = 4000;
 let shownRequest = "";
+let served = [];
+/** Names of the models that can be. */
 let isAsking = false;
 
 function say(text, isBad = false) {
@@ -57,11 +59,16 @@ async function lookAtRequests() {
 }
 
 async function lookAtTimeline() {
+  const asked = shownRequest;
   try {
-    const {requests} = await admin("GET", `/requests/${encodeURIComponent(shownRequest)}`);
-    showTimeline(requests, closeRequest);
+    const {requests} = await admin("GET", `/requests/${encodeURIComponent(asked)}`);
+    if (shownRequest !== asked) return;  // closed, or another is looked at by now
+    showTimeline(requests);
     if (requests.every((one) => one.is_over && Date.now() / 1000 - one.arrived_s - one.duration_s > 3)) shownRequest = "";
-  } catch (error) { shownRequest = ""; say(error.message, true); }
+  } catch (error) {
+    if (shownRequest === asked) shownRequest = "";
+    say(error.message, true);
+  }
 }
 
 async function lookSlowly() {
@@ -69,7 +76,7 @@ async function lookSlowly() {
   showModels(models, {onScale: scaleModel, onRemove: removeModel});
   showAdapters(adapters, {onRemove: removeModel});
   showPlan(plan, {onPlan: changePlan});
-  const served = models.filter((model) => !model.failure).map((model) => model.name);
+  served = models.filter((model) => !model.failure).map((model) => model.name);
   showChatModels([...served, ...adapters.filter((adapter) => served.includes(adapter.base)).map((adapter) => adapter.name)]);
   if (!byId("panel-slo").hidden) showSlo(await admin("GET", "/slo?interval_s=300"), openRequest);
 }
@@ -86,7 +93,7 @@ async function turn() {
   } catch (error) {
     say(error.message, true);
     byId("news").dataset.problem = "yes";
-    if (error.status === 401 && !byId("keys-dialog").open) askForKeys();
+    if (error.status === 401) askForKeys();
   } finally { isAsking = false; }
 }
 
@@ -107,6 +114,7 @@ async function isSure(title, text, button) {
 }
 
 async function askForKeys() {
+  if (byId("keys-dialog").open) return;
   byId("admin-key").value = keys.admin; byId("api-key").value = keys.api;
   if (await askFor("keys-dialog")) { keys.set(byId("admin-key").value, byId("api-key").value); soon(); }
 }
@@ -133,10 +141,17 @@ async function changePlan(action) {
 }
 
 async function addModel() {
+  const base = byId("model-base");
+  base.replaceChildren(base.options[0], ...served.map((name) => element("option", {value: name}, name)));
+  chooseBase();
   if (!(await askFor("model-dialog"))) return;
   const [name, source, replicas] = ["model-name", "model-source", "model-replicas"].map((id) => byId(id).value.trim());
-  await act(`Add ${name}`, () => admin("POST", "/models", {name, source, ...(replicas ? {replicas: Number(replicas)} : {})}));
+  const more = base.value ? {base: base.value} : replicas ? {replicas: Number(replicas)} : {};
+  await act(`Add ${name}`, () => admin("POST", "/models", {name, source, ...more}));
 }
+
+/** An adapter is wherever its base model is. */
+function chooseBase() { byId("model-replicas").disabled = byId("model-base").value !== ""; }
 
 // ---------------------------------------------------------------------------------------------- one request, tabs
 
@@ -199,6 +214,8 @@ addEventListener("resize", () => { drawAll(); drawHistory(); });
 document.addEventListener("visibilitychange", turn);
 byId("key").addEventListener("click", askForKeys);
 byId("add-model").addEventListener("click", addModel);
+byId("model-base").addEventListener("change", chooseBase);
+byId("timeline-close").addEventListener("click", closeRequest);
 byId("only-missed").addEventListener("change", soon);
 byId("find").addEventListener("submit", (event) => { event.preventDefault(); const id = byId("find-id").value.trim(); if (id) openRequest(id); });
 byId("scale-form").addEventListener("submit", (event) => {

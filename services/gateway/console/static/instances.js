@@ -4,7 +4,7 @@ import {byId, colourOf, element, keyed, percent, put, resolved} from "./dom.js";
 
 const GAP = 1, LEAST_CELL = 4, MOST_CELL = 18, MOST_HEIGHT = 132;
 const NO_POOL = {models: [], owners: "", use: "", host_owners: "", host_use: "", sequences: [], num_sequences: 0};
-const pools = new Map();
+const pools = new WeakMap();
 /** By panel: what its canvases show, to be drawn again when the width or the theme changes. */
 let pointedAt = null;
 /** The sequence under the pointer or focus: its merged blocks are drawn with a frame. */

@@ -27,10 +27,9 @@ export function showRequests(requests, onRequest) {
 }
 
 /** `shown`: what the gateway says of the request's sequences. */
-export function showTimeline(shown, onClose) {
-  const container = byId("timeline");
-  container.hidden = false;
-  container.replaceChildren(...shown.flatMap((one) => sequence(one)), element("button", {type: "button", onclick: onClose}, "Close"));
+export function showTimeline(shown) {
+  byId("timeline").hidden = false;
+  byId("timeline-shown").replaceChildren(...shown.flatMap((one) => sequence(one)));
 }
 
 function sequence(one) {
