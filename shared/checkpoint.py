@@ -189,7 +189,7 @@ def read_json(file: Path) -> dict[str, Any]:
         value = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise CheckpointError(f"{file} is missing.") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{file} cannot be read: {error}") from None
     if not isinstance(value, dict):
         raise CheckpointError(f"{file} holds no JSON object.")
@@ -393,7 +393,7 @@ def read_safetensors_header(file: Path) -> dict[str, dict[str, Any]]:
             if not 0 < length <= _MAX_HEADER_BYTES:
                 raise CheckpointError(f"{file} is no safetensors file.")
             header = json.loads(stream.read(length))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{file} is no readable safetensors file: {error}") from None
     try:
         if isinstance(header, dict):

@@ -170,10 +170,13 @@ def _named(templates: Any, name: str) -> str | None:
     return next((str(one["template"]) for one in templates if one["name"] == name), None)
 
 
-def _with_arguments(call: dict[str, Any]) -> dict[str, Any]:
-    """A tool call whose arguments, JSON text in OpenAI's API, are the object that templates go through."""
-    function = call.get("function")
-    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
+def _with_arguments(call: dict[str, Any], param: str) -> dict[str, Any]:
+    """A tool call whose arguments, JSON text in OpenAI's API, are the object that templates go through. `param`: what it is
+    called in the request. Raises `ApiError` 400."""
+    function = call.get("function", {})
+    if not isinstance(function, dict):
+        raise invalid(f"{param}.function", f"Invalid value for '{param}.function': an object is expected.")
+    if not isinstance(function.get("arguments"), str):
         return call
     try:
         arguments = json.loads(function["arguments"] or "{}")
@@ -185,7 +188,8 @@ def _with_arguments(call: dict[str, Any]) -> dict[str, Any]:
 
 
 def plain_messages(messages: list[Any]) -> list[dict[str, Any]]:
-    """Messages as templates expect them: text parts joined by a line break (as vLLM does), absent fields left out."""
+    """Messages as templates expect them: text parts joined by a line break (as vLLM does), absent fields left out. Raises
+    `ApiError` 400."""
     plain: list[dict[str, Any]] = []
     for i, message in enumerate(messages):
         content = message.content
@@ -198,6 +202,9 @@ def plain_messages(messages: list[Any]) -> list[dict[str, Any]]:
         fields = {"role": message.role, "content": content}
         for name in ("name", "tool_calls", "tool_call_id"):
             if (value := getattr(message, name)) is not None:
-                fields[name] = [_with_arguments(call) for call in value] if name == "tool_calls" else value
+                fields[name] = value
+        if message.tool_calls is not None:
+            where = f"messages[{i}].tool_calls"
+            fields["tool_calls"] = [_with_arguments(call, f"{where}[{j}]") for j, call in enumerate(message.tool_calls)]
         plain.append(fields)
     return plain

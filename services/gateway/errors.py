@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from typing import Literal, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import msgspec
 
@@ -94,12 +94,22 @@ T = TypeVar("T")
 _MISSING = re.compile(r"missing required field `([^`]+)`")
 
 
-def _choices(struct: type, field: str) -> str:
-    """What a field of the struct that takes only certain values may be; empty for other fields."""
-    annotation = get_type_hints(struct).get(field)
-    forms = (annotation, *get_args(annotation))
+def _choices(struct: type, path: str) -> str:
+    """What a field of the struct, or of one within it (`messages[0].role`), that takes only certain values may be; empty for
+    other fields."""
+    forms: list[Any] = [struct]
+    for name in re.sub(r"\[[^]]*\]", "", path).split("."):
+        owners = [form for form in forms if isinstance(form, type) and issubclass(form, msgspec.Struct)]
+        forms = [form for owner in owners for form in _forms(get_type_hints(owner).get(name))]
+        tags = [owner.__struct_config__.tag for owner in owners if owner.__struct_config__.tag_field == name]
     values = [value for form in forms if get_origin(form) is Literal for value in get_args(form)]
-    return ", ".join(map(repr, values))
+    return ", ".join(map(repr, values + tags))
+
+
+def _forms(annotation: Any) -> list[Any]:
+    """The types that a value, or an item of it, may have."""
+    arguments = () if get_origin(annotation) is Literal else get_args(annotation)
+    return [form for argument in arguments for form in _forms(argument)] or [annotation]
 
 
 def decode(decoder: msgspec.json.Decoder[T], body: bytes | bytearray) -> T:
@@ -113,7 +123,7 @@ def decode(decoder: msgspec.json.Decoder[T], body: bytes | bytearray) -> T:
         if missing := _MISSING.search(sentence):
             param = f"{param}.{missing[1]}" if param else missing[1]
             raise invalid(param, f"Missing required parameter: '{param}'.") from None
-        if sentence.startswith("Invalid enum value") and (choices := _choices(decoder.type, param)):
+        if sentence.startswith(("Invalid enum value", "Invalid value")) and (choices := _choices(decoder.type, param)):
             sentence = f"{sentence.rstrip('.')}; it is one of {choices}"
         where = f"Invalid value for '{param}'" if param else "Invalid request body"
         raise invalid(param, f"{where}: {sentence}.") from None

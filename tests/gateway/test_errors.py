@@ -65,9 +65,13 @@ FIELDS_OF_COMPLETIONS: list[tuple[dict[str, Any], str, str]] = [
     ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs", "stream"),
     ({"best_of": 3}, "best_of", "'n'"),
     ({"suffix": "x"}, "suffix", "not supported"),
-    ({"service_tier": "gold"}, "service_tier", "gold"),
+    ({"service_tier": "gold"}, "service_tier", "'gold'; it is one of 'auto', 'default', 'flex', 'priority'."),
     ({"priority": "low"}, "priority", "low"),
-    ({"response_format": {"type": "xml"}}, "response_format.type", "xml"),
+    (
+        {"response_format": {"type": "xml"}},
+        "response_format.type",
+        "'xml'; it is one of 'text', 'json_object', 'json_schema'.",
+    ),
     ({"guided_json": 5}, "guided_json", "Expected"),
     ({"x-request-timeout": 0}, "x-request-timeout", "> 0"),
     ({"stream": "yes"}, "stream", "bool"),
@@ -86,14 +90,19 @@ async def test_fields_of_completions(stack: Stack) -> None:
 
 FIELDS_OF_CHAT: list[tuple[dict[str, Any], str, str]] = [
     ({"messages": []}, "messages", "length >= 1"),
-    ({"messages": [{"role": "king", "content": "x"}]}, "messages[0].role", "king"),
+    ({"messages": [{"role": "king", "content": "x"}]}, "messages[0].role", "'king'; it is one of 'system',"),
     ({"messages": [{"content": "x"}]}, "messages[0].role", "Missing"),
     ({"messages": [{"role": "user"}]}, "messages[0].content", "missing"),
     ({"messages": [{"role": "tool", "content": "x"}]}, "messages", "no tools here"),
     (
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
         "messages[0].content[0].type",
-        "image_url",
+        "'image_url'; it is one of 'text'.",
+    ),
+    (
+        {"messages": [*HI, {"role": "assistant", "tool_calls": [{"function": ["now"]}]}]},
+        "messages[1].tool_calls[0].function",
+        "object",
     ),
     ({"top_logprobs": 2}, "top_logprobs", "logprobs"),
     ({"max_completion_tokens": 0}, "max_completion_tokens", ">= 1"),
@@ -132,7 +141,7 @@ NO_REQUESTS = [
 ]
 
 
-async def test_bodies_that_are_no_request(stack: Stack) -> None:
+async def test_requeststhat_are_no_request(stack: Stack) -> None:
     headers = {"content-type": "application/json"}
     for body in NO_REQUESTS:
         error_of(await stack.client.post("/v1/completions", content=body, headers=headers), 400)

@@ -189,6 +189,9 @@ def test_missing_and_broken_files(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{ not json")
     with pytest.raises(CheckpointError, match=r"config\.json cannot be read"):
         checkpoint.describe(tmp_path)
+    (tmp_path / "config.json").write_text('{"a": ' + "[" * 100_000 + "]" * 100_000 + "}")
+    with pytest.raises(CheckpointError, match=r"config\.json cannot be read"):
+        checkpoint.describe(tmp_path)
     (tmp_path / "config.json").write_text("[1]")
     with pytest.raises(CheckpointError, match="no JSON object"):
         checkpoint.describe(tmp_path)
@@ -199,7 +202,9 @@ def test_missing_and_broken_files(tmp_path: Path) -> None:
     (tmp_path / "pytorch_model.bin").write_bytes(b"")
     with pytest.raises(CheckpointError, match=r"pytorch_model\.bin would have to be converted"):
         checkpoint.describe(tmp_path)
-    for content in (b"", b"12345", bytes(8), b"\xff" * 16, struct.pack("<Q", 4) + b"]]]]"):
+    deep = b"[" * 100_000 + b"]" * 100_000
+    no_json = (struct.pack("<Q", len(text)) + text for text in (b"]]]]", deep))
+    for content in (b"", b"12345", bytes(8), b"\xff" * 16, *no_json):
         (tmp_path / "model.safetensors").write_bytes(content)
         with pytest.raises(CheckpointError, match=r"model\.safetensors is no"):
             checkpoint.describe(tmp_path)
