@@ -21,10 +21,18 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from services.gateway import text_work
-from services.gateway.errors import ApiError
+from services.gateway.errors import ApiError, invalid
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.structured import Grammar
-from services.gateway.text_work import LENGTH_BYTES, MEMORY_EXIT_CODE, Encode, Render, Result, TryGrammar
+from services.gateway.text_work import (
+    LENGTH_BYTES,
+    MAX_GRAMMAR_CPU_S,
+    MEMORY_EXIT_CODE,
+    Encode,
+    Render,
+    Result,
+    TryGrammar,
+)
 from shared.messages.cluster import ModelSpec
 from shared.settings import GatewaySettings
 
@@ -88,9 +96,12 @@ class _TextProcess:
             return text_work.decode_result(await self._process.stdout.readexactly(length))
         except (OSError, asyncio.IncompleteReadError):
             code = await self._process.wait()
-            reason = {-signal.SIGALRM: "time", MEMORY_EXIT_CODE: "memory", -signal.SIGABRT: "memory"}.get(
-                code, "failed"
-            )
+            reason = {
+                -signal.SIGALRM: "time",
+                -signal.SIGPROF: "computing",
+                MEMORY_EXIT_CODE: "memory",
+                -signal.SIGABRT: "memory",
+            }.get(code, "failed")
             raise _KilledError(reason) from None
 
     @property
@@ -115,8 +126,8 @@ class TextPool:
         self._num_characters = 0
         self._paused: dict[str, tuple[float, str]] = {}
         """By folder: until when its template is not run, and why."""
-        self._tried: OrderedDict[str, tuple[ApiError | None, float]] = OrderedDict()
-        """By the text of a grammar: why it cannot be followed, if it cannot, and until when that is believed."""
+        self._tried: OrderedDict[str, tuple[str, float]] = OrderedDict()
+        """By the text of a grammar: why it cannot be followed (empty: it can), and until when that is believed."""
         metrics.text_characters.set_function(lambda: self._num_characters)
 
     @contextlib.contextmanager
@@ -170,32 +181,31 @@ class TextPool:
 
     async def check_grammar(self, grammar: Grammar) -> None:
         """Raises `ApiError` 400 where it cannot be followed."""
-        text, param = grammar.text, grammar.param
+        text = grammar.text
         if text not in self._tried or self._tried[text][1] < time.monotonic():
-            refusal: ApiError | None = None
-            until_s = math.inf
+            reason, until_s = "", math.inf
             try:
                 with self.room(len(text)):
-                    await self._run(text_work.encode(TryGrammar(text, param)), len(text))
+                    await self._run(text_work.encode(TryGrammar(text)), len(text))
             except _KilledError as error:
-                message = f"Trying the grammar of '{param}' {self._why(error)}."
-                refusal = ApiError(400, message, param=param, code="invalid_value")
+                reason = f"to try it {self._why(error)}."
                 until_s = time.monotonic() + PAUSE_S  # the machine may have stood still
             except ApiError as error:
                 if error.status != 400:
                     raise
-                refusal = error
-            self._tried[text] = refusal, until_s
+                reason = error.message
+            self._tried[text] = reason, until_s
             if len(self._tried) > MAX_TRIED_GRAMMARS:
                 self._tried.popitem(last=False)
         self._tried.move_to_end(text)
-        if (known := self._tried[text][0]) is not None:
-            raise ApiError(400, known.message, param=param, code=known.code)
+        if reason := self._tried[text][0]:
+            raise invalid(grammar.param, f"Invalid value for '{grammar.param}': {reason}")
 
     def _why(self, error: _KilledError) -> str:
         settings = self._settings
         return {
             "time": f"takes longer than {settings.text_timeout_s:g} s (TIDEWAY_TEXT_TIMEOUT_S)",
+            "computing": f"takes more than {2 * MAX_GRAMMAR_CPU_S:g} s of computing; the limit is {MAX_GRAMMAR_CPU_S:g} s",
             "memory": f"takes more than {settings.text_memory_bytes} bytes of memory (TIDEWAY_TEXT_MEMORY_BYTES)",
         }.get(str(error), "fails in a process of its own")
 

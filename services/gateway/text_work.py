@@ -29,7 +29,10 @@ MEMORY_EXIT_CODE = 3
 LENGTH_BYTES = 8
 MAX_TEMPLATES, MAX_TOKENIZERS = 64, 4
 MAX_GRAMMAR_CPU_S = 0.5
-"""To try a grammar. An instance takes two to three times as long to compile it, and its steps wait for that."""
+"""To try a grammar, and twice as much before the process ends. An instance takes two to three times as long to compile it,
+and its steps wait for that."""
+MAX_REASON_CHARACTERS = 1000
+"""Of why a grammar cannot be followed, which may repeat it."""
 
 
 class Render(msgspec.Struct, tag=True):
@@ -56,8 +59,6 @@ class TryGrammar(msgspec.Struct, tag=True):
     """Whether a grammar (`structured.Grammar.text`) can be followed."""
 
     text: str
-    param: str
-    """The field at fault if it cannot."""
 
 
 class Refusal(msgspec.Struct):
@@ -116,24 +117,49 @@ def work(task: Render | Encode | TryGrammar) -> Result:
 
 
 def _why_not(task: TryGrammar) -> Refusal | None:
+    """The reason alone: the same grammar may come in several fields."""
     from llguidance import LLMatcher
 
     begun_s = time.process_time()
-    reason = LLMatcher.validate_grammar(task.text)
+    reason = (LLMatcher.validate_grammar(task.text) or _why_no_token(task.text)).strip()
     taken_s = time.process_time() - begun_s
     if not reason and taken_s > MAX_GRAMMAR_CPU_S:
         reason = f"it takes {taken_s:.2f} s of computing to be tried; the limit is {MAX_GRAMMAR_CPU_S:g} s."
-    if not reason:
-        return None
-    return Refusal(f"Invalid value for '{task.param}': {reason.strip()}", task.param, "invalid_value")
+    if len(reason) > MAX_REASON_CHARACTERS:
+        reason = f"{reason[: MAX_REASON_CHARACTERS // 2]} ... {reason[-MAX_REASON_CHARACTERS // 2 :]}"
+    return Refusal(reason, None, None) if reason else None
+
+
+def _why_no_token(grammar: str) -> str:
+    """Of one that is valid: why no output can begin. Most of a regular expression's work is done for the first token. Empty
+    too where that takes the model's own vocabulary, whose special tokens a grammar may name."""
+    from llguidance import LLMatcher, LLParserLimits
+
+    matcher = LLMatcher(_bytes(), grammar, log_level=0, limits=LLParserLimits(verbose_errors=False))
+    if matcher.is_error():
+        return ""
+    matcher.compute_bitmask()
+    reason = str(matcher.get_error() or "").removesuffix("<non-verbose/>")
+    return "no text follows it" if reason.startswith("NoExtensionBias") else reason
+
+
+@functools.cache
+def _bytes() -> Any:
+    """A vocabulary of single bytes."""
+    from llguidance import LLTokenizer
+
+    return LLTokenizer("byte")
 
 
 def _serve(tasks: BinaryIO, results: BinaryIO, timeout_s: float) -> None:
     while len(length := tasks.read(LENGTH_BYTES)) == LENGTH_BYTES:
         body = tasks.read(int.from_bytes(length, "big"))
+        task = decode_task(body)
         signal.setitimer(signal.ITIMER_REAL, timeout_s)
-        answer = encode(work(decode_task(body)))
+        signal.setitimer(signal.ITIMER_PROF, 2 * MAX_GRAMMAR_CPU_S if isinstance(task, TryGrammar) else 0)
+        answer = encode(work(task))
         signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.setitimer(signal.ITIMER_PROF, 0)
         results.write(len(answer).to_bytes(LENGTH_BYTES, "big") + answer)
         results.flush()
 

@@ -263,6 +263,7 @@ class GrammarRows:
         self.counters.mask_s += time.perf_counter() - begun_s
 
     def _fail(self, guide: _Guide, reason: str) -> None:
+        reason = reason.removesuffix("<non-verbose/>").strip()
         logger.warning("a grammar cannot be followed: %s", reason)
         guide.error = reason or "unknown reason"
         guide.matcher = guide.mask = None

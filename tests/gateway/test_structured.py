@@ -95,7 +95,10 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     (json_schema({"$ref": "#/$defs/gone"}), "response_format.json_schema.schema", "gone"),
     ({"response_format": {"type": "xml"}}, "response_format.type", "xml"),
     ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "json_schema"),
+    (json_schema({"$ref": "#"}), "response_format.json_schema.schema", "no text follows"),
     ({"guided_regex": "(a"}, "guided_regex", "unclosed"),
+    ({"guided_regex": r"[^\s\S]"}, "guided_regex", "no text follows"),
+    ({"guided_grammar": "start: start"}, "guided_grammar", "no text follows"),
     ({"guided_json": "{"}, "guided_json", "JSON schema"),
     ({"guided_choice": []}, "guided_choice", "length"),
     ({"guided_grammar": "start: x"}, "guided_grammar", 'unknown name: "x"'),
@@ -118,11 +121,30 @@ async def test_what_cannot_be_followed_is_refused_with_its_reason(stack: Stack) 
 
 
 async def test_what_takes_long_to_compile_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    task = text_work.TryGrammar(json_grammar_text({"type": "object"}), "guided_json")
+    task = text_work.TryGrammar(json_grammar_text({"type": "object"}))
     assert text_work.work(task).refusal is None
     monkeypatch.setattr(text_work, "MAX_GRAMMAR_CPU_S", 0.0)
     refusal = text_work.work(task).refusal
-    assert refusal is not None and refusal.param == "guided_json" and "the limit is 0 s" in refusal.message
+    assert refusal is not None and "the limit is 0 s" in refusal.message
+
+
+async def test_what_takes_long_for_its_first_token_is_refused(stack: Stack) -> None:
+    """Its text is compiled in milliseconds."""
+    answer = await stack.post("/v1/completions", prompt="x", guided_regex="(a{1000}){1000}")
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"]) == (400, "guided_regex")
+    assert "of computing" in error["message"] and "the limit is 0.5 s" in error["message"]
+    assert (await stack.post("/v1/completions", prompt="x", guided_regex="a")).status_code == 200
+
+
+async def test_a_reason_names_the_field_of_its_own_request_and_is_short(stack: Stack) -> None:
+    schema = {"type": "strng"}
+    for body, param in (({"guided_json": schema}, "guided_json"), ({"structured_outputs": {"json": schema}}, None)):
+        param = param or "structured_outputs.json"
+        error = (await stack.post("/v1/completions", prompt="x", **body)).json()["error"]
+        assert error["param"] == param and error["message"].startswith(f"Invalid value for '{param}'")
+    answer = await stack.post("/v1/completions", prompt="x", guided_regex="(" * 50_000)
+    assert answer.status_code == 400 and len(answer.text) < 2000
 
 
 async def test_a_trial_that_was_killed_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
