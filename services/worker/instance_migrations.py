@@ -54,7 +54,8 @@ log = logging.getLogger(__name__)
 OpenTransport = Callable[[], Awaitable["KvTransport"]]
 """Opens the transport, or raises for whatever reason it cannot be used."""
 
-OPEN_TIMEOUT_S = 10.0
+OPEN_TIMEOUT_S = 60.0
+"""Nobody waits for it, and one that has passed is not made good while the instance lives: a busy machine has to make it."""
 PEERS_TIMEOUT_S = 2.0
 
 
