@@ -79,8 +79,7 @@ class PreparedModel:
     graphs: DecodeGraphs | None = None
     fingerprint: str = ""
     vocabulary: Vocabulary | str = "no grammar is followed here"
-    """Or why there is none."""
-    """For grammars; None: this rank samples nothing."""
+    """For grammars; or why there is none."""
 
 
 @dataclass
@@ -212,7 +211,8 @@ class Executor:
                 logger.info("model %s: deterministic, fingerprint %s", spec.name, prepared.fingerprint)
             if self._group is ALONE and self._capture is not None:
                 prepared.graphs = self._captured(prepared, self._capture)
-        if self._group.is_last_stage:
+        if self._group.is_first_stage or self._group.is_last_stage:
+            # The last one samples; the first one is asked whether a grammar can be followed.
             prepared.vocabulary = self._grammars.load(path, model.vocab_size)
         return prepared
 
@@ -312,6 +312,11 @@ class Executor:
         """Ends the threads beside the steps; copies not yet done fail."""
         self.copies.close()
         self._grammars.close()
+
+    def compile_grammar(self, model: str, grammar: str) -> Compiled:
+        """Begins to, beside the steps, before a sequence follows it. From any thread."""
+        loaded = self._models.get(model)
+        return self._grammars.compile(grammar, "the model is not here" if loaded is None else loaded.vocabulary)
 
     @property
     def grammar_counters(self) -> GrammarCounters:

@@ -8,7 +8,7 @@ from typing import Protocol, runtime_checkable
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily
 
-from services.worker.grammars import GrammarCounters
+from services.worker.grammars import Compiled, GrammarCounters
 
 
 @runtime_checkable
@@ -17,6 +17,9 @@ class FollowsGrammars(Protocol):
 
     @property
     def grammar_counters(self) -> GrammarCounters: ...
+
+    def compile_grammar(self, model: str, grammar: str) -> Compiled:
+        """Begins to, beside the steps. From any thread; it may block for a moment."""
 
 
 class GrammarTelemetry:
@@ -33,7 +36,7 @@ class GrammarTelemetry:
         for name, text, value in (
             ("grammars_compiled", "Grammars that were compiled", counters.compiled),
             ("grammar_compile_seconds", "Time that took, beside the steps", counters.compile_s),
-            ("grammar_cache_hits", "Requests whose grammar had been compiled before", counters.cached),
+            ("grammar_cache_hits", "Rows that found their grammar compiled, or begun", counters.cached),
             ("grammar_masks", "Masks made, one a token of a structured output", counters.masks),
             ("grammar_mask_seconds", "Time that took, beside the steps", counters.mask_s),
             ("grammar_wait_seconds", "Time that steps waited for masks", counters.wait_s),

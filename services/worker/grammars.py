@@ -1,19 +1,22 @@
 """Which tokens may come next in sequences whose output follows a grammar, found beside the steps.
 
-A sequence's matcher is made of its grammar and its output so far when it takes a row, so nothing but the request travels
-when it is preempted, moved or placed again. What a step has sampled is handed to a thread (`advance`), which makes the masks
-for the tokens after it while the next step runs; they are waited for just before that one samples (`Guides.masks`). The
-library, llguidance, works without the interpreter's lock.
+A grammar is compiled in a thread, when its first request comes (`compile`). A sequence's matcher is made of it and of its
+output so far when it takes a row, so nothing but the request travels when it is preempted, moved or placed again. What a
+step has sampled is handed to another thread (`advance`), which makes the masks for the tokens after it while the next step
+runs; they are waited for just before that one samples (`Guides.masks`). The library, llguidance, works without the
+interpreter's lock.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import threading
 import time
 from collections import OrderedDict
-from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Sequence
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -37,6 +40,10 @@ MAX_MASK_WAIT_S = 60.0
 """A grammar that takes longer than this for one token is given up."""
 
 
+Compiled = Future[llguidance.LLMatcher | str]
+"""A matcher at the beginning of an output, to be copied; or why the grammar cannot be followed."""
+
+
 class Masks(NamedTuple):
     """Of one step's samples: bit t % 32 of word t // 32 says whether token t may come."""
 
@@ -58,7 +65,7 @@ class GrammarCounters:
     compiled: int = 0
     compile_s: float = 0.0
     cached: int = 0
-    """Grammars that had been compiled before."""
+    """Sequences whose grammar was there, or being compiled, when they took a row."""
     masks: int = 0
     mask_s: float = 0.0
     """Of the thread beside the steps."""
@@ -70,7 +77,7 @@ class GrammarCounters:
 
 
 class Vocabulary:
-    """A model's tokens as grammars see them, with the grammars compiled for it. Of one thread, once it is made."""
+    """A model's tokens as grammars see them, with the grammars compiled for it."""
 
     def __init__(self, folder: Path, vocab_size: int) -> None:
         """Blocking. Raises `CheckpointError` where the tokenizer cannot be used."""
@@ -84,27 +91,34 @@ class Vocabulary:
             )
         except Exception as error:  # the library raises plain ValueError and more
             raise CheckpointError(f"the tokenizer of {folder} cannot be used with grammars: {error}") from error
-        self._compiled: OrderedDict[str, llguidance.LLMatcher] = OrderedDict()
+        self._lock = threading.Lock()
+        self._compiled: OrderedDict[str, Compiled] = OrderedDict()
+        """The least recently used first."""
         self._num_characters = 0
 
-    def matcher(self, grammar: str, counters: GrammarCounters) -> llguidance.LLMatcher:
-        """At the beginning of the output. Raises `ValueError`."""
-        found = self._compiled.get(grammar)
-        if found is None:
-            begun_s = time.perf_counter()
-            found = llguidance.LLMatcher(self.tokenizer, grammar, log_level=0, limits=_LIMITS)
-            if found.is_error():
-                raise ValueError(found.get_error())
-            counters.compiled += 1
-            counters.compile_s += time.perf_counter() - begun_s
-            self._compiled[grammar] = found
-            self._num_characters += len(grammar)
-            while len(self._compiled) > MAX_COMPILED or self._num_characters > MAX_COMPILED_CHARACTERS:
-                self._num_characters -= len(self._compiled.popitem(last=False)[0])
-        else:
-            counters.cached += 1
+    def has(self, grammar: str) -> bool:
+        """Whether it is compiled, or being so."""
+        return grammar in self._compiled
+
+    def compiled(self, grammar: str, begin: Callable[[], Compiled]) -> Compiled:
+        """`begin` compiles it where it is not there."""
+        with self._lock:
+            found = self._compiled.get(grammar)
+            if found is None:
+                found = self._compiled[grammar] = begin()
+                self._num_characters += len(grammar)
+                self._drop_old()
             self._compiled.move_to_end(grammar)
-        return found.deep_copy()
+            return found
+
+    def _drop_old(self) -> None:
+        """Not those that are being compiled: they would be begun again."""
+        for grammar, one in list(self._compiled.items()):
+            if len(self._compiled) <= MAX_COMPILED and self._num_characters <= MAX_COMPILED_CHARACTERS:
+                return
+            if one.done():
+                del self._compiled[grammar]
+                self._num_characters -= len(grammar)
 
 
 def _tokenizer_json(folder: Path) -> str:
@@ -127,7 +141,7 @@ class _Guide:
         """[words] int32, for the next token; None: it has failed, or the output has ended."""
         self.vocabulary: Vocabulary | None = None
         self.error = ""
-        self.ready: Future[None]
+        self.ready: Future[None] = Future()
 
 
 class Guides:
@@ -162,11 +176,12 @@ class Guides:
 
 
 class GrammarRows:
-    """The guides of the rows of an executor, whose thread calls all of this."""
+    """The guides of the rows of an executor, whose thread calls this but where it says otherwise."""
 
     def __init__(self) -> None:
         self.counters = GrammarCounters()
         self._guides: dict[int, _Guide] = {}
+        self._compiler = ThreadPoolExecutor(1, "compiler of grammars")
         self._thread = ThreadPoolExecutor(1, "grammars")
         self._threads: llguidance.LLExecutor | None = None
 
@@ -177,12 +192,27 @@ class GrammarRows:
         except Exception as error:
             return str(error)
 
+    def compile(self, grammar: str, vocabulary: Vocabulary | str) -> Compiled:
+        """Begins to, unless it has been. From any thread."""
+        if isinstance(vocabulary, str):
+            refused: Compiled = Future()
+            refused.set_result(vocabulary)
+            return refused
+        return vocabulary.compiled(grammar, lambda: self._compiler.submit(self._compile, grammar, vocabulary.tokenizer))
+
     def take(self, row: int, grammar: str, output: np.ndarray, vocabulary: Vocabulary | str) -> None:
         """A sequence takes the row. `output`: its tokens so far, int32."""
         self._guides.pop(row, None)
         if grammar:
-            guide = self._guides[row] = _Guide()
-            guide.ready = self._thread.submit(self._begin, guide, grammar, output.tolist(), vocabulary)
+            guide, tokens = _Guide(), output.tolist()
+            self._guides[row] = guide
+            self.counters.cached += not isinstance(vocabulary, str) and vocabulary.has(grammar)
+
+            def begin(compiled: Compiled) -> None:
+                with suppress(CancelledError, RuntimeError):  # closed meanwhile
+                    self._thread.submit(self._begin, guide, compiled.result(), tokens, vocabulary)
+
+            self.compile(grammar, vocabulary).add_done_callback(begin)
 
     def of(self, rows: np.ndarray) -> Guides | None:
         """The guides of a step's samples; None: none has one."""
@@ -199,23 +229,38 @@ class GrammarRows:
             guide.ready = ready
 
     def close(self) -> None:
+        self._compiler.shutdown(wait=False, cancel_futures=True)
         self._thread.shutdown(wait=False, cancel_futures=True)
 
-    # ------------------------------------------------------------------------------------------- in the thread
+    # ------------------------------------------------------------------------------------------ in the threads
 
-    def _begin(self, guide: _Guide, grammar: str, output: list[int], vocabulary: Vocabulary | str) -> None:
+    def _compile(self, grammar: str, tokenizer: llguidance.LLTokenizer) -> llguidance.LLMatcher | str:
+        begun_s = time.perf_counter()
         try:
-            if isinstance(vocabulary, str):
-                raise ValueError(vocabulary)
-            guide.vocabulary = vocabulary
-            guide.matcher = guide.vocabulary.matcher(grammar, self.counters)
+            made = llguidance.LLMatcher(tokenizer, grammar, log_level=0, limits=_LIMITS)
+            if made.is_error():
+                return made.get_error() or "unknown reason"
+        except BaseException as error:  # a panic of the library is no Exception
+            return str(error) or type(error).__name__
+        self.counters.compiled += 1
+        self.counters.compile_s += time.perf_counter() - begun_s
+        return made
+
+    def _begin(
+        self, guide: _Guide, compiled: llguidance.LLMatcher | str, output: list[int], vocabulary: Vocabulary | str
+    ) -> None:
+        try:
+            if isinstance(compiled, str) or isinstance(vocabulary, str):
+                raise ValueError(compiled)
+            guide.vocabulary, guide.matcher = vocabulary, compiled.deep_copy()
             if output and not guide.matcher.consume_tokens(output):
                 raise ValueError(f"the output so far does not follow it: {guide.matcher.get_error()}")
             self.counters.replayed_tokens += len(output)
-        except BaseException as error:  # a panic of the library is no Exception
-            self._fail(guide, str(error))
-        else:
             self._make_masks([(guide, guide.matcher)])
+        except BaseException as error:
+            self._fail(guide, str(error))
+        finally:
+            guide.ready.set_result(None)
 
     def _advance(self, steps: list[tuple[_Guide, int]]) -> None:
         going = []

@@ -52,7 +52,6 @@ from shared.messages.cluster import ExecutionStatisticsReport, InstanceInfo, Ins
 from shared.messages.console import PoolView, ShowPool
 from shared.messages.requests import (
     Accepted,
-    Adapter,
     ErrorCode,
     GenerationRequest,
     HeldRequests,
@@ -73,6 +72,10 @@ REPORT_INTERVAL_S = 0.02
 """Load reports are at least so far apart."""
 HEARTBEAT_S = 1.0
 """A load report and a registry entry are at most so far apart."""
+COMPILE_WAIT_S = 0.5
+"""That the sender of a request is kept waiting while its grammar is compiled: with that for an adapter, less than it waits
+for an answer."""
+COMPILE_RETRY_S = 0.05
 STUCK_STEP_S = 120.0
 """A step that runs for longer will not end: the instance gives up and is started again."""
 
@@ -105,8 +108,9 @@ class InstanceService:
         """The engine is of no more use: the process should end, so that its requests go on elsewhere."""
         self._plan = msgspec.json.decode(settings.plan, type=InstancePlan)
         self._metrics = InstanceTelemetry(self._id, telemetry, bus.now)
-        if isinstance(executor, FollowsGrammars):
-            GrammarTelemetry(self._id, telemetry.registry, executor.grammar_counters)
+        self._grammars = executor if isinstance(executor, FollowsGrammars) else None
+        if self._grammars is not None:
+            GrammarTelemetry(self._id, telemetry.registry, self._grammars.grammar_counters)
         self._telemetry = telemetry
         niceness = COMPUTE_NICENESS if settings.device == "cpu" else 0
         self._loop = EngineLoop(
@@ -232,19 +236,38 @@ class InstanceService:
     # ------------------------------------------------------------------------------------------------ handlers
 
     def _on_submit(self, request: GenerationRequest) -> Accepted | Coroutine[Any, Any, Accepted]:
-        """Goes on in a task where an adapter has to be loaded first."""
-        adapter = request.adapter
-        if adapter is None or not self._takes_now(request) or self._adapters.is_loaded(adapter):
+        """Goes on in a task where a grammar may have to be compiled, or an adapter to be loaded."""
+        is_ready = not request.sampling.grammar and (
+            request.adapter is None or self._adapters.is_loaded(request.adapter)
+        )
+        if is_ready or not self._takes_now(request):
             return self._submit(request)
-        return self._submit_with_adapter(request, adapter)
+        return self._submit_when_ready(request)
 
     def _takes_now(self, request: GenerationRequest) -> bool:
-        """Else it is refused, whatever adapter it has."""
+        """Else it is refused, whatever it needs."""
         return self.intake.refusal(request.model) is None and not self._loop.failure
 
-    async def _submit_with_adapter(self, request: GenerationRequest, adapter: Adapter) -> Accepted:
-        await self._adapters.provide(request.model, adapter)
+    async def _submit_when_ready(self, request: GenerationRequest) -> Accepted:
+        if request.sampling.grammar:
+            await self._compile(request.model, request.sampling.grammar)
+        if request.adapter is not None:
+            # Last: an adapter that nobody uses may go.
+            await self._adapters.provide(request.model, request.adapter)
         return self._submit(request)
+
+    async def _compile(self, model: str, grammar: str) -> None:
+        """Returns when it is compiled. Raises `ServiceError`: BAD_REQUEST, or LOADING after `COMPILE_WAIT_S`."""
+        if self._grammars is None:
+            return
+        compiled = asyncio.wrap_future(await asyncio.to_thread(self._grammars.compile_grammar, model, grammar))
+        await asyncio.wait({compiled}, timeout=COMPILE_WAIT_S)
+        if not compiled.done():
+            message = "the request's grammar is being compiled on this instance"
+            raise ServiceError.of(ErrorCode.LOADING, message, retry_after_s=COMPILE_RETRY_S)
+        if isinstance(why := compiled.result(), str):
+            self._models.check_serves(model)
+            raise ServiceError.of(ErrorCode.BAD_REQUEST, f"The output's grammar cannot be followed: {why}")
 
     def _submit(self, request: GenerationRequest) -> Accepted:
         if self.intake.is_draining:

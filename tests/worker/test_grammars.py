@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from concurrent.futures import Future
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 
 from services.worker import grammars
 from services.worker.executor import Executor
-from services.worker.grammars import GrammarCounters, Guides, Vocabulary, _Guide
+from services.worker.grammars import GrammarCounters, GrammarRows, Guides, Vocabulary, _Guide
 from shared.engine.calls import AddModel, OnStep, Submit
 from shared.engine.engine import Engine
 from shared.engine.requests import Ended, Output
@@ -184,17 +184,51 @@ def test_a_grammar_that_cannot_be_followed_ends_its_request_alone(checkpoint: Pa
 
 
 def test_compiled_grammars_are_kept_within_bounds(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    vocabulary = Vocabulary(checkpoint, Tokenizer.from_file(str(checkpoint / "tokenizer.json")).get_vocab_size())
-    counters = GrammarCounters()
+    rows = GrammarRows()
+    vocabulary = rows.load(checkpoint, Tokenizer.from_file(str(checkpoint / "tokenizer.json")).get_vocab_size())
+    assert isinstance(vocabulary, Vocabulary)
     of = [grammar(lark_grammar=f'start: "{letter}"') for letter in "abc"]
     monkeypatch.setattr(grammars, "MAX_COMPILED_CHARACTERS", 2 * len(of[0]))
     for text, num_compiled in ((of[0], 1), (of[1], 2), (of[0], 2), (of[2], 3), (of[0], 3), (of[1], 4)):
-        vocabulary.matcher(text, counters)
-        assert counters.compiled == num_compiled
-    assert (counters.cached, len(vocabulary._compiled), vocabulary._num_characters) == (2, 2, 2 * len(of[0]))
+        assert not isinstance(rows.compile(text, vocabulary).result(60), str)
+        assert rows.counters.compiled == num_compiled
+    assert (len(vocabulary._compiled), vocabulary._num_characters) == (2, 2 * len(of[0]))
     monkeypatch.setattr(grammars, "MAX_COMPILED", 1)
-    vocabulary.matcher(of[2], counters)
+    rows.compile(of[2], vocabulary).result(60)
     assert list(vocabulary._compiled) == [of[2]]
+    rows.close()
+
+
+def test_a_grammar_is_compiled_beside_the_masks_of_others(
+    checkpoint: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And once, though its sequence takes a row before it is done."""
+    executor, may_compile, compile_ = Executor("cpu", 8, 1 << 18, 4), threading.Event(), GrammarRows._compile
+
+    def held_back(self: GrammarRows, text: str, *rest: Any) -> Any:
+        if text is REGEX:
+            may_compile.wait(60)
+        return compile_(self, text, *rest)
+
+    monkeypatch.setattr(GrammarRows, "_compile", held_back)
+    shape = executor.add_model(executor.prepare_model(ModelSpec("m", str(checkpoint))))
+    driver, sampling = Driver(executor, shape, range(8)), {"temperature": 1.0, "seed": 3}
+    executor.compile_grammar("m", JSON).result(60)
+    begun = executor.compile_grammar("m", REGEX)
+    row = driver.add(0, PROMPT, grammar=JSON, **sampling)
+    other = driver.add(1, PROMPT, grammar=REGEX, **sampling)
+    driver.step([(row, 40), (other, 30)])
+    while row.tokens[-1] != EOS:
+        driver.step([(row, 1)])
+    check_json(tokenizer.decode(row.output[:-1]))
+    assert not begun.done()
+    may_compile.set()
+    driver.step([(other, 10)])
+    while other.tokens[-1] != EOS:
+        driver.step([(other, 1)])
+    assert re.fullmatch(PATTERN, tokenizer.decode(other.output[:-1]))
+    assert (executor.grammar_counters.compiled, executor.grammar_counters.cached) == (2, 2)
+    executor.close()
 
 
 class Panic(BaseException):
@@ -214,8 +248,6 @@ def test_a_panic_of_the_library_ends_its_request_alone(checkpoint: Path, monkeyp
 def test_masks_that_do_not_come_are_waited_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grammars, "MAX_MASK_WAIT_S", 0.05)
     late = [_Guide() for _ in range(400)]
-    for guide in late:
-        guide.ready = Future()
     guides = Guides(list(range(len(late))), late, counters := GrammarCounters())
     assert guides.masks() is None and len(guides.failed) == len(late)
     assert counters.wait_s < 10.0, "one after the other they would take 20 s"

@@ -27,13 +27,14 @@ from typing import TYPE_CHECKING, NoReturn
 import torch
 
 from services.worker.executor import Executor, PreparedModel
-from services.worker.grammars import GrammarCounters
+from services.worker.grammars import Compiled, GrammarCounters
 from services.worker.ranks.group import GroupError, RankGroup
 from services.worker.ranks.messages import (
     Add,
     Answer,
     Claim,
     Close,
+    CompileGrammar,
     Copy,
     CopyEnded,
     DropAdapter,
@@ -185,6 +186,11 @@ class GroupExecutor:
         return self._own.free_memory_bytes()
 
     # ------------------------------------------------------------------------------------------------- steps
+
+    def compile_grammar(self, model: str, grammar: str) -> Compiled:
+        """Rank 0's."""
+        self._tell(CompileGrammar(model, grammar))
+        return self._own.compile_grammar(model, grammar)
 
     @property
     def grammar_counters(self) -> GrammarCounters:

@@ -100,6 +100,13 @@ class DropAdapter(msgspec.Struct, frozen=True, tag=True):
     version: str
 
 
+class CompileGrammar(msgspec.Struct, frozen=True, tag=True):
+    """Beside everything else."""
+
+    model: str
+    grammar: str
+
+
 class SetLayersPerSafepoint(msgspec.Struct, frozen=True, tag=True):
     name: str
     num_layers: int
@@ -117,8 +124,8 @@ class Close(msgspec.Struct, frozen=True, tag=True):
 
 
 ToRank = (
-    SetUp | Launch | Copy | Claim | Prepare | Add | Forget | Remove | LoadAdapter | DropAdapter | SetLayersPerSafepoint
-    | EnterTokens | Close
+    SetUp | Launch | Copy | Claim | Prepare | Add | Forget | Remove | LoadAdapter | DropAdapter | CompileGrammar
+    | SetLayersPerSafepoint | EnterTokens | Close
 )  # fmt: skip
 
 # ------------------------------------------------------------------------------------------ the others to rank 0

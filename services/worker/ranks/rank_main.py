@@ -22,6 +22,7 @@ from services.worker.ranks.messages import (
     Answer,
     Claim,
     Close,
+    CompileGrammar,
     Copy,
     CopyEnded,
     DropAdapter,
@@ -108,6 +109,8 @@ class Member:
                 threading.Thread(target=self._load_adapter, args=(message,), name="loader", daemon=True).start()
             case DropAdapter(version):
                 executor.drop_adapter(version)
+            case CompileGrammar(model, grammar):
+                executor.compile_grammar(model, grammar)
             case EnterTokens(step_id, tokens):
                 executor.enter_tokens(step_id, tokens)
             case SetLayersPerSafepoint(name, num_layers):
