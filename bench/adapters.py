@@ -113,7 +113,9 @@ def measure(base: Path, adapters: list[Adapter], rows: int, options: argparse.Na
     merged_bytes = choose_merged_bytes([block_bytes], at_least=1 << 20)
     executor = Executor(options.device, -(-num_blocks * block_bytes // merged_bytes) * 2, merged_bytes, 4 * rows)
     shape = executor.add_model(executor.prepare_model(spec))
-    num_bytes = [executor.load_adapter("m", adapter) for adapter in adapters]
+    for adapter in adapters:
+        executor.load_adapter("m", adapter)
+    num_bytes = executor.adapter_bytes("m", adapters[0])
     versions = [adapter.version for adapter in adapters]
     cases = {
         "none": [""] * rows,
@@ -132,7 +134,7 @@ def measure(base: Path, adapters: list[Adapter], rows: int, options: argparse.Na
             if step >= WARM_UP_STEPS:
                 times[name].append(seconds)
     plain = statistics.median(times["none"])
-    print(f"{options.shape}, {rows} rows, rank {options.rank}, {num_bytes[0] / 2**20:.1f} MiB an adapter")
+    print(f"{options.shape}, {rows} rows, rank {options.rank}, {num_bytes / 2**20:.1f} MiB an adapter")
     for name, seconds in times.items():
         median = statistics.median(seconds)
         print(f"  {name:18} {median * 1e3:8.2f} ms a step  {median / plain:5.2f}")

@@ -29,11 +29,11 @@ import torch
 from services.worker.attention.choice import choose_backends
 from services.worker.attention.interface import AttentionBackend, BatchLayout
 from services.worker.deterministic import FAST, INVARIANT, Numerics
-from services.worker.grammars import GrammarCounters, GrammarRows, Guides, Vocabulary
+from services.worker.grammars import Compiled, GrammarCounters, GrammarRows, Guides, Vocabulary
 from services.worker.kv_copies import KvCopies
 from services.worker.kv_store import BlockParts, KvStore, KvViews
 from services.worker.machine import free_memory_bytes
-from services.worker.models.adapters import BatchAdapters, LoraWeights, read_lora
+from services.worker.models.adapters import BatchAdapters, LoraWeights, lora_bytes, read_lora
 from services.worker.models.decode_graphs import Capture, DecodeGraphs, cuda_capture
 from services.worker.models.decoder import DecoderModel, ForwardBatch, ForwardState
 from services.worker.models.loading import Identity, identity_of, load_model
@@ -45,7 +45,7 @@ from services.worker.sequence_rows import SequenceRows
 from services.worker.suspension import PartialForward, Safepoints, cuda_event
 from services.worker.transfer import beside_steps, pack_to_device, to_device, to_host
 from shared import checkpoint
-from shared.adapters import describe_adapter
+from shared.adapters import AdapterFiles, describe_adapter
 from shared.checkpoint import CheckpointError
 from shared.engine.memory import slab
 from shared.engine.plan import CopyKind, KvCopy, ModelShape, StepPlan, StepResult
@@ -276,21 +276,31 @@ class Executor:
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def load_adapter(self, model: str, adapter: Adapter) -> int:
-        """Lets plans of the model name the adapter; returns its bytes on the device. Blocking; from any thread, beside
-        steps. Raises `CheckpointError`, `KeyError` where the model is not here."""
+    def adapter_bytes(self, model: str, adapter: Adapter) -> int:
+        """What `load_adapter` will take of the device's memory. Blocking, as its files may have to be downloaded; from any
+        thread. Raises `CheckpointError`, `KeyError` where the model is not here."""
+        base, files = self._base_and_files(model, adapter)
+        return lora_bytes(files, base.adaptable, base.layers, self._group, base.dtype)
+
+    def load_adapter(self, model: str, adapter: Adapter) -> None:
+        """Lets plans of the model name the adapter; nothing where the model has gone, which ranks see at different times.
+        Blocking; from any thread, beside steps. Raises `CheckpointError`."""
+        if model not in self._models:
+            return
+        base, files = self._base_and_files(model, adapter)
+        with torch.inference_mode(), beside_steps(self.device):
+            weights = read_lora(files, base.adaptable, base.layers, self._group, self.device, base.dtype)
+        self._adapters[adapter.version] = _LoadedAdapter(model, weights)
+
+    def _base_and_files(self, model: str, adapter: Adapter) -> tuple[DecoderModel, AdapterFiles]:
         base = self._models[model].model
-        files = describe_adapter(checkpoint.resolve(adapter.source))
         if not base.adaptable:
             raise CheckpointError(
                 f"{adapter.name!r}: the base model {model!r} runs through transformers, without adapters."
             )
         if self._numerics is INVARIANT:
             raise CheckpointError(f"{adapter.name!r}: adapters are not computed{self._numerics.asks}.")
-        with torch.inference_mode(), beside_steps(self.device):
-            weights = read_lora(files, base.adaptable, base.layers, self._group, self.device, base.dtype)
-        self._adapters[adapter.version] = _LoadedAdapter(model, weights)
-        return weights.num_bytes
+        return base, describe_adapter(checkpoint.resolve(adapter.source))
 
     def drop_adapter(self, version: str) -> None:
         """Between steps. Suspended ones keep what they need of it."""

@@ -21,7 +21,7 @@ import prometheus_client
 
 from services.worker.engine_loop import EngineLoop
 from shared.bus.interface import Bus, ServiceError, Watch
-from shared.checkpoint import CheckpointError
+from shared.checkpoint import CheckpointError, CheckpointMissing
 from shared.engine.engine import Engine
 from shared.messages.catalogue import ADAPTERS
 from shared.messages.cluster import AdapterSpec
@@ -45,8 +45,11 @@ RETIRE_POLL_S = 0.2
 
 
 class AdapterExecutor(Protocol):
-    def load_adapter(self, model: str, adapter: Adapter) -> int:
-        """Bytes on the device. Slow; runs beside steps. `CheckpointError`, or `KeyError` without the model."""
+    def adapter_bytes(self, model: str, adapter: Adapter) -> int:
+        """On the device. Slow; runs beside steps. `CheckpointError`, or `KeyError` without the model."""
+
+    def load_adapter(self, model: str, adapter: Adapter) -> None:
+        """As slow. `CheckpointError`; nothing without the model."""
 
     def drop_adapter(self, version: str) -> None:
         """Runs between steps."""
@@ -106,7 +109,7 @@ class InstanceAdapters:
         )
         self._instance_id = instance_id
         self._load_seconds = prometheus_client.Histogram(
-            "tideway_adapter_load_seconds", "Reading one, to its device", labels, registry=registry,
+            "tideway_adapter_load_seconds", "Making room for one and reading it, to its device", labels, registry=registry,
             buckets=(0.01, 0.05, 0.1, 0.5, 1.0, 5.0, 30.0, 120.0),
         ).labels(instance_id)  # fmt: skip
 
@@ -133,21 +136,24 @@ class InstanceAdapters:
         return True
 
     async def provide(self, model: str, adapter: Adapter) -> None:
-        """Returns when it is loaded. Raises `ServiceError`: MODEL_FAILED, or LOADING after `SUBMIT_WAIT_S`."""
+        """Returns when it is loaded. Raises `ServiceError`, as `missing` says: LOADING after `SUBMIT_WAIT_S`."""
         loading = self._load_soon(model, adapter)
         if loading is not None:
             await asyncio.wait({loading}, timeout=SUBMIT_WAIT_S)
         if not self.is_loaded(adapter):
-            raise ServiceError(self._why_missing(adapter))
+            raise ServiceError(self._why_missing(model, adapter))
 
     def missing(self, model: str, adapter: Adapter) -> ErrorInfo | None:
-        """As of `Intake.missing_adapter`."""
+        """As of `Intake.missing_adapter`: LOADING; MODEL_FAILED where no instance could load it, INTERNAL where another may;
+        GONE with its model."""
         if self.is_loaded(adapter):
             return None
         self._load_soon(model, adapter)
-        return self._why_missing(adapter)
+        return self._why_missing(model, adapter)
 
-    def _why_missing(self, adapter: Adapter) -> ErrorInfo:
+    def _why_missing(self, model: str, adapter: Adapter) -> ErrorInfo:
+        if not self._is_ready(model):
+            return ErrorInfo(ErrorCode.GONE, f"model {model!r} takes no requests here", "model")
         if (failure := self._failure(adapter.version)) is not None:
             return failure
         message = f"the adapter {adapter.name!r} is being loaded on this instance"
@@ -202,19 +208,17 @@ class InstanceAdapters:
         return self._loading[version]
 
     async def _load(self, model: str, adapter: Adapter) -> None:
-        started_s = self._loop.now()
         try:
             async with self._turn:
                 started_s = self._loop.now()
-                num_bytes = await self._read(model, adapter)
+                async with asyncio.timeout(LOAD_TIMEOUT_S):
+                    num_bytes = await asyncio.to_thread(self._executor.adapter_bytes, model, adapter)
+                if not await self._make_room(num_bytes):
+                    return
+                await self._read(model, adapter)
                 seconds = self._loop.now() - started_s
-                is_kept = False
-                try:
-                    is_kept = await self._make_room(num_bytes) and self._is_ready(model)
-                finally:
-                    if not is_kept:
-                        self._executor.drop_adapter(adapter.version)
-                if not is_kept:
+                if not self._is_ready(model):
+                    self._executor.drop_adapter(adapter.version)
                     return
                 self._loaded[adapter.version] = _Loaded(adapter, model, num_bytes)
         except Exception as error:
@@ -227,34 +231,37 @@ class InstanceAdapters:
             del self._loading[adapter.version]
             self._show()
 
-    async def _read(self, model: str, adapter: Adapter) -> int:
-        """Its bytes on the device. Raises `TimeoutError`, and what `AdapterExecutor.load_adapter` does."""
+    async def _read(self, model: str, adapter: Adapter) -> None:
+        """Raises `TimeoutError`, and what `AdapterExecutor.load_adapter` does."""
         reading = asyncio.ensure_future(asyncio.to_thread(self._executor.load_adapter, model, adapter))
         try:
             async with asyncio.timeout(LOAD_TIMEOUT_S):
-                return await asyncio.shield(reading)
+                await asyncio.shield(reading)
         except TimeoutError:
             # The thread goes on; what it brings nobody waits for.
             reading.add_done_callback(lambda done: self._discard(adapter.version, done))
             raise
 
-    def _discard(self, version: str, read: asyncio.Future[int]) -> None:
+    def _discard(self, version: str, read: asyncio.Future[None]) -> None:
         is_there = not read.cancelled() and read.exception() is None
         if is_there and version not in self._loaded and version not in self._loading:
             self._executor.drop_adapter(version)
 
     def _fail(self, model: str, adapter: Adapter, error: Exception) -> None:
+        if not self._is_ready(model):
+            return  # it was removed meanwhile
         self._loads.labels(self._instance_id, "failed").inc()
-        reason = str(error)
-        if isinstance(error, TimeoutError):
+        code, reason = ErrorCode.INTERNAL, f"{type(error).__name__}: {error}"
+        if isinstance(error, CheckpointError):
+            reason = str(error)
+            if not isinstance(error, CheckpointMissing):
+                code = ErrorCode.MODEL_FAILED
+        elif isinstance(error, TimeoutError):
             reason = f"it was not loaded within {LOAD_TIMEOUT_S:g} s"
-        elif isinstance(error, KeyError):
-            reason = f"model {model!r} is not here"
-        elif not isinstance(error, CheckpointError | OSError | MemoryError):
+        else:
             log.error("adapter %s of %s", adapter.name, model, exc_info=error)
-            reason = f"{type(error).__name__}: {error}"
         log.warning("adapter %s of %s could not be loaded: %s", adapter.name, model, reason)
-        info = ErrorInfo(ErrorCode.MODEL_FAILED, f"the adapter {adapter.name!r} cannot be loaded: {reason}", "model")
+        info = ErrorInfo(code, f"the adapter {adapter.name!r} cannot be loaded: {reason}", "model")
         now = self._loop.now()
         self._failed = {version: known for version, known in self._failed.items() if known[0] > now}
         self._failed[adapter.version] = now + FAILURE_S, info

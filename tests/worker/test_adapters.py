@@ -10,7 +10,10 @@ from msgspec.structs import replace
 from safetensors.torch import load_file, save_file
 
 from services.worker.executor import Executor
+from services.worker.models import adapters as lora
+from services.worker.models.loading import identity_of, load_model
 from services.worker.native import library
+from services.worker.ranks.group import Alone
 from shared.adapters import check_base, describe_adapter
 from shared.checkpoint import CheckpointError
 from shared.engine.plan import ModelShape, NewSequence, StepPlan
@@ -20,6 +23,7 @@ from tests.worker.adapters import ALL, OPT, merged, write_adapter
 from tests.worker.checkpoints import prompt_of, write_checkpoint
 from tests.worker.step_driver import Driver, Row
 
+CPU = torch.device("cpu")
 MERGED_BYTES = 1 << 18
 LENGTHS = (5, 40, 33, 21)
 STEPS = 12
@@ -72,7 +76,7 @@ def test_a_batch_of_several_adapters_equals_merged_weights(
     executor = Executor("cpu", 16, MERGED_BYTES, 4)
     driver = Driver(executor, load(executor, base), range(16))
     for adapter in adapters:
-        assert executor.load_adapter(base.name, adapter) > 0
+        executor.load_adapter(base.name, adapter)
     prompts = [prompt_of(n) for n in LENGTHS]
     versions = ["", *(adapter.version for adapter in adapters)]
     rows = run(
@@ -82,6 +86,34 @@ def test_a_batch_of_several_adapters_equals_merged_weights(
     for row, path, prompt in zip(rows, paths, prompts, strict=True):
         assert_same(row, alone(path, prompt))
     assert alone(base, prompts[1]).output != rows[1].output
+
+
+@pytest.mark.parametrize(("variant", "modules"), [("llama", ("q_proj", "v_proj", "down_proj")), ("opt", OPT)])
+def test_its_memory_is_known_before_it_is_read(
+    tmp_path: Path, variant: str, modules: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also of ranks and stages, which have parts of it."""
+    base = write_checkpoint(tmp_path, variant)
+    files = describe_adapter(Path(write_adapter(tmp_path / "lora", base, modules, rank=3).source))
+    made: list[int] = []
+
+    class Counted(lora.Change):
+        def __init__(self, a: torch.Tensor, b: torch.Tensor) -> None:
+            made.append(a.nbytes + b.nbytes)
+
+    monkeypatch.setattr(lora, "Change", Counted)
+    num_bytes = []
+    for stage, num_stages, rank, size in ((0, 1, 0, 1), (0, 1, 1, 2), (1, 2, 0, 1)):
+        group = Alone()
+        group.stage, group.num_stages, group.rank, group.size = stage, num_stages, rank, size
+        model = load_model(identity_of(base, CPU), CPU, group)
+        known = lora.lora_bytes(files, model.adaptable, model.layers, group, model.dtype)
+        lora.read_lora(files, model.adaptable, model.layers, group, CPU, model.dtype)
+        assert known == sum(made) > 0
+        num_bytes.append(known)
+        made.clear()
+    whole, of_rank, of_stage = num_bytes
+    assert of_rank < whole and of_stage < whole
 
 
 def test_a_batch_of_one_adapter_and_one_without_any_on_the_same_weights(tmp_path: Path) -> None:

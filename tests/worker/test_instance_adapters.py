@@ -11,7 +11,7 @@ import pytest
 
 from services.worker import instance_adapters
 from shared.bus.interface import BusError
-from shared.checkpoint import CheckpointError
+from shared.checkpoint import CheckpointError, CheckpointMissing
 from shared.messages.admin import UnloadModel
 from shared.messages.catalogue import ADAPTERS, INSTANCE_COMMIT, INSTANCE_SUBMIT, INSTANCE_UNLOAD_MODEL
 from shared.messages.channels import bucket_key
@@ -31,16 +31,22 @@ class Adapting(SteppedExecutor):
         self.held: list[str] = []
         self.loads: list[str] = []
         self.dropped: list[str] = []
+        self.max_adapters = 16
         self.may_load = threading.Event()
         self.may_load.set()
 
-    def load_adapter(self, model: str, adapter: Adapter) -> int:
-        self.loads.append(adapter.version)
-        self.may_load.wait(60)
+    def adapter_bytes(self, model: str, adapter: Adapter) -> int:
         if adapter.source == "bad":
             raise CheckpointError("bad/adapter_config.json is missing.")
-        self.held.append(adapter.version)
+        if adapter.source == "late":
+            raise CheckpointMissing("'late' does not exist.")
         return BYTES * len(adapter.source)
+
+    def load_adapter(self, model: str, adapter: Adapter) -> None:
+        assert len(self.held) < self.max_adapters, "room is made before it is read"
+        self.loads.append(adapter.version)
+        self.may_load.wait(60)
+        self.held.append(adapter.version)
 
     def drop_adapter(self, version: str) -> None:
         self.held.remove(version)
@@ -74,6 +80,7 @@ async def refusal(stage: Stage, sent: Any) -> tuple[ErrorCode, str]:
 async def test_the_least_recently_used_goes_but_not_while_a_request_needs_it(nats_settings: BusSettings) -> None:
     async with instance(nats_settings, max_adapters=2) as stage:
         executor = stage.executor
+        executor.max_adapters = 2
         for name in "abac":
             await complete(stage, f"r{executor.loads}{name}", adapter(name))
         assert executor.loads == ["v-a", "v-b", "v-c"] and sorted(executor.held) == ["v-a", "v-c"]
@@ -92,6 +99,7 @@ async def test_requests_wait_for_an_adapter_that_is_loading_and_for_room(
     monkeypatch.setattr(instance_adapters, "SUBMIT_WAIT_S", 0.1)
     async with instance(nats_settings, max_adapters=1, adapter_memory_bytes=3 * BYTES) as stage:
         executor = stage.executor
+        executor.max_adapters = 1
         executor.may_load.clear()
         sent = request("r1", [1, 2], 5, adapter=adapter("a"))
         assert (await refusal(stage, sent))[0] == ErrorCode.LOADING
@@ -109,11 +117,12 @@ async def test_requests_wait_for_an_adapter_that_is_loading_and_for_room(
         assert executor.held == ["v-b"]
         code, message = await refusal(stage, request("r3", [1], 5, adapter=adapter("wide", "four")))
         assert code == ErrorCode.MODEL_FAILED and "takes 400 bytes, and TIDEWAY_ADAPTER_MEMORY_BYTES" in message
-        assert executor.held == ["v-b"], "what is too large does not stay"
+        assert executor.held == ["v-b"] and "v-wide" not in executor.loads, "what is too large is not read"
         code, message = await refusal(stage, request("r4", [1], 5, adapter=adapter("x", "bad")))
         assert code == ErrorCode.MODEL_FAILED and "adapter_config.json is missing" in message
         assert (await refusal(stage, request("r5", [1], 5, adapter=adapter("x", "bad"))))[0] == code
-        assert executor.loads.count("v-x") == 1, "it is not tried again at once"
+        code, message = await refusal(stage, request("r6", [1], 5, adapter=adapter("y", "late")))
+        assert code == ErrorCode.INTERNAL and "'late' does not exist" in message, "another instance may have it"
 
 
 async def test_those_of_the_catalogue_are_loaded_ahead_and_dropped_when_their_requests_have_ended(
@@ -157,7 +166,7 @@ async def test_what_is_read_too_late_does_not_stay(nats_settings: BusSettings, m
         sent = request("r1", [1, 2], 5, adapter=adapter("a"))
         monkeypatch.setattr(instance_adapters, "FAILURE_S", 3600.0)
         refused = None
-        while refused != ErrorCode.MODEL_FAILED:
+        while refused != ErrorCode.INTERNAL:
             refused, message = await refusal(stage, sent)
         assert "not loaded within 0.05 s" in message
         executor.may_load.set()
@@ -166,11 +175,14 @@ async def test_what_is_read_too_late_does_not_stay(nats_settings: BusSettings, m
         monkeypatch.setattr(instance_adapters, "LOAD_TIMEOUT_S", 120.0)
         executor.may_load.clear()
         assert (await refusal(stage, request("r2", [1], 5, adapter=adapter("b"))))[0] == ErrorCode.LOADING
+        monkeypatch.setattr(instance_adapters, "SUBMIT_WAIT_S", 60.0)
+        waiting = asyncio.create_task(refusal(stage, request("r3", [1], 5, adapter=adapter("b"))))
         await stage.bus.request(INSTANCE_UNLOAD_MODEL.at(**IDS), UnloadModel("a"), timeout_s=60)
         await stage.until(lambda: not stage.info.models)
         executor.may_load.set()
         await stage.until(lambda: executor.dropped == ["v-a", "v-b"])
         assert not executor.held
+        assert (await waiting)[0] == ErrorCode.GONE, "it is placed elsewhere"
 
 
 async def test_keys_and_values_are_shared_within_an_adapter_alone(nats_settings: BusSettings) -> None:

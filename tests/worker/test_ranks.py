@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import threading
@@ -12,6 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer
 
 from services.worker.ranks.group import GroupError
 from services.worker.ranks.group_executor import GroupExecutor
@@ -27,7 +29,8 @@ from shared.messages.cluster import DeviceGroup, ModelSpec
 from shared.messages.requests import Adapter, GenerationRequest, SamplingParams, pack_tokens, unpack_tokens
 from shared.policies.ordering import FirstComeFirstServed
 from shared.policies.token_budget import FixedTokenBudget
-from tests.worker.adapters import merged, write_adapter
+from tests.e2e.checkpoints import make_llama
+from tests.worker.adapters import ALL, OPT, merged, write_adapter
 from tests.worker.checkpoints import prompt_of, reference_outputs, write_checkpoint
 from tests.worker.step_driver import Driver
 
@@ -35,6 +38,8 @@ MERGED_BYTES = 1 << 18
 NUM_MERGED = 6
 PROMPT = prompt_of(70)
 STEPS = 12
+ADAPTED = 1
+"""Which of several prompts has an adapter."""
 
 
 class Group:
@@ -131,7 +136,7 @@ def test_adapters_are_loaded_on_all_ranks(group: Group, path: Path, tmp_path: Pa
     shape = executor.add_model(executor.prepare_model(ModelSpec("adapted", str(path))))
     with pytest.raises(CheckpointError, match="adapter_config"):
         executor.load_adapter("adapted", Adapter("none", "none", str(tmp_path)))
-    assert executor.load_adapter("adapted", adapter) > 0
+    executor.load_adapter("adapted", adapter)
     driver = Driver(executor, shape, range(NUM_MERGED))  # type: ignore[arg-type]
     row = driver.add(0, PROMPT, adapter.version)
     driver.step([(row, len(PROMPT))])
@@ -139,6 +144,22 @@ def test_adapters_are_loaded_on_all_ranks(group: Group, path: Path, tmp_path: Pa
     assert row.output == expected
     executor.drop_adapter(adapter.version)
     executor.remove_model("adapted")
+    assert not group.lost
+
+
+def test_grammars_are_compiled_by_all_ranks(group: Group, tmp_path: Path) -> None:
+    executor, path = group.executor, make_llama(tmp_path / "llama")
+    shape = executor.add_model(executor.prepare_model(ModelSpec("guided", str(path))))
+    bad, good = (json.dumps({"grammars": [{"lark_grammar": f"start: {what}"}]}) for what in ("nothing", '"a" | "b"'))
+    assert "nothing" in executor.compile_grammar("guided", bad).result(60)
+    assert "not here" in executor.compile_grammar("nobody", good).result(60)
+    assert not isinstance(executor.compile_grammar("guided", good).result(60), str)
+    driver = Driver(executor, shape, range(NUM_MERGED))  # type: ignore[arg-type]
+    row = driver.add(0, PROMPT, grammar=good)
+    driver.step([(row, len(PROMPT))])
+    assert Tokenizer.from_file(str(path / "tokenizer.json")).decode(row.output) in ("a", "b")
+    assert executor.grammar_counters.cached == 1
+    executor.remove_model("guided")
     assert not group.lost
 
 
@@ -169,16 +190,20 @@ def test_an_interrupted_step_stops_on_all_ranks_and_goes_on(group: Group, path: 
 
 @pytest.mark.slow
 def test_stages_make_the_tokens_of_one_device(tmp_path: Path) -> None:
-    """Two stages of two ranks share three layers; steps of other sequences, and of another model, are in flight at once."""
+    """Two stages of two ranks share three layers; steps of other sequences, one of which has an adapter, and of another
+    model, are in flight at once."""
     group = Group(4, num_stages=2)
     executor = group.executor
     paths = {variant: write_checkpoint(tmp_path, variant) for variant in ("llama-tied-bias", "opt")}
+    modules = {"llama-tied-bias": ALL, "opt": OPT}
+    adapters = {name: write_adapter(tmp_path / f"{name}-lora", path, modules[name]) for name, path in paths.items()}
     prompts = [prompt_of(length) for length in (70, 33, 9, 61)]
     engine = Engine(NUM_MERGED, 4, FirstComeFirstServed(), FixedTokenBudget(48), steps_in_flight=2, num_stages=2)
     for variant, path in paths.items():
         shape = executor.add_model(executor.prepare_model(ModelSpec(variant, str(path))))
         assert shape.num_layers == 3
         engine.apply(AddModel(shape), 0.0)
+        executor.load_adapter(variant, adapters[variant])
         for index, prompt in enumerate(prompts):
             sampling = SamplingParams(max_tokens=16, temperature=0.0)
             request = GenerationRequest(
@@ -187,6 +212,7 @@ def test_stages_make_the_tokens_of_one_device(tmp_path: Path) -> None:
                 model=variant,
                 prompt=pack_tokens(prompt),
                 sampling=sampling,
+                adapter=adapters[variant] if index == ADAPTED else None,
             )
             assert engine.apply(Submit(request), 0.0) is None
     driver, outputs, num_ended, depths = EngineDriver(engine), dict[str, list[int]](), 0, Counter[int]()
@@ -213,7 +239,10 @@ def test_stages_make_the_tokens_of_one_device(tmp_path: Path) -> None:
         if num_ended == len(paths) * len(prompts):
             break
     for variant, path in paths.items():
-        expected = reference_outputs(path, prompts, 16)
+        expected, base = reference_outputs(path, prompts, 16), prompts[ADAPTED]
+        of_adapter = reference_outputs(merged(tmp_path / f"{variant}-merged", path, adapters[variant]), [base], 16)[0]
+        assert of_adapter != expected[ADAPTED]
+        expected[ADAPTED] = of_adapter
         assert [outputs[f"{variant} {index}"] for index in range(len(prompts))] == expected
     assert depths[2] > depths[1] and not group.lost
     group.close()

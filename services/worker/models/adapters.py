@@ -7,7 +7,7 @@ their modules' matrices in one. Of a group each rank has the part of A or B that
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -40,7 +40,6 @@ class Change:
 
     def __init__(self, a: torch.Tensor, b: torch.Tensor) -> None:
         """`a`: [ranks, inputs]; `b`: [outputs, ranks], scaled."""
-        self.num_bytes = a.nbytes + b.nbytes
         self._lower, self._raise = Linear(a), Linear(b)
 
     def add_to(self, result: torch.Tensor, inputs: torch.Tensor, tokens: slice | torch.Tensor) -> None:
@@ -58,10 +57,6 @@ class LoraWeights:
         """By layer of this stage and name of the linear layer."""
         self.changes = changes
 
-    @property
-    def num_bytes(self) -> int:
-        return sum(change.num_bytes for change in self.changes.values())
-
 
 class BatchAdapters:
     """Which tokens of a step are computed with which adapters."""
@@ -77,6 +72,41 @@ class BatchAdapters:
                 change.add_to(result, inputs, tokens)
 
 
+class _Fused(NamedTuple):
+    """One linear layer that an adapter changes."""
+
+    layer: int
+    """Of this stage."""
+    linear: str
+    known: Mapping[str, Adaptable]
+    """All of its modules."""
+    adapted: Mapping[str, AdaptedModule]
+
+    def sizes(self, group: RankGroup) -> tuple[int, int, int]:
+        """Ranks, inputs and outputs of its two matrices, this rank's part of them."""
+        num_ranks = sum(module.rank for module in self.adapted.values())
+        inputs, cut = next((where.inputs, where.cut) for where in self.known.values())
+        outputs = [n for where in self.known.values() for n in where.outputs]
+        if cut == OUTPUTS:
+            outputs = [-(-n // group.size) for n in outputs]
+        else:
+            inputs = -(-inputs // group.size)
+        # An even number of ranks: the compiled kernels read inputs by words of 32 bits.
+        return num_ranks + num_ranks % 2, inputs, sum(outputs)
+
+
+def lora_bytes(
+    files: AdapterFiles,
+    adaptable: Sequence[Mapping[str, Adaptable]],
+    layers: range,
+    group: RankGroup,
+    dtype: torch.dtype,
+) -> int:
+    """Of what `read_lora` makes. Raises `CheckpointError`."""
+    sizes = [one.sizes(group) for one in _fused(files, adaptable, layers)]
+    return dtype.itemsize * sum(ranks * (inputs + outputs) for ranks, inputs, outputs in sizes)
+
+
 def read_lora(
     files: AdapterFiles,
     adaptable: Sequence[Mapping[str, Adaptable]],
@@ -87,70 +117,60 @@ def read_lora(
 ) -> LoraWeights:
     """What this rank has of an adapter: of its stage's `layers`, each with those of its modules that are `adaptable`, in
     the order in which fused layers have their outputs. Blocking. Raises `CheckpointError`."""
-    found: dict[int, dict[str, AdaptedModule]] = {}
-    for module in files.modules:
-        if module.layer in layers:
-            found.setdefault(module.layer - layers.start, {})[module.module] = module
     try:
         with safe_open(files.weights, framework="pt") as tensors:
-
-            def read(name: str) -> torch.Tensor:
-                # in float32 until it is scaled, and copied: the file's memory is mapped
-                tensor: torch.Tensor = tensors.get_tensor(name)
-                return tensor.to(device=device, dtype=torch.float32, copy=True)
-
             changes: dict[tuple[int, str], Change] = {}
-            for layer, modules in found.items():
-                known = adaptable[layer]
-                if unknown := sorted(modules.keys() - known.keys()):
-                    raise CheckpointError(
-                        f"{files.weights}: target_modules {', '.join(unknown)}: layer {layer + layers.start} of the base "
-                        f"model has {', '.join(known)} to adapt."
-                    )
-                for linear in {known[name].linear for name in modules}:
-                    of_linear = {name: where for name, where in known.items() if where.linear == linear}
-                    a, b = _matrices(files, of_linear, modules, read, group)
-                    changes[layer, linear] = Change(a.to(dtype), b.to(dtype))
+            for one in _fused(files, adaptable, layers):
+                a, b = _matrices(files, one, tensors.get_tensor, group)
+                changes[one.layer, one.linear] = Change(a.to(device, dtype), b.to(device, dtype))
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{files.weights} cannot be read: {error}") from None
     return LoraWeights(changes)
 
 
+def _fused(files: AdapterFiles, adaptable: Sequence[Mapping[str, Adaptable]], layers: range) -> Iterator[_Fused]:
+    found: dict[int, dict[str, AdaptedModule]] = {}
+    for module in files.modules:
+        if module.layer in layers:
+            found.setdefault(module.layer - layers.start, {})[module.module] = module
+    for layer, modules in found.items():
+        known = adaptable[layer]
+        if unknown := sorted(modules.keys() - known.keys()):
+            raise CheckpointError(
+                f"{files.weights}: target_modules {', '.join(unknown)}: layer {layer + layers.start} of the base "
+                f"model has {', '.join(known)} to adapt."
+            )
+        for linear in dict.fromkeys(known[name].linear for name in modules):
+            of_linear = {name: where for name, where in known.items() if where.linear == linear}
+            yield _Fused(layer, linear, of_linear, {name: modules[name] for name in of_linear if name in modules})
+
+
 def _matrices(
-    files: AdapterFiles,
-    known: Mapping[str, Adaptable],
-    modules: Mapping[str, AdaptedModule],
-    read: Callable[[str], torch.Tensor],
-    group: RankGroup,
+    files: AdapterFiles, fused: _Fused, read: Callable[[str], torch.Tensor], group: RankGroup
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """[ranks, inputs] and [outputs, ranks] of one linear layer, this rank's part."""
-    lowering: list[torch.Tensor] = []
-    raising: list[tuple[int, torch.Tensor]] = []
-    start = 0
-    for name, where in known.items():
-        if (module := modules.get(name)) is not None:
+    """[ranks, inputs] and [outputs, ranks] in float32 on the CPU, this rank's part."""
+    num_ranks, inputs, outputs = fused.sizes(group)
+    a_all, b_all = torch.zeros(num_ranks, inputs), torch.zeros(outputs, num_ranks)
+    rank = start = 0
+    for name, where in fused.known.items():
+        num_outputs = sum(-(-n // group.size) for n in where.outputs) if where.cut == OUTPUTS else sum(where.outputs)
+        if (module := fused.adapted.get(name)) is not None:
             expected = where.inputs, sum(where.outputs)
             if (module.inputs, module.outputs) != expected:
                 raise CheckpointError(
                     f"{files.weights}: {module.path} has {module.inputs} inputs and {module.outputs} outputs, but that "
                     f"of the base model has {expected[0]} and {expected[1]}."
                 )
-            a, b = read(module.a), read(module.b) * module.scale
+            a, b = read(module.a), read(module.b).float() * module.scale
             if where.cut == OUTPUTS:
                 b = _cut(b, where.outputs, group)
             else:
                 a = _cut(a.T, (where.inputs,), group).T
-            lowering.append(a)
-            raising.append((start, b))
-        start += sum(-(-n // group.size) for n in where.outputs) if where.cut == OUTPUTS else sum(where.outputs)
-    a = torch.cat(lowering)
-    # An even number of ranks: the compiled kernels read inputs by words of 32 bits.
-    a = F.pad(a, (0, 0, 0, len(a) % 2))
-    b_all, rank = a.new_zeros(start, len(a)), 0
-    for first, b in raising:
-        b_all[first : first + len(b), rank : rank + b.shape[1]] = b
-        rank += b.shape[1]
-    return a, b_all
+            a_all[rank : rank + module.rank] = a
+            b_all[start : start + num_outputs, rank : rank + module.rank] = b
+            rank += module.rank
+        start += num_outputs
+    return a_all, b_all
 
 
 def _cut(matrix: torch.Tensor, fused: Sequence[int], group: RankGroup) -> torch.Tensor:

@@ -167,12 +167,16 @@ class GroupExecutor:
         self._tell(Remove(name))
         self._own.remove_model(name)
 
-    def load_adapter(self, model: str, adapter: Adapter) -> int:
-        """Returns when all ranks have it; the bytes are rank 0's. Raises `CheckpointError`."""
+    def adapter_bytes(self, model: str, adapter: Adapter) -> int:
+        """Of rank 0's part. Raises `CheckpointError`."""
+        return self._own.adapter_bytes(model, adapter)
+
+    def load_adapter(self, model: str, adapter: Adapter) -> None:
+        """Returns when all ranks have it. Raises `CheckpointError`."""
         number, call = self._begin_call()
         self._tell(LoadAdapter(number, model, adapter))
         with self._settled(call, f"reading the adapter {adapter.name!r}"):
-            return self._own.load_adapter(model, adapter)
+            self._own.load_adapter(model, adapter)
 
     def drop_adapter(self, version: str) -> None:
         self._tell(DropAdapter(version))

@@ -109,8 +109,8 @@ class GroupOfExecutors:
         assert self._followers.answers() == [shape] * (self._followers.size - 1)
         return shape
 
-    def load_adapter(self, model: str, adapter: Adapter) -> int:
-        return int(self._on_all("load_adapter", model, adapter)[0])
+    def load_adapter(self, model: str, adapter: Adapter) -> None:
+        self._on_all("load_adapter", model, adapter)
 
     def launch(self, plan: StepPlan) -> None:
         self._followers.tell(self._key, "launch", plan)
