@@ -207,8 +207,8 @@ async def make_prompts(
         grammar = options.tools.grammar_with(grammar, tokenizer.tool_format, tokenizer.special_token_id) or grammar
     if grammar is not None:
         check_options(message, grammar)
+        grammar = await context.tokenizers.try_grammar(tokenizer, grammar)
         max_model_len = min(max_model_len, (MAX_SEQUENCE_BYTES - grammar.num_bytes) // 4)
-        await context.tokenizers.check_grammar(tokenizer, grammar)
     if isinstance(message, ChatRequest):
         requested = message.max_completion_tokens if message.max_completion_tokens is not None else message.max_tokens
         default = None

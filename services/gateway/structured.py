@@ -33,7 +33,8 @@ JSON_SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separ
 """As Python's `json.dumps` writes it and most models were trained to: where any white space may come, small models write
 nothing else."""
 
-
+EBNF = "ebnf_grammar"
+"""Of grammars as llama.cpp and xgrammar write them (`root ::= ...`)."""
 _EBNF_RULE = re.compile(r"^[ \t]*[\w-]+[ \t]*::=", re.MULTILINE)
 
 
@@ -42,7 +43,7 @@ class Grammar:
     """That an output follows."""
 
     text: str
-    """As llguidance takes it."""
+    """As llguidance takes it, but for EBNF (`as_lark`)."""
     kind: str
     """json, regex, choice, grammar or tools: a label of metrics."""
     param: str
@@ -145,7 +146,9 @@ def _of_fields(prefix: str, fields: StructuredOutputs) -> list[Grammar]:
     if fields.choice is not None:
         found.append(encoded(choice_grammar(fields.choice), "choice", prefix + "choice"))
     if fields.grammar is not None:
-        found.append(encoded(lark_grammar(_lark(fields.grammar, prefix + "grammar")), "grammar", prefix + "grammar"))
+        is_ebnf = _EBNF_RULE.search(fields.grammar) is not None
+        source = {EBNF: fields.grammar} if is_ebnf else lark_grammar(fields.grammar)
+        found.append(encoded(source, "grammar", prefix + "grammar"))
     return found
 
 
@@ -162,11 +165,18 @@ def _schema(value: str | dict[str, Any] | bool, param: str) -> Any:
     return schema
 
 
-def _lark(source: str, param: str) -> str:
-    """Lark as it is; EBNF as llama.cpp and xgrammar write it (`root ::= ...`), translated."""
-    if _EBNF_RULE.search(source) is None:
-        return source
+def as_lark(text: str) -> str:
+    """The text of a grammar, translated where it is EBNF. How long that takes is for whoever sent it to say: not in the
+    event loop. Raises `ValueError`."""
+    source = msgspec.json.decode(text)["grammars"][0].get(EBNF)
+    if source is None:
+        return text
     try:
-        return str(gbnf_to_lark(source))
+        translated = msgspec.json.encode({"grammars": [lark_grammar(gbnf_to_lark(source))]})
+    except MemoryError:
+        raise
     except Exception as error:  # the translator raises plain Exception
-        raise invalid(param, f"'{param}' is no EBNF grammar: {error}.") from None
+        raise ValueError(f"it is no EBNF grammar: {error}") from None
+    if len(translated) > MAX_GRAMMAR_BYTES:
+        raise ValueError(f"it makes a grammar of {len(translated)} bytes; the limit is {MAX_GRAMMAR_BYTES}")
+    return translated.decode()

@@ -18,6 +18,7 @@ import sys
 import time
 from collections import OrderedDict
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from services.gateway import text_work
@@ -126,8 +127,9 @@ class TextPool:
         self._num_characters = 0
         self._paused: dict[str, tuple[float, str]] = {}
         """By folder: until when its template is not run, and why."""
-        self._tried: OrderedDict[str, tuple[str, float]] = OrderedDict()
-        """By the text of a grammar: why it cannot be followed (empty: it can), and until when that is believed."""
+        self._tried: OrderedDict[str, tuple[str, str, float]] = OrderedDict()
+        """By the text of a grammar: as llguidance takes it, why it cannot be followed (empty: it can), and until when that
+        is believed."""
         metrics.text_characters.set_function(lambda: self._num_characters)
 
     @contextlib.contextmanager
@@ -179,14 +181,14 @@ class TextPool:
             raise ApiError(400, message, param=param, code="text_too_large") from None
         return [array.array("I", ids).tolist() for ids in result.ids]
 
-    async def check_grammar(self, grammar: Grammar) -> None:
-        """Raises `ApiError` 400 where it cannot be followed."""
+    async def try_grammar(self, grammar: Grammar) -> Grammar:
+        """As llguidance takes it. Raises `ApiError` 400 where it cannot be followed."""
         text = grammar.text
-        if text not in self._tried or self._tried[text][1] < time.monotonic():
-            reason, until_s = "", math.inf
+        if text not in self._tried or self._tried[text][2] < time.monotonic():
+            taken, reason, until_s = "", "", math.inf
             try:
                 with self.room(len(text)):
-                    await self._run(text_work.encode(TryGrammar(text)), len(text))
+                    taken = (await self._run(text_work.encode(TryGrammar(text)), len(text))).text
             except _KilledError as error:
                 reason = f"to try it {self._why(error)}."
                 until_s = time.monotonic() + PAUSE_S  # the machine may have stood still
@@ -194,12 +196,14 @@ class TextPool:
                 if error.status != 400:
                     raise
                 reason = error.message
-            self._tried[text] = reason, until_s
+            self._tried[text] = taken, reason, until_s
             if len(self._tried) > MAX_TRIED_GRAMMARS:
                 self._tried.popitem(last=False)
         self._tried.move_to_end(text)
-        if reason := self._tried[text][0]:
+        taken, reason, _ = self._tried[text]
+        if reason:
             raise invalid(grammar.param, f"Invalid value for '{grammar.param}': {reason}")
+        return replace(grammar, text=taken)
 
     def _why(self, error: _KilledError) -> str:
         settings = self._settings

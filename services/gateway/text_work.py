@@ -56,7 +56,7 @@ class Encode(msgspec.Struct, tag=True):
 
 
 class TryGrammar(msgspec.Struct, tag=True):
-    """Whether a grammar (`structured.Grammar.text`) can be followed."""
+    """Whether a grammar (`structured.Grammar.text`) can be followed; the result is its text as llguidance takes it."""
 
     text: str
 
@@ -98,7 +98,7 @@ def _tokenizer(spec: ModelSpec) -> Any:
 def work(task: Render | Encode | TryGrammar) -> Result:
     try:
         if isinstance(task, TryGrammar):
-            return Result(refusal=_why_not(task))
+            return _tried(task)
         if isinstance(task, Render):
             text = _template(task.folder).render(
                 task.messages,
@@ -116,18 +116,25 @@ def work(task: Render | Encode | TryGrammar) -> Result:
         return Result(refusal=Refusal(error.message, error.param, error.code))
 
 
-def _why_not(task: TryGrammar) -> Refusal | None:
-    """The reason alone: the same grammar may come in several fields."""
+def _tried(task: TryGrammar) -> Result:
+    """A refusal has the reason alone: the same grammar may come in several fields."""
     from llguidance import LLMatcher
 
+    from services.gateway.structured import as_lark
+
+    text, reason = task.text, ""
     begun_s = time.process_time()
-    reason = (LLMatcher.validate_grammar(task.text) or _why_no_token(task.text)).strip()
+    try:
+        text = as_lark(text)
+    except ValueError as error:
+        reason = str(error)
+    reason = (reason or LLMatcher.validate_grammar(text) or _why_no_token(text)).strip()
     taken_s = time.process_time() - begun_s
     if not reason and taken_s > MAX_GRAMMAR_CPU_S:
         reason = f"it takes {taken_s:.2f} s of computing to be tried; the limit is {MAX_GRAMMAR_CPU_S:g} s."
     if len(reason) > MAX_REASON_CHARACTERS:
         reason = f"{reason[: MAX_REASON_CHARACTERS // 2]} ... {reason[-MAX_REASON_CHARACTERS // 2 :]}"
-    return Refusal(reason, None, None) if reason else None
+    return Result(refusal=Refusal(reason, None, None)) if reason else Result(text)
 
 
 def _why_no_token(grammar: str) -> str:

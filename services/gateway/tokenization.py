@@ -266,12 +266,12 @@ class Tokenizers:
         result = await self._pool.render(task)
         return result.text, result.num_characters
 
-    async def check_grammar(self, tokenizer: ModelTokenizer, grammar: Grammar) -> None:
-        """Raises `ApiError` 400 where the model's output cannot be made to follow it."""
+    async def try_grammar(self, tokenizer: ModelTokenizer, grammar: Grammar) -> Grammar:
+        """As instances take it. Raises `ApiError` 400 where the model's output cannot be made to follow it."""
         if not tokenizer.eos_token_ids:
             reason = "this model has no token that ends its output, which the end of a grammar needs"
             raise invalid(grammar.param, f"'{grammar.param}' cannot be had: {reason}.", "unsupported_value")
-        await self._pool.check_grammar(grammar)
+        return await self._pool.try_grammar(grammar)
 
     async def pieces(self, tokenizer: ModelTokenizer, ids: list[int]) -> list[str]:
         """`ModelTokenizer.token_piece` of each."""

@@ -9,7 +9,7 @@ import pytest
 from llguidance import LLMatcher, LLTokenizer
 from prometheus_client import CollectorRegistry
 
-from services.gateway import text_pool, text_work
+from services.gateway import structured, text_pool, text_work
 from services.gateway.errors import ApiError
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.structured import Grammar, encoded, json_grammar
@@ -150,21 +150,30 @@ async def test_a_reason_names_the_field_of_its_own_request_and_is_short(stack: S
 async def test_a_trial_that_was_killed_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
     pool = TextPool(GatewaySettings(), GatewayMetrics(CollectorRegistry()))
     grammar = Grammar(json_grammar_text({}), "json", "guided_json")
-    outcomes: list[Exception | None] = [text_pool._KilledError("time"), None]
+    outcomes = [text_pool._KilledError("time"), text_work.Result(grammar.text)]
 
-    async def run(task: bytes, num_characters: int) -> None:
-        if (outcome := outcomes.pop(0)) is not None:
+    async def run(task: bytes, num_characters: int) -> text_work.Result:
+        if isinstance(outcome := outcomes.pop(0), Exception):
             raise outcome
+        return outcome
 
     monkeypatch.setattr(pool, "_run", run)
     for _ in range(2):
         with pytest.raises(ApiError, match="takes longer than"):
-            await pool.check_grammar(grammar)
+            await pool.try_grammar(grammar)
     assert len(outcomes) == 1, "it is remembered"
-    pool._tried[grammar.text] = pool._tried[grammar.text][0], 0.0
+    pool._tried[grammar.text] = (*pool._tried[grammar.text][:2], 0.0)
     for _ in range(2):
-        await pool.check_grammar(grammar)
+        assert await pool.try_grammar(grammar) == grammar
     assert not outcomes
+
+
+async def test_ebnf_is_translated_outside_of_the_event_loop(stack: Stack, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of 128 KiB may take seconds."""
+    monkeypatch.setattr(structured, "gbnf_to_lark", None)
+    stack.say("a")
+    assert (await stack.post("/v1/completions", prompt="x", guided_grammar='root ::= "a"')).status_code == 200
+    assert "lark_grammar" in stack.peer.submitted[0].sampling.grammar
 
 
 def test_a_grammars_size_is_in_bytes() -> None:
