@@ -235,7 +235,7 @@ class Bus(ABC):
         self, endpoint: Endpoint[Q, R], handler: Callable[[Q], Awaitable[R] | R], *, max_concurrency: int = 64
     ) -> Subscription:
         """Returns when the server routes requests here (subscribed and flushed). `handler`: a coroutine function, or a
-        plain one, which runs at once and must not block."""
+        plain one, which runs at once and must not block; where it has to wait it returns a coroutine."""
 
     @abstractmethod
     async def key_value(self, bucket: Bucket[M], *, max_bytes: int | None = None) -> KeyValue[M]:

@@ -2,13 +2,12 @@
 
 Every request is answered exactly once. There is no queue: beyond `max_concurrency` running handlers the answer is BUSY.
 A handler still running when its requester has given up is cancelled. A handler that is a plain function runs at once,
-without a task; where it has to wait after all, it returns a coroutine, which goes on in one.
+without a task; a coroutine, which it may return where it has to wait, goes on in one.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextvars
 import inspect
 import logging
 import time
@@ -36,14 +35,13 @@ class EndpointServer:
     def __init__(
         self, endpoint: Endpoint[Any, Any], handler: Callable[[Any], Any], max_concurrency: int, metrics: BusMetrics
     ) -> None:
-        """`handler`: returns the reply, or an awaitable of it if it is a coroutine function."""
+        """`handler`: returns the reply, or a coroutine of it."""
         self.subject = endpoint.subject
         self.num_requests = 0
         self.num_errors = 0
         self.processing_s = 0.0
         self.last_error = ""
         self._handler = handler
-        self._is_plain = not inspect.iscoroutinefunction(handler)
         self._decode = decoder(endpoint.query).decode
         self._max_concurrency = max_concurrency
         self._running: set[asyncio.Task[None]] = set()
@@ -63,41 +61,17 @@ class EndpointServer:
         if timeout_s is not None and timeout_s <= 0:
             self._answer_error(ErrorInfo(ErrorCode.DEADLINE, f"the request on {self.subject} came too late"), answer)
             return
-        trace = context_of(traceparent)
-        if self._is_plain:
-            self._run_at_once(data, timeout_s, trace, answer)
-        else:
-            self._start(self._handle(data), timeout_s, trace, answer)
-
-    async def _handle(self, data: bytes) -> Any:
-        return await self._handler(self._query(data))
-
-    def _start(
-        self, work: Coroutine[Any, Any, Any], timeout_s: float | None, trace: trace_context.Context, answer: Answer
-    ) -> None:
-        context = contextvars.copy_context()
-        context.run(trace_context.attach, trace)
-        task = asyncio.get_running_loop().create_task(self._run(work, timeout_s, answer), context=context)
-        self._running.add(task)
-        task.add_done_callback(self._running.discard)
-
-    async def wait_idle(self, timeout_s: float) -> None:
-        """Waits for running handlers, then cancels those still running."""
-        if self._running:
-            _, late = await asyncio.wait(self._running, timeout=timeout_s)
-            for task in late:
-                task.cancel()
-            if late:
-                await asyncio.wait(late, timeout=CANCEL_TIMEOUT_S)
-
-    def _run_at_once(self, data: bytes, timeout_s: float | None, trace: trace_context.Context, answer: Answer) -> None:
         started_s = time.perf_counter()
         body, error = b"", None
-        token = trace_context.attach(trace)
+        token = trace_context.attach(context_of(traceparent))
         try:
             reply = self._handler(self._query(data))
             if inspect.iscoroutine(reply):
-                self._start(reply, timeout_s, trace, answer)
+                task = asyncio.get_running_loop().create_task(
+                    self._run(reply, timeout_s, answer)
+                )  # takes the trace along
+                self._running.add(task)
+                task.add_done_callback(self._running.discard)
                 return
             body = encode(reply)
         except ServiceError as raised:
@@ -107,6 +81,15 @@ class EndpointServer:
         finally:
             trace_context.detach(token)
         self._end(started_s, body, error, answer)
+
+    async def wait_idle(self, timeout_s: float) -> None:
+        """Waits for running handlers, then cancels those still running."""
+        if self._running:
+            _, late = await asyncio.wait(self._running, timeout=timeout_s)
+            for task in late:
+                task.cancel()
+            if late:
+                await asyncio.wait(late, timeout=CANCEL_TIMEOUT_S)
 
     async def _run(self, work: Coroutine[Any, Any, Any], timeout_s: float | None, answer: Answer) -> None:
         started_s = time.perf_counter()
