@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Coroutine, Set
+from collections.abc import Callable, Coroutine, Set
 from typing import Any, TypeVar
 
 log = logging.getLogger(__name__)
@@ -57,3 +57,13 @@ async def set_within(event: asyncio.Event, timeout_s: float) -> bool:
         async with asyncio.timeout(timeout_s):
             await event.wait()
     return event.is_set()
+
+
+async def true_within(is_true: Callable[[], bool], changed: asyncio.Event, timeout_s: float) -> bool:
+    """Whether it is true, now or within `timeout_s`. `changed`: set whenever it may have become so."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(timeout_s):
+            while not is_true():
+                changed.clear()
+                await changed.wait()
+    return is_true()

@@ -6,7 +6,6 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
-from contextlib import suppress
 
 from services.gateway.errors import ApiError
 from services.gateway.parsing import MAX_SEQUENCE_TOKENS
@@ -16,6 +15,7 @@ from shared.messages.catalogue import ADAPTERS, INSTANCE_EXITED, INSTANCES, MODE
 from shared.messages.channels import bucket_key
 from shared.messages.cluster import AdapterSpec, InstanceExited, InstanceInfo, LoadedModel, ModelSpec, PlacementPlan
 from shared.messages.requests import ErrorCode, ErrorInfo
+from shared.tasks import true_within
 
 logger = logging.getLogger(__name__)
 
@@ -23,7 +23,7 @@ READY = "ready"
 DRAINING = "draining"
 FAILED = "failed"
 CHANGE_S = 2.0
-"""For what placement has stored to be seen here."""
+"""For what was stored to be seen here."""
 
 
 def loaded_model(instance: InstanceInfo, model: str) -> LoadedModel | None:
@@ -106,11 +106,7 @@ class Catalog:
 
     async def adapters_show(self, is_shown: Callable[[], bool]) -> None:
         """Returns when a change of the adapters has come here, or after `CHANGE_S`."""
-        with suppress(TimeoutError):
-            async with asyncio.timeout(CHANGE_S):
-                while not is_shown():
-                    self._adapters_changed.clear()
-                    await self._adapters_changed.wait()
+        await true_within(is_shown, self._adapters_changed, CHANGE_S)
 
     def base(self, model: str) -> str:
         """Of an adapter, the model that computes it; else the model itself."""

@@ -86,8 +86,8 @@ class Call:
         """None before it is understood."""
         self.generation: Generation | None = None
         self._model = "unknown"
-        self.routed: Routed | None = None
-        """None before its model's name was looked up."""
+        self.routed = Routed("unknown")
+        """To whom, once its model's name was looked up."""
 
     @property
     def _class_label(self) -> str:
@@ -97,11 +97,11 @@ class Call:
     @property
     def shown_model(self) -> str:
         """As the client calls it."""
-        return self._model if self.routed is None or self.routed.route is None else self.routed.route.name
+        return self._model if self.routed.route is None else self.routed.route.name
 
     def headers(self) -> dict[str, str]:
         """That say which model answers, where that is not the name that was asked for."""
-        return {} if self.routed is None or self.routed.route is None else {MODEL_HEADER: self.routed.model}
+        return {} if self.routed.route is None else {MODEL_HEADER: self.routed.model}
 
     def identify(self, model: str, request: GenerationFields, options: Options) -> None:
         """The request is understood: from here on it counts under its model and class."""
@@ -109,8 +109,7 @@ class Call:
         self.metrics = self.context.metrics.of_call(self.operation, model, self._class_label)
         if self.span.is_recording():
             self.span.set_attributes(request_attributes(self.operation, model, request, options))
-            if self.routed is not None and self.routed.route is not None:
-                self.span.set_attributes(route_attributes(self.routed))
+            self.span.set_attributes(route_attributes(self.routed))
 
     def plan(
         self,
@@ -181,8 +180,9 @@ class Call:
         outcome, status = outcome_of(error)
         metrics = self.context.metrics
         metrics.requests.labels(self._model, self._class_label, outcome).inc()
-        if self.routed is not None and self.routed.route is not None:
-            metrics.route_requests.labels(self.routed.route.name, self.routed.model, self.routed.role, outcome).inc()
+        model, route, role = self.routed
+        if route is not None:
+            metrics.route_requests.labels(route.name, model, role, outcome).inc()
         if self.generation is not None and self.metrics is not None:
             now = self.context.bus.now()
             self.generation.close()

@@ -37,7 +37,7 @@ class Mirrors:
 
     def send(self, call: Call, message: ChatRequest | CompletionRequest, options: Options) -> None:
         """Begins the copies of a request that is being answered; returns at once."""
-        route = None if call.routed is None else call.routed.route
+        route = call.routed.route
         if route is None:
             return
         for model in mirrored_to(route, message.model, call.call_id):

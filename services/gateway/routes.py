@@ -3,15 +3,17 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import NamedTuple
 
-from services.gateway.catalog import Catalog, serves
+from services.gateway.catalog import CHANGE_S, Catalog, serves
 from services.gateway.errors import ApiError
 from shared.bus.interface import Bus, KeyValue, Watch
 from shared.messages.catalogue import ROUTES
 from shared.messages.channels import bucket_key
 from shared.messages.routes import Route
 from shared.policies.routing import Role, choose, key_of
+from shared.tasks import true_within
 
 
 class Routed(NamedTuple):
@@ -29,10 +31,11 @@ class Routes:
         self._catalog = catalog
         self._stored: KeyValue[Route]
         self._watch: Watch[Route] | None = None
+        self._changed = asyncio.Event()
 
     async def start(self) -> None:
         self._stored = await self._bus.key_value(ROUTES)
-        self._watch = await self._stored.watch()
+        self._watch = await self._stored.watch(lambda *_: self._changed.set())
 
     async def stop(self) -> None:
         if self._watch is not None:
@@ -64,7 +67,7 @@ class Routes:
         return self.resolve(name, "", None, "").model
 
     async def put(self, route: Route) -> None:
-        """Raises `ApiError` where a model is not there, `BusError`."""
+        """Returns when it holds here. Raises `ApiError` where a model is not there, `BusError`."""
         models = [arm.model for arm in route.arms] + [mirror.model for mirror in route.mirrors] + [*route.fallbacks]
         for model in models:
             if not self._catalog.has(model):
@@ -72,9 +75,11 @@ class Routes:
                 message = f"There is no model '{model[:200]}'; a route leads to models, and those there are: {known}."
                 raise ApiError(400, message, param="model", code="model_not_found")
         await self._stored.put(bucket_key(route.name), route)
+        await true_within(lambda: self.get(route.name) == route, self._changed, CHANGE_S)
 
     async def delete(self, name: str) -> None:
-        """Raises `ApiError` 404, `BusError`."""
+        """Likewise. Raises `ApiError` 404, `BusError`."""
         if await self._stored.get(bucket_key(name)) is None:
             raise ApiError(404, f"There is no route '{name[:200]}'.", param="name", code="route_not_found")
         await self._stored.delete(bucket_key(name))
+        await true_within(lambda: self.get(name) is None, self._changed, CHANGE_S)

@@ -32,18 +32,10 @@ async def two(nats_settings: BusSettings, checkpoint: Path) -> AsyncIterator[Sta
         yield stack
 
 
-async def set_route(
-    stack: Stack, name: str = "public", *, arms: dict[str, float], sticky: str = "none", **fields: object
-) -> None:
-    body = {"name": name, "arms": arms, "sticky": sticky, **fields}
-    answer = await stack.client.post("/admin/routes", json=body, headers={"Authorization": "Bearer admin"})
+async def set_route(stack: Stack, name: str = "public", **fields: object) -> None:
+    headers = {"Authorization": "Bearer admin"}
+    answer = await stack.client.post("/admin/routes", json={"name": name, **fields}, headers=headers)
     assert answer.status_code == 200, answer.text
-
-    def is_known() -> bool:
-        found = stack.gateway.context.routes.get(name)
-        return found is not None and found.sticky == sticky and {arm.model for arm in found.arms} == {*arms}
-
-    await until(is_known, "a route")
 
 
 async def ask(stack: Stack, model: str = "public", **fields: object) -> str:
@@ -76,7 +68,6 @@ async def test_a_models_own_name_may_be_routed_and_given_back(two: Stack) -> Non
     assert [card["id"] for card in (await two.client.get("/v1/models")).json()["data"]].count("old") == 1
     headers = {"Authorization": "Bearer admin"}
     assert (await two.client.delete("/admin/routes/old", headers=headers)).status_code == 200
-    await until(lambda: two.gateway.context.routes.get("old") is None, "no route")
     assert await ask(two, "old") == "old"
     assert (await two.client.delete("/admin/routes/old", headers=headers)).status_code == 404
     audit = (await two.client.get("/admin/audit", headers=headers)).json()["actions"]
@@ -90,7 +81,6 @@ async def test_a_mirror_is_asked_uncharged_and_unseen(nats_settings: BusSettings
         stack.client.headers["Authorization"] = "Bearer one"
         routes = stack.gateway.context.routes
         await routes.put(Route(name="public", arms=(Arm(model="old"),), mirrors=(Mirror(model="new", share=1.0),)))
-        await until(lambda: routes.get("public"), "a route")
         answer = await stack.client.post(
             "/v1/completions",
             json={"model": "public", "prompt": [5] * 40, "stream": True, "seed": 3, "ttft_ms": 300, "tpot_ms": 50},
