@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 from tideway.data_folder import DataFolder, OperatorError
+from tideway.options import DEFAULT_DATA_DIR
 
 KEPT = ("nats", "credentials.json", "models.json", "cost_models")
 """Models, plan, files, batches and their lines are in the first; logs are not kept."""
@@ -19,7 +20,6 @@ Archive = Annotated[
     Path, typer.Argument(help="A tar archive; it holds credentials, so it is its owner's alone (mode 600).")
 ]
 DataDir = Annotated[Path, typer.Option("--data-dir", envvar="TIDEWAY_DATA_DIR", help="Of a Tideway that is stopped.")]
-DEFAULT_DATA_DIR = Path(".tideway")
 
 
 def backup(archive: Archive, data_dir: DataDir = DEFAULT_DATA_DIR) -> None:

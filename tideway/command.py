@@ -17,6 +17,7 @@ import typer
 
 from shared.engine import recording
 from shared.messages.cluster import TOOL_FORMATS
+from shared.messages.timeline import LEAST_SLO_INTERVAL_S, MAX_REQUESTS_LISTED, MAX_SLO_INTERVAL_S
 from shared.messages.traffic import DEFAULT_INTERVAL_S, LEAST_INTERVAL_S, MAX_INTERVAL_S
 from shared.recording import ReplayMismatch, header_of
 from shared.scheduling import recording as scheduling
@@ -31,6 +32,7 @@ from tideway.data_folder import DataFolder, OperatorError
 from tideway.models import show_models
 from tideway.nats_config import nats_config
 from tideway.operations import AdminClient
+from tideway.options import DEFAULT_DATA_DIR, AdminKey, AsJson, DataDir, GatewayUrl
 from tideway.preflight import check_tensor_parallel, parse_adapters, parse_models
 from tideway.profile import profile
 from tideway.simulate import simulate
@@ -64,13 +66,6 @@ def tideway(
     ] = False,
 ) -> None:
     """Serves several LLMs on one pool of machines, to people who wait and to batches that do not."""
-
-
-DataDir = Annotated[
-    Path,
-    typer.Option("--data-dir", envvar="TIDEWAY_DATA_DIR", help="Where credentials, logs and JetStream's files lie."),
-]
-DEFAULT_DATA_DIR = Path(".tideway")
 
 
 @app.command()
@@ -228,24 +223,12 @@ def down(data_dir: DataDir = DEFAULT_DATA_DIR) -> None:
     print(f"Stopped what ran on {data.path}.")
 
 
-AsJson = Annotated[bool, typer.Option("--json", help="One JSON object, for programs.")]
-
-
 @app.command()
 def status(as_json: AsJson = False, data_dir: DataDir = DEFAULT_DATA_DIR) -> None:
     """Show processes, instances, models and queues."""
     asyncio.run(show_status(DataFolder(data_dir), TableConsole(), as_json=as_json))
 
 
-GatewayUrl = Annotated[
-    str,
-    typer.Option(
-        "--url", envvar="TIDEWAY_URL", help="Of a gateway; default: the one that runs on the data folder, with its key."
-    ),
-]
-AdminKey = Annotated[
-    str, typer.Option("--api-key", envvar="TIDEWAY_ADMIN_API_KEY", help="For /admin; default: the data folder's.")
-]
 Timeout = Annotated[float, typer.Option(min=1.0, help="Seconds to wait at most.")]
 
 
@@ -398,7 +381,9 @@ def request(
             autocompletion=completion.requests,
         ),
     ] = "",
-    limit: Annotated[int, typer.Option(min=1, max=200, help="Without ID: so many, the newest first.")] = 20,
+    limit: Annotated[
+        int, typer.Option(min=1, max=MAX_REQUESTS_LISTED, help="Without ID: so many, the newest first.")
+    ] = 20,
     model: Annotated[str, typer.Option(help="Without ID: of this model alone.", autocompletion=completion.models)] = "",
     missed: Annotated[bool, typer.Option("--missed", help="Without ID: that missed an objective.")] = False,
     running: Annotated[bool, typer.Option("--running", help="Without ID: that run now.")] = False,
@@ -413,8 +398,9 @@ def request(
         if request_id:
             requests.show_request(client, TableConsole(), request_id, as_json=as_json)
         else:
-            wanted = {"limit": limit, "model": model, "missed": missed, "running": running}
-            requests.list_requests(client, TableConsole(), as_json=as_json, **wanted)  # type: ignore[arg-type]
+            requests.list_requests(
+                client, TableConsole(), limit=limit, model=model, missed=missed, running=running, as_json=as_json
+            )
 
 
 @app.command()
@@ -422,7 +408,10 @@ def explain(
     slo: Annotated[
         bool, typer.Option("--slo", help="Objectives that requests missed: the one thing explained.")
     ] = True,
-    interval: Annotated[int, typer.Option(min=10, max=900, help="Seconds up to now that it is about.")] = 300,
+    interval: Annotated[
+        int,
+        typer.Option(min=LEAST_SLO_INTERVAL_S, max=MAX_SLO_INTERVAL_S, help="Seconds up to now that it is about."),
+    ] = 300,
     as_json: AsJson = False,
     url: GatewayUrl = "",
     api_key: AdminKey = "",

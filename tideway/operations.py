@@ -85,7 +85,7 @@ class AdminClient:
             return cls(state.address, api_key or data.credentials().admin_api_key, data=data, timeout_s=timeout_s)
         if not may_guess:
             raise OperatorError(f"Nothing runs on {data.path}; give --url (TIDEWAY_URL) or another --data-dir.")
-        return cls(DEFAULT_URL, api_key, doubt=f"Nothing runs on {data.path}. ")
+        return cls(DEFAULT_URL, api_key, doubt=f"Nothing runs on {data.path}. ", timeout_s=timeout_s)
 
     @property
     def place(self) -> str:
@@ -118,7 +118,9 @@ class AdminClient:
         """Of one request, by any of its ids."""
         return self._call("GET", f"/admin/requests/{quote(request_id, safe='')}", RequestTimelines)
 
-    def latest_requests(self, *, limit: int, model: str, missed: bool, running: bool) -> RequestTimelines:
+    def latest_requests(
+        self, limit: int, *, model: str = "", missed: bool = False, running: bool = False
+    ) -> RequestTimelines:
         query = urlencode(
             {"limit": limit, "model": model, "missed": f"{missed}".lower(), "running": f"{running}".lower()}
         )

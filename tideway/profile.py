@@ -29,6 +29,7 @@ from shared.messages.cluster import AttentionFacts, InstancePlan, ModelSpec
 from shared.placement.hardware import HARDWARE, USABLE_SHARE, Hardware
 from shared.settings import InstanceSettings, WorkerSettings, load
 from tideway.data_folder import DataFolder, OperatorError
+from tideway.options import DEFAULT_DATA_DIR
 from tideway.preflight import parse_models
 from tideway.tree import bus_settings
 
@@ -63,7 +64,7 @@ def profile(
     ] = 1,
     data_dir: Annotated[
         Path, typer.Option("--data-dir", envvar="TIDEWAY_DATA_DIR", help="Cost models go to its folder cost_models.")
-    ] = Path(".tideway"),
+    ] = DEFAULT_DATA_DIR,
     hardware: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="Write what the models say of this device, for `tideway simulate`."),

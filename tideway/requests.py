@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from shared.messages.timeline import MissedObjective, Phase, SequenceTimeline, SloExplanation
-from shared.monitor.timeline import Times, parts_of, seconds, words
+from shared.monitor.timeline import Times, parts_of, seconds, total, words
 from tideway.operations import AdminClient
 from tideway.top import LOOK
 
@@ -45,7 +45,7 @@ def list_requests(
     client: AdminClient, console: Console, *, limit: int, model: str, missed: bool, running: bool, as_json: bool
 ) -> None:
     """Raises `OperatorError`."""
-    timelines = client.latest_requests(limit=limit, model=model, missed=missed, running=running)
+    timelines = client.latest_requests(limit, model=model, missed=missed, running=running)
     if as_json:
         _print_json(console, timelines)
         return
@@ -100,7 +100,7 @@ def _missed_table(explained: SloExplanation) -> Table:
 
 
 def _told(one: MissedObjective) -> Text:
-    total_s = sum(part.seconds for part in one.parts)
+    total_s = total(one.parts)
     head = f"\n{one.model}, {one.name.upper()}: of the {seconds(total_s)} of a request that missed it, on average\n"
     text = Text(head, "bold")
     for part in one.parts:

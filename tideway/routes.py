@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 from typing import Annotated
 
 import msgspec
@@ -15,29 +14,18 @@ from shared.messages.admin import RouteState
 from tideway.console import TableConsole
 from tideway.data_folder import DataFolder, OperatorError
 from tideway.operations import AdminClient
+from tideway.options import DEFAULT_DATA_DIR, AdminKey, AsJson, DataDir, GatewayUrl
 from tideway.top import LOOK
 
 app = typer.Typer(no_args_is_help=True, help="Public names that split their requests over models.")
 
-Url = Annotated[
-    str,
-    typer.Option(
-        "--url", envvar="TIDEWAY_URL", help="Of a gateway; default: the one that runs on the data folder, with its key."
-    ),
-]
-Key = Annotated[
-    str, typer.Option("--api-key", envvar="TIDEWAY_ADMIN_API_KEY", help="For /admin; default: the data folder's.")
-]
-Data = Annotated[Path, typer.Option("--data-dir", envvar="TIDEWAY_DATA_DIR", help="Where Tideway's files lie.")]
-DATA = Path(".tideway")
-
 
 @app.command("list")
 def list_routes(
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object, for programs.")] = False,
-    url: Url = "",
-    api_key: Key = "",
-    data_dir: Data = DATA,
+    as_json: AsJson = False,
+    url: GatewayUrl = "",
+    api_key: AdminKey = "",
+    data_dir: DataDir = DEFAULT_DATA_DIR,
 ) -> None:
     """Show all routes, with their models and which of these are down."""
     with AdminClient.of(DataFolder(data_dir), url, api_key) as client:
@@ -79,9 +67,9 @@ def set_route(
     fallback: Annotated[
         list[str] | None, typer.Option(metavar="MODEL", help="While none of the models is up; repeatable, in order.")
     ] = None,
-    url: Url = "",
-    api_key: Key = "",
-    data_dir: Data = DATA,
+    url: GatewayUrl = "",
+    api_key: AdminKey = "",
+    data_dir: DataDir = DEFAULT_DATA_DIR,
 ) -> None:
     """Make a route, or replace the one of that name: `set chat llama=9 new-llama=1`; `set old-name llama` renames."""
     body = {
@@ -107,7 +95,10 @@ def _pair(text: str, default: float | None) -> tuple[str, float]:
 
 @app.command("delete")
 def delete_route(
-    name: Annotated[str, typer.Argument()], url: Url = "", api_key: Key = "", data_dir: Data = DATA
+    name: Annotated[str, typer.Argument()],
+    url: GatewayUrl = "",
+    api_key: AdminKey = "",
+    data_dir: DataDir = DEFAULT_DATA_DIR,
 ) -> None:
     """Remove a route. Where a model has its name, requests go to that again."""
     with AdminClient.of(DataFolder(data_dir), url, api_key) as client:

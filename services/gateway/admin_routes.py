@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import re
 from collections.abc import Awaitable, Mapping
 from typing import TypeVar
 
@@ -20,6 +19,7 @@ from services.gateway.catalog import loaded_model
 from services.gateway.context import GatewayContext
 from services.gateway.errors import ApiError, invalid, of_info
 from services.gateway.other_routes import json_response
+from services.gateway.parsing import whole_number_of
 from services.gateway.replies import AuditLog
 from services.gateway.schemas import (
     AddModelRequest,
@@ -69,7 +69,13 @@ from shared.messages.cluster import (
     PlacementPlan,
 )
 from shared.messages.requests import ErrorCode
-from shared.messages.timeline import ListTimelines, RequestTimelines
+from shared.messages.timeline import (
+    LEAST_SLO_INTERVAL_S,
+    MAX_REQUESTS_LISTED,
+    MAX_SLO_INTERVAL_S,
+    ListTimelines,
+    RequestTimelines,
+)
 from shared.messages.traffic import (
     DEFAULT_INTERVAL_S,
     LEAST_INTERVAL_S,
@@ -80,7 +86,6 @@ from shared.messages.traffic import (
 
 logger = logging.getLogger(__name__)
 
-MAX_REQUESTS_LISTED = 200
 PLACEMENT_TIMEOUT_S = 10.0
 PLAN_TIMEOUT_S = 2.0
 TRAFFIC_TIMEOUT_S = 2.0
@@ -132,14 +137,6 @@ async def _ask_placement(
     return json_response(await _api_errors(asking, **names))
 
 
-def _interval_of(query: Mapping[str, str]) -> float:
-    text = query.get("interval_s", f"{DEFAULT_INTERVAL_S:.0f}")
-    if not re.fullmatch(r"[0-9]{1,6}", text) or not LEAST_INTERVAL_S <= int(text) <= MAX_INTERVAL_S:
-        limits = f"{LEAST_INTERVAL_S:.0f} to {MAX_INTERVAL_S:.0f}"
-        raise invalid("interval_s", f"'interval_s' must be a whole number of seconds from {limits}.")
-    return float(text)
-
-
 async def _traffic(context: GatewayContext, interval_s: float) -> dict[str, ModelTraffic]:
     """By model; none where no placement answers."""
     try:
@@ -154,7 +151,8 @@ async def _traffic(context: GatewayContext, interval_s: float) -> dict[str, Mode
 async def list_models(context: GatewayContext, request: Request) -> Response:
     """Models, where they are, and what their traffic was like in the last `interval_s`."""
     authenticate_operator(context, request)
-    interval_s = _interval_of(request.query_params)
+    bounds = int(DEFAULT_INTERVAL_S), int(LEAST_INTERVAL_S), int(MAX_INTERVAL_S)
+    interval_s = whole_number_of(request.query_params, "interval_s", *bounds)
     plan, traffic = await asyncio.gather(_api_errors(_stored_plan(context)), _traffic(context, interval_s))
     num_queued = context.loads.num_queued()
     unplaced = {} if plan is None else plan.unplaced
@@ -249,17 +247,12 @@ async def remove_model(context: GatewayContext, request: Request) -> Response:
     return await _ask_placement(context, PLACEMENT_REMOVE_MODEL, RemoveModel(name))
 
 
-async def _add_adapter(
-    context: GatewayContext, spec: AdapterSpec, *, replaces: bool = False, **names: str
-) -> AdapterSpec:
+async def _add_adapter(context: GatewayContext, spec: AdapterSpec, *, replaces: bool = False, **names: str) -> None:
     """`names`: as of `_api_errors`. Returns when this gateway takes requests for it."""
     query = AddAdapter(spec, replaces)
     asking = context.bus.request(PLACEMENT_ADD_ADAPTER, query, timeout_s=PLACEMENT_TIMEOUT_S)
     added = await _api_errors(asking, **names)
-    await context.catalog.adapters_show(
-        lambda: (known := context.catalog.adapter(spec.name)) is not None and known == added
-    )
-    return added
+    await context.catalog.adapters_show(lambda: context.catalog.adapter(spec.name) == added)
 
 
 async def _remove_adapter(context: GatewayContext, name: str) -> None:
@@ -398,7 +391,7 @@ async def list_requests(context: GatewayContext, request: Request) -> Response:
     """Requests that run, and the last that ended, the newest first, without their events."""
     authenticate_operator(context, request)
     query = request.query_params
-    limit = _whole(query, "limit", 50, 1, MAX_REQUESTS_LISTED)
+    limit = whole_number_of(query, "limit", 50, 1, MAX_REQUESTS_LISTED)
     flags = {name: _flag(query, name) for name in ("missed", "running")}
     wanted = ListTimelines(limit, query.get("model", ""), flags["missed"], flags["running"])
     return json_response(RequestTimelines(await context.timelines.list_everywhere(wanted)))
@@ -407,21 +400,14 @@ async def list_requests(context: GatewayContext, request: Request) -> Response:
 async def explain_slo(context: GatewayContext, request: Request) -> Response:
     """Where the time of those went that missed an objective, by model."""
     authenticate_operator(context, request)
-    interval_s = _whole(request.query_params, "interval_s", 300, 10, int(context.timelines.kept_s))
-    return json_response(await context.timelines.explain_everywhere(float(interval_s)))
+    interval_s = whole_number_of(request.query_params, "interval_s", 300, LEAST_SLO_INTERVAL_S, MAX_SLO_INTERVAL_S)
+    return json_response(await context.timelines.explain_everywhere(interval_s))
 
 
 async def show_console_state(context: GatewayContext, request: Request) -> Response:
-    """All that the console draws: instances with their KV pools, queues, requests that run and that move, batches."""
+    """What the console draws each second: instances with their KV pools, queues, requests that move, batches."""
     authenticate_operator(context, request)
     return json_response(await _api_errors(context.console.state()))
-
-
-def _whole(query: Mapping[str, str], name: str, default: int, least: int, most: int) -> int:
-    text = query.get(name, str(default))
-    if not re.fullmatch(r"[0-9]{1,6}", text) or not least <= int(text) <= most:
-        raise invalid(name, f"{name!r} must be a whole number from {least} to {most}.")
-    return int(text)
 
 
 def _flag(query: Mapping[str, str], name: str) -> bool:

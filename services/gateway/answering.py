@@ -26,7 +26,6 @@ from services.gateway.parsing import (
     MAX_SEQUENCE_BYTES,
     MAX_SEQUENCES,
     Options,
-    check_all_prompt_logprobs,
     check_num_characters,
     check_num_sequences,
     check_prompt_logprobs,
@@ -101,7 +100,7 @@ async def _generate(
     collector = Collector(len(generation.choices))
     while not generation.is_done:
         collector.add(await exchange.next_deltas(generation))
-    body = exchange.call.body(collector, generation)
+    body = call.body(collector, generation)
     exchange.end(None)
     return Response(body, media_type="application/json", headers=headers)
 
@@ -139,8 +138,8 @@ async def begin(
         raise ApiError(408, message_text, type="timeout_error", code="deadline_exceeded") from None
     key.charge_prompt(sum(len(prompt.tokens) for prompt in prompts), context.bus.now())
 
-    context.timelines.name(exchange.call.call_id, request.state.request_id)
-    generation = exchange.call.plan(message, options, prompts, tokenizer, key.charge_output)
+    context.timelines.name(call.call_id, request.state.request_id)
+    generation = call.plan(message, options, prompts, tokenizer, key.charge_output)
     with context.telemetry.tracer.start_as_current_span("place"):
         await exchange.unless_gone(generation.start())
     context.mirrors.send(call, message, options)
@@ -225,14 +224,13 @@ async def make_prompts(
                 check_num_characters(len(text), tokenizer.max_characters(max_model_len), max_model_len, param)
             add_special = message.add_special_tokens is not False
             all_ids = await context.tokenizers.encode(tokenizer, texts, add_special, param)
-    check_all_prompt_logprobs(sum(map(len, all_ids)) * options.num_choices, options.num_prompt_top, param)
+    check_prompt_logprobs(list(map(len, all_ids)), options.num_choices, options.num_prompt_top, param)
     prompts = []
     # One token is made then, and not shown: the prompt's log-probabilities come with it.
     shows_output = requested != 0 or options.num_prompt_top < 0
     requested = requested if shows_output else 1
     for ids, text_or_ids in zip(all_ids, texts_or_ids, strict=True):
         check_token_ids(ids, tokenizer.vocab_size, param)
-        check_prompt_logprobs(len(ids), options.num_prompt_top, param)
         sampling = sampling_of(
             message,
             options,

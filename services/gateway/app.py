@@ -62,7 +62,13 @@ from shared.bus.interface import BusError
 from shared.messages.admin import InstanceStates, ModelStates, ReplacementState, RouteState, RouteStates, ShownPlan
 from shared.messages.cluster import PlacementPlan
 from shared.messages.console import ConsoleState
-from shared.messages.timeline import RequestTimelines, SloExplanation
+from shared.messages.timeline import (
+    LEAST_SLO_INTERVAL_S,
+    MAX_REQUESTS_LISTED,
+    MAX_SLO_INTERVAL_S,
+    RequestTimelines,
+    SloExplanation,
+)
 from shared.messages.traffic import LEAST_INTERVAL_S, MAX_INTERVAL_S
 
 logger = logging.getLogger(__name__)
@@ -92,12 +98,13 @@ _INTERVAL = {"type": "integer", "minimum": int(LEAST_INTERVAL_S), "maximum": int
 _MODELS_QUERY = (("interval_s", _INTERVAL),)
 _FLAG = {"type": "string", "enum": ["true", "false"]}
 _REQUESTS_QUERY = (
-    ("limit", {**_LIMITS, "maximum": admin_routes.MAX_REQUESTS_LISTED}),
+    ("limit", {**_LIMITS, "maximum": MAX_REQUESTS_LISTED}),
     ("model", {"type": "string"}),
     ("missed", _FLAG),
     ("running", _FLAG),
 )
-_SLO_QUERY = (("interval_s", {"type": "integer", "minimum": 10, "maximum": 900}),)
+_SLO_INTERVAL = {"type": "integer", "minimum": LEAST_SLO_INTERVAL_S, "maximum": MAX_SLO_INTERVAL_S}
+_SLO_QUERY = (("interval_s", _SLO_INTERVAL),)
 _UPLOAD = {
     "type": "object",
     "required": ["file", "purpose"],

@@ -13,8 +13,9 @@ from services.gateway.batch_state import advance, window_s
 from services.gateway.bodies import read_message
 from services.gateway.context import GatewayContext
 from services.gateway.errors import ApiError, invalid
-from services.gateway.file_routes import limit_of, listed, page_of
+from services.gateway.file_routes import listed, page_of
 from services.gateway.other_routes import json_response
+from services.gateway.parsing import whole_number_of
 from services.gateway.replies import (
     BatchError,
     BatchErrors,
@@ -77,7 +78,7 @@ async def _batch(context: GatewayContext, request: Request) -> BatchRecord:
 async def list_batches(context: GatewayContext, request: Request) -> Response:
     """The newest first."""
     tenant = context.admission.authenticate(request.headers.get("authorization")).tenant
-    limit = limit_of(request.query_params, DEFAULT_BATCHES_LISTED, MAX_BATCHES_LISTED)
+    limit = whole_number_of(request.query_params, "limit", DEFAULT_BATCHES_LISTED, 1, MAX_BATCHES_LISTED)
     records = await context.batches.all_of(tenant)
     page, has_more = page_of(records, lambda record: record.batch_id, request.query_params.get("after"), limit)
     return json_response(BatchList(*listed([batch_object(record) for record in page], has_more)))

@@ -14,6 +14,7 @@ from services.gateway.context import GatewayContext
 from services.gateway.errors import ApiError, invalid
 from services.gateway.files import DEFAULT_EXPIRY_S, new_file_id
 from services.gateway.other_routes import json_response
+from services.gateway.parsing import whole_number_of
 from services.gateway.replies import DeletedFile, FileList, FileObject
 from services.gateway.uploads import Upload, receive_upload
 from shared.messages.batches import StoredFile
@@ -93,7 +94,7 @@ async def list_files(context: GatewayContext, request: Request) -> Response:
     """The newest first, unless order=asc."""
     tenant = context.admission.authenticate(request.headers.get("authorization")).tenant
     query = request.query_params
-    limit = limit_of(query, MAX_FILES_LISTED, MAX_FILES_LISTED)
+    limit = whole_number_of(query, "limit", MAX_FILES_LISTED, 1, MAX_FILES_LISTED)
     if (order := query.get("order", "desc")) not in ("asc", "desc"):
         raise invalid("order", "'order' may be asc or desc.")
     files = await context.files.all_of(tenant)
@@ -103,15 +104,6 @@ async def list_files(context: GatewayContext, request: Request) -> Response:
         files.reverse()
     page, has_more = page_of(files, lambda file: file.file_id, query.get("after"), limit)
     return json_response(FileList(*listed([file_object(file) for file in page], has_more)))
-
-
-def limit_of(query: Mapping[str, str], default: int, maximum: int) -> int:
-    text = query.get("limit")
-    if text is None:
-        return default
-    if not re.fullmatch(r"[0-9]{1,6}", text) or not 1 <= int(text) <= maximum:
-        raise invalid("limit", f"'limit' must be a whole number from 1 to {maximum}.")
-    return int(text)
 
 
 def page_of(items: list[T], id_of: Callable[[T], str], after: str | None, limit: int) -> tuple[list[T], bool]:

@@ -6,8 +6,9 @@ Pure. Each refusal names the field and the limit. Types and ranges of single fie
 from __future__ import annotations
 
 import json
+import re
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,8 +32,8 @@ MAX_SEQUENCE_BYTES = MAX_MESSAGE_BYTES - 16 * 1024
 """Prompt, output and grammar travel in one message (the output when a request is placed again); the rest of it holds the
 sampling parameters."""
 MAX_SEQUENCE_TOKENS = MAX_SEQUENCE_BYTES // 4
-MAX_CALL_LOGPROBS_BYTES = 4 * 1024 * 1024
-"""Of prompts, packed: many times that as JSON, which is made in one go."""
+MAX_CALL_LOGPROBS_BYTES = 1024 * 1024
+"""Of prompts, packed: many times that as JSON, which is made in one go and takes the event loop a third of a second."""
 SEED_MASK = 2**63 - 1
 
 
@@ -183,31 +184,30 @@ def check_num_characters(num_characters: int, limit: int | None, max_model_len: 
         )
 
 
-def check_prompt_logprobs(num_prompt_tokens: int, num_top: int, param: str) -> None:
-    """`num_top`: as of `Options.num_prompt_top`."""
-    if num_top < 0:
-        return
-    limit = MAX_PROMPT_LOGPROBS_BYTES // packed_logprob_bytes(num_top)
-    if num_prompt_tokens > limit:
-        raise invalid(
-            param,
-            f"Log-probabilities of a prompt, with {num_top} alternatives to each token, can be had of {limit} tokens at "
-            f"most; you requested {num_prompt_tokens}. Ask for fewer alternatives or cut the prompt.",
-        )
+def whole_number_of(query: Mapping[str, str], name: str, default: int, least: int, most: int) -> int:
+    """A parameter of a URL."""
+    text = query.get(name, str(default))
+    if not re.fullmatch(r"[0-9]{1,6}", text) or not least <= int(text) <= most:
+        raise invalid(name, f"'{name}' must be a whole number from {least} to {most}.")
+    return int(text)
 
 
-def check_all_prompt_logprobs(num_tokens: int, num_top: int, param: str) -> None:
-    """`num_tokens`: of the prompts of all sequences of a call."""
+def check_prompt_logprobs(num_prompt_tokens: Sequence[int], num_choices: int, num_top: int, param: str) -> None:
+    """`num_prompt_tokens`: of each of a call's prompts. `num_top`: as of `Options.num_prompt_top`."""
     if num_top < 0:
         return
-    limit = MAX_CALL_LOGPROBS_BYTES // packed_logprob_bytes(num_top)
-    if num_tokens > limit:
-        raise invalid(
-            param,
-            f"Log-probabilities of prompts, with {num_top} alternatives to each token, can be had of {limit} tokens in a "
-            f"request at most; you requested {num_tokens} over all its sequences. Ask for fewer alternatives, or for less "
-            "in one request.",
-        )
+    bounds = (
+        ("a prompt", max(num_prompt_tokens, default=0), MAX_PROMPT_LOGPROBS_BYTES),
+        ("a request's prompts, once for each of 'n',", sum(num_prompt_tokens) * num_choices, MAX_CALL_LOGPROBS_BYTES),
+    )
+    for what, num_tokens, max_bytes in bounds:
+        limit = max_bytes // packed_logprob_bytes(num_top)
+        if num_tokens > limit:
+            raise invalid(
+                param,
+                f"Log-probabilities of {what} with {num_top} alternatives to each token can be had of {limit} tokens at "
+                f"most; you requested {num_tokens}. Ask for fewer alternatives, or for less in one request.",
+            )
 
 
 def max_tokens_of(

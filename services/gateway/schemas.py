@@ -317,7 +317,7 @@ class DetokenizeRequest(msgspec.Struct, kw_only=True):
 class LoadAdapterRequest(msgspec.Struct, kw_only=True):
     """A LoRA adapter to serve as a model of its own, as vLLM is told of it."""
 
-    lora_name: Annotated[str, Meta(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9][A-Za-z0-9._:/-]*$")]
+    lora_name: PublicName
     lora_path: Annotated[str, Meta(min_length=1, max_length=4096)]
     """A folder in PEFT's format, or a hub id."""
     base_model_name: ModelName | None = None

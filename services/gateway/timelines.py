@@ -350,11 +350,6 @@ class Timelines:
             if answers.is_enough(answers.told):
                 answers.are_enough.set()
 
-    @property
-    def kept_s(self) -> float:
-        """For which objectives that were missed are explained."""
-        return self._book.kept_s
-
     def events_of(self, request_id: str) -> list[RequestEvent]:
         """That this gateway saw itself, with Unix times."""
         timeline = self._open.get(request_id) or self._ended.get(request_id)

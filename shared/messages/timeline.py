@@ -9,6 +9,10 @@ import msgspec
 
 from shared.messages.requests import Epoch, Number, PeerId, RequestClass, Seconds
 
+MAX_REQUESTS_LISTED = 200
+LEAST_SLO_INTERVAL_S, MAX_SLO_INTERVAL_S = 10, 900
+"""Of the time for which objectives that were missed are explained."""
+
 
 class EventKind(StrEnum):
     """What a gateway, the scheduler or an instance may tell; in brackets the `numbers` of each."""

@@ -10,10 +10,13 @@ from __future__ import annotations
 from bisect import insort
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from copy import copy
+from itertools import chain
 from types import MappingProxyType
 from typing import NamedTuple
 
 from shared.messages.timeline import (
+    MAX_SLO_INTERVAL_S,
     EventKind,
     MissedObjective,
     Objective,
@@ -40,6 +43,9 @@ _PHASES = {
     EventKind.LOST: Phase.RESCUE,
 }
 """That an event begins, whatever was before."""
+NUM_EXAMPLES = 5
+"""Of requests that missed an objective."""
+
 _TOKENS = (EventKind.FIRST_TOKEN, EventKind.GOES_ON)
 
 
@@ -48,10 +54,6 @@ class Times(defaultdict[Phase, float]):
 
     def __init__(self, times: Mapping[Phase, float] = MappingProxyType({})) -> None:
         super().__init__(float, times)
-
-    def add(self, times: Iterable[tuple[Phase, float]], share: float = 1.0) -> None:
-        for phase, seconds in times:
-            self[phase] += seconds * share
 
 
 class _Machine:
@@ -130,10 +132,10 @@ class Course:
         self._delivered_s: float | None = None
 
     def add(self, teller: str, event: RequestEvent) -> None:
-        """Of any time, but not long ago."""
+        """Of any time, but not long ago. The first is the request's arrival, and stays so: another's clock may be behind."""
         if event.kind is EventKind.DELIVERED:
             self._delivered_s = event.at_s
-        insort(self.told, (teller, event), lo=self._num_settled, key=lambda told: told[1].at_s)
+        insort(self.told, (teller, event), lo=max(1, self._num_settled), key=lambda told: told[1].at_s)
         if len(self.told) > self._max_events:
             self._leave_out()
 
@@ -167,8 +169,7 @@ class Course:
     def phases(self, until_s: float) -> tuple[list[TimelinePhase], Spent]:
         """Up to `until_s`. The list begins after what was left out; the sums are of all."""
         spent = Spent(Times(self._spent.first), Times(self._spent.later))
-        machine = _Machine()
-        machine.__dict__.update(self._machine.__dict__)
+        machine = copy(self._machine)
         arrived_s = self.told[0][1].at_s
         begin_s = self._settled_s or arrived_s
         stretches: list[TimelinePhase] = []
@@ -204,7 +205,7 @@ def objectives(course: Course, ended_s: float, num_output: int) -> list[Objectiv
     _, spent = course.phases(ended_s)
     arrived_s, first_s = course.told[0][1].at_s, course.delivered_s
     arrived = course.last(EventKind.ARRIVED)
-    ttft_objective_s, tpot_objective_s = arrived.numbers[:2] if arrived is not None else (0.0, 0.0)
+    ttft_objective_s, tpot_objective_s, *_ = (*(arrived.numbers if arrived is not None else ()), 0.0, 0.0)
     _split_execution(course, spent)
     found = []
     ttft_s = (ended_s if first_s is None else first_s) - arrived_s
@@ -218,14 +219,13 @@ def objectives(course: Course, ended_s: float, num_output: int) -> list[Objectiv
 
 def _split_execution(course: Course, spent: Spent) -> None:
     """Of the time in steps, what the request's own part of them takes, as it was charged, and what others' take."""
-    first, end = course.last(EventKind.FIRST_TOKEN), course.last(EventKind.ENDED)
-    told_end = next((event for _, event in course.told if event.kind is EventKind.ENDED and event.numbers), None)
-    end = told_end or end
+    first = course.last(EventKind.FIRST_TOKEN)
+    end = next((event for _, event in course.told if event.kind is EventKind.ENDED and event.numbers), None)
     if first is None or not first.numbers:
         return
     own_first_s = first.numbers[0]
     _split(spent.first, Phase.PREFILL, Phase.PREFILL_WAIT, own_first_s)
-    if end is not None and end.numbers:
+    if end is not None:
         _split(spent.later, Phase.DECODE, Phase.DECODE_WAIT, end.numbers[0] - own_first_s)
 
 
@@ -253,8 +253,13 @@ def parts_of(spent: Times, divisor: float = 1.0) -> list[Part]:
     return sorted(parts, key=lambda part: -part.seconds)
 
 
+def total(parts: Iterable[Part]) -> float:
+    """Seconds."""
+    return sum(part.seconds for part in parts)
+
+
 def words(parts: Sequence[Part]) -> str:
-    total_s = sum(part.seconds for part in parts)
+    total_s = total(parts)
     shown = [part for part in parts if part.seconds >= 0.005 * total_s]
     return ", ".join(f"{part.phase} {seconds(part.seconds)} ({part.seconds / total_s:.0%})" for part in shown)
 
@@ -311,7 +316,7 @@ def event_text(event: RequestEvent, prompt_tokens: int) -> str:
 
 
 class _Sums:
-    """Of one model and objective in one slot of time."""
+    """Of one model and objective."""
 
     __slots__ = ("examples", "measured_s", "num_judged", "num_missed", "objective_s", "spent")
 
@@ -321,92 +326,71 @@ class _Sums:
         self.spent: Times = Times()
         self.examples: list[str] = []
 
+    def add(self, other: MissedObjective) -> None:
+        num = other.num_missed
+        self.num_judged += other.num_judged
+        self.num_missed += num
+        self.measured_s += num * other.measured_s
+        self.objective_s += num * other.objective_s
+        for part in other.parts:
+            self.spent[part.phase] += num * part.seconds
+        self.examples = (self.examples + other.examples)[-NUM_EXAMPLES:]
+
+    def told(self, model: str, name: str) -> MissedObjective:
+        num = max(1, self.num_missed)
+        return MissedObjective(
+            model=model,
+            name=name,
+            num_judged=self.num_judged,
+            num_missed=self.num_missed,
+            measured_s=self.measured_s / num,
+            objective_s=self.objective_s / num,
+            parts=parts_of(self.spent, num),
+            examples=self.examples,
+        )
+
+
+def merged(explained: Iterable[Iterable[MissedObjective]]) -> list[MissedObjective]:
+    """What several gateways, or several times, say."""
+    found: defaultdict[tuple[str, str], _Sums] = defaultdict(_Sums)
+    for one in chain.from_iterable(explained):
+        found[one.model, one.name].add(one)
+    return [sums.told(*key) for key, sums in sorted(found.items())]
+
 
 class SloBook:
     """What requests that ended lately spent their time on, where they missed an objective: sums in slots of time."""
 
-    def __init__(self, slot_s: float = 10.0, num_slots: int = 90, num_examples: int = 5) -> None:
+    def __init__(self, slot_s: float = 10.0, num_slots: int = MAX_SLO_INTERVAL_S // 10) -> None:
         self.slot_s = slot_s
         self._num_slots = num_slots
-        self._num_examples = num_examples
-        self._slots: dict[int, dict[tuple[str, str], _Sums]] = {}
-
-    @property
-    def kept_s(self) -> float:
-        return self.slot_s * self._num_slots
+        self._slots: dict[int, defaultdict[tuple[str, str], _Sums]] = {}
 
     def count(self, request_id: str, model: str, judged: Iterable[Objective], now: float) -> None:
         """A request that has ended, at any time not long ago."""
         number = int(now // self.slot_s)
         slot = self._slots.get(number)
         if slot is None:
-            slot = self._slots[number] = {}
+            slot = self._slots[number] = defaultdict(_Sums)
             for old in [other for other in self._slots if other <= number - self._num_slots]:
                 del self._slots[old]
         for objective in judged:
-            sums = slot.setdefault((model, objective.name), _Sums())
-            sums.num_judged += 1
-            if not objective.is_met:
-                sums.num_missed += 1
-                sums.measured_s += objective.measured_s
-                sums.objective_s += objective.objective_s
-                sums.spent.add((part.phase, part.seconds) for part in objective.parts)
-                sums.examples = [*sums.examples[1 - self._num_examples :], request_id]
+            is_missed = not objective.is_met
+            slot[model, objective.name].add(
+                MissedObjective(
+                    model=model,
+                    name=objective.name,
+                    num_judged=1,
+                    num_missed=int(is_missed),
+                    measured_s=objective.measured_s,
+                    objective_s=objective.objective_s,
+                    parts=objective.parts,
+                    examples=[request_id] if is_missed else [],
+                )
+            )
 
     def explain(self, interval_s: float, now: float) -> list[MissedObjective]:
         """Of the slots that the last `interval_s` touch."""
         first = int((now - interval_s) // self.slot_s)
-        merged: dict[tuple[str, str], _Sums] = {}
-        for number in sorted(self._slots):
-            for key, sums in self._slots[number].items() if number >= first else ():
-                into = merged.setdefault(key, _Sums())
-                into.num_judged += sums.num_judged
-                into.num_missed += sums.num_missed
-                into.measured_s += sums.measured_s
-                into.objective_s += sums.objective_s
-                into.spent.add(sums.spent.items())
-                into.examples = (into.examples + sums.examples)[-self._num_examples :]
-        return [
-            MissedObjective(
-                model=model,
-                name=name,
-                num_judged=sums.num_judged,
-                num_missed=sums.num_missed,
-                measured_s=sums.measured_s / max(1, sums.num_missed),
-                objective_s=sums.objective_s / max(1, sums.num_missed),
-                parts=parts_of(sums.spent, max(1, sums.num_missed)),
-                examples=sums.examples,
-            )
-            for (model, name), sums in sorted(merged.items())
-        ]
-
-
-def merged(explained: Iterable[list[MissedObjective]], num_examples: int = 5) -> list[MissedObjective]:
-    """What several gateways say of the same interval."""
-    found: dict[tuple[str, str], MissedObjective] = {}
-    for one in (one for each in explained for one in each):
-        known = found.get((one.model, one.name))
-        if known is None:
-            found[one.model, one.name] = one
-            continue
-        missed = known.num_missed + one.num_missed
-        share, other = known.num_missed / max(1, missed), one.num_missed / max(1, missed)
-        spent: Times = Times()
-        spent.add(((part.phase, part.seconds) for part in known.parts), share)
-        spent.add(((part.phase, part.seconds) for part in one.parts), other)
-        found[one.model, one.name] = MissedObjective(
-            model=one.model,
-            name=one.name,
-            num_judged=known.num_judged + one.num_judged,
-            num_missed=missed,
-            measured_s=known.measured_s * share + one.measured_s * other,
-            objective_s=known.objective_s * share + one.objective_s * other,
-            parts=parts_of(spent),
-            examples=(known.examples + one.examples)[-num_examples:],
-        )
-    return [found[key] for key in sorted(found)]
-
-
-def total(parts: Iterable[Part]) -> float:
-    """Seconds."""
-    return sum(part.seconds for part in parts)
+        slots = [slot for number, slot in sorted(self._slots.items()) if number >= first]
+        return merged([sums.told(*key) for key, sums in slot.items()] for slot in slots)

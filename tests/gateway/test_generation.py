@@ -290,11 +290,11 @@ async def test_prompt_logprobs_as_vllm_has_them(stack: Stack) -> None:
 
 
 def test_a_prompt_whose_logprobs_are_too_many_is_refused() -> None:
-    check_prompt_logprobs(2340, 20, "prompt")
+    check_prompt_logprobs([5, 2340], 1, 20, "prompt")
     with pytest.raises(ApiError, match="2340 tokens at most; you requested 2341") as refused:
-        check_prompt_logprobs(2341, 20, "prompt")
+        check_prompt_logprobs([5, 2341], 1, 20, "prompt")
     assert (refused.value.status, refused.value.param) == (400, "prompt")
-    check_prompt_logprobs(10**6, -1, "prompt")
+    check_prompt_logprobs([10**6], 1, -1, "prompt")
 
 
 async def test_logprobs_of_all_prompts_of_a_request_are_bounded(stack: Stack, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -303,7 +303,7 @@ async def test_logprobs_of_all_prompts_of_a_request_are_bounded(stack: Stack, mo
     assert (await stack.post("/v1/completions", **body, n=2)).status_code == 200
     refused = await stack.post("/v1/completions", **body, n=3)
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "prompt")
-    assert "12 tokens in a request at most; you requested 18" in refused.json()["error"]["message"]
+    assert "can be had of 12 tokens at most; you requested 18" in refused.json()["error"]["message"]
 
 
 async def test_logprobs_show_no_part_of_a_stop_string(stack: Stack) -> None:

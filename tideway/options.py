@@ -1,0 +1,24 @@
+"""Options that several commands have."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+DEFAULT_DATA_DIR = Path(".tideway")
+DataDir = Annotated[
+    Path,
+    typer.Option("--data-dir", envvar="TIDEWAY_DATA_DIR", help="Where credentials, logs and JetStream's files lie."),
+]
+GatewayUrl = Annotated[
+    str,
+    typer.Option(
+        "--url", envvar="TIDEWAY_URL", help="Of a gateway; default: the one that runs on the data folder, with its key."
+    ),
+]
+AdminKey = Annotated[
+    str, typer.Option("--api-key", envvar="TIDEWAY_ADMIN_API_KEY", help="For /admin; default: the data folder's.")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="One JSON object, for programs.")]
