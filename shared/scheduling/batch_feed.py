@@ -107,8 +107,8 @@ class BatchFeed:
         """By batch and model."""
         self._gateway_id = gateway_id
         self._granted_s = -inf
-        self._asked: dict[tuple[str, str], tuple[str, str]] = {}
-        """Batch and model of each account's demand: a model and its adapters ask for tokens of one model."""
+        self._asked: list[tuple[str, str]] = []
+        """Accounts whose demands the last question has, in its order, which is that of the grants."""
 
     def open(self, batch_id: str, model: str, demand: Callable[[int], OfflineDemand]) -> Account:
         account = self.accounts[batch_id, model] = Account(demand)
@@ -128,7 +128,7 @@ class BatchFeed:
                 self._apply(GrantReply([], 0.0, self.tokens_per_s))
             return None
         demands = {key: demand for key, account in self.accounts.items() if (demand := account.ask()) is not None}
-        self._asked = {key: (demand.batch_id, demand.model) for key, demand in demands.items()}
+        self._asked = list(demands)
         return GrantQuery(self._gateway_id, list(demands.values()))
 
     def answered(self, reply: GrantReply | None, now: float) -> float:
@@ -142,9 +142,6 @@ class BatchFeed:
 
     def _apply(self, reply: GrantReply) -> None:
         self.tokens_per_s = reply.tokens_per_s
-        granted: dict[tuple[str, str], list[int]] = {}
-        for grant in reversed(reply.grants):
-            granted.setdefault((grant.batch_id, grant.model), []).append(grant.tokens)
+        granted = dict(zip(self._asked, (grant.tokens for grant in reply.grants), strict=False))
         for key, account in self.accounts.items():
-            of_demand = granted.get(self._asked.get(key, key))
-            account.grant(of_demand.pop() if of_demand else 0)
+            account.grant(granted.get(key, 0))

@@ -166,8 +166,9 @@ class Dispatcher:
             return "waits there for memory to come together"
         if chosen.instance_id == first.instance_id:
             return "the freest" if self._policy.ranks_by_freeness else "next by the dispatch policy"
-        affinity, prompt = self._affinity, tracked.request.prompt if tracked.request is not None else b""
-        if affinity is not None and affinity.likely_owner(tracked.model, prompt) == chosen.instance_id:
+        affinity, request = self._affinity, tracked.request
+        owner = affinity.likely_owner(request.public_model, request.prompt) if affinity and request else None
+        if owner == chosen.instance_id:
             return "has its prompt's beginning in its cache"
         return "begins its prompt sooner than freer ones"
 

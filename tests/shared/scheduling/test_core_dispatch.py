@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from shared.messages.cluster import FinishedStats
-from shared.messages.requests import ErrorCode, FinishReason, RequestClass
+from shared.messages.requests import Adapter, ErrorCode, FinishReason, RequestClass
 from shared.scheduling.actions import (
     Dispatch,
     SendEntry,
@@ -211,6 +211,20 @@ def test_equals_are_chosen_by_cached_prefix_and_affinity_outweighs_some_freeness
     driver.report("b", freeness=7.0, num_running=1, admitted=["r1"])
     driver.submit(make_request("r2", **long_prompt))  # type: ignore[arg-type]
     assert driver.dispatches() == {"r2": "a"}, "more than the affinity behind"
+
+
+@pytest.mark.parametrize("adapter", [None, Adapter("poet", "1", "/poet")])
+def test_a_dispatch_says_that_a_cached_prefix_decided(adapter: Adapter | None) -> None:
+    driver = Driver(cache_affinity_merged=2.0)
+    driver.up("b")
+    driver.submit(msgspec.structs.replace(make_request("r0", num_prompt=200), adapter=adapter))
+    assert driver.dispatches() == {"r0": "b"}
+    driver.up("a")
+    driver.report("a", freeness=10.0, num_running=1)
+    driver.report("b", freeness=9.0, num_running=1, admitted=["r0"])
+    driver.submit(msgspec.structs.replace(make_request("r1", num_prompt=200), adapter=adapter))
+    (dispatch,) = driver.take(Dispatch)
+    assert (dispatch.instance_id, dispatch.why) == ("b", "has its prompt's beginning in its cache")
 
 
 def test_ledger_entries_leave_by_report_and_by_expiry() -> None:
