@@ -39,9 +39,10 @@ _REFUSED = {
     "arrow_config": "routing over adapters",
 }
 """Keys of the configuration that ask for more than LoRA, and what they ask for."""
-
-
 _FUSED = {"q_proj": "qkv", "k_proj": "qkv", "v_proj": "qkv", "gate_proj": "gate_up", "up_proj": "gate_up"}
+"""Modules that instances hold as one layer."""
+_Pair = dict[str, tuple[re.Match[str], list[int]]]
+"""By side, A and B: the tensor's name, matched, and shape."""
 
 
 class AdaptedModule(msgspec.Struct, frozen=True, kw_only=True):
@@ -92,8 +93,7 @@ def describe_adapter(path: Path, max_rank: int = MAX_RANK) -> AdapterFiles:
     if not weights.is_file():
         hint = " (adapter_model.bin would have to be converted)" if (path / "adapter_model.bin").exists() else ""
         raise CheckpointError(f"{weights} is missing{hint}.")
-    pairs: dict[str, dict[str, tuple[str, list[int]]]] = {}
-    names: dict[str, tuple[int, str]] = {}
+    pairs: dict[str, _Pair] = {}
     for name, tensor in read_safetensors_header(weights).items():
         found = _TENSOR.fullmatch(name)
         if found is None:
@@ -103,11 +103,10 @@ def describe_adapter(path: Path, max_rank: int = MAX_RANK) -> AdapterFiles:
         shape = tensor["shape"]
         if len(shape) != 2 or not all(shape):
             raise CheckpointError(f"{weights}: tensor {name} has shape {shape}, but a matrix is expected.")
-        names[found["path"]] = int(found["layer"]), found["module"]
-        pairs.setdefault(found["path"], {})[found["side"]] = name, shape
+        pairs.setdefault(found["path"], {})[found["side"]] = found, shape
     if not pairs:
         raise CheckpointError(f"{weights} holds no tensors.")
-    modules = [_module(config, file, weights, where, *names[where], pair, max_rank) for where, pair in pairs.items()]
+    modules = [_module(config, file, weights, where, pair, max_rank) for where, pair in pairs.items()]
     return AdapterFiles(weights=weights, modules=tuple(sorted(modules, key=lambda m: (m.layer, m.module))))
 
 
@@ -120,39 +119,32 @@ def check_base(files: AdapterFiles, base: Path, family: str) -> None:
             "LoRA adapters are not supported for a base model that runs through transformers; they are for "
             f"{', '.join(known.name for known in FAMILIES)} and what is built alike."
         )
-    _check_modules(files, {module.module for module in files.modules}, adapted)
+    if unknown := sorted({module.module for module in files.modules} - set(adapted)):
+        raise CheckpointError(
+            f"{files.weights}: target_modules {', '.join(unknown)} are not supported; supported are {', '.join(adapted)}."
+        )
     shapes = {
-        name: list(tensor["shape"])
+        name[name.index("layers.") :]: list(tensor["shape"])
         for file in weight_files(base)
         for name, tensor in read_safetensors_header(file).items()
+        if "layers." in name
     }
-    by_end = {name.removesuffix(".weight"): shape for name, shape in shapes.items() if name.endswith(".weight")}
-    by_end |= {name.partition(".")[2]: shape for name, shape in by_end.items()}
-    by_end |= {name.partition(".")[2]: shape for name, shape in by_end.items()}
-    num_layers = 1 + max((int(n) for name in shapes for n in re.findall(r"\blayers\.(\d+)\.", name)), default=-1)
+    num_layers = 1 + max((int(n) for name in shapes for n in re.findall(r"^layers\.(\d+)\.", name)), default=-1)
     for module in files.modules:
         if module.layer >= num_layers:
             raise CheckpointError(
                 f"{files.weights}: tensor {module.a} is of layer {module.layer}, but the base model has {num_layers} layers."
             )
         end = module.path[module.path.index("layers.") :]
-        found = by_end.get(end)
-        if found is not None and found != [module.outputs, module.inputs]:
-            side, has, want = (
-                ("A", module.inputs, found[1]) if module.inputs != found[1] else ("B", module.outputs, found[0])
-            )
-            what = "inputs" if side == "A" else "outputs"
-            raise CheckpointError(
-                f"{files.weights}: tensor {module.a if side == 'A' else module.b} has {has} {what}, but the base model's "
-                f"{end} has {want}."
-            )
-
-
-def _check_modules(files: AdapterFiles, modules: set[str], adapted: tuple[str, ...]) -> None:
-    if unknown := sorted(modules - set(adapted)):
-        raise CheckpointError(
-            f"{files.weights}: target_modules {', '.join(unknown)} are not supported; supported are {', '.join(adapted)}."
-        )
+        found = shapes.get(f"{end}.weight")
+        if found is None:
+            continue
+        sides = (module.a, module.inputs, "inputs", found[1]), (module.b, module.outputs, "outputs", found[0])
+        for tensor, has, what, wanted in sides:
+            if has != wanted:
+                raise CheckpointError(
+                    f"{files.weights}: tensor {tensor} has {has} {what}, but the base model's {end} has {wanted}."
+                )
 
 
 def _check_config(config: Mapping[str, Any], file: Path) -> None:
@@ -169,29 +161,22 @@ def _check_config(config: Mapping[str, Any], file: Path) -> None:
 
 
 def _module(
-    config: Mapping[str, Any],
-    file: Path,
-    weights: Path,
-    path: str,
-    layer: int,
-    module: str,
-    pair: Mapping[str, tuple[str, list[int]]],
-    max_rank: int,
+    config: Mapping[str, Any], file: Path, weights: Path, path: str, pair: _Pair, max_rank: int
 ) -> AdaptedModule:
     if missing := {"A", "B"} - pair.keys():
         raise CheckpointError(f"{weights}: {path} has no lora_{missing.pop()}.")
     (a, a_shape), (b, b_shape) = pair["A"], pair["B"]
     rank = a_shape[0]
     if b_shape[1] != rank:
-        raise CheckpointError(f"{weights}: tensor {b} has shape {b_shape}, but {a} is of rank {rank}.")
+        raise CheckpointError(f"{weights}: tensor {b.string} has shape {b_shape}, but {a.string} is of rank {rank}.")
     if rank > max_rank:
         raise CheckpointError(f"{weights}: r of {path} is {rank}; the limit is {max_rank}.")
     return AdaptedModule(
-        layer=layer,
-        module=module,
+        layer=int(a["layer"]),
+        module=a["module"],
         path=path,
-        a=a,
-        b=b,
+        a=a.string,
+        b=b.string,
         rank=rank,
         inputs=a_shape[1],
         outputs=b_shape[0],
@@ -201,9 +186,9 @@ def _module(
 
 def _scale(config: Mapping[str, Any], file: Path, path: str, rank: int) -> float:
     """alpha / rank, or alpha / sqrt(rank) where it is rank-stabilised (Kalajdzievski 2023)."""
-    alpha = _of_pattern(config, "rank_pattern", path, config.get("r"))
-    if alpha is not None and alpha != rank:
-        raise CheckpointError(f"{file}: r of {path} is {alpha}, but its tensors are of rank {rank}.")
+    r = _of_pattern(config, "rank_pattern", path, config.get("r"))
+    if r is not None and r != rank:
+        raise CheckpointError(f"{file}: r of {path} is {r}, but its tensors are of rank {rank}.")
     alpha = _of_pattern(config, "alpha_pattern", path, config.get("lora_alpha", 8))
     if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not 0 < alpha < 1e6:
         raise CheckpointError(f"{file}: lora_alpha of {path} must be a positive number, but is {alpha!r}.")

@@ -92,7 +92,7 @@ class GatewaySettings(BusSettings, frozen=True, kw_only=True):
     max_key_file_bytes: Annotated[int, msgspec.Meta(ge=0)] = 0
     """Of all files of one API key, results of batches among them; beyond it no more are uploaded. 0: no bound."""
     max_responses_bytes: Annotated[int, msgspec.Meta(ge=1 << 20)] = 256 << 20
-    """Of the answers of the Responses API that NATS keeps for a day; in a full store no more are kept."""
+    """Of the answers of the Responses API that NATS keeps for a day; in a full store the oldest go."""
     max_batch_lines: Annotated[int, msgspec.Meta(ge=1)] = 50_000
     batch_lines_in_flight: Annotated[int, msgspec.Meta(ge=1)] = 128
     """Of one batch and model."""

@@ -78,12 +78,20 @@ OWN_NODE, OPERATOR = Role.OWN_NODE, Role.OPERATOR
 """Who sends, hears, serves, writes and reads is what NATS permits (shared/bus/permissions.py)."""
 
 
-def _gateways_own(name: str, value: type[T], *, keys: str = ">", is_purged: bool = True) -> Bucket[T]:
-    """A bucket that is there for good and that gateways alone declare, write and read."""
-    purged_by = GATEWAY if is_purged else Role.NOBODY
+def _gateways_own(
+    name: str,
+    value: type[T],
+    *,
+    keys: str = ">",
+    is_purged: bool = True,
+    ttl_s: float | None = None,
+    drops_oldest: bool = False,
+) -> Bucket[T]:
+    """A bucket on disk that gateways alone declare, write and read."""
     return Bucket(
-        name, value, durable=True, declared_by=GATEWAY, writers={GATEWAY: keys}, read_by=GATEWAY, purged_by=purged_by
-    )
+        name, value, ttl_s, durable=True, drops_oldest=drops_oldest, declared_by=GATEWAY, writers={GATEWAY: keys},
+        read_by=GATEWAY, purged_by=GATEWAY if is_purged else Role.NOBODY,
+    )  # fmt: skip
 
 
 # gateway -> scheduler (only the active scheduler serves these)
@@ -250,17 +258,7 @@ REQUEST_LOG = Bucket(
 )
 """key: `<slot of time>.<part>`; writer: placement"""
 
-RESPONSES = Bucket(
-    "tideway_responses",
-    StoredResponse,
-    ttl_s=86_400.0,
-    durable=True,
-    drops_oldest=True,
-    declared_by=GATEWAY,
-    writers={GATEWAY: ">"},
-    read_by=GATEWAY,
-    purged_by=GATEWAY,
-)
+RESPONSES = _gateways_own("tideway_responses", StoredResponse, ttl_s=86_400.0, drops_oldest=True)
 """key: response id; writer: the gateway that made it"""
 ROUTES = _gateways_own("tideway_routes", Route, is_purged=False)
 """key: `bucket_key(route's name)`; writer: gateway"""

@@ -8,6 +8,8 @@ import msgspec
 
 from shared.messages.cluster import InstancePlan, instance_devices
 
+ATTAINMENT_GRAIN = 1e-3
+"""Attainments that differ by less are as good."""
 DEFAULT_SLO_SCALE = 5.0
 """A request is to take this many times its model's mean execution time at most (SeaLLM, section 6.1)."""
 

@@ -1,7 +1,7 @@
 """A change of the placement before it is made: which groups would serve when, by the core that carries it out
 (carry_out.py) and the times that draining, restarting and loading take. Pure.
 
-    rehearsal = rehearse(problem, before, after, times)
+    rehearsal = rehearse(problem, before, after)
 
 Weights are taken to be fetched already: until they are, nothing changes.
 """
@@ -17,7 +17,7 @@ from shared.messages.cluster import InstancePlan
 from shared.placement.carry_out import CarryOutSettings, Held, View, advance, begin, to_fetch
 from shared.placement.places import fits, places
 from shared.placement.plan import Group, Plan, group_of
-from shared.placement.problem import ChangeTimes, ModelFacts, NodeFacts, Problem
+from shared.placement.problem import ModelFacts, NodeFacts, Problem
 
 MOST_STEPS = 10_000
 """Of a rehearsal: each model of each group comes and goes a few times at most."""
@@ -84,19 +84,13 @@ class _Instance:
         return "ready" if self.ready_s[name] <= now_s else "loading"
 
 
-def rehearse(
-    problem: Problem,
-    before: Plan,
-    after: Plan,
-    times: ChangeTimes | None = None,
-    settings: CarryOutSettings | None = None,
-) -> Rehearsal:
-    """Groups of both plans must fit their nodes. A change that gets nowhere is over when `settings.step_s` says so, and its
-    last episodes are what it began with."""
+def rehearse(problem: Problem, before: Plan, after: Plan) -> Rehearsal:
+    """Groups of both plans must fit their nodes. A change that gets nowhere is over when `CarryOutSettings.step_s` says so,
+    and its last episodes are what it began with."""
     running = places(problem, before)
     target = places(problem, after, running)
-    stage = _Stage(problem, times or problem.times, running)
-    change, can_hold, settings = begin(0, "", running, target, 0.0), fits(problem), settings or CarryOutSettings()
+    stage = _Stage(problem, running)
+    change, can_hold, settings = begin(0, "", running, target, 0.0), fits(problem), CarryOutSettings()
     view = View({}, {(node, source) for node, sources in to_fetch(change).items() for source in sources})
     now_s = 0.0
     for _ in range(MOST_STEPS):
@@ -117,10 +111,10 @@ def rehearse(
 class _Stage:
     """The instances as they would be."""
 
-    def __init__(self, problem: Problem, times: ChangeTimes, running: list[InstancePlan]) -> None:
+    def __init__(self, problem: Problem, running: list[InstancePlan]) -> None:
         self._nodes = {node.node_id: node for node in problem.nodes}
         self._models = {model.name: model for model in problem.models}
-        self._times = times
+        self._times = problem.times
         self._instances = {place.instance_id: _Instance(place, 0.0) for place in running}
         self._over: list[Episode] = []
         self.note(0.0)

@@ -21,13 +21,10 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
-from shared.placement.plan import Horizon, ModelPrediction, Prediction, Proposal, Trial
+from shared.placement.plan import ATTAINMENT_GRAIN, Horizon, ModelPrediction, Prediction, Proposal, Trial
 from shared.placement.problem import Problem
 from shared.placement.rehearsal import change_s
 from shared.placement.trial import evidence_s
-
-ATTAINMENT_GRAIN = 1e-3
-"""Attainments that differ by less are as good."""
 
 
 class ReplacementSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -234,12 +231,11 @@ def _verdict(trial: Trial, on: Horizon, better: _Better, settings: ReplacementSe
     gain = on.change_attainment - on.stay_attainment
     slower = max(on.stay_latency, 1e-9)
     latency_gain, latency_error = 1.0 - on.change_latency / slower, settings.errors * on.latency_error / slower
-    most, least = settings.least_attainment_gain, settings.least_latency_gain
 
     def is_enough(gain: float, latency_gain: float, *, margin: float = 0.0) -> bool:
-        more_attained = gain > max(most, margin * error)
-        faster = gain >= -ATTAINMENT_GRAIN and latency_gain > max(least, margin * latency_error)
-        return more_attained or faster
+        more_attained = gain > max(settings.least_attainment_gain, margin * error)
+        is_faster = latency_gain > max(settings.least_latency_gain, margin * latency_error)
+        return more_attained or (gain >= -ATTAINMENT_GRAIN and is_faster)
 
     free = on.free_attainment - on.stay_attainment, 1.0 - on.free_latency / slower
     real = gain - better.attainment, latency_gain - better.latency

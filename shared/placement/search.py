@@ -32,16 +32,15 @@ import numpy as np
 
 from shared.placement.estimator import Estimator, Outcome
 from shared.placement.memory import why_not
-from shared.placement.plan import plan_of
+from shared.placement.plan import ATTAINMENT_GRAIN, plan_of
 from shared.placement.problem import Group, ModelFacts, NodeFacts, Plan, Prediction, Problem, Proposal, Rejected
 from shared.placement.rehearsal import change_s
 from shared.placement.trial import try_change
 
 ALPHA = 1e-4
 """Of normalised latency in a model's unserved index."""
-ATTAINMENT_GRAIN = 1e-3
 LATENCY_GRAIN = 0.02
-"""Relative: plans whose normalised latencies differ by less, and attainments by less than the grain, are as good."""
+"""Relative: plans whose normalised latencies differ by less, and attainments by less than their grain, are as good."""
 
 
 class Effort(NamedTuple):

@@ -266,9 +266,8 @@ class FleetReplacement:
             has_ended = record.ended_s >= 0
             age_s = (record.ended_s if has_ended else now) - record.arrival_s
             limit_s = self._problem.slo_scale_of(job.model) * self._alone_s.get(job.model, math.inf)
-            if now - record.arrival_s < limit_s if is_known else not has_ended and age_s <= limit_s:
-                continue
-            rows.append((job, record, age_s))
+            if now - record.arrival_s >= limit_s if is_known else has_ended or age_s > limit_s:
+                rows.append((job, record, age_s))
         names = tuple(sorted(self._models))
         index = {name: number for number, name in enumerate(names)}
         requests = metrics.Requests(

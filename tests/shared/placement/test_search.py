@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 from shared.placement.estimator import Estimator
 from shared.placement.memory import why_not
+from shared.placement.plan import ATTAINMENT_GRAIN
 from shared.placement.problem import Group, Plan, Prediction, Problem
-from shared.placement.search import ATTAINMENT_GRAIN, LATENCY_GRAIN, Asked, Searcher, search
+from shared.placement.search import LATENCY_GRAIN, Asked, Searcher, search
 from tests.shared.placement.small import model, node, problem
 
 
