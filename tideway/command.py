@@ -148,9 +148,10 @@ def up(
     if 0 < max_instances < instances:
         raise OperatorError(f"--max-instances {max_instances} is fewer than --instances {instances}.")
     check_tensor_parallel(tensor_parallel)
+    specs = parse_models(model or [], quantization, tool_format or [])
     options = UpOptions(
-        models=(models := parse_models(model or [], quantization, tool_format or [])),
-        adapters=parse_adapters(adapter or [], models),
+        models=specs,
+        adapters=parse_adapters(adapter or [], specs),
         data_dir=data_dir,
         host=host,
         port=port,

@@ -70,10 +70,11 @@ class ChatTemplate:
 
     def __init__(self, source: str, special_tokens: dict[str, str], tool_source: str | None = None) -> None:
         """`tool_source`: of a template of its own for chats with tools. Raises `jinja2.TemplateSyntaxError`."""
-        _environment().parse(source)
+        environment = _environment()
+        environment.parse(source)
         self._source = source
         self.tool_source = tool_source or source
-        self.takes_tools = "tools" in meta.find_undeclared_variables(_environment().parse(self.tool_source))
+        self.takes_tools = "tools" in meta.find_undeclared_variables(environment.parse(self.tool_source))
         """It tells the model of them."""
         self._special_tokens = special_tokens
 
