@@ -138,14 +138,17 @@ def _tried(task: TryGrammar) -> Result:
 
 
 def _why_no_token(grammar: str) -> str:
-    """Of one that is valid: why no output can begin. Most of a regular expression's work is done for the first token. Empty
-    too where that takes the model's own vocabulary, whose special tokens a grammar may name."""
+    """Of one that is valid: why no output gets beyond its first token, for which most work of regular expressions is done.
+    Empty too where it takes the model's own vocabulary to say so, whose special tokens a grammar may name."""
     from llguidance import LLMatcher, LLParserLimits
 
     matcher = LLMatcher(_bytes(), grammar, log_level=0, limits=LLParserLimits(verbose_errors=False))
     if matcher.is_error():
         return ""
-    matcher.compute_bitmask()
+    allowed = matcher.compute_bitmask()
+    first = next((8 * i + (byte & -byte).bit_length() - 1 for i, byte in enumerate(allowed) if byte), None)
+    if first is not None:
+        matcher.consume_token(first)
     reason = str(matcher.get_error() or "").removesuffix("<non-verbose/>")
     return "no text follows it" if reason.startswith("NoExtensionBias") else reason
 

@@ -128,12 +128,12 @@ async def test_what_takes_long_to_compile_is_refused(monkeypatch: pytest.MonkeyP
     assert refusal is not None and "the limit is 0 s" in refusal.message
 
 
-async def test_what_takes_long_for_its_first_token_is_refused(stack: Stack) -> None:
-    """Its text is compiled in milliseconds."""
+async def test_what_takes_too_much_for_its_first_token_is_refused(stack: Stack) -> None:
+    """It is compiled in milliseconds. What is exceeded first, the time or the library's own limit, is up to the machine."""
     answer = await stack.post("/v1/completions", prompt="x", guided_regex="(a{1000}){1000}")
     error = answer.json()["error"]
     assert (answer.status_code, error["param"]) == (400, "guided_regex")
-    assert "of computing" in error["message"] and "the limit is 0.5 s" in error["message"]
+    assert "of computing" in error["message"] or "too many expressions" in error["message"]
     assert (await stack.post("/v1/completions", prompt="x", guided_regex="a")).status_code == 200
 
 
