@@ -65,16 +65,17 @@ class Mirrors:
         call.routed = routed
         error: BaseException | None = None
         try:
-            spec = context.catalog.spec(routed.model)
-            call.identify(message.model, message, options)
-            prompts, tokenizer = await prompts_in_time(context, spec, message, options)
-            generation = call.plan(message, options, prompts, tokenizer, lambda num_tokens, now: None)
-            await generation.start()
-            while not generation.is_done:
-                await generation.news()
-                generation.advance()
-                if generation.failure is not None:
-                    raise ServiceError(generation.failure)
+            with trace.use_span(span, end_on_exit=False, record_exception=False, set_status_on_exception=False):
+                spec = context.catalog.spec(routed.model)
+                call.identify(message.model, message, options)
+                prompts, tokenizer = await prompts_in_time(context, spec, message, options)
+                generation = call.plan(message, options, prompts, tokenizer, lambda num_tokens, now: None)
+                await generation.start()
+                while not generation.is_done:
+                    await generation.news()
+                    generation.advance()
+                    if generation.failure is not None:
+                        raise ServiceError(generation.failure)
         except (ApiError, BusError) as raised:
             error = raised
             logger.info("a mirrored request to %s was not answered: %s", routed.model, raised)

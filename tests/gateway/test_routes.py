@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from shared.messages.cluster import ModelSpec
 from shared.messages.requests import RequestClass
 from shared.messages.routes import Arm, Mirror, Route
 from shared.settings import BusSettings
+from tests.e2e.otlp_collector import OtlpCollector
 from tests.gateway.batching import ended, jsonl, reach
 from tests.gateway.conftest import Stack, running_stack
 from tests.gateway.peer import until
@@ -74,9 +76,19 @@ async def test_a_models_own_name_may_be_routed_and_given_back(two: Stack) -> Non
     assert "DELETE /admin/routes/old" in [action["action"] for action in audit]
 
 
-async def test_a_mirror_is_asked_uncharged_and_unseen(nats_settings: BusSettings, checkpoint: Path) -> None:
+@pytest.fixture
+def collector() -> Iterator[OtlpCollector]:
+    with closing(OtlpCollector()) as collector:
+        yield collector
+
+
+async def test_a_mirror_is_asked_uncharged_and_unseen(
+    nats_settings: BusSettings, checkpoint: Path, collector: OtlpCollector
+) -> None:
+    """Its spans are the mirror's own, in the trace of the request."""
     specs = [ModelSpec("old", str(checkpoint)), ModelSpec("new", str(checkpoint))]
-    async with running_stack(nats_settings, specs, api_keys="one::1000") as stack:
+    settings = {"api_keys": "one::1000", "otlp_endpoint": collector.endpoint}
+    async with running_stack(nats_settings, specs, **settings) as stack:
         stack.say("Hello world")
         stack.client.headers["Authorization"] = "Bearer one"
         routes = stack.gateway.context.routes
@@ -94,6 +106,8 @@ async def test_a_mirror_is_asked_uncharged_and_unseen(nats_settings: BusSettings
         assert (own.model, mirrored.model, mirrored.is_mirror) == ("old", "new", True)
         assert mirrored.request_class is RequestClass.OFFLINE and own.request_class is RequestClass.ONLINE
         assert mirrored.prompt == own.prompt and mirrored.sampling == own.sampling
+        trace_id = own.traceparent.split("-")[1]
+        assert mirrored.traceparent.split("-")[1] == trace_id and mirrored.traceparent != own.traceparent
         assert (own.ttft_objective_s, own.tpot_objective_s) == (0.3, 0.05)
         assert (mirrored.ttft_objective_s, mirrored.tpot_objective_s) == (0.0, 0.0)
         (key,) = stack.gateway.context.admission._keys.values()

@@ -125,8 +125,10 @@ async def test_memory_is_bounded_and_cancelled_requests_are_not_judged(nats_sett
         assert kept.find(sent.request_id)[0].state == "cancelled"
 
 
-async def test_another_gateway_knows_it(stack: Stack, nats_settings: BusSettings) -> None:
+async def test_another_gateway_knows_it(stack: Stack, nats_settings: BusSettings, monkeypatch) -> None:
+    monkeypatch.setattr(module, "ASK_TIMEOUT_S", 20.0)
     async with running_gateway(nats_settings, gateway_id="other") as other:
+        other.context.timelines._asked_at = float("inf")  # those that it knows are enough
         body = {"model": MODEL, "prompt": "x", "max_tokens": 5}
         answer = await stack.client.post("/v1/completions", json=body)
         found = await other.context.timelines.find_anywhere(answer.json()["id"])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cache
 from hashlib import blake2b
 from importlib.resources import files
 
@@ -28,7 +28,7 @@ HEADERS = {
 }
 
 
-@lru_cache(maxsize=1)
+@cache
 def _files() -> dict[str, tuple[bytes, str, str]]:
     """Content, type and tag, by name."""
     found = {}

@@ -62,6 +62,8 @@ class CallReader:
     def __init__(self) -> None:
         self.name: str | None = None
         self._arguments = ""
+        self._has_arguments = False
+        """Some were taken."""
         self._key = ""
         self._value: ValueReader | None = None
         """Of the key or value that has begun."""
@@ -79,8 +81,11 @@ class CallReader:
         return self._at is _At.BROKEN
 
     def take_arguments(self) -> str:
-        """Those that came since the last call."""
+        """Those that came since this was asked last; `{}` where the call ends without any."""
         taken, self._arguments = self._arguments, ""
+        if not self._has_arguments and not taken and (self.is_done or self.is_broken):
+            taken = "{}"
+        self._has_arguments |= bool(taken)
         return taken
 
     def feed(self, text: str) -> int:

@@ -38,7 +38,7 @@ class ToolFormat:
     """Of one output, given the names of the tools."""
     begin: str = ""
     """Before the first call."""
-    head: str
+    head: str = '{"name": "NAME", "arguments": '
     """Of a call, up to its arguments; NAME stands for the name."""
     tail: str = "}"
     separator: str
@@ -87,7 +87,6 @@ HERMES = ToolFormat(
     suits=lambda template: "<tool_call>" in template and "<function=" not in template,
     parser=TaggedParser,
     begin="<tool_call>\n",
-    head='{"name": "NAME", "arguments": ',
     separator="\n</tool_call>\n<tool_call>\n",
     end="\n</tool_call>",
     marks=("<tool_call>", "</tool_call>"),
@@ -107,7 +106,6 @@ MISTRAL = ToolFormat(
     suits=lambda template: "[TOOL_CALLS]" in template and "[ARGS]" not in template,
     parser=MarkedParser,
     begin="[TOOL_CALLS][",
-    head='{"name": "NAME", "arguments": ',
     separator=", ",
     end="]",
     marks=("[TOOL_CALLS]",),
@@ -131,7 +129,6 @@ PLAIN = ToolFormat(
     suits=lambda template: True,
     parser=BareParser,
     begin="[",
-    head='{"name": "NAME", "arguments": ',
     separator=", ",
     end="]",
 )

@@ -44,8 +44,6 @@ class ToolParser(ABC):
         self._call_text = ""
         self._is_begun = False
         """The call's name is known and was told."""
-        self._has_arguments = False
-        """Of the call some were told."""
         self.num_calls = 0
 
     def feed(self, text: str) -> Parsed:
@@ -94,7 +92,7 @@ class ToolParser(ABC):
 
     def _begin_call(self, marks: str = "") -> None:
         """`marks`: what was taken before it, content if it is no call."""
-        self._call, self._call_text, self._is_begun, self._has_arguments = CallReader(), marks, False, False
+        self._call, self._call_text, self._is_begun = CallReader(), marks, False
 
     def _read_call(self, *, is_certain: bool) -> bool | None:
         """Whether the text was a call to its end; None: more is needed. `is_certain`: a call of any name is one."""
@@ -108,13 +106,8 @@ class ToolParser(ABC):
             self._is_begun = True
             self._tell(CallDelta(self.num_calls, call.name))
             self.num_calls += 1
-        if self._is_begun:
-            arguments = call.take_arguments()
-            self._has_arguments |= bool(arguments)
-            if (call.is_done or call.is_broken) and not self._has_arguments:
-                arguments = "{}"
-            if arguments:
-                self._tell(CallDelta(self.num_calls - 1, arguments=arguments))
+        if self._is_begun and (arguments := call.take_arguments()):
+            self._tell(CallDelta(self.num_calls - 1, arguments=arguments))
         if not call.is_done and not call.is_broken:
             return None
         self._call = None
@@ -180,12 +173,13 @@ class BareParser(ToolParser):
             ended = self._read_call(is_certain=False)
             self._is_text = ended is False
             return ended is not None
-        if self._rest[0] == "{":
+        rest = self._rest.lstrip(" \t\r\n[],;")
+        if rest != self._rest:
+            self._before += self._rest[: len(self._rest) - len(rest)]
+            self._rest = rest
+        elif rest[0] == "{":
             self._begin_call(self._before)
             self._before = ""
-        elif self._rest[0] in " \t\r\n[],;":
-            self._before += self._rest[0]
-            self._rest = self._rest[1:]
         elif self._mark and self._rest.startswith(self._mark):
             self._rest = self._rest[len(self._mark) :]
         elif self._mark.startswith(self._rest) and self._mark:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -58,9 +59,9 @@ def tool_use_of(request: ChatRequest) -> ToolUse | None:
         if choice not in (None, "none", "auto"):
             raise invalid("tool_choice", "'tool_choice' needs 'tools'.")
         return None
-    names = [tool.function.name for tool in tools]
-    if repeated := next((name for name in names if names.count(name) > 1), None):
-        raise invalid("tools", f"'tools' has two functions of the name '{repeated}'.")
+    ((name, count),) = Counter(tool.function.name for tool in tools).most_common(1)
+    if count > 1:
+        raise invalid("tools", f"'tools' has two functions of the name '{name}'.")
     if choice == "none":
         return None
     chosen = tools
