@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable
+from heapq import nsmallest
 
 import msgspec
 
@@ -183,7 +184,7 @@ class Batches:
     def progress(self, limit: int) -> list[BatchRecord]:
         """Of all tenants: those that are not over, and the last that ended."""
         records = self._watch.entries.values() if self._watch is not None else ()
-        return sorted(records, key=lambda record: (is_terminal(record), -record.created_s))[:limit]
+        return nsmallest(limit, records, key=lambda record: (is_terminal(record), -record.created_s))
 
     async def change(self, batch_id: str, change: Callable[[BatchRecord], BatchRecord]) -> BatchRecord | None:
         """Applies a pure function to the record as it is; returns the outcome, None where there is no such batch."""

@@ -166,8 +166,15 @@ class Catalog:
 
     def ready_models(self) -> list[str]:
         """Known models with an instance that serves them now."""
-        instances = self.instances.values()
-        return [spec.name for spec in self.models if any(serves(info, spec.name) for info in instances)]
+        return [spec.name for spec in self.models if self.is_served(spec.name)]
+
+    def is_served(self, model: str) -> bool:
+        """Whether it is known, and an instance serves it, or its base model, now."""
+        base = self.base(model)
+        return bucket_key(base) in self._models and any(
+            serves(info, base) and (instance_id, info.incarnation) not in self._exited
+            for instance_id, info in self.instances.items()
+        )
 
     def reported_max_model_len(self, model: str) -> int | None:
         """The least that the instances which have loaded it, or the base model of the adapter, report; None: none has."""

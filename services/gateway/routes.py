@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 from typing import NamedTuple
 
-from services.gateway.catalog import CHANGE_S, Catalog, serves
+from services.gateway.catalog import CHANGE_S, Catalog
 from services.gateway.errors import ApiError
 from shared.bus.interface import Bus, KeyValue, Watch
 from shared.messages.catalogue import ROUTES
@@ -48,18 +48,12 @@ class Routes:
     def get(self, name: str) -> Route | None:
         return None if self._watch is None else self._watch.entries.get(bucket_key(name))
 
-    def is_up(self, model: str) -> bool:
-        """Whether an instance serves it now."""
-        return self._catalog.has(model) and any(
-            serves(info, self._catalog.base(model)) for info in self._catalog.alive.values()
-        )
-
     def resolve(self, name: str, tenant: str, user: str | None, request_id: str) -> Routed:
         """`name`: of a route or, where there is none, of a model. `request_id`: whatever is drawn anew by each request."""
         route = self.get(name)
         if route is None:
             return Routed(name)
-        chosen = choose(route, key_of(route, tenant, user, request_id), self.is_up)
+        chosen = choose(route, key_of(route, tenant, user, request_id), self._catalog.is_served)
         return Routed(chosen.model, route, chosen.role)
 
     def model_of(self, name: str) -> str:

@@ -243,7 +243,7 @@ class AskGateways(msgspec.Struct, frozen=True):
 
 
 class ToldByGateway(msgspec.Struct, frozen=True):
-    """To the asker, where there is something to tell."""
+    """To the asker; empty where it knows of nothing."""
 
     gateway_id: PeerId
     number: int

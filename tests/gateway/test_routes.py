@@ -129,8 +129,8 @@ async def test_who_is_down_is_passed_over(two: Stack) -> None:
     await set_route(two, arms={"old": 1}, fallbacks=["new"])
     assert await ask(two) == "old"
     await two.peer.add_instance("a", "new")
-    routes = two.gateway.context.routes
-    await until(lambda: not routes.is_up("old"), "the model to be down")
+    catalog = two.gateway.context.catalog
+    await until(lambda: not catalog.is_served("old"), "the model to be down")
     assert await ask(two) == "new"
     headers = {"Authorization": "Bearer admin"}
     (state,) = (await two.client.get("/admin/routes", headers=headers)).json()["routes"]
