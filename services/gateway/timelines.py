@@ -55,12 +55,12 @@ class _Timeline:
         "course",
         "ended_s",
         "http_request_id",
-        "is_missed",
         "model",
         "num_output",
         "num_prompt",
         "request_class",
         "request_id",
+        "settled",
         "state",
     )
 
@@ -75,8 +75,19 @@ class _Timeline:
         self.state = ""
         """How it ended; empty: it has not."""
         self.ended_s = 0.0
-        self.is_missed: bool | None = None
-        """Whether it missed an objective; None: that is not settled."""
+        self.settled: list[Objective] | None = None
+        """How far it met its objectives; None: others may still have something to tell of it."""
+
+    @property
+    def objectives(self) -> list[Objective]:
+        """None while it runs."""
+        if self.settled is not None or not self.state:
+            return self.settled or []
+        return objectives(self.course, self.ended_s, self.num_output)
+
+    @property
+    def has_missed(self) -> bool:
+        return any(not objective.is_met for objective in self.objectives)
 
 
 @dataclass
@@ -229,11 +240,10 @@ class Timelines:
         unix_s = time.time()
         while self._unjudged and self._unjudged[0].ended_s <= unix_s - SETTLE_S:
             timeline = self._unjudged.popleft()
-            judged = objectives(timeline.course, timeline.ended_s, timeline.num_output)
-            timeline.is_missed = _is_missed(judged)
+            timeline.settled = timeline.objectives
             # What was cut off by its client says nothing of how it would have been served.
             if timeline.state != CANCELLED:
-                self._book.count(timeline.request_id, timeline.model, judged, timeline.ended_s)
+                self._book.count(timeline.request_id, timeline.model, timeline.settled, timeline.ended_s)
         while self._ended:
             oldest = next(iter(self._ended.values()))
             if len(self._ended) <= self._max_ended and oldest.ended_s > unix_s - self._keep_s:
@@ -268,16 +278,10 @@ class Timelines:
                     if model and timeline.model != model:
                         continue
                     # Most have met theirs: nothing more is worked out of these.
-                    if not is_missed or self._has_missed(timeline):
+                    if not is_missed or timeline.has_missed:
                         yield self._shown(timeline, is_whole=False)
 
         return list(islice(wanted(), limit))
-
-    @staticmethod
-    def _has_missed(timeline: _Timeline) -> bool:
-        if timeline.is_missed is None and timeline.state:
-            return _is_missed(objectives(timeline.course, timeline.ended_s, timeline.num_output))
-        return bool(timeline.is_missed)
 
     def explain(self, interval_s: float) -> SloExplanation:
         self._sweep()
@@ -384,7 +388,7 @@ class Timelines:
             num_preemptions=course.count(EventKind.PREEMPTED),
             num_moves=course.count(EventKind.MOVED),
             num_losses=course.count(EventKind.LOST),
-            objectives=objectives(course, until_s, timeline.num_output) if is_over else [],
+            objectives=timeline.objectives,
             num_left_out=course.num_left_out,
         )
         if is_whole:
@@ -402,10 +406,6 @@ class Timelines:
                 for teller, event in course.told
             ]
         return shown
-
-
-def _is_missed(judged: list[Objective]) -> bool:
-    return any(not objective.is_met for objective in judged)
 
 
 def _place(shown: SequenceTimeline) -> tuple[bool, bool, float]:
