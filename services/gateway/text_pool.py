@@ -128,8 +128,8 @@ class TextPool:
         self._paused: dict[str, tuple[float, str]] = {}
         """By folder: until when its template is not run, and why."""
         self._tried: OrderedDict[str, tuple[str, str, float]] = OrderedDict()
-        """By the text of a grammar: as llguidance takes it, why it cannot be followed (empty: it can), and until when that
-        is believed."""
+        """By the text of a grammar: as llguidance takes it (empty: as it is), why it cannot be followed (empty: it can),
+        and until when that is believed."""
         metrics.text_characters.set_function(lambda: self._num_characters)
 
     @contextlib.contextmanager
@@ -203,7 +203,7 @@ class TextPool:
         taken, reason, _ = self._tried[text]
         if reason:
             raise invalid(grammar.param, f"Invalid value for '{grammar.param}': {reason}")
-        return replace(grammar, text=taken)
+        return replace(grammar, text=taken) if taken else grammar
 
     def _why(self, error: _KilledError) -> str:
         settings = self._settings

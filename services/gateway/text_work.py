@@ -56,7 +56,8 @@ class Encode(msgspec.Struct, tag=True):
 
 
 class TryGrammar(msgspec.Struct, tag=True):
-    """Whether a grammar (`structured.Grammar.text`) can be followed; the result is its text as llguidance takes it."""
+    """Whether a grammar (`structured.Grammar.text`) can be followed. The result is its text as llguidance takes it, where
+    that is another."""
 
     text: str
 
@@ -134,7 +135,9 @@ def _tried(task: TryGrammar) -> Result:
         reason = f"it takes {taken_s:.2f} s of computing to be tried; the limit is {MAX_GRAMMAR_CPU_S:g} s."
     if len(reason) > MAX_REASON_CHARACTERS:
         reason = f"{reason[: MAX_REASON_CHARACTERS // 2]} ... {reason[-MAX_REASON_CHARACTERS // 2 :]}"
-    return Result(refusal=Refusal(reason, None, None)) if reason else Result(text)
+    if reason:
+        return Result(refusal=Refusal(reason, None, None))
+    return Result() if text is task.text else Result(text)
 
 
 def _why_no_token(grammar: str) -> str:

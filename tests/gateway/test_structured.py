@@ -150,7 +150,7 @@ async def test_a_reason_names_the_field_of_its_own_request_and_is_short(stack: S
 async def test_a_trial_that_was_killed_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
     pool = TextPool(GatewaySettings(), GatewayMetrics(CollectorRegistry()))
     grammar = Grammar(json_grammar_text({}), "json", "guided_json")
-    outcomes = [text_pool._KilledError("time"), text_work.Result(grammar.text)]
+    outcomes = [text_pool._KilledError("time"), text_work.Result()]
 
     async def run(task: bytes, num_characters: int) -> text_work.Result:
         if isinstance(outcome := outcomes.pop(0), Exception):
