@@ -33,7 +33,7 @@ from tideway.models import show_models
 from tideway.nats_config import nats_config
 from tideway.operations import AdminClient
 from tideway.options import DEFAULT_DATA_DIR, AdminKey, AsJson, DataDir, GatewayUrl
-from tideway.preflight import check_tensor_parallel, parse_adapters, parse_models
+from tideway.preflight import check_otlp, check_tensor_parallel, parse_adapters, parse_models
 from tideway.profile import profile
 from tideway.simulate import simulate
 from tideway.status import show_status
@@ -148,6 +148,7 @@ def up(
     if 0 < max_instances < instances:
         raise OperatorError(f"--max-instances {max_instances} is fewer than --instances {instances}.")
     check_tensor_parallel(tensor_parallel)
+    check_otlp(otlp)
     specs = parse_models(model or [], quantization, tool_format or [])
     options = UpOptions(
         models=specs,

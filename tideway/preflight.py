@@ -11,6 +11,7 @@ import socket
 import sys
 from collections.abc import Collection, Iterable
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import msgspec
 
@@ -175,6 +176,13 @@ def check_tensor_parallel(num_ranks: int) -> None:
         raise OperatorError(
             f"--tensor-parallel {num_ranks}: weights are cut in halves, so it must be a power of two (1, 2, 4, 8)."
         )
+
+
+def check_otlp(url: str) -> None:
+    """Whether somebody listens there, nobody waits to find out: what cannot be sent is dropped."""
+    parts = urlsplit(url)
+    if url and (parts.scheme not in ("http", "https") or not parts.hostname):
+        raise OperatorError(f"--otlp {url}: a URL with its scheme is expected, say http://127.0.0.1:4318.")
 
 
 def nats_server_binary() -> str:

@@ -13,6 +13,7 @@ from shared.tls import is_loopback
 from tideway.data_folder import DataFolder, OperatorError, State
 from tideway.preflight import (
     check_memory,
+    check_otlp,
     check_port,
     check_tensor_parallel,
     free_memory_bytes,
@@ -213,3 +214,11 @@ def test_weights_are_cut_in_halves() -> None:
         check_tensor_parallel(num_ranks)
     with pytest.raises(OperatorError, match=r"--tensor-parallel 6: .* power of two"):
         check_tensor_parallel(6)
+
+
+def test_where_traces_go_is_a_url() -> None:
+    for url in ("", "http://127.0.0.1:4318", "https://collector/otlp"):
+        check_otlp(url)
+    for url in ("127.0.0.1:4318", "localhost:4318", "nonsense", "http://", "grpc://collector:4317"):
+        with pytest.raises(OperatorError, match=r"--otlp .*http://127\.0\.0\.1:4318"):
+            check_otlp(url)
