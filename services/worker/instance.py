@@ -29,7 +29,7 @@ from shared.cost_model import CostSource
 from shared.engine.calls import ClearPrefixCache, SetStatistics, Submit
 from shared.engine.driver import StepStats
 from shared.engine.engine import Effect, Engine
-from shared.engine.load_reports import LoadReports
+from shared.engine.load_reports import DRIFT_INTERVAL_S, HEARTBEAT_S, REPORT_INTERVAL_S, LoadReports, is_news
 from shared.engine.requests import Ended, Output
 from shared.messages.admin import Done, Drain, LoadModel, UnloadModel
 from shared.messages.catalogue import (
@@ -68,10 +68,8 @@ from shared.telemetry import Telemetry
 
 log = logging.getLogger(__name__)
 
-REPORT_INTERVAL_S = 0.02
-"""Load reports are at least so far apart."""
-HEARTBEAT_S = 1.0
-"""A load report and a registry entry are at most so far apart."""
+METRICS_INTERVAL_S = 0.2
+"""Between two updates of the gauges and counters that are read from the engine."""
 COMPILE_WAIT_S = 0.5
 """That the sender of a request is kept waiting while its grammar is compiled: with that for an adapter, less than it waits
 for an answer."""
@@ -127,6 +125,7 @@ class InstanceService:
         self._outputs = OutputLog()
         self._reports = LoadReports(self._id, self.incarnation)
         self._changed = asyncio.Event()
+        self._reported_at = float("-inf")
         self._migrations = InstanceMigrations(
             bus=bus,
             settings=settings,
@@ -195,6 +194,7 @@ class InstanceService:
             self._models.begin_load(spec)
         await self._migrations.start()
         self._tasks.start(self._report_loads(), "load reports")
+        self._tasks.start(self._keep_measured(), "metrics")
         self._tasks.start(self._keep_registered(), "registry")
         log.info("instance %s serves (pool %d x %d bytes)", self._id, self._num_merged, self._plan.merged_bytes)
 
@@ -374,7 +374,8 @@ class InstanceService:
         self._migrations.on_effects(effects, stats)
         if stats is not None:
             self._metrics.on_step(stats)
-        self._changed.set()
+        if is_news(effects, stats) or now - self._reported_at >= DRIFT_INTERVAL_S:
+            self._changed.set()
 
     def _on_ended(self, ended: Ended) -> None:
         self._reports.on_ended(ended)
@@ -394,10 +395,19 @@ class InstanceService:
             await asyncio.sleep(REPORT_INTERVAL_S)
 
     def _publish_load(self) -> None:
-        now = self._loop.now()
         self._events.collect()
+        self._reported_at = self._bus.now()
+        load_now = self._loop.ask(lambda engine: engine.load(self._loop.now()))
+        self._bus.publish(LOAD_REPORTS, self._reports.take(load_now, *self._migrations.num_migrating))
+
+    async def _keep_measured(self) -> None:
+        while True:
+            self._measure()
+            await asyncio.sleep(METRICS_INTERVAL_S)
+
+    def _measure(self) -> None:
         with self._loop.locked() as engine:
-            load_now = engine.load(now)
+            load_now = engine.load(self._loop.now())
             used_share, host_used_share = engine.pool.used_share, engine.memory.host.used_share
         counters = self._loop.counters
         self._metrics.on_load(load_now, used_share, counters.num_preemptions)
@@ -407,7 +417,6 @@ class InstanceService:
             if self._cost_sources.get(model) != known.source:
                 self._cost_sources[model] = known.source
                 log.info("step times of %s: %s", model, known.source)
-        self._bus.publish(LOAD_REPORTS, self._reports.take(load_now, *self._migrations.num_migrating))
 
     def _block_bytes(self) -> dict[str, int]:
         """A KV block's share of a merged block, of each model."""

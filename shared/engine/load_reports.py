@@ -2,10 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
+from shared.engine.driver import StepStats
+from shared.engine.engine import Effect
 from shared.engine.load import InstanceLoad
-from shared.engine.requests import Ended
+from shared.engine.requests import Ended, Output
 from shared.messages.cluster import FinishedStats, LoadReport, MigrationOutcome
 from shared.messages.requests import HeldRequest
+
+REPORT_INTERVAL_S = 0.02
+"""At least, between two reports."""
+DRIFT_INTERVAL_S = 0.1
+"""Between reports where nothing went on but decoding, which changes an instance's load little by little. A report costs its
+instance and the scheduler about as much as a token."""
+HEARTBEAT_S = 1.0
+"""Between reports where nothing went on at all."""
+
+
+def is_news(effects: Iterable[Effect], stats: StepStats | None) -> bool:
+    """Whether the next report should not wait for `DRIFT_INTERVAL_S`. `stats`: of the step that `effects` came of."""
+    if stats is None or stats.num_tokens > sum(stats.num_decodes):
+        return True
+    return any(not isinstance(effect, Output) for effect in effects)
 
 
 class LoadReports:

@@ -11,6 +11,7 @@ tokens reach their users at once. See docs/simulation.md.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, TypeVar
@@ -22,7 +23,7 @@ from shared.cost_model import CostModel
 from shared.engine.calls import AddModel, Cancel, RemoveModel, SetCostModel, SetStatistics, Submit
 from shared.engine.driver import StepStats
 from shared.engine.engine import Effect, Engine
-from shared.engine.load_reports import LoadReports
+from shared.engine.load_reports import DRIFT_INTERVAL_S, HEARTBEAT_S, REPORT_INTERVAL_S, LoadReports
 from shared.engine.plan import ModelShape, StepPlan
 from shared.engine.recording import Configuration
 from shared.engine.requests import Ended, Output
@@ -44,9 +45,6 @@ T = TypeVar("T")
 
 CONTROL_S = 0.001
 """Of a message to or from the scheduler, one way."""
-REPORT_INTERVAL_S = 0.02
-HEARTBEAT_S = 1.0
-"""Between two load reports at least and at most."""
 STATISTICS_S = 1.0
 """Between two tellings of execution times."""
 POLL_S = 0.05
@@ -116,7 +114,7 @@ class Instance:
         """Row -> what is answered there, as of `Gateway.answer_of`."""
         self._num_preemptions = 0
         self._reported_s = -1.0
-        self._is_report_due = False
+        self._report_due_s = math.inf
         self._events.after(HEARTBEAT_S, self._beat)
 
     @property
@@ -253,7 +251,8 @@ class Instance:
         if self.migrations is not None and not step.is_suspended:
             plan = step.plan
             self.migrations.on_step(StepStats(plan.model, sum(plan.counts), plan.num_decodes, step.whole_s))
-        self._report_soon()
+        is_prompt = sum(step.plan.counts) > sum(step.plan.num_decodes)
+        self._report_within(REPORT_INTERVAL_S if is_prompt else DRIFT_INTERVAL_S)
 
     def _on_effects(self, effects: list[Effect]) -> None:
         # What is known of an ended request is noted before its user is told.
@@ -276,19 +275,23 @@ class Instance:
     # ----------------------------------------------------------------------------------------------- reports
 
     def _report_soon(self) -> None:
-        if not self._is_report_due:
-            self._is_report_due = True
-            self._events.at(self._reported_s + REPORT_INTERVAL_S, self._report)
+        self._report_within(REPORT_INTERVAL_S)
+
+    def _report_within(self, interval_s: float) -> None:
+        due_s = max(self._reported_s + interval_s, self._events.now)
+        if due_s < self._report_due_s:
+            self._report_due_s = due_s
+            self._events.at(due_s, self._report, due_s)
 
     def _beat(self) -> None:
         if not self.is_gone:
             self._report_soon()
             self._events.after(HEARTBEAT_S, self._beat)
 
-    def _report(self) -> None:
-        self._is_report_due = False
-        if self.is_gone:
+    def _report(self, due_s: float) -> None:
+        if self.is_gone or due_s != self._report_due_s:
             return
+        self._report_due_s = math.inf
         self._reported_s = self._events.now
         num_out = 0 if self.migrations is None else self.migrations.num_out
         num_in = self.num_transfers - num_out
