@@ -82,6 +82,17 @@ class CompiledLayers:
             state.pending = group.all_reduce(state.pending)
             forward.pending, forward.has_pending = address(state.pending), True
 
+    def last_norm(self, state: ForwardState, tokens: torch.Tensor | None, weight: torch.Tensor) -> torch.Tensor:
+        """[R, hidden_size]: that of the residual stream, of these tokens; None: of all."""
+        compiled, hidden, pending = kernels(), state.hidden, state.pending
+        assert compiled is not None
+        if tokens is None:
+            state.pending = None
+        else:
+            hidden = hidden.index_select(0, tokens)
+            pending = None if pending is None else pending.index_select(0, tokens)
+        return compiled.add_rms_norm(hidden, pending, weight, self._decoder.eps)
+
     def _kv_of(self, views: KvViews) -> ctypes.Array[KvStruct]:
         known = self._kv
         if known is None or known[0] is not views:

@@ -264,8 +264,10 @@ class LlamaModel(DecoderModel):
 
     def logits(self, state: ForwardState, tokens: torch.Tensor | None) -> torch.Tensor:
         assert self._norm is not None and self._head is not None
-        hidden = state.residual
-        if tokens is not None:
-            hidden = hidden.index_select(0, tokens)
-        logits = self._head(self._ops.rms_norm(hidden, self._norm, self._eps))
+        if self._compiled is not None:
+            normed = self._compiled.last_norm(state, tokens, self._norm)
+        else:
+            hidden = state.residual if tokens is None else state.residual.index_select(0, tokens)
+            normed = self._ops.rms_norm(hidden, self._norm, self._eps)
+        logits = self._head(normed)
         return self._cap(logits).mul_(self._parts.logit_softcap) if self._parts.logit_softcap else logits

@@ -1,7 +1,8 @@
 """Rotary position embeddings and the scalings that Llama, Mistral and Qwen checkpoints use.
 
-Angles are computed for each step's positions rather than looked up: a step has few positions, and a table of 131,072
-would be large. The formulas are those of transformers' `modeling_rope_utils`.
+On CPU they are looked up in a table that grows with the positions seen (one of 131,072 at once would be large, and few
+angles take torch as long as many); elsewhere they are computed for each step. The formulas are those of transformers'
+`modeling_rope_utils`.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from shared.checkpoint import CheckpointError
 
 _TABLE_BLOCK = 64
 """Positions; torch computes so few angles in one thread."""
+_LEAST_TABLE = 1024
+"""Positions of the first table."""
 
 Rope = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 """As `RotaryEmbedding.__call__`."""
@@ -35,6 +38,7 @@ class RotaryEmbedding:
     ) -> None:
         """`rope`: as `shared.checkpoint.rope_parameters` gives it."""
         self._dtype = dtype
+        self._max_model_len = max_model_len
         self._table: tuple[torch.Tensor, torch.Tensor] | None = None
         self._head_dim = head_dim
         self._theta = float(rope["rope_theta"])
@@ -71,22 +75,31 @@ class RotaryEmbedding:
 
     def cos_sin(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """[T] int64 -> cos and sin, each [T, head_dim / 2] float32."""
-        if self._table is not None:
-            return self._table[0].index_select(0, positions), self._table[1].index_select(0, positions)
+        table = self._table
+        if positions.device.type == "cpu":
+            num_positions = int(positions.max()) + 1
+            if table is None or num_positions > len(table[0]):
+                table = self.tabulate(max(num_positions, min(2 * num_positions, self._max_model_len), _LEAST_TABLE))
+        if table is None:
+            return self._computed(positions)
+        return table[0].index_select(0, positions), table[1].index_select(0, positions)
+
+    def tabulate(self, num_positions: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Computes all positions now, in blocks of a fixed shape, so that those of a position do not depend on the others of
+        a step."""
+        blocks = [
+            self._computed(torch.arange(start, start + _TABLE_BLOCK, device=self._inverse.device))
+            for start in range(0, num_positions, _TABLE_BLOCK)
+        ]
+        self._table = torch.cat([cos for cos, _ in blocks]), torch.cat([sin for _, sin in blocks])
+        return self._table
+
+    def _computed(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         angles = positions[:, None].float() * self._inverse_at(positions)
         cos, sin = angles.cos(), angles.sin()
         if self.attention_factor != 1.0:
             cos, sin = cos * self.attention_factor, sin * self.attention_factor
         return cos, sin
-
-    def tabulate(self, num_positions: int) -> None:
-        """Computes all positions now, in blocks of a fixed shape, so that those of a position do not depend on the others of
-        a step."""
-        blocks = [
-            self.cos_sin(torch.arange(start, start + _TABLE_BLOCK, device=self._inverse.device))
-            for start in range(0, num_positions, _TABLE_BLOCK)
-        ]
-        self._table = torch.cat([cos for cos, _ in blocks]), torch.cat([sin for _, sin in blocks])
 
     def _inverse_at(self, positions: torch.Tensor) -> torch.Tensor:
         """[head_dim / 2], or [T, head_dim / 2] where frequencies depend on the position.

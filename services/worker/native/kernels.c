@@ -1078,6 +1078,25 @@ static void linear_member(void *team, int thread, const void *argument) {
 void tideway_linear(Team *team, const LinearCall *call) { run_team(team, linear_member, call); }
 
 typedef struct {
+    void *hidden;                 /* [rows, width] */
+    const void *pending, *weight; /* [rows, width] or NULL; [width] */
+    void *out;                    /* [rows, width] */
+    int64_t num_rows, width, is_bf16;
+    float eps;
+} NormCall;
+
+static void norm_member(void *team, int thread, const void *argument) {
+    const NormCall *c = argument;
+    Worker worker = {team, 0, thread};
+    if (c->is_bf16) add_and_norm(1, &worker, c->hidden, c->pending, c->weight, c->eps, c->out, c->num_rows, c->width);
+    else add_and_norm(0, &worker, c->hidden, c->pending, c->weight, c->eps, c->out, c->num_rows, c->width);
+    even_phases(&worker);
+}
+
+/* Adds what is pending, if it is given, and norms the sum. */
+void tideway_norm(Team *team, const NormCall *call) { run_team(team, norm_member, call); }
+
+typedef struct {
     const Batch *batch;
     const Kv *kv;
     const Heads *heads;

@@ -102,6 +102,13 @@ class AttentionStruct(ctypes.Structure):
     ]  # fmt: skip
 
 
+class NormStruct(ctypes.Structure):
+    _fields_ = [
+        ("hidden", c_void_p), ("pending", c_void_p), ("weight", c_void_p), ("out", c_void_p), ("num_rows", c_int64),
+        ("width", c_int64), ("is_bf16", c_int64), ("eps", c_float),
+    ]  # fmt: skip
+
+
 class ArgmaxStruct(ctypes.Structure):
     _fields_ = [
         ("scores", c_void_p), ("num_rows", c_int64), ("width", c_int64), ("is_bf16", c_int64), ("best", c_void_p),
@@ -135,6 +142,19 @@ class Kernels:
             weight.activation is not None, weight.activation or 0, x.dtype == torch.bfloat16,
         )  # fmt: skip
         self._library.tideway_linear(self._team, ctypes.byref(call))
+        return out
+
+    def add_rms_norm(
+        self, hidden: torch.Tensor, pending: torch.Tensor | None, weight: torch.Tensor, eps: float
+    ) -> torch.Tensor:
+        """The norm over the last axis of hidden + pending, which are [R, width], contiguous, of a width that `LANES`
+        divides; `hidden` becomes the sum."""
+        out = torch.empty_like(hidden)
+        call = NormStruct(
+            hidden.data_ptr(), address(pending), weight.data_ptr(), out.data_ptr(), *hidden.shape,
+            hidden.dtype == torch.bfloat16, eps,
+        )  # fmt: skip
+        self._library.tideway_norm(self._team, ctypes.byref(call))
         return out
 
     def attention(self, call: AttentionStruct) -> None:
