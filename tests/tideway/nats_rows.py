@@ -31,7 +31,8 @@ def bucket_rows() -> list[str]:
     rows = []
     for bucket in vars(catalogue).values():
         if isinstance(bucket, Bucket):
-            kept = "on disk" if bucket.durable else f"in memory, {bucket.ttl_s:g} s after it was written"
+            kept = "on disk" if bucket.durable else "in memory"
+            kept += "" if bucket.ttl_s is None else f", {bucket.ttl_s:,g} s after it was written"
             writers = ", ".join(_names(role) for role in bucket.writers)
             of, readers = bucket.type.__name__, _names(bucket.read_by)
             rows.append(f"| `{bucket.name}` | {of} | {kept} | {writers} | {readers} |")
