@@ -6,6 +6,8 @@ import json
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from llguidance import LLMatcher
 
 from services.gateway.schemas import FunctionDefinition
@@ -57,7 +59,15 @@ OUTPUTS: list[tuple[str, str, str, list[tuple[str, Any]]]] = [
 ]  # fmt: skip
 
 
-def read(parser: ToolParser, pieces: list[str]) -> tuple[str, list[tuple[str, Any]]]:
+PIECES = [
+    "<tool_call>", "</tool_call>", "<tool_", "[TOOL_CALLS]", "[TOOL", "[ARGS]", "[CALL_ID]", "<|python_tag|>", "<|py",
+    "{", "}", "[", "]", '"', ": ", ",", ";", " ", "\n", "\\", "\\ud83d", '"name"', '"arguments"', '"now"',
+    "weather", "12", "\u6f6e", call(), call("now", "{}", "parameters"), call("nobody", '"[]"'),
+]  # fmt: skip
+
+
+def deltas(parser: ToolParser, pieces: list[str]) -> tuple[str, list[str], list[str]]:
+    """The content, and the names and arguments of the calls."""
     content, names, arguments = "", [], []
     parsed: list[Parsed] = [parser.feed(piece) for piece in pieces]
     for part in [*parsed, parser.flush()]:
@@ -69,7 +79,21 @@ def read(parser: ToolParser, pieces: list[str]) -> tuple[str, list[tuple[str, An
                 arguments.append("")
             assert delta.index == len(names) - 1
             arguments[-1] += delta.arguments
+    return content, names, arguments
+
+
+def read(parser: ToolParser, pieces: list[str]) -> tuple[str, list[tuple[str, Any]]]:
+    content, names, arguments = deltas(parser, pieces)
     return content, [(name, json.loads(text)) for name, text in zip(names, arguments, strict=True)]
+
+
+@given(st.sampled_from(sorted(FORMATS)), st.lists(st.sampled_from(PIECES), max_size=10), st.integers(1, 9))
+def test_whatever_a_model_writes_is_read_the_same_however_it_comes(name: str, pieces: list[str], size: int) -> None:
+    text = "".join(pieces)
+    whole = deltas(FORMATS[name].parser(NAMES), [text])
+    assert deltas(FORMATS[name].parser(NAMES), pieces) == whole
+    assert deltas(FORMATS[name].parser(NAMES), [text[i : i + size] for i in range(0, len(text), size)]) == whole
+    json.dumps(whole, ensure_ascii=False).encode()  # it has a UTF-8
 
 
 @pytest.mark.parametrize("name, text, content, calls", OUTPUTS)

@@ -75,10 +75,10 @@ class ToolParser(ABC):
         return taken
 
     def _say(self, text: str) -> None:
-        text = self._space + text
-        kept = text.rstrip()
-        self._space = text[len(kept) :]
-        self._parsed.content += kept
+        if kept := text.rstrip():
+            self._parsed.content += self._space + kept
+            self._space = ""
+        self._space += text[len(kept) :]
 
     def _say_until(self, mark: str) -> bool:
         """Whether the mark was found; what is before it is content, what is after it is left."""
