@@ -65,13 +65,13 @@ Prompt = Annotated[
 
 def is_nested_deep(value: Any) -> bool:
     """Whether JSON is nested deeper than `MAX_NESTING`."""
-    containers = [value]
-    for _ in range(MAX_NESTING + 1):
+    containers = [value] if isinstance(value, (dict, list)) else []
+    for _ in range(MAX_NESTING):
         containers = [
             child
             for container in containers
-            if isinstance(container, dict | list)
             for child in (container.values() if isinstance(container, dict) else container)
+            if isinstance(child, (dict, list))
         ]
         if not containers:
             return False

@@ -13,6 +13,7 @@ import openai
 import pytest
 
 from services.gateway import bodies
+from services.gateway.schemas import is_nested_deep
 from shared.bus.interface import ServiceError
 from shared.messages.cluster import ModelSpec
 from shared.messages.requests import ErrorCode, ErrorInfo, FinishReason
@@ -324,7 +325,12 @@ def nested(depth: int) -> dict[str, Any]:
     return value
 
 
-@pytest.mark.parametrize("depth", [102, 900, 950, 980, 100_000])
+def test_nesting_is_counted_in_objects_and_lists() -> None:
+    assert not any(map(is_nested_deep, (None, True, "x", {}, nested(100), [[nested(98)], {"a": nested(98)}])))
+    assert all(map(is_nested_deep, (nested(101), [[nested(98)], {"a": nested(99)}])))
+
+
+@pytest.mark.parametrize("depth", [101, 900, 950, 980, 100_000])
 async def test_what_is_nested_deep_is_refused_by_name(stack: Stack, depth: int) -> None:
     """Just below what the decoder takes too, where less is left for all that follows."""
     mark = '"DEEP"'
