@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from shared.messages.timeline import MissedObjective, Phase, SequenceTimeline, SloExplanation
-from shared.monitor.timeline import Times, parts_of, seconds, total, words
+from shared.monitor.timeline import OBJECTIVES, Times, parts_of, seconds, total, words
 from tideway.operations import AdminClient
 from tideway.top import LOOK
 
@@ -94,8 +94,9 @@ def _missed_table(explained: SloExplanation) -> Table:
     for one in explained.objectives:
         of_missed = (seconds(one.objective_s), seconds(one.measured_s)) if one.num_missed else ("-", "-")
         share = f"{one.num_missed / one.num_judged:.1%}"
-        name = {"ttft": "time to first token", "tpot": "time per output token"}[one.name]
-        table.add_row(escape(one.model), name, str(one.num_judged), str(one.num_missed), share, *of_missed)
+        table.add_row(
+            escape(one.model), OBJECTIVES[one.name], str(one.num_judged), str(one.num_missed), share, *of_missed
+        )
     return table
 
 
@@ -131,7 +132,7 @@ def _show_timeline(timeline: SequenceTimeline, console: Console) -> None:
     table.columns[0].justify = "right"
     for event in timeline.events:
         what = event.kind.replace("_", " ")
-        table.add_row(seconds(max(0.0, event.after_s)), what, escape(event.teller), escape(event.text))
+        table.add_row(seconds(event.after_s), what, escape(event.teller), escape(event.text))
     console.print(table)
     if timeline.num_left_out:
         console.print(f"{timeline.num_left_out} events in between are left out.")

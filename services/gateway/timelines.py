@@ -396,7 +396,7 @@ class Timelines:
             shown.events = [
                 TimelineEvent(
                     kind=event.kind,
-                    after_s=event.at_s - arrived_s,
+                    after_s=max(0.0, event.at_s - arrived_s),
                     teller=teller,
                     text=event_text(event, timeline.num_prompt),
                     cause=event.cause,

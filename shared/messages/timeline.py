@@ -117,7 +117,7 @@ class Phase(StrEnum):
 class TimelineEvent(msgspec.Struct, kw_only=True):
     kind: EventKind
     after_s: float
-    """Since the request's arrival."""
+    """Since the request's arrival; 0 where another's clock is behind."""
     teller: str
     """Id of the gateway, scheduler or instance."""
     text: str

@@ -43,6 +43,7 @@ _PHASES = {
     EventKind.LOST: Phase.RESCUE,
 }
 """That an event begins, whatever was before."""
+OBJECTIVES = {"ttft": "time to first token", "tpot": "time per output token"}
 NUM_EXAMPLES = 5
 """Of requests that missed an objective."""
 
@@ -239,9 +240,8 @@ def _objective(name: str, objective_s: float, total_s: float, spent: Times, numb
     parts = parts_of(spent)
     measured_s = total_s / number
     is_met = measured_s <= objective_s
-    long = {"ttft": "time to first token", "tpot": "time per output token"}[name]
     verdict = "met" if is_met else f"missed by {seconds(measured_s - objective_s)}"
-    text = f"{long} {seconds(measured_s)}, objective {seconds(objective_s)}: {verdict}"
+    text = f"{OBJECTIVES[name]} {seconds(measured_s)}, objective {seconds(objective_s)}: {verdict}"
     if not is_met:
         text += f"; {words(parts)}"
     return Objective(name=name, objective_s=objective_s, measured_s=measured_s, is_met=is_met, parts=parts, text=text)

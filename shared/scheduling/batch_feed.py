@@ -107,8 +107,9 @@ class BatchFeed:
         """By batch and model."""
         self._gateway_id = gateway_id
         self._granted_s = -inf
-        self._asked: list[tuple[str, str]] = []
-        """Accounts whose demands the last question has, in its order, which is that of the grants."""
+        self._asked: dict[tuple[str, str], str] = {}
+        """Accounts whose demands the last question has, in its order, which is that of the grants; and the models that
+        compute them: a model and its adapters are computed by one."""
 
     def open(self, batch_id: str, model: str, demand: Callable[[int], OfflineDemand]) -> Account:
         account = self.accounts[batch_id, model] = Account(demand)
@@ -119,7 +120,7 @@ class BatchFeed:
 
     def share_per_s(self, model: str) -> float:
         """Tokens per second that each of this gateway's batches may hope for."""
-        num_batches = sum(1 for _, name in self.accounts if name == model)
+        num_batches = sum(1 for key in self.accounts if self._asked.get(key, key[1]) == model)
         return self.tokens_per_s.get(model, 0.0) / max(1, num_batches)
 
     def ask(self, now: float) -> GrantQuery | None:
@@ -128,7 +129,7 @@ class BatchFeed:
                 self._apply(GrantReply([], 0.0, self.tokens_per_s))
             return None
         demands = {key: demand for key, account in self.accounts.items() if (demand := account.ask()) is not None}
-        self._asked = list(demands)
+        self._asked = {key: demand.model for key, demand in demands.items()}
         return GrantQuery(self._gateway_id, list(demands.values()))
 
     def answered(self, reply: GrantReply | None, now: float) -> float:
