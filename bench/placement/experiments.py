@@ -15,8 +15,9 @@ from bench.placement.problems import draw, draw_models
 from bench.reporting import Target
 from shared.placement.estimator import Estimator, estimate
 from shared.placement.memory import why_not
+from shared.placement.plan import ATTAINMENT_GRAIN
 from shared.placement.problem import Group, Plan, Prediction, Problem
-from shared.placement.search import ATTAINMENT_GRAIN, Searcher, search
+from shared.placement.search import Searcher, search
 from shared.simulation.deployment import predict
 
 SIZES = {(64, 16): 2.0, (1024, 64): 30.0}
