@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from bench.placement import day, experiments
-from bench.reporting import judged, machine, table_of, write
+from bench.reporting import judged, machine, save_figure, table_of, write
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -22,6 +22,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--output", type=Path, default=Path(".tideway/bench"), help="folder of JSON and table")
     parser.add_argument("--load", type=float, default=day.LOAD, help="of the day, see bench/placement/day.py")
+    parser.add_argument("--day", type=int, default=0, help="of the table of rates, which has 14; 0: the first")
     parser.add_argument("--processes", type=int, default=2, help="of the day, in which its rows are made")
     parser.add_argument(
         "--intervals",
@@ -36,7 +37,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "optimum": experiments.optimum,
         "rank": experiments.rank,
         "day": lambda seed: day.day(
-            seed, options.load, options.processes, list(dict.fromkeys(["adaptive", "none", *options.intervals]))
+            day.Asked(seed, options.load, options.day),
+            options.processes,
+            list(dict.fromkeys(["adaptive", "none", *options.intervals])),
         ),
     }
     for name in options.experiments:
@@ -47,9 +50,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         head = f"# Placement: {name}, {date}\n\n{machine()}, seed {options.seed}, {took_s:.0f} s\n\n"
         document = {
             "date": date, "machine": machine(), "seed": options.seed, "took_s": round(took_s, 1), "rows": found.rows,
-            "notes": found.notes, "targets": judged(found.targets),
+            "series": found.series, "notes": found.notes, "targets": judged(found.targets),
         }  # fmt: skip
         stem = write(options.output, f"placement-{name}-{date}", document, head + "\n".join(lines))
+        if found.draw is not None:
+            save_figure(found.draw, stem.with_suffix(".png"))
         print("\n".join(lines))
         print(f"{took_s:.0f} s; written: {stem}.json, .md", flush=True)
     return 0

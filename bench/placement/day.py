@@ -7,19 +7,21 @@ the groups that serve while a plan changes (shared/placement/rehearsal.py). The 
 day says how intervals and changes follow real traffic, not how good the estimate is: for that some stretches of the day are
 simulated faithfully on the plans that served then, and both are shown side by side.
 
-Each stretch between two searches begins with the traffic of `LEAD_S` before it. Shapes of rates are the table's; each
-model's mean is set so that all have the same share of the devices' time.
+What is measured between two searches begins with the traffic of `LEAD_S` before it; what is told in the end is estimated
+in one, from the first to the last request of the day. Shapes of rates are the table's; each model's mean is set so that all
+have the same share of the devices' time.
 """
 
 from __future__ import annotations
 
 import csv
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 import numpy as np
@@ -31,13 +33,17 @@ from shared.placement.execution import alone_s, execution_s, step_tokens
 from shared.placement.facts import SHAPES, model_facts, node_facts
 from shared.placement.hardware import L4
 from shared.placement.plan import ModelPrediction, Prediction
-from shared.placement.problem import ModelFacts, Plan, Problem, Proposal, Traffic
+from shared.placement.problem import Group, ModelFacts, Plan, Problem, Proposal, Traffic
 from shared.placement.rehearsal import Episode, rehearse
 from shared.placement.replacement import Replacement, ReplacementSettings
 from shared.placement.search import search
+from shared.placement.stretches import between
 from shared.simulation import metrics
 from shared.simulation.deployment import simulate
 from tideway.bench.traces import read_trace
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 TRACES = Path("../shared/traces")
 MODELS = {
@@ -72,15 +78,17 @@ def settings(name: str) -> ReplacementSettings:
     return ReplacementSettings(initial_s=initial_s, least_s=least_s, most_s=most_s)
 
 
-def rates(folder: Path) -> dict[str, np.ndarray]:
-    """[windows of the first day] of each model, over its mean. A window without requests is one that was not recorded: it
-    is as the one before."""
-    found: dict[str, np.ndarray] = {}
+def rates(folder: Path, number_of_day: int = 0) -> dict[str, np.ndarray]:
+    """[windows of that day] of each model, over its mean; of the first one where only that was recorded. A window without
+    requests is one that was not recorded: it is as the one before."""
+    days: dict[str, dict[int, np.ndarray]] = {}
+    per_day = int(DAY_S / WINDOW_S)
     with (folder / "servegen_model_rates.csv").open() as file:
         for row in csv.DictReader(file):
-            number = int(float(row["window_start_s"]) / WINDOW_S)
-            if number < DAY_S / WINDOW_S:
-                found.setdefault(row["model"], np.zeros(int(DAY_S / WINDOW_S)))[number] = float(row["rate_rps"])
+            day, number = divmod(int(float(row["window_start_s"]) / WINDOW_S), per_day)
+            of_model = days.setdefault(row["model"], {})
+            of_model.setdefault(day, np.zeros(per_day))[number] = float(row["rate_rps"])
+    found = {name: of_model.get(number_of_day, of_model[0]) for name, of_model in days.items()}
     for values in found.values():
         for number in range(len(values)):
             if values[number] == 0:
@@ -89,8 +97,8 @@ def rates(folder: Path) -> dict[str, np.ndarray]:
     return found
 
 
-def draw_day(folder: Path, seed: int, load: float) -> tuple[Traffic, list[ModelFacts]]:
-    shapes = rates(folder)
+def draw_day(folder: Path, seed: int, load: float, number_of_day: int = 0) -> tuple[Traffic, list[ModelFacts]]:
+    shapes = rates(folder, number_of_day)
     columns, models = [], []
     for index, (name, (shape, lengths)) in enumerate(MODELS.items()):
         rng = np.random.default_rng([seed, index])
@@ -116,31 +124,45 @@ def draw_day(folder: Path, seed: int, load: float) -> tuple[Traffic, list[ModelF
     ), models  # fmt: skip
 
 
-def between(arrivals: Traffic, since_s: float, until_s: float) -> Traffic:
-    """Times from `since_s` on."""
-    there = slice(*np.searchsorted(arrivals.arrival_s, [since_s, until_s]).tolist())
-    return Traffic(
-        arrivals.models, arrivals.model[there], arrivals.arrival_s[there] - since_s, arrivals.prompt_tokens[there],
-        arrivals.output_tokens[there], arrivals.is_online[there], until_s - since_s,
-    )  # fmt: skip
-
-
 class _Stretch(NamedTuple):
     """Of requests that were followed, parallel over n."""
 
+    at_s: np.ndarray
+    """Of the day."""
     model: np.ndarray
     weight: np.ndarray
     is_late: np.ndarray
     normalised: np.ndarray
 
 
-class _Way(NamedTuple):
+class Way(NamedTuple):
     """To another plan."""
 
     begin_s: float
     seconds: float
     episodes: list[Episode]
     """From `begin_s` on."""
+    plan: Plan
+
+
+def timeline(first: Plan, ways: Sequence[Way], *, is_free: bool = False) -> list[Episode]:
+    """Who serves when, of a whole day. `is_free`: as if another plan served at once when the way to it begins."""
+    over: list[Episode] = []
+    now = dict.fromkeys(first.groups, 0.0)
+    for way in ways:
+        coming = [Episode(group) for group in way.plan.groups] if is_free else way.episodes
+        kept = {one.group for one in coming if not one.start_s and (not is_free or one.group in now)}
+        over += [Episode(group, since_s, way.begin_s) for group, since_s in now.items() if group not in kept]
+        later: dict[Group, float] = {}
+        for one in coming:
+            since_s = now[one.group] if one.group in kept and one.group in now and not one.start_s else way.begin_s
+            since_s += one.start_s
+            if math.isfinite(one.end_s):
+                over.append(Episode(one.group, since_s, way.begin_s + one.end_s))
+            else:
+                later[one.group] = since_s
+        now = later
+    return over + [Episode(group, since_s) for group, since_s in now.items()]
 
 
 class Day:
@@ -152,15 +174,17 @@ class Day:
         self.core.settled(0.0, predicted)
         self.num_searches, self.num_changes = 0, 0
         self.causes: dict[str, int] = {}
-        self.changing_s, self.lost_device_s, self.late_by_changes = 0.0, 0.0, 0.0
-        """Of all changes; and the requests that were late because of them, by the estimate."""
+        self.changing_s, self.lost_device_s = 0.0, 0.0
+        """Of all changes."""
         self.plans = [(0.0, plan)]
         """From when on each served."""
         self._problem, self._plan = problem, plan
+        self._first = plan
         self._stretches: list[_Stretch] = []
-        self._way: _Way | None = None
+        self._ways: list[Way] = []
 
-    def play(self) -> _Stretch:
+    def play(self) -> tuple[_Stretch, _Stretch]:
+        """The whole day, as it was, and as if changes took no time."""
         now_s = 0.0
         while now_s < DAY_S:
             until_s = min(DAY_S, self.core.next_s)
@@ -171,7 +195,19 @@ class Day:
                 now_s = end_s
             if now_s < DAY_S:
                 self._search(now_s, _joined(self._stretches[first:]))
-        return _joined(self._stretches)
+        return self._whole()
+
+    def _whole(self) -> tuple[_Stretch, _Stretch]:
+        """In one, so that no request is forgotten that waits, wherever searches were."""
+        estimator = Estimator(
+            self._problem, num_bins=int(DAY_S / BIN_S), max_followed=self._problem.traffic.num_requests
+        )
+        served = estimator.served([timeline(self._first, self._ways, is_free=is_free) for is_free in (False, True)])
+        was, free = (
+            _Stretch(served.at_s, served.model, served.weight, served.is_late[number], served.normalised[number])
+            for number in (0, 1)
+        )
+        return was, free
 
     def _search(self, now_s: float, seen: _Stretch) -> None:
         self.core.begin(now_s, self._measured(seen))
@@ -189,7 +225,7 @@ class Day:
             self.core.settled(now_s, proposal.incumbent)
             return
         rehearsal = rehearse(problem, self._plan, proposal.plan)
-        self._way = _Way(now_s + SEARCH_S, rehearsal.seconds, rehearsal.episodes)
+        self._ways.append(Way(now_s + SEARCH_S, rehearsal.seconds, rehearsal.episodes, proposal.plan))
         self.num_changes += 1
         self.changing_s += rehearsal.seconds
         self.lost_device_s += rehearsal.lost_device_s
@@ -201,23 +237,23 @@ class Day:
         return max(0.0, since_s), until_s
 
     def _estimated(self, now_s: float, until_s: float) -> _Stretch:
+        """What would be measured."""
         lead_s = min(LEAD_S, now_s)
         since_s = now_s - lead_s
         problem = msgspec.structs.replace(self._problem, traffic=between(self._problem.traffic, since_s, until_s))
-        way = self._way
-        free = [Episode(group) for group in self._plan.groups]
-        courses = [free]
+        way = self._ways[-1] if self._ways else None
+        course = [Episode(group) for group in self._plan.groups]
         if way is not None and since_s < way.begin_s + way.seconds:
             at_s = way.begin_s - since_s
-            courses = [[Episode(one.group, at_s + one.start_s if one.start_s else -math.inf, at_s + one.end_s)
-                        for one in way.episodes], free]  # fmt: skip
+            course = [Episode(one.group, at_s + one.start_s if one.start_s else -math.inf, at_s + one.end_s)
+                      for one in way.episodes]  # fmt: skip
         estimator = Estimator(problem, num_bins=max(96, int((until_s - since_s) / BIN_S)), max_followed=20_000)
-        served = estimator.served(courses)
+        served = estimator.served([course])
         mine = served.at_s >= lead_s
-        if len(courses) > 1:
-            more_late = served.is_late[0].astype(float) - served.is_late[1]
-            self.late_by_changes += float(more_late[mine] @ served.weight[mine])
-        return _Stretch(served.model[mine], served.weight[mine], served.is_late[0, mine], served.normalised[0, mine])
+        arrived_s = served.at_s[mine] + since_s
+        return _Stretch(
+            arrived_s, served.model[mine], served.weight[mine], served.is_late[0, mine], served.normalised[0, mine]
+        )
 
     def _measured(self, seen: _Stretch) -> Prediction:
         models = {}
@@ -254,22 +290,38 @@ class Played(NamedTuple):
     attainment: float
     latency: float
     plans: list[tuple[float, Plan]]
+    hourly: list[float]
+    """Attainment."""
 
 
-def begun(seed: int, load: float, folder: Path) -> tuple[Problem, Proposal]:
+class Asked(NamedTuple):
+    seed: int = 1
+    load: float = LOAD
+    number_of_day: int = 0
+    """Of the table of rates."""
+    folder: Path = TRACES
+
+
+class Hours(NamedTuple):
+    attainment: list[float]
+    """Of each hour."""
+    changes: list[float]
+    """Hours at which another plan began to serve."""
+
+
+def begun(asked: Asked) -> tuple[Problem, Proposal]:
     """The day, and the plan for its first hour, with which all begin."""
-    arrivals, models = draw_day(folder, seed, load)
+    arrivals, models = draw_day(asked.folder, asked.seed, asked.load, asked.number_of_day)
     whole = Problem(nodes=(node_facts("node", L4, NUM_DEVICES),), models=tuple(models), traffic=arrivals)
     problem = msgspec.structs.replace(whole, execution_s=execution_s(whole))
     return problem, search(msgspec.structs.replace(problem, traffic=between(arrivals, 0.0, 3600.0)))
 
 
-def play(job: tuple[str, int, float, Path]) -> Played:
-    """`job`: name of the intervals, seed, load, folder of traces."""
-    name, seed, load, folder = job
-    problem, first = begun(seed, load, folder)
+def play(name: str, asked: Asked) -> Played:
+    """`name`: of the intervals."""
+    problem, first = begun(asked)
     one = Day(problem, first.plan, first.prediction, settings(name))
-    found = one.play()
+    found, free = one.play()
     total = float(found.weight.sum())
     attainment = 1.0 - float(found.is_late @ found.weight) / total
     latency = float(found.normalised @ found.weight) / total
@@ -279,30 +331,30 @@ def play(job: tuple[str, int, float, Path]) -> Played:
         "normalised latency": round(latency, 3), "P99": round(_percentile(found.normalised, found.weight, 0.99), 2),
         "searches": one.num_searches, "changes": one.num_changes, "minutes of changes": round(one.changing_s / 60, 1),
         "device minutes that served nobody": round(one.lost_device_s / 60, 1),
-        "attainment that changes cost": f"{one.late_by_changes / total:.4f}",
+        "attainment that changes cost": f"{float(found.is_late @ found.weight - free.is_late @ free.weight) / total:.4f}",
         "verdicts": ", ".join(f"{cause} {num}" for cause, num in sorted(one.causes.items())) or "-",
         "last interval, minutes": round(interval_s / 60) if math.isfinite(interval_s) else "-",
     }  # fmt: skip
-    return Played(row, attainment, latency, one.plans)
+    hour = (found.at_s / 3600.0).astype(np.int64)
+    late = np.bincount(hour, found.is_late * found.weight) / np.bincount(hour, found.weight)
+    return Played(row, attainment, latency, one.plans, (1.0 - late).tolist())
 
 
 def day(
-    seed: int = 1,
-    load: float = LOAD,
+    asked: Asked,
     num_processes: int = 2,
     names: Sequence[str] = tuple(INTERVALS_S),
-    folder: Path = TRACES,
 ) -> Table:
     """`names`: of intervals, with adaptive and none among them."""
     played: dict[str, Played] = {}
     with ProcessPoolExecutor(num_processes, mp_context=get_context("spawn")) as pool:
         # The one with most searches first.
         order = sorted(names, key=INTERVALS_S.__getitem__)
-        waiting = {pool.submit(play, (name, seed, load, folder)): name for name in order}
+        waiting = {pool.submit(play, name, asked): name for name in order}
         for one in as_completed(waiting):
             played[waiting[one]] = one.result()
             print(played[waiting[one]].row, flush=True)
-    problem, _ = begun(seed, load, folder)
+    problem, _ = begun(asked)
     fixed = [found.attainment for name, found in played.items() if name not in ("adaptive", "none")]
     adaptive, none = played["adaptive"], played["none"]
     targets = [
@@ -312,13 +364,32 @@ def day(
         Target(name="normalised latency, adaptive over none", value=adaptive.latency / none.latency, limit=1.0),
     ]  # fmt: skip
     notes = (
-        f"{NUM_DEVICES} L4s, load {load:g}, the whole day, by the estimator; a restart takes {problem.times.restart_s:g} s "
-        f"beside loading, a drain {problem.times.drain_s:g} s, a search {SEARCH_S:g} s. "
-        + _checked(problem, {"adaptive": adaptive.plans, "none": none.plans}, seed)
+        f"{NUM_DEVICES} L4s, load {asked.load:g}, the whole of day {asked.number_of_day}, by the estimator; a restart takes "
+        f"{problem.times.restart_s:g} s beside loading, a drain {problem.times.drain_s:g} s, a search {SEARCH_S:g} s. "
+        + _checked(problem, {"adaptive": adaptive.plans, "none": none.plans}, asked.seed)
     )
+    shown = [name for name in INTERVALS_S if name in played]
+    # Where all begin is no change.
+    hours = {
+        name: Hours(played[name].hourly, [since_s / 3600.0 for since_s, _ in played[name].plans[1:]]) for name in shown
+    }
     return Table(
-        name="day", rows=[played[name].row for name in INTERVALS_S if name in played], targets=targets, notes=notes
-    )
+        name="day", rows=[played[name].row for name in shown], targets=targets, notes=notes, series=hours,
+        draw=partial(draw, hours),
+    )  # fmt: skip
+
+
+def draw(hours: Mapping[str, Hours]) -> Figure:
+    """Raises `PlotsUnavailable`."""
+    from tideway.bench.plots import new_figure
+
+    figure, (axis,) = new_figure(1, "A day of five models on eight L4s; triangles: another placement serves")
+    for name, one in hours.items():
+        (line,) = axis.step(range(len(one.attainment)), one.attainment, where="post", label=name)
+        axis.plot(one.changes, [min(one.attainment)] * len(one.changes), "^", color=line.get_color())
+    axis.set(xlabel="hour", ylabel="attainment")
+    axis.legend(fontsize="x-small")
+    return figure
 
 
 def _checked(problem: Problem, days: dict[str, list[tuple[float, Plan]]], seed: int) -> str:

@@ -6,7 +6,8 @@ from __future__ import annotations
 import itertools
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
@@ -19,6 +20,9 @@ from shared.placement.plan import ATTAINMENT_GRAIN
 from shared.placement.problem import Group, Plan, Prediction, Problem
 from shared.placement.search import Searcher, search
 from shared.simulation.deployment import predict
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 SIZES = {(64, 16): 2.0, (1024, 64): 30.0}
 """Devices and models: seconds at most."""
@@ -35,6 +39,9 @@ class Table(msgspec.Struct, frozen=True, kw_only=True):
     rows: list[dict[str, object]]
     targets: list[Target]
     notes: str
+    series: Mapping[str, object] = {}
+    """Beside the rows, in the JSON."""
+    draw: Callable[[], Figure] | None = None
 
 
 def _cpu_s() -> float:

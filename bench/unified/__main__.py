@@ -1,7 +1,7 @@
 """The three papers in one run: several models, batches in the background, requests that move and a placement that follows
 the traffic, against the same with each part switched off (docs/benchmarks.md).
 
-    python -m bench.unified simulated [--seconds 60] [--rate 50] [--seeds 101] [--turn 150]
+    python -m bench.unified simulated [--seconds 60] [--rate 50] [--seeds 101] [--turn 150] [--no-batches]
     python -m bench.unified live [--seconds 30] [--rate 4]
     python -m bench.unified small [--seeds 101,102]
 
@@ -37,6 +37,8 @@ def simulated(variants: Sequence[Variant], options: argparse.Namespace) -> list[
     from bench.unified.simulated import simulate
 
     seeds = [int(seed) for seed in options.seeds.split(",")]
+    if options.no_batches:
+        variants = [msgspec.structs.replace(one, harvests=False) for one in variants]
     case = options.seconds or 60.0, options.rate or 50.0, options.turn or math.inf
     jobs = [(variant, seed, *case) for variant in variants for seed in seeds]
     return _in_processes(simulate, jobs, len(seeds), options.processes)
@@ -121,6 +123,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         default=0.0,
         help="of simulated runs: after so many seconds the popularity of services is turned round; 0: never",
     )
+    parser.add_argument("--no-batches", action="store_true", help="of simulated runs: in no variant")
     parser.add_argument("--processes", type=int, default=2, help="of simulated runs")
     parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="variants whose names begin so")
     parser.add_argument("--output", type=Path, default=Path(".tideway/bench"), help="folder of JSON, table and plot")

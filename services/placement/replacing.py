@@ -42,7 +42,7 @@ from shared.placement.carry_out import CarryOutSettings, Held, View, advance
 from shared.placement.plan import Prediction, group_of, plan_of
 from shared.placement.problem import Problem, Proposal
 from shared.placement.replacement import IntervalState, Replacement, ReplacementSettings, Verdict
-from shared.placement.trial import evidence_s
+from shared.placement.stretches import evidence_s
 from shared.settings import PlacementSettings, SettingsError
 from shared.tasks import TaskSet
 from shared.telemetry import context_of, current_traceparent

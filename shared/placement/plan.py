@@ -106,6 +106,8 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True):
     """Models that nobody would serve for a time."""
     horizons: list[Horizon]
     """Ascending; the first is the interval of searches. Without those that are shorter than the change takes."""
+    busier_gain: float = 0.0
+    """Attainment that the other plan gains without the change, with a quarter more requests of each model."""
 
 
 class Rejected(msgspec.Struct, frozen=True):

@@ -16,7 +16,8 @@ at once; that ends no interval, so nothing is compared.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
+from statistics import fmean
 from typing import Literal, NamedTuple
 
 import msgspec
@@ -24,7 +25,7 @@ import msgspec
 from shared.placement.plan import ATTAINMENT_GRAIN, Horizon, ModelPrediction, Prediction, Proposal, Trial
 from shared.placement.problem import Problem
 from shared.placement.rehearsal import change_s
-from shared.placement.trial import evidence_s
+from shared.placement.stretches import evidence_s
 
 
 class ReplacementSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -62,7 +63,7 @@ class IntervalState(msgspec.Struct, frozen=True, kw_only=True):
 
 Cause = Literal[
     "none_runs", "limit_broken", "places_more", "pays",
-    "same_plan", "places_fewer", "takes_too_long", "small_gain", "cost", "serves_better", "chance",
+    "same_plan", "places_fewer", "takes_too_long", "small_gain", "cost", "serves_better", "fragile", "chance",
 ]  # fmt: skip
 """Why a change is worth it (the first four), or is not."""
 
@@ -152,10 +153,10 @@ def judge(
     settings: ReplacementSettings,
     measured: Prediction | None = None,
 ) -> Verdict:
-    """Whether the proposal is worth a change. It is if on some horizon of its trial more is gained than the change costs, by
-    more than `errors` standard errors, and on the next longer one nothing is lost. One that was not tried is to pay until
-    the next search. `measured`: of the plan that runs, under the problem's traffic. By how much that is better than what is
-    predicted of it, by so much is the gain taken to be an error of the prediction."""
+    """Whether the proposal is worth a change. It is if on the mean of its trial's horizons more is gained than the change
+    costs, by more than `errors` standard errors. One that was not tried is to pay until the next search. `measured`: of the
+    plan that runs, under the problem's traffic. By how much that is better than what is predicted of it, by so much is the
+    gain taken to be an error of the prediction."""
     if problem.incumbent is not None and proposal.plan == problem.incumbent:
         return Verdict(is_worth=False, cause="same_plan", reason="the best plan found is the one that runs")
     if problem.incumbent is None or not problem.incumbent.groups:
@@ -174,20 +175,22 @@ def judge(
         told = f"the change takes {trial.change_s:.0f} s, and not so much of the traffic is known"
         return Verdict(is_worth=False, cause="takes_too_long", reason=told, change_s=trial.change_s)
     better = _better(proposal.incumbent, measured, settings)
-    verdicts = [_verdict(trial, horizon, better, settings) for horizon in trial.horizons]
-    if proposal.trial is None:
-        return verdicts[0]
-    for number, verdict in enumerate(verdicts):
-        longer = trial.horizons[min(number + 1, len(verdicts) - 1)]
-        keeps = longer.change_attainment >= longer.stay_attainment - ATTAINMENT_GRAIN
-        # The traffic that the plan was searched with says too much good of it.
-        if verdict.is_worth and keeps and len(verdicts) > 1:
-            return verdict
-    best = max(verdicts, key=lambda verdict: (verdict.is_worth, verdict.attainment_gain, verdict.latency_gain))
-    if not best.is_worth:
-        return best
-    reason = f"only the last {best.horizon_s:.0f} s, not a longer time, say that it pays: {best.reason}"
-    return msgspec.structs.replace(best, is_worth=False, cause="chance", reason=reason)
+    verdict = _verdict(trial, _mean(trial.horizons), better, settings)
+    if verdict.is_worth and proposal.trial is not None and len(trial.horizons) == 1:
+        reason = f"nothing is known but the traffic that it was searched with: {verdict.reason}"
+        return msgspec.structs.replace(verdict, is_worth=False, cause="chance", reason=reason)
+    return verdict
+
+
+def _mean(horizons: Sequence[Horizon]) -> Horizon:
+    """Each is as likely. Their errors are not independent of each other."""
+    fields = {
+        name: fmean(getattr(one, name) for one in horizons)
+        for name in Horizon.__struct_fields__
+        if name not in ("seconds", "num_requests")
+    }
+    longest = horizons[-1]
+    return Horizon(seconds=longest.seconds, num_requests=longest.num_requests, **fields)
 
 
 class _Better(NamedTuple):
@@ -223,7 +226,10 @@ def _untried(proposal: Proposal, problem: Problem, interval_s: float) -> Trial:
         # Latencies are taken to vary as much as their mean is.
         latency_error=before.normalised_latency / math.sqrt(num),
     )  # fmt: skip
-    return Trial(change_s=0.0, lost_device_s=seconds, moved_bytes=0, interrupted=[], horizons=[horizon])
+    return Trial(
+        change_s=0.0, lost_device_s=seconds, moved_bytes=0, interrupted=[], horizons=[horizon],
+        busier_gain=after.attainment - before.attainment,
+    )  # fmt: skip
 
 
 def _verdict(trial: Trial, on: Horizon, better: _Better, settings: ReplacementSettings) -> Verdict:
@@ -238,12 +244,16 @@ def _verdict(trial: Trial, on: Horizon, better: _Better, settings: ReplacementSe
         return more_attained or (gain >= -ATTAINMENT_GRAIN and is_faster)
 
     free = on.free_attainment - on.stay_attainment, 1.0 - on.free_latency / slower
+    # That there will be more requests is taken to be as likely as that there will not. Room alone is no reason to change.
+    robust = min(gain, 0.5 * (gain + trial.busier_gain)), latency_gain
     real = gain - better.attainment, latency_gain - better.latency
     cause: Cause
     if not is_enough(*free):
         cause, why = "small_gain", "too little is gained"
     elif not is_enough(gain, latency_gain):
         cause, why = "cost", "the change costs more than it gains"
+    elif not is_enough(*robust):
+        cause, why = "fragile", f"with more requests attainment would change by {trial.busier_gain:+.1%}"
     elif not is_enough(*real):
         cause, why = "serves_better", "the plan that runs serves better than is predicted of it"
     elif not is_enough(*real, margin=1.0):
@@ -251,7 +261,7 @@ def _verdict(trial: Trial, on: Horizon, better: _Better, settings: ReplacementSe
     else:
         cause, why = "pays", ""
     told = (
-        f"in {on.seconds:.0f} s like the last ones attainment {on.stay_attainment:.1%} -> {on.change_attainment:.1%} "
+        f"in times like the last {on.seconds:.0f} s attainment {on.stay_attainment:.1%} -> {on.change_attainment:.1%} "
     )
     told += f"({on.free_attainment:.1%} without the change's {trial.change_s:.0f} s), normalised latency "
     told += f"{on.stay_latency:.3g} -> {on.change_latency:.3g} ({on.free_latency:.3g})"

@@ -19,22 +19,25 @@ Same problem, same answer, on however many processes.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from itertools import pairwise
 from multiprocessing import get_context
+from statistics import fmean
 from typing import NamedTuple
 
 import msgspec
 import numpy as np
 
-from shared.placement.estimator import Estimator, Outcome
+from shared.placement.estimator import NUM_BINS, Estimator, Outcome
 from shared.placement.memory import why_not
-from shared.placement.plan import ATTAINMENT_GRAIN, plan_of
+from shared.placement.plan import ATTAINMENT_GRAIN, Trial, plan_of
 from shared.placement.problem import Group, ModelFacts, NodeFacts, Plan, Prediction, Problem, Proposal, Rejected
 from shared.placement.rehearsal import change_s
+from shared.placement.stretches import busier, lasting, mean_execution_s, thinned
 from shared.placement.trial import try_change
 
 ALPHA = 1e-4
@@ -67,6 +70,11 @@ PATIENCE = 8
 """Rounds of Algorithm 1 without a better plan, after which it ends."""
 QUICK_BINS, QUICK_TAIL_BINS, QUICK_FOLLOWED = 36, 12, 1000
 """Of the estimates that Algorithm 1 and moves go by; the plans that are left at the end are estimated with more."""
+BIN_SHARE, QUICK_BIN_SHARE = 0.25, 1.0
+"""Of the mean execution time: bins are no longer. Within one, what runs where stays as it is: with longer ones estimates are
+of something else."""
+MOST_EXECUTIONS = 240.0
+"""Mean execution times of traffic that is estimated at most."""
 NUM_HOT = 8
 """Models with the highest unserved index: moves give groups to these."""
 MAX_MOVES = 256
@@ -87,6 +95,11 @@ class Found(NamedTuple):
     key: Key
     """Larger is better."""
     slots: Slots
+
+
+class Score(NamedTuple):
+    attainment: float
+    normalised_latency: float
 
 
 Allocation = Generator[Slots, Outcome, list[Found]]
@@ -155,6 +168,11 @@ def _evaluated(evaluate: Evaluate, plan: Plan) -> Prediction:
     return evaluate(_searchers[0].problem, plan)
 
 
+def _estimator(problem: Problem, most_bin_s: float, least_bins: int = NUM_BINS, **options: int) -> Estimator:
+    num_bins = max(least_bins, math.ceil(problem.traffic.interval_s / most_bin_s))
+    return Estimator(problem, num_bins=num_bins, **options)
+
+
 class Searcher:
     """The parts of a search over one problem."""
 
@@ -162,10 +180,16 @@ class Searcher:
         self.problem = problem
         self.num_devices = sum(node.num_devices for node in problem.nodes)
         self.effort = next(effort for at_most, effort in EFFORTS if self.num_devices <= at_most)
-        self.estimator = Estimator(problem)
-        self._quick = Estimator(
-            problem, num_bins=QUICK_BINS, num_tail_bins=QUICK_TAIL_BINS, max_followed=QUICK_FOLLOWED
-        )
+        execution_s = mean_execution_s(problem)
+        self.estimator = _estimator(thinned(problem, MOST_EXECUTIONS * execution_s), BIN_SHARE * execution_s)
+        self._quick = _estimator(
+            thinned(problem, MOST_EXECUTIONS * execution_s), QUICK_BIN_SHARE * execution_s, QUICK_BINS,
+            num_tail_bins=QUICK_TAIL_BINS, max_followed=QUICK_FOLLOWED,
+        )  # fmt: skip
+        self._lasting: list[Estimator] = []
+        if problem.evidence is not None:
+            asked = lasting(problem, MOST_EXECUTIONS * execution_s)
+            self._lasting = [_estimator(each, BIN_SHARE * execution_s) for each in (asked, busier(asked))]
         self.nodes: dict[str, NodeFacts] = {node.node_id: node for node in problem.nodes}
         self.models: dict[str, ModelFacts] = {model.name: model for model in problem.models}
         self._numbers = {model.name: number for number, model in enumerate(problem.models)}
@@ -215,10 +239,24 @@ class Searcher:
             max(0, counts[name] - (self.models[name].replicas or counts[name])) for name in self.needed
         )
 
-    def key(self, slots: Iterable[Group], outcome: Outcome | Prediction) -> Key:
+    def key(self, slots: Iterable[Group], outcome: Outcome | Prediction | Score) -> Key:
         """Larger is better."""
         attainment = round(outcome.attainment / ATTAINMENT_GRAIN)
         return (-self.num_lacking(slots), attainment, -outcome.normalised_latency)
+
+    def scores(self, plans: Sequence[Plan], incumbent: Plan) -> list[Score]:
+        """Of each plan, under the traffic that was searched with; of a problem with evidence, under traffic as it may go on.
+        What a plan gains on the incumbent, one of them, counts with as many requests; but where with more of them it gains
+        less, the mean of both does."""
+        groups = [plan.groups for plan in plans]
+        found = [estimator.outcomes(groups) for estimator in self._lasting or [self.estimator]]
+        attainment = np.array([[one.attainment for one in each] for each in found])
+        gain = attainment - attainment[:, [plans.index(incumbent)]] if incumbent in plans else attainment
+        fewer = np.minimum(0.0, gain.mean(0) - gain[0])
+        return [
+            Score(float(robust), one.normalised_latency)
+            for robust, one in zip(attainment[0] + fewer, found[0], strict=True)
+        ]
 
     def unserved(self, outcome: Outcome) -> np.ndarray:
         """[models] Equation 6."""
@@ -606,28 +644,30 @@ def _propose(
     problem, incumbent = searcher.problem, plan_of(searcher.incumbent)
     plans = list(dict.fromkeys(plan_of(searcher.aligned(each.slots)) for each in found)) or [incumbent]
     plans = plans[: searcher.effort.num_estimated]
-    outcomes = searcher.estimator.outcomes([plan.groups for plan in plans])
-    order = sorted(
-        range(len(plans)), key=lambda number: searcher.key(plans[number].groups, outcomes[number]), reverse=True
-    )
-    plans = [plans[number] for number in order]
-    asked = plans[:NUM_EVALUATED]
     has_incumbent = bool(incumbent.groups)
+    if has_incumbent and incumbent not in plans:
+        plans.append(incumbent)
+    scores: dict[Plan, Score | Prediction] = dict(zip(plans, searcher.scores(plans, incumbent), strict=True))
+    plans.sort(key=lambda plan: searcher.key(plan.groups, scores[plan]), reverse=True)
+    asked = plans[:NUM_EVALUATED]
     if has_incumbent and incumbent not in asked:
         asked.append(incumbent)
     predict = searcher.estimator.predict
     predictions = [predict(plan) for plan in asked] if evaluate is None else evaluated(evaluate, asked)
     known = dict(zip(asked, predictions, strict=True))
-    keys = {plan: searcher.key(plan.groups, known[plan]) for plan in asked}
+    if evaluate is not None or problem.evidence is None:
+        scores |= known
+    keys = {plan: searcher.key(plan.groups, scores[plan]) for plan in asked}
     best = max(asked, key=keys.__getitem__)
-    equals = [plan for plan in asked if keys[plan][0] == keys[best][0] and _is_as_good(known[plan], known[best])]
+    equals = [plan for plan in asked if keys[plan][0] == keys[best][0] and _is_as_good(scores[plan], scores[best])]
     if problem.incumbent is not None:
         best = min(equals, key=lambda plan: (searcher.change_s(plan), plan != incumbent, asked.index(plan)))
-    trial = (
-        try_change(msgspec.structs.replace(problem, incumbent=incumbent), best)
-        if has_incumbent and best != incumbent
-        else None
-    )
+    trial = None
+    if has_incumbent and best != incumbent:
+        best, trial = _tried(searcher, incumbent, best, _cheaper(searcher, plans, scores, best, incumbent))
+        if best not in known:
+            (known[best],) = [predict(best)] if evaluate is None else evaluated(evaluate, [best])
+            keys[best] = searcher.key(best.groups, scores[best])
     others = sorted((plan for plan in asked if plan != best), key=keys.__getitem__, reverse=True)
     others += [plan for plan in plans if plan not in known][: NUM_REJECTED - len(others)]
     return Proposal(
@@ -643,7 +683,43 @@ def _propose(
     )
 
 
-def _is_as_good(one: Prediction, best: Prediction) -> bool:
+def _cheaper(
+    searcher: Searcher, plans: Sequence[Plan], scores: Mapping[Plan, Score | Prediction], best: Plan, incumbent: Plan
+) -> Plan:
+    """The one that is the least to change to of those that gain half of what the best one does."""
+    now, most = scores[incumbent], scores[best]
+    lacking = searcher.num_lacking(best.groups)
+    gain = most.attainment - now.attainment
+    if gain > ATTAINMENT_GRAIN:
+        enough = [plan for plan in plans if scores[plan].attainment - now.attainment >= gain / 2]
+    else:
+        latency = (most.normalised_latency + now.normalised_latency) / 2
+        enough = [
+            plan
+            for plan in plans
+            if scores[plan].attainment >= most.attainment - ATTAINMENT_GRAIN
+            and scores[plan].normalised_latency <= latency
+        ]
+    enough = [plan for plan in enough if plan != incumbent and searcher.num_lacking(plan.groups) <= lacking]
+    return min([best, *enough], key=searcher.change_s)
+
+
+def _tried(searcher: Searcher, incumbent: Plan, best: Plan, cheaper: Plan) -> tuple[Plan, Trial]:
+    """The one of both that would have served better with the change to it."""
+    problem = msgspec.structs.replace(searcher.problem, incumbent=incumbent)
+    trials = [(plan, try_change(problem, plan)) for plan in dict.fromkeys((best, cheaper))]
+
+    def key(tried: tuple[Plan, Trial]) -> tuple[float, float]:
+        horizons = tried[1].horizons
+        if not horizons:
+            return (-1.0, 0.0)
+        attainment = fmean(one.change_attainment for one in horizons)
+        return (round(attainment / ATTAINMENT_GRAIN), -fmean(one.change_latency for one in horizons))
+
+    return max(trials, key=key)
+
+
+def _is_as_good(one: Score | Prediction, best: Score | Prediction) -> bool:
     return (
         one.attainment >= best.attainment - ATTAINMENT_GRAIN
         and one.normalised_latency <= best.normalised_latency * (1 + LATENCY_GRAIN)

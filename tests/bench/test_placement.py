@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 
-from bench.placement.day import INTERVALS_S, between, rates, settings
+from bench.placement.day import INTERVALS_S, Way, rates, settings, timeline
 from bench.placement.experiments import all_plans
 from bench.placement.problems import draw, draw_models
 from shared.placement.estimator import Estimator
-from shared.placement.problem import traffic
+from shared.placement.plan import plan_of
+from shared.placement.problem import Group
+from shared.placement.rehearsal import Episode
 
 
 def test_all_plans_of_a_small_node_can_be_estimated():
@@ -32,7 +34,26 @@ def test_intervals_of_the_day(tmp_path):
     assert found[0] == found[1] == found[2] == found[3] / 2
 
 
-def test_a_stretch_of_the_day_keeps_its_times():
-    arrivals = traffic([(float(at_s), "m", 10, 5, True) for at_s in range(100)], 100.0)
-    found = between(arrivals, 20.0, 50.0)
-    assert found.num_requests == 30 and found.interval_s == 30.0 and found.arrival_s[0] == 0.0
+def test_every_day_of_the_table_has_its_rates(tmp_path):
+    both = [f"m,{600 * number},{1 + (number >= 144)}" for number in range(288)]
+    rising = [f"once,{600 * number},{1 + number}" for number in range(144)]
+    (tmp_path / "servegen_model_rates.csv").write_text("\n".join(["model,window_start_s,rate_rps", *both, *rising]))
+    first, second = rates(tmp_path), rates(tmp_path, 1)
+    assert np.allclose(first["m"], 1.0) and np.allclose(second["m"], 1.0)
+    # Of one that was recorded on the first day only, that is taken.
+    assert np.array_equal(first["once"], second["once"])
+
+
+def test_who_serves_when_on_a_day():
+    one, two, pair = (Group("n", devices, ("a",)) for devices in ((0,), (1,), (0, 1)))
+    stays = Group("n", (2,), ("b",))
+    episodes = [Episode(two, 0.0, 5.0), Episode(one, 0.0, 10.0), Episode(stays), Episode(pair, 30.0)]
+    ways = [Way(100.0, 30.0, episodes, plan_of([pair, stays]))]
+    first = plan_of([one, two, stays])
+    assert set(timeline(first, ways)) == {
+        Episode(one, 0.0, 110.0), Episode(two, 0.0, 105.0), Episode(stays, 0.0), Episode(pair, 130.0),
+    }  # fmt: skip
+    assert set(timeline(first, ways, is_free=True)) == {
+        Episode(one, 0.0, 100.0), Episode(two, 0.0, 100.0), Episode(stays, 0.0), Episode(pair, 100.0),
+    }  # fmt: skip
+    assert set(timeline(first, [])) == {Episode(group) for group in first.groups}

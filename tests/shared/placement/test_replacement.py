@@ -202,8 +202,10 @@ def horizon(
     )  # fmt: skip
 
 
-def tried(*horizons: Horizon) -> Proposal:
-    trial = Trial(change_s=40, lost_device_s=100, moved_bytes=10**9, interrupted=[], horizons=list(horizons))
+def tried(*horizons: Horizon, busier_gain: float = 0.1) -> Proposal:
+    trial = Trial(
+        change_s=40, lost_device_s=100, moved_bytes=10**9, interrupted=[], horizons=list(horizons), busier_gain=busier_gain
+    )  # fmt: skip
     return msgspec.structs.replace(proposal(Plan((TWO,)), (0.8, 3.0), (0.9, 2.0)), trial=trial)
 
 
@@ -215,24 +217,40 @@ STAY, FREE = (0.8, 3.0), (0.9, 2.0)
     [
         ([], "takes_too_long"),
         ([horizon(60, STAY, (0.7, 4.0), FREE)], "cost"),
-        ([horizon(60, STAY, (0.7, 4.0), FREE), horizon(120, STAY, (0.85, 2.5), FREE)], "pays"),
+        ([horizon(60, STAY, (0.7, 4.0), FREE), horizon(120, STAY, (0.85, 2.5), FREE)], "cost"),
+        ([horizon(60, STAY, (0.75, 4.0), FREE), *[horizon(120, STAY, (0.85, 2.5), FREE)] * 2], "pays"),
         ([horizon(60, STAY, (0.7, 4.0), (0.805, 2.9))], "small_gain"),
         ([horizon(60, STAY, (0.85, 2.5), FREE, error=0.03)], "chance"),
         # As much attained, sooner.
         ([horizon(60, (1.0, 3.0), (1.0, 2.5), (1.0, 2.4))] * 2, "pays"),
-        # What it was searched with is not enough, nor what a longer time denies.
+        # What it was searched with is not enough, nor a gain that longer times outweigh.
         ([horizon(60, STAY, (0.85, 2.5), FREE)], "chance"),
-        ([horizon(60, STAY, (0.85, 2.5), FREE), horizon(120, STAY, (0.79, 3.1), FREE)], "chance"),
-        ([horizon(60, STAY, (0.85, 2.5), FREE), horizon(120, STAY, (0.8, 3.1), FREE)], "pays"),
+        ([horizon(60, STAY, (0.85, 2.5), FREE), horizon(120, STAY, (0.64, 3.1), (0.65, 3.1))], "small_gain"),
+        ([horizon(60, STAY, (0.85, 2.5), FREE), horizon(120, STAY, (0.78, 3.1), (0.79, 3.1))], "pays"),
         ([horizon(60, (1.0, 3.0), (0.99, 2.5), (1.0, 2.4))], "cost"),
     ],
 )
-def test_a_change_has_to_pay_on_some_stretch(horizons: list[Horizon], cause: str) -> None:
+def test_a_change_has_to_pay_on_the_mean_of_its_horizons(horizons: list[Horizon], cause: str) -> None:
     core = Replacement(SETTINGS, 0.0)
     verdict = core.judge(tried(*horizons), problem(Plan((ONE,))))
     assert (verdict.cause, verdict.is_worth) == (cause, cause == "pays"), verdict
     assert core.window_s == 100 and core.state.change_s == 40
     assert msgspec.json.decode(msgspec.json.encode(core.state), type=type(core.state)) == core.state
+
+
+def test_a_plan_without_room_for_more_requests_is_not_worth_it() -> None:
+    sooner = [horizon(60, (0.99, 3.0), (0.99, 2.5), (0.991, 2.4))] * 2
+    for horizons, busier_gain, cause in (
+        (sooner, -0.2, "fragile"),
+        (sooner, 0.0, "pays"),
+        # Room alone is no reason.
+        ([horizon(60, STAY, STAY, STAY)] * 2, 0.5, "small_gain"),
+        # Where much is late already it counts as much as the room.
+        ([horizon(60, (0.5, 9.0), (0.8, 3.0), (0.9, 2.0))] * 2, -0.2, "pays"),
+        ([horizon(60, (0.5, 9.0), (0.8, 3.0), (0.9, 2.0))] * 2, -0.4, "fragile"),
+    ):
+        verdict = Replacement(SETTINGS, 0.0).judge(tried(*horizons, busier_gain=busier_gain), problem(Plan((ONE,))))
+        assert verdict.cause == cause, verdict
 
 
 def test_a_plan_that_serves_better_than_predicted_is_not_left_for_what_is_predicted() -> None:

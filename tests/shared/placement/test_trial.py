@@ -16,7 +16,8 @@ from shared.placement.problem import ChangeTimes, Group, Plan, Problem, Traffic
 from shared.placement.rehearsal import Episode, rehearse
 from shared.placement.replacement import Replacement, ReplacementSettings
 from shared.placement.search import search
-from shared.placement.trial import evidence_s, try_change
+from shared.placement.stretches import evidence_s
+from shared.placement.trial import try_change
 from tests.shared.placement.small import model, node, problem
 
 TIMES = ChangeTimes(restart_s=10.0, drain_s=5.0)
