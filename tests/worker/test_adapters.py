@@ -26,6 +26,10 @@ from tests.worker.step_driver import Driver, Row
 CPU = torch.device("cpu")
 MERGED_BYTES = 1 << 18
 LENGTHS = (5, 40, 33, 21)
+WIDE: dict[str, int] = {
+    "hidden_size": 128, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32
+}  # fmt: skip
+"""What the compiled layers take."""
 STEPS = 12
 
 
@@ -57,7 +61,8 @@ def assert_same(mine: Row, theirs: Row) -> None:
 @pytest.mark.parametrize(
     ("variant", "modules"),
     [("llama", ALL), ("llama-tied-bias", ("q_proj", "v_proj")), ("opt", OPT), ("qwen3", ("up_proj", "o_proj")),
-     ("phi3", ("qkv_proj", "gate_up_proj", "down_proj")), ("gemma2", ALL), ("mixtral", ("q_proj", "o_proj"))],
+     ("phi3", ("qkv_proj", "gate_up_proj", "down_proj")), ("gemma2", ALL), ("mixtral", ("q_proj", "o_proj")),
+     ("wide", ALL)],
 )  # fmt: skip
 def test_a_batch_of_several_adapters_equals_merged_weights(
     tmp_path: Path, variant: str, modules: tuple[str, ...], kernels: str, monkeypatch: pytest.MonkeyPatch
@@ -67,7 +72,7 @@ def test_a_batch_of_several_adapters_equals_merged_weights(
         if variant not in ("llama", "opt"):
             pytest.skip("the same code")
         monkeypatch.setattr(library, "kernels", lambda: None)
-    base = write_checkpoint(tmp_path, variant)
+    base = write_checkpoint(tmp_path, "llama", **WIDE) if variant == "wide" else write_checkpoint(tmp_path, variant)
     adapters = [
         write_adapter(tmp_path / "one", base, modules, rank=4),
         write_adapter(tmp_path / "two", base, modules[:1], rank=11, alpha=30, seed=1, use_rslora=True),
@@ -136,10 +141,7 @@ def test_beside_layers_that_are_computed_in_one_call(
     tmp_path: Path, quantization: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where the compiled kernels run all layers of a step without adapters: as torch's operators have it."""
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
-    base = write_checkpoint(
-        tmp_path, "llama", dtype=torch.bfloat16, hidden_size=128, intermediate_size=128, **heads, num_hidden_layers=2
-    )
+    base = write_checkpoint(tmp_path, "llama", dtype=torch.bfloat16, **WIDE, num_hidden_layers=2)
     adapters = [write_adapter(tmp_path / "all", base), write_adapter(tmp_path / "some", base, ("q_proj",), seed=1)]
     versions = ["", *(adapter.version for adapter in adapters)]
     found = []
@@ -152,6 +154,9 @@ def test_beside_layers_that_are_computed_in_one_call(
         rows = [driver.add(i, prompt_of(20), version, logprobs=1) for i, version in enumerate(versions)]
         driver.step([(row, 20) for row in rows])
         found.append([row.logprobs[0] for row in rows])
+        driver.step([(by_itself := driver.add(3, prompt_of(20), logprobs=1), 20)])
+        is_compiled = executor._models["llama"].model._compiled is not None
+        assert by_itself.logprobs[0] == found[-1][0] or not is_compiled, "its bits do not depend on the others"
     for mine, theirs in zip(*found, strict=True):
         assert mine is not None and theirs is not None
         assert mine.top_logprobs == pytest.approx(theirs.top_logprobs, abs=0.15)

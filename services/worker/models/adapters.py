@@ -7,6 +7,7 @@ their modules' matrices in one. Of a group each rank has the part of A or B that
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -15,6 +16,7 @@ import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
 
 from services.worker.linear import Linear
+from services.worker.native.library import ChangeStruct, interleaved
 from services.worker.ranks.group import RankGroup
 from shared.adapters import AdaptedModule, AdapterFiles
 from shared.checkpoint import CheckpointError
@@ -32,6 +34,8 @@ class Adaptable(NamedTuple):
     """Several where the module itself is fused."""
     cut: int
     """OUTPUTS or INPUTS: along which axis of the weight ranks have parts."""
+    is_interleaved: bool = False
+    """The linear layer's outputs are, as compiled layers have gates."""
 
 
 class Change:
@@ -40,14 +44,23 @@ class Change:
 
     def __init__(self, a: torch.Tensor, b: torch.Tensor) -> None:
         """`a`: [ranks, inputs]; `b`: [outputs, ranks], scaled."""
-        self._lower, self._raise = Linear(a), Linear(b)
+        self.down, self.up = Linear(a), Linear(b)
 
     def add_to(self, result: torch.Tensor, inputs: torch.Tensor, tokens: slice | torch.Tensor) -> None:
         """`result`: [T, outputs], in place; `inputs`: [T, inputs]; `tokens`: those that it is for, [t] int64 or a run."""
         if isinstance(tokens, slice):
-            result[tokens] += self._raise(self._lower(inputs[tokens]))
+            result[tokens] += self.up(self.down(inputs[tokens]))
         else:
-            result.index_add_(0, tokens, self._raise(self._lower(inputs.index_select(0, tokens))))
+            result.index_add_(0, tokens, self.up(self.down(inputs.index_select(0, tokens))))
+
+
+class CompiledChanges(NamedTuple):
+    """As the compiled kernels take an adapter's."""
+
+    structs: ctypes.Array[ChangeStruct]
+    """By layer, four each."""
+    num_ranks: int
+    """Of the one with the most, with those that fill up its last panel."""
 
 
 class LoraWeights:
@@ -56,6 +69,8 @@ class LoraWeights:
     def __init__(self, changes: Mapping[tuple[int, str], Change]) -> None:
         """By layer of this stage and name of the linear layer."""
         self.changes = changes
+        self.compiled: CompiledChanges | None = None
+        """Made by layers that are compiled, when they first compute with it."""
 
 
 class BatchAdapters:
@@ -63,11 +78,11 @@ class BatchAdapters:
 
     def __init__(self, groups: Sequence[tuple[LoraWeights, slice | torch.Tensor]]) -> None:
         """Tokens ([t] int64 on the device, or a run of them), each in one group at most."""
-        self._groups = groups
+        self.groups = groups
 
     def add(self, result: torch.Tensor, inputs: torch.Tensor, layer: int, linear: str) -> None:
         """To the product of `inputs` [T, inputs] with that linear layer, in place."""
-        for weights, tokens in self._groups:
+        for weights, tokens in self.groups:
             if (change := weights.changes.get((layer, linear))) is not None:
                 change.add_to(result, inputs, tokens)
 
@@ -81,6 +96,10 @@ class _Fused(NamedTuple):
     known: Mapping[str, Adaptable]
     """All of its modules."""
     adapted: Mapping[str, AdaptedModule]
+
+    @property
+    def is_interleaved(self) -> bool:
+        return any(where.is_interleaved for where in self.known.values())
 
     def sizes(self, group: RankGroup) -> tuple[int, int, int]:
         """Ranks, inputs and outputs of its two matrices, this rank's part of them."""
@@ -170,7 +189,7 @@ def _matrices(
             b_all[start : start + num_outputs, rank : rank + module.rank] = b
             rank += module.rank
         start += num_outputs
-    return a_all, b_all
+    return a_all, interleaved(b_all) if fused.is_interleaved else b_all
 
 
 def _cut(matrix: torch.Tensor, fused: Sequence[int], group: RankGroup) -> torch.Tensor:

@@ -7,15 +7,20 @@ import ctypes
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from services.worker.attention.compiled_backend import kv_struct
 from services.worker.kv_store import KvViews
+from services.worker.models.adapters import BatchAdapters, CompiledChanges, LoraWeights
 from services.worker.models.decoder import DecoderModel, ForwardBatch, ForwardState
 from services.worker.native.library import (
     ACTIVATIONS,
     LANES,
     MAX_HEAD_DIM,
+    PANEL,
+    ChangesStruct,
+    ChangeStruct,
     DecoderStruct,
     KvStruct,
     LayerStruct,
@@ -24,6 +29,9 @@ from services.worker.native.library import (
     kernels,
 )  # fmt: skip
 from services.worker.ranks.group import RankGroup
+
+LINEARS = ("qkv", "out", "gate_up", "down")
+"""In the kernels' order."""
 
 
 class CompiledLayers:
@@ -71,6 +79,11 @@ class CompiledLayers:
             ctypes.pointer(batch.metadata.struct), self._kv_of(batch.kv), address(state.hidden), address(state.pending),
             *map(address, state.rope), *map(address, work), 2 * start, 2 * stop, has_pending,
         )  # fmt: skip
+        if batch.adapters is not None:
+            # what it points to lives until the call returns
+            of_rows, lowered = self._changes(batch.adapters, num_tokens, dtype)
+            changes = ChangesStruct(address(of_rows), address(lowered), lowered.stride(0) * dtype.itemsize)
+            forward.changes = ctypes.pointer(changes)
         if group.size == 1 or group.exchange is not None:
             forward.ranks = None if group.exchange is None else group.exchange.pointer
             compiled.run_parts(self._decoder, forward)
@@ -92,6 +105,28 @@ class CompiledLayers:
             hidden = hidden.index_select(0, tokens)
             pending = None if pending is None else pending.index_select(0, tokens)
         return compiled.add_rms_norm(hidden, pending, weight, self._decoder.eps)
+
+    def _changes(self, adapters: BatchAdapters, num_tokens: int, dtype: torch.dtype) -> tuple[np.ndarray, torch.Tensor]:
+        """[T] addresses of each token's changes, or 0, and [T, ranks] to work in."""
+        of_rows, num_ranks = np.zeros(num_tokens, np.uint64), 0
+        for weights, tokens in adapters.groups:
+            if weights.compiled is None:
+                weights.compiled = self._compiled_changes(weights)
+            of_rows[tokens if isinstance(tokens, slice) else tokens.numpy()] = ctypes.addressof(
+                weights.compiled.structs
+            )
+            num_ranks = max(num_ranks, weights.compiled.num_ranks)
+        return of_rows, torch.empty(num_tokens, num_ranks, dtype=dtype)
+
+    def _compiled_changes(self, weights: LoraWeights) -> CompiledChanges:
+        """`weights` keeps what these point to."""
+        structs, num_ranks = (ChangeStruct * (len(LINEARS) * len(self._keeps)))(), 0
+        for (layer, linear), change in weights.changes.items():
+            down, up = change.down.compiled, change.up.compiled
+            assert down is not None and up is not None, "they are of the layers' own dtype"
+            structs[len(LINEARS) * layer + LINEARS.index(linear)] = ChangeStruct(down.struct, up.struct)
+            num_ranks = max(num_ranks, down.out_features)
+        return CompiledChanges(structs, -(-num_ranks // PANEL) * PANEL)
 
     def _kv_of(self, views: KvViews) -> ctypes.Array[KvStruct]:
         known = self._kv

@@ -21,7 +21,7 @@ from services.worker.models.experts import Experts
 from services.worker.models.parts import Parts, layer_kinds, layer_windows, parts_of
 from services.worker.models.rope import RotaryEmbedding
 from services.worker.models.weights import TokenEmbedding, WeightReader
-from services.worker.native.library import Packed
+from services.worker.native.library import Packed, in_halves
 from services.worker.ops import WideNormOps
 from services.worker.quantized_linear import AnyLinear
 from shared.checkpoint import CheckpointShape, local_rope_parameters, positive_int, rope_parameters
@@ -90,10 +90,10 @@ class LlamaModel(DecoderModel):
             embedding = reader.get(f"{prefix}embed_tokens.weight", shape.vocab_size, shape.hidden_size)
             self._embedding = TokenEmbedding(embedding, self._group)
         self._layers = [self._read_layer(reader, f"{prefix}layers.{i}.", i, config, shape) for i in layers]
-        self.adaptable = [self._adaptable(layer, config, shape.hidden_size) for layer in self._layers]
         self._compiled = None
         if is_plain and self._is_llama(parts):
             self._compiled = CompiledLayers.of(self._layers, self, parts.activation, self._eps)
+        self.adaptable = [self._adaptable(layer, config, shape.hidden_size) for layer in self._layers]
         self._norm = self._head = None
         if is_last:
             self._norm = self._read_norm(reader, f"{prefix}norm.weight", shape.hidden_size)
@@ -143,14 +143,16 @@ class LlamaModel(DecoderModel):
             "qkv": {"q_proj": query, "k_proj": key, "v_proj": key},
             "gate_up": {"gate_proj": inner, "up_proj": inner},
         }
-        found = {}
+        found: dict[str, Adaptable] = {}
         for linear, outputs in wide.items():
             if linear == "gate_up" and not isinstance(layer.mlp, _Mlp):
                 continue
             if self._parts.has_fused_weights:
-                found[f"{linear}_proj"] = Adaptable(linear, hidden, tuple(outputs.values()), OUTPUTS)
+                outputs_of = {f"{linear}_proj": tuple(outputs.values())}
             else:
-                found |= {name: Adaptable(linear, hidden, (n,), OUTPUTS) for name, n in outputs.items()}
+                outputs_of = {name: (n,) for name, n in outputs.items()}
+            is_interleaved = linear == "gate_up" and self._compiled is not None
+            found |= {name: Adaptable(linear, hidden, n, OUTPUTS, is_interleaved) for name, n in outputs_of.items()}
         found["o_proj"] = Adaptable("out", query, (hidden,), INPUTS)
         if isinstance(layer.mlp, _Mlp):
             found["down_proj"] = Adaptable("down", inner, (hidden,), INPUTS)
@@ -198,7 +200,7 @@ class LlamaModel(DecoderModel):
 
     def _compiled_with(self, batch: ForwardBatch) -> CompiledLayers | None:
         """Where the layers and the attention of this batch are compiled."""
-        return self._compiled if isinstance(batch.metadata, CompiledBatch) and batch.adapters is None else None
+        return self._compiled if isinstance(batch.metadata, CompiledBatch) else None
 
     def run_layers(self, state: ForwardState, start: int, stop: int, batch: ForwardBatch) -> None:
         compiled = self._compiled_with(batch)
@@ -253,10 +255,9 @@ class LlamaModel(DecoderModel):
         if isinstance(linear, Packed):
             if batch.adapters is None:
                 return linear(normed)
-            gate_up = linear.ungated(normed)
+            gate_up = in_halves(batch.adapted(linear.ungated(normed), normed, index, "gate_up"))
         else:
-            gate_up = linear(normed)
-        gate_up = batch.adapted(gate_up, normed, index, "gate_up")
+            gate_up = batch.adapted(linear(normed), normed, index, "gate_up")
         if self._activation is F.silu:
             return self._ops.silu_and_mul(gate_up)
         gate, up = gate_up.chunk(2, -1)

@@ -528,6 +528,17 @@ ALWAYS void grouped_tile(const int kind, const int rows, const uint32_t *a, long
     }
 }
 
+/* Of a linear layer by a LoRA adapter: x A^T B^T is added to its product. */
+typedef struct {
+    Linear a, b; /* WORDS; weight NULL: none */
+} Change;
+
+typedef struct {
+    const Change *const *of_rows; /* [rows]: a row's adapter, by layer those of qkv, out, gate_up and down; NULL: it has none */
+    char *lowered;                /* [rows, stride] bytes to work in: x A^T, with zeros up to a multiple of PANEL */
+    int64_t stride;
+} Changes;
+
 typedef struct {
     const Linear *linear;
     const void *x; /* [rows, in_words] words, row stride in words */
@@ -536,7 +547,70 @@ typedef struct {
     int64_t out_stride;
     int32_t gated; /* a panel is 16 gates, then their 16 ups: [rows, num_outputs / 2] come out */
     int32_t activation;
+    const Changes *changes; /* NULL: no row has any */
+    int64_t change;         /* which of an adapter's */
 } Product;
+
+ALWAYS const Change *change_of(const Product *p, long row) {
+    const Change *adapter = p->changes->of_rows[row];
+    return adapter && adapter[p->change].a.weight ? adapter + p->change : NULL;
+}
+
+/* Rows of one adapter that are computed together. */
+#define RUN 4
+
+static int is_run(const Product *p, long row, long end) {
+    if (row + RUN > end) return 0;
+    for (int i = 1; i < RUN; i++)
+        if (p->changes->of_rows[row + i] != p->changes->of_rows[row]) return 0;
+    return 1;
+}
+
+ALWAYS void lower_rows(const int bf16, const int rows, const Product *p, long row) {
+    const Change *change = change_of(p, row);
+    if (!change) return;
+    const uint32_t *x = (const uint32_t *)p->x + row * p->x_stride;
+    for (long first = 0; first < change->a.num_outputs; first += PANEL) {
+        const char *panel = (const char *)change->a.weight + first * change->a.in_words * 4;
+        floats acc[ROWS][2];
+        tile(bf16, WORDS, rows, x, p->x_stride, panel, NULL, 0, change->a.in_words, acc);
+        UNROLL for (int r = 0; r < rows; r++)
+            for (int i = 0; i < 2; i++)
+                store(bf16, p->changes->lowered + (row + r) * p->changes->stride, first + i * LANES, acc[r][i]);
+    }
+}
+
+/* x A^T of the rows that have changes. A phase. */
+static void lower(const int bf16, Worker *worker, const Product *p) {
+    for (long row; (row = take(worker)) < p->num_rows;) {
+        const long first = row - row % RUN;
+        if (!is_run(p, first, p->num_rows)) lower_rows(bf16, 1, p, row);
+        else if (row == first) lower_rows(bf16, RUN, p, row);
+    }
+    sync_team(worker);
+}
+
+ALWAYS void raise_rows(const int bf16, const int rows, const Product *p, long panel, long row, floats (*sums)[2]) {
+    const Change *change = change_of(p, row);
+    if (!change) return;
+    const uint32_t *lowered = (const uint32_t *)(p->changes->lowered + row * p->changes->stride);
+    const char *at = (const char *)change->b.weight + panel * change->b.in_words * PANEL * 4;
+    floats acc[ROWS][2];
+    tile(bf16, WORDS, rows, lowered, p->changes->stride / 4, at, NULL, 0, change->b.in_words, acc);
+    UNROLL for (int r = 0; r < rows; r++)
+        for (int i = 0; i < 2; i++) sums[r][i] += acc[r][i];
+}
+
+/* sums [rows] += a panel of (x A^T) B^T. */
+static __attribute__((noinline)) void add_changes(int bf16, const Product *p, long panel, long row, int rows, floats (*sums)[2]) {
+    for (int r = 0, taken; r < rows; r += taken) {
+        taken = is_run(p, row + r, row + rows) ? RUN : 1;
+        if (bf16 && taken == RUN) raise_rows(1, RUN, p, panel, row + r, sums + r);
+        else if (bf16) raise_rows(1, 1, p, panel, row + r, sums + r);
+        else if (taken == RUN) raise_rows(0, RUN, p, panel, row + r, sums + r);
+        else raise_rows(0, 1, p, panel, row + r, sums + r);
+    }
+}
 
 /* `unpacked`: the words of a panel of few bits, or NULL. */
 ALWAYS void panel_rows(const int bf16, const int kind, const int rows, const Product *p, long panel, long row,
@@ -548,6 +622,12 @@ ALWAYS void panel_rows(const int bf16, const int kind, const int rows, const Pro
     if (unpacked) grouped_tile(WORDS, rows, x, p->x_stride, linear, panel, (const char *)unpacked, acc);
     else if (kind != WORDS) grouped_tile(kind, rows, x, p->x_stride, linear, panel, at, acc);
     else tile(bf16, WORDS, rows, x, p->x_stride, at, NULL, 0, linear->in_words, acc);
+    if (p->changes) {
+        floats sums[ROWS][2]; /* a copy: those above stay in registers */
+        UNROLL for (int r = 0; r < rows; r++) sums[r][0] = acc[r][0], sums[r][1] = acc[r][1];
+        add_changes(bf16, p, panel, row, rows, sums);
+        UNROLL for (int r = 0; r < rows; r++) acc[r][0] = sums[r][0], acc[r][1] = sums[r][1];
+    }
     const float *bias = linear->bias ? linear->bias + panel * PANEL : NULL;
     UNROLL for (int r = 0; r < rows; r++) {
         floats first = acc[r][0], second = acc[r][1];
@@ -602,8 +682,10 @@ static const words *unpacked_panel(const Linear *linear, long panel) {
     return space;
 }
 
-/* A phase. Many rows are cut, so that those of one piece stay in the cache of a core, and few panels still make many pieces. */
+/* A phase, or two with changes. Many rows are cut, so that those of one piece stay in the cache of a core, and few panels still
+ * make many pieces. */
 static void multiply(const int bf16, Worker *worker, const Product *p) {
+    if (p->changes) lower(bf16, worker, p);
     const long panels = (p->linear->num_outputs + PANEL - 1) / PANEL;
     long group = 20 * ROWS, groups = (p->num_rows + group - 1) / group;
     if (groups > 1) group = ((p->num_rows + groups - 1) / groups + ROWS - 1) / ROWS * ROWS;
@@ -999,6 +1081,7 @@ typedef struct {
     int64_t first, last;            /* parts: 2 * layer is its attention, 2 * layer + 1 its MLP */
     int32_t has_pending;
     Ranks *ranks;                   /* each part is summed over them; NULL: one has it all */
+    const Changes *changes;         /* of the tokens; NULL: none has any */
 } Pass;
 
 typedef struct {
@@ -1016,11 +1099,13 @@ ALWAYS void run_parts(const int bf16, Worker *worker, const Decoder *decoder, co
     for (long part = pass->first; part < pass->last; part++) {
         const Layer *layer = decoder->layers + part / 2;
         const void *pending = part > pass->first || pass->has_pending ? pass->pending : NULL;
+        const long change = part / 2 * 4;
         if (part % 2 == 0) {
             const Kv *kv = pass->kv + part / 2;
             const Heads heads = {num_heads, num_kv_heads, head_dim, bf16, layer->window, 1.0f / sqrtf((float)head_dim), 0.0f};
             add_and_norm(bf16, worker, pass->hidden, pending, layer->input_norm, decoder->eps, pass->normed, tokens, width);
-            multiply(bf16, worker, &(Product){&layer->qkv, pass->normed, tokens, width / per_word, pass->heads, heads_width, 0, 0});
+            multiply(bf16, worker, &(Product){&layer->qkv, pass->normed, tokens, width / per_word, pass->heads, heads_width, 0, 0,
+                                              pass->changes, change});
             for (long t; (t = take(worker)) < tokens;) {
                 char *of_token = (char *)pass->heads + t * heads_width * size;
                 const float *cosines = pass->cosines + t * (head_dim / 2), *sines = pass->sines + t * (head_dim / 2);
@@ -1033,13 +1118,14 @@ ALWAYS void run_parts(const int bf16, Worker *worker, const Decoder *decoder, co
             sync_team(worker);
             attend(bf16, worker, batch, kv, &heads, pass->heads, heads_width, pass->attended, num_heads * head_dim);
             multiply(bf16, worker, &(Product){&layer->out, pass->attended, tokens, num_heads * head_dim / per_word, pass->pending,
-                                              width, 0, 0});
+                                              width, 0, 0, pass->changes, change + 1});
         } else {
             const long inner = decoder->inner_size;
             add_and_norm(bf16, worker, pass->hidden, pending, layer->post_norm, decoder->eps, pass->normed, tokens, width);
             multiply(bf16, worker, &(Product){&layer->gate_up, pass->normed, tokens, width / per_word, pass->inner, inner, 1,
-                                              decoder->activation});
-            multiply(bf16, worker, &(Product){&layer->down, pass->inner, tokens, inner / per_word, pass->pending, width, 0, 0});
+                                              decoder->activation, pass->changes, change + 2});
+            multiply(bf16, worker, &(Product){&layer->down, pass->inner, tokens, inner / per_word, pass->pending, width, 0, 0,
+                                              pass->changes, change + 3});
         }
         if (pass->ranks) {
             if (worker->thread == 0) sum_over_ranks(bf16, pass->ranks, pass->pending, tokens * width);

@@ -37,10 +37,19 @@ class LinearStruct(ctypes.Structure):
     ]  # fmt: skip
 
 
+class ChangeStruct(ctypes.Structure):
+    _fields_ = [("a", LinearStruct), ("b", LinearStruct)]
+
+
+class ChangesStruct(ctypes.Structure):
+    _fields_ = [("of_rows", c_void_p), ("lowered", c_void_p), ("stride", c_int64)]
+
+
 class ProductStruct(ctypes.Structure):
     _fields_ = [
         ("linear", POINTER(LinearStruct)), ("x", c_void_p), ("num_rows", c_int64), ("x_stride", c_int64),
-        ("out", c_void_p), ("out_stride", c_int64), ("gated", c_int32), ("activation", c_int32), ("is_bf16", c_int32),
+        ("out", c_void_p), ("out_stride", c_int64), ("gated", c_int32), ("activation", c_int32),
+        ("changes", POINTER(ChangesStruct)), ("change", c_int64), ("is_bf16", c_int32),
     ]  # fmt: skip
 
 
@@ -90,7 +99,7 @@ class PassStruct(ctypes.Structure):
         ("batch", POINTER(BatchStruct)), ("kv", POINTER(KvStruct)), ("hidden", c_void_p), ("pending", c_void_p),
         ("cosines", c_void_p), ("sines", c_void_p), ("normed", c_void_p), ("heads", c_void_p), ("attended", c_void_p),
         ("inner", c_void_p), ("first", c_int64), ("last", c_int64), ("has_pending", c_int32),
-        ("ranks", POINTER(RanksStruct)),
+        ("ranks", POINTER(RanksStruct)), ("changes", POINTER(ChangesStruct)),
     ]  # fmt: skip
 
 
@@ -139,7 +148,7 @@ class Kernels:
         out = torch.empty(len(x), weight.out_features, dtype=x.dtype)
         call = ProductStruct(
             weight.pointer, x.data_ptr(), len(x), x.stride(0) * x.itemsize // 4, out.data_ptr(), weight.out_features,
-            weight.activation is not None, weight.activation or 0, x.dtype == torch.bfloat16,
+            weight.activation is not None, weight.activation or 0, is_bf16=x.dtype == torch.bfloat16,
         )  # fmt: skip
         self._library.tideway_linear(self._team, ctypes.byref(call))
         return out
@@ -233,13 +242,13 @@ class Packed(ABC):
         (its name in config.json) of the gates."""
 
     def ungated(self, x: torch.Tensor) -> torch.Tensor:
-        """Of one that is `gated`: [rows, in_features] -> [rows, 2 * out_features], without the activation, gates first."""
+        """Of one that is `gated`: [rows, in_features] -> [rows, 2 * out_features], without the activation, `interleaved`."""
         plain = copy(self)
         plain.activation, plain.out_features = None, self._num_outputs
-        return plain(x).view(len(x), -1, 2, LANES).transpose(1, 2).reshape(len(x), -1)
+        return plain(x)
 
     def _interleaved_bias(self) -> torch.Tensor | None:
-        return None if self._bias is None else _interleaved(self._bias[: self._num_outputs])
+        return None if self._bias is None else interleaved(self._bias[: self._num_outputs])
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[rows, in_features] -> [rows, out_features]"""
@@ -263,7 +272,7 @@ class PackedWeight(Packed):
 
     def gated(self, activation: str) -> PackedWeight:
         words = self._panels.transpose(1, 2).flatten(0, 1)[: self._num_outputs]
-        return PackedWeight(_interleaved(words), self._interleaved_bias(), activation=ACTIVATIONS[activation])
+        return PackedWeight(interleaved(words), self._interleaved_bias(), activation=ACTIVATIONS[activation])
 
 
 class PackedIntegers(Packed):
@@ -305,9 +314,9 @@ class PackedIntegers(Packed):
             pairs, zeros = torch.cat((self._packed & 15, self._packed >> 4), 2), 16 - (self._rows(self._zeros) & 0xFFFF)
         values, scales = self._rows(pairs).flatten(1), self._rows(self._scales)
         return PackedIntegers(
-            _interleaved(values),
-            _interleaved(scales),
-            None if zeros is None else _interleaved(zeros),
+            interleaved(values),
+            interleaved(scales),
+            None if zeros is None else interleaved(zeros),
             self._interleaved_bias(),
             activation=ACTIVATIONS[activation],
         )
@@ -322,9 +331,14 @@ def _panels(rows: torch.Tensor) -> torch.Tensor:
     return torch.cat((rows, missing)).view(-1, PANEL, *rows.shape[1:]).transpose(1, 2)
 
 
-def _interleaved(rows: torch.Tensor) -> torch.Tensor:
+def interleaved(rows: torch.Tensor) -> torch.Tensor:
     """16 of the first half, their 16 of the second, and so on."""
     return rows.view(2, -1, LANES, *rows.shape[1:]).transpose(0, 1).reshape(rows.shape)
+
+
+def in_halves(x: torch.Tensor) -> torch.Tensor:
+    """`[rows, n]`, of which the outputs are `interleaved`: gates, then ups."""
+    return x.view(len(x), -1, 2, LANES).transpose(1, 2).reshape(len(x), -1)
 
 
 def packs(weight: torch.Tensor) -> bool:

@@ -33,6 +33,7 @@ from tests.worker.adapters import ALL, OPT, write_adapter
 from tests.worker.checkpoints import VARIANTS, prompt_of, write_checkpoint
 from tests.worker.ranks.followers import CPU, Followers, GroupOfExecutors, followers
 from tests.worker.step_driver import Driver
+from tests.worker.test_adapters import WIDE
 from tests.worker.test_suspension import LENGTHS as SUSPENDED_LENGTHS
 from tests.worker.test_suspension import first_step, following_step, mixed_step, resumed
 
@@ -99,10 +100,14 @@ def test_two_ranks_make_the_tokens_of_one_in_every_family(folder: Path, pair: Fo
 
 
 def test_two_ranks_make_the_tokens_of_one_with_adapters(folder: Path, pair: Followers) -> None:
-    """A row of each of two adapters and one without; Phi-3's layers are fused, and OPT's are others."""
-    for variant, modules in (("llama", ALL), ("opt", OPT), ("phi3", ("qkv_proj", "gate_up_proj", "down_proj"))):
-        path = write_checkpoint(folder, variant)
-        adapters = [write_adapter(folder / f"{variant}-lora{n}", path, modules, rank=n, seed=n) for n in (3, 4)]
+    """A row of each of two adapters and one without; Phi-3's layers are fused, and OPT's are others; of the last model all
+    are compiled."""
+    fused = ("qkv_proj", "gate_up_proj", "down_proj")
+    for number, (variant, modules, sizes) in enumerate(
+        (("llama", ALL, {}), ("opt", OPT, {}), ("phi3", fused, {}), ("llama", ALL, WIDE))
+    ):
+        path = write_checkpoint(folder / f"adapted{number}", variant, **sizes)
+        adapters = [write_adapter(path / f"lora{n}", path, modules, rank=n, seed=n) for n in (3, 4)]
         outputs = []
         for executor in (make_one(), pair.executor(NUM_MERGED, MERGED_BYTES, 8)):
             driver = Driver(executor, executor.load(path), range(NUM_MERGED))  # type: ignore[arg-type]
