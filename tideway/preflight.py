@@ -45,18 +45,9 @@ def parse_models(arguments: Iterable[str], quantization: str = "", tool_formats:
         name, equals, source = argument.partition("=")
         if not equals:
             name, source = "", argument
-        folder = Path(source).expanduser()
-        if source and folder.is_dir():
-            if not (folder / "config.json").is_file():
-                raise OperatorError(f"{source} is no checkpoint in Hugging Face format: it holds no config.json.")
-            source = str(folder.resolve())
-            name = name or folder.resolve().name
-        elif source.startswith(("/", ".", "~")) or not _HUB_ID.fullmatch(source):
-            raise OperatorError(
-                f"--model {argument}: {source or 'an empty source'} is neither a folder nor a Hugging Face id. "
-                "Write NAME=FOLDER or NAME=ORGANISATION/MODEL."
-            )
-        name = name or source
+        hint = f"--model {argument}: write NAME=FOLDER or NAME=ORGANISATION/MODEL"
+        source = _source(source, "checkpoint in Hugging Face format", "config.json", hint)
+        name = name or (Path(source).name if Path(source).is_absolute() else source)
         if name in specs:
             raise OperatorError(f"Two models are named {name}. Name one of them: --model NAME=SOURCE.")
         specs[name] = ModelSpec(name=name, source=source, quantization=quantization)
@@ -76,21 +67,29 @@ def parse_adapters(arguments: Iterable[str], models: Collection[ModelSpec]) -> l
     specs: dict[str, AdapterSpec] = {}
     for argument in arguments:
         name, base, source = [*argument.split("=", 2), "", ""][:3]
-        folder = Path(source).expanduser()
+        hint = f"--adapter {argument}: write NAME=MODEL=FOLDER or NAME=MODEL=ORGANISATION/ADAPTER"
         if not (name and base and source):
-            raise OperatorError(f"--adapter {argument}: write NAME=MODEL=FOLDER or NAME=MODEL=ORGANISATION/ADAPTER.")
+            raise OperatorError(f"{hint}.")
         if all(model.name != base for model in models):
             raise OperatorError(f"--adapter {argument}: no model is named {base}.")
         if name in specs or any(model.name == name for model in models):
             raise OperatorError(f"Two models are named {name}. Name one of them otherwise.")
-        if folder.is_dir():
-            if not (folder / "adapter_config.json").is_file():
-                raise OperatorError(f"{source} is no LoRA adapter in PEFT's format: it holds no adapter_config.json.")
-            source = str(folder.resolve())
-        elif source.startswith(("/", ".", "~")) or not _HUB_ID.fullmatch(source):
-            raise OperatorError(f"--adapter {argument}: {source} is neither a folder nor a Hugging Face id.")
-        specs[name] = AdapterSpec(name, base, source)
+        specs[name] = AdapterSpec(
+            name, base, _source(source, "LoRA adapter in PEFT's format", "adapter_config.json", hint)
+        )
     return list(specs.values())
+
+
+def _source(text: str, what: str, file: str, hint: str) -> str:
+    """The absolute path of a folder that holds the file, or a hub id. Raises `OperatorError`."""
+    folder = Path(text).expanduser()
+    if text and folder.is_dir():
+        if not (folder / file).is_file():
+            raise OperatorError(f"{text} is no {what}: it holds no {file}.")
+        return str(folder.resolve())
+    if text.startswith(("/", ".", "~")) or not _HUB_ID.fullmatch(text):
+        raise OperatorError(f"{hint}; {text or 'an empty source'} is neither a folder nor a Hugging Face id.")
+    return text
 
 
 def local_host(host: str) -> str:
