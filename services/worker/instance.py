@@ -74,6 +74,8 @@ COMPILE_WAIT_S = 0.5
 """That the sender of a request is kept waiting while its grammar is compiled: with that for an adapter, less than it waits
 for an answer."""
 COMPILE_RETRY_S = 0.05
+MAX_SUBMITS = 1024
+"""Handled at once: those that wait for an adapter or a grammar keep no others out."""
 STUCK_STEP_S = 120.0
 """A step that runs for longer will not end: the instance gives up and is started again."""
 
@@ -176,7 +178,7 @@ class InstanceService:
         self._metrics_port = self._telemetry.serve_metrics(self.problems)
         bus, ids = self._bus, {"instance_id": self._id}
         self._subscriptions = [
-            await bus.serve(INSTANCE_SUBMIT.at(**ids), self._on_submit),
+            await bus.serve(INSTANCE_SUBMIT.at(**ids), self._on_submit, max_concurrency=MAX_SUBMITS),
             await bus.serve(INSTANCE_REPLAY.at(**ids), self._on_replay),
             await bus.serve(INSTANCE_HELD.at(**ids), self._on_held),
             await bus.serve(INSTANCE_POOL.at(**ids), self._on_show_pool),

@@ -3,6 +3,7 @@ real NATS; the executor is a fake (instance_stage.py)."""
 
 from __future__ import annotations
 
+import asyncio
 from concurrent.futures import Future
 from typing import Any
 
@@ -24,9 +25,11 @@ class Following(SteppedExecutor):
         super().__init__()
         self.grammar_counters = GrammarCounters()
         self.compiled: dict[str, Future[Any]] = {}
+        self.asked: list[str] = []
 
     def compile_grammar(self, model: str, grammar: str) -> Future[Any]:
         assert model == "a"
+        self.asked.append(grammar)
         return self.compiled.setdefault(grammar, Future())
 
 
@@ -61,3 +64,16 @@ async def test_a_request_is_taken_when_its_grammar_is_compiled(
         stage.service.intake.models.clear()
         assert (await refusal(stage, following("r3", "new")))[0] == ErrorCode.GONE
         assert "new" not in compiled
+
+
+async def test_requests_that_wait_for_a_grammar_keep_no_others_out(
+    nats_settings: BusSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(instance, "COMPILE_WAIT_S", 60.0)
+    async with instance_on(nats_settings, executor=Following()) as stage:
+        sent = [following(f"r{number}", "slow") for number in range(100)]
+        waiting = [asyncio.create_task(stage.bus.request(INSTANCE_SUBMIT.at(**IDS), one, timeout_s=60)) for one in sent]
+        await stage.until(lambda: len(stage.executor.asked) == len(sent))
+        await stage.submit(request("plain", [1, 2], 5))
+        stage.executor.compiled["slow"].set_result(object())
+        assert [reply.request_id for reply in await asyncio.gather(*waiting)] == [one.request_id for one in sent]
