@@ -173,6 +173,7 @@ def up(
 def _up_in_background(data: DataFolder) -> None:
     """Runs the same command in a session of its own and repeats what it prints until it is ready."""
     data.prepare()
+    data.check_free()  # before its log is begun anew
     arguments = [argument for argument in sys.argv[1:] if argument != "--detach"]
     log_path = data.logs / "up.log"
     with log_path.open("wb") as log:

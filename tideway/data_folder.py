@@ -92,15 +92,23 @@ class DataFolder:
                     time.sleep(LOCK_RETRY_S)
         else:
             os.close(lock_file)
-            state = self.read_state()
-            where = f" on {state.address}" if state else ""
-            raise OperatorError(
-                f"Tideway runs here already{where} (process {self.holder_pid() or 'unknown'}). Stop it with `tideway down`"
-                " (make down), or start a second one with another --data-dir and --port."
-            )
+            raise self._taken()
         os.ftruncate(lock_file, 0)
         os.write(lock_file, str(os.getpid()).encode())
         self._lock_file = lock_file
+
+    def check_free(self) -> None:
+        """Raises `OperatorError` where a supervisor runs on this folder."""
+        if self.holder_pid() is not None:
+            raise self._taken()
+
+    def _taken(self) -> OperatorError:
+        state = self.read_state()
+        where = f" on {state.address}" if state else ""
+        return OperatorError(
+            f"Tideway runs here already{where} (process {self.holder_pid() or 'unknown'}). Stop it with `tideway down`"
+            " (make down), or start a second one with another --data-dir and --port."
+        )
 
     def release(self) -> None:
         if self._lock_file is not None:

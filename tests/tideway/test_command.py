@@ -26,6 +26,7 @@ from shared.messages.cluster import (
 from shared.settings import BusSettings
 from tests.tideway.conftest import InThisProcess
 from tideway.cluster import ModelState, view_model
+from tideway.data_folder import DataFolder
 from tideway.preflight import REPOSITORY
 
 
@@ -51,6 +52,21 @@ def test_a_taken_port_is_one_sentence(tmp_path: Path, detached: tuple[str, ...])
     assert result.returncode == 2
     lines = (result.stdout + result.stderr).splitlines()
     assert len(lines) == 1 and lines[0].startswith(f"tideway: Port {port} on 127.0.0.1 is taken")
+
+
+def test_a_second_start_leaves_the_log_of_the_first(tmp_path: Path) -> None:
+    data = DataFolder(tmp_path)
+    data.prepare()
+    data.acquire()
+    try:
+        (data.logs / "up.log").write_text("what the first one says")
+        result = tideway("up", "--data-dir", str(tmp_path), "--detach")
+    finally:
+        data.release()
+    assert result.returncode == 2 and result.stderr.startswith(
+        f"tideway: Tideway runs here already (process {os.getpid()})"
+    )
+    assert (data.logs / "up.log").read_text() == "what the first one says"
 
 
 def test_settings_of_the_environment_are_checked_first(tmp_path: Path) -> None:
