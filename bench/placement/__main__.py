@@ -24,6 +24,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--load", type=float, default=day.LOAD, help="of the day, see bench/placement/day.py")
     parser.add_argument("--day", type=int, default=0, help="of the table of rates, which has 14; 0: the first")
     parser.add_argument("--processes", type=int, default=2, help="of the day, in which its rows are made")
+    parser.add_argument("--rows", type=Path, help="folder: rows of the day that are there are not made again")
     parser.add_argument(
         "--intervals",
         nargs="+",
@@ -40,6 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             day.Asked(seed, options.load, options.day),
             options.processes,
             list(dict.fromkeys(["adaptive", "none", *options.intervals])),
+            options.rows,
         ),
     }
     for name in options.experiments:

@@ -317,8 +317,19 @@ def begun(asked: Asked) -> tuple[Problem, Proposal]:
     return problem, search(msgspec.structs.replace(problem, traffic=between(arrivals, 0.0, 3600.0)))
 
 
-def play(name: str, asked: Asked) -> Played:
-    """`name`: of the intervals."""
+def play(name: str, asked: Asked, kept: Path | None = None) -> Played:
+    """`name`: of the intervals. `kept`: folder in which the row is kept, and taken from where it is there already."""
+    path = None if kept is None else kept / f"day{asked.number_of_day}-seed{asked.seed}-{asked.load:g}-{name}.json"
+    if path is not None and path.exists():
+        return msgspec.json.decode(path.read_bytes(), type=Played)
+    found = _played(name, asked)
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(msgspec.json.encode(found))
+    return found
+
+
+def _played(name: str, asked: Asked) -> Played:
     problem, first = begun(asked)
     one = Day(problem, first.plan, first.prediction, settings(name))
     found, free = one.play()
@@ -344,13 +355,14 @@ def day(
     asked: Asked,
     num_processes: int = 2,
     names: Sequence[str] = tuple(INTERVALS_S),
+    kept: Path | None = None,
 ) -> Table:
     """`names`: of intervals, with adaptive and none among them."""
     played: dict[str, Played] = {}
     with ProcessPoolExecutor(num_processes, mp_context=get_context("spawn")) as pool:
         # The one with most searches first.
         order = sorted(names, key=INTERVALS_S.__getitem__)
-        waiting = {pool.submit(play, name, asked): name for name in order}
+        waiting = {pool.submit(play, name, asked, kept): name for name in order}
         for one in as_completed(waiting):
             played[waiting[one]] = one.result()
             print(played[waiting[one]].row, flush=True)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import msgspec
 import numpy as np
 
-from bench.placement.day import INTERVALS_S, Way, rates, settings, timeline
+from bench.placement.day import INTERVALS_S, Asked, Played, Way, play, rates, settings, timeline
 from bench.placement.experiments import all_plans
 from bench.placement.problems import draw, draw_models
 from shared.placement.estimator import Estimator
@@ -57,3 +58,9 @@ def test_who_serves_when_on_a_day():
         Episode(one, 0.0, 100.0), Episode(two, 0.0, 100.0), Episode(stays, 0.0), Episode(pair, 100.0),
     }  # fmt: skip
     assert set(timeline(first, [])) == {Episode(group) for group in first.groups}
+
+
+def test_a_row_that_was_kept_is_not_made_again(tmp_path):
+    made = Played({"interval": "none"}, 0.9, 1.5, [(0.0, plan_of([Group("n", (0,), ("a",))]))], [0.9, 0.8])
+    (tmp_path / "day3-seed2-4-none.json").write_bytes(msgspec.json.encode(made))
+    assert play("none", Asked(2, 4.0, 3), tmp_path) == made
