@@ -54,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "date": date, "machine": machine(), "seed": options.seed, "took_s": round(took_s, 1), "rows": found.rows,
             "series": found.series, "notes": found.notes, "targets": judged(found.targets),
         }  # fmt: skip
-        stem = write(options.output, f"placement-{name}-{date}", document, head + "\n".join(lines))
+        stem = write(options.output, f"placement-{found.name}-{date}", document, head + "\n".join(lines))
         if found.draw is not None:
             save_figure(found.draw, stem.with_suffix(".png"))
         print("\n".join(lines))

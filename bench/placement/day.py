@@ -385,8 +385,9 @@ def day(
     hours = {
         name: Hours(played[name].hourly, [since_s / 3600.0 for since_s, _ in played[name].plans[1:]]) for name in shown
     }
+    which = f"-{asked.number_of_day}-seed{asked.seed}" if asked.number_of_day or asked.seed != 1 else ""
     return Table(
-        name="day", rows=[played[name].row for name in shown], targets=targets, notes=notes, series=hours,
+        name=f"day{which}", rows=[played[name].row for name in shown], targets=targets, notes=notes, series=hours,
         draw=partial(draw, hours),
     )  # fmt: skip
 
