@@ -100,7 +100,7 @@ class CompiledLayers:
         compiled, hidden, pending = kernels(), state.hidden, state.pending
         assert compiled is not None
         if tokens is None:
-            state.pending = None
+            hidden = hidden.clone()
         else:
             hidden = hidden.index_select(0, tokens)
             pending = None if pending is None else pending.index_select(0, tokens)
