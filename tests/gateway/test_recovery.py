@@ -254,7 +254,7 @@ async def test_a_hung_scheduler_is_passed_by(impatient: None, stack: Stack) -> N
     answer = await stack.post("/v1/completions", prompt="x", max_tokens=100)
     assert answer.json()["choices"][0]["text"] == TEXT
     [request] = stack.peer.submitted_to["a"]
-    assert request.epoch == PLACEMENT_EPOCHS, "it outranks what the scheduler may have dispatched unseen"
+    assert request.epoch >= PLACEMENT_EPOCHS, "it outranks what the scheduler may have dispatched unseen"
     with Stopwatch() as watch:
         await stack.post("/v1/completions", prompt="x", max_tokens=100)
     assert watch.seconds < 0.3, "the next request does not wait for it"
