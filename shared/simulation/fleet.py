@@ -23,7 +23,7 @@ from shared.cost_model import CostModel
 from shared.engine.calls import AddModel, Cancel, RemoveModel, SetCostModel, SetStatistics, Submit
 from shared.engine.driver import StepStats
 from shared.engine.engine import Effect, Engine
-from shared.engine.load_reports import DRIFT_INTERVAL_S, HEARTBEAT_S, REPORT_INTERVAL_S, LoadReports
+from shared.engine.load_reports import DRIFT_INTERVAL_S, HEARTBEAT_S, REPORT_INTERVAL_S, LoadReports, is_news
 from shared.engine.plan import ModelShape, StepPlan
 from shared.engine.recording import Configuration
 from shared.engine.requests import Ended, Output
@@ -248,11 +248,11 @@ class Instance:
         self.num_steps += 1
         self._fleet.busy_s[self.instance_id] += step.whole_s * (step.stop_share - step.done_share)
         self.on_step(step)
+        plan = step.plan
+        stats = StepStats(plan.model, sum(plan.counts), plan.num_decodes, step.whole_s)
         if self.migrations is not None and not step.is_suspended:
-            plan = step.plan
-            self.migrations.on_step(StepStats(plan.model, sum(plan.counts), plan.num_decodes, step.whole_s))
-        is_prompt = sum(step.plan.counts) > sum(step.plan.num_decodes)
-        self._report_within(REPORT_INTERVAL_S if is_prompt else DRIFT_INTERVAL_S)
+            self.migrations.on_step(stats)
+        self._report_within(REPORT_INTERVAL_S if is_news((), stats) else DRIFT_INTERVAL_S)
 
     def _on_effects(self, effects: list[Effect]) -> None:
         # What is known of an ended request is noted before its user is told.

@@ -181,13 +181,22 @@ def test_an_activation_is_the_same_at_every_place(width: int, name: str, dtype: 
         assert torch.equal(function(x[rows]), whole[rows])
 
 
-def test_a_table_of_angles_has_what_each_position_has() -> None:
+def test_a_table_of_angles_has_what_each_position_has_however_it_grew() -> None:
     rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
-    computed, tabulated = (RotaryEmbedding(48, rope, 100, 200, torch.device("cpu"), torch.float32) for _ in range(2))
-    INVARIANT.rope(tabulated, 200)
-    positions = torch.tensor([0, 63, 64, 130, 199, 5])
-    for got, expected in zip(tabulated(positions), computed(positions), strict=True):
-        torch.testing.assert_close(got, expected)
+    grown, whole = (RotaryEmbedding(48, rope, 100, 4000, torch.device("cpu"), torch.float32) for _ in range(2))
+    INVARIANT.rope(whole, 4000)
+    for positions in ([0, 63, 64, 130, 199, 5], [1023, 1024], [3999, 7]):
+        length = torch.tensor(positions, dtype=torch.float64).add(1).clamp(min=100)[:, None]
+        base = 10000.0 * (2 * length / 100 - 1) ** (48 / 46)
+        angles = torch.tensor(positions)[:, None] / base ** (torch.arange(0, 48, 2, dtype=torch.float64) / 48)
+        for got, same, expected in zip(
+            grown.cos_sin(torch.tensor(positions)),
+            whole.cos_sin(torch.tensor(positions)),
+            (angles.cos(), angles.sin()),
+            strict=True,
+        ):
+            assert torch.equal(got, same)
+            torch.testing.assert_close(got, expected.float(), rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("shared", [False, True])
